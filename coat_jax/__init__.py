@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 training for JAX that saves memory: optimizer states and activations.
+"""FP8 training for JAX: saves memory for optimizer states and activations.
 
-The optimizers are here. What belongs to them is in `coat_jax.optimizer`, and
-layers are in `coat_jax.layers`:
+The optimizers are here, the tools for their states in `coat_jax.optimizer`, and
+the layers in `coat_jax.layers`:
 
   import coat_jax
   from coat_jax import codecs, layers, recipes

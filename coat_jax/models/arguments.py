@@ -15,7 +15,7 @@ from coat_jax.numerics.checks import (
   refuse,
 )
 
-# The dtypes of arrays that accompany tokens, and the words for them.
+# The dtypes of arrays that accompany tokens, and their names in errors.
 _KINDS = {
   "segments": (jnp.integer, "integers"),
   "shares": (jnp.floating, "floats"),
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def check_config(op: str, config: Any, kind: type) -> None:
-  """Raises a TypeError if a configuration is of another class."""
+  """Raises a TypeError if a configuration is not a `kind`."""
   check_kind(
     op, "config", config, kind, f"pass one, as in {kind.__name__}(...)"
   )
@@ -33,7 +33,7 @@ def check_config(op: str, config: Any, kind: type) -> None:
 def check_model(
   op: str, config: Any, kind: type, recipe: Any, dtype: Any, store: Any, rngs
 ) -> None:
-  """Raises a TypeError if these are not the arguments of a model `op`."""
+  """Raises a TypeError if an argument of a model's constructor is wrong."""
   check_config(op, config, kind)
   check_recipe(op, recipe)
   check_float_dtype(op, "dtype", dtype)
@@ -43,7 +43,7 @@ def check_model(
 
 
 def check_tokens(op: str, tokens: Any, segments: Any = None) -> None:
-  """Raises an error unless these are tokens int [B, T] and segments."""
+  """Raises an error unless tokens are int [B, T] and segments match them."""
   rule, kind = "int [B, T] with T at least 1", jnp.integer
   remedy = "pass token ids of sequences of one length"
   check_array(op, "tokens", tokens, rule, ndim=2, kind=kind, remedy=remedy)

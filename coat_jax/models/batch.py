@@ -17,11 +17,11 @@ class Batch(NamedTuple):
 
   Attributes:
     tokens: int32 [B, T + 1]; each token is predicted from the ones before it.
-    segments: int32 [B, T + 1], the document of its row that each token belongs
-      to, or padding; None for one document per row. Tokens see only their own
-      document, and a document's first token is not a target.
-    shares: f32 [B, T + 1], the weight of each token's nats as a target; None
-      if all tokens of all documents are targets. The first column is ignored.
+    segments: int32 [B, T + 1], the number of each token's document in its row;
+      padding has a number too. None for one document per row. Tokens see only
+      their own document, and a document's first token is not a target.
+    shares: f32 [B, T + 1], the weight of each target in the loss; None if all
+      tokens of all documents are targets. The first column is ignored.
   """
 
   tokens: Array
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
   @classmethod
   def of(cls, batch: "Batch | Array") -> "Batch":
-    """Returns a batch with its shares, or makes one from tokens [B, T + 1]."""
+    """Fills in a batch's shares, or makes a batch from tokens [B, T + 1]."""
     tokens, segments, shares = batch if isinstance(batch, Batch) else cls(batch)
     _check(tokens, segments=segments, shares=shares)
     if shares is None and segments is not None:
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
         document is never predicted. None for all, including padding.
 
     Returns:
-      The batch. Its shares add up to 1, or to 0 without a target.
+      The batch. Its shares add up to 1, or to 0 if there are no targets.
 
     Raises:
       TypeError: tokens or segments are not integers, or targets not numbers.
@@ -76,27 +76,27 @@ class Batch(NamedTuple):
 
   @property
   def inputs(self) -> Array:
-    """int32 [B, T]."""
+    """The tokens that the model reads, int32 [B, T]."""
     return self.tokens[:, :-1]
 
   @property
   def targets(self) -> Array:
-    """int32 [B, T]."""
+    """The tokens to predict, int32 [B, T]."""
     return self.tokens[:, 1:]
 
   @property
   def input_segments(self) -> Array | None:
-    """int32 [B, T] of the inputs, or None."""
+    """The segments of the inputs, int32 [B, T], or None."""
     return None if self.segments is None else self.segments[:, :-1]
 
   @property
   def target_shares(self) -> Array | None:
-    """f32 [B, T] of the targets, or None."""
+    """The shares of the targets, f32 [B, T], or None."""
     return None if self.shares is None else self.shares[:, 1:]
 
 
 def _check(tokens: Any, **others: Any) -> None:
-  """Raises an error unless these are the parts of a batch."""
+  """Raises an error unless the arrays form a batch."""
   remedy = "the first token of a sequence is not a target"
   rule = "[B, T + 1] with T at least 1"
   check_array("Batch", "tokens", tokens, rule, kind=jnp.integer, remedy=remedy)
@@ -110,13 +110,13 @@ def _check(tokens: Any, **others: Any) -> None:
 
 
 def _as_array(name: str, x: Any) -> Any:
-  """Returns what a caller passed as an array; None for None."""
+  """Converts an argument to an array; None stays None."""
   if x is None:
     return None
   if not is_array(x):
     try:
       found = np.asarray(x)
-    except ValueError as error:  # Rows of several lengths.
+    except ValueError as error:  # Rows differ in length.
       raise ValueError(
         f"Batch: {name} must be [B, T + 1], got rows of several lengths; pad "
         "them, and mark the padding in segments"

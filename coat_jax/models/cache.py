@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a decoder on the next tokens of several texts, with a KV cache.
 
-Computed in the model's `dtype`, BF16 or f32, without FP8 whatever the recipe:
-an FP8 product has one scale for all of its tokens, so a token's result would
-depend on the tokens of other rows, and on how many are computed at once.
+Everything runs in the model's `dtype`, BF16 or f32, and never in FP8, whatever
+the recipe: an FP8 matmul uses one scale for all its tokens, so a token's result
+would depend on the other rows and on how many tokens are computed at once.
 
-Prompts of several lengths share a cache by padding on the left: all end in one
-slot, and a step writes one slot of all rows. Padding has slots that no query
-sees; positions are counted from a prompt's first token.
+Prompts of different lengths are padded on the left. They all end in the same
+slot, and each step writes the same slot in every row. Queries never see the
+slots of padding, and positions count from a prompt's first token.
 
          slot   0   1   2   3   4   5            position = slot - padding
   padding 0     a   b   c   d  (e)               padding 2: slots 0 and 1
   padding 2     -   -   a   b  (c)               step 4 writes slot 4
 
-Layers are the model's own modules, in recipe bf16. Two functions differ from
-theirs: `_heads` rotates tokens at their positions, and `_attend` reads the
-cache. XLA partitions all of it on a mesh (automatic axes).
+The layers are the model's own modules, in recipe bf16. Only two steps differ:
+`_heads` rotates tokens at the positions of their own rows, and `_attend` reads
+the cache. On a mesh, XLA partitions everything (automatic axes).
 """
 
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import AttentionKind
 from coat_jax.ops.rope import rotate, rotation
 
-# Scores of this many queries against all slots exist at a time.
+# The number of queries whose scores are in memory at the same time.
 CHUNK = 256
 _MASKED = -1e30
-# Without kernels, which XLA cannot partition.
+# No kernels, because XLA cannot partition them.
 _PLAIN = recipes.bf16(implementation="xla")
 
 
@@ -47,10 +47,10 @@ class KVCache(NamedTuple):
   """Keys and values of a batch.
 
   Attributes:
-    k, v: [layers, B, S, K, H] in the model's dtype; k is rotated. Or a tuple
-      of [1, B, S, K, H], one for each layer.
+    k, v: [layers, B, S, K, H], or one [1, B, S, K, H] per layer, in the model's
+      dtype. k is rotated.
     padding: int32 [B], the number of slots before each row's first token.
-    filled: int32, the number of written slots, and the slot of the next token.
+    filled: int32, the number of written slots; also the next token's slot.
   """
 
   k: Array | tuple[Array, ...]
@@ -59,7 +59,7 @@ class KVCache(NamedTuple):
   filled: Array
 
   def positions(self, slots: Array) -> Array:
-    """Counts the positions [B, T] of slots from each row's first token."""
+    """Returns slots' positions [B, T], counted from each row's first token."""
     return jnp.maximum(slots[None] - self.padding[:, None], 0)
 
 
@@ -76,9 +76,9 @@ def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
 def unstacked(stack: Any, num_layers: int) -> tuple:
   """Cuts a tree of stacked layers into one tree per layer, [1, ...] each.
 
-  In a loop over layers XLA copies a layer's weights, keys and values out of
-  their stacks before each product: three times the memory traffic if a layer
-  runs once per token. Therefore they are cut once.
+  In a loop over layers, XLA copies each layer's weights, keys and values out of
+  their stacks before every matmul. That triples the memory traffic if a layer
+  runs once per token, so cut the stacks once, before decoding.
   """
   return tuple(
     jax.tree.map(lambda x: x[i : i + 1], stack)  # noqa: B023
@@ -95,21 +95,21 @@ def cached_forward(
 ) -> tuple[Array, KVCache]:
   """Runs the next tokens of all rows, without FP8.
 
-  On a mesh it must run in a `jit` under `jax.set_mesh`, with B a multiple of
-  the devices that sequences are split over.
+  On a mesh, call it in a `jit` under `jax.set_mesh`. B must be a multiple of
+  the number of devices that split the batch.
 
   Args:
-    model: in any recipe.
-    tokens: int32 [B, T], T up to 256 or a multiple of it. They get the slots
-      from `cache.filled` on, for which the cache must have room.
-    cache: holds the tokens before.
-    layers: the parameters of `model.layers`, `unstacked`, with a cache that is
-      unstacked too; None for the model's own stack.
-    placed: features that replace some tokens.
+    model: a decoder in any recipe.
+    tokens: int32 [B, T], where T is at most 256 or a multiple of 256. They fill
+      the slots from `cache.filled` on; the cache must have room for them.
+    cache: the keys and values of all earlier tokens.
+    layers: the `unstacked` parameters of `model.layers`; the cache must then be
+      unstacked too. None uses the model's own stack.
+    placed: features that replace the embeddings of some tokens.
 
   Returns:
-    Hidden states [B, T, D] (those of padding mean nothing), and the cache with
-    these tokens.
+    Hidden states [B, T, D], which are meaningless for padding, and the cache
+    including these tokens.
   """
   axes, model = model.axes, without_fp8(model)
   slots = cache.filled + jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -195,7 +195,7 @@ def _attention(
 def _heads(
   attention: Attention, h: Array, positions: Array, kind: Array | None
 ) -> tuple[Array, Array, Array]:
-  """Returns rotated q [B, T, N, H] and k, and v [B, T, K, H], of qkv h."""
+  """Splits qkv h into q [B, T, N, H], k and v [B, T, K, H]; rotates q, k."""
   middle = attention.middle
   if (limit := middle.clip) is not None:
     h = jnp.clip(h, -limit, limit)
@@ -203,7 +203,7 @@ def _heads(
   theta = heads.theta
   if norm is not None:
     heads = heads._replace(theta=None)
-  # Rows have their own positions, so they are rotated as one sequence.
+  # Each row has its own positions, so rotate all rows as one long sequence.
   b, t, columns = h.shape
   parts: Any = split_heads(
     h.reshape(1, b * t, columns),
@@ -253,10 +253,10 @@ def _attend(
     if window is not None:
       is_past &= key[None] > slots[:, None] - window
     seen = is_token[:, None] & is_past[None]
-    # Padding sees nothing; finite numbers keep NaN out of its rows.
     scores = scores * kind.scale_of(h)
     if kind.soft_cap is not None:
       scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
+    # Padding queries see no key at all: -inf would make their softmax NaN.
     scores = jnp.where(seen[:, None, None], scores, _MASKED)
     p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum(
@@ -277,7 +277,7 @@ def _attend(
 def _seen(
   attention: Attention, layer_kind: Array | None, size: int
 ) -> tuple[AttentionKind, Array | int | None]:
-  """Returns how scores are formed, and how many keys a query sees or None."""
+  """Returns how to compute scores, and the window (None to see all keys)."""
   kinds = attention.middle.kind
   if not isinstance(kinds, tuple):
     return kinds, kinds.window

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a decoder, and the choices of each family of decoders.
 
-A family is a row of `FAMILIES`. A new one needs no other line here, unless it
-makes a choice that `Family` does not have yet.
+A family is a row of `FAMILIES`. A new family needs only a new row here, unless
+it makes a choice that `Family` lacks.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from coat_jax.models.rope import parse_scaling
 from coat_jax.ops import Activation, NormKind
 from coat_jax.ops.rope import RopeScaling
 
-# Fields of `ModelConfig` that have no meaning without RoPE.
+# Fields of `ModelConfig` that only families with RoPE use.
 _OF_ROPE = ["rope_theta", "rope_scaling", "window_rope_theta", "rotary_dim"]
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 """Names what layers recompute in the backward pass.
@@ -147,8 +147,8 @@ class ModelConfig:
       training; 0 for none.
 
   Raises:
-    ValueError: an unknown family, a number outside its range, a value of
-      another type, or sizes that do not divide each other.
+    ValueError: the family is unknown, a number is outside its range, a value
+      has the wrong type, or sizes do not divide each other.
   """
 
   family: str
@@ -182,7 +182,7 @@ class ModelConfig:
     check_kinds(self)
     check_family(self, FAMILIES)
     check_numbers(self)
-    parse_scaling(self.rope_scaling)  # Checks it.
+    parse_scaling(self.rope_scaling)  # Raises an error if it is invalid.
     if self.full_every is not None and self.window is None:
       raise ValueError(
         "ModelConfig: full_every needs a window that the other layers see, got "
@@ -190,8 +190,8 @@ class ModelConfig:
       )
     if self.window_rope_theta is not None and self.full_every is None:
       raise ValueError(
-        "ModelConfig: window_rope_theta needs full_every, which gives other "
-        f"layers no window, got {self.window_rope_theta} without it; pass "
+        "ModelConfig: window_rope_theta needs full_every, without which all "
+        f"layers are the same, got {self.window_rope_theta} alone; pass "
         "full_every, or rope_theta alone"
       )
     self._check_choices()
@@ -266,7 +266,7 @@ class ModelConfig:
 
   @property
   def kinds_of_layers(self) -> tuple[int, ...] | None:
-    """0 for each layer with a window, 1 for others; None if all are alike."""
+    """Each layer's kind: 0 with a window, 1 without; None if all are equal."""
     if self.full_every is None:
       return None
     return tuple(

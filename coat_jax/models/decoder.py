@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder language model of several families, made of COAT's blocks.
 
-`models.config.FAMILIES` describes how families differ. Layers are stacked, one
-parameter array [num_layers, ...] for all of them, and scanned. As in the paper,
+`models.config.FAMILIES` describes how families differ. Layers are scanned:
+each of their parameters is one array [num_layers, ...]. As in the paper,
 the embedding, the final norm and the output projection stay in BF16, and the
 loss in f32.
 """
@@ -39,8 +39,8 @@ from coat_jax.models.remat import check_remat, layer_forward
 from coat_jax.models.stack import Start, Store, stack_layers, store_params
 from coat_jax.numerics.recipes import CoatRecipe
 
-# Layers pass on hidden states [B, T, D] and, if there are experts, the
-# sums of the layers' statistics.
+# Each layer passes on hidden states [B, T, D] and, if there are experts, the
+# routing statistics summed over the layers so far.
 Carry = tuple[Array, RoutingStats | None]
 
 
@@ -72,7 +72,7 @@ class DecoderLayer(nnx.Module):
       use_scale=choices.norm_has_scale,
       use_norm_bias=choices.norm_has_bias,
     )
-    # MoE has none of these.
+    # MoE takes none of these arguments.
     dense: dict[str, Any] = shared | dict(
       scale_plus_one=choices.scale_plus_one,
       use_bias=choices.use_bias,
@@ -120,7 +120,7 @@ class DecoderLayer(nnx.Module):
     return self.routed(self.attention(x, positions, segments, kind))[0]
 
   def routed(self, x: Array) -> tuple[Array, RoutingStats | None]:
-    """Runs the MLP; returns [B, T, D] and its experts' statistics."""
+    """Runs the MLP; returns [B, T, D] and, for a MoE, routing statistics."""
     y = self.mlp(x)
     return y if isinstance(y, tuple) else (y, None)
 
@@ -170,15 +170,15 @@ class Decoder(nnx.Module):
         the mesh on which the model is called.
       dtype: dtype of activations.
       remat: what layers recompute in the backward pass; see `Remat`.
-      store: `(path, array) -> array`, converts a parameter that was drawn in
-        f32 to the form in which it is stored. Layers are then drawn one after
-        another, so that their stack never exists in f32: path and array belong
-        to one layer.
+      store: `(path, array) -> array`, converts each parameter from f32 to the
+        form in which it is stored. Layers are then drawn one at a time, so that
+        the whole stack never exists in f32: each call converts one layer's
+        parameter.
       rngs: its stream `params` initializes the parameters.
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: an unknown `remat`, or "fp8" with a recipe other than coat.
+      TypeError: an argument has the wrong type.
+      ValueError: `remat` is unknown, or "fp8" with a recipe other than coat.
     """
     check_model("Decoder", config, ModelConfig, recipe, dtype, store, rngs)
     check_remat(remat, recipe)
@@ -218,9 +218,9 @@ class Decoder(nnx.Module):
 
     Args:
       tokens: int32 [B, T].
-      segments: int32 [B, T], the document that each token belongs to, or
-        padding. Tokens only see tokens of their document, and positions start
-        at 0 in each. None for one document per row.
+      segments: int32 [B, T], the number of each token's document; padding has a
+        number too. Tokens only see tokens of their document, and positions
+        start at 0 in each. None for one document per row.
 
     Returns:
       Hidden states [B, T, D] in `dtype`.
@@ -232,7 +232,7 @@ class Decoder(nnx.Module):
     return self.logits_of_hidden(self(tokens, segments))
 
   def logits_of_hidden(self, hidden: Array) -> Array:
-    """Maps what the model returned [B, T, D] to logits f32 [B, T, V]."""
+    """Maps the model's output [B, T, D] to logits f32 [B, T, V]."""
     check_hidden("Decoder", hidden, self.config.d_model)
     return vocabulary.logits(
       hidden,
@@ -253,7 +253,7 @@ class Decoder(nnx.Module):
     segments: Array | None = None,
     placed: Placed | None = None,
   ) -> Carry:
-    """Runs the model; also returns what `auxiliary_loss` reads of experts."""
+    """Runs the model; also returns routing statistics for `auxiliary_loss`."""
     forward = self.layer_forward(segments)
     scan = nnx.scan(forward, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
     start = self.start(tokens, segments, placed)
@@ -280,12 +280,12 @@ class Decoder(nnx.Module):
   def embed_at(
     self, tokens: Array, places: Array, placed: Placed | None = None
   ) -> Array:
-    """Embeds tokens at positions [T] or [B, T]; `placed` replaces some."""
+    """Embeds tokens at positions [T] or [B, T]; inserts `placed` features."""
     x = vocabulary.embed(
       tokens, self.embedding[...], dtype=self.dtype, axes=self.axes
     )
     if self.config.choices.scales_embedding:
-      # Rounded to x's dtype, as in the training of these families.
+      # These families were trained with this factor in x's dtype.
       x = x * jnp.asarray(self.config.d_model**0.5, x.dtype)
     if placed is not None:
       x = place_features(x, placed, axes=self.axes)
@@ -303,7 +303,7 @@ class Decoder(nnx.Module):
   def layer_forward(
     self, segments: Array | None = None
   ) -> Callable[[Carry, DecoderLayer, Array | None], Carry]:
-    """Returns the function (carry, layer, kind) that a layer scan runs."""
+    """Returns the function (carry, layer, kind) to scan over the layers."""
     where_seen = positions(segments), segments
     kept = layer_forward(
       self,

@@ -3,7 +3,7 @@
 
 Two programs are compiled. One runs the prompts and chooses the first new token;
 the other adds tokens until all rows have stopped. Sizes are rounded up, so that
-other prompts, lengths, seeds and temperatures reuse the compiled programs.
+calls with other prompts, lengths, seeds or temperatures reuse both programs.
 """
 
 import functools
@@ -49,19 +49,19 @@ _READ_IN_F32 = ("norm", "bias", "router", "positions")
 
 
 class _Draws(NamedTuple):
-  """How tokens are chosen, and a key for each row."""
+  """The sampling options, and a random key for each row."""
 
   sampling: Sampling
   keys: Array
 
   def choose(self, logits: Array, count: Array | int) -> Array:
-    """Chooses the token int32 [B] after `count` new ones."""
+    """Chooses each row's next token, int32 [B], after `count` new ones."""
     fold = jax.vmap(lambda key: jax.random.fold_in(key, count))
     return choose(logits, self.sampling, fold(self.keys))
 
 
 class _Until(NamedTuple):
-  """When rows end: after a stop token int32 [n], or `most` new tokens.
+  """Ends a row after a stop token int32 [n], or after `most` new tokens.
 
   `is_row` [B] is False for rows that only fill up the batch.
   """
@@ -80,8 +80,8 @@ class Generation(NamedTuple):
   """The result of `generate`.
 
   Attributes:
-    tokens: the new tokens of each prompt. If a prompt was stopped, its last
-      token is the stop token.
+    tokens: the new tokens of each prompt. If a stop token ended a prompt, it is
+      the last one.
     prefill_s: seconds for the prompts and the first new tokens.
     decode_s: seconds for all other new tokens. Both include compiling.
   """
@@ -106,13 +106,13 @@ def generate(
 ) -> Generation:
   """Adds tokens to several prompts at once.
 
-  Computes in the model's `dtype`, BF16 or f32, without FP8 in any recipe: an
-  FP8 product has one scale for all of its tokens, so a prompt's result would
-  depend on the other prompts. Without FP8 a prompt gives what it gives alone,
-  up to the order of sums.
+  Runs in the model's `dtype`, BF16 or f32, and never in FP8, whatever the
+  recipe: an FP8 matmul uses one scale for all its tokens, so a prompt's result
+  would depend on the other prompts. Without FP8 a prompt gives the same result
+  as alone, up to the order of sums.
 
-  While tokens are added, there is a copy of the layers' weights in that dtype,
-  except those that are read in f32, whatever dtype they are stored in.
+  While tokens are added, there is a copy of the layers' weights in that dtype
+  (or in f32, if they are read in f32), whatever dtype they are stored in.
 
   On a mesh, call it under `jax.set_mesh` with sharded parameters; it uses the
   axes of the model's recipe.
@@ -120,27 +120,27 @@ def generate(
   Args:
     model: a Decoder, or a VisionLanguageModel.
     prompts: token ids, of any lengths.
-    max_new_tokens: how many to add to each prompt that does not stop before.
+    max_new_tokens: how many to add to each prompt unless it stops earlier.
     pixel_values: [B, I, C, H, W], the images of each prompt, as for
-      `VisionLanguageModel`. A prompt must have all image tokens of its images.
+      `VisionLanguageModel`. A prompt must contain all its images' tokens.
       None for text alone.
-    temperature: what logits are divided by; 0 chooses the most probable token.
+    temperature: divides the logits; 0 chooses the most probable token.
     top_k: draws from the k most probable tokens; None for all.
     top_p: draws from the fewest most probable tokens whose probabilities add up
       to at least this, after `top_k`; None for all.
-    stop_tokens: a row stops after one of them.
+    stop_tokens: a row stops after any of these.
     seed: seed of the draws. A row's draws depend on its index, not on the
       number of prompts.
-    cache_size: tokens per row, with padding, for which memory is allocated. The
-      same size in all calls compiles the second program once. None for the
-      longest prompt plus `max_new_tokens`, each rounded up.
+    cache_size: how many tokens per row, including padding, to allocate memory
+      for. Pass the same size in all calls to compile the second program once.
+      None for the longest prompt plus `max_new_tokens`, each rounded up.
 
   Returns:
     A `Generation`.
 
   Raises:
-    TypeError: an argument of another kind, such as a token that is not a whole
-      number.
+    TypeError: an argument has the wrong type, such as a token that is not a
+      whole number.
     ValueError: no prompt, an empty prompt, a token outside the vocabulary, more
       tokens than the model has learned positions for, images that do not match
       the image tokens, an option outside its range, or a model that computes
@@ -170,7 +170,7 @@ def generate(
   longest = max(map(len, prompts))
   decoder.config.check_length(
     f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones",
-    longest + max_new_tokens - 1,  # The last new token is not read.
+    longest + max_new_tokens - 1,  # The model never reads the last one.
   )
   check_whole(op, "seed", seed, Range(0, 2**32 - 1), "pass another")
   if pixel_values is not None:
@@ -259,7 +259,7 @@ def _decode(
   draws: _Draws,
   until: _Until,
 ) -> tuple[Array, Array, KVCache]:
-  """Returns new tokens [B, room] from `first` on, their count, the cache."""
+  """Returns new tokens [B, room], `first` included, their count, the cache."""
   params = _in_dtype(graph, params)
   room = cache.k[0].shape[2]
   _, stack = nnx.split(nnx.merge(graph, params).layers)
@@ -287,7 +287,7 @@ def _decode(
 
 
 def _in_dtype(graph: Any, params: Any) -> Any:
-  """Casts weights to the dtype in which each step would read them.
+  """Casts weights once to the dtype in which every step reads them.
 
   Routers stay in f32: rounding them would send tokens to other experts.
   """
@@ -304,7 +304,7 @@ def _in_dtype(graph: Any, params: Any) -> Any:
 
 
 def _keys(seed: int, rows: int) -> Array:
-  """Draws a key for each row."""
+  """Derives a key for each row from the seed."""
   key = jax.random.key(seed)
   return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
 

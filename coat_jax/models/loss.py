@@ -23,16 +23,16 @@ def loss_fn(
   Args:
     model: a Decoder or VisionLanguageModel. After `model.eval()` the result is
       the cross-entropy alone.
-    batch: a `Batch`, or int32 [B, T + 1], of which all tokens are targets. The
-      losses of microbatches whose shares add up to 1 add up to the mean.
+    batch: a `Batch`, or int32 [B, T + 1] if all tokens are targets. If the
+      shares of microbatches add up to 1, their losses add up to the mean.
     pixel_values: images, as for `VisionLanguageModel`; None for text alone.
 
   Returns:
     f32 scalar, nats per target.
 
   Raises:
-    TypeError: another model, or arrays of another kind.
-    ValueError: a batch of another shape, or images for a Decoder.
+    TypeError: the model or an array has the wrong type.
+    ValueError: the batch has the wrong shape, or a Decoder gets images.
   """
   op, kinds = "loss_fn", (Decoder, VisionLanguageModel)
   check_kind(op, "model", model, kinds, "a tower alone has no next token")
@@ -54,8 +54,8 @@ def loss_fn(
 def auxiliary_loss(model: Decoder, routing: RoutingStats) -> Array:
   """Returns the load-balancing loss of experts, times its coefficient.
 
-  As in transformers, it is one loss of the tokens of all layers, not a sum over
-  layers. Padding counts as tokens.
+  As in transformers, it is one loss over the tokens of all layers, not a sum of
+  one loss per layer. Padding tokens count.
   """
   config = model.config
   means = jax.tree.map(lambda x: x / config.num_layers, routing)

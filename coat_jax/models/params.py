@@ -20,7 +20,7 @@ from coat_jax.numerics.recipes import GradDtype, MeshAxes
 from coat_jax.optimizer.masks import check_leaf
 from coat_jax.optimizer.matrices import Matrices, MatrixSplit
 
-# The axes of a mesh on which models run.
+# The mesh axes that models use.
 AXES = MeshAxes(batch=("data", "fsdp"), fsdp="fsdp", tensor="tensor")
 
 Role = Literal[
@@ -33,25 +33,25 @@ Role = Literal[
   "output",
   "probe",
 ]
-# fsdp splits "rows", and tensor splits "columns". Both split "rows of columns",
-# which belong to the columns of the weight before: rows of a device's heads, of
-# its columns of the MLP, or of its part of the vocabulary. Only tensor splits
-# the last axes of weights: groups of values that share a scale run along them,
-# and a device must have whole groups.
+# fsdp splits "rows", and tensor splits "columns". Both split "rows of columns":
+# each device stores the rows for its own heads, its own columns of the MLP, or
+# its own part of the vocabulary. Only tensor splits the last axis of a weight,
+# because groups of values that share a scale run along that axis, and each
+# device must have whole groups.
 Axis = Literal["rows", "columns", "rows of columns"]
 
 
 class Parameter(NamedTuple):
-  """The properties of all parameters whose paths end alike.
+  """Describes all parameters whose paths have the same ending.
 
   Attributes:
     role: how the model uses it. A "matrix" is the weight of a linear layer,
       except the "output" projection at the end.
-    axes: what splits each axis over a mesh, without the axis of layers; () if
+    axes: how a mesh splits each axis, not counting the axis of layers; () if
       each device holds the whole parameter.
     split: how it is cut into matrices, with axes counted from the end; None if
-      it is never cut. q, k and v depend on the number of heads: see
-      `matrix_split`.
+      it is never cut. The split of q, k and v depends on the number of heads:
+      see `matrix_split`.
   """
 
   role: Role
@@ -63,7 +63,7 @@ _ONE, _GATE_UP = MatrixSplit(), MatrixSplit(reduction_axis=-3)
 _FIRST = ("rows", "columns")
 _SECOND = ("rows of columns", None)
 _QKV = "qkv/linear/"
-# By the ends of paths, as the modules name their parameters.
+# By the ending of a parameter's path.
 PARAMETERS: dict[str, Parameter] = {
   "embedding": Parameter("embedding", _SECOND),
   "position_embedding": Parameter("positions", _SECOND),
@@ -84,8 +84,8 @@ PARAMETERS: dict[str, Parameter] = {
   "mlp/gate_up": Parameter("matrix", (None, "rows", None, "columns"), _GATE_UP),
   "mlp/down": Parameter("matrix", (None, *_SECOND), _ONE),
 }
-# Each device holds the ends of a vision tower and the projector whole: they are
-# small, and few of their sizes can be divided.
+# The ends of a vision tower and the projector are not sharded: they are small,
+# and most of their sizes are not divisible.
 _ENDS = ("patches", "pool", "projector")
 _AT_ENDS: dict[str, Parameter] = {
   "kernel": Parameter("matrix"),
@@ -98,7 +98,7 @@ _AT_ENDS: dict[str, Parameter] = {
 
 
 def parameter(path: str) -> Parameter:
-  """Looks a parameter up by its path, such as "layers/mlp/gate_up/kernel"."""
+  """Looks up a parameter by its path, such as "layers/mlp/gate_up/kernel"."""
   names = path.split("/")
   if any(end in names for end in _ENDS) and names[-1] in _AT_ENDS:
     return _AT_ENDS[names[-1]]
@@ -112,7 +112,7 @@ def parameter(path: str) -> Parameter:
 
 
 def path_of(keys: Any) -> str:
-  """Joins the keys that lead to a parameter to a path."""
+  """Joins the keys of a parameter into its path."""
   return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
@@ -148,10 +148,10 @@ def model_matrices(config: ModelConfig | VisionConfig) -> Matrices:
     config: the shape of a `Decoder` or a `VisionTower`.
 
   Returns:
-    A function of (path, leaf), the argument `matrices` of `coat_muon`.
+    A function of (path, leaf), to pass to `coat_muon` as `matrices`.
 
   Raises:
-    TypeError: `config` is neither.
+    TypeError: `config` has another class.
 
   Examples:
     >>> import jax
@@ -186,11 +186,11 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
     params: nested dicts of arrays or of `jax.ShapeDtypeStruct`s.
 
   Returns:
-    The same tree of `NamedSharding`s.
+    A tree of `NamedSharding`s with the structure of `params`.
 
   Raises:
     TypeError: `mesh` is not a mesh.
-    ValueError: the mesh lacks an axis, or `params` are not a model's.
+    ValueError: the mesh lacks an axis, or `params` do not belong to a model.
   """
   op = "param_shardings"
   check_kind(
@@ -208,7 +208,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
 
 
 def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
-  """Returns the mesh axes that split a parameter, with its axis of layers."""
+  """Returns the spec that shards a parameter, including its axis of layers."""
   names = {
     None: None,
     "rows": axes.fsdp,
@@ -222,7 +222,7 @@ def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
 def mesh_axes(
   sizes: Mapping[Any, int], *, grad_dtype: GradDtype = "float32"
 ) -> MeshAxes:
-  """Returns a mesh's axes for a recipe; without `tensor` if its size is 1."""
+  """Returns the axes for a recipe; leaves out `tensor` if its size is 1."""
   if set(sizes) != set(AXES.tokens):
     raise ValueError(
       f"mesh: its axes must be {', '.join(AXES.tokens)}, got "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces embeddings of some tokens by features, such as those of images."""
+"""Replaces the embeddings of some tokens with features, such as images'."""
 
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ class Placed(NamedTuple):
 
   Attributes:
     features: [B, M, D].
-    rows: int32 [B, T], the index of each token's feature in its sequence; below
-      0 for tokens that keep their own embedding.
+    rows: int32 [B, T], the index of the feature that replaces each token;
+      negative for tokens that keep their own embedding.
   """
 
   features: Array
@@ -45,7 +45,7 @@ def place_features(x: Array, placed: Placed, *, axes: MeshAxes | None) -> Array:
 
 
 def token_rows(tokens: Array, token: int, count: int) -> Array:
-  """Returns `Placed.rows`: `token` stands for the `count` features in order."""
+  """Returns `Placed.rows`: the first `count` copies of `token` are replaced."""
   is_placed = tokens == token
   row = jnp.cumsum(is_placed, axis=1, dtype=jnp.int32) - 1
   return jnp.where(is_placed & (row < count), row, -1)

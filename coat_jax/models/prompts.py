@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and pads the prompts of `generate`, and places their images.
 
-The tower runs once for all prompts, without FP8 like all of generation: with
-one scale for all images, an answer would depend on the other prompts' images.
+The tower runs once for all prompts. Like the rest of `generate` it runs without
+FP8: with one scale for all images, an answer would depend on other prompts.
 """
 
 import functools
@@ -25,7 +25,7 @@ from coat_jax.numerics.checks import refuse
 
 
 def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
-  """Raises an error unless there are prompts, and each has tokens."""
+  """Raises an error if there are no prompts, or a prompt is empty."""
   if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
     remedy = "pass a list of token ids for each"
     refuse(TypeError, "generate", "prompts", "several prompts", prompts, remedy)
@@ -40,11 +40,11 @@ def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_ids(name: str, tokens: Any, model: Decoder) -> int:
-  """Returns the number of token ids; raises an error for anything else."""
+  """Counts token ids; raises an error if `tokens` are anything else."""
   remedy, vocab_size = "use the model's own tokenizer", model.embedding.shape[0]
   try:
     found = np.asarray(tokens)
-  except (TypeError, ValueError):  # Rows of several lengths.
+  except (TypeError, ValueError):  # Rows differ in length.
     found = np.asarray("")
   if found.ndim != 1 or found.size and found.dtype.kind not in "iu":
     refuse(TypeError, "generate", name, "token ids", tokens, remedy)
@@ -70,7 +70,7 @@ def padded(
 
 
 def _rows(model: Decoder, count: int) -> int:
-  """Rounds the number of rows up to a multiple of the mesh's devices."""
+  """Rounds the number of rows up so that the mesh's devices divide it."""
   if (axes := model.axes) is None:
     return count
   shape = jax.sharding.get_abstract_mesh().shape
@@ -106,7 +106,7 @@ def _place(
 ) -> Placed:
   model: VisionLanguageModel = without_fp8(nnx.merge(graph, params))
   is_prompt = jnp.arange(tokens.shape[1])[None] >= padding[:, None]
-  # Padding is 0, which may be the image token.
+  # Padding tokens are 0, which may be the id of the image token.
   return model.place(jnp.where(is_prompt, tokens, -1), images)
 
 
@@ -115,7 +115,7 @@ def check_images(
   prompts: Sequence[Sequence[int]],
   pixel_values: Array | np.ndarray,
 ) -> None:
-  """Raises ValueError if prompts lack the tokens of their images."""
+  """Raises ValueError if images and image tokens do not match."""
   if not isinstance(model, VisionLanguageModel):
     raise ValueError(
       "generate: images need a VisionLanguageModel, got pixel_values with a "

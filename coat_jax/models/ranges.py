@@ -2,8 +2,8 @@
 """Checks the fields of a configuration against their types.
 
 The type of a number states its range, as in `steps: Count` or
-`b1: Annotated[float, Range(0, 1)]`. A number that is not finite, or larger than
-anything that makes sense, is refused before it reaches JAX.
+`b1: Annotated[float, Range(0, 1)]`. Numbers that are not finite, or absurdly
+large, are refused before they reach JAX.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from coat_jax.numerics.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
 # A number that int32 can hold, such as a step.
 Count = Annotated[int, COUNT]
-# A width: neither bytes nor values of a weight overflow 64 bits.
+# A width: small enough that a weight's size in bytes does not overflow 64 bits.
 Width = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
@@ -37,7 +37,7 @@ def range_of(hint: Any) -> tuple[type, Range] | None:
 
 
 def check_numbers(config: Any) -> None:
-  """Raises ValueError if a number of a dataclass is out of its `Range`."""
+  """Raises ValueError if a number of a dataclass is outside its `Range`."""
   for field in dataclasses.fields(config):
     hint, value = _without_notes(field.type), getattr(config, field.name)
     if (found := range_of(hint)) is None:
@@ -57,7 +57,7 @@ def check_numbers(config: Any) -> None:
 
 
 def _without_notes(hint: Any) -> Any:
-  """Strips annotations for others, such as tyro's, from a field's type."""
+  """Strips other libraries' annotations, such as tyro's, from a type."""
   while get_origin(hint) is Annotated:
     inner, *notes = get_args(hint)
     if any(isinstance(note, Range) for note in notes):
@@ -67,7 +67,7 @@ def _without_notes(hint: Any) -> Any:
 
 
 def check_family(config: Any, families: Collection[str]) -> None:
-  """Raises ValueError, with the nearest name, for an unknown family."""
+  """Raises ValueError for an unknown family; suggests the nearest name."""
   if config.family in families:
     return
   near = difflib.get_close_matches(config.family, families, n=1)
@@ -79,11 +79,11 @@ def check_family(config: Any, families: Collection[str]) -> None:
 
 
 def check_kinds(config: Any) -> None:
-  """Raises ValueError if a str, bool or Literal field has another value."""
+  """Raises ValueError if a str, bool or Literal field breaks its type."""
   for field in dataclasses.fields(config):
     value, hints = getattr(config, field.name), _alternatives(field.type)
     words = [text for hint in hints if (text := _words(hint, value))]
-    if len(words) == len(hints):  # The value is none of them.
+    if len(words) == len(hints):  # No type of the union allows it.
       raise ValueError(
         f"{type(config).__name__}: {field.name} must be {' or '.join(words)}, "
         f"got {repr(value)[:40]}; pass such a value"
@@ -97,7 +97,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _words(hint: Any, value: Any) -> str:
-  """Returns what a value must be, or "" if it is that already."""
+  """Describes what a value must be; "" if the value is allowed."""
   if get_origin(hint) is Literal:
     names = get_args(hint)
     return "" if value in names else f"one of {', '.join(names)}"

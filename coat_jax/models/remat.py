@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one layer in a scan: its shardings, and what it saves for the backward.
+"""Wraps a layer for a scan: its sharding, and what it saves for the backward.
 
-`Remat` names what is saved. On a mesh, layers in BF16 are partitioned by XLA,
-which would split some products badly; for those we gather the weights.
+`Remat` names what is saved. On a mesh, XLA partitions layers in BF16 and would
+split some of their matmuls badly, so we gather the weights before those.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ def _all_but_gathered(
 ) -> bool:
   """Checkpoint policy: save what autodiff saves, except gathered rows.
 
-  Gathered rows come from `_constrained`; what is made of them before a product
-  is a view. (A policy by `checkpoint_name` saves the array before the name
-  instead.)
+  `_constrained` gathers rows, and reshapes before a matmul only make views of
+  them: neither is saved. (A policy that uses `checkpoint_name` would save the
+  array to which the name is applied.)
   """
   del arrays, options
   names = {primitive.name}
@@ -66,7 +66,7 @@ def layer_forward(
 ) -> Callable[[Array, Any, Array | None], tuple[Array, Any]]:
   """Wraps `run(x, layer, kind)` for the scan over a model's layers.
 
-  `run` maps x [B, T, D] to the same and the statistics of its experts; `model`
+  `run` returns the layer's output [B, T, D] and its routing statistics; `model`
   is a `Decoder` or a `VisionTower`.
   """
   attention = model.layers.attention
@@ -98,14 +98,14 @@ def checkpointed(
   """Returns a layer's forward that saves what `remat` names for the backward.
 
   If `forward` gathers weights (`is_gathering`), the backward gathers them
-  again. With "fp8_layer" the result rounds x first.
+  again. With "fp8_layer", x is first rounded to FP8.
   """
   if remat == "none" and not is_gathering:
     return forward
   rounded = forward
   if remat == "fp8_layer":
     rounded = lambda x, *args: forward(through_codes(x, recipe), *args)  # noqa: E731
-  # In a scan XLA cannot mistake the second forward for the first.
+  # In a scan, XLA cannot merge the recomputation with the first forward.
   return nnx.remat(rounded, prevent_cse=False, policy=_POLICIES[remat])
 
 
@@ -114,9 +114,9 @@ def gather_weights[L: nnx.Module](
 ) -> L:
   """Casts the kernels of a layer that XLA partitions, and gathers their rows.
 
-  Otherwise XLA may split a product along the rows and move activations, or
+  Otherwise XLA may split a matmul along the rows and move activations, or
   gather weights in f32. Gradients are summed on the devices that own the rows.
-  Experts are no kernels: the layer itself gathers them.
+  Weights of experts are not kernels: their layer gathers them itself.
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 
@@ -124,7 +124,7 @@ def gather_weights[L: nnx.Module](
     split, whole = (param_spec(path_of(path), a) for a in (axes, without_fsdp))
     if whole == split or path[-1].key != "kernel":
       return w
-    # The gradient is f32, and then cast to the weight's dtype.
+    # The gradient is f32; autodiff then casts it to the weight's dtype.
     return _constrained(w.astype(jnp.float32), dtype, split, whole)
 
   graph, params, others = nnx.split(layer, nnx.Param, ...)

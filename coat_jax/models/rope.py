@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes how RoPE is stretched, as text in a configuration.
+"""Converts scalings of RoPE to text for a configuration, and back.
 
-`llama3,factor=8,low_freq_factor=1,high_freq_factor=4,...`: the type, and the
-fields by their names in transformers.
+The text is a type with its fields, named as in transformers:
+`llama3,factor=8,low_freq_factor=1,high_freq_factor=4,...`.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ def parse_scaling(text: str | None) -> RopeScaling | None:
 
   Raises:
     TypeError: `text` is not a string.
-    ValueError: an unknown type or field, a missing field, or a number outside
-      its range.
+    ValueError: a type or field is unknown, a field is missing, or a number is
+      outside its range.
   """
   if text is None:
     return None
@@ -89,7 +89,7 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
 
 
 def write_scaling(scaling: RopeScaling | None) -> str | None:
-  """Inverts `parse_scaling`; leaves out fields that have their default."""
+  """Inverts `parse_scaling`; leaves out fields with default values."""
   if scaling is None:
     return None
   name, fields = scaling_fields(scaling)

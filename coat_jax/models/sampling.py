@@ -2,9 +2,9 @@
 """Chooses the next token from its logits.
 
 temperature divides the logits. top_k keeps the k most probable tokens. top_p
-normalizes their probabilities and keeps the fewest largest ones that add up to
-at least p. One of the remaining tokens is drawn. Temperature 0 chooses the most
-probable token.
+normalizes their probabilities and keeps the smallest set of the most probable
+tokens that reaches p. One of the remaining tokens is drawn. Temperature 0
+chooses the most probable token.
 """
 
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from coat_jax.numerics.checks import COUNT, check_number, check_whole
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-# Chosen if the largest logit is NaN or infinite.
+# The result if the largest logit is NaN or infinite.
 NO_TOKEN = -1
 
 
 class Sampling(NamedTuple):
-  """How to choose: arrays, so that other values do not recompile.
+  """Options of the choice, as arrays so that new values do not recompile.
 
-  None leaves a rule out; without a temperature the choice is greedy.
+  None turns an option off; without a temperature the choice is greedy.
   """
 
   temperature: Array | None = None
@@ -62,7 +62,7 @@ def make_sampling(
   return Sampling(
     temperature=jnp.float32(temperature),
     top_k=None if top_k is None else jnp.int32(top_k),
-    # 1 keeps all tokens: in f32 a sum may reach 1 before the last one.
+    # 1 must keep all tokens, but an f32 sum may reach 1 before the last one.
     top_p=None if top_p in (None, 1) else jnp.float32(top_p),
   )
 
@@ -70,8 +70,8 @@ def make_sampling(
 def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
   """Keeps the tokens that can be drawn, the most probable first.
 
-  Returns logits f32 [B, V] divided by the temperature, or -inf for tokens that
-  are dropped, and their tokens int32 [B, V]. Of equals the lower comes first.
+  Returns logits f32 [B, V] divided by the temperature, -inf for tokens that are
+  dropped, and their tokens int32 [B, V]. Ties are ordered by token id.
   """
   assert sampling.temperature is not None
   largest = jnp.max(logits, axis=-1, keepdims=True)

@@ -16,13 +16,13 @@ from coat_jax.optimizer.weights import is_matrix
 
 # Converts the parameter at a path to the form in which it is stored.
 Store = Callable[[str, Array], Array]
-# Weights are stored, and saved, in one of these.
+# The dtypes in which weights can be stored and saved.
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 _STDDEV = 0.02
 
 
 class Start(NamedTuple):
-  """How the parameters of a model begin.
+  """How the parameters of a model are initialized.
 
   Attributes:
     dtype: dtype of activations.
@@ -64,7 +64,7 @@ def stack_layers[L: nnx.Module](
   store: Store | None,
   rngs: nnx.Rngs,
 ) -> L:
-  """Makes layers with stacked parameters; draws one at a time for `store`."""
+  """Makes layers with stacked parameters; one at a time if `store` is given."""
   one_by_one = functools.partial(nnx.scan, in_axes=0, out_axes=0)
 
   @nnx.split_rngs(splits=num_layers)
@@ -93,7 +93,7 @@ def check_dtype(where: str, dtype: Any) -> np.dtype:
 
 
 def stored_in(op: str, param_dtype: DTypeLike) -> Store | None:
-  """Returns what stores weights, but not norms and biases, in a dtype."""
+  """Returns a `Store` that casts weights, but not norms and biases."""
   dtype = check_dtype(f"{op}: param_dtype", param_dtype)
   if dtype == jnp.float32:  # Parameters are drawn in f32.
     return None
@@ -101,7 +101,7 @@ def stored_in(op: str, param_dtype: DTypeLike) -> Store | None:
 
 
 def store_params(module: Any, path: str, store: Store | None) -> None:
-  """Stores the parameters of a module at `path` by `store`."""
+  """Converts the parameters of the module at `path` with `store`."""
   if store is None or module is None:
     return
   for keys, node in nnx.iter_graph(module):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaVA, a vision-language model: image features among a decoder's tokens.
+"""LLaVA, a vision-language model: a decoder that also reads image features.
 
 A vision tower computes features of an image. Two linear layers with GELU
-between them project the features to the decoder's width, and they replace the
-embeddings of image tokens; a text has one image token for each feature.
+between them project the features to the decoder's width. The results replace
+the embeddings of image tokens; a text contains one image token per feature.
 Sequences may have several images, or none.
 
-The tower and the decoder run in the recipe. The projector stays in BF16, like
-the ends of both.
+The layers of tower and decoder run in the recipe. The projector stays in BF16,
+like the ends of both.
 """
 
 import dataclasses
@@ -45,16 +45,16 @@ class VisionLanguageConfig:
     text: shape of the decoder.
     vision: shape of the tower.
     image_token: the token that stands for an image's features.
-    feature_layer: which hidden states of the tower are projected: the `layer`
-      of `VisionTower.features`.
+    feature_layer: which of the tower's hidden states to project, as `layer` of
+      `VisionTower.features`.
     feature_select: "default" drops the first hidden state of an image, which is
       CLIP's class token; "full" keeps all.
     projector_bias: whether the projector's layers have biases.
 
   Raises:
-    TypeError: `text` or `vision` of another class.
-    ValueError: a number outside its range, or a decoder of a family that scales
-      its embeddings: it is not settled whether images would be scaled too.
+    TypeError: `text` or `vision` has the wrong class.
+    ValueError: a number is outside its range, or the decoder's family scales
+      its embeddings: it is unclear whether to scale image features too.
   """
 
   text: ModelConfig
@@ -72,8 +72,8 @@ class VisionLanguageConfig:
     check_numbers(self)
     if self.text.choices.scales_embedding:
       raise ValueError(
-        "VisionLanguageConfig: text must be of a family that does not scale "
-        f"its embeddings, got {self.text.family}; take another decoder"
+        "VisionLanguageConfig: text must belong to a family that does not "
+        f"scale its embeddings, got {self.text.family}; use another decoder"
       )
     remedy = "copy it from the model's config.json"
     if self.image_token >= self.text.vocab_size:
@@ -122,7 +122,7 @@ class Projector(nnx.Module):
     self.linear_2 = Linear(width, width, **options)
 
   def __call__(self, features: Array) -> Array:
-    """Maps [..., vision D] to [..., text D]; GELU, by erf, is in f32."""
+    """Maps [..., vision D] to [..., text D]; GELU (by erf) runs in f32."""
     x = self.linear_1(features)
     return self.linear_2(ops.gelu_values(x, approximate=False).astype(x.dtype))
 
@@ -185,14 +185,14 @@ class VisionLanguageModel(nnx.Module):
         are always f32.
       remat: what the decoder's layers recompute in the backward pass; see
         `Remat`. The tower's layers recompute nothing.
-      store: `(path, array) -> array`, as for `Decoder`; a path starts in the
-        tower, in the decoder, or with "projector"; None for `param_dtype`.
+      store: `(path, array) -> array`, as for `Decoder`. Paths start inside the
+        tower, inside the decoder, or with "projector". None uses `param_dtype`.
       rngs: its stream `params` initializes the parameters.
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: an unknown `remat`, "fp8" with a recipe other than coat, or a
-        `param_dtype` other than float32, bfloat16 and float16.
+      TypeError: an argument has the wrong type.
+      ValueError: `remat` is unknown, or "fp8" with a recipe other than coat; or
+        `param_dtype` is not float32, bfloat16 or float16.
     """
     op = "VisionLanguageModel"
     check_model(op, config, VisionLanguageConfig, recipe, dtype, store, rngs)
@@ -220,8 +220,8 @@ class VisionLanguageModel(nnx.Module):
         the order of the images. If a sequence has more image tokens than its
         images need, the last ones keep their own embedding.
       pixel_values: [B, I, C, H, W], the images of each sequence, BF16 or f32,
-        resized and normalized. Images without image tokens change nothing, so
-        sequences with fewer images are padded. None for text alone.
+        resized and normalized. Images without image tokens have no effect: pad
+        sequences that have fewer images. None for text alone.
       segments: as for `Decoder`.
 
     Returns:
@@ -229,7 +229,7 @@ class VisionLanguageModel(nnx.Module):
 
     Raises:
       TypeError: tokens are not integers, or images are not floats.
-      ValueError: tokens or images of another shape.
+      ValueError: tokens or images have the wrong shape.
     """
     return self.routed(tokens, pixel_values, segments)[0]
 
@@ -239,7 +239,7 @@ class VisionLanguageModel(nnx.Module):
     pixel_values: Array | None = None,
     segments: Array | None = None,
   ) -> Carry:
-    """Does what the call does; also returns the sums of `Decoder.routed`."""
+    """Runs the model; also returns the statistics of `Decoder.routed`."""
     check_tokens("VisionLanguageModel", tokens, segments)
     placed = None if pixel_values is None else self.place(tokens, pixel_values)
     return self.decoder.routed(tokens, segments, placed)
@@ -268,7 +268,7 @@ class VisionLanguageModel(nnx.Module):
     return self.decoder.logits_of_hidden(hidden)
 
   def features(self, pixel_values: Array) -> Array:
-    """Maps images [B, I, C, H, W] to [B, I tokens_each, D], in their order."""
+    """Maps images [B, I, C, H, W] to [B, I tokens_each, D], in image order."""
     check_pixels("VisionLanguageModel", pixel_values)
     if pixel_values.ndim != 5:
       raise ValueError(

@@ -4,7 +4,7 @@
 Rows are packed documents, images, or windows of a token stream. Each epoch
 visits every row once, in an order drawn from the seed and the epoch. A batch
 may end one epoch and begin the next. grain shuffles row *numbers*, so only the
-rows that a batch uses are read. Batch i depends on the seed and i alone, so one
+rows that a batch uses are read. Batch i depends only on the seed and i, so one
 integer is the whole state of an iterator.
 """
 
@@ -20,8 +20,8 @@ from train.data.tokens import TokenSource
 class Rows(Protocol):
   """Rows to batch."""
 
-  # Whether the model ignores the rows that fill up a batch; if not, held-out
-  # batches are always whole.
+  # Whether the model ignores padding rows. If it does not, an incomplete last
+  # batch of held-out rows is dropped instead of padded.
   has_padding: ClassVar[bool]
 
   def __len__(self) -> int: ...
@@ -61,7 +61,7 @@ def train_iterator(
 ) -> grain.DatasetIterator:
   """Makes an endless iterator of {"tokens": int32 [batch_size, seq_len + 1]}.
 
-  Save and restore its place with `grain.checkpoint.CheckpointSave` and
+  Save and restore its position with `grain.checkpoint.CheckpointSave` and
   `CheckpointRestore`.
   """
   rows, _ = split_windows(tokens, seq_len)
@@ -112,7 +112,7 @@ def train_batches(
   process_index: int = 0,
   process_count: int = 1,
 ) -> grain.MapDataset:
-  """Makes endless batches, batch i at [i], for `to_iterator`.
+  """Makes an endless dataset, whose element i is batch i, for `to_iterator`.
 
   `batch_size` counts the rows of all processes together. The order of the rows
   does not depend on the number of processes.
@@ -130,8 +130,8 @@ def train_batches(
       "data"
     )
   numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
-  # With a remainder grain rounds a quotient of floats up: batches of one row of
-  # an endless dataset would be 2^63, and len() can return at most 2^63 - 1.
+  # Keeping the remainder, grain would count batches in floats and round up. For
+  # batches of one row that gives 2^63, but len() can return at most 2^63 - 1.
   groups = numbers.batch(batch_size, drop_remainder=True)
   return groups.map(lambda group: _read(rows, group[own]))
 
@@ -144,9 +144,10 @@ def held_out_batches(
   process_index: int = 0,
   process_count: int = 1,
 ) -> grain.MapDataset:
-  """Makes batches of all rows, or `max_batches` spread evenly over them.
+  """Makes batches of all held-out rows, or of evenly spaced ones.
 
-  They are the same every time. Padding may fill up the last one.
+  `max_batches` limits their number. Every call gives the same batches, and the
+  last one may be padded.
   """
   own = _own_rows(batch_size, process_index, process_count)
   if max_batches is not None and max_batches < 1:
@@ -178,15 +179,15 @@ def held_out_batches(
 def to_iterator(
   batches: grain.MapDataset, *, threads: int = 0
 ) -> grain.DatasetIterator:
-  """Makes an iterator of batches whose place grain can save and restore."""
+  """Makes an iterator of batches; grain can save and restore its position."""
   return iter(read_ahead(batches, threads=threads))
 
 
 def read_ahead(batches: grain.MapDataset, *, threads: int) -> grain.IterDataset:
-  """Reads batches ahead of their use, one per thread; 0 reads none ahead.
+  """Prefetches batches, one per thread; 0 threads prefetch none.
 
-  Threads are enough for images too: Pillow releases the interpreter's lock
-  while it decodes and resizes, and processes would copy each batch twice.
+  Threads are enough for images too: Pillow releases the GIL while it decodes
+  and resizes, and with processes each batch would be copied twice.
   """
   # grain's default buffer of 500 elements would hold gigabytes of batches.
   options = grain.ReadOptions(

@@ -4,8 +4,8 @@
 config_tables  the keys of each family's config.json: one row per family
 tensor_tables  the tensors of each family's parameters: one table per family
 config         reads and writes config.json by its row
-schema         the form of a config.json
-keys           single keys; layer_keys: the keys of windows and RoPE
+schema         describes the keys of a config.json
+keys           reads single keys; layer_keys: those of windows and RoPE
 tensors        lists a model's tensors by its table
 layouts        fuses the tensors of a parameter, and splits them again
 files          reads safetensors one tensor at a time

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a Hugging Face config.json into a model's configuration, and writes it.
 
-One pair of functions for decoders, towers and LLaVA: `config_tables.CONFIGS`
-describes how families differ. transformers 5 and 4 have different keys for RoPE
-and the dtype; we read both, and write both.
+The same functions handle decoders, towers and LLaVA: `config_tables.CONFIGS`
+describes how families differ. transformers 5 and 4 use different keys for RoPE
+and the dtype; we read both and write both.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from coat_jax.models.vision_language import VisionLanguageConfig
 
 type AnyConfig = ModelConfig | VisionConfig | VisionLanguageConfig
 
-# Fields of which None means the width of a head.
+# Fields for which None means the width of a head.
 _HEAD_WIDTHS = ("head_dim", "query_scalar")
 
 
@@ -76,7 +76,7 @@ def write_config(
 
 
 def _parse(file: Path, found: dict, kind: type | None) -> AnyConfig:
-  """Parses a configuration of class `kind`, or of any class."""
+  """Parses a configuration of class `kind`; None allows any class."""
   families = {}
   for family, row in CONFIGS.items():
     if kind is None or row.kind is kind:
@@ -114,7 +114,7 @@ def _parse(file: Path, found: dict, kind: type | None) -> AnyConfig:
 
 
 def _object(file: Path, found: dict, key: str, default: Any = None) -> dict:
-  """Returns a JSON object inside a file."""
+  """Returns the JSON object that a file stores under a key."""
   inner = found.get(key, default)
   if isinstance(inner, dict):
     return inner
@@ -151,7 +151,7 @@ def _value(file: Path, key: str, found: dict, row: ConfigTable) -> Any:
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
-  """Makes a configuration; a decoder's in its canonical form."""
+  """Makes a configuration; brings a decoder's into its canonical form."""
   if kind is not ModelConfig:
     return kind(**values)
   share = values.pop(PARTIAL, None)
@@ -169,11 +169,11 @@ def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
 
 
 def _write(config: Any, dtype: np.dtype, like: dict) -> dict:
-  """Writes a configuration; keys of `like` that it does not fix are kept."""
+  """Writes a configuration; keeps the keys of `like` that it does not set."""
   row = CONFIGS[config.family]
   if row.whole:
     like = like.get("vision_config", like)
-  # Keys for which transformers assumes another value if they are absent.
+  # Write these keys: if one is absent, transformers assumes another value.
   stated = [x for x in ("hidden_act", *row.defaults) if x in row.fixed]
   found = {
     "model_type": row.model_type or config.family,

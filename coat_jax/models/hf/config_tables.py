@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines how each family's config.json is read and written: one row each.
 
-A new family is one more row of `CONFIGS`, and a table of its tensors in
+To add a family, add a row to `CONFIGS`, and a table of its tensors to
 `tensor_tables.TENSORS`.
 """
 
@@ -61,7 +61,7 @@ def decoder_table(
   ignored: tuple[str, ...] = (),
   groups: tuple[Keys, ...] = (ROPE,),
 ) -> ConfigTable:
-  """Makes the row of a decoder from what differs from Llama."""
+  """Makes the row of a decoder from its differences from Llama."""
   always = {"hidden_act": "silu", "attention_dropout": 0, **_ONE_STACK}
   return ConfigTable(
     kind=ModelConfig,
@@ -140,7 +140,7 @@ _GPT2 = ConfigTable(
   ignored=(
     # Dropout only matters in training, and we have none.
     *("attn_pdrop", "embd_pdrop", "resid_pdrop"),
-    # Keys of a classifier, and of older versions.
+    # Keys for classifiers, and keys of older versions.
     *("summary_activation", "summary_first_dropout", "summary_type"),
     *("summary_proj_to_labels", "summary_use_proj"),
     *("n_ctx", "task_specific_params"),
@@ -175,9 +175,9 @@ _BASE = {
 }
 _IGNORED_IN_TOWERS = (
   LONGEST,
-  "vocab_size",  # A LLaVA's file states the text model's here.
-  # The initialization of new weights, other ends of the model, and dropout,
-  # which only matters in training.
+  "vocab_size",  # In a LLaVA's file this belongs to the text model.
+  # Keys for the initialization of new weights, for parts of the model that a
+  # tower lacks, and for dropout, which only matters in training.
   *("initializer_factor", "projection_dim", "encoder_stride"),
   *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"),
   *("num_labels", "pooler_output_size"),
@@ -249,7 +249,7 @@ _LLAVA = ConfigTable(
     "text_config": SubConfig(
       field="text",
       kind=ModelConfig,
-      # Llama's 7B, as LLaVA 1.5's files omit these; they state all others.
+      # The values of Llama 7B: LLaVA 1.5's files omit only these keys.
       defaults={
         "model_type": "llama",
         "hidden_size": 4096,
@@ -270,7 +270,7 @@ _LLAVA = ConfigTable(
 _NO_BIAS = {"attention_bias": False}
 _NO_WINDOW = {"use_sliding_window": False}
 _WINDOW_KEYS = ("sliding_window", "max_window_layers")
-# By the family's name.
+# Keyed by family name.
 CONFIGS: dict[str, ConfigTable] = {
   "llama": decoder_table(
     "LlamaForCausalLM", fixed={"attention_bias": False, "mlp_bias": False}
@@ -343,10 +343,10 @@ CONFIGS: dict[str, ConfigTable] = {
     ignored=(
       *_WINDOW_KEYS,
       "intermediate_size",  # The width of layers without experts.
-      # Whether transformers adds the auxiliary loss; our training adds it.
+      # Whether transformers adds the auxiliary loss; we always add it.
       "output_router_logits",
     ),
-    # The name in transformers 5.
+    # The name of `num_experts` in transformers 5.
     groups=(ROPE, Alias(("num_local_experts",), "num_experts", "num_experts")),
   ),
   "vit": _VIT,

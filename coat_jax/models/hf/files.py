@@ -3,10 +3,10 @@
 
 A file consists of 8 bytes with the header's length, the header (JSON that
 states where each tensor is), and the tensors. Opening a folder reads and checks
-the headers. Reading a tensor maps it into memory for that moment.
+the headers. A tensor is mapped into memory only while it is read.
 
-An index names the shards, which must be files of the folder. They may be links
-to other places, as they are in the cache of huggingface_hub.
+An index names the shards, which must be in the same folder. They may be links
+to files elsewhere, as in the cache of huggingface_hub.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ DTYPES = {
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(jnp.bfloat16),
 }
-# The limit of the safetensors package.
+# The safetensors package has this limit too.
 _LARGEST_HEADER = 100_000_000
 _MOST_DIGITS = 300
 
@@ -35,13 +35,13 @@ _MOST_DIGITS = 300
 def _refusal(
   file: Path, rule: str, got: Any, remedy: str = "copy it again"
 ) -> ValueError:
-  """Returns the error about a file that breaks `rule`."""
+  """Makes the error for a file that breaks `rule`."""
   return ValueError(f"load_hf: {file} must {rule}, got {got}; {remedy}")
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A tensor in a file, whose first byte is at `offset`."""
+  """A tensor in a file; its first byte is at `offset`."""
 
   file: Path
   name: str
@@ -50,7 +50,7 @@ class StoredTensor:
   offset: int
 
   def read(self, index: Any = ...) -> np.ndarray:
-    """Reads the part at a NumPy index; the file stays mapped meanwhile."""
+    """Reads the part that a NumPy index selects; maps the file meanwhile."""
     mapped = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
     return np.asarray(mapped[index])
 
@@ -102,7 +102,7 @@ def check_folder(folder: Path) -> None:
 def split_experts(
   tensors: dict[str, StoredTensor],
 ) -> dict[str, StoredTensor]:
-  """Names each expert's tensors if a file stores a layer's experts in one.
+  """Splits tensors that contain all experts of a layer into one per expert.
 
   `experts.gate_up_proj` [E, 2 F, D], gate first, and `experts.down_proj`
   [E, D, F] become `experts.0.gate_proj.weight` [F, D] and so on.
@@ -124,7 +124,7 @@ def split_experts(
 
 
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
-  """Reads the headers of a checkpoint's files: its tensors by name."""
+  """Reads the headers of a checkpoint's files; returns tensors by name."""
   check_folder(folder)
   if (folder / MODEL).is_file():
     return read_header(folder / MODEL)
@@ -151,7 +151,7 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
     raise _refusal(index, rule, str(places)[:40])
   files = list(dict.fromkeys(map(str, places.values())))
   for name in files:
-    # The name must have no folder, so that nothing outside the folder is read.
+    # Refuse names with folders, so that nothing outside the folder is read.
     is_name = name.endswith(".safetensors") and name.isprintable()
     if not is_name or Path(name).name != name or "\\" in name:
       remedy = "shards are called NAME.safetensors, without folders"
@@ -172,13 +172,13 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
   if missing := places.keys() - found.keys():
     raise ValueError(
       f"load_hf: {index} names the tensor {min(missing)} in "
-      f"{places[min(missing)]}, which does not have it; copy both again"
+      f"{places[min(missing)]}, which does not contain it; copy both again"
     )
   return found
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-  """Reads the header of a safetensors file: its tensors by name."""
+  """Reads the header of a safetensors file; returns tensors by name."""
   size = file.stat().st_size
   with file.open("rb") as opened:
     length = int.from_bytes(opened.read(8), "little")
@@ -234,7 +234,7 @@ def _check_ranges(file: Path, ranges: list, size: int) -> None:
   place = 0
   for begin, end in ranges:
     if begin != place:
-      got = f"one from byte {begin} where {place} was due"
+      got = f"one at byte {begin} instead of byte {place}"
       remedy = "the header is damaged: copy it again"
       raise _refusal(file, "hold tensors one after another", got, remedy)
     place = end

@@ -20,7 +20,7 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 # The context length of training.
 LONGEST = "max_position_embeddings"
 WITHOUT_EFFECT = {
-  # Where the file comes from.
+  # The file's origin.
   *("model_type", "architectures", "_name_or_path", "transformers_version"),
   # How new random weights are initialized.
   "initializer_range",
@@ -42,7 +42,7 @@ NOT_SUPPORTED = "other values are not supported yet"
 def wrong(
   file: Path, key: str, rule: str, got: Any, remedy: str = _COPY
 ) -> ValueError:
-  """Returns the error about a key whose value breaks `rule`."""
+  """Makes the error for a key whose value breaks `rule`."""
   return ValueError(
     f"load_hf: {file}: {key} must be {rule}, got {str(got)[:80]}; {remedy}"
   )
@@ -56,7 +56,7 @@ def choose(file: Path, key: str, value: Any, choices: Mapping[str, Any]) -> Any:
 
 
 def typed(file: Path, key: str, value: Any, kind: type) -> Any:
-  """Checks that a value is a bool, int or float; an int may be a float."""
+  """Checks that a value is a bool, int or float; accepts an int as a float."""
   if type(value) is kind or (kind is float and type(value) is int):
     return kind(value)
   raise wrong(file, key, _TYPES[kind], value)

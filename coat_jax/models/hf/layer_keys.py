@@ -3,10 +3,10 @@
 
 transformers 5 lists in `layer_types` which layers have a sliding window, and
 stores RoPE's base and scaling in `rope_parameters`, one object per kind of
-layer if kinds differ. Version 4 may only state `sliding_window_pattern`, and
-has `rope_theta`, `rope_scaling` and `rope_local_base_freq`, the base of layers
-with a window. We read both forms and write both. Lists must have a period:
-every n-th layer sees all keys, and the others see a window.
+layer if kinds differ. Version 4 may state only `sliding_window_pattern`, and
+stores RoPE in `rope_theta`, `rope_scaling` and `rope_local_base_freq` (the base
+of layers with a window). We read both forms and write both. Lists must be
+periodic: every n-th layer sees all keys, and the others see a window.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class FullLayers(Keys):
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes(Keys):
-  """Windows in all layers but every n-th; `default` is the family's n."""
+  """A window in all layers except every n-th; `default` is the family's n."""
 
   default: int
 
@@ -79,19 +79,19 @@ class LayerTypes(Keys):
     for every in (pattern, first):
       if types == _layer_types(every, len(types)):
         return {"full_every": every}
-    rule = f"{_SLIDING} but for each n-th, which is {_FULL}"
+    rule = f"{_SLIDING} except for every n-th, which is {_FULL}"
     remedy = "layers in another order are not supported yet"
     raise wrong(file, _LAYER_TYPES, rule, types, remedy)
 
   def write(self, config: Any, found: dict) -> None:
     every = config.full_every
-    if every is None:  # All layers are alike.
+    if every is None:  # All layers are the same.
       every = 1 if config.window is None else config.num_layers + 1
     found[_LAYER_TYPES] = _layer_types(every, config.num_layers)
 
 
 def _layer_types(full_every: int, num_layers: int) -> list[str]:
-  """Lists the names of the layers' kinds, as a config.json has them."""
+  """Lists the kind of each layer, as a config.json names them."""
   return [_KINDS[i % full_every == 0] for i in range(1, num_layers + 1)]
 
 
@@ -206,7 +206,7 @@ def _read_rope(
 def _one(
   file: Path, key: str, rope: dict, found: dict, default: float
 ) -> float:
-  """Returns a number that is in either place, or the same in both."""
+  """Reads a number from `rope` or `found`; if both have it, they must agree."""
   values = [each[key] for each in (rope, found) if key in each] or [default]
   if not all(type(x) in (int, float) and x == values[0] for x in values):
     raise wrong(file, key, "one number", values)
@@ -233,5 +233,5 @@ WINDOW_ROPE = WindowRope((*_ROPE, _WINDOW_BASE))
 
 
 def layer_types(default: int) -> LayerTypes:
-  """Returns the keys of layers of which every n-th sees all keys."""
+  """Makes the keys for windows in all layers except every n-th."""
   return LayerTypes((_LAYER_TYPES, *_PATTERNS), default)

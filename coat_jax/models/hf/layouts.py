@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs a checkpoint's tensors into a parameter, and unpacks them again.
 
-A parameter is cut into matrices (`MatrixSplit`). Each tensor is one matrix,
-usually transposed as in PyTorch, or one tensor has all matrices one after
-another. Packing only moves values, so it is exact both ways and in every dtype.
+A parameter is cut into matrices (`MatrixSplit`). A checkpoint stores each one
+as a tensor, usually transposed as in PyTorch, or concatenates all of them into
+one tensor. Packing only moves values, so it is exact both ways and in every
+dtype.
 """
 
 from collections.abc import Sequence
@@ -21,13 +22,13 @@ from coat_jax.optimizer.matrices import (
 
 
 class Row(NamedTuple):
-  """The tensors of one parameter, of one layer if layers are stacked.
+  """The tensors of one parameter, or of one layer of a stacked parameter.
 
   Attributes:
     names: one name per matrix, or one for all; `{i}` stands for the index of
       the layer, and `{e}` for the index of the expert.
     is_transposed: whether tensors are [outputs, inputs], as in PyTorch.
-    shape: the tensor's shape, if it has more axes than the parameter.
+    shape: the tensor's shape, if that has more axes than the parameter's.
   """
 
   names: tuple[str, ...]
@@ -45,7 +46,7 @@ class Row(NamedTuple):
     return [name.format(i=i, e=e) for e in range(count) for name in self.names]
 
   def spec(self, spec: P) -> P:
-    """Returns the sharding of tensors of a parameter sharded by `spec`."""
+    """Converts the sharding of a parameter to the sharding of its tensors."""
     spec = P(*spec[1:]) if self.is_of_experts else spec
     return P(spec[-1], spec[0]) if self.is_transposed else spec
 
@@ -62,7 +63,7 @@ class Row(NamedTuple):
       return x.reshape(own).T if self.is_transposed else x.reshape(own)
     if self.is_transposed:
       tensors = [x.T for x in tensors]
-    if len(tensors) == 1:  # It may have all matrices in its columns.
+    if len(tensors) == 1:  # Its columns may contain all matrices.
       widths = [split.groups * width for width in split.parts] or [shape[-1]]
       ends = np.cumsum(widths * (tensors[0].shape[-1] // sum(widths)))
       tensors = jnp.split(tensors[0], ends[:-1].tolist(), axis=-1)
@@ -79,7 +80,7 @@ class Row(NamedTuple):
 
 
 def plain(*names: str) -> Row:
-  """Makes the row of a parameter with the axes of its tensors."""
+  """Makes the row of a parameter whose tensors are not transposed."""
   return Row(names)
 
 

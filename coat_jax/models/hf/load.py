@@ -50,7 +50,7 @@ from coat_jax.numerics.checks import check_float_dtype, check_kind
 from coat_jax.numerics.recipes import CoatRecipe
 
 Model = Decoder | VisionTower | VisionLanguageModel
-# The number of rows of two tensors that are compared at a time.
+# How many rows of two tensors to compare at a time.
 _ROWS = 4096
 
 
@@ -78,24 +78,24 @@ def load_hf(
   Args:
     folder: a folder with config.json and model.safetensors, or with shards and
       their index.
-    recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
-      it has no axes, it gets those of the mesh.
+    recipe: what layers compute and save in FP8; None for `recipes.coat()`. A
+      recipe without axes gets those of the mesh.
     mesh: a mesh with axes data, fsdp and tensor, over which parameters are
       sharded by `param_shardings`; call the model under `jax.set_mesh`. None
       for one device.
     dtype: dtype of activations.
-    param_dtype: dtype in which weights are stored: float32, which represents
-      all values of the others, bfloat16 or float16. Norms' scales and biases
-      are always f32.
+    param_dtype: dtype in which weights are stored: bfloat16, float16, or
+      float32, which represents all values of the other two. Norms' scales and
+      biases are always f32.
 
   Returns:
     The model with these weights.
 
   Raises:
-    TypeError: an argument of another kind.
+    TypeError: an argument has the wrong type.
     ValueError: the folder has no such checkpoint, its model is not supported,
-      its weights are not finite, or another `param_dtype`; the message states
-      what was found.
+      its weights are not finite, or `param_dtype` is another one. The message
+      states what was found.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
@@ -120,7 +120,7 @@ def load_hf(
 
 
 def model_of(config: AnyConfig, **options: Any) -> Model:
-  """Makes a model with random weights; its configuration decides the class."""
+  """Makes a model with random weights; `config` determines its class."""
   kinds: dict[type, Any] = {
     ModelConfig: Decoder,
     VisionConfig: VisionTower,
@@ -161,7 +161,7 @@ def load_params(
 def check_tensors(
   folder: Path, config: AnyConfig, params: Any
 ) -> dict[str, StoredTensor]:
-  """Opens a checkpoint; raises ValueError if its tensors do not fit."""
+  """Opens a checkpoint; raises ValueError unless its tensors fit `config`."""
   stored = split_experts(open_tensors(folder))
   where = f"load_hf: {folder} must have the tensors of its {CONFIG}"
   remedy = "pass a folder whose files belong together"
@@ -201,7 +201,7 @@ def check_tensors(
 
 
 def _some(names: list[str]) -> str:
-  """Names two of some tensors, and counts the others."""
+  """Names the first two tensors, and counts the others."""
   more = f" and {len(names) - 2} others" if len(names) > 2 else ""
   return ", ".join(names[:2]) + more
 
@@ -237,7 +237,7 @@ class _Parameter:
   def __init__(
     self, part: Part, leaf: jax.ShapeDtypeStruct, store: Store | None
   ):
-    """Compiles how tensors become the parameter; `part` is its first one."""
+    """Compiles the conversion from tensors; `part` is the first one to load."""
     shape, where = leaf.shape[is_stacked(part.path) :], leaf.sharding
     self.sharding = None
     if where is not None:
@@ -271,12 +271,12 @@ class _Parameter:
     else:
       i = np.int32(layer)
       self.array, is_finite = self.update(self.array, i, *tensors)
-    if not is_finite:  # This waits, or layers would pile up on the host.
+    if not is_finite:  # Waits; otherwise layers would pile up on the host.
       raise _not_finite(stored, self.dtype)
 
 
 def _not_finite(stored: list[StoredTensor], dtype: np.dtype) -> ValueError:
-  """Returns the error about a parameter whose values are not finite."""
+  """Makes the error for a parameter whose values are not finite."""
   for tensor in stored:
     if not np.all(np.isfinite(tensor.read())):
       return ValueError(

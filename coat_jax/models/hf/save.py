@@ -86,19 +86,19 @@ def save_hf(
       dtype of `like`, or without `like` for that of the model's weights.
     max_length: for a Decoder, the context length of its training; written to
       config.json if `like` does not state one. None leaves it out.
-    labels: for a VisionTower with classes, their names; None for those of
-      `like`, or without `like` for LABEL_0 and so on.
+    labels: the names of a VisionTower's classes; None for the names in `like`,
+      or, without `like`, for LABEL_0 and so on.
     max_shard_size: bytes of tensors per file. A larger model is split into
       several files with an index; one layer's parameter is never split.
 
   Raises:
-    TypeError: an argument of another kind.
+    TypeError: an argument has the wrong type.
     ValueError: `max_length` or `max_shard_size` is below 1; the folder exists;
       another process is writing it (or was killed while it did, and left
       FOLDER.unfinished); `like` belongs to another model; transformers has no
       such model; there are not as many labels as classes; or a weight is not
       finite (in float16, weights above 65504 are not).
-    OSError: the checkpoint cannot be written; nothing of it is left behind.
+    OSError: the checkpoint cannot be written; no part of it is left behind.
   """
   _check(model, folder, like, max_length, labels, max_shard_size)
   folder = Path(folder)
@@ -131,7 +131,7 @@ def save_hf(
 
 
 def _check(model, folder, like, max_length, labels, max_shard_size) -> None:
-  """Raises an error for arguments of another kind or out of range."""
+  """Raises an error if an argument has the wrong type or is out of range."""
   op, paths, own = "save_hf", (str, os.PathLike), type(model).__name__
   kinds = (Decoder, VisionTower, VisionLanguageModel)
   check_kind(op, "model", model, kinds, "pass a model that load_hf could load")
@@ -164,7 +164,7 @@ def _write_tensors(
   dtype: np.dtype,
   max_shard_size: int,
 ) -> None:
-  """Writes one file, or several with their index."""
+  """Writes the tensors to one file, or to several with an index."""
   shards: list[list[Part]] = [[]]
   size = total = 0
   for part in parts(config, params):
@@ -227,7 +227,7 @@ def _write_file(
   dtype: np.dtype,
   read: Callable[[Part], Iterator[np.ndarray]],
 ) -> None:
-  """Writes one safetensors file; its header is known before its data."""
+  """Writes one safetensors file: the header, then one tensor at a time."""
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   place = 0
   for part in written:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes the keys of a config.json: plain fields, and groups of keys.
 
-`ConfigTable` describes a family's file. Keys that are not plain fields are read
-and written by a class of `Keys`; those of windows and RoPE are in `layer_keys`.
+`ConfigTable` describes a family's file. Subclasses of `Keys` read and write
+keys that are not plain fields; `layer_keys` has those for windows and RoPE.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ class Keys:
   """One or several keys that are read and written together.
 
   Attributes:
-    names: the keys; a file may lack each of them.
+    names: the keys, all optional.
   """
 
   names: tuple[str, ...]
@@ -33,7 +33,7 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Keys):
-  """A key with a few known values, of which the first is the default."""
+  """A key with a few known values; the first one is the default."""
 
   field: str
   values: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Choice(Keys):
 
 @dataclasses.dataclass(frozen=True)
 class Alias(Keys):
-  """Another name of the whole number `key`, which is a plain field."""
+  """Another name for the key `key`, whose value is a whole number."""
 
   key: str
   field: str
@@ -83,7 +83,7 @@ class Derived(Keys):
 
 
 class InnerWidth(Keys):
-  """GPT-2's width of the MLP; null for four times `n_embd`."""
+  """GPT-2's MLP width; null means four times `n_embd`."""
 
   def read(self, file: Path, found: dict) -> dict[str, Any]:
     value = found.get("n_inner")
@@ -133,8 +133,8 @@ class SubConfig:
   Attributes:
     field: field of the outer configuration.
     kind: class of the inner configuration.
-    defaults: the model_type of a file that states none, and what transformers
-      assumes for absent keys of that type.
+    defaults: the model_type to assume if the file states none, and the values
+      that transformers assumes for absent keys of that type.
     inherited: keys that the outer file may state for the inner one.
   """
 
@@ -152,13 +152,13 @@ class ConfigTable:
     kind: class of the configuration.
     architectures: classes of transformers; the first one is written.
     model_type: the file's model_type; None for the family's name.
-    whole: model_type of a model that has this tower as its `vision_config`.
-    fields: the configuration's field of each key.
-    defaults: what transformers assumes for absent keys. Other keys of `fields`
-      must be there.
-    fixed: keys that must have a certain value. An absent key has this value
-      too, unless `defaults` has another one.
-    ignored: keys that have no effect, given the `fixed` ones.
+    whole: model_type of the full model whose `vision_config` is this tower.
+    fields: maps each key to the configuration's field.
+    defaults: values that transformers assumes for absent keys. All other keys
+      of `fields` are required.
+    fixed: keys that must have a certain value. An absent key counts as having
+      it, unless `defaults` states another value.
+    ignored: keys that have no effect if the `fixed` keys have their values.
     optional: keys that are written only if they differ from the default.
     groups: readers and writers of all other keys.
     parts: configurations inside this one, by key.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names the tensors of each family's parameters: one table per family.
 
-A table has a row for each parameter path, which lists the tensors of one layer.
-A model uses the rows of the parameters that it has.
+Each row of a table lists the tensors of one parameter, or of one layer of a
+stacked parameter. Rows of parameters that a model lacks are not used.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,10 +25,10 @@ def rows(
   """Returns the rows of kernels, norms and their biases.
 
   Args:
-    products: the start of a tensor's name, or of several that are fused, by the
-      path of the product.
-    norms: the start of a tensor's name by the path of the norm.
-    is_transposed: whether kernels are [outputs, inputs], as `nn.Linear` has it.
+    products: maps the path of a linear layer to the start of its tensors'
+      names, or to several starts if it fuses several layers.
+    norms: maps the path of a norm to the start of its tensors' names.
+    is_transposed: whether kernels are [outputs, inputs], as in `nn.Linear`.
   """
   found = {}
   for path, names in products.items():
@@ -159,7 +159,7 @@ def _clip(config: VisionConfig) -> Table:
 
 
 def _vit(config: VisionConfig) -> Table:
-  """Returns ViT's rows; a classifier's tensors but the last have a prefix."""
+  """Returns ViT's rows; a classifier prefixes all tensors but its last."""
   start, pool = "vit.", "classifier"
   if config.num_classes is None:
     start, pool = "", "pooler.dense"
@@ -193,7 +193,7 @@ def _vit(config: VisionConfig) -> Table:
   }
 
 
-# By the family's name: a table, or a function that makes it for a shape.
+# Keyed by family name: a table, or a function that makes one for a config.
 TENSORS: dict[str, Table | Callable[[Any], Table]] = {
   "llama": _LLAMA,
   "olmo": _LLAMA,
@@ -210,15 +210,15 @@ TENSORS: dict[str, Table | Callable[[Any], Table]] = {
   "clip_vision": _clip,
   "siglip_vision": _clip,
 }
-# A prefix that names may have in some checkpoints and lack in others: GPT-2's
-# and ViT's published ones, and CLIP in a whole model or from version 4 of
-# transformers.
+# Prefixes that some checkpoints use and others omit: published GPT-2 and ViT
+# files differ in them, and so do CLIP files that transformers 4 wrote or that
+# contain the text model.
 PREFIXES = {
   "gpt2": "transformer.",
   "vit": "vit.",
   "clip_vision": "vision_model.",
   "siglip_vision": "vision_model.",
 }
-# Buffers of old checkpoints that follow from the configuration: Llama's RoPE
+# Buffers in old checkpoints that the configuration determines: Llama's RoPE
 # frequencies, and GPT-2's causal masks.
 IGNORED_ENDS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists the tensors of a model's checkpoint, parameter by parameter.
 
-Both directions use this list: `load` packs the tensors of a `Part` into the
-parameter, and `save` unpacks them.
+Loading and saving both use this list: `load` packs the tensors of a `Part` into
+a parameter, and `save` unpacks them.
 """
 
 from collections.abc import Collection, Iterator
@@ -22,14 +22,14 @@ from coat_jax.optimizer.matrices import MatrixSplit
 
 
 class Part(NamedTuple):
-  """A parameter, or one layer of it, and the tensors that it is made of.
+  """One parameter, or one layer of a stacked parameter, and its tensors.
 
   Attributes:
     path: the parameter's path, such as `layers/mlp/gate_up/kernel`.
     layer: index of the layer; None for parameters that are not stacked.
-    row: the parameter's row.
-    split: how it is cut into matrices.
-    tensors: shape of each tensor, and the parameter's dtype, by name.
+    row: the parameter's row in the family's table.
+    split: how it is cut into matrices; None if it is not cut.
+    tensors: each tensor's shape, with the parameter's dtype, by tensor name.
   """
 
   path: str
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Section(NamedTuple):
-  """A model, or the part of a LLaVA that has its own table.
+  """A whole model, or the tower, projector or decoder of a LLaVA.
 
   Attributes:
     path: prefix of its parameters' paths, such as "decoder/", or empty.
@@ -62,7 +62,7 @@ class Section(NamedTuple):
 
   @property
   def optional(self) -> str:
-    """The prefix that only some checkpoints have."""
+    """The prefix of tensor names that only some checkpoints use."""
     return PREFIXES.get(self.config.family, "") if self.config else ""
 
   def spellings(self, name: str) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class Section(NamedTuple):
     return (name, *(self.prefix + other for other in others))
 
   def foreign(self, names: Collection[str]) -> set[str]:
-    """Selects what belongs to the text half of a whole CLIP or SigLIP."""
+    """Selects the tensors of the text model in a full CLIP or SigLIP."""
     if self.config is None or CONFIGS[self.config.family].whole is None:
       return set()
     own = self.prefix + self.optional
@@ -82,7 +82,7 @@ class Section(NamedTuple):
     return {name for name in here if not name.startswith(own)}
 
   def parts(self, params: Any) -> Iterator[Part]:
-    """Yields the section's parts of a model's parameters, layer by layer."""
+    """Yields this section's parts, layer by layer; `params` are the model's."""
     table, config = self.table, self.config
     if self.path:
       params = params[self.path.rstrip("/")]
@@ -125,6 +125,6 @@ def sections(config: AnyConfig) -> tuple[Section, ...]:
 
 
 def parts(config: AnyConfig, params: Any) -> Iterator[Part]:
-  """Yields the parts of a model, given its parameters, layer by layer."""
+  """Yields the parts of a model, layer by layer, from its parameters."""
   for section in sections(config):
     yield from section.parts(params)

@@ -18,7 +18,7 @@ from pathlib import Path
 def written_whole(folder: str | Path) -> Iterator[Path]:
   """Yields a path at which to create a folder; renames it at the end."""
   folder = Path(folder)
-  # Do not create folders that a ".." leaves again.
+  # Resolve first: mkdir would create folders that a later ".." leaves again.
   folder = folder.parent.resolve() / folder.name
   check_free("save", folder)
   folder.parent.mkdir(parents=True, exist_ok=True)
@@ -44,8 +44,9 @@ def check_free(op: str, folder: Path) -> None:
     )
   if os.path.lexists(unfinished := _unfinished(folder)):
     raise ValueError(
-      f"{op}: {folder} must be written by one process, got {unfinished} of "
-      "another; wait for it, or remove that folder if the process was killed"
+      f"{op}: {folder} must be written by one process, got {unfinished}, which "
+      "another one writes; wait for it, or remove that folder if the process "
+      "was killed"
     )
 
 

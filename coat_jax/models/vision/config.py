@@ -19,15 +19,15 @@ class VisionFamily:
   """The choices that all towers of a family share.
 
   Attributes:
-    approximate: which GELU, as `layers.MLP` takes it.
+    approximate: which GELU, as for `layers.MLP`.
     has_class_token: whether a learned token comes before the patches.
     patch_bias: whether the projection of patches has a bias.
     pre_norm: whether there is a norm before the first layer.
     norms_output: whether the last norm is applied to the hidden states that a
       tower returns, or only to what is pooled.
-    pool: the weights that pool: those of `"class"`, a projection of the class
-      token, which may classify; of `"attention"`, a query that attends to all
-      tokens; or None: the class token after the last norm.
+    pool: how hidden states become one vector. `"class"` projects the class
+      token, possibly to class logits; `"attention"` lets a learned query attend
+      to all tokens; None returns the class token after the last norm.
   """
 
   approximate: Approximation
@@ -66,11 +66,11 @@ class VisionConfig:
       `patch_size`, the last rows and columns are ignored.
     patch_size: height and width of a patch.
     num_channels: number of channels of images.
-    norm_eps: what norms add to the variance.
+    norm_eps: epsilon that norms add to the variance.
     num_classes: number of classes if a "vit" classifies images; None if it
       pools.
-    has_pool: whether the tower has weights that pool, in families that may have
-      them: a "vit" without classes and a "siglip_vision".
+    has_pool: whether a "vit" without classes or a "siglip_vision" has weights
+      that pool. Leave it True for all other towers.
 
   Raises:
     ValueError: the family is unknown, a number is outside its range, sizes do

@@ -15,7 +15,7 @@ from coat_jax.models.vision.config import VisionConfig
 
 
 class PatchEmbedding(nnx.Module):
-  """Embeds images as tokens for a tower's pre-norm or first layer.
+  """Turns images into the input of a tower's first layer, or of its pre-norm.
 
   `linear` has a kernel [C P P, D]; a patch's pixels are ordered by channel, row
   and column. `position_embed` [N, D] starts with the class token's position.

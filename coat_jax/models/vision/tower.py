@@ -3,7 +3,7 @@
 
 Patches become tokens. Layers of non-causal attention and GELU MLPs, with
 LayerNorms and biases, are stacked and scanned like a decoder's. As in a
-decoder, both ends stay in BF16: the patches' projection, the first and the last
+decoder, both ends stay in BF16: the patch projection, the first and the last
 norm, and pooling.
 """
 
@@ -38,7 +38,7 @@ _POOLS = {"class": ClassPool, "attention": AttentionPool}
 
 
 class VisionLayer(nnx.Module):
-  """Attention to all tokens of an image and an MLP, each with norm and add.
+  """Attention over all tokens of an image, and an MLP, each with norm and add.
 
   Attributes:
     attention: an `Attention` that is not causal and has no RoPE.
@@ -138,9 +138,9 @@ class VisionTower(nnx.Module):
       rngs: its stream `params` initializes the parameters.
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: an unknown `remat`, "fp8" with a recipe other than coat, or a
-        `param_dtype` other than float32, bfloat16 and float16.
+      TypeError: an argument has the wrong type.
+      ValueError: `remat` is unknown, or "fp8" with a recipe other than coat; or
+        `param_dtype` is not float32, bfloat16 or float16.
     """
     op = "VisionTower"
     recipe = recipe_of(op, recipe)
@@ -171,7 +171,7 @@ class VisionTower(nnx.Module):
       store_params(getattr(self, name), name, store)
 
   def __call__(self, pixel_values: Array) -> Array:
-    """Returns what the family's model in transformers returns first.
+    """Returns the first output of the family's model in transformers.
 
     Args:
       pixel_values: images [B, C, H, W], BF16 or f32, resized and normalized.
@@ -211,10 +211,9 @@ class VisionTower(nnx.Module):
 
     Args:
       pixel_values: as for the call.
-      layer: index into the input of the first layer (0) and the outputs of all
-        layers (1 and on). Negative values count from the end: -1 is the last
-        layer's output, -2 is LLaVA's `vision_feature_layer`. Later layers do
-        not run.
+      layer: 0 for the input of the first layer, 1 for its output, and so on.
+        Negative values count from the end: -1 is the last layer's output, -2 is
+        LLaVA's `vision_feature_layer`. Later layers do not run.
 
     Returns:
       [B, N, D] in `dtype`; if there is a class token, it comes first.
@@ -228,7 +227,7 @@ class VisionTower(nnx.Module):
     if not -count - 1 <= layer <= count:
       raise ValueError(
         f"VisionTower: layer must be from {-count - 1} to {count}, got "
-        f"{layer}; 0 is the input of the first one"
+        f"{layer}; 0 is the first layer's input"
       )
     self._check_mesh()
     x = self.patches(pixel_values)
