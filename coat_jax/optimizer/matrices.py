@@ -26,9 +26,9 @@ from coat_jax.optimizer.masks import check_leaf, is_norm_or_bias
 class MatrixSplit(NamedTuple):
   """How a leaf is cut into matrices.
 
-  `optax.contrib.MuonDimensionNumbers` with two more fields. Each index of the
-  axes that neither of the first two fields names has matrices of its own, such
-  as layers, experts, or gate and up.
+  It extends `optax.contrib.MuonDimensionNumbers` by two fields. All axes that
+  neither of the first two fields names are batch axes (layers, experts, or gate
+  and up): each index there holds separate matrices.
 
   Attributes:
     reduction_axis: axis or axes over which the product with the weight sums.
@@ -36,7 +36,7 @@ class MatrixSplit(NamedTuple):
       the leaf's last axis.
     parts: widths of consecutive columns that are separate matrices, such as q,
       k and v; () for one matrix.
-    groups: how often `parts` repeats; part i of all groups is one matrix.
+    groups: how often `parts` repeats; part i of all groups forms one matrix.
   """
 
   reduction_axis: Sequence[int] | int = -2
@@ -76,7 +76,7 @@ _TABLES = ("embed", "head", "router")
 
 
 def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
-  """Takes every real leaf with two axes as one matrix, except tables.
+  """Treats every real leaf with two axes as one matrix, except tables.
 
   Tables are leaves whose path contains `embed`, `head` or `router`. Norms and
   biases, which may be stacked, are not matrices either.
@@ -108,7 +108,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
 def checked_matrices(
   op: str, matrices: Matrices | None
 ) -> Callable[[str, Any], MatrixSplit | None]:
-  """Makes `matrices`, or `hidden_matrices` for None, check what it returns."""
+  """Wraps `matrices` (None: `hidden_matrices`) in a check of its results."""
   matrices = hidden_matrices if matrices is None else matrices
   remedy = "pass a function (path, leaf) -> MatrixSplit | None"
   check_function(op, "matrices", matrices, remedy)
@@ -185,7 +185,7 @@ def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
   """Cuts a leaf into its matrices [inputs, outputs].
 
   All parts of the first index of the batch axes come first, then those of the
-  next. A bias [columns] is cut as the columns of its kernel.
+  next. A bias [columns] is cut like the columns of its kernel.
   """
   if x.ndim == 1:
     return split_columns(x, split)
@@ -269,8 +269,8 @@ def newton_schulz(
   x^T and a, b and c are the coefficients. First x is divided by its Frobenius
   norm plus `eps`. On a mesh the longer axis is split over all devices that hold
   shards of the leaf: each multiplies its columns, and devices exchange only
-  sums of x x^T, as large as the shorter axis squared. Without `sharding` XLA
-  partitions.
+  sums of x x^T, as large as the shorter axis squared. Without `sharding`, XLA
+  decides how to partition.
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
   """
@@ -295,7 +295,7 @@ def newton_schulz(
     if names:
       gram = place(gram, sharding, (*lead, None, None))
     x = a * x + (b * gram + c * gram @ gram) @ x
-    # Otherwise the last product would be split by rows, and gather x.
+    # Without this, the last product would be split by rows and would gather x.
     return place(x, sharding, by_columns) if names else x
 
   if isinstance(options.steps, jax.Array):
