@@ -57,7 +57,7 @@ def to_adam_state(opt_state: Any) -> Any:
     The same tree with optax's states, whose moments are f32.
 
   Raises:
-    ValueError: it holds no coat state.
+    ValueError: `opt_state` contains no coat state.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -90,7 +90,7 @@ def from_adam_state(
 
   Raises:
     TypeError: the same as for `coat_adamw`.
-    ValueError: it holds no state of Adam.
+    ValueError: `opt_state` contains no state of Adam.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -132,7 +132,7 @@ def to_plain_state(
 
   Raises:
     TypeError: `ns_coeffs` are not numbers.
-    ValueError: it holds no such state, or there are not three `ns_coeffs`.
+    ValueError: `opt_state` holds no such state, or `ns_coeffs` are not three.
 
   Examples:
     >>> import jax.numpy as jnp

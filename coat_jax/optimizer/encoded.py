@@ -79,7 +79,7 @@ def encoded(
     TypeError: `inner` is not an optimizer; `codec` is not a `MomentCodec`;
       `fields` is a single name; (by `init`) a leaf is neither floating nor
       complex, or `quantize_mask` chooses a complex one; (by `update`) the state
-      is another optimizer's.
+      belongs to another optimizer.
     ValueError: (by `init`) a named field does not exist, is not like the
       parameters, or must stay in f32; there is no field to encode, or one is
       not in f32; (by `update`) the state has another codec or other leaves.

@@ -39,7 +39,7 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
   than a thousandth of a model.
 
   Args:
-    path: such as "layers/attn/qkv/kernel"; dots separate names too.
+    path: for example "layers/attn/qkv/kernel"; dots separate names too.
     leaf: array or `jax.ShapeDtypeStruct`.
 
   Raises:
@@ -65,7 +65,7 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   above it count, and a `kernel` or an `embedding` is always a matrix.
 
   Args:
-    path: such as "layers/attn/norm/scale"; dots separate names too.
+    path: for example "layers/attn/norm/scale"; dots separate names too.
     leaf: array or `jax.ShapeDtypeStruct`; None to judge by the name alone.
 
   Raises:

@@ -82,7 +82,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
   biases, which may be stacked, are not matrices either.
 
   Args:
-    path: such as "blocks/0/attn/out/kernel".
+    path: the leaf's path, such as "blocks/0/attn/out/kernel".
     leaf: array or `jax.ShapeDtypeStruct`.
 
   Returns:

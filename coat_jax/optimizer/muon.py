@@ -128,7 +128,7 @@ def scale_by_coat_muon(
   Raises:
     TypeError: `codec` is not a `MomentCodec`, a hyperparameter not a number, or
       `matrices` returns neither a `MatrixSplit` nor None; (by `update`) the
-      state is another optimizer's.
+      state belongs to another optimizer.
     ValueError: a hyperparameter is outside its range; a leaf is not a matrix,
       or cannot be cut as `matrices` requires; the state has another codec or
       other leaves.

@@ -21,7 +21,7 @@ def to_integers(tree: Any) -> Any:
   """Turns FP8 and bfloat16 arrays into uint8 and uint16, bit for bit.
 
   Args:
-    tree: such as a train state; leaves are arrays or `jax.ShapeDtypeStruct`s.
+    tree: a tree of arrays or `jax.ShapeDtypeStruct`s, such as a train state.
 
   Returns:
     The same tree with the same shardings; leaves of other dtypes stay.

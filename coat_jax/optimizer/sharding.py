@@ -55,7 +55,7 @@ def abstract_state(
     `jax.ShapeDtypeStruct` has a `NamedSharding`. Orbax can restore into it.
 
   Raises:
-    TypeError: a sharding is not a `NamedSharding`, or `init` no function.
+    TypeError: a sharding is not a `NamedSharding`, or `init` not a function.
     ValueError: shardings do not belong to `params`, or a group would be split
       over devices.
 
