@@ -64,7 +64,7 @@ def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
     constructor: returns a `MomentCodec`; every argument has a default.
 
   Raises:
-    TypeError: it is not a function.
+    TypeError: `constructor` is not a function.
     ValueError: another constructor has this name.
   """
   op, remedy = "codecs.register", "pass a function that returns a MomentCodec"

@@ -152,7 +152,7 @@ def check_whole(
 
 
 def check_group_size(op: str, value: Any, remedy: str) -> None:
-  """Raises unless a value is a positive number of values that share a scale."""
+  """Raises unless a group size is a positive whole number."""
   name = "group_size"
   if not isinstance(value, numbers.Integral) or isinstance(value, bool):
     refuse(TypeError, op, name, "a whole number", value, remedy)
@@ -170,7 +170,7 @@ def check_array(
   kind: Any = jnp.floating,
   remedy: str,
 ) -> None:
-  """Raises unless a value is an array with a number of axes and kind of dtype.
+  """Raises unless a value is an array of this kind with this many axes.
 
   `rule` describes it in the message, such as "int [B, T]"; `ndim` is the number
   of axes or several such numbers, () for any; `kind` is for `jnp.issubdtype`,

@@ -14,9 +14,9 @@ uses, takes about 37. We compute the hash only once per 8 columns: the words of
 8 columns are the hash of their position times powers of one multiplier, that
 is, 8 states of a generator that starts there. Each word by itself is uniform,
 since every step hashes to a different start, and any two of them are
-uncorrelated. A second moment uses the state 8 steps later (`next_words`), the
-parameter the state 16 steps later. Use the high bits of a word: the low bits of
-such a generator are alike.
+uncorrelated. A second moment uses the eighth state after that (`next_words`),
+the parameter the sixteenth. Use the high bits of a word: the low bits of such a
+generator are alike.
 """
 
 import dataclasses
