@@ -80,9 +80,8 @@ def step_in_backward(
     layer: `layer(layer_params, x)` runs one layer and returns x of the same
       shape and dtype: an array or a tree of them, such as the residual stream
       and a sum over layers. With `per_layer`, its slice for the layer is a
-      third argument. To save less for the backward pass, wrap `layer` in
-      `jax.checkpoint`. If it closes over an array that depends on x's shape,
-      that array is saved once per layer.
+      third argument. To save less, wrap `layer` in `jax.checkpoint`. Arrays
+      that it closes over are saved per layer if they depend on x's shape.
     after: `after(outer, x)` runs what follows the stack and returns the loss,
       f32 []. It may use what `before` uses, such as an embedding.
     stack: the path of the subtree in `params`, such as `model/layers`.

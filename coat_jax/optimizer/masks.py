@@ -34,9 +34,8 @@ def is_encoded(encoded: Encoded) -> bool:
 def default_quantize_mask(path: str, leaf: Any) -> bool:
   """Returns whether a leaf's moments are encoded by default.
 
-  A leaf is encoded if it is real, at least 4096 values large and 16 columns
-  wide, and neither a norm's parameter nor a bias. All other leaves make up less
-  than a thousandth of a model.
+  A leaf is encoded if it is real, has at least 4096 values and 16 columns, and
+  is no norm or bias. All others make up less than a thousandth of a model.
 
   Args:
     path: for example "layers/attn/qkv/kernel"; dots separate names too.
@@ -124,9 +123,8 @@ def node_path(keys: Sequence[Any]) -> str:
 def unboxed(tree: Any) -> Any:
   """Returns a tree without flax's boxes around leaves.
 
-  These are `nnx.Variable`, `nnx.State` and Linen's `Partitioned`. A tree
-  contains them only if the program has imported flax, so this package need not
-  import it.
+  These are `nnx.Variable`, `nnx.State` and Linen's `Partitioned`. Only a
+  program that has imported flax can make them, so this package need not.
   """
   if "flax" not in sys.modules:
     return tree

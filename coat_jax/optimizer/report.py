@@ -45,9 +45,8 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
 
   With `params`, all arrays of any optax state count. Without it, only coat
   states count, including fields that `encoded` leaves unchanged and the low
-  bits of weights (`LowBitsState`). Their bytes are divided by the number of
-  parameters with moments in them, which may be a part of all under
-  `optax.masked` or `optax.partition`.
+  bits of weights (`LowBitsState`). The average is over the parameters that have
+  moments there; `optax.masked` and `optax.partition` may leave some out.
 
   Args:
     opt_state: an optimizer's state, of arrays or of `jax.ShapeDtypeStruct`s,

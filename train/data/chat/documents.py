@@ -143,9 +143,8 @@ def load_documents(
   A document has at most `seq + 1` tokens. A longer one ends with the last turn
   of the assistant that fits, or if none does, with its last token that fits.
   `format` is one of `formats.FORMATS`; if None, the first row of each file
-  decides. If `skip_bad` is True, bad rows are only counted. If False they raise
-  a ValueError, which suggests skipping them; if None, the error does not
-  suggest it.
+  decides. With `skip_bad`, bad rows are only counted. Otherwise they raise a
+  ValueError, which suggests `skip_bad` unless it is None.
   """
   counts = Counts()
   reader = _Reader(encoder, format, skip_bad, images, counts)
