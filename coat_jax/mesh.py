@@ -62,8 +62,8 @@ def run_on_shards(
 
   `mesh` is needed only if none is set. On explicit axes, arrays that are
   sharded differently are moved first. With `check_vma`, JAX checks which arrays
-  vary between devices; it must, to differentiate through f, but kernels do not
-  declare what varies.
+  vary between devices. Differentiating through f requires that, but kernels do
+  not declare what varies.
   """
   if mesh is None or not jax.sharding.get_abstract_mesh().empty:
     args, mesh = place(args, in_specs), None
@@ -102,7 +102,7 @@ def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
 
 
 def is_split() -> bool:
-  """Tells whether arrays are global here: on a mesh, outside `shard_map`."""
+  """Returns whether arrays are global here: on a mesh, outside `shard_map`."""
   mesh = jax.sharding.get_abstract_mesh()
   return bool(mesh.auto_axes or mesh.explicit_axes)
 
@@ -182,7 +182,7 @@ def tokens(axes: MeshAxes, x: Array) -> P:
   """Returns the spec of [B, T, ...], or rows [N, D], between blocks."""
   if x.ndim < 2:
     raise ValueError(
-      "layers: on a mesh they take [..., T, D], got one token of "
+      "layers: on a mesh inputs must be [..., T, D], got one token of "
       f"{x.shape[-1]}; vmap over sequences, not over tokens"
     )
   if x.ndim < 3:
@@ -249,8 +249,8 @@ def gather_experts(w: Array, axes: MeshAxes | None) -> Array:
   """Gathers all rows of experts' weights [E, D, F]."""
   if axes is None or size_of(axes.fsdp) == 1:
     return w
-  # With axis=1 XLA wants D to be the outermost axis in memory. For that it
-  # would transpose the weights of all layers before the scan over them.
+  # With axis=1, XLA would want D outermost in memory, and would transpose the
+  # weights of all layers before the scan over them.
   shards = lax.all_gather(w, axes.fsdp, axis=0)
   experts, _, features = w.shape
   return jnp.moveaxis(shards, 0, 1).reshape(experts, -1, features)
@@ -262,7 +262,7 @@ def reduce_gradient(
   """Sums a weight's gradient over all tokens; returns the device's rows.
 
   dw [D, ..., F] comes from the device's own tokens. Without `has_columns`,
-  devices along tensor have other tokens of the same columns.
+  devices along tensor hold different tokens of the same columns.
   """
   if axes is None:
     return dw
@@ -277,7 +277,7 @@ def reduce_gradient(
 def sum_tokens(
   x: Array, axes: MeshAxes | None, *, all_positions: bool = False
 ) -> Array:
-  """Sums over devices what each computed from its tokens.
+  """Sums the results that devices computed from their own tokens.
 
   With `all_positions`, x comes from whole sequences and the device's columns.
   """
@@ -306,7 +306,7 @@ def scatter_sequence(y: Array, axes: MeshAxes | None) -> Array:
   devices = size_of(axes.tensor)
   if y.shape[1] % devices:
     raise ValueError(
-      "layers: on a mesh sequences must be a multiple of its tensor axis long, "
+      "layers: a sequence must be a multiple of the mesh's tensor axis long, "
       f"got {y.shape[1]} positions and {devices} devices; pad them"
     )
   return lax.psum_scatter(y, axes.tensor, scatter_dimension=1, tiled=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW whose moments are stored in FP8, as an optax transformation.
+"""AdamW with its moments stored in FP8, as an optax transformation.
 
 "COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
 Training" (arXiv:2410.19313), section 4. Between steps a codec of `codecs`
@@ -76,7 +76,7 @@ def coat_adamw(
     b1, b2: decay of the first and the second moment.
     eps: added to the denominator, outside the root.
     eps_root: added to the second moment, inside the root.
-    weight_decay: a number or a schedule; multiplied with the learning rate.
+    weight_decay: a number or a schedule; multiplied by the learning rate.
     mask: which weights decay: a tree of bools, or a function of the parameters
       that returns one.
     nesterov: whether to use Nesterov momentum.
@@ -154,14 +154,14 @@ def apply_updates(
 ) -> optax.Params:
   """Applies updates like optax, without losing small ones to bf16 rounding.
 
-  A bf16 value has 8 bits: an update below 1/512 of it, and most are, vanishes
-  if the sum is rounded to nearest. Here the sum is computed in f32 and rounded
-  to bf16 stochastically, so that E[result] is the sum. Parameters of other
-  dtypes are updated by `optax.apply_updates`.
+  A bf16 value has 8 significant bits: an update below 1/512 of it, as most are,
+  vanishes if the sum is rounded to nearest. Here the sum is computed in f32 and
+  rounded to bf16 stochastically, so that E[result] is the sum. Parameters of
+  other dtypes are updated by `optax.apply_updates`.
 
   Args:
     params: tree of parameters.
-    updates: tree of the same structure; best in f32, as f32 gradients give.
+    updates: tree of the same structure; best in f32, as from f32 gradients.
     step: number of this step, such as the state's `count`.
     seed: seed of the random words. They are not correlated with those of the
       moments, even if seed and step are the same.

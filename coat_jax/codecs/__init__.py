@@ -99,9 +99,9 @@ def coat_e8m0(
 ) -> MomentCodec:
   """Uses power-of-two bounds: 2 + 4 / group_size bytes per parameter.
 
-  Otherwise it is `coat`, which explains the arguments. Keep the rounding
-  stochastic: with rounding to nearest, v ends up between 6 times (b2 = 0.95)
-  and 180 times (0.99) too large after gradients shrink.
+  Otherwise it works like `coat`, which explains the arguments. Keep the
+  rounding stochastic: with rounding to nearest, v ends up between 6 times (b2 =
+  0.95) and 180 times (0.99) too large after gradients shrink.
   """
   group = BoundedFP8(group_size, rounding)
   return MomentCodec(name="coat_e8m0", mu=group, nu=group)
@@ -113,9 +113,9 @@ def log8(
 ) -> MomentCodec:
   """Codes uniform in log x: 2 + 4 / group_size bytes per parameter.
 
-  `coat` explains the arguments. "nearest" is a ValueError: v would end up 200
-  times too large after gradients shrink (b2 = 0.99), because a step of the
-  codes in log x is larger than an update of v.
+  `coat` explains the arguments. "nearest" raises a ValueError: v would end up
+  200 times too large after gradients shrink (b2 = 0.99), because neighbouring
+  codes are farther apart than an update moves v.
   """
   if rounding == "nearest":
     raise ValueError(

@@ -95,9 +95,9 @@ class ExpandedFP8(_FP8):
   """x = sign(q) (|q| / qmax)^(1/k) amax; amax f32, k in uint8 sixteenths.
 
   k = clip(floor(log2(qmax^2 / 2) / log2(amax / amin) * 16) / 16, 1/16, 255/16)
-  where amin is the smallest nonzero magnitude. qmax^2 / 2 is what the reference
-  takes as the format's range; it is 2.3 times less than qmax / smallest
-  subnormal. Magnitudes below amax * 2^-126 count as zero.
+  where amin is the smallest nonzero magnitude. The reference takes qmax^2 / 2
+  as the format's range, which is 2.3 times less than qmax / smallest subnormal.
+  Magnitudes below amax * 2^-126 count as zero.
   """
 
   def _statistics(self, magnitude):
@@ -133,8 +133,8 @@ class BoundedFP8(ExpandedFP8):
   """x = sign(q) (|q| / qmax)^(1/k) 2^upper, k from the group's octaves.
 
   The bounds are 2^lower <= amin and amax <= 2^upper; each is stored as a biased
-  exponent in one byte. k = log2(qmax^2 / 2) / max(upper - lower, 1) takes only
-  coarse steps without further rounding. Magnitudes above 2^127 saturate.
+  exponent in one byte. k = log2(qmax^2 / 2) / max(upper - lower, 1) needs no
+  rounding, as it changes only in coarse steps. Magnitudes above 2^127 saturate.
   """
 
   def _statistics(self, magnitude):

@@ -41,7 +41,7 @@ class Encoded(NamedTuple):
       magnitude in f32, or a power of two's biased exponent in uint8.
     range: same shape, uint8, how far the group extends below `amax`: the power
       k in sixteenths, or the biased exponent of the lower bound.
-    A statistic that a codec does not have is a scalar zero.
+    A statistic that a codec does not use is a scalar zero.
   """
 
   codes: Array
@@ -59,7 +59,7 @@ class GroupCodec(Protocol):
 
   @property
   def needs_noise(self) -> bool:
-    """Tells whether `encode` rounds stochastically."""
+    """Returns whether `encode` rounds stochastically."""
     ...
 
   def encode(self, x: Array, noise: Array | None) -> Encoded:
@@ -187,7 +187,7 @@ class Grouped(abc.ABC):
 
 
 def _with_last(statistic: Array) -> Array:
-  """Adds a last axis of 1, unless it is the scalar of a codec without it."""
+  """Adds a last axis of 1, unless it is the scalar of an unused statistic."""
   return statistic[..., None] if statistic.ndim else statistic
 
 

@@ -39,7 +39,7 @@ class LogUniform(Grouped):
     if noise is None:
       level = whole + jnp.round(part)
     else:
-      # Everything is divided by the lower neighbour: x / lower = 2^(part of a
+      # Divide everything by the lower neighbour: x / lower = 2^(fraction of a
       # step).
       step = octaves * (1 / steps)
       up = jnp.exp2(part * step) - 1 > noise * (jnp.exp2(step) - 1)
@@ -48,10 +48,10 @@ class LogUniform(Grouped):
     return code.astype(jnp.int8 if self.signed else jnp.uint8)
 
   def _place(self, magnitude, amax, octaves):
-    """Returns the level above the lower bound: a whole number and [0, 1).
+    """Returns the level above the lower bound: a whole number and a fraction.
 
     Whole octaves are counted in integers. With up to 254 levels, a single f32
-    would have only 2^-16 left for the fraction, and backends would round up at
+    would resolve the fraction only to 2^-16, and backends would round up at
     different random words.
     """
     steps = self._levels - 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks codecs up by name, for command lines, benchmarks and tests.
 
-`register` gives a constructor a name. A user's own codec needs no registration:
-it is found as "package.module:function".
+`register` makes a constructor known by its name. Your own codec needs no
+registration: name it as "package.module:function".
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
     constructor: returns a `MomentCodec`; every argument has a default.
 
   Raises:
-    TypeError: it is not a function.
+    TypeError: `constructor` is not a function.
     ValueError: another constructor has this name.
   """
   op, remedy = "codecs.register", "pass a function that returns a MomentCodec"
@@ -141,10 +141,9 @@ def build(name: str, **arguments: Any) -> MomentCodec:
 
 
 def variants(name: str) -> list[dict[str, Any]]:
-  """Lists the combinations of a codec's options that have few values each.
+  """Lists the combinations of a codec's `Literal` options.
 
-  These are the values of `Literal` options, without the combinations that the
-  codec refuses.
+  Combinations that the codec refuses are left out.
 
   Args:
     name: as for `build`.

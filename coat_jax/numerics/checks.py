@@ -49,7 +49,7 @@ COUNT = Range(1, 2**31 - 1)
 
 
 def is_array(x: Any) -> bool:
-  """Tells whether x is an array, a traced array or a `jax.ShapeDtypeStruct`."""
+  """Returns whether x is an array, a tracer or a `jax.ShapeDtypeStruct`."""
   return isinstance(x, _ARRAYS)
 
 
@@ -99,7 +99,7 @@ def check_function(op: str, name: str, value: Any, remedy: str) -> None:
 def check_choice(
   op: str, name: str, value: Any, choices: Sequence[Any], remedy: str = ""
 ) -> None:
-  """Raises a ValueError if a value is none of the choices."""
+  """Raises a ValueError if a value is not one of the choices."""
   if any(value is x or type(value) is type(x) and value == x for x in choices):
     return
   rule = f"one of {', '.join(map(repr, choices))}"
@@ -120,8 +120,8 @@ def check_number(
 
   `optax.inject_hyperparams` passes hyperparameters as such arrays, and under
   `jit` their values are unknown, so we never read the values of JAX's arrays.
-  `allowed` None checks the kind alone. `or_else` tells the message what else
-  the argument may be.
+  If `allowed` is None, only the kind is checked. `or_else` states what else the
+  argument may be, for the message.
   """
   if is_array(value):
     kind: Any = jnp.integer if is_whole else jnp.number
@@ -152,7 +152,7 @@ def check_whole(
 
 
 def check_group_size(op: str, value: Any, remedy: str) -> None:
-  """Raises unless a value is a positive number of values that share a scale."""
+  """Raises unless a group size is a positive whole number."""
   name = "group_size"
   if not isinstance(value, numbers.Integral) or isinstance(value, bool):
     refuse(TypeError, op, name, "a whole number", value, remedy)
@@ -170,7 +170,7 @@ def check_array(
   kind: Any = jnp.floating,
   remedy: str,
 ) -> None:
-  """Raises unless a value is an array with a number of axes and kind of dtype.
+  """Raises unless a value is an array of this kind with this many axes.
 
   `rule` describes it in the message, such as "int [B, T]"; `ndim` is the number
   of axes or several such numbers, () for any; `kind` is for `jnp.issubdtype`,
@@ -195,7 +195,7 @@ def check_numeric(op: str, name: str, value: Any, remedy: str) -> None:
 def dtype_of(dtype: Any) -> Any:
   """Returns the dtype for a name or a class; None if there is none."""
   try:
-    # NumPy takes None for float64.
+    # NumPy interprets None as float64.
     return None if dtype is None else jnp.dtype(dtype)
   except TypeError:
     return None

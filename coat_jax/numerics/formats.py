@@ -6,8 +6,8 @@ E5M2 (more range, less precision) holds gradients. No kernel supports INT8.
 
 We avoid two traps of a plain cast to FP8 by rounding to the format's grid in
 f32 first, which makes the cast exact. Every cast in this package goes through
-`saturating_cast`, except in kernels and in `ops.cuda`, where neither can
-happen.
+`saturating_cast`, except in kernels and in `ops.cuda`, where neither trap can
+occur.
   * A JAX cast does not saturate: 465 becomes NaN in E4M3, 61440 inf in E5M2.
   * On a GPU, XLA drops pairs of conversions f32 -> FP8 -> f32 inside a jitted
     function ("excess precision"), and may go through f16, which rounds twice.
@@ -29,7 +29,7 @@ INT8 = jnp.int8
 
 
 def as_format(dtype: DTypeLike) -> DTypeLike:
-  """Returns the known format for a dtype or its name; else a ValueError."""
+  """Returns the format for a dtype or name; raises ValueError if unknown."""
   found = dtype_of(dtype)
   for known in (E4M3, E5M2, INT8):
     if found is not None and found == jnp.dtype(known):
@@ -48,7 +48,7 @@ def qmax(dtype: DTypeLike) -> float:
 
 
 def is_fp8(dtype: DTypeLike) -> bool:
-  """Tells whether a dtype is one of the FP8 formats, E4M3 or E5M2."""
+  """Returns whether a dtype is one of the FP8 formats, E4M3 or E5M2."""
   return jnp.dtype(dtype) in (jnp.dtype(E4M3), jnp.dtype(E5M2))
 
 
@@ -102,7 +102,7 @@ class _FP8:
     self.qmax = float(limits.max)
     self._smallest = float(limits.smallest_subnormal)
     self._smallest_normal = float(limits.smallest_normal)
-    # Number of mantissa bits of f32 that the format does not have.
+    # Number of f32's mantissa bits that the format lacks.
     self._dropped_bits = 23 - limits.nmant
 
   def nearest(self, x: Array) -> Array:

@@ -52,10 +52,10 @@ class QTensor:
     qvalue: [..., n] in FP8 or another format of `formats`.
     scale: [] for one scale per tensor, else [..., ceil(n / group_size)].
     group_size: number of values that share a scale; None for one scale per
-      tensor. It is static: transformations of JAX see two arrays.
+      tensor. It is static, so JAX transformations see only the two arrays.
   """
 
-  # Arrays; or, in a tree like a QTensor, such as a spec, what describes them.
+  # Arrays, or their descriptions in a tree such as a spec of a QTensor.
   qvalue: Any
   scale: Any
   group_size: int | None

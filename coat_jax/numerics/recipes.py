@@ -65,7 +65,7 @@ class Formats:
     gradients: format of the gradients that products read in the backward pass.
 
   Raises:
-    ValueError: a format that `coat_jax.numerics.formats` does not have.
+    ValueError: `coat_jax.numerics.formats` does not define a format.
   """
 
   values: DTypeLike = E4M3
@@ -82,7 +82,7 @@ _INTEGERS = Formats(values=INT8, gradients=INT8)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshAxes:
-  """The axes of a mesh by what they split; an axis may have a single device.
+  """Names the axes of a mesh by what they split; an axis may be of size 1.
 
   Attributes:
     batch: axes over which sequences are split.
@@ -141,9 +141,9 @@ class CoatRecipe:
       blocks require a single device along the tensor axis.
     nonlinear: what norms and activation functions read and save.
     residuals: "coat" saves what the reference saves; "minimal" recomputes norm
-      outputs, SiLU and elementwise products in the backward.
+      outputs, SiLU and elementwise products in the backward pass.
     attention: how q, k, v and the attention's output are saved. With "fp8" the
-      forward also attends to the dequantized values.
+      forward pass also attends to the dequantized values.
     group_size: number of values that share a scale before a non-linear
       operation.
     weight_cache: what is computed from a weight once for all its uses in a
@@ -161,7 +161,7 @@ class CoatRecipe:
 
   Raises:
     TypeError: a field has the wrong type.
-    ValueError: a field has an unknown value, or two fields do not go together.
+    ValueError: a field has an unknown value, or fields contradict each other.
   """
 
   linear: Kept = "fp8"

@@ -8,10 +8,10 @@
              rows are quantized along features, its columns along tokens
   Tiles      one scale per 128 x 128 values: the weights of products in blocks
 
-A recipe holds the `Scaling` class of its products' operands; operations and
-layers ask an object of that class and know no other difference. Scales of
-blocks and tiles are powers of two: quantizing again along the other axis does
-not change values (except those 2^14 below a block's largest), and each value is
+A recipe names the `Scaling` class of its products' operands. Operations and
+layers call that class's methods and treat all scalings alike. Scales of blocks
+and tiles are powers of two: quantizing again along the other axis does not
+change values (except those 2^14 below a block's largest), and each value is
 exact in BF16.
 
 Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
@@ -69,8 +69,8 @@ class Operand(NamedTuple):
   Attributes:
     rows: FP8 [..., n], or None if no product reads it this way.
     columns: FP8 [n, m], m the number of rows (all axes but the last), or None.
-    scale: f32 scalar, x ≈ rows * scale; or `BlockScales`, and then columns are
-      not transposed rows but quantized in blocks of their own.
+    scale: f32 scalar, x ≈ rows * scale; or `BlockScales`, with which columns
+      are quantized in their own blocks instead of being transposed rows.
   """
 
   rows: Array | None
@@ -99,8 +99,8 @@ class Groups:
 class Scaling(abc.ABC):
   """Base of the scalings of matmul operands.
 
-  Put a subclass of your own into a recipe: `CoatRecipe(scaling=Yours)`. It runs
-  in plain jnp, since kernels support `PerTensor` and `Blocks` only.
+  You can pass your own subclass to a recipe: `CoatRecipe(scaling=Yours)`. It
+  runs as plain JAX, since kernels support only `PerTensor` and `Blocks`.
 
   Attributes:
     dtype: format of the codes.

@@ -14,9 +14,9 @@ uses, takes about 37. We compute the hash only once per 8 columns: the words of
 8 columns are the hash of their position times powers of one multiplier, that
 is, 8 states of a generator that starts there. Each word by itself is uniform,
 since every step hashes to a different start, and any two of them are
-uncorrelated. A second moment takes the state that comes 8 later (`next_words`),
-the parameter the state that comes 16 later. Use the high bits of a word: the
-low bits of such a generator are alike.
+uncorrelated. A second moment uses the eighth state after that (`next_words`),
+the parameter the sixteenth. Use the high bits of a word: the low bits of such a
+generator are alike.
 """
 
 import dataclasses
@@ -68,10 +68,10 @@ def random_words(
 ) -> UInt32[Array, "..."]:
   """Returns one uniform, uncorrelated 32-bit word per element: uint32 `shape`.
 
-  The last axis gives the column; all other axes together, in row-major order,
-  give the row. For a part of an array, `start`, uint32 [axes], is where the
-  part starts along each axis, and `whole` is the shape of the whole array.
-  `key` is a `leaf_key`.
+  The index along the last axis is the column; all other indices, combined in
+  row-major order, are the row. For a part of an array, `start`, uint32 [axes],
+  is where the part starts along each axis, and `whole` is the shape of the
+  whole array. `key` is a `leaf_key`.
   """
   if not shape:
     return random_words(key, (1,))[0]
@@ -90,8 +90,8 @@ def random_words(
 def words_at(key: Array, row: Array, column: Array) -> Array:
   """Returns the words of elements of the whole leaf, all uint32.
 
-  `row` may have an axis of 1 where `column` has the columns: then a row's word
-  is mixed once.
+  `row` may be of length 1 along the axis of columns; each row's word is then
+  mixed only once.
   """
   row_word = mix(row * jnp.uint32(GOLDEN) + key)
   word = mix((column // RUN) * jnp.uint32(GOLDEN) + row_word)
@@ -133,14 +133,14 @@ def times_power(word: Array, column: Array) -> Array:
 
 
 def _word(x: ArrayLike) -> Array:
-  """Reduces an integer modulo 2^32; jnp wants Python ints to fit in int32."""
+  """Reduces an integer modulo 2^32; jnp needs Python ints to fit in int32."""
   if isinstance(x, int):
     x = jnp.uint32(x & 0xFFFFFFFF)
   return jnp.asarray(x).astype(jnp.uint32)
 
 
 def next_words(words: Array, count: int = 1) -> Array:
-  """Returns the `count`-th other set of words, uncorrelated with `words`."""
+  """Returns the `count`-th next set of words, uncorrelated with `words`."""
   return words * jnp.uint32(pow(MULTIPLIER, RUN * count, 2**32))
 
 

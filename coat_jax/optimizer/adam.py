@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam whose moments are stored in FP8: arithmetic and optax transformation.
+"""Adam with its moments stored in FP8: arithmetic and optax transformation.
 
 `adam_update` computes the update of a leaf, for optax; `adamw_step` takes the
 whole step and returns the new parameter. A kernel does the same in one pass
@@ -113,8 +113,8 @@ def adam(
   nu = s.b2 * nu
   for part in parts:
     nu = nu + s.one_minus_b2 * part * part
-  # No array is divided by a scalar, because XLA may multiply by the inverse
-  # instead, and may do so on one device but not on many.
+  # Never divide an array by a scalar here: XLA may multiply by the inverse
+  # instead, and may do so on one device but not on several.
   numerator = mu * s.ratio
   if s.gradient_ratio is not None:
     numerator = numerator + g * s.gradient_ratio
@@ -163,7 +163,7 @@ def scale_by_coat_adam(
   implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> optax.GradientTransformation:
-  """Rescales updates by Adam whose moments are in FP8.
+  """Rescales updates like Adam, with moments stored in FP8.
 
   Args:
     b1, b2, eps, eps_root, codec, nesterov: as for `coat_adamw`.
@@ -177,7 +177,7 @@ def scale_by_coat_adam(
     NotImplementedError: `implementation` is unknown.
     TypeError: `codec` is not a `MomentCodec`, or a hyperparameter not a number;
       (by `init`) a leaf is neither floating nor complex, or `quantize_mask`
-      chooses a complex one; (by `update`) the state is another optimizer's.
+      chooses a complex one; (by `update`) the state has a wrong type.
     ValueError: a hyperparameter is negative or not finite, or a decay not below
       1; (by `update`) the state has another codec or other leaves.
 

@@ -33,8 +33,8 @@ from coat_jax.optimizer.masks import (
   plain_codec,
 )
 
-# Closer to 1, f32 rounds to 1: the bias correction would divide by 0, and a
-# moment would never move.
+# Anything closer to 1 rounds to 1 in f32: the bias correction would divide by
+# 0, and a moment would never move.
 _DECAY = check_number, Range(0, 0.9999999), "usual are 0.9 to 0.999"
 _SCHEDULE = "a schedule is a function of the step"
 _RMS = "0.2 is near AdamW's, None scales by shapes"
@@ -59,7 +59,7 @@ _OPTIONAL = ("adam_learning_rate", "consistent_rms")
 
 
 def check_hyperparameters(op: str, **values: Any) -> None:
-  """Checks hyperparameters by their names in `_RULES`, `adam_` or not."""
+  """Checks hyperparameters by name (`_RULES`), ignoring a prefix `adam_`."""
   for name, value in values.items():
     short = name.removeprefix("adam_")
     may_be_schedule, may_be_none = short in _SCHEDULES, name in _OPTIONAL
@@ -97,7 +97,7 @@ def check_optimizer(op: str, name: str, tx: Any) -> None:
 def check_decay_mask(
   op: str, name: str, mask: Any
 ) -> Callable[[Any], Any] | None:
-  """Makes a mask of weight decay a function that checks it; None stays None."""
+  """Wraps a weight-decay mask in a function that checks it; None stays None."""
   if mask is None:
     return None
   if not callable(mask):

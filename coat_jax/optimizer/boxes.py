@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boxes of flax around statistics, with the axis names of their parameter.
+"""Puts statistics into flax's boxes, with the axis names of their parameter.
 
 Flax keeps axis names in boxes around parameters: in the metadata of an
 `nnx.Variable`, or in Linen's `Partitioned`. Functions such as
-`nnx.get_partition_spec` shard an array as the names in its box say, and
-replicate arrays without a box. A statistic has the axes of its parameter, but
-its last axis counts groups, so it keeps the box with all names but perhaps the
-last.
+`nnx.get_partition_spec` shard an array by the names in its box, and replicate
+arrays without a box. A statistic shares the axes of its parameter except the
+last, which counts groups. So it keeps the box and all names, except perhaps the
+last one.
 
-The last name stays only if the devices that it stands for divide both the
-columns and the groups evenly. The number of devices comes from the mesh in the
-box, or else from the mesh that is set, through the logical axis rules of the
-box and of the context. If several rules map a name, all must fit. If no mesh is
-known, or the name is neither a mesh axis nor in the rules, the name is dropped:
-the statistic is then replicated along this axis, which is right on every mesh,
-whereas an uneven split is an error in JAX.
+The last name stays only if its number of devices divides both the columns and
+the groups. That number comes from the mesh in the box, or else from the current
+mesh; the logical axis rules of the box and of the context map the name to mesh
+axes. If several rules map a name, all must fit. If no mesh is known, or the
+name is neither a mesh axis nor in the rules, the name is dropped. The statistic
+is then replicated along this axis, which works on every mesh, whereas JAX
+raises an error for an uneven split.
 """
 
 import contextlib
@@ -37,28 +37,28 @@ AnyMesh = Mesh | AbstractMesh
 # second one.
 _NAMES = ("out_sharding", "optimizer_sharding")
 
-# The mesh that was set where `abstract_state` was called. It sets another one.
+# The mesh of the caller of `abstract_state`, which itself sets another one.
 _CALLERS_MESH: contextvars.ContextVar[AnyMesh | None] = contextvars.ContextVar(
   "callers_mesh", default=None
 )
 
 
 class _Context(NamedTuple):
-  """The mesh and rules that say over how many devices a name splits an axis."""
+  """The mesh and rules that determine how many devices a name splits over."""
 
   mesh: AnyMesh | None
   rules: Sequence[tuple[Any, Any]]
-  # How many axes of the array the names leave out: 1 if a program adds the
-  # name of the layers' axis when it reads the box.
+  # The number of array axes without a name: 1 if a program adds the name of the
+  # layers' axis only when it reads the box.
   missing: int = 0
 
 
 @contextlib.contextmanager
 def callers_mesh(mesh: AnyMesh) -> Iterator[None]:
-  """Decides about names as on `mesh`, while another mesh is set for tracing.
+  """Chooses names for `mesh` while another mesh is set for tracing.
 
-  So an abstract state has the names of the state that the caller makes. A
-  Variable that flax shards when it is made needs the other mesh.
+  An abstract state then gets the same names as the state that the caller makes.
+  The other mesh is for Variables, which flax may shard on creation.
   """
   token = _CALLERS_MESH.set(mesh)
   try:
@@ -85,7 +85,7 @@ def box_statistics(
   Args:
     like: tree of the parameters, or of arrays with their shapes and boxes.
     statistics: one per leaf of `like`; a scalar gets no names.
-    mesh: of the parameters (`mesh_of`), for Variables if no mesh is set.
+    mesh: the parameters' (`mesh_of`), used for Variables if no mesh is set.
   """
   if "flax" not in sys.modules:
     return jax.tree.structure(like).unflatten(statistics)
@@ -104,7 +104,7 @@ def box_statistics(
 
 
 def last_names(tree: Any) -> list[Any]:
-  """Lists for each leaf of a tree the name of its last axis; None without."""
+  """Lists the name of each leaf's last axis; None if it has no name."""
   if "flax" not in sys.modules:
     return [None] * len(jax.tree.leaves(tree))
   out = []
@@ -189,13 +189,13 @@ def _context(
 
 
 def _missing_axes(metadata: Mapping[str, Any], names: Sequence[Any]) -> int:
-  """Returns 1 if the name of the layers' axis is kept apart, as in MaxText."""
+  """Returns 1 if the layers' axis name is stored separately, as in MaxText."""
   added = "partition_name" in metadata
   return int(added and metadata["partition_name"] not in names)
 
 
 def _entries(names: Any) -> tuple[Any, ...]:
-  """Returns names as a tuple, whatever form flax takes them in."""
+  """Returns names as a tuple; flax accepts several forms."""
   if isinstance(names, Format):
     names = names.sharding
   if isinstance(names, NamedSharding):
@@ -228,7 +228,7 @@ def _fit(
 
 
 def _device_counts(name: Any, context: _Context) -> set[int]:
-  """Returns the numbers of devices that a name may stand for; empty if unknown.
+  """Returns the numbers of devices a name may split over; empty if unknown.
 
   `name` is an entry of a spec: None, a name, or several names.
   """

@@ -27,7 +27,7 @@ from coat_jax.optimizer.masks import leaf_paths
 Rule = Literal["share", "adaptive"]
 
 _LARGEST = float(jnp.finfo("float32").max)
-# Values beyond the first are divided by the second before they are squared. The
+# If a value exceeds `_LARGE`, all are divided by `_RATIO` before squaring. The
 # sum of 2^48 smaller squares fits into f32.
 _LARGE, _RATIO = 2.0**40, 2.0**80
 
@@ -165,7 +165,7 @@ def global_norm(tree: Any) -> Array:
   for x in leaves:
     amax = jnp.maximum(amax, jnp.max(jnp.abs(x), initial=0))
   is_large = (amax > _LARGE) & jnp.isfinite(amax)
-  # This is no constant, as XLA would turn (x c)(x c) into x x c^2.
+  # Not a constant, because XLA would turn (x c)(x c) into x x c^2.
   smaller = jnp.where(is_large, 1 / _RATIO, 1)
   square = jnp.float32(0)
   for x in leaves:

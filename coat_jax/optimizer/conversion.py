@@ -48,16 +48,16 @@ _THEIRS = {
 def to_adam_state(opt_state: Any) -> Any:
   """Converts every `ScaleByCoatAdamState` to an `optax.ScaleByAdamState`.
 
-  So the state of `coat_adamw` becomes that of `optax.adamw`.
+  For example, the state of `coat_adamw` becomes a state of `optax.adamw`.
 
   Args:
-    opt_state: a coat state, or any optimizer state that holds some.
+    opt_state: a coat state, or any optimizer state that contains one.
 
   Returns:
     The same tree with optax's states, whose moments are f32.
 
   Raises:
-    ValueError: it holds no coat state.
+    ValueError: `opt_state` contains no coat state.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -82,7 +82,7 @@ def from_adam_state(
   This inverts `to_adam_state` up to the codec's rounding.
 
   Args:
-    opt_state: a state of Adam, or any optimizer state that holds some.
+    opt_state: a state of Adam, or any optimizer state that contains one.
     codec, quantize_mask, seed: as for `coat_adamw`.
 
   Returns:
@@ -90,7 +90,7 @@ def from_adam_state(
 
   Raises:
     TypeError: the same as for `coat_adamw`.
-    ValueError: it holds no state of Adam.
+    ValueError: `opt_state` contains no state of Adam.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -119,11 +119,11 @@ def to_plain_state(
 
   An `EncodedState` becomes the state of its inner optimizer; the states of
   `coat_adamw`, `coat_lion` and `coat_muon` become those of optax's optimizers.
-  The chain of `optax.contrib.muon` has one more element than that of
-  `coat_muon`, without arrays: see docs/optimizer.md.
+  The chain of `optax.contrib.muon` contains one more element than that of
+  `coat_muon`, but no more arrays: see docs/optimizer.md.
 
   Args:
-    opt_state: such a state, or any optimizer state that holds some.
+    opt_state: such a state, or any optimizer state that contains one.
     ns_coeffs: coefficients of Muon's iteration, which optax's state stores and
       ours does not.
 
@@ -132,7 +132,7 @@ def to_plain_state(
 
   Raises:
     TypeError: `ns_coeffs` are not numbers.
-    ValueError: it holds no such state, or there are not three `ns_coeffs`.
+    ValueError: `opt_state` holds no such state, or `ns_coeffs` are not three.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -162,15 +162,15 @@ def from_plain_state(
 ) -> Any:
   """Converts states of optax's optimizers to ours: inverts `to_plain_state`.
 
-  Both together change a state's codec.
+  To change a state's codec, call one after the other.
 
   Args:
     opt_state: what `to_plain_state` returned, or optax's own state.
     like: the kind of state to make, such as
       `jax.eval_shape(coat_lion(...).init, params)`: it determines which fields
       and leaves are encoded, and by which codec.
-    count: for an `EncodedState`, the number of steps so far, from which random
-      words continue. The other states store it.
+    count: for an `EncodedState`, the number of steps so far, at which the
+      random words continue. Other states store this number.
     seed: as for `coat_adamw`.
 
   Returns:
@@ -250,7 +250,7 @@ def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-  """Copies all arrays, as donation takes no buffer twice."""
+  """Copies all arrays, because no buffer can be donated twice."""
   return jax.tree.map(jnp.array, tree)
 
 
@@ -314,8 +314,8 @@ def encode_trees(
   `leaf_codecs` lists for each tree the codecs of its leaves: the moment's, or a
   plain one. The random words of a leaf depend on the order in which paths
   appear and on how many trees had the path before. The moments have the
-  structure of `like`, or if it is None, that of the trees; `mesh` is then the
-  mesh of the parameters, if their types have one.
+  structure of `like`. If it is None, they have that of the trees, and `mesh` is
+  the mesh in the types of the parameters, or None.
   """
   seen: dict[Any, tuple[int, int]] = {}
   moments = []
@@ -337,7 +337,7 @@ def encode_trees(
 def pair_nodes(
   op: str, name: str, like: Any, plain: Any
 ) -> list[tuple[Any, Any]]:
-  """Pairs the moments and other leaves of `like` with what `plain` has there.
+  """Pairs the moments and other leaves of `like` with their parts of `plain`.
 
   Raises a ValueError if `plain`, the argument `name` of `op`, has another
   structure, or moments of other shapes.
@@ -358,7 +358,7 @@ def pair_nodes(
 
 
 def flatten_like(op: str, name: str, treedef: Any, state: Any) -> list[Any]:
-  """Lists the nodes of a state; a ValueError if it has another structure."""
+  """Lists the nodes of a state; raises ValueError if its structure differs."""
   try:
     return treedef.flatten_up_to(state)
   except ValueError as error:

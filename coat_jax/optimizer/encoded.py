@@ -50,22 +50,22 @@ def encoded(
 ) -> optax.GradientTransformationExtraArgs:
   """Stores the moments of any optax optimizer in FP8.
 
-  Between steps the codec stores what the inner optimizer keeps for every
+  The codec stores the fields that the inner optimizer keeps for every
   parameter, such as a momentum or second moments. A step decodes these fields
-  to f32, lets the inner optimizer update them, and encodes them again. The
-  inner optimizer works in f32 whatever the parameters' dtype is; gradients and
-  parameters are cast for it.
+  to f32, lets the inner optimizer update them, and encodes them again.
+  Gradients and parameters are cast so that the inner optimizer always works in
+  f32.
 
   Args:
-    inner: such as `optax.lion(1e-4)`, a chain, or `optax.contrib.muon(1e-2)`.
+    inner: any optax optimizer or chain, such as `optax.contrib.muon(1e-2)`.
       It must keep fields in f32: leave its `mu_dtype` out.
     codec: how fields are stored, from `codecs`: its `nu` stores fields that are
       never negative, its `mu` all others.
     fields: which fields are encoded, and how. None for `default_field_rule`,
-      which takes all fields with the structure and shapes of the parameters,
+      which encodes all fields with the structure and shapes of the parameters,
       except copies of parameters and fields that must stay in f32 (of COCOB,
-      MADGRAD and `rmsprop(centered=True)`). Else pass the fields' names, such
-      as `("mu",)`; names and kinds, such as `{"m": "mu", "n": "nu"}`; or a
+      MADGRAD and `rmsprop(centered=True)`). Otherwise pass the fields' names,
+      such as `("mu",)`; names and kinds, such as `{"m": "mu", "n": "nu"}`; or a
       rule, `path -> "mu", "nu" or None`. A name is the last part of a path, or
       all of it ("0/mu").
     quantize_mask, seed: as for `coat_adamw`.
@@ -79,7 +79,7 @@ def encoded(
     TypeError: `inner` is not an optimizer; `codec` is not a `MomentCodec`;
       `fields` is a single name; (by `init`) a leaf is neither floating nor
       complex, or `quantize_mask` chooses a complex one; (by `update`) the state
-      is another optimizer's.
+      belongs to another optimizer.
     ValueError: (by `init`) a named field does not exist, is not like the
       parameters, or must stay in f32; there is no field to encode, or one is
       not in f32; (by `update`) the state has another codec or other leaves.
@@ -124,7 +124,7 @@ def encoded(
     for field in found:
       if field.kind is None:
         continue
-      # Without this the compiler encodes constants itself, for half a minute.
+      # Without this the compiler spends half a minute encoding constants.
       trees.append(jax.lax.optimization_barrier(field.node))
       groups.append(getattr(codec, field.kind))
       leaf_codecs.append(
@@ -162,7 +162,7 @@ def encoded(
 
 
 def _check_leaves(op: str, updates: Any, state: EncodedState) -> None:
-  """Raises a ValueError if gradients have other shapes than the state."""
+  """Raises a ValueError if the gradients' shapes differ from the state's."""
   shapes = {keys: g.shape for keys, g in tree_leaves_with_path(updates)}
   for moment in moments_in(state):
     for keys, x in tree_leaves_with_path(moment.codes):

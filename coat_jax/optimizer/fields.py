@@ -23,12 +23,12 @@ from coat_jax.optimizer.state import marked_moment, placeholder_type
 Kind = Literal["mu", "nu"]
 FieldRule = Callable[[str], Kind | None]
 
-# Optax's names of fields that are never negative: sums and means of squares.
+# Optax's names for fields that are never negative: sums and means of squares.
 _NONNEGATIVE = frozenset(
   ("nu", "nu_max", "n", "exp_avg_sq", "sum_of_squares", "grad_sum_sq")
   + ("e_g", "e_x", "step_sizes")
 )
-# Optax's names of parameters that a state keeps.
+# Optax's names for copies of parameters in a state.
 _PARAMETERS = frozenset(
   ("z", "x0", "params", "params0", "init_params", "init_particles", "cache")
 )
@@ -38,7 +38,7 @@ def default_field_rule(path: str) -> Kind | None:
   """Returns how `encoded` stores a field by default, judging by its name.
 
   Args:
-    path: of the field in the state, such as "0/nu".
+    path: the field's path in the state, such as "0/nu".
 
   Returns:
     "nu" for optax's names of values that are never negative (`nu`, `nu_max`,
@@ -64,7 +64,7 @@ def default_field_rule(path: str) -> Kind | None:
 
 @functools.cache
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
-  """Maps optax states, for which the default rule is wrong, to fields' kinds.
+  """Maps the optax states that the default rule gets wrong to fields' kinds.
 
   None marks fields whose rounding errors grow in an update. `scale_by_stddev`
   takes the root of nu - mu^2, which is negative if both are rounded separately;
@@ -111,14 +111,14 @@ def _kind_at(
   if kind is None and rule is not default_field_rule:
     raise ValueError(
       f"{op}: fields of {state.__name__} must stay in f32, because its update "
-      f"makes their rounding errors larger, got fields that encode {path!r}; "
+      f"magnifies their rounding errors, got fields that encode {path!r}; "
       "leave it out of fields"
     )
   return kind
 
 
 def rule_of(op: str, fields: FieldRule | Collection[str] | None) -> FieldRule:
-  """Makes a rule from what `encoded` takes as `fields`."""
+  """Makes a rule from the argument `fields` of `encoded`."""
   if fields is None:
     return default_field_rule
   if callable(fields):
@@ -211,7 +211,7 @@ def find_fields(
 
 
 def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
-  """Tells whether a node is a tree of floats with these paths and shapes.
+  """Returns whether a node is a tree of floats with these paths and shapes.
 
   Some leaves may be masked, or even all, as in `optax.partition`.
   """
@@ -262,5 +262,5 @@ def check_names(
     raise ValueError(
       f"{op}: the inner optimizer must keep a field of the parameters' "
       "structure and shapes, got a state without one to encode; use it as it "
-      "is, or say with fields which to encode"
+      "is, or name the ones to encode in fields"
     )

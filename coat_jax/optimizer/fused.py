@@ -2,14 +2,14 @@
 """AdamW and Lion with FP8 moments, each with its whole step in one function.
 
 `fused_coat_adamw` does what `coat_adamw` and `apply_updates` do together, and
-`fused_coat_lion` does the same for Lion. optax passes updates from one
-transformation to the next, each a copy of the parameters in memory. Here each
-leaf is stepped at once: on a GPU by one kernel in one pass over memory, in
-place if parameters and state are donated.
+`fused_coat_lion` does the same for Lion. In optax, each transformation writes
+updates as large as the parameters to memory for the next one. Here each leaf is
+stepped at once: on a GPU by one kernel in one pass over memory, in place if
+parameters and state are donated.
 
-The states are those of the optax transformations (`ScaleByCoatAdamState`,
-`ScaleByCoatLionState`), so either optimizer can read the other's checkpoints.
-With `low_bits` the state also stores a byte per weight (`LowBitsState`).
+The optax transformations use the same states (`ScaleByCoatAdamState`,
+`ScaleByCoatLionState`), so either form can read the other's checkpoints. With
+`low_bits` the state also stores a byte per weight (`LowBitsState`).
 """
 
 import functools
@@ -72,7 +72,7 @@ class FusedTransformation(NamedTuple):
     begin: `begin(params, state)` returns the same step leaf by leaf, as
       `LeafSteps`, for `step_in_backward`.
     explain: `explain(params)` maps each leaf's path to the implementation that
-      the leaf gets, and why, on the platform that a program is compiled for.
+      steps it, and why, on the platform that a program is compiled for.
   """
 
   init: Callable[[optax.Params], FusedState]
@@ -102,17 +102,17 @@ def fused_coat_adamw(
   Everything is f32 from the gradient to the new parameter. A bf16 parameter is
   rounded stochastically: to bf16 with the words that `apply_updates` draws for
   the same seed and `step=state.count` of the new state, or, with `low_bits`, to
-  24 bits. docs/optimizer.md says which one to choose. With f32 gradients and
-  parameters the result is that of the optax chain, except that another compiled
-  program may round differently by some ulp, which can change a code.
+  24 bits. docs/optimizer.md explains which to choose. With f32 gradients and
+  parameters the result is that of the optax chain, except that a different
+  compiled program may differ by a few ulps, which can change a code.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.
     weight_decay, mask, quantize_mask: as for `coat_adamw`.
     low_bits: whether `init` makes a state with another byte for each bf16
-      parameter, 24 bits in all. If parameters are f32, `init` takes the bytes
-      from them, and the caller continues with `split_weights(params)[0]`; if
-      they are bf16, the bytes are zeros.
+      parameter, 24 bits in all. If parameters are f32, `init` computes the
+      bytes from them, and the caller continues with `split_weights(params)[0]`;
+      if they are bf16, the bytes are zeros.
     seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:

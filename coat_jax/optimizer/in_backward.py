@@ -35,7 +35,7 @@ class BackwardStep(NamedTuple):
     params: the new parameters.
     state: the optimizer's new state.
     clip_state: the new state of `Clipping`; () without clipping.
-    loss: f32 [], at the parameters before the step.
+    loss: f32 [], computed with the parameters before the step.
     grad_norm: f32 [], global norm of the gradients before clipping.
     is_finite: bool [leaves], whether each leaf's gradient is finite, in the
       order of the tree.
@@ -79,15 +79,15 @@ def step_in_backward(
       layer's input. `outer` is `params` with None for the leaves of the stack.
     layer: `layer(layer_params, x)` runs one layer and returns x of the same
       shape and dtype: an array or a tree of them, such as the residual stream
-      and a sum over layers. With `per_layer` the layer's slice of it is a third
-      argument. `jax.checkpoint` makes it save less. An array that it closes
-      over and that depends on x's shape is saved once per layer.
+      and a sum over layers. With `per_layer`, its slice for the layer is a
+      third argument. To save less, wrap `layer` in `jax.checkpoint`. Arrays
+      that it closes over are saved per layer if they depend on x's shape.
     after: `after(outer, x)` runs what follows the stack and returns the loss,
       f32 []. It may use what `before` uses, such as an embedding.
     stack: the path of the subtree in `params`, such as `model/layers`.
     per_layer: another tree of arrays [layers, ...], not differentiated.
     clip: clips gradients by the norms of earlier steps; None does not clip.
-    clip_state: the last step's; before the first step
+    clip_state: the one that the last step returned; for the first step
       `clip.init(params, stack=stack)`.
 
   Returns:
@@ -212,7 +212,7 @@ def step_in_backward(
   for i, each in zip(found.stacked, seen_layers, strict=True):
     seen[i] = _Seen(global_norm(each.norm), jnp.all(each.is_finite))
 
-  # Last step what precedes the stack, which the loss may use too.
+  # Last, step the parameters before the stack, which the loss may use too.
   (before_grads,) = before_vjp(dx)
   for i, g in zip(found.others, jax.tree.leaves(before_grads), strict=True):
     if is_used[i]:
@@ -312,8 +312,8 @@ class _LayerPasses:
 
 
 _SHARED = (
-  "let before return what all layers share together with x, and let layers "
-  "pass it on"
+  "make before return the values that all layers share along with x, and make "
+  "layers pass them on"
 )
 _OUTER = "read it from outer; only layer reads the stack's parameters"
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps optax transformations leaf by leaf, for `step_in_backward`.
 
-An update may be taken leaf by leaf if a leaf's update and state depend on that
+An optimizer can step leaf by leaf if a leaf's update and state depend on that
 leaf alone, state shared by all leaves depends on none, and no random numbers
-are drawn: each leaf, and each layer of a stack, would draw the same ones. The
-jaxpr of the update shows what depends on what.
+are drawn, because all leaves, and all layers of a stack, would draw the same
+ones. The jaxpr of the update shows what depends on what.
 """
 
 from collections.abc import Sequence
@@ -158,10 +158,10 @@ def _check_leaf_by_leaf(
   state: Any,
   owners: Sequence[int],
 ) -> list[str | None]:
-  """Raises a ValueError if an update cannot be taken leaf by leaf.
+  """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  Returns for each parameter the path of state that its update changes but that
-  lacks the parameter's first axis, such as a norm; or None.
+  For each parameter, returns the path of any state that its update changes but
+  that lacks the parameter's first axis, such as a norm; otherwise None.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lion whose momentum is stored in FP8, as an optax transformation.
+"""Lion with its momentum stored in FP8, as an optax transformation.
 
 Lion keeps one moment and moves every parameter by the sign of a mix of that
 moment and the gradient. With the default codec the state takes 1.04 bytes per
@@ -83,7 +83,7 @@ def scale_by_coat_lion(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformation:
-  """Rescales updates by Lion whose momentum is in FP8.
+  """Rescales updates like Lion, with the momentum stored in FP8.
 
   Args:
     b1, b2, codec: as for `coat_lion`.
@@ -149,7 +149,7 @@ def coat_lion(
     b1: share of the momentum in the mix whose sign is the update.
     b2: decay of the momentum.
     weight_decay, mask, quantize_mask, seed, shardings: as for `coat_adamw`.
-    codec: how the momentum is stored: like the codec's first moment.
+    codec: stores the momentum the way it stores a first moment.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.

@@ -27,18 +27,18 @@ def plain_codec(is_complex: bool = False) -> Plain:
 
 
 def is_encoded(encoded: Encoded) -> bool:
-  """Tells whether a codec encoded a leaf, rather than `plain_codec`."""
+  """Returns whether a codec encoded a leaf, rather than `plain_codec`."""
   return encoded.codes.dtype.name not in _PLAIN
 
 
 def default_quantize_mask(path: str, leaf: Any) -> bool:
-  """Tells whether a leaf's moments are encoded by default.
+  """Returns whether a leaf's moments are encoded by default.
 
-  They are if the leaf is real, has at least 4096 values and 16 columns, and is
-  neither a norm's nor a bias. The others are less than a thousandth of a model.
+  A leaf is encoded if it is real, has at least 4096 values and 16 columns, and
+  is no norm or bias. All others make up less than a thousandth of a model.
 
   Args:
-    path: such as "layers/attn/qkv/kernel"; dots separate names too.
+    path: for example "layers/attn/qkv/kernel"; dots separate names too.
     leaf: array or `jax.ShapeDtypeStruct`.
 
   Raises:
@@ -53,10 +53,10 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
 
 
 def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
-  """Tells by shape and name whether a leaf is a norm's parameter or a bias.
+  """Decides by shape and name whether a leaf is a norm's parameter or a bias.
 
-  Vectors and scalars are, unless they hold many parameters: a tree that is
-  only a vector, as `optax.flatten` makes it, or a vector of a million values.
+  Vectors and scalars are, unless they hold many parameters: a vector that is
+  the whole tree, as `optax.flatten` makes it, or that has a million values.
   Arrays with more axes may be stacked over layers, so the name decides. The
   name of a norm *ends* in a norm (`input_layernorm`, `q_norm` or `norm_1`, but
   not `norm_mlp`), contains `ln` (`ln_f`), or is `scale`, `gamma` or `beta`; one
@@ -64,8 +64,8 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   above it count, and a `kernel` or an `embedding` is always a matrix.
 
   Args:
-    path: such as "layers/attn/norm/scale"; dots separate names too.
-    leaf: array or `jax.ShapeDtypeStruct`; None leaves it to the name.
+    path: for example "layers/attn/norm/scale"; dots separate names too.
+    leaf: array or `jax.ShapeDtypeStruct`; None to judge by the name alone.
 
   Raises:
     TypeError: `path` is not a string or `leaf` not an array.
@@ -123,8 +123,8 @@ def node_path(keys: Sequence[Any]) -> str:
 def unboxed(tree: Any) -> Any:
   """Returns a tree without flax's boxes around leaves.
 
-  These are `nnx.Variable`, `nnx.State` and Linen's `Partitioned`. A tree can
-  have them only if the program has imported flax, which this package need not.
+  These are `nnx.Variable`, `nnx.State` and Linen's `Partitioned`. Only a
+  program that has imported flax can make them, so this package need not.
   """
   if "flax" not in sys.modules:
     return tree

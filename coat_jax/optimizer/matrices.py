@@ -26,9 +26,9 @@ from coat_jax.optimizer.masks import check_leaf, is_norm_or_bias
 class MatrixSplit(NamedTuple):
   """How a leaf is cut into matrices.
 
-  `optax.contrib.MuonDimensionNumbers` with two more fields. Axes that neither
-  of the first two fields names, such as layers, experts, or gate and up, are
-  batch axes: each of their indices holds separate matrices.
+  It extends `optax.contrib.MuonDimensionNumbers` by two fields. All axes that
+  neither of the first two fields names are batch axes (layers, experts, or gate
+  and up): each index there holds separate matrices.
 
   Attributes:
     reduction_axis: axis or axes that a matmul with the weight sums over.
@@ -36,8 +36,7 @@ class MatrixSplit(NamedTuple):
       the leaf's last axis.
     parts: widths of consecutive columns that are separate matrices, such as q,
       k and v; () for one matrix.
-    groups: how often `parts` repeats; the i-th parts of all groups together
-      form one matrix.
+    groups: how often `parts` repeats; part i of all groups forms one matrix.
   """
 
   reduction_axis: Sequence[int] | int = -2
@@ -83,7 +82,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
   biases, which may be stacked, are not matrices either.
 
   Args:
-    path: such as "blocks/0/attn/out/kernel".
+    path: the leaf's path, such as "blocks/0/attn/out/kernel".
     leaf: array or `jax.ShapeDtypeStruct`.
 
   Returns:
@@ -109,7 +108,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
 def checked_matrices(
   op: str, matrices: Matrices | None
 ) -> Callable[[str, Any], MatrixSplit | None]:
-  """Wraps `matrices` (None: `hidden_matrices`) to check what it returns."""
+  """Wraps `matrices` (None: `hidden_matrices`) in a check of its results."""
   matrices = hidden_matrices if matrices is None else matrices
   remedy = "pass a function (path, leaf) -> MatrixSplit | None"
   check_function(op, "matrices", matrices, remedy)
@@ -185,8 +184,8 @@ def _axes_first(split: MatrixSplit, ndim: int) -> tuple[list[int], int]:
 def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
   """Cuts a leaf into its matrices [inputs, outputs].
 
-  All parts of the first batch index come first, then those of the next. A bias
-  [columns] is cut like the columns of its kernel.
+  All parts of the first index of the batch axes come first, then those of the
+  next. A bias [columns] is cut like the columns of its kernel.
   """
   if x.ndim == 1:
     return split_columns(x, split)
@@ -269,9 +268,9 @@ def newton_schulz(
   Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where A = x
   x^T and a, b and c are the coefficients. First x is divided by its Frobenius
   norm plus `eps`. On a mesh the longer axis is split over all devices that hold
-  shards of the leaf: each device multiplies its own columns, and devices
-  exchange only sums of x x^T, as large as the shorter axis squared. Without
-  `sharding`, XLA chooses the partitioning.
+  shards of the leaf: each multiplies its columns, and devices exchange only
+  sums of x x^T, as large as the shorter axis squared. Without `sharding`, XLA
+  decides how to partition.
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
   """
@@ -296,7 +295,7 @@ def newton_schulz(
     if names:
       gram = place(gram, sharding, (*lead, None, None))
     x = a * x + (b * gram + c * gram @ gram) @ x
-    # Otherwise XLA would split the last product by rows and gather x.
+    # Without this, the last product would be split by rows and would gather x.
     return place(x, sharding, by_columns) if names else x
 
   if isinstance(options.steps, jax.Array):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon whose momentum is stored in FP8, as an optax transformation.
+"""Muon with its momentum stored in FP8, as an optax transformation.
 
 Muon moves hidden matrices by their orthogonalized momentum; `coat_adamw` steps
 all other parameters. The momentum is updated on each device's shard, like
@@ -43,7 +43,7 @@ from coat_jax.optimizer.step import (
 )
 from coat_jax.optimizer.weights import in_f32
 
-# Both optimizers count their leaves from 0, so AdamW draws other words.
+# Both optimizers number leaves from 0, so AdamW needs another seed.
 _ADAM_STREAM = 0x2545F491
 
 
@@ -111,14 +111,14 @@ def scale_by_coat_muon(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformation:
-  """Rescales updates by Muon whose momentum is in FP8.
+  """Rescales updates like Muon, with the momentum stored in FP8.
 
   Args:
     ns_coeffs, ns_steps, beta, eps, nesterov, consistent_rms: as for
       `coat_muon`.
     matrices: `(path, leaf) -> MatrixSplit`, how a leaf is cut into matrices;
       None for `hidden_matrices`.
-    codec: how the momentum is stored: like the codec's first moment.
+    codec: stores the momentum the way it stores a first moment.
     quantize_mask, seed: as for `coat_adamw`.
     shardings: as for `coat_muon`.
 
@@ -128,10 +128,10 @@ def scale_by_coat_muon(
   Raises:
     TypeError: `codec` is not a `MomentCodec`, a hyperparameter not a number, or
       `matrices` returns neither a `MatrixSplit` nor None; (by `update`) the
-      state is another optimizer's.
+      state belongs to another optimizer.
     ValueError: a hyperparameter is outside its range; a leaf is not a matrix,
-      or cannot be cut as `matrices` says; the state has another codec or other
-      leaves.
+      or cannot be cut as `matrices` requires; the state has another codec or
+      other leaves.
 
   Examples:
     >>> import optax
@@ -222,8 +222,8 @@ def coat_muon(
     ns_steps: number of iterations.
     beta: decay of the momentum.
     eps: added to the norm that a matrix is divided by; also AdamW's eps.
-    weight_decay: decay of the matrices; multiplied with the learning rate.
-    weight_decay_mask: which matrices decay, as `mask` of `coat_adamw`.
+    weight_decay: decay of the matrices; multiplied by the learning rate.
+    weight_decay_mask: which matrices decay, like `mask` of `coat_adamw`.
     nesterov: whether to use Nesterov momentum, in AdamW too.
     adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_weight_decay_mask:
       arguments of AdamW.

@@ -31,7 +31,7 @@ class StateBytes(NamedTuple):
 
   Attributes:
     total: bytes of the arrays that are counted.
-    parameters: number of parameters that they are divided by.
+    parameters: number of parameters to divide by.
     bytes_per_param: total / parameters.
   """
 
@@ -44,9 +44,9 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
   """Counts the bytes of an optimizer's state, in total and per parameter.
 
   With `params`, all arrays of any optax state count. Without it, only coat
-  states count, including what `encoded` leaves as it is and the low bits of
-  weights (`LowBitsState`), divided by the number of parameters that they have
-  moments of. Under `optax.masked` or `optax.partition` these may be a part.
+  states count, including fields that `encoded` leaves unchanged and the low
+  bits of weights (`LowBitsState`). The average is over the parameters that have
+  moments there; `optax.masked` and `optax.partition` may leave some out.
 
   Args:
     opt_state: an optimizer's state, of arrays or of `jax.ShapeDtypeStruct`s,
@@ -119,10 +119,10 @@ def state_report(
     For each leaf's path, a dict that JSON can store: `parameters`, `encoded`
     (False for leaves that stay f32), and for each moment, `mu`, `nu` or the
     path of an encoded field, a dict of
-      `replicated`: only if the box of the leaf names its last axis but the
-        boxes of the statistics do not, a sentence that says so. Either the
-        groups cannot be divided over the devices, or the mesh was not known
-        when the state was made;
+      `replicated`: an explanation, only if the box of the leaf names its last
+        axis but the boxes of the statistics do not, because the groups cannot
+        be divided over the devices or no mesh was known when the state was
+        made;
       `power`: min, p10, median, p90, max and mean of the expansion's k over the
         groups that are not all zero (codecs that have one);
       `codes_used`: share of the 256 codes that occur (8-bit codecs);
@@ -132,7 +132,7 @@ def state_report(
         Euclidean norms over the leaf.
 
   Raises:
-    TypeError: `reference` has no such moments.
+    TypeError: `reference` contains no such moments.
     ValueError: there is not exactly one coat state, or the reference has other
       leaves.
 

@@ -49,15 +49,15 @@ def stochastic_rounding(
   Args:
     seed: seed of the random words.
     low_bits: store 8 more bits of each bf16 weight in the state, so that
-      weights have 24 bits: see `split_weights`. Norms' scales and biases have
-      none.
+      weights have 24 bits: see `split_weights`. Norms' scales and biases get no
+      extra bits.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`; its `update` needs `params`.
 
   Raises:
     TypeError: `seed` is not a whole number.
-    ValueError: `update` gets no `params`.
+    ValueError: `update` is called without `params`.
 
   Examples:
     >>> import jax.numpy as jnp, optax
@@ -108,7 +108,7 @@ def _is_bfloat16(weight: weights.Weight) -> bool:
 
 
 def _rounded(weight: weights.Weight, change: Any, part: LeafPart):
-  """Returns the weight after its update, stored as it was."""
+  """Returns the weight after its update, in the same kind of storage."""
   if change is None or not _is_bfloat16(weight):
     return weight
   total = weights.in_f32(weight) + change.astype(jnp.float32)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves and restores states with FP8 arrays: checks and conversions.
 
-NumPy has no FP8: `np.load` does not read what `np.savez` wrote. An integer of
-the same width has the same bits and is known everywhere. Orbax knows FP8, but
-casts what it reads to the dtypes of the target: codes of another codec become
-other numbers. `check_stored` compares the dtypes first.
+NumPy has no FP8: `np.load` cannot read FP8 arrays that `np.savez` wrote.
+Integers of the same width keep the bits and are supported everywhere. Orbax
+supports FP8, but casts what it reads to the dtypes of the target, which
+corrupts codes of another codec. `check_stored` compares the dtypes first.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def to_integers(tree: Any) -> Any:
   """Turns FP8 and bfloat16 arrays into uint8 and uint16, bit for bit.
 
   Args:
-    tree: such as a train state; leaves are arrays or `jax.ShapeDtypeStruct`s.
+    tree: a tree of arrays or `jax.ShapeDtypeStruct`s, such as a train state.
 
   Returns:
     The same tree with the same shardings; leaves of other dtypes stay.
@@ -91,7 +91,7 @@ def from_integers(tree: Any, like: Any) -> Any:
 
 
 def check_stored(stored: Any, target: Any) -> None:
-  """Raises if a checkpoint has other dtypes or shapes than its target.
+  """Raises if a checkpoint's dtypes or shapes differ from its target's.
 
   Orbax silently casts to the target's dtypes, so a state of one codec would be
   restored as a state of another codec, with wrong moments. Codecs whose states
@@ -153,7 +153,7 @@ def _dtype_and_shape(x: Any) -> str:
 
 
 def _is_foreign(x: Any) -> bool:
-  """Tells whether a leaf has a floating dtype that NumPy itself lacks."""
+  """Returns whether a leaf has a floating dtype that NumPy itself lacks."""
   dtype = getattr(x, "dtype", None)
   if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
     return False

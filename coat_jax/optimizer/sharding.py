@@ -3,14 +3,14 @@
 
 Codes have the parameter's shape and sharding. The statistics of groups have the
 same axes, of which the last is shorter, and are sharded alike, so an
-optimizer's step moves nothing between devices. This file has no rules for that.
-On a mesh with explicit axes, shardings are part of types, so we trace `init` on
-such a mesh and get the shardings of everything that it makes, no matter what
-wraps the optimizer. The result holds on any mesh.
+optimizer's step moves nothing between devices. We need no rules to compute
+that. On a mesh with explicit axes, shardings are part of types, so tracing
+`init` on such a mesh yields the shardings of everything that it makes, no
+matter what wraps the optimizer. The result holds on any mesh.
 
-A device has whole groups of a sharded row only if the group size divides its
-share (`fit_group_size`). An `nnx.State` names no codec, so its groups are not
-checked.
+If rows are sharded, the group size must divide each device's part of a row, so
+that no group is split (`fit_group_size`). An `nnx.State` contains no codec, so
+its groups are not checked.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ def abstract_state(
   """Returns the shapes, dtypes and shardings that `init` makes, without memory.
 
   An array is sharded like the parameter that it is made from: codes and other
-  arrays of its shape have the same sharding, and statistics have that of the
-  axes that they summarise. An array made from only a number or a shape is
+  arrays of its shape have the same sharding, and statistics are sharded like
+  the axes that they summarise. An array made from only a number or a shape is
   replicated.
 
   If parameters are in flax's boxes, the boxes around statistics depend on the
@@ -55,7 +55,7 @@ def abstract_state(
     `jax.ShapeDtypeStruct` has a `NamedSharding`. Orbax can restore into it.
 
   Raises:
-    TypeError: a sharding is not a `NamedSharding`, or `init` no function.
+    TypeError: a sharding is not a `NamedSharding`, or `init` not a function.
     ValueError: shardings do not belong to `params`, or a group would be split
       over devices.
 

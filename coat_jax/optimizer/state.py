@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer states with FP8 moments: the classes, and functions that make them.
 
-A codec encodes one array, whereas a state stores trees. A `Moment` holds one
-moment of all parameters, both in the states of our optimizers and in what
-`encoded` makes of any other optimizer's state. Programs find moments by this
-class (`moments_in`).
+A codec encodes one array; a `Moment` holds one moment of all parameters. The
+states of our optimizers consist of `Moment`s, and `encoded` puts them into the
+state of any other optimizer. `moments_in` finds them in any tree.
 """
 
 import dataclasses
@@ -45,14 +44,13 @@ class Moment:
   """One moment of all parameters, as a state stores it.
 
   The fields of `codecs.Encoded` are trees with the structure of the parameters.
-  Boxes around parameters (`nnx.Variable`, Linen's `Partitioned`) stay around
-  codes and statistics, so programs that read axis names shard both like the
-  parameter. The name of the last axis stays around statistics only if its
-  devices divide both columns and groups evenly. If no mesh is known when the
-  state is made, neither set nor in the box, that name is dropped, so the
-  statistics are replicated along the last axis. A leaf that is not encoded
-  stores its values in `codes`, in f32 or complex64, and scalar zeros, without
-  names, as statistics.
+  Codes and statistics keep the boxes of their parameters (`nnx.Variable`,
+  Linen's `Partitioned`), so programs that read axis names shard both like the
+  parameter. Statistics keep the name of the last axis only if its number of
+  devices divides both the columns and the groups. If no mesh is set or in the
+  box when the state is made, they lose that name and are replicated along the
+  last axis. A leaf that is not encoded stores its values in `codes`, as f32 or
+  complex64; its statistics are scalar zeros without names.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype.
@@ -67,7 +65,7 @@ class Moment:
   codec: GroupCodec = dataclasses.field(metadata={"static": True})
 
   def leaves(self) -> list[Encoded]:
-    """Lists what is stored for each parameter, in the order of the tree."""
+    """Lists each parameter's encoded moment, in the order of the tree."""
     columns = map(jax.tree.leaves, (self.codes, self.amax, self.range))
     return [Encoded(*row) for row in zip(*columns, strict=True)]
 
@@ -86,7 +84,7 @@ def make_moment(
 ) -> Moment:
   """Makes a moment with these leaves and the structure of `like`.
 
-  `mesh` is the mesh of the parameters, if their types have one.
+  `mesh` is the mesh in the types of the parameters, or None.
   """
   return Moment(
     jax.tree.structure(like).unflatten([x.codes for x in leaves]),
@@ -97,7 +95,7 @@ def make_moment(
 
 
 def replace_leaves(old: Moment, leaves: Sequence[Encoded]) -> Moment:
-  """Returns a moment with new leaves; boxes stay, whatever mesh is set."""
+  """Replaces the leaves but keeps their boxes, whatever the current mesh."""
   return Moment(
     jax.tree.structure(old.codes).unflatten([x.codes for x in leaves]),
     jax.tree.structure(old.amax).unflatten([x.amax for x in leaves]),
@@ -142,9 +140,9 @@ MomentState = ScaleByCoatAdamState | ScaleByCoatLionState | ScaleByCoatMuonState
 
 
 class EncodedState(NamedTuple):
-  """State of `encoded`: the inner optimizer's, with `Moment`s as fields."""
+  """State of `encoded`: the inner state, with encoded fields as `Moment`s."""
 
-  # shape=(), dtype=jnp.int32: number of steps, only for the random words.
+  # shape=(), dtype=jnp.int32: number of steps; only random words use it.
   count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
   inner: optax.OptState
 
@@ -153,7 +151,7 @@ class LowBitsState(NamedTuple):
   """State of a fused optimizer with weights of 24 bits.
 
   `low` is a tree of plain arrays with the parameters' structure. `join_weights`
-  returns the weights that it and the parameters represent.
+  combines it with the parameters into f32 weights.
   """
 
   low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() if none are kept
@@ -169,13 +167,13 @@ class MomentOptions:
 
   Attributes:
     op: the public function's name, for error messages.
-    state_type: the type of the state. A state with one moment uses the codec's
-      first one.
+    state_type: the type of the state. If it has a single moment, it uses
+      `codec.mu`.
   """
 
   op: str
   state_type: type[MomentState]
-  # The user's values are Any: our own checks have better messages.
+  # User input is typed Any because our own checks raise clearer errors.
   codec: Any
   quantize_mask: Any
   seed: Any
@@ -194,11 +192,12 @@ class MomentOptions:
       moments = [marked_moment(params, group) for group in groups]
       return self.state_type(jnp.zeros([], jnp.int32), *moments)
     chosen = arguments.choose_groups(op, params, groups, mask)
-    # Without this the compiler encodes constants itself, for half a minute.
+    # Without this barrier the compiler spends half a minute encoding constants.
     zero = jax.lax.optimization_barrier(jnp.zeros([], jnp.float32))
     stored = []
     for leaf, own in zip(jax.tree.leaves(params), chosen, strict=True):
-      # Zeros are sharded like the parameter, and never in memory under jit.
+      # These zeros are sharded like the parameter, and jit never materializes
+      # them.
       zeros = jnp.full_like(leaf, zero, dtype=jnp.float32)
       stored.append(_encode_zeros(own, zeros))
     where = boxes.mesh_of(params)
@@ -210,12 +209,12 @@ class MomentOptions:
 
 
 def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
-  """Raises if `state` has another type, or its moments another codec."""
+  """Raises unless `state` has this type and its moments this codec."""
   if not isinstance(state, kind):
     raise TypeError(
       f"{op}: state must be {a(kind)}, got {a(type(state))}; "
-      "pass what its init or update returned, or convert a state of optax with "
-      "from_plain_state (of Adam also with from_adam_state)"
+      "pass what its init or update returned, or convert optax's state with "
+      "from_plain_state (Adam's also with from_adam_state)"
     )
   for moment in moments_in(state):
     if moment.codec not in codec.groups:
@@ -228,7 +227,7 @@ def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
 
 @functools.cache
 def placeholder_type() -> type:
-  """Returns the type of what `optax.tree.map_params` passes to `init`."""
+  """Returns the type of placeholder that `optax.tree.map_params` passes."""
   kinds = []
 
   def init(params):
@@ -240,10 +239,10 @@ def placeholder_type() -> type:
 
 
 def marked_moment(placeholder: Any, codec: GroupCodec) -> Moment:
-  """Makes a moment whose codes `optax.tree.map_params` takes for parameters.
+  """Makes a moment whose codes `optax.tree.map_params` treats as parameters.
 
-  Statistics may not be shardable in the same way, so a whole tree of them is
-  one leaf here, which `transform_non_params` maps.
+  Statistics may need other shardings, so each tree of them is a single leaf, to
+  which `transform_non_params` applies.
   """
   leaf = jnp.zeros([], jnp.int32)
   return Moment(placeholder, leaf, leaf, codec)
@@ -272,7 +271,7 @@ def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:
 def find_states(
   op: str, opt_state: Any, kind: Any, remedy: str = ""
 ) -> list[Any]:
-  """Lists all states of a type or union; a ValueError if there is none."""
+  """Lists all states of a type or union; raises ValueError if none exists."""
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
   found = [leaf for leaf in leaves if isinstance(leaf, kind)]
   if not found:
@@ -291,8 +290,8 @@ def find_states(
 def _encode_zeros(groups: GroupCodecs, zeros: Array) -> Stored:
   """Encodes the zero moments of one leaf before its first step.
 
-  Zeros are encoded as zeros whatever the noise is, so we draw none: `init`
-  compiles in two thirds of the time.
+  Zeros encode to zeros under any noise. Drawing none cuts the compile time of
+  `init` by a third.
   """
 
   def f(zeros):

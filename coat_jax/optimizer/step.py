@@ -65,10 +65,10 @@ def encode(
   part: LeafPart,
   first: int = 0,
 ) -> Stored:
-  """Encodes f32 moments of one leaf; the first one is its moment `first`.
+  """Encodes f32 moments of one leaf; `first` is the index of the first one.
 
-  Moments 2i and 2i + 1 round by the words of `pair_key(key, i)` and by the
-  words after those.
+  Moment 2i is rounded with the words of `pair_key(key, i)`, moment 2i + 1 with
+  the words after those.
   """
 
   def noise(group: GroupCodec, place: int, part: LeafPart):
@@ -137,8 +137,8 @@ def shares_body() -> bool:
 
   XLA's partitioner does not look into a body that is inlined late, and would
   gather sharded leaves first. On an H200 sharing does not pay: compiling 24
-  such leaves takes as long (49 s, and 44 s apart), and temporary memory grows
-  from 1.0 to 1.8 GB.
+  such leaves takes no less time (49 s instead of 44 s), and temporary memory
+  grows from 1.0 to 1.8 GB.
   """
   mesh = jax.sharding.get_abstract_mesh()
   device = mesh.abstract_device  # None unless arrays are on a mesh.

@@ -7,9 +7,9 @@ It is stored as two arrays:
   high = (W + 0x80) >> 8    bf16, the one nearest to W: what layers read
   low  = W - (high << 8)    int8, what an optimizer's step adds to it
 
-Both directions are exact. W itself is rounded, and stochastically in a step:
-updates below 2^-16 of a weight are left to chance, with bf16 alone updates
-below 2^-8. The random words are `stochastic.parameter_words`: bf16 uses their
+Both directions are exact. W itself is rounded, stochastically in a step:
+updates below 2^-16 of a weight (with bf16 alone, below 2^-8) take effect only
+on average. The random words are `stochastic.parameter_words`: bf16 uses their
 high 16 bits, 24 bits the high 8.
 """
 
@@ -36,7 +36,7 @@ from coat_jax.optimizer.masks import (
 _SIGN = 0x80000000
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
-# The bits of the largest f32 whose W has a finite bf16 next to it.
+# The bits of the largest f32 whose W still has a finite nearest bf16.
 _LARGEST = 0x7F7F7FFF
 
 
@@ -54,14 +54,14 @@ class SplitWeight(NamedTuple):
   low: Array
 
 
-# A leaf of the parameters that an optimizer's step takes.
+# A leaf of the parameters, as an optimizer's step accepts it.
 Weight = Array | SplitWeight
 
 
 def split(
   x: Float32[Array, "*s"], words: UInt32[Array, "*s"] | None = None
 ) -> SplitWeight:
-  """Rounds f32 of any shape to 24 bits, and splits these.
+  """Rounds f32 of any shape to 24 bits, and splits them into bf16 and a byte.
 
   The high 8 bits of `words`, uint32, round stochastically: E[join(split(x))] is
   x. Without words rounding is to nearest, ties to even. A NaN becomes the
@@ -90,17 +90,16 @@ def split(
 def join(weight: SplitWeight) -> Float32[Array, "*s"]:
   """Inverts `split`: returns the f32 that a `SplitWeight` represents.
 
-  If `high` was set to zero or an infinity, that is the result whatever the byte
-  is, except that a zero with a byte above 0 becomes a number below f32's
-  smallest normal.
+  If `high` was set to zero or an infinity, that is the result for any byte,
+  except that a zero with a byte above 0 becomes a subnormal f32.
   """
   high, low = weight
   upper = high.astype(jnp.float32)
   bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
   added = lax.bitcast_convert_type(low.astype(jnp.int32) << 8, jnp.uint32)
   x = lax.bitcast_convert_type(bits + added, jnp.float32)
-  # With a byte below 0, an infinity has the bits of a large number, and zero
-  # has the bits of a NaN.
+  # A byte below 0 would turn the bits of an infinity into a large number, and
+  # those of zero into a NaN.
   x = jnp.where(x == x, x, upper)
   return jnp.where(jnp.abs(upper) < jnp.inf, x, upper)
 
@@ -136,10 +135,10 @@ def round_stochastically(
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-  """Tells whether a leaf is split by default: it is no norm's scale or bias.
+  """Returns whether a leaf is split by default: all but norms and biases are.
 
-  These are less than a thousandth of a model, and at 1.0, where scales start,
-  bf16 has steps of 0.8 %.
+  Those make up less than a thousandth of a model, and near 1.0, where scales
+  start, bf16 values are 0.8 % apart.
   """
   return not is_norm_or_bias(path, leaf)
 
@@ -156,7 +155,7 @@ def split_weights(
 
   Returns:
     The parameters, bf16 where they were split, and a tree of plain arrays with
-    the same structure. A leaf is int8 of the parameter's shape if that one
+    the same structure. A leaf is int8 of the parameter's shape if the parameter
     is now bf16 (zeros if it already was bf16), else an int8 scalar zero.
 
   Raises:

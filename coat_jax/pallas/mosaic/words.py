@@ -35,10 +35,10 @@ def _divide(x: Array, by: int) -> tuple[Array, Array]:
 
 
 def random_words(row: Array, column: Array, key) -> Array:
-  """`stochastic.random_words` for groups at these rows and columns.
+  """Computes `stochastic.random_words` for groups at these rows and columns.
 
-  Each lane's 8 values belong to one run, so the compiler computes everything
-  but the last product once for all 8 of them.
+  A lane's 8 values share one run, so the compiler computes everything but the
+  last product once per lane.
   """
   golden = jnp.uint32(GOLDEN)
   row_word = mix(row * golden + key) + (column // RUN) * golden
@@ -48,5 +48,5 @@ def random_words(row: Array, column: Array, key) -> Array:
 
 
 def mantissas(words: Array) -> Array:
-  """Returns 1 + `stochastic.uniform`: random bits below the exponent of 1."""
+  """Returns 1 + `stochastic.uniform`: 1 with random bits as its mantissa."""
   return as_float((words >> 9) + jnp.uint32(0x3F800000))

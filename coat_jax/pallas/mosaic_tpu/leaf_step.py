@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step of a leaf with encoded moments, in one pass over memory.
 
-This is `step.step_of` as a Pallas kernel for TPUs. It needs no formulas of its
-own: a group is the 128 lanes of a register, so the kernel calls the codec's and
-the optimizer's definitions on tiles of [rows, 128]. Any codec that is a
-`codecs.group.Grouped` runs here, including codecs that users write.
+This is `step.step_of` as a Pallas kernel for TPUs. A group fills the 128 lanes
+of a register, so the kernel needs no formulas of its own: it calls the codec's
+and the optimizer's definitions on tiles of [rows, 128]. It supports every
+subclass of `codecs.group.Grouped`, including your own.
 
-Each program of the grid steps a block of rows and columns, in a loop over its
-groups. The statistics of whole rows stay in VMEM until the last columns are
-done. Results go to the memory that they were read from, so the step is in place
-if the caller donates its arrays. With f32 parameters and gradients and two
-moments a step reads and writes 16.2 bytes per value, with bf16 10.2 bytes.
+Each program of the grid loops over the groups in a block of rows and columns.
+The statistics of whole rows stay in VMEM until the last columns are done.
+Outputs alias inputs, so the step is in place if the caller donates its arrays.
+With two moments, a step reads and writes 16.2 bytes per value if parameters and
+gradients are f32, and 10.2 bytes if they are bf16.
 
 No TPU has run this kernel yet. The tests interpret it on a CPU, and compile it
 for v5e, v5p, v6e and 7x, where it needs no temporary memory.
@@ -41,7 +41,7 @@ _VMEM_BYTES = 8 * 2**20
 
 
 def why_not(stored, groups, part, arrays) -> str | None:
-  """Returns why the kernel cannot take these moments and arrays, or None."""
+  """Returns why the kernel cannot step these moments and arrays, or None."""
   for codec in groups:
     if not isinstance(codec, Grouped):
       return "moments that are not encoded have no groups"
@@ -49,7 +49,7 @@ def why_not(stored, groups, part, arrays) -> str | None:
       return f"the kernel needs groups of 128, got {codec.group_size}"
   shape = stored[0].codes.shape
   if len(shape) < 2 or shape[-1] % LANES:
-    return f"the kernel needs rows of a multiple of 128, got shape {shape}"
+    return f"rows must be a multiple of 128 values long, got shape {shape}"
   if len(shape) > 2 and shape[-2] % _TILE_ROWS:
     return f"the last axis but one must be a multiple of 32, got {shape}"
   if len(shape) == 2 and part.layer is not None:
@@ -165,17 +165,17 @@ def _block(arrays: list[Array]) -> tuple[int, int]:
   """Returns the height and width of a block of these arrays in VMEM."""
   rows, n = math.prod(arrays[0].shape[:-1]), arrays[0].shape[-1]
   height = min(rows, _TILE_ROWS)
-  # Pallas reads the next block while the kernel works on this one.
+  # Every block counts twice: Pallas prefetches the next one.
   column_bytes = 2 * _TILE_ROWS * sum(x.dtype.itemsize for x in arrays)
   columns = _VMEM_BYTES // column_bytes
   return height, min(n, columns // LANES * LANES)
 
 
 def _index_map(blocks_of_layer: int):
-  """Returns the function from a program of the grid to its block.
+  """Returns the function that maps a program of the grid to its block.
 
-  `blocks_of_layer` is the number of rows of blocks in each layer of an array
-  with all layers, and 0 for other arrays.
+  `blocks_of_layer` is the number of block rows per layer if the array stacks
+  all layers, and 0 otherwise.
   """
 
   def index(row, column, place):
@@ -201,8 +201,8 @@ def _whole(part: LeafPart, g: Array, codes: Array) -> tuple[int, ...]:
 def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
   """Steps a block: gradient, parameter, codes and statistics [rows, columns].
 
-  The outputs follow the inputs in `refs` in the same order, after the update if
-  there is no parameter.
+  `refs` are the inputs, then the outputs in the same order. Without a
+  parameter, the update precedes the other outputs.
   """
   height, width = g_ref.shape
   groups, has_weight = work.step.groups, work.has_weight
@@ -229,7 +229,7 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
 
   def one_group(j, statistics):
     at = pl.ds(pl.multiple_of(j * LANES, LANES), LANES)
-    # A mask picks a group's statistic: lanes cannot be indexed by a variable.
+    # Pick a group's statistic by a mask: lanes cannot be indexed dynamically.
     own = lanes == first_group + j
     picked = [
       jnp.sum(jnp.where(own, x, jnp.zeros_like(x)), axis=1, keepdims=True)
@@ -279,7 +279,7 @@ def _inputs_and_outputs(refs, has_weight: bool):
 
 
 def _widened(x: Array) -> Array:
-  """Casts bytes to int32, in which a TPU can select and add."""
+  """Casts bytes to int32, because a TPU cannot select or add bytes."""
   return x.astype(jnp.int32) if x.dtype == jnp.uint8 else x
 
 
@@ -303,7 +303,7 @@ def _rounded(value, dtype, words, is_weight: bool) -> Array:
 def _rows(place_ref, height: int, work: _Work) -> Array:
   """Returns the row of each value in the whole leaf: uint32 [height, 1].
 
-  All axes but the last count as one, in row-major order, modulo 2^32.
+  Rows number all axes but the last in row-major order, modulo 2^32.
   """
   dims, whole = work.dims, work.whole
   local = lax.broadcasted_iota(jnp.int32, (height, 1), 0)

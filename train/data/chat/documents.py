@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files of conversations as documents of tokens, cut to a length.
+"""Tokenizes files of conversations into documents of limited length.
 
 Only token ids and masks stay in memory, five bytes per token. Images stay in
 their files until a batch needs them.
@@ -32,13 +32,13 @@ class Counts:
   """Counts of the rows that were read."""
 
   rows: int = 0
-  # Rows that `skip_bad` left out, by what was wrong.
+  # Rows that `skip_bad` left out, by reason.
   bad: dict[str, int] = dataclasses.field(default_factory=dict)
   without_target: int = 0  # Rows with nothing to learn.
   truncated: int = 0  # Documents that were too long.
-  # Targets that truncation removed, also from the rows of `without_target`.
+  # Targets that truncation removed, including those of `without_target` rows.
   lost_targets: int = 0
-  longest: int = 0  # The sequence length at which no row is truncated.
+  longest: int = 0  # The shortest sequence length that truncates none.
 
   def describe(self) -> str:
     """Writes the counts as one line."""
@@ -49,8 +49,8 @@ class Counts:
     if self.truncated or self.without_target:
       parts.append(
         f"{self.truncated} truncated and {self.without_target} left out for "
-        f"their length, with {self.lost_targets} tokens to be learned; "
-        f"sequences of {self.longest} tokens would hold all"
+        f"their length, which loses {self.lost_targets} target tokens; "
+        f"sequences of {self.longest} tokens would truncate none"
       )
     return "; ".join(parts)
 
@@ -72,7 +72,7 @@ class Documents:
   tokens: np.ndarray  # int32 [n].
   # bool [n], the tokens to learn; never the first one of a document.
   mask: np.ndarray
-  starts: np.ndarray  # int64 [documents + 1], where each begins, and the end.
+  starts: np.ndarray  # int64 [documents + 1], where each begins; then the end.
   counts: Counts
   # None if no document can have images.
   images: DocumentImages | None = None
@@ -100,7 +100,7 @@ class Documents:
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """A hash of the tokens and image names; must not change on resuming."""
+    """A hash of tokens and image names, which must match when a run resumes."""
     digest = hashlib.sha256()
     for array in (self.tokens, self.mask, self.starts):
       digest.update(np.ascontiguousarray(array))
@@ -112,7 +112,7 @@ class Documents:
     return digest.hexdigest()[:32]
 
   def split(self, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draws the documents to train on and those to hold out, as numbers."""
+    """Draws the indices of training documents and of held-out documents."""
     if not 0 < held_out < 1:
       raise ValueError(
         "chat: held_out must be a share between 0 and 1, got "
@@ -121,7 +121,7 @@ class Documents:
     if len(self) < 2:
       raise ValueError(
         "chat: training and evaluation each need a conversation, got "
-        f"{len(self)} in all, of {self.counts.describe()}; give more data"
+        f"{len(self)} in total from {self.counts.describe()}; give more data"
       )
     order = np.random.default_rng(seed).permutation(len(self))
     count = min(max(round(len(self) * held_out), 1), len(self) - 1)
@@ -142,9 +142,9 @@ def load_documents(
 
   A document has at most `seq + 1` tokens. A longer one ends with the last turn
   of the assistant that fits, or if none does, with its last token that fits.
-  `format` is one of `formats.FORMATS`; with None the first row of each file
-  decides. `skip_bad` counts bad rows instead of raising ValueError for them;
-  None raises too, but does not suggest skipping.
+  `format` is one of `formats.FORMATS`; if None, the first row of each file
+  decides. With `skip_bad`, bad rows are only counted. Otherwise they raise a
+  ValueError, which suggests `skip_bad` unless it is None.
   """
   counts = Counts()
   reader = _Reader(encoder, format, skip_bad, images, counts)
@@ -158,13 +158,13 @@ def load_documents(
       counts.lost_targets += int(whole.mask.sum() - document.mask.sum())
       if not document.mask.any():
         counts.without_target += 1
-        if whole.mask.any():  # With one more token the first target would fit.
+        if whole.mask.any():  # With this `seq` the first target fits.
           shortest.append(int(np.argmax(whole.mask)))
         continue
       counts.truncated += len(document.tokens) < len(whole.tokens)
       if images is not None:
-        # The cut never splits an image: if no answer ends before it, no target
-        # fits, and images come before answers.
+        # The cut never splits an image: it is after an answer or inside the
+        # first one, and images come before answers.
         count = images.count(document.tokens)
         document = document._replace(images=document.images[:count])
       kept.append(document)
@@ -175,7 +175,7 @@ def load_documents(
         f"pass --seq {min(shortest)} (of train.evaluate --length) at least"
       )
     raise ValueError(
-      f"chat: {', '.join(map(str, paths))} must have a row to learn, got "
+      f"chat: {', '.join(map(str, paths))} must have tokens to learn, got "
       f"{counts.describe()}; {remedy}"
     )
   found = None
@@ -278,8 +278,8 @@ class _Reader:
       if row.value.get(key):
         raise BadData(
           "unexpected images",
-          f"a row must be text alone here, got {key}: the model to train does "
-          "not see images",
+          f"a row must contain only text here, got {key}: the model to train "
+          "does not accept images",
         )
     return ()
 
