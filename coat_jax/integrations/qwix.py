@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 products of coat_jax in a flax model that qwix quantizes.
+"""Runs the products of any flax model in coat_jax's FP8, through qwix.
 
 qwix calls a provider wherever a model calls `jax.lax.dot_general` or
-`jnp.einsum`, so the model's code stays as it is. Norms and activation functions
-are not products: they save what they saved before. Blocks of `coat_jax.layers`
-save FP8 there too.
+`jnp.einsum`, so the model's code need not change. Norms and activation
+functions still save what they always saved; the blocks of `coat_jax.layers`
+save less, because they store those residuals in FP8 too.
 """
 
 import math
@@ -28,8 +28,8 @@ class CoatProvider(qwix.QuantizationProvider):
   axes and stay as they are.
 
   Args:
-    rules: `qwix.QuantizationRule`s, of which only `module_path` and `op_names`
-      are read: they select products. By default all products are selected.
+    rules: `qwix.QuantizationRule`s that select products by `module_path` and
+      `op_names`; other fields are ignored. By default all are selected.
     recipe: how products are computed and what they save.
 
   Examples:
@@ -53,7 +53,7 @@ class CoatProvider(qwix.QuantizationProvider):
     self._recipe = recipe
 
   def get_intercept_map(self) -> dict[str, Any]:
-    """Returns the functions that replace those of JAX."""
+    """Maps names of JAX functions to their replacements."""
     return super().get_intercept_map() | {
       "jax.lax.dot_general": self._dot_general,
       "jax.numpy.einsum": self._einsum,
@@ -97,9 +97,9 @@ def _is_product(x: Any, w: Any) -> bool:
 def _contracted(
   subscripts: Any, operands: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-  """Returns the axes that "btd,dnh->btnh" sums over, in x and in w.
+  """Returns the axes of x and of w that "btd,dnh->btnh" contracts.
 
-  None if it is not x times a weight, with the weight's axes last in the result.
+  None unless it is x times a weight, and the weight's axes come last.
   """
   if len(operands) != 2 or not isinstance(subscripts, str):
     return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 products of a linear layer or a block: weights, forward, gradients.
 
-On a mesh a weight is split over the tensor axis by columns or by its inputs
-(rows). A product by columns reads whole sequences; one by inputs reads the
-device's columns of them, and its sums are scattered to positions.
+On a mesh, the tensor axis splits a weight by columns or by inputs (rows). A
+product split by columns reads whole sequences. One split by inputs reads the
+device's columns of them, and scatters its partial sums over positions.
 """
 
 from typing import Any, NamedTuple
@@ -30,15 +30,15 @@ from coat_jax.ops import BlockScales, Operand
 
 
 class LinearWeights(NamedTuple):
-  """Parameters of a product and of its norm; None for those it lacks.
+  """Parameters of a product and its norm; None for those that do not exist.
 
-  The norm comes before a block's first product and after its second.
+  A block's first product follows its norm; its second precedes its norm.
 
   Attributes:
     w: [D, *F].
     bias: [*F].
-    gamma, beta: of the norm, [D] before the product or [F] after it.
-    cache: cache of w, from `layers.cache_weight`.
+    gamma, beta: the norm's scale and bias; [D] if the norm is first, else [F].
+    cache: the cached operand of w, from `layers.cache_weight`.
   """
 
   w: Array
@@ -55,7 +55,7 @@ class LinearWeights(NamedTuple):
 
 
 def weights_specs(axes: MeshAxes, weights: LinearWeights, split: Split) -> Any:
-  """Returns how weights are sharded; those of norms are replicated."""
+  """Returns the specs of the weights; the norm's weights are replicated."""
   kernel: Any = split_kernel(axes, split, weights.w.ndim)
   bias = P(*kernel[1:]) if split == "columns" else P()
   cache = cache_specs(weights.cache, kernel)
@@ -75,9 +75,9 @@ def multiply(
 ) -> tuple[Array, Operand | None]:
   """Computes x w + bias + add in `dtype`, and the weight's scale to save.
 
-  x has rows, on a mesh those that `split` needs. The bias is rounded to `dtype`
-  if a device has the whole sum; `add`, the residual stream of a product by
-  inputs, is added in f32. For `after` see `quantized_weight`.
+  `x` holds rows; on a mesh, those that `split` needs. `add`, the residual
+  stream of a product split by inputs, is added in f32. The bias is rounded to
+  `dtype`, unless sums are scattered. See `quantized_weight` for `after`.
   """
   w, how = weights, recipe.implementation
   w_q = quantized_weight(
@@ -118,8 +118,8 @@ def _scale_to_save(
 ) -> Operand | None:
   """Returns the scale of a weight's operand for the backward; None if cached.
 
-  Also None for tiles, whose scales are computed again. The backward reads codes
-  only if they are cached, because then they stay in memory anyway.
+  Also None for tile scaling: the backward recomputes those scales. The backward
+  reuses codes only if they are cached, because then they cost no more memory.
   """
   if cache is not None or not value_scaling(recipe).of_weights.saves_scale:
     return None
@@ -145,8 +145,8 @@ def bias_gradient(
 ) -> Array | None:
   """Sums g [..., F] over all tokens in f32; None without a bias.
 
-  `has_columns` says that F is the device's own, for all positions. `sums`, f32
-  [F], is the sum over the device's tokens if it is known.
+  With `has_columns`, g holds the device's own columns F for all positions. Pass
+  `sums`, f32 [F], if the sum over the device's tokens is already known.
   """
   if bias is None:
     return None

@@ -6,14 +6,14 @@
   p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
   ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
 
-There are three kernels. The forward and the dq kernel take a tile of queries
-each and loop over its tiles of keys. The dk and dv kernel takes a tile of keys
-and loops over its tiles of queries, of all query heads that read the key head
-(if H is 256, dk and dv have a kernel each). No sum uses atomics, so the bits
-are the same every time. `scores.py` determines which tiles are visited.
+There are three kernels. Each program of the forward and the dq kernel owns a
+tile of queries and loops over tiles of keys. Each program of the dk/dv kernel
+owns a tile of keys and loops over tiles of queries, in all query heads that
+share the key head. (If H is 256, dk and dv have separate kernels.) No sum uses
+atomics, so results are deterministic. `scores.py` picks the tiles to visit.
 
-Inputs are BF16, sums are f32, and [T, T] is never stored. Scores that a cap
-bounds need no running maximum: their exp fits in f32.
+Inputs are BF16, sums are f32, and [T, T] is never stored. If a soft cap bounds
+the scores, no running maximum is needed, because exp cannot overflow f32.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ from coat_jax.pallas.triton.scores import (
 from coat_jax.pallas.triton.tiles import dot
 
 _HEAD_SIZES = (64, 128, 256)
-# Scores of ±55 give exp of 2^±80: a sum of 2^40 of them does not overflow, and
-# the least is not 0.
+# exp(±55) is about 2^±80: a sum of 2^40 such values does not overflow, and the
+# smallest value does not underflow.
 _NEEDS_NO_MAXIMUM = 55.0
 
 
@@ -48,9 +48,9 @@ _NEEDS_NO_MAXIMUM = 55.0
 class Tiles:
   """The tile of each kernel; if dv is None, the kernel for dk computes dv too.
 
-  Registers have room for two sums of 256 columns only for up to 64 rows. With
-  64 rows, eight warps compute the scores twice, because Triton gives all scores
-  to each group of four warps.
+  Registers can hold two accumulators of 256 columns for at most 64 rows. With
+  64 rows, eight warps compute the scores twice, because Triton repeats all of
+  them in each group of four warps.
   """
 
   forward: Tile
@@ -62,8 +62,8 @@ class Tiles:
 def pick_tiles(head_dim: int) -> Tiles:
   """Picks the fastest tiles that fit in registers and shared memory.
 
-  They were chosen on an H200, with and without a cap: heads of 256 at 4 x 2048
-  with 16 heads, heads of 128 at 4 x 2048 with 32 heads.
+  They were tuned on an H200, with and without a cap, on 4 x 2048 tokens: with
+  16 heads of size 256, and with 32 heads of size 128.
   """
   square = Tile(64, 64, 4, 2)
   if head_dim == 256:
