@@ -101,7 +101,7 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
 def open_images(
   folder: Path, shape: VisionLanguageConfig, images: str = ""
 ) -> "ChatImages":
-  """Opens the reader of a model's images in conversations."""
+  """Opens the reader for the images in a model's conversations."""
   source = read_path("images", images) if images else None
   if source is not None and not source.is_dir():
     # --skip-bad would hide this error, with all rows that have images.

@@ -12,8 +12,8 @@ covers what the assistant writes. If DIR is a LLaVA, rows may have images
 (`--images`), and `--trained` names the parts to train.
 
 Options and exit status are those of `train.pretrain`. If an image turns out to
-be damaged only when its batch is read, the status is 2 too, and what was saved
-before stays. docs/finetune.md shows all steps from DIR to an exported,
+be damaged only when its batch is read, the status is 2 too, and earlier
+checkpoints stay. docs/finetune.md shows all steps from DIR to an exported,
 evaluated model, and docs/vision.md the two stages of LLaVA.
 """
 

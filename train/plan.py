@@ -8,7 +8,7 @@
 
 The options are those of `train.pretrain`, and of `train.finetune` if the model
 sees images. The table has a column for each of the usual ways to train; BF16
-layers and FP8 linears have f32 moments. GB are 10^9 bytes; small models are
+layers and FP8 linears use f32 moments. GB are 10^9 bytes; small models are
 shown in MB, 10^6 bytes. With --gpus, the command prints the settings that fit,
 the fastest first, and the command line that trains with them. Nothing is
 compiled and no device is used. docs/plan.md describes what is counted.
@@ -153,7 +153,7 @@ class PlanConfig:
   images_each: Count = 1
 
   def run(self) -> TrainConfig:
-    """Builds the run's configuration; a ValueError if it is not allowed."""
+    """Builds the run's configuration; raises ValueError if it is invalid."""
     check_numbers(self)
     if self.gpus and self.mesh:
       raise ValueError(
@@ -185,7 +185,7 @@ class PlanConfig:
       init_from=self.init_from,
     )
     if self.init_from:
-      # The run cannot begin with itself: no folder has this name.
+      # No folder has this name, so the run cannot begin with itself.
       others: dict[str, Any] = dict(out="no run", data=ChatData(), samples=0)
       run = FinetuneConfig(**vars(run) | others, trained=self.trained)
       run = pretrained.with_shape(run)
@@ -228,7 +228,7 @@ def _sees_images(config: TrainConfig) -> bool:
 
 
 def read_bytes(text: str) -> int:
-  """Reads 80GB, 74.5GiB, or 80, which is in GB; else a ValueError."""
+  """Reads 80GB, 74.5GiB, or 80 (in GB); otherwise raises ValueError."""
   for unit, size in (("GiB", 2**30), ("GB", GB), ("", GB)):
     number = text.removesuffix(unit)
     if text.endswith(unit) and number.replace(".", "", 1).isdigit():

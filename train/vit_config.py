@@ -64,7 +64,7 @@ class VitConfig(TrainConfig):
   watch: Suppress[Fixed[Annotated[int, Range(0, 0)]]] = silent(0)
 
   def __post_init__(self):
-    # The loop counts tokens with it. Frozen dataclasses set derived fields so.
+    # The loop counts tokens with it. Assignment fails: the class is frozen.
     object.__setattr__(self, "seq", self.model.num_tokens)
     super().__post_init__()
 

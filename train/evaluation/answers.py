@@ -152,8 +152,8 @@ def ask(
 ) -> Answers:
   """Asks a model all questions of the first `limit` conversations.
 
-  `length` is the most tokens that the model sees at a time, `max_tokens` the
-  most that it answers.
+  `length` limits the tokens that the model sees at a time, `max_tokens` limits
+  an answer.
   """
   count = min(len(documents), limit or len(documents))
   images = (len(documents.images_of(i)) for i in range(count))

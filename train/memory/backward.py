@@ -104,7 +104,7 @@ class Layer:
     return 1 + BF16 / self.recipe.group_size
 
   def saved(self, remat: Remat = "none") -> float:
-    """Counts the bytes that the layer saves of all tokens."""
+    """Counts the bytes that the layer saves for all tokens."""
     return self.tokens * saved_bytes(
       self.model, self.recipe, remat=remat, tensor=self.tensor
     )
@@ -120,8 +120,8 @@ def layer_backward(layer: Layer) -> float:
   return again + _fp8_linear_backward(layer)
 
 
-# The coefficients below are for a gated MLP. An MLP without a gate has the BF16
-# gradient instead that is summed to a bias's gradient. The plan of GPT-2 is
+# The coefficients below are for a gated MLP. An MLP without a gate instead has
+# the BF16 gradient that is summed to a bias's gradient. The plan of GPT-2 is
 # within 1 %.
 
 
@@ -146,7 +146,7 @@ def _fp8_linear_backward(layer: Layer) -> float:
   if layer.is_on_mesh:
     gradients = layer.grad_value * sum(weights.values())
     return mlp + gradients + layer.gathered * weights["gate_up"]
-  # With copies of what products save; or with a weight's gradient.
+  # The peak also has copies of what products save, or a weight's gradient.
   last = layer.value * weights["gate_up"] + 4 * inner + 2 * unit
   return max(mlp + inner + 3.5 * unit, last)
 
@@ -158,8 +158,8 @@ def _coat_backward(layer: Layer) -> float:
   mlp = _coat_mlp(layer)
   if not (layer.experts and layer.remat == "fp8"):
     mlp += _saved_in_mlp(layer)
-  # XLA computes all four weights' gradients last, those of experts in BF16 too,
-  # which are most of the total.
+  # XLA computes all four weights' gradients last. Those of experts exist in
+  # BF16 too, and are most of the total.
   last = 2 * layer.inner + stream
   if layer.experts:
     last = BF16 * layer.weights["gate_up"]
@@ -193,9 +193,9 @@ def _coat_mlp(layer: Layer) -> float:
   inner, unit, rows = layer.inner, layer.unit, layer.rows
   if layer.experts and layer.remat == "fp8":
     # Gate and up, in codes; their gradients in BF16, the recomputed product and
-    # its gradient; all copies of tokens and of their gradients. Of the residual
-    # stream: the input, its gradient and the router's share of that gradient,
-    # and the codes of both blocks' inputs.
+    # its gradient; all copies of tokens and of their gradients. In units of the
+    # residual stream: the input, its gradient and the router's share of that
+    # gradient, and the codes of both blocks' inputs.
     return (2 * layer.code + 8) * inner + 2 * rows + (3 + layer.code) * unit
   # The product's gradient in BF16, E5M2 of gate and up as rows and as columns,
   # and the recomputed product.
@@ -221,5 +221,5 @@ def _saved_in_mlp(layer: Layer) -> float:
       saved += (layer.code + 1) * inner + 0.5 * unit
   else:
     saved = layer.saved(layer.remat)
-  # What the layer saves of SwiGLU is dead by then.
+  # By then, what the layer saved for SwiGLU is dead.
   return saved - 4.5 * inner * saves_product

@@ -31,7 +31,7 @@ from coat_jax.models.remat import checkpointed
 from coat_jax.numerics.recipes import CoatRecipe
 
 KINDS = get_args(residuals.Kind)
-# Scales of whole tensors no longer show at this length.
+# At this length, scales of whole tensors are negligible.
 _TOKENS = 256
 
 
@@ -87,7 +87,7 @@ def residual_bytes(
   """Counts the bytes per token that one layer saves, by kind and in total.
 
   `tokens` is the length of the one sequence that is traced. From a few hundred
-  on, scales of whole tensors no longer show.
+  tokens on, scales of whole tensors are negligible.
   """
   totals = dict.fromkeys(KINDS, 0)
   for aval, kind in residual_arrays(config, recipe, tokens=tokens):
@@ -203,7 +203,7 @@ _ALIASES = {
   "broadcast_in_dim",
   "copy",
   "name",
-  "reduce_precision",  # jax.checkpoint puts what it keeps through it.
+  "reduce_precision",  # jax.checkpoint applies it to what it keeps.
   "reshape",
   "squeeze",
 }

@@ -72,8 +72,8 @@ def stop_on_failure() -> Iterator[None]:
   """Turns a failed write, or too little memory, into exit status 1.
 
   With several processes, this one exits at once. The others do not know of the
-  error and wait for it, and a normal exit would wait for them. Once it is gone,
-  JAX ends them too.
+  error and wait for this one, and a normal exit would wait for them. Once it is
+  gone, JAX ends them too.
   """
   try:
     yield
@@ -156,7 +156,7 @@ def describe_shortage(error: BaseException) -> str | None:
 def is_received(signals: Signals) -> bool:
   """Whether any process received a signal; afterwards all know of it."""
   received = max(processes.gather(signals.received or 0))
-  if received:  # A signal that came since counts next time.
+  if received:  # A signal that came after this counts next time.
     signals.received = received
   return bool(received)
 
