@@ -309,7 +309,7 @@ def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
       assumed.append(f"sequences of {config.seq}")
   if assumed:
     yield (
-      f"as train.pretrain finetune: {', '.join(assumed)}; train.finetune has "
+      f"as train.pretrain finetune: {', '.join(assumed)}; train.finetune uses "
       f"the shape of its folder (--init-from) and by default --batch "
       f"{FinetuneConfig.batch} --seq {FinetuneConfig.seq}"
     )

@@ -83,7 +83,7 @@ def describe_length(config: TrainConfig) -> list[str]:
   return [
     f"{config.out}: warning: sequences of {config.seq} tokens are longer than "
     f"{longest}, the {LONGEST} of {CONFIG}: positions beyond it are new to the "
-    f"model, and exports keep that number; --seq {longest} has none"
+    f"model, and exports keep that number; --seq {longest} avoids them"
   ]
 
 

@@ -85,7 +85,7 @@ def stop_on_failure() -> Iterator[None]:
       text = (
         f"error: {shortage}; give --mesh more devices, raise --accumulate or "
         "start with a smaller --batch: python -m train.plan PRESET --gpus N "
-        "says which settings fit"
+        "shows which settings fit"
       )
     stop = Stop(1, text, process=jax.process_index())
     if jax.process_count() == 1:

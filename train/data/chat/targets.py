@@ -210,7 +210,7 @@ class TargetFinder:
         return Shape((last, other), prompt != plain, ends, tail)
     raise ValueError(
       "chat: the template must write a turn of the assistant between a prompt "
-      "and an end, got one where they cannot be told apart; put "
+      "and an end, got one that does not separate them clearly; put "
       "{% generation %} into the template, or use another"
     )
 
