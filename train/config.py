@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a run; `presets` has published shapes and settings.
+"""The configuration of a run; `presets` contains published settings.
 
 `python -m train.pretrain PRESET` reads a `TrainConfig` from the command line.
 Options of the run have no prefix (`--steps 100`), options of a part begin with

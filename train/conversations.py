@@ -104,7 +104,7 @@ def open_images(
   """Opens the reader for the images in a model's conversations."""
   source = read_path("images", images) if images else None
   if source is not None and not source.is_dir():
-    # --skip-bad would hide this error, with all rows that have images.
+    # With --skip-bad, all rows with images would be skipped without an error.
     raise ValueError(
       "images: must be the folder that names of images are relative to, got "
       f"{source}, which is none; pass another --images, or leave it out if "

@@ -86,7 +86,7 @@ class FinetuneConfig(TrainConfig):
 
   Attributes:
     init_from: The checkpoint to start from: a Hugging Face checkpoint, or a run
-      that started from one. The run takes its weights, shape, tokenizer and
+      that started from one. The run uses its weights, shape, tokenizer and
       chat template.
     data: Conversations to learn from.
     trained: With a LLaVA, which parts are trained: the projector (its first

@@ -41,7 +41,7 @@ class GenerateConfig:
     model: Folder of a run, or a Hugging Face folder.
     prompt: The beginning of a text. Repeat it for more texts.
     max_tokens: How many tokens to add to each text, unless it ends earlier.
-    temperature: Temperature of sampling; 0 takes the most probable token.
+    temperature: Temperature of sampling; 0 picks the most probable token.
     top_k: Draw from the k most probable tokens.
     top_p: Draw from the smallest set of most probable tokens whose probability
       reaches this.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans the memory of a run on each GPU, before there is one.
+"""Plans the memory that a run will need on each GPU.
 
   python -m train.plan llama2_7b --mesh fsdp=4 --batch 8 --seq 2048
   python -m train.plan llama2_13b --mesh fsdp=8 --hbm 141GB

@@ -142,7 +142,7 @@ def _mean_gradients(config, graph, mesh, params, batch):
 def microbatches[Each](batch: Each, accumulate: int) -> Each:
   """Reshapes arrays [B, ...] to [accumulate, B / accumulate, ...].
 
-  A microbatch takes every `accumulate`-th row, so that each device uses its own
+  A microbatch is every `accumulate`-th row, so that each device uses its own
   rows and no rows move between devices.
   """
 

@@ -29,7 +29,7 @@ class ImageData:
     folder: A folder with a folder of images for each class, or with such
       folders in `train` and `test` (or `val`); see `train.data.labelled`.
     held_out: Share of each class to hold out for evaluation, at least one
-      image, if no folder says which images are held out.
+      image, if there is no folder of held-out images.
   """
 
   # For code that reads a `DataConfig`: there is no text.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads image files as the pixels that a vision tower takes.
+"""Reads image files as the pixels that a vision tower expects.
 
 It follows transformers' processors, with the settings in a checkpoint's
 preprocessor_config.json: an image is converted to RGB, resized by Pillow in 8

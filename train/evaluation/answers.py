@@ -43,7 +43,7 @@ _NUMBERS: dict[str, str] = {
 
 
 def normalized(answer: str) -> str:
-  """Puts an answer into the form that is compared."""
+  """Normalizes an answer for comparison."""
   text = " ".join(answer.split())
   has_thousands = re.search(r"\d,\d", text) is not None
   out = text

@@ -2,8 +2,8 @@
 """Computes the memory while one layer is differentiated, in closed form.
 
 This memory comes on top of what all layers save. Each sum covers the arrays
-that are alive at once at a point that can be the peak, in the order in which
-XLA works. We found them from XLA's live ranges in steps that were compiled for
+that are alive together at a possible peak, given the order in which XLA
+works. We found them from XLA's live ranges in steps that were compiled for
 H200s, and assume that
   * a stack of layers is scanned, so what a layer saved is copied out of it;
   * on one GPU XLA computes all weights' gradients at the end of a layer;
@@ -173,7 +173,7 @@ def _coat_on_mesh(layer: Layer) -> float:
   if layer.is_recomputed:
     mlp += 0.5 * unit + layer.saved()
   elif not (layer.experts and layer.remat == "fp8"):
-    # On a mesh XLA copies only gate and up, and later.
+    # On a mesh XLA copies only gate and up, and copies them later.
     mlp += 2.25 * inner + 0.5 * unit
   if not layer.optimizer_in_backward:
     # XLA sums weights' gradients over GPUs while the next layer runs, so all
@@ -201,7 +201,7 @@ def _coat_mlp(layer: Layer) -> float:
   # and the recomputed product.
   values = 7 * inner
   if layer.recipe.residuals == "coat" and not layer.experts:
-    # Instead of the product: the gradients of gate and up in f32.
+    # The gradients of gate and up in f32 exist instead of the product.
     values = 12 * inner
   return values + 1.5 * unit + 2 * rows
 
@@ -211,8 +211,8 @@ def _saved_in_mlp(layer: Layer) -> float:
   inner, unit = layer.inner, layer.unit
   saves_product = layer.recipe.residuals == "coat" and not layer.experts
   if layer.is_recomputed:
-    # Attention's part too; both blocks' inputs in BF16, and the operand of gate
-    # and up.
+    # All that the layer saves, attention's part too; both blocks' inputs in
+    # BF16, and the operand of gate and up.
     saved = layer.saved() + 2.5 * unit
   elif layer.remat == "fp8":
     # Gate and up; attention is recomputed later.

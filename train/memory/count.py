@@ -145,7 +145,7 @@ class _Program:
     }
 
   def arrays(self):
-    """Returns shape and kind of each result that is not a parameter, once."""
+    """Returns shape and kind of each distinct result that is no parameter."""
     kept = {}
     for var in self.jaxpr.outvars:
       if isinstance(var, Var) and not self._is_parameter(var):

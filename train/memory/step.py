@@ -243,11 +243,11 @@ def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
 def _head_in_backward(layer: Layer) -> float:
   """Counts the bytes of the output weights' gradient during the backward."""
   head = _head(layer)
-  summed = layer.value * head / layer.fsdp  # Over devices.
+  summed = layer.value * head / layer.fsdp  # Summed over devices.
   if not layer.optimizer_in_backward:
     return summed
   # The optimizer has used it already, unless the embedding's gradient must be
-  # added, for which XLA may create zeros before it differentiates the layers.
+  # added; XLA may create zeros for the sum before it differentiates the layers.
   model: Any = layer.model
   return summed * model.tied_embeddings + BF16 * head
 

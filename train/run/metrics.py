@@ -97,7 +97,7 @@ def parse_lines(path: Path) -> Iterator[Any]:
   for line in path.read_bytes().splitlines():
     try:
       yield json.loads(line)
-    # Not JSON, not UTF-8, or a thousand brackets.
+    # Not JSON, not UTF-8, or nested too deeply.
     except (ValueError, RecursionError):
       yield None
 

@@ -60,7 +60,7 @@ class ChatTemplate:
   def load(
     cls, folder: str | Path, name: str | None = None
   ) -> "ChatTemplate | None":
-    """Reads the template of a tokenizer's folder, or takes a published one.
+    """Reads the template of a tokenizer's folder, or uses a published one.
 
     Returns None if no name is given and the folder has no template.
     """
