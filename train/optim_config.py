@@ -61,12 +61,12 @@ class OptimConfig:
     weight_decay: Decoupled weight decay of all parameters except norms, biases
       and embeddings.
     grad_clip: Largest global norm of the gradients.
-    clip: How gradients are clipped: by their global norm, or each layer of a
-      parameter to its share of grad_clip in the step before (share) or to the
-      running mean of its norms (adaptive).
+    clip: How gradients are clipped. global uses the norm of all of them; share
+      clips each layer of a parameter to its share of grad_clip in the previous
+      step, and adaptive to the running mean of its norms.
 
   Raises:
-    ValueError: a value outside its range, or one that the codec does not take.
+    ValueError: a value outside its range, or one that the codec refuses.
   """
 
   lr: Positive

@@ -6,8 +6,8 @@
   python -m train.plan llama2_13b --gpus 1
   python -m train.plan finetune --init-from llava-1.5-7b-hf --trained decoder
 
-The options are those of `train.pretrain`, and of `train.finetune` if the model
-sees images. The table has a column for each of the usual ways to train; BF16
+Options mean the same as in `train.pretrain`, or in `train.finetune` if the
+model sees images. The table has a column for each usual way to train; BF16
 layers and FP8 linears use f32 moments. GB are 10^9 bytes; small models are
 shown in MB, 10^6 bytes. With --gpus, the command prints the settings that fit,
 the fastest first, and the command line that trains with them. Nothing is
@@ -105,7 +105,7 @@ class PlanConfig:
 
   Attributes:
     preset: The run. Each column of the table replaces its recipe.
-    hbm: Memory of a GPU, as 80, 80GB or 74.5GiB.
+    hbm: Memory of a GPU, such as 80, 80GB or 74.5GiB.
     gpus: Search for the fastest settings that fit on this number of GPUs
       (fsdp): recipe, weights, remat, the optimizer in the backward, and batch.
     mesh: Devices, as in train.pretrain: data=2,fsdp=4,tensor=1.

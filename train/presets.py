@@ -162,7 +162,7 @@ def llama3_8b() -> TrainConfig:
 def gemma2_2b() -> TrainConfig:
   """arXiv:2408.00118, table 1; 2 trillion tokens.
 
-  Its batches and learning rate are not published; those of llama2_7b are used.
+  Its batches and learning rate are not published; we use those of llama2_7b.
   """
   model = _gemma2(26, 2304, 9216, 8)
   optim = OptimConfig(lr=3e-4, min_lr_ratio=0.1)
@@ -179,7 +179,7 @@ def gemma2_9b() -> TrainConfig:
 def qwen3_30b_a3b() -> TrainConfig:
   """arXiv:2505.09388, table 2; 30 trillion tokens in sequences of 4096.
 
-  Learning rate and batch are not published; those of llama3_8b are used.
+  Learning rate and batch are not published; we use those of llama3_8b.
   """
   model = _llama(
     *(48, 2048, 768, 32),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a language model, from random weights or those of a checkpoint.
+"""Trains a language model, from random weights or from a checkpoint.
 
   python -m train.pretrain PRESET [options]      PRESET --help shows the options
   python -m train.pretrain demo --compare bf16   what `make train` runs

@@ -49,9 +49,9 @@ def saved_bytes(
   without the positions, which all layers share. XLA differs from autodiff in
   two places: BF16 layers keep the attention's output twice, in its own layout
   and as the operand of the next product; and where LayerNorm is plain autodiff,
-  two of its arrays become one. The bytes are those of one of `tensor` GPUs
-  along the mesh's tensor axis, on each of which BF16 layers hold the whole
-  residual stream.
+  two of its arrays become one. The bytes are counted on one of `tensor` GPUs
+  along the mesh's tensor axis, where BF16 layers hold the whole residual
+  stream.
   """
   recipe = dataclasses.replace(recipe, axes=None)
   arrays = [

@@ -111,7 +111,7 @@ def stop_on_signal(out: Path) -> Iterator[None]:
   handlers = {each: signal.signal(each, interrupt) for each in SIGNALS}
   try:
     yield
-  except BaseException as error:  # Code may turn KeyboardInterrupt into others.
+  except BaseException as error:  # Code may replace KeyboardInterrupt.
     if not received:
       raise
     text = f"{signal.Signals(received[0]).name}: stopped"
