@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # It needs Pillow.
 # Characters to print of a prompt's end, and of an answer.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
-# Each reads the images of a batch.
+# Each thread reads the images of one batch.
 _THREADS = 8
 
 

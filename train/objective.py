@@ -172,7 +172,7 @@ class TokensAfterImages(Objective):
   }
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
-    assert isinstance(config, FinetuneConfig)  # Only it has such a model.
+    assert isinstance(config, FinetuneConfig)  # No other run has one.
     return {name: tree[name] for name in self._PARTS[config.trained]}
 
   def batch_of(self, rows: Rows) -> ImageBatch:

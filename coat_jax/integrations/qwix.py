@@ -99,7 +99,7 @@ def _contracted(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
   """Returns the axes of x and of w that "btd,dnh->btnh" contracts.
 
-  None unless it is x times a weight, and the weight's axes come last.
+  None unless it is x times a weight whose axes come last in the result.
   """
   if len(operands) != 2 or not isinstance(subscripts, str):
     return None

@@ -32,12 +32,13 @@ from coat_jax.ops import BlockScales, Operand
 class LinearWeights(NamedTuple):
   """Parameters of a product and its norm; None for those that do not exist.
 
-  A block's first product follows its norm; its second precedes its norm.
+  For a block's first product, this is the norm before it; for its second
+  product, the norm after it.
 
   Attributes:
     w: [D, *F].
     bias: [*F].
-    gamma, beta: the norm's scale and bias; [D] if the norm is first, else [F].
+    gamma, beta: the norm's scale and bias; [D] if it comes first, else [F].
     cache: the cached operand of w, from `layers.cache_weight`.
   """
 

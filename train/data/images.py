@@ -141,7 +141,7 @@ class Preprocessing:
   def shape(self) -> tuple[int, int]:
     """Height and width of the result."""
     size = self.crop or self.size
-    assert isinstance(size, tuple)  # A single side has a crop.
+    assert isinstance(size, tuple)  # If only one side is set, there is a crop.
     return size
 
   def check(self, file: Path) -> None:

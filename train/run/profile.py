@@ -20,7 +20,7 @@ class Profiler:
   def __init__(self, text: str, folder: Path):
     self._folder, self._is_on = folder, False
     count, wait = read_profile(text) if processes.is_primary() else (0, 0)
-    # These count from where the run started or was resumed.
+    # Step numbers, counted from where the run started or was resumed.
     self._steps, self._seen = range(wait, wait + count), 0
 
   @property
