@@ -52,9 +52,9 @@ COMMANDS = (
 
 
 def check_command(line: list[str]) -> None:
-  """Ends `python -m` of a module here that is no command, with status 2.
+  """Ends `python -m train.NAME` with status 2 if NAME is not a command.
 
-  Otherwise it would print nothing, and seem to have worked.
+  Otherwise Python would print nothing, and the command would seem to work.
   """
   _, _, rest = " ".join(line).partition(" -m ")
   name = rest.split(" ")[0]
@@ -68,5 +68,5 @@ def check_command(line: list[str]) -> None:
     sys.exit(2)
 
 
-if sys.argv[:1] == ["-m"]:  # While Python looks for the module to run.
+if sys.argv[:1] == ["-m"]:  # Python is still looking for the module.
   check_command(sys.orig_argv)

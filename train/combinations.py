@@ -43,7 +43,7 @@ def check_combinations(config: Any) -> None:
 
 
 def _check_optimizer(config: Any) -> None:
-  """Raises ValueError if the run's optimizer does not have an option."""
+  """Raises ValueError if the run's optimizer does not support an option."""
   adamw, both = ("coat_adamw",), ("coat_adamw", "coat_lion")
   needs = {
     "optimizer_in_backward": (config.optimizer_in_backward, both),

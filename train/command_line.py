@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads command lines, and prints their errors in terms of options.
 
-Dataclasses check their values when they are made, also in programs, and begin
-their messages with their own name. The user of a command knows only options,
-and tyro would print the message in a box, under a name of its own.
+A dataclass checks its values when it is created, and its messages begin with
+its own name. Users of a command know only its options, and tyro would print the
+message in a box, under yet another name.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def read_options(
 
 
 class _Held(io.StringIO):
-  """Holds text as tyro prints it to a stream: with or without boxes, colors."""
+  """Collects text that tyro formats for another stream, maybe a terminal."""
 
   def __init__(self, stream: Any):
     super().__init__()
@@ -94,7 +94,7 @@ def one_of(
 
 
 def error_line(error: BaseException | None, part: str = "") -> str:
-  """Writes an error as a line to print, without names of Python."""
+  """Formats an error as one line, without Python names."""
   text = _OF_FUNCTION.sub("", _OF_CLASS.sub("", str(error), count=1))
   if part:
     text = f"{part}: {text}"
@@ -105,8 +105,8 @@ def error_line(error: BaseException | None, part: str = "") -> str:
 def plain_errors() -> Iterator[None]:
   """Prints an error about the command line as one sentence.
 
-  A dataclass may have raised it inside `tyro.cli`. Everything else that tyro
-  prints stays: what is missing, unknown, or no number.
+  A dataclass may have raised it inside `tyro.cli`. tyro's own messages stay:
+  missing or unknown options, and values that are not numbers.
   """
   held = io.StringIO()
   try:
@@ -128,16 +128,16 @@ def plain_errors() -> Iterator[None]:
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
   """Returns the sentence of the error that was shown, if a dataclass raised it.
 
-  tyro exits while it handles that error. It may have wrapped it in an error
-  whose `arg` is the part of the configuration, or the option whose value is no
-  number.
+  tyro exits while it handles that error. It may have wrapped the error in
+  another one, whose `arg` is the part of the configuration, or an option whose
+  value is not a number.
   """
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:
     if not isinstance(arg, str):
       return None
     words = arg.split(".")
-    # Without the name of the whole, a class's or one of tyro's own.
+    # Drop the name of the whole: a class, or a name that tyro made up.
     part = ".".join(word for word in words if word[:1].islower())
     error = error.__context__
   if isinstance(error, ValueError) and _letters(str(error)) in _letters(shown):

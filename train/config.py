@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a run; `presets` has published shapes and settings.
+"""The configuration of a run; `presets` contains published settings.
 
 `python -m train.pretrain PRESET` reads a `TrainConfig` from the command line.
-Options of the run have no prefix (`--steps 100`), options of a part have its
-name (`--optim.codec log8`). An option that the chosen recipe or codec would
+Options of the run have no prefix (`--steps 100`), options of a part begin with
+its name (`--optim.codec log8`). An option that the chosen recipe or codec would
 ignore is an error.
 
-The type of a number says which values are allowed (`coat_jax.models.ranges`),
-and `train.options` what a resumed run may change.
+The type of a number defines which values are allowed, by a range of
+`coat_jax.models.ranges`. `train.options` defines what a resumed run may change.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from train.options import (
 )
 from train.weights import Stored
 
-# The options that each recipe takes; the others must have their defaults.
+# The options that each recipe accepts; the others must keep their defaults.
 _CACHED = ("weight_cache", "evaluation")
 _COAT = ("residuals", "attention", "activation_group_size", *_CACHED)
 _RECIPES = {
@@ -79,13 +79,13 @@ class TrainConfig:
       recipes.
     activation_group_size: How many activations share a scale, with the same
       recipes.
-    weight_cache: What is computed of a weight once per step, with FP8 recipes.
+    weight_cache: What is computed from weights once per step, with FP8 recipes.
     evaluation: Evaluate in the recipe of training (same) or in bf16, with FP8
       recipes.
     compute: The dtype of activations, with recipe bf16; float32 shows the
       effect of rounding.
     remat: What jax.checkpoint saves of a layer; the backward pass recomputes
-      the rest. none saves what the recipe says, dots the results of matmuls,
+      the rest. none saves what the recipe saves, dots the results of matmuls,
       full only the layer's input, fp8 (recipe coat) the inputs of both norms in
       FP8, fp8_layer the layer's input rounded to FP8.
     params: How weights are stored. bfloat16 rounds stochastically;
@@ -185,7 +185,7 @@ class TrainConfig:
     self._check_steps()
 
   def check_mesh(self):
-    """Checks that the model fits the sequences, and the mesh both of them."""
+    """Checks that sequences fit the model, and that both fit the mesh."""
     self.model.check_length(
       "TrainConfig: seq", self.seq, remedy="pass a smaller --seq"
     )
@@ -225,10 +225,10 @@ class TrainConfig:
     return dataclasses.replace(recipe, axes=axes)
 
   def with_f32_moments(self, recipe: str) -> Self:
-    """Returns the same run in another recipe, all else in f32, and no twin.
+    """Returns the run in another recipe, with all else in f32 and no twin.
 
-    Options that the recipe does not take get their defaults, and what remat
-    keeps in FP8 it keeps in BF16 (full).
+    Options that the recipe does not accept get their defaults. If remat keeps
+    inputs in FP8, it becomes full, which keeps them in BF16.
     """
     unused = defaults(self, _RECIPES)
     for name in _RECIPES[recipe]:
@@ -265,7 +265,7 @@ class TrainConfig:
 def resume_rule(name: str, kind: type = TrainConfig) -> str:
   """Looks up whether a resumed run may change a field.
 
-  The rule is fixed, converted, silent or reported, the default. The rule of a
+  The rule is fixed, converted, silent or (by default) reported. The rule of a
   part such as `optim` applies to its fields unless they have their own.
   """
   rule, part = "reported", kind

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # It needs Pillow.
 # Characters to print of a prompt's end, and of an answer.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
-# Each reads the images of a batch.
+# Each thread reads the images of one batch.
 _THREADS = 8
 
 
@@ -101,10 +101,10 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
 def open_images(
   folder: Path, shape: VisionLanguageConfig, images: str = ""
 ) -> "ChatImages":
-  """Opens the reader of a model's images in conversations."""
+  """Opens the reader for the images in a model's conversations."""
   source = read_path("images", images) if images else None
   if source is not None and not source.is_dir():
-    # --skip-bad would hide this error, with all rows that have images.
+    # With --skip-bad, all rows with images would be skipped without an error.
     raise ValueError(
       "images: must be the folder that names of images are relative to, got "
       f"{source}, which is none; pass another --images, or leave it out if "

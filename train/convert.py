@@ -21,10 +21,10 @@ with the settings of the preset finetune and the options, which `python -m
 train.pretrain finetune --out RUN [options] --resume` trains. (--init-from of
 train.pretrain does both at once, on a mesh.)
 
-All of them work on one device: with JAX_PLATFORMS=cpu a model needs only the
-host's memory, 12 bytes a parameter and the codec's. Runs can then be resumed on
-any mesh. A command that fails or is stopped removes what it had written; only
-one that is killed leaves OUT.unfinished or a run without a step.
+All of them work on one device. With JAX_PLATFORMS=cpu a model needs only host
+memory: 12 bytes a parameter plus the codec's bytes. Runs can then be resumed on
+any mesh. A command that fails or is stopped removes what it wrote; only a
+killed command leaves OUT.unfinished or a run without a step.
 
 Exit status: 0; 1 when a checkpoint could not be written or there was too little
 memory; 2 when the input was wrong; 130 and 143 after SIGINT and SIGTERM.

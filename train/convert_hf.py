@@ -56,13 +56,13 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
       max_length=config.seq if isinstance(model, Decoder) else None,
       labels=_labels(source),
     )
-    if isinstance(config, VitConfig):  # `like` copies the files of others.
+    if isinstance(config, VitConfig):  # For others `like` copies them.
       carry(source, written, *PROCESSORS)
   return step
 
 
 def _labels(source: Path) -> list[str] | None:
-  """Reads the names of the classes that a run of images has kept."""
+  """Reads the class names that a run on images stored."""
   if not (file := source / CLASSES).is_file():
     return None
   try:

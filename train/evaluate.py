@@ -230,7 +230,7 @@ def _predict_texts(
 def _read_conversations(
   config: EvaluateConfig, source: Source
 ) -> list[tuple[Source, Conversations]]:
-  """Reads the conversations as each model that is asked sees them."""
+  """Reads the conversations once for each model, as that model sees them."""
   if not config.conversations:
     return []
   sources = [source]

@@ -11,9 +11,9 @@ conversations, Alpaca's instructions, or prompts with completions. The loss
 covers what the assistant writes. If DIR is a LLaVA, rows may have images
 (`--images`), and `--trained` names the parts to train.
 
-Options and exit status are those of `train.pretrain`. If an image turns out to
-be damaged only when its batch is read, the status is 2 too, and what was saved
-before stays. docs/finetune.md shows all steps from DIR to an exported,
+Options and exit status are the same as in `train.pretrain`. If an image turns
+out to be damaged only when its batch is read, the status is 2 too, and earlier
+checkpoints stay. docs/finetune.md shows all steps from DIR to an exported,
 evaluated model, and docs/vision.md the two stages of LLaVA.
 """
 
@@ -31,8 +31,8 @@ def read(words: Sequence[str]) -> FinetuneConfig:
   if times_given("data", words) > 1:
     # tyro would read only the last one.
     raise ValueError(
-      "--data must be given once, got it again; name all files after it: "
-      "--data a.jsonl b.jsonl"
+      "--data must be given once, got it several times; name all files after "
+      "it: --data a.jsonl b.jsonl"
     )
   config = read_options(
     FinetuneConfig,

@@ -3,9 +3,9 @@
 
 It is the configuration of `train.config` with conversations for data, epochs,
 and other defaults. None of these defaults was tuned here. The peak of 2e-5 and
-the cosine are those of arXiv:2307.09288 (Llama 2), section 3.1; here the cosine
+the cosine come from arXiv:2307.09288 (Llama 2), section 3.1; here the cosine
 ends at a tenth of the peak. (Weights in BF16 were as good as f32 at constant
-rates of 1e-5 and 2e-6, docs/optimizer.md.) The others follow from arguments:
+rates of 1e-5 and 2e-6, docs/optimizer.md.) The reasons for the others are:
   * warmup over 3 % of the steps, because moments start at zero;
   * no weight decay: 0.1 would shrink weights by a thousandth in 500 steps at
     2e-5, away from what pretraining made them;
@@ -86,7 +86,7 @@ class FinetuneConfig(TrainConfig):
 
   Attributes:
     init_from: The checkpoint to start from: a Hugging Face checkpoint, or a run
-      that started from one. The run takes its weights, shape, tokenizer and
+      that started from one. The run uses its weights, shape, tokenizer and
       chat template.
     data: Conversations to learn from.
     trained: With a LLaVA, which parts are trained: the projector (its first
@@ -150,12 +150,12 @@ class FinetuneConfig(TrainConfig):
     if not isinstance(model, VisionLanguageConfig):
       super().check_mesh()
       return
-    # A run of the decoder alone checks itself, in the same words.
+    # A run of the decoder alone makes the same checks, with the same errors.
     text: dict[str, Any] = dict(model=model.text, trained="decoder")
     data = dataclasses.replace(self.data, images="")
     dataclasses.replace(self, data=data, **text).check_mesh()
     check_tower_fits(self.mesh_sizes, model.vision)
 
   def _check_steps(self):
-    if self.steps:  # Otherwise the data decide how many.
+    if self.steps:  # Otherwise the data determine the number.
       super()._check_steps()

@@ -101,7 +101,7 @@ def check_fits(run: Any) -> None:
   _check_divides("tensor", tensor, "", whole)
   if tensor > 1 and run.recipe not in ("bf16", "fp8_linear"):
     _check_groups(model.d_ff, tensor, run.activation_group_size)
-  # fsdp shards the rows that are left to one device of `tensor`.
+  # fsdp shards the rows that one device along `tensor` holds.
   rows = dict(d_model=model.d_model, d_ff=model.d_ff) | tables
   rows = {name: size // tensor for name, size in rows.items()}
   _check_divides("fsdp", fsdp, f" / tensor={tensor}" * (tensor > 1), rows)
@@ -154,7 +154,7 @@ def _check_divides(
 
 
 def _check_tiles(model: Any, fsdp: int) -> None:
-  """Checks that devices along fsdp have whole tiles of weights."""
+  """Checks that devices along fsdp hold whole tiles of weights."""
   rows = {
     "d_model": model.d_model,
     "num_heads * width": model.num_heads * model.head_width,

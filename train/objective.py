@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objectives: the kinds of models that runs train, and their losses.
 
-The type of a run's `model`, which is the built model's `config`, selects its
-`Objective`. The loop, `train.step` and `train.update` know nothing else about a
-model. The run's data provide the rows (`train.run.data.RunData`).
+The type of a run's `model`, which the built model stores as its `config`,
+selects its `Objective`. The loop, `train.step` and `train.update` know nothing
+else about a model. The run's data provide the rows (`train.run.data.RunData`).
 """
 
 import abc
@@ -42,7 +42,7 @@ class AnyBatch(Protocol):
   def shares(self) -> jax.Array | None:
     """How much each target counts, f32 [B, ...], 1 in total.
 
-    None if all targets count the same and all rows have as many.
+    None if all targets count the same and all rows have the same number.
     """
 
 
@@ -51,7 +51,7 @@ class Objective(abc.ABC):
 
   # Paths of stacked layers in the model's parameters.
   stacks: ClassVar[tuple[str, ...]] = ("layers",)
-  # The model's class, made from a shape.
+  # Builds the model from its shape.
   model: ClassVar[Callable[..., Any]]
 
   def build(self, config: TrainConfig, store: Callable | None = None) -> Any:
@@ -83,7 +83,7 @@ class Objective(abc.ABC):
     """
 
   def measure(self, model: Any, batch: Any) -> dict[str, jax.Array]:
-    """Measures a held-out batch, as `loss` does."""
+    """Computes the `loss` of a held-out batch, and maybe other measures."""
     return {"loss": self.loss(model, batch)}
 
   def padding(self, batch: Any) -> jax.Array | None:
@@ -149,8 +149,7 @@ class ImageBatch(NamedTuple):
   """Sequences with images."""
 
   text: Batch
-  # f32 [B, I, C, H, W], as a `VisionLanguageModel` takes them; None if no row
-  # has any.
+  # f32 [B, I, C, H, W], for a `VisionLanguageModel`; None if no row has images.
   images: jax.Array | None
 
   @property
@@ -160,7 +159,7 @@ class ImageBatch(NamedTuple):
 
 
 class TokensAfterImages(Objective):
-  """A decoder that sees images in the place of some tokens."""
+  """A decoder that sees images in place of some tokens."""
 
   stacks = ("tower/layers", "decoder/layers")
   model = VisionLanguageModel
@@ -173,7 +172,7 @@ class TokensAfterImages(Objective):
   }
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
-    assert isinstance(config, FinetuneConfig)  # No other has such a model.
+    assert isinstance(config, FinetuneConfig)  # No other run has one.
     return {name: tree[name] for name in self._PARTS[config.trained]}
 
   def batch_of(self, rows: Rows) -> ImageBatch:

@@ -18,10 +18,10 @@ from coat_jax.models.ranges import (
 from coat_jax.optimizer import Clipping
 from train.options import check_unused, converted, defaults, fixed
 
-# Options that go to the codec, if it takes them.
+# Options that are passed to the codec if it accepts them.
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
 
-# Options that not every optimizer takes.
+# Options that only some optimizers accept.
 OPTIMIZERS = {
   "coat_adamw": ("eps", "second"),
   "coat_lion": (),
@@ -32,7 +32,7 @@ OPTIMIZERS = {
 Codec = Annotated[
   str, tyro.conf.arg(metavar=f"{{{','.join(codecs.names())}}}|MODULE:FN")
 ]
-# Closer to 1, f32 rounds to 1, and the bias correction would divide by 0.
+# f32 rounds values closer to 1 to 1; the bias correction would divide by 0.
 Decay = Annotated[float, Range(0, 0.9999999)]
 
 
@@ -61,12 +61,12 @@ class OptimConfig:
     weight_decay: Decoupled weight decay of all parameters except norms, biases
       and embeddings.
     grad_clip: Largest global norm of the gradients.
-    clip: How gradients are clipped: by their global norm, or each layer of a
-      parameter to its share of grad_clip in the step before (share) or to the
-      running mean of its norms (adaptive).
+    clip: How gradients are clipped. global uses the norm of all of them; share
+      clips each layer of a parameter to its share of grad_clip in the previous
+      step, and adaptive to the running mean of its norms.
 
   Raises:
-    ValueError: a value outside its range, or one that the codec does not take.
+    ValueError: a value outside its range, or one that the codec refuses.
   """
 
   lr: Positive
@@ -93,12 +93,12 @@ class OptimConfig:
     check_unused(self, "optimizer", OPTIMIZERS)
     check_unused(self, "codec", options_of_codecs((self.codec,)))
     try:
-      self.moment_codec()  # Raises what the codec refuses.
+      self.moment_codec()  # Raises for options that the codec refuses.
     except TypeError as error:  # The user's function returned something else.
       raise ValueError(str(error)) from error
 
   def moment_codec(self) -> codecs.MomentCodec:
-    """Builds the codec, with the options that it takes."""
+    """Builds the codec, with the options that it accepts."""
     taken = options_of_codecs((self.codec,))[self.codec]
     options = {name: getattr(self, name) for name in taken}
     return codecs.build(self.codec, **options)
@@ -110,7 +110,7 @@ class OptimConfig:
     )
 
   def with_optimizer(self, optimizer: str, **options: Any) -> Self:
-    """Returns the options for an optimizer; resets those it does not take."""
+    """Returns the options for an optimizer; resets those it does not accept."""
     unused = defaults(self, OPTIMIZERS)
     for name in OPTIMIZERS[optimizer]:
       unused.pop(name)
@@ -123,7 +123,7 @@ class OptimConfig:
 
 
 def options_of_codecs(names: Iterable[str] = ()) -> dict[str, list[str]]:
-  """Lists the options that each known codec, and each of `names`, takes."""
+  """Lists the options that each known codec, and each of `names`, accepts."""
   return {
     name: [x for x in _CODEC_OPTIONS if x in codecs.options(name)]
     for name in (*codecs.names(), *names)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers of `--optim.optimizer`, and the learning rate's schedule.
 
-All have the interface of `fused_coat_adamw`. An optax transformation gets it
-from `of_transformation`, which adds its updates after the backward pass.
+All share the interface of `fused_coat_adamw`. `of_transformation` gives it to
+an optax transformation, whose updates are added after the backward pass.
 """
 
 from collections.abc import Callable

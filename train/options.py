@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers that the options of all commands share.
 
-`fixed`, `converted` and `silent` make dataclass fields that say what a resumed
-run may change (`resume_rule` of `train.config`): another `fixed` value makes it
-another run, `converted` fields may change with `convert_state`, and changes of
-`silent` fields are not reported. Changes of all other fields are.
+`fixed`, `converted` and `silent` make dataclass fields by what a resumed run
+may change (`resume_rule` of `train.config`): `fixed` fields must stay the same,
+`converted` fields may change with `convert_state`, and `silent` fields may
+change without a report. Changes of all other fields are reported.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from coat_jax.models.ranges import Range
 # An option that is off by default. Other booleans have two flags, --x and
 # --no-x.
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-# A held-out share of the data: neither nothing nor everything.
+# A held-out share of the data; never 0 or 1.
 Share = Annotated[float, Range(1e-6, 0.999999)]
 
 
@@ -38,7 +38,7 @@ def silent(default: Any = dataclasses.MISSING) -> Any:
 
 
 def shown(hint: str, **options: Any) -> Any:
-  """Makes the `--help` of an option end in another hint than its default."""
+  """Makes the `--help` of an option end with a hint instead of its default."""
   return tyro.conf.arg(help_behavior_hint=f"({hint})", **options)
 
 
@@ -59,7 +59,7 @@ def part_of(field: dataclasses.Field, values: Any) -> type | None:
 
 
 def defaults(config: Any, taken: dict) -> dict:
-  """Returns the default of each option that any of the choices takes."""
+  """Returns the default of each option that any of the choices accepts."""
   names = {name for options in taken.values() for name in options}
   fields = dataclasses.fields(config)
   return {field.name: field.default for field in fields if field.name in names}

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans the memory of a run on each GPU, before there is one.
+"""Plans the memory that a run will need on each GPU.
 
   python -m train.plan llama2_7b --mesh fsdp=4 --batch 8 --seq 2048
   python -m train.plan llama2_13b --mesh fsdp=8 --hbm 141GB
   python -m train.plan llama2_13b --gpus 1
   python -m train.plan finetune --init-from llava-1.5-7b-hf --trained decoder
 
-The options are those of `train.pretrain`, and of `train.finetune` if the model
-sees images. The table has a column for each of the usual ways to train; BF16
-layers and FP8 linears have f32 moments. GB are 10^9 bytes; small models are
+Options mean the same as in `train.pretrain`, or in `train.finetune` if the
+model sees images. The table has a column for each usual way to train; BF16
+layers and FP8 linears use f32 moments. GB are 10^9 bytes; small models are
 shown in MB, 10^6 bytes. With --gpus, the command prints the settings that fit,
 the fastest first, and the command line that trains with them. Nothing is
 compiled and no device is used. docs/plan.md describes what is counted.
@@ -105,7 +105,7 @@ class PlanConfig:
 
   Attributes:
     preset: The run. Each column of the table replaces its recipe.
-    hbm: Memory of a GPU, as 80, 80GB or 74.5GiB.
+    hbm: Memory of a GPU, such as 80, 80GB or 74.5GiB.
     gpus: Search for the fastest settings that fit on this number of GPUs
       (fsdp): recipe, weights, remat, the optimizer in the backward, and batch.
     mesh: Devices, as in train.pretrain: data=2,fsdp=4,tensor=1.
@@ -153,7 +153,7 @@ class PlanConfig:
   images_each: Count = 1
 
   def run(self) -> TrainConfig:
-    """Builds the run's configuration; a ValueError if it is not allowed."""
+    """Builds the run's configuration; raises ValueError if it is invalid."""
     check_numbers(self)
     if self.gpus and self.mesh:
       raise ValueError(
@@ -185,7 +185,7 @@ class PlanConfig:
       init_from=self.init_from,
     )
     if self.init_from:
-      # The run cannot begin with itself: no folder has this name.
+      # No folder has this name, so the run cannot begin with itself.
       others: dict[str, Any] = dict(out="no run", data=ChatData(), samples=0)
       run = FinetuneConfig(**vars(run) | others, trained=self.trained)
       run = pretrained.with_shape(run)
@@ -228,7 +228,7 @@ def _sees_images(config: TrainConfig) -> bool:
 
 
 def read_bytes(text: str) -> int:
-  """Reads 80GB, 74.5GiB, or 80, which is in GB; else a ValueError."""
+  """Reads 80GB, 74.5GiB, or 80 (in GB); otherwise raises ValueError."""
   for unit, size in (("GiB", 2**30), ("GB", GB), ("", GB)):
     number = text.removesuffix(unit)
     if text.endswith(unit) and number.replace(".", "", 1).isdigit():
@@ -309,7 +309,7 @@ def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
       assumed.append(f"sequences of {config.seq}")
   if assumed:
     yield (
-      f"as train.pretrain finetune: {', '.join(assumed)}; train.finetune has "
+      f"as train.pretrain finetune: {', '.join(assumed)}; train.finetune uses "
       f"the shape of its folder (--init-from) and by default --batch "
       f"{FinetuneConfig.batch} --seq {FinetuneConfig.seq}"
     )

@@ -130,7 +130,7 @@ def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
   )
 
 
-# There is room for these lines; each shows the worst layer.
+# More lines would not fit; each shows the worst layer.
 _WATCHED = {
   "activations_kurtosis": "largest kurtosis of a layer",
   "activations_amax": "largest amax of a layer",

@@ -2,8 +2,8 @@
 """Presets: published shapes and settings, each a function to read and copy.
 
 All models except gpt2 have a gated MLP and no biases. All runs clip gradients
-at a norm of 1, and decay no norms, biases and embeddings. Batches and steps are
-as published; on fewer devices, lower `--batch` and `--steps`.
+at a norm of 1, and do not decay norms, biases or embeddings. Batches and steps
+are as published; on fewer devices, lower `--batch` and `--steps`.
 """
 
 import dataclasses
@@ -129,7 +129,7 @@ def llama2_7b() -> TrainConfig:
 def finetune() -> TrainConfig:
   """arXiv:2307.09288, section 3.1, for --init-from; choose your --steps.
 
-  The checkpoint's shape replaces the model's, the shape of llama2_7b.
+  The checkpoint's shape replaces the default shape, that of llama2_7b.
   """
   model = _llama(32, 4096, 11008, 32)
   optim = OptimConfig(lr=2e-5, warmup=0.03)
@@ -151,7 +151,7 @@ def llama_30b() -> TrainConfig:
 
 
 def llama3_8b() -> TrainConfig:
-  """arXiv:2407.21783, table 3; 15 trillion tokens, in batches of one size."""
+  """arXiv:2407.21783, table 3; 15 trillion tokens; the batch stays constant."""
   model = _llama(
     32, 4096, 14336, 32, num_kv_heads=8, vocab_size=128256, rope_theta=5e5
   )
@@ -162,7 +162,7 @@ def llama3_8b() -> TrainConfig:
 def gemma2_2b() -> TrainConfig:
   """arXiv:2408.00118, table 1; 2 trillion tokens.
 
-  Its batches and learning rate are not published; those of llama2_7b are used.
+  Its batches and learning rate are not published; we use those of llama2_7b.
   """
   model = _gemma2(26, 2304, 9216, 8)
   optim = OptimConfig(lr=3e-4, min_lr_ratio=0.1)
@@ -179,7 +179,7 @@ def gemma2_9b() -> TrainConfig:
 def qwen3_30b_a3b() -> TrainConfig:
   """arXiv:2505.09388, table 2; 30 trillion tokens in sequences of 4096.
 
-  Learning rate and batch are not published; those of llama3_8b are used.
+  Learning rate and batch are not published; we use those of llama3_8b.
   """
   model = _llama(
     *(48, 2048, 768, 32),
@@ -209,7 +209,7 @@ def _run(
 def _llama(
   layers: int, d_model: int, d_ff: int, heads: int, **others: Any
 ) -> ModelConfig:
-  """Builds the shape of a Llama, or with other options of another family."""
+  """Builds the shape of a Llama, or of the family that `others` names."""
   usual: dict[str, Any] = dict(
     family="llama", num_kv_heads=heads, vocab_size=32000
   )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a language model, from random weights or those of a checkpoint.
+"""Trains a language model, from random weights or from a checkpoint.
 
   python -m train.pretrain PRESET [options]      PRESET --help shows the options
   python -m train.pretrain demo --compare bf16   what `make train` runs
@@ -10,12 +10,12 @@ the files that a program of your own needs.
 Exit status: 0 when training finished; 1 when a loss or a gradient was not
 finite, a file could not be written, or a device ran out of memory; 2 when the
 input was wrong, and then nothing was changed; 130 and 143 after SIGINT and
-SIGTERM, when the state was saved. All processes of a run (`--distributed`) have
+SIGTERM, once the state was saved. All processes of a run (`--distributed`) have
 the same status, unless one of them could not write a file or ran out of memory:
 then JAX ends the others.
 
-JAX may take 93.5 % of a GPU's memory, about the 80 GB that an H100 is sold
-with, instead of its usual 75 %, unless XLA_CLIENT_MEM_FRACTION is set.
+JAX may use 93.5 % of a GPU's memory instead of its usual 75 %, unless
+XLA_CLIENT_MEM_FRACTION is set. On an H100, 93.5 % are about the nominal 80 GB.
 """
 
 import argparse
@@ -54,9 +54,9 @@ def _for_optimizer(
 ) -> Callable[[TrainConfig], TrainConfig]:
   """Makes the function that adapts a preset to the command line's optimizer.
 
-  tyro does not tell which values the command line gave. Values of a preset that
-  this optimizer does not take would be refused as if they were given, so they
-  get their defaults.
+  tyro cannot tell which values come from the command line. It would refuse a
+  preset's values that this optimizer does not accept, as if the user had passed
+  them, so they get their defaults.
   """
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   parser.add_argument("--optim.optimizer", dest="optimizer", nargs="?")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that begin with the weights of a checkpoint.
+"""Begins runs with the weights of a checkpoint.
 
 The option `init_from` of `train.config` names a Hugging Face folder, or a run
 that began with one. The shape in the folder's config.json replaces the preset's
@@ -65,7 +65,7 @@ def with_shape[Config: TrainConfig](config: Config) -> Config:
 
 
 def check(config: TrainConfig, abstract: TrainState) -> None:
-  """Checks a run's checkpoint, if it has one, without reading its tensors."""
+  """Checks the folder that a run begins with, without reading its tensors."""
   if config.init_from and isinstance(origin := _origin(config), Path):
     check_tensors(origin, config.model, abstract.params)
 
@@ -83,12 +83,12 @@ def describe_length(config: TrainConfig) -> list[str]:
   return [
     f"{config.out}: warning: sequences of {config.seq} tokens are longer than "
     f"{longest}, the {LONGEST} of {CONFIG}: positions beyond it are new to the "
-    f"model, and exports keep that number; --seq {longest} has none"
+    f"model, and exports keep that number; --seq {longest} avoids them"
   ]
 
 
 def keep_files(config: TrainConfig, run: RunDirectory) -> None:
-  """Copies the files to keep of a checkpoint into a run's new folder."""
+  """Copies the files that a run keeps from its checkpoint into its folder."""
   if config.init_from and (source := source_of(config)):
     run.source.mkdir()
     carry(source, run.source, CONFIG, *PROCESSORS)

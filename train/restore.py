@@ -2,7 +2,7 @@
 """Restores checkpoints of runs that are resumed with other options.
 
 With `convert_state`, a run may change its codec, how its weights are stored,
-and its rule of clipping. It may always change its mesh.
+and its clipping rule. It may always change its mesh.
 """
 
 import dataclasses
@@ -45,12 +45,12 @@ def restore(
   )
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
-    # Moments name their codec; if they have the same codes, that is the run's.
+    # Moments store their codec; if codes do not change, it is the run's codec.
     optim = config.optim if same_codes else saved.optim
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params
     )
-  # Rule global keeps no norms; the other rules keep the same ones.
+  # The rule global stores no norms; all other rules store the same norms.
   clip = () if saved.optim.clip == "global" else abstract.clip
   state = checkpoints.restore(
     step,
@@ -74,7 +74,7 @@ def restore(
 def _stored_anew(
   state: TrainState, config: TrainConfig, abstract: TrainState
 ) -> TrainState:
-  """Stores the weights of a state as `config` says; moments keep their bits."""
+  """Stores the weights as `config.params` requires; moments do not change."""
   adam, low = weights.without_low(state.optimizer)
   where = abstract.params, weights.without_low(abstract.optimizer)[1]
 
@@ -90,8 +90,8 @@ def _stored_anew(
 def _abstract_optimizer(config: TrainConfig, params: Any):
   """Builds an abstract state of the optimizer, sharded as its parameters are.
 
-  If a device would hold a part of a group, columns are replicated: the codec of
-  the checkpoint may come from a mesh that other groups fitted.
+  If a device would hold part of a group, columns are replicated: the checkpoint
+  may come from a mesh that its codec's groups did fit.
   """
   init, params = steps.build_optimizer(config).init, trained(config, params)
   if jax.tree.leaves(params)[0].sharding is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the model of a run, or of a Hugging Face folder.
 
-Both are read onto one device, in recipe bf16: FP8 products have one scale for
-all their tokens, so what a model predicts for a text would depend on the texts
-next to it. A LLaVA is read whole, or only its decoder.
+Both are read onto one device, in recipe bf16: FP8 products use one scale for
+all their tokens, so a model's prediction for one text would depend on the other
+texts of its batch. A LLaVA is read whole, or only its decoder.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from train.vit_config import VitConfig
 
 Compute = Literal["bfloat16", "float32"]
 Shape = ModelConfig | VisionLanguageConfig
-# transformers uses it for a Llama without max_position_embeddings.
+# The context length that transformers assumes if a Llama sets none.
 _LENGTH = 2048
 
 
@@ -68,12 +68,12 @@ class Source(NamedTuple):
 
   @property
   def decoder_config(self) -> ModelConfig:
-    """Returns the shape of the decoder, which a LLaVA has too."""
+    """Returns the shape of the decoder, also for a LLaVA."""
     config = self.config
     return config if isinstance(config, ModelConfig) else config.text
 
   def load_decoder(self) -> Decoder:
-    """Reads the weights and returns the decoder, which a LLaVA has too."""
+    """Reads the weights and returns the decoder, also for a LLaVA."""
     model = self.load()
     return model if isinstance(model, Decoder) else model.decoder
 
@@ -101,7 +101,7 @@ def read_shape(folder: Path, *, of_text: bool = False) -> Shape:
 
 
 def read_length(folder: Path) -> Any:
-  """Reads how long the texts were that a checkpoint was trained with."""
+  """Reads the context length that a checkpoint was trained with."""
   found = read_json(folder / CONFIG)
   return found.get("text_config", found).get(LONGEST)
 
@@ -164,7 +164,7 @@ def _open_run(
 def _restore(
   run: RunDirectory, step: int, abstract: TrainState, **others: Any
 ) -> TrainState:
-  """Restores parts of a checkpoint; those that are () here are not read."""
+  """Restores a checkpoint, except the parts that are () here."""
   abstract = abstract._replace(exact=(), clip=(), **others)
   return restore_state(run.checkpoints, step, abstract)
 
@@ -175,7 +175,7 @@ def _text_of_run(
   """Opens the tokenizer of a run's data.
 
   If the data are ids, or nothing was trained yet, it is the tokenizer that the
-  run kept of the checkpoint that it began with.
+  run copied from the checkpoint that it began with.
   """
   data = config.data
   is_kept = data.dtype != "text" or (not done and data.tokenizer is None)

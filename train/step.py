@@ -44,8 +44,8 @@ class TrainState(NamedTuple):
 
   step: jax.Array  # int32, steps done.
   params: Any  # Weights as layers read them, nested dicts.
-  # Stored moments of what is trained (`train.objective.trained`) and the number
-  # of updates; with params bfloat16_low8 also the weights' low bytes.
+  # Stored moments of the trained parts (`train.objective.trained`), and the
+  # number of updates; with params bfloat16_low8 also the weights' low bytes.
   optimizer: FusedState
   # f32 moments of the same gradients, for reports; () without reports.
   exact: optax.ScaleByAdamState | tuple[()]
@@ -59,7 +59,7 @@ class StepMetrics(NamedTuple):
   loss: jax.Array  # f32, mean loss of the batch's targets, in nats.
   grad_norm: jax.Array  # f32, global norm of the gradients before clipping.
   lr: jax.Array  # f32, learning rate of the update.
-  is_finite: jax.Array  # bool [leaves], of gradients, in `leaf_names` order.
+  is_finite: jax.Array  # bool [leaves], for gradients in `leaf_names` order.
   # int32, the number of targets that count; None if all do.
   targets: jax.Array | None = None
   # f32, the share of the input that is padding; None without documents.
@@ -71,12 +71,12 @@ class Evaluation(NamedTuple):
 
   loss: jax.Array  # f32, mean loss of its targets, in nats.
   targets: jax.Array | None  # As in `StepMetrics`.
-  # f32, the share of targets that are predicted, if the objective measures it.
+  # f32, the share of correct predictions, if the objective measures it.
   accuracy: jax.Array | None = None
 
 
 def decays(params) -> Any:
-  """Returns True for leaves that decay: not norms, biases and embeddings."""
+  """Returns whether each leaf decays: all but norms, biases and embeddings."""
   others = ("norm", "bias", "embedding", "positions")
   decayed = [parameter(x).role not in others for x in leaf_names(params)]
   return jax.tree.unflatten(jax.tree.structure(params), decayed)
@@ -89,7 +89,7 @@ def build_optimizer(
   rate: optax.ScalarOrSchedule | None = None,
   seed: ArrayLike | None = None,
 ) -> FusedTransformation:
-  """Builds the optimizer; on a mesh, devices step their shards.
+  """Builds the optimizer; on a mesh, each device steps its own shards.
 
   `rate` and `seed`, which may be traced, replace the run's schedule and its
   seed of stochastic rounding.
@@ -153,7 +153,7 @@ def initializer(
 
 
 def initial_clip(config: TrainConfig, abstract: TrainState) -> Any:
-  """Builds the norms that clipping keeps, before its first step."""
+  """Builds the norms that clipping stores, as of before the first step."""
   make = jax.jit(
     lambda: _no_norms(config, trained(config, abstract.params)),
     out_shardings=shardings(abstract.clip),
@@ -230,8 +230,8 @@ def eval_step(
 ) -> Callable[[Any, Rows], Evaluation]:
   """Builds the function of (params, rows) that evaluates.
 
-  It takes as many microbatches as training does; a whole batch at once could
-  need more memory than a training step.
+  It splits a batch into as many microbatches as training does: a whole batch at
+  once could need more memory than a training step.
   """
 
   def evaluate(params, rows):
@@ -264,8 +264,8 @@ def compile_on(
 ) -> jax.stages.Compiled:
   """Compiles a step ahead of time, for abstract arguments.
 
-  With `updates`, the first argument is a state that is donated to the first
-  result, which has its shardings. All other results are replicated.
+  With `updates`, the first argument is a state. It is donated to the first
+  result, which keeps the state's shardings. All other results are replicated.
   """
   out_shardings = None
   context = contextlib.nullcontext()

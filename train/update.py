@@ -71,7 +71,7 @@ def update_in_backward(
   state,
   batch: Batch,
 ) -> tuple[BackwardStep, Any]:
-  """Steps each layer's parameters of a decoder when its gradients exist."""
+  """Steps each layer of a decoder as soon as its gradients exist."""
   del mesh
   params = state.params
   graph, cache = with_cache(nnx.merge(graph, params))
@@ -142,8 +142,8 @@ def _mean_gradients(config, graph, mesh, params, batch):
 def microbatches[Each](batch: Each, accumulate: int) -> Each:
   """Reshapes arrays [B, ...] to [accumulate, B / accumulate, ...].
 
-  A microbatch takes every `accumulate`-th row, so that each device uses its own
-  rows and nothing moves.
+  A microbatch is every `accumulate`-th row, so that each device uses its own
+  rows and no rows move between devices.
   """
 
   def split(x):

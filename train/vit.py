@@ -6,8 +6,8 @@
   python -m train.vit vit_digits --data digits --out RUN --resume
 
 `--data` names a folder with a folder of images for each class
-(`train.data.labelled`). Nearly all options are those of `train.pretrain`, and
-so is the exit status; docs/vision.md explains more.
+(`train.data.labelled`). Nearly all options, and the exit status, are the same
+as in `train.pretrain`; docs/vision.md explains more.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ class ImageData:
     folder: A folder with a folder of images for each class, or with such
       folders in `train` and `test` (or `val`); see `train.data.labelled`.
     held_out: Share of each class to hold out for evaluation, at least one
-      image, if no folder says which images are held out.
+      image, if there is no folder of held-out images.
   """
 
   # For code that reads a `DataConfig`: there is no text.
@@ -64,7 +64,7 @@ class VitConfig(TrainConfig):
   watch: Suppress[Fixed[Annotated[int, Range(0, 0)]]] = silent(0)
 
   def __post_init__(self):
-    # The loop counts tokens with it. Frozen dataclasses set derived fields so.
+    # The loop counts tokens with it. Assignment fails: the class is frozen.
     object.__setattr__(self, "seq", self.model.num_tokens)
     super().__post_init__()
 

@@ -5,9 +5,9 @@ Every N steps a separate program looks at the state and runs the forward of the
 step's batch once more; the training step does not change. It finds
 
   activations_amax       largest magnitude of each layer's output
-  activations_kurtosis   E[x^4] / E[x^2]^2 of it: 3 for a normal distribution;
-                         outliers, which take a tensor's range, make it large
-  activations_zeroed     share of its values that become zero with one scale a
+  activations_kurtosis   E[x^4] / E[x^2]^2 of that output: 3 for a normal
+                         distribution; large if outliers take up the range
+  activations_zeroed     share of its values that round to zero with one scale a
                          tensor in the recipe's format for values (in recipe
                          bf16: E4M3)
   mu_saturated, nu_      share of the stored moments' codes that are the largest
@@ -16,15 +16,15 @@ step's batch once more; the training step does not change. It finds
   mu_power, nu_          smallest power k of a group, for codecs with powers
                          (coat_lion has no nu_; for coat_muon these are the
                          parameters that AdamW steps)
-  grad_norm              of the step
+  grad_norm              global norm of the step's gradients
 
-and writes them as `watch` into metrics.jsonl. A forward is a third of a step:
-with N = 100 it costs 0.3 % of the time.
+and writes them as `watch` into metrics.jsonl. A forward costs a third of a
+step: with N = 100 it costs 0.3 % of the time.
 
-A value is compared, by `RULES`, with the median of up to ten probes before it;
-at least three must exist. A line is printed if it is above twice the median
-(kurtosis and amax; four times for the gradients' norm), below half of it (k),
-or above it by 0.05 (shares). It names the layer that is furthest off.
+`RULES` compare each value with the median of up to ten earlier probes, once
+there are three. A line is printed if the value is above twice the median
+(kurtosis and amax; four times for the gradients' norm), below half the median
+(k), or more than 0.05 above it (shares). The line names the worst layer.
 """
 
 import statistics
@@ -49,7 +49,7 @@ from train.config import TrainConfig
 from train.objective import objective_of
 from train.update import microbatches
 
-# Name to values: one, or one of each layer.
+# Maps a name to one value, or to one value per layer.
 Found = dict[str, list[float | None]]
 
 

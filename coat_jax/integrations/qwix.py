@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 products of coat_jax in a flax model that qwix quantizes.
+"""Runs the products of any flax model in coat_jax's FP8, through qwix.
 
 qwix calls a provider wherever a model calls `jax.lax.dot_general` or
 `jnp.einsum`, so the model's code stays as it is. Norms and activation functions
@@ -97,7 +97,7 @@ def _is_product(x: Any, w: Any) -> bool:
 def _contracted(
   subscripts: Any, operands: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-  """Returns the axes that "btd,dnh->btnh" sums over, in x and in w.
+  """Returns the axes of x and of w that "btd,dnh->btnh" contracts.
 
   Returns None unless w is a weight whose axes come last in the result.
   """

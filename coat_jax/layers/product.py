@@ -30,15 +30,16 @@ from coat_jax.ops import BlockScales, Operand
 
 
 class LinearWeights(NamedTuple):
-  """Parameters of a product and of its norm; None for those it lacks.
+  """Parameters of a product and its norm; None for those that do not exist.
 
-  The norm comes before a block's first product and after its second.
+  For a block's first product, this is the norm before it; for its second
+  product, the norm after it.
 
   Attributes:
     w: [D, *F].
     bias: [*F].
-    gamma, beta: of the norm, [D] before the product or [F] after it.
-    cache: cache of w, from `layers.cache_weight`.
+    gamma, beta: the norm's scale and bias; [D] if it comes first, else [F].
+    cache: the cached operand of w, from `layers.cache_weight`.
   """
 
   w: Array
@@ -55,7 +56,7 @@ class LinearWeights(NamedTuple):
 
 
 def weights_specs(axes: MeshAxes, weights: LinearWeights, split: Split) -> Any:
-  """Returns how weights are sharded; those of norms are replicated."""
+  """Returns the specs of the weights; the norm's weights are replicated."""
   kernel: Any = split_kernel(axes, split, weights.w.ndim)
   bias = P(*kernel[1:]) if split == "columns" else P()
   cache = cache_specs(weights.cache, kernel)

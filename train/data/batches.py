@@ -130,8 +130,8 @@ def train_batches(
       "data"
     )
   numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
-  # Keeping the remainder, grain would count batches in floats and round up. For
-  # batches of one row that gives 2^63, but len() can return at most 2^63 - 1.
+  # Without drop_remainder, grain divides floats and rounds up: an endless
+  # dataset would have 2^63 batches of one row, but len() allows only 2^63 - 1.
   groups = numbers.batch(batch_size, drop_remainder=True)
   return groups.map(lambda group: _read(rows, group[own]))
 

@@ -103,7 +103,7 @@ def write_stop_tokens(folder: Path, documents: Documents) -> None:
 
 
 def last_tokens(documents: Documents) -> list[int]:
-  """Lists each token that ends a part to learn, once."""
+  """Lists the distinct tokens that end the parts to learn."""
   mask = documents.mask  # False for the first token of each document.
   is_last = mask & ~np.append(mask[1:], False)
   return np.unique(documents.tokens[is_last]).tolist()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads image files as the pixels that a vision tower takes.
+"""Reads image files as the pixels that a vision tower expects.
 
 It follows transformers' processors, with the settings in a checkpoint's
 preprocessor_config.json: an image is converted to RGB, resized by Pillow in 8
@@ -24,7 +24,7 @@ from PIL import Image, UnidentifiedImageError
 
 from train.data.sources import BadData
 
-# Just below the limit from which Pillow itself warns.
+# Just below the size at which Pillow starts to warn.
 MAX_PIXELS = 89_000_000
 # Tracking pixels and failed downloads have a single pixel.
 _MIN_SIDE = 2
@@ -141,18 +141,18 @@ class Preprocessing:
   def shape(self) -> tuple[int, int]:
     """Height and width of the result."""
     size = self.crop or self.size
-    assert isinstance(size, tuple)  # Else there is a crop.
+    assert isinstance(size, tuple)  # If only one side is set, there is a crop.
     return size
 
   def check(self, file: Path) -> None:
-    """Checks the header of an image; not for threads."""
-    with warnings.catch_warnings():  # Pillow warns of images that are refused.
+    """Checks the header of an image; not thread-safe."""
+    with warnings.catch_warnings():  # Pillow warns about images that we refuse.
       warnings.simplefilter("ignore", Image.DecompressionBombWarning)
       with _opened(file) as image:
         self._check_size(image)
 
   def read(self, file: Path) -> np.ndarray:
-    """Reads an image as f32 [3, H, W]; safe in threads."""
+    """Reads an image as f32 [3, H, W]; thread-safe."""
     with _opened(file) as image:
       width, height = self._check_size(image)
       try:
@@ -217,7 +217,7 @@ def _opened(file: Path) -> Image.Image:
       f"an image must have at most {MAX_PIXELS} pixels, got {file}: "
       f"{_first_line(error)}",
     ) from error
-  except Exception as error:  # As when decoding.
+  except Exception as error:  # Decoders raise many types.
     is_other = isinstance(error, UnidentifiedImageError)
     got = "which is not one" if is_other else _first_line(error)
     raise BadData(
@@ -251,7 +251,7 @@ def _count(value: Any) -> int:
 
 
 def _number(key: str, value: Any) -> float:
-  if type(value) not in (int, float) or not abs(value) < 1e30:  # NaN is not.
+  if type(value) not in (int, float) or not abs(value) < 1e30:  # Or NaN.
     raise ValueError(f"{key} {str(value)[:60]}")
   return float(value)
 

@@ -171,7 +171,7 @@ def _images_in(folder: Path) -> Iterator[Path]:
 
 
 def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
-  """Divides each class by the same share, with an image on both sides."""
+  """Divides each class by the same share; each part gets at least one image."""
   held_out = []
   draw = np.random.default_rng(seed)
   for label in np.unique(images.labels):

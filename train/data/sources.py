@@ -63,8 +63,8 @@ def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
   if not found:
     kind = " or ".join(suffixes) or "any"
     raise FileNotFoundError(
-      f"load_tokens: {path} must match at least one file, got none ({kind} "
-      "file was looked for); check the folder or the glob"
+      f"load_tokens: {path} must match at least one file, got none (looked for "
+      f"{kind} file); check the folder or the glob"
     )
   return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes and decodes text as a run's data were tokenized.
+"""Encodes and decodes text in the same way as the data of a run.
 
 `open_text` chooses: ids are bytes, or come from a `tokenizers` JSON file with
 the special tokens and the chat template in its folder.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads flat files of token ids a batch at a time, and fingerprints them.
 
-Why not memory-mapped: if a file was cut short or its disk fails, reading a map
-ends the process with SIGBUS, without an error message.
+Files are not memory-mapped: if a file is cut short or its disk fails, reading a
+map ends the process with SIGBUS, without an error message.
 
-A fingerprint tells whether a resumed run reads the same tokens. Arrays in
-memory and files of up to 256 MiB together are hashed whole. Of larger files,
+A fingerprint shows whether a resumed run reads the same tokens. Arrays in
+memory and files of up to 256 MiB together are hashed whole. In larger files,
 only blocks of 64 KiB are hashed: the first and last of each file, and 4096 at
 equal distances. Changes longer than that distance are always seen; shorter ones
 may be missed, but `change_times` hints at them.

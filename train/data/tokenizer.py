@@ -6,7 +6,7 @@ Exceptions. Here both become a ValueError that names the file. Truncation that
 the file asks for is ignored, as in transformers.
 
 The library needs up to 240 bytes per character while it tokenizes, so long
-texts are split into pieces, and few pieces are tokenized at once.
+texts are split into pieces, and only a few pieces are tokenized at a time.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from train.options import read_path
 
 # Common names of the end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-# Most characters of a piece. Longer texts are split at line ends, across which
-# few tokenizers merge; larger pieces would run on fewer cores.
+# The longest piece, in characters. Longer texts are split at line ends, across
+# which few tokenizers merge; larger pieces would run on fewer cores.
 PIECE = 1 << 18
-# Most pieces, and characters in all of them, that are tokenized at once.
+# The most pieces, and their characters in total, to tokenize at once.
 _TEXTS, _CHARACTERS = 256, 1 << 20
 
 

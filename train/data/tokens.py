@@ -24,7 +24,7 @@ import numpy as np
 from train.data import sources, token_files
 from train.data.token_files import TokenFile, open_tokens
 
-# Reading threads hide the latency of disks; in memory they only contend.
+# Threads hide the latency of disks; for data in memory they only contend.
 _THREADS = 16
 # Short pieces, spread over the stream, that are checked before training.
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
@@ -32,7 +32,7 @@ _SAMPLES, _SAMPLE_TOKENS = 64, 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-  """Options of the data that tokens come from.
+  """Options for the data that tokens come from.
 
   Attributes:
     path: A file, a folder (read recursively) or a glob; None for the source
@@ -122,7 +122,7 @@ class TokenSource:
 
   @functools.cached_property
   def change_times(self) -> str | None:
-    """A hash of the files' times if the fingerprint does not read all."""
+    """A hash of the files' times if the fingerprint reads only parts."""
     return token_files.change_times(self.parts)
 
   def train_size(self, seq_len: int) -> int:
@@ -133,9 +133,9 @@ class TokenSource:
 def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
   """Opens the data, in the order of the sorted paths.
 
-  Text is read and tokenized here. Of token files, 64 short samples are checked
-  here, and each batch when it is read. Bytes use the first 256 ids of the
-  vocabulary.
+  Text is read and tokenized here. Token files are checked here in 64 short
+  samples, and later in each batch that is read. Bytes use the first 256 ids of
+  the vocabulary.
   """
   if config.dtype != "text":
     assert config.path is not None  # `DataConfig` checks it.

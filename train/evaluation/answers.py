@@ -43,7 +43,7 @@ _NUMBERS: dict[str, str] = {
 
 
 def normalized(answer: str) -> str:
-  """Puts an answer into the form that is compared."""
+  """Normalizes an answer for comparison."""
   text = " ".join(answer.split())
   has_thousands = re.search(r"\d,\d", text) is not None
   out = text
@@ -152,8 +152,8 @@ def ask(
 ) -> Answers:
   """Asks a model all questions of the first `limit` conversations.
 
-  `length` is the most tokens that the model sees at a time, `max_tokens` the
-  most that it answers.
+  `length` limits the tokens that the model sees at a time, `max_tokens` limits
+  an answer.
   """
   count = min(len(documents), limit or len(documents))
   images = (len(documents.images_of(i)) for i in range(count))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads texts from files in which WikiText, C4 and the Pile are published.
+"""Reads texts from files like those of WikiText, C4 and the Pile.
 
 In a file of JSON lines, the `text` of each line is a document. Any other text
 file is one document. Both may be compressed as .gz, or as .zst if the module

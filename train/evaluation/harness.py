@@ -6,8 +6,8 @@ too long loses its beginning; an empty context becomes the token that texts
 begin or end with; generated text is cut at the first of its stop strings.
 
 One thing differs. A text that is scored as a whole gets one token before it,
-which is not scored. The harness would add a second one if the tokenizer already
-adds one.
+which is not scored. The harness would add a second token if the
+tokenizer already adds one.
 
   lm = DecoderLM(model, text, length=2048)
   lm_eval.simple_evaluate(lm, tasks=["hellaswag"])
@@ -196,7 +196,7 @@ class DecoderLM(TemplateLM):
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-  """Removes the sampling options from a task's, in the form of `generate`."""
+  """Removes a task's sampling options; returns arguments for `generate`."""
   temperature, top_k, top_p = (
     options.pop(name, None) for name in ("temperature", "top_k", "top_p")
   )
@@ -207,7 +207,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _longest_first(items: Sequence, size: Any) -> list[tuple[int, Any]]:
-  """Sorts numbered items, so that the one with most memory fails first."""
+  """Numbers and sorts items, so that the largest one fails first."""
   return sorted(enumerate(items), key=lambda one: -size(one[1]))
 
 

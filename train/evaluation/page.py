@@ -2,7 +2,7 @@
 """Writes answers as one HTML file with their images, for a person to read.
 
 The page needs no server, runs no scripts and loads nothing. Its content
-security policy forbids it, whatever a model writes.
+security policy enforces this, whatever a model writes.
 """
 
 import base64

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats evaluations as tables, and writes them as JSON with their origin."""
+"""Formats evaluations as tables, and writes them as JSON."""
 
 import contextlib
 import importlib.metadata
@@ -136,7 +136,7 @@ def _number(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-  """Lists the device and the versions of the programs that computed."""
+  """Lists the device, and the versions of the packages that were used."""
   found = {"python": platform.python_version()}
   found["coat_jax"] = coat_jax.__version__
   for name in _PACKAGES:

@@ -22,7 +22,7 @@ from coat_jax.layers.vocabulary import loss_positions
 from coat_jax.models import Decoder, VisionLanguageModel
 
 _SMALLEST_BUCKET = 64
-# Batches that are sorted by length together.
+# How many batches are sorted by length together.
 _SORTED = 64
 
 

@@ -26,7 +26,7 @@ _ENVIRONMENT = {
   "HF_HUB_DISABLE_TELEMETRY": "1",
   "DISABLE_MULTIPROC": "1",
 }
-# Samples for the standard error of a metric that has no formula for it.
+# Bootstrap samples for the standard error of a metric without a formula.
 _BOOTSTRAPS = 1000
 
 
@@ -86,7 +86,7 @@ class Tasks:
 
   @contextlib.contextmanager
   def _inside(self) -> Iterator[None]:
-    """Makes paths relative to the folder of tasks while entered."""
+    """Runs code with the folder of tasks as its working directory."""
     folder = contextlib.nullcontext()
     if self._folder is not None:
       folder = contextlib.chdir(self._folder)

@@ -2,8 +2,8 @@
 """Computes the memory while one layer is differentiated, in closed form.
 
 This memory comes on top of what all layers save. Each sum covers the arrays
-that are alive at once at a point that can be the peak, in the order in which
-XLA works. We found them from XLA's live ranges in steps that were compiled for
+that are alive together at a possible peak, given the order in which XLA
+works. We found them from XLA's live ranges in steps that were compiled for
 H200s, and assume that
   * a stack of layers is scanned, so what a layer saved is copied out of it;
   * on one GPU XLA computes all weights' gradients at the end of a layer;
@@ -104,7 +104,7 @@ class Layer:
     return 1 + BF16 / self.recipe.group_size
 
   def saved(self, remat: Remat = "none") -> float:
-    """Counts the bytes that the layer saves of all tokens."""
+    """Counts the bytes that the layer saves for all tokens."""
     return self.tokens * saved_bytes(
       self.model, self.recipe, remat=remat, tensor=self.tensor
     )
@@ -120,8 +120,8 @@ def layer_backward(layer: Layer) -> float:
   return again + _fp8_linear_backward(layer)
 
 
-# The coefficients below are for a gated MLP. An MLP without a gate has the BF16
-# gradient instead that is summed to a bias's gradient. The plan of GPT-2 is
+# The coefficients below are for a gated MLP. An MLP without a gate instead has
+# the BF16 gradient that is summed to a bias's gradient. The plan of GPT-2 is
 # within 1 %.
 
 
@@ -146,7 +146,7 @@ def _fp8_linear_backward(layer: Layer) -> float:
   if layer.is_on_mesh:
     gradients = layer.grad_value * sum(weights.values())
     return mlp + gradients + layer.gathered * weights["gate_up"]
-  # With copies of what products save; or with a weight's gradient.
+  # The peak also has copies of what products save, or a weight's gradient.
   last = layer.value * weights["gate_up"] + 4 * inner + 2 * unit
   return max(mlp + inner + 3.5 * unit, last)
 
@@ -158,8 +158,8 @@ def _coat_backward(layer: Layer) -> float:
   mlp = _coat_mlp(layer)
   if not (layer.experts and layer.remat == "fp8"):
     mlp += _saved_in_mlp(layer)
-  # XLA computes all four weights' gradients last, those of experts in BF16 too,
-  # which are most of the total.
+  # XLA computes all four weights' gradients last. Those of experts exist in
+  # BF16 too, and are most of the total.
   last = 2 * layer.inner + stream
   if layer.experts:
     last = BF16 * layer.weights["gate_up"]
@@ -173,7 +173,7 @@ def _coat_on_mesh(layer: Layer) -> float:
   if layer.is_recomputed:
     mlp += 0.5 * unit + layer.saved()
   elif not (layer.experts and layer.remat == "fp8"):
-    # On a mesh XLA copies only gate and up, and later.
+    # On a mesh XLA copies only gate and up, and copies them later.
     mlp += 2.25 * inner + 0.5 * unit
   if not layer.optimizer_in_backward:
     # XLA sums weights' gradients over GPUs while the next layer runs, so all
@@ -193,15 +193,15 @@ def _coat_mlp(layer: Layer) -> float:
   inner, unit, rows = layer.inner, layer.unit, layer.rows
   if layer.experts and layer.remat == "fp8":
     # Gate and up, in codes; their gradients in BF16, the recomputed product and
-    # its gradient; all copies of tokens and of their gradients. Of the residual
-    # stream: the input, its gradient and the router's share of that gradient,
-    # and the codes of both blocks' inputs.
+    # its gradient; all copies of tokens and of their gradients. In units of the
+    # residual stream: the input, its gradient and the router's share of that
+    # gradient, and the codes of both blocks' inputs.
     return (2 * layer.code + 8) * inner + 2 * rows + (3 + layer.code) * unit
   # The product's gradient in BF16, E5M2 of gate and up as rows and as columns,
   # and the recomputed product.
   values = 7 * inner
   if layer.recipe.residuals == "coat" and not layer.experts:
-    # Instead of the product: the gradients of gate and up in f32.
+    # The gradients of gate and up in f32 exist instead of the product.
     values = 12 * inner
   return values + 1.5 * unit + 2 * rows
 
@@ -211,8 +211,8 @@ def _saved_in_mlp(layer: Layer) -> float:
   inner, unit = layer.inner, layer.unit
   saves_product = layer.recipe.residuals == "coat" and not layer.experts
   if layer.is_recomputed:
-    # Attention's part too; both blocks' inputs in BF16, and the operand of gate
-    # and up.
+    # All that the layer saves, attention's part too; both blocks' inputs in
+    # BF16, and the operand of gate and up.
     saved = layer.saved() + 2.5 * unit
   elif layer.remat == "fp8":
     # Gate and up; attention is recomputed later.
@@ -221,5 +221,5 @@ def _saved_in_mlp(layer: Layer) -> float:
       saved += (layer.code + 1) * inner + 0.5 * unit
   else:
     saved = layer.saved(layer.remat)
-  # What the layer saves of SwiGLU is dead by then.
+  # By then, what the layer saved for SwiGLU is dead.
   return saved - 4.5 * inner * saves_product

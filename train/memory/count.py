@@ -31,7 +31,7 @@ from coat_jax.models.remat import checkpointed
 from coat_jax.numerics.recipes import CoatRecipe
 
 KINDS = get_args(residuals.Kind)
-# Scales of whole tensors no longer show at this length.
+# At this length, scales of whole tensors are negligible.
 _TOKENS = 256
 
 
@@ -49,9 +49,9 @@ def saved_bytes(
   without the positions, which all layers share. XLA differs from autodiff in
   two places: BF16 layers keep the attention's output twice, in its own layout
   and as the operand of the next product; and where LayerNorm is plain autodiff,
-  two of its arrays become one. The bytes are those of one of `tensor` GPUs
-  along the mesh's tensor axis, on each of which BF16 layers hold the whole
-  residual stream.
+  two of its arrays become one. The bytes are counted on one of `tensor` GPUs
+  along the mesh's tensor axis, where BF16 layers hold the whole residual
+  stream.
   """
   recipe = dataclasses.replace(recipe, axes=None)
   arrays = [
@@ -87,7 +87,7 @@ def residual_bytes(
   """Counts the bytes per token that one layer saves, by kind and in total.
 
   `tokens` is the length of the one sequence that is traced. From a few hundred
-  on, scales of whole tensors no longer show.
+  tokens on, scales of whole tensors are negligible.
   """
   totals = dict.fromkeys(KINDS, 0)
   for aval, kind in residual_arrays(config, recipe, tokens=tokens):
@@ -145,7 +145,7 @@ class _Program:
     }
 
   def arrays(self):
-    """Returns shape and kind of each result that is not a parameter, once."""
+    """Returns shape and kind of each distinct result that is no parameter."""
     kept = {}
     for var in self.jaxpr.outvars:
       if isinstance(var, Var) and not self._is_parameter(var):
@@ -203,7 +203,7 @@ _ALIASES = {
   "broadcast_in_dim",
   "copy",
   "name",
-  "reduce_precision",  # jax.checkpoint puts what it keeps through it.
+  "reduce_precision",  # jax.checkpoint applies it to what it keeps.
   "reshape",
   "squeeze",
 }

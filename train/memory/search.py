@@ -2,7 +2,7 @@
 """Finds the settings that train a model fastest on a number of GPUs.
 
 We plan every combination that `candidates` makes, at the largest batch that
-fits, and rank them by an estimate of their speed. Only ratios count. A
+fits, and rank them by an estimate of their speed. Only ratios matter. A
 microbatch of n tokens on a GPU takes, in units of the time of one token in BF16
 layers,
 
@@ -10,7 +10,7 @@ layers,
 
 The last two terms are the cost of a step at any batch: the optimizer, and
 weights that are read and quantized. They were measured with Llama-2-7B on an
-H200; 13B has much the same, because both parts grow with the weights.
+H200; For 13B they are much the same, because both parts grow with the weights.
 tests/train/memory/test_search.py compares the estimate with measured steps.
 """
 
@@ -29,7 +29,7 @@ GB = 10**9
 # Time of a layer, forward and backward, relative to 16.73 ms in BF16 (docs/
 # performance.md, "One decoder layer"). In recipe coat, fp8, full and fp8_layer
 # take 1.22, 1.26 and 1.26 times as long as none. We did not measure full in
-# fp8_linear: it is none plus another forward.
+# fp8_linear: we estimate it as none plus another forward.
 LAYER: dict[str, dict[Remat, float]] = {
   "bf16": {"none": 1.0, "dots": 1.04, "full": 1.27},
   "fp8_linear": {"none": 0.68, "full": 0.90},

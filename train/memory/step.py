@@ -12,8 +12,8 @@ Peak memory occurs at one of these points, each with what is alive then:
              layers save, and the arrays of its layer that is being
              differentiated
 
-The step is `train.step`'s: it scans its layers, has gradients in the dtypes of
-the parameters, computes the loss in chunks of logits and donates its state.
+The step is `train.step`'s: it scans its layers, stores gradients in the dtypes
+of the parameters, computes the loss in chunks of logits and donates its state.
 Frozen parts have no gradients. A frozen tower saves nothing, nor does anything
 before it. A frozen decoder does save, because its backward leads to the
 projector.
@@ -74,7 +74,7 @@ _STATES: dict[tuple, AbstractState] = {}
 
 
 def state_of(config: TrainConfig) -> AbstractState:
-  """Builds a run's abstract state, once for runs that store the same.
+  """Builds a run's abstract state, once for all runs with the same state.
 
   Raises a ValueError if a device would hold part of a group of moments.
   """
@@ -92,7 +92,7 @@ def state_of(config: TrainConfig) -> AbstractState:
 
 
 def device_bytes(tree: Any) -> int:
-  """Counts the bytes of a tree of arrays on one device of its shardings."""
+  """Counts the bytes that a tree of arrays takes on one device."""
 
   def count(x) -> int:
     where = getattr(x, "sharding", None)
@@ -243,11 +243,11 @@ def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
 def _head_in_backward(layer: Layer) -> float:
   """Counts the bytes of the output weights' gradient during the backward."""
   head = _head(layer)
-  summed = layer.value * head / layer.fsdp  # Over devices.
+  summed = layer.value * head / layer.fsdp  # Summed over devices.
   if not layer.optimizer_in_backward:
     return summed
   # The optimizer has used it already, unless the embedding's gradient must be
-  # added, for which XLA may create zeros before it differentiates the layers.
+  # added; XLA may create zeros for the sum before it differentiates the layers.
   model: Any = layer.model
   return summed * model.tied_embeddings + BF16 * head
 

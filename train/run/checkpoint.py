@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run: written in the background, whole or not at all.
 
-A checkpoint has the items `params`, `optimizer` (the FP8 bytes themselves),
-`data` (the place of the data iterator), `run` (step, configuration and
+A checkpoint contains `params`, `optimizer` (the FP8 bytes themselves), `data`
+(the position of the data iterator), `run` (step, configuration and
 fingerprint of the data) and, if a run reports on its moments, `exact`; `data`
 and `run` are JSON. Nothing in it depends on devices or processes: arrays are
 restored bit for bit with the shardings of an abstract state, and the iterators
@@ -10,8 +10,8 @@ of all processes have the same place. No batch is repeated or skipped, so a run
 that the same compiled program resumes is bit-equal to one that never stopped.
 
 A checkpoint is named by its step once all files are written, with checksums.
-Later damage shows in the checksums, a renamed folder in the stored step. Then
-the checkpoint before it is used.
+The checksums reveal later damage, and the stored step reveals a renamed folder.
+Then the previous checkpoint is used.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class Checkpoints:
   def restore(
     self, step: int, abstract: TrainState, batches: grain.DatasetIterator
   ) -> TrainState:
-    """Restores a state and the place of the iterator."""
+    """Restores a state and the position of the iterator."""
     state = restore_state(self.path, step, abstract)
     batches.set_state(_read_json(self.path / str(step), "data"))
     return state
@@ -142,7 +142,7 @@ class Checkpoints:
       return False
 
   def _write_checksums(self) -> None:
-    # There is one: unfinished ones were removed at the start.
+    # Exactly one exists: others were removed at the start.
     (folder,) = self.path.glob("*.orbax-checkpoint-tmp")
     checksums.write(folder)
 

@@ -2,12 +2,12 @@
 """Checksums of the files of a checkpoint.
 
 Orbax and TensorStore check their indices, not the arrays: training would go on
-from an array with a flipped bit. So a checkpoint stores the SHA-256 of its
-files, written before it gets its name, and is restored only if they match.
+from an array with a flipped bit. So a checkpoint stores the SHA-256 of each of
+its files before it gets its name, and is restored only if all files match.
 
-Why not TensorStore's own crc32c: Orbax writes Zarr version 2, which has no such
-codec. With version 3 it puts crc32c on the index of shards, not on the arrays,
-and has no option for them. Neither covers JSON items or missing files.
+TensorStore's own crc32c is not enough: Orbax writes Zarr version 2, which has
+no such codec. With version 3, Orbax can check only the index of shards, not the
+arrays. Neither covers JSON items or missing files.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 NAME = "checksums.json"
-# Orbax writes these two at the very end. They contain nothing of the run, and
-# restoring does not need them.
+# Orbax writes these two at the very end. They contain no data of the run,
+# and restoring does not need them.
 _WRITTEN_LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 

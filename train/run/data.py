@@ -48,7 +48,7 @@ class RunData[Config: TrainConfig]:
     held_out: Rows to evaluate.
     fingerprint: A hash of the data, which must not change on resuming.
     change_times: A hash of the files' times if the fingerprint does not read
-      them whole.
+      whole files.
     threads: Threads that read batches ahead; 0 for data in memory.
   """
 

@@ -52,7 +52,7 @@ class RunDirectory:
 
   def __init__(self, path: str | Path):
     path = read_path("out", path)
-    # Resolved, so that no folder is created only to be left by "..".
+    # Otherwise mkdir would create folders that ".." leaves again.
     self.path = path.resolve() if ".." in path.parts else path
     self.config = self.path / "config.json"
     self.config_temporary = self.path / "config.tmp"
@@ -235,7 +235,7 @@ class RunDirectory:
   def write_description(self, description: dict) -> None:
     """Writes config.json atomically; raises SaveError if it cannot."""
     with save_errors(self.path):
-      # Writing would follow a link by this name.
+      # Writing would follow a link of this name.
       self.config_temporary.unlink(missing_ok=True)
       try:
         with self.config_temporary.open("x") as file:

@@ -72,8 +72,8 @@ def stop_on_failure() -> Iterator[None]:
   """Turns a failed write, or too little memory, into exit status 1.
 
   With several processes, this one exits at once. The others do not know of the
-  error and wait for it, and a normal exit would wait for them. Once it is gone,
-  JAX ends them too.
+  error and wait for this one, and a normal exit would wait for them. Once it is
+  gone, JAX ends them too.
   """
   try:
     yield
@@ -85,7 +85,7 @@ def stop_on_failure() -> Iterator[None]:
       text = (
         f"error: {shortage}; give --mesh more devices, raise --accumulate or "
         "start with a smaller --batch: python -m train.plan PRESET --gpus N "
-        "says which settings fit"
+        "shows which settings fit"
       )
     stop = Stop(1, text, process=jax.process_index())
     if jax.process_count() == 1:
@@ -111,7 +111,7 @@ def stop_on_signal(out: Path) -> Iterator[None]:
   handlers = {each: signal.signal(each, interrupt) for each in SIGNALS}
   try:
     yield
-  except BaseException as error:  # Code may turn KeyboardInterrupt into others.
+  except BaseException as error:  # Code may replace KeyboardInterrupt.
     if not received:
       raise
     text = f"{signal.Signals(received[0]).name}: stopped"
@@ -156,7 +156,7 @@ def describe_shortage(error: BaseException) -> str | None:
 def is_received(signals: Signals) -> bool:
   """Whether any process received a signal; afterwards all know of it."""
   received = max(processes.gather(signals.received or 0))
-  if received:  # A signal that came since counts next time.
+  if received:  # A signal that came after this counts next time.
     signals.received = received
   return bool(received)
 

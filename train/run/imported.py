@@ -60,7 +60,7 @@ def create_run(
           checkpoints.save(step, state, batches, description)
 
       uninterrupted(save)
-      failed.pop_all()  # It is saved.
+      failed.pop_all()  # The checkpoint is saved.
     run.remove_replaced()
   return step
 

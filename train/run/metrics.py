@@ -13,9 +13,9 @@ Lines are written whole and at once, so a killed run loses none. A resumed run
 first drops the lines that it will write again. Only the first process writes
 and prints.
 
-Why not tqdm without a terminal: it separates updates by carriage returns, which
-make one endless line in a log, whatever `mininterval` is. Why not rich's
-tables: without a terminal it cuts cells to fit 80 columns.
+Without a terminal we do not use tqdm, because it separates updates by carriage
+returns, which make one endless line in a log, whatever `mininterval` is. We do
+not use rich's tables, because without a terminal they are cut to 80 columns.
 """
 
 import json
@@ -98,7 +98,7 @@ def parse_lines(path: Path) -> Iterator[Any]:
   for line in path.read_bytes().splitlines():
     try:
       yield json.loads(line)
-    # Not JSON, not UTF-8, or a thousand brackets.
+    # Not JSON, not UTF-8, or nested too deeply.
     except (ValueError, RecursionError):
       yield None
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces some steps of a run with jax.profiler, in the first process.
 
-`tensorboard --logdir RUN/profile` (with the plugin of `xprof`) shows the trace,
-and ui.perfetto.dev its trace.json.gz.
+View the trace with `tensorboard --logdir RUN/profile` (needs the `xprof`
+plugin), or open its trace.json.gz at ui.perfetto.dev.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ class Profiler:
   def __init__(self, text: str, folder: Path):
     self._folder, self._is_on = folder, False
     count, wait = read_profile(text) if processes.is_primary() else (0, 0)
-    # Counted from the run's start, or from where it was resumed.
+    # Step numbers, counted from where the run started or was resumed.
     self._steps, self._seen = range(wait, wait + count), 0
 
   @property

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads metrics.jsonl for a table or a figure, even if it is damaged.
 
-Nonsense is left out and reported in `MetricsRows.damaged`: lines that are not
-JSON, or words instead of a loss. The last line of a killed run may end early;
-that is not damage.
+Nonsense, such as lines that are not JSON or words instead of a loss, is left
+out and reported in `MetricsRows.damaged`. The last line of a killed run may end
+early; that is not damage.
 """
 
 import math

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGINT and SIGTERM: stop at once if nothing is lost, otherwise save first.
 
-Python runs signal handlers between two of its instructions, so Ctrl-C would do
-nothing during a compilation of a minute. Here the signal's number goes through
-a pipe to a thread that acts at once.
+Python runs signal handlers only between bytecode instructions, so Ctrl-C would
+do nothing while a compilation takes a minute. Here a pipe passes the signal's
+number to a thread, which acts at once.
 
-Why not Orbax's `reached_preemption`: it needs JAX's coordination service, so
-`--distributed`, handles only SIGTERM, and stops some steps later. Ours costs
-one gathered integer per step, and only with several processes.
+We do not use Orbax's `reached_preemption`: it needs JAX's coordination service
+(and so `--distributed`), handles only SIGTERM, and stops some steps later. Here
+several processes gather one integer per step; a single process pays nothing.
 """
 
 import os
@@ -19,10 +19,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
-  """Handles SIGINT and SIGTERM while entered."""
+  """Context manager that handles SIGINT and SIGTERM."""
 
-  # If False, a signal ends the process. If True, the first one only sets
-  # `received`, so that the training loop saves and ends; the next one ends it.
+  # If False, a signal ends the process. If True, the first signal only sets
+  # `received`, so that the training loop can save and stop; the second signal
+  # ends the process.
   is_deferred = False
   received: int | None = None  # The number of the deferred signal.
 
@@ -51,7 +52,7 @@ class Signals:
   def _listen(self) -> None:
     while number := os.read(self._reader, 1):
       number = number[0]
-      if number not in SIGNALS:  # It belongs to another library.
+      if number not in SIGNALS:  # Another library uses it.
         continue
       name = signal.Signals(number).name
       if self.is_deferred and self.received is None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies metrics to TensorBoard's event files and to Weights & Biases.
 
-Both get the numbers of metrics.jsonl, which stays the run's record, under the
-same names and steps. A resumed run continues them.
+Both get the numbers of metrics.jsonl under the same names and steps;
+metrics.jsonl stays the run's record. A resumed run continues them.
 
-tensorboardX writes the event files because it needs only NumPy and protobuf:
-TensorBoard itself brings a web server and gRPC, `clu` and
-`flax.metrics.tensorboard` bring TensorFlow. We use its writer without a thread,
-because the other one's queue blocks forever if the disk is full.
+tensorboardX writes the event files because it needs only NumPy and protobuf.
+TensorBoard itself pulls in a web server and gRPC; `clu` and
+`flax.metrics.tensorboard` pull in TensorFlow. We use tensorboardX's writer
+without a thread: the threaded writer blocks forever if the disk is full.
 """
 
 import importlib.util

@@ -66,7 +66,7 @@ def uninterrupted(write: Callable[[], None]) -> None:
   Otherwise threads of Orbax and TensorStore would still write into a folder
   while it is removed.
   """
-  with ThreadPoolExecutor(1) as pool:  # Leaving it waits for the write.
+  with ThreadPoolExecutor(1) as pool:  # Leaving the pool waits for the write.
     pool.submit(write).result()
 
 

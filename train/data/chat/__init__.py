@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations to train on: from files to rows of tokens.
 
-In the order in which data pass through:
+Data pass through these modules in this order:
   * `formats` reads JSON files as conversations;
   * `template` turns a conversation into text, in a process that can be killed
     (`rendering`, `sandbox`);

@@ -163,8 +163,8 @@ def load_documents(
         continue
       counts.truncated += len(document.tokens) < len(whole.tokens)
       if images is not None:
-        # The cut never splits an image: it is after an answer or inside the
-        # first one, and images come before answers.
+        # The cut never splits an image: it is in or after a part to learn,
+        # because otherwise no target fits, and images come before answers.
         count = images.count(document.tokens)
         document = document._replace(images=document.images[:count])
       kept.append(document)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns conversations into token ids and a mask of the tokens to learn.
 
-The whole text of a conversation is tokenized at once, so every token is what
-the model will see in use. The mask follows from the characters of each token.
+The whole text of a conversation is tokenized at once, so tokens are the same
+as in use. The mask follows from the characters of each token.
 """
 
 import itertools

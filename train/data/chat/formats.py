@@ -73,7 +73,7 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 def _parse(line: bytes) -> Any:
   try:
-    # Without its end, so that an error at the end names a place in this line.
+    # Without the line's end, an error at the end names a place in this line.
     return json.loads(line.decode("utf-8").rstrip("\r\n"))
   except UnicodeDecodeError as error:
     return BadData(
@@ -203,7 +203,7 @@ def _read_prompt(row: Mapping[str, Any]) -> Completion:
 
 
 _Read = Callable[[Mapping[str, Any]], Conversation | Completion]
-# The keys that a format's rows must have, and how they are read.
+# The keys that rows of a format must have, and the function that reads them.
 FORMATS: dict[str, tuple[tuple[str, ...], _Read]] = {
   "messages": (("messages",), lambda row: _read_turns(row["messages"], row)),
   "sharegpt": (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs documents into rows of `seq + 1` tokens.
 
-The longest document goes first, and each into the fullest row that still has
+Documents are placed longest first, each into the fullest row that still has
 room for it (best fit, decreasing), which leaves little padding. Documents of
 equal length are ordered by the seed. Segment numbers tell documents apart, so
 that attention stays within one: 1, 2, ... in the order of the row, 0 for
@@ -72,8 +72,8 @@ def pack(
 ) -> PackedRows:
   """Packs the documents with these numbers into rows.
 
-  If not `is_packed`, each row has one document. `images` is the room for images
-  in each row; None makes room for as many as any document has.
+  If not `is_packed`, each row has one document. Each row has room for `images`
+  images; None makes room for as many as any document has.
   """
   lengths = documents.lengths
   longest = int(lengths[numbers].max(initial=0))

@@ -58,7 +58,7 @@ class _Renderer:
         self.close()
         raise
       if "limit" in answer:
-        self.close()  # It may still hold the memory that was too much.
+        self.close()  # The process may still hold that memory.
       return answer
 
   def _stop(self) -> int:

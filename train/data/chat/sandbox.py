@@ -3,8 +3,8 @@
 
 A template is a program that came with a tokenizer. Jinja's sandbox gives it
 access to text only. The operating system kills it if it runs or grows without
-end, which Python cannot do: one expression of a template, such as
-10 ** 10 ** 10, runs until it is done.
+end. Python cannot do that: it cannot interrupt a single expression, such as
+10 ** 10 ** 10.
 
 A request on standard input and its answer on standard output are each a length
 in 8 bytes followed by JSON. A request has `source`, `is_marked` (whether to
@@ -33,7 +33,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 # Surround {% generation %} blocks. U+FDD0 is a noncharacter, which text has no
 # reason to contain.
 BEGIN, END = "\ufdd0(", "\ufdd0)"
-# Characters of an error message that are sent.
+# The most characters of an error message to send.
 _MESSAGE = 1000
 
 

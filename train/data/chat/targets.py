@@ -33,14 +33,14 @@ Span = tuple[int, int]
 class Shape:
   """The text that a template writes around a turn of the assistant.
 
-  A start is a header, which is not learned, and a lead, which is. The header is
-  the part that the turn shares with the generation prompt. Without such a
-  prompt it is all text before the content unless that is white space.
+  A start is a header, which is not learned, and a lead, which is learned. The
+  header is what the turn shares with the generation prompt. Without such a
+  prompt, it is all text before the content, unless that is white space.
   """
 
   starts: tuple[
     tuple[str, str], tuple[str, str]
-  ]  # Of the last turn, of others.
+  ]  # The last turn's, and other turns'.
   has_prompt: bool  # Whether the template has a generation prompt.
   ends: tuple[str, str]  # The text that ends the last turn, and other turns.
   tail: str  # The text after the end of the last turn.
@@ -136,7 +136,7 @@ class TargetFinder:
     changed[i] = {"role": "assistant", "content": other}
     rendered = self._try(changed, chat.tools) or ""
     if rendered.count(other) == 1:
-      # Between the two is whatever the template wrote for the turn, such as
+      # Between these is whatever the template wrote for the turn, such as
       # tool calls, or contents without their reasoning.
       before, after = rendered.split(other)
       start, end_text = self._start(before), self._end_text(chat, i)
@@ -210,7 +210,7 @@ class TargetFinder:
         return Shape((last, other), prompt != plain, ends, tail)
     raise ValueError(
       "chat: the template must write a turn of the assistant between a prompt "
-      "and an end, got one where they cannot be told apart; put "
+      "and an end, got one that does not separate them clearly; put "
       "{% generation %} into the template, or use another"
     )
 

@@ -4,8 +4,8 @@
 A template comes from chat_template.jinja, from `chat_template` in
 tokenizer_config.json, or by its name from `PUBLISHED`. It is a program that
 came with a tokenizer, so it runs in Jinja's sandbox, in a process of its own
-that is killed if the template does not end (`rendering`). It sees what
-transformers gives it: messages, tools, the special tokens by name,
+that is killed if the template does not end (`rendering`). It gets what
+transformers provides: messages, tools, the special tokens by name,
 `raise_exception` and `strftime_now`.
 """
 
@@ -60,9 +60,9 @@ class ChatTemplate:
   def load(
     cls, folder: str | Path, name: str | None = None
   ) -> "ChatTemplate | None":
-    """Reads the template of a tokenizer's folder, or takes a published one.
+    """Reads the template of a tokenizer's folder, or uses a published one.
 
-    It is None if no name is given and the folder has no template.
+    Returns None if no name is given and the folder has no template.
     """
     folder = Path(folder).expanduser()
     if name is not None:
@@ -173,7 +173,7 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _as_shown(message: Message) -> Message:
-  """Drops None and repeats reasoning by all its names, as transformers does."""
+  """Drops None and gives reasoning all its names, as transformers does."""
   message = {key: x for key, x in message.items() if x is not None}
   names = ("reasoning_content", "thinking", "reasoning")
   reasoning = next((message[x] for x in names if x in message), None)
