@@ -6,6 +6,7 @@ whose arithmetic is another program's, where it is Adam.
 """
 
 import doctest
+import importlib
 import inspect
 import pickle
 from typing import Any
@@ -30,7 +31,6 @@ from coat_jax.optimizer import (
   to_integers,
   to_plain_state,
 )
-from coat_jax.optimizer import encoded as encoded_module
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick
 from tests.optimizer.solvers import types
@@ -365,5 +365,7 @@ def test_sharded_step_gives_the_bits_of_one_device(name):
 
 @pytest.mark.slow
 def test_examples_run():
+  # The package has a function of this module's name.
+  encoded_module = importlib.import_module("coat_jax.optimizer.encoded")
   for module in (encoded_module, fields, conversion):
     assert not doctest.testmod(module).failed

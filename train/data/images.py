@@ -16,6 +16,8 @@ import json
 import os
 import stat
 import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +146,18 @@ class Preprocessing:
     assert isinstance(size, tuple)  # If only one side is set, there is a crop.
     return size
 
-  def check(self, file: Path) -> None:
-    """Checks the header of an image; not thread-safe."""
-    with warnings.catch_warnings():  # Pillow warns about images that we refuse.
-      warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+  def check(self, files: Iterable[Path], *, threads: int = 1) -> None:
+    """Checks the headers of images, in this many threads."""
+
+    def check_one(file: Path) -> None:
       with _opened(file) as image:
         self._check_size(image)
+
+    # Around the threads, because the filters of warnings belong to all of them.
+    with warnings.catch_warnings():  # Pillow warns about images that we refuse.
+      warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+      with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(check_one, files))
 
   def read(self, file: Path) -> np.ndarray:
     """Reads an image as f32 [3, H, W]; thread-safe."""

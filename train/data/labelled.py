@@ -154,8 +154,7 @@ def _read(
       )
     files += own
     labels += [known.index(name)] * len(own)
-  with ThreadPoolExecutor(THREADS) as pool:
-    list(pool.map(preprocessing.check, files))
+  preprocessing.check(files, threads=THREADS)
   return known, Images(
     files=files,
     labels=np.asarray(labels, np.int32),

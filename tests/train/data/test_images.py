@@ -123,7 +123,7 @@ def test_bad_images_are_named_in_one_line(tmp_path):
     if content is not None:
       (tmp_path / name).write_bytes(content)
     with pytest.raises(BadData) as found:
-      preprocessing.check(tmp_path / name)
+      preprocessing.check([tmp_path / name])
     assert name in str(found.value) and "\n" not in str(found.value)
     return found.value.reason, str(found.value)
 
@@ -152,7 +152,7 @@ def test_bad_images_are_named_in_one_line(tmp_path):
   Image.fromarray(pixels(90, 90)).save(tmp_path / "whole.jpg")
   content = (tmp_path / "whole.jpg").read_bytes()
   (tmp_path / "cut.jpg").write_bytes(content[: len(content) // 2])
-  preprocessing.check(tmp_path / "cut.jpg")
+  preprocessing.check([tmp_path / "cut.jpg"])
   with pytest.raises(
     BadData, match=r"cut\.jpg, which Pillow cannot read: .* truncated"
   ):

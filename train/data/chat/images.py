@@ -62,7 +62,7 @@ class ChatImages:
     found = tuple(RowImage(name, folder / name, where) for name in names)
     for image in found:
       try:
-        self.preprocessing.check(image.path)
+        self.preprocessing.check([image.path])
       except BadData as error:
         if error.reason == "missing image":
           got = f", got {self.folder}" if self.folder else ""
