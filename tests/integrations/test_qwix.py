@@ -17,11 +17,6 @@ from coat_jax.layers import linear
 
 BF16 = jnp.bfloat16
 
-# qwix 0.1.8 calls a method that flax deprecates.
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The 'm.iter_modules:DeprecationWarning"
-)
-
 
 class Model(nnx.Module):
   """Three kinds of products with weights, and one without."""
