@@ -82,7 +82,7 @@ def test_kernels_refuse_what_they_cannot_take():
     split(1, 16, 2, 2, 12)
   with refused("bfloat16 and float32"):
     split(1, 16, 2, 2, 16, dtype=jnp.float16)
-  with refused("not be empty"):
+  with refused("must have 1 to"):
     split(0, 16, 2, 2, 16)
   with refused("multiple of 16 rows"):
     rope.join_heads_operand(*case(1, 12, 2, 2, 16)[1], None, None)
