@@ -19,7 +19,7 @@ from coat_jax.layers.activation import plain_gated
 from coat_jax.layers.dot_product_attention import dot_product_attention
 from coat_jax.layers.linear import linear
 from coat_jax.layers.norm import norm
-from coat_jax.layers.rope import Heads, split_heads
+from coat_jax.layers.rope import split_heads
 from coat_jax.models.batch import Batch
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
@@ -95,7 +95,7 @@ def _layer(x: Array, weights: Any, model: Decoder, tap: Callable) -> Array:
   """Runs a layer whose tensors go through `tap`."""
   module, config = model.layers.attention, model.config
   attention, mlp = weights["attention"], weights["mlp"]
-  heads = Heads(module.num_heads, module.num_kv_heads, module.rotary)
+  heads = module.middle.heads
 
   def normed(x, weights):
     scale = weights["scale"]

@@ -192,7 +192,9 @@ def _bwd(static, recipe, inputs, saved, g):
 def _specs(x, weights, static, recipe):
   axes, each, split = recipe.axes, tokens(recipe.axes, x), static.split
   x_spec = own_columns(axes, x.ndim) if split == "inputs" else each
-  y_spec = own_columns(axes, weights.w.ndim + 1) if split == "columns" else each
+  y_spec = each
+  if split == "columns" and x.ndim > 2:
+    y_spec = own_columns(axes, x.ndim + weights.w.ndim - 2)
   return (x_spec, weights_specs(axes, weights, split)), y_spec
 
 

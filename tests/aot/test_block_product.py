@@ -33,8 +33,8 @@ def compiled(name: str, form: str) -> jax.stages.Compiled:
   of_rows, has_add, b_dtype = FORMS[form]
   spec, f32 = jax.ShapeDtypeStruct, jnp.float32
   b_scales = N if of_rows else N // 128
-  a = QTensor(spec((M, K), E4M3), spec((M, K // 128), f32))
-  b = QTensor(spec((N, K), b_dtype), spec((b_scales, K // 128), f32))
+  a = QTensor(spec((M, K), E4M3), spec((M, K // 128), f32), 128)
+  b = QTensor(spec((N, K), b_dtype), spec((b_scales, K // 128), f32), 128)
   add = [spec((M, N), jnp.bfloat16)] if has_add else []
   product = functools.partial(block_product.product, tile=TILES[name])
   dtype = jnp.float32 if of_rows else jnp.bfloat16
