@@ -45,10 +45,9 @@ def test_no_weight_and_no_cache_is_copied_for_a_token():
   cache = KVCache((each,) * 2, (each,) * 2, counts, array((), jnp.int32))
 
   def decode(params, first, cache, keys, is_row, stops, most):
-    sampling = make_sampling(0.0, None, None)
-    return MODULE._decode.__wrapped__(
-      graph, params, first, cache, sampling, keys, is_row, stops, most
-    )
+    draws = MODULE._Draws(make_sampling(0.0, None, None), keys)
+    until = MODULE._Until(is_row, stops, most)
+    return MODULE._decode.__wrapped__(graph, params, first, cache, draws, until)
 
   compiled = compile_for_h200(
     decode,
