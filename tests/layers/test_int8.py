@@ -122,10 +122,13 @@ def test_on_a_gpu_products_are_integers_and_no_kernel_runs():
   )
   found = {}
   for name, recipe in (("int8", INT8), ("coat", recipes.coat())):
+    f = functools.partial(
+      block, middle=Gated(), kind="rms", eps=1e-5, recipe=recipe
+    )
     with for_h200():
-      traced = jax.make_jaxpr(
-        lambda *args, recipe=recipe: block.__wrapped__(*args, recipe)
-      )(x, weights, x)
+      traced = jax.make_jaxpr(lambda x, w, dy, f=f: jax.vjp(f, x, w)[1](dy))(
+        x, weights, x
+      )
     found[name] = dot_dtypes(traced.jaxpr)
   assert found["int8"] == ({("int8", "int8", "int32")}, set())
   assert found["coat"][1]

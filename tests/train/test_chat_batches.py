@@ -239,7 +239,7 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
       longest=longest,
     )
     assert "2 truncated and 1 left out" in cut.counts.describe()
-    assert f"with {lost} tokens" in cut.counts.describe()
+    assert f"loses {lost} target tokens" in cut.counts.describe()
     assert f"sequences of {longest} tokens" in cut.counts.describe()
   # A row ends with the second answer, without the question after it.
   asked = [row("0", "1", "2", "3", "7")]

@@ -121,7 +121,11 @@ BAD = [
   (b'{"messages": [{"role"', "broken JSON", "at character 22"),
   (b'{"messages": "\xff"}', "not UTF-8", "must be UTF-8, got byte 14"),
   (b"[" * 100_000, "broken JSON", "a row must be JSON"),
-  ({**GOOD, "image": "a.png"}, "unexpected images", "alone here, got image"),
+  (
+    {**GOOD, "image": "a.png"},
+    "unexpected images",
+    "only text here, got image",
+  ),
   ({"text": "x"}, "wrong format", "must have messages, got the keys ..text"),
   ([1], "wrong format", "a row must be an object"),
   ({"messages": "x"}, "no turns", 'list of turns, got "x"'),
