@@ -148,7 +148,7 @@ def test_period_of_layers_follows_from_the_list():
 @pytest.mark.parametrize(
   "name, keys, words",
   [
-    ("gemma2", {"layer_types": [FULL, SLIDING]}, "must be sliding_attention b"),
+    ("gemma2", {"layer_types": [FULL, SLIDING]}, "must be sliding_attention e"),
     ("gemma2", {"layer_types": [SLIDING]}, "must be a list of all 2 layers"),
     ("gemma2", {"layer_types": ["chunked", FULL]}, "layers in another order"),
     (
