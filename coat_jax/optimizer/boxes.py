@@ -80,12 +80,9 @@ def mesh_of(tree: Any) -> AnyMesh | None:
 def box_statistics(
   like: Any, statistics: Sequence[Any], mesh: AnyMesh | None = None
 ) -> Any:
-  """Returns a tree of statistics in the boxes of their parameters.
+  """Returns one statistic per leaf of `like`, in the boxes of these leaves.
 
-  Args:
-    like: tree of the parameters, or of arrays with their shapes and boxes.
-    statistics: one per leaf of `like`; a scalar gets no names.
-    mesh: the parameters' (`mesh_of`), used for Variables if no mesh is set.
+  A scalar gets no names. `mesh` is used for Variables if no mesh is set.
   """
   if "flax" not in sys.modules:
     return jax.tree.structure(like).unflatten(statistics)

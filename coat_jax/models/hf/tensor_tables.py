@@ -24,11 +24,8 @@ def rows(
 ) -> Table:
   """Returns the rows of kernels, norms and their biases.
 
-  Args:
-    products: maps the path of a linear layer to the start of its tensors'
-      names, or to several starts if it fuses several layers.
-    norms: maps the path of a norm to the start of its tensors' names.
-    is_transposed: whether kernels are [outputs, inputs], as in `nn.Linear`.
+  Paths are mapped to the start of their tensors' names, or to several starts
+  if a linear layer fuses several. `is_transposed` means [outputs, inputs].
   """
   found = {}
   for path, names in products.items():
