@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The middle of a block, between its two products: the part that differs.
 
-Subclass `Middle` for a new kind of block. `layers.mlp`, `layers.gated_mlp` and
+Subclass `Middle` for a new kind of block. `layers.mlp` and
 `layers.self_attention` contain the existing ones.
 """
 
