@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and pads the prompts of `generate`, and places their images.
 
-The tower runs once for all prompts. Like the rest of `generate` it runs without
-FP8: with one scale for all images, an answer would depend on other prompts.
+The vision tower runs once for all prompts. Like the rest of `generate` it runs
+without FP8: with one scale for all images, the tokens generated for a prompt
+would depend on the other prompts.
 """
 
 import functools
