@@ -253,7 +253,7 @@ class ModelConfig:
     if not has_rope and self.max_positions is None:
       raise ValueError(
         f"ModelConfig: {self.family} has learned positions and needs "
-        "max_positions, got None; pass the longest sequence"
+        "max_positions, got None; pass the length of the longest sequence"
       )
 
   def check_length(

@@ -37,8 +37,8 @@ def as_format(dtype: DTypeLike) -> DTypeLike:
   names = ", ".join(known.name for known in _FORMATS)
   got = repr(dtype) if found is None else found.name
   raise ValueError(
-    f"formats: values are quantized to one of {names}, got {got}; another "
-    "format is an entry of formats._FORMATS"
+    f"formats: values are quantized to one of {names}, got {got}; to "
+    "support another format, define it in formats._FORMATS"
   )
 
 
