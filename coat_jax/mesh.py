@@ -307,8 +307,8 @@ def scatter_sequence(y: Array, axes: MeshAxes | None) -> Array:
   devices = size_of(axes.tensor)
   if y.shape[1] % devices:
     raise ValueError(
-      "layers: a sequence must be a multiple of the mesh's tensor axis long, "
-      f"got {y.shape[1]} positions and {devices} devices; pad them"
+      "layers: a sequence's length must be a multiple of the mesh's tensor "
+      f"axis, got {y.shape[1]} positions and {devices} devices; pad sequences"
     )
   return lax.psum_scatter(y, axes.tensor, scatter_dimension=1, tiled=True)
 
