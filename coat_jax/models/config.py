@@ -132,8 +132,7 @@ class ModelConfig:
       the others see the window. None for the window in all layers.
     window_rope_theta: Base of RoPE in layers with a window; their frequencies
       are not stretched. None for the same base in all layers.
-    query_scalar: q k^T is divided by the square root of this; None for
-      head_dim.
+    query_scalar: its square root divides q k^T; None for head_dim.
     attention_soft_cap: Attention scores become
       soft_cap * tanh(scores / soft_cap); None leaves them unchanged.
     logits_soft_cap: The same for logits.
@@ -141,8 +140,7 @@ class ModelConfig:
       for other families, which have no limit.
     rotary_dim: How many of a head's first channels RoPE rotates; None for all.
     gelu: For families without a gated MLP: GELU by the tanh formula or by erf.
-    num_experts: Number of experts per layer, each a gated MLP; None for a
-      single MLP.
+    num_experts: Number of experts (gated MLPs) per layer; None for one MLP.
     experts_per_token: How many experts each token is sent to.
     normalize_experts: Make the weights of a token's experts add up to 1.
     auxiliary_loss: Coefficient of the load-balancing loss, which is added in

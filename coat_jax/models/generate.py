@@ -112,8 +112,7 @@ def generate(
   as it would alone, up to the order of summation.
 
   While tokens are added, memory holds a second copy of the layers' weights, in
-  that dtype (or f32 for weights that are read in f32), whatever dtype they are
-  stored in.
+  that dtype (f32 for weights read in f32), whatever dtype they are stored in.
 
   On a mesh, call it under `jax.set_mesh` with sharded parameters; it uses the
   axes of the model's recipe.

@@ -2,8 +2,7 @@
 """Checks and pads the prompts of `generate`, and places their images.
 
 The vision tower runs once for all prompts. Like the rest of `generate` it runs
-without FP8: with one scale for all images, the tokens generated for a prompt
-would depend on the other prompts.
+without FP8: with one scale for all images, prompts would affect each other.
 """
 
 import functools

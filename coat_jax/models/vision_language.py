@@ -186,8 +186,7 @@ class VisionLanguageModel(nnx.Module):
       remat: what the decoder's layers recompute in the backward pass; see
         `Remat`. The tower's layers recompute nothing.
       store: `(path, array) -> array`, as for `Decoder`. Paths are relative to
-        the tower or the decoder; the projector's start with "projector". None
-        uses `param_dtype`.
+        tower or decoder, or start with "projector". None uses `param_dtype`.
       rngs: its stream `params` initializes the parameters.
 
     Raises:

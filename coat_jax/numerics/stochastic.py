@@ -16,8 +16,7 @@ is, 8 successive states of a multiplicative generator that starts at the hash.
 Each word by itself is uniform, since every step hashes to a different start,
 and any two of them are uncorrelated. The word of a second moment is 8 states
 after that of the first (`next_words`), and the parameter's is 16 after it. Use
-the high bits of a word: in such a generator the low bits hardly change from one
-state to the next.
+the high bits of a word: the low bits of such a generator hardly change.
 """
 
 import dataclasses
