@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: where FP8 is used in a layer, and what the backward pass reads.
 
-The presets are described by the three matrix products of a linear layer
+Each preset uses these formats in the three matrix products of a linear layer
 (x [T, D] activations, w [D, F] weights, g [T, F] gradients):
 
               y = x w            dx = g w^T         dw = x^T g
@@ -72,7 +72,7 @@ class Formats:
   gradients: DTypeLike = E5M2
 
   def __post_init__(self):
-    # Each format gets one name, because recipes are compared.
+    # Use one name per format, so that equal recipes compare equal.
     for name in ("values", "gradients"):
       object.__setattr__(self, name, as_format(getattr(self, name)))
 
@@ -82,7 +82,7 @@ _INTEGERS = Formats(values=INT8, gradients=INT8)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshAxes:
-  """Names the axes of a mesh by what they split; an axis may be of size 1.
+  """Names the axes of a mesh by what they split; an axis may have size 1.
 
   Attributes:
     batch: axes over which sequences are split.
@@ -139,7 +139,7 @@ class CoatRecipe:
     scaling: class of the scales of FP8 products: `ops.PerTensor`, `ops.Blocks`,
       or your own subclass of `ops.Scaling`, which runs as plain JAX. On a mesh,
       blocks require a single device along the tensor axis.
-    nonlinear: what norms and activation functions read and save.
+    nonlinear: format that norms and activation functions read and save.
     residuals: "coat" saves what the reference saves; "minimal" recomputes norm
       outputs, SiLU and elementwise products in the backward pass.
     attention: how q, k, v and the attention's output are saved. With "fp8" the
@@ -155,9 +155,9 @@ class CoatRecipe:
     formats: E4M3 for values and E5M2 for gradients, which kernels support;
       other formats of `coat_jax.numerics.formats` run as plain JAX.
     axes: what the axes of a mesh split. FP8 blocks then run on each device's
-      shard (`jax.shard_map`), under `jax.set_mesh`. Pass None on one device;
-      with explicit axes of data and FSDP, whose types hold the sharding; and to
-      leave partitioning to XLA, which cannot partition kernels.
+      shard (`jax.shard_map`), under `jax.set_mesh`. Pass None on one device,
+      with explicit data and FSDP axes (the arrays' types then hold the
+      sharding), or to let XLA partition layers, which requires no kernels.
 
   Raises:
     TypeError: a field has the wrong type.
@@ -276,7 +276,7 @@ class Options(LinearOptions, total=False):
 
 
 def bf16(*, implementation: Literal["xla", None] = None) -> CoatRecipe:
-  """Returns the ordinary BF16 layer, which saves what autodiff saves."""
+  """Uses BF16 throughout the layer, which saves what autodiff saves."""
   return CoatRecipe(
     linear="bf16", nonlinear="bf16", implementation=implementation
   )

@@ -50,7 +50,7 @@ class StoredTensor:
   offset: int
 
   def read(self, index: Any = ...) -> np.ndarray:
-    """Reads the part that a NumPy index selects; maps the file meanwhile."""
+    """Reads the part that a NumPy index selects, through a memory map."""
     mapped = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
     return np.asarray(mapped[index])
 

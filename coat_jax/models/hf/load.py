@@ -94,8 +94,8 @@ def load_hf(
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: the folder has no such checkpoint, its model is not supported,
-      its weights are not finite, or `param_dtype` is another one. The message
-      states what was found.
+      its weights are not finite, or `param_dtype` is another dtype. The
+      message states what was found.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
@@ -271,7 +271,7 @@ class _Parameter:
     else:
       i = np.int32(layer)
       self.array, is_finite = self.update(self.array, i, *tensors)
-    if not is_finite:  # Waits; otherwise layers would pile up on the host.
+    if not is_finite:  # Blocks; otherwise layers would pile up on the host.
       raise _not_finite(stored, self.dtype)
 
 

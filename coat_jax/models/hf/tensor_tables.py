@@ -159,7 +159,7 @@ def _clip(config: VisionConfig) -> Table:
 
 
 def _vit(config: VisionConfig) -> Table:
-  """Returns ViT's rows; a classifier prefixes all tensors but its last."""
+  """Returns ViT's rows; classifiers prefix all names but `classifier`."""
   start, pool = "vit.", "classifier"
   if config.num_classes is None:
     start, pool = "", "pooler.dense"

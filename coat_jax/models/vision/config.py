@@ -19,7 +19,7 @@ class VisionFamily:
   """The choices that all towers of a family share.
 
   Attributes:
-    approximate: which GELU, as for `layers.MLP`.
+    approximate: how GELU is computed, as for `layers.MLP`.
     has_class_token: whether a learned token comes before the patches.
     patch_bias: whether the projection of patches has a bias.
     pre_norm: whether there is a norm before the first layer.
@@ -70,11 +70,11 @@ class VisionConfig:
     num_classes: number of classes if a "vit" classifies images; None if it
       pools.
     has_pool: whether a "vit" without classes or a "siglip_vision" has weights
-      that pool. Leave it True for all other towers.
+      for pooling. Leave it True for all other towers.
 
   Raises:
     ValueError: the family is unknown, a number is outside its range, sizes do
-      not divide each other, or a choice belongs to other families.
+      not divide each other, or a field applies only to other families.
   """
 
   family: str
