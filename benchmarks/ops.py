@@ -29,7 +29,7 @@ from benchmarks.harness import (
 )
 from benchmarks.product_cases import product_cases
 
-# The baseline, and the only implementation without a GPU.
+# The implementations that run without a GPU.
 PORTABLE = ("xla", "bf16", "coat_jax", "flax")
 
 
