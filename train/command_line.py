@@ -16,7 +16,7 @@ from typing import Any
 
 import tyro
 
-# Names of dataclasses, and of functions of coat_jax that commands call.
+# Errors begin with names of dataclasses or of functions in coat_jax.
 _OF_CLASS = re.compile(r"[A-Z]\w*(?:Config|Data): ")
 _OF_FUNCTION = re.compile(r"^(?:load|save)_hf: ")
 # How tyro abbreviates the options in a usage line.
@@ -39,8 +39,8 @@ def read_options(
 ) -> Any:
   """Reads the options of `python -m train.COMMAND` into a dataclass.
 
-  `--help` shows the `required` options in its usage line, where tyro writes
-  [OPTIONS] for all of them.
+  `required` names the options that the usage line of `--help` shows before
+  [OPTIONS]. tyro itself would write only that word.
   """
   held = _Held(sys.stdout)
   try:
@@ -128,16 +128,16 @@ def plain_errors() -> Iterator[None]:
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
   """Returns the sentence of the error that was shown, if a dataclass raised it.
 
-  tyro exits while it handles that error. It may have wrapped the error in
-  another one, whose `arg` is the part of the configuration, or an option whose
-  value is not a number.
+  tyro exits while it handles that error. It may have wrapped it in an error
+  whose `arg` names the part of the configuration, or is an option whose value
+  is not a number.
   """
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:
     if not isinstance(arg, str):
       return None
     words = arg.split(".")
-    # Drop the name of the whole: a class, or a name that tyro made up.
+    # Drop the whole configuration's name: a class, or one that tyro made up.
     part = ".".join(word for word in words if word[:1].islower())
     error = error.__context__
   if isinstance(error, ValueError) and _letters(str(error)) in _letters(shown):

@@ -36,7 +36,7 @@ def export_adamw(run: Path, out: Path) -> int:
   adam, low = weights.without_low(state.optimizer)
   adam = jax.jit(to_adam_state)(adam)
   params = jax.jit(weights.load)(state.params, low)
-  # The state of optax.adamw depends on the kinds of its arguments.
+  # A schedule and a mask change the structure of optax.adamw's state.
   adamw = optax.adamw(learning_rate(config), mask=steps.decays)
   opt_state = jax.eval_shape(adamw.init, params)
   schedule = optax.ScaleByScheduleState(adam.count)

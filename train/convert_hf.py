@@ -56,7 +56,7 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
       max_length=config.seq if isinstance(model, Decoder) else None,
       labels=_labels(source),
     )
-    if isinstance(config, VitConfig):  # For others `like` copies them.
+    if isinstance(config, VitConfig):  # For other runs, `like` copies them.
       carry(source, written, *PROCESSORS)
   return step
 

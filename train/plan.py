@@ -67,7 +67,7 @@ COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "leanest": lambda run: _lean(run, remat="fp8"),
 }
 _WITH_IMAGES = ("COAT", "COAT minimal")
-# These need the gradients of a whole step at once.
+# Their optimizer step in the backward pass needs the whole batch's gradients.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")
 
 

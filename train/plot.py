@@ -36,7 +36,7 @@ _MOMENTS = {"mu": "first moment", "nu": "second moment"}
 
 
 def draw(runs: dict[str, list[dict]], out: Path) -> None:
-  """Draws runs side by side."""
+  """Draws all runs into one panel for each kind of metric."""
   panels = [(_draw_losses, runs)]
   if _comparable(runs):
     panels.append((_draw_differences, runs))

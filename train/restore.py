@@ -45,7 +45,7 @@ def restore(
   )
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
-    # Moments store their codec; if codes do not change, it is the run's codec.
+    # Moments contain their codec. If codes stay the same, use the run's codec.
     optim = config.optim if same_codes else saved.optim
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params

@@ -153,7 +153,7 @@ class Preprocessing:
       with _opened(file) as image:
         self._check_size(image)
 
-    # Around the threads, because the filters of warnings belong to all of them.
+    # Set outside the threads, because all threads share the warning filters.
     with warnings.catch_warnings():  # Pillow warns about images that we refuse.
       warnings.simplefilter("ignore", Image.DecompressionBombWarning)
       with ThreadPoolExecutor(threads) as pool:

@@ -160,7 +160,7 @@ def _distance(parts: Parts) -> int:
 
 
 def _blocks(parts: Parts) -> Iterator[tuple[np.ndarray | TokenFile, slice]]:
-  """Yields each part with the slices of it to hash."""
+  """Yields (part, slice) for each slice that is hashed."""
   distance = _distance(parts)
   for part in parts:
     if isinstance(part, np.ndarray):

@@ -70,7 +70,7 @@ def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
   reuse an argument's buffer, without `exact`, the arguments that only reports
   need. Returns None if the compiler does not report sizes.
 
-  Why not `peak_memory_in_bytes`: on a CPU it leaves temporaries out.
+  `peak_memory_in_bytes` is not used, as on a CPU it leaves temporaries out.
   """
   memory = compiled.memory_analysis()
   if memory is None:
