@@ -74,8 +74,8 @@ class Preprocessing:
       return cls._parse({k: x for k, x in found.items() if x is not None})
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
       raise ValueError(
-        f"images: {file} must be a processor's of CLIP or SigLIP, got {error}; "
-        "correct a copy of it"
+        f"images: {file} must configure CLIP's or SigLIP's processor, got "
+        f"{error}; correct a copy of it"
       ) from error
 
   @classmethod

@@ -57,7 +57,7 @@ class Signals:
       name = signal.Signals(number).name
       if self.is_deferred and self.received is None:
         self.received = number
-        _say(f"{name}: saving after this step; once more stops at once")
+        _say(f"{name}: saving after this step; a second signal stops at once")
       else:
         _say(f"{name}: stopped at once")
         os._exit(128 + number)

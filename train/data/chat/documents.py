@@ -172,7 +172,7 @@ def load_documents(
     remedy = "check the files"
     if shortest:
       remedy = (
-        f"pass --seq {min(shortest)} (of train.evaluate --length) at least"
+        f"pass --seq {min(shortest)} or more (in train.evaluate: --length)"
       )
     raise ValueError(
       f"chat: {', '.join(map(str, paths))} must have tokens to learn, got "
