@@ -22,7 +22,7 @@ from train.step import TrainState
 
 
 def export_adamw(run: Path, out: Path) -> int:
-  """Writes a run's newest whole checkpoint for optax's AdamW."""
+  """Writes a run's newest undamaged checkpoint for optax's AdamW."""
   path, step, config = newest_checkpoint(run, out)
   if config.optim.optimizer != "coat_adamw":
     raise ValueError(

@@ -208,7 +208,7 @@ def _length(config: EvaluateConfig, source: Source) -> int:
 def _predict_texts(
   config: EvaluateConfig, text: Text, model: Decoder, length: int
 ) -> list[dict[str, Any]]:
-  """Computes the figures of each text."""
+  """Computes the results for each text."""
   rows = []
   for data in config.data:
     started = time.monotonic()

@@ -197,7 +197,7 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
 
 
 def _find_other_step(folder: Path) -> str | None:
-  """Describes a whole checkpoint whose name is not its step."""
+  """Describes an undamaged checkpoint whose name is not its step."""
   try:
     step = _read_json(folder, "run")["step"]
   except (OSError, ValueError, LookupError, TypeError, RecursionError):

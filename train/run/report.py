@@ -64,7 +64,7 @@ def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
 
 
 def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
-  """Counts the bytes that a compiled step takes on each device.
+  """Counts the bytes that a compiled step needs on each device.
 
   This is the sum of its arguments, its temporaries, and the results that do not
   reuse an argument's buffer, without `exact`, the arguments that only reports

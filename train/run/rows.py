@@ -56,7 +56,7 @@ def read_rows(path: Path) -> MetricsRows:
 
 
 def summarize(rows: list[dict]) -> dict[str, float]:
-  """Computes the figures of a run for the table."""
+  """Computes the values of a run in the table."""
 
   def values(key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
