@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts or compiles the memory of layers, optimizer states and steps.
+"""Counts the memory of layers and optimizer states; compiles whole steps.
 
   python -m benchmarks.memory residuals --preset llama2_7b --tokens 256
   python -m benchmarks.memory state --preset llama2_7b

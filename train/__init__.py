@@ -5,14 +5,14 @@
                  plot, one file each; convert_* are parts of convert
   loop           the training loop of pretrain, finetune and vit
   step, update   one training step; objective defines losses
-  config         the options of a run; optim_config, finetune_config, vit_config
-                 and presets; options, combinations and mesh check them
+  config         the options of a run, with optim_config, finetune_config,
+                 vit_config and presets; options, combinations and mesh check it
   source         opens the model of a run, or a Hugging Face checkpoint
   restore        reads a checkpoint of a run that is resumed
   data/          turns files into batches
   run/           folder, checkpoints, log, signals and processes of a run
   memory/        counts and plans the memory of a step
-  watch          early signs that low precision is about to hurt
+  watch          finds early signs that low precision is about to hurt
 
 A program of your own needs `step`, `update`, `objective`, `weights`,
 `optimizers`, `config`, `optim_config`, `finetune_config`, `combinations`,

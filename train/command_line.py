@@ -2,8 +2,8 @@
 """Reads command lines, and prints their errors in terms of options.
 
 A dataclass checks its values when it is created, and its messages begin with
-its own name. Users of a command know only its options, and tyro would print the
-message in a box, under yet another name.
+its name, which users of a command do not know. tyro would print the message in
+a box, under yet another name.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def read_options(
 
 
 class _Held(io.StringIO):
-  """Collects text that tyro formats for another stream, maybe a terminal."""
+  """Collects text, which tyro formats as for `stream`, maybe a terminal."""
 
   def __init__(self, stream: Any):
     super().__init__()
@@ -86,7 +86,7 @@ def one_of(
   presets: Mapping[str, Callable[[], Any]],
   adapt: Callable[[Any], Any] = lambda config: config,
 ) -> Any:
-  """Makes the type of options that begin with the name of a preset."""
+  """Makes the type of a command line that begins with a preset's name."""
   return tyro.extras.subcommand_type_from_defaults(
     {name: adapt(preset()) for name, preset in presets.items()},
     {name: inspect.getdoc(preset) or "" for name, preset in presets.items()},
@@ -105,7 +105,7 @@ def error_line(error: BaseException | None, part: str = "") -> str:
 def plain_errors() -> Iterator[None]:
   """Prints an error about the command line as one sentence.
 
-  A dataclass may have raised it inside `tyro.cli`. tyro's own messages stay:
+  A dataclass may raise the error inside `tyro.cli`. tyro's own messages stay:
   missing or unknown options, and values that are not numbers.
   """
   held = io.StringIO()

@@ -158,7 +158,7 @@ class HeldOutSamples:
     """Opens the file."""
     self._prompts, self._text = prompts, text
     self._graph, self._mesh, self._most = graph, mesh, most
-    # Turns of the data may end with a token that is no stop token yet.
+    # Turns of the data may end with a token that is not a stop token yet.
     ends = text.without_text(prompt.reference[-1] for prompt in prompts)
     self._stops = sorted({*text.stop_tokens, *ends})
     self._log = MetricsLog(path, resumed_step=resumed_step)

@@ -234,7 +234,7 @@ class PlotConfig:
 def load(
   paths: tuple[Path, ...],
 ) -> tuple[dict[str, list[dict]], list[str]]:
-  """Reads runs and their twins, and lines about damaged rows."""
+  """Reads runs and their twins; also returns remarks on damaged rows."""
   runs, damaged = {}, []
   for path in paths:
     run = RunDirectory(path)

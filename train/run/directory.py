@@ -131,7 +131,7 @@ class RunDirectory:
 
   @contextlib.contextmanager
   def claimed(self, config: TrainConfig) -> Iterator[None]:
-    """Locks the folder against other commands while entered, and checks it.
+    """Locks the folder against other commands inside `with`, and checks it.
 
     The primary process does this for all processes of a run, which wait for it
     before they look into the folder. The operating system releases the lock

@@ -188,7 +188,7 @@ def _read_alpaca(row: Mapping[str, Any]) -> Conversation:
   instruction = _text(row, "instruction")
   given = _text(row, "input") if row.get("input") is not None else ""
   content = f"{instruction}\n\n{given}" if given else instruction
-  # Alpaca's own template needs the two apart.
+  # Alpaca's own template needs instruction and input separately.
   user = {"role": "user", "content": content}
   user |= {"instruction": instruction, "input": given}
   output = {"role": "assistant", "content": _text(row, "output")}

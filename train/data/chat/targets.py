@@ -81,7 +81,7 @@ class TargetFinder:
     return text, [span for span in spans if span]
 
   def _marked(self, chat: Conversation) -> list[Span]:
-    """Chooses {% generation %} blocks, which do not name their turns."""
+    """Selects the {% generation %} blocks to learn; blocks don't name turns."""
     spans = self._template.generated(chat.messages, chat.tools)
     turns = [i for i, x in enumerate(chat.messages) if x["role"] == "assistant"]
     chosen = []
