@@ -29,7 +29,7 @@ from train.run.exits import exit_status
 from train.run.rows import read_rows
 from train.run.writing import save_errors
 
-# How many steps each point of a loss curve averages, if the run is so long.
+# Steps that each point of a loss curve averages, or all steps of a shorter run.
 _WINDOW = 20
 FORMATS = (".png", ".pdf", ".svg")
 _MOMENTS = {"mu": "first moment", "nu": "second moment"}
