@@ -80,8 +80,7 @@ def coat_adamw(
     mask: which weights decay: a tree of bools, or a function of the parameters
       that returns one.
     nesterov: whether to use Nesterov momentum.
-    codec: how the moments are stored (format, group size, rounding): a codec
-      that a function of `codecs` made.
+    codec: how the moments are stored (format, group size...), from `codecs`.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`. Inside `optax.inject_hyperparams` name it in
       `static_args`, or it is taken for a schedule.

@@ -175,10 +175,9 @@ def scale_by_coat_adam(
 
   Raises:
     NotImplementedError: `implementation` is unknown.
-    TypeError: `codec` is not a `MomentCodec`, or a hyperparameter is not a
-      number; (by `init`) a leaf is neither floating nor complex, or
-      `quantize_mask` chooses a complex one; (by `update`) the state has a wrong
-      type.
+    TypeError: `codec` is not a `MomentCodec`; a hyperparameter is not a number;
+      (by `init`) a leaf is neither floating nor complex, or `quantize_mask`
+      chooses a complex one; (by `update`) the state has a wrong type.
     ValueError: a hyperparameter is negative or not finite, or a decay is not
       below 1; (by `update`) the state has another codec or other leaves.
 

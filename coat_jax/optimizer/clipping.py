@@ -3,8 +3,8 @@
 
 The global norm of all gradients is only known after the last of them. A step
 that uses each gradient as soon as it exists (`step_in_backward`) clips by what
-is known by then: the norms of earlier steps. It clips each slice by itself; a
-slice is a leaf, or one layer of a stacked leaf.
+is known by then: the norms of earlier steps. It clips each slice by itself: a
+leaf, or one layer of a stacked leaf.
 """
 
 import dataclasses
@@ -55,8 +55,8 @@ class Clipping:
 
   share      limit = max_norm r / N, where r is the norm of the slice and N the
              global norm in the last step, both before clipping. The squares of
-             all limits add up to max_norm^2, so the global norm of the clipped
-             gradients never exceeds max_norm.
+             all limits add up to max_norm^2: the global norm is never larger
+             than max_norm.
   adaptive   limit = relative r, where r is the running mean of the slice's own
              clipped norms (AdaGC); like "share" in the first `warmup` steps
 

@@ -132,8 +132,7 @@ def to_plain_state(
 
   Raises:
     TypeError: `ns_coeffs` are not numbers.
-    ValueError: `opt_state` contains no such state, or `ns_coeffs` does not
-      contain three numbers.
+    ValueError: `opt_state` holds no such state, or `ns_coeffs` are not three.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -35,8 +35,7 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
   """Returns whether a leaf's moments are encoded by default.
 
   A leaf is encoded if it is real, has at least 4096 values and 16 columns, and
-  is neither a norm's parameter nor a bias. All other leaves make up less than a
-  thousandth of a model.
+  is not a norm's or a bias. Others make up less than a thousandth of a model.
 
   Args:
     path: for example "layers/attn/qkv/kernel"; dots separate names too.
@@ -56,14 +55,13 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
 def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   """Decides by shape and name whether a leaf is a norm's parameter or a bias.
 
-  Vectors and scalars count as norms or biases, except vectors that hold many
-  parameters: a vector that is the whole tree, as `optax.flatten` makes it, or
-  that has a million values. Arrays with more axes may be stacked over layers,
-  so the name decides. A norm's name *ends* in `norm` (`input_layernorm`,
-  `q_norm` or `norm_1`, but not `norm_mlp`), contains `ln` (`ln_f`), or is
-  `scale`, `gamma` or `beta`; a bias's name contains the word `bias`. Only the
-  leaf's own name and the one above it count, and a `kernel` or an `embedding`
-  is always a matrix.
+  Vectors and scalars count as norms or biases, unless a vector holds many
+  parameters: it is the whole tree, as `optax.flatten` makes it, or has a
+  million values. Arrays with more axes may be stacked over layers, so the name
+  decides. A norm's name *ends* in `norm` (`input_layernorm`, `q_norm` or
+  `norm_1`, but not `norm_mlp`), contains `ln` (`ln_f`), or is `scale`, `gamma`
+  or `beta`; a bias's name contains the word `bias`. Only the leaf's own name
+  and the one above it count. A `kernel` or an `embedding` is always a matrix.
 
   Args:
     path: for example "layers/attn/norm/scale"; dots separate names too.
