@@ -35,7 +35,7 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
   """Returns whether a leaf's moments are encoded by default.
 
   A leaf is encoded if it is real, has at least 4096 values and 16 columns, and
-  is not a norm's or a bias. Others make up less than a thousandth of a model.
+  is not a bias or in a norm. Others make up less than a thousandth of a model.
 
   Args:
     path: for example "layers/attn/qkv/kernel"; dots separate names too.
