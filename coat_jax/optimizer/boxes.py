@@ -33,18 +33,18 @@ from coat_jax.optimizer.masks import unboxed
 
 AnyMesh = Mesh | AbstractMesh
 
-# The metadata of an `nnx.Variable` that name axes. `nnx.Optimizer` prefers the
-# second one.
+# The metadata keys under which an `nnx.Variable` keeps axis names.
+# `nnx.Optimizer` prefers the second one.
 _NAMES = ("out_sharding", "optimizer_sharding")
 
-# The mesh of the caller of `abstract_state`, which itself sets another one.
+# The mesh that is set where `abstract_state` is called; it sets another one.
 _CALLERS_MESH: contextvars.ContextVar[AnyMesh | None] = contextvars.ContextVar(
   "callers_mesh", default=None
 )
 
 
 class _Context(NamedTuple):
-  """The mesh and rules that determine how many devices a name splits over."""
+  """The mesh and rules that map an axis name to a number of devices."""
 
   mesh: AnyMesh | None
   rules: Sequence[tuple[Any, Any]]
@@ -58,7 +58,7 @@ def callers_mesh(mesh: AnyMesh) -> Iterator[None]:
   """Chooses names for `mesh` while another mesh is set for tracing.
 
   An abstract state then gets the same names as the state that the caller makes.
-  The other mesh is for Variables, which flax may shard on creation.
+  Variables that flax shards on creation still use the other mesh.
   """
   token = _CALLERS_MESH.set(mesh)
   try:
@@ -228,7 +228,7 @@ def _fit(
 
 
 def _device_counts(name: Any, context: _Context) -> set[int]:
-  """Returns the numbers of devices a name may split over; empty if unknown.
+  """Returns the numbers of devices that a name may mean; empty if unknown.
 
   `name` is an entry of a spec: None, a name, or several names.
   """

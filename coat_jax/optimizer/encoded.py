@@ -124,7 +124,8 @@ def encoded(
     for field in found:
       if field.kind is None:
         continue
-      # Without this the compiler spends half a minute encoding constants.
+      # Without this barrier the compiler spends half a minute encoding
+      # constants.
       trees.append(jax.lax.optimization_barrier(field.node))
       groups.append(getattr(codec, field.kind))
       leaf_codecs.append(

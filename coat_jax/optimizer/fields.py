@@ -42,9 +42,9 @@ def default_field_rule(path: str) -> Kind | None:
 
   Returns:
     "nu" for optax's names of values that are never negative (`nu`, `nu_max`,
-    `n`, `exp_avg_sq`, `sum_of_squares` and the like). None, which stores it as
-    it is, for optax's names of parameters in a state: `z` of Schedule-Free,
-    `params0` of Prodigy. "mu" for all other fields.
+    `n`, `exp_avg_sq`, `sum_of_squares` and the like). None, which leaves the
+    field unchanged, for optax's names of parameters in a state: `z` of
+    Schedule-Free, `params0` of Prodigy. "mu" for all other fields.
 
   Raises:
     TypeError: `path` is not a string.
@@ -64,7 +64,7 @@ def default_field_rule(path: str) -> Kind | None:
 
 @functools.cache
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
-  """Maps the optax states that the default rule gets wrong to fields' kinds.
+  """Maps optax's states that the default rule gets wrong to fields' kinds.
 
   None marks fields whose rounding errors grow in an update. `scale_by_stddev`
   takes the root of nu - mu^2, which is negative if both are rounded separately;
@@ -153,7 +153,7 @@ def _is_named(path: str, name: str) -> bool:
 def mark_placeholders(
   op: str, state: Any, codec: MomentCodec, rule: FieldRule
 ) -> Any:
-  """Marks the fields of a state that `init` made of optax's placeholder."""
+  """Marks the fields of a state that `init` made from optax's placeholder."""
   known, kind = _known_fields(state), placeholder_type()
 
   def mark(keys, node):
@@ -165,7 +165,7 @@ def mark_placeholders(
   return jax.tree.map_with_path(
     mark,
     state,
-    # Only v of factored moments could have parameters' shapes, but does not.
+    # Factored moments are never fields: only v may have a parameter's shape.
     is_leaf=lambda x: isinstance(x, kind | optax.FactoredState),
   )
 
@@ -213,7 +213,7 @@ def find_fields(
 def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
   """Returns whether a node is a tree of floats with these paths and shapes.
 
-  Some leaves may be masked, or even all, as in `optax.partition`.
+  Some or even all leaves may be masked, as in `optax.partition`.
   """
   present, masked = {}, set()
   flat = tree_leaves_with_path(node, is_leaf=_is_masked)
@@ -242,7 +242,7 @@ def _is_masked(x: Any) -> bool:
 def check_names(
   op: str, names: Collection[str], state: Any, found: Sequence[Field]
 ) -> None:
-  """Raises a ValueError if a field that the user named is not to be encoded."""
+  """Raises a ValueError if a name selects no field, or nothing is encoded."""
   everything = [node_path(keys) for keys, _ in tree_leaves_with_path(state)]
   chosen = [field.path for field in found if field.kind]
   for name in names:

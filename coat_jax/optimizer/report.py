@@ -112,8 +112,8 @@ def state_report(
   Args:
     opt_state: a coat state or an `EncodedState`, or an optimizer state that
       holds exactly one of them.
-    reference: f32 moments of the same run to compare with: the state of the
-      same optimizer in optax, or of the one that is encoded.
+    reference: f32 moments of the same run to compare with: the state of optax's
+      optimizer of this kind, or of the optimizer inside `encoded`.
 
   Returns:
     For each leaf's path, a dict that JSON can store: `parameters`, `encoded`
@@ -124,10 +124,10 @@ def state_report(
         be divided over the devices or no mesh was known when the state was
         made;
       `power`: min, p10, median, p90, max and mean of the expansion's k over the
-        groups that are not all zero (codecs that have one);
+        groups that are not all zero (codecs with an expansion);
       `codes_used`: share of the 256 codes that occur (8-bit codecs);
-      `zeroed`: share of values that are 0 (with a reference: although the
-        reference's are not). Such a second moment divides the update by eps;
+      `zeroed`: share of values that are 0 (with a reference: that are 0 only
+        here). Where a second moment is 0, the update is divided by eps;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
         Euclidean norms over the leaf.
 

@@ -43,8 +43,8 @@ def stochastic_rounding(
   round(p + d) - p in f32, where round is stochastic, so that the expected new
   weight is p + d. `optax.apply_updates` then gives round(p + d) exactly if it
   is within a factor of 2^16 of p. Weights of other dtypes get their updates
-  unchanged. The new weights have the bits of `coat_jax.apply_updates` with the
-  same seed and step.
+  unchanged. With the same seed and step, `coat_jax.apply_updates` returns the
+  same weights, bit for bit.
 
   Args:
     seed: seed of the random words.

@@ -7,10 +7,11 @@ It is stored as two arrays:
   high = (W + 0x80) >> 8    bf16, the one nearest to W: what layers read
   low  = W - (high << 8)    int8, what an optimizer's step adds to it
 
-Both directions are exact. W itself is rounded, stochastically in a step:
-updates below 2^-16 of a weight (with bf16 alone, below 2^-8) take effect only
-on average. The random words are `stochastic.parameter_words`: bf16 uses their
-high 16 bits, 24 bits the high 8.
+Splitting W and joining the halves is exact. W itself is a rounded f32, and a
+step rounds stochastically: updates below 2^-16 of a weight (with bf16 alone,
+below 2^-8) take effect only on average. The random words are
+`stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, and
+rounding to 24 bits uses the high 8.
 """
 
 import functools
@@ -137,8 +138,8 @@ def round_stochastically(
 def is_matrix(path: str, leaf: Any) -> bool:
   """Returns whether a leaf is split by default: all but norms and biases are.
 
-  Those make up less than a thousandth of a model, and near 1.0, where scales
-  start, bf16 values are 0.8 % apart.
+  Norms and biases make up less than a thousandth of a model, and near 1.0,
+  where scales start, bf16 values are 0.8 % apart.
   """
   return not is_norm_or_bias(path, leaf)
 
