@@ -53,8 +53,8 @@ class Op[R]:
 
   Attributes:
     definition: the operation in plain jnp; determines the signature.
-    kernels: maps an implementation's name to its kernel. The first kernel that
-      is for the platform and supports the arguments runs. You may add yours.
+    kernels: maps an implementation's name to its kernel. The first one for the
+      platform that supports the arguments runs. You may add yours.
     check: None, or raises for arguments that no implementation supports.
   """
 
@@ -119,7 +119,7 @@ class Op[R]:
     return self.kernel(implementation)(*args, **kwargs)
 
   def _choose(self, args, kwargs) -> R:
-    """Runs the kernel if this is compiled for a platform that has one."""
+    """Runs a kernel if this is compiled for a platform that has one."""
     platform = target()
     for name in self.kernels if platform else ():
       if _platform_of(name) != platform or self._why_not(name, args, kwargs):
@@ -257,7 +257,7 @@ def target() -> str | None:
   if platform not in ("cuda", "gpu"):
     return None
   if jax.default_backend() != "gpu":
-    return "cuda"  # Compiling here for a mesh of other machines.
+    return "cuda"  # This machine compiles for a mesh of other machines.
   # Ada and later GPUs have FP8. AMD's capability is not a number.
   capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
   has_fp8 = capability[:1].isdigit() and float(capability) >= 8.9
