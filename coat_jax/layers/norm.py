@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm and LayerNorm that save their input in FP8, in 1 x G groups.
 
-The forward normalizes the dequantized values that it saves, so its backward is
-the exact gradient of what ran, straight through the quantizer.
+The forward normalizes the dequantized values that it saves. The backward is
+therefore its exact gradient, straight through the quantizer.
 """
 
 from typing import Any, NamedTuple
@@ -132,7 +132,7 @@ def norm(
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
 
   def plain(x, gamma, beta):
-    # Named so that a checkpoint policy keeps the same arrays as with FP8.
+    # Name it, so that a checkpoint policy keeps the same arrays as with FP8.
     x = save_residual("norm", x)
     with residual_scope("norm"):
       y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
@@ -298,7 +298,7 @@ def make_norm(
 
 
 def weights_of_norm(norm: Norm | None) -> tuple[Array | None, Array | None]:
-  """Returns gamma and beta of a norm's module; None for those it lacks."""
+  """Returns gamma and beta of a norm's module; None for one that it lacks."""
   if norm is None:
     return None, None
   return norm.gamma, value_of(norm.bias)
