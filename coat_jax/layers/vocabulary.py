@@ -9,7 +9,8 @@ gradients:
   head        Rows split over fsdp are gathered likewise. Along tensor, a device
               keeps its part of the vocabulary and reads whole sequences; each
               part contributes three numbers to a token's loss.
-  gradients   They are summed once, in `axes.grad_dtype`, and stay split.
+  gradients   They are summed once, in `axes.grad_dtype`; each device keeps its
+              part.
 """
 
 import functools
@@ -119,9 +120,9 @@ def mean_loss(
   in the sum and is not differentiated; None for 1 / (B T). With `soft_cap`,
   logits become soft_cap * tanh(logits / soft_cap).
 
-  Logits [B, T, V] are never in memory at once: the forward computes them for
-  some positions at a time and, if gradients are requested, those of the same
-  positions right after. The backward then only scales these gradients.
+  Logits [B, T, V] are never in memory at once: the forward computes them once,
+  for some positions at a time, and immediately computes requested gradients
+  from them. The backward then only scales these gradients.
   """
   if targets.size == 0:
     raise ValueError(

@@ -184,8 +184,7 @@ class Chunk(NamedTuple):
   def scores(self, k: Array, segments: Array | None):
     """Computes masked scores, and the derivatives of scores wrt q k^T.
 
-    Both are f32 [B, K, R, chunk, length], but without a soft cap the
-    derivatives are one number, the scale.
+    Both are f32 [B, K, R, chunk, length]; equal derivatives are one number.
     """
     scale, cap = self.kind.scale_of(self.q.shape[-1]), self.kind.soft_cap
     products = einsum_f32("btkrh,bskh->bkrts", self.q, self.read(k))
@@ -238,7 +237,7 @@ def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
   x = x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *x.shape[2:])
   x, first = jnp.moveaxis(x, 1, 0), jnp.arange(x.shape[1]) * chunk
   # Make masks depend on data. Otherwise they are the same in every layer, and
-  # XLA would compute them all before a scan over layers and keep them.
+  # XLA would compute them all before a scan over layers, and keep them.
   return jax.lax.optimization_barrier((x, first))
 
 
