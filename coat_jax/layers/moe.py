@@ -206,14 +206,14 @@ def _check(x, w, experts_per_token, recipe) -> None:
 
 
 def _check_experts(op: str, experts_per_token: Any, num_experts: int) -> None:
-  name, remedy = "experts_per_token", "a token goes to that many experts"
+  name, remedy = "experts_per_token", "each token goes to this many experts"
   check_whole(op, name, experts_per_token, Range(1, num_experts), remedy)
 
 
 class MoE(RecipeModule):
   """The MLP half of a decoder layer as a mixture of experts.
 
-  `layers.moe` gives the formula.
+  See `layers.moe` for the formula.
 
   Example usage::
 

@@ -250,7 +250,7 @@ class Norm(RecipeModule):
 
 
 class RMSNorm(Norm):
-  """x / sqrt(mean(x^2) + epsilon) * scale; takes `Norm`'s arguments.
+  """x / sqrt(mean(x^2) + epsilon) * scale; the arguments are `Norm`'s.
 
   Example usage::
 
@@ -305,7 +305,7 @@ def weights_of_norm(norm: Norm | None) -> tuple[Array | None, Array | None]:
 
 
 def norm_options(norm: Norm | None) -> dict[str, Any]:
-  """Returns `kind` and `eps` of a norm's module, as functions take them."""
+  """Returns `kind` and `eps` of a norm's module, arguments of functions."""
   if norm is None:
     return dict(kind=None, eps=0.0)
   return dict(kind=norm.kind, eps=norm.epsilon)

@@ -147,7 +147,7 @@ def _tokens_specs(*arguments):
 
 
 def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
-  """Runs f on shards if there are `axes`, and otherwise whole."""
+  """Runs f on shards if there are `axes`, otherwise on whole arrays."""
   if axes is None:
     return mesh.run_whole(f, *args, out_specs=out_specs)
   return mesh.run_on_shards(f, *args, in_specs=in_specs, out_specs=out_specs)
@@ -174,7 +174,7 @@ def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
   """Returns a function that shards saved values like the first array's tokens.
 
   Features are split over the axes of the other arrays. XLA alone would lose
-  those axes when a weight [D, 2, F] is reshaped, and save whole features.
+  those axes when a weight [D, 2, F] is reshaped, and save features unsplit.
   """
   first = jax.tree.leaves(arrays)[0]
   leaves = jax.tree.leaves(specs)

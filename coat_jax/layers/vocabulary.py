@@ -2,8 +2,7 @@
 """The two ends of a decoder that use the vocabulary: embedding and loss.
 
 On a mesh (`axes`) each device works on its own tokens. Collectives are
-explicit, because XLA's own choice would be to move logits or, for each chunk,
-gradients:
+explicit, because XLA would choose to move logits or, for each chunk, gradients:
 
   embedding   All rows are gathered once, in the dtype of activations.
   head        Rows split over fsdp are gathered likewise. Along tensor, a device

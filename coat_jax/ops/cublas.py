@@ -50,7 +50,7 @@ def _matmul(a: QTensor, b: QTensor, dtype: DTypeLike, algorithm) -> Array:
 def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
   """Returns why cuBLASLt would need padding or casts for operands, or None."""
   if isinstance(a.scale, BlockScales) or isinstance(b.scale, BlockScales):
-    return "cuBLASLt takes one scale per tensor, got scales of blocks"
+    return "cuBLASLt needs one scale per tensor, got scales of blocks"
   wrong = {x.dtype.name for x in arrays if not is_fp8(x.dtype)}
   if wrong:
     return f"cuBLASLt multiplies FP8 here, got {wrong}"

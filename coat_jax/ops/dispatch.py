@@ -157,7 +157,7 @@ class Op[R]:
     return f"{self.name}: {where} ({'; '.join(why)})"
 
   def _why_not(self, implementation: str, args, kwargs) -> str | None:
-    """Returns why an implementation cannot take these arguments, or None."""
+    """Returns why an implementation cannot run these arguments, or None."""
     if implementation not in _PARTITIONED and may_be_partitioned():
       return (
         f"{self.name}: with several devices a kernel can run only inside "

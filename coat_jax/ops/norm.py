@@ -30,7 +30,7 @@ from coat_jax.ops.types import NormKind, NormStats
 def check_norm(x, gamma, beta, *, kind, eps, **_) -> None:
   """Raises for invalid arguments of a norm."""
   check_numeric("norm", "x", x, "pass its input")
-  remedy = "a block without a norm takes kind=None"
+  remedy = "pass kind=None to a block without a norm"
   check_choice("norm", "kind", kind, get_args(NormKind), remedy)
   check_number("norm", "eps", eps, NOT_NEGATIVE, "1e-6 is usual")
   for name, row in (("gamma", gamma), ("beta", beta)):
