@@ -15,7 +15,18 @@ tunix() {
   install "$1" google-tunix==0.1.7
 }
 
-for name in ${@:-tunix}; do
+# MaxText's wheel requires nothing without an extra, and its extras bring CUDA or
+# libtpu. The wheel contains the list of what it imports.
+maxtext() {
+  install "$1" maxtext==0.2.5
+  site=$("$1/bin/python" -c \
+    'import sysconfig; print(sysconfig.get_path("purelib"))')
+  install "$1" \
+    -r "$site/dependencies/requirements/base_requirements/requirements.txt"
+  cat coat_jax/integrations/maxtext_*.patch | patch -p1 -d "$site"
+}
+
+for name in ${@:-tunix maxtext}; do
   env=.venv/integrations/$name
   if [ ! -e "$env/.installed" ]; then
     "$PYTHON" -m venv --clear "$env"
@@ -25,7 +36,7 @@ for name in ${@:-tunix}; do
     touch "$env/.installed"
   fi
   "$env/bin/python" -m pip list 2>&1 |
-    grep -E '^(google-tunix|jax|flax|optax|orbax-checkpoint|qwix) '
+    grep -E '^(google-tunix|maxtext|jax|flax|optax|orbax-checkpoint|qwix) '
   JAX_PLATFORMS=cpu "$env/bin/python" -m pytest -q -W default \
     -p no:cacheprovider "tests/integrations/test_$name.py"
 done
