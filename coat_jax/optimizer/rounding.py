@@ -49,8 +49,8 @@ def stochastic_rounding(
   Args:
     seed: seed of the random words.
     low_bits: store 8 more bits of each bf16 weight in the state, so that
-      weights have 24 bits: see `split_weights`. Norms' scales and biases get no
-      extra bits.
+      weights have 24 bits: see `split_weights`. Parameters of other dtypes get
+      no extra bits.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`; its `update` needs `params`.
