@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts statistics into flax's boxes, with the axis names of their parameter.
+"""Puts arrays of a state into flax's boxes, with their parameter's axis names.
 
 Flax keeps axis names in boxes around parameters: in the metadata of an
 `nnx.Variable`, or in Linen's `Partitioned`. Functions such as
 `nnx.get_partition_spec` shard an array by the names in its box, and replicate
 arrays without a box. A statistic shares the axes of its parameter except the
 last, which counts groups. So it keeps the box and all names, except perhaps the
-last one.
+last one. The low bytes of weights have all axes of their parameter, and keep
+all names.
 
 The last name stays only if its number of devices divides both the columns and
 the groups. That number comes from the mesh in the box, or else from the current
@@ -77,19 +78,20 @@ def mesh_of(tree: Any) -> AnyMesh | None:
   return None
 
 
-def box_statistics(
-  like: Any, statistics: Sequence[Any], mesh: AnyMesh | None = None
+def box_like(
+  like: Any, arrays: Sequence[Any], mesh: AnyMesh | None = None
 ) -> Any:
-  """Returns a tree of statistics in the boxes of their parameters.
+  """Returns a tree of arrays in the boxes of their parameters.
 
   Args:
     like: tree of the parameters, or of arrays with their shapes and boxes.
-    statistics: one per leaf of `like`; a scalar gets no names.
+    arrays: one per leaf of `like`: statistics, or arrays of the leaf's shape,
+      which keep all its names. A scalar gets no names.
     mesh: the parameters' (`mesh_of`), used for Variables if no mesh is set.
   """
   if "flax" not in sys.modules:
-    return jax.tree.structure(like).unflatten(statistics)
-  rest = iter(statistics)
+    return jax.tree.structure(like).unflatten(arrays)
+  rest = iter(arrays)
 
   def rebox(node):
     leaves = jax.tree.leaves(node)
@@ -97,7 +99,7 @@ def box_statistics(
     if not _is_box(node):
       return own[0]
     if len(own) == 1 and leaves[0] is _value(node):
-      return _box_statistic(node, own[0], mesh)
+      return _box_array(node, own[0], mesh)
     return jax.tree.structure(unboxed(node)).unflatten(own)
 
   return jax.tree.map(rebox, like, is_leaf=_is_box)
@@ -151,15 +153,15 @@ def _metadata(node: Any) -> dict[str, Any]:
   }
 
 
-def _box_statistic(node: Any, x: Any, mesh: AnyMesh | None) -> Any:
-  """Puts a statistic into the box of its parameter, with names that fit."""
+def _box_array(node: Any, x: Any, mesh: AnyMesh | None) -> Any:
+  """Puts an array into the box of its parameter, with names that fit."""
   metadata = _metadata(node)
-  columns = getattr(_value(node), "shape", ())[-1:]
+  shape = getattr(_value(node), "shape", ())
   for key in _NAMES:
-    if key in metadata:
+    if key in metadata and x.shape != shape:
       names = metadata[key]
       context = _context(metadata, names, mesh)
-      metadata[key] = _fit(names, columns, x.shape, context)
+      metadata[key] = _fit(names, shape[-1:], x.shape, context)
   if _is_variable(node):
     return type(node).from_metadata(x, metadata)
   if isinstance(getattr(node, "metadata", None), dict):

@@ -27,11 +27,11 @@ from coat_jax import mesh
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import check_function, refuse
 from coat_jax.numerics.stochastic import LeafPart
+from coat_jax.optimizer import boxes
 from coat_jax.optimizer.masks import (
   QuantizeMask,
   is_norm_or_bias,
   leaf_paths,
-  unboxed,
 )
 
 _SIGN = 0x80000000
@@ -155,9 +155,11 @@ def split_weights(
       norms and biases (`is_norm_or_bias`).
 
   Returns:
-    The parameters, bf16 where they were split, and a tree of plain arrays with
-    the same structure. A leaf is int8 of the parameter's shape if the parameter
-    is now bf16 (zeros if it already was bf16), else an int8 scalar zero.
+    The parameters, bf16 where they were split, and a tree with the same
+    structure and boxes (`nnx.Variable`, Linen's `Partitioned`), so that both
+    are sharded by the same axis names. A leaf of the second tree is int8 of the
+    parameter's shape if the parameter is now bf16 (zeros if it already was
+    bf16), else an int8 scalar zero.
 
   Raises:
     TypeError: a leaf is not an array, or `mask` not a function.
@@ -185,8 +187,8 @@ def split_weights(
       leaf, part = split(leaf)
     high.append(leaf)
     low.append(part)
-  bare = jax.tree.structure(unboxed(params))
-  return jax.tree.structure(params).unflatten(high), bare.unflatten(low)
+  boxed = boxes.box_like(params, low, boxes.mesh_of(params))
+  return jax.tree.structure(params).unflatten(high), boxed
 
 
 def join_weights(params: Any, low: Any) -> Any:
