@@ -75,8 +75,8 @@ class TrainConfig:
       is only for comparisons.
     residuals: What layers save for the backward pass, with recipes coat,
       fp8_block and int8; minimal saves less and recomputes more.
-    attention: How q, k, v and the output of attention are saved, with the same
-      recipes.
+    attention: How q, k and v are saved, with the same recipes; bf16 is
+      recommended.
     activation_group_size: How many activations share a scale, with the same
       recipes.
     weight_cache: What is computed from weights once per step, with FP8 recipes.

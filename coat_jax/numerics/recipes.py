@@ -29,7 +29,8 @@ group_size):
   norm outputs         2 x D bytes           recomputed
   gate, up             2 x F bytes           2 x F bytes
   silu(gate), product  2 x F bytes           recomputed
-  q, k, v, output      4 x 2 D bytes         4 x 2 D bytes (attention="fp8": D)
+  q, k, v              3 x 2 D bytes         3 x 2 D bytes (attention="fp8": D)
+  attention's output   2 D bytes             2 D bytes
 """
 
 import dataclasses
@@ -142,8 +143,9 @@ class CoatRecipe:
     nonlinear: format that norms and activation functions read and save.
     residuals: "coat" saves what the reference saves; "minimal" recomputes norm
       outputs, SiLU and elementwise products in the backward pass.
-    attention: how q, k, v and the attention's output are saved. With "fp8" the
-      forward pass also attends to the dequantized values.
+    attention: how q, k and v are saved. With "fp8" the forward pass also
+      attends to the dequantized values. The attention's output stays in BF16:
+      the backward pass of the softmax needs it unrounded.
     group_size: number of values that share a scale before a non-linear
       operation.
     weight_cache: what is computed from a weight once for all its uses in a
@@ -233,7 +235,8 @@ class CoatRecipe:
     values = jnp.dtype(self.formats.values).name
     gradients = jnp.dtype(self.formats.gradients).name
     in_groups = f"{values}, a scale per {self.group_size} values"
-    products, others, attention = "BF16", "BF16", "BF16"
+    products, others = "BF16", "BF16"
+    attention = "q, k, v and output saved in BF16"
     if self.linear == "fp8":
       scales = self.scaling.description
       products = f"{values}, gradients {gradients}; {scales}"
@@ -244,11 +247,11 @@ class CoatRecipe:
         f"{again}"
       )
     if self.attention == "fp8":
-      attention = in_groups
+      attention = f"output saved in BF16; q, k and v in {in_groups}"
     return (
       f"products     {products}\n"
       f"other saved  {others}\n"
-      f"attention    q, k, v and output saved in {attention}"
+      f"attention    {attention}"
     )
 
   def for_evaluation(self) -> "CoatRecipe":

@@ -103,8 +103,8 @@ def attention_bwd(
   kind: AttentionKind,
 ) -> tuple[Array, Array, Array]:
   """`ops.attention_bwd`."""
-  # With recipe.attention="fp8" the residuals are not the forward's own arrays,
-  # and JAX has no public function that takes residuals.
+  # Layers save what their backward reads, and JAX has no public function that
+  # takes residuals.
   unused = jnp.zeros(0, q.dtype)
   dq, dk, dv = fmha._dot_product_attention_bwd_p_wrapper.bind(
     q,
