@@ -3,7 +3,7 @@
 
 Bytes are those of the matrices that a case must read and write. A case reads
 twice if it must know the largest magnitude of a result before it can write the
-result (`quantize_tensor` without a scale, `gated_bwd_operands`).
+result (`quantize_tensor` without a scale, `activation_bwd_operands`).
 """
 
 import functools
@@ -29,9 +29,8 @@ def elementwise_cases(sizes: Sizes) -> Iterator[OpCase]:
   yield from _norm(sizes)
   yield from _rope(sizes)
   for activation in ("silu", "gelu_tanh"):
-    yield from _gated(sizes, activation)
-  yield from _activation_and_mul(sizes)
-  yield from _gelu(sizes)
+    yield from _activation(sizes, activation, gated=True)
+  yield from _activation(sizes, "gelu_tanh", gated=False)
 
 
 def _quantize(sizes):
@@ -244,116 +243,50 @@ def _still_heads(sizes, shape, heads):
   )
 
 
-def _gated(sizes, activation):
+def _activation(sizes, activation, gated):
   t, f, size = sizes.tokens, sizes.d_ff, sizes.tokens * sizes.d_ff
-  shape = dict(tokens=t, d_ff=f, activation=activation)
+  shape = dict(tokens=t, d_ff=f, activation=activation, gated=gated)
   how = dict(activation=activation)
-  groups = ops.Groups(sizes.group_size)
-  read, grouped = sizes.value_bytes, sizes.grouped_bytes
+  groups, count = ops.Groups(sizes.group_size), 1 + gated
+  read, grouped = sizes.value_bytes, count * sizes.grouped_bytes
 
-  def saved():
-    return sizes.grouped(t, f), sizes.grouped(t, f, seed=1), _ONE()
+  def dy_and_parts():
+    parts = tuple(sizes.grouped(t, f, seed=i) for i in range(count))
+    return sizes.normal(t, f, seed=2), parts
 
   yield of_op(
-    ops.gated_input,
+    ops.activation_input,
     shape,
-    lambda: (sizes.normal(t, 2 * f),),
-    lambda op, gate_up: op(gate_up, groups=groups, **how),
-    num_bytes=2 * size * (read + grouped),
+    lambda: (sizes.normal(t, count * f),),
+    lambda op, x: op(x, groups=groups, gated=gated, **how),
+    num_bytes=size * (count * read + grouped),
   )
-  # The second activation differs from the first in its formula alone.
-  layouts = _LAYOUTS if activation == "silu" else {"rows": 1}
+  # The other activations differ from the first in their formula alone.
+  layouts = {"rows": 1} if gated and activation != "silu" else _LAYOUTS
   for layout, written in layouts.items():
     yield of_op(
-      ops.gated_fwd,
+      ops.activation_fwd,
       shape | dict(layout=layout),
-      saved,
-      lambda op, gate, up, scale, to=layout: op(
-        gate, up, scale=scale, layout=to, **how
+      lambda: (dy_and_parts()[1], _ONE()),
+      lambda op, parts, scale, to=layout: op(
+        parts, scale=scale, layout=to, **how
       ),
-      num_bytes=size * (2 * grouped + written),
-    )
-  yield of_op(
-    ops.gated_bwd,
-    shape,
-    lambda: (sizes.normal(t, f, seed=2), *saved()[:2]),
-    lambda op, *args: op(*args, **how),
-    num_bytes=size * (read + 2 * grouped + 2 * 4),
-  )
-  yield of_op(
-    ops.gated_bwd_operands,
-    shape,
-    lambda: (sizes.normal(t, f, seed=2), *saved()),
-    lambda op, dy, gate, up, scale: op(dy, gate, up, scale=scale, **how),
-    num_bytes=size * (2 * (read + 2 * grouped) + 5),
-  )
-
-
-def _activation_and_mul(sizes):
-  """Lists the single steps of SwiGLU, as residuals="coat" computes it."""
-  t, f = sizes.tokens, sizes.d_ff
-  groups = dict(groups=ops.Groups(sizes.group_size))
-  shape, size = dict(tokens=t, d_ff=f), t * f
-  read, grouped = sizes.value_bytes, sizes.grouped_bytes
-  a = lambda: (sizes.grouped(t, f),)  # noqa: E731
-  a_and_b = lambda: (*a(), sizes.grouped(t, f, seed=1))  # noqa: E731
-  dy = functools.partial(sizes.normal, t, f, seed=2)
-  silu = dict(activation="silu")
-  for op, options, arrays, num_bytes in (
-    (ops.activation_fwd, silu | groups, a, 2 * grouped),
-    (ops.activation_bwd, silu, lambda: (dy(), *a()), read + grouped + 4),
-    (ops.mul_fwd, {}, a_and_b, 2 * grouped + 1),
-    (ops.mul_bwd, {}, lambda: (dy(), *a_and_b()), read + 2 * grouped + 2 * 4),
-  ):
-    call = functools.partial(_call, **options)
-    case = shape | (silu if options else {})
-    yield of_op(op, case, arrays, call, num_bytes=size * num_bytes)
-
-
-def _call(op, *args, **options):
-  return op(*args, **options)
-
-
-def _gelu(sizes):
-  t, f = sizes.tokens, sizes.d_ff
-  shape, size = dict(tokens=t, d_ff=f, approximate=True), t * f
-  how = dict(approximate=True)
-  groups = ops.Groups(sizes.group_size)
-  saved = lambda: (sizes.grouped(t, f), _ONE())  # noqa: E731
-  read, grouped = sizes.value_bytes, sizes.grouped_bytes
-  yield of_op(
-    ops.gelu_input,
-    shape,
-    lambda: (sizes.normal(t, f),),
-    lambda op, x: op(x, groups=groups, **how),
-    num_bytes=size * (read + grouped),
-  )
-  for layout, written in _LAYOUTS.items():
-    yield of_op(
-      ops.gelu_fwd,
-      shape | dict(layout=layout),
-      saved,
-      lambda op, x, scale, to=layout: op(x, scale=scale, layout=to, **how),
       num_bytes=size * (grouped + written),
     )
   yield of_op(
-    ops.gelu_bwd,
+    ops.activation_bwd,
     shape,
-    lambda: (sizes.normal(t, f, seed=2), sizes.grouped(t, f)),
-    lambda op, dy, x: op(dy, x, **how),
-    num_bytes=size * (read + grouped + 4),
+    dy_and_parts,
+    lambda op, *args: op(*args, **how),
+    num_bytes=size * (read + grouped + count * 4),
   )
-  yield of_op(
-    ops.gelu_bwd_operands,
-    shape,
-    lambda: (sizes.normal(t, f, seed=2), *saved()),
-    lambda op, dy, x, scale: op(dy, x, scale=scale, **how),
-    num_bytes=size * (2 * (read + grouped) + 3),
-  )
-  yield of_op(
-    ops.gelu_bwd_operands,
-    shape | dict(has_sums=True),
-    lambda: (sizes.normal(t, f, seed=2), *saved()),
-    lambda op, dy, x, scale: op(dy, x, scale=scale, has_sums=True, **how),
-    num_bytes=size * (2 * (read + grouped) + 3),
-  )
+  for has_sums in (False,) if gated else (False, True):
+    yield of_op(
+      ops.activation_bwd_operands,
+      shape | (dict(has_sums=True) if has_sums else {}),
+      lambda: (*dy_and_parts(), _ONE()),
+      lambda op, dy, parts, scale, has_sums=has_sums: op(
+        dy, parts, scale=scale, has_sums=has_sums, **how
+      ),
+      num_bytes=size * (2 * (read + grouped) + 2 * count + 1),
+    )

@@ -8,7 +8,7 @@ the layers in `coat_jax.layers`:
   from coat_jax import codecs, layers, recipes
 
   optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.coat())
-  mlp = layers.GatedMLP(4096, 11008, recipe=recipes.coat(), rngs=nnx.Rngs(0))
+  mlp = layers.MLP(4096, 11008, recipe=recipes.coat(), rngs=nnx.Rngs(0))
 """
 
 from coat_jax import codecs as codecs

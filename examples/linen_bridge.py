@@ -23,7 +23,7 @@ from jax import P
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from coat_jax import coat_adamw, recipes
-from coat_jax.layers import Attention, GatedMLP
+from coat_jax.layers import MLP, Attention
 from coat_jax.optimizer import state_shardings
 
 VOCABULARY, WIDTH, STEPS = 16, 32, 60
@@ -55,7 +55,7 @@ class Decoder(linen.Module):
       attention = nnx.bridge.to_linen(
         Attention, WIDTH, 4, name=f"attention_{i}", **options
       )
-      mlp = nnx.bridge.to_linen(GatedMLP, WIDTH, 96, name=f"mlp_{i}", **options)
+      mlp = nnx.bridge.to_linen(MLP, WIDTH, 96, name=f"mlp_{i}", **options)
       x = mlp(attention(x))
     x = linen.RMSNorm()(x)
     return linen.Dense(VOCABULARY, kernel_init=kernel_init)(x)

@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 
 from coat_jax import recipes
-from coat_jax.layers.activation import plain_gated
+from coat_jax.layers.activation import plain_activation
 from coat_jax.layers.dot_product_attention import dot_product_attention
 from coat_jax.layers.linear import linear
 from coat_jax.layers.norm import norm
@@ -118,7 +118,7 @@ def _layer(x: Array, weights: Any, model: Decoder, tap: Callable) -> Array:
   y = tap("into gate, up", normed(x, mlp["norm"]))
   y = product(y, mlp["gate_up"])
   y = tap("gate, up", _merged(y)).reshape(y.shape)
-  y = plain_gated(y[..., 0, :], y[..., 1, :], activation="silu")
+  y = plain_activation((y[..., 0, :], y[..., 1, :]), "silu")
   return x + tap("down", product(tap("into down", y), mlp["down"]))
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from coat_jax.optimizer import from_adam_state, to_adam_state
+from coat_jax import scale_by_coat_adam
+from coat_jax.optimizer import from_plain_state, to_plain_state
 from train import step as steps
 from train import weights
 from train.config import TrainConfig
@@ -34,7 +35,7 @@ def export_adamw(run: Path, out: Path) -> int:
   abstract = steps.abstract_state(config, optimizer)
   state = restore_state(path, step, abstract)
   adam, low = weights.without_low(state.optimizer)
-  adam = jax.jit(to_adam_state)(adam)
+  adam = jax.jit(to_plain_state)(adam)
   params = jax.jit(weights.load)(state.params, low)
   # A schedule and a mask change the structure of optax.adamw's state.
   adamw = optax.adamw(learning_rate(config), mask=steps.decays)
@@ -61,7 +62,8 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
     params, adam = _read_adamw(source, abstract.params)
     codec = config.optim.moment_codec()
     params, low = weights.store(config.params, params)
-    encoded = from_adam_state(adam, codec=codec, seed=config.seed)
+    like = jax.eval_shape(scale_by_coat_adam(codec=codec).init, adam.mu)
+    encoded = from_plain_state(adam, like, seed=config.seed)
     return TrainState(
       step=adam.count,
       params=params,

@@ -14,7 +14,7 @@ import jax
 from jax import P
 from jax.sharding import NamedSharding
 
-from coat_jax.optimizer import from_adam_state, sharding, to_adam_state
+from coat_jax.optimizer import from_plain_state, sharding, to_plain_state
 from train import step as steps
 from train import weights
 from train.config import TrainConfig
@@ -62,9 +62,9 @@ def restore(
   if saved.params != config.params:
     state = _stored_anew(state, config, abstract)
   if not same_codes:
-    codec, seed = config.optim.moment_codec(), config.seed
+    like, seed = abstract.optimizer, config.seed
     recode = jax.jit(
-      lambda x: from_adam_state(to_adam_state(x), codec=codec, seed=seed),
+      lambda x: from_plain_state(to_plain_state(x), like, seed=seed),
       out_shardings=steps.shardings(abstract.optimizer),
     )
     state = state._replace(optimizer=recode(state.optimizer))

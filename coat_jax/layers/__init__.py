@@ -2,14 +2,13 @@
 """Flax NNX layers that save FP8 for the backward pass, and their functions.
 
 There are two levels: drop-in single operations (Linear, RMSNorm, LayerNorm,
-silu_mul, gelu), and fused blocks, which save most of the memory and time
-(NormLinear, GatedMLP, MLP, MoE, Attention). All have BF16 inputs and outputs.
-GatedMLP, MLP and Attention call `block`, each with its own `Middle`. To make a
+activate), and fused blocks, which save most of the memory and time
+(NormLinear, MLP, MoE, Attention). All have BF16 inputs and outputs.
+MLP and Attention call `block`, each with its own `Middle`. To make a
 block of your own, write another `Middle`.
 """
 
-from coat_jax.layers.activation import gelu as gelu
-from coat_jax.layers.activation import silu_mul as silu_mul
+from coat_jax.layers.activation import activate as activate
 from coat_jax.layers.attention import Attention as Attention
 from coat_jax.layers.block import BlockWeights as BlockWeights
 from coat_jax.layers.block import block as block
@@ -25,16 +24,14 @@ from coat_jax.layers.dot_product_attention import (
   dot_product_attention as dot_product_attention,
 )
 from coat_jax.layers.experts import MoEWeights as MoEWeights
-from coat_jax.layers.gated_mlp import Gated as Gated
-from coat_jax.layers.gated_mlp import GatedMLP as GatedMLP
 from coat_jax.layers.linear import Linear as Linear
 from coat_jax.layers.linear import linear as linear
 from coat_jax.layers.linear import norm_linear as norm_linear
 from coat_jax.layers.middle import Middle as Middle
 from coat_jax.layers.middle import MiddleGradient as MiddleGradient
 from coat_jax.layers.middle import MiddleOutput as MiddleOutput
-from coat_jax.layers.mlp import GELU as GELU
 from coat_jax.layers.mlp import MLP as MLP
+from coat_jax.layers.mlp import Elementwise as Elementwise
 from coat_jax.layers.moe import MoE as MoE
 from coat_jax.layers.moe import moe as moe
 from coat_jax.layers.norm import LayerNorm as LayerNorm

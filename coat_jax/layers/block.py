@@ -6,10 +6,10 @@
   back     operand --product, bias--> z --norm or none--> x + that, or that
 
 Front (`layers.front`) and back (`layers.back`) are the same in every block;
-between them is a `Middle`: gated, GELU, attention. All three share a custom_vjp
-so that only a block's inputs and outputs are BF16: the norm writes the first
-product's E4M3 operand, the middle writes the second's, and the middle's
-backward writes the E5M2 operand of the products before it.
+between them is a `Middle`: activation or attention. All three share a
+custom_vjp so that only a block's inputs and outputs are BF16: the norm writes
+the first product's E4M3 operand, the middle writes the second's, and the
+middle's backward writes the E5M2 operand of the products before it.
 
 With residuals="minimal" a block saves the front's input in 1 x G FP8 with the
 norm's statistics, what the middle saves, and scales. With "coat" it also saves
@@ -129,7 +129,7 @@ def block(
 ) -> Array:
   """Computes x + post_norm(middle(norm(x) w_front) w_back).
 
-  With `Gated` or `GELU` it is the MLP half of a transformer layer; with
+  With `Elementwise` it is the MLP half of a transformer layer; with
   `SelfAttention`, the attention half.
 
   Args:
@@ -155,7 +155,7 @@ def block(
   check_float("block", "x", x)
   remedy = "pass BlockWeights(LinearWeights(up), LinearWeights(down))"
   check_kind("block", "weights", weights, BlockWeights, remedy)
-  remedy = "pass one, as in Gated() or GELU()"
+  remedy = "pass one, as in Elementwise()"
   check_kind("block", "middle", middle, Middle, remedy)
   middle.check(x, weights, inputs, recipe)
   w = weights.back.w

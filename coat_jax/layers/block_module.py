@@ -67,7 +67,7 @@ class NormLinearOptions(TypedDict, total=False):
 
 
 class BlockOptions(NormLinearOptions, total=False):
-  """Options of `GatedMLP`, `MLP` and `Attention`.
+  """Options of `MLP` and `Attention`.
 
   The options of `NormLinearOptions` apply to the norms and the first product.
 

@@ -28,14 +28,13 @@ from coat_jax.layers.converted_layers import (
   convert_layer,
 )
 from coat_jax.layers.count import saved_bytes
-from coat_jax.layers.gated_mlp import GatedMLP
 from coat_jax.layers.linear import Linear
 from coat_jax.layers.mlp import MLP
 from coat_jax.layers.module import RecipeModule, recipe_of
 from coat_jax.numerics.checks import check_kind, refuse
 from coat_jax.numerics.recipes import CoatRecipe
 
-type BlockType = type[GatedMLP | MLP | NormLinear]
+type BlockType = type[MLP | NormLinear]
 _PRODUCTS = (Linear, MergedLinear)
 
 
@@ -133,7 +132,7 @@ def convert[Module: nnx.Module](
     model: the model, with arrays or abstract (from `nnx.eval_shape`).
     recipe: what is computed and saved in FP8; None for `recipes.coat()`.
     blocks: maps each class of yours that computes a whole block to the block:
-      `GatedMLP`, `MLP` or `NormLinear`. The class need not have the block's
+      `MLP` or `NormLinear`. The class need not have the block's
       norm (except for `NormLinear`) or its residual add. Its modules are called
       with one array.
     inputs: example arguments of a call of the model, arrays or
@@ -179,7 +178,7 @@ def _check_blocks(op: str, blocks: Any, model: nnx.Module) -> None:
       remedy = "pass type(module) of a module that computes a block"
       refuse(ValueError, op, name, rule, theirs, remedy)
     if ours not in BLOCKS:
-      rule = "GatedMLP, MLP or NormLinear for each class"
+      rule = "MLP or NormLinear for each class"
       refuse(ValueError, op, "blocks", rule, ours, "pass the class of a block")
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,34 +22,30 @@ from coat_jax import ops
 from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.block_module import NormLinear
 from coat_jax.layers.converted_layers import convert_layer
-from coat_jax.layers.gated_mlp import Gated, GatedMLP
 from coat_jax.layers.linear import Linear, norm_linear
-from coat_jax.layers.mlp import GELU, MLP
+from coat_jax.layers.mlp import MLP, Elementwise
 from coat_jax.layers.module import value_of
 from coat_jax.layers.norm import Norm
 from coat_jax.layers.product import LinearWeights
 from coat_jax.layers.residuals import RESIDUAL_NAMES
 from coat_jax.numerics import recipes
 
-BLOCKS = (GatedMLP, MLP, NormLinear)
-type Kind = Literal["GatedMLP", "MLP", "NormLinear"]
+BLOCKS = (MLP, NormLinear)
 # Summing up to 10,000 f32 products in another order changes the output by 1e-6
 # of its size. The most similar activations, the two GELUs, differ by 1e-4.
 _TOLERANCE = 1e-5
 _TOKENS = 8
-_APPROXIMATIONS = (True, False, "sigmoid")
 
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
   """The role of each attribute of a module in its block, and the options."""
 
-  kind: Kind
   width: int
   norm: str | None
   front: tuple[str, ...]
   back: str | None = None
-  activation: ops.Activation | ops.Approximation | None = None
+  middle: Elementwise | None = None  # None makes a NormLinear.
   add_input: bool = False
 
 
@@ -82,12 +78,10 @@ class FusedBlock(nnx.Module):
     def run(x, gamma, beta, kernels, biases, out):
       front = LinearWeights(*_joined(kernels, biases, roles), gamma, beta)
       how: Any = dict(kind=kind, eps=eps, recipe=recipe)
-      if roles.kind == "NormLinear":
+      if roles.middle is None:
         return norm_linear(x, front, **how)
       weights = BlockWeights(front, LinearWeights(*out))
-      activation: Any = roles.activation
-      middle = GELU(activation) if roles.kind == "MLP" else Gated(activation)
-      how |= dict(middle=middle, add_input=roles.add_input)
+      how |= dict(middle=roles.middle, add_input=roles.add_input)
       return block(x, weights, **how)
 
     if len(fronts) > 1 and recipe.nonlinear == "fp8":
@@ -110,7 +104,7 @@ def _joined(kernels, biases, roles: Roles) -> tuple[Array, Array | None]:
     bias = None if biases[0] is None else jnp.stack(biases)
     return jnp.stack(kernels, axis=1), bias
   (w,), (bias,) = kernels, biases
-  if roles.kind == "GatedMLP":
+  if roles.middle is not None and roles.middle.gated:
     w = w.reshape(w.shape[0], 2, -1)
     bias = None if bias is None else bias.reshape(2, -1)
   return w, bias
@@ -132,19 +126,9 @@ def fuse(
   ours: type,
   known: dict[Any, Roles],
 ) -> FusedBlock:
-  """Makes a block from a user's module and its copy with converted parts.
+  """Makes a block of a user's module from its copy with converted parts.
 
-  Args:
-    original: the module, with flax's layers.
-    module: its copy, with our layers.
-    ours: the class of the block that it should compute.
-    known: the roles of modules seen before; this one's are added.
-
-  Returns:
-    The block, with the parts of `module`.
-
-  Raises:
-    ValueError: the block would differ from the module; the message says how.
+  Raises a ValueError if the block would differ. `known` caches modules' roles.
   """
   _check_state(original, ours)
   for name, part in parts_of(module).items():
@@ -275,32 +259,31 @@ def _candidates(original: nnx.Module, ours: type) -> Iterable[Roles]:
   if ours is NormLinear:
     if norm and [len(_sizes(parts[x], "out")) for x in linears] == [1]:
       width: int = parts[norm].num_features
-      yield Roles("NormLinear", width, norm, tuple(linears))
+      yield Roles(width, norm, tuple(linears))
     return
-  if len(linears) not in ((2, 3) if ours is GatedMLP else (2,)):
+  if len(linears) not in (2, 3):
     return
-  choices = get_args(ops.Activation) if ours is GatedMLP else _APPROXIMATIONS
+  choices = get_args(ops.Activation), (True, False), (True, False)
   for *front, back in itertools.permutations(linears):
-    if not _fits([parts[name] for name in front], parts[back], ours):
+    (width, *others) = _sizes(parts[back], "out")
+    if others or norm and parts[norm].num_features != width:
       continue
-    kind: Any = ours.__name__
-    (width,) = _sizes(parts[back], "out")
-    if norm and parts[norm].num_features != width:
-      continue
-    for choice, add_input in itertools.product(choices, (True, False)):
-      yield Roles(kind, width, norm, tuple(front), back, choice, add_input)
+    for activation, gated, add_input in itertools.product(*choices):
+      if _fits([parts[name] for name in front], parts[back], gated):
+        middle = Elementwise(activation, gated)
+        yield Roles(width, norm, tuple(front), back, middle, add_input)
 
 
-def _fits(front: list[Any], back: Any, ours: type) -> bool:
+def _fits(front: list[Any], back: Any, gated: bool) -> bool:
   """Returns whether the widths of the products allow this order."""
   ends = _sizes(front[0], "in"), _sizes(back, "out")
   inside = {math.prod(_sizes(part, "out")) for part in front}
   hidden = math.prod(_sizes(back, "in"))
-  is_joined = ours is GatedMLP and len(front) == 1
+  is_joined = gated and len(front) == 1
   if is_joined:
     hidden *= 2
   return (
-    len(ends[1]) == 1
+    (gated or len(front) == 1)
     and (is_joined or all(len(_sizes(part, "out")) == 1 for part in front))
     and inside == {hidden}
     and {_sizes(part, "in") for part in front} == {ends[1]} == {ends[0]}

@@ -95,8 +95,8 @@ class MoEKind(NamedTuple):
 class _Saved(NamedTuple):
   x: QTensor
   experts: Array  # int32 [..., k], for the device's positions.
-  gate: QTensor  # [..., k, F] for whole sequences: rows sorted by expert.
-  up: QTensor
+  # Gate and up, [..., k, F] for whole sequences: rows sorted by expert.
+  parts: tuple[QTensor, ...]
 
 
 def _fwd(x, weights, static, recipe):
@@ -115,29 +115,30 @@ def _fwd(x, weights, static, recipe):
   p = p_of_rows(gather_positions(p, axes), rows)
   y_rows = to_rows(y, rows, k)
   h = multiply_rows(ops.grouped_fwd, y_rows, w.gate_up, rows, recipe)
-  # The third result, the scale of an FP8 operand, is not needed.
-  gate, up, _ = ops.gated_input(
+  # The second result, the scale of an FP8 operand, is not needed.
+  parts, _ = ops.activation_input(
     h.reshape(*y.shape[:-1], k, h.shape[-1]),
     activation="silu",
+    gated=True,
     groups=groups_of(recipe),
     output=value_scaling(recipe),
     implementation=recipe.implementation,
   )
-  gate, up = save_residual("activation", (gate, up))
-  z = (p * _silu_product(gate, up)).astype(dtype)
+  parts = save_residual("activation", parts)
+  z = (p * ops.activated(_flat(parts), activation="silu")).astype(dtype)
   out = multiply_rows(ops.grouped_fwd, z, w.down, rows, recipe)
   out = sum_of_copies(out, rows, (*y.shape[:-1], k)).astype(dtype)
   out = scatter_sequence(out, axes)
   if static.add_input:
     out = _sum(x, out)
   mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
-  return (out, jax.tree.map(mean, stats)), _Saved(x_q, experts, gate, up)
+  return (out, jax.tree.map(mean, stats)), _Saved(x_q, experts, parts)
 
 
 def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
   axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
-  x_q, experts, gate, up = saved
+  x_q, experts, parts = saved
   own_y, norm_stats = _normed(x_q, w, static, dtype)
 
   def route(y, router):
@@ -145,25 +146,20 @@ def _bwd(static, recipe, inputs, saved, cotangents):
 
   # Without `varying`, JAX itself would also sum the router's gradient.
   (p, _), route_backward = jax.vjp(route, *varying((own_y, w.router)))
-  shape = (*gate.qvalue.shape[:-2], k)
+  shape, parts = (*parts[0].qvalue.shape[:-2], k), _flat(parts)
   rows = sort_rows(gather_positions(experts, axes), w.router.shape[-1])
   p = p_of_rows(gather_positions(p, axes), rows)
 
   dout = to_rows(gather_positions(g, axes), rows, k)
   dz = multiply_rows(ops.grouped_dgrad, dout, w.down, rows, recipe)
   dz = dz.astype(jnp.float32)
-  product = _silu_product(gate, up)
+  product = ops.activated(parts, activation="silu")
   dp = copies_of(jnp.sum(dz * product, axis=-1), rows).reshape(shape)
   dp = scatter_sequence(dp, axes)
   z = (p * product).astype(dtype)
   ddown = weight_gradient(z, dout, w.down, rows, recipe)
 
-  dgate_and_up = ops.gated_bwd(
-    p * dz,
-    _flat(gate),
-    _flat(up),
-    activation="silu",
-  )
+  dgate_and_up = ops.activation_bwd(p * dz, parts, activation="silu")
   dh = jnp.concatenate(dgate_and_up, axis=-1).astype(dtype)
   y, _ = _normed(gather_positions(x_q, axes), w, static, dtype)
   dgate_up = weight_gradient(to_rows(y, rows, k), dh, w.gate_up, rows, recipe)
@@ -249,13 +245,8 @@ def weight_gradient(x, g, w, rows: Rows, recipe: CoatRecipe) -> Array:
   return cotangent(jnp.moveaxis(dw, 0, 1) if is_scattered else dw, w)
 
 
-def _silu_product(gate: QTensor, up: QTensor) -> Array:
-  """Computes silu(gate) up, f32 [T k, F]."""
-  return ops.silu_values(_flat(gate).dequantize()) * _flat(up).dequantize()
-
-
-def _flat(q: QTensor) -> QTensor:
-  return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), q)
+def _flat(parts: tuple[QTensor, ...]) -> tuple[QTensor, ...]:
+  return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), parts)
 
 
 def _sum(a: Array, b: Array) -> Array:

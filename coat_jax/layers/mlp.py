@@ -1,90 +1,152 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLP block: norm, up, GELU, down and residual add.
+"""The MLP block: norm, up, activation, down and residual add.
 
-Besides what every block saves, GELU's input is saved in 1 x G FP8. The kernel
-for GELU's gradient also recomputes GELU's output, for the weight's gradient.
+A gated MLP's gate and up are one matmul with one weight [D, 2, F] (a shard of
+the last axis holds both gate and up for its columns), and their gradients share
+one E5M2 scale.
+
+Besides what every block saves, the activation's input (gate and up) is saved in
+1 x G FP8. With residuals="coat" a gated MLP also saves the activation's output
+and the product, as in the reference; the product then reads the activation's
+output from FP8.
 """
 
 import dataclasses
 from typing import Any, NamedTuple, Unpack
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from coat_jax import ops
-from coat_jax.layers.activation import gelu
+from coat_jax.layers.activation import plain_activation
 from coat_jax.layers.block import block
 from coat_jax.layers.block_module import BlockOptions, Parts, block_arguments
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import RecipeModule, Sharding, reshard
 from coat_jax.layers.operands import (
+  columns_of,
+  gradient_operand,
   gradient_scaling,
   groups_of,
   value_scaling,
 )
 from coat_jax.layers.residuals import save_residual
 from coat_jax.numerics.qtensor import QTensor
-from coat_jax.ops.functions import check_approximation
+from coat_jax.ops import Operand
+from coat_jax.ops.functions import check_activation
 
 
-class _GELUSaved(NamedTuple):
-  x: QTensor
-  scale: ops.Scales | None  # The output's scale; None for blocks.
+class _Saved(NamedTuple):
+  parts: tuple[QTensor, ...]  # (x,) or (gate, up).
+  # None if they are recomputed.
+  activated: QTensor | None = None
+  product: Operand | None = None  # Rows.
+  scale: ops.Scales | None = None  # The scale of a recomputed product.
 
 
 @dataclasses.dataclass(frozen=True)
-class GELU(Middle):
-  """gelu(h) of h [..., F].
+class Elementwise(Middle):
+  """f(gate) * up of h [..., 2, F], gate first; or f(h) of h [..., F].
+
+  The front's w is [D, 2, F] with a gate, else [D, F]; the back's is [F, D].
 
   Attributes:
-    approximate: the tanh formula, erf (False), or "sigmoid": x sigmoid(1.702
-      x), the quick GELU of CLIP; erf has no GPU kernel.
+    activation: f, see `activate`. With a gate, "silu" makes a SwiGLU, and
+      "gelu_tanh" and "gelu" a GeGLU. "gelu" (erf) has no GPU kernel.
+    gated: whether there is a gate.
 
   Raises:
-    ValueError: the approximation is unknown.
+    ValueError: the activation is unknown.
   """
 
-  approximate: ops.Approximation = True
+  activation: ops.Activation = "silu"
+  gated: bool = True
 
   def __post_init__(self):
-    check_approximation(self.approximate)
+    check_activation(self.activation)
+
+  def check(self, x, weights, inputs, recipe):
+    if not self.gated:
+      return
+    front, back = weights.front.w, weights.back.w
+    fits = front.ndim == 3 and front.shape[1] == 2
+    # With axes, a caller's own shard_map may pass shards of other widths.
+    if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
+      raise ValueError(
+        "Elementwise: front.w must be [D, 2, F] and back.w [F, D] with a gate, "
+        f"got {front.shape} and {back.shape}; pass weights that belong together"
+      )
 
   def plain(self, h, weights, inputs, recipe):
-    del weights, inputs
-    return gelu(h, approximate=self.approximate, recipe=recipe)
+    del weights, inputs, recipe
+    parts = (h[..., 0, :], h[..., 1, :]) if self.gated else (h,)
+    return plain_activation(parts, self.activation)
 
   def forward(self, h, weights, inputs, recipe):
     del weights, inputs
+    output, groups = value_scaling(recipe), groups_of(recipe)
     how: Any = dict(
-      approximate=self.approximate,
-      output=value_scaling(recipe),
+      activation=self.activation,
+      output=output,
       implementation=recipe.implementation,
     )
-    x, scale = ops.gelu_input(h, groups=groups_of(recipe), **how)
-    x = save_residual("activation", x)
+    parts, scale = ops.activation_input(
+      h, gated=self.gated, groups=groups, **how
+    )
+    parts = save_residual("activation", parts)
+    if self.gated and recipe.residuals == "coat":
+      gate, up = parts
+      y = ops.activation_values(gate.dequantize(), activation=self.activation)
+      activated = save_residual("activation", groups.quantize(y))
+      product = output.quantize(activated.dequantize() * up.dequantize())
+      kept = save_residual("linear", product)
+      return MiddleOutput(product, _Saved(parts, activated, kept))
     scale = save_residual("linear", scale)
-    output = ops.gelu_fwd(x, scale=scale, **how)
-    return MiddleOutput(output, _GELUSaved(x, scale))
+    product = ops.activation_fwd(parts, scale=scale, **how)
+    return MiddleOutput(product, _Saved(parts, scale=scale))
 
   def backward(self, saved, dout, weights, recipe, *, has_bias):
     del weights
-    dh, output, sums = ops.gelu_bwd_operands(
-      dout,
-      saved.x,
-      approximate=self.approximate,
-      gradient=gradient_scaling(recipe),
-      output=value_scaling(recipe),
-      scale=saved.scale,
-      has_sums=has_bias,
-      implementation=recipe.implementation,
-    )
-    return MiddleGradient(dh, output, sums=sums)
+    if saved.activated is None:
+      dh, product, sums = ops.activation_bwd_operands(
+        dout,
+        saved.parts,
+        activation=self.activation,
+        gradient=gradient_scaling(recipe),
+        output=value_scaling(recipe),
+        scale=saved.scale,
+        # The kernel does not sum two gradients.
+        has_sums=has_bias and not self.gated,
+        implementation=recipe.implementation,
+      )
+      is_summed_here = has_bias and self.gated
+      values = self._gradient(saved, dout) if is_summed_here else None
+      return MiddleGradient(dh, product, values, sums=sums)
+    values = self._gradient(saved, dout)
+    # Do not save columns: XLA would stack those of all layers as rows, then
+    # transpose them all before the backward, and hold both stacks at its peak.
+    product = columns_of(saved.product, recipe)
+    return MiddleGradient(gradient_operand(values, recipe), product, values)
+
+  def _gradient(self, saved, dout) -> Array:
+    """Computes the gradient of a gated h, f32 [..., 2 F]."""
+    how: Any = dict(activation=self.activation)
+    if saved.activated is None:
+      gradients = ops.activation_bwd(dout, saved.parts, **how)
+    else:
+      (gate, up), dout = saved.parts, dout.astype(jnp.float32)
+      dup = dout * saved.activated.dequantize()
+      dactivated = dout * up.dequantize()
+      gradients = *ops.activation_bwd(dactivated, (gate,), **how), dup
+    return jnp.concatenate(gradients, axis=-1)
 
 
 class MLP(RecipeModule):
-  """The MLP half of a transformer's layer: norm, GELU and residual add.
+  """The MLP half of a layer: norm, gated activation or not, and residual add.
 
-  x + post_norm(gelu(norm(x) w_up) w_down).
+  x + post_norm((f(norm(x) w_gate) * (norm(x) w_up)) w_down), or without a gate
+  x + post_norm(f(norm(x) w_up) w_down).
 
   Example usage::
 
@@ -93,15 +155,20 @@ class MLP(RecipeModule):
     >>> from flax import nnx
     >>> import jax.numpy as jnp
 
-    >>> mlp = MLP(64, 256, norm="layer", use_bias=True, rngs=nnx.Rngs(0))
+    >>> mlp = MLP(64, 192, recipe=recipes.coat(), rngs=nnx.Rngs(0))
     >>> mlp(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
     (2, 16, 64)
+    >>> mlp.gate_up.kernel.shape
+    (64, 2, 192)
+    >>> mlp = MLP(64, 256, activation="gelu", gated=False, rngs=nnx.Rngs(0))
     >>> mlp.up.kernel.shape
     (64, 256)
 
   Attributes:
     norm, post_norm: RMSNorm or LayerNorm; None without this norm.
-    up: Linear with kernel [features, hidden_features].
+    gate_up: Linear with kernel [features, 2, hidden_features], gate first; None
+      without a gate.
+    up: Linear with kernel [features, hidden_features]; None with a gate.
     down: Linear with kernel [hidden_features, features].
   """
 
@@ -110,7 +177,8 @@ class MLP(RecipeModule):
     features: int,
     hidden_features: int,
     *,
-    approximate: ops.Approximation = True,
+    activation: ops.Activation = "silu",
+    gated: bool = True,
     rngs: nnx.Rngs,
     **options: Unpack[BlockOptions],
   ):
@@ -119,13 +187,15 @@ class MLP(RecipeModule):
     Args:
       features: D, width of input and output.
       hidden_features: F, width inside.
-      approximate: how GELU is computed, see `GELU`.
+      activation: f, see `Elementwise`.
+      gated: whether there is a gate.
       rngs: its stream `params` initializes the parameters.
-      **options: see `BlockOptions`; biases are [F] and [D].
+      **options: see `BlockOptions`; biases are [2, F], or [F] without a gate,
+        and [D].
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.
-      ValueError: a number is outside its range, or `approximate` or a norm is
+      ValueError: a number is outside its range, or an activation or norm is
         unknown.
     """
     parts = Parts.of("MLP", options, rngs)
@@ -134,10 +204,13 @@ class MLP(RecipeModule):
       features=features,
       hidden_features=hidden_features,
     )
-    self.approximate: ops.Approximation = GELU(approximate).approximate
+    self.middle = Elementwise(activation, gated)
     self.add_input = parts.add_input
     self.norm = parts.make_norm(parts.norm, features)
-    self.up = parts.make_front(features, hidden_features)
+    inside: Any = (2, hidden_features) if gated else hidden_features
+    front = parts.make_front(features, inside)
+    self.gate_up: Any = front if gated else None
+    self.up: Any = None if gated else front
     self.down = parts.make_back(hidden_features, features)
     self.post_norm = parts.make_norm(parts.post_norm, features)
 
@@ -151,9 +224,10 @@ class MLP(RecipeModule):
     Returns:
       [..., features] in `dtype`.
     """
+    front = self.gate_up if self.middle.gated else self.up
     y = block(
-      self.cast(x, self.up.kernel),
-      middle=GELU(self.approximate),
-      **block_arguments(self, self.norm, self.up, self.down),
+      self.cast(x, front.kernel),
+      middle=self.middle,
+      **block_arguments(self, self.norm, front, self.down),
     )
     return reshard(y, out_sharding)

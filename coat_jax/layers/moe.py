@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 
 from coat_jax import ops
-from coat_jax.layers.activation import silu_mul
+from coat_jax.layers.activation import activate
 from coat_jax.layers.block_module import NormLinearOptions, Parts
 from coat_jax.layers.experts import (
   MoEKind,
@@ -158,7 +158,7 @@ def _of_device(y, w, *, static, recipe):
     rows = sort_rows(experts, num_experts)
     p = p_of_rows(p, rows)
     h = _product(to_rows(y, rows, k), w.gate_up, rows, recipe)
-  z = silu_mul(*jnp.split(h, 2, axis=-1), recipe=recipe)
+  z = activate(*jnp.split(h, 2, axis=-1), activation="silu", recipe=recipe)
   with residual_scope("activation"):
     z = (p * z.astype(jnp.float32)).astype(y.dtype)
   with residual_scope("linear"):

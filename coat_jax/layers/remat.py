@@ -54,9 +54,9 @@ def block_inputs_saveable(primitive, *avals, name: str = "", **others) -> bool:
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
-    >>> from coat_jax.layers import GatedMLP, block_inputs_saveable
+    >>> from coat_jax.layers import MLP, block_inputs_saveable
     >>> from flax import nnx
-    >>> graph, params = nnx.split(GatedMLP(64, 192, rngs=nnx.Rngs(0)))
+    >>> graph, params = nnx.split(MLP(64, 192, rngs=nnx.Rngs(0)))
     >>> forward = jax.checkpoint(
     ...   lambda params, x: nnx.merge(graph, params)(x),
     ...   policy=block_inputs_saveable,

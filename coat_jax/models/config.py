@@ -52,7 +52,7 @@ class Family:
     scales_embedding: whether embeddings are multiplied by sqrt(d_model).
     norm_has_bias: whether norms have biases.
     use_bias: whether all linear layers have biases.
-    is_gated: whether the MLP is `layers.GatedMLP` instead of `layers.MLP`.
+    is_gated: whether the MLP has a gate.
     positions: RoPE, or learned vectors that are added to the embeddings.
     has_experts: whether the MLP is a mixture of experts, `layers.MoE`.
 

@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 from coat_jax.layers import (
   MLP,
   Attention,
-  GatedMLP,
   LayerNorm,
   MoE,
   RMSNorm,
@@ -49,7 +48,7 @@ class DecoderLayer(nnx.Module):
 
   Attributes:
     attention: an `Attention`.
-    mlp: a `GatedMLP` or `MLP`, or a `MoE` if the family has experts.
+    mlp: an `MLP`, or a `MoE` if the family has experts.
   """
 
   def __init__(
@@ -104,10 +103,14 @@ class DecoderLayer(nnx.Module):
         router_init=shared["kernel_init"],
         **shared,
       )
-    elif choices.is_gated:
-      self.mlp = GatedMLP(*widths, activation=choices.activation, **dense)
     else:
-      self.mlp = MLP(*widths, approximate=config.gelu == "tanh", **dense)
+      activation = choices.activation
+      if not choices.is_gated:
+        activation = "gelu_tanh" if config.gelu == "tanh" else "gelu"
+      middle: dict[str, Any] = dict(
+        activation=activation, gated=choices.is_gated
+      )
+      self.mlp = MLP(*widths, **middle, **dense)
 
   def __call__(
     self,

@@ -124,7 +124,9 @@ class Projector(nnx.Module):
   def __call__(self, features: Array) -> Array:
     """Maps [..., vision D] to [..., text D]; GELU (by erf) runs in f32."""
     x = self.linear_1(features)
-    return self.linear_2(ops.gelu_values(x, approximate=False).astype(x.dtype))
+    return self.linear_2(
+      ops.activation_values(x, activation="gelu").astype(x.dtype)
+    )
 
 
 class VisionLanguageModel(nnx.Module):

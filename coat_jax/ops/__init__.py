@@ -14,8 +14,8 @@ gradients are BF16 or f32; `dx` is returned in `dtype`. A definition calls other
 definitions, never a kernel: "xla" is plain jnp throughout.
 
 Group Scaling: the operation that produces an operand's values also finds their
-largest magnitude (`norm_input`, `gated_input`). Writing the operand then takes
-one pass in the forward and, with the same scale, one in the backward.
+largest magnitude (`norm_input`, `activation_input`). Writing the operand then
+takes one pass in the forward and, with the same scale, one in the backward.
 Inside `jax.shard_map`, devices along a scaling's `axis_names` hold shards of
 one tensor and share a scale; without names, each device's tensor has its own.
 
@@ -30,26 +30,21 @@ from coat_jax.numerics.scaling import Operand as Operand
 from coat_jax.numerics.scaling import PerTensor as PerTensor
 from coat_jax.numerics.scaling import Scales as Scales
 from coat_jax.numerics.scaling import Scaling as Scaling
+from coat_jax.ops.activation import activated as activated
 from coat_jax.ops.activation import activation_bwd as activation_bwd
+from coat_jax.ops.activation import (
+  activation_bwd_operands as activation_bwd_operands,
+)
 from coat_jax.ops.activation import activation_fwd as activation_fwd
-from coat_jax.ops.activation import gated_bwd as gated_bwd
-from coat_jax.ops.activation import gated_bwd_operands as gated_bwd_operands
-from coat_jax.ops.activation import gated_fwd as gated_fwd
-from coat_jax.ops.activation import gated_input as gated_input
-from coat_jax.ops.activation import gelu_bwd as gelu_bwd
-from coat_jax.ops.activation import gelu_bwd_operands as gelu_bwd_operands
-from coat_jax.ops.activation import gelu_fwd as gelu_fwd
-from coat_jax.ops.activation import gelu_input as gelu_input
-from coat_jax.ops.activation import mul_bwd as mul_bwd
-from coat_jax.ops.activation import mul_fwd as mul_fwd
+from coat_jax.ops.activation import activation_input as activation_input
 from coat_jax.ops.attention import attention_bwd as attention_bwd
 from coat_jax.ops.attention import attention_fwd as attention_fwd
 from coat_jax.ops.dispatch import Op as Op
 from coat_jax.ops.dispatch import explain as explain
+from coat_jax.ops.functions import (
+  activation_derivative as activation_derivative,
+)
 from coat_jax.ops.functions import activation_values as activation_values
-from coat_jax.ops.functions import gelu_derivative as gelu_derivative
-from coat_jax.ops.functions import gelu_values as gelu_values
-from coat_jax.ops.functions import silu_values as silu_values
 from coat_jax.ops.grouped import grouped_dgrad as grouped_dgrad
 from coat_jax.ops.grouped import grouped_fwd as grouped_fwd
 from coat_jax.ops.grouped import grouped_wgrad as grouped_wgrad
@@ -71,7 +66,6 @@ from coat_jax.ops.quantize import quantize_tensor as quantize_tensor
 from coat_jax.ops.quantize import tensor_scale as tensor_scale
 from coat_jax.ops.quantize import turn_operand as turn_operand
 from coat_jax.ops.types import Activation as Activation
-from coat_jax.ops.types import Approximation as Approximation
 from coat_jax.ops.types import AttentionKind as AttentionKind
 from coat_jax.ops.types import AttentionResiduals as AttentionResiduals
 from coat_jax.ops.types import NormKind as NormKind

@@ -13,12 +13,9 @@ StepImplementation = Literal["xla", "mosaic", "mosaic_tpu"]
 
 NormKind = Literal["rms", "layer"]
 
-# SiLU, and GELU by its tanh approximation or by erf.
-Activation = Literal["silu", "gelu_tanh", "gelu"]
-
-# GELU by the tanh formula (True), by erf (False), or as x sigmoid(1.702 x), the
+# SiLU; GELU by erf, by its tanh approximation, or as x sigmoid(1.702 x), the
 # "quick GELU" of CLIP.
-Approximation = bool | Literal["sigmoid"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick"]
 
 
 class Unsupported(NotImplementedError):

@@ -3,9 +3,7 @@
 
 from coat_jax.optimizer.clipping import Clipping as Clipping
 from coat_jax.optimizer.clipping import ClipState as ClipState
-from coat_jax.optimizer.conversion import from_adam_state as from_adam_state
 from coat_jax.optimizer.conversion import from_plain_state as from_plain_state
-from coat_jax.optimizer.conversion import to_adam_state as to_adam_state
 from coat_jax.optimizer.conversion import to_plain_state as to_plain_state
 from coat_jax.optimizer.encoded import encoded as encoded
 from coat_jax.optimizer.fields import default_field_rule as default_field_rule

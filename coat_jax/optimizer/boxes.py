@@ -81,13 +81,10 @@ def mesh_of(tree: Any) -> AnyMesh | None:
 def box_like(
   like: Any, arrays: Sequence[Any], mesh: AnyMesh | None = None
 ) -> Any:
-  """Returns a tree of arrays in the boxes of their parameters.
+  """Returns one array per leaf of `like`, in the boxes of these leaves.
 
-  Args:
-    like: tree of the parameters, or of arrays with their shapes and boxes.
-    arrays: one per leaf of `like`: statistics, or arrays of the leaf's shape,
-      which keep all its names. A scalar gets no names.
-    mesh: the parameters' (`mesh_of`), used for Variables if no mesh is set.
+  Arrays of the leaf's shape keep all its names; a scalar gets none. `mesh` is
+  used for Variables if no mesh is set.
   """
   if "flax" not in sys.modules:
     return jax.tree.structure(like).unflatten(arrays)

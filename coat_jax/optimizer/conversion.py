@@ -13,18 +13,15 @@ import optax
 from jax.tree_util import tree_leaves_with_path
 from jax.typing import ArrayLike
 
-from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments
 from coat_jax.optimizer.boxes import AnyMesh
-from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.matrices import COEFFICIENTS
 from coat_jax.optimizer.state import (
   EncodedState,
   Moment,
-  MomentOptions,
   MomentState,
   ScaleByCoatAdamState,
   ScaleByCoatLionState,
@@ -43,73 +40,6 @@ _THEIRS = {
   ScaleByCoatLionState: optax.ScaleByLionState,
   ScaleByCoatMuonState: optax.contrib.MuonState,
 }
-
-
-def to_adam_state(opt_state: Any) -> Any:
-  """Converts every `ScaleByCoatAdamState` to an `optax.ScaleByAdamState`.
-
-  For example, the state of `coat_adamw` becomes a state of `optax.adamw`.
-
-  Args:
-    opt_state: a coat state, or any optimizer state that contains one.
-
-  Returns:
-    The same tree with optax's states, whose moments are f32.
-
-  Raises:
-    ValueError: `opt_state` contains no coat state.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> from coat_jax import coat_adamw
-    >>> from coat_jax.optimizer import to_adam_state
-    >>> state = coat_adamw(1e-3).init({"w": jnp.ones((64, 128))})
-    >>> print(to_adam_state(state)[0].mu["w"].dtype)
-    float32
-  """
-  return _convert("to_adam_state", _decoded, opt_state, ScaleByCoatAdamState)
-
-
-def from_adam_state(
-  opt_state: Any,
-  *,
-  codec: MomentCodec,
-  quantize_mask: QuantizeMask | None = None,
-  seed: ArrayLike = 0,
-) -> Any:
-  """Converts every `optax.ScaleByAdamState` to a `ScaleByCoatAdamState`.
-
-  This inverts `to_adam_state` up to the codec's rounding.
-
-  Args:
-    opt_state: a state of Adam, or any optimizer state that contains one.
-    codec, quantize_mask, seed: as for `coat_adamw`.
-
-  Returns:
-    The same tree with coat states.
-
-  Raises:
-    TypeError: the same as for `coat_adamw`.
-    ValueError: `opt_state` contains no state of Adam.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> from coat_jax import codecs
-    >>> from coat_jax.optimizer import from_adam_state
-    >>> state = optax.adamw(1e-3).init({"w": jnp.ones((64, 128))})
-    >>> state = from_adam_state(state, codec=codecs.coat())
-    >>> print(state[0].mu.codes["w"].dtype)
-    float8_e4m3fn
-  """
-  op = "from_adam_state"
-  options = MomentOptions(op, ScaleByCoatAdamState, codec, quantize_mask, seed)
-
-  def convert(state):
-    like = jax.eval_shape(options.init, state.mu)
-    return _encoded(op, like, state, seed)
-
-  return _convert(op, convert, opt_state, optax.ScaleByAdamState)
 
 
 def to_plain_state(
@@ -144,12 +74,12 @@ def to_plain_state(
   """
   op = "to_plain_state"
   arguments.check_coefficients(op, ns_coeffs)
-
-  return _convert(
-    op,
-    lambda state: _decoded(state, ns_coeffs),
+  kinds = EncodedState | MomentState
+  find_states(op, opt_state, kinds)
+  return jax.tree.map(
+    lambda x: _decoded(x, ns_coeffs) if isinstance(x, kinds) else x,
     opt_state,
-    EncodedState | MomentState,
+    is_leaf=lambda x: isinstance(x, kinds),
   )
 
 
@@ -215,8 +145,7 @@ def from_plain_state(
 
 
 def _decoded(
-  state: MomentState | EncodedState,
-  ns_coeffs: tuple[float, float, float] = COEFFICIENTS,
+  state: MomentState | EncodedState, ns_coeffs: tuple[float, float, float]
 ) -> Any:
   """Converts one of our states to optax's state."""
   if isinstance(state, EncodedState):
@@ -252,15 +181,6 @@ def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
 def _copied(tree: Any) -> Any:
   """Copies all arrays, because no buffer can be donated twice."""
   return jax.tree.map(jnp.array, tree)
-
-
-def _convert(op: str, convert, opt_state: Any, kind: Any) -> Any:
-  find_states(op, opt_state, kind)
-  return jax.tree.map(
-    lambda x: convert(x) if isinstance(x, kind) else x,
-    opt_state,
-    is_leaf=lambda x: isinstance(x, kind),
-  )
 
 
 def decode_moment(moment: Moment) -> Any:

@@ -215,7 +215,7 @@ def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
     raise TypeError(
       f"{op}: state must be {a(kind)}, got {a(type(state))}; "
       "pass what its init or update returned, or convert optax's state with "
-      "from_plain_state (Adam's also with from_adam_state)"
+      "from_plain_state"
     )
   for moment in moments_in(state):
     if moment.codec not in codec.groups:

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.aot
 IMAGES = 16
 KERNELS = {
   *("norm_input", "norm_fwd", "norm_bwd"),
-  *("gelu_input", "gelu_fwd", "gelu_bwd_amax", "gelu_bwd_operands"),
+  *("activation_input", "activation_fwd"),
+  *("activation_bwd_amax", "activation_bwd_operands"),
   *("split_heads", "join_heads_amax", "join_heads_operand"),
 }
 

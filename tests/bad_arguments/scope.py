@@ -124,7 +124,7 @@ def attend(q=(1, 4, 2, 8), k=(1, 4, 2, 8), **options):
 
 
 def gated(x, w, activation="silu", **options):
-  return layers.block(x, w, middle=layers.Gated(activation), **options)
+  return layers.block(x, w, middle=layers.Elementwise(activation), **options)
 
 
 def self_attend(positions=4, front=(8, 16), **changed):

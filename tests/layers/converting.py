@@ -155,7 +155,7 @@ def relative(got, want):
   return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-BLOCKS = {FeedForward: layers.GatedMLP, Head: layers.NormLinear}
+BLOCKS = {FeedForward: layers.MLP, Head: layers.NormLinear}
 MODELS = {
   "mlp": (lambda rngs: MLP(rngs=rngs), {MLP: layers.MLP}, activations),
   "transformer": (lambda rngs: Transformer(rngs=rngs), BLOCKS, tokens),

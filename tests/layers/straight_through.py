@@ -101,6 +101,7 @@ ACTIVATIONS = {
   "silu": jax.nn.silu,
   "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
   "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+  "gelu_quick": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 

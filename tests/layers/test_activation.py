@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SiLU·mul and GELU that save FP8."""
+"""Activation functions, gated or not, that save FP8."""
 
 import functools
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from coat_jax import recipes
-from coat_jax.layers import gelu, silu_mul
+from coat_jax.layers import activate
 from tests.comparing import assert_close, jit
-from tests.layers.straight_through import per_group
+from tests.layers.straight_through import ACTIVATIONS, per_group
 
 
 def case(rows, dtype=jnp.float32):
@@ -26,70 +26,60 @@ def run(f, dy, *args):
   return y, vjp(dy.astype(y.dtype))
 
 
-def silu_mul_oracle(gate, up):
-  return jax.nn.silu(per_group(gate)) * per_group(up)
+def oracle(x, *others, activation):
+  y = ACTIVATIONS[activation](per_group(x))
+  return y * per_group(others[0]) if others else y
 
 
-def gelu_exact(x):
-  return gelu(x, approximate=False)
-
-
-def gelu_quick(x):
-  return gelu(x, approximate="sigmoid")
-
-
-def by_sigmoid(x):
-  return x * jax.nn.sigmoid(1.702 * x)
-
-
-GELUS = {
-  gelu: lambda x: jax.nn.gelu(per_group(x), approximate=True),
-  gelu_exact: lambda x: jax.nn.gelu(per_group(x), approximate=False),
-  gelu_quick: lambda x: by_sigmoid(per_group(x)),
-}
+def pair(activation):
+  """Returns the layer and its oracle; one object, so that they compile once."""
+  how = dict(activation=activation)
+  return functools.partial(activate, **how), functools.partial(oracle, **how)
 
 
 @pytest.mark.parametrize("rows", [(6,), (2, 2, 3)])
-def test_silu_mul_equals_the_formula_at_the_saved_values(rows):
+def test_gated_activation_equals_the_formula_at_the_saved_values(rows):
   gate, up, dy = case(rows)
-  got, want = run(silu_mul, dy, gate, up), run(silu_mul_oracle, dy, gate, up)
-  assert_close(got, want)
+  f, want = pair("silu")
+  assert_close(run(f, dy, gate, up), run(want, dy, gate, up))
 
 
-@pytest.mark.parametrize("function", GELUS)
-def test_gelu_equals_the_formula_at_the_saved_values(function):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_equals_the_formula_at_the_saved_values(activation):
   x, _, dy = case((6,))
-  assert_close(run(function, dy, x), run(GELUS[function], dy, x))
+  f, want = pair(activation)
+  assert_close(run(f, dy, x), run(want, dy, x))
 
 
 def test_the_two_gelus_differ():
-  x, _, dy = case((6,))
-  off = run(gelu, dy, x)[0] - run(gelu_exact, dy, x)[0]
+  x, _, _ = case((6,))
+  off = activate(x, activation="gelu_tanh") - activate(x, activation="gelu")
   assert 1e-5 < jnp.max(jnp.abs(off)) < 1e-3
 
 
 def test_bfloat16_in_and_out():
   gate, up, dy = case((6,), jnp.bfloat16)
-  for f, oracle, args in (
-    (silu_mul, silu_mul_oracle, (gate, up)),
-    (gelu, GELUS[gelu], (gate,)),
-  ):
+  for activation, args in (("silu", (gate, up)), ("gelu_tanh", (gate,))):
+    f, want = pair(activation)
     y, gradients = run(f, dy, *args)
     assert y.dtype == jnp.bfloat16
     assert all(x.dtype == jnp.bfloat16 for x in gradients)
-    assert_close((y, gradients), run(oracle, dy, *args), 2.0**-8)
+    assert_close((y, gradients), run(want, dy, *args), 2.0**-8)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_other_recipes_are_the_ordinary_functions(recipe):
+def test_other_recipes_are_the_ordinary_functions(recipe, activation):
   gate, up, _ = case((6,))
-  assert_close(silu_mul(gate, up, recipe=recipe), jax.nn.silu(gate) * up, 1e-6)
-  assert_close(gelu(gate, recipe=recipe), jax.nn.gelu(gate), 1e-6)
+  f = functools.partial(activate, activation=activation, recipe=recipe)
+  want = ACTIVATIONS[activation](gate)
+  assert_close(f(gate, up), want * up, 1e-6)
+  assert_close(f(gate), want, 1e-6)
 
 
 @pytest.mark.parametrize(
   "up", [jnp.ones((6, 41)), jnp.ones((6, 40), jnp.bfloat16)]
 )
 def test_gate_and_up_that_differ_are_refused(up):
-  with pytest.raises(ValueError, match="silu_mul: gate and up must have one"):
-    silu_mul(jnp.ones((6, 40)), up)
+  with pytest.raises(ValueError, match="activate: x and up must have one"):
+    activate(jnp.ones((6, 40)), up, activation="silu")

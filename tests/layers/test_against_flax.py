@@ -37,8 +37,8 @@ THEIRS = {
   "RMSNorm": (nnx.RMSNorm,),
   "LayerNorm": (nnx.LayerNorm,),
   "NormLinear": (nnx.Linear,),
-  "GatedMLP": (nnx.Linear,),
   "MLP": (nnx.Linear,),
+  "UngatedMLP": (nnx.Linear,),
   "Attention": (nnx.MultiHeadAttention,),
 }
 
@@ -91,7 +91,7 @@ def test_norm_linear_has_no_second_product():
       ("Linear", "explicit"),
       ("Attention", "auto"),
       ("Attention", "explicit"),
-      *((name, kind) for name in ("GatedMLP", "MLP") for kind in KINDS),
+      *((name, kind) for name in ("MLP", "UngatedMLP") for kind in KINDS),
       *(("NormLinear", kind) for kind in KINDS),
     ],
   ),
@@ -168,8 +168,8 @@ def test_f32_is_more_than_bf16_in_f32():
 # Results ------------------------------------------------------------------
 
 
-class FlaxMLP(nnx.Module):
-  """`MLP` of flax's layers."""
+class FlaxUngatedMLP(nnx.Module):
+  """`MLP` without a gate, of flax's layers."""
 
   def __init__(self, *, rngs):
     self.norm = nnx.RMSNorm(D, rngs=rngs)
@@ -180,8 +180,8 @@ class FlaxMLP(nnx.Module):
     return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
 
 
-class FlaxGatedMLP(nnx.Module):
-  """`GatedMLP` of flax's layers."""
+class FlaxMLP(nnx.Module):
+  """`MLP` of flax's layers."""
 
   def __init__(self, *, rngs):
     self.norm = nnx.RMSNorm(D, rngs=rngs)
@@ -209,8 +209,8 @@ RESULTS = {
   "RMSNorm": COUNTERPARTS["RMSNorm"],
   "LayerNorm": COUNTERPARTS["LayerNorm"],
   "NormLinear": lambda: FlaxNormLinear(rngs=nnx.Rngs(1)),
-  "GatedMLP": lambda: FlaxGatedMLP(rngs=nnx.Rngs(1)),
   "MLP": lambda: FlaxMLP(rngs=nnx.Rngs(1)),
+  "UngatedMLP": lambda: FlaxUngatedMLP(rngs=nnx.Rngs(1)),
 }
 
 

@@ -15,7 +15,6 @@ from coat_jax.layers import (
   MLP,
   Attention,
   BlockWeights,
-  GatedMLP,
   LinearWeights,
   Middle,
   MiddleGradient,
@@ -32,6 +31,7 @@ from tests.layers import straight_through
 from tests.matrices import quick
 
 D, F, G = 24, 40, 16
+UNGATED = functools.partial(MLP, activation="gelu_tanh", gated=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def test_block_of_another_middle_equals_its_parts(kind, add_input, has_bias):
   assert_close(found[1], wanted[1])
 
 
-@pytest.mark.parametrize("make", [GatedMLP, MLP, Attention])
+@pytest.mark.parametrize("make", [MLP, UNGATED, Attention])
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.coat()])
 def test_modules_can_leave_out_norm_and_add(make, recipe):
   width = 2 if make is Attention else F  # Heads, or columns.
@@ -154,7 +154,7 @@ def test_modules_can_leave_out_norm_and_add(make, recipe):
 
 
 @pytest.mark.parametrize(
-  "make", quick(1, [GatedMLP, MLP, Attention, NormLinear])
+  "make", quick(1, [MLP, UNGATED, Attention, NormLinear])
 )
 def test_blocks_multiply_by_one_plus_scale(make):
   width = 2 if make is Attention else F  # Heads, or columns.
@@ -200,7 +200,7 @@ class AddedNorm(nnx.Module):
       0,
       [
         (make, recipe, norm)
-        for make in (Attention, GatedMLP, MLP)
+        for make in (Attention, MLP, UNGATED)
         for recipe, norm in [
           (recipes.bf16(), None),
           (recipes.fp8_linear(), "rms"),

@@ -14,7 +14,6 @@ from coat_jax import ops, recipes
 from coat_jax.layers import (
   MLP,
   Attention,
-  GatedMLP,
   NormLinear,
   linear,
   with_weight_cache,
@@ -155,10 +154,12 @@ RECIPES = {
   "plain": dataclasses.replace(recipes.fp8_block(), nonlinear="bf16"),
 }
 BLOCKS = {
-  "gated": lambda **how: GatedMLP(D, F, **how),
-  "mlp": lambda **how: MLP(D, F, use_bias=True, **how),
+  "gated": lambda **how: MLP(D, F, **how),
+  "ungated": lambda **how: MLP(
+    D, F, activation="gelu_tanh", gated=False, use_bias=True, **how
+  ),
   "attention": lambda **how: Attention(D, 4, use_bias=True, **how),
-  "normless": lambda **how: GatedMLP(D, F, norm=None, post_norm="rms", **how),
+  "normless": lambda **how: MLP(D, F, norm=None, post_norm="rms", **how),
 }
 
 

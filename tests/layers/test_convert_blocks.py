@@ -29,33 +29,34 @@ SHAPE = jax.ShapeDtypeStruct((2, 256, D), jnp.bfloat16)
 
 # Blocks ---------------------------------------------------------------------
 
-GATED = {"silu": nnx.silu, "gelu_tanh": nnx.gelu}
-GATED["gelu"] = functools.partial(nnx.gelu, approximate=False)
-UNGATED = {
-  True: nnx.gelu,
-  False: functools.partial(nnx.gelu, approximate=False),
-  "sigmoid": lambda x: x * nnx.sigmoid(1.702 * x),
+ACTIVATIONS = {
+  "silu": nnx.silu,
+  "gelu": functools.partial(nnx.gelu, approximate=False),
+  "gelu_tanh": nnx.gelu,
+  "gelu_quick": lambda x: x * nnx.sigmoid(1.702 * x),
 }
 
 
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gate_and_activation_are_found(name):
-  model = FeedForward(activation=GATED[name], rngs=nnx.Rngs(0))
-  new, _ = convert(model, blocks={FeedForward: layers.GatedMLP})
+  model = FeedForward(activation=ACTIVATIONS[name], rngs=nnx.Rngs(0))
+  new, _ = convert(model, blocks={FeedForward: layers.MLP})
   roles = new.roles
   assert (roles.front, roles.back) == (("b", "a"), "down")
-  assert (roles.activation, roles.norm, roles.add_input) == (name, None, False)
+  assert roles.middle == layers.Elementwise(name)
+  assert (roles.norm, roles.add_input) == (None, False)
   # Other attributes are still there.
   assert new.hidden == F
 
 
-@pytest.mark.parametrize("name", UNGATED)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_norm_and_residual_add_are_found(name):
-  model = MLP(activation=UNGATED[name], rngs=nnx.Rngs(0))
+  model = MLP(activation=ACTIVATIONS[name], rngs=nnx.Rngs(0))
   new, _ = convert(model, blocks={MLP: layers.MLP})
   roles = new.roles
   assert (roles.front, roles.back, roles.norm) == (("up",), "down", "norm")
-  assert (roles.activation, roles.add_input) == (name, True)
+  assert roles.middle == layers.Elementwise(name, gated=False)
+  assert roles.add_input
 
 
 class Fused(nnx.Module):
@@ -76,15 +77,15 @@ class Fused(nnx.Module):
 def test_fused_gate_and_up_are_found(columns):
   model, x = Fused(columns, rngs=nnx.Rngs(0)), activations()
   model.gate_up.bias[...] = jnp.linspace(-1, 1, 2 * F).reshape(columns)
-  blocks = {Fused: layers.GatedMLP}
+  blocks = {Fused: layers.MLP}
   new, report = convert(model, recipes.bf16(), blocks=blocks)
-  assert report.replaced == {".": "GatedMLP"}
+  assert report.replaced == {".": "MLP"}
   assert_close(run(new, x), run(model, x), 1e-5)
 
 
 def test_fused_gate_after_up_is_left():
   model = Fused((2, F), gate=1, rngs=nnx.Rngs(0))
-  new, report = convert(model, blocks={Fused: layers.GatedMLP})
+  new, report = convert(model, blocks={Fused: layers.MLP})
   assert type(new) is Fused and "output differs" in report.left["."]
 
 
@@ -253,7 +254,7 @@ def test_norm_with_the_accurate_variance_is_replaced():
 def test_report_counts():
   _, _, report, _ = converted("transformer", has_blocks=True)
   text = str(report)
-  assert "2 GatedMLP, 2 Linear, 2 MergedLinear, 1 NormLinear, 4 RMSNorm" in text
+  assert "2 Linear, 2 MLP, 2 MergedLinear, 1 NormLinear, 4 RMSNorm" in text
   assert report.products_only == ("Attention",)
   assert "bytes" not in text and report.saved_before is None
   _, _, report, _ = converted("transformer", has_blocks=False)
@@ -270,7 +271,7 @@ BF16 = dict(dtype=jnp.bfloat16)
   "make, blocks",
   [
     (lambda r: MLP(**BF16, rngs=r), {MLP: layers.MLP}),
-    (lambda r: FeedForward(**BF16, rngs=r), {FeedForward: layers.GatedMLP}),
+    (lambda r: FeedForward(**BF16, rngs=r), {FeedForward: layers.MLP}),
     (lambda r: Head(**BF16, rngs=r), {Head: layers.NormLinear}),
   ],
 )
@@ -287,10 +288,8 @@ def test_blocks_save_a_third_at_most(make, blocks):
 
 def test_separate_gate_and_up_save_what_fused_ones_do():
   model = FeedForward(**BF16, rngs=nnx.Rngs(0))
-  _, report = convert(
-    model, blocks={FeedForward: layers.GatedMLP}, inputs=(SHAPE,)
-  )
-  ours = layers.GatedMLP(D, F, norm=None, add_input=False, rngs=nnx.Rngs(0))
+  _, report = convert(model, blocks={FeedForward: layers.MLP}, inputs=(SHAPE,))
+  ours = layers.MLP(D, F, norm=None, add_input=False, rngs=nnx.Rngs(0))
   # Scales of whole tensors aside, which are computed again.
   assert report.saved_after == pytest.approx(
     saved_bytes(ours, (SHAPE,)), abs=64
@@ -299,7 +298,7 @@ def test_separate_gate_and_up_save_what_fused_ones_do():
 
 def test_joined_gate_and_up_are_not_saved():
   model = FeedForward(**BF16, rngs=nnx.Rngs(0))
-  new, _ = convert(model, blocks={FeedForward: layers.GatedMLP})
+  new, _ = convert(model, blocks={FeedForward: layers.MLP})
   graph, params = nnx.split(new)
 
   def saved(params, x):
@@ -312,7 +311,7 @@ def test_joined_gate_and_up_are_not_saved():
 
 def test_separate_gate_and_up_multiply_nothing_twice():
   model = FeedForward(**BF16, rngs=nnx.Rngs(0))
-  new, _ = convert(model, blocks={FeedForward: layers.GatedMLP})
+  new, _ = convert(model, blocks={FeedForward: layers.MLP})
   graph, params = nnx.split(new)
 
   def gradients(params, x):

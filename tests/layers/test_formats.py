@@ -10,14 +10,16 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipes
-from coat_jax.layers import MLP, Attention, GatedMLP
+from coat_jax.layers import MLP, Attention
 from coat_jax.numerics.formats import E4M3, E5M2, INT8
 from coat_jax.numerics.recipes import Formats
 from tests.matrices import quick
 
 BLOCKS = {
-  "gated_mlp": lambda recipe, rngs: GatedMLP(64, 96, recipe=recipe, rngs=rngs),
-  "mlp": lambda recipe, rngs: MLP(64, 96, recipe=recipe, rngs=rngs),
+  "gated_mlp": lambda recipe, rngs: MLP(64, 96, recipe=recipe, rngs=rngs),
+  "ungated_mlp": lambda recipe, rngs: MLP(
+    64, 96, activation="gelu_tanh", gated=False, recipe=recipe, rngs=rngs
+  ),
   "attention": lambda recipe, rngs: Attention(64, 2, recipe=recipe, rngs=rngs),
 }
 

@@ -12,9 +12,9 @@ from flax import nnx
 
 from coat_jax import recipes
 from coat_jax.layers import (
+  MLP,
   BlockWeights,
-  Gated,
-  GatedMLP,
+  Elementwise,
   LinearWeights,
   block,
 )
@@ -49,7 +49,7 @@ def layer(x, weights, dy, kind, eps, recipe, activation="silu", post_norm=None):
     return block(
       x,
       weights,
-      middle=Gated(activation),
+      middle=Elementwise(activation),
       kind=kind,
       eps=eps,
       post_norm=post_norm,
@@ -235,7 +235,7 @@ def test_gated_mlp_of_zero_down_returns_its_input():
 )
 def test_gated_mlp_of_other_recipes_is_its_parts(recipe, activation):
   options = dict(activation=activation, use_bias=True, rngs=nnx.Rngs(0))
-  m = GatedMLP(24, 40, recipe=recipe, **options)
+  m = MLP(24, 40, recipe=recipe, **options)
   f = straight_through.ACTIVATIONS[activation]
   x = case((2, 6))[0].astype(jnp.bfloat16)
 
@@ -248,11 +248,11 @@ def test_gated_mlp_of_other_recipes_is_its_parts(recipe, activation):
   assert_same_bits(jit(lambda m, x: m(x))(m, x), by_hand(m, x))
 
 
-def test_gated_refuses_an_unknown_activation():
+def test_mlp_refuses_an_unknown_activation():
   # What a caller without a type checker gets.
-  init = inspect.unwrap(Gated.__init__)
+  init = inspect.unwrap(Elementwise.__init__)
   with pytest.raises(ValueError, match="one of .*'gelu'.*, got 'swish'"):
-    init(object.__new__(Gated), "swish")
+    init(object.__new__(Elementwise), "swish")
 
 
 def test_gated_mlp_refuses_weights_that_do_not_fit():
@@ -261,11 +261,11 @@ def test_gated_mlp_refuses_weights_that_do_not_fit():
     BlockWeights(front._replace(w=jnp.ones((24, 80))), back),
     BlockWeights(front, back._replace(w=jnp.ones((41, 24)))),
   ):
-    with pytest.raises(ValueError, match=r"Gated: front.w must be \[D, 2"):
+    with pytest.raises(ValueError, match=r"front.w must be \[D, 2"):
       block(
         x,
         bad,
-        middle=Gated(),
+        middle=Elementwise(),
         kind="rms",
         eps=1e-5,
         recipe=RECIPES["minimal"],

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from coat_jax import recipes
 from coat_jax.layers import (
   BlockWeights,
-  Gated,
+  Elementwise,
   LinearWeights,
   block,
   linear,
@@ -59,7 +59,7 @@ def test_linear_is_three_products_of_integers():
 @functools.partial(jit, static_argnums=(3,))
 def layer(x, weights, dy, recipe):
   f = functools.partial(
-    block, middle=Gated(), kind="rms", eps=1e-5, recipe=recipe
+    block, middle=Elementwise(), kind="rms", eps=1e-5, recipe=recipe
   )
   y, vjp = jax.vjp(f, x, weights)
   return y, vjp(dy)
@@ -123,7 +123,7 @@ def test_on_a_gpu_products_are_integers_and_no_kernel_runs():
   found = {}
   for name, recipe in (("int8", INT8), ("coat", recipes.coat())):
     f = functools.partial(
-      block, middle=Gated(), kind="rms", eps=1e-5, recipe=recipe
+      block, middle=Elementwise(), kind="rms", eps=1e-5, recipe=recipe
     )
     with for_h200():
       traced = jax.make_jaxpr(lambda x, w, dy, f=f: jax.vjp(f, x, w)[1](dy))(

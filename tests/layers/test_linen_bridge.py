@@ -9,7 +9,7 @@ from jax import P
 from jax.sharding import AxisType
 
 from coat_jax import coat_adamw
-from coat_jax.layers import GatedMLP
+from coat_jax.layers import MLP
 from coat_jax.numerics.formats import E4M3
 from examples import linen_bridge
 
@@ -77,7 +77,7 @@ def test_each_device_has_its_share_of_the_example():
 def test_linen_reads_the_names_of_our_parameters(partitioned):
   init = linen.initializers.lecun_normal()
   model = nnx.bridge.to_linen(
-    GatedMLP,
+    MLP,
     16,
     32,
     kernel_init=partitioned(init, ("data", "fsdp")),

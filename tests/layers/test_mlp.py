@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLP block: GELU between a norm and the residual add."""
+"""The MLP block without a gate."""
 
 import collections
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +13,30 @@ from flax import nnx
 
 from coat_jax import ops, recipes
 from coat_jax.layers import (
-  GELU,
   MLP,
   BlockWeights,
+  Elementwise,
   LinearWeights,
   block,
 )
 from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import num_groups
-from coat_jax.ops import activation
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 from tests.matrices import quick
 from tests.pallas.kernels import lowered_for_h200
 
 D, F, G = 24, 40, 16
+GELU = dict(activation="gelu_tanh", gated=False)
 RECIPES = {kept: recipes.coat(residuals=kept) for kept in ("coat", "minimal")}
+
+
+KERNELS = (
+  "activation_input",
+  "activation_fwd",
+  "activation_bwd_amax",
+  "activation_bwd_operands",
+)
 
 
 def case(rows, has_biases=True, seed=0):
@@ -43,10 +52,10 @@ def case(rows, has_biases=True, seed=0):
   return normal(*rows, D), BlockWeights(front, back), normal(*rows, D)
 
 
-@functools.partial(jit, static_argnames=("approximate", "recipe"))
-def layer(x, weights, dy, approximate, recipe):
+@functools.partial(jit, static_argnames=("activation", "recipe"))
+def layer(x, weights, dy, activation, recipe):
   def f(x, weights):
-    middle = GELU(approximate)
+    middle = Elementwise(activation, gated=False)
     return block(
       x, weights, middle=middle, kind="layer", eps=1e-5, recipe=recipe
     )
@@ -55,15 +64,15 @@ def layer(x, weights, dy, approximate, recipe):
   return y, vjp(dy)
 
 
-@functools.partial(jit, static_argnames="approximate")
-def oracle(x, weights, dy, approximate):
+@functools.partial(jit, static_argnames="activation")
+def oracle(x, weights, dy, activation):
   def f(x, weights):
     front, back, _ = weights
     y = straight_through.norm(x, front.gamma, front.beta, "layer", 1e-5)
     h = straight_through.linear(y, front.w, front.bias, x.dtype)
     h = straight_through.per_group(straight_through.rounded(h, x.dtype))
-    fixed = activation.gelu_values(h, approximate=approximate)
-    y = jax.nn.gelu(h, approximate=approximate)
+    fixed = ops.activation_values(h, activation=activation)
+    y = straight_through.ACTIVATIONS[activation](h)
     y = straight_through.pin(y, jax.lax.stop_gradient(fixed))
     return x + straight_through.linear(y, back.w, back.bias, jnp.float32)
 
@@ -73,22 +82,29 @@ def oracle(x, weights, dy, approximate):
 
 @pytest.mark.parametrize("residuals", RECIPES)
 @pytest.mark.parametrize(
-  "rows, approximate, has_biases",
+  "rows, activation, has_biases",
   quick(
-    1, [((2, 6), True, True), ((6,), False, True), ((2, 2, 3), True, False)]
+    1,
+    [
+      ((2, 6), "gelu_tanh", True),
+      ((6,), "gelu", True),
+      ((2, 2, 3), "gelu_quick", False),
+      ((2, 6), "silu", True),
+    ],
   ),
 )
-def test_mlp_equals_its_parts(rows, approximate, has_biases, residuals):
+def test_mlp_equals_its_parts(rows, activation, has_biases, residuals):
   x, weights, dy = case(rows, has_biases)
-  found = layer(x, weights, dy, approximate, RECIPES[residuals])
-  wanted = oracle(x, weights, dy, approximate)
+  found = layer(x, weights, dy, activation, RECIPES[residuals])
+  wanted = oracle(x, weights, dy, activation)
   assert_same_bits(found[0], wanted[0])
   assert_close(found[1], wanted[1])
 
 
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
 def test_mlp_of_other_recipes_is_its_parts(recipe):
-  m = MLP(D, F, norm="layer", recipe=recipe, use_bias=True, rngs=nnx.Rngs(0))
+  options = dict(norm="layer", use_bias=True, rngs=nnx.Rngs(0))
+  m = MLP(D, F, recipe=recipe, **GELU, **options)
   x = case((2, 6))[0].astype(jnp.bfloat16)
 
   @jit
@@ -108,6 +124,7 @@ def make_mlp(recipe, features=D, hidden=F):
       use_norm_bias=True,
       recipe=recipe,
       rngs=nnx.Rngs(0),
+      **GELU,
     )
   )
   graph, params = nnx.split(m, nnx.Param)
@@ -138,7 +155,7 @@ def test_mlp_saves_the_fp8_inputs_of_norm_and_gelu(residuals):
   assert found - kinds(jax.tree.leaves(params)) == collections.Counter(want)
 
 
-def test_mlp_runs_the_gelu_kernels():
+def test_mlp_runs_the_kernels():
   f, params = make_mlp(recipes.coat(), 128, 256)
   x = jax.ShapeDtypeStruct((1, 128, 128), jnp.bfloat16)
 
@@ -147,14 +164,9 @@ def test_mlp_runs_the_gelu_kernels():
     return y, vjp(dy)
 
   text = lowered_for_h200(gradients, params, x, x)
-  kernels = ("gelu_input", "gelu_fwd", "gelu_bwd_amax", "gelu_bwd_operands")
-  assert [name for name in kernels if f'"{name}"' not in text] == []
+  assert [name for name in KERNELS if f'"{name}"' not in text] == []
   h = jnp.zeros((1, 128, 256), jnp.bfloat16)
-  sizes = dict(groups=ops.Groups(G))
-  for approximate, backend in (
-    (True, "triton"),
-    ("sigmoid", "triton"),
-    (False, "xla everywhere"),
-  ):
-    said = ops.explain(ops.gelu_input, h, approximate=approximate, **sizes)
-    assert backend in said
+  how = dict(gated=False, groups=ops.Groups(G))
+  for activation in get_args(ops.Activation):
+    said = ops.explain(ops.activation_input, h, activation=activation, **how)
+    assert ("xla everywhere" if activation == "gelu" else "triton") in said

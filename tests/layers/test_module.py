@@ -14,7 +14,6 @@ from coat_jax import recipes
 from coat_jax.layers import (
   MLP,
   Attention,
-  GatedMLP,
   LayerNorm,
   Linear,
   NormLinear,
@@ -30,8 +29,10 @@ MODULES = {
   "RMSNorm": lambda **k: RMSNorm(D, **k),
   "LayerNorm": lambda **k: LayerNorm(D, **k),
   "NormLinear": lambda **k: NormLinear(D, 40, **k),
-  "GatedMLP": lambda **k: GatedMLP(D, 40, **k),
   "MLP": lambda **k: MLP(D, 40, **k),
+  "UngatedMLP": lambda **k: MLP(
+    D, 40, activation="gelu_tanh", gated=False, **k
+  ),
   "Attention": lambda **k: Attention(D, 3, clip_qkv=8.0, **k),
 }
 
@@ -131,7 +132,7 @@ def test_a_recipe_that_is_none_is_refused():
     )
 
 
-CLASSES = [Linear, RMSNorm, LayerNorm, NormLinear, GatedMLP, MLP, Attention]
+CLASSES = [Linear, RMSNorm, LayerNorm, NormLinear, MLP, Attention]
 
 
 @pytest.mark.parametrize("module", [*CLASSES, Decoder])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters from initializers, with metadata, and sharded by it."""
 
+import functools
 import math
 
 import jax
@@ -14,7 +15,6 @@ from coat_jax import coat_adamw, recipes
 from coat_jax.layers import (
   MLP,
   Attention,
-  GatedMLP,
   LayerNorm,
   Linear,
   NormLinear,
@@ -32,13 +32,14 @@ KINDS = {
   "auto": (AxisType.Auto,) * 2,
   "explicit": (AxisType.Explicit,) * 2,
 }
+UNGATED = functools.partial(MLP, activation="gelu_tanh", gated=False)
 MODULES = {
   "Linear": (Linear, (D, 32)),
   "RMSNorm": (RMSNorm, (D,)),
   "LayerNorm": (LayerNorm, (D,)),
   "NormLinear": (NormLinear, (D, 32)),
-  "GatedMLP": (GatedMLP, (D, 32)),
   "MLP": (MLP, (D, 32)),
+  "UngatedMLP": (UNGATED, (D, 32)),
   "Attention": (Attention, (D, 4)),
 }
 
@@ -88,7 +89,7 @@ def test_each_parameter_has_its_own_initializer():
     scale_init=constant(5.0),
     norm_bias_init=constant(6.0),
   )
-  block = make("MLP", use_bias=True, use_norm_bias=True, **options)
+  block = make("UngatedMLP", use_bias=True, use_norm_bias=True, **options)
   got = jax.tree.map(lambda x: float(x.max()), nnx.as_pure(nnx.state(block)))
   assert got == {
     "norm": {"scale": 5.0, "bias": 6.0},
@@ -138,7 +139,7 @@ WITH_METADATA = {
     OF_NORM | OF_FRONT,
     {"norm": NORM_SPECS, "linear": FRONT_SPECS},
   ),
-  "GatedMLP": (
+  "MLP": (
     OF_NORM | OF_FRONT | OF_BACK,
     {
       "norm": NORM_SPECS,
@@ -150,7 +151,7 @@ WITH_METADATA = {
       "down": BACK_SPECS,
     },
   ),
-  "MLP": (
+  "UngatedMLP": (
     OF_NORM | OF_FRONT | OF_BACK,
     {"norm": NORM_SPECS, "up": FRONT_SPECS, "down": BACK_SPECS},
   ),
@@ -193,10 +194,10 @@ def test_metadata_of_every_parameter_is_kept(name, num_layers):
     len(MODULES) + 1,
     [
       *((name, None, "auto") for name in MODULES),
-      ("GatedMLP", 3, "explicit"),
+      ("MLP", 3, "explicit"),
       *((name, None, "explicit") for name in MODULES),
       *((name, 3, "auto") for name in MODULES),
-      *((name, 3, "explicit") for name in MODULES if name != "GatedMLP"),
+      *((name, 3, "explicit") for name in MODULES if name != "MLP"),
     ],
   ),
 )
@@ -248,7 +249,7 @@ def test_gate_and_up_take_names_of_the_whole_array_too():
   with jax.set_mesh(make_mesh()):
     block = nnx.eval_shape(
       lambda: make(
-        "GatedMLP",
+        "MLP",
         kernel_metadata=at("data", None, "fsdp"),
         out_kernel_metadata=at("fsdp"),
       )
@@ -279,12 +280,10 @@ def test_linen_boxes_are_metadata_too(partitioned):
 
 
 def test_optimizer_state_follows_the_metadata():
-  options, _ = WITH_METADATA["GatedMLP"]
+  options, _ = WITH_METADATA["MLP"]
   mesh = make_mesh()
   with jax.set_mesh(mesh):
-    block = nnx.eval_shape(
-      lambda: GatedMLP(256, 512, rngs=nnx.Rngs(0), **options)
-    )
+    block = nnx.eval_shape(lambda: MLP(256, 512, rngs=nnx.Rngs(0), **options))
   graph, params = nnx.split(block, nnx.Param)
 
   def state_of(params):
@@ -308,7 +307,7 @@ def test_stacked_layers_with_metadata_are_scanned():
   rows = dict(kernel_init=nnx.with_partitioning(INIT, ("fsdp",)))
 
   def gradients(options, x):
-    layers = stack("GatedMLP", dict(options, recipe=recipes.coat()), 3)
+    layers = stack("MLP", dict(options, recipe=recipes.coat()), 3)
     graph, params = nnx.split(layers)
 
     def loss(params):

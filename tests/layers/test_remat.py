@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import recipes
 from coat_jax.layers import (
-  GatedMLP,
+  MLP,
   block_inputs_saveable,
   fp8_remat,
   remat,
@@ -208,7 +208,7 @@ def test_devices_of_a_mesh_keep_their_own_codes(is_explicit):
 @pytest.mark.parametrize("norm", [None, "rms"])
 def test_block_inputs_include_those_of_post_norms(norm):
   options = dict(norm=norm, post_norm="rms", recipe=XLA)
-  layer = GatedMLP(D, 96, dtype=jnp.float32, rngs=nnx.Rngs(0), **options)
+  layer = MLP(D, 96, dtype=jnp.float32, rngs=nnx.Rngs(0), **options)
   graph, params = nnx.split(layer)
 
   def plain(params, x):

@@ -3,6 +3,7 @@
 
 import collections
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,12 @@ from flax import nnx
 
 from coat_jax import recipes
 from coat_jax.layers import (
-  GatedMLP,
+  MLP,
   LayerNorm,
   Linear,
   NormLinear,
   RMSNorm,
-  gelu,
-  silu_mul,
+  activate,
 )
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
@@ -95,8 +95,9 @@ def test_single_operations_save_fp8_only():
   ]
   for module, want in expected:
     assert kinds(held(*split(module), x)) == want, type(module).__name__
-  assert kinds(held(silu_mul, x, y)) == groups(1, T, D, count=2)
-  assert kinds(held(gelu, x)) == groups(1, T, D)
+  silu = functools.partial(activate, activation="silu")
+  assert kinds(held(silu, x, y)) == groups(1, T, D, count=2)
+  assert kinds(held(silu, x)) == groups(1, T, D)
 
 
 def expected_layer(recipe):
@@ -184,7 +185,7 @@ def test_post_norm_saves_its_input_in_fp8(norm, monkeypatch):
   class Layer(nnx.Module):
     def __init__(self, config, recipe, rngs):
       options = dict(norm=norm, post_norm="rms", recipe=recipe, rngs=rngs)
-      self.mlp = GatedMLP(D, F, **options)
+      self.mlp = MLP(D, F, **options)
 
     def __call__(self, x):
       return self.mlp(x)

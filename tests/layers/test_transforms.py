@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipes
-from coat_jax.layers import RESIDUAL_NAMES, Attention, GatedMLP
+from coat_jax.layers import MLP, RESIDUAL_NAMES, Attention
 from coat_jax.numerics.formats import E4M3
 from coat_jax.ops import attention
 from tests.comparing import assert_close, assert_same_bits, jit
@@ -37,7 +37,7 @@ class Layer(nnx.Module):
   def __init__(self, recipe, *, rngs, **options):
     shared = dict(recipe=recipe, rngs=rngs, use_bias=True, **options)
     self.attention = Attention(D, 4, num_kv_heads=2, head_dim=8, **shared)
-    self.mlp = GatedMLP(D, F, **shared)
+    self.mlp = MLP(D, F, **shared)
 
   def __call__(self, x):
     return self.mlp(self.attention(x))
@@ -45,7 +45,7 @@ class Layer(nnx.Module):
 
 def mlp(recipe, *, rngs):
   """Half a layer in f32, for tests that the other half would only slow."""
-  return GatedMLP(D, F, recipe=recipe, dtype=jnp.float32, rngs=rngs)
+  return MLP(D, F, recipe=recipe, dtype=jnp.float32, rngs=rngs)
 
 
 def make(name, layer=Layer, **options):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from coat_jax import recipes
-from coat_jax.layers import Attention, GatedMLP
+from coat_jax.layers import MLP, Attention
 from tests.pallas.kernels import for_h200
 
 T, D, F, N = 512, 256, 688, 4
@@ -16,7 +16,7 @@ class Layer(nnx.Module):
   def __init__(self, recipe):
     rngs = nnx.Rngs(0)
     self.attention = Attention(D, N, recipe=recipe, rngs=rngs)
-    self.mlp = GatedMLP(D, F, recipe=recipe, rngs=rngs)
+    self.mlp = MLP(D, F, recipe=recipe, rngs=rngs)
 
   def __call__(self, x):
     return self.mlp(self.attention(x))
@@ -51,7 +51,7 @@ def test_xla_keeps_no_more_than_layers_save():
 
 def test_programs_with_nvidia_kernels_have_no_barrier():
   def make():
-    return GatedMLP(D, F, recipe=recipes.coat(), rngs=nnx.Rngs(0))
+    return MLP(D, F, recipe=recipes.coat(), rngs=nnx.Rngs(0))
 
   barrier = "optimization_barrier"
   assert str(traced(make, 2).jaxpr).count(barrier) == 2

@@ -11,8 +11,8 @@ from flax import nnx
 
 from coat_jax import recipes
 from coat_jax.layers import (
+  MLP,
   Attention,
-  GatedMLP,
   Linear,
   cache_weight,
   with_weight_cache,
@@ -26,7 +26,7 @@ CACHES = ("none", "scale", "codes")
 class Layer(nnx.Module):
   def __init__(self, recipe, *, rngs):
     self.attention = Attention(32, 2, recipe=recipe, rngs=rngs)
-    self.mlp = GatedMLP(32, 48, recipe=recipe, rngs=rngs)
+    self.mlp = MLP(32, 48, recipe=recipe, rngs=rngs)
 
   def __call__(self, x):
     return self.mlp(self.attention(x))

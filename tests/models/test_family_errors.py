@@ -31,11 +31,11 @@ def test_fp8_changes_no_family_much_more_than_llama(family):
 
 @pytest.mark.slow
 def test_wrong_residual_is_noticed(monkeypatch):
-  llama, bwd = difference("llama"), ops.gated_bwd_operands
+  llama, bwd = difference("llama"), ops.activation_bwd_operands
   monkeypatch.setattr(
     ops,
-    "gated_bwd_operands",
-    lambda dout, gate, up, **options: bwd(dout, gate, gate, **options),
+    "activation_bwd_operands",
+    lambda dout, parts, **options: bwd(dout, parts[:1] * 2, **options),
   )
   # Its own name: it is not kept for the others.
   found = families.difference("gemma2")

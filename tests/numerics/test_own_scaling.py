@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from coat_jax import CoatRecipe, ops, recipes
-from coat_jax.layers import GatedMLP
+from coat_jax.layers import MLP
 from coat_jax.numerics.qtensor import power_of_two_scale, tensor_amax
 from tests.comparing import jit
 
@@ -52,7 +52,7 @@ def test_recipe_names_the_scaling():
 @pytest.mark.parametrize("cache", ["none", "scale", "codes"])
 def test_layer_computes_about_what_it_does_with_ordinary_scales(cache):
   def run(recipe):
-    mlp = GatedMLP(64, 96, recipe=recipe, rngs=nnx.Rngs(0))
+    mlp = MLP(64, 96, recipe=recipe, rngs=nnx.Rngs(0))
 
     def loss(mlp, x):
       return jnp.mean(mlp(x).astype(jnp.float32) ** 2)

@@ -83,7 +83,7 @@ def test_norm_codes_equal_the_reference(arrays):
 
 def test_silu_codes_equal_the_reference(arrays):
   gate = read(*quantize_as_the_reference(jnp.asarray(arrays["g"])))
-  silu = ops.silu_values(gate)
+  silu = ops.activation_values(gate, activation="silu")
   codes, scales = quantize_as_the_reference(silu)
   assert_codes_equal(codes, arrays["silu_q"])
   assert np.mean(np.float32(scales) == arrays["silu_s"]) >= 0.999
@@ -104,15 +104,15 @@ def test_our_own_operations_lose_no_more_than_the_reference(arrays):
   # compared with the unquantized product of the BF16 inputs: ours (stored
   # scales rounded up, divided by) are as near to it.
   gate, up = jnp.asarray(arrays["g"]), jnp.asarray(arrays["u"])
-  exact = ops.silu_values(gate) * up
-  gate_q, up_q, scale = ops.gated_input(
-    jnp.concatenate([gate, up], axis=-1),
-    activation="silu",
-    groups=Groups(GROUP),
+  exact = ops.activation_values(gate, activation="silu") * up
+  how, groups = dict(activation="silu"), Groups(GROUP)
+  parts, scale = ops.activation_input(
+    jnp.concatenate([gate, up], axis=-1), gated=True, groups=groups, **how
   )
-  silu_q = ops.activation_fwd(gate_q, activation="silu", groups=Groups(GROUP))
-  ours = ops.mul_fwd(silu_q, up_q)
-  minimal = ops.gated_fwd(gate_q, up_q, activation="silu", scale=scale)
+  gate_values, up_values = (part.dequantize() for part in parts)
+  silu_q = groups.quantize(ops.activation_values(gate_values, **how))
+  ours = ops.PerTensor().quantize(silu_q.dequantize() * up_values)
+  minimal = ops.activation_fwd(parts, scale=scale, **how)
   golden_codes = jnp.asarray(arrays["mul_q"].view(ml_dtypes.float8_e4m3fn))
 
   def error(codes, scale):

@@ -7,8 +7,8 @@ import numpy as np
 import optax
 
 from coat_jax import codecs
-from coat_jax.optimizer import from_adam_state
 from tests import cases
+from tests.optimizer.adam_states import from_adam
 
 SHAPE = (64, 128)
 
@@ -20,7 +20,7 @@ def codes(seed, count):
   adam = optax.ScaleByAdamState(
     count, {"a": jnp.asarray(mu), "b": jnp.asarray(mu)}, {"a": nu, "b": nu}
   )
-  state = from_adam_state(adam, codec=codecs.coat(), seed=seed)
+  state = from_adam(adam, codecs.coat(), seed)
   trees = state.mu.codes, state.nu.codes
   return [
     jax.lax.bitcast_convert_type(tree[leaf], jnp.uint8)

@@ -13,9 +13,9 @@ from flax import nnx
 from coat_jax import codecs, encoded
 from coat_jax.optax_coat import coat_adamw
 from coat_jax.optimizer import report as reports_module
-from coat_jax.optimizer.conversion import from_adam_state
 from coat_jax.optimizer.report import state_bytes, state_report
 from tests import cases
+from tests.optimizer.adam_states import from_adam
 
 
 def llama2_7b():
@@ -120,7 +120,7 @@ def test_state_report_tells_codecs_apart():
   reports = {}
   for name in ("coat", "coat_e8m0", "log8", "fp8", "bfloat16"):
     codec = getattr(codecs, name)()
-    state = from_adam_state(reference, codec=codec)
+    state = from_adam(reference, codec)
     report = state_report(state, reference=reference)
     assert json.loads(json.dumps(report)) == report
     assert set(report) == {"w", "norm/scale"}
@@ -146,7 +146,7 @@ def test_state_report_tells_codecs_apart():
   # Half an ulp of bfloat16 at most.
   assert 0 < reports["bfloat16"]["mu"]["relative_error"] < 2.0**-8
   # Without a reference zeros are counted as they stand.
-  alone = state_report(from_adam_state(reference, codec=codecs.coat()))
+  alone = state_report(from_adam(reference, codecs.coat()))
   assert alone["w"]["nu"]["zeroed"] == 1 / 64
   assert "relative_error" not in alone["w"]["nu"]
 

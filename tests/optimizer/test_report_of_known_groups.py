@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from coat_jax import codecs
-from coat_jax.optimizer import from_adam_state, state_report
+from coat_jax.optimizer import state_report
+from tests.optimizer.adam_states import from_adam
 
 ROWS, GROUP = 64, 64
 # k = 1 spans 448 to 2 / 448, and k = 2 the root of that.
@@ -21,7 +22,7 @@ def state(codec, zero_rows):
   values[:zero_rows] = 0
   leaf = {"w": jnp.asarray(values)}
   adam = optax.ScaleByAdamState(jnp.int32(1), leaf, leaf)
-  return from_adam_state(adam, codec=codec)
+  return from_adam(adam, codec)
 
 
 @pytest.mark.parametrize("zero_rows", [0, 1, 48])
@@ -51,7 +52,7 @@ def test_quantiles_are_those_of_the_groups():
   leaf = {"w": jnp.asarray(rows, jnp.float32)}
   codec = codecs.coat(GROUP)
   adam = optax.ScaleByAdamState(jnp.int32(1), leaf, leaf)
-  powers = state_report(from_adam_state(adam, codec=codec))["w"]
+  powers = state_report(from_adam(adam, codec))["w"]
   powers = powers["mu"]["power"]
   want = dict(min=1, p10=1, median=1, p90=2, max=2, mean=1.25)
   assert powers == {

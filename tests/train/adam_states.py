@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from coat_jax.optimizer import from_adam_state
+from tests.optimizer.adam_states import from_adam
 from train import step
 
 
@@ -27,8 +27,7 @@ def moments(like):
 
 @functools.partial(jax.jit, static_argnames="config")
 def encoded(adam, config):
-  codec = config.optim.moment_codec()
-  return from_adam_state(adam, codec=codec, seed=config.seed)
+  return from_adam(adam, config.optim.moment_codec(), config.seed)
 
 
 def assert_same_bytes(tree, other):

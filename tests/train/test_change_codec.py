@@ -9,7 +9,7 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
-from coat_jax.optimizer import sharding, to_adam_state
+from coat_jax.optimizer import sharding, to_plain_state
 from tests.matrices import quick
 from tests.train.adam_states import assert_same_bytes, encoded, moments
 from tests.train.data.streams import numbered
@@ -60,7 +60,7 @@ def saved_state(path, config):
   checkpoints = Checkpoints(path, keep=3)
   checkpoints.save(3, state, Batches(), describe(config, numbered(1000)))
   checkpoints.close()
-  return optimizer, jax.jit(to_adam_state)(optimizer)
+  return optimizer, jax.jit(to_plain_state)(optimizer)
 
 
 def restored(path, config, mesh=None):

@@ -12,7 +12,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from coat_jax.optimizer import to_adam_state
+from coat_jax.optimizer import to_plain_state
 from tests.matrices import quick
 from tests.train.adam_states import assert_same_bytes, encoded, moments
 from tests.train.runs import arguments, contents, losses, programs_on_disk, run
@@ -142,7 +142,7 @@ def test_exports_decode_moments(halfway, tmp_path):
   state = checkpoint.restore_state(
     RunDirectory(halfway).checkpoints, found, model_state(made)
   )
-  adam = jax.jit(to_adam_state)(state.optimizer)
+  adam = jax.jit(to_plain_state)(state.optimizer)
   with ocp.StandardCheckpointer() as checkpointer:
     tree = checkpointer.restore(tmp_path / "adamw")
   assert_same_bytes(tree["opt_state"][0]["mu"], adam.mu)

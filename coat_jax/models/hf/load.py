@@ -135,15 +135,10 @@ def load_params(
   abstract: Any,
   store: Store | None = None,
 ) -> Any:
-  """Loads the parameters of a checkpoint.
+  """Loads the parameters of a checkpoint, nested dicts like `abstract`.
 
-  Args:
-    folder: the checkpoint's folder.
-    config: the model's shape.
-    abstract: the model's parameters, nested dicts of `jax.ShapeDtypeStruct`;
-      those without a sharding go to the default device.
-    store: `(path, array) -> array`, as for `Decoder`; None casts to the dtypes
-      of `abstract`.
+  Those without a sharding go to the default device. `store` is as for
+  `Decoder`; None casts to the dtypes of `abstract`.
   """
   tensors = check_tensors(folder, config, abstract)
   leaves = {path_of(k): x for k, x in jax.tree.leaves_with_path(abstract)}

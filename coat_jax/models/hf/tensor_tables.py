@@ -25,11 +25,8 @@ def rows(
 ) -> Table:
   """Returns the rows of kernels, norms and their biases.
 
-  Args:
-    products: maps the path of a linear layer to the prefix of its tensors'
-      names, or to several prefixes if it fuses several layers.
-    norms: maps the path of a norm to the prefix of its tensors' names.
-    is_transposed: whether kernels are [outputs, inputs], as in PyTorch.
+  Paths are mapped to the prefix of their tensors' names, or to several if a
+  linear layer fuses several. `is_transposed` means [outputs, inputs].
   """
   found = {}
   for path, names in products.items():

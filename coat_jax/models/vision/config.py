@@ -11,7 +11,7 @@ from coat_jax.models.ranges import (
   check_kinds,
   check_numbers,
 )
-from coat_jax.ops import Approximation
+from coat_jax.ops import Activation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class VisionFamily:
   """The choices that all towers of a family share.
 
   Attributes:
-    approximate: how GELU is computed, as for `layers.MLP`.
+    activation: which GELU, as for `layers.MLP`.
     has_class_token: whether a learned token comes before the patches.
     patch_bias: whether the projection of patches has a bias.
     pre_norm: whether there is a norm before the first layer.
@@ -30,7 +30,7 @@ class VisionFamily:
       to all tokens; None returns the class token after the last norm.
   """
 
-  approximate: Approximation
+  activation: Activation
   has_class_token: bool = True
   patch_bias: bool = True
   pre_norm: bool = False
@@ -39,15 +39,15 @@ class VisionFamily:
 
 
 VISION_FAMILIES = {
-  "vit": VisionFamily(approximate=False, pool="class"),
+  "vit": VisionFamily(activation="gelu", pool="class"),
   "clip_vision": VisionFamily(
-    approximate="sigmoid",
+    activation="gelu_quick",
     patch_bias=False,
     pre_norm=True,
     norms_output=False,
   ),
   "siglip_vision": VisionFamily(
-    approximate=True, has_class_token=False, pool="attention"
+    activation="gelu_tanh", has_class_token=False, pool="attention"
   ),
 }
 

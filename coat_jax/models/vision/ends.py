@@ -93,7 +93,8 @@ class AttentionPool(nnx.Module):
     self.mlp = MLP(
       d,
       config.d_ff,
-      approximate=config.choices.approximate,
+      activation=config.choices.activation,
+      gated=False,
       norm="layer",
       epsilon=config.norm_eps,
       use_norm_bias=True,

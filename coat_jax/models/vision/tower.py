@@ -73,7 +73,8 @@ class VisionLayer(nnx.Module):
     self.mlp = MLP(
       config.d_model,
       config.d_ff,
-      approximate=config.choices.approximate,
+      activation=config.choices.activation,
+      gated=False,
       **shared,
     )
 

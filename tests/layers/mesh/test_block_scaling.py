@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipes
-from coat_jax.layers import GatedMLP
+from coat_jax.layers import MLP
 from tests.comparing import assert_close, jit
 from tests.layers.mesh.test_rule import (
   build,
@@ -27,7 +27,7 @@ RECIPES = {
 
 def make(recipe):
   how = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
-  return GatedMLP(D, F, **how)
+  return MLP(D, F, **how)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ class Model(nnx.Module):
 )
 def test_converted_model_computes_what_it_does_on_one_device(sizes, kind):
   def make(recipe):
-    blocks = {FeedForward: layers.GatedMLP}
+    blocks = {FeedForward: layers.MLP}
     return convert(Model(rngs=nnx.Rngs(0)), recipe, blocks=blocks)[0]
 
   check(make, recipes.coat(), sizes, kind)

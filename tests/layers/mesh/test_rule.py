@@ -19,12 +19,10 @@ from coat_jax.layers import (
   MLP,
   RESIDUAL_NAMES,
   Attention,
-  GatedMLP,
   Linear,
   NormLinear,
   RMSNorm,
-  gelu,
-  silu_mul,
+  activate,
   with_weight_cache,
 )
 from coat_jax.numerics.recipes import MeshAxes
@@ -42,7 +40,7 @@ class Layer(nnx.Module):
     shared = dict(recipe=recipe, dtype=dtype, use_bias=use_bias, rngs=rngs)
     norm = dict(norm="layer", use_norm_bias=True) if use_bias else {}
     self.attention = Attention(D, 4, num_kv_heads=2, **norm, **shared)
-    self.mlp = GatedMLP(D, F, **norm, **shared)
+    self.mlp = MLP(D, F, **norm, **shared)
 
   def __call__(self, x):
     return self.mlp(self.attention(x))
@@ -142,7 +140,8 @@ def test_layer_on_a_mesh_matches_one_device(recipe, sizes, kind):
 def test_mlp_without_norm_and_add_matches_one_device():
   def make(recipe):
     shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    return MLP(D, F, norm=None, add_input=False, use_bias=True, **shared)
+    shared |= dict(norm=None, add_input=False, use_bias=True)
+    return MLP(D, F, activation="gelu_tanh", gated=False, **shared)
 
   check(make, recipes.coat(), (2, 2, 2))
 
@@ -155,7 +154,7 @@ class PostNormed(nnx.Module):
     # Not seed 0: on some CPUs the order of sums moves a code at a boundary.
     shared |= dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(1))
     self.attention = Attention(D, 4, num_kv_heads=2, norm=None, **shared)
-    self.mlp = GatedMLP(D, F, norm=norm, activation="gelu_tanh", **shared)
+    self.mlp = MLP(D, F, norm=norm, activation="gelu_tanh", **shared)
 
   def __call__(self, x):
     return self.mlp(self.attention(x))
@@ -211,7 +210,9 @@ def test_drop_in_layers_on_a_mesh_match_one_device(kind, splits):
 
     def __call__(self, x):
       y = self.first(self.norm(x))
-      y = gelu(y, recipe=self.recipe) + silu_mul(y, y, recipe=self.recipe)
+      how = dict(recipe=self.recipe)
+      gelu = activate(y, activation="gelu_tanh", **how)
+      y = gelu + activate(y, y, activation="silu", **how)
       return x + self.second(y)
 
   check(Stack, recipes.coat(), (2, 2, 2), kind)
@@ -370,9 +371,7 @@ def test_unsupported_meshes_are_refused():
   with jax.set_mesh(make_mesh((1, 2, 4))):
     with pytest.raises(ValueError, match="2 key heads.*got 4 devices"):
       jax.eval_shape(f, params, x)
-  f, params = build(
-    lambda r: GatedMLP(D, F, recipe=r, rngs=nnx.Rngs(0)), recipe
-  )
+  f, params = build(lambda r: MLP(D, F, recipe=r, rngs=nnx.Rngs(0)), recipe)
   with jax.set_mesh(make_mesh((2, 2, 2))):
     with pytest.raises(ValueError, match=r"blocks take \[B, T, D\], got rows"):
       jax.eval_shape(f, params, x.reshape(-1, D))

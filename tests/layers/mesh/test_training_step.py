@@ -9,7 +9,7 @@ from flax import nnx
 from jax import P
 
 from coat_jax import coat_adamw, codecs, recipes
-from coat_jax.layers import GatedMLP
+from coat_jax.layers import MLP
 from coat_jax.models import Decoder, ModelConfig, loss_fn
 from tests.comparing import jit
 from tests.layers.mesh.placing import (
@@ -29,7 +29,7 @@ def two_mlps(recipe):
   class Model(nnx.Module):
     def __init__(self, rngs):
       shared = dict(recipe=recipe, dtype=jnp.float32, rngs=rngs)
-      self.first, self.second = (GatedMLP(D, F, **shared) for _ in range(2))
+      self.first, self.second = (MLP(D, F, **shared) for _ in range(2))
 
   graph, params = nnx.split(Model(nnx.Rngs(0)), nnx.Param)
 

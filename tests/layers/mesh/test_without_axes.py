@@ -22,16 +22,14 @@ from coat_jax import ops, recipes
 from coat_jax.layers import (
   MLP,
   Attention,
-  GatedMLP,
   Heads,
   LayerNorm,
   Linear,
   NormLinear,
   RMSNorm,
+  activate,
   dot_product_attention,
-  gelu,
   rope,
-  silu_mul,
   split_heads,
   with_weight_cache,
 )
@@ -79,8 +77,12 @@ LAYERS = {
   "RMSNorm": Case(lambda **a: RMSNorm(D, **a)),
   "LayerNorm": Case(lambda **a: LayerNorm(D, **a)),
   "NormLinear": Case(lambda **a: NormLinear(D, F, **a), columns=1),
+  "UngatedMLP": Case(
+    lambda **a: MLP(
+      D, F, activation="gelu_tanh", gated=False, use_bias=True, **a
+    )
+  ),
   "MLP": Case(lambda **a: MLP(D, F, use_bias=True, **a)),
-  "GatedMLP": Case(lambda **a: GatedMLP(D, F, use_bias=True, **a)),
   "Attention": Case(
     lambda **a: Attention(D, N, num_kv_heads=K, clip_qkv=2.0, **a)
   ),
@@ -95,8 +97,12 @@ LAYERS = {
     lambda r, x: split_heads(x, POSITIONS, Heads(N, K, 1e4), recipe=r), QKV
   ),
   "rope": function(lambda r, q: rope(q, POSITIONS, theta=1e4), Q),
-  "silu_mul": function(lambda r, x, y: silu_mul(x, y, recipe=r), X, X),
-  "gelu": function(lambda r, x: gelu(x, recipe=r), X),
+  "activate with up": function(
+    lambda r, x, y: activate(x, y, activation="silu", recipe=r), X, X
+  ),
+  "activate": function(
+    lambda r, x: activate(x, activation="gelu_tanh", recipe=r), X
+  ),
 }
 
 RECIPES = {
@@ -281,7 +287,7 @@ def traced(case, how, kind=AxisType.Explicit, recipe=RECIPES["coat"]):
 @pytest.mark.parametrize("mesh", quick(1, ["fsdp", "data", "data x fsdp"]))
 def test_kernels_run_on_explicit_axes_of_data_and_fsdp(mesh):
   how = MESHES[mesh]
-  program = traced(LAYERS["GatedMLP"], how)
+  program = traced(LAYERS["MLP"], how)
   assert "pallas_call" in program
   # The E4M3 codes of two weights, forward and backward.
   gathers = re.findall(r":f8_e4m3fn\S* = all_gather\[", program)
@@ -289,7 +295,7 @@ def test_kernels_run_on_explicit_axes_of_data_and_fsdp(mesh):
 
 
 def test_kernels_are_left_out_where_xla_partitions():
-  case = LAYERS["GatedMLP"]
+  case = LAYERS["MLP"]
   assert "pallas_call" not in traced(case, MESHES["data x tensor"])
   assert "pallas_call" not in traced(case, MESHES["fsdp"], AxisType.Auto)
   x, how = jnp.ones((16, 64)), dict(implementation="triton")
@@ -321,7 +327,7 @@ def bytes_saved(how, case):
   "mesh, share", quick(1, [("data x tensor", 1 / 8), ("fsdp", 1 / 8)])
 )
 def test_a_device_saves_its_share(mesh, share):
-  case = Case(lambda **a: GatedMLP(D, 16 * D, **a))
+  case = Case(lambda **a: MLP(D, 16 * D, **a))
   # All but x, of D and not of 2 * 16 D columns, which tensor has copies of.
   copies = B * T * D / 2
   found = bytes_saved(MESHES[mesh], case)

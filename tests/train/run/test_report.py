@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax.optimizer import from_adam_state
+from tests.optimizer.adam_states import from_adam
 from train.presets import demo
 from train.run import report
 from train.step import Evaluation, TrainState
@@ -38,7 +38,7 @@ def test_powers_are_counted_by_sixteenths_without_groups_of_zeros():
   rows[:24] = 0
   params = {"norm": jnp.ones(64), "w": jnp.asarray(rows)}
   adam = optax.ScaleByAdamState(jnp.int32(1), params, params)
-  optimizer = from_adam_state(adam, codec=config.optim.moment_codec())
+  optimizer = from_adam(adam, config.optim.moment_codec())
   row = report.report_state(
     config, TrainState(jnp.int32(1), params, optimizer, adam)
   )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Triton's gated functions and GELU for an H200: no spills.
+"""Compiles Triton's activation functions for an H200: no spills.
 
 With eight times the values per thread, SwiGLU's backward was seen to fail.
 """
@@ -11,7 +11,7 @@ import pytest
 from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Groups
-from coat_jax.pallas.triton import gated, gelu
+from coat_jax.pallas.triton import activation as kernels
 from tests.aot.compiling import compile_for_h200, custom_calls, fp8_moves
 
 pytestmark = pytest.mark.aot
@@ -39,26 +39,29 @@ def assert_kernels(fn, *specs, count):
 
 SHAPES = pytest.mark.parametrize("m, n", [(8192, 11008), (112, 688)])
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F32])
-
-
-ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+ACTIVATIONS = pytest.mark.parametrize(
+  "activation, gated",
+  [("silu", True), ("gelu_tanh", True), ("gelu_tanh", False)],
+)
 
 
 @SHAPES
 @DTYPES
 @ACTIVATIONS
-def test_gated(m, n, dtype, activation):
-  gate_up = jax.ShapeDtypeStruct((m, 2 * n), dtype)
-  how = dict(activation=activation)
+def test_activation(m, n, dtype, activation, gated):
+  count, how = 1 + gated, dict(activation=activation)
   assert_kernels(
-    lambda x: gated.gated_input(x, groups=Groups(16), **how), gate_up, count=2
-  )
-  dy, x = jax.ShapeDtypeStruct((m, n), dtype), values(m, n)
-  assert_kernels(
-    lambda dy, gate, up, scale: gated.gated_bwd_operands(
-      dy, gate, up, scale=scale, **how
+    lambda x: kernels.activation_input(
+      x, gated=gated, groups=Groups(16), **how
     ),
-    *(dy, x, x, SCALE),
+    jax.ShapeDtypeStruct((m, count * n), dtype),
+    count=2,
+  )
+  assert_kernels(
+    lambda dy, parts, scale: kernels.activation_bwd_operands(
+      dy, parts, scale=scale, **how
+    ),
+    *(jax.ShapeDtypeStruct((m, n), dtype), (values(m, n),) * count, SCALE),
     count=3,
   )
 
@@ -67,37 +70,12 @@ def test_gated(m, n, dtype, activation):
 @pytest.mark.parametrize("layout", ["rows", "columns", "both"])
 @pytest.mark.parametrize("group_size", [16, 128])
 @ACTIVATIONS
-def test_gated_forward(m, n, layout, group_size, activation):
+def test_activation_forward(m, n, layout, group_size, activation, gated):
   n = n // group_size * group_size
-  x = values(m, n, group_size)
   assert_kernels(
-    lambda gate, up, scale: gated.gated_fwd(
-      gate,
-      up,
-      activation=activation,
-      scale=scale,
-      layout=layout,
+    lambda parts, scale: kernels.activation_fwd(
+      parts, activation=activation, scale=scale, layout=layout
     )[:2],
-    *(x, x, SCALE),
+    *((values(m, n, group_size),) * (1 + gated), SCALE),
     count=1,
-  )
-
-
-@SHAPES
-@DTYPES
-def test_gelu(m, n, dtype):
-  options = dict(approximate=True)
-  dy, x = jax.ShapeDtypeStruct((m, n), dtype), values(m, n)
-  assert_kernels(
-    lambda x: gelu.gelu_input(x, groups=Groups(16), **options), dy, count=2
-  )
-  assert_kernels(
-    lambda x, s: gelu.gelu_fwd(x, scale=s, layout="both", **options)[:2],
-    *(x, SCALE),
-    count=1,
-  )
-  assert_kernels(
-    lambda dy, x, s: gelu.gelu_bwd_operands(dy, x, scale=s, **options),
-    *(dy, x, SCALE),
-    count=3,
   )
