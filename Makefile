@@ -40,7 +40,7 @@ endif
 endif
 
 .PHONY: help train test test-all test-aot test-tpu test-gpu test-eval \
-  test-versions lint docs package clean
+  test-versions test-integrations lint docs package clean
 
 help:
 	@echo 'make train     train a small model in FP8 and in BF16, and compare them'
@@ -51,6 +51,7 @@ help:
 	@echo 'make test-gpu  run the tests that need an NVIDIA GPU'
 	@echo 'make test-eval run the tests that need lm-evaluation-harness'
 	@echo 'make test-versions  run the tests on the oldest and newest JAX'
+	@echo 'make test-integrations  train with our optimizer in other frameworks'
 	@echo 'make lint      check style (ruff) and types (pyright)'
 	@echo 'make docs      build the documentation into site/; warnings are errors'
 	@echo 'make package   build the wheel, check it, install it and import it'
@@ -113,6 +114,9 @@ test-eval: $(EVAL_STAMP)
 
 test-versions: $(STAMP)
 	tests/versions.sh $(ARGS)
+
+test-integrations: $(STAMP)
+	tests/integrations.sh $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -47,7 +47,7 @@ def available() -> bool:
 
 def only_compile() -> None:
   """Makes this process compute on the CPU; call it before using JAX."""
-  # The plugin checks for libraries that only running would need.
+  # The plugin checks for libraries that are needed only to run programs.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   jax.config.update("jax_platforms", "cpu")
 

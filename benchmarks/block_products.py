@@ -12,7 +12,7 @@ matmuls and each of these implementations:
   cublas            FP8, one scale per tensor
   mosaic, TILE      blocks, in the Mosaic kernel with one of the tiles in
                     `coat_jax.pallas.mosaic.block_product.TILES`
-  xla               blocks, in plain JAX; the only one without a GPU
+  xla               blocks, in plain JAX; measured only without a GPU
 
 A row contains milliseconds and TFLOP/s. For matmuls in blocks it also contains
 `error`, the relative RMS difference from plain JAX. Rounding to BF16 alone

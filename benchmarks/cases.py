@@ -28,7 +28,7 @@ class Sizes:
   Attributes:
     batch, seq, d_model, d_ff, num_heads: sizes of the layer.
     num_kv_heads: number of key heads; None if it equals `num_heads`.
-    num_experts: number of experts of a mixture as wide as the layer's MLP.
+    num_experts: number of experts in a mixture, each as wide as the MLP.
     norm: kind of the norms; a layer norm has a beta.
     dtype: dtype of activations, gradients and norms' parameters.
     group_size: group size of the values that norms and activations read.
@@ -126,7 +126,7 @@ class Case:
 
   Attributes:
     op: the operation's name.
-    shape: the rest of the case's name in a row.
+    shape: the other keys of `case` in a row.
     run: called with one of `implementations`, then with the `arrays`.
     num_bytes: fewest bytes that can be read and written, or 0.
     flops: floating-point operations of matmuls, or 0.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists the cases of `benchmarks.ops` that are bound by memory, not matmuls.
 
-Bytes are those of the matrices that a case must read and write. If it must
-know the largest magnitude of a result before it can write it
-(`quantize_tensor` without a scale, `activation_bwd_operands`), it reads twice.
+Bytes are those of the matrices that a case must read and write. A case reads
+twice if it must know the largest magnitude of a result before it can write the
+result (`quantize_tensor` without a scale, `activation_bwd_operands`).
 """
 
 import functools
@@ -49,7 +49,8 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # If kernels would refuse the width, pass a format that they refuse first.
+  # The kernel accepts any width. Tests expect kernels to refuse `ODD`, so pass
+  # a format there that this one refuses.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,

@@ -18,8 +18,8 @@ weights:
   hash          the instructions among them that mix random words
   registers     per thread
   programs      how many programs fit on a multiprocessor with these registers
-  clocks        clocks that a warp's 32 values keep each pipe and the issuing
-                of instructions busy: from the throughputs of compute capability
+  clocks        that a warp's 32 values need in each pipe and, as `issue`, for
+                issuing instructions; from the throughputs of compute capability
                 9.0 in NVIDIA's CUDA C++ Programming Guide
 
 The largest number of clocks is a lower bound for the time.
@@ -49,9 +49,9 @@ from coat_jax.pallas.mosaic import words
 VALUES = 8  # Per thread, see `pallas.mosaic.registers`.
 SHAPE = (64, 1024)
 
-# The pipes and the instructions that they execute: the first entry that begins
-# an instruction's name counts. The number is the clocks that a quarter of a
-# multiprocessor needs for a warp.
+# The pipes, with prefixes of the instructions that they execute; the first
+# match counts. The number is the clocks that a quarter of a multiprocessor
+# needs to execute such an instruction for a warp.
 KINDS = {
   "special": (8, ("MUFU", "F2I", "I2F.", "F2F", "FRND", "POPC", "FLO")),
   "shuffle": (4, ("SHFL",)),

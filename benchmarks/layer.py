@@ -230,7 +230,7 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 
 
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
-  """Makes shapes of these arrays, with parameters stacked over `layers`."""
+  """Makes the shapes of `make_arrays`, with parameters of stacked layers."""
   stack = () if layers is None else (layers,)
   params = jax.tree.map(
     lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params

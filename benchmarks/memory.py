@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts or compiles the memory of layers, optimizer states and steps.
+"""Counts the memory of layers and optimizer states; compiles whole steps.
 
   python -m benchmarks.memory residuals --preset llama2_7b --tokens 256
   python -m benchmarks.memory state --preset llama2_7b
@@ -10,17 +10,17 @@ No GPU is needed. It prints these rows:
 
 memory.residuals: bytes per token that one decoder layer saves for its backward
 pass, by kind, and their total in `units` of U = 2 d_model (one BF16 copy of the
-residual stream), counted from the arrays of the layer's own `jax.vjp`
-(`train.memory.count`). The bf16 row counts the arrays that JAX's autodiff
-saves; XLA may save a little less. For comparison, in U:
+residual stream). The arrays are those of the layer's own `jax.vjp`
+(`train.memory.count`). The bf16 row counts what JAX's autodiff saves; XLA may
+save a little less. For comparison, in U:
 
   paper_units      Table 2 of arXiv:2410.19313, for d_ff = 8/3 d_model and
                    without scales; its fp8_linear is TransformerEngine
   reference_units  the reference's Llama layer at this shape, including scales,
                    with and without the 2 U that the paper counts for RoPE
 
-memory.state: bytes per parameter of parameters in f32 or BF16, of their
-gradients, and of the optimizer's state with each codec, from the shapes alone.
+memory.state: bytes per parameter that parameters in f32 or BF16, gradients, and
+the optimizer's state with each codec need, computed from shapes alone.
 
 memory.table7, memory.plan: whole steps compiled for H200s, see
 `benchmarks.table7` and `benchmarks.planned`. Some take minutes.

@@ -8,8 +8,7 @@ A row contains the milliseconds of a call, and GB/s of the fewest bytes that it
 must move or TFLOP/s of its matmuls (counted in `benchmarks.*_cases`).
 `share_of_ceiling` compares that rate with the device's rate in the same run for
 copying an array of 1 GiB, or for a large matmul in FP8 or BF16. The row
-`ops.ceilings` contains these rates. Without a GPU, only the definition ("xla")
-is timed.
+`ops.ceilings` contains these rates. Without a GPU, kernels are left out.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from benchmarks.harness import (
 )
 from benchmarks.product_cases import product_cases
 
-# The baseline, and the only implementation without a GPU.
+# The implementations that run without a GPU.
 PORTABLE = ("xla", "bf16", "coat_jax", "flax")
 
 

@@ -12,8 +12,8 @@ Parameters and state are donated. Gradients have the weights' dtype.
 bfloat16_low8 are BF16 weights with low bytes in the state (`low_bits`). The
 leaf has 2^28 parameters, 16384 x 16384, by default.
 
-A row contains the time; `gbps`, the bytes that a step must read and write
-(parameter and state both, gradient once) divided by the time; and
+A row contains the time; `gbps`, the bytes that a step must move (it reads and
+writes parameter and state, and reads the gradient) divided by the time; and
 `ceiling_share`, `gbps` divided by the bandwidth at which this device copies
 1 GiB.
 """

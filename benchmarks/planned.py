@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares plans of `train.memory` with XLA's compiler, for each preset.
 
-Each row is a whole training step, compiled for H200s and planned: `peak_bytes`
-and `planned_bytes` of a GPU, and `error`, planned / peak - 1.
+Each row is a whole training step: `peak_bytes` of a GPU if it is compiled for
+H200s, `planned_bytes`, and `error`, which is planned / peak - 1.
 """
 
 from collections.abc import Iterable, Iterator

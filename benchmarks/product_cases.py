@@ -117,7 +117,7 @@ def _grouped(sizes):
 
 
 def _linear(sizes):
-  """Lists whole linear layers: FP8 here, BF16, and Flax's FP8."""
+  """Lists whole linear layers: this project's FP8, BF16, and Flax's FP8."""
   t = sizes.tokens
   layers = {
     "bf16": lambda x, w: linear(x, w, recipe=recipes.bf16()),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the steps of Table 7 of arXiv:2410.19313, for their memory.
+"""Measures the memory of the training steps in Table 7 of arXiv:2410.19313.
 
 Each row is a whole training step with the paper's number of GPUs, batch per GPU
 and sequence length, with FSDP, compiled for H200s. Parameters and gradients are

@@ -82,7 +82,7 @@ def compile_step(
 ) -> tuple[jax.stages.Compiled, step.TrainState]:
   """Compiles a run's step for the H200s of its mesh.
 
-  Returns the program, and the abstract state that it takes.
+  Returns the program, and the abstract state that it accepts.
   """
   sizes = config.mesh_sizes
   mesh = None

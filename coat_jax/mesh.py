@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running functions on a mesh of devices, and the collectives between devices.
+"""Runs functions on a mesh of devices, and defines collectives between them.
 
 There are two ways to run a function:
 
   run_on_shards   each device runs it on its own shards, inside `jax.shard_map`,
                   with explicit collectives. Kernels need this: XLA cannot
                   partition them and would gather their arguments first.
-  run_whole       XLA partitions it. On explicit axes it runs with automatic
-                  ones, because JAX would ask for the sharding of everything it
-                  cannot infer: a sum over split tokens, a reshape, the carry of
-                  a scan.
+  run_whole       XLA partitions it. Explicit axes are made automatic while it
+                  runs; otherwise JAX would require a sharding wherever it
+                  cannot infer one: for a sum over split tokens, a reshape, the
+                  carry of a scan.
 
 The caller declares how arrays and results are sharded. Without a mesh, and
 inside a caller's own `jax.shard_map`, both just call the function.
@@ -29,7 +29,7 @@ With `MeshAxes`, blocks of layers are sharded and exchange data like this:
               product; partial products are summed and split again after one
   scales      the largest amax of all devices along `scale_axes`
 
-The collectives here do nothing without axes and over axes of one device.
+The collectives here do nothing if `axes` is None or an axis has one device.
 """
 
 import math
@@ -78,8 +78,8 @@ def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
   """Runs f(*args), which XLA partitions if axes of the mesh are explicit.
 
   `out_specs` shards results on explicit axes; axes that a spec cannot split
-  evenly stay whole. A spec None leaves a result with automatic axes, for values
-  saved for a backward that `run_whole` runs too.
+  evenly stay whole. A spec of None leaves a result on automatic axes; use it
+  for values saved for a backward pass that `run_whole` runs too.
   """
   args = varying(args)
   mesh = jax.sharding.get_abstract_mesh()
@@ -170,7 +170,8 @@ def fitted(spec: Iterable[Any], shape: tuple[int, ...]) -> P:
 def product_spec(x: Array, w: Array) -> P:
   """Returns the sharding of x [..., D] times w [D, *F].
 
-  A mesh axis that splits both rows of x and columns of w splits the rows.
+  A mesh axis that splits both rows of x and columns of w splits the result's
+  rows.
   """
   rows, columns = spec_of(x)[:-1], spec_of(w)[1:]
   taken = axes_in(rows)
@@ -208,7 +209,7 @@ def split_columns(axes: MeshAxes, ndim: int) -> P:
 
 
 def split_inputs(axes: MeshAxes) -> P:
-  """Returns the spec of a weight [F, D] that reads split columns."""
+  """Returns the spec of a weight [F, D] whose input has split columns."""
   return P(tuple(a for a in (axes.tensor, axes.fsdp) if a) or None)
 
 
@@ -240,7 +241,7 @@ def token_shards(axes: MeshAxes | None) -> int:
 def scale_axes(axes: MeshAxes | None) -> tuple[str, ...]:
   """Returns the axes over which all shards of a tensor share one scale."""
   if axes is None:
-    # A caller's own `shard_map`: it is unknown what its axes split.
+    # In a caller's own `shard_map`, any axis may split a tensor.
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
   return axes.tokens
 
@@ -262,7 +263,7 @@ def reduce_gradient(
   """Sums a weight's gradient over all tokens; returns the device's rows.
 
   dw [D, ..., F] comes from the device's own tokens. Without `has_columns`,
-  devices along tensor hold different tokens of the same columns.
+  devices along tensor process different tokens for the same columns.
   """
   if axes is None:
     return dw
@@ -306,8 +307,8 @@ def scatter_sequence(y: Array, axes: MeshAxes | None) -> Array:
   devices = size_of(axes.tensor)
   if y.shape[1] % devices:
     raise ValueError(
-      "layers: a sequence must be a multiple of the mesh's tensor axis long, "
-      f"got {y.shape[1]} positions and {devices} devices; pad them"
+      "layers: a sequence's length must be a multiple of the mesh's tensor "
+      f"axis, got {y.shape[1]} positions and {devices} devices; pad sequences"
     )
   return lax.psum_scatter(y, axes.tensor, scatter_dimension=1, tiled=True)
 

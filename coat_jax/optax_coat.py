@@ -44,7 +44,7 @@ def coat_adamw(
   implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""AdamW with moments in FP8: `optax.adamw` at a quarter of the state.
+  r"""AdamW with moments in FP8: `optax.adamw` with a quarter of its state.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
   :math:`S_t = (E(m_t), E(v_t))` the state, 2.08 bytes per parameter with the
@@ -80,14 +80,14 @@ def coat_adamw(
     mask: which weights decay: a tree of bools, or a function of the parameters
       that returns one.
     nesterov: whether to use Nesterov momentum.
-    codec: how the moments are stored, from `codecs`; holds every static choice.
+    codec: how the moments are stored (format, group size...), from `codecs`.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`. Inside `optax.inject_hyperparams` name it in
       `static_args`, or it is taken for a schedule.
     seed: seed of the random words of stochastic rounding. A compiled program
       repeats itself bit for bit, but may differ from an eager call by some ulp.
-    implementation: "mosaic" for the GPU kernel, "mosaic_tpu" for the TPU's,
-      "xla" for plain JAX, None for a kernel if leaf and platform allow it.
+    implementation: "mosaic" for the GPU kernel, "mosaic_tpu" for the TPU
+      kernel, "xla" for plain JAX, None for a kernel if leaf and platform allow.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
       `NamedSharding`s, so that the kernel can run on each device's shard; None
       leaves partitioning to XLA, which cannot partition a kernel. Not needed on

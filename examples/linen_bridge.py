@@ -5,9 +5,9 @@
 
 `nnx.bridge.to_linen` makes a Linen module from an NNX class and the arguments
 of its constructor. Its parameters are then Linen variables like those of any
-other submodule. They keep the names that `linen.with_partitioning` gives to
-their axes; from these names the example derives FSDP on all available devices.
-The blocks still save FP8 for the backward pass.
+other submodule, and keep the axis names that `linen.with_partitioning` sets.
+The example uses these names for FSDP on all available devices. The blocks still
+save FP8 for the backward pass.
 
 The example trains a two-layer decoder on eight sequences that repeat
 themselves.

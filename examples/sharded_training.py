@@ -6,8 +6,8 @@
 A small network learns a function on all devices (on a CPU, we simulate eight).
 The batch is split over all of them, parameters over the axis `fsdp`, and
 `state_shardings` shards the optimizer's state from the start. Halfway through,
-the state is saved and restored with the same bytes on a mesh of
-another shape, and training continues.
+the state is saved, then restored bit for bit on a mesh of another shape, and
+training continues.
 """
 
 import pathlib
@@ -30,8 +30,8 @@ SHAPES = {
   "down": (LAYERS, HIDDEN, WIDTH),
   "bias": (LAYERS, HIDDEN),
 }
-# One matrix is split along its last axis, along which groups run, and the other
-# along its rows. A shard with a multiple of 128 columns holds whole groups.
+# One matrix is split along its rows, the other along its last axis, which the
+# codec cuts into groups. A shard of 128 n columns holds whole groups.
 SPECS = {"up": P(None, None, "fsdp"), "down": P(None, "fsdp"), "bias": P()}
 
 OPTIMIZER = optax.chain(

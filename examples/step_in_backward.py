@@ -6,7 +6,7 @@
 The model is a decoder in plain JAX without our layers; its embedding is tied to
 its output. It learns eight sequences that repeat themselves, with BF16 weights
 that are rounded stochastically, and FP8 moments. For comparison we also compile
-the same step with all gradients computed first, and print the memory of both.
+a step that computes all gradients first, and print the memory of both.
 """
 
 import functools

@@ -18,9 +18,9 @@ everywhere and bytes that never occur.
 
 accuracy.tracking: the drift over many steps. v of 16384 elements, with gradient
 sizes taken from the trained v, is encoded and decoded at each of 2000 steps.
-Halfway, the gradients of every other element shrink to a tenth. The rows give
-the ratio of stored to exact v at the end: median, 10th and 90th percentile of
-the elements whose gradients shrank, and the same for the others.
+Halfway, the gradients of every other element shrink to a tenth. The rows
+contain the ratio of stored to exact v at the end: median, 10th and 90th
+percentile of the elements whose gradients shrank, and the same for the others.
 """
 
 import argparse
@@ -56,7 +56,7 @@ SHRINK = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A codec and how to name it in a row and in the picture."""
+  """A codec, and its names in rows and in the picture."""
 
   codec: codecs.MomentCodec
   rounding: str
@@ -111,7 +111,7 @@ def codec_row(case: Case, moments: Moments, parts: dict[str, slice]) -> dict:
   def relative(part: slice) -> float:
     return float(np.sqrt(error[part].sum() / exact[part].sum()))
 
-  # A statistic that a codec does not have is a scalar zero.
+  # A codec represents a statistic that it lacks by a scalar zero.
   size = sum(x.nbytes for x in jax.tree.leaves(encoded) if x.ndim)
   row = {
     "bytes_per_param": size / moments.mu.size,
@@ -173,7 +173,7 @@ def _adam(moments: Moments, gradient):
 
 def gradient_sizes(moments: Moments) -> jax.Array:
   """Computes sqrt(v) of evenly spread groups: f32 [128, 128]."""
-  # Embeddings of bytes that the text lacks have no gradients.
+  # Embeddings of bytes that do not occur in the text get no gradients.
   rows = moments.nu[jnp.all(moments.nu > 0, axis=-1)]
   index = np.linspace(0, len(rows) - 1, TRACKED_GROUPS).astype(int)
   return jnp.sqrt(rows[index])

@@ -3,7 +3,8 @@
 
   python -m studies.docstrings OUT /usr/lib/python3 [DIR ...]
 
-It reads all .py files in the folders and writes to OUT
+It reads all .py files in the folders, and with --suffixes other text files such
+as C++ headers, and writes to OUT
 
   tokenizer.json   a byte-level BPE with 32,000 tokens, including ChatML's
   tokens.bin       the text of all files as uint16 ids, for pretraining
@@ -11,8 +12,8 @@ It reads all .py files in the folders and writes to OUT
                    shows the source and asks what it does, and the assistant
                    answers with the docstring
 
-The order is the same each time, and duplicate files are used once.
-`studies/finetuning.sh` trains on this data.
+The order is the same in each run, and duplicate files are used once.
+`studies/finetuning.sh` and `studies/long.sh` train on this data.
 """
 
 import argparse
@@ -35,11 +36,15 @@ END = "<|endoftext|>"
 _LARGEST_FILE, _LARGEST_FUNCTION = 1_000_000, 4_000
 
 
-def read_sources(folders: Sequence[Path]) -> list[str]:
-  """Reads the Python files below folders, each text once, shuffled."""
+def read_sources(
+  folders: Sequence[Path], suffixes: Sequence[str] = (".py",)
+) -> list[str]:
+  """Reads the files below folders, each text once, shuffled."""
   found = {}
   for folder in folders:
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(folder.rglob("*")):
+      if path.suffix not in suffixes:
+        continue
       if path.is_symlink() or not path.is_file():
         continue
       if path.stat().st_size > _LARGEST_FILE:
@@ -135,6 +140,13 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
     default=VOCAB_SIZE,
     help="size of the tokenizer's vocabulary",
   )
+  parser.add_argument(
+    "--suffixes",
+    nargs="+",
+    default=[".py"],
+    metavar="SUFFIX",
+    help="which files to read (default: .py)",
+  )
   options = parser.parse_args(arguments)
   with args.checked(parser):
     if options.vocab_size > 2**16:
@@ -142,11 +154,11 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
         "--vocab-size must be at most 65536, because ids have 16 bits, "
         f"got {options.vocab_size}"
       )
-    texts = read_sources(options.folders)
+    texts = read_sources(options.folders, options.suffixes)
     if not texts:
       raise ValueError(
-        "folders must contain .py files, got none in "
-        f"{', '.join(map(str, options.folders))}"
+        f"folders must contain {' or '.join(options.suffixes)} files, got "
+        f"none in {', '.join(map(str, options.folders))}"
       )
     options.out.mkdir(parents=True)
     counts = write(texts, options.out, options.vocab_size)

@@ -9,9 +9,9 @@ and once with `coat_jax.encoded`: a byte-level Llama that learns the source text
 of Python's standard library. The gradient's global norm is clipped to 1.
 
 It prints a row (encoded) for each optimizer and choice of fields, with the
-state's bytes per parameter and the mean loss over the last sixth of the steps,
-for both states. Fields "all" also encodes copies of parameters, which `encoded`
-does not encode by default.
+bytes per parameter of both states and the mean losses over the last sixth of
+the steps. Fields "all" also encodes copies of parameters, which `encoded` does
+not encode by default.
 """
 
 import argparse
@@ -46,7 +46,7 @@ BATCH, SEQ = 8, 32
 
 
 def _scheduled(peak: float, make: Callable[..., Any]) -> Callable[[int], Any]:
-  """Makes an optimizer with warmup over a tenth of the steps, then decay."""
+  """Schedules an optimizer: warmup over a tenth of the steps, then decay."""
   return lambda steps: make(
     optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, peak / 10)
   )

@@ -13,8 +13,8 @@ default may ignore soft caps.
 It prints a row (exports) for each folder:
 
   logits   largest difference between logits, divided by the largest logit
-  greedy   number of the 16 tokens, generated greedily after a prompt, that
-           agree before the first difference
+  greedy   number of tokens that agree before the first difference, of 16 that
+           both generate greedily after a prompt
   moved    largest change of a weight during training
 """
 
@@ -59,7 +59,7 @@ def train_and_export(source: Path, out: Path) -> None:
 
 def theirs(folder: Path, tokens: np.ndarray, prompt: list[int]):
   """Computes logits and greedy tokens after a prompt with transformers."""
-  import torch  # Needed only by this function.
+  import torch  # Only this function needs it.
   from transformers import AutoModelForCausalLM
 
   model = AutoModelForCausalLM.from_pretrained(

@@ -4,15 +4,16 @@
   python -m studies.families [FAMILY ...]
 
 Each family is built with two layers of width 256 and random weights that keep
-activations at the size of their inputs. Recipe coat is compared with bf16, both
-with activations in f32, for the same weights and tokens (vision towers get
-images of 64 patches):
+activations as large as their inputs. The study compares recipes coat and bf16,
+both with activations in f32, on the same weights and tokens (on images of 64
+patches for vision towers):
 
   logits_error     relative RMS error of the logits, or of a tower's output
   cosine           cosine between a weight's two gradients, for the worst weight
   gradient_error   sqrt(2 - 2 cosine), the distance between the two gradients,
                    each divided by its norm
-  bytes_per_token  bytes that a layer saves for the backward pass; also for BF16
+  bytes_per_token  bytes that a layer saves for the backward pass, in both
+                   recipes
 """
 
 import argparse
@@ -122,7 +123,7 @@ def _model(config: Any, recipe: CoatRecipe) -> Any:
 
 
 def _weights(config: Any, seed: int) -> Any:
-  """Makes random parameters that keep activations at their input's size."""
+  """Makes random parameters that keep activations as large as the inputs."""
   model = _model(config, recipes.bf16())
   rng = np.random.default_rng(seed)
   is_tower = isinstance(config, VisionConfig)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures the activations and gradients inside the layers of a Llama.
 
-The layer is written once more, in f32, from the library's operations, so that
-each tensor a recipe would quantize can be returned. Adding zeros to these
-tensors and differentiating with respect to the zeros yields their gradients.
+This file implements the layer again, in f32, from the library's functions, so
+that it can return each tensor that a recipe would quantize. Adding zeros to
+these tensors and differentiating with respect to the zeros yields gradients.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the contents of memory while a compiled step runs.
+"""Draws which arrays fill the memory while a compiled step runs.
 
   XLA_FLAGS="--xla_dump_to=dump/lean --xla_dump_hlo_as_text" python -c "
   from benchmarks import aot, training_step
@@ -12,7 +12,7 @@
 
 XLA writes the live range and the offset of each array. The largest sum of their
 sizes is the peak that the compiler reports. A loop appears once, not once per
-iteration, and the arrays that it stacks are alive from its start to its end.
+iteration, and the arrays that it stacks live from its start to its end.
 Arrays are classified by their shapes: arguments are weights or optimizer state,
 arrays shaped like a weight are gradients, and other stacks of layers are
 activations.
@@ -86,7 +86,7 @@ def read(folder: Path, layers: int) -> Timeline:
     if x.argument == "weights" and _dims(x.shape).count(",")
   }
   bytes_of = {kind: np.zeros(count) for kind in KINDS}
-  # One array may have several names at a time.
+  # An array may have several names at the same time.
   places: dict[tuple, np.ndarray] = {}
   kinds: dict[tuple, str] = {}
   loops: dict[int, int] = {}
@@ -145,7 +145,7 @@ def _arrays(lines: Iterable[str]) -> dict[str, _Array]:
   pending: list[tuple[str, _Array]] = []
 
   def done():
-    # An argument's memory may have several names; one is the argument's own.
+    # Several arrays may share an argument's memory; one is the argument.
     kind = None
     if argument:
       is_weight = any(x.startswith("state_params") for x, _ in pending)

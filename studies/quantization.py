@@ -9,8 +9,8 @@
 `run` trains a Llama on text (by default Python's standard library as bytes)
 with recipe bf16 and f32 moments, and measures its moments, activations,
 gradients and weights. The new rows replace those of the same preset in
-docs/rows/quantization.jsonl. Activations are f32 on a CPU, which has no fast
-BF16, and BF16 on a GPU. Errors are relative RMS errors, computed in float64.
+docs/rows/quantization.jsonl. Activations are BF16 on a GPU, and f32 on a CPU,
+where BF16 is slow. Errors are relative RMS errors, computed in float64.
 
 quantization.moments   first and second moment in E4M3, E5M2 or INT8, rounded to
   nearest, with and without dynamic range expansion, in groups of 128 and other
@@ -70,7 +70,7 @@ class Study(NamedTuple):
   """The tensors to measure.
 
   Attributes:
-    case: what all rows have in common.
+    case: the values that all rows share.
     model: the model's shape.
     trained: the trained model.
     moments: the model's moments, in groups.

@@ -23,7 +23,8 @@ from studies.layer_tensors import LayerTensors
 from studies.trained_moments import EPS, Moments
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2, "INT8": INT8}
-# The values that share a scale: a tensor, so many of a row, or a weight's tile.
+# The values that share a scale: all of a tensor or of a weight's tile, or this
+# many of a row.
 Shared = Literal["tensor", "tile"] | int
 GROUPS: tuple[Shared, ...] = ("tensor", 128, 64, 32, 16)
 TILE = 128
@@ -57,7 +58,7 @@ def through(codec: GroupCodec, x: jax.Array) -> jax.Array:
 
 
 def moment_errors(exact: Moments, stored: Moments) -> dict[str, float]:
-  """Computes errors of stored moments and of the update they give.
+  """Computes errors of stored moments and of the update computed from them.
 
   Args:
     exact: both moments.
@@ -68,7 +69,7 @@ def moment_errors(exact: Moments, stored: Moments) -> dict[str, float]:
     zeroed_mu, zeroed_nu: share of the nonzero values that became zero.
     update_mse: mean square of the error of m / (sqrt(v) + eps), the paper's
       measure.
-    update_error: its root over the RMS of the exact update.
+    update_error: root of update_mse over the RMS of the exact update.
     kept_error: update_error of the values whose v did not become zero.
   """
   mu, nu = (np.asarray(x, np.float64) for x in exact)
@@ -102,7 +103,7 @@ def zeroed(exact: np.ndarray, found: np.ndarray) -> float:
 def rounded(x: np.ndarray, name: str, shared: Shared) -> np.ndarray:
   """Quantizes a tensor [..., n] to a format of `FORMATS` and dequantizes it.
 
-  A scale is f32 for a tensor and a tile, and BF16 for a group.
+  Scales of tensors and tiles are f32, those of groups BF16.
   """
   if shared != "tile":
     return np.asarray(_rounded(jnp.asarray(x), name, shared))

@@ -23,7 +23,7 @@ def select(rows: Rows, bench: str, **case: Any) -> list[dict]:
 
 
 def one(rows: Rows, bench: str, **case: Any) -> dict:
-  """Returns the only such row; raises a ValueError for none or several."""
+  """Returns the one row that `select` finds, or raises a ValueError."""
   found = select(rows, bench, **case)
   if len(found) != 1:
     raise ValueError(

@@ -13,9 +13,9 @@ scaling.layer: one row per kind of scales, for one decoder layer of a preset.
   bytes_per_token  bytes that the layer saves for the backward pass
   forward_ms, full_ms, temporary_bytes (forward and backward): on a GPU only
 
-scaling.product, on a GPU only: one row per matrix, matmul (three of them) and
-kind of scales, with milliseconds and TFLOP/s of the matmul without quantizing
-its operands.
+scaling.product, on a GPU only: one row per matrix, kind of scales and matmul
+(forward, dx and dw), with its milliseconds and TFLOP/s. The operands are
+quantized beforehand.
 
 With --compile-only, the layer is compiled for an H200 instead (`make test-aot`
 installs the compiler). The rows then contain temporary bytes, and the number of
@@ -23,8 +23,8 @@ matmuls that run on cuBLASLt and Mosaic.
 
 x and the gradient of the output are normal random numbers. With --outliers K,
 every 64th feature of both, and one token in 128, are K times as large, because
-blocks are meant for outliers. Matmuls in blocks run as plain JAX if no kernel
-can run them. Parameters are untrained.
+block scales are meant for outliers. Matmuls with block scales run as plain JAX
+if no kernel supports them. Parameters are untrained.
 """
 
 import argparse

@@ -8,7 +8,7 @@ without images, `shapes.json` with none, one and two) into FOLDER. Then it
 trains, with several seeds, in recipes bf16 and coat:
 
   words      all parameters, on descriptions in words (bf16 only)
-  projector  only the projector, on images instead of the words
+  projector  only the projector, on images in place of the descriptions
   decoder    projector and decoder, starting from the previous run
 
 At the end it prints a table of held-out losses and of the differences between
@@ -48,7 +48,7 @@ NUMBERS = "zero one two three four five six seven eight nine ten".split()
 _WORDS = "user assistant system What is it ? are they a the on and . plus which"
 _SPECIAL = ("<image>", "<|im_start|>", "<|im_end|>")
 _SIDE = 32
-# File of rows, trained part, learning rate and epochs.
+# The conversations' file, trained part, learning rate and epochs of a stage.
 STAGES = {
   "words": ("words.json", "all", 3e-3, 12),
   "projector": ("shapes.json", "projector", 3e-3, 4),

@@ -11,8 +11,8 @@
 decay 0.1, clipping at 1) for every variant, learning rate and seed. When a run
 ends or fails, it appends a row to docs/rows/stability.jsonl. Runs that already
 have a row are skipped, so you can interrupt the command and continue. With
---minutes it starts no run that would probably end later. --best 2 uses the two
-best rates of each variant in the rows of the small model. Set
+--minutes it starts no run that would probably exceed this limit. --best 2 uses
+the two best rates of each variant in the rows of the small model. Set
 JAX_COMPILATION_CACHE_DIR to compile each program only once for all calls of the
 command.
 
@@ -38,7 +38,7 @@ A row contains
                       layer, otherwise the worst layer's
 
 `plot` draws docs/figures/stability.png from the rows so far, and prints how
-many of the grid's runs they cover.
+many runs of the grid have a row.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def cases(
 ) -> Iterator[dict[str, Any]]:
   """Yields the cases of runs that have no row in `done` yet.
 
-  `case` is what all runs have in common.
+  `case` contains the values that all runs share.
   """
   known = {json.dumps(row["case"], sort_keys=True) for row in done}
   for variant in variants:

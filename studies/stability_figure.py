@@ -132,7 +132,7 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
       where = largest.get_yaxis_transform()
       largest.text(0.01, i, "none", va="center", transform=where)
     else:
-      # Larger rates were not run yet.
+      # Runs with larger rates are still missing.
       is_open = summary.largest == summary.rates[-1] < highest
       look = dict(alpha=0.4, hatch="//") if is_open else {}
       largest.barh(i, summary.largest, **style, **look)
@@ -170,8 +170,8 @@ def limits(found: dict[str, Summary]) -> tuple[float, float] | None:
   """Returns the lower and upper end of the loss axis.
 
   The axis covers the losses of bf16, or of all variants if there is no bf16.
-  Variants that break end up hundreds of nats higher; an axis that showed them
-  would put everything else on one line.
+  Variants that break end up hundreds of nats higher; on an axis that showed
+  them, all others would merge into one line.
 
   Args:
     found: the summaries by variant.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains one run of `studies.stability` and summarizes it in a row.
 
-Learning rate and seed are arguments of the compiled program, which does CHUNK
-steps a call, so all runs of a variant share it.
+The compiled program does CHUNK steps a call. Learning rate and seed are its
+arguments, so all runs of a variant share it.
 """
 
 import dataclasses

@@ -2,8 +2,9 @@
 """Trains a small model to get realistic Adam moments for measuring codecs.
 
 The model is a byte-level Llama of 2.8 million parameters that learns the source
-text of Python's standard library, with f32 moments. Random numbers would not
-have the dynamic range within a group that decides how accurate a codec is.
+text of Python's standard library, with f32 moments. The accuracy of a codec
+depends on the dynamic range within a group, which random numbers would not
+reproduce.
 """
 
 import functools
@@ -85,8 +86,8 @@ def train_model(
 ) -> Trained:
   """Trains a model with recipe bf16 and f32 moments.
 
-  AdamW with b1 0.9, b2 0.95, decay 0.1 and clipping at 1. The learning rate has
-  a warmup over a tenth of the steps, and a cosine decay to a tenth of its peak.
+  AdamW uses b1 0.9, b2 0.95, decay 0.1 and clipping at 1. The learning rate
+  warms up over a tenth of the steps, then decays to a tenth along a cosine.
   """
   graph, params = nnx.split(
     Decoder(model, recipes.bf16(), dtype=dtype, rngs=nnx.Rngs(0)), nnx.Param
@@ -132,7 +133,7 @@ def in_groups(mu, nu) -> tuple[Moments, dict[str, slice]]:
     if mu_leaf.size < _SMALLEST_LEAF:
       continue
     leaf = Moments(*(x.reshape(-1, GROUP_SIZE) for x in (mu_leaf, nu_leaf)))
-    part = path[0].key  # embedding, head, layers: neighbours in the tree
+    part = path[0].key  # embedding, head or layers, whose leaves are adjacent
     start = parts[part].start if part in parts else sum(map(_groups, leaves))
     leaves.append(leaf)
     parts[part] = slice(start, sum(map(_groups, leaves)))

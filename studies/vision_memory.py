@@ -4,9 +4,9 @@
   python -m studies.vision_memory
   python -m studies.vision_memory --stages all --batch 4
 
-Weights and gradients are BF16, moments FP8, and layers in recipe coat. Frozen
-parts have neither gradients nor moments. A row contains `peak_bytes` from XLA,
-`planned_bytes` from `train.memory`, and `error`, planned / peak - 1.
+Weights and gradients are BF16, moments FP8, and layers run in recipe coat.
+Frozen parts have neither gradients nor moments. A row contains `peak_bytes`
+from XLA, `planned_bytes` from `train.memory`, and `error`, planned / peak - 1.
 """
 
 import argparse

@@ -2,17 +2,17 @@
 """Training programs to read, to run from the clone, and to copy.
 
   commands       pretrain, finetune, vit, convert, generate, evaluate, plan and
-                 plot, one file each; files with longer names belong to them
+                 plot, one file each; convert_* are parts of convert
   loop           the training loop of pretrain, finetune and vit
-  step, update   one training step; objective has the losses
-  config         the options of a run; optim_config, finetune_config, vit_config
-                 and presets; options, combinations and mesh check them
+  step, update   one training step; objective defines losses
+  config         the options of a run, with optim_config, finetune_config,
+                 vit_config and presets; options, combinations and mesh check it
   source         opens the model of a run, or a Hugging Face checkpoint
   restore        reads a checkpoint of a run that is resumed
-  data/          from files to batches
+  data/          turns files into batches
   run/           folder, checkpoints, log, signals and processes of a run
   memory/        counts and plans the memory of a step
-  watch          early signs that low precision is about to hurt
+  watch          finds early signs that low precision is about to hurt
 
 A program of your own needs `step`, `update`, `objective`, `weights`,
 `optimizers`, `config`, `optim_config`, `finetune_config`, `combinations`,
@@ -39,8 +39,8 @@ for _ in range(config.steps):
 ```
 
 To save and resume, add `run.checkpoint` with `run.checksums` and
-`run.processes`. You can also build a `TrainConfig` without `presets`, and leave
-out `mesh` once its checks are removed from `config`.
+`run.processes`. You can leave out `presets` if you build a `TrainConfig`
+yourself, and `mesh` if you remove its checks from `config`.
 """
 
 import sys

@@ -70,7 +70,7 @@ def _check_in_backward(config: Any) -> None:
     ),
     "optim.clip global": (
       config.optim.clip == "global",
-      "the global norm is known when the last gradient is; pass "
+      "the global norm is known only after the last gradient; pass "
       "--optim.clip share",
     ),
     "report_state": (

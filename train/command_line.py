@@ -2,8 +2,8 @@
 """Reads command lines, and prints their errors in terms of options.
 
 A dataclass checks its values when it is created, and its messages begin with
-its own name. Users of a command know only its options, and tyro would print the
-message in a box, under yet another name.
+its name, which users of a command do not know. tyro would print the message in
+a box, under yet another name.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 
 import tyro
 
-# Names of dataclasses, and of functions of coat_jax that commands call.
+# Errors begin with names of dataclasses or of functions in coat_jax.
 _OF_CLASS = re.compile(r"[A-Z]\w*(?:Config|Data): ")
 _OF_FUNCTION = re.compile(r"^(?:load|save)_hf: ")
 # How tyro abbreviates the options in a usage line.
@@ -39,8 +39,8 @@ def read_options(
 ) -> Any:
   """Reads the options of `python -m train.COMMAND` into a dataclass.
 
-  `--help` shows the `required` options in its usage line, where tyro writes
-  [OPTIONS] for all of them.
+  `required` names the options that the usage line of `--help` shows before
+  [OPTIONS]. tyro itself would write only that word.
   """
   held = _Held(sys.stdout)
   try:
@@ -59,7 +59,7 @@ def read_options(
 
 
 class _Held(io.StringIO):
-  """Collects text that tyro formats for another stream, maybe a terminal."""
+  """Collects text, which tyro formats as for `stream`, maybe a terminal."""
 
   def __init__(self, stream: Any):
     super().__init__()
@@ -86,7 +86,7 @@ def one_of(
   presets: Mapping[str, Callable[[], Any]],
   adapt: Callable[[Any], Any] = lambda config: config,
 ) -> Any:
-  """Makes the type of options that begin with the name of a preset."""
+  """Makes the type of a command line that begins with a preset's name."""
   return tyro.extras.subcommand_type_from_defaults(
     {name: adapt(preset()) for name, preset in presets.items()},
     {name: inspect.getdoc(preset) or "" for name, preset in presets.items()},
@@ -105,7 +105,7 @@ def error_line(error: BaseException | None, part: str = "") -> str:
 def plain_errors() -> Iterator[None]:
   """Prints an error about the command line as one sentence.
 
-  A dataclass may have raised it inside `tyro.cli`. tyro's own messages stay:
+  A dataclass may raise the error inside `tyro.cli`. tyro's own messages stay:
   missing or unknown options, and values that are not numbers.
   """
   held = io.StringIO()
@@ -128,16 +128,16 @@ def plain_errors() -> Iterator[None]:
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
   """Returns the sentence of the error that was shown, if a dataclass raised it.
 
-  tyro exits while it handles that error. It may have wrapped the error in
-  another one, whose `arg` is the part of the configuration, or an option whose
-  value is not a number.
+  tyro exits while it handles that error. It may have wrapped it in an error
+  whose `arg` names the part of the configuration, or is an option whose value
+  is not a number.
   """
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:
     if not isinstance(arg, str):
       return None
     words = arg.split(".")
-    # Drop the name of the whole: a class, or a name that tyro made up.
+    # Drop the whole configuration's name: a class, or one that tyro made up.
     part = ".".join(word for word in words if word[:1].islower())
     error = error.__context__
   if isinstance(error, ValueError) and _letters(str(error)) in _letters(shown):

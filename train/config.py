@@ -6,8 +6,8 @@ Options of the run have no prefix (`--steps 100`), options of a part begin with
 its name (`--optim.codec log8`). An option that the chosen recipe or codec would
 ignore is an error.
 
-The type of a number defines which values are allowed, by a range of
-`coat_jax.models.ranges`. `train.options` defines what a resumed run may change.
+Annotations from `coat_jax.models.ranges` limit the values of numbers, and
+`train.options` defines what a resumed run may change.
 """
 
 import dataclasses
@@ -75,8 +75,8 @@ class TrainConfig:
       is only for comparisons.
     residuals: What layers save for the backward pass, with recipes coat,
       fp8_block and int8; minimal saves less and recomputes more.
-    attention: How q, k, v and the output of attention are saved, with the same
-      recipes.
+    attention: How q, k and v are saved, with the same recipes; bf16 is
+      recommended.
     activation_group_size: How many activations share a scale, with the same
       recipes.
     weight_cache: What is computed from weights once per step, with FP8 recipes.
@@ -105,8 +105,8 @@ class TrainConfig:
     distributed: Join the run's other processes, which SLURM, Open MPI or the
       environment names; see docs/sharding.md.
     resume: Continue the run in `out` from its last checkpoint.
-    convert_state: With resume, convert a checkpoint of another codec, rounding,
-      group size or second format, or of other params or optim.clip.
+    convert_state: With resume, convert a checkpoint that was saved with another
+      codec, rounding, group size, second format, params or optim.clip.
     overwrite: Replace the run in `out`.
     save_every: Steps between checkpoints; the last step is always saved.
     keep: How many of the newest checkpoints to keep.
@@ -225,7 +225,7 @@ class TrainConfig:
     return dataclasses.replace(recipe, axes=axes)
 
   def with_f32_moments(self, recipe: str) -> Self:
-    """Returns the run in another recipe, with all else in f32 and no twin.
+    """Returns the run with this recipe, all else in f32, and no twin.
 
     Options that the recipe does not accept get their defaults. If remat keeps
     inputs in FP8, it becomes full, which keeps them in BF16.

@@ -2,8 +2,8 @@
 """The data of `train.finetune`: conversations, and samples of answers.
 
 At each evaluation the model answers some held-out prompts by greedy decoding.
-samples.jsonl in the run's folder has a line for each answer: `step`, `sample`
-(its number), `prompt`, `answer`, and `reference`, the answer in the data.
+Each answer becomes a line of samples.jsonl in the run's folder, with `step`,
+`sample` (its number), `prompt`, `answer`, and `reference`, the data's answer.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from train.run.directory import RunDirectory
 from train.run.exits import say
 from train.run.metrics import MetricsLog
 
-if TYPE_CHECKING:  # It needs Pillow.
+if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
 # Characters to print of a prompt's end, and of an answer.
@@ -158,7 +158,7 @@ class HeldOutSamples:
     """Opens the file."""
     self._prompts, self._text = prompts, text
     self._graph, self._mesh, self._most = graph, mesh, most
-    # Turns of the data may end with a token that the tokenizer does not list.
+    # Turns of the data may end with a token that is not a stop token yet.
     ends = text.without_text(prompt.reference[-1] for prompt in prompts)
     self._stops = sorted({*text.stop_tokens, *ends})
     self._log = MetricsLog(path, resumed_step=resumed_step)
@@ -204,7 +204,7 @@ class Conversations(RunData[FinetuneConfig]):
   rows: PackedRows
   held_out: PackedRows
   text: TokenizerText
-  # A chat template to keep instead of the tokenizer's.
+  # A chat template for the run's folder, in place of the tokenizer's.
   template: ChatTemplate | None
 
   def keep_files(self, run: RunDirectory) -> None:

@@ -11,17 +11,17 @@
 `optax.adamw(schedule, mask=mask)`; weights and moments are in f32.
 
 `import` turns such a checkpoint into a run, which `python -m train.pretrain
-PRESET --out RUN [options] --resume` continues. Its step is Adam's count, and
-that many batches are skipped.
+PRESET --out RUN [options] --resume` continues. Adam's count becomes the run's
+step, and that many batches are skipped.
 
 `export-hf` writes the weights of the newest checkpoint as a Hugging Face
 folder: config.json, safetensors, and the tokenizer's files if the run began
 with such a folder. `import-hf` turns such a folder into a run without steps,
-with the settings of the preset finetune and the options, which `python -m
-train.pretrain finetune --out RUN [options] --resume` trains. (--init-from of
-train.pretrain does both at once, on a mesh.)
+set up by the preset finetune and the options. `python -m train.pretrain
+finetune --out RUN [options] --resume` trains it. (--init-from of train.pretrain
+does both at once, on a mesh.)
 
-All of them work on one device. With JAX_PLATFORMS=cpu a model needs only host
+All four work on one device. With JAX_PLATFORMS=cpu a model needs only host
 memory: 12 bytes a parameter plus the codec's bytes. Runs can then be resumed on
 any mesh. A command that fails or is stopped removes what it wrote; only a
 killed command leaves OUT.unfinished or a run without a step.

@@ -23,7 +23,7 @@ from train.step import TrainState
 
 
 def export_adamw(run: Path, out: Path) -> int:
-  """Writes a run's newest whole checkpoint for optax's AdamW."""
+  """Writes a run's newest undamaged checkpoint for optax's AdamW."""
   path, step, config = newest_checkpoint(run, out)
   if config.optim.optimizer != "coat_adamw":
     raise ValueError(
@@ -37,7 +37,7 @@ def export_adamw(run: Path, out: Path) -> int:
   adam, low = weights.without_low(state.optimizer)
   adam = jax.jit(to_plain_state)(adam)
   params = jax.jit(weights.load)(state.params, low)
-  # The state of optax.adamw depends on the kinds of its arguments.
+  # A schedule and a mask change the structure of optax.adamw's state.
   adamw = optax.adamw(learning_rate(config), mask=steps.decays)
   opt_state = jax.eval_shape(adamw.init, params)
   schedule = optax.ScaleByScheduleState(adam.count)

@@ -41,7 +41,7 @@ def import_hf(source: Path, config: TrainConfig) -> int:
 
 
 def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
-  """Writes a run's newest whole checkpoint as a Hugging Face folder."""
+  """Writes a run's newest undamaged checkpoint as a Hugging Face folder."""
   _, step, config = newest_checkpoint(run, out)
   params = read_weights(RunDirectory(run), step, config)
   model = nnx.merge(steps.build_graph(config), params)
@@ -56,7 +56,7 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
       max_length=config.seq if isinstance(model, Decoder) else None,
       labels=_labels(source),
     )
-    if isinstance(config, VitConfig):  # For others `like` copies them.
+    if isinstance(config, VitConfig):  # For other runs, `like` copies them.
       carry(source, written, *PROCESSORS)
   return step
 

@@ -9,7 +9,7 @@
 
 The first argument is the folder of a run, whose newest checkpoint is read, or a
 Hugging Face folder. The model runs on one device, in BF16 or f32, without FP8.
-`train.evaluation.perplexity` explains the figures of texts. Tasks are those of
+`train.evaluation.perplexity` explains how texts are scored. Tasks are those of
 lm-evaluation-harness (pip install 'coat_jax[eval]'); nothing is downloaded.
 Conversations may have images if the model sees them, and `--page` writes its
 answers as a web page. Tables go to standard output.
@@ -208,7 +208,7 @@ def _length(config: EvaluateConfig, source: Source) -> int:
 def _predict_texts(
   config: EvaluateConfig, text: Text, model: Decoder, length: int
 ) -> list[dict[str, Any]]:
-  """Computes the figures of each text."""
+  """Computes the results for each text."""
   rows = []
   for data in config.data:
     started = time.monotonic()

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a fine-tuning run, which `train.finetune` reads.
 
-It is the configuration of `train.config` with conversations for data, epochs,
-and other defaults. None of these defaults was tuned here. The peak of 2e-5 and
-the cosine come from arXiv:2307.09288 (Llama 2), section 3.1; here the cosine
+It is the configuration of `train.config` with conversations as data, epochs,
+and other defaults, none of which was tuned here. The peak of 2e-5 and the
+cosine come from arXiv:2307.09288 (Llama 2), section 3.1; here the cosine
 ends at a tenth of the peak. (Weights in BF16 were as good as f32 at constant
 rates of 1e-5 and 2e-6, docs/optimizer.md.) The reasons for the others are:
   * warmup over 3 % of the steps, because moments start at zero;
   * no weight decay: 0.1 would shrink weights by a thousandth in 500 steps at
     2e-5, away from what pretraining made them;
   * b2 of 0.95 instead of 0.999: a run of some hundred steps is shorter than the
-    thousand steps that 0.999 averages over, and errors of second moments that
-    are stored in 8 bits and rounded in each step last as long;
+    thousand steps that 0.999 averages over, and the errors of rounding second
+    moments to 8 bits last as long;
   * a frozen vision tower, as in LLaVA's second stage (arXiv:2304.08485, section
     4.2): conversations say little about what an image looks like, and a frozen
     tower needs no backward pass.
@@ -56,7 +56,7 @@ class ChatData:
     images: With a LLaVA, the folder that image names are relative to.
   """
 
-  # For code that reads a `DataConfig`: these are ids of the run's tokenizer.
+  # Stand-ins for fields of `DataConfig`: ids come from the run's tokenizer.
   dtype: ClassVar[str] = "chat"
   tokenizer: ClassVar[None] = None
 
@@ -150,7 +150,7 @@ class FinetuneConfig(TrainConfig):
     if not isinstance(model, VisionLanguageConfig):
       super().check_mesh()
       return
-    # A run of the decoder alone makes the same checks, with the same errors.
+    # Reuse the checks, and so the errors, of a run of the decoder alone.
     text: dict[str, Any] = dict(model=model.text, trained="decoder")
     data = dataclasses.replace(self.data, images="")
     dataclasses.replace(self, data=data, **text).check_mesh()

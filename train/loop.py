@@ -63,13 +63,13 @@ def run_command[Config: TrainConfig](
           config = pretrained.with_shape(config)
           check_installed(config)
           claimed.enter_context(RunDirectory(config.out).claimed(config))
-        with stop_on_bad_input():  # The others wait here for the claim.
+        with stop_on_bad_input():  # Other processes wait for the claim.
           say(f"{config.out}: reading data")
           config, data = load(config)
           runs = [config, *compare.twins(config)]
         for each in runs:
           with stop_on_failure(), contextlib.ExitStack() as opened:
-            with stop_on_failure():  # Stop before files close: that waits.
+            with stop_on_failure():  # Exit first: closing files may wait.
               train(each, data, signals, opened)
         if processes.is_primary():
           compare.finish(runs)

@@ -5,8 +5,8 @@
   fsdp     rows of weights, gradients and moments; sequences of a batch
   tensor   heads, columns of the MLP, the vocabulary; positions between layers
 
-Only `tensor` shards the last axis of weights: groups of values that share a
-scale run along it, and a device must have whole groups.
+Only `tensor` shards the last axis of weights. Groups of values that share a
+scale run along that axis, and each device must hold whole groups.
 """
 
 import math
@@ -26,7 +26,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-  """Reads `data=2,fsdp=4`."""
+  """Parses a mesh such as `data=2,fsdp=4`."""
   sizes: dict[str, int] = {}
   for part in text.split(",") if text else ():
     name, _, size = (word.strip() for word in part.partition("="))
@@ -117,7 +117,7 @@ def check_fits(run: Any) -> None:
 
 
 def _check_groups(d_ff: int, tensor: int, group: int) -> None:
-  """Checks that scales, and with them the numbers, don't depend on the mesh."""
+  """Checks that no group is split, which would make scales depend on meshes."""
   columns = d_ff // tensor
   if columns % group:
     raise ValueError(

@@ -2,8 +2,8 @@
 """Objectives: the kinds of models that runs train, and their losses.
 
 The type of a run's `model`, which the built model stores as its `config`,
-selects its `Objective`. The loop, `train.step` and `train.update` know nothing
-else about a model. The run's data provide the rows (`train.run.data.RunData`).
+selects its `Objective`. All that the loop, `train.step` and `train.update` know
+about models is in objectives. Rows come from `train.run.data.RunData`.
 """
 
 import abc
@@ -40,9 +40,9 @@ class AnyBatch(Protocol):
 
   @property
   def shares(self) -> jax.Array | None:
-    """How much each target counts, f32 [B, ...], 1 in total.
+    """The share of each target in the loss, f32 [B, ...]; shares add up to 1.
 
-    None if all targets count the same and all rows have the same number.
+    None if all targets count the same and all rows have equally many.
     """
 
 
@@ -172,7 +172,7 @@ class TokensAfterImages(Objective):
   }
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
-    assert isinstance(config, FinetuneConfig)  # No other run has one.
+    assert isinstance(config, FinetuneConfig)  # Only these runs see images.
     return {name: tree[name] for name in self._PARTS[config.trained]}
 
   def batch_of(self, rows: Rows) -> ImageBatch:

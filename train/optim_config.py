@@ -32,7 +32,7 @@ OPTIMIZERS = {
 Codec = Annotated[
   str, tyro.conf.arg(metavar=f"{{{','.join(codecs.names())}}}|MODULE:FN")
 ]
-# f32 rounds values closer to 1 to 1; the bias correction would divide by 0.
+# f32 rounds larger decays to 1, and the bias correction would divide by 0.
 Decay = Annotated[float, Range(0, 0.9999999)]
 
 
@@ -42,8 +42,8 @@ class OptimConfig:
 
   Attributes:
     lr: The largest learning rate.
-    optimizer: What steps the weights. coat_muon orthogonalizes hidden matrices,
-      with updates as large as AdamW's, and steps the rest by AdamW.
+    optimizer: How weights are updated. coat_muon orthogonalizes the updates of
+      hidden matrices, scaled like AdamW's, and uses AdamW for the rest.
     codec: How both moments are stored between steps; package.module:function
       calls a function of yours that returns a MomentCodec.
     rounding: How 8-bit codecs round; nearest freezes second moments at a high
@@ -61,9 +61,9 @@ class OptimConfig:
     weight_decay: Decoupled weight decay of all parameters except norms, biases
       and embeddings.
     grad_clip: Largest global norm of the gradients.
-    clip: How gradients are clipped. global uses the norm of all of them; share
-      clips each layer of a parameter to its share of grad_clip in the previous
-      step, and adaptive to the running mean of its norms.
+    clip: How gradients are clipped. global uses the norm of all gradients.
+      The others clip each layer of a parameter: share to its share of grad_clip
+      in the previous step, adaptive to the running mean of its norms.
 
   Raises:
     ValueError: a value outside its range, or one that the codec refuses.
@@ -104,7 +104,7 @@ class OptimConfig:
     return codecs.build(self.codec, **options)
 
   def clipping(self) -> Clipping | None:
-    """Builds the rule of clipping; None to clip by the global norm."""
+    """Builds the clipping rule; None clips by the global norm."""
     return (
       None if self.clip == "global" else Clipping(self.clip, self.grad_clip)
     )

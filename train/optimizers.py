@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers of `--optim.optimizer`, and the learning rate's schedule.
 
-All share the interface of `fused_coat_adamw`. `of_transformation` gives it to
-an optax transformation, whose updates are added after the backward pass.
+All share the interface of `fused_coat_adamw`. `of_transformation` wraps an
+optax transformation in it, and adds its updates after the backward pass.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from train.config import TrainConfig
 def learning_rate(config: TrainConfig) -> optax.Schedule:
   """Builds the schedule: a linear warmup, then a fall until the last step.
 
-  The first update has 1 / warmup of the peak; a rate of 0 would waste a batch.
+  The first update uses peak / warmup; a rate of 0 would waste a batch.
   """
   optim = config.optim
   warmup = optim.warmup_steps(config.steps)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers that the options of all commands share.
 
-`fixed`, `converted` and `silent` make dataclass fields by what a resumed run
-may change (`resume_rule` of `train.config`): `fixed` fields must stay the same,
+`fixed`, `converted` and `silent` make dataclass fields for `resume_rule` of
+`train.config`. If a run is resumed, `fixed` fields must stay the same,
 `converted` fields may change with `convert_state`, and `silent` fields may
 change without a report. Changes of all other fields are reported.
 """

@@ -67,7 +67,7 @@ COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "leanest": lambda run: _lean(run, remat="fp8"),
 }
 _WITH_IMAGES = ("COAT", "COAT minimal")
-# These need the gradients of a whole step at once.
+# Their optimizer step in the backward pass needs the whole batch's gradients.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")
 
 
@@ -107,7 +107,8 @@ class PlanConfig:
     preset: The run. Each column of the table replaces its recipe.
     hbm: Memory of a GPU, such as 80, 80GB or 74.5GiB.
     gpus: Search for the fastest settings that fit on this number of GPUs
-      (fsdp): recipe, weights, remat, the optimizer in the backward, and batch.
+      (fsdp): recipe, weights, remat, batch, and whether to step in the backward
+      pass.
     mesh: Devices, as in train.pretrain: data=2,fsdp=4,tensor=1.
     batch: Sequences per step on all GPUs together; with --gpus, by default as
       many as fit, up to the preset's batch.

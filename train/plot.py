@@ -3,9 +3,11 @@
 
   python -m train.plot RUN... [--out FIGURE.png]
 
-The figure shows the loss curves of all runs and, for runs that report on their
-moments, a histogram of the powers k of dynamic range expansion and the relative
-errors of the stored moments. A run's twins are drawn with it.
+The figure shows the loss curves of all runs and, since close curves hide each
+other, the first run's loss minus that of each other run at the same steps. For
+runs that report on their moments, it also shows a histogram of the powers k of
+dynamic range expansion and the relative errors of the stored moments. A run's
+twins are drawn with it.
 """
 
 import dataclasses
@@ -27,15 +29,17 @@ from train.run.exits import exit_status
 from train.run.rows import read_rows
 from train.run.writing import save_errors
 
-# Steps over which a loss curve is smoothed; the raw curve is drawn below it.
+# Steps that each point of a loss curve averages, or all steps of a shorter run.
 _WINDOW = 20
 FORMATS = (".png", ".pdf", ".svg")
 _MOMENTS = {"mu": "first moment", "nu": "second moment"}
 
 
 def draw(runs: dict[str, list[dict]], out: Path) -> None:
-  """Draws runs side by side."""
+  """Draws all runs into one panel for each kind of metric."""
   panels = [(_draw_losses, runs)]
+  if _comparable(runs):
+    panels.append((_draw_differences, runs))
   for draw_panel, key in (
     (_draw_powers, "powers"),
     (_draw_errors, "state"),
@@ -77,31 +81,68 @@ def check_figure(out: Path) -> None:
 
 def _draw_losses(axes, runs: dict[str, list[dict]]) -> None:
   for index, (name, rows) in enumerate(runs.items()):
-    # The first run is thin and on top, so that its twin cannot hide it.
-    style = dict(color=f"C{index}", zorder=3 - index / (1 + index))
+    color = f"C{index}"
     steps, losses = _series(rows, "loss")
-    axes.plot(steps, losses, **style, alpha=0.2, linewidth=0.8)
+    axes.plot(steps, losses, color=color, alpha=0.2, linewidth=0.8)
     window = min(_WINDOW, len(losses))
     if window:
-      kernel = np.ones(window) / window
-      axes.plot(
-        steps[window - 1 :],
-        np.convolve(losses, kernel, "valid"),
-        **style,
-        linewidth=1.2 if index == 0 else 3,
-        alpha=1 if index == 0 else 0.5,
-        label=f"{name}, mean of {window}",
-      )
+      label = f"{name}, mean of {window}"
+      axes.plot(*_smoothed(steps, losses, window), color=color, label=label)
     steps, losses = _series(rows, "held_out_loss")
-    axes.plot(
-      steps,
-      losses,
-      "o" if index == 0 else "s",
-      **style,
-      markersize=4 if index == 0 else 7,
-      label=f"{name}, held out",
-    )
+    axes.plot(steps, losses, "o", color=color, label=f"{name}, held out")
   axes.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
+
+
+def _comparable(runs: dict[str, list[dict]]) -> list[str]:
+  """Returns the names of runs that share steps with the first run."""
+  first, *others = runs
+  steps = _series(runs[first], "loss")[0]
+  return [
+    name
+    for name in others
+    if np.isin(_series(runs[name], "loss")[0], steps).any()
+  ]
+
+
+def _draw_differences(axes, runs: dict[str, list[dict]]) -> None:
+  first = next(iter(runs))
+  for name in _comparable(runs):
+    color = f"C{list(runs).index(name)}"
+    for key in ("loss", "held_out_loss"):
+      steps, losses = _difference(runs[first], runs[name], key)
+      if key == "held_out_loss":
+        label = f"{name}, held out"
+        axes.plot(steps, losses, "o", color=color, label=label)
+        continue
+      # Single steps differ by much more than the runs do.
+      window = max(min(_WINDOW, len(losses)), len(losses) // 10)
+      label = f"{name}, mean of {window}"
+      axes.plot(*_smoothed(steps, losses, window), color=color, label=label)
+  axes.axhline(0, color="gray", linewidth=0.8, zorder=0)
+  axes.set(
+    xlabel="step",
+    ylabel="difference (nats per token)",
+    title=f"Loss of {first} minus that of",
+  )
+
+
+def _difference(
+  rows: list[dict], others: list[dict], key: str
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the steps that both runs logged, and their losses' difference."""
+  ours, theirs = (
+    dict(zip(*_series(each, key), strict=True)) for each in (rows, others)
+  )
+  steps = [step for step in ours if step in theirs]
+  return np.array(steps), np.array([ours[x] - theirs[x] for x in steps])
+
+
+def _smoothed(
+  steps: np.ndarray, values: np.ndarray, window: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns means of `window` values, each at its last step."""
+  means = np.convolve(values, np.ones(window) / window, "valid")
+  return steps[window - 1 :], means
 
 
 def _draw_powers(axes, runs: dict[str, list[dict]]) -> None:
@@ -193,7 +234,7 @@ class PlotConfig:
 def load(
   paths: tuple[Path, ...],
 ) -> tuple[dict[str, list[dict]], list[str]]:
-  """Reads runs and their twins, and lines about damaged rows."""
+  """Reads runs and their twins; also returns remarks on damaged rows."""
   runs, damaged = {}, []
   for path in paths:
     run = RunDirectory(path)

@@ -56,7 +56,7 @@ def _for_optimizer(
 
   tyro cannot tell which values come from the command line. It would refuse a
   preset's values that this optimizer does not accept, as if the user had passed
-  them, so they get their defaults.
+  them, so we reset them to their defaults.
   """
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   parser.add_argument("--optim.optimizer", dest="optimizer", nargs="?")

@@ -126,7 +126,7 @@ def _params_of_run(
   mesh: Mesh | None,
   store: Store | None = None,
 ) -> Any:
-  """Reads the weights of a run's newest whole checkpoint."""
+  """Reads the weights of a run's newest undamaged checkpoint."""
   step, _ = run.newest_whole_step()
   saved = configuration(read_description(run.checkpoints, step))
   saved = dataclasses.replace(

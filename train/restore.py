@@ -45,7 +45,7 @@ def restore(
   )
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
-    # Moments store their codec; if codes do not change, it is the run's codec.
+    # Moments contain their codec. If codes stay the same, use the run's codec.
     optim = config.optim if same_codes else saved.optim
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params
@@ -91,7 +91,7 @@ def _abstract_optimizer(config: TrainConfig, params: Any):
   """Builds an abstract state of the optimizer, sharded as its parameters are.
 
   If a device would hold part of a group, columns are replicated: the checkpoint
-  may come from a mesh that its codec's groups did fit.
+  may come from a mesh on which no group was split.
   """
   init, params = steps.build_optimizer(config).init, trained(config, params)
   if jax.tree.leaves(params)[0].sharding is None:

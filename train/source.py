@@ -164,7 +164,7 @@ def _open_run(
 def _restore(
   run: RunDirectory, step: int, abstract: TrainState, **others: Any
 ) -> TrainState:
-  """Restores a checkpoint, except the parts that are () here."""
+  """Restores a checkpoint, except the parts that are set to () here."""
   abstract = abstract._replace(exact=(), clip=(), **others)
   return restore_state(run.checkpoints, step, abstract)
 

@@ -153,7 +153,7 @@ def initializer(
 
 
 def initial_clip(config: TrainConfig, abstract: TrainState) -> Any:
-  """Builds the norms that clipping stores, as of before the first step."""
+  """Builds the norms that clipping stores, as they are before step 1."""
   make = jax.jit(
     lambda: _no_norms(config, trained(config, abstract.params)),
     out_shardings=shardings(abstract.clip),

@@ -2,7 +2,7 @@
 """The work of a training step: gradients, clipping and the optimizer.
 
 `update` computes all gradients and then steps all parameters;
-`update_in_backward` steps each layer's parameters when its gradients exist.
+`update_in_backward` steps each layer as soon as its gradients exist.
 Both return the results of the step and the next `exact` moments.
 """
 

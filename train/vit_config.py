@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a run that classifies images, and its presets.
 
-It is the configuration of `train.config` with a vision tower for a model and
-images for data; `python -m train.vit PRESET` reads it from the command line.
+It is the configuration of `train.config` with a vision tower as the model and
+images as data; `python -m train.vit PRESET` reads it from the command line.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class ImageData:
       image, if there is no folder of held-out images.
   """
 
-  # For code that reads a `DataConfig`: there is no text.
+  # Stand-ins for fields of `DataConfig`: there is no text.
   dtype: ClassVar[str] = "images"
   tokenizer: ClassVar[None] = None
 
@@ -64,7 +64,7 @@ class VitConfig(TrainConfig):
   watch: Suppress[Fixed[Annotated[int, Range(0, 0)]]] = silent(0)
 
   def __post_init__(self):
-    # The loop counts tokens with it. Assignment fails: the class is frozen.
+    # The loop counts tokens by `seq`. The frozen class refuses assignment.
     object.__setattr__(self, "seq", self.model.num_tokens)
     super().__post_init__()
 

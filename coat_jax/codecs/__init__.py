@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs store an optimizer's moments between steps: one small interface.
+"""Codecs: how an optimizer's moments are stored between steps.
 
 A codec turns f32 values into codes of the same shape, plus at most two
 statistics per group of `group_size` values along the last axis, and back. The
 functions below return a `MomentCodec`: one group codec for the first moment
-(signed) and one for the second (never negative). They are frozen and hold every
-static choice, so an ablation changes one argument, and `jit` and
-`optax.inject_hyperparams` see only numbers in all other arguments.
+(signed) and one for the second (never negative). A codec is frozen and holds
+all static choices: an ablation changes only `codec=`, and the optimizer's other
+arguments are numbers that `jit` and `optax.inject_hyperparams` can trace.
 
   codec      code                  statistics per group          B/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
@@ -24,9 +24,9 @@ sign(q) (|q|/qmax)^(1/k) amax, needs only amax and k. We restrict k to a grid of
 sixteenths: an exact k would change at every step, which would re-round every
 code and make the moments drift.
 
-Why stochastic: with b2 = 0.999 a step moves v by about 0.1 %, but an FP8 code
-moves by 6 %, so rounding to nearest would never move v again. We round up with
-probability (x - lower) / (upper - lower), where lower and upper are the
+Why stochastic: with b2 = 0.999 a step moves v by about 0.1 %, but the next FP8
+code is 6 % away, so rounding to nearest would never move v again. We round up
+with probability (x - lower) / (upper - lower), where lower and upper are the
 *decoded* neighbours. This keeps E[decode(encode(x))] = x.
 
 A group that holds a NaN or an infinity decodes to NaN as a whole and does not

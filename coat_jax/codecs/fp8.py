@@ -32,7 +32,7 @@ def log2_range(dtype: DTypeLike) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _FP8(Grouped):
-  """FP8 codes of y in [0, qmax], an image of t = magnitude / bound in [0, 1].
+  """FP8 codes of y in [0, qmax], a function of t = magnitude / bound in [0, 1].
 
   A subclass defines the maps from t to y and from y to t, and may define the
   bound.
@@ -121,9 +121,9 @@ class ExpandedFP8(_FP8):
     return jnp.exp2(self.power(amax, range_) * jnp.log2(t)) * qmax(self.dtype)
 
   def _contract(self, y, amax, range_):
-    # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) is off by
-    # up to five. If b1 * m + (1 - b1) * g cancels, such an error changes amin
-    # and hence k.
+    # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) may be
+    # wrong in the last five. If b1 * m + (1 - b1) * g cancels, such an error
+    # changes amin and hence k.
     root = self._root(amax, range_)
     return jnp.power(y * (1 / qmax(self.dtype)), root)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a codec for one moment, and the base of codecs with groups.
+"""The interface of a codec for one moment, and the base of the grouped codecs.
 
 A moment is encoded as codes of its own shape and at most two statistics per
 group of `group_size` values along the last axis. `coat_jax.codecs` pairs a
@@ -53,8 +53,8 @@ class Encoded(NamedTuple):
 class GroupCodec(Protocol):
   """Encodes and decodes one moment; implementations are frozen dataclasses.
 
-  A codec with statistics per group states their size in an attribute
-  `group_size`; a leaf is then split over devices only between groups.
+  A codec with statistics per group must have an attribute `group_size`; a leaf
+  is then split over devices only between groups.
   """
 
   @property
@@ -97,7 +97,7 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped(abc.ABC):
-  """Base of the codecs with groups, which are in `fp8`, `int8` and `log8`.
+  """Base class of the codecs in `fp8`, `int8` and `log8`, which use groups.
 
   It splits rows into groups and removes signs. A subclass computes the groups'
   `_statistics`, `_codes` of the magnitudes, and `_values` of codes. Magnitudes
@@ -147,7 +147,7 @@ class Grouped(abc.ABC):
   def encode_groups(self, x: Array, noise: Array | None) -> Encoded:
     """Encodes f32 [..., group_size], a group per row; statistics are [..., 1].
 
-    Kernels call it on tiles, so it works on values that a TPU can compute with.
+    Kernels call it on tiles, so it computes only in dtypes that a TPU supports.
     """
     magnitude = jnp.abs(x)
     # Backends disagree on subnormals, so we count them as zero everywhere.
@@ -208,7 +208,7 @@ def share(magnitude: Array, bound: Array) -> Array:
   """
   bound = jnp.where(bound == 0, 1.0, bound)
   # XLA multiplies by 1 / bound, which is subnormal for bounds above 2^126 and
-  # may be flushed to zero. The factor is a power of two, so it is exact.
+  # may be flushed to zero. Scaling both by a power of two is exact.
   down = jnp.where(bound > 2.0**100, 2.0**-64, 1.0)
   quotient = magnitude * down / (bound * down)
   # jnp.minimum propagates NaN.
@@ -234,7 +234,7 @@ def nonzero_amin(magnitude: Array) -> Array:
 
 
 def exponent_bounds(magnitude: Array) -> tuple[Array, Array]:
-  """Returns powers of two around the nonzero magnitudes of each group.
+  """Returns powers of two that bound the nonzero magnitudes of each group.
 
   Args:
     magnitude: f32 [..., group_size], not negative.
@@ -265,7 +265,7 @@ def split_float(x: Array) -> tuple[Array, Array]:
 
 
 def exp2_biased(exponent: Array) -> Array:
-  """Returns 2^(exponent - 127), made from its bits and exact; NaN for 255."""
+  """Returns exactly 2^(exponent - 127), built from its bits; NaN for 255."""
   bits = exponent.astype(jnp.int32) << 23
   value = jax.lax.bitcast_convert_type(bits, jnp.float32)
   return jnp.where(exponent == NAN_EXPONENT, jnp.nan, value)

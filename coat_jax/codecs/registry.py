@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks codecs up by name, for command lines, benchmarks and tests.
 
-`register` makes a constructor known by its name. Your own codec needs no
+`register` adds a constructor under its own name. Your own codec needs no
 registration: name it as "package.module:function".
 """
 

@@ -3,8 +3,8 @@
 
 qwix calls a provider wherever a model calls `jax.lax.dot_general` or
 `jnp.einsum`, so the model's code stays as it is. Norms and activation functions
-are not products, so what they save does not change. Blocks of `coat_jax.layers`
-save FP8 there too.
+are not products, so what they save does not change. In blocks of
+`coat_jax.layers` they save FP8 too.
 """
 
 import math

@@ -97,19 +97,19 @@ class Attention(RecipeModule):
       head_dim: H, width of a head, even; None for D / N.
       causal: whether a query sees only keys up to its own position.
       window: how many keys a query sees, including its own and those before it;
-        None for all. If layers of a stack differ, a tuple with one window for
-        each kind of layer; the call then passes `kind`. The same holds for the
+        None for all. If layers of a stack differ, pass a tuple with one window
+        for each kind of layer, and `kind` to each call. The same holds for the
         arguments below that accept a tuple.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
         them unchanged.
       query_scale: factor of q k^T; None for 1 / sqrt(H).
-      rope_theta: base of RoPE's frequencies; None for no RoPE. Or a tuple.
+      rope_theta: base of RoPE's frequencies; None for no RoPE; or a tuple.
       rope_scaling: how frequencies change for longer sequences, such as
-        `Llama3Scaling`; None for no scaling. Or a tuple.
+        `Llama3Scaling`; None for no scaling; or a tuple.
       rotary_dim: how many of a head's first channels RoPE rotates; None for
         all.
       qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head by
-        itself; "all", all heads of a token together; None for none. FP8 recipes
+        itself, "all" all heads of a token together; None for none. FP8 recipes
         save q and k before this norm, in FP8.
       clip_qkv: largest magnitude of q, k and v; None leaves them unchanged.
       use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for
@@ -139,7 +139,7 @@ class Attention(RecipeModule):
     if num_heads % kv_heads:
       raise ValueError(
         "Attention: num_heads must be a multiple of num_kv_heads, got "
-        f"{num_heads} and {kv_heads}; leave num_kv_heads out for no sharing"
+        f"{num_heads} and {kv_heads}; leave num_kv_heads out to share none"
       )
     if head_dim is None and features % num_heads:
       raise ValueError(
@@ -206,11 +206,11 @@ class Attention(RecipeModule):
 
     Args:
       x: [..., T, features], cast to `dtype`.
-      positions: int32 [T] for RoPE, or [..., T] if sequences have their own;
-        None for 0 to T - 1.
-      segments: int32 [..., T], ids such as those of packed documents or
-        padding: a query sees keys of its own segment; None for one segment. (In
-        packed documents, positions restart at 0 in each document.)
+      positions: int32 [T] for RoPE, or [..., T] if they differ between
+        sequences; None for 0 to T - 1.
+      segments: int32 [..., T], ids of packed documents, for example, or of
+        padding; a query sees keys of its own segment. None for one segment.
+        (In packed documents, positions restart at 0 in each document.)
       kind: int32 scalar, the index into the constructor's tuples; None without
         tuples.
       out_sharding: how the output is sharded; None leaves it to JAX.

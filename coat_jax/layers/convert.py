@@ -131,7 +131,7 @@ def convert[Module: nnx.Module](
   Args:
     model: the model, with arrays or abstract (from `nnx.eval_shape`).
     recipe: what is computed and saved in FP8; None for `recipes.coat()`.
-    blocks: for each class of yours that computes a whole block, the block:
+    blocks: maps each class of yours that computes a whole block to the block:
       `MLP` or `NormLinear`. The class need not have the block's
       norm (except for `NormLinear`) or its residual add. Its modules are called
       with one array.

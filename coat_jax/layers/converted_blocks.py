@@ -3,8 +3,8 @@
 
 A replaced module keeps the names of its parameters. `fuse` runs the original on
 random parameters and random tokens in f32, and looks for a block with the same
-output: which linear layer is the gate, which activation, with or without the
-residual add. A block that only resembles the module is refused.
+output. It tries each linear layer as the gate, each activation, and a block
+with and without the residual add. A merely similar block is refused.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from coat_jax.numerics import recipes
 
 BLOCKS = (MLP, NormLinear)
 # Summing up to 10,000 f32 products in another order changes the output by 1e-6
-# of its size. The two GELU formulas, the most similar pair, differ by 1e-4.
+# of its size. The most similar activations, the two GELUs, differ by 1e-4.
 _TOLERANCE = 1e-5
 _TOKENS = 8
 
@@ -85,7 +85,7 @@ class FusedBlock(nnx.Module):
       return block(x, weights, **how)
 
     if len(fronts) > 1 and recipe.nonlinear == "fp8":
-      # Without this, the joined copy of gate and up would be saved.
+      # Otherwise the joined copy of gate and up would be saved.
       policy = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
       run = jax.checkpoint(run, policy=policy)
     return run(
@@ -133,7 +133,9 @@ def fuse(
   _check_state(original, ours)
   for name, part in parts_of(module).items():
     if not isinstance(part, Norm | Linear | nnx.Dropout):
-      raise ValueError(f"it is no {ours.__name__}: `{name}` was not replaced")
+      raise ValueError(
+        f"it cannot become {ours.__name__}: `{name}` was not replaced"
+      )
   shapes = tuple(x.shape for x in jax.tree.leaves(nnx.state(original)))
   key: Any = (ours, nnx.graphdef(original), shapes)
   try:
@@ -151,15 +153,15 @@ def _check_state(original: nnx.Module, ours: type) -> None:
   for name, part in parts_of(original).items():
     if isinstance(part, nnx.Dropout) and part.rate:
       raise ValueError(
-        f"it is no {ours.__name__}: `{name}` drops {part.rate} of the values, "
-        "and FP8 layers have no dropout"
+        f"it cannot become {ours.__name__}: `{name}` drops {part.rate} of the "
+        "values, and FP8 layers have no dropout"
       )
     covered |= {id(x) for _, x in nnx.iter_graph(part) if _is_variable(x)}
   found = {id(x) for _, x in nnx.iter_graph(original) if _is_variable(x)}
   if found - covered:
     raise ValueError(
-      f"it is no {ours.__name__}: it has variables outside its linear layers "
-      "and norms"
+      f"it cannot become {ours.__name__}: it has variables outside its linear "
+      "layers and norms"
     )
 
 
@@ -168,12 +170,12 @@ def _is_variable(x: Any) -> bool:
 
 
 def _roles_of(original: nnx.Module, ours: type) -> Roles:
-  """Finds the block that computes the same, on random parameters and tokens."""
+  """Finds the block with the same output on random parameters and tokens."""
   candidates = list(_candidates(original, ours))
   if not candidates:
     raise ValueError(
-      f"it is no {ours.__name__}: the number or the widths of its linear "
-      "layers and norms are different"
+      f"it cannot become {ours.__name__}: the number or the widths of its "
+      "linear layers and norms are different"
     )
   with (
     jax.ensure_compile_time_eval(),
@@ -185,7 +187,7 @@ def _roles_of(original: nnx.Module, ours: type) -> Roles:
       x = jax.random.normal(jax.random.key(0), (1, _TOKENS, width))
       try:
         outputs[width] = x, reference(x)
-      except Exception as error:  # Whatever a user's module raises.
+      except Exception as error:  # A user's module may raise anything.
         failure = error
     if not outputs:
       raise ValueError(
@@ -203,9 +205,9 @@ def _roles_of(original: nnx.Module, ours: type) -> Roles:
   best = min(errors, key=lambda roles: errors[roles])
   if not errors[best] <= _TOLERANCE:
     raise ValueError(
-      f"it is no {ours.__name__}: on random parameters its output differs by "
-      f"{errors[best]:.1e} of the largest value from the block that is most "
-      "like it"
+      f"it cannot become {ours.__name__}: on random parameters its output "
+      f"differs by {errors[best]:.1e} of the largest value from the most "
+      "similar block's"
     )
   return best
 
@@ -230,7 +232,7 @@ def _with_random_parameters(module: nnx.Module) -> Any:
   def draw(i, leaf):
     shape = leaf.shape[stacked:]
     x = jax.random.normal(jax.random.key(i + 1), shape)
-    # Scales and biases would hide parts of the block if they were 1 and 0.
+    # Scales of 1 and biases of 0 would hide parts of the block.
     return 0.5 + x if len(shape) == 1 else x / math.sqrt(shape[0])
 
   drawn = [draw(i, leaf) for i, leaf in enumerate(leaves)]

@@ -121,5 +121,5 @@ def convert_layer(module: Any, recipe: CoatRecipe) -> RecipeModule:
 def _refused(kind: type, name: str, value: Any) -> ValueError:
   return ValueError(
     f"{kind.__name__}: {name} must be left out, got {value!r}: the FP8 layer "
-    "does not have it"
+    "does not support it"
   )

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
-They are saved in BF16 or, in blocks with recipe.attention="fp8", in 1 x G FP8.
-The forward then attends to the dequantized q, k, v and projects the dequantized
-output. (The softmax's backward computes its row sums from that output, so they
-inherit its rounding error.)
+They are saved as attention reads and writes them, in BF16. In blocks with
+recipe.attention="fp8", q, k and v are saved in 1 x G FP8, and the forward
+attends to the dequantized q, k, v.
+
+The output is never rounded to FP8. The softmax's backward subtracts the row
+sums of dout * out from its gradients, so that the gradients of a row's scores
+sum to 0. If `out` is off by e, they sum to -dout . e instead. That is positive
+on average if dout is the gradient at the rounded output, and then training
+pushes the log-sum-exp up without limit until it diverges (docs/stability.md).
 """
 
 import dataclasses
@@ -167,7 +172,7 @@ class HeadsSaved(NamedTuple):
   q: Array | QTensor | None  # None if they are recomputed.
   k: Array | QTensor | None
   v: Array | QTensor
-  out: Array | QTensor
+  out: Array
   lse: Array
   out_scale: Array | None  # See `scale_of`.
   inputs: AttentionInputs
@@ -188,7 +193,7 @@ class HeadsAttention(Middle):
 
   def forward(self, h, weights, inputs, recipe):
     del weights
-    keep, read = attention_storage(recipe, h[0].dtype)
+    keep, read = heads_storage(recipe, h[0].dtype)
     q, k, v = save_residual("attention", tuple(map(keep, h)))
     # Codes wait for h[0], the original q: the saved q may be FP8.
     out = self.attend(read(q), read(k), v, inputs, recipe, after=h[0])
@@ -198,24 +203,23 @@ class HeadsAttention(Middle):
     """Runs `forward` for a caller that saves what q and k are computed from.
 
     Attention reads or quantizes q and k but does not save them; v is already in
-    the form that `attention_storage` saves. `MiddleOutput` explains `after`.
+    the form that `heads_storage` saves. `MiddleOutput` explains `after`.
     """
-    keep, read = attention_storage(recipe, after.dtype)
+    _, read = heads_storage(recipe, after.dtype)
     inputs = save_residual("attention", inputs)
-    out, lse = _attend(q, k, read(v), inputs, self.kind, recipe)
-    out, lse = save_residual("attention", (keep(out), lse))
-    out_q = quantized(_merge_heads(read(out)), recipe)
+    kept = _attend(q, k, read(v), inputs, self.kind, recipe)
+    out, lse = save_residual("attention", kept)
+    out_q = quantized(_merge_heads(out), recipe)
     saved = HeadsSaved(None, None, v, out, lse, scale_of(out_q), inputs)
     return MiddleOutput(out_q, saved, after=after)
 
   def restore(self, saved, dtype, recipe):
-    _, read = attention_storage(recipe, dtype)
+    _, read = heads_storage(recipe, dtype)
     q, k = (None if x is None else read(x) for x in (saved.q, saved.k))
-    v, out = read(saved.v), read(saved.out)
     operand = quantized(
-      _merge_heads(out), recipe, scale=saved.out_scale, layout="columns"
+      _merge_heads(saved.out), recipe, scale=saved.out_scale, layout="columns"
     )
-    return saved._replace(q=q, k=k, v=v, out=out), operand
+    return saved._replace(q=q, k=k, v=read(saved.v)), operand
 
   def backward(self, saved, dout, weights, recipe, *, has_bias):
     del weights, has_bias
@@ -228,8 +232,8 @@ class HeadsAttention(Middle):
     )
 
 
-def attention_storage(recipe: CoatRecipe, dtype: DTypeLike):
-  """Returns how q, k, v and the output are saved, and read back in `dtype`."""
+def heads_storage(recipe: CoatRecipe, dtype: DTypeLike):
+  """Returns how q, k and v are saved, and read back in `dtype`."""
   if recipe.attention == "bf16":
     return (lambda x: x), (lambda x: x)
   keep = functools.partial(in_groups, recipe=recipe)

@@ -4,18 +4,18 @@
   router   x --norm--> y --f32 product, softmax--> experts and weights p
   front    y --copied, sorted by expert, product--> gate, up    [T k, 2 F]
   middle   z = p silu(gate) up
-  back     z --product, summed over a token's copies--> + x or nothing
+  back     z --product, summed over a token's copies--> + x (`add_input`)
 
 The products are grouped matmuls in x's dtype (BF16): per-tensor FP8 would use
-one scale for all experts, and XLA has no grouped FP8 product on Hopper. The
+one scale for all experts, and XLA has no grouped FP8 matmul on Hopper. The
 forward saves x and, for each of a token's k copies, gate and up, all in 1 x G
 FP8, and the expert numbers, 4 k bytes a token. The backward recomputes the
 rest. COAT's code has no mixtures, so recipe.residuals and recipe.weight_cache
 have no effect.
 
 p multiplies z [T k, F], not the expert's output [T k, D]. The gradient of z,
-dz = dy w_down^T, then also gives p's, dp = dz . (silu(gate) up), and the output
-need not be saved or recomputed.
+dz = dy w_down^T, then also determines that of p, dp = dz . (silu(gate) up), and
+the output need not be saved or recomputed.
 
 On a mesh every device holds a share of every expert: rows over fsdp, gathered
 in BF16 before use, and columns F over tensor. It computes those columns for all
@@ -69,7 +69,7 @@ class MoEWeights(NamedTuple):
   """Parameters of a mixture of experts, and their gradients.
 
   Attributes:
-    gamma, beta: [D], the norm's; None for those it lacks.
+    gamma, beta: [D], of the norm; None for one that it lacks.
     router: [D, E].
     gate_up: [E, D, 2, F], gate first.
     down: [E, F, D].
@@ -115,7 +115,7 @@ def _fwd(x, weights, static, recipe):
   p = p_of_rows(gather_positions(p, axes), rows)
   y_rows = to_rows(y, rows, k)
   h = multiply_rows(ops.grouped_fwd, y_rows, w.gate_up, rows, recipe)
-  # The second result, the scale of an FP8 product's operand, is not needed.
+  # The second result, the scale of an FP8 operand, is not needed.
   parts, _ = ops.activation_input(
     h.reshape(*y.shape[:-1], k, h.shape[-1]),
     activation="silu",

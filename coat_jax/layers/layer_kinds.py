@@ -69,5 +69,5 @@ def rotaries(
 
 
 def _one_or_each(choices: tuple):
-  """Returns the choice itself if it is the same for all kinds."""
+  """Returns one choice if all kinds have the same, else the tuple."""
   return choices[0] if len(set(choices)) == 1 else choices

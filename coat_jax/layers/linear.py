@@ -2,7 +2,8 @@
 """Linear layers with three FP8 matmuls, alone or fused with a norm.
 
 Activations and weights are quantized to E4M3, gradients to E5M2, per tensor or
-in blocks, always just in time. `layers.front` runs the matmuls.
+in blocks, always with scales of the current values. `layers.front` runs the
+matmuls.
 """
 
 import math
@@ -83,13 +84,13 @@ def linear(
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
       # Devices along tensor have no axis of positions to split. Drop cached
-      # codes: with several axes of columns, they are in the order of devices.
+      # codes: if columns have several axes, the cache orders them by device.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)
 
   def plain(x, w, bias):
-    # Not reshaped to a matrix: devices may split the last axis of [D, 2, F].
+    # Keep w's axes, because devices may split the last axis of [D, 2, F].
     with residual_scope("linear"):
       return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
 
@@ -137,7 +138,7 @@ def norm_linear(
 class Linear(RecipeModule):
   """y = x kernel + bias; a drop-in replacement for `nnx.Linear`.
 
-  It also replaces an `nnx.LinearGeneral` over the last axis of its input.
+  It also replaces an `nnx.LinearGeneral` that contracts only the last axis.
 
   Example usage::
 
@@ -213,7 +214,7 @@ class Linear(RecipeModule):
     self.split: Split = split
     check_choice("Linear", "split", split, _SPLITS)
     columns = sizes_of("Linear", "out_features", out_features)
-    # Initialized as a matrix, so that the fan-in and fan-out are the product's.
+    # Initialize it as a matrix, so that fan-in and fan-out are the matmul's.
     self.kernel = make_param(
       kernel_init,
       rngs,

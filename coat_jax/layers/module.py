@@ -27,14 +27,14 @@ type Sharding = NamedSharding | PartitionSpec | None
 
 
 def recipe_of(op: str, recipe: CoatRecipe | None) -> CoatRecipe:
-  """Returns the caller's recipe after a check, or `recipes.coat()` for None."""
+  """Checks and returns a recipe; None stands for `recipes.coat()`."""
   recipe = recipes.coat() if recipe is None else recipe
   check_recipe(op, recipe)
   return recipe
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-  """Raises a TypeError unless this is a CoatRecipe; a preset must be called."""
+  """Raises a TypeError unless this is a CoatRecipe, as presets return."""
   remedy = "call a preset, as in recipes.coat()"
   check_kind(op, "recipe", recipe, CoatRecipe, remedy)
 
@@ -54,7 +54,7 @@ def check_float(
 
 
 def sizes_of(op: str, name: str, value: Any) -> tuple[int, ...]:
-  """Returns a width, or the sizes of several axes, as a tuple; checks them."""
+  """Checks one size, or a tuple of sizes, and returns a tuple."""
   sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
   for size in sizes or (0,):
     check_whole(op, name, size, COUNT, "pass a width, or a tuple of sizes")
@@ -120,8 +120,8 @@ def value_of(param: nnx.Param | None) -> Array | None:
 def reshard(y: Array, out_sharding: Sharding) -> Array:
   """Shards y as given; None leaves it unchanged.
 
-  On explicit axes of a mesh this changes the type, on automatic axes it is a
-  constraint.
+  On explicit mesh axes this changes y's type; on automatic axes it constrains
+  XLA.
   """
   if out_sharding is None:
     return y

@@ -77,7 +77,7 @@ def moe(
   """x + sum_e p_e (silu(norm(x) w_gate_e) * (norm(x) w_up_e)) w_down_e.
 
   The sum is over a token's k experts, those with the largest p =
-  softmax(norm(x) w_router). All tokens go to all of their experts.
+  softmax(norm(x) w_router). No token is dropped.
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
@@ -128,7 +128,7 @@ def _plain_bwd(static, recipe, inputs, backward, cotangents):
   backward = backward.replace(args_res=[of_y, w])
   dy, dw = backward((g, dstats.probability / token_shards(axes)))
   dx = g if static.add_input else jnp.zeros_like(g)
-  # The products already sum the other weights' gradients over devices.
+  # The matmuls already sum the other weights' gradients over devices.
   return dx, dy, dw._replace(router=sum_tokens(dw.router, axes))
 
 
@@ -144,7 +144,7 @@ _plain = rule(
 
 
 def _of_device(y, w, *, static, recipe):
-  """Computes a device's tokens; autodiff handles all except the products."""
+  """Runs a device's tokens; autodiff handles all except the matmuls."""
   axes, k = recipe.axes, static.experts_per_token
   num_experts = w.router.shape[-1]
   with residual_scope("linear"):
@@ -206,14 +206,14 @@ def _check(x, w, experts_per_token, recipe) -> None:
 
 
 def _check_experts(op: str, experts_per_token: Any, num_experts: int) -> None:
-  name, remedy = "experts_per_token", "a token goes to that many experts"
+  name, remedy = "experts_per_token", "each token goes to this many experts"
   check_whole(op, name, experts_per_token, Range(1, num_experts), remedy)
 
 
 class MoE(RecipeModule):
   """The MLP half of a decoder layer as a mixture of experts.
 
-  `layers.moe` gives the formula.
+  See `layers.moe` for the formula.
 
   Example usage::
 

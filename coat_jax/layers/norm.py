@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm and LayerNorm that save their input in FP8, in 1 x G groups.
 
-The forward normalizes the dequantized values that it saves, so its backward is
-the exact gradient of what ran, straight through the quantizer.
+The forward normalizes the dequantized values that it saves. The backward is
+therefore its exact gradient, straight through the quantizer.
 """
 
 from typing import Any, NamedTuple
@@ -132,7 +132,7 @@ def norm(
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
 
   def plain(x, gamma, beta):
-    # Named so that a checkpoint policy keeps the same arrays as with FP8.
+    # Name it, so that a checkpoint policy keeps the same arrays as with FP8.
     x = save_residual("norm", x)
     with residual_scope("norm"):
       y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
@@ -250,7 +250,7 @@ class Norm(RecipeModule):
 
 
 class RMSNorm(Norm):
-  """x / sqrt(mean(x^2) + epsilon) * scale; takes `Norm`'s arguments.
+  """x / sqrt(mean(x^2) + epsilon) * scale; the arguments are `Norm`'s.
 
   Example usage::
 
@@ -298,14 +298,14 @@ def make_norm(
 
 
 def weights_of_norm(norm: Norm | None) -> tuple[Array | None, Array | None]:
-  """Returns gamma and beta of a norm's module; None for those it lacks."""
+  """Returns gamma and beta of a norm's module; None for one that it lacks."""
   if norm is None:
     return None, None
   return norm.gamma, value_of(norm.bias)
 
 
 def norm_options(norm: Norm | None) -> dict[str, Any]:
-  """Returns `kind` and `eps` of a norm's module, as functions take them."""
+  """Returns `kind` and `eps` of a norm's module, arguments of functions."""
   if norm is None:
     return dict(kind=None, eps=0.0)
   return dict(kind=norm.kind, eps=norm.epsilon)

@@ -39,7 +39,8 @@ def make_param(
 
   `init` is called with a key from the stream `params`, the shape `drawn` (or
   `shape`) and a dtype. Without `init`, `default` is called with a shape and a
-  dtype, and no key is drawn. As in flax, an initializer's metadata wins.
+  dtype, and no key is drawn. As in flax, an initializer's metadata overrides
+  `metadata`.
   """
   op, remedy = "parameters", "pass one, as in dict(out_sharding=...)"
   check_kind(op, "metadata", metadata, Mapping, remedy)
@@ -54,14 +55,14 @@ def make_param(
   if len(names) > len(shape):
     raise ValueError(
       "metadata: out_sharding must have one entry for each axis at most, got "
-      f"{names} for a parameter {shape}; name those of the kernel"
+      f"{names} for a parameter {shape}; name the kernel's axes"
     )
   array = value.raw_value.reshape(shape)
   return nnx.Param(dataclasses.replace(value, raw_value=array), **metadata)
 
 
 def stack_options(options: Mapping[str, Any]) -> dict[str, Any]:
-  """Converts options of a `Linear` [D, F] for several, [D, several, F].
+  """Converts options of one `Linear` [D, F] to several, [D, several, F].
 
   If sharding names the axes of one layer, the new axis stays unsplit.
   """

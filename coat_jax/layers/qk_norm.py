@@ -19,7 +19,7 @@ from coat_jax.mesh import sum_tokens
 from coat_jax.numerics.checks import NOT_NEGATIVE, check_choice, check_number
 from coat_jax.numerics.recipes import MeshAxes
 
-# The mean square is over one head's channels, or over all heads'.
+# The mean square is over the channels of one head, or of all heads.
 NormedOver = Literal["head", "all"]
 
 
@@ -67,7 +67,7 @@ class QKNorm:
   def gradients(
     self, dy: Array, x: Array, weight: Array, axes: MeshAxes | None
   ) -> tuple[Array, Array]:
-    """Computes f32 dx, and in its dtype the weight's gradient of all tokens."""
+    """Computes dx in f32, and dweight over all tokens in the weight's dtype."""
     x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
     rstd = self._rstd(x, axes)
     xhat, g = x * rstd, dy * self._factor(weight, x)
@@ -79,7 +79,7 @@ class QKNorm:
     return dx, cotangent(dweight, weight)
 
   def spec(self, axes: MeshAxes) -> P:
-    """Returns how either weight is sharded: with its heads if over "all"."""
+    """Returns how either weight is sharded: like heads, if over "all"."""
     return P() if self.over == "head" else P(axes.tensor)
 
   def _rstd(self, x, axes):

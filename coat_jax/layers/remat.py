@@ -8,9 +8,9 @@ Both forms keep codes of 1 x G groups and their scales. Per token of width D:
                           2.25 D + 8 bytes for a layer's two blocks if G = 16
 
 `fp8_remat` rounds the residual stream itself, once a call. The policy rounds
-nothing: a block's norm, products and middle read only its norm's codes anyway,
-so the second forward repeats the first, except that it leaves out the block's
-second product. If a norm follows that product, its input is kept as well. If a
+nothing: a block's norm, matmuls and middle read only the norm's codes anyway.
+The second forward therefore repeats the first, but leaves out the block's
+second matmul. If a norm follows that matmul, its input is kept as well. If a
 layer's first block has no norm, the layer's input is kept too, in BF16.
 """
 
@@ -45,7 +45,7 @@ def block_inputs_saveable(primitive, *avals, name: str = "", **others) -> bool:
   Args:
     primitive: the primitive of the equation that JAX asks about.
     *avals: the types of its arguments.
-    name: the name of an array that `checkpoint_name` named.
+    name: the name that `checkpoint_name` gave the array.
     **others: the equation's other parameters.
 
   Returns:
@@ -152,7 +152,7 @@ def fp8_remat(
     if not all(-len(args) <= i < len(args) for i in places):
       raise ValueError(
         f"fp8_remat: argnums {places} must be places of positional arguments, "
-        f"got {len(args)} of them; pass what is rounded by position"
+        f"got {len(args)} of them; pass rounded arguments by position"
       )
     return saving(*args, **kwargs)
 

@@ -57,10 +57,10 @@ def protect_codes[Tree](residuals: Tree) -> Tree:
   """Copies what a forward saves to new variables with the same bytes.
 
   With a policy, `jax.checkpoint` applies `lax.reduce_precision` to
-  floating-point arrays that it keeps and the forward also reads. It treats E4M3
-  as a format with infinities: 256 and above would become NaN, in the forward
-  too (JAX 0.11.2). It leaves bytes, and arrays that only the backward reads,
-  unchanged. XLA removes the conversions.
+  floating-point arrays that it keeps and the forward also reads. That operation
+  treats E4M3 as a format with infinities: 256 and above would become NaN, in
+  the forward too (JAX 0.11.2). Bytes, and arrays that only the backward reads,
+  stay unchanged. XLA removes the conversions to bytes and back.
   """
 
   def again(x):

@@ -115,7 +115,7 @@ class Heads(NamedTuple):
   Attributes:
     num_heads: N, query heads.
     num_kv_heads: K, key and value heads.
-    theta: RoPE's base or a `Rotary`; None for no RoPE. Or a tuple of these, one
+    theta: RoPE's base or a `Rotary`; None for no RoPE; or a tuple of these, one
       for each kind of layer in a stack.
   """
 
@@ -129,8 +129,8 @@ class Heads(NamedTuple):
     if min(n, k) < 1 or n % k or columns % (2 * (n + 2 * k)):
       raise ValueError(
         f"{op}: q, k and v must be (N + 2 K) H columns with N a multiple of K "
-        f"and an even H, got {columns} columns, N {n} and K {k}; pass heads "
-        "that the weight has"
+        f"and an even H, got {columns} columns, N {n} and K {k}; pass the "
+        "weight's numbers of heads"
       )
 
   def of_device(self, axes: MeshAxes | None) -> "Heads":
@@ -199,7 +199,7 @@ def split_heads(
     positions: int32 [T], or [B, T] if sequences have their own.
     heads: N, K and theta.
     kind: int32 scalar, the index into `heads.theta` if that is a tuple.
-    recipe: provides the implementation and the mesh axes; None has neither.
+    recipe: provides the implementation and the mesh axes; None sets neither.
 
   Returns:
     q [B, T, N, H] and k, v [B, T, K, H] in qkv's dtype.

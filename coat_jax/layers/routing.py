@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the experts of each token, and sorts tokens by expert.
 
-A router's logits are one matmul, and its probabilities the softmax over all
-experts, both in f32. Each token goes to the k most probable experts, and none
-is dropped: the T k copies of tokens are sorted by expert into [T k, D]. Groups
-differ in size, but no shape depends on the routing.
+The router computes logits by one matmul and probabilities by the softmax over
+all experts, both in f32. Each token goes to the k most probable experts, and no
+token is dropped: the T k copies of tokens are sorted by expert into [T k, D].
+Groups differ in size, but no shape depends on the routing.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ class RoutingStats(NamedTuple):
   """A layer's routing statistics for the auxiliary loss; f32 [..., E].
 
   Attributes:
-    load: number of tokens that an expert got, as a fraction of all tokens; the
-      sum over experts is k. It has no gradient.
+    load: the fraction of all tokens that went to an expert; the sum over
+      experts is k. It has no gradient.
     probability: the mean over tokens of the router's probability.
   """
 
@@ -30,7 +30,7 @@ class RoutingStats(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """Copies of tokens sorted by expert, and the inverse; int32.
+  """The order of tokens' copies, sorted by expert, and its inverse; int32.
 
   Attributes:
     copy: [T k], the copy in each row; it belongs to token `copy // k`.
@@ -99,8 +99,8 @@ def expert_weights(
 
 
 def _logits(y: Array, w: Array) -> Array:
-  # In full f32: a GPU's default of 10 bits would route tokens differently. The
-  # cost is E / (3 k F) of the experts' operations, less than a hundredth.
+  # Use full f32: a GPU's default, 10 bits, would route tokens differently. This
+  # costs E / (3 k F) of the experts' operations, less than a hundredth.
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
 

@@ -35,7 +35,7 @@ class _Saved:
   """The values that a forward saves for its backward."""
 
   inputs: tuple  # Arguments that the backward reads; in memory anyway.
-  own: Any  # Made by the forward; devices' shards are concatenated on axis 0.
+  own: Any  # The forward's values; devices' shards are concatenated on axis 0.
   # The backward's specs, flattened because static fields must be hashable.
   specs: tuple[tuple[P, ...], Any]
 
@@ -62,7 +62,7 @@ def rule(
   `inputs` are the arguments whose positions `reads` lists: weights, which stay
   in memory anyway.
 
-  `specs(*arrays, *static, recipe)` gives the shardings with `recipe.axes`. It
+  `specs(*arrays, *static, recipe)` defines shardings with `recipe.axes`. It
   returns a tuple with a tree of `PartitionSpec` for each array (one spec may
   stand for a whole tree), and the specs of the results. By default everything
   is sharded like the first array, as tokens. `result_spec(*arrays)` returns the
@@ -128,7 +128,7 @@ def rule(
 
   def f(arrays: tuple, *static: Any) -> Any:
     static = _with_axes_of_types(arrays, static, specs)
-    # Outside of the custom gradient, so that JAX transposes this too.
+    # Do this outside of the custom gradient, so that JAX transposes it too.
     if static[-1].axes is None:
       arrays = mesh.varying(arrays)
     else:
@@ -147,19 +147,18 @@ def _tokens_specs(*arguments):
 
 
 def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
-  """Runs f on shards if there are `axes`, and otherwise whole."""
+  """Runs f on shards if there are `axes`, otherwise on whole arrays."""
   if axes is None:
     return mesh.run_whole(f, *args, out_specs=out_specs)
   return mesh.run_on_shards(f, *args, in_specs=in_specs, out_specs=out_specs)
 
 
 def _only_saved[Tree](read: Tree) -> Tree:
-  """Makes the backward compute from what was saved, once its gradient exists.
+  """Makes the backward recompute from saved values, once its gradient exists.
 
-  Without this, if no scan separates layers, XLA merges what the backward
-  computes again with the forward's values, and so keeps the forward's f32
-  values in memory. Programs for NVIDIA GPUs, where kernels compute them, have
-  no barrier.
+  Without this, if no scan separates layers, XLA notices that the forward
+  computed the same f32 values, and keeps these in memory. Programs for NVIDIA
+  GPUs need no barrier, because kernels compute these values.
   """
   return read if target() == "cuda" else jax.lax.optimization_barrier(read)
 
@@ -175,7 +174,7 @@ def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
   """Returns a function that shards saved values like the first array's tokens.
 
   Features are split over the axes of the other arrays. XLA alone would lose
-  those axes when a weight [D, 2, F] is reshaped, and save whole features.
+  those axes when a weight [D, 2, F] is reshaped, and save features unsplit.
   """
   first = jax.tree.leaves(arrays)[0]
   leaves = jax.tree.leaves(specs)
@@ -242,7 +241,7 @@ def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
 
 
 def _cotangent_specs(specs: tuple, arrays: tuple) -> tuple:
-  """Returns specs; None for caches and integers, which have no cotangent."""
+  """Replaces specs of caches and integers, which have no cotangent, by None."""
 
   def of(x, spec):
     is_float = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)

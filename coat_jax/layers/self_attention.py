@@ -21,7 +21,7 @@ from coat_jax.layers.dot_product_attention import (
   HeadsAttention,
   HeadsSaved,
   Kinds,
-  attention_storage,
+  heads_storage,
   inputs_specs,
 )
 from coat_jax.layers.layer_kinds import count_kinds
@@ -70,7 +70,7 @@ class SelfAttention(Middle):
   attention a branch of a `lax.switch`, forward and backward.
 
   With a norm of q and k, their codes before the norm are saved instead of the q
-  and k after it, whatever recipe.attention selects for v and the output.
+  and k after it, whatever recipe.attention selects for v.
 
   Attributes:
     heads: N, K and RoPE's base or `Rotary`, or None for no RoPE.
@@ -179,7 +179,7 @@ class SelfAttention(Middle):
       q, k = self._turned(
         normed, weights, positions, inputs.kind, h.dtype, recipe
       )
-      keep_v, _ = attention_storage(recipe, h.dtype)
+      keep_v, _ = heads_storage(recipe, h.dtype)
       v = save_residual("attention", keep_v(heads[2]))
       out = self._attention.attend(q, k, v, inputs, recipe, after=heads[0])
     return out._replace(saved=_Saved(out.saved, normed, positions, inside))

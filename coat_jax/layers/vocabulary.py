@@ -2,14 +2,14 @@
 """The two ends of a decoder that use the vocabulary: embedding and loss.
 
 On a mesh (`axes`) each device works on its own tokens. Collectives are
-explicit, because XLA's own plan would move logits or, for each chunk,
-gradients:
+explicit, because XLA would choose to move logits or, for each chunk, gradients:
 
-  embedding   its rows are gathered once, in the dtype of activations
-  head        its rows over fsdp are gathered likewise; along tensor a device
-              keeps its part of the vocabulary and sees whole sequences, and a
-              token's loss is combined from three numbers for each part
-  gradients   are summed once, in `axes.grad_dtype`; each device keeps its part
+  embedding   All rows are gathered once, in the dtype of activations.
+  head        Rows split over fsdp are gathered likewise. Along tensor, a device
+              keeps its part of the vocabulary and reads whole sequences; each
+              part contributes three numbers to a token's loss.
+  gradients   They are summed once, in `axes.grad_dtype`; each device keeps its
+              part.
 """
 
 import functools
@@ -119,22 +119,22 @@ def mean_loss(
   in the sum and is not differentiated; None for 1 / (B T). With `soft_cap`,
   logits become soft_cap * tanh(logits / soft_cap).
 
-  Logits [B, T, V] are never held whole: they are computed once, for some
-  positions at a time, and added to the gradients immediately if these are
-  requested. The backward then computes no product and reads no weight.
+  Logits [B, T, V] are never in memory at once: the forward computes them once,
+  for some positions at a time, and immediately computes requested gradients
+  from them. The backward then only scales these gradients.
   """
   if targets.size == 0:
     raise ValueError(
       "mean_loss: the mean needs at least one target, got targets of shape "
-      f"{targets.shape}; leave such a batch out"
+      f"{targets.shape}; skip such a batch"
     )
   # Differentiate a sum in which a token counts about 1, and scale at the end.
-  # The gradients of a mean over many tokens would vanish in float16, whatever
-  # the loss scale.
+  # The gradients of a mean over many tokens would underflow in float16,
+  # whatever the loss scale.
   if shares is None:
     unit = 1 / targets.size
   else:
-    # A power of two, so that results in other dtypes keep their bits.
+    # Scale by a power of two: it changes no bit of BF16 or f32 results.
     largest = jnp.max(jnp.abs(shares), initial=0)
     unit = jnp.ldexp(0.5, jnp.frexp(largest)[1])
     shares = shares / unit
@@ -248,7 +248,7 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   loss = sum_tokens(loss, axes, all_positions=True)
   if not has_gradients:
     return loss, ()
-  assert dhidden is not None  # One for each chunk.
+  assert dhidden is not None  # The scan stacked one per chunk.
   dhidden = jnp.moveaxis(dhidden, 0, 1).reshape(len(hidden), -1, d)
   dhidden = scatter_sequence(dhidden[:, : hidden.shape[1]], axes)
   if axes is None:
@@ -307,14 +307,14 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
   loss = loss + jnp.sum((log_sum - at_target) * counted)
   if not has_gradients:
     return (loss, dweight), None
-  # Rounded to the products' dtype, like every gradient that a product reads.
+  # A matmul reads this gradient, so it is rounded to the matmul's dtype below.
   softmax = jnp.exp(logits - log_sum[..., None])
   dlogits = (softmax - is_target) * counted[..., None]
   if soft_cap is not None:
     dlogits = dlogits * (1 - jnp.square(logits / soft_cap))
   dlogits = dlogits.astype(weight.dtype)
   dhidden = jnp.einsum(f"btv,{axes}->btd", dlogits, weight)
-  # Laid out like the weight: XLA on a CPU has no transposed BF16 matmul.
+  # Use the weight's layout: on a CPU, XLA has no transposed BF16 matmul.
   factors = (dlogits, hidden) if is_tied else (hidden, dlogits)
   dweight = dweight + jnp.einsum(
     "bti,btj->ij", *factors, preferred_element_type=jnp.float32
@@ -328,8 +328,8 @@ def _gather_rows(
 ) -> Array:
   """Gathers all rows of an f32 weight in `dtype` from each device's part."""
   rows = lax.all_gather(weight.astype(dtype), names, axis=0, tiled=True)
-  # From here on each device has its own copy: the gradient is summed below, not
-  # where the copy is first used.
+  # Mark each device's copy as its own. JAX would otherwise sum the gradient
+  # where the copy is first used, and not in `_gather_rows_bwd`.
   return lax.pcast(rows, _others(names, axes), to="varying")
 
 

@@ -18,8 +18,8 @@ class Batch(NamedTuple):
   Attributes:
     tokens: int32 [B, T + 1]; each token is predicted from the ones before it.
     segments: int32 [B, T + 1], the number of each token's document in its row;
-      padding has a number too. None for one document per row. Tokens see only
-      their own document, and a document's first token is not a target.
+      padding gets a number too. None if each row is one document. Tokens attend
+      only to their own document, and its first token is not a target.
     shares: f32 [B, T + 1], the weight of each target in the loss; None if all
       tokens of all documents are targets. The first column is ignored.
   """
@@ -128,7 +128,7 @@ def _as_array(name: str, x: Any) -> Any:
 
 
 def positions(segments: Array | None) -> Array | None:
-  """Numbers the tokens of each document of a row from 0, int32 [B, T]."""
+  """Returns each token's position in its document, from 0: int32 [B, T]."""
   if segments is None:
     return None
   place = lax.broadcasted_iota(jnp.int32, segments.shape, 1)

@@ -5,16 +5,17 @@ Everything runs in the model's `dtype`, BF16 or f32, and never in FP8, whatever
 the recipe: an FP8 matmul uses one scale for all its tokens, so a token's result
 would depend on the other rows and on how many tokens are computed at once.
 
-Prompts of different lengths are padded on the left. They all end in the same
-slot, and each step writes the same slot in every row. Queries never see the
-slots of padding, and positions count from a prompt's first token.
+A slot of the cache stores the key and value of one token. Prompts of different
+lengths are padded on the left, so they all end in the same slot, and each step
+writes the same slot in every row. Queries never attend to padding, and a
+token's position counts from the first token of its prompt.
 
          slot   0   1   2   3   4   5            position = slot - padding
   padding 0     a   b   c   d  (e)               padding 2: slots 0 and 1
   padding 2     -   -   a   b  (c)               step 4 writes slot 4
 
 The layers are the model's own modules, in recipe bf16. Only two steps differ:
-`_heads` rotates tokens at the positions of their own rows, and `_attend` reads
+`_heads` rotates each token by its position in its own row, and `_attend` reads
 the cache. On a mesh, XLA partitions everything (automatic axes).
 """
 
@@ -36,7 +37,7 @@ from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import AttentionKind
 from coat_jax.ops.rope import rotate, rotation
 
-# The number of queries whose scores are in memory at the same time.
+# Only the scores of this many queries are in memory at the same time.
 CHUNK = 256
 _MASKED = -1e30
 # No kernels, because XLA cannot partition them.
@@ -77,8 +78,8 @@ def unstacked(stack: Any, num_layers: int) -> tuple:
   """Cuts a tree of stacked layers into one tree per layer, [1, ...] each.
 
   In a loop over layers, XLA copies each layer's weights, keys and values out of
-  their stacks before every matmul. That triples the memory traffic if a layer
-  runs once per token, so cut the stacks once, before decoding.
+  their stacks before every matmul. That triples the memory traffic of decoding,
+  which runs each layer once per token, so cut the stacks once, beforehand.
   """
   return tuple(
     jax.tree.map(lambda x: x[i : i + 1], stack)  # noqa: B023
@@ -160,7 +161,7 @@ def without_fp8[Model: nnx.Module](model: Model) -> Model:
 def _sharded(
   x: Array, axes: MeshAxes | None, *, is_cache: bool = False
 ) -> Array:
-  """Shards [B, ...], or a cache [layers, B, S, K, H], by the batch."""
+  """Shards [B, ...] by batch, a cache [layers, B, S, K, H] also by heads."""
   if axes is None:
     return x
   spec = P(None, axes.batch, None, axes.tensor) if is_cache else P(axes.batch)
@@ -195,7 +196,7 @@ def _attention(
 def _heads(
   attention: Attention, h: Array, positions: Array, kind: Array | None
 ) -> tuple[Array, Array, Array]:
-  """Splits qkv h into q [B, T, N, H], k and v [B, T, K, H]; rotates q, k."""
+  """Splits h into q [B, T, N, H], k and v [B, T, K, H]; rotates q and k."""
   middle = attention.middle
   if (limit := middle.clip) is not None:
     h = jnp.clip(h, -limit, limit)

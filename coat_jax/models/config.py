@@ -28,10 +28,10 @@ _OF_ROPE = ["rope_theta", "rope_scaling", "window_rope_theta", "rotary_dim"]
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 """Names what layers recompute in the backward pass.
 
-Nothing ("none"), everything but matmuls ("dots"), or everything, from their
-input in BF16 ("full"). "fp8", for recipe coat only, saves the FP8 inputs of
-both norms and recomputes everything but the last matmul of each block.
-"fp8_layer" rounds each layer's input to FP8, saves that and recomputes
+"none" recomputes nothing, "dots" everything but matmuls, and "full" everything,
+from the layer's input in BF16. "fp8", for recipe coat only, saves the FP8
+inputs of both norms and recomputes everything but the last matmul of each
+block. "fp8_layer" rounds each layer's input to FP8, saves that and recomputes
 everything.
 """
 
@@ -132,7 +132,7 @@ class ModelConfig:
       the others see the window. None for the window in all layers.
     window_rope_theta: Base of RoPE in layers with a window; their frequencies
       are not stretched. None for the same base in all layers.
-    query_scalar: q k^T is divided by its square root; None for head_dim.
+    query_scalar: its square root divides q k^T; None for head_dim.
     attention_soft_cap: Attention scores become
       soft_cap * tanh(scores / soft_cap); None leaves them unchanged.
     logits_soft_cap: The same for logits.
@@ -140,7 +140,7 @@ class ModelConfig:
       for other families, which have no limit.
     rotary_dim: How many of a head's first channels RoPE rotates; None for all.
     gelu: For families without a gated MLP: GELU by the tanh formula or by erf.
-    num_experts: Experts of a layer, each a gated MLP; None for one MLP.
+    num_experts: Number of experts (gated MLPs) per layer; None for one MLP.
     experts_per_token: How many experts each token is sent to.
     normalize_experts: Make the weights of a token's experts add up to 1.
     auxiliary_loss: Coefficient of the load-balancing loss, which is added in
@@ -237,7 +237,7 @@ class ModelConfig:
       )
 
   def _check_choices(self):
-    """Raises ValueError if a field belongs to other families."""
+    """Raises ValueError if a field applies only to other families."""
     has_rope = self.choices.positions == "rope"
     of_others = ["max_positions"] if has_rope else _OF_ROPE
     of_others = [*of_others, *(["gelu"] if self.choices.is_gated else [])]
@@ -251,7 +251,7 @@ class ModelConfig:
     if not has_rope and self.max_positions is None:
       raise ValueError(
         f"ModelConfig: {self.family} has learned positions and needs "
-        "max_positions, got None; pass the longest sequence"
+        "max_positions, got None; pass the length of the longest sequence"
       )
 
   def check_length(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder language model of several families, made of COAT's blocks.
+"""A decoder language model for several families, made of COAT's blocks.
 
 `models.config.FAMILIES` describes how families differ. Layers are scanned:
 each of their parameters is one array [num_layers, ...]. As in the paper,
@@ -174,9 +174,9 @@ class Decoder(nnx.Module):
       dtype: dtype of activations.
       remat: what layers recompute in the backward pass; see `Remat`.
       store: `(path, array) -> array`, converts each parameter from f32 to the
-        form in which it is stored. Layers are then drawn one at a time, so that
-        the whole stack never exists in f32: each call converts one layer's
-        parameter.
+        form in which it is stored. Layers are then initialized one at a time,
+        so that the whole stack never exists in f32: each call converts one
+        layer's parameter.
       rngs: its stream `params` initializes the parameters.
 
     Raises:
@@ -221,9 +221,9 @@ class Decoder(nnx.Module):
 
     Args:
       tokens: int32 [B, T].
-      segments: int32 [B, T], the number of each token's document; padding has a
-        number too. Tokens only see tokens of their document, and positions
-        start at 0 in each. None for one document per row.
+      segments: int32 [B, T], the number of each token's document; padding gets
+        a number too. Tokens attend only to their own document, and positions
+        start at 0 in each document. None if each row is one document.
 
     Returns:
       Hidden states [B, T, D] in `dtype`.
@@ -288,7 +288,7 @@ class Decoder(nnx.Module):
       tokens, self.embedding[...], dtype=self.dtype, axes=self.axes
     )
     if self.config.choices.scales_embedding:
-      # These families were trained with this factor in x's dtype.
+      # These families were trained with this factor rounded to x's dtype.
       x = x * jnp.asarray(self.config.d_model**0.5, x.dtype)
     if placed is not None:
       x = place_features(x, placed, axes=self.axes)

@@ -61,7 +61,7 @@ class _Draws(NamedTuple):
 
 
 class _Until(NamedTuple):
-  """Ends a row after a stop token int32 [n], or after `most` new tokens.
+  """Ends a row after one of `stops`, int32 [n], or after `most` new tokens.
 
   `is_row` [B] is False for rows that only fill up the batch.
   """
@@ -80,10 +80,10 @@ class Generation(NamedTuple):
   """The result of `generate`.
 
   Attributes:
-    tokens: the new tokens of each prompt. If a stop token ended a prompt, it is
-      the last one.
+    tokens: the new tokens of each prompt, including the stop token that ended
+      it, if any.
     prefill_s: seconds for the prompts and the first new tokens.
-    decode_s: seconds for all other new tokens. Both include compiling.
+    decode_s: seconds for all other new tokens. Both include compilation.
   """
 
   tokens: list[list[int]]
@@ -108,11 +108,11 @@ def generate(
 
   Runs in the model's `dtype`, BF16 or f32, and never in FP8, whatever the
   recipe: an FP8 matmul uses one scale for all its tokens, so a prompt's result
-  would depend on the other prompts. Without FP8 a prompt gives the same result
-  as alone, up to the order of sums.
+  would depend on the other prompts. Without FP8, a prompt gives the same result
+  as it would alone, up to the order of summation.
 
-  While tokens are added, there is a copy of the layers' weights in that dtype
-  (or in f32, if they are read in f32), whatever dtype they are stored in.
+  While tokens are added, memory holds a second copy of the layers' weights, in
+  that dtype (f32 for weights read in f32), whatever dtype they are stored in.
 
   On a mesh, call it under `jax.set_mesh` with sharded parameters; it uses the
   axes of the model's recipe.
@@ -122,17 +122,17 @@ def generate(
     prompts: token ids, of any lengths.
     max_new_tokens: how many to add to each prompt unless it stops earlier.
     pixel_values: [B, I, C, H, W], the images of each prompt, as for
-      `VisionLanguageModel`. A prompt must contain all its images' tokens.
-      None for text alone.
+      `VisionLanguageModel`. A prompt must contain the image tokens of
+      all its images. None for text alone.
     temperature: divides the logits; 0 chooses the most probable token.
     top_k: draws from the k most probable tokens; None for all.
-    top_p: draws from the fewest most probable tokens whose probabilities add up
-      to at least this, after `top_k`; None for all.
-    stop_tokens: a row stops after any of these.
+    top_p: draws from the smallest set of most probable tokens whose
+      probabilities add up to at least this, after `top_k`; None for all.
+    stop_tokens: a prompt's new tokens end after any of these.
     seed: seed of the draws. A row's draws depend on its index, not on the
       number of prompts.
     cache_size: how many tokens per row, including padding, to allocate memory
-      for. Pass the same size in all calls to compile the second program once.
+      for. Pass the same size in all calls to compile the decoding loop once.
       None for the longest prompt plus `max_new_tokens`, each rounded up.
 
   Returns:
@@ -221,7 +221,7 @@ def generate(
 
 
 def bucket(size: int) -> int:
-  """Rounds a size up to a power of two from 16, or a multiple of 256."""
+  """Rounds a size up to 16, 32, 64, 128 or a multiple of 256."""
   if size > CHUNK:
     return -(-size // CHUNK) * CHUNK
   return max(1 << (size - 1).bit_length(), _SMALLEST_BUCKET)
@@ -287,7 +287,7 @@ def _decode(
 
 
 def _in_dtype(graph: Any, params: Any) -> Any:
-  """Casts weights once to the dtype in which every step reads them.
+  """Casts weights once, to the dtype in which every step reads them.
 
   Routers stay in f32: rounding them would send tokens to other experts.
   """

@@ -63,7 +63,7 @@ _ONE, _GATE_UP = MatrixSplit(), MatrixSplit(reduction_axis=-3)
 _FIRST = ("rows", "columns")
 _SECOND = ("rows of columns", None)
 _QKV = "qkv/linear/"
-# By the ending of a parameter's path.
+# Keyed by the ending of a parameter's path; the longest match counts.
 PARAMETERS: dict[str, Parameter] = {
   "embedding": Parameter("embedding", _SECOND),
   "position_embedding": Parameter("positions", _SECOND),
@@ -85,7 +85,7 @@ PARAMETERS: dict[str, Parameter] = {
   "mlp/down": Parameter("matrix", (None, *_SECOND), _ONE),
 }
 # The ends of a vision tower and the projector are not sharded: they are small,
-# and most of their sizes are not divisible.
+# and the axes of a mesh do not divide most of their sizes.
 _ENDS = ("patches", "pool", "projector")
 _AT_ENDS: dict[str, Parameter] = {
   "kernel": Parameter("matrix"),

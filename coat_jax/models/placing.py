@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the embeddings of some tokens with features, such as images'."""
+"""Replaces the embeddings of some tokens with features, such as an image's."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and pads the prompts of `generate`, and places their images.
 
-The tower runs once for all prompts. Like the rest of `generate` it runs without
-FP8: with one scale for all images, an answer would depend on other prompts.
+The vision tower runs once for all prompts. Like the rest of `generate` it runs
+without FP8: with one scale for all images, prompts would affect each other.
 """
 
 import functools

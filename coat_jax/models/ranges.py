@@ -79,7 +79,7 @@ def check_family(config: Any, families: Collection[str]) -> None:
 
 
 def check_kinds(config: Any) -> None:
-  """Raises ValueError if a str, bool or Literal field breaks its type."""
+  """Raises ValueError if a str, bool or Literal field violates its type."""
   for field in dataclasses.fields(config):
     value, hints = getattr(config, field.name), _alternatives(field.type)
     words = [text for hint in hints if (text := _words(hint, value))]

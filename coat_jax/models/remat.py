@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps a layer for a scan: its sharding, and what it saves for the backward.
 
-`Remat` names what is saved. On a mesh, XLA partitions layers in BF16 and would
-split some of their matmuls badly, so we gather the weights before those.
+`Remat` names what is saved. On a mesh, XLA partitions BF16 layers and would
+split some of their matmuls badly, so we gather their weights first.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 def _all_but_gathered(
   primitive, *arrays, call_jaxpr: Any = None, **options
 ) -> bool:
-  """Checkpoint policy: save what autodiff saves, except gathered rows.
+  """Checkpoint policy: save what autodiff saves, except gathered weights.
 
-  `_constrained` gathers rows, and reshapes before a matmul only make views of
-  them: neither is saved. (A policy that uses `checkpoint_name` would save the
-  array to which the name is applied.)
+  `_constrained` gathers a weight, and a reshape before a matmul is only a view
+  of it, so neither is saved. (A policy that uses `checkpoint_name` would save
+  the array to which the name is applied.)
   """
   del arrays, options
   names = {primitive.name}
@@ -79,7 +79,7 @@ def layer_forward(
       return run(x, layer, kind)
     where = P(axes.batch, axes.tensor)
     if is_gathering:
-      # If the sequence were split, XLA would move the MLP's activations.
+      # If the sequence were split, XLA would exchange the MLP's activations.
       where = P(axes.batch)
       x = jax.lax.with_sharding_constraint(x, where)
       layer = gather_weights(layer, model.dtype, axes)
@@ -114,8 +114,8 @@ def gather_weights[L: nnx.Module](
 ) -> L:
   """Casts the kernels of a layer that XLA partitions, and gathers their rows.
 
-  Otherwise XLA may split a matmul along the rows and move activations, or
-  gather weights in f32. Gradients are summed on the devices that own the rows.
+  Otherwise XLA may split a matmul along the rows and exchange activations, or
+  gather weights in f32. Each device sums the gradients of its own rows.
   Weights of experts are not kernels: their layer gathers them itself.
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the next token from its logits.
 
-temperature divides the logits. top_k keeps the k most probable tokens. top_p
-normalizes their probabilities and keeps the smallest set of the most probable
-tokens that reaches p. One of the remaining tokens is drawn. Temperature 0
-chooses the most probable token.
+`temperature` divides the logits. `top_k` keeps the k most probable tokens.
+`top_p` normalizes their probabilities and keeps the smallest set of the most
+probable tokens whose sum reaches p. One of the remaining tokens is drawn.
+Temperature 0 chooses the most probable token.
 """
 
 from typing import NamedTuple
@@ -22,9 +22,9 @@ NO_TOKEN = -1
 
 
 class Sampling(NamedTuple):
-  """Options of the choice, as arrays so that new values do not recompile.
+  """Sampling options, as arrays so that new values do not recompile.
 
-  None turns an option off; without a temperature the choice is greedy.
+  None turns an option off; without a temperature, sampling is greedy.
   """
 
   temperature: Array | None = None
@@ -68,10 +68,11 @@ def make_sampling(
 
 
 def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
-  """Keeps the tokens that can be drawn, the most probable first.
+  """Masks the tokens that cannot be drawn.
 
-  Returns logits f32 [B, V] divided by the temperature, -inf for tokens that are
-  dropped, and their tokens int32 [B, V]. Ties are ordered by token id.
+  Returns logits f32 [B, V] divided by the temperature, -inf for masked tokens,
+  and the token of each logit, int32 [B, V]. With top_k or top_p, the most
+  probable tokens come first, and ties are ordered by token id.
   """
   assert sampling.temperature is not None
   largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -94,7 +95,7 @@ def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
 
 
 def choose(logits: Array, sampling: Sampling, keys: Array) -> Array:
-  """Chooses a token int32 [B] per row; `NO_TOKEN` if no logit is finite."""
+  """Chooses tokens int32 [B]; `NO_TOKEN` if a row's maximum is not finite."""
   is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
   if sampling.temperature is None:
     chosen = jnp.argmax(logits, axis=-1)

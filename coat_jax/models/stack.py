@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the parameters of models: draws, stacks and stores them."""
+"""Makes the parameters of models: initializes, stacks and stores them."""
 
 import functools
 from collections.abc import Callable
@@ -33,17 +33,17 @@ class Start(NamedTuple):
   rngs: nnx.Rngs
 
   def norm_options(self, **others: Any) -> dict[str, Any]:
-    """Returns arguments of norms at the ends of a model, which run in BF16."""
+    """Returns arguments for norms before and after the layers, in BF16."""
     shared = dict(recipe=recipes.bf16(), dtype=self.dtype, rngs=self.rngs)
     return shared | others
 
   def options(self, **others: Any) -> dict[str, Any]:
-    """Returns arguments of linear layers at the ends of a model."""
+    """Returns arguments for linear layers before and after the stack."""
     init = nnx.initializers.normal(_STDDEV)
     return self.norm_options(kernel_init=init) | others
 
   def block_options(self, num_layers: int, **others: Any) -> dict[str, Any]:
-    """Returns arguments of the attention and MLP blocks of a layer.
+    """Returns arguments for the attention and MLP blocks of a layer.
 
     Projections that write to the residual stream start smaller, so that its
     variance does not grow with depth.
@@ -52,7 +52,7 @@ class Start(NamedTuple):
     return self.options(out_kernel_init=small, **others)
 
   def param(self, *shape: int) -> nnx.Param:
-    """Draws a parameter in f32."""
+    """Initializes a parameter in f32, at random."""
     init = nnx.initializers.normal(_STDDEV)
     return nnx.Param(init(self.rngs.params(), shape, jnp.float32))
 

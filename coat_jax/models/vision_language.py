@@ -6,8 +6,8 @@ between them project the features to the decoder's width. The results replace
 the embeddings of image tokens; a text contains one image token per feature.
 Sequences may have several images, or none.
 
-The layers of tower and decoder run in the recipe. The projector stays in BF16,
-like the ends of both.
+The layers of the tower and the decoder follow the recipe. The projector stays
+in BF16, as do the parts of both models before and after their layers.
 """
 
 import dataclasses
@@ -187,8 +187,8 @@ class VisionLanguageModel(nnx.Module):
         are always f32.
       remat: what the decoder's layers recompute in the backward pass; see
         `Remat`. The tower's layers recompute nothing.
-      store: `(path, array) -> array`, as for `Decoder`. Paths start inside the
-        tower, inside the decoder, or with "projector". None uses `param_dtype`.
+      store: `(path, array) -> array`, as for `Decoder`. Paths are relative to
+        tower or decoder, or start with "projector". None uses `param_dtype`.
       rngs: its stream `params` initializes the parameters.
 
     Raises:
@@ -222,8 +222,8 @@ class VisionLanguageModel(nnx.Module):
         the order of the images. If a sequence has more image tokens than its
         images need, the last ones keep their own embedding.
       pixel_values: [B, I, C, H, W], the images of each sequence, BF16 or f32,
-        resized and normalized. Images without image tokens have no effect: pad
-        sequences that have fewer images. None for text alone.
+        resized and normalized. Images without image tokens have no effect, so
+        pad sequences that have fewer images. None for text alone.
       segments: as for `Decoder`.
 
     Returns:
@@ -270,7 +270,7 @@ class VisionLanguageModel(nnx.Module):
     return self.decoder.logits_of_hidden(hidden)
 
   def features(self, pixel_values: Array) -> Array:
-    """Maps images [B, I, C, H, W] to [B, I tokens_each, D], in image order."""
+    """Maps images [B, I, C, H, W] to [B, I * tokens_each, D], in order."""
     check_pixels("VisionLanguageModel", pixel_values)
     if pixel_values.ndim != 5:
       raise ValueError(

@@ -66,7 +66,7 @@ def described(value: Any) -> str:
 
 
 def a(kind: type) -> str:
-  """Returns a class's name after its article."""
+  """Returns a class's name with its article."""
   article = "an" if kind.__name__[0] in "AEIOUaeiou" else "a"
   return f"{article} {kind.__name__}"
 
@@ -116,10 +116,10 @@ def check_number(
   or_else: str = "",
   is_whole: bool = False,
 ) -> None:
-  """Raises unless a value is a number in a range, or an array without axes.
+  """Raises unless a value is a number in a range, or a scalar array.
 
-  `optax.inject_hyperparams` passes hyperparameters as such arrays, and under
-  `jit` their values are unknown, so we never read the values of JAX's arrays.
+  `optax.inject_hyperparams` passes hyperparameters as scalar arrays, and under
+  `jit` their values are unknown, so we never read the values of JAX arrays.
   If `allowed` is None, only the kind is checked. `or_else` states what else the
   argument may be, for the message.
   """
@@ -172,9 +172,9 @@ def check_array(
 ) -> None:
   """Raises unless a value is an array of this kind with this many axes.
 
-  `rule` describes it in the message, such as "int [B, T]"; `ndim` is the number
-  of axes or several such numbers, () for any; `kind` is for `jnp.issubdtype`,
-  or several kinds.
+  `rule` describes the array in the message, such as "int [B, T]". `ndim` is the
+  number of axes, or several allowed numbers, or () for any. `kind` is a dtype
+  for `jnp.issubdtype`, or several.
   """
   kinds = kind if isinstance(kind, tuple) else (kind,)
   if not is_array(value) or not any(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number formats and their arithmetic by dtype: limits, casts, neighbours.
+"""Number formats: the limits, casts and neighbouring values of each dtype.
 
 E4M3 (4 exponent bits, 3 mantissa bits, no infinity) holds values and weights;
 E5M2 (more range, less precision) holds gradients. No kernel supports INT8.
@@ -37,8 +37,8 @@ def as_format(dtype: DTypeLike) -> DTypeLike:
   names = ", ".join(known.name for known in _FORMATS)
   got = repr(dtype) if found is None else found.name
   raise ValueError(
-    f"formats: values are quantized to one of {names}, got {got}; another "
-    "format is an entry of formats._FORMATS"
+    f"formats: values are quantized to one of {names}, got {got}; to "
+    "support another format, define it in formats._FORMATS"
   )
 
 
@@ -53,15 +53,15 @@ def is_fp8(dtype: DTypeLike) -> bool:
 
 
 def accumulator(dtype: DTypeLike) -> DTypeLike:
-  """Returns the dtype that sums products: f32, or int32 for INT8."""
+  """Returns the dtype in which products are summed: f32, int32 for INT8."""
   return _format(dtype).accumulator
 
 
 def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
-  """Casts floats to a format: to nearest even, clipped to ±qmax.
+  """Casts floats to a format, rounded to nearest even and clipped to ±qmax.
 
   Infinities become ±qmax. NaN stays NaN, except in INT8, which has no NaN:
-  there it becomes 0, and its scale is NaN.
+  there it becomes 0, and only the scale is NaN.
   """
   x = jnp.clip(x.astype(jnp.float32), -qmax(dtype), qmax(dtype))
   return _format(dtype).nearest(x).astype(dtype)

@@ -55,7 +55,7 @@ class QTensor:
       tensor. It is static, so JAX transformations see only the two arrays.
   """
 
-  # Arrays, or their descriptions in a tree such as a spec of a QTensor.
+  # Not Array: JAX also puts specs and shapes into these fields.
   qvalue: Any
   scale: Any
   group_size: int | None
@@ -117,7 +117,7 @@ def tensor_amax(
 
 
 def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
-  """Returns `tensor_amax` of int32 bits of magnitudes, as kernels find them."""
+  """Computes `tensor_amax` from int32 bits of magnitudes, as kernels do."""
   largest = jnp.max(bits, initial=0)
   if axis_names:
     largest = jax.lax.pmax(largest, axis_names)
@@ -125,7 +125,7 @@ def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
 
 
 def _magnitude_bits(x: Array) -> Array:
-  """Returns the f32 bits of |x| as int32, which compare as magnitudes do."""
+  """Returns the f32 bits of |x| as int32, whose order is that of magnitudes."""
   # The bits of NaN are above those of infinity, so a maximum of integers
   # propagates NaN. Backends disagree about the maximum of floats.
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
@@ -157,7 +157,7 @@ def power_of_two_scale(amax: Array, dtype: DTypeLike = E4M3) -> Array:
   It is f32: 1 for a group of zeros, and amax itself if that is NaN or infinite.
   """
   bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
-  # The bits of f32 values increase with them, by 2^23 for each factor of two.
+  # The bits of a positive f32 increase with it, by 2^23 per factor of two.
   of_qmax = np.float32(qmax(dtype)).view(np.int32)
   exponent = (bits - of_qmax + jnp.int32(2**23 - 1)) >> 23
   biased = jnp.clip(exponent + 127, 1, 254) << 23
@@ -205,8 +205,8 @@ def quantize(
 
   Args:
     x: Float [..., n]. A NaN stays a NaN and does not affect any other group.
-    group_size: at least 1; the last group may be short; None gives one scale
-      for the whole array, inside `jax.shard_map` for each device's shard.
+    group_size: at least 1; the last group may be short. None gives one scale
+      for the whole array, or inside `jax.shard_map` one per device's shard.
     dtype: E4M3, E5M2 or INT8.
     scale_dtype: float32 or bfloat16.
 
@@ -215,9 +215,9 @@ def quantize(
     [].
 
   Raises:
-    TypeError: x is not a floating array, or group_size not a whole number.
-    ValueError: group_size is below 1, or x is a scalar and has no groups; an
-      unknown format, or another dtype of scales.
+    TypeError: x is not a floating array, or group_size is not a whole number.
+    ValueError: group_size is below 1, x is a scalar, which has no groups, or
+      `dtype` or `scale_dtype` is not one of these.
 
   Source: arXiv:2410.19313, section 5; docs/deviations.md 1 and 2.
   """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: where FP8 is used in a layer, and what the backward pass reads.
 
-The presets are described by the three matrix products of a linear layer
+Each preset uses these formats in the three matrix products of a linear layer
 (x [T, D] activations, w [D, F] weights, g [T, F] gradients):
 
               y = x w            dx = g w^T         dw = x^T g
@@ -29,7 +29,8 @@ group_size):
   norm outputs         2 x D bytes           recomputed
   gate, up             2 x F bytes           2 x F bytes
   silu(gate), product  2 x F bytes           recomputed
-  q, k, v, output      4 x 2 D bytes         4 x 2 D bytes (attention="fp8": D)
+  q, k, v              3 x 2 D bytes         3 x 2 D bytes (attention="fp8": D)
+  attention's output   2 D bytes             2 D bytes
 """
 
 import dataclasses
@@ -72,7 +73,7 @@ class Formats:
   gradients: DTypeLike = E5M2
 
   def __post_init__(self):
-    # Each format gets one name, because recipes are compared.
+    # Use one name per format, so that equal recipes compare equal.
     for name in ("values", "gradients"):
       object.__setattr__(self, name, as_format(getattr(self, name)))
 
@@ -82,7 +83,7 @@ _INTEGERS = Formats(values=INT8, gradients=INT8)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshAxes:
-  """Names the axes of a mesh by what they split; an axis may be of size 1.
+  """Names the axes of a mesh by what they split; an axis may have size 1.
 
   Attributes:
     batch: axes over which sequences are split.
@@ -139,11 +140,12 @@ class CoatRecipe:
     scaling: class of the scales of FP8 products: `ops.PerTensor`, `ops.Blocks`,
       or your own subclass of `ops.Scaling`, which runs as plain JAX. On a mesh,
       blocks require a single device along the tensor axis.
-    nonlinear: what norms and activation functions read and save.
+    nonlinear: format that norms and activation functions read and save.
     residuals: "coat" saves what the reference saves; "minimal" recomputes norm
       outputs, SiLU and elementwise products in the backward pass.
-    attention: how q, k, v and the attention's output are saved. With "fp8" the
-      forward pass also attends to the dequantized values.
+    attention: how q, k and v are saved. With "fp8" the forward pass also
+      attends to the dequantized values. The attention's output stays in BF16:
+      the backward pass of the softmax needs it unrounded.
     group_size: number of values that share a scale before a non-linear
       operation.
     weight_cache: what is computed from a weight once for all its uses in a
@@ -155,9 +157,9 @@ class CoatRecipe:
     formats: E4M3 for values and E5M2 for gradients, which kernels support;
       other formats of `coat_jax.numerics.formats` run as plain JAX.
     axes: what the axes of a mesh split. FP8 blocks then run on each device's
-      shard (`jax.shard_map`), under `jax.set_mesh`. Pass None on one device;
-      with explicit axes of data and FSDP, whose types hold the sharding; and to
-      leave partitioning to XLA, which cannot partition kernels.
+      shard (`jax.shard_map`), under `jax.set_mesh`. Pass None on one device,
+      with explicit data and FSDP axes (the arrays' types then hold the
+      sharding), or to let XLA partition layers, which requires no kernels.
 
   Raises:
     TypeError: a field has the wrong type.
@@ -233,7 +235,8 @@ class CoatRecipe:
     values = jnp.dtype(self.formats.values).name
     gradients = jnp.dtype(self.formats.gradients).name
     in_groups = f"{values}, a scale per {self.group_size} values"
-    products, others, attention = "BF16", "BF16", "BF16"
+    products, others = "BF16", "BF16"
+    attention = "q, k, v and output saved in BF16"
     if self.linear == "fp8":
       scales = self.scaling.description
       products = f"{values}, gradients {gradients}; {scales}"
@@ -244,11 +247,11 @@ class CoatRecipe:
         f"{again}"
       )
     if self.attention == "fp8":
-      attention = in_groups
+      attention = f"output saved in BF16; q, k and v in {in_groups}"
     return (
       f"products     {products}\n"
       f"other saved  {others}\n"
-      f"attention    q, k, v and output saved in {attention}"
+      f"attention    {attention}"
     )
 
   def for_evaluation(self) -> "CoatRecipe":
@@ -276,7 +279,7 @@ class Options(LinearOptions, total=False):
 
 
 def bf16(*, implementation: Literal["xla", None] = None) -> CoatRecipe:
-  """Returns the ordinary BF16 layer, which saves what autodiff saves."""
+  """Uses BF16 throughout the layer, which saves what autodiff saves."""
   return CoatRecipe(
     linear="bf16", nonlinear="bf16", implementation=implementation
   )

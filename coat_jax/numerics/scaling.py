@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scalings: how values are quantized for matmuls and for saved inputs.
 
-  Groups     1 x G values share a BF16 scale: what norms and activation
-             functions read and save
-  PerTensor  one f32 scale: an operand's columns are its rows transposed
-  Blocks     one scale per 128 values that a product sums over: an operand's
+  Groups     one BF16 scale per 1 x G values, for the inputs that norms and
+             activation functions read and save
+  PerTensor  one f32 scale; an operand's columns are its rows transposed
+  Blocks     one scale per 128 values that a product sums over; an operand's
              rows are quantized along features, its columns along tokens
-  Tiles      one scale per 128 x 128 values: the weights of products in blocks
+  Tiles      one scale per 128 x 128 values, for weights that are multiplied by
+             operands in blocks
 
-A recipe names the `Scaling` class of its products' operands. Operations and
-layers call that class's methods and treat all scalings alike. Scales of blocks
-and tiles are powers of two: quantizing again along the other axis does not
-change values (except those 2^14 below a block's largest), and each value is
-exact in BF16.
+`Operand` explains rows and columns. A recipe chooses the `Scaling` class for
+the operands of its matmuls; operations and layers call the methods of that
+class and treat all scalings alike. Scales of blocks and tiles are powers of
+two: quantizing again along the other axis does not change values (except those
+below 2^-14 times a block's largest), and each value is exact in BF16.
 
 Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.
@@ -50,8 +51,8 @@ class BlockScales(NamedTuple):
   blocks may be short. See `Blocks` and `Tiles`.
 
   Attributes:
-    rows: for `Operand.rows` [..., n], [..., ceil(n / 128)]; for a weight's
-      [ceil(m / 128), ceil(n / 128)].
+    rows: scales of `Operand.rows` [..., n]: [..., ceil(n / 128)], or for a
+      weight [ceil(m / 128), ceil(n / 128)].
     columns: the same for `Operand.columns` [n, m].
   """
 
@@ -67,10 +68,11 @@ class Operand(NamedTuple):
   transposing FP8 codes later costs another pass.
 
   Attributes:
-    rows: FP8 [..., n], or None if no product reads it this way.
-    columns: FP8 [n, m], m the number of rows (all axes but the last), or None.
-    scale: f32 scalar, x ≈ rows * scale; or `BlockScales`, with which columns
-      are quantized in their own blocks instead of being transposed rows.
+    rows: FP8 [..., n], or None if no product reads this layout.
+    columns: FP8 [n, m], where m is the number of rows (all axes but the last),
+      or None.
+    scale: f32 scalar with x ≈ rows * scale, or `BlockScales`, which hold the
+      scales of rows and of columns.
   """
 
   rows: Array | None
@@ -83,7 +85,7 @@ type Scales = Array | BlockScales
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-  """Groups of 1 x `size` values with a BF16 scale, rounded up."""
+  """One BF16 scale, rounded up, per group of 1 x `size` values."""
 
   size: int
   dtype: DTypeLike = E4M3
@@ -97,7 +99,7 @@ class Groups:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling(abc.ABC):
-  """Base of the scalings of matmul operands.
+  """Base class of the scalings of matmul operands.
 
   You can pass your own subclass to a recipe: `CoatRecipe(scaling=Yours)`. It
   runs as plain JAX, since kernels support only `PerTensor` and `Blocks`.
@@ -163,7 +165,7 @@ class PerTensor(Scaling):
     )
 
 
-# What kernels read and write by default.
+# The default scalings of values and gradients, which kernels support.
 VALUES, GRADIENTS = PerTensor(), PerTensor(E5M2)
 
 

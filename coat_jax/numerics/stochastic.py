@@ -3,20 +3,20 @@
 
 The generator is stateless: a word is hashed from seed, step and position. Each
 element of each leaf at each step gets one 32-bit word that depends only on
-(seed, step, leaf, row, column). Row and column are *global*, so the word does
-not change with the sharding, a resumed run repeats itself, and a kernel that
-knows its offsets draws the same word. Row and column are hashed as separate
+(seed, step, leaf, row, column). Row and column are *global*, so the words do
+not change with the sharding, a resumed run draws the same words again, and so
+does a kernel that knows its offsets. Row and column are hashed as separate
 words because a stacked leaf can have more than 2^32 elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
 search), which takes 8 integer operations per word; Threefry, which `jax.random`
 uses, takes about 37. We compute the hash only once per 8 columns: the words of
 8 columns are the hash of their position times powers of one multiplier, that
-is, 8 states of a generator that starts there. Each word by itself is uniform,
-since every step hashes to a different start, and any two of them are
-uncorrelated. A second moment uses the eighth state after that (`next_words`),
-the parameter the sixteenth. Use the high bits of a word: the low bits of such a
-generator are alike.
+is, 8 successive states of a multiplicative generator that starts at the hash.
+Each word by itself is uniform, since every step hashes to a different start,
+and any two of them are uncorrelated. The word of a second moment is 8 states
+after that of the first (`next_words`), and the parameter's is 16 after it. Use
+the high bits of a word: the low bits of such a generator hardly change.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ def random_words(
 def words_at(key: Array, row: Array, column: Array) -> Array:
   """Returns the words of elements of the whole leaf, all uint32.
 
-  `row` may be of length 1 along the axis of columns; each row's word is then
+  `row` may have length 1 along the axis of columns; each row's word is then
   mixed only once.
   """
   row_word = mix(row * jnp.uint32(GOLDEN) + key)
@@ -101,13 +101,13 @@ def words_at(key: Array, row: Array, column: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LeafPart:
-  """The part of a leaf that is stepped, which determines its random words.
+  """The part of a leaf that is updated, which determines its random words.
 
   Attributes:
     key: uint32 [], from `leaf_key`.
     start: uint32 [axes], where the part starts along each axis; None for 0.
     whole: shape of the leaf; None for the shape of the part.
-    layer: int32 [], the layer of a stacked leaf [layers, ...] that is stepped;
+    layer: int32 [], the layer of a stacked leaf [layers, ...] that is updated;
       None for the whole leaf.
   """
 

@@ -6,11 +6,11 @@ from jax import Array, lax
 
 
 def varying[Tree](tree: Tree) -> Tree:
-  """Casts arrays to vary over all `shard_map` axes that any one varies over.
+  """Casts arrays to vary over the union of the `shard_map` axes of all of them.
 
   If a weight's type does not vary, its gradient is the sum over devices. The
   transpose of this cast computes that sum in the weight's dtype, so a custom
-  gradient can return each device's own. The cast does nothing outside
+  gradient can return each device's own part. The cast does nothing outside
   `shard_map` and with check_vma=False.
   """
 

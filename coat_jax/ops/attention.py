@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in plain jnp, forward and backward, in chunks of queries.
 
-Like FlashAttention it saves q, k, v, the output and each row's log-sum-exp, and
-recomputes the probabilities of one chunk of queries at a time, so that no
-[T, S] matrix is held whole. With a window, a chunk reads only the keys that one
-of its queries sees: it computes T (window + chunk) scores instead of T S.
+Like FlashAttention, it saves q, k, v, the output and each row's log-sum-exp,
+and recomputes the probabilities of one chunk of queries at a time, so that no
+[T, S] matrix is ever in memory. With a window, a chunk reads only the keys that
+its queries see, so T (window + chunk) scores are computed instead of T S.
 
 Shapes: q [B, T, N, H]; k, v [B, S, K, H]. N is a multiple of K, and query head
-n reads key head n // (N / K). Products read operands in their own dtype and
-accumulate in f32; softmax is f32.
+n reads key head n // (N / K). Matmuls read operands in their own dtype and
+accumulate in f32; the softmax is computed in f32.
 """
 
 from typing import NamedTuple
@@ -33,14 +33,14 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
   if not fits or q.shape[2] % k.shape[2]:
     raise ValueError(
       "attention: needs q [B, T, N, H] and k, v [B, S, K, H] with N a "
-      f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}; add axes of "
-      "batch and heads"
+      f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}; add batch "
+      "and head axes"
     )
   t, s = q.shape[1], k.shape[1]
   fewest = t if kind.causal else min(t, 1)
   if s < fewest:
     raise ValueError(
-      f"attention: with causal={kind.causal} {t} queries must have at least "
+      f"attention: with causal={kind.causal}, {t} queries need at least "
       f"{fewest} keys, so that each sees one, got {s}; pass fewer queries"
     )
   if segments is None:
@@ -106,7 +106,7 @@ def attention_bwd(
     residuals.out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1
   )
   zeros = (jnp.zeros_like(k, jnp.float32), jnp.zeros_like(v, jnp.float32))
-  # Without this, XLA creates the zeros of all layers before the first backward.
+  # Otherwise XLA creates the zeros of all layers before the first backward.
   zeros, delta = jax.lax.optimization_barrier((zeros, delta))
 
   def one_chunk(carry, args):
@@ -136,8 +136,8 @@ def attention_bwd(
 class Chunk(NamedTuple):
   """A chunk of queries [B, chunk, K, R, H], and the keys that it reads.
 
-  Its first query has index `start` and the position of key `start + offset`. It
-  reads `length` of the `all` keys, beginning with key `first`.
+  It begins with query `start`, whose position is that of key `start + offset`.
+  It reads `length` of the `all` keys, beginning with key `first`.
   """
 
   q: Array
@@ -161,10 +161,10 @@ class Chunk(NamedTuple):
     offset = s - q.shape[1]
     if kind.window is None or kind.window + size >= s:
       return cls(x, start, own, kind, offset, 0, s, s)
-    # The extra key makes 4352 keys of a window of 4096: matmuls are fast at
-    # multiples of 8.
+    # The chunk sees window + size - 1 keys. One more makes 4352 for a window
+    # of 4096: matmuls are fast at multiples of 8.
     length = kind.window + size
-    # At both ends fewer keys exist; the extra keys that are read are masked.
+    # Near both ends the slice moves inward to fit; the mask hides other keys.
     first = jnp.clip(start + offset - kind.window, 0, s - length)
     return cls(x, start, own, kind, offset, first, length, s)
 
@@ -182,9 +182,9 @@ class Chunk(NamedTuple):
     return jax.lax.dynamic_update_slice_in_dim(sums, x, self.first, axis=1)
 
   def scores(self, k: Array, segments: Array | None):
-    """Computes masked scores, and their derivatives before the mask.
+    """Computes masked scores, and the derivatives of scores wrt q k^T.
 
-    Both are f32 [B, K, R, chunk, length]; constant derivatives are a scalar.
+    Both are f32 [B, K, R, chunk, length]; equal derivatives are one number.
     """
     scale, cap = self.kind.scale_of(self.q.shape[-1]), self.kind.soft_cap
     products = einsum_f32("btkrh,bskh->bkrts", self.q, self.read(k))
@@ -228,7 +228,7 @@ def grouped_heads(x: Array, kv_heads: int) -> Array:
 
 
 def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
-  """Splits [B, T, ...] into [chunks, B, chunk, ...] and each chunk's start."""
+  """Returns x [B, T, ...] as [chunks, B, chunk, ...], and chunks' starts."""
   if x is None:
     return None
   chunk = max(min(_CHUNK, x.shape[1]), 1)
@@ -236,8 +236,8 @@ def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
   x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
   x = x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *x.shape[2:])
   x, first = jnp.moveaxis(x, 1, 0), jnp.arange(x.shape[1]) * chunk
-  # Make masks depend on data: masks of constants are the same in every layer,
-  # so a scan over layers would compute all of them first and hold them.
+  # Make masks depend on data. Otherwise they are the same in every layer, and
+  # XLA would compute them all before a scan over layers, and keep them.
   return jax.lax.optimization_barrier((x, first))
 
 

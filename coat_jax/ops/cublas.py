@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 matmuls written in the form that XLA compiles to one cuBLASLt call.
 
-XLA makes one call from a dot product with an FP8 algorithm if both operands
-have the summed axis last, the result has the wanted dtype and the scalar factor
-has that dtype too. Any other form adds a separate pass over the result or an
-operand. A bias becomes part of the call, and so does a matrix if it is added
-after the bias, not before. Inside the call the factor and the sums are f32:
-XLA:GPU drops the roundings to BF16.
+XLA compiles a dot product with an FP8 algorithm to one call if the summed axis
+is the last of both operands, and if the dot product and the scalar factor that
+follows already have the result's dtype. Any other form adds a separate pass
+over the result or an operand. A bias becomes part of the call, and so does a
+matrix if it is added after the bias, not before. Inside the call the factor and
+the sums are f32: XLA:GPU drops the roundings to BF16.
 
-The call has one factor, so the two scales are multiplied first. If their
+The call accepts one factor, so the two scales are multiplied first. If their
 product is below f32's smallest normal number, 1.2e-38, it is inexact or 0, and
-so is the result. (Gradients get there if their largest value is below about
-1e-29.) A float16 result has float16's bound, 6e-5, and is 0 below 6e-8. The
-definition in `ops.linear` has no such bound.
+so is the result. (This happens to gradients whose largest value is below about
+1e-29.) For a float16 result the factor is float16 too: inexact below 6e-5, and
+0 below 6e-8. The definition in `ops.linear` has no such bound.
 """
 
 import math
@@ -28,8 +28,8 @@ from coat_jax.numerics.scaling import BlockScales, Operand
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows
 
-# Products of activations may sum with fewer bits, as is usual on Hopper; sums
-# over all tokens and gradients may not.
+# The forward may accumulate with fewer bits, as is usual on Hopper. Matmuls of
+# gradients may not.
 _FAST = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 _PRECISE = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
@@ -50,7 +50,7 @@ def _matmul(a: QTensor, b: QTensor, dtype: DTypeLike, algorithm) -> Array:
 def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
   """Returns why cuBLASLt would need padding or casts for operands, or None."""
   if isinstance(a.scale, BlockScales) or isinstance(b.scale, BlockScales):
-    return "cuBLASLt takes one scale per tensor, got scales of blocks"
+    return "cuBLASLt needs one scale per tensor, got scales of blocks"
   wrong = {x.dtype.name for x in arrays if not is_fp8(x.dtype)}
   if wrong:
     return f"cuBLASLt multiplies FP8 here, got {wrong}"
@@ -69,7 +69,7 @@ def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
 def _why_not_fwd(x, w, dtype, add, **_) -> str | None:
   if add is not None and add.dtype != dtype:
     return (
-      "cuBLASLt adds what has the dtype of the result, got "
+      "cuBLASLt adds only an array of the result's dtype, got "
       f"{add.dtype} for {jnp.dtype(dtype)}"
     )
   return _why_not(x, w, (x.rows, w.columns), dtype)

@@ -2,10 +2,10 @@
 """Quantization in plain jnp that compiles to the FP8 cast instruction of GPUs.
 
 `formats.saturating_cast` rounds to the format's grid in f32 before it casts,
-since XLA may split a cast or drop it. For E4M3, XLA does neither if the codes
-leave the pass that made them: `cvt.rn.satfinite.e4m3x2.f32` is then the whole
-cast. The rounding before it would take 12 of 24 instructions per value and keep
-the pass far below memory bandwidth.
+since XLA may split a cast or drop it. For E4M3, XLA does neither if the fusion
+that computes the codes also writes them to memory. The whole cast is then
+`cvt.rn.satfinite.e4m3x2.f32`. Rounding first would take 12 of 24 instructions
+per value and keep the fusion far below memory bandwidth.
 """
 
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ def _why_not(dtype, **_) -> str | None:
   if dtype == E4M3:
     return None
   return (
-    "a cast is one instruction in float8_e4m3fn, and may go through f16 in "
-    f"others, got {jnp.dtype(dtype).name}"
+    "only a cast to float8_e4m3fn is one instruction, others may go through "
+    f"f16, got {jnp.dtype(dtype).name}"
   )
 
 

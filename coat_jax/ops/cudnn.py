@@ -4,9 +4,9 @@
 JAX has no public function for most of this, so this file, and no other, calls
 private ones. If a version of JAX lacks them, `_why_not` says so and XLA runs.
 
-XLA also runs soft caps and segments. JAX's cuDNN call accepts no function of
-the scores. cuDNN's packed layout needs a static number of segments, but ids per
-token allow as many segments as tokens.
+XLA also runs attention with soft caps or segments. JAX's cuDNN call accepts no
+function of the scores, and cuDNN's packed layout needs a static number of
+segments, whereas ids per token allow as many segments as tokens.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def _why_not(q, k, segments, kind, **_) -> str | None:
     )
   if q.size == 0 or k.size == 0:
     return (
-      "cuDNN attends to at least one query and key, got q "
+      "cuDNN needs at least one query and one key, got q "
       f"{q.shape} and k {k.shape}"
     )
   if kind.causal and q.shape[1] != k.shape[1]:
@@ -103,8 +103,8 @@ def attention_bwd(
   kind: AttentionKind,
 ) -> tuple[Array, Array, Array]:
   """`ops.attention_bwd`."""
-  # With recipe.attention="fp8" the residuals are not the forward's own arrays,
-  # and JAX has no public function that takes residuals.
+  # Layers save what their backward reads, and JAX has no public function that
+  # takes residuals.
   unused = jnp.zeros(0, q.dtype)
   dq, dk, dv = fmha._dot_product_attention_bwd_p_wrapper.bind(
     q,

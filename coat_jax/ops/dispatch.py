@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch: one operation, its definition and the implementations that run it.
+"""Dispatches each operation to one of its implementations.
 
 An `Op` is called like its definition, plus `implementation`:
 
   None     on a GPU or TPU the kernel if it supports these arguments, else "xla"
   "xla"    the definition
-  another  this implementation; raises `Unsupported` if it rejects them
+  another  that implementation; raises `Unsupported` if it cannot run them
 
 `explain` reports which implementation would run, and why. Nothing else depends
 on the platform.
 
-An implementation has the definition's signature. `@kernel(why_not)` gives it a
-function that looks at the arguments' shapes, dtypes and options and returns why
-it cannot run them. `op.kernels["name"] = kernel` adds one from outside.
+An implementation has the definition's signature. In `@kernel(why_not)`, the
+function `why_not` returns why the implementation cannot run arguments of these
+shapes, dtypes and options, or None. `op.kernels["name"] = kernel` adds your own
+implementation.
 """
 
 import dataclasses
@@ -34,11 +35,11 @@ from coat_jax.numerics.scaling import Layout
 from coat_jax.numerics.varying import varying
 from coat_jax.ops.types import Unsupported
 
-# An implementation, or a module with a function of the operation's name, which
-# is imported when first needed.
+# An implementation, or the name of a module that is imported when first needed
+# and contains a function with the operation's name.
 type Kernel = str | Callable[..., Any]
 
-# Written in jnp or partitioned by JAX, so XLA can put them on several devices.
+# XLA can partition these: they are written in jnp, or JAX partitions them.
 _PARTITIONED = ("cublas", "cudnn", "cuda")
 
 # All other kernels are for NVIDIA GPUs.
@@ -52,9 +53,9 @@ class Op[R]:
 
   Attributes:
     definition: the operation in plain jnp; determines the signature.
-    kernels: maps an implementation's name to its kernel; a GPU or TPU runs the
-      first one of its own that supports the arguments. You may add yours.
-    check: raises for arguments that no implementation supports, or None.
+    kernels: maps an implementation's name to its kernel. The first one for the
+      platform that supports the arguments runs. You may add yours.
+    check: None, or raises for arguments that no implementation supports.
   """
 
   definition: Callable[..., R]
@@ -75,7 +76,7 @@ class Op[R]:
     return ("xla", *self.kernels)
 
   def require_known(self, implementation: Any, op: str = "") -> None:
-    """Raises a NotImplementedError in the name of `op` for an unknown name."""
+    """Raises a NotImplementedError of `op` if the name is unknown."""
     if implementation not in (None, *self.implementations):
       raise NotImplementedError(
         f"{op or self.name}: implementation must be one of "
@@ -106,7 +107,7 @@ class Op[R]:
       check_choice(self.name, "layout", kwargs["layout"], layouts)
     if self.check is not None:
       self.check(*args, **kwargs)
-    # Inside a caller's shard_map, summing gradients is up to the caller.
+    # Inside shard_map, the caller sums gradients over devices.
     args, kwargs = varying((args, kwargs))
     if implementation is None:
       return self._choose(args, kwargs)
@@ -118,7 +119,7 @@ class Op[R]:
     return self.kernel(implementation)(*args, **kwargs)
 
   def _choose(self, args, kwargs) -> R:
-    """Runs the kernel if this is compiled for a platform that has one."""
+    """Runs a kernel if this is compiled for a platform that has one."""
     platform = target()
     for name in self.kernels if platform else ():
       if _platform_of(name) != platform or self._why_not(name, args, kwargs):
@@ -126,8 +127,8 @@ class Op[R]:
       kernel = functools.partial(self.kernel(name), **kwargs)
       if _is_on_mesh():
         return kernel(*args)
-      # Chosen again at lowering: on a machine with a GPU a computation can be
-      # put on the CPU.
+      # Choose again at lowering: a machine with a GPU can also run this on its
+      # CPU.
       default = functools.partial(self.definition, **kwargs)
       return jax.lax.platform_dependent(
         *args,
@@ -156,11 +157,11 @@ class Op[R]:
     return f"{self.name}: {where} ({'; '.join(why)})"
 
   def _why_not(self, implementation: str, args, kwargs) -> str | None:
-    """Returns why an implementation cannot take these arguments, or None."""
+    """Returns why an implementation cannot run these arguments, or None."""
     if implementation not in _PARTITIONED and may_be_partitioned():
       return (
-        f"{self.name}: with several devices a kernel sees one's part only "
-        "inside jax.shard_map, where layers run with recipe.axes=MeshAxes(...)"
+        f"{self.name}: with several devices a kernel can run only inside "
+        "jax.shard_map, where layers run with recipe.axes=MeshAxes(...)"
       )
     why_not = getattr(self.kernel(implementation), "why_not", None)
     reason = why_not and why_not(*args, **kwargs)
@@ -187,11 +188,11 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
 def op[R](
   check: Callable[..., None] | None = None, **kernels: Kernel
 ) -> Callable[[Callable[..., R]], Op[R]]:
-  """Makes an `Op` of its definition: `@op(triton="norm")`.
+  """Makes an `Op` from its definition: `@op(triton="norm")`.
 
-  `kernels` maps an implementation's name to a function, or to a module with a
-  function of the definition's name: in the folder of `pallas` with the
-  implementation's name, or in `ops` for `cublas`, `cudnn` and `cuda`.
+  `kernels` maps an implementation's name to a function, or to the name of a
+  module that contains a function with the definition's name. The module is in
+  `ops` for `cublas`, `cudnn` and `cuda`, else in `pallas.<implementation>`.
   """
 
   def make(definition: Callable[..., R]) -> Op[R]:
@@ -231,7 +232,7 @@ def kernel[**P, R](
 
 
 def _is_on_mesh() -> bool:
-  """Returns whether this is traced inside shard_map, for a mesh's devices only.
+  """Returns whether code is traced in a shard_map over devices of a known kind.
 
   XLA turns a platform choice around a collective into a conditional, and the
   host then waits for the device at each one. Code traced without the choice
@@ -246,7 +247,7 @@ def _platform_of(kernel: str) -> str:
 
 
 def target() -> str | None:
-  """Guesses what the code being traced is for: "cuda", "tpu", or None."""
+  """Guesses the platform that traced code is for: "cuda", "tpu" or None."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   # A device of JAX 0.10 does not name its platform.
   platform = getattr(device, "platform", jax.default_backend())
@@ -256,7 +257,7 @@ def target() -> str | None:
   if platform not in ("cuda", "gpu"):
     return None
   if jax.default_backend() != "gpu":
-    return "cuda"  # Compiling here for a mesh of other machines.
+    return "cuda"  # This machine compiles for a mesh of other machines.
   # Ada and later GPUs have FP8. AMD's capability is not a number.
   capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
   has_fp8 = capability[:1].isdigit() and float(capability) >= 8.9
@@ -264,11 +265,11 @@ def target() -> str | None:
 
 
 def may_be_partitioned() -> bool:
-  """Returns whether XLA may partition this code, which kernels prevent."""
+  """Returns whether XLA may partition this code: no kernel can run then."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.auto_axes or mesh.explicit_axes:
     return mesh.size > 1
-  # No mesh is set, or all of its axes are manual: inside shard_map.
+  # Either no mesh is set, or all its axes are manual, as inside shard_map.
   return not mesh.manual_axes and _may_run_on_several()
 
 

@@ -72,7 +72,7 @@ def grouped_wgrad(
 ) -> Array:
   """Computes dw [E, D, F]: x^T g of each group's rows; zeros for empty groups.
 
-  With `rows_first`, dw is [D, E, F], which devices need to split it by rows.
+  With `rows_first`, dw is [D, E, F], so that devices can split it by rows.
   """
   dw = _product(x, g, sizes, (0, 0), [], dtype)
   return jnp.moveaxis(dw, 0, 1) if rows_first else dw

@@ -81,7 +81,7 @@ def join_heads_operand(
   gradient: Scaling = GRADIENTS,
   has_sums: bool = False,
 ) -> tuple[Operand, Array | None]:
-  """Writes `join_heads` as the operand of the gradients' products.
+  """Quantizes the result of `join_heads` to an operand of the next matmuls.
 
   Returns the operand in both layouts. With `has_sums`, also returns the
   unrounded gradient summed over tokens, f32 [(N + 2 K) H], for a bias.

@@ -30,7 +30,7 @@ from coat_jax.ops.types import NormKind, NormStats
 def check_norm(x, gamma, beta, *, kind, eps, **_) -> None:
   """Raises for invalid arguments of a norm."""
   check_numeric("norm", "x", x, "pass its input")
-  remedy = "a block without a norm takes kind=None"
+  remedy = "pass kind=None to a block without a norm"
   check_choice("norm", "kind", kind, get_args(NormKind), remedy)
   check_number("norm", "eps", eps, NOT_NEGATIVE, "1e-6 is usual")
   for name, row in (("gamma", gamma), ("beta", beta)):
@@ -102,7 +102,7 @@ def norm_gradients(
 
 
 def _row(v: Array, like: Array) -> Array:
-  """Casts a [D] vector to f32 and to the rank of `like` [..., D]."""
+  """Casts v [D] to f32 and reshapes it to the rank of `like` [..., D]."""
   return v.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + v.shape)
 
 
@@ -117,7 +117,7 @@ def norm_input(
   groups: Groups,
   output: Scaling = VALUES,
 ) -> tuple[QTensor, NormStats, Scales | None]:
-  """Quantizes a norm's input x [..., D]; finds statistics and output scale."""
+  """Quantizes a norm's input; computes statistics and the output's scale."""
   x_q = groups.quantize(x)
   y, stats = norm_values(x_q.dequantize(), gamma, beta, kind=kind, eps=eps)
   return x_q, stats, output.find_scale(y)
@@ -134,7 +134,7 @@ def norm_fwd(
   scale: Scales | None = None,
   layout: Layout = "rows",
 ) -> Operand:
-  """Normalizes 1 x G values; returns the next product's operand."""
+  """Normalizes quantized x; returns the operand of the matmul that follows."""
   y = _normalized(x.dequantize(), gamma, beta, stats)
   return output.quantize(y, scale, layout)
 
@@ -149,7 +149,7 @@ def norm_bwd(
   dtype: DTypeLike = jnp.bfloat16,
   add: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Computes dx in `dtype`, dgamma and dbeta in f32, at the forward's values.
+  """Computes dx in `dtype`, dgamma and dbeta in f32, from the quantized x.
 
   `add` [..., D], the gradient that bypasses the norm, is added to dx in f32.
   """

@@ -3,8 +3,8 @@
 
 Channels are paired (i, i + R/2) among the first R, as in Hugging Face
 Transformers; R is a head's size H unless RoPE is partial. The scalings for
-longer sequences compute what Transformers computes, and their fields have the
-names in its configurations.
+longer sequences compute the same as those of Transformers, and their fields are
+named as in its configurations.
 """
 
 import abc
@@ -64,11 +64,11 @@ class LinearScaling(RopeScaling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-  """Divides low frequencies by a factor and keeps high ones: Llama 3.1.
+  """Divides low frequencies by a factor and keeps high ones, as in Llama 3.1.
 
-  A frequency is low if it turns less than `low_freq_factor` times in the
+  A frequency is low if it turns fewer than `low_freq_factor` times in the
   original length, high if it turns more than `high_freq_factor` times; between
-  them the two are interpolated linearly.
+  them the divided and the kept frequency are interpolated linearly.
 
   Attributes:
     factor: divisor of low frequencies.
@@ -139,7 +139,7 @@ class YarnScaling(RopeScaling):
 
     first = max(math.floor(channel(self.beta_fast)), 0)
     last = min(math.ceil(channel(self.beta_slow)), 2 * half - 1)
-    width = last - first or 1  # If the two are equal (a step), any width works.
+    width = last - first or 1  # If both are equal, any width gives a step.
     channels = jnp.arange(half, dtype=jnp.float32)
     kept = 1 - jnp.clip((channels - first) / width, 0, 1)
     return frequency * (kept + (1 - kept) / self.factor)
@@ -240,7 +240,7 @@ class Rotary:
 
 # RoPE's base or a `Rotary`; None rotates nothing.
 type Theta = float | Rotary | None
-# In a stack with several kinds of layers, one for each kind.
+# A tuple has one entry for each kind of layer in a stack.
 type Thetas = Theta | tuple[Theta, ...]
 
 
@@ -310,7 +310,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
   `cos` and `sin` are [T, R / 2] or [B, T, R / 2].
   """
   if cos.ndim == 2:
-    # The same angles for all sequences and heads.
+    # All sequences and heads share the angles.
     cos, sin = cos[None, :, None], sin[None, :, None]
   else:
     cos, sin = cos[:, :, None], sin[:, :, None]

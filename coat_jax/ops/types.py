@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of arguments and results of operations, and their error."""
+"""Types that operations accept and return, and the error that they raise."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -39,8 +39,8 @@ class AttentionKind:
   Attributes:
     causal: query t sees keys up to t + S - T; T must not be above S.
     window: a query sees only the last `window` of these keys, including its
-      own: those with query - window < key, `sliding_window` in Hugging Face
-      Transformers; None for all.
+      own: those with query - window < key; None for all. Hugging Face
+      Transformers calls this `sliding_window`.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
       them unchanged.
     scale: factor of q k^T; None for 1 / sqrt(H).
@@ -54,7 +54,7 @@ class AttentionKind:
   def __post_init__(self):
     op = "attention"
     if self.window is not None:
-      remedy = "a query sees itself; window=None shows it all keys"
+      remedy = "a window includes the query's own key; None is no window"
       check_whole(op, "window", self.window, COUNT, remedy)
     if self.window is not None and not self.causal:
       raise ValueError(

@@ -47,8 +47,8 @@ class AdamScalars(NamedTuple):
   first step).
 
   Attributes:
-    ratio: sqrt(c2) / c1; with Nesterov momentum b1 sqrt(c2) / c1, with c1 of
-      the next step.
+    ratio: sqrt(c2) / c1; with Nesterov momentum b1 sqrt(c2) / c1', where c1' is
+      the c1 of the next step.
     gradient_ratio: (1 - b1) sqrt(c2) / c1 with Nesterov momentum, else None.
     eps_root: eps_root c2; None for zero.
     eps: eps sqrt(c2).
@@ -175,11 +175,11 @@ def scale_by_coat_adam(
 
   Raises:
     NotImplementedError: `implementation` is unknown.
-    TypeError: `codec` is not a `MomentCodec`, or a hyperparameter not a number;
+    TypeError: `codec` is not a `MomentCodec`; a hyperparameter is not a number;
       (by `init`) a leaf is neither floating nor complex, or `quantize_mask`
       chooses a complex one; (by `update`) the state has a wrong type.
-    ValueError: a hyperparameter is negative or not finite, or a decay not below
-      1; (by `update`) the state has another codec or other leaves.
+    ValueError: a hyperparameter is negative or not finite, or a decay is not
+      below 1; (by `update`) the state has another codec or other leaves.
 
   Examples:
     >>> import optax

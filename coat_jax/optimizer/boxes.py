@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts statistics into flax's boxes, with the axis names of their parameter.
+"""Puts arrays of a state into flax's boxes, with their parameter's axis names.
 
 Flax keeps axis names in boxes around parameters: in the metadata of an
 `nnx.Variable`, or in Linen's `Partitioned`. Functions such as
 `nnx.get_partition_spec` shard an array by the names in its box, and replicate
 arrays without a box. A statistic shares the axes of its parameter except the
 last, which counts groups. So it keeps the box and all names, except perhaps the
-last one.
+last one. The low bytes of weights have all axes of their parameter, and keep
+all names.
 
 The last name stays only if its number of devices divides both the columns and
 the groups. That number comes from the mesh in the box, or else from the current
@@ -33,18 +34,18 @@ from coat_jax.optimizer.masks import unboxed
 
 AnyMesh = Mesh | AbstractMesh
 
-# The metadata of an `nnx.Variable` that name axes. `nnx.Optimizer` prefers the
-# second one.
+# The metadata keys under which an `nnx.Variable` keeps axis names.
+# `nnx.Optimizer` prefers the second one.
 _NAMES = ("out_sharding", "optimizer_sharding")
 
-# The mesh of the caller of `abstract_state`, which itself sets another one.
+# The mesh that is set where `abstract_state` is called; it sets another one.
 _CALLERS_MESH: contextvars.ContextVar[AnyMesh | None] = contextvars.ContextVar(
   "callers_mesh", default=None
 )
 
 
 class _Context(NamedTuple):
-  """The mesh and rules that determine how many devices a name splits over."""
+  """The mesh and rules that map an axis name to a number of devices."""
 
   mesh: AnyMesh | None
   rules: Sequence[tuple[Any, Any]]
@@ -58,7 +59,7 @@ def callers_mesh(mesh: AnyMesh) -> Iterator[None]:
   """Chooses names for `mesh` while another mesh is set for tracing.
 
   An abstract state then gets the same names as the state that the caller makes.
-  The other mesh is for Variables, which flax may shard on creation.
+  Variables that flax shards on creation still use the other mesh.
   """
   token = _CALLERS_MESH.set(mesh)
   try:
@@ -77,16 +78,17 @@ def mesh_of(tree: Any) -> AnyMesh | None:
   return None
 
 
-def box_statistics(
-  like: Any, statistics: Sequence[Any], mesh: AnyMesh | None = None
+def box_like(
+  like: Any, arrays: Sequence[Any], mesh: AnyMesh | None = None
 ) -> Any:
-  """Returns one statistic per leaf of `like`, in the boxes of these leaves.
+  """Returns one array per leaf of `like`, in the boxes of these leaves.
 
-  A scalar gets no names. `mesh` is used for Variables if no mesh is set.
+  Arrays of the leaf's shape keep all its names; a scalar gets none. `mesh` is
+  used for Variables if no mesh is set.
   """
   if "flax" not in sys.modules:
-    return jax.tree.structure(like).unflatten(statistics)
-  rest = iter(statistics)
+    return jax.tree.structure(like).unflatten(arrays)
+  rest = iter(arrays)
 
   def rebox(node):
     leaves = jax.tree.leaves(node)
@@ -94,7 +96,7 @@ def box_statistics(
     if not _is_box(node):
       return own[0]
     if len(own) == 1 and leaves[0] is _value(node):
-      return _box_statistic(node, own[0], mesh)
+      return _box_array(node, own[0], mesh)
     return jax.tree.structure(unboxed(node)).unflatten(own)
 
   return jax.tree.map(rebox, like, is_leaf=_is_box)
@@ -148,15 +150,15 @@ def _metadata(node: Any) -> dict[str, Any]:
   }
 
 
-def _box_statistic(node: Any, x: Any, mesh: AnyMesh | None) -> Any:
-  """Puts a statistic into the box of its parameter, with names that fit."""
+def _box_array(node: Any, x: Any, mesh: AnyMesh | None) -> Any:
+  """Puts an array into the box of its parameter, with names that fit."""
   metadata = _metadata(node)
-  columns = getattr(_value(node), "shape", ())[-1:]
+  shape = getattr(_value(node), "shape", ())
   for key in _NAMES:
-    if key in metadata:
+    if key in metadata and x.shape != shape:
       names = metadata[key]
       context = _context(metadata, names, mesh)
-      metadata[key] = _fit(names, columns, x.shape, context)
+      metadata[key] = _fit(names, shape[-1:], x.shape, context)
   if _is_variable(node):
     return type(node).from_metadata(x, metadata)
   if isinstance(getattr(node, "metadata", None), dict):
@@ -225,7 +227,7 @@ def _fit(
 
 
 def _device_counts(name: Any, context: _Context) -> set[int]:
-  """Returns the numbers of devices a name may split over; empty if unknown.
+  """Returns the numbers of devices that a name may mean; empty if unknown.
 
   `name` is an entry of a spec: None, a name, or several names.
   """

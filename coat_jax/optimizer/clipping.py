@@ -3,8 +3,8 @@
 
 The global norm of all gradients is only known after the last of them. A step
 that uses each gradient as soon as it exists (`step_in_backward`) clips by what
-is known by then: the norms of earlier steps. A slice is a leaf, or one layer of
-a stacked leaf.
+is known by then: the norms of earlier steps. It clips each slice by itself: a
+leaf, or one layer of a stacked leaf.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from coat_jax.optimizer.masks import leaf_paths
 Rule = Literal["share", "adaptive"]
 
 _LARGEST = float(jnp.finfo("float32").max)
-# If a value exceeds `_LARGE`, all are divided by `_RATIO` before squaring. The
-# sum of 2^48 smaller squares fits into f32.
+# If a value exceeds `_LARGE`, all values are divided by `_RATIO` before we
+# square them. Otherwise the squares of up to 2^48 values can be added in f32.
 _LARGE, _RATIO = 2.0**40, 2.0**80
 
 
@@ -55,7 +55,8 @@ class Clipping:
 
   share      limit = max_norm r / N, where r is the norm of the slice and N the
              global norm in the last step, both before clipping. The squares of
-             all limits add up to max_norm^2: the global norm is never above it.
+             all limits add up to max_norm^2: the global norm is never larger
+             than max_norm.
   adaptive   limit = relative r, where r is the running mean of the slice's own
              clipped norms (AdaGC); like "share" in the first `warmup` steps
 
@@ -67,12 +68,12 @@ class Clipping:
   Attributes:
     rule: "share" or "adaptive".
     max_norm: the limit of the global norm, as in ordinary clipping.
-    relative: how far above its running mean a norm may be.
+    relative: the limit, as a multiple of the running mean.
     decay: decay of the running mean.
     warmup: number of steps before running means are used.
 
   Raises:
-    TypeError: a limit is not a number, or `warmup` not a whole number.
+    TypeError: a limit is not a number, or `warmup` is not a whole number.
     ValueError: the rule is unknown, or a number is outside its range.
 
   Source: arXiv:2502.11034, algorithm 1, which clips by the global norm during
@@ -165,7 +166,7 @@ def global_norm(tree: Any) -> Array:
   for x in leaves:
     amax = jnp.maximum(amax, jnp.max(jnp.abs(x), initial=0))
   is_large = (amax > _LARGE) & jnp.isfinite(amax)
-  # Not a constant, because XLA would turn (x c)(x c) into x x c^2.
+  # This must not be a constant: XLA would turn (x c)(x c) into x x c^2.
   smaller = jnp.where(is_large, 1 / _RATIO, 1)
   square = jnp.float32(0)
   for x in leaves:
@@ -190,7 +191,7 @@ def clip_gradients(
   *,
   stack: str | Sequence[str] = "layers",
 ) -> tuple[Any, ClipState, Array]:
-  """Clips a whole tree of gradients by the same rules.
+  """Clips a whole tree of gradients as `step_in_backward` does.
 
   Returns the clipped gradients, f32; the new state; and the global norm before
   clipping, f32 [].

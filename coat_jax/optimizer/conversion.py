@@ -92,15 +92,15 @@ def from_plain_state(
 ) -> Any:
   """Converts states of optax's optimizers to ours: inverts `to_plain_state`.
 
-  To change a state's codec, call one after the other.
+  To change a state's codec, call `to_plain_state` and then this function.
 
   Args:
     opt_state: what `to_plain_state` returned, or optax's own state.
     like: the kind of state to make, such as
       `jax.eval_shape(coat_lion(...).init, params)`: it determines which fields
       and leaves are encoded, and by which codec.
-    count: for an `EncodedState`, the number of steps so far, at which the
-      random words continue. Other states store this number.
+    count: for an `EncodedState`, the number of steps so far, which determines
+      its next random words. Other states store this number themselves.
     seed: as for `coat_adamw`.
 
   Returns:
@@ -108,8 +108,8 @@ def from_plain_state(
 
   Raises:
     TypeError: `count` or `seed` is not a whole number.
-    ValueError: `count` is negative; `like` holds no state of ours; or
-      `opt_state` does not have its structure or its shapes.
+    ValueError: `count` is negative; `like` contains no state of ours; or
+      `opt_state` does not have the structure or shapes of `like`.
 
   Examples:
     >>> import jax
@@ -162,7 +162,7 @@ def _decoded(
 
 
 def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
-  """Converts a state of optax to one of the type and the codec of `like`."""
+  """Converts a state of optax to the type and codec of `like`."""
   theirs = _THEIRS[type(like)]
   if not isinstance(plain, theirs):
     raise ValueError(
@@ -231,11 +231,11 @@ def encode_trees(
 ) -> list[Moment]:
   """Encodes trees of values to moments with these codecs.
 
-  `leaf_codecs` lists for each tree the codecs of its leaves: the moment's, or a
+  `leaf_codecs` lists the codecs of each tree's leaves: the moment's codec or a
   plain one. The random words of a leaf depend on the order in which paths
   appear and on how many trees had the path before. The moments have the
-  structure of `like`. If it is None, they have that of the trees, and `mesh` is
-  the mesh in the types of the parameters, or None.
+  structure of `like`. If `like` is None, they have the structure of the trees,
+  and `mesh` is the mesh in the types of the parameters, or None.
   """
   seen: dict[Any, tuple[int, int]] = {}
   moments = []

@@ -105,7 +105,7 @@ def encoded(
   def init_fn(params):
     count = jnp.zeros([], jnp.int32)
     if isinstance(params, placeholder_type()):
-      state = mark_placeholders(op, inner.init(params), codec, rule)
+      state = mark_placeholders(op, inner.init, params, codec, rule)
       return EncodedState(count, state)
     chosen = arguments.choose_groups(op, params, codec.groups, quantize_mask)
     where = mesh_of(params)
@@ -124,7 +124,8 @@ def encoded(
     for field in found:
       if field.kind is None:
         continue
-      # Without this the compiler spends half a minute encoding constants.
+      # Without this barrier the compiler spends half a minute encoding
+      # constants.
       trees.append(jax.lax.optimization_barrier(field.node))
       groups.append(getattr(codec, field.kind))
       leaf_codecs.append(
@@ -180,6 +181,8 @@ def _in_f32(tree: Any) -> Any:
   def cast(x):
     if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
       return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return jax.eval_shape(in_f32, x)
     return in_f32(jnp.asarray(x))
 
   return jax.tree.map(cast, tree)

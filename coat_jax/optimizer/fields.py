@@ -42,9 +42,9 @@ def default_field_rule(path: str) -> Kind | None:
 
   Returns:
     "nu" for optax's names of values that are never negative (`nu`, `nu_max`,
-    `n`, `exp_avg_sq`, `sum_of_squares` and the like). None, which stores it as
-    it is, for optax's names of parameters in a state: `z` of Schedule-Free,
-    `params0` of Prodigy. "mu" for all other fields.
+    `n`, `exp_avg_sq`, `sum_of_squares` and the like). None, which leaves the
+    field unchanged, for optax's names of parameters in a state: `z` of
+    Schedule-Free, `params0` of Prodigy. "mu" for all other fields.
 
   Raises:
     TypeError: `path` is not a string.
@@ -64,7 +64,7 @@ def default_field_rule(path: str) -> Kind | None:
 
 @functools.cache
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
-  """Maps the optax states that the default rule gets wrong to fields' kinds.
+  """Maps optax's states that the default rule gets wrong to fields' kinds.
 
   None marks fields whose rounding errors grow in an update. `scale_by_stddev`
   takes the root of nu - mu^2, which is negative if both are rounded separately;
@@ -151,23 +151,46 @@ def _is_named(path: str, name: str) -> bool:
 
 
 def mark_placeholders(
-  op: str, state: Any, codec: MomentCodec, rule: FieldRule
+  op: str,
+  init: Callable[[Any], Any],
+  placeholder: Any,
+  codec: MomentCodec,
+  rule: FieldRule,
 ) -> Any:
-  """Marks the fields of a state that `init` made of optax's placeholder."""
-  known, kind = _known_fields(state), placeholder_type()
+  """Makes a state of optax's placeholder and marks its fields."""
+  state, kind = init(placeholder), placeholder_type()
+  known, paths = _known_fields(state), _field_paths(init)
 
   def mark(keys, node):
-    if not isinstance(node, kind):
+    path = node_path(keys)
+    if not isinstance(node, kind) or not (paths is None or path in paths):
       return node
-    chosen = _kind_at(op, node_path(keys), rule, known)
+    chosen = _kind_at(op, path, rule, known)
     return marked_moment(node, getattr(codec, chosen)) if chosen else node
 
   return jax.tree.map_with_path(
     mark,
     state,
-    # Only v of factored moments could have parameters' shapes, but does not.
+    # Factored moments are never fields: only v may have a parameter's shape.
     is_leaf=lambda x: isinstance(x, kind | optax.FactoredState),
   )
+
+
+def _field_paths(init: Callable[[Any], Any]) -> set[str] | None:
+  """Returns the paths of the fields in the state of a matrix.
+
+  A placeholder also takes the place of trees with other shapes, such as the
+  norms of NovoGrad or the accumulators of SM3. None means that they are
+  unknown, because `init` has labels or masks for parameters of its own.
+  """
+  params = {"matrix": jax.ShapeDtypeStruct((3, 5), jnp.float32)}
+  try:
+    state = jax.eval_shape(init, params)
+  except Exception:  # Optax raises a different one for each wrapper.
+    return None
+  shapes = _shapes(params)
+  nodes, _ = _flatten(state, shapes)
+  return {node_path(keys) for keys, node in nodes if _is_like(node, shapes)}
 
 
 class Field(NamedTuple):
@@ -186,13 +209,8 @@ def find_fields(
   A field has the structure and shapes of `params`; some of its leaves may be
   masked, as in `optax.partition`.
   """
-  leaves = tree_leaves_with_path(params)
-  shapes = {keys: jnp.shape(x) for keys, x in leaves}
-
-  def is_whole(node):
-    return isinstance(node, optax.FactoredState) or _is_like(node, shapes)
-
-  flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_whole)
+  shapes = _shapes(params)
+  flat, treedef = _flatten(state, shapes)
   known = _known_fields(state)
   found = []
   for keys, node in flat:
@@ -210,10 +228,28 @@ def find_fields(
   return found, treedef
 
 
+def _shapes(params: Any) -> Mapping[Any, tuple[int, ...]]:
+  """Maps the path of each parameter to its shape."""
+  return {keys: jnp.shape(x) for keys, x in tree_leaves_with_path(params)}
+
+
+def _flatten(
+  state: Any, shapes: Mapping[Any, tuple[int, ...]]
+) -> tuple[list[tuple[Any, Any]], Any]:
+  """Lists the nodes of a state with their paths; a field is one node."""
+  return jax.tree_util.tree_flatten_with_path(
+    state,
+    # v of factored moments could have parameters' shapes, but is no field.
+    is_leaf=lambda node: (
+      isinstance(node, optax.FactoredState) or _is_like(node, shapes)
+    ),
+  )
+
+
 def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
   """Returns whether a node is a tree of floats with these paths and shapes.
 
-  Some leaves may be masked, or even all, as in `optax.partition`.
+  Some or even all leaves may be masked, as in `optax.partition`.
   """
   present, masked = {}, set()
   flat = tree_leaves_with_path(node, is_leaf=_is_masked)
@@ -242,7 +278,7 @@ def _is_masked(x: Any) -> bool:
 def check_names(
   op: str, names: Collection[str], state: Any, found: Sequence[Field]
 ) -> None:
-  """Raises a ValueError if a field that the user named is not to be encoded."""
+  """Raises a ValueError if a name selects no field, or nothing is encoded."""
   everything = [node_path(keys) for keys, _ in tree_leaves_with_path(state)]
   chosen = [field.path for field in found if field.kind]
   for name in names:

@@ -3,9 +3,9 @@
 
 `fused_coat_adamw` does what `coat_adamw` and `apply_updates` do together, and
 `fused_coat_lion` does the same for Lion. In optax, each transformation writes
-updates as large as the parameters to memory for the next one. Here each leaf is
-stepped at once: on a GPU by one kernel in one pass over memory, in place if
-parameters and state are donated.
+updates as large as the parameters to memory for the next one. Here one
+computation does a leaf's whole step: on a GPU, a kernel makes one pass over
+memory, in place if parameters and state are donated.
 
 The optax transformations use the same states (`ScaleByCoatAdamState`,
 `ScaleByCoatLionState`), so either form can read the other's checkpoints. With
@@ -44,7 +44,7 @@ from coat_jax.optimizer.weights import (
 
 
 class LeafSteps(NamedTuple):
-  """One step of an optimizer that is taken leaf by leaf.
+  """One step of an optimizer, to be run leaf by leaf.
 
   Attributes:
     leaves: for each parameter, in the order of the tree, its weight (an array,
@@ -71,8 +71,8 @@ class FusedTransformation(NamedTuple):
       gradients first, such as min(1, max_norm / global_norm).
     begin: `begin(params, state)` returns the same step leaf by leaf, as
       `LeafSteps`, for `step_in_backward`.
-    explain: `explain(params)` maps each leaf's path to the implementation that
-      steps it, and why, on the platform that a program is compiled for.
+    explain: `explain(params)` maps each leaf's path to a sentence that names
+      the implementation for each platform, and why, like `ops.explain`.
   """
 
   init: Callable[[optax.Params], FusedState]
@@ -100,11 +100,11 @@ def fused_coat_adamw(
   """Does what `coat_adamw` and `apply_updates` do, in one step.
 
   Everything is f32 from the gradient to the new parameter. A bf16 parameter is
-  rounded stochastically: to bf16 with the words that `apply_updates` draws for
-  the same seed and `step=state.count` of the new state, or, with `low_bits`, to
-  24 bits. docs/optimizer.md explains which to choose. With f32 gradients and
-  parameters the result is that of the optax chain, except that a different
-  compiled program may differ by a few ulps, which can change a code.
+  rounded stochastically: to 24 bits with `low_bits`, otherwise to bf16, as
+  `apply_updates` does with the same seed and `step=state.count` of the new
+  state. docs/optimizer.md explains which to choose. With f32 gradients and
+  parameters the result equals that of the optax chain, except that different
+  compiled programs may differ by a few ulps, which can change a code.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the optimizer's step inside the backward pass of stacked layers.
 
-Ordinarily all gradients exist before the first is used: 4 bytes per parameter
-in f32. Here the backward scan passes each layer's gradients to the optimizer
-immediately, and writes the layer's weights and moments back where they were
-read, in place if the caller donates them. So only one layer's gradients exist
-at a time. Parameters that only the loss uses are stepped before the scan, those
-that precede the stack after it.
+In an ordinary step all gradients exist before the optimizer uses the first one:
+4 bytes per parameter in f32. Here the backward scan passes each layer's
+gradients to the optimizer immediately, and overwrites the layer's weights and
+moments (in place if the caller donates them). So only one layer's gradients
+exist at a time. Parameters that only the loss uses are stepped before the scan;
+parameters that the model uses before the stack are stepped after the scan.
 """
 
 from collections.abc import Callable, Mapping
@@ -65,13 +65,13 @@ def step_in_backward(
   """Runs a training step that uses each layer's gradients immediately.
 
   The new parameters and state are those of an ordinary step with the same
-  gradients. Two things are impossible: summing gradients over microbatches, as
-  each would be a step, and clipping by the global norm, which is only known at
-  the end.
+  gradients. Two things are impossible: accumulating gradients over microbatches
+  (each microbatch would be a step of its own), and clipping by the global norm
+  (it is only known at the end).
 
   Args:
     optimizer: `fused_coat_adamw`, `fused_coat_lion`, `leafwise` of an optax
-      transformation, or any optimizer with the `begin` of a
+      transformation, or any optimizer with a `begin` like that of
       `FusedTransformation`.
     params: a tree with one subtree of stacked layers, each leaf [layers, ...].
     state: the optimizer's state.
@@ -80,8 +80,8 @@ def step_in_backward(
     layer: `layer(layer_params, x)` runs one layer and returns x of the same
       shape and dtype: an array or a tree of them, such as the residual stream
       and a sum over layers. With `per_layer`, its slice for the layer is a
-      third argument. To save less, wrap `layer` in `jax.checkpoint`. Arrays
-      that it closes over are saved per layer if they depend on x's shape.
+      third argument. To save less, wrap `layer` in `jax.checkpoint`. Any array
+      that it closes over is saved once per layer if the backward reads it.
     after: `after(outer, x)` runs what follows the stack and returns the loss,
       f32 []. It may use what `before` uses, such as an embedding.
     stack: the path of the subtree in `params`, such as `model/layers`.
@@ -98,8 +98,9 @@ def step_in_backward(
       `layer` or `after` is not a function, or `clip` not a `Clipping`.
     ValueError: the optimizer is `coat_adamw`, `coat_lion` or `encoded`, which
       cannot step leaf by leaf; no leaf is below `stack`, or some differ in
-      their first axis; `clip` has no state; a layer changes the shape or dtype
-      of x, or the loss is not a scalar; a function closes over a parameter.
+      their first axis; only one of `clip` and `clip_state` is passed; a layer
+      changes the shape or dtype of x, or the loss is not a scalar; a function
+      closes over a parameter.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -128,7 +129,7 @@ def step_in_backward(
   if (clip is None) == isinstance(clip_state, ClipState):
     raise ValueError(
       f"{op}: clip and clip_state belong together, got only one of them; pass "
-      "clip_state=clip.init(params), then the one of the last step"
+      "clip_state=clip.init(params), then the one that the last step returned"
     )
   steps = optimizer.begin(params, state)
   found = _Stack(params, stack)
@@ -155,7 +156,7 @@ def step_in_backward(
     )
   after_grads, dx = after_vjp(jnp.ones_like(loss))
 
-  # A leaf, what the optimizer stores for it, and what clipping keeps for it.
+  # For each leaf: its weight and what the optimizer stores; its norms, or None.
   last: Any = clip_state
   norms = [None] * len(steps.leaves)
   if clip is not None:
@@ -186,7 +187,7 @@ def step_in_backward(
       new[i], seen[i] = step(i, old[i], outer_grads[i])
   dx, new = lax.optimization_barrier((dx, new))
 
-  # Backward through the stack: lists have an entry for each stacked leaf.
+  # Then differentiate the stack. Lists have one entry for each stacked leaf.
 
   def backward(carry, inputs):
     dx, stacked = carry
@@ -195,8 +196,9 @@ def step_in_backward(
     layer_params = found.structure.unflatten(
       [lax.dynamic_index_in_dim(p, index, keepdims=False) for p in weights]
     )
-    # Weights are written where they are read, so whatever reads them must run
-    # first, or XLA would copy stacks. Today XLA finds that order by itself.
+    # The step below overwrites the stacked weights, so all operations that read
+    # them must run first; otherwise XLA would copy the stacks. Today XLA finds
+    # that order even without this barrier.
     grads, dx = lax.optimization_barrier(
       run.backward(residuals, layer_params, per_layer, dx)
     )
@@ -239,7 +241,7 @@ class _Stack:
   """Finds the stacked layers.
 
   Attributes:
-    stacked, others: indices of their leaves, and of all other leaves.
+    stacked, others: indices of the stacked leaves, and of all other leaves.
     layers: the stack's subtree; `structure` is its structure.
     outer: the parameters with None instead of stacked leaves.
   """
@@ -273,8 +275,8 @@ class _LayerPasses:
   """Runs one layer's forward and backward separately.
 
   The function that `jax.vjp` returns is a tree of the arrays that the backward
-  reads. Those that are the layer's parameters are in memory anyway: we save the
-  others.
+  reads. The layer's parameters among them are in memory anyway, so we save only
+  the others.
   """
 
   def __init__(self, layer: Callable[..., Any], params: Any):

@@ -2,9 +2,9 @@
 """Steps optax transformations leaf by leaf, for `step_in_backward`.
 
 An optimizer can step leaf by leaf if a leaf's update and state depend on that
-leaf alone, state shared by all leaves depends on none, and no random numbers
-are drawn, because all leaves, and all layers of a stack, would draw the same
-ones. The jaxpr of the update shows what depends on what.
+leaf alone, and state shared by all leaves depends on no leaf. It must not draw
+random numbers either: all leaves, and all layers of a stack, would draw the
+same ones. We read from the jaxpr of the update what depends on what.
 """
 
 from collections.abc import Sequence

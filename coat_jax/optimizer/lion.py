@@ -129,7 +129,7 @@ def coat_lion(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lion with its momentum in FP8: `optax.lion` at a quarter of the state.
+  r"""Lion with its momentum in FP8: `optax.lion` with a quarter of its state.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
   :math:`S_t = E(m_t)` the state, 1.04 bytes per parameter by default.

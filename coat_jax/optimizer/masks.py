@@ -35,7 +35,7 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
   """Returns whether a leaf's moments are encoded by default.
 
   A leaf is encoded if it is real, has at least 4096 values and 16 columns, and
-  is no norm or bias. All others make up less than a thousandth of a model.
+  is not a bias or in a norm. Others make up less than a thousandth of a model.
 
   Args:
     path: for example "layers/attn/qkv/kernel"; dots separate names too.
@@ -55,13 +55,13 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
 def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   """Decides by shape and name whether a leaf is a norm's parameter or a bias.
 
-  Vectors and scalars are, unless they hold many parameters: a vector that is
-  the whole tree, as `optax.flatten` makes it, or that has a million values.
-  Arrays with more axes may be stacked over layers, so the name decides. The
-  name of a norm *ends* in a norm (`input_layernorm`, `q_norm` or `norm_1`, but
-  not `norm_mlp`), contains `ln` (`ln_f`), or is `scale`, `gamma` or `beta`; one
-  word in the name of a bias is `bias`. Only the leaf's own name and the one
-  above it count, and a `kernel` or an `embedding` is always a matrix.
+  Vectors and scalars count as norms or biases, unless a vector holds many
+  parameters: it is the whole tree, as `optax.flatten` makes it, or has a
+  million values. Arrays with more axes may be stacked over layers, so the name
+  decides. A norm's name *ends* in `norm` (`input_layernorm`, `q_norm` or
+  `norm_1`, but not `norm_mlp`), contains `ln` (`ln_f`), or is `scale`, `gamma`
+  or `beta`; a bias's name contains the word `bias`. Only the leaf's own name
+  and the one above it count. A `kernel` or an `embedding` is always a matrix.
 
   Args:
     path: for example "layers/attn/norm/scale"; dots separate names too.
@@ -123,8 +123,8 @@ def node_path(keys: Sequence[Any]) -> str:
 def unboxed(tree: Any) -> Any:
   """Returns a tree without flax's boxes around leaves.
 
-  These are `nnx.Variable`, `nnx.State` and Linen's `Partitioned`. Only a
-  program that has imported flax can make them, so this package need not.
+  These are `nnx.Variable`, `nnx.State` and Linen's `Partitioned`. Only programs
+  that import flax can make them, so otherwise we do not import it.
   """
   if "flax" not in sys.modules:
     return tree

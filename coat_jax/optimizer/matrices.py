@@ -28,7 +28,7 @@ class MatrixSplit(NamedTuple):
 
   It extends `optax.contrib.MuonDimensionNumbers` by two fields. All axes that
   neither of the first two fields names are batch axes (layers, experts, or gate
-  and up): each index there holds separate matrices.
+  and up): each index along them holds separate matrices.
 
   Attributes:
     reduction_axis: axis or axes that a matmul with the weight sums over.
@@ -64,7 +64,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class NewtonSchulz(NamedTuple):
-  """How Muon orthogonalizes: arguments of `coat_muon`."""
+  """The arguments of `coat_muon` that determine how it orthogonalizes."""
 
   coefficients: tuple[float, float, float]
   steps: int | Array
@@ -326,6 +326,6 @@ def orthogonalize(
     return scale * newton_schulz(x, options, sharding)
 
   whole = functools.partial(map_matrices, f, split=split, sharding=sharding)
-  # With explicit axes, types would decide which products sum over devices. The
-  # constraints must decide it, so we make the axes automatic.
+  # With explicit axes, types would decide which products sum over devices. Our
+  # sharding constraints must decide that, so we make the axes automatic.
   return run_whole(whole, x, out_specs=spec_of(x))

@@ -212,9 +212,9 @@ def coat_muon(
 ) -> optax.GradientTransformationExtraArgs:
   """Muon with its momentum in FP8, and `coat_adamw` for all but matrices.
 
-  Hidden matrices move by their momentum with singular values near 1. With the
-  default codec the momentum takes 1.04 bytes per parameter, and the moments of
-  other parameters (embeddings, head, norms) take 2.08.
+  Hidden matrices move by their orthogonalized momentum, whose singular values
+  are near 1. With the default codec the momentum takes 1.04 bytes per
+  parameter, and the moments of other parameters (embeddings, head, norms) 2.08.
 
   Args:
     learning_rate: a number or a schedule.
@@ -330,7 +330,7 @@ def coat_muon(
 def _decayed_weights(
   weight_decay: optax.ScalarOrSchedule, mask: Any
 ) -> optax.GradientTransformation:
-  """Decays weights with the state of `optax.contrib.muon`, masked or not."""
+  """Decays weights; with any mask the state is like `optax.contrib.muon`'s."""
   plain = optax.add_decayed_weights(weight_decay)
   if mask is None:
     return plain

@@ -14,6 +14,7 @@ from coat_jax.numerics.qtensor import split_groups
 from coat_jax.optimizer.boxes import last_names
 from coat_jax.optimizer.conversion import decode_moment, pair_nodes
 from coat_jax.optimizer.masks import is_encoded, leaf_path
+from coat_jax.optimizer.rounding import StochasticRoundingState
 from coat_jax.optimizer.state import (
   EncodedState,
   LowBitsState,
@@ -45,8 +46,9 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
 
   With `params`, all arrays of any optax state count. Without it, only coat
   states count, including fields that `encoded` leaves unchanged and the low
-  bits of weights (`LowBitsState`). The average is over the parameters that have
-  moments there; `optax.masked` and `optax.partition` may leave some out.
+  bits of weights (`LowBitsState`, `StochasticRoundingState`). The average is
+  over the parameters that have moments there; `optax.masked` and
+  `optax.partition` may leave some out.
 
   Args:
     opt_state: an optimizer's state, of arrays or of `jax.ShapeDtypeStruct`s,
@@ -91,10 +93,9 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
     moments = moments_in(state)
     leaves = [x for m in moments for x in tree_leaves_with_path(m.codes)]
     parameters += sum({keys: x.size for keys, x in leaves}.values())
-  nodes = jax.tree.leaves(
-    opt_state, is_leaf=lambda x: isinstance(x, LowBitsState)
-  )
-  low = [x.low for x in nodes if isinstance(x, LowBitsState)]
+  kinds = LowBitsState | StochasticRoundingState
+  nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
+  low = [x.low for x in nodes if isinstance(x, kinds)]
   return _state_bytes((states, low), parameters)
 
 
@@ -112,8 +113,8 @@ def state_report(
   Args:
     opt_state: a coat state or an `EncodedState`, or an optimizer state that
       holds exactly one of them.
-    reference: f32 moments of the same run to compare with: the state of the
-      same optimizer in optax, or of the one that is encoded.
+    reference: f32 moments of the same run to compare with: the state of optax's
+      optimizer of this kind, or of the optimizer inside `encoded`.
 
   Returns:
     For each leaf's path, a dict that JSON can store: `parameters`, `encoded`
@@ -124,10 +125,10 @@ def state_report(
         be divided over the devices or no mesh was known when the state was
         made;
       `power`: min, p10, median, p90, max and mean of the expansion's k over the
-        groups that are not all zero (codecs that have one);
+        groups that are not all zero (codecs with an expansion);
       `codes_used`: share of the 256 codes that occur (8-bit codecs);
-      `zeroed`: share of values that are 0 (with a reference: although the
-        reference's are not). Such a second moment divides the update by eps;
+      `zeroed`: share of values that are 0 (with a reference: that are 0 only
+        here). Where a second moment is 0, the update is divided by eps;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
         Euclidean norms over the leaf.
 

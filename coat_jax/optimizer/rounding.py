@@ -43,14 +43,16 @@ def stochastic_rounding(
   round(p + d) - p in f32, where round is stochastic, so that the expected new
   weight is p + d. `optax.apply_updates` then gives round(p + d) exactly if it
   is within a factor of 2^16 of p. Weights of other dtypes get their updates
-  unchanged. The new weights have the bits of `coat_jax.apply_updates` with the
-  same seed and step.
+  unchanged. With the same seed and step, `coat_jax.apply_updates` returns the
+  same weights, bit for bit. Put `optax.apply_if_finite` around the optimizer
+  before it, not around the chain, because it requires updates of the
+  gradients' dtype.
 
   Args:
     seed: seed of the random words.
     low_bits: store 8 more bits of each bf16 weight in the state, so that
-      weights have 24 bits: see `split_weights`. Norms' scales and biases get no
-      extra bits.
+      weights have 24 bits: see `split_weights`. Parameters of other dtypes get
+      no extra bits.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`; its `update` needs `params`.

@@ -24,7 +24,7 @@ def to_integers(tree: Any) -> Any:
     tree: a tree of arrays or `jax.ShapeDtypeStruct`s, such as a train state.
 
   Returns:
-    The same tree with the same shardings; leaves of other dtypes stay.
+    The same tree with the same shardings; other leaves stay as they are.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -113,7 +113,7 @@ def fit_group_size(
     params, shardings: as for `abstract_state`.
     quantize_mask: as for `coat_adamw`; selects the leaves that are encoded.
     smallest: the smallest group size to return, so that statistics do not
-      outgrow codes unnoticed (`coat` takes 5 bytes per group).
+      outgrow codes unnoticed (`coat` stores 5 bytes per group).
 
   Returns:
     `codec` with its group sizes, or with smaller ones that divide each device's

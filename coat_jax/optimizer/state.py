@@ -88,8 +88,8 @@ def make_moment(
   """
   return Moment(
     jax.tree.structure(like).unflatten([x.codes for x in leaves]),
-    boxes.box_statistics(like, [x.amax for x in leaves], mesh),
-    boxes.box_statistics(like, [x.range for x in leaves], mesh),
+    boxes.box_like(like, [x.amax for x in leaves], mesh),
+    boxes.box_like(like, [x.range for x in leaves], mesh),
     codec,
   )
 
@@ -150,8 +150,9 @@ class EncodedState(NamedTuple):
 class LowBitsState(NamedTuple):
   """State of a fused optimizer with weights of 24 bits.
 
-  `low` is a tree of plain arrays with the parameters' structure. `join_weights`
-  combines it with the parameters into f32 weights.
+  `low` is a tree like the parameters, in their boxes, so it is sharded by the
+  same axis names. `join_weights` combines it with the parameters into f32
+  weights.
   """
 
   low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() if none are kept

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps moments: decodes them, runs the arithmetic in f32, and encodes them.
+"""Runs an optimizer's step: decodes moments, updates them in f32, encodes them.
 
 The arithmetic is `adam.adam` or `lion.lion`. `update_of` and `step_of` step one
 leaf; `Leaves` steps all leaves of a state.
 
-XLA partitions a step that is plain JAX by itself, but it cannot partition a
-kernel. If a leaf's sharding is known, the step runs on each device's shard:
-nothing moves between devices, and a device draws the random words that belong
-to its rows and columns of the whole leaf, so the result does not depend on the
-mesh.
+XLA can partition a step written in plain JAX, but not a kernel. So if a leaf's
+sharding is known, the step runs on each device's shard and moves nothing
+between devices. The random words of stochastic rounding depend on a value's row
+and column in the whole leaf, so the result does not depend on the mesh.
 """
 
 import dataclasses
@@ -45,10 +44,10 @@ Arithmetic = Callable[..., tuple[Array, ...]]
 
 
 class StepScalars(NamedTuple):
-  """Scalars that a whole step needs besides those of its arithmetic, f32 [].
+  """Scalars of a step, f32 [], other than those of its arithmetic.
 
   Attributes:
-    learning_rate: a positive rate descends.
+    learning_rate: positive to descend.
     weight_decay: zero for a leaf that does not decay.
     grad_scale: factor of the gradient, or None.
   """
@@ -65,10 +64,10 @@ def encode(
   part: LeafPart,
   first: int = 0,
 ) -> Stored:
-  """Encodes f32 moments of one leaf; `first` is the index of the first one.
+  """Encodes f32 moments of one leaf; `first` is the index of `values[0]`.
 
-  Moment 2i is rounded with the words of `pair_key(key, i)`, moment 2i + 1 with
-  the words after those.
+  Moment 2i is rounded with the random words of `pair_key(key, i)`, moment
+  2i + 1 with their `next_words`.
   """
 
   def noise(group: GroupCodec, place: int, part: LeafPart):
@@ -84,8 +83,8 @@ def encode(
       for j, (group, x) in enumerate(zip(groups, values, strict=True))
     )
 
-  # On explicit axes JAX would refuse to reshape a row into groups if these are
-  # split over devices, and would make all random words on each device.
+  # With explicit axes, JAX would refuse to reshape rows into groups that are
+  # split over devices, and would draw all random words on each device.
   return mesh.run_whole(f, values, part, out_specs=mesh.spec_of(values[0]))
 
 
@@ -104,7 +103,7 @@ def decode(groups: GroupCodecs, stored: Stored) -> tuple[Array, ...]:
 
 
 def pair_key(key: Array, pair: int) -> Array:
-  """Returns the key of a pair of moments; the first pair has the leaf's key."""
+  """Returns the key of a pair of moments; the first pair uses the leaf's."""
   if not pair:
     return key
   return stochastic.mix(key ^ jnp.uint32(pair * stochastic.GOLDEN % 2**32))
@@ -113,15 +112,15 @@ def pair_key(key: Array, pair: int) -> Array:
 def one_body(fn: Callable) -> Callable:
   """Compiles `fn` once for all leaves of a shape, if `shares_body()`.
 
-  XLA optimizes a body that it inlines late only once, and leaves share its
-  temporary memory. Compiling AdamW for 196 leaves on a CPU took 55 s when each
-  leaf had its own body, and takes 8 s now.
+  If XLA inlines a body late, it optimizes that body only once, and all leaves
+  share its temporary memory. Compiling AdamW for 196 leaves on a CPU took 55 s
+  when each leaf had its own body, and takes 8 s now.
   """
   jitted = functools.partial(
     jax.jit, fn, static_argnames=("arithmetic", "groups")
   )
   early = jitted(inline=True)
-  if not hasattr(jax, "Inline"):  # It came with jax 0.11.
+  if not hasattr(jax, "Inline"):  # New in jax 0.11.
     return early
   late = jitted(inline=jax.Inline.XLA_LATE)
 
@@ -133,11 +132,11 @@ def one_body(fn: Callable) -> Callable:
 
 
 def shares_body() -> bool:
-  """Returns True on a CPU if XLA has nothing to partition.
+  """Returns whether leaves share a body: on CPUs, with nothing to partition.
 
   XLA's partitioner does not look into a body that is inlined late, and would
-  gather sharded leaves first. On an H200 sharing does not pay: compiling 24
-  such leaves takes no less time (49 s instead of 44 s), and temporary memory
+  gather sharded leaves first. On an H200 sharing does not pay: with 24 leaves
+  compiling takes longer (49 s instead of 44 s), and temporary memory
   grows from 1.0 to 1.8 GB.
   """
   mesh = jax.sharding.get_abstract_mesh()
@@ -246,7 +245,7 @@ class Leaves:
     scalars: tuple[Any, ...],
     layer: Array | None = None,
   ) -> tuple[Any, Stored]:
-    """Returns `run(*arrays, stored, part, *scalars, groups=...)` of leaf i.
+    """Returns `run(*arrays, stored, part, *scalars, groups=...)` for leaf i.
 
     `arrays` are arrays of the leaf's shape or trees of them; if one layer is
     stepped, all but the first are [1, ...]. If the leaf's sharding is unknown,
@@ -263,8 +262,8 @@ class Leaves:
       return mesh.run_whole(run, *args, out_specs=spec)
     if layer is not None and spec[:1] not in ((), (None,)):
       raise ValueError(
-        "step_in_backward: stacked parameters must be whole along their axis "
-        f"of layers on each device, got {spec}; shard other axes"
+        "step_in_backward: stacked parameters must not be sharded along their "
+        f"axis of layers, got {spec}; shard other axes"
       )
     of_stored = jax.tree.map(lambda x: spec if x.ndim else P(), stored)
 

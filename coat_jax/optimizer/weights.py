@@ -7,10 +7,11 @@ It is stored as two arrays:
   high = (W + 0x80) >> 8    bf16, the one nearest to W: what layers read
   low  = W - (high << 8)    int8, what an optimizer's step adds to it
 
-Both directions are exact. W itself is rounded, stochastically in a step:
-updates below 2^-16 of a weight (with bf16 alone, below 2^-8) take effect only
-on average. The random words are `stochastic.parameter_words`: bf16 uses their
-high 16 bits, 24 bits the high 8.
+Splitting W and joining the halves is exact. W itself is a rounded f32, and a
+step rounds stochastically: updates below 2^-16 of a weight (with bf16 alone,
+below 2^-8) take effect only on average. The random words are
+`stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, and
+rounding to 24 bits uses the high 8.
 """
 
 import functools
@@ -26,11 +27,11 @@ from coat_jax import mesh
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import check_function, refuse
 from coat_jax.numerics.stochastic import LeafPart
+from coat_jax.optimizer import boxes
 from coat_jax.optimizer.masks import (
   QuantizeMask,
   is_norm_or_bias,
   leaf_paths,
-  unboxed,
 )
 
 _SIGN = 0x80000000
@@ -137,8 +138,8 @@ def round_stochastically(
 def is_matrix(path: str, leaf: Any) -> bool:
   """Returns whether a leaf is split by default: all but norms and biases are.
 
-  Those make up less than a thousandth of a model, and near 1.0, where scales
-  start, bf16 values are 0.8 % apart.
+  Norms and biases make up less than a thousandth of a model, and near 1.0,
+  where scales start, bf16 values are 0.8 % apart.
   """
   return not is_norm_or_bias(path, leaf)
 
@@ -154,9 +155,11 @@ def split_weights(
       norms and biases (`is_norm_or_bias`).
 
   Returns:
-    The parameters, bf16 where they were split, and a tree of plain arrays with
-    the same structure. A leaf is int8 of the parameter's shape if the parameter
-    is now bf16 (zeros if it already was bf16), else an int8 scalar zero.
+    The parameters, bf16 where they were split, and a tree with the same
+    structure and boxes (`nnx.Variable`, Linen's `Partitioned`), so that both
+    are sharded by the same axis names. A leaf of the second tree is int8 of the
+    parameter's shape if the parameter is now bf16 (zeros if it already was
+    bf16), else an int8 scalar zero.
 
   Raises:
     TypeError: a leaf is not an array, or `mask` not a function.
@@ -184,8 +187,8 @@ def split_weights(
       leaf, part = split(leaf)
     high.append(leaf)
     low.append(part)
-  bare = jax.tree.structure(unboxed(params))
-  return jax.tree.structure(params).unflatten(high), bare.unflatten(low)
+  boxed = boxes.box_like(params, low, boxes.mesh_of(params))
+  return jax.tree.structure(params).unflatten(high), boxed
 
 
 def join_weights(params: Any, low: Any) -> Any:

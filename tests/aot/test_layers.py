@@ -145,7 +145,7 @@ U = 4 * 2048 * 4096 * 2  # One BF16 activation of a layer, B 4, S 2048.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention, limit", [("bf16", 8.9), ("fp8", 6.9)])
+@pytest.mark.parametrize("attention, limit", [("bf16", 8.9), ("fp8", 7.4)])
 def test_layer_more_in_a_scan_costs_what_it_saves(attention, limit):
   recipe = recipes.coat(attention=attention)
   few, many = (

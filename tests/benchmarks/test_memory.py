@@ -37,7 +37,7 @@ def test_residual_rows_have_their_shape(residuals):
 
 @pytest.mark.parametrize(
   "kept, attention, bound",
-  [("coat", "bf16", 12.2), ("minimal", "bf16", 8.3), ("minimal", "fp8", 6.5)],
+  [("coat", "bf16", 12.2), ("minimal", "bf16", 8.3), ("minimal", "fp8", 6.9)],
 )
 def test_coat_saves_no_more_than_its_bound(residuals, kept, attention, bound):
   row = residuals["coat", kept, attention]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks import memory
-from docs.figures import expansion, flow, losses, mesh, style
+from docs.figures import expansion, flow, long, losses, mesh, style
 from studies import quantization_tables, stability, stability_figure
 from tests.docs.pages import DOCS, ROOT
 
@@ -265,7 +265,7 @@ def test_layer_table_equals_the_rows():
     for row in measured("layer_scan")
   }
   variants = ["bf16", "bf16_dots", "bf16_nothing", "bf16_names", "fp8_linear"]
-  variants += ["coat", "minimal", "minimal_attention", "minimal_codes"]
+  variants += ["coat", "minimal", "minimal_codes"]
   variants += ["minimal_nothing"]
   want = []
   for variant in variants:
@@ -358,12 +358,24 @@ def test_difference_on_the_accuracy_page_equals_the_rows():
   assert shown in (DOCS / "accuracy.md").read_text()
 
 
+def test_differences_of_long_runs_on_the_accuracy_page_equal_the_rows():
+  runs = long.read_runs()
+  shown = (DOCS / "accuracy.md").read_text()
+  for label, variant in (
+    ("BF16 layers with `coat`'s moments", "bf16, coat moments"),
+    ("`coat`", "coat"),
+  ):
+    _, difference = long.held_out_difference(runs, variant)
+    tokens = runs[variant]["trained_steps"] * long.TOKENS_PER_STEP / 1e6
+    assert f"| {label} | {tokens:.0f} | {difference:+.4f} |" in shown
+
+
 def test_page_shows_how_much_of_the_grid_was_run():
   said = stability.progress(measured("stability"))
   assert said in " ".join((DOCS / "stability.md").read_text().split())
 
 
-@pytest.mark.parametrize("figure", [expansion, flow, losses, mesh])
+@pytest.mark.parametrize("figure", [expansion, flow, long, losses, mesh])
 @pytest.mark.slow
 def test_figure_is_drawn_for_light_and_dark_pages(figure, tmp_path):
   name = figure.__name__.rpartition(".")[2]

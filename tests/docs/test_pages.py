@@ -28,7 +28,6 @@ from tests.docs.pages import (
 QUICK = {
   "README.md",
   "docs/howto/clusters.md",
-  "docs/howto/maxtext.md",
   "docs/plan.md",
 }
 WITH_PYTHON = [

@@ -141,44 +141,23 @@ def gated_mlp(
   return x.astype(jnp.float32) + out
 
 
-def attention(q, k, v, keep, kind=CAUSAL, segments=None):
-  """softmax(scores) v; its output is kept as `keep` does.
-
-  The backward takes the row sums of p dp from the kept output, not the exact
-  one: what is off is a gradient of the log-sum-exp, and known.
-  """
-  exact = jax.tree_util.Partial(
-    naive_attention,
+def attention(q, k, v, kind=CAUSAL, segments=None):
+  """softmax(scores) v."""
+  out, _ = naive_attention(
+    q,
+    k,
+    v,
     mask=seen(q.shape[1], k.shape[1], kind, segments),
     scale=kind.scale or q.shape[-1] ** -0.5,
     cap=kind.soft_cap,
   )
-  return _attention(q, k, v, exact, keep)
-
-
-@jax.custom_vjp
-def _attention(q, k, v, exact, keep):
-  return _attention_fwd(q, k, v, exact, keep)[0]
-
-
-def _attention_fwd(q, k, v, exact, keep):
-  (out, _), vjp = jax.vjp(exact, q, k, v)
-  kept = keep(out)
-  return kept, (vjp, kept - out)
-
-
-def _attention_bwd(residuals, g):
-  vjp, off = residuals
-  return (*vjp((g, -jnp.sum(off * g, axis=-1))), None, None)
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
+  return out
 
 
 def attention_output(x, q, k, v, w, bias, kept, kind=CAUSAL, ids=None):
-  """x + attention(q, k, v) w + bias; q, k, v and the output kept in `kept`."""
-  keep = jax.tree_util.Partial(per_group if kept == "fp8" else _as_is)
-  out = attention(keep(q), keep(k), keep(v), keep, kind, ids)
+  """x + attention(q, k, v) w + bias; q, k and v kept in `kept`."""
+  keep = per_group if kept == "fp8" else _as_is
+  out = attention(keep(q), keep(k), keep(v), kind, ids)
   return x + linear(out.reshape(*x.shape[:2], -1), w, bias)
 
 
@@ -216,8 +195,7 @@ def self_attention(x, weights, kind, segments, turn, heads, over, eps, recipe):
     return turn(x * weight.reshape(shape))
 
   q, k = normed(q, own.q), normed(k, own.k)
-  keep = jax.tree_util.Partial(keep)
-  out = attention(q, k, keep(v), keep, kind, segments)
+  out = attention(q, k, keep(v), kind, segments)
   return x + product(out.reshape(*x.shape[:2], -1), back.w, back.bias)
 
 

@@ -221,8 +221,9 @@ def test_scanned_residuals_stay_fp8(name):
     for a in stacked
     if a.size >= depth * B * length * 16 and a.dtype != E4M3
   }
-  heads = {((4, 8), "bfloat16"), ((2, 8), "bfloat16")}
-  assert large == (set() if RECIPES[name].attention == "fp8" else heads)
+  of_output, of_keys = ((4, 8), "bfloat16"), ((2, 8), "bfloat16")
+  is_fp8 = RECIPES[name].attention == "fp8"
+  assert large == ({of_output} if is_fp8 else {of_output, of_keys})
   assert len(codes) >= 4
   # Nor are weights, which are there anyway, kept a second time.
   weights = {p.shape for p in jax.tree.leaves(params)}

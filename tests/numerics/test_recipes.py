@@ -32,8 +32,8 @@ def test_recipes_describe_what_they_multiply_and_save():
     "products     float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
     "other saved  inputs of norms and activations in float8_e4m3fn, a scale "
     "per 32 values; their outputs are computed again\n"
-    "attention    q, k, v and output saved in float8_e4m3fn, a scale per 32 "
-    "values"
+    "attention    output saved in BF16; q, k and v in float8_e4m3fn, a scale "
+    "per 32 values"
   )
   assert recipes.fp8_linear().describe() == (
     "products     float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"

@@ -26,7 +26,7 @@ from coat_jax.optimizer import (
   to_integers,
   to_plain_state,
 )
-from coat_jax.optimizer.boxes import box_statistics
+from coat_jax.optimizer.boxes import box_like
 from tests.comparing import assert_same_bits
 
 
@@ -62,7 +62,7 @@ def statistic_names(param):
   groups = -(-jnp.shape(jax.tree.leaves(param)[0])[-1] // 128)
   (x,) = jax.tree.leaves(param)
   statistic = jnp.ones((*x.shape[:-1], groups))
-  return names_of(box_statistics({"w": param}, [statistic])["w"])
+  return names_of(box_like({"w": param}, [statistic])["w"])
 
 
 @contextlib.contextmanager
@@ -274,9 +274,9 @@ def test_flax_is_not_imported_for_plain_trees():
 import sys, types
 sys.modules["flax"] = None
 import jax.numpy as jnp
-from coat_jax.optimizer.boxes import box_statistics, last_names
+from coat_jax.optimizer.boxes import box_like, last_names
 del sys.modules["flax"]
-tree = box_statistics({"w": jnp.ones((8, 8)), "x": None}, [1])
+tree = box_like({"w": jnp.ones((8, 8)), "x": None}, [1])
 assert tree == {"w": 1, "x": None}
 assert last_names({"w": 1}) == [None]
 assert "flax" not in sys.modules

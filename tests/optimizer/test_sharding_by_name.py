@@ -15,24 +15,34 @@ from jax import P
 from jax.sharding import AxisType
 
 from coat_jax import coat_adamw, encoded
-from coat_jax.optimizer import abstract_state, state_bytes, state_shardings
+from coat_jax.optimizer import (
+  abstract_state,
+  fused_coat_adamw,
+  split_weights,
+  state_bytes,
+  state_shardings,
+  stochastic_rounding,
+)
 from coat_jax.optimizer.state import moments_in
 from tests.comparing import assert_same_bits
 
 DEVICES = 8
 # Bytes per parameter of `coat`, and the room for what is not encoded.
 MOST = 1.02 * 2.08 / DEVICES
+# With the low byte of each bf16 weight.
+MOST_WITH_LOW_BYTES = 1.02 * 3.08 / DEVICES
 
 
 class Model(nnx.Module):
   """Matrices with names on both axes, and a bias whose moments stay f32."""
 
-  def __init__(self, *, rngs):
+  def __init__(self, dtype, *, rngs):
     def linear(rows, columns, names, use_bias):
       return nnx.Linear(
         rows,
         columns,
         use_bias=use_bias,
+        param_dtype=dtype,
         kernel_metadata={"out_sharding": names},
         bias_metadata={"out_sharding": names[1:]},
         rngs=rngs,
@@ -50,10 +60,10 @@ def make_mesh(shape=(4, 2), kind=AxisType.Auto):
   )
 
 
-def optimizer_of(solver):
+def optimizer_of(solver, dtype=jnp.float32):
   @nnx.jit
   def make():
-    model = Model(rngs=nnx.Rngs(0))
+    model = Model(dtype, rngs=nnx.Rngs(0))
     return model, nnx.Optimizer(model, solver, wrt=nnx.Param)
 
   return make
@@ -144,6 +154,38 @@ def test_each_device_stores_its_share_of_an_nnx_optimizer(name, kind, tmp_path):
   )
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_each_device_stores_its_share_of_low_bytes(kind):
+  solver = optax.chain(coat_adamw(1e-4), stochastic_rounding(low_bits=True))
+  make = optimizer_of(solver, jnp.bfloat16)
+  with jax.set_mesh(make_mesh((1, 1))):
+    want_model, want = make()
+    step(want_model, want)
+  with jax.set_mesh(make_mesh(kind=kind)):
+    model, optimizer = make()
+    most = MOST_WITH_LOW_BYTES * parameters_in(model)
+
+    def check():
+      assert max(bytes_on_devices(optimizer.opt_state)) <= most
+      assert state_bytes(optimizer.opt_state).bytes_per_param > 3.07
+      low = optimizer.opt_state[1].low
+      # A byte of each weight on one device; of the bias's, on all of fsdp.
+      share = 2 * 512 * 1024 // DEVICES + 1024 // 2
+      assert set(bytes_on_devices(low)) == {share}
+      for name, names in (
+        ("up", ("fsdp", "tensor")),
+        ("down", ("tensor", "fsdp")),
+      ):
+        assert low[name]["kernel"].get_metadata()["out_sharding"] == names
+      return low
+
+    check()
+    step(model, optimizer)
+    assert any(jnp.any(x) for x in jax.tree.leaves(check()))
+  got = nnx.state((model, optimizer))
+  assert_same_bits(nnx.as_pure(got), nnx.as_pure(nnx.state((want_model, want))))
+
+
 class Dense(nn.Module):
   """The same matrices in Linen's boxes, with names of mesh or logical axes."""
 
@@ -161,9 +203,10 @@ class Dense(nn.Module):
 RULES = (("embed", "fsdp"), ("mlp", "tensor"))
 
 
+@pytest.mark.parametrize("low_bits", [False, True])
 @pytest.mark.parametrize("logical", [False, True])
-def test_each_device_stores_its_share_of_a_linen_state(logical):
-  solver = coat_adamw(1e-2)
+def test_each_device_stores_its_share_of_a_linen_state(logical, low_bits):
+  solver = fused_coat_adamw(1e-2, low_bits=low_bits)
   model = (
     Dense(nn.with_logical_partitioning, ("embed", "mlp"))
     if logical
@@ -172,13 +215,15 @@ def test_each_device_stores_its_share_of_a_linen_state(logical):
 
   def make():
     params = model.init(jax.random.key(0), jnp.ones((1, 512)))["params"]
-    return {"params": params, "optimizer": solver.init(params)}
+    state = solver.init(params)
+    if low_bits:
+      params, _ = split_weights(params)
+    return {"params": params, "optimizer": state}
 
   def step(state):
-    updates, new = solver.update(
+    params, new = solver.apply(
       state["params"], state["optimizer"], state["params"]
     )
-    params = optax.apply_updates(state["params"], updates)
     return {"params": params, "optimizer": new}
 
   mesh = make_mesh()
@@ -189,7 +234,8 @@ def test_each_device_stores_its_share_of_a_linen_state(logical):
     if not logical:
       shardings = nn.get_sharding(jax.eval_shape(make), mesh)
     state = jax.jit(make, out_shardings=shardings)()
-    most = MOST * sum(x.size for x in jax.tree.leaves(state["params"]))
+    most = MOST_WITH_LOW_BYTES if low_bits else MOST
+    most *= sum(x.size for x in jax.tree.leaves(state["params"]))
     assert max(bytes_on_devices(state["optimizer"])) <= most
     state = jax.jit(step)(state)
     assert max(bytes_on_devices(state["optimizer"])) <= most

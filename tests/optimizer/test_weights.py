@@ -162,7 +162,8 @@ def test_nnx_parameters_are_split_in_their_boxes():
   state = nnx.state(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Param)
   params, low = split_weights(state)
   assert params["kernel"][...].dtype == jnp.bfloat16
-  assert isinstance(low["kernel"], jax.Array)
+  assert isinstance(low["kernel"], nnx.Param)
+  assert low["kernel"][...].dtype == jnp.int8
   joined = join_weights(params, low)
   np.testing.assert_allclose(
     joined["kernel"][...], state["kernel"][...], rtol=2**-16

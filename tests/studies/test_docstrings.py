@@ -72,6 +72,14 @@ def test_files_contain_each_text_once(tmp_path, capsys):
   assert "File exists" in capsys.readouterr().err
 
 
+def test_files_of_other_suffixes_are_read_when_named(tmp_path):
+  (tmp_path / "shape.py").write_text(SOURCE)
+  (tmp_path / "shape.h").write_text("struct Shape;\n")
+  assert docstrings.read_sources([tmp_path]) == [SOURCE]
+  both = docstrings.read_sources([tmp_path], (".py", ".h"))
+  assert sorted(both) == sorted([SOURCE, "struct Shape;\n"])
+
+
 def test_folders_without_python_are_refused(tmp_path, capsys):
   with pytest.raises(SystemExit):
     docstrings.main([str(tmp_path / "out"), str(tmp_path)])

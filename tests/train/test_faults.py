@@ -157,7 +157,7 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_resumed(
   errors = capsys.readouterr().err
   assert "resumed at step 4" in errors
   name = file.relative_to(folder)
-  assert f"{folder}: {name} is not what was written" in errors
+  assert f"{folder}: {name} does not match its checksum" in errors
   assert losses(copied) == losses(finished)
   assert checkpoint.newest_whole_step(copied / "checkpoints") == (8, [])
   assert (copied / "checkpoints" / "8.damaged" / name).read_bytes() == data
@@ -170,7 +170,7 @@ def test_resume_without_a_whole_checkpoint_changes_nothing(copied, capsys):
   assert run(copied, "--resume") == 2
   errors = capsys.readouterr().err
   for step in ("4", "8"):
-    assert f"checkpoints/{step}: run/metadata is not what was" in errors
+    assert f"checkpoints/{step}: run/metadata does not match" in errors
   assert contents(copied) == before
 
 

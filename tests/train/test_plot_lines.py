@@ -51,6 +51,24 @@ def test_smoothed_loss_at_a_step_is_the_mean_of_the_steps_up_to_it(drawn):
   assert points(held_out) == [(25, 2.0), (50, 1.0)]
 
 
+def test_differences_are_those_of_steps_that_both_runs_logged(drawn):
+  others = [dict(row, loss=row.get("loss", 0) + row["step"]) for row in rows()]
+  others = [row for row in others if "held_out_loss" not in row][10:]
+  others.append(dict(step=50, held_out_loss=0.25))
+  axes = drawn({"a": rows(), "b": others, "c": [dict(step=99, loss=1.0)]})
+  smoothed, held_out, zero = axes["Loss of a minus that of"].lines
+  assert smoothed.get_label() == "b, mean of 20"
+  # The loss of b is higher by the step, 11 to 50.
+  want = [(i, -np.mean(np.arange(i - 19, i + 1))) for i in range(30, 51)]
+  np.testing.assert_allclose(points(smoothed), want, rtol=1e-12)
+  assert points(held_out) == [(50, 0.75)]
+  assert set(zero.get_ydata()) == {0}
+
+
+def test_runs_without_common_steps_have_no_differences(drawn):
+  assert list(drawn({"a": rows(), "c": [dict(step=99, loss=1.0)]})) == ["Loss"]
+
+
 def test_losses_that_were_not_finite_are_left_out(drawn):
   lines = rows()
   lines[3]["loss"] = None

@@ -98,4 +98,4 @@ def test_folder_that_cannot_be_read_is_a_sentence(tmp_path, capsys):
   check("max_position_embeddings must be a number of tokens, got 8", long)
   truncated = with_tokenizer(tmp_path / "z")
   (truncated / "model.safetensors").write_bytes(b"")
-  check("must be a whole file of safetensors", truncated)
+  check("must be a complete safetensors file", truncated)

@@ -164,7 +164,7 @@ def test_figure_has_a_panel_for_each_report(tmp_path, with_state):
     {"a": rows(with_state=with_state), "b": rows(with_state=False)}, out
   )
   # 6 x 4 inches a panel, at 150 points an inch.
-  panels = 3 if with_state else 1
+  panels = 4 if with_state else 2
   picture = matplotlib.image.imread(out)
   assert picture.shape[:2] == (600, 900 * panels)
   for panel in np.split(picture[..., :3], panels, axis=1):

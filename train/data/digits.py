@@ -3,7 +3,7 @@
 
   python -m train.data.digits FOLDER
 
-1797 grey images of 8 x 8 pixels, a part of the test set of E. Alpaydin and
+The 1797 grey images of 8 x 8 pixels are part of the test set of E. Alpaydin and
 C. Kaynak, "Optical Recognition of Handwritten Digits" (1998), UCI Machine
 Learning Repository, doi:10.24432/C50P49. The package contains them, so nothing
 is downloaded. Every fifth image of each digit is held out.

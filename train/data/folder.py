@@ -84,7 +84,7 @@ def read_ids(file: Path, name: str) -> list[int]:
 
 
 def write_stop_tokens(folder: Path, documents: Documents) -> None:
-  """Lists the tokens that end turns in a folder's generation_config.json.
+  """Adds the tokens that end turns to a folder's generation_config.json.
 
   transformers stops at the tokens that this file names. Without the file it
   reads config.json, and if that names none, it uses the default of the model's

@@ -74,8 +74,8 @@ class Preprocessing:
       return cls._parse({k: x for k, x in found.items() if x is not None})
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
       raise ValueError(
-        f"images: {file} must be a processor's of CLIP or SigLIP, got {error}; "
-        "correct a copy of it"
+        f"images: {file} must configure CLIP's or SigLIP's processor, got "
+        f"{error}; correct a copy of it"
       ) from error
 
   @classmethod
@@ -153,7 +153,7 @@ class Preprocessing:
       with _opened(file) as image:
         self._check_size(image)
 
-    # Around the threads, because the filters of warnings belong to all of them.
+    # Set outside the threads, because all threads share the warning filters.
     with warnings.catch_warnings():  # Pillow warns about images that we refuse.
       warnings.simplefilter("ignore", Image.DecompressionBombWarning)
       with ThreadPoolExecutor(threads) as pool:

@@ -170,7 +170,7 @@ def _images_in(folder: Path) -> Iterator[Path]:
 
 
 def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
-  """Divides each class by the same share; each part gets at least one image."""
+  """Holds out the same share of each class, but never none or all of it."""
   held_out = []
   draw = np.random.default_rng(seed)
   for label in np.unique(images.labels):

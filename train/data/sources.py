@@ -25,7 +25,7 @@ class BadData(ValueError):
   """A row or an image that cannot be trained on.
 
   Attributes:
-    reason: A few words, the same for all data with this fault, to count them.
+    reason: A short name of the fault, by which faults are counted.
     remedy: Advice to print after the message.
   """
 
@@ -39,8 +39,8 @@ class BadData(ValueError):
 def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
   """Lists the files that a file, folder or glob names, sorted; at least one.
 
-  A folder is searched recursively, without hidden names, for the suffixes; ()
-  keeps all. In a glob `**` crosses folders.
+  A folder is searched recursively for files with these suffixes (() for all),
+  without hidden names. In a glob, `**` matches any number of folders.
   """
   root = read_path("data.path", path)
   if root.is_file():

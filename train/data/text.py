@@ -20,7 +20,7 @@ class Text(abc.ABC):
 
   first_tokens: tuple[int, ...] = ()  # Tokens that texts begin with.
   stop_tokens: tuple[int, ...] = ()  # Tokens that end a text.
-  # The token before a text without context; None if none is known.
+  # The token to put before a text that has no context; None if unknown.
   prefix_token: int | None = None
   chat: ChatTemplate | None = None
 

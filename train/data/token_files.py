@@ -46,7 +46,7 @@ class TokenFile:
     start, stop, _ = where.indices(self.size)
     wanted = max(stop - start, 0) * self.itemsize
     place = self.offset + start * self.itemsize
-    file = _opened(self.path)  # Kept, so that no other thread closes it.
+    file = _opened(self.path)  # This reference keeps it open.
     read = os.pread(file.number, wanted, place)
     if len(read) < wanted:
       raise ValueError(
@@ -160,7 +160,7 @@ def _distance(parts: Parts) -> int:
 
 
 def _blocks(parts: Parts) -> Iterator[tuple[np.ndarray | TokenFile, slice]]:
-  """Yields each part with the slices of it to hash."""
+  """Yields (part, slice) for each slice that is hashed."""
   distance = _distance(parts)
   for part in parts:
     if isinstance(part, np.ndarray):

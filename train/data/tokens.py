@@ -72,7 +72,7 @@ class DataConfig:
     if self.dtype != "text" and self.tokenizer is not None:
       raise ValueError(
         f"DataConfig: tokenizer applies to text, got dtype {self.dtype}; leave "
-        "tokenizer out, for these files hold token ids already"
+        "tokenizer out, because these files hold token ids already"
       )
 
 
@@ -171,5 +171,5 @@ def _check_samples(tokens: TokenSource, dtype: str) -> None:
   if dtype == "uint16" and is_half_zero and has_ids:
     raise ValueError(
       f"load_tokens: {tokens.name} must hold uint16, got zero in every other "
-      "place, as uint32 reads; pass dtype uint32"
+      "place, as in uint32 files; pass dtype uint32"
     )

@@ -64,7 +64,7 @@ def is_short(reference: str) -> bool:
 
 
 def is_match(answer: str, reference: str) -> bool:
-  """Whether an answer is the reference, both `normalized`."""
+  """Whether an answer equals the reference, both `normalized`."""
   return normalized(answer) == normalized(reference)
 
 
@@ -87,7 +87,7 @@ class Answer(NamedTuple):
   answer: str  # The model's answer.
   images: tuple[Path, ...]  # Files of the images before the answer.
   is_short: bool  # Whether the reference is a short answer.
-  is_match: bool  # Whether the answer is the reference, both `normalized`.
+  is_match: bool  # Whether the answer equals the reference, both `normalized`.
 
 
 class Answers(NamedTuple):
@@ -123,7 +123,7 @@ class Answers(NamedTuple):
 
 
 class _Exam(NamedTuple):
-  """A model, and the conversations that it is asked."""
+  """A model, and the conversations whose questions it answers."""
 
   model: Decoder | VisionLanguageModel
   documents: Documents
@@ -208,7 +208,7 @@ def _generate(
   exam: _Exam, text: Text, asked: Sequence[Question], max_tokens: int
 ) -> list[Answer]:
   """Generates the answer to each question."""
-  # Turns of the data may end with a token that the tokenizer does not list.
+  # Turns of the data may end with a token that is not a stop token yet.
   ends = text.without_text(question.reference[-1] for question in asked)
   stops = sorted({*text.stop_tokens, *ends})
   order = sorted(range(len(asked)), key=lambda i: -len(asked[i].prompt))

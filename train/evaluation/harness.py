@@ -5,9 +5,8 @@ It follows the harness's own rules for Hugging Face models: a context that is
 too long loses its beginning; an empty context becomes the token that texts
 begin or end with; generated text is cut at the first of its stop strings.
 
-One thing differs. A text that is scored as a whole gets one token before it,
-which is not scored. The harness would add a second token if the
-tokenizer already adds one.
+One thing differs: exactly one token, which is not scored, precedes a text that
+is scored as a whole. The harness adds a second one if the tokenizer adds one.
 
   lm = DecoderLM(model, text, length=2048)
   lm_eval.simple_evaluate(lm, tasks=["hellaswag"])

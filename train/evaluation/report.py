@@ -26,7 +26,7 @@ _PACKAGES = ("jax", "tokenizers", "lm_eval", "datasets")
 def text_row(
   data: str, kind: Documents, found: Perplexity, seconds: float
 ) -> dict[str, Any]:
-  """Builds the figures of a text."""
+  """Builds the row of results for a text."""
   return {
     "data": data,
     "documents_are": kind,
@@ -40,7 +40,7 @@ def text_row(
 
 
 def text_table(rows: list[dict[str, Any]]) -> str:
-  """Formats the figures of texts as a table."""
+  """Formats the results for texts as a table."""
   kind = rows[0]["documents_are"]
   header = [f"text, documents {kind}", "documents", "tokens", "nats/token"]
   header += ["perplexity", "bits/byte", "word perplexity"]
@@ -85,7 +85,7 @@ def task_table(rows: list[dict[str, Any]]) -> str:
 
 
 def answer_row(found: Answers, seconds: float) -> dict[str, Any]:
-  """Builds the figures of answers in conversations, and lists all answers."""
+  """Builds the row of results for conversations, with all answers."""
   return {
     "conversations": found.conversations,
     "tokens": found.tokens,
@@ -125,7 +125,7 @@ def answer_figures(
 
 
 def answer_table(models: Sequence[tuple[str, Answers]]) -> str:
-  """Formats the figures of models that answered the same questions."""
+  """Formats the results of models that answered the same questions."""
   return format_table(*answer_figures(models))
 
 

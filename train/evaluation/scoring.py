@@ -2,9 +2,8 @@
 """Log-probabilities of tokens given the tokens before them.
 
 Rows are padded on the right to one of a few lengths: 64, 128, 256, ... and the
-model's context length. No real token sees the padding, so a row's scores are
-the same as alone, and there is one compiled program for each length that
-occurs.
+model's context length. No real token sees the padding, so a row scores the same
+as it would alone. One program is compiled for each length that occurs.
 """
 
 import functools
@@ -100,7 +99,7 @@ class Scorer:
       yield from zip((key for key, _ in some), scores, strict=True)
 
   def _row(self, request: Request) -> list[int]:
-    """Checks a request; returns the tokens that are read, and the last one."""
+    """Checks a request; returns the tokens to read, and the last to predict."""
     context, continuation = map(list, request[:2])
     if not context or not continuation:
       raise ValueError(

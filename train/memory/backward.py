@@ -120,9 +120,9 @@ def layer_backward(layer: Layer) -> float:
   return again + _fp8_linear_backward(layer)
 
 
-# The coefficients below are for a gated MLP. An MLP without a gate instead has
-# the BF16 gradient that is summed to a bias's gradient. The plan of GPT-2 is
-# within 1 %.
+# The coefficients below are for a gated MLP. We also use them without a gate,
+# where a BF16 gradient, of which a bias's gradient is the sum, takes the place
+# of the gate's arrays: GPT-2's plan is within 1 %.
 
 
 def _bf16_backward(layer: Layer) -> float:
@@ -189,7 +189,7 @@ def _coat_on_mesh(layer: Layer) -> float:
 
 
 def _coat_mlp(layer: Layer) -> float:
-  """Returns the arrays inside the MLP, without what the layer saved."""
+  """Counts the bytes inside the MLP, without what the layer saved."""
   inner, unit, rows = layer.inner, layer.unit, layer.rows
   if layer.experts and layer.remat == "fp8":
     # Gate and up, in codes; their gradients in BF16, the recomputed product and
@@ -207,7 +207,7 @@ def _coat_mlp(layer: Layer) -> float:
 
 
 def _saved_in_mlp(layer: Layer) -> float:
-  """Returns what a layer saved or recomputed when its MLP is differentiated."""
+  """Counts bytes that were saved or recomputed before the MLP's backward."""
   inner, unit = layer.inner, layer.unit
   saves_product = layer.recipe.residuals == "coat" and not layer.experts
   if layer.is_recomputed:

@@ -10,7 +10,7 @@ layers,
 
 The last two terms are the cost of a step at any batch: the optimizer, and
 weights that are read and quantized. They were measured with Llama-2-7B on an
-H200; For 13B they are much the same, because both parts grow with the weights.
+H200; for 13B they are much the same, because both parts grow with the weights.
 tests/train/memory/test_search.py compares the estimate with measured steps.
 """
 
@@ -43,11 +43,11 @@ STEP: dict[Stored, float] = {
   "bfloat16_low8": 1300,
   "bfloat16": 1150,
 }
-IN_BACKWARD = -200  # It saves 14 ms of 471 to 491.
+IN_BACKWARD = -200  # It saves 14 ms of a step of 471 to 491 ms.
 # Plans are within 5 % of the compiler's peak, and mostly within 1 %.
 _MARGIN = 0.02
 _SHOWN = 6
-# fp8_layer must be faster by this factor.
+# To be ranked above others, fp8_layer must be faster by this factor.
 _ROUNDED = 1.02
 
 
@@ -55,9 +55,9 @@ class Found(NamedTuple):
   """Settings that fit.
 
   Attributes:
-    run: The run.
-    peak_bytes: The planned peak on one GPU.
-    cost: Time of a token, relative to a token in BF16 layers.
+    run: the configuration of the run.
+    peak_bytes: the planned peak on one GPU.
+    cost: time of a token, relative to a token in BF16 layers.
   """
 
   run: TrainConfig
@@ -106,9 +106,9 @@ def search(
 ) -> tuple[list[Found], Found]:
   """Plans runs, and returns those that fit, the fastest first.
 
-  Each run gets the largest batch that fits, up to its own; if `is_batch_fixed`
-  its own, in microbatches if necessary. The second result is the run that needs
-  the least memory, so that an error can name it if nothing fits.
+  Each run gets the largest batch that fits, up to its own. If `is_batch_fixed`,
+  it keeps its batch, in microbatches if necessary. The second result is the run
+  that needs the least memory, so that an error can name it if nothing fits.
   """
   allowed = int(hbm_bytes / (1 + _MARGIN))
   found = []

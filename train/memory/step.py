@@ -6,8 +6,8 @@ Peak memory occurs at one of these points, each with what is alive then:
   loss       everything that layers save, and a chunk of logits
   backward   everything that layers save, the layers' gradients, and the arrays
              of the one layer that is being differentiated
-  embedding  all gradients, the embedding's not yet summed; the optimizer works
-             in place and needs no more
+  embedding  all gradients, of which the embedding's is not yet summed; the
+             optimizer works in place and needs no more
   tower      if a vision tower is trained: all gradients, what the tower's
              layers save, and the arrays of its layer that is being
              differentiated
@@ -35,7 +35,7 @@ from train.config import TrainConfig
 from train.memory.backward import BF16, F32, Layer, layer_backward
 
 _FP8 = 1  # Bytes of a code.
-# The only values with which a step of a model that sees images is planned.
+# A step of a model that sees images can be planned only with these values.
 _WITH_IMAGES: dict[str, Any] = {
   "recipe": "coat",
   "mesh": "",
@@ -187,7 +187,8 @@ def _plan_decoder(
     kept += BF16 * linear  # Autodiff keeps the casts of weights.
   cached = 0
   if recipe.linear == "fp8" and recipe.weight_cache == "codes":
-    # If a step has only one forward, columns are dead after it; rows are not.
+    # If a step has only one forward, codes in columns are dead after it, while
+    # the backward still needs the codes in rows.
     layouts = 1 if config.accumulate == 1 else 2
     cached = layouts * _FP8 * linear / layer.fsdp
   summed = 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Begins a run: from the newest checkpoint, or in an empty folder.
 
-Only the first process writes files other than checkpoints. Each `with
-stop_on_bad_input` ends where the processes next depend on each other.
+Only the first process writes files other than checkpoints. All processes meet
+at the end of each `with stop_on_bad_input`, and stop there if one has failed.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from train.step import TrainState
 def find_checkpoint(
   run: RunDirectory, config: TrainConfig, data: RunData
 ) -> tuple[int, list[str]]:
-  """Finds the step to resume from; returns it with lines to print."""
+  """Returns the step to resume from, and remarks to print about it."""
   done, damaged = run.newest_whole_step()
   saved = read_description(run.checkpoints, done)
   where = run.checkpoints / str(done)

@@ -6,12 +6,12 @@ A checkpoint contains `params`, `optimizer` (the FP8 bytes themselves), `data`
 fingerprint of the data) and, if a run reports on its moments, `exact`; `data`
 and `run` are JSON. Nothing in it depends on devices or processes: arrays are
 restored bit for bit with the shardings of an abstract state, and the iterators
-of all processes have the same place. No batch is repeated or skipped, so a run
-that the same compiled program resumes is bit-equal to one that never stopped.
+of all processes are at the same batch. No batch is repeated or skipped, so a
+run resumed by the same compiled program is bit-equal to one that never stopped.
 
 A checkpoint is named by its step once all files are written, with checksums.
 The checksums reveal later damage, and the stored step reveals a renamed folder.
-Then the previous checkpoint is used.
+In both cases the previous checkpoint is used.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class Checkpoints:
     self._manager = ocp.CheckpointManager(path.absolute(), options=options)
     self._opened = contextlib.ExitStack()
     self._opened.enter_context(quietly())
-    # Kept open, so that a folder created later is not taken for it.
+    # Kept open, to detect that another folder has taken its place.
     self._run = os.open(path.parent, os.O_RDONLY)
     self._opened.callback(os.close, self._run)
 
@@ -155,7 +155,7 @@ def _array_items(state: TrainState):
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """Adds a sharding; Orbax would look for the devices that wrote an array."""
+  """Adds a sharding; without one Orbax needs the devices of the writer."""
   if leaf.sharding is not None:
     return leaf
   return leaf.update(sharding=SingleDeviceSharding(jax.local_devices()[0]))
@@ -197,7 +197,7 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
 
 
 def _find_other_step(folder: Path) -> str | None:
-  """Describes a whole checkpoint whose name is not its step."""
+  """Describes an undamaged checkpoint whose name is not its step."""
   try:
     step = _read_json(folder, "run")["step"]
   except (OSError, ValueError, LookupError, TypeError, RecursionError):

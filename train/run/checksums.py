@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checksums of the files of a checkpoint.
 
-Orbax and TensorStore check their indices, not the arrays: training would go on
-from an array with a flipped bit. So a checkpoint stores the SHA-256 of each of
-its files before it gets its name, and is restored only if all files match.
+Orbax and TensorStore check only their indices, so a run would resume from an
+array with a flipped bit. We store each file's SHA-256 before Orbax renames the
+temporary folder, and restore a checkpoint only if all its files match.
 
 TensorStore's own crc32c is not enough: Orbax writes Zarr version 2, which has
 no such codec. With version 3, Orbax can check only the index of shards, not the
-arrays. Neither covers JSON items or missing files.
+arrays. Neither version covers JSON items or missing files.
 """
 
 import hashlib
@@ -36,8 +36,8 @@ def write(folder: Path) -> None:
 def find_damage(folder: Path) -> str | None:
   """Reads all files of a checkpoint and describes the first damaged one.
 
-  Only plain files in the folder are read: a link or `..` could lead to a device
-  without an end, or to a file outside.
+  Only plain files in the folder are read: a link or `..` could lead to an
+  endless device such as /dev/zero, or to a file outside the folder.
   """
   own = set(_plain_files(folder))
   others = [name for name in _WRITTEN_LATER if os.path.lexists(folder / name)]
@@ -58,7 +58,7 @@ def find_damage(folder: Path) -> str | None:
       is_whole = _digest(folder / name) == checksums[name]
     except OSError as error:
       return f"{name} cannot be read ({error.strerror})"
-    return None if is_whole else f"{name} is not what was written"
+    return None if is_whole else f"{name} does not match its checksum"
 
   with ThreadPoolExecutor() as pool:
     return next(filter(None, pool.map(damage, sorted(checksums))), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configures a run's BF16 twins, and prints the table that compares them."""
+"""Configures the BF16 runs to compare a run with, and prints the comparison."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def finish(runs: Sequence[TrainConfig]) -> None:
 
 
 def _table(names: list[str], results: list[dict[str, float]]) -> str:
-  """Formats a column per run, the difference to BF16, and BF16's spread."""
+  """Formats a column per run, the difference from BF16, and BF16's spread."""
   header, has_twin, has_spread = [*names], len(names) > 1, len(names) > 2
   if has_twin:
     header.append("difference")
@@ -73,7 +73,7 @@ def _table(names: list[str], results: list[dict[str, float]]) -> str:
     header.append("spread of bf16")
   rows = []
   for key, words, form in _ROWS:
-    # Differences are those of the figures that the table shows.
+    # Subtract rounded values, so that the figures in the table add up.
     values = [_rounded(form, result.get(key)) for result in results]
     if all(value is None for value in values):
       continue

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface between the training loop and a command's data.
 
-`train.loop` is the same for all commands; a command is a configuration and a
-`RunData`.
+`train.loop` is the same for all commands; each command adds a configuration and
+a `RunData`.
 """
 
 import dataclasses

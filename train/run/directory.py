@@ -52,7 +52,7 @@ class RunDirectory:
 
   def __init__(self, path: str | Path):
     path = read_path("out", path)
-    # Otherwise mkdir would create folders that ".." leaves again.
+    # Otherwise mkdir would create `a` for the path `a/../b`.
     self.path = path.resolve() if ".." in path.parts else path
     self.config = self.path / "config.json"
     self.config_temporary = self.path / "config.tmp"
@@ -131,7 +131,7 @@ class RunDirectory:
 
   @contextlib.contextmanager
   def claimed(self, config: TrainConfig) -> Iterator[None]:
-    """Locks the folder against other commands while entered, and checks it.
+    """Locks the folder against other commands inside `with`, and checks it.
 
     The primary process does this for all processes of a run, which wait for it
     before they look into the folder. The operating system releases the lock
@@ -217,7 +217,7 @@ class RunDirectory:
   def _own_files(self) -> list[Path]:
     """Lists the files that runs write, by names relative to the folder.
 
-    config.json is last, so that the folder is a run until all others are gone.
+    config.json is last, so that the folder counts as a run until it is gone.
     """
     own = [self.path / name for name in _CONTENTS]
     saved = list(self.checkpoints.glob("*"))

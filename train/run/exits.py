@@ -38,7 +38,7 @@ def stop_on_bad_input() -> Iterator[None]:
   """Turns errors in the user's input into exit status 2.
 
   The status is 1 if a file cannot be written. If one process fails, all stop,
-  so all must enter this.
+  so all processes must enter this context.
   """
   fault = None
   try:
@@ -55,7 +55,7 @@ def read_or_stop[Item](items: Iterable[Item]) -> Iterator[Item]:
   """Yields items; if reading one fails, all processes stop."""
   items = iter(items)
   while True:
-    with stop_on_bad_input():  # Images are read with their batch.
+    with stop_on_bad_input():  # Reading may find a damaged image.
       item = next(items, None)
     if item is None:
       return
@@ -71,9 +71,9 @@ def _status(error: Exception) -> int:
 def stop_on_failure() -> Iterator[None]:
   """Turns a failed write, or too little memory, into exit status 1.
 
-  With several processes, this one exits at once. The others do not know of the
-  error and wait for this one, and a normal exit would wait for them. Once it is
-  gone, JAX ends them too.
+  If there are several processes, the one that failed exits at once. The others
+  know nothing of the error and wait for it, while a normal exit would wait for
+  them. Once it is gone, JAX ends them too.
   """
   try:
     yield
@@ -111,7 +111,7 @@ def stop_on_signal(out: Path) -> Iterator[None]:
   handlers = {each: signal.signal(each, interrupt) for each in SIGNALS}
   try:
     yield
-  except BaseException as error:  # Code may replace KeyboardInterrupt.
+  except BaseException as error:  # Libraries may raise another error.
     if not received:
       raise
     text = f"{signal.Signals(received[0]).name}: stopped"

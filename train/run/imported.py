@@ -66,7 +66,7 @@ def create_run(
 
 
 def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
-  """Finds a run's newest whole checkpoint: its folder, step, configuration."""
+  """Finds a run's newest undamaged checkpoint: folder, step, configuration."""
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
     raise ValueError(

@@ -64,13 +64,13 @@ def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
 
 
 def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
-  """Counts the bytes that a compiled step takes on each device.
+  """Counts the bytes that a compiled step needs on each device.
 
   This is the sum of its arguments, its temporaries, and the results that do not
   reuse an argument's buffer, without `exact`, the arguments that only reports
   need. Returns None if the compiler does not report sizes.
 
-  Why not `peak_memory_in_bytes`: on a CPU it leaves temporaries out.
+  `peak_memory_in_bytes` is not used, as on a CPU it leaves temporaries out.
   """
   memory = compiled.memory_analysis()
   if memory is None:

@@ -56,7 +56,7 @@ def read_rows(path: Path) -> MetricsRows:
 
 
 def summarize(rows: list[dict]) -> dict[str, float]:
-  """Computes the figures of a run for the table."""
+  """Computes the values of a run in the table."""
 
   def values(key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
@@ -96,7 +96,7 @@ def _is_dict(
 
 
 def _is_leaf(leaf: Any) -> bool:
-  """Whether it is a leaf of `coat_jax.optimizer.state_report` to draw."""
+  """Whether this is a leaf of `state_report` that can be drawn."""
   if not isinstance(leaf, dict) or "encoded" not in leaf:
     return False
   size, moments = leaf.get("parameters"), [leaf.get(x) for x in MOMENTS]
@@ -115,7 +115,7 @@ def _is_power(key: str) -> bool:
 
 
 def _are_probes(x: Any) -> bool:
-  """Whether it is a list of numbers, with null for those not finite."""
+  """Whether x is a list of numbers, with null for those not finite."""
   return isinstance(x, list) and all(
     value is None or _is_number(value) for value in x
   )

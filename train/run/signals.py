@@ -2,12 +2,12 @@
 """SIGINT and SIGTERM: stop at once if nothing is lost, otherwise save first.
 
 Python runs signal handlers only between bytecode instructions, so Ctrl-C would
-do nothing while a compilation takes a minute. Here a pipe passes the signal's
-number to a thread, which acts at once.
+do nothing during a long compilation. Here a pipe passes the signal's number to
+a thread, which acts at once.
 
 We do not use Orbax's `reached_preemption`: it needs JAX's coordination service
-(and so `--distributed`), handles only SIGTERM, and stops some steps later. Here
-several processes gather one integer per step; a single process pays nothing.
+(and so `--distributed`), handles only SIGTERM, and stops some steps later. Our
+way costs an all-gather of one integer per step, and nothing in one process.
 """
 
 import os
@@ -52,12 +52,12 @@ class Signals:
   def _listen(self) -> None:
     while number := os.read(self._reader, 1):
       number = number[0]
-      if number not in SIGNALS:  # Another library uses it.
+      if number not in SIGNALS:  # Another library handles this one.
         continue
       name = signal.Signals(number).name
       if self.is_deferred and self.received is None:
         self.received = number
-        _say(f"{name}: saving after this step; once more stops at once")
+        _say(f"{name}: saving after this step; a second signal stops at once")
       else:
         _say(f"{name}: stopped at once")
         os._exit(128 + number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes files completely or not at all, with a one-line error if it fails."""
+"""Writes files completely or not at all; a failure is a one-line error."""
 
 import contextlib
 import functools

@@ -50,7 +50,7 @@ class StoredTensor:
   offset: int
 
   def read(self, index: Any = ...) -> np.ndarray:
-    """Reads the part that a NumPy index selects; maps the file meanwhile."""
+    """Reads the part that a NumPy index selects, through a memory map."""
     mapped = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
     return np.asarray(mapped[index])
 
@@ -72,7 +72,7 @@ def _parse_object(data: bytes) -> dict:
     names = [name for name, _ in found]
     if len(set(names)) < len(names):
       twice = next(name for name in names if names.count(name) > 1)
-      raise ValueError(f"{twice!r} twice")
+      raise ValueError(f"the key {twice!r} twice")
     return dict(found)
 
   def whole_number(digits):
@@ -83,7 +83,7 @@ def _parse_object(data: bytes) -> dict:
   try:
     found = json.loads(data, object_pairs_hook=pairs, parse_int=whole_number)
   except RecursionError as error:
-    raise ValueError("brackets in too many brackets") from error
+    raise ValueError("brackets nested too deeply") from error
   if not isinstance(found, dict):
     raise ValueError(f"a {type(found).__name__}")
   return found
@@ -102,7 +102,7 @@ def check_folder(folder: Path) -> None:
 def split_experts(
   tensors: dict[str, StoredTensor],
 ) -> dict[str, StoredTensor]:
-  """Splits tensors that contain all experts of a layer into one per expert.
+  """Splits tensors that stack a layer's experts into tensors of single experts.
 
   `experts.gate_up_proj` [E, 2 F, D], gate first, and `experts.down_proj`
   [E, D, F] become `experts.0.gate_proj.weight` [F, D] and so on.
@@ -134,7 +134,7 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
   got = "neither"
   if pickles:
     got = (
-      f"{min(pickles).name}, a pickle, which may run any code when it is read"
+      f"{min(pickles).name}, a pickle, which can run arbitrary code when loaded"
     )
   remedy = (
     "save the model again with save_pretrained of transformers, which writes "
@@ -165,8 +165,8 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
   for name in files:
     for tensor, stored in read_header(folder / name).items():
       if places.get(tensor) != name:
-        got = f"{tensor} in {name} and {places.get(tensor)} in the index"
-        rule = "name the file of each tensor"
+        got = f"{places.get(tensor)} for {tensor}, which is in {name}"
+        rule = "name the file that contains each tensor"
         raise _refusal(index, rule, got, "copy both again")
       found[tensor] = stored
   if missing := places.keys() - found.keys():
@@ -183,13 +183,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
   with file.open("rb") as opened:
     length = int.from_bytes(opened.read(8), "little")
     if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-      got = f"{size} bytes with a header of {length}"
-      raise _refusal(file, "be a whole file of safetensors", got)
+      got = f"{size} bytes with a header of {length} bytes"
+      raise _refusal(file, "be a complete safetensors file", got)
     try:
       header = _parse_object(opened.read(length))
     except ValueError as error:
-      remedy = "it is not a safetensors file, or damaged: copy it again"
-      rule = "begin with a header of JSON"
+      remedy = "it is damaged or not a safetensors file: copy it again"
+      rule = "begin with a JSON header"
       raise _refusal(file, rule, error, remedy) from error
   header.pop("__metadata__", None)
   start, found, ranges = 8 + length, {}, []
@@ -218,7 +218,7 @@ def _entry(
     if end - begin == dtype.itemsize * math.prod(shape) > 0:
       stored = StoredTensor(file, name, dtype, tuple(shape), start + begin)
       return stored, begin, end
-  rule = "state dtype, shape and place of each tensor"
+  rule = "state the dtype, shape and data_offsets of each tensor"
   got = f"{name}: {str(entry)[:80]}"
   raise _refusal(file, rule, got, "the header is damaged: copy it again")
 
@@ -230,7 +230,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_ranges(file: Path, ranges: list, size: int) -> None:
-  """Checks that tensors fill the rest of a file without overlapping."""
+  """Checks that tensors fill a file after its header, without overlapping."""
   place = 0
   for begin, end in ranges:
     if begin != place:

@@ -58,9 +58,9 @@ class LayerTypes(Keys):
   def read(self, file: Path, found: dict) -> dict[str, Any]:
     """Reads `full_every` of a `ModelConfig`.
 
-    A list that is too short to show a period gets the period that the file also
-    states, or the default. If no layer sees all keys, the result is one more
-    than the number of layers.
+    If the list of layers is too short to show a period, the period is the one
+    that another key states, or the default. If no layer sees all keys, the
+    result is one more than the number of layers.
     """
     stated = [x for key in _PATTERNS if (x := found.get(key))]
     pattern = stated[0] if stated else self.default

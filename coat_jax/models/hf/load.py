@@ -50,7 +50,7 @@ from coat_jax.numerics.checks import check_float_dtype, check_kind
 from coat_jax.numerics.recipes import CoatRecipe
 
 Model = Decoder | VisionTower | VisionLanguageModel
-# How many rows of two tensors to compare at a time.
+# Rows of two tensors that are compared at a time.
 _ROWS = 4096
 
 
@@ -94,8 +94,8 @@ def load_hf(
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: the folder has no such checkpoint, its model is not supported,
-      its weights are not finite, or `param_dtype` is another one. The message
-      states what was found.
+      its weights are not finite, or `param_dtype` is none of the three. The
+      message states what was found.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
@@ -227,12 +227,12 @@ def _drop_tied_head(
 
 
 class _Parameter:
-  """A parameter while it is loaded, layer by layer if it is stacked."""
+  """Loads a parameter, layer by layer if its layers are stacked."""
 
   def __init__(
     self, part: Part, leaf: jax.ShapeDtypeStruct, store: Store | None
   ):
-    """Compiles the conversion from tensors; `part` is the first one to load."""
+    """Prepares the conversion from tensors; `part` may be any of its layers."""
     shape, where = leaf.shape[is_stacked(part.path) :], leaf.sharding
     self.sharding = None
     if where is not None:
@@ -266,7 +266,7 @@ class _Parameter:
     else:
       i = np.int32(layer)
       self.array, is_finite = self.update(self.array, i, *tensors)
-    if not is_finite:  # Waits; otherwise layers would pile up on the host.
+    if not is_finite:  # Blocks, so that the host holds only one layer.
       raise _not_finite(stored, self.dtype)
 
 

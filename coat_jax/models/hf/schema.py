@@ -2,7 +2,7 @@
 """Describes the keys of a config.json: plain fields, and groups of keys.
 
 `ConfigTable` describes a family's file. Subclasses of `Keys` read and write
-keys that are not plain fields; `layer_keys` has those for windows and RoPE.
+keys that are not plain fields; those for windows and RoPE are in `layer_keys`.
 """
 
 import dataclasses

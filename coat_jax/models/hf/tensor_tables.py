@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the tensors of each family's parameters: one table per family.
+"""Maps each family's parameters to tensor names of Hugging Face checkpoints.
 
-Each row of a table lists the tensors of one parameter, or of one layer of a
-stacked parameter. Rows of parameters that a model lacks are not used.
+Each row of a family's table lists the tensors that make up one parameter, or
+one layer of a stacked parameter. Rows of parameters that a model lacks are not
+used.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,8 +25,8 @@ def rows(
 ) -> Table:
   """Returns the rows of kernels, norms and their biases.
 
-  Paths are mapped to the start of their tensors' names, or to several starts
-  if a linear layer fuses several. `is_transposed` means [outputs, inputs].
+  Paths are mapped to the prefix of their tensors' names, or to several if a
+  linear layer fuses several. `is_transposed` means [outputs, inputs].
   """
   found = {}
   for path, names in products.items():
@@ -156,7 +157,7 @@ def _clip(config: VisionConfig) -> Table:
 
 
 def _vit(config: VisionConfig) -> Table:
-  """Returns ViT's rows; a classifier prefixes all tensors but its last."""
+  """Returns ViT's rows; in classifiers, only the head's names lack `vit.`."""
   start, pool = "vit.", "classifier"
   if config.num_classes is None:
     start, pool = "", "pooler.dense"
@@ -190,7 +191,7 @@ def _vit(config: VisionConfig) -> Table:
   }
 
 
-# Keyed by family name: a table, or a function that makes one for a config.
+# Maps each family to its table, or to a function that makes it for a config.
 TENSORS: dict[str, Table | Callable[[Any], Table]] = {
   "llama": _LLAMA,
   "olmo": _LLAMA,
@@ -207,9 +208,9 @@ TENSORS: dict[str, Table | Callable[[Any], Table]] = {
   "clip_vision": _clip,
   "siglip_vision": _clip,
 }
-# Prefixes that some checkpoints use and others omit: published GPT-2 and ViT
-# files differ in them, and so do CLIP files that transformers 4 wrote or that
-# contain the text model.
+# Prefixes that some checkpoints use and others omit. Published GPT-2 and ViT
+# files come in both forms. CLIP files use the prefix if transformers 4 wrote
+# them, or if they contain the text model.
 PREFIXES = {
   "gpt2": "transformer.",
   "vit": "vit.",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a folder completely or not at all.
 
-FOLDER is written inside FOLDER.unfinished, which is removed if that fails. Only
-a killed process leaves it behind. The next process that wants to write FOLDER
-names FOLDER.unfinished in its error and does not remove it, because another
-process may be writing it at that moment.
+FOLDER is written inside FOLDER.unfinished and moved out at the end. If writing
+fails, FOLDER.unfinished is removed; only a killed process leaves it behind. The
+next process that wants to write FOLDER then raises an error that names it, and
+does not remove it, because another process may still be writing there.
 """
 
 import contextlib

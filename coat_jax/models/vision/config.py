@@ -70,11 +70,11 @@ class VisionConfig:
     num_classes: number of classes if a "vit" classifies images; None if it
       pools.
     has_pool: whether a "vit" without classes or a "siglip_vision" has weights
-      that pool. Leave it True for all other towers.
+      for pooling. Leave it True for all other towers.
 
   Raises:
     ValueError: the family is unknown, a number is outside its range, sizes do
-      not divide each other, or a choice belongs to other families.
+      not divide each other, or a field applies only to other families.
   """
 
   family: str

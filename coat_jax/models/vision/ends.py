@@ -54,9 +54,9 @@ class PatchEmbedding(nnx.Module):
 
 
 def patches(images: Array, size: int) -> Array:
-  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P] by rows.
+  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P].
 
-  Pixels at the end of rows and columns that do not fill a patch are dropped.
+  Patches are in row order. Last pixels that do not fill a patch are dropped.
   """
   b, c, *sides = images.shape
   h, w = (side // size for side in sides)

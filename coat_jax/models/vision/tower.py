@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision tower of several families, made of COAT's blocks.
+"""A vision tower for several families, made of COAT's blocks.
 
 Patches become tokens. Layers of non-causal attention and GELU MLPs, with
 LayerNorms and biases, are stacked and scanned like a decoder's. As in a
@@ -38,7 +38,7 @@ _POOLS = {"class": ClassPool, "attention": AttentionPool}
 
 
 class VisionLayer(nnx.Module):
-  """Attention over all tokens of an image, and an MLP, each with norm and add.
+  """Bidirectional attention and MLP, each with its norm and residual add.
 
   Attributes:
     attention: an `Attention` that is not causal and has no RoPE.

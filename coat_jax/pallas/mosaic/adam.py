@@ -29,7 +29,7 @@ from coat_jax.pallas.mosaic.registers import Instructions
 def _why_not(g, stored, groups, scalars, p=None, **_) -> str | None:
   if scalars.gradient_ratio is not None:
     return "the kernel does not support Nesterov momentum"
-  # The first array of a parameter; a `SplitWeight` also has low bytes.
+  # Leave out the low bytes of a `SplitWeight`, which are int8.
   return leaf_step.why_not(stored, groups, (*jax.tree.leaves(p)[:1], g))
 
 

@@ -284,7 +284,7 @@ def _sum_blocks(
 
 
 def _of_columns(b_scale_smem, slot, shape) -> Array:
-  """Loads the scales of b's rows, broadcast over the result's columns."""
+  """Loads the scales of b's rows, one for each column of the result."""
   scale = plgpu.load(
     b_scale_smem.at[slot], layout=_LAYOUT.reduce(0), optimized=False
   )

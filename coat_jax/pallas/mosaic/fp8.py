@@ -3,9 +3,9 @@
 
 For stochastic rounding to E4M3, the neighbours of a value are J 2^e with J in
 0..15, so a decoded neighbour is the product of two table entries. A group's 16
-lanes compute the tables of sixteen entries once and look them up with
-shuffles. This saves the two logarithms and two exponentials that the definition
-computes.
+lanes compute the tables of sixteen entries once and look entries up with
+shuffles. This saves the two logarithms and two exponentials per value that the
+definition computes.
 """
 
 import dataclasses
@@ -137,7 +137,7 @@ class _Expanded(FittedCodec):
     )
 
   def _stored(self, fit: _Fit) -> tuple[Array, Array]:
-    # Convert via int32: the integer from `on.round` must not be cut to a byte.
+    # Convert via int32: an integer from `on.round` must not be cut to a byte.
     return fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8)
 
   def _bound_and_root(self, encoded: Encoded, on):
@@ -206,8 +206,8 @@ def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
     fit.root,
     -fit.scale,
   )
-  # Round up if t - lower > noise (upper - lower), which is when `rest` is
-  # negative; everything is in units of the lower neighbour's exponent. This
+  # Round up if t - lower > (noise - 1) (upper - lower), which makes `rest`
+  # negative. All terms are in units of the lower neighbour's power of two. This
   # takes two fused operations.
   rest = noise * gap + (rest + magnitude * unit)
   code = code + (as_bits(rest) >> 31)

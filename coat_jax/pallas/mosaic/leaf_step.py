@@ -4,7 +4,7 @@
 This is `step.step_of` as one Mosaic GPU kernel for any optimizer: it decodes
 the moments, applies a `Rule` and encodes the moments again. Results go to the
 memory that they were read from, so the step is in place if the caller donates
-its arrays. A program of one warpgroup holds a tile of 8 groups of 128 values.
+its arrays. Each program is one warpgroup and steps 8 groups of 128 values.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Rule(Protocol):
 
 
 def why_not(stored, groups, arrays) -> str | None:
-  """Returns why no rule's kernel can take these moments and arrays, or None."""
+  """Returns why no kernel can step these moments and arrays, or None."""
   if any(isinstance(codec, Plain) for codec in groups):
     return "moments that are not encoded have no groups"
   for codec in groups:

@@ -22,7 +22,7 @@ from coat_jax.pallas.mosaic.registers import Instructions
 
 
 def _why_not(p, g, stored, groups, **_) -> str | None:
-  # The first array of a parameter; a `SplitWeight` also has low bytes.
+  # Leave out the low bytes of a `SplitWeight`, which are int8.
   return leaf_step.why_not(stored, groups, (jax.tree.leaves(p)[0], g))
 
 

@@ -31,7 +31,7 @@ class _Fit(NamedTuple):
 
   upper: Array  # Biased exponents of the bounds, int32.
   lower: Array
-  octaves: Array  # The octaves between the bounds.
+  octaves: Array  # Number of octaves between the bounds.
   inverse: Array  # 1 / octaves.
   base: Array  # The exponent of the lower bound, f32.
 
@@ -53,11 +53,11 @@ class _Log(FittedCodec):
     upper, lower = from_bytes(encoded)
     bound = exp2_upper(upper)
     half_step = octaves_between(upper, lower) * (0.5 / self._steps)
-    # We go down from the upper bound, by up to 253 octaves, in two halves,
-    # because 2^-253 underflows to zero while 2^127 2^-253 does not.
+    # A value may be 253 octaves below its bound. 2^-253 underflows to zero, so
+    # multiply the bound, up to 2^127, by the square root of this factor twice.
     root = jnp.exp2((level - (self._steps + 1)) * spread(half_step))
-    # Code 0 decodes to zero, but to NaN in a group that holds a NaN, so we
-    # multiply instead of selecting.
+    # Code 0 is zero. Multiply instead of selecting, so that it decodes to NaN
+    # in a group that holds a NaN.
     last = with_sign(root * jnp.minimum(level, 1.0), sign)
     return Decoded(root, bound, last)
 
@@ -75,15 +75,15 @@ class _Log(FittedCodec):
       above = jnp.log2(magnitude) - spread(base)
       _, level = on.round(above, spread(inverse))
     else:
-      # We subtract half a step so that the nearest level is the level below.
-      # A value just below a level counts as that level. The margin exceeds
-      # the error of the logarithm, 2^-17; otherwise values at the first level
-      # might get the code of zero.
+      # Subtract half a step so that rounding to nearest finds the level below.
+      # A value just below a level counts as that level, because the logarithm
+      # is off by up to 2^-17: a value at the first level might otherwise get
+      # the code of zero.
       above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
       whole, level = on.round(above, spread(inverse))
-      # Divide x and its two neighbours by the gap between those neighbours.
-      # Round up if x - lower > noise (upper - lower), which is when `rest` is
-      # negative.
+      # Divide x and its two neighbours by the neighbours' geometric mean,
+      # shifted like `above`. Round up if x - lower > (noise - 1) (upper -
+      # lower), which makes `rest` negative.
       lower = jnp.exp2(_JUST_BELOW - 0.5 * step)
       gap = jnp.exp2(_JUST_BELOW + 0.5 * step) - lower
       part = jnp.exp2(above + whole * spread(-step))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons why a kernel in Triton cannot take its arguments; None if it can."""
+"""Checks that return why a Triton kernel cannot run its arguments, or None."""
 
 import math
 
@@ -18,7 +18,7 @@ from coat_jax.numerics.scaling import (
   Scaling,
 )
 
-# Indices are int32, including those past the end of the array in the last tile.
+# Indices are int32, including those of the last tile past the array's end.
 MAX_ELEMENTS = 2**31 - 2**20
 
 _GROUP_SIZES = (16, 32, 64, 128)
@@ -107,9 +107,9 @@ def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
 def why_not_read(
   x, shape: tuple[int, ...], groups: Groups, output: Scaling
 ) -> str | None:
-  """Checks x, which a kernel quantizes in groups as arrays of this shape.
+  """Checks x, and the scaling of the output whose scale the kernel finds.
 
-  The kernel also finds the scale of an output.
+  The kernel quantizes x in groups, as one or several arrays of `shape`.
   """
   if type(output) is not Blocks:  # Blocks find their own scales.
     reason = why_not_scaling(output, E4M3)
@@ -128,5 +128,5 @@ def why_not_written(
   """Checks an operand of this shape that a kernel writes in E4M3."""
   reason = why_not_scaling(output, E4M3) or why_not_columns(shape, layout)
   if reason is None and (scale is None or isinstance(scale, BlockScales)):
-    return "kernels write operands with one scale that is known, got none"
+    return "kernels write operands with one known scale, got none"
   return reason

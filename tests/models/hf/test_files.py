@@ -74,7 +74,9 @@ def test_folders_without_a_checkpoint_are_refused(folder):
   weights.rename(folder / "other.safetensors")
   assert_refused(folder, "model.safetensors.index.json, got neither;")
   (folder / "pytorch_model.bin").write_bytes(b"")
-  assert_refused(folder, "got pytorch_model.bin, a pickle, which may run any")
+  assert_refused(
+    folder, "got pytorch_model.bin, a pickle, which can run arbitrary"
+  )
   file.unlink()
   assert_refused(
     folder, "config.json must hold a JSON object, got No such file"
@@ -109,14 +111,14 @@ def test_damaged_files_are_refused(folder):
   huge = (2**60).to_bytes(8, "little") + data[8:]
   assert_refused(damaged(folder, huge), f"with a header of {2**60}")
   noise = data[:8] + b"\xff" * length + data[8 + length :]
-  assert_refused(damaged(folder, noise), "must begin with a header of JSON")
+  assert_refused(damaged(folder, noise), "must begin with a JSON header")
   deep = (300_000).to_bytes(8, "little") + b"[" * 300_000
-  assert_refused(damaged(folder, deep), "brackets in too many brackets")
+  assert_refused(damaged(folder, deep), "brackets nested too deeply")
   text = b'{"a": 1, "a": 2}'
   twice = len(text).to_bytes(8, "little") + text
-  assert_refused(damaged(folder, twice), "got 'a' twice")
+  assert_refused(damaged(folder, twice), "got the key 'a' twice")
   damaged(folder, with_header(data, lambda header: [1]))
-  assert_refused(folder, "header of JSON, got a list")
+  assert_refused(folder, "JSON header, got a list")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,9 @@ def test_damaged_files_are_refused(folder):
 def test_entries_that_make_no_sense_are_refused(entry, folder):
   data = (folder / "model.safetensors").read_bytes()
   damaged(folder, with_header(data, lambda header: header[NAME].update(entry)))
-  assert_refused(folder, f"dtype, shape and place of each tensor, got {NAME}")
+  assert_refused(
+    folder, f"dtype, shape and data_offsets of each tensor, got {NAME}"
+  )
 
 
 def test_tensors_in_one_place_are_refused(folder):
@@ -186,7 +190,7 @@ def test_index_must_fit_its_shards(folder):
   places = json.loads(index.read_text())["weight_map"]
   first, *others = sorted(places)
   write_index(folder, {name: places[name] for name in others})
-  assert_refused(folder, f"got {first} in model-00001-of-00003.safetensors and")
+  assert_refused(folder, f"got None for {first}, which is in model-00001-of")
   write_index(folder, places | {"more": places[first]})
   assert_refused(folder, "names the tensor more in model-00001-of-00003")
   for text in ('{"weight_map": []}', "{}", '{"weight_map": {}}'):

@@ -126,6 +126,6 @@ def test_error_names_all_checkpoints_if_none_is_whole(copied):
   for number in (3, 5):
     (copied / str(number) / "run" / "metadata").write_text("{}")
   with pytest.raises(
-    ValueError, match=r"5: run/metadata is not .*3: run/metadata is not"
+    ValueError, match=r"5: run/metadata does not .*3: run/metadata does not"
   ):
     checkpoint.newest_whole_step(copied)

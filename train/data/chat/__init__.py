@@ -8,6 +8,6 @@ Data pass through these modules in this order:
   * `targets` finds the characters that the assistant wrote;
   * `images` finds a conversation's images and adds the tokens for them;
   * `encoder` turns text into token ids and a mask of targets;
-  * `documents` does all of this for whole files, and cuts to a length;
+  * `documents` does all of this for whole files, and cuts long documents;
   * `packing` packs documents into rows for `train.data.batches`.
 """

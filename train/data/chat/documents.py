@@ -158,13 +158,13 @@ def load_documents(
       counts.lost_targets += int(whole.mask.sum() - document.mask.sum())
       if not document.mask.any():
         counts.without_target += 1
-        if whole.mask.any():  # With this `seq` the first target fits.
+        if whole.mask.any():  # The `seq` that its first target needs.
           shortest.append(int(np.argmax(whole.mask)))
         continue
       counts.truncated += len(document.tokens) < len(whole.tokens)
       if images is not None:
-        # The cut never splits an image: it is in or after a part to learn,
-        # because otherwise no target fits, and images come before answers.
+        # The cut never splits an image: as a target fits, the cut is inside a
+        # part to learn or at its end, and no such part contains an image.
         count = images.count(document.tokens)
         document = document._replace(images=document.images[:count])
       kept.append(document)
@@ -172,7 +172,7 @@ def load_documents(
     remedy = "check the files"
     if shortest:
       remedy = (
-        f"pass --seq {min(shortest)} (of train.evaluate --length) at least"
+        f"pass --seq {min(shortest)} or more (in train.evaluate: --length)"
       )
     raise ValueError(
       f"chat: {', '.join(map(str, paths))} must have tokens to learn, got "

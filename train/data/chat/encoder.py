@@ -2,7 +2,7 @@
 """Turns conversations into token ids and a mask of the tokens to learn.
 
 The whole text of a conversation is tokenized at once, so tokens are the same
-as in use. The mask follows from the characters of each token.
+as at inference. The mask follows from the characters of each token.
 """
 
 import itertools
@@ -78,7 +78,7 @@ class ChatEncoder:
       for start, end in spans:
         is_in = (offsets[:, 1] > start) & (offsets[:, 0] < end)
         places = np.flatnonzero(is_in) + len(front)
-        if len(places):  # A tokenizer may make no token of a span.
+        if len(places):  # A span may produce no token.
           mask[places] = True
           ends.append(int(places[-1]) + 1)
       mask[:1] = False  # No token predicts the first one.

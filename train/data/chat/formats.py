@@ -9,7 +9,7 @@ rows, which is read whole.
 | messages | `messages` of `role` and `content`, `tools`: OpenAI, Hugging Face |
 | sharegpt | `conversations` of `from` and `value`, `system`: also ToolBench |
 | alpaca | `instruction`, `input`, `output` |
-| prompt | `prompt`, `completion`: plain text, which no template changes |
+| prompt | `prompt`, `completion`: plain text, without a template |
 
 Other keys are ignored. Roles are renamed to those that templates know: system,
 user, assistant and tool (developer keeps its name).
@@ -73,7 +73,7 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 def _parse(line: bytes) -> Any:
   try:
-    # Without the line's end, an error at the end names a place in this line.
+    # Strip the newline, so that an error at the end names this line.
     return json.loads(line.decode("utf-8").rstrip("\r\n"))
   except UnicodeDecodeError as error:
     return BadData(
@@ -146,7 +146,7 @@ class Conversation:
 
   messages: list[dict[str, Any]]  # Each has a role, and content or tool calls.
   tools: list[Any] | None  # JSON schemas of functions.
-  trained: tuple[int, ...]  # The numbers of the assistant's messages to learn.
+  trained: tuple[int, ...]  # Indices of the messages to learn.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _read_alpaca(row: Mapping[str, Any]) -> Conversation:
   instruction = _text(row, "instruction")
   given = _text(row, "input") if row.get("input") is not None else ""
   content = f"{instruction}\n\n{given}" if given else instruction
-  # Alpaca's own template needs the two apart.
+  # Alpaca's own template needs instruction and input separately.
   user = {"role": "user", "content": content}
   user |= {"instruction": instruction, "input": given}
   output = {"role": "assistant", "content": _text(row, "output")}

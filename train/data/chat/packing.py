@@ -3,9 +3,8 @@
 
 Documents are placed longest first, each into the fullest row that still has
 room for it (best fit, decreasing), which leaves little padding. Documents of
-equal length are ordered by the seed. Segment numbers tell documents apart, so
-that attention stays within one: 1, 2, ... in the order of the row, 0 for
-padding.
+equal length are ordered by the seed. Segment numbers (1, 2, ... in the order of
+the row, 0 for padding) keep attention within one document.
 
 All rows have room for the same number of images, so that the arrays of a batch
 have one shape and each device gets the images of its own rows.

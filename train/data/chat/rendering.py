@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders chat templates in a process that can be killed; see `sandbox`.
 
-The process starts with the first template, renders all others too, and ends
-with this process, however that ends.
+The first template starts that process, which renders all later ones too. It
+ends when this process ends, for whatever reason.
 """
 
 import atexit
@@ -33,7 +33,7 @@ class _Renderer:
     self._lock = threading.Lock()
 
   def ask(self, request: dict[str, Any]) -> dict[str, str]:
-    """Returns the answer to a request; raises EOFError(exit status).
+    """Returns the answer; raises EOFError(exit status) if the process ended.
 
     Any other exception kills the process too. Otherwise the late answer would
     be taken for the answer to the next request.

@@ -63,7 +63,7 @@ class _Generation(Extension):
   def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
     line = next(parser.stream).lineno
     body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-    # Variables set in the block end with it, as in transformers.
+    # Variables set in the block exist only in it, as in transformers.
     call = self.call_method("_write")
     return nodes.CallBlock(call, [], [], body).set_lineno(line)
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the characters of a conversation's text that the assistant wrote.
 
-A template with {% generation %} marks them. Other templates do not, so they are
-found from what the template writes. A turn begins where the generation prompt
+A template with {% generation %} marks these characters. For other templates,
+they are inferred from rendered texts. A turn begins where the generation prompt
 ends, because this is where the model will continue, and includes the text that
-ends the turn (such as <|eot_id|>), so that the model learns to stop. There are
-two methods, both checked against the whole text. If neither is certain, it is
-an error, never a guess:
+ends the turn (such as <|eot_id|>), so that the model learns to stop. Two
+methods find a turn, and both are checked against the whole text. An error is
+raised if neither is certain:
   * by contents: render again with other words in place of the assistant's. What
     differs is what the assistant said. This is fast, and right for templates
     that drop the reasoning of earlier turns;
-  * by beginnings: the whole text must begin with the messages before a turn and
-    the generation prompt, and with the messages up to the turn. This works for
-    templates that refuse other words in place of a tool call.
+  * by beginnings: render the messages before a turn with the generation prompt,
+    and the messages up to the turn's end. The whole text must begin with both.
+    This works for templates that refuse other words in place of a tool call.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ class TargetFinder:
     return text, [span for span in spans if span]
 
   def _marked(self, chat: Conversation) -> list[Span]:
-    """Chooses {% generation %} blocks, which do not name their turns."""
+    """Selects the {% generation %} blocks to learn; blocks don't name turns."""
     spans = self._template.generated(chat.messages, chat.tools)
     turns = [i for i, x in enumerate(chat.messages) if x["role"] == "assistant"]
     chosen = []
@@ -136,8 +136,8 @@ class TargetFinder:
     changed[i] = {"role": "assistant", "content": other}
     rendered = self._try(changed, chat.tools) or ""
     if rendered.count(other) == 1:
-      # Between these is whatever the template wrote for the turn, such as
-      # tool calls, or contents without their reasoning.
+      # Between `before` and `after` is what the template wrote for the turn,
+      # such as tool calls, or contents without their reasoning.
       before, after = rendered.split(other)
       start, end_text = self._start(before), self._end_text(chat, i)
       if start is not None and not text.startswith(before[:start]):

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives MaxText the optimizer `coat_adamw` and FP8 products.
+
+MaxText chooses both by names in its configuration. The patches in this folder
+add the names `opt_type=coat_adamw` and `quantization=coat`, which call the two
+functions here:
+
+  cd SITE_PACKAGES && cat coat_jax/integrations/maxtext_*.patch | patch -p1
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+import qwix
+
+from coat_jax.integrations.qwix import CoatProvider
+from coat_jax.optax_coat import coat_adamw
+
+# The layers of the decoder, without the router of experts, as MaxText's own
+# providers select them.
+_LAYERS = r"decoder/.*layers(?!.*/gate$).*"
+
+
+def get_optimizer(
+  config: Any,
+  learning_rate_schedule: optax.Schedule,
+  mask: Callable[[optax.Params], Any] | None,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns `coat_adamw` with MaxText's settings of AdamW.
+
+  Args:
+    config: MaxText's configuration. The settings that begin with `adam_` are
+      used; `mu_dtype` is not, because the codec stores the moments.
+    learning_rate_schedule: MaxText's schedule.
+    mask: which weights decay, from MaxText's `get_adamw_mask`.
+  """
+  return coat_adamw(
+    learning_rate_schedule,
+    b1=config.adam_b1,
+    b2=config.adam_b2,
+    eps=config.adam_eps,
+    eps_root=config.adam_eps_root,
+    weight_decay=config.adam_weight_decay,
+    mask=mask,
+  )
+
+
+def get_qt_provider() -> CoatProvider:
+  """Returns the provider of FP8 products for the layers of the decoder."""
+  return CoatProvider([qwix.QuantizationRule(module_path=_LAYERS)])

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adds coat_jax's optimizers to the command line of Tunix.
+
+Trainers of Tunix accept any optimizer and need nothing from here. Its commands
+search `opt_type` in optax. So put this module before the command:
+
+  python -m coat_jax.integrations.tunix tunix.cli.peft_main config.yaml \
+    optimizer_config.opt_type=coat_adamw optimizer_config.learning_rate=1e-4
+"""
+
+import runpy
+import sys
+
+import optax
+
+from coat_jax.optax_coat import coat_adamw
+from coat_jax.optimizer.lion import coat_lion
+from coat_jax.optimizer.muon import coat_muon
+
+
+def register() -> None:
+  """Makes `opt_type` accept "coat_adamw", "coat_lion" and "coat_muon".
+
+  Adds these names to the module `optax`, where Tunix's commands search them.
+  """
+  for optimizer in (coat_adamw, coat_lion, coat_muon):
+    setattr(optax, optimizer.__name__, optimizer)
+
+
+if __name__ == "__main__":
+  if len(sys.argv) < 2:
+    sys.exit(
+      "usage: python -m coat_jax.integrations.tunix "
+      "{tunix.cli.peft_main,tunix.cli.grpo_main} CONFIG [KEY=VALUE ...]"
+    )
+  register()
+  sys.argv = sys.argv[1:]
+  runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of attention equal those of f32 attention at what is saved.
+
+A softmax does not change if the same number is added to all scores of a row, so
+the gradients of a row's scores sum to 0. Adding one vector to all keys adds
+such numbers. The sum over keys of dk is therefore 0, and so is the gradient of
+a bias of k. A backward whose output is not the forward's breaks this first.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import recipes
+from coat_jax.layers import Attention
+from coat_jax.layers.dot_product_attention import (
+  AttentionInputs,
+  HeadsAttention,
+)
+from coat_jax.models.remat import checkpointed
+from coat_jax.ops import AttentionKind
+from tests.comparing import assert_close, jit
+from tests.layers import straight_through
+from tests.matrices import quick
+
+B, T, D, N, K, H = 2, 12, 24, 4, 2, 8
+# Two documents, and padding.
+SEGMENTS = np.int32([[0] * 5 + [1] * 7, [3] * 10 + [-1] * 2])
+FP8 = {
+  "coat": recipes.coat(attention="fp8"),
+  "saved set": recipes.coat(residuals="coat", attention="fp8"),
+  "groups of 32": recipes.coat(attention="fp8", group_size=32),
+  "fp8_block": recipes.fp8_block(attention="fp8"),
+  "int8": recipes.int8(attention="fp8"),
+}
+PLAIN = {
+  "coat, BF16 attention": recipes.coat(),
+  "fp8_block, BF16 attention": recipes.fp8_block(),
+  "fp8_linear": recipes.fp8_linear(),
+  "bf16": recipes.bf16(),
+}
+OPTIONS = [
+  {},
+  dict(window=3, segments=SEGMENTS),
+  dict(causal=False, scale=0.7),
+]
+
+
+@functools.partial(jit, static_argnames=("recipe", "kind"))
+def middle_gradients(q, k, v, segments, dout, recipe, kind):
+  """dq, dk and dv of the middle alone, without the products around it."""
+  middle = HeadsAttention(kind)
+  inputs = AttentionInputs(None, segments)
+  saved = middle.forward((q, k, v), None, inputs, recipe).saved
+  saved, _ = middle.restore(saved, q.dtype, recipe)
+  dout = dout.reshape(B, T, N * H)
+  return middle.backward(saved, dout, None, recipe, has_bias=False).h
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", quick(1, [*FP8, "coat, BF16 attention"]))
+def test_gradients_are_those_of_f32_attention_at_what_is_saved(name, options):
+  rng = np.random.default_rng(0)
+  q, k, v, dout = (
+    jnp.float32(rng.normal(size=(B, T, n, H))) for n in (N, K, K, N)
+  )
+  recipe, options = (FP8 | PLAIN)[name], dict(options)
+  segments = options.pop("segments", None)
+  kind = AttentionKind(**options)
+  found = middle_gradients(q, k, v, segments, dout, recipe, kind)
+  if name in FP8:
+    saved = recipe.group_size, recipe.formats.values
+    q, k, v = (straight_through.per_group(x, *saved) for x in (q, k, v))
+  f = functools.partial(
+    straight_through.attention, kind=kind, segments=segments
+  )
+  assert_close(found, jit(lambda *heads: jax.vjp(f, *heads)[1](dout))(q, k, v))
+  dk = np.asarray(found[1], np.float64)
+  assert np.max(np.abs(dk.sum(1))) < 1e-6 * np.max(np.abs(dk).sum(1))
+
+
+CASES = [
+  ("coat", "none", {}),
+  ("fp8_block", "none", {}),
+  ("coat", "fp8", {}),
+  ("coat", "fp8_layer", {}),
+  ("coat", "full", {}),
+  ("coat", "none", dict(clip_qkv=100.0)),
+  ("coat", "none", dict(window=3)),
+  ("coat", "none", dict(num_kv_heads=4)),
+  *((name, "none", {}) for name in (FP8 | PLAIN)),
+  *((name, "full", {}) for name in PLAIN),
+]
+
+
+@pytest.mark.parametrize("name, remat, options", quick(2, CASES))
+def test_a_bias_of_k_has_no_gradient(name, remat, options):
+  recipe = (FP8 | PLAIN)[name]
+  options = dict(num_kv_heads=K) | options
+  module = Attention(
+    D,
+    N,
+    head_dim=H,
+    rope_theta=None,
+    use_qkv_bias=True,
+    dtype=jnp.float32,
+    recipe=recipe,
+    rngs=nnx.Rngs(0),
+    **options,
+  )
+  run = lambda x, module: module(x)  # noqa: E731
+  run = checkpointed(run, remat, recipe, is_gathering=False)
+  x, dy = jax.random.normal(jax.random.key(0), (2, B, T, D))
+
+  @jit
+  def gradient(module, x, dy):
+    return nnx.grad(lambda module: jnp.sum(run(x, module) * dy))(module)
+
+  found = gradient(module, x, dy).qkv.linear.bias[...]
+  found = np.asarray(found).reshape(options["num_kv_heads"], -1, H)
+  assert np.max(np.abs(found[:, -2])) < 1e-5 * np.max(np.abs(found))
