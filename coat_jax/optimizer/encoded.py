@@ -105,7 +105,7 @@ def encoded(
   def init_fn(params):
     count = jnp.zeros([], jnp.int32)
     if isinstance(params, placeholder_type()):
-      state = mark_placeholders(op, inner.init(params), codec, rule)
+      state = mark_placeholders(op, inner.init, params, codec, rule)
       return EncodedState(count, state)
     chosen = arguments.choose_groups(op, params, codec.groups, quantize_mask)
     where = mesh_of(params)
@@ -180,6 +180,8 @@ def _in_f32(tree: Any) -> Any:
   def cast(x):
     if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
       return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return jax.eval_shape(in_f32, x)
     return in_f32(jnp.asarray(x))
 
   return jax.tree.map(cast, tree)

@@ -151,23 +151,43 @@ def _is_named(path: str, name: str) -> bool:
 
 
 def mark_placeholders(
-  op: str, state: Any, codec: MomentCodec, rule: FieldRule
+  op: str,
+  init: Callable[[Any], Any],
+  placeholder: Any,
+  codec: MomentCodec,
+  rule: FieldRule,
 ) -> Any:
-  """Marks the fields of a state that `init` made of optax's placeholder."""
-  known, kind = _known_fields(state), placeholder_type()
+  """Makes a state of optax's placeholder and marks its fields."""
+  state, kind = init(placeholder), placeholder_type()
+  known, paths = _known_fields(state), _field_paths(init)
 
   def mark(keys, node):
-    if not isinstance(node, kind):
+    path = node_path(keys)
+    if not isinstance(node, kind) or not (paths is None or path in paths):
       return node
-    chosen = _kind_at(op, node_path(keys), rule, known)
+    chosen = _kind_at(op, path, rule, known)
     return marked_moment(node, getattr(codec, chosen)) if chosen else node
 
   return jax.tree.map_with_path(
-    mark,
-    state,
-    # Only v of factored moments could have parameters' shapes, but does not.
-    is_leaf=lambda x: isinstance(x, kind | optax.FactoredState),
+    mark, state, is_leaf=lambda x: isinstance(x, kind | optax.FactoredState)
   )
+
+
+def _field_paths(init: Callable[[Any], Any]) -> set[str] | None:
+  """Returns the paths of the fields in the state of a matrix.
+
+  A placeholder also takes the place of trees with other shapes, such as the
+  norms of NovoGrad or the accumulators of SM3. None means that they are
+  unknown, because `init` has labels or masks for parameters of its own.
+  """
+  params = {"matrix": jax.ShapeDtypeStruct((3, 5), jnp.float32)}
+  try:
+    state = jax.eval_shape(init, params)
+  except Exception:  # Optax raises a different one for each wrapper.
+    return None
+  shapes = _shapes(params)
+  nodes, _ = _flatten(state, shapes)
+  return {node_path(keys) for keys, node in nodes if _is_like(node, shapes)}
 
 
 class Field(NamedTuple):
@@ -186,13 +206,8 @@ def find_fields(
   A field has the structure and shapes of `params`; some of its leaves may be
   masked, as in `optax.partition`.
   """
-  leaves = tree_leaves_with_path(params)
-  shapes = {keys: jnp.shape(x) for keys, x in leaves}
-
-  def is_whole(node):
-    return isinstance(node, optax.FactoredState) or _is_like(node, shapes)
-
-  flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_whole)
+  shapes = _shapes(params)
+  flat, treedef = _flatten(state, shapes)
   known = _known_fields(state)
   found = []
   for keys, node in flat:
@@ -208,6 +223,24 @@ def find_fields(
           "determines how they are stored, or leave this one out with fields"
         )
   return found, treedef
+
+
+def _shapes(params: Any) -> Mapping[Any, tuple[int, ...]]:
+  """Maps the path of each parameter to its shape."""
+  return {keys: jnp.shape(x) for keys, x in tree_leaves_with_path(params)}
+
+
+def _flatten(
+  state: Any, shapes: Mapping[Any, tuple[int, ...]]
+) -> tuple[list[tuple[Any, Any]], Any]:
+  """Lists the nodes of a state with their paths; a field is one node."""
+  return jax.tree_util.tree_flatten_with_path(
+    state,
+    # v of factored moments could have parameters' shapes, but is no field.
+    is_leaf=lambda node: (
+      isinstance(node, optax.FactoredState) or _is_like(node, shapes)
+    ),
+  )
 
 
 def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:

@@ -44,7 +44,8 @@ def stochastic_rounding(
   weight is p + d. `optax.apply_updates` then gives round(p + d) exactly if it
   is within a factor of 2^16 of p. Weights of other dtypes get their updates
   unchanged. The new weights have the bits of `coat_jax.apply_updates` with the
-  same seed and step.
+  same seed and step. Put `optax.apply_if_finite` around the optimizer before
+  it, not around the chain, because it requires updates of the gradients' dtype.
 
   Args:
     seed: seed of the random words.

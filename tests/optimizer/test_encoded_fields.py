@@ -71,6 +71,42 @@ def test_optax_reads_the_same_fields_of_placeholders():
   assert where.inner[0].nu == where.inner[2].trace.codes == {"w": "w"}
 
 
+def mapped_paths(solver, params):
+  """Lists the fields of which `map_params` maps the codes or the values."""
+  state = jax.eval_shape(solver.init, params)
+  mapped = optax.tree.map_params(
+    solver,
+    lambda x: "mapped",
+    state,
+    transform_non_params=lambda node: node,
+  )
+  return {
+    jax.tree_util.keystr(keys[:-1], simple=True, separator="/")
+    for keys, x in jax.tree_util.tree_leaves_with_path(mapped)
+    if isinstance(x, str)
+  }
+
+
+def test_fields_of_other_shapes_are_no_fields_of_placeholders():
+  params = {"w": jnp.ones((4, 8)), "v": jnp.ones(4)}
+  # Norms of whole parameters, which are mapped as optax maps them.
+  assert mapped_paths(wrap(optax.novograd(1e-2)), params) == {
+    "inner/0/mu/codes",
+    "inner/0/nu",
+  }
+  # Accumulators of each axis.
+  found = mapped_paths(wrap(optax.sm3(1e-2)), params)
+  assert {x.rpartition("/w")[0] or x for x in found} >= {"inner/0/mu"}
+  assert "inner/0/nu/codes" in found
+  # Labels of these parameters say nothing about others.
+  own = optax.partition(
+    {"lion": optax.lion(1e-2), "sgd": optax.sgd(1e-2)},
+    {"w": "lion", "v": "sgd"},
+  )
+  (found,) = mapped_paths(wrap(own), params)
+  assert found.endswith("lion/inner_state/0/mu/codes")
+
+
 @pytest.mark.parametrize(
   "inner",
   [optax.sm3(1e-2), optax.contrib.sophia(1e-2)],
