@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a page of each notebook: its text, its code and what it printed."""
+
+import json
+import re
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+
+
+def on_files(files, config, **_):
+  """Called by mkdocs before it reads the pages."""
+  from mkdocs.structure.files import File
+
+  for path in sorted(FOLDER.glob("*.ipynb")):
+    page = f"notebooks/{path.stem}.md"
+    files.append(File.generated(config, page, content=write_page(path)))
+
+
+def write_page(path: Path) -> str:
+  """Writes a notebook as a page that links to the notebook itself."""
+  parts = []
+  for cell in json.loads(path.read_text())["cells"]:
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+      # Links between notebooks lead to their pages.
+      parts.append(re.sub(r"\((\w+)\.ipynb\)", r"(\1.md)", source))
+      continue
+    parts.append(f"```python\n{source}\n```")
+    printed = "".join("".join(x.get("text", "")) for x in cell["outputs"])
+    if printed:
+      parts.append(f"```text\n{printed.rstrip()}\n```")
+  title, *rest = parts
+  download = f"[Download this page as a notebook]({path.name}){{ download }}"
+  return "\n\n".join([title, download, *rest]) + "\n"
