@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make test-versions` tests every version, with a stand-in for Python."""
+
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.docs.pages import ROOT
+
+# Makes environments with itself in them, notes its arguments otherwise, and
+# fails in one environment.
+PYTHON = """#!/bin/sh
+case "$*" in
+  "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  *) echo "$0 $*" >> calls ;;
+esac
+case "$0 $*" in *"$FAILS"*) exit 1 ;; esac
+"""
+
+
+@pytest.fixture
+def versions(tmp_path):
+  """Runs the script; returns its exit status, its errors and the calls."""
+  python = tmp_path / "python"
+  python.write_text(PYTHON)
+  python.chmod(0o755)
+  script = shutil.copy(ROOT / "tests/versions.sh", tmp_path)
+
+  def run(*arguments, fails="nothing"):
+    environment = {
+      "PATH": "/usr/bin:/bin",
+      "PYTHON": str(python),
+      "FAILS": fails,
+    }
+    done = subprocess.run(
+      ["sh", script, *arguments],
+      cwd=tmp_path,
+      env=environment,
+      capture_output=True,
+      text=True,
+    )
+    calls = (tmp_path / "calls").read_text().splitlines()
+    return done.returncode, done.stderr, calls
+
+  return run
+
+
+def test_each_environment_is_installed_and_tested(versions):
+  status, _, calls = versions("-k", "some")
+  assert status == 0
+  assert [call.split("/")[2] for call in calls if "-m pytest" in call] == [
+    "oldest",
+    "middle",
+    "newest",
+  ]
+  installs = [call for call in calls if "-m pip install" in call]
+  assert len(installs) == 3 and "--upgrade jax" in installs[-1]
+  tests = [call for call in calls if "-m pytest" in call]
+  assert all(call.endswith("-k some") for call in tests)
+  assert "tests/layers" not in tests[0]
+  assert all("tests/layers" in call for call in tests[1:])
+
+
+@pytest.mark.parametrize("step", ["pip", "pytest"])
+def test_versions_after_a_failure_are_tested(versions, step):
+  status, errors, calls = versions(fails=f"oldest/bin/python -m {step}")
+  assert (status, errors) == (1, "failed: oldest\n")
+  assert sum("-m pytest" in call for call in calls) == 2 + (step == "pytest")
+
+
+def test_oldest_versions_are_those_that_the_package_accepts(versions):
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  install = next(call for call in versions()[2] if "pip install" in call)
+  for text in project["dependencies"]:
+    needed = Requirement(text)
+    for bound in needed.specifier:
+      assert bound.operator == ">="
+      version = bound.version + ".0" * (needed.name == "jax")
+      assert f"{needed.name}=={version}" in install
