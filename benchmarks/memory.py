@@ -102,7 +102,7 @@ def state(preset: str) -> list[dict]:
   config = PRESETS[preset]().model
   rows = []
   for dtype in (jnp.float32, jnp.bfloat16):
-    params = _abstract_params(config, dtype)
+    params = abstract_params(config, dtype)
     count = sum(x.size for x in jax.tree.leaves(params))
     stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     for name, codec in CODECS.items():
@@ -123,7 +123,8 @@ def state(preset: str) -> list[dict]:
   return rows
 
 
-def _abstract_params(config: ModelConfig, dtype):
+def abstract_params(config: ModelConfig, dtype):
+  """Returns the shapes of a decoder's parameters, as nested dicts."""
   model = nnx.eval_shape(
     lambda: Decoder(config, recipes.coat(), rngs=nnx.Rngs(0))
   )

@@ -76,7 +76,9 @@ def split(
     rounding = ((size >> 8) & 1) + jnp.uint32(0x7F)
   else:
     rounding = words >> 24
-  kept = jnp.minimum(size + rounding, jnp.uint32(_LARGEST))
+  # A TPU has no minimum of unsigned integers. Of numbers, the sign bit is 0.
+  kept = lax.bitcast_convert_type(size + rounding, jnp.int32)
+  kept = jnp.minimum(kept, jnp.int32(_LARGEST)).astype(jnp.uint32)
   kept = jnp.where(size < _INFINITY, kept, size)
   kept = jnp.where(size > _INFINITY, jnp.uint32(_NAN), kept)
   word = (kept | sign) >> 8

@@ -9,7 +9,7 @@ from coat_jax.pallas.mosaic_tpu import leaf_step
 
 
 def _why_not(g, stored, groups, part, p=None, **_) -> str | None:
-  return leaf_step.why_not(stored, groups, part, (*jax.tree.leaves(p), g))
+  return leaf_step.why_not(stored, groups, part, (*jax.tree.leaves(p)[:1], g))
 
 
 @kernel(_why_not)

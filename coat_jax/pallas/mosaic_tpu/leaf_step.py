@@ -10,7 +10,8 @@ Each program of the grid loops over the groups in a block of rows and columns.
 The statistics of whole rows stay in VMEM until the last columns are done.
 Outputs alias inputs, so the step is in place if the caller donates its arrays.
 With two moments, a step reads and writes 16.2 bytes per value if parameters and
-gradients are f32, and 10.2 bytes if they are bf16.
+gradients are f32, 10.2 bytes if they are bf16, and 12.2 bytes for 24-bit
+weights with bf16 gradients.
 
 No TPU has run this kernel yet. The tests interpret it on a CPU, and compile it
 for v5e, v5p, v6e and 7x, where it needs no temporary memory.
@@ -31,13 +32,10 @@ from jax.experimental.pallas import tpu as pltpu
 from coat_jax.codecs.group import Encoded, Grouped
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
-
-LANES = 128
-# A TPU stores bytes in tiles of 32 x 128.
-_TILE_ROWS = 32
-# v5e and v5p have 16 MiB of VMEM, which must also hold statistics and what the
-# loop computes.
-_VMEM_BYTES = 8 * 2**20
+from coat_jax.optimizer import weights
+from coat_jax.optimizer.weights import SplitWeight, Weight
+from coat_jax.pallas.mosaic_tpu import blocks
+from coat_jax.pallas.mosaic_tpu.blocks import LANES
 
 
 def why_not(stored, groups, part, arrays) -> str | None:
@@ -50,10 +48,12 @@ def why_not(stored, groups, part, arrays) -> str | None:
   shape = stored[0].codes.shape
   if len(shape) < 2 or shape[-1] % LANES:
     return f"rows must be a multiple of 128 values long, got shape {shape}"
-  if len(shape) > 2 and shape[-2] % _TILE_ROWS:
-    return f"the last axis but one must be a multiple of 32, got {shape}"
-  if len(shape) == 2 and part.layer is not None:
-    return f"a layer must have rows, got shape {shape}"
+  # Else XLA may store all layers of a row together, and would copy them.
+  in_layer = (
+    blocks.num_rows(shape) % 8 == 0 and len(blocks.lead_axes(shape)) > 0
+  )
+  if part.layer is not None and not in_layer:
+    return f"a layer must have rows, a multiple of 8, got shape {shape}"
   wrong = {x.dtype.name for x in arrays} - {"float32", "bfloat16"}
   if wrong:
     return f"parameters and gradients must be f32 or bf16, got {wrong}"
@@ -75,61 +75,81 @@ class Step:
   interpret: bool
 
   def __call__(
-    self, part: LeafPart, g: Array, p: Array | None, stored, scalars
-  ) -> tuple[Array, tuple[Encoded, ...]]:
+    self, part: LeafPart, g: Array, p: Weight | None, stored, scalars
+  ) -> tuple[Any, tuple[Encoded, ...]]:
     """Returns the new parameter, or the update if p is None, and new moments.
 
     `scalars` are those of the arithmetic; with a parameter a pair of these and
     `StepScalars`.
     """
+    whole = _whole(part, g, stored[0].codes)
+    axes = tuple(range(g.ndim - 1))
+    if part.layer is not None or not blocks.is_stored_by_rows(g.shape):
+      return self._run(part, whole, axes, g, p, stored, scalars)
+
+    def swap(tree):
+      return jax.tree.map(lambda x: x.swapaxes(0, 1) if x.ndim else x, tree)
+
+    g, p, stored = swap((g, p, stored))
+    return swap(self._run(part, whole, (1, 0), g, p, stored, scalars))
+
+  def _run(self, part, whole, axes, g, p, stored, scalars):
+    """Steps arrays whose axes but the last are `axes` of the leaf."""
     packed, treedef = jax.tree.flatten(scalars)
     statistics = [x for moment in stored for x in moment[1:] if x.ndim]
     codes = [moment.codes for moment in stored]
-    weight = [] if p is None else [p]
-    rows = math.prod(g.shape[:-1])
-    height, width = _block([g, *weight, *weight, *codes, *codes])
-    values = pl.BlockSpec((height, width), _index_map(0))
-    of_layer = _index_map(rows // height)
-    in_place = pl.BlockSpec((height, width), of_layer)
-    per_group = pl.BlockSpec(
-      (height, g.shape[-1] // LANES),
-      lambda row, column, place: (of_layer(row, column, place)[0], 0),
-    )
-    arrays = [_view(x) for x in (*weight, *codes, *statistics)]
-    specs = [in_place] * len(weight + codes) + [per_group] * len(statistics)
-    update = [] if weight else [_shape_of(_view(g))]
+    weight = jax.tree.leaves(p)
+    block = blocks.Blocks.of([g, *weight, *weight, *codes, *codes])
+    num_matrices = math.prod(blocks.lead_axes(g.shape))
+    arrays = [*weight, *codes, *statistics]
+    specs = [block.spec(x, num_matrices) for x in (*weight, *codes)]
+    specs += [block.whole_rows(x, num_matrices) for x in statistics]
+    update = [] if weight else [g]
     work = _Work(
       step=self,
       scalars=treedef,
       dims=g.shape[:-1],
-      whole=_whole(part, g, codes[0]),
-      has_weight=bool(weight),
+      axes=axes,
+      whole=whole,
+      num_weights=len(weight),
       present=tuple(tuple(x.ndim > 0 for x in moment[1:]) for moment in stored),
     )
-    value, *new = pl.pallas_call(
+    new = pl.pallas_call(
       functools.partial(_kernel, work=work),
       grid_spec=pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
-        grid=(pl.cdiv(rows, height), pl.cdiv(g.shape[-1], width)),
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), values, *specs],
-        out_specs=[values] * len(update) + specs,
+        grid=(
+          num_matrices,
+          pl.cdiv(blocks.num_rows(g.shape), block.height),
+          pl.cdiv(g.shape[-1], block.width),
+        ),
+        in_specs=[
+          pl.BlockSpec(memory_space=pltpu.SMEM),
+          block.spec(g),
+          *specs,
+        ],
+        out_specs=[block.spec(x) for x in update] + specs,
       ),
-      out_shape=[*update, *map(_shape_of, arrays)],
+      out_shape=[_shape_of(blocks.view(x)) for x in (*update, *arrays)],
       input_output_aliases={3 + i: len(update) + i for i in range(len(arrays))},
       interpret=self.interpret,
     )(
       _place(part, g.ndim),
       jnp.stack([jnp.float32(x) for x in packed]),
-      _view(g),
-      *arrays,
+      blocks.view(g),
+      *map(blocks.view, arrays),
     )
-    shapes = [x.shape for x in (*codes, *statistics)]
-    new = [x.reshape(shape) for x, shape in zip(new, shapes, strict=True)]
-    out, rest = [], iter(new[len(codes) :])
-    for moment, code in zip(stored, new, strict=False):
-      kept = [next(rest) if x.ndim else x for x in moment[1:]]
+    likes = (*update, *arrays)
+    new = iter(
+      [blocks.unview(x, like) for x, like in zip(new, likes, strict=True)]
+    )
+    value = jax.tree.map(lambda _: next(new), g if p is None else p)
+    new_codes = [next(new) for _ in codes]
+    out = []
+    for moment, code in zip(stored, new_codes, strict=True):
+      kept = [next(new) if x.ndim else x for x in moment[1:]]
       out.append(Encoded(code, *kept))
-    return value.reshape((g if p is None else p).shape), tuple(out)
+    return value, tuple(out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,49 +159,24 @@ class _Work:
   Attributes:
     step: the optimizer's step.
     scalars: structure of the scalars, which are packed into one array.
-    dims: the gradient's axes but the last.
+    dims: the sizes of the gradient's axes but the last.
+    axes: which axes of the leaf they are.
     whole: shape of the whole leaf.
-    has_weight: whether the parameter is stepped, or the update returned.
+    num_weights: number of arrays of the parameter; 0 to return the update.
     present: for each moment, whether it has an amax and a range.
   """
 
   step: Step
   scalars: Any
   dims: tuple[int, ...]
+  axes: tuple[int, ...]
   whole: tuple[int, ...]
-  has_weight: bool
+  num_weights: int
   present: tuple[tuple[bool, ...], ...]
 
 
 def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _view(x: Array) -> Array:
-  return x.reshape(-1, x.shape[-1])
-
-
-def _block(arrays: list[Array]) -> tuple[int, int]:
-  """Returns the height and width of a block of these arrays in VMEM."""
-  rows, n = math.prod(arrays[0].shape[:-1]), arrays[0].shape[-1]
-  height = min(rows, _TILE_ROWS)
-  # Every block counts twice: Pallas prefetches the next one.
-  column_bytes = 2 * _TILE_ROWS * sum(x.dtype.itemsize for x in arrays)
-  columns = _VMEM_BYTES // column_bytes
-  return height, min(n, columns // LANES * LANES)
-
-
-def _index_map(blocks_of_layer: int):
-  """Returns the function that maps a program of the grid to its block.
-
-  `blocks_of_layer` is the number of block rows per layer if the array stacks
-  all layers, and 0 otherwise.
-  """
-
-  def index(row, column, place):
-    return row + place[1] * blocks_of_layer, column
-
-  return index
 
 
 def _place(part: LeafPart, ndim: int) -> Array:
@@ -199,32 +194,44 @@ def _whole(part: LeafPart, g: Array, codes: Array) -> tuple[int, ...]:
 
 
 def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
-  """Steps a block: gradient, parameter, codes and statistics [rows, columns].
+  """Steps a block: gradient, parameter, codes and statistics.
 
   `refs` are the inputs, then the outputs in the same order. Without a
   parameter, the update precedes the other outputs.
   """
-  height, width = g_ref.shape
-  groups, has_weight = work.step.groups, work.has_weight
-  ins, outs = _inputs_and_outputs(refs, has_weight)
-  weight_ref, ins = (ins[0], ins[1:]) if has_weight else (None, ins)
-  out_ref, outs = outs[0], outs[1:]
-  count = len(groups)
-  old_statistics = [_widened(ref[...]) for ref in ins[count:]]
-  lanes = lax.broadcasted_iota(jnp.int32, old_statistics[0].shape, 1)
-  first_group = pl.program_id(1) * (width // LANES)
+  # An update makes the outputs one more.
+  ins, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
 
-  @pl.when(pl.program_id(1) == 0)
+  @pl.when(pl.program_id(2) == 0)
   def _():
-    for old, new in zip(ins[count:], outs[count:], strict=True):
+    first = work.num_weights + len(work.step.groups)
+    for old, new in zip(ins[first:], outs[-len(ins[first:]) :], strict=True):
       new[...] = old[...]
 
+  for plane in range(2) if g_ref.ndim > 2 else (None,):
+    _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work)
+
+
+def _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work: _Work):
+  """Steps a block [height, width], one of the two if `plane` is not None."""
+  height, width = g_ref.shape[0], g_ref.shape[-1]
+  groups, has_weight = work.step.groups, work.num_weights > 0
+  weight_refs, ins = ins[: work.num_weights], ins[work.num_weights :]
+  out_refs, outs = outs[: -len(ins)], outs[-len(ins) :]
+  count = len(groups)
+
+  def read(ref, columns: Any = slice(None)):
+    return ref[blocks.index_of(ref, plane, columns)]
+
+  old_statistics = [_widened(read(ref)) for ref in ins[count:]]
+  lanes = lax.broadcasted_iota(jnp.int32, old_statistics[0].shape, 1)
+  first_group = pl.program_id(2) * (width // LANES)
   count_scalars = range(work.scalars.num_leaves)
   scalars = work.scalars.unflatten([scalars_ref[i] for i in count_scalars])
   arithmetic_scalars, step = scalars if has_weight else (scalars, None)
-  row = _rows(place_ref, height, work)
+  row = _rows(place_ref, height, plane, work)
   key = lax.bitcast_convert_type(place_ref[0], jnp.uint32)
-  first_column = pl.program_id(1) * width + place_ref[1 + len(work.whole)]
+  first_column = pl.program_id(2) * width + place_ref[1 + len(work.whole)]
   needs_words = has_weight or any(codec.needs_noise for codec in groups)
 
   def one_group(j, statistics):
@@ -236,12 +243,12 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
       for x in old_statistics
     ]
     old = [
-      codec.decode_groups(Encoded(codes[:, at], *fields))
+      codec.decode_groups(Encoded(read(codes, at), *fields))
       for codec, codes, fields in zip(
         groups, ins, _fields(work.present, picked), strict=False
       )
     ]
-    g = g_ref[:, at].astype(jnp.float32)
+    g = read(g_ref, at).astype(jnp.float32)
     if step is not None and step.grad_scale is not None:
       g = g * step.grad_scale
     value, *new = work.step.arithmetic(g, *old, arithmetic_scalars)
@@ -250,32 +257,29 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
       column = lax.broadcasted_iota(jnp.uint32, (height, LANES), 1)
       column = column + (first_column + j * LANES).astype(jnp.uint32)
       words = stochastic.words_at(key, row, column)
-    if weight_ref is not None and step is not None:
-      p = weight_ref[:, at].astype(jnp.float32)
+    if step is not None:
+      parts = [read(ref, at) for ref in weight_refs]
+      p = weights.in_f32(SplitWeight(*parts) if len(parts) > 1 else parts[0])
       value = p + -step.learning_rate * (value + step.weight_decay * p)
-    out_ref[:, at] = _rounded(value, out_ref.dtype, words, has_weight)
+    rounded = _rounded(value, out_refs, words, has_weight)
+    for ref, x in zip(out_refs, rounded, strict=True):
+      ref[blocks.index_of(ref, plane, at)] = x
     updated = []
     for i, (codec, x) in enumerate(zip(groups, new, strict=True)):
       noise = None
       if codec.needs_noise:
         noise = stochastic.uniform(stochastic.next_words(words, i))
       encoded = codec.encode_groups(x, noise)
-      outs[i][:, at] = encoded.codes
+      outs[i][blocks.index_of(outs[i], plane, at)] = encoded.codes
       updated += [_widened(y) for y in encoded[1:] if y.ndim]
     return [
       jnp.where(own, y, x) for x, y in zip(statistics, updated, strict=True)
     ]
 
-  statistics = [_widened(ref[...]) for ref in outs[count:]]
+  statistics = [_widened(read(ref)) for ref in outs[count:]]
   new = lax.fori_loop(0, width // LANES, one_group, statistics)
   for ref, x in zip(outs[count:], new, strict=True):
-    ref[...] = x.astype(ref.dtype)
-
-
-def _inputs_and_outputs(refs, has_weight: bool):
-  """Splits refs; without a parameter, the update is an additional output."""
-  count = (len(refs) - (not has_weight)) // 2
-  return refs[:count], refs[count:]
+    ref[blocks.index_of(ref, plane)] = x.astype(ref.dtype)
 
 
 def _widened(x: Array) -> Array:
@@ -292,29 +296,34 @@ def _fields(present, statistics) -> list[list[Array]]:
   ]
 
 
-def _rounded(value, dtype, words, is_weight: bool) -> Array:
-  """Rounds a bf16 parameter stochastically; anything else to nearest."""
+def _rounded(value, refs, words, is_weight: bool) -> tuple[Array, ...]:
+  """Rounds to the dtypes of refs: a bf16 parameter and 24 bits at random."""
+  dtype = refs[0].dtype
   if is_weight and dtype == jnp.bfloat16:
     words = stochastic.parameter_words(words)
-    return stochastic.round_to_bfloat16(value, words)
-  return value.astype(dtype)
+    if len(refs) > 1:
+      return weights.split(value, words)
+    return (stochastic.round_to_bfloat16(value, words),)
+  return (value.astype(dtype),)
 
 
-def _rows(place_ref, height: int, work: _Work) -> Array:
+def _rows(place_ref, height: int, plane: int | None, work: _Work) -> Array:
   """Returns the row of each value in the whole leaf: uint32 [height, 1].
 
   Rows number all axes but the last in row-major order, modulo 2^32.
   """
-  dims, whole = work.dims, work.whole
+  matrix = pl.program_id(0)
   local = lax.broadcasted_iota(jnp.int32, (height, 1), 0)
-  local = local + pl.program_id(0) * height
-  row, stride = jnp.zeros_like(local), 1
-  for axis in reversed(range(len(dims))):
-    index = local if axis == 0 else lax.rem(local, jnp.int32(dims[axis]))
-    local = lax.div(local, jnp.int32(dims[axis]))
-    index = index + place_ref[2 + axis]
-    if axis == 0 and len(dims) > 1:
-      index = index + place_ref[1]
-    row = row + index * (stride % 2**32 - 2**32 * (stride % 2**32 >= 2**31))
-    stride *= whole[axis]
+  indices = [local + pl.program_id(1) * height]
+  if plane is not None:
+    indices.append(jnp.int32(plane))
+  for size in reversed(work.dims[: len(work.dims) - len(indices)]):
+    indices.insert(0, lax.rem(matrix, jnp.int32(size)))
+    matrix = lax.div(matrix, jnp.int32(size))
+  indices[0] = indices[0] + place_ref[1]
+  row = jnp.zeros_like(local)
+  for index, axis in zip(indices, work.axes, strict=True):
+    stride = math.prod(work.whole[axis + 1 : -1]) % 2**32
+    stride -= 2**32 * (stride >= 2**31)
+    row = row + (index + place_ref[2 + axis]) * stride
   return row.astype(jnp.uint32)
