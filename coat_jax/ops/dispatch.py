@@ -76,7 +76,7 @@ class Op[R]:
     return ("xla", *self.kernels)
 
   def require_known(self, implementation: Any, op: str = "") -> None:
-    """Raises a NotImplementedError of `op` if the name is unknown."""
+    """Raises a NotImplementedError that names `op` if the name is unknown."""
     if implementation not in (None, *self.implementations):
       raise NotImplementedError(
         f"{op or self.name}: implementation must be one of "

@@ -3,14 +3,15 @@
 
 This memory comes on top of what all layers save. Each sum covers the arrays
 that are alive together at a possible peak, given the order in which XLA
-works. We found them from XLA's live ranges in steps that were compiled for
-H200s, and assume that
+works. We derived the sums from XLA's live ranges in steps that were compiled
+for H200s, and assume that
   * a stack of layers is scanned, so what a layer saved is copied out of it;
   * on one GPU XLA computes all weights' gradients at the end of a layer;
   * on a mesh it sums them over GPUs while the next layer runs.
 
-tests/train/memory/test_terms.py repeats each sum next to the compiled peak, and
-`python -m benchmarks.memory plan` and tests/aot/test_plan.py compile again.
+tests/train/memory/test_terms.py repeats the sums array by array and compares
+the plans with compiled peaks. `python -m benchmarks.memory plan` and
+tests/aot/test_plan.py compile again.
 """
 
 import dataclasses
