@@ -7,11 +7,11 @@ test-aot` installs them. h200.txtpb in this folder describes the GPU to the
 compiler. It is openxla/xla's `specs/h200.txtpb` (Apache-2.0) with the versions
 of the CUDA libraries added.
 
-The compiled programs cannot run here, but they have the same HLO and memory as
-on the GPU: which kernels and FP8 matmuls a step consists of, and how many bytes
-it takes. Only choices that XLA makes by trying, such as the fastest of several
-algorithms, can differ on a real GPU. Kernels that several programs of a process
-share are compiled once.
+The compiled programs cannot run here, but their HLO and memory are those of a
+GPU's programs: they show which kernels and FP8 matmuls a step runs, and how
+many bytes it needs. Only choices that XLA makes by trying, such as the fastest
+of several algorithms, can differ on a real GPU. Kernels that several programs
+of a process share are compiled once.
 """
 
 import atexit
@@ -133,7 +133,7 @@ def _host(count: int) -> list[jax.Device]:
 
 
 def _assume_cudnn() -> None:
-  """Tells JAX a version of cuDNN, because none is installed."""
+  """Gives JAX a version of cuDNN, because none is installed."""
   from jax._src.cudnn import fused_attention_stablehlo
 
   fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION

@@ -201,7 +201,7 @@ class Layer:
 
   def _saving(self, graph, *, in_scan: bool) -> Callable:
     layer = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
-    # Otherwise XLA would merge the second forward pass with the first.
+    # Outside a scan, XLA would merge the second forward pass with the first.
     prevent_cse = not in_scan
     if self.checkpoint == "fp8_layer":
       return fp8_remat(layer, 1, recipe=self.recipe, prevent_cse=prevent_cse)
@@ -240,7 +240,7 @@ def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
 
 
 def temporary_bytes(fn: Callable, specs, *, compile_only: bool) -> int:
-  """Compiles `fn` for an H200, or for the device of this machine."""
+  """Returns the temporary bytes of `fn` on an H200, or on this machine."""
   if compile_only:
     return aot.temporary_bytes(aot.compile_for_h200(fn, *specs))
   return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())

@@ -29,7 +29,7 @@ def product_cases(sizes: Sizes) -> Iterator[Case]:
 def _matmuls(sizes):
   """Lists the matmuls of each linear layer, in FP8 and in BF16."""
   t = sizes.tokens
-  # Which two of x [t, d], w [d, f] and g [t, f], and the axes to sum over.
+  # The two factors among x [t, d], w [d, f], g [t, f], and their summed axes.
   products = (
     (ops.linear_fwd, "x", "w", (1, 0)),
     (ops.linear_dgrad, "g", "w", (1, 1)),

@@ -48,7 +48,7 @@ def measure_steps(
 ) -> dict:
   """Trains a few steps, times them, and returns the values of a row.
 
-  `mesh` is None for one device. `steps` are timed after a few that are not.
+  `mesh` is None for one device. After a few warm-up steps, `steps` are timed.
   """
   optimizer = step.build_optimizer(config, mesh)
   abstract = step.abstract_state(config, optimizer, mesh)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles whole training steps of a preset for H200s, without a GPU.
 
-The step is that of `train.pretrain`: forward, backward, clipping and the
+They are the steps that `train.pretrain` runs: forward, backward, clipping and
 optimizer, with donated state.
 """
 
@@ -18,7 +18,7 @@ from train.config import TrainConfig
 from train.presets import PRESETS
 
 _LEAN = dict(recipe="coat", params="bfloat16", optimizer_in_backward=True)
-# The options in which variants differ.
+# The options that each variant sets.
 VARIANTS = {
   "bf16": dict(recipe="bf16"),
   "bf16_dots": dict(recipe="bf16", remat="dots"),
@@ -47,16 +47,16 @@ def configure(
   mesh: str = "",
   **options,
 ) -> TrainConfig:
-  """Makes the run of a preset for a variant.
+  """Builds a preset's configuration with the options of a variant.
 
   Args:
     preset: one of `train.presets.PRESETS`.
     variant: one of `VARIANTS`; with the recipes bf16 and fp8_linear, moments
       are f32.
     batch: sequences for each device along `data` and `fsdp`.
-    seq: tokens of a sequence.
+    seq: tokens per sequence.
     mesh: the value of `--mesh`.
-    **options: other options of `TrainConfig`, and `optimizer`.
+    **options: other fields of `TrainConfig`, or `optimizer`.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options
@@ -82,7 +82,7 @@ def compile_step(
 ) -> tuple[jax.stages.Compiled, step.TrainState]:
   """Compiles a run's step for the H200s of its mesh.
 
-  Returns the program, and the abstract state that it accepts.
+  Returns the compiled step, and the abstract state that it accepts.
   """
   sizes = config.mesh_sizes
   mesh = None

@@ -59,7 +59,7 @@ def read_options(
 
 
 class _Held(io.StringIO):
-  """Collects text, which tyro formats as for `stream`, maybe a terminal."""
+  """Collects text that tyro formats for `stream`, which may be a terminal."""
 
   def __init__(self, stream: Any):
     super().__init__()

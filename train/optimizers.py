@@ -95,7 +95,7 @@ def build(
 def of_transformation(
   tx: optax.GradientTransformation, *, seed: ArrayLike
 ) -> FusedTransformation:
-  """Steps weights by an optax transformation with stored moments."""
+  """Makes an optimizer from an optax transformation with stored moments."""
 
   def apply(grads, state, params, *, grad_scale=None):
     grads = weights.in_f32(grads)

@@ -54,7 +54,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-  """Scalars of one step, at the parameters before its update."""
+  """Scalars of one step, computed with the parameters before its update."""
 
   loss: jax.Array  # f32, mean loss of the batch's targets, in nats.
   grad_norm: jax.Array  # f32, global norm of the gradients before clipping.

@@ -145,7 +145,7 @@ def _of_values(x: jax.Array, dtype) -> dict[str, jax.Array]:
 def _of_codes(
   group: GroupCodec, encoded: list[Encoded]
 ) -> dict[str, jax.Array]:
-  """Computes shares of the codes of a moment; {} if it has no codes."""
+  """Computes statistics of a moment's codes; {} if it has no 8-bit codes."""
   if not encoded or encoded[0].codes.dtype.itemsize > 1:
     return {}
   dtype = encoded[0].codes.dtype

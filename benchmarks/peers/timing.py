@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times PyTorch calls on a GPU and prints rows like `benchmarks.harness`.
 
-Calls are timed in groups of about 0.1 s, but at most 24 calls, back to back,
-after a warm-up, as in `benchmarks.harness.measure`. This file imports torch
-but not jax, so the two never share a GPU's memory in one process.
+After a warm-up, calls are timed back to back in groups of about 0.1 s and at
+most 24 calls, as in `benchmarks.harness.measure`. This file imports torch but
+not jax, so the two never share a GPU's memory in one process.
 """
 
 import datetime

@@ -2,8 +2,8 @@
 """The interface of a codec for one moment, and the base of the grouped codecs.
 
 A moment is encoded as codes of its own shape and at most two statistics per
-group of `group_size` values along the last axis. `coat_jax.codecs` pairs a
-codec for each of Adam's two moments.
+group of `group_size` values along the last axis. `coat_jax.codecs` pairs two
+such codecs, one for each of Adam's moments.
 
 Stochastic rounding works on decoded values: if lower <= x <= upper are the two
 neighbours as `decode` returns them, P(upper) = (x - lower) / (upper - lower).

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds coat_jax's optimizers to the command line of Tunix.
 
-Trainers of Tunix accept any optimizer and need nothing from here. Its commands
-search `opt_type` in optax. So put this module before the command:
+Tunix's trainers accept any optimizer and need nothing from here. Its commands
+look `opt_type` up in optax, so start them through this module:
 
   python -m coat_jax.integrations.tunix tunix.cli.peft_main config.yaml \
     optimizer_config.opt_type=coat_adamw optimizer_config.learning_rate=1e-4
@@ -21,7 +21,7 @@ from coat_jax.optimizer.muon import coat_muon
 def register() -> None:
   """Makes `opt_type` accept "coat_adamw", "coat_lion" and "coat_muon".
 
-  Adds these names to the module `optax`, where Tunix's commands search them.
+  It adds these names to the module `optax`, where Tunix's commands look.
   """
   for optimizer in (coat_adamw, coat_lion, coat_muon):
     setattr(optax, optimizer.__name__, optimizer)

@@ -64,10 +64,10 @@ def rule(
 
   `specs(*arrays, *static, recipe)` defines shardings with `recipe.axes`. It
   returns a tuple with a tree of `PartitionSpec` for each array (one spec may
-  stand for a whole tree), and the specs of the results. By default everything
-  is sharded like the first array, as tokens. `result_spec(*arrays)` returns the
-  specs of the results on explicit axes without `recipe.axes`; by default, the
-  first array's.
+  stand for a whole tree), and the specs of the results. By default all arrays
+  and results are sharded as tokens, like the first array. Without
+  `recipe.axes`, `result_spec(*arrays)` returns the specs of the results on
+  explicit mesh axes; by default, they are the first array's.
 
   The returned `f(arrays, *static, recipe)` is differentiable in its tuple of
   arrays.
@@ -128,7 +128,7 @@ def rule(
 
   def f(arrays: tuple, *static: Any) -> Any:
     static = _with_axes_of_types(arrays, static, specs)
-    # Do this outside of the custom gradient, so that JAX transposes it too.
+    # Outside the custom gradient, so that JAX also transposes the placement.
     if static[-1].axes is None:
       arrays = mesh.varying(arrays)
     else:
@@ -154,11 +154,11 @@ def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
 
 
 def _only_saved[Tree](read: Tree) -> Tree:
-  """Makes the backward recompute from saved values, once its gradient exists.
+  """Makes the backward wait for its gradient, and recompute from saved values.
 
-  Without this, if no scan separates layers, XLA notices that the forward
-  computed the same f32 values, and keeps these in memory. Programs for NVIDIA
-  GPUs need no barrier, because kernels compute these values.
+  Otherwise, if no scan separates layers, XLA notices that the forward computed
+  the same f32 values and keeps them in memory. Programs for NVIDIA GPUs need no
+  barrier, because kernels compute these values.
   """
   return read if target() == "cuda" else jax.lax.optimization_barrier(read)
 

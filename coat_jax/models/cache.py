@@ -278,7 +278,7 @@ def _attend(
 def _seen(
   attention: Attention, layer_kind: Array | None, size: int
 ) -> tuple[AttentionKind, Array | int | None]:
-  """Returns how to compute scores, and the window (None to see all keys)."""
+  """Returns the kind of attention, and the window (None to see all keys)."""
   kinds = attention.middle.kind
   if not isinstance(kinds, tuple):
     return kinds, kinds.window

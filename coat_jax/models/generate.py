@@ -71,7 +71,7 @@ class _Until(NamedTuple):
   most: Array | int
 
   def goes_on(self, token: Array) -> Array:
-    """Tells whether each row continues after its last token."""
+    """Returns whether each row continues after its last token."""
     is_stop = jnp.any(token[:, None] == self.stops[None], axis=-1)
     return jnp.asarray(self.is_row) & ~is_stop
 
@@ -111,8 +111,8 @@ def generate(
   would depend on the other prompts. Without FP8, a prompt gives the same result
   as it would alone, up to the order of summation.
 
-  While tokens are added, memory holds a second copy of the layers' weights, in
-  that dtype (f32 for weights read in f32), whatever dtype they are stored in.
+  While tokens are added, memory holds a second copy of the layers' weights in
+  that dtype; weights that layers read in f32 are copied in f32.
 
   On a mesh, call it under `jax.set_mesh` with sharded parameters; it uses the
   axes of the model's recipe.

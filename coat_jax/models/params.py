@@ -117,7 +117,7 @@ def path_of(keys: Any) -> str:
 
 
 def is_stacked(path: str) -> bool:
-  """Tells whether a parameter has a leading axis of layers."""
+  """Returns whether a parameter has a leading axis of layers."""
   return "layers" in path.split("/")
 
 

@@ -22,7 +22,7 @@ _STDDEV = 0.02
 
 
 class Start(NamedTuple):
-  """How the parameters of a model are initialized.
+  """Options for initializing the parameters of a model.
 
   Attributes:
     dtype: dtype of activations.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of arguments; messages are "op: name must be rule, got value; remedy".
 
-A wrong kind is a TypeError, a wrong value a ValueError. In every check `op` is
+A wrong type raises TypeError, a wrong value ValueError. In every check `op` is
 the public function that was called, `name` its argument, `value` the argument's
 value, and `remedy` what the caller can do.
 """

@@ -137,9 +137,9 @@ class CoatRecipe:
 
   Attributes:
     linear: format of the operands of matrix products.
-    scaling: class of the scales of FP8 products: `ops.PerTensor`, `ops.Blocks`,
-      or your own subclass of `ops.Scaling`, which runs as plain JAX. On a mesh,
-      blocks require a single device along the tensor axis.
+    scaling: how operands of FP8 products are scaled: by `ops.PerTensor`,
+      `ops.Blocks`, or your own subclass of `ops.Scaling`, which runs as plain
+      JAX. On a mesh, blocks require a single device along the tensor axis.
     nonlinear: format that norms and activation functions read and save.
     residuals: "coat" saves what the reference saves; "minimal" recomputes norm
       outputs, SiLU and elementwise products in the backward pass.

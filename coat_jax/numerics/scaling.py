@@ -112,7 +112,7 @@ class Scaling(abc.ABC):
     saves_rows: whether a layer saves an input's rows, which `turn` converts to
       columns in the backward pass; otherwise it saves columns.
     saves_scale: whether a layer saves a weight's scale for the backward pass;
-      otherwise it is computed again.
+      otherwise the backward pass recomputes it.
   """
 
   dtype: DTypeLike = E4M3

@@ -6,7 +6,7 @@ from jax import Array, lax
 
 
 def varying[Tree](tree: Tree) -> Tree:
-  """Casts arrays to vary over the union of the `shard_map` axes of all of them.
+  """Casts all arrays to vary over the union of their `shard_map` axes.
 
   If a weight's type does not vary, its gradient is the sum over devices. The
   transpose of this cast computes that sum in the weight's dtype, so a custom

@@ -76,7 +76,7 @@ class Op[R]:
     return ("xla", *self.kernels)
 
   def require_known(self, implementation: Any, op: str = "") -> None:
-    """Raises a NotImplementedError of `op` if the name is unknown."""
+    """Raises a NotImplementedError that names `op` if the name is unknown."""
     if implementation not in (None, *self.implementations):
       raise NotImplementedError(
         f"{op or self.name}: implementation must be one of "
@@ -119,7 +119,7 @@ class Op[R]:
     return self.kernel(implementation)(*args, **kwargs)
 
   def _choose(self, args, kwargs) -> R:
-    """Runs a kernel if this is compiled for a platform that has one."""
+    """Runs a kernel if the target platform has one, else the definition."""
     platform = target()
     for name in self.kernels if platform else ():
       if _platform_of(name) != platform or self._why_not(name, args, kwargs):
@@ -138,7 +138,7 @@ class Op[R]:
     return self.definition(*args, **kwargs)
 
   def explain(self, *args: Any, **kwargs) -> str:
-    """See `ops.explain`."""
+    """Explains which implementation would run; see `ops.explain`."""
     chosen: dict[str, str] = {}
     reasons: list[str] = []
     for name in self.kernels:
@@ -265,7 +265,7 @@ def target() -> str | None:
 
 
 def may_be_partitioned() -> bool:
-  """Returns whether XLA may partition this code: no kernel can run then."""
+  """Returns whether XLA may partition this code, so that no kernel can run."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.auto_axes or mesh.explicit_axes:
     return mesh.size > 1

@@ -38,7 +38,7 @@ AnyMesh = Mesh | AbstractMesh
 # `nnx.Optimizer` prefers the second one.
 _NAMES = ("out_sharding", "optimizer_sharding")
 
-# The mesh that is set where `abstract_state` is called; it sets another one.
+# The mesh of `abstract_state`'s caller; `abstract_state` sets another one.
 _CALLERS_MESH: contextvars.ContextVar[AnyMesh | None] = contextvars.ContextVar(
   "callers_mesh", default=None
 )

@@ -232,10 +232,10 @@ def encode_trees(
   """Encodes trees of values to moments with these codecs.
 
   `leaf_codecs` lists the codecs of each tree's leaves: the moment's codec or a
-  plain one. The random words of a leaf depend on the order in which paths
-  appear and on how many trees had the path before. The moments have the
-  structure of `like`. If `like` is None, they have the structure of the trees,
-  and `mesh` is the mesh in the types of the parameters, or None.
+  plain one. A leaf's random words depend on when its path first appears, and on
+  how many earlier trees contain that path. The moments have the structure of
+  `like`. If `like` is None, they have the structure of the trees, and `mesh` is
+  the mesh in the types of the parameters, or None.
   """
   seen: dict[Any, tuple[int, int]] = {}
   moments = []

@@ -58,7 +58,7 @@ def encoded(
 
   Args:
     inner: any optax optimizer or chain, such as `optax.contrib.muon(1e-2)`.
-      It must keep fields in f32: leave its `mu_dtype` out.
+      It must keep fields in f32: do not set its `mu_dtype`.
     codec: how fields are stored, from `codecs`: its `nu` stores fields that are
       never negative, its `mu` all others.
     fields: which fields are encoded, and how. None for `default_field_rule`,

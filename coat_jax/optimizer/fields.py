@@ -157,7 +157,7 @@ def mark_placeholders(
   codec: MomentCodec,
   rule: FieldRule,
 ) -> Any:
-  """Makes a state of optax's placeholder and marks its fields."""
+  """Makes a state from optax's placeholder, and marks the fields in it."""
   state, kind = init(placeholder), placeholder_type()
   known, paths = _known_fields(state), _field_paths(init)
 
@@ -179,9 +179,9 @@ def mark_placeholders(
 def _field_paths(init: Callable[[Any], Any]) -> set[str] | None:
   """Returns the paths of the fields in the state of a matrix.
 
-  A placeholder also takes the place of trees with other shapes, such as the
-  norms of NovoGrad or the accumulators of SM3. None means that they are
-  unknown, because `init` has labels or masks for parameters of its own.
+  A placeholder also replaces trees that are not fields, such as the norms of
+  NovoGrad or the accumulators of SM3. Returns None if the paths are unknown,
+  because `init` has labels or masks that fit only its own parameters.
   """
   params = {"matrix": jax.ShapeDtypeStruct((3, 5), jnp.float32)}
   try:
@@ -239,7 +239,7 @@ def _flatten(
   """Lists the nodes of a state with their paths; a field is one node."""
   return jax.tree_util.tree_flatten_with_path(
     state,
-    # v of factored moments could have parameters' shapes, but is no field.
+    # v of factored moments may have a parameter's shape, but is not a field.
     is_leaf=lambda node: (
       isinstance(node, optax.FactoredState) or _is_like(node, shapes)
     ),

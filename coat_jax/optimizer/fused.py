@@ -109,10 +109,10 @@ def fused_coat_adamw(
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.
     weight_decay, mask, quantize_mask: as for `coat_adamw`.
-    low_bits: whether `init` makes a state with another byte for each bf16
-      parameter, 24 bits in all. If parameters are f32, `init` computes the
-      bytes from them, and the caller continues with `split_weights(params)[0]`;
-      if they are bf16, the bytes are zeros.
+    low_bits: whether the state stores one more byte of each bf16 parameter, 24
+      bits in all. If parameters are f32, `init` computes the bytes from them,
+      and the caller continues with `split_weights(params)[0]`; if they are
+      bf16, the bytes are zeros.
     seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:

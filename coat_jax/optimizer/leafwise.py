@@ -4,7 +4,7 @@
 An optimizer can step leaf by leaf if a leaf's update and state depend on that
 leaf alone, and state shared by all leaves depends on no leaf. It must not draw
 random numbers either: all leaves, and all layers of a stack, would draw the
-same ones. We read from the jaxpr of the update what depends on what.
+same ones. We find these dependencies in the jaxpr of the update.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 """Cuts parameters into the matrices that Muon orthogonalizes.
 
 A leaf may hold many matrices: a stack of layers, gate and up, or q, k and v in
-the columns of one kernel. A function of (path, leaf) returns how the leaf is
-cut, such as `hidden_matrices` or `models.model_matrices(config)`.
+the columns of one kernel. A function of (path, leaf), such as `hidden_matrices`
+or `models.model_matrices(config)`, returns how the leaf is cut.
 """
 
 import functools
@@ -24,7 +24,7 @@ from coat_jax.optimizer.masks import check_leaf, is_norm_or_bias
 
 
 class MatrixSplit(NamedTuple):
-  """How a leaf is cut into matrices.
+  """Describes how a leaf is cut into matrices.
 
   It extends `optax.contrib.MuonDimensionNumbers` by two fields. All axes that
   neither of the first two fields names are batch axes (layers, experts, or gate

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports a state's size, and how well moments fit their codes."""
+"""Reports a state's size, and how accurately its codes represent moments."""
 
 from typing import Any, NamedTuple
 
@@ -108,7 +108,7 @@ def _state_bytes(arrays: Any, parameters: int) -> StateBytes:
 def state_report(
   opt_state: Any, *, reference: Any = None
 ) -> dict[str, dict[str, Any]]:
-  """Reports, leaf by leaf, how well the moments fit their codes.
+  """Reports, leaf by leaf, how accurately codes represent the moments.
 
   Args:
     opt_state: a coat state or an `EncodedState`, or an optimizer state that

@@ -44,9 +44,9 @@ def stochastic_rounding(
   weight is p + d. `optax.apply_updates` then gives round(p + d) exactly if it
   is within a factor of 2^16 of p. Weights of other dtypes get their updates
   unchanged. With the same seed and step, `coat_jax.apply_updates` returns the
-  same weights, bit for bit. Put `optax.apply_if_finite` around the optimizer
-  before it, not around the chain, because it requires updates of the
-  gradients' dtype.
+  same weights, bit for bit. `optax.apply_if_finite` requires updates of the
+  gradients' dtype, so wrap it around the optimizer in the chain, not around the
+  whole chain.
 
   Args:
     seed: seed of the random words.

@@ -2,11 +2,11 @@
 """Computes how an optimizer's FP8 state is sharded: like its parameters.
 
 Codes have the parameter's shape and sharding. The statistics of groups have the
-same axes, of which the last is shorter, and are sharded alike, so an
-optimizer's step moves nothing between devices. We need no rules to compute
-that. On a mesh with explicit axes, shardings are part of types, so tracing
-`init` on such a mesh yields the shardings of everything that it makes, no
-matter what wraps the optimizer. The result holds on any mesh.
+same axes, the last one shorter, and the same sharding, so an optimizer's step
+moves nothing between devices. We need no rules to compute these shardings. On a
+mesh with explicit axes, shardings are part of types, so tracing `init` on such
+a mesh yields the shardings of everything that it makes, no matter what wraps
+the optimizer. They are valid on any mesh.
 
 If rows are sharded, the group size must divide each device's part of a row, so
 that no group is split (`fit_group_size`). An `nnx.State` contains no codec, so
@@ -32,7 +32,7 @@ from coat_jax.optimizer.state import moments_in
 def abstract_state(
   init: Callable[[Any], Any], params: Any, shardings: Any = None
 ) -> Any:
-  """Returns the shapes, dtypes and shardings that `init` makes, without memory.
+  """Returns shapes, dtypes and shardings of the state, without allocating it.
 
   An array is sharded like the parameter that it is made from: codes and other
   arrays of its shape have the same sharding, and statistics are sharded like

@@ -47,8 +47,8 @@ class Moment:
   Codes and statistics keep the boxes of their parameters (`nnx.Variable`,
   Linen's `Partitioned`), so programs that read axis names shard both like the
   parameter. Statistics keep the name of the last axis only if its number of
-  devices divides both the columns and the groups. If no mesh is set or in the
-  box when the state is made, they lose that name and are replicated along the
+  devices divides both the columns and the groups. If the state is made with no
+  mesh set and none in the box, they lose that name and are replicated along the
   last axis. A leaf that is not encoded stores its values in `codes`, as f32 or
   complex64; its statistics are scalar zeros without names.
 

@@ -113,8 +113,8 @@ def one_body(fn: Callable) -> Callable:
   """Compiles `fn` once for all leaves of a shape, if `shares_body()`.
 
   If XLA inlines a body late, it optimizes that body only once, and all leaves
-  share its temporary memory. Compiling AdamW for 196 leaves on a CPU took 55 s
-  when each leaf had its own body, and takes 8 s now.
+  share its temporary memory. Compiling AdamW for 196 leaves on a CPU takes 8 s,
+  instead of 55 s if each leaf has its own body.
   """
   jitted = functools.partial(
     jax.jit, fn, static_argnames=("arithmetic", "groups")

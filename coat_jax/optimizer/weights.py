@@ -76,7 +76,8 @@ def split(
     rounding = ((size >> 8) & 1) + jnp.uint32(0x7F)
   else:
     rounding = words >> 24
-  # A TPU has no minimum of unsigned integers. Of numbers, the sign bit is 0.
+  # A TPU has no minimum of unsigned integers. As signed integers, only the bits
+  # of a NaN can overflow, and they are replaced below.
   kept = lax.bitcast_convert_type(size + rounding, jnp.int32)
   kept = jnp.minimum(kept, jnp.int32(_LARGEST)).astype(jnp.uint32)
   kept = jnp.where(size < _INFINITY, kept, size)
@@ -93,8 +94,8 @@ def split(
 def join(weight: SplitWeight) -> Float32[Array, "*s"]:
   """Inverts `split`: returns the f32 that a `SplitWeight` represents.
 
-  If `high` was set to zero or an infinity, that is the result for any byte,
-  except that a zero with a byte above 0 becomes a subnormal f32.
+  If `high` was set to an infinity or to zero, so is the result, whatever the
+  byte. There is one exception: zero with a byte above 0 is a subnormal f32.
   """
   high, low = weight
   upper = high.astype(jnp.float32)
@@ -116,7 +117,7 @@ def in_f32(weight: Weight) -> Array:
 
 
 def round_like(weight: Weight, x: Array, part: LeafPart) -> Weight:
-  """Rounds x, f32 or complex64, like `weight`: bf16 and 24 bits at random."""
+  """Rounds x to the storage of `weight`: bf16 and 24 bits stochastically."""
   if isinstance(weight, SplitWeight):
     return round_stochastically(split, x, part)
   if weight.dtype == jnp.bfloat16:

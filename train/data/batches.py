@@ -112,7 +112,7 @@ def train_batches(
   process_index: int = 0,
   process_count: int = 1,
 ) -> grain.MapDataset:
-  """Makes an endless dataset, whose element i is batch i, for `to_iterator`.
+  """Makes an endless dataset for `to_iterator`, whose element i is batch i.
 
   `batch_size` counts the rows of all processes together. The order of the rows
   does not depend on the number of processes.

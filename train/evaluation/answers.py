@@ -3,7 +3,7 @@
 
 Each turn of the assistant that is marked as a target is one question. The
 prompt is everything before that turn, with the data's own answers in earlier
-turns. The model always takes the most probable token, until the answer ends.
+turns. The model decodes greedily until the answer ends.
 The cross-entropy of the data's answers is computed for all turns at once.
 
 Short answers are compared as in VQA v2: in lower case, without punctuation,

@@ -3,14 +3,15 @@
 
 This memory comes on top of what all layers save. Each sum covers the arrays
 that are alive together at a possible peak, given the order in which XLA
-works. We found them from XLA's live ranges in steps that were compiled for
-H200s, and assume that
+works. We derived the sums from XLA's live ranges in steps that were compiled
+for H200s, and assume that
   * a stack of layers is scanned, so what a layer saved is copied out of it;
   * on one GPU XLA computes all weights' gradients at the end of a layer;
   * on a mesh it sums them over GPUs while the next layer runs.
 
-tests/train/memory/test_terms.py repeats each sum next to the compiled peak, and
-`python -m benchmarks.memory plan` and tests/aot/test_plan.py compile again.
+tests/train/memory/test_terms.py repeats the sums array by array and compares
+the plans with compiled peaks. `python -m benchmarks.memory plan` and
+tests/aot/test_plan.py compile again.
 """
 
 import dataclasses
@@ -120,17 +121,17 @@ def layer_backward(layer: Layer) -> float:
   return again + _fp8_linear_backward(layer)
 
 
-# The coefficients below are for a gated MLP. We also use them without a gate,
-# where a BF16 gradient, of which a bias's gradient is the sum, takes the place
-# of the gate's arrays: GPT-2's plan is within 1 %.
+# The coefficients below are for a gated MLP, but GPT-2's plan, without a gate,
+# is within 1 % too: instead of the gate's arrays there is a gradient in BF16,
+# from which a bias's gradient is summed.
 
 
 def _bf16_backward(layer: Layer) -> float:
   inner, unit, weights = layer.inner, layer.unit, layer.weights
   if not layer.is_on_mesh:
-    # The MLP needs the gradients of gate and up and of their product, and a
-    # weight. Attention still needs the product, and q, k, v, its output and all
-    # gradients.
+    # At the MLP's peak: gradients of gate, up and their product, and a weight.
+    # At attention's peak: gate, up and product, which are not freed yet; q, k,
+    # v, the output, and all gradients.
     mlp = BF16 * (3 * inner + weights["gate_up"]) + 2 * unit + 2 * layer.rows
     return max(mlp, BF16 * 3 * inner + 12 * unit)
   # The same, but all that a product saves is copied, and weights are gathered.
@@ -146,7 +147,7 @@ def _fp8_linear_backward(layer: Layer) -> float:
   if layer.is_on_mesh:
     gradients = layer.grad_value * sum(weights.values())
     return mlp + gradients + layer.gathered * weights["gate_up"]
-  # The peak also has copies of what products save, or a weight's gradient.
+  # The peak also includes copies of what products save, or a weight's gradient.
   last = layer.value * weights["gate_up"] + 4 * inner + 2 * unit
   return max(mlp + inner + 3.5 * unit, last)
 

@@ -145,7 +145,7 @@ class _Program:
     }
 
   def arrays(self):
-    """Returns shape and kind of each distinct result that is no parameter."""
+    """Returns shape and kind of each distinct result, without parameters."""
     kept = {}
     for var in self.jaxpr.outvars:
       if isinstance(var, Var) and not self._is_parameter(var):
@@ -162,12 +162,12 @@ class _Program:
     return reached
 
   def _is_parameter(self, var):
-    """Returns whether it depends on parameters only and is not a scale."""
+    """Returns whether var depends only on parameters, and is not a scale."""
     of_params = var in self.of_params and var not in self.of_x
     return of_params and var.aval.size > 1
 
   def _aliases(self, var):
-    """Returns the array, then the one that it reshapes, up to the original."""
+    """Returns an array, the one that it reshapes, and so on to the original."""
     found = [var]
     while (equation := self.equation_of.get(found[-1])) is not None:
       if equation.primitive.name not in _ALIASES:

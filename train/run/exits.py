@@ -71,9 +71,9 @@ def _status(error: Exception) -> int:
 def stop_on_failure() -> Iterator[None]:
   """Turns a failed write, or too little memory, into exit status 1.
 
-  If there are several processes, the one that failed exits at once. The others
-  know nothing of the error and wait for it, while a normal exit would wait for
-  them. Once it is gone, JAX ends them too.
+  If there are several processes, the one that failed exits at once: the others
+  know nothing of the error and wait for it, and a normal exit would wait for
+  them. JAX then ends them too.
   """
   try:
     yield

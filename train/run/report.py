@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports on a run: sizes, metrics, and how well moments fit their codes."""
+"""Reports on a run: its size, its metrics, and the accuracy of its moments."""
 
 from typing import Any
 
@@ -46,13 +46,13 @@ def held_out_means(found: list[Evaluation]) -> dict[str, float]:
 
   means = {"held_out_loss": mean([x.loss for x in found])}
   if found and found[0].accuracy is not None:
-    # Sums of f32 shares can exceed 1.
+    # An accuracy is a sum of f32 shares, which can round to above 1.
     means["held_out_accuracy"] = min(mean([x.accuracy for x in found]), 1.0)
   return means
 
 
 def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
-  """Returns the counts of a step's documents for metrics.jsonl."""
+  """Returns a step's targets and padding; {} if it counts neither."""
   if metrics.targets is None or metrics.padding is None:
     return {}
   padding = float(metrics.padding)
@@ -66,11 +66,11 @@ def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
 def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
   """Counts the bytes that a compiled step needs on each device.
 
-  This is the sum of its arguments, its temporaries, and the results that do not
-  reuse an argument's buffer, without `exact`, the arguments that only reports
-  need. Returns None if the compiler does not report sizes.
+  They are its arguments, its temporaries, and the results that do not reuse an
+  argument's buffer. The arguments `exact`, which only reports need, do not
+  count. Returns None if the compiler does not report sizes.
 
-  `peak_memory_in_bytes` is not used, as on a CPU it leaves temporaries out.
+  We do not use `peak_memory_in_bytes`: on a CPU it leaves out temporaries.
   """
   memory = compiled.memory_analysis()
   if memory is None:
@@ -81,7 +81,7 @@ def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:
-  """Measures how well the moments fit their codes."""
+  """Measures how accurately codes represent the moments."""
   codec = config.optim.moment_codec()
   state = processes.gather_arrays(state._replace(params=()))
   row: dict = {"state": state_report(state.optimizer, reference=state.exact)}
@@ -91,7 +91,7 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
-  """Counts the groups of each moment by their power k in sixteenths."""
+  """Counts how many groups of each moment use each power k, in sixteenths."""
   adam, _ = weights.without_low(state.optimizer)
   counts = {}
   for name in ("mu", "nu"):

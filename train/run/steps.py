@@ -3,7 +3,7 @@
 
 Reading a loss waits for its step. A loop that reads each loss before it starts
 the next step leaves the device idle while the host logs and makes a batch: 2 to
-3 ms per step. So a step's metrics are read after the next step was started.
+3 ms per step. So a step's metrics are read once the next step has started.
 """
 
 import collections

@@ -35,7 +35,7 @@ _WINDOW_BASE = "rope_local_base_freq"
 
 
 def _are_full(types: Any) -> bool:
-  """Tells whether a list states that all layers see all keys."""
+  """Returns whether a list states that all layers see all keys."""
   return isinstance(types, list) and all(x == _FULL for x in types)
 
 

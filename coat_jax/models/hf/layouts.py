@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
   @property
   def is_of_experts(self) -> bool:
-    """Tells whether each expert has its own tensors."""
+    """Returns whether each expert has its own tensors."""
     return "{e}" in self.names[0]
 
   def of_layer(self, i: int, num_experts: int | None) -> list[str]:

@@ -83,7 +83,7 @@ def save_hf(
       and generation settings are copied, and the keys of its config.json that
       the model's shape does not determine.
     dtype: dtype of the tensors: float32, bfloat16 or float16; None for the
-      dtype of `like`, or without `like` for that of the model's weights.
+      dtype of `like` or, without `like`, the dtype of the model's weights.
     max_length: for a Decoder, the context length of its training; written to
       config.json if `like` does not state one. None leaves it out.
     labels: the names of a VisionTower's classes; None for the names in `like`,

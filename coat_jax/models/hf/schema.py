@@ -146,7 +146,7 @@ class SubConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigTable:
-  """How a family's config.json is read and written.
+  """Describes how a family's config.json is read and written.
 
   Attributes:
     kind: class of the configuration.

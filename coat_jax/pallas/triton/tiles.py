@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations on tiles in registers, for the bodies of kernels.
 
-They compute in f32 unless documented otherwise, and return what `formats` and
-`qtensor` define. Largest magnitudes are found as integers, which propagate NaN:
-Triton's maximum of floats drops it. XLA cannot drop or split a cast in a
-kernel, so we need not round in f32 before we cast to FP8.
+They compute in f32 unless documented otherwise, and match the definitions in
+`formats` and `qtensor`. We compare magnitudes as integers, so that NaN
+propagates: Triton's maximum of floats drops it. XLA cannot drop or split a cast
+in a kernel, so we need not round in f32 before we cast to FP8.
 """
 
 import jax
@@ -33,7 +33,7 @@ def inside(
   shape: tuple[int, ...],
   index: tuple[Array | int, ...],
 ) -> Array | None:
-  """Returns which values of tile `index` are in the array; None for all.
+  """Returns the mask of tile `index`'s values in the array; None for all.
 
   Loads and stores need this mask: a tile at an array's edge may reach beyond
   it, and Pallas does not mask such values on a GPU.
@@ -78,7 +78,7 @@ def store_transposed(
 
 
 def store_scalar(ref, x: Array) -> None:
-  """Writes a value to a tile that holds a single value, of any rank."""
+  """Writes a value to a tile of any rank that holds a single value."""
   ref[(0,) * len(ref.shape)] = x
 
 
@@ -91,7 +91,7 @@ def magnitude_bits(x: Array) -> Array:
 
 
 def amax_bits(x: Array) -> Array:
-  """Returns the bits of a tile's largest magnitude as an f32: int32 []."""
+  """Returns the f32 bits of a tile's largest magnitude, as int32 []."""
   return jnp.max(magnitude_bits(x))
 
 
@@ -112,7 +112,7 @@ def group_scale(bits: Array, dtype: DTypeLike) -> Array:
 
 
 def _scale_bits(bits: Array, dtype: DTypeLike) -> Array:
-  """Returns the bits of amax / qmax, at least 2^-126, and 1 for zeros."""
+  """Returns the bits of max(amax / qmax, 2^-126), or of 1 if amax is 0."""
   amax = jax.lax.bitcast_convert_type(bits, jnp.float32)
   scale = amax * jnp.float32(1 / qmax(dtype))
   scale_bits = jax.lax.bitcast_convert_type(scale, jnp.int32)

@@ -163,8 +163,8 @@ def load_documents(
         continue
       counts.truncated += len(document.tokens) < len(whole.tokens)
       if images is not None:
-        # The cut never splits an image: as a target fits, the cut is inside a
-        # part to learn or at its end, and no such part contains an image.
+        # The cut never splits an image: it is inside a part to learn or at its
+        # end, because a target fits, and no such part contains an image.
         count = images.count(document.tokens)
         document = document._replace(images=document.images[:count])
       kept.append(document)
