@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions that save their inputs in FP8, in 1 x G groups.
 
-Nothing else is saved: the function is elementwise and cheap to recompute. As in
-all layers, forward and backward read the same values.
+G is `recipe.group_size`. Nothing else is saved: the function is elementwise and
+cheap to recompute. As in all layers, forward and backward read the same values.
 """
 
 import functools
@@ -49,8 +49,8 @@ def activate(
   Args:
     x: [..., F], BF16 (or f32).
     up: an array of the same shape and dtype, or None.
-    activation: f: "silu"; "gelu" by erf, "gelu_tanh" by the tanh formula (as
-      `jax.nn.gelu` by default), or "gelu_quick": x sigmoid(1.702 x), as in
+    activation: f: "silu"; "gelu" by erf, "gelu_tanh" by the tanh formula (the
+      default of `jax.nn.gelu`), or "gelu_quick": x sigmoid(1.702 x), as in
       CLIP.
     recipe: x and up are read and saved in FP8 if `recipe.nonlinear` is "fp8";
       None for `recipes.coat()`.
@@ -82,7 +82,7 @@ def activate(
 def plain_activation(
   parts: Sequence[Array], activation: ops.Activation
 ) -> Array:
-  """Computes f(x) or f(gate) * up in their dtype, for plain autodiff."""
+  """Computes f(x) or f(gate) * up in x's dtype, for plain autodiff."""
   # Named so that a checkpoint policy keeps the same arrays as with FP8.
   x, *others = save_residual("activation", tuple(parts))
   with residual_scope("activation"):

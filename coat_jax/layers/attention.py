@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention block's module; `layers.SelfAttention` is its middle."""
+"""The attention block: `layers.SelfAttention` between two linear layers."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ from coat_jax.numerics.checks import check_array, check_choice
 
 
 class Attention(RecipeModule):
-  """Self-attention with its norm, RoPE, grouped key heads and residual add.
+  """Grouped-query self-attention with norm, RoPE and residual add.
 
   x + post_norm(attention(RoPE(norm(x) w_qkv)) w_out).
 
@@ -56,9 +56,9 @@ class Attention(RecipeModule):
 
   Attributes:
     middle: `SelfAttention`: heads, RoPE and which keys a query sees.
-    qkv: NormLinear to the columns of q, k and v. They are ordered by key head:
-      for each of the K key heads its N / K query heads, its key, its value, so
-      that a shard of the columns holds whole groups of heads.
+    qkv: NormLinear that computes q, k and v. Its columns are ordered by key
+      head: first the N / K query heads that share it, then its key, then its
+      value, so that a shard of the columns holds whole groups of heads.
     out: Linear [num_heads * head_dim, features].
     post_norm: RMSNorm or LayerNorm; None without this norm.
     q_norm, k_norm: RMSNorms of q and k, or None. Their scales are [head_dim]
@@ -122,7 +122,7 @@ class Attention(RecipeModule):
     Raises:
       TypeError: an argument has the wrong type or is unknown.
       ValueError: a number is outside its range; num_heads is not divisible by
-        num_kv_heads, or features is not divisible by num_heads although
+        num_kv_heads, or features is not divisible by num_heads and
         `head_dim` is None; heads have an odd size; `rotary_dim` is odd or above
         that size; `qk_norm` or a norm is unknown; tuples differ in length; a
         window is below 1 or set without `causal`.
@@ -208,8 +208,8 @@ class Attention(RecipeModule):
       x: [..., T, features], cast to `dtype`.
       positions: int32 [T] for RoPE, or [..., T] if they differ between
         sequences; None for 0 to T - 1.
-      segments: int32 [..., T], ids of packed documents, for example, or of
-        padding; a query sees keys of its own segment. None for one segment.
+      segments: int32 [..., T], such as ids of packed documents or of padding; a
+        query sees only keys of its own segment. None for one segment.
         (In packed documents, positions restart at 0 in each document.)
       kind: int32 scalar, the index into the constructor's tuples; None without
         tuples.

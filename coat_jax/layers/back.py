@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block's back: the second product, an optional norm and the residual add.
+"""A block's back: the second matmul, an optional norm and the residual add.
 
-The norm reads the product, bias included, as 1 x G FP8 values. These values and
-the norm's statistics are saved; the product itself is not. The gradient of the
-norm's input serves as the product's, and the rest runs as without a norm.
+The norm reads the matmul's output, bias included, as 1 x G FP8 values. These
+values and the norm's statistics are saved; the output itself is not. The
+gradient of the norm's input is used as the gradient of that output.
 
-On a mesh the product is row-parallel over the tensor axis: each device
-multiplies its own columns of whole sequences, and sums are reduce-scattered.
-The norm runs after that, when a device holds whole rows of its own tokens.
+On a mesh the matmul is row-parallel over the tensor axis: each device
+multiplies its own columns of whole sequences, and partial sums are
+reduce-scattered. Then each device normalizes whole rows of its own tokens.
 """
 
 import functools
@@ -32,7 +32,7 @@ from coat_jax.ops import BlockScales, Operand
 
 
 class BackSaved(NamedTuple):
-  """Values that `back_forward` makes for its backward.
+  """Values that `back_forward` saves for `back_backward`.
 
   Attributes:
     middle: values that the middle saves.

@@ -3,22 +3,22 @@
 
   front    x --norm or none--> operand --product, bias--> h
   middle   h --elementwise or attention--> operand of the second product
-  back     operand --product, bias--> z --norm or none--> x + that, or that
+  back     operand --product, bias--> z --norm or none--> + x (`add_input`)
 
 Front (`layers.front`) and back (`layers.back`) are the same in every block;
 between them is a `Middle`: activation or attention. All three share a
 custom_vjp so that only a block's inputs and outputs are BF16: the norm writes
 the first product's E4M3 operand, the middle writes the second's, and the
-middle's backward writes the E5M2 operand of the products before it.
+middle's backward writes h's gradient as an E5M2 operand.
 
 With residuals="minimal" a block saves the front's input in 1 x G FP8 with the
 norm's statistics, what the middle saves, and scales. With "coat" it also saves
-the norm's output, as in the reference. Without a norm the front saves the codes
-that its product read. A norm in the back saves z as the front's norm saves its
-input.
+the norm's output, as the reference implementation does. Without a norm the
+front saves the codes that its product read. If the back has a norm, z is saved
+in 1 x G FP8 too, with that norm's statistics.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
-axis; between them a device holds its own columns of whole sequences.
+axis; between them each device holds its own columns of whole sequences.
 """
 
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ from coat_jax.numerics.recipes import CoatRecipe
 
 
 class BlockWeights(NamedTuple):
-  """Parameters of a block, and their gradient (with None for caches).
+  """Parameters of a block, or their gradients (which have no caches).
 
   Attributes:
     front: weights of the norm and the first product.
@@ -129,8 +129,8 @@ def block(
 ) -> Array:
   """Computes x + post_norm(middle(norm(x) w_front) w_back).
 
-  With `Elementwise` it is the MLP half of a transformer layer; with
-  `SelfAttention`, the attention half.
+  `Elementwise` makes it the MLP half of a transformer layer, `SelfAttention`
+  the attention half.
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
@@ -141,7 +141,7 @@ def block(
     eps: epsilon of both norms.
     post_norm: norm of the second product, "rms" or "layer"; None for none.
     add_input: whether x is added.
-    recipe: fused if both `linear` and `nonlinear` are "fp8".
+    recipe: the block is fused if both `linear` and `nonlinear` are "fp8".
 
   Returns:
     [..., D] in x's dtype.

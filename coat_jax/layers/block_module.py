@@ -39,8 +39,8 @@ class NormLinearOptions(TypedDict, total=False):
       default; None promotes the input and the parameters.
     param_dtype: dtype of the parameters and their gradients, float32 by
       default.
-    kernel_init: initializer of the kernel, called with the matrix shape [D, F]
-      of all its columns; by default `nnx.Linear`'s.
+    kernel_init: initializer of the kernel, called with its shape as a matrix,
+      [D, F]; by default `nnx.Linear`'s.
     kernel_metadata: metadata of the kernel, such as `out_sharding`.
     bias_init, bias_metadata: initializer and metadata of the product's bias.
     scale_init, scale_metadata: initializer and metadata of the norm's scale.
@@ -130,7 +130,7 @@ class Parts:
     rngs: Any,
     known: Collection[str] = BlockOptions.__annotations__,
   ) -> "Parts":
-    """Reads the options of the module `op`, and refuses all but `known`."""
+    """Reads options of module `op`; raises a TypeError for unknown names."""
     for name in options:
       if name not in known:
         raise TypeError(
@@ -140,12 +140,12 @@ class Parts:
 
   @property
   def shared(self) -> dict[str, Any]:
-    """The options that the constructors of all modules take."""
+    """The options that the constructors of all modules accept."""
     names = ("recipe", "dtype", "param_dtype", "rngs")
     return {name: getattr(self, name) for name in names}
 
   def make_norm(self, kind: Any, num_features: int) -> Norm | None:
-    """Makes the norm of this kind; None for None."""
+    """Makes the norm of this kind; returns None if `kind` is None."""
     return make_norm(
       kind,
       num_features,
@@ -161,7 +161,7 @@ class Parts:
     )
 
   def make_front(self, in_features: int, out_features: Any) -> Linear:
-    """Makes the first product; `out_features` may be (several, F)."""
+    """Makes the first linear layer; `out_features` may be (several, F)."""
     options: dict[str, Any] = dict(
       kernel_init=self.kernel_init or default_kernel_init,
       kernel_metadata=self.kernel_metadata,
@@ -182,7 +182,7 @@ class Parts:
   def make_back(
     self, in_features: int, out_features: int, use_bias: bool | None = None
   ) -> Linear:
-    """Makes the second product; `use_bias` None uses the option."""
+    """Makes the second linear layer; `use_bias` overrides the option."""
     kernel_init = self.out_kernel_init or self.kernel_init
     return Linear(
       in_features,
@@ -273,7 +273,7 @@ def block_arguments(
 ) -> dict[str, Any]:
   """Returns the arguments of `block` that a module and its parts determine.
 
-  `own` are the weights of the middle. Both norms have the same epsilon.
+  `own` holds the weights of the middle. Both norms have the same epsilon.
   """
   post_norm = module.post_norm
   options = norm_options(norm) | dict(post_norm=None)

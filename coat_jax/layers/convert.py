@@ -133,8 +133,8 @@ def convert[Module: nnx.Module](
     recipe: what is computed and saved in FP8; None for `recipes.coat()`.
     blocks: maps each class of yours that computes a whole block to the block:
       `MLP` or `NormLinear`. The class need not have the block's
-      norm (except for `NormLinear`) or its residual add. Its modules are called
-      with one array.
+      norm (except for `NormLinear`) or its residual add. Its modules must
+      accept a single array.
     inputs: example arguments of a call of the model, arrays or
       `jax.ShapeDtypeStruct`s, to count what is saved for the backward pass.
       Nothing is computed for the count.

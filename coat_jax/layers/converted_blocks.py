@@ -99,7 +99,7 @@ class FusedBlock(nnx.Module):
 
 
 def _joined(kernels, biases, roles: Roles) -> tuple[Array, Array | None]:
-  """Joins the kernels and biases of gate and up to [D, 2, F] and [2, F]."""
+  """Joins the kernels and biases of gate and up into [D, 2, F] and [2, F]."""
   if len(kernels) > 1:
     bias = None if biases[0] is None else jnp.stack(biases)
     return jnp.stack(kernels, axis=1), bias
@@ -126,9 +126,9 @@ def fuse(
   ours: type,
   known: dict[Any, Roles],
 ) -> FusedBlock:
-  """Makes a block of a user's module from its copy with converted parts.
+  """Makes a block from `module`, the copy of `original` with converted parts.
 
-  Raises a ValueError if the block would differ. `known` caches modules' roles.
+  Raises a ValueError if no block computes the same. `known` caches the roles.
   """
   _check_state(original, ours)
   for name, part in parts_of(module).items():

@@ -32,7 +32,7 @@ _IGNORED = {"self", "rngs", "use_fast_variance"}
 
 
 class MergedLinear(RecipeModule):
-  """Multiplies the last axes of its input, as some `nnx.LinearGeneral`s do.
+  """Contracts the last axes of its input, as some `nnx.LinearGeneral`s do.
 
   Attributes:
     kernel: [*in_features, *out_features], after axes of stacked layers.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
-They are saved as attention reads and writes them, in BF16. In blocks with
-recipe.attention="fp8", q, k and v are saved in 1 x G FP8, and the forward
-attends to the dequantized q, k, v.
+All are saved in BF16, exactly as attention reads and writes them. In blocks
+with recipe.attention="fp8", q, k and v are saved in 1 x G FP8, and the forward
+reads the dequantized values.
 
 The output is never rounded to FP8. The softmax's backward subtracts the row
 sums of dout * out from its gradients, so that the gradients of a row's scores
@@ -42,7 +42,7 @@ class AttentionInputs(NamedTuple):
   """Inputs of attention that have no gradient.
 
   Attributes:
-    positions: int32 [T], or [B, T] if sequences have their own.
+    positions: int32 [T], or [B, T] if they differ between sequences.
     segments: int32 [B, T]: a query sees keys of its own segment; None for one
       segment.
     kind: int32 scalar, the layer's kind; None if there is only one.
@@ -54,7 +54,7 @@ class AttentionInputs(NamedTuple):
 
 
 def inputs_specs(axes: MeshAxes, inputs: AttentionInputs) -> Any:
-  """Returns how inputs are sharded: like whole sequences."""
+  """Returns how inputs are sharded: over the batch only."""
   positions: Any = P()
   if inputs.positions is not None:
     positions = positions_spec(axes, inputs.positions)
@@ -89,7 +89,7 @@ def _fwd(q, k, v, inputs, kinds, recipe):
   heads = save_residual("attention", (q, k, v))
   kept = _attend(*heads, inputs, kinds, recipe)
   kept = save_residual("attention", kept)
-  # Exactly the array that is saved, so that memory holds it once.
+  # Return the very array that is saved, so that memory holds one copy.
   return kept.out, (heads, kept)
 
 
@@ -143,8 +143,8 @@ def dot_product_attention(
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them
       unchanged.
     scale: factor of q k^T; None for 1 / sqrt(H).
-    segments: int32 [B, T], which requires S = T; ids such as those of packed
-      documents or padding: a query sees keys of its own segment; None for one
+    segments: int32 [B, T], such as ids of packed documents or of padding; a
+      query sees only keys of its own segment. Requires S = T. None for one
       segment.
     recipe: provides the implementation and the mesh axes; None for one device.
 
@@ -180,7 +180,7 @@ class HeadsSaved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadsAttention(Middle):
-  """Attention on heads (q, k, v), whose gradients stay unquantized.
+  """Attention on h = (q, k, v), split into heads; dq, dk, dv stay unquantized.
 
   `inputs` are `AttentionInputs` without positions.
   """
@@ -195,15 +195,15 @@ class HeadsAttention(Middle):
     del weights
     keep, read = heads_storage(recipe, h[0].dtype)
     q, k, v = save_residual("attention", tuple(map(keep, h)))
-    # Codes wait for h[0], the original q: the saved q may be FP8.
+    # The weight's codes wait for h[0], the unsaved q: the saved q may be FP8.
     out = self.attend(read(q), read(k), v, inputs, recipe, after=h[0])
     return out._replace(saved=out.saved._replace(q=q, k=k))
 
   def attend(self, q, k, v, inputs, recipe, *, after) -> MiddleOutput:
     """Runs `forward` for a caller that saves what q and k are computed from.
 
-    Attention reads or quantizes q and k but does not save them; v is already in
-    the form that `heads_storage` saves. `MiddleOutput` explains `after`.
+    q and k are read but not saved; v is already in the form that
+    `heads_storage` saves. `MiddleOutput` explains `after`.
     """
     _, read = heads_storage(recipe, after.dtype)
     inputs = save_residual("attention", inputs)
@@ -233,7 +233,7 @@ class HeadsAttention(Middle):
 
 
 def heads_storage(recipe: CoatRecipe, dtype: DTypeLike):
-  """Returns how q, k and v are saved, and read back in `dtype`."""
+  """Returns functions that store q, k or v, and that read it in `dtype`."""
   if recipe.attention == "bf16":
     return (lambda x: x), (lambda x: x)
   keep = functools.partial(in_groups, recipe=recipe)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts with one custom gradient and FP8 residuals.
+"""A mixture of experts with one custom_vjp and FP8 residuals.
 
   router   x --norm--> y --f32 product, softmax--> experts and weights p
   front    y --copied, sorted by expert, product--> gate, up    [T k, 2 F]
@@ -9,20 +9,20 @@
 The products are grouped matmuls in x's dtype (BF16): per-tensor FP8 would use
 one scale for all experts, and XLA has no grouped FP8 matmul on Hopper. The
 forward saves x and, for each of a token's k copies, gate and up, all in 1 x G
-FP8, and the expert numbers, 4 k bytes a token. The backward recomputes the
-rest. COAT's code has no mixtures, so recipe.residuals and recipe.weight_cache
-have no effect.
+FP8. It also saves the expert numbers, 4 k bytes a token. The backward
+recomputes the rest. COAT's code has no mixture of experts, so recipe.residuals
+and recipe.weight_cache have no effect.
 
 p multiplies z [T k, F], not the expert's output [T k, D]. The gradient of z,
 dz = dy w_down^T, then also determines that of p, dp = dz . (silu(gate) up), and
 the output need not be saved or recomputed.
 
-On a mesh every device holds a share of every expert: rows over fsdp, gathered
-in BF16 before use, and columns F over tensor. It computes those columns for all
-positions of its sequences, and partial sums are reduce-scattered. If devices
-held whole experts, each would need T k rows: shapes are static, no token is
-dropped, and all tokens could choose its experts. Gate and up would then hold
-tensor times as many values as here.
+On a mesh every device holds a share of every expert: rows are split over fsdp
+and gathered in BF16 before use, and columns F are split over tensor. A device
+computes its columns for all positions of its sequences, and partial sums are
+reduce-scattered. If devices held whole experts, each would need T k rows:
+shapes are static, no token is dropped, and all tokens could choose its experts.
+With n devices along tensor, gate and up would then hold n times as many values.
 """
 
 from typing import NamedTuple
@@ -69,7 +69,7 @@ class MoEWeights(NamedTuple):
   """Parameters of a mixture of experts, and their gradients.
 
   Attributes:
-    gamma, beta: [D], of the norm; None for one that it lacks.
+    gamma, beta: the norm's scale and bias, [D] or None.
     router: [D, E].
     gate_up: [E, D, 2, F], gate first.
     down: [E, F, D].
@@ -209,7 +209,7 @@ experts_rule = rule(_fwd, _bwd, moe_specs, reads=(1,), result_spec=moe_types)
 
 
 def _normed(x_q, w, static, dtype):
-  """Normalizes 1 x G values in `dtype`; returns the statistics, or None."""
+  """Normalizes 1 x G values to `dtype`; also returns statistics or None."""
   values = x_q.dequantize()
   if static.kind is None:
     return values.astype(dtype), None
@@ -228,7 +228,7 @@ def multiply_rows(op, x, w, rows: Rows, recipe: CoatRecipe) -> Array:
 
 
 def weight_gradient(x, g, w, rows: Rows, recipe: CoatRecipe) -> Array:
-  """Computes x^T g of each expert; on a mesh, for the device's rows."""
+  """Computes x^T g for each expert; on a mesh, only the device's rows."""
   axes = recipe.axes
   # XLA scatters along the outermost axis in memory: for another axis it would
   # copy all of dw.

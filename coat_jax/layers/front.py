@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A product and the norm before it: a linear layer, or the front of a block.
+"""A matmul and the norm before it: a linear layer, or the front of a block.
 
-The norm reads 1 x G FP8 values and writes the E4M3 operand of the product,
+The norm reads 1 x G FP8 values and writes the E4M3 operand of the matmul,
 without a BF16 array in between. It saves its input in 1 x G FP8 and its
 statistics; with residuals="coat" also its output, which residuals="minimal"
-recomputes. Without a norm, the codes that the product read are saved. The
-backward quantizes the weight again: the parameter stays in memory anyway.
+recomputes. Without a norm, the codes that the matmul read are saved. The
+quantized weight is not saved: the backward quantizes the parameter again.
 """
 
 import math
@@ -56,11 +56,11 @@ class FrontStatic(NamedTuple):
 
 
 class FrontSaved(NamedTuple):
-  """Values that `front_forward` makes for its backward.
+  """Values that `front_forward` saves for `front_backward`.
 
   Attributes:
     norm: input and statistics of the norm; None without one.
-    y: the operand, see `keep_input`; or, if it is recomputed, its scale.
+    y: the operand (see `keep_input`), or only its scale if it is recomputed.
     w_scale: see `multiply`.
   """
 

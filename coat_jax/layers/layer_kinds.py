@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that may differ between layers of a stack: RoPE and windows.
 
-Scanned layers share one program. Such an option is therefore a tuple with one
-entry for each kind of layer, and each layer selects its entry by an int32.
+Scanned layers share one program. An option that differs is therefore a tuple
+with one entry for each kind of layer, and an int32 selects a layer's entry.
 """
 
 from coat_jax import ops
@@ -46,7 +46,7 @@ def rotaries(
 ) -> Thetas:
   """Makes one `Rotary`, or one for each kind of layer.
 
-  Raises a ValueError for options of RoPE without a base, and for a `rotary_dim`
+  Raises a ValueError for RoPE options without a base, and for a `rotary_dim`
   above `head_dim`.
   """
   count = count_kinds(rope_theta=theta, rope_scaling=scaling)

@@ -2,8 +2,8 @@
 """Linear layers with three FP8 matmuls, alone or fused with a norm.
 
 Activations and weights are quantized to E4M3, gradients to E5M2, per tensor or
-in blocks, always with scales of the current values. `layers.front` runs the
-matmuls.
+in blocks. Scales are always computed from the current values. `layers.front`
+runs the matmuls.
 """
 
 import math
@@ -56,8 +56,8 @@ def linear(
     recipe: `recipe.linear` selects how y is computed.
     cache: cache of w, from `layers.cache_weight`, or None.
     split: how w is split over a mesh's tensor axis if x is [B, T, D]:
-      "columns", "inputs" (rows), or None. XLA partitions products that are not
-      FP8.
+      "columns", "inputs" (rows), or None. Used only for FP8 products: XLA
+      partitions all others.
 
   Returns:
     [..., *F] in x's dtype.
@@ -83,8 +83,8 @@ def linear(
     )
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
-      # Devices along tensor have no axis of positions to split. Drop cached
-      # codes: if columns have several axes, the cache orders them by device.
+      # There is no axis of positions to split over tensor. Drop cached codes:
+      # if columns have several axes, the cache orders them by device.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)
@@ -105,14 +105,14 @@ def norm_linear(
   eps: float,
   recipe: CoatRecipe,
 ) -> Array:
-  """norm(x) w + bias.
+  """Computes norm(x) w + bias.
 
   Args:
     x: [..., D], BF16 (or f32).
     weights: see `LinearWeights`; w is [D, *F].
     kind: "rms" or "layer"; None for no norm.
     eps: epsilon of the norm.
-    recipe: fused if both `linear` and `nonlinear` are "fp8".
+    recipe: the two are fused if both `linear` and `nonlinear` are "fp8".
 
   Returns:
     [..., *F] in x's dtype.
@@ -160,7 +160,7 @@ class Linear(RecipeModule):
     bias: [*out_features] or None.
     weight_ndim: rank of one layer's kernel.
     split: how the kernel is split over a mesh's tensor axis.
-    cache: cache of the kernel; None except in a copy by `with_weight_cache`.
+    cache: cache of the kernel; None except in a copy from `with_weight_cache`.
   """
 
   def __init__(
@@ -189,9 +189,9 @@ class Linear(RecipeModule):
       dtype: dtype of input and output; None promotes the input and the
         parameters, as in flax.
       param_dtype: dtype of the parameters and their gradients.
-      kernel_init: initializer of the kernel, called with [D, F] of all columns.
-      bias_init: initializer of the bias, called with [F] of all columns; None
-        for zeros, which consume no PRNG key.
+      kernel_init: initializer of the kernel, called with a matrix shape [D, F].
+      bias_init: initializer of the bias, called with the shape [F]; None for
+        zeros, which consume no PRNG key.
       kernel_metadata: metadata of the kernel, such as `out_sharding`.
       bias_metadata: metadata of the bias.
       split: on a mesh with a tensor axis: "columns" for a column-parallel

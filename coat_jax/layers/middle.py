@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The middle of a block, between its two products: the part that differs.
+"""The middle of a block: the part between its two matmuls.
 
 Subclass `Middle` for a new kind of block. `layers.mlp` and
 `layers.self_attention` contain the existing ones.
@@ -20,9 +20,9 @@ class MiddleOutput(NamedTuple):
   Attributes:
     operand: rows of the second product's operand.
     saved: values for the backward, each passed through `save_residual`.
-    after: on a mesh with a cached scale of the second weight, the value that
-      the weight's codes wait for (see `quantized_weight`); None for the front's
-      scale.
+    after: on a mesh with a cached scale of the second weight, the value after
+      which the weight's codes are gathered (see `quantized_weight`); None for
+      the front's scale.
   """
 
   operand: Operand
@@ -52,8 +52,8 @@ class MiddleGradient(NamedTuple):
 class Middle(abc.ABC):
   """The part between a block's two products: a frozen, hashable dataclass.
 
-  It is a static argument of the block's rule and holds no arrays: its `weights`
-  come with the block's, and `inputs`, such as positions, get no gradient.
+  It is a static argument of the block's rule, so it holds no arrays: they are
+  passed as `weights` and `inputs`. Inputs, such as positions, get no gradient.
   """
 
   def check(self, x: Array, weights: Any, inputs: Any, recipe: CoatRecipe):
@@ -97,7 +97,7 @@ class Middle(abc.ABC):
     *,
     has_bias: bool,
   ) -> MiddleGradient:
-    """Computes the gradient of h from dout [..., F], the operand's.
+    """Computes the gradient of h from dout [..., F], the operand's gradient.
 
     `saved` comes from `restore`. With `has_bias`, the gradient of the front's
     bias is `MiddleGradient.sums` or, if that is None, the sum of `values`.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MLP block: norm, up, activation, down and residual add.
 
-A gated MLP's gate and up are one matmul with one weight [D, 2, F] (a shard of
-the last axis holds both gate and up for its columns), and their gradients share
-one E5M2 scale.
+A gated MLP computes gate and up in one matmul with one weight [D, 2, F]. If the
+last axis is split, a shard holds the same columns of gate and of up. Their
+gradients share one E5M2 scale.
 
-Besides what every block saves, the activation's input (gate and up) is saved in
-1 x G FP8. With residuals="coat" a gated MLP also saves the activation's output
-and the product, as in the reference; the product then reads the activation's
-output from FP8.
+In addition to what every block saves, the MLP saves the activation's input
+(gate and up) in 1 x G FP8. With residuals="coat" a gated MLP also saves f(gate)
+and f(gate) * up, as the reference implementation does; f(gate) * up is then
+computed from the saved FP8 f(gate).
 """
 
 import dataclasses
@@ -39,17 +39,17 @@ from coat_jax.ops.functions import check_activation
 
 class _Saved(NamedTuple):
   parts: tuple[QTensor, ...]  # (x,) or (gate, up).
-  # None if they are recomputed.
+  # f(gate), and the rows of f(gate) * up; None if both are recomputed.
   activated: QTensor | None = None
-  product: Operand | None = None  # Rows.
-  scale: ops.Scales | None = None  # The scale of a recomputed product.
+  product: Operand | None = None
+  scale: ops.Scales | None = None  # The scale of a recomputed `product`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise(Middle):
-  """f(gate) * up of h [..., 2, F], gate first; or f(h) of h [..., F].
+  """Computes f(gate) * up of h [..., 2, F], gate first; or f(h) of h [..., F].
 
-  The front's w is [D, 2, F] with a gate, else [D, F]; the back's is [F, D].
+  The first weight is [D, 2, F] with a gate, else [D, F]; the second is [F, D].
 
   Attributes:
     activation: f, see `activate`. With a gate, "silu" makes a SwiGLU, and
@@ -116,7 +116,7 @@ class Elementwise(Middle):
         gradient=gradient_scaling(recipe),
         output=value_scaling(recipe),
         scale=saved.scale,
-        # The kernel does not sum two gradients.
+        # The kernel computes bias gradients only without a gate.
         has_sums=has_bias and not self.gated,
         implementation=recipe.implementation,
       )
@@ -124,8 +124,9 @@ class Elementwise(Middle):
       values = self._gradient(saved, dout) if is_summed_here else None
       return MiddleGradient(dh, product, values, sums=sums)
     values = self._gradient(saved, dout)
-    # Do not save columns: XLA would stack those of all layers as rows, then
-    # transpose them all before the backward, and hold both stacks at its peak.
+    # Save rows and transpose them here. If columns were saved, XLA would stack
+    # the rows of all layers, transpose the whole stack before the backward
+    # pass, and hold both stacks in memory at once.
     product = columns_of(saved.product, recipe)
     return MiddleGradient(gradient_operand(values, recipe), product, values)
 
@@ -143,7 +144,7 @@ class Elementwise(Middle):
 
 
 class MLP(RecipeModule):
-  """The MLP half of a layer: norm, gated activation or not, and residual add.
+  """The MLP half of a layer: norm, up, activation (gated or not), down, add.
 
   x + post_norm((f(norm(x) w_gate) * (norm(x) w_up)) w_down), or without a gate
   x + post_norm(f(norm(x) w_up) w_down).
@@ -186,12 +187,12 @@ class MLP(RecipeModule):
 
     Args:
       features: D, width of input and output.
-      hidden_features: F, width inside.
+      hidden_features: F, width of the hidden layer.
       activation: f, see `Elementwise`.
       gated: whether there is a gate.
       rngs: its stream `params` initializes the parameters.
-      **options: see `BlockOptions`; biases are [2, F], or [F] without a gate,
-        and [D].
+      **options: see `BlockOptions`; the first bias is [2, F], or [F] without a
+        gate, and the second [D].
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.

@@ -34,7 +34,7 @@ def recipe_of(op: str, recipe: CoatRecipe | None) -> CoatRecipe:
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-  """Raises a TypeError unless this is a CoatRecipe, as presets return."""
+  """Raises a TypeError unless this is a CoatRecipe, such as presets return."""
   remedy = "call a preset, as in recipes.coat()"
   check_kind(op, "recipe", recipe, CoatRecipe, remedy)
 

@@ -57,7 +57,7 @@ from coat_jax.mesh import (
 from coat_jax.numerics.checks import Range, check_kind, check_whole
 from coat_jax.numerics.recipes import CoatRecipe
 
-# Like `Linear`'s for one expert: E is not part of the fan-in.
+# Initializes each expert as `Linear` would: the fan-in does not include E.
 default_experts_init = nnx.initializers.variance_scaling(
   1.0, "fan_in", "truncated_normal", batch_axis=(0,)
 )
@@ -85,8 +85,8 @@ def moe(
     experts_per_token: k.
     normalize: whether a token's k weights p are divided by their sum.
     kind, eps, add_input: see `block`.
-    recipe: saves FP8 if `nonlinear` is "fp8"; the products are in x's dtype in
-      every recipe.
+    recipe: residuals are saved in FP8 if `nonlinear` is "fp8"; the matmuls run
+      in x's dtype in every recipe.
 
   Returns:
     [..., D] in x's dtype, and the statistics for `load_balancing_loss`.
@@ -116,8 +116,8 @@ def _plain_fwd(x, y, w, static, recipe):
   out = x + out if static.add_input else out
   mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
   stats = RoutingStats(mean(load), mean(probability))
-  # The rule passes the weights to the backward: they stay in memory anyway.
-  # Save y as the mixture reads it: converted, or y itself if it is f32 already.
+  # Do not save the weights: `rule` passes them to the backward pass. Save y as
+  # the mixture reads it: converted to f32, or y itself if it is already f32.
   of_y, _ = backward.args_res
   return (out, stats), backward.replace(args_res=[of_y, None])
 
@@ -144,7 +144,7 @@ _plain = rule(
 
 
 def _of_device(y, w, *, static, recipe):
-  """Runs a device's tokens; autodiff handles all except the matmuls."""
+  """Runs one device's tokens; only the matmuls have custom gradients."""
   axes, k = recipe.axes, static.experts_per_token
   num_experts = w.router.shape[-1]
   with residual_scope("linear"):
@@ -153,7 +153,7 @@ def _of_device(y, w, *, static, recipe):
       y, w.router, experts, normalize=static.normalize
     )
     load = load_of(experts, num_experts)
-    # From here on, a device holds whole sequences and its columns along tensor.
+    # From here on, a device computes its shard of F for whole sequences.
     y, experts, p = gather_positions((y, experts, p), axes)
     rows = sort_rows(experts, num_experts)
     p = p_of_rows(p, rows)
@@ -186,7 +186,7 @@ _product.defvjp(_multiply_fwd, _multiply_bwd)
 
 
 def _check(x, w, experts_per_token, recipe) -> None:
-  """Raises for wrong shapes; F may differ inside a caller's shard_map."""
+  """Raises for wrong shapes; a caller's shard_map may have split F and D."""
   check_recipe("moe", recipe)
   check_float("moe", "x", x)
   remedy = "pass one, as in MoEWeights(gamma, None, router, gate_up, down)"
@@ -265,11 +265,11 @@ class MoE(RecipeModule):
         (`norm_topk_prob` in Hugging Face Transformers).
       add_input: whether the block adds its input, the residual stream.
       router_init, router_metadata: initializer and metadata of the router.
-      out_kernel_init, out_kernel_metadata: initializer and metadata of down,
-        called with [E, F, D]; None for `kernel_init`.
+      out_kernel_init, out_kernel_metadata: initializer and metadata of down;
+        the initializer is called with [E, F, D]; None for `kernel_init`.
       rngs: its stream `params` initializes the parameters.
-      **options: see `NormLinearOptions`; products are in `dtype` in every
-        recipe and have no bias. `kernel_init` is called with [E, D, 2 F];
+      **options: see `NormLinearOptions`; the matmuls run in `dtype` in every
+        recipe, without bias. `kernel_init` is called with [E, D, 2 F];
         metadata that names axes of gate_up must name all four.
 
     Raises:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm and LayerNorm that save their input in FP8, in 1 x G groups.
 
-The forward normalizes the dequantized values that it saves. The backward is
-therefore its exact gradient, straight through the quantizer.
+G is `recipe.group_size`. The forward normalizes the dequantized values that it
+saves. The backward is therefore its exact gradient, straight through the
+quantizer.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from coat_jax.numerics.recipes import CoatRecipe
 
 
 class NormSaved(NamedTuple):
-  """Values that a norm's forward makes for its backward."""
+  """Values that a norm's forward saves for its backward."""
 
   x: QTensor
   stats: ops.NormStats
@@ -109,7 +110,7 @@ def norm(
   eps: float,
   recipe: CoatRecipe,
 ) -> Array:
-  """Normalizes the last axis; computed in f32.
+  """Normalizes the last axis, in f32.
 
   Args:
     x: [..., D], BF16 (or f32).
@@ -142,7 +143,7 @@ def norm(
 
 
 class Norm(RecipeModule):
-  """A norm of either kind; `RMSNorm` and `LayerNorm` construct it.
+  """Base of `RMSNorm` and `LayerNorm`.
 
   Attributes:
     kind: "rms" or "layer".
@@ -179,7 +180,7 @@ class Norm(RecipeModule):
       use_scale: whether there is a scale [D].
       use_bias: whether there is a bias [D]; None for a bias in LayerNorm only.
       scale_plus_one: whether to multiply by 1 + scale, summed in f32, as Gemma
-        does; the scale then starts at zeros.
+        does; the scale then starts at zero.
       dtype: dtype of input and output; None promotes the input and the
         parameters, as in flax.
       param_dtype: dtype of the parameters and their gradients.
@@ -290,7 +291,7 @@ class LayerNorm(Norm):
 def make_norm(
   kind: ops.NormKind | None, num_features: int, **kwargs
 ) -> Norm | None:
-  """Makes the norm module of this kind with `kwargs`; None for None."""
+  """Makes a norm module of this kind; returns None if `kind` is None."""
   norms = {"rms": RMSNorm, "layer": LayerNorm, None: None}
   check_choice("norm", "kind", kind, tuple(norms))
   norm = norms[kind]
@@ -298,14 +299,14 @@ def make_norm(
 
 
 def weights_of_norm(norm: Norm | None) -> tuple[Array | None, Array | None]:
-  """Returns gamma and beta of a norm's module; None for one that it lacks."""
+  """Returns a norm module's gamma and beta; None for those it does not have."""
   if norm is None:
     return None, None
   return norm.gamma, value_of(norm.bias)
 
 
 def norm_options(norm: Norm | None) -> dict[str, Any]:
-  """Returns `kind` and `eps` of a norm's module, arguments of functions."""
+  """Returns a norm module's `kind` and `eps` as keyword arguments."""
   if norm is None:
     return dict(kind=None, eps=0.0)
   return dict(kind=norm.kind, eps=norm.epsilon)

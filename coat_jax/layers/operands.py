@@ -5,8 +5,8 @@ An `ops.Scaling` computes scales and codes. With one scale per tensor, the same
 codes serve both directions: rows for the product with a weight, and their
 transpose for the weight's gradient. With blocks of 128, rows are quantized
 along features and columns along tokens. The forward saves the rows that it
-read, and the backward requantizes them to columns. Gradients are still in BF16,
-so rows and columns are both quantized from them.
+read, and the backward requantizes them to columns. A gradient is still in
+BF16 when it is quantized, so both of its layouts are quantized from that.
 """
 
 from typing import Any
@@ -80,7 +80,7 @@ def scale_of(x: Operand) -> Array | None:
 
 
 def layout_of_input(recipe: CoatRecipe) -> ops.Layout:
-  """Returns the layout of an input whose codes `keep_input` saves."""
+  """Returns the layout in which `keep_input` needs an input."""
   return "rows" if value_scaling(recipe).saves_rows else "both"
 
 
@@ -131,7 +131,7 @@ def check_scaling(recipe: CoatRecipe) -> None:
 
 
 def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
-  """Gathers a weight's codes [D, F]: each device holds some of the rows."""
+  """Gathers a weight's codes [D, F] from devices that hold some rows each."""
   axes = recipe.axes
   if axes is None or size_of(axes.fsdp) == 1:
     return w

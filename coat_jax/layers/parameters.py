@@ -35,7 +35,7 @@ def make_param(
   default: Callable[..., Array] = jnp.zeros,
   drawn: tuple[int, ...] | None = None,
 ) -> nnx.Param:
-  """Makes a parameter with its metadata, sharded by it on the current mesh.
+  """Makes a parameter, sharded on the current mesh according to its metadata.
 
   `init` is called with a key from the stream `params`, the shape `drawn` (or
   `shape`) and a dtype. Without `init`, `default` is called with a shape and a
@@ -64,7 +64,7 @@ def make_param(
 def stack_options(options: Mapping[str, Any]) -> dict[str, Any]:
   """Converts options of one `Linear` [D, F] to several, [D, several, F].
 
-  If sharding names the axes of one layer, the new axis stays unsplit.
+  If the sharding names only one layer's axes, the new axis is not split.
   """
   out = dict(options)
   for name, axis in (("kernel", 1), ("bias", 0)):
@@ -88,7 +88,7 @@ def _stack_names(metadata: Metadata, axis: int) -> dict[str, Any]:
 
 
 def _names(metadata: Metadata) -> tuple[Any, ...]:
-  """Returns the name that splits each axis, if metadata has names."""
+  """Returns the metadata's sharding name for each axis; () without names."""
   names = metadata.get("out_sharding")
   return tuple(names) if isinstance(names, tuple | list | P) else ()
 

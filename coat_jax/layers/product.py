@@ -2,8 +2,9 @@
 """FP8 products of a linear layer or a block: weights, forward, gradients.
 
 On a mesh a weight is split over the tensor axis by columns or by inputs (rows).
-A product split by columns reads whole sequences. One split by inputs reads the
-device's columns of them, and its sums are reduce-scattered over positions.
+A product split by columns reads whole sequences. A product split by inputs
+reads the device's own columns of whole sequences, and its partial sums are
+reduce-scattered over positions.
 """
 
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ class LinearWeights(NamedTuple):
 
   @classmethod
   def of(cls, linear: Any, norm: Any = None) -> "LinearWeights":
-    """Reads the weights off a `Linear` and a norm's module."""
+    """Reads the weights from a `Linear` and a norm module."""
     w, bias = linear.kernel[...], value_of(linear.bias)
     return cls(w, bias, *weights_of_norm(norm), linear.cache)
 
@@ -76,8 +77,8 @@ def multiply(
 ) -> tuple[Array, Operand | None]:
   """Computes x w + bias + add in `dtype`, and the weight's scale to save.
 
-  x holds rows; on a mesh, those that `split` needs. The bias is rounded to
-  `dtype` if a device computes the whole sum. `add`, the residual stream of a
+  x holds rows, of whole sequences unless `split` is None. The bias is rounded
+  to `dtype` if a device computes the whole sum. `add`, the residual stream of a
   product split by inputs, is added in f32. `quantized_weight` explains `after`.
   """
   w, how = weights, recipe.implementation
@@ -146,7 +147,7 @@ def bias_gradient(
 ) -> Array | None:
   """Sums g [..., F] over all tokens in f32; None without a bias.
 
-  `has_columns` is whether F are the device's own columns, for all positions.
+  `has_columns`: whether g holds the device's own columns for all positions.
   `sums`, f32 [F], is the sum over the device's tokens if already computed.
   """
   if bias is None:

@@ -79,7 +79,7 @@ class QKNorm:
     return dx, cotangent(dweight, weight)
 
   def spec(self, axes: MeshAxes) -> P:
-    """Returns how either weight is sharded: like heads, if over "all"."""
+    """Returns how both weights are sharded: like heads, or replicated."""
     return P() if self.over == "head" else P(axes.tensor)
 
   def _rstd(self, x, axes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for saved residuals, and small helpers of every custom_vjp.
+"""Names for saved residuals, and small helpers for all custom_vjps.
 
 A forward passes each array that it saves through `save_residual` before it uses
 the array. `jax.checkpoint` policies such as `save_only_these_names` can then
@@ -43,7 +43,7 @@ def name_residual[Tree](name: str, tree: Tree) -> Tree:
 
 
 def residual_scope(kind: Kind) -> AbstractContextManager:
-  """Sets the kind of the residuals that plain autodiff saves inside."""
+  """Sets the kind of all residuals that plain autodiff saves in this scope."""
   return jax.named_scope(f"coat_{kind}")
 
 

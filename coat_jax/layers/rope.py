@@ -169,7 +169,7 @@ def _split_heads_bwd(heads, recipe, inputs, saved, g):
 
 
 def positions_spec(axes: MeshAxes, positions: Array) -> P:
-  """Returns how positions [T] or [B, T] are sharded: like whole sequences."""
+  """Returns how positions [T] or [B, T] are sharded: over the batch only."""
   return P() if positions.ndim == 1 else P(axes.batch)
 
 
@@ -191,11 +191,11 @@ def split_heads(
   kind: Array | None = None,
   recipe: CoatRecipe | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Splits q, k and v and rotates q and k, in one pass each way.
+  """Splits qkv into q, k and v and rotates q and k, all in one pass.
 
   Args:
-    qkv: [B, T, (N + 2 K) H], ordered by key head: for each of the K key heads
-      its N / K query heads, its key, its value. H is even.
+    qkv: [B, T, (N + 2 K) H], ordered by key head: the N / K query heads that
+      share it, then its key, then its value. H is even.
     positions: int32 [T], or [B, T] if sequences have their own.
     heads: N, K and theta.
     kind: int32 scalar, the index into `heads.theta` if that is a tuple.

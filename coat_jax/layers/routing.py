@@ -44,12 +44,12 @@ class Rows(NamedTuple):
 
 
 def load_balancing_loss(stats: RoutingStats) -> Array:
-  """Computes the auxiliary loss for equal use of experts: E sum_e f_e P_e.
+  """Computes the auxiliary loss that balances experts: E sum_e f_e P_e.
 
   It is k if all experts are used equally, and at most E. As in Hugging Face
   Transformers (`load_balancing_loss_func`), the fractions f and the
-  probabilities P are taken over the tokens of all layers together. Add it to
-  the loss, times the configuration's coefficient.
+  probabilities P are taken over the tokens of all layers together. Multiply it
+  by the configuration's coefficient and add it to the loss.
 
   Args:
     stats: from `MoE`; any leading axes, such as those of scanned layers.
@@ -99,8 +99,9 @@ def expert_weights(
 
 
 def _logits(y: Array, w: Array) -> Array:
-  # Use full f32: a GPU's default, 10 bits, would route tokens differently. This
-  # costs E / (3 k F) of the experts' operations, less than a hundredth.
+  # Use full f32: a GPU's default (TF32, a mantissa of 10 bits) would route
+  # tokens differently. The router's operations are E / (3 k F) of the experts',
+  # less than a hundredth.
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
 
@@ -132,19 +133,19 @@ def copies_of(x: Array, rows: Rows) -> Array:
 
 
 def sum_of_copies(x: Array, rows: Rows, shape: tuple[int, ...]) -> Array:
-  """Sums rows [T k, n] over each token's copies, `shape` [..., k]: f32."""
+  """Sums rows [T k, n] over each token's copies in f32; `shape` is [..., k]."""
   x = copies_of(x, rows).reshape(*shape, x.shape[-1])
   return jnp.sum(x.astype(jnp.float32), axis=-2)
 
 
 def load_of(experts: Array, num_experts: int) -> Array:
-  """Counts the tokens of each expert as a fraction of all: f32 [E]."""
+  """Computes the fraction of all tokens that each expert gets: f32 [E]."""
   counts = jnp.bincount(experts.reshape(-1), length=num_experts)
   return counts.astype(jnp.float32) / _num_tokens(experts)
 
 
 def _num_tokens(experts: Array) -> int:
-  """Counts the tokens of experts [..., k], at least 1 so that 0 / n is 0."""
+  """Counts the tokens of experts [..., k]; at least 1, as a divisor."""
   return max(experts.size // experts.shape[-1], 1)
 
 

@@ -34,7 +34,7 @@ from coat_jax.ops.dispatch import target
 class _Saved:
   """The values that a forward saves for its backward."""
 
-  inputs: tuple  # Arguments that the backward reads; in memory anyway.
+  inputs: tuple  # Arguments that the backward reads; they stay in memory.
   own: Any  # The forward's values; devices' shards are concatenated on axis 0.
   # The backward's specs, flattened because static fields must be hashable.
   specs: tuple[tuple[P, ...], Any]
@@ -211,8 +211,8 @@ def _first_spec(arrays: tuple) -> P:
 def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
   """Returns the static arguments, with axes inferred from the arrays' types.
 
-  Devices can then run kernels on their own shards and gather codes although
-  `recipe.axes` is None. Only explicit axes for data and FSDP are recognized.
+  Devices can then run kernels on their own shards and gather codes even
+  if `recipe.axes` is None. Only explicit axes for data and FSDP are recognized.
   """
   *others, recipe = static
   types = jax.sharding.get_abstract_mesh()

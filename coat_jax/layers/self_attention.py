@@ -2,9 +2,9 @@
 """The middle of an attention block: heads, their norm, RoPE and attention.
 
 q, k and v come from one matmul. A single pass writes their gradients as that
-matmul's E5M2 operand, with two exceptions: clipping comes in between, and a
-bias needs sums of unrounded gradients, which the pass computes only without
-RoPE.
+matmul's E5M2 operand. Two cases need more passes: clipping, because its
+gradient comes in between; and a bias with RoPE, because a bias needs sums of
+unrounded gradients, which the pass computes only without RoPE.
 """
 
 import dataclasses
@@ -61,16 +61,16 @@ class _Saved(NamedTuple):
 class SelfAttention(Middle):
   """Splits h into q, k and v, clips, normalizes and rotates them, and attends.
 
-  The front's w is [D, (N + 2 K) H], ordered by key head, see
-  `layers.split_heads`; the back's w is [N H, D]. `weights` are `QKNormWeights`,
+  The first weight is [D, (N + 2 K) H], ordered by key head (see
+  `layers.split_heads`); the second is [N H, D]. `weights` are `QKNormWeights`,
   or None without that norm; `inputs` are `AttentionInputs`.
 
   If layers of a stack differ in RoPE or in the keys that they see, that option
   is a tuple, and `inputs.kind` selects an entry: for RoPE a row of a table, for
-  attention a branch of a `lax.switch`, forward and backward.
+  attention a branch of a `lax.switch`, in both passes.
 
-  With a norm of q and k, their codes before the norm are saved instead of the q
-  and k after it, whatever recipe.attention selects for v.
+  If q and k are normalized, their codes before the norm are saved instead of
+  their values after it, and recipe.attention selects only how v is saved.
 
   Attributes:
     heads: N, K and RoPE's base or `Rotary`, or None for no RoPE.
@@ -267,7 +267,7 @@ class SelfAttention(Middle):
     return rotation(positions, head_dim=head_dim, theta=theta, kind=kind)
 
   def _joined_angles(self, positions, kind, head_dim):
-    """Returns the angles that splitting and joining heads rotates by."""
+    """Returns the angles that `split_heads` and `join_heads` rotate by."""
     # With a norm of q and k, RoPE comes after the norm instead.
     theta = self.heads.theta if self.qk_norm is None else None
     return rotation_if_any(positions, head_dim=head_dim, theta=theta, kind=kind)
@@ -281,7 +281,8 @@ def _clip(x, limit):
 def _clip_fwd(x, limit):
   if limit is None:
     return x, None
-  # One bit a value; autodiff would save two BF16 arrays, 6 U for q, k and v.
+  # One bit per value. Autodiff would save two BF16 arrays: 6 U for q, k and v,
+  # where U is one BF16 copy of a layer's input.
   inside = jnp.packbits(jnp.abs(x) <= limit, axis=-1)
   return jnp.clip(x, -limit, limit), save_residual("attention", inside)
 

@@ -2,10 +2,10 @@
 """The two ends of a decoder that use the vocabulary: embedding and loss.
 
 On a mesh (`axes`) each device works on its own tokens. Collectives are
-explicit, because XLA would choose to move logits or, for each chunk, gradients:
+explicit, because XLA would transfer logits or, once per chunk, gradients:
 
   embedding   All rows are gathered once, in the dtype of activations.
-  head        Rows split over fsdp are gathered likewise. Along tensor, a device
+  head        Rows split over fsdp are gathered too. Along tensor, a device
               keeps its part of the vocabulary and reads whole sequences; each
               part contributes three numbers to a token's loss.
   gradients   They are summed once, in `axes.grad_dtype`; each device keeps its
@@ -157,7 +157,7 @@ def logits(
 ) -> Array:
   """Computes f32 logits [B, T, V], split over sequences and the vocabulary.
 
-  Arguments are as for `mean_loss`, which never holds all logits.
+  The arguments are those of `mean_loss`, but here all logits are in memory.
   """
 
   def product(hidden, weight):

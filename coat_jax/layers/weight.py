@@ -5,7 +5,7 @@ A forward reads a weight's columns and a backward its rows, in E4M3 with one
 scale, or with one per tile of 128 x 128. recipe.weight_cache selects what
 is computed once for several uses:
 
-  "none"   nothing: amax at the first use, codes at each use
+  "none"   nothing: the amax is found at the first use, codes at each use
   "scale"  the scales of every weight, before the scan over layers
   "codes"  scale and codes in both layouts: 2 bytes a parameter while the
            function that requested them runs; pays off with accumulation
@@ -52,8 +52,8 @@ def quantized_weight(
     return gather_weight(_in_layout(cache, layout), recipe)
   scale: Any = None if cache is None else cache.scale
   if scale is not None and recipe.axes is not None:
-    # Otherwise XLA reads the scale from its stack together with the product of
-    # scales, so that codes and their gathers wait for the input's amax.
+    # Otherwise XLA reads the scale from its stack only where it multiplies it
+    # with the input's, so that codes and gathers wait for the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
     # XLA reads w in place from a stack of layers. For a kernel it would copy w
@@ -83,7 +83,7 @@ def weight_gradient(
   *,
   has_columns: bool = True,
 ) -> Array:
-  """Computes x^T g, the gradient of w [D, *F]; on a mesh, of the device's rows.
+  """Computes x^T g, the gradient of w [D, *F]; on a mesh, only a device's rows.
 
   x and g are columns of the input and of the output's gradient. For
   `has_columns` see `mesh.reduce_gradient`.
@@ -122,7 +122,7 @@ def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
       implementation=recipe.implementation,
     )
   if recipe.weight_cache == "scale":
-    # As fast as the kernel, and XLA does not copy weights out of a stack.
+    # XLA is as fast as the kernel, and copies no weights out of a stack.
     scale: Any = ops.tensor_scale(w, scaling=scaling, implementation="xla")
     return Operand(None, None, scale)
   return None

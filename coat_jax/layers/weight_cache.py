@@ -27,7 +27,7 @@ def with_weight_cache[Module: nnx.Module](
   around the microbatches of one step: a cache must not outlive its weights.
 
   Args:
-    module: any module; its linear layers can be stacked over layers.
+    module: any module; its linear layers may be stacked for a scan.
     recipe: selects what is cached.
 
   Returns:
@@ -55,7 +55,7 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
 
   def fill(w):
     flat = w.reshape(-1, *w.shape[len(stack) :])
-    # Codes are computed layer by layer: a kernel takes one matrix at a time.
+    # Codes are computed layer by layer: the kernel quantizes a single matrix.
     each = jax.lax.map if recipe.weight_cache == "codes" else _vmap
     cache = each(lambda w: cache_weight(w, recipe), flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)

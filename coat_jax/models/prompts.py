@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and pads the prompts of `generate`, and places their images.
+"""Checks and pads the prompts of `generate`, and computes image features.
 
-The vision tower runs once for all prompts. Like the rest of `generate` it runs
-without FP8: with one scale for all images, prompts would affect each other.
+The vision tower runs once for all prompts. Like the rest of `generate`, it runs
+without FP8: if all images shared one scale, prompts would affect each other.
 """
 
 import functools
@@ -70,7 +70,7 @@ def padded(
 
 
 def _rows(model: Decoder, count: int) -> int:
-  """Rounds the number of rows up so that the mesh's devices divide it."""
+  """Rounds `count` up to a multiple of the devices that split the batch."""
   if (axes := model.axes) is None:
     return count
   shape = jax.sharding.get_abstract_mesh().shape
