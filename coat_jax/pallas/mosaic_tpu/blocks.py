@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a TPU stores the arrays of a leaf, and the blocks that a kernel reads.
 
-XLA stores f32 and bf16 of a pair [..., D, 2, F], such as the weights of gate
-and up, in tiles of 2 x 128, but bytes as [..., 2, D, F], in tiles of 32 x 128.
-It stores a stack [L, D, n] as [D, L, n] if only L fills tiles. A kernel that
-wants another order makes XLA copy the arrays.
+A pair is an array [..., D, 2, F], such as the weights of gate and up, and has
+two planes [D, F]. XLA stores pairs of f32 or bf16 in tiles of 2 x 128, but
+pairs of bytes as [..., 2, D, F], in tiles of 32 x 128. It stores a stack
+[L, D, n] as [D, L, n] if only L fills tiles. If a kernel reads another order,
+XLA first copies the arrays.
 """
 
 import dataclasses
@@ -90,7 +91,7 @@ class Blocks:
     return self._spec(x, self.width, in_layer)
 
   def whole_rows(self, x: Array, in_layer: int) -> pl.BlockSpec:
-    """Returns the spec of a statistic, whose blocks have all columns."""
+    """Returns the spec of a statistic, whose blocks span all columns."""
     return self._spec(x, x.shape[-1], in_layer)
 
   def _spec(self, x: Array, width: int, in_layer: int) -> pl.BlockSpec:

@@ -48,7 +48,7 @@ def why_not(stored, groups, part, arrays) -> str | None:
   shape = stored[0].codes.shape
   if len(shape) < 2 or shape[-1] % LANES:
     return f"rows must be a multiple of 128 values long, got shape {shape}"
-  # Else XLA may store all layers of a row together, and would copy them.
+  # Otherwise XLA may store all layers of a row together, and would copy them.
   in_layer = (
     blocks.num_rows(shape) % 8 == 0 and len(blocks.lead_axes(shape)) > 0
   )
@@ -79,8 +79,8 @@ class Step:
   ) -> tuple[Any, tuple[Encoded, ...]]:
     """Returns the new parameter, or the update if p is None, and new moments.
 
-    `scalars` are those of the arithmetic; with a parameter a pair of these and
-    `StepScalars`.
+    `scalars` are those of `arithmetic`; if there is a parameter, they are a
+    pair of these and `StepScalars`.
     """
     whole = _whole(part, g, stored[0].codes)
     axes = tuple(range(g.ndim - 1))
@@ -94,7 +94,7 @@ class Step:
     return swap(self._run(part, whole, (1, 0), g, p, stored, scalars))
 
   def _run(self, part, whole, axes, g, p, stored, scalars):
-    """Steps arrays whose axes but the last are `axes` of the leaf."""
+    """Steps arrays whose axes, except the last, are the leaf's `axes`."""
     packed, treedef = jax.tree.flatten(scalars)
     statistics = [x for moment in stored for x in moment[1:] if x.ndim]
     codes = [moment.codes for moment in stored]
@@ -159,8 +159,8 @@ class _Work:
   Attributes:
     step: the optimizer's step.
     scalars: structure of the scalars, which are packed into one array.
-    dims: the sizes of the gradient's axes but the last.
-    axes: which axes of the leaf they are.
+    dims: the sizes of the gradient's axes, except the last.
+    axes: the indices of these axes in the leaf.
     whole: shape of the whole leaf.
     num_weights: number of arrays of the parameter; 0 to return the update.
     present: for each moment, whether it has an amax and a range.
@@ -199,7 +199,7 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
   `refs` are the inputs, then the outputs in the same order. Without a
   parameter, the update precedes the other outputs.
   """
-  # An update makes the outputs one more.
+  # If the update is returned, there is one more output.
   ins, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
 
   @pl.when(pl.program_id(2) == 0)
@@ -213,7 +213,7 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
 
 
 def _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work: _Work):
-  """Steps a block [height, width], one of the two if `plane` is not None."""
+  """Steps a block [height, width], or plane `plane` of a pair of blocks."""
   height, width = g_ref.shape[0], g_ref.shape[-1]
   groups, has_weight = work.step.groups, work.num_weights > 0
   weight_refs, ins = ins[: work.num_weights], ins[work.num_weights :]
@@ -297,7 +297,7 @@ def _fields(present, statistics) -> list[list[Array]]:
 
 
 def _rounded(value, refs, words, is_weight: bool) -> tuple[Array, ...]:
-  """Rounds to the dtypes of refs: a bf16 parameter and 24 bits at random."""
+  """Rounds to the dtypes of refs; bf16 and 24-bit weights stochastically."""
   dtype = refs[0].dtype
   if is_weight and dtype == jnp.bfloat16:
     words = stochastic.parameter_words(words)

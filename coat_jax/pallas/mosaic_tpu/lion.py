@@ -16,6 +16,6 @@ def _why_not(p, g, stored, groups, part, **_) -> str | None:
 def lion_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """`lion.lion_step`. With `interpret` it runs on a CPU, slowly."""
+  """Runs `lion.lion_step`; with `interpret`, on a CPU (slowly)."""
   run = leaf_step.Step(lion, groups, interpret)
   return run(part, g, p, stored, (scalars, step))

@@ -12,9 +12,9 @@ gelu_quick  s = sigmoid(1.702 x);  derivative s + 1.702 x s (1 - s)
   activation_fwd           y by rows, by columns or both
   activation_bwd_operands  dx = dy f'(x) in both layouts, and y's columns
 
-Of a gated function y = f(gate) up, a program handles a tile of the gate and the
-same tile of up, F columns apart; arrays that hold both are [m, 2, F] here. Both
-gradients, dgate = dy up f'(gate) and dup = dy f(gate), have one scale.
+For a gated function y = f(gate) up, a program handles a tile of gate and the
+same tile of up, F columns apart; arrays that hold both are [m, 2, F] here. The
+gradients, dgate = dy up f'(gate) and dup = dy f(gate), share one scale.
 
 The backward needs the scale before it can write a code, so it makes two passes;
 the first only finds the maxima. The second also sums a bias's gradient: each
@@ -119,7 +119,7 @@ def _activated(parts: list[Array], activation, interpret: bool) -> Array:
 
 
 def _cut(whole: Matrix, x, gated: bool) -> Blocked | None:
-  """Cuts [m, F], or [m, 2, F] into pairs of tiles, gate's and up's."""
+  """Cuts [m, F] into tiles, or [m, 2, F] into pairs of tiles: gate and up."""
   if not gated:
     return whole.values(x)
   tile = whole.tile

@@ -176,7 +176,7 @@ def attention_bwd(
     precision=jax.lax.Precision.HIGHEST,
   )
   lse = jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E
-  # q, k, v and dout are [B, T, N, H], lse (in octaves) and delta [B, N, T].
+  # q, k, v and dout are [B, T, N, H], lse (to base 2) and delta [B, N, T].
   inputs = q, k, v, dout, lse, delta
 
   def work(tile: Tile) -> Work:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of rows with the weight of their group, in Triton.
+"""Grouped matmuls: each row times the weight of its group, in Triton.
 
   grouped_fwd     y  = x w      [M, D] x [E, D, F] -> [M, F]
   grouped_dgrad   dx = g w^T    [M, F] x [E, D, F] -> [M, D]
@@ -15,7 +15,7 @@ M / rows + E. We start that many programs; those left over find no rows.
 For `grouped_wgrad` a program computes a tile of one group's weight and loops
 over the group's rows. Inputs are BF16 or f32, sums are f32. XLA multiplies
 every row with every group's weight, which takes E times the operations. These
-kernels are not measured yet.
+kernels have not been measured yet.
 """
 
 import dataclasses

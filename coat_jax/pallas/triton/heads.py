@@ -2,8 +2,8 @@
 """Splits a projection into heads without rotation, and joins them, in Triton.
 
 These are `ops.split_heads` and `join_heads` without RoPE, as in vision towers,
-whose sequences and heads (729 tokens, heads of 72) are not powers of two. In
-its rows, a program handles a tile of k's columns, the same tile of v's
+whose sequences and heads (729 tokens, heads of 72) are not powers of two. For
+a tile of rows, a program handles a tile of k's columns, the same tile of v's
 columns, and R = N / K such tiles of q's. It computes where each column is in
 the joined matrix, which is ordered by key head:
 
@@ -38,7 +38,7 @@ _AMAX_VALUES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-  """The sizes of heads, and how programs share them."""
+  """The sizes of heads, and how they are divided among programs."""
 
   m: int  # The number of tokens.
   queries: int  # R, the number of query heads per key head.
@@ -138,11 +138,11 @@ class Part(NamedTuple):
   of_heads: Array | None  # Which columns are in the matrix; None for all.
 
   def load(self, ref, column, *, dtype) -> Array:
-    """Loads the tile of a matrix at these columns."""
+    """Loads this tile's rows of a matrix at the given columns."""
     return tiles.load(self._at(ref, self.row, column), self.mask(), dtype=dtype)
 
   def store(self, ref, column, x: Array) -> None:
-    """Writes the tile of a matrix at these columns."""
+    """Writes this tile's rows of a matrix at the given columns."""
     tiles.store(self._at(ref, self.row, column), x, self.mask())
 
   def store_transposed(self, ref, x: Array) -> None:
@@ -315,7 +315,7 @@ def _amax_kernel(dq_ref, dk_ref, dv_ref, bits_ref, *, elements, r):
 
 
 def why_not(x: Array, h: int) -> str | None:
-  """Returns why the kernels cannot take x with heads of size h, or None."""
+  """Returns why the kernels do not support x with heads of size h, or None."""
   if h % 8:
     return f"head sizes must be multiples of 8 for the Triton kernel, got {h}"
   if 3 * x.size > supported.MAX_ELEMENTS or x.size == 0:

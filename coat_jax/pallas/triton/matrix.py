@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of kernels on matrices that are cut into tiles, one per program.
+"""Calls kernels on matrices that are cut into tiles, one per program.
 
 All leading axes of an array are flattened to rows, so it is a matrix [m, n]. A
 `Blocked` is an array that a kernel reads, or the shape of one that it writes,
@@ -60,7 +60,7 @@ def run(
   interpret: bool,
   name: str,
 ) -> tuple:
-  """Calls `kernel(*refs)`; the ref of an input or output None is None."""
+  """Calls `kernel(*refs)`; if an input or output is None, so is its ref."""
   in_specs, arrays = zip(*(x or (None, None) for x in inputs), strict=True)
   out_specs, shapes = zip(*(x or (None, None) for x in outputs), strict=True)
   return pl.pallas_call(
@@ -96,7 +96,7 @@ def pick_row_tile(m: int, n: int) -> Tile:
   """Picks a tile for a kernel that reads and writes rows: 16-byte loads.
 
   A thread gets 16 values. The tile's width is the largest power of two that
-  divides n, but from 64 to 256. Consecutive programs go along the rows.
+  divides n, from 64 to 256. Consecutive programs go along the rows.
   """
   columns = max(min(n & -n, 256), 64)
   rows = 2048 // columns
@@ -148,8 +148,8 @@ class Matrix:
   ) -> pl.BlockSpec:
     """Returns the spec of tiles of `shape`.
 
-    `axes` contains, for each axis, which index of the matrix's tile moves along
-    it: its row (0), its column (1) or neither (None).
+    `axes` contains, for each axis of `shape`, the tile index that moves along
+    it: the tile's row (0), its column (1) or neither (None).
     """
 
     def index(first, second):
@@ -169,7 +169,7 @@ class Matrix:
     return blocked(spec, (self.n, self.m), dtype)
 
   def operand(self, dtype: DTypeLike, layout: Layout) -> list[Blocked | None]:
-    """Cuts rows and columns into tiles; None for those the layout lacks."""
+    """Cuts rows and columns into tiles; None for one that `layout` omits."""
     return [
       None if layout == "columns" else self.values(dtype),
       None if layout == "rows" else self.columns(dtype),

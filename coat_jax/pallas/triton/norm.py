@@ -44,7 +44,7 @@ _MAX_WIDTH = 8192
 
 
 class RowTile(NamedTuple):
-  """The size of a program: its whole rows, a power of two, and its warps."""
+  """The number of whole rows (a power of two) and of warps of a program."""
 
   rows: int
   warps: int
@@ -72,7 +72,7 @@ class Rows:
   """A matrix [m, n] of which each program gets `height` whole rows.
 
   Rows are padded to a power of two. A method cuts an array into the programs'
-  tiles, or a result if it is given a dtype. It returns None for None.
+  tiles. A dtype stands for a result; for None it returns None.
   """
 
   m: int

@@ -4,13 +4,14 @@
   dx = (g - xhat mean(xhat g) - mean(g)) rstd [+ add],  g = gamma dy
   dgamma = sum(dy xhat), dbeta = sum(dy) over rows  ("rms": no means of x and g)
 
-A program works down `steps` tiles of whole rows, padded to a power of two. It
-loads one tile while it works on the previous one, and keeps its sums over rows
-in registers. XLA then adds up the programs' sums, always in the same order.
+A program works through `steps` tiles of whole rows, padded to a power of two.
+It loads one tile while it works on the previous one, and keeps its sums over
+rows in registers. XLA then adds up the programs' sums, always in the same
+order.
 
 On an H200 (jax 0.11.2, [8192, 4096], G = 16, `add`) it takes 73 microseconds,
-3.3 TB/s. Without loading ahead it takes 85, and 123 among a layer's other
-kernels.
+3.3 TB/s. Without loading ahead it takes 85, or 123 if it runs among a layer's
+other kernels.
 """
 
 import dataclasses

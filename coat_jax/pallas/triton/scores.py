@@ -35,9 +35,9 @@ from coat_jax.pallas.triton.tiles import iota
 
 MASKED = -1e30
 # The initial maximum: below every score, above every masked one. A row that
-# sees nothing of a tile keeps it, and exp2(MASKED - LEAST) is 0. If the maximum
-# were that of masked scores, it would be one of them after rounding, and the
-# fma would leave a remainder of 1e22.
+# sees nothing of a tile keeps it, and exp2(MASKED - LEAST) is 0. If the initial
+# maximum were lower, such a row's would be MASKED times the unit, rounded;
+# exp2's fma subtracts it from the unrounded product, which can leave 1e22.
 LEAST = -1e20
 LOG2_E = 1.0 / math.log(2.0)
 
@@ -58,10 +58,10 @@ class Tile:
 
 
 def segment_bounds(segments: Array | None, own: int, others: int) -> tuple:
-  """Returns segment ids [B, T] and, per own tile, which tiles to visit.
+  """Returns segment ids [B, T] and, per own tile, the range of tiles to visit.
 
-  These are given as the first of the other tiles that may share an id with it,
-  and one past the last such tile. Without segments, all three are None.
+  The range is the first of the other tiles that may share an id with it, and
+  one past the last such tile. Without segments, all three are None.
   """
   if segments is None:
     return None, None, None
@@ -89,7 +89,7 @@ class Visit:
 
   kind: AttentionKind
   tile: Tile
-  is_of_queries: bool  # Whether the program's own tile is one of queries.
+  is_of_queries: bool  # Whether the program's own tile holds queries.
   segments_ref: Any
   b: Array  # The index of the sequence in the batch.
   own: Array
@@ -109,10 +109,10 @@ class Visit:
   ) -> "Visit":
     """Finds the tiles that this program visits.
 
-    `length` is the sequence's; `segments` are refs to `segment_bounds` results.
+    `length` is the other sequence's; `segments` are refs to `segment_bounds`.
     """
     own = pl.program_id(0)
-    # Position i of the own sequence sees i - back to i + ahead; None: no limit.
+    # Own position i sees the others from i - back to i + ahead; None: no limit.
     reach = None if kind.window is None else kind.window - 1
     back, ahead = reach, 0 if kind.causal else None
     size, step = tile.queries, tile.keys
@@ -229,7 +229,7 @@ class Scores:
     return ptx.exp2(x, self.unit, shift, interpret=self.interpret)
 
   def probability(self, x: Array, lse: Array, seen: Array | None) -> Array:
-    """Returns p, given the log-sum-exp in octaves; 0 for keys not seen."""
+    """Returns p, given the log-sum-exp to base 2; 0 for keys not seen."""
     return self.exponential(self.masked(x, seen), lse)
 
   def masked(self, x: Array, seen: Array | None) -> Array:
