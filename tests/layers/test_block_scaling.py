@@ -185,7 +185,7 @@ def value_and_gradients(build, recipe):
   "block, recipe",
   [
     ("gated", "block"),
-    ("mlp", "block"),
+    ("ungated", "block"),
     ("gated", "coat"),
     ("attention", "attention"),
     ("normless", "coat"),
