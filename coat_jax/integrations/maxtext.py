@@ -14,8 +14,8 @@ from typing import Any
 import optax
 import qwix
 
+from coat_jax import coat_adamw
 from coat_jax.integrations.qwix import CoatProvider
-from coat_jax.optax_coat import coat_adamw
 
 # The layers of the decoder, without the router of experts, as MaxText's own
 # providers select them.

@@ -13,9 +13,7 @@ import sys
 
 import optax
 
-from coat_jax.optax_coat import coat_adamw
-from coat_jax.optimizer.lion import coat_lion
-from coat_jax.optimizer.muon import coat_muon
+from coat_jax import coat_adamw, coat_lion, coat_muon
 
 
 def register() -> None:
