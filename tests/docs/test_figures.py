@@ -394,5 +394,5 @@ def test_expansion_figure_agrees_with_the_method():
   for words in ("32 of 128 become 0", "k = 0.75", "22 codes", "77 codes"):
     assert any(words in text for text in shown), words
   text = (DOCS / "method.md").read_text()
-  for words in ("a quarter of the values", "k = 0.75", "22 codes", "are 77"):
+  for words in ("a quarter of the values", "k = 0.75", "22 codes", "uses 77"):
     assert words in text

@@ -171,7 +171,9 @@ def test_weights_of_another_kind_are_refused():
 
 def test_explain_knows_weights_of_24_bits():
   said = fused_coat_adamw(1e-3, low_bits=True).explain(tree(0))
-  assert said["w"] == "adamw_step: mosaic on a GPU, xla elsewhere"
+  assert said["w"] == (
+    "adamw_step: mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
+  )
 
 
 @pytest.mark.slow

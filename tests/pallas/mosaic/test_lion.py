@@ -170,7 +170,9 @@ def test_kernel_lowers_for_a_gpu(name, kind):
   text = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",))
   assert text.as_text().count("mosaic_gpu_v2") == 1
   said = ops.explain(lion.lion_step, *args, **options)
-  assert said == "lion_step: mosaic on a GPU, xla elsewhere"
+  assert said == (
+    "lion_step: mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
+  )
 
 
 @pytest.mark.gpu
