@@ -22,6 +22,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -82,22 +83,46 @@ def compile_for_h200(
     donate: positions of the arguments that `fn` may overwrite.
     options: options of XLA's compiler, by name.
   """
+  lowered = lower_for(
+    h200_devices(1)[0],
+    AbstractDevice("NVIDIA H200", 132, "cuda"),
+    fn,
+    *specs,
+    mesh=mesh,
+    out_shardings=out_shardings,
+    donate=donate,
+  )
+  kept = {"xla_gpu_kernel_cache_file": str(kernels())}
+  return lowered.compile(compiler_options=kept | (options or {}))
+
+
+def lower_for(
+  device: jax.Device,
+  described: AbstractDevice,
+  fn: Callable,
+  *specs,
+  mesh: Mesh | None,
+  out_shardings: Any,
+  donate: tuple[int, ...],
+) -> jax.stages.Lowered:
+  """Lowers `fn` for `device`, or for `mesh` if it is not None.
+
+  `described` describes the device to functions that ask for it. The other
+  arguments are those of `compile_for_h200`.
+  """
   if mesh is None:
-    out_shardings = sharding = SingleDeviceSharding(h200_devices(1)[0])
+    out_shardings = sharding = SingleDeviceSharding(device)
     specs = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs
     )
     # Otherwise traced functions would ask JAX's default backend for the device.
-    device = AbstractDevice("NVIDIA H200", 132, "cuda")
-    abstract = AbstractMesh((), (), abstract_device=device)
+    abstract = AbstractMesh((), (), abstract_device=described)
     context = jax.sharding.use_abstract_mesh(abstract)
   else:
     context = jax.set_mesh(mesh)
   with context:
     jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
-    lowered = jitted.trace(*specs).lower()
-  kept = {"xla_gpu_kernel_cache_file": str(kernels())}
-  return lowered.compile(compiler_options=kept | (options or {}))
+    return jitted.trace(*specs).lower()
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:

@@ -2,7 +2,7 @@
 """Compiles optimizer steps for TPUs on a machine that has none.
 
   make .venv/libtpu/.installed
-  export PYTHONPATH=.:.venv/libtpu TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu
+  export PYTHONPATH=.:.venv/libtpu JAX_PLATFORMS=cpu
   python -m benchmarks.tpu --topology v5p:4x4x4 --mesh fsdp=64
 
 libtpu is XLA's compiler for TPUs. Nothing is run, so there are no times.
@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from benchmarks import arguments as args
+from benchmarks.aot import lower_for
 from benchmarks.harness import emit, say
 from benchmarks.memory import abstract_params
 from coat_jax import coat_adamw
@@ -69,21 +70,18 @@ def compile_for_tpu(
     out_shardings: shardings of the results on the mesh, as for `jax.jit`.
     donate: positions of the arguments that `fn` may overwrite.
   """
-  if mesh is None:
-    device = devices(topology)[0]
-    where = SingleDeviceSharding(device)
-    specs = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), specs
-    )
-    # Otherwise traced functions would ask JAX's default backend for the device.
-    described = Mesh([device], ("device",)).abstract_mesh.abstract_device
-    abstract = AbstractMesh((), (), abstract_device=described)
-    context = jax.sharding.use_abstract_mesh(abstract)
-  else:
-    context = jax.set_mesh(mesh)
-  with context:
-    jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
-    return jitted.trace(*specs).lower().compile()
+  device = devices(topology)[0]
+  described: Any = Mesh([device], ("device",)).abstract_mesh.abstract_device
+  lowered = lower_for(
+    device,
+    described,
+    fn,
+    *specs,
+    mesh=mesh,
+    out_shardings=out_shardings,
+    donate=donate,
+  )
+  return lowered.compile()
 
 
 def products(program: str) -> dict[str, int]:

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from docs.figures.style import FOLDER, Palette, main
+from docs.figures.style import FOLDER, Palette, main, style_axes
 
 ROWS = FOLDER.parent / "rows" / "long.jsonl"
 # The variants by the palette's color, in the order of the legend.
@@ -60,7 +60,7 @@ def draw(palette: Palette) -> Figure:
   )
   bottom.axhline(0, color=palette.faint, lw=0.8, zorder=0)
   for axes in (top, bottom):
-    _style(axes, palette)
+    style_axes(axes, palette)
   return figure
 
 
@@ -76,16 +76,6 @@ def _draw_run(top: Axes, bottom: Axes, runs: dict, variant: str, look: dict):
   # A mean of five windows, 200 steps.
   smooth = np.convolve(losses - plain, np.ones(5) / 5, "valid")
   bottom.plot((np.arange(len(smooth)) + 2.5) * width, smooth, **look)
-
-
-def _style(axes: Axes, palette: Palette) -> None:
-  axes.set_facecolor("none")
-  axes.title.set_color(palette.text)
-  axes.xaxis.label.set_color(palette.text)
-  axes.tick_params(colors=palette.faint, labelsize=11)
-  for side, spine in axes.spines.items():
-    spine.set_visible(side in ("left", "bottom"))
-    spine.set_color(palette.faint)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from docs.figures.style import FOLDER, Palette, main
+from docs.figures.style import FOLDER, Palette, main, style_axes
 from studies.stability_figure import interval
 
 ROWS = FOLDER.parent / "rows" / "stability.jsonl"
@@ -53,7 +53,8 @@ def draw(palette: Palette) -> Figure:
   _draw_curves(left, runs, palette)
   _draw_ends(right, runs, palette)
   for axes in (left, right):
-    _style(axes, palette)
+    axes.axhline(0, color=palette.faint, lw=0.8, zorder=0)
+    style_axes(axes, palette)
   return figure
 
 
@@ -115,17 +116,6 @@ def _draw_ends(axes: Axes, runs: dict, palette: Palette) -> None:
   axes.legend(
     frameon=False, fontsize=12, labelcolor=palette.text, loc="upper left"
   )
-
-
-def _style(axes: Axes, palette: Palette) -> None:
-  axes.axhline(0, color=palette.faint, lw=0.8, zorder=0)
-  axes.set_facecolor("none")
-  axes.title.set_color(palette.text)
-  axes.xaxis.label.set_color(palette.text)
-  axes.tick_params(colors=palette.faint, labelsize=11)
-  for side, spine in axes.spines.items():
-    spine.set_visible(side in ("left", "bottom"))
-    spine.set_color(palette.faint)
 
 
 if __name__ == "__main__":

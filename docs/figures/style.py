@@ -175,6 +175,17 @@ class Drawing:
     self.axes.text(x, y, text, **options)
 
 
+def style_axes(axes: Axes, palette: Palette) -> None:
+  """Gives axes with data the palette's colors, and only two spines."""
+  axes.set_facecolor("none")
+  axes.title.set_color(palette.text)
+  axes.xaxis.label.set_color(palette.text)
+  axes.tick_params(colors=palette.faint, labelsize=11)
+  for side, spine in axes.spines.items():
+    spine.set_visible(side in ("left", "bottom"))
+    spine.set_color(palette.faint)
+
+
 def canvas(figure: Figure) -> Axes:
   """Makes empty axes that fill a figure, in inches."""
   axes = figure.add_axes((0, 0, 1, 1))
