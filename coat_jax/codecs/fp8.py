@@ -41,8 +41,8 @@ class _FP8(Grouped):
   dtype: DTypeLike = E4M3
 
   def _codes(self, magnitude, amax, range_, noise):
-    t = share(magnitude, self._bound(amax))
-    y = self._expand(t, amax, range_)
+    t = share(magnitude, self.bound(amax))
+    y = self.expand(t, amax, range_)
     if noise is not None:
       lower, upper = neighbours(y, self.dtype)
       below = self._contract(lower, amax, range_)
@@ -50,12 +50,12 @@ class _FP8(Grouped):
       y = jnp.where(t - below > noise * (above - below), upper, lower)
     return saturating_cast(y, self.dtype)
 
-  def _bound(self, amax: Array) -> Array:
+  def bound(self, amax: Array) -> Array:
     """Returns the largest magnitude that a group can hold."""
     return amax
 
   @abc.abstractmethod
-  def _expand(self, t: Array, amax: Array, range_: Array) -> Array:
+  def expand(self, t: Array, amax: Array, range_: Array) -> Array:
     """Maps t to y."""
 
   @abc.abstractmethod
@@ -64,7 +64,7 @@ class _FP8(Grouped):
 
   def _values(self, codes, amax, range_):
     y = codes.astype(jnp.float32)
-    magnitude = self._contract(jnp.abs(y), amax, range_) * self._bound(amax)
+    magnitude = self._contract(jnp.abs(y), amax, range_) * self.bound(amax)
     return jnp.where(y < 0, -magnitude, magnitude)
 
 
@@ -78,7 +78,7 @@ class ScaledFP8(_FP8):
   def _statistics(self, magnitude):
     return finite_amax(magnitude), jnp.uint8(0)
 
-  def _expand(self, t, amax, range_):
+  def expand(self, t, amax, range_):
     return t * qmax(self.dtype)
 
   def _contract(self, y, amax, range_):
@@ -114,17 +114,27 @@ class ExpandedFP8(_FP8):
     del amax
     return range_.astype(jnp.float32) * (1 / _POWER_STEPS)
 
-  def _root(self, amax, range_):
-    return 1 / self.power(amax, range_)
+  def root_index(self, amax: Array, range_: Array) -> Array:
+    """Returns integers below 256 that determine the groups' 1/k."""
+    del amax
+    return range_
 
-  def _expand(self, t, amax, range_):
+  def root_at(self, index: Array) -> Array:
+    """Returns 1/k for each `root_index`, f32."""
+    return 1 / (index * (1 / _POWER_STEPS))
+
+  def expand(self, t, amax, range_):
     return jnp.exp2(self.power(amax, range_) * jnp.log2(t)) * qmax(self.dtype)
 
   def _contract(self, y, amax, range_):
-    # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) may be
-    # wrong in the last five. If b1 * m + (1 - b1) * g cancels, such an error
-    # changes amin and hence k.
-    root = self._root(amax, range_)
+    index = self.root_index(amax, range_).astype(jnp.float32)
+    return self.contract(y, self.root_at(index))
+
+  def contract(self, y: Array, root: Array) -> Array:
+    """Maps y to t by the groups' 1/k."""
+    # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) is off by
+    # up to five. If b1 * m + (1 - b1) * g cancels, such an error changes amin
+    # and hence k.
     return jnp.power(y * (1 / qmax(self.dtype)), root)
 
 
@@ -140,13 +150,16 @@ class BoundedFP8(ExpandedFP8):
   def _statistics(self, magnitude):
     return exponent_bounds(magnitude)
 
-  def _bound(self, amax):
+  def bound(self, amax):
     return exp2_biased(amax)
 
   def power(self, amax: Array, range_: Array) -> Array:
     return log2_range(self.dtype) / octaves_between(amax, range_)
 
-  def _root(self, amax, range_):
+  def root_index(self, amax, range_):
+    return octaves_between(amax, range_)
+
+  def root_at(self, index):
     # This rounds once. The inverse of a power would round twice, or only once
     # if XLA rewrites it.
-    return octaves_between(amax, range_) * (1 / log2_range(self.dtype))
+    return index * (1 / log2_range(self.dtype))

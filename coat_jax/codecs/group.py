@@ -144,15 +144,23 @@ class Grouped(abc.ABC):
     codes = join_groups(codes, x.shape[-1])
     return Encoded(codes, _without_last(amax), _without_last(range_))
 
-  def encode_groups(self, x: Array, noise: Array | None) -> Encoded:
+  def statistics(self, x: Array) -> tuple[Array, Array]:
+    """Returns amax and range, [..., 1], of f32 [..., group_size]."""
+    amax, range_ = self._statistics(magnitude_of(x))
+    return _with_last(amax), _with_last(range_)
+
+  def encode_groups(
+    self,
+    x: Array,
+    noise: Array | None,
+    statistics: tuple[Array, Array] | None = None,
+  ) -> Encoded:
     """Encodes f32 [..., group_size], a group per row; statistics are [..., 1].
 
     Kernels call it on tiles, so it computes only in dtypes that a TPU supports.
     """
-    magnitude = jnp.abs(x)
-    # Backends disagree on subnormals, so we count them as zero everywhere.
-    magnitude = jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
-    amax, range_ = map(_with_last, self._statistics(magnitude))
+    magnitude = magnitude_of(x)
+    amax, range_ = statistics or self.statistics(x)
     codes = self._codes(magnitude, amax, range_, noise)
     if not jnp.issubdtype(codes.dtype, jnp.unsignedinteger):
       # TPUs cannot negate bytes.
@@ -195,6 +203,12 @@ def _without_last(statistic: Array) -> Array:
   return statistic[..., 0] if statistic.ndim else statistic
 
 
+def magnitude_of(x: Array) -> Array:
+  """Returns |x|, or 0 for a subnormal number: backends disagree on those."""
+  magnitude = jnp.abs(x)
+  return jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
+
+
 def share(magnitude: Array, bound: Array) -> Array:
   """Divides magnitudes by their group's bound.
 
@@ -220,9 +234,12 @@ def finite_amax(magnitude: Array) -> Array:
 
   It is NaN if any magnitude is not finite; the group then decodes to NaN.
   """
-  amax = jnp.max(magnitude, axis=-1)
-  # Reductions need not propagate NaN, so we test every value.
-  return jnp.where(jnp.all(jnp.isfinite(magnitude), axis=-1), amax, jnp.nan)
+  # A maximum of floats need not propagate NaN. Bits of magnitudes are ordered
+  # like their values, with NaN above infinity.
+  bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
+  amax = jnp.max(bits, axis=-1)
+  amax = jax.lax.bitcast_convert_type(amax, jnp.float32)
+  return jnp.where(amax < jnp.inf, amax, jnp.nan)
 
 
 def nonzero_amin(magnitude: Array) -> Array:

@@ -26,7 +26,7 @@ from coat_jax import mesh
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
-from coat_jax.optimizer import arguments, weights
+from coat_jax.optimizer import arguments, passes, weights
 from coat_jax.optimizer.masks import leaf_paths
 from coat_jax.optimizer.state import (
   GroupCodecs,
@@ -70,22 +70,27 @@ def encode(
   2i + 1 with their `next_words`.
   """
 
-  def noise(group: GroupCodec, place: int, part: LeafPart):
-    if not group.needs_noise:
-      return None
-    own = dataclasses.replace(part, key=pair_key(part.key, place // 2))
-    words = own.words(values[0].shape)
-    return stochastic.uniform(stochastic.next_words(words, place % 2))
-
   def f(values, part):
+    shape = values[0].shape
     return tuple(
-      group.encode(x, noise(group, first + j, part))
+      group.encode(x, noise_of(group, first + j, part, shape))
       for j, (group, x) in enumerate(zip(groups, values, strict=True))
     )
 
   # With explicit axes, JAX would refuse to reshape rows into groups that are
   # split over devices, and would draw all random words on each device.
   return mesh.run_whole(f, values, part, out_specs=mesh.spec_of(values[0]))
+
+
+def noise_of(
+  group: GroupCodec, place: int, part: LeafPart, shape: tuple[int, ...]
+) -> Array | None:
+  """Returns the noise that rounds the moment with this index, or None."""
+  if not group.needs_noise:
+    return None
+  own = dataclasses.replace(part, key=pair_key(part.key, place // 2))
+  words = stochastic.next_words(own.words(shape), place % 2)
+  return stochastic.uniform(words)
 
 
 @functools.partial(jax.jit, static_argnames="groups", inline=True)
@@ -139,14 +144,19 @@ def shares_body() -> bool:
   compiling takes longer (49 s instead of 44 s), and temporary memory
   grows from 1.0 to 1.8 GB.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  device = mesh.abstract_device  # None unless arrays are on a mesh.
-  platform = getattr(device, "platform", jax.default_backend())
-  if platform != "cpu":
+  if platform() != "cpu":
     return False
+  mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return jax.device_count() == 1
   return set(mesh.manual_axes) == set(mesh.axis_names)
+
+
+def platform() -> str:
+  """Returns the platform that the code being traced is probably for."""
+  # None unless arrays are on a mesh.
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return getattr(device, "platform", jax.default_backend())
 
 
 @one_body
@@ -159,8 +169,15 @@ def update_of(
   groups: GroupCodecs,
 ) -> tuple[Array, Stored]:
   """Returns a leaf's update in the gradient's dtype, and its new moments."""
-  update, *new = arithmetic(in_f32(g), *decode(groups, stored), scalars)
-  return update.astype(g.dtype), encode(groups, tuple(new), part)
+
+  def compute(g, *moments):
+    return arithmetic(in_f32(g), *moments, scalars)
+
+  def finish(update, split):
+    del split
+    return update.astype(g.dtype)
+
+  return _computed(compute, finish, g, stored, part, groups)
 
 
 def step_of(
@@ -194,13 +211,30 @@ def step_of(
 def _step(arithmetic, p, g, stored, part, scalars, groups):
   """Steps a whole leaf, or the layer that was taken out of it."""
   scalars, step = scalars
-  gradient = in_f32(g)
-  if step.grad_scale is not None:
-    gradient = gradient * step.grad_scale
-  update, *values = arithmetic(gradient, *decode(groups, stored), scalars)
-  new = in_f32(p)
-  new = new + -step.learning_rate * (update + step.weight_decay * new)
-  return weights.round_like(p, new, part), encode(groups, tuple(values), part)
+
+  def compute(arrays, *moments):
+    p, gradient = map(in_f32, arrays)
+    if step.grad_scale is not None:
+      gradient = gradient * step.grad_scale
+    update, *values = arithmetic(gradient, *moments, scalars)
+    return p + -step.learning_rate * (update + step.weight_decay * p), *values
+
+  def finish(x, split):
+    return weights.round_like(p, x, part, split)
+
+  return _computed(compute, finish, (p, g), stored, part, groups)
+
+
+def _computed(compute, finish, arrays, stored, part, groups):
+  """Finishes a result of `compute(arrays, *moments)`, encodes the others."""
+  shape = stored[0].codes.shape
+  on_gpu = platform() in ("gpu", "cuda", "rocm")
+  explicit = jax.sharding.get_abstract_mesh().explicit_axes
+  if on_gpu and not explicit and passes.can_run(groups, shape):
+    noise = [noise_of(x, i, part, shape) for i, x in enumerate(groups)]
+    return passes.run(groups, compute, finish, arrays, stored, noise)
+  result, *values = compute(arrays, *decode(groups, stored))
+  return finish(result, None), encode(groups, tuple(values), part)
 
 
 def take_layer(stacked: Any, layer: Array) -> Any:

@@ -116,14 +116,26 @@ def in_f32(weight: Weight) -> Array:
   return weight.astype("complex64" if is_complex else "float32")
 
 
-def round_like(weight: Weight, x: Array, part: LeafPart) -> Weight:
-  """Rounds x to the storage of `weight`: bf16 and 24 bits stochastically."""
+def round_like(
+  weight: Weight,
+  x: Array,
+  part: LeafPart,
+  arrange: Callable[[Array], Array] | None = None,
+) -> Weight:
+  """Rounds x to the storage of `weight`: bf16 and 24 bits stochastically.
+
+  If x was reshaped, `arrange` reshapes the random words in the same way.
+  """
   if isinstance(weight, SplitWeight):
-    return round_stochastically(split, x, part)
-  if weight.dtype == jnp.bfloat16:
-    to_bfloat16 = stochastic.round_to_bfloat16
-    return round_stochastically(to_bfloat16, x, part)
-  return x.astype(weight.dtype)
+    rounding = split
+  elif weight.dtype == jnp.bfloat16:
+    rounding = stochastic.round_to_bfloat16
+  else:
+    return x.astype(weight.dtype)
+  if arrange is None:
+    return round_stochastically(rounding, x, part)
+  words = part.words(jax.tree.leaves(weight)[0].shape)
+  return rounding(x, arrange(stochastic.parameter_words(words)))
 
 
 @functools.partial(jax.jit, static_argnames="rounding", inline=True)

@@ -13,6 +13,7 @@ An instruction in the body of a loop is counted once.
 """
 
 import collections
+import math
 import re
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from benchmarks.aot import compile_for_h200, peak_bytes, temporary_bytes
 
 __all__ = [
   "Instruction",
+  "bytes_moved",
   "compile_for_h200",
   "custom_calls",
   "fp8_matmul_calls",
@@ -78,6 +80,32 @@ def launches(compiled: jax.stages.Compiled) -> list[str]:
     for i in instructions(compiled)
     if i.opcode not in free and i.text in main
   ]
+
+
+def bytes_moved(compiled: jax.stages.Compiled) -> int:
+  """Returns the bytes that all launches together read and write.
+
+  Each launch reads its operands once and writes its result once.
+  """
+  main = compiled.as_text().split("ENTRY ")[1]
+  shapes = {i.name: i.shape for i in instructions(compiled) if i.text in main}
+  total = 0
+  for i in instructions(compiled):
+    if i.text not in main or i.opcode in _NO_WORK:
+      continue
+    operands = i.text.split(f"{i.opcode}(", 1)[1].split("), ")[0]
+    names = dict.fromkeys(re.findall(r"%([\w.\-]+)", operands))
+    total += _bytes(i.shape) + sum(_bytes(shapes[name]) for name in names)
+  return total
+
+
+def _bytes(shape: str) -> int:
+  """Returns the bytes of an array or tuple, as in "(f32[2,3]{1,0}, pred[])"."""
+  total = 0
+  for name, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape):
+    size = 8 if name == "pred" else int(re.findall(r"\d+", name)[0])
+    total += size // 8 * math.prod(int(d) for d in dims.split(",") if d)
+  return total
 
 
 def custom_calls(compiled: jax.stages.Compiled) -> collections.Counter[str]:
