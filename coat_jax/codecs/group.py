@@ -204,7 +204,16 @@ def _without_last(statistic: Array) -> Array:
 
 
 def magnitude_of(x: Array) -> Array:
-  """Returns |x|, or 0 for a subnormal number: backends disagree on those."""
+  """Returns magnitudes, with zero for subnormal numbers.
+
+  Backends disagree on subnormal numbers: TPUs count them as zero.
+
+  Args:
+    x: f32 of any shape.
+
+  Returns:
+    f32 of x's shape.
+  """
   magnitude = jnp.abs(x)
   return jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
 

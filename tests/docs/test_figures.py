@@ -362,8 +362,13 @@ def test_differences_of_long_runs_on_the_accuracy_page_equal_the_rows():
   runs = long.read_runs()
   shown = (DOCS / "accuracy.md").read_text()
   for label, variant in (
-    ("BF16 layers with `coat`'s moments", "bf16, coat moments"),
     ("`coat`", "coat"),
+    (
+      'BF16 weights, stepped in the backward pass, `attention="fp8"`',
+      "lean, attention fp8",
+    ),
+    ("BF16 layers with `coat`'s moments, stopped early", "bf16, coat moments"),
+    ("BF16 with seed 1, stopped early", "bf16, seed 1"),
   ):
     _, difference = long.held_out_difference(runs, variant)
     tokens = runs[variant]["trained_steps"] * long.TOKENS_PER_STEP / 1e6
