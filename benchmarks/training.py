@@ -7,15 +7,19 @@
 It trains a preset with random weights on text (bytes of Python's standard
 library), with the step of `train.pretrain` and `--batch` sequences on each GPU.
 A row (training.step) contains milliseconds per step, tokens per second per GPU,
-`peak_bytes`, the most that any GPU had allocated at once, and
-`compiled_peak_bytes`, the peak that the compiler reported. Each variant runs in
-its own process, because JAX cannot reset a GPU's peak.
+the seconds that compiling and initializing took, `peak_bytes`, the most that
+any GPU had allocated at once, and `compiled_peak_bytes`, the peak that the
+compiler reported. Each variant runs in its own process, because JAX cannot
+reset a GPU's peak.
+
+--layers changes the depth of the preset, to find the largest model that fits.
 
 --hbm limits the memory of a GPU, to measure what fits on a smaller one. XLA's
 flags come from the environment and are part of the row.
 """
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
@@ -61,7 +65,9 @@ def measure_steps(
   program = step.train_step(config, graph, optimizer, mesh)
   compiled = step.compile_on(mesh, program, abstract, tokens, updates=True)
   compile_s = time.monotonic() - started
-  state = step.initial_state(config, optimizer, mesh)
+  started = time.monotonic()
+  state = jax.block_until_ready(step.initial_state(config, optimizer, mesh))
+  initialize_s = time.monotonic() - started
 
   times, losses = [], []
   for _ in range(_WARM_UP_STEPS + steps):
@@ -82,6 +88,7 @@ def measure_steps(
     peak_bytes=max(s.get("peak_bytes_in_use", 0) for s in stats),
     compiled_peak_bytes=compiled.memory_analysis().peak_memory_in_bytes,
     compile_s=compile_s,
+    initialize_s=initialize_s,
     first_loss=losses[0],
     last_loss=losses[-1],
   )
@@ -89,7 +96,7 @@ def measure_steps(
 
 def configuration(options: argparse.Namespace, variant: str) -> TrainConfig:
   """Makes the configuration of the run that measures a variant."""
-  return configure(
+  config = configure(
     options.preset,
     variant,
     batch=options.batch,
@@ -98,6 +105,10 @@ def configuration(options: argparse.Namespace, variant: str) -> TrainConfig:
     grad_reduce=options.grad_reduce,
     weight_cache=options.weight_cache,
   )
+  if options.layers is None:
+    return config
+  model = dataclasses.replace(config.model, num_layers=options.layers)
+  return dataclasses.replace(config, model=model)
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict:
@@ -112,6 +123,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict:
   case = dict(
     preset=options.preset,
     variant=options.variant,
+    layers=config.model.num_layers,
     mesh=options.mesh,
     batch_per_gpu=options.batch,
     seq=options.seq,
@@ -152,6 +164,9 @@ def main(arguments: list[str] | None = None) -> int:
   )
   parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
   parser.add_argument("--variant", choices=VARIANTS, help="default: all")
+  parser.add_argument(
+    "--layers", type=args.count, help="default: those of the preset"
+  )
   parser.add_argument("--mesh", default="", help="as in train.pretrain")
   parser.add_argument("--batch", type=args.count, default=2, help="on each GPU")
   parser.add_argument("--seq", type=args.count, default=2048)

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `benchmarks.training`."""
+
+import json
+
+import pytest
+
+from benchmarks import training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("options", "layers"), [([], 4), (["--layers", "1"], 1)]
+)
+def test_layers_change_the_depth(options, layers, capsys):
+  small = ["--preset", "demo", "--variant", "lean", "--batch", "1"]
+  short = ["--seq", "128", "--steps", "1", "--in-process"]
+  assert training.main([*small, *short, *options]) == 0
+  row = json.loads(capsys.readouterr().out.splitlines()[-1])
+  assert row["case"]["layers"] == layers
+  assert row["initialize_s"] > 0
