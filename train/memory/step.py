@@ -242,7 +242,7 @@ def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
 
 
 def _head_in_backward(layer: Layer) -> float:
-  """Counts the output weights' gradient in bytes in the backward pass."""
+  """Counts the bytes of the output weights' gradient in the backward pass."""
   head = _head(layer)
   summed = layer.value * head / layer.fsdp  # Summed over devices.
   if not layer.optimizer_in_backward:
