@@ -128,9 +128,9 @@ def plain_errors() -> Iterator[None]:
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
   """Returns the sentence of the error that was shown, if a dataclass raised it.
 
-  tyro exits while it handles that error. It may have wrapped it in an error
-  whose `arg` names the part of the configuration, or is an option whose value
-  is not a number.
+  tyro exits while it handles that error, which it may have wrapped in another
+  one. The `arg` of the outer error names the part of the configuration, or is
+  an option whose value is not a number.
   """
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:

@@ -38,7 +38,7 @@ from train.run.metrics import MetricsLog
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
-# Characters to print of a prompt's end, and of an answer.
+# How many characters of a prompt's end, and of an answer, to print.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 # Each thread reads the images of one batch.
@@ -204,7 +204,7 @@ class Conversations(RunData[FinetuneConfig]):
   rows: PackedRows
   held_out: PackedRows
   text: TokenizerText
-  # A chat template for the run's folder, in place of the tokenizer's.
+  # A chat template for the run's folder, instead of the tokenizer's.
   template: ChatTemplate | None
 
   def keep_files(self, run: RunDirectory) -> None:

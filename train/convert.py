@@ -22,8 +22,8 @@ finetune --out RUN [options] --resume` trains it. (--init-from of train.pretrain
 does both at once, on a mesh.)
 
 All four work on one device. With JAX_PLATFORMS=cpu a model needs only host
-memory: 12 bytes a parameter plus the codec's bytes. Runs can then be resumed on
-any mesh. A command that fails or is stopped removes what it wrote; only a
+memory: 12 bytes per parameter plus the codec's bytes. Runs can then be resumed
+on any mesh. A command that fails or is stopped removes what it wrote; only a
 killed command leaves OUT.unfinished or a run without a step.
 
 Exit status: 0; 1 when a checkpoint could not be written or there was too little

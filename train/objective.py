@@ -159,7 +159,7 @@ class ImageBatch(NamedTuple):
 
 
 class TokensAfterImages(Objective):
-  """A decoder that sees images in place of some tokens."""
+  """A decoder that reads images where the text has image tokens."""
 
   stacks = ("tower/layers", "decoder/layers")
   model = VisionLanguageModel

@@ -18,8 +18,8 @@ def demo() -> TrainConfig:
   """A model small enough to learn in a minute or two on two CPU cores.
 
   Warmup is long and the learning rate low, so that runs can be compared: at
-  3e-3 after 20 steps of warmup, an eps of 0.9e-8 instead of 1e-8 moves the last
-  loss of a BF16 run by 0.09.
+  3e-3 after 20 steps of warmup, an eps of 0.9e-8 instead of 1e-8 changes the
+  last loss of a BF16 run by 0.09.
   """
   model = _llama(4, 128, 352, 4, num_kv_heads=2, vocab_size=256)
   optim = OptimConfig(lr=1e-3, warmup=0.5)

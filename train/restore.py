@@ -50,7 +50,7 @@ def restore(
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params
     )
-  # The rule global stores no norms; all other rules store the same norms.
+  # The rule `global` stores no norms; all other rules store the same norms.
   clip = () if saved.optim.clip == "global" else abstract.clip
   state = checkpoints.restore(
     step,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early signs that low precision is about to hurt: `--watch N`.
 
-Every N steps a separate program looks at the state and runs the forward of the
-step's batch once more; the training step does not change. It finds
+Every N steps a separate program reads the state and runs the forward pass on
+the step's batch once more; the training step does not change. It finds
 
   activations_amax       largest magnitude of each layer's output
   activations_kurtosis   E[x^4] / E[x^2]^2 of that output: 3 for a normal
                          distribution; large if outliers take up the range
-  activations_zeroed     share of its values that round to zero with one scale a
-                         tensor in the recipe's format for values (in recipe
+  activations_zeroed     share of its values that round to zero with one scale
+                         per tensor in the recipe's format for values (in recipe
                          bf16: E4M3)
   mu_saturated, nu_      share of the stored moments' codes that are the largest
   mu_zeroed, nu_         share of codes that are zero; a second moment of zero
@@ -18,7 +18,7 @@ step's batch once more; the training step does not change. It finds
                          parameters that AdamW steps)
   grad_norm              global norm of the step's gradients
 
-and writes them as `watch` into metrics.jsonl. A forward costs a third of a
+and writes them as `watch` into metrics.jsonl. A forward pass takes a third of a
 step: with N = 100 it costs 0.3 % of the time.
 
 `RULES` compare each value with the median of up to ten earlier probes, once

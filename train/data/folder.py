@@ -62,7 +62,7 @@ class FolderText(TokenizerText):
 
 
 def has_tokenizer(folder: Path) -> bool:
-  """Whether a folder has the tokenizer that `FolderText` reads."""
+  """Whether a folder contains the tokenizer that `FolderText` reads."""
   return (folder / _TOKENIZER).is_file()
 
 

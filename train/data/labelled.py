@@ -7,7 +7,7 @@
                              held out
 
 The name of a folder is the name of its class; classes are numbered in order of
-their names. Images may be in folders below it. All headers are read at the
+their names. Images may also be in subfolders. All headers are read at the
 start. Images that need at most `_IN_MEMORY` bytes as pixels are read at the
 start too and stay in memory; larger sets are read a batch at a time.
 """

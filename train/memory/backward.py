@@ -87,7 +87,7 @@ class Layer:
 
   @property
   def is_recomputed(self) -> bool:
-    """Returns whether a second forward computes all that the layer saves."""
+    """Returns whether a second forward pass computes what the layer saves."""
     return self.remat in ("full", "fp8_layer")
 
   @property

@@ -2,7 +2,7 @@
 """Counts what a layer saves for its backward pass.
 
 We trace `jax.vjp` of one layer, under the `jax.checkpoint` policy of `remat`,
-and read off the traced program which arrays the backward reads. Nothing is
+and read off the traced program which arrays the backward pass reads. Nothing is
 computed, so a layer of any width takes a fraction of a second.
   * Each array counts once, even if it is also saved in another shape.
   * Parameters and casts of them do not count: they do not grow with the tokens.
@@ -43,7 +43,7 @@ def saved_bytes(
   remat: Remat = "none",
   tensor: int = 1,
 ) -> float:
-  """Counts the bytes per token and layer that XLA keeps for the backward.
+  """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
   They are the arrays of `residual_arrays` that grow with the number of tokens,
   without the positions, which all layers share. XLA differs from autodiff in
@@ -126,7 +126,7 @@ def residual_arrays(
 
 
 class _Program:
-  """A traced forward whose results are what the backward reads."""
+  """A traced forward pass; its results are what the backward pass reads."""
 
   def __init__(self, jaxpr):
     self.jaxpr = jaxpr

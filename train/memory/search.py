@@ -72,8 +72,8 @@ def candidates(
 
   BF16 layers and FP8 linears keep weights and moments in f32, as is usual.
   Recipe coat comes with each of `params` and `remat` (None for all), and with
-  the optimizer's step after or inside the backward. `config` is a run in recipe
-  coat, without options that cannot be combined.
+  the optimizer's step after or inside the backward pass. `config` is a run in
+  recipe coat, without options that cannot be combined.
   """
   for recipe in ("bf16", "fp8_linear"):
     for kept in LAYER[recipe]:

@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
   weights: int
   # The gradients that exist at that point, and their sums over microbatches. If
-  # the optimizer runs in the backward, a layer's gradients are temporary.
+  # the optimizer runs in the backward pass, a layer's gradients are temporary.
   gradients: int
   optimizer: int  # The optimizer's state.
   activations: int  # Saved by layers for the backward pass.
@@ -187,8 +187,8 @@ def _plan_decoder(
     kept += BF16 * linear  # Autodiff keeps the casts of weights.
   cached = 0
   if recipe.linear == "fp8" and recipe.weight_cache == "codes":
-    # If a step has only one forward, codes in columns are dead after it, while
-    # the backward still needs the codes in rows.
+    # If a step runs only one forward pass, codes in columns are dead after it,
+    # while the backward pass still needs the codes in rows.
     layouts = 1 if config.accumulate == 1 else 2
     cached = layouts * _FP8 * linear / layer.fsdp
   summed = 0
@@ -242,7 +242,7 @@ def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
 
 
 def _head_in_backward(layer: Layer) -> float:
-  """Counts the bytes of the output weights' gradient during the backward."""
+  """Counts the bytes of the output weights' gradient in the backward pass."""
   head = _head(layer)
   summed = layer.value * head / layer.fsdp  # Summed over devices.
   if not layer.optimizer_in_backward:

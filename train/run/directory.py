@@ -164,8 +164,8 @@ class RunDirectory:
     except filelock.Timeout:
       raise ValueError(
         f"out: only one command at a time can train in {self.path}, got "
-        f"{self.lock.read_text()} that does; wait for it, stop it, or pass "
-        "another --out"
+        f"{self.lock.read_text()}, which trains there; wait for it, stop it, "
+        "or pass another --out"
       ) from None
     except OSError as error:  # Some cluster file systems have no locks.
       missing = error.strerror

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's log: metrics.jsonl, progress on standard error, tables.
 
-metrics.jsonl has one JSON object per line, each with its `step`:
+metrics.jsonl contains one JSON object per line, each with its `step`:
   * a step: loss, grad_norm, lr, tokens_per_s; for documents also targets,
     padding (a share) and unpadded_tokens_per_s;
   * an evaluation: held_out_loss, held_out_accuracy for classified images, and

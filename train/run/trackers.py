@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies metrics to TensorBoard's event files and to Weights & Biases.
 
-Both get the numbers of metrics.jsonl under the same names and steps;
+Both receive the numbers of metrics.jsonl under the same names and steps;
 metrics.jsonl stays the run's record. A resumed run continues both.
 
 tensorboardX writes the event files because it needs only NumPy and protobuf.

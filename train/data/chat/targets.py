@@ -7,12 +7,12 @@ ends, because this is where the model will continue, and includes the text that
 ends the turn (such as <|eot_id|>), so that the model learns to stop. Two
 methods find a turn, and both are checked against the whole text. An error is
 raised if neither is certain:
-  * by contents: render again with other words in place of the assistant's. What
-    differs is what the assistant said. This is fast, and right for templates
-    that drop the reasoning of earlier turns;
+  * by contents: render again with other words instead of the assistant's. The
+    text that differs is what the assistant said. This is fast, and right for
+    templates that drop the reasoning of earlier turns;
   * by beginnings: render the messages before a turn with the generation prompt,
     and the messages up to the turn's end. The whole text must begin with both.
-    This works for templates that refuse other words in place of a tool call.
+    This works for templates that refuse other words instead of a tool call.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Shape:
 
   starts: tuple[
     tuple[str, str], tuple[str, str]
-  ]  # The last turn's, and other turns'.
+  ]  # (header, lead) of the last turn, and of other turns.
   has_prompt: bool  # Whether the template has a generation prompt.
   ends: tuple[str, str]  # The text that ends the last turn, and other turns.
   tail: str  # The text after the end of the last turn.
