@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the pages of the documentation and runs their Python."""
+"""Finds the pages of the documentation, their rows and their Python."""
 
+import json
 import re
 from pathlib import Path
 
@@ -14,6 +15,12 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 # The title of a block, which readers see, gives the reason for not running it.
 NOT_RUN = 'title="Not run by the tests: '
 _BLOCK = re.compile(r"^```python(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+
+
+def measured(name: str) -> list[dict]:
+  """Returns the rows in docs/rows/NAME.jsonl."""
+  lines = (DOCS / "rows" / f"{name}.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
 
 
 def python_blocks(text: str) -> list[str]:

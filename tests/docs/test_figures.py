@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers in the pages equal those in the rows; figures can be redrawn."""
 
-import json
 import re
 
 import pytest
 
 from benchmarks import memory
 from docs.figures import expansion, flow, long, losses, mesh, style
-from studies import quantization_tables, stability, stability_figure
-from tests.docs.pages import DOCS, ROOT
+from studies import quantization_tables
+from tests.docs.pages import DOCS, ROOT, measured
 
 PERFORMANCE = (DOCS / "performance.md").read_text()
-
-
-def measured(name):
-  lines = (DOCS / "rows" / f"{name}.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines]
 
 
 def table(text, after):
@@ -347,37 +341,6 @@ def test_tables_of_quantization_equal_the_rows():
   assert len(found) == 5
   for title, lines in found.items():
     assert lines in text, title
-
-
-def test_difference_on_the_accuracy_page_equals_the_rows():
-  differences = losses.held_out_differences(
-    losses.read_runs(), losses.BEST_RATE
-  )
-  mean, half = stability_figure.interval(differences)
-  shown = f"| {mean:+.4f} ± {half:.4f} |"
-  assert shown in (DOCS / "accuracy.md").read_text()
-
-
-def test_differences_of_long_runs_on_the_accuracy_page_equal_the_rows():
-  runs = long.read_runs()
-  shown = (DOCS / "accuracy.md").read_text()
-  for label, variant in (
-    ("`coat`", "coat"),
-    (
-      'BF16 weights, stepped in the backward pass, `attention="fp8"`',
-      "lean, attention fp8",
-    ),
-    ("BF16 layers with `coat`'s moments, stopped early", "bf16, coat moments"),
-    ("BF16 with seed 1, stopped early", "bf16, seed 1"),
-  ):
-    _, difference = long.held_out_difference(runs, variant)
-    tokens = runs[variant]["trained_steps"] * long.TOKENS_PER_STEP / 1e6
-    assert f"| {label} | {tokens:.0f} | {difference:+.4f} |" in shown
-
-
-def test_page_shows_how_much_of_the_grid_was_run():
-  said = stability.progress(measured("stability"))
-  assert said in " ".join((DOCS / "stability.md").read_text().split())
 
 
 @pytest.mark.parametrize("figure", [expansion, flow, long, losses, mesh])
