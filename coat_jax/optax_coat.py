@@ -44,7 +44,7 @@ def coat_adamw(
   implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""AdamW with moments in FP8: `optax.adamw` with a quarter of its state.
+  r"""AdamW with its moments in FP8, a quarter of the state of `optax.adamw`.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
   :math:`S_t = (E(m_t), E(v_t))` the state, 2.08 bytes per parameter with the
@@ -83,11 +83,13 @@ def coat_adamw(
     codec: how the moments are stored (format, group size...), from `codecs`.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`. Inside `optax.inject_hyperparams` name it in
-      `static_args`, or it is taken for a schedule.
+      `static_args`; otherwise optax calls it as a schedule.
     seed: seed of the random words of stochastic rounding. A compiled program
-      repeats itself bit for bit, but may differ from an eager call by some ulp.
+      repeats itself bit for bit, but may differ from an eager call by a few
+      ulps.
     implementation: "mosaic" for the GPU kernel, "mosaic_tpu" for the TPU
-      kernel, "xla" for plain JAX, None for a kernel if leaf and platform allow.
+      kernel, "xla" for plain JAX; None for a kernel wherever the leaf and the
+      platform allow one.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
       `NamedSharding`s, so that the kernel can run on each device's shard; None
       leaves partitioning to XLA, which cannot partition a kernel. Not needed on
@@ -161,7 +163,7 @@ def apply_updates(
 
   Args:
     params: tree of parameters.
-    updates: tree of the same structure; best in f32, as from f32 gradients.
+    updates: tree of the same structure, preferably in f32.
     step: number of this step, such as the state's `count`.
     seed: seed of the random words. They are not correlated with those of the
       moments, even if seed and step are the same.

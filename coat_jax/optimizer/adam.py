@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam with its moments stored in FP8: arithmetic and optax transformation.
+"""Adam with moments stored in FP8: the arithmetic and an optax transformation.
 
-`adam_update` computes the update of a leaf, for optax; `adamw_step` takes the
-whole step and returns the new parameter. A kernel does the same in one pass
-over memory. The hyperparameters of a step are f32 scalars, so one compiled
-program serves all steps and leaves.
+`adam_update` computes a leaf's update for optax; `adamw_step` also applies it
+and returns the new parameter. Kernels do the same in one pass over memory.
+Hyperparameters are passed as f32 scalars, so one compiled program serves all
+steps and leaves.
 """
 
 import functools
@@ -42,15 +42,15 @@ class AdamScalars(NamedTuple):
   """Scalars of one step of Adam, f32 [].
 
   The update is optax's mu / c1 / (sqrt(nu / c2 + eps_root) + eps) with the bias
-  corrections c1 and c2, but numerator and denominator are multiplied by
-  sqrt(c2): nu / c2 overflows if nu is large and c2 small (c2 = 1 - b2 in the
+  corrections c1 and c2. We multiply numerator and denominator by sqrt(c2),
+  because nu / c2 overflows if nu is large and c2 small (c2 = 1 - b2 in the
   first step).
 
   Attributes:
-    ratio: sqrt(c2) / c1; with Nesterov momentum b1 sqrt(c2) / c1', where c1' is
-      the c1 of the next step.
+    ratio: sqrt(c2) / c1; with Nesterov momentum, b1 sqrt(c2) / c1', where c1'
+      is c1 of the next step.
     gradient_ratio: (1 - b1) sqrt(c2) / c1 with Nesterov momentum, else None.
-    eps_root: eps_root c2; None for zero.
+    eps_root: eps_root c2; None if eps_root is 0.
     eps: eps sqrt(c2).
   """
 
@@ -146,7 +146,7 @@ def adamw_step(
   *,
   groups: GroupCodecs,
 ) -> tuple[Weight, Stored]:
-  """Takes a step of AdamW on a leaf or one layer of it (`step.step_of`)."""
+  """Applies AdamW to a leaf or to one layer of it (`step.step_of`)."""
   return step_of(adam, p, g, stored, part, (scalars, step), groups)
 
 
@@ -179,7 +179,8 @@ def scale_by_coat_adam(
       (by `init`) a leaf is neither floating nor complex, or `quantize_mask`
       chooses a complex one; (by `update`) the state has a wrong type.
     ValueError: a hyperparameter is negative or not finite, or a decay is not
-      below 1; (by `update`) the state has another codec or other leaves.
+      below 1; (by `update`) the state was made with another codec or for other
+      parameters.
 
   Examples:
     >>> import optax

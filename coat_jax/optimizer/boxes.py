@@ -4,18 +4,18 @@
 Flax keeps axis names in boxes around parameters: in the metadata of an
 `nnx.Variable`, or in Linen's `Partitioned`. Functions such as
 `nnx.get_partition_spec` shard an array by the names in its box, and replicate
-arrays without a box. A statistic shares the axes of its parameter except the
-last, which counts groups. So it keeps the box and all names, except perhaps the
-last one. The low bytes of weights have all axes of their parameter, and keep
-all names.
+arrays without a box. The statistics of a moment, one value per group, have the
+axes of their parameter, but their last axis counts groups. So they keep the box
+and all names, except perhaps the last one. The low bytes of weights have the
+shape of their parameter, so they keep all names.
 
-The last name stays only if its number of devices divides both the columns and
-the groups. That number comes from the mesh in the box, or else from the current
-mesh; the logical axis rules of the box and of the context map the name to mesh
-axes. If several rules map a name, all must fit. If no mesh is known, or the
-name is neither a mesh axis nor in the rules, the name is dropped. The statistic
-is then replicated along this axis, which works on every mesh, whereas JAX
-raises an error for an uneven split.
+The last name stays only if the number of devices along it divides both the
+columns and the groups. That number comes from the mesh in the box, or else from
+the current mesh; the logical axis rules of the box and of the context map the
+name to mesh axes. If several rules map a name, each must fit. If no mesh is
+known, or the name is neither a mesh axis nor in the rules, the name is dropped.
+The statistics are then replicated along this axis, which works on every mesh,
+whereas JAX raises an error for an uneven split.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ AnyMesh = Mesh | AbstractMesh
 # `nnx.Optimizer` prefers the second one.
 _NAMES = ("out_sharding", "optimizer_sharding")
 
-# The mesh of `abstract_state`'s caller; `abstract_state` sets another one.
+# The mesh that `abstract_state` was called under; it traces under another one.
 _CALLERS_MESH: contextvars.ContextVar[AnyMesh | None] = contextvars.ContextVar(
   "callers_mesh", default=None
 )
@@ -227,7 +227,7 @@ def _fit(
 
 
 def _device_counts(name: Any, context: _Context) -> set[int]:
-  """Returns the numbers of devices that a name may mean; empty if unknown.
+  """Returns how many devices a name may stand for; empty if unknown.
 
   `name` is an entry of a spec: None, a name, or several names.
   """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient clipping for steps that run inside the backward pass.
 
-The global norm of all gradients is only known after the last of them. A step
-that uses each gradient as soon as it exists (`step_in_backward`) clips by what
-is known by then: the norms of earlier steps. It clips each slice by itself: a
-leaf, or one layer of a stacked leaf.
+The global norm of all gradients is only known once the last one exists. A step
+that uses each gradient as soon as it exists (`step_in_backward`) must therefore
+clip by the norms of earlier steps. It clips each slice separately. A slice is
+the gradient of a leaf, or of one layer of a stacked leaf.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ Rule = Literal["share", "adaptive"]
 
 _LARGEST = float(jnp.finfo("float32").max)
 # If a value exceeds `_LARGE`, all values are divided by `_RATIO` before we
-# square them. Otherwise the squares of up to 2^48 values can be added in f32.
+# square them. Smaller values need no division: the squares of up to 2^48 of
+# them can be added in f32.
 _LARGE, _RATIO = 2.0**40, 2.0**80
 
 
@@ -55,15 +56,15 @@ class Clipping:
 
   share      limit = max_norm r / N, where r is the norm of the slice and N the
              global norm in the last step, both before clipping. The squares of
-             all limits add up to max_norm^2: the global norm is never larger
-             than max_norm.
+             all limits add up to max_norm^2, so the global norm never exceeds
+             max_norm.
   adaptive   limit = relative r, where r is the running mean of the slice's own
              clipped norms (AdaGC); like "share" in the first `warmup` steps
 
   The limit is max_norm for every slice in the first step, and for a slice that
   had no gradient before. A norm above 3.4e38, f32's largest value, counts as
-  this value, and its slice is scaled by 0: finite gradients of any size keep
-  everything finite.
+  this value, and its slice is scaled by 0. So finite gradients, however large,
+  lead to finite parameters and states.
 
   Attributes:
     rule: "share" or "adaptive".
@@ -157,9 +158,9 @@ class Clipping:
 def global_norm(tree: Any) -> Array:
   """Returns the Euclidean norm of all leaves of a tree, f32 [].
 
-  Finite leaves have a finite norm: a norm above f32's largest value becomes
-  that value. Squares overflow from 1.8e19, so large leaves are scaled down
-  first.
+  The norm of finite leaves is finite: a norm above f32's largest value becomes
+  that value. Squares of values above 1.8e19 overflow, so large leaves are
+  scaled down first.
   """
   leaves = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(tree)]
   amax = jnp.float32(0)

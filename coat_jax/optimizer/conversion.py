@@ -62,7 +62,8 @@ def to_plain_state(
 
   Raises:
     TypeError: `ns_coeffs` are not numbers.
-    ValueError: `opt_state` holds no such state, or `ns_coeffs` are not three.
+    ValueError: `opt_state` holds no such state, or `ns_coeffs` are not three
+      numbers.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -108,8 +109,8 @@ def from_plain_state(
 
   Raises:
     TypeError: `count` or `seed` is not a whole number.
-    ValueError: `count` is negative; `like` contains no state of ours; or
-      `opt_state` does not have the structure or shapes of `like`.
+    ValueError: `count` is negative; `like` contains none of our states; or the
+      structure or shapes of `opt_state` differ from those of `like`.
 
   Examples:
     >>> import jax
@@ -259,8 +260,8 @@ def pair_nodes(
 ) -> list[tuple[Any, Any]]:
   """Pairs the moments and other leaves of `like` with their parts of `plain`.
 
-  Raises a ValueError if `plain`, the argument `name` of `op`, has another
-  structure, or moments of other shapes.
+  Raises a ValueError if the structure of `plain`, the argument `name` of `op`,
+  or the shapes of its moments differ from those of `like`.
   """
   nodes, treedef = jax.tree.flatten(like, is_leaf=is_moment)
   pairs = list(zip(nodes, flatten_like(op, name, treedef, plain), strict=True))

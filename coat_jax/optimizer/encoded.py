@@ -63,7 +63,7 @@ def encoded(
       never negative, its `mu` all others.
     fields: which fields are encoded, and how. None for `default_field_rule`,
       which encodes all fields with the structure and shapes of the parameters,
-      except copies of parameters and fields that must stay in f32 (of COCOB,
+      except copies of parameters and fields that must stay in f32 (in COCOB,
       MADGRAD and `rmsprop(centered=True)`). Otherwise pass the fields' names,
       such as `("mu",)`; names and kinds, such as `{"m": "mu", "n": "nu"}`; or a
       rule, `path -> "mu", "nu" or None`. A name is the last part of a path, or
@@ -82,7 +82,8 @@ def encoded(
       belongs to another optimizer.
     ValueError: (by `init`) a named field does not exist, is not like the
       parameters, or must stay in f32; there is no field to encode, or one is
-      not in f32; (by `update`) the state has another codec or other leaves.
+      not in f32; (by `update`) the state was made with another codec or for
+      other parameters.
 
   Examples:
     >>> import jax, optax

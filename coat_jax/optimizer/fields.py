@@ -64,7 +64,7 @@ def default_field_rule(path: str) -> Kind | None:
 
 @functools.cache
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
-  """Maps optax's states that the default rule gets wrong to fields' kinds.
+  """Maps each state of optax that the default rule gets wrong to its kinds.
 
   None marks fields whose rounding errors grow in an update. `scale_by_stddev`
   takes the root of nu - mu^2, which is negative if both are rounded separately;
@@ -177,11 +177,11 @@ def mark_placeholders(
 
 
 def _field_paths(init: Callable[[Any], Any]) -> set[str] | None:
-  """Returns the paths of the fields in the state of a matrix.
+  """Returns the paths of the fields in the state that `init` makes of a matrix.
 
   A placeholder also replaces trees that are not fields, such as the norms of
   NovoGrad or the accumulators of SM3. Returns None if the paths are unknown,
-  because `init` has labels or masks that fit only its own parameters.
+  because `init` uses labels or masks that fit only its own parameters.
   """
   params = {"matrix": jax.ShapeDtypeStruct((3, 5), jnp.float32)}
   try:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW and Lion with FP8 moments, each with its whole step in one function.
+"""Fused AdamW and Lion with FP8 moments: one call returns new parameters.
 
 `fused_coat_adamw` does what `coat_adamw` and `apply_updates` do together, and
-`fused_coat_lion` does the same for Lion. In optax, each transformation writes
-updates as large as the parameters to memory for the next one. Here one
-computation does a leaf's whole step: on a GPU, a kernel makes one pass over
-memory, in place if parameters and state are donated.
+`fused_coat_lion` does the same for Lion. In a chain of optax transformations,
+each one writes its updates, as large as the parameters, to memory, and the next
+one reads them. Here a leaf's whole step is one computation. On a GPU, one
+kernel does it in a single pass over memory, in place if parameters and state
+are donated.
 
 The optax transformations use the same states (`ScaleByCoatAdamState`,
 `ScaleByCoatLionState`), so either form can read the other's checkpoints. With
@@ -49,10 +50,10 @@ class LeafSteps(NamedTuple):
   Attributes:
     leaves: for each parameter, in the order of the tree, its weight (an array,
       or a tree of arrays of one shape) and what the optimizer stores for it (a
-      tree of scalars and of arrays whose leading axes are the weight's).
+      tree of scalars, and of arrays with the leading axes of the weight).
     step: `step(i, leaf, gradient, *, layer=None, grad_scale=None)` returns the
-      new leaf i. With `layer`, int32 [], the leaf holds all stacked layers,
-      only this layer is stepped, and its gradient is [1, ...].
+      new leaf i. With `layer`, int32 [], only this layer of the stacked leaf is
+      stepped, and `gradient` is [1, ...].
     end: `end(leaves)` returns the new parameters and the new state.
   """
 
@@ -69,10 +70,10 @@ class FusedTransformation(NamedTuple):
     apply: `apply(grads, state, params, *, grad_scale=None)` returns the new
       parameters and the new state. `grad_scale` is a scalar that multiplies the
       gradients first, such as min(1, max_norm / global_norm).
-    begin: `begin(params, state)` returns the same step leaf by leaf, as
-      `LeafSteps`, for `step_in_backward`.
-    explain: `explain(params)` maps each leaf's path to a sentence that names
-      the implementation for each platform, and why, like `ops.explain`.
+    begin: `begin(params, state)` returns the same step as `LeafSteps`, which
+      `step_in_backward` runs leaf by leaf.
+    explain: `explain(params)` maps each leaf's path to a sentence that tells
+      which implementation runs on each platform and why, like `ops.explain`.
   """
 
   init: Callable[[optax.Params], FusedState]
@@ -99,28 +100,28 @@ def fused_coat_adamw(
 ) -> FusedTransformation:
   """Does what `coat_adamw` and `apply_updates` do, in one step.
 
-  Everything is f32 from the gradient to the new parameter. A bf16 parameter is
-  rounded stochastically: to 24 bits with `low_bits`, otherwise to bf16, as
-  `apply_updates` does with the same seed and `step=state.count` of the new
-  state. docs/optimizer.md explains which to choose. With f32 gradients and
-  parameters the result equals that of the optax chain, except that different
-  compiled programs may differ by a few ulps, which can change a code.
+  The whole step is computed in f32. A bf16 parameter is rounded stochastically
+  at the end: to 24 bits with `low_bits`, otherwise to bf16. The latter gives
+  the same bits as `apply_updates` with the same seed and the new state's count
+  as `step`. docs/optimizer.md explains which to choose. With f32 gradients and
+  parameters the result equals that of the optax chain, apart from a few ulps
+  between different compiled programs, which can change an FP8 code.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.
     weight_decay, mask, quantize_mask: as for `coat_adamw`.
-    low_bits: whether the state stores one more byte of each bf16 parameter, 24
-      bits in all. If parameters are f32, `init` computes the bytes from them,
-      and the caller continues with `split_weights(params)[0]`; if they are
-      bf16, the bytes are zeros.
+    low_bits: whether the state stores one more byte for each bf16 parameter, so
+      that it has 24 bits. If parameters are f32, `init` computes the bytes from
+      them, and the caller continues with `split_weights(params)[0]`; if they
+      are bf16, the bytes start at zero.
     seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:
     A `FusedTransformation`.
 
   Raises:
-    NotImplementedError: the implementation is unknown; (by `apply`) it was
-      named and cannot run for a leaf.
+    NotImplementedError: the implementation is unknown; (by `apply`) the one
+      that was named cannot run for a leaf.
     TypeError, ValueError: the same as for `coat_adamw`.
 
   Examples:
@@ -170,9 +171,9 @@ def fused_coat_lion(
 ) -> FusedTransformation:
   """Does what `coat_lion` and `apply_updates` do, in one step.
 
-  As in `fused_coat_adamw`, everything is f32 from the gradient to the new
-  parameter, and a bf16 parameter is rounded stochastically with the words that
-  `apply_updates` draws.
+  As in `fused_coat_adamw`, the whole step is computed in f32, and a bf16
+  parameter is rounded stochastically with the random words that `apply_updates`
+  draws.
 
   Args:
     learning_rate, b1, b2, codec: as for `coat_lion`.
@@ -230,7 +231,7 @@ def _fused(
   weight_decay: optax.ScalarOrSchedule,
   mask: Any,
 ) -> FusedTransformation:
-  """Makes a fused optimizer from a step of one leaf and its scalars."""
+  """Makes a fused optimizer from the step of one leaf and its scalars."""
   op = options.op
   arguments.check_hyperparameters(
     op, learning_rate=learning_rate, weight_decay=weight_decay

@@ -79,23 +79,25 @@ def step_in_backward(
       layer's input. `outer` is `params` with None for the leaves of the stack.
     layer: `layer(layer_params, x)` runs one layer and returns x of the same
       shape and dtype: an array or a tree of them, such as the residual stream
-      and a sum over layers. With `per_layer`, its slice for the layer is a
-      third argument. To save less, wrap `layer` in `jax.checkpoint`. Any array
-      that it closes over is saved once per layer if the backward reads it.
+      and a sum over layers. The layer's slice of `per_layer`, if there is one,
+      is passed as a third argument. To save less, wrap `layer` in
+      `jax.checkpoint`. Any array that it closes over is saved once per layer if
+      the backward pass reads it.
     after: `after(outer, x)` runs what follows the stack and returns the loss,
       f32 []. It may use what `before` uses, such as an embedding.
     stack: the path of the subtree in `params`, such as `model/layers`.
     per_layer: another tree of arrays [layers, ...], not differentiated.
     clip: clips gradients by the norms of earlier steps; None does not clip.
-    clip_state: the one that the last step returned; for the first step
+    clip_state: the `clip_state` that the last step returned; for the first step
       `clip.init(params, stack=stack)`.
 
   Returns:
     A `BackwardStep`.
 
   Raises:
-    TypeError: `optimizer` has no `begin`, like those of optax; `before`,
-      `layer` or `after` is not a function, or `clip` not a `Clipping`.
+    TypeError: `optimizer` has no `begin` (optax's optimizers have none);
+      `before`, `layer` or `after` is not a function, or `clip` not a
+      `Clipping`.
     ValueError: the optimizer is `coat_adamw`, `coat_lion` or `encoded`, which
       cannot step leaf by leaf; no leaf is below `stack`, or some differ in
       their first axis; only one of `clip` and `clip_state` is passed; a layer
@@ -272,11 +274,11 @@ class _Stack:
 
 
 class _LayerPasses:
-  """Runs one layer's forward and backward separately.
+  """Runs one layer's forward and backward pass separately.
 
   The function that `jax.vjp` returns is a tree of the arrays that the backward
-  reads. The layer's parameters among them are in memory anyway, so we save only
-  the others.
+  pass reads. Some of them are the layer's parameters, which are in memory
+  anyway, so we save only the others.
   """
 
   def __init__(self, layer: Callable[..., Any], params: Any):

@@ -26,7 +26,7 @@ _RANDOM = ("random_", "rng_", "threefry")
 
 
 class LeafwiseTransformation(NamedTuple):
-  """The `init` and `begin` of a `FusedTransformation`."""
+  """An optimizer with the `init` and `begin` of a `FusedTransformation`."""
 
   init: Any
   begin: Any
@@ -37,9 +37,9 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
 
   Args:
     tx: a transformation whose update of a leaf depends on this leaf alone, such
-      as `optax.adamw` or `optax.lion`. It sees stacked leaves one layer at a
-      time, [1, ...], so what it computes for a whole leaf (a norm, factored
-      second moments) is computed for one layer. Masks must be functions.
+      as `optax.adamw` or `optax.lion`. It is called with one layer of a stacked
+      leaf at a time, [1, ...], so anything that it computes per leaf (a norm,
+      factored second moments) is computed per layer. Masks must be functions.
 
   Returns:
     An optimizer for `step_in_backward`.
@@ -50,8 +50,8 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       clipping by the global norm; shared state depends on gradients, as in
       `optax.contrib.dadapt_adamw`; random numbers are drawn, as in
       `optax.noisy_sgd`; or the state is that of `coat_adamw`, `coat_lion` or
-      `encoded`: pass `fused_coat_adamw` or `fused_coat_lion` instead. (By
-      `step_in_backward`) state of stacked layers has no axis of layers.
+      `encoded`: pass `fused_coat_adamw` or `fused_coat_lion` instead; (by
+      `step_in_backward`) the state of stacked layers lacks an axis of layers.
 
   Examples:
     >>> optimizer = leafwise(optax.adamw(3e-4))

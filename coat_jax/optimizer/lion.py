@@ -70,7 +70,7 @@ def lion_step(
   *,
   groups: GroupCodecs,
 ) -> tuple[Weight, Stored]:
-  """Takes a step of Lion on one leaf or one layer of it; see `step.step_of`."""
+  """Applies Lion to a leaf or to one layer of it (`step.step_of`)."""
   return step_of(lion, p, g, stored, part, (scalars, step), groups)
 
 
@@ -129,7 +129,7 @@ def coat_lion(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lion with its momentum in FP8: `optax.lion` with a quarter of its state.
+  r"""Lion with its momentum in FP8, a quarter of the state of `optax.lion`.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
   :math:`S_t = E(m_t)` the state, 1.04 bytes per parameter by default.
@@ -145,7 +145,8 @@ def coat_lion(
     \end{align*}
 
   Args:
-    learning_rate: a number or a schedule; a third to a tenth of AdamW's.
+    learning_rate: a number or a schedule; usually 3 to 10 times smaller than
+      AdamW's.
     b1: share of the momentum in the mix whose sign is the update.
     b2: decay of the momentum.
     weight_decay, mask, quantize_mask, seed, shardings: as for `coat_adamw`.

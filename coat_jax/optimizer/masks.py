@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses leaves by shape and path: norms, biases, and leaves to encode."""
+"""Decides by path and shape which leaves to encode: not norms and biases."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ QuantizeMask = Callable[[str, Any], bool]
 _PLAIN = {dtype: Plain(dtype) for dtype in ("float32", "complex64")}
 
 _SMALLEST_LEAF, _SHORTEST_ROW = 4096, 16
-# A vector this long is not a bias, but many parameters in one.
+# A vector this long is not a bias, but many parameters in one array.
 _LONG_VECTOR = 1 << 20
 
 
@@ -35,7 +35,8 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
   """Returns whether a leaf's moments are encoded by default.
 
   A leaf is encoded if it is real, has at least 4096 values and 16 columns, and
-  is not a bias or in a norm. Others make up less than a thousandth of a model.
+  is not a norm or a bias. All other leaves together make up less than a
+  thousandth of a model.
 
   Args:
     path: for example "layers/attn/qkv/kernel"; dots separate names too.
@@ -57,11 +58,12 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
 
   Vectors and scalars count as norms or biases, unless a vector holds many
   parameters: it is the whole tree, as `optax.flatten` makes it, or has a
-  million values. Arrays with more axes may be stacked over layers, so the name
-  decides. A norm's name *ends* in `norm` (`input_layernorm`, `q_norm` or
-  `norm_1`, but not `norm_mlp`), contains `ln` (`ln_f`), or is `scale`, `gamma`
-  or `beta`; a bias's name contains the word `bias`. Only the leaf's own name
-  and the one above it count. A `kernel` or an `embedding` is always a matrix.
+  million values. Arrays with more axes may be stacked over layers, so for them
+  the name decides. A norm's name *ends* in `norm` (`input_layernorm`, `q_norm`
+  or `norm_1`, but not `norm_mlp`), contains `ln` (`ln_f`), or is `scale`,
+  `gamma` or `beta`; a bias's name contains the word `bias`. Only the leaf's own
+  name and the one above it count. A `kernel` or an `embedding` is always a
+  matrix.
 
   Args:
     path: for example "layers/attn/norm/scale"; dots separate names too.

@@ -26,9 +26,9 @@ from coat_jax.optimizer.masks import check_leaf, is_norm_or_bias
 class MatrixSplit(NamedTuple):
   """Describes how a leaf is cut into matrices.
 
-  It extends `optax.contrib.MuonDimensionNumbers` by two fields. All axes that
-  neither of the first two fields names are batch axes (layers, experts, or gate
-  and up): each index along them holds separate matrices.
+  It adds two fields to `optax.contrib.MuonDimensionNumbers`. The axes that are
+  neither in `reduction_axis` nor in `output_axis` are batch axes (layers,
+  experts, or gate and up): each index along them holds separate matrices.
 
   Attributes:
     reduction_axis: axis or axes that a matmul with the weight sums over.
@@ -90,7 +90,8 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
 
   Raises:
     TypeError: `path` is not a string or `leaf` not an array.
-    ValueError: the leaf is a `models.Decoder`'s, which `model_matrices` cuts.
+    ValueError: the leaf belongs to a `models.Decoder`, for which you need
+      `model_matrices`.
   """
   check_leaf("hidden_matrices", path, leaf)
   if path.endswith("qkv/linear/kernel") and leaf.ndim == 3:
@@ -175,7 +176,7 @@ def join_columns(parts: Sequence[Array], split: MatrixSplit) -> Array:
 
 
 def _axes_first(split: MatrixSplit, ndim: int) -> tuple[list[int], int]:
-  """Returns the axes ordered batch, inputs, outputs, and how many are batch."""
+  """Orders axes as batch, inputs, outputs; also returns how many are batch."""
   named = [axis % ndim for axis in split.inputs + split.outputs]
   batch = [axis for axis in range(ndim) if axis not in named]
   return batch + named, len(batch)
@@ -263,7 +264,7 @@ def place(x: Array, sharding: NamedSharding | None, spec: tuple) -> Array:
 def newton_schulz(
   x: Array, options: NewtonSchulz, sharding: NamedSharding | None = None
 ) -> Array:
-  """Moves the singular values of f32 matrices [..., m, n] near 1.
+  """Moves the singular values of f32 matrices [..., m, n] close to 1.
 
   Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where A = x
   x^T and a, b and c are the coefficients. First x is divided by its Frobenius

@@ -3,7 +3,7 @@
 
 Muon moves hidden matrices by their orthogonalized momentum; `coat_adamw` steps
 all other parameters. The momentum is updated on each device's shard, like
-Adam's moments. `matrices` orthogonalizes a stack one layer at a time.
+Adam's moments. `matrices.py` orthogonalizes a stack one layer at a time.
 """
 
 from collections.abc import Callable
@@ -130,8 +130,8 @@ def scale_by_coat_muon(
       `matrices` returns neither a `MatrixSplit` nor None; (by `update`) the
       state belongs to another optimizer.
     ValueError: a hyperparameter is outside its range; a leaf is not a matrix,
-      or cannot be cut as `matrices` requires; the state has another codec or
-      other leaves.
+      or cannot be cut as `matrices` requires; the state was made with another
+      codec or for other parameters.
 
   Examples:
     >>> import optax
@@ -227,14 +227,14 @@ def coat_muon(
     nesterov: whether to use Nesterov momentum, in AdamW too.
     adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_weight_decay_mask:
       arguments of AdamW.
-    adam_learning_rate: AdamW's; None for `learning_rate`.
+    adam_learning_rate: AdamW's learning rate; None for `learning_rate`.
     consistent_rms: scales updates by sqrt(max(inputs, outputs)) times this
       (0.2 is near AdamW's); None scales by sqrt(max(1, outputs / inputs)).
     matrices: `(path, leaf) -> MatrixSplit | None`, how a leaf is cut into
       matrices; AdamW steps the leaf if it returns None. Pass
       `models.model_matrices(config)` for a model of `models`, or your own
       function; None for `hidden_matrices`. Inside `optax.inject_hyperparams`
-      name it in `static_args`, or it is taken for a schedule.
+      name it in `static_args`; otherwise optax calls it as a schedule.
     codec, quantize_mask, seed: as for `coat_adamw`.
     shardings: on a mesh of automatic axes, the shardings of all parameters, as
       for `coat_adamw`: each device then steps its own shard of the momentum,
@@ -330,7 +330,7 @@ def coat_muon(
 def _decayed_weights(
   weight_decay: optax.ScalarOrSchedule, mask: Any
 ) -> optax.GradientTransformation:
-  """Decays weights; with any mask the state is like `optax.contrib.muon`'s."""
+  """Decays weights; the state is like `optax.contrib.muon`'s for any mask."""
   plain = optax.add_decayed_weights(weight_decay)
   if mask is None:
     return plain

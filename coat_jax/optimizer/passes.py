@@ -2,13 +2,13 @@
 """Steps a leaf on a GPU in few passes over memory, without a kernel.
 
 A group's statistics depend on all of its values, so a step must read its inputs
-twice. XLA would rather store both new moments in f32 in between, and then lose
-more time with them than with everything else. Here each pass starts from the
-stored moments and computes the same values again, with the same bits; only what
-the stages of a codec name is stored in between (`codecs.lookup`).
+twice. Left alone, XLA stores both new moments in f32 after the first read, and
+spends more time on them than on everything else. Here each pass starts from the
+stored moments and computes the same values again, bit for bit. Between passes,
+we store only what the codec's stages return (`codecs.lookup`).
 
-All arrays are split into groups first: XLA's estimate of what a fusion costs
-counts everything before a reshape a second time.
+All arrays are split into groups first, because XLA's estimate of a fusion's
+cost counts everything before a reshape twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from coat_jax.numerics.qtensor import join_groups, split_groups
 
 
 def can_run(groups: Sequence[Any], shape: tuple[int, ...]) -> bool:
-  """Returns whether all moments have the same groups, which divide a row."""
+  """Returns whether all moments use one group size, and it divides a row."""
   sizes = {getattr(x, "group_size", None) for x in groups}
   return (
     all(isinstance(x, Grouped) for x in groups)
@@ -46,7 +46,7 @@ def run(
   Args:
     groups: the codecs of the moments.
     compute: `compute(arrays, *moments)` returns a result and the new moments,
-      all f32; it must treat every value alike, because it gets groups.
+      all f32; it must be elementwise, because its arrays are split into groups.
     finish: `finish(result, split)` returns a tree of arrays of the result's
       shape; `split` splits arrays of the leaf's shape into groups.
     arrays: a tree of arrays of the leaf's shape.

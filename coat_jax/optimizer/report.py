@@ -47,7 +47,7 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
   With `params`, all arrays of any optax state count. Without it, only coat
   states count, including fields that `encoded` leaves unchanged and the low
   bits of weights (`LowBitsState`, `StochasticRoundingState`). The average is
-  over the parameters that have moments there; `optax.masked` and
+  over the parameters that have moments in these states; `optax.masked` and
   `optax.partition` may leave some out.
 
   Args:
@@ -127,8 +127,9 @@ def state_report(
       `power`: min, p10, median, p90, max and mean of the expansion's k over the
         groups that are not all zero (codecs with an expansion);
       `codes_used`: share of the 256 codes that occur (8-bit codecs);
-      `zeroed`: share of values that are 0 (with a reference: that are 0 only
-        here). Where a second moment is 0, the update is divided by eps;
+      `zeroed`: share of values that are 0 (with a reference: only those that
+        are not 0 in it). Where a second moment is 0, the update is divided by
+        eps;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
         Euclidean norms over the leaf.
 

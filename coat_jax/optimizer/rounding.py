@@ -2,8 +2,9 @@
 """Stochastic rounding of bf16 weights in programs that call optax.
 
 A trainer that calls `optax.apply_updates` rounds bf16 weights to nearest, and
-loses every update below 1/512 of its weight. `stochastic_rounding` comes last
-in a chain and changes the updates, so that the trainer's own sum is exact.
+loses every update below 1/512 of its weight. `stochastic_rounding`, the last
+transformation of a chain, rounds the new weights itself, and returns updates
+that the trainer can add without rounding.
 """
 
 from typing import Any, NamedTuple
@@ -42,11 +43,10 @@ def stochastic_rounding(
   Put it last in a chain. For a bf16 weight p and its update d it returns
   round(p + d) - p in f32, where round is stochastic, so that the expected new
   weight is p + d. `optax.apply_updates` then gives round(p + d) exactly if it
-  is within a factor of 2^16 of p. Weights of other dtypes get their updates
-  unchanged. With the same seed and step, `coat_jax.apply_updates` returns the
+  is within a factor of 2^16 of p. Updates of weights of other dtypes stay as
+  they are. With the same seed and step, `coat_jax.apply_updates` returns the
   same weights, bit for bit. `optax.apply_if_finite` requires updates of the
-  gradients' dtype, so wrap it around the optimizer in the chain, not around the
-  whole chain.
+  gradients' dtype, so wrap only the optimizer in it, not the whole chain.
 
   Args:
     seed: seed of the random words.

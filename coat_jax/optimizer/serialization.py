@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves and restores states with FP8 arrays: checks and conversions.
+"""Conversions and checks for saving and restoring states with FP8 arrays.
 
 NumPy has no FP8: `np.load` cannot read FP8 arrays that `np.savez` wrote.
 Integers of the same width keep the bits and are supported everywhere. Orbax

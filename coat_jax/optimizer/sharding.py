@@ -2,11 +2,11 @@
 """Computes how an optimizer's FP8 state is sharded: like its parameters.
 
 Codes have the parameter's shape and sharding. The statistics of groups have the
-same axes, the last one shorter, and the same sharding, so an optimizer's step
-moves nothing between devices. We need no rules to compute these shardings. On a
-mesh with explicit axes, shardings are part of types, so tracing `init` on such
-a mesh yields the shardings of everything that it makes, no matter what wraps
-the optimizer. They are valid on any mesh.
+same axes (only the last one is shorter) and the same sharding, so an
+optimizer's step moves nothing between devices. We need no rules to compute
+these shardings. On a mesh with explicit axes, shardings are part of types, so
+tracing `init` on such a mesh yields the shardings of everything that it makes,
+no matter what wraps the optimizer. They are valid for automatic axes too.
 
 If rows are sharded, the group size must divide each device's part of a row, so
 that no group is split (`fit_group_size`). An `nnx.State` contains no codec, so
@@ -36,7 +36,7 @@ def abstract_state(
 
   An array is sharded like the parameter that it is made from: codes and other
   arrays of its shape have the same sharding, and statistics are sharded like
-  the axes that they summarise. An array made from only a number or a shape is
+  the axes that they summarize. An array made from only a number or a shape is
   replicated.
 
   If parameters are in flax's boxes, the boxes around statistics depend on the

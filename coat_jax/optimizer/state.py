@@ -168,8 +168,8 @@ class MomentOptions:
 
   Attributes:
     op: the public function's name, for error messages.
-    state_type: the type of the state. If it has a single moment, it uses
-      `codec.mu`.
+    state_type: the type of the state. If it contains a single moment,
+      `codec.mu` encodes it.
   """
 
   op: str

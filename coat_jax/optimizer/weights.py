@@ -7,8 +7,8 @@ It is stored as two arrays:
   high = (W + 0x80) >> 8    bf16, the one nearest to W: what layers read
   low  = W - (high << 8)    int8, what an optimizer's step adds to it
 
-Splitting W and joining the halves is exact. W itself is a rounded f32, and a
-step rounds stochastically: updates below 2^-16 of a weight (with bf16 alone,
+Splitting W and joining the halves is exact. W itself is a rounded f32. A step
+rounds it stochastically, so updates below 2^-16 of a weight (with bf16 alone,
 below 2^-8) take effect only on average. The random words are
 `stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, and
 rounding to 24 bits uses the high 8.
@@ -65,7 +65,7 @@ def split(
   """Rounds f32 of any shape to 24 bits, and splits them into bf16 and a byte.
 
   The high 8 bits of `words`, uint32, round stochastically: E[join(split(x))] is
-  x. Without words rounding is to nearest, ties to even. A NaN becomes the
+  x. Without words, it rounds to nearest, ties to even. A NaN becomes the
   canonical NaN of its sign. Finite values beyond 3.3895e38, whose nearest bf16
   would be infinite, become 3.3895e38.
   """
@@ -94,8 +94,8 @@ def split(
 def join(weight: SplitWeight) -> Float32[Array, "*s"]:
   """Inverts `split`: returns the f32 that a `SplitWeight` represents.
 
-  If `high` was set to an infinity or to zero, so is the result, whatever the
-  byte. There is one exception: zero with a byte above 0 is a subnormal f32.
+  If `high` was set to infinity or zero, so is the result, whatever `low` is.
+  There is one exception: zero with `low` above 0 is a subnormal f32.
   """
   high, low = weight
   upper = high.astype(jnp.float32)
@@ -122,7 +122,7 @@ def round_like(
   part: LeafPart,
   arrange: Callable[[Array], Array] | None = None,
 ) -> Weight:
-  """Rounds x to the storage of `weight`: bf16 and 24 bits stochastically.
+  """Rounds x to the format of `weight`: bf16 and 24 bits stochastically.
 
   If x was reshaped, `arrange` reshapes the random words in the same way.
   """
