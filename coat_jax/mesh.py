@@ -14,7 +14,7 @@ There are two ways to run a function:
 The caller declares how arrays and results are sharded. Without a mesh, and
 inside a caller's own `jax.shard_map`, both just call the function.
 
-With `MeshAxes`, blocks of layers are sharded and exchange data like this:
+With `MeshAxes`, the blocks of a layer shard arrays and exchange data like this:
 
   [B, T, D]            batch, tensor      tokens, between blocks
   [B, T, F]            batch, -, tensor   whole sequences, inside a block
@@ -25,9 +25,10 @@ With `MeshAxes`, blocks of layers are sharded and exchange data like this:
   weights     the FP8 codes of all rows are gathered over fsdp; gradients are
               summed over the batch's axes in `axes.grad_dtype`, and each device
               keeps its rows
-  sequences   are split over tensor between blocks: codes are gathered before a
-              product; partial products are summed and split again after one
-  scales      the largest amax of all devices along `scale_axes`
+  sequences   are split over tensor between blocks: before a product, codes are
+              gathered; after it, partial products are summed and split again
+  scales      are computed from the largest amax of all devices along
+              `scale_axes`
 
 The collectives here do nothing if `axes` is None or an axis has one device.
 """

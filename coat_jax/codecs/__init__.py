@@ -24,10 +24,10 @@ sign(q) (|q|/qmax)^(1/k) amax, needs only amax and k. We restrict k to a grid of
 sixteenths: an exact k would change at every step, which would re-round every
 code and make the moments drift.
 
-Why stochastic: with b2 = 0.999 a step moves v by about 0.1 %, but the next FP8
-code is 6 % away, so rounding to nearest would never move v again. We round up
-with probability (x - lower) / (upper - lower), where lower and upper are the
-*decoded* neighbours. This keeps E[decode(encode(x))] = x.
+Why stochastic rounding: with b2 = 0.999 a step moves v by about 0.1 %, but the
+next FP8 code is 6 % away, so rounding to nearest would never move v again. We
+round up with probability (x - lower) / (upper - lower), where lower and upper
+are the *decoded* neighbours. This keeps E[decode(encode(x))] = x.
 
 A group that holds a NaN or an infinity decodes to NaN as a whole and does not
 affect any other group. Magnitudes below 2^-126 count as zero on every backend.

@@ -2,11 +2,11 @@
 """The moment codec with integer codes, uniform in x, to compare with FP8.
 
 x = code amax / levels with one f32 amax per group; the first moment has 127
-levels and a sign, the second has 255 levels. It takes as many bytes as `fp8`
+levels and a sign, the second has 255 levels. It needs as many bytes as `fp8`
 but spaces the codes evenly: a step is amax / levels everywhere, which is 4 to 8
 times finer than E4M3's steps close to amax, and values below half a step are
-lost. Most second moments of a group are that small: E4M3 still represents
-2^-19 of amax, this codec only 2^-9.
+lost. Most second moments of a group are that small: E4M3 represents values down
+to 2^-19 of amax, this codec only down to 2^-9.
 """
 
 import dataclasses

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs in stages, for a step that XLA compiles for a GPU.
+"""Splits codecs into stages, for a step that XLA compiles for a GPU.
 
-A stage ends where XLA should write to memory. Statistics are known after the
-first one. A codec with dynamic range expansion has another stage if it rounds
-stochastically: it looks the two neighbours of a value up, and XLA fuses what
-leads to an index badly with what follows the lookup.
+A stage ends where XLA should write to memory. The first stage computes the
+statistics. A codec with dynamic range expansion that rounds stochastically
+looks up the two neighbours of a value. A second stage computes the indices
+(`draft`), because XLA generates slow code if it fuses them with what follows
+the lookup.
 
-XLA computes a power on a GPU in about 120 instructions, so six of them for each
-parameter took longer than all memory accesses. There are only 256 powers k and
-128 magnitudes of an E4M3 code. A table of all their roots has the same bits.
+XLA needs about 120 instructions for a power on a GPU, so the six powers per
+parameter took longer than all memory accesses. But there are only 256 powers k
+and 128 magnitudes of an E4M3 code, so we look up their roots in a table, which
+gives the same bits.
 """
 
 import dataclasses
@@ -108,13 +110,13 @@ class LookupStages(Stages):
     )
 
   def _table(self) -> Array:
-    """Returns t for each root, then each code without a sign, f32."""
+    """Returns t, f32, for each root and within it each code without a sign."""
     codec = self.codec
     codes = lax.iota(jnp.uint8, _MAGNITUDES)
     y = lax.bitcast_convert_type(codes, codec.dtype).astype(jnp.float32)[None]
-    # With another row, NaN also has a neighbour in the last one of 256.
+    # There are 256 rows. The extra one gives NaN a neighbour in the last row.
     root = codec.root_at(lax.iota(jnp.float32, 257)[:, None])
-    # XLA must not compute a power for each lookup instead.
+    # Without the barrier, XLA may compute a power for each lookup instead.
     return lax.optimization_barrier(codec.contract(y, root).reshape(-1))
 
 

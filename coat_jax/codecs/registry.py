@@ -20,7 +20,7 @@ from coat_jax.numerics.checks import check_function, check_kind
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MomentCodec:
-  """A pair of codecs for Adam's two moments; `coat_adamw(codec=...)` takes it.
+  """A pair of codecs for Adam's two moments, for `coat_adamw(codec=...)`.
 
   Attributes:
     name: a label for reports; `build` finds a codec by its function's name.
@@ -116,8 +116,8 @@ def build(name: str, **arguments: Any) -> MomentCodec:
 
   Raises:
     TypeError: the function does not return a `MomentCodec`.
-    ValueError: there is no such codec, it has no such option, or it does not
-      accept the option's value.
+    ValueError: there is no such codec, the codec has no such option, or it does
+      not accept the option's value.
 
   Examples:
     >>> from coat_jax import codecs

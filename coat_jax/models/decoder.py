@@ -71,7 +71,7 @@ class DecoderLayer(nnx.Module):
       use_scale=choices.norm_has_scale,
       use_norm_bias=choices.norm_has_bias,
     )
-    # MoE takes only the shared arguments.
+    # MoE accepts only the shared arguments.
     dense: dict[str, Any] = shared | dict(
       scale_plus_one=choices.scale_plus_one,
       use_bias=choices.use_bias,

@@ -12,8 +12,8 @@
 `Operand` explains rows and columns. A recipe chooses the `Scaling` class for
 the operands of its matmuls; operations and layers call the methods of that
 class and treat all scalings alike. Scales of blocks and tiles are powers of
-two: quantizing again along the other axis does not change values (except those
-below 2^-14 times a block's largest), and each value is exact in BF16.
+two, so quantizing again along the other axis does not change values (except
+those below 2^-14 times a block's largest), and each value is exact in BF16.
 
 Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.
