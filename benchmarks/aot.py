@@ -7,11 +7,11 @@ test-aot` installs them. h200.txtpb in this folder describes the GPU to the
 compiler. It is openxla/xla's `specs/h200.txtpb` (Apache-2.0) with the versions
 of the CUDA libraries added.
 
-The compiled programs cannot run here, but their HLO and memory are those of a
-GPU's programs: they show which kernels and FP8 matmuls a step runs, and how
-many bytes it needs. Only choices that XLA makes by trying, such as the fastest
-of several algorithms, can differ on a real GPU. Kernels that several programs
-of a process share are compiled once.
+The compiled programs cannot run here, but their HLO and memory are the same as
+on a GPU: they show which kernels and FP8 matmuls a step runs, and how many
+bytes it needs. Only what XLA chooses by autotuning, such as the fastest of
+several algorithms, can differ on a real GPU. If several programs of a process
+use the same kernel, it is compiled once.
 """
 
 import atexit
@@ -34,7 +34,7 @@ from jax.sharding import (
 )
 
 TARGET = Path(__file__).parent / "h200.txtpb"
-CUDNN_VERSION = 91000  # As in TARGET.
+CUDNN_VERSION = 91000  # The version that TARGET states.
 
 
 class CompilerMissing(RuntimeError):
@@ -77,7 +77,7 @@ def compile_for_h200(
   Args:
     fn: a function without static arguments.
     *specs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`; with a
-      mesh, the latter contain their shardings.
+      mesh, each `jax.ShapeDtypeStruct` must contain its sharding.
     mesh: a mesh of `h200_devices`; None for one H200.
     out_shardings: shardings of the results on the mesh, as for `jax.jit`.
     donate: positions of the arguments that `fn` may overwrite.
@@ -126,7 +126,7 @@ def lower_for(
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-  """Returns the bytes on a device apart from arguments and results."""
+  """Returns a device's bytes, without those of arguments and results."""
   return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -139,7 +139,7 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 def kernels() -> Path:
   """Returns the file in which XLA keeps the kernels of this process.
 
-  XLA replaces it with each program, so two processes must not share it.
+  XLA rewrites it after each compilation, so two processes must not share it.
   """
   folder = tempfile.mkdtemp(prefix="kernels.")
   atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -158,7 +158,7 @@ def _host(count: int) -> list[jax.Device]:
 
 
 def _assume_cudnn() -> None:
-  """Gives JAX a version of cuDNN, because none is installed."""
+  """Makes JAX assume `CUDNN_VERSION`, because cuDNN is not installed."""
   from jax._src.cudnn import fused_attention_stablehlo
 
   fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION

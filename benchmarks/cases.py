@@ -126,8 +126,8 @@ class Case:
 
   Attributes:
     op: the operation's name.
-    shape: the other keys of `case` in a row.
-    run: called with one of `implementations`, then with the `arrays`.
+    shape: the keys of a row's `case`, apart from `op`.
+    run: `run(implementation, *arrays)` calls the operation.
     num_bytes: fewest bytes that can be read and written, or 0.
     flops: floating-point operations of matmuls, or 0.
     ceiling: the rate to compare with: "copy", "fp8" or "bf16".
@@ -149,7 +149,7 @@ class OpCase(Case):
 
   Attributes:
     operation: the operation itself.
-    call: called with a function of its signature, then with the `arrays`.
+    call: `call(op, *arrays)` calls `op`, a function with its signature.
   """
 
   operation: ops.Op

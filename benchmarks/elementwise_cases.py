@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists the cases of `benchmarks.ops` that are bound by memory, not matmuls.
 
-Bytes are those of the matrices that a case must read and write. A case reads
-twice if it must know the largest magnitude of a result before it can write the
-result (`quantize_tensor` without a scale, `activation_bwd_operands`).
+Only the bytes of matrices that a case must read or write are counted. A case
+reads twice if it must know the largest magnitude of a result before it can
+write the result (`quantize_tensor` without a scale, `activation_bwd_operands`).
 """
 
 import functools
@@ -49,8 +49,8 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # The kernel accepts any width. Tests expect kernels to refuse `ODD`, so pass
-  # a format there that this one refuses.
+  # Tests expect kernels to refuse `ODD`, but this one accepts any width. So
+  # give it a format there that it refuses.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,
@@ -261,7 +261,8 @@ def _activation(sizes, activation, gated):
     lambda op, x: op(x, groups=groups, gated=gated, **how),
     num_bytes=size * (count * read + grouped),
   )
-  # The other activations differ from the first in their formula alone.
+  # Other gated activations differ from SiLU only in their formula, so one
+  # layout is enough for them.
   layouts = {"rows": 1} if gated and activation != "silu" else _LAYOUTS
   for layout, written in layouts.items():
     yield of_op(

@@ -8,9 +8,9 @@ error. Its keys are bench, case (what was measured), the measured values, date
 `measure` times groups of calls, from the dispatch of the first call to the end
 of the last, because a GPU works on one call while Python dispatches the next.
 If a call takes less time on the GPU than its dispatch takes in Python, the
-profiler measures the kernels instead. Small arguments and results, which would
-stay in the second-level cache, exist in several copies that take turns, so that
-each call reads its arguments from memory.
+profiler measures the kernels instead. If arguments and results are so small
+that they would stay in the second-level cache, calls alternate between several
+copies of them, so that each call reads its arguments from memory.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from coat_jax.numerics.formats import E4M3
 
 # All copies together are larger than this: twice an H200's cache.
 _CACHE_BYTES = 2 * 60 * 2**20
-# A group takes at least this long, so that its first dispatch and the wait for
+# A group lasts at least this long, so that its first dispatch and the wait for
 # its end do not matter and the GPU's clock settles.
 _GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
@@ -96,7 +96,7 @@ def measure(
 
 
 def copy_bandwidth(num_bytes: int = 2**30, *, repeats: int = 20) -> float:
-  """Measures the GB/s that a kernel reads and writes on a large array."""
+  """Measures the GB/s at which a kernel reads and writes a large array."""
   x = jax.random.normal(jax.random.key(0), num_bytes // 4)
   # Negate instead of copying: the GPU copies with a separate engine.
   return measure(jnp.negative, x, repeats=repeats).gbps(2 * x.nbytes)
@@ -153,7 +153,7 @@ def emit(bench: str, case: dict, **values) -> dict:
 
 
 def say(text: str) -> None:
-  """Prints to standard error; standard output has only rows."""
+  """Prints to standard error; standard output is only for rows."""
   print(text, file=sys.stderr, flush=True)
 
 
@@ -174,7 +174,8 @@ class _Calls:
     results = jax.eval_shape(fn, *args)
     if donate:
       self._check(results, args)
-    # Results are kept until their turn comes again, so addresses differ.
+    # Keep each result until its turn comes again, so that the next call cannot
+    # write to the same addresses.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]

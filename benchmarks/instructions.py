@@ -11,10 +11,10 @@ H200 (`benchmarks.aot`) and disassembled. A thread of the kernel holds 8 values,
 and its program has neither loops nor branches, so each instruction in the
 listing is executed once.
 
-It prints a row (optimizer.instructions) for each codec, rounding and storage of
+It prints a row (optimizer.instructions) for each codec, rounding and format of
 weights:
 
-  instructions  per value; also for each of `KINDS`, the pipe that executes them
+  instructions  per value, in total and for each pipe of the GPU (`KINDS`)
   hash          the instructions among them that mix random words
   registers     per thread
   programs      how many programs fit on a multiprocessor with these registers

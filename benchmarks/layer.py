@@ -22,10 +22,10 @@ layer, including checkpoints. Nothing is run.
 Codes of weights (weight_cache="codes") are neither timed nor counted as
 temporary memory, because they are computed once for several microbatches.
 
-A preset of train.pretrain gives a decoder layer. siglip_so400m (384 pixels, 729
-tokens per image) and clip_l (336 pixels, 577 tokens) give a layer of a vision
-tower. If layers alternate (gemma2_2b), there are rows for the layer with a
-window and for the one without (`kind`).
+--preset selects a decoder layer, by the name of a preset of train.pretrain, or
+a layer of a vision tower: siglip_so400m (384 pixels, 729 tokens per image) or
+clip_l (336 pixels, 577 tokens). If layers alternate (gemma2_2b), there are rows
+for the layer with a window and for the one without (`kind`).
 
 With --compile-only everything is compiled for an H200 (`benchmarks.aot`) and
 nothing is run, so there are no times.

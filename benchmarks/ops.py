@@ -4,11 +4,12 @@
   python -m benchmarks.ops
   python -m benchmarks.ops --cases quantize_groups norm --implementations triton
 
-A row contains the milliseconds of a call, and GB/s of the fewest bytes that it
-must move or TFLOP/s of its matmuls (counted in `benchmarks.*_cases`).
-`share_of_ceiling` compares that rate with the device's rate in the same run for
-copying an array of 1 GiB, or for a large matmul in FP8 or BF16. The row
-`ops.ceilings` contains these rates. Without a GPU, kernels are left out.
+A row contains the milliseconds of a call and its rate: TFLOP/s if it multiplies
+matrices, otherwise GB/s. We count only operations of matmuls, and the fewest
+bytes that a call must move (`benchmarks.*_cases`). `share_of_ceiling` divides
+the rate by the device's rate in the same run for a large matmul in FP8 or BF16,
+or for copying an array of 1 GiB. The row `ops.ceilings` contains these rates.
+Without a GPU, kernels are left out.
 """
 
 import argparse

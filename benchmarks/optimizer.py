@@ -6,11 +6,11 @@
     [--implementations mosaic]
 
 It prints rows (optimizer) for optax.adamw or optax.lion, compiled by XLA, and
-for the fused step with each registered codec, rounding, storage of weights and
+for the fused step with each registered codec, rounding, format of weights and
 implementation. --codecs also accepts your own, as package.module:function.
-Parameters and state are donated. Gradients have the weights' dtype.
-bfloat16_low8 are BF16 weights with low bytes in the state (`low_bits`). The
-leaf has 2^28 parameters, 16384 x 16384, by default.
+Parameters and state are donated. Gradients have the weights' dtype. The format
+bfloat16_low8 means BF16 weights with low bytes in the state (`low_bits`). By
+default the leaf has 2^28 parameters, 16384 x 16384.
 
 A row contains the time; `gbps`, the bytes that a step must move (it reads and
 writes parameter and state, and reads the gradient) divided by the time; and

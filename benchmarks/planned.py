@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares plans of `train.memory` with XLA's compiler, for each preset.
+"""Compares the memory that `train.memory` plans with what XLA allocates.
 
-Each row is a whole training step: `peak_bytes` of a GPU if it is compiled for
-H200s, `planned_bytes`, and `error`, which is planned / peak - 1.
+Each row describes a whole training step of a preset: `peak_bytes` of a GPU in
+the step as compiled for H200s, `planned_bytes`, and `error`, which is
+planned / peak - 1.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,7 +12,7 @@ from benchmarks import training_step
 from benchmarks.harness import emit, say
 from train.memory.step import fullest, plan
 
-# Sequences on each GPU, and tokens of each.
+# Sequences on each GPU, and tokens per sequence.
 LOADS = {
   "demo": (64, 256),
   "demo_gpu": (4, 2048),

@@ -65,7 +65,7 @@ def compile_for_tpu(
     topology: its name, such as "v6e:2x2".
     fn: a function without static arguments.
     *specs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`; with a
-      mesh, the latter contain their shardings.
+      mesh, each `jax.ShapeDtypeStruct` must contain its sharding.
     mesh: a mesh of `devices(topology)`; None for one device.
     out_shardings: shardings of the results on the mesh, as for `jax.jit`.
     donate: positions of the arguments that `fn` may overwrite.

@@ -4,7 +4,7 @@
 scoring     computes log-probabilities of tokens
 documents   reads texts from files
 perplexity  measures how well a model predicts texts
-answers     asks a model the questions of conversations
+answers     lets a model answer the questions of conversations
 page        writes answers as HTML
 harness     runs lm-evaluation-harness on a decoder (extra `eval`)
 tasks       finds the harness's tasks, in its package or in a folder

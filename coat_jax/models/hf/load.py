@@ -266,7 +266,8 @@ class _Parameter:
     else:
       i = np.int32(layer)
       self.array, is_finite = self.update(self.array, i, *tensors)
-    if not is_finite:  # Waits, so that the host holds only one layer.
+    # Reading `is_finite` waits, so that the host holds only one layer.
+    if not is_finite:
       raise _not_finite(stored, self.dtype)
 
 

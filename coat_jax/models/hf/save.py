@@ -79,9 +79,9 @@ def save_hf(
     model: a model of a class that `load_hf` loads, on one device or on a mesh
       of this process.
     folder: the folder to create.
-    like: a folder with the config.json of such a model, or None. Its tokenizer
-      and generation settings are copied, and the keys of its config.json that
-      the model's shape does not determine.
+    like: a folder whose config.json describes this model, or None. We copy the
+      folder's tokenizer and generation settings, and the keys of its
+      config.json that the model's shape does not determine.
     dtype: dtype of the tensors: float32, bfloat16 or float16; None for the
       dtype of `like` or, without `like`, the dtype of the model's weights.
     max_length: for a Decoder, the context length of its training; written to

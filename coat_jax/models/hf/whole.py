@@ -3,8 +3,8 @@
 
 FOLDER is written inside FOLDER.unfinished and moved out at the end. If writing
 fails, FOLDER.unfinished is removed; only a killed process leaves it behind. The
-next process that wants to write FOLDER then raises an error that names it, and
-does not remove it, because another process may still be writing there.
+next process that wants to write FOLDER then raises an error and does not remove
+FOLDER.unfinished, because another process may still be writing there.
 """
 
 import contextlib
