@@ -79,8 +79,8 @@ class Case:
 def cases(names: Sequence[str] | None = None) -> list[Case]:
   """Lists codecs with each of their roundings.
 
-  Without names, these are all registered codecs and the logarithmic grid,
-  rounded to nearest.
+  Without names, these are all registered codecs and the grid of log8 with
+  rounding to nearest.
   """
   found = []
   for name in codecs.names() if names is None else names:
@@ -275,7 +275,7 @@ def draw(one_step: list[dict], traces: dict, out: Path, b2=0.99) -> None:
   figure = Figure(figsize=(13, 5), layout="constrained")
   left, right = figure.subplots(1, 2)
   rows = [row for row in one_step if row["update_rms_error"] > 0]
-  # One colour per codec; dashed lines and pale bars round to nearest.
+  # One color per codec; dashed lines and pale bars mean rounding to nearest.
   names = [row["label"].split(",")[0] for row in rows]
   palette = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(names))}
   colors = dict(zip([row["label"] for row in rows], names, strict=True))

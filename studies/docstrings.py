@@ -104,7 +104,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 def write(texts: Sequence[str], out: Path, vocab_size: int) -> dict[str, int]:
   """Writes the three files; returns the numbers of files, tokens and chats."""
-  # An eighth of the text contains nearly all words.
+  # An eighth of the text is enough: it contains nearly all words.
   tokenizer = train_tokenizer(texts[: len(texts) // 8 + 1], vocab_size)
   tokenizer.save(str(out / "tokenizer.json"))
   (out / "tokenizer_config.json").write_text(

@@ -10,8 +10,8 @@ of Python's standard library. The gradient's global norm is clipped to 1.
 
 It prints a row (encoded) for each optimizer and choice of fields, with the
 bytes per parameter of both states and the mean losses over the last sixth of
-the steps. Fields "all" also encodes copies of parameters, which `encoded` does
-not encode by default.
+the steps. The choice "all" also encodes copies of parameters, which `encoded`
+does not encode by default.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def compare(
     solver = encoded(inner, codec, fields=rule)
     shapes = jax.eval_shape(solver.init, problem.params)
     if (total := state_bytes(shapes).total) in seen:
-      continue  # The state has no copy of the parameters.
+      continue  # Without copies of the parameters, "all" changes nothing.
     seen.append(total)
     loss, _ = problem.run(solver)
     emit(

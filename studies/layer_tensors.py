@@ -92,7 +92,7 @@ def capture(config: ModelConfig, params: Any, tokens: Array) -> LayerTensors:
 
 
 def _layer(x: Array, weights: Any, model: Decoder, tap: Callable) -> Array:
-  """Runs a layer whose tensors go through `tap`."""
+  """Runs a layer, replacing each of its tensors x by `tap(name, x)`."""
   module, config = model.layers.attention, model.config
   attention, mlp = weights["attention"], weights["mlp"]
   heads = module.middle.heads

@@ -148,7 +148,7 @@ def tensor_errors(
 
 
 def spread(layers: Sequence[np.ndarray]) -> dict[str, float]:
-  """Computes amax over RMS, and kurtosis (3 for normal); median of layers."""
+  """Computes medians over layers: amax / RMS, and kurtosis (3 if normal)."""
   found = []
   for x in layers:
     square = np.asarray(x, np.float64) ** 2
@@ -186,7 +186,7 @@ _WEIGHTS = {
 def tensors(
   found: LayerTensors, params: Any
 ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-  """Yields (kind, name, tensor of each layer) for everything quantized.
+  """Yields (kind, name, tensor of each layer) for all that is quantized.
 
   Weights are transposed, so that matmuls sum over their last axis.
   """

@@ -3,12 +3,12 @@
 
   python -m studies.shapes FOLDER [--seeds 2]
 
-Writes a LLaVA with random weights (`llava`) and conversations (`words.json`
-without images, `shapes.json` with none, one and two) into FOLDER. Then it
-trains, with several seeds, in recipes bf16 and coat:
+It writes a LLaVA with random weights (`llava`) and conversations into FOLDER:
+`words.json` without images, and `shapes.json`, in which a conversation has up
+to two images. Then it trains, with several seeds, in recipes bf16 and coat:
 
   words      all parameters, on descriptions in words (bf16 only)
-  projector  only the projector, on images in place of the descriptions
+  projector  only the projector, on images instead of descriptions
   decoder    projector and decoder, starting from the previous run
 
 At the end it prints a table of held-out losses and of the differences between
@@ -48,7 +48,7 @@ NUMBERS = "zero one two three four five six seven eight nine ten".split()
 _WORDS = "user assistant system What is it ? are they a the on and . plus which"
 _SPECIAL = ("<image>", "<|im_start|>", "<|im_end|>")
 _SIDE = 32
-# The conversations' file, trained part, learning rate and epochs of a stage.
+# Each stage's file of conversations, trained part, learning rate and epochs.
 STAGES = {
   "words": ("words.json", "all", 3e-3, 12),
   "projector": ("shapes.json", "projector", 3e-3, 4),

@@ -16,11 +16,11 @@ the two best rates of each variant in the rows of the small model. Set
 JAX_COMPILATION_CACHE_DIR to compile each program only once for all calls of the
 command.
 
-Runs of a variant share one compiled program, which takes rate and seed as
-arguments and does 25 steps a call. They are not vmapped, because the kernels
+Runs of a variant share one compiled program, whose arguments are the rate and
+the seed; each call runs 25 steps. Runs are not vmapped, because the kernels
 have no batching rule. The seed determines weights, data and stochastic
-rounding, so runs with the same seed start alike and read the same batches in
-all variants.
+rounding, so in all variants, runs with the same seed start from the same
+weights and read the same batches.
 
 A row contains
 
@@ -34,8 +34,8 @@ A row contains
   losses              means of 25 steps
   grad_norms          medians of 25 steps
   largest_grad_norms  maxima of 25 steps
-  watch               values of `train.watch`, ten times a run: amax of each
-                      layer, otherwise the worst layer's
+  watch               values of `train.watch` at ten points of the run: amax for
+                      each layer, all others for the worst layer only
 
 `plot` draws docs/figures/stability.png from the rows so far, and prints how
 many runs of the grid have a row.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains one run of `studies.stability` and summarizes it in a row.
 
-The compiled program does CHUNK steps a call. Learning rate and seed are its
-arguments, so all runs of a variant share it.
+Each call of the compiled program runs CHUNK steps. Learning rate and seed are
+arguments of the program, so all runs of a variant share it.
 """
 
 import dataclasses
