@@ -5,8 +5,8 @@
     [--matrices gate_up down] [--products linear_wgrad] [--tiles tall low]
     [--implementations cublas mosaic] [--repeats 5]
 
-It prints a row (block_products) for each matrix of a layer, each of its three
-matmuls and each of these implementations:
+It prints a JSON row, `block_products`, for each matrix of a layer, each of its
+three matmuls and each of these implementations:
 
   bf16              BF16 operands
   cublas            FP8, one scale per tensor

@@ -11,8 +11,8 @@ H200 (`benchmarks.aot`) and disassembled. A thread of the kernel holds 8 values,
 and its program has neither loops nor branches, so each instruction in the
 listing is executed once.
 
-It prints a row (optimizer.instructions) for each codec, rounding and format of
-weights:
+It prints a JSON row, `optimizer.instructions`, for each codec, rounding and
+format of weights:
 
   instructions  per value, in total and for each pipe of the GPU (`KINDS`)
   hash          the instructions among them that mix random words

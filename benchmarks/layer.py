@@ -5,7 +5,7 @@
   python -m benchmarks.layer --preset siglip_so400m --batch 64
   python -m benchmarks.layer --compile-only --scan-memory
 
-It prints these rows:
+It prints these JSON rows:
 
 layer.time: milliseconds and TFLOP/s of the forward pass, and of forward and
 backward (`mode` full: the output, and the gradients of weights and input).

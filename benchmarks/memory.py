@@ -6,7 +6,8 @@
   python -m benchmarks.memory table7
   python -m benchmarks.memory plan
 
-No GPU is needed. It prints these rows:
+No GPU is needed. It prints these JSON rows ("the reference" is the code of
+COAT's authors):
 
 memory.residuals: bytes per token that one decoder layer saves for its backward
 pass, by kind, and their total in `units` of U = 2 d_model (one BF16 copy of the
@@ -16,7 +17,7 @@ save a little less. For comparison, in U:
 
   paper_units      Table 2 of arXiv:2410.19313, for d_ff = 8/3 d_model and
                    without scales; its fp8_linear is TransformerEngine
-  reference_units  the reference's Llama layer at this shape, including scales,
+  reference_units  the reference's Llama layer with these sizes and its scales,
                    with and without the 2 U that the paper counts for RoPE
 
 memory.state: bytes per parameter that parameters in f32 or BF16, gradients, and

@@ -5,9 +5,10 @@
     [--weights float32 bfloat16 bfloat16_low8] [--optimizer coat_lion]
     [--implementations mosaic]
 
-It prints rows (optimizer) for optax.adamw or optax.lion, compiled by XLA, and
-for the fused step with each registered codec, rounding, format of weights and
-implementation. --codecs also accepts your own, as package.module:function.
+It prints JSON rows, `optimizer`, for optax.adamw or optax.lion, compiled by
+XLA, and for the fused step with each registered codec, rounding, format of
+weights and implementation. --codecs also accepts your own, as
+package.module:function.
 Parameters and state are donated. Gradients have the weights' dtype. The format
 bfloat16_low8 means BF16 weights with low bytes in the state (`low_bits`). By
 default the leaf has 2^28 parameters, 16384 x 16384.

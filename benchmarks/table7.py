@@ -21,7 +21,7 @@ class Case:
   """A model, the number of GPUs, and the sequences on each.
 
   Attributes:
-    peaks: GB that the reference measured, by variant; a variant that ran out of
+    peaks: GB that the paper reports, by variant; a variant that ran out of
       memory is missing.
   """
 
@@ -32,7 +32,7 @@ class Case:
   peaks: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def published_ratio(self, variant: str) -> float | None:
-    """Divides BF16's peak by the variant's, in the reference."""
+    """Divides BF16's peak by the variant's, both as the paper reports them."""
     reference = {"minimal": "coat", "minimal_attention": "coat"}
     peak = self.peaks.get(reference.get(variant, variant))
     return self.peaks["bf16"] / peak if peak and "bf16" in self.peaks else None
@@ -45,7 +45,7 @@ CASES = (
   Case("llama2_7b", 8, 2, peaks=dict(bf16=41.2, fp8_linear=37.2, coat=27.0)),
   Case("llama2_13b", 2, 1, seq=1024, peaks=dict(coat=73.2)),
   Case("llama2_13b", 4, 1, peaks=dict(bf16=76.1, fp8_linear=73.0, coat=49.1)),
-  # Not in the reference: 13B with the batch of the 7B model.
+  # Not in the paper: 13B with the batch of the 7B model.
   Case("llama2_13b", 4, 2),
   Case("llama2_13b", 8, 1, peaks=dict(bf16=49.4, fp8_linear=46.5, coat=32.5)),
   Case("llama_30b", 8, 1, peaks=dict(coat=70.5)),

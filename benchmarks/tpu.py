@@ -7,10 +7,10 @@
 
 libtpu is XLA's compiler for TPUs. Nothing is run, so there are no times.
 
-It prints tpu.optimizer rows: a step of `optax.adamw` (optax), `coat_adamw`
-(coat) or `fused_coat_adamw` (fused) on all parameters of a preset, in f32.
-`state_bytes` and `peak_bytes`, which includes arguments, are those of one
-device.
+It prints JSON rows, `tpu.optimizer`: a step of `optax.adamw` (optax),
+`coat_adamw` (coat) or `fused_coat_adamw` (fused) on all parameters of a preset,
+in f32. `state_bytes` and `peak_bytes`, which includes arguments, are those of
+one device.
 """
 
 import argparse

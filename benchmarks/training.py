@@ -6,11 +6,11 @@
 
 It trains a preset with random weights on text (bytes of Python's standard
 library), with the step of `train.pretrain` and `--batch` sequences on each GPU.
-A row (training.step) contains milliseconds per step, tokens per second per GPU,
-the seconds that compiling and initializing took, `peak_bytes`, the most that
-any GPU had allocated at once, and `compiled_peak_bytes`, the peak that the
-compiler reported. Each variant runs in its own process, because JAX cannot
-reset a GPU's peak.
+A JSON row, `training.step`, contains milliseconds per step, tokens per second
+per GPU, the seconds that compiling and initializing took, `peak_bytes` (the
+most that any GPU had allocated at once), and `compiled_peak_bytes` (the peak
+that the compiler reported). Each variant runs in its own process, because JAX
+cannot reset a GPU's peak.
 
 --layers changes the depth of the preset, to find the largest model that fits.
 
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
   parser.add_argument("--variant", choices=VARIANTS, help="default: all")
   parser.add_argument(
-    "--layers", type=args.count, help="default: those of the preset"
+    "--layers", type=args.count, help="default: as in the preset"
   )
   parser.add_argument("--mesh", default="", help="as in train.pretrain")
   parser.add_argument("--batch", type=args.count, default=2, help="on each GPU")

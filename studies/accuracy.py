@@ -311,7 +311,7 @@ def main(arguments: list[str] | None = None) -> None:
     prog="python -m studies.accuracy", description=__doc__.splitlines()[0]
   )
   commands = parser.add_subparsers(dest="command", required=True)
-  command = commands.add_parser("codecs", help="one step and many steps")
+  command = commands.add_parser("codecs", help="measure one and many steps")
   command.add_argument(
     "--steps", type=args.count, default=300, help="steps of training"
   )

@@ -8,10 +8,10 @@ Each optimizer trains the same model on the same batches, once with an f32 state
 and once with `coat_jax.encoded`: a byte-level Llama that learns the source text
 of Python's standard library. The gradient's global norm is clipped to 1.
 
-It prints a row (encoded) for each optimizer and choice of fields, with the
-bytes per parameter of both states and the mean losses over the last sixth of
-the steps. The choice "all" also encodes copies of parameters, which `encoded`
-does not encode by default.
+It prints a JSON row, `encoded`, for each optimizer and choice of fields, with
+the bytes per parameter of both states and the mean losses over the last sixth
+of the steps. The choice "all" also encodes copies of parameters, which
+`encoded` does not encode by default.
 """
 
 import argparse

@@ -10,7 +10,7 @@ export-hf`. `coat_jax.models.load_hf` and transformers then both read the
 exported folder in f32. transformers runs its `eager` attention, because its
 default may ignore soft caps.
 
-It prints a row (exports) for each folder:
+It prints a JSON row, `exports`, for each folder:
 
   logits   largest difference between logits, divided by the largest logit
   greedy   number of tokens that agree before the first difference, of 16 that

@@ -41,7 +41,7 @@ def tables(rows: Rows) -> dict[str, str]:
     "Codecs": _codecs(rows),
     "Activations, gradients and weights": _tensors(rows),
     "A layer in each recipe": _layers(rows),
-    "INT8 beside FP8 at the same bytes": _integers(rows),
+    "INT8 compared with FP8 at the same bytes": _integers(rows),
   }
 
 

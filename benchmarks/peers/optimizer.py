@@ -3,8 +3,8 @@
 
   python -m benchmarks.peers.optimizer [--rows 16384] [--columns 16384]
 
-The optimizers have f32 or 8-bit states. A row (peers.optimizer) contains the
-milliseconds of `step()`, and `state_bytes`, the bytes per parameter of the
+The optimizers have f32 or 8-bit states. A JSON row, `peers.optimizer`, contains
+the milliseconds of `step()`, and `state_bytes`, the bytes per parameter of the
 optimizer's state. Weights and gradients have the same dtype.
 `benchmarks.optimizer` measures the same step in this project.
 """
