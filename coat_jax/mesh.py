@@ -118,7 +118,7 @@ def place(arrays: Any, specs: Any) -> Any:
     if missing := [name for name in names if name not in mesh.axis_names]:
       raise ValueError(
         f"layers: recipe.axes names the axis {missing[0]!r} of a mesh, got "
-        f"{mesh.axis_names or 'no mesh'}; call them under jax.set_mesh of a "
+        f"{mesh.axis_names or 'no mesh'}; call layers under jax.set_mesh of a "
         "mesh with these axes, or leave axes out"
       )
     if not is_split():

@@ -193,7 +193,7 @@ def apply_updates(
     if jnp.shape(u) != jnp.shape(p):
       raise ValueError(
         f"{op}: updates must have the shapes of the parameters, got "
-        f"{jnp.shape(u)} for {jnp.shape(p)}; pass those of these parameters"
+        f"{jnp.shape(u)} for {jnp.shape(p)}; pass updates of these parameters"
       )
     if jnp.result_type(p) != jnp.bfloat16:
       out.append(optax.apply_updates(p, u))

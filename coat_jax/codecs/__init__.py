@@ -67,7 +67,7 @@ def coat(
 
   Args:
     group_size: number of values along the last axis that share statistics.
-    rounding: "stochastic", or "nearest" as in the reference (second moments
+    rounding: "stochastic", or "nearest" as in the authors' code (second moments
       then freeze if b2 is 0.99 or more).
     second: format of the second moment; the first is always E4M3.
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moment codecs with FP8 codes, with and without dynamic range expansion."""
+"""Moment codecs with FP8 codes, with and without dynamic range expansion.
+
+"The reference" is the code of COAT's authors.
+"""
 
 import abc
 import dataclasses

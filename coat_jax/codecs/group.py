@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a codec for one moment, and the base class for groups.
+"""Defines a codec for one moment: the interface, and a base class for groups.
 
 A moment is encoded as codes of its own shape and at most two statistics per
 group of `group_size` values along the last axis. `coat_jax.codecs` pairs two

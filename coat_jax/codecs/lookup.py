@@ -110,11 +110,11 @@ class LookupStages(Stages):
     )
 
   def _table(self) -> Array:
-    """Returns t, f32, for each root and within it each code without a sign."""
+    """Returns t, flat f32: for each root, a row of codes without signs."""
     codec = self.codec
     codes = lax.iota(jnp.uint8, _MAGNITUDES)
     y = lax.bitcast_convert_type(codes, codec.dtype).astype(jnp.float32)[None]
-    # There are 256 rows. The extra one gives NaN a neighbour in the last row.
+    # 256 roots need 256 rows. One more gives NaN in the last row a neighbour.
     root = codec.root_at(lax.iota(jnp.float32, 257)[:, None])
     # Without the barrier, XLA may compute a power for each lookup instead.
     return lax.optimization_barrier(codec.contract(y, root).reshape(-1))

@@ -102,7 +102,7 @@ def options(name: str) -> dict[str, Any]:
   if missing:
     raise ValueError(
       f"codecs: each argument of a codec must have a default, got none for "
-      f"{missing} of {name!r}; give them one"
+      f"{missing} of {name!r}; give each a default"
     )
   return {key: parameter.default for key, parameter in parameters.items()}
 

@@ -35,7 +35,7 @@ def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
     if not check_ids(f"prompt {i}", prompt, model):
       raise ValueError(
         "generate: a prompt must have at least one token, got none in prompt "
-        f"{i}; pass a token that texts begin with"
+        f"{i}; pass the token that begins a text"
       )
 
 
@@ -125,8 +125,8 @@ def check_images(
   if pixel_values.ndim != 5 or len(pixel_values) != len(prompts):
     raise ValueError(
       "generate: pixel_values must be [B, I, C, H, W], one row per prompt, got "
-      f"{pixel_values.shape} for {len(prompts)} prompts; pass zeros for images "
-      "that a prompt does not have"
+      f"{pixel_values.shape} for {len(prompts)} prompts; pass zeros if a "
+      "prompt has fewer images"
     )
   each, room = model.config.tokens_each, pixel_values.shape[1]
   for i, prompt in enumerate(prompts):

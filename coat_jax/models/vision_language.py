@@ -66,8 +66,8 @@ class VisionLanguageConfig:
 
   def __post_init__(self):
     op = "VisionLanguageConfig"
-    check_kind(op, "text", self.text, ModelConfig, "pass a decoder's")
-    check_kind(op, "vision", self.vision, VisionConfig, "pass a tower's")
+    check_kind(op, "text", self.text, ModelConfig, "pass a decoder's shape")
+    check_kind(op, "vision", self.vision, VisionConfig, "pass a tower's shape")
     check_kinds(self)
     check_numbers(self)
     if self.text.choices.scales_embedding:

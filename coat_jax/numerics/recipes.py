@@ -120,7 +120,7 @@ class MeshAxes:
     if self.tensor in self.batch:
       raise ValueError(
         "MeshAxes: tensor must not be one of the axes that the batch is split "
-        f"over, {self.batch}, got {self.tensor!r}; leave it out of one"
+        f"over, {self.batch}, got {self.tensor!r}; leave it out of one of them"
       )
     choices = typing.get_args(GradDtype)
     check_choice(op, "grad_dtype", self.grad_dtype, choices)
@@ -141,8 +141,9 @@ class CoatRecipe:
       `ops.Blocks`, or your own subclass of `ops.Scaling`, which runs as plain
       JAX. On a mesh, blocks require a single device along the tensor axis.
     nonlinear: format that norms and activation functions read and save.
-    residuals: "coat" saves what the reference saves; "minimal" recomputes norm
-      outputs, SiLU and elementwise products in the backward pass.
+    residuals: "coat" saves what the code of COAT's authors saves; "minimal"
+      recomputes norm outputs, SiLU and elementwise products in the backward
+      pass.
     attention: how q, k and v are saved. With "fp8" the forward pass also
       attends to the dequantized values. The attention's output stays in BF16:
       the backward pass of the softmax needs it unrounded.
@@ -153,7 +154,7 @@ class CoatRecipe:
       parameter).
     implementation: None to use kernels on a GPU, "xla" to use none anywhere.
     evaluation: "same" computes in evaluation what training computes; "bf16"
-      evaluates without FP8, as the reference does.
+      evaluates without FP8, as the authors' code does.
     formats: E4M3 for values and E5M2 for gradients, which kernels support;
       other formats of `coat_jax.numerics.formats` run as plain JAX.
     axes: what the axes of a mesh split. FP8 blocks then run on each device's

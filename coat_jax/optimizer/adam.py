@@ -177,7 +177,7 @@ def scale_by_coat_adam(
     NotImplementedError: `implementation` is unknown.
     TypeError: `codec` is not a `MomentCodec`; a hyperparameter is not a number;
       (by `init`) a leaf is neither floating nor complex, or `quantize_mask`
-      chooses a complex one; (by `update`) the state has a wrong type.
+      chooses a complex one; (by `update`) the state has the wrong type.
     ValueError: a hyperparameter is negative or not finite, or a decay is not
       below 1; (by `update`) the state was made with another codec or for other
       parameters.

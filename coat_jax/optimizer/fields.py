@@ -134,7 +134,7 @@ def rule_of(op: str, fields: FieldRule | Collection[str] | None) -> FieldRule:
   if wrong := {x for x in kinds.values() if x not in (None, "mu", "nu")}:
     raise ValueError(
       f"{op}: a field is stored as 'mu' or 'nu', got {wrong.pop()!r}; pass "
-      "'nu' for what is never negative and 'mu' for all else"
+      "'nu' for fields that are never negative and 'mu' for all others"
     )
 
   def rule(path):
@@ -223,7 +223,7 @@ def find_fields(
         raise ValueError(
           f"{op}: the inner optimizer must keep its fields in f32, got "
           f"{x.dtype} at {path!r}; leave its mu_dtype out, because the codec "
-          "determines how they are stored, or leave this one out with fields"
+          "determines how fields are stored, or leave this field out of fields"
         )
   return found, treedef
 
@@ -298,5 +298,5 @@ def check_names(
     raise ValueError(
       f"{op}: the inner optimizer must keep a field of the parameters' "
       "structure and shapes, got a state without one to encode; use it as it "
-      "is, or name the ones to encode in fields"
+      "is, without encoded, or pass the names of its fields in fields"
     )

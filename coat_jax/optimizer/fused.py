@@ -72,8 +72,8 @@ class FusedTransformation(NamedTuple):
       gradients first, such as min(1, max_norm / global_norm).
     begin: `begin(params, state)` returns the same step as `LeafSteps`, which
       `step_in_backward` runs leaf by leaf.
-    explain: `explain(params)` maps each leaf's path to a sentence that tells
-      which implementation runs on each platform and why, like `ops.explain`.
+    explain: `explain(params)` maps each leaf's path to a sentence that names
+      each platform's implementation and the reason for it, like `ops.explain`.
   """
 
   init: Callable[[optax.Params], FusedState]

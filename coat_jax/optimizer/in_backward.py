@@ -140,8 +140,8 @@ def step_in_backward(
     if jnp.shape(leaf)[:1] != (found.num_layers,):
       raise ValueError(
         f"{op}: per_layer must be arrays [layers, ...] of the stack's "
-        f"{found.num_layers} layers, got {jnp.shape(leaf)}; pass one row for "
-        "each"
+        f"{found.num_layers} layers, got {jnp.shape(leaf)}; pass one row per "
+        "layer"
       )
 
   # Forward.

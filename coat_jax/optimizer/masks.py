@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides by path and shape which leaves to encode: not norms and biases."""
+"""Decides by path and shape which leaves are encoded: no norms, no biases."""
 
 import re
 import sys
@@ -86,7 +86,7 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
 
 def check_leaf(op: str, path: Any, leaf: Any) -> None:
   """Raises a TypeError unless a path is a string and a leaf is an array."""
-  check_kind(op, "path", path, str, "pass a leaf's, as 'norm/scale'")
+  check_kind(op, "path", path, str, "pass a leaf's path, as 'norm/scale'")
   if leaf is not None and not hasattr(leaf, "dtype"):
     refuse(TypeError, op, "leaf", "an array", leaf, f"pass what is at {path!r}")
 

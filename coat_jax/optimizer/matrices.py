@@ -154,7 +154,7 @@ def check_split(op: str, path: str, leaf: Any, split: MatrixSplit) -> None:
     raise ValueError(
       f"{op}: the parts of all groups must have the {leaf.shape[-1]} columns, "
       f"got {split.groups} times {split.parts} at {path!r}; return parts that "
-      "add up"
+      "add up to them"
     )
 
 

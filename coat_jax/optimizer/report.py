@@ -120,10 +120,10 @@ def state_report(
     For each leaf's path, a dict that JSON can store: `parameters`, `encoded`
     (False for leaves that stay f32), and for each moment, `mu`, `nu` or the
     path of an encoded field, a dict of
-      `replicated`: an explanation, only if the box of the leaf names its last
-        axis but the boxes of the statistics do not, because the groups cannot
-        be divided over the devices or no mesh was known when the state was
-        made;
+      `replicated`: an explanation, only if codes are sharded along their last
+        axis by its name in a flax box, but statistics are replicated along it:
+        the groups cannot be divided over the devices, or no mesh was known when
+        the state was made;
       `power`: min, p10, median, p90, max and mean of the expansion's k over the
         groups that are not all zero (codecs with an expansion);
       `codes_used`: share of the 256 codes that occur (8-bit codecs);
@@ -135,8 +135,8 @@ def state_report(
 
   Raises:
     TypeError: `reference` contains no such moments.
-    ValueError: there is not exactly one coat state, or the reference has other
-      leaves.
+    ValueError: there is not exactly one coat state, or the reference belongs to
+      other parameters.
 
   Examples:
     >>> import jax.numpy as jnp

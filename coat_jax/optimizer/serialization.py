@@ -73,7 +73,7 @@ def from_integers(tree: Any, like: Any) -> Any:
       raise ValueError(
         f"from_integers: {want.dtype}{list(want.shape)} must be stored as "
         f"{_unsigned(want)}, got {x.dtype}{list(x.shape)} at "
-        f"{node_path(keys)!r}; pass as like what was given to to_integers, or "
+        f"{node_path(keys)!r}; pass as like the tree that to_integers got, or "
         "its shapes"
       )
     return _view(x, want.dtype)
@@ -84,8 +84,8 @@ def from_integers(tree: Any, like: Any) -> Any:
   except ValueError as error:
     raise ValueError(
       f"from_integers: tree must have the structure of like, {treedef}, got "
-      f"{jax.tree.structure(tree)}; pass as like what was given to "
-      "to_integers, or its shapes"
+      f"{jax.tree.structure(tree)}; pass as like the tree that to_integers "
+      "got, or its shapes"
     ) from error
   return jax.tree.map_with_path(view, like, treedef.unflatten(found))
 

@@ -216,7 +216,7 @@ def _placed(
     if sharding.mesh != where[0].mesh:
       raise ValueError(
         f"{op}: shardings must be on one mesh, got {sharding.mesh} at {path!r} "
-        f"and {where[0].mesh} at {leaves[0][0]!r}; place all on one"
+        f"and {where[0].mesh} at {leaves[0][0]!r}; use one mesh for all"
       )
     try:
       sharding.shard_shape(leaf.shape)

@@ -222,7 +222,7 @@ def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
       raise ValueError(
         f"{op}: codec {codec.name!r} must be the one that the state was made "
         f"with, got a moment of {moment.codec}; pass that codec (to change it, "
-        "go through to_plain_state and from_plain_state)"
+        "use to_plain_state and then from_plain_state)"
       )
 
 

@@ -233,7 +233,7 @@ def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
   if len(leaves) != len(parts):
     raise ValueError(
       f"{op}: there must be an array of low bytes for each parameter, got "
-      f"{len(parts)} for {len(leaves)}; pass both as split_weights gave them"
+      f"{len(parts)} for {len(leaves)}; pass both trees of split_weights"
     )
   out = []
   for (path, leaf), part in zip(leaves, parts, strict=True):
@@ -244,7 +244,7 @@ def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
       raise ValueError(
         f"{op}: a parameter with low bytes {list(part.shape)} must be bfloat16 "
         f"of their shape, got {leaf.dtype}{list(leaf.shape)} at {path!r}; pass "
-        "the parameters that split_weights gave"
+        "the parameters that split_weights returned"
       )
     out.append(SplitWeight(leaf, part))
   return out

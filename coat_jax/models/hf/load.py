@@ -93,9 +93,9 @@ def load_hf(
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: the folder has no such checkpoint, its model is not supported,
-      its weights are not finite, or `param_dtype` is none of the three. The
-      message states what was found.
+    ValueError: the folder contains no such checkpoint, its model is not
+      supported, its weights are not finite, or `param_dtype` is none of the
+      three. The message states what was found.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
