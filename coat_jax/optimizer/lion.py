@@ -2,7 +2,7 @@
 """Lion with its momentum stored in FP8, as an optax transformation.
 
 Lion keeps one moment and moves every parameter by the sign of a mix of that
-moment and the gradient. With the default codec the state takes 1.04 bytes per
+moment and the gradient. With the default codec the state needs 1.04 bytes per
 parameter. `fused.fused_coat_lion` does a whole step in one function.
 """
 

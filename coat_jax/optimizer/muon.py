@@ -50,10 +50,13 @@ _ADAM_STREAM = 0x2545F491
 class MuonScalars(NamedTuple):
   """Scalars of a step of Muon, f32 [].
 
+  Muon orthogonalizes ratio * momentum + gradient_ratio * gradient.
+
   Attributes:
-    ratio: factor of the momentum in the direction: 1 over the bias correction;
-      with Nesterov momentum beta over the next step's bias correction.
-    gradient_ratio: factor of the gradient with Nesterov momentum, else None.
+    ratio: 1 over the bias correction; with Nesterov momentum, beta over the
+      next step's bias correction.
+    gradient_ratio: 1 - beta over the bias correction with Nesterov momentum,
+      else None.
   """
 
   beta: Array
@@ -229,7 +232,8 @@ def coat_muon(
       arguments of AdamW.
     adam_learning_rate: AdamW's learning rate; None for `learning_rate`.
     consistent_rms: scales updates by sqrt(max(inputs, outputs)) times this
-      (0.2 is near AdamW's); None scales by sqrt(max(1, outputs / inputs)).
+      (0.2 gives them about the size of AdamW's updates); None scales by
+      sqrt(max(1, outputs / inputs)).
     matrices: `(path, leaf) -> MatrixSplit | None`, how a leaf is cut into
       matrices; AdamW steps the leaf if it returns None. Pass
       `models.model_matrices(config)` for a model of `models`, or your own

@@ -44,11 +44,12 @@ class StateBytes(NamedTuple):
 def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
   """Counts the bytes of an optimizer's state, in total and per parameter.
 
-  With `params`, all arrays of any optax state count. Without it, only coat
-  states count, including fields that `encoded` leaves unchanged and the low
-  bits of weights (`LowBitsState`, `StochasticRoundingState`). The average is
-  over the parameters that have moments in these states; `optax.masked` and
-  `optax.partition` may leave some out.
+  With `params`, all arrays of any optax state count. Without it, only states of
+  this library ("coat states") count, including fields that `encoded` leaves
+  unchanged and the low bits of weights (`LowBitsState`,
+  `StochasticRoundingState`). The average is over the parameters that have
+  moments in these states; `optax.masked` and `optax.partition` may leave some
+  out.
 
   Args:
     opt_state: an optimizer's state, of arrays or of `jax.ShapeDtypeStruct`s,
