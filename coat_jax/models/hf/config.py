@@ -199,7 +199,7 @@ def _write(config: Any, dtype: np.dtype, like: dict) -> dict:
   for name, value in dataclasses.asdict(config).items():
     if value != written[name]:
       raise ValueError(
-        f"save_hf: {name} of a Hugging Face {config.family} must be "
-        f"{written[name]}, got {value}; config.json has no key for other values"
+        f"save_hf: a Hugging Face {config.family} has {name} {written[name]}, "
+        f"got {value}; its config.json has no key for other values"
       )
   return found
