@@ -24,7 +24,7 @@ memory.state: bytes per parameter that parameters in f32 or BF16, gradients, and
 the optimizer's state with each codec need, computed from shapes alone.
 
 memory.table7, memory.plan: whole steps compiled for H200s, see
-`benchmarks.table7` and `benchmarks.planned`. Some take minutes.
+`benchmarks.table7` and `benchmarks.planned`. Some need minutes to compile.
 """
 
 import argparse

@@ -18,7 +18,7 @@ class Batch(NamedTuple):
   Attributes:
     tokens: int32 [B, T + 1]; each token is predicted from the ones before it.
     segments: int32 [B, T + 1], the number of each token's document in its row;
-      padding gets a number too. None if each row is one document. Tokens attend
+      padding is numbered too. None if each row is one document. Tokens attend
       only to their own document, and its first token is not a target.
     shares: f32 [B, T + 1], the weight of each target in the loss; None if all
       tokens of all documents are targets. The first column is ignored.

@@ -124,12 +124,12 @@ class ModelConfig:
     tied_embeddings: Use the transposed embedding as the output projection.
     clip_qkv: Largest magnitude of q, k and v; None does not clip them.
     head_dim: Width of a head; None for d_model / num_heads.
-    window: How many keys a query sees, including its own; None for all.
+    window: How many keys a query attends to, including its own; None for all.
     rope_scaling: How RoPE's frequencies are stretched, such as
       `llama3,factor=8,low_freq_factor=1,...`; see `models.parse_scaling`. None
       does not stretch them.
-    full_every: With a window: every `full_every`-th layer sees all keys, and
-      the others see the window. None for the window in all layers.
+    full_every: With a window: every `full_every`-th layer attends to all keys,
+      the others to the window. None for the window in all layers.
     window_rope_theta: Base of RoPE in layers with a window; their frequencies
       are not stretched. None for the same base in all layers.
     query_scalar: its square root divides q k^T; None for head_dim.
@@ -275,7 +275,7 @@ class ModelConfig:
 
   @property
   def windows(self) -> Windows:
-    """The number of keys that queries see, by kind of layer."""
+    """The number of keys that queries attend to, by kind of layer."""
     return self.window if self.full_every is None else (self.window, None)
 
   @property

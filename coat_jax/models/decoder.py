@@ -221,8 +221,8 @@ class Decoder(nnx.Module):
 
     Args:
       tokens: int32 [B, T].
-      segments: int32 [B, T], the number of each token's document; padding gets
-        a number too. Tokens attend only to their own document, and positions
+      segments: int32 [B, T], the number of each token's document; padding is
+        numbered too. Tokens attend only to their own document, and positions
         start at 0 in each document. None if each row is one document.
 
     Returns:

@@ -32,7 +32,8 @@ def loss_fn(
 
   Raises:
     TypeError: the model or an array has the wrong type.
-    ValueError: the batch has the wrong shape, or a Decoder gets images.
+    ValueError: the batch has the wrong shape, or the model is a Decoder and
+      images are passed.
   """
   op, kinds = "loss_fn", (Decoder, VisionLanguageModel)
   check_kind(op, "model", model, kinds, "a tower alone has no next token")

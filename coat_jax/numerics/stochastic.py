@@ -50,8 +50,8 @@ def mix(word: Array) -> Array:
 def leaf_key(seed: ArrayLike, step: ArrayLike, leaf: ArrayLike) -> Array:
   """Returns the word that a leaf's elements share at one step: uint32 [].
 
-  `step` is the number of updates that the leaf has seen, and `leaf` its index
-  in the flattened tree.
+  `step` is the number of updates of the leaf so far, and `leaf` its index in
+  the flattened tree.
   """
   key = jnp.uint32(0)
   for part in (seed, step, leaf):

@@ -44,13 +44,14 @@ class Moment:
   """One moment of all parameters, as a state stores it.
 
   The fields of `codecs.Encoded` are trees with the structure of the parameters.
-  Codes and statistics keep the boxes of their parameters (`nnx.Variable`,
-  Linen's `Partitioned`), so programs that read axis names shard both like the
-  parameter. Statistics keep the name of the last axis only if its number of
-  devices divides both the columns and the groups. If the state is made with no
-  mesh set and none in the box, they lose that name and are replicated along the
-  last axis. A leaf that is not encoded stores its values in `codes`, as f32 or
-  complex64; its statistics are scalar zeros without names.
+  Codes and statistics (`amax` and `range`, one value per group) keep the boxes
+  of their parameters (`nnx.Variable`, Linen's `Partitioned`), so programs that
+  read axis names shard both like the parameter. Statistics keep the name of the
+  last axis only if the number of devices along it divides both the columns and
+  the groups. If the state is made with no mesh set and none in the box, they
+  lose that name and are replicated along the last axis. A leaf that is not
+  encoded stores its values in `codes`, as f32 or complex64; its statistics are
+  scalar zeros without names.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype.
@@ -155,7 +156,7 @@ class LowBitsState(NamedTuple):
   weights.
   """
 
-  low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() if none are kept
+  low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() without low bytes
   inner: MomentState
 
 
@@ -291,8 +292,8 @@ def find_states(
 def _encode_zeros(groups: GroupCodecs, zeros: Array) -> Stored:
   """Encodes the zero moments of one leaf before its first step.
 
-  Zeros encode to zeros under any noise. Drawing none cuts the compile time of
-  `init` by a third.
+  Zeros encode to zeros under any noise. Drawing no random words cuts the
+  compile time of `init` by a third.
   """
 
   def f(zeros):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs an optimizer's step: decodes moments, updates them in f32, encodes them.
 
-The arithmetic is `adam.adam` or `lion.lion`. `update_of` and `step_of` step one
-leaf; `Leaves` steps all leaves of a state.
+The arithmetic is an argument: `adam.adam` or `lion.lion`. `update_of` and
+`step_of` step one leaf; `Leaves` steps all leaves of a state.
 
 XLA can partition a step written in plain JAX, but not a kernel. So if a leaf's
 sharding is known, the step runs on each device's shard and moves nothing
@@ -141,8 +141,8 @@ def shares_body() -> bool:
 
   XLA's partitioner does not look into a body that is inlined late, and would
   gather sharded leaves first. On an H200 sharing does not pay: with 24 leaves
-  compiling takes longer (49 s instead of 44 s), and temporary memory
-  grows from 1.0 to 1.8 GB.
+  compiling takes longer (49 s instead of 44 s), and temporary memory grows from
+  1.0 to 1.8 GB.
   """
   if platform() != "cpu":
     return False
@@ -154,7 +154,7 @@ def shares_body() -> bool:
 
 def platform() -> str:
   """Returns the platform that the code being traced is probably for."""
-  # None unless arrays are on a mesh.
+  # The abstract device is None unless arrays are on a mesh.
   device = jax.sharding.get_abstract_mesh().abstract_device
   return getattr(device, "platform", jax.default_backend())
 

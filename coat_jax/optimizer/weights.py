@@ -4,8 +4,8 @@
 A weight of 24 bits is the upper 24 bits W of an f32, of which 15 are mantissa.
 It is stored as two arrays:
 
-  high = (W + 0x80) >> 8    bf16, the one nearest to W: what layers read
-  low  = W - (high << 8)    int8, what an optimizer's step adds to it
+  high = (W + 0x80) >> 8    the nearest bf16; layers read only this
+  low  = W - (high << 8)    int8; only the optimizer's step reads it
 
 Splitting W and joining the halves is exact. W itself is a rounded f32. A step
 rounds it stochastically, so updates below 2^-16 of a weight (with bf16 alone,

@@ -6,7 +6,7 @@ stores RoPE's base and scaling in `rope_parameters`, one object per kind of
 layer if kinds differ. Version 4 may state only `sliding_window_pattern`, and
 stores RoPE in `rope_theta`, `rope_scaling` and `rope_local_base_freq` (the base
 of layers with a window). We read both forms and write both. Lists must be
-periodic: every n-th layer sees all keys, and the others see a window.
+periodic: every n-th layer attends to all keys, and the others to a window.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _WINDOW_BASE = "rope_local_base_freq"
 
 
 def _are_full(types: Any) -> bool:
-  """Returns whether a list states that all layers see all keys."""
+  """Returns whether a list states that all layers attend to all keys."""
   return isinstance(types, list) and all(x == _FULL for x in types)
 
 
@@ -59,8 +59,8 @@ class LayerTypes(Keys):
     """Reads `full_every` of a `ModelConfig`.
 
     If the list of layers is too short to show a period, the period is the one
-    that another key states, or the default. If no layer sees all keys, the
-    result is one more than the number of layers.
+    that another key states, or the default. If no layer attends to all keys,
+    the result is one more than the number of layers.
     """
     stated = [x for key in _PATTERNS if (x := found.get(key))]
     pattern = stated[0] if stated else self.default

@@ -78,8 +78,8 @@ def load_hf(
   Args:
     folder: a folder with config.json and model.safetensors, or with shards and
       their index.
-    recipe: what layers compute and save in FP8; None for `recipes.coat()`. A
-      recipe without axes gets those of the mesh.
+    recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
+      its `axes` are None, those of the mesh are used.
     mesh: a mesh with axes data, fsdp and tensor, over which parameters are
       sharded by `param_shardings`; call the model under `jax.set_mesh`. None
       for one device.
