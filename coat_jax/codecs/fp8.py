@@ -98,8 +98,8 @@ class ExpandedFP8(_FP8):
   """x = sign(q) (|q| / qmax)^(1/k) amax; amax f32, k in uint8 sixteenths.
 
   k = clip(floor(log2(qmax^2 / 2) / log2(amax / amin) * 16) / 16, 1/16, 255/16)
-  where amin is the smallest nonzero magnitude. The reference defines the range
-  of E4M3 as qmax^2 / 2; qmax / smallest subnormal would be 2.3 times larger.
+  where amin is the smallest nonzero magnitude. The reference defines a format's
+  range as qmax^2 / 2; qmax / smallest subnormal would be 2.3 times larger.
   Magnitudes below amax * 2^-126 count as zero.
   """
 
