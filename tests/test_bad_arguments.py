@@ -45,6 +45,7 @@ NOT_CALLED = {
   "exponent_bounds": _HELPER,
   "finite_amax": _HELPER,
   "nonzero_amin": _HELPER,
+  "magnitude_of": _HELPER,
   "octaves_between": _HELPER,
   "share": _HELPER,
   "split_float": _HELPER,
