@@ -34,7 +34,7 @@ class Grid(Grouped):
 
   def _codes(self, magnitude, amax, range_, noise):
     t = share(magnitude, amax.astype(jnp.float32))
-    # Of a NaN no comparison is true, so we place its share first.
+    # The group's amax is NaN, so any code will do.
     t = jnp.where(jnp.isnan(t), 0.0, t)
     lower = self._below(t)
     below, above = self._share(lower), self._share(lower + 1)
