@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks import memory
-from docs.figures import expansion, flow, long, losses, mesh, style
+from docs.figures import expansion, flow, long, losses, mesh, race, style
 from studies import quantization_tables, stability, stability_figure
 from tests.docs.pages import DOCS, ROOT
 
@@ -375,7 +375,7 @@ def test_page_shows_how_much_of_the_grid_was_run():
   assert said in " ".join((DOCS / "stability.md").read_text().split())
 
 
-@pytest.mark.parametrize("figure", [expansion, flow, long, losses, mesh])
+@pytest.mark.parametrize("figure", [expansion, flow, long, losses, mesh, race])
 @pytest.mark.slow
 def test_figure_is_drawn_for_light_and_dark_pages(figure, tmp_path):
   name = figure.__name__.rpartition(".")[2]

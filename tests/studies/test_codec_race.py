@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from studies import codec_race, codec_race_table
+from studies.rows import read_rows
 from studies.trained_moments import Trained
 from tests import cases
+from tests.docs.pages import DOCS
 
 COMMON = dict(preset="demo", steps=5, batch=1, seq=16)
 
@@ -51,6 +53,12 @@ def test_differences_pair_seeds_and_leave_out_failures():
   (coat,) = (line for line in lines if line.startswith("| coat |"))
   # 12.71 is Student's t of two values; their standard error is 0.125.
   assert f"+0.3750 ± {12.71 * 0.125:.4f}" in coat
+
+
+def test_table_on_the_accuracy_page_equals_the_rows():
+  rows = read_rows(DOCS / "rows" / "codec_race.jsonl", codec_race_table.BENCH)
+  table = codec_race_table.table(rows, "demo")
+  assert table in (DOCS / "accuracy.md").read_text()
 
 
 def test_runs_with_a_row_are_skipped():
