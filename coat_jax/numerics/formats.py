@@ -15,8 +15,12 @@ cast exact. Every cast in this package uses it, except in kernels and in
 `ops.cuda`, where neither trap can occur.
 """
 
+import math
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
@@ -55,6 +59,12 @@ def is_fp8(dtype: DTypeLike) -> bool:
 def accumulator(dtype: DTypeLike) -> DTypeLike:
   """Returns the dtype in which products are summed: f32, int32 for INT8."""
   return _format(dtype).accumulator
+
+
+def array_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
+  """Counts the bytes of an array; XLA stores two values of int4 in a byte."""
+  size = math.prod(shape)
+  return -(-size // 2) if dtype == jnp.int4 else size * dtype.itemsize
 
 
 def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:

@@ -10,6 +10,7 @@ from jax.tree_util import tree_leaves_with_path
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.numerics.checks import refuse
+from coat_jax.numerics.formats import array_bytes
 from coat_jax.numerics.qtensor import split_groups
 from coat_jax.optimizer.boxes import last_names
 from coat_jax.optimizer.conversion import decode_moment, pair_nodes
@@ -102,7 +103,7 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
 
 def _state_bytes(arrays: Any, parameters: int) -> StateBytes:
   leaves = [x for x in jax.tree.leaves(arrays) if hasattr(x, "dtype")]
-  total = sum(x.size * x.dtype.itemsize for x in leaves)
+  total = sum(array_bytes(x.shape, x.dtype) for x in leaves)
   return StateBytes(total, parameters, total / max(parameters, 1))
 
 
@@ -127,7 +128,8 @@ def state_report(
         the state was made;
       `power`: min, p10, median, p90, max and mean of the expansion's k over the
         groups that are not all zero (codecs with an expansion);
-      `codes_used`: share of the 256 codes that occur (8-bit codecs);
+      `codes_used`: share of the 256 codes that occur, or of the 16 codes of
+        int4 (codecs of at most 8 bits);
       `zeroed`: share of values that are 0 (with a reference: only those that
         are not 0 in it). Where a second moment is 0, the update is divided by
         eps;
@@ -213,9 +215,10 @@ def _report_moment(group: GroupCodec, encoded: Encoded, decoded, exact) -> dict:
         name: float(np.quantile(powers, q)) for name, q in _QUANTILES.items()
       }
       report["power"]["mean"] = float(powers.mean())
-  if encoded.codes.dtype.itemsize == 1:
+  bits = array_bytes((8,), encoded.codes.dtype)
+  if bits <= 8:
     codes = np.asarray(encoded.codes).view(np.uint8)
-    report["codes_used"] = len(np.unique(codes)) / 256
+    report["codes_used"] = len(np.unique(codes)) / 2**bits
   if exact is None:
     report["zeroed"] = _share(values == 0)
     return report

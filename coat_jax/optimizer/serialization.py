@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversions and checks for saving and restoring states with FP8 arrays.
 
-NumPy has no FP8: `np.load` cannot read FP8 arrays that `np.savez` wrote.
-Integers of the same width keep the bits and are supported everywhere. Orbax
-supports FP8, but casts what it reads to the dtypes of the target, which
+NumPy has no FP8 and no int4: `np.load` cannot read such arrays that `np.savez`
+wrote. Unsigned integers keep the bits and are supported everywhere. Orbax
+supports both, but casts what it reads to the dtypes of the target, which
 corrupts codes of another codec. `check_stored` compares the dtypes first.
 """
 
@@ -19,6 +19,8 @@ from coat_jax.optimizer.masks import node_path
 
 def to_integers(tree: Any) -> Any:
   """Turns FP8 and bfloat16 arrays into uint8 and uint16, bit for bit.
+
+  Arrays of int4 become uint8 too, with the four bits of one value in each byte.
 
   Args:
     tree: a tree of arrays or `jax.ShapeDtypeStruct`s, such as a train state.
@@ -153,8 +155,10 @@ def _dtype_and_shape(x: Any) -> str:
 
 
 def _is_foreign(x: Any) -> bool:
-  """Returns whether a leaf has a floating dtype that NumPy itself lacks."""
+  """Returns whether a leaf has int4 or a floating dtype that NumPy lacks."""
   dtype = getattr(x, "dtype", None)
+  if dtype == jnp.int4:
+    return True
   if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
     return False
   return np.dtype(dtype).isbuiltin != 1
@@ -169,4 +173,8 @@ def _view(x: Any, dtype: Any) -> Any:
     return x.update(dtype=dtype)
   if isinstance(x, np.ndarray):
     return x.view(dtype)
+  if x.dtype == jnp.int4:
+    return jax.lax.bitcast_convert_type(x, jnp.uint4).astype(dtype)
+  if dtype == jnp.int4:
+    x = x.astype(jnp.uint4)
   return jax.lax.bitcast_convert_type(x, dtype)

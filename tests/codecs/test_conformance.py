@@ -11,7 +11,11 @@ from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics import stochastic
 from tests import cases
 
-NAMES = (*codecs.names(), "tests.codecs.own_codec:make")
+NAMES = (
+  *codecs.names(),
+  "tests.codecs.own_codec:make",
+  *(f"studies.race_codecs:{name}" for name in ("companded", "log4", "e2m1")),
+)
 SIZE = 16
 
 

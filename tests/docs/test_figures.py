@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks import memory
-from docs.figures import expansion, flow, long, losses, mesh, style
+from docs.figures import expansion, flow, long, losses, mesh, race, style
 from studies import quantization_tables
 from tests.docs.pages import DOCS, ROOT, measured
 
@@ -343,7 +343,7 @@ def test_tables_of_quantization_equal_the_rows():
     assert lines in text, title
 
 
-@pytest.mark.parametrize("figure", [expansion, flow, long, losses, mesh])
+@pytest.mark.parametrize("figure", [expansion, flow, long, losses, mesh, race])
 @pytest.mark.slow
 def test_figure_is_drawn_for_light_and_dark_pages(figure, tmp_path):
   name = figure.__name__.rpartition(".")[2]

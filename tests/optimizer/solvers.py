@@ -10,6 +10,7 @@ import pytest
 
 from coat_jax import codecs
 from coat_jax.optax_coat import coat_adamw
+from studies import race_codecs
 from tests.matrices import quick
 
 CODECS = {
@@ -19,13 +20,14 @@ CODECS = {
   "coat_e8m0": codecs.coat_e8m0(4),
   "log8": codecs.log8(4),
   "fp8": codecs.fp8(4),
+  "log4": race_codecs.log4(4),
   "bfloat16": codecs.bfloat16(),
   "float32": codecs.float32(),
 }
 
 # One codec for each layout of a state: with f32 and uint8 statistics, with
-# uint8 ones, with one of two, with none.
-LAYOUTS = ("coat", "log8", "fp8", "float32")
+# uint8 ones, with one of two, with none, with codes of 4 bits.
+LAYOUTS = ("coat", "log8", "fp8", "float32", "log4")
 every_codec = pytest.mark.parametrize(
   "name", quick(2, [*LAYOUTS, *sorted(CODECS.keys() - {*LAYOUTS})])
 )

@@ -30,6 +30,7 @@ from jax.sharding import AbstractMesh, AxisType
 from coat_jax.layers import vocabulary
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.vision_language import VisionLanguageConfig
+from coat_jax.numerics.formats import array_bytes
 from train import step
 from train.config import TrainConfig
 from train.memory.backward import BF16, F32, Layer, layer_backward
@@ -97,7 +98,7 @@ def device_bytes(tree: Any) -> int:
   def count(x) -> int:
     where = getattr(x, "sharding", None)
     shape = x.shape if where is None else where.shard_shape(x.shape)
-    return math.prod(shape) * jnp.dtype(x.dtype).itemsize
+    return array_bytes(shape, x.dtype)
 
   return sum(count(x) for x in jax.tree.leaves(tree))
 

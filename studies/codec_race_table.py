@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the rows of `studies.codec_race`: pairs of runs, and their table."""
+
+from pathlib import Path
+
+from studies.stability_figure import interval
+
+BENCH = "codec_race"
+ROWS = Path("docs/rows/codec_race.jsonl")
+
+
+def baseline(name: str) -> str:
+  """Returns the candidate with f32 moments of the same optimizer."""
+  return "muon, float32" if name.startswith("muon") else "float32"
+
+
+def sizes(rows: list[dict]) -> dict[str, float]:
+  """Returns bytes per parameter by candidate, the largest first.
+
+  The bytes are those of large leaves, if their errors were measured.
+  """
+  errors_last = sorted(rows, key=lambda row: row["bench"], reverse=True)
+  found = {x["case"]["candidate"]: x["bytes_per_param"] for x in errors_last}
+  return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def table(rows: list[dict], preset: str) -> str:
+  """Makes the table of the candidates: bytes, errors and losses."""
+  errors = {
+    row["case"]["candidate"]: row
+    for row in rows
+    if row["bench"] == f"{BENCH}.errors"
+  }
+  lines = [
+    "| candidate | bytes | m | sqrt(v) | update | training loss | held-out "
+    "loss |",
+    "| --- | --- | --- | --- | --- | --- | --- |",
+  ]
+  for name, size in sizes(rows).items():
+    own = errors.get(name, {})
+    cells = [name, f"{size:.2f}"]
+    for key in ("m_error", "root_v_error", "update_error"):
+      cells.append(f"{own[key]:.2g}" if key in own else "")
+    for key in ("loss", "held_out_loss"):
+      found = differences(rows, preset, name, key)
+      mean, half = interval(found)
+      cells.append(f"{mean:+.4f} ± {half:.4f}" if len(found) > 1 else "")
+    lines.append("| " + " | ".join(cells) + " |")
+  return "\n".join(lines)
+
+
+def runs(rows: list[dict], preset: str, name: str) -> dict[int, dict]:
+  """Returns the rows of a candidate's runs by seed."""
+  return {
+    row["case"]["seed"]: row
+    for row in rows
+    if row["bench"] == f"{BENCH}.losses"
+    and (row["case"]["preset"], row["case"]["candidate"]) == (preset, name)
+  }
+
+
+def differences(
+  rows: list[dict], preset: str, name: str, key: str
+) -> list[float]:
+  """Lists the paired differences of a loss to f32 moments, seed by seed."""
+  own, other = (runs(rows, preset, x) for x in (name, baseline(name)))
+  if own == other:
+    return []
+  pairs = [(own[s][key], other[s][key]) for s in sorted(own) if s in other]
+  return [a - b for a, b in pairs if None not in (a, b)]

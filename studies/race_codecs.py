@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs that compete in `studies.codec_race`, defined outside the library.
+
+Use one by its module and name, as in `--optim.codec studies.race_codecs:log4`.
+
+  companded    INT8 of softsign(m) and of sqrt(v), f32 amax      2.06 bytes
+  log4         4 bits: powers of 2 for m, uniform in log v       1.06 bytes
+  e2m1         4 bits: E2M1 for m, uniform in log v as in log4   1.06 bytes
+
+Codes of 4 bits have the dtype int4 and the parameter's shape. XLA stores two of
+them in a byte.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from coat_jax.codecs import MomentCodec
+from coat_jax.codecs.group import Grouped, Rounding, finite_amax, share
+from coat_jax.codecs.log8 import LogUniform
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid(Grouped):
+  """Base of codecs with fixed magnitudes, as shares of the group's amax.
+
+  A subclass maps levels 0, 1, ... to shares, and shares to the level below.
+  """
+
+  def _statistics(self, magnitude):
+    return finite_amax(magnitude), jnp.uint8(0)
+
+  def _codes(self, magnitude, amax, range_, noise):
+    t = share(magnitude, amax.astype(jnp.float32))
+    # The group's amax is NaN, so any code will do.
+    t = jnp.where(jnp.isnan(t), 0.0, t)
+    lower = self._below(t)
+    below, above = self._share(lower), self._share(lower + 1)
+    limit = (above - below) * (0.5 if noise is None else noise)
+    return self._stored(lower + (t - below > limit), magnitude)
+
+  def _values(self, codes, amax, range_):
+    magnitude = self._share(jnp.abs(codes.astype(jnp.float32)))
+    magnitude *= amax.astype(jnp.float32)
+    return jnp.where(codes < 0, -magnitude, magnitude)
+
+  def _stored(self, level: Array, magnitude: Array) -> Array:
+    """Casts levels to codes."""
+    return level.astype(jnp.int8)
+
+  def _below(self, t: Array) -> Array:
+    """Returns the highest level whose share is at most t, but not the last."""
+    raise NotImplementedError
+
+  def _share(self, level: Array) -> Array:
+    """Returns the share of amax that a level means."""
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Softsign(Grid):
+  """code = 127 * 2t / (1 + t) where t = |x| / amax, with a sign, in an int8."""
+
+  def _below(self, t):
+    return jnp.minimum(jnp.floor(127 * (2 * t / (1 + t))), 126)
+
+  def _share(self, level):
+    return level / (254 - level)
+
+
+@dataclasses.dataclass(frozen=True)
+class SquareRoot(Grid):
+  """code = 255 sqrt(x / amax) in a uint8; at least 1 for values above 0.
+
+  A second moment that became 0 would divide its update by eps.
+  """
+
+  def _below(self, t):
+    return jnp.minimum(jnp.floor(255 * jnp.sqrt(t)), 254)
+
+  def _share(self, level):
+    return jnp.square(level * (1 / 255))
+
+  def _stored(self, level, magnitude):
+    least = jnp.where(magnitude > 0, 1, 0)
+    return jnp.maximum(level, least).astype(jnp.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table4(Grid):
+  """Seven magnitudes and a sign in an int4; amax BF16, rounded up.
+
+  Attributes:
+    shares: the magnitudes as shares of amax, ascending, from 0 to 1.
+  """
+
+  shares: tuple[float, ...]
+
+  def _statistics(self, magnitude):
+    amax, unused = super()._statistics(magnitude)
+    # The bound must not be less than the largest value: add half an ulp.
+    bound = jnp.minimum(amax * (1 + 2.0**-8), _LARGEST)
+    return bound.astype(jnp.bfloat16), unused
+
+  def _below(self, t):
+    level = sum((t >= x).astype(jnp.float32) for x in self.shares[1:-1])
+    return jnp.asarray(level)
+
+  def _share(self, level):
+    return jnp.asarray(self.shares, jnp.float32)[level.astype(jnp.int32)]
+
+  def _stored(self, level, magnitude):
+    return level.astype(jnp.int4)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogUniform4(LogUniform):
+  """`LogUniform` without a sign in 15 levels; they span at most 21 octaves.
+
+  Smaller values get the lowest level. The code of 0 is -8, because TensorStore,
+  which writes checkpoints, supports int4 but not uint4.
+  """
+
+  signed: bool = False
+
+  @property
+  def _levels(self) -> int:
+    return 15
+
+  def _statistics(self, magnitude):
+    upper, lower = super()._statistics(magnitude)
+    return upper, jnp.maximum(lower, upper - jnp.minimum(upper, 21))
+
+  def _codes(self, magnitude, amax, range_, noise):
+    codes = super()._codes(magnitude, amax, range_, noise)
+    return (codes.astype(jnp.int32) - 8).astype(jnp.int4)
+
+  def _values(self, codes, amax, range_):
+    return super()._values(codes.astype(jnp.int32) + 8, amax, range_)
+
+
+_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+# The magnitudes of a sign and 3 bits.
+POWERS = (0.0, *(2.0**-i for i in reversed(range(7))))
+E2M1 = tuple(x / 6 for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+
+
+def companded(
+  group_size: int = 128, rounding: Rounding = "stochastic"
+) -> MomentCodec:
+  """Returns FlashOptim's companded INT8: 2 + 8 / group_size bytes.
+
+  The paper (arXiv:2602.23349) rounds to nearest in groups of 32 with FP16
+  scales; like the library's codecs, we use groups of 128 and f32.
+  """
+  return MomentCodec(
+    name="companded",
+    mu=Softsign(group_size, rounding),
+    nu=SquareRoot(group_size, rounding),
+  )
+
+
+def log4(group_size: int = 64) -> MomentCodec:
+  """Returns both moments in 4 bits: 1 + 4 / group_size bytes."""
+  return _four_bits("log4", group_size, POWERS)
+
+
+def e2m1(group_size: int = 64) -> MomentCodec:
+  """Returns m in E2M1 and v in 4 bits: 1 + 4 / group_size bytes."""
+  return _four_bits("e2m1", group_size, E2M1)
+
+
+def _four_bits(name: str, group_size: int, shares: Any) -> MomentCodec:
+  return MomentCodec(
+    name=name,
+    mu=Table4(group_size, "stochastic", shares),
+    nu=LogUniform4(group_size, "stochastic"),
+  )
