@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles for an NVIDIA H200 on a machine that has none.
+"""Compiles for NVIDIA GPUs on a machine that has none.
 
 XLA's compiler for CUDA comes in two wheels, jax-cuda13-plugin and
 jax-cuda13-pjrt. They compile without any CUDA library or driver. `make
-test-aot` installs them. h200.txtpb in this folder describes the GPU to the
-compiler. It is openxla/xla's `specs/h200.txtpb` (Apache-2.0) with the versions
-of the CUDA libraries added.
+test-aot` installs them. The files in `gpus/` describe one GPU each to the
+compiler: its compute capability, memory, multiprocessors and their limits, and
+the versions of the CUDA libraries. h200.txtpb is openxla/xla's
+`specs/h200.txtpb` (Apache-2.0) with those versions added.
 
 The compiled programs cannot run here, but their HLO and memory are the same as
 on a GPU: they show which kernels and FP8 matmuls a step runs, and how many
@@ -15,6 +16,7 @@ use the same kernel, it is compiled once.
 """
 
 import atexit
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -33,8 +35,16 @@ from jax.sharding import (
   SingleDeviceSharding,
 )
 
-TARGET = Path(__file__).parent / "h200.txtpb"
-CUDNN_VERSION = 91000  # The version that TARGET states.
+_DESCRIPTIONS = Path(__file__).parent / "gpus"
+GPUS = tuple(sorted(path.stem for path in _DESCRIPTIONS.glob("*.txtpb")))
+CUDNN_VERSION = 91000  # The version that the descriptions state.
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Described(AbstractDevice):
+  """A device whose capability Mosaic asks for; without one it assumes 9.0."""
+
+  compute_capability: str
 
 
 class CompilerMissing(RuntimeError):
@@ -53,18 +63,25 @@ def only_compile() -> None:
   jax.config.update("jax_platforms", "cpu")
 
 
-def h200_devices(count: int) -> list[jax.Device]:
-  """Returns H200s of one host, to compile for but not to run on."""
+def devices(gpu: str, count: int) -> list[jax.Device]:
+  """Returns GPUs of one host, to compile for but not to run on.
+
+  `gpu` is one of `GPUS`.
+  """
   if not available():
     raise CompilerMissing(
-      "h200_devices: needs XLA's compiler for CUDA, got no module "
+      "devices: needs XLA's compiler for CUDA, got no module "
       "jax_cuda13_plugin; run `make test-aot`, which puts it into "
       ".venv/compiler, and set PYTHONPATH=.venv/compiler"
     )
-  return _host(count)
+  return _host(gpu, count)
 
 
-def compile_for_h200(
+h200_devices = functools.partial(devices, "h200")
+
+
+def compile_for(
+  gpu: str,
   fn: Callable,
   *specs,
   mesh: Mesh | None = None,
@@ -72,28 +89,38 @@ def compile_for_h200(
   donate: tuple[int, ...] = (),
   options: dict[str, bool | int | str] | None = None,
 ) -> jax.stages.Compiled:
-  """Compiles `fn` for one H200, or for a mesh of them.
+  """Compiles `fn` for one GPU, or for a mesh of them.
 
   Args:
+    gpu: one of `GPUS`.
     fn: a function without static arguments.
     *specs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`; with a
       mesh, each `jax.ShapeDtypeStruct` must contain its sharding.
-    mesh: a mesh of `h200_devices`; None for one H200.
+    mesh: a mesh of `devices`; None for one GPU.
     out_shardings: shardings of the results on the mesh, as for `jax.jit`.
     donate: positions of the arguments that `fn` may overwrite.
     options: options of XLA's compiler, by name.
   """
+  [device] = devices(gpu, 1)
   lowered = lower_for(
-    h200_devices(1)[0],
-    AbstractDevice("NVIDIA H200", 132, "cuda"),
+    device,
+    _Described(
+      device.device_kind,
+      device.core_count,  # pyright: ignore[reportAttributeAccessIssue]
+      device.platform,
+      device.compute_capability,  # pyright: ignore[reportAttributeAccessIssue]
+    ),
     fn,
     *specs,
     mesh=mesh,
     out_shardings=out_shardings,
     donate=donate,
   )
-  kept = {"xla_gpu_kernel_cache_file": str(kernels())}
+  kept = {"xla_gpu_kernel_cache_file": str(kernels(gpu))}
   return lowered.compile(compiler_options=kept | (options or {}))
+
+
+compile_for_h200 = functools.partial(compile_for, "h200")
 
 
 def lower_for(
@@ -108,7 +135,7 @@ def lower_for(
   """Lowers `fn` for `device`, or for `mesh` if it is not None.
 
   `described` describes the device to functions that ask for it. The other
-  arguments are those of `compile_for_h200`.
+  arguments are those of `compile_for`.
   """
   if mesh is None:
     out_shardings = sharding = SingleDeviceSharding(device)
@@ -136,8 +163,8 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 @functools.cache
-def kernels() -> Path:
-  """Returns the file in which XLA keeps the kernels of this process.
+def kernels(gpu: str) -> Path:
+  """Returns the file in which XLA keeps this process's kernels for a GPU.
 
   XLA rewrites it after each compilation, so two processes must not share it.
   """
@@ -147,11 +174,11 @@ def kernels() -> Path:
 
 
 @functools.cache
-def _host(count: int) -> list[jax.Device]:
+def _host(gpu: str, count: int) -> list[jax.Device]:
   _assume_cudnn()
   topology = topologies.get_topology_desc(
     platform="cuda",
-    target_config=TARGET.read_text(),
+    target_config=(_DESCRIPTIONS / f"{gpu}.txtpb").read_text(),
     topology=f"1x1x{count}",
   )
   return list(topology.devices)

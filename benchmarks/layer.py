@@ -4,6 +4,7 @@
   python -m benchmarks.layer --preset llama2_7b --batch 4 --seq 2048
   python -m benchmarks.layer --preset siglip_so400m --batch 64
   python -m benchmarks.layer --compile-only --scan-memory
+  python -m benchmarks.layer --compile-only l4 --variants bf16 minimal
 
 It prints these JSON rows:
 
@@ -27,8 +28,8 @@ a layer of a vision tower: siglip_so400m (384 pixels, 729 tokens per image) or
 clip_l (336 pixels, 577 tokens). If layers alternate (gemma2_2b), there are rows
 for the layer with a window and for the one without (`kind`).
 
-With --compile-only everything is compiled for an H200 (`benchmarks.aot`) and
-nothing is run, so there are no times.
+With --compile-only everything is compiled for an H200, or for the GPU that
+follows (`benchmarks.aot`), and nothing is run, so there are no times.
 """
 
 import argparse
@@ -239,10 +240,10 @@ def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
   return params, x, x
 
 
-def temporary_bytes(fn: Callable, specs, *, compile_only: bool) -> int:
-  """Returns the temporary bytes of `fn` on an H200, or on this machine."""
-  if compile_only:
-    return aot.temporary_bytes(aot.compile_for_h200(fn, *specs))
+def temporary_bytes(fn: Callable, specs, *, gpu: str | None) -> int:
+  """Returns the temporary bytes of `fn` on a GPU; None is this machine's."""
+  if gpu:
+    return aot.temporary_bytes(aot.compile_for(gpu, fn, *specs))
   return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())
 
 
@@ -274,7 +275,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
   ):
     values = dict(
       temporary_bytes=temporary_bytes(
-        fn, specs[:count] + code_specs, compile_only=options.compile_only
+        fn, specs[:count] + code_specs, gpu=options.compile_only
       )
     )
     if not options.compile_only:
@@ -294,7 +295,7 @@ def scan_row(config, variant, case, options) -> dict:
     temporary_bytes(
       with_gradients(layer.scanned),
       make_specs(layer, shape, options.param_dtype, layers),
-      compile_only=options.compile_only,
+      gpu=options.compile_only,
     )
     for layers in SCANNED_LAYERS
   )
@@ -328,7 +329,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)
   )
   parser.add_argument("--scan-memory", action="store_true")
-  parser.add_argument("--compile-only", action="store_true")
+  parser.add_argument(
+    "--compile-only",
+    nargs="?",
+    const="h200",
+    choices=aot.GPUS,
+    help="for an H200, or for another GPU",
+  )
   parser.add_argument("--repeats", type=args.count, default=20)
   options = parser.parse_args(arguments)
   if options.preset in TOWERS and options.seq is not None:
@@ -366,7 +373,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
       **variant.case,
     )
     if options.compile_only:
-      case |= {"compiled_for": "NVIDIA H200"}
+      [gpu] = aot.devices(options.compile_only, 1)
+      case |= {"compiled_for": gpu.device_kind}
     for kind, of_kind in kinds_of(config).items():
       of_case = case if kind is None else case | {"kind": kind}
       if options.scan_memory:

@@ -113,7 +113,7 @@ def cost(config, recipe: CoatRecipe, arrays, options) -> dict[str, float]:
   layer = Layer(config, Variant(recipe))
   full = with_gradients(layer.forward)
   values["temporary_bytes"] = temporary_bytes_of(
-    full, jax.eval_shape(lambda: arrays), compile_only=False
+    full, jax.eval_shape(lambda: arrays), gpu=None
   )
   for mode, fn, count in (("forward", layer.forward, 2), ("full", full, 3)):
     timing = measure(fn, *arrays[:count], repeats=options.repeats)

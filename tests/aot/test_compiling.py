@@ -77,7 +77,7 @@ def test_kernels_are_compiled_once_for_all_programs():
   sizes = []
   for fn in (one, the_same, another):
     compile_for_h200(fn, jax.ShapeDtypeStruct((M, N), jnp.float32))
-    sizes.append(aot.kernels().stat().st_size)
+    sizes.append(aot.kernels("h200").stat().st_size)
   assert 0 < sizes[0] == sizes[1] < sizes[2]
 
 
