@@ -22,6 +22,7 @@ from coat_jax.layers.residuals import protect_codes
 from coat_jax.mesh import is_spec, spec_of
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import Operand
+from coat_jax.ops.capability import FP8, is_before
 from coat_jax.ops.dispatch import target
 
 
@@ -157,10 +158,12 @@ def _only_saved[Tree](read: Tree) -> Tree:
   """Makes the backward wait for its gradient, and recompute from saved values.
 
   Otherwise, if no scan separates layers, XLA notices that the forward computed
-  the same f32 values and keeps them in memory. Programs for NVIDIA GPUs need no
-  barrier, because kernels compute these values.
+  the same f32 values and keeps them in memory. Programs for NVIDIA GPUs with
+  FP8 need no barrier, because kernels compute these values.
   """
-  return read if target() == "cuda" else jax.lax.optimization_barrier(read)
+  if target() == "cuda" and not is_before(FP8):
+    return read
+  return jax.lax.optimization_barrier(read)
 
 
 def _own_spec(axes: MeshAxes | None) -> P | None:

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from coat_jax.numerics.formats import is_fp8
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import BlockScales, Operand
+from coat_jax.ops.capability import FP8, why_not_before
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows
 
@@ -49,6 +50,9 @@ def _matmul(a: QTensor, b: QTensor, dtype: DTypeLike, algorithm) -> Array:
 
 def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
   """Returns why cuBLASLt would need padding or casts for operands, or None."""
+  reason = why_not_before(FP8, "an FP8 matmul of cuBLASLt")
+  if reason is not None:
+    return reason
   if isinstance(a.scale, BlockScales) or isinstance(b.scale, BlockScales):
     return "cuBLASLt needs one scale per tensor, got scales of blocks"
   wrong = {x.dtype.name for x in arrays if not is_fp8(x.dtype)}

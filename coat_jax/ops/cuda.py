@@ -13,12 +13,13 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import E4M3, qmax
+from coat_jax.ops.capability import FP8, why_not_before
 from coat_jax.ops.dispatch import kernel
 
 
 def _why_not(dtype, **_) -> str | None:
   if dtype == E4M3:
-    return None
+    return why_not_before(FP8, "a cast to E4M3 in one instruction")
   return (
     "only a cast to float8_e4m3fn is one instruction, others may go through "
     f"f16, got {jnp.dtype(dtype).name}"

@@ -33,6 +33,12 @@ from coat_jax.numerics.checks import (
 )
 from coat_jax.numerics.scaling import Layout
 from coat_jax.numerics.varying import varying
+from coat_jax.ops.capability import (
+  OLDEST,
+  capability,
+  experience,
+  why_not_before,
+)
 from coat_jax.ops.types import Unsupported
 
 # An implementation, or the name of a module that is imported when first needed
@@ -150,7 +156,7 @@ class Op[R]:
         reasons.append(reason)
     where = ", ".join([*chosen.values(), "xla elsewhere"])
     if "cuda" in chosen:
-      return f"{self.name}: {where}"
+      return f"{self.name}: {where}{experience()}"
     where = where if chosen else "xla everywhere"
     # Several kernels may give the same reason.
     why = list(dict.fromkeys(reasons)) or ["there is no kernel for it"]
@@ -163,6 +169,10 @@ class Op[R]:
         f"{self.name}: with several devices a kernel can run only inside "
         "jax.shard_map, where layers run with recipe.axes=MeshAxes(...)"
       )
+    if _platform_of(implementation) == "cuda":
+      reason = why_not_before(OLDEST, "a kernel")
+      if reason is not None:
+        return f"{self.name}: {reason}"
     why_not = getattr(self.kernel(implementation), "why_not", None)
     reason = why_not and why_not(*args, **kwargs)
     return reason and f"{self.name}: {reason}"
@@ -176,7 +186,9 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
     *args, **kwargs: the arguments of the call; traced arrays work too.
 
   Returns:
-    One sentence, such as "quantize_groups: triton on a GPU, xla elsewhere".
+    One sentence, such as "quantize_groups: triton on a GPU, xla elsewhere". On
+    a GPU that is not of the Hopper generation, it also says that the kernel has
+    never run there.
 
   Raises:
     TypeError: `op` is not an `Op`.
@@ -258,10 +270,8 @@ def target() -> str | None:
     return None
   if jax.default_backend() != "gpu":
     return "cuda"  # This machine compiles for a mesh of other machines.
-  # Ada and later GPUs have FP8. AMD's capability is not a number.
-  capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
-  has_fp8 = capability[:1].isdigit() and float(capability) >= 8.9
-  return "cuda" if has_fp8 else None
+  # Only NVIDIA's GPUs have a capability.
+  return "cuda" if (capability() or 0) >= OLDEST else None
 
 
 def may_be_partitioned() -> bool:

@@ -46,7 +46,12 @@ LLAMA2_7B = ModelConfig(
 )
 
 
-def compiled_layers(
+def compiled_layers(*args, **kwargs):
+  """Compiles `layer_program` for an H200."""
+  return compile_for_h200(*layer_program(*args, **kwargs))
+
+
+def layer_program(
   config,
   recipe,
   shape,
@@ -54,7 +59,10 @@ def compiled_layers(
   param_dtype=jnp.float32,
   remat: Remat = "none",
 ):
-  """Computes gradients of weights and input, of one layer or of a scan."""
+  """Returns a function and the shapes of its arguments.
+
+  It computes gradients of weights and input, of one layer or of a scan.
+  """
 
   def build(rngs):
     return DecoderLayer(config, recipe, rngs=rngs)
@@ -82,7 +90,7 @@ def compiled_layers(
     y, vjp = jax.vjp(forward, params, x)
     return y, vjp(g)
 
-  return compile_for_h200(gradients, params, x, x)
+  return gradients, params, x, x
 
 
 RECIPES = {

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from coat_jax.numerics.formats import is_fp8
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import BLOCK, BlockScales, Operand
+from coat_jax.ops.capability import HOPPER, capability
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows, in_sum
 from coat_jax.pallas.mosaic import block_kernel
@@ -54,11 +55,11 @@ def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
       f"the kernel of Mosaic takes scales of blocks of {BLOCK}, got one scale "
       "per tensor"
     )
-  capability = _capability()
-  if capability not in ("9.0", None):
+  found = capability()
+  if found not in (HOPPER, None):
     return (
-      "the kernel of Mosaic is for Hopper, of compute capability 9.0, got "
-      f"{capability}"
+      "the kernel of Mosaic multiplies with instructions that only Hopper has, "
+      f"compute capability {HOPPER}, got {found}"
     )
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
     return f"the kernel writes bfloat16, float16 or float32, got {dtype}"
@@ -123,13 +124,6 @@ def linear_wgrad(
 ) -> Array:
   """`ops.linear_wgrad`."""
   return product(in_columns(x), in_columns(g), dtype, interpret=interpret)
-
-
-def _capability() -> str | None:
-  """Returns this machine's compute capability; None without a GPU."""
-  if jax.default_backend() != "gpu":
-    return None
-  return getattr(jax.local_devices()[0], "compute_capability", "an unknown one")
 
 
 def _multiprocessors() -> int:

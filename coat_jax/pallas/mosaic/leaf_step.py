@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.codecs.group import Encoded, GroupCodec, Plain
 from coat_jax.numerics.stochastic import LeafPart, next_words, parameter_words
+from coat_jax.ops.capability import HOPPER, why_not_before
 from coat_jax.pallas.mosaic import moment_codecs, registers, weights, words
 from coat_jax.pallas.mosaic.moment_codecs import Decoded
 from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
@@ -47,6 +48,11 @@ class Rule(Protocol):
 
 def why_not(stored, groups, arrays) -> str | None:
   """Returns why no kernel can step these moments and arrays, or None."""
+  # Older GPUs lack conversions to E4M3 (before 8.9) or the `min.u16x2` that
+  # `ptx.e4m3_codes` uses. A codec that needs neither was not tried there.
+  reason = why_not_before(HOPPER, "a kernel of Mosaic GPU")
+  if reason is not None:
+    return reason
   if any(isinstance(codec, Plain) for codec in groups):
     return "moments that are not encoded have no groups"
   for codec in groups:

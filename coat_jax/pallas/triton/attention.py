@@ -26,6 +26,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from coat_jax.ops.capability import capability, shared_memory
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import AttentionKind, AttentionResiduals
 from coat_jax.pallas.triton import matrix, supported
@@ -43,6 +44,10 @@ _HEAD_SIZES = (64, 128, 256)
 # Scores of ±55 give exp of 2^±80: a sum of 2^40 of them does not overflow, and
 # the smallest does not underflow.
 _NEEDS_NO_MAXIMUM = 55.0
+# The shared memory that these tiles need at most, for each head size; with
+# smaller heads they need less than any GPU has.
+_FORWARD_BYTES = {256: 147_712}
+_BACKWARD_BYTES = {128: 131_584, 256: 147_968}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +78,19 @@ def pick_tiles(head_dim: int) -> Tiles:
 
 
 def _why_not_fwd(q, k, v, **_) -> str | None:
-  return _why_not(pick_tiles(q.shape[-1]).forward, q, k, v)
+  return _why_not(pick_tiles(q.shape[-1]).forward, _FORWARD_BYTES, q, k, v)
 
 
 def _why_not_bwd(q, k, v, **_) -> str | None:
   picked = pick_tiles(q.shape[-1])
   kernels = picked.dq, picked.dk, picked.dv or picked.dk
   longest = max(kernels, key=lambda tile: tile.longest)
-  return _why_not(longest, q, k, v)
+  return _why_not(longest, _BACKWARD_BYTES, q, k, v)
 
 
-def _why_not(tile: Tile, q: Array, k: Array, v: Array) -> str | None:
+def _why_not(
+  tile: Tile, shared: dict[int, int], q: Array, k: Array, v: Array
+) -> str | None:
   if any(x.dtype != jnp.bfloat16 for x in (q, k, v)):
     return (
       f"the Triton kernel reads bfloat16, got {q.dtype}, {k.dtype} and "
@@ -91,6 +98,13 @@ def _why_not(tile: Tile, q: Array, k: Array, v: Array) -> str | None:
     )
   if q.shape[-1] not in _HEAD_SIZES:
     return f"the Triton kernel needs heads of {_HEAD_SIZES}, got {q.shape[-1]}"
+  needed, available = shared.get(q.shape[-1], 0), shared_memory()
+  if needed > available:
+    return (
+      f"the Triton kernel needs {needed / 1024:.0f} KiB of shared memory for "
+      f"heads of {q.shape[-1]}, and a GPU of compute capability {capability()} "
+      f"has {available / 1024:.0f} KiB"
+    )
   if q.shape[1] != k.shape[1]:
     return (
       "the Triton kernel needs as many queries as keys, got "

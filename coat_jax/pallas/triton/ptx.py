@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import qmax
+from coat_jax.ops.capability import is_before
 from coat_jax.pallas.triton import tiles
 
 _LOG2_E = 1.4426950408889634
@@ -38,7 +39,7 @@ def quantize_with_scale(
   divisor = jnp.where(scale == jnp.inf, jnp.float32(0), scale)
   quotient = _inline(
     "{ .reg .f32 q, r; mul.f32 q, $1, $3; "
-    f"min.NaN.xorsign.abs.f32 q, q, {_hex(2 * qmax(dtype))}; "
+    f"{_clip('q', 'q', 2 * qmax(dtype))} "
     "neg.f32 r, q; fma.rn.f32 r, r, $2, $1; fma.rn.f32 $0, r, $3, q; }",
     x,
     jnp.broadcast_to(divisor, x.shape),
@@ -94,7 +95,20 @@ def clip(x: Array, limit: float, *, interpret: bool) -> Array:
   """Clips x to ±limit and keeps NaN."""
   if interpret:
     return jnp.clip(x, -limit, limit)
-  return _inline(f"min.NaN.xorsign.abs.f32 $0, $1, {_hex(limit)};", x)
+  return _inline(_clip("$0", "$1", limit), x)
+
+
+def _clip(to: str, x: str, limit: float) -> str:
+  """Returns PTX that clips x to ±limit; it takes two instructions on an A100.
+
+  Both forms keep NaN and the sign of zero.
+  """
+  if is_before(8.6):
+    return (
+      f"min.NaN.f32 {to}, {x}, {_hex(limit)}; "
+      f"max.NaN.f32 {to}, {to}, {_hex(-limit)};"
+    )
+  return f"min.NaN.xorsign.abs.f32 {to}, {x}, {_hex(limit)};"
 
 
 def _inline(code: str, *args: Array) -> Array:

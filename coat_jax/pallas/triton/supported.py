@@ -17,6 +17,7 @@ from coat_jax.numerics.scaling import (
   Scales,
   Scaling,
 )
+from coat_jax.ops.capability import FP8, why_not_before
 
 # Indices are int32, including those of the last tile past the array's end.
 MAX_ELEMENTS = 2**31 - 2**20
@@ -79,7 +80,9 @@ def why_not_dtype(*dtypes: DTypeLike) -> str | None:
 def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
   """Checks the format of codes."""
   if dtype in known:
-    return None
+    # Triton emulates conversions to and from E5M2 on older GPUs, not E4M3.
+    is_e4m3 = jnp.dtype(dtype) == E4M3
+    return why_not_before(FP8, "E4M3 in a Triton kernel") if is_e4m3 else None
   names = " and ".join(jnp.dtype(x).name for x in known)
   return f"the Triton kernel supports {names}, got {jnp.dtype(dtype).name}"
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compute capability of the NVIDIA GPU that traced code is for.
+
+Kernels were written for Hopper, which has capability 9.0. A kernel that another
+GPU cannot run says so in its `why_not`, by means of `why_not_before`.
+"""
+
+import re
+
+import jax
+
+OLDEST = 8.0  # Triton compiles for Ampere and newer GPUs.
+FP8 = 8.9  # Ada is the first GPU that converts and multiplies E4M3.
+HOPPER = 9.0
+
+# All GPU tests pass on Hopper. For the others, tests/aot/test_other_gpus.py
+# compiles the kernels, but none of them has ever run there.
+RUN = (HOPPER,)
+COMPILED = (8.0, 8.9, 10.0, 12.0)
+
+# JAX names a described GPU, but not its capability.
+_KINDS = {
+  r"A30|A100|A800": 8.0,
+  r"L4|L40S?|RTX 40\d\d|RTX \d+ Ada": 8.9,
+  r"B[12]00|GB200": 10.0,
+  r"RTX 50\d\d|RTX PRO \d+": 12.0,
+}
+
+
+def capability() -> float | None:
+  """Returns the capability of the GPU that traced code is for.
+
+  None if it is unknown, as for a described GPU that is none of `_KINDS`:
+  kernels then assume Hopper. It is also None for GPUs of other vendors.
+  """
+  if jax.default_backend() == "gpu":
+    found = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    return float(found) if found[:1].isdigit() else None
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  kind = getattr(device, "device_kind", "")
+  for names, found in _KINDS.items():
+    if re.search(rf"\b({names})\b", kind):
+      return found
+  return None
+
+
+def is_before(least: float) -> bool:
+  """Returns whether the GPU is known to have a lower capability."""
+  found = capability()
+  return found is not None and found < least
+
+
+def why_not_before(least: float, what: str) -> str | None:
+  """Returns why the GPU is too old for `what`, or None."""
+  if not is_before(least):
+    return None
+  return f"{what} needs compute capability {least} or newer, got {capability()}"
+
+
+def shared_memory() -> int:
+  """Returns the bytes of shared memory that one program can have."""
+  found = capability()
+  if found is None or found in (9.0, 10.0, 10.3, 11.0):
+    return 227 * 1024
+  return (163 if found in (8.0, 8.7) else 99) * 1024
+
+
+def experience() -> str:
+  """Returns " (...)" if no kernel has ever run on this GPU, else ""."""
+  found = capability()
+  if found is None or found in RUN:
+    return ""
+  if found in COMPILED:
+    return f" (compiled for compute capability {found}, never run there)"
+  return f" (neither compiled for compute capability {found} nor run there)"

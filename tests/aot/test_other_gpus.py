@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles kernels, layers and steps for GPUs on which they have never run.
+
+An A100 has compute capability 8.0, an L4 8.9, a B200 10.0 and an RTX PRO 6000
+12.0. The compiler is the oracle of `ops.explain`: a kernel that it names
+compiles, and one that it refuses because of the GPU does not.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.errors import JaxRuntimeError
+
+from benchmarks.aot import compile_for
+from benchmarks.cases import OpCase, Sizes
+from benchmarks.ops import all_cases
+from coat_jax import codecs, ops, recipes
+from coat_jax.ops import AttentionKind, capability
+from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
+from coat_jax.pallas.triton import attention
+from tests.aot.compiling import (
+  custom_calls,
+  fp8_matmul_calls,
+  instructions,
+)
+from tests.aot.test_layers import SMALL, layer_program
+
+pytestmark = [pytest.mark.aot, pytest.mark.slow]
+
+GPUS = {"a100": 8.0, "l4": 8.9, "b200": 10.0, "rtx_pro_6000": 12.0}
+each_gpu = pytest.mark.parametrize("gpu", GPUS)
+
+CALLS = {
+  "cublas": "__cublas$lt$matmul$f8",
+  "cudnn": "__cudnn$fmhaSoftmax",
+  "triton": "__gpu$xla.gpu.triton",
+}
+
+
+def key(case: OpCase) -> tuple:
+  """Returns what makes a kernel differ, apart from sizes and functions."""
+  differs = ("layout", "gated", "rotated", "window")
+  return case.op, *map(case.shape.get, differs)
+
+
+CASES = {
+  key(case): case
+  for case in reversed(list(all_cases(Sizes())))
+  if isinstance(case, OpCase) and case.implementations[1:]
+}.values()
+CASES = sorted(CASES, key=lambda case: str(key(case)))
+each_case = pytest.mark.parametrize(
+  "case", CASES, ids=lambda case: "-".join(map(str, key(case)))
+)
+# On an A100, these read or write no E4M3.
+WITHOUT_E4M3 = {
+  "attention_bwd": "cudnn",
+  "attention_fwd": "cudnn",
+  "grouped_dgrad": "triton",
+  "grouped_fwd": "triton",
+  "grouped_wgrad": "triton",
+  "join_columns": "triton",
+  "join_heads": "triton",
+  "join_heads_operand": "triton",
+  "split_heads": "triton",
+}
+
+
+def explained(gpu: str, case: OpCase) -> str:
+  """Compiles a case for a GPU; returns what `ops.explain` says there."""
+  said = []
+
+  def fn(*args):
+    said.append(
+      case.call(functools.partial(ops.explain, case.operation), *args)
+    )
+    return case.call(case.operation, *args)
+
+  compiled = compile_for(gpu, fn, *jax.eval_shape(case.arrays))
+  found = custom_calls(compiled)
+  name = said[0].removeprefix(f"{case.op}: ").split()[0]
+  for implementation, call in CALLS.items():
+    assert (call in found) == (name == implementation), (said, found)
+  return said[0]
+
+
+@each_gpu
+@each_case
+def test_operation_compiles_and_explain_names_what_runs(gpu, case):
+  said = []
+
+  def fn(*args):
+    said.append(
+      case.call(functools.partial(ops.explain, case.operation), *args)
+    )
+    return case.call(case.operation, *args)
+
+  found = custom_calls(compile_for(gpu, fn, *jax.eval_shape(case.arrays)))
+  expected = case.implementations[1]
+  if gpu == "a100":
+    expected = WITHOUT_E4M3.get(case.op, "xla")
+  for name, call in CALLS.items():
+    is_called = any(x.startswith(call) for x in found)
+    assert is_called == (name == expected), found
+  if expected == "xla":
+    assert said[0].startswith(f"{case.op}: xla everywhere (")
+    assert "needs compute capability 8.9 or newer, got 8.0" in said[0]
+    return
+  assert said[0] == (
+    f"{case.op}: {expected} on a GPU, xla elsewhere (compiled for compute "
+    f"capability {GPUS[gpu]}, never run there)"
+  )
+
+
+@each_case
+def test_what_an_a100_refuses_does_not_compile_for_it(case, monkeypatch):
+  # `tensor_scale` makes no codes, and XLA emulates the cast of `cuda`.
+  if case.op in (*WITHOUT_E4M3, "tensor_scale", "quantize_rows"):
+    return
+  # Now nothing is refused.
+  monkeypatch.setattr(capability, "capability", lambda: None)
+  kernel = functools.partial(
+    case.operation, implementation=case.implementations[1]
+  )
+  fn = functools.partial(case.call, kernel)
+  refusal = "cannot cast (to|from) `float8_e4m3fn`|Unsupported algorithm"
+  with pytest.raises((NotImplementedError, JaxRuntimeError), match=refusal):
+    compile_for("a100", fn, *jax.eval_shape(case.arrays))
+
+
+@each_gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_needs_shared_memory(gpu, head_dim, backward, monkeypatch):
+  kind = AttentionKind(soft_cap=50.0)
+  q = jax.ShapeDtypeStruct((1, 1024, 8, head_dim), jnp.bfloat16)
+  k = jax.ShapeDtypeStruct((1, 1024, 4, head_dim), jnp.bfloat16)
+  lse = jax.ShapeDtypeStruct((1, 1024, 8), jnp.float32)
+  segments = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+  if backward:
+    op, args = ops.attention_bwd, (q, q, k, k)
+    args = *args, ops.AttentionResiduals(q, lse), segments
+  else:
+    op, args = ops.attention_fwd, (q, k, k, segments)
+  said = []
+
+  def fn(*args):
+    said.append(ops.explain(op, *args, kind=kind))
+    return op(*args, kind=kind)
+
+  found = custom_calls(compile_for(gpu, fn, *args))
+  has_enough = gpu in ("a100", "b200") or head_dim + 64 * backward < 192
+  assert (CALLS["triton"] in found) == has_enough
+  assert said[0].startswith(f"{op.name}: {'triton' if has_enough else 'xla'} ")
+  if has_enough:
+    return
+  assert f"KiB of shared memory for heads of {head_dim}" in said[0]
+  monkeypatch.setattr(attention, "shared_memory", lambda: 2**20)
+  with pytest.raises(JaxRuntimeError, match="Shared memory size limit"):
+    compile_for(gpu, functools.partial(op, kind=kind), *args)
+
+
+@each_gpu
+def test_decoder_layer_compiles(gpu):
+  gradients, *specs = layer_program(SMALL, recipes.coat(), (2, 256))
+  compiled = compile_for(gpu, gradients, *specs)
+  found = custom_calls(compiled)
+  assert (
+    found["__cudnn$fmhaSoftmax"] == found["__cudnn$fmhaSoftmaxBackward"] == 1
+  )
+  if gpu != "a100":
+    assert len(fp8_matmul_calls(compiled)) == 12
+    return
+  assert not fp8_matmul_calls(compiled)
+  # The codes are upcast, and what is saved stays FP8.
+  assert found["__cublas$lt$matmul"] + found["__cublas$gemm"] == 12
+  assert [x for x in instructions(compiled) if "f8e4m3fn[" in x.shape]
+
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+STEPS = [
+  (fused_coat_adamw, "coat", F32),
+  (fused_coat_adamw, "coat", BF16),
+  (fused_coat_adamw, "coat_e8m0", F32),
+  (fused_coat_adamw, "log8", F32),
+  (fused_coat_adamw, "fp8", F32),
+  (fused_coat_lion, "coat", BF16),
+]
+
+
+def compile_steps(gpu: str) -> None:
+  """Prints the number of kernels in each step, and what `explain` says."""
+  for make, codec, dtype in STEPS:
+    optimizer = make(1e-3, codec=getattr(codecs, codec)())
+    params = jax.ShapeDtypeStruct((4096, 1024), dtype)
+    state = jax.eval_shape(optimizer.init, params)
+    said = []
+
+    def step(params, state, grads, optimizer=optimizer, said=said):
+      said.extend(optimizer.explain(params).values())
+      return optimizer.apply(grads, state, params)
+
+    compiled = compile_for(gpu, step, params, state, params, donate=(0, 1))
+    kernels = sum("mosaic_gpu" in x.text for x in instructions(compiled))
+    print(kernels, *said)
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+  """Runs code in a process of its own: Mosaic compiles for one kind of GPU."""
+  start = "from benchmarks import aot; aot.only_compile(); "
+  start += "from tests.aot import test_other_gpus as tests; "
+  return subprocess.run(
+    [sys.executable, "-W", "ignore", "-c", start + code],
+    env=os.environ,
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+
+
+@each_gpu
+def test_optimizer_step_is_a_kernel_from_hopper_on(gpu):
+  ended = run(f"tests.compile_steps({gpu!r})")
+  assert not ended.returncode, ended.stderr[-2000:]
+  lines = ended.stdout.splitlines()
+  assert len(lines) == len(STEPS)
+  runs = "mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
+  tried = f"(compiled for compute capability {GPUS[gpu]}, never run there)"
+  for line in lines:
+    if GPUS[gpu] > 9:
+      assert line[0] == "1" and line.endswith(f": {runs} {tried}")
+    else:
+      assert line[0] == "0" and "mosaic on a GPU" not in line
+      assert f"capability 9.0 or newer, got {GPUS[gpu]}" in line
+
+
+def compile_step_unchecked(gpu: str) -> None:
+  capability.capability = lambda: None  # Now nothing is refused.
+  optimizer = fused_coat_adamw(1e-3)
+  params = jax.ShapeDtypeStruct((4096, 1024), F32)
+  state = jax.eval_shape(optimizer.init, params)
+  compile_for(gpu, optimizer.apply, params, state, params)
+
+
+@pytest.mark.parametrize("gpu", ["a100", "l4"])
+def test_optimizer_kernel_does_not_compile_before_hopper(gpu):
+  ended = run(f"tests.compile_step_unchecked({gpu!r})")
+  least = {"a100": 89, "l4": 90}[gpu]
+  assert f"requires .target sm_{least} or higher" in ended.stderr

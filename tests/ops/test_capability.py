@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names what runs on GPUs other than Hopper, without compiling anything.
+
+tests/aot/test_other_gpus.py compares the same sentences with the compiler.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from coat_jax import codecs, ops
+from coat_jax.layers import rule
+from coat_jax.numerics.formats import E5M2
+from coat_jax.ops import AttentionKind, capability
+from coat_jax.optimizer.fused import fused_coat_adamw
+from coat_jax.pallas.triton import ptx
+
+A100, L4 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4"
+H200, B200 = "NVIDIA H200", "NVIDIA B200"
+RTX = "NVIDIA RTX PRO 6000 Blackwell"
+X = jnp.ones((16, 64))
+
+
+def on(kind: str):
+  """Traces for a described GPU."""
+  device = AbstractDevice(kind, 100, "cuda")
+  return jax.sharding.use_abstract_mesh(
+    AbstractMesh((), (), abstract_device=device)
+  )
+
+
+def explain(op, *args, **how) -> str:
+  return ops.explain(op, *args, **how).removeprefix(f"{op.name}: ")
+
+
+@pytest.mark.parametrize(
+  "kind, found, shared",
+  [
+    (A100, 8.0, 163),
+    (L4, 8.9, 99),
+    ("NVIDIA L40S", 8.9, 99),
+    ("NVIDIA GeForce RTX 4090", 8.9, 99),
+    ("NVIDIA RTX 6000 Ada Generation", 8.9, 99),
+    (H200, None, 227),
+    (B200, 10.0, 227),
+    ("NVIDIA GeForce RTX 5090", 12.0, 99),
+    (RTX, 12.0, 99),
+    ("cpu", None, 227),
+  ],
+)
+def test_described_gpu_has_its_capability(kind, found, shared):
+  with on(kind):
+    assert capability.capability() == found
+    assert capability.shared_memory() == shared * 1024
+
+
+@pytest.mark.parametrize(
+  "text, found",
+  [("8.6", 8.6), ("9.0", 9.0), ("12.1", 12.1), ("gfx942", None)],
+)
+def test_capability_is_that_of_this_machine(monkeypatch, text, found):
+  class Device:
+    compute_capability = text
+
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+  with on(A100):
+    assert capability.capability() == found
+
+
+def test_explain_says_where_nothing_has_run(monkeypatch):
+  groups = dict(groups=ops.Groups(16))
+  runs = "triton on a GPU, xla elsewhere"
+  with on(H200):
+    assert explain(ops.quantize_groups, X, **groups) == runs
+  for kind, found in ((L4, 8.9), (B200, 10.0), (RTX, 12.0)):
+    with on(kind):
+      tried = f" (compiled for compute capability {found}, never run there)"
+      assert explain(ops.quantize_groups, X, **groups) == runs + tried
+  monkeypatch.setattr(capability, "capability", lambda: 10.3)
+  tried = " (neither compiled for compute capability 10.3 nor run there)"
+  assert explain(ops.quantize_groups, X, **groups) == runs + tried
+  monkeypatch.setattr(capability, "capability", lambda: 7.5)
+  said = explain(ops.quantize_groups, X, **groups)
+  assert "a kernel needs compute capability 8.0 or newer, got 7.5" in said
+
+
+def test_gpu_without_fp8_runs_kernels_that_need_none():
+  x, w = ops.quantize_tensor(X), ops.quantize_tensor(X.T, layout="columns")
+  too_old = "needs compute capability 8.9 or newer, got 8.0"
+  with on(A100):
+    groups = explain(ops.quantize_groups, X, groups=ops.Groups(16))
+    for said, what in (
+      (groups, "E4M3 in a Triton kernel"),
+      (explain(ops.quantize_rows, X, scale=jnp.ones(())), "a cast to E4M3"),
+      (explain(ops.linear_fwd, x, w), "an FP8 matmul of cuBLASLt"),
+    ):
+      assert said.startswith("xla everywhere")
+      assert what in said and too_old in said
+    e5m2 = ops.PerTensor(E5M2)
+    said = explain(ops.quantize_tensor, X, scaling=e5m2)
+    assert said.startswith("triton on a GPU")
+    q = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
+    said = explain(ops.attention_fwd, q, q, q, kind=AttentionKind())
+    assert said.startswith("cudnn on a GPU")
+
+
+def test_attention_is_left_to_xla_without_enough_shared_memory():
+  q = jnp.zeros((1, 128, 2, 256), jnp.bfloat16)
+  kind = AttentionKind(soft_cap=50.0)
+  for gpu in (A100, H200, B200):
+    with on(gpu):
+      said = explain(ops.attention_fwd, q, q, q, kind=kind)
+      assert said.startswith("triton on a GPU")
+  with on(L4):
+    assert (
+      "needs 144 KiB of shared memory for heads of 256, and a GPU of compute "
+      "capability 8.9 has 99 KiB"
+    ) in explain(ops.attention_fwd, q, q, q, kind=kind)
+
+
+@pytest.mark.parametrize("codec", ["coat", "log8"])
+def test_step_needs_hopper_or_newer(codec):
+  optimizer = fused_coat_adamw(1e-3, codec=getattr(codecs, codec)())
+  params = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+  for kind, has_kernel in ((A100, 0), (L4, 0), (H200, 1), (B200, 1), (RTX, 1)):
+    with on(kind):
+      [said] = optimizer.explain(params).values()
+    assert ("mosaic on a GPU" in said) == has_kernel
+    why = "a kernel of Mosaic GPU needs compute capability 9.0 or newer, got 8."
+    assert (why in said) != has_kernel
+
+
+def test_layers_keep_xla_from_saving_more_where_it_computes_the_values():
+  for kind, has_barrier in ((A100, True), (L4, False), (H200, False)):
+    with on(kind):
+      program = str(jax.make_jaxpr(lambda x: rule._only_saved(x))(X))
+    assert ("optimization_barrier" in program) == has_barrier
+
+
+def test_clip_is_ptx_that_the_gpu_has():
+  def code(kind):
+    with on(kind):
+      return str(jax.make_jaxpr(lambda x: ptx.clip(x, 2.0, interpret=False))(X))
+
+  for kind in (L4, H200, B200, RTX):
+    assert "min.NaN.xorsign.abs.f32 $0, $1, 0f40000000;" in code(kind)
+  # Modifier .xorsign needs 8.6.
+  assert (
+    "min.NaN.f32 $0, $1, 0f40000000; max.NaN.f32 $0, $0, 0fC0000000;"
+  ) in code(A100)
