@@ -26,7 +26,12 @@ maxtext() {
   cat coat_jax/integrations/maxtext_*.patch | patch -p1 -d "$site"
 }
 
-for name in ${@:-tunix maxtext}; do
+# Levanter's releases are nightly, and under this name.
+levanter() {
+  install "$1" marin-levanter==0.2.227.dev40316220070
+}
+
+for name in ${@:-tunix maxtext levanter}; do
   env=.venv/integrations/$name
   if [ ! -e "$env/.installed" ]; then
     "$PYTHON" -m venv --clear "$env"
@@ -36,7 +41,7 @@ for name in ${@:-tunix maxtext}; do
     touch "$env/.installed"
   fi
   "$env/bin/python" -m pip list 2>&1 |
-    grep -E '^(google-tunix|maxtext|jax|flax|optax|orbax-checkpoint|qwix) '
+    grep -E '^(google-tunix|maxtext|marin-levanter|jax|flax|optax|orbax-checkpoint|qwix) '
   JAX_PLATFORMS=cpu "$env/bin/python" -m pytest -q -W default \
     -p no:cacheprovider "tests/integrations/test_$name.py"
 done

@@ -76,8 +76,9 @@ def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
     optax.contrib.COCOBState: dict.fromkeys(
       ("cumulative_gradients", "scale", "subgradients", "reward")
     ),
-    optax.contrib.MadgradState: dict.fromkeys(("grad_sum_sq", "s")),
   }
+  if hasattr(optax.contrib, "MadgradState"):  # optax 0.2.6 has none.
+    known[optax.contrib.MadgradState] = dict.fromkeys(("grad_sum_sq", "s"))
   for bias_correction in (False, True):
     tx = optax.scale_by_stddev(bias_correction=bias_correction)
     state = jax.eval_shape(tx.init, ())

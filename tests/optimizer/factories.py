@@ -92,9 +92,13 @@ OURS = {
 }
 NAMES = (
   "adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad lamb lars"
-  " lion nadam nadamw novograd optimistic_adam_v2 radam rmsprop rprop signum"
-  " sm3 yogi"
+  " lion nadam nadamw novograd optimistic_adam_v2 radam rmsprop rprop sm3 yogi"
 )
+# The oldest optax that we support, 0.2.6, lacks two optimizers.
+if hasattr(optax, "signum"):
+  NAMES += " signum"
+if not hasattr(contrib, "galore"):
+  del OURS["galore"]
 CONTRIBUTED = (
   "acprop ademamix simplified_ademamix adopt dadapt_adamw momo momo_adam muon"
   " prodigy schedule_free_adamw sophia"

@@ -52,11 +52,19 @@ def test_moments_whose_difference_is_used_stay_in_f32():
     (optax.scale_by_stddev(), "nu"),
     (optax.scale_by_stddev(bias_correction=True), "mu"),
     (optax.contrib.cocob(), "scale"),
-    (optax.contrib.madgrad(1e-2), "s"),
+    pytest.param(
+      "madgrad",
+      "s",
+      marks=pytest.mark.skipif(
+        not hasattr(optax.contrib, "madgrad"), reason="optax 0.2.6 has none"
+      ),
+    ),
   ],
   ids=["stddev", "stddev_of_counts", "cocob", "madgrad"],
 )
 def test_rules_that_encode_such_fields_are_refused(inner, name):
+  if inner == "madgrad":
+    inner = optax.contrib.madgrad(1e-2)
   for fields in ((name,), {name: "mu"}, lambda path: default_field_rule(path)):
     with pytest.raises(ValueError, match="encoded: fields of .*f32.*leave it"):
       wrap(inner, fields=fields).init(PARAMS)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adds `optimizer.type: coat` to Levanter's configuration.
+
+Importing this module registers `CoatConfig`. Levanter's commands do not import
+it, so start them through it:
+
+  python -m coat_jax.integrations.levanter levanter.main.train_lm \
+    --config_path config.yaml --optimizer.type coat
+"""
+
+import runpy
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import haliax  # pyright: ignore[reportMissingImports]
+import jax
+import optax
+from haliax import NamedArray  # pyright: ignore[reportMissingImports]
+from haliax.partitioning import physical_axis_size  # pyright: ignore[reportMissingImports]
+from levanter.optim.config import OptimizerConfig  # pyright: ignore[reportMissingImports]
+
+from coat_jax import coat_adamw
+from coat_jax.optimizer.state import Moment, is_moment
+
+
+@OptimizerConfig.register_subclass("coat")
+@dataclass(frozen=True)
+class CoatConfig(OptimizerConfig):
+  """AdamW with moments in FP8, in place of Levanter's `type: adam`.
+
+  Attributes:
+    beta1, beta2, epsilon, max_grad_norm: as in Levanter's `AdamConfig`, with
+      the same defaults. The base class adds the learning rate, its schedule and
+      weight decay.
+  """
+
+  beta1: float = 0.9
+  beta2: float = 0.95
+  epsilon: float = 1e-8
+  max_grad_norm: float | None = 1.0
+
+  def build(
+    self, num_train_steps: int
+  ) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer; Levanter calls this with the steps to train."""
+
+    def make(learning_rate):
+      optimizer = coat_adamw(
+        learning_rate,
+        b1=self.beta1,
+        b2=self.beta2,
+        eps=self.epsilon,
+        weight_decay=self.weight_decay,
+        mask=self.build_weight_decay_mask(),
+      )
+      named = optax.GradientTransformationExtraArgs(
+        lambda params: _name_statistics(optimizer.init(params)),
+        optimizer.update,
+      )
+      if not self.max_grad_norm:
+        return named
+      return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), named)
+
+    # Levanter logs the learning rate that it finds in this state.
+    schedule = self.lr_scheduler(num_train_steps)
+    return optax.inject_hyperparams(make)(learning_rate=schedule)
+
+
+def _name_statistics(state: Any) -> Any:
+  """Gives the statistics of all moments axes of their own sizes.
+
+  A state has the structure of its parameters, so haliax takes the statistics
+  for arrays of the parameters' axes, and shards them like these. That fails if
+  the number of devices along the last axis does not divide the groups.
+  """
+
+  def named(node):
+    if not is_moment(node):
+      return node
+    return Moment(
+      node.codes,
+      _name_groups(node.amax),
+      _name_groups(node.range),
+      node.codec,
+    )
+
+  return jax.tree.map(named, state, is_leaf=is_moment)
+
+
+def _name_groups(statistics: Any) -> Any:
+  """Resizes the last axes, and renames those that devices cannot share."""
+
+  def named(x):
+    if not haliax.is_named_array(x):
+      return x
+    array = x.array
+    if array.ndim == 0:
+      return NamedArray(array, ())
+    *axes, last = x.axes
+    groups = array.shape[-1]
+    # An axis with another name is not in Levanter's mapping, so it is whole on
+    # every device.
+    devices = physical_axis_size(last) or 1
+    name = last.name if groups % devices == 0 else f"{last.name}_groups"
+    return NamedArray(array, (*axes, haliax.Axis(name, groups)))
+
+  return jax.tree.map(named, statistics, is_leaf=haliax.is_named_array)
+
+
+if __name__ == "__main__":
+  if len(sys.argv) < 2:
+    sys.exit(
+      "usage: python -m coat_jax.integrations.levanter "
+      "levanter.main.train_lm [--config_path CONFIG] [--KEY VALUE ...]"
+    )
+  sys.argv = sys.argv[1:]
+  runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
