@@ -18,7 +18,7 @@ from coat_jax.layers.module import value_of
 from coat_jax.layers.norm import weights_of_norm
 from coat_jax.layers.operands import cache_specs, value_scaling
 from coat_jax.layers.residuals import cotangent, save_residual
-from coat_jax.layers.weight import as_matrix, quantized_weight
+from coat_jax.layers.weight import quantized_weight
 from coat_jax.mesh import (
   Split,
   scatter_sequence,
@@ -82,9 +82,7 @@ def multiply(
   product split by inputs, is added in f32. `quantized_weight` explains `after`.
   """
   w, how = weights, recipe.implementation
-  w_q = quantized_weight(
-    as_matrix(w.w), w.cache, "columns", recipe, after=after
-  )
+  w_q = quantized_weight(w.w, w.cache, "columns", recipe, after=after)
   saved = _scale_to_save(w.cache, w_q, recipe)
   bias = None if w.bias is None else w.bias.reshape(-1)
   if split != "inputs" or tensor_size(recipe.axes) == 1:
@@ -108,8 +106,7 @@ def input_gradient(
   dtype: DTypeLike,
 ) -> Array:
   """Computes g w^T in `dtype`; `scale` is what `multiply` saved."""
-  w = as_matrix(weights.w)
-  w_q = quantized_weight(w, weights.cache or scale, "rows", recipe)
+  w_q = quantized_weight(weights.w, weights.cache or scale, "rows", recipe)
   return ops.linear_dgrad(
     g, w_q, dtype=dtype, implementation=recipe.implementation
   )

@@ -41,7 +41,7 @@ def quantized_weight(
   *,
   after: Array | BlockScales | None = None,
 ) -> Operand:
-  """Quantizes all rows of w [D, F], reusing cached scales and codes.
+  """Quantizes all rows of w [D, *F], reusing cached scales and codes.
 
   On a mesh w holds the device's rows. With a cached scale, codes are gathered
   only after `after` is known: devices run one collective at a time, and an amax
@@ -57,16 +57,17 @@ def quantized_weight(
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
     # XLA reads w in place from a stack of layers. For a kernel it would copy w
-    # out first, 8 bytes a parameter.
+    # out first, 8 bytes a parameter. Reshape codes, not w: on a TPU, a reshape
+    # of [D, 2, F] is a copy.
     rows = ops.quantize_rows(
       w,
       scale=scale,
       dtype=recipe.formats.values,
       implementation=recipe.implementation,
     )
-    return gather_weight(Operand(rows, None, scale), recipe)
+    return gather_weight(Operand(as_matrix(rows), None, scale), recipe)
   codes = ops.quantize_tensor(
-    w,
+    as_matrix(w),
     scaling=value_scaling(recipe).of_weights,
     scale=scale,
     layout=layout,

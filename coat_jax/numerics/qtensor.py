@@ -69,8 +69,21 @@ class QTensor:
     """
     op, shape = "dequantize", self.qvalue.shape
     check_float_dtype(op, "dtype", dtype)
-    scale = _spread_scale(op, self.scale, shape, self.group_size)
+    scale = _checked_scale(op, self.scale, shape, self.group_size)
+    if (size := self.group_size) is not None:
+      scale = jnp.repeat(scale[..., 0], size, axis=-1)[..., : shape[-1]]
     return (self.qvalue.astype(jnp.float32) * scale).astype(dtype)
+
+  def dequantize_groups(self) -> Array:
+    """Returns f32 [..., groups, group_size]; a short last group ends in zeros.
+
+    An array with one scale is one group per row.
+    """
+    shape, size = self.qvalue.shape, self.group_size
+    scale = _checked_scale("dequantize", self.scale, shape, size)
+    codes = split_groups(self.qvalue, shape[-1] if size is None else size)
+    # XLA for TPUs would store a scale that is repeated to [..., n].
+    return codes.astype(jnp.float32) * scale
 
 
 def num_groups(n: int, group_size: int) -> int:
@@ -186,8 +199,11 @@ def quantize_with_scale(
   x is [..., n]; scale is [] if group_size is None, else [..., ceil(n /
   group_size)].
   """
-  divisor = _spread_scale("quantize_with_scale", scale, x.shape, group_size)
-  codes = saturating_cast(x.astype(jnp.float32) / divisor, dtype)
+  divisor = _checked_scale("quantize_with_scale", scale, x.shape, group_size)
+  groups = x if group_size is None else split_groups(x, group_size)
+  codes = saturating_cast(groups.astype(jnp.float32) / divisor, dtype)
+  if group_size is not None:
+    codes = join_groups(codes, x.shape[-1])
   return QTensor(codes, scale, group_size)
 
 
@@ -247,8 +263,8 @@ def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
   return x * jnp.where(is_raised, 2.0**-64, 1.0)
 
 
-def _spread_scale(op, scale, shape, group_size) -> Array:
-  """Spreads a scale [] or [..., groups] to f32 that broadcasts to `shape`."""
+def _checked_scale(op, scale, shape, group_size) -> Array:
+  """Returns a scale in f32: [], or [..., groups, 1]."""
   if group_size is None:
     want = ()
   else:
@@ -263,4 +279,4 @@ def _spread_scale(op, scale, shape, group_size) -> Array:
   scale = scale.astype(jnp.float32)
   if group_size is None:
     return scale
-  return jnp.repeat(scale, group_size, axis=-1)[..., : shape[-1]]
+  return scale[..., None]

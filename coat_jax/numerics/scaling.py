@@ -21,6 +21,7 @@ section 3.3.2, and docs/deviations.md 24.
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from coat_jax.numerics.qtensor import (
   QTensor,
   amax_to_scale,
   group_amax,
+  join_groups,
   power_of_two_scale,
   quantize,
   quantize_with_scale,
@@ -132,6 +134,24 @@ class Scaling(abc.ABC):
   ) -> Operand:
     """Quantizes [..., n]; `scale` is what `find_scale` returned, if known."""
 
+  def find_joined_scale(self, parts: Sequence[Array], n: int) -> Scales | None:
+    """Returns `find_scale` of what `quantize_joined` quantizes."""
+    return self.find_scale(_joined(parts, n))
+
+  def quantize_joined(
+    self,
+    parts: Sequence[Array],
+    n: int,
+    scale: Scales | None = None,
+    layout: Layout = "rows",
+  ) -> Operand:
+    """Quantizes parts that together form rows.
+
+    Each part is [..., groups, group_size] and holds n values of each row; a
+    short last group ends in zeros.
+    """
+    return self.quantize(_joined(parts, n), scale, layout)
+
   def turn(self, x: Operand) -> Operand:
     """Computes the columns of an operand from its rows."""
     assert x.rows is not None
@@ -155,9 +175,24 @@ class PerTensor(Scaling):
 
   def quantize(self, x, scale=None, layout="rows"):
     scale = self.find_scale(x) if scale is None else scale
+    return self._in_layout(self._codes(x, scale), scale, layout)
+
+  def find_joined_scale(self, parts, n):
+    del n
+    return self.find_scale(jnp.stack([tensor_amax(x) for x in parts]))
+
+  def quantize_joined(self, parts, n, scale=None, layout="rows"):
+    scale = self.find_joined_scale(parts, n) if scale is None else scale
+    # XLA for TPUs would store values that it joins. It joins codes instead.
+    codes = _joined([self._codes(x, scale) for x in parts], n)
+    return self._in_layout(codes, scale, layout)
+
+  def _codes(self, x, scale):
     assert isinstance(scale, Array)
-    rows = quantize_with_scale(x, scale, group_size=None, dtype=self.dtype)
-    rows = rows.qvalue
+    q = quantize_with_scale(x, scale, group_size=None, dtype=self.dtype)
+    return q.qvalue
+
+  def _in_layout(self, rows, scale, layout):
     return Operand(
       rows=None if layout == "columns" else rows,
       columns=None if layout == "rows" else rows.reshape(-1, rows.shape[-1]).T,
@@ -234,6 +269,12 @@ class Tiles(Scaling):
         found if has_rows else None, found.T if has_columns else None
       ),
     )
+
+
+def _joined(parts: Sequence[Array], n: int) -> Array:
+  """Joins the groups of each part to [..., n], and concatenates these."""
+  rows = [join_groups(x, n) for x in parts]
+  return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
 
 
 def block_values(

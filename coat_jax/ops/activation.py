@@ -14,7 +14,7 @@ gradient of the next product.
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.qtensor import QTensor, join_groups, split_groups
 from coat_jax.numerics.scaling import (
   GRADIENTS,
   VALUES,
@@ -30,6 +30,7 @@ from coat_jax.ops.functions import (
   activation_values,
   check_activation,
 )
+from coat_jax.ops.passes import codes_in_groups, in_groups, read_again
 from coat_jax.ops.types import Activation
 
 type Parts = tuple[QTensor, ...]
@@ -50,8 +51,10 @@ def activation_input(
 ) -> tuple[Parts, Scales | None]:
   """Quantizes x [..., F] or [gate, up] [..., 2 F]; finds the output's scale."""
   halves = jnp.split(x, 2, axis=-1) if gated else [x]
+  halves = [in_groups(half, groups.size) for half in halves]
   parts = tuple(map(groups.quantize, halves))
-  return parts, output.find_scale(activated(parts, activation=activation))
+  y, n = _activated(parts, activation)
+  return parts, output.find_joined_scale([y], n)
 
 
 @op(check=_check, triton="activation")
@@ -64,8 +67,8 @@ def activation_fwd(
   layout: Layout = "rows",
 ) -> Operand:
   """Writes f(x) or f(gate) up as an operand."""
-  y = activated(parts, activation=activation)
-  return output.quantize(y, scale, layout)
+  y, n = _activated(parts, activation)
+  return output.quantize_joined([y], n, scale, layout)
 
 
 @op(check=_check)
@@ -73,14 +76,8 @@ def activation_bwd(
   dy: Array, parts: Parts, *, activation: Activation
 ) -> tuple[Array, ...]:
   """Computes the gradient of each part in f32."""
-  dy = dy.astype(jnp.float32)
-  x, *others = (part.dequantize() for part in parts)
-  slope = activation_derivative(x, activation=activation)
-  if not others:
-    return (dy * slope,)
-  (up,) = others
-  dgate = dy * up * slope
-  return dgate, dy * activation_values(x, activation=activation)
+  gradients = _gradients(dy, parts, activation)
+  return tuple(join_groups(x, dy.shape[-1]) for x in gradients)
 
 
 @op(check=_check, triton="activation")
@@ -99,19 +96,53 @@ def activation_bwd_operands(
   With `has_sums`, the third result is the gradient summed over rows before it
   is rounded, f32, for the bias of the product before.
   """
-  gradients = activation_bwd.definition(dy, parts, activation=activation)
-  dx = jnp.concatenate(gradients, axis=-1)
-  y = activated(parts, activation=activation)
-  sums = jnp.sum(dx.reshape(-1, dx.shape[-1]), axis=0) if has_sums else None
+  dx = _gradients(dy, parts, activation)
+  sums = None
+  if has_sums:
+    rows = [join_groups(x, dy.shape[-1]) for x in dx]
+    sums = jnp.concatenate([_sum_rows(x) for x in rows])
+  found = gradient.find_joined_scale(dx, dy.shape[-1])
+  (dy, parts), found = read_again((dy, parts), found)
+  dx = _gradients(dy, parts, activation)
+  y, n = _activated(parts, activation)
   return (
-    gradient.quantize(dx, layout="both"),
-    output.quantize(y, scale, "columns"),
+    gradient.quantize_joined(dx, n, found, "both"),
+    output.quantize_joined([y], n, scale, "columns"),
     sums,
   )
 
 
 def activated(parts: Parts, *, activation: Activation) -> Array:
   """Computes f(x) or f(gate) up in f32."""
-  x, *others = (part.dequantize() for part in parts)
+  return join_groups(*_activated(parts, activation))
+
+
+def _activated(parts: Parts, activation: Activation) -> tuple[Array, int]:
+  """Computes `activated` in groups; also returns the width of a row."""
+  x, *others = _values(parts)
   y = activation_values(x, activation=activation)
-  return y * others[0] if others else y
+  return y * others[0] if others else y, parts[0].qvalue.shape[-1]
+
+
+def _gradients(
+  dy: Array, parts: Parts, activation: Activation
+) -> tuple[Array, ...]:
+  """Computes `activation_bwd` in groups."""
+  x, *others = _values(parts)
+  dy = split_groups(in_groups(dy, x.shape[-1]), x.shape[-1])
+  dy = dy.astype(jnp.float32)
+  slope = activation_derivative(x, activation=activation)
+  if not others:
+    return (dy * slope,)
+  (up,) = others
+  dgate = dy * up * slope
+  return dgate, dy * activation_values(x, activation=activation)
+
+
+def _sum_rows(x: Array) -> Array:
+  return jnp.sum(x.reshape(-1, x.shape[-1]), axis=0)
+
+
+def _values(parts: Parts) -> list[Array]:
+  """Dequantizes all parts to f32 [..., groups, group_size]."""
+  return [codes_in_groups(part).dequantize_groups() for part in parts]

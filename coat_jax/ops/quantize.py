@@ -16,12 +16,13 @@ from coat_jax.numerics.scaling import (
   Scaling,
 )
 from coat_jax.ops.dispatch import op
+from coat_jax.ops.passes import in_groups
 
 
 @op(triton="quantize")
 def quantize_groups(x: Array, *, groups: Groups) -> QTensor:
   """Quantizes [..., n] to codes with a scale per 1 x G group."""
-  return groups.quantize(x)
+  return groups.quantize(in_groups(x, groups.size))
 
 
 @op(triton="quantize")

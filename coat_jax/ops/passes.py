@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps XLA from storing f32 values between passes over memory on TPUs.
+
+XLA for TPUs does not fuse a reshape from 688 groups of 16 to 11,008 values,
+although it fuses one from 512 groups to 8,192. It then stores scales repeated
+for each value, in f32. It also stores values that two passes read. The
+functions here return their arguments; on other platforms they do nothing.
+"""
+
+import dataclasses
+from typing import Any
+
+from jax import Array, lax
+
+from coat_jax.numerics.qtensor import QTensor, join_groups, split_groups
+from coat_jax.ops.dispatch import target
+
+
+def in_groups(x: Array, group_size: int) -> Array:
+  """Makes XLA compute with x [..., n] in the shape [..., groups, group_size].
+
+  Otherwise XLA would move the reshape to the operands, that is to the scales.
+  """
+  n = x.shape[-1]
+  if target() != "tpu" or n % group_size:
+    return x
+  return join_groups(lax.optimization_barrier(split_groups(x, group_size)), n)
+
+
+def codes_in_groups(x: QTensor) -> QTensor:
+  """Applies `in_groups` to the codes."""
+  if x.group_size is None:
+    return x
+  return dataclasses.replace(x, qvalue=in_groups(x.qvalue, x.group_size))
+
+
+def read_again(arrays: Any, after: Any) -> tuple[Any, Any]:
+  """Makes XLA compute again from `arrays` what it computed to find `after`."""
+  if target() != "tpu":
+    return arrays, after
+  return lax.optimization_barrier((arrays, after))
