@@ -27,7 +27,7 @@ from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import BLOCK, BlockScales, Operand
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows, in_sum
-from coat_jax.pallas.mosaic import block_kernel
+from coat_jax.pallas.mosaic import block_kernel, device
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
 
 TILES = {
@@ -54,12 +54,9 @@ def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
       f"the kernel of Mosaic takes scales of blocks of {BLOCK}, got one scale "
       "per tensor"
     )
-  capability = _capability()
-  if capability not in ("9.0", None):
-    return (
-      "the kernel of Mosaic is for Hopper, of compute capability 9.0, got "
-      f"{capability}"
-    )
+  reason = device.why_not()
+  if reason is not None:
+    return reason
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
     return f"the kernel writes bfloat16, float16 or float32, got {dtype}"
   dtypes = {x.dtype for x in arrays}
@@ -125,17 +122,10 @@ def linear_wgrad(
   return product(in_columns(x), in_columns(g), dtype, interpret=interpret)
 
 
-def _capability() -> str | None:
-  """Returns this machine's compute capability; None without a GPU."""
-  if jax.default_backend() != "gpu":
-    return None
-  return getattr(jax.local_devices()[0], "compute_capability", "an unknown one")
-
-
 def _multiprocessors() -> int:
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  if device is not None and device.num_cores:
-    return device.num_cores
+  described = jax.sharding.get_abstract_mesh().abstract_device
+  if described is not None and described.num_cores:
+    return described.num_cores
   if jax.default_backend() == "gpu":
     return jax.local_devices()[0].core_count
   return 132
