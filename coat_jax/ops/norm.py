@@ -139,7 +139,7 @@ def norm_fwd(
   return output.quantize(y, scale, layout)
 
 
-@op(triton="norm_backward")
+@op(triton="norm_backward", mosaic="norm_backward")
 def norm_bwd(
   dy: Array,
   x: QTensor,

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import aot
 from coat_jax.ops import Blocks, Groups
-from coat_jax.pallas.mosaic import norm, quantize, rows
+from coat_jax.pallas.mosaic import norm, norm_backward, quantize, rows
 from tests.aot.ptx_machine import Machine
 from tests.aot.test_norm import operands
 from tests.aot.test_registers import ptx_of, real_kernel
@@ -161,3 +161,21 @@ def test_norm_needs_few_registers(layout, most, tmp_path):
     folder=tmp_path,
   )
   assert registers <= most and not spills
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("n", [1152, 4096, 5120])
+def test_norm_backward_does_not_spill(n, kind, tmp_path):
+  x, x_q, gamma, _, stats = operands(n, kind)
+  _, spills = report(
+    lambda dy, x_q, gamma, stats, add: norm_backward.norm_bwd(
+      dy, x_q, gamma, stats, add=add
+    ),
+    x,
+    x_q,
+    gamma,
+    stats,
+    x,
+    folder=tmp_path,
+  )
+  assert not spills

@@ -122,15 +122,6 @@ def linear_wgrad(
   return product(in_columns(x), in_columns(g), dtype, interpret=interpret)
 
 
-def _multiprocessors() -> int:
-  described = jax.sharding.get_abstract_mesh().abstract_device
-  if described is not None and described.num_cores:
-    return described.num_cores
-  if jax.default_backend() == "gpu":
-    return jax.local_devices()[0].core_count
-  return 132
-
-
 def product(
   a: QTensor,
   b: QTensor,
@@ -153,7 +144,7 @@ def product(
   b_scale = b.scale.T
   if of_tiles := len(b.scale) != n:
     b_scale = jnp.repeat(b_scale, block_kernel.COPIES, axis=1)
-  clusters = (programs or _multiprocessors()) // tile.cluster
+  clusters = (programs or device.multiprocessors()) // tile.cluster
   work = Work(
     tile=tile,
     tiles_m=m // tile.m,

@@ -16,3 +16,13 @@ def why_not() -> str | None:
     "the kernel of Mosaic is for Hopper, of compute capability 9.0, got "
     f"{capability}"
   )
+
+
+def multiprocessors() -> int:
+  """Returns how many the GPU that code is traced for has."""
+  described = jax.sharding.get_abstract_mesh().abstract_device
+  if described is not None and described.num_cores:
+    return described.num_cores
+  if jax.default_backend() == "gpu":
+    return jax.local_devices()[0].core_count
+  return 132

@@ -53,8 +53,8 @@ def prmt(a, b, selector: int):
 def transposed(words: Sequence) -> list:
   """Transposes 4 x 4 bytes in four registers."""
   (a, b), (c, d) = (
-    [prmt(*two, selector) for selector in (0x5140, 0x7362)]
-    for two in (words[:2], words[2:])
+    [prmt(first, second, selector) for selector in (0x5140, 0x7362)]
+    for first, second in (words[:2], words[2:])
   )
   return [
     prmt(first, second, selector)

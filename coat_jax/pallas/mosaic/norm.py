@@ -32,6 +32,8 @@ from coat_jax.ops.types import NormKind, NormStats
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import device, row_ptx, rows, scales
 
+_MAX_WIDTH = 8192  # The registers of longer rows would spill.
+
 # --- Input -------------------------------------------------------------------
 
 
@@ -39,7 +41,7 @@ def _why_not_input(x, groups, output, **_) -> str | None:
   return (
     device.why_not()
     or supported.why_not_read(x, x.shape, groups, output)
-    or rows.why_not_row(x.shape)
+    or rows.why_not_row(x.shape, _MAX_WIDTH)
   )
 
 

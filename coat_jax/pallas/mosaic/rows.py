@@ -20,10 +20,10 @@ The interpreter cannot run inlined PTX (`row_ptx`): with `interpret`, functions
 use their jnp version, which is also their definition.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,6 @@ STEP = WARPS * LANES * VECTOR  # The values of one load of a program.
 ANY = 16
 # The largest size of a GPU's grid along any axis but its last.
 _MAX_ACROSS = 65535
-# Longer rows would spill.
-_MAX_WIDTH = 8192
 _LOW, _HIGH = 32, 64  # The heights of tiles.
 
 
@@ -193,7 +191,8 @@ def dequantize_groups(codes: Array, scale: Array) -> Array:
 # --- Whole rows, in groups ---------------------------------------------------
 
 
-class RowPart(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class RowPart:
   """A part of each row, in groups, that a program loads at once.
 
   The last part may overlap the one before it: its first `known` groups are the
@@ -243,12 +242,11 @@ def sum_of_row(parts: list[RowPart], values: list[Array]) -> Array:
   return total
 
 
-def why_not_row(shape: tuple[int, ...]) -> str | None:
-  """Returns why a program cannot hold a row of this shape, or None."""
-  if shape and not STEP <= shape[-1] <= _MAX_WIDTH:
+def why_not_row(shape: tuple[int, ...], most: int) -> str | None:
+  """Returns why rows do not fit in a program that holds `most`, or None."""
+  if shape and not STEP <= shape[-1] <= most:
     return (
-      f"the kernel of Mosaic holds rows of {STEP} to {_MAX_WIDTH}, got "
-      f"{shape[-1]}"
+      f"the kernel of Mosaic holds rows of {STEP} to {most}, got {shape[-1]}"
     )
   return None
 

@@ -12,19 +12,26 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
+from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Groups
-from coat_jax.pallas.mosaic import norm
+from coat_jax.ops.types import NormStats
+from coat_jax.pallas.mosaic import norm, norm_backward
 from tests import cases
+from tests.comparing import assert_close
 from tests.pallas.kernels import (
   assert_same_codes,
   assert_same_groups,
   assert_same_operand,
   refused,
+  with_tile,
 )
 from tests.pallas.triton.test_norm import (
   BF16,
   EPS,
+  F32,
   assert_same_stats,
+  gradients,
   inputs,
   interpret,
   run,
@@ -95,6 +102,50 @@ def test_norm_kernel_without_gamma_or_beta():
   assert_same_operand(actual, expected, 0.999)
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+  "shape, group_size, kind",
+  [((9, 1024), 16, "rms"), ((2, 5, 1152), 128, "layer")],
+  ids=str,
+)
+def test_norm_backward_kernel_matches_definition(
+  shape, group_size, kind, ahead, monkeypatch
+):
+  # Some of four programs have two rows, some three.
+  dy, x_q, gamma, stats = gradients(shape, kind, group_size)
+  add = jnp.asarray(cases.activations(shape))
+  args, options = (dy, x_q, gamma, stats), dict(dtype=F32, add=add)
+  kernel, share = norm_backward.norm_bwd, norm_backward.Share(4, ahead)
+  kernel = with_tile(monkeypatch, kernel, "pick_share", share)
+  actual = kernel(*args, **options, interpret=True)
+  expected = run(ops.norm_bwd.definition, *args, **options)
+  # Sums of at most 1152 terms of f32.
+  assert_close(actual, expected, 2e-6)
+
+
+def test_norm_backward_kernel_in_bf16_without_gamma_or_add():
+  dy, x_q, _, stats = gradients((3, 1040), "layer", dtype=F32)
+  actual = interpret(norm_backward.norm_bwd, dy, x_q, None, stats)
+  expected = run(ops.norm_bwd.definition, dy, x_q, None, stats)
+  assert actual[0].dtype == BF16
+  # One ulp of BF16 where f32 differs in its last bits.
+  np.testing.assert_allclose(
+    actual[0].astype(F32), expected[0].astype(F32), rtol=2.0**-7, atol=1e-7
+  )
+  assert_close(actual[1:], expected[1:], 2e-6)
+
+
+def test_norm_backward_kernel_refuses_wide_rows():
+  x = jnp.zeros((2, 5136))
+  with refused("rows of 1024 to 5120, got 5136"):
+    norm_backward.norm_bwd(
+      x,
+      QTensor(x.astype(E4M3), jnp.zeros((2, 321), BF16), 16),
+      None,
+      NormStats(None, x[:, 0]),
+    )
+
+
 @pytest.mark.parametrize("width", [768, 8208])
 def test_norm_kernels_refuse(width):
   with refused(f"rows of 1024 to 8192, got {width}"):
@@ -113,6 +164,12 @@ def test_norm_kernels_refuse(width):
 @pytest.mark.parametrize("shape", [(4096, 4096), (1008, 1152)], ids=str)
 def test_norm_kernels_on_a_gpu(shape, kind):
   check_kernels(shape, kind, 0.9999)
+  dy, x_q, gamma, stats = gradients(shape, kind)
+  args = dict(add=dy, dtype=F32)
+  assert_close(
+    norm_backward.norm_bwd(dy, x_q, gamma, stats, **args),
+    run(ops.norm_bwd.definition, dy, x_q, gamma, stats, jit=jax.jit, **args),
+  )
 
 
 def check_kernels(shape, kind, share, dtype=BF16):
