@@ -3,6 +3,7 @@
 
   python -m benchmarks.ops
   python -m benchmarks.ops --cases quantize_groups norm --implementations triton
+  python -m benchmarks.ops --compare triton --implementations triton mosaic
 
 A row contains the milliseconds of a call and its rate: TFLOP/s if it multiplies
 matrices, otherwise GB/s. We count only operations of matmuls, and the fewest
@@ -10,12 +11,19 @@ bytes that a call must move (`benchmarks.*_cases`). `share_of_ceiling` divides
 the rate by the device's rate in the same run for a large matmul in FP8 or BF16,
 or for copying an array of 1 GiB. The row `ops.ceilings` contains these rates.
 Without a GPU, kernels are left out.
+
+With `--compare NAME`, each row also compares the results with those of that
+implementation, in the order of the results: `unequal`, the share of values
+whose bits differ (two NaN count as equal), and `largest_difference`, relative
+to the largest finite value.
 """
 
 import argparse
 import functools
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 
 from benchmarks import arguments as args
 from benchmarks.cases import SMOKE, Case, Sizes
@@ -55,10 +63,45 @@ def ceilings(*, smoke: bool) -> dict[str, float]:
   return found
 
 
+@jax.jit
+def _compared(actual: Array, wanted: Array) -> tuple[Array, Array]:
+  """Returns the share of unequal values, and their largest difference."""
+  a, b = (x.astype(jnp.float32) for x in (actual, wanted))
+  # The cast keeps all values apart but -0 and 0, which codes distinguish.
+  same = (a == b) & (jnp.signbit(a) == jnp.signbit(b))
+  same |= jnp.isnan(a) & jnp.isnan(b)
+  apart = jnp.where(same, 0, jnp.abs(a - b))
+  largest = jnp.max(jnp.where(jnp.isfinite(b), jnp.abs(b), 0), initial=0)
+  return 1 - jnp.mean(same), jnp.max(apart, initial=0) / largest
+
+
+def compare(case: Case, implementation: str, other: str) -> dict:
+  """Compares the results of two implementations of a case."""
+  arrays = case.arrays()
+  results = [
+    jax.jit(functools.partial(case.run, name))(*arrays)
+    for name in (implementation, other)
+  ]
+  compared = [
+    _compared(a, b) for a, b in zip(*map(jax.tree.leaves, results), strict=True)
+  ]
+  unequal, differences = zip(*compared, strict=True)
+  return {
+    "compared_with": other,
+    "unequal": list(map(float, unequal)),
+    "largest_difference": list(map(float, differences)),
+  }
+
+
 def run(
-  case: Case, implementation: str, found: dict[str, float], *, repeats: int
+  case: Case,
+  implementation: str,
+  found: dict[str, float],
+  *,
+  repeats: int,
+  other: str | None = None,
 ) -> dict:
-  """Measures one case and prints its row."""
+  """Measures one case and prints its row; compares it with another if given."""
   fn = functools.partial(case.run, implementation)
   timing = measure(fn, *case.arrays(), repeats=repeats)
   if case.flops:
@@ -75,6 +118,7 @@ def run(
     **values,
     ceiling=case.ceiling,
     share_of_ceiling=rate / found[case.ceiling],
+    **({} if other is None else compare(case, implementation, other)),
   )
 
 
@@ -106,6 +150,11 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     nargs="+",
     help="such as xla, triton, cublas; default: all",
   )
+  parser.add_argument(
+    "--compare",
+    metavar="IMPLEMENTATION",
+    help="also compare results with those of this implementation",
+  )
   parser.add_argument("--smoke", action="store_true", help="tiny shapes")
   parser.add_argument("--repeats", type=args.count, default=20)
   options = parser.parse_args(arguments)
@@ -118,7 +167,13 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   found, rows = ceilings(smoke=options.smoke), []
   for case, implementation in pairs:
     try:
-      row = run(case, implementation, found, repeats=options.repeats)
+      row = run(
+        case,
+        implementation,
+        found,
+        repeats=options.repeats,
+        other=options.compare,
+      )
     except NotImplementedError as reason:
       say(f"left out: {reason}")
     else:

@@ -3,14 +3,16 @@
 
 Pallas' interpreter knows neither inlined PTX nor what a kernel becomes when it
 is compiled. This machine executes what the compiler hands to ptxas: a program
-without loops or branches, of threads that meet in shuffles only, as those of
-the optimizer are. All threads execute an instruction before the next one. It
-knows the instructions that such kernels have needed and raises on any other.
+without loops or branches. All threads execute an instruction before the next
+one, so a missing barrier is not noticed. It knows the instructions that our
+kernels have needed and raises on any other.
 
-Approximate instructions (lg2, ex2, rcp, sqrt) are exact to f32 here. What ptxas
-does to the program is not seen; it refuses what ptxas is known to get wrong.
+Approximate instructions (lg2, ex2, rcp, sqrt, div) are exact to f32 here. What
+ptxas does to the program is not seen; it refuses what ptxas is known to get
+wrong.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -21,6 +23,7 @@ _E4M3, _E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 _WIDTHS = {"p": bool, "rs": np.uint16, "rd": np.uint64, "r": np.uint32}
 _COMMENT = re.compile(r"//.*")
 _THREADS = 128  # Of a block: a warpgroup.
+_SHARED = 2**16  # Bytes of a block's shared memory.
 
 
 class Machine:
@@ -29,24 +32,34 @@ class Machine:
   Args:
     ptx: text of one kernel.
     arrays: what its parameters point to, which `run` writes to.
-    blocks: how many there are, along x.
+    grid: how many blocks there are along x, and along y.
   """
 
-  def __init__(self, ptx: str, arrays: Sequence[np.ndarray], blocks: int):
+  def __init__(
+    self, ptx: str, arrays: Sequence[np.ndarray], grid: tuple[int, int]
+  ):
     self._body = ptx[ptx.index("\n{") :]
     count = len(re.findall(r"^\s*\.param", ptx, re.MULTILINE))
     if count != len(arrays):
       raise ValueError(f"ptx_machine: {count} parameters, got {len(arrays)}")
+    blocks = math.prod(grid)
     threads = np.arange(blocks * _THREADS, dtype=np.uint32)
+    block = threads // _THREADS
     self._registers: dict[str, np.ndarray] = {
       "%tid.x": threads % _THREADS,
-      "%ctaid.x": threads // _THREADS,
+      "%ctaid.x": block % grid[0],
       "%ntid.x": threads * 0 + _THREADS,
     }
+    self._shared = np.zeros(blocks * _SHARED, np.uint8)
+    self._first_shared = block.astype(np.int64) * _SHARED
     for axis in "yz":
       for kind in ("tid", "ctaid"):
         self._registers[f"%{kind}.{axis}"] = threads * 0
       self._registers[f"%ntid.{axis}"] = threads * 0 + 1
+    self._registers["%ctaid.y"] = block // grid[0]
+    # Addresses of shared memory count from its start.
+    for name in re.findall(r"\.shared [^;]* (\w+)(?:\[\d*\])?;", ptx):
+      self._registers[name] = threads.astype(np.uint64) * np.uint64(0)
     self._arrays = arrays
     self._bases, size = [], 256  # A null pointer points to nothing.
     for x in arrays:
@@ -132,10 +145,9 @@ class Machine:
 
   def _load(self, modifiers, operands) -> None:
     dtype, registers = _vector(modifiers, operands[0])
-    for register, at in zip(
-      registers, self._bytes(operands[1], dtype, len(registers)), strict=True
-    ):
-      values = np.ascontiguousarray(self._memory[at]).view(dtype)
+    memory, places = self._places(modifiers, operands[1], dtype, len(registers))
+    for register, at in zip(registers, places, strict=True):
+      values = np.ascontiguousarray(memory[at]).view(dtype)
       self._set(register, values[:, 0])
 
   def _store(self, modifiers, operands) -> None:
@@ -145,17 +157,23 @@ class Machine:
         "ptx_machine: the lowest byte of a sum of f32 is stored; ptxas 13 "
         "converts the sum (F2IP) in place of taking its byte"
       )
-    for register, at in zip(
-      registers, self._bytes(operands[0], dtype, len(registers)), strict=True
-    ):
+    memory, places = self._places(modifiers, operands[0], dtype, len(registers))
+    for register, at in zip(registers, places, strict=True):
       values = np.ascontiguousarray(self._get(register, dtype))
-      self._memory[at] = values[:, None].view(np.uint8)
+      memory[at] = values[:, None].view(np.uint8)
 
-  def _bytes(self, operand: str, dtype: np.dtype, count: int) -> list:
-    """Where each of `count` neighbours is: [threads, bytes]."""
-    size = dtype.itemsize
-    first = self._address(operand)[:, None] + np.arange(size)
-    return [first + i * size for i in range(count)]
+  def _places(
+    self, modifiers, operand: str, dtype: np.dtype, count: int
+  ) -> tuple[np.ndarray, list]:
+    """Returns a memory and indices of `count` neighbours: [threads, bytes]."""
+    size, first = dtype.itemsize, self._address(operand)
+    is_shared = modifiers[0].startswith("shared")
+    if is_shared:
+      assert np.all((first >= 0) & (first + count * size <= _SHARED))
+      first = first + self._first_shared
+    first = first[:, None] + np.arange(size)
+    memory = self._shared if is_shared else self._memory
+    return memory, [first + i * size for i in range(count)]
 
   def _shuffled(self, mode: str, source: str, b: str, c: str) -> np.ndarray:
     """As PTX defines it: lanes, and segments of them, of a warp."""
@@ -179,6 +197,13 @@ class Machine:
     if name == "setp":
       a, b = (self._get(x, _TYPES[kind]) for x in operands)
       return _COMPARISONS[modifiers[0]](a, b)
+    if name == "testp":
+      assert modifiers[0] == "infinite"
+      return np.isinf(self._get(operands[0], np.float32))
+    if name == "redux":
+      assert modifiers[1] == "max"
+      x = self._get(operands[0], _TYPES[kind]).reshape(-1, 32)
+      return np.repeat(np.max(x, axis=1), 32)
     if name in ("selp", "copysign"):
       a, b = (self._get(x, _TYPES[kind]) for x in operands[:2])
       if name == "copysign":
@@ -224,6 +249,7 @@ class Machine:
 
 _TYPES = {
   "f16": np.float16, "f32": np.float32, "pred": bool,
+  "bf16": ml_dtypes.bfloat16,
   "u8": np.uint8, "s8": np.int8, "b8": np.uint8,
   "u16": np.uint16, "s16": np.int16, "b16": np.uint16,
   "u32": np.uint32, "s32": np.int32, "b32": np.uint32,
@@ -251,6 +277,7 @@ _FUNCTIONS: dict[str, Callable] = {
   "add": np.add,
   "sub": np.subtract,
   "mul": np.multiply,
+  "div": np.divide,
   "and": np.bitwise_and,
   "or": np.bitwise_or,
   "xor": np.bitwise_xor,
@@ -264,11 +291,17 @@ _FUNCTIONS: dict[str, Callable] = {
   "ex2": np.exp2,
   "rcp": np.reciprocal,
   "sqrt": np.sqrt,
+  "rsqrt": lambda x: 1 / np.sqrt(x),
 }
 
 
 def _apply(name: str, modifiers: list[str], args: list) -> np.ndarray:
   """Wraps a function of numbers of one type."""
+  if "xorsign" in modifiers:
+    sign = np.signbit(args[0]) ^ np.signbit(args[1])
+    args = [np.abs(x) for x in args]
+    out = _apply(name, [m for m in modifiers if m != "xorsign"], args)
+    return np.where(sign, -out, out)
   if name in ("min", "max"):
     carries = "NaN" in modifiers or args[0].dtype.kind not in "fV"
     with_nan, without = {
@@ -281,7 +314,7 @@ def _apply(name: str, modifiers: list[str], args: list) -> np.ndarray:
     return (a * b + c).astype(args[0].dtype)
   if "ftz" in modifiers:
     args = [_flushed(x) for x in args]
-  if name in ("lg2", "ex2", "rcp", "sqrt"):
+  if name in ("lg2", "ex2", "rcp", "sqrt", "rsqrt"):
     out = _FUNCTIONS[name](args[0].astype(np.float64)).astype(np.float32)
   else:
     out = _FUNCTIONS[name](*args)

@@ -73,7 +73,7 @@ def on_machine(monkeypatch, tmp_path):
       ptx, order = known[key]
       out = [np.zeros(x.shape, x.dtype) for x in jax.tree.leaves(out_type)]
       arrays = [*map(np.array, (*first, *values)), *out]
-      Machine(ptx, [arrays[i] for i in order], grid[0]).run()
+      Machine(ptx, [arrays[i] for i in order], (*grid, 1)).run()
       for ref, x in zip(refs, arrays[len(first) :], strict=False):
         ref[...] = x
       return jax.tree.map(jnp.asarray, out[0]) if out else ()

@@ -78,6 +78,22 @@ def test_rows(capsys):
     assert rate == pytest.approx(work / row["median_ms"], rel=1e-4)
 
 
+def test_rows_compare_results_of_implementations(monkeypatch):
+  x = jax.numpy.array([1.0, -0.0, jax.numpy.nan, 4.0])
+
+  def run(name, x):
+    x = x if name == "a" else x.at[:2].set(jax.numpy.array([3.0, 0.0]))
+    return x, x.astype("bfloat16")
+
+  case = shapes.Case("op", {}, run, lambda: (x,), ("a", "b"), num_bytes=8)
+  monkeypatch.setattr(benchmark, "all_cases", lambda _: [case])
+  monkeypatch.setattr(benchmark, "PORTABLE", ("a", "b"))
+  same, apart = benchmark.main(["--smoke", "--repeats=1", "--compare=a"])
+  assert same["unequal"] == same["largest_difference"] == [0, 0]
+  assert apart["compared_with"] == "a"
+  assert apart["unequal"] == apart["largest_difference"] == [0.5, 0.5]
+
+
 @pytest.mark.parametrize("name", ["coat_jax", "flax"])
 def test_whole_linear_layers_agree(name):
   cases = {

@@ -6,6 +6,7 @@ ones. An operation without a case fails here. `tests/pallas` tests more of each
 kernel: NaN, degenerate groups, saturation.
 """
 
+import dataclasses
 import functools
 import inspect
 
@@ -119,7 +120,24 @@ def assert_conforms(actual, expected, tolerance):
 
 @of_cases(models.SMOKE, models.UNEVEN, having="triton")
 def test_kernel_matches_definition(case):
-  kernel = functools.partial(case.operation.kernel("triton"), interpret=True)
+  check_kernel(case, "triton")
+
+
+ROW_CASES = [
+  pytest.param(case, marks=[pytest.mark.slow] if i else [], id=name_of(case))
+  for i, sizes in enumerate((models.SMOKE, models.UNEVEN))
+  for case in cases_of(dataclasses.replace(sizes, d_model=1280))
+  if case.implementations == ("xla", "triton", "mosaic")
+]
+
+
+@pytest.mark.parametrize("case", ROW_CASES)
+def test_kernel_on_rows_in_mosaic_matches_definition(case):
+  check_kernel(case, "mosaic")
+
+
+def check_kernel(case, name):
+  kernel = functools.partial(case.operation.kernel(name), interpret=True)
   args = case.arrays()
   actual = jit(functools.partial(case.call, kernel))(*args)
   definition = case.operation.definition
@@ -185,7 +203,9 @@ def test_xla_runs_what_kernels_refuse(case):
     with pytest.raises(Unsupported, match="pass implementation=No") as refusal:
       on_specs(case, named)
     reasons.append(str(refusal.value).split("; pass")[0])
-  assert said == f"{case.op}: xla everywhere ({'; '.join(reasons)})"
+  # Several kernels may give the same reason.
+  why = "; ".join(dict.fromkeys(reasons))
+  assert said == f"{case.op}: xla everywhere ({why})"
   specs = jax.eval_shape(case.arrays)
   with for_h200():
     programs = [

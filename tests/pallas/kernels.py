@@ -74,9 +74,9 @@ def assert_same_operand(actual, expected, share: float = 1.0):
   np.testing.assert_array_equal(actual.scale, expected.scale)
 
 
-def assert_same_groups(actual, expected):
-  """Checks that codes and BF16 scales are equal, including NaN."""
-  assert_same_codes(actual.qvalue, expected.qvalue)
+def assert_same_groups(actual, expected, share: float = 1.0):
+  """Checks codes, and that BF16 scales are equal, including NaN."""
+  assert_same_codes(actual.qvalue, expected.qvalue, share)
   assert actual.scale.dtype == expected.scale.dtype
   scales = [np.asarray(q.scale, np.float32) for q in (actual, expected)]
   np.testing.assert_array_equal(*scales)

@@ -25,10 +25,9 @@ from jax.typing import DTypeLike
 from coat_jax.numerics.formats import is_fp8
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import BLOCK, BlockScales, Operand
-from coat_jax.ops.capability import HOPPER, capability
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows, in_sum
-from coat_jax.pallas.mosaic import block_kernel
+from coat_jax.pallas.mosaic import block_kernel, device
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
 
 TILES = {
@@ -55,12 +54,9 @@ def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
       f"the kernel of Mosaic takes scales of blocks of {BLOCK}, got one scale "
       "per tensor"
     )
-  found = capability()
-  if found not in (HOPPER, None):
-    return (
-      "the kernel of Mosaic multiplies with instructions that only Hopper has, "
-      f"compute capability {HOPPER}, got {found}"
-    )
+  reason = device.why_not()
+  if reason is not None:
+    return reason
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
     return f"the kernel writes bfloat16, float16 or float32, got {dtype}"
   dtypes = {x.dtype for x in arrays}
@@ -126,15 +122,6 @@ def linear_wgrad(
   return product(in_columns(x), in_columns(g), dtype, interpret=interpret)
 
 
-def _multiprocessors() -> int:
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  if device is not None and device.num_cores:
-    return device.num_cores
-  if jax.default_backend() == "gpu":
-    return jax.local_devices()[0].core_count
-  return 132
-
-
 def product(
   a: QTensor,
   b: QTensor,
@@ -157,7 +144,7 @@ def product(
   b_scale = b.scale.T
   if of_tiles := len(b.scale) != n:
     b_scale = jnp.repeat(b_scale, block_kernel.COPIES, axis=1)
-  clusters = (programs or _multiprocessors()) // tile.cluster
+  clusters = (programs or device.multiprocessors()) // tile.cluster
   work = Work(
     tile=tile,
     tiles_m=m // tile.m,

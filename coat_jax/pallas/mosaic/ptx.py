@@ -15,7 +15,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
+
+from coat_jax.pallas.mosaic import emit
 
 GROUP_SIZE = 128
 ROWS = 8
@@ -76,18 +78,20 @@ def joint_extremes(
   @plgpu.inline_mgpu(arg_types=(LAYOUT,) * 4, return_type=pairs)
   def apply(_, *tiles):
     is_second = arith.cmpi(
-      arith.CmpIPredicate.ne, arith.andi(_thread(), _i32(_LANES)), _i32(0)
+      arith.CmpIPredicate.ne,
+      arith.andi(emit.thread(), emit.i32(_LANES)),
+      emit.i32(0),
     )
 
     def of_thread(op, x):
-      return functools.reduce(op, _elements(_only(x)))
+      return functools.reduce(op, emit.elements(_only(x)))
 
     def reduce(op, a, b):
       x, away = arith.select(is_second, b, a), arith.select(is_second, a, b)
       distance = _LANES
       while distance:
         code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-        x = op(x, _asm(code, away, result=away.type))
+        x = op(x, emit.asm(code, away, result=away.type))
         away, distance = x, distance // 2
       return x
 
@@ -109,7 +113,7 @@ def part(x: Array, i: int) -> Array:
   def apply(_, x):
     x = _of_group(x)
     code = f"shfl.sync.idx.b32 $0, $1, {i * _LANES}, 0x101f, 0xffffffff;"
-    x = _asm(code, x, result=x.type)
+    x = emit.asm(code, x, result=x.type)
     return _statistic(x, one)
 
   return apply(x)  # pyright: ignore
@@ -120,14 +124,16 @@ def e4m3_codes(code: Array, x: Array | None) -> Array:
 
   def convert(code, *signs):
     pairs = [
-      _asm("min.u16x2 $0, $1, $2;", pair, _i32(0x007E007E))
-      for pair in _pairs(_elements(code), 0x5410)
+      emit.asm("min.u16x2 $0, $1, $2;", pair, emit.i32(0x007E007E))
+      for pair in emit.pairs(emit.elements(code), 0x5410)
     ]
-    words = _pairs(pairs, 0x6420)
+    words = emit.pairs(pairs, 0x6420)
     for sign in signs:
-      bytes_ = _pairs(_pairs(_elements(_as_i32(sign)), 0x0073), 0x5410)
+      bytes_ = emit.pairs(
+        emit.pairs(emit.elements(_as_i32(sign)), 0x0073), 0x5410
+      )
       words = [
-        arith.ori(word, arith.andi(x, _i32(0x80808080)))
+        arith.ori(word, arith.andi(x, emit.i32(0x80808080)))
         for word, x in zip(words, bytes_, strict=True)
       ]
     return _packed(words, ir.IntegerType.get_signless(8))
@@ -140,11 +146,13 @@ def bfloat16_in_f32(x: Array) -> Array:
   """`Instructions.in_f32` for bf16: one instruction for each half."""
 
   def convert(x):
-    pairs = vector.bitcast(ir.VectorType.get((_VECTOR // 2,), _i32_type()), x)
+    pairs = vector.bitcast(
+      ir.VectorType.get((_VECTOR // 2,), emit.i32_type()), x
+    )
     bits = []
-    for pair in _elements(pairs):
-      bits.append(arith.shli(pair, _i32(16)))
-      bits.append(arith.andi(pair, _i32(0xFFFF0000)))
+    for pair in emit.elements(pairs):
+      bits.append(arith.shli(pair, emit.i32(16)))
+      bits.append(arith.andi(pair, emit.i32(0xFFFF0000)))
     return _packed(bits, ir.F32Type.get())
 
   return _on_vectors(convert, jnp.float32, x)
@@ -155,8 +163,8 @@ def round_to_bfloat16(x: Array, words: Array) -> Array:
 
   def noisy(x, word):
     # A plain shift and sum would be compiled to a 64-bit multiply-add.
-    noise = _prmt(word, _i32(0), 0x4432)
-    return _asm(
+    noise = emit.prmt(word, emit.i32(0), 0x4432)
+    return emit.asm(
       "{ .reg .pred p; .reg .b32 b, r; mov.b32 b, $1; add.u32 r, b, $2; "
       "setp.num.f32 p, $1, $1; selp.b32 $0, r, b, p; }",
       x,
@@ -164,8 +172,8 @@ def round_to_bfloat16(x: Array, words: Array) -> Array:
     )
 
   def convert(x, words):
-    sums = map(noisy, _elements(x), _elements(words))
-    return _packed(_pairs(list(sums), 0x7632), ir.BF16Type.get())
+    sums = map(noisy, emit.elements(x), emit.elements(words))
+    return _packed(emit.pairs(list(sums), 0x7632), ir.BF16Type.get())
 
   return _on_vectors(convert, jnp.bfloat16, x, words)
 
@@ -177,13 +185,13 @@ def split(bits: Array) -> tuple[Array, Array]:
   @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=halves)
   def apply(_, bits):
     def nearest(bits):
-      words = [arith.addi(x, _i32(0x8000)) for x in _elements(bits)]
-      return _packed(_pairs(words, 0x7632), ir.BF16Type.get())
+      words = [arith.addi(x, emit.i32(0x8000)) for x in emit.elements(bits)]
+      return _packed(emit.pairs(words, 0x7632), ir.BF16Type.get())
 
     def second_bytes(bits):
-      pairs = _pairs(_elements(bits), 0x0051)
+      pairs = emit.pairs(emit.elements(bits), 0x0051)
       i8 = ir.IntegerType.get_signless(8)
-      return _packed(_pairs(pairs, 0x5410), i8)
+      return _packed(emit.pairs(pairs, 0x5410), i8)
 
     return _tile(nearest, bits), _tile(second_bytes, bits, is_signed=True)
 
@@ -204,11 +212,13 @@ def look_up(significand, exponent, root, scale, top: float):
       return arith.constant(f32, ir.FloatAttr.get(f32, value))
 
     def exp2(x):
-      return _asm("ex2.approx.ftz.f32 $0, $1;", x, result=f32)
+      return emit.asm("ex2.approx.ftz.f32 $0, $1;", x, result=f32)
 
-    j = arith.uitofp(f32, arith.andi(_thread(), _i32(15)))
+    j = arith.uitofp(f32, arith.andi(emit.thread(), emit.i32(15)))
     log2 = [
-      arith.subf(_asm("lg2.approx.ftz.f32 $0, $1;", x, result=f32), number(3.0))
+      arith.subf(
+        emit.asm("lg2.approx.ftz.f32 $0, $1;", x, result=f32), number(3.0)
+      )
       for x in (j, arith.addf(j, number(1.0)))
     ]
     e = arith.subf(number(top), arith.maximumf(j, number(1.0)))
@@ -222,7 +232,9 @@ def look_up(significand, exponent, root, scale, top: float):
         # The shuffle works in segments of 16 lanes and ignores the upper bits
         # of the index.
         code = "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;"
-        found = [_asm(code, table, i, result=f32) for i in _elements(indices)]
+        found = [
+          emit.asm(code, table, i, result=f32) for i in emit.elements(indices)
+        ]
         return _packed(found, f32)
 
       return convert
@@ -283,7 +295,7 @@ def _statistic(x, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedArray:
 def _of_group(statistic: mgpu.FragmentedArray):
   """Returns the one number of a statistic that a thread holds."""
   x = _only(statistic)
-  return _element(x, 0) if isinstance(x.type, ir.VectorType) else x
+  return emit.element(x, 0) if isinstance(x.type, ir.VectorType) else x
 
 
 def _only(x: mgpu.FragmentedArray):
@@ -291,34 +303,11 @@ def _only(x: mgpu.FragmentedArray):
   return register
 
 
-def _thread():
-  return llvm.inline_asm(_i32_type(), [], "mov.u32 $0, %tid.x;", "=r")
-
-
-def _i32_type():
-  return ir.IntegerType.get_signless(32)
-
-
-def _i32(value: int):
-  value -= (value >> 31) << 32  # Reinterpret it as a signed integer.
-  return arith.constant(_i32_type(), ir.IntegerAttr.get(_i32_type(), value))
-
-
 def _as_i32(x):
   """Returns the bits of an f32, or of a vector of f32."""
   if not isinstance(x.type, ir.VectorType):
-    return arith.bitcast(_i32_type(), x)
-  return arith.bitcast(ir.VectorType.get(x.type.shape, _i32_type()), x)
-
-
-def _element(x, i: int):
-  return vector.extract(x, dynamic_position=[], static_position=[i])
-
-
-def _elements(x) -> list:
-  """Returns the numbers of a vector as a list."""
-  [size] = x.type.shape
-  return [_element(x, i) for i in range(size)]
+    return arith.bitcast(emit.i32_type(), x)
+  return arith.bitcast(ir.VectorType.get(x.type.shape, emit.i32_type()), x)
 
 
 def _packed(words: list, element_type):
@@ -327,22 +316,3 @@ def _packed(words: list, element_type):
     ir.VectorType.get((len(words),), words[0].type), words
   )
   return vector.bitcast(ir.VectorType.get((_VECTOR,), element_type), x)
-
-
-def _pairs(words: list, selector: int) -> list:
-  """Packs selected bytes of every two registers into one."""
-  evens, odds = words[::2], words[1::2]
-  return [_prmt(a, b, selector) for a, b in zip(evens, odds, strict=True)]
-
-
-def _asm(code: str, *args, result=None):
-  """Emits one instruction on 32-bit registers; returns i32 by default."""
-  result = _i32_type() if result is None else result
-  kinds = ["f" if isinstance(a.type, ir.F32Type) else "r" for a in args]
-  kinds = ["=f" if isinstance(result, ir.F32Type) else "=r", *kinds]
-  return llvm.inline_asm(result, list(args), code, ",".join(kinds))
-
-
-def _prmt(a, b, selector: int):
-  """Selects bytes of two registers, numbered 0..7 from the lowest."""
-  return _asm(f"prmt.b32 $0, $1, $2, {selector};", a, b)

@@ -46,7 +46,8 @@ from coat_jax.numerics.scaling import (
 from coat_jax.ops.activation import Parts
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import Activation
-from coat_jax.pallas.triton import matrix, ptx, supported, tiles
+from coat_jax.pallas import supported
+from coat_jax.pallas.triton import matrix, ptx, tiles
 from coat_jax.pallas.triton.matrix import Blocked, Matrix
 from coat_jax.pallas.triton.scales import bits_to_shared_scale, output_scale
 

@@ -29,7 +29,8 @@ from jax.experimental.pallas import triton as plt
 from coat_jax.ops.capability import capability, shared_memory
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import AttentionKind, AttentionResiduals
-from coat_jax.pallas.triton import matrix, supported
+from coat_jax.pallas import supported
+from coat_jax.pallas.triton import matrix
 from coat_jax.pallas.triton.scores import (
   LEAST,
   LOG2_E,

@@ -29,7 +29,8 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
 from coat_jax.ops.dispatch import kernel
-from coat_jax.pallas.triton import matrix, supported, tiles
+from coat_jax.pallas import supported
+from coat_jax.pallas.triton import matrix, tiles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,8 @@ from jax.experimental import pallas as pl
 
 from coat_jax.numerics.formats import E5M2
 from coat_jax.numerics.scaling import Operand, Scaling
-from coat_jax.pallas.triton import matrix, ptx, supported, tiles
+from coat_jax.pallas import supported
+from coat_jax.pallas.triton import matrix, ptx, tiles
 from coat_jax.pallas.triton.matrix import Tile
 from coat_jax.pallas.triton.scales import bits_to_shared_scale
 from coat_jax.pallas.triton.tiles import iota

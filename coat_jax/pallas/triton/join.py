@@ -14,7 +14,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from coat_jax.ops.dispatch import kernel
-from coat_jax.pallas.triton import matrix, supported
+from coat_jax.pallas import supported
+from coat_jax.pallas.triton import matrix
 
 # Codes per tile; each thread holds 64 of them.
 _CODES = 8192

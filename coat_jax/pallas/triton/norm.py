@@ -35,7 +35,8 @@ from coat_jax.numerics.scaling import (
 )
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import NormKind, NormStats
-from coat_jax.pallas.triton import matrix, supported, tiles
+from coat_jax.pallas import supported
+from coat_jax.pallas.triton import matrix, tiles
 from coat_jax.pallas.triton.matrix import Blocked, Matrix, Tile
 from coat_jax.pallas.triton.scales import output_scale
 

@@ -26,7 +26,8 @@ from jax.typing import DTypeLike
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import NormStats
-from coat_jax.pallas.triton import matrix, supported, tiles
+from coat_jax.pallas import supported
+from coat_jax.pallas.triton import matrix, tiles
 from coat_jax.pallas.triton.norm import Rows, load_vector, why_not_rows
 
 

@@ -33,7 +33,8 @@ from coat_jax.numerics.scaling import (
   Scaling,
 )
 from coat_jax.ops.dispatch import kernel
-from coat_jax.pallas.triton import matrix, supported, tiles
+from coat_jax.pallas import supported
+from coat_jax.pallas.triton import matrix, tiles
 from coat_jax.pallas.triton.matrix import Matrix, Tile
 from coat_jax.pallas.triton.scales import bits_to_scale, bits_to_shared_scale
 

@@ -25,7 +25,8 @@ from jax.typing import DTypeLike
 from coat_jax.numerics.formats import E5M2
 from coat_jax.numerics.scaling import GRADIENTS, Operand, Scaling
 from coat_jax.ops.dispatch import kernel
-from coat_jax.pallas.triton import heads, matrix, ptx, supported, tiles
+from coat_jax.pallas import supported
+from coat_jax.pallas.triton import heads, matrix, ptx, tiles
 from coat_jax.pallas.triton.heads import Heads
 from coat_jax.pallas.triton.matrix import Blocked, Tile
 from coat_jax.pallas.triton.scales import bits_to_shared_scale

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from coat_jax.numerics.qtensor import amax_to_scale, bits_to_amax
 from coat_jax.numerics.scaling import PerTensor, Scaling
+from coat_jax.pallas.magnitudes import tensor_scale
 from coat_jax.pallas.triton import matrix, tiles
 
 # The largest program holds 64 values per thread: more would spill.
@@ -76,5 +77,5 @@ def _scales(bits, dtype, count, interpret) -> Array:
 def _kernel(bits_ref, scales_ref, *, size, dtype):
   mask = tiles.inside(bits_ref.shape, (size,), (0,))
   bits = jnp.max(tiles.load(bits_ref, mask, dtype=jnp.int32))
-  scale = tiles.tensor_scale(bits, dtype)
+  scale = tensor_scale(bits, dtype)
   tiles.store(scales_ref, jnp.broadcast_to(scale, scales_ref.shape))

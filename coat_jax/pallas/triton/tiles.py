@@ -2,9 +2,8 @@
 """Operations on tiles in registers, for the bodies of kernels.
 
 They compute in f32 unless documented otherwise, and match the definitions in
-`formats` and `qtensor`. We compare magnitudes as integers, so that NaN
-propagates: Triton's maximum of floats drops it. XLA cannot drop or split a cast
-in a kernel, so we need not round in f32 before we cast to FP8.
+`formats` and `qtensor`. XLA cannot drop or split a cast in a kernel, so we need
+not round in f32 before we cast to FP8.
 """
 
 import jax
@@ -14,12 +13,7 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import qmax
-
-_TINY_BITS = 0x00800000  # 2^-126
-_INFINITY_BITS = 0x7F800000
-_NAN_BITS = 0x7FC00000
-_ONE_BITS = 0x3F800000
-
+from coat_jax.pallas.magnitudes import group_scale, magnitude_bits
 
 # --- Bounds, loads and stores ------------------------------------------------
 
@@ -82,41 +76,12 @@ def store_scalar(ref, x: Array) -> None:
   ref[(0,) * len(ref.shape)] = x
 
 
-# --- Magnitudes and scales ---------------------------------------------------
-
-
-def magnitude_bits(x: Array) -> Array:
-  """Returns the bits of |x| as int32, which compare as magnitudes do."""
-  return jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+# --- Magnitudes ----------------------------------------------------------
 
 
 def amax_bits(x: Array) -> Array:
   """Returns the f32 bits of a tile's largest magnitude, as int32 []."""
   return jnp.max(magnitude_bits(x))
-
-
-def tensor_scale(bits: Array, dtype: DTypeLike) -> Array:
-  """Returns a tensor's scale, f32, from the bits of its amax."""
-  scale_bits = jnp.where(
-    bits > _INFINITY_BITS, _NAN_BITS, _scale_bits(bits, dtype)
-  )
-  return jax.lax.bitcast_convert_type(scale_bits, jnp.float32)
-
-
-def group_scale(bits: Array, dtype: DTypeLike) -> Array:
-  """Returns a group's scale from the bits of its amax: f32, exact in BF16."""
-  # Round up; infinity stays as it is.
-  up = (_scale_bits(bits, dtype) + 0xFFFF) & ~0xFFFF
-  up = jnp.where(bits > _INFINITY_BITS, _NAN_BITS, up)
-  return jax.lax.bitcast_convert_type(up, jnp.float32)
-
-
-def _scale_bits(bits: Array, dtype: DTypeLike) -> Array:
-  """Returns the bits of max(amax / qmax, 2^-126), or of 1 if amax is 0."""
-  amax = jax.lax.bitcast_convert_type(bits, jnp.float32)
-  scale = amax * jnp.float32(1 / qmax(dtype))
-  scale_bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
-  return jnp.where(amax == 0, _ONE_BITS, jnp.maximum(scale_bits, _TINY_BITS))
 
 
 # --- Casts and groups --------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that return why a Triton kernel cannot run its arguments, or None."""
+"""Checks that return why a kernel cannot run its arguments, or None."""
 
 import math
 
@@ -34,7 +34,7 @@ def why_not_shape(shape: tuple[int, ...]) -> str | None:
       f"kernel, got {shape}"
     )
   if size > MAX_ELEMENTS:
-    return f"the Triton kernel indexes in int32, got shape {shape}"
+    return f"the kernel indexes in int32, got shape {shape}"
   return None
 
 
@@ -43,11 +43,11 @@ def why_not_groups(
 ) -> str | None:
   """Checks the shape of an array in groups along its last axis."""
   if group_size not in _GROUP_SIZES:
-    return f"the Triton kernel needs groups of {_GROUP_SIZES}, got {group_size}"
+    return f"the kernel needs groups of {_GROUP_SIZES}, got {group_size}"
   if shape and shape[-1] % group_size:
     return (
       f"the last axis must be a multiple of the group size {group_size} for "
-      f"the Triton kernel, got {shape[-1]}"
+      f"the kernel, got {shape[-1]}"
     )
   return why_not_shape(shape)
 
@@ -63,7 +63,7 @@ def why_not_values(x: QTensor) -> str | None:
     return reason
   if x.scale.shape != (*leading, n // group_size):
     return (
-      f"the Triton kernel needs a scale per {group_size} values, got scales of "
+      f"the kernel needs a scale per {group_size} values, got scales of "
       f"shape {x.scale.shape} for values of {x.qvalue.shape}"
     )
   return None
@@ -73,7 +73,7 @@ def why_not_dtype(*dtypes: DTypeLike) -> str | None:
   """Checks dtypes of values that are not quantized."""
   for dtype in dtypes:
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-      return f"the Triton kernel reads bfloat16 and float32, got {dtype}"
+      return f"the kernel reads bfloat16 and float32, got {dtype}"
   return None
 
 
@@ -84,7 +84,7 @@ def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
     is_e4m3 = jnp.dtype(dtype) == E4M3
     return why_not_before(FP8, "E4M3 in a Triton kernel") if is_e4m3 else None
   names = " and ".join(jnp.dtype(x).name for x in known)
-  return f"the Triton kernel supports {names}, got {jnp.dtype(dtype).name}"
+  return f"the kernel supports {names}, got {jnp.dtype(dtype).name}"
 
 
 def why_not_scaling(scaling: Scaling, *known: DTypeLike) -> str | None:
@@ -101,9 +101,7 @@ def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
   """Checks the number of rows of an operand whose columns a kernel writes."""
   rows = math.prod(shape[:-1])
   if layout != "rows" and rows % 16:
-    return (
-      f"the Triton kernel writes columns of a multiple of 16 rows, got {rows}"
-    )
+    return f"the kernel writes columns of a multiple of 16 rows, got {rows}"
   return None
 
 

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that the GPU is one that kernels of Mosaic are written for."""
+
+import jax
+
+from coat_jax.ops.capability import HOPPER, capability
+
+
+def why_not() -> str | None:
+  """Returns why kernels cannot run on this GPU; None without a GPU."""
+  found = capability()
+  is_unknown = found is None and jax.default_backend() == "gpu"
+  if found in (HOPPER, None) and not is_unknown:
+    return None
+  return (
+    f"the kernel of Mosaic is for Hopper, of compute capability {HOPPER}, got "
+    f"{'an unknown one' if is_unknown else found}"
+  )
+
+
+def multiprocessors() -> int:
+  """Returns how many the GPU that code is traced for has."""
+  described = jax.sharding.get_abstract_mesh().abstract_device
+  if described is not None and described.num_cores:
+    return described.num_cores
+  if jax.default_backend() == "gpu":
+    return jax.local_devices()[0].core_count
+  return 132

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pieces from which kernels inline PTX: numbers, vectors, instructions."""
+
+from collections.abc import Sequence
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+
+def thread():
+  """Returns the number of this thread in its program."""
+  return llvm.inline_asm(i32_type(), [], "mov.u32 $0, %tid.x;", "=r")
+
+
+def i32_type():
+  return ir.IntegerType.get_signless(32)
+
+
+def i32(value: int):
+  value -= (value >> 31) << 32  # Reinterpret it as a signed integer.
+  return arith.constant(i32_type(), ir.IntegerAttr.get(i32_type(), value))
+
+
+def element(x, i: int):
+  return vector.extract(x, dynamic_position=[], static_position=[i])
+
+
+def elements(x) -> list:
+  """Returns the numbers of a vector as a list."""
+  [size] = x.type.shape
+  return [element(x, i) for i in range(size)]
+
+
+def pairs(words: list, selector: int) -> list:
+  """Packs selected bytes of every two registers into one."""
+  evens, odds = words[::2], words[1::2]
+  return [prmt(a, b, selector) for a, b in zip(evens, odds, strict=True)]
+
+
+def asm(code: str, *args, result=None):
+  """Emits one instruction on 32-bit registers; returns i32 by default."""
+  result = i32_type() if result is None else result
+  kinds = ["f" if isinstance(a.type, ir.F32Type) else "r" for a in args]
+  kinds = ["=f" if isinstance(result, ir.F32Type) else "=r", *kinds]
+  return llvm.inline_asm(result, list(args), code, ",".join(kinds))
+
+
+def prmt(a, b, selector: int):
+  """Selects bytes of two registers, numbered 0..7 from the lowest."""
+  return asm(f"prmt.b32 $0, $1, $2, {selector};", a, b)
+
+
+def transposed(words: Sequence) -> list:
+  """Transposes 4 x 4 bytes in four registers."""
+  (a, b), (c, d) = (
+    [prmt(first, second, selector) for selector in (0x5140, 0x7362)]
+    for first, second in (words[:2], words[2:])
+  )
+  return [
+    prmt(first, second, selector)
+    for first, second in ((a, c), (b, d))
+    for selector in (0x5410, 0x7632)
+  ]
+
+
+def store_shared(address, offset: int, word) -> None:
+  """Writes 4 bytes to shared memory."""
+  code = f"st.shared.b32 [$0+{offset}], $1;"
+  llvm.inline_asm(None, [address, word], code, "r,r", has_side_effects=True)
+
+
+def load_shared(address, offset: int) -> list:
+  """Reads 16 bytes from shared memory as four words."""
+  found = llvm.inline_asm(
+    llvm.StructType.get_literal([i32_type()] * 4),
+    [address],
+    f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];",
+    "=r,=r,=r,=r,r",
+    has_side_effects=True,
+  )
+  return [llvm.extractvalue(i32_type(), found, [i]) for i in range(4)]

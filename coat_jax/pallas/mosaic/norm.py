@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms of FP8 values in Mosaic GPU: `ops.norm_input` and `norm_fwd`.
+
+  norm_input  quantizes x to codes and scales of 1 x G groups; from the
+              quantized values it computes mean, rstd and amax(y),
+              y = (x - mean) rstd gamma + beta  (without a mean for "rms")
+  norm_fwd    computes y from the codes and writes it in E4M3, by rows, by
+              columns or both
+
+A program of `norm_input` holds one row, in groups; `norm_fwd` gets the
+statistics and works in tiles (`rows`).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.scaling import (
+  VALUES,
+  Groups,
+  Layout,
+  Operand,
+  Scales,
+  Scaling,
+)
+from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.types import NormKind, NormStats
+from coat_jax.pallas import supported
+from coat_jax.pallas.mosaic import device, row_ptx, rows, scales
+
+_MAX_WIDTH = 8192  # The registers of longer rows would spill.
+
+# --- Input -------------------------------------------------------------------
+
+
+def _why_not_input(x, groups, output, **_) -> str | None:
+  return (
+    device.why_not()
+    or supported.why_not_read(x, x.shape, groups, output)
+    or rows.why_not_row(x.shape, _MAX_WIDTH)
+  )
+
+
+@kernel(_why_not_input)
+@jax.jit(static_argnames=("kind", "eps", "groups", "output", "interpret"))
+def norm_input(
+  x: Array,
+  gamma: Array | None,
+  beta: Array | None,
+  *,
+  kind: NormKind,
+  eps: float,
+  groups: Groups,
+  output: Scaling = VALUES,
+  interpret: bool = False,
+) -> tuple[QTensor, NormStats, Array | None]:
+  """`ops.norm_input`."""
+  *leading, n = x.shape
+  m, g = x.size // n, groups.size
+  shape = m * n // g, g
+  per_row = jax.ShapeDtypeStruct((m,), jnp.float32)
+  qvalue, scale, mean, rstd, bits = rows.run(
+    functools.partial(_input_kernel, eps=eps, interpret=interpret),
+    [x.reshape(shape), *(rows.in_groups(v, g) for v in (gamma, beta))],
+    [
+      jax.ShapeDtypeStruct(shape, E4M3),
+      jax.ShapeDtypeStruct(shape[:1], jnp.bfloat16),
+      per_row if kind == "layer" else None,
+      per_row,
+      scales.maxima(m),
+    ],
+    grid=(m,),
+    interpret=interpret,
+    name="norm_input",
+  )
+  x_q = QTensor(qvalue.reshape(x.shape), scale.reshape(*leading, n // g), g)
+  mean = None if mean is None else mean.reshape(leading)
+  stats = NormStats(mean, rstd.reshape(leading))
+  return x_q, stats, scales.output_scale(bits, output, interpret)
+
+
+def _input_kernel(*refs, eps, interpret):
+  *refs, q_gmem, scale_gmem, mean_gmem, rstd_gmem, bits_gmem = refs
+  x_gmem, gamma_gmem, beta_gmem = refs
+  row = lax.axis_index("last")
+  row_parts = rows.row_parts(len(x_gmem) // len(rstd_gmem), x_gmem.shape[1])
+  n = x_gmem.size // len(rstd_gmem)
+  loaded = [rows.load_groups(x_gmem.at[part.of_row(row)]) for part in row_parts]
+  values = []
+  for part, x in zip(row_parts, loaded, strict=True):
+    codes, scale = rows.quantize_groups(x, q_gmem.dtype, interpret)
+    q_gmem[part.of_row(row)] = codes
+    scale_gmem[part.of_row(row)] = scale.astype(scale_gmem.dtype)
+    values.append(rows.dequantize_groups(codes, scale))
+  centred = values
+  mean = None
+  if mean_gmem is not None:
+    mean = rows.sum_of_row(row_parts, values) / n
+    mean_gmem[row] = mean
+    centred = [x - mean for x in values]
+  squares = [x * x for x in centred]
+  rstd = lax.rsqrt(rows.sum_of_row(row_parts, squares) / n + eps)
+  rstd_gmem[row] = rstd
+  bits = jnp.int32(0)
+  for part, x in zip(row_parts, centred, strict=True):
+    y = x * rstd
+    if gamma_gmem is not None:
+      y = y * rows.load_groups(gamma_gmem.at[part.of_vector])
+    if beta_gmem is not None:
+      y = y + rows.load_groups(beta_gmem.at[part.of_vector])
+    bits = jnp.maximum(bits, rows.amax_bits(y))
+  scales.store_maximum(bits_gmem, row, bits)
+
+
+# --- Forward -----------------------------------------------------------------
+
+
+def _why_not_fwd(x, output, scale, layout, **_) -> str | None:
+  return (
+    device.why_not()
+    or supported.why_not_values(x)
+    or supported.why_not_written(x.qvalue.shape, output, scale, layout)
+    or rows.why_not_tiles(x.qvalue.shape)
+  )
+
+
+@kernel(_why_not_fwd)
+@jax.jit(static_argnames=("output", "layout", "interpret"))
+def norm_fwd(
+  x: QTensor,
+  gamma: Array | None,
+  beta: Array | None,
+  stats: NormStats,
+  *,
+  output: Scaling = VALUES,
+  scale: Scales | None = None,
+  layout: Layout = "rows",
+  interpret: bool = False,
+) -> Operand:
+  """`ops.norm_fwd`."""
+  assert isinstance(scale, Array) and x.group_size is not None
+  n = x.qvalue.shape[-1]
+  m = x.qvalue.size // n
+  in_rows, columns = rows.run(
+    functools.partial(_fwd_kernel, interpret=interpret),
+    [
+      x.qvalue.reshape(m, n),
+      x.scale.reshape(m, n // x.group_size),
+      gamma,
+      beta,
+      None if stats.mean is None else stats.mean.reshape(m),
+      stats.rstd.reshape(m),
+      scale.reshape(1),
+    ],
+    rows.operand(m, n, E4M3, layout),
+    grid=rows.grid_of_tiles(m, n),
+    scratch=[row_ptx.scratch(rows.tile_height(m))],
+    interpret=interpret,
+    name="norm_fwd",
+  )
+  return Operand(rows.like(in_rows, x.qvalue), columns, scale)
+
+
+def _fwd_kernel(*refs, interpret):
+  *refs, rows_gmem, columns_gmem, smem = refs
+  q_gmem, scales_gmem, gamma_gmem, beta_gmem, mean_gmem, rstd_gmem = refs[:-1]
+  [scale_gmem] = refs[-1:]
+  place = rows.place_of_tile(q_gmem.shape)
+  y = rows.load_quantized_tile(q_gmem, scales_gmem, place, interpret)
+  if mean_gmem is not None:
+    y = y - rows.load_per_row(mean_gmem, place)
+  y = y * rows.load_per_row(rstd_gmem, place)
+  if gamma_gmem is not None:
+    y = y * rows.load_per_column(gamma_gmem, place)
+  if beta_gmem is not None:
+    y = y + rows.load_per_column(beta_gmem, place)
+  codes = rows.quantize_tile(y, scale_gmem[0], E4M3, interpret)
+  rows.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)

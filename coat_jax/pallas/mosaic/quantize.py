@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization to FP8, per group and per tensor, in Mosaic GPU.
+
+  quantize_groups   code = x / scale, scale = bf16_up(amax of 1 x G / qmax)
+  tensor_scale      scale = amax of everything / qmax
+  quantize_tensor   code = clip(x / scale), by rows, by columns or both
+
+Kernels that write no columns treat x as one list of groups; columns are written
+from tiles, and x is read once for both layouts (`rows`).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.scaling import (
+  VALUES,
+  Groups,
+  Layout,
+  Operand,
+  Scales,
+  Scaling,
+)
+from coat_jax.ops.dispatch import kernel
+from coat_jax.pallas import supported
+from coat_jax.pallas.mosaic import device, row_ptx, rows
+from coat_jax.pallas.mosaic.scales import (
+  bits_to_scale,
+  bits_to_shared_scale,
+  maxima,
+  store_maximum,
+)
+
+
+def pick_size(elements: int) -> int:
+  """Picks a program's values: 32 per thread, or 8 if x is small."""
+  return 4 * rows.STEP if elements >= 2**20 else rows.STEP
+
+
+def pick_amax_size(elements: int) -> int:
+  """Picks 64 values per thread: fewer maxima for the second stage to read."""
+  return 8 * rows.STEP if elements >= 2**20 else rows.STEP
+
+
+# --- Per group ---------------------------------------------------------------
+
+
+def _why_not_groups(x, groups, **_) -> str | None:
+  return (
+    device.why_not()
+    or supported.why_not_format(groups.dtype, E4M3, E5M2)
+    or supported.why_not_dtype(x.dtype)
+    or supported.why_not_groups(x.shape, groups.size)
+    or rows.why_not_list(x.shape)
+  )
+
+
+@kernel(_why_not_groups)
+@jax.jit(static_argnames=("groups", "interpret"))
+def quantize_groups(
+  x: Array, *, groups: Groups, interpret: bool = False
+) -> QTensor:
+  """`ops.quantize_groups`."""
+  *leading, n = x.shape
+  size = pick_size(x.size)
+  shape = x.size // groups.size, groups.size
+  qvalue, scale = rows.run(
+    functools.partial(
+      _groups_kernel, count=size // groups.size, interpret=interpret
+    ),
+    [x.reshape(shape)],
+    [
+      jax.ShapeDtypeStruct(shape, groups.dtype),
+      jax.ShapeDtypeStruct(shape[:1], jnp.bfloat16),
+    ],
+    grid=(pl.cdiv(x.size, size),),
+    interpret=interpret,
+    name="quantize_groups",
+  )
+  scale = scale.reshape(*leading, n // groups.size)
+  return QTensor(qvalue.reshape(x.shape), scale, groups.size)
+
+
+def _groups_kernel(x_gmem, q_gmem, scale_gmem, *, count, interpret):
+  part = rows.part("last", count, len(x_gmem))
+  x = rows.load_groups(x_gmem.at[part])
+  codes, scale = rows.quantize_groups(x, q_gmem.dtype, interpret)
+  q_gmem[part] = codes
+  scale_gmem[part] = scale.astype(scale_gmem.dtype)
+
+
+# --- Per tensor --------------------------------------------------------------
+
+
+def _why_not_tensor(x, scaling, layout: Layout = "rows", **_) -> str | None:
+  return (
+    device.why_not()
+    or supported.why_not_scaling(scaling, E4M3, E5M2)
+    or supported.why_not_dtype(x.dtype)
+    or supported.why_not_shape(x.shape)
+    or supported.why_not_columns(x.shape, layout)
+    or rows.why_not_list(x.shape)
+    or (None if layout == "rows" else rows.why_not_tiles(x.shape))
+  )
+
+
+@kernel(_why_not_tensor)
+@jax.jit(static_argnames=("scaling", "interpret"))
+def tensor_scale(
+  x: Array,
+  *,
+  scaling: Scaling = VALUES,
+  interpret: bool = False,
+) -> Array:
+  """`ops.tensor_scale`: finds the programs' maxima, then the scale."""
+  return bits_to_scale(_maxima(x, interpret), scaling, interpret)
+
+
+def _maxima(x: Array, interpret: bool) -> Array:
+  size = pick_amax_size(x.size)
+  programs = pl.cdiv(x.size, size)
+  [bits] = rows.run(
+    functools.partial(_amax_kernel, count=size // rows.ANY),
+    [x.reshape(-1, rows.ANY)],
+    [maxima(programs)],
+    grid=(programs,),
+    interpret=interpret,
+    name="tensor_amax",
+  )
+  return bits
+
+
+def _amax_kernel(x_gmem, bits_gmem, *, count):
+  part = rows.part("last", count, len(x_gmem))
+  bits = rows.amax_bits(rows.load_groups(x_gmem.at[part]))
+  store_maximum(bits_gmem, lax.axis_index("last"), bits)
+
+
+@kernel(_why_not_tensor)
+@jax.jit(static_argnames=("scaling", "layout", "interpret"))
+def quantize_tensor(
+  x: Array,
+  *,
+  scaling: Scaling = VALUES,
+  scale: Scales | None = None,
+  layout: Layout = "rows",
+  interpret: bool = False,
+) -> Operand:
+  """`ops.quantize_tensor`."""
+  if scale is None:
+    bits = _maxima(x, interpret)
+    scale, read = bits_to_shared_scale(bits, scaling, interpret)
+  else:
+    assert isinstance(scale, Array)
+    read = scale.reshape(1)
+  if layout == "rows":
+    return Operand(_rows(x, read, scaling.dtype, interpret), None, scale)
+  n = x.shape[-1]
+  m = x.size // n
+  in_rows, columns = rows.run(
+    functools.partial(_tiles_kernel, interpret=interpret),
+    [x.reshape(m, n), read],
+    rows.operand(m, n, scaling.dtype, layout),
+    grid=rows.grid_of_tiles(m, n),
+    scratch=[row_ptx.scratch(rows.tile_height(m))],
+    interpret=interpret,
+    name="quantize_tiles",
+  )
+  return Operand(rows.like(in_rows, x), columns, scale)
+
+
+def _tiles_kernel(
+  x_gmem, scale_gmem, rows_gmem, columns_gmem, smem, *, interpret
+):
+  place = rows.place_of_tile(x_gmem.shape)
+  x = rows.load_tile(x_gmem.at[place])
+  written = columns_gmem if rows_gmem is None else rows_gmem
+  codes = rows.quantize_tile(x, scale_gmem[0], written.dtype, interpret)
+  rows.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)
+
+
+def _rows(x: Array, scale: Array, dtype, interpret: bool) -> Array:
+  size = pick_size(x.size)
+  shape = x.size // rows.ANY, rows.ANY
+  [found] = rows.run(
+    functools.partial(
+      _rows_kernel, count=size // rows.ANY, interpret=interpret
+    ),
+    [x.reshape(shape), scale],
+    [jax.ShapeDtypeStruct(shape, dtype)],
+    grid=(pl.cdiv(x.size, size),),
+    interpret=interpret,
+    name="quantize_rows",
+  )
+  return found.reshape(x.shape)
+
+
+def _rows_kernel(x_gmem, scale_gmem, rows_gmem, *, count, interpret):
+  part = rows.part("last", count, len(x_gmem))
+  x = rows.load_groups(x_gmem.at[part])
+  rows_gmem[part] = rows.quantize(x, scale_gmem[0], rows_gmem.dtype, interpret)

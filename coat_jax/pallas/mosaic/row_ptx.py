@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PTX of the kernels on rows: dividing by a scale, transposing codes.
+
+`rows` calls these functions and defines each one in jnp next to the call.
+"""
+
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from coat_jax.pallas.mosaic import emit
+
+WARPS, LANES = 4, 32
+VECTOR = 8  # The values of one load of a lane.
+COLUMNS = 128  # The width of a tile.
+_CHUNK = 16  # The bytes of a store to columns.
+
+TILE_LAYOUT = plgpu.Layout.TILED(
+  plgpu.Tiling(((32, COLUMNS), (8, COLUMNS), (4, VECTOR))),
+  warp_dims=(-6,),
+  lane_dims=(-4, -3),
+  vector_dim=-1,
+)
+
+
+def scales_layout(size: int):
+  """Returns the layout of a tile's scales, [height, 128 / size].
+
+  A lane holds the scale of each vector that it holds in `TILE_LAYOUT`.
+  """
+  groups = COLUMNS // size
+  return plgpu.Layout.TILED(
+    plgpu.Tiling(((32, groups), (8, groups), (4, 1))),
+    warp_dims=(-6,),
+    lane_dims=(-4, -3, plgpu.Replicated(size // VECTOR)),
+    vector_dim=-1,
+  )
+
+
+def spread_scales(scale: Array, size: int) -> Array:
+  """Repeats each scale of a tile `size` times along its row."""
+  shape = scale.shape[0], COLUMNS
+  out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE_LAYOUT)
+
+  @plgpu.inline_mgpu(arg_types=(scales_layout(size),), return_type=out)
+  def apply(_, scale):
+    layout = TILE_LAYOUT.to_mgpu()
+    kind = ir.VectorType.get((VECTOR,), ir.F32Type.get())
+    registers = np.empty(layout.registers_shape(shape), object)
+    for i, x in enumerate(scale.registers.flat):
+      if isinstance(x.type, ir.VectorType):
+        x = emit.element(x, 0)
+      registers.flat[i] = vector.broadcast(kind, x)
+    return mgpu.FragmentedArray(
+      _registers=registers, _layout=layout, _is_signed=None
+    )
+
+  return apply(scale)  # pyright: ignore
+
+
+def columns_layout(height: int):
+  """Returns the layout of a transposed tile [128, height]."""
+  columns = LANES * _CHUNK // height  # Per warp.
+  return plgpu.Layout.TILED(
+    plgpu.Tiling(((WARPS * columns, height), (columns, height), (_CHUNK,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+  )
+
+
+def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
+  """Returns x / scale, correctly rounded; only the sign counts beyond `limit`.
+
+  Without a limit x must be finite, or the scale NaN or infinite.
+  """
+  out = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+  f32 = "{ .reg .f32 q, r; "
+  # An infinite scale becomes 0, and so does its reciprocal: 0 * x is 0 or NaN.
+  divisor = (
+    "{ .reg .pred p; testp.infinite.f32 p, $1; "
+    f"selp.f32 $0, {_hex(0.0)}, $1, p; }}"
+  )
+  reciprocal = (
+    f"{f32} rcp.approx.ftz.f32 q, $1; neg.f32 r, $2; "
+    f"fma.rn.f32 r, r, q, {_hex(1.0)}; fma.rn.f32 $0, r, q, q; }}"
+  )
+  # Clipping first keeps the remainder from being inf - inf.
+  clip = f"min.NaN.xorsign.abs.f32 q, q, {_hex(limit)}; " if limit else ""
+  divide = (
+    f"{f32} mul.rn.f32 q, $1, $3; {clip}"
+    "neg.f32 r, q; fma.rn.f32 r, r, $2, $1; fma.rn.f32 $0, r, $3, q; }"
+  )
+
+  @plgpu.inline_mgpu(arg_types=(layout, layout), return_type=out)
+  def apply(_, x, scale):
+    kind = ir.F32Type.get()
+
+    def asm(code, *args):
+      return emit.asm(code, *args, result=kind)
+
+    def convert(x, scale):
+      values = []
+      # Values of a lane that share a scale also share these instructions.
+      for value, by in zip(emit.elements(x), emit.elements(scale), strict=True):
+        by_finite = asm(divisor, by)
+        inverse = asm(reciprocal, by, by_finite)
+        values.append(asm(divide, value, by_finite, inverse))
+      return vector.from_elements(x.type, values)
+
+    registers = np.empty_like(x.registers)
+    for i in np.ndindex(registers.shape):
+      registers[i] = convert(x.registers[i], scale.registers[i])
+    return mgpu.FragmentedArray(
+      _registers=registers, _layout=x.layout, _is_signed=None
+    )
+
+  return apply(x, scale)  # pyright: ignore
+
+
+def scratch(height: int):
+  """Returns the shared memory in which `transpose` works."""
+  _, jump = _word_strides(height)
+  return plgpu.SMEM((VECTOR * jump,), jnp.int32)
+
+
+def _word_strides(height: int) -> tuple[int, int]:
+  """Returns where column 8 k + j begins: at word k * first + j * second.
+
+  The 4 spare words per column, and half a column per j, spread over the banks
+  what lanes write or read at the same time.
+  """
+  stride = height // 4 + 4
+  return stride, LANES // 2 * stride + height // 4
+
+
+def transpose(codes: Array, smem) -> Array:
+  """`rows.transpose`: 4 x 4 bytes in registers, the rest in shared memory."""
+  height, columns = codes.shape
+  layout = columns_layout(height)
+  out = plgpu.ShapeDtypeStruct((columns, height), codes.dtype, layout=layout)
+  chunks, (stride, jump) = height // _CHUNK, _word_strides(height)
+
+  def at(base, *terms):
+    """Returns the address of a word."""
+    for index, words in terms:
+      base = arith.addi(base, arith.muli(index, emit.i32(4 * words)))
+    return base
+
+  def split(x, size):
+    """Returns x // size and x % size, for a power of two."""
+    bits = emit.i32(size.bit_length() - 1)
+    return arith.shrui(x, bits), arith.andi(x, emit.i32(size - 1))
+
+  @plgpu.inline_mgpu(arg_types=(TILE_LAYOUT, plgpu.RefType()), return_type=out)
+  def apply(_, codes, smem):
+    i32 = emit.i32_type()
+    base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(smem))
+    warp, lane = split(emit.thread(), LANES)
+    # Four rows of 8 bytes become 8 words of 4 rows.
+    quad, k = split(lane, LANES // 2)
+    place = at(base, (k, stride), (warp, 2), (quad, 1))
+    for half, four in enumerate(codes.registers.reshape(-1, 4)):
+      pair = ir.VectorType.get((2,), i32)
+      pairs = [emit.elements(vector.bitcast(pair, x)) for x in four]
+      words = [
+        x
+        for part in zip(*pairs, strict=True)
+        for x in emit.transposed(list(part))
+      ]
+      for j, word in enumerate(words):
+        emit.store_shared(place, 4 * (j * jump + half * 8), word)
+    mgpu.utils.warpgroup_barrier()
+    column, chunk = split(lane, chunks)
+    of_warp = LANES // chunks
+    column = arith.addi(arith.muli(warp, emit.i32(of_warp)), column)
+    k, j = split(column, VECTOR)
+    place = at(base, (k, stride), (j, jump), (chunk, 4))
+    kind = codes.registers.flat[0].type.element_type
+    registers = np.empty(layout.to_mgpu().registers_shape(out.shape), object)
+    for i in range(registers.size):
+      words = emit.load_shared(
+        place, 4 * i * (WARPS * of_warp // VECTOR) * stride
+      )
+      packed = vector.from_elements(ir.VectorType.get((4,), i32), words)
+      registers.flat[i] = vector.bitcast(
+        ir.VectorType.get((_CHUNK,), kind), packed
+      )
+    return mgpu.FragmentedArray(
+      _registers=registers, _layout=layout.to_mgpu(), _is_signed=None
+    )
+
+  return apply(codes, smem)  # pyright: ignore
+
+
+def _hex(x: float) -> str:
+  """Formats an f32 as PTX writes it."""
+  return f"0f{struct.pack('>f', x).hex().upper()}"

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs kernels on rows of values, and the operations that they share.
+
+A program is one warpgroup. It loads its values with 16 bytes per lane, all of
+them before it uses any, and keeps them in registers. It holds them in one of
+two ways:
+
+  groups  [count, G], G = 16 to 128. G / 8 lanes hold a group, so finding its
+          largest magnitude takes at most four shuffles. Rows are contiguous and
+          consist of whole groups, so a matrix is one list of groups.
+  tiles   [64, 128], or 32 rows of a low matrix. A lane holds 8 values of each
+          of 4 rows, because four codes of a column fill a register. Codes are
+          transposed with byte permutes and through shared memory, and written
+          16 bytes at a time.
+
+Mosaic has no masks. So where programs would reach past the end, the last one
+starts earlier, and writes some values that another program writes too.
+
+The interpreter cannot run inlined PTX (`row_ptx`): with `interpret`, functions
+use their jnp version, which is also their definition.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from coat_jax.numerics.formats import qmax
+from coat_jax.numerics.scaling import Layout
+from coat_jax.pallas.magnitudes import group_scale, magnitude_bits
+from coat_jax.pallas.mosaic import row_ptx
+from coat_jax.pallas.mosaic.row_ptx import COLUMNS, LANES, VECTOR, WARPS
+
+STEP = WARPS * LANES * VECTOR  # The values of one load of a program.
+# Groups of values for which groups do not matter.
+ANY = 16
+# The largest size of a GPU's grid along any axis but its last.
+_MAX_ACROSS = 65535
+_LOW, _HIGH = 32, 64  # The heights of tiles.
+
+
+def run(
+  kernel: Callable[..., None],
+  inputs: Sequence[Array | None],
+  outputs: Sequence[jax.ShapeDtypeStruct | None],
+  *,
+  grid: tuple[int, ...],
+  scratch: Sequence = (),
+  interpret: bool,
+  name: str,
+) -> list:
+  """Calls `kernel(*refs)`; if an input or output is None, so is its ref.
+
+  `scratch` is shared memory, for which refs follow those of the outputs. The
+  axis of the grid along which programs are consecutive is "last"; if there are
+  two, the other one is "across".
+  """
+  present = [x is not None for x in (*inputs, *outputs)]
+
+  def body(*refs):
+    left = iter(refs)
+    kernel(*(next(left) if there else None for there in present), *left)
+
+  found = plgpu.kernel(
+    body,
+    out_type=[x for x in outputs if x is not None],
+    scratch_types=scratch,
+    grid=grid,
+    grid_names=("across", "last")[-len(grid) :],
+    compiler_params=plgpu.CompilerParams(
+      approx_math=True,
+      # `transpose` has its own barrier; otherwise threads share no memory.
+      unsafe_no_auto_barriers=True,
+    ),
+    interpret=plgpu.InterpretGPUParams() if interpret else False,
+    kernel_name=name,
+  )(*(x for x in inputs if x is not None))
+  left = iter(found)
+  return [None if x is None else next(left) for x in outputs]
+
+
+def part(axis: str, size: int, count: int):
+  """Returns this program's part, of `size`, of an axis of `count` >= size."""
+  start = lax.axis_index(axis) * size
+  if count % size:
+    start = jnp.minimum(start, count - size)
+  return pl.ds(start, size)
+
+
+def why_not_list(shape: tuple[int, ...]) -> str | None:
+  """Returns why no program fits into an array of this shape, or None."""
+  size = math.prod(shape)
+  if size < STEP:
+    return f"the kernel of Mosaic takes at least {STEP} values, got {size}"
+  return None
+
+
+def why_not_tiles(shape: tuple[int, ...]) -> str | None:
+  """Returns why no tile fits into a matrix of this shape, or None."""
+  n = shape[-1]
+  m = math.prod(shape[:-1])
+  if n > COLUMNS * _MAX_ACROSS:
+    return f"the kernel of Mosaic takes at most {_MAX_ACROSS} tiles across"
+  if m < _LOW or n < COLUMNS:
+    return (
+      f"the kernel of Mosaic works in tiles of {_LOW} x {COLUMNS}, got a "
+      f"matrix [{m}, {n}]"
+    )
+  return None
+
+
+# --- Groups ------------------------------------------------------------------
+
+
+def group_layout(size: int):
+  """Returns the layout of groups [count, size]; `.reduce(1)` is a statistic's.
+
+  `count` is a multiple of `STEP // size`.
+  """
+  groups = LANES * VECTOR // size  # Per warp and load.
+  return plgpu.Layout.TILED(
+    plgpu.Tiling(((WARPS * groups, size), (groups, size), (VECTOR,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+  )
+
+
+def load_groups(ref) -> Array:
+  """Loads groups [count, G] as f32."""
+  layout = group_layout(ref.shape[1])
+  return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def amax_bits(x: Array) -> Array:
+  """Returns the f32 bits of the largest magnitude of groups, as int32 []."""
+  return jnp.max(jnp.max(_folded(jnp.maximum, magnitude_bits(x)), axis=1))
+
+
+def _folded(op: Callable, x: Array) -> Array:
+  """Combines the loads of groups [count, G] in each lane, to one load."""
+  count = STEP // x.shape[1]
+  loads = [x[i : i + count] for i in range(0, len(x), count)]
+  return functools.reduce(op, loads)
+
+
+def quantize_groups(
+  x: Array, dtype: DTypeLike, interpret: bool
+) -> tuple[Array, Array]:
+  """Quantizes groups [count, G] to codes and f32 scales [count].
+
+  Scales are BF16 values, rounded up, so no quotient needs clipping.
+  """
+  scale = group_scale(jnp.max(magnitude_bits(x), axis=1), dtype)
+  spread = lax.broadcast_in_dim(scale, x.shape, (0,))
+  if interpret:
+    return (x / spread).astype(dtype), scale
+  layout = group_layout(x.shape[1])
+  return row_ptx.quotient(x, spread, None, layout).astype(dtype), scale
+
+
+def quantize(
+  x: Array, scale: Array, dtype: DTypeLike, interpret: bool
+) -> Array:
+  """Quantizes groups with one scale []: rne(clip(x / scale, ±qmax))."""
+  return _quantize(x, scale, dtype, group_layout(x.shape[1]), interpret)
+
+
+def _quantize(x, scale, dtype, layout, interpret):
+  limit = qmax(dtype)
+  if interpret:
+    return jnp.clip(x / scale, -limit, limit).astype(dtype)
+  scale = plgpu.layout_cast(jnp.broadcast_to(scale, x.shape), layout)
+  # The GPU's cast saturates.
+  return row_ptx.quotient(x, scale, 2 * limit, layout).astype(dtype)
+
+
+def dequantize_groups(codes: Array, scale: Array) -> Array:
+  """Dequantizes codes [count, G] with scales [count] to f32."""
+  spread = lax.broadcast_in_dim(scale, codes.shape, (0,))
+  return codes.astype(jnp.float32) * spread
+
+
+# --- Whole rows, in groups ---------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPart:
+  """A part of each row, in groups, that a program loads at once.
+
+  The last part may overlap the one before it: its first `known` groups are the
+  other's too.
+  """
+
+  first: int
+  count: int
+  known: int
+  groups: int  # Of a whole row.
+
+  def of_row(self, row: Array):
+    """Returns where the part of a row is in a list of all rows' groups."""
+    return pl.ds(row * self.groups + self.first, self.count)
+
+  @property
+  def of_vector(self):
+    """Returns where the part is in a vector with one value per column."""
+    return pl.ds(self.first, self.count)
+
+
+def row_parts(groups: int, size: int) -> list[RowPart]:
+  """Cuts rows of so many groups of `size` into whole loads of a program."""
+  load = STEP // size
+  whole = groups // load * load
+  found = [RowPart(0, whole, 0, groups)]
+  if whole < groups:
+    first = groups - load
+    found.append(RowPart(first, load, whole - first, groups))
+  return found
+
+
+def in_groups(vector: Array | None, size: int) -> Array | None:
+  """Views a vector with one value per column as groups."""
+  return None if vector is None else vector.reshape(-1, size)
+
+
+def sum_of_row(parts: list[RowPart], values: list[Array]) -> Array:
+  """Sums a row, f32 [], of which `values` are the parts, [count, G] each."""
+  total = jnp.float32(0)
+  for part, x in zip(parts, values, strict=True):
+    if part.known:
+      layout = group_layout(x.shape[1])
+      group = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
+      x = jnp.where(group < part.known, 0.0, x)
+    total = total + jnp.sum(jnp.sum(_folded(jnp.add, x), axis=1))
+  return total
+
+
+def why_not_row(shape: tuple[int, ...], most: int) -> str | None:
+  """Returns why rows do not fit in a program that holds `most`, or None."""
+  if shape and not STEP <= shape[-1] <= most:
+    return (
+      f"the kernel of Mosaic holds rows of {STEP} to {most}, got {shape[-1]}"
+    )
+  return None
+
+
+# --- Tiles -------------------------------------------------------------------
+
+
+def tile_height(m: int) -> int:
+  """Returns the height of tiles of a matrix with m >= 32 rows."""
+  return _HIGH if m >= _HIGH else _LOW
+
+
+def grid_of_tiles(m: int, n: int) -> tuple[int, int]:
+  """Returns a grid whose consecutive programs go down the rows."""
+  return pl.cdiv(n, COLUMNS), pl.cdiv(m, tile_height(m))
+
+
+def operand(
+  m: int, n: int, dtype: DTypeLike, layout: Layout
+) -> list[jax.ShapeDtypeStruct | None]:
+  """Returns the shapes of rows and columns; None for one that is omitted."""
+  return [
+    None if layout == "columns" else jax.ShapeDtypeStruct((m, n), dtype),
+    None if layout == "rows" else jax.ShapeDtypeStruct((n, m), dtype),
+  ]
+
+
+def like(rows: Array | None, x: Array) -> Array | None:
+  """Gives a matrix the shape of x; None stays None."""
+  return None if rows is None else rows.reshape(x.shape)
+
+
+def place_of_tile(shape: tuple[int, int]):
+  """Returns the rows and the columns of this program's tile of a matrix."""
+  m, n = shape
+  return part("last", tile_height(m), m), part("across", COLUMNS, n)
+
+
+def load_tile(ref) -> Array:
+  """Loads a tile as f32."""
+  x = plgpu.load(ref, layout=row_ptx.TILE_LAYOUT, optimized=False)
+  return x.astype(jnp.float32)
+
+
+def load_quantized_tile(q_gmem, scale_gmem, place, interpret: bool) -> Array:
+  """Loads codes and scales [m, groups]; dequantizes them to f32."""
+  m, n = q_gmem.shape
+  size = n // scale_gmem.shape[1]
+  row, column = place
+  groups = pl.ds(lax.div(column.start, jnp.int32(size)), COLUMNS // size)
+  layout = row_ptx.scales_layout(size)
+  scale = plgpu.load(
+    scale_gmem.at[row, groups], layout=layout, optimized=False
+  ).astype(jnp.float32)
+  if interpret:
+    scale = jnp.repeat(scale, size, axis=1)
+  else:
+    scale = row_ptx.spread_scales(scale, size)
+  return load_tile(q_gmem.at[place]) * scale
+
+
+def load_per_row(ref, place) -> Array:
+  """Loads a value per row and broadcasts it to a tile, in f32."""
+  return _load_along(ref, place, 0)
+
+
+def load_per_column(ref, place) -> Array:
+  """Loads a value per column and broadcasts it to a tile, in f32."""
+  return _load_along(ref, place, 1)
+
+
+def _load_along(ref, place, axis: int) -> Array:
+  layout = row_ptx.TILE_LAYOUT.reduce(1 - axis)
+  x = plgpu.load(ref.at[place[axis]], layout=layout, optimized=False)
+  shape = place[0].size, place[1].size
+  return lax.broadcast_in_dim(x.astype(jnp.float32), shape, (axis,))
+
+
+def quantize_tile(
+  x: Array, scale: Array, dtype: DTypeLike, interpret: bool
+) -> Array:
+  """`quantize`, for a tile."""
+  return _quantize(x, scale, dtype, row_ptx.TILE_LAYOUT, interpret)
+
+
+def transpose(codes: Array, smem, interpret: bool) -> Array:
+  """Transposes a tile of codes, once per program; smem is `row_ptx.scratch`."""
+  return codes.T if interpret else row_ptx.transpose(codes, smem)
+
+
+def store_operand(
+  place, codes: Array, rows_gmem, columns_gmem, smem, interpret: bool
+) -> None:
+  """Writes a tile of codes to the layouts whose refs are not None."""
+  rows, columns = place
+  if rows_gmem is not None:
+    rows_gmem[rows, columns] = codes
+  if columns_gmem is not None:
+    columns_gmem[columns, rows] = transpose(codes, smem, interpret)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles Mosaic's kernels on rows for an H200, and executes their PTX.
+
+The tests that a GPU runs also run on `ptx_machine`, in NumPy: the interpreter
+shows neither the inlined instructions nor in which lanes and addresses values
+are. Bounds of registers are those with which enough programs share a
+multiprocessor to keep 40 KiB or more of loads in flight.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import aot
+from coat_jax.ops import Blocks, Groups
+from coat_jax.pallas.mosaic import norm, norm_backward, quantize, rows
+from tests.aot.ptx_machine import Machine
+from tests.aot.test_norm import operands
+from tests.aot.test_registers import ptx_of, real_kernel
+from tests.pallas.mosaic import test_norm, test_quantize
+
+pytestmark = pytest.mark.aot
+
+
+@pytest.fixture
+def on_machine(monkeypatch, tmp_path):
+  """Makes kernels on rows run on `ptx_machine`."""
+
+  def kernel(body, *, out_type, grid, interpret, **options):
+    assert not interpret
+
+    def call(*inputs):
+      def real(inputs):
+        return real_kernel(body, out_type=out_type, grid=grid, **options)(
+          *inputs
+        )
+
+      specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+      jax.clear_caches()  # Nothing is written of a kernel compiled before.
+      with jax.disable_jit(False):
+        ptx, order = ptx_of(real, [specs], tmp_path)
+      out = [np.zeros(x.shape, x.dtype) for x in out_type]
+      arrays = [*map(np.array, inputs), *out]
+      *across, last = grid
+      machine = Machine(ptx, [arrays[i] for i in order], (last, *across, 1)[:2])
+      machine.run()
+      return [jnp.asarray(x) for x in out]
+
+    return call
+
+  monkeypatch.setattr(rows.plgpu, "kernel", kernel)
+  with jax.disable_jit():
+    yield
+
+
+@pytest.mark.parametrize(
+  "shape, dtype", [((80, 144), jnp.float32), ((48, 256), jnp.bfloat16)]
+)
+def test_quantization_is_its_definition(on_machine, shape, dtype):
+  test_quantize.check_kernels(shape, dtype, 1)
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.013, 0.3])
+def test_quotients_between_two_codes(on_machine, scale):
+  test_quantize.check_ties(scale)
+
+
+@pytest.mark.parametrize(
+  "shape, kind", [((48, 1152), "layer"), ((64, 1024), "rms")]
+)
+def test_norms_are_their_definitions(on_machine, shape, kind):
+  test_norm.check_kernels(shape, kind, 1)
+
+
+M = 8192
+BF16, F32 = jnp.bfloat16, jnp.float32
+SCALE = jax.ShapeDtypeStruct((), F32)
+
+
+def report(fn, *specs, folder) -> tuple[int, int]:
+  """Compiles one kernel; returns its registers and the bytes of spills."""
+  jax.clear_caches()  # Nothing is written of a kernel compiled before.
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+    patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    aot.compile_for_h200(fn, *specs)
+  [text] = [path.read_text() for path in folder.glob("*.ptxas")]
+  [registers] = re.findall(r"Used (\d+) registers", text)
+  [spills] = re.findall(r"(\d+) bytes spill stores", text)
+  return int(registers), int(spills)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(
+  "fn, most",
+  [
+    (functools.partial(quantize.quantize_groups, groups=Groups(16)), 64),
+    (functools.partial(quantize.quantize_groups, groups=Groups(128)), 64),
+    (quantize.quantize_tensor, 64),
+    (functools.partial(quantize.quantize_tensor, layout="columns"), 84),
+    (functools.partial(quantize.quantize_tensor, layout="both"), 84),
+  ],
+  ids=["groups16", "groups128", "rows", "columns", "both"],
+)
+def test_quantization_needs_few_registers(fn, most, dtype, tmp_path):
+  x = jax.ShapeDtypeStruct((M, 4096), dtype)
+  if fn is not quantize.quantize_tensor and "groups" in fn.keywords:
+    found = report(fn, x, folder=tmp_path)
+  else:
+    found = report(
+      lambda x, scale: fn(x, scale=scale)[:2], x, SCALE, folder=tmp_path
+    )
+  registers, spills = found
+  assert registers <= most and not spills
+
+
+@pytest.mark.parametrize(
+  "n, kind, most",
+  [
+    (1152, "layer", 56),
+    (4096, "rms", 80),
+    (4096, "layer", 112),
+    (8192, "layer", 224),
+  ],
+)
+def test_norm_input_needs_few_registers(n, kind, most, tmp_path):
+  x, _, gamma, beta, _ = operands(n, kind)
+  registers, spills = report(
+    # The scale of blocks is found later: there is only one kernel.
+    lambda x, gamma, beta: norm.norm_input(
+      x,
+      gamma,
+      beta,
+      kind=kind,
+      eps=1e-5,
+      groups=Groups(16),
+      output=Blocks(),
+    ),
+    x,
+    gamma,
+    beta,
+    folder=tmp_path,
+  )
+  assert registers <= most and not spills
+
+
+@pytest.mark.parametrize("layout, most", [("rows", 96), ("both", 80)])
+def test_norm_needs_few_registers(layout, most, tmp_path):
+  _, x_q, gamma, beta, stats = operands(4096, "rms")
+  registers, spills = report(
+    lambda *args: norm.norm_fwd(*args[:-1], scale=args[-1], layout=layout)[:2],
+    x_q,
+    gamma,
+    beta,
+    stats,
+    SCALE,
+    folder=tmp_path,
+  )
+  assert registers <= most and not spills
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("n", [1152, 4096, 5120])
+def test_norm_backward_does_not_spill(n, kind, tmp_path):
+  x, x_q, gamma, _, stats = operands(n, kind)
+  _, spills = report(
+    lambda dy, x_q, gamma, stats, add: norm_backward.norm_bwd(
+      dy, x_q, gamma, stats, add=add
+    ),
+    x,
+    x_q,
+    gamma,
+    stats,
+    x,
+    folder=tmp_path,
+  )
+  assert not spills
