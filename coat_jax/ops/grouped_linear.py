@@ -129,7 +129,10 @@ def _dot(a: Array, b: Array, sizes: Array, dimensions) -> Array:
   )
 
 
-@op(check=lambda x, w, sizes, **_: _check_rows(x, w, sizes, "columns"))
+@op(
+  check=lambda x, w, sizes, **_: _check_rows(x, w, sizes, "columns"),
+  mosaic="grouped_product",
+)
 def grouped_linear_fwd(
   x: Operand, w: Operand, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
@@ -137,7 +140,10 @@ def grouped_linear_fwd(
   return _rows_times(x.rows, w.columns, sizes, x.scale, w.scale, dtype)  # pyright: ignore[reportArgumentType]
 
 
-@op(check=lambda g, w, sizes, **_: _check_rows(g, w, sizes, "rows"))
+@op(
+  check=lambda g, w, sizes, **_: _check_rows(g, w, sizes, "rows"),
+  mosaic="grouped_product",
+)
 def grouped_linear_dgrad(
   g: Operand, w: Operand, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
@@ -145,7 +151,7 @@ def grouped_linear_dgrad(
   return _rows_times(g.rows, w.rows, sizes, g.scale, w.scale, dtype)  # pyright: ignore[reportArgumentType]
 
 
-@op(check=_check_columns)
+@op(check=_check_columns, mosaic="grouped_product")
 def grouped_linear_wgrad(
   x: Operand,
   g: Operand,

@@ -54,11 +54,11 @@ def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
       f"the kernel of Mosaic takes scales of blocks of {BLOCK}, got one scale "
       "per tensor"
     )
-  capability = _capability()
-  if capability not in ("9.0", None):
+  found = capability()
+  if found not in ("9.0", None):
     return (
       "the kernel of Mosaic is for Hopper, of compute capability 9.0, got "
-      f"{capability}"
+      f"{found}"
     )
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
     return f"the kernel writes bfloat16, float16 or float32, got {dtype}"
@@ -125,14 +125,14 @@ def linear_wgrad(
   return product(in_columns(x), in_columns(g), dtype, interpret=interpret)
 
 
-def _capability() -> str | None:
+def capability() -> str | None:
   """Returns this machine's compute capability; None without a GPU."""
   if jax.default_backend() != "gpu":
     return None
   return getattr(jax.local_devices()[0], "compute_capability", "an unknown one")
 
 
-def _multiprocessors() -> int:
+def multiprocessors() -> int:
   device = jax.sharding.get_abstract_mesh().abstract_device
   if device is not None and device.num_cores:
     return device.num_cores
@@ -163,7 +163,7 @@ def product(
   b_scale = b.scale.T
   if of_tiles := len(b.scale) != n:
     b_scale = jnp.repeat(b_scale, block_kernel.COPIES, axis=1)
-  clusters = (programs or _multiprocessors()) // tile.cluster
+  clusters = (programs or multiprocessors()) // tile.cluster
   work = Work(
     tile=tile,
     tiles_m=m // tile.m,

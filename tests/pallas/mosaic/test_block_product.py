@@ -170,7 +170,7 @@ def test_kernel_refuses_what_it_cannot_take(monkeypatch):
     trace(*narrow)
   with refused("one scale per tensor"):
     trace(x, one_scale)
-  monkeypatch.setattr(kernel, "_capability", lambda: "10.0")
+  monkeypatch.setattr(kernel, "capability", lambda: "10.0")
   with refused("is for Hopper, of compute capability 9.0, got 10.0"):
     trace(x, w)
 
