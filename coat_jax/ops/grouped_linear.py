@@ -75,10 +75,11 @@ def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:
     )
   fits = rows.ndim == 2 and weights.ndim == 3
   fits = fits and rows.shape[1] == weights.shape[2]
-  if not fits or not sizes.shape == w.scale.shape == weights.shape[:1]:
+  scales = getattr(w.scale, "shape", None)  # None for scales of blocks.
+  if not fits or not sizes.shape == scales == weights.shape[:1]:
     raise ValueError(
       "grouped_linear: needs rows [M, K], weights [E, N, K], and scales and "
-      f"sizes [E], got {rows.shape}, {weights.shape}, {w.scale.shape} and "
+      f"sizes [E], got {rows.shape}, {weights.shape}, {scales} and "
       f"{sizes.shape}; pass arrays that belong together"
     )
 
