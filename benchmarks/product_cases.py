@@ -114,6 +114,52 @@ def _grouped(sizes):
       flops=2 * t * d * f,
       ceiling="bf16",
     )
+  rows, weights = sizes.normal, lambda: sizes.normal(e, d, f)
+  sizes_of = lambda: jnp.array(counts, jnp.int32)  # noqa: E731
+  values = {
+    "x": lambda: _rows_in_fp8(rows(t, d), sizes_of(), E4M3),
+    "w": lambda: _experts_in_fp8(weights()),
+    "g": lambda: _rows_in_fp8(rows(t, f, seed=1), sizes_of(), E5M2),
+  }
+  for op, a, b in (
+    (ops.grouped_linear_fwd, "x", "w"),
+    (ops.grouped_linear_dgrad, "g", "w"),
+    (ops.grouped_linear_wgrad, "x", "g"),
+  ):
+    yield of_op(
+      op,
+      shape,
+      lambda a=a, b=b: (values[a](), values[b](), sizes_of()),
+      lambda op, a, b, counts: op(a, b, counts, dtype=sizes.dtype),
+      implementations=("xla",),  # grouped_products measures the kernel.
+      flops=2 * t * d * f,
+      ceiling="fp8",
+    )
+  yield of_op(
+    ops.quantize_grouped,
+    dict(rows=t, columns=d, scale="found"),
+    lambda: (rows(t, d), sizes_of()),
+    lambda op, x, counts: op(x, counts, layout="both"),
+    num_bytes=t * d * (2 * sizes.value_bytes + 2),
+  )
+  yield of_op(
+    ops.quantize_experts,
+    dict(experts=e, rows=d, columns=f, scale="found"),
+    lambda: (weights(),),
+    lambda op, w: op(w, layout="both"),
+    num_bytes=e * d * f * (2 * sizes.value_bytes + 2),
+  )
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _rows_in_fp8(x, sizes, dtype):
+  scaling = ops.PerTensor(dtype)
+  return ops.quantize_grouped(x, sizes, scaling=scaling, layout="both")
+
+
+_experts_in_fp8 = jax.jit(
+  functools.partial(ops.quantize_experts, layout="both")
+)
 
 
 def _linear(sizes):

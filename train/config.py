@@ -48,7 +48,7 @@ from train.weights import Stored
 _CACHED = ("weight_cache", "evaluation")
 _COAT = ("residuals", "attention", "activation_group_size", *_CACHED)
 _RECIPES = {
-  "coat": _COAT,
+  "coat": (*_COAT, "experts"),
   "fp8_block": _COAT,
   "fp8_linear": _CACHED,
   "bf16": ("compute",),
@@ -79,6 +79,8 @@ class TrainConfig:
       recommended.
     activation_group_size: How many activations share a scale, with the same
       recipes.
+    experts: Format of the operands of experts' products, with recipe coat; fp8
+      is slow without a GPU kernel, which no run uses by default yet.
     weight_cache: What is computed from weights once per step, with FP8 recipes.
     evaluation: Evaluate in the recipe of training (same) or in bf16, with FP8
       recipes.
@@ -144,6 +146,7 @@ class TrainConfig:
   residuals: Residuals = fixed("minimal")
   attention: Kept = fixed("bf16")
   activation_group_size: Width = fixed(16)
+  experts: Kept = fixed("bf16")
   weight_cache: WeightCache = "scale"
   evaluation: Literal["same", "bf16"] = silent("same")
   compute: Literal["bfloat16", "float32"] = "bfloat16"

@@ -6,23 +6,24 @@
   middle   z = p silu(gate) up
   back     z --product, summed over a token's copies--> + x (`add_input`)
 
-The products are grouped matmuls in x's dtype (BF16): per-tensor FP8 would use
-one scale for all experts, and XLA has no grouped FP8 matmul on Hopper. The
-forward saves x and, for each of a token's k copies, gate and up, all in 1 x G
-FP8. It also saves the expert numbers, 4 k bytes a token. The backward
-recomputes the rest. COAT's code has no mixture of experts, so recipe.residuals
-and recipe.weight_cache have no effect.
+The products are grouped matmuls, in x's dtype (BF16) or with
+recipe.experts="fp8" in FP8 (`layers.expert_products`). The forward saves x and,
+for each of a token's k copies, gate and up, all in 1 x G FP8. It also saves the
+expert numbers, 4 k bytes a token. The backward recomputes the rest. COAT's code
+has no mixture of experts, so recipe.residuals and recipe.weight_cache have no
+effect.
 
 p multiplies z [T k, F], not the expert's output [T k, D]. The gradient of z,
 dz = dy w_down^T, then also determines that of p, dp = dz . (silu(gate) up), and
 the output need not be saved or recomputed.
 
 On a mesh every device holds a share of every expert: rows are split over fsdp
-and gathered in BF16 before use, and columns F are split over tensor. A device
-computes its columns for all positions of its sequences, and partial sums are
-reduce-scattered. If devices held whole experts, each would need T k rows:
-shapes are static, no token is dropped, and all tokens could choose its experts.
-With n devices along tensor, gate and up would then hold n times as many values.
+and gathered before use, in BF16 or as codes, and columns F are split over
+tensor. A device computes its columns for all positions of its sequences, and
+partial sums are reduce-scattered. If devices held whole experts, each would
+need T k rows: shapes are static, no token is dropped, and all tokens could
+choose its experts. With n devices along tensor, gate and up would then hold n
+times as many values.
 """
 
 from typing import NamedTuple
@@ -32,12 +33,26 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
+from coat_jax.layers.expert_products import (
+  Scales,
+  copies_in_rows,
+  gradient_in_rows,
+  input_gradient,
+  multiply_rows,
+  rows_operand,
+  scale_of,
+  weight_gradient,
+)
 from coat_jax.layers.norm import NormSaved, norm_gradients
-from coat_jax.layers.operands import groups_of, in_groups, value_scaling
+from coat_jax.layers.operands import (
+  gradient_scaling,
+  groups_of,
+  in_groups,
+  value_scaling,
+)
 from coat_jax.layers.residuals import cotangent, save_residual
 from coat_jax.layers.routing import (
   RoutingStats,
-  Rows,
   choose_experts,
   copies_of,
   expert_weights,
@@ -45,15 +60,11 @@ from coat_jax.layers.routing import (
   p_of_rows,
   sort_rows,
   sum_of_copies,
-  to_rows,
 )
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import (
-  gather_experts,
   gather_positions,
-  reduce_gradient,
   scatter_sequence,
-  size_of,
   spec_of,
   split_inputs,
   sum_tokens,
@@ -61,7 +72,6 @@ from coat_jax.mesh import (
   tokens,
 )
 from coat_jax.numerics.qtensor import QTensor
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.numerics.varying import varying
 
 
@@ -97,6 +107,7 @@ class _Saved(NamedTuple):
   experts: Array  # int32 [..., k], for the device's positions.
   # Gate and up, [..., k, F] for whole sequences: rows sorted by expert.
   parts: tuple[QTensor, ...]
+  scales: Scales  # Of the operands that the backward quantizes again.
 
 
 def _fwd(x, weights, static, recipe):
@@ -113,8 +124,8 @@ def _fwd(x, weights, static, recipe):
   y, _ = _normed(gather_positions(x_q, axes), w, static, dtype)
   rows = sort_rows(gather_positions(experts, axes), num_experts)
   p = p_of_rows(gather_positions(p, axes), rows)
-  y_rows = to_rows(y, rows, k)
-  h = multiply_rows(ops.grouped_fwd, y_rows, w.gate_up, rows, recipe)
+  y_rows = copies_in_rows(y, rows, k, value_scaling(recipe), recipe)
+  h, gate_up_scale = multiply_rows(y_rows, w.gate_up, rows, recipe, dtype)
   # The second result, the scale of an FP8 operand, is not needed.
   parts, _ = ops.activation_input(
     h.reshape(*y.shape[:-1], k, h.shape[-1]),
@@ -125,20 +136,23 @@ def _fwd(x, weights, static, recipe):
     implementation=recipe.implementation,
   )
   parts = save_residual("activation", parts)
-  z = (p * ops.activated(_flat(parts), activation="silu")).astype(dtype)
-  out = multiply_rows(ops.grouped_fwd, z, w.down, rows, recipe)
+  z = p * ops.activated(_flat(parts), activation="silu")
+  z = rows_operand(z, rows, recipe, dtype)
+  out, down_scale = multiply_rows(z, w.down, rows, recipe, dtype)
   out = sum_of_copies(out, rows, (*y.shape[:-1], k)).astype(dtype)
   out = scatter_sequence(out, axes)
   if static.add_input:
     out = _sum(x, out)
   mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
-  return (out, jax.tree.map(mean, stats)), _Saved(x_q, experts, parts)
+  scales = Scales(scale_of(y_rows), gate_up_scale, scale_of(z), down_scale)
+  scales = save_residual("linear", scales)
+  return (out, jax.tree.map(mean, stats)), _Saved(x_q, experts, parts, scales)
 
 
 def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
   axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
-  x_q, experts, parts = saved
+  x_q, experts, parts, scales = saved
   own_y, norm_stats = _normed(x_q, w, static, dtype)
 
   def route(y, router):
@@ -150,20 +164,24 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   rows = sort_rows(gather_positions(experts, axes), w.router.shape[-1])
   p = p_of_rows(gather_positions(p, axes), rows)
 
-  dout = to_rows(gather_positions(g, axes), rows, k)
-  dz = multiply_rows(ops.grouped_dgrad, dout, w.down, rows, recipe)
+  dout = copies_in_rows(
+    gather_positions(g, axes), rows, k, gradient_scaling(recipe), recipe
+  )
+  dz = input_gradient(dout, w.down, scales.down, rows, recipe, dtype)
   dz = dz.astype(jnp.float32)
   product = ops.activated(parts, activation="silu")
   dp = copies_of(jnp.sum(dz * product, axis=-1), rows).reshape(shape)
   dp = scatter_sequence(dp, axes)
-  z = (p * product).astype(dtype)
+  z = rows_operand(p * product, rows, recipe, dtype, scales.z)
   ddown = weight_gradient(z, dout, w.down, rows, recipe)
 
   dgate_and_up = ops.activation_bwd(p * dz, parts, activation="silu")
-  dh = jnp.concatenate(dgate_and_up, axis=-1).astype(dtype)
+  dh = jnp.concatenate(dgate_and_up, axis=-1)
+  dh = gradient_in_rows(dh, rows, recipe, dtype)
   y, _ = _normed(gather_positions(x_q, axes), w, static, dtype)
-  dgate_up = weight_gradient(to_rows(y, rows, k), dh, w.gate_up, rows, recipe)
-  dy = multiply_rows(ops.grouped_dgrad, dh, w.gate_up, rows, recipe)
+  y_rows = copies_in_rows(y, rows, k, value_scaling(recipe), recipe, scales.y)
+  dgate_up = weight_gradient(y_rows, dh, w.gate_up, rows, recipe)
+  dy = input_gradient(dh, w.gate_up, scales.gate_up, rows, recipe, dtype)
   dy = scatter_sequence(sum_of_copies(dy, rows, shape).astype(dtype), axes)
 
   dprobability = dstats.probability / token_shards(axes)
@@ -217,32 +235,6 @@ def _normed(x_q, w, static, dtype):
     values, w.gamma, w.beta, kind=static.kind, eps=static.eps
   )
   return y.astype(dtype), stats
-
-
-def multiply_rows(op, x, w, rows: Rows, recipe: CoatRecipe) -> Array:
-  """Multiplies rows by their expert's weights [E, D, *F], in x's dtype."""
-  w = w.reshape(*w.shape[:2], -1).astype(x.dtype)
-  w = gather_experts(w, recipe.axes)
-  how = recipe.implementation
-  return op(x, w, rows.sizes, dtype=x.dtype, implementation=how)
-
-
-def weight_gradient(x, g, w, rows: Rows, recipe: CoatRecipe) -> Array:
-  """Computes x^T g for each expert; on a mesh, only the device's rows."""
-  axes = recipe.axes
-  # XLA scatters along the outermost axis in memory: for another axis it would
-  # copy all of dw.
-  is_scattered = axes is not None and size_of(axes.fsdp) > 1
-  dw = ops.grouped_wgrad(
-    x,
-    g,
-    rows.sizes,
-    dtype=w.dtype if axes is None else axes.grad_dtype,
-    rows_first=is_scattered,
-    implementation=recipe.implementation,
-  )
-  dw = reduce_gradient(dw, axes, has_columns=True)
-  return cotangent(jnp.moveaxis(dw, 0, 1) if is_scattered else dw, w)
 
 
 def _flat(parts: tuple[QTensor, ...]) -> tuple[QTensor, ...]:

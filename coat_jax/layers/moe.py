@@ -17,14 +17,17 @@ from jax import Array
 from coat_jax import ops
 from coat_jax.layers.activation import activate
 from coat_jax.layers.block_module import NormLinearOptions, Parts
+from coat_jax.layers.expert_products import (
+  input_gradient,
+  multiply_rows,
+  weight_gradient,
+)
 from coat_jax.layers.experts import (
   MoEKind,
   MoEWeights,
   experts_rule,
   moe_specs,
   moe_types,
-  multiply_rows,
-  weight_gradient,
 )
 from coat_jax.layers.linear import default_kernel_init
 from coat_jax.layers.module import (
@@ -86,7 +89,7 @@ def moe(
     normalize: whether a token's k weights p are divided by their sum.
     kind, eps, add_input: see `block`.
     recipe: residuals are saved in FP8 if `nonlinear` is "fp8"; the matmuls run
-      in x's dtype in every recipe.
+      in x's dtype, or in FP8 if `experts` is "fp8".
 
   Returns:
     [..., D] in x's dtype, and the statistics for `load_balancing_loss`.
@@ -168,7 +171,7 @@ def _of_device(y, w, *, static, recipe):
 
 
 def _multiply(x, w, rows, recipe):
-  return multiply_rows(ops.grouped_fwd, x, w, rows, recipe)
+  return multiply_rows(x, w, rows, recipe, x.dtype)[0]
 
 
 def _multiply_fwd(x, w, rows, recipe):
@@ -177,7 +180,7 @@ def _multiply_fwd(x, w, rows, recipe):
 
 def _multiply_bwd(recipe, saved, g):
   x, w, rows = saved
-  dx = multiply_rows(ops.grouped_dgrad, g, w, rows, recipe)
+  dx = input_gradient(g, w, None, rows, recipe, g.dtype)
   return dx, weight_gradient(x, g, w, rows, recipe), None
 
 

@@ -149,6 +149,8 @@ class CoatRecipe:
       the backward pass of the softmax needs it unrounded.
     group_size: number of values that share a scale before a non-linear
       operation.
+    experts: format of the operands of a mixture's expert products, with recipe
+      `coat`. "fp8" uses one scale per expert for weights.
     weight_cache: what is computed from a weight once for all its uses in a
       step: "none", its "scale", or its "codes" in both layouts (2 bytes per
       parameter).
@@ -174,6 +176,7 @@ class CoatRecipe:
   residuals: Residuals = "minimal"
   attention: Kept = "bf16"
   group_size: int = 16
+  experts: Kept = "bf16"
   weight_cache: WeightCache = "scale"
   implementation: Literal["xla", None] = None
   evaluation: Evaluation = "same"
@@ -201,6 +204,14 @@ class CoatRecipe:
         "CoatRecipe: linear='bf16' goes with nonlinear='bf16' and "
         f"attention='bf16', got {self.nonlinear!r} and {self.attention!r}; "
         "FP8 residuals pay off only if matrix products read them"
+      )
+    if self.experts == "fp8" and (self.name, self.scaling) != (
+      "coat",
+      PerTensor,
+    ):
+      raise ValueError(
+        "CoatRecipe: experts='fp8' needs recipe coat and a scale per tensor, "
+        f"got {self.name} and {self.scaling.__name__}; leave experts out"
       )
     if self.in_blocks and self.name in ("bf16", "int8"):
       raise ValueError(
@@ -292,7 +303,13 @@ def fp8_linear(**options: Unpack[LinearOptions]) -> CoatRecipe:
   return CoatRecipe(nonlinear="bf16", **options)
 
 
-def coat(**options: Unpack[Options]) -> CoatRecipe:
+class CoatOptions(Options, total=False):
+  """Options of `coat`; see `CoatRecipe`."""
+
+  experts: Kept
+
+
+def coat(**options: Unpack[CoatOptions]) -> CoatRecipe:
   """Uses FP8 throughout the layer; `CoatRecipe` documents the options."""
   return CoatRecipe(**options)
 

@@ -48,6 +48,15 @@ from coat_jax.ops.functions import activation_values as activation_values
 from coat_jax.ops.grouped import grouped_dgrad as grouped_dgrad
 from coat_jax.ops.grouped import grouped_fwd as grouped_fwd
 from coat_jax.ops.grouped import grouped_wgrad as grouped_wgrad
+from coat_jax.ops.grouped_linear import (
+  grouped_linear_dgrad as grouped_linear_dgrad,
+)
+from coat_jax.ops.grouped_linear import grouped_linear_fwd as grouped_linear_fwd
+from coat_jax.ops.grouped_linear import (
+  grouped_linear_wgrad as grouped_linear_wgrad,
+)
+from coat_jax.ops.grouped_linear import quantize_experts as quantize_experts
+from coat_jax.ops.grouped_linear import quantize_grouped as quantize_grouped
 from coat_jax.ops.heads import join_heads as join_heads
 from coat_jax.ops.heads import join_heads_operand as join_heads_operand
 from coat_jax.ops.heads import split_heads as split_heads

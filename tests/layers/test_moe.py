@@ -17,6 +17,7 @@ from coat_jax.layers import (
   load_balancing_loss,
   moe,
 )
+from coat_jax.numerics.formats import E5M2
 from coat_jax.numerics.qtensor import num_groups
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
@@ -25,6 +26,7 @@ from tests.matrices import quick
 
 D, F, E, K, G = 24, 40, 6, 2, 16
 COAT = recipes.coat()
+FP8_EXPERTS = recipes.coat(experts="fp8")
 
 
 def case(rows=(2, 7), has_beta=False, seed=0):
@@ -64,10 +66,10 @@ def layer(x, weights, dy, dprobability, kind, normalize, add_input, recipe):
   return (y, stats), vjp((dy, RoutingStats(-dprobability, dprobability)))
 
 
-def dense(x, w, kind, normalize, add_input, is_fp8):
+def dense(x, w, kind, normalize, add_input, recipe):
   """Every expert on every token in f32, and those not chosen times zero."""
   y = x
-  if is_fp8:
+  if recipe.nonlinear == "fp8":
     y = straight_through.per_group(x)
     if kind is not None:
       y = straight_through.norm(x, w.gamma, w.beta, kind, 1e-5)
@@ -78,12 +80,22 @@ def dense(x, w, kind, normalize, add_input, is_fp8):
   p = jnp.where(probabilities >= kept[..., :1], probabilities, 0.0)
   if normalize:
     p = p / jnp.sum(p, axis=-1, keepdims=True)
-  keep = straight_through.per_group if is_fp8 else lambda x: x
-  gate, up = (
-    keep(jnp.einsum("...d,edf->...ef", y, w.gate_up[:, :, i])) for i in (0, 1)
-  )
-  out = jnp.einsum("...ef,efd->...ed", jax.nn.silu(gate) * up, w.down)
-  out = jnp.einsum("...e,...ed->...d", p, out)
+  as_is = lambda x: x  # noqa: E731
+  keep = straight_through.per_group if recipe.nonlinear == "fp8" else as_is
+  # An expert that was not chosen has zeros in z and in the gradient of h, which
+  # change no scale.
+  operand, of_experts, gradient = as_is, as_is, as_is
+  if recipe.experts == "fp8":
+    operand = lambda x: straight_through.pin(  # noqa: E731
+      x, straight_through.per_tensor(x)
+    )
+    of_experts = jax.vmap(operand)
+    gradient = lambda x: straight_through.rounded_gradient(x, E5M2)  # noqa: E731
+  gate_up, down = of_experts(w.gate_up), of_experts(w.down)
+  h = gradient(jnp.einsum("...d,edif->...eif", operand(y), gate_up))
+  gate, up = (keep(h[..., i, :]) for i in (0, 1))
+  z = operand(p[..., None] * jax.nn.silu(gate) * up)
+  out = gradient(jnp.einsum("...ef,efd->...d", z, down))
   return (x + out if add_input else out), probabilities.reshape(-1, E).mean(0)
 
 
@@ -98,15 +110,15 @@ def row(v):
 
 
 @functools.partial(
-  jit, static_argnames=("kind", "normalize", "add_input", "is_fp8")
+  jit, static_argnames=("kind", "normalize", "add_input", "recipe")
 )
-def oracle(x, weights, dy, dprobability, kind, normalize, add_input, is_fp8):
+def oracle(x, weights, dy, dprobability, kind, normalize, add_input, recipe):
   f = functools.partial(
     dense,
     kind=kind,
     normalize=normalize,
     add_input=add_input,
-    is_fp8=is_fp8,
+    recipe=recipe,
   )
   out, vjp = jax.vjp(f, x, weights)
   return out, vjp((dy, dprobability))
@@ -115,11 +127,14 @@ def oracle(x, weights, dy, dprobability, kind, normalize, add_input, is_fp8):
 @pytest.mark.parametrize(
   "kind, normalize, add_input, recipe",
   quick(
-    3,
+    4,
     [
+      ("rms", False, True, FP8_EXPERTS),
       ("rms", False, True, COAT),
       ("layer", True, False, COAT),
       ("rms", True, True, recipes.bf16()),
+      ("layer", True, False, FP8_EXPERTS),
+      (None, True, True, FP8_EXPERTS),
       (None, True, True, COAT),
       (None, False, False, recipes.fp8_linear()),
     ],
@@ -132,7 +147,7 @@ def test_moe_equals_all_experts_masked(kind, normalize, add_input, recipe):
   dprobability = jnp.float32(np.random.default_rng(1).normal(size=E))
   args = x, weights, dy, dprobability, kind, normalize, add_input
   (y, stats), gradients = layer(*args, recipe)
-  want, want_gradients = oracle(*args, recipe is COAT)
+  want, want_gradients = oracle(*args, recipe)
   assert_close((y, stats.probability), want)
   assert_close(gradients, want_gradients)
 
@@ -208,13 +223,13 @@ def test_moe_drops_no_token():
   args = x, weights, dy, jnp.zeros(E), None, True, True
   (y, stats), gradients = layer(*args, COAT)
   assert_same_bits(stats.load, jnp.float32([0, 1, 0, 0, 1, 0]))
-  want, want_gradients = oracle(*args, True)
+  want, want_gradients = oracle(*args, COAT)
   assert_close(y, want[0])
   assert_close(gradients, want_gradients)
   assert not np.any(gradients[1].gate_up[0])
 
 
-@pytest.mark.parametrize("recipe", [COAT, recipes.bf16()])
+@pytest.mark.parametrize("recipe", [COAT, FP8_EXPERTS, recipes.bf16()])
 def test_moe_of_no_tokens_has_a_loss_and_gradients_of_zero(recipe):
   x, weights, dy = case((2, 0))
   args = x, weights, dy, jnp.ones(E), "rms", True, True
@@ -231,7 +246,7 @@ def test_moe_in_bfloat16():
   # A router that decides: rounding to BF16 sends no token elsewhere.
   weights = weights._replace(router=8 * weights.router)
   args = weights, dy, jnp.zeros(E), "rms", True, True
-  want, want_gradients = oracle(x, *args, True)
+  want, want_gradients = oracle(x, *args, COAT)
   x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
   (y, _), (dx, dw) = layer(x, weights, dy, *args[2:], COAT)
   assert y.dtype == dx.dtype == jnp.bfloat16
@@ -254,9 +269,10 @@ def test_moe_multiplies_by_one_plus_scale():
   assert_same_bits(run(gemma, case()[0]), run(plain, case()[0]))
 
 
-def test_moe_saves_codes_and_expert_numbers():
+@pytest.mark.parametrize("recipe", [COAT, FP8_EXPERTS])
+def test_moe_saves_codes_and_expert_numbers(recipe):
   t, f = 34, 200
-  m = MoE(D, f, E, K, recipe=COAT, rngs=nnx.Rngs(0))
+  m = MoE(D, f, E, K, recipe=recipe, rngs=nnx.Rngs(0))
   graph, params = nnx.split(m)
   x = jax.ShapeDtypeStruct((1, t, D), jnp.bfloat16)
 
@@ -269,14 +285,16 @@ def test_moe_saves_codes_and_expert_numbers():
 
   leaves = jax.eval_shape(saved, params, x)
   scales = (1, t, K, num_groups(f, G))
-  assert kinds(leaves) == {
+  # Scales of operands that are quantized again, of tokens and of weights.
+  again = {(F32, ()): 2, (F32, (E,)): 2} if recipe is FP8_EXPERTS else {}
+  assert kinds(leaves) == again | {
     (FP8, (1, t, D)): 1,
     (BF16, (1, t, num_groups(D, G))): 1,
     (FP8, (1, t, K, f)): 2,
     (BF16, scales): 2,
     (jnp.dtype(jnp.int32), (1, t, K)): 1,
   }
-  assert not any(leaf.dtype == F32 for leaf in leaves)
+  assert not any(leaf.dtype == F32 and leaf.size > E for leaf in leaves)
 
 
 @pytest.mark.slow

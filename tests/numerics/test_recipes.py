@@ -64,6 +64,7 @@ def test_variants_keep_the_preset_and_set_the_field():
     scaling=PerTensor,
     nonlinear="fp8",
     formats=dict(values=E4M3, gradients=E5M2),
+    experts="bf16",
     axes=None,
     **fields,
   )
@@ -121,3 +122,16 @@ def test_fp8_residuals_need_fp8_products(field):
   fields = {"linear": "bf16", "nonlinear": "bf16", field: "fp8"}
   with pytest.raises(ValueError, match="linear='bf16' goes with"):
     CoatRecipe(**fields)
+
+
+def test_only_coat_multiplies_experts_in_fp8():
+  assert recipes.coat(experts="fp8").experts == "fp8"
+  assert recipes.coat().experts == "bf16"
+  for recipe in (
+    recipes.bf16(),
+    recipes.fp8_linear(),
+    recipes.fp8_block(),
+    recipes.int8(),
+  ):
+    with pytest.raises(ValueError, match="experts='fp8' needs recipe coat"):
+      dataclasses.replace(recipe, experts="fp8")

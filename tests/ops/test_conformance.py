@@ -183,10 +183,13 @@ def test_explain_names_the_implementation(case):
     assert said == f"{case.op}: {kernels[0]} on a GPU, xla elsewhere"
     return
   why = "there is no kernel for it"
-  if case.operation.kernels:
+  if "scaling" in case.shape:
     scaling = case.shape["scaling"].capitalize()
     rule = "kernels write operands with one scale per tensor"
     why = f"{case.op}: {rule}, got {scaling}"
+  elif case.operation.kernels:
+    [name] = case.operation.kernels
+    why = f"{case.op}: {name} runs only if implementation={name!r} names it"
   assert said == f"{case.op}: xla everywhere ({why})"
 
 

@@ -265,6 +265,7 @@ def test_recipe_gets_its_options():
     residuals="coat",
     attention="fp8",
     activation_group_size=32,
+    experts="fp8",
     weight_cache="codes",
     evaluation="bf16",
   )
@@ -272,6 +273,7 @@ def test_recipe_gets_its_options():
     residuals="coat",
     attention="fp8",
     group_size=32,
+    experts="fp8",
     weight_cache="codes",
     evaluation="bf16",
   )

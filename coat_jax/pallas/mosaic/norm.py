@@ -45,7 +45,7 @@ def _why_not_input(x, groups, output, **_) -> str | None:
   )
 
 
-@kernel(_why_not_input)
+@kernel(_why_not_input, by_default=False)
 @jax.jit(static_argnames=("kind", "eps", "groups", "output", "interpret"))
 def norm_input(
   x: Array,
@@ -128,7 +128,7 @@ def _why_not_fwd(x, output, scale, layout, **_) -> str | None:
   )
 
 
-@kernel(_why_not_fwd)
+@kernel(_why_not_fwd, by_default=False)
 @jax.jit(static_argnames=("output", "layout", "interpret"))
 def norm_fwd(
   x: QTensor,

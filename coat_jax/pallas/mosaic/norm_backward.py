@@ -57,7 +57,7 @@ def _why_not(dy, x, dtype, add, **_) -> str | None:
   )
 
 
-@kernel(_why_not)
+@kernel(_why_not, by_default=False)
 @jax.jit(static_argnames=("dtype", "interpret"))
 def norm_bwd(
   dy: Array,

@@ -60,7 +60,7 @@ def _why_not_groups(x, groups, **_) -> str | None:
   )
 
 
-@kernel(_why_not_groups)
+@kernel(_why_not_groups, by_default=False)
 @jax.jit(static_argnames=("groups", "interpret"))
 def quantize_groups(
   x: Array, *, groups: Groups, interpret: bool = False
@@ -109,7 +109,7 @@ def _why_not_tensor(x, scaling, layout: Layout = "rows", **_) -> str | None:
   )
 
 
-@kernel(_why_not_tensor)
+@kernel(_why_not_tensor, by_default=False)
 @jax.jit(static_argnames=("scaling", "interpret"))
 def tensor_scale(
   x: Array,
@@ -141,7 +141,7 @@ def _amax_kernel(x_gmem, bits_gmem, *, count):
   store_maximum(bits_gmem, lax.axis_index("last"), bits)
 
 
-@kernel(_why_not_tensor)
+@kernel(_why_not_tensor, by_default=False)
 @jax.jit(static_argnames=("scaling", "layout", "interpret"))
 def quantize_tensor(
   x: Array,

@@ -62,7 +62,10 @@ def arrays(shape=(B, T, D)):
   quick(
     1,
     [
+      (recipes.coat(experts="fp8"), (2, 2, 2), AxisType.Auto),
       (recipes.coat(), (2, 2, 2), AxisType.Auto),
+      (recipes.coat(experts="fp8"), (1, 8, 1), AxisType.Auto),
+      (recipes.coat(experts="fp8"), (2, 2, 2), AxisType.Explicit),
       (recipes.coat(), (1, 8, 1), AxisType.Auto),
       (recipes.coat(), (2, 2, 2), AxisType.Explicit),
       (recipes.bf16(), (2, 2, 2), AxisType.Auto),

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the matmuls of a mixture's experts in FP8 and BF16, on a GPU.
+
+  python -m benchmarks.grouped_products
+    [--models qwen3_30b_a3b mixtral_8x7b] [--tokens 8192]
+    [--matrices gate_up down] [--routings uniform skewed]
+    [--products fwd dgrad wgrad] [--implementations bf16 triton mosaic]
+    [--tiles tall low] [--repeats 5]
+
+It prints a row (grouped_products) for each matrix of each model, each routing,
+each of the three matmuls and each of these implementations:
+
+  bf16              BF16 operands, XLA's `ragged_dot`
+  triton            BF16 operands, this project's Triton kernel
+  mosaic, TILE      FP8 codes, the Mosaic kernel with one of the tiles in
+                    `coat_jax.pallas.mosaic.grouped_product.TILES`
+  xla               FP8 codes, in plain JAX; measured only without a GPU
+
+A row contains milliseconds and TFLOP/s. Matmuls of FP8 codes also have `error`,
+the relative RMS difference from plain JAX, unless that does not fit in memory.
+Rounding to BF16 alone gives 0.0017.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import arguments as args
+from benchmarks.block_products import error_of
+from benchmarks.cases import Sizes
+from benchmarks.harness import emit, measure, say
+from coat_jax import ops
+from coat_jax.numerics.formats import E5M2
+from coat_jax.pallas.mosaic import grouped_product
+from coat_jax.pallas.mosaic.grouped_product import TILES
+
+
+class Shape(NamedTuple):
+  """The sizes of a mixture's layer."""
+
+  d_model: int
+  d_ff: int
+  num_experts: int
+  experts_per_token: int
+
+  def matrix(self, name: str) -> tuple[int, int]:
+    """Returns [D, F] of an expert's matrix."""
+    if name == "gate_up":
+      return self.d_model, 2 * self.d_ff
+    return self.d_ff, self.d_model
+
+
+MODELS = {
+  "qwen3_30b_a3b": Shape(2048, 768, 128, 8),
+  "mixtral_8x7b": Shape(4096, 14336, 8, 2),
+  "demo_moe": Shape(128, 192, 8, 2),
+}
+# The factors of each product among x [m, d], w [e, d, f] and g [m, f].
+PRODUCTS = {"fwd": "xw", "dgrad": "gw", "wgrad": "xg"}
+MATRICES = "gate_up", "down"
+ROUTINGS = "uniform", "skewed"
+IMPLEMENTATIONS = "bf16", "triton", "mosaic", "xla"
+
+
+def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
+  """Returns how many rows each expert gets, in a fixed random order.
+
+  "skewed" gives the r-th largest expert a share proportional to 1 / r, and the
+  smallest none.
+  """
+  share = np.ones(experts)
+  if routing == "skewed":
+    share = 1 / np.arange(1, experts + 1)
+    share[-1] = 0
+  rng = np.random.default_rng(0)
+  return rng.multinomial(rows, rng.permutation(share / share.sum()))
+
+
+def arrays(rows: int, d: int, f: int, sizes) -> tuple[dict, dict]:
+  """Makes x, w and g in BF16, and their FP8 operands in both layouts."""
+  make = Sizes().normal
+  plain = dict(x=make(rows, d), g=make(rows, f, seed=1))
+  plain["w"] = make(len(sizes), d, f, seed=2)
+
+  @jax.jit
+  def quantized(x, w, g):
+    rows = functools.partial(ops.quantize_grouped, layout="both")
+    gradients = ops.PerTensor(E5M2)
+    return dict(
+      x=rows(x, sizes),
+      g=rows(g, sizes, scaling=gradients),
+      w=ops.quantize_experts(w, layout="both"),
+    )
+
+  return plain, quantized(**plain)
+
+
+def kernels(
+  name: str, plain: dict, codes: dict, sizes, tiles
+) -> Iterator[tuple[dict, Callable, tuple]]:
+  """Yields the case of each row, its function and the function's arguments."""
+  dtype = jnp.float32 if name == "wgrad" else jnp.bfloat16
+  in_bf16, in_fp8 = getattr(ops, f"grouped_{name}"), op_of(name)
+  a, b = PRODUCTS[name]
+  for implementation, op, source in (
+    ("bf16", in_bf16.definition, plain),
+    ("triton", in_bf16.kernel("triton"), plain),
+    ("xla", in_fp8.definition, codes),
+  ):
+    fn = functools.partial(op, dtype=dtype)
+    yield dict(implementation=implementation), fn, (source[a], source[b], sizes)
+  for tile in tiles:
+
+    def by_mosaic(a, b, sizes, tile=TILES[tile]):
+      if name == "wgrad":
+        scale = jnp.broadcast_to(a.scale * b.scale, sizes.shape)
+        product = grouped_product.weights_product
+        return product(a.columns, b.columns, sizes, scale, dtype, tile=tile)
+      weights = b.columns if name == "fwd" else b.rows
+      scale = a.scale * b.scale
+      product = grouped_product.rows_product
+      return product(a.rows, weights, sizes, scale, dtype, tile=tile)
+
+    what = dict(implementation="mosaic", tile=tile)
+    yield what, by_mosaic, (codes[a], codes[b], sizes)
+
+
+def op_of(name: str) -> Any:
+  """Returns the operation of a product of FP8 codes."""
+  return getattr(ops, f"grouped_linear_{name}")
+
+
+def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
+  """Measures the chosen products of one matrix."""
+  on_gpu = jax.default_backend() == "gpu"
+  shape = MODELS[model]
+  d, f = shape.matrix(matrix)
+  rows = options.tokens * shape.experts_per_token
+  counts = sizes_of(routing, rows, shape.num_experts)
+  sizes = jnp.asarray(counts, jnp.int32)
+  plain, codes = arrays(rows, d, f, sizes)
+  for name in options.products:
+    a, b = (codes[of] for of in PRODUCTS[name])
+    try:
+      definition = functools.partial(op_of(name).definition, dtype=jnp.float32)
+      exact = jax.block_until_ready(jax.jit(definition)(a, b, sizes))
+    except jax.errors.JaxRuntimeError as reason:
+      say(f"no error is computed: {str(reason).splitlines()[0]}")
+      exact = None
+    for what, fn, given in kernels(name, plain, codes, sizes, options.tiles):
+      implementation = what["implementation"]
+      if implementation not in options.implementations:
+        continue
+      if on_gpu == (implementation == "xla") and implementation != "bf16":
+        continue
+      try:
+        timing = measure(fn, *given, repeats=options.repeats)
+      except (NotImplementedError, jax.errors.JaxRuntimeError) as reason:
+        say(f"left out {implementation}: {str(reason).splitlines()[0]}")
+        continue
+      found = timing.row | dict(tflops=timing.tflops(2 * rows * d * f))
+      if given[0] is a and exact is not None:
+        found["error"] = error_of(jax.jit(fn)(*given), exact)
+      case = dict(model=model, matrix=matrix, routing=routing, product=name)
+      case |= dict(rows=rows, in_features=d, out_features=f)
+      case |= dict(experts=len(counts), largest=int(counts.max()))
+      say(
+        f"{model} {matrix:8s} {routing:8s} {name:6s} "
+        f"{' '.join(what.values()):12s} {found['tflops']:7.1f} TFLOP/s  "
+        f"{found['median_ms']:.4f} ms  error {found.get('error', np.nan):.2g}"
+      )
+      yield emit("grouped_products", case, **what, **found)
+
+
+@args.command
+def main(arguments: list[str] | None = None) -> list[dict]:
+  """Runs the command; returns the rows it printed."""
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.grouped_products",
+    description=__doc__.splitlines()[0],
+  )
+  parser.add_argument("--tokens", type=args.count, default=8192)
+  for name, values, default in (
+    ("models", list(MODELS), list(MODELS)[:2]),
+    ("matrices", list(MATRICES), None),
+    ("routings", list(ROUTINGS), None),
+    ("products", list(PRODUCTS), None),
+    ("implementations", list(IMPLEMENTATIONS), None),
+    ("tiles", list(TILES), None),
+  ):
+    parser.add_argument(
+      f"--{name}", nargs="+", choices=values, default=default or values
+    )
+  parser.add_argument("--repeats", type=args.count, default=5)
+  options = parser.parse_args(arguments)
+  return [
+    row
+    for model in options.models
+    for matrix in options.matrices
+    for routing in options.routings
+    for row in rows_of(model, matrix, routing, options)
+  ]
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products of a mixture of experts, in BF16 or FP8.
+
+Each function handles both: an `Operand` holds FP8 codes and selects the FP8
+operations, an array is multiplied in its own dtype. In FP8, tokens and
+gradients have one scale and each expert's weights have one. Tokens are
+quantized before they are copied to rows, so that copying moves codes, and on a
+mesh devices gather the codes of weights. A scale is computed once, in the
+forward, and saved; the backward quantizes again with it.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax import ops
+from coat_jax.layers.operands import gradient_scaling, value_scaling
+from coat_jax.layers.residuals import cotangent
+from coat_jax.layers.routing import Rows, to_rows
+from coat_jax.mesh import gather_experts, reduce_gradient, size_of
+from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.ops import Operand, Scaling
+
+
+class Scales(NamedTuple):
+  """Scales of the forward's operands; all None for products in BF16.
+
+  Attributes:
+    y, z: scales of both products' inputs, [].
+    gate_up, down: scales of weights, [E].
+  """
+
+  y: Array | None
+  gate_up: Array | None
+  z: Array | None
+  down: Array | None
+
+
+def scale_of(x: Array | Operand) -> Array | None:
+  """Returns an operand's scale; None for an array."""
+  return x.scale if isinstance(x, Operand) else None  # pyright: ignore[reportReturnType]
+
+
+def copies_in_rows(
+  x: Array,
+  rows: Rows,
+  experts_per_token: int,
+  scaling: Scaling,
+  recipe: CoatRecipe,
+  scale: Array | None = None,
+) -> Array | Operand:
+  """Copies tokens [..., n] to rows [T k, n], in FP8 if the recipe says so."""
+  if recipe.experts == "bf16":
+    return to_rows(x, rows, experts_per_token)
+  q = ops.quantize_tensor(
+    x, scaling=scaling, scale=scale, implementation=recipe.implementation
+  )
+  assert q.rows is not None
+  return q._replace(rows=to_rows(q.rows, rows, experts_per_token))
+
+
+def rows_operand(
+  x: Array,
+  rows: Rows,
+  recipe: CoatRecipe,
+  dtype: DTypeLike,
+  scale: Array | None = None,
+) -> Array | Operand:
+  """Casts or quantizes f32 rows of activations for a product."""
+  return _in_rows(x, rows, value_scaling(recipe), recipe, dtype, scale)
+
+
+def gradient_in_rows(
+  x: Array, rows: Rows, recipe: CoatRecipe, dtype: DTypeLike
+) -> Array | Operand:
+  """Casts or quantizes f32 rows of gradients for a product."""
+  return _in_rows(x, rows, gradient_scaling(recipe), recipe, dtype)
+
+
+def _in_rows(x, rows, scaling, recipe, dtype, scale=None):
+  if recipe.experts == "bf16":
+    return x.astype(dtype)
+  return ops.quantize_grouped(
+    x,
+    rows.sizes,
+    scaling=scaling,
+    scale=scale,
+    implementation=recipe.implementation,
+  )
+
+
+def multiply_rows(
+  x: Array | Operand, w: Array, rows: Rows, recipe: CoatRecipe, dtype: DTypeLike
+) -> tuple[Array, Array | None]:
+  """Multiplies rows by their expert's w [E, D, *F]; also returns w's scales."""
+  how = recipe.implementation
+  if isinstance(x, Operand):
+    w_q = _weight_codes(w, "columns", None, recipe)
+    y = ops.grouped_linear_fwd(
+      x, w_q, rows.sizes, dtype=dtype, implementation=how
+    )
+    return y, scale_of(w_q)
+  w = _weight(w, x.dtype, recipe)
+  return ops.grouped_fwd(
+    x, w, rows.sizes, dtype=dtype, implementation=how
+  ), None
+
+
+def input_gradient(
+  g: Array | Operand,
+  w: Array,
+  scale: Array | None,
+  rows: Rows,
+  recipe: CoatRecipe,
+  dtype: DTypeLike,
+) -> Array:
+  """Multiplies rows by w^T of their expert; `scale` is `multiply_rows`'s."""
+  how = recipe.implementation
+  if isinstance(g, Operand):
+    w_q = _weight_codes(w, "rows", scale, recipe)
+    return ops.grouped_linear_dgrad(
+      g, w_q, rows.sizes, dtype=dtype, implementation=how
+    )
+  w = _weight(w, g.dtype, recipe)
+  return ops.grouped_dgrad(g, w, rows.sizes, dtype=dtype, implementation=how)
+
+
+def weight_gradient(
+  x: Array | Operand,
+  g: Array | Operand,
+  w: Array,
+  rows: Rows,
+  recipe: CoatRecipe,
+) -> Array:
+  """Computes x^T g for each expert; on a mesh, only the device's rows."""
+  axes = recipe.axes
+  # XLA scatters along the outermost axis in memory: for another axis it would
+  # copy all of dw.
+  is_scattered = axes is not None and size_of(axes.fsdp) > 1
+  op = ops.grouped_wgrad
+  if isinstance(x, Operand) and isinstance(g, Operand):
+    op, x, g = ops.grouped_linear_wgrad, _turned(x), _turned(g)
+  dw = op(
+    x,
+    g,
+    rows.sizes,
+    dtype=w.dtype if axes is None else axes.grad_dtype,
+    rows_first=is_scattered,
+    implementation=recipe.implementation,
+  )
+  dw = reduce_gradient(dw, axes, has_columns=True)
+  return cotangent(jnp.moveaxis(dw, 0, 1) if is_scattered else dw, w)
+
+
+def _turned(x: Operand) -> Operand:
+  assert x.rows is not None
+  return Operand(None, x.rows.T, x.scale)
+
+
+def _weight(w: Array, dtype: DTypeLike, recipe: CoatRecipe) -> Array:
+  """Casts and gathers all rows of w [E, D, *F]: [E, D, F]."""
+  w = w.reshape(*w.shape[:2], -1).astype(dtype)
+  return gather_experts(w, recipe.axes)
+
+
+def _weight_codes(
+  w: Array, layout: ops.Layout, scale: Array | None, recipe: CoatRecipe
+) -> Operand:
+  """Quantizes w [E, D, *F] and gathers the codes of all its rows."""
+  codes = ops.quantize_experts(
+    w.reshape(*w.shape[:2], -1),
+    scaling=value_scaling(recipe).of_weights,
+    scale=scale,
+    implementation=recipe.implementation,
+  )
+  assert codes.rows is not None
+  rows = gather_experts(codes.rows, recipe.axes)
+  if layout == "rows":
+    return Operand(rows, None, codes.scale)
+  return Operand(None, jnp.swapaxes(rows, 1, 2), codes.scale)

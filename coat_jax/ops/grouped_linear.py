@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matmuls of FP8 operands: each row times the weight of its group.
+
+  grouped_linear_fwd     y  = x w      x.rows [M, D], w.columns [E, F, D]
+  grouped_linear_dgrad   dx = g w^T    g.rows [M, F], w.rows [E, D, F]
+  grouped_linear_wgrad   dw = x^T g    x.columns [D, M], g.columns [F, M]
+
+Rows are sorted by group, as in `ops.grouped`, and groups are not padded. Unlike
+there, the sizes may add up to less than the number of rows: rows after the last
+group belong to no group. They may contain anything, even NaN.
+`quantize_grouped` leaves them out of the scale and sets their codes to zero, so
+they add nothing to a weight's gradient, and their products are zero.
+
+Tokens and gradients have one scale, weights one per group. The codes of both
+operands are multiplied exactly, and sums are f32.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from coat_jax.numerics.qtensor import times_scales
+from coat_jax.numerics.scaling import (
+  VALUES,
+  Layout,
+  Operand,
+  PerTensor,
+)
+from coat_jax.ops.dispatch import op
+
+
+@op()
+def quantize_experts(
+  w: Array,
+  *,
+  scaling: PerTensor = VALUES,
+  scale: Array | None = None,
+  layout: Layout = "rows",
+) -> Operand:
+  """Quantizes weights [E, D, F]: rows [E, D, F], columns [E, F, D], scale [E].
+
+  `scale` is that of an earlier call for the same weights, if known.
+  """
+  if scale is None:
+    scale = jax.vmap(scaling.find_scale)(w)
+  return jax.vmap(lambda w, scale: scaling.quantize(w, scale, layout))(w, scale)
+
+
+@op()
+def quantize_grouped(
+  x: Array,
+  sizes: Array,
+  *,
+  scaling: PerTensor = VALUES,
+  scale: Array | None = None,
+  layout: Layout = "rows",
+) -> Operand:
+  """Quantizes the rows of x [M, n] that belong to groups; others become 0.
+
+  `scale` is that of an earlier call for the same rows, if known.
+  """
+  is_used = jnp.arange(len(x)) < jnp.sum(sizes)
+  # A product with zeros would keep a NaN.
+  x = jnp.where(is_used[:, None], x, jnp.zeros((), x.dtype))
+  return scaling.quantize(x, scale, layout)
+
+
+def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:
+  rows, weights = x.rows, getattr(w, codes)
+  if rows is None or weights is None:
+    raise ValueError(
+      f"grouped_linear: needs rows of tokens and {codes} of weights, got "
+      f"{_shapes(x)} and {_shapes(w)}; quantize them in these layouts"
+    )
+  fits = rows.ndim == 2 and weights.ndim == 3
+  fits = fits and rows.shape[1] == weights.shape[2]
+  scales = getattr(w.scale, "shape", None)  # None for scales of blocks.
+  if not fits or not sizes.shape == scales == weights.shape[:1]:
+    raise ValueError(
+      "grouped_linear: needs rows [M, K], weights [E, N, K], and scales and "
+      f"sizes [E], got {rows.shape}, {weights.shape}, {scales} and "
+      f"{sizes.shape}; pass arrays that belong together"
+    )
+
+
+def _check_columns(x: Operand, g: Operand, sizes: Array, **_) -> None:
+  a, b = x.columns, g.columns
+  if a is None or b is None:
+    raise ValueError(
+      "grouped_linear: needs columns of tokens and of gradients, got "
+      f"{_shapes(x)} and {_shapes(g)}; quantize both in this layout"
+    )
+  if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or sizes.ndim != 1:
+    raise ValueError(
+      "grouped_linear: needs columns [D, M] and [F, M], and sizes [E], got "
+      f"{a.shape}, {b.shape} and {sizes.shape}; pass arrays that belong "
+      "together"
+    )
+
+
+def _shapes(x: Operand) -> str:
+  shapes = [None if codes is None else codes.shape for codes in x[:2]]
+  return f"rows {shapes[0]} and columns {shapes[1]}"
+
+
+def group_of_rows(sizes: Array, m: int) -> Array:
+  """Returns the group of each of m rows; the last one's for rows of none."""
+  group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(m), side="right")
+  return jnp.minimum(group, len(sizes) - 1)
+
+
+def _rows_times(x: Array, w: Array, sizes: Array, x_scale, w_scale, dtype):
+  """Multiplies codes [M, K] by their group's [E, N, K]^T, times both scales."""
+  dimensions = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([1], [2]), ([], [])),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
+  )
+  out = _dot(x, w, sizes, dimensions)
+  scale = w_scale[group_of_rows(sizes, len(x))][:, None]
+  return times_scales(out, x_scale, scale).astype(dtype)
+
+
+def _dot(a: Array, b: Array, sizes: Array, dimensions) -> Array:
+  # BF16 holds every value of both FP8 formats.
+  a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+  return lax.ragged_dot_general(
+    a, b, sizes, dimensions, preferred_element_type=jnp.float32
+  )
+
+
+@op(
+  check=lambda x, w, sizes, **_: _check_rows(x, w, sizes, "columns"),
+  mosaic="grouped_product",
+)
+def grouped_linear_fwd(
+  x: Operand, w: Operand, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
+) -> Array:
+  """Computes y [M, F] = x w from x.rows [M, D] and w.columns [E, F, D]."""
+  return _rows_times(x.rows, w.columns, sizes, x.scale, w.scale, dtype)  # pyright: ignore[reportArgumentType]
+
+
+@op(
+  check=lambda g, w, sizes, **_: _check_rows(g, w, sizes, "rows"),
+  mosaic="grouped_product",
+)
+def grouped_linear_dgrad(
+  g: Operand, w: Operand, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
+) -> Array:
+  """Computes dx [M, D] = g w^T from g.rows [M, F] and w.rows [E, D, F]."""
+  return _rows_times(g.rows, w.rows, sizes, g.scale, w.scale, dtype)  # pyright: ignore[reportArgumentType]
+
+
+@op(check=_check_columns, mosaic="grouped_product")
+def grouped_linear_wgrad(
+  x: Operand,
+  g: Operand,
+  sizes: Array,
+  *,
+  dtype: DTypeLike = jnp.float32,
+  rows_first: bool = False,
+) -> Array:
+  """Computes dw [E, D, F] from x.columns [D, M] and g.columns [F, M].
+
+  It is zero for empty groups. With `rows_first`, dw is [D, E, F].
+  """
+  dimensions = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([1], [1]), ([], [])),
+    lhs_ragged_dimensions=[1],
+    rhs_group_dimensions=[],
+  )
+  dw = _dot(x.columns, g.columns, sizes, dimensions)  # pyright: ignore[reportArgumentType]
+  dw = times_scales(dw, x.scale, g.scale).astype(dtype)  # pyright: ignore[reportArgumentType]
+  return jnp.moveaxis(dw, 0, 1) if rows_first else dw

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of `grouped_product`, in Pallas for Mosaic GPU.
+
+It is built like `block_kernel`: one persistent program per multiprocessor, a
+warpgroup that loads and two that multiply, and f32 sums of blocks of 128. Only
+the GPU knows how many rows a group has, so programs read the tiles from a table
+(`Entry`). All groups and tiles share one grid.
+
+A group may begin at any row, but a copy into swizzled shared memory must begin
+at a multiple of 8 rows, and of 128 values along the summed axis. Therefore:
+
+  rows times weights   A tile begins up to 7 rows before its group. Rows of
+                       other groups are computed and not written. Sets of 64
+                       rows that a group fills are written in one copy, others
+                       in copies of 32, 16, ... rows.
+  gradients of weights Blocks of tokens begin at multiples of 128. In a group's
+                       first and last block, tokens of other groups are set to
+                       zero in shared memory, in one of the two operands. With
+                       two waves there are not enough registers for that.
+
+So no rows are padded or moved in memory.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from coat_jax.numerics.scaling import BLOCK
+
+WARPGROUPS = 2  # Warpgroups that multiply; one more loads.
+_ROWS = 64  # Rows of one wgmma.
+_WAVE = WARPGROUPS * _ROWS
+# As in `block_kernel`: three warpgroups share 65536 registers.
+_REGISTERS, _REGISTERS_TO_LOAD = 232, 40
+_LAYOUT = plgpu.Layout.WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """The shape of a tile and how one program computes it."""
+
+  waves: int = 2  # The waves of 128 rows in a tile.
+  stages: int = 3  # The blocks that shared memory holds.
+  # For each warpgroup, the pieces of the result (64 rows of 128 bytes) that
+  # shared memory holds while they are copied out.
+  slots: int = 2
+  # The tiles along m that programs work through before they move on along n.
+  band: int = 8
+
+  @property
+  def m(self) -> int:
+    """The number of rows of a tile of the result."""
+    return _WAVE * self.waves
+
+
+class Entry(NamedTuple):
+  """Rows of the table: for each entry, where its tiles are; int32 [entries].
+
+  For rows times weights an entry is one tile of rows, for gradients of weights
+  it is one group.
+  """
+
+  group: Any
+  row: Any  # The tile's first row; a multiple of 8.
+  begin: Any  # The group's first row or token, and the end.
+  end: Any
+  first: Any  # The first block to sum, and the number of blocks.
+  blocks: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """Everything that the programs of one product share; all of it is static."""
+
+  tile: Tile
+  of_weights: bool  # Whether the result is gradients of weights.
+  rows_first: bool  # Whether these are [D, E, F].
+  tiles_m: int  # The tiles along m of each group, for gradients of weights.
+  tiles_n: int  # The tiles along n.
+  programs: int
+  interpret: bool
+
+  def count(self, used: Array) -> Array:
+    """Returns how many tiles this program computes."""
+    each = self.tiles_n * (self.tiles_m if self.of_weights else 1)
+    left = used * each - lax.axis_index("program") + self.programs - 1
+    return lax.div(left, jnp.int32(self.programs))
+
+  def place(self, i: Array, used: Array) -> tuple[Array, Array, Array]:
+    """Returns the entry, tile along m and first column of the i-th tile."""
+    number = i * self.programs + lax.axis_index("program")
+    tiles_m, entry = used, jnp.int32(0)
+    if self.of_weights:
+      of_entry = jnp.int32(self.tiles_m * self.tiles_n)
+      entry, number = lax.div(number, of_entry), lax.rem(number, of_entry)
+      tiles_m = jnp.int32(self.tiles_m)
+    of_band = jnp.int32(self.tile.band * self.tiles_n)
+    first = lax.div(number, of_band) * self.tile.band
+    height = jnp.minimum(tiles_m - first, self.tile.band)
+    within = lax.rem(number, of_band)
+    tile = first + lax.rem(within, height)
+    column = lax.div(within, height) * BLOCK
+    return (entry, tile, column) if self.of_weights else (tile, entry, column)
+
+  def slot(self, step: Array) -> Array:
+    """Returns the stage of shared memory that the step-th block goes into."""
+    return lax.rem(step, jnp.int32(self.tile.stages))
+
+
+class Memory(NamedTuple):
+  """A program's shared memory and barriers, or their types."""
+
+  a_smem: Any  # Blocks, one slot per stage.
+  b_smem: Any
+  out_smem: Any  # Pieces of the result, for each warpgroup.
+  edge_smem: Any  # 64 rows of the result that are written in part.
+  loaded: Any  # Per wave, barriers that complete when a stage is filled.
+  free: Any  # Barriers that complete when both warpgroups have read a stage.
+
+
+def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
+  """Returns shared memory and barriers for these dtypes of a, b and out."""
+  tile, stages = work.tile, work.tile.stages
+
+  def rows_of_128_bytes(*shape: int, dtype: DTypeLike):
+    swizzled = (
+      plgpu.TilingTransform((8, shape[-1])),  # pyright: ignore[reportAbstractUsage]
+      plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    )
+    return plgpu.SMEM(shape, dtype, transforms=swizzled)
+
+  width = 128 // jnp.dtype(out).itemsize
+  edge = (1, 1, 128) if work.of_weights else (WARPGROUPS, _ROWS, BLOCK)
+  return Memory(
+    a_smem=rows_of_128_bytes(stages, tile.waves, _WAVE, BLOCK, dtype=a),
+    b_smem=rows_of_128_bytes(stages, BLOCK, BLOCK, dtype=b),
+    out_smem=rows_of_128_bytes(WARPGROUPS, tile.slots, _ROWS, width, dtype=out),
+    edge_smem=plgpu.SMEM(edge, out),
+    loaded=tuple(
+      # b arrives with a's first wave.
+      plgpu.Barrier(num_arrivals=1 if wave else 2, num_barriers=stages)
+      for wave in range(tile.waves)
+    ),
+    free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+  )
+
+
+def run(work: Work, table, used, scale, a, b, out, **scratch: Any) -> None:
+  """Runs the kernel on arrays in global memory.
+
+  `table` [6, entries] holds the fields of `Entry`, `used` [1] the number of
+  entries, and `scale` [E] the product of both operands' scales. `scratch` holds
+  the fields of `Memory`.
+  """
+  memory = Memory(**scratch)
+  num_entries = used[0]
+
+  def entry_of(i):
+    entry, tile, column = work.place(i, num_entries)
+    found = Entry(*(table[k, entry] for k in range(len(Entry._fields))))
+    row = tile * work.tile.m if work.of_weights else found.row
+    return found._replace(row=row), column
+
+  @pl.when(lax.axis_index("warpgroup") == WARPGROUPS)
+  def _():
+    plgpu.set_max_registers(_REGISTERS_TO_LOAD, action="decrease")
+
+    def load(i, step):
+      return _load_tile(work, *entry_of(i), step, a, b, memory)
+
+    steps = lax.fori_loop(0, work.count(num_entries), load, jnp.int32(0))
+
+    # As the interpreter requires, see every stage become free.
+    def wait(i, _):
+      _wait_for_free(work, steps + i, memory)
+
+    lax.fori_loop(0, work.tile.stages, wait, None)
+
+  @pl.when(lax.axis_index("warpgroup") < WARPGROUPS)
+  def _():
+    plgpu.set_max_registers(_REGISTERS, action="increase")
+
+    def compute(i, step):
+      entry, column = entry_of(i)
+      step, totals = _sum_blocks(work, entry, step, memory)
+      factor = scale[entry.group]
+      totals = tuple(total * factor for total in totals)
+      write = _write_gradient if work.of_weights else _write_rows
+      write(work, totals, entry, column, memory, out)
+      return step
+
+    lax.fori_loop(0, work.count(num_entries), compute, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _wait_for_free(work: Work, step: Array, memory: Memory) -> None:
+  slot = work.slot(step)
+  pl.when(step >= work.tile.stages)(
+    lambda: plgpu.barrier_wait(memory.free.at[slot])
+  )
+
+
+def _load_tile(
+  work: Work, entry: Entry, column, step, a, b, memory: Memory
+) -> Array:
+  """Copies the blocks of one tile as stages become free."""
+  loaded = memory.loaded
+  row = pl.multiple_of(entry.row, 8)
+  columns = pl.ds(column, BLOCK)
+
+  def load_block(j, step):
+    slot = work.slot(step)
+    block = pl.ds((entry.first + j) * BLOCK, BLOCK)
+    _wait_for_free(work, step, memory)
+    source = b if work.of_weights else b.at[entry.group]
+    plgpu.copy_gmem_to_smem(
+      source.at[columns, block], memory.b_smem.at[slot], loaded[0].at[slot]
+    )
+    for wave, barrier in enumerate(loaded):
+      rows = pl.ds(row + wave * _WAVE, _WAVE)
+      plgpu.copy_gmem_to_smem(
+        a.at[rows, block], memory.a_smem.at[slot, wave], barrier.at[slot]
+      )
+    return step + 1
+
+  return lax.fori_loop(0, entry.blocks, load_block, step)
+
+
+def _sum_blocks(
+  work: Work, entry: Entry, step: Array, memory: Memory
+) -> tuple[Array, tuple[Array, ...]]:
+  """Sums a tile; returns the next step and, per wave, f32 [64, 128]."""
+  loaded, free = memory.loaded, memory.free
+  own = pl.ds(lax.axis_index("warpgroup") * _ROWS, _ROWS)
+  shape = _ROWS, BLOCK
+
+  def multiply(slot, wave, acc):
+    rows = memory.a_smem.at[slot, wave, own]
+    plgpu.wgmma(acc, rows, memory.b_smem.at[slot].T)
+    return acc[...]
+
+  def add_block(j, carry):
+    step, totals = carry
+    slot, new = work.slot(step), []
+    for wave, total in enumerate(totals):
+      plgpu.barrier_wait(loaded[wave].at[slot])
+      if work.of_weights:
+        start = (entry.first + j) * BLOCK
+        rows = memory.a_smem.at[slot, wave, own]
+        _clear_others(rows, entry.begin - start, entry.end - start)
+      zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+      partial = pl.run_scoped(functools.partial(multiply, slot, wave), zeros)
+      # Tensor cores sum a block with fewer bits than f32.
+      new.append(total + partial)
+    if work.interpret:
+      # The interpreter would report the next copy as a race.
+      plgpu.commit_smem()
+    plgpu.barrier_arrive(free.at[slot])
+    return step + 1, tuple(new)
+
+  zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT)
+  carry = step, (zero,) * work.tile.waves
+  return lax.fori_loop(0, entry.blocks, add_block, carry)
+
+
+def _clear_others(rows_smem, begin: Array, end: Array) -> None:
+  """Sets the columns of a block outside [begin, end) to zero."""
+
+  @pl.when((begin > 0) | (end < BLOCK))
+  def _():
+    column = plgpu.broadcasted_iota(
+      jnp.int32, rows_smem.shape, 1, layout=_LAYOUT
+    )
+    codes = plgpu.load(rows_smem, layout=_LAYOUT, optimized=False)
+    # As bytes: in f32, a block would take 64 registers. Of operations on bytes,
+    # Mosaic has only those on bits.
+    codes = lax.bitcast_convert_type(codes, jnp.int8)
+    is_own = (column >= begin) & (column < end)
+    keep = jnp.where(is_own, jnp.int32(-1), jnp.int32(0)).astype(jnp.int8)
+    codes = lax.bitcast_convert_type(codes & keep, rows_smem.dtype)
+    rows_smem[...] = codes
+    plgpu.commit_smem()
+
+
+def _write_gradient(work: Work, totals, entry: Entry, column, memory, out):
+  """Copies a tile of a group's weight gradient to `out`."""
+  for wave, total in enumerate(totals):
+    row = entry.row + wave * _WAVE + lax.axis_index("warpgroup") * _ROWS
+
+    def place(columns, row=row):
+      rows = pl.ds(row, _ROWS)
+      if work.rows_first:
+        return out.at[rows, entry.group, columns]
+      return out.at[entry.group, rows, columns]
+
+    _write_all(work, total, column, memory, place)
+
+
+def _write_rows(work: Work, totals, entry: Entry, column, memory, out):
+  """Copies the group's rows of a tile to `out`."""
+  for wave, total in enumerate(totals):
+    row = entry.row + wave * _WAVE + lax.axis_index("warpgroup") * _ROWS
+    begin = jnp.maximum(entry.begin, row)
+    end = jnp.minimum(entry.end, row + _ROWS)
+    is_whole = end - begin == _ROWS
+
+    @pl.when(is_whole)
+    def _(row=row, total=total):
+      rows = pl.ds(pl.multiple_of(row, 8), _ROWS)
+      place = lambda columns: out.at[rows, columns]  # noqa: E731
+      _write_all(work, total, column, memory, place)
+
+    @pl.when((begin < end) & ~is_whole)
+    def _(row=row, total=total, begin=begin, end=end):
+      _write_some(total, row, begin, end, column, memory, out)
+
+
+def _write_all(work: Work, total, column, memory: Memory, place) -> None:
+  """Copies 64 rows to `place(columns)`, in pieces of 128 bytes."""
+  width, slots = memory.out_smem.shape[-1], work.tile.slots
+  # So that each slot is always overwritten `slots` pieces later.
+  assert (BLOCK // width) % slots == 0
+  for i, start in enumerate(range(0, BLOCK, width)):
+    smem = memory.out_smem.at[lax.axis_index("warpgroup"), i % slots]
+    plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+    smem[...] = total[:, start : start + width].astype(smem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, place(pl.ds(column + start, width)))
+
+
+def _write_some(total, row, begin, end, column, memory: Memory, out) -> None:
+  """Copies rows [begin, end) of the 64 from `row`, in powers of two."""
+  smem = memory.edge_smem.at[lax.axis_index("warpgroup")]
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+  smem[...] = total.astype(smem.dtype)
+  plgpu.commit_smem()
+  count, columns = end - begin, pl.ds(column, BLOCK)
+  for size in (32, 16, 8, 4, 2, 1):
+    # After copies of all larger sizes that are part of the count.
+    done = count & ~(2 * size - 1)
+
+    @pl.when(count & size != 0)
+    def _(size=size, done=done):
+      source = smem.at[pl.ds(begin - row + done, size)]
+      plgpu.copy_smem_to_gmem(
+        source, out.at[pl.ds(begin + done, size), columns]
+      )

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the rows of benchmarks.grouped_products."""
+
+import json
+
+import pytest
+
+from benchmarks import grouped_products
+
+
+def test_rows_of_grouped_products(capsys):
+  rows = grouped_products.main(
+    [
+      *("--models=demo_moe", "--tokens=64", "--repeats=1"),
+      *("--matrices", "down", "--routings", "skewed"),
+      *("--products", "dgrad", "wgrad"),
+    ]
+  )
+  printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+  assert printed == rows
+  found = [(row["case"]["product"], row["implementation"]) for row in rows]
+  assert found == [
+    (product, implementation)
+    for product in ("dgrad", "wgrad")
+    for implementation in ("bf16", "xla")
+  ]
+  for row in rows:
+    tflops = 2 * 128 * 192 * 128 / row["median_ms"] * 1e-9
+    assert row["tflops"] == pytest.approx(tflops, rel=1e-4)
+  # Rounded to BF16 once, and not at all.
+  errors = [row["error"] for row in rows if row["implementation"] == "xla"]
+  assert 0.001 < errors[0] < 0.003 and errors[1] == 0
+
+
+def test_skewed_routing_has_large_and_empty_experts():
+  sizes = grouped_products.sizes_of("skewed", 65536, 128)
+  assert sizes.sum() == 65536 and sizes.min() == 0
+  # The first of 127 terms of the harmonic series, 5.4, against 1 / 128.
+  assert sizes.max() == pytest.approx(65536 / 5.4, rel=0.05)
+  assert grouped_products.sizes_of("uniform", 65536, 128).max() < 600

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares Mosaic's grouped products with NumPy, interpreted and on a GPU.
+
+Codes are small integers and scales powers of two, so that all sums are exact in
+f32, also on a GPU's tensor cores, and results equal NumPy's bit for bit.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+from coat_jax import ops
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.ops import Operand
+from coat_jax.pallas.mosaic import grouped_product as kernel
+from coat_jax.pallas.mosaic.grouped_kernel import Tile
+from coat_jax.pallas.mosaic.grouped_product import TILES
+from tests.comparing import jit
+from tests.matrices import quick
+from tests.pallas.kernels import for_h200, lowered_for_h200, refused
+
+# Sizes of groups, and the number of rows. Groups begin and end anywhere; some
+# are empty or hold one row; rows are left over.
+SIZES = {
+  "uneven": ((137, 0, 1, 113, 5), 256),
+  "left_over": ((130, 3, 0, 200), 384),
+  "one": ((0, 256, 0), 256),
+  "none": ((0, 0), 256),
+}
+
+
+def arrays(name, d, f, seed=0):
+  """Makes exact operands: x in E4M3, g in E5M2, and weights with scales."""
+  sizes, m = SIZES[name]
+  rng = np.random.default_rng(seed)
+
+  def codes(dtype, *shape):
+    return jnp.asarray(rng.integers(-3, 4, size=shape), jnp.float32).astype(
+      dtype
+    )
+
+  x, g, w = (
+    codes(E4M3, m, d),
+    codes(E5M2, m, f),
+    codes(E4M3, len(sizes), d, f),
+  )
+  x_scale, g_scale = jnp.float32(0.5), jnp.float32(4)
+  w_scale = jnp.exp2(jnp.arange(len(sizes), dtype=jnp.float32) - 2)
+  is_used = jnp.arange(m)[:, None] < sum(sizes)
+  g = jnp.where(is_used, g, jnp.zeros_like(g))
+  return (
+    Operand(x, x.T, x_scale),
+    Operand(g, g.T, g_scale),
+    Operand(w, jnp.swapaxes(w, 1, 2), w_scale),
+    jnp.int32(sizes),
+  )
+
+
+def by_hand(x, g, w, sizes):
+  """Computes the three products in float64, one group at a time."""
+  x, g = (np.float64(a.rows) * np.float64(a.scale) for a in (x, g))
+  w = np.float64(w.rows) * np.float64(w.scale)[:, None, None]
+  y, dx = np.zeros((len(x), w.shape[2])), np.zeros((len(x), w.shape[1]))
+  dw, start = np.zeros(w.shape), 0
+  for e, size in enumerate(sizes.tolist()):
+    rows = slice(start, start + size)
+    y[rows], dx[rows] = x[rows] @ w[e], g[rows] @ w[e].T
+    dw[e] = x[rows].T @ g[rows]
+    start += size
+  return y, dx, dw
+
+
+def assert_is(found, wanted):
+  wanted = np.asarray(wanted, np.float32).astype(found.dtype)
+  np.testing.assert_array_equal(np.asarray(found), wanted)
+
+
+CASES = [
+  (sizes, tile)
+  for tile in (Tile(waves=1, stages=2, band=2), Tile(stages=2, slots=1))
+  for sizes in SIZES
+]
+
+
+@pytest.mark.parametrize("name, tile", quick(1, CASES))
+def test_interpreted_rows_times_weights(name, tile):
+  x, g, w, sizes = arrays(name, d=256, f=128)
+  wanted = by_hand(x, g, w, sizes)
+  interpret_pallas_call.reset_gpu_interpret_mode_state()
+  y = kernel.rows_product(
+    x.rows,
+    w.columns,
+    sizes,
+    x.scale * w.scale,
+    jnp.bfloat16,
+    tile=tile,
+    programs=3,
+    interpret=True,
+  )
+  assert_is(y, wanted[0])
+  assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("name, tile", quick(1, CASES[: len(SIZES)]))
+def test_interpreted_gradients_of_weights(name, tile):
+  x, g, w, sizes = arrays(name, d=256, f=128)
+  wanted = by_hand(x, g, w, sizes)
+  interpret_pallas_call.reset_gpu_interpret_mode_state()
+  dw = kernel.weights_product(
+    x.columns,
+    g.columns,
+    sizes,
+    jnp.broadcast_to(x.scale * g.scale, sizes.shape),
+    jnp.float32,
+    tile=tile,
+    programs=3,
+    interpret=True,
+  )
+  assert_is(dw, wanted[2])
+  assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize(
+  "name", quick(1, ["rows_first", "wgrad", "fwd", "dgrad"])
+)
+def test_interpreted_operation_is_the_product(name):
+  x, g, w, sizes = arrays("uneven", d=128, f=256)
+  y, dx, dw = by_hand(x, g, w, sizes)
+  how = dict(interpret=True)
+  if name == "fwd":
+    assert_is(kernel.grouped_linear_fwd(x, w, sizes, **how), y)
+  elif name == "dgrad":
+    assert_is(kernel.grouped_linear_dgrad(g, w, sizes, **how), dx)
+  else:
+    how |= dict(rows_first=name == "rows_first")
+    found = kernel.grouped_linear_wgrad(x, g, sizes, **how)
+    assert_is(found, np.moveaxis(dw, 0, 1) if how["rows_first"] else dw)
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 300, 129, 1), (0, 0), (511,), (8, 8)])
+@pytest.mark.parametrize("tile_m", [128, 256])
+def test_tiles_cover_each_row_once(sizes, tile_m):
+  m = 512
+  table, used = kernel.tiles_of_rows(
+    jnp.int32(sizes), m=m, tile_m=tile_m, blocks=3
+  )
+  assert used[0] <= table.shape[1]
+  group, row, begin, end, _, blocks = np.asarray(table)[:, : int(used[0])]
+  # Rows after the last group belong to it, and sum nothing.
+  of_row = np.repeat(np.arange(len(sizes) + 1), (*sizes, m - sum(sizes)))
+  found = np.full(m, -1)
+  for tile in range(int(used[0])):
+    assert row[tile] % 8 == 0 and 0 <= row[tile] <= m - tile_m
+    assert row[tile] <= begin[tile] < end[tile] <= row[tile] + tile_m
+    own = slice(begin[tile], end[tile])
+    assert np.all(found[own] == -1)
+    found[own] = group[tile] if blocks[tile] else len(sizes)
+    assert blocks[tile] in (0, 3)
+  np.testing.assert_array_equal(found, of_row)
+
+
+def specs(m=512, d=256, f=384, e=5):
+  return jax.eval_shape(
+    lambda: (
+      Operand(jnp.zeros((m, d), E4M3), jnp.zeros((d, m), E4M3), jnp.zeros(())),
+      Operand(jnp.zeros((m, f), E5M2), jnp.zeros((f, m), E5M2), jnp.zeros(())),
+      Operand(
+        jnp.zeros((e, d, f), E4M3), jnp.zeros((e, f, d), E4M3), jnp.zeros(e)
+      ),
+      jnp.zeros(e, jnp.int32),
+    )
+  )
+
+
+@pytest.mark.parametrize("name", ["fwd", "dgrad", "wgrad"])
+def test_kernel_lowers_for_a_gpu(name):
+  x, g, w, sizes = specs()
+  operands = {"fwd": (x, w), "dgrad": (g, w), "wgrad": (x, g)}[name]
+  run = getattr(kernel, f"grouped_linear_{name}")
+  assert lowered_for_h200(run, *operands, sizes).count("mosaic_gpu_v2") == 1
+
+
+def test_kernel_runs_only_if_it_is_named():
+  x, _, w, sizes = specs()
+  with for_h200():
+    said = ops.explain(ops.grouped_linear_fwd, x, w, sizes)
+    named = jax.make_jaxpr(
+      lambda *a: ops.grouped_linear_fwd(*a, implementation="mosaic")
+    )(x, w, sizes)
+    unnamed = jax.make_jaxpr(ops.grouped_linear_fwd)(x, w, sizes)
+  assert "runs only if implementation='mosaic' names it" in said
+  assert "grouped_product" in str(named)
+  assert "ragged_dot_general" in str(unnamed)
+  assert "grouped_product" not in str(unnamed)
+
+
+def test_kernel_refuses_what_it_cannot_take(monkeypatch):
+  def trace(op, *args, **how):
+    jax.eval_shape(lambda *args: op(*args, **how), *args)
+
+  fwd, wgrad = kernel.grouped_linear_fwd, kernel.grouped_linear_wgrad
+  x, g, w, sizes = specs()
+  with refused("writes bfloat16 or float16, got float32"):
+    trace(fwd, x, w, sizes, dtype=jnp.float32)
+  few = specs(m=64)
+  with refused("at least 128 rows, got 64"):
+    trace(fwd, few[0], few[2], sizes)
+  odd = specs(m=192)
+  with refused(r"multiples of \(128, 128, 128, 128\), got \(256, 192, 384, 19"):
+    trace(wgrad, odd[0], odd[1], sizes)
+  monkeypatch.setattr(kernel.device, "capability", lambda: 10.0)
+  with refused("is for Hopper, of compute capability 9.0, got 10.0"):
+    trace(fwd, x, w, sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+def test_kernel_is_the_product_on_a_gpu(tile):
+  rng = np.random.default_rng(0)
+  sizes = rng.multinomial(8000, rng.dirichlet(np.full(32, 0.5)))
+  SIZES["many"] = tuple(int(n) for n in sizes), 8192
+  x, g, w, sizes = arrays("many", d=1024, f=768)
+  y, dx, dw = by_hand(x, g, w, sizes)
+  tile = TILES[tile]
+
+  @jit
+  def products(x, g, w, sizes):
+    x_w, g_w, x_g = (
+      x.scale * w.scale,
+      g.scale * w.scale,
+      jnp.broadcast_to(x.scale * g.scale, sizes.shape),
+    )
+    rows, weights = kernel.rows_product, kernel.weights_product
+    return (
+      rows(x.rows, w.columns, sizes, x_w, jnp.bfloat16, tile=tile),
+      rows(g.rows, w.rows, sizes, g_w, jnp.bfloat16, tile=tile),
+      weights(x.columns, g.columns, sizes, x_g, jnp.float32),
+    )
+
+  first = products(x, g, w, sizes)
+  for found, wanted in zip(first, (y, dx, dw), strict=True):
+    assert_is(found, wanted)
+  for _ in range(20):  # A race would show now and then.
+    again = products(x, g, w, sizes)
+    jax.tree.map(np.testing.assert_array_equal, again, first)
