@@ -13,11 +13,12 @@ from tests.docs.pages import ROOT
 # Makes environments with itself in them, notes its arguments otherwise, and
 # fails in one environment.
 PYTHON = """#!/bin/sh
+call="$0 $* remat3=$JAX_REMAT3$JAX_CUSTOM_VJP3"
 case "$*" in
   "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  *) echo "$0 $*" >> calls ;;
+  *) echo "$call" >> calls ;;
 esac
-case "$0 $*" in *"$FAILS"*) exit 1 ;; esac
+case "$call" in *"$FAILS"*) exit 1 ;; esac
 """
 
 
@@ -55,11 +56,16 @@ def test_each_environment_is_installed_and_tested(versions):
     "oldest",
     "middle",
     "newest",
+    "newest",
   ]
   installs = [call for call in calls if "-m pip install" in call]
-  assert len(installs) == 3 and "--upgrade jax" in installs[-1]
+  assert len(installs) == 4
+  assert all("--upgrade jax" in call for call in installs[2:])
   tests = [call for call in calls if "-m pytest" in call]
-  assert all(call.endswith("-k some") for call in tests)
+  assert [call.partition(" -k some ")[2] for call in tests] == [
+    *3 * ["remat3="],
+    "remat3=11",
+  ]
   assert "tests/layers" not in tests[0]
   assert all("tests/layers" in call for call in tests[1:])
 
@@ -68,7 +74,12 @@ def test_each_environment_is_installed_and_tested(versions):
 def test_versions_after_a_failure_are_tested(versions, step):
   status, errors, calls = versions(fails=f"oldest/bin/python -m {step}")
   assert (status, errors) == (1, "failed: oldest\n")
-  assert sum("-m pytest" in call for call in calls) == 2 + (step == "pytest")
+  assert sum("-m pytest" in call for call in calls) == 3 + (step == "pytest")
+
+
+def test_failure_with_the_new_checkpoint_is_named(versions):
+  status, errors, _ = versions(fails="tests/models/test_remat.py remat3=11")
+  assert (status, errors) == (1, "failed: newest-remat3\n")
 
 
 def test_oldest_versions_are_those_that_the_package_accepts(versions):

@@ -19,7 +19,7 @@ check() { # name, packages to pin, folders; then arguments of pytest
 print("jax", jax.__version__, "optax", optax.__version__, "flax", flax.__version__)' &&
     JAX_PLATFORMS=cpu "$env/bin/python" -m pytest -q -n 2 --dist worksteal \
       -m 'not slow and not aot and not tpu and not gpu' -p no:cacheprovider \
-      $folders "$@" || failed="$failed $name"
+      $folders "$@" || failed="$failed $name${JAX_REMAT3:+-remat3}"
 }
 
 failed=
@@ -31,6 +31,10 @@ check oldest 'jax==0.10.0 jaxlib==0.10.0 optax==0.2.6 flax==0.12.8' \
   tests/optimizer/test_one_body.py::test_temporary_memory_is_that_of_one_leaf "$@"
 check middle 'jax==0.11.0 jaxlib==0.11.0' "$LAYERS" "$@"
 check newest '--upgrade jax jaxlib optax flax' "$LAYERS" "$@"
+# With the new jax.checkpoint, which is off by default.
+export JAX_REMAT3=1 JAX_CUSTOM_VJP3=1
+check newest '--upgrade jax jaxlib optax flax' \
+  "tests/layers/test_remat.py tests/models/test_remat.py" "$@"
 if [ -n "$failed" ]; then
   echo "failed:$failed" >&2
   exit 1

@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 from jax.extend.core import Var
 
+from coat_jax.layers.residuals import name_of
 from coat_jax.numerics.checks import is_array
 
 # Operations whose output shares its input's memory if the sizes are equal.
@@ -20,7 +21,6 @@ _ALIASES = {
   "bitcast_convert_type",
   "broadcast_in_dim",
   "copy",
-  "name",
   "reduce_precision",
   "reshape",
   "squeeze",
@@ -71,7 +71,8 @@ def _count(jaxpr: Any, num_params: int) -> int:
 def _original(var: Any, equations: dict) -> Any:
   """Follows reshapes of an array back to the array itself."""
   while (equation := equations.get(var)) is not None:
-    if equation.primitive.name not in _ALIASES:
+    is_named = name_of(equation) is not None
+    if equation.primitive.name not in _ALIASES and not is_named:
       break
     source = equation.invars[0]
     if not isinstance(source, Var):

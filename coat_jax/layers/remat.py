@@ -24,7 +24,7 @@ from jax import Array
 
 from coat_jax.layers.module import recipe_of
 from coat_jax.layers.operands import in_groups
-from coat_jax.layers.residuals import name_residual
+from coat_jax.layers.residuals import check_names_are_read, name_residual
 from coat_jax.layers.rule import rule
 from coat_jax.numerics.checks import ANY, check_function, check_whole, refuse
 from coat_jax.numerics.recipes import CoatRecipe
@@ -105,8 +105,9 @@ def fp8_remat(
   Raises:
     TypeError: f is not a function, `argnums` are not positions, or `recipe` is
       not a CoatRecipe.
-    ValueError: `argnums` is empty; or a call has fewer positional arguments
-      than `argnums` names.
+    ValueError: `argnums` is empty; a call has fewer positional arguments than
+      `argnums` names; or JAX's option `jax_remat3` is on without
+      `jax_custom_vjp3`, which would keep the arguments instead of codes.
 
   Source: the groups are those of arXiv:2410.19313, which does not use FP8 at
     the boundary of a checkpoint.
@@ -149,6 +150,7 @@ def fp8_remat(
 
   @functools.wraps(f)
   def wrapped(*args, **kwargs):
+    check_names_are_read(op)
     if not all(-len(args) <= i < len(args) for i in places):
       raise ValueError(
         f"fp8_remat: argnums {places} must be places of positional arguments, "

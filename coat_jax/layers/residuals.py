@@ -10,14 +10,20 @@ Weights are saved too, but without a name: they stay in memory anyway.
 
 import re
 from contextlib import AbstractContextManager
-from typing import Literal, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax.numerics.formats import is_fp8
+
+try:
+  # The name for what a custom gradient saves: with jax_remat3, the array that
+  # `checkpoint_name` names is recomputed even if a policy keeps it.
+  from jax.ad_checkpoint import checkpoint_name_fwd
+except ImportError:  # JAX 0.11.1 and older.
+  from jax.ad_checkpoint import checkpoint_name as checkpoint_name_fwd
 
 Kind = Literal["norm", "activation", "rope", "attention", "linear"]
 
@@ -34,12 +40,53 @@ def name_residual[Tree](name: str, tree: Tree) -> Tree:
 
   def named(x):
     if not is_fp8(x.dtype):
-      return checkpoint_name(x, name)
+      return checkpoint_name_fwd(x, name)
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    codes = checkpoint_name(codes, name)
+    codes = checkpoint_name_fwd(codes, name)
     return jax.lax.bitcast_convert_type(codes, x.dtype)
 
   return jax.tree.map(named, tree)
+
+
+def name_of(equation: Any) -> str | None:
+  """Returns the name that an equation of a jaxpr gives an array, or None."""
+  if equation.primitive.name == "name":
+    return equation.params["name"]
+  # With jax_remat3, an equation contains an object that has the name.
+  return getattr(equation.params.get("_prim"), "params", {}).get("name")
+
+
+@jax.custom_vjp
+def _sine(x: Array) -> Array:
+  return jnp.sin(x)
+
+
+def _sine_fwd(x):
+  return jnp.sin(x), name_residual("coat_byte", jnp.cos(x).astype(jnp.uint8))
+
+
+def _sine_bwd(cosine, g):
+  return (cosine * g,)
+
+
+_sine.defvjp(_sine_fwd, _sine_bwd)
+
+
+def check_names_are_read(op: str) -> None:
+  """Raises ValueError if `jax.checkpoint` ignores names in custom gradients."""
+  if not getattr(jax.config, "jax_remat3", False):
+    return
+  policy = jax.checkpoint_policies.save_only_these_names("coat_byte")
+  f = jax.checkpoint(_sine, policy=policy)
+  x = jax.ShapeDtypeStruct((), jnp.float32)
+  kept = jax.eval_shape(lambda x: jax.vjp(f, x)[1], x)
+  if any(a.dtype != jnp.uint8 for a in jax.tree.leaves(kept)):
+    raise ValueError(
+      f"{op}: jax_remat3 needs jax_custom_vjp3 and JAX 0.11.2 or newer, or "
+      "jax.checkpoint ignores the names of what FP8 layers save, got JAX "
+      f"{jax.__version__} with jax_custom_vjp3={jax.config.jax_custom_vjp3}; "
+      "set both options before you import coat_jax, or leave jax_remat3 off"
+    )
 
 
 def residual_scope(kind: Kind) -> AbstractContextManager:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.layers import block_inputs_saveable
 from coat_jax.layers.remat import codes_saveable, through_codes
+from coat_jax.layers.residuals import check_names_are_read
 from coat_jax.models.config import Remat
 from coat_jax.models.params import param_spec, path_of
 from coat_jax.numerics.checks import check_choice
@@ -102,6 +103,8 @@ def checkpointed(
   """
   if remat == "none" and not is_gathering:
     return forward
+  if remat in ("fp8", "fp8_layer"):
+    check_names_are_read("remat")
   rounded = forward
   if remat == "fp8_layer":
     rounded = lambda x, *args: forward(through_codes(x, recipe), *args)  # noqa: E731

@@ -5,10 +5,11 @@ JAX has no public function for most of this, so this file, and no other, calls
 private ones. If a version of JAX lacks them, `_why_not` says so and XLA runs.
 
 XLA also runs attention with soft caps or segments. JAX's cuDNN call accepts no
-function of the scores, and cuDNN's packed layout needs a static number of
-segments, whereas ids per token allow as many segments as tokens.
+function of the scores before 0.12, and cuDNN's packed layout needs a static
+number of segments, whereas ids per token allow as many segments as tokens.
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -106,6 +107,9 @@ def attention_bwd(
   # Layers save what their backward reads, and JAX has no public function that
   # takes residuals.
   unused = jnp.zeros(0, q.dtype)
+  # From JAX 0.12 on, the call also needs a function of the scores, or None.
+  accepted = inspect.signature(fmha.dot_product_attention).parameters
+  options = {"score_mod": None} if "score_mod" in accepted else {}
   dq, dk, dv = fmha._dot_product_attention_bwd_p_wrapper.bind(
     q,
     k,
@@ -121,6 +125,7 @@ def attention_bwd(
     mask_type=_mask_type(kind),
     layout=fmha.AttentionLayout.BTNH.value,
     sliding_window_length=kind.among(k.shape[1]).window,
+    **options,
   )
   return dq, dk, dv
 

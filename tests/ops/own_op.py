@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import jax
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from benchmarks.cases import OpCase, Sizes, of_op
 from coat_jax.ops.dispatch import kernel, op
@@ -41,6 +42,8 @@ def _launch(x: Array, interpret: bool) -> Array:
     in_specs=[tile],
     out_specs=tile,
     out_shape=jax.ShapeDtypeStruct((x.size,), x.dtype),
+    # JAX 0.11.0 would lower it to Mosaic GPU.
+    compiler_params=plt.CompilerParams(),
     interpret=interpret,
     name="double",
   )(x.reshape(-1)).reshape(x.shape)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from coat_jax import ops
 from coat_jax.ops.dispatch import kernel
@@ -37,6 +38,7 @@ def silu_bwd(dy, parts, *, activation, interpret=False):
     in_specs=[tile, tile, tile],
     out_specs=tile,
     out_shape=jax.ShapeDtypeStruct((dy.size,), jnp.float32),
+    compiler_params=plt.CompilerParams(),
     interpret=interpret,
   )(*(a.reshape(-1) for a in (dy, x.qvalue, scale)))
   return (dx.reshape(dy.shape),)

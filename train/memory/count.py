@@ -170,7 +170,8 @@ class _Program:
     """Returns an array, the one that it reshapes, and so on to the original."""
     found = [var]
     while (equation := self.equation_of.get(found[-1])) is not None:
-      if equation.primitive.name not in _ALIASES:
+      is_named = residuals.name_of(equation) is not None
+      if equation.primitive.name not in _ALIASES and not is_named:
         break
       source, alias = equation.invars[0], found[-1]
       if not isinstance(source, Var) or source.aval.size != alias.aval.size:
@@ -181,8 +182,8 @@ class _Program:
   def _kind(self, var):
     equations = [self.equation_of.get(alias) for alias in self._aliases(var)]
     for equation in equations:
-      if equation is not None and equation.primitive.name == "name":
-        return equation.params["name"].removeprefix("coat_")
+      if equation is not None and (name := residuals.name_of(equation)):
+        return name.removeprefix("coat_")
     if self._aliases(var)[-1] in self.operands:
       return "linear"
     if equations[-1] is None:
@@ -202,7 +203,6 @@ _ALIASES = {
   "bitcast_convert_type",
   "broadcast_in_dim",
   "copy",
-  "name",
   "reduce_precision",  # jax.checkpoint applies it to what it keeps.
   "reshape",
   "squeeze",
