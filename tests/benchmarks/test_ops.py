@@ -66,7 +66,8 @@ def test_rows(capsys):
   first, *printed = map(json.loads, capsys.readouterr().out.splitlines())
   assert printed == rows
   assert first["bench"] == "ops.ceilings"
-  assert {row["case"]["op"] for row in rows} == {"norm_bwd", "linear_wgrad"}
+  products = {"linear_wgrad", "grouped_linear_wgrad"}
+  assert {row["case"]["op"] for row in rows} == {"norm_bwd", *products}
   assert {row["implementation"] for row in rows} == {"xla", "bf16"}
   for row in rows:
     by_bytes = row["case"]["op"] == "norm_bwd"
