@@ -70,6 +70,7 @@ def test_flops_count_the_mlp_of_the_preset(preset, products_in_mlp):
   assert more - found["forward"] == of_mlp
 
 
+@pytest.mark.slow
 def test_alternating_layers_have_rows_of_each_kind():
   rows = layer.main(
     [

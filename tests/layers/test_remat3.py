@@ -24,6 +24,7 @@ IS_SUPPORTED = hasattr(ad_checkpoint, "checkpoint_name_fwd")
 ERROR = "ValueError: fp8_remat: jax_remat3 needs jax_custom_vjp3 and JAX 0.11.2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_custom_vjp3", [False, True])
 def test_codes_are_kept_or_the_option_is_refused(has_custom_vjp3):
   options = {"JAX_REMAT3": "1", "JAX_CUSTOM_VJP3": str(int(has_custom_vjp3))}

@@ -22,6 +22,7 @@ def row(candidate, seed, loss):
   return dict(bench="codec_race.losses", case=case, **values)
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_numpy():
   mu, nu = cases.moments((64, 128))
   trained = Trained({}, {"w": jnp.asarray(mu)}, {"w": jnp.asarray(nu)}, 0.0)

@@ -84,6 +84,7 @@ def test_first_moments_of_4_bits_are_rounded_to_a_neighbour(name):
   assert len(np.unique(np.asarray(found.codes, int))) > 10
 
 
+@pytest.mark.slow
 def test_second_moments_of_4_bits_keep_small_values():
   group = race_codecs.log4(group_size=4).nu
   x = np.float32([[1, 2.0**-30, 0, 0.75], [0, 0, 0, 0]])
@@ -112,6 +113,7 @@ def test_codes_of_4_bits_take_half_a_byte():
   assert abs(compiled.memory_analysis().output_size_in_bytes - size.total) < 512
 
 
+@pytest.mark.slow
 def test_report_counts_the_codes_of_4_bits():
   adam = optax.ScaleByAdamState(
     jnp.int32(1), {"w": jnp.asarray(MU)}, {"w": jnp.asarray(NU)}
@@ -131,6 +133,7 @@ def test_report_counts_the_codes_of_4_bits():
   )
 
 
+@pytest.mark.slow
 def test_sharded_step_of_4_bits_equals_unsharded():
   optimizer = coat_adamw(1e-2, codec=race_codecs.log4())
   rng = np.random.default_rng(0)
