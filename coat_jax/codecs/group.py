@@ -245,8 +245,9 @@ def finite_amax(magnitude: Array) -> Array:
   It is NaN if any magnitude is not finite; the group then decodes to NaN.
   """
   # A maximum of floats need not propagate NaN. Bits of magnitudes are ordered
-  # like their values, with NaN above infinity.
-  bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
+  # like their values, with NaN above infinity. The mask clears a NaN's sign,
+  # because XLA drops the abs() of a square, which would have cleared it.
+  bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32) & 0x7FFFFFFF
   amax = jnp.max(bits, axis=-1)
   amax = jax.lax.bitcast_convert_type(amax, jnp.float32)
   return jnp.where(amax < jnp.inf, amax, jnp.nan)

@@ -24,7 +24,7 @@ from coat_jax.numerics.scaling import (
   Scales,
   Scaling,
 )
-from coat_jax.ops.dispatch import op
+from coat_jax.ops.dispatch import op, target
 from coat_jax.ops.functions import (
   activation_derivative,
   activation_values,
@@ -103,7 +103,8 @@ def activation_bwd_operands(
     sums = jnp.concatenate([_sum_rows(x) for x in rows])
   found = gradient.find_joined_scale(dx, dy.shape[-1])
   (dy, parts), found = read_again((dy, parts), found)
-  dx = _gradients(dy, parts, activation)
+  if target() == "tpu":
+    dx = _gradients(dy, parts, activation)
   y, n = _activated(parts, activation)
   return (
     gradient.quantize_joined(dx, n, found, "both"),

@@ -21,8 +21,11 @@ COMPILED = (8.0, 8.9, 10.0, 12.0)
 # JAX names a described GPU, but not its capability.
 _KINDS = {
   r"A30|A100|A800": 8.0,
+  r"A2|A10G?|A16|A40|RTX A\d+|RTX 30\d\d": 8.6,
   r"L4|L40S?|RTX 40\d\d|RTX \d+ Ada": 8.9,
+  r"H20|H100|H200|H800|GH200": 9.0,
   r"B[12]00|GB200": 10.0,
+  r"G?B300": 10.3,
   r"RTX 50\d\d|RTX PRO \d+": 12.0,
 }
 
@@ -33,15 +36,15 @@ def capability() -> float | None:
   None if it is unknown, as for a described GPU that is none of `_KINDS`:
   kernels then assume Hopper. It is also None for GPUs of other vendors.
   """
-  if jax.default_backend() == "gpu":
-    found = str(getattr(jax.local_devices()[0], "compute_capability", ""))
-    return float(found) if found[:1].isdigit() else None
   device = jax.sharding.get_abstract_mesh().abstract_device
   kind = getattr(device, "device_kind", "")
   for names, found in _KINDS.items():
     if re.search(rf"\b({names})\b", kind):
       return found
-  return None
+  if jax.default_backend() != "gpu":
+    return None
+  found = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+  return float(found) if found[:1].isdigit() else None
 
 
 def is_before(least: float) -> bool:

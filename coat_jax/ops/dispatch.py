@@ -3,7 +3,8 @@
 
 An `Op` is called like its definition, plus `implementation`:
 
-  None     on a GPU or TPU the kernel if it supports these arguments, else "xla"
+  None     on a GPU or TPU the first kernel that runs by default and supports
+           these arguments, else "xla"
   "xla"    the definition
   another  that implementation; raises `Unsupported` if it cannot run them
 
@@ -60,7 +61,8 @@ class Op[R]:
   Attributes:
     definition: the operation in plain jnp; determines the signature.
     kernels: maps an implementation's name to its kernel. The first one for the
-      platform that supports the arguments runs. You may add yours.
+      platform that supports the arguments runs, unless its `kernel` says
+      by_default=False. You may add yours.
     check: None, or raises for arguments that no implementation supports.
   """
 

@@ -30,8 +30,8 @@ def why_not_shape(shape: tuple[int, ...]) -> str | None:
   size = math.prod(shape)
   if not shape or shape[-1] % 16 or not size:
     return (
-      "the last axis must be a multiple of 16 and no axis empty for the Triton "
-      f"kernel, got {shape}"
+      "the last axis must be a multiple of 16 and no axis empty for the kernel,"
+      f" got {shape}"
     )
   if size > MAX_ELEMENTS:
     return f"the kernel indexes in int32, got shape {shape}"
@@ -82,7 +82,7 @@ def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
   if dtype in known:
     # Triton emulates conversions to and from E5M2 on older GPUs, not E4M3.
     is_e4m3 = jnp.dtype(dtype) == E4M3
-    return why_not_before(FP8, "E4M3 in a Triton kernel") if is_e4m3 else None
+    return why_not_before(FP8, "E4M3 in a kernel") if is_e4m3 else None
   names = " and ".join(jnp.dtype(x).name for x in known)
   return f"the kernel supports {names}, got {jnp.dtype(dtype).name}"
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from coat_jax import codecs
+from coat_jax.codecs.group import finite_amax, magnitude_of
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.formats import E4M3, E5M2
 from tests import cases, comparing, oracles
@@ -309,3 +310,11 @@ def test_any_finite_moment_is_within_the_bound(x, group_size, signed):
     decoded = np.asarray(decoded, np.float64)
     assert np.all(np.isfinite(decoded)), name
     assert np.all(np.abs(decoded - moment) <= bound), name
+
+
+def test_nan_with_a_sign_makes_the_amax_nan():
+  # XLA drops the abs() of a square, so the NaN keeps its sign.
+  x = np.ones((2, 128), np.float32)
+  x[0, 5] = np.uint32(0xFFC00000).view(np.float32)
+  found = jax.jit(lambda x: finite_amax(magnitude_of(x * x)))(x)
+  np.testing.assert_array_equal(found, [np.nan, 1])

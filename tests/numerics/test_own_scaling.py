@@ -42,6 +42,21 @@ def test_operand_has_a_scale_of_the_scaling():
   )
 
 
+class FromRms(ops.PerTensor):
+  """One scale per tensor, from its root mean square."""
+
+  def find_scale(self, x):
+    return 4 * jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))) / 448
+
+
+def test_scale_of_an_activation_is_that_of_its_values():
+  parts = (ops.quantize_groups(X, groups=ops.Groups(16)),)
+  y = ops.activation_values(parts[0].dequantize(), activation="silu")
+  operand = ops.activation_fwd(parts, activation="silu", output=FromRms())
+  expected = 4 * np.sqrt(np.mean(np.square(np.asarray(y, np.float64)))) / 448
+  np.testing.assert_allclose(operand.scale, expected, rtol=1e-5)
+
+
 def test_recipe_names_the_scaling():
   assert OWN.name == "coat" and OWN != recipes.coat()
   assert "float8_e5m2; a power of two per tensor" in OWN.describe()

@@ -42,9 +42,13 @@ def explain(op, *args, **how) -> str:
     ("NVIDIA L40S", 8.9, 99),
     ("NVIDIA GeForce RTX 4090", 8.9, 99),
     ("NVIDIA RTX 6000 Ada Generation", 8.9, 99),
-    (H200, None, 227),
+    (H200, 9.0, 227),
     (B200, 10.0, 227),
     ("NVIDIA GeForce RTX 5090", 12.0, 99),
+    ("NVIDIA H100 80GB HBM3", 9.0, 227),
+    ("NVIDIA A10G", 8.6, 99),
+    ("NVIDIA RTX A6000", 8.6, 99),
+    ("NVIDIA GB300", 10.3, 227),
     (RTX, 12.0, 99),
     ("cpu", None, 227),
   ],
@@ -65,8 +69,9 @@ def test_capability_is_that_of_this_machine(monkeypatch, text, found):
 
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+  assert capability.capability() == found
   with on(A100):
-    assert capability.capability() == found
+    assert capability.capability() == 8.0
 
 
 def test_explain_says_where_nothing_has_run(monkeypatch):
@@ -92,7 +97,7 @@ def test_gpu_without_fp8_runs_kernels_that_need_none():
   with on(A100):
     groups = explain(ops.quantize_groups, X, groups=ops.Groups(16))
     for said, what in (
-      (groups, "E4M3 in a Triton kernel"),
+      (groups, "E4M3 in a kernel"),
       (explain(ops.quantize_rows, X, scale=jnp.ones(())), "a cast to E4M3"),
       (explain(ops.linear_fwd, x, w), "an FP8 matmul of cuBLASLt"),
     ):

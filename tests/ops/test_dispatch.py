@@ -146,8 +146,11 @@ def test_kernels_are_for_gpus_with_fp8(monkeypatch, capability, has_fp8):
   # JAX would not trace a function again, so each case has its own.
   found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
   assert ("platform_index" in found) == has_fp8
-  # A mesh of GPUs does not tell which: AMD's are called gpu, too.
-  with jax.sharding.use_abstract_mesh(H200):
+  # A mesh of GPUs with an unknown name does not tell which: AMD's are called
+  # gpu, too.
+  device = jax.sharding.AbstractDevice("another", 100, "cuda")
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  with jax.sharding.use_abstract_mesh(mesh):
     found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
   assert ("platform_index" in found) == has_fp8
 
