@@ -115,16 +115,17 @@ def kernels(
     fn = functools.partial(op, dtype=dtype)
     yield dict(implementation=implementation), fn, (source[a], source[b], sizes)
   for tile in tiles:
+    how = grouped_product.How(TILES[tile])
 
-    def by_mosaic(a, b, sizes, tile=TILES[tile]):
+    def by_mosaic(a, b, sizes, how=how):
       if name == "wgrad":
         scale = jnp.broadcast_to(a.scale * b.scale, sizes.shape)
         product = grouped_product.weights_product
-        return product(a.columns, b.columns, sizes, scale, dtype, tile=tile)
+        return product(a.columns, b.columns, sizes, scale, dtype, how=how)
       weights = b.columns if name == "fwd" else b.rows
       scale = a.scale * b.scale
       product = grouped_product.rows_product
-      return product(a.rows, weights, sizes, scale, dtype, tile=tile)
+      return product(a.rows, weights, sizes, scale, dtype, how)
 
     what = dict(implementation="mosaic", tile=tile)
     yield what, by_mosaic, (codes[a], codes[b], sizes)

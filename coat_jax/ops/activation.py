@@ -30,7 +30,7 @@ from coat_jax.ops.functions import (
   activation_values,
   check_activation,
 )
-from coat_jax.ops.passes import codes_in_groups, in_groups, read_again
+from coat_jax.ops.tpu import codes_in_groups, in_groups, read_again
 from coat_jax.ops.types import Activation
 
 type Parts = tuple[QTensor, ...]

@@ -16,7 +16,7 @@ from coat_jax.numerics.scaling import (
   Scaling,
 )
 from coat_jax.ops.dispatch import op
-from coat_jax.ops.passes import in_groups
+from coat_jax.ops.tpu import in_groups
 
 
 @op(triton="quantize", mosaic="quantize")

@@ -14,7 +14,11 @@ An instruction in the body of a loop is counted once.
 
 import collections
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -24,12 +28,14 @@ from benchmarks.aot import compile_for_h200, peak_bytes, temporary_bytes
 __all__ = [
   "Instruction",
   "bytes_moved",
+  "check_wgmma",
   "compile_for_h200",
   "custom_calls",
   "fp8_matmul_calls",
   "fp8_moves",
   "instructions",
   "peak_bytes",
+  "ptxas_reports",
   "temporary_bytes",
 ]
 
@@ -157,3 +163,36 @@ def fp8_moves(compiled: jax.stages.Compiled) -> list[Instruction]:
     and instruction.computation not in fused
     and moves(instruction)
   ]
+
+
+def ptxas_reports(module: str, tmp_path: Path) -> list[Path]:
+  """Runs `compile_all(tmp_path)` of a test module in a process of its own.
+
+  Mosaic writes what ptxas says only where the environment says so. Checks that
+  no kernel spills, and returns the folders that `compile_all` made.
+  """
+  code = (
+    "from benchmarks import aot; aot.only_compile(); "
+    f"import {module} as t; t.compile_all({str(tmp_path)!r})"
+  )
+  subprocess.run(
+    [sys.executable, "-c", code],
+    env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
+    check=True,
+    timeout=600,
+  )
+  folders = list(tmp_path.iterdir())
+  for folder in folders:
+    [report] = folder.glob("*.ptxas")
+    found = re.findall(r"(\d+) bytes spill", report.read_text())
+    assert found and set(found) == {"0"}, folder.name
+  return folders
+
+
+def check_wgmma(folder: Path) -> None:
+  """Checks that a product's kernel uses wgmma, and runs on beside it."""
+  [report] = folder.glob("*.ptxas")
+  # wgmma that ptxas cannot leave to run beside what follows it.
+  assert "serialized" not in report.read_text(), folder.name
+  [program] = folder.glob("*.ptx")
+  assert "wgmma.mma_async.sync.aligned.m64n128k32" in program.read_text()

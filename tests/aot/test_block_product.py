@@ -3,9 +3,6 @@
 
 import functools
 import os
-import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,13 @@ from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.pallas.mosaic import block_product
 from coat_jax.pallas.mosaic.block_product import TILES
-from tests.aot.compiling import compile_for_h200, custom_calls, temporary_bytes
+from tests.aot.compiling import (
+  check_wgmma,
+  compile_for_h200,
+  custom_calls,
+  ptxas_reports,
+  temporary_bytes,
+)
 
 pytestmark = pytest.mark.aot
 
@@ -62,26 +65,7 @@ def compile_all(folder: str) -> None:
 
 
 def test_no_register_spills(tmp_path):
-  # Mosaic writes what ptxas says only where the environment says so.
-  code = (
-    "from benchmarks import aot; aot.only_compile(); "
-    "from tests.aot import test_block_product as t; "
-    f"t.compile_all({str(tmp_path)!r})"
-  )
-  subprocess.run(
-    [sys.executable, "-c", code],
-    env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
-    check=True,
-    timeout=600,
-  )
-  folders = list(tmp_path.iterdir())
+  folders = ptxas_reports(__name__, tmp_path)
   assert len(folders) == len(TILES) * len(FORMS)
   for folder in folders:
-    [report] = folder.glob("*.ptxas")
-    text = report.read_text()
-    found = re.findall(r"(\d+) bytes spill", text)
-    assert found and set(found) == {"0"}, folder.name
-    # wgmma that ptxas cannot leave to run beside what follows it.
-    assert "serialized" not in text, folder.name
-    [program] = folder.glob("*.ptx")
-    assert "wgmma.mma_async.sync.aligned.m64n128k32" in program.read_text()
+    check_wgmma(folder)

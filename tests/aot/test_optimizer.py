@@ -3,9 +3,6 @@
 
 import itertools
 import os
-import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +11,12 @@ import pytest
 from coat_jax import codecs
 from coat_jax.optax_coat import scale_by_coat_adam
 from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
-from tests.aot.compiling import compile_for_h200, instructions, temporary_bytes
+from tests.aot.compiling import (
+  compile_for_h200,
+  instructions,
+  ptxas_reports,
+  temporary_bytes,
+)
 
 pytestmark = pytest.mark.aot
 
@@ -106,21 +108,5 @@ def compile_one(name: str, dtype: str, low_bits: bool) -> None:
 
 
 def test_no_register_spills(tmp_path):
-  # Mosaic writes what ptxas says only where the environment says so.
-  code = (
-    "from benchmarks import aot; aot.only_compile(); "
-    "from tests.aot import test_optimizer as t; "
-    f"t.compile_all({str(tmp_path)!r})"
-  )
-  subprocess.run(
-    [sys.executable, "-c", code],
-    env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
-    check=True,
-    timeout=600,
-  )
-  folders = list(tmp_path.iterdir())
+  folders = ptxas_reports(__name__, tmp_path)
   assert len(folders) == len(STEPS)
-  for folder in folders:
-    [report] = folder.glob("*.ptxas")
-    found = re.findall(r"(\d+) bytes spill", report.read_text())
-    assert found and set(found) == {"0"}, folder.name

@@ -27,14 +27,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.scaling import BLOCK
+from coat_jax.pallas.mosaic.persistent import (
+  LAYOUT,
+  REGISTERS,
+  REGISTERS_TO_LOAD,
+  ROWS,
+  WARPGROUPS,
+  WAVE,
+  in_band,
+  rows_of_128_bytes,
+)
 
-WARPGROUPS = 2  # Warpgroups that multiply; one more loads.
-_ROWS = 64  # Rows of one wgmma.
-_WAVE = WARPGROUPS * _ROWS
-# Three warpgroups of 128 threads share 65536 registers and start with 168 per
-# thread.
-_REGISTERS, _REGISTERS_TO_LOAD = 232, 40
-_LAYOUT = plgpu.Layout.WGMMA
 # A copy must be a multiple of 16 bytes, so each scale of a tile of b is stored
 # four times; in shared memory it is padded to a multiple of 128 bytes.
 COPIES = 4
@@ -52,14 +55,12 @@ class Tile:
   slots: int = 4
   # The programs, with neighbouring tiles along n, that load a together.
   cluster: int = 1
-  # The tiles along m that programs work through before they move on along n,
-  # so that tiles computed at the same time read the same a and b.
-  band: int = 8
+  band: int = 8  # See `in_band`.
 
   @property
   def m(self) -> int:
     """The number of rows of a tile of the result."""
-    return _WAVE * self.waves
+    return WAVE * self.waves
 
   @property
   def n(self) -> int:
@@ -92,13 +93,9 @@ class Work:
   def place(self, i: Array) -> tuple[Array, Array]:
     """Returns the first row and first column of this program's i-th tile."""
     number = i * self.clusters + lax.axis_index("program")
-    of_band = jnp.int32(self.tile.band * self.tiles_n)
-    first = lax.div(number, of_band) * self.tile.band
-    height = jnp.minimum(self.tiles_m - first, self.tile.band)
-    within = lax.rem(number, of_band)
-    row = (first + lax.rem(within, height)) * self.tile.m
-    column = lax.div(within, height) * self.tile.n
-    return row, column + lax.axis_index("cluster") * BLOCK
+    i, j = in_band(number, self.tiles_m, self.tiles_n, self.tile.band)
+    column = j * self.tile.n + lax.axis_index("cluster") * BLOCK
+    return i * self.tile.m, column
 
   def slot(self, step: Array) -> Array:
     """Returns the stage of shared memory that the step-th block goes into."""
@@ -121,21 +118,14 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   """Returns shared memory and barriers for these dtypes of a, b and out."""
   tile, stages = work.tile, work.tile.stages
 
-  def rows_of_128_bytes(*shape: int, dtype: DTypeLike):
-    swizzled = (
-      plgpu.TilingTransform((8, shape[-1])),  # pyright: ignore[reportAbstractUsage]
-      plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-    )
-    return plgpu.SMEM(shape, dtype, transforms=swizzled)
-
   width = 128 // jnp.dtype(out).itemsize
   b_scales = _PADDED if work.of_tiles else BLOCK
   return Memory(
-    a_smem=rows_of_128_bytes(stages, tile.waves, _WAVE, BLOCK, dtype=a),
+    a_smem=rows_of_128_bytes(stages, tile.waves, WAVE, BLOCK, dtype=a),
     b_smem=rows_of_128_bytes(stages, BLOCK, BLOCK, dtype=b),
     a_scale_smem=plgpu.SMEM((stages, tile.m), jnp.float32),
     b_scale_smem=plgpu.SMEM((stages, b_scales), jnp.float32),
-    out_smem=rows_of_128_bytes(WARPGROUPS, tile.slots, _ROWS, width, dtype=out),
+    out_smem=rows_of_128_bytes(WARPGROUPS, tile.slots, ROWS, width, dtype=out),
     loaded=tuple(
       # b and the scales of both operands arrive with a's first wave.
       plgpu.Barrier(num_arrivals=1 if wave else 4, num_barriers=stages)
@@ -163,12 +153,12 @@ def run(work: Work, *refs, **scratch: Any) -> None:
 
   @pl.when(lax.axis_index("warpgroup") == WARPGROUPS)
   def _():
-    plgpu.set_max_registers(_REGISTERS_TO_LOAD, action="decrease")
+    plgpu.set_max_registers(REGISTERS_TO_LOAD, action="decrease")
     _load(work, operands, memory)
 
   @pl.when(lax.axis_index("warpgroup") < WARPGROUPS)
   def _():
-    plgpu.set_max_registers(_REGISTERS, action="increase")
+    plgpu.set_max_registers(REGISTERS, action="increase")
 
     def compute(i, step):
       row, column = work.place(i)
@@ -207,7 +197,7 @@ def _load(work: Work, operands, memory: Memory) -> None:
       of_b = memory.b_scale_smem.at[slot, pl.ds(0, count)]
       copy(b_scale.at[j, pl.ds(first, count)], of_b, loaded[0])
       for wave, barrier in enumerate(loaded):
-        rows = pl.ds(row + wave * _WAVE, _WAVE)
+        rows = pl.ds(row + wave * WAVE, WAVE)
         copy(
           a.at[rows, block], memory.a_smem.at[slot, wave], barrier, **together
         )
@@ -234,10 +224,10 @@ def _sum_blocks(
   """Sums a tile; returns the next step and, per wave, f32 [64, 128]."""
   loaded, free = memory.loaded, memory.free
   warpgroup = lax.axis_index("warpgroup")
-  shape = _ROWS, BLOCK
+  shape = ROWS, BLOCK
 
   def multiply(slot, wave, acc):
-    rows = memory.a_smem.at[slot, wave, pl.ds(warpgroup * _ROWS, _ROWS)]
+    rows = memory.a_smem.at[slot, wave, pl.ds(warpgroup * ROWS, ROWS)]
     plgpu.wgmma(acc, rows, memory.b_smem.at[slot].T)
     return acc[...]
 
@@ -248,10 +238,10 @@ def _sum_blocks(
       # Waiting here also keeps the compiler from interleaving the waves'
       # instructions, for which there are not enough registers.
       plgpu.barrier_wait(loaded[wave].at[slot])
-      rows = pl.ds(wave * _WAVE + warpgroup * _ROWS, _ROWS)
+      rows = pl.ds(wave * WAVE + warpgroup * ROWS, ROWS)
       scale = plgpu.load(
         memory.a_scale_smem.at[slot, rows],
-        layout=_LAYOUT.reduce(1),
+        layout=LAYOUT.reduce(1),
         optimized=False,
       )
       if work.of_tiles:
@@ -278,7 +268,7 @@ def _sum_blocks(
     plgpu.barrier_arrive(free.at[slot])
     return step + 1, tuple(new)
 
-  zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT)
+  zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT)
   carry = step, (zero,) * work.tile.waves
   return lax.fori_loop(0, work.blocks, add_block, carry)
 
@@ -286,7 +276,7 @@ def _sum_blocks(
 def _of_columns(b_scale_smem, slot, shape) -> Array:
   """Loads the scales of b's rows, one for each column of the result."""
   scale = plgpu.load(
-    b_scale_smem.at[slot], layout=_LAYOUT.reduce(0), optimized=False
+    b_scale_smem.at[slot], layout=LAYOUT.reduce(0), optimized=False
   )
   return lax.broadcast_in_dim(scale, shape, (1,))
 
@@ -306,11 +296,11 @@ def _write(
   # in the previous tile.
   slots = math.gcd(work.tile.slots, len(pieces))
   for i, (wave, start) in enumerate(pieces):
-    rows = pl.ds(row + wave * _WAVE + warpgroup * _ROWS, _ROWS)
+    rows = pl.ds(row + wave * WAVE + warpgroup * ROWS, ROWS)
     columns = pl.ds(column + start, width)
     piece = totals[wave][:, start : start + width]
     if add is not None:
-      added = plgpu.load(add.at[rows, columns], layout=_LAYOUT, optimized=False)
+      added = plgpu.load(add.at[rows, columns], layout=LAYOUT, optimized=False)
       piece = piece + added.astype(jnp.float32)
     smem = out_smem.at[warpgroup, i % slots]
     plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)

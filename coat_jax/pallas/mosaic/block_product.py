@@ -29,6 +29,7 @@ from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows, in_sum
 from coat_jax.pallas.mosaic import block_kernel, device
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
+from coat_jax.pallas.mosaic.persistent import WARPGROUPS
 
 TILES = {
   "paired": Tile(cluster=2),
@@ -163,7 +164,7 @@ def product(
     grid_names=("program",),
     cluster=(tile.cluster,),
     cluster_names=("cluster",),
-    num_threads=block_kernel.WARPGROUPS + 1,
+    num_threads=WARPGROUPS + 1,
     thread_name="warpgroup",
     # No thread reads shared memory that it has written itself.
     compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),

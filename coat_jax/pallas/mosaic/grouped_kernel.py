@@ -32,13 +32,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.scaling import BLOCK
-
-WARPGROUPS = 2  # Warpgroups that multiply; one more loads.
-_ROWS = 64  # Rows of one wgmma.
-_WAVE = WARPGROUPS * _ROWS
-# As in `block_kernel`: three warpgroups share 65536 registers.
-_REGISTERS, _REGISTERS_TO_LOAD = 232, 40
-_LAYOUT = plgpu.Layout.WGMMA
+from coat_jax.pallas.mosaic.persistent import (
+  LAYOUT,
+  REGISTERS,
+  REGISTERS_TO_LOAD,
+  ROWS,
+  WARPGROUPS,
+  WAVE,
+  in_band,
+  rows_of_128_bytes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +53,12 @@ class Tile:
   # For each warpgroup, the pieces of the result (64 rows of 128 bytes) that
   # shared memory holds while they are copied out.
   slots: int = 2
-  # The tiles along m that programs work through before they move on along n.
-  band: int = 8
+  band: int = 8  # See `in_band`.
 
   @property
   def m(self) -> int:
     """The number of rows of a tile of the result."""
-    return _WAVE * self.waves
+    return WAVE * self.waves
 
 
 class Entry(NamedTuple):
@@ -100,12 +102,8 @@ class Work:
       of_entry = jnp.int32(self.tiles_m * self.tiles_n)
       entry, number = lax.div(number, of_entry), lax.rem(number, of_entry)
       tiles_m = jnp.int32(self.tiles_m)
-    of_band = jnp.int32(self.tile.band * self.tiles_n)
-    first = lax.div(number, of_band) * self.tile.band
-    height = jnp.minimum(tiles_m - first, self.tile.band)
-    within = lax.rem(number, of_band)
-    tile = first + lax.rem(within, height)
-    column = lax.div(within, height) * BLOCK
+    tile, j = in_band(number, tiles_m, self.tiles_n, self.tile.band)
+    column = j * BLOCK
     return (entry, tile, column) if self.of_weights else (tile, entry, column)
 
   def slot(self, step: Array) -> Array:
@@ -128,19 +126,12 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   """Returns shared memory and barriers for these dtypes of a, b and out."""
   tile, stages = work.tile, work.tile.stages
 
-  def rows_of_128_bytes(*shape: int, dtype: DTypeLike):
-    swizzled = (
-      plgpu.TilingTransform((8, shape[-1])),  # pyright: ignore[reportAbstractUsage]
-      plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-    )
-    return plgpu.SMEM(shape, dtype, transforms=swizzled)
-
   width = 128 // jnp.dtype(out).itemsize
-  edge = (1, 1, 128) if work.of_weights else (WARPGROUPS, _ROWS, BLOCK)
+  edge = (1, 1, 128) if work.of_weights else (WARPGROUPS, ROWS, BLOCK)
   return Memory(
-    a_smem=rows_of_128_bytes(stages, tile.waves, _WAVE, BLOCK, dtype=a),
+    a_smem=rows_of_128_bytes(stages, tile.waves, WAVE, BLOCK, dtype=a),
     b_smem=rows_of_128_bytes(stages, BLOCK, BLOCK, dtype=b),
-    out_smem=rows_of_128_bytes(WARPGROUPS, tile.slots, _ROWS, width, dtype=out),
+    out_smem=rows_of_128_bytes(WARPGROUPS, tile.slots, ROWS, width, dtype=out),
     edge_smem=plgpu.SMEM(edge, out),
     loaded=tuple(
       # b arrives with a's first wave.
@@ -151,13 +142,14 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   )
 
 
-def run(work: Work, table, used, scale, a, b, out, **scratch: Any) -> None:
+def run(work: Work, *refs, **scratch: Any) -> None:
   """Runs the kernel on arrays in global memory.
 
-  `table` [6, entries] holds the fields of `Entry`, `used` [1] the number of
-  entries, and `scale` [E] the product of both operands' scales. `scratch` holds
-  the fields of `Memory`.
+  `refs` are a table [6, entries] with the fields of `Entry`, the number of
+  entries [1], the product of both operands' scales [E], a, b, and the result.
+  `scratch` holds the fields of `Memory`.
   """
+  table, used, scale, a, b, out = refs
   memory = Memory(**scratch)
   num_entries = used[0]
 
@@ -169,7 +161,7 @@ def run(work: Work, table, used, scale, a, b, out, **scratch: Any) -> None:
 
   @pl.when(lax.axis_index("warpgroup") == WARPGROUPS)
   def _():
-    plgpu.set_max_registers(_REGISTERS_TO_LOAD, action="decrease")
+    plgpu.set_max_registers(REGISTERS_TO_LOAD, action="decrease")
 
     def load(i, step):
       return _load_tile(work, *entry_of(i), step, a, b, memory)
@@ -184,7 +176,7 @@ def run(work: Work, table, used, scale, a, b, out, **scratch: Any) -> None:
 
   @pl.when(lax.axis_index("warpgroup") < WARPGROUPS)
   def _():
-    plgpu.set_max_registers(_REGISTERS, action="increase")
+    plgpu.set_max_registers(REGISTERS, action="increase")
 
     def compute(i, step):
       entry, column = entry_of(i)
@@ -223,7 +215,7 @@ def _load_tile(
       source.at[columns, block], memory.b_smem.at[slot], loaded[0].at[slot]
     )
     for wave, barrier in enumerate(loaded):
-      rows = pl.ds(row + wave * _WAVE, _WAVE)
+      rows = pl.ds(row + wave * WAVE, WAVE)
       plgpu.copy_gmem_to_smem(
         a.at[rows, block], memory.a_smem.at[slot, wave], barrier.at[slot]
       )
@@ -237,8 +229,8 @@ def _sum_blocks(
 ) -> tuple[Array, tuple[Array, ...]]:
   """Sums a tile; returns the next step and, per wave, f32 [64, 128]."""
   loaded, free = memory.loaded, memory.free
-  own = pl.ds(lax.axis_index("warpgroup") * _ROWS, _ROWS)
-  shape = _ROWS, BLOCK
+  own = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
+  shape = ROWS, BLOCK
 
   def multiply(slot, wave, acc):
     rows = memory.a_smem.at[slot, wave, own]
@@ -264,7 +256,7 @@ def _sum_blocks(
     plgpu.barrier_arrive(free.at[slot])
     return step + 1, tuple(new)
 
-  zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT)
+  zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT)
   carry = step, (zero,) * work.tile.waves
   return lax.fori_loop(0, entry.blocks, add_block, carry)
 
@@ -275,9 +267,9 @@ def _clear_others(rows_smem, begin: Array, end: Array) -> None:
   @pl.when((begin > 0) | (end < BLOCK))
   def _():
     column = plgpu.broadcasted_iota(
-      jnp.int32, rows_smem.shape, 1, layout=_LAYOUT
+      jnp.int32, rows_smem.shape, 1, layout=LAYOUT
     )
-    codes = plgpu.load(rows_smem, layout=_LAYOUT, optimized=False)
+    codes = plgpu.load(rows_smem, layout=LAYOUT, optimized=False)
     # As bytes: in f32, a block would take 64 registers. Of operations on bytes,
     # Mosaic has only those on bits.
     codes = lax.bitcast_convert_type(codes, jnp.int8)
@@ -291,10 +283,10 @@ def _clear_others(rows_smem, begin: Array, end: Array) -> None:
 def _write_gradient(work: Work, totals, entry: Entry, column, memory, out):
   """Copies a tile of a group's weight gradient to `out`."""
   for wave, total in enumerate(totals):
-    row = entry.row + wave * _WAVE + lax.axis_index("warpgroup") * _ROWS
+    row = entry.row + wave * WAVE + lax.axis_index("warpgroup") * ROWS
 
     def place(columns, row=row):
-      rows = pl.ds(row, _ROWS)
+      rows = pl.ds(row, ROWS)
       if work.rows_first:
         return out.at[rows, entry.group, columns]
       return out.at[entry.group, rows, columns]
@@ -305,14 +297,14 @@ def _write_gradient(work: Work, totals, entry: Entry, column, memory, out):
 def _write_rows(work: Work, totals, entry: Entry, column, memory, out):
   """Copies the group's rows of a tile to `out`."""
   for wave, total in enumerate(totals):
-    row = entry.row + wave * _WAVE + lax.axis_index("warpgroup") * _ROWS
+    row = entry.row + wave * WAVE + lax.axis_index("warpgroup") * ROWS
     begin = jnp.maximum(entry.begin, row)
-    end = jnp.minimum(entry.end, row + _ROWS)
-    is_whole = end - begin == _ROWS
+    end = jnp.minimum(entry.end, row + ROWS)
+    is_whole = end - begin == ROWS
 
     @pl.when(is_whole)
     def _(row=row, total=total):
-      rows = pl.ds(pl.multiple_of(row, 8), _ROWS)
+      rows = pl.ds(pl.multiple_of(row, 8), ROWS)
       place = lambda columns: out.at[rows, columns]  # noqa: E731
       _write_all(work, total, column, memory, place)
 

@@ -16,6 +16,7 @@ No GPU has run these kernels yet, so they run only if `implementation="mosaic"`
 names them. `python -m benchmarks.grouped_products` measures them.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -30,6 +31,7 @@ from coat_jax.numerics.scaling import BLOCK, Operand
 from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas.mosaic import device, grouped_kernel
 from coat_jax.pallas.mosaic.grouped_kernel import Entry, Tile, Work
+from coat_jax.pallas.mosaic.persistent import WARPGROUPS
 
 TILES = {"tall": Tile(), "low": Tile(waves=1, stages=5, band=16)}
 # With the tile "tall", ptxas spills 132 bytes where it clears tokens.
@@ -84,9 +86,8 @@ def grouped_linear_fwd(
 ) -> Array:
   """`ops.grouped_linear_fwd`."""
   scale = x.scale * w.scale  # pyright: ignore[reportOperatorIssue]
-  return rows_product(
-    x.rows, w.columns, sizes, scale, dtype, interpret=interpret
-  )
+  how = How(interpret=interpret)
+  return rows_product(x.rows, w.columns, sizes, scale, dtype, how)
 
 
 @kernel(
@@ -102,7 +103,8 @@ def grouped_linear_dgrad(
 ) -> Array:
   """`ops.grouped_linear_dgrad`."""
   scale = g.scale * w.scale  # pyright: ignore[reportOperatorIssue]
-  return rows_product(g.rows, w.rows, sizes, scale, dtype, interpret=interpret)
+  how = How(interpret=interpret)
+  return rows_product(g.rows, w.rows, sizes, scale, dtype, how)
 
 
 def _why_not_wgrad(x: Operand, g: Operand, dtype, **_) -> str | None:
@@ -122,73 +124,70 @@ def grouped_linear_wgrad(
 ) -> Array:
   """`ops.grouped_linear_wgrad`."""
   scale = jnp.broadcast_to(x.scale * g.scale, sizes.shape)  # pyright: ignore
+  how = How(interpret=interpret)
   return weights_product(
-    x.columns, g.columns, sizes, scale, dtype, rows_first, interpret=interpret
+    x.columns, g.columns, sizes, scale, dtype, rows_first, how
   )
 
 
-def rows_product(
-  x, w, sizes, scale, dtype, *, tile=None, programs=None, interpret=False
-) -> Array:
+@dataclasses.dataclass(frozen=True)
+class How:
+  """How a product is run.
+
+  Attributes:
+    tile: None for one that suits the sizes.
+    programs: None for one per multiprocessor.
+    interpret: runs the kernel on a CPU and reports races.
+  """
+
+  tile: Tile | None = None
+  programs: int | None = None
+  interpret: bool = False
+
+
+def rows_product(x, w, sizes, scale, dtype, how: How = How()) -> Array:
   """Computes rows of x [M, K] times their group's w [E, N, K]^T: [M, N]."""
   (m, k), (e, n, _) = x.shape, w.shape
-  tile = tile or pick_tile(m // e)
+  tile = how.tile or pick_tile(m // e)
   tile = tile if m >= tile.m else TILES["low"]
-  table, used = tiles_of_rows(sizes, m=m, tile_m=tile.m, blocks=k // BLOCK)
-  work = _work(tile, n, programs, interpret)
-  return _run(work, table, used, scale, x, w, (m, n), dtype)
+  table = tiles_of_rows(sizes, m=m, tile_m=tile.m, blocks=k // BLOCK)
+  work = _work(how, tile, n, of_weights=False, rows_first=False, tiles_m=0)
+  out = jax.ShapeDtypeStruct((m, n), dtype)
+  return _run(work, table, scale, x, w, out)
 
 
 def weights_product(
-  x,
-  g,
-  sizes,
-  scale,
-  dtype,
-  rows_first=False,
-  *,
-  tile=None,
-  programs=None,
-  interpret=False,
+  x, g, sizes, scale, dtype, rows_first=False, how: How = How()
 ) -> Array:
   """Computes x [D, M] g [F, M]^T over the tokens of each group: [E, D, F]."""
   (d, _), f, e = x.shape, len(g), len(sizes)
-  tile = tile or _OF_WEIGHTS
-  table, used = blocks_of_tokens(sizes)
+  tile = how.tile or _OF_WEIGHTS
   work = _work(
-    tile,
-    f,
-    programs,
-    interpret,
-    of_weights=True,
-    rows_first=rows_first,
-    tiles_m=d // tile.m,
+    how, tile, f, of_weights=True, rows_first=rows_first, tiles_m=d // tile.m
   )
-  shape = (d, e, f) if rows_first else (e, d, f)
-  return _run(work, table, used, scale, x, g, shape, dtype)
+  out = jax.ShapeDtypeStruct((d, e, f) if rows_first else (e, d, f), dtype)
+  return _run(work, blocks_of_tokens(sizes), scale, x, g, out)
 
 
-def _work(tile, n, programs, interpret, **of_weights) -> Work:
-  options: dict = dict(of_weights=False, rows_first=False, tiles_m=0)
+def _work(how: How, tile: Tile, n: int, **of_weights) -> Work:
   return Work(
     tile=tile,
     tiles_n=n // BLOCK,
-    programs=programs or device.multiprocessors(),
-    interpret=interpret,
-    **options | of_weights,
+    programs=how.programs or device.multiprocessors(),
+    interpret=how.interpret,
+    **of_weights,
   )
 
 
-def _run(work: Work, table, used, scale, a, b, shape, dtype) -> Array:
+def _run(work: Work, table: tuple[Array, Array], scale, a, b, out) -> Array:
+  dtypes = a.dtype, b.dtype, out.dtype
   kernel = plgpu.kernel(
     functools.partial(grouped_kernel.run, work),
-    out_type=jax.ShapeDtypeStruct(shape, dtype),
-    scratch_types=grouped_kernel.scratch(
-      work, a.dtype, b.dtype, dtype
-    )._asdict(),
+    out_type=out,
+    scratch_types=grouped_kernel.scratch(work, *dtypes)._asdict(),
     grid=(work.programs,),
     grid_names=("program",),
-    num_threads=grouped_kernel.WARPGROUPS + 1,
+    num_threads=WARPGROUPS + 1,
     thread_name="warpgroup",
     # Threads that write to shared memory say so themselves.
     compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
@@ -197,7 +196,7 @@ def _run(work: Work, table, used, scale, a, b, shape, dtype) -> Array:
     else False,
     kernel_name="grouped_product",
   )
-  return kernel(table, used, scale.astype(jnp.float32), a, b)
+  return kernel(*table, scale.astype(jnp.float32), a, b)
 
 
 # --- Tables ------------------------------------------------------------------

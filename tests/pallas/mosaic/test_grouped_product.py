@@ -95,9 +95,7 @@ def test_interpreted_rows_times_weights(name, tile):
     sizes,
     x.scale * w.scale,
     jnp.bfloat16,
-    tile=tile,
-    programs=3,
-    interpret=True,
+    how=kernel.How(tile, programs=3, interpret=True),
   )
   assert_is(y, wanted[0])
   assert not interpret_pallas_call.get_races().races_found
@@ -114,9 +112,7 @@ def test_interpreted_gradients_of_weights(name, tile):
     sizes,
     jnp.broadcast_to(x.scale * g.scale, sizes.shape),
     jnp.float32,
-    tile=tile,
-    programs=3,
-    interpret=True,
+    how=kernel.How(tile, programs=3, interpret=True),
   )
   assert_is(dw, wanted[2])
   assert not interpret_pallas_call.get_races().races_found
@@ -222,7 +218,7 @@ def test_kernel_is_the_product_on_a_gpu(tile):
   SIZES["many"] = tuple(int(n) for n in sizes), 8192
   x, g, w, sizes = arrays("many", d=1024, f=768)
   y, dx, dw = by_hand(x, g, w, sizes)
-  tile = TILES[tile]
+  how = kernel.How(TILES[tile])
 
   @jit
   def products(x, g, w, sizes):
@@ -233,8 +229,8 @@ def test_kernel_is_the_product_on_a_gpu(tile):
     )
     rows, weights = kernel.rows_product, kernel.weights_product
     return (
-      rows(x.rows, w.columns, sizes, x_w, jnp.bfloat16, tile=tile),
-      rows(g.rows, w.rows, sizes, g_w, jnp.bfloat16, tile=tile),
+      rows(x.rows, w.columns, sizes, x_w, jnp.bfloat16, how),
+      rows(g.rows, w.rows, sizes, g_w, jnp.bfloat16, how),
       weights(x.columns, g.columns, sizes, x_g, jnp.float32),
     )
 
