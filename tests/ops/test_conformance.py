@@ -13,6 +13,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import cases as models
 from benchmarks.cases import OpCase, Sizes
@@ -131,6 +132,10 @@ ROW_CASES = [
 ]
 
 
+@pytest.mark.skipif(
+  not hasattr(plgpu, "InterpretGPUParams"),
+  reason="this JAX has no interpreter for Mosaic GPU",
+)
 @pytest.mark.parametrize("case", ROW_CASES)
 def test_kernel_on_rows_in_mosaic_matches_definition(case):
   check_kernel(case, "mosaic")
