@@ -5,6 +5,7 @@
   python -m benchmarks.layer --preset siglip_so400m --batch 64
   python -m benchmarks.layer --compile-only --scan-memory
   python -m benchmarks.layer --compile-only l4 --variants bf16 minimal
+  python -m benchmarks.layer --compile-only tpu7x:2x2x1 --variants bf16 minimal
 
 It prints these JSON rows:
 
@@ -28,8 +29,9 @@ a layer of a vision tower: siglip_so400m (384 pixels, 729 tokens per image) or
 clip_l (336 pixels, 577 tokens). If layers alternate (gemma2_2b), there are rows
 for the layer with a window and for the one without (`kind`).
 
-With --compile-only everything is compiled for an H200, or for the GPU that
-follows (`benchmarks.aot`), and nothing is run, so there are no times.
+With --compile-only everything is compiled for an H200, or for the GPU
+(`benchmarks.aot`) or the topology of TPUs (`benchmarks.tpu`) that follows.
+Nothing is run, so there are no times.
 """
 
 import argparse
@@ -40,7 +42,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import aot
+from benchmarks import aot, tpu
 from benchmarks import arguments as args
 from benchmarks.harness import emit, measure, say
 from coat_jax import recipes
@@ -240,11 +242,25 @@ def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
   return params, x, x
 
 
-def temporary_bytes(fn: Callable, specs, *, gpu: str | None) -> int:
-  """Returns the temporary bytes of `fn` on a GPU; None is this machine's."""
-  if gpu:
-    return aot.temporary_bytes(aot.compile_for(gpu, fn, *specs))
-  return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())
+def temporary_bytes(fn: Callable, specs, *, target: str | None) -> int:
+  """Returns the temporary bytes of `fn`; without a target, on this machine."""
+  if target is None:
+    compiled = jax.jit(fn).lower(*specs).compile()
+  elif target in aot.GPUS:
+    compiled = aot.compile_for(target, fn, *specs)
+  else:
+    compiled = tpu.compile_for_tpu(target, fn, *specs)
+  return aot.temporary_bytes(compiled)
+
+
+def target_of(text: str) -> str:
+  """Reads the name of a GPU, or of a topology of TPUs."""
+  if text in aot.GPUS or ":" in text:
+    return text
+  raise argparse.ArgumentTypeError(
+    f"must be one of {', '.join(aot.GPUS)} or a topology of TPUs such as "
+    f"v6e:2x2, got {text!r}"
+  )
 
 
 def time_rows(config, variant, case, options) -> list[dict]:
@@ -275,7 +291,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
   ):
     values = dict(
       temporary_bytes=temporary_bytes(
-        fn, specs[:count] + code_specs, gpu=options.compile_only
+        fn, specs[:count] + code_specs, target=options.compile_only
       )
     )
     if not options.compile_only:
@@ -287,6 +303,13 @@ def time_rows(config, variant, case, options) -> list[dict]:
   return rows
 
 
+def device_of(target: str) -> jax.Device:
+  """Returns the device of a target."""
+  if target in aot.GPUS:
+    return aot.devices(target, 1)[0]
+  return tpu.devices(target)[0]
+
+
 def scan_row(config, variant, case, options) -> dict:
   """Prints a row with the memory of each further layer of a scan."""
   layer = Layer(config, variant)
@@ -295,7 +318,7 @@ def scan_row(config, variant, case, options) -> dict:
     temporary_bytes(
       with_gradients(layer.scanned),
       make_specs(layer, shape, options.param_dtype, layers),
-      gpu=options.compile_only,
+      target=options.compile_only,
     )
     for layers in SCANNED_LAYERS
   )
@@ -333,8 +356,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     "--compile-only",
     nargs="?",
     const="h200",
-    choices=aot.GPUS,
-    help="for an H200, or for another GPU",
+    type=target_of,
+    metavar="TARGET",
+    help=f"for an H200, or for another of {', '.join(aot.GPUS)}, or for TPUs "
+    "such as v6e:2x2 or tpu7x:2x2x1",
   )
   parser.add_argument("--repeats", type=args.count, default=20)
   options = parser.parse_args(arguments)
@@ -373,8 +398,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
       **variant.case,
     )
     if options.compile_only:
-      [gpu] = aot.devices(options.compile_only, 1)
-      case |= {"compiled_for": gpu.device_kind}
+      case |= {"compiled_for": device_of(options.compile_only).device_kind}
     for kind, of_kind in kinds_of(config).items():
       of_case = case if kind is None else case | {"kind": kind}
       if options.scan_memory:

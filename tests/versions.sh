@@ -23,11 +23,9 @@ print("jax", jax.__version__, "optax", optax.__version__, "flax", flax.__version
 }
 
 failed=
-# GPU kernels, which one test interprets, need JAX 0.11. So does sharing temporary
-# memory between leaves on a CPU.
+# Sharing temporary memory between leaves on a CPU needs JAX 0.11.
 check oldest 'jax==0.10.0 jaxlib==0.10.0 optax==0.2.6 flax==0.12.8' \
   "$OPTIMIZER" --deselect \
-  tests/codecs/test_own_codec.py::test_own_codec_may_add_its_kernel --deselect \
   tests/optimizer/test_one_body.py::test_temporary_memory_is_that_of_one_leaf "$@"
 # On a CPU, XLA of 0.11.0 gives each layer's temporary arrays their own memory, also
 # in BF16.

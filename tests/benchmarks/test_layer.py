@@ -151,6 +151,7 @@ def test_variants_cover_every_recipe_and_baseline():
     ["--preset", "llama9"],
     ["--variants", "fp7"],
     ["--preset", "clip_l", "--seq", "64"],
+    ["--compile-only", "l9"],
   ],
 )
 def test_wrong_arguments_exit_with_2(wrong, capsys):
@@ -158,3 +159,13 @@ def test_wrong_arguments_exit_with_2(wrong, capsys):
     layer.main(wrong)
   assert stopped.value.code == 2
   assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.tpu
+def test_rows_compiled_for_a_tpu():
+  sizes = ["--preset", "llama_60m", "--batch", "4", "--seq", "1024"]
+  rows = layer.main([*sizes, "--compile-only", "v6e:2x2", "--variants", "bf16"])
+  assert [row["case"]["compiled_for"] for row in rows] == ["TPU v6 lite"] * 2
+  forward, full = (row["temporary_bytes"] for row in rows)
+  # What is in fast memory is not counted.
+  assert 0 < forward < full

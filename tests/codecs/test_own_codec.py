@@ -22,6 +22,7 @@ from coat_jax.pallas.mosaic import moment_codecs, registers
 from studies import accuracy
 from tests.codecs import own_codec
 from tests.comparing import assert_same_bits
+from tests.pallas.kernels import needs_interpreter
 
 NAME = "tests.codecs.own_codec:make"
 
@@ -168,6 +169,7 @@ class OnRegisters:
     return Encoded(codes.astype(jnp.int8), amax, None)
 
 
+@needs_interpreter
 def test_own_codec_may_add_its_kernel(monkeypatch):
   table = dict(moment_codecs._REGISTER_CODECS)
   monkeypatch.setattr(moment_codecs, "_REGISTER_CODECS", table)
