@@ -91,7 +91,7 @@ class LookupStages(Stages):
     t = share(magnitude_of(x), codec.bound(statistics[0]))
     code = draft.astype(jnp.uint32)
     below = self._contract(code & _NAN, *statistics)
-    # Above the largest code is NaN, which is never chosen.
+    # The code above the largest value is NaN, which is never chosen.
     above = self._contract((code & _NAN) + 1, *statistics)
     is_up = t - below > noise * (above - below)
     code = (code + is_up.astype(jnp.uint32)).astype(jnp.uint8)
@@ -114,7 +114,8 @@ class LookupStages(Stages):
     codec = self.codec
     codes = lax.iota(jnp.uint8, _MAGNITUDES)
     y = lax.bitcast_convert_type(codes, codec.dtype).astype(jnp.float32)[None]
-    # 256 roots need 256 rows. One more gives NaN in the last row a neighbour.
+    # 256 roots need 256 rows. With one more row, even the NaN that ends row 256
+    # has a neighbour.
     root = codec.root_at(lax.iota(jnp.float32, 257)[:, None])
     # Without the barrier, XLA may compute a power for each lookup instead.
     return lax.optimization_barrier(codec.contract(y, root).reshape(-1))
@@ -122,7 +123,7 @@ class LookupStages(Stages):
 
 def stages_of(codec: Grouped) -> Stages:
   """Returns the stages of a codec."""
-  # A subclass from outside may map codes in another way.
+  # A user's subclass may map codes in another way.
   is_known = type(codec) in (ExpandedFP8, BoundedFP8)
   if is_known and isinstance(codec, ExpandedFP8) and codec.dtype == E4M3:
     return LookupStages(codec)

@@ -186,7 +186,7 @@ class PerTensor(Scaling):
     if type(self) is not PerTensor:
       return super().quantize_joined(parts, n, scale, layout)
     scale = self.find_joined_scale(parts, n) if scale is None else scale
-    # XLA for TPUs would store values that it joins. It joins codes instead.
+    # Join codes, because XLA for TPUs would store joined values in memory.
     codes = _joined([self._codes(x, scale) for x in parts], n)
     return self._in_layout(codes, scale, layout)
 

@@ -106,7 +106,7 @@ def attention_bwd(
     residuals.out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1
   )
   zeros = (jnp.zeros_like(k, jnp.float32), jnp.zeros_like(v, jnp.float32))
-  # Otherwise XLA creates the zeros of all layers before the first backward.
+  # Otherwise XLA creates the zeros of all layers before the backward pass.
   zeros, delta = jax.lax.optimization_barrier((zeros, delta))
 
   def one_chunk(carry, args):
@@ -151,7 +151,7 @@ class Chunk(NamedTuple):
 
   @classmethod
   def of(cls, queries, segments, q, k, kind: AttentionKind) -> "Chunk":
-    """Selects all keys or, with a window, those that the chunk sees plus one.
+    """Selects all keys or, with a window, one more than the chunk sees.
 
     `queries` and `segments` come from `in_chunks`.
     """
@@ -184,7 +184,8 @@ class Chunk(NamedTuple):
   def scores(self, k: Array, segments: Array | None):
     """Computes masked scores, and the derivatives of scores wrt q k^T.
 
-    Both are f32 [B, K, R, chunk, length]; equal derivatives are one number.
+    Both are f32 [B, K, R, chunk, length]. If all derivatives are equal, one
+    number stands for them.
     """
     scale, cap = self.kind.scale_of(self.q.shape[-1]), self.kind.soft_cap
     products = einsum_f32("btkrh,bskh->bkrts", self.q, self.read(k))

@@ -29,8 +29,8 @@ from coat_jax.ops.capability import FP8, why_not_before
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows
 
-# The forward may accumulate with fewer bits, as is usual on Hopper. Matmuls of
-# gradients may not.
+# The forward pass may accumulate with fewer bits, as is usual on Hopper. The
+# backward pass may not.
 _FAST = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 _PRECISE = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 

@@ -6,7 +6,8 @@ An `Op` is called like its definition, plus `implementation`:
   None     on a GPU or TPU the first kernel that runs by default and supports
            these arguments, else "xla"
   "xla"    the definition
-  another  that implementation; raises `Unsupported` if it cannot run them
+  another  that implementation, or an `Unsupported` error if it cannot run
+           these arguments
 
 `explain` reports which implementation would run, and why. Nothing else depends
 on the platform.
@@ -61,8 +62,8 @@ class Op[R]:
   Attributes:
     definition: the operation in plain jnp; determines the signature.
     kernels: maps an implementation's name to its kernel. The first one for the
-      platform that supports the arguments runs, unless its `kernel` says
-      by_default=False. You may add yours.
+      platform that supports the arguments runs, unless its `kernel` sets
+      by_default=False. You may add your own.
     check: None, or raises for arguments that no implementation supports.
   """
 

@@ -40,7 +40,7 @@ def quantize_experts(
 ) -> Operand:
   """Quantizes weights [E, D, F]: rows [E, D, F], columns [E, F, D], scale [E].
 
-  `scale` is that of an earlier call for the same weights, if known.
+  Pass the `scale` of an earlier call with the same weights, if there was one.
   """
   if scale is None:
     scale = jax.vmap(scaling.find_scale)(w)
@@ -58,10 +58,10 @@ def quantize_grouped(
 ) -> Operand:
   """Quantizes the rows of x [M, n] that belong to groups; others become 0.
 
-  `scale` is that of an earlier call for the same rows, if known.
+  Pass the `scale` of an earlier call with the same rows, if there was one.
   """
   is_used = jnp.arange(len(x)) < jnp.sum(sizes)
-  # A product with zeros would keep a NaN.
+  # Multiplying by zero would keep a NaN.
   x = jnp.where(is_used[:, None], x, jnp.zeros((), x.dtype))
   return scaling.quantize(x, scale, layout)
 
@@ -105,13 +105,13 @@ def _shapes(x: Operand) -> str:
 
 
 def group_of_rows(sizes: Array, m: int) -> Array:
-  """Returns the group of each of m rows; the last one's for rows of none."""
+  """Returns each of m rows' group; rows without a group get the last one."""
   group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(m), side="right")
   return jnp.minimum(group, len(sizes) - 1)
 
 
 def _rows_times(x: Array, w: Array, sizes: Array, x_scale, w_scale, dtype):
-  """Multiplies codes [M, K] by their group's [E, N, K]^T, times both scales."""
+  """Multiplies codes [M, K] by their group's [E, N, K]^T and by both scales."""
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [2]), ([], [])),
     lhs_ragged_dimensions=[0],

@@ -3,8 +3,8 @@
 
 Channels are paired (i, i + R/2) among the first R, as in Hugging Face
 Transformers; R is a head's size H unless RoPE is partial. The scalings for
-longer sequences compute the same as those of Transformers, and their fields are
-named as in its configurations.
+longer sequences compute what Transformers computes, and their fields are named
+as in its configurations.
 """
 
 import abc

@@ -23,7 +23,7 @@ class Unsupported(NotImplementedError):
 
 
 class NormStats(NamedTuple):
-  """Statistics that a norm's backward reads with its input: f32 [...].
+  """Statistics that a norm's backward pass reads with its input: f32 [...].
 
   There is one value per row; mean is None for "rms".
   """
@@ -79,7 +79,7 @@ class AttentionKind:
 
 
 class AttentionResiduals(NamedTuple):
-  """Arrays that attention's backward reads besides q, k and v.
+  """Arrays that attention's backward pass reads in addition to q, k and v.
 
   Attributes:
     out: [B, T, N, H], the output.

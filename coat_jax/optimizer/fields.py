@@ -64,7 +64,7 @@ def default_field_rule(path: str) -> Kind | None:
 
 @functools.cache
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
-  """Maps each state of optax that the default rule gets wrong to its kinds.
+  """Maps optax states that the default rule gets wrong to their fields' kinds.
 
   None marks fields whose rounding errors grow in an update. `scale_by_stddev`
   takes the root of nu - mu^2, which is negative if both are rounded separately;

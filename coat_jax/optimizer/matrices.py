@@ -270,8 +270,8 @@ def newton_schulz(
   x^T and a, b and c are the coefficients. First x is divided by its Frobenius
   norm plus `eps`. On a mesh the longer axis is split over all devices that hold
   shards of the leaf: each multiplies its columns, and devices exchange only
-  sums of x x^T, as large as the shorter axis squared. Without `sharding`, XLA
-  decides how to partition.
+  sums of x x^T, a square matrix as wide as the shorter axis. Without
+  `sharding`, XLA decides how to partition.
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
   """

@@ -42,7 +42,7 @@ def run(
   stored: Sequence[Encoded],
   noise: Sequence[Array | None],
 ) -> tuple[Any, tuple[Encoded, ...]]:
-  """Returns the finished first result of `compute`, and the others encoded.
+  """Runs `compute`; returns its first result finished and the others encoded.
 
   Args:
     groups: the codecs of the moments.

@@ -46,9 +46,9 @@ class SplitWeight(NamedTuple):
 
   Attributes:
     high: bf16 of any shape, nearest to the weight.
-    low: int8 of the same shape, the weight minus `high`, in units of 1/256 ulp
-      of `high` (if `high` is a power of two and the weight below it, of the
-      smaller ulp).
+    low: int8 of the same shape, the weight minus `high`, in units of 1/256 ulp.
+      The ulp is that of `high`; if `high` is a power of two and the weight is
+      smaller, it is the ulp just below `high`.
   """
 
   high: Array
