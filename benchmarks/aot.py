@@ -42,13 +42,13 @@ CUDNN_VERSION = 91000  # The version that the descriptions state.
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Described(AbstractDevice):
-  """A device whose capability Mosaic asks for; without one it assumes 9.0."""
+  """A device with the capability that Mosaic asks for; its default is 9.0."""
 
   compute_capability: str
 
 
 class CompilerMissing(RuntimeError):
-  """XLA's compiler for CUDA is needed and not installed."""
+  """Raised if XLA's compiler for CUDA is not installed."""
 
 
 def available() -> bool:

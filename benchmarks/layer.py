@@ -8,8 +8,8 @@
 
 It prints these JSON rows:
 
-layer.time: milliseconds and TFLOP/s of the forward pass, and of forward and
-backward (`mode` full: the output, and the gradients of weights and input).
+layer.time: milliseconds and TFLOP/s of the forward pass, and of both passes
+(`mode` full: the output, and the gradients of weights and input).
 TFLOP/s count the layer's matmuls and its attention, which is causal in a
 decoder, but not a checkpoint's second forward pass. `temporary_bytes` is the
 memory of the compiled program without its arguments and results.
@@ -241,7 +241,7 @@ def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
 
 
 def temporary_bytes(fn: Callable, specs, *, gpu: str | None) -> int:
-  """Returns the temporary bytes of `fn` on a GPU; None is this machine's."""
+  """Returns the temporary bytes of `fn` on a GPU, by default on this one."""
   if gpu:
     return aot.temporary_bytes(aot.compile_for(gpu, fn, *specs))
   return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())

@@ -12,7 +12,7 @@
   data/          turns files into batches
   run/           folder, checkpoints, log, signals and processes of a run
   memory/        counts and plans the memory of a step
-  watch          finds early signs that low precision is about to hurt
+  watch          looks for early signs that low precision is about to hurt
 
 A program of your own needs `step`, `update`, `objective`, `weights`,
 `optimizers`, `config`, `optim_config`, `finetune_config`, `combinations`,

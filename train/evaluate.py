@@ -68,7 +68,7 @@ class EvaluateConfig:
       predicts the answers in them and gives its own. Repeat it for more.
     images: Folder that image names in conversations are relative to.
     template: Name of a chat template to use.
-    max_tokens: The most tokens of an answer.
+    max_tokens: Maximum number of tokens in an answer.
     beside: A second model to ask the same questions.
     page: An HTML file to write, with questions, images and answers.
     limit: Stop after this many documents of each text, examples of each task,

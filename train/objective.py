@@ -2,8 +2,9 @@
 """Objectives: the kinds of models that runs train, and their losses.
 
 The type of a run's `model`, which the built model stores as its `config`,
-selects its `Objective`. All that the loop, `train.step` and `train.update` know
-about models is in objectives. Rows come from `train.run.data.RunData`.
+selects its `Objective`. Objectives contain everything that the loop,
+`train.step` and `train.update` need to know about models. Rows come from
+`train.run.data.RunData`.
 """
 
 import abc

@@ -2,7 +2,7 @@
 """Activation functions that save their inputs in FP8, in 1 x G groups.
 
 G is `recipe.group_size`. Nothing else is saved: the function is elementwise and
-cheap to recompute. As in all layers, forward and backward read the same values.
+cheap to recompute. As in all layers, both passes read the same values.
 """
 
 import functools

@@ -9,7 +9,7 @@ Front (`layers.front`) and back (`layers.back`) are the same in every block;
 between them is a `Middle`: activation or attention. All three share a
 custom_vjp so that only a block's inputs and outputs are BF16: the norm writes
 the first product's E4M3 operand, the middle writes the second's, and the
-middle's backward writes h's gradient as an E5M2 operand.
+middle's backward pass writes h's gradient as an E5M2 operand.
 
 With residuals="minimal" a block saves the front's input in 1 x G FP8 with the
 norm's statistics, what the middle saves, and scales. With "coat" it also saves

@@ -115,10 +115,10 @@ def input_gradient(
 def _scale_to_save(
   cache: Operand | None, w: Operand, recipe: CoatRecipe
 ) -> Operand | None:
-  """Returns the scale of a weight's operand for the backward; None if cached.
+  """Returns the scale of a weight to save; None if it is cached.
 
-  Also returns None for tiles, whose scales are recomputed. The backward reads
-  codes only if they are cached, because they then stay in memory anyway.
+  Also returns None for tiles, whose scales are recomputed. The backward pass
+  reads codes only if they are cached, because they then stay in memory anyway.
   """
   if cache is not None or not value_scaling(recipe).of_weights.saves_scale:
     return None

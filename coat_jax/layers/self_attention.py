@@ -2,9 +2,9 @@
 """The middle of an attention block: heads, their norm, RoPE and attention.
 
 q, k and v come from one matmul. A single pass writes their gradients as that
-matmul's E5M2 operand. Two cases need more passes: clipping, because its
-gradient comes in between; and a bias with RoPE, because a bias needs sums of
-unrounded gradients, which the pass computes only without RoPE.
+matmul's E5M2 operand. Two cases need more passes: clipping, whose gradient is
+computed in between; and a bias with RoPE, because a bias needs sums of
+unrounded gradients, which the single pass computes only without RoPE.
 """
 
 import dataclasses

@@ -119,9 +119,9 @@ def mean_loss(
   in the sum and is not differentiated; None for 1 / (B T). With `soft_cap`,
   logits become soft_cap * tanh(logits / soft_cap).
 
-  Logits [B, T, V] are never in memory at once: the forward computes them once,
-  for some positions at a time, and immediately computes requested gradients
-  from them. The backward then only scales these gradients.
+  Logits [B, T, V] are never in memory at once: the forward pass computes them
+  once, for some positions at a time, and immediately computes requested
+  gradients from them. The backward pass then only scales these gradients.
   """
   if targets.size == 0:
     raise ValueError(
@@ -254,7 +254,7 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   if axes is None:
     return loss, (dhidden, dweight.astype(weight_dtype))
   dweight = _sum_rows(dweight, _present(axes.fsdp), axes).astype(weight_dtype)
-  # Sum now, or XLA holds unsummed gradients through the whole backward.
+  # Sum now, or XLA holds unsummed gradients through the whole backward pass.
   return loss, lax.optimization_barrier((dhidden, dweight))
 
 

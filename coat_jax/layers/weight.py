@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizes weights for FP8 matmuls, and caches the result.
 
-A forward reads a weight's columns and a backward its rows, in E4M3 with one
-scale, or with one per tile of 128 x 128. recipe.weight_cache selects what
-is computed once for several uses:
+The forward pass reads a weight's columns and the backward pass its rows, in
+E4M3 with one scale, or with one per tile of 128 x 128. recipe.weight_cache
+selects what is computed once for several uses:
 
   "none"   nothing: the amax is found at the first use, codes at each use
   "scale"  the scales of every weight, before the scan over layers
   "codes"  scale and codes in both layouts: 2 bytes a parameter while the
-           function that requested them runs; pays off with accumulation
+           function that requested them runs; pays off if gradients are
+           accumulated over microbatches
 
 A cache is computed from the weights where it is used and discarded there. It is
 not state: no cache survives an update of its weights. On a mesh a device caches

@@ -4,7 +4,7 @@
 `models.config.FAMILIES` describes how families differ. Layers are scanned:
 each of their parameters is one array [num_layers, ...]. As in the paper,
 the embedding, the final norm and the output projection stay in BF16, and the
-loss in f32.
+loss stays in f32.
 """
 
 from collections.abc import Callable

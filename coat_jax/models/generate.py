@@ -259,7 +259,7 @@ def _decode(
   draws: _Draws,
   until: _Until,
 ) -> tuple[Array, Array, KVCache]:
-  """Returns new tokens [B, room], `first` included, their count, the cache."""
+  """Returns new tokens [B, room] including `first`, their count, the cache."""
   params = _in_dtype(graph, params)
   room = cache.k[0].shape[2]
   _, stack = nnx.split(nnx.merge(graph, params).layers)

@@ -208,7 +208,7 @@ def _coat_mlp(layer: Layer) -> float:
 
 
 def _saved_in_mlp(layer: Layer) -> float:
-  """Counts bytes that were saved or recomputed before the MLP's backward."""
+  """Counts bytes saved or recomputed before the MLP's backward pass."""
   inner, unit = layer.inner, layer.unit
   saves_product = layer.recipe.residuals == "coat" and not layer.experts
   if layer.is_recomputed:

@@ -176,7 +176,7 @@ def latest_step(path: Path) -> int | None:
 def newest_whole_step(path: Path) -> tuple[int, list[str]]:
   """Finds the newest undamaged checkpoint and the damage of newer ones.
 
-  One process reads; all get its answer.
+  One process reads the files and tells all others.
   """
   found, damaged = -1, []
   if processes.is_primary():

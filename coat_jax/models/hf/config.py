@@ -151,7 +151,7 @@ def _value(file: Path, key: str, found: dict, row: ConfigTable) -> Any:
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
-  """Makes a configuration; brings a decoder's into its canonical form."""
+  """Makes a configuration; a decoder's gets its canonical form."""
   if kind is not ModelConfig:
     return kind(**values)
   share = values.pop(PARTIAL, None)

@@ -50,7 +50,7 @@ from coat_jax.numerics.checks import check_float_dtype, check_kind
 from coat_jax.numerics.recipes import CoatRecipe
 
 Model = Decoder | VisionTower | VisionLanguageModel
-# Rows of two tensors that are compared at a time.
+# How many rows of two tensors are compared at a time.
 _ROWS = 4096
 
 
@@ -232,7 +232,7 @@ class _Parameter:
   def __init__(
     self, part: Part, leaf: jax.ShapeDtypeStruct, store: Store | None
   ):
-    """Prepares the conversion from tensors; `part` may be any of its layers."""
+    """Prepares the conversion; `part` may describe any of its layers."""
     shape, where = leaf.shape[is_stacked(part.path) :], leaf.sharding
     self.sharding = None
     if where is not None:
