@@ -153,7 +153,7 @@ def lower_for(
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-  """Returns a device's bytes, without those of arguments and results."""
+  """Returns a device's bytes, not counting arguments and results."""
   return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
 
   Attributes:
     codes: [..., n], one byte per value (or the plain value). A codec of 4 bits
-      uses int4, of which XLA stores two values in a byte.
+      uses int4; XLA stores two such values in a byte.
     amax: [..., ceil(n / group_size)], the group's upper bound: the largest
       magnitude in f32, or a power of two's biased exponent in uint8.
     range: same shape, uint8, how far the group extends below `amax`: the power

@@ -138,9 +138,9 @@ def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
 
 
 def _magnitude_bits(x: Array) -> Array:
-  """Returns the f32 bits of |x| as int32, whose order is that of magnitudes."""
-  # The bits of NaN are above those of infinity, so a maximum of integers
-  # propagates NaN. Backends disagree about the maximum of floats.
+  """Returns the f32 bits of |x| as int32, which are ordered like magnitudes."""
+  # As an integer, NaN is above infinity, so a maximum of integers propagates
+  # NaN. Backends disagree about the maximum of floats.
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
   return bits & 0x7FFFFFFF
 

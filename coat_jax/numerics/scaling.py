@@ -248,7 +248,7 @@ class Blocks(Scaling):
 class Tiles(Scaling):
   """A scale per 128 x 128 values of a weight [m, n].
 
-  Columns are the transpose of rows, and so are their scales.
+  Columns are rows transposed, and scales are transposed with them.
   """
 
   saves_scale: ClassVar[bool] = False

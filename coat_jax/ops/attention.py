@@ -101,7 +101,7 @@ def attention_bwd(
   """Computes dq, dk, dv in the dtypes of q, k, v; sums dk and dv in f32."""
   kv_heads, t = k.shape[2], q.shape[1]
   kind = kind.among(k.shape[1])
-  # The row sums of p * dp equal those of out * dout.
+  # The row sums of p * dp equal the row sums of out * dout.
   delta = jnp.sum(
     residuals.out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1
   )
@@ -136,8 +136,8 @@ def attention_bwd(
 class Chunk(NamedTuple):
   """A chunk of queries [B, chunk, K, R, H], and the keys that it reads.
 
-  It begins with query `start`, whose position is that of key `start + offset`.
-  It reads `length` of the `all` keys, beginning with key `first`.
+  It begins with query `start`, at the position of key `start + offset`. It
+  reads `length` of the `all` keys, beginning with key `first`.
   """
 
   q: Array

@@ -101,11 +101,11 @@ def fused_coat_adamw(
   """Does what `coat_adamw` and `apply_updates` do, in one step.
 
   The whole step is computed in f32. A bf16 parameter is rounded stochastically
-  at the end: to 24 bits with `low_bits`, otherwise to bf16. The latter gives
-  the same bits as `apply_updates` with the same seed and the new state's count
-  as `step`. docs/optimizer.md explains which to choose. With f32 gradients and
-  parameters the result equals that of the optax chain, apart from a few ulps
-  between different compiled programs, which can change an FP8 code.
+  at the end: to 24 bits with `low_bits`, otherwise to bf16. Rounding to bf16
+  gives the same bits as `apply_updates` with the same seed and the new state's
+  count as `step`. docs/optimizer.md explains which to choose. With f32
+  gradients and parameters the optax chain gives the same result, apart from a
+  few ulps between different compiled programs, which can change an FP8 code.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.

@@ -185,8 +185,8 @@ def _axes_first(split: MatrixSplit, ndim: int) -> tuple[list[int], int]:
 def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
   """Cuts a leaf into its matrices [inputs, outputs].
 
-  All parts of the first index of the batch axes come first, then those of the
-  next. A bias [columns] is cut like the columns of its kernel.
+  All parts of the first index of the batch axes come first, then all parts of
+  the next index. A bias [columns] is cut like the columns of its kernel.
   """
   if x.ndim == 1:
     return split_columns(x, split)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights without an f32 copy: bf16, or 24 bits as bf16 and a byte.
 
-A weight of 24 bits is the upper 24 bits W of an f32, of which 15 are mantissa.
-It is stored as two arrays:
+A weight of 24 bits is W, the upper 24 bits of an f32: a sign, an exponent and
+15 bits of mantissa. It is stored as two arrays:
 
   high = (W + 0x80) >> 8    the nearest bf16; layers read only this
   low  = W - (high << 8)    int8; only the optimizer's step reads it
@@ -102,8 +102,8 @@ def join(weight: SplitWeight) -> Float32[Array, "*s"]:
   bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
   added = lax.bitcast_convert_type(low.astype(jnp.int32) << 8, jnp.uint32)
   x = lax.bitcast_convert_type(bits + added, jnp.float32)
-  # A byte below 0 would turn the bits of an infinity into a large number, and
-  # those of zero into a NaN.
+  # A byte below 0 would turn an infinity into a large number, and zero into a
+  # NaN.
   x = jnp.where(x == x, x, upper)
   return jnp.where(jnp.abs(upper) < jnp.inf, x, upper)
 

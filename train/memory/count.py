@@ -167,7 +167,7 @@ class _Program:
     return of_params and var.aval.size > 1
 
   def _aliases(self, var):
-    """Returns an array, the one that it reshapes, and so on to the original."""
+    """Returns an array, the array that it reshapes, and so on."""
     found = [var]
     while (equation := self.equation_of.get(found[-1])) is not None:
       is_named = residuals.name_of(equation) is not None
