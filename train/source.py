@@ -174,8 +174,8 @@ def _text_of_run(
 ) -> Text:
   """Opens the tokenizer of a run's data.
 
-  If the data are ids, or nothing was trained yet, it is the tokenizer that the
-  run copied from the checkpoint that it began with.
+  If the data are ids, or nothing was trained yet, this is the tokenizer of the
+  checkpoint that the run began with, of which the run keeps a copy.
   """
   data = config.data
   is_kept = data.dtype != "text" or (not done and data.tokenizer is None)
@@ -209,7 +209,7 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
 def read_weights(
   run: RunDirectory, step: int, config: TrainConfig, mesh: Mesh | None = None
 ) -> Any:
-  """Reads the weights of a checkpoint; those with low bytes become f32."""
+  """Reads a checkpoint's weights; weights with low bytes become f32."""
   optimizer = steps.build_optimizer(config, mesh)
   abstract = steps.abstract_state(config, optimizer, mesh)
   if config.params != "bfloat16_low8":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step and one evaluation, as pure functions.
 
-The state is a tuple of plain trees, which a checkpoint stores as they are. A
+The state is a tuple of plain trees, which a checkpoint stores unchanged. A
 step is compiled once, ahead of time, and donates its state: the result reuses
 the buffers of the argument, so a state can be used only once.
 

@@ -105,8 +105,8 @@ def attention_bwd(
   kind: AttentionKind,
 ) -> tuple[Array, Array, Array]:
   """`ops.attention_bwd`."""
-  # Layers save what their backward reads, and JAX has no public function that
-  # takes residuals.
+  # Layers pass what they saved to their backward pass, but no public function
+  # of JAX accepts saved arrays.
   unused = jnp.zeros(0, q.dtype)
   # From JAX 0.12 on, the call also needs a function of the scores, or None.
   accepted = inspect.signature(fmha.dot_product_attention).parameters
