@@ -2,10 +2,10 @@
 """The configuration of a fine-tuning run, which `train.finetune` reads.
 
 It is the configuration of `train.config` with conversations as data, epochs,
-and other defaults, none of which was tuned here. The peak of 2e-5 and the
+and other defaults. We tuned none of these defaults. The peak of 2e-5 and the
 cosine come from arXiv:2307.09288 (Llama 2), section 3.1; here the cosine
 ends at a tenth of the peak. (Weights in BF16 were as good as f32 at constant
-rates of 1e-5 and 2e-6, docs/optimizer.md.) The reasons for the others are:
+rates of 1e-5 and 2e-6, docs/optimizer.md.) The reasons for other defaults are:
   * warmup over 3 % of the steps, because moments start at zero;
   * no weight decay: 0.1 would shrink weights by a thousandth in 500 steps at
     2e-5, away from what pretraining made them;

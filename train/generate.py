@@ -11,8 +11,8 @@ Hugging Face folder. All prompts run at once on one device.
 Text goes to standard output, speeds to standard error. The first call, for one
 token, compiles; the speeds are those of the second call.
 
-Exit status: 0; 1 when there was too little memory; 2 when the input was wrong;
-130 and 143 after SIGINT and SIGTERM.
+The exit status is 0 on success, 1 if there was too little memory, 2 if the
+input was wrong, and 130 or 143 after SIGINT or SIGTERM.
 """
 
 import dataclasses

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the model of a run, or of a Hugging Face folder.
 
-Both are read onto one device, in recipe bf16: FP8 products use one scale for
-all their tokens, so a model's prediction for one text would depend on the other
-texts of its batch. A LLaVA is read whole, or only its decoder.
+The model is read onto one device, in recipe bf16: FP8 products use one scale
+for all their tokens, so a prediction for one text would depend on the other
+texts of the batch. If the model is a LLaVA, all of it or only its decoder is
+read.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 """Converts text to tokens and back with a `tokenizers` JSON file.
 
 The library raises bare Exception, and panics in its Rust code are not even
-Exceptions. Here both become a ValueError that names the file. Truncation that
-the file asks for is ignored, as in transformers.
+Exceptions. Here both become a ValueError that names the file. If the file asks
+for truncation, that is ignored, as in transformers.
 
 The library needs up to 240 bytes per character while it tokenizes, so long
 texts are split into pieces, and only a few pieces are tokenized at a time.

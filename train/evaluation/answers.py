@@ -7,9 +7,9 @@ turns. The model decodes greedily until the answer ends.
 The cross-entropy of the data's answers is computed for all turns at once.
 
 Short answers are compared as in VQA v2: in lower case, without punctuation,
-articles and line ends, and with numbers up to ten as digits. One thing differs:
-`vqaEval.py` of github.com/GT-Vision-Lab/VQA restores lost apostrophes; here
-apostrophes are ignored.
+articles and line ends, and with numbers up to ten as digits. There is one
+difference: `vqaEval.py` of github.com/GT-Vision-Lab/VQA restores missing
+apostrophes, whereas we ignore apostrophes.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from train.evaluation.perplexity import exp
 from train.evaluation.scoring import Request, Scorer
 from train.source import Source
 
-# Longer references hardly ever match exactly, so they are not compared.
+# Answers hardly ever match longer references exactly, so we don't compare them.
 SHORT_WORDS = 5
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _ARTICLES = {"a", "an", "the"}
@@ -128,8 +128,8 @@ class _Exam(NamedTuple):
   model: Decoder | VisionLanguageModel
   documents: Documents
   count: int  # Only the first `count` conversations are used.
-  # Room for images, the same in every row, so that each length needs only one
-  # program; 0 if all is text.
+  # How many images each row has room for; 0 for text alone. It is the same in
+  # every row, so that each length needs only one program.
   slots: int
   batch: int  # Rows that are computed at once.
 

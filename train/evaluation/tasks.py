@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of lm-evaluation-harness, from its package or from a folder.
 
-Nothing is downloaded: a task whose data are not on this machine is an error.
+Nothing is downloaded: if a task's data are not on this machine, it fails.
 Needs the extra `eval`.
 """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the memory while one layer is differentiated, in closed form.
 
-This memory comes on top of what all layers save. Each sum covers the arrays
-that are alive together at a possible peak, given the order in which XLA
-works. We derived the sums from XLA's live ranges in steps that were compiled
+This memory is needed in addition to what all layers save. Each sum covers the
+arrays that are alive together at a possible peak, given the order in which XLA
+runs operations. We derived the sums from XLA's live ranges in steps compiled
 for H200s, and assume that
   * a stack of layers is scanned, so what a layer saved is copied out of it;
   * on one GPU XLA computes all weights' gradients at the end of a layer;

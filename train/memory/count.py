@@ -45,13 +45,13 @@ def saved_bytes(
 ) -> float:
   """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
-  They are the arrays of `residual_arrays` that grow with the number of tokens,
-  without the positions, which all layers share. XLA differs from autodiff in
-  two places: BF16 layers keep the attention's output twice, in its own layout
-  and as the operand of the next product; and where LayerNorm is plain autodiff,
-  two of its arrays become one. The bytes are counted on one of `tensor` GPUs
-  along the mesh's tensor axis, where BF16 layers hold the whole residual
-  stream.
+  We count the arrays of `residual_arrays` that grow with the number of tokens,
+  except the positions, which all layers share. XLA differs from autodiff in two
+  places: BF16 layers keep the attention's output twice, in its own layout and
+  as the operand of the next product; and if LayerNorm is differentiated by
+  autodiff, two of its arrays become one. The bytes are for one of `tensor` GPUs
+  along the mesh's tensor axis. Each of them holds the whole residual stream of
+  BF16 layers.
   """
   recipe = dataclasses.replace(recipe, axes=None)
   arrays = [

@@ -8,9 +8,9 @@ layers,
 
   n * LAYER[recipe][remat] + STEP[params] + IN_BACKWARD
 
-The last two terms are the cost of a step at any batch: the optimizer, and
-weights that are read and quantized. They were measured with Llama-2-7B on an
-H200; for 13B they are much the same, because both parts grow with the weights.
+The last two terms are the fixed cost of a step: it runs the optimizer, and
+reads and quantizes weights. They were measured with Llama-2-7B on an H200. For
+13B they are about the same, because both parts grow with the weights.
 tests/train/memory/test_search.py compares the estimate with measured steps.
 """
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from train.data.chat import sandbox
 
-# Limits for one text; templates in use take milliseconds and megabytes. The
-# time is CPU time, so a busy machine changes nothing.
+# Limits for one text; real templates take milliseconds and megabytes. We limit
+# CPU time, so it does not matter how busy the machine is.
 SECONDS, MEMORY = 10, 2 * 2**30
 
 
