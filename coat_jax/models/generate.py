@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates text: adds tokens to prompts.
 
-Two programs are compiled. One runs the prompts and chooses the first new token;
-the other adds tokens until all rows have stopped. Sizes are rounded up, so that
+It compiles two programs. One runs the prompts and chooses the first new token.
+The other adds tokens until all rows have stopped. Sizes are rounded up, so that
 calls with other prompts, lengths, seeds or temperatures reuse both programs.
 """
 

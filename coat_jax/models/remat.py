@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps a layer for a scan: shards it, and chooses what it saves.
 
-`Remat` names what is saved. On a mesh, XLA partitions BF16 layers and would
+`Remat` selects what is saved. On a mesh, XLA partitions BF16 layers and would
 split some of their matmuls badly, so we gather their weights first.
 """
 

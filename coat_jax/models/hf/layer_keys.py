@@ -2,10 +2,10 @@
 """Reads and writes the keys of a config.json for sliding windows and RoPE.
 
 transformers 5 lists in `layer_types` which layers have a sliding window, and
-stores RoPE's base and scaling in `rope_parameters`, one object per kind of
-layer if kinds differ. Version 4 may state only `sliding_window_pattern`, and
-stores RoPE in `rope_theta`, `rope_scaling` and `rope_local_base_freq` (the base
-of layers with a window). We read both forms and write both. Lists must be
+stores RoPE's base and scaling in `rope_parameters`, with one object per kind of
+layer if they differ. transformers 4 may store only `sliding_window_pattern`,
+and stores RoPE in `rope_theta`, `rope_scaling` and `rope_local_base_freq` (the
+base of layers with a window). We read and write both forms. Lists must be
 periodic: every n-th layer attends to all keys, and the others to a window.
 """
 
@@ -58,9 +58,9 @@ class LayerTypes(Keys):
   def read(self, file: Path, found: dict) -> dict[str, Any]:
     """Reads `full_every` of a `ModelConfig`.
 
-    If the list of layers is too short to show a period, the period is the one
-    that another key states, or the default. If no layer attends to all keys,
-    the result is one more than the number of layers.
+    If the list of layers is too short to show a period, the period comes from
+    another key, or is the default. If no layer attends to all keys, the period
+    is one more than the number of layers.
     """
     stated = [x for key in _PATTERNS if (x := found.get(key))]
     pattern = stated[0] if stated else self.default

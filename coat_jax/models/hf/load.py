@@ -2,9 +2,9 @@
 """Loads safetensors checkpoints straight onto the devices of their parameters.
 
 The host holds one tensor of one layer at a time, and only the part that its own
-devices need. A tensor is moved in its stored dtype, sharded like the parameter.
-The devices then transpose, pack and cast it into one layer of the stacked
-parameter, which is updated in place.
+devices need. It moves the tensor to the devices in its stored dtype, sharded
+like the parameter. The devices then transpose, pack and cast it, and write it
+into one layer of the stacked parameter in place.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vision tower for several families, made of COAT's blocks.
 
-Patches become tokens. Layers of non-causal attention and GELU MLPs, with
-LayerNorms and biases, are stacked and scanned like a decoder's. As in a
+Each patch becomes a token. The layers have non-causal attention, GELU MLPs,
+LayerNorms and biases, and are stacked and scanned like a decoder's. As in a
 decoder, both ends stay in BF16: the patch projection, the first and the last
 norm, and pooling.
 """
