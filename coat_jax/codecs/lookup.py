@@ -2,10 +2,10 @@
 """Splits codecs into stages, for a step that XLA compiles for a GPU.
 
 A stage ends where XLA should write to memory. The first stage computes the
-statistics. A codec with dynamic range expansion that rounds stochastically
-looks up the two neighbours of a value. A second stage computes the indices
-(`draft`), because XLA generates slow code if it fuses them with what follows
-the lookup.
+statistics. If a codec with dynamic range expansion rounds stochastically, it
+looks up the two neighbours of each value. A second stage then computes the
+indices (`draft`), because XLA generates slow code if it fuses them with
+operations after the lookup.
 
 XLA needs about 120 instructions for a power on a GPU, so the six powers per
 parameter took longer than all memory accesses. But there are only 256 powers k

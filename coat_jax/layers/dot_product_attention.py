@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
-All are saved in BF16, exactly as attention reads and writes them. In blocks
-with recipe.attention="fp8", q, k and v are saved in 1 x G FP8, and the forward
-pass reads the dequantized values.
+All of these are saved in BF16, exactly as attention reads and writes them. In
+blocks with recipe.attention="fp8", q, k and v are saved in 1 x G FP8, and the
+forward pass reads the dequantized values.
 
 The output is never rounded to FP8. The softmax's backward pass subtracts the
 row sums of dout * out from its gradients, so that the gradients of a row's

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products of a mixture of experts, in BF16 or FP8.
 
-Each function handles both: an `Operand` holds FP8 codes and selects the FP8
-operations, an array is multiplied in its own dtype. In FP8, tokens and
-gradients have one scale and each expert's weights have one. Tokens are
-quantized before they are copied to rows, so that copying moves codes, and on a
-mesh devices gather the codes of weights. A scale is computed once, in the
-forward pass, and saved; the backward pass quantizes again with it.
+Each function handles both formats: an `Operand` holds FP8 codes and is
+multiplied in FP8, and an array is multiplied in its own dtype. In FP8, tokens
+and gradients have one scale each, and each expert's weights have one. Tokens
+are quantized before they are copied to rows, so that copying moves codes. On a
+mesh, devices gather the codes of weights. A scale is computed once, in the
+forward pass, and saved. The backward pass quantizes with the same scale again.
 """
 
 from typing import NamedTuple

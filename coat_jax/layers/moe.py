@@ -120,7 +120,7 @@ def _plain_fwd(x, y, w, static, recipe):
   mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
   stats = RoutingStats(mean(load), mean(probability))
   # Do not save the weights: `rule` passes them to the backward pass. Save y as
-  # the mixture reads it: converted to f32, or y itself if it is already f32.
+  # the mixture reads it, in f32.
   of_y, _ = backward.args_res
   return (out, stats), backward.replace(args_res=[of_y, None])
 

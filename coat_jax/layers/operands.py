@@ -6,7 +6,7 @@ codes serve both directions: rows for the product with a weight, and their
 transpose for the weight's gradient. With blocks of 128, rows are quantized
 along features and columns along tokens. The forward pass saves the rows that it
 read, and the backward pass requantizes them to columns. A gradient is still in
-BF16 when it is quantized, so both of its layouts are quantized from that.
+BF16 when it is quantized, so both layouts are quantized from BF16.
 """
 
 from typing import Any

@@ -79,7 +79,7 @@ def multiply(
 
   x holds rows, of whole sequences unless `split` is None. The bias is rounded
   to `dtype` if a device computes the whole sum. `add`, the residual stream of a
-  product split by inputs, is added in f32. `quantized_weight` explains `after`.
+  product split by inputs, is added in f32. For `after` see `quantized_weight`.
   """
   w, how = weights, recipe.implementation
   w_q = quantized_weight(w.w, w.cache, "columns", recipe, after=after)

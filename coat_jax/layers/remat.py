@@ -7,8 +7,8 @@ Both forms keep codes of 1 x G groups and their scales. Per token of width D:
   block_inputs_saveable   the input of each block's norm and its statistics,
                           2.25 D + 8 bytes for a layer's two blocks if G = 16
 
-`fp8_remat` rounds the residual stream itself, once a call. The policy rounds
-nothing: a block's norm, matmuls and middle read only the norm's codes anyway.
+`fp8_remat` rounds the residual stream itself, once per call. The policy rounds
+nothing, because a block's norm, matmuls and middle read only the norm's codes.
 The second forward pass therefore repeats the first, but leaves out the block's
 second matmul. If a norm follows that matmul, its input is kept as well. If a
 layer's first block has no norm, the layer's input is kept too, in BF16.

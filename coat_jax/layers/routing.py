@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the experts of each token, and sorts tokens by expert.
 
-The router computes logits by one matmul and probabilities by the softmax over
-all experts, both in f32. Each token goes to the k most probable experts, and no
-token is dropped: the T k copies of tokens are sorted by expert into [T k, D].
-Groups differ in size, but no shape depends on the routing.
+The router computes logits with one matmul, and probabilities with a softmax
+over all experts, both in f32. Each token goes to the k most probable experts.
+No token is dropped: the T k copies of tokens are sorted by expert into
+[T k, D]. The experts' groups of rows differ in size, but no shape depends on
+the routing.
 """
 
 from typing import NamedTuple

@@ -66,8 +66,8 @@ class SelfAttention(Middle):
   or None without that norm; `inputs` are `AttentionInputs`.
 
   If layers of a stack differ in RoPE or in the keys that they see, that option
-  is a tuple, and `inputs.kind` selects an entry: for RoPE a row of a table, for
-  attention a branch of a `lax.switch`, in both passes.
+  is a tuple, and `inputs.kind` selects an entry in both passes: for RoPE a row
+  of a table, for attention a branch of a `lax.switch`.
 
   If q and k are normalized, their codes before the norm are saved instead of
   their values after it, and recipe.attention selects only how v is saved.

@@ -2,7 +2,7 @@
 """The two ends of a decoder that use the vocabulary: embedding and loss.
 
 On a mesh (`axes`) each device works on its own tokens. Collectives are
-explicit, because XLA would transfer logits or, once per chunk, gradients:
+explicit, because XLA would exchange logits or, once per chunk, gradients:
 
   embedding   All rows are gathered once, in the dtype of activations.
   head        Rows split over fsdp are gathered too. Along tensor, a device
@@ -128,9 +128,9 @@ def mean_loss(
       "mean_loss: the mean needs at least one target, got targets of shape "
       f"{targets.shape}; skip such a batch"
     )
-  # Differentiate a sum in which a token counts about 1, and scale at the end.
-  # The gradients of a mean over many tokens would underflow in float16,
-  # whatever the loss scale.
+  # Differentiate a sum in which each token has a weight of about 1, and scale
+  # at the end. The gradients of a mean over many tokens would underflow in
+  # float16, with any loss scale.
   if shares is None:
     unit = 1 / targets.size
   else:

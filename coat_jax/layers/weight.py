@@ -11,9 +11,9 @@ selects what is computed once for several uses:
            function that requested them runs; pays off if gradients are
            accumulated over microbatches
 
-A cache is computed from the weights where it is used and discarded there. It is
-not state: no cache survives an update of its weights. On a mesh a device caches
-its own rows and gathers the codes of the others at each use.
+A cache is computed from the weights and discarded after use. It is not part of
+any state, so no cache outlives an update of its weights. On a mesh a device
+caches its own rows, and gathers the codes of all other rows at each use.
 """
 
 from typing import Any
@@ -45,8 +45,8 @@ def quantized_weight(
   """Quantizes all rows of w [D, *F], reusing cached scales and codes.
 
   On a mesh w holds the device's rows. With a cached scale, codes are gathered
-  only after `after` is known: devices run one collective at a time, and an amax
-  that a product needs should not wait for all of a layer's codes.
+  only after `after` is known: devices run one collective at a time, and the
+  amax that a product needs should not wait for the codes of the whole layer.
   """
   check_scaling(recipe)
   if cache is not None and cache.rows is not None:

@@ -13,8 +13,8 @@ OLDEST = 8.0  # Triton compiles for Ampere and newer GPUs.
 FP8 = 8.9  # Ada is the first GPU that converts and multiplies E4M3.
 HOPPER = 9.0
 
-# All GPU tests pass on Hopper. For the others, tests/aot/test_other_gpus.py
-# compiles the kernels, but none of them has ever run there.
+# All GPU tests pass on Hopper. For other GPUs, tests/aot/test_other_gpus.py
+# compiles the kernels, but no kernel has ever run there.
 RUN = (HOPPER,)
 COMPILED = (8.0, 8.9, 10.0, 12.0)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN, forward and backward, in BF16 or f16.
 
-JAX has no public function for most of this, so this file, and no other, calls
-private ones. If a version of JAX lacks them, `_why_not` says so, and attention
-runs in XLA.
+JAX has no public function for most of this, so this file calls private
+functions. No other file does. If a version of JAX lacks them, `_why_not` says
+so, and attention runs in XLA.
 
 XLA also runs attention with soft caps or segments. JAX's cuDNN call accepts no
 function of the scores before 0.12, and cuDNN's packed layout needs a static

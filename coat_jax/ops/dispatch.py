@@ -43,11 +43,11 @@ from coat_jax.ops.capability import (
 )
 from coat_jax.ops.types import Unsupported
 
-# An implementation, or the name of a module that is imported when first needed
-# and contains a function with the operation's name.
+# An implementation, or the name of a module that contains a function with the
+# operation's name, and is imported when it is first needed.
 type Kernel = str | Callable[..., Any]
 
-# XLA can partition these: they are written in jnp, or JAX partitions them.
+# XLA can partition these, because they are in jnp or JAX partitions them.
 _PARTITIONED = ("cublas", "cudnn", "cuda")
 
 # All other kernels are for NVIDIA GPUs.
@@ -265,9 +265,9 @@ def kernel[**P, R](
 def _is_on_mesh() -> bool:
   """Returns whether code is traced in a shard_map over devices of a known kind.
 
-  XLA turns a platform choice around a collective into a conditional, and the
-  host then waits for the device at each one. Code traced without the choice
-  lowers for the mesh's platform only.
+  If code chooses a platform around a collective, XLA compiles the choice to a
+  conditional, and the host waits for the device at each one. Code traced
+  without the choice is lowered for the mesh's platform only.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return bool(mesh.manual_axes) and mesh.abstract_device is not None

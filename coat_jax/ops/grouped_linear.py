@@ -5,14 +5,14 @@
   grouped_linear_dgrad   dx = g w^T    g.rows [M, F], w.rows [E, D, F]
   grouped_linear_wgrad   dw = x^T g    x.columns [D, M], g.columns [F, M]
 
-Rows are sorted by group, as in `ops.grouped`, and groups are not padded. Unlike
-there, the sizes may add up to less than the number of rows: rows after the last
+Rows are sorted by group, as in `ops.grouped`, and groups are not padded. But
+here the sizes may add up to less than the number of rows: rows after the last
 group belong to no group. They may contain anything, even NaN.
 `quantize_grouped` leaves them out of the scale and sets their codes to zero, so
 they add nothing to a weight's gradient, and their products are zero.
 
-Tokens and gradients have one scale, weights one per group. The codes of both
-operands are multiplied exactly, and sums are f32.
+Tokens and gradients have one scale each, and weights have one per group. The
+codes of both operands are multiplied exactly, and sums are f32.
 """
 
 import jax

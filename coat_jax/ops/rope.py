@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding (RoPE): frequencies, angles and the rotation.
 
-Channels are paired (i, i + R/2) among the first R, as in Hugging Face
+Among the first R channels, i and i + R/2 form a pair, as in Hugging Face
 Transformers; R is a head's size H unless RoPE is partial. The scalings for
 longer sequences compute what Transformers computes, and their fields are named
 as in its configurations.
