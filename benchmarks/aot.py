@@ -10,9 +10,9 @@ the versions of the CUDA libraries. h200.txtpb is openxla/xla's
 
 The compiled programs cannot run here, but their HLO and memory are the same as
 on a GPU: they show which kernels and FP8 matmuls a step runs, and how many
-bytes it needs. Only what XLA chooses by autotuning, such as the fastest of
-several algorithms, can differ on a real GPU. If several programs of a process
-use the same kernel, it is compiled once.
+bytes it needs. Only choices that XLA makes by autotuning, such as the fastest
+of several algorithms, can differ on a real GPU. A kernel that several programs
+of a process use is compiled only once.
 """
 
 import atexit

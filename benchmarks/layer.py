@@ -17,8 +17,9 @@ memory of the compiled program without its arguments and results.
 U = 2 D bytes a token (`train.memory.count`).
 
 layer.scan (--scan-memory): the temporary memory that each further layer of a
-scan adds, in U: (16 layers - 8 layers) / 8. Training needs this much memory per
-layer, including checkpoints. Nothing is run.
+scan adds, in U: the memory of 16 layers minus the memory of 8, divided by 8.
+Training needs this much memory per layer, including checkpoints. Nothing is
+run.
 
 Codes of weights (weight_cache="codes") are neither timed nor counted as
 temporary memory, because they are computed once for several microbatches.

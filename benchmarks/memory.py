@@ -20,8 +20,8 @@ save a little less. For comparison, in U:
   reference_units  the reference's Llama layer with these sizes and its scales,
                    with and without the 2 U that the paper counts for RoPE
 
-memory.state: bytes per parameter that parameters in f32 or BF16, gradients, and
-the optimizer's state with each codec need, computed from shapes alone.
+memory.state: bytes per parameter of the parameters (f32 or BF16), the gradients
+and the optimizer's state with each codec, computed from shapes alone.
 
 memory.table7, memory.plan: whole steps compiled for H200s, see
 `benchmarks.table7` and `benchmarks.planned`. Some need minutes to compile.

@@ -180,7 +180,7 @@ def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-  """Copies all arrays, because no buffer can be donated twice."""
+  """Copies all arrays, because a buffer can be donated only once."""
   return jax.tree.map(jnp.array, tree)
 
 

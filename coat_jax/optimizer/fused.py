@@ -2,11 +2,11 @@
 """Fused AdamW and Lion with FP8 moments: one call returns new parameters.
 
 `fused_coat_adamw` does what `coat_adamw` and `apply_updates` do together, and
-`fused_coat_lion` does the same for Lion. In a chain of optax transformations,
-each one writes its updates, as large as the parameters, to memory, and the next
-one reads them. Here a leaf's whole step is one computation. On a GPU, one
-kernel does it in a single pass over memory, in place if parameters and state
-are donated.
+`fused_coat_lion` does the same for Lion. In a chain, each optax transformation
+writes its updates, which are as large as the parameters, to memory, and the
+next transformation reads them. Here a leaf's whole step is one computation. On
+a GPU, one kernel does it in a single pass over memory, in place if parameters
+and state are donated.
 
 The optax transformations use the same states (`ScaleByCoatAdamState`,
 `ScaleByCoatLionState`), so either form can read the other's checkpoints. With

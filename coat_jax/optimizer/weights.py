@@ -7,9 +7,9 @@ A weight of 24 bits is W, the upper 24 bits of an f32: a sign, an exponent and
   high = (W + 0x80) >> 8    the nearest bf16; layers read only this
   low  = W - (high << 8)    int8; only the optimizer's step reads it
 
-Splitting W and joining the halves is exact. W itself is a rounded f32. A step
-rounds it stochastically, so updates below 2^-16 of a weight (with bf16 alone,
-below 2^-8) take effect only on average. The random words are
+W can be split and joined exactly. W itself is a rounded f32. A step rounds it
+stochastically, so updates below 2^-16 of a weight (with bf16 alone, below 2^-8)
+take effect only on average. The random words are
 `stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, and
 rounding to 24 bits uses the high 8.
 """
