@@ -2,8 +2,8 @@
 """RMSNorm and LayerNorm that save their input in FP8, in 1 x G groups.
 
 G is `recipe.group_size`. The forward pass normalizes the dequantized values
-that it saves. The backward pass therefore computes its exact gradient, straight
-through the quantizer.
+that it saves. So the backward pass computes the exact gradient of what the
+forward pass computed. Gradients pass straight through the quantizer.
 """
 
 from typing import Any, NamedTuple
@@ -251,7 +251,7 @@ class Norm(RecipeModule):
 
 
 class RMSNorm(Norm):
-  """x / sqrt(mean(x^2) + epsilon) * scale; the arguments are `Norm`'s.
+  """x / sqrt(mean(x^2) + epsilon) * scale; for the arguments see `Norm`.
 
   Example usage::
 
@@ -299,7 +299,7 @@ def make_norm(
 
 
 def weights_of_norm(norm: Norm | None) -> tuple[Array | None, Array | None]:
-  """Returns a norm module's gamma and beta; None for those it does not have."""
+  """Returns a norm module's gamma and beta; None for each that it lacks."""
   if norm is None:
     return None, None
   return norm.gamma, value_of(norm.bias)

@@ -110,7 +110,7 @@ def residual_arrays(
   else:
     make = functools.partial(DecoderLayer, config, recipe)
     if config.kinds_of_layers is not None:
-      options = dict(kind=jnp.int32(0))  # All kinds save the same.
+      options = dict(kind=jnp.int32(0))  # All kinds save the same arrays.
   layer = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
   graph, params = nnx.split(layer)
   x = jax.ShapeDtypeStruct((1, tokens, config.d_model), jnp.bfloat16)
@@ -167,7 +167,7 @@ class _Program:
     return of_params and var.aval.size > 1
 
   def _aliases(self, var):
-    """Returns an array, the array that it reshapes, and so on."""
+    """Lists an array, then the array of which it is a reshape, and so on."""
     found = [var]
     while (equation := self.equation_of.get(found[-1])) is not None:
       is_named = residuals.name_of(equation) is not None
