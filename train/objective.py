@@ -80,7 +80,8 @@ class Objective(abc.ABC):
     """Computes the loss of a batch or a microbatch, f32.
 
     It is the mean over the targets. If the batch has shares, it is the sum of
-    losses times shares, so that losses of microbatches add up to the batch's.
+    losses times shares, so that losses of microbatches add up to that of the
+    batch.
     """
 
   def measure(self, model: Any, batch: Any) -> dict[str, jax.Array]:

@@ -174,7 +174,7 @@ def _of_codes(
 
 
 class Watcher:
-  """Probes a run, and compares each probe with those before it."""
+  """Probes a run, and compares each probe with earlier ones."""
 
   def __init__(
     self,

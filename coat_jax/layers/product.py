@@ -31,10 +31,9 @@ from coat_jax.ops import BlockScales, Operand
 
 
 class LinearWeights(NamedTuple):
-  """Parameters of a product and its norm; None for those that do not exist.
+  """Parameters of a product and its norm; None for each that does not exist.
 
-  For a block's first product, this is the norm before it; for its second
-  product, the norm after it.
+  The norm comes before a block's first product, or after its second product.
 
   Attributes:
     w: [D, *F].

@@ -53,7 +53,7 @@ def load_balancing_loss(stats: RoutingStats) -> Array:
   by the configuration's coefficient and add it to the loss.
 
   Args:
-    stats: from `MoE`; any leading axes, such as those of scanned layers.
+    stats: from `MoE`; may have leading axes, such as an axis of scanned layers.
 
   Returns:
     f32 scalar.
@@ -101,8 +101,8 @@ def expert_weights(
 
 def _logits(y: Array, w: Array) -> Array:
   # Use full f32: a GPU's default (TF32, a mantissa of 10 bits) would route
-  # tokens differently. The router's operations are E / (3 k F) of the experts',
-  # less than a hundredth.
+  # tokens differently. The router needs E / (3 k F) times as many operations as
+  # the experts, less than a hundredth.
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
 

@@ -53,8 +53,8 @@ def quantized_weight(
     return gather_weight(_in_layout(cache, layout), recipe)
   scale: Any = None if cache is None else cache.scale
   if scale is not None and recipe.axes is not None:
-    # Otherwise XLA reads the scale from its stack only where it multiplies it
-    # with the input's, so that codes and gathers wait for the input's amax.
+    # Otherwise XLA reads the scale from its stack only where it multiplies both
+    # operands' scales, and codes and gathers wait for the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
     # XLA reads w in place from a stack of layers. For a kernel it would copy w

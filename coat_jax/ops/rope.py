@@ -100,8 +100,8 @@ class Llama3Scaling(RopeScaling):
 class YarnScaling(RopeScaling):
   """Divides low frequencies by a factor, keeps high ones; scales cos and sin.
 
-  Channels between those that turn `beta_fast` and `beta_slow` times in the
-  original length are interpolated, linearly in the channel.
+  A channel that turns between `beta_slow` and `beta_fast` times in the original
+  length is interpolated, linearly in its index.
 
   Attributes:
     factor: divisor of low frequencies.

@@ -39,7 +39,7 @@ class AttentionKind:
   Attributes:
     causal: query t sees keys up to t + S - T; T must not be above S.
     window: a query sees only the last `window` of these keys, including its
-      own: those with query - window < key; None for all. Hugging Face
+      own, that is, keys > query - window; None for all keys. Hugging Face
       Transformers calls this `sliding_window`.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
       them unchanged.

@@ -108,7 +108,7 @@ def decode(groups: GroupCodecs, stored: Stored) -> tuple[Array, ...]:
 
 
 def pair_key(key: Array, pair: int) -> Array:
-  """Returns the key of a pair of moments; the first pair uses the leaf's."""
+  """Returns the key of a pair of moments; pair 0 uses the leaf's own key."""
   if not pair:
     return key
   return stochastic.mix(key ^ jnp.uint32(pair * stochastic.GOLDEN % 2**32))

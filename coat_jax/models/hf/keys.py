@@ -2,8 +2,8 @@
 """Reads single keys of a config.json.
 
 There are three kinds of keys: keys that describe the model; keys that are known
-not to affect what it computes (`WITHOUT_EFFECT`); and all others. We refuse
-those with an error that names the key, because ignoring a key could load a
+not to affect what it computes (`WITHOUT_EFFECT`); and unknown keys. We refuse
+an unknown key with an error that names it, because ignoring it could load a
 different model.
 """
 

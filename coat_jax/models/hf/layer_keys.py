@@ -51,7 +51,7 @@ class FullLayers(Keys):
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes(Keys):
-  """A window in all layers except every n-th; `default` is the family's n."""
+  """Keys for windows in all layers but every n-th (by default `default`)."""
 
   default: int
 
@@ -96,7 +96,7 @@ def _layer_types(full_every: int, num_layers: int) -> list[str]:
 
 
 class Rope(Keys):
-  """RoPE that all layers share."""
+  """Keys for RoPE that all layers share."""
 
   def read(self, file: Path, found: dict) -> dict[str, Any]:
     return _read_rope(file, found, has_partial=PARTIAL in self.names)
@@ -112,7 +112,7 @@ class Rope(Keys):
 
 
 class WindowRope(Rope):
-  """RoPE that may differ between layers with a window and the other layers."""
+  """Keys for RoPE that may differ between layers with and without a window."""
 
   def read(self, file: Path, found: dict) -> dict[str, Any]:
     ropes = found.get("rope_parameters") or {}

@@ -79,7 +79,7 @@ def load_hf(
     folder: a folder with config.json and model.safetensors, or with shards and
       their index.
     recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
-      its `axes` are None, those of the mesh are used.
+      its `axes` are None, the axes of the mesh are used.
     mesh: a mesh with axes data, fsdp and tensor, over which parameters are
       sharded by `param_shardings`; call the model under `jax.set_mesh`. None
       for one device.
@@ -94,8 +94,8 @@ def load_hf(
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: the folder contains no such checkpoint, its model is not
-      supported, its weights are not finite, or `param_dtype` is none of the
-      three. The message states what was found.
+      supported, its weights are not finite, or `param_dtype` is another dtype.
+      The message states what was found.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
@@ -137,7 +137,7 @@ def load_params(
 ) -> Any:
   """Loads the parameters of a checkpoint, nested dicts like `abstract`.
 
-  Those without a sharding go to the default device. `store` is as for
+  Parameters without a sharding go to the default device. `store` is as for
   `Decoder`; None casts to the dtypes of `abstract`.
   """
   tensors = check_tensors(folder, config, abstract)

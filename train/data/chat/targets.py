@@ -7,8 +7,8 @@ ends, because this is where the model will continue, and includes the text that
 ends the turn (such as <|eot_id|>), so that the model learns to stop. Two
 methods find a turn, and both are checked against the whole text. An error is
 raised if neither is certain:
-  * by contents: render again with other words instead of the assistant's. The
-    text that differs is what the assistant said. This is fast, and right for
+  * by contents: render again with other words in the assistant's turns. The
+    text that differs is what the assistant said. This is fast, and works for
     templates that drop the reasoning of earlier turns;
   * by beginnings: render the messages before a turn with the generation prompt,
     and the messages up to the turn's end. The whole text must begin with both.
