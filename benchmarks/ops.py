@@ -2,7 +2,7 @@
 """Times each implementation of each operation of a layer.
 
   python -m benchmarks.ops
-  python -m benchmarks.ops --cases quantize_groups norm --implementations triton
+  python -m benchmarks.ops --cases quantize_groups norm --implementations mosaic
   python -m benchmarks.ops --compare triton --implementations triton mosaic
 
 A row contains the milliseconds of a call and its rate: TFLOP/s if it multiplies

@@ -131,7 +131,6 @@ def _grouped(sizes):
       shape,
       lambda a=a, b=b: (values[a](), values[b](), sizes_of()),
       lambda op, a, b, counts: op(a, b, counts, dtype=sizes.dtype),
-      implementations=("xla",),  # grouped_products measures the kernel.
       flops=2 * t * d * f,
       ceiling="fp8",
     )

@@ -200,7 +200,7 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
     *args, **kwargs: the arguments of the call; traced arrays work too.
 
   Returns:
-    One sentence, such as "quantize_groups: triton on a GPU, xla elsewhere". On
+    One sentence, such as "quantize_groups: mosaic on a GPU, xla elsewhere". On
     a GPU that is not of the Hopper generation, it also says that the kernel has
     never run there.
 

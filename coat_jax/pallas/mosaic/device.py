@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the GPU is one that kernels of Mosaic are written for."""
+"""Checks that a GPU can run kernels of Mosaic."""
 
 import jax
 
-from coat_jax.ops.capability import HOPPER, capability
+from coat_jax.ops.capability import FP8, HOPPER, capability, why_not_before
+
+
+def why_not_rows() -> str | None:
+  """Returns why the kernels on rows cannot run on this GPU, or None."""
+  return why_not_before(FP8, "a kernel of Mosaic that converts to FP8")
 
 
 def why_not() -> str | None:

@@ -73,9 +73,7 @@ def _why_not_rows(x: Operand, codes, dtype: DTypeLike) -> str | None:
   return _why_not(rows, codes, dtype, multiples, dtypes)
 
 
-@kernel(
-  lambda x, w, dtype, **_: _why_not_rows(x, w.columns, dtype), by_default=False
-)
+@kernel(lambda x, w, dtype, **_: _why_not_rows(x, w.columns, dtype))
 def grouped_linear_fwd(
   x: Operand,
   w: Operand,
@@ -90,9 +88,7 @@ def grouped_linear_fwd(
   return rows_product(x.rows, w.columns, sizes, scale, dtype, how)
 
 
-@kernel(
-  lambda g, w, dtype, **_: _why_not_rows(g, w.rows, dtype), by_default=False
-)
+@kernel(lambda g, w, dtype, **_: _why_not_rows(g, w.rows, dtype))
 def grouped_linear_dgrad(
   g: Operand,
   w: Operand,
@@ -112,7 +108,7 @@ def _why_not_wgrad(x: Operand, g: Operand, dtype, **_) -> str | None:
   return _why_not(x.columns, g.columns, dtype, (BLOCK,) * 4, dtypes)
 
 
-@kernel(_why_not_wgrad, by_default=False)
+@kernel(_why_not_wgrad)
 def grouped_linear_wgrad(
   x: Operand,
   g: Operand,

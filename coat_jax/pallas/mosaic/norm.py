@@ -32,20 +32,18 @@ from coat_jax.ops.types import NormKind, NormStats
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import device, row_ptx, rows, scales
 
-_MAX_WIDTH = 8192  # The registers of longer rows would spill.
-
 # --- Input -------------------------------------------------------------------
 
 
 def _why_not_input(x, groups, output, **_) -> str | None:
   return (
-    device.why_not()
+    device.why_not_rows()
     or supported.why_not_read(x, x.shape, groups, output)
-    or rows.why_not_row(x.shape, _MAX_WIDTH)
+    or rows.why_not_row(x.shape, groups.size)
   )
 
 
-@kernel(_why_not_input, by_default=False)
+@kernel(_why_not_input)
 @jax.jit(static_argnames=("kind", "eps", "groups", "output", "interpret"))
 def norm_input(
   x: Array,
@@ -87,32 +85,36 @@ def _input_kernel(*refs, eps, interpret):
   *refs, q_gmem, scale_gmem, mean_gmem, rstd_gmem, bits_gmem = refs
   x_gmem, gamma_gmem, beta_gmem = refs
   row = lax.axis_index("last")
-  row_parts = rows.row_parts(len(x_gmem) // len(rstd_gmem), x_gmem.shape[1])
   n = x_gmem.size // len(rstd_gmem)
-  loaded = [rows.load_groups(x_gmem.at[part.of_row(row)]) for part in row_parts]
+  parts = rows.row_parts(n, x_gmem.shape[1])
+
+  def load(ref, part, place):
+    return rows.load_groups(ref.at[place], part.load)
+
+  loaded = [load(x_gmem, part, part.of_row(row)) for part in parts]
   values = []
-  for part, x in zip(row_parts, loaded, strict=True):
-    codes, scale = rows.quantize_groups(x, q_gmem.dtype, interpret)
+  for part, x in zip(parts, loaded, strict=True):
+    codes, scale = rows.quantize_groups(x, q_gmem.dtype, part.load, interpret)
     q_gmem[part.of_row(row)] = codes
     scale_gmem[part.of_row(row)] = scale.astype(scale_gmem.dtype)
     values.append(rows.dequantize_groups(codes, scale))
   centred = values
   mean = None
   if mean_gmem is not None:
-    mean = rows.sum_of_row(row_parts, values) / n
+    mean = rows.sum_of_row(parts, values) / n
     mean_gmem[row] = mean
     centred = [x - mean for x in values]
   squares = [x * x for x in centred]
-  rstd = lax.rsqrt(rows.sum_of_row(row_parts, squares) / n + eps)
+  rstd = lax.rsqrt(rows.sum_of_row(parts, squares) / n + eps)
   rstd_gmem[row] = rstd
   bits = jnp.int32(0)
-  for part, x in zip(row_parts, centred, strict=True):
+  for part, x in zip(parts, centred, strict=True):
     y = x * rstd
     if gamma_gmem is not None:
-      y = y * rows.load_groups(gamma_gmem.at[part.of_vector])
+      y = y * load(gamma_gmem, part, part.of_vector)
     if beta_gmem is not None:
-      y = y + rows.load_groups(beta_gmem.at[part.of_vector])
-    bits = jnp.maximum(bits, rows.amax_bits(y))
+      y = y + load(beta_gmem, part, part.of_vector)
+    bits = jnp.maximum(bits, rows.amax_bits(y, part.load))
   scales.store_maximum(bits_gmem, row, bits)
 
 
@@ -121,14 +123,14 @@ def _input_kernel(*refs, eps, interpret):
 
 def _why_not_fwd(x, output, scale, layout, **_) -> str | None:
   return (
-    device.why_not()
+    device.why_not_rows()
     or supported.why_not_values(x)
     or supported.why_not_written(x.qvalue.shape, output, scale, layout)
     or rows.why_not_tiles(x.qvalue.shape)
   )
 
 
-@kernel(_why_not_fwd, by_default=False)
+@kernel(_why_not_fwd)
 @jax.jit(static_argnames=("output", "layout", "interpret"))
 def norm_fwd(
   x: QTensor,

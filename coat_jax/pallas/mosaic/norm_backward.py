@@ -5,9 +5,9 @@
   dgamma = sum(dy xhat), dbeta = sum(dy) over rows  ("rms": no means of x and g)
 
 Each of a few programs per multiprocessor works through every so-manieth row. It
-keeps its sums over rows in registers, and loads its next row while it works on
-the current one, if the registers suffice. XLA then adds up the programs' sums,
-always in the same order.
+keeps its sums over rows in registers, or in shared memory if its rows are wide.
+If registers are left, it loads its next row while it works on the current one.
+XLA then adds up the programs' sums, always in the same order.
 """
 
 import dataclasses
@@ -28,36 +28,41 @@ from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import device, rows
 from coat_jax.pallas.mosaic.rows import RowPart
 
-_MAX_WIDTH = 5120  # The registers of longer rows would spill.
-
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """The number of programs that share the rows; `ahead` loads each next row."""
+  """How many programs share the rows, and what their registers are for.
+
+  Attributes:
+    programs: the number of programs.
+    ahead: whether a program loads its next row early.
+    sums: whether registers hold the sums over rows.
+  """
 
   programs: int
   ahead: bool
+  sums: bool
 
 
 def pick_share(m: int, n: int) -> Share:
   """Picks as many programs as fit on the GPU with their registers."""
-  # Wider rows leave no registers to load the next row.
-  ahead = n <= 4096
   per_multiprocessor = 3 if n <= 2048 else 2
-  return Share(min(m, per_multiprocessor * device.multiprocessors()), ahead)
+  programs = min(m, per_multiprocessor * device.multiprocessors())
+  # Wider rows would spill.
+  return Share(programs, ahead=n <= 4096, sums=n <= 5120)
 
 
 def _why_not(dy, x, dtype, add, **_) -> str | None:
   return (
-    device.why_not()
+    device.why_not_rows()
     or supported.why_not_dtype(dy.dtype, dtype)
     or (None if add is None else supported.why_not_dtype(add.dtype))
     or supported.why_not_values(x)
-    or rows.why_not_row(x.qvalue.shape, _MAX_WIDTH)
+    or rows.why_not_row(x.qvalue.shape, x.group_size)
   )
 
 
-@kernel(_why_not, by_default=False)
+@kernel(_why_not)
 @jax.jit(static_argnames=("dtype", "interpret"))
 def norm_bwd(
   dy: Array,
@@ -97,6 +102,7 @@ def norm_bwd(
       None if stats.mean is None else sums,
     ],
     grid=(programs,),
+    scratch=[] if share.sums else _sums(n, g, 1 + (stats.mean is not None)),
     interpret=interpret,
     name="norm_bwd",
   )
@@ -106,6 +112,12 @@ def norm_bwd(
   else:
     dbeta = dbeta.reshape(programs, n)
   return dx.reshape(dy.shape), dgamma, jnp.sum(dbeta, axis=0)
+
+
+def _sums(n: int, size: int, count: int) -> list:
+  """Returns shared memory for `count` sums of each part of a row."""
+  shapes = [(part.count, size) for part in rows.row_parts(n, size)]
+  return count * [plgpu.SMEM(shape, jnp.float32) for shape in shapes]
 
 
 class _Loaded(NamedTuple):
@@ -118,16 +130,18 @@ class _Loaded(NamedTuple):
 
 
 def _bwd_kernel(*refs, share: Share):
-  *refs, dx_gmem, dgamma_gmem, dbeta_gmem = refs
-  *in_parts, mean_gmem, rstd_gmem, gamma_gmem = refs
+  in_parts, refs = refs[:4], refs[4:]
+  mean_gmem, rstd_gmem, gamma_gmem, dx_gmem, *refs = refs
+  outputs, sums_smem = refs[:2], refs[2:]
+  outputs = [ref for ref in outputs if ref is not None]
   m, g, programs = len(rstd_gmem), dx_gmem.shape[1], share.programs
   n = dx_gmem.size // m
-  parts = rows.row_parts(n // g, g)
+  parts = rows.row_parts(n, g)
   program = lax.axis_index("last")
 
   def load(row) -> list[_Loaded]:
     return [
-      _Loaded(*(_load(ref, part, row, g) for ref in in_parts)) for part in parts
+      _Loaded(*(_load(ref, part, row) for ref in in_parts)) for part in parts
     ]
 
   def step(i, carry):
@@ -149,7 +163,7 @@ def _bwd_kernel(*refs, share: Share):
       xhats.append(value * rstd)
     if gamma_gmem is not None:
       gradients = [
-        dy * rows.load_groups(gamma_gmem.at[part.of_vector])
+        dy * rows.load_groups(gamma_gmem.at[part.of_vector], part.load)
         for part, dy in zip(parts, dys, strict=True)
       ]
     both = list(zip(xhats, gradients, strict=True))
@@ -163,32 +177,48 @@ def _bwd_kernel(*refs, share: Share):
       if x.add is not None:
         dx = dx + x.add.astype(jnp.float32)
       dx_gmem[part.of_row(row)] = dx.astype(dx_gmem.dtype)
-    terms = [[a * b for a, b in zip(dys, xhats, strict=True)], dys]
-    sums = [
-      [a + b for a, b in zip(total, term, strict=True)]
-      for total, term in zip(sums, terms[: len(sums)], strict=True)
-    ]
-    return following, sums
+    terms = [a * b for a, b in zip(dys, xhats, strict=True)]
+    if mean is not None:
+      terms += dys
+    return following, add(sums, terms)
 
-  outputs = [x for x in (dgamma_gmem, dbeta_gmem) if x is not None]
-  zeros = [_zeros(part, g) for part in parts]
+  # One sum per part and output, in registers or in shared memory.
+  of_sums = len(outputs) * parts
+
+  def add(sums, terms):
+    if share.sums:
+      return [a + b for a, b in zip(sums, terms, strict=True)]
+    for ref, part, term in zip(sums_smem, of_sums, terms, strict=True):
+      ref[...] = _load_sum(ref, part) + term
+    return sums
+
+  sums = [_zeros(part) for part in of_sums]
+  if not share.sums:
+    for ref, zeros in zip(sums_smem, sums, strict=True):
+      ref[...] = zeros
+    sums = []
   steps = pl.cdiv(m - program, programs)
-  carry = load(program) if share.ahead else None, [zeros for _ in outputs]
+  carry = load(program) if share.ahead else None, sums
   _, sums = lax.fori_loop(0, steps, step, carry)
-  for ref, totals in zip(outputs, sums, strict=True):
-    for part, total in zip(parts, totals, strict=True):
-      ref[part.of_row(program)] = total
+  if not share.sums:
+    sums = map(_load_sum, sums_smem, of_sums)
+  for i, (part, total) in enumerate(zip(of_sums, sums, strict=True)):
+    outputs[i // len(parts)][part.of_row(program)] = total
 
 
-def _load(ref, part: RowPart, row: Array, size: int) -> Any:
+def _load(ref, part: RowPart, row: Array) -> Any:
   """Loads a part of a row in the dtype of memory; None stays None."""
   if ref is None:
     return None
-  layout = rows.group_layout(size)
+  layout = part.load.layout
   layout = layout if ref.ndim == 2 else layout.reduce(1)
   return plgpu.load(ref.at[part.of_row(row)], layout=layout, optimized=False)
 
 
-def _zeros(part: RowPart, size: int) -> Array:
-  zeros = jnp.zeros((part.count, size), jnp.float32)
-  return plgpu.layout_cast(zeros, rows.group_layout(size))
+def _load_sum(ref, part: RowPart) -> Array:
+  return plgpu.load(ref, layout=part.load.layout, optimized=False)
+
+
+def _zeros(part: RowPart) -> Array:
+  zeros = jnp.zeros((part.count, part.load.size), jnp.float32)
+  return plgpu.layout_cast(zeros, part.load.layout)

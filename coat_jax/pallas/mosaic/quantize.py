@@ -52,7 +52,7 @@ def pick_amax_size(elements: int) -> int:
 
 def _why_not_groups(x, groups, **_) -> str | None:
   return (
-    device.why_not()
+    device.why_not_rows()
     or supported.why_not_format(groups.dtype, E4M3, E5M2)
     or supported.why_not_dtype(x.dtype)
     or supported.why_not_groups(x.shape, groups.size)
@@ -60,7 +60,7 @@ def _why_not_groups(x, groups, **_) -> str | None:
   )
 
 
-@kernel(_why_not_groups, by_default=False)
+@kernel(_why_not_groups)
 @jax.jit(static_argnames=("groups", "interpret"))
 def quantize_groups(
   x: Array, *, groups: Groups, interpret: bool = False
@@ -88,8 +88,9 @@ def quantize_groups(
 
 def _groups_kernel(x_gmem, q_gmem, scale_gmem, *, count, interpret):
   part = rows.part("last", count, len(x_gmem))
-  x = rows.load_groups(x_gmem.at[part])
-  codes, scale = rows.quantize_groups(x, q_gmem.dtype, interpret)
+  load = rows.Load(x_gmem.shape[1])
+  x = rows.load_groups(x_gmem.at[part], load)
+  codes, scale = rows.quantize_groups(x, q_gmem.dtype, load, interpret)
   q_gmem[part] = codes
   scale_gmem[part] = scale.astype(scale_gmem.dtype)
 
@@ -99,7 +100,7 @@ def _groups_kernel(x_gmem, q_gmem, scale_gmem, *, count, interpret):
 
 def _why_not_tensor(x, scaling, layout: Layout = "rows", **_) -> str | None:
   return (
-    device.why_not()
+    device.why_not_rows()
     or supported.why_not_scaling(scaling, E4M3, E5M2)
     or supported.why_not_dtype(x.dtype)
     or supported.why_not_shape(x.shape)
@@ -109,7 +110,7 @@ def _why_not_tensor(x, scaling, layout: Layout = "rows", **_) -> str | None:
   )
 
 
-@kernel(_why_not_tensor, by_default=False)
+@kernel(_why_not_tensor)
 @jax.jit(static_argnames=("scaling", "interpret"))
 def tensor_scale(
   x: Array,
@@ -137,11 +138,12 @@ def _maxima(x: Array, interpret: bool) -> Array:
 
 def _amax_kernel(x_gmem, bits_gmem, *, count):
   part = rows.part("last", count, len(x_gmem))
-  bits = rows.amax_bits(rows.load_groups(x_gmem.at[part]))
+  load = rows.Load(rows.ANY)
+  bits = rows.amax_bits(rows.load_groups(x_gmem.at[part], load), load)
   store_maximum(bits_gmem, lax.axis_index("last"), bits)
 
 
-@kernel(_why_not_tensor, by_default=False)
+@kernel(_why_not_tensor)
 @jax.jit(static_argnames=("scaling", "layout", "interpret"))
 def quantize_tensor(
   x: Array,
@@ -202,5 +204,8 @@ def _rows(x: Array, scale: Array, dtype, interpret: bool) -> Array:
 
 def _rows_kernel(x_gmem, scale_gmem, rows_gmem, *, count, interpret):
   part = rows.part("last", count, len(x_gmem))
-  x = rows.load_groups(x_gmem.at[part])
-  rows_gmem[part] = rows.quantize(x, scale_gmem[0], rows_gmem.dtype, interpret)
+  load = rows.Load(rows.ANY)
+  x = rows.load_groups(x_gmem.at[part], load)
+  rows_gmem[part] = rows.quantize(
+    x, scale_gmem[0], rows_gmem.dtype, load.layout, interpret
+  )

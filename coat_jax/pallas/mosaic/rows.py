@@ -44,6 +44,7 @@ ANY = 16
 # The largest size of a GPU's grid along any axis but its last.
 _MAX_ACROSS = 65535
 _LOW, _HIGH = 32, 64  # The heights of tiles.
+_WIDEST = 8192  # The registers of longer rows would spill.
 
 
 def run(
@@ -119,40 +120,52 @@ def why_not_tiles(shape: tuple[int, ...]) -> str | None:
 # --- Groups ------------------------------------------------------------------
 
 
-def group_layout(size: int):
-  """Returns the layout of groups [count, size]; `.reduce(1)` is a statistic's.
+@dataclasses.dataclass(frozen=True)
+class Load:
+  """One load of a program: whole groups of `size`, `vector` values per lane."""
 
-  `count` is a multiple of `STEP // size`.
-  """
-  groups = LANES * VECTOR // size  # Per warp and load.
-  return plgpu.Layout.TILED(
-    plgpu.Tiling(((WARPS * groups, size), (groups, size), (VECTOR,))),
-    warp_dims=(-5,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-  )
+  size: int
+  vector: int = VECTOR
+
+  @property
+  def count(self) -> int:
+    """The number of groups."""
+    return WARPS * LANES * self.vector // self.size
+
+  @property
+  def layout(self):
+    """The layout of groups [count, size]; `.reduce(1)` is a statistic's."""
+    groups = LANES * self.vector // self.size  # Per warp.
+    return plgpu.Layout.TILED(
+      plgpu.Tiling(
+        ((WARPS * groups, self.size), (groups, self.size), (self.vector,))
+      ),
+      warp_dims=(-5,),
+      lane_dims=(-3, -2),
+      vector_dim=-1,
+    )
 
 
-def load_groups(ref) -> Array:
-  """Loads groups [count, G] as f32."""
-  layout = group_layout(ref.shape[1])
-  return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+def load_groups(ref, load: Load) -> Array:
+  """Loads groups [count, G] as f32; `count` is a multiple of the load's."""
+  x = plgpu.load(ref, layout=load.layout, optimized=False)
+  return x.astype(jnp.float32)
 
 
-def amax_bits(x: Array) -> Array:
+def amax_bits(x: Array, load: Load) -> Array:
   """Returns the f32 bits of the largest magnitude of groups, as int32 []."""
-  return jnp.max(jnp.max(_folded(jnp.maximum, magnitude_bits(x)), axis=1))
+  bits = _folded(jnp.maximum, magnitude_bits(x), load)
+  return jnp.max(jnp.max(bits, axis=1))
 
 
-def _folded(op: Callable, x: Array) -> Array:
+def _folded(op: Callable, x: Array, load: Load) -> Array:
   """Combines the loads of groups [count, G] in each lane, to one load."""
-  count = STEP // x.shape[1]
-  loads = [x[i : i + count] for i in range(0, len(x), count)]
+  loads = [x[i : i + load.count] for i in range(0, len(x), load.count)]
   return functools.reduce(op, loads)
 
 
 def quantize_groups(
-  x: Array, dtype: DTypeLike, interpret: bool
+  x: Array, dtype: DTypeLike, load: Load, interpret: bool
 ) -> tuple[Array, Array]:
   """Quantizes groups [count, G] to codes and f32 scales [count].
 
@@ -162,18 +175,14 @@ def quantize_groups(
   spread = lax.broadcast_in_dim(scale, x.shape, (0,))
   if interpret:
     return (x / spread).astype(dtype), scale
-  layout = group_layout(x.shape[1])
-  return row_ptx.quotient(x, spread, None, layout).astype(dtype), scale
+  quotient = row_ptx.quotient(x, spread, None, load.layout)
+  return quotient.astype(dtype), scale
 
 
 def quantize(
-  x: Array, scale: Array, dtype: DTypeLike, interpret: bool
+  x: Array, scale: Array, dtype: DTypeLike, layout, interpret: bool
 ) -> Array:
-  """Quantizes groups with one scale []: rne(clip(x / scale, ±qmax))."""
-  return _quantize(x, scale, dtype, group_layout(x.shape[1]), interpret)
-
-
-def _quantize(x, scale, dtype, layout, interpret):
+  """Quantizes x with one scale []: rne(clip(x / scale, ±qmax))."""
   limit = qmax(dtype)
   if interpret:
     return jnp.clip(x / scale, -limit, limit).astype(dtype)
@@ -199,6 +208,7 @@ class RowPart:
   other's too.
   """
 
+  load: Load
   first: int
   count: int
   known: int
@@ -214,15 +224,28 @@ class RowPart:
     return pl.ds(self.first, self.count)
 
 
-def row_parts(groups: int, size: int) -> list[RowPart]:
-  """Cuts rows of so many groups of `size` into whole loads of a program."""
-  load = STEP // size
-  whole = groups // load * load
-  found = [RowPart(0, whole, 0, groups)]
+def row_parts(n: int, size: int) -> list[RowPart]:
+  """Cuts rows of n values in groups of `size` into loads of a program."""
+  load = _pick_load(n, size)
+  groups = n // size
+  whole = groups // load.count * load.count
+  found = [RowPart(load, 0, whole, 0, groups)]
   if whole < groups:
-    first = groups - load
-    found.append(RowPart(first, load, whole - first, groups))
+    first = groups - load.count
+    found.append(RowPart(load, first, load.count, whole - first, groups))
   return found
+
+
+def _pick_load(n: int, size: int) -> Load:
+  """Picks the loads that overlap least; among those, the largest."""
+  fits = [load for load in _loads(size) if load.count * size <= n]
+  return min(fits, key=lambda load: pl.cdiv(n, load.count * size) * load.vector)
+
+
+def _loads(size: int) -> list[Load]:
+  """Returns the loads that hold whole groups in each warp, largest first."""
+  vectors = (vector for vector in (8, 4, 2) if size <= LANES * vector)
+  return [Load(size, vector) for vector in vectors]
 
 
 def in_groups(vector: Array | None, size: int) -> Array | None:
@@ -235,18 +258,21 @@ def sum_of_row(parts: list[RowPart], values: list[Array]) -> Array:
   total = jnp.float32(0)
   for part, x in zip(parts, values, strict=True):
     if part.known:
-      layout = group_layout(x.shape[1])
+      layout = part.load.layout
       group = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
       x = jnp.where(group < part.known, 0.0, x)
-    total = total + jnp.sum(jnp.sum(_folded(jnp.add, x), axis=1))
+    total = total + jnp.sum(jnp.sum(_folded(jnp.add, x, part.load), axis=1))
   return total
 
 
-def why_not_row(shape: tuple[int, ...], most: int) -> str | None:
-  """Returns why rows do not fit in a program that holds `most`, or None."""
-  if shape and not STEP <= shape[-1] <= most:
+def why_not_row(shape: tuple[int, ...], size: int) -> str | None:
+  """Returns why rows in groups of `size` do not fit in a program, or None."""
+  smallest = _loads(size)[-1]
+  least = smallest.count * size
+  if shape and not least <= shape[-1] <= _WIDEST:
     return (
-      f"the kernel of Mosaic holds rows of {STEP} to {most}, got {shape[-1]}"
+      f"the kernel of Mosaic holds rows of {least} to {_WIDEST}, got "
+      f"{shape[-1]}"
     )
   return None
 
@@ -329,7 +355,7 @@ def quantize_tile(
   x: Array, scale: Array, dtype: DTypeLike, interpret: bool
 ) -> Array:
   """`quantize`, for a tile."""
-  return _quantize(x, scale, dtype, row_ptx.TILE_LAYOUT, interpret)
+  return quantize(x, scale, dtype, row_ptx.TILE_LAYOUT, interpret)
 
 
 def transpose(codes: Array, smem, interpret: bool) -> Array:

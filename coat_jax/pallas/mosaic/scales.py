@@ -41,10 +41,12 @@ def store_maximum(bits_gmem, program: Array, bits: Array) -> None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _scales(bits, dtype, count, interpret) -> Array:
+  # A copy is stored by one thread, or several by all of a warpgroup.
+  copies = 1 if count == 1 else _THREADS
   [scales] = rows.run(
     functools.partial(_kernel, dtype=dtype),
     [bits.reshape(-1)],
-    [jax.ShapeDtypeStruct((count,), jnp.float32)],
+    [jax.ShapeDtypeStruct((copies,), jnp.float32)],
     grid=(1,),
     interpret=interpret,
     name="scale",

@@ -267,6 +267,10 @@ def abstract(sizes, kind=AxisType.Explicit):
   )
 
 
+# Calls of kernels in Triton and in Mosaic GPU.
+CALLS = re.compile("pallas_call|mpmd_map")
+
+
 def traced(case, how, kind=AxisType.Explicit, recipe=RECIPES["coat"]):
   """The program of value and gradients for H200s, as text."""
   f, weights = build(case, recipe)
@@ -288,7 +292,7 @@ def traced(case, how, kind=AxisType.Explicit, recipe=RECIPES["coat"]):
 def test_kernels_run_on_explicit_axes_of_data_and_fsdp(mesh):
   how = MESHES[mesh]
   program = traced(LAYERS["MLP"], how)
-  assert "pallas_call" in program
+  assert CALLS.search(program)
   # The E4M3 codes of two weights, forward and backward.
   gathers = re.findall(r":f8_e4m3fn\S* = all_gather\[", program)
   assert len(gathers) == (4 if how.rows else 0)
@@ -296,9 +300,9 @@ def test_kernels_run_on_explicit_axes_of_data_and_fsdp(mesh):
 
 def test_kernels_are_left_out_where_xla_partitions():
   case = LAYERS["MLP"]
-  assert "pallas_call" not in traced(case, MESHES["data x tensor"])
-  assert "pallas_call" not in traced(case, MESHES["fsdp"], AxisType.Auto)
-  x, how = jnp.ones((16, 64)), dict(implementation="triton")
+  assert not CALLS.search(traced(case, MESHES["data x tensor"]))
+  assert not CALLS.search(traced(case, MESHES["fsdp"], AxisType.Auto))
+  x, how = jnp.ones((16, 64)), dict(implementation="mosaic")
   with jax.sharding.use_abstract_mesh(abstract({"data": 2})):
     with pytest.raises(Unsupported, match="layers run with recipe.axes"):
       jax.eval_shape(functools.partial(ops.tensor_scale, **how), x)

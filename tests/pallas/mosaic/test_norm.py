@@ -6,6 +6,8 @@ order than XLA. So statistics and the output's scale agree to f32's rounding of
 such sums, and most codes that follow from them are equal.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ from coat_jax.ops import Groups
 from coat_jax.ops.types import NormStats
 from coat_jax.pallas.mosaic import norm, norm_backward
 from tests import cases
-from tests.comparing import assert_close
+from tests.comparing import assert_close, jit
 from tests.pallas.kernels import (
   assert_same_codes,
   assert_same_groups,
@@ -26,25 +28,60 @@ from tests.pallas.kernels import (
   refused,
   with_tile,
 )
-from tests.pallas.triton.test_norm import (
-  BF16,
-  EPS,
-  F32,
-  assert_same_stats,
-  gradients,
-  inputs,
-  interpret,
-  run,
-  vectors,
-)
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+EPS = 1e-5
+
+
+def run(fn, *args, jit=jit, **options):
+  """Compiles and runs `fn`; `scale` and `add` are arrays, not constants."""
+  traced = {k: options.pop(k) for k in ("scale", "add") if k in options}
+  return jit(functools.partial(fn, **options))(*args, **traced)
+
+
+def interpret(fn, *args, **options):
+  """Runs a kernel in the interpreter."""
+  return run(fn, *args, interpret=True, **options)
+
+
+def vectors(kind, n, dtype=F32):
+  """Makes gamma and beta; beta is None for "rms"."""
+  rng = np.random.default_rng(n)
+  gamma, beta = (jnp.asarray(v, dtype) for v in rng.normal(size=(2, n)))
+  return gamma, beta if kind == "layer" else None
+
+
+def inputs(shape, kind, dtype=BF16, group_size=16):
+  # Far from zero: a masked column in a mean or a variance would show.
+  x = jnp.asarray(cases.activations(shape) + 7, dtype)
+  gamma, beta = vectors(kind, shape[-1])
+  options = dict(kind=kind, eps=EPS, groups=Groups(group_size))
+  return x, gamma, beta, options
+
+
+def assert_same_stats(actual, expected):
+  for a, e in zip(actual, expected, strict=True):
+    assert (a is None) == (e is None)
+    if e is not None:
+      # n sums of f32 in pairs: log2(n) roundings of 2^-24, squared for rstd.
+      np.testing.assert_allclose(a, e, rtol=1e-6)
+
+
+def gradients(shape, kind, group_size=16, dtype=BF16):
+  x, gamma, beta, options = inputs(shape, kind, group_size=group_size)
+  x_q, stats, _ = run(ops.norm_input.definition, x, gamma, beta, **options)
+  dy = jnp.asarray(np.random.default_rng(1).normal(size=shape), dtype)
+  return dy, x_q, gamma, stats
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize(
-  "shape, group_size", [((2, 3, 2048), 16), ((5, 1152), 128)], ids=str
+  "shape, group_size",
+  [((2, 3, 2048), 16), ((5, 1152), 128), ((4, 768), 32), ((3, 272), 16)],
+  ids=str,
 )
 def test_norm_input_kernel_matches_definition(shape, group_size, kind):
-  # Rows of whole loads, and rows whose last load overlaps the first.
+  # Rows of whole loads, and rows whose last load overlaps the one before.
   x, gamma, beta, options = inputs(shape, kind, group_size=group_size)
   actual = interpret(norm.norm_input, x, gamma, beta, **options)
   expected = run(ops.norm_input.definition, x, gamma, beta, **options)
@@ -63,6 +100,35 @@ def test_norm_input_kernel_without_gamma_or_beta(given):
   wanted = run(ops.norm_input.definition, x, gamma, beta, **options)
   assert_same_stats(stats, wanted[1])
   np.testing.assert_allclose(scale, wanted[2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_norm_input_kernel_of_degenerate_rows(kind):
+  groups = cases.finite_groups(512)
+  # Their squares overflow, and their squares' means underflow, in any order.
+  for name in ("largest", "huge_ratio", "large"):
+    del groups[name]
+  x, options = np.stack(list(groups.values())), inputs((1, 512), kind)[-1]
+  actual = interpret(norm.norm_input, jnp.asarray(x), None, None, **options)
+  expected = run(
+    ops.norm_input.definition, jnp.asarray(x), None, None, **options
+  )
+  assert_same_groups(actual[0], expected[0])
+  values = np.asarray(expected[0].dequantize(), np.float64)
+  if kind == "layer":
+    mean = values.mean(axis=1)
+    assert_close(actual[1].mean, mean, 1e-6)
+    # A constant's variance is the rounding of its mean, squared.
+    varied = ["constant" not in name for name in groups]
+    values -= mean[:, None]
+  else:
+    varied = [True for _ in groups]
+  rstd = 1 / np.sqrt((values**2).mean(axis=1) + EPS)
+  # The interpreter adds up to 512 equal values one after the other: each sum
+  # rounds by 2^-24 at most, and a root halves the error.
+  np.testing.assert_allclose(
+    actual[1].rstd[np.array(varied)], rstd[varied], rtol=256 * 2.0**-24
+  )
 
 
 def test_norm_input_kernel_of_nan():
@@ -102,20 +168,23 @@ def test_norm_kernel_without_gamma_or_beta():
   assert_same_operand(actual, expected, 0.999)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("registers", ["row and sums", "sums", "neither"])
 @pytest.mark.parametrize(
   "shape, group_size, kind",
   [((9, 1024), 16, "rms"), ((2, 5, 1152), 128, "layer")],
   ids=str,
 )
 def test_norm_backward_kernel_matches_definition(
-  shape, group_size, kind, ahead, monkeypatch
+  shape, group_size, kind, registers, monkeypatch
 ):
   # Some of four programs have two rows, some three.
   dy, x_q, gamma, stats = gradients(shape, kind, group_size)
   add = jnp.asarray(cases.activations(shape))
   args, options = (dy, x_q, gamma, stats), dict(dtype=F32, add=add)
-  kernel, share = norm_backward.norm_bwd, norm_backward.Share(4, ahead)
+  kernel, share = (
+    norm_backward.norm_bwd,
+    norm_backward.Share(4, ahead="row" in registers, sums="sums" in registers),
+  )
   kernel = with_tile(monkeypatch, kernel, "pick_share", share)
   actual = kernel(*args, **options, interpret=True)
   expected = run(ops.norm_bwd.definition, *args, **options)
@@ -135,33 +204,32 @@ def test_norm_backward_kernel_in_bf16_without_gamma_or_add():
   assert_close(actual[1:], expected[1:], 2e-6)
 
 
-def test_norm_backward_kernel_refuses_wide_rows():
-  x = jnp.zeros((2, 5136))
-  with refused("rows of 1024 to 5120, got 5136"):
-    norm_backward.norm_bwd(
-      x,
-      QTensor(x.astype(E4M3), jnp.zeros((2, 321), BF16), 16),
-      None,
-      NormStats(None, x[:, 0]),
-    )
-
-
-@pytest.mark.parametrize("width", [768, 8208])
-def test_norm_kernels_refuse(width):
-  with refused(f"rows of 1024 to 8192, got {width}"):
+@pytest.mark.parametrize(
+  "width, group_size, reason",
+  [
+    (240, 16, "rows of 256 to 8192, got 240"),
+    (384, 128, "rows of 512 to 8192, got 384"),
+    (8208, 16, "rows of 256 to 8192, got 8208"),
+    (1040, 32, "multiple of the group size 32 .* got 1040"),
+    (1020, 12, "got 12"),
+  ],
+)
+def test_norm_kernels_refuse(width, group_size, reason):
+  x = jnp.zeros((2, width))
+  x_q = QTensor(x.astype(E4M3), jnp.zeros((2, width // group_size)), group_size)
+  with refused(reason):
     norm.norm_input(
-      jnp.zeros((2, width)),
-      None,
-      None,
-      kind="rms",
-      eps=EPS,
-      groups=Groups(16),
+      x, None, None, kind="rms", eps=EPS, groups=Groups(group_size)
     )
+  with refused(reason):
+    norm_backward.norm_bwd(x, x_q, None, NormStats(None, x[:, 0]))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("shape", [(4096, 4096), (1008, 1152)], ids=str)
+@pytest.mark.parametrize(
+  "shape", [(4096, 4096), (1008, 1152), (512, 768), (256, 8192)], ids=str
+)
 def test_norm_kernels_on_a_gpu(shape, kind):
   check_kernels(shape, kind, 0.9999)
   dy, x_q, gamma, stats = gradients(shape, kind)

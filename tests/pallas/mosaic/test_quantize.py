@@ -20,12 +20,17 @@ from tests import cases
 from tests.pallas.kernels import (
   assert_same_groups,
   assert_same_operand,
-  for_h200,
   refused,
 )
-from tests.pallas.triton.test_quantize import awkward
 
 BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def awkward(n: int) -> np.ndarray:
+  """Makes rows of degenerate and of nonfinite groups, one group each."""
+  return np.stack(
+    list((cases.finite_groups(n) | cases.nonfinite_groups(n)).values())
+  )
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -47,6 +52,18 @@ def test_groups_kernel_matches_definition(x, group_size, dtype):
     quantize.quantize_groups(x, groups=groups, interpret=True),
     ops.quantize_groups.definition(x, groups=groups),
   )
+
+
+def test_groups_kernel_gives_nan_of_any_bits_a_nan_scale():
+  # A GPU's NaN is 0x7FFFFFFF: rounding that up to BF16 would give -0.
+  x = cases.activations((64, 16))
+  bits = np.array([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF], np.uint32)
+  x[:3, 5] = bits.view(np.float32)
+  actual = quantize.quantize_groups(
+    jnp.asarray(x), groups=Groups(16), interpret=True
+  )
+  scale = np.asarray(actual.scale, np.float32)[:, 0]
+  np.testing.assert_array_equal(np.isnan(scale), np.arange(64) < 3)
 
 
 def test_groups_kernel_in_e5m2_matches_definition():
@@ -92,6 +109,15 @@ def test_operand_kernel_with_a_given_scale_matches_definition(shape, layout):
   )
 
 
+def test_operand_kernel_with_a_small_scale_saturates():
+  x = jnp.asarray(np.tile(awkward(48), (3, 1)))
+  scale = jnp.float32(1e-3)
+  assert_same_operand(
+    quantize.quantize_tensor(x, scale=scale, interpret=True),
+    ops.quantize_tensor.definition(x, scale=scale),
+  )
+
+
 def test_operand_kernel_finds_the_scale_and_keeps_the_shape():
   x = jnp.asarray(cases.activations((96, 256)).reshape(2, 48, 256), BF16)
   assert_same_operand(
@@ -107,6 +133,23 @@ def test_operand_kernel_finds_the_scale_and_keeps_the_shape():
       lambda x: quantize.quantize_groups(x, groups=Groups(32)),
       "multiple of the group size 32 .* got 48",
     ),
+    (
+      lambda x: quantize.quantize_groups(x, groups=Groups(8)),
+      r"groups of \(16, 32, 64, 128\), got 8",
+    ),
+    (
+      lambda x: quantize.quantize_groups(
+        x.astype(jnp.float16), groups=Groups(16)
+      ),
+      "float16",
+    ),
+    (lambda x: quantize.quantize_tensor(x[:, :40]), "multiple of 16 .* got"),
+    (
+      lambda x: quantize.quantize_tensor(x[:3], layout="columns"),
+      "multiple of 16 rows, got 3",
+    ),
+    (lambda x: quantize.tensor_scale(x[:0]), "no axis empty"),
+    (lambda x: quantize.tensor_scale(x[0, 0]), r"got \(\)"),
     (lambda x: quantize.quantize_tensor(x[:16]), "least 1024 values, got 768"),
     (
       lambda x: quantize.quantize_tensor(x, layout="columns"),
@@ -119,11 +162,10 @@ def test_quantize_kernels_refuse(kernel, reason):
     kernel(jnp.zeros((32, 48)))
 
 
-def test_triton_is_chosen_first():
-  x = jax.ShapeDtypeStruct((64, 128), BF16)
-  with for_h200():
-    said = ops.explain(ops.quantize_tensor, x, layout="both")
-  assert said == "quantize_tensor: triton on a GPU, xla elsewhere"
+def test_quantize_kernel_refuses_what_int32_cannot_index():
+  x = jax.ShapeDtypeStruct((2**16, 2**15), BF16)
+  with refused("int32"):
+    jax.eval_shape(quantize.tensor_scale, x)
 
 
 @pytest.mark.gpu
@@ -148,12 +190,13 @@ def check_kernels(shape, dtype, share):
   for layout in ("rows", "columns", "both"):
     options = dict(scaling=scaling, layout=layout)
     run = functools.partial(ops.quantize_tensor.definition, **options)
-    scale = jnp.float32(0.01)
-    assert_same_operand(
-      quantize.quantize_tensor(x, scale=scale, **options),
-      jax.jit(run)(x, scale=scale),
-      share,
-    )
+    finite = jnp.where(jnp.isfinite(x), x, 0)
+    for values, scale in ((x, jnp.float32(0.01)), (finite, None)):
+      assert_same_operand(
+        quantize.quantize_tensor(values, scale=scale, **options),
+        jax.jit(run)(values, scale=scale),
+        share,
+      )
   for group_size in (16, 16 if shape[-1] % 128 else 128):
     how = dict(groups=Groups(group_size))
     expected = jax.jit(
