@@ -51,7 +51,7 @@ class FullLayers(Keys):
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes(Keys):
-  """Keys for windows in all layers but every n-th (by default `default`)."""
+  """Keys for windows in all layers but every n-th; `default` is the usual n."""
 
   default: int
 
