@@ -29,7 +29,10 @@ check oldest 'jax==0.10.0 jaxlib==0.10.0 optax==0.2.6 flax==0.12.8' \
   "$OPTIMIZER" --deselect \
   tests/codecs/test_own_codec.py::test_own_codec_may_add_its_kernel --deselect \
   tests/optimizer/test_one_body.py::test_temporary_memory_is_that_of_one_leaf "$@"
-check middle 'jax==0.11.0 jaxlib==0.11.0' "$LAYERS" "$@"
+# On a CPU, XLA of 0.11.0 gives each layer's temporary arrays their own memory, also
+# in BF16.
+check middle 'jax==0.11.0 jaxlib==0.11.0' "$LAYERS" --deselect \
+  tests/layers/test_unrolled.py::test_xla_keeps_no_more_than_layers_save "$@"
 check newest '--upgrade jax jaxlib optax flax' "$LAYERS" "$@"
 # With the new jax.checkpoint, which is off by default.
 export JAX_REMAT3=1 JAX_CUSTOM_VJP3=1

@@ -9,9 +9,9 @@ import functools
 from collections.abc import Iterator
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.cases import OpCase, Sizes, of_op
 from coat_jax.ops.dispatch import kernel, op
@@ -22,38 +22,34 @@ _TILE = 128
 def _why_not(x: Array, **_) -> str | None:
   if x.size % _TILE == 0:
     return None
-  return (
-    f"the Triton kernel takes multiples of {_TILE} values, got shape {x.shape}"
-  )
+  return f"the kernel takes multiples of {_TILE} values, got shape {x.shape}"
 
 
 @kernel(_why_not)
-def _double_by_triton(x: Array, *, interpret: bool = False) -> Array:
+def _double_by_mosaic(x: Array, *, interpret: bool = False) -> Array:
   """`double`; each program computes one tile."""
   return _launch(x, interpret)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def _launch(x: Array, interpret: bool) -> Array:
-  tile = pl.BlockSpec((_TILE,), lambda i: (i,))
-  return pl.pallas_call(
+  run = plgpu.kernel(
     _kernel,
+    out_type=jax.ShapeDtypeStruct((x.size,), x.dtype),
     grid=(x.size // _TILE,),
-    in_specs=[tile],
-    out_specs=tile,
-    out_shape=jax.ShapeDtypeStruct((x.size,), x.dtype),
-    # JAX 0.11.0 would lower it to Mosaic GPU.
-    compiler_params=plt.CompilerParams(),
-    interpret=interpret,
-    name="double",
-  )(x.reshape(-1)).reshape(x.shape)
+    grid_names=("tile",),
+    interpret=plgpu.InterpretGPUParams() if interpret else False,
+    kernel_name="double",
+  )
+  return run(x.reshape(-1)).reshape(x.shape)
 
 
-def _kernel(x_ref, y_ref):
-  y_ref[...] = x_ref[...] * 2
+def _kernel(x_gmem, y_gmem):
+  tile = pl.ds(lax.axis_index("tile") * _TILE, _TILE)
+  y_gmem[tile] = x_gmem[tile] * 2
 
 
-@op(triton=_double_by_triton)
+@op(mosaic=_double_by_mosaic)
 def double(x: Array) -> Array:
   """Computes 2 x."""
   return x * 2

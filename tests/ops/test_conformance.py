@@ -13,7 +13,6 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import cases as models
 from benchmarks.cases import OpCase, Sizes
@@ -28,6 +27,7 @@ from tests.pallas.kernels import (
   assert_same_codes,
   for_h200,
   lowered_for_h200,
+  needs_interpreter,
 )
 
 OPERATIONS = [x for x in vars(ops).values() if isinstance(x, ops.Op)]
@@ -132,10 +132,7 @@ ROW_CASES = [
 ]
 
 
-@pytest.mark.skipif(
-  not hasattr(plgpu, "InterpretGPUParams"),
-  reason="this JAX has no interpreter for Mosaic GPU",
-)
+@needs_interpreter
 @pytest.mark.parametrize("case", ROW_CASES)
 def test_kernel_on_rows_in_mosaic_matches_definition(case):
   check_kernel(case, "mosaic")

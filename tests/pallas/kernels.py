@@ -6,10 +6,16 @@ import inspect
 import jax
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from coat_jax.ops.types import Unsupported
 from tests import oracles
+
+needs_interpreter = pytest.mark.skipif(
+  not hasattr(plgpu, "InterpretGPUParams"),
+  reason="this JAX has no interpreter for Mosaic GPU",
+)
 
 
 def for_h200():
