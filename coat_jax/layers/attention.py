@@ -116,7 +116,7 @@ class Attention(RecipeModule):
         `use_bias`.
       use_out_bias: whether the output projection has a bias [D]; None for
         `use_bias`.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
       **options: see `BlockOptions`; kernels are [D, (N + 2 K) H] and [N H, D].
 
     Raises:

@@ -196,7 +196,7 @@ class Linear(RecipeModule):
       bias_metadata: metadata of the bias.
       split: on a mesh with a tensor axis: "columns" for a column-parallel
         kernel, "inputs" for a row-parallel one, None for a replicated one.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.

@@ -270,7 +270,7 @@ class MoE(RecipeModule):
       router_init, router_metadata: initializer and metadata of the router.
       out_kernel_init, out_kernel_metadata: initializer and metadata of down;
         the initializer is called with [E, F, D]; None for `kernel_init`.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
       **options: see `NormLinearOptions`; the matmuls run in `dtype` in every
         recipe, without bias. `kernel_init` is called with [E, D, 2 F];
         metadata that names axes of gate_up must name all four.

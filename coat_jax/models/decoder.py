@@ -177,7 +177,7 @@ class Decoder(nnx.Module):
         form in which it is stored. Layers are then initialized one at a time,
         so that the whole stack never exists in f32: each call converts one
         layer's parameter.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.

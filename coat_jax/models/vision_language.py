@@ -190,7 +190,7 @@ class VisionLanguageModel(nnx.Module):
         `Remat`. The tower's layers recompute nothing.
       store: `(path, array) -> array`, as for `Decoder`. Paths are relative to
         tower or decoder, or start with "projector". None uses `param_dtype`.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.

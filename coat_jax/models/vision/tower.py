@@ -136,7 +136,7 @@ class VisionTower(nnx.Module):
       remat: what layers recompute in the backward pass; see `Remat`.
       store: `(path, array) -> array`, converts parameters to the form in which
         they are stored, as for `Decoder`; None for `param_dtype`.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders chat templates in a process that can be killed; see `sandbox`.
 
-The first template starts that process, which renders all later ones too. It
-ends when this process ends, for whatever reason.
+The first template starts the rendering process, which then renders all later
+templates too. It ends when the main process ends, for whatever reason.
 """
 
 import atexit
