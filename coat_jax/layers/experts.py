@@ -21,9 +21,9 @@ On a mesh every device holds a share of every expert: rows are split over fsdp
 and gathered before use, in BF16 or as codes, and columns F are split over
 tensor. A device computes its columns for all positions of its sequences, and
 partial sums are reduce-scattered. If devices held whole experts, each would
-need T k rows: shapes are static, no token is dropped, and all tokens could
-choose its experts. With n devices along tensor, gate and up would then hold n
-times as many values.
+need T k rows, because shapes are static, no token is dropped, and all tokens
+could choose the experts of one device. With n devices along tensor, gate and up
+would then hold n times as many values.
 """
 
 from typing import NamedTuple
