@@ -222,5 +222,5 @@ def _saved_in_mlp(layer: Layer) -> float:
       saved += (layer.code + 1) * inner + 0.5 * unit
   else:
     saved = layer.saved(layer.remat)
-  # By then, what the layer saved for SwiGLU is dead.
+  # By then, what the layer saved for SwiGLU is no longer needed.
   return saved - 4.5 * inner * saves_product

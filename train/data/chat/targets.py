@@ -4,9 +4,9 @@
 A template with {% generation %} marks these characters. For other templates,
 they are inferred from rendered texts. A turn begins where the generation prompt
 ends, because this is where the model will continue, and includes the text that
-ends the turn (such as <|eot_id|>), so that the model learns to stop. If neither
-of these methods finds a turn with certainty, an error is raised. The results of
-both are checked against the whole text:
+ends the turn (such as <|eot_id|>), so that the model learns to stop. We use two
+methods, check their results against the whole text, and raise an error if
+neither is certain:
   * by contents: render again with other words in the assistant's turns. The
     text that differs is what the assistant said. This is fast, and works for
     templates that drop the reasoning of earlier turns;
