@@ -116,8 +116,8 @@ def fit_group_size(
       outgrow codes unnoticed (`coat` stores 5 bytes per group).
 
   Returns:
-    `codec` with its group sizes, or with smaller ones that divide each device's
-    share of the last axis of every encoded leaf whose last axis is sharded.
+    `codec` with its group sizes, or with smaller ones. If the last axis of an
+    encoded leaf is sharded, they divide each device's share of this axis.
 
   Raises:
     TypeError: a sharding is not a `NamedSharding`; a leaf is not real
