@@ -103,8 +103,8 @@ class Grouped(abc.ABC):
   It splits rows into groups and removes signs. A subclass computes the groups'
   `_statistics`, `_codes` of the magnitudes, and `_values` of codes. Magnitudes
   are [..., groups, group_size]. Statistics get a last axis of 1 when they are
-  passed along with magnitudes. Codes get their signs here, unless their dtype
-  is an unsigned integer.
+  passed along with magnitudes. This class adds the signs to the codes, unless
+  their dtype is an unsigned integer.
 
   Attributes:
     group_size: number of values along the last axis that share statistics.

@@ -50,7 +50,7 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
   unchanged and the low bits of weights (`LowBitsState`,
   `StochasticRoundingState`). The average is over the parameters that have
   moments in these states; `optax.masked` and `optax.partition` may leave some
-  out.
+  parameters out.
 
   Args:
     opt_state: an optimizer's state, of arrays or of `jax.ShapeDtypeStruct`s,

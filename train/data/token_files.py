@@ -103,7 +103,7 @@ class _Opened:
       os.close(self.number)
 
 
-# A published corpus has thousands of files; the usual limit is 1024 open ones.
+# A published corpus has thousands of files, but usually only 1024 can be open.
 @functools.lru_cache(maxsize=256)
 def _opened(path: str) -> _Opened:
   return _Opened(path)

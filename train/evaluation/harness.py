@@ -67,7 +67,7 @@ class DecoderLM(TemplateLM):
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
   ) -> list[int]:
-    """Encodes a text, with the tokens that texts begin with by default."""
+    """Encodes a text; by default adds the tokens that texts begin with."""
     del kwargs
     if add_special_tokens is False:
       return self._text.encode(string)
@@ -160,7 +160,7 @@ class DecoderLM(TemplateLM):
         "a copy of the task with --task-dir"
       )
     kept = [tokens[-(self.max_length - most) :] for tokens in contexts]
-    # Always the same number of rows, so that the last batch compiles nothing.
+    # Keep the number of rows the same, so that the last batch compiles nothing.
     rows = kept + kept[-1:] * (self._batch - len(kept))
     added = generate(
       self._model,
@@ -207,7 +207,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _longest_first(items: Sequence, size: Any) -> list[tuple[int, Any]]:
-  """Numbers and sorts items, so that the largest one fails first."""
+  """Numbers and sorts items, the largest first, so that errors come early."""
   return sorted(enumerate(items), key=lambda one: -size(one[1]))
 
 

@@ -31,7 +31,7 @@ from coat_jax.pallas.mosaic.rows import RowPart
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """Divides the rows among programs, and chooses the use of their registers.
+  """The programs that share the rows, and what their registers are for.
 
   Attributes:
     programs: the number of programs.
