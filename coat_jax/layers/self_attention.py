@@ -171,8 +171,9 @@ class SelfAttention(Middle):
       normed = None
       out = self._attention.forward(heads, None, inputs, recipe)
     else:
-      # Named "attention", not "norm": policies that keep the inputs of norms
-      # mean the norms of blocks. These codes are recomputed from those inputs.
+      # The name is "attention" instead of "norm", because policies that keep
+      # the inputs of norms mean the norms of blocks. From those inputs, these
+      # codes are recomputed.
       normed = save_residual(
         "attention", tuple(in_groups(x, recipe) for x in heads[:2])
       )

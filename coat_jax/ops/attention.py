@@ -229,7 +229,7 @@ def grouped_heads(x: Array, kv_heads: int) -> Array:
 
 
 def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
-  """Returns x [B, T, ...] as [chunks, B, chunk, ...], and chunks' starts."""
+  """Returns x [B, T, ...] as [chunks, B, chunk, ...], and where each starts."""
   if x is None:
     return None
   chunk = max(min(_CHUNK, x.shape[1]), 1)
