@@ -13,7 +13,7 @@
 the operands of its matmuls; operations and layers call the methods of that
 class and treat all scalings alike. Scales of blocks and tiles are powers of
 two, so quantizing again along the other axis does not change values (except
-those below 2^-14 times a block's largest), and each value is exact in BF16.
+values below 2^-14 times a block's largest), and each value is exact in BF16.
 
 Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.
@@ -132,10 +132,10 @@ class Scaling(abc.ABC):
   def quantize(
     self, x: Array, scale: Scales | None = None, layout: Layout = "rows"
   ) -> Operand:
-    """Quantizes [..., n]; `scale` is what `find_scale` returned, if known."""
+    """Quantizes [..., n]; `scale` comes from `find_scale`, if known."""
 
   def find_joined_scale(self, parts: Sequence[Array], n: int) -> Scales | None:
-    """Returns `find_scale` of what `quantize_joined` quantizes."""
+    """Returns the scale of the values that `quantize_joined` quantizes."""
     return self.find_scale(_joined(parts, n))
 
   def quantize_joined(

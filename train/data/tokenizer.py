@@ -22,7 +22,7 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # The longest piece, in characters. Longer texts are split at line ends, across
 # which few tokenizers merge; larger pieces would run on fewer cores.
 PIECE = 1 << 18
-# The most pieces, and their characters in total, to tokenize at once.
+# At most this many pieces, and characters in total, are tokenized at once.
 _TEXTS, _CHARACTERS = 256, 1 << 20
 
 
