@@ -20,7 +20,7 @@ from jax import Array
 from coat_jax.numerics.formats import is_fp8
 
 try:
-  # The name for what a custom gradient saves: with jax_remat3, the array that
+  # This names what a custom gradient saves. With jax_remat3, an array that
   # `checkpoint_name` names is recomputed even if a policy keeps it.
   from jax.ad_checkpoint import checkpoint_name_fwd
 except ImportError:  # JAX 0.11.1 and older.
