@@ -10,9 +10,9 @@ the versions of the CUDA libraries. h200.txtpb is openxla/xla's
 
 The compiled programs cannot run here, but their HLO and memory are the same as
 on a GPU: they show which kernels and FP8 matmuls a step runs, and how many
-bytes it needs. Only what XLA chooses by autotuning, such as the fastest of
-several algorithms, can differ on a real GPU. If several programs of a process
-use the same kernel, it is compiled once.
+bytes it needs. Only choices that XLA makes by autotuning, such as the fastest
+of several algorithms, can differ on a real GPU. A kernel that several programs
+of a process use is compiled only once.
 """
 
 import atexit
@@ -42,13 +42,13 @@ CUDNN_VERSION = 91000  # The version that the descriptions state.
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Described(AbstractDevice):
-  """A device whose capability Mosaic asks for; without one it assumes 9.0."""
+  """A device with the capability that Mosaic asks for; its default is 9.0."""
 
   compute_capability: str
 
 
 class CompilerMissing(RuntimeError):
-  """XLA's compiler for CUDA is needed and not installed."""
+  """Raised if XLA's compiler for CUDA is not installed."""
 
 
 def available() -> bool:
@@ -153,7 +153,7 @@ def lower_for(
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-  """Returns a device's bytes, without those of arguments and results."""
+  """Returns a device's bytes, not counting arguments and results."""
   return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -2,7 +2,7 @@
 """Parses arguments that several benchmarks share.
 
 Arguments are checked before anything is timed, so that no benchmark runs for
-minutes before it reports a wrong one.
+minutes before it reports a wrong argument.
 """
 
 import argparse

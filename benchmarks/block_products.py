@@ -49,7 +49,7 @@ IMPLEMENTATIONS = "bf16", "cublas", "mosaic", "xla"
 def kernels(
   name: str, plain: dict, tensor: dict, block: dict, options
 ) -> Iterator[tuple[dict, Callable, tuple]]:
-  """Yields the case of each row, its function and the function's arguments."""
+  """Yields for each row its case, the function to time and its arguments."""
   (a, b), layouts, summed, dtype = PRODUCTS[name]
   op = getattr(ops, name)
 

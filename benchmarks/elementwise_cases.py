@@ -49,8 +49,8 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # Tests expect kernels to refuse `ODD`, but this one accepts any width. So
-  # give it a format there that it refuses.
+  # Tests expect every kernel to refuse `ODD`, but this one accepts any width,
+  # so give it a format that it refuses.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,

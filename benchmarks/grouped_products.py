@@ -60,7 +60,7 @@ MODELS = {
   "mixtral_8x7b": Shape(4096, 14336, 8, 2),
   "demo_moe": Shape(128, 192, 8, 2),
 }
-# The factors of each product among x [m, d], w [e, d, f] and g [m, f].
+# The two factors of each product: x [m, d], w [e, d, f] or g [m, f].
 PRODUCTS = {"fwd": "xw", "dgrad": "gw", "wgrad": "xg"}
 MATRICES = "gate_up", "down"
 ROUTINGS = "uniform", "skewed"
@@ -103,7 +103,7 @@ def arrays(rows: int, d: int, f: int, sizes) -> tuple[dict, dict]:
 def kernels(
   name: str, plain: dict, codes: dict, sizes, tiles
 ) -> Iterator[tuple[dict, Callable, tuple]]:
-  """Yields the case of each row, its function and the function's arguments."""
+  """Yields for each row its case, the function to time and its arguments."""
   dtype = jnp.float32 if name == "wgrad" else jnp.bfloat16
   in_bf16, in_fp8 = getattr(ops, f"grouped_{name}"), op_of(name)
   a, b = PRODUCTS[name]

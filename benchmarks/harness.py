@@ -9,8 +9,8 @@ error. Its keys are bench, case (what was measured), the measured values, date
 of the last, because a GPU works on one call while Python dispatches the next.
 If a call takes less time on the GPU than its dispatch takes in Python, the
 profiler measures the kernels instead. If arguments and results are so small
-that they would stay in the second-level cache, calls alternate between several
-copies of them, so that each call reads its arguments from memory.
+that they would stay in the L2 cache, calls alternate between several copies of
+them, so that each call reads its arguments from memory.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ from coat_jax.numerics.formats import E4M3
 
 # All copies together are larger than this: twice an H200's cache.
 _CACHE_BYTES = 2 * 60 * 2**20
-# A group lasts at least this long, so that its first dispatch and the wait for
-# its end do not matter and the GPU's clock settles.
+# A group lasts at least this long, so that the GPU's clock settles, and the
+# first dispatch and the wait at the end do not matter.
 _GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
 _WARM_UP_CALLS = 3

@@ -18,9 +18,10 @@ format of weights:
   hash          the instructions among them that mix random words
   registers     per thread
   programs      how many programs fit on a multiprocessor with these registers
-  clocks        that a warp's 32 values need in each pipe and, as `issue`, for
-                issuing instructions; from the throughputs of compute capability
-                9.0 in NVIDIA's CUDA C++ Programming Guide
+  clocks        how long each pipe takes for a warp's 32 values, and, as
+                `issue`, how long it takes to issue the instructions; from the
+                throughputs of compute capability 9.0 in NVIDIA's CUDA C++
+                Programming Guide
 
 The largest number of clocks is a lower bound for the time.
 """
@@ -74,7 +75,7 @@ _REGISTERS_OF_SM, _WARPS_OF_PROGRAM = 65536, 4
 
 
 class DisassemblerMissing(aot.CompilerMissing):
-  """nvdisasm is needed and not found."""
+  """Raised if nvdisasm is not found."""
 
 
 def disassembler() -> Path:

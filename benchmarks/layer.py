@@ -9,8 +9,8 @@
 
 It prints these JSON rows:
 
-layer.time: milliseconds and TFLOP/s of the forward pass, and of forward and
-backward (`mode` full: the output, and the gradients of weights and input).
+layer.time: milliseconds and TFLOP/s of the forward pass, and of both passes
+(`mode` full: the output, and the gradients of weights and input).
 TFLOP/s count the layer's matmuls and its attention, which is causal in a
 decoder, but not a checkpoint's second forward pass. `temporary_bytes` is the
 memory of the compiled program without its arguments and results.
@@ -18,8 +18,9 @@ memory of the compiled program without its arguments and results.
 U = 2 D bytes a token (`train.memory.count`).
 
 layer.scan (--scan-memory): the temporary memory that each further layer of a
-scan adds, in U: (16 layers - 8 layers) / 8. Training needs this much memory per
-layer, including checkpoints. Nothing is run.
+scan adds, in U: the memory of 16 layers minus the memory of 8, divided by 8.
+Training needs this much memory per layer, including checkpoints. Nothing is
+run.
 
 Codes of weights (weight_cache="codes") are neither timed nor counted as
 temporary memory, because they are computed once for several microbatches.

@@ -11,7 +11,7 @@ COAT's authors):
 
 memory.residuals: bytes per token that one decoder layer saves for its backward
 pass, by kind, and their total in `units` of U = 2 d_model (one BF16 copy of the
-residual stream). The arrays are those of the layer's own `jax.vjp`
+residual stream). The arrays come from the layer's own `jax.vjp`
 (`train.memory.count`). The bf16 row counts what JAX's autodiff saves; XLA may
 save a little less. For comparison, in U:
 
@@ -20,8 +20,8 @@ save a little less. For comparison, in U:
   reference_units  the reference's Llama layer with these sizes and its scales,
                    with and without the 2 U that the paper counts for RoPE
 
-memory.state: bytes per parameter that parameters in f32 or BF16, gradients, and
-the optimizer's state with each codec need, computed from shapes alone.
+memory.state: bytes per parameter of the parameters (f32 or BF16), the gradients
+and the optimizer's state with each codec, computed from shapes alone.
 
 memory.table7, memory.plan: whole steps compiled for H200s, see
 `benchmarks.table7` and `benchmarks.planned`. Some need minutes to compile.
@@ -61,7 +61,7 @@ def reference_bytes(config: ModelConfig) -> int:
   norm = 2 * (d + 2 * d // 16 + 4) + 2 * d  # Inputs and outputs of two norms.
   attention = 2 * (2 * n + 2 * kv) * h + 4 * n  # q, k, v, output; log-sum-exp.
   activation = 3 * (f + 2 * f // 16)  # gate, up, SiLU.
-  return norm + attention + activation + f  # And the product.
+  return norm + attention + activation + f  # f is the product.
 
 
 def residuals(preset: str, tokens: int) -> list[dict]:

@@ -5,10 +5,11 @@
     [--weights float32 bfloat16 bfloat16_low8] [--optimizer coat_lion]
     [--implementations mosaic]
 
-It prints JSON rows, `optimizer`, for optax.adamw or optax.lion, compiled by
-XLA, and for the fused step with each registered codec, rounding, format of
-weights and implementation. --codecs also accepts your own, as
-package.module:function.
+It prints a JSON row, `optimizer`, for optax.adamw or optax.lion, compiled by
+XLA, and one for the fused step with each combination of registered codec,
+rounding, format of weights and implementation. --codecs also accepts your own
+codec, as package.module:function.
+
 Parameters and state are donated. Gradients have the weights' dtype. The format
 bfloat16_low8 means BF16 weights with low bytes in the state (`low_bits`). By
 default the leaf has 2^28 parameters, 16384 x 16384.
@@ -47,7 +48,7 @@ WEIGHTS = {
 def cases(
   names: Sequence[str] | None = None,
 ) -> dict[tuple[str, str], codecs.MomentCodec]:
-  """Builds the variants of codecs, by (label, rounding); None for all."""
+  """Builds all variants of these codecs (None: all), by (label, rounding)."""
   found = {}
   for name in codecs.names() if names is None else names:
     defaults = codecs.options(name)

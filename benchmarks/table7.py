@@ -67,8 +67,8 @@ def rows(cases: Iterable[Case], variants: Iterable[str]) -> Iterator[dict]:
 
   `peak_bytes` of a GPU consists of `weight_bytes`, `gradient_bytes`,
   `optimizer_bytes` and the rest, `activation_bytes`. `ratio_to_bf16` and
-  `published_ratio` are BF16's peak divided by the row's; for the former, bf16
-  must be the first variant.
+  `published_ratio` are BF16's peak divided by the row's peak. `ratio_to_bf16`
+  is known only if bf16 is the first variant.
   """
   for case in cases:
     peak_of_bf16 = None

@@ -8,9 +8,9 @@ It trains a preset with random weights on text (bytes of Python's standard
 library), with the step of `train.pretrain` and `--batch` sequences on each GPU.
 A JSON row, `training.step`, contains milliseconds per step, tokens per second
 per GPU, the seconds that compiling and initializing took, `peak_bytes` (the
-most that any GPU had allocated at once), and `compiled_peak_bytes` (the peak
-that the compiler reported). Each variant runs in its own process, because JAX
-cannot reset a GPU's peak.
+maximum that any GPU had allocated), and `compiled_peak_bytes` (the peak that
+the compiler reported). Each variant runs in its own process, because JAX cannot
+reset a GPU's peak.
 
 --layers changes the depth of the preset, to find the largest model that fits.
 

@@ -11,8 +11,8 @@ There are two ways to run a function:
                   cannot infer one: for a sum over split tokens, a reshape, the
                   carry of a scan.
 
-The caller declares how arrays and results are sharded. Without a mesh, and
-inside a caller's own `jax.shard_map`, both just call the function.
+The caller specifies how arrays and results are sharded. Without a mesh, and
+inside a caller's own `jax.shard_map`, both simply call the function.
 
 With `MeshAxes`, the blocks of a layer shard arrays and exchange data like this:
 

@@ -40,7 +40,7 @@ OPTIMIZER = optax.chain(
 
 
 def make_mesh(data: int) -> Mesh:
-  """Makes a mesh of all devices that holds the parameters `data` times."""
+  """Makes a mesh of all devices with `data` copies of the parameters."""
   count = jax.device_count()
   if count % data:
     raise ValueError(

@@ -22,7 +22,7 @@ LAYERS, WIDTH, HEADS, VOCABULARY, STEPS = 4, 128, 4, 32, 30
 
 
 def initial_params(key):
-  """Makes BF16 weights; those of the layers are stacked, [LAYERS, ...]."""
+  """Makes BF16 weights; the layers' weights are stacked, [LAYERS, ...]."""
   shapes = {
     "qkv": (LAYERS, WIDTH, 3, HEADS, WIDTH // HEADS),
     "out": (LAYERS, WIDTH, WIDTH),

@@ -7,8 +7,8 @@
     --batch 32 --data tokens.bin --data-dtype uint16
   python -m studies.codec_race table
 
-The candidates are three codecs of the library, those of `studies.race_codecs`,
-and first moments in a codec with factored second moments
+The candidates are three codecs of the library, the codecs of
+`studies.race_codecs`, and first moments in a codec with factored second moments
 (`studies.factored_adam`). For Muon, `coat` and `int8` compete.
 
 codec_race.errors: the moments of a model trained with f32 moments are encoded
@@ -18,16 +18,16 @@ m / (sqrt(v) + eps), each over the RMS of the exact values.
 codec_race.losses: a model in recipe bf16 is trained with each candidate. The
 seed determines weights, data and rounding, so runs with the same seed differ
 only in how moments are stored. `loss` is the mean of the last 50 steps,
-`held_out_loss` that of the held-out batches. All candidates run with one seed
-before any runs with the next. Runs that have a row in --rows are skipped, so
-you can interrupt the command and continue. With --minutes it starts no run that
-would probably exceed this limit.
+`held_out_loss` the mean of the held-out batches. All candidates run with one
+seed before any runs with the next. Runs that have a row in --rows are skipped,
+so you can interrupt the command and continue. With --minutes it starts no run
+that would probably exceed this limit.
 
 Bytes per parameter are counted from what is stored: with `errors` for large
 leaves, with `losses` for the optimizer's whole state.
 
-`table` prints all rows of a preset as a table. Differences are those of the
-losses to f32 moments with the same seed: their mean and 95 % interval.
+`table` prints all rows of a preset as a table. It shows the mean and the 95 %
+interval of each loss minus the loss of f32 moments with the same seed.
 """
 
 import argparse

@@ -17,7 +17,7 @@ def baseline(name: str) -> str:
 def sizes(rows: list[dict]) -> dict[str, float]:
   """Returns bytes per parameter by candidate, the largest first.
 
-  The bytes are those of large leaves, if their errors were measured.
+  The bytes are counted on large leaves, if their errors were measured.
   """
   errors_last = sorted(rows, key=lambda row: row["bench"], reverse=True)
   found = {x["case"]["candidate"]: x["bytes_per_param"] for x in errors_last}
@@ -62,7 +62,7 @@ def runs(rows: list[dict], preset: str, name: str) -> dict[int, dict]:
 def differences(
   rows: list[dict], preset: str, name: str, key: str
 ) -> list[float]:
-  """Lists the paired differences of a loss to f32 moments, seed by seed."""
+  """Lists a loss minus the loss of f32 moments, seed by seed."""
   own, other = (runs(rows, preset, x) for x in (name, baseline(name)))
   if own == other:
     return []

@@ -12,7 +12,7 @@ as C++ headers, and writes to OUT
                    shows the source and asks what it does, and the assistant
                    answers with the docstring
 
-The order is the same in each run, and duplicate files are used once.
+The order is the same in every run. Of duplicate files only one is used.
 `studies/finetuning.sh` and `studies/long.sh` train on this data.
 """
 

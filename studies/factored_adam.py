@@ -2,9 +2,9 @@
 """Adam whose second moments are factored into means of rows and columns.
 
 `coat_jax.encoded` stores its first moments in a codec; the means stay in f32
-and take 4 (rows + columns) bytes per matrix. Factoring is no codec: rounding a
-codec changes only the values of a group, but here each value depends on the
-whole matrix.
+and take 4 (rows + columns) bytes per matrix. Factoring is not a codec: in a
+codec a value depends only on its group, but here it depends on the whole
+matrix.
 """
 
 import math

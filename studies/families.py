@@ -190,7 +190,7 @@ def _with_gradients(loss, weights: Any):
 
 
 def saved_bytes(family: str, recipe: CoatRecipe) -> float:
-  """Counts the bytes per token that one layer saves for its backward."""
+  """Counts the bytes per token that one layer saves for its backward pass."""
   return residual_bytes(_config(family), recipe, tokens=256)["total"]
 
 

@@ -5,8 +5,8 @@
 
 This shows why `train.pretrain` rounds stochastically: rounding to nearest loses
 every step that is smaller than half an ulp of a weight. Do not train this way.
-The options are those of `train.pretrain`. Either command can resume the other's
-run.
+The options are the same as for `train.pretrain`. Either command can resume the
+other's run.
 """
 
 import sys

@@ -103,7 +103,7 @@ def zeroed(exact: np.ndarray, found: np.ndarray) -> float:
 def rounded(x: np.ndarray, name: str, shared: Shared) -> np.ndarray:
   """Quantizes a tensor [..., n] to a format of `FORMATS` and dequantizes it.
 
-  Scales of tensors and tiles are f32, those of groups BF16.
+  Scales of tensors and tiles are f32, and scales of groups are BF16.
   """
   if shared != "tile":
     return np.asarray(_rounded(jnp.asarray(x), name, shared))
@@ -208,7 +208,7 @@ def layer_errors(
 ) -> dict[str, float]:
   """Compares layers in a recipe with the same layers in f32.
 
-  Inputs and gradients are those of the model (`capture`), rounded to BF16.
+  Inputs and gradients come from the model (`capture`), rounded to BF16.
 
   Returns:
     Relative RMS errors, as root mean squares over layers: of the output without

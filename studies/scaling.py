@@ -4,10 +4,10 @@
   python -m studies.scaling [--preset llama_60m] [--batch 1] [--seq 512]
     [--outliers 1 30] [--compile-only] [--repeats 20]
 
-scaling.layer: one row per kind of scales, for one decoder layer of a preset.
+scaling.layer: one row per kind of scales, for one decoder layer of a preset
+with input x.
 
-  output_error     relative RMS difference from BF16 of the output minus x, the
-                   layer's input
+  output_error     relative RMS difference from BF16 of the output minus x
   dx_error         the same for the gradient of x minus the incoming gradient
   dweights_error   the same for the gradients of all matrices together
   bytes_per_token  bytes that the layer saves for the backward pass

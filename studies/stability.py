@@ -140,8 +140,8 @@ def progress(done: list[dict]) -> str:
   count = every - len([*cases(VARIANTS, rates, SEEDS, done, case)])
   others = sum(row["case"]["preset"] == "study" for row in done) - count
   return (
-    f"The rows have {count} of the grid's {every} runs, and {others} of other "
-    "rates."
+    f"The rows contain {count} of the grid's {every} runs, and {others} at "
+    "other rates."
   )
 
 

@@ -12,7 +12,7 @@
   data/          turns files into batches
   run/           folder, checkpoints, log, signals and processes of a run
   memory/        counts and plans the memory of a step
-  watch          finds early signs that low precision is about to hurt
+  watch          looks for early signs that low precision is about to hurt
 
 A program of your own needs `step`, `update`, `objective`, `weights`,
 `optimizers`, `config`, `optim_config`, `finetune_config`, `combinations`,
@@ -38,9 +38,9 @@ for _ in range(config.steps):
   state, metrics = train_step(state, next(batches)["tokens"])
 ```
 
-To save and resume, add `run.checkpoint` with `run.checksums` and
-`run.processes`. You can leave out `presets` if you build a `TrainConfig`
-yourself, and `mesh` if you remove its checks from `config`.
+To save and resume, you also need `run.checkpoint`, `run.checksums` and
+`run.processes`. You don't need `presets` if you build a `TrainConfig` yourself,
+nor `mesh` if you remove its checks from `config`.
 """
 
 import sys

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads command lines, and prints their errors in terms of options.
 
-A dataclass checks its values when it is created, and its messages begin with
-its name, which users of a command do not know. tyro would print the message in
-a box, under yet another name.
+A dataclass checks its values when it is created. Its messages begin with its
+name, which means nothing to users of a command, and tyro would print them in a
+box, under yet another name.
 """
 
 import contextlib

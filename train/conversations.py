@@ -2,8 +2,9 @@
 """The data of `train.finetune`: conversations, and samples of answers.
 
 At each evaluation the model answers some held-out prompts by greedy decoding.
-Each answer becomes a line of samples.jsonl in the run's folder, with `step`,
-`sample` (its number), `prompt`, `answer`, and `reference`, the data's answer.
+Each answer is a line of samples.jsonl in the run's folder, with the keys
+`step`, `sample` (a number), `prompt`, `answer`, and `reference`, the data's
+answer.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ from train.run.metrics import MetricsLog
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
-# How many characters of a prompt's end, and of an answer, to print.
+# How many characters to print: the last ones of a prompt, and of an answer.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 # Each thread reads the images of one batch.

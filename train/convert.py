@@ -10,24 +10,25 @@
 {"params": ..., "opt_state": ...}, where opt_state is the state of
 `optax.adamw(schedule, mask=mask)`; weights and moments are in f32.
 
-`import` turns such a checkpoint into a run, which `python -m train.pretrain
-PRESET --out RUN [options] --resume` continues. Adam's count becomes the run's
-step, and that many batches are skipped.
+`import` turns such a checkpoint into a run, and `python -m train.pretrain
+PRESET --out RUN [options] --resume` continues this run. Adam's count becomes
+the run's step, and that many batches are skipped.
 
 `export-hf` writes the weights of the newest checkpoint as a Hugging Face
 folder: config.json, safetensors, and the tokenizer's files if the run began
-with such a folder. `import-hf` turns such a folder into a run without steps,
-set up by the preset finetune and the options. `python -m train.pretrain
+with such a folder. `import-hf` turns such a folder into a run at step 0, with
+the settings of the preset finetune and the options. `python -m train.pretrain
 finetune --out RUN [options] --resume` trains it. (--init-from of train.pretrain
-does both at once, on a mesh.)
+does both at once, also on a mesh.)
 
 All four work on one device. With JAX_PLATFORMS=cpu a model needs only host
 memory: 12 bytes per parameter plus the codec's bytes. Runs can then be resumed
 on any mesh. A command that fails or is stopped removes what it wrote; only a
 killed command leaves OUT.unfinished or a run without a step.
 
-Exit status: 0; 1 when a checkpoint could not be written or there was too little
-memory; 2 when the input was wrong; 130 and 143 after SIGINT and SIGTERM.
+The exit status is 0 on success, 1 if a checkpoint could not be written or there
+was too little memory, 2 if the input was wrong, and 130 or 143 after SIGINT or
+SIGTERM.
 """
 
 import dataclasses

@@ -11,11 +11,12 @@ The first argument is the folder of a run, whose newest checkpoint is read, or a
 Hugging Face folder. The model runs on one device, in BF16 or f32, without FP8.
 `train.evaluation.perplexity` explains how texts are scored. Tasks are those of
 lm-evaluation-harness (pip install 'coat_jax[eval]'); nothing is downloaded.
-Conversations may have images if the model sees them, and `--page` writes its
-answers as a web page. Tables go to standard output.
+Conversations may have images if the model reads images, and `--page` writes the
+model's answers as a web page. Tables go to standard output.
 
-Exit status: 0; 1 when a file could not be written or there was too little
-memory; 2 when the input was wrong; 130 and 143 after SIGINT and SIGTERM.
+The exit status is 0 on success, 1 if a file could not be written or there was
+too little memory, 2 if the input was wrong, and 130 or 143 after SIGINT or
+SIGTERM.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ class EvaluateConfig:
       predicts the answers in them and gives its own. Repeat it for more.
     images: Folder that image names in conversations are relative to.
     template: Name of a chat template to use.
-    max_tokens: The most tokens of an answer.
+    max_tokens: Maximum number of tokens in an answer.
     beside: A second model to ask the same questions.
     page: An HTML file to write, with questions, images and answers.
     limit: Stop after this many documents of each text, examples of each task,

@@ -11,10 +11,10 @@ conversations, Alpaca's instructions, or prompts with completions. The loss
 covers what the assistant writes. If DIR is a LLaVA, rows may have images
 (`--images`), and `--trained` names the parts to train.
 
-Options and exit status are the same as in `train.pretrain`. If an image turns
-out to be damaged only when its batch is read, the status is 2 too, and earlier
+Options and exit status are the same as in `train.pretrain`. If a damaged image
+is noticed only when its batch is read, the status is 2 as well, and earlier
 checkpoints stay. docs/finetune.md shows all steps from DIR to an exported,
-evaluated model, and docs/vision.md the two stages of LLaVA.
+evaluated model, and docs/vision.md shows the two stages of LLaVA.
 """
 
 import sys

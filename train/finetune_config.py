@@ -2,16 +2,16 @@
 """The configuration of a fine-tuning run, which `train.finetune` reads.
 
 It is the configuration of `train.config` with conversations as data, epochs,
-and other defaults, none of which was tuned here. The peak of 2e-5 and the
+and other defaults. We tuned none of these defaults. The peak of 2e-5 and the
 cosine come from arXiv:2307.09288 (Llama 2), section 3.1; here the cosine
 ends at a tenth of the peak. (Weights in BF16 were as good as f32 at constant
-rates of 1e-5 and 2e-6, docs/optimizer.md.) The reasons for the others are:
+rates of 1e-5 and 2e-6, docs/optimizer.md.) The reasons for other defaults are:
   * warmup over 3 % of the steps, because moments start at zero;
   * no weight decay: 0.1 would shrink weights by a thousandth in 500 steps at
     2e-5, away from what pretraining made them;
-  * b2 of 0.95 instead of 0.999: a run of some hundred steps is shorter than the
-    thousand steps that 0.999 averages over, and the errors of rounding second
-    moments to 8 bits last as long;
+  * b2 of 0.95 instead of 0.999: a run of a few hundred steps is shorter than
+    the thousand steps that 0.999 averages over, and the errors of rounding
+    second moments to 8 bits last just as long;
   * a frozen vision tower, as in LLaVA's second stage (arXiv:2304.08485, section
     4.2): conversations say little about what an image looks like, and a frozen
     tower needs no backward pass.
@@ -96,7 +96,7 @@ class FinetuneConfig(TrainConfig):
     epochs: How often to learn from each conversation, instead of steps.
     samples: How many held-out prompts each evaluation answers, for a person to
       read; 0 for none.
-    sample_tokens: The most tokens of a sample's answer.
+    sample_tokens: Maximum number of tokens in a sample's answer.
   """
 
   init_from: Annotated[Positional[str], arg(metavar="DIR")] = silent()

@@ -8,11 +8,11 @@
 The first argument is the folder of a run, whose newest checkpoint is read, or a
 Hugging Face folder. All prompts run at once on one device.
 
-Text goes to standard output, speeds to standard error. A first call, for one
-token, compiles; speeds are measured in a second call.
+Text goes to standard output, speeds to standard error. The first call, for one
+token, compiles; the speeds are those of the second call.
 
-Exit status: 0; 1 when there was too little memory; 2 when the input was wrong;
-130 and 143 after SIGINT and SIGTERM.
+The exit status is 0 on success, 1 if there was too little memory, 2 if the
+input was wrong, and 130 or 143 after SIGINT or SIGTERM.
 """
 
 import dataclasses
@@ -148,7 +148,7 @@ def run(config: GenerateConfig) -> None:
 def describe_speed(
   prompts: list[list[int]], found: Generation, compiled_s: float
 ) -> str:
-  """Describes the speeds; reading a prompt also makes its first new token."""
+  """Describes the speeds; reading a prompt includes its first new token."""
   read = sum(map(len, prompts))
   added = sum(map(len, found.tokens)) - len(prompts)
   speeds = [f"prompts: {read} tokens, {read / found.prefill_s:,.0f} tokens/s"]

@@ -5,8 +5,8 @@
 trains one run, from data to checkpoints. Commands differ in their configuration
 and in their data (`train.run.data`).
 
-If one of several processes fails alone, `stop_on_bad_input` and `read_or_stop`
-stop the others too; `train.run.begin` also uses them.
+If only one of several processes fails, `stop_on_bad_input` and `read_or_stop`
+stop the others too. `train.run.begin` also uses these functions.
 """
 
 import contextlib

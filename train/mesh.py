@@ -117,7 +117,7 @@ def check_fits(run: Any) -> None:
 
 
 def _check_groups(d_ff: int, tensor: int, group: int) -> None:
-  """Checks that no group is split, which would make scales depend on meshes."""
+  """Checks that no group is split: scales would then depend on the mesh."""
   columns = d_ff // tensor
   if columns % group:
     raise ValueError(

@@ -2,8 +2,9 @@
 """Objectives: the kinds of models that runs train, and their losses.
 
 The type of a run's `model`, which the built model stores as its `config`,
-selects its `Objective`. All that the loop, `train.step` and `train.update` know
-about models is in objectives. Rows come from `train.run.data.RunData`.
+selects its `Objective`. Objectives contain everything that the loop,
+`train.step` and `train.update` need to know about models. Rows come from
+`train.run.data.RunData`.
 """
 
 import abc
@@ -79,7 +80,8 @@ class Objective(abc.ABC):
     """Computes the loss of a batch or a microbatch, f32.
 
     It is the mean over the targets. If the batch has shares, it is the sum of
-    losses times shares, so that losses of microbatches add up to the batch's.
+    losses times shares, so that losses of microbatches add up to that of the
+    batch.
     """
 
   def measure(self, model: Any, batch: Any) -> dict[str, jax.Array]:

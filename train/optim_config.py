@@ -61,9 +61,9 @@ class OptimConfig:
     weight_decay: Decoupled weight decay of all parameters except norms, biases
       and embeddings.
     grad_clip: Largest global norm of the gradients.
-    clip: How gradients are clipped. global uses the norm of all gradients.
-      The others clip each layer of a parameter: share to its share of grad_clip
-      in the previous step, adaptive to the running mean of its norms.
+    clip: How gradients are clipped. global uses the norm of all gradients. The
+      others clip each layer of each parameter by itself: share uses its share
+      of grad_clip in the previous step, adaptive the running mean of its norms.
 
   Raises:
     ValueError: a value outside its range, or one that the codec refuses.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers of `--optim.optimizer`, and the learning rate's schedule.
 
-All share the interface of `fused_coat_adamw`. `of_transformation` wraps an
-optax transformation in it, and adds its updates after the backward pass.
+All share the interface of `fused_coat_adamw`. `of_transformation` gives an
+optax transformation this interface, and adds its updates after the backward
+pass.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers that the options of all commands share.
 
-`fixed`, `converted` and `silent` make dataclass fields for `resume_rule` of
-`train.config`. If a run is resumed, `fixed` fields must stay the same,
-`converted` fields may change with `convert_state`, and `silent` fields may
-change without a report. Changes of all other fields are reported.
+`fixed`, `converted` and `silent` make dataclass fields, and define what may
+happen to them when a run is resumed (`train.config.resume_rule`). `fixed`
+fields must stay the same, `converted` fields may change with `convert_state`,
+and `silent` fields may change without a report. If any other field changes, the
+run reports it.
 """
 
 import dataclasses

@@ -67,7 +67,7 @@ COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "leanest": lambda run: _lean(run, remat="fp8"),
 }
 _WITH_IMAGES = ("COAT", "COAT minimal")
-# Their optimizer step in the backward pass needs the whole batch's gradients.
+# They step in the backward pass, which needs the gradients of a whole batch.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")
 
 
@@ -114,10 +114,10 @@ class PlanConfig:
       many as fit, up to the preset's batch.
     seq: Tokens per sequence.
     accumulate: Microbatches, as in train.pretrain.
-    params: Weight storage in the columns of COAT, as in train.pretrain. any
-      stands for float32; with --gpus, for all kinds.
-    remat: What is recomputed, as in train.pretrain. any stands for none; with
-      --gpus, for all kinds.
+    params: How weights are stored in the columns of COAT, as in train.pretrain.
+      any means float32, or every way if --gpus searches.
+    remat: What is recomputed, as in train.pretrain. any means none, or every
+      way if --gpus searches.
     attention: How attention is saved, as in train.pretrain.
     weight_cache: What is cached of weights, as in train.pretrain.
     grad_reduce: Dtype in which GPUs sum gradients, as in train.pretrain.

@@ -4,8 +4,8 @@
   python -m train.plot RUN... [--out FIGURE.png]
 
 The figure shows the loss curves of all runs and, since close curves hide each
-other, the first run's loss minus that of each other run at the same steps. For
-runs that report on their moments, it also shows a histogram of the powers k of
+other, how the first run's loss differs from each other run's at the same steps.
+For runs that report on their moments, it also shows a histogram of powers k of
 dynamic range expansion and the relative errors of the stored moments. A run's
 twins are drawn with it.
 """

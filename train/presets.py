@@ -129,7 +129,7 @@ def llama2_7b() -> TrainConfig:
 def finetune() -> TrainConfig:
   """arXiv:2307.09288, section 3.1, for --init-from; choose your --steps.
 
-  The checkpoint's shape replaces the default shape, that of llama2_7b.
+  The checkpoint's shape replaces the default shape, which is llama2_7b's.
   """
   model = _llama(32, 4096, 11008, 32)
   optim = OptimConfig(lr=2e-5, warmup=0.03)

@@ -4,18 +4,18 @@
   python -m train.pretrain PRESET [options]      PRESET --help shows the options
   python -m train.pretrain demo --compare bf16   what `make train` runs
 
-`train.loop` is the run itself, from data to checkpoints. `train/__init__` lists
-the files that a program of your own needs.
+`train.loop` contains the run itself, from data to checkpoints. `train/__init__`
+lists the files that a program of your own needs.
 
-Exit status: 0 when training finished; 1 when a loss or a gradient was not
-finite, a file could not be written, or a device ran out of memory; 2 when the
-input was wrong, and then nothing was changed; 130 and 143 after SIGINT and
-SIGTERM, once the state was saved. All processes of a run (`--distributed`) have
-the same status, unless one of them could not write a file or ran out of memory:
-then JAX ends the others.
+The exit status is 0 if training finished; 1 if a loss or a gradient was not
+finite, a file could not be written, or a device ran out of memory; 2 if the
+input was wrong, in which case nothing was changed; 130 or 143 after SIGINT or
+SIGTERM, once the state was saved. All processes of a run (`--distributed`) exit
+with the same status, unless one of them could not write a file or ran out of
+memory. Then JAX ends the others.
 
 JAX may use 93.5 % of a GPU's memory instead of its usual 75 %, unless
-XLA_CLIENT_MEM_FRACTION is set. On an H100, 93.5 % are about the nominal 80 GB.
+XLA_CLIENT_MEM_FRACTION is set. On an H100, that is about the nominal 80 GB.
 """
 
 import argparse

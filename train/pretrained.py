@@ -3,9 +3,9 @@
 
 The option `init_from` of `train.config` names a Hugging Face folder, or a run
 that began with one. The shape in the folder's config.json replaces the preset's
-shape. A run keeps config.json and the files of tokenizer and preprocessing in
-its folder `hf`, so that it can be resumed and exported, and other runs can
-begin with it, without the original folder.
+shape. The run keeps config.json, the tokenizer and the preprocessing in its own
+folder `hf`. So you can resume it, export it, and begin other runs with it even
+if the original folder is gone.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from train.step import TrainState
 
 
 def source_of(config: TrainConfig) -> Path | None:
-  """Finds the folder with the config.json that a run begins or began with."""
+  """Finds the folder with the config.json of the run's initial checkpoint."""
   kept = RunDirectory(config.out).source
   if config.resume and (kept / CONFIG).is_file():
     return kept

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the model of a run, or of a Hugging Face folder.
 
-Both are read onto one device, in recipe bf16: FP8 products use one scale for
-all their tokens, so a model's prediction for one text would depend on the other
-texts of its batch. A LLaVA is read whole, or only its decoder.
+The model is read onto one device, in recipe bf16: FP8 products use one scale
+for all their tokens, so a prediction for one text would depend on the other
+texts of the batch. If the model is a LLaVA, all of it or only its decoder is
+read.
 """
 
 import dataclasses
@@ -174,8 +175,8 @@ def _text_of_run(
 ) -> Text:
   """Opens the tokenizer of a run's data.
 
-  If the data are ids, or nothing was trained yet, it is the tokenizer that the
-  run copied from the checkpoint that it began with.
+  If the data are ids, or nothing was trained yet, this is the tokenizer of the
+  checkpoint that the run began with, of which the run keeps a copy.
   """
   data = config.data
   is_kept = data.dtype != "text" or (not done and data.tokenizer is None)
@@ -209,7 +210,7 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
 def read_weights(
   run: RunDirectory, step: int, config: TrainConfig, mesh: Mesh | None = None
 ) -> Any:
-  """Reads the weights of a checkpoint; those with low bytes become f32."""
+  """Reads a checkpoint's weights; weights with low bytes become f32."""
   optimizer = steps.build_optimizer(config, mesh)
   abstract = steps.abstract_state(config, optimizer, mesh)
   if config.params != "bfloat16_low8":

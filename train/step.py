@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step and one evaluation, as pure functions.
 
-The state is a tuple of plain trees, which a checkpoint stores as they are. A
-step is compiled once, ahead of time, and donates its state: the result reuses
-the buffers of the argument, so a state can be used only once.
+The state is a tuple of plain trees, which a checkpoint stores unchanged. A
+step is compiled once, ahead of time, and donates its state: the new state
+reuses the buffers of the old one, so you can pass each state only once.
 
 Several functions share three arguments: `graph` comes from `build_graph`,
 `optimizer` from `build_optimizer`, and `mesh` from `train.mesh.make_mesh` (None

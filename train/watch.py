@@ -2,7 +2,8 @@
 """Early signs that low precision is about to hurt: `--watch N`.
 
 Every N steps a separate program reads the state and runs the forward pass on
-the step's batch once more; the training step does not change. It finds
+the step's batch once more. The training step itself does not change. The
+program computes
 
   activations_amax       largest magnitude of each layer's output
   activations_kurtosis   E[x^4] / E[x^2]^2 of that output: 3 for a normal
@@ -10,7 +11,7 @@ the step's batch once more; the training step does not change. It finds
   activations_zeroed     share of its values that round to zero with one scale
                          per tensor in the recipe's format for values (in recipe
                          bf16: E4M3)
-  mu_saturated, nu_      share of the stored moments' codes that are the largest
+  mu_saturated, nu_      share of the stored codes with the largest magnitude
   mu_zeroed, nu_         share of codes that are zero; a second moment of zero
                          divides its update by eps
   mu_power, nu_          smallest power k of a group, for codecs with powers
@@ -21,8 +22,8 @@ the step's batch once more; the training step does not change. It finds
 and writes them as `watch` into metrics.jsonl. A forward pass takes a third of a
 step: with N = 100 it costs 0.3 % of the time.
 
-`RULES` compare each value with the median of up to ten earlier probes, once
-there are three. A line is printed if the value is above twice the median
+After three probes, `RULES` compare each value with the median of up to ten
+earlier probes. The run prints a line if the value is above twice the median
 (kurtosis and amax; four times for the gradients' norm), below half the median
 (k), or more than 0.05 above it (shares). The line names the worst layer.
 """
@@ -173,7 +174,7 @@ def _of_codes(
 
 
 class Watcher:
-  """Probes a run, and compares each probe with those before it."""
+  """Probes a run, and compares each probe with earlier ones."""
 
   def __init__(
     self,

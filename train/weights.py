@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a run stores its weights: in f32, in bf16, or in bf16 and a low byte.
 
-This is the option `params` of `train.config`. Only matrices and embeddings are
-stored in fewer bits; norms' scales and biases are f32 in every run. The low
-bytes are in the optimizer's state, `LowBitsState`.
+The option `params` of `train.config` selects this. Only matrices and embeddings
+are stored in fewer bits; norms' scales and biases are f32 in every run. The
+optimizer's state, `LowBitsState`, contains the low bytes.
 """
 
 from collections.abc import Callable

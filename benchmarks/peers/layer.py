@@ -7,8 +7,7 @@ For each precision it prints a JSON row, `peers.layer`, for the forward pass,
 and one for forward and backward (gradients of weights and input), on random
 data and with torch.compile. `saved_units` is the memory that the forward pass
 leaves allocated, without its output, in units of one BF16 copy of the layer's
-input.
-`benchmarks.layer` measures the same layer in this project.
+input. `benchmarks.layer` measures the same layer in this project.
 """
 
 import argparse

@@ -4,9 +4,10 @@
 A codec turns f32 values into codes of the same shape, plus at most two
 statistics per group of `group_size` values along the last axis, and back. The
 functions below return a `MomentCodec`: one group codec for the first moment
-(signed) and one for the second (never negative). A codec is frozen and holds
-all static choices: an ablation changes only `codec=`, and the optimizer's other
-arguments are numbers that `jit` and `optax.inject_hyperparams` can trace.
+(signed) and one for the second (never negative). A codec is a frozen dataclass
+with all static choices. So to compare ways of storing moments you change only
+`codec=`, and the optimizer's other arguments are numbers that `jit` and
+`optax.inject_hyperparams` can trace.
 
   codec      code                  statistics per group          B/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08

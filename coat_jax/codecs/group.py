@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
 
   Attributes:
     codes: [..., n], one byte per value (or the plain value). A codec of 4 bits
-      uses int4, of which XLA stores two values in a byte.
+      uses int4; XLA stores two such values in a byte.
     amax: [..., ceil(n / group_size)], the group's upper bound: the largest
       magnitude in f32, or a power of two's biased exponent in uint8.
     range: same shape, uint8, how far the group extends below `amax`: the power
@@ -103,8 +103,8 @@ class Grouped(abc.ABC):
   It splits rows into groups and removes signs. A subclass computes the groups'
   `_statistics`, `_codes` of the magnitudes, and `_values` of codes. Magnitudes
   are [..., groups, group_size]. Statistics get a last axis of 1 when they are
-  passed along with magnitudes. Codes get their signs here, unless their dtype
-  is an unsigned integer.
+  passed along with magnitudes. This class adds the signs to the codes, unless
+  their dtype is an unsigned integer.
 
   Attributes:
     group_size: number of values along the last axis that share statistics.

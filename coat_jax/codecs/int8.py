@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The moment codec with integer codes, uniform in x, to compare with FP8.
 
-x = code amax / levels with one f32 amax per group; the first moment has 127
-levels and a sign, the second has 255 levels. It needs as many bytes as `fp8`
-but spaces the codes evenly: a step is amax / levels everywhere, which is 4 to 8
-times finer than E4M3's steps close to amax, and values below half a step are
-lost. Most second moments of a group are that small: E4M3 represents values down
-to 2^-19 of amax, this codec only down to 2^-9.
+x = code amax / levels with one f32 amax per group. The first moment has 127
+levels and a sign, the second has 255 levels. This codec needs as many bytes as
+`fp8` but spaces the codes evenly: every step is amax / levels. Close to amax
+that is 4 to 8 times finer than E4M3, but values below half a step are lost.
+Most second moments of a group are that small: E4M3 represents values down to
+2^-19 of amax, this codec only down to 2^-9.
 """
 
 import dataclasses

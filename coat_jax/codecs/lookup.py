@@ -2,10 +2,10 @@
 """Splits codecs into stages, for a step that XLA compiles for a GPU.
 
 A stage ends where XLA should write to memory. The first stage computes the
-statistics. A codec with dynamic range expansion that rounds stochastically
-looks up the two neighbours of a value. A second stage computes the indices
-(`draft`), because XLA generates slow code if it fuses them with what follows
-the lookup.
+statistics. If a codec with dynamic range expansion rounds stochastically, it
+looks up the two neighbours of each value. A second stage then computes the
+indices (`draft`), because XLA generates slow code if it fuses them with
+operations after the lookup.
 
 XLA needs about 120 instructions for a power on a GPU, so the six powers per
 parameter took longer than all memory accesses. But there are only 256 powers k
@@ -91,7 +91,7 @@ class LookupStages(Stages):
     t = share(magnitude_of(x), codec.bound(statistics[0]))
     code = draft.astype(jnp.uint32)
     below = self._contract(code & _NAN, *statistics)
-    # Above the largest code is NaN, which is never chosen.
+    # The code above the largest value is NaN, which is never chosen.
     above = self._contract((code & _NAN) + 1, *statistics)
     is_up = t - below > noise * (above - below)
     code = (code + is_up.astype(jnp.uint32)).astype(jnp.uint8)
@@ -114,7 +114,8 @@ class LookupStages(Stages):
     codec = self.codec
     codes = lax.iota(jnp.uint8, _MAGNITUDES)
     y = lax.bitcast_convert_type(codes, codec.dtype).astype(jnp.float32)[None]
-    # 256 roots need 256 rows. One more gives NaN in the last row a neighbour.
+    # 256 roots need 256 rows. With one more row, even the NaN that ends row 256
+    # has a neighbour.
     root = codec.root_at(lax.iota(jnp.float32, 257)[:, None])
     # Without the barrier, XLA may compute a power for each lookup instead.
     return lax.optimization_barrier(codec.contract(y, root).reshape(-1))
@@ -122,7 +123,7 @@ class LookupStages(Stages):
 
 def stages_of(codec: Grouped) -> Stages:
   """Returns the stages of a codec."""
-  # A subclass from outside may map codes in another way.
+  # A user's subclass may map codes in another way.
   is_known = type(codec) in (ExpandedFP8, BoundedFP8)
   if is_known and isinstance(codec, ExpandedFP8) and codec.dtype == E4M3:
     return LookupStages(codec)

@@ -27,7 +27,7 @@ from coat_jax.optimizer.state import Moment, is_moment
 @OptimizerConfig.register_subclass("coat")
 @dataclass(frozen=True)
 class CoatConfig(OptimizerConfig):
-  """AdamW with moments in FP8, in place of Levanter's `type: adam`.
+  """AdamW with moments in FP8, instead of Levanter's `type: adam`.
 
   Attributes:
     beta1, beta2, epsilon, max_grad_norm: as in Levanter's `AdamConfig`, with
@@ -68,10 +68,10 @@ class CoatConfig(OptimizerConfig):
 
 
 def _name_statistics(state: Any) -> Any:
-  """Gives the statistics of all moments axes of their own sizes.
+  """Gives statistics a last axis that counts groups.
 
-  A state has the structure of its parameters, so haliax takes the statistics
-  for arrays of the parameters' axes, and shards them like these. That fails if
+  A state has the structure of its parameters, so haliax assumes that statistics
+  have the parameters' axes, and shards them like the parameters. That fails if
   the number of devices along the last axis does not divide the groups.
   """
 
@@ -89,7 +89,7 @@ def _name_statistics(state: Any) -> Any:
 
 
 def _name_groups(statistics: Any) -> Any:
-  """Resizes the last axes, and renames those that devices cannot share."""
+  """Resizes the last axes, and renames those that devices cannot split."""
 
   def named(x):
     if not haliax.is_named_array(x):
@@ -99,8 +99,8 @@ def _name_groups(statistics: Any) -> Any:
       return NamedArray(array, ())
     *axes, last = x.axes
     groups = array.shape[-1]
-    # An axis with another name is not in Levanter's mapping, so it is whole on
-    # every device.
+    # An axis with another name is not in Levanter's mapping, so no device
+    # splits it.
     devices = physical_axis_size(last) or 1
     name = last.name if groups % devices == 0 else f"{last.name}_groups"
     return NamedArray(array, (*axes, haliax.Axis(name, groups)))

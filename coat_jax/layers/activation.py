@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions that save their inputs in FP8, in 1 x G groups.
 
-G is `recipe.group_size`. Nothing else is saved: the function is elementwise and
-cheap to recompute. As in all layers, forward and backward read the same values.
+G is `recipe.group_size`. Nothing else is saved, because the function is
+elementwise and cheap to recompute. As in all layers, the forward and the
+backward pass read the same values.
 """
 
 import functools
@@ -83,7 +84,7 @@ def plain_activation(
   parts: Sequence[Array], activation: ops.Activation
 ) -> Array:
   """Computes f(x) or f(gate) * up in x's dtype, for plain autodiff."""
-  # Named so that a checkpoint policy keeps the same arrays as with FP8.
+  # Name them, so that a checkpoint policy keeps the same arrays as with FP8.
   x, *others = save_residual("activation", tuple(parts))
   with residual_scope("activation"):
     y = _PLAIN[activation](x)

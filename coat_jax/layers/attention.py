@@ -96,8 +96,8 @@ class Attention(RecipeModule):
         None for N.
       head_dim: H, width of a head, even; None for D / N.
       causal: whether a query sees only keys up to its own position.
-      window: how many keys a query sees, including its own and those before it;
-        None for all. If layers of a stack differ, pass a tuple with one window
+      window: how many keys a query sees, its own and the ones before it; None
+        for all. If layers of a stack differ, pass a tuple with one window
         for each kind of layer, and `kind` to each call. The same holds for the
         arguments below that accept a tuple.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
@@ -116,7 +116,7 @@ class Attention(RecipeModule):
         `use_bias`.
       use_out_bias: whether the output projection has a bias [D]; None for
         `use_bias`.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
       **options: see `BlockOptions`; kernels are [D, (N + 2 K) H] and [N H, D].
 
     Raises:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block's back: the second matmul, an optional norm and the residual add.
 
-The norm reads the matmul's output, bias included, as 1 x G FP8 values. These
-values and the norm's statistics are saved; the output itself is not. The
-gradient of the norm's input is used as the gradient of that output.
+The norm reads the matmul's output, including the bias, as 1 x G FP8 values.
+These values and the norm's statistics are saved, but not the output itself. The
+gradient of the norm's input serves as the gradient of that output.
 
 On a mesh the matmul is row-parallel over the tensor axis: each device
 multiplies its own columns of whole sequences, and partial sums are
@@ -66,8 +66,8 @@ def back_forward(
 ) -> tuple[Array, BackSaved]:
   """Computes the second product, its norm and the sum with x, in x's dtype.
 
-  Also returns what is saved. x is added in f32. `quantized_weight` explains
-  `after`.
+  Also returns what is saved. x is added in f32. For `after` see
+  `quantized_weight`.
   """
   w = weights
   product = functools.partial(

@@ -5,17 +5,17 @@
   middle   h --elementwise or attention--> operand of the second product
   back     operand --product, bias--> z --norm or none--> + x (`add_input`)
 
-Front (`layers.front`) and back (`layers.back`) are the same in every block;
-between them is a `Middle`: activation or attention. All three share a
+Front (`layers.front`) and back (`layers.back`) are the same in every block.
+Between them is a `Middle`: activation or attention. All three share a
 custom_vjp so that only a block's inputs and outputs are BF16: the norm writes
 the first product's E4M3 operand, the middle writes the second's, and the
-middle's backward writes h's gradient as an E5M2 operand.
+middle's backward pass writes h's gradient as an E5M2 operand.
 
-With residuals="minimal" a block saves the front's input in 1 x G FP8 with the
+With residuals="minimal" a block saves the front's input in 1 x G FP8, the
 norm's statistics, what the middle saves, and scales. With "coat" it also saves
 the norm's output, as the reference implementation does. Without a norm the
-front saves the codes that its product read. If the back has a norm, z is saved
-in 1 x G FP8 too, with that norm's statistics.
+front saves the codes that its product read. If the back has a norm, the block
+also saves z in 1 x G FP8 and that norm's statistics.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
 axis; between them each device holds its own columns of whole sequences.

@@ -231,7 +231,7 @@ class NormLinear(RecipeModule):
       in_features: D, width of the input.
       out_features: F, width of the output.
       use_bias: whether the product has a bias [F].
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
       **options: see `NormLinearOptions`.
 
     Raises:

@@ -94,12 +94,12 @@ def convert[Module: nnx.Module](
   and metadata before and after: checkpoints, optimizers and shardings remain
   valid.
 
-  A class of yours that computes a whole block can become one block, which saves
-  most of the memory. Name the class in `blocks`. We do not infer from its
-  attributes what it computes: we run one of its modules on random parameters
-  and a few random tokens in f32, and replace it only if a block of the named
-  kind, with some activation, gives the same output. Separate gate and up
-  projections stay separate parameters.
+  If a class of yours computes a whole block, name it in `blocks`: replacing
+  whole blocks saves most of the memory. We do not infer from attributes what
+  the class computes. We run one of its modules on random parameters and a few
+  random tokens in f32, and replace it only if a block of the named kind, with
+  some activation, gives the same output. Separate gate and up projections stay
+  separate parameters.
 
   Example usage::
 

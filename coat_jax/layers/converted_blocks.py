@@ -128,7 +128,7 @@ def fuse(
 ) -> FusedBlock:
   """Makes a block from `module`, the copy of `original` with converted parts.
 
-  Raises a ValueError if no block computes the same. `known` caches the roles.
+  Raises a ValueError if no block has the same output. `known` caches roles.
   """
   _check_state(original, ours)
   for name, part in parts_of(module).items():

@@ -3,8 +3,8 @@
 
 It traces `jax.vjp` and finds in the jaxpr which arrays the backward pass reads.
 Each array counts once, even if it is also saved in another shape. Arrays that
-depend only on parameters do not count, because their size does not depend on
-the number of tokens.
+are computed from parameters alone do not count, because their size does not
+depend on the number of tokens.
 """
 
 from typing import Any

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
-All are saved in BF16, exactly as attention reads and writes them. In blocks
-with recipe.attention="fp8", q, k and v are saved in 1 x G FP8, and the forward
-reads the dequantized values.
+All of these are saved in BF16, exactly as attention reads and writes them. In
+blocks with recipe.attention="fp8", q, k and v are saved in 1 x G FP8, and the
+forward pass reads the dequantized values.
 
-The output is never rounded to FP8. The softmax's backward subtracts the row
-sums of dout * out from its gradients, so that the gradients of a row's scores
-sum to 0. If `out` is off by e, they sum to -dout . e instead. That is positive
-on average if dout is the gradient at the rounded output, and then training
-pushes the log-sum-exp up without limit until it diverges (docs/stability.md).
+The output is never rounded to FP8. The softmax's backward pass subtracts the
+row sums of dout * out from its gradients, so that the gradients of a row's
+scores sum to 0. If `out` is off by e, they sum to -dout . e instead. That is
+positive on average if dout is the gradient at the rounded output, and then
+training pushes the log-sum-exp up without limit until it diverges
+(docs/stability.md).
 """
 
 import dataclasses
@@ -167,7 +168,7 @@ def dot_product_attention(
 
 
 class HeadsSaved(NamedTuple):
-  """Arrays that attention saves for the backward of a block."""
+  """Arrays that attention saves for a block's backward pass."""
 
   q: Array | QTensor | None  # None if they are recomputed.
   k: Array | QTensor | None
@@ -195,7 +196,7 @@ class HeadsAttention(Middle):
     del weights
     keep, read = heads_storage(recipe, h[0].dtype)
     q, k, v = save_residual("attention", tuple(map(keep, h)))
-    # The weight's codes wait for h[0], the unsaved q: the saved q may be FP8.
+    # The weight's codes wait for h[0], q before it is saved, perhaps in FP8.
     out = self.attend(read(q), read(k), v, inputs, recipe, after=h[0])
     return out._replace(saved=out.saved._replace(q=q, k=k))
 

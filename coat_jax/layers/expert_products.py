@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products of a mixture of experts, in BF16 or FP8.
 
-Each function handles both: an `Operand` holds FP8 codes and selects the FP8
-operations, an array is multiplied in its own dtype. In FP8, tokens and
-gradients have one scale and each expert's weights have one. Tokens are
-quantized before they are copied to rows, so that copying moves codes, and on a
-mesh devices gather the codes of weights. A scale is computed once, in the
-forward, and saved; the backward quantizes again with it.
+Each function handles both formats: an `Operand` holds FP8 codes and is
+multiplied in FP8, and an array is multiplied in its own dtype. In FP8, tokens
+and gradients have one scale each, and each expert's weights have one. Tokens
+are quantized before they are copied to rows, so that copying moves codes. On a
+mesh, devices gather the codes of weights. A scale is computed once, in the
+forward pass, and saved. The backward pass quantizes with the same scale again.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from coat_jax.ops import Operand, Scaling
 
 
 class Scales(NamedTuple):
-  """Scales of the forward's operands; all None for products in BF16.
+  """Scales of the forward pass's operands; all None for products in BF16.
 
   Attributes:
     y, z: scales of both products' inputs, [].
@@ -116,7 +116,7 @@ def input_gradient(
   recipe: CoatRecipe,
   dtype: DTypeLike,
 ) -> Array:
-  """Multiplies rows by w^T of their expert; `scale` is `multiply_rows`'s."""
+  """Multiplies rows by their expert's w^T; `scale` is from `multiply_rows`."""
   how = recipe.implementation
   if isinstance(g, Operand):
     w_q = _weight_codes(w, "rows", scale, recipe)

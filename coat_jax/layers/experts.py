@@ -7,23 +7,23 @@
   back     z --product, summed over a token's copies--> + x (`add_input`)
 
 The products are grouped matmuls, in x's dtype (BF16) or with
-recipe.experts="fp8" in FP8 (`layers.expert_products`). The forward saves x and,
-for each of a token's k copies, gate and up, all in 1 x G FP8. It also saves the
-expert numbers, 4 k bytes a token. The backward recomputes the rest. COAT's code
-has no mixture of experts, so recipe.residuals and recipe.weight_cache have no
-effect.
+recipe.experts="fp8" in FP8 (`layers.expert_products`). The forward pass saves x
+and, for each of a token's k copies, gate and up, all in 1 x G FP8. It also
+saves the expert numbers, 4 k bytes a token. The backward pass recomputes the
+rest. COAT's code has no mixture of experts, so recipe.residuals and
+recipe.weight_cache have no effect.
 
 p multiplies z [T k, F], not the expert's output [T k, D]. The gradient of z,
-dz = dy w_down^T, then also determines that of p, dp = dz . (silu(gate) up), and
-the output need not be saved or recomputed.
+dz = dy w_down^T, then also gives the gradient of p, dp = dz . (silu(gate) up),
+and the output need not be saved or recomputed.
 
 On a mesh every device holds a share of every expert: rows are split over fsdp
 and gathered before use, in BF16 or as codes, and columns F are split over
 tensor. A device computes its columns for all positions of its sequences, and
 partial sums are reduce-scattered. If devices held whole experts, each would
-need T k rows: shapes are static, no token is dropped, and all tokens could
-choose its experts. With n devices along tensor, gate and up would then hold n
-times as many values.
+need T k rows, because shapes are static, no token is dropped, and all tokens
+could choose the experts of one device. With n devices along tensor, gate and up
+would then hold n times as many values.
 """
 
 from typing import NamedTuple
@@ -107,7 +107,7 @@ class _Saved(NamedTuple):
   experts: Array  # int32 [..., k], for the device's positions.
   # Gate and up, [..., k, F] for whole sequences: rows sorted by expert.
   parts: tuple[QTensor, ...]
-  scales: Scales  # Of the operands that the backward quantizes again.
+  scales: Scales  # For operands that the backward pass quantizes again.
 
 
 def _fwd(x, weights, static, recipe):

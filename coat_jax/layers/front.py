@@ -5,7 +5,7 @@ The norm reads 1 x G FP8 values and writes the E4M3 operand of the matmul,
 without a BF16 array in between. It saves its input in 1 x G FP8 and its
 statistics; with residuals="coat" also its output, which residuals="minimal"
 recomputes. Without a norm, the codes that the matmul read are saved. The
-quantized weight is not saved: the backward quantizes the parameter again.
+quantized weight is not saved: the backward pass quantizes the parameter again.
 """
 
 import math

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that may differ between layers of a stack: RoPE and windows.
 
-Scanned layers share one program. An option that differs is therefore a tuple
-with one entry for each kind of layer, and an int32 selects a layer's entry.
+Scanned layers share one program. So an option that differs between layers is a
+tuple with one entry for each kind of layer, and an int32 selects the entry.
 """
 
 from coat_jax import ops

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers with three FP8 matmuls, alone or fused with a norm.
 
-Activations and weights are quantized to E4M3, gradients to E5M2, per tensor or
-in blocks. Scales are always computed from the current values. `layers.front`
-runs the matmuls.
+Activations and weights are quantized to E4M3, and gradients to E5M2, with one
+scale per tensor or per block. Scales are always computed from the current
+values. `layers.front` runs the matmuls.
 """
 
 import math
@@ -196,7 +196,7 @@ class Linear(RecipeModule):
       bias_metadata: metadata of the bias.
       split: on a mesh with a tensor axis: "columns" for a column-parallel
         kernel, "inputs" for a row-parallel one, None for a replicated one.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.

@@ -15,11 +15,11 @@ from coat_jax.ops import Operand
 
 
 class MiddleOutput(NamedTuple):
-  """The result of a middle's forward.
+  """The result of a middle's forward pass.
 
   Attributes:
     operand: rows of the second product's operand.
-    saved: values for the backward, each passed through `save_residual`.
+    saved: values for the backward pass, each passed through `save_residual`.
     after: on a mesh with a cached scale of the second weight, the value after
       which the weight's codes are gathered (see `quantized_weight`); None for
       the front's scale.
@@ -31,7 +31,7 @@ class MiddleOutput(NamedTuple):
 
 
 class MiddleGradient(NamedTuple):
-  """The result of a middle's backward.
+  """The result of a middle's backward pass.
 
   Attributes:
     h: gradient of the middle's input, as `gradient_operand` returns it.

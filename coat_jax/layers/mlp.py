@@ -190,7 +190,7 @@ class MLP(RecipeModule):
       hidden_features: F, width of the hidden layer.
       activation: f, see `Elementwise`.
       gated: whether there is a gate.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
       **options: see `BlockOptions`; the first bias is [2, F], or [F] without a
         gate, and the second [D].
 

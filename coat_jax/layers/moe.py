@@ -120,7 +120,7 @@ def _plain_fwd(x, y, w, static, recipe):
   mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
   stats = RoutingStats(mean(load), mean(probability))
   # Do not save the weights: `rule` passes them to the backward pass. Save y as
-  # the mixture reads it: converted to f32, or y itself if it is already f32.
+  # the mixture reads it, in f32.
   of_y, _ = backward.args_res
   return (out, stats), backward.replace(args_res=[of_y, None])
 
@@ -270,7 +270,7 @@ class MoE(RecipeModule):
       router_init, router_metadata: initializer and metadata of the router.
       out_kernel_init, out_kernel_metadata: initializer and metadata of down;
         the initializer is called with [E, F, D]; None for `kernel_init`.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
       **options: see `NormLinearOptions`; the matmuls run in `dtype` in every
         recipe, without bias. `kernel_init` is called with [E, D, 2 F];
         metadata that names axes of gate_up must name all four.

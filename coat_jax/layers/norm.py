@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm and LayerNorm that save their input in FP8, in 1 x G groups.
 
-G is `recipe.group_size`. The forward normalizes the dequantized values that it
-saves. The backward is therefore its exact gradient, straight through the
-quantizer.
+G is `recipe.group_size`. The forward pass normalizes the dequantized values
+that it saves. So the backward pass computes the exact gradient of what the
+forward pass computed. Gradients pass straight through the quantizer.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from coat_jax.numerics.recipes import CoatRecipe
 
 
 class NormSaved(NamedTuple):
-  """Values that a norm's forward saves for its backward."""
+  """Values that a norm saves for its backward pass."""
 
   x: QTensor
   stats: ops.NormStats
@@ -186,10 +186,10 @@ class Norm(RecipeModule):
       param_dtype: dtype of the parameters and their gradients.
       scale_init: initializer of the scale; None for ones (zeros with
         `scale_plus_one`), which consume no PRNG key.
-      bias_init: initializer of the bias; None for zeros, without a key.
+      bias_init: initializer of the bias; None for zeros, which consume no key.
       scale_metadata: metadata of the scale, such as `out_sharding`.
       bias_metadata: metadata of the bias.
-      rngs: only initializers that you pass draw from its stream `params`.
+      rngs: initializers that you pass draw from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -251,7 +251,7 @@ class Norm(RecipeModule):
 
 
 class RMSNorm(Norm):
-  """x / sqrt(mean(x^2) + epsilon) * scale; the arguments are `Norm`'s.
+  """x / sqrt(mean(x^2) + epsilon) * scale; for the arguments see `Norm`.
 
   Example usage::
 
@@ -299,7 +299,7 @@ def make_norm(
 
 
 def weights_of_norm(norm: Norm | None) -> tuple[Array | None, Array | None]:
-  """Returns a norm module's gamma and beta; None for those it does not have."""
+  """Returns a norm module's gamma and beta; None for each that it lacks."""
   if norm is None:
     return None, None
   return norm.gamma, value_of(norm.bias)

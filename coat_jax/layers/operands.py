@@ -4,9 +4,9 @@
 An `ops.Scaling` computes scales and codes. With one scale per tensor, the same
 codes serve both directions: rows for the product with a weight, and their
 transpose for the weight's gradient. With blocks of 128, rows are quantized
-along features and columns along tokens. The forward saves the rows that it
-read, and the backward requantizes them to columns. A gradient is still in
-BF16 when it is quantized, so both of its layouts are quantized from that.
+along features and columns along tokens. The forward pass saves the rows that it
+read, and the backward pass requantizes them to columns. A gradient is still in
+BF16 when it is quantized, so both layouts are quantized from BF16.
 """
 
 from typing import Any
@@ -70,7 +70,7 @@ def quantized(
 
 
 def scale_of(x: Operand) -> Array | None:
-  """Saves the scale of an operand that the backward quantizes again.
+  """Saves the scale of an operand that the backward pass quantizes again.
 
   Returns None for blocks: their scales are computed together with their codes.
   """

@@ -31,10 +31,9 @@ from coat_jax.ops import BlockScales, Operand
 
 
 class LinearWeights(NamedTuple):
-  """Parameters of a product and its norm; None for those that do not exist.
+  """Parameters of a product and its norm; None for each that does not exist.
 
-  For a block's first product, this is the norm before it; for its second
-  product, the norm after it.
+  The norm comes before a block's first product, or after its second product.
 
   Attributes:
     w: [D, *F].
@@ -79,7 +78,7 @@ def multiply(
 
   x holds rows, of whole sequences unless `split` is None. The bias is rounded
   to `dtype` if a device computes the whole sum. `add`, the residual stream of a
-  product split by inputs, is added in f32. `quantized_weight` explains `after`.
+  product split by inputs, is added in f32. For `after` see `quantized_weight`.
   """
   w, how = weights, recipe.implementation
   w_q = quantized_weight(w.w, w.cache, "columns", recipe, after=after)
@@ -115,10 +114,10 @@ def input_gradient(
 def _scale_to_save(
   cache: Operand | None, w: Operand, recipe: CoatRecipe
 ) -> Operand | None:
-  """Returns the scale of a weight's operand for the backward; None if cached.
+  """Returns the scale of a weight to save; None if it is cached.
 
-  Also returns None for tiles, whose scales are recomputed. The backward reads
-  codes only if they are cached, because they then stay in memory anyway.
+  Also returns None for tiles, whose scales are recomputed. The backward pass
+  reads codes only if they are cached, because they then stay in memory anyway.
   """
   if cache is not None or not value_scaling(recipe).of_weights.saves_scale:
     return None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm of queries and keys, between their product and RoPE.
+"""RMSNorm of queries and keys, after their projection and before RoPE.
 
 The norm saves its inputs: FP8 blocks save the codes of q and k before the norm
-instead of the q and k that attention reads. Forward and backward both compute
-attention's q and k from the codes, so the log-sum-exp matches exactly the
-scores that the backward recomputes.
+instead of the q and k that attention reads. Both passes compute attention's q
+and k from the codes, so the log-sum-exp matches exactly the scores that the
+backward pass recomputes.
 """
 
 import dataclasses

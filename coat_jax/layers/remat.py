@@ -7,9 +7,9 @@ Both forms keep codes of 1 x G groups and their scales. Per token of width D:
   block_inputs_saveable   the input of each block's norm and its statistics,
                           2.25 D + 8 bytes for a layer's two blocks if G = 16
 
-`fp8_remat` rounds the residual stream itself, once a call. The policy rounds
-nothing: a block's norm, matmuls and middle read only the norm's codes anyway.
-The second forward therefore repeats the first, but leaves out the block's
+`fp8_remat` rounds the residual stream itself, once per call. The policy rounds
+nothing, because a block's norm, matmuls and middle read only the norm's codes.
+The second forward pass therefore repeats the first, but leaves out the block's
 second matmul. If a norm follows that matmul, its input is kept as well. If a
 layer's first block has no norm, the layer's input is kept too, in BF16.
 """
@@ -39,7 +39,7 @@ def block_inputs_saveable(primitive, *avals, name: str = "", **others) -> bool:
   """A policy for `jax.checkpoint`: keeps the inputs of FP8 blocks' norms.
 
   Keeps the codes and statistics of every norm of recipe coat, and the scalar
-  scales of the operands after it. (Without these scales the second forward
+  scales of the operands after it. (Without these scales the second forward pass
   would need the norm's input in BF16 to compute them.)
 
   Args:
@@ -82,9 +82,9 @@ def fp8_remat(
   """Rounds some arguments of f to FP8, and saves only their codes.
 
   Like `jax.checkpoint(f)`, it keeps f's arguments and recomputes the rest in
-  the backward, but for arguments in `argnums` it keeps 1 x G codes and their
-  scales: about 1.13 bytes a value with G = 16. Both forwards read the
-  dequantized values. The gradient is that of f at those values, straight
+  the backward pass, but for arguments in `argnums` it keeps 1 x G codes and
+  their scales: about 1.13 bytes a value with G = 16. Both forward passes read
+  the dequantized values. The gradient is that of f at those values, straight
   through the rounding. Other arguments (weights), and arrays that f closes
   over, are kept unchanged and have the same gradients as with `jax.checkpoint`.
 
@@ -97,7 +97,7 @@ def fp8_remat(
       with axes, these arrays are [B, T, ...] (or rows [N, ...]). None for
       `recipes.coat()`.
     prevent_cse: see `jax.checkpoint`: False in the body of a `jax.lax.scan`,
-      where XLA cannot mistake the second forward for the first.
+      where XLA cannot mistake the second forward pass for the first.
 
   Returns:
     A function of the same arguments and results.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names for saved residuals, and small helpers for all custom_vjps.
 
-A forward passes each array that it saves through `save_residual` before it uses
-the array. `jax.checkpoint` policies such as `save_only_these_names` can then
-keep or offload it, and recomputation starts from what the policy kept. Scalar
-scales are named too, since recomputing one requires the operation before it.
+The forward pass calls `save_residual` on each array that it saves, before it
+uses the array. `jax.checkpoint` policies such as `save_only_these_names` can
+then keep or offload it, and recomputation starts from what the policy kept.
+Scalar scales are named too, since recomputing one requires the operation before
+it.
 Weights are saved too, but without a name: they stay in memory anyway.
 """
 
@@ -19,7 +20,7 @@ from jax import Array
 from coat_jax.numerics.formats import is_fp8
 
 try:
-  # The name for what a custom gradient saves: with jax_remat3, the array that
+  # This names what a custom gradient saves. With jax_remat3, an array that
   # `checkpoint_name` names is recomputed even if a policy keeps it.
   from jax.ad_checkpoint import checkpoint_name_fwd
 except ImportError:  # JAX 0.11.1 and older.
@@ -101,13 +102,14 @@ def kind_of_scope(name_stack: str) -> str | None:
 
 
 def protect_codes[Tree](residuals: Tree) -> Tree:
-  """Copies what a forward saves to new variables with the same bytes.
+  """Copies what a forward pass saves to new variables with the same bytes.
 
   With a policy, `jax.checkpoint` applies `lax.reduce_precision` to
-  floating-point arrays that it keeps and the forward also reads. That operation
-  treats E4M3 as a format with infinities: 256 and above would become NaN, in
-  the forward too (JAX 0.11.2). Bytes, and arrays that only the backward reads,
-  stay unchanged. XLA removes the conversions to bytes and back.
+  floating-point arrays that it keeps and the forward pass also reads. That
+  operation treats E4M3 as a format with infinities: 256 and above would become
+  NaN, in the forward pass too (JAX 0.11.2). Bytes, and arrays that only the
+  backward pass reads, stay unchanged. XLA removes the conversions to bytes and
+  back.
   """
 
   def again(x):

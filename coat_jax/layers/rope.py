@@ -2,8 +2,9 @@
 """Rotary position embedding (RoPE) that saves only the positions.
 
 The rotation is linear and its transpose is the opposite rotation, so the
-backward needs no activation. Channels are paired (i, i + R/2) among a head's
-first R, as in Hugging Face Transformers; R is H unless `Rotary` sets fewer.
+backward pass needs no activation. Channels are paired (i, i + R/2) among the
+first R of a head, as in Hugging Face Transformers; R is H unless `Rotary` sets
+fewer.
 """
 
 import functools

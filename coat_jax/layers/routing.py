@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the experts of each token, and sorts tokens by expert.
 
-The router computes logits by one matmul and probabilities by the softmax over
-all experts, both in f32. Each token goes to the k most probable experts, and no
-token is dropped: the T k copies of tokens are sorted by expert into [T k, D].
-Groups differ in size, but no shape depends on the routing.
+The router computes logits with one matmul, and probabilities with a softmax
+over all experts, both in f32. Each token goes to the k most probable experts.
+No token is dropped: the T k copies of tokens are sorted by expert into
+[T k, D]. The experts' groups of rows differ in size, but no shape depends on
+the routing.
 """
 
 from typing import NamedTuple
@@ -52,7 +53,7 @@ def load_balancing_loss(stats: RoutingStats) -> Array:
   by the configuration's coefficient and add it to the loss.
 
   Args:
-    stats: from `MoE`; any leading axes, such as those of scanned layers.
+    stats: from `MoE`; may have leading axes, such as an axis of scanned layers.
 
   Returns:
     f32 scalar.
@@ -100,8 +101,8 @@ def expert_weights(
 
 def _logits(y: Array, w: Array) -> Array:
   # Use full f32: a GPU's default (TF32, a mantissa of 10 bits) would route
-  # tokens differently. The router's operations are E / (3 k F) of the experts',
-  # less than a hundredth.
+  # tokens differently. The router needs E / (3 k F) times as many operations as
+  # the experts, less than a hundredth.
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
 

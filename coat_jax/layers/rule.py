@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom gradients that run on each device's shards.
 
-With `recipe.axes`, a forward and its backward each run inside `jax.shard_map`
-over all axes of the mesh (`mesh.run_on_shards`). `shard_map` itself is never
-differentiated, and what is saved for the backward stays on the device that made
-it. Without `recipe.axes`, XLA partitions both (`mesh.run_whole`).
+With `recipe.axes`, a forward pass and its backward pass each run inside
+`jax.shard_map` over all axes of the mesh (`mesh.run_on_shards`). `shard_map`
+itself is never differentiated, and what is saved for the backward pass stays on
+the device that made it. Without `recipe.axes`, XLA partitions both
+(`mesh.run_whole`).
 """
 
 import dataclasses
@@ -33,11 +34,11 @@ from coat_jax.ops.dispatch import target
 )
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-  """The values that a forward saves for its backward."""
+  """The values that a forward pass saves for its backward pass."""
 
-  inputs: tuple  # Arguments that the backward reads; they stay in memory.
-  own: Any  # The forward's values; devices' shards are concatenated on axis 0.
-  # The backward's specs, flattened because static fields must be hashable.
+  inputs: tuple  # Arguments that `bwd` reads; they stay in memory anyway.
+  own: Any  # Results of `fwd`; devices' shards are concatenated on axis 0.
+  # The specs for `bwd`, flattened because static fields must be hashable.
   specs: tuple[tuple[P, ...], Any]
 
 
@@ -58,8 +59,8 @@ def rule(
   """Makes a function with a custom gradient that runs on any mesh.
 
   `fwd(*arrays, *static, recipe)` returns its results and `own`, a tree of
-  values for the backward. `bwd(*static, recipe, inputs, own, g)` returns a
-  cotangent for each array; None for integers and for caches (`Operand`s).
+  values for `bwd`. `bwd(*static, recipe, inputs, own, g)` returns a cotangent
+  for each array; None for integers and for caches (`Operand`s).
   `inputs` are the arguments whose positions `reads` lists: weights, which stay
   in memory anyway.
 
@@ -155,11 +156,11 @@ def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
 
 
 def _only_saved[Tree](read: Tree) -> Tree:
-  """Makes the backward wait for its gradient, and recompute from saved values.
+  """Makes `bwd` wait for its gradient, and recompute from saved values.
 
-  Otherwise, if no scan separates layers, XLA notices that the forward computed
-  the same f32 values and keeps them in memory. Programs for NVIDIA GPUs with
-  FP8 need no barrier, because kernels compute these values.
+  Otherwise, if no scan separates layers, XLA notices that `fwd` computed the
+  same f32 values and keeps them in memory. Programs for NVIDIA GPUs with FP8
+  need no barrier, because kernels compute these values.
   """
   if target() == "cuda" and not is_before(FP8):
     return read
@@ -167,7 +168,7 @@ def _only_saved[Tree](read: Tree) -> Tree:
 
 
 def _own_spec(axes: MeshAxes | None) -> P | None:
-  """Returns the spec of what a forward saves; None if XLA partitions it."""
+  """Returns the spec of what `fwd` saves; None if XLA partitions it."""
   if axes is None:
     return None
   return P(jax.sharding.get_abstract_mesh().axis_names)

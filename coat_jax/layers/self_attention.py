@@ -2,9 +2,9 @@
 """The middle of an attention block: heads, their norm, RoPE and attention.
 
 q, k and v come from one matmul. A single pass writes their gradients as that
-matmul's E5M2 operand. Two cases need more passes: clipping, because its
-gradient comes in between; and a bias with RoPE, because a bias needs sums of
-unrounded gradients, which the pass computes only without RoPE.
+matmul's E5M2 operand. Two cases need more passes: clipping, whose gradient is
+computed in between; and a bias with RoPE, because a bias needs sums of
+unrounded gradients, which the single pass computes only without RoPE.
 """
 
 import dataclasses
@@ -66,8 +66,8 @@ class SelfAttention(Middle):
   or None without that norm; `inputs` are `AttentionInputs`.
 
   If layers of a stack differ in RoPE or in the keys that they see, that option
-  is a tuple, and `inputs.kind` selects an entry: for RoPE a row of a table, for
-  attention a branch of a `lax.switch`, in both passes.
+  is a tuple, and `inputs.kind` selects an entry in both passes: for RoPE a row
+  of a table, for attention a branch of a `lax.switch`.
 
   If q and k are normalized, their codes before the norm are saved instead of
   their values after it, and recipe.attention selects only how v is saved.
@@ -171,8 +171,9 @@ class SelfAttention(Middle):
       normed = None
       out = self._attention.forward(heads, None, inputs, recipe)
     else:
-      # Named "attention", not "norm": policies that keep the inputs of norms
-      # mean the norms of blocks. These codes are recomputed from those inputs.
+      # The name is "attention" instead of "norm", because policies that keep
+      # the inputs of norms mean the norms of blocks. From those inputs, these
+      # codes are recomputed.
       normed = save_residual(
         "attention", tuple(in_groups(x, recipe) for x in heads[:2])
       )

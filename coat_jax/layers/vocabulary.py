@@ -2,7 +2,7 @@
 """The two ends of a decoder that use the vocabulary: embedding and loss.
 
 On a mesh (`axes`) each device works on its own tokens. Collectives are
-explicit, because XLA would transfer logits or, once per chunk, gradients:
+explicit, because XLA would exchange logits or, once per chunk, gradients:
 
   embedding   All rows are gathered once, in the dtype of activations.
   head        Rows split over fsdp are gathered too. Along tensor, a device
@@ -119,18 +119,18 @@ def mean_loss(
   in the sum and is not differentiated; None for 1 / (B T). With `soft_cap`,
   logits become soft_cap * tanh(logits / soft_cap).
 
-  Logits [B, T, V] are never in memory at once: the forward computes them once,
-  for some positions at a time, and immediately computes requested gradients
-  from them. The backward then only scales these gradients.
+  Logits [B, T, V] are never in memory at once: the forward pass computes them
+  once, for some positions at a time, and immediately computes requested
+  gradients from them. The backward pass then only scales these gradients.
   """
   if targets.size == 0:
     raise ValueError(
       "mean_loss: the mean needs at least one target, got targets of shape "
       f"{targets.shape}; skip such a batch"
     )
-  # Differentiate a sum in which a token counts about 1, and scale at the end.
-  # The gradients of a mean over many tokens would underflow in float16,
-  # whatever the loss scale.
+  # Differentiate a sum in which each token has a weight of about 1, and scale
+  # at the end. The gradients of a mean over many tokens would underflow in
+  # float16, with any loss scale.
   if shares is None:
     unit = 1 / targets.size
   else:
@@ -254,7 +254,7 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   if axes is None:
     return loss, (dhidden, dweight.astype(weight_dtype))
   dweight = _sum_rows(dweight, _present(axes.fsdp), axes).astype(weight_dtype)
-  # Sum now, or XLA holds unsummed gradients through the whole backward.
+  # Sum now, or XLA holds unsummed gradients through the whole backward pass.
   return loss, lax.optimization_barrier((dhidden, dweight))
 
 

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizes weights for FP8 matmuls, and caches the result.
 
-A forward reads a weight's columns and a backward its rows, in E4M3 with one
-scale, or with one per tile of 128 x 128. recipe.weight_cache selects what
-is computed once for several uses:
+The forward pass reads a weight's columns and the backward pass its rows, in
+E4M3 with one scale, or with one per tile of 128 x 128. recipe.weight_cache
+selects what is computed once for several uses:
 
   "none"   nothing: the amax is found at the first use, codes at each use
   "scale"  the scales of every weight, before the scan over layers
   "codes"  scale and codes in both layouts: 2 bytes a parameter while the
-           function that requested them runs; pays off with accumulation
+           function that requested them runs; pays off if gradients are
+           accumulated over microbatches
 
-A cache is computed from the weights where it is used and discarded there. It is
-not state: no cache survives an update of its weights. On a mesh a device caches
-its own rows and gathers the codes of the others at each use.
+A cache is computed from the weights and discarded after use. It is not part of
+any state, so no cache outlives an update of its weights. On a mesh a device
+caches its own rows, and gathers the codes of all other rows at each use.
 """
 
 from typing import Any
@@ -44,16 +45,16 @@ def quantized_weight(
   """Quantizes all rows of w [D, *F], reusing cached scales and codes.
 
   On a mesh w holds the device's rows. With a cached scale, codes are gathered
-  only after `after` is known: devices run one collective at a time, and an amax
-  that a product needs should not wait for all of a layer's codes.
+  only after `after` is known: devices run one collective at a time, and the
+  amax that a product needs should not wait for the codes of the whole layer.
   """
   check_scaling(recipe)
   if cache is not None and cache.rows is not None:
     return gather_weight(_in_layout(cache, layout), recipe)
   scale: Any = None if cache is None else cache.scale
   if scale is not None and recipe.axes is not None:
-    # Otherwise XLA reads the scale from its stack only where it multiplies it
-    # with the input's, so that codes and gathers wait for the input's amax.
+    # Otherwise XLA reads the scale from its stack only where it multiplies both
+    # operands' scales, and codes and gathers wait for the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
     # XLA reads w in place from a stack of layers. For a kernel it would copy w

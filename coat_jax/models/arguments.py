@@ -15,7 +15,7 @@ from coat_jax.numerics.checks import (
   refuse,
 )
 
-# The dtypes of arrays that accompany tokens, and their names in errors.
+# Arrays that are passed with tokens: their dtypes, and what errors call them.
 _KINDS = {
   "segments": (jnp.integer, "integers"),
   "shares": (jnp.floating, "floats"),

@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
   @classmethod
   def of(cls, batch: "Batch | Array") -> "Batch":
-    """Fills in a batch's shares, or makes a batch from tokens [B, T + 1]."""
+    """Makes a batch with shares, from a batch or from tokens [B, T + 1]."""
     tokens, segments, shares = batch if isinstance(batch, Batch) else cls(batch)
     _check(tokens, segments=segments, shares=shares)
     if shares is None and segments is not None:

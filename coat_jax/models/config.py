@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a decoder, and the choices of each family of decoders.
 
-A family is a row of `FAMILIES`. A new family needs only a new row here, unless
-it makes a choice that `Family` lacks.
+A family is a row of `FAMILIES`. To add a family, add a row; if it makes a
+choice that `Family` does not have yet, also add a field.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ _OF_ROPE = ["rope_theta", "rope_scaling", "window_rope_theta", "rotary_dim"]
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 """Names what layers recompute in the backward pass.
 
-"none" recomputes nothing, "dots" everything but matmuls, and "full" everything,
-from the layer's input in BF16. "fp8", for recipe coat only, saves the FP8
-inputs of both norms and recomputes everything but the last matmul of each
-block. "fp8_layer" rounds each layer's input to FP8, saves that and recomputes
-everything.
+"none" recomputes nothing. "dots" recomputes everything but matmuls. "full"
+saves only the layer's input in BF16 and recomputes everything. "fp8", for
+recipe coat only, saves the FP8 inputs of both norms and recomputes everything
+but the last matmul of each block. "fp8_layer" rounds each layer's input to FP8,
+saves it and recomputes everything.
 """
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder language model for several families, made of COAT's blocks.
 
-`models.config.FAMILIES` describes how families differ. Layers are scanned:
-each of their parameters is one array [num_layers, ...]. As in the paper,
+`models.config.FAMILIES` describes how families differ. A scan runs the layers,
+so each of their parameters is one array [num_layers, ...]. As in the paper,
 the embedding, the final norm and the output projection stay in BF16, and the
-loss in f32.
+loss stays in f32.
 """
 
 from collections.abc import Callable
@@ -177,7 +177,7 @@ class Decoder(nnx.Module):
         form in which it is stored. Layers are then initialized one at a time,
         so that the whole stack never exists in f32: each call converts one
         layer's parameter.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.

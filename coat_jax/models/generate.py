@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates text: adds tokens to prompts.
 
-Two programs are compiled. One runs the prompts and chooses the first new token;
-the other adds tokens until all rows have stopped. Sizes are rounded up, so that
+It compiles two programs. One runs the prompts and chooses the first new token.
+The other adds tokens until all rows have stopped. Sizes are rounded up, so that
 calls with other prompts, lengths, seeds or temperatures reuse both programs.
 """
 
@@ -259,7 +259,7 @@ def _decode(
   draws: _Draws,
   until: _Until,
 ) -> tuple[Array, Array, KVCache]:
-  """Returns new tokens [B, room], `first` included, their count, the cache."""
+  """Returns new tokens [B, room] including `first`, their count, the cache."""
   params = _in_dtype(graph, params)
   room = cache.k[0].shape[2]
   _, stack = nnx.split(nnx.merge(graph, params).layers)

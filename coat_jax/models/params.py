@@ -33,11 +33,11 @@ Role = Literal[
   "output",
   "probe",
 ]
-# fsdp splits "rows", and tensor splits "columns". Both split "rows of columns":
-# each device stores the rows for its own heads, its own columns of the MLP, or
-# its own part of the vocabulary. Only tensor splits the last axis of a weight,
-# because groups of values that share a scale run along that axis, and each
-# device must have whole groups.
+# fsdp splits "rows", and tensor splits "columns". Both split "rows of columns",
+# the rows that belong to a device's own heads, columns of the MLP or part of
+# the vocabulary. Only tensor splits the last axis of a weight, because groups
+# of values that share a scale run along that axis, and each device must have
+# whole groups.
 Axis = Literal["rows", "columns", "rows of columns"]
 
 

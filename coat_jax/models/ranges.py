@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the fields of a configuration against their types.
 
-The type of a number states its range, as in `steps: Count` or
-`b1: Annotated[float, Range(0, 1)]`. Numbers that are not finite, or absurdly
+The type of a number contains its range, as in `steps: Count` or
+`b1: Annotated[float, Range(0, 1)]`. So numbers that are not finite, or absurdly
 large, are refused before they reach JAX.
 """
 
@@ -17,7 +17,7 @@ from coat_jax.numerics.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
 # A number that int32 can hold, such as a step.
 Count = Annotated[int, COUNT]
-# A width: small enough that a weight's size in bytes does not overflow 64 bits.
+# A width, small enough that a weight's bytes can be counted in 64 bits.
 Width = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]

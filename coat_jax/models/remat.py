@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps a layer for a scan: its sharding, and what it saves for the backward.
+"""Wraps a layer for a scan: shards it, and chooses what it saves.
 
-`Remat` names what is saved. On a mesh, XLA partitions BF16 layers and would
+`Remat` selects what is saved. On a mesh, XLA partitions BF16 layers and would
 split some of their matmuls badly, so we gather their weights first.
 """
 
@@ -96,9 +96,9 @@ def layer_forward(
 def checkpointed(
   forward: Callable, remat: Remat, recipe: CoatRecipe, *, is_gathering: bool
 ) -> Callable:
-  """Returns a layer's forward that saves what `remat` names for the backward.
+  """Returns a layer's forward pass that saves only what `remat` names.
 
-  If `forward` gathers weights (`is_gathering`), the backward gathers them
+  If `forward` gathers weights (`is_gathering`), the backward pass gathers them
   again. With "fp8_layer", x is first rounded to FP8.
   """
   if remat == "none" and not is_gathering:
@@ -108,7 +108,7 @@ def checkpointed(
   rounded = forward
   if remat == "fp8_layer":
     rounded = lambda x, *args: forward(through_codes(x, recipe), *args)  # noqa: E731
-  # In a scan, XLA cannot merge the recomputation with the first forward.
+  # In a scan, XLA cannot merge the recomputation with the first forward pass.
   return nnx.remat(rounded, prevent_cse=False, policy=_POLICIES[remat])
 
 

@@ -26,7 +26,7 @@ class Start(NamedTuple):
 
   Attributes:
     dtype: dtype of activations.
-    rngs: its stream `params` initializes the parameters.
+    rngs: parameters are drawn from its stream `params`.
   """
 
   dtype: DTypeLike

@@ -6,8 +6,9 @@ between them project the features to the decoder's width. The results replace
 the embeddings of image tokens; a text contains one image token per feature.
 Sequences may have several images, or none.
 
-The layers of the tower and the decoder follow the recipe. The projector stays
-in BF16, as do the parts of both models before and after their layers.
+The recipe determines how the layers of the tower and the decoder compute. The
+projector, and the parts of both models before and after their layers, stay in
+BF16.
 """
 
 import dataclasses
@@ -189,7 +190,7 @@ class VisionLanguageModel(nnx.Module):
         `Remat`. The tower's layers recompute nothing.
       store: `(path, array) -> array`, as for `Decoder`. Paths are relative to
         tower or decoder, or start with "projector". None uses `param_dtype`.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.

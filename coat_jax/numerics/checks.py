@@ -202,7 +202,7 @@ def dtype_of(dtype: Any) -> Any:
 
 
 def check_float_dtype(op: str, name: str, dtype: Any) -> None:
-  """Raises a TypeError unless a dtype is floating, of at least 16 bits."""
+  """Raises a TypeError unless a dtype is a float of at least 16 bits."""
   found = dtype_of(dtype)
   if found is not None and jnp.issubdtype(found, jnp.floating):
     if found.itemsize > 1:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Number formats: the limits, casts and neighbouring values of each dtype.
 
-E4M3 (4 exponent bits, 3 mantissa bits, no infinity) holds values and weights;
-E5M2 (more range, less precision) holds gradients. No kernel supports INT8.
+E4M3 (4 exponent bits, 3 mantissa bits, no infinity) is for values and weights,
+and E5M2 (more range, less precision) for gradients. No kernel supports INT8.
 
 A plain cast to FP8 has two traps:
   * A JAX cast does not saturate: 465 becomes NaN in E4M3, 61440 inf in E5M2.
   * On a GPU, XLA drops pairs of conversions f32 -> FP8 -> f32 inside a jitted
     function ("excess precision"), and may go through f16, which rounds twice.
-    The values that a function computes with would then differ from those that
-    it saves for the backward pass.
+    A function would then compute with other values than it saves for the
+    backward pass.
 So `saturating_cast` first rounds to the format's grid in f32, which makes the
 cast exact. Every cast in this package uses it, except in kernels and in
 `ops.cuda`, where neither trap can occur.

@@ -3,15 +3,15 @@
 
 A `QTensor` is a pair (qvalue, scale) with x ≈ qvalue * scale. `scale` is always
 the factor that dequantizes (scale = amax / qmax); quantizing divides by it.
-Groups run along the last axis and never across rows, so the scale has a row for
-each row of x and both are sharded alike; the last group may be short.
+Groups run along the last axis and never across rows. So the scale has a row for
+each row of x, and both are sharded alike. The last group may be short.
 
 Two granularities are enough (arXiv:2410.19313, section 5):
   * Operands of a matmul have one f32 scale per tensor, found in two stages
     (Group Scaling): first the maxima of groups, then their maximum.
   * Inputs of non-linear operations have a BF16 scale per 16 values. BF16 scales
-    are rounded *up* and x is divided by the stored scale. So a quotient never
-    exceeds qmax, and dequantizing exactly inverts the division.
+    are rounded *up*, and x is divided by the stored scale. So a quotient never
+    exceeds qmax, and dequantizing multiplies by exactly the divisor.
 """
 
 import dataclasses
@@ -138,9 +138,9 @@ def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
 
 
 def _magnitude_bits(x: Array) -> Array:
-  """Returns the f32 bits of |x| as int32, whose order is that of magnitudes."""
-  # The bits of NaN are above those of infinity, so a maximum of integers
-  # propagates NaN. Backends disagree about the maximum of floats.
+  """Returns the f32 bits of |x| as int32, which are ordered like magnitudes."""
+  # As an integer, NaN is above infinity, so a maximum of integers propagates
+  # NaN. Backends disagree about the maximum of floats.
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
   return bits & 0x7FFFFFFF
 

@@ -162,8 +162,7 @@ class CoatRecipe:
     axes: what the axes of a mesh split. FP8 blocks then run on each device's
       shard (`jax.shard_map`), under `jax.set_mesh`. Pass None on one device,
       with explicit data and FSDP axes (the arrays' types then hold the
-      sharding), or to let XLA partition layers, which it cannot do with
-      kernels.
+      sharding), or to let XLA partition layers, which then run no kernels.
 
   Raises:
     TypeError: a field has the wrong type.

@@ -13,7 +13,7 @@
 the operands of its matmuls; operations and layers call the methods of that
 class and treat all scalings alike. Scales of blocks and tiles are powers of
 two, so quantizing again along the other axis does not change values (except
-those below 2^-14 times a block's largest), and each value is exact in BF16.
+values below 2^-14 times a block's largest), and each value is exact in BF16.
 
 Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.
@@ -132,10 +132,10 @@ class Scaling(abc.ABC):
   def quantize(
     self, x: Array, scale: Scales | None = None, layout: Layout = "rows"
   ) -> Operand:
-    """Quantizes [..., n]; `scale` is what `find_scale` returned, if known."""
+    """Quantizes [..., n]; `scale` comes from `find_scale`, if known."""
 
   def find_joined_scale(self, parts: Sequence[Array], n: int) -> Scales | None:
-    """Returns `find_scale` of what `quantize_joined` quantizes."""
+    """Returns the scale of the values that `quantize_joined` quantizes."""
     return self.find_scale(_joined(parts, n))
 
   def quantize_joined(
@@ -186,7 +186,7 @@ class PerTensor(Scaling):
     if type(self) is not PerTensor:
       return super().quantize_joined(parts, n, scale, layout)
     scale = self.find_joined_scale(parts, n) if scale is None else scale
-    # XLA for TPUs would store values that it joins. It joins codes instead.
+    # Join codes, because XLA for TPUs would store joined values in memory.
     codes = _joined([self._codes(x, scale) for x in parts], n)
     return self._in_layout(codes, scale, layout)
 
@@ -248,7 +248,7 @@ class Blocks(Scaling):
 class Tiles(Scaling):
   """A scale per 128 x 128 values of a weight [m, n].
 
-  Columns are the transpose of rows, and so are their scales.
+  Columns are rows transposed, and scales are transposed with them.
   """
 
   saves_scale: ClassVar[bool] = False

@@ -15,8 +15,9 @@ uses, takes about 37. We compute the hash only once per 8 columns: the words of
 is, 8 successive states of a multiplicative generator that starts at the hash.
 Each word by itself is uniform, since every step hashes to a different start,
 and any two of them are uncorrelated. The word of a second moment is 8 states
-after that of the first (`next_words`), and the parameter's is 16 after it. Use
-the high bits of a word: the low bits of such a generator hardly change.
+after the first moment's word (`next_words`), and the parameter's word is 16
+states after it. Use the high bits of a word: the low bits of such a generator
+hardly change.
 """
 
 import dataclasses
@@ -145,7 +146,7 @@ def next_words(words: Array, count: int = 1) -> Array:
 
 
 def parameter_words(words: Array) -> Array:
-  """Returns a parameter's words: the set after those of Adam's two moments."""
+  """Returns a parameter's words, the set after the words of both moments."""
   return next_words(words, 2)
 
 

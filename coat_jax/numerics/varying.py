@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of arrays inside `jax.shard_map`: over which axes they vary."""
+"""Makes arrays inside `jax.shard_map` vary over the same mesh axes."""
 
 import jax
 from jax import Array, lax
@@ -8,10 +8,10 @@ from jax import Array, lax
 def varying[Tree](tree: Tree) -> Tree:
   """Casts all arrays to vary over the union of their `shard_map` axes.
 
-  If a weight's type does not vary, its gradient is the sum over devices. The
-  transpose of this cast computes that sum in the weight's dtype, so a custom
-  gradient can return each device's own part. The cast does nothing outside
-  `shard_map` and with check_vma=False.
+  The gradient of an array that does not vary over an axis must be summed over
+  that axis. The transpose of this cast computes the sum, in the array's dtype,
+  so a custom gradient only returns each device's own part. The cast does
+  nothing outside `shard_map` and with check_vma=False.
   """
 
   def axes_of(x) -> frozenset[str]:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions of FP8 values in plain jnp: f(x), and gated f(gate) up.
 
-  activation_input         quantizes what the function reads and saves
+  activation_input         quantizes the function's input, which is also saved
   activation_fwd           writes the operand of the next product
   activation_bwd           computes the gradient in f32
-  activation_bwd_operands  writes the operands of the products before and after
+  activation_bwd_operands  writes operands for the backward pass of the products
+                           before and after
 
 `parts` is (x,), or (gate, up), each [..., F]. `scale` comes from
-`activation_input`. The backward recomputes the function's value, for the weight
-gradient of the next product.
+`activation_input`. The backward pass recomputes the function's value, which the
+weight gradient of the next product needs.
 """
 
 import jax.numpy as jnp
@@ -91,10 +92,10 @@ def activation_bwd_operands(
   scale: Scales | None = None,
   has_sums: bool = False,
 ) -> tuple[Operand, Operand, Array | None]:
-  """Writes the gradient of `activation_input`'s x in both layouts, y's columns.
+  """Writes x's gradient in both layouts, and the function's value in columns.
 
-  With `has_sums`, the third result is the gradient summed over rows before it
-  is rounded, f32, for the bias of the product before.
+  With `has_sums`, the third result is x's unrounded gradient summed over rows,
+  f32: the gradient of the previous product's bias.
   """
   dx = _gradients(dy, parts, activation)
   sums = None

@@ -101,12 +101,12 @@ def attention_bwd(
   """Computes dq, dk, dv in the dtypes of q, k, v; sums dk and dv in f32."""
   kv_heads, t = k.shape[2], q.shape[1]
   kind = kind.among(k.shape[1])
-  # The row sums of p * dp equal those of out * dout.
+  # The row sums of p * dp equal the row sums of out * dout.
   delta = jnp.sum(
     residuals.out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1
   )
   zeros = (jnp.zeros_like(k, jnp.float32), jnp.zeros_like(v, jnp.float32))
-  # Otherwise XLA creates the zeros of all layers before the first backward.
+  # Otherwise XLA creates the zeros of all layers before the backward pass.
   zeros, delta = jax.lax.optimization_barrier((zeros, delta))
 
   def one_chunk(carry, args):
@@ -136,8 +136,8 @@ def attention_bwd(
 class Chunk(NamedTuple):
   """A chunk of queries [B, chunk, K, R, H], and the keys that it reads.
 
-  It begins with query `start`, whose position is that of key `start + offset`.
-  It reads `length` of the `all` keys, beginning with key `first`.
+  It begins with query `start`, at the position of key `start + offset`. It
+  reads `length` of the `all` keys, beginning with key `first`.
   """
 
   q: Array
@@ -151,7 +151,7 @@ class Chunk(NamedTuple):
 
   @classmethod
   def of(cls, queries, segments, q, k, kind: AttentionKind) -> "Chunk":
-    """Selects all keys or, with a window, those that the chunk sees plus one.
+    """Selects all keys or, with a window, one more than the chunk sees.
 
     `queries` and `segments` come from `in_chunks`.
     """
@@ -184,7 +184,8 @@ class Chunk(NamedTuple):
   def scores(self, k: Array, segments: Array | None):
     """Computes masked scores, and the derivatives of scores wrt q k^T.
 
-    Both are f32 [B, K, R, chunk, length]; equal derivatives are one number.
+    Both are f32 [B, K, R, chunk, length]. If all derivatives are equal, one
+    number stands for them.
     """
     scale, cap = self.kind.scale_of(self.q.shape[-1]), self.kind.soft_cap
     products = einsum_f32("btkrh,bskh->bkrts", self.q, self.read(k))
@@ -228,7 +229,7 @@ def grouped_heads(x: Array, kv_heads: int) -> Array:
 
 
 def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
-  """Returns x [B, T, ...] as [chunks, B, chunk, ...], and chunks' starts."""
+  """Returns x [B, T, ...] as [chunks, B, chunk, ...], and where each starts."""
   if x is None:
     return None
   chunk = max(min(_CHUNK, x.shape[1]), 1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compute capability of the NVIDIA GPU that traced code is for.
 
-Kernels were written for Hopper, which has capability 9.0. A kernel that another
-GPU cannot run says so in its `why_not`, by means of `why_not_before`.
+Kernels were written for Hopper, which has capability 9.0. A kernel that older
+GPUs cannot run calls `why_not_before` in its `why_not`.
 """
 
 import re
@@ -13,12 +13,12 @@ OLDEST = 8.0  # Triton compiles for Ampere and newer GPUs.
 FP8 = 8.9  # Ada is the first GPU that converts and multiplies E4M3.
 HOPPER = 9.0
 
-# All GPU tests pass on Hopper. For the others, tests/aot/test_other_gpus.py
-# compiles the kernels, but none of them has ever run there.
+# All GPU tests pass on Hopper. For other GPUs, tests/aot/test_other_gpus.py
+# compiles the kernels, but no kernel has ever run there.
 RUN = (HOPPER,)
 COMPILED = (8.0, 8.9, 10.0, 12.0)
 
-# JAX names a described GPU, but not its capability.
+# For a GPU that is described, not present, JAX knows only the name.
 _KINDS = {
   r"A30|A100|A800": 8.0,
   r"A2|A10G?|A16|A40|RTX A\d+|RTX 30\d\d": 8.6,
@@ -33,8 +33,8 @@ _KINDS = {
 def capability() -> float | None:
   """Returns the capability of the GPU that traced code is for.
 
-  None if it is unknown, as for a described GPU that is none of `_KINDS`:
-  kernels then assume Hopper. It is also None for GPUs of other vendors.
+  Returns None if it is unknown, as for a described GPU that `_KINDS` does not
+  list: kernels then assume Hopper. Also returns None for GPUs of other vendors.
   """
   device = jax.sharding.get_abstract_mesh().abstract_device
   kind = getattr(device, "device_kind", "")
@@ -61,7 +61,7 @@ def why_not_before(least: float, what: str) -> str | None:
 
 
 def shared_memory() -> int:
-  """Returns the bytes of shared memory that one program can have."""
+  """Returns how many bytes of shared memory one program can use."""
   found = capability()
   if found is None or found in (9.0, 10.0, 10.3, 11.0):
     return 227 * 1024

@@ -4,13 +4,13 @@
 XLA compiles a dot product with an FP8 algorithm to one call if the summed axis
 is the last of both operands, and if the dot product and the scalar factor that
 follows already have the result's dtype. Any other form adds a separate pass
-over the result or an operand. A bias becomes part of the call, and so does a
-matrix if it is added after the bias, not before. Inside the call the factor and
-the sums are f32: XLA:GPU drops the roundings to BF16.
+over the result or an operand. A bias becomes part of the call. A matrix does
+too, if it is added after the bias. Inside the call the factor and the sums are
+f32: XLA:GPU drops the roundings to BF16.
 
 The call accepts one factor, so the two scales are multiplied first. If their
-product is below f32's smallest normal number, 1.2e-38, it is inexact or 0, and
-so is the result. (This happens to gradients whose largest value is below about
+product is below f32's smallest normal number, 1.2e-38, then it and the result
+are inexact or 0. (This happens to gradients whose largest value is below about
 1e-29.) For a float16 result the factor is float16 too: inexact below 6e-5, and
 0 below 6e-8. The definition in `ops.linear` has no such bound.
 """
@@ -29,8 +29,8 @@ from coat_jax.ops.capability import FP8, why_not_before
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows
 
-# The forward may accumulate with fewer bits, as is usual on Hopper. Matmuls of
-# gradients may not.
+# The forward pass may accumulate with fewer bits, as is usual on Hopper. The
+# backward pass may not.
 _FAST = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 _PRECISE = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 

@@ -3,9 +3,9 @@
 
 `formats.saturating_cast` rounds to the format's grid in f32 before it casts,
 since XLA may split a cast or drop it. For E4M3, XLA does neither if the fusion
-that computes the codes also writes them to memory. The whole cast is then
-`cvt.rn.satfinite.e4m3x2.f32`. Rounding first would take 12 of 24 instructions
-per value and keep the fusion far below memory bandwidth.
+that computes the codes also writes them to memory. The whole cast is then one
+instruction, `cvt.rn.satfinite.e4m3x2.f32`. Rounding first would take 12 of 24
+instructions per value, and keep the fusion far below memory bandwidth.
 """
 
 import jax.numpy as jnp

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN, forward and backward, in BF16 or f16.
 
-JAX has no public function for most of this, so this file, and no other, calls
-private ones. If a version of JAX lacks them, `_why_not` says so and XLA runs.
+JAX has no public function for most of this, so this file calls private
+functions. No other file does. If a version of JAX lacks them, `_why_not` says
+so, and attention runs in XLA.
 
 XLA also runs attention with soft caps or segments. JAX's cuDNN call accepts no
 function of the scores before 0.12, and cuDNN's packed layout needs a static
@@ -104,8 +105,8 @@ def attention_bwd(
   kind: AttentionKind,
 ) -> tuple[Array, Array, Array]:
   """`ops.attention_bwd`."""
-  # Layers save what their backward reads, and JAX has no public function that
-  # takes residuals.
+  # Layers pass what they saved to their backward pass, but no public function
+  # of JAX accepts saved arrays.
   unused = jnp.zeros(0, q.dtype)
   # From JAX 0.12 on, the call also needs a function of the scores, or None.
   accepted = inspect.signature(fmha.dot_product_attention).parameters

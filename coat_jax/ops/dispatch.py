@@ -6,7 +6,8 @@ An `Op` is called like its definition, plus `implementation`:
   None     on a GPU or TPU the first kernel that runs by default and supports
            these arguments, else "xla"
   "xla"    the definition
-  another  that implementation; raises `Unsupported` if it cannot run them
+  another  that implementation, or an `Unsupported` error if it cannot run
+           these arguments
 
 `explain` reports which implementation would run, and why. Nothing else depends
 on the platform.
@@ -42,11 +43,11 @@ from coat_jax.ops.capability import (
 )
 from coat_jax.ops.types import Unsupported
 
-# An implementation, or the name of a module that is imported when first needed
-# and contains a function with the operation's name.
+# An implementation, or the name of a module that contains a function with the
+# operation's name, and is imported when it is first needed.
 type Kernel = str | Callable[..., Any]
 
-# XLA can partition these: they are written in jnp, or JAX partitions them.
+# XLA can partition these, because they are in jnp or JAX partitions them.
 _PARTITIONED = ("cublas", "cudnn", "cuda")
 
 # All other kernels are for NVIDIA GPUs.
@@ -61,8 +62,8 @@ class Op[R]:
   Attributes:
     definition: the operation in plain jnp; determines the signature.
     kernels: maps an implementation's name to its kernel. The first one for the
-      platform that supports the arguments runs, unless its `kernel` says
-      by_default=False. You may add yours.
+      platform that supports the arguments runs, unless its `kernel` sets
+      by_default=False. You may add your own.
     check: None, or raises for arguments that no implementation supports.
   """
 
@@ -264,9 +265,9 @@ def kernel[**P, R](
 def _is_on_mesh() -> bool:
   """Returns whether code is traced in a shard_map over devices of a known kind.
 
-  XLA turns a platform choice around a collective into a conditional, and the
-  host then waits for the device at each one. Code traced without the choice
-  lowers for the mesh's platform only.
+  If code chooses a platform around a collective, XLA compiles the choice to a
+  conditional, and the host waits for the device at each one. Code traced
+  without the choice is lowered for the mesh's platform only.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return bool(mesh.manual_axes) and mesh.abstract_device is not None

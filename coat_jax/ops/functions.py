@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values and derivatives of activation functions, in f32.
 
-sigmoid(2 u) replaces (1 + tanh(u)) / 2, which cancels for tanh(u) near -1.
+We write (1 + tanh(u)) / 2 as sigmoid(2 u), because 1 + tanh(u) loses its digits
+to cancellation if tanh(u) is near -1.
 """
 
 from typing import Any, get_args

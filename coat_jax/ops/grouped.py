@@ -57,7 +57,7 @@ def grouped_fwd(
 def grouped_dgrad(
   g: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """Multiplies rows of g [M, F] by w^T of their group, w [E, D, F]: [M, D]."""
+  """Multiplies rows of g [M, F] by their group's w^T, w [E, D, F]: [M, D]."""
   return _product(g, w, sizes, (1, 2), [0], dtype)
 
 

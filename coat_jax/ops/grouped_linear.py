@@ -5,14 +5,14 @@
   grouped_linear_dgrad   dx = g w^T    g.rows [M, F], w.rows [E, D, F]
   grouped_linear_wgrad   dw = x^T g    x.columns [D, M], g.columns [F, M]
 
-Rows are sorted by group, as in `ops.grouped`, and groups are not padded. Unlike
-there, the sizes may add up to less than the number of rows: rows after the last
+Rows are sorted by group, as in `ops.grouped`, and groups are not padded. But
+here the sizes may add up to less than the number of rows: rows after the last
 group belong to no group. They may contain anything, even NaN.
 `quantize_grouped` leaves them out of the scale and sets their codes to zero, so
 they add nothing to a weight's gradient, and their products are zero.
 
-Tokens and gradients have one scale, weights one per group. The codes of both
-operands are multiplied exactly, and sums are f32.
+Tokens and gradients have one scale each, and weights have one per group. The
+codes of both operands are multiplied exactly, and sums are f32.
 """
 
 import jax
@@ -40,7 +40,7 @@ def quantize_experts(
 ) -> Operand:
   """Quantizes weights [E, D, F]: rows [E, D, F], columns [E, F, D], scale [E].
 
-  `scale` is that of an earlier call for the same weights, if known.
+  Pass the `scale` of an earlier call with the same weights, if there was one.
   """
   if scale is None:
     scale = jax.vmap(scaling.find_scale)(w)
@@ -58,10 +58,10 @@ def quantize_grouped(
 ) -> Operand:
   """Quantizes the rows of x [M, n] that belong to groups; others become 0.
 
-  `scale` is that of an earlier call for the same rows, if known.
+  Pass the `scale` of an earlier call with the same rows, if there was one.
   """
   is_used = jnp.arange(len(x)) < jnp.sum(sizes)
-  # A product with zeros would keep a NaN.
+  # Multiplying by zero would keep a NaN.
   x = jnp.where(is_used[:, None], x, jnp.zeros((), x.dtype))
   return scaling.quantize(x, scale, layout)
 
@@ -105,13 +105,13 @@ def _shapes(x: Operand) -> str:
 
 
 def group_of_rows(sizes: Array, m: int) -> Array:
-  """Returns the group of each of m rows; the last one's for rows of none."""
+  """Returns each of m rows' group; rows without a group get the last one."""
   group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(m), side="right")
   return jnp.minimum(group, len(sizes) - 1)
 
 
 def _rows_times(x: Array, w: Array, sizes: Array, x_scale, w_scale, dtype):
-  """Multiplies codes [M, K] by their group's [E, N, K]^T, times both scales."""
+  """Multiplies codes [M, K] by their group's [E, N, K]^T and by both scales."""
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [2]), ([], [])),
     lhs_ragged_dimensions=[0],

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of operands in plain jnp, forward and backward.
 
-The operands determine their formats; `dtype` is the result's. Either both
-operands have one scale, or both have scales of blocks: then the sum over each
-block of 128 is multiplied by its two scales and accumulated in f32. Block
-scales are powers of two, so codes can be multiplied by them first, in BF16, and
-only sums are rounded.
+The operands determine the formats; `dtype` is the dtype of the result. Either
+both operands have one scale, or both have scales of blocks. Then the sum over
+each block of 128 is multiplied by its two scales and accumulated in f32. Block
+scales are powers of two, so we can multiply the codes by them first, in BF16,
+and only sums are rounded.
 """
 
 import jax

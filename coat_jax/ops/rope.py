@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding (RoPE): frequencies, angles and the rotation.
 
-Channels are paired (i, i + R/2) among the first R, as in Hugging Face
+Among the first R channels, i and i + R/2 form a pair, as in Hugging Face
 Transformers; R is a head's size H unless RoPE is partial. The scalings for
-longer sequences compute the same as those of Transformers, and their fields are
-named as in its configurations.
+longer sequences compute what Transformers computes, and their fields are named
+as in its configurations.
 """
 
 import abc
@@ -100,8 +100,8 @@ class Llama3Scaling(RopeScaling):
 class YarnScaling(RopeScaling):
   """Divides low frequencies by a factor, keeps high ones; scales cos and sin.
 
-  Channels between those that turn `beta_fast` and `beta_slow` times in the
-  original length are interpolated, linearly in the channel.
+  A channel that turns between `beta_slow` and `beta_fast` times in the original
+  length is interpolated, linearly in its index.
 
   Attributes:
     factor: divisor of low frequencies.

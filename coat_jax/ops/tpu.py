@@ -2,9 +2,9 @@
 """Keeps XLA from storing f32 values between passes over memory on TPUs.
 
 XLA for TPUs does not fuse a reshape from 688 groups of 16 to 11,008 values,
-although it fuses one from 512 groups to 8,192. It then stores scales repeated
-for each value, in f32. It also stores values that two passes read. The
-functions here return their arguments; on other platforms they do nothing.
+although it fuses one from 512 groups to 8,192. It then stores each value's
+scale in f32. It also stores values that two passes read. The functions here
+prevent that and change no values; on other platforms they do nothing.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def codes_in_groups(x: QTensor) -> QTensor:
 
 
 def read_again(arrays: Any, after: Any) -> tuple[Any, Any]:
-  """Makes XLA compute again from `arrays` what it computed to find `after`."""
+  """Makes XLA recompute from `arrays` what it computed to find `after`."""
   if target() != "tpu":
     return arrays, after
   return lax.optimization_barrier((arrays, after))

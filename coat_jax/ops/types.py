@@ -23,7 +23,7 @@ class Unsupported(NotImplementedError):
 
 
 class NormStats(NamedTuple):
-  """Statistics that a norm's backward reads with its input: f32 [...].
+  """Statistics that a norm's backward pass reads with its input: f32 [...].
 
   There is one value per row; mean is None for "rms".
   """
@@ -39,7 +39,7 @@ class AttentionKind:
   Attributes:
     causal: query t sees keys up to t + S - T; T must not be above S.
     window: a query sees only the last `window` of these keys, including its
-      own: those with query - window < key; None for all. Hugging Face
+      own, that is, keys > query - window; None for all keys. Hugging Face
       Transformers calls this `sliding_window`.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
       them unchanged.
@@ -79,7 +79,7 @@ class AttentionKind:
 
 
 class AttentionResiduals(NamedTuple):
-  """Arrays that attention's backward reads besides q, k and v.
+  """Arrays that attention's backward pass reads in addition to q, k and v.
 
   Attributes:
     out: [B, T, N, H], the output.

@@ -140,7 +140,7 @@ def choose_groups(
   groups: tuple[GroupCodec, ...],
   mask: QuantizeMask | None,
 ) -> list[tuple[GroupCodec, ...]]:
-  """Lists each leaf's codecs: `groups` if `mask` chooses the leaf, or plain."""
+  """Lists each leaf's codecs: `groups` if `mask` chooses it, else plain."""
   mask = default_quantize_mask if mask is None else mask
   if not callable(mask):
     raise TypeError(

@@ -10,12 +10,12 @@ and all names, except perhaps the last one. The low bytes of weights have the
 shape of their parameter, so they keep all names.
 
 The last name stays only if the number of devices along it divides both the
-columns and the groups. That number comes from the mesh in the box, or else from
-the current mesh; the logical axis rules of the box and of the context map the
-name to mesh axes. If several rules map a name, each must fit. If no mesh is
-known, or the name is neither a mesh axis nor in the rules, the name is dropped.
-The statistics are then replicated along this axis, which works on every mesh,
-whereas JAX raises an error for an uneven split.
+columns and the groups. The number of devices comes from the mesh in the box, or
+else from the current mesh. The logical axis rules of the box and of the context
+map the name to mesh axes. If several rules map a name, each must fit. If no
+mesh is known, or the name is neither a mesh axis nor in the rules, we drop the
+name. The statistics are then replicated along this axis. That works on every
+mesh, whereas JAX raises an error for an uneven split.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ AnyMesh = Mesh | AbstractMesh
 # `nnx.Optimizer` prefers the second one.
 _NAMES = ("out_sharding", "optimizer_sharding")
 
-# The mesh that `abstract_state` was called under; it traces under another one.
+# The mesh of the caller of `abstract_state`, which traces under another mesh.
 _CALLERS_MESH: contextvars.ContextVar[AnyMesh | None] = contextvars.ContextVar(
   "callers_mesh", default=None
 )

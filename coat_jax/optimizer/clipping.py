@@ -61,10 +61,10 @@ class Clipping:
   adaptive   limit = relative r, where r is the running mean of the slice's own
              clipped norms (AdaGC); like "share" in the first `warmup` steps
 
-  The limit is max_norm for every slice in the first step, and for a slice that
-  had no gradient before. A norm above 3.4e38, f32's largest value, counts as
-  this value, and its slice is scaled by 0. So finite gradients, however large,
-  lead to finite parameters and states.
+  In the first step, and for a slice that had no gradient before, the limit is
+  max_norm. A norm above 3.4e38, f32's largest value, counts as this value, and
+  its slice is scaled by 0. So finite gradients of any size lead to finite
+  parameters and states.
 
   Attributes:
     rule: "share" or "adaptive".
@@ -167,7 +167,7 @@ def global_norm(tree: Any) -> Array:
   for x in leaves:
     amax = jnp.maximum(amax, jnp.max(jnp.abs(x), initial=0))
   is_large = (amax > _LARGE) & jnp.isfinite(amax)
-  # This must not be a constant: XLA would turn (x c)(x c) into x x c^2.
+  # This must not be a constant, or XLA would turn (x c)(x c) into x x c^2.
   smaller = jnp.where(is_large, 1 / _RATIO, 1)
   square = jnp.float32(0)
   for x in leaves:

@@ -45,11 +45,11 @@ _THEIRS = {
 def to_plain_state(
   opt_state: Any, *, ns_coeffs: tuple[float, float, float] = COEFFICIENTS
 ) -> Any:
-  """Converts our states to those of optax's optimizers, with f32 moments.
+  """Converts our states to states of optax's optimizers, with f32 moments.
 
   An `EncodedState` becomes the state of its inner optimizer; the states of
-  `coat_adamw`, `coat_lion` and `coat_muon` become those of optax's optimizers.
-  The chain of `optax.contrib.muon` contains one more element than that of
+  `coat_adamw`, `coat_lion` and `coat_muon` become states of optax's optimizers.
+  The chain of `optax.contrib.muon` contains one more element than the chain of
   `coat_muon`, but no more arrays: see docs/optimizer.md.
 
   Args:
@@ -180,7 +180,7 @@ def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-  """Copies all arrays, because no buffer can be donated twice."""
+  """Copies all arrays, because a buffer can be donated only once."""
   return jax.tree.map(jnp.array, tree)
 
 

@@ -52,9 +52,8 @@ def encoded(
 
   The codec stores the fields that the inner optimizer keeps for every
   parameter, such as a momentum or second moments. A step decodes these fields
-  to f32, lets the inner optimizer update them, and encodes them again.
-  Gradients and parameters are cast so that the inner optimizer always works in
-  f32.
+  to f32, lets the inner optimizer update them, and encodes them again. It casts
+  gradients and parameters too, so the inner optimizer always works in f32.
 
   Args:
     inner: any optax optimizer or chain, such as `optax.contrib.muon(1e-2)`.

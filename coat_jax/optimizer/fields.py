@@ -64,11 +64,11 @@ def default_field_rule(path: str) -> Kind | None:
 
 @functools.cache
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
-  """Maps each state of optax that the default rule gets wrong to its kinds.
+  """Maps optax states that the default rule gets wrong to their fields' kinds.
 
   None marks fields whose rounding errors grow in an update. `scale_by_stddev`
-  takes the root of nu - mu^2, which is negative if both are rounded separately;
-  COCOB and MADGRAD compute the parameters from their sums.
+  takes the root of nu - mu^2, which may be negative if both are rounded. COCOB
+  and MADGRAD compute the parameters from their sums.
   """
   known: dict[type, Mapping[str, Kind | None]] = {
     optax.ScaleBySM3State: {"nu": "mu"},  # Averages of updates.
@@ -180,8 +180,8 @@ def mark_placeholders(
 def _field_paths(init: Callable[[Any], Any]) -> set[str] | None:
   """Returns the paths of the fields in the state that `init` makes of a matrix.
 
-  A placeholder also replaces trees that are not fields, such as the norms of
-  NovoGrad or the accumulators of SM3. Returns None if the paths are unknown,
+  Optax's placeholders also replace trees that are not fields, such as the norms
+  of NovoGrad or the accumulators of SM3. Returns None if the paths are unknown,
   because `init` uses labels or masks that fit only its own parameters.
   """
   params = {"matrix": jax.ShapeDtypeStruct((3, 5), jnp.float32)}

@@ -2,11 +2,11 @@
 """Fused AdamW and Lion with FP8 moments: one call returns new parameters.
 
 `fused_coat_adamw` does what `coat_adamw` and `apply_updates` do together, and
-`fused_coat_lion` does the same for Lion. In a chain of optax transformations,
-each one writes its updates, as large as the parameters, to memory, and the next
-one reads them. Here a leaf's whole step is one computation. On a GPU, one
-kernel does it in a single pass over memory, in place if parameters and state
-are donated.
+`fused_coat_lion` does the same for Lion. In a chain, each optax transformation
+writes its updates, which are as large as the parameters, to memory, and the
+next transformation reads them. Here a leaf's whole step is one computation. On
+a GPU, one kernel does it in a single pass over memory, in place if parameters
+and state are donated.
 
 The optax transformations use the same states (`ScaleByCoatAdamState`,
 `ScaleByCoatLionState`), so either form can read the other's checkpoints. With
@@ -101,11 +101,11 @@ def fused_coat_adamw(
   """Does what `coat_adamw` and `apply_updates` do, in one step.
 
   The whole step is computed in f32. A bf16 parameter is rounded stochastically
-  at the end: to 24 bits with `low_bits`, otherwise to bf16. The latter gives
-  the same bits as `apply_updates` with the same seed and the new state's count
-  as `step`. docs/optimizer.md explains which to choose. With f32 gradients and
-  parameters the result equals that of the optax chain, apart from a few ulps
-  between different compiled programs, which can change an FP8 code.
+  at the end: to 24 bits with `low_bits`, otherwise to bf16. Rounding to bf16
+  gives the same bits as `apply_updates` with the same seed and the new state's
+  count as `step`. docs/optimizer.md explains which to choose. With f32
+  gradients and parameters the optax chain gives the same result, apart from a
+  few ulps between different compiled programs, which can change an FP8 code.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.

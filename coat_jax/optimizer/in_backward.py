@@ -64,7 +64,7 @@ def step_in_backward(
 ) -> BackwardStep:
   """Runs a training step that uses each layer's gradients immediately.
 
-  The new parameters and state are those of an ordinary step with the same
+  The new parameters and state are the same as after an ordinary step with these
   gradients. Two things are impossible: accumulating gradients over microbatches
   (each microbatch would be a step of its own), and clipping by the global norm
   (it is only known at the end).

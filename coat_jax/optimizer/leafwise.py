@@ -2,9 +2,9 @@
 """Steps optax transformations leaf by leaf, for `step_in_backward`.
 
 An optimizer can step leaf by leaf if a leaf's update and state depend on that
-leaf alone, and state shared by all leaves depends on no leaf. It must not draw
-random numbers either: all leaves, and all layers of a stack, would draw the
-same ones. We find these dependencies in the jaxpr of the update.
+leaf alone, and state that all leaves share depends on no leaf. It must not draw
+random numbers either, because all leaves, and all layers of a stack, would draw
+the same numbers. We find these dependencies in the jaxpr of the update.
 """
 
 from collections.abc import Sequence

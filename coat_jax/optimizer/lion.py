@@ -146,7 +146,7 @@ def coat_lion(
 
   Args:
     learning_rate: a number or a schedule; usually 3 to 10 times smaller than
-      AdamW's.
+      AdamW's learning rate.
     b1: share of the momentum in the mix whose sign is the update.
     b2: decay of the momentum.
     weight_decay, mask, quantize_mask, seed, shardings: as for `coat_adamw`.

@@ -185,8 +185,8 @@ def _axes_first(split: MatrixSplit, ndim: int) -> tuple[list[int], int]:
 def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
   """Cuts a leaf into its matrices [inputs, outputs].
 
-  All parts of the first index of the batch axes come first, then those of the
-  next. A bias [columns] is cut like the columns of its kernel.
+  All parts of the first index of the batch axes come first, then all parts of
+  the next index. A bias [columns] is cut like the columns of its kernel.
   """
   if x.ndim == 1:
     return split_columns(x, split)
@@ -270,8 +270,8 @@ def newton_schulz(
   x^T and a, b and c are the coefficients. First x is divided by its Frobenius
   norm plus `eps`. On a mesh the longer axis is split over all devices that hold
   shards of the leaf: each multiplies its columns, and devices exchange only
-  sums of x x^T, as large as the shorter axis squared. Without `sharding`, XLA
-  decides how to partition.
+  sums of x x^T, a square matrix as wide as the shorter axis. Without
+  `sharding`, XLA decides how to partition.
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
   """

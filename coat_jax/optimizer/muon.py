@@ -334,7 +334,7 @@ def coat_muon(
 def _decayed_weights(
   weight_decay: optax.ScalarOrSchedule, mask: Any
 ) -> optax.GradientTransformation:
-  """Decays weights; the state is like `optax.contrib.muon`'s for any mask."""
+  """Decays weights; with any mask, its state is like `optax.contrib.muon`'s."""
   plain = optax.add_decayed_weights(weight_decay)
   if mask is None:
     return plain

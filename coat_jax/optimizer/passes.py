@@ -2,14 +2,14 @@
 """Steps a leaf on a GPU in few passes over memory, without a kernel.
 
 A group's statistics depend on all of its values, so a step must read its inputs
-twice. Left alone, XLA stores both new moments in f32 after the first read, and
-spends more time on them than on everything else. Here each pass starts from the
-stored moments and computes the same values again, up to the last bit, because
-XLA may fuse multiplications and additions differently. Between passes, we store
-only what the codec's stages return (`codecs.lookup`).
+twice. By itself, XLA would store both new moments in f32 after the first read,
+and spend more time on them than on everything else. Here each pass starts from
+the stored moments and computes the same values again. (They may differ in the
+last bit, because XLA may fuse multiplications and additions differently.)
+Between passes, we store only what the codec's stages return (`codecs.lookup`).
 
-All arrays are split into groups first, because XLA's estimate of a fusion's
-cost counts everything before a reshape twice.
+All arrays are split into groups first, because XLA counts everything before a
+reshape twice when it estimates the cost of a fusion.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def run(
   stored: Sequence[Encoded],
   noise: Sequence[Array | None],
 ) -> tuple[Any, tuple[Encoded, ...]]:
-  """Returns the finished first result of `compute`, and the others encoded.
+  """Runs `compute`; returns its first result finished and the others encoded.
 
   Args:
     groups: the codecs of the moments.

@@ -50,7 +50,7 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
   unchanged and the low bits of weights (`LowBitsState`,
   `StochasticRoundingState`). The average is over the parameters that have
   moments in these states; `optax.masked` and `optax.partition` may leave some
-  out.
+  parameters out.
 
   Args:
     opt_state: an optimizer's state, of arrays or of `jax.ShapeDtypeStruct`s,
@@ -122,17 +122,17 @@ def state_report(
     For each leaf's path, a dict that JSON can store: `parameters`, `encoded`
     (False for leaves that stay f32), and for each moment, `mu`, `nu` or the
     path of an encoded field, a dict of
-      `replicated`: an explanation, only if codes are sharded along their last
-        axis by its name in a flax box, but statistics are replicated along it:
-        the groups cannot be divided over the devices, or no mesh was known when
-        the state was made;
+      `replicated`: only if a flax box shards codes along their last axis, but
+        statistics are replicated along it. It explains why: the groups cannot
+        be divided over the devices, or no mesh was known when the state was
+        made;
       `power`: min, p10, median, p90, max and mean of the expansion's k over the
         groups that are not all zero (codecs with an expansion);
       `codes_used`: share of the 256 codes that occur, or of the 16 codes of
         int4 (codecs of at most 8 bits);
-      `zeroed`: share of values that are 0 (with a reference: only those that
-        are not 0 in it). Where a second moment is 0, the update is divided by
-        eps;
+      `zeroed`: share of values that are 0 (with a reference: among the values
+        that are not 0 in it). Where a second moment is 0, the update is divided
+        by eps;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
         Euclidean norms over the leaf.
 

@@ -118,7 +118,7 @@ def _rounded(weight: weights.Weight, change: Any, part: LeafPart):
 
 
 def _difference(new: weights.Weight, old: weights.Weight, change: Any) -> Any:
-  """Returns what `optax.apply_updates` must add to a bf16 weight: f32."""
+  """Returns the f32 update that `optax.apply_updates` adds to a bf16 weight."""
   if change is None or not _is_bfloat16(old):
     return change
   high, before = (

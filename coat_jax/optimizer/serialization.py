@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversions and checks for saving and restoring states with FP8 arrays.
 
-NumPy has no FP8 and no int4: `np.load` cannot read such arrays that `np.savez`
-wrote. Unsigned integers keep the bits and are supported everywhere. Orbax
-supports both, but casts what it reads to the dtypes of the target, which
-corrupts codes of another codec. `check_stored` compares the dtypes first.
+NumPy has no FP8 and no int4: `np.savez` writes such arrays, but `np.load`
+cannot read them. Unsigned integers keep the bits and are supported everywhere.
+Orbax supports FP8 and int4, but casts what it reads to the dtypes of the
+target, which corrupts codes of another codec. `check_stored` compares the
+dtypes first.
 """
 
 from typing import Any

@@ -3,8 +3,8 @@
 
 Codes have the parameter's shape and sharding. The statistics of groups have the
 same axes (only the last one is shorter) and the same sharding, so an
-optimizer's step moves nothing between devices. We need no rules to compute
-these shardings. On a mesh with explicit axes, shardings are part of types, so
+optimizer's step moves nothing between devices. No rules are needed to compute
+these shardings: on a mesh with explicit axes, shardings are part of types. So
 tracing `init` on such a mesh yields the shardings of everything that it makes,
 no matter what wraps the optimizer. They are valid for automatic axes too.
 
@@ -116,8 +116,8 @@ def fit_group_size(
       outgrow codes unnoticed (`coat` stores 5 bytes per group).
 
   Returns:
-    `codec` with its group sizes, or with smaller ones that divide each device's
-    share of the last axis of every encoded leaf whose last axis is sharded.
+    `codec` with its group sizes, or with smaller ones. If the last axis of an
+    encoded leaf is sharded, they divide each device's share of this axis.
 
   Raises:
     TypeError: a sharding is not a `NamedSharding`; a leaf is not real

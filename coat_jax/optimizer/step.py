@@ -108,7 +108,7 @@ def decode(groups: GroupCodecs, stored: Stored) -> tuple[Array, ...]:
 
 
 def pair_key(key: Array, pair: int) -> Array:
-  """Returns the key of a pair of moments; the first pair uses the leaf's."""
+  """Returns the key of a pair of moments; pair 0 uses the leaf's own key."""
   if not pair:
     return key
   return stochastic.mix(key ^ jnp.uint32(pair * stochastic.GOLDEN % 2**32))
@@ -119,7 +119,7 @@ def one_body(fn: Callable) -> Callable:
 
   If XLA inlines a function late, it optimizes the function's body only once,
   and all leaves share its temporary memory. Compiling AdamW for 196 leaves on a
-  CPU takes 8 s, instead of 55 s if each leaf has its own body.
+  CPU then takes 8 s. If each leaf has its own body, it takes 55 s.
   """
   jitted = functools.partial(
     jax.jit, fn, static_argnames=("arithmetic", "groups")
@@ -140,9 +140,9 @@ def shares_body() -> bool:
   """Returns whether leaves share a body: on CPUs, with nothing to partition.
 
   XLA's partitioner does not look into a body that is inlined late, and would
-  gather sharded leaves first. On an H200 sharing does not pay: with 24 leaves
-  compiling takes longer (49 s instead of 44 s), and temporary memory grows from
-  1.0 to 1.8 GB.
+  gather sharded leaves first. On an H200 sharing does not pay off: with 24
+  leaves, compiling takes longer (49 s instead of 44 s), and temporary memory
+  grows from 1.0 to 1.8 GB.
   """
   if platform() != "cpu":
     return False

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights without an f32 copy: bf16, or 24 bits as bf16 and a byte.
 
-A weight of 24 bits is the upper 24 bits W of an f32, of which 15 are mantissa.
-It is stored as two arrays:
+A weight of 24 bits is W, the upper 24 bits of an f32: a sign, an exponent and
+15 bits of mantissa. It is stored as two arrays:
 
   high = (W + 0x80) >> 8    the nearest bf16; layers read only this
   low  = W - (high << 8)    int8; only the optimizer's step reads it
 
-Splitting W and joining the halves is exact. W itself is a rounded f32. A step
-rounds it stochastically, so updates below 2^-16 of a weight (with bf16 alone,
-below 2^-8) take effect only on average. The random words are
+W can be split and joined exactly. W itself is a rounded f32. A step rounds it
+stochastically, so updates below 2^-16 of a weight (with bf16 alone, below 2^-8)
+take effect only on average. The random words are
 `stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, and
 rounding to 24 bits uses the high 8.
 """
@@ -46,9 +46,9 @@ class SplitWeight(NamedTuple):
 
   Attributes:
     high: bf16 of any shape, nearest to the weight.
-    low: int8 of the same shape, the weight minus `high`, in units of 1/256 ulp
-      of `high` (if `high` is a power of two and the weight below it, of the
-      smaller ulp).
+    low: int8 of the same shape, the weight minus `high`, in units of 1/256 ulp.
+      The ulp is that of `high`; if `high` is a power of two and the weight is
+      smaller, it is the ulp just below `high`.
   """
 
   high: Array
@@ -102,8 +102,8 @@ def join(weight: SplitWeight) -> Float32[Array, "*s"]:
   bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
   added = lax.bitcast_convert_type(low.astype(jnp.int32) << 8, jnp.uint32)
   x = lax.bitcast_convert_type(bits + added, jnp.float32)
-  # A byte below 0 would turn the bits of an infinity into a large number, and
-  # those of zero into a NaN.
+  # A byte below 0 would turn an infinity into a large number, and zero into a
+  # NaN.
   x = jnp.where(x == x, x, upper)
   return jnp.where(jnp.abs(upper) < jnp.inf, x, upper)
 

@@ -62,7 +62,7 @@ def commands(folder: str) -> list[str]:
   return sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / folder).rglob("*.py")
-    if path.parent.name != "peers"  # They import other libraries, as torch.
+    if path.parent.name != "peers"  # They import other libraries, like torch.
     and '"__main__"' in (text := path.read_text())
     and re.search(r"^import argparse$|^import tyro$|read_options\(", text, re.M)
   )

@@ -5,8 +5,8 @@ Docstrings are written for a terminal. Markdown would break three things in
 them: indented tables and formulas, lists without a blank line before them, and
 formulas in the style of optax's docstrings.
 
-Also, a function may have the same name as a module: `coat_jax.layers.linear` is
-the function, as it is in Python.
+Also, a function may have the same name as a module. As in Python,
+`coat_jax.layers.linear` is then the function.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Reference(griffe.Extension):
           self._written[member.path] = member
 
   def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-    """Lets each name mean what it means in Python."""
+    """Makes each name refer to the same object as in Python."""
     for module in pkg.modules.values():
       if module.is_init_module and not module.is_alias:
         self.on_package(pkg=module)

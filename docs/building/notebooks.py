@@ -9,7 +9,7 @@ FOLDER = Path(__file__).parents[1] / "notebooks"
 
 
 def on_files(files, config, **_):
-  """Called by mkdocs before it reads the pages."""
+  """MkDocs calls this before it reads the pages."""
   from mkdocs.structure.files import File
 
   for path in sorted(FOLDER.glob("*.ipynb")):

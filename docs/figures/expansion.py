@@ -4,9 +4,9 @@
   python -m docs.figures.expansion
 
 moments.npz contains two groups of 128 second moments, in f32, from the run
-`python -m train.pretrain demo --report-state` after its 200 steps: the output
-layer's group with the widest range, and a down projection's with a median
-range.
+`python -m train.pretrain demo --report-state` after its 200 steps: the group of
+the output layer with the widest range, and a group of a down projection with a
+median range.
 """
 
 import jax.numpy as jnp

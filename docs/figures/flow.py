@@ -3,8 +3,8 @@
 
   python -m docs.figures.flow
 
-Bytes are those of Llama-2-7B with recipes.coat(), from `python -m
-benchmarks.memory residuals --preset llama2_7b`.
+Bytes are for Llama-2-7B with recipes.coat(), from `python -m benchmarks.memory
+residuals --preset llama2_7b`.
 """
 
 from matplotlib.figure import Figure
@@ -17,7 +17,7 @@ FORWARD, SAVED, BACKWARD, WEIGHTS = 5.7, 3.75, 1.8, 0.45
 
 
 def draw(palette: Palette) -> Figure:
-  """Draws a gated MLP: forward, saved arrays, backward, from the top."""
+  """Draws a gated MLP, from the top: forward, saved arrays, backward."""
   figure = Figure(figsize=(12, 7))
   d = Drawing(canvas(figure), palette)
   d.zone((1.12, 0.1), (5.4, 6.9), "front")

@@ -3,10 +3,10 @@
 
   python -m docs.figures.long
 
-Top: held-out losses. Bottom: the training loss minus that of BF16 at the same
-step. Dots: held-out losses of a second BF16 seed minus those of the first. All
-other runs start from the same weights and read the same batches. The rows are
-docs/rows/long.jsonl, from runs of `studies/long.sh`.
+Top: held-out losses. Bottom: the training loss minus BF16's training loss at
+the same step. Dots: held-out losses of a second BF16 seed minus the losses of
+the first. All other runs start from the same weights and read the same batches.
+The rows are docs/rows/long.jsonl, from runs of `studies/long.sh`.
 """
 
 import json
@@ -44,7 +44,7 @@ def _name(variant: str, seed: int, **rest: object) -> str:
 
 
 def held_out_difference(runs: dict, variant: str) -> tuple[int, float]:
-  """The last evaluation that BF16 shares: tokens, and the loss minus BF16's."""
+  """Returns tokens and loss minus BF16's loss at the last shared evaluation."""
   plain = dict(runs["bf16"]["held_out"])
   step, loss = runs[variant]["held_out"][-1]
   return step * TOKENS_PER_STEP, loss - plain[step]

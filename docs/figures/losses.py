@@ -3,10 +3,10 @@
 
   python -m docs.figures.losses
 
-Left: the training loss of coat minus that of BF16, over the steps of runs with
-the same seed. For comparison, the same difference between BF16 runs with
+Left: the training loss of coat minus the loss of BF16, over the steps of runs
+with the same seed. For comparison, the difference between BF16 runs with
 different seeds. Right: the held-out loss at the end, for each learning rate.
-The runs are those of `studies.stability`, in docs/rows/stability.jsonl.
+The runs come from `studies.stability`, in docs/rows/stability.jsonl.
 """
 
 import itertools
@@ -26,7 +26,7 @@ SEEDS = (0, 1, 2)
 
 
 def read_runs() -> dict[tuple[str, float, int], dict]:
-  """Rows of the small model by variant, learning rate and seed."""
+  """Reads the small model's rows by variant, learning rate and seed."""
   rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
   return {
     (case["variant"], case["rate"], case["seed"]): row
@@ -37,7 +37,7 @@ def read_runs() -> dict[tuple[str, float, int], dict]:
 
 
 def held_out_differences(runs: dict, rate: float) -> list[float]:
-  """Held-out loss of coat minus that of BF16, of each seed."""
+  """Returns the held-out loss of coat minus BF16's loss for each seed."""
   return [
     runs["coat", rate, seed]["held_out_loss"]
     - runs["bf16", rate, seed]["held_out_loss"]

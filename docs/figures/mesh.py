@@ -82,7 +82,7 @@ def _devices(d: Drawing, columns: list[float]) -> None:
 
 
 def _array(d, x, y, count, filled, color, *, across) -> None:
-  """One device's array; of its `count` parts the filled ones are there."""
+  """Draws an array of `count` parts, of which a device has the filled ones."""
   p, low, left = d.palette, y - HEIGHT / 2, x - WIDTH / 2
   for i in range(count):
     width, height = WIDTH, HEIGHT / count
@@ -106,7 +106,7 @@ def _array(d, x, y, count, filled, color, *, across) -> None:
 
 
 def _exchange(d, columns, y, text, color, p) -> None:
-  """What happens between two rows of arrays."""
+  """Draws what devices exchange between two rows of arrays."""
   for x in columns:
     d.arrow((x, y + 0.42), (x, y + 0.2), color=color)
     d.arrow((x, y - 0.2), (x, y - 0.42), color=color)

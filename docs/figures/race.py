@@ -3,10 +3,10 @@
 
   python -m docs.figures.race
 
-Each point is a way to store Adam's moments: the held-out loss minus that of f32
-moments with the same seed, its mean and 95 % interval. Points of the same size
-are drawn next to each other. The rows are docs/rows/codec_race.jsonl, from
-`studies.codec_race`.
+Each point is a way to store Adam's moments. It shows the held-out loss minus
+the loss of f32 moments with the same seed: the mean and its 95 % interval.
+Points of the same size are drawn next to each other. The rows are
+docs/rows/codec_race.jsonl, from `studies.codec_race`.
 """
 
 import json

@@ -127,7 +127,7 @@ def test_progress_counts_only_the_grid():
   for each in rows:
     each["case"] |= case
   said = stability.progress(rows)
-  assert said.startswith("The rows have 1 of the grid's 162 runs, and 1 of")
+  assert said.startswith("The rows contain 1 of the grid's 162 runs, and 1 at")
 
 
 @pytest.mark.slow

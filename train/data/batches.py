@@ -3,9 +3,9 @@
 
 Rows are packed documents, images, or windows of a token stream. Each epoch
 visits every row once, in an order drawn from the seed and the epoch. A batch
-may end one epoch and begin the next. grain shuffles row *numbers*, so only the
-rows that a batch uses are read. Batch i depends only on the seed and i, so one
-integer is the whole state of an iterator.
+may contain the end of one epoch and the beginning of the next. grain shuffles
+row *numbers*, so only the rows that a batch uses are read. Batch i depends only
+on the seed and i, so the state of an iterator is a single integer.
 """
 
 import dataclasses

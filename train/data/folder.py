@@ -29,8 +29,8 @@ class FolderText(TokenizerText):
 
   A text begins with the token that the tokenizer's post-processor adds, or that
   `add_bos_token` in tokenizer_config.json asks for. It ends with any
-  `eos_token_id` of generation_config.json and config.json, or if neither names
-  one, with the tokenizer's own.
+  `eos_token_id` of generation_config.json and config.json. If neither file
+  names one, it ends with the tokenizer's own end token.
   """
 
   def __init__(self, folder: Path, tokenizer: str | None = None):
@@ -86,10 +86,10 @@ def read_ids(file: Path, name: str) -> list[int]:
 def write_stop_tokens(folder: Path, documents: Documents) -> None:
   """Adds the tokens that end turns to a folder's generation_config.json.
 
-  transformers stops at the tokens that this file names. Without the file it
-  reads config.json, and if that names none, it uses the default of the model's
-  class (token 2 for Llama), never the tokenizer's token. Nothing is written if
-  the tokens are named already, or if turns end with text.
+  transformers stops at the tokens that this file names. Without this file it
+  reads config.json. If that names none either, it uses the default of the
+  model's class (token 2 for Llama), never the tokenizer's token. Nothing is
+  written if the file already names the tokens, or if turns end with text.
   """
   text = FolderText(folder)
   ends = text.without_text(last_tokens(documents))

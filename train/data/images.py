@@ -6,9 +6,9 @@ preprocessor_config.json: an image is converted to RGB, resized by Pillow in 8
 bits (CLIP: the shorter side, then the middle is cropped; SigLIP: both sides),
 and its values are scaled and normalized in f32.
 
-Files come from anywhere, so headers are checked first: the format, and the
+Files may come from anywhere, so we check each header first: the format, and the
 number of pixels before and after resizing. No image needs more memory than
-twice `MAX_PIXELS` at three bytes each.
+twice `MAX_PIXELS` pixels of three bytes.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ from PIL import Image, UnidentifiedImageError
 
 from train.data.sources import BadData
 
-# Just below the size at which Pillow starts to warn.
+# Pillow warns about images that are slightly larger.
 MAX_PIXELS = 89_000_000
 # Tracking pixels and failed downloads have a single pixel.
 _MIN_SIDE = 2
-# Raster formats only: others that Pillow knows may be programs (PostScript).
+# Only raster formats: others that Pillow reads may be programs (PostScript).
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # Modes of more than 8 bits, which Pillow would clip.
 _DEEP = ("I", "F")

@@ -8,8 +8,9 @@
 
 The name of a folder is the name of its class; classes are numbered in order of
 their names. Images may also be in subfolders. All headers are read at the
-start. Images that need at most `_IN_MEMORY` bytes as pixels are read at the
-start too and stay in memory; larger sets are read a batch at a time.
+start. If the pixels of all images take at most `_IN_MEMORY` bytes, they are
+read at the start too and stay in memory; larger sets are read a batch at a
+time.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes and decodes text in the same way as the data of a run.
+"""Encodes and decodes text the way the data of a run was encoded.
 
-`open_text` chooses: ids are bytes, or come from a `tokenizers` JSON file with
-the special tokens and the chat template in its folder.
+`open_text` returns a `ByteText`, whose ids are bytes, or a `TokenizerText`,
+which reads a `tokenizers` JSON file, and the special tokens and the chat
+template in the same folder.
 """
 
 import abc
@@ -30,7 +31,7 @@ class Text(abc.ABC):
 
   @abc.abstractmethod
   def decode(self, tokens: list[int]) -> str:
-    """Returns the text of tokens; bytes that are not text become U+FFFD."""
+    """Returns the tokens' text; bytes that are not UTF-8 become U+FFFD."""
 
   def encode_from_start(self, text: str) -> list[int]:
     """Encodes a text and adds `first_tokens` unless it begins with them."""
@@ -46,7 +47,7 @@ class Text(abc.ABC):
     head, whole = self.decode(before), self.decode(before + tokens)
     if whole.startswith(head):
       return whole[len(head) :]
-    return self.decode(tokens)  # A character was cut in two.
+    return self.decode(tokens)  # The tokens begin inside a character.
 
   def without_text(self, tokens: Iterable[int]) -> set[int]:
     """Selects the tokens that decode to nothing, such as the end of a turn."""

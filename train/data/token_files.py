@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads flat files of token ids a batch at a time, and fingerprints them.
 
-Files are not memory-mapped: if a file is cut short or its disk fails, reading a
-map ends the process with SIGBUS, without an error message.
+Files are not memory-mapped: if a mapped file is cut short or its disk fails,
+reading it ends the process with SIGBUS, without an error message.
 
 A fingerprint shows whether a resumed run reads the same tokens. Arrays in
 memory and files of up to 256 MiB together are hashed whole. In larger files,
 only blocks of 64 KiB are hashed: the first and last of each file, and 4096 at
-equal distances. Changes longer than that distance are always seen; shorter ones
-may be missed, but `change_times` hints at them.
+equal distances. A change that is longer than this distance is always noticed. A
+shorter change may be missed, but `change_times` hints at it.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ class _Opened:
       os.close(self.number)
 
 
-# A published corpus has thousands of files; the usual limit is 1024 open ones.
+# A published corpus has thousands of files, but usually only 1024 can be open.
 @functools.lru_cache(maxsize=256)
 def _opened(path: str) -> _Opened:
   return _Opened(path)
@@ -116,7 +116,7 @@ Parts = Sequence[np.ndarray | TokenFile]
 
 
 def fingerprint(parts: Parts) -> str:
-  """Hashes the token stream that arrays or files make up."""
+  """Hashes the token stream that these arrays or files form."""
   sizes = [len(part) for part in parts]
   if is_read_whole(parts):
     sizes = [sum(sizes)]

@@ -2,8 +2,8 @@
 """Converts text to tokens and back with a `tokenizers` JSON file.
 
 The library raises bare Exception, and panics in its Rust code are not even
-Exceptions. Here both become a ValueError that names the file. Truncation that
-the file asks for is ignored, as in transformers.
+Exceptions. Here both become a ValueError that names the file. If the file asks
+for truncation, that is ignored, as in transformers.
 
 The library needs up to 240 bytes per character while it tokenizes, so long
 texts are split into pieces, and only a few pieces are tokenized at a time.
@@ -22,7 +22,7 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # The longest piece, in characters. Longer texts are split at line ends, across
 # which few tokenizers merge; larger pieces would run on fewer cores.
 PIECE = 1 << 18
-# The most pieces, and their characters in total, to tokenize at once.
+# At most this many pieces, and characters in total, are tokenized at once.
 _TEXTS, _CHARACTERS = 256, 1 << 20
 
 

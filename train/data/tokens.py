@@ -3,8 +3,8 @@
 
 The end of the stream is held out for evaluation. `DataConfig` offers three
 kinds of data:
-  * by default the source code of Python's standard library, real text that
-    every machine has, as bytes;
+  * by default the source code of Python's standard library as bytes, because
+    every machine has this text;
   * text: a file, folder or glob, as bytes or through a `tokenizers` JSON file,
     tokenized at the start and kept in memory;
   * tokens: flat `uint16` or `uint32` files, read a batch at a time, with or
@@ -24,7 +24,7 @@ import numpy as np
 from train.data import sources, token_files
 from train.data.token_files import TokenFile, open_tokens
 
-# Threads hide the latency of disks; for data in memory they only contend.
+# Threads hide the latency of disks. For data in memory they would only compete.
 _THREADS = 16
 # Short pieces, spread over the stream, that are checked before training.
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096

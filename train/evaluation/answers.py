@@ -3,13 +3,13 @@
 
 Each turn of the assistant that is marked as a target is one question. The
 prompt is everything before that turn, with the data's own answers in earlier
-turns. The model decodes greedily until the answer ends.
-The cross-entropy of the data's answers is computed for all turns at once.
+turns. The model decodes greedily until the answer ends. The cross-entropy of
+the data's answers is computed for all turns at once.
 
 Short answers are compared as in VQA v2: in lower case, without punctuation,
-articles and line ends, and with numbers up to ten as digits. One thing differs:
-`vqaEval.py` of github.com/GT-Vision-Lab/VQA restores lost apostrophes; here
-apostrophes are ignored.
+articles and line ends, and with numbers up to ten as digits. There is one
+difference: `vqaEval.py` of github.com/GT-Vision-Lab/VQA restores missing
+apostrophes, whereas we ignore apostrophes.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from train.evaluation.perplexity import exp
 from train.evaluation.scoring import Request, Scorer
 from train.source import Source
 
-# Longer references hardly ever match exactly, so they are not compared.
+# Answers hardly ever match longer references exactly, so we don't compare them.
 SHORT_WORDS = 5
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _ARTICLES = {"a", "an", "the"}
@@ -48,7 +48,7 @@ def normalized(answer: str) -> str:
   has_thousands = re.search(r"\d,\d", text) is not None
   out = text
   for mark in _PUNCTUATION:
-    # Next to a space it is punctuation; otherwise it separates two words.
+    # A mark next to a space is punctuation; any other separates two words.
     is_beside = f"{mark} " in text or f" {mark}" in text
     out = out.replace(mark, "" if is_beside or has_thousands else " ")
   # A full stop, but not a decimal point.
@@ -64,7 +64,7 @@ def is_short(reference: str) -> bool:
 
 
 def is_match(answer: str, reference: str) -> bool:
-  """Whether an answer equals the reference, both `normalized`."""
+  """Whether an answer equals the reference once both are `normalized`."""
   return normalized(answer) == normalized(reference)
 
 
@@ -87,7 +87,7 @@ class Answer(NamedTuple):
   answer: str  # The model's answer.
   images: tuple[Path, ...]  # Files of the images before the answer.
   is_short: bool  # Whether the reference is a short answer.
-  is_match: bool  # Whether the answer equals the reference, both `normalized`.
+  is_match: bool  # Whether both are equal once they are `normalized`.
 
 
 class Answers(NamedTuple):
@@ -128,8 +128,8 @@ class _Exam(NamedTuple):
   model: Decoder | VisionLanguageModel
   documents: Documents
   count: int  # Only the first `count` conversations are used.
-  # Room for images, the same in every row, so that each length needs only one
-  # program; 0 if all is text.
+  # How many images each row has room for; 0 for text alone. It is the same in
+  # every row, so that each length needs only one program.
   slots: int
   batch: int  # Rows that are computed at once.
 
@@ -152,8 +152,8 @@ def ask(
 ) -> Answers:
   """Asks a model all questions of the first `limit` conversations.
 
-  `length` limits the tokens that the model sees at a time, `max_tokens` limits
-  an answer.
+  The model sees at most `length` tokens at a time, and an answer has at most
+  `max_tokens` tokens.
   """
   count = min(len(documents), limit or len(documents))
   images = (len(documents.images_of(i)) for i in range(count))
@@ -215,7 +215,7 @@ def _generate(
   found: dict[int, Answer] = {}
   with tqdm(total=len(asked), desc="questions", unit="row", delay=2) as bar:
     for some in itertools.batched(order, exam.batch):
-      # The last batch is padded to as many rows as the others have.
+      # Pad the last batch, so that all batches have the same number of rows.
       padded = (*some, *some[:1] * (exam.batch - len(some)))
       rows = [asked[i] for i in padded]
       pixels = None

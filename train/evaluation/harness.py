@@ -5,8 +5,9 @@ It follows the harness's own rules for Hugging Face models: a context that is
 too long loses its beginning; an empty context becomes the token that texts
 begin or end with; generated text is cut at the first of its stop strings.
 
-One thing differs: exactly one token, which is not scored, precedes a text that
-is scored as a whole. The harness adds a second one if the tokenizer adds one.
+There is one difference: a text that is scored as a whole follows exactly one
+token, which is not scored. The harness adds a second token if the tokenizer
+adds one.
 
   lm = DecoderLM(model, text, length=2048)
   lm_eval.simple_evaluate(lm, tasks=["hellaswag"])
@@ -24,7 +25,7 @@ from train.data.text import Text
 from train.evaluation.perplexity import prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
-# Most tokens to generate, unless a task sets its own number.
+# Maximum number of tokens to generate, unless a task sets its own.
 _MOST = 256
 # The names that tasks use for that number; the first one found is used.
 _MOST_NAMES = (
@@ -55,18 +56,18 @@ class DecoderLM(TemplateLM):
 
   @property
   def max_length(self) -> int:
-    """The most tokens that the model sees at a time."""
+    """The maximum number of tokens that the model sees at a time."""
     return self._scorer.length
 
   @property
   def max_gen_toks(self) -> int:
-    """Most tokens to generate if a task sets no number."""
+    """Maximum number of tokens to generate if a task sets none."""
     return min(_MOST, self.max_length // 2)
 
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
   ) -> list[int]:
-    """Encodes a text, with the tokens that texts begin with by default."""
+    """Encodes a text; by default adds the tokens that texts begin with."""
     del kwargs
     if add_special_tokens is False:
       return self._text.encode(string)
@@ -159,7 +160,7 @@ class DecoderLM(TemplateLM):
         "a copy of the task with --task-dir"
       )
     kept = [tokens[-(self.max_length - most) :] for tokens in contexts]
-    # Always the same number of rows, so that the last batch compiles nothing.
+    # Keep the number of rows the same, so that the last batch compiles nothing.
     rows = kept + kept[-1:] * (self._batch - len(kept))
     added = generate(
       self._model,
@@ -206,7 +207,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _longest_first(items: Sequence, size: Any) -> list[tuple[int, Any]]:
-  """Numbers and sorts items, so that the largest one fails first."""
+  """Numbers and sorts items, the largest first, so that errors come early."""
   return sorted(enumerate(items), key=lambda one: -size(one[1]))
 
 

@@ -22,7 +22,7 @@ _PAGE = Path(__file__).with_suffix(".html")
 
 
 def render(models: Sequence[tuple[str, Answers]]) -> str:
-  """Writes the page of models that answered the same questions."""
+  """Writes the page for one or more models that answered the same questions."""
   answers = [found.answers for _, found in models]
   asked = [
     [(each.conversation, each.reference) for each in column]
@@ -109,7 +109,7 @@ def _figure(file: Path) -> str:
 
 def _thumbnail(file: Path) -> str:
   """Makes a small JPEG as a data URI, unrotated, as the model sees it."""
-  from PIL import Image  # Needs the extra vision, as all images do.
+  from PIL import Image  # Needs the extra vision, like all code for images.
 
   with Image.open(file) as image:
     small = image.convert("RGB")

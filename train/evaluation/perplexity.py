@@ -3,9 +3,9 @@
 
 A text that exceeds the model's length is read in windows. Each window is as
 long as the model allows, begins `stride` tokens after the previous one, and
-counts only the tokens that no earlier window counted. With a stride of the
-whole length each token is read once, as in lm-evaluation-harness. A shorter
-stride gives more context, and needs more windows.
+counts only the tokens that no earlier window counted. If the stride equals the
+length, each token is read once, as in lm-evaluation-harness. A shorter stride
+gives each token more context, but needs more windows.
 
   length 4, stride 2      read      a b c d | c d e f | e f g h
                           counted   b c d e |     f g |     h i
@@ -27,7 +27,7 @@ Documents = Literal["apart", "joined"]
 
 
 class Perplexity(NamedTuple):
-  """Counts, and the measures that follow from them."""
+  """Counts of a text, and measures that are computed from them."""
 
   documents: int  # Documents with at least one token.
   tokens: int  # All tokens; each is predicted.

@@ -53,7 +53,7 @@ class Scorer:
   def __init__(
     self, model: Decoder | VisionLanguageModel, *, length: int, batch: int
   ):
-    """Compiles nothing yet; `length` is the most tokens that the model sees."""
+    """Compiles nothing yet; the model sees at most `length` tokens at once."""
     for name, value in (("length", length), ("batch", batch)):
       if value < 1:
         raise ValueError(

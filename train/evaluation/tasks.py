@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of lm-evaluation-harness, from its package or from a folder.
 
-Nothing is downloaded: a task whose data are not on this machine is an error.
+Nothing is downloaded: a task fails if its data are not on this machine.
 Needs the extra `eval`.
 """
 
@@ -63,7 +63,7 @@ class Tasks:
       ) from error
 
   def _find(self) -> Any:
-    """Finds a manager that knows all tasks; listing lm_eval's own is slow."""
+    """Finds a manager that knows all tasks; listing lm_eval's tasks is slow."""
     from lm_eval.tasks import TaskManager
 
     unknown, manager = self.names, None

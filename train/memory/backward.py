@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the memory while one layer is differentiated, in closed form.
 
-This memory comes on top of what all layers save. Each sum covers the arrays
-that are alive together at a possible peak, given the order in which XLA
-works. We derived the sums from XLA's live ranges in steps that were compiled
+This memory is needed in addition to what all layers save. Each sum covers the
+arrays that are alive together at a possible peak, given the order in which XLA
+runs operations. We derived the sums from XLA's live ranges in steps compiled
 for H200s, and assume that
   * a stack of layers is scanned, so what a layer saved is copied out of it;
   * on one GPU XLA computes all weights' gradients at the end of a layer;
@@ -208,7 +208,7 @@ def _coat_mlp(layer: Layer) -> float:
 
 
 def _saved_in_mlp(layer: Layer) -> float:
-  """Counts bytes that were saved or recomputed before the MLP's backward."""
+  """Counts bytes saved or recomputed before the MLP's backward pass."""
   inner, unit = layer.inner, layer.unit
   saves_product = layer.recipe.residuals == "coat" and not layer.experts
   if layer.is_recomputed:
@@ -222,5 +222,5 @@ def _saved_in_mlp(layer: Layer) -> float:
       saved += (layer.code + 1) * inner + 0.5 * unit
   else:
     saved = layer.saved(layer.remat)
-  # By then, what the layer saved for SwiGLU is dead.
+  # By then, what the layer saved for SwiGLU is no longer needed.
   return saved - 4.5 * inner * saves_product

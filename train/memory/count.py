@@ -45,13 +45,13 @@ def saved_bytes(
 ) -> float:
   """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
-  They are the arrays of `residual_arrays` that grow with the number of tokens,
-  without the positions, which all layers share. XLA differs from autodiff in
-  two places: BF16 layers keep the attention's output twice, in its own layout
-  and as the operand of the next product; and where LayerNorm is plain autodiff,
-  two of its arrays become one. The bytes are counted on one of `tensor` GPUs
-  along the mesh's tensor axis, where BF16 layers hold the whole residual
-  stream.
+  We count the arrays of `residual_arrays` that grow with the number of tokens,
+  except the positions, which all layers share. XLA differs from autodiff in two
+  places: BF16 layers keep the attention's output twice, in its own layout and
+  as the operand of the next product; and if LayerNorm is differentiated by
+  autodiff, two of its arrays become one. The bytes are for one of `tensor` GPUs
+  along the mesh's tensor axis. Each of them holds the whole residual stream of
+  BF16 layers.
   """
   recipe = dataclasses.replace(recipe, axes=None)
   arrays = [
@@ -110,7 +110,7 @@ def residual_arrays(
   else:
     make = functools.partial(DecoderLayer, config, recipe)
     if config.kinds_of_layers is not None:
-      options = dict(kind=jnp.int32(0))  # All kinds save the same.
+      options = dict(kind=jnp.int32(0))  # All kinds save the same arrays.
   layer = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
   graph, params = nnx.split(layer)
   x = jax.ShapeDtypeStruct((1, tokens, config.d_model), jnp.bfloat16)
@@ -167,7 +167,7 @@ class _Program:
     return of_params and var.aval.size > 1
 
   def _aliases(self, var):
-    """Returns an array, the one that it reshapes, and so on to the original."""
+    """Lists an array, then the array of which it is a reshape, and so on."""
     found = [var]
     while (equation := self.equation_of.get(found[-1])) is not None:
       is_named = residuals.name_of(equation) is not None

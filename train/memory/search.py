@@ -8,9 +8,9 @@ layers,
 
   n * LAYER[recipe][remat] + STEP[params] + IN_BACKWARD
 
-The last two terms are the cost of a step at any batch: the optimizer, and
-weights that are read and quantized. They were measured with Llama-2-7B on an
-H200; for 13B they are much the same, because both parts grow with the weights.
+The last two terms are the fixed cost of a step: it runs the optimizer, and
+reads and quantizes weights. They were measured with Llama-2-7B on an H200. For
+13B they are about the same, because both parts grow with the weights.
 tests/train/memory/test_search.py compares the estimate with measured steps.
 """
 
@@ -29,7 +29,7 @@ GB = 10**9
 # Time of a layer, forward and backward, relative to 16.73 ms in BF16 (docs/
 # performance.md, "One decoder layer"). In recipe coat, fp8, full and fp8_layer
 # take 1.22, 1.26 and 1.26 times as long as none. We did not measure full in
-# fp8_linear: we estimate it as none plus another forward.
+# fp8_linear: we estimate it as none plus another forward pass.
 LAYER: dict[str, dict[Remat, float]] = {
   "bf16": {"none": 1.0, "dots": 1.04, "full": 1.27},
   "fp8_linear": {"none": 0.68, "full": 0.90},
@@ -168,7 +168,7 @@ def command(run: TrainConfig, preset: str, plain: TrainConfig) -> str:
 
 
 def report(fitting: list[Found]) -> str:
-  """Writes a table of the fastest run for each recipe, weights and backward."""
+  """Writes a table with the fastest run of each kind."""
   rows: dict[tuple, list[str]] = {}
   for run, peak, cost_of_token in fitting:
     where = "in backward" if run.optimizer_in_backward else "after"

@@ -14,9 +14,9 @@ Peak memory occurs at one of these points, each with what is alive then:
 
 The step is `train.step`'s: it scans its layers, stores gradients in the dtypes
 of the parameters, computes the loss in chunks of logits and donates its state.
-Frozen parts have no gradients. A frozen tower saves nothing, nor does anything
-before it. A frozen decoder does save, because its backward leads to the
-projector.
+Frozen parts have no gradients. A frozen tower and everything before it save
+nothing. A frozen decoder does save, because the projector's gradients come
+through its backward pass.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Begins a run: from the newest checkpoint, or in an empty folder.
 
-Only the first process writes files other than checkpoints. All processes meet
-at the end of each `with stop_on_bad_input`, and stop there if one has failed.
+Only the first process writes files other than checkpoints. At the end of each
+`with stop_on_bad_input` all processes wait for each other, and stop if one has
+failed.
 """
 
 import contextlib

@@ -6,8 +6,9 @@ A checkpoint contains `params`, `optimizer` (the FP8 bytes themselves), `data`
 fingerprint of the data) and, if a run reports on its moments, `exact`; `data`
 and `run` are JSON. Nothing in it depends on devices or processes: arrays are
 restored bit for bit with the shardings of an abstract state, and the iterators
-of all processes are at the same batch. No batch is repeated or skipped, so a
-run resumed by the same compiled program is bit-equal to one that never stopped.
+of all processes continue at the same batch. No batch is repeated or skipped, so
+if the same compiled program resumes a run, every bit is as if it had never
+stopped.
 
 A checkpoint is named by its step once all files are written, with checksums.
 The checksums reveal later damage, and the stored step reveals a renamed folder.
@@ -176,7 +177,7 @@ def latest_step(path: Path) -> int | None:
 def newest_whole_step(path: Path) -> tuple[int, list[str]]:
   """Finds the newest undamaged checkpoint and the damage of newer ones.
 
-  One process reads; all get its answer.
+  One process reads the files and tells all others.
   """
   found, damaged = -1, []
   if processes.is_primary():

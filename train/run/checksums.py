@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checksums of the files of a checkpoint.
 
-Orbax and TensorStore check only their indices, so a run would resume from an
-array with a flipped bit. We store each file's SHA-256 before Orbax renames the
-temporary folder, and restore a checkpoint only if all its files match.
+Orbax and TensorStore check only their indices, so without checksums a run would
+resume from an array with a flipped bit. We store each file's SHA-256 before
+Orbax renames the temporary folder, and restore a checkpoint only if all its
+files match.
 
 TensorStore's own crc32c is not enough: Orbax writes Zarr version 2, which has
 no such codec. With version 3, Orbax can check only the index of shards, not the

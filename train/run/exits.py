@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a command ends early: with an exit status and a one-line error.
 
-A training command may be one of several processes. `Stop` carries the status
-and the text to print. The context managers turn errors into `Stop`, and make
-sure that no process waits for one that is gone. Other commands are a single
-process, which `exit_status` runs.
+A training command may run as several processes. `Stop` carries the status and
+the text to print. The context managers turn errors into `Stop`, and make sure
+that no process waits for a process that has ended. Other commands run as a
+single process, in `exit_status`.
 """
 
 import contextlib
@@ -71,9 +71,9 @@ def _status(error: Exception) -> int:
 def stop_on_failure() -> Iterator[None]:
   """Turns a failed write, or too little memory, into exit status 1.
 
-  If there are several processes, the one that failed exits at once: the others
-  know nothing of the error and wait for it, and a normal exit would wait for
-  them. JAX then ends them too.
+  If there are several processes, the process that failed exits at once. The
+  others do not know about the error and wait for this process, and a normal
+  exit would wait for them. JAX then ends them too.
   """
   try:
     yield

@@ -13,9 +13,9 @@ Lines are written whole and at once, so a killed run loses none. A resumed run
 first drops the lines that it will write again. Only the first process writes
 and prints.
 
-Without a terminal we do not use tqdm, because it separates updates by carriage
-returns, which make one endless line in a log, whatever `mininterval` is. We do
-not use rich's tables, because without a terminal they are cut to 80 columns.
+Without a terminal we do not use tqdm: it separates updates by carriage returns,
+so a log would contain one endless line, whatever `mininterval` is. We do not
+use rich's tables either: without a terminal they are cut to 80 columns.
 """
 
 import json

@@ -3,8 +3,8 @@
 
 All run the same program and must call the same collective operations in the
 same order. If only one of them knows something, such as a signal or unreadable
-data, all gather it before any of them acts on it. The primary process prints
-and writes metrics. With one process these functions return at once.
+data, it tells the others before any process acts on it. The primary process
+prints and writes metrics. With one process these functions return at once.
 """
 
 import os

@@ -10,8 +10,8 @@ The files of the old run are moved into a folder next to the new run's files:
   replaced_run.removing   it is being removed
 
 Each state becomes the next by a single rename, so a process may be killed at
-any moment: the next command that trains in the folder sees how far it came and
-puts the old run back (`put_back`).
+any moment: the next command that trains in the folder sees how far the process
+got, and puts the old run back (`put_back`).
 """
 
 import os

@@ -66,9 +66,9 @@ def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
 def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
   """Counts the bytes that a compiled step needs on each device.
 
-  They are its arguments, its temporaries, and the results that do not reuse an
-  argument's buffer. The arguments `exact`, which only reports need, do not
-  count. Returns None if the compiler does not report sizes.
+  These are the bytes of its arguments, of its temporaries, and of results that
+  do not reuse an argument's buffer. The arguments `exact`, which only reports
+  need, do not count. Returns None if the compiler does not report sizes.
 
   We do not use `peak_memory_in_bytes`: on a CPU it leaves out temporaries.
   """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads metrics.jsonl for a table or a figure, even if it is damaged.
 
-Nonsense, such as lines that are not JSON or words instead of a loss, is left
-out and reported in `MetricsRows.damaged`. The last line of a killed run may end
-early; that is not damage.
+Damaged lines, which are not JSON or contain words instead of a loss, are left
+out and reported in `MetricsRows.damaged`. If a run was killed, its last line
+may be incomplete; that does not count as damage.
 """
 
 import math

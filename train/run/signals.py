@@ -6,8 +6,9 @@ do nothing during a long compilation. Here a pipe passes the signal's number to
 a thread, which acts at once.
 
 We do not use Orbax's `reached_preemption`: it needs JAX's coordination service
-(and so `--distributed`), handles only SIGTERM, and stops some steps later. Ours
-costs an all-gather of one integer per step, or nothing with a single process.
+(and so `--distributed`), handles only SIGTERM, and stops some steps later. Our
+own check costs an all-gather of one integer per step, or nothing with a single
+process.
 """
 
 import os

@@ -55,7 +55,7 @@ class StepsInFlight:
   def _read(self, started: _Started) -> str | None:
     step, metrics = started.step, jax.device_get(started.metrics)
     end = time.monotonic()
-    # The device was busy until the end of the step before.
+    # The device was busy until the previous step ended.
     seconds = end - max(started.seconds, self._last_end)
     self._last_end = end
     speed, loss = self._tokens / seconds, float(metrics.loss)

@@ -2,7 +2,7 @@
 """Copies metrics to TensorBoard's event files and to Weights & Biases.
 
 Both receive the numbers of metrics.jsonl under the same names and steps;
-metrics.jsonl stays the run's record. A resumed run continues both.
+metrics.jsonl remains the run's own record. A resumed run continues both.
 
 tensorboardX writes the event files because it needs only NumPy and protobuf.
 TensorBoard itself pulls in a web server and gRPC; `clu` and

@@ -74,8 +74,8 @@ def join_writers() -> None:
   """Waits for Orbax's threads after one has failed.
 
   Orbax raises the first error while other threads still write into the folder,
-  and has no call that waits for them. Their classes are private, so they are
-  found by the module that defines them.
+  and has no function that waits for them. Their classes are private, so we
+  recognize the threads by the module that defines them.
   """
   for thread in threading.enumerate():
     if type(thread).__module__.startswith("orbax."):

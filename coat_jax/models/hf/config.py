@@ -2,8 +2,8 @@
 """Reads a Hugging Face config.json into a model's configuration, and writes it.
 
 The same functions handle decoders, towers and LLaVA: `config_tables.CONFIGS`
-describes how families differ. transformers 5 and 4 use different keys for RoPE
-and the dtype; we read both and write both.
+describes how families differ. Versions 4 and 5 of transformers use different
+keys for RoPE and the dtype. We read and write both.
 """
 
 import dataclasses
@@ -151,7 +151,7 @@ def _value(file: Path, key: str, found: dict, row: ConfigTable) -> Any:
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
-  """Makes a configuration; brings a decoder's into its canonical form."""
+  """Makes a configuration; a decoder's gets its canonical form."""
   if kind is not ModelConfig:
     return kind(**values)
   share = values.pop(PARTIAL, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines how each family's config.json is read and written: one row each.
+"""Defines how each family's config.json is read and written, a row per family.
 
 To add a family, add a row to `CONFIGS`, and a table of its tensors to
 `tensor_tables.TENSORS`.
@@ -61,7 +61,7 @@ def decoder_table(
   ignored: tuple[str, ...] = (),
   groups: tuple[Keys, ...] = (ROPE,),
 ) -> ConfigTable:
-  """Makes the row of a decoder from its differences from Llama."""
+  """Makes a decoder's row from what distinguishes it from Llama."""
   always = {"hidden_act": "silu", "attention_dropout": 0, **_ONE_STACK}
   return ConfigTable(
     kind=ModelConfig,
@@ -286,7 +286,7 @@ CONFIGS: dict[str, ConfigTable] = {
     fields=_DENSE | _WINDOW,
     fixed={"embd_pdrop": 0, "resid_pdrop": 0, "attention_bias": False},
     defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
-    # The context length that longrope stretches; longrope is refused.
+    # Only longrope uses this context length, and longrope is refused.
     ignored=("original_max_position_embeddings",),
     groups=(PARTIAL_ROPE,),
   ),

@@ -2,8 +2,9 @@
 """Reads folders of safetensors, one tensor at a time.
 
 A file consists of 8 bytes with the header's length, the header (JSON that
-states where each tensor is), and the tensors. Opening a folder reads and checks
-the headers. A tensor is mapped into memory only while it is read.
+states where each tensor is), and the tensors. When a folder is opened, all
+headers are read and checked. A tensor is mapped into memory only while it is
+read.
 
 An index names the shards, which must be in the same folder. They may be links
 to files elsewhere, as in the cache of huggingface_hub.

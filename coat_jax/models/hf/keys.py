@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads single keys of a config.json.
 
-There are three kinds of keys: numbers or choices of the model; keys that are
-known to have no effect on what it computes (`WITHOUT_EFFECT`); and all others,
-which are refused by name, since ignoring one could load a different model.
+There are three kinds of keys: keys that describe the model; keys that are known
+not to affect what it computes (`WITHOUT_EFFECT`); and unknown keys. We refuse
+an unknown key with an error that names it, because ignoring it could load a
+different model.
 """
 
 import difflib
@@ -17,7 +18,7 @@ import numpy as np
 CONFIG = "config.json"
 # transformers 5 writes the first, version 4 the second.
 DTYPE_KEYS = ("dtype", "torch_dtype")
-# The context length of training.
+# The context length that the model was trained with.
 LONGEST = "max_position_embeddings"
 WITHOUT_EFFECT = {
   # The file's origin.

@@ -2,10 +2,10 @@
 """Reads and writes the keys of a config.json for sliding windows and RoPE.
 
 transformers 5 lists in `layer_types` which layers have a sliding window, and
-stores RoPE's base and scaling in `rope_parameters`, one object per kind of
-layer if kinds differ. Version 4 may state only `sliding_window_pattern`, and
-stores RoPE in `rope_theta`, `rope_scaling` and `rope_local_base_freq` (the base
-of layers with a window). We read both forms and write both. Lists must be
+stores RoPE's base and scaling in `rope_parameters`, with one object per kind of
+layer if they differ. transformers 4 may store only `sliding_window_pattern`,
+and stores RoPE in `rope_theta`, `rope_scaling` and `rope_local_base_freq` (the
+base of layers with a window). We read and write both forms. Lists must be
 periodic: every n-th layer attends to all keys, and the others to a window.
 """
 
@@ -51,16 +51,16 @@ class FullLayers(Keys):
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes(Keys):
-  """A window in all layers except every n-th; `default` is the family's n."""
+  """Keys for windows in all layers but every n-th; `default` is the usual n."""
 
   default: int
 
   def read(self, file: Path, found: dict) -> dict[str, Any]:
     """Reads `full_every` of a `ModelConfig`.
 
-    If the list of layers is too short to show a period, the period is the one
-    that another key states, or the default. If no layer attends to all keys,
-    the result is one more than the number of layers.
+    If the list of layers is too short to show a period, the period comes from
+    another key, or is the default. If no layer attends to all keys, the period
+    is one more than the number of layers.
     """
     stated = [x for key in _PATTERNS if (x := found.get(key))]
     pattern = stated[0] if stated else self.default
@@ -96,7 +96,7 @@ def _layer_types(full_every: int, num_layers: int) -> list[str]:
 
 
 class Rope(Keys):
-  """RoPE that all layers share."""
+  """Keys for RoPE that all layers share."""
 
   def read(self, file: Path, found: dict) -> dict[str, Any]:
     return _read_rope(file, found, has_partial=PARTIAL in self.names)
@@ -112,7 +112,7 @@ class Rope(Keys):
 
 
 class WindowRope(Rope):
-  """RoPE that may differ between layers with a window and the other layers."""
+  """Keys for RoPE that may differ between layers with and without a window."""
 
   def read(self, file: Path, found: dict) -> dict[str, Any]:
     ropes = found.get("rope_parameters") or {}

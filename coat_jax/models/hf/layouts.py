@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs a checkpoint's tensors into a parameter, and unpacks them again.
 
-A parameter is cut into matrices (`MatrixSplit`). A checkpoint stores each one
-as a tensor, usually transposed as in PyTorch, or concatenates all of them into
-one tensor. Packing only moves values, so it is exact both ways and in every
-dtype.
+A parameter is cut into matrices (`MatrixSplit`). A checkpoint stores each
+matrix as a tensor, usually transposed as in PyTorch, or concatenates all of
+them into one tensor. Packing only moves values, so it is exact in both
+directions and in every dtype.
 """
 
 from collections.abc import Sequence

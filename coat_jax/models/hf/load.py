@@ -2,9 +2,9 @@
 """Loads safetensors checkpoints straight onto the devices of their parameters.
 
 The host holds one tensor of one layer at a time, and only the part that its own
-devices need. A tensor is moved in its stored dtype, sharded like the parameter.
-The devices then transpose, pack and cast it into one layer of the stacked
-parameter, which is updated in place.
+devices need. It moves the tensor to the devices in its stored dtype, sharded
+like the parameter. The devices then transpose, pack and cast it, and write it
+into one layer of the stacked parameter in place.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ from coat_jax.numerics.checks import check_float_dtype, check_kind
 from coat_jax.numerics.recipes import CoatRecipe
 
 Model = Decoder | VisionTower | VisionLanguageModel
-# Rows of two tensors that are compared at a time.
+# How many rows of two tensors are compared at a time.
 _ROWS = 4096
 
 
@@ -79,7 +79,7 @@ def load_hf(
     folder: a folder with config.json and model.safetensors, or with shards and
       their index.
     recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
-      its `axes` are None, those of the mesh are used.
+      its `axes` are None, the axes of the mesh are used.
     mesh: a mesh with axes data, fsdp and tensor, over which parameters are
       sharded by `param_shardings`; call the model under `jax.set_mesh`. None
       for one device.
@@ -94,8 +94,8 @@ def load_hf(
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: the folder contains no such checkpoint, its model is not
-      supported, its weights are not finite, or `param_dtype` is none of the
-      three. The message states what was found.
+      supported, its weights are not finite, or `param_dtype` is another dtype.
+      The message states what was found.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
@@ -137,7 +137,7 @@ def load_params(
 ) -> Any:
   """Loads the parameters of a checkpoint, nested dicts like `abstract`.
 
-  Those without a sharding go to the default device. `store` is as for
+  Parameters without a sharding go to the default device. `store` is as for
   `Decoder`; None casts to the dtypes of `abstract`.
   """
   tensors = check_tensors(folder, config, abstract)
@@ -232,7 +232,7 @@ class _Parameter:
   def __init__(
     self, part: Part, leaf: jax.ShapeDtypeStruct, store: Store | None
   ):
-    """Prepares the conversion from tensors; `part` may be any of its layers."""
+    """Prepares the conversion; `part` may describe any of its layers."""
     shape, where = leaf.shape[is_stacked(part.path) :], leaf.sharding
     self.sharding = None
     if where is not None:

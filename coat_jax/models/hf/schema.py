@@ -157,7 +157,7 @@ class ConfigTable:
     defaults: values that transformers assumes for absent keys. All other keys
       of `fields` are required.
     fixed: keys that must have a certain value. An absent key counts as having
-      it, unless `defaults` states another value.
+      this value, unless `defaults` states another one.
     ignored: keys that have no effect if the `fixed` keys have their values.
     optional: keys that are written only if they differ from the default.
     groups: readers and writers of all other keys.

@@ -25,8 +25,9 @@ def rows(
 ) -> Table:
   """Returns the rows of kernels, norms and their biases.
 
-  Paths are mapped to the prefix of their tensors' names, or to several if a
-  linear layer fuses several. `is_transposed` means [outputs, inputs].
+  Each path is mapped to the prefix of its tensors' names, or to several
+  prefixes if a linear layer fuses several tensors. `is_transposed` means
+  [outputs, inputs].
   """
   found = {}
   for path, names in products.items():

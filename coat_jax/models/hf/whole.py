@@ -2,9 +2,9 @@
 """Writes a folder completely or not at all.
 
 FOLDER is written inside FOLDER.unfinished and moved out at the end. If writing
-fails, FOLDER.unfinished is removed; only a killed process leaves it behind. The
-next process that wants to write FOLDER then raises an error and does not remove
-FOLDER.unfinished, because another process may still be writing there.
+fails, FOLDER.unfinished is removed. Only a killed process leaves it behind.
+Then the next process that wants to write FOLDER raises an error. It does not
+remove FOLDER.unfinished, because another process may still be writing there.
 """
 
 import contextlib

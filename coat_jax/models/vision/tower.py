@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vision tower for several families, made of COAT's blocks.
 
-Patches become tokens. Layers of non-causal attention and GELU MLPs, with
-LayerNorms and biases, are stacked and scanned like a decoder's. As in a
+Each patch becomes a token. The layers have non-causal attention, GELU MLPs,
+LayerNorms and biases, and are stacked and scanned like a decoder's. As in a
 decoder, both ends stay in BF16: the patch projection, the first and the last
 norm, and pooling.
 """
@@ -136,7 +136,7 @@ class VisionTower(nnx.Module):
       remat: what layers recompute in the backward pass; see `Remat`.
       store: `(path, array) -> array`, converts parameters to the form in which
         they are stored, as for `Decoder`; None for `param_dtype`.
-      rngs: its stream `params` initializes the parameters.
+      rngs: parameters are drawn from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.

@@ -31,7 +31,7 @@ from coat_jax.pallas.mosaic.rows import RowPart
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """How many programs share the rows, and what their registers are for.
+  """The programs that share the rows, and what their registers are for.
 
   Attributes:
     programs: the number of programs.

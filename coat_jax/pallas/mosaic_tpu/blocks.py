@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a TPU stores the arrays of a leaf, and the blocks that a kernel reads.
+"""Finds how a TPU stores a leaf's arrays, and cuts them into blocks.
 
 A pair is an array [..., D, 2, F], such as the weights of gate and up, and has
 two planes [D, F]. XLA stores pairs of f32 or bf16 in tiles of 2 x 128, but

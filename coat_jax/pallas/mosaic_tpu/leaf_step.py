@@ -48,7 +48,7 @@ def why_not(stored, groups, part, arrays) -> str | None:
   shape = stored[0].codes.shape
   if len(shape) < 2 or shape[-1] % LANES:
     return f"rows must be a multiple of 128 values long, got shape {shape}"
-  # Otherwise XLA may store all layers of a row together, and would copy them.
+  # Otherwise XLA may store each row of all layers together, and would copy.
   in_layer = (
     blocks.num_rows(shape) % 8 == 0 and len(blocks.lead_axes(shape)) > 0
   )
@@ -79,8 +79,8 @@ class Step:
   ) -> tuple[Any, tuple[Encoded, ...]]:
     """Returns the new parameter, or the update if p is None, and new moments.
 
-    `scalars` are those of `arithmetic`; if there is a parameter, they are a
-    pair of these and `StepScalars`.
+    `scalars` are the scalars of `arithmetic`, or with a parameter a pair of
+    these and `StepScalars`.
     """
     whole = _whole(part, g, stored[0].codes)
     axes = tuple(range(g.ndim - 1))

@@ -36,9 +36,9 @@ class Counts:
   bad: dict[str, int] = dataclasses.field(default_factory=dict)
   without_target: int = 0  # Rows with nothing to learn.
   truncated: int = 0  # Documents that were too long.
-  # Targets that truncation removed, including those of `without_target` rows.
+  # Targets that truncation removed, also from rows that lost all of them.
   lost_targets: int = 0
-  longest: int = 0  # The shortest sequence length that truncates none.
+  longest: int = 0  # The shortest sequence length that truncates no document.
 
   def describe(self) -> str:
     """Writes the counts as one line."""
@@ -72,7 +72,7 @@ class Documents:
   tokens: np.ndarray  # int32 [n].
   # bool [n], the tokens to learn; never the first one of a document.
   mask: np.ndarray
-  starts: np.ndarray  # int64 [documents + 1], where each begins; then the end.
+  starts: np.ndarray  # int64 [documents + 1], each beginning, then the end.
   counts: Counts
   # None if no document can have images.
   images: DocumentImages | None = None
@@ -163,8 +163,8 @@ def load_documents(
         continue
       counts.truncated += len(document.tokens) < len(whole.tokens)
       if images is not None:
-        # The cut never splits an image: it is inside a part to learn or at its
-        # end, because a target fits, and no such part contains an image.
+        # The cut never splits an image. Because a target fits, the cut is in a
+        # part to learn or at its end, and such parts contain no images.
         count = images.count(document.tokens)
         document = document._replace(images=document.images[:count])
       kept.append(document)

@@ -17,7 +17,7 @@ from train.data.chat.template import ChatTemplate, read_special_tokens
 from train.data.sources import BadData
 from train.data.tokenizer import Tokenizer
 
-# A text, the spans to learn, and the ids to put before those of the text.
+# A text, the spans to learn, and the ids to put before the text's own ids.
 Rendered = tuple[str, list[Span], list[int]]
 
 

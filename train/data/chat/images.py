@@ -2,9 +2,9 @@
 """Images in conversations, in LLaVA's JSON format.
 
 A row names a path or a list of paths under `image`. The user's text contains
-one `<image>` for each, in the same order. `<image>` is a token of its own in
-the tokenizer, and is repeated as often as the model has features per image.
-Rows without images are text.
+one `<image>` for each, in the same order. The tokenizer turns `<image>` into a
+single token, which we repeat as often as the model has features per image. Rows
+without images are plain text.
 """
 
 import dataclasses

@@ -6,8 +6,8 @@ room for it (best fit, decreasing), which leaves little padding. Documents of
 equal length are ordered by the seed. Segment numbers (1, 2, ... in the order of
 the row, 0 for padding) keep attention within one document.
 
-All rows have room for the same number of images, so that the arrays of a batch
-have one shape and each device gets the images of its own rows.
+All rows have room for the same number of images. So the arrays of all batches
+have one shape, and each device gets the images of its own rows.
 """
 
 import bisect
@@ -85,8 +85,8 @@ def pack(
     counts, images = np.zeros(len(documents), np.int64), 0
   else:
     counts = np.diff(documents.images.starts)
-    # Counted over all documents, so that shapes do not depend on which are held
-    # out.
+    # Count over all documents, so that shapes do not depend on which of them
+    # are held out.
     most = int(counts.max(initial=1))
     images = most if images is None else images
     if most > images:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders chat templates in a process that can be killed; see `sandbox`.
 
-The first template starts that process, which renders all later ones too. It
-ends when this process ends, for whatever reason.
+The first template starts the rendering process, which then renders all later
+templates too. It ends when the main process ends, for whatever reason.
 """
 
 import atexit
@@ -16,8 +16,8 @@ from typing import Any
 
 from train.data.chat import sandbox
 
-# Limits for one text; templates in use take milliseconds and megabytes. The
-# time is CPU time, so a busy machine changes nothing.
+# Limits for one text; real templates take milliseconds and megabytes. We limit
+# CPU time, so it does not matter how busy the machine is.
 SECONDS, MEMORY = 10, 2 * 2**30
 
 

@@ -30,8 +30,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Surround {% generation %} blocks. U+FDD0 is a noncharacter, which text has no
-# reason to contain.
+# These surround {% generation %} blocks. U+FDD0 is a noncharacter, which does
+# not occur in text.
 BEGIN, END = "\ufdd0(", "\ufdd0)"
 # The most characters of an error message to send.
 _MESSAGE = 1000

@@ -4,11 +4,11 @@
 A template with {% generation %} marks these characters. For other templates,
 they are inferred from rendered texts. A turn begins where the generation prompt
 ends, because this is where the model will continue, and includes the text that
-ends the turn (such as <|eot_id|>), so that the model learns to stop. Two
-methods find a turn, and both are checked against the whole text. An error is
-raised if neither is certain:
-  * by contents: render again with other words instead of the assistant's. The
-    text that differs is what the assistant said. This is fast, and right for
+ends the turn (such as <|eot_id|>), so that the model learns to stop. We use two
+methods, check their results against the whole text, and raise an error if
+neither is certain:
+  * by contents: render again with other words in the assistant's turns. The
+    text that differs is what the assistant said. This is fast, and works for
     templates that drop the reasoning of earlier turns;
   * by beginnings: render the messages before a turn with the generation prompt,
     and the messages up to the turn's end. The whole text must begin with both.
@@ -33,9 +33,10 @@ Span = tuple[int, int]
 class Shape:
   """The text that a template writes around a turn of the assistant.
 
-  A start is a header, which is not learned, and a lead, which is learned. The
-  header is what the turn shares with the generation prompt. Without such a
-  prompt, it is all text before the content, unless that is white space.
+  A turn starts with a header, which is not learned, and a lead, which is
+  learned. The header is the text that the turn shares with the generation
+  prompt. If the template has no such prompt, the header is all text before the
+  content, unless that is white space.
   """
 
   starts: tuple[
@@ -136,8 +137,8 @@ class TargetFinder:
     changed[i] = {"role": "assistant", "content": other}
     rendered = self._try(changed, chat.tools) or ""
     if rendered.count(other) == 1:
-      # Between `before` and `after` is what the template wrote for the turn,
-      # such as tool calls, or contents without their reasoning.
+      # The text between `before` and `after` is what the template wrote for the
+      # turn, such as tool calls, or contents without their reasoning.
       before, after = rendered.split(other)
       start, end_text = self._start(before), self._end_text(chat, i)
       if start is not None and not text.startswith(before[:start]):
