@@ -16,10 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks import aot
-from coat_jax.numerics.formats import E4M3
-from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Blocks, Groups
-from coat_jax.ops.types import NormStats
 from coat_jax.pallas.mosaic import norm, norm_backward, quantize, rows
 from tests.aot.ptx_machine import Machine
 from tests.aot.test_registers import ptx_of, real_kernel
@@ -72,33 +69,22 @@ def test_quotients_between_two_codes(on_machine, scale):
 
 
 @pytest.mark.parametrize(
-  "shape, kind",
+  "shape, kind, group_size",
   [
-    ((48, 1152), "layer"),
-    ((64, 1024), "rms"),
-    ((32, 512), "layer"),
-    ((32, 272), "rms"),
+    ((48, 1152), "layer", 16),
+    ((64, 1024), "rms", 16),
+    ((32, 512), "layer", 128),
+    ((32, 768), "rms", 64),
+    ((32, 272), "rms", 16),
   ],
 )
-def test_norms_are_their_definitions(on_machine, shape, kind):
-  test_norm.check_kernels(shape, kind, 1)
+def test_norms_are_their_definitions(on_machine, shape, kind, group_size):
+  test_norm.check_kernels(shape, kind, 1, group_size)
 
 
 M = 8192
 BF16, F32 = jnp.bfloat16, jnp.float32
 SCALE = jax.ShapeDtypeStruct((), F32)
-
-
-def operands(n, kind, group_size=16):
-  """Returns specs of x, x quantized, gamma, beta and statistics."""
-  spec = jax.ShapeDtypeStruct
-  row, vector = spec((M,), jnp.float32), spec((n,), jnp.float32)
-  scale = spec((M, n // group_size), jnp.bfloat16)
-  x_q = QTensor(spec((M, n), E4M3), scale, group_size)
-  is_layer = kind == "layer"
-  stats = NormStats(row if is_layer else None, row)
-  x = spec((M, n), jnp.bfloat16)
-  return x, x_q, vector, vector if is_layer else None, stats
 
 
 def report(fn, *specs, folder) -> tuple[int, int]:
@@ -148,7 +134,7 @@ def test_quantization_needs_few_registers(fn, most, dtype, tmp_path):
   ],
 )
 def test_norm_input_needs_few_registers(n, kind, most, tmp_path):
-  x, _, gamma, beta, _ = operands(n, kind)
+  x, _, gamma, beta, _ = test_norm.specs(M, n, kind)
   registers, spills = report(
     # The scale of blocks is found later: there is only one kernel.
     lambda x, gamma, beta: norm.norm_input(
@@ -170,7 +156,7 @@ def test_norm_input_needs_few_registers(n, kind, most, tmp_path):
 
 @pytest.mark.parametrize("layout, most", [("rows", 96), ("both", 80)])
 def test_norm_needs_few_registers(layout, most, tmp_path):
-  _, x_q, gamma, beta, stats = operands(4096, "rms")
+  _, x_q, gamma, beta, stats = test_norm.specs(M, 4096, "rms")
   registers, spills = report(
     lambda *args: norm.norm_fwd(*args[:-1], scale=args[-1], layout=layout)[:2],
     x_q,
@@ -186,7 +172,7 @@ def test_norm_needs_few_registers(layout, most, tmp_path):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("n", [512, 1152, 4096, 5120, 6656, 8192])
 def test_norm_backward_does_not_spill(n, kind, tmp_path):
-  x, x_q, gamma, _, stats = operands(n, kind)
+  x, x_q, gamma, _, stats = test_norm.specs(M, n, kind)
   _, spills = report(
     lambda dy, x_q, gamma, stats, add: norm_backward.norm_bwd(
       dy, x_q, gamma, stats, add=add

@@ -95,8 +95,9 @@ def _input_kernel(*refs, eps, interpret):
   values = []
   for part, x in zip(parts, loaded, strict=True):
     codes, scale = rows.quantize_groups(x, q_gmem.dtype, part.load, interpret)
-    q_gmem[part.of_row(row)] = codes
-    scale_gmem[part.of_row(row)] = scale.astype(scale_gmem.dtype)
+    place = part.of_row(row)
+    rows.store(q_gmem.at[place], codes)
+    rows.store(scale_gmem.at[place], scale.astype(scale_gmem.dtype))
     values.append(rows.dequantize_groups(codes, scale))
   centred = values
   mean = None

@@ -176,7 +176,8 @@ def _bwd_kernel(*refs, share: Share):
       dx = dx * rstd
       if x.add is not None:
         dx = dx + x.add.astype(jnp.float32)
-      dx_gmem[part.of_row(row)] = dx.astype(dx_gmem.dtype)
+      place = dx_gmem.at[part.of_row(row)]
+      rows.store(place, dx.astype(dx_gmem.dtype))
     terms = [a * b for a, b in zip(dys, xhats, strict=True)]
     if mean is not None:
       terms += dys
@@ -189,13 +190,13 @@ def _bwd_kernel(*refs, share: Share):
     if share.sums:
       return [a + b for a, b in zip(sums, terms, strict=True)]
     for ref, part, term in zip(sums_smem, of_sums, terms, strict=True):
-      ref[...] = _load_sum(ref, part) + term
+      rows.store(ref, _load_sum(ref, part) + term)
     return sums
 
   sums = [_zeros(part) for part in of_sums]
   if not share.sums:
     for ref, zeros in zip(sums_smem, sums, strict=True):
-      ref[...] = zeros
+      rows.store(ref, zeros)
     sums = []
   steps = pl.cdiv(m - program, programs)
   carry = load(program) if share.ahead else None, sums
@@ -203,7 +204,7 @@ def _bwd_kernel(*refs, share: Share):
   if not share.sums:
     sums = map(_load_sum, sums_smem, of_sums)
   for i, (part, total) in enumerate(zip(of_sums, sums, strict=True)):
-    outputs[i // len(parts)][part.of_row(program)] = total
+    rows.store(outputs[i // len(parts)].at[part.of_row(program)], total)
 
 
 def _load(ref, part: RowPart, row: Array) -> Any:

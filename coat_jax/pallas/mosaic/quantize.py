@@ -91,8 +91,8 @@ def _groups_kernel(x_gmem, q_gmem, scale_gmem, *, count, interpret):
   load = rows.Load(x_gmem.shape[1])
   x = rows.load_groups(x_gmem.at[part], load)
   codes, scale = rows.quantize_groups(x, q_gmem.dtype, load, interpret)
-  q_gmem[part] = codes
-  scale_gmem[part] = scale.astype(scale_gmem.dtype)
+  rows.store(q_gmem.at[part], codes)
+  rows.store(scale_gmem.at[part], scale.astype(scale_gmem.dtype))
 
 
 # --- Per tensor --------------------------------------------------------------
@@ -206,6 +206,7 @@ def _rows_kernel(x_gmem, scale_gmem, rows_gmem, *, count, interpret):
   part = rows.part("last", count, len(x_gmem))
   load = rows.Load(rows.ANY)
   x = rows.load_groups(x_gmem.at[part], load)
-  rows_gmem[part] = rows.quantize(
+  codes = rows.quantize(
     x, scale_gmem[0], rows_gmem.dtype, load.layout, interpret
   )
+  rows.store(rows_gmem.at[part], codes)

@@ -87,6 +87,14 @@ def run(
   return [None if x is None else next(left) for x in outputs]
 
 
+def store(ref, x: Array) -> None:
+  """Stores x, in transfers that need not be whole lines of the cache."""
+  if hasattr(plgpu, "store"):  # Since JAX 0.12, which refuses them otherwise.
+    plgpu.store(ref, x, optimized=False)  # pyright: ignore
+  else:
+    ref[...] = x
+
+
 def part(axis: str, size: int, count: int):
   """Returns this program's part, of `size`, of an axis of `count` >= size."""
   start = lax.axis_index(axis) * size
@@ -136,6 +144,13 @@ class Load:
   def layout(self):
     """The layout of groups [count, size]; `.reduce(1)` is a statistic's."""
     groups = LANES * self.vector // self.size  # Per warp.
+    if groups == 1:
+      return plgpu.Layout.TILED(
+        plgpu.Tiling(((WARPS, self.size), (self.vector,))),
+        warp_dims=(-3,),
+        lane_dims=(-2,),
+        vector_dim=-1,
+      )
     return plgpu.Layout.TILED(
       plgpu.Tiling(
         ((WARPS * groups, self.size), (groups, self.size), (self.vector,))
@@ -369,6 +384,7 @@ def store_operand(
   """Writes a tile of codes to the layouts whose refs are not None."""
   rows, columns = place
   if rows_gmem is not None:
-    rows_gmem[rows, columns] = codes
+    store(rows_gmem.at[rows, columns], codes)
   if columns_gmem is not None:
-    columns_gmem[columns, rows] = transpose(codes, smem, interpret)
+    transposed = transpose(codes, smem, interpret)
+    store(columns_gmem.at[columns, rows], transposed)

@@ -25,6 +25,7 @@ from tests.pallas.kernels import (
   assert_same_codes,
   assert_same_groups,
   assert_same_operand,
+  lowered_for_h200,
   refused,
   with_tile,
 )
@@ -225,6 +226,41 @@ def test_norm_kernels_refuse(width, group_size, reason):
     norm_backward.norm_bwd(x, x_q, None, NormStats(None, x[:, 0]))
 
 
+def specs(m, n, kind, group_size=16):
+  """Returns specs of x, x quantized, gamma, beta and statistics."""
+  spec = jax.ShapeDtypeStruct
+  row, vector = spec((m,), F32), spec((n,), F32)
+  scale = spec((m, n // group_size), BF16)
+  x_q = QTensor(spec((m, n), E4M3), scale, group_size)
+  is_layer = kind == "layer"
+  stats = NormStats(row if is_layer else None, row)
+  return spec((m, n), BF16), x_q, vector, vector if is_layer else None, stats
+
+
+@pytest.mark.parametrize(
+  "n, kind, group_size",
+  [
+    (272, "rms", 16),
+    (640, "layer", 128),
+    # Most take a second or two.
+    pytest.param(768, "rms", 64, marks=pytest.mark.slow),
+    pytest.param(1152, "layer", 128, marks=pytest.mark.slow),
+    pytest.param(6656, "layer", 32, marks=pytest.mark.slow),
+    pytest.param(8192, "rms", 16, marks=pytest.mark.slow),
+  ],
+)
+def test_norms_lower_at_every_width(n, kind, group_size):
+  x, x_q, gamma, beta, stats = specs(64, n, kind, group_size)
+
+  def both(x, x_q, gamma, beta, stats):
+    options = dict(kind=kind, eps=EPS, groups=Groups(group_size))
+    made = norm.norm_input(x, gamma, beta, **options)
+    return made, norm_backward.norm_bwd(x, x_q, gamma, stats, add=x)
+
+  text = lowered_for_h200(both, x, x_q, gamma, beta, stats)
+  assert text.count("@mosaic_gpu") == 3  # With the scale's.
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize(
@@ -240,9 +276,9 @@ def test_norm_kernels_on_a_gpu(shape, kind):
   )
 
 
-def check_kernels(shape, kind, share, dtype=BF16):
+def check_kernels(shape, kind, share, group_size=16):
   """Compares kernels, not interpreted, with their definitions."""
-  x, _, _, options = inputs(shape, kind, dtype)
+  x, _, _, options = inputs(shape, kind, group_size=group_size)
   gamma, beta = vectors(kind, shape[-1])
   expected = run(
     ops.norm_input.definition, x, gamma, beta, jit=jax.jit, **options
