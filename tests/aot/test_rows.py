@@ -168,9 +168,12 @@ def test_norm_input_needs_few_registers(n, kind, most, tmp_path):
   assert registers <= most and not spills
 
 
-@pytest.mark.parametrize("layout, most", [("rows", 96), ("both", 80)])
-def test_norm_needs_few_registers(layout, most, tmp_path):
-  _, x_q, gamma, beta, stats = operands(4096, "rms")
+@pytest.mark.parametrize(
+  "layout, group_size, most",
+  [("rows", 16, 96), ("both", 16, 80), ("both", 128, 80)],
+)
+def test_norm_needs_few_registers(layout, group_size, most, tmp_path):
+  _, x_q, gamma, beta, stats = operands(4096, "rms", group_size)
   registers, spills = report(
     lambda *args: norm.norm_fwd(*args[:-1], scale=args[-1], layout=layout)[:2],
     x_q,

@@ -319,13 +319,16 @@ def load_tile(ref) -> Array:
 
 def load_quantized_tile(q_gmem, scale_gmem, place, interpret: bool) -> Array:
   """Loads codes and scales [m, groups]; dequantizes them to f32."""
-  m, n = q_gmem.shape
-  size = n // scale_gmem.shape[1]
+  size = q_gmem.shape[1] // scale_gmem.shape[1]
   row, column = place
-  groups = pl.ds(lax.div(column.start, jnp.int32(size)), COLUMNS // size)
-  layout = row_ptx.scales_layout(size)
+  group = lax.div(column.start, jnp.int32(size))
+  if size == COLUMNS:  # Mosaic wants no axis of size 1.
+    scale = load_per_row(scale_gmem.at[:, group], place)
+    return load_tile(q_gmem.at[place]) * scale
   scale = plgpu.load(
-    scale_gmem.at[row, groups], layout=layout, optimized=False
+    scale_gmem.at[row, pl.ds(group, COLUMNS // size)],
+    layout=row_ptx.scales_layout(size),
+    optimized=False,
   ).astype(jnp.float32)
   if interpret:
     scale = jnp.repeat(scale, size, axis=1)
