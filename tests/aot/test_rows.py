@@ -23,7 +23,7 @@ from coat_jax.ops.types import NormStats
 from coat_jax.pallas.mosaic import norm, norm_backward, quantize, rows
 from tests.aot.ptx_machine import Machine
 from tests.aot.test_registers import ptx_of, real_kernel
-from tests.pallas.mosaic import test_norm, test_quantize
+from tests.pallas.mosaic import test_activation, test_norm, test_quantize
 
 pytestmark = pytest.mark.aot
 
@@ -82,6 +82,23 @@ def test_quotients_between_two_codes(on_machine, scale):
 )
 def test_norms_are_their_definitions(on_machine, shape, kind):
   test_norm.check_kernels(shape, kind, 1)
+
+
+@pytest.mark.parametrize(
+  "shape, group_size, activation, gated, dtype",
+  [
+    ((48, 144), 16, "silu", True, jnp.float32),
+    ((80, 128), 128, "gelu_tanh", True, jnp.bfloat16),
+    ((80, 128), 64, "gelu_tanh", False, jnp.float32),
+    ((48, 160), 32, "gelu_quick", False, jnp.bfloat16),
+  ],
+)
+def test_activations_are_their_definitions(
+  on_machine, shape, group_size, activation, gated, dtype
+):
+  test_activation.check_kernels(
+    shape, group_size, activation, gated, dtype, 2e-6
+  )
 
 
 M = 8192

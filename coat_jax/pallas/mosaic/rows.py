@@ -87,9 +87,19 @@ def run(
   return [None if x is None else next(left) for x in outputs]
 
 
+def pick_size(elements: int) -> int:
+  """Picks a program's values: 32 per thread, or 8 if an array is small."""
+  return 4 * STEP if elements >= 2**20 else STEP
+
+
 def part(axis: str, size: int, count: int):
   """Returns this program's part, of `size`, of an axis of `count` >= size."""
-  start = lax.axis_index(axis) * size
+  return part_at(lax.axis_index(axis), size, count)
+
+
+def part_at(index: Array, size: int, count: int):
+  """Returns part `index`, of `size`, of an axis of `count` >= size."""
+  start = index * size
   if count % size:
     start = jnp.minimum(start, count - size)
   return pl.ds(start, size)
@@ -147,19 +157,22 @@ class Load:
 
 
 def load_groups(ref, load: Load) -> Array:
-  """Loads groups [count, G] as f32; `count` is a multiple of the load's."""
+  """Loads groups [count, ...] as f32; `count` is a multiple of the load's."""
   x = plgpu.load(ref, layout=load.layout, optimized=False)
   return x.astype(jnp.float32)
 
 
 def amax_bits(x: Array, load: Load) -> Array:
   """Returns the f32 bits of the largest magnitude of groups, as int32 []."""
-  bits = _folded(jnp.maximum, magnitude_bits(x), load)
-  return jnp.max(jnp.max(bits, axis=1))
+  # Maxima of f32, which keep NaN, take one instruction; of bits, two.
+  bits = magnitude_bits(_folded(jnp.maximum, jnp.abs(x), load))
+  while bits.ndim:
+    bits = jnp.max(bits, axis=-1)
+  return bits
 
 
 def _folded(op: Callable, x: Array, load: Load) -> Array:
-  """Combines the loads of groups [count, G] in each lane, to one load."""
+  """Combines the loads of groups in each lane, to one load."""
   loads = [x[i : i + load.count] for i in range(0, len(x), load.count)]
   return functools.reduce(op, loads)
 
@@ -167,12 +180,13 @@ def _folded(op: Callable, x: Array, load: Load) -> Array:
 def quantize_groups(
   x: Array, dtype: DTypeLike, load: Load, interpret: bool
 ) -> tuple[Array, Array]:
-  """Quantizes groups [count, G] to codes and f32 scales [count].
+  """Quantizes groups [..., G] to codes and f32 scales [...].
 
   Scales are BF16 values, rounded up, so no quotient needs clipping.
   """
-  scale = group_scale(jnp.max(magnitude_bits(x), axis=1), dtype)
-  spread = lax.broadcast_in_dim(scale, x.shape, (0,))
+  bits = magnitude_bits(jnp.max(jnp.abs(x), axis=-1))
+  scale = group_scale(bits, dtype)
+  spread = _spread(scale, x.shape)
   if interpret:
     return (x / spread).astype(dtype), scale
   quotient = row_ptx.quotient(x, spread, None, load.layout)
@@ -192,9 +206,13 @@ def quantize(
 
 
 def dequantize_groups(codes: Array, scale: Array) -> Array:
-  """Dequantizes codes [count, G] with scales [count] to f32."""
-  spread = lax.broadcast_in_dim(scale, codes.shape, (0,))
-  return codes.astype(jnp.float32) * spread
+  """Dequantizes codes [..., G] with scales [...] to f32."""
+  return codes.astype(jnp.float32) * _spread(scale, codes.shape)
+
+
+def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
+  """Repeats each group's scale for its values."""
+  return lax.broadcast_in_dim(scale, shape, range(scale.ndim))
 
 
 # --- Whole rows, in groups ---------------------------------------------------
