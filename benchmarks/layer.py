@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import aot, tpu
+from benchmarks import aot, targets
 from benchmarks import arguments as args
 from benchmarks.harness import emit, measure, say
 from coat_jax import recipes
@@ -246,22 +246,8 @@ def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
 def temporary_bytes(fn: Callable, specs, *, target: str | None) -> int:
   """Returns the temporary bytes of `fn`; without a target, on this machine."""
   if target is None:
-    compiled = jax.jit(fn).lower(*specs).compile()
-  elif target in aot.GPUS:
-    compiled = aot.compile_for(target, fn, *specs)
-  else:
-    compiled = tpu.compile_for_tpu(target, fn, *specs)
-  return aot.temporary_bytes(compiled)
-
-
-def target_of(text: str) -> str:
-  """Reads the name of a GPU, or of a topology of TPUs."""
-  if text in aot.GPUS or ":" in text:
-    return text
-  raise argparse.ArgumentTypeError(
-    f"must be one of {', '.join(aot.GPUS)} or a topology of TPUs such as "
-    f"v6e:2x2, got {text!r}"
-  )
+    return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())
+  return aot.temporary_bytes(targets.compile_for(target, fn, *specs))
 
 
 def time_rows(config, variant, case, options) -> list[dict]:
@@ -302,13 +288,6 @@ def time_rows(config, variant, case, options) -> list[dict]:
       values |= further
     rows.append(emit("layer.time", case | {"mode": mode}, **values))
   return rows
-
-
-def device_of(target: str) -> jax.Device:
-  """Returns the device of a target."""
-  if target in aot.GPUS:
-    return aot.devices(target, 1)[0]
-  return tpu.devices(target)[0]
 
 
 def scan_row(config, variant, case, options) -> dict:
@@ -357,7 +336,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     "--compile-only",
     nargs="?",
     const="h200",
-    type=target_of,
+    type=targets.target,
     metavar="TARGET",
     help=f"for an H200, or for another of {', '.join(aot.GPUS)}, or for TPUs "
     "such as v6e:2x2 or tpu7x:2x2x1",
@@ -399,7 +378,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
       **variant.case,
     )
     if options.compile_only:
-      case |= {"compiled_for": device_of(options.compile_only).device_kind}
+      case |= {"compiled_for": targets.device_kind(options.compile_only)}
     for kind, of_kind in kinds_of(config).items():
       of_case = case if kind is None else case | {"kind": kind}
       if options.scan_memory:

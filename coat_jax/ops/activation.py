@@ -41,7 +41,7 @@ def _check(*_, activation, **__) -> None:
   check_activation(activation)
 
 
-@op(check=_check, triton="activation")
+@op(check=_check, triton="activation", mosaic="activation")
 def activation_input(
   x: Array,
   *,
@@ -58,7 +58,7 @@ def activation_input(
   return parts, output.find_joined_scale([y], n)
 
 
-@op(check=_check, triton="activation")
+@op(check=_check, triton="activation", mosaic="activation")
 def activation_fwd(
   parts: Parts,
   *,
@@ -81,7 +81,7 @@ def activation_bwd(
   return tuple(join_groups(x, dy.shape[-1]) for x in gradients)
 
 
-@op(check=_check, triton="activation")
+@op(check=_check, triton="activation", mosaic="activation")
 def activation_bwd_operands(
   dy: Array,
   parts: Parts,

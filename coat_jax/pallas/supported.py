@@ -17,7 +17,9 @@ from coat_jax.numerics.scaling import (
   Scales,
   Scaling,
 )
+from coat_jax.ops.activation import Parts
 from coat_jax.ops.capability import FP8, why_not_before
+from coat_jax.ops.types import Activation
 
 # Indices are int32, including those of the last tile past the array's end.
 MAX_ELEMENTS = 2**31 - 2**20
@@ -131,3 +133,88 @@ def why_not_written(
   if reason is None and (scale is None or isinstance(scale, BlockScales)):
     return "kernels write operands with one known scale, got none"
   return reason
+
+
+# --- Activation functions ----------------------------------------------------
+
+
+def why_not_activation_input(
+  x, activation: Activation, gated: bool, groups: Groups, output: Scaling, **_
+) -> str | None:
+  """Checks the arguments of `activation_input`."""
+  *leading, n = x.shape
+  if gated and n % 2:
+    return f"gate and up must be of one width, got {n} for both"
+  f = n // 2 if gated else n
+  return (
+    _why_not_activation(activation)
+    or why_not_read(x, (*leading, f), groups, output)
+    or why_not_shape(x.shape)
+  )
+
+
+def why_not_activation_fwd(
+  parts: Parts,
+  activation: Activation,
+  output: Scaling,
+  scale: Scales | None,
+  layout: Layout,
+  **_,
+) -> str | None:
+  """Checks the arguments of `activation_fwd`."""
+  return (
+    _why_not_activation(activation)
+    or _why_not_parts(parts)
+    or why_not_written(parts[0].qvalue.shape, output, scale, layout)
+  )
+
+
+def why_not_activation_bwd(
+  dy,
+  parts: Parts,
+  activation: Activation,
+  gradient: Scaling,
+  output: Scaling,
+  scale: Scales | None,
+  has_sums: bool,
+  **_,
+) -> str | None:
+  """Checks the arguments of `activation_bwd_operands`."""
+  (*leading, f), shape = dy.shape, parts[0].qvalue.shape
+  if dy.shape != shape:
+    return f"dy must have the input's shape {shape}, got {dy.shape}"
+  if has_sums and len(parts) > 1:
+    return "kernels sum the gradient of x, not of gate and up"
+  return (
+    why_not_scaling(gradient, E5M2)
+    or _why_not_activation(activation)
+    or why_not_dtype(dy.dtype)
+    or _why_not_parts(parts)
+    or why_not_shape((*leading, len(parts) * f))
+    or why_not_written(dy.shape, output, scale, "both")
+  )
+
+
+def _why_not_activation(activation: Activation) -> str | None:
+  if activation != "gelu":
+    return None
+  return (
+    "kernels support SiLU and GELU's tanh and sigmoid approximations, since "
+    "Pallas cannot lower erf for a GPU; got activation='gelu'"
+  )
+
+
+def _why_not_parts(parts: Parts) -> str | None:
+  x, *others = parts
+  for up in others:
+    if x.qvalue.shape != up.qvalue.shape:
+      return (
+        f"gate and up must be of one shape, got {x.qvalue.shape} and "
+        f"{up.qvalue.shape}"
+      )
+    if x.group_size != up.group_size:
+      return (
+        f"gate and up must have groups of one size, got {x.group_size} and "
+        f"{up.group_size}"
+      )
+  return next(filter(None, map(why_not_values, parts)), None)

@@ -20,7 +20,7 @@ from coat_jax.ops import Blocks, Groups
 from coat_jax.pallas.mosaic import norm, norm_backward, quantize, rows
 from tests.aot.ptx_machine import Machine
 from tests.aot.test_registers import ptx_of, real_kernel
-from tests.pallas.mosaic import test_norm, test_quantize
+from tests.pallas.mosaic import test_activation, test_norm, test_quantize
 
 pytestmark = pytest.mark.aot
 
@@ -80,6 +80,23 @@ def test_quotients_between_two_codes(on_machine, scale):
 )
 def test_norms_are_their_definitions(on_machine, shape, kind, group_size):
   test_norm.check_kernels(shape, kind, 1, group_size)
+
+
+@pytest.mark.parametrize(
+  "shape, group_size, activation, gated, dtype",
+  [
+    ((48, 144), 16, "silu", True, jnp.float32),
+    ((80, 128), 128, "gelu_tanh", True, jnp.bfloat16),
+    ((80, 128), 64, "gelu_tanh", False, jnp.float32),
+    ((48, 160), 32, "gelu_quick", False, jnp.bfloat16),
+  ],
+)
+def test_activations_are_their_definitions(
+  on_machine, shape, group_size, activation, gated, dtype
+):
+  test_activation.check_kernels(
+    shape, group_size, activation, gated, dtype, 2e-6
+  )
 
 
 M = 8192
@@ -154,9 +171,12 @@ def test_norm_input_needs_few_registers(n, kind, most, tmp_path):
   assert registers <= most and not spills
 
 
-@pytest.mark.parametrize("layout, most", [("rows", 96), ("both", 80)])
-def test_norm_needs_few_registers(layout, most, tmp_path):
-  _, x_q, gamma, beta, stats = test_norm.specs(M, 4096, "rms")
+@pytest.mark.parametrize(
+  "layout, group_size, most",
+  [("rows", 16, 96), ("both", 16, 80), ("both", 128, 80)],
+)
+def test_norm_needs_few_registers(layout, group_size, most, tmp_path):
+  _, x_q, gamma, beta, stats = test_norm.specs(M, 4096, "rms", group_size)
   registers, spills = report(
     lambda *args: norm.norm_fwd(*args[:-1], scale=args[-1], layout=layout)[:2],
     x_q,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pieces from which kernels inline PTX: numbers, vectors, instructions."""
 
+import struct
 from collections.abc import Sequence
 
 from jaxlib.mlir import ir
@@ -43,6 +44,16 @@ def asm(code: str, *args, result=None):
   kinds = ["f" if isinstance(a.type, ir.F32Type) else "r" for a in args]
   kinds = ["=f" if isinstance(result, ir.F32Type) else "=r", *kinds]
   return llvm.inline_asm(result, list(args), code, ",".join(kinds))
+
+
+def f32(code: str, *args):
+  """Emits instructions whose result is an f32."""
+  return asm(code, *args, result=ir.F32Type.get())
+
+
+def number(x: float) -> str:
+  """Formats an f32 as PTX writes it."""
+  return f"0f{struct.pack('>f', x).hex().upper()}"
 
 
 def prmt(a, b, selector: int):

@@ -30,7 +30,7 @@ from coat_jax.numerics.scaling import (
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import NormKind, NormStats
 from coat_jax.pallas import supported
-from coat_jax.pallas.mosaic import device, row_ptx, rows, scales
+from coat_jax.pallas.mosaic import device, row_ptx, rows, scales, whole_rows
 
 # --- Input -------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ def _why_not_input(x, groups, output, **_) -> str | None:
   return (
     device.why_not_rows()
     or supported.why_not_read(x, x.shape, groups, output)
-    or rows.why_not_row(x.shape, groups.size)
+    or whole_rows.why_not_row(x.shape, groups.size)
   )
 
 
@@ -63,7 +63,7 @@ def norm_input(
   per_row = jax.ShapeDtypeStruct((m,), jnp.float32)
   qvalue, scale, mean, rstd, bits = rows.run(
     functools.partial(_input_kernel, eps=eps, interpret=interpret),
-    [x.reshape(shape), *(rows.in_groups(v, g) for v in (gamma, beta))],
+    [x.reshape(shape), *(whole_rows.in_groups(v, g) for v in (gamma, beta))],
     [
       jax.ShapeDtypeStruct(shape, E4M3),
       jax.ShapeDtypeStruct(shape[:1], jnp.bfloat16),
@@ -86,7 +86,7 @@ def _input_kernel(*refs, eps, interpret):
   x_gmem, gamma_gmem, beta_gmem = refs
   row = lax.axis_index("last")
   n = x_gmem.size // len(rstd_gmem)
-  parts = rows.row_parts(n, x_gmem.shape[1])
+  parts = whole_rows.row_parts(n, x_gmem.shape[1])
 
   def load(ref, part, place):
     return rows.load_groups(ref.at[place], part.load)
@@ -102,11 +102,11 @@ def _input_kernel(*refs, eps, interpret):
   centred = values
   mean = None
   if mean_gmem is not None:
-    mean = rows.sum_of_row(parts, values) / n
+    mean = whole_rows.sum_of_row(parts, values) / n
     mean_gmem[row] = mean
     centred = [x - mean for x in values]
   squares = [x * x for x in centred]
-  rstd = lax.rsqrt(rows.sum_of_row(parts, squares) / n + eps)
+  rstd = lax.rsqrt(whole_rows.sum_of_row(parts, squares) / n + eps)
   rstd_gmem[row] = rstd
   bits = jnp.int32(0)
   for part, x in zip(parts, centred, strict=True):

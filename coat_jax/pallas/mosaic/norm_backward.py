@@ -25,8 +25,8 @@ from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import NormStats
 from coat_jax.pallas import supported
-from coat_jax.pallas.mosaic import device, rows
-from coat_jax.pallas.mosaic.rows import RowPart
+from coat_jax.pallas.mosaic import device, rows, whole_rows
+from coat_jax.pallas.mosaic.whole_rows import RowPart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _why_not(dy, x, dtype, add, **_) -> str | None:
     or supported.why_not_dtype(dy.dtype, dtype)
     or (None if add is None else supported.why_not_dtype(add.dtype))
     or supported.why_not_values(x)
-    or rows.why_not_row(x.qvalue.shape, x.group_size)
+    or whole_rows.why_not_row(x.qvalue.shape, x.group_size)
   )
 
 
@@ -92,7 +92,7 @@ def norm_bwd(
       None if add is None else add.reshape(shape),
       None if stats.mean is None else stats.mean.reshape(m),
       stats.rstd.reshape(m),
-      rows.in_groups(gamma, g),
+      whole_rows.in_groups(gamma, g),
     ],
     # A norm without a mean seldom has a beta. Summing its gradient here would
     # cost registers; XLA drops that sum for free if it is unused.
@@ -116,7 +116,7 @@ def norm_bwd(
 
 def _sums(n: int, size: int, count: int) -> list:
   """Returns shared memory for `count` sums of each part of a row."""
-  shapes = [(part.count, size) for part in rows.row_parts(n, size)]
+  shapes = [(part.count, size) for part in whole_rows.row_parts(n, size)]
   return count * [plgpu.SMEM(shape, jnp.float32) for shape in shapes]
 
 
@@ -136,7 +136,7 @@ def _bwd_kernel(*refs, share: Share):
   outputs = [ref for ref in outputs if ref is not None]
   m, g, programs = len(rstd_gmem), dx_gmem.shape[1], share.programs
   n = dx_gmem.size // m
-  parts = rows.row_parts(n, g)
+  parts = whole_rows.row_parts(n, g)
   program = lax.axis_index("last")
 
   def load(row) -> list[_Loaded]:
@@ -167,10 +167,10 @@ def _bwd_kernel(*refs, share: Share):
         for part, dy in zip(parts, dys, strict=True)
       ]
     both = list(zip(xhats, gradients, strict=True))
-    along = rows.sum_of_row(parts, [a * b for a, b in both]) / n
+    along = whole_rows.sum_of_row(parts, [a * b for a, b in both]) / n
     dxs = [gradient - xhat * along for xhat, gradient in both]
     if mean is not None:
-      level = rows.sum_of_row(parts, gradients) / n
+      level = whole_rows.sum_of_row(parts, gradients) / n
       dxs = [dx - level for dx in dxs]
     for part, x, dx in zip(parts, loaded, dxs, strict=True):
       dx = dx * rstd

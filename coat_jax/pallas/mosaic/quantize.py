@@ -37,11 +37,6 @@ from coat_jax.pallas.mosaic.scales import (
 )
 
 
-def pick_size(elements: int) -> int:
-  """Picks a program's values: 32 per thread, or 8 if x is small."""
-  return 4 * rows.STEP if elements >= 2**20 else rows.STEP
-
-
 def pick_amax_size(elements: int) -> int:
   """Picks 64 values per thread: fewer maxima for the second stage to read."""
   return 8 * rows.STEP if elements >= 2**20 else rows.STEP
@@ -67,7 +62,7 @@ def quantize_groups(
 ) -> QTensor:
   """`ops.quantize_groups`."""
   *leading, n = x.shape
-  size = pick_size(x.size)
+  size = rows.pick_size(x.size)
   shape = x.size // groups.size, groups.size
   qvalue, scale = rows.run(
     functools.partial(
@@ -187,7 +182,7 @@ def _tiles_kernel(
 
 
 def _rows(x: Array, scale: Array, dtype, interpret: bool) -> Array:
-  size = pick_size(x.size)
+  size = rows.pick_size(x.size)
   shape = x.size // rows.ANY, rows.ANY
   [found] = rows.run(
     functools.partial(

@@ -4,7 +4,8 @@
 `rows` calls these functions and defines each one in jnp next to the call.
 """
 
-import struct
+import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from coat_jax.pallas.mosaic import emit
+from coat_jax.pallas.mosaic.emit import number
 
 WARPS, LANES = 4, 32
 VECTOR = 8  # The values of one load of a lane.
@@ -27,6 +29,16 @@ TILE_LAYOUT = plgpu.Layout.TILED(
   lane_dims=(-4, -3),
   vector_dim=-1,
 )
+
+# One value per thread.
+THREAD_LAYOUT = plgpu.Layout.TILED(
+  plgpu.Tiling(((WARPS * LANES,), (LANES,), (1,))),
+  warp_dims=(-3,),
+  lane_dims=(-2,),
+  vector_dim=-1,
+)
+# The shared memory in which `sum_over_rows` works.
+SUMS = plgpu.SMEM((2 * WARPS * COLUMNS,), jnp.float32)
 
 
 def scales_layout(size: int):
@@ -80,48 +92,100 @@ def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
 
   Without a limit x must be finite, or the scale NaN or infinite.
   """
-  out = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
   f32 = "{ .reg .f32 q, r; "
   # An infinite scale becomes 0, and so does its reciprocal: 0 * x is 0 or NaN.
   divisor = (
     "{ .reg .pred p; testp.infinite.f32 p, $1; "
-    f"selp.f32 $0, {_hex(0.0)}, $1, p; }}"
+    f"selp.f32 $0, {number(0.0)}, $1, p; }}"
   )
   reciprocal = (
     f"{f32} rcp.approx.ftz.f32 q, $1; neg.f32 r, $2; "
-    f"fma.rn.f32 r, r, q, {_hex(1.0)}; fma.rn.f32 $0, r, q, q; }}"
+    f"fma.rn.f32 r, r, q, {number(1.0)}; fma.rn.f32 $0, r, q, q; }}"
   )
   # Clipping first keeps the remainder from being inf - inf.
-  clip = f"min.NaN.xorsign.abs.f32 q, q, {_hex(limit)}; " if limit else ""
+  clip = f"min.NaN.xorsign.abs.f32 q, q, {number(limit)}; " if limit else ""
   divide = (
     f"{f32} mul.rn.f32 q, $1, $3; {clip}"
     "neg.f32 r, q; fma.rn.f32 r, r, $2, $1; fma.rn.f32 $0, r, $3, q; }"
   )
 
-  @plgpu.inline_mgpu(arg_types=(layout, layout), return_type=out)
-  def apply(_, x, scale):
-    kind = ir.F32Type.get()
+  def divided(value, by):
+    # Values of a lane that share a scale also share these instructions.
+    by_finite = emit.f32(divisor, by)
+    inverse = emit.f32(reciprocal, by, by_finite)
+    return emit.f32(divide, value, by_finite, inverse)
 
-    def asm(code, *args):
-      return emit.asm(code, *args, result=kind)
+  return elementwise(divided, x, scale, layout=layout)
 
-    def convert(x, scale):
-      values = []
-      # Values of a lane that share a scale also share these instructions.
-      for value, by in zip(emit.elements(x), emit.elements(scale), strict=True):
-        by_finite = asm(divisor, by)
-        inverse = asm(reciprocal, by, by_finite)
-        values.append(asm(divide, value, by_finite, inverse))
-      return vector.from_elements(x.type, values)
 
-    registers = np.empty_like(x.registers)
+def elementwise(emitted: Callable, *arrays: Array, layout) -> Array:
+  """Applies a function of f32 numbers, which emits PTX, to each value."""
+  shape = arrays[0].shape
+  out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+
+  @plgpu.inline_mgpu(arg_types=(layout,) * len(arrays), return_type=out)
+  def apply(_, *arrays):
+    registers = np.empty_like(arrays[0].registers)
     for i in np.ndindex(registers.shape):
-      registers[i] = convert(x.registers[i], scale.registers[i])
+      vectors = [x.registers[i] for x in arrays]
+      values = zip(*map(emit.elements, vectors), strict=True)
+      registers[i] = vector.from_elements(
+        vectors[0].type, [emitted(*each) for each in values]
+      )
     return mgpu.FragmentedArray(
-      _registers=registers, _layout=x.layout, _is_signed=None
+      _registers=registers, _layout=arrays[0].layout, _is_signed=None
     )
 
-  return apply(x, scale)  # pyright: ignore
+  return apply(*arrays)  # pyright: ignore
+
+
+def _base(smem):
+  """Returns the address of shared memory."""
+  return llvm.ptrtoint(emit.i32_type(), mgpu.utils.memref_ptr(smem))
+
+
+def _at(base, *terms):
+  """Returns the address of a word: the base plus indices times words."""
+  for index, words in terms:
+    base = arith.addi(base, arith.muli(index, emit.i32(4 * words)))
+  return base
+
+
+def _split(x, size: int):
+  """Returns x // size and x % size, for a power of two."""
+  bits = emit.i32(size.bit_length() - 1)
+  return arith.shrui(x, bits), arith.andi(x, emit.i32(size - 1))
+
+
+def sum_over_rows(x: Array, smem) -> Array:
+  """Sums each column of a tile, f32 [128], once per program; smem is `SUMS`."""
+  out = plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout=THREAD_LAYOUT)
+
+  @plgpu.inline_mgpu(arg_types=(TILE_LAYOUT, plgpu.RefType()), return_type=out)
+  def apply(_, x, smem):
+    total = functools.reduce(arith.addf, x.registers.flat)
+    base, i32, f32 = _base(smem), emit.i32_type(), ir.F32Type.get()
+    half, k = _split(emit.thread(), LANES // 2)
+    # The 8 sums of column 8 k + j begin at word 8 (16 j + k).
+    place = _at(base, (k, 2 * WARPS), (half, 1))
+    for j, value in enumerate(emit.elements(total)):
+      word = arith.bitcast(i32, value)
+      emit.store_shared(place, 4 * j * COLUMNS, word)
+    mgpu.utils.warpgroup_barrier()
+    k, j = _split(emit.thread(), VECTOR)
+    place = _at(base, (j, COLUMNS), (k, 2 * WARPS))
+    words = [x for part in (0, 16) for x in emit.load_shared(place, part)]
+    found = functools.reduce(
+      arith.addf, [arith.bitcast(f32, word) for word in words]
+    )
+    layout = THREAD_LAYOUT.to_mgpu()
+    registers = np.empty(layout.registers_shape(out.shape), object)
+    registers.flat[0] = vector.broadcast(ir.VectorType.get((1,), f32), found)
+    return mgpu.FragmentedArray(
+      _registers=registers, _layout=layout, _is_signed=None
+    )
+
+  return apply(x, smem)  # pyright: ignore
 
 
 def scratch(height: int):
@@ -147,25 +211,14 @@ def transpose(codes: Array, smem) -> Array:
   out = plgpu.ShapeDtypeStruct((columns, height), codes.dtype, layout=layout)
   chunks, (stride, jump) = height // _CHUNK, _word_strides(height)
 
-  def at(base, *terms):
-    """Returns the address of a word."""
-    for index, words in terms:
-      base = arith.addi(base, arith.muli(index, emit.i32(4 * words)))
-    return base
-
-  def split(x, size):
-    """Returns x // size and x % size, for a power of two."""
-    bits = emit.i32(size.bit_length() - 1)
-    return arith.shrui(x, bits), arith.andi(x, emit.i32(size - 1))
-
   @plgpu.inline_mgpu(arg_types=(TILE_LAYOUT, plgpu.RefType()), return_type=out)
   def apply(_, codes, smem):
     i32 = emit.i32_type()
-    base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(smem))
-    warp, lane = split(emit.thread(), LANES)
+    base = _base(smem)
+    warp, lane = _split(emit.thread(), LANES)
     # Four rows of 8 bytes become 8 words of 4 rows.
-    quad, k = split(lane, LANES // 2)
-    place = at(base, (k, stride), (warp, 2), (quad, 1))
+    quad, k = _split(lane, LANES // 2)
+    place = _at(base, (k, stride), (warp, 2), (quad, 1))
     for half, four in enumerate(codes.registers.reshape(-1, 4)):
       pair = ir.VectorType.get((2,), i32)
       pairs = [emit.elements(vector.bitcast(pair, x)) for x in four]
@@ -177,11 +230,11 @@ def transpose(codes: Array, smem) -> Array:
       for j, word in enumerate(words):
         emit.store_shared(place, 4 * (j * jump + half * 8), word)
     mgpu.utils.warpgroup_barrier()
-    column, chunk = split(lane, chunks)
+    column, chunk = _split(lane, chunks)
     of_warp = LANES // chunks
     column = arith.addi(arith.muli(warp, emit.i32(of_warp)), column)
-    k, j = split(column, VECTOR)
-    place = at(base, (k, stride), (j, jump), (chunk, 4))
+    k, j = _split(column, VECTOR)
+    place = _at(base, (k, stride), (j, jump), (chunk, 4))
     kind = codes.registers.flat[0].type.element_type
     registers = np.empty(layout.to_mgpu().registers_shape(out.shape), object)
     for i in range(registers.size):
@@ -197,8 +250,3 @@ def transpose(codes: Array, smem) -> Array:
     )
 
   return apply(codes, smem)  # pyright: ignore
-
-
-def _hex(x: float) -> str:
-  """Formats an f32 as PTX writes it."""
-  return f"0f{struct.pack('>f', x).hex().upper()}"

@@ -44,7 +44,6 @@ ANY = 16
 # The largest size of a GPU's grid along any axis but its last.
 _MAX_ACROSS = 65535
 _LOW, _HIGH = 32, 64  # The heights of tiles.
-_WIDEST = 8192  # The registers of longer rows would spill.
 
 
 def run(
@@ -95,9 +94,19 @@ def store(ref, x: Array) -> None:
     ref[...] = x
 
 
+def pick_size(elements: int) -> int:
+  """Picks a program's values: 32 per thread, or 8 if an array is small."""
+  return 4 * STEP if elements >= 2**20 else STEP
+
+
 def part(axis: str, size: int, count: int):
   """Returns this program's part, of `size`, of an axis of `count` >= size."""
-  start = lax.axis_index(axis) * size
+  return part_at(lax.axis_index(axis), size, count)
+
+
+def part_at(index: Array, size: int, count: int):
+  """Returns part `index`, of `size`, of an axis of `count` >= size."""
+  start = index * size
   if count % size:
     start = jnp.minimum(start, count - size)
   return pl.ds(start, size)
@@ -162,19 +171,22 @@ class Load:
 
 
 def load_groups(ref, load: Load) -> Array:
-  """Loads groups [count, G] as f32; `count` is a multiple of the load's."""
+  """Loads groups [count, ...] as f32; `count` is a multiple of the load's."""
   x = plgpu.load(ref, layout=load.layout, optimized=False)
   return x.astype(jnp.float32)
 
 
 def amax_bits(x: Array, load: Load) -> Array:
   """Returns the f32 bits of the largest magnitude of groups, as int32 []."""
-  bits = _folded(jnp.maximum, magnitude_bits(x), load)
-  return jnp.max(jnp.max(bits, axis=1))
+  # Maxima of f32, which keep NaN, take one instruction; of bits, two.
+  bits = magnitude_bits(folded(jnp.maximum, jnp.abs(x), load))
+  while bits.ndim:
+    bits = jnp.max(bits, axis=-1)
+  return bits
 
 
-def _folded(op: Callable, x: Array, load: Load) -> Array:
-  """Combines the loads of groups [count, G] in each lane, to one load."""
+def folded(op: Callable, x: Array, load: Load) -> Array:
+  """Combines the loads of groups in each lane, to one load."""
   loads = [x[i : i + load.count] for i in range(0, len(x), load.count)]
   return functools.reduce(op, loads)
 
@@ -182,12 +194,13 @@ def _folded(op: Callable, x: Array, load: Load) -> Array:
 def quantize_groups(
   x: Array, dtype: DTypeLike, load: Load, interpret: bool
 ) -> tuple[Array, Array]:
-  """Quantizes groups [count, G] to codes and f32 scales [count].
+  """Quantizes groups [..., G] to codes and f32 scales [...].
 
   Scales are BF16 values, rounded up, so no quotient needs clipping.
   """
-  scale = group_scale(jnp.max(magnitude_bits(x), axis=1), dtype)
-  spread = lax.broadcast_in_dim(scale, x.shape, (0,))
+  bits = magnitude_bits(jnp.max(jnp.abs(x), axis=-1))
+  scale = group_scale(bits, dtype)
+  spread = _spread(scale, x.shape)
   if interpret:
     return (x / spread).astype(dtype), scale
   quotient = row_ptx.quotient(x, spread, None, load.layout)
@@ -207,89 +220,13 @@ def quantize(
 
 
 def dequantize_groups(codes: Array, scale: Array) -> Array:
-  """Dequantizes codes [count, G] with scales [count] to f32."""
-  spread = lax.broadcast_in_dim(scale, codes.shape, (0,))
-  return codes.astype(jnp.float32) * spread
+  """Dequantizes codes [..., G] with scales [...] to f32."""
+  return codes.astype(jnp.float32) * _spread(scale, codes.shape)
 
 
-# --- Whole rows, in groups ---------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class RowPart:
-  """A part of each row, in groups, that a program loads at once.
-
-  The last part may overlap the one before it: its first `known` groups are the
-  other's too.
-  """
-
-  load: Load
-  first: int
-  count: int
-  known: int
-  groups: int  # Of a whole row.
-
-  def of_row(self, row: Array):
-    """Returns where the part of a row is in a list of all rows' groups."""
-    return pl.ds(row * self.groups + self.first, self.count)
-
-  @property
-  def of_vector(self):
-    """Returns where the part is in a vector with one value per column."""
-    return pl.ds(self.first, self.count)
-
-
-def row_parts(n: int, size: int) -> list[RowPart]:
-  """Cuts rows of n values in groups of `size` into loads of a program."""
-  load = _pick_load(n, size)
-  groups = n // size
-  whole = groups // load.count * load.count
-  found = [RowPart(load, 0, whole, 0, groups)]
-  if whole < groups:
-    first = groups - load.count
-    found.append(RowPart(load, first, load.count, whole - first, groups))
-  return found
-
-
-def _pick_load(n: int, size: int) -> Load:
-  """Picks the loads that overlap least; among those, the largest."""
-  fits = [load for load in _loads(size) if load.count * size <= n]
-  return min(fits, key=lambda load: pl.cdiv(n, load.count * size) * load.vector)
-
-
-def _loads(size: int) -> list[Load]:
-  """Returns the loads that hold whole groups in each warp, largest first."""
-  vectors = (vector for vector in (8, 4, 2) if size <= LANES * vector)
-  return [Load(size, vector) for vector in vectors]
-
-
-def in_groups(vector: Array | None, size: int) -> Array | None:
-  """Views a vector with one value per column as groups."""
-  return None if vector is None else vector.reshape(-1, size)
-
-
-def sum_of_row(parts: list[RowPart], values: list[Array]) -> Array:
-  """Sums a row, f32 [], of which `values` are the parts, [count, G] each."""
-  total = jnp.float32(0)
-  for part, x in zip(parts, values, strict=True):
-    if part.known:
-      layout = part.load.layout
-      group = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
-      x = jnp.where(group < part.known, 0.0, x)
-    total = total + jnp.sum(jnp.sum(_folded(jnp.add, x, part.load), axis=1))
-  return total
-
-
-def why_not_row(shape: tuple[int, ...], size: int) -> str | None:
-  """Returns why rows in groups of `size` do not fit in a program, or None."""
-  smallest = _loads(size)[-1]
-  least = smallest.count * size
-  if shape and not least <= shape[-1] <= _WIDEST:
-    return (
-      f"the kernel of Mosaic holds rows of {least} to {_WIDEST}, got "
-      f"{shape[-1]}"
-    )
-  return None
+def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
+  """Repeats each group's scale for its values."""
+  return lax.broadcast_in_dim(scale, shape, range(scale.ndim))
 
 
 # --- Tiles -------------------------------------------------------------------
@@ -334,13 +271,16 @@ def load_tile(ref) -> Array:
 
 def load_quantized_tile(q_gmem, scale_gmem, place, interpret: bool) -> Array:
   """Loads codes and scales [m, groups]; dequantizes them to f32."""
-  m, n = q_gmem.shape
-  size = n // scale_gmem.shape[1]
+  size = q_gmem.shape[1] // scale_gmem.shape[1]
   row, column = place
-  groups = pl.ds(lax.div(column.start, jnp.int32(size)), COLUMNS // size)
-  layout = row_ptx.scales_layout(size)
+  group = lax.div(column.start, jnp.int32(size))
+  if size == COLUMNS:  # Mosaic wants no axis of size 1.
+    scale = load_per_row(scale_gmem.at[:, group], place)
+    return load_tile(q_gmem.at[place]) * scale
   scale = plgpu.load(
-    scale_gmem.at[row, groups], layout=layout, optimized=False
+    scale_gmem.at[row, pl.ds(group, COLUMNS // size)],
+    layout=row_ptx.scales_layout(size),
+    optimized=False,
   ).astype(jnp.float32)
   if interpret:
     scale = jnp.repeat(scale, size, axis=1)

@@ -11,16 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.pallas.magnitudes import tensor_scale
 from coat_jax.pallas.mosaic import rows
-from coat_jax.pallas.mosaic.row_ptx import LANES, WARPS
+from coat_jax.pallas.mosaic.row_ptx import LANES, THREAD_LAYOUT, WARPS
 from coat_jax.pallas.scales import ScaleFinder
 
 _THREADS = WARPS * LANES
-_LAYOUT = plgpu.Layout.TILED(
-  plgpu.Tiling(((_THREADS,), (LANES,), (1,))),
-  warp_dims=(-3,),
-  lane_dims=(-2,),
-  vector_dim=-1,
-)
 # A thread loads 64 maxima at a time.
 _MOST = 64 * _THREADS
 
@@ -61,7 +55,7 @@ def _kernel(bits_gmem, scales_gmem, *, dtype):
   def step(i, largest):
     start = jnp.minimum(i * size, count - size)
     part = bits_gmem.at[pl.ds(start, size)]
-    bits = plgpu.load(part, layout=_LAYOUT, optimized=False)
+    bits = plgpu.load(part, layout=THREAD_LAYOUT, optimized=False)
     return jnp.maximum(largest, jnp.max(bits))
 
   bits = lax.fori_loop(0, pl.cdiv(count, size), step, jnp.int32(0))

@@ -56,32 +56,6 @@ _CUBIC = 0.044715
 _QUICK = 1.702
 
 
-def _why_not_activation(activation: Activation) -> str | None:
-  if activation != "gelu":
-    return None
-  return (
-    "the Triton kernel supports SiLU and GELU's tanh and sigmoid "
-    "approximations, since Pallas cannot lower erf to Triton; got "
-    "activation='gelu'"
-  )
-
-
-def _why_not_parts(parts: Parts) -> str | None:
-  x, *others = parts
-  for up in others:
-    if x.qvalue.shape != up.qvalue.shape:
-      return (
-        f"gate and up must be of one shape, got {x.qvalue.shape} and "
-        f"{up.qvalue.shape}"
-      )
-    if x.group_size != up.group_size:
-      return (
-        f"gate and up must have groups of one size, got {x.group_size} and "
-        f"{up.group_size}"
-      )
-  return next(filter(None, map(supported.why_not_values, parts)), None)
-
-
 # --- Tiles -------------------------------------------------------------------
 
 
@@ -146,19 +120,7 @@ def _halves(count: int) -> list[tuple]:
 # --- Input -------------------------------------------------------------------
 
 
-def _why_not_input(x, activation, gated, groups, output, **_) -> str | None:
-  *leading, n = x.shape
-  if gated and n % 2:
-    return f"gate and up must be of one width, got {n} for both"
-  f = n // 2 if gated else n
-  return (
-    _why_not_activation(activation)
-    or supported.why_not_read(x, (*leading, f), groups, output)
-    or supported.why_not_shape(x.shape)
-  )
-
-
-@kernel(_why_not_input)
+@kernel(supported.why_not_activation_input)
 @jax.jit(
   static_argnames=("activation", "gated", "groups", "output", "interpret")
 )
@@ -207,16 +169,7 @@ def _input_kernel(whole, x_ref, *refs, activation):
 # --- Forward -----------------------------------------------------------------
 
 
-def _why_not_fwd(parts, activation, output, scale, layout, **_) -> str | None:
-  shape = parts[0].qvalue.shape
-  return (
-    _why_not_activation(activation)
-    or _why_not_parts(parts)
-    or supported.why_not_written(shape, output, scale, layout)
-  )
-
-
-@kernel(_why_not_fwd)
+@kernel(supported.why_not_activation_fwd)
 @jax.jit(static_argnames=("activation", "output", "layout", "interpret"))
 def activation_fwd(
   parts: Parts,
@@ -251,25 +204,7 @@ def _fwd_kernel(whole, *refs, activation):
 # --- Backward ----------------------------------------------------------------
 
 
-def _why_not_bwd(
-  dy, parts, activation, gradient, output, scale, has_sums, **_
-) -> str | None:
-  (*leading, f), shape = dy.shape, parts[0].qvalue.shape
-  if dy.shape != shape:
-    return f"dy must have the input's shape {shape}, got {dy.shape}"
-  if has_sums and len(parts) > 1:
-    return "the Triton kernel sums the gradient of x, not of gate and up"
-  return (
-    supported.why_not_scaling(gradient, E5M2)
-    or _why_not_activation(activation)
-    or supported.why_not_dtype(dy.dtype)
-    or _why_not_parts(parts)
-    or supported.why_not_shape((*leading, len(parts) * f))
-    or supported.why_not_written(dy.shape, output, scale, "both")
-  )
-
-
-@kernel(_why_not_bwd)
+@kernel(supported.why_not_activation_bwd)
 @jax.jit(
   static_argnames=("activation", "gradient", "output", "has_sums", "interpret")
 )

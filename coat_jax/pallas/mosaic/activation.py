@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation functions from and to FP8 in Mosaic GPU: `ops.activation_input`.
+
+  activation_input         codes and scales of x, amax of y = f(x)
+  activation_fwd           y by rows, by columns or both
+  activation_bwd_operands  dx = dy f'(x) in both layouts, and y's columns
+
+For a gated function y = f(gate) up. Its x is [m, 2 F], so a program of
+`activation_input` loads a block of gate and the same block of up, F columns
+apart. The gradients, dgate = dy up f'(gate) and dup = dy f(gate), share one
+scale.
+
+The backward needs the scale before it can write a code, so it makes two passes;
+the first only finds the maxima. The second also sums a bias's gradient: each
+tile writes the sum of its rows, and XLA adds those up, always in the same
+order.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.scaling import (
+  GRADIENTS,
+  VALUES,
+  Groups,
+  Layout,
+  Operand,
+  Scales,
+  Scaling,
+)
+from coat_jax.ops.activation import Parts
+from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.types import Activation
+from coat_jax.pallas import supported
+from coat_jax.pallas.mosaic import activation_ptx, device, row_ptx, rows, scales
+from coat_jax.pallas.mosaic.row_ptx import COLUMNS
+from coat_jax.pallas.mosaic.rows import Load
+
+
+def _activated(parts: list[Array], activation, layout, interpret) -> Array:
+  """Computes f(x), or f(gate) up."""
+  x, *others = parts
+  y = activation_ptx.values(x, activation, layout, interpret)
+  return y * others[0] if others else y
+
+
+def _gradients(
+  dy: Array, parts: list[Array], activation, layout, interpret
+) -> tuple[list[Array], Array]:
+  """Computes each part's gradient, and y."""
+  x, *others = parts
+  y, slope = activation_ptx.values_and_slopes(x, activation, layout, interpret)
+  if not others:
+    return [dy * slope], y
+  [up] = others
+  return [dy * up * slope, dy * y], y * up
+
+
+def _as_groups(x: QTensor) -> list[Array]:
+  """Views quantized values as a list of groups and a list of scales."""
+  return [x.qvalue.reshape(-1, x.group_size or 0), x.scale.reshape(-1)]
+
+
+def _as_matrix(x: QTensor) -> list[Array]:
+  """Views quantized values as matrices of codes and of scales."""
+  return [a.reshape(-1, a.shape[-1]) for a in (x.qvalue, x.scale)]
+
+
+def _load_groups(refs, part, load: Load) -> list[Array]:
+  """Loads this part of each pair of codes and scales, in f32."""
+  values, layout = [], load.layout.reduce(1)
+  for codes_gmem, scale_gmem in itertools.batched(refs, 2):
+    codes = rows.load_groups(codes_gmem.at[part], load)
+    scale = plgpu.load(scale_gmem.at[part], layout=layout, optimized=False)
+    values.append(rows.dequantize_groups(codes, scale.astype(jnp.float32)))
+  return values
+
+
+def _load_tiles(refs, place, interpret: bool) -> list[Array]:
+  """Loads this tile of each pair of codes and scales, in f32."""
+  return [
+    rows.load_quantized_tile(codes, scale, place, interpret)
+    for codes, scale in itertools.batched(refs, 2)
+  ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockLoad(Load):
+  """One load of a block of 128 columns: groups [8, 128 / size, size].
+
+  Mosaic wants no axis of size 1, so a size of 128 is for `Load`.
+  """
+
+  @property
+  def count(self) -> int:
+    """The number of rows."""
+    return rows.STEP // COLUMNS
+
+  @property
+  def layout(self):
+    shape, count = (COLUMNS // self.size, self.size), self.count
+    return plgpu.Layout.TILED(
+      plgpu.Tiling(
+        ((count, *shape), (count // row_ptx.WARPS, *shape), (self.vector,))
+      ),
+      warp_dims=(-7,),
+      lane_dims=(-4, -3, -2),
+      vector_dim=-1,
+    )
+
+
+# --- Input -------------------------------------------------------------------
+
+
+def _why_not_input(x, gated, **options) -> str | None:
+  width = x.shape[-1] // (1 + gated)
+  return (
+    device.why_not_rows()
+    or supported.why_not_activation_input(x, gated=gated, **options)
+    or rows.why_not_tiles((*x.shape[:-1], width))
+  )
+
+
+@kernel(_why_not_input, by_default=False)
+@jax.jit(
+  static_argnames=("activation", "gated", "groups", "output", "interpret")
+)
+def activation_input(
+  x: Array,
+  *,
+  activation: Activation,
+  gated: bool,
+  groups: Groups,
+  output: Scaling = VALUES,
+  interpret: bool = False,
+) -> tuple[Parts, Array | None]:
+  """`ops.activation_input`."""
+  *leading, n = x.shape
+  count, g = 1 + gated, groups.size
+  m, f = x.size // n, n // count
+  load = Load(g) if g == COLUMNS else _BlockLoad(g)
+  height = (2 if gated else 4) * load.count  # 32 values per thread.
+  programs = pl.cdiv(m, height) * pl.cdiv(f, COLUMNS)
+  *quantized, bits = rows.run(
+    functools.partial(
+      _input_kernel,
+      load=load,
+      height=height,
+      activation=activation,
+      interpret=interpret,
+    ),
+    [x.reshape(m, n // g, g)],
+    [
+      jax.ShapeDtypeStruct((m, f // g, g), E4M3),
+      jax.ShapeDtypeStruct((m, f // g), jnp.bfloat16),
+    ]
+    * count
+    + [scales.maxima(programs)],
+    grid=(programs,),
+    interpret=interpret,
+    name="activation_input",
+  )
+  parts = tuple(
+    QTensor(codes.reshape(*leading, f), scale.reshape(*leading, f // g), g)
+    for codes, scale in itertools.batched(quantized, 2)
+  )
+  return parts, scales.output_scale(bits, output, interpret)
+
+
+def _input_kernel(x_gmem, *refs, load, height, activation, interpret):
+  *refs, bits_gmem = refs
+  outputs = list(itertools.batched(refs, 2))
+  m, n, g = outputs[0][0].shape
+  program, width = lax.axis_index("last"), COLUMNS // g
+  # Consecutive programs go along the rows.
+  across = jnp.int32(pl.cdiv(n, width))
+  row = rows.part_at(lax.div(program, across), height, m)
+  group = rows.part_at(lax.rem(program, across), width, n).start
+
+  def groups(first):
+    return first if width == 1 else pl.ds(first, width)
+
+  loaded = [
+    rows.load_groups(x_gmem.at[row, groups(group + i * n)], load)
+    for i in range(len(outputs))
+  ]
+  parts = []
+  for x, (q_gmem, scale_gmem) in zip(loaded, outputs, strict=True):
+    codes, scale = rows.quantize_groups(x, q_gmem.dtype, load, interpret)
+    place = row, groups(group)
+    rows.store(q_gmem.at[place], codes)
+    rows.store(scale_gmem.at[place], scale.astype(scale_gmem.dtype))
+    parts.append(rows.dequantize_groups(codes, scale))
+  y = _activated(parts, activation, load.layout, interpret)
+  scales.store_maximum(bits_gmem, program, rows.amax_bits(y, load))
+
+
+# --- Forward -----------------------------------------------------------------
+
+
+def _why_not_fwd(parts, layout, **options) -> str | None:
+  shape = parts[0].qvalue.shape
+  return (
+    device.why_not_rows()
+    or supported.why_not_activation_fwd(parts, layout=layout, **options)
+    or rows.why_not_list(shape)
+    or (None if layout == "rows" else rows.why_not_tiles(shape))
+  )
+
+
+@kernel(_why_not_fwd, by_default=False)
+@jax.jit(static_argnames=("activation", "output", "layout", "interpret"))
+def activation_fwd(
+  parts: Parts,
+  *,
+  activation: Activation,
+  output: Scaling = VALUES,
+  scale: Scales | None = None,
+  layout: Layout = "rows",
+  interpret: bool = False,
+) -> Operand:
+  """`ops.activation_fwd`."""
+  assert isinstance(scale, Array)
+  how = dict(activation=activation, interpret=interpret)
+  like, read = parts[0].qvalue, scale.reshape(1)
+  if layout == "rows":
+    inputs = [x for part in parts for x in _as_groups(part)]
+    size, shape = rows.pick_size(like.size), inputs[0].shape
+    [in_rows] = rows.run(
+      functools.partial(_rows_kernel, count=size // shape[1], **how),
+      [*inputs, read],
+      [jax.ShapeDtypeStruct(shape, E4M3)],
+      grid=(pl.cdiv(like.size, size),),
+      interpret=interpret,
+      name="activation_rows",
+    )
+    return Operand(in_rows.reshape(like.shape), None, scale)
+  n = like.shape[-1]
+  m = like.size // n
+  in_rows, columns = rows.run(
+    functools.partial(_tiles_kernel, **how),
+    [*(x for part in parts for x in _as_matrix(part)), read],
+    rows.operand(m, n, E4M3, layout),
+    grid=rows.grid_of_tiles(m, n),
+    scratch=[row_ptx.scratch(rows.tile_height(m))],
+    interpret=interpret,
+    name="activation_tiles",
+  )
+  return Operand(rows.like(in_rows, like), columns, scale)
+
+
+def _rows_kernel(*refs, count, activation, interpret):
+  *refs, scale_gmem, rows_gmem = refs
+  groups, g = rows_gmem.shape
+  part, load = rows.part("last", count, groups), Load(g)
+  parts = _load_groups(refs, part, load)
+  y = _activated(parts, activation, load.layout, interpret)
+  codes = rows.quantize(y, scale_gmem[0], E4M3, load.layout, interpret)
+  rows.store(rows_gmem.at[part], codes)
+
+
+def _tiles_kernel(*refs, activation, interpret):
+  *refs, scale_gmem, rows_gmem, columns_gmem, smem = refs
+  place = rows.place_of_tile(refs[0].shape)
+  parts = _load_tiles(refs, place, interpret)
+  y = _activated(parts, activation, row_ptx.TILE_LAYOUT, interpret)
+  codes = rows.quantize_tile(y, scale_gmem[0], E4M3, interpret)
+  rows.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)
+
+
+# --- Backward ----------------------------------------------------------------
+
+
+def _why_not_bwd(dy, **options) -> str | None:
+  return (
+    device.why_not_rows()
+    or supported.why_not_activation_bwd(dy, **options)
+    or rows.why_not_list(dy.shape)
+    or rows.why_not_tiles(dy.shape)
+  )
+
+
+@kernel(_why_not_bwd, by_default=False)
+@jax.jit(
+  static_argnames=("activation", "gradient", "output", "has_sums", "interpret")
+)
+def activation_bwd_operands(
+  dy: Array,
+  parts: Parts,
+  *,
+  activation: Activation,
+  gradient: Scaling = GRADIENTS,
+  output: Scaling = VALUES,
+  scale: Scales | None = None,
+  has_sums: bool = False,
+  interpret: bool = False,
+) -> tuple[Operand, Operand, Array | None]:
+  """`ops.activation_bwd_operands`, in two passes."""
+  assert isinstance(scale, Array)
+  how = dict(activation=activation, interpret=interpret)
+  *leading, f = dy.shape
+  m, n = dy.size // f, len(parts) * f
+  inputs = [x for part in parts for x in _as_groups(part)]
+  size, shape = rows.pick_size(dy.size), inputs[0].shape
+  programs = pl.cdiv(dy.size, size)
+  [bits] = rows.run(
+    functools.partial(_amax_kernel, count=size // shape[1], **how),
+    [dy.reshape(shape), *inputs],
+    [scales.maxima(programs)],
+    grid=(programs,),
+    interpret=interpret,
+    name="activation_bwd_amax",
+  )
+  dx_scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
+  grid, height = rows.grid_of_tiles(m, f), rows.tile_height(m)
+  in_rows, columns, y, sums = rows.run(
+    functools.partial(_bwd_kernel, count=len(parts), **how),
+    [
+      dy.reshape(m, f),
+      *(x for part in parts for x in _as_matrix(part)),
+      read,
+      scale.reshape(1),
+    ],
+    [
+      *rows.operand(m, n, E5M2, "both"),
+      jax.ShapeDtypeStruct((f, m), E4M3),
+      jax.ShapeDtypeStruct((grid[1], f), jnp.float32) if has_sums else None,
+    ],
+    grid=grid,
+    scratch=[row_ptx.SUMS] * has_sums
+    + [row_ptx.scratch(height)] * (len(parts) + 1),
+    interpret=interpret,
+    name="activation_bwd_operands",
+  )
+  assert in_rows is not None
+  if sums is not None:
+    sums = jnp.sum(sums, axis=0)
+  dx = Operand(in_rows.reshape(*leading, n), columns, dx_scale)
+  return dx, Operand(None, y, scale), sums
+
+
+def _amax_kernel(dy_gmem, *refs, count, activation, interpret):
+  *refs, bits_gmem = refs
+  groups, g = dy_gmem.shape
+  part, load = rows.part("last", count, groups), Load(g)
+  dy = rows.load_groups(dy_gmem.at[part], load)
+  parts = _load_groups(refs, part, load)
+  gradients, _ = _gradients(dy, parts, activation, load.layout, interpret)
+  largest = functools.reduce(jnp.maximum, map(jnp.abs, gradients))
+  scales.store_maximum(
+    bits_gmem, lax.axis_index("last"), rows.amax_bits(largest, load)
+  )
+
+
+def _bwd_kernel(dy_gmem, *refs, count, activation, interpret):
+  refs, smems = refs[: -count - 1], refs[-count - 1 :]
+  refs, sums_smem = refs[: 2 * count + 6], refs[2 * count + 6 :]
+  *refs, rows_gmem, columns_gmem, output_gmem, sums_gmem = refs
+  *refs, scale_gmem, output_scale_gmem = refs
+  m, n = dy_gmem.shape
+  place = row, column = rows.place_of_tile((m, n))
+  dy = rows.load_tile(dy_gmem.at[place])
+  parts = _load_tiles(refs, place, interpret)
+  layout = row_ptx.TILE_LAYOUT
+  gradients, y = _gradients(dy, parts, activation, layout, interpret)
+  if sums_gmem is not None:
+    _store_sums(sums_gmem, gradients[0], column, m, sums_smem[0], interpret)
+  for i, (dx, smem) in enumerate(zip(gradients, smems[1:], strict=True)):
+    codes = rows.quantize_tile(dx, scale_gmem[0], E5M2, interpret)
+    at = row, pl.ds(column.start + i * n, COLUMNS)
+    rows.store_operand(at, codes, rows_gmem, columns_gmem, smem, interpret)
+  codes = rows.quantize_tile(y, output_scale_gmem[0], E4M3, interpret)
+  rows.store_operand(place, codes, None, output_gmem, smems[0], interpret)
+
+
+def _store_sums(sums_gmem, x, column, m: int, smem, interpret: bool) -> None:
+  """Writes the sum of a tile's rows, without those that another tile has."""
+  number, height = lax.axis_index("last"), len(x)
+  if m % height:
+    layout = row_ptx.TILE_LAYOUT
+    row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
+    known = jnp.maximum((number + 1) * height - m, 0)
+    x = jnp.where(row < known, 0.0, x)
+  sums = jnp.sum(x, axis=0) if interpret else row_ptx.sum_over_rows(x, smem)
+  rows.store(sums_gmem.at[number, column], sums)

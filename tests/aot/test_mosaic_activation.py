@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles Mosaic's activation functions for an H200: no spills.
+
+Every variant that dispatch can reach is compiled: a store that Mosaic cannot
+lower shows only here.
+"""
+
+import re
+
+import jax
+import pytest
+
+from benchmarks import aot
+from coat_jax.ops import Groups
+from coat_jax.pallas.mosaic import activation as kernels
+from tests.aot.test_activation import BF16, F32, SCALE, values
+from tests.pallas.triton.test_activation import CASES
+
+pytestmark = pytest.mark.aot
+
+
+def assert_no_spills(fn, *specs, folder, count):
+  """Checks that `fn` compiles to this many kernels, and that none spills."""
+  jax.clear_caches()  # Nothing is written of a kernel compiled before.
+  folder.mkdir()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+    patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    aot.compile_for_h200(fn, *specs)
+  reports = [path.read_text() for path in folder.glob("*.ptxas")]
+  assert len(reports) == count
+  for report in reports:
+    assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
+
+
+# Rows and columns are no multiples of a tile, or the tiles are low.
+VARIANTS = [
+  ("silu", True, group_size, dtype, shape)
+  for group_size in (16, 32, 64, 128)
+  for dtype, shape in (
+    (BF16, (1008, 1408 + group_size)),
+    (F32, (48, 1152 + group_size)),
+  )
+]
+VARIANTS += [(*case, 16, BF16, (1008, 1424)) for case in CASES[1:]]
+
+
+@pytest.mark.parametrize(
+  "activation, gated, group_size, dtype, shape", VARIANTS
+)
+def test_activation_kernels_do_not_spill(
+  activation, gated, group_size, dtype, shape, tmp_path
+):
+  (m, n), count, how = shape, 1 + gated, dict(activation=activation)
+  assert_no_spills(
+    lambda x: kernels.activation_input(
+      x, gated=gated, groups=Groups(group_size), **how
+    ),
+    jax.ShapeDtypeStruct((m, count * n), dtype),
+    folder=tmp_path / "input",
+    count=2,
+  )
+  parts = (values(m, n, group_size),) * count
+  for layout in ("rows", "columns", "both"):
+    assert_no_spills(
+      lambda parts, scale, layout=layout: kernels.activation_fwd(
+        parts, scale=scale, layout=layout, **how
+      )[:2],
+      *(parts, SCALE),
+      folder=tmp_path / layout,
+      count=1,
+    )
+  dy = jax.ShapeDtypeStruct((m, n), dtype)
+  for has_sums in (False,) if gated else (False, True):
+    assert_no_spills(
+      lambda dy, parts, scale, has_sums=has_sums: (
+        kernels.activation_bwd_operands(
+          dy, parts, scale=scale, has_sums=has_sums, **how
+        )
+      ),
+      *(dy, parts, SCALE),
+      folder=tmp_path / f"bwd{has_sums}",
+      count=3,
+    )
