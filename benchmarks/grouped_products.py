@@ -13,7 +13,9 @@ each of the three matmuls and each of these implementations:
   bf16              BF16 operands, XLA's `ragged_dot`
   triton            BF16 operands, this project's Triton kernel
   mosaic, TILE      FP8 codes, the Mosaic kernel with one of the tiles in
-                    `coat_jax.pallas.mosaic.grouped_product.TILES`
+                    `coat_jax.pallas.mosaic.grouped_product.TILES`; wgrad has
+                    only "low"
+  mosaic_bf16, TILE BF16 operands, the same kernel
   xla               FP8 codes, in plain JAX; measured only without a GPU
 
 A row contains milliseconds and TFLOP/s. Matmuls of FP8 codes also have `error`,
@@ -64,7 +66,7 @@ MODELS = {
 PRODUCTS = {"fwd": "xw", "dgrad": "gw", "wgrad": "xg"}
 MATRICES = "gate_up", "down"
 ROUTINGS = "uniform", "skewed"
-IMPLEMENTATIONS = "bf16", "triton", "mosaic", "xla"
+IMPLEMENTATIONS = "bf16", "triton", "mosaic_bf16", "mosaic", "xla"
 
 
 def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
@@ -114,21 +116,31 @@ def kernels(
   ):
     fn = functools.partial(op, dtype=dtype)
     yield dict(implementation=implementation), fn, (source[a], source[b], sizes)
+  of_weights = name == "wgrad"
+  product = grouped_product.rows_product
+  if of_weights:
+    product = grouped_product.weights_product
   for tile in tiles:
-    how = grouped_product.How(TILES[tile])
+    if of_weights and TILES[tile].waves > 1:
+      continue
+    run = functools.partial(
+      product, dtype=dtype, how=grouped_product.How(TILES[tile])
+    )
 
-    def by_mosaic(a, b, sizes, how=how):
-      if name == "wgrad":
-        scale = jnp.broadcast_to(a.scale * b.scale, sizes.shape)
-        product = grouped_product.weights_product
-        return product(a.columns, b.columns, sizes, scale, dtype, how=how)
+    def of_codes(a, b, sizes, run=run):
+      scale = jnp.broadcast_to(a.scale * b.scale, sizes.shape)
+      if of_weights:
+        return run(a.columns, b.columns, sizes, scale=scale)
       weights = b.columns if name == "fwd" else b.rows
-      scale = a.scale * b.scale
-      product = grouped_product.rows_product
-      return product(a.rows, weights, sizes, scale, dtype, how)
+      return run(a.rows, weights, sizes, scale=scale)
 
-    what = dict(implementation="mosaic", tile=tile)
-    yield what, by_mosaic, (codes[a], codes[b], sizes)
+    of_values = functools.partial(run, k_first=name != "dgrad")
+    for implementation, fn, source in (
+      ("mosaic", of_codes, codes),
+      ("mosaic_bf16", of_values, plain),
+    ):
+      what = dict(implementation=implementation, tile=tile)
+      yield what, fn, (source[a], source[b], sizes)
 
 
 def op_of(name: str) -> Any:

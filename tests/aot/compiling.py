@@ -189,10 +189,13 @@ def ptxas_reports(module: str, tmp_path: Path) -> list[Path]:
   return folders
 
 
-def check_wgmma(folder: Path) -> None:
-  """Checks that a product's kernel uses wgmma, and runs on beside it."""
+def check_wgmma(folder: Path, shape: str = "m64n128k32") -> None:
+  """Checks that a product's kernel uses wgmma and does not wait for each one.
+
+  The last number of `shape` is 32 for FP8, 16 for BF16 and f16.
+  """
   [report] = folder.glob("*.ptxas")
   # wgmma that ptxas cannot leave to run beside what follows it.
   assert "serialized" not in report.read_text(), folder.name
   [program] = folder.glob("*.ptx")
-  assert "wgmma.mma_async.sync.aligned.m64n128k32" in program.read_text()
+  assert f"wgmma.mma_async.sync.aligned.{shape}." in program.read_text()

@@ -23,14 +23,28 @@ pytestmark = pytest.mark.aot
 
 E, D, F, M = 128, 2048, 1536, 65536  # gate and up of Qwen3-30B-A3B
 FORMS = "fwd", "dgrad", "wgrad"
+DTYPES = {"fp8": E4M3, "bf16": jnp.bfloat16, "f16": jnp.float16}
+# The tile, the operands, the product, and the options of the call.
 COMPILED = [
-  *((tile, form) for tile in TILES for form in FORMS[:2]),
-  ("low", "wgrad"),
+  *(
+    (tile, operands, form, {})
+    for operands in DTYPES
+    for form in FORMS
+    for tile in (TILES if form != "wgrad" else ["low"])
+  ),
+  ("low", "fp8", "wgrad", dict(dtype=jnp.bfloat16)),
+  ("low", "bf16", "wgrad", dict(dtype=jnp.bfloat16)),
+  ("low", "bf16", "wgrad", dict(rows_first=True)),
 ]
 
 
-def arguments(form: str) -> tuple:
+def arguments(operands: str, form: str) -> tuple:
   spec, f32 = jax.ShapeDtypeStruct, jnp.float32
+  if operands != "fp8":
+    shapes = {"x": (M, D), "g": (M, F), "w": (E, D, F)}
+    names = {"fwd": "xw", "dgrad": "gw", "wgrad": "xg"}[form]
+    arrays = (spec(shapes[name], DTYPES[operands]) for name in names)
+    return *arrays, spec((E,), jnp.int32)
   x = Operand(spec((M, D), E4M3), spec((D, M), E4M3), spec((), f32))
   g = Operand(spec((M, F), E5M2), spec((F, M), E5M2), spec((), f32))
   w = Operand(spec((E, D, F), E4M3), spec((E, F, D), E4M3), spec((E,), f32))
@@ -38,31 +52,35 @@ def arguments(form: str) -> tuple:
   return a, b, spec((E,), jnp.int32)
 
 
-def compiled(form: str) -> jax.stages.Compiled:
-  run = getattr(kernels, f"grouped_linear_{form}")
+def compiled(operands: str, form: str, **options) -> jax.stages.Compiled:
+  name = "grouped_linear" if operands == "fp8" else "grouped"
+  run = getattr(kernels, f"{name}_{form}")
   # A new function, since the tile may have changed since the last trace.
-  return compile_for_h200(lambda *args: run(*args), *arguments(form))
+  return compile_for_h200(
+    lambda *args: run(*args, **options), *arguments(operands, form)
+  )
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_grouped_product_is_one_kernel(form):
-  program = compiled(form)
+@pytest.mark.parametrize("operands", DTYPES)
+def test_grouped_product_is_one_kernel(operands, form):
+  program = compiled(operands, form)
   assert custom_calls(program) == {"mosaic_gpu_v2": 1}
   # The table of tiles; XLA alone multiplies every row by every weight.
   assert temporary_bytes(program) < 2**17
 
 
 def compile_all(folder: str) -> None:
-  """Compiles every tile and form; run in a process of its own."""
-  for name, form in COMPILED:
-    kernels.TILES = dict.fromkeys(TILES, TILES[name])
-    os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{name}-{form}"
+  """Compiles all of COMPILED; run in a process of its own."""
+  for i, (tile, operands, form, options) in enumerate(COMPILED):
+    kernels.TILES = dict.fromkeys(TILES, TILES[tile])
+    os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{i}-{tile}-{operands}-{form}"
     os.mkdir(os.environ["MOSAIC_GPU_DUMP_TO"])
-    compiled(form)
+    compiled(operands, form, **options)
 
 
 def test_no_register_spills(tmp_path):
   folders = ptxas_reports(__name__, tmp_path)
   assert len(folders) == len(COMPILED)
   for folder in folders:
-    check_wgmma(folder)
+    check_wgmma(folder, "m64n128k32" if "fp8" in folder.name else "m64n128k16")

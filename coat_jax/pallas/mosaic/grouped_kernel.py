@@ -2,21 +2,26 @@
 """The kernel of `grouped_product`, in Pallas for Mosaic GPU.
 
 It is built like `block_kernel`: one persistent program per multiprocessor, a
-warpgroup that loads and two that multiply, and f32 sums of blocks of 128. Only
-the GPU knows how many rows a group has, so programs read the tiles from a table
-(`Entry`). All groups and tiles share one grid.
+warpgroup that loads and two that multiply, and f32 sums of blocks. A block is
+128 bytes along the summed axis: 128 FP8 codes, or 64 values of 16 bits, which
+take as long to copy and to multiply. Only the GPU knows how many rows a group
+has, so programs read the tiles from a table (`Entry`). All groups and tiles
+share one grid.
+
+FP8 codes must have the summed axis last. Operands of 16 bits may have it first:
+the tensor cores transpose them as they read shared memory.
 
 A group may begin at any row, but a copy into swizzled shared memory must begin
-at a multiple of 8 rows, and of 128 values along the summed axis. Therefore:
+at a multiple of 8 rows, and of a block along the summed axis. Therefore:
 
   rows times weights   A tile begins up to 7 rows before its group. Rows of
                        other groups are computed and not written. Sets of 64
                        rows that a group fills are written in one copy, others
                        in copies of 32, 16, ... rows.
-  gradients of weights Blocks of tokens begin at multiples of 128. In a group's
-                       first and last block, tokens of other groups are set to
-                       zero in shared memory, in one of the two operands. With
-                       two waves there are not enough registers for that.
+  gradients of weights Blocks of tokens begin at multiples of a block. In a
+                       group's first and last block, tokens of other groups are
+                       set to zero in shared memory, in one of the two operands.
+                       With two waves there are not enough registers for that.
 
 So no rows are padded or moved in memory.
 """
@@ -39,6 +44,7 @@ from coat_jax.pallas.mosaic.persistent import (
   ROWS,
   WARPGROUPS,
   WAVE,
+  in_128_bytes,
   in_band,
   rows_of_128_bytes,
 )
@@ -85,6 +91,9 @@ class Work:
   rows_first: bool  # Whether these are [D, E, F].
   tiles_m: int  # The tiles along m of each group, for gradients of weights.
   tiles_n: int  # The tiles along n.
+  depth: int  # The values of a block along the summed axis k.
+  a_k_first: bool  # Whether a is [k, m] instead of [m, k].
+  b_k_first: bool  # Whether b is [k, n] instead of [n, k].
   programs: int
   interpret: bool
 
@@ -106,6 +115,14 @@ class Work:
     column = j * BLOCK
     return (entry, tile, column) if self.of_weights else (tile, entry, column)
 
+  def a_place(self, rows: Any, block: Any) -> tuple[Any, Any]:
+    """Returns the index of a block of these rows in a."""
+    return (block, rows) if self.a_k_first else (rows, block)
+
+  def b_place(self, columns: Any, block: Any) -> tuple[Any, Any]:
+    """Returns the index of a block of these columns in b."""
+    return (block, columns) if self.b_k_first else (columns, block)
+
   def slot(self, step: Array) -> Array:
     """Returns the stage of shared memory that the step-th block goes into."""
     return lax.rem(step, jnp.int32(self.tile.stages))
@@ -126,11 +143,13 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   """Returns shared memory and barriers for these dtypes of a, b and out."""
   tile, stages = work.tile, work.tile.stages
 
-  width = 128 // jnp.dtype(out).itemsize
+  width = in_128_bytes(out)
+  a_block = work.a_place(WAVE, work.depth)
+  b_block = work.b_place(BLOCK, work.depth)
   edge = (1, 1, 128) if work.of_weights else (WARPGROUPS, ROWS, BLOCK)
   return Memory(
-    a_smem=rows_of_128_bytes(stages, tile.waves, WAVE, BLOCK, dtype=a),
-    b_smem=rows_of_128_bytes(stages, BLOCK, BLOCK, dtype=b),
+    a_smem=rows_of_128_bytes(stages, tile.waves, *a_block, dtype=a),
+    b_smem=rows_of_128_bytes(stages, *b_block, dtype=b),
     out_smem=rows_of_128_bytes(WARPGROUPS, tile.slots, ROWS, width, dtype=out),
     edge_smem=plgpu.SMEM(edge, out),
     loaded=tuple(
@@ -203,21 +222,25 @@ def _load_tile(
 ) -> Array:
   """Copies the blocks of one tile as stages become free."""
   loaded = memory.loaded
-  row = pl.multiple_of(entry.row, 8)
+  row = pl.multiple_of(entry.row, WAVE if work.of_weights else 8)
   columns = pl.ds(column, BLOCK)
 
   def load_block(j, step):
     slot = work.slot(step)
-    block = pl.ds((entry.first + j) * BLOCK, BLOCK)
+    block = pl.ds((entry.first + j) * work.depth, work.depth)
     _wait_for_free(work, step, memory)
     source = b if work.of_weights else b.at[entry.group]
     plgpu.copy_gmem_to_smem(
-      source.at[columns, block], memory.b_smem.at[slot], loaded[0].at[slot]
+      source.at[work.b_place(columns, block)],
+      memory.b_smem.at[slot],
+      loaded[0].at[slot],
     )
     for wave, barrier in enumerate(loaded):
       rows = pl.ds(row + wave * WAVE, WAVE)
       plgpu.copy_gmem_to_smem(
-        a.at[rows, block], memory.a_smem.at[slot, wave], barrier.at[slot]
+        a.at[work.a_place(rows, block)],
+        memory.a_smem.at[slot, wave],
+        barrier.at[slot],
       )
     return step + 1
 
@@ -230,11 +253,17 @@ def _sum_blocks(
   """Sums a tile; returns the next step and, per wave, f32 [64, 128]."""
   loaded, free = memory.loaded, memory.free
   own = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
+  own = work.a_place(own, pl.ds(0, work.depth))
   shape = ROWS, BLOCK
 
   def multiply(slot, wave, acc):
-    rows = memory.a_smem.at[slot, wave, own]
-    plgpu.wgmma(acc, rows, memory.b_smem.at[slot].T)
+    rows = memory.a_smem.at[slot, wave, *own]
+    columns = memory.b_smem.at[slot]
+    plgpu.wgmma(
+      acc,
+      rows.T if work.a_k_first else rows,
+      columns if work.b_k_first else columns.T,
+    )
     return acc[...]
 
   def add_block(j, carry):
@@ -243,9 +272,9 @@ def _sum_blocks(
     for wave, total in enumerate(totals):
       plgpu.barrier_wait(loaded[wave].at[slot])
       if work.of_weights:
-        start = (entry.first + j) * BLOCK
-        rows = memory.a_smem.at[slot, wave, own]
-        _clear_others(rows, entry.begin - start, entry.end - start)
+        start = (entry.first + j) * work.depth
+        rows = memory.a_smem.at[slot, wave, *own]
+        _clear_others(work, rows, entry.begin - start, entry.end - start)
       zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
       partial = pl.run_scoped(functools.partial(multiply, slot, wave), zeros)
       # Tensor cores sum a block with fewer bits than f32.
@@ -261,22 +290,23 @@ def _sum_blocks(
   return lax.fori_loop(0, entry.blocks, add_block, carry)
 
 
-def _clear_others(rows_smem, begin: Array, end: Array) -> None:
-  """Sets the columns of a block outside [begin, end) to zero."""
+def _clear_others(work: Work, rows_smem, begin: Array, end: Array) -> None:
+  """Sets the tokens of a block outside [begin, end) to zero."""
 
-  @pl.when((begin > 0) | (end < BLOCK))
+  @pl.when((begin > 0) | (end < work.depth))
   def _():
-    column = plgpu.broadcasted_iota(
-      jnp.int32, rows_smem.shape, 1, layout=LAYOUT
+    axis = 0 if work.a_k_first else 1
+    token = plgpu.broadcasted_iota(
+      jnp.int32, rows_smem.shape, axis, layout=LAYOUT
     )
-    codes = plgpu.load(rows_smem, layout=LAYOUT, optimized=False)
-    # As bytes: in f32, a block would take 64 registers. Of operations on bytes,
-    # Mosaic has only those on bits.
-    codes = lax.bitcast_convert_type(codes, jnp.int8)
-    is_own = (column >= begin) & (column < end)
-    keep = jnp.where(is_own, jnp.int32(-1), jnp.int32(0)).astype(jnp.int8)
-    codes = lax.bitcast_convert_type(codes & keep, rows_smem.dtype)
-    rows_smem[...] = codes
+    values = plgpu.load(rows_smem, layout=LAYOUT, optimized=False)
+    # As integers: in f32, a block of codes would take 64 registers. Of
+    # operations on bytes, Mosaic has only those on bits.
+    bits = jnp.int8 if values.dtype.itemsize == 1 else jnp.int16
+    values = lax.bitcast_convert_type(values, bits)
+    is_own = (token >= begin) & (token < end)
+    keep = jnp.where(is_own, jnp.int32(-1), jnp.int32(0)).astype(bits)
+    rows_smem[...] = lax.bitcast_convert_type(values & keep, rows_smem.dtype)
     plgpu.commit_smem()
 
 

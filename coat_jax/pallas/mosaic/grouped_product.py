@@ -1,19 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 products of groups of rows on Hopper's tensor cores, through Mosaic GPU.
+"""Products of groups of rows on Hopper's tensor cores, through Mosaic GPU.
 
   grouped_linear_fwd     y  = x w      [M, D] x [E, F, D]^T -> [M, F]
   grouped_linear_dgrad   dx = g w^T    [M, F] x [E, D, F]^T -> [M, D]
   grouped_linear_wgrad   dw = x^T g    [D, M] x [F, M]^T, per group's tokens
 
-Both operands have the summed axis last, as the tensor cores need it. The scales
-of both operands are multiplied with each other first: if their product is below
-1.2e-38 it is inexact or 0, whereas the definition in `ops.grouped_linear` still
-computes a value. For a group's weight gradient, x is set to zero at tokens of
-other groups, but g is not: if g has a finite scale but codes that are not
-finite, they also reach the group before and after.
+  grouped_fwd            y  = x w      [M, D] x [E, D, F] -> [M, F]
+  grouped_dgrad          dx = g w^T    [M, F] x [E, D, F]^T -> [M, D]
+  grouped_wgrad          dw = x^T g    [M, D]^T x [M, F], per group's tokens
 
-No GPU has run these kernels yet, so they run only if `implementation="mosaic"`
-names them. `python -m benchmarks.grouped_products` measures them.
+The first three multiply FP8 codes, which must have the summed axis last. The
+others multiply BF16 or f16 as it is stored.
+
+The scales of both FP8 operands are multiplied with each other first: if their
+product is below 1.2e-38 it is inexact or 0, whereas the definition in
+`ops.grouped_linear` still computes a value. For a group's weight gradient, x is
+set to zero at tokens of other groups, but g is not: if g has values that are
+not finite, or a finite scale but codes that are not finite, they also reach the
+group before and after.
+
+`python -m benchmarks.grouped_products` measures the kernels. On an H100, FP8
+reaches 490 to 990 TFLOP/s for Qwen3-30B-A3B and Mixtral-8x7B. No GPU has run
+BF16 and f16 yet, so they run only if `implementation="mosaic"` names them.
+
+Writing weight gradients in f32 takes longer than the matmul if groups are
+small. For gate and up of Qwen3-30B-A3B (512 rows for each of 128 experts) they
+are 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x and g are 0.23 GB. An H100
+moves 3.35 TB/s, so memory alone takes 0.55 ms. Tensor cores take 0.21 ms for
+412 GFLOP at 1979 TFLOP/s, and 0.26 ms with the fifth block that a group of 512
+unaligned tokens reads. At most 750 TFLOP/s are possible; we measured 490.
+Gradients in BF16 are half as large, so memory takes 0.31 ms. Layers ask for
+the dtype of the weights, or on a mesh for `axes.grad_dtype`.
 """
 
 import dataclasses
@@ -31,49 +48,64 @@ from coat_jax.numerics.scaling import BLOCK, Operand
 from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas.mosaic import device, grouped_kernel
 from coat_jax.pallas.mosaic.grouped_kernel import Entry, Tile, Work
-from coat_jax.pallas.mosaic.persistent import WARPGROUPS
+from coat_jax.pallas.mosaic.persistent import WARPGROUPS, in_128_bytes
 
 TILES = {"tall": Tile(), "low": Tile(waves=1, stages=5, band=16)}
-# With the tile "tall", ptxas spills 132 bytes where it clears tokens.
-_OF_WEIGHTS = TILES["low"]
 
 
 def pick_tile(rows_each: int) -> Tile:
   """Picks a tile for groups with this many rows on average."""
-  # A group's last tile is half empty on average.
+  # A group's last tile is half empty on average. On an H100, forward in FP8,
+  # "low" and "tall" reach 802 and 696 TFLOP/s with 512 rows in a group, and 928
+  # and 990 with 2048.
   return TILES["tall" if rows_each >= 4 * TILES["tall"].m else "low"]
 
 
 def _why_not(a, b, dtype: DTypeLike, multiples: tuple, dtypes) -> str | None:
-  """Returns why this GPU cannot multiply codes a and b [..., k], or None."""
+  """Returns why this GPU cannot multiply a and b, or None."""
   reason = device.why_not()
   if reason is not None:
     return reason
   if jnp.dtype(dtype) not in dtypes:
     names = " or ".join(jnp.dtype(each).name for each in dtypes)
     return f"the kernel writes {names}, got {jnp.dtype(dtype)}"
-  if not (is_fp8(a.dtype) and is_fp8(b.dtype)):
-    return f"the kernel multiplies FP8, got {a.dtype} and {b.dtype}"
   sizes = *a.shape, *b.shape[-2:]
   if any(n % of or n == 0 for n, of in zip(sizes, multiples, strict=True)):
     return (
-      "the kernel of Mosaic takes codes whose sizes are multiples of "
+      "the kernel of Mosaic takes arrays whose sizes are multiples of "
       f"{multiples}, got {sizes}"
     )
   return None
 
 
-def _why_not_rows(x: Operand, codes, dtype: DTypeLike) -> str | None:
-  rows = x.rows
-  assert rows is not None
+def _why_not_rows(rows, w, dtype: DTypeLike, *multiples: int) -> str | None:
   if len(rows) < TILES["low"].m:
     return f"the kernel of Mosaic takes at least 128 rows, got {len(rows)}"
-  multiples = 8, BLOCK, BLOCK, BLOCK
   dtypes = jnp.bfloat16, jnp.float16
-  return _why_not(rows, codes, dtype, multiples, dtypes)
+  return _why_not(rows, w, dtype, (8, *multiples), dtypes)
 
 
-@kernel(lambda x, w, dtype, **_: _why_not_rows(x, w.columns, dtype))
+def _why_not_weights(x, g, dtype: DTypeLike, *multiples: int) -> str | None:
+  dtypes = jnp.bfloat16, jnp.float16, jnp.float32
+  return _why_not(x, g, dtype, multiples, dtypes)
+
+
+# --- FP8 ---------------------------------------------------------------------
+
+
+def _why_not_fp8(*arrays) -> str | None:
+  if all(is_fp8(x.dtype) for x in arrays):
+    return None
+  names = " and ".join(str(x.dtype) for x in arrays)
+  return f"the kernel multiplies FP8, got {names}"
+
+
+def _why_not_codes(rows, w, dtype: DTypeLike) -> str | None:
+  sizes = BLOCK, BLOCK, BLOCK
+  return _why_not_fp8(rows, w) or _why_not_rows(rows, w, dtype, *sizes)
+
+
+@kernel(lambda x, w, dtype, **_: _why_not_codes(x.rows, w.columns, dtype))
 def grouped_linear_fwd(
   x: Operand,
   w: Operand,
@@ -85,10 +117,10 @@ def grouped_linear_fwd(
   """`ops.grouped_linear_fwd`."""
   scale = x.scale * w.scale  # pyright: ignore[reportOperatorIssue]
   how = How(interpret=interpret)
-  return rows_product(x.rows, w.columns, sizes, scale, dtype, how)
+  return rows_product(x.rows, w.columns, sizes, dtype, how, scale=scale)
 
 
-@kernel(lambda g, w, dtype, **_: _why_not_rows(g, w.rows, dtype))
+@kernel(lambda g, w, dtype, **_: _why_not_codes(g.rows, w.rows, dtype))
 def grouped_linear_dgrad(
   g: Operand,
   w: Operand,
@@ -100,15 +132,16 @@ def grouped_linear_dgrad(
   """`ops.grouped_linear_dgrad`."""
   scale = g.scale * w.scale  # pyright: ignore[reportOperatorIssue]
   how = How(interpret=interpret)
-  return rows_product(g.rows, w.rows, sizes, scale, dtype, how)
+  return rows_product(g.rows, w.rows, sizes, dtype, how, scale=scale)
 
 
-def _why_not_wgrad(x: Operand, g: Operand, dtype, **_) -> str | None:
-  dtypes = jnp.bfloat16, jnp.float16, jnp.float32
-  return _why_not(x.columns, g.columns, dtype, (BLOCK,) * 4, dtypes)
+def _why_not_columns(x: Operand, g: Operand, dtype, **_) -> str | None:
+  columns = x.columns, g.columns
+  sizes = (BLOCK,) * 4
+  return _why_not_fp8(*columns) or _why_not_weights(*columns, dtype, *sizes)
 
 
-@kernel(_why_not_wgrad)
+@kernel(_why_not_columns)
 def grouped_linear_wgrad(
   x: Operand,
   g: Operand,
@@ -122,8 +155,80 @@ def grouped_linear_wgrad(
   scale = jnp.broadcast_to(x.scale * g.scale, sizes.shape)  # pyright: ignore
   how = How(interpret=interpret)
   return weights_product(
-    x.columns, g.columns, sizes, scale, dtype, rows_first, how
+    x.columns, g.columns, sizes, dtype, rows_first, how, scale=scale
   )
+
+
+# --- BF16 and f16 ------------------------------------------------------------
+
+_HALF = BLOCK // 2  # The values of a block along the summed axis.
+
+
+def _why_not_16_bits(a, b) -> str | None:
+  if a.dtype == b.dtype and a.dtype in (jnp.bfloat16, jnp.float16):
+    return None
+  return f"the kernel multiplies BF16 or f16, got {a.dtype} and {b.dtype}"
+
+
+@kernel(
+  lambda x, w, dtype, **_: (
+    _why_not_16_bits(x, w) or _why_not_rows(x, w, dtype, _HALF, _HALF, BLOCK)
+  ),
+  by_default=False,
+)
+def grouped_fwd(
+  x: Array,
+  w: Array,
+  sizes: Array,
+  *,
+  dtype: DTypeLike = jnp.bfloat16,
+  interpret: bool = False,
+) -> Array:
+  """`ops.grouped_fwd`."""
+  how = How(interpret=interpret)
+  return rows_product(x, w, sizes, dtype, how, k_first=True)
+
+
+@kernel(
+  lambda g, w, dtype, **_: (
+    _why_not_16_bits(g, w) or _why_not_rows(g, w, dtype, _HALF, BLOCK, _HALF)
+  ),
+  by_default=False,
+)
+def grouped_dgrad(
+  g: Array,
+  w: Array,
+  sizes: Array,
+  *,
+  dtype: DTypeLike = jnp.bfloat16,
+  interpret: bool = False,
+) -> Array:
+  """`ops.grouped_dgrad`."""
+  return rows_product(g, w, sizes, dtype, How(interpret=interpret))
+
+
+@kernel(
+  lambda x, g, dtype, **_: (
+    _why_not_16_bits(x, g)
+    or _why_not_weights(x, g, dtype, _HALF, BLOCK, _HALF, BLOCK)
+  ),
+  by_default=False,
+)
+def grouped_wgrad(
+  x: Array,
+  g: Array,
+  sizes: Array,
+  *,
+  dtype: DTypeLike = jnp.float32,
+  rows_first: bool = False,
+  interpret: bool = False,
+) -> Array:
+  """`ops.grouped_wgrad`."""
+  how = How(interpret=interpret)
+  return weights_product(x, g, sizes, dtype, rows_first, how, k_first=True)
+
+
+# --- Both --------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +236,9 @@ class How:
   """How a product is run.
 
   Attributes:
-    tile: None for one that suits the sizes.
+    tile: None for one that suits the sizes. Gradients of weights need one with
+      a single wave: with two, ptxas spills and an H100 takes three times as
+      long (864 and 294 TFLOP/s for gate and up of Mixtral-8x7B).
     programs: None for one per multiprocessor.
     interpret: runs the kernel on a CPU and reports races.
   """
@@ -141,41 +248,75 @@ class How:
   interpret: bool = False
 
 
-def rows_product(x, w, sizes, scale, dtype, how: How = How()) -> Array:
-  """Computes rows of x [M, K] times their group's w [E, N, K]^T: [M, N]."""
-  (m, k), (e, n, _) = x.shape, w.shape
+def rows_product(
+  x, w, sizes, dtype, how: How = How(), *, scale=None, k_first=False
+) -> Array:
+  """Computes rows of x [M, K] times their group's w [E, N, K]^T: [M, N].
+
+  With `k_first`, w is [E, K, N]. `scale` [E] multiplies the result.
+  """
+  (m, k), e = x.shape, len(w)
+  n = w.shape[2 if k_first else 1]
+  depth = in_128_bytes(x.dtype)
   tile = how.tile or pick_tile(m // e)
   tile = tile if m >= tile.m else TILES["low"]
-  table = tiles_of_rows(sizes, m=m, tile_m=tile.m, blocks=k // BLOCK)
-  work = _work(how, tile, n, of_weights=False, rows_first=False, tiles_m=0)
+  table = tiles_of_rows(sizes, m=m, tile_m=tile.m, blocks=k // depth)
+  work = Work(
+    tile=tile,
+    of_weights=False,
+    rows_first=False,
+    tiles_m=0,
+    tiles_n=n // BLOCK,
+    depth=depth,
+    a_k_first=False,
+    b_k_first=k_first,
+    programs=how.programs or device.multiprocessors(),
+    interpret=how.interpret,
+  )
   out = jax.ShapeDtypeStruct((m, n), dtype)
-  return _run(work, table, scale, x, w, out)
+  return _run(work, table, sizes, scale, x, w, out)
 
 
 def weights_product(
-  x, g, sizes, scale, dtype, rows_first=False, how: How = How()
+  x,
+  g,
+  sizes,
+  dtype,
+  rows_first=False,
+  how: How = How(),
+  *,
+  scale=None,
+  k_first=False,
 ) -> Array:
-  """Computes x [D, M] g [F, M]^T over the tokens of each group: [E, D, F]."""
-  (d, _), f, e = x.shape, len(g), len(sizes)
-  tile = how.tile or _OF_WEIGHTS
-  work = _work(
-    how, tile, f, of_weights=True, rows_first=rows_first, tiles_m=d // tile.m
-  )
-  out = jax.ShapeDtypeStruct((d, e, f) if rows_first else (e, d, f), dtype)
-  return _run(work, blocks_of_tokens(sizes), scale, x, g, out)
+  """Computes x [D, M] g [F, M]^T over the tokens of each group: [E, D, F].
 
-
-def _work(how: How, tile: Tile, n: int, **of_weights) -> Work:
-  return Work(
+  With `k_first`, x is [M, D] and g [M, F]. `scale` [E] multiplies the result.
+  """
+  axis = 1 if k_first else 0
+  d, f, e = x.shape[axis], g.shape[axis], len(sizes)
+  depth = in_128_bytes(x.dtype)
+  tile = how.tile or TILES["low"]
+  assert tile.waves == 1, tile
+  work = Work(
     tile=tile,
-    tiles_n=n // BLOCK,
+    of_weights=True,
+    rows_first=rows_first,
+    tiles_m=d // tile.m,
+    tiles_n=f // BLOCK,
+    depth=depth,
+    a_k_first=k_first,
+    b_k_first=k_first,
     programs=how.programs or device.multiprocessors(),
     interpret=how.interpret,
-    **of_weights,
   )
+  out = jax.ShapeDtypeStruct((d, e, f) if rows_first else (e, d, f), dtype)
+  table = blocks_of_tokens(sizes, depth)
+  return _run(work, table, sizes, scale, x, g, out)
 
 
-def _run(work: Work, table: tuple[Array, Array], scale, a, b, out) -> Array:
+def _run(work: Work, table, sizes, scale, a, b, out) -> Array:
+  if scale is None:
+    scale = jnp.ones(sizes.shape)
   dtypes = a.dtype, b.dtype, out.dtype
   kernel = plgpu.kernel(
     functools.partial(grouped_kernel.run, work),
@@ -231,11 +372,11 @@ def tiles_of_rows(
   return jnp.stack(table), last[-1:]
 
 
-def blocks_of_tokens(sizes: Array) -> tuple[Array, Array]:
+def blocks_of_tokens(sizes: Array, depth: int) -> tuple[Array, Array]:
   """Returns the table for gradients of weights, and its number of entries."""
   ends = jnp.cumsum(sizes, dtype=jnp.int32)
   begins = ends - sizes.astype(jnp.int32)
-  first = begins // BLOCK
+  first = begins // depth
   group = jnp.arange(len(sizes), dtype=jnp.int32)
   table = Entry(
     group=group,
@@ -243,6 +384,6 @@ def blocks_of_tokens(sizes: Array) -> tuple[Array, Array]:
     begin=begins,
     end=ends,
     first=first,
-    blocks=jnp.where(sizes > 0, pl.cdiv(ends, BLOCK) - first, 0),
+    blocks=jnp.where(sizes > 0, pl.cdiv(ends, depth) - first, 0),
   )
   return jnp.stack(table), jnp.full(1, len(sizes), jnp.int32)

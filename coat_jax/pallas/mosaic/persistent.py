@@ -34,10 +34,15 @@ def in_band(
   return first + lax.rem(within, height), lax.div(within, height)
 
 
+def in_128_bytes(dtype: DTypeLike) -> int:
+  """Returns how many values of this dtype 128 bytes hold."""
+  return 128 // jnp.dtype(dtype).itemsize
+
+
 def rows_of_128_bytes(*shape: int, dtype: DTypeLike):
   """Returns the type of shared memory in the layout that wgmma reads."""
   swizzled = (
-    plgpu.TilingTransform((8, shape[-1])),  # pyright: ignore[reportAbstractUsage]
+    plgpu.TilingTransform((8, in_128_bytes(dtype))),  # pyright: ignore[reportAbstractUsage]
     plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
   )
   return plgpu.SMEM(shape, dtype, transforms=swizzled)

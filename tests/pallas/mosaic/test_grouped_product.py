@@ -93,9 +93,9 @@ def test_interpreted_rows_times_weights(name, tile):
     x.rows,
     w.columns,
     sizes,
-    x.scale * w.scale,
     jnp.bfloat16,
     how=kernel.How(tile, programs=3, interpret=True),
+    scale=x.scale * w.scale,
   )
   assert_is(y, wanted[0])
   assert not interpret_pallas_call.get_races().races_found
@@ -110,12 +110,49 @@ def test_interpreted_gradients_of_weights(name, tile):
     x.columns,
     g.columns,
     sizes,
-    jnp.broadcast_to(x.scale * g.scale, sizes.shape),
     jnp.float32,
     how=kernel.How(tile, programs=3, interpret=True),
+    scale=jnp.broadcast_to(x.scale * g.scale, sizes.shape),
   )
   assert_is(dw, wanted[2])
   assert not interpret_pallas_call.get_races().races_found
+
+
+def in_16_bits(operands, dtype):
+  """Returns the operands' values, times their scales, in 16 bits."""
+  x, g, w = (a.rows.astype(jnp.float32) for a in operands)
+  x_scale, g_scale, w_scale = (a.scale for a in operands)
+  w = w * w_scale[:, None, None]
+  return [a.astype(dtype) for a in (x * x_scale, g * g_scale, w)]
+
+
+@pytest.mark.parametrize(
+  "name, tile, dtype",
+  quick(
+    1,
+    [
+      ("uneven", CASES[0][1], jnp.bfloat16),
+      ("left_over", CASES[-1][1], jnp.float16),
+      ("one", CASES[-1][1], jnp.bfloat16),
+      ("none", CASES[0][1], jnp.bfloat16),
+    ],
+  ),
+)
+def test_interpreted_products_of_16_bits(name, tile, dtype):
+  *operands, sizes = arrays(name, d=256, f=128)
+  y, dx, dw = by_hand(*operands, sizes)
+  x, g, w = in_16_bits(operands, dtype)
+  rows, weights = kernel.rows_product, kernel.weights_product
+  how = kernel.How(tile, programs=3, interpret=True)
+  low = kernel.How(CASES[0][1], programs=3, interpret=True)
+  for run, wanted in (
+    (lambda: rows(x, w, sizes, dtype, how, k_first=True), y),
+    (lambda: rows(g, w, sizes, dtype, how), dx),
+    (lambda: weights(x, g, sizes, jnp.float32, how=low, k_first=True), dw),
+  ):
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    assert_is(run(), wanted)
+    assert not interpret_pallas_call.get_races().races_found
 
 
 @pytest.mark.slow
@@ -177,18 +214,33 @@ def test_kernel_lowers_for_a_gpu(name):
   assert lowered_for_h200(run, *operands, sizes).count("mosaic_gpu_v2") == 1
 
 
-def test_kernel_runs_only_if_it_is_named():
+def specs_of_16_bits(dtype=jnp.bfloat16, **sizes):
+  x, g, w, sizes = specs(**sizes)
+  of = lambda a: jax.ShapeDtypeStruct(a.rows.shape, dtype)  # noqa: E731
+  return of(x), of(g), of(w), sizes
+
+
+@pytest.mark.parametrize("name", ["fwd", "dgrad", "wgrad"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_kernel_of_16_bits_lowers_for_a_gpu(dtype, name):
+  x, g, w, sizes = specs_of_16_bits(dtype)
+  operands = {"fwd": (x, w), "dgrad": (g, w), "wgrad": (x, g)}[name]
+  run = getattr(kernel, f"grouped_{name}")
+  assert lowered_for_h200(run, *operands, sizes).count("mosaic_gpu_v2") == 1
+
+
+def test_only_fp8_runs_without_being_named():
   x, _, w, sizes = specs()
+  x_16, _, w_16, _ = specs_of_16_bits()
   with for_h200():
-    said = ops.explain(ops.grouped_linear_fwd, x, w, sizes)
+    of_fp8 = ops.explain(ops.grouped_linear_fwd, x, w, sizes)
+    of_bf16 = ops.explain(ops.grouped_fwd, x_16, w_16, sizes)
     named = jax.make_jaxpr(
-      lambda *a: ops.grouped_linear_fwd(*a, implementation="mosaic")
-    )(x, w, sizes)
-    unnamed = jax.make_jaxpr(ops.grouped_linear_fwd)(x, w, sizes)
-  assert "runs only if implementation='mosaic' names it" in said
+      lambda *a: ops.grouped_fwd(*a, implementation="mosaic")
+    )(x_16, w_16, sizes)
+  assert "mosaic on a GPU" in of_fp8
+  assert "triton on a GPU" in of_bf16
   assert "grouped_product" in str(named)
-  assert "ragged_dot_general" in str(unnamed)
-  assert "grouped_product" not in str(unnamed)
 
 
 def test_kernel_refuses_what_it_cannot_take(monkeypatch):
@@ -202,6 +254,14 @@ def test_kernel_refuses_what_it_cannot_take(monkeypatch):
   few = specs(m=64)
   with refused("at least 128 rows, got 64"):
     trace(fwd, few[0], few[2], sizes)
+  x_16, g_16, w_16, _ = specs_of_16_bits(m=96)
+  with refused("at least 128 rows, got 96"):
+    trace(kernel.grouped_dgrad, g_16, w_16, sizes)
+  with refused(r"multiples of \(64, 128, 64, 128\), got \(96, 256, 96, 384"):
+    trace(kernel.grouped_wgrad, x_16, g_16, sizes)
+  x_16, _, w_16, _ = specs_of_16_bits(jnp.float32)
+  with refused("multiplies BF16 or f16, got float32 and float32"):
+    trace(kernel.grouped_fwd, x_16, w_16, sizes)
   odd = specs(m=192)
   with refused(r"multiples of \(128, 128, 128, 128\), got \(256, 192, 384, 19"):
     trace(wgrad, odd[0], odd[1], sizes)
@@ -229,9 +289,9 @@ def test_kernel_is_the_product_on_a_gpu(tile):
     )
     rows, weights = kernel.rows_product, kernel.weights_product
     return (
-      rows(x.rows, w.columns, sizes, x_w, jnp.bfloat16, how),
-      rows(g.rows, w.rows, sizes, g_w, jnp.bfloat16, how),
-      weights(x.columns, g.columns, sizes, x_g, jnp.float32),
+      rows(x.rows, w.columns, sizes, jnp.bfloat16, how, scale=x_w),
+      rows(g.rows, w.rows, sizes, jnp.bfloat16, how, scale=g_w),
+      weights(x.columns, g.columns, sizes, jnp.float32, scale=x_g),
     )
 
   first = products(x, g, w, sizes)
@@ -239,4 +299,40 @@ def test_kernel_is_the_product_on_a_gpu(tile):
     assert_is(found, wanted)
   for _ in range(20):  # A race would show now and then.
     again = products(x, g, w, sizes)
+    jax.tree.map(np.testing.assert_array_equal, again, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_kernel_of_16_bits_is_the_product_on_a_gpu(dtype, tile):
+  rng = np.random.default_rng(0)
+  sizes = rng.multinomial(8192, rng.dirichlet(np.full(32, 0.5)))
+  x, g, w = (
+    rng.integers(-3, 4, size=shape).astype(np.float32)
+    for shape in ((8192, 1024), (8192, 768), (32, 1024, 768))
+  )
+  groups = np.split(np.arange(8192), np.cumsum(sizes)[:-1])
+  wanted = (
+    np.concatenate([x[rows] @ w[e] for e, rows in enumerate(groups)]),
+    np.concatenate([g[rows] @ w[e].T for e, rows in enumerate(groups)]),
+    np.stack([x[rows].T @ g[rows] for rows in groups]),
+  )
+  how = kernel.How(TILES[tile])
+
+  @jit
+  def products(x, g, w, sizes):
+    rows, weights = kernel.rows_product, kernel.weights_product
+    return (
+      rows(x, w, sizes, dtype, how, k_first=True),
+      rows(g, w, sizes, dtype, how),
+      weights(x, g, sizes, jnp.float32, k_first=True),
+    )
+
+  args = *(jnp.asarray(a, dtype) for a in (x, g, w)), jnp.int32(sizes)
+  first = products(*args)
+  for found, each in zip(first, wanted, strict=True):
+    assert_is(found, each)
+  for _ in range(20):  # A race would show now and then.
+    again = products(*args)
     jax.tree.map(np.testing.assert_array_equal, again, first)
