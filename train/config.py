@@ -80,7 +80,7 @@ class TrainConfig:
     activation_group_size: How many activations share a scale, with the same
       recipes.
     experts: Format of the operands of experts' products, with recipe coat; fp8
-      is slow without a GPU kernel, which no run uses by default yet.
+      is slow without a Hopper GPU.
     weight_cache: What is computed from weights once per step, with FP8 recipes.
     evaluation: Evaluate in the recipe of training (same) or in bf16, with FP8
       recipes.
