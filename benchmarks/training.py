@@ -39,6 +39,7 @@ from train.config import TrainConfig
 from train.data.batches import train_iterator
 from train.data.tokens import DataConfig, load_tokens
 from train.presets import PRESETS
+from train.run import processes
 
 _WARM_UP_STEPS = 3
 
@@ -113,6 +114,7 @@ def configuration(options: argparse.Namespace, variant: str) -> TrainConfig:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict:
   """Measures one variant in this process; prints its row."""
+  processes.reserve_gpu_memory()
   with args.checked(parser):
     config = configuration(options, options.variant)
     mesh = meshes.make_mesh(config.mesh_sizes)
