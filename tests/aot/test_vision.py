@@ -48,9 +48,12 @@ def test_layer_runs_on_kernels_and_fp8_products(tower):
   calls = custom_calls(found)
   assert calls["__cudnn$fmhaSoftmax"] == 1
   assert calls["__cudnn$fmhaSoftmaxBackward"] == 1
-  names = set(re.findall(r'name = "(\w+)"', found.as_text()))
+  text = found.as_text()
+  # A Triton kernel has a name; one of Mosaic GPU has that of a function's jit.
+  names = set(re.findall(r'name = "(\w+)"', text))
+  names |= set(re.findall(r"jit\((\w+)\)/[^/]*/mpmd_map", text))
   assert names >= KERNELS, KERNELS - names
-  assert "CAUSAL" not in found.as_text()
+  assert "CAUSAL" not in text
 
 
 @pytest.mark.parametrize("tower", layer.TOWERS)
