@@ -5,7 +5,6 @@ Each is wrong for one reason alone; what is around it would be accepted.
 """
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -239,12 +238,6 @@ def _benchmarks() -> Iterator[tuple[str, list[str]]]:
     ["plan", "--presets", "demo", "--gpus", "1"],
   ):
     yield "benchmarks.memory", line
-  for rows in ("missing", "empty", "zeros", "binary", "brackets", "text"):
-    yield "benchmarks.plot", [rows, "figure.png"]
-  for rows in ("words.jsonl", "bench.jsonl", "case.jsonl", "null.jsonl"):
-    yield "benchmarks.plot", [rows, "figure.png"]
-  for out in figures:
-    yield "benchmarks.plot", ["rows.jsonl", out]
 
 
 def bad_calls() -> Iterator[tuple[str, list[str], bool]]:
@@ -268,13 +261,6 @@ def bad_calls() -> Iterator[tuple[str, list[str], bool]]:
 
 def make_files() -> None:
   """Makes the files that calls name, in the working directory."""
-  row = {
-    "bench": "layer.time",
-    "device": "a card",
-    "median_ms": 1.0,
-    "temporary_bytes": 1,
-    "case": dict(mode="full", variant="bf16", preset="demo", batch=1, seq=1),
-  }
   files = {
     "empty": b"",
     "short": b"too short a text",
@@ -283,11 +269,6 @@ def make_files() -> None:
     "brackets": b"[" * 300_000,
     "ids": np.full(40_000, 300, np.uint16).tobytes(),
     "zeros/a": bytes(9999),
-    "rows.jsonl": json.dumps(row).encode(),
-    "words.jsonl": json.dumps(row | {"median_ms": "soon"}).encode(),
-    "bench.jsonl": json.dumps(row | {"bench": None}).encode(),
-    "case.jsonl": json.dumps(row | {"case": ["full"]}).encode(),
-    "null.jsonl": b"null\n3\n",
   }
   for name, content in files.items():
     path = Path(name)
