@@ -21,7 +21,7 @@ def test_there_are_wrong_calls_of_every_command_line():
     *(f"train.{name}" for name in ("pretrain", "plan", "plot", "convert")),
     "train.generate",
     *(f"benchmarks.{name}" for name in ("layer", "memory", "ops", "optimizer")),
-    *(f"benchmarks.{name}" for name in ("plot", "training")),
+    "benchmarks.training",
     "studies.accuracy",
   }
 

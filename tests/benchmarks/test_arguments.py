@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of benchmarks are checked before anything is timed."""
 
-import json
 import subprocess
 
 import jax
 import pytest
 
-from benchmarks import aot, layer, ops, optimizer, plot, training
+from benchmarks import aot, layer, ops, optimizer, training
 from benchmarks.arguments import command
 
 
@@ -133,36 +132,3 @@ def test_other_errors_of_a_benchmark_keep_their_traceback():
 
   with pytest.raises(jax.errors.JaxRuntimeError, match="illegal address"):
     main([])
-
-
-ROW = {
-  "bench": "layer.time",
-  "device": "a card",
-  "median_ms": 1.0,
-  "temporary_bytes": 1,
-  "case": dict(mode="full", variant="bf16", preset="demo", batch=1, seq=1),
-}
-
-
-@pytest.mark.parametrize(
-  "line",
-  [
-    b"null",
-    b"3",
-    b"{}",
-    b"[" * 200_000,
-    b"\xff",
-    json.dumps(ROW | {"case": "full"}).encode(),
-    json.dumps(ROW | {"case": {"mode": "full"}}).encode(),
-    json.dumps(ROW | {"median_ms": None}).encode(),
-    json.dumps(ROW | {"temporary_bytes": float("inf")}).encode(),
-    json.dumps({k: x for k, x in ROW.items() if k != "device"}).encode(),
-  ],
-)
-def test_plot_of_bad_rows_names_their_line(line, tmp_path, capsys):
-  rows, out = tmp_path / "rows.jsonl", tmp_path / "figure.png"
-  rows.write_bytes(json.dumps(ROW).encode() + b"\n" + line + b"\n")
-  assert f"line 2 of {rows} must be" in refused(plot.main, [rows, out], capsys)
-  rows.write_bytes(json.dumps(ROW).encode())
-  plot.main([str(rows), str(out)])
-  assert out.read_bytes().startswith(b"\x89PNG")
