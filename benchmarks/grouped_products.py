@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the matmuls of a mixture's experts in FP8 and BF16, on a GPU.
+"""Measures the expert matmuls of MoE layers in FP8 and BF16, on a GPU.
 
   python -m benchmarks.grouped_products
     [--models qwen3_30b_a3b mixtral_8x7b] [--tokens 8192]
@@ -7,8 +7,8 @@
     [--products fwd dgrad wgrad] [--implementations bf16 triton mosaic]
     [--tiles tall low] [--repeats 5]
 
-It prints a row (grouped_products) for each matrix of each model, each routing,
-each of the three matmuls and each of these implementations:
+It prints a row, `grouped_products`, for each combination of model, matrix,
+routing, matmul and implementation. The implementations are:
 
   bf16              BF16 operands, XLA's `ragged_dot`
   triton            BF16 operands, this project's Triton kernel
@@ -18,9 +18,9 @@ each of the three matmuls and each of these implementations:
   mosaic_bf16, TILE BF16 operands, the same kernel
   xla               FP8 codes, in plain JAX; measured only without a GPU
 
-A row contains milliseconds and TFLOP/s. Matmuls of FP8 codes also have `error`,
-the relative RMS difference from plain JAX, unless that does not fit in memory.
-Rounding to BF16 alone gives 0.0017.
+A row contains milliseconds and TFLOP/s. With FP8 codes it also contains
+`error`, the relative RMS difference from plain JAX, unless plain JAX runs out
+of memory. Rounding to BF16 alone gives 0.0017.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from coat_jax.pallas.mosaic.grouped_product import TILES
 
 
 class Shape(NamedTuple):
-  """The sizes of a mixture's layer."""
+  """The sizes of an MoE layer."""
 
   d_model: int
   d_ff: int
@@ -105,7 +105,7 @@ def arrays(rows: int, d: int, f: int, sizes) -> tuple[dict, dict]:
 def kernels(
   name: str, plain: dict, codes: dict, sizes, tiles
 ) -> Iterator[tuple[dict, Callable, tuple]]:
-  """Yields for each row its case, the function to time and its arguments."""
+  """Yields each implementation's labels, its function and the arguments."""
   dtype = jnp.float32 if name == "wgrad" else jnp.bfloat16
   in_bf16, in_fp8 = getattr(ops, f"grouped_{name}"), op_of(name)
   a, b = PRODUCTS[name]
@@ -144,7 +144,7 @@ def kernels(
 
 
 def op_of(name: str) -> Any:
-  """Returns the operation of a product of FP8 codes."""
+  """Returns the operation on FP8 codes for "fwd", "dgrad" or "wgrad"."""
   return getattr(ops, f"grouped_linear_{name}")
 
 

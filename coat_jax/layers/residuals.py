@@ -20,8 +20,8 @@ from jax import Array
 from coat_jax.numerics.formats import is_fp8
 
 try:
-  # This names what a custom gradient saves. With jax_remat3, an array that
-  # `checkpoint_name` names is recomputed even if a policy keeps it.
+  # This names what a custom gradient saves. With jax_remat3, an array that only
+  # `checkpoint_name` names is recomputed, even if the policy says to save it.
   from jax.ad_checkpoint import checkpoint_name_fwd
 except ImportError:  # JAX 0.11.1 and older.
   from jax.ad_checkpoint import checkpoint_name as checkpoint_name_fwd
@@ -37,7 +37,7 @@ def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
 
 
 def name_residual[Tree](name: str, tree: Tree) -> Tree:
-  """Names every array of `tree`, codes as bytes; see `protect_codes`."""
+  """Names every array of `tree`; `protect_codes` says why codes are bytes."""
 
   def named(x):
     if not is_fp8(x.dtype):
@@ -102,7 +102,7 @@ def kind_of_scope(name_stack: str) -> str | None:
 
 
 def protect_codes[Tree](residuals: Tree) -> Tree:
-  """Copies what a forward pass saves to new variables with the same bytes.
+  """Copies a forward pass's residuals into new variables, with equal bytes.
 
   With a policy, `jax.checkpoint` applies `lax.reduce_precision` to
   floating-point arrays that it keeps and the forward pass also reads. That

@@ -23,8 +23,9 @@ def loss_fn(
   Args:
     model: a Decoder or VisionLanguageModel. After `model.eval()` the result is
       the cross-entropy alone.
-    batch: a `Batch`, or int32 [B, T + 1] if all tokens are targets. If the
-      shares of microbatches add up to 1, their losses add up to the mean.
+    batch: a `Batch`, or int32 [B, T + 1] if all tokens are targets. If you
+      split a batch into microbatches whose shares add up to 1, their losses
+      add up to the mean over the whole batch.
     pixel_values: images, as for `VisionLanguageModel`; None for text alone.
 
   Returns:
@@ -55,8 +56,8 @@ def loss_fn(
 def auxiliary_loss(model: Decoder, routing: RoutingStats) -> Array:
   """Returns the load-balancing loss of experts, times its coefficient.
 
-  As in transformers, it is one loss over the tokens of all layers, not a sum of
-  one loss per layer. Padding tokens count.
+  As in Hugging Face Transformers, it is one loss over the tokens of all layers,
+  not a sum of one loss per layer. Padding tokens count.
   """
   config = model.config
   means = jax.tree.map(lambda x: x / config.num_layers, routing)

@@ -2,7 +2,7 @@
 """Turns conversations into token ids and a mask of the tokens to learn.
 
 The whole text of a conversation is tokenized at once, so tokens are the same
-as at inference. The mask follows from the characters of each token.
+as at inference. A token is learned if one of its characters is to be learned.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class ChatEncoder:
       self._finder = TargetFinder(template, self._tokenizer.added_tokens)
 
   def render(self, row: Conversation | Completion) -> Rendered:
-    """Turns a row into text."""
+    """Returns a row's text, the spans to learn, and the ids in front."""
     if isinstance(row, Completion):
       text = row.prompt + row.completion
       if not self._end:
