@@ -134,7 +134,7 @@ def kernels(
       weights = b.columns if name == "fwd" else b.rows
       return run(a.rows, weights, sizes, scale=scale)
 
-    of_values = functools.partial(run, k_first=name != "dgrad")
+    of_values = functools.partial(run, k_first=True) if name == "fwd" else run
     for implementation, fn, source in (
       ("mosaic", of_codes, codes),
       ("mosaic_bf16", of_values, plain),

@@ -336,7 +336,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     "--compile-only",
     nargs="?",
     const="h200",
-    type=targets.target,
+    type=targets.parse,
     metavar="TARGET",
     help=f"for an H200, or for another of {', '.join(aot.GPUS)}, or for TPUs "
     "such as v6e:2x2 or tpu7x:2x2x1",

@@ -9,7 +9,7 @@ import jax
 from benchmarks import aot, tpu
 
 
-def target(text: str) -> str:
+def parse(text: str) -> str:
   """Reads the name of a GPU, or of a topology of TPUs such as v6e:2x2."""
   if text in aot.GPUS or ":" in text:
     return text

@@ -128,6 +128,9 @@ def test_operation_compiles_and_explain_names_what_runs(gpu, case):
   )
 
 
+NEXT = "--- next operation ---"
+
+
 def compile_refused(name: str) -> None:
   """Compiles operations for an A100 though they refuse it; prints errors."""
   capability.capability = lambda: None  # Now nothing is refused.
@@ -138,6 +141,7 @@ def compile_refused(name: str) -> None:
       continue
     kernel = functools.partial(case.operation, implementation=name)
     fn = functools.partial(case.call, kernel)
+    print(NEXT, file=sys.stderr, flush=True)
     try:
       compile_for("a100", fn, *jax.eval_shape(case.arrays))
       print("none")
@@ -157,9 +161,10 @@ def test_what_an_a100_refuses_does_not_compile_for_it(implementation, refusal):
   ended = run(f"tests.compile_refused({implementation!r})")
   errors = ended.stdout.splitlines()
   assert errors, ended.stderr[-2000:]
-  for error in errors:
-    # Errors of Mosaic's compiler go to the process's stderr.
-    assert error != "none" and re.search(refusal, error + ended.stderr), error
+  # Errors of Mosaic's compiler go to the process's stderr.
+  _, *details = ended.stderr.split(NEXT)
+  for error, more in zip(errors, details, strict=True):
+    assert error != "none" and re.search(refusal, error + more), error
 
 
 @each_gpu

@@ -284,7 +284,6 @@ def _why_not_bwd(dy, **options) -> str | None:
   return (
     device.why_not_rows()
     or supported.why_not_activation_bwd(dy, **options)
-    or rows.why_not_list(dy.shape)
     or rows.why_not_tiles(dy.shape)
   )
 

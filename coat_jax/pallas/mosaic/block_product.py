@@ -55,7 +55,7 @@ def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
       f"the kernel of Mosaic takes scales of blocks of {BLOCK}, got one scale "
       "per tensor"
     )
-  reason = device.why_not()
+  reason = device.why_not_hopper()
   if reason is not None:
     return reason
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):

@@ -11,8 +11,8 @@ def why_not_rows() -> str | None:
   return why_not_before(FP8, "a kernel of Mosaic that converts to FP8")
 
 
-def why_not() -> str | None:
-  """Returns why kernels cannot run on this GPU; None without a GPU."""
+def why_not_hopper() -> str | None:
+  """Returns why the GPU is none of Hopper's; None without a GPU."""
   found = capability()
   is_unknown = found is None and jax.default_backend() == "gpu"
   if found in (HOPPER, None) and not is_unknown:

@@ -12,25 +12,25 @@
 The first three multiply FP8 codes, which must have the summed axis last. The
 others multiply BF16 or f16 as it is stored.
 
-The scales of both FP8 operands are multiplied with each other first: if their
-product is below 1.2e-38 it is inexact or 0, whereas the definition in
-`ops.grouped_linear` still computes a value. For a group's weight gradient, x is
-set to zero at tokens of other groups, but g is not: if g has values that are
-not finite, or a finite scale but codes that are not finite, they also reach the
-group before and after.
+The two FP8 scales are multiplied with each other first, so a product below
+1.2e-38 is inexact or 0. The definition in `ops.grouped_linear` has no such
+limit. In a group's weight gradient, x is zeroed at tokens of other groups, but
+g is not. So NaN and infinities in g, or in its codes, also reach the group
+before and after.
 
 `python -m benchmarks.grouped_products` measures the kernels. On an H100, FP8
 reaches 490 to 990 TFLOP/s for Qwen3-30B-A3B and Mixtral-8x7B. No GPU has run
-BF16 and f16 yet, so they run only if `implementation="mosaic"` names them.
+the kernels for BF16 and f16 yet, so you have to pass `implementation="mosaic"`.
 
 Writing weight gradients in f32 takes longer than the matmul if groups are
 small. For gate and up of Qwen3-30B-A3B (512 rows for each of 128 experts) they
-are 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x and g are 0.23 GB. An H100
+take 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x and g take 0.23 GB. An H100
 moves 3.35 TB/s, so memory alone takes 0.55 ms. Tensor cores take 0.21 ms for
-412 GFLOP at 1979 TFLOP/s, and 0.26 ms with the fifth block that a group of 512
-unaligned tokens reads. At most 750 TFLOP/s are possible; we measured 490.
-Gradients in BF16 are half as large, so memory takes 0.31 ms. Layers ask for
-the dtype of the weights, or on a mesh for `axes.grad_dtype`.
+412 GFLOP at 1979 TFLOP/s, or 0.26 ms if the 512 tokens of a group are not
+aligned and so extend over five blocks instead of four. At most 750 TFLOP/s are
+possible; we measured 490.
+Gradients in BF16 are half as large, so memory takes 0.31 ms. Layers request
+gradients in the dtype of the weights, or on a mesh in `axes.grad_dtype`.
 """
 
 import dataclasses
@@ -55,15 +55,15 @@ TILES = {"tall": Tile(), "low": Tile(waves=1, stages=5, band=16)}
 
 def pick_tile(rows_each: int) -> Tile:
   """Picks a tile for groups with this many rows on average."""
-  # A group's last tile is half empty on average. On an H100, forward in FP8,
-  # "low" and "tall" reach 802 and 696 TFLOP/s with 512 rows in a group, and 928
-  # and 990 with 2048.
+  # A group's last tile is half empty on average. On an H100 the forward pass in
+  # FP8 is faster with "low" at 512 rows per group (802 against 696 TFLOP/s) and
+  # with "tall" at 2048 (990 against 928).
   return TILES["tall" if rows_each >= 4 * TILES["tall"].m else "low"]
 
 
 def _why_not(a, b, dtype: DTypeLike, multiples: tuple, dtypes) -> str | None:
   """Returns why this GPU cannot multiply a and b, or None."""
-  reason = device.why_not()
+  reason = device.why_not_hopper()
   if reason is not None:
     return reason
   if jnp.dtype(dtype) not in dtypes:
@@ -161,7 +161,7 @@ def grouped_linear_wgrad(
 
 # --- BF16 and f16 ------------------------------------------------------------
 
-_HALF = BLOCK // 2  # The values of a block along the summed axis.
+_HALF = BLOCK // 2  # How many values a block has along the summed axis.
 
 
 def _why_not_16_bits(a, b) -> str | None:
@@ -225,7 +225,7 @@ def grouped_wgrad(
 ) -> Array:
   """`ops.grouped_wgrad`."""
   how = How(interpret=interpret)
-  return weights_product(x, g, sizes, dtype, rows_first, how, k_first=True)
+  return weights_product(x, g, sizes, dtype, rows_first, how)
 
 
 # --- Both --------------------------------------------------------------------
@@ -286,12 +286,13 @@ def weights_product(
   how: How = How(),
   *,
   scale=None,
-  k_first=False,
 ) -> Array:
-  """Computes x [D, M] g [F, M]^T over the tokens of each group: [E, D, F].
+  """Computes x^T g over the tokens of each group: [E, D, F].
 
-  With `k_first`, x is [M, D] and g [M, F]. `scale` [E] multiplies the result.
+  x is [M, D] and g [M, F], but columns of codes are [D, M] and [F, M]. `scale`
+  [E] multiplies the result.
   """
+  k_first = not is_fp8(x.dtype)
   axis = 1 if k_first else 0
   d, f, e = x.shape[axis], g.shape[axis], len(sizes)
   depth = in_128_bytes(x.dtype)
@@ -326,7 +327,7 @@ def _run(work: Work, table, sizes, scale, a, b, out) -> Array:
     grid_names=("program",),
     num_threads=WARPGROUPS + 1,
     thread_name="warpgroup",
-    # Threads that write to shared memory say so themselves.
+    # The kernel has its own barriers.
     compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     interpret=plgpu.InterpretGPUParams(detect_races=True)
     if work.interpret
@@ -344,8 +345,8 @@ def tiles_of_rows(
 ) -> tuple[Array, Array]:
   """Returns the table for rows times weights, and how many entries are used.
 
-  Rows after all groups form one more group, which sums no blocks: their result
-  is zero.
+  Rows after the last group form one more group. It sums no blocks, so their
+  result is zero.
   """
   groups = len(sizes)
   sizes = jnp.append(sizes, m - jnp.sum(sizes)).astype(jnp.int32)
@@ -354,7 +355,7 @@ def tiles_of_rows(
   aligned = begins // 8 * 8
   counts = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
   last = jnp.cumsum(counts, dtype=jnp.int32)
-  # A group begins up to 7 rows early, and its last tile may hold one row.
+  # At most, each group begins 7 rows early and has one row in its last tile.
   entries = pl.cdiv(m + 7 * (groups + 1), tile_m) + groups + 1
   tile = jnp.arange(entries, dtype=jnp.int32)
   group = jnp.searchsorted(last, tile, side="right").astype(jnp.int32)

@@ -189,6 +189,7 @@ def _bwd_kernel(*refs, share: Share):
   def add(sums, terms):
     if share.sums:
       return [a + b for a, b in zip(sums, terms, strict=True)]
+    # Each thread reads and writes only its own values, so no barrier is needed.
     for ref, part, term in zip(sums_smem, of_sums, terms, strict=True):
       rows.store(ref, _load_sum(ref, part) + term)
     return sums

@@ -121,8 +121,8 @@ def _maxima(x: Array, interpret: bool) -> Array:
   size = pick_amax_size(x.size)
   programs = pl.cdiv(x.size, size)
   [bits] = rows.run(
-    functools.partial(_amax_kernel, count=size // rows.ANY),
-    [x.reshape(-1, rows.ANY)],
+    functools.partial(_amax_kernel, count=size // rows.ANY.size),
+    [x.reshape(-1, rows.ANY.size)],
     [maxima(programs)],
     grid=(programs,),
     interpret=interpret,
@@ -133,8 +133,7 @@ def _maxima(x: Array, interpret: bool) -> Array:
 
 def _amax_kernel(x_gmem, bits_gmem, *, count):
   part = rows.part("last", count, len(x_gmem))
-  load = rows.Load(rows.ANY)
-  bits = rows.amax_bits(rows.load_groups(x_gmem.at[part], load), load)
+  bits = rows.amax_bits(rows.load_groups(x_gmem.at[part], rows.ANY), rows.ANY)
   store_maximum(bits_gmem, lax.axis_index("last"), bits)
 
 
@@ -183,10 +182,10 @@ def _tiles_kernel(
 
 def _rows(x: Array, scale: Array, dtype, interpret: bool) -> Array:
   size = rows.pick_size(x.size)
-  shape = x.size // rows.ANY, rows.ANY
+  shape = x.size // rows.ANY.size, rows.ANY.size
   [found] = rows.run(
     functools.partial(
-      _rows_kernel, count=size // rows.ANY, interpret=interpret
+      _rows_kernel, count=size // rows.ANY.size, interpret=interpret
     ),
     [x.reshape(shape), scale],
     [jax.ShapeDtypeStruct(shape, dtype)],
@@ -199,9 +198,8 @@ def _rows(x: Array, scale: Array, dtype, interpret: bool) -> Array:
 
 def _rows_kernel(x_gmem, scale_gmem, rows_gmem, *, count, interpret):
   part = rows.part("last", count, len(x_gmem))
-  load = rows.Load(rows.ANY)
-  x = rows.load_groups(x_gmem.at[part], load)
+  x = rows.load_groups(x_gmem.at[part], rows.ANY)
   codes = rows.quantize(
-    x, scale_gmem[0], rows_gmem.dtype, load.layout, interpret
+    x, scale_gmem[0], rows_gmem.dtype, rows.ANY.layout, interpret
   )
   rows.store(rows_gmem.at[part], codes)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs kernels on rows of values, and the operations that they share.
 
-A program is one warpgroup. It loads its values with 16 bytes per lane, all of
-them before it uses any, and keeps them in registers. It holds them in one of
-two ways:
+A program is one warpgroup. It loads all of its values before it uses any, and
+keeps them in registers. It holds them in one of two ways:
 
-  groups  [count, G], G = 16 to 128. G / 8 lanes hold a group, so finding its
-          largest magnitude takes at most four shuffles. Rows are contiguous and
-          consist of whole groups, so a matrix is one list of groups.
+  groups  [count, G], G = 16 to 128. A lane holds 8 adjacent values, 16 bytes of
+          BF16, so a group's largest magnitude takes at most four shuffles. Rows
+          are contiguous and consist of whole groups, so a matrix is one list of
+          groups. Kernels that need whole rows (`whole_rows`) may also hold 4 or
+          2 values per lane.
   tiles   [64, 128], or 32 rows of a low matrix. A lane holds 8 values of each
           of 4 rows, because four codes of a column fill a register. Codes are
           transposed with byte permutes and through shared memory, and written
@@ -39,8 +40,6 @@ from coat_jax.pallas.mosaic import row_ptx
 from coat_jax.pallas.mosaic.row_ptx import COLUMNS, LANES, VECTOR, WARPS
 
 STEP = WARPS * LANES * VECTOR  # The values of one load of a program.
-# Groups of values for which groups do not matter.
-ANY = 16
 # The largest size of a GPU's grid along any axis but its last.
 _MAX_ACROSS = 65535
 _LOW, _HIGH = 32, 64  # The heights of tiles.
@@ -76,7 +75,7 @@ def run(
     grid_names=("across", "last")[-len(grid) :],
     compiler_params=plgpu.CompilerParams(
       approx_math=True,
-      # `transpose` has its own barrier; otherwise threads share no memory.
+      # What shares memory between threads (`row_ptx`) has its own barriers.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if interpret else False,
@@ -168,6 +167,9 @@ class Load:
       lane_dims=(-3, -2),
       vector_dim=-1,
     )
+
+
+ANY = Load(16)  # For values whose groups do not matter.
 
 
 def load_groups(ref, load: Load) -> Array:

@@ -189,14 +189,6 @@ class Matrix:
     scale = scale.reshape(*shape[:-1], self._groups)
     return QTensor(codes.reshape(shape), scale, self.group_size)
 
-  def per_row(self, x: Array | None) -> Blocked | None:
-    """Cuts a vector with one value per row, [m]."""
-    return blocked(self.spec((self.tile.rows,), (0,)), (self.m,), x)
-
-  def per_column(self, x: Array | None) -> Blocked | None:
-    """Cuts a vector with one value per column, [n]."""
-    return blocked(self.spec((self.tile.columns,), (1,)), (self.n,), x)
-
   def maxima(self) -> Blocked | None:
     """Allots one value per tile: the bits of its largest magnitude."""
     axes = (0, 1) if self.tile.down else (1, 0)

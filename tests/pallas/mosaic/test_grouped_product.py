@@ -148,7 +148,7 @@ def test_interpreted_products_of_16_bits(name, tile, dtype):
   for run, wanted in (
     (lambda: rows(x, w, sizes, dtype, how, k_first=True), y),
     (lambda: rows(g, w, sizes, dtype, how), dx),
-    (lambda: weights(x, g, sizes, jnp.float32, how=low, k_first=True), dw),
+    (lambda: weights(x, g, sizes, jnp.float32, how=low), dw),
   ):
     interpret_pallas_call.reset_gpu_interpret_mode_state()
     assert_is(run(), wanted)
@@ -326,7 +326,7 @@ def test_kernel_of_16_bits_is_the_product_on_a_gpu(dtype, tile):
     return (
       rows(x, w, sizes, dtype, how, k_first=True),
       rows(g, w, sizes, dtype, how),
-      weights(x, g, sizes, jnp.float32, k_first=True),
+      weights(x, g, sizes, jnp.float32),
     )
 
   args = *(jnp.asarray(a, dtype) for a in (x, g, w)), jnp.int32(sizes)
