@@ -261,19 +261,13 @@ def _activation(sizes, activation, gated):
     lambda op, x: op(x, groups=groups, gated=gated, **how),
     num_bytes=size * (count * read + grouped),
   )
-  # Other gated activations differ from SiLU only in their formula, so one
-  # layout is enough for them.
-  layouts = {"rows": 1} if gated and activation != "silu" else _LAYOUTS
-  for layout, written in layouts.items():
-    yield of_op(
-      ops.activation_fwd,
-      shape | dict(layout=layout),
-      lambda: (dy_and_parts()[1], _ONE()),
-      lambda op, parts, scale, to=layout: op(
-        parts, scale=scale, layout=to, **how
-      ),
-      num_bytes=size * (grouped + written),
-    )
+  yield of_op(
+    ops.activation_fwd,
+    shape,
+    lambda: (dy_and_parts()[1], _ONE()),
+    lambda op, parts, scale: op(parts, scale=scale, **how),
+    num_bytes=size * (grouped + 1),
+  )
   yield of_op(
     ops.activation_bwd,
     shape,

@@ -4,14 +4,13 @@
   python -m benchmarks.grouped_products
     [--models qwen3_30b_a3b mixtral_8x7b] [--tokens 8192]
     [--matrices gate_up down] [--routings uniform skewed]
-    [--products fwd dgrad wgrad] [--implementations bf16 triton mosaic]
+    [--products fwd dgrad wgrad] [--implementations bf16 mosaic_bf16 mosaic]
     [--tiles tall low] [--repeats 5]
 
 It prints a row, `grouped_products`, for each combination of model, matrix,
 routing, matmul and implementation. The implementations are:
 
   bf16              BF16 operands, XLA's `ragged_dot`
-  triton            BF16 operands, this project's Triton kernel
   mosaic, TILE      FP8 codes, the Mosaic kernel with one of the tiles in
                     `coat_jax.pallas.mosaic.grouped_product.TILES`; wgrad has
                     only "low"
@@ -66,7 +65,7 @@ MODELS = {
 PRODUCTS = {"fwd": "xw", "dgrad": "gw", "wgrad": "xg"}
 MATRICES = "gate_up", "down"
 ROUTINGS = "uniform", "skewed"
-IMPLEMENTATIONS = "bf16", "triton", "mosaic_bf16", "mosaic", "xla"
+IMPLEMENTATIONS = "bf16", "mosaic_bf16", "mosaic", "xla"
 
 
 def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
@@ -111,7 +110,6 @@ def kernels(
   a, b = PRODUCTS[name]
   for implementation, op, source in (
     ("bf16", in_bf16.definition, plain),
-    ("triton", in_bf16.kernel("triton"), plain),
     ("xla", in_fp8.definition, codes),
   ):
     fn = functools.partial(op, dtype=dtype)

@@ -154,7 +154,6 @@ def _split_heads_fwd(qkv, positions, kind, heads, recipe):
     *rotation_if_any(positions, head_dim=head_dim, theta=theta, kind=kind),
     num_heads=n,
     num_kv_heads=k,
-    implementation=recipe.implementation,
   )
   return out, save_residual("rope", (positions, kind))
 
@@ -165,8 +164,7 @@ def _split_heads_bwd(heads, recipe, inputs, saved, g):
   angles = rotation_if_any(
     positions, head_dim=g[0].shape[-1], theta=heads.theta, kind=kind
   )
-  how = recipe.implementation
-  return ops.join_heads(*g, *angles, implementation=how), None, None
+  return ops.join_heads(*g, *angles), None, None
 
 
 def positions_spec(axes: MeshAxes, positions: Array) -> P:

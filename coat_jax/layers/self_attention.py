@@ -165,7 +165,6 @@ class SelfAttention(Middle):
       *self._joined_angles(positions, inputs.kind, head_dim),
       num_heads=n,
       num_kv_heads=k,
-      implementation=recipe.implementation,
     )
     if self.qk_norm is None:
       normed = None
@@ -190,7 +189,7 @@ class SelfAttention(Middle):
     return saved._replace(heads=heads), operand
 
   def backward(self, saved, dout, weights, recipe, *, has_bias):
-    how, heads = recipe.implementation, saved.heads
+    heads = saved.heads
     kind = heads.inputs.kind
     if self.qk_norm is not None:
       q, k = self._turned(
@@ -204,10 +203,8 @@ class SelfAttention(Middle):
     if self.qk_norm is not None:
       dq, dk, dweights = self._norm_gradients(saved, dq, dk, weights, recipe)
     angles = self._joined_angles(saved.positions, kind, dq.shape[-1])
-    # The kernel computes no sums with RoPE, which rotates only some heads.
     scaling = gradient_scaling(recipe)
-    has_one_pass = not has_bias or angles[0] is None
-    if self.clip is None and has_one_pass and type(scaling) is ops.PerTensor:
+    if self.clip is None and type(scaling) is ops.PerTensor:
       dh, sums = ops.join_heads_operand(
         dq,
         dk,
@@ -215,10 +212,10 @@ class SelfAttention(Middle):
         *angles,
         gradient=scaling,
         has_sums=has_bias,
-        implementation=how,
+        implementation=recipe.implementation,
       )
       return MiddleGradient(dh, weights=dweights, sums=sums)
-    values = ops.join_heads(dq, dk, dv, *angles, implementation=how)
+    values = ops.join_heads(dq, dk, dv, *angles)
     values = _clip_bwd(self.clip, saved.inside, values)[0]
     return MiddleGradient(
       gradient_operand(values, recipe), values=values, weights=dweights

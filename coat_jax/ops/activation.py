@@ -20,7 +20,6 @@ from coat_jax.numerics.scaling import (
   GRADIENTS,
   VALUES,
   Groups,
-  Layout,
   Operand,
   Scales,
   Scaling,
@@ -41,7 +40,7 @@ def _check(*_, activation, **__) -> None:
   check_activation(activation)
 
 
-@op(check=_check, triton="activation", mosaic="activation")
+@op(check=_check, mosaic="activation")
 def activation_input(
   x: Array,
   *,
@@ -58,18 +57,17 @@ def activation_input(
   return parts, output.find_joined_scale([y], n)
 
 
-@op(check=_check, triton="activation", mosaic="activation")
+@op(check=_check, mosaic="activation")
 def activation_fwd(
   parts: Parts,
   *,
   activation: Activation,
   output: Scaling = VALUES,
   scale: Scales | None = None,
-  layout: Layout = "rows",
 ) -> Operand:
-  """Writes f(x) or f(gate) up as an operand."""
+  """Writes f(x) or f(gate) up as an operand, in rows."""
   y, n = _activated(parts, activation)
-  return output.quantize_joined([y], n, scale, layout)
+  return output.quantize_joined([y], n, scale, "rows")
 
 
 @op(check=_check)
@@ -81,7 +79,7 @@ def activation_bwd(
   return tuple(join_groups(x, dy.shape[-1]) for x in gradients)
 
 
-@op(check=_check, triton="activation", mosaic="activation")
+@op(check=_check, mosaic="activation")
 def activation_bwd_operands(
   dy: Array,
   parts: Parts,

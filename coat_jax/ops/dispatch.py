@@ -214,7 +214,7 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
 def op[R](
   check: Callable[..., None] | None = None, **kernels: Kernel
 ) -> Callable[[Callable[..., R]], Op[R]]:
-  """Makes an `Op` from its definition: `@op(triton="norm")`.
+  """Makes an `Op` from its definition: `@op(mosaic="norm")`.
 
   `kernels` maps an implementation's name to a function, or to the name of a
   module that contains a function with the definition's name. The module is in

@@ -45,7 +45,7 @@ def _product(a, b, sizes, summed, groups, dtype) -> Array:
   return out.astype(dtype)
 
 
-@op(check=_check_weights, triton="grouped", mosaic="grouped_product")
+@op(check=_check_weights, mosaic="grouped_product")
 def grouped_fwd(
   x: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
@@ -53,7 +53,7 @@ def grouped_fwd(
   return _product(x, w, sizes, (1, 1), [0], dtype)
 
 
-@op(check=_check_weights, triton="grouped", mosaic="grouped_product")
+@op(check=_check_weights, mosaic="grouped_product")
 def grouped_dgrad(
   g: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
@@ -61,7 +61,7 @@ def grouped_dgrad(
   return _product(g, w, sizes, (1, 2), [0], dtype)
 
 
-@op(check=_check_rows, triton="grouped", mosaic="grouped_product")
+@op(check=_check_rows, mosaic="grouped_product")
 def grouped_wgrad(
   x: Array,
   g: Array,

@@ -27,7 +27,7 @@ def _check_columns(qkv, cos, sin, *, num_heads, num_kv_heads, **_) -> None:
     )
 
 
-@op(check=_check_columns, triton="rope")
+@op(check=_check_columns)
 def split_heads(
   qkv: Array,
   cos: Array | None,
@@ -52,7 +52,7 @@ def split_heads(
   return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-@op(triton="rope")
+@op()
 def join_heads(
   dq: Array, dk: Array, dv: Array, cos: Array | None, sin: Array | None
 ) -> Array:
@@ -70,7 +70,7 @@ def join_heads(
   return jnp.concatenate(parts, axis=3).reshape(b, t, columns)
 
 
-@op(triton="rope")
+@op(mosaic="heads")
 def join_heads_operand(
   dq: Array,
   dk: Array,

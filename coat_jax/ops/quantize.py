@@ -59,7 +59,7 @@ def turn_operand(x: Operand, *, scaling: Scaling) -> Operand:
   return scaling.turn(x)
 
 
-@op(triton="join")
+@op(mosaic="join")
 def join_columns(parts: Array) -> Array:
   """Joins the columns of P devices, [P, f, k], into [f, P k]."""
   return jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)

@@ -18,7 +18,6 @@ from coat_jax.numerics.scaling import (
   Scaling,
 )
 from coat_jax.ops.activation import Parts
-from coat_jax.ops.capability import FP8, why_not_before
 from coat_jax.ops.types import Activation
 
 # Indices are int32, including those of the last tile past the array's end.
@@ -82,9 +81,7 @@ def why_not_dtype(*dtypes: DTypeLike) -> str | None:
 def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
   """Checks the format of codes."""
   if dtype in known:
-    # Triton emulates conversions to and from E5M2 on older GPUs, not E4M3.
-    is_e4m3 = jnp.dtype(dtype) == E4M3
-    return why_not_before(FP8, "E4M3 in a kernel") if is_e4m3 else None
+    return None
   names = " and ".join(jnp.dtype(x).name for x in known)
   return f"the kernel supports {names}, got {jnp.dtype(dtype).name}"
 
@@ -158,14 +155,13 @@ def why_not_activation_fwd(
   activation: Activation,
   output: Scaling,
   scale: Scales | None,
-  layout: Layout,
   **_,
 ) -> str | None:
   """Checks the arguments of `activation_fwd`."""
   return (
     _why_not_activation(activation)
     or _why_not_parts(parts)
-    or why_not_written(parts[0].qvalue.shape, output, scale, layout)
+    or why_not_written(parts[0].qvalue.shape, output, scale, "rows")
   )
 
 

@@ -23,6 +23,7 @@ _E4M3, _E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 _WIDTHS = {"p": bool, "rs": np.uint16, "rd": np.uint64, "r": np.uint32}
 _COMMENT = re.compile(r"//.*")
 _THREADS = 128  # Of a block: a warpgroup.
+_PARAMETER = 8  # Bytes of a parameter, a pointer.
 _SHARED = 2**16  # Bytes of a block's shared memory.
 
 
@@ -84,8 +85,8 @@ class Machine:
     if name in ("ret", "fence", "bar"):
       return
     if name == "ld" and modifiers[0].startswith("param"):
-      index = int(re.findall(r"param_(\d+)", operands[1])[0])
-      self._set(operands[0], np.uint64(self._bases[index]))
+      index = self._address(operands[1]) // _PARAMETER
+      self._set(operands[0], np.uint64(self._bases)[index])
     elif name == "ld":
       self._load(modifiers, operands)
     elif name == "st":
@@ -132,7 +133,9 @@ class Machine:
       if dtype.kind == "b":
         return x
       return x.astype(bits).view(dtype)
-    if operand.startswith("0f"):
+    if found := re.search(r"_param_(\d+)$", operand):
+      x = np.uint64(_PARAMETER * int(found[1]))  # Its address.
+    elif operand.startswith("0f"):
       x = np.uint32(int(operand[2:], 16))
     else:
       x = np.uint64(int(operand.rstrip("U"), 0) % 2**64)
@@ -215,13 +218,21 @@ class Machine:
       return self._get(operands[0], np.uint64)
     if name == "bfe":
       a, start, count = (self._get(x, np.uint32) for x in operands)
-      return a >> start & (np.uint32(1) << count) - np.uint32(1)
+      bits = a >> start & (np.uint32(1) << count) - np.uint32(1)
+      if kind == "s32":
+        sign = np.uint32(1) << count - np.uint32(1)
+        bits = (bits ^ sign) - sign
+      return bits
     if name == "mad":
       a, b, c = (self._get(x, np.uint32) for x in operands)
       return a * b + c
     if name == "mul" and modifiers[0] == "wide":
-      a, b = (self._get(x, np.uint32).astype(np.uint64) for x in operands)
+      wide = np.dtype(f"{'iu'[kind[0] == 'u']}{2 * int(kind[1:]) // 8}")
+      a, b = (self._get(x, _TYPES[kind]).astype(wide) for x in operands)
       return a * b
+    if name == "mul" and modifiers[0] == "hi":
+      a, b = (self._get(x, _TYPES[kind]).astype(np.uint64) for x in operands)
+      return (a * b >> int(kind[1:])).astype(_TYPES[kind])
     args = [self._get(x, _TYPES[kind]) for x in operands]
     if kind.endswith("x2"):
       args = [np.ascontiguousarray(x).view(_HALVES[kind]) for x in args]

@@ -64,16 +64,10 @@ each_case = pytest.mark.parametrize(
 WITHOUT_E4M3 = {
   "attention_bwd": "cudnn",
   "attention_fwd": "cudnn",
-  "grouped_dgrad": "triton",
-  "grouped_fwd": "triton",
-  "grouped_wgrad": "triton",
-  "join_columns": "triton",
-  "join_heads": "triton",
-  "join_heads_operand": "triton",
-  "split_heads": "triton",
+  "join_columns": "mosaic",
 }
 # Only Hopper has the tensor cores' instructions that these use.
-FOR_HOPPER = "grouped_linear"
+FOR_HOPPER = "grouped"
 
 
 def compile_operations(gpu: str) -> None:

@@ -38,13 +38,15 @@ def ptx_of(fn, specs, folder: Path) -> tuple[str, list[int]]:
     aot.compile_for_h200(fn, *specs)
     new = set(folder.iterdir()) - before
   [ptx] = [path.read_text() for path in new if path.suffix == ".ptx"]
-  [mlir] = [path.read_text() for path in new if ".after_layout" in path.name]
-  # Parameters are the arrays that are used, in the order of their first use.
-  known = re.findall(r"(%\w+) = .*from_kernel_arg_idx = (\d+)", mlir)
-  body = mlir[mlir.index("gpu.launch") :]
-  used = [(re.search(rf"{name}\b", body), int(i)) for name, i in known]
-  order = sorted((found.start(), i) for found, i in used if found)
-  return ptx, [i for _, i in order]
+  [passes] = [path.read_text() for path in new if path.suffix == ".log"]
+  launch = passes[passes.index("Dump Before GpuAssemblyToBinaryPass") :]
+  # The pointers of all arrays are in one array, from which each is loaded.
+  places = re.findall(r"(%\w+) = llvm.getelementptr \S+\[(\d+)\]", launch)
+  index = {name: int(i) for name, i in places}
+  loads = dict(re.findall(r"(%\w+) = llvm.load (%\w+) : ", launch))
+  [arguments] = re.findall(r"gpu.launch_func .* args\((.*?)\)", launch)[:1]
+  names = re.findall(r"(%\w+) : ", arguments)
+  return ptx, [index.get(loads[name], 0) for name in names]
 
 
 @pytest.fixture

@@ -17,10 +17,17 @@ import pytest
 
 from benchmarks import aot
 from coat_jax.ops import Blocks, Groups
+from coat_jax.ops.rope import Rotary
 from coat_jax.pallas.mosaic import norm, norm_backward, quantize, rows
 from tests.aot.ptx_machine import Machine
 from tests.aot.test_registers import ptx_of, real_kernel
-from tests.pallas.mosaic import test_activation, test_norm, test_quantize
+from tests.pallas.mosaic import (
+  test_activation,
+  test_heads,
+  test_join,
+  test_norm,
+  test_quantize,
+)
 
 pytestmark = pytest.mark.aot
 
@@ -97,6 +104,37 @@ def test_activations_are_their_definitions(
   test_activation.check_kernels(
     shape, group_size, activation, gated, dtype, 2e-6
   )
+
+
+@test_activation.ALL
+def test_activations_of_far_values(on_machine, activation, gated):
+  test_activation.check_far_values(activation, gated)
+
+
+def test_gelu_is_near_float64(on_machine):
+  test_activation.check_gelu((48, 144), jnp.float32)
+
+
+@pytest.mark.parametrize(
+  "shape, dtype, theta, own",
+  [
+    ((2, 32, 2, 2, 64), jnp.bfloat16, None, False),
+    ((2, 72, 6, 2, 24), jnp.float32, None, False),
+    ((1, 48, 2, 1, 128), jnp.bfloat16, 1e4, False),
+    ((2, 24, 4, 2, 64), jnp.float32, 1e4, True),
+    ((1, 64, 2, 1, 256), jnp.bfloat16, 1e4, True),
+    ((2, 40, 4, 2, 80), jnp.float32, Rotary(1e4, rotary_dim=32), False),
+  ],
+  ids=str,
+)
+def test_joined_heads_are_their_definition(
+  on_machine, shape, dtype, theta, own
+):
+  test_heads.check(shape, dtype, 0.99, theta=theta, own=own)
+
+
+def test_joined_columns_are_their_definition(on_machine):
+  test_join.check((2, 160, 80))
 
 
 M = 8192

@@ -3,6 +3,7 @@
 
 import collections
 import functools
+import re
 from typing import get_args
 
 import jax
@@ -31,12 +32,7 @@ GELU = dict(activation="gelu_tanh", gated=False)
 RECIPES = {kept: recipes.coat(residuals=kept) for kept in ("coat", "minimal")}
 
 
-KERNELS = (
-  "activation_input",
-  "activation_fwd",
-  "activation_bwd_amax",
-  "activation_bwd_operands",
-)
+OPERATIONS = {"activation_input", "activation_fwd", "activation_bwd_operands"}
 
 
 def case(rows, has_biases=True, seed=0):
@@ -164,9 +160,10 @@ def test_mlp_runs_the_kernels():
     return y, vjp(dy)
 
   text = lowered_for_h200(gradients, params, x, x)
-  assert [name for name in KERNELS if f'"{name}"' not in text] == []
+  # A kernel of Mosaic GPU has the name of a function's jit.
+  assert set(re.findall(r"func private @(\w+)", text)) >= OPERATIONS
   h = jnp.zeros((1, 128, 256), jnp.bfloat16)
   how = dict(gated=False, groups=ops.Groups(G))
   for activation in get_args(ops.Activation):
     said = ops.explain(ops.activation_input, h, activation=activation, **how)
-    assert ("xla everywhere" if activation == "gelu" else "triton") in said
+    assert ("xla everywhere" if activation == "gelu" else "mosaic") in said

@@ -13,7 +13,6 @@ from coat_jax import codecs, ops
 from coat_jax.layers import rule
 from coat_jax.ops import AttentionKind, capability
 from coat_jax.optimizer.fused import fused_coat_adamw
-from coat_jax.pallas.triton import ptx
 
 A100, L4 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4"
 H200, B200 = "NVIDIA H200", "NVIDIA B200"
@@ -138,16 +137,3 @@ def test_layers_keep_xla_from_saving_more_where_it_computes_the_values():
     with on(kind):
       program = str(jax.make_jaxpr(lambda x: rule._only_saved(x))(X))
     assert ("optimization_barrier" in program) == has_barrier
-
-
-def test_clip_is_ptx_that_the_gpu_has():
-  def code(kind):
-    with on(kind):
-      return str(jax.make_jaxpr(lambda x: ptx.clip(x, 2.0, interpret=False))(X))
-
-  for kind in (L4, H200, B200, RTX):
-    assert "min.NaN.xorsign.abs.f32 $0, $1, 0f40000000;" in code(kind)
-  # Modifier .xorsign needs 8.6.
-  assert (
-    "min.NaN.f32 $0, $1, 0f40000000; max.NaN.f32 $0, $0, 0fC0000000;"
-  ) in code(A100)

@@ -2,7 +2,7 @@
 """Activation functions from and to FP8 in Mosaic GPU: `ops.activation_input`.
 
   activation_input         codes and scales of x, amax of y = f(x)
-  activation_fwd           y by rows, by columns or both
+  activation_fwd           y, as the next product reads it
   activation_bwd_operands  dx = dy f'(x) in both layouts, and y's columns
 
 For a gated function y = f(gate) up. Its x is [m, 2 F], so a program of
@@ -32,7 +32,6 @@ from coat_jax.numerics.scaling import (
   GRADIENTS,
   VALUES,
   Groups,
-  Layout,
   Operand,
   Scales,
   Scaling,
@@ -130,7 +129,7 @@ def _why_not_input(x, gated, **options) -> str | None:
   )
 
 
-@kernel(_why_not_input, by_default=False)
+@kernel(_why_not_input)
 @jax.jit(
   static_argnames=("activation", "gated", "groups", "output", "interpret")
 )
@@ -201,64 +200,52 @@ def _input_kernel(x_gmem, *refs, load, height, activation, interpret):
     rows.store(scale_gmem.at[place], scale.astype(scale_gmem.dtype))
     parts.append(rows.dequantize_groups(codes, scale))
   y = _activated(parts, activation, load.layout, interpret)
-  scales.store_maximum(bits_gmem, program, rows.amax_bits(y, load))
+  scales.store_maximum(bits_gmem, program, rows.amax_bits(y, load.count))
 
 
 # --- Forward -----------------------------------------------------------------
 
 
-def _why_not_fwd(parts, layout, **options) -> str | None:
-  shape = parts[0].qvalue.shape
+def _why_not_fwd(parts, **options) -> str | None:
   return (
     device.why_not_rows()
-    or supported.why_not_activation_fwd(parts, layout=layout, **options)
-    or rows.why_not_list(shape)
-    or (None if layout == "rows" else rows.why_not_tiles(shape))
+    or supported.why_not_activation_fwd(parts, **options)
+    or rows.why_not_list(parts[0].qvalue.shape)
   )
 
 
-@kernel(_why_not_fwd, by_default=False)
-@jax.jit(static_argnames=("activation", "output", "layout", "interpret"))
+@kernel(_why_not_fwd)
+@jax.jit(static_argnames=("activation", "output", "interpret"))
 def activation_fwd(
   parts: Parts,
   *,
   activation: Activation,
   output: Scaling = VALUES,
   scale: Scales | None = None,
-  layout: Layout = "rows",
   interpret: bool = False,
 ) -> Operand:
   """`ops.activation_fwd`."""
   assert isinstance(scale, Array)
-  how = dict(activation=activation, interpret=interpret)
-  like, read = parts[0].qvalue, scale.reshape(1)
-  if layout == "rows":
-    inputs = [x for part in parts for x in _as_groups(part)]
-    size, shape = rows.pick_size(like.size), inputs[0].shape
-    [in_rows] = rows.run(
-      functools.partial(_rows_kernel, count=size // shape[1], **how),
-      [*inputs, read],
-      [jax.ShapeDtypeStruct(shape, E4M3)],
-      grid=(pl.cdiv(like.size, size),),
+  like = parts[0].qvalue
+  inputs = [x for part in parts for x in _as_groups(part)]
+  size, shape = rows.pick_size(like.size), inputs[0].shape
+  [in_rows] = rows.run(
+    functools.partial(
+      _fwd_kernel,
+      count=size // shape[1],
+      activation=activation,
       interpret=interpret,
-      name="activation_rows",
-    )
-    return Operand(in_rows.reshape(like.shape), None, scale)
-  n = like.shape[-1]
-  m = like.size // n
-  in_rows, columns = rows.run(
-    functools.partial(_tiles_kernel, **how),
-    [*(x for part in parts for x in _as_matrix(part)), read],
-    rows.operand(m, n, E4M3, layout),
-    grid=rows.grid_of_tiles(m, n),
-    scratch=[row_ptx.scratch(rows.tile_height(m))],
+    ),
+    [*inputs, scale.reshape(1)],
+    [jax.ShapeDtypeStruct(shape, E4M3)],
+    grid=(pl.cdiv(like.size, size),),
     interpret=interpret,
-    name="activation_tiles",
+    name="activation_fwd",
   )
-  return Operand(rows.like(in_rows, like), columns, scale)
+  return Operand(in_rows.reshape(like.shape), None, scale)
 
 
-def _rows_kernel(*refs, count, activation, interpret):
+def _fwd_kernel(*refs, count, activation, interpret):
   *refs, scale_gmem, rows_gmem = refs
   groups, g = rows_gmem.shape
   part, load = rows.part("last", count, groups), Load(g)
@@ -266,15 +253,6 @@ def _rows_kernel(*refs, count, activation, interpret):
   y = _activated(parts, activation, load.layout, interpret)
   codes = rows.quantize(y, scale_gmem[0], E4M3, load.layout, interpret)
   rows.store(rows_gmem.at[part], codes)
-
-
-def _tiles_kernel(*refs, activation, interpret):
-  *refs, scale_gmem, rows_gmem, columns_gmem, smem = refs
-  place = rows.place_of_tile(refs[0].shape)
-  parts = _load_tiles(refs, place, interpret)
-  y = _activated(parts, activation, row_ptx.TILE_LAYOUT, interpret)
-  codes = rows.quantize_tile(y, scale_gmem[0], E4M3, interpret)
-  rows.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)
 
 
 # --- Backward ----------------------------------------------------------------
@@ -288,7 +266,7 @@ def _why_not_bwd(dy, **options) -> str | None:
   )
 
 
-@kernel(_why_not_bwd, by_default=False)
+@kernel(_why_not_bwd)
 @jax.jit(
   static_argnames=("activation", "gradient", "output", "has_sums", "interpret")
 )
@@ -356,7 +334,7 @@ def _amax_kernel(dy_gmem, *refs, count, activation, interpret):
   gradients, _ = _gradients(dy, parts, activation, load.layout, interpret)
   largest = functools.reduce(jnp.maximum, map(jnp.abs, gradients))
   scales.store_maximum(
-    bits_gmem, lax.axis_index("last"), rows.amax_bits(largest, load)
+    bits_gmem, lax.axis_index("last"), rows.amax_bits(largest, load.count)
   )
 
 
@@ -372,22 +350,10 @@ def _bwd_kernel(dy_gmem, *refs, count, activation, interpret):
   layout = row_ptx.TILE_LAYOUT
   gradients, y = _gradients(dy, parts, activation, layout, interpret)
   if sums_gmem is not None:
-    _store_sums(sums_gmem, gradients[0], column, m, sums_smem[0], interpret)
+    rows.store_sums(sums_gmem, gradients[0], place, m, sums_smem[0], interpret)
   for i, (dx, smem) in enumerate(zip(gradients, smems[1:], strict=True)):
     codes = rows.quantize_tile(dx, scale_gmem[0], E5M2, interpret)
     at = row, pl.ds(column.start + i * n, COLUMNS)
     rows.store_operand(at, codes, rows_gmem, columns_gmem, smem, interpret)
   codes = rows.quantize_tile(y, output_scale_gmem[0], E4M3, interpret)
   rows.store_operand(place, codes, None, output_gmem, smems[0], interpret)
-
-
-def _store_sums(sums_gmem, x, column, m: int, smem, interpret: bool) -> None:
-  """Writes the sum of a tile's rows, without those that another tile has."""
-  number, height = lax.axis_index("last"), len(x)
-  if m % height:
-    layout = row_ptx.TILE_LAYOUT
-    row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
-    known = jnp.maximum((number + 1) * height - m, 0)
-    x = jnp.where(row < known, 0.0, x)
-  sums = jnp.sum(x, axis=0) if interpret else row_ptx.sum_over_rows(x, smem)
-  rows.store(sums_gmem.at[number, column], sums)

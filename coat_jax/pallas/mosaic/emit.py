@@ -82,11 +82,20 @@ def store_shared(address, offset: int, word) -> None:
 
 def load_shared(address, offset: int) -> list:
   """Reads 16 bytes from shared memory as four words."""
+  return _load("ld.shared.v4.b32", address, "r", offset, has_side_effects=True)
+
+
+def load_global(address, offset: int) -> list:
+  """Reads 16 bytes, which the kernel does not write, as four words."""
+  return _load("ld.global.nc.v4.b32", address, "l", offset)
+
+
+def _load(instruction: str, address, kind: str, offset: int, **options) -> list:
   found = llvm.inline_asm(
     llvm.StructType.get_literal([i32_type()] * 4),
     [address],
-    f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];",
-    "=r,=r,=r,=r,r",
-    has_side_effects=True,
+    f"{instruction} {{$0, $1, $2, $3}}, [$4+{offset}];",
+    f"=r,=r,=r,=r,{kind}",
+    **options,
   )
   return [llvm.extractvalue(i32_type(), found, [i]) for i in range(4)]

@@ -19,8 +19,8 @@ g is not. So NaN and infinities in g, or in its codes, also reach the group
 before and after.
 
 `python -m benchmarks.grouped_products` measures the kernels. On an H100, FP8
-reaches 490 to 990 TFLOP/s for Qwen3-30B-A3B and Mixtral-8x7B. No GPU has run
-the kernels for BF16 and f16 yet, so you have to pass `implementation="mosaic"`.
+reaches 500 to 1030 TFLOP/s for Qwen3-30B-A3B and Mixtral-8x7B, and BF16 350 to
+490. Without these kernels, XLA multiplies every row by every group's weight.
 
 Writing weight gradients in f32 takes longer than the matmul if groups are
 small. For gate and up of Qwen3-30B-A3B (512 rows for each of 128 experts) they
@@ -173,8 +173,7 @@ def _why_not_16_bits(a, b) -> str | None:
 @kernel(
   lambda x, w, dtype, **_: (
     _why_not_16_bits(x, w) or _why_not_rows(x, w, dtype, _HALF, _HALF, BLOCK)
-  ),
-  by_default=False,
+  )
 )
 def grouped_fwd(
   x: Array,
@@ -192,8 +191,7 @@ def grouped_fwd(
 @kernel(
   lambda g, w, dtype, **_: (
     _why_not_16_bits(g, w) or _why_not_rows(g, w, dtype, _HALF, BLOCK, _HALF)
-  ),
-  by_default=False,
+  )
 )
 def grouped_dgrad(
   g: Array,
@@ -211,8 +209,7 @@ def grouped_dgrad(
   lambda x, g, dtype, **_: (
     _why_not_16_bits(x, g)
     or _why_not_weights(x, g, dtype, _HALF, BLOCK, _HALF, BLOCK)
-  ),
-  by_default=False,
+  )
 )
 def grouped_wgrad(
   x: Array,

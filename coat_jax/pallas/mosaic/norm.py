@@ -115,7 +115,7 @@ def _input_kernel(*refs, eps, interpret):
       y = y * load(gamma_gmem, part, part.of_vector)
     if beta_gmem is not None:
       y = y + load(beta_gmem, part, part.of_vector)
-    bits = jnp.maximum(bits, rows.amax_bits(y, part.load))
+    bits = jnp.maximum(bits, rows.amax_bits(y, part.load.count))
   scales.store_maximum(bits_gmem, row, bits)
 
 

@@ -133,7 +133,9 @@ def _maxima(x: Array, interpret: bool) -> Array:
 
 def _amax_kernel(x_gmem, bits_gmem, *, count):
   part = rows.part("last", count, len(x_gmem))
-  bits = rows.amax_bits(rows.load_groups(x_gmem.at[part], rows.ANY), rows.ANY)
+  bits = rows.amax_bits(
+    rows.load_groups(x_gmem.at[part], rows.ANY), rows.ANY.count
+  )
   store_maximum(bits_gmem, lax.axis_index("last"), bits)
 
 

@@ -151,7 +151,7 @@ def _at(base, *terms):
   return base
 
 
-def _split(x, size: int):
+def split_index(x, size: int):
   """Returns x // size and x % size, for a power of two."""
   bits = emit.i32(size.bit_length() - 1)
   return arith.shrui(x, bits), arith.andi(x, emit.i32(size - 1))
@@ -165,14 +165,14 @@ def sum_over_rows(x: Array, smem) -> Array:
   def apply(_, x, smem):
     total = functools.reduce(arith.addf, x.registers.flat)
     base, i32, f32 = _base(smem), emit.i32_type(), ir.F32Type.get()
-    half, k = _split(emit.thread(), LANES // 2)
+    half, k = split_index(emit.thread(), LANES // 2)
     # The 8 sums of column 8 k + j begin at word 8 (16 j + k).
     place = _at(base, (k, 2 * WARPS), (half, 1))
     for j, value in enumerate(emit.elements(total)):
       word = arith.bitcast(i32, value)
       emit.store_shared(place, 4 * j * COLUMNS, word)
     mgpu.utils.warpgroup_barrier()
-    k, j = _split(emit.thread(), VECTOR)
+    k, j = split_index(emit.thread(), VECTOR)
     place = _at(base, (j, COLUMNS), (k, 2 * WARPS))
     words = [x for part in (0, 16) for x in emit.load_shared(place, part)]
     found = functools.reduce(
@@ -215,9 +215,9 @@ def transpose(codes: Array, smem) -> Array:
   def apply(_, codes, smem):
     i32 = emit.i32_type()
     base = _base(smem)
-    warp, lane = _split(emit.thread(), LANES)
+    warp, lane = split_index(emit.thread(), LANES)
     # Four rows of 8 bytes become 8 words of 4 rows.
-    quad, k = _split(lane, LANES // 2)
+    quad, k = split_index(lane, LANES // 2)
     place = _at(base, (k, stride), (warp, 2), (quad, 1))
     for half, four in enumerate(codes.registers.reshape(-1, 4)):
       pair = ir.VectorType.get((2,), i32)
@@ -230,10 +230,10 @@ def transpose(codes: Array, smem) -> Array:
       for j, word in enumerate(words):
         emit.store_shared(place, 4 * (j * jump + half * 8), word)
     mgpu.utils.warpgroup_barrier()
-    column, chunk = _split(lane, chunks)
+    column, chunk = split_index(lane, chunks)
     of_warp = LANES // chunks
     column = arith.addi(arith.muli(warp, emit.i32(of_warp)), column)
-    k, j = _split(column, VECTOR)
+    k, j = split_index(column, VECTOR)
     place = _at(base, (k, stride), (j, jump), (chunk, 4))
     kind = codes.registers.flat[0].type.element_type
     registers = np.empty(layout.to_mgpu().registers_shape(out.shape), object)

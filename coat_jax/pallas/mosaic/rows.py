@@ -43,6 +43,7 @@ STEP = WARPS * LANES * VECTOR  # The values of one load of a program.
 # The largest size of a GPU's grid along any axis but its last.
 _MAX_ACROSS = 65535
 _LOW, _HIGH = 32, 64  # The heights of tiles.
+TILE_ROWS = 32  # The rows of a tile that a program loads at a time.
 
 
 def run(
@@ -178,18 +179,21 @@ def load_groups(ref, load: Load) -> Array:
   return x.astype(jnp.float32)
 
 
-def amax_bits(x: Array, load: Load) -> Array:
-  """Returns the f32 bits of the largest magnitude of groups, as int32 []."""
+def amax_bits(x: Array, count: int) -> Array:
+  """Returns the f32 bits of the largest magnitude, as int32 [].
+
+  `count` is the number of rows of x that a program loads at a time.
+  """
   # Maxima of f32, which keep NaN, take one instruction; of bits, two.
-  bits = magnitude_bits(folded(jnp.maximum, jnp.abs(x), load))
+  bits = magnitude_bits(folded(jnp.maximum, jnp.abs(x), count))
   while bits.ndim:
     bits = jnp.max(bits, axis=-1)
   return bits
 
 
-def folded(op: Callable, x: Array, load: Load) -> Array:
-  """Combines the loads of groups in each lane, to one load."""
-  loads = [x[i : i + load.count] for i in range(0, len(x), load.count)]
+def folded(op: Callable, x: Array, count: int) -> Array:
+  """Combines loads of `count` rows in each lane, to one load."""
+  loads = [x[i : i + count] for i in range(0, len(x), count)]
   return functools.reduce(op, loads)
 
 
@@ -330,3 +334,20 @@ def store_operand(
   if columns_gmem is not None:
     transposed = transpose(codes, smem, interpret)
     store(columns_gmem.at[columns, rows], transposed)
+
+
+def store_sums(
+  sums_gmem, x: Array, place, m: int, smem, interpret: bool
+) -> None:
+  """Writes the sum of a tile's rows, without those that another tile has.
+
+  `sums_gmem` is [tiles, n] for tiles of a matrix with m rows.
+  """
+  number, height = lax.axis_index("last"), len(x)
+  if m % height:
+    layout = row_ptx.TILE_LAYOUT
+    row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
+    known = jnp.maximum((number + 1) * height - m, 0)
+    x = jnp.where(row < known, 0.0, x)
+  sums = jnp.sum(x, axis=0) if interpret else row_ptx.sum_over_rows(x, smem)
+  store(sums_gmem.at[number, place[1]], sums)

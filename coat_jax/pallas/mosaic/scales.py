@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes scales from maxima (`pallas.scales`) in Mosaic GPU."""
+"""Computes a tensor's scale from the maxima of its parts, in one launch.
+
+A kernel that looks for a tensor's largest magnitude writes the bits of one
+maximum per program. To compute a scale from them, XLA would launch two or three
+kernels, and the GPU would idle for some microseconds in each.
+"""
 
 import functools
 
@@ -9,10 +14,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from coat_jax.numerics.qtensor import amax_to_scale, bits_to_amax
+from coat_jax.numerics.scaling import PerTensor, Scaling
 from coat_jax.pallas.magnitudes import tensor_scale
 from coat_jax.pallas.mosaic import rows
 from coat_jax.pallas.mosaic.row_ptx import LANES, THREAD_LAYOUT, WARPS
-from coat_jax.pallas.scales import ScaleFinder
 
 _THREADS = WARPS * LANES
 # A thread loads 64 maxima at a time.
@@ -33,10 +39,44 @@ def store_maximum(bits_gmem, program: Array, bits: Array) -> None:
   bits_gmem[program] = jnp.full((bits_gmem.shape[1],), bits)
 
 
+def bits_to_scale(bits: Array, scaling: Scaling, interpret: bool) -> Array:
+  """Returns the scale, f32 [], from int32 maxima."""
+  return _scale_and_copies(bits, scaling, 1, interpret)[0]
+
+
+def output_scale(bits: Array, output: Scaling, interpret: bool) -> Array | None:
+  """Returns `bits_to_scale`, or None for blocks, which find their own."""
+  if type(output) is not PerTensor:
+    return None
+  return bits_to_scale(bits, output, interpret)
+
+
+def bits_to_shared_scale(
+  bits: Array, scaling: Scaling, interpret: bool
+) -> tuple[Array, Array]:
+  """Returns the scale, and an array f32 [k] that begins with it.
+
+  Use both if two products read the operand. Each product is multiplied by this
+  scale and by the other operand's. XLA fuses both multiplications into one
+  launch if they read the same array, but not if that array is a scalar.
+  """
+  return _scale_and_copies(bits, scaling, _THREADS, interpret)
+
+
+def _scale_and_copies(
+  bits: Array, scaling: Scaling, copies: int, interpret: bool
+) -> tuple[Array, Array]:
+  # The devices of a mesh compare their maxima before there is a scale.
+  if scaling.axis_names:
+    amax = bits_to_amax(bits, scaling.axis_names)
+    scale = amax_to_scale(amax, scaling.dtype)
+    return scale, scale.reshape(1)
+  scales = _scales(bits, jnp.dtype(scaling.dtype), copies, interpret)
+  return scales[0], scales
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _scales(bits, dtype, count, interpret) -> Array:
-  # A copy is stored by one thread, or several by all of a warpgroup.
-  copies = 1 if count == 1 else _THREADS
+def _scales(bits, dtype, copies, interpret) -> Array:
   [scales] = rows.run(
     functools.partial(_kernel, dtype=dtype),
     [bits.reshape(-1)],
@@ -62,9 +102,3 @@ def _kernel(bits_gmem, scales_gmem, *, dtype):
   # Mosaic has no bitcasts of scalars.
   bits = jnp.full(scales_gmem.shape, bits)
   scales_gmem[...] = tensor_scale(bits, dtype)
-
-
-_finder = ScaleFinder(_scales)
-bits_to_scale = _finder.scale
-output_scale = _finder.output_scale
-bits_to_shared_scale = _finder.shared_scale

@@ -75,7 +75,9 @@ def sum_of_row(parts: list[RowPart], values: list[Array]) -> Array:
       layout = part.load.layout
       group = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
       x = jnp.where(group < part.known, 0.0, x)
-    total = total + jnp.sum(jnp.sum(folded(jnp.add, x, part.load), axis=1))
+    total = total + jnp.sum(
+      jnp.sum(folded(jnp.add, x, part.load.count), axis=1)
+    )
   return total
 
 

@@ -30,7 +30,6 @@ from coat_jax.ops.capability import capability, shared_memory
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import AttentionKind, AttentionResiduals
 from coat_jax.pallas import supported
-from coat_jax.pallas.triton import matrix
 from coat_jax.pallas.triton.scores import (
   LEAST,
   LOG2_E,
@@ -39,7 +38,6 @@ from coat_jax.pallas.triton.scores import (
   Visit,
   segment_bounds,
 )
-from coat_jax.pallas.triton.tiles import dot
 
 _HEAD_SIZES = (64, 128, 256)
 # Scores of ±55 give exp of 2^±80: a sum of 2^40 of them does not overflow, and
@@ -133,7 +131,9 @@ class Work:
       functools.partial(kernel, work=self),
       grid=grid,
       out_shape=out_shape,
-      compiler_params=matrix.compiler_params(self.tile.warps, self.tile.stages),
+      compiler_params=plt.CompilerParams(
+        num_warps=self.tile.warps, num_stages=self.tile.stages
+      ),
       interpret=self.interpret,
       name=name,
     )(*args)
@@ -347,3 +347,13 @@ def _dkv_kernel(*refs, work: Work):
   for ref, x, scale in ((dk_ref, dk, scores.scale), (dv_ref, dv, 1.0)):
     if ref is not None and x is not None:
       plt.store(ref.at[b, own, kv_head], (x * scale).astype(ref.dtype))
+
+
+def dot(a: Array, b: Array, summed: tuple[int, int]) -> Array:
+  """Sums products over one axis of a and one of b, in f32."""
+  return jax.lax.dot_general(
+    a,
+    b,
+    (((summed[0],), (summed[1],)), ((), ())),
+    preferred_element_type=jnp.float32,
+  )

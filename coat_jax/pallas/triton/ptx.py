@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic on f32 tiles in fewer instructions than Pallas can express.
+"""Exponentials of f32 tiles in fewer instructions than Pallas can express.
 
-An elementwise kernel can spend about 30 instructions per value before they,
-rather than memory, limit its speed. Written in Pallas, a sigmoid takes 18, and
-dividing a value by its scale and clipping it takes 11; here each takes 4. The
-interpreter cannot run PTX: with `interpret` the functions use their jnp
+The interpreter cannot run PTX: with `interpret` the functions use their jnp
 version, which is also their definition.
 """
 
@@ -14,50 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import triton as plt
-from jax.typing import DTypeLike
-
-from coat_jax.numerics.formats import qmax
-from coat_jax.ops.capability import is_before
-from coat_jax.pallas.triton import tiles
 
 _LOG2_E = 1.4426950408889634
-
-
-def quantize_with_scale(
-  x: Array, scale: Array, *, dtype: DTypeLike, interpret: bool
-) -> Array:
-  """Quantizes f32 with one scale []: rne(clip(x / scale, ±qmax)), NaN kept.
-
-  On a GPU the quotient is correctly rounded: we multiply by the reciprocal and
-  then correct by the remainder. Before the correction the quotient is clipped
-  to ±2 qmax, so that it never computes inf - inf; the hardware's cast saturates
-  the rest.
-  """
-  if interpret:
-    return tiles.saturating_cast(x / scale, dtype)
-  # An infinite scale gives zeros and NaN: we compute 0 * x, never inf * 0.
-  divisor = jnp.where(scale == jnp.inf, jnp.float32(0), scale)
-  quotient = _inline(
-    "{ .reg .f32 q, r; mul.f32 q, $1, $3; "
-    f"{_clip('q', 'q', 2 * qmax(dtype))} "
-    "neg.f32 r, q; fma.rn.f32 r, r, $2, $1; fma.rn.f32 $0, r, $3, q; }",
-    x,
-    jnp.broadcast_to(divisor, x.shape),
-    jnp.broadcast_to(1 / scale, x.shape),
-  )
-  return quotient.astype(dtype)
-
-
-def sigmoid(x: Array, *, interpret: bool) -> Array:
-  """Returns 1 / (1 + exp(-x)), on a GPU to a few ulp; 0 and 1 are exact."""
-  if interpret:
-    return 1 / (1 + jnp.exp(-x))
-  return _inline(
-    f"{{ .reg .f32 e; mul.f32 e, $1, {_hex(-_LOG2_E)}; "
-    f"ex2.approx.ftz.f32 e, e; add.f32 e, e, {_hex(1.0)}; "
-    "rcp.approx.ftz.f32 $0, e; }",
-    x,
-  )
 
 
 def exp2(x: Array, scale: float, shift: Array, *, interpret: bool) -> Array:
@@ -89,26 +44,6 @@ def tanh(x: Array, scale: float, *, interpret: bool) -> Array:
     f"rcp.approx.ftz.f32 e, e; fma.rn.f32 $0, e, {_hex(-2.0)}, {_hex(1.0)}; }}",
     x,
   )
-
-
-def clip(x: Array, limit: float, *, interpret: bool) -> Array:
-  """Clips x to ±limit and keeps NaN."""
-  if interpret:
-    return jnp.clip(x, -limit, limit)
-  return _inline(_clip("$0", "$1", limit), x)
-
-
-def _clip(to: str, x: str, limit: float) -> str:
-  """Returns PTX that clips x to ±limit; it takes two instructions on an A100.
-
-  Both forms keep NaN and the sign of zero.
-  """
-  if is_before(8.6):
-    return (
-      f"min.NaN.f32 {to}, {x}, {_hex(limit)}; "
-      f"max.NaN.f32 {to}, {to}, {_hex(-limit)};"
-    )
-  return f"min.NaN.xorsign.abs.f32 {to}, {x}, {_hex(limit)};"
 
 
 def _inline(code: str, *args: Array) -> Array:

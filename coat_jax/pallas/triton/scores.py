@@ -31,7 +31,6 @@ from jax.experimental.pallas import triton as plt
 
 from coat_jax.ops.types import AttentionKind
 from coat_jax.pallas.triton import ptx
-from coat_jax.pallas.triton.tiles import iota
 
 MASKED = -1e30
 # The initial maximum: below every score, above every masked one. A row that
@@ -180,7 +179,7 @@ class Visit:
     key_axis = 1 - query_axis
     seen = None
     if kind.causal:
-      query, key = iota(shape, query_axis), iota(shape, key_axis)
+      query, key = _iota(shape, query_axis), _iota(shape, key_axis)
       distance = query - key + (queries * tile.queries - keys * tile.keys)
       seen = distance >= 0
       if kind.window is not None:
@@ -239,3 +238,7 @@ class Scores:
   def gradient(self, x: Array, ds: Array) -> Array:
     """Returns the gradient of q k^T scale from the gradient of scores."""
     return ds if self.kind.soft_cap is None else ds * (1 - x * x)
+
+
+def _iota(shape: tuple[int, ...], axis: int) -> Array:
+  return jax.lax.broadcasted_iota(jnp.int32, shape, axis)

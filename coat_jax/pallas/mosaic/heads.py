@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins heads into an operand in Mosaic GPU: `ops.join_heads_operand`.
+
+A program writes a tile of the joined matrix in both layouts, whatever heads its
+columns belong to; `heads_ptx` loads them. An extra pass first finds the scale,
+from the values as `ops.join_heads` would round them. The second pass also sums
+a bias's gradient over the rows of each tile, and XLA adds those up, always in
+the same order.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from coat_jax.numerics.formats import E5M2
+from coat_jax.numerics.scaling import GRADIENTS, Operand, Scaling
+from coat_jax.ops.dispatch import kernel
+from coat_jax.pallas import supported
+from coat_jax.pallas.mosaic import device, row_ptx, rows, scales
+from coat_jax.pallas.mosaic.heads_ptx import Heads, load_joined
+
+
+def _why_not(dq, dk, dv, cos, gradient, **_) -> str | None:
+  b, t, n, h = dq.shape
+  shape = b * t, (n + 2 * dk.shape[2]) * h
+  if h % row_ptx.VECTOR:
+    return f"the kernel of Mosaic moves 8 channels at a time, got heads of {h}"
+  if cos is not None and cos.shape[-1] % row_ptx.VECTOR:
+    return (
+      f"the kernel of Mosaic rotates 8 pairs at a time, got {cos.shape[-1]}"
+    )
+  if not dq.dtype == dk.dtype == dv.dtype:
+    return (
+      "dq, dk and dv must have one dtype, got "
+      f"{dq.dtype}, {dk.dtype} and {dv.dtype}"
+    )
+  return (
+    device.why_not_rows()
+    or supported.why_not_scaling(gradient, E5M2)
+    or supported.why_not_dtype(dq.dtype)
+    or supported.why_not_shape(shape)
+    or supported.why_not_columns(shape, "both")
+    or rows.why_not_tiles(shape)
+  )
+
+
+@kernel(_why_not)
+@jax.jit(static_argnames=("gradient", "has_sums", "interpret"))
+def join_heads_operand(
+  dq: Array,
+  dk: Array,
+  dv: Array,
+  cos: Array | None,
+  sin: Array | None,
+  *,
+  gradient: Scaling = GRADIENTS,
+  has_sums: bool = False,
+  interpret: bool = False,
+) -> tuple[Operand, Array | None]:
+  """`ops.join_heads_operand`, in two passes."""
+  b, t, n, h = dq.shape
+  k, m = dk.shape[2], b * t
+  has_angles = cos is not None and sin is not None
+  heads = Heads(n // k, k, h, t, cos.shape[-1] if has_angles else 0)
+  inputs = [x.reshape(m, -1) for x in (dq, dk, dv)]
+  inputs += (
+    [x.reshape(-1, heads.pairs) for x in (cos, sin)]
+    if has_angles
+    else [None, None]
+  )
+  width, how = heads.joined, dict(heads=heads, interpret=interpret)
+  grid = rows.grid_of_tiles(m, width)
+  low = grid[0], pl.cdiv(m, rows.TILE_ROWS)
+  [bits] = rows.run(
+    functools.partial(_amax_kernel, **how),
+    inputs,
+    [scales.maxima(low[0] * low[1])],
+    grid=low,
+    interpret=interpret,
+    name="join_heads_amax",
+  )
+  scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
+  in_rows, columns, sums = rows.run(
+    functools.partial(_operand_kernel, **how),
+    [*inputs, read],
+    [
+      *rows.operand(m, width, E5M2, "both"),
+      jax.ShapeDtypeStruct((grid[1], width), jnp.float32) if has_sums else None,
+    ],
+    grid=grid,
+    scratch=[row_ptx.scratch(rows.tile_height(m))] + [row_ptx.SUMS] * has_sums,
+    interpret=interpret,
+    name="join_heads_operand",
+  )
+  assert in_rows is not None
+  operand = Operand(in_rows.reshape(b, t, width), columns, scale)
+  return operand, None if sums is None else jnp.sum(sums, axis=0)
+
+
+def _amax_kernel(*refs, heads, interpret):
+  *refs, bits_gmem = refs
+  m, height = len(refs[0]), rows.TILE_ROWS
+  place = (
+    rows.part("last", height, m),
+    rows.part("across", row_ptx.COLUMNS, heads.joined),
+  )
+  x = load_joined(refs, place, heads, interpret)
+  down = pl.cdiv(m, height)
+  program = lax.axis_index("across") * down + lax.axis_index("last")
+  scales.store_maximum(bits_gmem, program, rows.amax_bits(x, height))
+
+
+def _operand_kernel(*refs, heads, interpret):
+  *inputs, scale_gmem, rows_gmem, columns_gmem, sums_gmem, smem = refs[:10]
+  place = rows.place_of_tile(rows_gmem.shape)
+  x = load_joined(inputs, place, heads, interpret)
+  if sums_gmem is not None:
+    rows.store_sums(sums_gmem, x, place, len(inputs[0]), refs[10], interpret)
+  codes = rows.quantize_tile(x, scale_gmem[0], E5M2, interpret)
+  rows.store_operand(place, codes, rows_gmem, columns_gmem, smem, interpret)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a tile of joined heads, and rotates it: PTX of `heads`.
+
+A tile of the joined matrix [m, (N + 2 K) H] may hold any part of several heads,
+of q, k or v. A lane holds 8 adjacent columns, which belong to one head because
+H is a multiple of 8. So each lane computes which array it reads, and where.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from coat_jax.ops.heads import join_heads
+from coat_jax.pallas.mosaic import emit
+from coat_jax.pallas.mosaic.emit import i32
+from coat_jax.pallas.mosaic.row_ptx import (
+  COLUMNS,
+  LANES,
+  THREAD_LAYOUT,
+  TILE_LAYOUT,
+  VECTOR,
+  split_index,
+)
+
+_ROWS = 4  # The adjacent rows of a lane.
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+  """The sizes of heads.
+
+  Attributes:
+    queries: R = N / K, the query heads per key head.
+    kv_heads: K.
+    size: H.
+    tokens: T.
+    pairs: how many pairs of channels rotate; 0 for none.
+  """
+
+  queries: int
+  kv_heads: int
+  size: int
+  tokens: int
+  pairs: int
+
+  @property
+  def width(self) -> int:
+    """The number of columns of k and of v."""
+    return self.kv_heads * self.size
+
+  @property
+  def joined(self) -> int:
+    """The number of columns of the joined matrix."""
+    return (self.queries + 2) * self.width
+
+
+def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
+  """Loads a tile of `ops.join_heads`, as f32 values of the arrays' dtype.
+
+  `refs` belong to dq [m, N H], dk and dv [m, K H], and to cos and sin, both
+  [T, R / 2] or [m, R / 2], or None if nothing rotates.
+  """
+  rows, columns = place
+  if interpret:
+    return _definition(refs, rows, columns, heads)
+  shape = rows.size, columns.size
+  starts = [
+    plgpu.layout_cast(jnp.full((4 * LANES,), x.start, jnp.int32), THREAD_LAYOUT)
+    for x in place
+  ]
+  refs = [ref for ref in refs if ref is not None]
+  out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE_LAYOUT)
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(),) * len(refs) + (THREAD_LAYOUT,) * 2,
+    return_type=out,
+  )
+  def apply(_, *args):
+    *refs, row, column = args
+    lane = _Lane(refs, _number(row), _number(column), heads)
+    layout = TILE_LAYOUT.to_mgpu()
+    registers = np.empty(layout.registers_shape(shape), object)
+    kind = ir.VectorType.get((VECTOR,), ir.F32Type.get())
+    for i in range(registers.size):
+      registers.flat[i] = vector.from_elements(kind, lane.load(i))
+    return mgpu.FragmentedArray(
+      _registers=registers, _layout=layout, _is_signed=None
+    )
+
+  return apply(*refs, *starts)  # pyright: ignore
+
+
+def _definition(refs, rows, columns, heads: Heads) -> Array:
+  """Joins the heads of these rows, and cuts out the columns."""
+  parts = [
+    ref[rows, :].reshape(1, rows.size, -1, heads.size) for ref in refs[:3]
+  ]
+  angles = [None, None]
+  if heads.pairs:
+    token = (rows.start + jnp.arange(rows.size)) % len(refs[3])
+    angles = [ref[...][token] for ref in refs[3:]]
+  [joined] = join_heads.definition(*parts, *angles)
+  start = jnp.int32(0), columns.start
+  tile = lax.dynamic_slice(joined, start, (rows.size, columns.size))
+  return tile.astype(jnp.float32)
+
+
+def _number(x):
+  """Returns the number that a thread holds of an array in THREAD_LAYOUT."""
+  [register] = x.registers.flat
+  return emit.element(register, 0)
+
+
+def _select(condition, a, b):
+  return arith.select(condition, a, b)
+
+
+def _is(kind: arith.CmpIPredicate, a, b: int):
+  return arith.cmpi(kind, a, i32(b))
+
+
+class _Lane:
+  """What a lane loads: 8 columns of each of its rows."""
+
+  def __init__(self, refs, row, column, heads: Heads):
+    less = arith.CmpIPredicate.slt
+    warp, lane = split_index(emit.thread(), LANES)
+    quad, k = split_index(lane, COLUMNS // VECTOR)
+    for index, size in ((warp, 2 * _ROWS), (quad, _ROWS)):
+      row = arith.addi(row, arith.muli(index, i32(size)))
+    column = arith.addi(column, arith.muli(k, i32(VECTOR)))
+    head, channel = _divided(column, heads.size)
+    group, own = _divided(head, heads.queries + 2)
+    is_query = _is(less, own, heads.queries)
+    is_key = _is(arith.CmpIPredicate.eq, own, heads.queries)
+    of_query = arith.addi(arith.muli(group, i32(heads.queries)), own)
+    head = _select(is_query, of_query, group)
+    self._heads, self._row = heads, row
+    self._kind = refs[0].type.element_type
+    self._stride = _select(
+      is_query, i32(heads.queries * heads.width), i32(heads.width)
+    )
+    self._column = arith.addi(arith.muli(head, i32(heads.size)), channel)
+    q, k, v, *self._angles = map(_address, refs)
+    self._base = _select(is_query, q, _select(is_key, k, v))
+    if not heads.pairs:
+      return
+    self._is_first = _is(less, channel, heads.pairs)
+    turns = arith.andi(
+      _is(less, own, heads.queries + 1), _is(less, channel, 2 * heads.pairs)
+    )
+    self._turns = turns
+    pairs, column = i32(heads.pairs), self._column
+    partner = _select(
+      self._is_first, arith.addi(column, pairs), arith.subi(column, pairs)
+    )
+    # Where nothing turns, what is loaded is not used.
+    self._partner = _select(turns, partner, column)
+    pair = _select(self._is_first, channel, arith.subi(channel, pairs))
+    self._pair = _select(turns, pair, i32(0))
+    self._num_angles = ir.MemRefType(refs[3].type).shape[0]
+
+  def load(self, i: int) -> list:
+    """Loads the 8 values of this lane's row i, and rotates them."""
+    tile, i = divmod(i, _ROWS)
+    row = arith.addi(self._row, i32(32 * tile + i))
+    x = self._values(row, self._column)
+    if not self._heads.pairs:
+      return x
+    partner = self._values(row, self._partner)
+    _, token = _divided(row, self._num_angles)
+    place = arith.addi(arith.muli(token, i32(self._heads.pairs)), self._pair)
+    cos, sin = (_load(base, place, ir.F32Type.get()) for base in self._angles)
+    out = []
+    for own, other, c, s in zip(x, partner, cos, sin, strict=True):
+      signed = _select(self._is_first, s, arith.negf(s))
+      turned = emit.f32(
+        "{ .reg .f32 t; mul.f32 t, $1, $3; fma.rn.f32 $0, $2, $4, t; }",
+        *(own, other, c, signed),
+      )
+      out.append(_select(self._turns, self._rounded(turned), own))
+    return out
+
+  def _values(self, row, column) -> list:
+    place = arith.addi(arith.muli(row, self._stride), column)
+    return _load(self._base, place, self._kind)
+
+  def _rounded(self, x):
+    """Rounds an f32 to the arrays' dtype."""
+    if isinstance(self._kind, ir.F32Type):
+      return x
+    return emit.f32(
+      "{ .reg .b16 h, z; cvt.rn.bf16.f32 h, $1; mov.b16 z, 0; "
+      "mov.b32 $0, {z, h}; }",
+      x,
+    )
+
+
+def _divided(x, by: int):
+  """Returns quotient and remainder of a number that is not negative."""
+  return arith.divui(x, i32(by)), arith.remui(x, i32(by))
+
+
+def _address(ref):
+  """Returns the address of an array, as i64."""
+  i64 = ir.IntegerType.get_signless(64)
+  return llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
+
+
+def _load(base, place, kind) -> list:
+  """Loads 8 adjacent values of BF16 or f32, as f32."""
+  is_f32 = isinstance(kind, ir.F32Type)
+  i64 = ir.IntegerType.get_signless(64)
+  offset = arith.muli(place, i32(4 if is_f32 else 2))
+  address = arith.addi(base, arith.extui(i64, offset))
+  if is_f32:
+    words = emit.load_global(address, 0) + emit.load_global(address, 16)
+    return [arith.bitcast(ir.F32Type.get(), word) for word in words]
+  return [
+    arith.bitcast(ir.F32Type.get(), half)
+    for word in emit.load_global(address, 0)
+    for half in (
+      arith.shli(word, i32(16)),
+      arith.andi(word, i32(0xFFFF0000)),
+    )
+  ]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares joined heads with their definition.
+
+The interpreter joins heads with the definition and cuts out each tile. What the
+PTX loads and rotates is tested on a GPU and by tests/aot/test_rows.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import ops
+from coat_jax.ops.rope import Rotary, rotation
+from coat_jax.pallas.mosaic.heads import join_heads_operand
+from tests.pallas.kernels import assert_same_operand, refused
+
+# B, T, N, K, H. Of rows and columns none, either or both are whole tiles.
+SHAPES = [
+  (16, 3, 2, 2, 72),
+  (2, 64, 2, 1, 64),
+  (1, 48, 8, 2, 64),
+  (2, 72, 6, 2, 24),
+]
+
+
+def case(b, t, n, k, h, dtype=jnp.bfloat16, theta=None, own=False):
+  """Makes gradients, and angles if heads rotate."""
+  dq, dk, dv = (
+    jax.random.normal(jax.random.key(i), (b, t, count, h), dtype)
+    for i, count in enumerate((n, k, k))
+  )
+  if theta is None:
+    return dq, dk, dv, None, None
+  positions = jnp.arange(t) + 3
+  if own:  # Each sequence has other positions.
+    positions = positions[None] * (1 + jnp.arange(b)[:, None])
+  return dq, dk, dv, *rotation(positions, head_dim=h, theta=theta)
+
+
+def check(shape, dtype, share, *, theta=None, own=False, **options):
+  arrays = case(*shape, dtype=dtype, theta=theta, own=own)
+  want, want_sums = jax.jit(
+    lambda *args: ops.join_heads_operand.definition(*args, has_sums=True)
+  )(*arrays)
+  found, sums = join_heads_operand(*arrays, has_sums=True, **options)
+  # A product and a sum may be one operation, and so change the largest value.
+  if share == 1:
+    assert_same_operand(found, want)
+  else:
+    np.testing.assert_allclose(found.scale, want.scale, rtol=2**-7)
+    found_again, _ = join_heads_operand(*arrays, **options)
+    assert_same_operand(found_again, found)
+    values, expected = (
+      np.asarray(x.rows, np.float32) * np.asarray(x.scale)
+      for x in (found, want)
+    )
+    # E5M2 has two bits after the first.
+    assert np.all(np.abs(values - expected) <= 0.3 * np.abs(expected) + 1e-6)
+    assert np.mean(values == expected) >= share
+    np.testing.assert_array_equal(
+      np.asarray(found.columns, np.float32),
+      np.asarray(found.rows, np.float32).reshape(-1, found.rows.shape[-1]).T,
+    )
+  # Sums of m values in another order: each addition rounds by 2^-24. A value
+  # that was rotated may round to a neighbour in `dtype`.
+  magnitudes = sum(
+    np.sum(np.abs(np.float64(x)), axis=(0, 1)).max() for x in arrays[:3]
+  )
+  m = shape[0] * shape[1]
+  of_dtype = 2.0**-8 if dtype == jnp.bfloat16 and theta else 0
+  bound = (2.0**-23 * m + of_dtype / 8) * magnitudes
+  assert np.all(np.abs(np.float64(sums) - want_sums) <= bound)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_joined_heads_match_the_definition(shape, dtype):
+  check(shape, dtype, 1, interpret=True)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_rotated_heads_match_the_definition(own):
+  shape, theta = (2, 48, 2, 1, 32), Rotary(1e4, rotary_dim=16)
+  check(shape, jnp.float32, 0.99, theta=theta, own=own, interpret=True)
+
+
+def test_operand_of_zeros_and_of_nan():
+  zeros = [jnp.zeros((1, 32, 2, 64))] * 3
+  how = dict(has_sums=True, interpret=True)
+  operand, sums = join_heads_operand(*zeros, None, None, **how)
+  assert operand.scale == 1 and not np.any(sums)
+  dq = zeros[0].at[0, 0, 0, 0].set(jnp.nan)
+  found, sums = join_heads_operand(dq, *zeros[1:], None, None, **how)
+  assert np.isnan(found.scale) and np.sum(np.isnan(sums)) == 1
+
+
+def test_kernel_refuses_what_it_cannot_take():
+  def join(*shape, **options):
+    arrays = case(*shape, **options)
+    jax.eval_shape(join_heads_operand, *arrays)
+
+  with refused("8 channels at a time, got heads of 12"):
+    join(1, 32, 4, 4, 12)
+  with refused("8 pairs at a time, got 12"):
+    join(1, 32, 4, 4, 24, theta=1e4)
+  with refused("bfloat16 and float32"):
+    join(1, 32, 4, 4, 16, dtype=jnp.float16)
+  with refused("multiple of 16 rows"):
+    join(1, 36, 4, 4, 16)
+  with refused(r"tiles of 32 x 128, got a matrix \[16, 192\]"):
+    join(1, 16, 4, 4, 16)
+  dq, dk, dv, *angles = case(1, 32, 4, 4, 16)
+  with refused("one dtype, got bfloat16, float32 and bfloat16"):
+    join_heads_operand(dq, dk.astype(jnp.float32), dv, *angles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+  "shape", [(16, 729, 16, 16, 72), (16, 577, 16, 16, 64), *SHAPES], ids=str
+)
+def test_joined_heads_on_a_gpu(shape, dtype):
+  check(shape, dtype, 0.999)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+  "shape, theta",
+  [
+    ((2, 512, 32, 32, 128), 1e4),
+    ((1, 1024, 8, 2, 64), 1e4),
+    ((3, 80, 4, 2, 256), 1e4),
+    ((3, 80, 6, 2, 80), Rotary(1e4, rotary_dim=32)),
+  ],
+  ids=str,
+)
+def test_rotated_heads_on_a_gpu(shape, theta, dtype, own):
+  check(shape, dtype, 0.99, theta=theta, own=own)
