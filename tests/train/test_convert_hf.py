@@ -314,7 +314,7 @@ def test_leftovers_of_a_killed_command_are_named_or_replaced(
   (tmp_path / "out.unfinished").mkdir()
   assert command("export-hf", imported, "--out", out) == 2
   said = capsys.readouterr().err
-  assert f"got {tmp_path / 'out.unfinished'}, which another one writes" in said
+  assert f"{tmp_path / 'out.unfinished'} exists; wait" in said
   assert "remove that folder if the process was killed" in said
   # An import that was killed has described its run and begun a checkpoint.
   run = shutil.copytree(imported, tmp_path / "run")

@@ -161,7 +161,7 @@ def _array_items(state: TrainState):
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """Adds a sharding; without one Orbax needs the devices of the writer."""
+  """Adds a missing sharding: else Orbax needs the devices it saved from."""
   if leaf.sharding is not None:
     return leaf
   return leaf.update(sharding=SingleDeviceSharding(jax.local_devices()[0]))
@@ -202,7 +202,7 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
 
 
 def _find_other_step(folder: Path) -> str | None:
-  """Describes an undamaged checkpoint whose name is not its step."""
+  """Checks that a checkpoint is named by its step; else describes the error."""
   try:
     step = _read_json(folder, "run")["step"]
   except (OSError, ValueError, LookupError, TypeError, RecursionError):

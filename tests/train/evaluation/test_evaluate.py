@@ -74,7 +74,7 @@ def test_figures_of_texts_are_printed_and_written(
   assert "tokens/s" in printed.err
   # The same again, and with options that change the result.
   assert command(*line, "--out", out) == 2
-  assert "--out must not exist, because nothing is replaced" in (
+  assert "--out must not exist, because nothing is overwritten" in (
     capsys.readouterr().err
   )
   for options, count in (
