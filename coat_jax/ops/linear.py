@@ -38,7 +38,7 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
   ):
     if other is not None and other.shape != want:
       raise ValueError(
-        f"linear: {name} must have the product's columns, {want}, got "
+        f"linear: {name} must have the output's shape, {want}, got "
         f"{other.shape}; pass arrays that belong together"
       )
 
