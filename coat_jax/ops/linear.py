@@ -58,7 +58,7 @@ def _matmul(
   """Computes a [m, k] b [n, k]^T plus `add` and `bias` in f32: [m, n]."""
   if a.scale.ndim != b.scale.ndim:
     raise ValueError(
-      "linear: operands must both have one scale, or both scales of blocks, "
+      "linear: operands must both have one scale, or both have block scales, "
       f"got {a.scale.shape} and {b.scale.shape}; quantize both with one recipe"
     )
   if a.scale.ndim:
