@@ -139,8 +139,8 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
   )
   if out and written and out.resolve() == written.resolve():
     raise ValueError(
-      f"evaluate: --out and --page must be two files, got {out} and {written}, "
-      "which are one; pass another --page"
+      f"evaluate: --out and --page must be different files, got {out} and "
+      f"{written}; pass another --page"
     )
   source = _open(config, config.model)
   for data in config.data:  # Find a wrong name before weights are read.
@@ -240,8 +240,8 @@ def _read_conversations(
   is_text = all(isinstance(each.config, ModelConfig) for each in sources)
   if config.images is not None and is_text:
     raise ValueError(
-      "evaluate: --images applies to models that see images, got a "
-      f"{source.family} of text alone; leave it out"
+      "evaluate: --images applies to models that see images, got a text-only "
+      f"{source.family}; leave it out"
     )
   images = config.images and read_path("images", config.images)
 
@@ -275,7 +275,7 @@ def _ask(
   seconds = time.monotonic() - started
   say(
     f"{source.name}: {len(found.answers)} answers in {seconds:.1f} s; "
-    f"{found.left_out} questions left out for their length"
+    f"{found.left_out} questions left out because they were too long"
   )
   row = dict(model=source.name, family=source.family, compute=source.compute)
   return found, row | report.answer_row(found, seconds)

@@ -31,8 +31,8 @@ def read(words: Sequence[str]) -> FinetuneConfig:
   if times_given("data", words) > 1:
     # tyro would read only the last one.
     raise ValueError(
-      "--data must be given once, got it several times; name all files after "
-      "it: --data a.jsonl b.jsonl"
+      "--data was given several times; name all files after one --data: "
+      "--data a.jsonl b.jsonl"
     )
   config = read_options(
     FinetuneConfig,

@@ -3,11 +3,11 @@
 
   python -m train.plot RUN... [--out FIGURE.png]
 
-The figure shows the loss curves of all runs and, since close curves hide each
-other, how the first run's loss differs from each other run's at the same steps.
-For runs that report on their moments, it also shows a histogram of powers k of
-dynamic range expansion and the relative errors of the stored moments. A run's
-twins are drawn with it.
+The figure shows the loss curves of all runs. Curves that are close hide each
+other, so it also shows the first run's loss minus each other run's loss at the
+same steps. For runs that report on their moments, it shows a histogram of
+powers k of dynamic range expansion and the relative errors of the stored
+moments. If a run was trained with --compare, its BF16 twins are drawn too.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from train.run.exits import exit_status
 from train.run.rows import read_rows
 from train.run.writing import save_errors
 
-# Steps that each point of a loss curve averages, or all steps of a shorter run.
+# A point of a loss curve averages this many steps (all steps of a shorter run).
 _WINDOW = 20
 FORMATS = (".png", ".pdf", ".svg")
 _MOMENTS = {"mu": "first moment", "nu": "second moment"}
@@ -61,21 +61,21 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
 
 
 def check_figure(out: Path) -> None:
-  """Checks, before a figure is computed, that it can be written."""
+  """Checks that a figure can be written, before it is drawn."""
   if out.is_dir() or out.suffix not in FORMATS:
     folder = out if out.is_dir() else out.parent
-    what = "a folder" if out.is_dir() else f"the ending {out.suffix!r}"
+    what = f"the folder {out}" if out.is_dir() else str(out)
     raise ValueError(
-      f"out: a figure is a file that ends in {', '.join(FORMATS)}, got {what} "
-      f"in {out}; pass {folder / 'figure.png'}, say"
+      f"out: must be a file that ends in {', '.join(FORMATS)}, got {what}; "
+      f"pass for example {folder / 'figure.png'}"
     )
   try:
     with tempfile.TemporaryFile(dir=out.parent):
       pass
   except OSError as error:
     raise ValueError(
-      f"out: the figure {out} needs a folder that can be written to, got "
-      f"{out.parent} ({error.strerror}); make it, or pass another"
+      f"out: cannot write to the folder {out.parent}: {error.strerror}; create "
+      "it, or pass another one"
     ) from error
 
 
@@ -114,7 +114,7 @@ def _draw_differences(axes, runs: dict[str, list[dict]]) -> None:
         label = f"{name}, held out"
         axes.plot(steps, losses, "o", color=color, label=label)
         continue
-      # Single steps differ by much more than the runs do.
+      # The noise of a single step is larger than the difference between runs.
       window = max(min(_WINDOW, len(losses)), len(losses) // 10)
       label = f"{name}, mean of {window}"
       axes.plot(*_smoothed(steps, losses, window), color=color, label=label)
@@ -122,7 +122,7 @@ def _draw_differences(axes, runs: dict[str, list[dict]]) -> None:
   axes.set(
     xlabel="step",
     ylabel="difference (nats per token)",
-    title=f"Loss of {first} minus that of",
+    title=f"Loss of {first} minus another run's",
   )
 
 
@@ -140,7 +140,7 @@ def _difference(
 def _smoothed(
   steps: np.ndarray, values: np.ndarray, window: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns means of `window` values, each at its last step."""
+  """Returns averages over `window` steps, each at the last of these steps."""
   means = np.convolve(values, np.ones(window) / window, "valid")
   return steps[window - 1 :], means
 
@@ -167,7 +167,7 @@ def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
   axes.set(
     xlabel="step",
     ylabel="relative error",
-    title="Stored moments against f32 ones of the same gradients",
+    title="Stored moments, compared with f32 moments",
   )
 
 
@@ -207,7 +207,7 @@ def _mean_error(state: dict, moment: str) -> float:
 
 
 def _series(rows: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
-  """Returns steps and values of the lines that have a key."""
+  """Returns the steps and values of rows that contain a key."""
   found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
   steps, values = zip(*found, strict=True) if found else ((), ())
   return np.array(steps), np.array(values)
@@ -234,14 +234,14 @@ class PlotConfig:
 def load(
   paths: tuple[Path, ...],
 ) -> tuple[dict[str, list[dict]], list[str]]:
-  """Reads runs and their twins; also returns remarks on damaged rows."""
+  """Reads runs and their twins; also returns messages about damaged rows."""
   runs, damaged = {}, []
   for path in paths:
     run = RunDirectory(path)
     if not run.is_started():
       raise ValueError(
-        f"plot: {path} must be the folder of a run with steps, got none; pass "
-        "the --out that it was trained with"
+        f"plot: {path} does not contain a run that has trained a step; pass "
+        "the --out of such a run"
       )
     for each in (run, *run.twins()):
       is_twin = each is not run

@@ -23,7 +23,7 @@ from train.run.checkpoint import Checkpoints, read_description
 from train.run.description import configuration
 from train.step import TrainState
 
-# The options that decide how stored bytes are read; rounding does not.
+# The options that determine how stored bytes are read (`rounding` does not).
 _LAYOUT = ("codec", "group_size", "second")
 
 
@@ -45,7 +45,7 @@ def restore(
   )
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
-    # Moments contain their codec. If codes stay the same, use the run's codec.
+    # A moment contains its codec. Use the new codec if the codes stay the same.
     optim = config.optim if same_codes else saved.optim
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params
@@ -90,8 +90,8 @@ def _stored_anew(
 def _abstract_optimizer(config: TrainConfig, params: Any):
   """Builds an abstract state of the optimizer, sharded as its parameters are.
 
-  If a device would hold part of a group, columns are replicated: the checkpoint
-  may come from a mesh on which no group was split.
+  If this mesh would split a group over devices, columns are replicated, because
+  the checkpoint may come from a mesh that did not split groups.
   """
   init, params = steps.build_optimizer(config).init, trained(config, params)
   if jax.tree.leaves(params)[0].sharding is None:

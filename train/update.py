@@ -161,7 +161,7 @@ def with_cache(model: Any) -> tuple[nnx.GraphDef, nnx.State]:
 
 
 def exact_adam(config: TrainConfig) -> optax.GradientTransformation:
-  """Builds Adam with f32 moments, which reports compare the codes with."""
+  """Builds Adam with f32 moments, for reports on the stored moments."""
   return optax.scale_by_adam(config.optim.b1, config.optim.b2)
 
 

@@ -71,7 +71,7 @@ def activate(
     check_float("activate", "up", up)
     if x.shape != up.shape or x.dtype != up.dtype:
       raise ValueError(
-        "activate: x and up must have one shape and dtype, got "
+        "activate: x and up must have the same shape and dtype, got "
         f"{x.shape} {x.dtype} and {up.shape} {up.dtype}; cast or reshape one"
       )
   parts = (x,) if up is None else (x, up)

@@ -78,13 +78,14 @@ def linear(
     )
   if bias is not None and bias.shape != w.shape[1:]:
     raise ValueError(
-      f"linear: bias must be of the product's columns, {w.shape[1:]}, got "
-      f"{bias.shape}; pass weights that belong together"
+      f"linear: bias must have the shape {w.shape[1:]} of the output's "
+      f"columns, got {bias.shape}; pass the bias of this weight"
     )
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
-      # There is no axis of positions to split over tensor. Drop cached codes:
-      # if columns have several axes, the cache orders them by device.
+      # Without an axis of positions, nothing is split over tensor. Also drop
+      # the cached codes: if w has several axes of columns, the cache stores
+      # the columns in the order of the devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)
@@ -112,7 +113,8 @@ def norm_linear(
     weights: see `LinearWeights`; w is [D, *F].
     kind: "rms" or "layer"; None for no norm.
     eps: epsilon of the norm.
-    recipe: the two are fused if both `linear` and `nonlinear` are "fp8".
+    recipe: norm and matmul are fused if both `linear` and `nonlinear` are
+      "fp8".
 
   Returns:
     [..., *F] in x's dtype.
@@ -155,8 +157,8 @@ class Linear(RecipeModule):
 
   Attributes:
     in_features, out_features: the constructor's arguments.
-    kernel: [in_features, *out_features]; the axes of layers that are stacked
-      for a scan come first.
+    kernel: [in_features, *out_features]. If layers are stacked for a scan, the
+      axes of the stack come first.
     bias: [*out_features] or None.
     weight_ndim: rank of one layer's kernel.
     split: how the kernel is split over a mesh's tensor axis.

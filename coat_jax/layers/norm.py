@@ -189,7 +189,7 @@ class Norm(RecipeModule):
       bias_init: initializer of the bias; None for zeros, which consume no key.
       scale_metadata: metadata of the scale, such as `out_sharding`.
       bias_metadata: metadata of the bias.
-      rngs: initializers that you pass draw from its stream `params`.
+      rngs: `scale_init` and `bias_init` use its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -239,7 +239,7 @@ class Norm(RecipeModule):
     return 1 + scale.astype(jnp.float32)
 
   def __call__(self, x: Array) -> Array:
-    """Normalizes [..., num_features], cast to `dtype`; keeps the shape."""
+    """Casts x [..., num_features] to `dtype` and normalizes it."""
     return norm(
       self.cast(x, self.scale, self.bias),
       self.gamma,

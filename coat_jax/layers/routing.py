@@ -62,13 +62,13 @@ def load_balancing_loss(stats: RoutingStats) -> Array:
     TypeError: `stats` is not a RoutingStats.
     ValueError: the shapes of its fields differ.
 
-  Source: arXiv:2101.03961, section 2.2, for k experts a token.
+  Source: arXiv:2101.03961, section 2.2, for k experts per token.
   """
   op, remedy = "load_balancing_loss", "pass what MoE returned"
   check_kind(op, "stats", stats, RoutingStats, remedy)
   if stats.load.shape != stats.probability.shape:
     raise ValueError(
-      f"{op}: load and probability must have one shape, got "
+      f"{op}: load and probability must have the same shape, got "
       f"{stats.load.shape} and {stats.probability.shape}; {remedy}"
     )
   num_experts = stats.load.shape[-1]
@@ -101,8 +101,8 @@ def expert_weights(
 
 def _logits(y: Array, w: Array) -> Array:
   # Use full f32: a GPU's default (TF32, a mantissa of 10 bits) would route
-  # tokens differently. The router needs E / (3 k F) times as many operations as
-  # the experts, less than a hundredth.
+  # tokens differently. Full f32 costs little, because the router does less than
+  # a hundredth of the experts' operations: E / (3 k F).
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
 
@@ -146,7 +146,7 @@ def load_of(experts: Array, num_experts: int) -> Array:
 
 
 def _num_tokens(experts: Array) -> int:
-  """Counts the tokens of experts [..., k]; at least 1, as a divisor."""
+  """Counts the tokens of experts [..., k]; returns at least 1, to divide by."""
   return max(experts.size // experts.shape[-1], 1)
 
 

@@ -53,8 +53,9 @@ def quantized_weight(
     return gather_weight(_in_layout(cache, layout), recipe)
   scale: Any = None if cache is None else cache.scale
   if scale is not None and recipe.axes is not None:
-    # Otherwise XLA reads the scale from its stack only where it multiplies both
-    # operands' scales, and codes and gathers wait for the input's amax.
+    # Otherwise XLA would read the scale from its stack only when it multiplies
+    # the scales of both operands, so the codes and their gathers would wait for
+    # the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
     # XLA reads w in place from a stack of layers. For a kernel it would copy w
@@ -87,7 +88,7 @@ def weight_gradient(
 ) -> Array:
   """Computes x^T g, the gradient of w [D, *F]; on a mesh, only a device's rows.
 
-  x and g are columns of the input and of the output's gradient. For
+  x and g are the input and the output's gradient, in the layout `columns`. For
   `has_columns` see `mesh.reduce_gradient`.
   """
   dtype = w.dtype if recipe.axes is None else recipe.axes.grad_dtype

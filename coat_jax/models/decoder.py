@@ -152,7 +152,7 @@ class Decoder(nnx.Module):
     position_embedding: [max_positions, D], or None without learned positions.
     layers: a DecoderLayer whose parameters have a leading axis of layers.
     norm: the final norm.
-    head: [D, V], or None if the output projection is the embedding.
+    head: [D, V], or None if the embedding is also the output projection.
   """
 
   def __init__(

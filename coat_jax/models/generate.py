@@ -55,7 +55,7 @@ class _Draws(NamedTuple):
   keys: Array
 
   def choose(self, logits: Array, count: Array | int) -> Array:
-    """Chooses each row's next token, int32 [B], after `count` new ones."""
+    """Chooses the next token of rows with `count` new tokens, int32 [B]."""
     fold = jax.vmap(lambda key: jax.random.fold_in(key, count))
     return choose(logits, self.sampling, fold(self.keys))
 
@@ -112,7 +112,7 @@ def generate(
   as it would alone, up to the order of summation.
 
   While tokens are added, memory holds a second copy of the layers' weights in
-  that dtype; weights that layers read in f32 are copied in f32.
+  the model's `dtype`, or in f32 for weights that layers read in f32.
 
   On a mesh, call it under `jax.set_mesh` with sharded parameters; it uses the
   axes of the model's recipe.
@@ -259,7 +259,10 @@ def _decode(
   draws: _Draws,
   until: _Until,
 ) -> tuple[Array, Array, KVCache]:
-  """Returns new tokens [B, room] including `first`, their count, the cache."""
+  """Returns the new tokens [B, room], their largest count, and the cache.
+
+  The new tokens include `first`.
+  """
   params = _in_dtype(graph, params)
   room = cache.k[0].shape[2]
   _, stack = nnx.split(nnx.merge(graph, params).layers)

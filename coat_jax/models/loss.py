@@ -18,7 +18,7 @@ def loss_fn(
 ) -> Array:
   """Computes the mean cross-entropy of the next token.
 
-  In training, a model with experts adds its load-balancing loss.
+  In training, the load-balancing loss of a model with experts is added.
 
   Args:
     model: a Decoder or VisionLanguageModel. After `model.eval()` the result is
@@ -37,7 +37,7 @@ def loss_fn(
       images are passed.
   """
   op, kinds = "loss_fn", (Decoder, VisionLanguageModel)
-  check_kind(op, "model", model, kinds, "a tower alone has no next token")
+  check_kind(op, "model", model, kinds, "a vision tower predicts no tokens")
   batch = Batch.of(batch)
   if isinstance(model, VisionLanguageModel):
     hidden, routing = model.routed(
@@ -46,7 +46,7 @@ def loss_fn(
     return loss_of_hidden(model.decoder, hidden, batch, routing)
   if pixel_values is not None:
     raise ValueError(
-      "loss_fn: images need a VisionLanguageModel, got some for a Decoder; "
+      "loss_fn: images need a VisionLanguageModel, got a Decoder with images; "
       "leave them out"
     )
   hidden, routing = model.routed(batch.inputs, batch.input_segments)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the embeddings of some tokens with features, such as an image's."""
+"""Replaces the embeddings of some tokens with features, such as of an image."""
 
 from typing import NamedTuple
 

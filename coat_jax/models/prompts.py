@@ -70,7 +70,7 @@ def padded(
 
 
 def _rows(model: Decoder, count: int) -> int:
-  """Rounds `count` up to a multiple of the devices that split the batch."""
+  """Rounds up to a multiple of the number of devices that split the batch."""
   if (axes := model.axes) is None:
     return count
   shape = jax.sharding.get_abstract_mesh().shape

@@ -44,12 +44,12 @@ def make_sampling(
     check_number(op, "top_p", top_p, None, "pass None for all")
   if not 0 <= temperature <= _LARGEST:
     raise ValueError(
-      "generate: temperature must be at least 0 and a number that f32 holds, "
-      f"got {temperature}; 0 chooses the most probable token"
+      "generate: temperature must be at least 0 and fit into f32, got "
+      f"{temperature}; 0 chooses the most probable token"
     )
   if top_p is not None and not 0 < top_p <= 1:
     raise ValueError(
-      "generate: top_p must be a probability above 0 and up to 1, got "
+      "generate: top_p must be a probability above 0 and at most 1, got "
       f"{top_p}; pass None for all"
     )
   if temperature == 0 and not (top_k is None and top_p is None):
@@ -62,7 +62,8 @@ def make_sampling(
   return Sampling(
     temperature=jnp.float32(temperature),
     top_k=None if top_k is None else jnp.int32(top_k),
-    # 1 must keep all tokens, but an f32 sum may reach 1 before the last one.
+    # top_p = 1 must keep all tokens, but a sum that is rounded to f32 may reach
+    # 1 before the last token.
     top_p=None if top_p in (None, 1) else jnp.float32(top_p),
   )
 

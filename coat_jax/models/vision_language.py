@@ -252,9 +252,9 @@ class VisionLanguageModel(nnx.Module):
     check_pixels("VisionLanguageModel", pixel_values)
     if len(pixel_values) != len(tokens):
       raise ValueError(
-        "VisionLanguageModel: images and tokens must have as many sequences, "
-        f"got {len(pixel_values)} for {len(tokens)}; pass pixel_values "
-        "[B, I, C, H, W] and tokens [B, T]"
+        "VisionLanguageModel: images and tokens must have the same number of "
+        f"sequences, got {len(pixel_values)} and {len(tokens)}; pass "
+        "pixel_values [B, I, C, H, W] and tokens [B, T]"
       )
     features = self.features(pixel_values)
     rows = token_rows(tokens, self.config.image_token, features.shape[1])
@@ -266,7 +266,7 @@ class VisionLanguageModel(nnx.Module):
     pixel_values: Array | None = None,
     segments: Array | None = None,
   ) -> Array:
-    """Returns logits of the next token, f32 [B, T, V], for the same inputs."""
+    """Computes the logits of the next token, f32 [B, T, V]."""
     hidden = self(tokens, pixel_values, segments)
     return self.decoder.logits_of_hidden(hidden)
 
@@ -275,8 +275,8 @@ class VisionLanguageModel(nnx.Module):
     check_pixels("VisionLanguageModel", pixel_values)
     if pixel_values.ndim != 5:
       raise ValueError(
-        "VisionLanguageModel: images must be [B, I, C, H, W], I for each "
-        f"sequence, got {pixel_values.shape}; add the axis"
+        "VisionLanguageModel: images must be [B, I, C, H, W], I images per "
+        f"sequence, got {pixel_values.shape}; add the missing axis"
       )
     sequences, images = pixel_values.shape[:2]
     features = self.tower.features(

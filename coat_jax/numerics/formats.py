@@ -8,8 +8,8 @@ A plain cast to FP8 has two traps:
   * A JAX cast does not saturate: 465 becomes NaN in E4M3, 61440 inf in E5M2.
   * On a GPU, XLA drops pairs of conversions f32 -> FP8 -> f32 inside a jitted
     function ("excess precision"), and may go through f16, which rounds twice.
-    A function would then compute with other values than it saves for the
-    backward pass.
+    Then a function would save different values for the backward pass than it
+    computes with.
 So `saturating_cast` first rounds to the format's grid in f32, which makes the
 cast exact. Every cast in this package uses it, except in kernels and in
 `ops.cuda`, where neither trap can occur.

@@ -41,7 +41,7 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
   if s < fewest:
     raise ValueError(
       f"attention: with causal={kind.causal}, {t} queries need at least "
-      f"{fewest} keys, so that each sees one, got {s}; pass fewer queries"
+      f"{fewest} keys, so that each query sees one, got {s}; pass fewer queries"
     )
   if segments is None:
     return
@@ -136,8 +136,9 @@ def attention_bwd(
 class Chunk(NamedTuple):
   """A chunk of queries [B, chunk, K, R, H], and the keys that it reads.
 
-  It begins with query `start`, at the position of key `start + offset`. It
-  reads `length` of the `all` keys, beginning with key `first`.
+  Its first query is number `start`, at the same position as key
+  `start + offset`. It reads `length` keys, beginning with key `first`. There
+  are `all` keys.
   """
 
   q: Array
@@ -151,7 +152,7 @@ class Chunk(NamedTuple):
 
   @classmethod
   def of(cls, queries, segments, q, k, kind: AttentionKind) -> "Chunk":
-    """Selects all keys or, with a window, one more than the chunk sees.
+    """Makes a chunk that reads all keys or, with a window, only some of them.
 
     `queries` and `segments` come from `in_chunks`.
     """
@@ -161,15 +162,16 @@ class Chunk(NamedTuple):
     offset = s - q.shape[1]
     if kind.window is None or kind.window + size >= s:
       return cls(x, start, own, kind, offset, 0, s, s)
-    # The chunk sees window + size - 1 keys. One more makes 4352 for a window
-    # of 4096: matmuls are fast at multiples of 8.
+    # The queries see window + size - 1 keys. We read one more, because matmuls
+    # are fast at multiples of 8, such as 4352 keys for a window of 4096.
     length = kind.window + size
-    # Near both ends the slice moves inward to fit; the mask hides other keys.
+    # At both ends of the sequence, shift the slice so that it stays inside. It
+    # then contains keys that no query of the chunk sees; the mask hides them.
     first = jnp.clip(start + offset - kind.window, 0, s - length)
     return cls(x, start, own, kind, offset, first, length, s)
 
   def read(self, x: Array) -> Array:
-    """Returns the chunk's keys of x [B, S, ...]."""
+    """Selects the keys that the chunk reads from x [B, S, ...]."""
     if self.length == self.all:
       return x
     return jax.lax.dynamic_slice_in_dim(x, self.first, self.length, axis=1)
@@ -184,8 +186,8 @@ class Chunk(NamedTuple):
   def scores(self, k: Array, segments: Array | None):
     """Computes masked scores, and the derivatives of scores wrt q k^T.
 
-    Both are f32 [B, K, R, chunk, length]. If all derivatives are equal, one
-    number stands for them.
+    Both are f32 [B, K, R, chunk, length]. If all derivatives are equal, they
+    are returned as one number.
     """
     scale, cap = self.kind.scale_of(self.q.shape[-1]), self.kind.soft_cap
     products = einsum_f32("btkrh,bskh->bkrts", self.q, self.read(k))
@@ -229,7 +231,7 @@ def grouped_heads(x: Array, kv_heads: int) -> Array:
 
 
 def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
-  """Returns x [B, T, ...] as [chunks, B, chunk, ...], and where each starts."""
+  """Reshapes x [B, T, ...] to [chunks, B, chunk, ...]; also returns starts."""
   if x is None:
     return None
   chunk = max(min(_CHUNK, x.shape[1]), 1)

@@ -23,7 +23,7 @@ _QUICK = 1.702
 
 def check_activation(activation: Any) -> None:
   """Raises a ValueError if this is not an `Activation`."""
-  remedy = "gelu_tanh is the tanh formula, gelu erf"
+  remedy = "gelu_tanh uses the tanh formula, gelu uses erf"
   choices = get_args(Activation)
   check_choice("activation", "activation", activation, choices, remedy)
 
@@ -31,7 +31,7 @@ def check_activation(activation: Any) -> None:
 def _checked(x: Any, activation: Any) -> Array:
   """Checks the arguments; returns x in f32."""
   check_activation(activation)
-  check_numeric("activation", "x", x, "pass its input")
+  check_numeric("activation", "x", x, "pass the function's input")
   return x.astype(jnp.float32)
 
 
@@ -55,12 +55,13 @@ def activation_derivative(x: Array, *, activation: Activation) -> Array:
     sigmoid = jax.nn.sigmoid(x)
     return sigmoid * (1 + x * (1 - sigmoid))
   if activation == "gelu_quick":
-    # Clipped for the same reason as below; sigmoid(-102) is not subnormal.
+    # Clip x for the same reason as below. sigmoid(-102) is not subnormal.
     x = jnp.clip(x, -60, 60)
     cdf = jax.nn.sigmoid(_QUICK * x)
     return cdf + _QUICK * x * cdf * (1 - cdf)
   if activation == "gelu_tanh":
-    # Beyond 20 sigmoid is 0 or 1; 0 times an overflowing slope would be NaN.
+    # Beyond 20, sigmoid is 0 or 1, so clipping changes nothing. Without it, 0
+    # times an overflowing slope would be NaN.
     x = jnp.clip(x, -20, 20)
     inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
     slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)

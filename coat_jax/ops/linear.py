@@ -38,7 +38,7 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
   ):
     if other is not None and other.shape != want:
       raise ValueError(
-        f"linear: {name} must have the product's columns, {want}, got "
+        f"linear: {name} must have the output's shape, {want}, got "
         f"{other.shape}; pass arrays that belong together"
       )
 
@@ -58,7 +58,7 @@ def _matmul(
   """Computes a [m, k] b [n, k]^T plus `add` and `bias` in f32: [m, n]."""
   if a.scale.ndim != b.scale.ndim:
     raise ValueError(
-      "linear: operands must both have one scale, or both scales of blocks, "
+      "linear: operands must both have one scale, or both have block scales, "
       f"got {a.scale.shape} and {b.scale.shape}; quantize both with one recipe"
     )
   if a.scale.ndim:

@@ -29,7 +29,7 @@ from coat_jax.ops.types import NormKind, NormStats
 
 def check_norm(x, gamma, beta, *, kind, eps, **_) -> None:
   """Raises for invalid arguments of a norm."""
-  check_numeric("norm", "x", x, "pass its input")
+  check_numeric("norm", "x", x, "pass the norm's input")
   remedy = "pass kind=None to a block without a norm"
   check_choice("norm", "kind", kind, get_args(NormKind), remedy)
   check_number("norm", "eps", eps, NOT_NEGATIVE, "1e-6 is usual")
@@ -86,7 +86,7 @@ def norm_gradients(
   dx = (g - xhat mean(xhat g) - mean(g)) rstd, the last mean for "layer" only.
   """
   for name, each in (("dy", dy), ("x", x)):
-    check_numeric("norm", name, each, "pass an array like the forward's")
+    check_numeric("norm", name, each, "pass an array like x")
   dy = dy.astype(jnp.float32)
   x = x.astype(jnp.float32)
   if stats.mean is not None:

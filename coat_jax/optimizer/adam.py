@@ -101,9 +101,10 @@ def adam_scalars(
 def adam(
   g: Array, mu: Array, nu: Array, scalars: AdamScalars
 ) -> tuple[Array, Array, Array]:
-  """Returns the update and the new moments of f32 arrays of one shape, all f32.
+  """Returns the update and the new moments, all f32 like the arguments.
 
-  For a complex gradient the update and mu are complex64, and nu is f32.
+  The arrays have the same shape. For a complex gradient the update and mu are
+  complex64, and nu is f32.
   """
   s = scalars
   parts = [g.real, g.imag] if jnp.iscomplexobj(g) else [g]

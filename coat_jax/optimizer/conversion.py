@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts states between optax's optimizers and ours.
 
-`decode_state` and `encode_state` work on any tree that holds `Moment`s.
+A plain state is a state of an optax optimizer, with moments in f32.
+`decode_state` and `encode_state` work on any tree that contains `Moment`s.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,11 +50,11 @@ def to_plain_state(
 
   An `EncodedState` becomes the state of its inner optimizer; the states of
   `coat_adamw`, `coat_lion` and `coat_muon` become states of optax's optimizers.
-  The chain of `optax.contrib.muon` contains one more element than the chain of
-  `coat_muon`, but no more arrays: see docs/optimizer.md.
+  For Muon the arrays are those of `optax.contrib.muon`, in the same order, but
+  the tree has a different structure; docs/optimizer.md shows how to convert it.
 
   Args:
-    opt_state: such a state, or any optimizer state that contains one.
+    opt_state: one of these states, or an optimizer state that contains one.
     ns_coeffs: coefficients of Muon's iteration, which optax's state stores and
       ours does not.
 
@@ -62,7 +63,7 @@ def to_plain_state(
 
   Raises:
     TypeError: `ns_coeffs` are not numbers.
-    ValueError: `opt_state` holds no such state, or `ns_coeffs` are not three
+    ValueError: `opt_state` contains no such state, or `ns_coeffs` are not three
       numbers.
 
   Examples:
@@ -97,8 +98,8 @@ def from_plain_state(
 
   Args:
     opt_state: what `to_plain_state` returned, or optax's own state.
-    like: the kind of state to make, such as
-      `jax.eval_shape(coat_lion(...).init, params)`: it determines which fields
+    like: a state of the kind to make, or its shapes, such as
+      `jax.eval_shape(coat_lion(...).init, params)`. It determines which fields
       and leaves are encoded, and by which codec.
     count: for an `EncodedState`, the number of steps so far, which determines
       its next random words. Other states store this number themselves.
@@ -151,15 +152,15 @@ def _decoded(
   """Converts one of our states to optax's state."""
   if isinstance(state, EncodedState):
     return decode_state(state.inner, jnp.array)
-  plain: Any = decode_state(state, jnp.array)
-  if isinstance(plain, ScaleByCoatAdamState):
+  decoded: Any = decode_state(state, jnp.array)
+  if isinstance(decoded, ScaleByCoatAdamState):
     # In optax second moments of complex leaves are complex.
-    mu, nu = plain.mu, plain.nu
+    mu, nu = decoded.mu, decoded.nu
     nu = jax.tree.map(lambda x, like: x.astype(like.dtype), nu, mu)
-    plain = plain._replace(nu=nu)
-  if isinstance(plain, ScaleByCoatMuonState):
-    plain = *plain, jnp.asarray(ns_coeffs, jnp.float32)
-  return _THEIRS[type(state)](*plain)
+    decoded = decoded._replace(nu=nu)
+  if isinstance(decoded, ScaleByCoatMuonState):
+    decoded = *decoded, jnp.asarray(ns_coeffs, jnp.float32)
+  return _THEIRS[type(state)](*decoded)
 
 
 def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
@@ -174,8 +175,8 @@ def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
   if isinstance(like, ScaleByCoatAdamState):
     # Our second moments of complex leaves are real.
     plain = plain._replace(nu=jax.tree.map(jnp.real, plain.nu))
-  plain = type(like)(*(getattr(plain, name) for name in like._fields))
-  new = encode_state(op, "opt_state", like, plain, seed, plain.count)
+  decoded = type(like)(*(getattr(plain, name) for name in like._fields))
+  new = encode_state(op, "opt_state", like, decoded, seed, plain.count)
   return _copied(new)
 
 
@@ -200,10 +201,10 @@ def decode_state(state: Any, other: Callable[[Any], Any] = lambda x: x) -> Any:
 
 
 def encode_state(
-  op: str, name: str, like: Any, plain: Any, seed: ArrayLike, count: ArrayLike
+  op: str, name: str, like: Any, decoded: Any, seed: ArrayLike, count: ArrayLike
 ) -> Any:
-  """Inverts `decode_state`: encodes `plain` with the codecs of `like`."""
-  pairs = pair_nodes(op, name, like, plain)
+  """Inverts `decode_state`: encodes `decoded` with the codecs of `like`."""
+  pairs = pair_nodes(op, name, like, decoded)
   found = [(old, new) for old, new in pairs if is_moment(old)]
   moments = iter(
     encode_trees(
@@ -232,11 +233,17 @@ def encode_trees(
 ) -> list[Moment]:
   """Encodes trees of values to moments with these codecs.
 
-  `leaf_codecs` lists the codecs of each tree's leaves: the moment's codec or a
-  plain one. A leaf's random words depend on when its path first appears, and on
-  how many earlier trees contain that path. The moments have the structure of
-  `like`. If `like` is None, they have the structure of the trees, and `mesh` is
-  the mesh in the types of the parameters, or None.
+  `codecs` has one codec per tree. `leaf_codecs` has one codec per leaf of each
+  tree: the tree's codec or, for a leaf that is not encoded, one that stores f32
+  or complex64.
+
+  The random words for a leaf depend on two numbers: the index of the leaf's
+  path among all paths, in the order in which they first appear, and the number
+  of earlier trees that contain that path.
+
+  With `like`, each moment has the structure and boxes of its entry in `like`.
+  Without it, each moment has the structure of its tree; `mesh` is then the mesh
+  in the types of the parameters, or None.
   """
   seen: dict[Any, tuple[int, int]] = {}
   moments = []
@@ -256,15 +263,18 @@ def encode_trees(
 
 
 def pair_nodes(
-  op: str, name: str, like: Any, plain: Any
+  op: str, name: str, like: Any, decoded: Any
 ) -> list[tuple[Any, Any]]:
-  """Pairs the moments and other leaves of `like` with their parts of `plain`.
+  """Pairs the moments and other leaves of `like` with their parts of `decoded`.
 
-  Raises a ValueError if the structure of `plain`, the argument `name` of `op`,
-  or the shapes of its moments differ from those of `like`.
+  Raises ValueError if the structure of `decoded`, or the shapes of its moments,
+  differ from those of `like`; the error says that argument `name` of `op` is
+  wrong.
   """
   nodes, treedef = jax.tree.flatten(like, is_leaf=is_moment)
-  pairs = list(zip(nodes, flatten_like(op, name, treedef, plain), strict=True))
+  pairs = list(
+    zip(nodes, flatten_like(op, name, treedef, decoded), strict=True)
+  )
   got, want = [], []
   for old, new in pairs:
     if is_moment(old):
@@ -284,6 +294,7 @@ def flatten_like(op: str, name: str, treedef: Any, state: Any) -> list[Any]:
     return treedef.flatten_up_to(state)
   except ValueError as error:
     raise ValueError(
-      f"{op}: {name} must be the state of the optimizer that is encoded, got "
-      f"another structure ({error}); pass what its init or update returned"
+      f"{op}: {name} must be a state of the unencoded optimizer, got a "
+      f"different structure ({error}); pass what that optimizer's init or "
+      "update returned"
     ) from error

@@ -120,8 +120,8 @@ def fused_coat_adamw(
     A `FusedTransformation`.
 
   Raises:
-    NotImplementedError: the implementation is unknown; (by `apply`) the one
-      that was named cannot run for a leaf.
+    NotImplementedError: `implementation` is unknown; (by `apply`) the named
+      implementation cannot run for a leaf.
     TypeError, ValueError: the same as for `coat_adamw`.
 
   Examples:
@@ -254,7 +254,7 @@ def _fused(
   ) -> tuple[optax.Params, FusedState]:
     scale = None
     if grad_scale is not None:
-      remedy = "pass one, as min(1, max_norm / global_norm)"
+      remedy = "pass a number such as min(1, max_norm / global_norm)"
       check_number(op, "grad_scale", grad_scale, ANY, remedy)
       scale = jnp.asarray(grad_scale, jnp.float32)
     steps = begin(params, state)

@@ -126,10 +126,9 @@ def check_not_encoded(op: str, state: Any) -> None:
   """Raises a ValueError if `state` stores moments in groups."""
   if moments_in(state):
     raise ValueError(
-      f"{op}: the state must have the parameters' shapes, which groups do not "
-      "have, got coat_adamw's, coat_lion's or encoded's; pass fused_coat_adamw "
-      "or fused_coat_lion as it is, or leafwise of the optimizer that is "
-      "encoded"
+      f"{op}: the optimizer must not encode its state, got coat_adamw, "
+      "coat_lion or encoded; pass fused_coat_adamw or fused_coat_lion (without "
+      "leafwise), or leafwise of the unencoded optimizer"
     )
 
 
@@ -172,8 +171,8 @@ def _check_leaf_by_leaf(
   if name := _random_primitive(jaxpr):
     raise ValueError(
       "leafwise: an update must draw no random numbers, got one that does "
-      f"({name}): all leaves and layers would draw the same; leave the noise "
-      "out"
+      f"({name}): all leaves and layers would draw the same numbers; leave the "
+      "noise out"
     )
   own = [{i} for i in range(count)]
   of_state = [set() if i == _SHARED else {i} for i in owners]
@@ -182,10 +181,10 @@ def _check_leaf_by_leaf(
   for i, depends in enumerate(found[:num_updates]):
     if others := depends - {i}:
       raise ValueError(
-        "leafwise: the update of a leaf must depend on its own gradient, got "
-        f"one of {paths[i][0]!r} that depends on {paths[min(others)][0]!r}, as "
-        "after clipping by the global norm; leave that out, and pass clip to "
-        "step_in_backward"
+        "leafwise: the update of a leaf must depend on its own gradient only, "
+        f"got one of {paths[i][0]!r} that depends on "
+        f"{paths[min(others)][0]!r}, as after clipping by the global norm; "
+        "leave that out, and pass clip to step_in_backward"
       )
   without_layers: list[str | None] = [None] * count
   of_state = zip(owners, places, found[num_updates:], strict=True)
@@ -193,7 +192,7 @@ def _check_leaf_by_leaf(
     if others := depends - {i}:
       keeper = "shared by all" if i == _SHARED else f"of {paths[i][0]!r}"
       raise ValueError(
-        "leafwise: state must depend on the gradient of one leaf, got "
+        "leafwise: state must not depend on the gradients of other leaves, got "
         f"{place!r}, {keeper}, that depends on {paths[min(others)][0]!r}; use "
         "the optimizer without leafwise, which steps all leaves at once"
       )

@@ -143,18 +143,19 @@ def check_split(op: str, path: str, leaf: Any, split: MatrixSplit) -> None:
   wrong = not (split.inputs and split.outputs and is_apart and is_there)
   if wrong or axes[-1] != leaf.ndim - 1:
     raise ValueError(
-      f"{op}: a MatrixSplit must name different axes of the leaf, the last one "
-      f"among its outputs, got {split} for {list(leaf.shape)} at {path!r}; "
-      "MatrixSplit() is one matrix [inputs, outputs]"
+      f"{op}: a MatrixSplit must name different axes of the leaf, and its last "
+      f"output must be the leaf's last axis, got {split} for "
+      f"{list(leaf.shape)} at {path!r}; MatrixSplit() is one matrix "
+      "[inputs, outputs]"
     )
   columns = split.groups * sum(split.parts)
   is_whole = not split.parts or columns == leaf.shape[-1]
   sizes = split.groups, *split.parts
   if min(sizes) < 1 or leaf.shape[-1] % split.groups or not is_whole:
     raise ValueError(
-      f"{op}: the parts of all groups must have the {leaf.shape[-1]} columns, "
+      f"{op}: the parts of all groups must add up to {leaf.shape[-1]} columns, "
       f"got {split.groups} times {split.parts} at {path!r}; return parts that "
-      "add up to them"
+      "do"
     )
 
 

@@ -64,10 +64,10 @@ def split(
 ) -> SplitWeight:
   """Rounds f32 of any shape to 24 bits, and splits them into bf16 and a byte.
 
-  The high 8 bits of `words`, uint32, round stochastically: E[join(split(x))] is
-  x. Without words, it rounds to nearest, ties to even. A NaN becomes the
-  canonical NaN of its sign. Finite values beyond 3.3895e38, whose nearest bf16
-  would be infinite, become 3.3895e38.
+  With `words` (uint32, of which it uses the high 8 bits), it rounds
+  stochastically: E[join(split(x))] is x. Without words, it rounds to nearest,
+  ties to even. A NaN becomes the canonical NaN of its sign. Finite values
+  beyond 3.3895e38, whose nearest bf16 would be infinite, become 3.3895e38.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   sign = bits & jnp.uint32(_SIGN)
@@ -94,8 +94,8 @@ def split(
 def join(weight: SplitWeight) -> Float32[Array, "*s"]:
   """Inverts `split`: returns the f32 that a `SplitWeight` represents.
 
-  If `high` was set to infinity or zero, so is the result, whatever `low` is.
-  There is one exception: zero with `low` above 0 is a subnormal f32.
+  If `high` is infinite, the result is infinite, whatever `low` is. If `high` is
+  zero, the result is zero or, if `low` is above 0, a subnormal f32.
   """
   high, low = weight
   upper = high.astype(jnp.float32)
@@ -153,8 +153,9 @@ def round_stochastically(
 def is_matrix(path: str, leaf: Any) -> bool:
   """Returns whether a leaf is split by default: all but norms and biases are.
 
-  Norms and biases make up less than a thousandth of a model, and near 1.0,
-  where scales start, bf16 values are 0.8 % apart.
+  Norms and biases keep f32. They make up less than a thousandth of a model, and
+  bf16 is too coarse for scales: near 1.0, where scales start, its values are
+  0.8 % apart.
   """
   return not is_norm_or_bias(path, leaf)
 

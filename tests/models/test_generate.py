@@ -278,7 +278,7 @@ def test_tokens_on_a_mesh_match_one_device(small, sizes):
     ([[1]], dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
     ([[1]], dict(stop_tokens=[40]), "stop_tokens must be at least 0 and below"),
     ([[1]], dict(temperature=-0.1), "temperature .* at least 0 .* got -0.1"),
-    ([[1]], dict(temperature=1e39), "temperature .* that f32 holds, got 1e"),
+    ([[1]], dict(temperature=1e39), "temperature .* fit into f32, got 1e"),
     ([[1]], dict(temperature=float("nan")), "temperature .* got nan"),
     ([[1]], dict(temperature=1.0, top_k=0), "top_k must be at least 1, got 0"),
     ([[1]], dict(temperature=1.0, top_p=0.0), "top_p .* got 0.0"),

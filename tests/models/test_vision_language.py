@@ -131,11 +131,11 @@ def test_images_of_another_shape_or_model_are_refused():
   )
   model = nnx.eval_shape(make)
   with pytest.raises(
-    ValueError, match=r"must be \[B, I, C, H, W\].*add the ax"
+    ValueError, match=r"must be \[B, I, C, H, W\].*add the missing ax"
   ):
     model.features(jnp.zeros((2, 3, 16, 16)))
   tokens, images = jnp.zeros((1, 5), jnp.int32), jnp.zeros((2, 1, 3, 16, 16))
-  with pytest.raises(ValueError, match="as many sequences, got 2 for 1; pass"):
+  with pytest.raises(ValueError, match="sequences, got 2 and 1; pass"):
     model(tokens, images)
   decoder = nnx.eval_shape(
     lambda: Decoder(CONFIG.text, recipes.bf16(), rngs=nnx.Rngs(0))

@@ -281,7 +281,7 @@ def test_attention_shapes_that_do_not_fit_are_refused(q, k, v):
 )
 def test_queries_that_see_no_key_are_refused(t, s, causal):
   q, k, v, _ = case(t, s, 2, 2)
-  with pytest.raises(ValueError, match=f"so that each sees one, got {s}"):
+  with pytest.raises(ValueError, match=f"each query sees one, got {s}"):
     ops.attention_fwd(q, k, v, kind=AttentionKind(causal))
 
 

@@ -239,11 +239,11 @@ def test_hidden_matrices_exclude_tables_norms_and_biases():
   [
     (MatrixSplit((0,), (0,)), "must name different axes"),
     (MatrixSplit((2,), (1,)), "must name different axes"),
-    (MatrixSplit(parts=(-8, 16)), "must have the 8 columns, got 1 times"),
-    (MatrixSplit(groups=3), "must have the 8 columns, got 3 times"),
-    (MatrixSplit(groups=0), "must have the 8 columns, got 0 times"),
-    (MatrixSplit((-1,), (-2,)), "the last one among its outputs"),
-    (MatrixSplit(parts=(3, 4)), "must have the 8 columns, got 1 times"),
+    (MatrixSplit(parts=(-8, 16)), "must add up to 8 columns, got 1 times"),
+    (MatrixSplit(groups=3), "must add up to 8 columns, got 3 times"),
+    (MatrixSplit(groups=0), "must add up to 8 columns, got 0 times"),
+    (MatrixSplit((-1,), (-2,)), "last output must be the leaf's last"),
+    (MatrixSplit(parts=(3, 4)), "must add up to 8 columns, got 1 times"),
     (None, "leaves must be matrices"),
   ],
 )

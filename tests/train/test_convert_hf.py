@@ -236,7 +236,7 @@ def test_export_that_cannot_be_written_says_so(tmp_path, capsys, monkeypatch):
 
   monkeypatch.setattr("coat_jax.models.hf.save._write_file", full)
   assert command("export-hf", run, "--out", tmp_path / "out") == 1
-  assert "out must be written, got OSError" in capsys.readouterr().err
+  assert f"could not write {tmp_path / 'out'}: OSE" in capsys.readouterr().err
   assert not (tmp_path / "out").exists() and contents(run) == before
   assert command("import-hf", source, *options(run, "--overwrite")) == 0
 
@@ -275,8 +275,14 @@ def test_unfinished_commands_leave_nothing(
   interrupt, terminate = (partial(signal.raise_signal, x) for x in numbers)
   handlers = [signal.getsignal(x) for x in numbers]
   for line, writer, act, status, words in (
-    (make, copy, full, 1, f"error: save: {out} must be written, got OSError"),
-    (make, sums, full, 1, f"error: save: a checkpoint in {out}/checkpoints"),
+    (make, copy, full, 1, f"error: save: could not write {out}: OSError"),
+    (
+      make,
+      sums,
+      full,
+      1,
+      f"error: save: could not write a checkpoint in {out}/check",
+    ),
     (make, copy, terminate, 143, f"SIGTERM: {stopped}"),
     (make, sums, interrupt, 130, f"SIGINT: {stopped}"),
     (export, "coat_jax.models.hf.save.carry", interrupt, 130, "SIGINT: stop"),
@@ -308,8 +314,8 @@ def test_leftovers_of_a_killed_command_are_named_or_replaced(
   (tmp_path / "out.unfinished").mkdir()
   assert command("export-hf", imported, "--out", out) == 2
   said = capsys.readouterr().err
-  assert f"got {tmp_path / 'out.unfinished'}, which another one writes" in said
-  assert "remove that folder if the process was killed" in said
+  assert f"{tmp_path / 'out.unfinished'} exists; wait" in said
+  assert "if it was killed, remove that folder" in said
   # An import that was killed has described its run and begun a checkpoint.
   run = shutil.copytree(imported, tmp_path / "run")
   (run / "checkpoints/0").rename(run / "checkpoints/0.orbax-checkpoint-tmp")

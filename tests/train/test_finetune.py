@@ -197,7 +197,7 @@ def test_epochs_determine_the_number_of_steps(checkpoint, data):
     ([], dict(data="none.jsonl"), "none.jsonl must name files"),
     ([], dict(optim__warmup=20), "warmup must fit into 8 steps"),
     (["--distributed"], dict(mesh="fsdp=8"), "pass --samples 0"),
-    (["--data=more.jsonl"], {}, "--data must be given once"),
+    (["--data=more.jsonl"], {}, "--data was given several times"),
     ([], dict(batch=4096), "a global batch needs 4096 rows"),
   ],
 )

@@ -44,10 +44,10 @@ def started(folder):
 @pytest.mark.parametrize(
   "out, words",
   [
-    (".", "got a folder in"),
-    ("figure", "ends in .png, .pdf, .svg, got the ending ''"),
-    ("figure.txt", "got the ending '.txt'"),
-    ("none/figure.png", "needs a folder that can be written to, got"),
+    (".", "got the folder ."),
+    ("figure", "ends in .png, .pdf, .svg, got figure;"),
+    ("figure.txt", "got figure.txt;"),
+    ("none/figure.png", "cannot write to the folder"),
     ("~nosuchuser.png", "~ must be followed by"),
   ],
 )

@@ -56,7 +56,7 @@ def test_differences_are_those_of_steps_that_both_runs_logged(drawn):
   others = [row for row in others if "held_out_loss" not in row][10:]
   others.append(dict(step=50, held_out_loss=0.25))
   axes = drawn({"a": rows(), "b": others, "c": [dict(step=99, loss=1.0)]})
-  smoothed, held_out, zero = axes["Loss of a minus that of"].lines
+  smoothed, held_out, zero = axes["Loss of a minus another run's"].lines
   assert smoothed.get_label() == "b, mean of 20"
   # The loss of b is higher by the step, 11 to 50.
   want = [(i, -np.mean(np.arange(i - 19, i + 1))) for i in range(30, 51)]

@@ -258,7 +258,7 @@ def test_full_disk_at_the_start_is_reported_with_the_folder(
   monkeypatch.setattr(call, full)  # Of config.json, and of the lock.
   assert run(tmp_path / "out") == 1
   last = capsys.readouterr().err.splitlines()[-1]
-  words = f"{tmp_path / 'out'} must be written, got OSError ([Errno 28] No sp"
+  words = f"could not write {tmp_path / 'out'}: OSError ([Errno 28] No sp"
   assert last.startswith(f"error: save: {words}")
   assert not (tmp_path / "out").exists()
 
@@ -314,7 +314,7 @@ def test_folder_renamed_in_mid_run_is_reported_and_keeps_its_checkpoints(
   monkeypatch.setattr(loop.Progress, "step", look)
   assert run(out) == 1
   errors = capsys.readouterr().err.splitlines()
-  assert f"{out} must stay while a run trains in it, got it remov" in errors[-1]
+  assert f"{out} was removed or renamed during the run" in errors[-1]
   assert not out.exists()
   elsewhere.rename(out)
   assert RunDirectory(out).newest_whole_step() == (4, [])

@@ -184,6 +184,6 @@ def test_losses_of_a_single_step_are_drawn_as_they_are(tmp_path, monkeypatch):
 
 def test_plot_of_a_folder_without_a_run_raises(tmp_path):
   with pytest.raises(
-    ValueError, match="must be the folder of a run with steps"
+    ValueError, match="does not contain a run that has trained"
   ):
     plot.load((Path(tmp_path),))

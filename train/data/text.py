@@ -98,7 +98,7 @@ def open_text(data: DataConfig, tokenizer: str | None) -> Text:
     return TokenizerText(tokenizer)
   if data.dtype != "text":
     raise ValueError(
-      "generate: the run's data are token ids, whose tokenizer is not known, "
-      f"got dtype {data.dtype}; pass --tokenizer with its tokenizer.json"
+      "generate: the run was trained on token ids, and does not know their "
+      f"tokenizer (dtype {data.dtype}); pass --tokenizer with a tokenizer.json"
     )
   return ByteText()

@@ -30,9 +30,9 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
   ]
   if any(column != asked[0] for column in asked):
     raise ValueError(
-      "evaluate: models must be asked the same questions to be compared, got "
-      f"{' and '.join(str(len(column)) for column in asked)} questions, or "
-      "other references; pass models with one tokenizer and a --length for both"
+      "evaluate: cannot compare the models, because their questions "
+      f"({' and '.join(str(len(column)) for column in asked)}) or references "
+      "differ; pass models with the same tokenizer, and set --length"
     )
   only = (
     "Only conversations in which the answers differ"
@@ -71,7 +71,7 @@ def _section(names: Sequence[str], turns: Sequence[Sequence[Answer]]) -> str:
 
 
 def _is_shown(row: Sequence[Answer]) -> bool:
-  """Whether the checkbox at the top keeps a turn."""
+  """Whether a turn is shown when the checkbox at the top is ticked."""
   if len(row) > 1:
     return len({each.answer for each in row}) > 1
   return row[0].is_short and not row[0].is_match

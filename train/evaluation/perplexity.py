@@ -68,15 +68,15 @@ def perplexity(
 ) -> Perplexity:
   """Measures how well a model predicts texts.
 
-  Every token is predicted. The token of `prefix_token` comes before each
-  document and is not counted. `stride` is `length` by default. With `kind`
-  "apart" each document is a text of its own; with "joined" all are one text, in
-  which a document sees the documents before it.
+  Every token of a document is predicted. The model first reads the token that
+  `prefix_token` returns, which is not counted. `stride` is `length` by default.
+  With `kind` "apart" each document is a text of its own; with "joined" all are
+  one text, in which a document sees the documents before it.
   """
   stride = length if stride is None else stride
   if not 1 <= stride <= length:
     raise ValueError(
-      f"evaluate: stride must be 1 to {length}, the tokens of a window, got "
+      f"evaluate: stride must be 1 to {length}, the length of a window, got "
       f"{stride}; pass such a number, or leave it out"
     )
   scorer, prefix = Scorer(model, length=length, batch=batch), prefix_token(text)
@@ -125,7 +125,7 @@ def windows(
 
 
 def prefix_token(text: Text) -> int:
-  """Returns the token before a text: BOS, end of text, or a line end."""
+  """Returns the token to read before a text: BOS, end of text, or a newline."""
   if text.prefix_token is not None:
     return text.prefix_token
   if line_end := text.encode("\n"):

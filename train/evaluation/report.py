@@ -149,8 +149,8 @@ def check_out(path: Path, option: str = "out") -> None:
   """Checks that a file can be written, before anything is computed."""
   if os.path.lexists(path):
     raise ValueError(
-      f"evaluate: --{option} must not exist, because nothing is replaced, got "
-      f"{path}; pass another"
+      f"evaluate: --{option} must not exist, because nothing is overwritten, "
+      f"got {path}; pass another"
     )
   if not path.absolute().parent.is_dir():
     raise ValueError(

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run: written in the background, whole or not at all.
+"""Saves and restores checkpoints of a run, in the background.
 
-A checkpoint contains `params`, `optimizer` (the FP8 bytes themselves), `data`
-(the position of the data iterator), `run` (step, configuration and
-fingerprint of the data) and, if a run reports on its moments, `exact`; `data`
-and `run` are JSON. Nothing in it depends on devices or processes: arrays are
-restored bit for bit with the shardings of an abstract state, and the iterators
-of all processes continue at the same batch. No batch is repeated or skipped, so
-if the same compiled program resumes a run, every bit is as if it had never
-stopped.
+A checkpoint is a folder with these items:
+  `params`, arrays;
+  `optimizer`, arrays, with FP8 moments stored as FP8;
+  `exact`, arrays, only if the run reports on its moments;
+  `data`, JSON: the position of the data iterator;
+  `run`, JSON: step, configuration and fingerprint of the data.
 
-A checkpoint is named by its step once all files are written, with checksums.
-The checksums reveal later damage, and the stored step reveals a renamed folder.
-In both cases the previous checkpoint is used.
+A checkpoint does not depend on the number of devices or processes. The caller
+passes an abstract state, and arrays are restored bit for bit with its
+shardings. All processes continue with the same batch, and no batch is repeated
+or skipped. So a resumed run is bit-identical to one that never stopped, if it
+uses the same compiled program.
+
+A folder gets its name, the step, only when all files and their checksums are
+written. Checksums detect files that were damaged later, and the step in `run`
+detects a folder that was renamed. In both cases the previous checkpoint is
+used.
 """
 
 import contextlib
@@ -122,17 +127,17 @@ class Checkpoints:
       join_writers()
     if not self._is_in_place():
       raise SaveError(
-        f"save: {self.path.parent} must stay while a run trains in it, got "
-        "it removed or renamed; its files are unchanged: restore its name and "
-        "pass --resume, or start again"
+        f"save: {self.path.parent} was removed or renamed during the run; if "
+        "it was renamed, its files are unchanged: give it its old name and "
+        "pass --resume; otherwise start again"
       ) from error
     last = latest_step(self.path)
     then = "and start again, because there is none yet"
     if last is not None:
       then = f"and pass --resume, which continues from {self.path / str(last)}"
     raise SaveError(
-      f"save: a checkpoint in {self.path} must be written, got "
-      f"{first_line(error)}; make room {then}"
+      f"save: could not write a checkpoint in {self.path}: "
+      f"{first_line(error)}; free some disk space {then}"
     ) from error
 
   def _is_in_place(self) -> bool:
@@ -156,7 +161,7 @@ def _array_items(state: TrainState):
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """Adds a sharding; without one Orbax needs the devices of the writer."""
+  """Adds a missing sharding: else Orbax needs the devices it saved from."""
   if leaf.sharding is not None:
     return leaf
   return leaf.update(sharding=SingleDeviceSharding(jax.local_devices()[0]))
@@ -190,15 +195,14 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
   found = processes.gather(found)[0]
   if found < 0:
     raise ValueError(
-      f"resume: a checkpoint in {path} must be whole, got damage in all: "
-      f"{'; '.join(damaged)}; restore one from a copy, or pass --overwrite to "
-      "start again"
+      f"resume: all checkpoints in {path} are damaged: {'; '.join(damaged)}; "
+      "restore one from a copy, or pass --overwrite to start again"
     )
   return found, damaged
 
 
 def _find_other_step(folder: Path) -> str | None:
-  """Describes an undamaged checkpoint whose name is not its step."""
+  """Checks that a checkpoint is named by its step; else describes the error."""
   try:
     step = _read_json(folder, "run")["step"]
   except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -220,8 +224,9 @@ def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
       restored = checkpointer.restore(folder, args=args.Composite(**items))
   except Exception as error:  # Orbax and TensorStore raise many types.
     raise ValueError(
-      f"resume: the checkpoint {path / str(step)} must hold the state of this "
-      f"run, got {first_line(error)}; pass the options it was trained with"
+      f"resume: could not read this run's state from the checkpoint "
+      f"{path / str(step)}: {first_line(error)}; pass the options that it was "
+      "trained with"
     ) from error
   return abstract._replace(
     step=jax.device_put(np.int32(step), abstract.step.sharding),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads metrics.jsonl for a table or a figure, even if it is damaged.
 
-Damaged lines, which are not JSON or contain words instead of a loss, are left
-out and reported in `MetricsRows.damaged`. If a run was killed, its last line
-may be incomplete; that does not count as damage.
+Damaged lines (not JSON, or with a word instead of a loss, say) are left out and
+reported in `MetricsRows.damaged`. If a run was killed, its last line may be
+incomplete; that does not count as damage.
 """
 
 import math
@@ -23,8 +23,8 @@ _Check = Callable[[Any], bool]
 class MetricsRows(NamedTuple):
   """The contents of a metrics.jsonl."""
 
-  rows: list[dict]  # Lines that have a step, without nonsense and nulls.
-  damaged: str | None  # A sentence on what was left out.
+  rows: list[dict]  # Lines that have a step, without invalid values and nulls.
+  damaged: str | None  # A message about what was left out.
 
 
 def read_rows(path: Path) -> MetricsRows:
@@ -50,8 +50,8 @@ def read_rows(path: Path) -> MetricsRows:
   lines = f"{bad} line{'s' * (bad > 1)}"
   return MetricsRows(
     rows,
-    f"{path}: {lines} with values that make no sense, which were left out; "
-    "restore the file from a copy to have them",
+    f"{path}: {lines} with invalid values, which were left out; to include "
+    "them, restore the file from a copy",
   )
 
 

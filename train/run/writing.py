@@ -28,10 +28,14 @@ def save_errors(path: Path) -> Iterator[None]:
   except SaveError:
     raise
   except OSError as error:
-    raise SaveError(
-      f"save: {path} must be written, got {first_line(error)}; make room, or "
-      "pass a folder on another disk"
-    ) from error
+    raise _failure(path, error) from error
+
+
+def _failure(path: Path, error: Exception) -> SaveError:
+  return SaveError(
+    f"save: could not write {path}: {first_line(error)}; free some disk space, "
+    "or pass a folder on another disk"
+  )
 
 
 def first_line(error: Exception) -> str:
@@ -46,10 +50,7 @@ def write_tree(path: Path, tree: Any) -> None:
     with quietly(), written_whole(path) as written:
       uninterrupted(functools.partial(_write_tree, written, tree))
   except Exception as error:  # Orbax and TensorStore raise many types.
-    raise SaveError(
-      f"save: {path} must be written, got {first_line(error)}; make room, or "
-      "pass a folder on another disk"
-    ) from error
+    raise _failure(path, error) from error
 
 
 def _write_tree(path: Path, tree: Any) -> None:

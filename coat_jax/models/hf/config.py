@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a Hugging Face config.json into a model's configuration, and writes it.
+"""Converts between a Hugging Face config.json and a model's configuration.
 
 The same functions handle decoders, towers and LLaVA: `config_tables.CONFIGS`
 describes how families differ. Versions 4 and 5 of transformers use different
@@ -69,8 +69,9 @@ def write_config(
   count = isinstance(config, VisionConfig) and config.num_classes or 0
   if not len(set(labels)) == len(labels) == count:
     raise ValueError(
-      f"save_hf: labels must be a name for each of the {count} classes, got "
-      f"{len(labels)}, {len(set(labels))} of them different; leave them out"
+      f"save_hf: labels must be {count} different names, one for each class, "
+      f"got {len(labels)}, of which {len(set(labels))} are different; leave "
+      "them out"
     )
   return found | (labeled(labels) if count else {})
 
@@ -139,7 +140,7 @@ def _check_keys(file: Path, found: dict, row: ConfigTable) -> None:
 
 
 def _value(file: Path, key: str, found: dict, row: ConfigTable) -> Any:
-  """Reads a key as its field's type; the configuration checks its range."""
+  """Reads a key and checks its type; the configuration checks its range."""
   default = row.defaults.get(key, ...)
   value = found.get(key, default)
   fields = {field.name: field.type for field in dataclasses.fields(row.kind)}
@@ -151,7 +152,7 @@ def _value(file: Path, key: str, found: dict, row: ConfigTable) -> Any:
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
-  """Makes a configuration; a decoder's gets its canonical form."""
+  """Makes a configuration; brings a decoder's into its canonical form."""
   if kind is not ModelConfig:
     return kind(**values)
   share = values.pop(PARTIAL, None)
@@ -199,7 +200,7 @@ def _write(config: Any, dtype: np.dtype, like: dict) -> dict:
   for name, value in dataclasses.asdict(config).items():
     if value != written[name]:
       raise ValueError(
-        f"save_hf: a Hugging Face {config.family} has {name} {written[name]}, "
-        f"got {value}; its config.json has no key for other values"
+        f"save_hf: in a {config.family}, {name} must be {written[name]}, got "
+        f"{value}; the config.json of Hugging Face cannot store other values"
       )
   return found

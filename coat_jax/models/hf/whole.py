@@ -18,7 +18,7 @@ from pathlib import Path
 def written_whole(folder: str | Path) -> Iterator[Path]:
   """Yields a path at which to create a folder; renames it at the end."""
   folder = Path(folder)
-  # Resolve first: mkdir would create folders that a later ".." leaves again.
+  # Resolve ".." first: for "a/../folder", mkdir would create "a" too.
   folder = folder.parent.resolve() / folder.name
   check_free("save", folder)
   folder.parent.mkdir(parents=True, exist_ok=True)
@@ -39,14 +39,13 @@ def check_free(op: str, folder: Path) -> None:
   """Raises ValueError if a folder exists or a process is writing it."""
   if os.path.lexists(folder):
     raise ValueError(
-      f"{op}: {folder} must not exist, because nothing is replaced, got a "
-      "folder or a file; pass another"
+      f"{op}: {folder} must not exist, because nothing is overwritten, got an "
+      "existing folder or file; pass another path"
     )
   if os.path.lexists(unfinished := _unfinished(folder)):
     raise ValueError(
-      f"{op}: {folder} must be written by one process, got {unfinished}, which "
-      "another one writes; wait for it, or remove that folder if the process "
-      "was killed"
+      f"{op}: another process is writing {folder}: {unfinished} exists; wait "
+      "for the process or, if it was killed, remove that folder"
     )
 
 

@@ -10,9 +10,9 @@ adds while the other uses the tensor cores (as DeepGEMM does, and
 arXiv:2412.19437, section 3.3.2).
 
 For a tile of 256 rows, a block takes 1024 clocks of the tensor cores and 48 KiB
-from the L2 cache, or 32 KiB if two programs share a. Meanwhile, compiled for an
-H200 (jax 0.11.2), a warpgroup issues 221 instructions for the block, 128 of
-them multiply-adds; with a scale for each row of b it issues 376.
+from the L2 cache, or 32 KiB if two programs share a. In that time a warpgroup
+issues 221 instructions, 128 of them multiply-adds, or 376 if each row of b has
+a scale (compiled for an H200, jax 0.11.2).
 """
 
 import dataclasses
@@ -48,12 +48,12 @@ _PADDED = 32
 class Tile:
   """The shape of a tile and how one program computes it."""
 
-  waves: int = 2  # The waves of 128 rows in a tile.
-  stages: int = 3  # The blocks that shared memory holds.
-  # For each warpgroup, the pieces of the result (64 rows of 128 bytes) that
-  # shared memory holds while they are copied out.
+  waves: int = 2  # Number of waves (128 rows each) in a tile.
+  stages: int = 3  # Number of blocks that shared memory holds.
+  # Number of pieces of the result (64 rows of 128 bytes) that shared memory
+  # holds for each warpgroup while they are copied out.
   slots: int = 4
-  # The programs, with neighbouring tiles along n, that load a together.
+  # Number of programs, with neighbouring tiles along n, that load a together.
   cluster: int = 1
   band: int = 8  # See `in_band`.
 
@@ -77,10 +77,10 @@ class Work:
   """Everything that the programs of one product share; all of it is static."""
 
   tile: Tile
-  tiles_m: int  # The tiles along m.
-  tiles_n: int  # The clusters' tiles along n.
-  blocks: int  # The blocks to sum.
-  clusters: int  # The clusters of programs that work through the tiles.
+  tiles_m: int  # Number of tiles along m.
+  tiles_n: int  # Number of tiles along n, each as wide as a cluster.
+  blocks: int  # Number of blocks to sum.
+  clusters: int  # Number of clusters that work through the tiles.
   of_tiles: bool  # Whether b has a scale per 128 rows instead of one per row.
   interpret: bool
 
@@ -292,8 +292,8 @@ def _write(
     for wave in range(work.tile.waves)
     for start in range(0, BLOCK, width)
   ]
-  # A piece always overwrites the one written `slots` pieces before it, even
-  # in the previous tile.
+  # A piece always overwrites the one written `slots` pieces before it, which
+  # may belong to the previous tile.
   slots = math.gcd(work.tile.slots, len(pieces))
   for i, (wave, start) in enumerate(pieces):
     rows = pl.ds(row + wave * WAVE + warpgroup * ROWS, ROWS)

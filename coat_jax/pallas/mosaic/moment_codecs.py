@@ -84,8 +84,8 @@ class RegisterCodec(Protocol):
 class FittedCodec(abc.ABC):
   """A register codec that fits a group before it encodes the group's values.
 
-  Two moments whose codecs `fits_as` each other are fitted together; see
-  `encode_moments`.
+  Two moments are fitted together if their codecs have the same `fit` (see
+  `fits_as` and `encode_moments`).
   """
 
   def encode(

@@ -4,10 +4,11 @@
   dx = (g - xhat mean(xhat g) - mean(g)) rstd [+ add],  g = gamma dy
   dgamma = sum(dy xhat), dbeta = sum(dy) over rows  ("rms": no means of x and g)
 
-Each of a few programs per multiprocessor works through every so-manieth row. It
-keeps its sums over rows in registers, or in shared memory if its rows are wide.
-If registers are left, it loads its next row while it works on the current one.
-XLA then adds up the programs' sums, always in the same order.
+A few programs run on each multiprocessor. Of P programs in all, each processes
+every P-th row. It keeps its sums over rows in registers, or in shared memory if
+its rows are wide. If registers are left, it loads its next row while it works
+on the current one. XLA then adds up the programs' sums, always in the same
+order.
 """
 
 import dataclasses

@@ -181,7 +181,7 @@ def test_classes_are_named(tmp_path):
   assert named["label2id"] == {"cat": 0, "dog": 1}
   assert write_config(config, dtype, named)["id2label"]["1"] == "dog"
   for wrong in (("cat",), ("cat", "cat")):
-    with pytest.raises(ValueError, match="a name for each of the 2 classes"):
+    with pytest.raises(ValueError, match="labels must be 2 different names"):
       write_config(config, dtype, labels=wrong)
   without = dataclasses.replace(config, num_classes=None)
   tower = VisionTower(without, recipe=recipes.bf16(), rngs=nnx.Rngs(0))

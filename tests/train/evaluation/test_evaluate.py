@@ -74,7 +74,7 @@ def test_figures_of_texts_are_printed_and_written(
   assert "tokens/s" in printed.err
   # The same again, and with options that change the result.
   assert command(*line, "--out", out) == 2
-  assert "--out must not exist, because nothing is replaced" in (
+  assert "--out must not exist, because nothing is overwritten" in (
     capsys.readouterr().err
   )
   for options, count in (
@@ -119,7 +119,7 @@ def test_figures_in_bfloat16_are_near(folder, data, tmp_path):
     (["--task", "x", "--documents", "joined"], "--documents applies to --data"),
     (
       ["--conversations", "{data}", "--images", "x"],
-      "--images applies to models that see images, got a llama of text alone",
+      "--images applies to models that see images, got a text-only llama",
     ),
     (["--task", "x", "--shots", -1], "shots must be a whole number from 0"),
     (["--task", "x", "--task-dir", "none"], "--task-dir must be a folder"),
@@ -147,7 +147,7 @@ def test_same_file_for_figures_and_page_is_refused(
   for page in ("same.html", tmp_path / "same.html", "link/same.html"):
     assert command(*line, page) == 2
     printed = capsys.readouterr().err
-    assert "--out and --page must be two files" in printed
+    assert "--out and --page must be different files" in printed
   assert not (tmp_path / "same.html").exists()
 
 

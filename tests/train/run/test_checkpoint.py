@@ -149,7 +149,7 @@ def test_removed_folder_is_named_and_not_created_again(saved, tmp_path, how):
     shutil.rmtree(elsewhere)
   if how == "another":
     run.mkdir()
-  with pytest.raises(SaveError, match=f"{run} must stay .* removed or renamed"):
+  with pytest.raises(SaveError, match=f"{run} was removed or renamed"):
     checkpoints.save(9, saved[1], batches(), {"config": {}})
   with pytest.raises(SaveError, match="removed or renamed"):
     checkpoints.close()
@@ -177,7 +177,7 @@ def test_steps_after_a_damaged_one_are_set_aside_and_saved_again(saved, copied):
 def test_checkpoint_of_another_state_is_rejected(saved):
   abstract = abstract_state("")
   params = {"other": jax.ShapeDtypeStruct((3,), jnp.float32)}
-  with pytest.raises(ValueError, match="must hold the state of this run, got"):
+  with pytest.raises(ValueError, match="could not read this run's state"):
     checkpoint.restore_state(saved[0], 3, abstract._replace(params=params))
 
 

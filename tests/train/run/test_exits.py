@@ -59,7 +59,7 @@ def test_status_distinguishes_input_from_writing(tmp_path, capsys):
     (
       unwritten,
       1,
-      f"error: save: {tmp_path / 'file'} must be written, got OSE",
+      f"error: save: could not write {tmp_path / 'file'}: OSE",
     ),
     (memory, 1, "error: Out of memory. Unable to allocate 2.00 PiB; less"),
     (missing, 2, "error: [Errno 2] No such file"),

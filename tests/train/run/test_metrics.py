@@ -142,9 +142,7 @@ def test_full_disk_names_the_folder_when_writing_and_closing(tmp_path):
   resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
   try:
     for act in (lambda: log.write(step=2, text="a" * 2000), log.close):
-      with pytest.raises(
-        SaveError, match=f"{tmp_path} must be written, got OS"
-      ):
+      with pytest.raises(SaveError, match=f"could not write {tmp_path}: OS"):
         act()
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)

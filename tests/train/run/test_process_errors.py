@@ -18,6 +18,6 @@ def test_both_processes_end_if_one_cannot_write_its_log(tmp_path):
     resource.prlimit(started[0].pid, resource.RLIMIT_FSIZE, (0, 0))
     statuses, outputs = finish(started)
   assert statuses[0] == 1 and statuses[1] != 0, outputs
-  words = f"error: save: {out} must be written, got OSError ([Errno 27] File"
+  words = f"error: save: could not write {out}: OSError ([Errno 27] File"
   assert words in outputs[0]
   assert "Traceback" not in outputs[0]

@@ -76,8 +76,8 @@ def test_nonsense_is_left_out_and_reported(name, tmp_path):
   write(path, *lines)
   found = read_rows(path)
   assert found.damaged == (
-    f"{path}: 1 line with values that make no sense, which were left out; "
-    "restore the file from a copy to have them"
+    f"{path}: 1 line with invalid values, which were left out; "
+    "to include them, restore the file from a copy"
   )
   kept = [row for row in found.rows if row.keys() > {"step"}]
   assert [row for row in kept if row["step"] != 5] == [*GOOD, REPORT]
@@ -115,7 +115,7 @@ def test_final_table_and_figure_survive_nonsense(runs, capsys, monkeypatch):  # 
   write(folder.metrics, *held_out, *NONSENSE.values())
   compare.finish(runs)
   output, errors = capsys.readouterr()
-  assert f"{folder.metrics}: {len(NONSENSE)} lines with values" in errors
+  assert f"{folder.metrics}: {len(NONSENSE)} lines with invalid" in errors
   cells = table(output)
   assert cells["held-out loss"] == ["2.0000", "none", "1.7500", "none", "none"]
   assert cells["training loss, mean of last 50"][1] == "2.3000"
@@ -130,4 +130,4 @@ def test_plot_command_draws_the_rest(runs, capsys):  # noqa: F811
   assert plot.main([str(folder.path)]) == 0
   output, errors = capsys.readouterr()
   assert output.strip() == str(folder.plot)
-  assert f"{len(NONSENSE)} lines with values that make no sense" in errors
+  assert f"{len(NONSENSE)} lines with invalid values" in errors

@@ -12,7 +12,8 @@ neither is certain:
     templates that drop the reasoning of earlier turns;
   * by beginnings: render the messages before a turn with the generation prompt,
     and the messages up to the turn's end. The whole text must begin with both.
-    This works for templates that refuse other words instead of a tool call.
+    This works even if the template raises an error when other words replace a
+    tool call.
 """
 
 import dataclasses
@@ -74,15 +75,15 @@ class TargetFinder:
       if span is None or not end <= span[0] < span[1]:
         raise BadData(
           "no mask",
-          f"the place of turn {i + 1} in the template's text must be certain, "
-          "got a template that changes or omits it; put {% generation %} into "
-          "the template, or use another",
+          f"cannot find turn {i + 1} in the rendered text, because the "
+          "template changes or omits it; put {% generation %} into the "
+          "template, or use another",
         )
       end = span[1]
     return text, [span for span in spans if span]
 
   def _marked(self, chat: Conversation) -> list[Span]:
-    """Selects the {% generation %} blocks to learn; blocks don't name turns."""
+    """Selects the {% generation %} blocks to learn, by the order of turns."""
     spans = self._template.generated(chat.messages, chat.tools)
     turns = [i for i, x in enumerate(chat.messages) if x["role"] == "assistant"]
     chosen = []
@@ -187,7 +188,7 @@ class TargetFinder:
 
   @functools.cached_property
   def _shape(self) -> Shape:
-    """Derives the shape from what the template makes of a short chat."""
+    """Derives the shape from a short chat that the template renders."""
     asked, said, more = _other(0), _other(1), _other(2)
     user = {"role": "user", "content": asked}
     answer = {"role": "assistant", "content": said}
@@ -210,9 +211,8 @@ class TargetFinder:
         tail = after[len(ends[0]) :]
         return Shape((last, other), prompt != plain, ends, tail)
     raise ValueError(
-      "chat: the template must write a turn of the assistant between a prompt "
-      "and an end, got one that does not separate them clearly; put "
-      "{% generation %} into the template, or use another"
+      "chat: cannot find where a turn of the assistant begins and ends in the "
+      "template's text; put {% generation %} into the template, or use another"
     )
 
   def _start_of(
