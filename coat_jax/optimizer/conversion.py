@@ -33,6 +33,7 @@ from coat_jax.optimizer.state import (
 )
 from coat_jax.optimizer.step import decode, encode
 from coat_jax.optimizer.weights import in_f32
+from coat_jax.optimizer.zeros import encode_zeros
 
 # Maps our states to optax's.
 _THEIRS = {
@@ -227,31 +228,38 @@ def encode_trees(
   seed: ArrayLike,
   count: ArrayLike,
   *,
+  are_zeros: Sequence[Sequence[bool]] | None = None,
   like: Sequence[Moment] | None = None,
   mesh: AnyMesh | None = None,
 ) -> list[Moment]:
   """Encodes trees of values to moments with these codecs.
 
   `leaf_codecs` lists the codecs of each tree's leaves: the moment's codec or a
-  plain one. A leaf's random words depend on when its path first appears, and on
-  how many earlier trees contain that path. The moments have the structure of
-  `like`. If `like` is None, they have the structure of the trees, and `mesh` is
-  the mesh in the types of the parameters, or None.
+  plain one. `are_zeros` lists which leaves are known to be zeros; only their
+  shapes and shardings are read. A leaf's random words depend on when its path
+  first appears, and on how many earlier trees contain that path. The moments
+  have the structure of `like`. If `like` is None, they have the structure of
+  the trees, and `mesh` is the mesh in the types of the parameters, or None.
   """
   seen: dict[Any, tuple[int, int]] = {}
   moments = []
-  for tree, codec, own in zip(trees, codecs, leaf_codecs, strict=True):
+  for i, (tree, codec) in enumerate(zip(trees, codecs, strict=True)):
     stored = []
     leaves = tree_leaves_with_path(tree)
-    for (keys, x), group in zip(leaves, own, strict=True):
+    zeros = [False] * len(leaves) if are_zeros is None else are_zeros[i]
+    rows = zip(leaves, leaf_codecs[i], zeros, strict=True)
+    for (keys, x), group, is_zeros in rows:
       index, place = seen.get(keys, (len(seen), 0))
       seen[keys] = index, place + 1
+      if is_zeros:
+        stored.append(encode_zeros(group, x))
+        continue
       part = LeafPart(stochastic.leaf_key(seed, count, index))
       stored += encode((group,), (in_f32(x),), part, first=place)
     if like is None:
       moments.append(make_moment(tree, stored, codec, mesh))
     else:
-      moments.append(replace_leaves(like[len(moments)], stored))
+      moments.append(replace_leaves(like[i], stored))
   return moments
 
 
