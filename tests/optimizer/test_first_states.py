@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import coat_adamw, coat_lion, codecs, encoded
 from coat_jax.codecs import Encoded, MomentCodec
+from coat_jax.codecs.group import Plain
 from coat_jax.optimizer.state import moments_in
 from coat_jax.optimizer.zeros import encode_zeros, find_zeros
 from tests.codecs.test_conformance import (
@@ -251,6 +252,18 @@ def test_leaf_that_is_committed_to_a_device_gets_its_state_there():
   leaf = jax.device_put(jnp.ones((3, 40)), device)
   for x in jax.tree.leaves(encode_zeros(codecs.coat().mu, leaf)):
     assert x.devices() == {device} and x.committed
+
+
+def test_abstract_leaf_and_number_get_a_state():
+  group = codecs.coat(16).mu
+  mesh, _ = on_mesh(EXPLICIT)
+  where = NamedSharding(mesh, P("x", "y"))
+  leaf = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16, sharding=where)
+  with jax.set_mesh(mesh):
+    stored = encode_zeros(group, leaf)
+  assert stored.codes.sharding == stored.amax.sharding == where
+  assert_same_bits(stored, encode_zeros(group, np.ones((8, 64))))
+  assert encode_zeros(Plain("float32"), 1.0).codes == 0
 
 
 def test_encoding_zeros_reads_one_group_of_them():
