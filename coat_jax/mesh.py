@@ -142,10 +142,11 @@ def is_spec(x: Any) -> bool:
   return isinstance(x, P)
 
 
-def spec_of(x: Array) -> P:
+def spec_of(x: Any) -> P:
   """Returns the sharding in an array's type, with an entry for each axis."""
-  spec = jax.typeof(x).sharding.spec
-  return P(*spec, *(None,) * (x.ndim - len(spec)))
+  kind = jax.typeof(x)
+  spec = kind.sharding.spec
+  return P(*spec, *(None,) * (kind.ndim - len(spec)))
 
 
 def axes_in(*specs: Iterable[Any]) -> tuple[str, ...]:

@@ -64,7 +64,12 @@ class GroupCodec(Protocol):
     ...
 
   def encode(self, x: Array, noise: Array | None) -> Encoded:
-    """Encodes f32 [..., n], given uniform noise in (0, 1) of the same shape."""
+    """Encodes f32 [..., n], given uniform noise in (0, 1) of the same shape.
+
+    All groups of zeros must get the same codes and statistics, under any noise,
+    except that a short group may differ from the others. An optimizer encodes
+    only one group of the zeros that it begins with.
+    """
     ...
 
   def decode(self, encoded: Encoded) -> Array:

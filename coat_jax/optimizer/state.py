@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 from jax.typing import ArrayLike
 
-from coat_jax import mesh
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import a
 from coat_jax.optimizer import arguments, boxes
 from coat_jax.optimizer.masks import is_encoded, plain_codec
+from coat_jax.optimizer.zeros import encode_zeros
 
 # The stored moments of one leaf, and the codec of each of them.
 Stored = tuple[Encoded, ...]
@@ -194,14 +193,10 @@ class MomentOptions:
       moments = [marked_moment(params, group) for group in groups]
       return self.state_type(jnp.zeros([], jnp.int32), *moments)
     chosen = arguments.choose_groups(op, params, groups, mask)
-    # Without this barrier the compiler spends half a minute encoding constants.
-    zero = jax.lax.optimization_barrier(jnp.zeros([], jnp.float32))
-    stored = []
-    for leaf, own in zip(jax.tree.leaves(params), chosen, strict=True):
-      # These zeros are sharded like the parameter, and jit never materializes
-      # them.
-      zeros = jnp.full_like(leaf, zero, dtype=jnp.float32)
-      stored.append(_encode_zeros(own, zeros))
+    stored = [
+      tuple(encode_zeros(group, leaf) for group in own)
+      for leaf, own in zip(jax.tree.leaves(params), chosen, strict=True)
+    ]
     where = boxes.mesh_of(params)
     moments = [
       make_moment(params, [row[j] for row in stored], group, where)
@@ -286,21 +281,3 @@ def find_states(
       f"{' or '.join(makers)} returned{remedy}"
     )
   return found
-
-
-@functools.partial(jax.jit, static_argnames="groups", inline=True)
-def _encode_zeros(groups: GroupCodecs, zeros: Array) -> Stored:
-  """Encodes the zero moments of one leaf before its first step.
-
-  Zeros encode to zeros under any noise. Drawing no random words cuts the
-  compile time of `init` by a third.
-  """
-
-  def f(zeros):
-    noise = jnp.full_like(zeros, 0.5)
-    return tuple(
-      group.encode(zeros, noise if group.needs_noise else None)
-      for group in groups
-    )
-
-  return mesh.run_whole(f, zeros, out_specs=mesh.spec_of(zeros))

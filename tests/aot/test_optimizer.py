@@ -6,14 +6,16 @@ import os
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
-from coat_jax import codecs
+from coat_jax import codecs, encoded
 from coat_jax.optax_coat import scale_by_coat_adam
 from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
 from tests.aot.compiling import (
   compile_for_h200,
   instructions,
+  peak_bytes,
   ptxas_reports,
   temporary_bytes,
 )
@@ -70,13 +72,35 @@ def test_update_for_optax_is_one_kernel_a_leaf():
   assert not whole_copies(compiled)
 
 
-@pytest.mark.parametrize("name", ["coat", "log8"])
-def test_first_state_needs_no_zeros_in_f32(name):
-  optimizer = fused_coat_adamw(1e-3, codec=getattr(codecs, name)())
-  params = jax.ShapeDtypeStruct((4, 1024, 4096), jnp.bfloat16)
-  compiled = compile_for_h200(optimizer.init, params)
-  # They would be 4 bytes a value.
-  assert temporary_bytes(compiled) < 0.5 * 4 * 1024 * 4096
+# Leaves of 0.4 billion parameters; rows of "odd" end in a short group.
+MODEL = {
+  "layers": (24, 2048, 8192),
+  "embedding": (8000, 2048),
+  "odd": (512, 5000),
+  "norm": (24, 2048),
+}
+
+
+@pytest.mark.parametrize(
+  "solver",
+  [
+    fused_coat_adamw(1e-3, codec=codecs.coat()),
+    fused_coat_adamw(1e-3, codec=codecs.log8()),
+    fused_coat_lion(1e-3),
+    encoded(optax.adamw(1e-3)),
+  ],
+  ids=["coat", "log8", "lion", "encoded"],
+)
+def test_first_state_is_made_without_encoding_whole_leaves(solver):
+  params = {k: jax.ShapeDtypeStruct(v, "bfloat16") for k, v in MODEL.items()}
+  compiled = compile_for_h200(solver.init, params)
+  memory = compiled.memory_analysis()
+  assert peak_bytes(compiled) <= memory.output_size_in_bytes + 2**20
+  # Only one group is reduced, and the short one that ends a row.
+  reduces = [i for i in instructions(compiled) if i.opcode == "reduce"]
+  assert reduces
+  for i in reduces:
+    assert i.shape.partition("{")[0] in ("f32[1]", "f32[2]", "s32[1]", "s32[2]")
 
 
 DTYPES = ("float32", False), ("bfloat16", False), ("bfloat16", True)

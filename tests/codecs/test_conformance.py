@@ -10,6 +10,7 @@ from coat_jax import codecs
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics import stochastic
 from tests import cases
+from tests.comparing import assert_same_bits
 
 NAMES = (
   *codecs.names(),
@@ -89,6 +90,17 @@ def test_codec_keeps_values_finite_and_signs(variant):
     assert np.all(np.isfinite(decoded))
     assert np.all((decoded == 0) | (np.sign(decoded) == np.sign(x)))
     assert not np.any(decoded[x == 0])
+
+
+@every_variant
+def test_zeros_are_encoded_alike_in_all_groups_and_under_any_noise(variant):
+  zeros = jnp.zeros((4, 3 * SIZE))
+  for group in build(*VARIANTS[variant]).groups:
+    encoded, _ = roundtrip(group, zeros)
+    for stored in encoded:
+      if stored.ndim:
+        first = stored[:1, : stored.shape[-1] // 3]
+        assert_same_bits(stored, jnp.tile(first, (4, 3)))
 
 
 @every_variant

@@ -129,7 +129,7 @@ ROW_CASES = [
   pytest.param(case, marks=[pytest.mark.slow] if i else [], id=name_of(case))
   for i, sizes in enumerate((models.SMOKE, models.UNEVEN))
   for case in cases_of(
-    dataclasses.replace(sizes, d_model=1280, d_ff=160 + 16 * i)
+    dataclasses.replace(sizes, d_model=1280, d_ff=160 + 32 * i)
   )
   if case.implementations == ("xla", "mosaic")
   and not re.match("linear|grouped", case.op)

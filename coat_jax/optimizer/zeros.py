@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encodes the zeros that a state begins with, without computing whole leaves.
+
+XLA would need half a minute to fold the encoding of a model's zeros, and
+gigabytes to compute it. All groups of zeros have the same codes and statistics,
+so `encode_zeros` encodes one group and repeats it. `find_zeros` finds the
+zeros in a state that another optimizer makes.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, P, lax
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding, Sharding
+
+from coat_jax import mesh
+from coat_jax.codecs.group import Encoded, GroupCodec
+
+# Primitives that make zeros of zeros.
+_KEEP_ZEROS = ("broadcast_in_dim", "convert_element_type", "copy", "pvary")
+
+
+def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
+  """Encodes zeros with the shape and the sharding of a leaf, under noise 0.5.
+
+  Statistics are sharded like the leaf, except along axes that they cannot
+  divide evenly.
+  """
+  shape = jnp.shape(leaf)
+  n = shape[-1] if shape else 1
+  # Without a group size, a code may depend on its column.
+  size = max(1, min(n, getattr(group, "group_size", n)))
+  # One group, and the short group that ends a row.
+  sample = (*(1 for _ in shape[:-1]), min(n, size + n % size)) if shape else ()
+  sharding = _sharding_of(leaf)
+  with _mesh_for(sharding):
+    zeros = jnp.full_like(leaf, 0, jnp.float32, sample)
+    spec = mesh.spec_of(leaf)
+    return _encode_zeros(group, zeros, shape, size, spec, sharding)
+
+
+def _sharding_of(leaf: Any) -> Sharding | None:
+  """Returns a leaf's sharding if it is a concrete array's, or None."""
+  if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "committed", True):
+    return None
+  return getattr(leaf, "sharding", None)
+
+
+def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
+  """Sets the mesh of a concrete leaf on explicit axes, unless one is set."""
+  is_set = not jax.sharding.get_abstract_mesh().empty
+  if is_set or not isinstance(sharding, NamedSharding):
+    return contextlib.nullcontext()
+  explicit = sharding.mesh.abstract_mesh.explicit_axes
+  return jax.set_mesh(sharding.mesh) if explicit else contextlib.nullcontext()
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=("group", "shape", "size", "spec", "sharding"),
+  inline=True,
+)
+def _encode_zeros(
+  group: GroupCodec,
+  zeros: Array,
+  shape: tuple[int, ...],
+  size: int,
+  spec: P,
+  sharding: Sharding | None,
+) -> Encoded:
+  """Encodes the sample `zeros` and repeats its first group to a leaf."""
+  count = shape[-1] // size if shape else 1
+
+  def repeated(x, width):
+    """Repeats the first `width` columns."""
+    if not x.ndim:
+      return x
+    groups = jnp.tile(x[..., :width], count)
+    row = jnp.concatenate([groups, x[..., width:]], axis=-1)
+    return jnp.broadcast_to(row, (*shape[:-1], row.shape[-1]))
+
+  def f(zeros):
+    noise = jnp.full_like(zeros, 0.5) if group.needs_noise else None
+    codes, amax, range_ = group.encode(zeros, noise)
+    return Encoded(
+      repeated(codes, size), repeated(amax, 1), repeated(range_, 1)
+    )
+
+  out = mesh.run_whole(f, zeros, out_specs=spec)
+  return jax.tree.map(functools.partial(_placed, sharding=sharding), out)
+
+
+def _placed(x: Array, sharding: Sharding | None) -> Array:
+  """Shards an array like the concrete leaf that it belongs to, on any mesh."""
+  if isinstance(sharding, NamedSharding):
+    where = sharding.mesh.abstract_mesh
+    if where.explicit_axes:
+      return x  # Its type has the sharding.
+    with jax.sharding.use_abstract_mesh(where):
+      spec = mesh.fitted(sharding.spec, x.shape)
+    sharding = NamedSharding(sharding.mesh, spec)
+  return x if sharding is None else lax.with_sharding_constraint(x, sharding)
+
+
+def find_zeros(
+  init: Callable[[Any], Any], params: Any, state: Any
+) -> list[bool]:
+  """Lists for each leaf of `state = init(params)` whether it is zeros.
+
+  It finds them only under `jit`, by tracing `init`. Otherwise there are arrays
+  already, and not every function can be traced.
+  """
+  leaves = jax.tree.leaves(state)
+  if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+    return [False] * len(leaves)
+  jaxpr = jax.make_jaxpr(init)(params).jaxpr
+  return _zeros_in(jaxpr, [False] * len(jaxpr.invars))
+
+
+def _zeros_in(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+  """Lists which results are zeros, given which inputs are.
+
+  A result that another primitive computes counts as not zeros.
+  """
+  pairs = zip(jaxpr.invars, inputs, strict=True)
+  found = {id(v) for v, is_zeros in pairs if is_zeros}
+
+  def is_zeros(v):
+    if isinstance(v, Literal):
+      return not any(np.asarray(v.val).tobytes())  # -0.0 has another bit.
+    return id(v) in found
+
+  for equation in jaxpr.eqns:
+    mine = [is_zeros(v) for v in equation.invars]
+    outputs = [False] * len(equation.outvars)
+    if equation.primitive.name == "jit":
+      outputs = _zeros_in(equation.params["jaxpr"].jaxpr, mine)
+    elif equation.primitive.name in _KEEP_ZEROS:
+      outputs = mine[:1]
+    results = zip(equation.outvars, outputs, strict=True)
+    found |= {id(v) for v, is_zeros in results if is_zeros}
+  return [is_zeros(v) for v in jaxpr.outvars]
