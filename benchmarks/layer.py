@@ -129,6 +129,7 @@ VARIANTS = {
   "minimal_no_cache": Variant(_coat(weight_cache="none")),
   "minimal_codes": Variant(_coat(weight_cache="codes")),
   "minimal_attention": Variant(_coat(attention="fp8")),
+  "minimal_experts": Variant(_coat(experts="fp8")),
   "block": Variant(recipes.fp8_block()),
   "minimal_nothing": Variant(_coat(), "nothing"),
   "minimal_fp8": Variant(_coat(), "fp8"),

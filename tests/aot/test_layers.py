@@ -122,8 +122,8 @@ def test_few_launches_of_a_layer_are_not_products_or_kernels():
     LLAMA2_7B, recipe, (4, 2048), param_dtype=jnp.bfloat16
   )
   # Of XLA's: codes of four weights, eight products of scales in pairs and four
-  # alone, angles in two, sums of the norms' two gradients.
-  assert launches(found).count("fusion") <= 16
+  # alone, angles in two, heads in two, sums of the norms' two gradients.
+  assert launches(found).count("fusion") <= 18
   assert len(launches(found)) <= 72
 
 
@@ -182,6 +182,6 @@ def test_layer_more_costs_what_is_kept_for_a_second_forward(remat, limit):
     temporary_bytes(
       compiled_layers(LLAMA2_7B, recipes.coat(), (4, 2048), depth, remat=remat)
     )
-    for depth in (8, 16)
+    for depth in (8, 24)
   )
-  assert (many - few) / 8 <= limit * U
+  assert (many - few) / 16 <= limit * U
