@@ -25,7 +25,7 @@ def elementwise_cases(sizes: Sizes) -> Iterator[OpCase]:
   """Lists the cases of every operation that multiplies no matrices."""
   yield from _quantize(sizes)
   yield from _blocks(sizes)
-  yield from _join_columns(sizes)
+  yield from _codes(sizes)
   yield from _norm(sizes)
   yield from _rope(sizes)
   for activation in ("silu", "gelu_tanh"):
@@ -119,8 +119,15 @@ def _blocks(sizes):
   )
 
 
-def _join_columns(sizes):
+def _codes(sizes):
   d, f = sizes.weights["gate_up"]
+  yield of_op(
+    ops.turn_codes,
+    dict(matrices=2, rows=d, columns=f),
+    lambda: (sizes.normal(2, d, f).astype(E4M3),),
+    lambda op, codes: op(codes),
+    num_bytes=4 * d * f,
+  )
   yield of_op(
     ops.join_columns,
     dict(devices=2, columns=f, rows=d),

@@ -141,7 +141,11 @@ def weight_gradient(
   is_scattered = axes is not None and size_of(axes.fsdp) > 1
   op = ops.grouped_wgrad
   if isinstance(x, Operand) and isinstance(g, Operand):
-    op, x, g = ops.grouped_linear_wgrad, _turned(x), _turned(g)
+    op, x, g = (
+      ops.grouped_linear_wgrad,
+      _turned(x, recipe),
+      _turned(g, recipe),
+    )
   dw = op(
     x,
     g,
@@ -154,9 +158,12 @@ def weight_gradient(
   return cotangent(jnp.moveaxis(dw, 0, 1) if is_scattered else dw, w)
 
 
-def _turned(x: Operand) -> Operand:
+def _turned(x: Operand, recipe: CoatRecipe) -> Operand:
+  """Computes columns from rows."""
   assert x.rows is not None
-  return Operand(None, x.rows.T, x.scale)
+  how = recipe.implementation
+  columns = ops.turn_codes(x.rows, implementation=how)
+  return Operand(None, columns, x.scale)
 
 
 def _weight(w: Array, dtype: DTypeLike, recipe: CoatRecipe) -> Array:
@@ -177,6 +184,5 @@ def _weight_codes(
   )
   assert codes.rows is not None
   rows = gather_experts(codes.rows, recipe.axes)
-  if layout == "rows":
-    return Operand(rows, None, codes.scale)
-  return Operand(None, jnp.swapaxes(rows, 1, 2), codes.scale)
+  gathered = Operand(rows, None, codes.scale)
+  return gathered if layout == "rows" else _turned(gathered, recipe)

@@ -74,6 +74,7 @@ from coat_jax.ops.quantize import quantize_groups as quantize_groups
 from coat_jax.ops.quantize import quantize_rows as quantize_rows
 from coat_jax.ops.quantize import quantize_tensor as quantize_tensor
 from coat_jax.ops.quantize import tensor_scale as tensor_scale
+from coat_jax.ops.quantize import turn_codes as turn_codes
 from coat_jax.ops.quantize import turn_operand as turn_operand
 from coat_jax.ops.types import Activation as Activation
 from coat_jax.ops.types import AttentionKind as AttentionKind

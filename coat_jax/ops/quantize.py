@@ -59,7 +59,13 @@ def turn_operand(x: Operand, *, scaling: Scaling) -> Operand:
   return scaling.turn(x)
 
 
-@op(mosaic="join")
+@op(mosaic="codes")
+def turn_codes(codes: Array) -> Array:
+  """Transposes FP8 codes [..., m, n] to [..., n, m]."""
+  return jnp.swapaxes(codes, -1, -2)
+
+
+@op(mosaic="codes")
 def join_columns(parts: Array) -> Array:
   """Joins the columns of P devices, [P, f, k], into [f, P k]."""
   return jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)

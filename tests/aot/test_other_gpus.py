@@ -65,6 +65,7 @@ WITHOUT_E4M3 = {
   "attention_bwd": "cudnn",
   "attention_fwd": "cudnn",
   "join_columns": "mosaic",
+  "turn_codes": "mosaic",
 }
 # Only Hopper has the tensor cores' instructions that these use.
 FOR_HOPPER = "grouped"

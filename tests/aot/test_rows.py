@@ -23,8 +23,8 @@ from tests.aot.ptx_machine import Machine
 from tests.aot.test_registers import ptx_of, real_kernel
 from tests.pallas.mosaic import (
   test_activation,
+  test_codes,
   test_heads,
-  test_join,
   test_norm,
   test_quantize,
 )
@@ -133,8 +133,9 @@ def test_joined_heads_are_their_definition(
   test_heads.check(shape, dtype, 0.99, theta=theta, own=own)
 
 
-def test_joined_columns_are_their_definition(on_machine):
-  test_join.check((2, 160, 80))
+def test_moved_codes_are_their_definitions(on_machine):
+  test_codes.check_joined((2, 160, 80))
+  test_codes.check_turned((3, 80, 144))
 
 
 M = 8192

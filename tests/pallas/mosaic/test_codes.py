@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the join of gathered columns with its definition."""
+"""Compares the kernels that move codes with their definitions."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
-from coat_jax.numerics.formats import E4M3
-from coat_jax.pallas.mosaic.join import join_columns
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.pallas.mosaic.codes import join_columns, turn_codes
 from tests.pallas.kernels import assert_same_codes, refused
 
 
@@ -29,24 +29,41 @@ def test_join_columns_has_values_of_every_device():
 # The last tiles overlap others along both axes.
 @pytest.mark.parametrize("shape", [(2, 160, 80), (3, 128, 64)], ids=str)
 def test_joined_columns_match_the_definition(shape):
-  check(shape, interpret=True)
+  check_joined(shape, interpret=True)
 
 
-def check(shape, **options):
+def check_joined(shape, **options):
   parts = parts_of(shape)
   found = join_columns(parts, **options)
   assert_same_codes(found, ops.join_columns.definition(parts))
 
 
-def test_kernel_refuses_what_it_cannot_take():
+@pytest.mark.parametrize("shape", [(2, 80, 144), (48, 128)], ids=str)
+def test_turned_codes_match_the_definition(shape):
+  check_turned(shape, interpret=True)
+
+
+def check_turned(shape, **options):
+  codes = parts_of(shape, E5M2)
+  found = turn_codes(codes, **options)
+  assert_same_codes(found, ops.turn_codes.definition(codes))
+
+
+def test_kernels_refuse_what_they_cannot_take():
   for shape in ((2, 96, 64), (2, 128, 48), (2, 128, 72)):
     with refused(r"f >= 128 and k >= 64 a multiple of 16, got \(2"):
       join_columns(parts_of(shape))
-  with refused("copies FP8 codes, got float32"):
-    join_columns(jnp.zeros((2, 128, 64)))
+  for kernel in (join_columns, turn_codes):
+    with refused("moves FP8 codes, got float32"):
+      kernel(jnp.zeros((2, 128, 64)))
+  with refused("a multiple of 16 rows, got 40"):
+    turn_codes(parts_of((2, 40, 128)))
+  with refused(r"tiles of 32 x 128, got a matrix \[128, 64\]"):
+    turn_codes(parts_of((2, 128, 64)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 22016, 2048), (4, 4096, 2752)], ids=str)
-def test_join_kernel_on_a_gpu(shape):
-  check(shape)
+def test_kernels_on_a_gpu(shape):
+  check_joined(shape)
+  check_turned(shape)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves FP8 codes: `ops.join_columns` and `ops.turn_codes`.
+
+XLA moves single codes, which takes at least twice as long.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from coat_jax.ops.dispatch import kernel
+from coat_jax.pallas import supported
+from coat_jax.pallas.mosaic import row_ptx, rows
+
+_WIDTH = 64  # Codes that a program copies of each of 128 columns.
+
+
+def _why_not_codes(x: Array) -> str | None:
+  if x.dtype.itemsize != 1:
+    return f"the kernel of Mosaic moves FP8 codes, got {x.dtype}"
+  return supported.why_not_shape(x.shape)
+
+
+def _part_of(axis: str, size: int, count: int):
+  """Returns which of several matrices a program works on, and which part.
+
+  Each matrix has `count` rows or columns, in parts of `size`.
+  """
+  number, parts = lax.axis_index(axis), jnp.int32(pl.cdiv(count, size))
+  part = rows.part_at(lax.rem(number, parts), size, count)
+  return lax.div(number, parts), part
+
+
+# --- Joining -----------------------------------------------------------------
+
+
+def _why_not_join(parts, **_) -> str | None:
+  fits = parts.ndim == 3 and parts.shape[1] >= row_ptx.COLUMNS
+  if not fits or parts.shape[2] % 16 or parts.shape[2] < _WIDTH:
+    return (
+      f"the kernel of Mosaic needs [P, f, k] with f >= {row_ptx.COLUMNS} and k "
+      f">= {_WIDTH} a multiple of 16, got {parts.shape}"
+    )
+  return _why_not_codes(parts)
+
+
+@kernel(_why_not_join)
+@jax.jit(static_argnames="interpret")
+def join_columns(parts: Array, *, interpret: bool = False) -> Array:
+  """`ops.join_columns`."""
+  count, f, k = parts.shape
+  [joined] = rows.run(
+    _join_kernel,
+    [parts],
+    [jax.ShapeDtypeStruct((f, count * k), parts.dtype)],
+    grid=(pl.cdiv(f, row_ptx.COLUMNS), count * pl.cdiv(k, _WIDTH)),
+    interpret=interpret,
+    name="join_columns",
+  )
+  return joined
+
+
+def _join_kernel(parts_gmem, joined_gmem):
+  _, f, k = parts_gmem.shape
+  device, row = _part_of("last", _WIDTH, k)
+  column = rows.part("across", row_ptx.COLUMNS, f)
+  codes = plgpu.load(
+    parts_gmem.at[device, column, row],
+    layout=row_ptx.columns_layout(_WIDTH),
+    optimized=False,
+  )
+  to = pl.ds(device * k + row.start, _WIDTH)
+  rows.store(joined_gmem.at[column, to], codes)
+
+
+# --- Turning -----------------------------------------------------------------
+
+
+def _why_not_turn(codes, **_) -> str | None:
+  return (
+    _why_not_codes(codes)
+    or supported.why_not_columns(codes.shape[-2:], "columns")
+    or rows.why_not_tiles(codes.shape[-2:])
+  )
+
+
+@kernel(_why_not_turn)
+@jax.jit(static_argnames="interpret")
+def turn_codes(codes: Array, *, interpret: bool = False) -> Array:
+  """`ops.turn_codes`."""
+  *leading, m, n = codes.shape
+  matrices = codes.reshape(-1, m, n)
+  across, down = rows.grid_of_tiles(m, n)
+  [turned] = rows.run(
+    lambda *refs: _turn_kernel(*refs, interpret=interpret),
+    [matrices],
+    [jax.ShapeDtypeStruct((len(matrices), n, m), codes.dtype)],
+    grid=(across, len(matrices) * down),
+    scratch=[row_ptx.scratch(rows.tile_height(m))],
+    interpret=interpret,
+    name="turn_codes",
+  )
+  return turned.reshape(*leading, n, m)
+
+
+def _turn_kernel(codes_gmem, turned_gmem, smem, *, interpret):
+  _, m, n = codes_gmem.shape
+  matrix, row = _part_of("last", rows.tile_height(m), m)
+  column = rows.part("across", row_ptx.COLUMNS, n)
+  codes = plgpu.load(
+    codes_gmem.at[matrix, row, column],
+    layout=row_ptx.TILE_LAYOUT,
+    optimized=False,
+  )
+  turned = rows.transpose(codes, smem, interpret)
+  rows.store(turned_gmem.at[matrix, column, row], turned)
