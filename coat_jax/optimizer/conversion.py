@@ -34,7 +34,6 @@ from coat_jax.optimizer.state import (
 )
 from coat_jax.optimizer.step import decode, encode
 from coat_jax.optimizer.weights import in_f32
-from coat_jax.optimizer.zeros import encode_zeros
 
 # Maps our states to optax's.
 _THEIRS = {
@@ -229,7 +228,6 @@ def encode_trees(
   seed: ArrayLike,
   count: ArrayLike,
   *,
-  are_zeros: Sequence[Sequence[bool]] | None = None,
   like: Sequence[Moment] | None = None,
   mesh: AnyMesh | None = None,
 ) -> list[Moment]:
@@ -237,8 +235,7 @@ def encode_trees(
 
   `codecs` has one codec per tree. `leaf_codecs` has one codec per leaf of each
   tree: the tree's codec or, for a leaf that is not encoded, one that stores f32
-  or complex64. `are_zeros` lists which leaves are known to be zeros; only their
-  shapes and shardings are read.
+  or complex64.
 
   The random words for a leaf depend on two numbers: the index of the leaf's
   path among all paths, in the order in which they first appear, and the number
@@ -250,23 +247,18 @@ def encode_trees(
   """
   seen: dict[Any, tuple[int, int]] = {}
   moments = []
-  for i, (tree, codec) in enumerate(zip(trees, codecs, strict=True)):
+  for tree, codec, own in zip(trees, codecs, leaf_codecs, strict=True):
     stored = []
     leaves = tree_leaves_with_path(tree)
-    zeros = [False] * len(leaves) if are_zeros is None else are_zeros[i]
-    rows = zip(leaves, leaf_codecs[i], zeros, strict=True)
-    for (keys, x), group, is_zeros in rows:
+    for (keys, x), group in zip(leaves, own, strict=True):
       index, place = seen.get(keys, (len(seen), 0))
       seen[keys] = index, place + 1
-      if is_zeros:
-        stored.append(encode_zeros(group, x))
-        continue
       part = LeafPart(stochastic.leaf_key(seed, count, index))
       stored += encode((group,), (in_f32(x),), part, first=place)
     if like is None:
       moments.append(make_moment(tree, stored, codec, mesh))
     else:
-      moments.append(replace_leaves(like[i], stored))
+      moments.append(replace_leaves(like[len(moments)], stored))
   return moments
 
 

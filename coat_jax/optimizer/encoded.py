@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 from jax.tree_util import tree_leaves_with_path
 from jax.typing import ArrayLike
 
@@ -39,7 +38,6 @@ from coat_jax.optimizer.state import (
   placeholder_type,
 )
 from coat_jax.optimizer.weights import in_f32
-from coat_jax.optimizer.zeros import find_zeros
 
 
 def encoded(
@@ -114,8 +112,6 @@ def encoded(
     params = _in_f32(params)
     state = inner.init(params)
     found, treedef = find_fields(op, state, params, rule)
-    zeros = find_zeros(inner.init, params, state)
-    zeros = jax.tree.structure(state).unflatten(zeros)
     if chosen:
       names = () if fields is None or callable(fields) else fields
       check_names(op, names, state, found)
@@ -124,12 +120,13 @@ def encoded(
       keys: groups == codec.groups
       for keys, groups in zip(keys, chosen, strict=True)
     }
-    trees, groups, leaf_codecs, are_zeros = [], [], [], []
-    for field, node in zip(found, treedef.flatten_up_to(zeros), strict=True):
+    trees, groups, leaf_codecs = [], [], []
+    for field in found:
       if field.kind is None:
         continue
-      are_zeros.append(jax.tree.leaves(node))
-      trees.append(jax.tree.map(_hidden_unless, field.node, node))
+      # Without this barrier the compiler spends half a minute encoding
+      # constants.
+      trees.append(jax.lax.optimization_barrier(field.node))
       groups.append(getattr(codec, field.kind))
       leaf_codecs.append(
         [
@@ -138,9 +135,7 @@ def encoded(
         ]
       )
     moments = iter(
-      encode_trees(
-        trees, groups, leaf_codecs, seed, 0, are_zeros=are_zeros, mesh=where
-      )
+      encode_trees(trees, groups, leaf_codecs, seed, 0, mesh=where)
     )
     nodes = [next(moments) if x.kind else x.node for x in found]
     return EncodedState(count, treedef.unflatten(nodes))
@@ -165,15 +160,6 @@ def encoded(
     return new_updates, EncodedState(count, new_inner)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _hidden_unless(x: Array, is_zeros: bool) -> Array:
-  """Hides a leaf's value from the compiler unless it is zeros.
-
-  Otherwise the compiler spends half a minute encoding other constants, such as
-  the 0.1 that `optax.adagrad` begins with.
-  """
-  return x if is_zeros else jax.lax.optimization_barrier(x)
 
 
 def _check_leaves(op: str, updates: Any, state: EncodedState) -> None:

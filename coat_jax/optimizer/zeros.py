@@ -3,28 +3,21 @@
 
 XLA would need half a minute to fold the encoding of a model's zeros, and
 gigabytes to compute it. All groups of zeros have the same codes and statistics,
-so `encode_zeros` encodes one group and repeats it. `find_zeros` finds the
-zeros in a state that another optimizer makes.
+so `encode_zeros` encodes one group and repeats it.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, P, lax
-from jax.extend.core import Literal
+from jax import Array, P, core, lax
 from jax.sharding import NamedSharding, Sharding
 
 from coat_jax import mesh
 from coat_jax.codecs.group import Encoded, GroupCodec
-
-# Primitives that make zeros of zeros.
-_KEEP_ZEROS = ("broadcast_in_dim", "convert_element_type", "copy", "pvary")
 
 
 def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
@@ -48,7 +41,7 @@ def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
 
 def _sharding_of(leaf: Any) -> Sharding | None:
   """Returns a leaf's sharding if it is a concrete array's, or None."""
-  if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "committed", True):
+  if isinstance(leaf, core.Tracer) or not getattr(leaf, "committed", True):
     return None
   return getattr(leaf, "sharding", None)
 
@@ -58,8 +51,9 @@ def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
   is_set = not jax.sharding.get_abstract_mesh().empty
   if is_set or not isinstance(sharding, NamedSharding):
     return contextlib.nullcontext()
-  explicit = sharding.mesh.abstract_mesh.explicit_axes
-  return jax.set_mesh(sharding.mesh) if explicit else contextlib.nullcontext()
+  where: Any = sharding.mesh
+  explicit = where.abstract_mesh.explicit_axes
+  return jax.set_mesh(where) if explicit else contextlib.nullcontext()
 
 
 @functools.partial(
@@ -107,43 +101,3 @@ def _placed(x: Array, sharding: Sharding | None) -> Array:
       spec = mesh.fitted(sharding.spec, x.shape)
     sharding = NamedSharding(sharding.mesh, spec)
   return x if sharding is None else lax.with_sharding_constraint(x, sharding)
-
-
-def find_zeros(
-  init: Callable[[Any], Any], params: Any, state: Any
-) -> list[bool]:
-  """Lists for each leaf of `state = init(params)` whether it is zeros.
-
-  It finds them only under `jit`, by tracing `init`. Otherwise there are arrays
-  already, and not every function can be traced.
-  """
-  leaves = jax.tree.leaves(state)
-  if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-    return [False] * len(leaves)
-  jaxpr = jax.make_jaxpr(init)(params).jaxpr
-  return _zeros_in(jaxpr, [False] * len(jaxpr.invars))
-
-
-def _zeros_in(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-  """Lists which results are zeros, given which inputs are.
-
-  A result that another primitive computes counts as not zeros.
-  """
-  pairs = zip(jaxpr.invars, inputs, strict=True)
-  found = {id(v) for v, is_zeros in pairs if is_zeros}
-
-  def is_zeros(v):
-    if isinstance(v, Literal):
-      return not any(np.asarray(v.val).tobytes())  # -0.0 has another bit.
-    return id(v) in found
-
-  for equation in jaxpr.eqns:
-    mine = [is_zeros(v) for v in equation.invars]
-    outputs = [False] * len(equation.outvars)
-    if equation.primitive.name == "jit":
-      outputs = _zeros_in(equation.params["jaxpr"].jaxpr, mine)
-    elif equation.primitive.name in _KEEP_ZEROS:
-      outputs = mine[:1]
-    results = zip(equation.outvars, outputs, strict=True)
-    found |= {id(v) for v, is_zeros in results if is_zeros}
-  return [is_zeros(v) for v in jaxpr.outvars]

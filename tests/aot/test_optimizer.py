@@ -6,10 +6,9 @@ import os
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
-from coat_jax import codecs, encoded
+from coat_jax import codecs
 from coat_jax.optax_coat import scale_by_coat_adam
 from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
 from tests.aot.compiling import (
@@ -87,9 +86,8 @@ MODEL = {
     fused_coat_adamw(1e-3, codec=codecs.coat()),
     fused_coat_adamw(1e-3, codec=codecs.log8()),
     fused_coat_lion(1e-3),
-    encoded(optax.adamw(1e-3)),
   ],
-  ids=["coat", "log8", "lion", "encoded"],
+  ids=["coat", "log8", "lion"],
 )
 def test_first_state_is_made_without_encoding_whole_leaves(solver):
   params = {k: jax.ShapeDtypeStruct(v, "bfloat16") for k, v in MODEL.items()}

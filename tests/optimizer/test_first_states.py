@@ -15,7 +15,7 @@ from coat_jax import coat_adamw, coat_lion, codecs, encoded
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.codecs.group import Plain
 from coat_jax.optimizer.state import moments_in
-from coat_jax.optimizer.zeros import encode_zeros, find_zeros
+from coat_jax.optimizer.zeros import encode_zeros
 from tests.codecs.test_conformance import (
   VARIANTS,
   build,
@@ -277,40 +277,6 @@ def test_encoding_zeros_reads_one_group_of_them():
   )
   # The statistics, 8 in a row. The sample is one group of 128 and one of 104.
   assert largest == 64 * 8
-
-
-def test_zeros_of_another_optimizer_are_found_under_jit_only():
-  def init(params):
-    x = params["x"]
-    zeros = jnp.zeros_like(x)
-    return {
-      "zeros": zeros,
-      "cast": jax.jit(lambda x: x.astype(jnp.float32))(
-        zeros.astype("bfloat16")
-      ),
-      "negative": -zeros,
-      "minus": jnp.full_like(x, -0.0),
-      "tenths": jnp.full_like(x, 0.1),
-      "mixed": zeros.at[0].set(1),
-      "sum": jax.jit(lambda x: x + zeros)(x),
-      "x": x,
-    }
-
-  params = {"x": jnp.ones(3)}
-  found = []
-
-  def traced(params):
-    state = init(params)
-    found.append(find_zeros(init, params, state))
-    return state
-
-  state = jax.jit(traced)(params)
-  names = jax.tree.unflatten(jax.tree.structure(state), found[0])
-  assert [name for name, is_zeros in names.items() if is_zeros] == [
-    "cast",
-    "zeros",
-  ]
-  assert not any(find_zeros(init, params, init(params)))
 
 
 def test_fields_that_do_not_begin_with_zeros_are_encoded():

@@ -63,14 +63,10 @@ def join_heads_operand(
   """`ops.join_heads_operand`, in two passes."""
   b, t, n, h = dq.shape
   k, m = dk.shape[2], b * t
-  has_angles = cos is not None and sin is not None
-  heads = Heads(n // k, k, h, t, cos.shape[-1] if has_angles else 0)
+  pairs = 0 if cos is None else cos.shape[-1]
+  heads = Heads(n // k, k, h, t, pairs)
   inputs = [x.reshape(m, -1) for x in (dq, dk, dv)]
-  inputs += (
-    [x.reshape(-1, heads.pairs) for x in (cos, sin)]
-    if has_angles
-    else [None, None]
-  )
+  inputs += [None if x is None else x.reshape(-1, pairs) for x in (cos, sin)]
   width, how = heads.joined, dict(heads=heads, interpret=interpret)
   grid = rows.grid_of_tiles(m, width)
   low = grid[0], pl.cdiv(m, rows.TILE_ROWS)
