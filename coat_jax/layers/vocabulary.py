@@ -2,12 +2,14 @@
 """The two ends of a decoder that use the vocabulary: embedding and loss.
 
 On a mesh (`axes`) each device works on its own tokens. Collectives are
-explicit, because XLA would exchange logits or, once per chunk, gradients:
+explicit. Otherwise XLA would exchange logits, or reduce the gradients of each
+chunk of the loss separately:
 
   embedding   All rows are gathered once, in the dtype of activations.
-  head        Rows split over fsdp are gathered too. Along tensor, a device
-              keeps its part of the vocabulary and reads whole sequences; each
-              part contributes three numbers to a token's loss.
+  head        Rows split over fsdp are gathered too. Along tensor, each device
+              keeps its part of the vocabulary and gathers whole sequences. For
+              each token, the parts combine only a maximum, a sum of
+              exponentials and the target's logit.
   gradients   They are summed once, in `axes.grad_dtype`; each device keeps its
               part.
 """
@@ -31,7 +33,7 @@ from coat_jax.mesh import (
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
 
-# Bytes of f32 logits that a device holds at a time.
+# The most bytes of f32 logits that a device holds at a time.
 LOGITS_BYTES = 2**28
 
 
@@ -52,7 +54,7 @@ def embed(
   names = _present(axes.tensor, axes.fsdp)
 
   def local(tokens, table):
-    # The table's gradient is summed in f32 and then cast to the table's dtype.
+    # Cast first: the summed gradient is then f32 and rounded only once.
     rows: Any = _gather_rows(table.astype(jnp.float32), dtype, names, axes)
     return rows[tokens]
 
@@ -70,10 +72,10 @@ def embed(
 def add_positions(
   x: Array, places: Array, table: Array, *, axes: MeshAxes | None
 ) -> Array:
-  """Adds learned positions, table[places], to x [B, T, D] in f32.
+  """Adds learned position embeddings, table[places], to x [B, T, D].
 
-  `places` are int32 [T] or [B, T]. On a mesh the table's rows are split over
-  tensor and fsdp, and its gradients are summed in f32.
+  `places` is int32, [T] or [B, T]. The sum is computed in f32 and returned in
+  x's dtype. On a mesh the table's rows are split over tensor and fsdp.
   """
 
   def added(x, places, rows):
@@ -115,13 +117,14 @@ def mean_loss(
   """Computes the mean cross-entropy of the next token, f32, in nats per token.
 
   hidden is [B, T, D], targets int32 [B, T], weight [D, V], or [V, D] if it is
-  the embedding's (`is_tied`). `shares`, f32 [B, T], weights each target's nats
-  in the sum and is not differentiated; None for 1 / (B T). With `soft_cap`,
-  logits become soft_cap * tanh(logits / soft_cap).
+  the embedding's (`is_tied`). `shares`, f32 [B, T], are the factors of the
+  tokens' losses in the sum, treated as constants; None means 1 / (B T) for all
+  tokens. With `soft_cap`, logits become soft_cap * tanh(logits / soft_cap).
 
-  Logits [B, T, V] are never in memory at once: the forward pass computes them
-  once, for some positions at a time, and immediately computes requested
-  gradients from them. The backward pass then only scales these gradients.
+  All logits [B, T, V] are never in memory together. The forward pass computes
+  them for one chunk of positions after the other and, when differentiated,
+  computes each chunk's gradients right away. The backward pass then only scales
+  these gradients.
   """
   if targets.size == 0:
     raise ValueError(
@@ -130,15 +133,16 @@ def mean_loss(
     )
   # Differentiate a sum in which each token has a weight of about 1, and scale
   # at the end. The gradients of a mean over many tokens would underflow in
-  # float16, with any loss scale.
+  # float16 whatever the loss scale, which the backward pass applies only later.
   if shares is None:
     unit = 1 / targets.size
   else:
-    # Scale by a power of two: it changes no bit of BF16 or f32 results.
+    # Scale by a power of two, which is exact.
     largest = jnp.max(jnp.abs(shares), initial=0)
     unit = jnp.ldexp(0.5, jnp.frexp(largest)[1])
     shares = shares / unit
-  # Sum dweight in a wider range: over so many tokens float16 could overflow.
+  # A float16 weight becomes f32, and so does dweight: its sum over so many
+  # tokens could overflow float16.
   weight = weight.astype(jnp.promote_types(weight.dtype, jnp.bfloat16))
   arrays = hidden, targets, weight, shares
   if axes is None:
@@ -155,9 +159,10 @@ def logits(
   axes: MeshAxes | None,
   soft_cap: float | None = None,
 ) -> Array:
-  """Computes f32 logits [B, T, V], split over sequences and the vocabulary.
+  """Computes f32 logits [B, T, V], sharded over the batch and the vocabulary.
 
-  The arguments are those of `mean_loss`, but here all logits are in memory.
+  The arguments are those of `mean_loss`. Unlike there, all logits are in memory
+  together.
   """
 
   def product(hidden, weight):
@@ -208,7 +213,7 @@ _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 
 def _on_devices(hidden, targets, weight, shares, head, *, has_gradients):
-  """Computes the loss, and gradients if requested, of each device's tokens."""
+  """Computes the loss summed over all devices, and its gradients on request."""
   arrays, axes = (hidden, targets, weight, shares), head.axes
   local = functools.partial(
     _loss_of_shard, head=head, has_gradients=has_gradients
@@ -229,7 +234,7 @@ def _on_devices(hidden, targets, weight, shares, head, *, has_gradients):
 
 
 def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
-  """Runs `_on_devices` for one device's tokens and rows of the weight."""
+  """Does the work of `_on_devices` on one device's shards."""
   axes, weight_dtype = head.axes, weight.dtype
   weight = weight.astype(hidden.dtype)
   if axes is not None:
@@ -239,7 +244,7 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
     _add_chunk, weight, head=head, has_gradients=has_gradients
   )
   d, vocab_size = weight.shape[::-1] if head.is_tied else weight.shape
-  # Zeros that vary between devices as `hidden` does.
+  # In shard_map, these zeros vary over the same mesh axes as `hidden`.
   zeros = functools.partial(jnp.zeros_like, hidden, jnp.float32)
   start = zeros(shape=()), zeros(shape=weight.shape if has_gradients else ())
   counted = jnp.ones(targets.shape, jnp.float32) if shares is None else shares
@@ -254,12 +259,13 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   if axes is None:
     return loss, (dhidden, dweight.astype(weight_dtype))
   dweight = _sum_rows(dweight, _present(axes.fsdp), axes).astype(weight_dtype)
-  # Sum now, or XLA holds unsummed gradients through the whole backward pass.
+  # Without this barrier XLA postpones the sums, and holds unsummed gradients
+  # through the whole backward pass.
   return loss, lax.optimization_barrier((dhidden, dweight))
 
 
 def loss_positions(batch: int, length: int, vocab_size: int) -> int:
-  """Counts how many of `length` positions have logits in memory at a time."""
+  """Returns how many of `length` positions a chunk of the loss has."""
   most = max(LOGITS_BYTES // (4 * vocab_size * batch), 1)
   return -(-length // -(-length // most))
 
@@ -280,12 +286,15 @@ def _chunks(hidden: Array, targets: Array, counted: Array, vocab_size: int):
 
 
 def _add_chunk(weight, total, chunk, *, head, has_gradients):
-  """Adds a chunk's nats and its part of the weight's gradient."""
+  """Adds a chunk's loss and weight gradient to the total; returns its dhidden.
+
+  The first result is the new total.
+  """
   (loss, dweight), (hidden, targets, counted) = total, chunk
   is_tied, mesh_axes, soft_cap = head
   tensor = None if mesh_axes is None else mesh_axes.tensor
-  # Read a tied weight as it is stored: the scan over chunks would copy its
-  # transpose to memory.
+  # Read a tied weight as it is stored. Otherwise the scan over chunks would
+  # copy its transpose to memory.
   axes = "vd" if is_tied else "dv"
   logits = jnp.einsum(
     f"btd,{axes}->btv", hidden, weight, preferred_element_type=jnp.float32
@@ -326,7 +335,7 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
 def _gather_rows(
   weight: Array, dtype: DTypeLike, names: tuple[str, ...], axes: MeshAxes
 ) -> Array:
-  """Gathers all rows of an f32 weight in `dtype` from each device's part."""
+  """Casts each device's f32 rows to `dtype` and gathers them."""
   rows = lax.all_gather(weight.astype(dtype), names, axis=0, tiled=True)
   # Mark each device's copy as its own. JAX would otherwise sum the gradient
   # where the copy is first used, and not in `_gather_rows_bwd`.
@@ -346,14 +355,14 @@ _gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
 
 
 def _sum_rows(g: Array, names: tuple[str, ...], axes: MeshAxes) -> Array:
-  """Sums all devices' gradients; returns a device's rows, f32."""
+  """Sums gradients over devices; returns this device's rows in f32."""
   g = g.astype(axes.grad_dtype)
   g = lax.psum_scatter(g, names, scatter_dimension=0, tiled=True)
   return lax.psum(g, _others(names, axes)).astype(jnp.float32)
 
 
 def _others(names: tuple[str, ...], axes: MeshAxes) -> tuple[str, ...]:
-  """Returns the axes along which sequences differ but rows do not."""
+  """Returns the axes that shard the batch but not the rows."""
   return tuple(name for name in axes.batch if name not in names)
 
 

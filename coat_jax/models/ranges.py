@@ -17,14 +17,14 @@ from coat_jax.numerics.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
 # A number that int32 can hold, such as a step.
 Count = Annotated[int, COUNT]
-# A width, small enough that a weight's bytes can be counted in 64 bits.
+# A width, limited so that the number of a weight's bytes fits in int64.
 Width = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 
 
 def range_of(hint: Any) -> tuple[type, Range] | None:
-  """Returns int or float and the range in a field's type, or None."""
+  """Returns (int or float, its range) for a number's type, else None."""
   found = [hint, *get_args(hint)]
   for each in found:
     arguments = get_args(each)
@@ -32,12 +32,15 @@ def range_of(hint: Any) -> tuple[type, Range] | None:
     if ranges:
       return arguments[0], ranges[0]
   if any(each in (int, float) for each in found):
-    raise TypeError(f"range_of: a number must have a Range, got {hint}")
+    raise TypeError(
+      "range_of: the types int and float need a Range, as in Annotated[float, "
+      f"Range(0, 1)], got {hint}"
+    )
   return None
 
 
 def check_numbers(config: Any) -> None:
-  """Raises ValueError if a number of a dataclass is outside its `Range`."""
+  """Raises ValueError if a numeric field is outside its `Range`."""
   for field in dataclasses.fields(config):
     hint, value = _without_notes(field.type), getattr(config, field.name)
     if (found := range_of(hint)) is None:
@@ -91,7 +94,7 @@ def check_kinds(config: Any) -> None:
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-  """Returns the types of a union, or the one type."""
+  """Returns the members of a union, or a tuple of the type itself."""
   is_union = get_origin(hint) in (types.UnionType, Union)
   return get_args(hint) if is_union else (hint,)
 

@@ -124,7 +124,7 @@ def test_fused_step_scales_gradients():
 def test_fused_step_names_foreseeable_mistakes():
   params = tree(0)
   fused = fused_coat_adamw(1e-3, implementation="mosaic")
-  with pytest.raises(NotImplementedError, match="have no groups"):
+  with pytest.raises(NotImplementedError, match="encoded in groups"):
     fused.apply(params, fused.init(params), params)
   fused = fused_coat_adamw(1e-3)
   with pytest.raises(ValueError, match="fused_coat_adamw: gradients must have"):
@@ -158,4 +158,4 @@ def test_explain_names_the_implementation_of_each_leaf():
     == "adamw_step: mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
   )
   assert "last axis must be a multiple of 128" in said["odd"]
-  assert "no groups" in said["norm"]
+  assert "encoded in groups" in said["norm"]

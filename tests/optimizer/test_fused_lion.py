@@ -109,7 +109,7 @@ def test_explain_names_implementations_and_mistakes_are_refused():
     == "lion_step: mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
   )
   assert "last axis must be a multiple of 128" in said["odd"]
-  assert "no groups" in said["norm"]
+  assert "encoded in groups" in said["norm"]
   with pytest.raises(ValueError, match="fused_coat_lion: gradients must have"):
     optimizer = fused_coat_lion(1e-3)
     optimizer.apply({}, optimizer.init(tree(0)), tree(0))

@@ -54,7 +54,7 @@ def why_not(stored, groups, arrays) -> str | None:
   if reason is not None:
     return reason
   if any(isinstance(codec, Plain) for codec in groups):
-    return "moments that are not encoded have no groups"
+    return "the kernel needs moments that are encoded in groups"
   for codec in groups:
     if not moment_codecs.is_registered(codec):
       return f"the kernel knows no codec {type(codec).__name__}"

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of a leaf with encoded moments, in one pass over memory.
+"""An optimizer step for a parameter with encoded moments, in one pass.
 
-This is `step.step_of` as a Pallas kernel for TPUs. A group fills the 128 lanes
-of a register, so the kernel needs no formulas of its own: it calls the codec's
-and the optimizer's definitions on tiles of [rows, 128]. It supports every
-subclass of `codecs.group.Grouped`, including your own.
+This is `step.step_of` as a Pallas kernel for TPUs. A group of a codec has 128
+values, which are the lanes of one register. Tiles of [rows, 128] thus contain
+whole groups, and the kernel calls the codec's and the optimizer's own functions
+on them. It supports every subclass of `codecs.group.Grouped`, including yours.
 
 Each program of the grid loops over the groups in a block of rows and columns.
-The statistics of whole rows stay in VMEM until the last columns are done.
+The statistics of a row stay in VMEM until the row's last block is done.
 Outputs alias inputs, so the step is in place if the caller donates its arrays.
 With two moments, a step reads and writes 16.2 bytes per value if parameters and
 gradients are f32, 10.2 bytes if they are bf16, and 12.2 bytes for 24-bit
@@ -39,21 +39,24 @@ from coat_jax.pallas.mosaic_tpu.blocks import LANES
 
 
 def why_not(stored, groups, part, arrays) -> str | None:
-  """Returns why the kernel cannot step these moments and arrays, or None."""
+  """Returns why the kernel does not support these arguments, or None."""
   for codec in groups:
     if not isinstance(codec, Grouped):
-      return "moments that are not encoded have no groups"
+      return "the kernel needs moments that are encoded in groups"
     if codec.group_size != LANES:
       return f"the kernel needs groups of 128, got {codec.group_size}"
   shape = stored[0].codes.shape
   if len(shape) < 2 or shape[-1] % LANES:
     return f"rows must be a multiple of 128 values long, got shape {shape}"
-  # Otherwise XLA may store each row of all layers together, and would copy.
+  # With another number of rows, XLA may choose a layout of the stack in which
+  # layers are interleaved, and would copy the stack before the kernel.
   in_layer = (
     blocks.num_rows(shape) % 8 == 0 and len(blocks.lead_axes(shape)) > 0
   )
   if part.layer is not None and not in_layer:
-    return f"a layer must have rows, a multiple of 8, got shape {shape}"
+    return (
+      f"each layer of a stack must have a multiple of 8 rows, got shape {shape}"
+    )
   wrong = {x.dtype.name for x in arrays} - {"float32", "bfloat16"}
   if wrong:
     return f"parameters and gradients must be f32 or bf16, got {wrong}"
@@ -67,7 +70,7 @@ class Step:
   Attributes:
     arithmetic: `adam.adam` or `lion.lion`.
     groups: the moments' codecs.
-    interpret: whether JAX interprets the kernel, on a CPU.
+    interpret: whether to run in Pallas' interpreter, on a CPU.
   """
 
   arithmetic: Callable[..., tuple[Array, ...]]
@@ -79,8 +82,8 @@ class Step:
   ) -> tuple[Any, tuple[Encoded, ...]]:
     """Returns the new parameter, or the update if p is None, and new moments.
 
-    `scalars` are the scalars of `arithmetic`, or with a parameter a pair of
-    these and `StepScalars`.
+    `scalars` is what `arithmetic` takes as its scalars or, with p, the pair
+    (those scalars, `StepScalars`).
     """
     whole = _whole(part, g, stored[0].codes)
     axes = tuple(range(g.ndim - 1))
@@ -94,7 +97,7 @@ class Step:
     return swap(self._run(part, whole, (1, 0), g, p, stored, scalars))
 
   def _run(self, part, whole, axes, g, p, stored, scalars):
-    """Steps arrays whose axes, except the last, are the leaf's `axes`."""
+    """Runs the kernel; axis i of the arrays is axis `axes[i]` of the leaf."""
     packed, treedef = jax.tree.flatten(scalars)
     statistics = [x for moment in stored for x in moment[1:] if x.ndim]
     codes = [moment.codes for moment in stored]

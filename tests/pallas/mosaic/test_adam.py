@@ -288,7 +288,7 @@ REFUSED = [
   (codecs.coat(), (8, 192), jnp.float32, r"multiple of 128, got shape \(8, 19"),
   (codecs.coat(), (3, 128), jnp.float32, "8 groups at a time, got 3"),
   (codecs.coat(), (8, 128), jnp.float16, "f32 or bf16, got {'float16'}"),
-  (codecs.float32(), (8, 128), jnp.float32, "not encoded have no groups"),
+  (codecs.float32(), (8, 128), jnp.float32, "encoded in groups"),
 ]
 
 

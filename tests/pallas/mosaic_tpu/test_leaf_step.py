@@ -186,8 +186,8 @@ def test_a_group_with_a_nan_does_not_affect_others():
     (Case(codec=codecs.float32()), "not encoded"),
     (Case(shape=(8, 100)), "multiple of 128"),
     (Case(shape=(128,)), "multiple of 128"),
-    (Case(shape=(4, 128), layer=1), "a layer must have rows"),
-    (Case(shape=(32, 2, 128), layer=1), "a layer must have rows"),
+    (Case(shape=(4, 128), layer=1), "a multiple of 8 rows"),
+    (Case(shape=(32, 2, 128), layer=1), "a multiple of 8 rows"),
     (Case(shape=(3, 12, 128), layer=1), "a multiple of 8"),
   ],
 )
