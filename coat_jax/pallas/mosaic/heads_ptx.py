@@ -126,7 +126,7 @@ def _is(kind: arith.CmpIPredicate, a, b: int):
 
 
 class _Lane:
-  """What a lane loads: 8 columns of each of its rows."""
+  """The loads of one lane: 8 columns of each of its rows."""
 
   def __init__(self, refs, row, column, heads: Heads):
     less = arith.CmpIPredicate.slt
