@@ -47,9 +47,14 @@ def _sharding_of(leaf: Any) -> Sharding | None:
 
 
 def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
-  """Sets the mesh of a concrete leaf on explicit axes, unless one is set."""
+  """Sets the mesh of a concrete leaf on explicit axes, unless one is set.
+
+  JAX cannot set a mesh while it traces a function. Without one, the result is
+  not sharded, as that of `jnp.zeros_like`.
+  """
   is_set = not jax.sharding.get_abstract_mesh().empty
-  if is_set or not isinstance(sharding, NamedSharding):
+  is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
+  if is_set or is_traced or not isinstance(sharding, NamedSharding):
     return contextlib.nullcontext()
   where: Any = sharding.mesh
   explicit = where.abstract_mesh.explicit_axes

@@ -223,6 +223,13 @@ def test_first_state_is_sharded_like_the_parameters(name, kind, make):
           assert len(axes) == 2 * (kind == EXPLICIT)
 
 
+@pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
+def test_first_state_of_parameters_that_a_jitted_function_closes_over(kind):
+  _, params = on_mesh(kind)
+  solver = coat_lion(1e-3, codec=codecs.coat(16), quantize_mask=matrices)
+  assert_same_bits(jax.jit(lambda: solver.init(params))(), solver.init(params))
+
+
 @pytest.mark.parametrize("make", [coat_lion, encoded])
 def test_first_state_varies_over_devices_like_the_parameters(make):
   solver = (
