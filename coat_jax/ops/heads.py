@@ -52,7 +52,18 @@ def split_heads(
   return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-@op()
+def _check_heads(dq, dk, dv, *_, **__) -> None:
+  k = dk.shape[2] if dk.ndim == 4 else 0
+  fits = k and dk.shape == dv.shape == (*dq.shape[:2], k, *dq.shape[3:])
+  if not fits or dq.shape[2] % k:
+    raise ValueError(
+      "join_heads: needs dq [B, T, N, H] and dk, dv [B, T, K, H] with N a "
+      f"multiple of K, got {dq.shape}, {dk.shape} and {dv.shape}; pass "
+      "gradients of what split_heads returned"
+    )
+
+
+@op(check=_check_heads)
 def join_heads(
   dq: Array, dk: Array, dv: Array, cos: Array | None, sin: Array | None
 ) -> Array:
@@ -70,7 +81,7 @@ def join_heads(
   return jnp.concatenate(parts, axis=3).reshape(b, t, columns)
 
 
-@op(mosaic="heads")
+@op(check=_check_heads, mosaic="heads")
 def join_heads_operand(
   dq: Array,
   dk: Array,

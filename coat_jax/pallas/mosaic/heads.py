@@ -23,28 +23,44 @@ from coat_jax.pallas.mosaic import device, row_ptx, rows, scales
 from coat_jax.pallas.mosaic.heads_ptx import Heads, load_joined
 
 
-def _why_not(dq, dk, dv, cos, gradient, **_) -> str | None:
+def _why_not(dq, dk, dv, cos, sin, gradient, **_) -> str | None:
   b, t, n, h = dq.shape
   shape = b * t, (n + 2 * dk.shape[2]) * h
   if h % row_ptx.VECTOR:
     return f"the kernel of Mosaic moves 8 channels at a time, got heads of {h}"
-  if cos is not None and cos.shape[-1] % row_ptx.VECTOR:
-    return (
-      f"the kernel of Mosaic rotates 8 pairs at a time, got {cos.shape[-1]}"
-    )
   if not dq.dtype == dk.dtype == dv.dtype:
     return (
-      "dq, dk and dv must have one dtype, got "
+      "dq, dk and dv must have the same dtype, got "
       f"{dq.dtype}, {dk.dtype} and {dv.dtype}"
     )
+  # Offsets in bytes are 32 bits. dq is the largest of the arrays.
+  num_bytes = dq.size * dq.dtype.itemsize
+  if num_bytes > 2**32:
+    return f"the kernel of Mosaic reads arrays of up to 4 GiB, got {num_bytes}"
   return (
-    device.why_not_rows()
+    _why_not_angles(b, t, cos, sin)
+    or device.why_not_rows()
     or supported.why_not_scaling(gradient, E5M2)
     or supported.why_not_dtype(dq.dtype)
     or supported.why_not_shape(shape)
     or supported.why_not_columns(shape, "both")
     or rows.why_not_tiles(shape)
   )
+
+
+def _why_not_angles(b: int, t: int, cos, sin) -> str | None:
+  if cos is None or sin is None:
+    return None
+  pairs = cos.shape[-1]
+  if pairs % row_ptx.VECTOR:
+    return f"the kernel of Mosaic rotates 8 pairs at a time, got {pairs}"
+  for x in (cos, sin):
+    if x.dtype != jnp.float32 or x.shape not in ((t, pairs), (b, t, pairs)):
+      return (
+        f"the kernel of Mosaic needs float32 angles {[t, pairs]} or "
+        f"{[b, t, pairs]}, got {x.dtype} {x.shape}"
+      )
+  return None
 
 
 @kernel(_why_not)

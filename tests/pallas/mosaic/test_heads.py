@@ -108,8 +108,25 @@ def test_kernel_refuses_what_it_cannot_take():
   with refused(r"tiles of 32 x 128, got a matrix \[16, 192\]"):
     join(1, 16, 4, 4, 16)
   dq, dk, dv, *angles = case(1, 32, 4, 4, 16)
-  with refused("one dtype, got bfloat16, float32 and bfloat16"):
+  with refused("same dtype, got bfloat16, float32 and bfloat16"):
     join_heads_operand(dq, dk.astype(jnp.float32), dv, *angles)
+  large, small = (
+    jax.ShapeDtypeStruct((3, 2**16, count, 128), jnp.float32)
+    for count in (64, 1)
+  )
+  with refused("up to 4 GiB, got 6442450944"):
+    jax.eval_shape(join_heads_operand, large, small, small, None, None)
+
+
+def test_kernel_refuses_angles_that_it_cannot_read():
+  dq, dk, dv, cos, sin = case(2, 32, 4, 4, 16, theta=1e4, own=True)
+  for wrong, got in (
+    (cos.astype(jnp.bfloat16), r"bfloat16 \(2, 32, 8"),
+    (cos[:, :1], r"float32 \(2, 1, 8"),
+  ):
+    for angles in ((wrong, sin), (cos, wrong)):
+      with refused(rf"\[32, 8\] or \[2, 32, 8\], got {got}"):
+        join_heads_operand(dq, dk, dv, *angles)
 
 
 @pytest.mark.gpu
