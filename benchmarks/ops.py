@@ -3,7 +3,7 @@
 
   python -m benchmarks.ops
   python -m benchmarks.ops --cases quantize_groups norm --implementations mosaic
-  python -m benchmarks.ops --compare triton --implementations triton mosaic
+  python -m benchmarks.ops --compare xla --implementations xla mosaic
 
 A row contains the milliseconds of a call and its rate: TFLOP/s if it multiplies
 matrices, otherwise GB/s. We count only operations of matmuls, and the fewest
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   parser.add_argument(
     "--implementations",
     nargs="+",
-    help="such as xla, triton, cublas; default: all",
+    help="such as xla, mosaic, cublas; default: all",
   )
   parser.add_argument(
     "--compare",

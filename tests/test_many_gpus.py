@@ -104,9 +104,9 @@ def layer_spec(path):
 def test_a_layer_computes_what_it_does_on_one_gpu(mesh, recipe):
   recipe = dataclasses.replace(recipe, axes=MeshAxes(tensor="tensor"))
   wanted, text = layer_gradients(recipe, one_gpu(mesh))
-  assert len(re.findall("gpu.triton|mosaic_gpu", text)) > 10, "kernels ran"
+  assert len(re.findall("mosaic_gpu", text)) > 10, "kernels ran"
   found, text = layer_gradients(recipe, mesh)
-  assert len(re.findall("gpu.triton|mosaic_gpu", text)) > 10, "kernels ran"
+  assert len(re.findall("mosaic_gpu", text)) > 10, "kernels ran"
   gathered = re.findall(r" = (.*?) all-gather(?:-start)?\(", text)
   dtypes = {t for shape in gathered for t in re.findall(r"(\w+)\[", shape)}
   assert dtypes <= {"f8e4m3fn", "f8e5m2"}

@@ -198,7 +198,7 @@ def split_heads(
     positions: int32 [T], or [B, T] if sequences have their own.
     heads: N, K and theta.
     kind: int32 scalar, the index into `heads.theta` if that is a tuple.
-    recipe: provides the implementation and the mesh axes; None sets neither.
+    recipe: provides the mesh axes; None sets none.
 
   Returns:
     q [B, T, N, H] and k, v [B, T, K, H] in qkv's dtype.

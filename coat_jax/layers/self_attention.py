@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The middle of an attention block: heads, their norm, RoPE and attention.
 
-q, k and v come from one matmul. A single pass writes their gradients as that
-matmul's E5M2 operand. Two cases need more passes: clipping, whose gradient is
-computed in between; and a bias with RoPE, because a bias needs sums of
-unrounded gradients, which the single pass computes only without RoPE.
+q, k and v come from one matmul. `ops.join_heads_operand` writes their gradients
+as that matmul's E5M2 operand. With clipping, or with a scale for each block of
+128 values, the gradients are first joined in the dtype of q, k and v.
 """
 
 import dataclasses

@@ -16,7 +16,6 @@ import pytest
 from benchmarks.aot import h200_devices
 from tests.aot.compiling import (
   compile_for_h200,
-  custom_calls,
   fp8_matmul_calls,
   instructions,
 )
@@ -115,14 +114,13 @@ def test_coat_gathers_codes_and_runs_its_kernels(fsdp, tensor, batch):
   assert not [array for array in others if of_layers & set(array[1:])]
   assert not [array for opcode, array in found if opcode == "all-to-all"]
   assert "join_columns" in compiled.as_text()
-  calls = custom_calls(compiled)
   # A body of the scan each way: four weights, three products a weight.
   assert len(fp8_matmul_calls(compiled)) >= 4 * 3
   # The optimizer's kernel for the six matrices, on a device's part.
   mosaic = [x.text for x in instructions(compiled) if "mosaic_gpu" in x.text]
   assert sum("jit(_step)" in text for text in mosaic) == 6
   # The layers' kernels.
-  assert len(mosaic) - 6 + calls["__gpu$xla.gpu.triton"] > 40
+  assert len(mosaic) - 6 > 40
 
 
 def amaxes_before(everything, gather):

@@ -120,11 +120,6 @@ def assert_conforms(actual, expected, tolerance):
       assert_close(a, e, tolerance)
 
 
-@of_cases(models.SMOKE, models.UNEVEN, having="triton")
-def test_kernel_matches_definition(case):
-  check_kernel(case, "triton")
-
-
 ROW_CASES = [
   pytest.param(case, marks=[pytest.mark.slow] if i else [], id=name_of(case))
   for i, sizes in enumerate((models.SMOKE, models.UNEVEN))
@@ -139,11 +134,7 @@ ROW_CASES = [
 @needs_interpreter
 @pytest.mark.parametrize("case", ROW_CASES)
 def test_kernel_on_rows_in_mosaic_matches_definition(case):
-  check_kernel(case, "mosaic")
-
-
-def check_kernel(case, name):
-  kernel = functools.partial(case.operation.kernel(name), interpret=True)
+  kernel = functools.partial(case.operation.kernel("mosaic"), interpret=True)
   args = case.arrays()
   actual = jit(functools.partial(case.call, kernel))(*args)
   definition = case.operation.definition
@@ -167,20 +158,11 @@ def lowered(case) -> str:
   return lowered_for_h200(functools.partial(case.call, case.operation), *specs)
 
 
-@of_cases(Sizes(), models.UNEVEN, having="triton")
-def test_triton_kernel_is_in_the_program_for_a_gpu(case):
-  check_program(case, "triton", "__gpu$xla.gpu.triton")
-
-
 @of_cases(Sizes(), having="mosaic")
 def test_mosaic_kernel_is_in_the_program_for_a_gpu(case):
-  check_program(case, "mosaic", "mosaic_gpu")
-
-
-def check_program(case, name, call):
-  assert call in lowered(case)
+  assert "mosaic_gpu" in lowered(case)
   # With a `.T` in a kernel, XLA would compute everything before it twice.
-  kernel = functools.partial(case.call, case.operation.kernel(name))
+  kernel = functools.partial(case.call, case.operation.kernel("mosaic"))
   program = str(jax.make_jaxpr(kernel)(*jax.eval_shape(case.arrays)))
   assert "transpose[" not in program
 

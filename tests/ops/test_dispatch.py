@@ -98,7 +98,7 @@ def test_kernel_is_traced_once():
     traces.append(x)
     return 2 * x
 
-  double = op(triton=doubled)(lambda x: x + x)
+  double = op(mosaic=doubled)(lambda x: x + x)
   with jax.sharding.use_abstract_mesh(H200):
     jax.jit(double).trace(jnp.ones(3))
   assert len(traces) == 1
@@ -109,9 +109,9 @@ def test_errors_other_than_a_refusal_surface():
 
   def doubled(x):
     traces.append(x)
-    raise NotImplementedError("Pallas lowers no sort to Triton")
+    raise NotImplementedError("Pallas lowers no sort")
 
-  double = op(triton=doubled)(lambda x: 2 * x)
+  double = op(mosaic=doubled)(lambda x: 2 * x)
   with jax.sharding.use_abstract_mesh(H200):
     with pytest.raises(NotImplementedError, match="lowers no sort"):
       jax.jit(double).trace(jnp.ones(3))

@@ -267,7 +267,7 @@ def abstract(sizes, kind=AxisType.Explicit):
   )
 
 
-# Calls of kernels in Triton and in Mosaic GPU.
+# Calls of kernels.
 CALLS = re.compile("pallas_call|mpmd_map")
 
 
