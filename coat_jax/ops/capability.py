@@ -9,7 +9,7 @@ import re
 
 import jax
 
-OLDEST = 8.0  # Triton compiles for Ampere and newer GPUs.
+OLDEST = 8.0  # Kernels without FP8 compile for Ampere and newer GPUs.
 FP8 = 8.9  # Ada is the first GPU that converts and multiplies E4M3.
 HOPPER = 9.0
 

@@ -12,7 +12,7 @@ def why_not_rows() -> str | None:
 
 
 def why_not_hopper() -> str | None:
-  """Returns why the GPU is none of Hopper's; None without a GPU."""
+  """Returns why this GPU is not a Hopper; None if it is, or without a GPU."""
   found = capability()
   is_unknown = found is None and jax.default_backend() == "gpu"
   if found in (HOPPER, None) and not is_unknown:
@@ -24,7 +24,7 @@ def why_not_hopper() -> str | None:
 
 
 def multiprocessors() -> int:
-  """Returns how many the GPU that code is traced for has."""
+  """Returns the number of multiprocessors of the GPU that code is for."""
   described = jax.sharding.get_abstract_mesh().abstract_device
   if described is not None and described.num_cores:
     return described.num_cores

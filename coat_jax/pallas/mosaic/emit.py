@@ -39,7 +39,7 @@ def pairs(words: list, selector: int) -> list:
 
 
 def asm(code: str, *args, result=None):
-  """Emits one instruction on 32-bit registers; returns i32 by default."""
+  """Emits instructions on 32-bit registers; the result is i32 by default."""
   result = i32_type() if result is None else result
   kinds = ["f" if isinstance(a.type, ir.F32Type) else "r" for a in args]
   kinds = ["=f" if isinstance(result, ir.F32Type) else "=r", *kinds]

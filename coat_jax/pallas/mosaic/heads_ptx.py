@@ -117,10 +117,6 @@ def _number(x):
   return emit.element(register, 0)
 
 
-def _select(condition, a, b):
-  return arith.select(condition, a, b)
-
-
 def _is(kind: arith.CmpIPredicate, a, b: int):
   return arith.cmpi(kind, a, i32(b))
 
@@ -140,15 +136,15 @@ class _Lane:
     is_query = _is(less, own, heads.queries)
     is_key = _is(arith.CmpIPredicate.eq, own, heads.queries)
     of_query = arith.addi(arith.muli(group, i32(heads.queries)), own)
-    head = _select(is_query, of_query, group)
+    head = arith.select(is_query, of_query, group)
     self._heads, self._row = heads, row
     self._kind = refs[0].type.element_type
-    self._stride = _select(
+    self._stride = arith.select(
       is_query, i32(heads.queries * heads.width), i32(heads.width)
     )
     self._column = arith.addi(arith.muli(head, i32(heads.size)), channel)
     q, k, v, *self._angles = map(_address, refs)
-    self._base = _select(is_query, q, _select(is_key, k, v))
+    self._base = arith.select(is_query, q, arith.select(is_key, k, v))
     if not heads.pairs:
       return
     self._is_first = _is(less, channel, heads.pairs)
@@ -157,13 +153,13 @@ class _Lane:
     )
     self._turns = turns
     pairs, column = i32(heads.pairs), self._column
-    partner = _select(
+    partner = arith.select(
       self._is_first, arith.addi(column, pairs), arith.subi(column, pairs)
     )
-    # Where nothing turns, what is loaded is not used.
-    self._partner = _select(turns, partner, column)
-    pair = _select(self._is_first, channel, arith.subi(channel, pairs))
-    self._pair = _select(turns, pair, i32(0))
+    # Lanes that rotate nothing must still load from inside the arrays.
+    self._partner = arith.select(turns, partner, column)
+    pair = arith.select(self._is_first, channel, arith.subi(channel, pairs))
+    self._pair = arith.select(turns, pair, i32(0))
     self._num_angles = ir.MemRefType(refs[3].type).shape[0]
 
   def load(self, i: int) -> list:
@@ -179,12 +175,12 @@ class _Lane:
     cos, sin = (_load(base, place, ir.F32Type.get()) for base in self._angles)
     out = []
     for own, other, c, s in zip(x, partner, cos, sin, strict=True):
-      signed = _select(self._is_first, s, arith.negf(s))
+      signed = arith.select(self._is_first, s, arith.negf(s))
       turned = emit.f32(
         "{ .reg .f32 t; mul.f32 t, $1, $3; fma.rn.f32 $0, $2, $4, t; }",
         *(own, other, c, signed),
       )
-      out.append(_select(self._turns, self._rounded(turned), own))
+      out.append(arith.select(self._turns, self._rounded(turned), own))
     return out
 
   def _values(self, row, column) -> list:

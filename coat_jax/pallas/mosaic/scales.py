@@ -54,11 +54,12 @@ def output_scale(bits: Array, output: Scaling, interpret: bool) -> Array | None:
 def bits_to_shared_scale(
   bits: Array, scaling: Scaling, interpret: bool
 ) -> tuple[Array, Array]:
-  """Returns the scale, and an array f32 [k] that begins with it.
+  """Returns the scale, f32 [], and an array f32 [k] that begins with it.
 
-  Use both if two products read the operand. Each product is multiplied by this
-  scale and by the other operand's. XLA fuses both multiplications into one
-  launch if they read the same array, but not if that array is a scalar.
+  The kernel that writes the operand's codes reads the array. Two products read
+  the operand, and each is multiplied by this scale. XLA fuses these
+  multiplications into one launch only if the scale is an element of a larger
+  array, which it is here.
   """
   return _scale_and_copies(bits, scaling, _THREADS, interpret)
 
