@@ -13,13 +13,22 @@ from jax.typing import DTypeLike
 from coat_jax.ops.dispatch import op
 
 
-def _check_weights(x: Array, w: Array, sizes: Array, **_) -> None:
-  fits = x.ndim == 2 and w.ndim == 3 and sizes.shape == w.shape[:1]
-  if not fits or x.shape[1] not in w.shape[1:]:
+def _check_x(x: Array, w: Array, sizes: Array, **_) -> None:
+  _check_weights(x, w, sizes, 1, "rows [M, D]")
+
+
+def _check_g(g: Array, w: Array, sizes: Array, **_) -> None:
+  _check_weights(g, w, sizes, 2, "gradients [M, F]")
+
+
+def _check_weights(rows, w, sizes, axis: int, needed: str) -> None:
+  """Raises unless rows have the size of this axis of the weights."""
+  fits = rows.ndim == 2 and w.ndim == 3 and sizes.shape == w.shape[:1]
+  if not fits or rows.shape[1] != w.shape[axis]:
     raise ValueError(
-      "grouped: needs rows [M, D] or gradients [M, F], weights [E, D, F] and "
-      f"sizes [E], got {x.shape}, {w.shape} and {sizes.shape}; pass arrays "
-      "that belong together"
+      f"grouped: needs {needed}, weights [E, D, F] and sizes [E], got "
+      f"{rows.shape}, {w.shape} and {sizes.shape}; pass arrays that belong "
+      "together"
     )
 
 
@@ -45,7 +54,7 @@ def _product(a, b, sizes, summed, groups, dtype) -> Array:
   return out.astype(dtype)
 
 
-@op(check=_check_weights, mosaic="grouped_product")
+@op(check=_check_x, mosaic="grouped_product")
 def grouped_fwd(
   x: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
@@ -53,7 +62,7 @@ def grouped_fwd(
   return _product(x, w, sizes, (1, 1), [0], dtype)
 
 
-@op(check=_check_weights, mosaic="grouped_product")
+@op(check=_check_g, mosaic="grouped_product")
 def grouped_dgrad(
   g: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:

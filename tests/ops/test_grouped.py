@@ -62,7 +62,7 @@ def test_grouped_products_of_bfloat16_are_summed_in_float32():
 def test_grouped_products_refuse_what_does_not_fit():
   x, g, w = arrays(SIZES[0])
   sizes = jnp.int32(SIZES[0])
-  with pytest.raises(ValueError, match=r"grouped: needs rows \[M, D\] or grad"):
+  with pytest.raises(ValueError, match=r"grouped: needs rows \[M, D\], weig"):
     ops.grouped_fwd(x[:, 1:], w, sizes)
   with pytest.raises(ValueError, match=r"sizes \[E\], got .* \(3,\)"):
     ops.grouped_dgrad(g, w, sizes[1:])
