@@ -4,12 +4,11 @@
 Pallas' interpreter knows neither inlined PTX nor what a kernel becomes when it
 is compiled. This machine executes what the compiler hands to ptxas: a program
 without loops or branches. All threads execute an instruction before the next
-one, so a missing barrier is not noticed. It knows the instructions that our
-kernels have needed and raises on any other.
+one, so it does not notice a missing barrier. It raises an error for an
+instruction that none of our kernels has needed so far.
 
-Approximate instructions (lg2, ex2, rcp, sqrt, div) are exact to f32 here. What
-ptxas does to the program is not seen; it refuses what ptxas is known to get
-wrong.
+Approximate instructions (lg2, ex2, rcp, sqrt, div) are exact to f32 here. The
+machine does not run ptxas, and refuses what ptxas is known to compile wrongly.
 """
 
 import math
@@ -114,7 +113,7 @@ class Machine:
         self._numbers.add(operands[0])
 
   def _set(self, register: str, x) -> None:
-    """A register has the bits of what is written to it."""
+    """Writes the bits of x to a register."""
     x = np.broadcast_to(x, self._registers["%tid.x"].shape)
     if x.dtype != bool:
       x = x.view(f"u{x.dtype.itemsize}")
@@ -125,7 +124,7 @@ class Machine:
     self._registers[register] = x
 
   def _get(self, operand: str, dtype) -> np.ndarray:
-    """An operand as numbers of a type, of a register its lowest bits."""
+    """Reads an operand as numbers of a type: the lowest bits of a register."""
     dtype = np.dtype(dtype)
     bits = np.dtype(f"u{dtype.itemsize}")
     if operand in self._registers:

@@ -32,7 +32,7 @@ def values(m, n, group_size=16) -> QTensor:
 
 def assert_no_spills(fn, *specs, folder, count):
   """Checks that `fn` compiles to this many kernels, and that none spills."""
-  jax.clear_caches()  # Nothing is written of a kernel compiled before.
+  jax.clear_caches()  # A cached kernel would write no files.
   folder.mkdir()
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))

@@ -46,7 +46,7 @@ def test_grouped_product_is_one_kernel(kernel, a, b, e, d, f, m):
     product, *specs, jax.ShapeDtypeStruct((e,), jnp.int32)
   )
   assert custom_calls(compiled)["mosaic_gpu_v2"] == 1
-  # Where tiles start; XLA alone makes [m, e, d] of x.
+  # Only the table of tiles. XLA alone would make [m, e, d] from x.
   assert temporary_bytes(compiled) < 2**17
 
 
@@ -87,6 +87,6 @@ def test_gradients_of_experts_are_scattered_as_they_are_written():
     if (shape := re.match(r"f32\[([\d,]+)\]", each.shape))
     and math.prod(map(int, shape[1].split(","))) in sizes
   )
-  # All of gate and up's, and all of down's: by a kernel each, and nowhere else.
+  # Only two kernels write whole gradients: gate and up's, and down's.
   assert found.pop("custom-call") == 2
   assert not found.keys() - {"bitcast", "parameter", "get-tuple-element"}

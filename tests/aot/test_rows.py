@@ -46,7 +46,7 @@ def on_machine(monkeypatch, tmp_path):
         )
 
       specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-      jax.clear_caches()  # Nothing is written of a kernel compiled before.
+      jax.clear_caches()  # A cached kernel would write no files.
       with jax.disable_jit(False):
         ptx, order = ptx_of(real, [specs], tmp_path)
       out = [np.zeros(x.shape, x.dtype) for x in out_type]
@@ -145,7 +145,7 @@ SCALE = jax.ShapeDtypeStruct((), F32)
 
 def report(fn, *specs, folder) -> tuple[int, int]:
   """Compiles one kernel; returns its registers and the bytes of spills."""
-  jax.clear_caches()  # Nothing is written of a kernel compiled before.
+  jax.clear_caches()  # A cached kernel would write no files.
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
     patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")

@@ -75,7 +75,7 @@ def _as_matrix(x: QTensor) -> list[Array]:
 
 
 def _load_groups(refs, part, load: Load) -> list[Array]:
-  """Loads this part of each pair of codes and scales, in f32."""
+  """Loads and dequantizes this part of each pair of codes and scales."""
   values, layout = [], load.layout.reduce(1)
   for codes_gmem, scale_gmem in itertools.batched(refs, 2):
     codes = rows.load_groups(codes_gmem.at[part], load)
@@ -85,7 +85,7 @@ def _load_groups(refs, part, load: Load) -> list[Array]:
 
 
 def _load_tiles(refs, place, interpret: bool) -> list[Array]:
-  """Loads this tile of each pair of codes and scales, in f32."""
+  """Loads and dequantizes this tile of each pair of codes and scales."""
   return [
     rows.load_quantized_tile(codes, scale, place, interpret)
     for codes, scale in itertools.batched(refs, 2)

@@ -61,7 +61,7 @@ class Heads:
 
 
 def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
-  """Loads a tile of `ops.join_heads`, as f32 values of the arrays' dtype.
+  """Loads a tile of what `ops.join_heads` returns, and casts it to f32.
 
   `refs` belong to dq [m, N H], dk and dv [m, K H], and to cos and sin, both
   [T, R / 2] or [m, R / 2], or None if nothing rotates.

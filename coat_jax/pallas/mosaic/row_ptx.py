@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PTX of the kernels on rows: dividing by a scale, transposing codes.
+"""PTX of the kernels on rows: divides by scales, transposes codes, sums rows.
 
 `rows` calls these functions and defines each one in jnp next to the call.
 """

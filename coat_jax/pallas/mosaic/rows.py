@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs kernels on rows of values, and the operations that they share.
+"""Runs kernels on rows of values, and defines the operations that they share.
 
 A program is one warpgroup. It loads all of its values before it uses any, and
 keeps them in registers. It holds them in one of two ways:
@@ -339,7 +339,7 @@ def store_operand(
 def store_sums(
   sums_gmem, x: Array, place, m: int, smem, interpret: bool
 ) -> None:
-  """Writes the sum of a tile's rows, without those that another tile has.
+  """Writes the sum of a tile's rows, without those that an earlier tile has.
 
   `sums_gmem` is [tiles, n] for tiles of a matrix with m rows.
   """

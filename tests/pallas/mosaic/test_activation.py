@@ -75,7 +75,7 @@ def assert_same_operand(actual, expected, apart=SCALES_APART["silu"]):
     assert (a is None) == (e is None), layout
     if e is not None:
       assert_same_codes(a, e, SHARE)
-  # Of the f32 that is the largest, a few ulp.
+  # The largest f32 may be off by a few ulp.
   np.testing.assert_allclose(actual.scale, expected.scale, rtol=apart)
   if actual.rows is not None and actual.columns is not None:
     rows = code_bits(actual.rows).reshape(-1, actual.rows.shape[-1])
@@ -83,9 +83,9 @@ def assert_same_operand(actual, expected, apart=SCALES_APART["silu"]):
 
 
 def assert_near(actual, expected):
-  """Does `assert_same_operand`, except for values left by a cancellation.
+  """Does `assert_same_operand`, but allows more where values cancel.
 
-  The derivative is zero at -1.278, and E5M2 shows 2^-32 of the largest.
+  The derivative is zero at -1.278, and E5M2 resolves 2^-32 of the largest.
   """
   np.testing.assert_allclose(actual.scale, expected.scale, rtol=1e-5)
   for a, e in zip(actual[:2], expected[:2], strict=True):
@@ -142,7 +142,7 @@ def test_gated_kernels_of_nan(in_up):
   for a, e in zip(actual[0], parts, strict=True):
     assert_same_groups(a, e)
   assert np.isnan(actual[1]) and np.isnan(scale)
-  # With a scale of 1 what is finite stays so beside what is not.
+  # With a scale of 1, finite values stay finite next to others.
   how |= dict(scale=jnp.float32(1))
   assert_same_operand(*both("activation_fwd", parts, **how))
   dy = jnp.ones((32, 128))
@@ -297,7 +297,7 @@ def check_far_values(activation, gated):
     values = ops.quantize_groups(jnp.asarray(x), groups=Groups(16))
     other = ops.quantize_groups(jnp.full(x.shape, -3.0), groups=Groups(16))
     parts = (values, other) if gated else (values,)
-    # With a scale of 1 what is finite stays so beside what is not.
+    # With a scale of 1, finite values stay finite next to others.
     how = dict(activation=activation, scale=jnp.float32(1))
     fwd = [
       run(fn, parts, **how)
@@ -352,7 +352,7 @@ def check_gelu(shape, dtype):
     ).qvalue
     # By value: below -20 the kernel's gradient is 0 and the exact one -0.
     codes, expected = (np.asarray(x, F32) for x in (operand.rows, expected))
-    # The derivative is zero at -0.75: what cancels there is off by more.
+    # The derivative is zero at -0.75, where cancellation makes errors larger.
     assert np.mean(codes == expected) >= SHARE
     difference = np.abs(codes - expected)
     assert np.all(difference <= np.abs(expected) / 4 + 1)

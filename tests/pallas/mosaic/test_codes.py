@@ -19,7 +19,7 @@ def parts_of(shape, dtype=E4M3):
 
 
 def test_join_columns_has_values_of_every_device():
-  # Of each of three columns the first device has two values, then the second.
+  # Each of two devices has two values of each of three columns.
   parts = jnp.asarray([[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]])
   np.testing.assert_array_equal(
     ops.join_columns.definition(parts), np.arange(12).reshape(3, 4)

@@ -243,7 +243,7 @@ def test_explain_names_the_kernels():
 
 
 def test_a_dtype_may_be_its_name():
-  # As recipe.axes.grad_dtype is, which gradients are summed in on a mesh.
+  # recipe.axes.grad_dtype, in which a mesh sums gradients, is a name.
   x, g, _, sizes = specs_of_16_bits()
   for dtype in ("float32", jnp.float32, jnp.dtype("float32")):
     run = functools.partial(kernel.grouped_wgrad, dtype=dtype)

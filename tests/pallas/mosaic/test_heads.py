@@ -15,7 +15,7 @@ from coat_jax.ops.rope import Rotary, rotation
 from coat_jax.pallas.mosaic.heads import join_heads_operand
 from tests.pallas.kernels import assert_same_operand, refused
 
-# B, T, N, K, H. Of rows and columns none, either or both are whole tiles.
+# B, T, N, K, H. Rows, columns, neither or both divide into whole tiles.
 SHAPES = [
   (16, 3, 2, 2, 72),
   (2, 64, 2, 1, 64),
@@ -44,7 +44,7 @@ def check(shape, dtype, share, *, theta=None, own=False, **options):
     lambda *args: ops.join_heads_operand.definition(*args, has_sums=True)
   )(*arrays)
   found, sums = join_heads_operand(*arrays, has_sums=True, **options)
-  # A product and a sum may be one operation, and so change the largest value.
+  # XLA may round a product and a sum once, so the largest value may differ.
   if share == 1:
     assert_same_operand(found, want)
   else:
