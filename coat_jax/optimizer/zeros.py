@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, P, core, lax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from coat_jax import mesh
 from coat_jax.codecs.group import Encoded, GroupCodec
@@ -52,13 +52,13 @@ def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
   JAX cannot set a mesh while it traces a function. Without one, the result is
   not sharded, as that of `jnp.zeros_like`.
   """
+  where = getattr(sharding, "mesh", None)
+  is_explicit = isinstance(where, Mesh) and where.abstract_mesh.explicit_axes
   is_set = not jax.sharding.get_abstract_mesh().empty
-  is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
-  if is_set or is_traced or not isinstance(sharding, NamedSharding):
+  is_traced = isinstance(jnp.zeros(()), core.Tracer)
+  if not is_explicit or is_set or is_traced:
     return contextlib.nullcontext()
-  where: Any = sharding.mesh
-  explicit = where.abstract_mesh.explicit_axes
-  return jax.set_mesh(where) if explicit else contextlib.nullcontext()
+  return jax.set_mesh(where)
 
 
 @functools.partial(

@@ -79,10 +79,12 @@ def join_heads_operand(
   """`ops.join_heads_operand`, in two passes."""
   b, t, n, h = dq.shape
   k, m = dk.shape[2], b * t
-  pairs = 0 if cos is None else cos.shape[-1]
-  heads = Heads(n // k, k, h, t, pairs)
   inputs = [x.reshape(m, -1) for x in (dq, dk, dv)]
-  inputs += [None if x is None else x.reshape(-1, pairs) for x in (cos, sin)]
+  angles, pairs = [None, None], 0
+  if cos is not None and sin is not None:
+    pairs = cos.shape[-1]
+    angles = [x.reshape(-1, pairs) for x in (cos, sin)]
+  inputs, heads = [*inputs, *angles], Heads(n // k, k, h, t, pairs)
   width, how = heads.joined, dict(heads=heads, interpret=interpret)
   grid = rows.grid_of_tiles(m, width)
   low = grid[0], pl.cdiv(m, rows.TILE_ROWS)
