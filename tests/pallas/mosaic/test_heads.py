@@ -82,6 +82,13 @@ def test_rotated_heads_match_the_definition(own):
   check(shape, jnp.float32, 0.99, theta=theta, own=own, interpret=True)
 
 
+def test_cos_without_sin_rotates_nothing():
+  *heads, cos, _ = case(1, 32, 2, 2, 64, theta=1e4)
+  found, _ = join_heads_operand(*heads, cos, None, interpret=True)
+  want, _ = join_heads_operand(*heads, None, None, interpret=True)
+  assert_same_operand(found, want)
+
+
 def test_operand_of_zeros_and_of_nan():
   zeros = [jnp.zeros((1, 32, 2, 64))] * 3
   how = dict(has_sums=True, interpret=True)
