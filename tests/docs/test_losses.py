@@ -21,7 +21,7 @@ def test_differences_of_long_runs_on_the_accuracy_page_equal_the_rows():
   for label, variant in (
     ("`coat`", "coat"),
     (
-      'BF16 weights, stepped in the backward pass, `attention="fp8"`',
+      'BF16 weights, optimizer step in the backward pass, `attention="fp8"`',
       "lean, attention fp8",
     ),
     ("BF16 layers with `coat`'s moments, stopped early", "bf16, coat moments"),
