@@ -11,8 +11,10 @@ as C++ headers, and writes to OUT
   chats.jsonl      one conversation per function that has a docstring: the user
                    shows the source and asks what it does, and the assistant
                    answers with the docstring
+  source.json      the folders, the suffixes and the numbers of files and tokens
 
-The order is the same in every run. Of duplicate files only one is used.
+The order is the same in every run. Of duplicate files only one is used. Losses
+can only be compared if the data is the same: record source.json with them.
 `studies/finetuning.sh` and `studies/long.sh` train on this data.
 """
 
@@ -162,6 +164,13 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
       )
     options.out.mkdir(parents=True)
     counts = write(texts, options.out, options.vocab_size)
+    source = dict(
+      folders=list(map(str, options.folders)),
+      suffixes=options.suffixes,
+      vocab_size=options.vocab_size,
+      **counts,
+    )
+    (options.out / "source.json").write_text(json.dumps(source), "utf-8")
   say(f"{options.out}: " + ", ".join(f"{n} {x}" for x, n in counts.items()))
   return counts
 

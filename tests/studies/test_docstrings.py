@@ -67,6 +67,9 @@ def test_files_contain_each_text_once(tmp_path, capsys):
   rows = (out / "chats.jsonl").read_text("utf-8").splitlines()
   rows = [json.loads(row) for row in rows]
   assert rows == list(docstrings.conversations(SOURCE))
+  source = json.loads((out / "source.json").read_text("utf-8"))
+  assert source["folders"] == arguments[1:] and source["suffixes"] == [".py"]
+  assert source["tokens"] == counts["tokens"]
   with pytest.raises(SystemExit):
     docstrings.main(arguments)  # Nothing is replaced.
   assert "File exists" in capsys.readouterr().err
