@@ -124,7 +124,7 @@ def test_few_launches_of_a_layer_are_not_products_or_kernels():
   # Of XLA's: codes of four weights, eight products of scales in pairs and four
   # alone, angles in two, heads in two, sums of the norms' two gradients.
   assert launches(found).count("fusion") <= 18
-  assert len(launches(found)) <= 72
+  assert len(launches(found)) <= 74
 
 
 def test_xla_alone_is_reachable():

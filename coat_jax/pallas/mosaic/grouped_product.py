@@ -10,7 +10,8 @@
   grouped_wgrad          dw = x^T g    [M, D]^T x [M, F], per group's tokens
 
 The first three multiply FP8 codes, which must have the summed axis last. The
-others multiply BF16 or f16 as it is stored.
+others multiply BF16 or f16 as it is stored. If a width is no multiple of a
+tile's, they copy both operands with zeros appended.
 
 The two FP8 scales are multiplied with each other first, so a product below
 1.2e-38 is inexact or 0. The definition in `ops.grouped_linear` has no such
@@ -26,9 +27,7 @@ Writing weight gradients in f32 takes longer than the matmul if groups are
 small. For gate and up of Qwen3-30B-A3B (512 rows for each of 128 experts) they
 take 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x and g take 0.23 GB. An H100
 moves 3.35 TB/s, so memory alone takes 0.55 ms. Tensor cores take 0.21 ms for
-412 GFLOP at 1979 TFLOP/s, or 0.26 ms if the 512 tokens of a group are not
-aligned and so extend over five blocks instead of four. At most 750 TFLOP/s are
-possible; we measured 490.
+412 GFLOP at 1979 TFLOP/s. So at most 750 TFLOP/s are possible; we measured 490.
 Gradients in BF16 are half as large, so memory takes 0.31 ms. Layers request
 gradients in the dtype of the weights, or on a mesh in `axes.grad_dtype`.
 """
@@ -170,9 +169,18 @@ def _why_not_16_bits(a, b) -> str | None:
   return f"the kernel multiplies BF16 or f16, got {a.dtype} and {b.dtype}"
 
 
+def _padded(x: Array, *multiples: int) -> Array:
+  """Appends zeros to the last axes, up to these multiples."""
+  sizes = x.shape[-len(multiples) :]
+  ends = [(0, -n % by) for n, by in zip(sizes, multiples, strict=True)]
+  if not any(after for _, after in ends):
+    return x
+  return jnp.pad(x, [(0, 0)] * (x.ndim - len(ends)) + ends)
+
+
 @kernel(
   lambda x, w, dtype, **_: (
-    _why_not_16_bits(x, w) or _why_not_rows(x, w, dtype, _HALF, _HALF, BLOCK)
+    _why_not_16_bits(x, w) or _why_not_rows(x, w, dtype, 1, 1, 1)
   )
 )
 def grouped_fwd(
@@ -184,13 +192,14 @@ def grouped_fwd(
   interpret: bool = False,
 ) -> Array:
   """`ops.grouped_fwd`."""
-  how = How(interpret=interpret)
-  return rows_product(x, w, sizes, dtype, how, k_first=True)
+  how, n = How(interpret=interpret), w.shape[2]
+  x, w = _padded(x, _HALF), _padded(w, _HALF, BLOCK)
+  return rows_product(x, w, sizes, dtype, how, k_first=True)[:, :n]
 
 
 @kernel(
   lambda g, w, dtype, **_: (
-    _why_not_16_bits(g, w) or _why_not_rows(g, w, dtype, _HALF, BLOCK, _HALF)
+    _why_not_16_bits(g, w) or _why_not_rows(g, w, dtype, 1, 1, 1)
   )
 )
 def grouped_dgrad(
@@ -202,13 +211,14 @@ def grouped_dgrad(
   interpret: bool = False,
 ) -> Array:
   """`ops.grouped_dgrad`."""
-  return rows_product(g, w, sizes, dtype, How(interpret=interpret))
+  how, n = How(interpret=interpret), w.shape[1]
+  g, w = _padded(g, _HALF), _padded(w, BLOCK, _HALF)
+  return rows_product(g, w, sizes, dtype, how)[:, :n]
 
 
 @kernel(
   lambda x, g, dtype, **_: (
-    _why_not_16_bits(x, g)
-    or _why_not_weights(x, g, dtype, _HALF, BLOCK, _HALF, BLOCK)
+    _why_not_16_bits(x, g) or _why_not_weights(x, g, dtype, 1, 1, 1, 1)
   )
 )
 def grouped_wgrad(
@@ -221,8 +231,10 @@ def grouped_wgrad(
   interpret: bool = False,
 ) -> Array:
   """`ops.grouped_wgrad`."""
-  how = How(interpret=interpret)
-  return weights_product(x, g, sizes, dtype, rows_first, how)
+  how, d, f = How(interpret=interpret), x.shape[1], g.shape[1]
+  x, g = _padded(x, _HALF, BLOCK), _padded(g, _HALF, BLOCK)
+  dw = weights_product(x, g, sizes, dtype, rows_first, how)
+  return dw[:d, :, :f] if rows_first else dw[:, :d, :f]
 
 
 # --- Both --------------------------------------------------------------------
