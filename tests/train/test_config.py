@@ -200,7 +200,7 @@ def test_every_number_of_a_configuration_has_a_range():
     if range_of(field.type)
   }
   assert found >= {"TrainConfig.keep", "ModelConfig.clip_qkv", "OptimConfig.lr"}
-  with pytest.raises(TypeError, match="must have a Range, got"):
+  with pytest.raises(TypeError, match="need a Range, as in Annotated"):
     range_of(float | None)
 
 

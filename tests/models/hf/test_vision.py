@@ -185,7 +185,7 @@ def test_classes_are_named(tmp_path):
       write_config(config, dtype, labels=wrong)
   without = dataclasses.replace(config, num_classes=None)
   tower = VisionTower(without, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match="each of the 0 classes"):
+  with pytest.raises(ValueError, match="must be 0 different names"):
     save_hf(tower, tmp_path / "out", labels=("cat", "dog"))
   assert not (tmp_path / "out").exists()
 
