@@ -181,8 +181,8 @@ def test_rows_are_json_with_all_keys(moments, capsys, tmp_path):
     ([], "required: command"),
     (["codec"], "invalid choice"),
     (["codecs", "--steps", "0"], "from 1 to 1048576 is needed"),
-    (["codecs", "--out", "."], "got a folder in"),
-    (["codecs", "--out", "x.y"], "got the ending '.y'"),
+    (["codecs", "--out", "."], "got the folder"),
+    (["codecs", "--out", "x.y"], "got x.y"),
     (["codecs", "--codecs", "os:getcwd"], "MomentCodec"),
   ],
 )
