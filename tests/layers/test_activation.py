@@ -81,5 +81,5 @@ def test_other_recipes_are_the_ordinary_functions(recipe, activation):
   "up", [jnp.ones((6, 41)), jnp.ones((6, 40), jnp.bfloat16)]
 )
 def test_gate_and_up_that_differ_are_refused(up):
-  with pytest.raises(ValueError, match="activate: x and up must have one"):
+  with pytest.raises(ValueError, match="activate: x and up must have the same"):
     activate(jnp.ones((6, 40)), up, activation="silu")
