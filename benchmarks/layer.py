@@ -113,6 +113,8 @@ class Variant:
       case |= {"weight_cache": r.weight_cache}
     if r.nonlinear == "fp8":
       case |= {"residuals": r.residuals, "attention": r.attention}
+    if r.experts != "bf16":
+      case |= {"experts": r.experts}
     return case
 
 

