@@ -84,7 +84,7 @@ def join_heads_operand(
   if cos is not None and sin is not None:
     pairs = cos.shape[-1]
     angles = [x.reshape(-1, pairs) for x in (cos, sin)]
-  inputs, heads = [*inputs, *angles], Heads(n // k, k, h, t, pairs)
+  inputs, heads = [*inputs, *angles], Heads(n // k, k, h, pairs)
   width, how = heads.joined, dict(heads=heads, interpret=interpret)
   grid = rows.grid_of_tiles(m, width)
   low = grid[0], pl.cdiv(m, rows.TILE_ROWS)

@@ -7,6 +7,7 @@ H is a multiple of 8. So each lane computes which array it reads, and where.
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,7 @@ from coat_jax.pallas.mosaic.row_ptx import (
   THREAD_LAYOUT,
   TILE_LAYOUT,
   VECTOR,
+  WARPS,
   split_index,
 )
 
@@ -39,14 +41,12 @@ class Heads:
     queries: R = N / K, the query heads per key head.
     kv_heads: K.
     size: H.
-    tokens: T.
     pairs: how many pairs of channels rotate; 0 for none.
   """
 
   queries: int
   kv_heads: int
   size: int
-  tokens: int
   pairs: int
 
   @property
@@ -71,7 +71,9 @@ def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
     return _definition(refs, rows, columns, heads)
   shape = rows.size, columns.size
   starts = [
-    plgpu.layout_cast(jnp.full((4 * LANES,), x.start, jnp.int32), THREAD_LAYOUT)
+    plgpu.layout_cast(
+      jnp.full((WARPS * LANES,), x.start, jnp.int32), THREAD_LAYOUT
+    )
     for x in place
   ]
   refs = [ref for ref in refs if ref is not None]

@@ -35,8 +35,8 @@ from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import qmax
 from coat_jax.numerics.scaling import Layout
-from coat_jax.pallas.magnitudes import group_scale, magnitude_bits
 from coat_jax.pallas.mosaic import row_ptx
+from coat_jax.pallas.mosaic.magnitudes import group_scale, magnitude_bits
 from coat_jax.pallas.mosaic.row_ptx import COLUMNS, LANES, VECTOR, WARPS
 
 STEP = WARPS * LANES * VECTOR  # The values of one load of a program.

@@ -16,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.numerics.qtensor import amax_to_scale, bits_to_amax
 from coat_jax.numerics.scaling import PerTensor, Scaling
-from coat_jax.pallas.magnitudes import tensor_scale
 from coat_jax.pallas.mosaic import rows
+from coat_jax.pallas.mosaic.magnitudes import tensor_scale
 from coat_jax.pallas.mosaic.row_ptx import LANES, THREAD_LAYOUT, WARPS
 
 _THREADS = WARPS * LANES

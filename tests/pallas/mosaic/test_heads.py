@@ -48,12 +48,16 @@ def check(shape, dtype, share, *, theta=None, own=False, **options):
   if share == 1:
     assert_same_operand(found, want)
   else:
-    np.testing.assert_allclose(found.scale, want.scale, rtol=2**-7)
+    # The largest value may round to its neighbour in BF16.
+    apart = 2.0**-7 if dtype == jnp.bfloat16 and theta else 1e-6
+    np.testing.assert_allclose(found.scale, want.scale, rtol=apart)
     found_again, _ = join_heads_operand(*arrays, **options)
     assert_same_operand(found_again, found)
     values, expected = (np.asarray(x.rows, np.float32) for x in (found, want))
-    # E5M2 has two bits after the first.
-    assert np.all(np.abs(values - expected) <= 0.3 * np.abs(expected) + 1e-6)
+    # E5M2 has two bits after the first. A rotation that cancels leaves the
+    # rounding error of its terms.
+    limit = 0.3 * np.abs(expected) + 2.0**-20 * np.max(np.abs(expected))
+    assert np.all(np.abs(values - expected) <= limit)
     assert np.mean(values == expected) >= share
     np.testing.assert_array_equal(
       np.asarray(found.columns, np.float32),
