@@ -70,12 +70,8 @@ def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
   if interpret:
     return _definition(refs, rows, columns, heads)
   shape = rows.size, columns.size
-  starts = [
-    plgpu.layout_cast(
-      jnp.full((WARPS * LANES,), x.start, jnp.int32), THREAD_LAYOUT
-    )
-    for x in place
-  ]
+  each = functools.partial(jnp.full, (WARPS * LANES,), dtype=jnp.int32)
+  starts = [plgpu.layout_cast(each(x.start), THREAD_LAYOUT) for x in place]
   refs = [ref for ref in refs if ref is not None]
   out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE_LAYOUT)
 
