@@ -11,7 +11,6 @@ import optax
 from jax import Array
 
 from coat_jax.codecs import MomentCodec
-from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import (
   ANY,
   COUNT,
@@ -30,7 +29,6 @@ from coat_jax.optimizer.masks import (
   QuantizeMask,
   default_quantize_mask,
   leaf_paths,
-  plain_codec,
 )
 
 # Anything closer to 1 rounds to 1 in f32: the bias correction would divide by
@@ -134,13 +132,10 @@ def check_codec(op: str, codec: Any) -> None:
   check_kind(op, "codec", codec, MomentCodec, remedy)
 
 
-def choose_groups(
-  op: str,
-  params: Any,
-  groups: tuple[GroupCodec, ...],
-  mask: QuantizeMask | None,
-) -> list[tuple[GroupCodec, ...]]:
-  """Lists each leaf's codecs: `groups` if `mask` chooses it, else plain."""
+def choose_leaves(
+  op: str, params: Any, mask: QuantizeMask | None
+) -> list[bool]:
+  """Lists whether a codec encodes each leaf, because `mask` chooses it."""
   mask = default_quantize_mask if mask is None else mask
   if not callable(mask):
     raise TypeError(
@@ -156,9 +151,8 @@ def choose_groups(
         f"{op}: parameters must be floating or complex, got {got} at "
         f"{path!r}; leave it out with optax.masked or optax.partition"
       )
-    chosen = mask(path, leaf)
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    if chosen and is_complex:
+    chosen = bool(mask(path, leaf))
+    if chosen and jnp.issubdtype(dtype, jnp.complexfloating):
       raise TypeError(
         f"{op}: quantize_mask must choose real leaves, got {dtype} at "
         f"{path!r}; return False for it, or wrap the optimizer in "
@@ -169,9 +163,7 @@ def choose_groups(
         f"{op}: quantize_mask must choose arrays with an axis, got the scalar "
         f"at {path!r}; return False for it"
       )
-    # All moments but the first average squares, which are real.
-    plain = (plain_codec(is_complex), *(plain_codec(),) * (len(groups) - 1))
-    out.append(groups if chosen else plain)
+    out.append(chosen)
   return out
 
 

@@ -13,11 +13,7 @@ from jax.typing import ArrayLike
 from coat_jax import codecs
 from coat_jax.optimizer import arguments
 from coat_jax.optimizer.boxes import mesh_of
-from coat_jax.optimizer.conversion import (
-  decode_state,
-  encode_state,
-  encode_trees,
-)
+from coat_jax.optimizer.conversion import decode_state, encode_state
 from coat_jax.optimizer.fields import (
   FieldRule,
   check_names,
@@ -25,17 +21,13 @@ from coat_jax.optimizer.fields import (
   mark_placeholders,
   rule_of,
 )
-from coat_jax.optimizer.masks import (
-  QuantizeMask,
-  leaf_paths,
-  node_path,
-  plain_codec,
-)
+from coat_jax.optimizer.masks import QuantizeMask, leaf_paths, node_path
 from coat_jax.optimizer.state import (
   EncodedState,
   check_state,
   moments_in,
   placeholder_type,
+  zero_moment,
 )
 from coat_jax.optimizer.weights import in_f32
 
@@ -107,7 +99,7 @@ def encoded(
     if isinstance(params, placeholder_type()):
       state = mark_placeholders(op, inner.init, params, codec, rule)
       return EncodedState(count, state)
-    chosen = arguments.choose_groups(op, params, codec.groups, quantize_mask)
+    chosen = arguments.choose_leaves(op, params, quantize_mask)
     where = mesh_of(params)
     params = _in_f32(params)
     state = inner.init(params)
@@ -116,29 +108,18 @@ def encoded(
       names = () if fields is None or callable(fields) else fields
       check_names(op, names, state, found)
     keys = [keys for keys, _ in tree_leaves_with_path(params)]
-    is_encoded = {
-      keys: groups == codec.groups
-      for keys, groups in zip(keys, chosen, strict=True)
-    }
-    trees, groups, leaf_codecs = [], [], []
-    for field in found:
-      if field.kind is None:
-        continue
-      # Without this barrier the compiler spends half a minute encoding
-      # constants.
-      trees.append(jax.lax.optimization_barrier(field.node))
-      groups.append(getattr(codec, field.kind))
-      leaf_codecs.append(
-        [
-          groups[-1] if is_encoded[keys] else plain_codec(jnp.iscomplexobj(x))
-          for keys, x in tree_leaves_with_path(field.node)
-        ]
-      )
-    moments = iter(
-      encode_trees(trees, groups, leaf_codecs, seed, 0, mesh=where)
-    )
-    nodes = [next(moments) if x.kind else x.node for x in found]
-    return EncodedState(count, treedef.unflatten(nodes))
+    is_chosen = dict(zip(keys, chosen, strict=True))
+
+    def zeros(field):
+      own = [is_chosen[keys] for keys, _ in tree_leaves_with_path(field.node)]
+      return zero_moment(field.node, getattr(codec, field.kind), own, where)
+
+    like = treedef.unflatten(zeros(x) if x.kind else x.node for x in found)
+    # Without this barrier the compiler spends half a minute encoding constants.
+    barrier = jax.lax.optimization_barrier
+    nodes = [barrier(x.node) if x.kind else x.node for x in found]
+    state = treedef.unflatten(nodes)
+    return EncodedState(count, encode_state(op, "state", like, state, seed, 0))
 
   def update_fn(updates, state, params=None, **extra_args):
     check_state(op, state, EncodedState, codec)

@@ -131,12 +131,11 @@ def fit_group_size(
   check_whole(op, "smallest", smallest, COUNT, "16 is the default")
   placed, _ = _placed(op, params, shardings)
   leaves = leaf_paths(placed)
-  chosen = arguments.choose_groups(op, placed, codec.groups, quantize_mask)
+  chosen = arguments.choose_leaves(op, placed, quantize_mask)
   shares = {
     path: _share(leaf)
-    for (path, leaf), groups in zip(leaves, chosen, strict=True)
-    if any(hasattr(group, "group_size") for group in groups)
-    and _share(leaf) < leaf.shape[-1]
+    for (path, leaf), is_encoded in zip(leaves, chosen, strict=True)
+    if is_encoded and _share(leaf) < leaf.shape[-1]
   }
   # Without a sharded leaf this is 0, which every size divides.
   common = math.gcd(*shares.values())

@@ -75,32 +75,47 @@ class Moment:
       return self.codec
     return plain_codec(jnp.iscomplexobj(encoded.codes))
 
+  def replace(self, leaves: Sequence[Encoded]) -> "Moment":
+    """Replaces the leaves but keeps their boxes, whatever the current mesh."""
+    trees = (self.codes, self.amax, self.range)
+    columns = zip(*leaves, strict=True) if leaves else ((), (), ())
+    return Moment(
+      *(
+        jax.tree.structure(tree).unflatten(column)
+        for tree, column in zip(trees, columns, strict=True)
+      ),
+      codec=self.codec,
+    )
 
-def make_moment(
+
+def zero_moment(
   like: Any,
-  leaves: Sequence[Encoded],
   codec: GroupCodec,
-  mesh: boxes.AnyMesh | None = None,
+  chosen: Sequence[bool],
+  mesh: boxes.AnyMesh | None,
+  *,
+  is_real: bool = False,
 ) -> Moment:
-  """Makes a moment with these leaves and the structure of `like`.
+  """Makes a moment of zeros with the structure and the boxes of `like`.
 
-  `mesh` is the mesh in the types of the parameters, or None.
+  `codec` encodes the chosen leaves; the others are stored as f32 or, unless
+  `is_real`, as complex64 if the leaf is complex. `mesh` is the mesh in the
+  parameters' types, or None.
   """
+  leaves = [
+    encode_zeros(
+      codec
+      if is_chosen
+      else plain_codec(not is_real and jnp.iscomplexobj(leaf)),
+      leaf,
+    )
+    for leaf, is_chosen in zip(jax.tree.leaves(like), chosen, strict=True)
+  ]
   return Moment(
     jax.tree.structure(like).unflatten([x.codes for x in leaves]),
     boxes.box_like(like, [x.amax for x in leaves], mesh),
     boxes.box_like(like, [x.range for x in leaves], mesh),
     codec,
-  )
-
-
-def replace_leaves(old: Moment, leaves: Sequence[Encoded]) -> Moment:
-  """Replaces the leaves but keeps their boxes, whatever the current mesh."""
-  return Moment(
-    jax.tree.structure(old.codes).unflatten([x.codes for x in leaves]),
-    jax.tree.structure(old.amax).unflatten([x.amax for x in leaves]),
-    jax.tree.structure(old.range).unflatten([x.range for x in leaves]),
-    old.codec,
   )
 
 
@@ -187,22 +202,19 @@ class MomentOptions:
 
   def init(self, params: Any) -> Any:
     """Makes the state before the first step, sharded like the parameters."""
-    op, mask = self.op, self.quantize_mask
     groups = self.codec.groups[: len(self.state_type._fields) - 1]
+    count = jnp.zeros([], jnp.int32)
     if isinstance(params, placeholder_type()):
       moments = [marked_moment(params, group) for group in groups]
-      return self.state_type(jnp.zeros([], jnp.int32), *moments)
-    chosen = arguments.choose_groups(op, params, groups, mask)
-    stored = [
-      tuple(encode_zeros(group, leaf) for group in own)
-      for leaf, own in zip(jax.tree.leaves(params), chosen, strict=True)
-    ]
+      return self.state_type(count, *moments)
+    chosen = arguments.choose_leaves(self.op, params, self.quantize_mask)
     where = boxes.mesh_of(params)
+    # All moments but the first average squares, which are real.
     moments = [
-      make_moment(params, [row[j] for row in stored], group, where)
+      zero_moment(params, group, chosen, where, is_real=j > 0)
       for j, group in enumerate(groups)
     ]
-    return self.state_type(jnp.zeros([], jnp.int32), *moments)
+    return self.state_type(count, *moments)
 
 
 def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
@@ -243,17 +255,6 @@ def marked_moment(placeholder: Any, codec: GroupCodec) -> Moment:
   """
   leaf = jnp.zeros([], jnp.int32)
   return Moment(placeholder, leaf, leaf, codec)
-
-
-def next_state(
-  state: MomentState, count: ArrayLike, stored: Sequence[Stored]
-) -> Any:
-  """Returns the same state with a new count and new moments."""
-  new = [
-    replace_leaves(old, [row[j] for row in stored])
-    for j, old in enumerate(state[1:])
-  ]
-  return type(state)(count, *new)
 
 
 def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:

@@ -34,7 +34,6 @@ from coat_jax.optimizer.state import (
   MomentOptions,
   Stored,
   check_state,
-  next_state,
   stored_leaves,
 )
 from coat_jax.optimizer.weights import Weight, in_f32
@@ -319,7 +318,11 @@ class Leaves:
 
   def end(self, stored: Sequence[Stored]) -> Any:
     """Returns the next state, with these moments."""
-    return next_state(self._state, self.count, stored)
+    moments = [
+      old.replace([row[j] for row in stored])
+      for j, old in enumerate(self._state[1:])
+    ]
+    return type(self._state)(self.count, *moments)
 
 
 def _has_whole_groups(sharding, shape, groups: GroupCodecs) -> bool:
