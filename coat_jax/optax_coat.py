@@ -18,7 +18,6 @@ from jax.typing import ArrayLike
 
 from coat_jax import codecs
 from coat_jax.numerics import stochastic
-from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import arguments, weights
 from coat_jax.optimizer.adam import scale_by_coat_adam as scale_by_coat_adam
@@ -198,7 +197,6 @@ def apply_updates(
     if jnp.result_type(p) != jnp.bfloat16:
       out.append(optax.apply_updates(p, u))
       continue
-    total = p.astype(jnp.float32) + u.astype(jnp.float32)
     key = stochastic.leaf_key(seed, step, i)
-    out.append(weights.round_like(p, total, LeafPart(key)))
+    out.append(weights.add_update(p, u, key))
   return treedef.unflatten(out)

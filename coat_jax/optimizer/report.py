@@ -15,7 +15,6 @@ from coat_jax.numerics.qtensor import split_groups
 from coat_jax.optimizer.boxes import last_names
 from coat_jax.optimizer.conversion import decode_moment, pair_nodes
 from coat_jax.optimizer.masks import is_encoded, leaf_path
-from coat_jax.optimizer.rounding import StochasticRoundingState
 from coat_jax.optimizer.state import (
   EncodedState,
   LowBitsState,
@@ -24,6 +23,7 @@ from coat_jax.optimizer.state import (
   is_moment,
   moments_in,
 )
+from coat_jax.optimizer.weights import StochasticRoundingState
 
 _QUANTILES = {"min": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1}
 

@@ -12,6 +12,11 @@ stochastically, so updates below 2^-16 of a weight (with bf16 alone, below 2^-8)
 take effect only on average. The random words are
 `stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, and
 rounding to 24 bits uses the high 8.
+
+A trainer that calls `optax.apply_updates` rounds bf16 weights to nearest, and
+loses every update below 1/512 of its weight. `stochastic_rounding`, the last
+transformation of a chain, rounds the new weights itself, and returns updates
+that the trainer can add without rounding.
 """
 
 import functools
@@ -20,7 +25,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
+from jax.typing import ArrayLike
 from jaxtyping import Float32, UInt32
 
 from coat_jax import mesh
@@ -28,11 +35,8 @@ from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import check_function, refuse
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import boxes
-from coat_jax.optimizer.masks import (
-  QuantizeMask,
-  is_norm_or_bias,
-  leaf_paths,
-)
+from coat_jax.optimizer.arguments import check_hyperparameters
+from coat_jax.optimizer.masks import QuantizeMask, is_norm_or_bias, leaf_paths
 
 _SIGN = 0x80000000
 _INFINITY = 0x7F800000
@@ -148,6 +152,12 @@ def round_stochastically(
     return rounding(x, stochastic.parameter_words(part.words(x.shape)))
 
   return mesh.run_whole(f, x, part, out_specs=mesh.spec_of(x))
+
+
+def add_update(weight: Weight, update: Array, key: Array) -> Weight:
+  """Adds an update in f32, and rounds with the words of a `leaf_key`."""
+  total = in_f32(weight) + update.astype(jnp.float32)
+  return round_like(weight, total, LeafPart(key))
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
@@ -268,3 +278,87 @@ def unpair_weights(
   ]
   high, parts = [x for x, _ in pairs], [part for _, part in pairs]
   return high, jax.tree.structure(low).unflatten(parts)
+
+
+class StochasticRoundingState(NamedTuple):
+  """State of `stochastic_rounding`.
+
+  Attributes:
+    count: int32 [], number of updates so far.
+    low: the low bytes that `split_weights` returns; () without `low_bits`.
+  """
+
+  count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+  low: Any
+
+
+def stochastic_rounding(
+  seed: ArrayLike = 0, *, low_bits: bool = False
+) -> optax.GradientTransformationExtraArgs:
+  """Changes updates so that `optax.apply_updates` rounds bf16 stochastically.
+
+  Put it last in a chain. For a bf16 weight p and its update d it returns
+  round(p + d) - p in f32, where round is stochastic, so that the expected new
+  weight is p + d. `optax.apply_updates` then gives round(p + d) exactly if it
+  is within a factor of 2^16 of p. Updates of weights of other dtypes stay as
+  they are. With the same seed and step, `coat_jax.apply_updates` returns the
+  same weights, bit for bit. `optax.apply_if_finite` requires updates of the
+  gradients' dtype, so wrap only the optimizer in it, not the whole chain.
+
+  Args:
+    seed: seed of the random words.
+    low_bits: whether the state stores a byte more for each bf16 weight, so that
+      it has 24 bits: see `split_weights`.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs`; its `update` needs `params`.
+
+  Raises:
+    TypeError: `seed` is not a whole number.
+    ValueError: `update` is called without `params`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax
+    >>> from coat_jax import coat_adamw
+    >>> from coat_jax.optimizer import stochastic_rounding
+    >>> optimizer = optax.chain(coat_adamw(1e-4), stochastic_rounding())
+    >>> params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    >>> state, start = optimizer.init(params), params
+    >>> for _ in range(10):
+    ...   updates, state = optimizer.update(start, state, params)
+    ...   params = optax.apply_updates(params, updates)
+    >>> print(f"{params['w'].astype('float32').mean():.4f}")
+    0.9990
+  """
+  op = "stochastic_rounding"
+  check_hyperparameters(op, seed=seed)
+
+  def init_fn(params: optax.Params) -> StochasticRoundingState:
+    low = split_weights(params)[1] if low_bits else ()
+    return StochasticRoundingState(jnp.zeros([], jnp.int32), low)
+
+  def update_fn(updates, state, params=None, **extra_args):
+    del extra_args
+    if params is None:
+      raise ValueError(
+        f"{op}: update needs the parameters, got params=None; pass "
+        "update(updates, state, params)"
+      )
+    count = optax.safe_increment(state.count)
+    weights, treedef = jax.tree.flatten(params)
+    if low_bits:
+      weights = pair_weights(op, params, state.low)
+    changes = treedef.flatten_up_to(updates)
+    for i, (weight, change) in enumerate(zip(weights, changes, strict=True)):
+      old = weight.high if isinstance(weight, SplitWeight) else weight
+      if change is None or old.dtype != jnp.bfloat16:
+        continue
+      key = stochastic.leaf_key(seed, count, i)
+      weights[i] = add_update(weight, change, key)
+      new = jax.tree.leaves(weights[i])[0]
+      changes[i] = new.astype(jnp.float32) - old.astype(jnp.float32)
+    low = unpair_weights(weights, state.low)[1] if low_bits else ()
+    state = StochasticRoundingState(jnp.asarray(count), low)
+    return treedef.unflatten(changes), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
