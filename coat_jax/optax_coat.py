@@ -123,27 +123,19 @@ def coat_adamw(
 
   Source: arXiv:2410.19313, section 4; `optax.adamw`.
   """
-  op = "coat_adamw"
-  arguments.check_hyperparameters(
-    op, learning_rate=learning_rate, weight_decay=weight_decay
+  tx = scale_by_coat_adam(
+    b1,
+    b2,
+    eps,
+    eps_root,
+    codec=codec,
+    nesterov=nesterov,
+    quantize_mask=quantize_mask,
+    seed=seed,
+    implementation=implementation,
+    shardings=shardings,
   )
-  mask = arguments.check_decay_mask(op, "mask", mask)
-  return optax.chain(
-    scale_by_coat_adam(
-      b1,
-      b2,
-      eps,
-      eps_root,
-      codec=codec,
-      nesterov=nesterov,
-      quantize_mask=quantize_mask,
-      seed=seed,
-      implementation=implementation,
-      shardings=shardings,
-    ),
-    optax.add_decayed_weights(weight_decay, mask),
-    optax.scale_by_learning_rate(learning_rate),
-  )
+  return arguments.descend("coat_adamw", tx, learning_rate, weight_decay, mask)
 
 
 def apply_updates(

@@ -117,6 +117,30 @@ def check_decay_mask(
   return checked
 
 
+def descend(
+  op: str,
+  tx: optax.GradientTransformation,
+  learning_rate: Any,
+  weight_decay: Any,
+  mask: Any,
+  *,
+  prefix: str = "",
+  mask_name: str = "mask",
+) -> optax.GradientTransformationExtraArgs:
+  """Chains `tx` with weight decay and the learning rate, and checks both.
+
+  In error messages the arguments' names begin with `prefix`.
+  """
+  numbers = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+  check_hyperparameters(op, **{prefix + k: x for k, x in numbers.items()})
+  mask = check_decay_mask(op, prefix + mask_name, mask)
+  return optax.chain(
+    tx,
+    optax.add_decayed_weights(weight_decay, mask),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+
+
 def _check_bools(op: str, name: str, tree: Any) -> None:
   for leaf in jax.tree.leaves(tree):
     if isinstance(leaf, bool | np.bool_):

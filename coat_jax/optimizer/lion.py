@@ -169,20 +169,12 @@ def coat_lion(
 
   Source: arXiv:2302.06675, algorithm 2; `optax.lion`.
   """
-  op = "coat_lion"
-  arguments.check_hyperparameters(
-    op, learning_rate=learning_rate, weight_decay=weight_decay
+  tx = scale_by_coat_lion(
+    b1,
+    b2,
+    codec=codec,
+    quantize_mask=quantize_mask,
+    seed=seed,
+    shardings=shardings,
   )
-  mask = arguments.check_decay_mask(op, "mask", mask)
-  return optax.chain(
-    scale_by_coat_lion(
-      b1,
-      b2,
-      codec=codec,
-      quantize_mask=quantize_mask,
-      seed=seed,
-      shardings=shardings,
-    ),
-    optax.add_decayed_weights(weight_decay, mask),
-    optax.scale_by_learning_rate(learning_rate),
-  )
+  return arguments.descend("coat_lion", tx, learning_rate, weight_decay, mask)

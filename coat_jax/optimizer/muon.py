@@ -6,6 +6,7 @@ all other parameters. The momentum is updated on each device's shard, like
 Adam's moments. `matrices.py` orthogonalizes a stack one layer at a time.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
-from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments
 from coat_jax.optimizer.adam import scale_by_coat_adam
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
@@ -29,18 +29,8 @@ from coat_jax.optimizer.matrices import (
   checked_matrices,
   orthogonalize,
 )
-from coat_jax.optimizer.state import (
-  GroupCodecs,
-  MomentOptions,
-  ScaleByCoatMuonState,
-  Stored,
-)
-from coat_jax.optimizer.step import (
-  decode,
-  encode,
-  shardings_of,
-  transformation,
-)
+from coat_jax.optimizer.state import MomentOptions, ScaleByCoatMuonState
+from coat_jax.optimizer.step import shardings_of, transformation, update_of
 from coat_jax.optimizer.weights import in_f32
 
 # Both optimizers number leaves from 0, so AdamW needs another seed.
@@ -81,23 +71,15 @@ def muon_scalars(
   return MuonScalars(f32(beta), f32(1 - beta), f32(ratio), gradient_ratio)
 
 
-def muon_momentum(
-  g: Array,
-  stored: Stored,
-  part: LeafPart,
-  scalars: MuonScalars,
-  *,
-  groups: GroupCodecs,
-) -> tuple[Array, Stored]:
-  """Returns the direction to orthogonalize, f32, and the new momentum."""
+@functools.partial(jax.jit, inline=True)
+def muon(g: Array, mu: Array, scalars: MuonScalars) -> tuple[Array, Array]:
+  """Returns the direction to orthogonalize and the new momentum, f32."""
   s = scalars
-  (mu,) = decode(groups, stored)
-  gradient = in_f32(g)
-  mu = s.beta * mu + s.one_minus_beta * gradient
+  mu = s.beta * mu + s.one_minus_beta * g
   direction = s.ratio * mu
   if s.gradient_ratio is not None:
-    direction = direction + s.gradient_ratio * gradient
-  return direction, encode(groups, (mu,), part)
+    direction = direction + s.gradient_ratio * g
+  return direction, mu
 
 
 def scale_by_coat_muon(
@@ -157,7 +139,7 @@ def scale_by_coat_muon(
   split_of = checked_matrices(op, matrices)
   momentum = transformation(
     options,
-    muon_momentum,
+    functools.partial(update_of, muon),
     lambda count: muon_scalars(count, beta, nesterov=nesterov),
   )
 
@@ -177,6 +159,7 @@ def scale_by_coat_muon(
   def update_fn(updates, state, params=None) -> Any:
     splits = splits_of(updates)
     like = jax.tree.leaves(arguments.promoted(op, updates, params))
+    updates = jax.tree.map(in_f32, updates)
     directions, new_state = momentum.update(updates, state, params)
     leaves, treedef = jax.tree.flatten(directions)
     where = shardings_of(options, state.mu)
@@ -264,20 +247,11 @@ def coat_muon(
   arguments.check_codec(op, codec)
   arguments.check_hyperparameters(
     op,
-    learning_rate=learning_rate,
-    weight_decay=weight_decay,
     adam_b1=adam_b1,
     adam_b2=adam_b2,
     adam_eps_root=adam_eps_root,
-    adam_weight_decay=adam_weight_decay,
     adam_learning_rate=adam_learning_rate,
     seed=seed,
-  )
-  weight_decay_mask = arguments.check_decay_mask(
-    op, "weight_decay_mask", weight_decay_mask
-  )
-  adam_weight_decay_mask = arguments.check_decay_mask(
-    op, "adam_weight_decay_mask", adam_weight_decay_mask
   )
   split_of = checked_matrices(op, matrices)
   shared: dict[str, Any] = dict(
@@ -314,35 +288,19 @@ def coat_muon(
   )
   if adam_learning_rate is None:
     adam_learning_rate = learning_rate
+  descend = functools.partial(
+    arguments.descend, op, mask_name="weight_decay_mask"
+  )
   return optax.partition(
     {
-      "muon": optax.chain(
-        muon,
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
-      ),
-      "adam": optax.chain(
+      "muon": descend(muon, learning_rate, weight_decay, weight_decay_mask),
+      "adam": descend(
         adam,
-        _decayed_weights(adam_weight_decay, adam_weight_decay_mask),
-        optax.scale_by_learning_rate(adam_learning_rate),
+        adam_learning_rate,
+        adam_weight_decay,
+        adam_weight_decay_mask,
+        prefix="adam_",
       ),
     },
     label,
   )
-
-
-def _decayed_weights(
-  weight_decay: optax.ScalarOrSchedule, mask: Any
-) -> optax.GradientTransformation:
-  """Decays weights; with any mask, its state is like `optax.contrib.muon`'s."""
-  plain = optax.add_decayed_weights(weight_decay)
-  if mask is None:
-    return plain
-  masked = optax.masked(plain, mask)
-
-  def update_fn(updates, state, params=None) -> Any:
-    state = optax.MaskedState(state)
-    updates, state = masked.update(updates, state, params)
-    return updates, state.inner_state  # pyright: ignore[reportAttributeAccessIssue]
-
-  return optax.GradientTransformation(plain.init, update_fn)
