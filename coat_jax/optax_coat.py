@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from coat_jax import codecs
 from coat_jax.numerics import stochastic
+from coat_jax.numerics.checks import flatten_like
 from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import arguments, weights
 from coat_jax.optimizer.adam import scale_by_coat_adam as scale_by_coat_adam
@@ -169,13 +170,10 @@ def apply_updates(
   op = "apply_updates"
   arguments.check_hyperparameters(op, step=step, seed=seed)
   leaves, treedef = jax.tree.flatten(params)
-  try:
-    changes = treedef.flatten_up_to(updates)
-  except ValueError as error:
-    raise ValueError(
-      f"{op}: updates must have the structure of the parameters, {treedef}, "
-      f"got {jax.tree.structure(updates)}; pass the updates of these parameters"
-    ) from error
+  remedy = "pass the updates of these parameters"
+  changes = flatten_like(
+    op, "updates", updates, "the parameters", treedef, remedy
+  )
   out = []
   for i, (p, u) in enumerate(zip(leaves, changes, strict=True)):
     if u is None:  # As in optax, the parameter stays as it is.

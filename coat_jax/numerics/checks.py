@@ -160,6 +160,23 @@ def check_group_size(op: str, value: Any, remedy: str) -> None:
     refuse(ValueError, op, name, "at least 1", value, remedy)
 
 
+def flatten_like(
+  op: str, name: str, tree: Any, of: str, treedef: Any, remedy: str
+) -> list[Any]:
+  """Lists the nodes of a tree at the leaves of `treedef`.
+
+  Raises a ValueError if the tree does not have this structure, which `of` names
+  in the message.
+  """
+  try:
+    return treedef.flatten_up_to(tree)
+  except ValueError as error:
+    raise ValueError(
+      f"{op}: {name} must have the structure of {of}, {treedef}, got "
+      f"{jax.tree.structure(tree)}; {remedy}"
+    ) from error
+
+
 def check_array(
   op: str,
   name: str,

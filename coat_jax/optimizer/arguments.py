@@ -22,6 +22,7 @@ from coat_jax.numerics.checks import (
   check_number,
   check_whole,
   described,
+  flatten_like,
   is_array,
   refuse,
 )
@@ -226,14 +227,8 @@ def promoted(op: str, updates: optax.Updates, params: optax.Params | None):
   if params is None:
     return updates
   grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
-  try:
-    leaves = treedef.flatten_up_to(params)
-  except ValueError as error:
-    raise ValueError(
-      f"{op}: gradients must have the structure of the parameters, got "
-      f"{jax.tree.structure(updates)} for {jax.tree.structure(params)}; pass "
-      "the gradients of these parameters"
-    ) from error
+  remedy = "pass the parameters of these gradients"
+  leaves = flatten_like(op, "params", params, "the gradients", treedef, remedy)
   return treedef.unflatten(
     None if g is None else g.astype(jnp.result_type(g, p))
     for g, p in zip(grads, leaves, strict=True)

@@ -15,6 +15,7 @@ from jax.tree_util import tree_leaves_with_path
 from jax.typing import ArrayLike
 
 from coat_jax.numerics import stochastic
+from coat_jax.numerics.checks import flatten_like
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments
 from coat_jax.optimizer.matrices import COEFFICIENTS
@@ -37,6 +38,8 @@ _THEIRS = {
   ScaleByCoatLionState: optax.ScaleByLionState,
   ScaleByCoatMuonState: optax.contrib.MuonState,
 }
+_PLAIN = "the unencoded optimizer's state"
+_REMEDY = "pass what that optimizer's init or update returned"
 
 
 def to_plain_state(
@@ -130,7 +133,7 @@ def from_plain_state(
     like, is_leaf=lambda x: isinstance(x, kinds)
   )
   out = []
-  plain_states = flatten_like(op, name, treedef, opt_state)
+  plain_states = flatten_like(op, name, opt_state, _PLAIN, treedef, _REMEDY)
   for want, plain in zip(states, plain_states, strict=True):
     if isinstance(want, MomentState):
       out.append(_encoded(op, want, plain, seed))
@@ -234,9 +237,8 @@ def pair_nodes(
   wrong.
   """
   nodes, treedef = jax.tree.flatten(like, is_leaf=is_moment)
-  pairs = list(
-    zip(nodes, flatten_like(op, name, treedef, decoded), strict=True)
-  )
+  found = flatten_like(op, name, decoded, _PLAIN, treedef, _REMEDY)
+  pairs = list(zip(nodes, found, strict=True))
   got, want = [], []
   for old, new in pairs:
     if is_moment(old):
@@ -248,15 +250,3 @@ def pair_nodes(
       "state for the same parameters"
     )
   return pairs
-
-
-def flatten_like(op: str, name: str, treedef: Any, state: Any) -> list[Any]:
-  """Lists the nodes of a state; raises ValueError if its structure differs."""
-  try:
-    return treedef.flatten_up_to(state)
-  except ValueError as error:
-    raise ValueError(
-      f"{op}: {name} must be a state of the unencoded optimizer, got a "
-      f"different structure ({error}); pass what that optimizer's init or "
-      "update returned"
-    ) from error

@@ -97,7 +97,7 @@ def _checked_rule(op: str, state: Any, rule: FieldRule) -> FieldRule:
   }
 
   def kind_at(path: str) -> Kind | None:
-    kind = rule(path)
+    kind: Any = rule(path)
     remedy = "return 'nu' for fields that are never negative"
     check_choice(op, "the result of fields", kind, (None, "mu", "nu"), remedy)
     if kind is None or path not in corrected:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
+from coat_jax.numerics.checks import flatten_like
 from coat_jax.optimizer.masks import node_path
 
 
@@ -81,15 +82,9 @@ def from_integers(tree: Any, like: Any) -> Any:
       )
     return _view(x, want.dtype)
 
+  remedy = "pass as like the tree that to_integers got, or its shapes"
   treedef = jax.tree.structure(like)
-  try:
-    found = treedef.flatten_up_to(tree)
-  except ValueError as error:
-    raise ValueError(
-      f"from_integers: tree must have the structure of like, {treedef}, got "
-      f"{jax.tree.structure(tree)}; pass as like the tree that to_integers "
-      "got, or its shapes"
-    ) from error
+  found = flatten_like("from_integers", "tree", tree, "like", treedef, remedy)
   return jax.tree.map_with_path(view, like, treedef.unflatten(found))
 
 
