@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The moment codec with integer codes, uniform in x, to compare with FP8.
 
-x = code amax / levels with one f32 amax per group. The first moment has 127
-levels and a sign, the second has 255 levels. This codec needs as many bytes as
-`fp8` but spaces the codes evenly: every step is amax / levels. Close to amax
-that is 4 to 8 times finer than E4M3, but values below half a step are lost.
-Most second moments of a group are that small: E4M3 represents values down to
-2^-19 of amax, this codec only down to 2^-9.
+It needs as many bytes as `fp8`. Close to amax its codes are 4 to 8 times finer
+than E4M3, but values below half a step are lost, and most second moments of a
+group are that small: E4M3 represents values down to 2^-19 of amax, this codec
+only down to 2^-9.
 """
 
 import dataclasses
@@ -20,8 +18,7 @@ from coat_jax.codecs.group import Grouped, finite_amax, share
 class LinearInt8(Grouped):
   """x = code amax / levels: int8 with 127 levels, or uint8 with 255.
 
-  Attributes:
-    signed: whether values may be negative, which selects int8 or uint8.
+  `signed` selects int8.
   """
 
   signed: bool

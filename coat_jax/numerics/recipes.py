@@ -93,9 +93,7 @@ class MeshAxes:
     grad_dtype: dtype in which weights' gradients are summed over devices.
 
   Raises:
-    TypeError: `batch` is not a tuple, or an axis not a name.
-    ValueError: `batch` names no axis, or one twice; `fsdp` is not in `batch`,
-      `tensor` is in it, or the dtype is unknown.
+    TypeError, ValueError: a field has the wrong type or value.
   """
 
   batch: tuple[str, ...] = ("data", "fsdp")
@@ -325,8 +323,7 @@ def int8(**options: Unpack[Options]) -> CoatRecipe:
   """Returns `coat` with INT8 instead of FP8, to compare both at equal bytes.
 
   Everything is rounded to nearest, gradients too. Sums of products are exact in
-  int32 up to 133,144 terms, which is more than the tokens of a step on one
-  device. None of our kernels supports INT8: it runs as plain JAX, and XLA runs
-  the products on INT8 hardware.
+  int32 up to 133,144 terms. It runs as plain JAX, and XLA runs the products on
+  INT8 hardware.
   """
   return CoatRecipe(formats=_INTEGERS, **options)

@@ -204,9 +204,8 @@ def encode_state(
 ) -> Any:
   """Inverts `decode_state`: encodes `decoded` with the codecs of `like`.
 
-  The random words for a leaf depend on two numbers: the index of the leaf's
-  path among all paths, in the order in which they first appear, and the number
-  of earlier moments that contain that path.
+  A leaf's random words depend on the index of its path among all paths, in the
+  order in which they first appear, and the number of earlier moments with it.
   """
   seen: dict[Any, tuple[int, int]] = {}
 
@@ -232,9 +231,7 @@ def pair_nodes(
 ) -> list[tuple[Any, Any]]:
   """Pairs the moments and other leaves of `like` with their parts of `decoded`.
 
-  Raises ValueError if the structure of `decoded`, or the shapes of its moments,
-  differ from those of `like`; the error says that argument `name` of `op` is
-  wrong.
+  Raises a ValueError about argument `name` if structures or shapes differ.
   """
   nodes, treedef = jax.tree.flatten(like, is_leaf=is_moment)
   found = flatten_like(op, name, decoded, _PLAIN, treedef, _REMEDY)

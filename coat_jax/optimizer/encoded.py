@@ -63,10 +63,8 @@ def encoded(
     otherwise it makes all fields in f32 before it encodes them.
 
   Raises:
-    TypeError: `inner` is not an optimizer; `codec` is not a `MomentCodec`;
-      `fields` is not a function; (by `init`) a leaf is neither floating nor
-      complex, or `quantize_mask` chooses a complex one; (by `update`) the state
-      belongs to another optimizer.
+    TypeError: `inner` is not an optimizer, `codec` not a `MomentCodec` or
+      `fields` not a function; otherwise the same as for `scale_by_coat_adam`.
     ValueError: (by `init`) `fields` chooses a field that must stay in f32, or
       returns another value; there is no field to encode, or one is not in f32;
       (by `update`) the state was made with another codec or for other

@@ -4,9 +4,8 @@
 In an ordinary step all gradients exist before the optimizer uses the first one:
 4 bytes per parameter in f32. Here the backward scan passes each layer's
 gradients to the optimizer immediately, and overwrites the layer's weights and
-moments (in place if the caller donates them). So only one layer's gradients
-exist at a time. Parameters that only the loss uses are stepped before the scan;
-parameters that the model uses before the stack are stepped after the scan.
+moments (in place if the caller donates them). Parameters that only the loss
+uses are stepped before the scan, and those before the stack after the scan.
 """
 
 from collections.abc import Callable, Mapping
@@ -244,7 +243,7 @@ class _Stack:
 
   Attributes:
     stacked, others: indices of the stacked leaves, and of all other leaves.
-    layers: the stack's subtree; `structure` is its structure.
+    layers, structure: the stack's subtree and its structure.
     outer: the parameters with None instead of stacked leaves.
   """
 
@@ -277,8 +276,7 @@ class _LayerPasses:
   """Runs one layer's forward and backward pass separately.
 
   The function that `jax.vjp` returns is a tree of the arrays that the backward
-  pass reads. Some of them are the layer's parameters, which are in memory
-  anyway, so we save only the others.
+  pass reads. We save those that are not the layer's own parameters.
   """
 
   def __init__(self, layer: Callable[..., Any], params: Any):
@@ -323,11 +321,7 @@ _OUTER = "read it from outer; only layer reads the stack's parameters"
 
 
 def _trace(name: str, f: Callable[..., Any], params: Any, *args: Any) -> Any:
-  """Traces one of the user's functions to a jaxpr.
-
-  Raises a ValueError if it closes over a leaf of `params`, which would get no
-  gradient.
-  """
+  """Traces a user's function; raises if it closes over a leaf of `params`."""
   closed = jax.make_jaxpr(f)(*args)
   constants = {id(x) for x in _constants(closed)}
   for path, leaf in leaf_paths(params):

@@ -159,7 +159,7 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  For each parameter, returns the path of any state that its update changes but
+  For each parameter, returns the path of state that its update changes but
   that lacks the parameter's first axis, such as a norm; otherwise None.
   """
   paths, places = leaf_paths(params), leaf_paths(state)

@@ -96,13 +96,6 @@ def scale_by_coat_lion(
   Raises:
     TypeError, ValueError: the same as for `scale_by_coat_adam`.
 
-  Examples:
-    >>> import optax
-    >>> from coat_jax import scale_by_coat_lion
-    >>> solver = optax.chain(
-    ...   scale_by_coat_lion(b2=0.98), optax.scale_by_learning_rate(1e-4)
-    ... )
-
   Source: arXiv:2302.06675, algorithm 2; `optax.scale_by_lion`.
   """
   name = "scale_by_coat_lion"

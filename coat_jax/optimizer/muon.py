@@ -40,13 +40,8 @@ _ADAM_STREAM = 0x2545F491
 class MuonScalars(NamedTuple):
   """Scalars of a step of Muon, f32 [].
 
-  Muon orthogonalizes ratio * momentum + gradient_ratio * gradient.
-
-  Attributes:
-    ratio: 1 over the bias correction; with Nesterov momentum, beta over the
-      next step's bias correction.
-    gradient_ratio: 1 - beta over the bias correction with Nesterov momentum,
-      else None.
+  Muon orthogonalizes ratio * momentum + gradient_ratio * gradient: without
+  Nesterov momentum, the momentum over its bias correction.
   """
 
   beta: Array
@@ -117,13 +112,6 @@ def scale_by_coat_muon(
     ValueError: a hyperparameter is outside its range; a leaf is not a matrix,
       or cannot be cut as `matrices` requires; the state was made with another
       codec or for other parameters.
-
-  Examples:
-    >>> import optax
-    >>> from coat_jax import scale_by_coat_muon
-    >>> solver = optax.chain(
-    ...   scale_by_coat_muon(), optax.scale_by_learning_rate(0.02)
-    ... )
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.scale_by_muon`.
   """

@@ -31,12 +31,16 @@ def to_integers(tree: Any) -> Any:
     The same tree with the same shardings; other leaves stay as they are.
 
   Examples:
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> from coat_jax import coat_adamw
-    >>> from coat_jax.optimizer import to_integers
-    >>> state = coat_adamw(1e-3).init({"w": jnp.ones((64, 128))})
-    >>> print(to_integers(state)[0].mu.codes["w"].dtype)
+    >>> from coat_jax.optimizer import from_integers, to_integers
+    >>> optimizer, params = coat_adamw(1e-3), {"w": jnp.ones((64, 128))}
+    >>> integers = to_integers(optimizer.init(params))
+    >>> print(integers[0].mu.codes["w"].dtype)
     uint8
+    >>> like = jax.eval_shape(optimizer.init, params)
+    >>> print(from_integers(integers, like)[0].mu.codes["w"].dtype)
+    float8_e4m3fn
   """
   return jax.tree.map(
     lambda x: _view(x, _unsigned(x)) if _is_foreign(x) else x, tree
@@ -58,16 +62,6 @@ def from_integers(tree: Any, like: Any) -> Any:
   Raises:
     ValueError: the trees' structures differ, or an array does not have the
       shape or the width of its leaf in `like`.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp
-    >>> from coat_jax import coat_adamw
-    >>> from coat_jax.optimizer import from_integers, to_integers
-    >>> params, optimizer = {"w": jnp.ones((64, 128))}, coat_adamw(1e-3)
-    >>> state = optimizer.init(params)
-    >>> like = jax.eval_shape(optimizer.init, params)
-    >>> print(from_integers(to_integers(state), like)[0].mu.codes["w"].dtype)
-    float8_e4m3fn
   """
 
   def view(keys, want, x):

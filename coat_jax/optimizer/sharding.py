@@ -3,10 +3,10 @@
 
 Codes have the parameter's shape and sharding. The statistics of groups have the
 same axes (only the last one is shorter) and the same sharding, so an
-optimizer's step moves nothing between devices. No rules are needed to compute
-these shardings: on a mesh with explicit axes, shardings are part of types. So
-tracing `init` on such a mesh yields the shardings of everything that it makes,
-no matter what wraps the optimizer. They are valid for automatic axes too.
+optimizer's step moves nothing between devices. On a mesh with explicit axes,
+shardings are part of types, so tracing `init` on such a mesh yields the
+shardings of everything that it makes, no matter what wraps the optimizer. They
+are valid for automatic axes too.
 
 If rows are sharded, the group size must divide each device's part of a row, so
 that no group is split (`fit_group_size`). An `nnx.State` contains no codec, so

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer states with FP8 moments: the classes, and functions that make them.
 
-A codec encodes one array; a `Moment` holds one moment of all parameters. The
-states of our optimizers consist of `Moment`s, and `encoded` puts them into the
-state of any other optimizer. `moments_in` finds them in any tree.
+A codec encodes one array; a `Moment` holds one moment of all parameters.
 """
 
 import dataclasses
@@ -99,7 +97,7 @@ def zero_moment(
   """Makes a moment of zeros with the structure and the boxes of `like`.
 
   `codec` encodes the chosen leaves; the others are stored as f32 or, unless
-  `is_real`, as complex64 if the leaf is complex. `mesh` is the mesh in the
+  `is_real`, as complex64 if they are complex. `mesh` is the mesh in the
   parameters' types, or None.
   """
   leaves = [
@@ -181,10 +179,8 @@ FusedState = MomentState | LowBitsState
 class MomentOptions:
   """The options that our optimizers share; see `coat_adamw`.
 
-  Attributes:
-    op: the public function's name, for error messages.
-    state_type: the type of the state. If it contains a single moment,
-      `codec.mu` encodes it.
+  `op` is the public function's name, for error messages. If `state_type` has a
+  single moment, `codec.mu` encodes it.
   """
 
   op: str

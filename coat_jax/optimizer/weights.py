@@ -98,8 +98,8 @@ def split(
 def join(weight: SplitWeight) -> Float32[Array, "*s"]:
   """Inverts `split`: returns the f32 that a `SplitWeight` represents.
 
-  If `high` is infinite, the result is infinite, whatever `low` is. If `high` is
-  zero, the result is zero or, if `low` is above 0, a subnormal f32.
+  If `high` is infinite, so is the result, whatever `low` is. If `high` is zero,
+  the result is zero or, if `low` is above 0, a subnormal f32.
   """
   high, low = weight
   upper = high.astype(jnp.float32)
@@ -163,9 +163,7 @@ def add_update(weight: Weight, update: Array, key: Array) -> Weight:
 def is_matrix(path: str, leaf: Any) -> bool:
   """Returns whether a leaf is split by default: all but norms and biases are.
 
-  Norms and biases keep f32. They make up less than a thousandth of a model, and
-  bf16 is too coarse for scales: near 1.0, where scales start, its values are
-  0.8 % apart.
+  Near 1.0, where scales of norms start, values of bf16 are 0.8 % apart.
   """
   return not is_norm_or_bias(path, leaf)
 

@@ -223,7 +223,7 @@ def test_fields_that_cannot_be_encoded_are_refused():
     wrap(lion, codecs.log8(4)).update(tree(), state)
   with pytest.raises(ValueError, match="hold a EncodedState.*of encoded or"):
     to_plain_state(lion.init(tree()))
-  with pytest.raises(ValueError, match="opt_state must have the structure of the"):
+  with pytest.raises(ValueError, match="opt_state must have the structure of"):
     from_plain_state((), state)
 
 
