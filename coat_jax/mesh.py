@@ -62,9 +62,8 @@ def run_on_shards(
   """Runs f(*args) on each device's shards, as `jax.shard_map` does.
 
   `mesh` is needed only if none is set. On explicit axes, arrays that are
-  sharded differently are moved first. With `check_vma`, JAX checks which arrays
-  vary between devices. Differentiating through f requires that, but kernels do
-  not declare what varies.
+  sharded differently are moved first. Differentiating through f requires
+  `check_vma`, but kernels do not declare what varies.
   """
   if mesh is None or not jax.sharding.get_abstract_mesh().empty:
     args, mesh = place(args, in_specs), None
