@@ -245,7 +245,7 @@ def finite_amax(magnitude: Array) -> Array:
 
 
 def nonzero_amin(magnitude: Array) -> Array:
-  """Returns each group's smallest nonzero magnitude; infinity if all are zero."""
+  """Returns each group's smallest nonzero magnitude, or infinity."""
   return jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1)
 
 

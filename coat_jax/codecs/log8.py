@@ -50,8 +50,8 @@ class LogUniform(Grouped):
   def _place(self, magnitude, amax, octaves):
     """Returns the level above the lower bound: a whole number and a fraction.
 
-    Whole octaves are counted in integers: a single f32 would resolve the fraction
-    only to 2^-16, and backends would round up at different random words.
+    Whole octaves are counted in integers: a single f32 would resolve the
+    fraction only to 2^-16, and backends would round up at different words.
     """
     steps = self._levels - 1
     exponent, fraction = split_float(magnitude)

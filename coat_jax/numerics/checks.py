@@ -153,11 +153,7 @@ def check_whole(
 
 def check_group_size(op: str, value: Any, remedy: str) -> None:
   """Raises unless a group size is a positive whole number."""
-  name = "group_size"
-  if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-    refuse(TypeError, op, name, "a whole number", value, remedy)
-  if int(value) < 1:
-    refuse(ValueError, op, name, "at least 1", value, remedy)
+  check_whole(op, "group_size", value, COUNT, remedy)
 
 
 def flatten_like(

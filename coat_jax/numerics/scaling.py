@@ -45,7 +45,7 @@ Layout = Literal["rows", "columns", "both"]
 
 
 class BlockScales(NamedTuple):
-  """Scales of an operand in blocks of 128 (`Blocks`, `Tiles`): f32 powers of two.
+  """Scales of an operand in blocks of 128, f32 powers of two: see `Blocks`.
 
   Attributes:
     rows: scales of `Operand.rows` [..., n]: [..., ceil(n / 128)], or for a

@@ -231,7 +231,8 @@ def _computed(compute, finish, arrays, stored, part, groups):
     noise = [noise_of(x, i, part, shape) for i, x in enumerate(groups)]
     return passes.run(groups, compute, finish, arrays, stored, noise)
   result, *values = compute(arrays, *decode(groups, stored))
-  return finish(result, None), encode(groups, tuple(values), part)
+  finished = finish(result, lambda x: x)
+  return finished, encode(groups, tuple(values), part)
 
 
 def take_layer(stacked: Any, layer: Array) -> Any:

@@ -124,32 +124,29 @@ def round_like(
   weight: Weight,
   x: Array,
   part: LeafPart,
-  arrange: Callable[[Array], Array] | None = None,
+  arrange: Callable[[Array], Array] = lambda words: words,
 ) -> Weight:
   """Rounds x to the format of `weight`: bf16 and 24 bits stochastically.
 
   If x was reshaped, `arrange` reshapes the random words in the same way.
   """
   if isinstance(weight, SplitWeight):
-    rounding = split
-  elif weight.dtype == jnp.bfloat16:
-    rounding = stochastic.round_to_bfloat16
-  else:
+    return _rounded(split, x, part, weight.high.shape, arrange)
+  if weight.dtype != jnp.bfloat16:
     return x.astype(weight.dtype)
-  if arrange is None:
-    return round_stochastically(rounding, x, part)
-  words = part.words(jax.tree.leaves(weight)[0].shape)
-  return rounding(x, arrange(stochastic.parameter_words(words)))
+  rounding = stochastic.round_to_bfloat16
+  return _rounded(rounding, x, part, weight.shape, arrange)
 
 
-@functools.partial(jax.jit, static_argnames="rounding", inline=True)
-def round_stochastically(
-  rounding: Callable[[Array, Array], Any], x: Array, part: LeafPart
-) -> Any:
-  """Rounds one f32 leaf by `rounding(x, words)`."""
+@functools.partial(
+  jax.jit, static_argnames=("rounding", "shape", "arrange"), inline=True
+)
+def _rounded(rounding, x, part, shape, arrange):
+  """Rounds one f32 leaf of this shape by `rounding(x, words)`."""
 
   def f(x, part):
-    return rounding(x, stochastic.parameter_words(part.words(x.shape)))
+    words = stochastic.parameter_words(part.words(shape))
+    return rounding(x, arrange(words))
 
   return mesh.run_whole(f, x, part, out_specs=mesh.spec_of(x))
 
