@@ -113,16 +113,13 @@ def from_plain_state(
       structure or shapes of `opt_state` differ from those of `like`.
 
   Examples:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> from coat_jax import encoded
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from coat_jax import coat_lion
     >>> from coat_jax.optimizer import from_plain_state
     >>> params = {"w": jnp.ones((64, 128))}
-    >>> like = jax.eval_shape(encoded(optax.lion(1e-4)).init, params)
-    >>> plain = optax.lion(1e-4).init(params)
-    >>> state = from_plain_state(plain, like)
-    >>> print(state.inner[0].mu.codes["w"].dtype)
+    >>> like = jax.eval_shape(coat_lion(1e-4).init, params)
+    >>> state = from_plain_state(optax.lion(1e-4).init(params), like)
+    >>> print(state[0].mu.codes["w"].dtype)
     float8_e4m3fn
   """
   op, name = "from_plain_state", "opt_state"

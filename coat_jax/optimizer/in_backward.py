@@ -77,11 +77,10 @@ def step_in_backward(
     before: `before(outer)` runs what precedes the stack and returns the first
       layer's input. `outer` is `params` with None for the leaves of the stack.
     layer: `layer(layer_params, x)` runs one layer and returns x of the same
-      shape and dtype: an array or a tree of them, such as the residual stream
-      and a sum over layers. The layer's slice of `per_layer`, if there is one,
-      is passed as a third argument. To save less, wrap `layer` in
-      `jax.checkpoint`. Any array that it closes over is saved once per layer if
-      the backward pass reads it.
+      shape and dtype: an array or a tree of them. The layer's slice of
+      `per_layer`, if there is one, is passed as a third argument. To save less,
+      wrap `layer` in `jax.checkpoint`. Any array that it closes over is saved
+      once per layer if the backward pass reads it.
     after: `after(outer, x)` runs what follows the stack and returns the loss,
       f32 []. It may use what `before` uses, such as an embedding.
     stack: the path of the subtree in `params`, such as `model/layers`.
@@ -97,11 +96,10 @@ def step_in_backward(
     TypeError: `optimizer` has no `begin` (optax's optimizers have none);
       `before`, `layer` or `after` is not a function, or `clip` not a
       `Clipping`.
-    ValueError: the optimizer is `coat_adamw`, `coat_lion` or `encoded`, which
-      cannot step leaf by leaf; no leaf is below `stack`, or some differ in
-      their first axis; only one of `clip` and `clip_state` is passed; a layer
-      changes the shape or dtype of x, or the loss is not a scalar; a function
-      closes over a parameter.
+    ValueError: the optimizer cannot step leaf by leaf; no leaf is below
+      `stack`, or some differ in their first axis; only one of `clip` and
+      `clip_state` is passed; a layer changes the shape or dtype of x, or the
+      loss is not a scalar; a function closes over a parameter.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)

@@ -103,17 +103,10 @@ def check_stored(stored: Any, target: Any) -> None:
   Examples:
     >>> import jax, jax.numpy as jnp
     >>> from coat_jax.optimizer import check_stored
-    >>> from coat_jax import coat_adamw, codecs
+    >>> from coat_jax import coat_adamw
     >>> params = {"w": jnp.ones((64, 128))}
     >>> stored = jax.eval_shape(coat_adamw(1e-3).init, params)
-    >>> other = coat_adamw(1e-3, codec=codecs.log8())
     >>> check_stored(stored, stored)
-    >>> check_stored(stored, jax.eval_shape(other.init, params))
-    Traceback (most recent call last):
-      ...
-    ValueError: check_stored: target must have the dtypes and shapes that are \
-stored, got int8[64, 128] for float8_e4m3fn[64, 128] at '0/mu/codes/w'; make \
-the target of the same parameters and with the codec of the state that was saved
   """
   # Orbax stores names, not the types of nodes.
   leaves = tree_leaves_with_path(getattr(stored, "item_metadata", stored))

@@ -37,11 +37,8 @@ def abstract_state(
   An array is sharded like the parameter that it is made from: codes and other
   arrays of its shape have the same sharding, and statistics are sharded like
   the axes that they summarize. An array made from only a number or a shape is
-  replicated.
-
-  If parameters are in flax's boxes, the boxes around statistics depend on the
-  mesh that is set (see `Moment`). So call this where you call `init`: both
-  under `jax.set_mesh`, or both without.
+  replicated. If parameters are in flax's boxes, call this where you call
+  `init`, because the boxes around statistics depend on the mesh that is set.
 
   Args:
     init: `optimizer.init` of any optax transformation, or any function of the
@@ -116,13 +113,11 @@ def fit_group_size(
       outgrow codes unnoticed (`coat` stores 5 bytes per group).
 
   Returns:
-    `codec` with its group sizes, or with smaller ones. If the last axis of an
-    encoded leaf is sharded, they divide each device's share of this axis.
+    `codec`, perhaps with smaller groups: if the last axis of an encoded leaf is
+    sharded, they divide each device's share of this axis.
 
   Raises:
-    TypeError: a sharding is not a `NamedSharding`; a leaf is not real
-      floating-point; `codec` is not a `MomentCodec`, or `smallest` not a whole
-      number.
+    TypeError: the same as for `abstract_state` and `coat_adamw`.
     ValueError: only smaller groups than `smallest` would fit, or shardings do
       not belong to `params`.
   """

@@ -135,10 +135,9 @@ def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
   size = max(1, min(n, getattr(group, "group_size", n)))
   # One group, and the short group that ends a row.
   sample = (*(1 for _ in shape[:-1]), min(n, size + n % size)) if shape else ()
-  is_concrete = not isinstance(leaf, core.Tracer)
-  sharding = getattr(leaf, "sharding", None) if is_concrete else None
-  if not getattr(leaf, "committed", True):
-    sharding = None
+  sharding = None
+  if not isinstance(leaf, core.Tracer) and getattr(leaf, "committed", True):
+    sharding = getattr(leaf, "sharding", None)
   with _mesh_for(sharding):
     zeros = jnp.full_like(leaf, 0, jnp.float32, sample)
     spec = meshes.spec_of(leaf)

@@ -7,11 +7,10 @@ A weight of 24 bits is W, the upper 24 bits of an f32: a sign, an exponent and
   high = (W + 0x80) >> 8    the nearest bf16; layers read only this
   low  = W - (high << 8)    int8; only the optimizer's step reads it
 
-W can be split and joined exactly. W itself is a rounded f32. A step rounds it
-stochastically, so updates below 2^-16 of a weight (with bf16 alone, below 2^-8)
-take effect only on average. The random words are
-`stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, and
-rounding to 24 bits uses the high 8.
+W can be split and joined exactly. A step rounds an f32 to W stochastically, so
+updates below 2^-16 of a weight (with bf16 alone, below 2^-8) take effect only
+on average. The random words are `stochastic.parameter_words`: rounding to bf16
+uses their high 16 bits, and rounding to 24 bits uses the high 8.
 
 A trainer that calls `optax.apply_updates` rounds bf16 weights to nearest, and
 loses every update below 1/512 of its weight. `stochastic_rounding`, the last
@@ -177,10 +176,9 @@ def split_weights(
 
   Returns:
     The parameters, bf16 where they were split, and a tree with the same
-    structure and boxes (`nnx.Variable`, Linen's `Partitioned`), so that both
-    are sharded by the same axis names. A leaf of the second tree is int8 of the
-    parameter's shape if the parameter is now bf16 (zeros if it already was
-    bf16), else an int8 scalar zero.
+    structure and boxes, so that both are sharded by the same axis names. A leaf
+    of the second tree is int8 of the parameter's shape if the parameter is now
+    bf16 (zeros if it already was bf16), else an int8 scalar zero.
 
   Raises:
     TypeError: a leaf is not an array, or `mask` not a function.
@@ -295,10 +293,10 @@ def stochastic_rounding(
   Put it last in a chain. For a bf16 weight p and its update d it returns
   round(p + d) - p in f32, where round is stochastic, so that the expected new
   weight is p + d. `optax.apply_updates` then gives round(p + d) exactly if it
-  is within a factor of 2^16 of p. Updates of weights of other dtypes stay as
-  they are. With the same seed and step, `coat_jax.apply_updates` returns the
-  same weights, bit for bit. `optax.apply_if_finite` requires updates of the
-  gradients' dtype, so wrap only the optimizer in it, not the whole chain.
+  is within a factor of 2^16 of p. With the same seed and step,
+  `coat_jax.apply_updates` returns the same weights, bit for bit. Updates of
+  weights of other dtypes stay as they are. `optax.apply_if_finite` requires
+  updates of the gradients' dtype, so wrap only the optimizer in it.
 
   Args:
     seed: seed of the random words.
