@@ -23,10 +23,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
-from coat_jax.numerics.checks import COUNT, check_function, check_whole, refuse
+from coat_jax.numerics.checks import check_function, refuse
 from coat_jax.optimizer import arguments, boxes
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.state import moments_in
+
+_SMALLEST_GROUP = 16
 
 
 def abstract_state(
@@ -98,7 +100,6 @@ def fit_group_size(
   shardings: Any = None,
   *,
   quantize_mask: QuantizeMask | None = None,
-  smallest: int = 16,
 ) -> MomentCodec:
   """Returns the codec with the largest groups that no device has to split.
 
@@ -109,8 +110,6 @@ def fit_group_size(
     codec: a codec with the largest group sizes that you want.
     params, shardings: as for `abstract_state`.
     quantize_mask: as for `coat_adamw`; selects the leaves that are encoded.
-    smallest: the smallest group size to return, so that statistics do not
-      outgrow codes unnoticed (`coat` stores 5 bytes per group).
 
   Returns:
     `codec`, perhaps with smaller groups: if the last axis of an encoded leaf is
@@ -118,12 +117,12 @@ def fit_group_size(
 
   Raises:
     TypeError: the same as for `abstract_state` and `coat_adamw`.
-    ValueError: only smaller groups than `smallest` would fit, or shardings do
-      not belong to `params`.
+    ValueError: only groups of fewer than 16 values would fit, whose statistics
+      outgrow codes (`coat` stores 5 bytes per group), or shardings do not
+      belong to `params`.
   """
   op = "fit_group_size"
   arguments.check_codec(op, codec)
-  check_whole(op, "smallest", smallest, COUNT, "16 is the default")
   placed, _ = _placed(op, params, shardings)
   leaves = leaf_paths(placed)
   chosen = arguments.choose_leaves(op, placed, quantize_mask)
@@ -140,12 +139,11 @@ def fit_group_size(
     if most is None:
       return group
     size = next(fit for fit in range(most, 0, -1) if common % fit == 0)
-    if size < min(smallest, most):
+    if size < min(_SMALLEST_GROUP, most):
       raise ValueError(
-        f"{op}: groups must have at least {smallest} values, got {size} as the "
-        f"most that fits devices' shares of last axes, {shares}; shard other "
-        "axes of these leaves, leave some out with quantize_mask, or lower "
-        "smallest"
+        f"{op}: groups must have at least {_SMALLEST_GROUP} values, got {size} "
+        f"as the most that fits devices' shares of last axes, {shares}; shard "
+        "other axes of these leaves, or leave some out with quantize_mask"
       )
     return dataclasses.replace(group, group_size=size)  # pyright: ignore[reportArgumentType, reportCallIssue]
 

@@ -31,11 +31,11 @@ from jaxtyping import Float32, UInt32
 
 from coat_jax import mesh
 from coat_jax.numerics import stochastic
-from coat_jax.numerics.checks import check_function, refuse
+from coat_jax.numerics.checks import refuse
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import boxes
 from coat_jax.optimizer.arguments import check_hyperparameters
-from coat_jax.optimizer.masks import QuantizeMask, is_norm_or_bias, leaf_paths
+from coat_jax.optimizer.masks import is_norm_or_bias, leaf_paths
 
 _SIGN = 0x80000000
 _INFINITY = 0x7F800000
@@ -164,15 +164,12 @@ def is_matrix(path: str, leaf: Any) -> bool:
   return not is_norm_or_bias(path, leaf)
 
 
-def split_weights(
-  params: Any, mask: QuantizeMask | None = None
-) -> tuple[Any, Any]:
+def split_weights(params: Any) -> tuple[Any, Any]:
   """Splits f32 parameters into bf16 parameters and a byte each, 24 bits in all.
 
   Args:
-    params: tree of parameters.
-    mask: `(path, leaf) -> bool`, which f32 leaves are split; None for all but
-      norms and biases (`is_norm_or_bias`).
+    params: tree of parameters. All f32 leaves are split, except norms and
+      biases (`is_norm_or_bias`).
 
   Returns:
     The parameters, bf16 where they were split, and a tree with the same
@@ -181,7 +178,7 @@ def split_weights(
     bf16 (zeros if it already was bf16), else an int8 scalar zero.
 
   Raises:
-    TypeError: a leaf is not an array, or `mask` not a function.
+    TypeError: a leaf is not an array.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -193,16 +190,13 @@ def split_weights(
     >>> print(f"{params['w'][0, 0]:.6f} {joined['w'][0, 0]:.6f}")
     0.100098 0.100000
   """
-  mask = is_matrix if mask is None else mask
-  op = "split_weights"
-  check_function(op, "mask", mask, "pass (path, leaf) -> bool, or None")
-  _check_arrays(op, "params", params)
+  _check_arrays("split_weights", "params", params)
   high, low = [], []
   for path, leaf in leaf_paths(params):
     part = jnp.zeros([], jnp.int8)
     if leaf.ndim and leaf.dtype == jnp.bfloat16:
       part = jnp.zeros_like(leaf, dtype=jnp.int8)
-    elif leaf.ndim and leaf.dtype == jnp.float32 and mask(path, leaf):
+    elif leaf.ndim and leaf.dtype == jnp.float32 and is_matrix(path, leaf):
       leaf, part = split(leaf)
     high.append(leaf)
     low.append(part)
