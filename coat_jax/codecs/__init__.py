@@ -42,8 +42,7 @@ from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8, ScaledFP8
 from coat_jax.codecs.group import Encoded as Encoded
 from coat_jax.codecs.group import GroupCodec as GroupCodec
 from coat_jax.codecs.group import Plain, Rounding
-from coat_jax.codecs.int8 import LinearInt8
-from coat_jax.codecs.log8 import LogUniform
+from coat_jax.codecs.integers import LinearInt8, LogUniform
 from coat_jax.codecs.registry import MomentCodec as MomentCodec
 from coat_jax.codecs.registry import build as build
 from coat_jax.codecs.registry import names as names

@@ -101,7 +101,7 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped(abc.ABC):
-  """Base class of the codecs in `fp8`, `int8` and `log8`, which use groups.
+  """Base class of the codecs in `fp8` and `integers`, which use groups.
 
   A subclass computes the groups' `_statistics`, `_codes` of the magnitudes, and
   `_values` of codes. Magnitudes are [..., groups, group_size]; statistics that

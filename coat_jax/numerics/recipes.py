@@ -17,12 +17,9 @@ the layer: norms and activation functions read FP8 values with one scale per
 1 x 16 group and save those instead of BF16 (arXiv:2410.19313, section 5).
 `fp8_block` is `coat` with the products of DeepSeek-V3: one scale for each block
 of 128 values that a product sums over (`scaling.Blocks`), and E4M3 gradients.
-`int8` is `coat` with integers instead of FP8, at the same number of bytes, for
-comparison.
 
 Bytes saved per token in one Llama layer of width D, with MLP width F, without
-scales (a scale adds 2 / G bytes to each value in a 1 x G group, G =
-group_size):
+scales (a scale adds 2 / G bytes to each value in a 1 x G group):
 
                        coat                  minimal
   norm inputs          2 x D bytes           2 x D bytes

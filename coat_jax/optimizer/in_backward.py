@@ -157,12 +157,12 @@ def step_in_backward(
 
   # For each leaf: its weight and what the optimizer stores; its norms, or None.
   last: Any = clip_state
-  norms = [None] * len(steps.leaves)
+  owns = [None] * len(steps.leaves)
   if clip is not None:
-    norms = jax.tree.leaves(last.own)
-  old = list(zip(steps.leaves, norms, strict=True))
+    owns = jax.tree.leaves(last.own)
+  old = list(zip(steps.leaves, owns, strict=True))
   new: dict[int, Any] = {}
-  seen: dict[int, _Seen] = {}
+  norms: dict[int, Array] = {}
 
   def step(i, old, g, index=None):
     """Clips the gradient of leaf i, or of one layer of it, and steps it."""
@@ -174,7 +174,7 @@ def step_in_backward(
       scale, mine = clip.scale(last, mine, norm)
       own = mine if index is None else own.at[index].set(mine)
     leaf = steps.step(i, leaf, g, layer=index, grad_scale=scale)
-    return (leaf, own), _Seen(norm, jnp.all(jnp.isfinite(g)))
+    return (leaf, own), norm
 
   # First step the parameters that only the loss uses (an output projection).
   outer_grads = dict(
@@ -183,7 +183,7 @@ def step_in_backward(
   is_used = dict(zip(found.others, is_read, strict=True))
   for i in found.others:
     if not is_used[i]:
-      new[i], seen[i] = step(i, old[i], outer_grads[i])
+      new[i], norms[i] = step(i, old[i], outer_grads[i])
   dx, new = lax.optimization_barrier((dx, new))
 
   # Then differentiate the stack. Lists have one entry for each stacked leaf.
@@ -206,34 +206,28 @@ def step_in_backward(
     return (dx, [each for each, _ in done]), [each for _, each in done]
 
   inputs = jnp.arange(found.num_layers, dtype=jnp.int32), residuals, per_layer
-  (dx, stacked), seen_layers = lax.scan(
+  (dx, stacked), layer_norms = lax.scan(
     backward, (dx, [old[i] for i in found.stacked]), inputs, reverse=True
   )
   new |= zip(found.stacked, stacked, strict=True)
-  for i, each in zip(found.stacked, seen_layers, strict=True):
-    seen[i] = _Seen(global_norm(each.norm), jnp.all(each.is_finite))
+  for i, of_layers in zip(found.stacked, layer_norms, strict=True):
+    norms[i] = global_norm(of_layers)
 
   # Last, step the parameters before the stack, which the loss may use too.
   (before_grads,) = before_vjp(dx)
   for i, g in zip(found.others, jax.tree.leaves(before_grads), strict=True):
     if is_used[i]:
-      new[i], seen[i] = step(i, old[i], outer_grads[i] + g)
+      new[i], norms[i] = step(i, old[i], outer_grads[i] + g)
 
   in_order = range(len(old))
   new_params, new_state = steps.end([new[i][0] for i in in_order])
-  norm = global_norm([seen[i].norm for i in in_order])
+  in_leaves = [norms[i] for i in in_order]
+  norm = global_norm(in_leaves)
   if clip is not None:
-    kept = [new[i][1] for i in in_order]
-    clip_state = clip.next_state(last, kept, norm)
-  is_finite = jnp.stack([seen[i].is_finite for i in in_order])
+    clip_state = clip.next_state(last, [new[i][1] for i in in_order], norm)
+  # The norm of finite values is finite, and no other is.
+  is_finite = jnp.isfinite(jnp.stack(in_leaves))
   return BackwardStep(new_params, new_state, clip_state, loss, norm, is_finite)
-
-
-class _Seen(NamedTuple):
-  """The norm of a gradient, and whether the gradient is finite."""
-
-  norm: Array
-  is_finite: Array
 
 
 class _Stack:

@@ -44,15 +44,10 @@ _MAKERS = {
 class Moment:
   """One moment of all parameters, as a state stores it.
 
-  The fields of `codecs.Encoded` are trees with the structure of the parameters.
-  Codes and statistics (`amax` and `range`, one value per group) keep the boxes
-  of their parameters (`nnx.Variable`, Linen's `Partitioned`), so programs that
-  read axis names shard both like the parameter. Statistics keep the name of the
-  last axis only if the number of devices along it divides both the columns and
-  the groups. If the state is made with no mesh set and none in the box, they
-  lose that name and are replicated along the last axis. A leaf that is not
-  encoded stores its values in `codes`, as f32 or complex64; its statistics are
-  scalar zeros without names.
+  The fields of `codecs.Encoded` are trees with the structure of the parameters,
+  in the parameters' boxes (`nnx.Variable`, Linen's `Partitioned`); `boxes`
+  explains which axis names they keep. A leaf that is not encoded stores its
+  values in `codes`, as f32 or complex64; its statistics are scalar zeros.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype.
@@ -252,9 +247,8 @@ class EncodedState(NamedTuple):
 class LowBitsState(NamedTuple):
   """State of a fused optimizer with weights of 24 bits.
 
-  `low` is a tree like the parameters, in their boxes, so it is sharded by the
-  same axis names. `join_weights` combines it with the parameters into f32
-  weights.
+  `low` is a tree like the parameters, in their boxes. `join_weights` combines
+  both into f32 weights.
   """
 
   low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() without low bytes
