@@ -269,20 +269,16 @@ class CoatRecipe:
     return dataclasses.replace(preset, axes=self.axes)
 
 
-class LinearOptions(TypedDict, total=False):
-  """Options of every preset with FP8 products; see `CoatRecipe`."""
-
-  weight_cache: WeightCache
-  implementation: Literal["xla", None]
-  evaluation: Evaluation
-
-
-class Options(LinearOptions, total=False):
-  """Options of the presets with FP8 throughout the layer; see `CoatRecipe`."""
+class Options(TypedDict, total=False):
+  """Options of the presets with FP8 products; see `CoatRecipe`."""
 
   residuals: Residuals
   attention: Kept
   group_size: int
+  experts: Kept
+  weight_cache: WeightCache
+  implementation: Literal["xla", None]
+  evaluation: Evaluation
 
 
 def bf16(*, implementation: Literal["xla", None] = None) -> CoatRecipe:
@@ -292,18 +288,12 @@ def bf16(*, implementation: Literal["xla", None] = None) -> CoatRecipe:
   )
 
 
-def fp8_linear(**options: Unpack[LinearOptions]) -> CoatRecipe:
+def fp8_linear(**options: Unpack[Options]) -> CoatRecipe:
   """Uses per-tensor FP8 matrix products in an otherwise BF16 layer."""
   return CoatRecipe(nonlinear="bf16", **options)
 
 
-class CoatOptions(Options, total=False):
-  """Options of `coat`; see `CoatRecipe`."""
-
-  experts: Kept
-
-
-def coat(**options: Unpack[CoatOptions]) -> CoatRecipe:
+def coat(**options: Unpack[Options]) -> CoatRecipe:
   """Uses FP8 throughout the layer; `CoatRecipe` documents the options."""
   return CoatRecipe(**options)
 

@@ -29,8 +29,6 @@ from jax import P
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from coat_jax.optimizer.masks import unboxed
-
 AnyMesh = Mesh | AbstractMesh
 
 # The metadata keys under which an `nnx.Variable` keeps axis names.
@@ -87,6 +85,9 @@ def box_like(
   """
   if "flax" not in sys.modules:
     return jax.tree.structure(like).unflatten(arrays)
+  from flax import nnx
+  from flax.core import meta
+
   rest = iter(arrays)
 
   def rebox(node):
@@ -96,7 +97,7 @@ def box_like(
       return own[0]
     if len(own) == 1 and leaves[0] is _value(node):
       return _box_array(node, own[0], mesh)
-    return jax.tree.structure(unboxed(node)).unflatten(own)
+    return jax.tree.structure(nnx.as_pure(meta.unbox(node))).unflatten(own)
 
   return jax.tree.map(rebox, like, is_leaf=_is_box)
 

@@ -26,7 +26,7 @@ from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import check_function, refuse
 from coat_jax.optimizer import arguments, boxes
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
-from coat_jax.optimizer.state import moments_in
+from coat_jax.optimizer.state import moments_in, splits_groups
 
 _SMALLEST_GROUP = 16
 
@@ -224,9 +224,9 @@ def _placed(
 
 def _check_groups(op, path: str, codes: Any, codec: GroupCodec) -> None:
   """Raises ValueError if devices would split a group of a leaf's codes."""
-  share, size = _share(codes), getattr(codec, "group_size", 1)
-  if share % size == 0 or share == codes.shape[-1]:
+  if not splits_groups(codes.sharding, codes.shape, codec):
     return
+  share, size = _share(codes), getattr(codec, "group_size", 1)
   fitting = [str(fit) for fit in range(size, 0, -1) if share % fit == 0]
   raise ValueError(
     f"{op}: a device must have whole groups, got groups of {size} at "

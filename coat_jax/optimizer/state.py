@@ -201,6 +201,17 @@ def _placed(x: Array, sharding: Sharding | None) -> Array:
   return x if sharding is None else lax.with_sharding_constraint(x, sharding)
 
 
+def splits_groups(
+  sharding: Sharding, shape: tuple[int, ...], codec: GroupCodec
+) -> bool:
+  """Returns whether devices would split the groups of an array."""
+  if not shape:
+    return False
+  columns = sharding.shard_shape(shape)[-1]
+  size = getattr(codec, "group_size", 1)
+  return columns < shape[-1] and columns % size != 0
+
+
 def is_moment(node: Any) -> bool:
   return isinstance(node, Moment)
 

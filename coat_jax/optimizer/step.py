@@ -34,6 +34,7 @@ from coat_jax.optimizer.state import (
   MomentOptions,
   Stored,
   check_state,
+  splits_groups,
   stored_leaves,
 )
 from coat_jax.optimizer.weights import Weight, in_f32
@@ -288,7 +289,9 @@ class Leaves:
     part = LeafPart(stochastic.leaf_key(self._seed, self.count, i), layer=layer)
     whole = jax.tree.leaves(arrays)[0].shape
     spec = P() if sharding is None else sharding.spec
-    if sharding is None or not _has_whole_groups(sharding, whole, groups):
+    if sharding is None or any(
+      splits_groups(sharding, whole, group) for group in groups
+    ):
       args = *arrays, stored, part, *scalars
       return mesh.run_whole(run, *args, out_specs=spec)
     if layer is not None and spec[:1] not in ((), (None,)):
@@ -321,14 +324,6 @@ class Leaves:
       for j, old in enumerate(self._state[1:])
     ]
     return type(self._state)(self.count, *moments)
-
-
-def _has_whole_groups(sharding, shape, groups: GroupCodecs) -> bool:
-  if not shape:
-    return True
-  share = sharding.shard_shape(shape)[-1]
-  sizes = [getattr(group, "group_size", 1) for group in groups]
-  return share == shape[-1] or all(share % size == 0 for size in sizes)
 
 
 def _start(spec: P, shape: tuple[int, ...]) -> Array:
