@@ -189,7 +189,8 @@ def clip_gradients(
 ) -> tuple[Any, ClipState, Array]:
   """Clips a whole tree of gradients as `step_in_backward` does.
 
-  Returns the clipped gradients, f32; the new state; and the norm before it.
+  Returns the clipped gradients, f32, the new state, and the global norm before
+  clipping.
   """
   leaves, treedef = jax.tree.flatten(grads)
   owns = jax.tree.leaves(state.own)

@@ -17,6 +17,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments
 from coat_jax.optimizer.adam import scale_by_coat_adam
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
@@ -29,8 +30,18 @@ from coat_jax.optimizer.matrices import (
   checked_matrices,
   orthogonalize,
 )
-from coat_jax.optimizer.state import MomentOptions, ScaleByCoatMuonState
-from coat_jax.optimizer.step import shardings_of, transformation, update_of
+from coat_jax.optimizer.state import (
+  GroupCodecs,
+  MomentOptions,
+  ScaleByCoatMuonState,
+  Stored,
+)
+from coat_jax.optimizer.step import (
+  decode,
+  encode,
+  shardings_of,
+  transformation,
+)
 from coat_jax.optimizer.weights import in_f32
 
 # Both optimizers number leaves from 0, so AdamW needs another seed.
@@ -66,15 +77,23 @@ def muon_scalars(
   return MuonScalars(f32(beta), f32(1 - beta), f32(ratio), gradient_ratio)
 
 
-@functools.partial(jax.jit, inline=True)
-def muon(g: Array, mu: Array, scalars: MuonScalars) -> tuple[Array, Array]:
-  """Returns the direction to orthogonalize and the new momentum, f32."""
+def muon_momentum(
+  g: Array,
+  stored: Stored,
+  part: LeafPart,
+  scalars: MuonScalars,
+  *,
+  groups: GroupCodecs,
+) -> tuple[Array, Stored]:
+  """Returns the direction to orthogonalize, f32, and the new momentum."""
   s = scalars
-  mu = s.beta * mu + s.one_minus_beta * g
+  (mu,) = decode(groups, stored)
+  gradient = in_f32(g)
+  mu = s.beta * mu + s.one_minus_beta * gradient
   direction = s.ratio * mu
   if s.gradient_ratio is not None:
-    direction = direction + s.gradient_ratio * g
-  return direction, mu
+    direction = direction + s.gradient_ratio * gradient
+  return direction, encode(groups, (mu,), part)
 
 
 def scale_by_coat_muon(
@@ -127,7 +146,7 @@ def scale_by_coat_muon(
   split_of = checked_matrices(op, matrices)
   momentum = transformation(
     options,
-    functools.partial(update_of, muon),
+    muon_momentum,
     lambda count: muon_scalars(count, beta, nesterov=nesterov),
   )
 
@@ -147,7 +166,6 @@ def scale_by_coat_muon(
   def update_fn(updates, state, params=None) -> Any:
     splits = splits_of(updates)
     like = jax.tree.leaves(arguments.promoted(op, updates, params))
-    updates = jax.tree.map(in_f32, updates)
     directions, new_state = momentum.update(updates, state, params)
     leaves, treedef = jax.tree.flatten(directions)
     where = shardings_of(options, state.mu)

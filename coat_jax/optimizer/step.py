@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs an optimizer's step: decodes moments, updates them in f32, encodes them.
 
-The arithmetic is an argument: `adam.adam`, `lion.lion` or `muon.muon`.
+The arithmetic is an argument: `adam.adam` or `lion.lion`.
 `update_of` and `step_of` step one leaf; `Leaves` steps all leaves of a state.
 
 XLA can partition a step written in plain JAX, but not a kernel. So if a leaf's
