@@ -18,6 +18,7 @@ from jax import Array
 from coat_jax.numerics.checks import (
   POSITIVE,
   Range,
+  check_choice,
   check_kind,
   check_number,
   check_whole,
@@ -88,14 +89,8 @@ class Clipping:
   warmup: int = 100
 
   def __post_init__(self):
-    if self.rule not in get_args(Rule):
-      got = repr(self.rule)
-      if self.rule == "global":
-        got += ", which needs all gradients at once"
-      raise ValueError(
-        f"Clipping: rule must be 'share' or 'adaptive', got {got}; pass "
-        "'share', which bounds the global norm too"
-      )
+    remedy = "pass 'share', which bounds the global norm too"
+    check_choice("Clipping", "rule", self.rule, get_args(Rule), remedy)
     nothing = "to clip nothing pass clip=None"
     for name, allowed, remedy in (
       ("max_norm", POSITIVE, nothing),
