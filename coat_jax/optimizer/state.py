@@ -74,14 +74,11 @@ class Moment:
 
   def replace(self, leaves: Sequence[Encoded]) -> "Moment":
     """Replaces the leaves but keeps their boxes, whatever the current mesh."""
-    trees = (self.codes, self.amax, self.range)
-    columns = zip(*leaves, strict=True) if leaves else ((), (), ())
     return Moment(
-      *(
-        jax.tree.structure(tree).unflatten(column)
-        for tree, column in zip(trees, columns, strict=True)
-      ),
-      codec=self.codec,
+      jax.tree.structure(self.codes).unflatten([x.codes for x in leaves]),
+      jax.tree.structure(self.amax).unflatten([x.amax for x in leaves]),
+      jax.tree.structure(self.range).unflatten([x.range for x in leaves]),
+      self.codec,
     )
 
 
@@ -99,15 +96,12 @@ def zero_moment(
   `is_real`, as complex64 if they are complex. `mesh` is the mesh in the
   parameters' types, or None.
   """
-  leaves = [
-    encode_zeros(
-      codec
-      if is_chosen
-      else plain_codec(not is_real and jnp.iscomplexobj(leaf)),
-      leaf,
-    )
-    for leaf, is_chosen in zip(jax.tree.leaves(like), chosen, strict=True)
-  ]
+
+  def zeros(leaf, is_chosen):
+    plain = plain_codec(not is_real and jnp.iscomplexobj(leaf))
+    return encode_zeros(codec if is_chosen else plain, leaf)
+
+  leaves = list(map(zeros, jax.tree.leaves(like), chosen))
   return Moment(
     jax.tree.structure(like).unflatten([x.codes for x in leaves]),
     boxes.box_like(like, [x.amax for x in leaves], mesh),

@@ -153,7 +153,10 @@ def test_norm_that_is_not_finite_is_not_hidden():
   ("wrong", "said"),
   [
     (dict(rule="global"), "rule must .*'global'; pass 'share'"),
-    (dict(rule="foo"), "rule must be one of 'share', 'adaptive', got 'foo'; pass"),
+    (
+      dict(rule="foo"),
+      "rule must be one of 'share', 'adaptive', got 'foo'",
+    ),
     (
       dict(max_norm=-1.0),
       "max_norm must be above 0 and finite, got -1.0; to clip nothing",
