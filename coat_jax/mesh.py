@@ -14,21 +14,14 @@ There are two ways to run a function:
 The caller specifies how arrays and results are sharded. Without a mesh, and
 inside a caller's own `jax.shard_map`, both simply call the function.
 
-With `MeshAxes`, the blocks of a layer shard arrays and exchange data like this:
+With `MeshAxes`, the blocks of a layer shard arrays like this; a table in
+docs/architecture.md lists what devices exchange:
 
   [B, T, D]            batch, tensor      tokens, between blocks
   [B, T, F]            batch, -, tensor   whole sequences, inside a block
   weight [D, ..., F]   fsdp, ..., tensor  split by columns
   weight [F, D]        tensor and fsdp    split by inputs
   weight [D, ...]      fsdp               split by rows only, in drop-in layers
-
-  weights     the FP8 codes of all rows are gathered over fsdp; gradients are
-              summed over the batch's axes in `axes.grad_dtype`, and each device
-              keeps its rows
-  sequences   are split over tensor between blocks: before a product, codes are
-              gathered; after it, partial products are summed and split again
-  scales      are computed from the largest amax of all devices along
-              `scale_axes`
 
 The collectives here do nothing if `axes` is None or an axis has one device.
 """
@@ -62,9 +55,8 @@ def run_on_shards(
   """Runs f(*args) on each device's shards, as `jax.shard_map` does.
 
   `mesh` is needed only if none is set. On explicit axes, arrays that are
-  sharded differently are moved first. With `check_vma`, JAX checks which arrays
-  vary between devices. Differentiating through f requires that, but kernels do
-  not declare what varies.
+  sharded differently are moved first. Differentiating through f requires
+  `check_vma`, but kernels do not declare what varies.
   """
   if mesh is None or not jax.sharding.get_abstract_mesh().empty:
     args, mesh = place(args, in_specs), None

@@ -13,7 +13,7 @@ from flax import nnx
 from coat_jax import recipes
 from coat_jax.codecs.fp8 import ExpandedFP8, ScaledFP8
 from coat_jax.codecs.group import GroupCodec
-from coat_jax.codecs.int8 import LinearInt8
+from coat_jax.codecs.integers import LinearInt8
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
 from coat_jax.numerics.formats import E4M3, E5M2, INT8

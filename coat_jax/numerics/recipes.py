@@ -17,12 +17,9 @@ the layer: norms and activation functions read FP8 values with one scale per
 1 x 16 group and save those instead of BF16 (arXiv:2410.19313, section 5).
 `fp8_block` is `coat` with the products of DeepSeek-V3: one scale for each block
 of 128 values that a product sums over (`scaling.Blocks`), and E4M3 gradients.
-`int8` is `coat` with integers instead of FP8, at the same number of bytes, for
-comparison.
 
 Bytes saved per token in one Llama layer of width D, with MLP width F, without
-scales (a scale adds 2 / G bytes to each value in a 1 x G group, G =
-group_size):
+scales (a scale adds 2 / G bytes to each value in a 1 x G group):
 
                        coat                  minimal
   norm inputs          2 x D bytes           2 x D bytes
@@ -93,9 +90,7 @@ class MeshAxes:
     grad_dtype: dtype in which weights' gradients are summed over devices.
 
   Raises:
-    TypeError: `batch` is not a tuple, or an axis not a name.
-    ValueError: `batch` names no axis, or one twice; `fsdp` is not in `batch`,
-      `tensor` is in it, or the dtype is unknown.
+    TypeError, ValueError: a field has the wrong type or value.
   """
 
   batch: tuple[str, ...] = ("data", "fsdp")
@@ -274,20 +269,16 @@ class CoatRecipe:
     return dataclasses.replace(preset, axes=self.axes)
 
 
-class LinearOptions(TypedDict, total=False):
-  """Options of every preset with FP8 products; see `CoatRecipe`."""
-
-  weight_cache: WeightCache
-  implementation: Literal["xla", None]
-  evaluation: Evaluation
-
-
-class Options(LinearOptions, total=False):
-  """Options of the presets with FP8 throughout the layer; see `CoatRecipe`."""
+class Options(TypedDict, total=False):
+  """Options of the presets with FP8 products; see `CoatRecipe`."""
 
   residuals: Residuals
   attention: Kept
   group_size: int
+  experts: Kept
+  weight_cache: WeightCache
+  implementation: Literal["xla", None]
+  evaluation: Evaluation
 
 
 def bf16(*, implementation: Literal["xla", None] = None) -> CoatRecipe:
@@ -297,18 +288,12 @@ def bf16(*, implementation: Literal["xla", None] = None) -> CoatRecipe:
   )
 
 
-def fp8_linear(**options: Unpack[LinearOptions]) -> CoatRecipe:
+def fp8_linear(**options: Unpack[Options]) -> CoatRecipe:
   """Uses per-tensor FP8 matrix products in an otherwise BF16 layer."""
   return CoatRecipe(nonlinear="bf16", **options)
 
 
-class CoatOptions(Options, total=False):
-  """Options of `coat`; see `CoatRecipe`."""
-
-  experts: Kept
-
-
-def coat(**options: Unpack[CoatOptions]) -> CoatRecipe:
+def coat(**options: Unpack[Options]) -> CoatRecipe:
   """Uses FP8 throughout the layer; `CoatRecipe` documents the options."""
   return CoatRecipe(**options)
 
@@ -325,8 +310,7 @@ def int8(**options: Unpack[Options]) -> CoatRecipe:
   """Returns `coat` with INT8 instead of FP8, to compare both at equal bytes.
 
   Everything is rounded to nearest, gradients too. Sums of products are exact in
-  int32 up to 133,144 terms, which is more than the tokens of a step on one
-  device. None of our kernels supports INT8: it runs as plain JAX, and XLA runs
-  the products on INT8 hardware.
+  int32 up to 133,144 terms. It runs as plain JAX, and XLA runs the products on
+  INT8 hardware.
   """
   return CoatRecipe(formats=_INTEGERS, **options)
