@@ -158,7 +158,7 @@ def _of_device(y, w, *, static, recipe):
     load = load_of(experts, num_experts)
     # From here on, a device computes its shard of F for whole sequences.
     y, experts, p = gather_positions((y, experts, p), axes)
-    rows = sort_rows(experts, num_experts)
+    rows = sort_rows(experts, num_experts, axes)
     p = p_of_rows(p, rows)
     h = _product(to_rows(y, rows, k), w.gate_up, rows, recipe)
   z = activate(*jnp.split(h, 2, axis=-1), activation="silu", recipe=recipe)
