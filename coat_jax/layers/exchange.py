@@ -13,9 +13,9 @@ No row is dropped: the buffer of received rows has R = n T k rows, because all
 tokens could choose the experts of one device. Unused rows, after the last
 expert's, are zero.
 
-GPUs and TPUs send only the rows that exist (`lax.ragged_all_to_all`). XLA has no
-such collective for CPUs. There, each pair of devices exchanges T k rows, padded
-with zeros, through `lax.all_to_all`.
+GPUs and TPUs send only the rows that exist (`lax.ragged_all_to_all`), which XLA
+cannot do on CPUs. There, each pair of devices exchanges T k rows, padded with
+zeros, through `lax.all_to_all`.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from coat_jax.ops.dispatch import target
 class Slices(NamedTuple):
   """The rows that a device sends or receives, in E slices; int32 [E] each.
 
-  Slices are sorted by the other device, and then by that exchange's experts.
+  Slices are sorted by the other device, and then by expert.
 
   Attributes:
     sizes: the number of rows.

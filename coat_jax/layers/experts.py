@@ -160,6 +160,9 @@ def _fwd(x, weights, static, recipe):
 def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
   axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
+  if expert_size(axes) > 1:
+    # Without a scan over layers, XLA would keep the forward pass's buffers.
+    saved, g = jax.lax.optimization_barrier((saved, g))
   x_q, experts, parts, scales = saved
   own_y, norm_stats = _normed(x_q, w, static, dtype)
 
@@ -171,6 +174,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   experts = gather_positions(experts, axes)
   shape, rows = experts.shape, sort_rows(experts, w.router.shape[-1], axes)
   p = p_of_rows(gather_positions(p, axes), rows)
+  y_rows = None
   if parts is None:
     y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
     h, _ = multiply_rows(y_rows, w.gate_up, rows, recipe, dtype, scales.gate_up)
@@ -192,7 +196,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   dgate_and_up = ops.activation_bwd(p * dz, parts, activation="silu")
   dh = jnp.concatenate(dgate_and_up, axis=-1)
   dh = gradient_in_rows(dh, rows, recipe, dtype)
-  if rows.exchange is None:
+  if y_rows is None:
     y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
   dgate_up = weight_gradient(y_rows, dh, w.gate_up, rows, recipe)
   dy = input_gradient(dh, w.gate_up, scales.gate_up, rows, recipe, dtype)

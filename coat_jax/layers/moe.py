@@ -52,6 +52,7 @@ from coat_jax.layers.routing import (
 )
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import (
+  expert_size,
   gather_positions,
   scatter_sequence,
   sum_tokens,
@@ -114,6 +115,9 @@ def moe(
 def _plain_fwd(x, y, w, static, recipe):
   axes = recipe.axes
   mixture = functools.partial(_of_device, static=static, recipe=recipe)
+  if expert_size(axes) > 1:
+    # Received rows have room for the rows of all devices: save none of them.
+    mixture = jax.checkpoint(mixture)
   differentiated: Any = jax.vjp(mixture, y, w, has_aux=True)
   (out, probability), backward, load = differentiated
   out = x + out if static.add_input else out

@@ -21,7 +21,7 @@ from coat_jax.layers.exchange import (
   send_back,
   send_rows,
 )
-from coat_jax.mesh import expert_size
+from coat_jax.mesh import size_of
 from coat_jax.numerics.checks import check_kind
 from coat_jax.numerics.recipes import MeshAxes
 
@@ -127,9 +127,10 @@ def sort_rows(experts: Array, num_experts: int, axes: MeshAxes | None) -> Rows:
   places = jnp.arange(experts.size, dtype=copy.dtype)
   row = jnp.zeros_like(copy).at[copy].set(places, unique_indices=True)
   sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
-  if expert_size(axes) == 1:
+  axis = None if axes is None else axes.expert
+  if axis is None or size_of(axis) == 1:
     return Rows(copy, row, sizes, None)
-  exchange, sizes = plan_exchange(sizes, experts.size, axes.expert)
+  exchange, sizes = plan_exchange(sizes, experts.size, axis)
   return Rows(copy, row, sizes, exchange)
 
 
