@@ -76,7 +76,7 @@ MOE = {
 
 
 @pytest.mark.slow
-def test_run_is_continued_on_another_mesh(tmp_path):
+def test_run_is_continued_on_another_mesh(tmp_path, capfd):
   options = dict(batch=8, steps=8, save_every=4, eval_every=8, **MOE)
   whole, moved = tmp_path / "whole", tmp_path / "moved"
   assert run(whole, mesh="fsdp=4,expert=2", **options) == 0
@@ -88,8 +88,11 @@ def test_run_is_continued_on_another_mesh(tmp_path):
     for out in (whole, moved)
   )
   assert want[0] - want[-1] > 0.3
-  # The first loss after the checkpoint is of the same weights, summed in another
-  # order; codes at a border differ later.
+  output = "".join(capfd.readouterr())
+  assert "resumed at step 4" in output
+  assert "fsdp=4,expert=2 -> data=2,expert=4" in output
+  # The first loss after the checkpoint is of the same weights, summed in
+  # another order; codes at a border may differ later.
   np.testing.assert_array_equal(found[:4], want[:4])
   apart = np.abs(found - want)[4:]
-  assert 0 < apart[0] <= 1e-4 and apart.max() <= 1e-2
+  assert apart[0] <= 1e-5 and apart.max() <= 1e-2
