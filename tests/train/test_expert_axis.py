@@ -67,6 +67,17 @@ def test_state_of_experts_is_sharded_like_experts():
         assert each.sharding.shard_shape(each.shape)[1] == 2
 
 
+@pytest.mark.slow
+def test_steps_in_the_backward_equal_ordinary_steps():
+  optim = dataclasses.replace(FP8.optim, clip="share", grad_clip=1e9)
+  config = on(FP8, "fsdp=2,expert=4", optim=optim)
+  ordinary = Trained(config).run()
+  other = Trained(on(config, config.mesh, optimizer_in_backward=True)).run()
+  assert ordinary.losses == other.losses
+  assert_same_bits(ordinary.state.params, other.state.params)
+  assert_same_bits(ordinary.state.optimizer, other.state.optimizer)
+
+
 MOE = {
   "model.family": "qwen3_moe",
   "model.num-experts": 8,
