@@ -22,6 +22,7 @@ docs/architecture.md lists what devices exchange:
   weight [D, ..., F]   fsdp, ..., tensor  split by columns
   weight [F, D]        tensor and fsdp    split by inputs
   weight [D, ...]      fsdp               split by rows only, in drop-in layers
+  weight [E, D, 2, F]  expert, fsdp, -, tensor    experts of a mixture
 
 The collectives here do nothing if `axes` is None or an axis has one device.
 """
@@ -227,6 +228,11 @@ def tensor_size(axes: MeshAxes | None) -> int:
   return 1 if axes is None else size_of(axes.tensor)
 
 
+def expert_size(axes: MeshAxes | None) -> int:
+  """Returns how many devices whole experts are split over."""
+  return 1 if axes is None else size_of(axes.expert)
+
+
 def token_shards(axes: MeshAxes | None) -> int:
   """Returns how many devices tokens are split over."""
   return 1 if axes is None else math.prod(map(size_of, axes.tokens))
@@ -252,16 +258,23 @@ def gather_experts(w: Array, axes: MeshAxes | None) -> Array:
 
 
 def reduce_gradient(
-  dw: Array, axes: MeshAxes | None, *, has_columns: bool
+  dw: Array,
+  axes: MeshAxes | None,
+  *,
+  has_columns: bool,
+  is_of_experts: bool = False,
 ) -> Array:
   """Sums a weight's gradient over all tokens; returns the device's rows.
 
   dw [D, ..., F] comes from the device's own tokens. Without `has_columns`,
-  devices along tensor process different tokens for the same columns.
+  devices along tensor process different tokens for the same columns. Tokens of
+  all devices along expert have already been sent to their experts.
   """
   if axes is None:
     return dw
   over = [name for name in axes.batch if name != axes.fsdp]
+  if is_of_experts:
+    over = [name for name in over if name != axes.expert]
   if axes.tensor is not None and not has_columns:
     over.append(axes.tensor)
   if size_of(axes.fsdp) > 1:

@@ -164,8 +164,7 @@ class PlanConfig:
     mesh = f"fsdp={self.gpus}" if (self.gpus or 1) > 1 else self.mesh
     preset = PRESETS[self.preset]()
     sizes = meshes.parse_mesh(mesh)
-    devices = sizes.get("data", 1) * sizes.get("fsdp", 1)
-    batch = devices * self.accumulate
+    batch = meshes.batch_devices(sizes) * self.accumulate
     if self.gpus:
       batch = max(batch, preset.batch // batch * batch)
     run = dataclasses.replace(

@@ -87,6 +87,8 @@ class MeshAxes:
     fsdp: the axis in `batch` over which weights are split too, or None.
     tensor: the axis over which heads, an MLP's columns and, between blocks, the
       positions of a sequence are split; or None.
+    expert: the axis in `batch` over which whole experts of a mixture are split,
+      or None. Tokens are exchanged over it. Other weights are replicated.
     grad_dtype: dtype in which weights' gradients are summed over devices.
 
   Raises:
@@ -96,6 +98,7 @@ class MeshAxes:
   batch: tuple[str, ...] = ("data", "fsdp")
   fsdp: str | None = "fsdp"
   tensor: str | None = None
+  expert: str | None = None
   grad_dtype: GradDtype = "float32"
 
   def __post_init__(self):
@@ -105,7 +108,7 @@ class MeshAxes:
       refuse(TypeError, op, "batch", named, self.batch, remedy)
     if len({*self.batch}) < max(len(self.batch), 1):
       refuse(ValueError, op, "batch", named, self.batch, remedy)
-    for name in (*self.batch, self.fsdp, self.tensor):
+    for name in (*self.batch, self.fsdp, self.tensor, self.expert):
       check_kind(op, "an axis", name, (str, type(None)), remedy)
     if self.fsdp is not None and self.fsdp not in self.batch:
       raise ValueError(
@@ -117,6 +120,14 @@ class MeshAxes:
         "MeshAxes: tensor must not be one of the axes that the batch is split "
         f"over, {self.batch}, got {self.tensor!r}; leave it out of one of them"
       )
+    if self.expert is not None and (
+      self.expert not in self.batch or self.expert == self.fsdp
+    ):
+      raise ValueError(
+        "MeshAxes: expert must be one of the axes that the batch is split "
+        f"over, {self.batch}, and not fsdp, got {self.expert!r}; add an axis "
+        "to the mesh and to batch"
+      )
     choices = typing.get_args(GradDtype)
     check_choice(op, "grad_dtype", self.grad_dtype, choices)
 
@@ -124,6 +135,11 @@ class MeshAxes:
   def tokens(self) -> tuple[str, ...]:
     """All axes over which tokens are split."""
     return self.batch if self.tensor is None else (*self.batch, self.tensor)
+
+  @property
+  def same_experts(self) -> tuple[str, ...]:
+    """The axes over which devices hold copies or shares of the same experts."""
+    return tuple(name for name in self.tokens if name != self.expert)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
