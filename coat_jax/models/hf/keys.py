@@ -9,7 +9,7 @@ different model.
 
 import dataclasses
 import difflib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def choose(file: Path, key: str, value: Any, choices: Mapping[str, Any]) -> Any:
   raise wrong(file, key, f"one of {', '.join(choices)}", value, NOT_SUPPORTED)
 
 
-def check_known(file: Path, found: dict, known: Container[str]) -> None:
+def check_known(file: Path, found: dict, known: Iterable[str]) -> None:
   """Raises ValueError if a file has a key that is not known."""
   known = {*DTYPE_KEYS, *WITHOUT_EFFECT, *known}
   for key, value in found.items():
@@ -217,7 +217,7 @@ class InnerWidth(Field):
 
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     fields = super().read(file, key, found)
-    width = found.get("n_embd")
+    width: Any = found.get("n_embd")
     is_usual = fields[self.name] is None and type(width) is int
     return {self.name: 4 * width} if is_usual else fields
 

@@ -155,7 +155,8 @@ def _read_rope(
 
   def number(name: str, default: float) -> float:
     """Takes a number from `rope` or `found`, which must agree."""
-    values = [x.get(name) for x in (rope, found) if name in x] or [default]
+    values: list[Any] = [x[name] for x in (rope, found) if name in x]
+    values = values or [default]
     if not all(type(x) in (int, float) and x == values[0] for x in values):
       raise wrong(file, name, "one number", values)
     return float(values[0])

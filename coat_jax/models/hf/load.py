@@ -37,7 +37,6 @@ from coat_jax.models.params import (
   is_stacked,
   mesh_axes,
   param_shardings,
-  path_of,
 )
 from coat_jax.models.stack import Store, stored_in
 from coat_jax.models.vision.config import VisionConfig
@@ -48,6 +47,7 @@ from coat_jax.models.vision_language import (
 )
 from coat_jax.numerics.checks import check_float_dtype, check_kind
 from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.optimizer.masks import leaf_path
 
 Model = Decoder | VisionTower | VisionLanguageModel
 # How many rows of two tensors are compared at a time.
@@ -141,7 +141,7 @@ def load_params(
   `Decoder`; None casts to the dtypes of `abstract`.
   """
   tensors = check_tensors(folder, config, abstract)
-  leaves = {path_of(k): x for k, x in jax.tree.leaves_with_path(abstract)}
+  leaves = {leaf_path(k): x for k, x in jax.tree.leaves_with_path(abstract)}
   loading: dict[str, _Parameter] = {}
   for part in parts(config, abstract):
     if part.path not in loading:
@@ -149,7 +149,7 @@ def load_params(
     stored = [tensors[name] for name in part.tensors]
     loading[part.path].load(part.layer, stored)
   return jax.tree.map_with_path(
-    lambda keys, _: loading[path_of(keys)].array, abstract
+    lambda keys, _: loading[leaf_path(keys)].array, abstract
   )
 
 
@@ -209,8 +209,7 @@ def _drop_tied_head(
 ) -> None:
   """Drops an output projection that repeats the embedding."""
   head, embedding = (
-    section.prefix + section.table[path].names[0]
-    for path in ("head", "embedding")
+    section.layout(path).names[0] for path in ("head", "embedding")
   )
   if head not in stored:
     return
@@ -238,10 +237,10 @@ class _Parameter:
     if where is not None:
       entries = P(*where.spec, *(None,) * (leaf.ndim - len(where.spec)))
       entries = entries[is_stacked(part.path) :]
-      self.sharding = NamedSharding(where.mesh, part.row.spec(P(*entries)))
+      self.sharding = NamedSharding(where.mesh, part.layout.spec(P(*entries)))
 
     def packed(*tensors):
-      x = part.row.pack(tensors, shape, part.split).astype(jnp.float32)
+      x = part.layout.pack(tensors, shape, part.split).astype(jnp.float32)
       x = store(part.path, x) if store else x.astype(leaf.dtype)
       return x, jnp.all(jnp.isfinite(x))
 

@@ -27,11 +27,11 @@ from coat_jax.models.hf.files import DTYPES, INDEX, MODEL, read_json
 from coat_jax.models.hf.keys import CONFIG
 from coat_jax.models.hf.tensors import Part, parts
 from coat_jax.models.hf.whole import check_free, written_whole
-from coat_jax.models.params import path_of
 from coat_jax.models.stack import check_dtype
 from coat_jax.models.vision.tower import VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.numerics.checks import COUNT, Range, check_kind, check_whole
+from coat_jax.optimizer.masks import leaf_path
 
 # Files that tokenizers and generation read.
 CARRIED = (
@@ -138,21 +138,21 @@ def _check(model, folder, like, max_length, labels, max_shard_size) -> None:
   check_kind(op, "folder", folder, paths, "pass a path")
   if like is not None:
     check_kind(op, "like", like, paths, "pass a path")
+  for name, value, owner in (
+    ("max_length", max_length, Decoder),
+    ("labels", labels, VisionTower),
+  ):
+    if value is not None and not isinstance(model, owner):
+      raise ValueError(
+        f"{op}: {name} needs a {owner.__name__}, got a {own}; leave it out"
+      )
   if max_length is not None:
     check_whole(op, "max_length", max_length, COUNT, "None leaves it out")
-    if not isinstance(model, Decoder):
-      raise ValueError(
-        f"{op}: max_length applies to a Decoder, got a {own}; leave it out"
-      )
   if labels is not None:
-    if not isinstance(model, VisionTower):
-      raise ValueError(
-        f"{op}: labels apply to a VisionTower with classes, got a {own}; leave "
-        "them out"
-      )
-    check_kind(op, "labels", labels, (list, tuple), "pass a list of names")
+    remedy = "pass a list of names"
+    check_kind(op, "labels", labels, (list, tuple), remedy)
     for label in labels:
-      check_kind(op, "a label", label, str, "pass a list of names")
+      check_kind(op, "a label", label, str, remedy)
   allowed, remedy = Range(1, 2**63 - 1), "5 * 10**9 is the default"
   check_whole(op, "max_shard_size", max_shard_size, allowed, remedy)
 
@@ -195,14 +195,14 @@ def _reader(
   params: Any, dtype: np.dtype
 ) -> Callable[[Part], Iterator[np.ndarray]]:
   """Builds the function that returns a part's tensors one after another."""
-  leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
+  leaves = {leaf_path(keys): x for keys, x in jax.tree.leaves_with_path(params)}
   unpacked: dict[str, Callable] = {}
 
   def unpack(part: Part, x: Array, i: Array) -> tuple[list[Array], Array]:
     if part.layer is not None:
       x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
     x = x.astype(dtype)
-    return part.row.unpack(x, part.split), jnp.all(jnp.isfinite(x))
+    return part.layout.unpack(x, part.split), jnp.all(jnp.isfinite(x))
 
   def read(part: Part) -> Iterator[np.ndarray]:
     if part.path not in unpacked:  # One function per parameter, not per layer.
