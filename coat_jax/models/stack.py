@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the parameters of models: initializes, stacks and stores them."""
+"""Makes the parameters of models: initializes and stores them."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,26 +54,6 @@ class Start(NamedTuple):
     """Initializes a parameter in f32, at random."""
     init = nnx.initializers.normal(_STDDEV)
     return nnx.Param(init(self.rngs.params(), shape, jnp.float32))
-
-
-def stack_layers[L: nnx.Module](
-  make: Callable[[nnx.Rngs], L],
-  num_layers: int,
-  *,
-  store: Store | None,
-  rngs: nnx.Rngs,
-) -> L:
-  """Makes layers with stacked parameters; one at a time if `store` is given."""
-  one_by_one = functools.partial(nnx.scan, in_axes=0, out_axes=0)
-
-  @nnx.split_rngs(splits=num_layers)
-  @(nnx.vmap if store is None else one_by_one)
-  def stack(rngs: nnx.Rngs) -> L:
-    layer = make(rngs)
-    store_params(layer, "layers", store)
-    return layer
-
-  return stack(rngs)
 
 
 def check_dtype(where: str, dtype: Any) -> np.dtype:
