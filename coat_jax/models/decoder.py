@@ -12,17 +12,13 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.layers import LayerNorm, RMSNorm, RoutingStats, vocabulary
+from coat_jax.layers import RoutingStats, vocabulary
 from coat_jax.models.arguments import check_hidden, check_model, check_tokens
 from coat_jax.models.batch import positions
 from coat_jax.models.config import ModelConfig, Remat
-from coat_jax.models.layer import stack_layers
+from coat_jax.models.layer import outer_norm, stack_layers
 from coat_jax.models.placing import Placed, place_features
-from coat_jax.models.remat import (
-  Carry,
-  check_remat,
-  run_layers,
-)
+from coat_jax.models.remat import Carry, check_remat, run_layers
 from coat_jax.models.stack import Start, Store, store_params
 from coat_jax.numerics.recipes import CoatRecipe
 
@@ -87,7 +83,7 @@ class Decoder(nnx.Module):
     self.config = config
     self.dtype, self.axes = dtype, recipe.axes
     self.remat: Remat = remat
-    start, choices = Start(dtype, rngs), config.choices
+    start = Start(dtype, rngs)
     self.embedding = start.param(config.vocab_size, config.d_model)
     self.position_embedding = nnx.data(None)
     if config.max_positions is not None:
@@ -95,15 +91,7 @@ class Decoder(nnx.Module):
         config.max_positions, config.d_model
       )
     self.layers = stack_layers(config, recipe, start, store)
-    norm = {"rms": RMSNorm, "layer": LayerNorm}[choices.norm]
-    self.norm = norm(
-      config.d_model,
-      epsilon=config.norm_eps,
-      use_scale=choices.norm_has_scale,
-      scale_plus_one=choices.scale_plus_one,
-      use_bias=choices.norm_has_bias,
-      **start.norm_options(),
-    )
+    self.norm = outer_norm(config, start)
     self.head = nnx.data(None)
     if not config.tied_embeddings:
       self.head = start.param(config.d_model, config.vocab_size)

@@ -34,12 +34,7 @@ from coat_jax.models.prompts import (
   padded,
   place_images,
 )
-from coat_jax.models.sampling import (
-  NO_TOKEN,
-  Sampling,
-  choose,
-  make_sampling,
-)
+from coat_jax.models.sampling import NO_TOKEN, Sampling, choose, make_sampling
 from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.numerics.checks import COUNT, Range, check_kind, check_whole
 from coat_jax.optimizer.masks import leaf_path
@@ -173,16 +168,11 @@ def generate(
   if pixel_values is not None:
     check_images(model, prompts, pixel_values)
   length = bucket(longest)
-  if cache_size is not None:
-    check_whole(op, "cache_size", cache_size, None, "pass None")
-  else:
+  if cache_size is None:
     cache_size = length + bucket(max_new_tokens)
-  if cache_size < length + max_new_tokens:
-    raise ValueError(
-      "generate: cache_size must hold the longest prompt, rounded up, and the "
-      f"new tokens, {length} + {max_new_tokens}, got {cache_size}; pass more, "
-      "or None"
-    )
+  allowed = Range(length + max_new_tokens, COUNT.highest)
+  remedy = "the longest prompt, rounded up, and the new tokens must fit"
+  check_whole(op, "cache_size", cache_size, allowed, remedy)
   tokens, padding = padded(prompts, length, decoder)
   stops = np.array(sorted({NO_TOKEN, *stop_tokens}), np.int32)
   is_row = np.arange(len(tokens)) < len(prompts)
@@ -193,7 +183,7 @@ def generate(
 
   started, placed = time.monotonic(), None
   if pixel_values is not None and isinstance(model, VisionLanguageModel):
-    placed = place_images(model, tokens, padding, pixel_values)
+    placed = place_images(model, tokens, pixel_values)
   first, cache = _prefill(
     graph, params, tokens, padding, options, placed, size=cache_size
   )

@@ -10,9 +10,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax.layers import MLP, Attention, MoE, RoutingStats
+from coat_jax.layers.norm import make_norm
 from coat_jax.models.config import ModelConfig
-from coat_jax.models.stack import Start, Store, store_params
+from coat_jax.models.stack import STDDEV, Start, Store, store_params
 from coat_jax.models.vision.config import VisionConfig
+from coat_jax.numerics import recipes
 from coat_jax.numerics.checks import check_kind
 from coat_jax.numerics.recipes import CoatRecipe
 
@@ -40,8 +42,11 @@ class TransformerLayer(nnx.Module):
     remedy = "pass the config of a model"
     check_kind("TransformerLayer", "config", config, kinds, remedy)
     choices = config.choices
-    shared = Start(dtype, rngs).block_options(
-      config.num_layers,
+    # Projections that write to the residual stream start smaller, so that its
+    # variance does not grow with depth.
+    small = nnx.initializers.normal(STDDEV * (2 * config.num_layers) ** -0.5)
+    shared = Start(dtype, rngs).options(
+      out_kernel_init=small,
       recipe=recipe,
       norm=choices.norm if choices.pre_norm else None,
       epsilon=config.norm_eps,
@@ -110,3 +115,19 @@ def stack_layers(
     return layer
 
   return stack(start.rngs)
+
+
+def outer_norm(config: ModelConfig | VisionConfig, start: Start) -> Any:
+  """Makes a norm before or after the layers, in BF16."""
+  choices = config.choices
+  return make_norm(
+    choices.norm,
+    config.d_model,
+    epsilon=config.norm_eps,
+    use_scale=choices.norm_has_scale,
+    scale_plus_one=choices.scale_plus_one,
+    use_bias=choices.norm_has_bias,
+    recipe=recipes.bf16(),
+    dtype=start.dtype,
+    rngs=start.rngs,
+  )

@@ -29,7 +29,7 @@ from coat_jax.models.ranges import check_fields
 from coat_jax.models.stack import Start, Store, store_params
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.tower import VisionTower
-from coat_jax.numerics.checks import Range, check_kind
+from coat_jax.numerics.checks import Range, check_kind, check_whole
 from coat_jax.numerics.recipes import CoatRecipe
 
 
@@ -71,17 +71,12 @@ class VisionLanguageConfig:
         f"scale its embeddings, got {self.text.family}; use another decoder"
       )
     remedy = "copy it from the model's config.json"
-    if self.image_token >= self.text.vocab_size:
-      raise ValueError(
-        "VisionLanguageConfig: image_token must be a token of the vocabulary "
-        f"of {self.text.vocab_size}, got {self.image_token}; {remedy}"
-      )
     layers = self.vision.num_layers
-    if not -layers - 1 <= self.feature_layer <= layers:
-      raise ValueError(
-        f"VisionLanguageConfig: feature_layer must be from {-layers - 1} to "
-        f"{layers}, got {self.feature_layer}; {remedy}"
-      )
+    for name, allowed in (
+      ("image_token", Range(0, self.text.vocab_size - 1)),
+      ("feature_layer", Range(-layers - 1, layers)),
+    ):
+      check_whole(op, name, getattr(self, name), allowed, remedy)
 
   @property
   def family(self) -> str:

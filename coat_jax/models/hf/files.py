@@ -168,20 +168,16 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
         f"load_hf: {index} names {name}, which is not in the folder; copy all "
         f"{len(files)} files of the checkpoint"
       )
-  found: dict[str, StoredTensor] = {}
-  for name in files:
-    for tensor, stored in read_header(folder / name).items():
-      if places.get(tensor) != name:
-        got = f"{places.get(tensor)} for {tensor}, which is in {name}"
-        rule = "name the file that contains each tensor"
-        raise _refusal(index, rule, got, "copy both again")
-      found[tensor] = stored
-  if missing := places.keys() - found.keys():
-    raise ValueError(
-      f"load_hf: {index} names the tensor {min(missing)} in "
-      f"{places[min(missing)]}, which does not contain it; copy both again"
-    )
-  return found
+  shards = {name: read_header(folder / name) for name in files}
+  held = {(tensor, name) for name in files for tensor in shards[name]}
+  if wrong := held ^ set(places.items()):
+    tensor, _ = min(wrong)
+    where = [name for each, name in held if each == tensor]
+    where = " and ".join(sorted(where)) or "no file"
+    got = f"{places.get(tensor)} for {tensor}, which is in {where}"
+    rule = "name the file that contains each tensor"
+    raise _refusal(index, rule, got, "copy the whole checkpoint again")
+  return {tensor: x for name in files for tensor, x in shards[name].items()}
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

@@ -25,19 +25,11 @@ from coat_jax.layers.module import recipe_of
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.hf.config import AnyConfig, read_config
-from coat_jax.models.hf.files import (
-  StoredTensor,
-  open_tensors,
-  split_experts,
-)
+from coat_jax.models.hf.files import StoredTensor, open_tensors, split_experts
 from coat_jax.models.hf.keys import CONFIG
 from coat_jax.models.hf.tensor_tables import IGNORED_ENDS
 from coat_jax.models.hf.tensors import Part, Section, parts, sections
-from coat_jax.models.params import (
-  is_stacked,
-  mesh_axes,
-  param_shardings,
-)
+from coat_jax.models.params import is_stacked, mesh_axes, param_shardings
 from coat_jax.models.stack import Store, stored_in
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.tower import VisionTower
@@ -239,32 +231,26 @@ class _Parameter:
       entries = entries[is_stacked(part.path) :]
       self.sharding = NamedSharding(where.mesh, part.layout.spec(P(*entries)))
 
-    def packed(*tensors):
+    def update(stack, layer, *tensors):
       x = part.layout.pack(tensors, shape, part.split).astype(jnp.float32)
       x = store(part.path, x) if store else x.astype(leaf.dtype)
-      return x, jnp.all(jnp.isfinite(x))
+      is_finite = jnp.all(jnp.isfinite(x))
+      if stack is not None:
+        x = jax.lax.dynamic_update_index_in_dim(stack, x, layer, 0)
+      return x, is_finite
 
-    def update(stack, i, *tensors):
-      x, is_finite = packed(*tensors)
-      return jax.lax.dynamic_update_index_in_dim(stack, x, i, 0), is_finite
-
-    shardings = (where, None)
-    dtype = jax.eval_shape(packed, *part.tensors.values())[0].dtype
+    self.update = jax.jit(update, out_shardings=(where, None), donate_argnums=0)
+    tensors = part.tensors.values()
+    self.dtype = jax.eval_shape(update, None, None, *tensors)[0].dtype
     self.array: Any = None
     if part.layer is not None:
-      self.array = jnp.zeros(leaf.shape, dtype, device=where)
-    self.dtype = dtype
-    self.packed = jax.jit(packed, out_shardings=shardings)
-    self.update = jax.jit(update, out_shardings=shardings, donate_argnums=0)
+      self.array = jnp.zeros(leaf.shape, self.dtype, device=where)
 
   def load(self, layer: int | None, stored: list[StoredTensor]) -> None:
     """Loads one layer, or a parameter that is not stacked."""
     tensors = [_place(tensor, self.sharding) for tensor in stored]
-    if layer is None:
-      self.array, is_finite = self.packed(*tensors)
-    else:
-      i = np.int32(layer)
-      self.array, is_finite = self.update(self.array, i, *tensors)
+    i = None if layer is None else np.int32(layer)
+    self.array, is_finite = self.update(self.array, i, *tensors)
     # Reading `is_finite` waits, so that the host holds only one layer.
     if not is_finite:
       raise _not_finite(stored, self.dtype)

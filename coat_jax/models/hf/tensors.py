@@ -27,11 +27,7 @@ from coat_jax.models.hf.tensor_tables import (
   TENSORS,
   Table,
 )
-from coat_jax.models.params import (
-  is_stacked,
-  matrix_split,
-  parameter,
-)
+from coat_jax.models.params import is_stacked, matrix_split, parameter
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision_language import VisionLanguageConfig
 from coat_jax.optimizer.masks import leaf_path

@@ -5,12 +5,7 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from coat_jax.models.config import Family
-from coat_jax.models.ranges import (
-  Range,
-  Width,
-  check_family,
-  check_fields,
-)
+from coat_jax.models.ranges import Range, Width, check_family, check_fields
 from coat_jax.ops import Activation, NormKind
 
 

@@ -13,19 +13,14 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.layers import LayerNorm
 from coat_jax.models.arguments import check_model
 from coat_jax.models.config import Remat
-from coat_jax.models.layer import stack_layers
+from coat_jax.models.layer import outer_norm, stack_layers
 from coat_jax.models.remat import check_remat, run_layers
 from coat_jax.models.stack import Start, Store, store_params
 from coat_jax.models.vision.config import VisionConfig
-from coat_jax.models.vision.ends import (
-  AttentionPool,
-  ClassPool,
-  PatchEmbedding,
-)
-from coat_jax.numerics.checks import check_whole
+from coat_jax.models.vision.ends import AttentionPool, ClassPool, PatchEmbedding
+from coat_jax.numerics.checks import Range, check_whole
 from coat_jax.numerics.recipes import CoatRecipe
 
 _POOLS = {"class": ClassPool, "attention": AttentionPool}
@@ -78,14 +73,12 @@ class VisionTower(nnx.Module):
     self.remat: Remat = remat
     start, choices = Start(dtype, rngs), config.choices
 
-    def norm() -> LayerNorm:
-      options = start.norm_options(epsilon=config.norm_eps)
-      return LayerNorm(config.d_model, **options)
-
     self.patches = PatchEmbedding(config, start)
-    self.pre_norm = nnx.data(norm() if choices.norms_input else None)
+    self.pre_norm = nnx.data(None)
+    if choices.norms_input:
+      self.pre_norm = outer_norm(config, start)
     self.layers = stack_layers(config, recipe, start, store)
-    self.norm = norm()
+    self.norm = outer_norm(config, start)
     self.pool = nnx.data(None)
     if config.has_pool and choices.pool is not None:
       self.pool = _POOLS[choices.pool](config, start)
@@ -145,12 +138,8 @@ class VisionTower(nnx.Module):
         mesh's tensor axis does not divide N.
     """
     count = self.config.num_layers
-    check_whole("VisionTower", "layer", layer, None, "-1 is the last one")
-    if not -count - 1 <= layer <= count:
-      raise ValueError(
-        f"VisionTower: layer must be from {-count - 1} to {count}, got "
-        f"{layer}; 0 is the first layer's input"
-      )
+    allowed, remedy = Range(-count - 1, count), "-1 is the last layer's output"
+    check_whole("VisionTower", "layer", layer, allowed, remedy)
     self._check_mesh()
     x = self.patches(pixel_values)
     if self.pre_norm is not None:
