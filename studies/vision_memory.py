@@ -27,7 +27,7 @@ from coat_jax.models import (
   VisionLanguageModel,
   loss_fn,
 )
-from coat_jax.models.stack import stored_in
+from coat_jax.models.initialization import stored_in
 from coat_jax.optimizer import fused_coat_adamw
 from train.finetune_config import FinetuneConfig, Trained
 from train.memory.step import AbstractState, Memory, fullest, plan

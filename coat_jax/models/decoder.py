@@ -16,10 +16,10 @@ from coat_jax.layers import RoutingStats, vocabulary
 from coat_jax.models.arguments import check_hidden, check_model, check_tokens
 from coat_jax.models.batch import positions
 from coat_jax.models.config import ModelConfig, Remat
+from coat_jax.models.initialization import Start, Store, store_params
 from coat_jax.models.layer import outer_norm, stack_layers
 from coat_jax.models.placing import Placed, place_features
 from coat_jax.models.remat import Carry, check_remat, run_layers
-from coat_jax.models.stack import Start, Store, store_params
 from coat_jax.numerics.recipes import CoatRecipe
 
 

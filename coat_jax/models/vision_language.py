@@ -24,9 +24,9 @@ from coat_jax.layers import Linear
 from coat_jax.models.arguments import check_model, check_pixels, check_tokens
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.decoder import Carry, Decoder
+from coat_jax.models.initialization import Start, Store, store_params
 from coat_jax.models.placing import Placed, token_rows
 from coat_jax.models.ranges import check_fields
-from coat_jax.models.stack import Start, Store, store_params
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.tower import VisionTower
 from coat_jax.numerics.checks import Range, check_kind, check_whole

@@ -18,8 +18,8 @@ from flax import nnx
 
 from coat_jax import recipes
 from coat_jax.models import VisionConfig, VisionTower, load_hf, param_shardings
+from coat_jax.models.initialization import stored_in
 from coat_jax.models.params import mesh_axes
-from coat_jax.models.stack import stored_in
 from tests.comparing import assert_close, jit
 from tests.models.hf.folders import DATA, expected, params_of, tensors_of
 from train.memory.count import residual_bytes

@@ -29,8 +29,8 @@ from coat_jax.models.hf.files import StoredTensor, open_tensors, split_experts
 from coat_jax.models.hf.keys import CONFIG
 from coat_jax.models.hf.tensor_tables import IGNORED_ENDS
 from coat_jax.models.hf.tensors import Part, Section, parts, sections
+from coat_jax.models.initialization import Store, stored_in
 from coat_jax.models.params import is_stacked, mesh_axes, param_shardings
-from coat_jax.models.stack import Store, stored_in
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.tower import VisionTower
 from coat_jax.models.vision_language import (

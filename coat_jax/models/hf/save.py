@@ -26,7 +26,7 @@ from coat_jax.models.hf.files import DTYPES, INDEX, MODEL, read_json
 from coat_jax.models.hf.keys import CONFIG
 from coat_jax.models.hf.tensors import Layout, Part, parts
 from coat_jax.models.hf.whole import check_free, written_whole
-from coat_jax.models.stack import check_dtype
+from coat_jax.models.initialization import check_dtype
 from coat_jax.models.vision.tower import VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.numerics.checks import COUNT, Range, check_kind, check_whole

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 
 from coat_jax.models.arguments import check_model
 from coat_jax.models.config import Remat
+from coat_jax.models.initialization import Start, Store, store_params
 from coat_jax.models.layer import outer_norm, stack_layers
 from coat_jax.models.remat import check_remat, run_layers
-from coat_jax.models.stack import Start, Store, store_params
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.ends import AttentionPool, ClassPool, PatchEmbedding
 from coat_jax.numerics.checks import Range, check_whole

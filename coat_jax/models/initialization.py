@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the parameters of models: initializes and stores them."""
+"""Initializes the parameters of models, and converts them for storage."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
