@@ -17,7 +17,7 @@ from coat_jax.models.config import ModelConfig
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.numerics.checks import check_kind
 from coat_jax.numerics.recipes import GradDtype, MeshAxes
-from coat_jax.optimizer.masks import check_leaf
+from coat_jax.optimizer.masks import check_leaf, leaf_path
 from coat_jax.optimizer.matrices import Matrices, MatrixSplit
 
 # The mesh axes that models use.
@@ -114,11 +114,6 @@ def parameter(path: str) -> Parameter:
   return PARAMETERS[max(found, key=len)]
 
 
-def path_of(keys: Any) -> str:
-  """Joins the keys of a parameter into its path."""
-  return jax.tree_util.keystr(keys, simple=True, separator="/")
-
-
 def is_stacked(path: str) -> bool:
   """Returns whether a parameter has a leading axis of layers."""
   return "layers" in path.split("/")
@@ -207,7 +202,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
     )
   axes = _with_experts(mesh.shape)
   return jax.tree.map_with_path(
-    lambda keys, _: NamedSharding(mesh, param_spec(path_of(keys), axes)), params
+    lambda keys, _: NamedSharding(mesh, param_spec(leaf_path(keys), axes)), params
   )
 
 

@@ -24,9 +24,9 @@ from flax import nnx
 from jax.extend.core import Var
 
 from coat_jax.layers import residuals
-from coat_jax.models import VisionConfig, VisionLayer
+from coat_jax.models import VisionConfig
 from coat_jax.models.config import ModelConfig, Remat
-from coat_jax.models.decoder import DecoderLayer
+from coat_jax.models.layer import TransformerLayer
 from coat_jax.models.remat import checkpointed
 from coat_jax.numerics.recipes import CoatRecipe
 
@@ -77,13 +77,9 @@ def saved_bytes(
     return total
   if recipe.linear == "bf16":
     total += 2 * config.num_heads * config.head_width / tensor
-  if recipe.nonlinear == "bf16" and _is_layer_norm(config):
+  if recipe.nonlinear == "bf16" and config.choices.norm == "layer":
     total -= 2 * 4 * config.d_model / (1 if is_whole else tensor)
   return total
-
-
-def _is_layer_norm(config: ModelConfig | VisionConfig) -> bool:
-  return isinstance(config, VisionConfig) or config.choices.norm == "layer"
 
 
 def residual_bytes(
@@ -122,13 +118,11 @@ def residual_arrays(
   saves nothing that has rows for the copies of tokens.
   """
   options = {}
-  if isinstance(config, VisionConfig):
-    make = functools.partial(VisionLayer, config, recipe)
-  else:
-    make = functools.partial(DecoderLayer, config, recipe)
-    if config.kinds_of_layers is not None:
-      options = dict(kind=jnp.int32(0))  # All kinds save the same arrays.
-  layer = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+  if isinstance(config, ModelConfig) and config.kinds_of_layers is not None:
+    options = dict(kind=jnp.int32(0))  # All kinds save the same arrays.
+  layer = nnx.eval_shape(
+    lambda: TransformerLayer(config, recipe, rngs=nnx.Rngs(0))
+  )
   graph, params = nnx.split(layer)
   x = jax.ShapeDtypeStruct((1, tokens, config.d_model), jnp.bfloat16)
   run = lambda x, layer: layer(x, **options)  # noqa: E731
