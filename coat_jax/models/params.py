@@ -202,7 +202,8 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
     )
   axes = _with_experts(mesh.shape)
   return jax.tree.map_with_path(
-    lambda keys, _: NamedSharding(mesh, param_spec(leaf_path(keys), axes)), params
+    lambda keys, _: NamedSharding(mesh, param_spec(leaf_path(keys), axes)),
+    params,
   )
 
 
