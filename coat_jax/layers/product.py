@@ -134,22 +134,16 @@ def add_bias(y: Array, bias: Array | None) -> Array:
 
 
 def bias_gradient(
-  g: Array | None,
-  bias: Array | None,
-  recipe: CoatRecipe,
-  *,
-  has_columns: bool,
-  sums: Array | None = None,
+  g: Array | None, bias: Array | None, recipe: CoatRecipe, *, has_columns: bool
 ) -> Array | None:
   """Sums g [..., F] over all tokens in f32; None without a bias.
 
-  `has_columns`: whether g holds the device's own columns for all positions.
-  `sums`, f32 [F], is the sum over the device's tokens if already computed.
+  g is [F] if it is already summed over the device's tokens. `has_columns`:
+  whether g holds the device's own columns for all positions.
   """
   if bias is None:
     return None
-  if sums is None:
-    assert g is not None  # See `MiddleGradient`.
-    sums = jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))
+  assert g is not None  # See `MiddleGradient`.
+  sums = jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))
   sums = sum_tokens(sums, recipe.axes, all_positions=has_columns)
   return cotangent(sums, bias)

@@ -34,8 +34,8 @@ from coat_jax.ops.rope import (
   Thetas,
   as_rotary,
   rotate,
+  rotate_back,
   rotation,
-  rotation_if_any,
 )
 
 
@@ -52,7 +52,7 @@ def _rope_fwd(x, positions, kind, theta):
 def _rope_bwd(theta, saved, g):
   positions, kind = saved
   cos, sin = rotation(positions, head_dim=g.shape[-1], theta=theta, kind=kind)
-  return rotate(g, cos, -sin), None, None
+  return rotate_back(g, cos, sin), None, None
 
 
 _rope.defvjp(_rope_fwd, _rope_bwd)
@@ -151,7 +151,7 @@ def _split_heads_fwd(qkv, positions, kind, heads, recipe):
   head_dim = qkv.shape[-1] // (n + 2 * k)
   out = ops.split_heads(
     qkv,
-    *rotation_if_any(positions, head_dim=head_dim, theta=theta, kind=kind),
+    *rotation(positions, head_dim=head_dim, theta=theta, kind=kind),
     num_heads=n,
     num_kv_heads=k,
   )
@@ -161,7 +161,7 @@ def _split_heads_fwd(qkv, positions, kind, heads, recipe):
 def _split_heads_bwd(heads, recipe, inputs, saved, g):
   del inputs
   positions, kind = saved
-  angles = rotation_if_any(
+  angles = rotation(
     positions, head_dim=g[0].shape[-1], theta=heads.theta, kind=kind
   )
   return ops.join_heads(*g, *angles), None, None
