@@ -176,8 +176,9 @@ class Attention(RecipeModule):
     self.qkv = NormLinear(
       features, columns, use_bias=use_bias, rngs=rngs, **front
     )
+    use_bias = parts.use_bias if use_out_bias is None else use_out_bias
     self.out = parts.make_back(
-      num_heads * self.head_dim, features, use_bias=use_out_bias
+      num_heads * self.head_dim, features, use_bias=use_bias
     )
     self.post_norm = parts.make_norm(parts.post_norm, features)
     self.q_norm: Any = nnx.data(None)

@@ -22,11 +22,7 @@ from coat_jax.layers.converted_blocks import (
   fuse,
   parts_of,
 )
-from coat_jax.layers.converted_layers import (
-  COUNTERPARTS,
-  MergedLinear,
-  convert_layer,
-)
+from coat_jax.layers.converted_layers import COUNTERPARTS, convert_layer
 from coat_jax.layers.count import saved_bytes
 from coat_jax.layers.linear import Linear
 from coat_jax.layers.mlp import MLP
@@ -35,7 +31,6 @@ from coat_jax.numerics.checks import check_kind, refuse
 from coat_jax.numerics.recipes import CoatRecipe
 
 type BlockType = type[MLP | NormLinear]
-_PRODUCTS = (Linear, MergedLinear)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +253,7 @@ class _Converter:
       self.left[name] = str(error)
     else:
       self._explain(name, module)
-    if any(isinstance(x, _PRODUCTS) for x in parts_of(module).values()):
+    if any(isinstance(x, Linear) for x in parts_of(module).values()):
       if kind.__name__ not in self.products_only:
         self.products_only.append(kind.__name__)
     return module

@@ -92,9 +92,9 @@ class FusedBlock(nnx.Module):
       x,
       gamma,
       beta,
-      [part.kernel[...] for part in fronts],
+      [part.weight for part in fronts],
       [value_of(part.bias) for part in fronts],
-      (back.kernel[...], value_of(back.bias)) if back else (),
+      (back.weight, value_of(back.bias)) if back else (),
     )
 
 

@@ -2,21 +2,12 @@
 """Makes an FP8 layer from one of Flax's layers, with the same parameters."""
 
 import inspect
-import math
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
-from jax import Array
-from jax.typing import DTypeLike
 
-from coat_jax.layers.linear import Linear, linear
-from coat_jax.layers.module import (
-  RecipeModule,
-  Sharding,
-  reshard,
-  value_of,
-)
+from coat_jax.layers.linear import Linear
+from coat_jax.layers.module import RecipeModule
 from coat_jax.layers.norm import LayerNorm, RMSNorm
 from coat_jax.numerics.recipes import CoatRecipe
 
@@ -29,49 +20,6 @@ COUNTERPARTS: dict[type, type[RecipeModule]] = {
 _PARAMETERS = ("kernel", "scale", "bias")
 # `use_fast_variance` has no effect: our norms always use the accurate formula.
 _IGNORED = {"self", "rngs", "use_fast_variance"}
-
-
-class MergedLinear(RecipeModule):
-  """Contracts the last axes of its input, as some `nnx.LinearGeneral`s do.
-
-  Attributes:
-    kernel: [*in_features, *out_features], after axes of stacked layers.
-    bias: [*out_features] or None.
-  """
-
-  def __init__(
-    self,
-    in_features: tuple[int, ...],
-    out_features: tuple[int, ...],
-    *,
-    recipe: CoatRecipe,
-    use_bias: bool,
-    dtype: DTypeLike | None,
-    param_dtype: DTypeLike,
-    rngs: nnx.Rngs,
-  ):
-    super().__init__(
-      recipe=recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-    )
-    self.in_features, self.out_features = in_features, out_features
-    self.use_bias, self.param_dtype = use_bias, param_dtype
-    shape = in_features + out_features
-    self.kernel = nnx.Param(jnp.zeros(shape, param_dtype))
-    self.bias = nnx.data(None)
-    if use_bias:
-      self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
-
-  def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
-    """Multiplies [..., *in_features]; returns [..., *out_features]."""
-    width = math.prod(self.in_features)
-    x = self.cast(x, self.kernel, self.bias)
-    y = linear(
-      x.reshape(*x.shape[: -len(self.in_features)], width),
-      self.kernel[...].reshape(width, *self.out_features),
-      value_of(self.bias),
-      recipe=self.active_recipe,
-    )
-    return reshard(y, out_sharding)
 
 
 def convert_layer(module: Any, recipe: CoatRecipe) -> RecipeModule:
@@ -91,12 +39,10 @@ def convert_layer(module: Any, recipe: CoatRecipe) -> RecipeModule:
   new_kind: Any = COUNTERPARTS[kind]
   if kind is nnx.LinearGeneral:
     axes = options.pop("axis")
-    if len(axes) > 1 and axes == tuple(range(-len(axes), 0)):
-      new_kind = MergedLinear
-    elif axes == (-1,):
-      (options["in_features"],) = module.in_features
-    else:
+    if axes != tuple(range(-len(axes), 0)):
       raise _refused(kind, "axis", axes)
+    if len(axes) == 1:
+      (options["in_features"],) = module.in_features
   ours = inspect.signature(new_kind.__init__).parameters
   for name in options.keys() - ours.keys() - _IGNORED:
     value = options[name]

@@ -50,7 +50,7 @@ def with_weight_cache[Module: nnx.Module](
 
 def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
   """Computes the cache of one kernel, or of a stack of them."""
-  w = jax.lax.stop_gradient(part.kernel[...])
+  w = jax.lax.stop_gradient(part.weight)
   stack = w.shape[: w.ndim - part.weight_ndim]
 
   def fill(w):
