@@ -15,6 +15,7 @@ chunk of the loss separately:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,29 +45,8 @@ def embed(
 
   On a mesh, the table's rows are split over tensor and fsdp.
   """
-  if axes is None:
-    return run_whole(
-      lambda tokens, table: table.astype(dtype)[tokens],
-      tokens,
-      table,
-      out_specs=spec_of(tokens),
-    )
-  names = _present(axes.tensor, axes.fsdp)
-
-  def local(tokens, table):
-    # Cast first: the summed gradient is then f32 and rounded only once.
-    rows: Any = _gather_rows(table.astype(jnp.float32), dtype, names, axes)
-    return rows[tokens]
-
-  where = P(axes.batch, axes.tensor)
-  return run_on_shards(
-    local,
-    tokens,
-    table,
-    in_specs=(where, P(names)),
-    out_specs=where,
-    check_vma=True,
-  )
+  look_up = lambda rows, tokens: rows[tokens]  # noqa: E731
+  return _with_rows(look_up, table, dtype, (tokens,), axes)
 
 
 def add_positions(
@@ -78,27 +58,38 @@ def add_positions(
   x's dtype. On a mesh the table's rows are split over tensor and fsdp.
   """
 
-  def added(x, places, rows):
-    rows = rows.astype(jnp.float32)[places]
-    rows = rows if places.ndim == 2 else rows[None]
+  def added(rows, x, places):
+    rows = rows[places] if places.ndim == 2 else rows[places][None]
     return (x.astype(jnp.float32) + rows).astype(x.dtype)
 
+  return _with_rows(added, table, jnp.float32, (x, places), axes)
+
+
+def _with_rows(
+  f: Callable,
+  table: Array,
+  dtype: DTypeLike,
+  arrays: tuple[Array, ...],
+  axes: MeshAxes | None,
+) -> Array:
+  """Runs f(rows, *arrays) on all rows of a table; the result is [B, T, D]."""
   if axes is None:
-    return run_whole(added, x, places, table, out_specs=spec_of(x))
+    local = lambda table, *arrays: f(table.astype(dtype), *arrays)  # noqa: E731
+    return run_whole(local, table, *arrays, out_specs=spec_of(arrays[0]))
   names = _present(axes.tensor, axes.fsdp)
 
-  def local(x, places, table):
-    table = table.astype(jnp.float32)
-    return added(x, places, _gather_rows(table, jnp.float32, names, axes))
+  def on_shard(table, *arrays):
+    # Cast first: the summed gradient is then f32 and rounded only once.
+    rows = _gather_rows(table.astype(jnp.float32), dtype, names, axes)
+    return f(rows, *arrays)
 
   where = P(axes.batch, axes.tensor)
-  of_places = where if places.ndim == 2 else P(axes.tensor)
+  specs = (where if x.ndim > 1 else P(axes.tensor) for x in arrays)
   return run_on_shards(
-    local,
-    x,
-    places,
+    on_shard,
     table,
-    in_specs=(where, of_places, P(names)),
+    *arrays,
+    in_specs=(P(names), *specs),
     out_specs=where,
     check_vma=True,
   )
