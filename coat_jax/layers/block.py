@@ -45,10 +45,10 @@ from coat_jax.layers.product import (
   bias_gradient,
   input_gradient,
   multiply,
+  weight_gradient,
   weights_specs,
 )
 from coat_jax.layers.rule import rule
-from coat_jax.layers.weight import weight_gradient
 from coat_jax.mesh import run_whole, spec_of, tokens
 from coat_jax.numerics.checks import check_kind
 from coat_jax.numerics.recipes import CoatRecipe

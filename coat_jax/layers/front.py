@@ -31,11 +31,11 @@ from coat_jax.layers.product import (
   bias_gradient,
   input_gradient,
   multiply,
+  weight_gradient,
   weights_specs,
 )
 from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.rule import rule
-from coat_jax.layers.weight import weight_gradient
 from coat_jax.mesh import (
   Split,
   own_columns,

@@ -34,7 +34,7 @@ from coat_jax.layers.operands import (
 from coat_jax.layers.residuals import save_residual
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Operand
-from coat_jax.ops.functions import check_activation
+from coat_jax.ops.activation import check_activation
 
 
 class _Saved(NamedTuple):

@@ -8,8 +8,8 @@ choice that `Family` does not have yet, also add a field.
 import dataclasses
 from typing import Annotated, Literal
 
-from coat_jax.layers.layer_kinds import Bases, Scalings, Windows
 from coat_jax.layers.qk_norm import NormedOver
+from coat_jax.layers.self_attention import Bases, Scalings, Windows
 from coat_jax.models.ranges import (
   NotNegative,
   Positive,
