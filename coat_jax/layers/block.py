@@ -32,13 +32,14 @@ from jax import Array
 from coat_jax import ops
 from coat_jax.layers.front import (
   FrontStatic,
+  LinearSaved,
   front_backward,
   front_forward,
 )
 from coat_jax.layers.linear import linear, norm_linear
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import check_float, check_recipe
-from coat_jax.layers.norm import NormSaved, norm, norm_forward, norm_gradients
+from coat_jax.layers.norm import norm, norm_forward, norm_gradients
 from coat_jax.layers.operands import gather_sequence, gradient_operand
 from coat_jax.layers.product import (
   LinearWeights,
@@ -52,7 +53,7 @@ from coat_jax.layers.rule import rule
 from coat_jax.mesh import run_whole, spec_of, tokens
 from coat_jax.numerics.checks import check_kind
 from coat_jax.numerics.recipes import CoatRecipe
-from coat_jax.ops import BlockScales, Operand
+from coat_jax.ops import BlockScales
 
 
 class BlockWeights(NamedTuple):
@@ -67,20 +68,6 @@ class BlockWeights(NamedTuple):
   front: LinearWeights
   back: LinearWeights
   middle: Any = None
-
-
-class BackSaved(NamedTuple):
-  """Values that `back_forward` saves for `back_backward`.
-
-  Attributes:
-    middle: values that the middle saves.
-    w_scale: see `multiply`.
-    norm: input and statistics of the norm; None without one.
-  """
-
-  middle: Any
-  w_scale: Operand | None
-  norm: NormSaved | None
 
 
 class BlockStatic(NamedTuple):
@@ -101,7 +88,7 @@ def back_forward(
   recipe: CoatRecipe,
   *,
   after: Array | BlockScales | None = None,
-) -> tuple[Array, BackSaved]:
+) -> tuple[Array, LinearSaved]:
   """Computes the second product, its norm and the sum with x, in x's dtype.
 
   Also returns what is saved. x is added in f32. For `after` see
@@ -119,20 +106,20 @@ def back_forward(
     after=after if out.after is None else out.after,
   )
   if static.post_norm is None:
-    return z, BackSaved(out.saved, w_scale, None)
+    return z, LinearSaved(None, out.saved, w_scale)
   y, saved = norm_forward(
     z, w.gamma, w.beta, static.post_norm, static.eps, recipe
   )
   if add is not None:
     y = add.astype(jnp.float32) + y
-  return y.astype(x.dtype), BackSaved(out.saved, w_scale, saved)
+  return y.astype(x.dtype), LinearSaved(saved, out.saved, w_scale)
 
 
 def back_backward(
   g: Array,
   middle_weights: Any,
   weights: LinearWeights,
-  saved: BackSaved,
+  saved: LinearSaved,
   static: BlockStatic,
   recipe: CoatRecipe,
   *,
@@ -145,12 +132,12 @@ def back_backward(
       saved.norm, w.gamma, w.beta, g, None, recipe
     )
   g_q = gather_sequence(gradient_operand(g, recipe), recipe, batch=g.shape[0])
-  operand, dw = middle.columns(saved.middle, recipe), None
+  operand, dw = middle.columns(saved.x, recipe), None
   if operand is not None:
     dw = weight_gradient(operand, g_q, w.w, recipe)
   dout = input_gradient(g_q, w, saved.w_scale, recipe, g.dtype)
   gradient = middle.backward(
-    saved.middle, dout, middle_weights, recipe, has_bias=has_bias
+    saved.x, dout, middle_weights, recipe, has_bias=has_bias
   )
   if dw is None:
     assert gradient.operand is not None  # See `MiddleGradient`.

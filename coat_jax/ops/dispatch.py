@@ -121,7 +121,7 @@ class Op[R]:
       return self._choose(args, kwargs)
     if implementation == "xla":
       return self.definition(*args, **kwargs)
-    reason = self._why_not(implementation, args, kwargs)
+    reason = self.why_not(implementation, args, kwargs)
     if reason is not None:
       raise Unsupported(f"{reason}; pass implementation=None to have XLA do it")
     return self.kernel(implementation)(*args, **kwargs)
@@ -132,7 +132,7 @@ class Op[R]:
     for name in self.kernels if platform else ():
       if _platform_of(name) != platform:
         continue
-      if self._why_not(name, args, kwargs):
+      if self.why_not(name, args, kwargs):
         continue
       kernel = functools.partial(self.kernel(name), **kwargs)
       if _is_on_mesh():
@@ -147,26 +147,7 @@ class Op[R]:
       )
     return self.definition(*args, **kwargs)
 
-  def explain(self, *args: Any, **kwargs) -> str:
-    """Explains which implementation would run; see `ops.explain`."""
-    chosen: dict[str, str] = {}
-    reasons: list[str] = []
-    for name in self.kernels:
-      platform = _platform_of(name)
-      reason = self._why_not(name, args, kwargs)
-      if reason is None:
-        chosen.setdefault(platform, f"{name} on {_DEVICES[platform]}")
-      else:
-        reasons.append(reason)
-    where = ", ".join([*chosen.values(), "xla elsewhere"])
-    if "cuda" in chosen:
-      return f"{self.name}: {where}{experience()}"
-    where = where if chosen else "xla everywhere"
-    # Several kernels may give the same reason.
-    why = list(dict.fromkeys(reasons)) or ["there is no kernel for it"]
-    return f"{self.name}: {where} ({'; '.join(why)})"
-
-  def _why_not(self, implementation: str, args, kwargs) -> str | None:
+  def why_not(self, implementation: str, args, kwargs) -> str | None:
     """Returns why an implementation cannot run these arguments, or None."""
     if implementation not in _PARTITIONED and may_be_partitioned():
       return (
@@ -198,7 +179,22 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
     TypeError: `op` is not an `Op`.
   """
   check_kind("explain", "op", op, Op, "pass one of coat_jax.ops")
-  return op.explain(*args, **kwargs)
+  chosen: dict[str, str] = {}
+  reasons: list[str] = []
+  for name in op.kernels:
+    platform = _platform_of(name)
+    reason = op.why_not(name, args, kwargs)
+    if reason is None:
+      chosen.setdefault(platform, f"{name} on {_DEVICES[platform]}")
+    else:
+      reasons.append(reason)
+  where = ", ".join([*chosen.values(), "xla elsewhere"])
+  if "cuda" in chosen:
+    return f"{op.name}: {where}{experience()}"
+  where = where if chosen else "xla everywhere"
+  # Several kernels may give the same reason.
+  why = list(dict.fromkeys(reasons)) or ["there is no kernel for it"]
+  return f"{op.name}: {where} ({'; '.join(why)})"
 
 
 def op[R](
