@@ -24,6 +24,7 @@ from coat_jax.layers.dot_product_attention import (
   inputs_specs,
 )
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
+from coat_jax.layers.module import check_float
 from coat_jax.layers.operands import (
   gradient_operand,
   gradient_scaling,
@@ -35,7 +36,7 @@ from coat_jax.layers.qk_norm import QKNorm, QKNormWeights
 from coat_jax.layers.residuals import residual_scope, save_residual
 from coat_jax.layers.rope import (
   Heads,
-  has_positions,
+  check_positions,
   rope,
   split_heads,
 )
@@ -44,7 +45,6 @@ from coat_jax.numerics.checks import (
   POSITIVE,
   check_kind,
   check_number,
-  described,
 )
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import AttentionResiduals
@@ -121,13 +121,8 @@ class SelfAttention(Middle):
   def check(self, x, weights, inputs, recipe):
     op, remedy = "SelfAttention", "pass AttentionInputs(jnp.arange(T))"
     check_kind(op, "inputs", inputs, AttentionInputs, remedy)
-    positions = inputs.positions
-    if x.ndim != 3 or not has_positions(positions, x):
-      raise ValueError(
-        f"{op}: needs integer positions [T] or [B, T], one for each of x "
-        f"[B, T, D], got x {x.shape} and positions {described(positions)}; "
-        "pass jnp.arange(T)"
-      )
+    check_float(op, "x", x, ndim=3)
+    check_positions(op, inputs.positions, x)
     if not recipe.axes:
       self.heads.check_columns(op, weights.front.w.shape[-1])
     if inputs.kind is None and self.num_kinds > 1:

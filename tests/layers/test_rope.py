@@ -105,7 +105,7 @@ def test_rope_saves_nothing_but_positions():
 
 
 def test_bad_shapes_are_refused():
-  with pytest.raises(ValueError, match="rope: needs x .* an even H"):
+  with pytest.raises(ValueError, match="rope: x must be .* an even H"):
     rope(jnp.ones((1, 2, 3, 5)), jnp.arange(2), theta=THETA)
   with pytest.raises(ValueError, match="rope: needs x .* positions"):
     rope(jnp.ones((1, 2, 3, 4)), jnp.arange(3), theta=THETA)
