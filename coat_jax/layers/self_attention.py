@@ -135,23 +135,18 @@ class SelfAttention(Middle):
     clip = functools.partial(_clip, limit=self.clip)
     clipped: Any = run_whole(clip, h, out_specs=spec_of(h))
     positions, _, kind = inputs
-    split = functools.partial(
-      split_heads, clipped, positions, kind=kind, recipe=recipe
-    )
-    theta = self.heads.theta
-    if self.qk_norm is None:
-      heads = split(self.heads)
-    else:
-      q, k, v = split(self.heads._replace(theta=None))
-      q, k = self._plain_norms(q, k, weights, recipe)
+    theta, is_normed = self.heads.theta, self.qk_norm is not None
+    parts = self.heads._replace(theta=None) if is_normed else self.heads
+    q, k, v = split_heads(clipped, positions, parts, kind=kind, recipe=recipe)
+    if is_normed:
+      q, k = self._plain_norms(q, k, weights)
       if theta is not None:
         q = rope(q, positions, theta=theta, kind=kind)
         k = rope(k, positions, theta=theta, kind=kind)
-      heads = q, k, v
     inputs = inputs._replace(positions=None)
-    return _merge_heads(attention_rule((*heads, inputs), self.kind, recipe))
+    return _merge_heads(attention_rule((q, k, v, inputs), self.kind, recipe))
 
-  def _plain_norms(self, q, k, weights, recipe):
+  def _plain_norms(self, q, k, weights):
     norm = self.qk_norm
     assert norm is not None
 

@@ -157,13 +157,8 @@ def logits(
   """
 
   def product(hidden, weight):
-    found = jnp.einsum(
-      "btd,vd->btv" if is_tied else "btd,dv->btv",
-      hidden,
-      weight.astype(hidden.dtype),
-      preferred_element_type=jnp.float32,
-    )
-    return found if soft_cap is None else _capped(found, soft_cap)
+    weight = weight.astype(hidden.dtype)
+    return _logits(hidden, weight, _Head(is_tied, axes, soft_cap))
 
   if axes is None:
     out_specs = P(*spec_of(hidden)[:2])
@@ -172,16 +167,32 @@ def logits(
   return lax.with_sharding_constraint(product(hidden, weight), where)
 
 
-def _capped(logits: Array, soft_cap: float) -> Array:
-  return soft_cap * jnp.tanh(logits / soft_cap)
-
-
 class _Head(NamedTuple):
   """Arguments of `mean_loss` that are not arrays."""
 
   is_tied: bool
   axes: MeshAxes | None
   soft_cap: float | None
+
+  @property
+  def weight_axes(self) -> str:
+    """The axes of the weight in an einsum."""
+    return "vd" if self.is_tied else "dv"
+
+
+def _logits(hidden: Array, weight: Array, head: _Head) -> Array:
+  """Computes capped logits in f32 from operands of one dtype."""
+  # Read a tied weight as it is stored. Otherwise the scan over chunks would
+  # copy its transpose to memory.
+  logits = jnp.einsum(
+    f"btd,{head.weight_axes}->btv",
+    hidden,
+    weight,
+    preferred_element_type=jnp.float32,
+  )
+  if head.soft_cap is None:
+    return logits
+  return head.soft_cap * jnp.tanh(logits / head.soft_cap)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -284,14 +295,7 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
   (loss, dweight), (hidden, targets, counted) = total, chunk
   is_tied, mesh_axes, soft_cap = head
   tensor = None if mesh_axes is None else mesh_axes.tensor
-  # Read a tied weight as it is stored. Otherwise the scan over chunks would
-  # copy its transpose to memory.
-  axes = "vd" if is_tied else "dv"
-  logits = jnp.einsum(
-    f"btd,{axes}->btv", hidden, weight, preferred_element_type=jnp.float32
-  )
-  if soft_cap is not None:
-    logits = _capped(logits, soft_cap)
+  logits = _logits(hidden, weight, head)
   largest = jnp.max(logits, axis=-1)
   size = logits.shape[-1]
   if tensor is not None:
@@ -313,7 +317,7 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
   if soft_cap is not None:
     dlogits = dlogits * (1 - jnp.square(logits / soft_cap))
   dlogits = dlogits.astype(weight.dtype)
-  dhidden = jnp.einsum(f"btv,{axes}->btd", dlogits, weight)
+  dhidden = jnp.einsum(f"btv,{head.weight_axes}->btd", dlogits, weight)
   # Use the weight's layout: on a CPU, XLA has no transposed BF16 matmul.
   factors = (dlogits, hidden) if is_tied else (hidden, dlogits)
   dweight = dweight + jnp.einsum(

@@ -204,7 +204,7 @@ def op[R](
 
   `kernels` maps an implementation's name to a function, or to the name of a
   module that contains a function with the definition's name. The module is in
-  `ops` for `cublas`, `cudnn` and `cuda`, else in `pallas.<implementation>`.
+  `ops` for `cublas` and `cudnn`, else in `pallas.<implementation>`.
   """
 
   def make(definition: Callable[..., R]) -> Op[R]:
@@ -280,8 +280,6 @@ def may_be_partitioned() -> bool:
   if mesh.auto_axes or mesh.explicit_axes:
     return mesh.size > 1
   # Either no mesh is set, or all its axes are manual, as inside shard_map.
-  return not mesh.manual_axes and _may_run_on_several()
-
-
-def _may_run_on_several() -> bool:
-  return jax.default_backend() in ("gpu", "tpu") and jax.device_count() > 1
+  if mesh.manual_axes or jax.default_backend() not in ("gpu", "tpu"):
+    return False
+  return jax.device_count() > 1
