@@ -16,12 +16,7 @@ import jax
 from flax import nnx
 
 from coat_jax.layers.block_module import NormLinear
-from coat_jax.layers.converted_blocks import (
-  BLOCKS,
-  FusedBlock,
-  fuse,
-  parts_of,
-)
+from coat_jax.layers.converted_blocks import BLOCKS, FusedBlock, fuse, parts_of
 from coat_jax.layers.converted_layers import COUNTERPARTS, convert_layer
 from coat_jax.layers.count import saved_bytes
 from coat_jax.layers.linear import Linear

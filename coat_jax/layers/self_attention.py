@@ -34,18 +34,9 @@ from coat_jax.layers.operands import (
 )
 from coat_jax.layers.qk_norm import QKNorm, QKNormWeights
 from coat_jax.layers.residuals import residual_scope, save_residual
-from coat_jax.layers.rope import (
-  Heads,
-  check_positions,
-  rope,
-  split_heads,
-)
+from coat_jax.layers.rope import Heads, check_positions, rope, split_heads
 from coat_jax.mesh import run_whole, spec_of
-from coat_jax.numerics.checks import (
-  POSITIVE,
-  check_kind,
-  check_number,
-)
+from coat_jax.numerics.checks import POSITIVE, check_kind, check_number
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import AttentionResiduals
 from coat_jax.ops.rope import (
