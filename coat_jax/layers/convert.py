@@ -3,7 +3,7 @@
 
 Each `nnx.Linear`, `nnx.LinearGeneral`, `nnx.RMSNorm` and `nnx.LayerNorm` is
 replaced by a layer of this package that holds the same parameters under the
-same names. `converted_blocks.py` replaces whole blocks.
+same names. `converted.py` makes these layers, and whole blocks.
 """
 
 import collections
@@ -16,8 +16,14 @@ import jax
 from flax import nnx
 
 from coat_jax.layers.block_module import NormLinear
-from coat_jax.layers.converted_blocks import BLOCKS, FusedBlock, fuse, parts_of
-from coat_jax.layers.converted_layers import COUNTERPARTS, convert_layer
+from coat_jax.layers.converted import (
+  BLOCKS,
+  COUNTERPARTS,
+  FusedBlock,
+  convert_layer,
+  fuse,
+  parts_of,
+)
 from coat_jax.layers.count import saved_bytes
 from coat_jax.layers.linear import Linear
 from coat_jax.layers.mlp import MLP

@@ -10,7 +10,7 @@ from flax import nnx
 
 from coat_jax import layers, recipes
 from coat_jax.layers import convert
-from coat_jax.layers.converted_blocks import FusedBlock
+from coat_jax.layers.converted import FusedBlock
 from coat_jax.layers.count import saved_bytes
 from tests.comparing import assert_close
 from tests.layers.converting import (
