@@ -27,6 +27,7 @@ from coat_jax.layers.experts import MoEWeights as MoEWeights
 from coat_jax.layers.linear import Linear as Linear
 from coat_jax.layers.linear import linear as linear
 from coat_jax.layers.linear import norm_linear as norm_linear
+from coat_jax.layers.linear import with_weight_cache as with_weight_cache
 from coat_jax.layers.middle import Middle as Middle
 from coat_jax.layers.middle import MiddleGradient as MiddleGradient
 from coat_jax.layers.middle import MiddleOutput as MiddleOutput
@@ -38,6 +39,7 @@ from coat_jax.layers.norm import LayerNorm as LayerNorm
 from coat_jax.layers.norm import RMSNorm as RMSNorm
 from coat_jax.layers.norm import norm as norm
 from coat_jax.layers.product import LinearWeights as LinearWeights
+from coat_jax.layers.product import cache_weight as cache_weight
 from coat_jax.layers.qk_norm import QKNorm as QKNorm
 from coat_jax.layers.qk_norm import QKNormWeights as QKNormWeights
 from coat_jax.layers.remat import (
@@ -51,8 +53,6 @@ from coat_jax.layers.rope import split_heads as split_heads
 from coat_jax.layers.routing import RoutingStats as RoutingStats
 from coat_jax.layers.routing import load_balancing_loss as load_balancing_loss
 from coat_jax.layers.self_attention import SelfAttention as SelfAttention
-from coat_jax.layers.weight import cache_weight as cache_weight
-from coat_jax.layers.weight_cache import with_weight_cache as with_weight_cache
 from coat_jax.ops.rope import LinearScaling as LinearScaling
 from coat_jax.ops.rope import Llama3Scaling as Llama3Scaling
 from coat_jax.ops.rope import RopeScaling as RopeScaling

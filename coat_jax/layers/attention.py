@@ -18,19 +18,19 @@ from coat_jax.layers.block_module import (
   block_arguments,
 )
 from coat_jax.layers.dot_product_attention import AttentionInputs
-from coat_jax.layers.layer_kinds import (
+from coat_jax.layers.module import RecipeModule, Sharding, reshard
+from coat_jax.layers.norm import RMSNorm
+from coat_jax.layers.qk_norm import NormedOver, QKNorm, QKNormWeights
+from coat_jax.layers.rope import Heads
+from coat_jax.layers.self_attention import (
   Bases,
   Scalings,
+  SelfAttention,
   Windows,
   attention_kinds,
   count_kinds,
   rotaries,
 )
-from coat_jax.layers.module import RecipeModule, Sharding, reshard
-from coat_jax.layers.norm import RMSNorm
-from coat_jax.layers.qk_norm import NormedOver, QKNorm, QKNormWeights
-from coat_jax.layers.rope import Heads
-from coat_jax.layers.self_attention import SelfAttention
 from coat_jax.numerics.checks import check_array, check_choice
 
 
@@ -176,8 +176,9 @@ class Attention(RecipeModule):
     self.qkv = NormLinear(
       features, columns, use_bias=use_bias, rngs=rngs, **front
     )
+    use_bias = parts.use_bias if use_out_bias is None else use_out_bias
     self.out = parts.make_back(
-      num_heads * self.head_dim, features, use_bias=use_out_bias
+      num_heads * self.head_dim, features, use_bias=use_bias
     )
     self.post_norm = parts.make_norm(parts.post_norm, features)
     self.q_norm: Any = nnx.data(None)

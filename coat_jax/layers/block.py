@@ -5,20 +5,23 @@
   middle   h --elementwise or attention--> operand of the second product
   back     operand --product, bias--> z --norm or none--> + x (`add_input`)
 
-Front (`layers.front`) and back (`layers.back`) are the same in every block.
-Between them is a `Middle`: activation or attention. All three share a
-custom_vjp so that only a block's inputs and outputs are BF16: the norm writes
-the first product's E4M3 operand, the middle writes the second's, and the
-middle's backward pass writes h's gradient as an E5M2 operand.
+Front (`layers.front`) and back are the same in every block. Between them is a
+`Middle`: activation or attention. All three share a custom_vjp so that only a
+block's inputs and outputs are BF16: the norm writes the first product's E4M3
+operand, the middle writes the second's, and the middle's backward pass writes
+h's gradient as an E5M2 operand.
 
 With residuals="minimal" a block saves the front's input in 1 x G FP8, the
 norm's statistics, what the middle saves, and scales. With "coat" it also saves
 the norm's output, as the reference implementation does. Without a norm the
-front saves the codes that its product read. If the back has a norm, the block
-also saves z in 1 x G FP8 and that norm's statistics.
+front saves the codes that its product read. If the back has a norm, that norm
+reads z as 1 x G FP8 values, and the block saves these and the norm's
+statistics. The gradient of the norm's input serves as the gradient of z.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
-axis; between them each device holds its own columns of whole sequences.
+axis; between them each device holds its own columns of whole sequences. The
+back's partial sums are reduce-scattered, and each device normalizes whole rows
+of its own tokens.
 """
 
 from typing import Any, NamedTuple
@@ -27,29 +30,30 @@ import jax.numpy as jnp
 from jax import Array
 
 from coat_jax import ops
-from coat_jax.layers.back import (
-  BlockStatic,
-  back_backward,
-  back_forward,
-)
 from coat_jax.layers.front import (
   FrontStatic,
+  LinearSaved,
   front_backward,
   front_forward,
 )
 from coat_jax.layers.linear import linear, norm_linear
-from coat_jax.layers.middle import Middle
+from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import check_float, check_recipe
-from coat_jax.layers.norm import norm
+from coat_jax.layers.norm import norm, norm_forward, norm_gradients
+from coat_jax.layers.operands import gather_sequence, gradient_operand
 from coat_jax.layers.product import (
   LinearWeights,
   bias_gradient,
+  input_gradient,
+  multiply,
+  weight_gradient,
   weights_specs,
 )
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import run_whole, spec_of, tokens
 from coat_jax.numerics.checks import check_kind
 from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.ops import BlockScales
 
 
 class BlockWeights(NamedTuple):
@@ -64,6 +68,82 @@ class BlockWeights(NamedTuple):
   front: LinearWeights
   back: LinearWeights
   middle: Any = None
+
+
+class BlockStatic(NamedTuple):
+  """Arguments of `block` that are not arrays, except the recipe."""
+
+  middle: Middle
+  kind: ops.NormKind | None
+  eps: float
+  add_input: bool
+  post_norm: ops.NormKind | None
+
+
+def back_forward(
+  x: Array,
+  out: MiddleOutput,
+  weights: LinearWeights,
+  static: BlockStatic,
+  recipe: CoatRecipe,
+  *,
+  after: Array | BlockScales | None = None,
+) -> tuple[Array, LinearSaved]:
+  """Computes the second product, its norm and the sum with x, in x's dtype.
+
+  Also returns what is saved. x is added in f32. For `after` see
+  `quantized_weight`.
+  """
+  w = weights
+  add = x if static.add_input else None
+  z, w_scale = multiply(
+    out.operand,
+    w,
+    "inputs",
+    recipe,
+    dtype=x.dtype,
+    add=add if static.post_norm is None else None,
+    after=after if out.after is None else out.after,
+  )
+  if static.post_norm is None:
+    return z, LinearSaved(None, out.saved, w_scale)
+  y, saved = norm_forward(
+    z, w.gamma, w.beta, static.post_norm, static.eps, recipe
+  )
+  if add is not None:
+    y = add.astype(jnp.float32) + y
+  return y.astype(x.dtype), LinearSaved(saved, out.saved, w_scale)
+
+
+def back_backward(
+  g: Array,
+  middle_weights: Any,
+  weights: LinearWeights,
+  saved: LinearSaved,
+  static: BlockStatic,
+  recipe: CoatRecipe,
+  *,
+  has_bias: bool,
+) -> tuple[MiddleGradient, LinearWeights]:
+  """Computes gradients of the middle, its weights and the back's weights."""
+  w, middle, dgamma, dbeta = weights, static.middle, None, None
+  if saved.norm is not None:
+    g, dgamma, dbeta = norm_gradients(
+      saved.norm, w.gamma, w.beta, g, None, recipe
+    )
+  g_q = gather_sequence(gradient_operand(g, recipe), recipe, batch=g.shape[0])
+  operand, dw = middle.columns(saved.x, recipe), None
+  if operand is not None:
+    dw = weight_gradient(operand, g_q, w.w, recipe)
+  dout = input_gradient(g_q, w, saved.w_scale, recipe, g.dtype)
+  gradient = middle.backward(
+    saved.x, dout, middle_weights, recipe, has_bias=has_bias
+  )
+  if dw is None:
+    assert gradient.operand is not None  # See `MiddleGradient`.
+    dw = weight_gradient(gradient.operand, g_q, w.w, recipe)
+  dbias = bias_gradient(g, w.bias, recipe, has_columns=False)
+  return gradient, LinearWeights(dw, dbias, dgamma, dbeta)
 
 
 def _block_fwd(x, weights, inputs, static, recipe):
@@ -90,13 +170,7 @@ def _block_bwd(static, recipe, inputs, saved, g):
   dx, dfront = front_backward(
     gradient.h, w.front, front, "columns", recipe, like=g, add=add
   )
-  dbias = bias_gradient(
-    gradient.values,
-    w.front.bias,
-    recipe,
-    has_columns=True,
-    sums=gradient.sums,
-  )
+  dbias = bias_gradient(gradient.values, w.front.bias, recipe, has_columns=True)
   dfront = dfront._replace(bias=dbias)
   return dx, BlockWeights(dfront, dback, gradient.weights), None
 

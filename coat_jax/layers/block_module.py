@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constructor options of blocks, and the parts built from these options."""
 
-import dataclasses
+import types
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict, Unpack
 
@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.layers.block import BlockWeights
-from coat_jax.layers.linear import Linear, default_kernel_init, norm_linear
+from coat_jax.layers.linear import Linear, norm_linear
 from coat_jax.layers.module import RecipeModule, Sharding, reshard
 from coat_jax.layers.norm import Norm, make_norm, norm_options
 from coat_jax.layers.parameters import NO_METADATA, Metadata, stack_options
@@ -93,34 +93,42 @@ class BlockOptions(NormLinearOptions, total=False):
   out_bias_metadata: Metadata
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-  """Makes the norms and linear layers of a block from its `BlockOptions`."""
+# Defaults that differ from those of the parts, or that blocks read themselves.
+_DEFAULTS: dict[str, Any] = dict(
+  recipe=None,
+  norm="rms",
+  post_norm=None,
+  epsilon=1e-6,
+  scale_plus_one=False,
+  use_norm_bias=False,
+  use_bias=False,
+  add_input=True,
+  dtype=jnp.bfloat16,
+  param_dtype=jnp.float32,
+  kernel_init=None,
+  kernel_metadata=NO_METADATA,
+)
 
-  rngs: Any
-  recipe: Any = None
-  norm: Any = "rms"
-  post_norm: Any = None
-  epsilon: Any = 1e-6
-  use_scale: bool = True
-  scale_plus_one: bool = False
-  use_norm_bias: bool = False
-  use_bias: bool = False
-  add_input: bool = True
-  dtype: Any = jnp.bfloat16
-  param_dtype: Any = jnp.float32
-  kernel_init: Any = None
-  kernel_metadata: Any = NO_METADATA
-  bias_init: Any = None
-  bias_metadata: Any = NO_METADATA
-  scale_init: Any = None
-  scale_metadata: Any = NO_METADATA
-  norm_bias_init: Any = None
-  norm_bias_metadata: Any = NO_METADATA
-  out_kernel_init: Any = None
-  out_kernel_metadata: Any = NO_METADATA
-  out_bias_init: Any = None
-  out_bias_metadata: Any = NO_METADATA
+# What the constructors of norms and linear layers call a block's options.
+_SHARED = {n: n for n in ("recipe", "dtype", "param_dtype", "rngs")}
+_NORM = _SHARED | dict(
+  epsilon="epsilon",
+  use_scale="use_scale",
+  scale_plus_one="scale_plus_one",
+  use_norm_bias="use_bias",
+  scale_init="scale_init",
+  scale_metadata="scale_metadata",
+  norm_bias_init="bias_init",
+  norm_bias_metadata="bias_metadata",
+)
+_LINEAR = ("kernel_init", "kernel_metadata", "bias_init", "bias_metadata")
+_FRONT = _SHARED | {n: n for n in ("use_bias", *_LINEAR)}
+# For one argument, the last option that is given takes effect.
+_BACK = _FRONT | {f"out_{n}": n for n in _LINEAR}
+
+
+class Parts(types.SimpleNamespace):
+  """A block's options, and the norms and linear layers that they describe."""
 
   @classmethod
   def of(
@@ -130,71 +138,41 @@ class Parts:
     rngs: Any,
     known: Collection[str] = BlockOptions.__annotations__,
   ) -> "Parts":
-    """Reads options of module `op`; raises a TypeError for unknown names."""
+    """Adds defaults to options; raises a TypeError for unknown ones."""
     for name in options:
       if name not in known:
         raise TypeError(
           f"{op}.__init__() got an unexpected keyword argument {name!r}"
         )
-    return cls(rngs=rngs, **options)
+    return cls(**{**_DEFAULTS, **options}, rngs=rngs)
+
+  def _named(self, names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the options in `names`, renamed as `names` says."""
+    options = vars(self)
+    return {names[k]: options[k] for k in names if k in options}
 
   @property
   def shared(self) -> dict[str, Any]:
     """The options that the constructors of all modules accept."""
-    names = ("recipe", "dtype", "param_dtype", "rngs")
-    return {name: getattr(self, name) for name in names}
+    return self._named(_SHARED)
 
   def make_norm(self, kind: Any, num_features: int) -> Norm | None:
     """Makes the norm of this kind; returns None if `kind` is None."""
-    return make_norm(
-      kind,
-      num_features,
-      epsilon=self.epsilon,
-      use_scale=self.use_scale,
-      scale_plus_one=self.scale_plus_one,
-      use_bias=self.use_norm_bias,
-      scale_init=self.scale_init,
-      scale_metadata=self.scale_metadata,
-      bias_init=self.norm_bias_init,
-      bias_metadata=self.norm_bias_metadata,
-      **self.shared,
-    )
+    return make_norm(kind, num_features, **self._named(_NORM))
 
   def make_front(self, in_features: int, out_features: Any) -> Linear:
     """Makes the first linear layer; `out_features` may be (several, F)."""
-    options: dict[str, Any] = dict(
-      kernel_init=self.kernel_init or default_kernel_init,
-      kernel_metadata=self.kernel_metadata,
-      bias_init=self.bias_init,
-      bias_metadata=self.bias_metadata,
-    )
+    options = self._named(_FRONT)
     if isinstance(out_features, tuple):
       options = stack_options(options)
-    return Linear(
-      in_features,
-      out_features,
-      use_bias=self.use_bias,
-      split="columns",
-      **options,
-      **self.shared,
-    )
+    return Linear(in_features, out_features, split="columns", **options)
 
   def make_back(
-    self, in_features: int, out_features: int, use_bias: bool | None = None
+    self, in_features: int, out_features: int, **options: Any
   ) -> Linear:
-    """Makes the second linear layer; `use_bias` overrides the option."""
-    kernel_init = self.out_kernel_init or self.kernel_init
-    return Linear(
-      in_features,
-      out_features,
-      use_bias=self.use_bias if use_bias is None else use_bias,
-      split="inputs",
-      kernel_init=kernel_init or default_kernel_init,
-      kernel_metadata=self.out_kernel_metadata or self.kernel_metadata,
-      bias_init=self.out_bias_init or self.bias_init,
-      bias_metadata=self.out_bias_metadata or self.bias_metadata,
-      **self.shared,
-    )
+    """Makes the second linear layer; `options` override the block's."""
+    options = self._named(_BACK) | options
+    return Linear(in_features, out_features, split="inputs", **options)
 
 
 class NormLinear(RecipeModule):
@@ -240,7 +218,7 @@ class NormLinear(RecipeModule):
     """
     known = NormLinearOptions.__annotations__
     parts = Parts.of("NormLinear", options, rngs, known)
-    parts = dataclasses.replace(parts, use_bias=use_bias)
+    parts.use_bias = use_bias
     super().__init__(
       **parts.shared,
       in_features=in_features,

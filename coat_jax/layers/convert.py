@@ -3,7 +3,7 @@
 
 Each `nnx.Linear`, `nnx.LinearGeneral`, `nnx.RMSNorm` and `nnx.LayerNorm` is
 replaced by a layer of this package that holds the same parameters under the
-same names. `converted_blocks.py` replaces whole blocks.
+same names. `converted.py` makes these layers, and whole blocks.
 """
 
 import collections
@@ -16,16 +16,13 @@ import jax
 from flax import nnx
 
 from coat_jax.layers.block_module import NormLinear
-from coat_jax.layers.converted_blocks import (
+from coat_jax.layers.converted import (
   BLOCKS,
+  COUNTERPARTS,
   FusedBlock,
+  convert_layer,
   fuse,
   parts_of,
-)
-from coat_jax.layers.converted_layers import (
-  COUNTERPARTS,
-  MergedLinear,
-  convert_layer,
 )
 from coat_jax.layers.count import saved_bytes
 from coat_jax.layers.linear import Linear
@@ -35,7 +32,6 @@ from coat_jax.numerics.checks import check_kind, refuse
 from coat_jax.numerics.recipes import CoatRecipe
 
 type BlockType = type[MLP | NormLinear]
-_PRODUCTS = (Linear, MergedLinear)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +151,8 @@ def convert[Module: nnx.Module](
   _check_blocks(op, blocks, model)
   if inputs is not None:
     check_kind(op, "inputs", inputs, tuple, "pass a tuple, as in inputs=(x,)")
-  converter = _Converter(recipe, blocks, model)
-  new = converter.walk((), nnx.clone(model, variables=False))
+  converter = _Converter(recipe, blocks)
+  new = converter.convert(model)
   saved = [saved_bytes(m, inputs) for m in (model, new) if inputs is not None]
   return new, ConversionReport(
     converter.replaced,
@@ -183,63 +179,49 @@ def _check_blocks(op: str, blocks: Any, model: nnx.Module) -> None:
 
 
 class _Converter:
-  """Replaces modules in a copy of a model, children before their parents."""
+  """Replaces modules in a copy of a model, and records what it does."""
 
-  def __init__(
-    self,
-    recipe: CoatRecipe,
-    blocks: Mapping[type, type],
-    model: nnx.Module,
-  ):
-    self.recipe, self.blocks, self.model = recipe, blocks, model
+  def __init__(self, recipe: CoatRecipe, blocks: Mapping[type, type]):
+    self.recipe, self.blocks = recipe, blocks
     self.replaced: dict[str, str] = {}
     self.left: dict[str, str] = {}
     self.products_only: list[str] = []
     self.roles: dict[Any, Any] = {}
-    # Keeps the module itself too, so that no other module gets its id.
-    self._done: dict[int, tuple[Any, Any]] = {}
-    self._open: set[int] = set()
+    # Stores the node too, so that no other node gets its id.
+    self._new: dict[int, tuple[Any, Any]] = {}
 
-  def walk(self, path: tuple, node: Any) -> Any:
-    """Converts a node: a module, or a container of modules."""
-    if not isinstance(node, nnx.Pytree) or isinstance(node, nnx.Variable):
-      return node
-    if id(node) in self._done:
-      return self._done[id(node)][1]
-    if id(node) in self._open:
-      raise ValueError(
-        f"convert: modules must not contain each other, got {_name(path)} "
-        "inside itself; convert the parts before you connect them"
-      )
-    self._open.add(id(node))
+  def convert(self, model: nnx.Module) -> Any:
+    """Returns a converted copy; children are converted before their parents."""
+    copies = _nodes(nnx.clone(model, variables=False))
+    for (path, node), (_, original) in zip(copies, _nodes(model), strict=True):
+      self._replace_children(path, node)
+      new = node
+      if isinstance(node, nnx.Module):
+        new = self._convert(_name(path), node, original)
+      self._new[id(node)] = node, new
+    return self._new[id(copies[-1][1])][1]
+
+  def _replace_children(self, path: tuple, node: Any) -> None:
+    """Replaces converted nodes in attributes, and in containers in these."""
     for key, value in list(vars(node).items()):
-      if key.startswith("_pytree__"):
+      leaves, tree = jax.tree.flatten(value, is_leaf=_is_leaf)
+      if key.startswith("_pytree__") or not any(map(_is_node, leaves)):
         continue
-      key_of = int(key) if key.isdigit() else key
-      new, is_changed = self._walk_tree((*path, key_of), value)
-      if is_changed:
-        is_module = isinstance(new, nnx.Pytree)
-        setattr(node, key, new if is_module else nnx.data(new))
-    new = self._convert(path, node) if isinstance(node, nnx.Module) else node
-    self._done[id(node)] = node, new
-    return new
+      for child in filter(_is_node, leaves):
+        if id(child) not in self._new:
+          raise ValueError(
+            "convert: modules must not contain each other, got "
+            f"{_name((*path, key))} inside itself; convert the parts before "
+            "you connect them"
+          )
+      new = tree.unflatten(self._new.get(id(x), (x, x))[1] for x in leaves)
+      setattr(node, key, new if _is_node(new) else nnx.data(new))
 
-  def _walk_tree(self, path: tuple, value: Any) -> tuple[Any, bool]:
-    """Converts each module in nested lists, tuples and dicts."""
-    is_leaf = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
-    changed = []
-
-    def visit(keys, node):
-      new = self.walk((*path, *map(_key, keys)), node)
-      changed.append(new is not node)
-      return new
-
-    new = jax.tree_util.tree_map_with_path(visit, value, is_leaf=is_leaf)
-    return new, any(changed)
-
-  def _convert(self, path: tuple, module: nnx.Module) -> nnx.Module:
+  def _convert(
+    self, name: str, module: nnx.Module, original: nnx.Module
+  ) -> nnx.Module:
     """Converts one module whose children are already converted."""
-    name, kind = _name(path), type(module)
+    kind = type(module)
     try:
       if kind in COUNTERPARTS:
         new = convert_layer(module, self.recipe)
@@ -247,7 +229,7 @@ class _Converter:
         return new
       if kind in self.blocks:
         ours = self.blocks[kind]
-        new = fuse(_at(self.model, path), module, ours, self.roles)
+        new = fuse(original, module, ours, self.roles)
         # Its parts are no longer replaced one by one.
         start = "" if name == "." else f"{name}."
         for part in [p for p in self.replaced if p.startswith(start)]:
@@ -258,7 +240,7 @@ class _Converter:
       self.left[name] = str(error)
     else:
       self._explain(name, module)
-    if any(isinstance(x, _PRODUCTS) for x in parts_of(module).values()):
+    if any(isinstance(x, Linear) for x in parts_of(module).values()):
       if kind.__name__ not in self.products_only:
         self.products_only.append(kind.__name__)
     return module
@@ -276,21 +258,17 @@ class _Converter:
       self.left[name] = f"{kind.__name__}: {why}"
 
 
-def _key(entry: Any) -> Any:
-  """Returns the index, key or name that one entry of a JAX path holds."""
-  for name in ("idx", "key", "name"):
-    if hasattr(entry, name):
-      return getattr(entry, name)
-  return str(entry)
+def _nodes(model: nnx.Module) -> list[tuple[tuple, Any]]:
+  """Lists modules and their containers by path, children first."""
+  return [(path, x) for path, x in nnx.iter_graph(model) if _is_node(x)]
 
 
-def _at(node: Any, path: tuple) -> Any:
-  """Returns the module at a path of `_Converter.walk`."""
-  for key in path:
-    has_items = isinstance(node, dict | list) or isinstance(key, int)
-    is_module = isinstance(node, nnx.Pytree)
-    node = node[key] if has_items and not is_module else getattr(node, str(key))
-  return node
+def _is_node(x: Any) -> bool:
+  return isinstance(x, nnx.Pytree) and not isinstance(x, nnx.Variable)
+
+
+def _is_leaf(x: Any) -> bool:
+  return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def _name(path: tuple) -> str:

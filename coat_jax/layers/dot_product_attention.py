@@ -13,25 +13,20 @@ training pushes the log-sum-exp up without limit until it diverges
 (docs/stability.md).
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array, P
-from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import check_float, check_recipe
-from coat_jax.layers.operands import in_groups, quantized, scale_of
 from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.rope import positions_spec
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import own_heads
 from coat_jax.numerics import recipes
-from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import AttentionKind, AttentionResiduals
 
@@ -64,6 +59,35 @@ def inputs_specs(axes: MeshAxes, inputs: AttentionInputs) -> Any:
   return AttentionInputs(positions, segments, kind)
 
 
+def attend(
+  heads: Sequence[Array],
+  inputs: AttentionInputs,
+  kinds: Kinds,
+  recipe: CoatRecipe,
+) -> AttentionResiduals:
+  """Computes attention of q, k and v, and names the result as a residual."""
+  run = functools.partial(
+    ops.attention_fwd, implementation=recipe.implementation
+  )
+  kept = _of_kind(run, kinds, inputs)(*heads, inputs.segments)
+  return save_residual("attention", kept)
+
+
+def attend_backward(
+  dout: Array,
+  heads: Sequence[Array],
+  kept: AttentionResiduals,
+  inputs: AttentionInputs,
+  kinds: Kinds,
+  recipe: CoatRecipe,
+) -> tuple[Array, Array, Array]:
+  """Computes dq, dk and dv; `kept` is what `attend` returned for `heads`."""
+  run = functools.partial(
+    ops.attention_bwd, implementation=recipe.implementation
+  )
+  return _of_kind(run, kinds, inputs)(dout, *heads, kept, inputs.segments)
+
+
 def _of_kind(run: Callable, kinds: Kinds, inputs: AttentionInputs) -> Callable:
   """Returns `run` for one kind, or a switch with one static kind per branch."""
   if isinstance(kinds, AttentionKind):
@@ -72,31 +96,16 @@ def _of_kind(run: Callable, kinds: Kinds, inputs: AttentionInputs) -> Callable:
   return functools.partial(jax.lax.switch, inputs.kind, branches)
 
 
-def _attend(q, k, v, inputs, kinds, recipe):
-  run = functools.partial(
-    ops.attention_fwd, implementation=recipe.implementation
-  )
-  return _of_kind(run, kinds, inputs)(q, k, v, inputs.segments)
-
-
-def _attend_backward(g, heads, kept, inputs, kinds, recipe):
-  run = functools.partial(
-    ops.attention_bwd, implementation=recipe.implementation
-  )
-  return _of_kind(run, kinds, inputs)(g, *heads, kept, inputs.segments)
-
-
 def _fwd(q, k, v, inputs, kinds, recipe):
   heads = save_residual("attention", (q, k, v))
-  kept = _attend(*heads, inputs, kinds, recipe)
-  kept = save_residual("attention", kept)
+  kept = attend(heads, inputs, kinds, recipe)
   # Return the very array that is saved, so that memory holds one copy.
   return kept.out, (heads, kept)
 
 
 def _bwd(kinds, recipe, inputs, saved, g):
   (inputs,), (heads, kept) = inputs, saved
-  return *_attend_backward(g, heads, kept, inputs, kinds, recipe), None
+  return *attend_backward(g, heads, kept, inputs, kinds, recipe), None
 
 
 def _specs(q, k, v, inputs, kinds, recipe):
@@ -105,7 +114,7 @@ def _specs(q, k, v, inputs, kinds, recipe):
   return (heads, heads, heads, inputs_specs(recipe.axes, inputs)), heads
 
 
-_attention = rule(_fwd, _bwd, _specs, reads=(3,))
+attention_rule = rule(_fwd, _bwd, _specs, reads=(3,))
 
 
 def dot_product_attention(
@@ -164,84 +173,4 @@ def dot_product_attention(
     check_float(op, name, x, ndim=4)
   kind = AttentionKind(causal, window, soft_cap, scale)
   inputs = AttentionInputs(None, segments)
-  return _attention((q, k, v, inputs), kind, recipe)
-
-
-class HeadsSaved(NamedTuple):
-  """Arrays that attention saves for a block's backward pass."""
-
-  q: Array | QTensor | None  # None if they are recomputed.
-  k: Array | QTensor | None
-  v: Array | QTensor
-  out: Array
-  lse: Array
-  out_scale: Array | None  # See `scale_of`.
-  inputs: AttentionInputs
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadsAttention(Middle):
-  """Attention on h = (q, k, v), split into heads; dq, dk, dv stay unquantized.
-
-  `inputs` are `AttentionInputs` without positions.
-  """
-
-  kind: Kinds
-
-  def plain(self, h, weights, inputs, recipe):
-    del weights
-    return _merge_heads(_attention((*h, inputs), self.kind, recipe))
-
-  def forward(self, h, weights, inputs, recipe):
-    del weights
-    keep, read = heads_storage(recipe, h[0].dtype)
-    q, k, v = save_residual("attention", tuple(map(keep, h)))
-    # The weight's codes wait for h[0], q before it is saved, perhaps in FP8.
-    out = self.attend(read(q), read(k), v, inputs, recipe, after=h[0])
-    return out._replace(saved=out.saved._replace(q=q, k=k))
-
-  def attend(self, q, k, v, inputs, recipe, *, after) -> MiddleOutput:
-    """Runs `forward` for a caller that saves what q and k are computed from.
-
-    q and k are read but not saved; v is already in the form that
-    `heads_storage` saves. `MiddleOutput` explains `after`.
-    """
-    _, read = heads_storage(recipe, after.dtype)
-    inputs = save_residual("attention", inputs)
-    kept = _attend(q, k, read(v), inputs, self.kind, recipe)
-    out, lse = save_residual("attention", kept)
-    out_q = quantized(_merge_heads(out), recipe)
-    saved = HeadsSaved(None, None, v, out, lse, scale_of(out_q), inputs)
-    return MiddleOutput(out_q, saved, after=after)
-
-  def restore(self, saved, dtype, recipe):
-    _, read = heads_storage(recipe, dtype)
-    q, k = (None if x is None else read(x) for x in (saved.q, saved.k))
-    operand = quantized(
-      _merge_heads(saved.out), recipe, scale=saved.out_scale, layout="columns"
-    )
-    return saved._replace(q=q, k=k, v=read(saved.v)), operand
-
-  def backward(self, saved, dout, weights, recipe, *, has_bias):
-    del weights, has_bias
-    n = saved.lse.shape[-1]
-    dout = dout.reshape(*saved.lse.shape, dout.shape[-1] // n)
-    heads = saved.q, saved.k, saved.v
-    kept = AttentionResiduals(saved.out, saved.lse)
-    return MiddleGradient(
-      _attend_backward(dout, heads, kept, saved.inputs, self.kind, recipe)
-    )
-
-
-def heads_storage(recipe: CoatRecipe, dtype: DTypeLike):
-  """Returns functions that store q, k or v, and that read it in `dtype`."""
-  if recipe.attention == "bf16":
-    return (lambda x: x), (lambda x: x)
-  keep = functools.partial(in_groups, recipe=recipe)
-  return keep, (lambda x: x.dequantize(dtype))
-
-
-def _merge_heads(x: Array) -> Array:
-  """Reshapes [B, T, N, H] to [B, T, N H]."""
-  b, t, n, h = x.shape
-  return x.reshape(b, t, n * h)
+  return attention_rule((q, k, v, inputs), kind, recipe)

@@ -9,7 +9,7 @@ quantized weight is not saved: the backward pass quantizes the parameter again.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -31,11 +31,11 @@ from coat_jax.layers.product import (
   bias_gradient,
   input_gradient,
   multiply,
+  weight_gradient,
   weights_specs,
 )
 from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.rule import rule
-from coat_jax.layers.weight import weight_gradient
 from coat_jax.mesh import (
   Split,
   own_columns,
@@ -55,23 +55,24 @@ class FrontStatic(NamedTuple):
   split: Split = "columns"
 
 
-class FrontSaved(NamedTuple):
-  """Values that `front_forward` saves for `front_backward`.
+class LinearSaved(NamedTuple):
+  """Values that a block's front or back saves for its backward pass.
 
   Attributes:
     norm: input and statistics of the norm; None without one.
-    y: the operand (see `keep_input`), or only its scale if it is recomputed.
+    x: for a front, the product's operand (see `keep_input`), or only its scale
+      if it is recomputed; for a back, what the middle saves.
     w_scale: see `multiply`.
   """
 
   norm: NormSaved | None
-  y: Operand | ops.Scales | None
+  x: Any
   w_scale: Operand | None
 
 
 def front_forward(
   x: Array, weights: LinearWeights, static: FrontStatic, recipe: CoatRecipe
-) -> tuple[Array, Array | BlockScales, FrontSaved]:
+) -> tuple[Array, Array | BlockScales, LinearSaved]:
   """Computes h [..., F], the operand's scales, and what is saved.
 
   With split="columns", h covers whole sequences.
@@ -84,13 +85,13 @@ def front_forward(
   if static.split == "columns":
     whole = gather_sequence(y, recipe, batch=x.shape[0])
   h, w_scale = multiply(whole, weights, static.split, recipe, dtype=x.dtype)
-  return h, y.scale, FrontSaved(normed, kept, w_scale)
+  return h, y.scale, LinearSaved(normed, kept, w_scale)
 
 
 def front_backward(
   g: Operand,
   weights: LinearWeights,
-  saved: FrontSaved,
+  saved: LinearSaved,
   split: Split,
   recipe: CoatRecipe,
   *,
@@ -153,10 +154,10 @@ def _norm_to_operand(x, weights, static, recipe):
   return NormSaved(x_q, stats), *keep_input(y, recipe)
 
 
-def _columns_of(saved: FrontSaved, weights: LinearWeights, recipe) -> Operand:
+def _columns_of(saved: LinearSaved, weights: LinearWeights, recipe) -> Operand:
   """Returns the columns of the front's operand, saved or recomputed."""
-  if isinstance(saved.y, Operand):
-    return columns_of(saved.y, recipe)
+  if isinstance(saved.x, Operand):
+    return columns_of(saved.x, recipe)
   assert saved.norm is not None
   return ops.norm_fwd(
     saved.norm.x,
@@ -164,7 +165,7 @@ def _columns_of(saved: FrontSaved, weights: LinearWeights, recipe) -> Operand:
     weights.beta,
     saved.norm.stats,
     output=value_scaling(recipe),
-    scale=saved.y,
+    scale=saved.x,
     layout="columns",
     implementation=recipe.implementation,
   )

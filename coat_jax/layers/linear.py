@@ -6,11 +6,14 @@ scale per tensor or per block. Scales are always computed from the current
 values. `layers.front` runs the matmuls.
 """
 
+import dataclasses
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
@@ -25,10 +28,18 @@ from coat_jax.layers.module import (
   value_of,
 )
 from coat_jax.layers.norm import norm
+from coat_jax.layers.operands import cache_specs
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
-from coat_jax.layers.product import LinearWeights, add_bias
+from coat_jax.layers.product import LinearWeights, add_bias, cache_weight
 from coat_jax.layers.residuals import residual_scope
-from coat_jax.mesh import Split, product_spec, run_whole
+from coat_jax.mesh import (
+  Split,
+  product_spec,
+  run_on_shards,
+  run_whole,
+  spec_of,
+  split_kernel,
+)
 from coat_jax.numerics.checks import check_choice, check_kind
 from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand
@@ -140,7 +151,7 @@ def norm_linear(
 class Linear(RecipeModule):
   """y = x kernel + bias; a drop-in replacement for `nnx.Linear`.
 
-  It also replaces an `nnx.LinearGeneral` that contracts only the last axis.
+  It also replaces an `nnx.LinearGeneral` that contracts the last axes.
 
   Example usage::
 
@@ -157,24 +168,24 @@ class Linear(RecipeModule):
 
   Attributes:
     in_features, out_features: the constructor's arguments.
-    kernel: [in_features, *out_features]. If layers are stacked for a scan, the
+    kernel: [*in_features, *out_features]. If layers are stacked for a scan, the
       axes of the stack come first.
     bias: [*out_features] or None.
-    weight_ndim: rank of one layer's kernel.
+    weight_ndim: rank of one layer's `weight`.
     split: how the kernel is split over a mesh's tensor axis.
     cache: cache of the kernel; None except in a copy from `with_weight_cache`.
   """
 
   def __init__(
     self,
-    in_features: int,
+    in_features: int | tuple[int, ...],
     out_features: int | tuple[int, ...],
     *,
     recipe: CoatRecipe | None = None,
     use_bias: bool = True,
     dtype: DTypeLike | None = jnp.bfloat16,
     param_dtype: DTypeLike = jnp.float32,
-    kernel_init: nnx.Initializer = default_kernel_init,
+    kernel_init: nnx.Initializer | None = None,
     bias_init: nnx.Initializer | None = None,
     kernel_metadata: Metadata = NO_METADATA,
     bias_metadata: Metadata = NO_METADATA,
@@ -184,14 +195,15 @@ class Linear(RecipeModule):
     """Initializes the parameters.
 
     Args:
-      in_features: D, width of the input.
+      in_features: D, width of the input, or the shape of its last axes.
       out_features: width of the output, or the shape [*F] of its last axes.
       recipe: whether the products are FP8; None for `recipes.coat()`.
       use_bias: whether there is a bias [*F].
       dtype: dtype of input and output; None promotes the input and the
         parameters, as in flax.
       param_dtype: dtype of the parameters and their gradients.
-      kernel_init: initializer of the kernel, called with a matrix shape [D, F].
+      kernel_init: initializer of the kernel, called with a matrix shape [D, F];
+        None for `nnx.Linear`'s.
       bias_init: initializer of the bias, called with the shape [F]; None for
         zeros, which consume no PRNG key.
       kernel_metadata: metadata of the kernel, such as `out_sharding`.
@@ -205,51 +217,125 @@ class Linear(RecipeModule):
       ValueError: a size is below 1, or `split` is unknown.
     """
     super().__init__(
-      recipe=recipe,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-      in_features=in_features,
+      recipe=recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
     self.in_features, self.out_features = in_features, out_features
     self.use_bias, self.param_dtype = use_bias, param_dtype
     self.split: Split = split
     check_choice("Linear", "split", split, _SPLITS)
+    rows = sizes_of("Linear", "in_features", in_features)
     columns = sizes_of("Linear", "out_features", out_features)
     # Initialize it as a matrix, so that fan-in and fan-out are the matmul's.
+    drawn = math.prod(rows), math.prod(columns)
     self.kernel = make_param(
-      kernel_init,
+      kernel_init or default_kernel_init,
       rngs,
-      (in_features, *columns),
+      rows + columns,
       param_dtype,
       kernel_metadata,
-      drawn=(in_features, math.prod(columns)),
+      drawn=drawn,
     )
-    self.weight_ndim = 1 + len(columns)
+    self._in_ndim, self.weight_ndim = len(rows), 1 + len(columns)
     self.cache: Operand | None = nnx.data(None)
     self.bias = nnx.data(None)
     if use_bias:
-      drawn = (math.prod(columns),)
       self.bias = make_param(
-        bias_init, rngs, columns, param_dtype, bias_metadata, drawn=drawn
+        bias_init, rngs, columns, param_dtype, bias_metadata, drawn=drawn[1:]
       )
 
+  @property
+  def weight(self) -> Array:
+    """The kernel with one axis of inputs, [D, *out_features]."""
+    w = self.kernel[...]
+    if self._in_ndim == 1:
+      return w
+    columns = w.ndim - self.weight_ndim + 1
+    stack = w.shape[: columns - self._in_ndim]
+    return w.reshape(*stack, -1, *w.shape[columns:])
+
   def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
-    """Multiplies the last axis.
+    """Multiplies the last axis, or the last axes.
 
     Args:
-      x: [..., in_features], cast to `dtype`.
+      x: [..., *in_features], cast to `dtype`.
       out_sharding: how the output is sharded; None leaves it to JAX.
 
     Returns:
       [..., *out_features] in `dtype`.
     """
+    x = self.cast(x, self.kernel, self.bias)
+    if self._in_ndim > 1:
+      # Not reshape(..., -1), which fails for an empty batch.
+      rows, features = x.shape[: -self._in_ndim], x.shape[-self._in_ndim :]
+      x = x.reshape(*rows, math.prod(features))
     y = linear(
-      self.cast(x, self.kernel, self.bias),
-      self.kernel[...],
+      x,
+      self.weight,
       value_of(self.bias),
       recipe=self.active_recipe,
       cache=self.cache,
       split=self.split,
     )
     return reshard(y, out_sharding)
+
+
+def with_weight_cache[Module: nnx.Module](
+  module: Module, recipe: CoatRecipe
+) -> Module:
+  """Copies a module, sharing its weights, and fills their caches.
+
+  Make, use and drop the copy inside the function that is differentiated, or
+  around the microbatches of one step: a cache must not outlive its weights.
+
+  Args:
+    module: any module; its linear layers may be stacked for a scan.
+    recipe: selects what is cached.
+
+  Returns:
+    The module itself if nothing is cached, else a copy.
+
+  Raises:
+    TypeError: `module` is not an nnx.Module, or `recipe` is not a CoatRecipe.
+  """
+  op = "with_weight_cache"
+  check_recipe(op, recipe)
+  check_kind(op, "module", module, nnx.Module, "pass a layer or a model")
+  if recipe.linear == "bf16" or recipe.weight_cache == "none":
+    return module
+  copy = nnx.merge(*nnx.split(module))
+  for _, part in nnx.iter_modules(copy):
+    if isinstance(part, Linear):
+      part.cache = nnx.data(_cache(part, recipe))
+  return copy
+
+
+def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
+  """Computes the cache of one kernel, or of a stack of them."""
+  w = jax.lax.stop_gradient(part.weight)
+  stack = w.shape[: w.ndim - part.weight_ndim]
+
+  def fill(w):
+    flat = w.reshape(-1, *w.shape[len(stack) :])
+    # Codes are computed layer by layer: the kernel quantizes a single matrix.
+    each = jax.lax.map if recipe.weight_cache == "codes" else _vmap
+    cache = each(lambda w: cache_weight(w, recipe), flat)
+    return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)
+
+  # Only the structure of a cache matters here, which is the same on a mesh.
+  like = functools.partial(
+    cache_weight, recipe=dataclasses.replace(recipe, axes=None)
+  )
+  cache = jax.eval_shape(
+    like, jax.ShapeDtypeStruct(w.shape[len(stack) :], w.dtype)
+  )
+  if recipe.axes is None:
+    specs = cache_specs(cache, P(*spec_of(w)[len(stack) :]), len(stack))
+    return run_whole(fill, w, out_specs=specs)
+  kernel = split_kernel(recipe.axes, part.split, part.weight_ndim)
+  specs = cache_specs(cache, kernel, len(stack))
+  stacked = P(*(None,) * len(stack), *kernel)
+  return run_on_shards(fill, w, in_specs=(stacked,), out_specs=specs)
+
+
+def _vmap(f, x):
+  return jax.vmap(f)(x)

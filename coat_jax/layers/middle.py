@@ -36,17 +36,16 @@ class MiddleGradient(NamedTuple):
   Attributes:
     h: gradient of the middle's input, as `gradient_operand` returns it.
     operand: columns of the second product's operand, recomputed; None if
-      `restore` returned them.
-    values: the same gradient as `h` before it is rounded, if requested.
+      `Middle.columns` returned them.
+    values: the same gradient as `h` before it is rounded, [..., *F], or its f32
+      sum over the device's tokens, [*F]; None unless requested.
     weights: gradients of the middle's own weights.
-    sums: `values` summed over all tokens, f32 [*F], instead of `values`.
   """
 
   h: Any
   operand: Operand | None = None
   values: Array | None = None
   weights: Any = None
-  sums: Array | None = None
 
 
 class Middle(abc.ABC):
@@ -75,17 +74,13 @@ class Middle(abc.ABC):
   ) -> MiddleOutput:
     """Computes the second product's operand from h [..., F]."""
 
-  def restore(
-    self, saved: Any, dtype: Any, recipe: CoatRecipe
-  ) -> tuple[Any, Operand | None]:
-    """Returns the part of `saved` that `backward` reads, floats in `dtype`.
+  def columns(self, saved: Any, recipe: CoatRecipe) -> Operand | None:
+    """Returns the columns of the second product's operand from `saved`.
 
-    Also returns the columns of the second product's operand if they do not
-    depend on a gradient: the weight's gradient is then computed before
-    `backward` runs.
+    The weight's gradient is then computed before `backward` runs. Returns None
+    if `backward` computes the columns.
     """
-    del dtype, recipe
-    return saved, None
+    del saved, recipe
 
   @abc.abstractmethod
   def backward(
@@ -99,8 +94,8 @@ class Middle(abc.ABC):
   ) -> MiddleGradient:
     """Computes the gradient of h from dout [..., F], the operand's gradient.
 
-    `saved` comes from `restore`. With `has_bias`, the gradient of the front's
-    bias is `MiddleGradient.sums` or, if that is None, the sum of `values`.
+    `saved` comes from `forward`. With `has_bias`, the front's bias gets its
+    gradient from `MiddleGradient.values`.
     """
 
   def specs(self, axes: MeshAxes, weights: Any, inputs: Any) -> tuple[Any, Any]:

@@ -34,7 +34,7 @@ from coat_jax.layers.operands import (
 from coat_jax.layers.residuals import save_residual
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Operand
-from coat_jax.ops.functions import check_activation
+from coat_jax.ops.activation import check_activation
 
 
 class _Saved(NamedTuple):
@@ -120,9 +120,9 @@ class Elementwise(Middle):
         has_sums=has_bias and not self.gated,
         implementation=recipe.implementation,
       )
-      is_summed_here = has_bias and self.gated
-      values = self._gradient(saved, dout) if is_summed_here else None
-      return MiddleGradient(dh, product, values, sums=sums)
+      if has_bias and self.gated:
+        return MiddleGradient(dh, product, self._gradient(saved, dout))
+      return MiddleGradient(dh, product, sums)
     values = self._gradient(saved, dout)
     # Save rows and transpose them here. If columns were saved, XLA would stack
     # the rows of all layers, transpose the whole stack before the backward

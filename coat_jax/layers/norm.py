@@ -22,11 +22,7 @@ from coat_jax.layers.module import (
 )
 from coat_jax.layers.operands import in_groups
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
-from coat_jax.layers.residuals import (
-  cotangent,
-  residual_scope,
-  save_residual,
-)
+from coat_jax.layers.residuals import cotangent, residual_scope, save_residual
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import run_whole, spec_of, sum_tokens, tokens
 from coat_jax.numerics.checks import NOT_NEGATIVE, check_choice, check_number

@@ -69,8 +69,8 @@ def stack_options(options: Mapping[str, Any]) -> dict[str, Any]:
   out = dict(options)
   for name, axis in (("kernel", 1), ("bias", 0)):
     metadata, init = f"{name}_metadata", f"{name}_init"
-    out[metadata] = _stack_names(out[metadata], axis)
-    if out[init] is not None:
+    out[metadata] = _stack_names(out.get(metadata, NO_METADATA), axis)
+    if out.get(init) is not None:
       out[init] = functools.partial(_stacked, out[init], axis)
   return out
 

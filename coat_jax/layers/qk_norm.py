@@ -10,10 +10,9 @@ backward pass recomputes.
 import dataclasses
 from typing import Literal, NamedTuple, get_args
 
-import jax
-import jax.numpy as jnp
 from jax import Array, P
 
+from coat_jax import ops
 from coat_jax.layers.residuals import cotangent
 from coat_jax.mesh import sum_tokens
 from coat_jax.numerics.checks import NOT_NEGATIVE, check_choice, check_number
@@ -61,39 +60,42 @@ class QKNorm:
     self, x: Array, weight: Array, axes: MeshAxes | None = None
   ) -> Array:
     """Normalizes to f32 [B, T, N, H]; with axes, x holds a device's heads."""
-    x = x.astype(jnp.float32)
-    return x * self._rstd(x, axes) * self._factor(weight, x)
+    return self._values(self._rows(x), weight, axes)[0].reshape(x.shape)
 
   def gradients(
     self, dy: Array, x: Array, weight: Array, axes: MeshAxes | None
   ) -> tuple[Array, Array]:
     """Computes dx in f32, and dweight over all tokens in the weight's dtype."""
-    x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
-    rstd = self._rstd(x, axes)
-    xhat, g = x * rstd, dy * self._factor(weight, x)
-    dx = (g - xhat * self._mean(xhat * g, axes)) * rstd
-    is_of_head = self.over == "head"
-    dweight = jnp.sum(dy * xhat, axis=(0, 1, 2) if is_of_head else (0, 1))
+    rows = self._rows(x)
+    _, stats = self._values(rows, weight, axes)
+    names = self._axis_names(axes)
+    dx, dweight, _ = ops.norm_gradients(
+      self._rows(dy), rows, weight, stats, axis_names=names
+    )
     # With "all", each device holds the weights of its own heads.
-    dweight = sum_tokens(dweight, axes, all_positions=not is_of_head)
-    return dx, cotangent(dweight, weight)
+    dweight = sum_tokens(dweight, axes, all_positions=self.over == "all")
+    return dx.reshape(x.shape), cotangent(dweight, weight)
 
   def spec(self, axes: MeshAxes) -> P:
     """Returns how both weights are sharded: like heads, or replicated."""
     return P() if self.over == "head" else P(axes.tensor)
 
-  def _rstd(self, x, axes):
-    return jax.lax.rsqrt(self._mean(x * x, axes) + self.eps)
+  def _rows(self, x):
+    b, t, n, h = x.shape
+    return x if self.over == "head" else x.reshape(b, t, n * h)
 
-  def _mean(self, x, axes):
-    if self.over == "head":
-      return jnp.mean(x, axis=-1, keepdims=True)
-    mean = jnp.mean(x, axis=(-2, -1), keepdims=True)
-    if axes is None or axes.tensor is None:
-      return mean
-    # All devices have the same number of heads.
-    return jax.lax.pmean(mean, axes.tensor)
+  def _values(self, rows, weight, axes):
+    return ops.norm_values(
+      rows,
+      weight,
+      None,
+      kind="rms",
+      eps=self.eps,
+      axis_names=self._axis_names(axes),
+    )
 
-  def _factor(self, weight, like):
-    shape = (1, 1, 1, -1) if self.over == "head" else (1, 1, *like.shape[2:])
-    return weight.astype(jnp.float32).reshape(shape)
+  def _axis_names(self, axes):
+    """Returns the axes over which devices split a row; all split it evenly."""
+    if self.over == "head" or axes is None or axes.tensor is None:
+      return ()
+    return (axes.tensor,)

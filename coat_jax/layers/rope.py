@@ -8,7 +8,7 @@ fewer.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,8 @@ from coat_jax.ops.rope import (
   Thetas,
   as_rotary,
   rotate,
+  rotate_back,
   rotation,
-  rotation_if_any,
 )
 
 
@@ -52,7 +52,7 @@ def _rope_fwd(x, positions, kind, theta):
 def _rope_bwd(theta, saved, g):
   positions, kind = saved
   cos, sin = rotation(positions, head_dim=g.shape[-1], theta=theta, kind=kind)
-  return rotate(g, cos, -sin), None, None
+  return rotate_back(g, cos, sin), None, None
 
 
 _rope.defvjp(_rope_fwd, _rope_bwd)
@@ -83,11 +83,11 @@ def rope(
       `rotary_dim` is above H, or there is a tuple but no `kind`.
   """
   check_float("rope", "x", x, ndim=4)
-  if x.shape[-1] % 2 or not has_positions(positions, x):
+  check_positions("rope", positions, x)
+  if x.shape[-1] % 2:
     raise ValueError(
-      "rope: needs x [B, T, N, H] with an even H and integer positions [T] or "
-      f"[B, T], got x {x.shape} and positions {described(positions)}; pass "
-      "jnp.arange(T)"
+      "rope: x must be [B, T, N, H] with an even H, because RoPE rotates "
+      f"pairs, got {x.shape}; pad the heads to an even size"
     )
   thetas = theta if isinstance(theta, tuple) else (theta,)
   if isinstance(theta, tuple) and kind is None:
@@ -102,12 +102,16 @@ def rope(
   return run_whole(turn, x, positions, kind, out_specs=spec_of(x))
 
 
-def has_positions(positions: Array, x: Array) -> bool:
-  """Returns whether positions are int [T] or [B, T] and fit x [B, T, ...]."""
-  if not is_array(positions):
-    return False
-  is_whole = jnp.issubdtype(positions.dtype, jnp.integer)
-  return is_whole and positions.shape in (x.shape[1:2], x.shape[:2])
+def check_positions(op: str, positions: Any, x: Array) -> None:
+  """Raises a ValueError unless positions are whole, [T] or [B, T] as in x."""
+  is_whole = is_array(positions) and jnp.issubdtype(
+    positions.dtype, jnp.integer
+  )
+  if not is_whole or positions.shape not in (x.shape[1:2], x.shape[:2]):
+    raise ValueError(
+      f"{op}: needs integer positions [T] or [B, T] for arrays [B, T, ...], "
+      f"got positions {described(positions)} for {x.shape}; pass jnp.arange(T)"
+    )
 
 
 class Heads(NamedTuple):
@@ -151,7 +155,7 @@ def _split_heads_fwd(qkv, positions, kind, heads, recipe):
   head_dim = qkv.shape[-1] // (n + 2 * k)
   out = ops.split_heads(
     qkv,
-    *rotation_if_any(positions, head_dim=head_dim, theta=theta, kind=kind),
+    *rotation(positions, head_dim=head_dim, theta=theta, kind=kind),
     num_heads=n,
     num_kv_heads=k,
   )
@@ -161,7 +165,7 @@ def _split_heads_fwd(qkv, positions, kind, heads, recipe):
 def _split_heads_bwd(heads, recipe, inputs, saved, g):
   del inputs
   positions, kind = saved
-  angles = rotation_if_any(
+  angles = rotation(
     positions, head_dim=g[0].shape[-1], theta=heads.theta, kind=kind
   )
   return ops.join_heads(*g, *angles), None, None
@@ -214,11 +218,6 @@ def split_heads(
   recipe = recipes.bf16() if recipe is None else recipe
   check_recipe(op, recipe)
   heads.check_columns(op, qkv.shape[-1])
-  if not has_positions(positions, qkv):
-    raise ValueError(
-      f"{op}: needs integer positions [T] or [B, T] for qkv [B, T, columns], "
-      f"got qkv {qkv.shape} and positions {described(positions)}; pass "
-      "jnp.arange(T)"
-    )
+  check_positions(op, positions, qkv)
   arrays = qkv, positions, kind
   return _split_heads(arrays, heads, recipe)

@@ -17,42 +17,50 @@ from jax import Array, P
 from coat_jax import ops
 from coat_jax.layers.dot_product_attention import (
   AttentionInputs,
-  HeadsAttention,
-  HeadsSaved,
   Kinds,
-  heads_storage,
+  attend,
+  attend_backward,
+  attention_rule,
   inputs_specs,
 )
-from coat_jax.layers.layer_kinds import count_kinds
-from coat_jax.layers.middle import Middle, MiddleGradient
+from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
+from coat_jax.layers.module import check_float
 from coat_jax.layers.operands import (
   gradient_operand,
   gradient_scaling,
   in_groups,
+  quantized,
+  scale_of,
 )
 from coat_jax.layers.qk_norm import QKNorm, QKNormWeights
 from coat_jax.layers.residuals import residual_scope, save_residual
-from coat_jax.layers.rope import (
-  Heads,
-  has_positions,
-  rope,
-  split_heads,
-)
+from coat_jax.layers.rope import Heads, check_positions, rope, split_heads
 from coat_jax.mesh import run_whole, spec_of
-from coat_jax.numerics.checks import (
-  POSITIVE,
-  check_kind,
-  check_number,
-  described,
-)
+from coat_jax.numerics.checks import POSITIVE, check_kind, check_number
 from coat_jax.numerics.qtensor import QTensor
-from coat_jax.ops.rope import rotate, rotation, rotation_if_any
+from coat_jax.ops import AttentionResiduals
+from coat_jax.ops.rope import (
+  RopeScaling,
+  Rotary,
+  Theta,
+  Thetas,
+  rotate,
+  rotate_back,
+  rotation,
+)
+
+# Scanned layers share one program. So an option that differs between layers is
+# a tuple with one entry for each kind of layer, and an int32 selects the entry.
+type Windows = int | tuple[int | None, ...] | None
+type Bases = float | tuple[float | None, ...] | None
+type Scalings = RopeScaling | tuple[RopeScaling | None, ...] | None
 
 
 class _Saved(NamedTuple):
-  heads: HeadsSaved
-  normed: tuple[QTensor, ...] | None  # Codes of q and k before their norm.
-  positions: Array
+  heads: tuple[Array | QTensor, ...]  # q, k, v; q and k before their norm.
+  kept: AttentionResiduals
+  out_scale: Array | None  # See `scale_of`.
+  inputs: AttentionInputs
   inside: Array | None  # One bit each: did clipping keep the value?
 
 
@@ -104,13 +112,8 @@ class SelfAttention(Middle):
   def check(self, x, weights, inputs, recipe):
     op, remedy = "SelfAttention", "pass AttentionInputs(jnp.arange(T))"
     check_kind(op, "inputs", inputs, AttentionInputs, remedy)
-    positions = inputs.positions
-    if x.ndim != 3 or not has_positions(positions, x):
-      raise ValueError(
-        f"{op}: needs integer positions [T] or [B, T], one for each of x "
-        f"[B, T, D], got x {x.shape} and positions {described(positions)}; "
-        "pass jnp.arange(T)"
-      )
+    check_float(op, "x", x, ndim=3)
+    check_positions(op, inputs.positions, x)
     if not recipe.axes:
       self.heads.check_columns(op, weights.front.w.shape[-1])
     if inputs.kind is None and self.num_kinds > 1:
@@ -123,23 +126,18 @@ class SelfAttention(Middle):
     clip = functools.partial(_clip, limit=self.clip)
     clipped: Any = run_whole(clip, h, out_specs=spec_of(h))
     positions, _, kind = inputs
-    split = functools.partial(
-      split_heads, clipped, positions, kind=kind, recipe=recipe
-    )
-    theta = self.heads.theta
-    if self.qk_norm is None:
-      heads = split(self.heads)
-    else:
-      q, k, v = split(self.heads._replace(theta=None))
-      q, k = self._plain_norms(q, k, weights, recipe)
+    theta, is_normed = self.heads.theta, self.qk_norm is not None
+    parts = self.heads._replace(theta=None) if is_normed else self.heads
+    q, k, v = split_heads(clipped, positions, parts, kind=kind, recipe=recipe)
+    if is_normed:
+      q, k = self._plain_norms(q, k, weights)
       if theta is not None:
         q = rope(q, positions, theta=theta, kind=kind)
         k = rope(k, positions, theta=theta, kind=kind)
-      heads = q, k, v
     inputs = inputs._replace(positions=None)
-    return self._attention.plain(heads, None, inputs, recipe)
+    return _merge_heads(attention_rule((q, k, v, inputs), self.kind, recipe))
 
-  def _plain_norms(self, q, k, weights, recipe):
+  def _plain_norms(self, q, k, weights):
     norm = self.qk_norm
     assert norm is not None
 
@@ -156,118 +154,121 @@ class SelfAttention(Middle):
   def forward(self, h, weights, inputs, recipe):
     n, k, _ = self.heads.of_device(recipe.axes)
     h, inside = _clip_fwd(h, self.clip)
-    positions = save_residual("rope", inputs.positions)
-    inputs = inputs._replace(positions=None)
+    inputs = AttentionInputs(
+      save_residual("rope", inputs.positions),
+      *save_residual("attention", inputs[1:]),
+    )
     head_dim = h.shape[-1] // (n + 2 * k)
-    heads = ops.split_heads(
+    q, k, v = ops.split_heads(
       h,
-      *self._joined_angles(positions, inputs.kind, head_dim),
+      *self._joined_angles(inputs, head_dim),
       num_heads=n,
       num_kv_heads=k,
     )
-    if self.qk_norm is None:
-      normed = None
-      out = self._attention.forward(heads, None, inputs, recipe)
-    else:
-      # The name is "attention" instead of "norm", because policies that keep
-      # the inputs of norms mean the norms of blocks. From those inputs, these
-      # codes are recomputed.
-      normed = save_residual(
-        "attention", tuple(in_groups(x, recipe) for x in heads[:2])
-      )
-      q, k = self._turned(
-        normed, weights, positions, inputs.kind, h.dtype, recipe
-      )
-      keep_v, _ = heads_storage(recipe, h.dtype)
-      v = save_residual("attention", keep_v(heads[2]))
-      out = self._attention.attend(q, k, v, inputs, recipe, after=heads[0])
-    return out._replace(saved=_Saved(out.saved, normed, positions, inside))
+    in_fp8 = recipe.attention == "fp8"
+    # The name is "attention" even before a norm, because policies that keep the
+    # inputs of norms mean the norms of blocks. From those inputs, these codes
+    # are recomputed.
+    saved = save_residual(
+      "attention",
+      (
+        in_groups(q, recipe) if in_fp8 or self.qk_norm else q,
+        in_groups(k, recipe) if in_fp8 or self.qk_norm else k,
+        in_groups(v, recipe) if in_fp8 else v,
+      ),
+    )
+    heads = self._read(saved, weights, inputs, h.dtype, recipe)
+    kept = attend(heads, inputs, self.kind, recipe)
+    out = quantized(_merge_heads(kept.out), recipe)
+    saved = _Saved(saved, kept, scale_of(out), inputs, inside)
+    # The weight's codes wait for q before it is saved, perhaps in FP8.
+    return MiddleOutput(out, saved, after=q)
 
-  def restore(self, saved, dtype, recipe):
-    heads, operand = self._attention.restore(saved.heads, dtype, recipe)
-    return saved._replace(heads=heads), operand
+  def columns(self, saved, recipe):
+    out = _merge_heads(saved.kept.out)
+    return quantized(out, recipe, scale=saved.out_scale, layout="columns")
 
   def backward(self, saved, dout, weights, recipe, *, has_bias):
-    heads = saved.heads
-    kind = heads.inputs.kind
-    if self.qk_norm is not None:
-      q, k = self._turned(
-        saved.normed, weights, saved.positions, kind, dout.dtype, recipe
-      )
-      heads = heads._replace(q=q, k=k)
-    dq, dk, dv = self._attention.backward(
-      heads, dout, None, recipe, has_bias=False
-    ).h
+    inputs, kept, dtype = saved.inputs, saved.kept, dout.dtype
+    heads = self._read(saved.heads, weights, inputs, dtype, recipe)
+    dout = dout.reshape(kept.out.shape)
+    gradients = attend_backward(dout, heads, kept, inputs, self.kind, recipe)
     dweights = None
     if self.qk_norm is not None:
-      dq, dk, dweights = self._norm_gradients(saved, dq, dk, weights, recipe)
-    angles = self._joined_angles(saved.positions, kind, dq.shape[-1])
+      gradients, dweights = self._norm_gradients(
+        saved, gradients, weights, recipe
+      )
+    angles = self._joined_angles(inputs, dout.shape[-1])
     scaling = gradient_scaling(recipe)
     if self.clip is None and type(scaling) is ops.PerTensor:
       dh, sums = ops.join_heads_operand(
-        dq,
-        dk,
-        dv,
+        *gradients,
         *angles,
         gradient=scaling,
         has_sums=has_bias,
         implementation=recipe.implementation,
       )
-      return MiddleGradient(dh, weights=dweights, sums=sums)
-    values = ops.join_heads(dq, dk, dv, *angles)
+      return MiddleGradient(dh, None, sums, dweights)
+    values = ops.join_heads(*gradients, *angles)
     values = _clip_bwd(self.clip, saved.inside, values)[0]
     return MiddleGradient(
-      gradient_operand(values, recipe), values=values, weights=dweights
+      gradient_operand(values, recipe), None, values, dweights
     )
 
   def specs(self, axes, weights, inputs):
     of_weights = P() if self.qk_norm is None else self.qk_norm.spec(axes)
     return of_weights, inputs_specs(axes, inputs)
 
-  @property
-  def _attention(self) -> HeadsAttention:
-    return HeadsAttention(self.kind)
+  def _read(self, saved, weights, inputs, dtype, recipe):
+    """Computes q, k and v for attention from what is saved."""
 
-  def _turned(self, codes, weights, positions, kind, dtype, recipe):
-    """Computes q and k for attention from their codes before the norm."""
+    def read(x):
+      return x.dequantize(dtype) if isinstance(x, QTensor) else x
+
     norm = self.qk_norm
-    assert norm is not None
-    cos, sin = self._angles(positions, kind, codes[0].qvalue.shape[-1])
+    if norm is None:
+      return tuple(map(read, saved))
+    q, k, v = saved
+    angles = self._angles(inputs, q.qvalue.shape[-1])
 
     def turned(codes, weight):
-      x = codes.dequantize()
-      y = norm.normalized(x, weight, recipe.axes)
-      return rotate(y, cos, sin).astype(dtype)
+      y = norm.normalized(codes.dequantize(), weight, recipe.axes)
+      return rotate(y, *angles).astype(dtype)
 
-    return turned(codes[0], weights.q), turned(codes[1], weights.k)
+    return turned(q, weights.q), turned(k, weights.k), read(v)
 
-  def _norm_gradients(self, saved, dq, dk, weights, recipe):
-    """Computes dq and dk before the norm, and the norm's weight gradients."""
+  def _norm_gradients(self, saved, gradients, weights, recipe):
+    """Computes gradients before the norm, and those of the norm's weights."""
     norm = self.qk_norm
     assert norm is not None
-    cos, sin = self._angles(
-      saved.positions, saved.heads.inputs.kind, dq.shape[-1]
-    )
+    dq, dk, dv = gradients
+    angles = self._angles(saved.inputs, dq.shape[-1])
 
-    def gradients(dy, codes, weight):
-      x = codes.dequantize()
-      dy = rotate(dy.astype(jnp.float32), cos, -sin)
-      dx, dweight = norm.gradients(dy, x, weight, recipe.axes)
+    def before(dy, codes, weight):
+      dy = rotate_back(dy.astype(jnp.float32), *angles)
+      dx, dweight = norm.gradients(dy, codes.dequantize(), weight, recipe.axes)
       return dx.astype(dq.dtype), dweight
 
-    dq, dq_weight = gradients(dq, saved.normed[0], weights.q)
-    dk, dk_weight = gradients(dk, saved.normed[1], weights.k)
-    return dq, dk, QKNormWeights(dq_weight, dk_weight)
+    dq, dq_weight = before(dq, saved.heads[0], weights.q)
+    dk, dk_weight = before(dk, saved.heads[1], weights.k)
+    return (dq, dk, dv), QKNormWeights(dq_weight, dk_weight)
 
-  def _angles(self, positions, kind, head_dim):
+  def _angles(self, inputs, head_dim):
     theta = self.heads.theta
-    return rotation(positions, head_dim=head_dim, theta=theta, kind=kind)
+    return rotation(
+      inputs.positions, head_dim=head_dim, theta=theta, kind=inputs.kind
+    )
 
-  def _joined_angles(self, positions, kind, head_dim):
+  def _joined_angles(self, inputs, head_dim):
     """Returns the angles that `split_heads` and `join_heads` rotate by."""
     # With a norm of q and k, RoPE comes after the norm instead.
-    theta = self.heads.theta if self.qk_norm is None else None
-    return rotation_if_any(positions, head_dim=head_dim, theta=theta, kind=kind)
+    return (None, None) if self.qk_norm else self._angles(inputs, head_dim)
+
+
+def _merge_heads(x: Array) -> Array:
+  """Reshapes [B, T, N, H] to [B, T, N H]."""
+  b, t, n, h = x.shape
+  return x.reshape(b, t, n * h)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("limit",))
@@ -292,3 +293,62 @@ def _clip_bwd(limit, inside, g):
 
 
 _clip.defvjp(_clip_fwd, _clip_bwd)
+
+
+def count_kinds(**choices) -> int:
+  """Counts the kinds of layers: the length of the tuples, or 1 without tuples.
+
+  Raises a ValueError if tuples differ in length or are empty.
+  """
+  lengths = {n: len(x) for n, x in choices.items() if isinstance(x, tuple)}
+  if len(set(lengths.values())) > 1 or 0 in lengths.values():
+    raise ValueError(
+      "attention: tuples must have one entry for each kind of layer, got "
+      f"{lengths} entries; pass tuples of one length"
+    )
+  return max(lengths.values(), default=1)
+
+
+def attention_kinds(
+  causal: bool,
+  window: Windows,
+  soft_cap: float | None,
+  scale: float | None,
+) -> Kinds:
+  """Makes one `AttentionKind`, or one for each window if they differ."""
+  windows = window if isinstance(window, tuple) else (window,)
+  return _one_or_each(
+    tuple(ops.AttentionKind(causal, x, soft_cap, scale) for x in windows)
+  )
+
+
+def rotaries(
+  theta: Bases, scaling: Scalings, rotary_dim: int | None, *, head_dim: int
+) -> Thetas:
+  """Makes one `Rotary`, or one for each kind of layer.
+
+  Raises a ValueError for RoPE options without a base, and for a `rotary_dim`
+  above `head_dim`.
+  """
+  count = count_kinds(rope_theta=theta, rope_scaling=scaling)
+  thetas = theta if isinstance(theta, tuple) else (theta,) * count
+  scalings = scaling if isinstance(scaling, tuple) else (scaling,) * count
+  if set(thetas) == {None} and (rotary_dim, *scalings) != (None,) * (count + 1):
+    raise ValueError(
+      "Attention: rope_scaling and rotary_dim need RoPE, got "
+      f"{scaling} and {rotary_dim} with rope_theta {theta}; pass its base"
+    )
+
+  def one(theta, scaling) -> Theta:
+    if theta is None:
+      return None
+    rotary = Rotary(theta, scaling, rotary_dim)
+    rotary.check(head_dim)
+    return rotary
+
+  return _one_or_each(tuple(map(one, thetas, scalings)))
+
+
+def _one_or_each(choices: tuple):
+  """Returns one choice if all kinds have the same, else the tuple."""
+  return choices[0] if len(set(choices)) == 1 else choices

@@ -15,6 +15,7 @@ chunk of the loss separately:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,29 +45,8 @@ def embed(
 
   On a mesh, the table's rows are split over tensor and fsdp.
   """
-  if axes is None:
-    return run_whole(
-      lambda tokens, table: table.astype(dtype)[tokens],
-      tokens,
-      table,
-      out_specs=spec_of(tokens),
-    )
-  names = _present(axes.tensor, axes.fsdp)
-
-  def local(tokens, table):
-    # Cast first: the summed gradient is then f32 and rounded only once.
-    rows: Any = _gather_rows(table.astype(jnp.float32), dtype, names, axes)
-    return rows[tokens]
-
-  where = P(axes.batch, axes.tensor)
-  return run_on_shards(
-    local,
-    tokens,
-    table,
-    in_specs=(where, P(names)),
-    out_specs=where,
-    check_vma=True,
-  )
+  look_up = lambda rows, tokens: rows[tokens]  # noqa: E731
+  return _with_rows(look_up, table, dtype, (tokens,), axes)
 
 
 def add_positions(
@@ -78,27 +58,38 @@ def add_positions(
   x's dtype. On a mesh the table's rows are split over tensor and fsdp.
   """
 
-  def added(x, places, rows):
-    rows = rows.astype(jnp.float32)[places]
-    rows = rows if places.ndim == 2 else rows[None]
+  def added(rows, x, places):
+    rows = rows[places] if places.ndim == 2 else rows[places][None]
     return (x.astype(jnp.float32) + rows).astype(x.dtype)
 
+  return _with_rows(added, table, jnp.float32, (x, places), axes)
+
+
+def _with_rows(
+  f: Callable,
+  table: Array,
+  dtype: DTypeLike,
+  arrays: tuple[Array, ...],
+  axes: MeshAxes | None,
+) -> Array:
+  """Runs f(rows, *arrays) on all rows of a table; the result is [B, T, D]."""
   if axes is None:
-    return run_whole(added, x, places, table, out_specs=spec_of(x))
+    local = lambda table, *arrays: f(table.astype(dtype), *arrays)  # noqa: E731
+    return run_whole(local, table, *arrays, out_specs=spec_of(arrays[0]))
   names = _present(axes.tensor, axes.fsdp)
 
-  def local(x, places, table):
-    table = table.astype(jnp.float32)
-    return added(x, places, _gather_rows(table, jnp.float32, names, axes))
+  def on_shard(table, *arrays):
+    # Cast first: the summed gradient is then f32 and rounded only once.
+    rows = _gather_rows(table.astype(jnp.float32), dtype, names, axes)
+    return f(rows, *arrays)
 
   where = P(axes.batch, axes.tensor)
-  of_places = where if places.ndim == 2 else P(axes.tensor)
+  specs = (where if x.ndim > 1 else P(axes.tensor) for x in arrays)
   return run_on_shards(
-    local,
-    x,
-    places,
+    on_shard,
     table,
-    in_specs=(where, of_places, P(names)),
+    *arrays,
+    in_specs=(P(names), *specs),
     out_specs=where,
     check_vma=True,
   )
@@ -166,13 +157,8 @@ def logits(
   """
 
   def product(hidden, weight):
-    found = jnp.einsum(
-      "btd,vd->btv" if is_tied else "btd,dv->btv",
-      hidden,
-      weight.astype(hidden.dtype),
-      preferred_element_type=jnp.float32,
-    )
-    return found if soft_cap is None else _capped(found, soft_cap)
+    weight = weight.astype(hidden.dtype)
+    return _logits(hidden, weight, _Head(is_tied, axes, soft_cap))
 
   if axes is None:
     out_specs = P(*spec_of(hidden)[:2])
@@ -181,16 +167,32 @@ def logits(
   return lax.with_sharding_constraint(product(hidden, weight), where)
 
 
-def _capped(logits: Array, soft_cap: float) -> Array:
-  return soft_cap * jnp.tanh(logits / soft_cap)
-
-
 class _Head(NamedTuple):
   """Arguments of `mean_loss` that are not arrays."""
 
   is_tied: bool
   axes: MeshAxes | None
   soft_cap: float | None
+
+  @property
+  def weight_axes(self) -> str:
+    """The axes of the weight in an einsum."""
+    return "vd" if self.is_tied else "dv"
+
+
+def _logits(hidden: Array, weight: Array, head: _Head) -> Array:
+  """Computes capped logits in f32 from operands of one dtype."""
+  # Read a tied weight as it is stored. Otherwise the scan over chunks would
+  # copy its transpose to memory.
+  logits = jnp.einsum(
+    f"btd,{head.weight_axes}->btv",
+    hidden,
+    weight,
+    preferred_element_type=jnp.float32,
+  )
+  if head.soft_cap is None:
+    return logits
+  return head.soft_cap * jnp.tanh(logits / head.soft_cap)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -293,14 +295,7 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
   (loss, dweight), (hidden, targets, counted) = total, chunk
   is_tied, mesh_axes, soft_cap = head
   tensor = None if mesh_axes is None else mesh_axes.tensor
-  # Read a tied weight as it is stored. Otherwise the scan over chunks would
-  # copy its transpose to memory.
-  axes = "vd" if is_tied else "dv"
-  logits = jnp.einsum(
-    f"btd,{axes}->btv", hidden, weight, preferred_element_type=jnp.float32
-  )
-  if soft_cap is not None:
-    logits = _capped(logits, soft_cap)
+  logits = _logits(hidden, weight, head)
   largest = jnp.max(logits, axis=-1)
   size = logits.shape[-1]
   if tensor is not None:
@@ -322,7 +317,7 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
   if soft_cap is not None:
     dlogits = dlogits * (1 - jnp.square(logits / soft_cap))
   dlogits = dlogits.astype(weight.dtype)
-  dhidden = jnp.einsum(f"btv,{axes}->btd", dlogits, weight)
+  dhidden = jnp.einsum(f"btv,{head.weight_axes}->btd", dlogits, weight)
   # Use the weight's layout: on a CPU, XLA has no transposed BF16 matmul.
   factors = (dlogits, hidden) if is_tied else (hidden, dlogits)
   dweight = dweight + jnp.einsum(

@@ -12,7 +12,7 @@ A plain cast to FP8 has two traps:
     computes with.
 So `saturating_cast` first rounds to the format's grid in f32, which makes the
 cast exact. Every cast in this package uses it, except in kernels and in
-`ops.cuda`, where neither trap can occur.
+`ops.quantize`, where neither trap can occur.
 """
 
 import math

@@ -36,16 +36,16 @@ from coat_jax.ops.activation import activation_bwd as activation_bwd
 from coat_jax.ops.activation import (
   activation_bwd_operands as activation_bwd_operands,
 )
+from coat_jax.ops.activation import (
+  activation_derivative as activation_derivative,
+)
 from coat_jax.ops.activation import activation_fwd as activation_fwd
 from coat_jax.ops.activation import activation_input as activation_input
+from coat_jax.ops.activation import activation_values as activation_values
 from coat_jax.ops.attention import attention_bwd as attention_bwd
 from coat_jax.ops.attention import attention_fwd as attention_fwd
 from coat_jax.ops.dispatch import Op as Op
 from coat_jax.ops.dispatch import explain as explain
-from coat_jax.ops.functions import (
-  activation_derivative as activation_derivative,
-)
-from coat_jax.ops.functions import activation_values as activation_values
 from coat_jax.ops.grouped import grouped_dgrad as grouped_dgrad
 from coat_jax.ops.grouped import grouped_fwd as grouped_fwd
 from coat_jax.ops.grouped import grouped_wgrad as grouped_wgrad

@@ -121,7 +121,7 @@ class Op[R]:
       return self._choose(args, kwargs)
     if implementation == "xla":
       return self.definition(*args, **kwargs)
-    reason = self._why_not(implementation, args, kwargs)
+    reason = self.why_not(implementation, args, kwargs)
     if reason is not None:
       raise Unsupported(f"{reason}; pass implementation=None to have XLA do it")
     return self.kernel(implementation)(*args, **kwargs)
@@ -132,7 +132,7 @@ class Op[R]:
     for name in self.kernels if platform else ():
       if _platform_of(name) != platform:
         continue
-      if self._why_not(name, args, kwargs):
+      if self.why_not(name, args, kwargs):
         continue
       kernel = functools.partial(self.kernel(name), **kwargs)
       if _is_on_mesh():
@@ -147,26 +147,7 @@ class Op[R]:
       )
     return self.definition(*args, **kwargs)
 
-  def explain(self, *args: Any, **kwargs) -> str:
-    """Explains which implementation would run; see `ops.explain`."""
-    chosen: dict[str, str] = {}
-    reasons: list[str] = []
-    for name in self.kernels:
-      platform = _platform_of(name)
-      reason = self._why_not(name, args, kwargs)
-      if reason is None:
-        chosen.setdefault(platform, f"{name} on {_DEVICES[platform]}")
-      else:
-        reasons.append(reason)
-    where = ", ".join([*chosen.values(), "xla elsewhere"])
-    if "cuda" in chosen:
-      return f"{self.name}: {where}{experience()}"
-    where = where if chosen else "xla everywhere"
-    # Several kernels may give the same reason.
-    why = list(dict.fromkeys(reasons)) or ["there is no kernel for it"]
-    return f"{self.name}: {where} ({'; '.join(why)})"
-
-  def _why_not(self, implementation: str, args, kwargs) -> str | None:
+  def why_not(self, implementation: str, args, kwargs) -> str | None:
     """Returns why an implementation cannot run these arguments, or None."""
     if implementation not in _PARTITIONED and may_be_partitioned():
       return (
@@ -198,7 +179,22 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
     TypeError: `op` is not an `Op`.
   """
   check_kind("explain", "op", op, Op, "pass one of coat_jax.ops")
-  return op.explain(*args, **kwargs)
+  chosen: dict[str, str] = {}
+  reasons: list[str] = []
+  for name in op.kernels:
+    platform = _platform_of(name)
+    reason = op.why_not(name, args, kwargs)
+    if reason is None:
+      chosen.setdefault(platform, f"{name} on {_DEVICES[platform]}")
+    else:
+      reasons.append(reason)
+  where = ", ".join([*chosen.values(), "xla elsewhere"])
+  if "cuda" in chosen:
+    return f"{op.name}: {where}{experience()}"
+  where = where if chosen else "xla everywhere"
+  # Several kernels may give the same reason.
+  why = list(dict.fromkeys(reasons)) or ["there is no kernel for it"]
+  return f"{op.name}: {where} ({'; '.join(why)})"
 
 
 def op[R](
@@ -208,7 +204,7 @@ def op[R](
 
   `kernels` maps an implementation's name to a function, or to the name of a
   module that contains a function with the definition's name. The module is in
-  `ops` for `cublas`, `cudnn` and `cuda`, else in `pallas.<implementation>`.
+  `ops` for `cublas` and `cudnn`, else in `pallas.<implementation>`.
   """
 
   def make(definition: Callable[..., R]) -> Op[R]:
@@ -284,8 +280,6 @@ def may_be_partitioned() -> bool:
   if mesh.auto_axes or mesh.explicit_axes:
     return mesh.size > 1
   # Either no mesh is set, or all its axes are manual, as inside shard_map.
-  return not mesh.manual_axes and _may_run_on_several()
-
-
-def _may_run_on_several() -> bool:
-  return jax.default_backend() in ("gpu", "tpu") and jax.device_count() > 1
+  if mesh.manual_axes or jax.default_backend() not in ("gpu", "tpu"):
+    return False
+  return jax.device_count() > 1

@@ -11,7 +11,7 @@ from jax import Array
 from coat_jax.numerics.checks import COUNT, check_whole
 from coat_jax.numerics.scaling import GRADIENTS, Operand, Scaling
 from coat_jax.ops.dispatch import op
-from coat_jax.ops.rope import rotate
+from coat_jax.ops.rope import rotate, rotate_back
 
 
 def _check_columns(qkv, cos, sin, *, num_heads, num_kv_heads, **_) -> None:
@@ -38,8 +38,8 @@ def split_heads(
 ) -> tuple[Array, Array, Array]:
   """Splits qkv [B, T, (N + 2 K) H] into q, k and v; rotates q and k.
 
-  cos and sin are as for `rotate`; None rotates nothing. q is [B, T, N, H]; k
-  and v are [B, T, K, H].
+  cos and sin are those of `rotate`. q is [B, T, N, H]; k and v are
+  [B, T, K, H].
   """
   b, t, columns = qkv.shape
   h = columns // (num_heads + 2 * num_kv_heads)
@@ -47,8 +47,6 @@ def split_heads(
   qkv = qkv.reshape(b, t, num_kv_heads, heads + 2, h)
   q = qkv[..., :heads, :].reshape(b, t, num_heads, h)
   k, v = qkv[..., heads, :], qkv[..., heads + 1, :]
-  if cos is None or sin is None:
-    return q, k, v
   return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
@@ -70,8 +68,7 @@ def join_heads(
   """Transposes `split_heads`, which is linear: returns [B, T, (N + 2 K) H]."""
   b, t, kv_heads, h = dk.shape
   heads = dq.shape[2] // kv_heads
-  if cos is not None and sin is not None:
-    dq, dk = rotate(dq, cos, -sin), rotate(dk, cos, -sin)
+  dq, dk = rotate_back(dq, cos, sin), rotate_back(dk, cos, sin)
   parts = (
     dq.reshape(b, t, kv_heads, heads, h),
     dk[..., None, :],

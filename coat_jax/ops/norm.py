@@ -48,21 +48,29 @@ def norm_values(
   *,
   kind: NormKind,
   eps: float,
+  axis_names: tuple[str, ...] = (),
 ) -> tuple[Array, NormStats]:
   """Computes y = (x - mean) rstd gamma + beta and the statistics, in f32.
 
   x is [..., D]; gamma and beta are [D] or None. For "rms" there is no mean and
-  rstd = (mean(x^2) + eps)^-1/2; "layer" uses the variance.
+  rstd = (mean(x^2) + eps)^-1/2; "layer" uses the variance. Inside
+  `jax.shard_map`, devices along `axis_names` hold equal parts of each row.
   """
   check_norm(x, gamma, beta, kind=kind, eps=eps)
   x = x.astype(jnp.float32)
   mean, centred = None, x
   if kind == "layer":
-    mean = jnp.mean(x, axis=-1)
+    mean = _mean(x, axis_names)
     centred = x - mean[..., None]
-  rstd = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1) + eps)
+  rstd = jax.lax.rsqrt(_mean(centred * centred, axis_names) + eps)
   stats = NormStats(mean, rstd)
   return _normalized(x, gamma, beta, stats), stats
+
+
+def _mean(x: Array, axis_names: tuple[str, ...]) -> Array:
+  """Averages whole rows, of which each device may hold a part."""
+  mean = jnp.mean(x, axis=-1)
+  return jax.lax.pmean(mean, axis_names) if axis_names else mean
 
 
 def _normalized(x, gamma, beta, stats) -> Array:
@@ -78,7 +86,12 @@ def _normalized(x, gamma, beta, stats) -> Array:
 
 
 def norm_gradients(
-  dy: Array, x: Array, gamma: Array | None, stats: NormStats
+  dy: Array,
+  x: Array,
+  gamma: Array | None,
+  stats: NormStats,
+  *,
+  axis_names: tuple[str, ...] = (),
 ) -> tuple[Array, Array, Array]:
   """Computes dx [..., D], dgamma [D], dbeta [D]; all f32, summed over rows.
 
@@ -93,9 +106,9 @@ def norm_gradients(
     x = x - stats.mean[..., None]
   xhat = x * stats.rstd[..., None]
   g = dy if gamma is None else dy * _row(gamma, dy)
-  dx = g - xhat * jnp.mean(xhat * g, axis=-1, keepdims=True)
+  dx = g - xhat * _mean(xhat * g, axis_names)[..., None]
   if stats.mean is not None:
-    dx = dx - jnp.mean(g, axis=-1, keepdims=True)
+    dx = dx - _mean(g, axis_names)[..., None]
   rows = tuple(range(dy.ndim - 1))
   dgamma, dbeta = jnp.sum(dy * xhat, axis=rows), jnp.sum(dy, axis=rows)
   return dx * stats.rstd[..., None], dgamma, dbeta

@@ -244,19 +244,21 @@ type Theta = float | Rotary | None
 type Thetas = Theta | tuple[Theta, ...]
 
 
+type Angles = tuple[Array, Array] | tuple[None, None]
+
+
 def rotation(
   positions: Array, *, head_dim: int, theta: Thetas, kind: Array | None = None
-) -> tuple[Array, Array]:
+) -> Angles:
   """Computes cos and sin of position * theta^(-2 i / R): f32 [T, R / 2] each.
 
   For positions [B, T] the results are [B, T, R / 2]. R is `head_dim` unless a
   `Rotary` sets `rotary_dim`. A tuple `theta` has one entry for each kind of
-  layer, all with the same R; `kind`, an int32 scalar, selects one. None rotates
-  nothing.
+  layer, all with the same R; `kind`, an int32 scalar, selects one. Without
+  RoPE, `theta` and both results are None.
   """
   if theta is None:
-    shape = *positions.shape, head_dim // 2
-    return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+    return None, None
   frequency, magnitude = _frequencies(theta, head_dim, kind)
   positions = positions.astype(jnp.float32)[..., None]
   axes = tuple(range(positions.ndim - 1))
@@ -265,15 +267,6 @@ def rotation(
   if magnitude is None:
     return cos, sin
   return cos * magnitude, sin * magnitude
-
-
-def rotation_if_any(
-  positions: Array, *, head_dim: int, theta: Thetas, kind: Array | None = None
-) -> tuple[Array | None, Array | None]:
-  """Calls `rotation`; (None, None) if no kind of layer rotates."""
-  if theta is None:
-    return None, None
-  return rotation(positions, head_dim=head_dim, theta=theta, kind=kind)
 
 
 def _frequencies(theta, head_dim, kind):
@@ -304,11 +297,18 @@ def as_rotary(theta: float | Rotary) -> Rotary:
   return theta if isinstance(theta, Rotary) else Rotary(theta)
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
+def rotate_back(x: Array, cos: Array | None, sin: Array | None) -> Array:
+  """Rotates by the opposite angles; this is the transpose of `rotate`."""
+  return rotate(x, cos, None if sin is None else -sin)
+
+
+def rotate(x: Array, cos: Array | None, sin: Array | None) -> Array:
   """Rotates the first R channels of x [B, T, N, H] in pairs, in f32.
 
-  `cos` and `sin` are [T, R / 2] or [B, T, R / 2].
+  `cos` and `sin` are [T, R / 2] or [B, T, R / 2]; None rotates nothing.
   """
+  if cos is None or sin is None:
+    return x
   if cos.ndim == 2:
     # All sequences and heads share the angles.
     cos, sin = cos[None, :, None], sin[None, :, None]

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import layer, tpu
 from benchmarks.aot import temporary_bytes
 from coat_jax import ops, recipes
-from coat_jax.layers.weight import quantized_weight
+from coat_jax.layers.product import quantized_weight
 from coat_jax.models.config import ModelConfig
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.qtensor import QTensor

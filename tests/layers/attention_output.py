@@ -5,21 +5,48 @@ Tests of attention inside a block use this, because it has gradients of q, k and
 v on their own.
 """
 
-from coat_jax.layers.back import BlockStatic, back_backward, back_forward
+import jax.numpy as jnp
+
+from coat_jax import ops
+from coat_jax.layers.block import BlockStatic, back_backward, back_forward
 from coat_jax.layers.dot_product_attention import (
   AttentionInputs,
-  HeadsAttention,
+  dot_product_attention,
   inputs_specs,
 )
 from coat_jax.layers.linear import linear
 from coat_jax.layers.product import LinearWeights, weights_specs
+from coat_jax.layers.rope import Heads
 from coat_jax.layers.rule import rule
+from coat_jax.layers.self_attention import SelfAttention
 from coat_jax.mesh import own_heads, run_whole, spec_of, tokens
 from coat_jax.ops import AttentionKind
 
+# Clips nothing; with it the middle also returns gradients before rounding.
+LIMIT = 1e30
+
+
+def heads_middle(num_heads, num_kv_heads, kind):
+  """Attention without RoPE that returns unrounded gradients."""
+  return SelfAttention(Heads(num_heads, num_kv_heads, None), kind, LIMIT)
+
+
+def forward(middle, heads, inputs, recipe):
+  """The middle's result for q, k and v."""
+  h = ops.join_heads(*heads, None, None)
+  return middle.forward(h, None, inputs, recipe)
+
+
+def split(middle, gradient, recipe):
+  """dq, dk and dv from the middle's gradient."""
+  n, k, _ = middle.heads.of_device(recipe.axes)
+  return ops.split_heads(
+    gradient.values, None, None, num_heads=n, num_kv_heads=k
+  )
+
 
 def _fwd(x, heads, inputs, weights, static, recipe):
-  out = static.middle.forward(heads, None, inputs, recipe)
+  out = forward(static.middle, heads, inputs, recipe)
   return back_forward(x, out, weights, static, recipe)
 
 
@@ -28,7 +55,7 @@ def _bwd(static, recipe, inputs, saved, g):
   gradient, dweights = back_backward(
     g, None, weights, saved, static, recipe, has_bias=False
   )
-  return g, gradient.h, None, dweights
+  return g, split(static.middle, gradient, recipe), None, dweights
 
 
 def _specs(x, heads, inputs, weights, static, recipe):
@@ -47,12 +74,15 @@ def attention_output(
   x, q, k, v, w, bias=None, *, segments=None, recipe, **options
 ):
   """x + attention(q, k, v) w + bias; options are those of `AttentionKind`."""
-  middle = HeadsAttention(AttentionKind(**options))
-  heads, inputs = (q, k, v), AttentionInputs(None, segments)
   if recipe.nonlinear == "fp8":
+    middle = heads_middle(q.shape[2], k.shape[2], AttentionKind(**options))
     static = BlockStatic(middle, None, 0.0, True, None)
-    weights = LinearWeights(w, bias)
-    return _attention_output((x, heads, inputs, weights), static, recipe)
-  out = middle.plain(heads, None, inputs, recipe)
+    inputs = AttentionInputs(jnp.arange(q.shape[1]), segments)
+    arrays = x, (q, k, v), inputs, LinearWeights(w, bias)
+    return _attention_output(arrays, static, recipe)
+  out = dot_product_attention(
+    q, k, v, segments=segments, recipe=recipe, **options
+  )
+  out = out.reshape(*x.shape[:2], -1)
   y = linear(out, w, bias, recipe=recipe, split="inputs")
   return run_whole(lambda x, y: x + y, x, y, out_specs=spec_of(x))

@@ -9,7 +9,7 @@ from flax import nnx
 
 from coat_jax import coat_adamw, layers, recipes
 from coat_jax.layers import convert
-from coat_jax.layers.converted_blocks import FusedBlock
+from coat_jax.layers.converted import FusedBlock
 from tests.comparing import assert_close, jit
 from tests.layers.converting import (
   BLOCKS,

@@ -17,14 +17,12 @@ from flax import nnx
 
 from coat_jax import recipes
 from coat_jax.layers import Attention
-from coat_jax.layers.dot_product_attention import (
-  AttentionInputs,
-  HeadsAttention,
-)
+from coat_jax.layers.dot_product_attention import AttentionInputs
 from coat_jax.models.remat import checkpointed
 from coat_jax.ops import AttentionKind
 from tests.comparing import assert_close, jit
 from tests.layers import straight_through
+from tests.layers.attention_output import forward, heads_middle, split
 from tests.matrices import quick
 
 B, T, D, N, K, H = 2, 12, 24, 4, 2, 8
@@ -53,12 +51,12 @@ OPTIONS = [
 @functools.partial(jit, static_argnames=("recipe", "kind"))
 def middle_gradients(q, k, v, segments, dout, recipe, kind):
   """dq, dk and dv of the middle alone, without the products around it."""
-  middle = HeadsAttention(kind)
-  inputs = AttentionInputs(None, segments)
-  saved = middle.forward((q, k, v), None, inputs, recipe).saved
-  saved, _ = middle.restore(saved, q.dtype, recipe)
+  middle = heads_middle(N, K, kind)
+  inputs = AttentionInputs(jnp.arange(T), segments)
+  saved = forward(middle, (q, k, v), inputs, recipe).saved
   dout = dout.reshape(B, T, N * H)
-  return middle.backward(saved, dout, None, recipe, has_bias=False).h
+  gradient = middle.backward(saved, dout, None, recipe, has_bias=False)
+  return split(middle, gradient, recipe)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

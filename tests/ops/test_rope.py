@@ -12,6 +12,7 @@ from coat_jax.ops.rope import (
   Llama3Scaling,
   Rotary,
   YarnScaling,
+  rotate,
   rotation,
 )
 from tests.comparing import assert_close, assert_same_bits
@@ -176,7 +177,8 @@ def test_layers_of_several_kinds_choose_by_number(kind):
   positions = jnp.arange(7, dtype=jnp.int32)
   found = rotation(positions, head_dim=16, theta=thetas, kind=jnp.int32(kind))
   wanted = rotation(positions, head_dim=16, theta=thetas[kind])
-  assert_close(found, wanted, 1e-6)
+  x = jnp.sin(jnp.arange(2 * 7 * 3 * 16.0)).reshape(2, 7, 3, 16)
+  assert_close(rotate(x, *found), rotate(x, *wanted), 1e-6)
 
 
 @pytest.mark.parametrize(

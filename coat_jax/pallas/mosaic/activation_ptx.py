@@ -11,7 +11,7 @@ gelu_quick  e = -log2(e) 1.702 x;  derivative s + 1.702 x (s - s^2)
 2^e and the reciprocal are `ex2.approx` and `rcp.approx`, off by a few ulp. We
 don't use `tanh.approx`: it is off by 2^-11, which is more than a sigmoid far
 below zero. The interpreter cannot run PTX: with `interpret` the functions are
-those of `ops.functions`.
+those of `ops.activation`.
 """
 
 import functools
@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from jax import Array
 
-from coat_jax.ops.functions import activation_derivative, activation_values
+from coat_jax.ops.activation import activation_derivative, activation_values
 from coat_jax.ops.types import Activation
 from coat_jax.pallas.mosaic import emit
 from coat_jax.pallas.mosaic.emit import number

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces a user's module by a block, after comparing what they compute.
+"""Makes FP8 layers and blocks from a user's modules, with their parameters.
 
-A replaced module keeps the names of its parameters. `fuse` runs the original on
-random parameters and random tokens in f32, and looks for a block with the same
-output. It tries each linear layer as the gate, each activation, and a block
-with and without the residual add. A merely similar block is refused.
+A replaced module keeps the names of its parameters. `convert_layer` reads the
+options of one of Flax's layers. For a user's own module, `fuse` runs the
+original on random parameters and random tokens in f32, and looks for a block
+with the same output. It tries each linear layer as the gate, each activation,
+and a block with and without the residual add. A merely similar block is
+refused.
 """
 
 import dataclasses
+import inspect
 import itertools
 import math
 from collections.abc import Iterable
@@ -21,20 +24,79 @@ from jax import Array
 from coat_jax import ops
 from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.block_module import NormLinear
-from coat_jax.layers.converted_layers import convert_layer
 from coat_jax.layers.linear import Linear, norm_linear
 from coat_jax.layers.mlp import MLP, Elementwise
-from coat_jax.layers.module import value_of
-from coat_jax.layers.norm import Norm
+from coat_jax.layers.module import RecipeModule, value_of
+from coat_jax.layers.norm import LayerNorm, Norm, RMSNorm
 from coat_jax.layers.product import LinearWeights
 from coat_jax.layers.residuals import RESIDUAL_NAMES
 from coat_jax.numerics import recipes
+from coat_jax.numerics.recipes import CoatRecipe
+
+COUNTERPARTS: dict[type, type[RecipeModule]] = {
+  nnx.Linear: Linear,
+  nnx.LinearGeneral: Linear,
+  nnx.RMSNorm: RMSNorm,
+  nnx.LayerNorm: LayerNorm,
+}
+_PARAMETERS = ("kernel", "scale", "bias")
+# `use_fast_variance` has no effect: our norms always use the accurate formula.
+_IGNORED = {"self", "rngs", "use_fast_variance"}
 
 BLOCKS = (MLP, NormLinear)
 # Summing up to 10,000 f32 products in another order changes the output by 1e-6
 # of its size. The most similar activations, the two GELUs, differ by 1e-4.
 _TOLERANCE = 1e-5
 _TOKENS = 8
+
+
+def convert_layer(module: Any, recipe: CoatRecipe) -> RecipeModule:
+  """Makes our layer from one of flax's, with the same parameters.
+
+  Raises a ValueError, with a reason, if the layer was made with an argument
+  that ours does not support.
+  """
+  kind = type(module)
+  for name, value in vars(module).items():
+    if isinstance(value, nnx.Pytree | nnx.Variable) and name not in _PARAMETERS:
+      raise ValueError(
+        f"{kind.__name__}: it holds `{name}`, which the FP8 layer would lose"
+      )
+  parameters = inspect.signature(kind.__init__).parameters
+  options = {x: getattr(module, x) for x in parameters if hasattr(module, x)}
+  new_kind: Any = COUNTERPARTS[kind]
+  if kind is nnx.LinearGeneral:
+    axes = options.pop("axis")
+    if axes != tuple(range(-len(axes), 0)):
+      raise _refused(kind, "axis", axes)
+    if len(axes) == 1:
+      (options["in_features"],) = module.in_features
+  ours = inspect.signature(new_kind.__init__).parameters
+  for name in options.keys() - ours.keys() - _IGNORED:
+    value = options[name]
+    if value is not (default := parameters[name].default) and value != default:
+      raise _refused(kind, name, value)
+  options = {k: v for k, v in options.items() if k in ours and k != "rngs"}
+  make = lambda: new_kind(recipe=recipe, **options, rngs=nnx.Rngs(0))  # noqa: E731
+  new = nnx.eval_shape(make)
+  for name in _PARAMETERS:
+    if (param := getattr(module, name, None)) is None:
+      continue
+    shape = getattr(new, name).shape
+    if param.shape[len(param.shape) - len(shape) :] != shape:
+      raise ValueError(
+        f"{kind.__name__}: {name} must be {shape} after axes of stacked "
+        f"layers, got {param.shape}; stack layers along the first axis"
+      )
+    setattr(new, name, param)
+  return new
+
+
+def _refused(kind: type, name: str, value: Any) -> ValueError:
+  return ValueError(
+    f"{kind.__name__}: {name} must be left out, got {value!r}: the FP8 layer "
+    "does not support it"
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +154,9 @@ class FusedBlock(nnx.Module):
       x,
       gamma,
       beta,
-      [part.kernel[...] for part in fronts],
+      [part.weight for part in fronts],
       [value_of(part.bias) for part in fronts],
-      (back.kernel[...], value_of(back.bias)) if back else (),
+      (back.weight, value_of(back.bias)) if back else (),
     )
 
 
