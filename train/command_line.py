@@ -19,8 +19,6 @@ import tyro
 # Errors begin with names of dataclasses or of functions in coat_jax.
 _OF_CLASS = re.compile(r"[A-Z]\w*(?:Config|Data): ")
 _OF_FUNCTION = re.compile(r"^(?:load|save)_hf: ")
-# How tyro abbreviates the options in a usage line.
-_OPTIONS = re.compile(r"\[(?:\S+ )?OPTIONS\]")
 
 
 def times_given(option: str, words: Sequence[str]) -> int:
@@ -33,44 +31,17 @@ def read_options(
   kind: Any,
   command: str,
   words: Sequence[str] | None,
-  *,
   description: str | None = None,
-  required: str = "",
 ) -> Any:
-  """Reads the options of `python -m train.COMMAND` into a dataclass.
-
-  `required` names the options that the usage line of `--help` shows before
-  [OPTIONS]. tyro itself would write only that word.
-  """
-  held = _Held(sys.stdout)
-  try:
-    with plain_errors(), contextlib.redirect_stdout(held):
-      return tyro.cli(
-        kind,
-        args=words,
-        prog=f"python -m train.{command}",
-        description=description,
-        config=(tyro.conf.AvoidSubcommands,),
-      )
-  finally:
-    usage, end, rest = held.getvalue().partition("\n")
-    usage = _OPTIONS.sub(lambda found: f"{required} {found[0]}".strip(), usage)
-    sys.stdout.write(usage + end + rest)
-
-
-class _Held(io.StringIO):
-  """Collects text that tyro formats for `stream`, which may be a terminal."""
-
-  def __init__(self, stream: Any):
-    super().__init__()
-    self._stream = stream
-
-  @property
-  def encoding(self):  # pyright: ignore[reportIncompatibleVariableOverride]
-    return self._stream.encoding
-
-  def isatty(self):
-    return self._stream.isatty()
+  """Reads the options of `python -m train.COMMAND` into a dataclass."""
+  with plain_errors():
+    return tyro.cli(
+      kind,
+      args=words,
+      prog=f"python -m train.{command}",
+      description=description,
+      config=(tyro.conf.AvoidSubcommands,),
+    )
 
 
 def check_compare(config: Any, words: Sequence[str]) -> None:

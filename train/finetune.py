@@ -25,6 +25,11 @@ from train.conversations import load
 from train.finetune_config import FinetuneConfig
 from train.loop import run_command
 
+_DESCRIPTION = """\
+Fine-tunes a Hugging Face checkpoint on conversations.
+
+  python -m train.finetune DIR --data FILES --out RUN [options]"""
+
 
 def read(words: Sequence[str]) -> FinetuneConfig:
   """Reads the command line."""
@@ -34,13 +39,7 @@ def read(words: Sequence[str]) -> FinetuneConfig:
       "--data was given several times; name all files after one --data: "
       "--data a.jsonl b.jsonl"
     )
-  config = read_options(
-    FinetuneConfig,
-    "finetune",
-    words,
-    description="Fine-tunes a Hugging Face checkpoint on conversations.",
-    required="--out RUN --data FILES",
-  )
+  config = read_options(FinetuneConfig, "finetune", words, _DESCRIPTION)
   if config.steps and times_given("epochs", words):
     raise ValueError(
       "epochs and steps exclude each other, got both; leave one out"

@@ -37,6 +37,8 @@ from train.source import Compute, Source, open_source
 class GenerateConfig:
   """Continues prompts with text from a model, and prints it.
 
+    python -m train.generate RUN_OR_DIR --prompt TEXT [options]
+
   Attributes:
     model: Folder of a run, or a Hugging Face folder.
     prompt: The beginning of a text. Repeat it for more texts.
@@ -161,9 +163,7 @@ def describe_speed(
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, generates, and returns the exit status."""
   with Signals():
-    config = read_options(
-      GenerateConfig, "generate", arguments, required="--prompt TEXT"
-    )
+    config = read_options(GenerateConfig, "generate", arguments)
     return exit_status(
       lambda: run(config), smaller="lower --max-tokens, or pass fewer --prompt"
     )

@@ -40,13 +40,7 @@ Trains a vision transformer to classify images.
 
 def read(words: Sequence[str]) -> VitConfig:
   """Reads the command line."""
-  return read_options(
-    one_of(PRESETS),
-    "vit",
-    words,
-    description=_DESCRIPTION,
-    required="--data FOLDER",
-  )
+  return read_options(one_of(PRESETS), "vit", words, _DESCRIPTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
