@@ -131,7 +131,7 @@ class Progress:
     elif time.monotonic() - self._printed > _SECONDS_BETWEEN_LINES:
       self._printed = time.monotonic()
       per_step = (self._printed - self._start) / (step - self._first)
-      left = format_seconds((self._steps - step) * per_step)
+      left = tqdm.format_interval((self._steps - step) * per_step)
       self.say(f"{self._name}: step {step}/{self._steps}, {text}, {left} left")
 
   def held_out(
@@ -159,15 +159,6 @@ class Progress:
     """Closes the bar."""
     if self._bar:
       self._bar.close()
-
-
-def format_seconds(seconds: float) -> str:
-  """Formats a duration: 59 s, 3:05, 2:00:00."""
-  minutes, seconds = divmod(round(seconds), 60)
-  hours, minutes = divmod(minutes, 60)
-  if hours:
-    return f"{hours}:{minutes:02}:{seconds:02}"
-  return f"{minutes}:{seconds:02}" if minutes else f"{seconds} s"
 
 
 def format_number(x: float) -> str:
