@@ -44,6 +44,8 @@ _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 # Each thread reads the images of one batch.
 _THREADS = 8
+# How often a run without --steps and --epochs learns from each conversation.
+_EPOCHS = 3
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
@@ -87,7 +89,7 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
     template=template if data.template else None,
   )
   steps = config.steps or count_steps(
-    own, batch_size=config.batch, epochs=config.epochs
+    own, batch_size=config.batch, epochs=config.epochs or _EPOCHS
   )
   room = f" and {own.images} images" if own.images else ""
   say(
@@ -96,7 +98,7 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
     f"{len(held_out)} held out; {steps} steps are "
     f"{steps * config.batch / len(own):.3g} epochs"
   )
-  return dataclasses.replace(config, steps=steps), found
+  return dataclasses.replace(config, steps=steps, epochs=None), found
 
 
 def open_images(
@@ -159,9 +161,7 @@ class HeldOutSamples:
     """Opens the file."""
     self._prompts, self._text = prompts, text
     self._graph, self._mesh, self._most = graph, mesh, most
-    # Turns of the data may end with a token that is not a stop token yet.
-    ends = text.without_text(prompt.reference[-1] for prompt in prompts)
-    self._stops = sorted({*text.stop_tokens, *ends})
+    self._stops = text.stops_after(x.reference[-1] for x in prompts)
     self._log = MetricsLog(path, resumed_step=resumed_step)
 
   def write(self, step: int, params: Any) -> list[str]:

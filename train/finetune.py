@@ -39,12 +39,7 @@ def read(words: Sequence[str]) -> FinetuneConfig:
       "--data was given several times; name all files after one --data: "
       "--data a.jsonl b.jsonl"
     )
-  config = read_options(FinetuneConfig, "finetune", words, _DESCRIPTION)
-  if config.steps and times_given("epochs", words):
-    raise ValueError(
-      "epochs and steps exclude each other, got both; leave one out"
-    )
-  return config
+  return read_options(FinetuneConfig, "finetune", words, _DESCRIPTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -109,7 +109,9 @@ class FinetuneConfig(TrainConfig):
     lr=2e-5, warmup=0.03, min_lr_ratio=0.1, weight_decay=0.0
   )
   steps: Annotated[int, Range(0, 2**31 - 1)] = 0
-  epochs: Annotated[float, Range(1e-6, 1e6)] = silent(3.0)
+  epochs: Annotated[
+    Annotated[float, Range(1e-6, 1e6)] | None, shown("default: 3")
+  ] = silent(None)
   batch: Count = fixed(16)
   seq: Count = fixed(2048)
   eval_every: Count = silent(100)
@@ -120,6 +122,11 @@ class FinetuneConfig(TrainConfig):
 
   def __post_init__(self):
     super().__post_init__()
+    if self.steps and self.epochs is not None:
+      raise ValueError(
+        "FinetuneConfig: epochs and steps exclude each other, got both; leave "
+        "one out"
+      )
     if not self.samples and self.sample_tokens != type(self).sample_tokens:
       raise ValueError(
         "FinetuneConfig: sample_tokens applies to samples, got 0 of them; "

@@ -49,6 +49,13 @@ class Text(abc.ABC):
       return whole[len(head) :]
     return self.decode(tokens)  # The tokens begin inside a character.
 
+  def stops_after(self, lasts: Iterable[int]) -> list[int]:
+    """Returns `stop_tokens`, and the last tokens of turns without any text.
+
+    Turns of the data may end with a token that is not a stop token yet.
+    """
+    return sorted({*self.stop_tokens, *self.without_text(lasts)})
+
   def without_text(self, tokens: Iterable[int]) -> set[int]:
     """Selects the tokens that decode to nothing, such as the end of a turn."""
     return {token for token in tokens if not self.decode([token])}

@@ -208,9 +208,7 @@ def _generate(
   exam: _Exam, text: Text, asked: Sequence[Question], max_tokens: int
 ) -> list[Answer]:
   """Generates the answer to each question."""
-  # Turns of the data may end with a token that is not a stop token yet.
-  ends = text.without_text(question.reference[-1] for question in asked)
-  stops = sorted({*text.stop_tokens, *ends})
+  stops = text.stops_after(question.reference[-1] for question in asked)
   order = sorted(range(len(asked)), key=lambda i: -len(asked[i].prompt))
   found: dict[int, Answer] = {}
   with tqdm(total=len(asked), desc="questions", unit="row", delay=2) as bar:
