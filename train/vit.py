@@ -91,14 +91,9 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
     f"{config.steps * config.batch / len(found.rows):.3g} epochs"
   )
   model = dataclasses.replace(model, num_classes=count)
-  return dataclasses.replace(config, model=model), ImageFolder(
-    rows=found.rows,
-    held_out=found.held_out,
-    fingerprint=found.fingerprint,
-    change_times=found.change_times,
-    threads=THREADS if found.rows.pixels is None else 0,
-    classes=found.classes,
-  )
+  threads = THREADS if found.rows.pixels is None else 0
+  data = ImageFolder(**vars(found), threads=threads)
+  return dataclasses.replace(config, model=model), data
 
 
 def _preprocessing(size: int) -> Preprocessing:

@@ -8,12 +8,16 @@ whether a run may continue from a checkpoint.
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from train.config import TrainConfig, resume_rule
 from train.finetune_config import FinetuneConfig
 from train.options import part_of
 from train.vit_config import VitConfig
+
+if TYPE_CHECKING:  # They import this module.
+  from train.data.tokens import TokenSource
+  from train.run.data import RunData
 
 _FORMAT = "coat_jax run 1"
 _COMMANDS = {
@@ -23,17 +27,7 @@ _COMMANDS = {
 }
 
 
-class Fingerprinted(Protocol):
-  """The part of `train.run.data.RunData` that a description uses."""
-
-  @property
-  def fingerprint(self) -> str: ...
-
-  @property
-  def change_times(self) -> str | None: ...
-
-
-def describe(config: TrainConfig, data: Fingerprinted) -> dict:
+def describe(config: TrainConfig, data: "RunData | TokenSource") -> dict:
   """Makes the description of a run."""
   commands = {kind: command for command, kind in _COMMANDS.items()}
   return {
@@ -70,7 +64,7 @@ def _rebuild(kind: type, values: dict) -> Any:
 
 
 def check_same(
-  where: Path, saved: dict, config: TrainConfig, data: Fingerprinted
+  where: Path, saved: dict, config: TrainConfig, data: "RunData"
 ) -> list[str]:
   """Checks that a run can continue a checkpoint; returns allowed changes."""
   if _COMMANDS[saved["command"]] is not type(config):
