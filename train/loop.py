@@ -112,8 +112,7 @@ def train[Config: TrainConfig](
     if not config.resume:
       pretrained.check(config, abstract)
   say(report.describe_sizes(config, abstract.params))
-  for line in pretrained.describe_length(config):
-    say(line)
+  pretrained.warn_of_length(config)
 
   # State: from the newest checkpoint, or drawn from the seed.
   done = 0

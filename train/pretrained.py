@@ -32,6 +32,7 @@ from train.presets import PRESETS
 from train.run.checkpoint import read_description
 from train.run.description import configuration
 from train.run.directory import RunDirectory
+from train.run.exits import say
 from train.source import read_length, read_shape, read_weights
 from train.step import TrainState
 
@@ -70,21 +71,20 @@ def check(config: TrainConfig, abstract: TrainState) -> None:
     check_tensors(origin, config.model, abstract.params)
 
 
-def describe_length(config: TrainConfig) -> list[str]:
+def warn_of_length(config: TrainConfig) -> None:
   """Warns if sequences are longer than the checkpoint's training sequences.
 
   `with_shape` refuses sequences that are longer than learned positions.
   """
-  if (source := source_of(config)) is None:
-    return []
-  longest = read_length(source)
-  if type(longest) is not int or config.seq <= longest:
-    return []
-  return [
-    f"{config.out}: warning: sequences of {config.seq} tokens are longer than "
-    f"{longest}, the {LONGEST} of {CONFIG}: positions beyond it are new to the "
-    f"model, and exports keep that number; --seq {longest} avoids them"
-  ]
+  source = source_of(config)
+  longest = None if source is None else read_length(source)
+  if type(longest) is int and config.seq > longest:
+    say(
+      f"{config.out}: warning: sequences of {config.seq} tokens are longer "
+      f"than the {LONGEST} of {longest} in {CONFIG}. The model has not learned "
+      f"the positions beyond it, and exports keep that number. Pass --seq "
+      f"{longest} to avoid them."
+    )
 
 
 def keep_files(config: TrainConfig, run: RunDirectory) -> None:
