@@ -78,7 +78,7 @@ def test_stopped_and_killed_run_resumes_bit_for_bit(tmp_path, compiled_once):
 def test_finished_run_has_its_table_plot_and_last_checkpoint(finished, capsys):
   assert run(finished, "--resume") == 0
   output, errors = capsys.readouterr()
-  assert "its 8 steps are done already" in errors
+  assert "all 8 steps are already done" in errors
   for words in ("training loss", "held-out loss", "bytes/token/layer"):
     assert words in output
   # Losses, powers and errors, of 900 x 600 points each.
@@ -281,7 +281,7 @@ def test_overwriting_run_that_fails_early_leaves_the_old_one(
   assert "the run that was to be replaced is back" in capsys.readouterr().err
   monkeypatch.undo()
   assert run(copied, "--resume") == 0
-  assert "its 8 steps are done already" in capsys.readouterr().err
+  assert "all 8 steps are already done" in capsys.readouterr().err
 
 
 @pytest.mark.slow

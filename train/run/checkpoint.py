@@ -62,10 +62,6 @@ class Checkpoints:
     self._run = os.open(path.parent, os.O_RDONLY)
     self._opened.callback(os.close, self._run)
 
-  def latest_step(self) -> int | None:
-    """Returns the step of the newest checkpoint."""
-    return self._manager.latest_step()
-
   def save(
     self,
     step: int,
