@@ -26,7 +26,11 @@ from train.mesh import batch_sharding, make_mesh
 from train.objective import trained
 from train.restore import restore
 from train.run import compare, processes, report
-from train.run.checkpoint import Checkpoints, read_description
+from train.run.checkpoint import (
+  Checkpoints,
+  newest_whole_step,
+  read_description,
+)
 from train.run.data import RunData
 from train.run.description import check_same, describe
 from train.run.directory import RunDirectory
@@ -269,7 +273,7 @@ def _find_checkpoint(
   run: RunDirectory, config: TrainConfig, data: RunData
 ) -> tuple[int, list[str]]:
   """Returns the step to resume from, and remarks to print about it."""
-  done, damaged = run.newest_whole_step()
+  done, damaged = newest_whole_step(run.checkpoints)
   saved = read_description(run.checkpoints, done)
   where = run.checkpoints / str(done)
   return done, damaged + check_same(where, saved, config, data)

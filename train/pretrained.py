@@ -29,8 +29,6 @@ from train.config import TrainConfig
 from train.finetune_config import FinetuneConfig
 from train.options import read_path
 from train.presets import PRESETS
-from train.run.checkpoint import read_description
-from train.run.description import configuration
 from train.run.directory import RunDirectory
 from train.run.exits import say
 from train.source import read_length, read_shape, read_weights
@@ -127,8 +125,7 @@ def _params_of_run(
   store: Store | None = None,
 ) -> Any:
   """Reads the weights of a run's newest undamaged checkpoint."""
-  step, _ = run.newest_whole_step()
-  saved = configuration(read_description(run.checkpoints, step))
+  step, saved, _ = run.newest()
   saved = dataclasses.replace(
     saved, mesh=config.mesh, grad_reduce=config.grad_reduce, distributed=False
   )

@@ -29,14 +29,12 @@ from coat_jax.models import (
 from coat_jax.models.hf.config import read_config
 from coat_jax.models.hf.files import read_json
 from coat_jax.models.hf.keys import CONFIG, LONGEST
-from coat_jax.models.hf.load import model_of
 from train import step as steps
 from train import weights
 from train.config import TrainConfig
 from train.data.folder import FolderText, has_tokenizer
 from train.data.text import Text, open_text
-from train.run.checkpoint import read_description, restore_state
-from train.run.description import configuration
+from train.run.checkpoint import restore_state
 from train.run.directory import RunDirectory
 from train.run.exits import say
 from train.step import TrainState
@@ -65,7 +63,7 @@ class Source(NamedTuple):
   @property
   def family(self) -> str:
     """Returns the family of the model."""
-    return _family(self.config)
+    return getattr(self.config, "family", "llava")
 
   @property
   def decoder_config(self) -> ModelConfig:
@@ -73,14 +71,10 @@ class Source(NamedTuple):
     config = self.config
     return config if isinstance(config, ModelConfig) else config.text
 
-  def load_decoder(self) -> Decoder:
-    """Reads the weights and returns the decoder, also for a LLaVA."""
-    model = self.load()
-    return model if isinstance(model, Decoder) else model.decoder
 
-
-def _family(config: Shape) -> str:
-  return config.family if isinstance(config, ModelConfig) else "llava"
+def decoder_of(model: Decoder | VisionLanguageModel) -> Decoder:
+  """Returns the decoder of a LLaVA, or the model itself if it is a decoder."""
+  return model.decoder if isinstance(model, VisionLanguageModel) else model
 
 
 def read_shape(folder: Path, *, of_text: bool = False) -> Shape:
@@ -126,12 +120,9 @@ def open_source(
 def _open_run(
   run: RunDirectory, tokenizer: str | None, compute: Compute | None
 ) -> Source:
-  done, damaged = run.newest_whole_step()
+  done, config, damaged = run.newest()
   config = dataclasses.replace(
-    configuration(read_description(run.checkpoints, done)),
-    mesh="",
-    distributed=False,
-    grad_reduce="float32",
+    config, mesh="", distributed=False, grad_reduce="float32"
   )
   if isinstance(config, VitConfig):
     raise ValueError(
@@ -144,12 +135,10 @@ def _open_run(
     abstract = steps.abstract_state(config, steps.build_optimizer(config))
     params = _restore(run, done, abstract, optimizer=()).params
     say(f"{run.path}: weights of step {done}", *damaged)
-    model = nnx.eval_shape(
-      lambda: model_of(
-        config.model, recipe=recipes.bf16(), dtype=jnp.dtype(compute)
-      )
+    shown = dataclasses.replace(
+      config.with_f32_moments("bf16"), compute=compute
     )
-    return nnx.merge(nnx.split(model, nnx.Param)[0], params)
+    return nnx.merge(steps.build_graph(shown), params)
 
   return Source(
     f"{run.path}, step {done}",
@@ -201,7 +190,7 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
     model = load_hf(
       folder, recipe=recipes.bf16(), dtype=dtype, param_dtype=dtype
     )
-    say(f"{folder}: weights of a {_family(config)}")
+    say(f"{folder}: read the weights")
     return model
 
   return Source(str(folder), folder, config, compute, text, length, load)

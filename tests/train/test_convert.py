@@ -102,7 +102,7 @@ def model_state(config):
 def described(path):
   """The newest step of a run, and its configuration."""
   folder = RunDirectory(path)
-  found, _ = folder.newest_whole_step()
+  found, _ = checkpoint.newest_whole_step(folder.checkpoints)
   description = checkpoint.read_description(folder.checkpoints, found)
   return found, configuration(description)
 

@@ -22,6 +22,7 @@ from tests.train.runs import contents, losses, programs_on_disk
 from train import convert, pretrain, pretrained, step
 from train.mesh import make_mesh
 from train.presets import demo
+from train.run import checkpoint
 from train.run.directory import RunDirectory
 
 OPTIONS = {
@@ -320,7 +321,7 @@ def test_leftovers_of_a_killed_command_are_named_or_replaced(
   run = shutil.copytree(imported, tmp_path / "run")
   (run / "checkpoints/0").rename(run / "checkpoints/0.orbax-checkpoint-tmp")
   assert import_hf(run) == 0
-  assert RunDirectory(run).newest_whole_step() == (0, [])
+  assert checkpoint.newest_whole_step(RunDirectory(run).checkpoints) == (0, [])
   assert {x.name for x in run.iterdir()} == {x.name for x in imported.iterdir()}
 
 

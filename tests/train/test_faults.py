@@ -211,10 +211,10 @@ def test_full_disk_ends_the_run_and_leaves_its_checkpoints(
   assert words in output and "File too large" in output
   assert f"--resume, which continues from {last}" in output
   assert "Traceback" not in output, output
-  found, damaged = run_directory.newest_whole_step()
+  found, damaged = checkpoint.newest_whole_step(run_directory.checkpoints)
   assert last.name == str(found) and not damaged
   assert run(out, "--resume") == 0
-  assert run_directory.newest_whole_step() == (8, [])
+  assert checkpoint.newest_whole_step(run_directory.checkpoints) == (8, [])
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite"])

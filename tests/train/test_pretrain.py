@@ -26,7 +26,7 @@ from tests.train.runs import (
   wait_for_step,
 )
 from train import loop, pretrain, step
-from train.run import processes
+from train.run import checkpoint, processes
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
 
@@ -317,7 +317,7 @@ def test_folder_renamed_in_mid_run_is_reported_and_keeps_its_checkpoints(
   assert f"{out} was removed or renamed during the run" in errors[-1]
   assert not out.exists()
   elsewhere.rename(out)
-  assert RunDirectory(out).newest_whole_step() == (4, [])
+  assert checkpoint.newest_whole_step(RunDirectory(out).checkpoints) == (4, [])
 
 
 @pytest.mark.slow

@@ -27,9 +27,9 @@ import filelock
 from train.config import TrainConfig
 from train.options import read_path
 from train.run import checkpoint, processes, replacing
-from train.run.description import is_described
+from train.run.description import configuration, is_described
 from train.run.exits import say
-from train.run.writing import save_errors
+from train.run.writing import replace_file, save_errors
 
 _CONTENTS = (
   "config.tmp",
@@ -55,7 +55,6 @@ class RunDirectory:
     # Otherwise mkdir would create `a` for the path `a/../b`.
     self.path = path.resolve() if ".." in path.parts else path
     self.config = self.path / "config.json"
-    self.config_temporary = self.path / "config.tmp"
     self.metrics = self.path / "metrics.jsonl"
     self.samples = self.path / "samples.jsonl"
     self.checkpoints = self.path / "checkpoints"
@@ -81,9 +80,15 @@ class RunDirectory:
     """Returns the step of the newest checkpoint."""
     return checkpoint.latest_step(self.checkpoints)
 
-  def newest_whole_step(self) -> tuple[int, list[str]]:
-    """Finds the newest undamaged checkpoint, and the damage of newer ones."""
-    return checkpoint.newest_whole_step(self.checkpoints)
+  def newest(self) -> tuple[int, TrainConfig, list[str]]:
+    """Finds the newest undamaged checkpoint.
+
+    Returns its step, the configuration that it was trained with, and a
+    description of the damage of each newer checkpoint.
+    """
+    step, damaged = checkpoint.newest_whole_step(self.checkpoints)
+    saved = checkpoint.read_description(self.checkpoints, step)
+    return step, configuration(saved), damaged
 
   def twin(self, name: str) -> "RunDirectory":
     """Returns the folder of a run to compare this one with."""
@@ -116,7 +121,7 @@ class RunDirectory:
     if config.resume or not path.exists():
       return
     # Left by a command that was killed before it created a run.
-    if set(path.iterdir()) <= {self.lock, self.config_temporary}:
+    if set(path.iterdir()) <= {self.lock, self.path / "config.tmp"}:
       return
     if not self.is_run():
       raise ValueError(
@@ -235,14 +240,4 @@ class RunDirectory:
   def write_description(self, description: dict) -> None:
     """Writes config.json atomically; raises SaveError if it cannot."""
     with save_errors(self.path):
-      # Writing would follow a link of this name.
-      self.config_temporary.unlink(missing_ok=True)
-      try:
-        with self.config_temporary.open("x") as file:
-          file.write(json.dumps(description, indent=2) + "\n")
-          file.flush()
-          os.fsync(file.fileno())  # Otherwise a crash may leave it empty.
-        os.replace(self.config_temporary, self.config)
-      except OSError:  # For example a full disk.
-        self.config_temporary.unlink(missing_ok=True)
-        raise
+      replace_file(self.config, json.dumps(description, indent=2) + "\n")

@@ -20,7 +20,6 @@ use rich's tables either: without a terminal they are cut to 80 columns.
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from tqdm import tqdm
 
 from train.run import processes
 from train.run.trackers import Tracker
-from train.run.writing import save_errors
+from train.run.writing import replace_file, save_errors
 
 _SECONDS_BETWEEN_LINES = 10
 
@@ -51,10 +50,8 @@ class MetricsLog:
       return
     self._folder = path.parent
     kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]
-    temporary = path.with_suffix(".tmp")
     with save_errors(self._folder):
-      temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-      os.replace(temporary, path)
+      replace_file(path, "".join(json.dumps(row) + "\n" for row in kept))
       self._file = path.open("a", buffering=1)
 
   def write(self, **row) -> None:

@@ -11,13 +11,13 @@ without a thread: the threaded writer blocks forever if the disk is full.
 """
 
 import importlib.util
-import os
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
 from train.config import TrainConfig
+from train.run.writing import replace_file
 
 # The package of each option, and how to install it.
 _PACKAGES = {
@@ -76,9 +76,7 @@ class WeightsAndBiases:
     id_file = path / "wandb" / "id"
     id_file.parent.mkdir(parents=True, exist_ok=True)
     if not id_file.exists():
-      temporary = id_file.with_suffix(".tmp")
-      temporary.write_text(uuid.uuid4().hex[:12])
-      os.replace(temporary, id_file)
+      replace_file(id_file, uuid.uuid4().hex[:12])
     try:
       self._run = wandb.init(
         id=id_file.read_text(),

@@ -236,7 +236,7 @@ def test_lock_that_is_not_a_plain_file_is_left_alone(tmp_path, run, kind):
 def test_link_named_like_a_temporary_file_is_not_followed(tmp_path, run):
   thesis = tmp_path / "thesis.tex"
   thesis.write_text("years of work")
-  run.config_temporary.symlink_to(thesis)
+  run.config.with_suffix(".tmp").symlink_to(thesis)
   run.write_description(describe(demo(), OTHERS))
   assert thesis.read_text() == "years of work"
   assert json.loads(run.config.read_text())["fingerprint"] == OTHERS.fingerprint
