@@ -29,7 +29,7 @@ from coat_jax.models.vision_language import VisionLanguageConfig
 from coat_jax.numerics.recipes import GradDtype, Kept, WeightCache
 from train import mesh as meshes
 from train import pretrained
-from train.command_line import error_line, read_options
+from train.command_line import read_options
 from train.config import TrainConfig
 from train.finetune_config import ChatData, FinetuneConfig, Trained
 from train.memory import search
@@ -38,6 +38,7 @@ from train.memory.step import fullest, largest, plan
 from train.optim_config import Codec, OptimConfig
 from train.options import shown
 from train.presets import PRESETS
+from train.run.exits import exit_status
 from train.run.metrics import format_table
 from train.weights import Stored
 
@@ -273,27 +274,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
   options = read_options(PlanConfig, "plan", arguments)
   # Nothing is computed, so we leave the GPU alone; it may be in use.
   jax.config.update("jax_platforms", "cpu")
-  try:
-    hbm = read_bytes(options.hbm)
-    config = options.run()
-    if options.gpus:
-      text = fastest(options, config, hbm)
-    else:
-      text = table(config, hbm, options.images_each)
-  except ValueError as error:
-    print(error_line(error), file=sys.stderr)
-    return 2
+  return exit_status(lambda: show(options))
+
+
+def show(options: PlanConfig) -> None:
+  """Plans a run, and prints the plan."""
+  hbm, config = read_bytes(options.hbm), options.run()
   gpus = math.prod(config.mesh_sizes.values())
-  step = f"a step of {_count(config.batch, 'sequence')} of {config.seq}"
+  step = f"a step of {_count(config.batch, 'sequence')} of {config.seq} tokens"
   if options.gpus:
-    step = f"{hbm / GB:g} GB on each, sequences of {config.seq}"
-  elif _sees_images(config):
-    images = _count(options.images_each, "image")
-    step += f", {images} each, trained: {options.trained}"
+    step = f"{hbm / GB:g} GB on each, sequences of {config.seq} tokens"
+    text = fastest(options, config, hbm)
+  else:
+    text = table(config, hbm, options.images_each)
+    if _sees_images(config):
+      images = _count(options.images_each, "image")
+      step += f", {images} each, trained: {options.trained}"
   print(f"{options.preset}, {_count(gpus, 'GPU')}, {step}\n{text}")
   for line in _remarks(options, config):
     print(line)
-  return 0
 
 
 def _count(number: int, name: str) -> str:

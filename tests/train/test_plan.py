@@ -116,7 +116,9 @@ def test_printed_terms_add_up_to_the_peak(capsys):
   options = ["--mesh", "fsdp=4", "--batch", "8", "--seq", "2048"]
   assert plan.main(["llama2_7b", *options]) == 0
   out = capsys.readouterr().out
-  assert out.startswith("llama2_7b, 4 GPUs, a step of 8 sequences of 2048\n")
+  assert out.startswith(
+    "llama2_7b, 4 GPUs, a step of 8 sequences of 2048 tokens\n"
+  )
   found = rows(out)
   assert found["GB on each GPU"] == list(plan.COLUMNS)
   parts = Memory._fields
@@ -214,7 +216,7 @@ def test_step_of_a_model_that_sees_images_is_planned(trained, llava_7b, capsys):
   line += ["--batch", case["batch"], "--seq", case["seq"]]
   assert plan.main(line) == 0
   first, *_ = (out := capsys.readouterr().out).splitlines()
-  assert first.endswith(f"of 2048, 2 images each, trained: {trained}")
+  assert first.endswith(f"of 2048 tokens, 2 images each, trained: {trained}")
   found = rows(out)
   assert found["GB on each GPU"] == ["COAT", "COAT minimal"]
   assert found["it is in the"] == [row["moment"]] * 2
@@ -304,7 +306,9 @@ def test_images_must_fit(llava_7b, monkeypatch, capsys):
   line = ["finetune", "--init-from", llava_7b]
   assert plan.main(line) == 0
   title, *_ = capsys.readouterr().out.splitlines()
-  assert title.endswith("1 sequence of 2048, 1 image each, trained: decoder")
+  assert title.endswith(
+    "1 sequence of 2048 tokens, 1 image each, trained: decoder"
+  )
   assert plan.main([*line, "--images-each", "4"]) == 2
   assert "got 4 of 576 tokens, 2304 in all" in capsys.readouterr().err
   assert plan.main([*line, "--images-each", "4", "--seq", "2304"]) == 0

@@ -123,8 +123,11 @@ def stop_on_signal(out: Path) -> Iterator[None]:
       signal.signal(number, handler)
 
 
-def exit_status(command: Callable[[], object], *, smaller: str) -> int:
-  """Runs a command that does not train; prints an error as one line."""
+def exit_status(command: Callable[[], object], *, smaller: str = "") -> int:
+  """Runs a command that does not train; prints an error as one line.
+
+  `smaller` tells the user how to get by with less memory.
+  """
   try:
     command()
   except Stop as stop:
