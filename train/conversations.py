@@ -10,6 +10,7 @@ answer.
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,10 +20,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from coat_jax.models import VisionLanguageModel, generate
+from coat_jax.models import generate
 from coat_jax.models.vision_language import VisionLanguageConfig
 from train import pretrained
-from train.data.batches import count_steps
 from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder
 from train.data.chat.packing import PackedRows, pack
@@ -35,6 +35,7 @@ from train.run.data import RunData
 from train.run.directory import RunDirectory
 from train.run.exits import say
 from train.run.metrics import MetricsLog
+from train.source import decoder_of
 
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
@@ -88,9 +89,8 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
     text=TokenizerText(str(folder / TOKENIZER)),
     template=template if data.template else None,
   )
-  steps = config.steps or count_steps(
-    own, batch_size=config.batch, epochs=config.epochs or _EPOCHS
-  )
+  epochs = config.epochs or _EPOCHS
+  steps = config.steps or math.ceil(len(own) * epochs / config.batch)
   room = f" and {own.images} images" if own.images else ""
   say(
     f"{config.out}: {documents.counts.describe()}; {len(own)} sequences of "
@@ -169,9 +169,8 @@ class HeldOutSamples:
     context = contextlib.nullcontext()
     if self._mesh is not None:
       context = jax.set_mesh(self._mesh)
-    model = nnx.merge(self._graph, params)
-    if isinstance(model, VisionLanguageModel):
-      model = model.decoder  # Prompts are text.
+    # Prompts are text, so the decoder answers them.
+    model = decoder_of(nnx.merge(self._graph, params))
     try:
       with context:
         found = generate(

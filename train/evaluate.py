@@ -38,12 +38,12 @@ from train.evaluation import page, report
 from train.evaluation.answers import Answers, ask, read_conversations
 from train.evaluation.documents import read_documents
 from train.evaluation.perplexity import Documents, perplexity
-from train.evaluation.scoring import decoder_of
 from train.evaluation.tasks import Tasks
 from train.options import read_path, shown
 from train.run.exits import exit_status, say
 from train.run.signals import Signals
-from train.source import Compute, Source, open_source
+from train.run.writing import check_out
+from train.source import Compute, Source, decoder_of, open_source
 
 # An option that may be given several times.
 _Repeated = UseAppendAction[tuple[str, ...]]
@@ -193,7 +193,7 @@ def _path_of(option: str, path: str | None) -> Path | None:
   """Reads the path of a file to write, and checks that it can be written."""
   if path is None:
     return None
-  report.check_out(read := read_path(option, path), option)
+  check_out(f"evaluate: --{option}", read := read_path(option, path))
   return read
 
 

@@ -30,7 +30,7 @@ from train.command_line import read_options
 from train.options import Flag, read_path, shown
 from train.run.exits import exit_status, say
 from train.run.signals import Signals
-from train.source import Compute, Source, open_source
+from train.source import Compute, Source, decoder_of, open_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def run(config: GenerateConfig) -> None:
   folder = read_path("model", config.model)
   source = open_source(folder, config.tokenizer, config.compute)
   prompts = encode(config, source)
-  model = source.load_decoder()
+  model = decoder_of(source.load())
 
   # The first call compiles, so that the second measures only the work.
   def call(most: int) -> Generation:

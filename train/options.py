@@ -9,6 +9,7 @@ run reports it.
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -23,19 +24,13 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Share = Annotated[float, Range(1e-6, 0.999999)]
 
 
-def fixed(default: Any = dataclasses.MISSING) -> Any:
-  """Makes a field that a resumed run may not change."""
-  return dataclasses.field(default=default, metadata={"resume": "fixed"})
+def _field(rule: str, default: Any = dataclasses.MISSING) -> Any:
+  return dataclasses.field(default=default, metadata={"resume": rule})
 
 
-def converted(default: Any = dataclasses.MISSING) -> Any:
-  """Makes a field that a resumed run may change with `convert_state`."""
-  return dataclasses.field(default=default, metadata={"resume": "converted"})
-
-
-def silent(default: Any = dataclasses.MISSING) -> Any:
-  """Makes a field that a resumed run may change without a report."""
-  return dataclasses.field(default=default, metadata={"resume": "silent"})
+fixed = functools.partial(_field, "fixed")
+converted = functools.partial(_field, "converted")
+silent = functools.partial(_field, "silent")
 
 
 def shown(hint: str, **options: Any) -> Any:
@@ -76,6 +71,12 @@ def check_unused(config: Any, chosen: str, taken: dict) -> None:
         f"{type(config).__name__}: {name} applies to {chosen} "
         f"{' or '.join(takers)}, got {chosen} {choice}; leave {name} out"
       )
+
+
+def first_line(error: Exception | str, most: int = 200) -> str:
+  """Returns the first line of an error's message, or the error's type."""
+  lines = str(error).strip().splitlines()
+  return lines[0][:most] if lines else type(error).__name__
 
 
 def read_path(option: str, path: str | Path) -> Path:

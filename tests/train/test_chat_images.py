@@ -146,10 +146,6 @@ def test_rows_contain_the_images_of_their_documents(
     seen += members
   assert sorted(seen) == list(range(len(documents)))
   assert not rows.read(None)["images"].any()
-  more = pack(documents, numbers, seq=SEQ, seed=0, images=6)
-  assert more.images == 6 and len(more) < len(rows)
-  with pytest.raises(ValueError, match="at most 1 images, got 2"):
-    pack(documents, numbers, seq=SEQ, seed=0, images=1)
   # Plain text has room for one image, so that shapes stay the same.
   of_text = load(tmp_path, ROWS[1:2], encoder, images)
   of_text = pack(of_text, np.arange(1), seq=SEQ, seed=0)

@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from train.data.sources import BadData
+from train.options import first_line
 
 # Pillow warns about images that are slightly larger.
 MAX_PIXELS = 89_000_000
@@ -171,7 +172,7 @@ class Preprocessing:
         raise BadData(
           "broken image",
           f"an image must be whole, got {file}, which Pillow cannot read: "
-          f"{_first_line(error)}",
+          f"{first_line(error)}",
         ) from error
     rows, columns = self.shape
     top, left = (height - rows) // 2, (width - columns) // 2
@@ -223,11 +224,11 @@ def _opened(file: Path) -> Image.Image:
     raise BadData(
       "large image",
       f"an image must have at most {MAX_PIXELS} pixels, got {file}: "
-      f"{_first_line(error)}",
+      f"{first_line(error)}",
     ) from error
   except Exception as error:  # Decoders raise many types.
     is_other = isinstance(error, UnidentifiedImageError)
-    got = "which is not one" if is_other else _first_line(error)
+    got = "which is not one" if is_other else first_line(error)
     raise BadData(
       "no image",
       f"an image must be a file in {', '.join(_FORMATS)}, got {file}, {got}",
@@ -240,10 +241,6 @@ def _opened(file: Path) -> Image.Image:
       f"an image must have 8 bits a channel, got {file} in mode {mode}",
     )
   return image
-
-
-def _first_line(error: Exception) -> str:
-  return (str(error).splitlines() or [type(error).__name__])[0][:150]
 
 
 def _height_width(size: Any) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import tokenizers
 
-from train.options import read_path
+from train.options import first_line, read_path
 
 # Common names of the end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -53,10 +53,9 @@ class Tokenizer:
     except (KeyboardInterrupt, SystemExit, MemoryError):
       raise
     except BaseException as error:  # See the module's docstring.
-      reason = (str(error).splitlines() or [type(error).__name__])[0]
       raise ValueError(
-        f"load_tokens: {self._path} must {needs}, got {got} ({reason[:200]}); "
-        "give the tokenizer.json of the model"
+        f"load_tokens: {self._path} must {needs}, got {got} "
+        f"({first_line(error)}); give the tokenizer.json of the model"
       ) from error
 
   def id_of(self, token: str) -> int | None:

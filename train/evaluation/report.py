@@ -5,7 +5,6 @@ import contextlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,20 +142,6 @@ def versions() -> dict[str, str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       found[name] = importlib.metadata.version(name)
   return found | {"device": jax.devices()[0].device_kind}
-
-
-def check_out(path: Path, option: str = "out") -> None:
-  """Checks that a file can be written, before anything is computed."""
-  if os.path.lexists(path):
-    raise ValueError(
-      f"evaluate: --{option} must not exist, because nothing is overwritten, "
-      f"got {path}; pass another"
-    )
-  if not path.absolute().parent.is_dir():
-    raise ValueError(
-      f"evaluate: --{option} must be in a folder, got "
-      f"{path.absolute().parent}, which is not a folder; create it first"
-    )
 
 
 def write(path: Path, report: dict[str, Any]) -> None:

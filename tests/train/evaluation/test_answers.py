@@ -201,8 +201,8 @@ def test_answers_and_their_loss_match_the_model(
       "max_tokens must be a whole number from 1",
     ),
     (
-      ["--conversations", "{data}", "--page", "none/x.html"],
-      "--page must be in a folder",
+      ["--conversations", "{data}", "--page", "{data}/x.html"],
+      "must be in a folder, got the file",
     ),
     (["--conversations", "{data}"], "which names of images are relative to"),
     (["--conversations", "{data}", "--beside", "none"], "none must hold a run"),

@@ -113,11 +113,6 @@ class Documents:
 
   def split(self, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Draws the indices of training documents and of held-out documents."""
-    if not 0 < held_out < 1:
-      raise ValueError(
-        "chat: held_out must be a share between 0 and 1, got "
-        f"{held_out}; 0.05 keeps 5 % for evaluation"
-      )
     if len(self) < 2:
       raise ValueError(
         "chat: training and evaluation each need a conversation, got "

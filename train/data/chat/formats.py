@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from train.data.sources import BadData, find_files
+from train.options import first_line
 
 SUFFIXES = (".json", ".jsonl")
 _SPACE = " \t\r\n"
@@ -86,7 +87,7 @@ def _parse(line: bytes) -> Any:
 def _reason(error: Exception) -> str:
   if isinstance(error, json.JSONDecodeError):
     return f"{error.msg.lower()} at character {error.colno}"
-  return str(error).splitlines()[0][:100]
+  return first_line(error)
 
 
 def _read_array(file: Path, content: bytes) -> Iterator[Row]:

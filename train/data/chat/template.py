@@ -11,14 +11,15 @@ transformers provides: messages, tools, the special tokens by name,
 
 import dataclasses
 import datetime
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coat_jax.models.hf.files import read_json
 from train.data.chat import rendering
 from train.data.chat.sandbox import BEGIN, END
+from train.options import first_line
 
 # Templates of known models, as published, for tokenizers that have none:
 #   alpaca  the prompts of Stanford Alpaca's train.py, for one turn
@@ -150,10 +151,9 @@ class ChatTemplate:
 
 
 def _failed(message: str) -> ValueError:
-  reason = (message.splitlines() or [message])[0]
   return ValueError(
     "chat: the template must turn the conversation into text, got "
-    f"{reason[:200]}; correct the conversation, or use another template"
+    f"{first_line(message)}; correct the conversation, or use another template"
   )
 
 
@@ -183,17 +183,4 @@ def _as_shown(message: Message) -> Message:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-  if not file.is_file():
-    return {}
-  try:
-    config = json.loads(file.read_bytes())
-  except (ValueError, RecursionError) as error:
-    raise ValueError(
-      f"chat: {file} must be JSON, got {error}; use the tokenizer's own file"
-    ) from error
-  if not isinstance(config, dict):
-    raise ValueError(
-      f"chat: {file} must be a JSON object, got a {type(config).__name__}; "
-      "use the tokenizer's own file"
-    )
-  return config
+  return read_json(file) if file.is_file() else {}
