@@ -27,8 +27,7 @@ from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder
 from train.data.chat.packing import PackedRows, pack
 from train.data.chat.template import ChatTemplate
-from train.data.folder import write_stop_tokens
-from train.data.text import Text, TokenizerText
+from train.data.text import Text, TokenizerText, write_stop_tokens
 from train.finetune_config import FinetuneConfig
 from train.options import read_path
 from train.run.data import RunData
@@ -40,7 +39,7 @@ from train.source import decoder_of
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
-# How many characters to print: the last ones of a prompt, and of an answer.
+# How many characters to print of a prompt's end, and of an answer's beginning.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 # Each thread reads the images of one batch.
@@ -54,8 +53,8 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
   folder, data = pretrained.source_of(config), config.data
   if folder is None:
     raise ValueError(
-      "finetune: needs a Hugging Face folder to begin with, got none; name it "
-      "first"
+      "finetune: expected a Hugging Face folder to start from, got none; name "
+      "it first"
     )
   template = ChatTemplate.load(folder, data.template)
   text, images = config.model, None
@@ -109,25 +108,25 @@ def open_images(
   if source is not None and not source.is_dir():
     # With --skip-bad, all rows with images would be skipped without an error.
     raise ValueError(
-      "images: must be the folder that names of images are relative to, got "
-      f"{source}, which is none; pass another --images, or leave it out if "
-      "images are next to their file of rows"
+      "images: expected the folder that image names are relative to, got "
+      f"{source}, which is not a folder; pass another --images, or leave it "
+      "out if the images are next to the file that names them"
     )
   try:
     from train.data.chat.images import ChatImages
     from train.data.images import Preprocessing
   except ImportError as error:
     raise ValueError(
-      f"images: Pillow reads images, got {error}; install coat_jax[vision]"
+      f"images: could not import Pillow ({error}); install coat_jax[vision]"
     ) from error
   preprocessing = Preprocessing.load(folder)
   size = shape.vision.image_size
   if preprocessing.shape != (size, size) or shape.vision.num_channels != 3:
     made = " x ".join(map(str, (3, *preprocessing.shape)))
     raise ValueError(
-      f"images: {folder} must make images of {shape.vision.num_channels} x "
-      f"{size} x {size}, as its vision tower takes them, got {made}; pass a "
-      "folder whose files belong together"
+      f"images: the vision tower of {folder} needs images of "
+      f"{shape.vision.num_channels} x {size} x {size}, but its preprocessing "
+      f"makes images of {made}; pass a folder whose files belong together"
     )
   return ChatImages(
     preprocessing,
@@ -224,8 +223,8 @@ class Conversations(RunData[FinetuneConfig]):
     prompts = [*itertools.islice(self._prompts(), config.samples)]
     if config.samples and not prompts:
       say(
-        f"{config.out}: no samples, because no held-out conversation has a "
-        "prompt of text alone"
+        f"{config.out}: no samples, because all held-out conversations have "
+        "images"
       )
     if not prompts:
       return None

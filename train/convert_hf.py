@@ -72,6 +72,6 @@ def _labels(source: Path) -> list[str] | None:
   if isinstance(found, list) and all(isinstance(x, str) for x in found):
     return found
   raise ValueError(
-    f"export-hf: {file} must be a JSON list of the classes' names, got other "
-    "text; repair it, or remove it to export without names"
+    f"export-hf: expected a JSON list of class names in {file}, got something "
+    "else; repair it, or remove it to export without names"
   )

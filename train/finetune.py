@@ -5,11 +5,11 @@
   python -m train.finetune DIR --data FILES --out RUN --resume
 
 DIR is a Hugging Face folder with weights, config.json, tokenizer.json and, for
-conversations, a chat template. It may also be a run that began with such a
-folder. FILES are JSON lines, or JSON arrays, of messages, ShareGPT's
-conversations, Alpaca's instructions, or prompts with completions. The loss
-covers what the assistant writes. If DIR is a LLaVA, rows may have images
-(`--images`), and `--trained` names the parts to train.
+conversations, a chat template. It may also be a run that started from such a
+folder. FILES contain JSON lines or JSON arrays. Their rows are messages,
+ShareGPT conversations, Alpaca instructions, or prompts with completions. The
+loss covers only what the assistant writes. If DIR is a LLaVA, rows may have
+images (`--images`), and `--trained` selects the parts to train.
 
 Options and exit status are the same as in `train.pretrain`. If a damaged image
 is noticed only when its batch is read, the status is 2 as well, and earlier

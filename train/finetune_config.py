@@ -46,12 +46,12 @@ class ChatData:
   Attributes:
     files: Files of conversations, as JSON lines or one JSON array; folders and
       globs work too.
-    format: How rows are written.
-    template: A known chat template to use.
+    format: The format of the rows.
+    template: Name of a published chat template to use.
     held_out: Share of the conversations to hold out for evaluation, at least
       one.
-    packing: Put as many conversations into a sequence as fit; they do not see
-      each other. --no-packing pads each to a sequence of its own.
+    packing: Put as many conversations into a sequence as fit; they do not
+      attend to each other. --no-packing pads each one to a whole sequence.
     skip_bad: Leave out rows that cannot be learned from, and count them.
     images: With a LLaVA, the folder that image names are relative to.
   """
@@ -89,10 +89,10 @@ class FinetuneConfig(TrainConfig):
       that started from one. The run uses its weights, shape, tokenizer and
       chat template.
     data: Conversations to learn from.
-    trained: With a LLaVA, which parts are trained: the projector (its first
-      stage), the decoder too (its second), or all, with the vision tower. The
-      others have neither gradients nor optimizer state.
-    steps: Optimizer steps of the whole run; 0 for as many as epochs take.
+    trained: With a LLaVA, which parts are trained. projector (the first stage)
+      trains only the projector; decoder (the second stage), the decoder too;
+      all, the vision tower too. Other parts need no gradients and no moments.
+    steps: Number of optimizer steps of the whole run; 0 uses epochs.
     epochs: How often to learn from each conversation, instead of steps.
     samples: How many held-out prompts each evaluation answers, for a person to
       read; 0 for none.
@@ -149,7 +149,7 @@ class FinetuneConfig(TrainConfig):
       ("watch", self.watch, False),
     ):
       if is_set and needs_images != sees_images:
-        kinds = ("a model of text alone", "a model that sees images")
+        kinds = ("a text-only model", "a model that sees images")
         raise ValueError(
           f"FinetuneConfig: {name} needs {kinds[needs_images]}, got "
           f"{kinds[sees_images]}; leave it out, or name another folder"

@@ -8,8 +8,8 @@
 The first argument is the folder of a run, whose newest checkpoint is read, or a
 Hugging Face folder. All prompts run at once on one device.
 
-Text goes to standard output, speeds to standard error. The first call, for one
-token, compiles; the speeds are those of the second call.
+Text goes to standard output, speeds to standard error. A first call, for one
+token, compiles; only the second call is timed.
 
 The exit status is 0 on success, 1 if there was too little memory, 2 if the
 input was wrong, and 130 or 143 after SIGINT or SIGTERM.

@@ -42,10 +42,9 @@ from train.run.exits import (
   stop_on_bad_input,
   stop_on_failure,
 )
-from train.run.metrics import MetricsLog, Progress
+from train.run.metrics import MetricsLog, Progress, StepsInFlight
 from train.run.profile import Profiler
 from train.run.signals import Signals
-from train.run.steps import StepsInFlight
 from train.run.trackers import check_installed, open_trackers
 from train.run.writing import save_errors
 from train.watch import Watcher
@@ -100,7 +99,8 @@ def train[Config: TrainConfig](
   signals.is_deferred = False
   if is_received(signals):  # A signal came at the end of an earlier run.
     raise Stop(
-      signals.exit_status, f"{config.out}: not started; pass --resume to do so"
+      signals.exit_status,
+      f"{config.out}: not started; pass --resume to start it",
     )
   run = RunDirectory(config.out)
 

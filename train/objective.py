@@ -115,7 +115,7 @@ class LabelledBatch(NamedTuple):
   """Images and their classes."""
 
   images: jax.Array  # f32 [B, C, H, W].
-  labels: jax.Array  # int32 [B]; -1 for rows that fill up a batch.
+  labels: jax.Array  # int32 [B]; -1 for rows of padding.
   shares: jax.Array  # f32 [B]; all images count the same.
 
 

@@ -8,10 +8,10 @@
 
 Options mean the same as in `train.pretrain`, or in `train.finetune` if the
 model sees images. The table has a column for each usual way to train; BF16
-layers and FP8 linears use f32 moments. GB are 10^9 bytes; small models are
-shown in MB, 10^6 bytes. With --gpus, the command prints the settings that fit,
-the fastest first, and the command line that trains with them. Nothing is
-compiled and no device is used. docs/plan.md describes what is counted.
+layers and FP8 linears use f32 moments. 1 GB is 10^9 bytes; for small models the
+unit is MB. With --gpus, the command prints the settings that fit, the fastest
+first, and the command line that trains with them. Nothing is compiled and no
+device is used. docs/plan.md describes what is counted.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ def table(config: TrainConfig, hbm_bytes: int, images_each: int = 1) -> str:
     }
     cells |= {
       "peak": f"{memory.total / unit:.2f}",
-      "it is in the": moment,
+      "peak is in the": moment,
       f"fits {hbm_bytes / GB:g} GB": fits,
       "largest batch": str(most) if most else "none",
     }
@@ -116,9 +116,9 @@ class PlanConfig:
     seq: Tokens per sequence.
     accumulate: Microbatches, as in train.pretrain.
     params: How weights are stored in the columns of COAT, as in train.pretrain.
-      any means float32, or every way if --gpus searches.
-    remat: What is recomputed, as in train.pretrain. any means none, or every
-      way if --gpus searches.
+      any means float32; with --gpus, it tries every way.
+    remat: What is recomputed, as in train.pretrain. any means none; with
+      --gpus, it tries every way.
     attention: How attention is saved, as in train.pretrain.
     weight_cache: What is cached of weights, as in train.pretrain.
     grad_reduce: Dtype in which GPUs sum gradients, as in train.pretrain.
@@ -159,8 +159,8 @@ class PlanConfig:
     check_numbers(self)
     if self.gpus and self.mesh:
       raise ValueError(
-        "plan: gpus looks for settings on a mesh of its own, got mesh "
-        f"{self.mesh} too; leave one of them out"
+        f"plan: gpus chooses the mesh itself, got mesh {self.mesh} too; leave "
+        "one of them out"
       )
     mesh = f"fsdp={self.gpus}" if (self.gpus or 1) > 1 else self.mesh
     preset = PRESETS[self.preset]()
@@ -204,14 +204,14 @@ class PlanConfig:
     shape: Any = run.model
     if (needed := self.images_each * shape.tokens_each) > run.seq:
       raise ValueError(
-        f"plan: images of a sequence must fit into its {run.seq} tokens, got "
+        f"plan: the images of a sequence must fit into {run.seq} tokens, got "
         f"{self.images_each} of {shape.tokens_each} tokens, {needed} in all; "
         "pass a larger --seq or a smaller --images-each"
       )
     if self.gpus:
       raise ValueError(
-        "plan: a model that sees images is planned without gpus, on one GPU, "
-        f"got gpus {self.gpus}; leave it out"
+        "plan: gpus cannot be planned for a model that sees images, got gpus "
+        f"{self.gpus}; leave it out"
       )
 
   def _check_text(self):
@@ -220,7 +220,7 @@ class PlanConfig:
       if (got := getattr(self, name)) != getattr(type(self), name):
         raise ValueError(
           f"plan: {name} applies to models that see images, got {got} with a "
-          "model of text alone; leave it out, or pass --init-from with the "
+          "text-only model; leave it out, or pass --init-from with the "
           "folder of a LLaVA"
         )
 
@@ -243,7 +243,7 @@ def read_bytes(text: str) -> int:
 
 
 def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
-  """Finds the settings that train fastest; returns a command and a table."""
+  """Searches the settings that train fastest; writes a command and a table."""
 
   def command(run: TrainConfig) -> str:
     return search.command(run, options.preset, PRESETS[options.preset]())
@@ -257,9 +257,9 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
   )
   if not fitting:
     raise ValueError(
-      f"plan: {options.preset} must fit {hbm_bytes / GB:g} GB on each of "
-      f"{options.gpus} GPUs, got {smallest.peak_bytes / GB:.1f} GB at least "
-      f"({command(smallest.run)}); take more GPUs, or a smaller --seq or "
+      f"plan: {options.preset} does not fit into {hbm_bytes / GB:g} GB on each "
+      f"of {options.gpus} GPUs: it needs {smallest.peak_bytes / GB:.1f} GB or "
+      f"more ({command(smallest.run)}); use more GPUs, or a smaller --seq or "
       "--batch"
     )
   best = fitting[0]

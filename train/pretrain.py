@@ -54,9 +54,8 @@ def _for_optimizer(
 ) -> Callable[[TrainConfig], TrainConfig]:
   """Makes the function that adapts a preset to the command line's optimizer.
 
-  tyro cannot tell which values come from the command line. It would refuse a
-  preset's values that this optimizer does not accept, as if the user had passed
-  them, so we reset them to their defaults.
+  A preset may set options that this optimizer does not accept. tyro would
+  refuse them as if the user had passed them, so we reset them.
   """
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   parser.add_argument("--optim.optimizer", dest="optimizer", nargs="?")

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the model of a run, or of a Hugging Face folder.
 
-The model is read onto one device, in recipe bf16: FP8 products use one scale
-for all their tokens, so a prediction for one text would depend on the other
-texts of the batch. If the model is a LLaVA, all of it or only its decoder is
-read.
+The model is read onto one device and runs in recipe bf16. In FP8, all tokens of
+a matmul share one scale, so the prediction for a text would depend on the other
+texts in its batch.
 """
 
 import dataclasses
@@ -32,8 +31,7 @@ from coat_jax.models.hf.keys import CONFIG, LONGEST
 from train import step as steps
 from train import weights
 from train.config import TrainConfig
-from train.data.folder import FolderText, has_tokenizer
-from train.data.text import Text, open_text
+from train.data.text import FolderText, Text, has_tokenizer, open_text
 from train.run.checkpoint import restore_state
 from train.run.directory import RunDirectory
 from train.run.exits import say
@@ -78,18 +76,18 @@ def decoder_of(model: Decoder | VisionLanguageModel) -> Decoder:
 
 
 def read_shape(folder: Path, *, of_text: bool = False) -> Shape:
-  """Reads the shape of a Hugging Face decoder or, unless `of_text`, LLaVA."""
+  """Reads a Hugging Face model's shape; `of_text` accepts only text models."""
   shape, _ = read_config(folder)
   if isinstance(shape, VisionConfig):
-    wanted = "a model of text alone" if of_text else "a text model or a LLaVA"
+    wanted = "a text-only model" if of_text else "a text model or a LLaVA"
     raise ValueError(
-      f"{folder} must hold {wanted}, got a {shape.family}, which writes no "
-      "text; pass another folder, or train a classifier of images, from random "
-      "weights, with python -m train.vit PRESET --data FOLDER"
+      f"{folder}: expected {wanted}, got a {shape.family}, which writes no "
+      "text; pass another folder, or train an image classifier from random "
+      "weights with python -m train.vit PRESET --data FOLDER"
     )
   if of_text and isinstance(shape, VisionLanguageConfig):
     raise ValueError(
-      f"{folder} must hold a model of text alone, got a LLaVA; train it with "
+      f"{folder}: expected a text-only model, got a LLaVA; train it with "
       f"python -m train.finetune {folder} --data FILES --out RUN"
     )
   return shape
@@ -111,7 +109,7 @@ def open_source(
   if not run.is_run() and (folder / CONFIG).is_file():
     return _open_hf(folder, tokenizer, compute or "bfloat16")
   raise ValueError(
-    f"{folder} must hold a run with a checkpoint, or a Hugging Face "
+    f"{folder}: expected a run with a checkpoint or a Hugging Face "
     "checkpoint, got neither; pass the --out of a run, or a folder with "
     "config.json and safetensors"
   )
@@ -126,8 +124,8 @@ def _open_run(
   )
   if isinstance(config, VitConfig):
     raise ValueError(
-      f"{run.path} must be a run that has learned from text, got one of "
-      "train.vit, which classifies images; pass another"
+      f"{run.path}: expected a run that was trained on text, got a run of "
+      "train.vit, which classifies images; pass another run"
     )
   compute = compute or config.compute
 
@@ -162,10 +160,9 @@ def _restore(
 def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
-  """Opens the tokenizer of a run's data.
+  """Opens the tokenizer of a run's data, or of its initial checkpoint.
 
-  If the data are ids, or nothing was trained yet, this is the tokenizer of the
-  checkpoint that the run began with, of which the run keeps a copy.
+  The second is used if the data are token ids, or if the run has no step yet.
   """
   data = config.data
   is_kept = data.dtype != "text" or (not done and data.tokenizer is None)
@@ -182,7 +179,7 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
     length = _LENGTH
   if type(length) is not int or length < 1:
     raise ValueError(
-      f"{folder / CONFIG}: {LONGEST} must be a number of tokens, got "
+      f"{folder / CONFIG}: expected a number of tokens as {LONGEST}, got "
       f"{str(length)[:40]}; copy the file again"
     )
 

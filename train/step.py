@@ -60,7 +60,7 @@ class TrainState(NamedTuple):
   optimizer: FusedState
   # f32 moments of the same gradients, for reports; () without reports.
   exact: optax.ScaleByAdamState | tuple[()]
-  # Norms of earlier steps; () if gradients are clipped by their own norm.
+  # Norms of earlier steps; () if gradients are clipped by their global norm.
   clip: ClipState | tuple[()] = ()
 
 
@@ -87,7 +87,7 @@ class Evaluation(NamedTuple):
 
 
 def decays(params) -> Any:
-  """Returns whether each leaf decays: all but norms, biases and embeddings."""
+  """Selects the leaves that decay: all but norms, biases and embeddings."""
   others = ("norm", "bias", "embedding", "positions")
   decayed = [parameter(x).role not in others for x in leaf_names(params)]
   return jax.tree.unflatten(jax.tree.structure(params), decayed)
@@ -322,6 +322,6 @@ def compile_on(
 
 
 def leaf_names(tree) -> list[str]:
-  """Names the leaves, `layers/mlp/gate`, in the order of the tree."""
+  """Returns the leaves' names, such as `layers/mlp/gate`, in tree order."""
   paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
   return [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]

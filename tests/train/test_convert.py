@@ -205,10 +205,13 @@ def test_import_replaces_a_run_only_when_asked(halfway, tmp_path, capsys):
   assert command("export", halfway, tmp_path / "adamw") == 0
   line = arguments(halfway, **PLAIN)
   assert command("import", tmp_path / "adamw", *line) == 2
-  assert "holds a run; pass --overwrite to replace" in capsys.readouterr().err
+  assert (
+    "already contains a run; pass --overwrite to replace"
+    in capsys.readouterr().err
+  )
   before = contents(halfway)
   assert command("import", tmp_path / "adamw", *line, "--resume") == 2
-  assert "import: creates a run, got --resume; leave" in capsys.readouterr().err
+  assert "import: --resume does not apply" in capsys.readouterr().err
   assert contents(halfway) == before
   assert command("import", tmp_path / "adamw", *line, "--overwrite") == 0
 
@@ -216,11 +219,14 @@ def test_import_replaces_a_run_only_when_asked(halfway, tmp_path, capsys):
 @pytest.mark.parametrize(
   "tree, words",
   [
-    (None, "must be an Orbax checkpoint, got"),
-    ({"params": {"w": 1.0}}, "must hold params and one state of Adam, got par"),
+    (None, "as an Orbax checkpoint"),
+    (
+      {"params": {"w": 1.0}},
+      "expected params and one state of Adam in",
+    ),
     (
       {"params": {"w": 1.0}, "opt_state": {"count": 1, "mu": 1.0, "nu": 1.0}},
-      r"params must be those of this model, got another ('embedding', (256, 64",
+      "of the run's model differ in ('embedding', (256, 64",
     ),
   ],
 )
@@ -255,7 +261,7 @@ def test_runs_of_other_optimizers_are_refused(
 
 def test_export_needs_a_run_and_replaces_nothing(halfway, tmp_path, capsys):
   assert command("export", tmp_path / "none", tmp_path / "out") == 2
-  assert "none must hold a run with a checkpoint" in capsys.readouterr().err
+  assert "expected a run with a checkpoint in" in capsys.readouterr().err
   assert command("export", halfway, tmp_path) == 2
   assert f"{tmp_path} must not exist" in capsys.readouterr().err
 

@@ -186,7 +186,10 @@ def test_run_without_its_description_resumes(finished, copied, capsys, damage):
     file.write_text(damage)
   before = contents(copied)
   assert run(copied) == 2
-  assert "holds a run; pass --resume to continue" in capsys.readouterr().err
+  assert (
+    "already contains a run; pass --resume to continue"
+    in capsys.readouterr().err
+  )
   assert contents(copied) == before
   shutil.rmtree(copied / "checkpoints" / "8")
   assert run(copied, "--resume") == 0

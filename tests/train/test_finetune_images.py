@@ -304,7 +304,9 @@ def test_damage_behind_a_header_ends_the_run_when_it_is_read(
   # From that of the run before.
   assert run(projected, data, out, trained="projector") == 2
   errors = capsys.readouterr().err
-  assert re.search(r"shapes\.json line \d+: an image must be whole", errors)
+  assert re.search(
+    r"shapes\.json line \d+: Pillow cannot read the image", errors
+  )
   assert "Traceback" not in errors
   assert RunDirectory(out).latest_step() is None
   # Once the image is mended, the same command begins anew.

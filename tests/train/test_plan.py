@@ -128,7 +128,7 @@ def test_printed_terms_add_up_to_the_peak(capsys):
   peaks = [float(cell) for cell in found["peak"]]
   assert peaks == sorted(peaks, reverse=True)
   assert found["fits 80 GB"] == ["yes"] * 6
-  assert found["it is in the"] == ["backward"] * 4 + ["loss"] * 2
+  assert found["peak is in the"] == ["backward"] * 4 + ["loss"] * 2
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_step_of_a_model_that_sees_images_is_planned(trained, llava_7b, capsys):
   assert first.endswith(f"of 2048 tokens, 2 images each, trained: {trained}")
   found = rows(out)
   assert found["GB on each GPU"] == ["COAT", "COAT minimal"]
-  assert found["it is in the"] == [row["moment"]] * 2
+  assert found["peak is in the"] == [row["moment"]] * 2
   # Beside what was compiled.
   peak = float(found["peak"][1]) * 1e9
   assert peak == pytest.approx(row["peak_bytes"], rel=0.02)
@@ -240,10 +240,10 @@ def test_weights_of_a_tower_in_f32_are_planned(llava_7b):
 @pytest.mark.parametrize(
   "options, said",
   [
-    (["--gpus", "2"], "without gpus, on one GPU, got gpus 2"),
-    (["--mesh", "fsdp=2"], "without mesh"),
-    (["--batch", "2", "--accumulate", "2"], "without accumulate"),
-    (["--remat", "fp8"], "without remat"),
+    (["--gpus", "2"], "gpus cannot be planned"),
+    (["--mesh", "fsdp=2"], "mesh cannot be planned"),
+    (["--batch", "2", "--accumulate", "2"], "accumulate cannot be planned"),
+    (["--remat", "fp8"], "remat cannot be planned"),
   ],
 )
 def test_options_that_are_not_planned_with_images_are_refused(

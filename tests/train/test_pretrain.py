@@ -107,7 +107,7 @@ def test_finished_run_can_be_extended(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
   "flags, options, words",
   [
-    ([], {}, "holds a run; pass --resume"),
+    ([], {}, "already contains a run; pass --resume"),
     (["--resume", "--recipe", "bf16"], {}, "recipe: coat -> bf16"),
     (["--resume"], dict(optim__codec="log8"), "optim.codec: coat -> log8"),
     (["--resume"], dict(model__d_ff=64), "model.d_ff: 128 -> 64"),
@@ -152,7 +152,7 @@ def test_resume_with_other_data_is_rejected(finished, tmp_path, capsys):
 
 def test_resume_without_a_run_is_rejected(tmp_path, capsys):
   assert run(tmp_path / "none", "--resume") == 2
-  assert "must hold a run with a checkpoint" in capsys.readouterr().err
+  assert "expected a run with a checkpoint in" in capsys.readouterr().err
   assert not (tmp_path / "none").exists()
 
 
@@ -278,7 +278,7 @@ def test_overwriting_run_that_fails_early_leaves_the_old_one(
   monkeypatch.setattr(loop.step, "initial_state", without_memory)
   assert run(copied, "--overwrite") == 1
   assert contents(copied) == before | {"lock": contents(copied)["lock"]}
-  assert "the run that was to be replaced is back" in capsys.readouterr().err
+  assert "put back the run that was to be replaced" in capsys.readouterr().err
   monkeypatch.undo()
   assert run(copied, "--resume") == 0
   assert "all 8 steps are already done" in capsys.readouterr().err
@@ -334,7 +334,7 @@ def test_tokens_cut_short_in_mid_run_are_reported(
   options = dict(data__path=ids, data__dtype="uint16", steps=60)
   assert run(tmp_path / "out", **options) == 2
   errors = capsys.readouterr().err.splitlines()
-  assert "ids must keep the 2000000 ids that it began with" in errors[-1]
+  assert "ids had 2000000 ids at the start" in errors[-1]
 
 
 def test_other_device_errors_are_not_reported_as_memory(tmp_path, monkeypatch):

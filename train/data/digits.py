@@ -10,47 +10,49 @@ is downloaded. Every fifth image of each digit is held out.
 """
 
 import collections
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import tyro
 from PIL import Image
 from tyro.conf import Positional
 
 from coat_jax.models.hf.whole import check_free, written_whole
-from train.command_line import read_options
-from train.run.exits import exit_status
 
 _HELD_OUT = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class DigitsConfig:
-  """Writes handwritten digits to FOLDER/train/DIGIT/ and FOLDER/test/DIGIT/.
-
-  Attributes:
-    folder: The folder to create.
-  """
-
-  folder: Positional[Path]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, and returns the exit status."""
-  config = read_options(DigitsConfig, "data.digits", arguments)
-  return exit_status(lambda: write_digits(config.folder))
+
+  def read(folder: Positional[Path]) -> Path:
+    """Writes handwritten digits as FOLDER/train/DIGIT/*.png, and test.
+
+    Args:
+      folder: The folder to create.
+    """
+    return folder
+
+  folder = tyro.cli(read, args=arguments, prog="python -m train.data.digits")
+  try:
+    count = write_digits(folder)
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(f"{folder}: {count} images")
+  return 0
 
 
-def write_digits(folder: Path) -> None:
+def write_digits(folder: Path) -> int:
   """Writes the digits."""
   try:
     from sklearn import datasets
   except ImportError as error:
     raise ValueError(
-      "digits: scikit-learn provides the images, got no such package; pip "
-      "install scikit-learn, or the extra digits"
+      "digits: scikit-learn, which contains the images, is not installed; pip "
+      "install scikit-learn"
     ) from error
   check_free("digits", folder)
   found = datasets.load_digits()
@@ -64,7 +66,7 @@ def write_digits(folder: Path) -> None:
       file.parent.mkdir(parents=True, exist_ok=True)
       # Values range from 0 to 16.
       Image.fromarray(np.round(image * (255 / 16)).astype(np.uint8)).save(file)
-  print(f"{folder}: {len(images)} images")
+  return len(images)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Tokenizer:
         "not a file; give the tokenizer.json that belongs to the model"
       )
     self._path = path
-    with self._errors("be a `tokenizers` JSON file", "one that cannot be read"):
+    with self._errors("could not be read as a `tokenizers` JSON file"):
       self._whole = tokenizers.Tokenizer.from_file(str(file))
     self._whole.no_truncation()
     self._whole.no_padding()
@@ -46,7 +46,7 @@ class Tokenizer:
 
   @contextlib.contextmanager
   def _errors(
-    self, needs: str = "tokenize all text", got: str = "one that does not"
+    self, problem: str = "failed to tokenize a text"
   ) -> Iterator[None]:
     try:
       yield
@@ -54,8 +54,8 @@ class Tokenizer:
       raise
     except BaseException as error:  # See the module's docstring.
       raise ValueError(
-        f"load_tokens: {self._path} must {needs}, got {got} "
-        f"({first_line(error)}); give the tokenizer.json of the model"
+        f"load_tokens: {self._path} {problem} ({first_line(error)}); give the "
+        "tokenizer.json of the model"
       ) from error
 
   def id_of(self, token: str) -> int | None:

@@ -59,7 +59,7 @@ class DataConfig:
     if self.dtype != "text" and self.path is None:
       raise ValueError(
         f"DataConfig: dtype {self.dtype} needs a path, got none; give the "
-        "token files, or leave dtype as 'text' for the embedded text"
+        "token files, or leave dtype out to read Python's standard library"
       )
     if self.dtype != "text" and self.tokenizer is not None:
       raise ValueError(
@@ -162,6 +162,6 @@ def _check_samples(tokens: TokenSource, dtype: str) -> None:
   has_ids = any(ids.any() for ids in samples)
   if dtype == "uint16" and is_half_zero and has_ids:
     raise ValueError(
-      f"load_tokens: {tokens.name} must hold uint16, got zero in every other "
-      "place, as in uint32 files; pass dtype uint32"
+      f"load_tokens: every other uint16 in {tokens.name} is zero, as in files "
+      "of uint32; pass dtype uint32"
     )

@@ -59,7 +59,7 @@ class RunData[Config: TrainConfig]:
   def train_batches(
     self, config: Config, **own_rows: int
   ) -> grain.DatasetIterator:
-    """Makes the endless iterator whose place checkpoints store."""
+    """Makes the endless iterator whose position checkpoints store."""
     found = train_batches(
       self.rows, batch_size=config.batch, seed=config.seed, **own_rows
     )

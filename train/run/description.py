@@ -69,8 +69,8 @@ def check_same(
   """Checks that a run can continue a checkpoint; returns allowed changes."""
   if _COMMANDS[saved["command"]] is not type(config):
     raise ValueError(
-      f"resume: {where} was written by train.{saved['command']}; pass its "
-      "options to that command, or another --out to start a run"
+      f"resume: {where} was written by train.{saved['command']}; continue it "
+      "with that command, or pass another --out to start a run"
     )
   before = _flatten(saved["config"])
   now = _flatten(dataclasses.asdict(config))
@@ -95,15 +95,15 @@ def check_same(
     if config.optim.optimizer == "coat_adamw" and not fixed:
       convert = "--convert-state to convert its state, "
     raise ValueError(
-      f"resume: {where} belongs to another run, got "
-      f"{'; '.join(fixed + converted)}; pass {convert}what it was trained "
-      "with, or another --out to start a run"
+      f"resume: {where} was trained with other options: "
+      f"{'; '.join(fixed + converted)}; pass {convert}the options that it was "
+      "trained with, or another --out to start a run"
     )
   allowed = changes("converted", "reported")
   if saved["change_times"] != data.change_times:
     allowed.append(
-      "data: files were changed or copied since; the fingerprint is the same, "
-      "but it does not read all of files this large"
+      "data: the files were changed or copied since then; the fingerprint is "
+      "the same, but it covers only parts of files this large"
     )
   return allowed
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: its files, who may write to it, what may be replaced.
+"""The folder of a run, and the lock that keeps other commands out of it.
 
 config.json     the configuration; its presence makes a folder a run
 metrics.jsonl   see `metrics`
@@ -7,11 +7,12 @@ samples.jsonl   see `train.conversations`
 checkpoints/    see `checkpoint`
 plot.png        see `plot`
 profile/        see `profile`
-tensorboard/    and wandb/, see `trackers`
-hf/             files of the checkpoint it began with, see `pretrained`
+tensorboard/    see `trackers`
+wandb/          see `trackers`
+hf/             files of the run's initial checkpoint, see `pretrained`
 twins/          runs that this run was compared with
 replaced_run/   see `replacing`
-lock            locked by the command that trains here; contains its process
+lock            locked by the command that trains here; contains its process id
 """
 
 import contextlib
@@ -104,19 +105,18 @@ class RunDirectory:
     path, step = self.path, self.latest_step()
     if path.exists() and not path.is_dir():
       raise ValueError(
-        f"out: the run needs a folder, got the file {path}; pass another --out"
+        f"out: expected a folder, got the file {path}; pass another --out"
       )
     if config.resume and self.config.exists() and not self.is_run():
       raise ValueError(
-        f"resume: {path} must hold a run with a checkpoint, got {self.config} "
-        "and checkpoints that do not describe a run; restore them from a copy, "
-        "or pass another --out to start a run"
+        f"resume: neither {self.config} nor a checkpoint describes a run; "
+        "restore them from a copy, or pass another --out to start a run"
       )
     if config.resume and not (self.is_run() and step is not None):
       raise ValueError(
-        f"resume: {path} must hold a run with a checkpoint, got none; leave "
-        "--resume out to start, with --overwrite if a run was stopped there "
-        "before its first checkpoint"
+        f"resume: expected a run with a checkpoint in {path}, got none; leave "
+        "--resume out to start a run, and pass --overwrite if an earlier run "
+        "was stopped there before its first checkpoint"
       )
     if config.resume or not path.exists():
       return
@@ -125,23 +125,23 @@ class RunDirectory:
       return
     if not self.is_run():
       raise ValueError(
-        f"out: {path} is not empty and is not a run of this program, so it is "
-        "left alone; pass another --out"
+        f"out: {path} is not empty and does not contain a run of this program, "
+        "so nothing was changed; pass another --out"
       )
     if self.is_started() and not config.overwrite:
       raise ValueError(
-        f"out: {path} holds a run; pass --resume to continue it, --overwrite "
-        "to replace it, or another --out"
+        f"out: {path} already contains a run; pass --resume to continue it, "
+        "--overwrite to replace it, or another --out"
       )
 
   @contextlib.contextmanager
   def claimed(self, config: TrainConfig) -> Iterator[None]:
     """Locks the folder against other commands inside `with`, and checks it.
 
-    The primary process does this for all processes of a run, which wait for it
-    before they look into the folder. The operating system releases the lock
-    when the process ends, however it ends. If a command was killed while it
-    replaced a run, the old run is put back first.
+    The primary process does this while the other processes of the run wait. The
+    operating system releases the lock even if the process is killed. If an
+    earlier command was killed while it replaced a run, the old run is put back
+    first.
     """
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
@@ -159,8 +159,8 @@ class RunDirectory:
       self.lock.exists() and not self.lock.is_file()
     ):
       raise ValueError(
-        f"out: {self.lock} must be a plain file, because it is written to, got "
-        "a link or something else; remove it, or pass another --out"
+        f"out: expected a plain file as {self.lock}, got a link or something "
+        "else; remove it, or pass another --out"
       )
     lock = filelock.FileLock(self.lock, blocking=False, fallback_to_soft=False)
     missing = None
@@ -168,9 +168,8 @@ class RunDirectory:
       opened.enter_context(lock)
     except filelock.Timeout:
       raise ValueError(
-        f"out: only one command at a time can train in {self.path}, got "
-        f"{self.lock.read_text()}, which trains there; wait for it, stop it, "
-        "or pass another --out"
+        f"out: {self.lock.read_text()} is already training in {self.path}; "
+        "wait for it, stop it, or pass another --out"
       ) from None
     except OSError as error:  # Some cluster file systems have no locks.
       missing = error.strerror
@@ -179,12 +178,12 @@ class RunDirectory:
       self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     if missing is not None:
       say(
-        f"{self.path}: without a lock ({missing}); train here with one command "
-        "at a time"
+        f"{self.path}: the folder could not be locked ({missing}); do not "
+        "train there with two commands at once"
       )
 
   def _unlock(self) -> None:
-    """Removes the lock's file, and the folder if empty, unless it is a run."""
+    """Unless a run was created: removes the lock, and the folder if empty."""
     if not (self.is_run() or replacing.is_aside(self.path)):
       self.lock.unlink(missing_ok=True)
       if self.path.is_dir() and not any(self.path.iterdir()):
@@ -204,14 +203,14 @@ class RunDirectory:
       self.write_description(description)
 
   def put_back(self) -> None:
-    """Puts the old run back, unless it was removed."""
+    """Puts the old run back, unless `remove_replaced` has removed it."""
     was_aside = replacing.is_aside(self.path)
     replacing.put_back(self.path, self._own_files())
     if was_aside:
-      say(f"{self.path}: the run that was to be replaced is back")
+      say(f"{self.path}: put back the run that was to be replaced")
 
   def remove_replaced(self) -> None:
-    """Removes the old run; the new one stays."""
+    """Removes the old run, once the new run has a step."""
     replacing.remove_old(self.path)
 
   def remove(self) -> None:
@@ -220,9 +219,9 @@ class RunDirectory:
     self._unlock()
 
   def _own_files(self) -> list[Path]:
-    """Lists the files that runs write, by names relative to the folder.
+    """Lists the run's files, relative to the folder; config.json is last.
 
-    config.json is last, so that the folder counts as a run until it is gone.
+    So the folder counts as a run until all of them are moved or removed.
     """
     own = [self.path / name for name in _CONTENTS]
     saved = list(self.checkpoints.glob("*"))

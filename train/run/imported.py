@@ -27,13 +27,13 @@ def create_run(
   run = RunDirectory(config.out)
   if config.resume:  # `claimed` would accept an existing run.
     raise ValueError(
-      "import: creates a run, got --resume; leave it out, or replace an "
-      "existing run with --overwrite"
+      "import: --resume does not apply, because import creates a run; leave it "
+      "out, or pass --overwrite to replace an existing run"
     )
   if run.is_started() and not config.overwrite:
     raise ValueError(
-      f"import: {config.out} holds a run; pass --overwrite to replace it, or "
-      "another --out"
+      f"import: {config.out} already contains a run; pass --overwrite to "
+      "replace it, or another --out"
     )
   with contextlib.ExitStack() as opened:
     opened.enter_context(run.claimed(config))
@@ -69,7 +69,7 @@ def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
     raise ValueError(
-      f"export: {run} must hold a run with a checkpoint, got none; pass the "
+      f"export: expected a run with a checkpoint in {run}, got none; pass the "
       "--out of a run"
     )
   check_out("export", out)

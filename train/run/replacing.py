@@ -23,8 +23,8 @@ _NAME = "replaced_run"
 _README = "README.txt"
 _WORDS = """\
 These are the files of a run that was to be replaced. The new run has no step
-yet. If no command is training in the folder above, the next one that does moves
-them back.
+yet. If no command is training in the folder above, the next command that trains
+there moves them back.
 """
 
 

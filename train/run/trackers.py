@@ -32,8 +32,8 @@ def check_installed(config: TrainConfig) -> None:
   for option, (package, command) in _PACKAGES.items():
     if getattr(config, option) and importlib.util.find_spec(package) is None:
       raise ValueError(
-        f"{option}: needs the package {package}, got none; {command}, or leave "
-        f"--{option} out"
+        f"{option}: the package {package} is not installed; run {command}, or "
+        f"leave --{option} out"
       )
 
 
@@ -68,7 +68,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-  """Logs to a run of `wandb`, which its environment variables configure."""
+  """Logs to a run of `wandb`, which reads its own environment variables."""
 
   def __init__(self, path: Path, name: str, description: dict):
     import wandb
@@ -87,8 +87,8 @@ class WeightsAndBiases:
       )
     except Exception as error:  # wandb raises many types.
       raise ValueError(
-        f"wandb: the run could not be started, got {error}; run `wandb login`, "
-        "or set WANDB_MODE=offline"
+        f"wandb: could not start the run: {error}; run `wandb login`, or set "
+        "WANDB_MODE=offline"
       ) from error
 
   def write(self, step: int, values: dict[str, float]) -> None:
@@ -104,7 +104,7 @@ Tracker = TensorBoard | WeightsAndBiases
 def open_trackers(
   config: TrainConfig, path: Path, description: dict, *, resumed_step: int
 ) -> list[Tracker]:
-  """Opens the trackers that a run asks for."""
+  """Opens the trackers that the run's options select."""
   opened: list[Tracker] = []
   if config.tensorboard:
     opened.append(TensorBoard(path / "tensorboard", resumed_step=resumed_step))

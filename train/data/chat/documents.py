@@ -24,7 +24,7 @@ from train.data.sources import BadData, check_ids
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages, RowImage
 
-_SKIP = ", or leave bad rows out with skip_bad=True (of a command: --skip-bad)"
+_SKIP = ", or leave out bad rows: skip_bad=True, on a command line --skip-bad"
 
 
 @dataclasses.dataclass
@@ -170,7 +170,7 @@ def load_documents(
         f"pass --seq {min(shortest)} or more (in train.evaluate: --length)"
       )
     raise ValueError(
-      f"chat: {', '.join(map(str, paths))} must have tokens to learn, got "
+      f"chat: found no tokens to learn in {', '.join(map(str, paths))}: "
       f"{counts.describe()}; {remedy}"
     )
   found = None
@@ -273,8 +273,7 @@ class _Reader:
       if row.value.get(key):
         raise BadData(
           "unexpected images",
-          f"a row must contain only text here, got {key}: the model to train "
-          "does not accept images",
+          f"the row has {key}, but the model accepts only text",
         )
     return ()
 

@@ -36,7 +36,7 @@ class ChatEncoder:
       self._finder = TargetFinder(template, self._tokenizer.added_tokens)
 
   def render(self, row: Conversation | Completion) -> Rendered:
-    """Returns a row's text, the spans to learn, and the ids in front."""
+    """Returns a row's text, the spans to learn, and the ids before the text."""
     if isinstance(row, Completion):
       text = row.prompt + row.completion
       if not self._end:
@@ -57,7 +57,7 @@ class ChatEncoder:
       text.encode()
     except UnicodeEncodeError as error:
       raise BadData(
-        "not text", "text must be Unicode, got half of a surrogate pair"
+        "not text", "the text contains half of a surrogate pair"
       ) from error
     return text, spans, front
 

@@ -141,11 +141,11 @@ def _answer(request: dict[str, Any], size: int) -> dict[str, str]:
   except jinja2.UndefinedError as error:
     return {"undefined": str(error)[:_MESSAGE]}
   except MemoryError:
-    return {"limit": f"one that needs more than {request['memory']} bytes"}
+    return {"limit": f"it needs more than {request['memory']} bytes"}
   except BaseException as error:  # A template can raise anything.
     return {"error": (str(error) or type(error).__name__)[:_MESSAGE]}
   if len(text) > (most := 1_000_000 + 10 * size):
-    return {"limit": f"{len(text)} characters, more than {most}"}
+    return {"limit": f"it writes {len(text)} characters, more than {most}"}
   return {"text": text}
 
 

@@ -105,8 +105,8 @@ class ChatTemplate:
     text = self.render(messages, tools=tools)
     if begun or _MARK.search(text) or _MARK.sub("", marked) != text:
       raise ValueError(
-        "chat: the text of {% generation %} blocks must be part of the whole "
-        "text, got a template that changes it; correct the template"
+        "chat: the template changes the text of its {% generation %} blocks "
+        "after they are rendered; correct the template"
       )
     return sorted(span for span in spans if span[0] < span[1])
 
@@ -152,8 +152,8 @@ class ChatTemplate:
 
 def _failed(message: str) -> ValueError:
   return ValueError(
-    "chat: the template must turn the conversation into text, got "
-    f"{first_line(message)}; correct the conversation, or use another template"
+    f"chat: the template failed: {first_line(message)}; correct the "
+    "conversation, or use another template"
   )
 
 
