@@ -108,7 +108,12 @@ class Import:
     return self.config.out
 
   def convert(self, _: Path) -> str:
-    step = type(self).make(read_path("source", self.source), self.config)
+    source = read_path("source", self.source)
+    if self.config.init_from:
+      raise ValueError(
+        f"import: weights come from {source}, got --init-from; leave it out"
+      )
+    step = type(self).make(source, self.config)
     return f"--resume continues from step {step}"
 
 

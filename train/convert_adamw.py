@@ -52,10 +52,6 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
       "import: needs a run of optim.optimizer coat_adamw, got "
       f"{config.optim.optimizer}; leave --optim.optimizer out"
     )
-  if config.init_from:
-    raise ValueError(
-      f"import: weights come from {source}, got --init-from; leave it out"
-    )
 
   def make(abstract):
     params, adam = _read_adamw(source, abstract.params)

@@ -26,10 +26,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 def import_hf(source: Path, config: TrainConfig) -> int:
   """Turns a Hugging Face checkpoint into a run without any steps."""
-  if config.init_from:
-    raise ValueError(
-      f"import-hf: weights come from {source}, got --init-from; leave it out"
-    )
   config = dataclasses.replace(config, init_from=str(source.absolute()))
   config = pretrained.with_shape(config)
 

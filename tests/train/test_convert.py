@@ -256,7 +256,7 @@ def test_runs_of_other_optimizers_are_refused(
     convert_adamw, "newest_checkpoint", lambda *_: (out, 8, made)
   )
   assert command("export", out, tmp_path / "out") == 2
-  assert f"export: {words}its weights" in capsys.readouterr().err
+  assert f"export: {words}use export-hf" in capsys.readouterr().err
 
 
 def test_export_needs_a_run_and_replaces_nothing(halfway, tmp_path, capsys):
