@@ -34,12 +34,12 @@ from train.options import (
   Flag,
   check_unused,
   converted,
-  defaults,
   fixed,
   read_profile,
   shown,
   silent,
   type_of,
+  unused,
 )
 from train.weights import Stored
 
@@ -232,15 +232,13 @@ class TrainConfig:
     Options that the recipe does not accept get their defaults. If remat saves
     inputs in FP8, it becomes full, which saves them in BF16.
     """
-    unused = defaults(self, _RECIPES)
-    for name in _RECIPES[recipe]:
-      unused.pop(name)
+    reset = unused(self, _RECIPES, recipe)
     if self.remat in ("fp8", "fp8_layer"):
-      unused["remat"] = "full"
+      reset["remat"] = "full"
     optim = dataclasses.replace(
       self.optim,
       codec="float32",
-      **defaults(self.optim, options_of_codecs()),
+      **unused(self.optim, options_of_codecs(), "float32"),
     )
     return dataclasses.replace(
       self,
@@ -249,7 +247,7 @@ class TrainConfig:
       params="float32",
       grad_accumulate="float32",
       compare=None,
-      **unused,
+      **reset,
     )
 
   def bf16_twin(self, *, seed: int, out: str) -> Self:

@@ -16,7 +16,7 @@ from coat_jax.models.ranges import (
   check_numbers,
 )
 from coat_jax.optimizer import Clipping
-from train.options import check_unused, converted, defaults, fixed
+from train.options import check_unused, converted, fixed, unused
 
 # Options that are passed to the codec if it accepts them.
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
@@ -112,10 +112,8 @@ class OptimConfig:
 
   def with_optimizer(self, optimizer: str, **options: Any) -> Self:
     """Returns the options for an optimizer; resets those it does not accept."""
-    unused = defaults(self, OPTIMIZERS)
-    for name in OPTIMIZERS[optimizer]:
-      unused.pop(name)
-    options = unused | dict(optimizer=optimizer) | options
+    reset = unused(self, OPTIMIZERS, optimizer)
+    options = reset | dict(optimizer=optimizer) | options
     return dataclasses.replace(self, **options)
 
   def warmup_steps(self, steps: int) -> int:

@@ -54,18 +54,19 @@ def part_of(field: dataclasses.Field, values: Any) -> type | None:
   return None
 
 
-def defaults(config: Any, taken: dict) -> dict:
-  """Returns the default of each option that any of the choices accepts."""
-  names = {name for options in taken.values() for name in options}
+def unused(config: Any, taken: dict, choice: str) -> dict:
+  """Returns the defaults of options that only other choices accept."""
+  others = {name for options in taken.values() for name in options}
+  others -= set(taken[choice])
   fields = dataclasses.fields(config)
-  return {field.name: field.default for field in fields if field.name in names}
+  return {field.name: field.default for field in fields if field.name in others}
 
 
 def check_unused(config: Any, chosen: str, taken: dict) -> None:
   """Checks that no option is set that the choice would ignore."""
   choice = getattr(config, chosen)
-  for name, default in defaults(config, taken).items():
-    if name not in taken[choice] and getattr(config, name) != default:
+  for name, default in unused(config, taken, choice).items():
+    if getattr(config, name) != default:
       takers = [taker for taker, found in taken.items() if name in found]
       raise ValueError(
         f"{type(config).__name__}: {name} applies to {chosen} "
