@@ -151,7 +151,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     tasks = Tasks(config.task, folder or None)
   asked = _read_conversations(config, source)
   model = source.load()
-  decoder, length = decoder_of(model), _length(config, source)
+  decoder, length = decoder_of(model), source.length
   found: dict[str, Any] = {
     "model": source.name,
     "family": source.family,
@@ -199,11 +199,8 @@ def _path_of(option: str, path: str | None) -> Path | None:
 
 def _open(config: EvaluateConfig, folder: str) -> Source:
   path = read_path("model", folder)
-  return open_source(path, config.tokenizer, config.compute)
-
-
-def _length(config: EvaluateConfig, source: Source) -> int:
-  return source.length if config.length is None else config.length
+  source = open_source(path, config.tokenizer, config.compute)
+  return source._replace(length=config.length or source.length)
 
 
 def _predict_texts(
@@ -249,7 +246,7 @@ def _read_conversations(
     return read_conversations(
       each,
       list(config.conversations),
-      length=_length(config, each),
+      length=each.length,
       tokenizer=config.tokenizer,
       template=config.template,
       images=images or None,
@@ -267,7 +264,7 @@ def _ask(
     model,
     source.text,
     documents,
-    length=_length(config, source),
+    length=source.length,
     max_tokens=config.max_tokens,
     batch=config.batch,
     limit=config.limit,

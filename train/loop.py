@@ -76,7 +76,7 @@ def run_command[Config: TrainConfig](
           runs = [config, *compare.twins(config)]
         for each in runs:
           with stop_on_failure(), contextlib.ExitStack() as opened:
-            with stop_on_failure():  # Exit first: closing files may wait.
+            with stop_on_failure():  # Before files are closed, which may wait.
               train(each, data, signals, opened)
         if processes.is_primary():
           compare.finish(runs)
@@ -221,7 +221,7 @@ def train[Config: TrainConfig](
     in_flight.add(done, started, metrics)
     is_last = done == config.steps
     is_evaluated = done % config.eval_every == 0 or is_last
-    is_watched = watcher is not None and watcher.is_due(done)
+    is_watched = watcher is not None and done % config.watch == 0
     is_read = is_evaluated or is_watched or done == first
     read_steps(leave=0 if is_read else 1)
     if done == 1 and processes.is_primary():

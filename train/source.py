@@ -63,12 +63,6 @@ class Source(NamedTuple):
     """Returns the family of the model."""
     return getattr(self.config, "family", "llava")
 
-  @property
-  def decoder_config(self) -> ModelConfig:
-    """Returns the shape of the decoder, also for a LLaVA."""
-    config = self.config
-    return config if isinstance(config, ModelConfig) else config.text
-
 
 def decoder_of(model: Decoder | VisionLanguageModel) -> Decoder:
   """Returns the decoder of a LLaVA, or the model itself if it is a decoder."""

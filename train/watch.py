@@ -186,11 +186,7 @@ class Watcher:
     """Compiles the probe."""
     find = probe(config, graph)
     self._program = step.compile_on(mesh, find, abstract, rows)
-    self._every, self._earlier = config.watch, []
-
-  def is_due(self, done: int) -> bool:
-    """Returns whether a probe is due after this many steps."""
-    return done % self._every == 0
+    self._earlier = []
 
   def look(
     self, state: step.TrainState, rows: Any, grad_norm: float

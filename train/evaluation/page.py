@@ -49,7 +49,7 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
 
 
 def _is_shown(turn: Sequence[Answer]) -> bool:
-  """Whether a turn is shown when the checkbox at the top is ticked."""
+  """Returns whether a turn is shown when the checkbox at the top is ticked."""
   if len(turn) > 1:
     return len({each.answer for each in turn}) > 1
   return turn[0].is_short and not turn[0].is_match

@@ -145,14 +145,14 @@ def versions() -> dict[str, str]:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-  """Writes a report as JSON, whole or not at all."""
+  """Writes a report as JSON, completely or not at all."""
   write_text(
     path, json.dumps(_finite(report), indent=2, allow_nan=False) + "\n"
   )
 
 
 def write_text(path: Path, text: str) -> None:
-  """Writes a file, whole or not at all."""
+  """Writes a file, completely or not at all."""
   with save_errors(path), written_whole(path) as written:
     written.write_text(text, "utf-8")
 
