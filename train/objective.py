@@ -43,7 +43,7 @@ class AnyBatch(Protocol):
   def shares(self) -> jax.Array | None:
     """The share of each target in the loss, f32 [B, ...]; shares add up to 1.
 
-    None if all targets count the same and all rows have equally many.
+    None if all rows have equally many targets, which all count the same.
     """
 
 

@@ -70,7 +70,7 @@ def _truncated(folder):
 
 def _tiny(folder):
   Image.new("RGB", (1, 1)).save(folder / "test/dog/1.png")
-  return "2 x 2 pixels at least, got 1 x 1 in {}/test/dog/1.png"
+  return "at least 2 x 2 pixels, got 1 x 1 in {}/test/dog/1.png"
 
 
 def _large(folder):
@@ -91,7 +91,7 @@ def _empty(folder):
 
 def _one_class(folder):
   shutil.rmtree(folder / "train/cat")
-  return "two classes in {}, got dog; add folders"
+  return "two classes in {}/train, got dog; add folders"
 
 
 def _none(folder):

@@ -65,7 +65,7 @@ class Text(abc.ABC):
     return self.decode(tokens)  # The tokens begin inside a character.
 
   def stops_after(self, lasts: Iterable[int]) -> list[int]:
-    """Returns `stop_tokens`, and the last tokens of turns without any text.
+    """Returns `stop_tokens` and those of the last tokens that have no text.
 
     Turns of the data may end with a token that is not a stop token yet.
     """
@@ -151,7 +151,7 @@ class FolderText(TokenizerText):
 
 
 def has_tokenizer(folder: Path) -> bool:
-  """Whether a folder contains the tokenizer that `FolderText` reads."""
+  """Returns whether a folder contains the tokenizer that `FolderText` reads."""
   return (folder / _TOKENIZER).is_file()
 
 
@@ -192,7 +192,7 @@ def write_stop_tokens(folder: Path, documents: Documents) -> None:
 
 
 def last_tokens(documents: Documents) -> list[int]:
-  """Lists the distinct tokens that end the parts to learn."""
+  """Lists the distinct tokens that end target spans."""
   mask = documents.mask  # False for the first token of each document.
   is_last = mask & ~np.append(mask[1:], False)
   return np.unique(documents.tokens[is_last]).tolist()

@@ -128,7 +128,7 @@ def fingerprint(parts: Parts) -> str:
 
 
 def is_read_whole(parts: Parts) -> bool:
-  """Whether the fingerprint sees every token."""
+  """Returns whether the fingerprint sees every token."""
   return _distance(parts) == _BLOCK_BYTES
 
 

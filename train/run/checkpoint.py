@@ -137,7 +137,7 @@ class Checkpoints:
     ) from error
 
   def _is_in_place(self) -> bool:
-    """Whether the run's folder is still the one that was opened."""
+    """Returns whether the run's folder is still the one that was opened."""
     try:
       return os.path.samestat(os.stat(self.path.parent), os.stat(self._run))
     except FileNotFoundError:
@@ -157,7 +157,7 @@ def _array_items(state: TrainState):
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """Adds a missing sharding: else Orbax needs the devices it saved from."""
+  """Adds a sharding if it is missing, or Orbax needs the original devices."""
   if leaf.sharding is not None:
     return leaf
   return leaf.update(sharding=SingleDeviceSharding(jax.local_devices()[0]))

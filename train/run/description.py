@@ -40,7 +40,7 @@ def describe(config: TrainConfig, data: "RunData | TokenSource") -> dict:
 
 
 def is_described(file: Path) -> bool:
-  """Whether a file contains the description of a run of this program."""
+  """Returns whether a file describes a run of this program."""
   try:
     description = json.loads(file.read_bytes())
   except (OSError, ValueError, RecursionError):

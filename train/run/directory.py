@@ -64,7 +64,7 @@ class RunDirectory:
     self.lock = self.path / "lock"
 
   def is_run(self) -> bool:
-    """Whether the folder is a run of this program.
+    """Returns whether the folder is a run of this program.
 
     If config.json is damaged or lost, the checkpoints decide: they contain the
     same description.
@@ -73,7 +73,7 @@ class RunDirectory:
     return any(map(is_described, (self.config, *saved)))
 
   def is_started(self) -> bool:
-    """Whether the run has a step or a checkpoint that could be lost."""
+    """Returns whether the run has a step or a checkpoint that could be lost."""
     has_steps = self.metrics.exists() and self.metrics.stat().st_size > 0
     return self.is_run() and (has_steps or self.latest_step() is not None)
 

@@ -55,7 +55,7 @@ def join() -> None:
 
 
 def is_primary() -> bool:
-  """Whether this process prints and writes metrics."""
+  """Returns whether this process prints and writes metrics."""
   return jax.process_index() == 0
 
 

@@ -41,7 +41,7 @@ def move_aside(folder: Path, names: Iterable[Path]) -> None:
 
 
 def is_aside(folder: Path) -> bool:
-  """Whether a run was moved aside, completely or in part."""
+  """Returns whether a run was moved aside, completely or in part."""
   return _moving(folder).is_dir() or (folder / _NAME / _README).is_file()
 
 

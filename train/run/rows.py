@@ -96,7 +96,7 @@ def _is_dict(
 
 
 def _is_leaf(leaf: Any) -> bool:
-  """Whether this is a leaf of `state_report` that can be drawn."""
+  """Returns whether this is a leaf of `state_report` that can be drawn."""
   if not isinstance(leaf, dict) or "encoded" not in leaf:
     return False
   size, moments = leaf.get("parameters"), [leaf.get(x) for x in MOMENTS]
@@ -115,7 +115,7 @@ def _is_power(key: str) -> bool:
 
 
 def _are_probes(x: Any) -> bool:
-  """Whether x is a list of numbers, with null for those not finite."""
+  """Returns whether x is a list of numbers, with null for those not finite."""
   return isinstance(x, list) and all(
     value is None or _is_number(value) for value in x
   )

@@ -70,7 +70,7 @@ class Documents:
   """Tokenized conversations, one after the other."""
 
   tokens: np.ndarray  # int32 [n].
-  # bool [n], the tokens to learn; never the first one of a document.
+  # bool [n], the target tokens; never the first one of a document.
   mask: np.ndarray
   starts: np.ndarray  # int64 [documents + 1], each beginning, then the end.
   counts: Counts
@@ -159,7 +159,7 @@ def load_documents(
       counts.truncated += len(document.tokens) < len(whole.tokens)
       if images is not None:
         # The cut never splits an image. Because a target fits, the cut is in a
-        # part to learn or at its end, and such parts contain no images.
+        # target span or at its end, and such spans contain no images.
         count = images.count(document.tokens)
         document = document._replace(images=document.images[:count])
       kept.append(document)
@@ -170,7 +170,7 @@ def load_documents(
         f"pass --seq {min(shortest)} or more (in train.evaluate: --length)"
       )
     raise ValueError(
-      f"chat: found no tokens to learn in {', '.join(map(str, paths))}: "
+      f"chat: found no target tokens in {', '.join(map(str, paths))}: "
       f"{counts.describe()}; {remedy}"
     )
   found = None
@@ -198,7 +198,7 @@ class _Document(NamedTuple):
 
   tokens: np.ndarray
   mask: np.ndarray
-  ends: list[int]  # Where the parts to learn end.
+  ends: list[int]  # Where the target spans end.
   images: "Sequence[RowImage]"
 
   def cut(self, size: int) -> "_Document":

@@ -28,7 +28,7 @@ class PackedRows:
   documents: Documents
   members: list[tuple[int, ...]]  # The document numbers of each row.
   seq: int  # Tokens that a model reads; rows have one more.
-  images: int = 0  # Room for images in each row; 0 if all is text.
+  images: int = 0  # Room for images in each row; 0 for text only.
 
   def __len__(self) -> int:
     return len(self.members)

@@ -130,7 +130,7 @@ def _limit(request: dict[str, Any], size: int) -> None:
   ):
     hard = resource.getrlimit(kind)[1]
     soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
-    with contextlib.suppress(ValueError, OSError):  # macOS lacks some.
+    with contextlib.suppress(ValueError, OSError):  # macOS supports only some.
       resource.setrlimit(kind, (soft, hard))
 
 

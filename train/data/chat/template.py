@@ -86,7 +86,7 @@ class ChatTemplate:
     return cls(source, read_special_tokens(folder), named.get("tool_use"))
 
   def has_generation(self, tools: list | None) -> bool:
-    """Whether {% generation %} marks what the assistant writes."""
+    """Returns whether {% generation %} marks what the assistant writes."""
     return bool(_GENERATION.search(self._choose(tools)))
 
   def generated(
