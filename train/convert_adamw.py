@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 
 from coat_jax import scale_by_coat_adam
 from coat_jax.optimizer import from_plain_state, to_plain_state
+from coat_jax.optimizer.masks import leaf_paths
 from train import step as steps
 from train import weights
 from train.config import TrainConfig
@@ -115,5 +116,4 @@ def _read_adamw(
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-  leaves = zip(steps.leaf_names(tree), jax.tree.leaves(tree), strict=True)
-  return {name: leaf.shape for name, leaf in leaves}
+  return {path: leaf.shape for path, leaf in leaf_paths(tree)}

@@ -32,6 +32,7 @@ from coat_jax.optimizer import (
   sharding,
 )
 from coat_jax.optimizer.clipping import ClipState
+from coat_jax.optimizer.masks import leaf_paths
 from coat_jax.optimizer.state import FusedState
 from train import weights
 from train.config import TrainConfig
@@ -323,5 +324,4 @@ def compile_on(
 
 def leaf_names(tree) -> list[str]:
   """Returns the leaves' names, such as `layers/mlp/gate`, in tree order."""
-  paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-  return [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]
+  return [path for path, _ in leaf_paths(tree)]

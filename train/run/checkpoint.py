@@ -36,7 +36,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import args
 
 from train.run import checksums, processes
-from train.run.writing import SaveError, describe, join_writers, quietly
+from train.run.writing import SaveError, describe_error, join_writers, quietly
 from train.step import TrainState
 
 
@@ -133,7 +133,7 @@ class Checkpoints:
       then = f"and pass --resume, which continues from {self.path / str(last)}"
     raise SaveError(
       f"save: could not write a checkpoint in {self.path}: "
-      f"{describe(error)}; free some disk space {then}"
+      f"{describe_error(error)}; free some disk space {then}"
     ) from error
 
   def _is_in_place(self) -> bool:
@@ -221,7 +221,7 @@ def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
   except Exception as error:  # Orbax and TensorStore raise many types.
     raise ValueError(
       f"resume: could not read this run's state from the checkpoint "
-      f"{path / str(step)}: {describe(error)}; pass the options that it was "
+      f"{path / str(step)}: {describe_error(error)}; pass the options that it was "
       "trained with"
     ) from error
   return abstract._replace(

@@ -46,12 +46,12 @@ def save_errors(path: Path) -> Iterator[None]:
 
 def _failure(path: Path, error: Exception) -> SaveError:
   return SaveError(
-    f"save: could not write {path}: {describe(error)}; free some disk space, "
+    f"save: could not write {path}: {describe_error(error)}; free some disk space, "
     "or pass a folder on another disk"
   )
 
 
-def describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
   return f"{type(error).__name__} ({first_line(error, most=1000)})"
 
 
