@@ -221,8 +221,8 @@ def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
   except Exception as error:  # Orbax and TensorStore raise many types.
     raise ValueError(
       f"resume: could not read this run's state from the checkpoint "
-      f"{path / str(step)}: {describe_error(error)}; pass the options that it was "
-      "trained with"
+      f"{path / str(step)}: {describe_error(error)}; pass the options that it "
+      "was trained with"
     ) from error
   return abstract._replace(
     step=jax.device_put(np.int32(step), abstract.step.sharding),

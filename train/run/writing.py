@@ -46,12 +46,13 @@ def save_errors(path: Path) -> Iterator[None]:
 
 def _failure(path: Path, error: Exception) -> SaveError:
   return SaveError(
-    f"save: could not write {path}: {describe_error(error)}; free some disk space, "
-    "or pass a folder on another disk"
+    f"save: could not write {path}: {describe_error(error)}; free some disk "
+    "space, or pass a folder on another disk"
   )
 
 
 def describe_error(error: Exception) -> str:
+  """Describes an error by its type and the first line of its message."""
   return f"{type(error).__name__} ({first_line(error, most=1000)})"
 
 
