@@ -74,21 +74,23 @@ class TrainConfig:
       only for comparisons.
     residuals: What layers save for the backward pass, with recipes coat,
       fp8_block and int8; minimal saves less and recomputes more.
-    attention: The format in which these recipes save q, k and v; bf16 is
-      recommended.
-    activation_group_size: How many saved activations share a scale, with these
-      recipes.
+    attention: The format in which q, k and v are saved, with recipes coat,
+      fp8_block and int8; bf16 is recommended.
+    activation_group_size: How many saved activations share a scale, with
+      recipes coat, fp8_block and int8.
     experts: Format of the operands of the experts' matmuls, with recipe coat;
       fp8 is slow without a Hopper GPU.
-    weight_cache: What is computed from weights once per step, with FP8 recipes.
+    weight_cache: What to compute from the weights once per step, with FP8
+      recipes: nothing, their scales, or their codes too.
     evaluation: Evaluate in the recipe of training (same) or in bf16, with FP8
       recipes.
     compute: The dtype of activations, with recipe bf16; float32 shows the
       effect of rounding.
     remat: What jax.checkpoint saves for each layer; the backward pass
-      recomputes the rest. none saves what the recipe saves; dots, the results
-      of matmuls; full, only the layer's input; fp8 (recipe coat), the inputs of
-      both norms in FP8; fp8_layer, the layer's input rounded to FP8.
+      recomputes the rest. none saves what the recipe saves. dots saves the
+      results of matmuls. full saves only the layer's input. fp8 (recipe coat)
+      saves the inputs of both norms in FP8. fp8_layer saves the layer's input
+      rounded to FP8.
     params: How weights are stored. bfloat16 rounds stochastically;
       bfloat16_low8 adds 8 bits to each weight. Norms and biases are always f32.
     implementation: auto uses GPU kernels if there is a GPU; xla never does.

@@ -90,8 +90,9 @@ class FinetuneConfig(TrainConfig):
       chat template.
     data: Conversations to learn from.
     trained: With a LLaVA, which parts are trained. projector (the first stage)
-      trains only the projector; decoder (the second stage), the decoder too;
-      all, the vision tower too. Other parts need no gradients and no moments.
+      trains only the projector. decoder (the second stage) also trains the
+      decoder. all also trains the vision tower. Parts that are not trained need
+      no gradients and no moments.
     steps: Number of optimizer steps of the whole run; 0 uses epochs.
     epochs: How often to learn from each conversation, instead of steps.
     samples: How many held-out prompts each evaluation answers, for a person to

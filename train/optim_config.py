@@ -62,9 +62,9 @@ class OptimConfig:
       and embeddings.
     grad_clip: Largest global norm of the gradients.
     clip: How gradients are clipped. global clips the norm of all gradients.
-      The others clip each layer of each parameter separately: share, to its
-      share of grad_clip in the previous step; adaptive, to the running mean of
-      its norms.
+      share and adaptive clip each layer of each parameter separately: share
+      limits it to its share of grad_clip in the previous step, and adaptive
+      limits it to the running mean of its norms.
 
   Raises:
     ValueError: a value outside its range, or one that the codec refuses.
