@@ -81,7 +81,7 @@ class ExportHF:
   out: Annotated[Path, arg(metavar="DIR")]
   dtype: Annotated[
     convert_hf.Dtype | None,
-    shown("default: that of the checkpoint it began with, or of its weights"),
+    shown("default: the initial checkpoint's, or that of the run's weights"),
   ] = None
 
   def convert(self, out: Path) -> str:

@@ -70,7 +70,7 @@ class EvaluateConfig:
     images: Folder that image names in conversations are relative to.
     template: Name of a chat template to use.
     max_tokens: Maximum number of tokens in an answer.
-    beside: A second model to ask the same questions.
+    beside: A second model that answers the same questions.
     page: An HTML file to write, with questions, images and answers.
     limit: Stop after this many documents of each text, examples of each task,
       and conversations.

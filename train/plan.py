@@ -105,7 +105,7 @@ class PlanConfig:
   """Plans the memory of a training run on each GPU, without running it.
 
   Attributes:
-    preset: The run. Each column of the table replaces its recipe.
+    preset: The run to plan. Each column of the table replaces its recipe.
     hbm: Memory of a GPU, such as 80, 80GB or 74.5GiB.
     gpus: Search for the fastest settings that fit on this number of GPUs
       (fsdp): recipe, weights, remat, batch, and whether to step in the backward
@@ -119,15 +119,15 @@ class PlanConfig:
       any means float32; with --gpus, it tries every way.
     remat: What is recomputed, as in train.pretrain. any means none; with
       --gpus, it tries every way.
-    attention: How attention is saved, as in train.pretrain.
-    weight_cache: What is cached of weights, as in train.pretrain.
+    attention: The format in which q, k and v are saved, as in train.pretrain.
+    weight_cache: What to compute from the weights once, as in train.pretrain.
     grad_reduce: Dtype in which GPUs sum gradients, as in train.pretrain.
-    optimizer: The optimizer, as --optim.optimizer of train.pretrain. Speeds are
-      estimated for AdamW.
-    codec: Codec of the moments in the columns of COAT, as --optim.codec.
-    group_size: Moments that share a scale, as --optim.group-size.
-    init_from: Folder of a Hugging Face checkpoint, or of a run that began with
-      one, whose model's shape is planned. It may be a LLaVA.
+    optimizer: The optimizer, as in --optim.optimizer of train.pretrain. Speeds
+      are estimated for AdamW.
+    codec: Codec of the moments in the columns of COAT, as in --optim.codec.
+    group_size: How many moments share a scale, as in --optim.group-size.
+    init_from: Folder of a Hugging Face checkpoint, or of a run that started
+      from one. Its model's shape, which may be a LLaVA's, is planned.
     trained: Which parts of a LLaVA are trained, as in train.finetune.
     images_each: Number of images that a sequence of a LLaVA has room for.
       train.finetune finds this number in its data.
