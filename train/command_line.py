@@ -97,12 +97,10 @@ def plain_errors() -> Iterator[None]:
 
 
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
-  """Returns the error that was shown as one line, if a dataclass raised it.
-
-  tyro exits while it handles that error, which it may have wrapped in others.
-  The `arg` of an outer error is a string that names a part of the
-  configuration, or an option whose value could not be parsed.
-  """
+  """Returns the error that was shown as one line, if a dataclass raised it."""
+  # tyro exits while it handles that error, which it may have wrapped in others.
+  # The `arg` of an outer error is a string that names a part of the
+  # configuration, or an option whose value could not be parsed.
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:
     if not isinstance(arg, str):

@@ -52,11 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _for_optimizer(
   words: Sequence[str],
 ) -> Callable[[TrainConfig], TrainConfig]:
-  """Makes the function that adapts a preset to the command line's optimizer.
-
-  A preset may set options that this optimizer does not accept. tyro would
-  refuse them as if the user had passed them, so we reset them.
-  """
+  """Makes the function that adapts a preset to the command line's optimizer."""
+  # A preset may set options that this optimizer does not accept. tyro would
+  # refuse them as if the user had passed them, so we reset them.
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   parser.add_argument("--optim.optimizer", dest="optimizer", nargs="?")
   optimizer = parser.parse_known_args(words)[0].optimizer

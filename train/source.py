@@ -154,10 +154,8 @@ def _restore(
 def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
-  """Opens the tokenizer of a run's data, or of its initial checkpoint.
-
-  The second is used if the data are token ids, or if the run has no step yet.
-  """
+  """Opens the tokenizer of a run's data, or of its initial checkpoint."""
+  # The second is used if the data are token ids, or if the run has no step yet.
   data = config.data
   is_kept = data.dtype != "text" or (not done and data.tokenizer is None)
   if tokenizer is None and is_kept and has_tokenizer(run.source):

@@ -173,10 +173,8 @@ class DecoderLM(TemplateLM):
     return [self._cut(tokens, until) for tokens in added.tokens[: len(kept)]]
 
   def _stop_tokens(self, until: tuple[str, ...]) -> tuple[int, ...]:
-    """Lists the tokens that contain a stop string, or end any text.
-
-    A stop string of several tokens is cut off after generation, by `_cut`.
-    """
+    """Lists the tokens that contain a stop string, or end any text."""
+    # `_cut` removes a stop string of several tokens after generation.
     if until not in self._stops:
       ids = range(self._model.config.vocab_size)
       ends = [end for end in until if end]

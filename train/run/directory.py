@@ -219,10 +219,7 @@ class RunDirectory:
     self._unlock()
 
   def _own_files(self) -> list[Path]:
-    """Lists the run's files, relative to the folder; config.json is last.
-
-    So the folder counts as a run until all of them are moved or removed.
-    """
+    """Lists the run's files, relative to the folder."""
     own = [self.path / name for name in _CONTENTS]
     saved = list(self.checkpoints.glob("*"))
     if self.checkpoints.is_symlink() or not saved:
@@ -231,6 +228,7 @@ class RunDirectory:
       own += [item for item in saved if _CHECKPOINT.fullmatch(item.name)]
     for twin in self.twins():
       own += [twin.path / name for name in twin._own_files()]
+    # This is last, so that the folder counts as a run until all files are gone.
     own.append(self.config)
     return [
       item.relative_to(self.path) for item in own if os.path.lexists(item)
