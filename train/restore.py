@@ -88,7 +88,7 @@ def _stored_anew(
 
 
 def _abstract_optimizer(config: TrainConfig, params: Any):
-  """Builds an abstract state of the optimizer, sharded as its parameters are."""
+  """Builds the optimizer's abstract state, sharded as its parameters are."""
   init, params = steps.build_optimizer(config).init, trained(config, params)
   if jax.tree.leaves(params)[0].sharding is None:
     return jax.eval_shape(init, params)
