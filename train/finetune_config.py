@@ -18,7 +18,7 @@ rates of 1e-5 and 2e-6, docs/optimizer.md.) The reasons for other defaults are:
 """
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Fixed, OmitArgPrefixes, Positional, Suppress, arg
@@ -55,10 +55,6 @@ class ChatData:
     skip_bad: Leave out rows that cannot be learned from, and count them.
     images: With a LLaVA, the folder that image names are relative to.
   """
-
-  # Stand-ins for fields of `DataConfig`: ids come from the run's tokenizer.
-  dtype: ClassVar[str] = "chat"
-  tokenizer: ClassVar[None] = None
 
   files: Annotated[
     tuple[str, ...], shown("required", name="data", metavar="FILES")

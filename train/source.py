@@ -31,7 +31,14 @@ from coat_jax.models.hf.keys import CONFIG, LONGEST
 from train import step as steps
 from train import weights
 from train.config import TrainConfig
-from train.data.text import FolderText, Text, has_tokenizer, open_text
+from train.data.text import (
+  FolderText,
+  Text,
+  TokenizerText,
+  has_tokenizer,
+  open_text,
+)
+from train.data.tokens import DataConfig
 from train.run.checkpoint import restore_state
 from train.run.directory import RunDirectory
 from train.run.exits import say
@@ -155,12 +162,16 @@ def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
   """Opens the tokenizer of a run's data, or of its initial checkpoint."""
-  # The second is used if the data are token ids, or if the run has no step yet.
+  # The second is used if the data are token ids or conversations, or if the run
+  # has no step yet.
   data = config.data
-  is_kept = data.dtype != "text" or (not done and data.tokenizer is None)
-  if tokenizer is None and is_kept and has_tokenizer(run.source):
-    return FolderText(run.source)
-  return open_text(data, tokenizer)
+  if isinstance(data, DataConfig):
+    is_kept = data.dtype != "text" or (not done and data.tokenizer is None)
+    if tokenizer is not None or not (is_kept and has_tokenizer(run.source)):
+      return open_text(data, tokenizer)
+  elif tokenizer is not None:
+    return TokenizerText(tokenizer)
+  return FolderText(run.source)
 
 
 def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
