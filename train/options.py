@@ -84,7 +84,7 @@ def read_path(option: str, path: str | Path) -> Path:
   """Reads a path that may begin with ~ or ~user."""
   if not str(path).strip():
     raise ValueError(
-      f"{option}: a path is needed, got {str(path)!r}; name a file or a folder"
+      f"{option}: expected a path, got {str(path)!r}; name a file or a folder"
     )
   try:
     return Path(path).expanduser()
@@ -104,7 +104,7 @@ def read_profile(text: str) -> tuple[int, int]:
   is_number = [x.isascii() and x.isdigit() and len(x) < 10 for x in numbers]
   if not all(is_number) or not int(count):
     raise ValueError(
-      "profile: steps to trace are written as 5, or as 5:100 for five after "
-      f"the first hundred, got {text[:40]!r}"
+      "profile: expected steps to trace such as 5, or 5:100 for five steps "
+      f"after the first hundred, got {text[:40]!r}"
     )
   return int(numbers[0]), int(numbers[1])

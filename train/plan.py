@@ -237,7 +237,7 @@ def read_bytes(text: str) -> int:
       if 0 < float(number) <= _LARGEST_HBM:
         return round(float(number) * size)
   raise ValueError(
-    "hbm: memory is written as 80GB or 74.5GiB, above 0 and at most "
+    "hbm: expected memory such as 80GB or 74.5GiB, above 0 and at most "
     f"{_LARGEST_HBM}GB, got {text[:40]!r}"
   )
 

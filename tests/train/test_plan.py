@@ -172,7 +172,7 @@ def test_table_says_what_fits(capsys, hbm, fits):
   "options, said",
   [
     (["llama9"], "invalid choice 'llama9'"),
-    (["demo", "--hbm", "80MB"], "memory is written as 80GB"),
+    (["demo", "--hbm", "80MB"], "expected memory such as 80GB"),
     (["demo", "--codec", "caot"], "did you mean 'coat'?"),
     (["demo", "--mesh", "fsdp=3"], "fsdp must divide d_model"),
     (["demo", "--mesh", "fsdp=4", "--batch", "3"], "4 would fit"),
