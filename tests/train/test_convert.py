@@ -53,7 +53,7 @@ def test_run_resumes_with_another_codec_when_asked(finished, halfway, capsys):
   options = dict(recipe="bf16", optim__codec="log8", eval_every=8)
   assert run(halfway, "--resume", **options) == 2
   errors = capsys.readouterr().err
-  assert "got optim.codec: float32 -> log8; pass --convert-state to" in errors
+  assert "optim.codec: float32 -> log8; pass --convert-state to" in errors
   assert run(halfway, "--resume", "--convert-state", **options) == 0
   errors = capsys.readouterr().err
   assert "resumed at step 4" in errors
