@@ -6,7 +6,7 @@
   loop           the training loop of pretrain, finetune and vit
   step, update   one training step; objective defines losses
   config         the options of a run, with optim_config, finetune_config,
-                 vit_config and presets; options, combinations and mesh check it
+                 vit_config and presets; options and mesh check it
   source         opens the model of a run, or a Hugging Face checkpoint
   restore        reads a checkpoint of a run that is resumed
   data/          turns files into batches
@@ -15,8 +15,8 @@
   watch          looks for early signs that low precision is about to hurt
 
 A program of your own needs `step`, `update`, `objective`, `weights`,
-`optimizers`, `config`, `optim_config`, `finetune_config`, `combinations`,
-`options`, `mesh`, `presets` and `data`. This one trains on one device:
+`optimizers`, `config`, `optim_config`, `finetune_config`, `options`, `mesh`,
+`presets` and `data`. This one trains on one device:
 
 ```python
 import jax
@@ -54,14 +54,14 @@ COMMANDS = (
 def check_command(line: list[str]) -> None:
   """Ends `python -m train.NAME` with status 2 if NAME is not a command.
 
-  Otherwise Python would print nothing, and the command would seem to work.
+  Otherwise Python would print nothing, as if the command had succeeded.
   """
   _, _, rest = " ".join(line).partition(" -m ")
   name = rest.split(" ")[0]
   commands = [f"train.{command}" for command in COMMANDS]
   if name.split(".")[0] == "train" and name not in commands:
     print(
-      f"error: {name} is no command, got python -m {name}; pass one of "
+      f"error: {name} is not a command; the commands are "
       f"{', '.join(commands)}, each with --help",
       file=sys.stderr,
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads command lines, and prints their errors in terms of options.
+"""Reads command lines, and prints their errors as plain sentences.
 
 A dataclass checks its values when it is created. Its messages begin with its
 name, which means nothing to users of a command, and tyro would print them in a
-box, under yet another name.
+box under another name.
 """
 
 import contextlib
@@ -16,11 +16,9 @@ from typing import Any
 
 import tyro
 
-# Errors begin with names of dataclasses or of functions in coat_jax.
+# Errors may begin with the name of a dataclass or of a function in coat_jax.
 _OF_CLASS = re.compile(r"[A-Z]\w*(?:Config|Data): ")
 _OF_FUNCTION = re.compile(r"^(?:load|save)_hf: ")
-# How tyro abbreviates the options in a usage line.
-_OPTIONS = re.compile(r"\[(?:\S+ )?OPTIONS\]")
 
 
 def times_given(option: str, words: Sequence[str]) -> int:
@@ -33,48 +31,21 @@ def read_options(
   kind: Any,
   command: str,
   words: Sequence[str] | None,
-  *,
   description: str | None = None,
-  required: str = "",
 ) -> Any:
-  """Reads the options of `python -m train.COMMAND` into a dataclass.
-
-  `required` names the options that the usage line of `--help` shows before
-  [OPTIONS]. tyro itself would write only that word.
-  """
-  held = _Held(sys.stdout)
-  try:
-    with plain_errors(), contextlib.redirect_stdout(held):
-      return tyro.cli(
-        kind,
-        args=words,
-        prog=f"python -m train.{command}",
-        description=description,
-        config=(tyro.conf.AvoidSubcommands,),
-      )
-  finally:
-    usage, end, rest = held.getvalue().partition("\n")
-    usage = _OPTIONS.sub(lambda found: f"{required} {found[0]}".strip(), usage)
-    sys.stdout.write(usage + end + rest)
-
-
-class _Held(io.StringIO):
-  """Collects text that tyro formats for `stream`, which may be a terminal."""
-
-  def __init__(self, stream: Any):
-    super().__init__()
-    self._stream = stream
-
-  @property
-  def encoding(self):  # pyright: ignore[reportIncompatibleVariableOverride]
-    return self._stream.encoding
-
-  def isatty(self):
-    return self._stream.isatty()
+  """Reads the options of `python -m train.COMMAND` into a dataclass."""
+  with plain_errors():
+    return tyro.cli(
+      kind,
+      args=words,
+      prog=f"python -m train.{command}",
+      description=description,
+      config=(tyro.conf.AvoidSubcommands,),
+    )
 
 
 def check_compare(config: Any, words: Sequence[str]) -> None:
-  """Checks that a given --compare-seeds comes with --compare."""
+  """Checks that --compare-seeds is given only with --compare."""
   if times_given("compare_seeds", words) and not config.compare:
     raise ValueError(
       "compare-seeds applies to --compare, got none; pass it too, or leave "
@@ -126,12 +97,10 @@ def plain_errors() -> Iterator[None]:
 
 
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
-  """Returns the sentence of the error that was shown, if a dataclass raised it.
-
-  tyro exits while it handles that error, which it may have wrapped in another
-  one. The `arg` of the outer error names the part of the configuration, or is
-  an option whose value is not a number.
-  """
+  """Returns the error that was shown as one line, if a dataclass raised it."""
+  # tyro exits while it handles that error, which it may have wrapped in others.
+  # The `arg` of an outer error is a string that names a part of the
+  # configuration, or an option whose value could not be parsed.
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:
     if not isinstance(arg, str):

@@ -2,9 +2,9 @@
 """The configuration of a run; `presets` contains published settings.
 
 `python -m train.pretrain PRESET` reads a `TrainConfig` from the command line.
-Options of the run have no prefix (`--steps 100`), options of a part begin with
+Options of the run have no prefix (`--steps 100`); options of a part begin with
 its name (`--optim.codec log8`). An option that the chosen recipe or codec would
-ignore is an error.
+ignore raises an error.
 
 Annotations from `coat_jax.models.ranges` limit the values of numbers, and
 `train.options` defines what a resumed run may change.
@@ -27,7 +27,6 @@ from coat_jax.numerics.recipes import (
   Residuals,
   WeightCache,
 )
-from train.combinations import check_combinations
 from train.data.tokens import DataConfig
 from train.mesh import check_fits, parse_mesh
 from train.optim_config import OptimConfig, options_of_codecs
@@ -35,12 +34,12 @@ from train.options import (
   Flag,
   check_unused,
   converted,
-  defaults,
   fixed,
   read_profile,
   shown,
   silent,
   type_of,
+  unused,
 )
 from train.weights import Stored
 
@@ -71,30 +70,32 @@ class TrainConfig:
     init_from: A Hugging Face checkpoint, or a run that started from one. The
       run starts with its weights, and its shape replaces the preset's; see
       docs/models.md.
-    recipe: What the layers compute and save for the backward pass in FP8; int8
-      is only for comparisons.
+    recipe: The formats of the layers' matmuls and saved activations; int8 is
+      only for comparisons.
     residuals: What layers save for the backward pass, with recipes coat,
       fp8_block and int8; minimal saves less and recomputes more.
-    attention: How q, k and v are saved, with the same recipes; bf16 is
-      recommended.
-    activation_group_size: How many activations share a scale, with the same
-      recipes.
-    experts: Format of the operands of experts' products, with recipe coat; fp8
-      is slow without a Hopper GPU.
-    weight_cache: What is computed from weights once per step, with FP8 recipes.
+    attention: The format in which q, k and v are saved, with recipes coat,
+      fp8_block and int8; bf16 is recommended.
+    activation_group_size: How many saved activations share a scale, with
+      recipes coat, fp8_block and int8.
+    experts: Format of the operands of the experts' matmuls, with recipe coat;
+      fp8 is slow without a Hopper GPU.
+    weight_cache: What to compute from the weights once per step, with FP8
+      recipes: nothing, their scales, or their codes too.
     evaluation: Evaluate in the recipe of training (same) or in bf16, with FP8
       recipes.
     compute: The dtype of activations, with recipe bf16; float32 shows the
       effect of rounding.
-    remat: What jax.checkpoint saves of a layer; the backward pass recomputes
-      the rest. none saves what the recipe saves, dots the results of matmuls,
-      full only the layer's input, fp8 (recipe coat) the inputs of both norms in
-      FP8, fp8_layer the layer's input rounded to FP8.
+    remat: What jax.checkpoint saves for each layer; the backward pass
+      recomputes the rest. none saves what the recipe saves. dots saves the
+      results of matmuls. full saves only the layer's input. fp8 (recipe coat)
+      saves the inputs of both norms in FP8. fp8_layer saves the layer's input
+      rounded to FP8.
     params: How weights are stored. bfloat16 rounds stochastically;
       bfloat16_low8 adds 8 bits to each weight. Norms and biases are always f32.
     implementation: auto uses GPU kernels if there is a GPU; xla never does.
     optim: The optimizer and the learning rate.
-    steps: Optimizer steps of the whole run.
+    steps: Number of optimizer steps of the whole run.
     accumulate: Microbatches per step. They go through the model one after
       another and their gradients are added, which needs less memory.
     grad_accumulate: The dtype in which microbatches' gradients of bfloat16
@@ -117,11 +118,11 @@ class TrainConfig:
     compare: Also train a twin with BF16 layers and f32 moments, and compare.
     compare_seeds: How many twins to train, each with another seed; the table
       shows their spread.
-    report_state: Report at each evaluation how well the moments fit their
-      codes. This stores f32 moments too (8 bytes per parameter).
+    report_state: Report the error of the stored moments at each evaluation.
+      This stores f32 moments too (8 bytes per parameter).
     watch: Steps between checks for early signs that low precision hurts, such
-      as outliers and lost codes; see `train.watch`. 0 for none; 100 is enough
-      and costs 0.3 % of the time.
+      as outliers and lost codes; see `train.watch`. 0 turns the checks off; 100
+      is often enough and costs 0.3 % of the time.
     tensorboard: Also write metrics to TensorBoard event files.
     wandb: Also write metrics to Weights & Biases, which reads WANDB_PROJECT and
       its other environment variables.
@@ -184,7 +185,7 @@ class TrainConfig:
       self.check_mesh()
     check_unused(self, "recipe", _RECIPES)
     check_remat(self.remat, self.coat_recipe())
-    check_combinations(self)
+    _check_combinations(self)
     self._check_steps()
 
   def check_mesh(self):
@@ -228,20 +229,18 @@ class TrainConfig:
     return dataclasses.replace(recipe, axes=axes)
 
   def with_f32_moments(self, recipe: str) -> Self:
-    """Returns the run with this recipe, all else in f32, and no twin.
+    """Returns the run with another recipe, f32 weights and moments, no twin.
 
-    Options that the recipe does not accept get their defaults. If remat keeps
-    inputs in FP8, it becomes full, which keeps them in BF16.
+    Options that the recipe does not accept get their defaults. If remat saves
+    inputs in FP8, it becomes full, which saves them in BF16.
     """
-    unused = defaults(self, _RECIPES)
-    for name in _RECIPES[recipe]:
-      unused.pop(name)
+    reset = unused(self, _RECIPES, recipe)
     if self.remat in ("fp8", "fp8_layer"):
-      unused["remat"] = "full"
+      reset["remat"] = "full"
     optim = dataclasses.replace(
       self.optim,
       codec="float32",
-      **defaults(self.optim, options_of_codecs()),
+      **unused(self.optim, options_of_codecs(), "float32"),
     )
     return dataclasses.replace(
       self,
@@ -250,7 +249,7 @@ class TrainConfig:
       params="float32",
       grad_accumulate="float32",
       compare=None,
-      **unused,
+      **reset,
     )
 
   def bf16_twin(self, *, seed: int, out: str) -> Self:
@@ -263,6 +262,88 @@ class TrainConfig:
       convert_state=False,
       report_state=False,
     )
+
+
+def _check_combinations(config: TrainConfig) -> None:
+  """Raises ValueError if options of a `TrainConfig` exclude each other."""
+  for name in ("grad_reduce", "distributed"):
+    if not config.mesh and getattr(config, name) != getattr(type(config), name):
+      raise ValueError(
+        f"TrainConfig: {name} applies to a run on a mesh, got no mesh; pass "
+        f"--mesh (fsdp=8 for eight devices), or leave {name} out"
+      )
+  if config.grad_accumulate != "float32" and (
+    config.accumulate == 1 or config.params == "float32"
+  ):
+    raise ValueError(
+      "TrainConfig: grad_accumulate applies to microbatches of a run with "
+      f"bfloat16 weights, got accumulate {config.accumulate} and params "
+      f"{config.params}; leave it out, or change these two"
+    )
+  if config.resume and config.overwrite:
+    raise ValueError(
+      "TrainConfig: resume and overwrite exclude each other; pass resume to "
+      "continue the run, or overwrite to replace it"
+    )
+  if config.convert_state and not config.resume:
+    raise ValueError(
+      "TrainConfig: convert_state applies to a resumed run, got resume False; "
+      "pass resume too, or leave convert_state out"
+    )
+  twin = ("bf16", "bfloat16", "float32", "float32")
+  own = (config.recipe, config.compute, config.optim.codec, config.params)
+  if config.compare and own == twin and config.remat != "fp8_layer":
+    raise ValueError(
+      "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
+      "recipe bf16 with codec float32 and params float32; change one of them"
+    )
+  _check_optimizer(config)
+  if config.optimizer_in_backward:
+    _check_in_backward(config)
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+  """Raises ValueError if the run's optimizer does not support an option."""
+  adamw, both = ("coat_adamw",), ("coat_adamw", "coat_lion")
+  needs = {
+    "optimizer_in_backward": (config.optimizer_in_backward, both),
+    "params bfloat16_low8": (config.params == "bfloat16_low8", both),
+    "report_state": (config.report_state, adamw),
+    "convert_state": (config.convert_state, adamw),
+  }
+  for option, (is_set, optimizers) in needs.items():
+    if is_set and config.optim.optimizer not in optimizers:
+      raise ValueError(
+        f"TrainConfig: {option} needs optim.optimizer "
+        f"{' or '.join(optimizers)}, got {config.optim.optimizer}; leave one "
+        "of them out"
+      )
+
+
+def _check_in_backward(config: TrainConfig) -> None:
+  """Raises ValueError if an option needs all gradients at once."""
+  impossible = {
+    f"accumulate {config.accumulate}": (
+      config.accumulate > 1,
+      "each microbatch would be a step of its own; lower batch, or raise "
+      "optim.b2 with more and smaller steps",
+    ),
+    "optim.clip global": (
+      config.optim.clip == "global",
+      "the global norm is known only after the last gradient; pass "
+      "--optim.clip share",
+    ),
+    "report_state": (
+      config.report_state,
+      "its exact moments need all gradients; pass --no-report-state",
+    ),
+  }
+  for option, (is_set, reason) in impossible.items():
+    if is_set:
+      raise ValueError(
+        "TrainConfig: optimizer_in_backward uses each gradient as soon as it "
+        f"exists, got {option}: {reason}"
+      )
 
 
 def resume_rule(name: str, kind: type = TrainConfig) -> str:

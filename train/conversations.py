@@ -10,6 +10,7 @@ answer.
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,31 +20,32 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from coat_jax.models import VisionLanguageModel, generate
+from coat_jax.models import generate
 from coat_jax.models.vision_language import VisionLanguageConfig
 from train import pretrained
-from train.data.batches import count_steps
 from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder
 from train.data.chat.packing import PackedRows, pack
 from train.data.chat.template import ChatTemplate
-from train.data.folder import write_stop_tokens
-from train.data.text import Text, TokenizerText
+from train.data.text import Text, TokenizerText, write_stop_tokens
 from train.finetune_config import FinetuneConfig
 from train.options import read_path
 from train.run.data import RunData
 from train.run.directory import RunDirectory
 from train.run.exits import say
 from train.run.metrics import MetricsLog
+from train.source import decoder_of
 
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
-# How many characters to print: the last ones of a prompt, and of an answer.
+# How many characters to print of a prompt's end, and of an answer's beginning.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 # Each thread reads the images of one batch.
 _THREADS = 8
+# How often a run without --steps and --epochs learns from each conversation.
+_EPOCHS = 3
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
@@ -51,8 +53,8 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
   folder, data = pretrained.source_of(config), config.data
   if folder is None:
     raise ValueError(
-      "finetune: needs a Hugging Face folder to begin with, got none; name it "
-      "first"
+      "finetune: expected a Hugging Face folder to start from, got none; name "
+      "it first"
     )
   template = ChatTemplate.load(folder, data.template)
   text, images = config.model, None
@@ -86,9 +88,8 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
     text=TokenizerText(str(folder / TOKENIZER)),
     template=template if data.template else None,
   )
-  steps = config.steps or count_steps(
-    own, batch_size=config.batch, epochs=config.epochs
-  )
+  epochs = config.epochs or _EPOCHS
+  steps = config.steps or math.ceil(len(own) * epochs / config.batch)
   room = f" and {own.images} images" if own.images else ""
   say(
     f"{config.out}: {documents.counts.describe()}; {len(own)} sequences of "
@@ -96,7 +97,7 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
     f"{len(held_out)} held out; {steps} steps are "
     f"{steps * config.batch / len(own):.3g} epochs"
   )
-  return dataclasses.replace(config, steps=steps), found
+  return dataclasses.replace(config, steps=steps, epochs=None), found
 
 
 def open_images(
@@ -107,25 +108,25 @@ def open_images(
   if source is not None and not source.is_dir():
     # With --skip-bad, all rows with images would be skipped without an error.
     raise ValueError(
-      "images: must be the folder that names of images are relative to, got "
-      f"{source}, which is none; pass another --images, or leave it out if "
-      "images are next to their file of rows"
+      "images: expected the folder that image names are relative to, got "
+      f"{source}, which is not a folder; pass another --images, or leave it "
+      "out if the images are next to the file that names them"
     )
   try:
     from train.data.chat.images import ChatImages
     from train.data.images import Preprocessing
   except ImportError as error:
     raise ValueError(
-      f"images: Pillow reads images, got {error}; install coat_jax[vision]"
+      f"images: could not import Pillow ({error}); install coat_jax[vision]"
     ) from error
   preprocessing = Preprocessing.load(folder)
   size = shape.vision.image_size
   if preprocessing.shape != (size, size) or shape.vision.num_channels != 3:
     made = " x ".join(map(str, (3, *preprocessing.shape)))
     raise ValueError(
-      f"images: {folder} must make images of {shape.vision.num_channels} x "
-      f"{size} x {size}, as its vision tower takes them, got {made}; pass a "
-      "folder whose files belong together"
+      f"images: the vision tower of {folder} needs images of "
+      f"{shape.vision.num_channels} x {size} x {size}, but its preprocessing "
+      f"makes images of {made}; pass a folder whose files belong together"
     )
   return ChatImages(
     preprocessing,
@@ -159,9 +160,7 @@ class HeldOutSamples:
     """Opens the file."""
     self._prompts, self._text = prompts, text
     self._graph, self._mesh, self._most = graph, mesh, most
-    # Turns of the data may end with a token that is not a stop token yet.
-    ends = text.without_text(prompt.reference[-1] for prompt in prompts)
-    self._stops = sorted({*text.stop_tokens, *ends})
+    self._stops = text.stops_after(x.reference[-1] for x in prompts)
     self._log = MetricsLog(path, resumed_step=resumed_step)
 
   def write(self, step: int, params: Any) -> list[str]:
@@ -169,9 +168,8 @@ class HeldOutSamples:
     context = contextlib.nullcontext()
     if self._mesh is not None:
       context = jax.set_mesh(self._mesh)
-    model = nnx.merge(self._graph, params)
-    if isinstance(model, VisionLanguageModel):
-      model = model.decoder  # Prompts are text.
+    # Prompts are text, so the decoder answers them.
+    model = decoder_of(nnx.merge(self._graph, params))
     try:
       with context:
         found = generate(
@@ -225,8 +223,8 @@ class Conversations(RunData[FinetuneConfig]):
     prompts = [*itertools.islice(self._prompts(), config.samples)]
     if config.samples and not prompts:
       say(
-        f"{config.out}: no samples, because no held-out conversation has a "
-        "prompt of text alone"
+        f"{config.out}: no samples, because all held-out conversations have "
+        "images"
       )
     if not prompts:
       return None

@@ -81,7 +81,7 @@ class ExportHF:
   out: Annotated[Path, arg(metavar="DIR")]
   dtype: Annotated[
     convert_hf.Dtype | None,
-    shown("default: that of the checkpoint it began with, or of its weights"),
+    shown("default: the initial checkpoint's, or that of the run's weights"),
   ] = None
 
   def convert(self, out: Path) -> str:
@@ -108,7 +108,12 @@ class Import:
     return self.config.out
 
   def convert(self, _: Path) -> str:
-    step = type(self).make(read_path("source", self.source), self.config)
+    source = read_path("source", self.source)
+    if self.config.init_from:
+      raise ValueError(
+        f"import: weights come from {source}, got --init-from; leave it out"
+      )
+    step = type(self).make(source, self.config)
     return f"--resume continues from step {step}"
 
 

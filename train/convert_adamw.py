@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 
 from coat_jax import scale_by_coat_adam
 from coat_jax.optimizer import from_plain_state, to_plain_state
+from coat_jax.optimizer.masks import leaf_paths
 from train import step as steps
 from train import weights
 from train.config import TrainConfig
@@ -28,8 +29,7 @@ def export_adamw(run: Path, out: Path) -> int:
   if config.optim.optimizer != "coat_adamw":
     raise ValueError(
       "export: needs a run of optim.optimizer coat_adamw, got "
-      f"{config.optim.optimizer}; its weights without moments are written by "
-      "export-hf"
+      f"{config.optim.optimizer}; use export-hf to export its weights alone"
     )
   optimizer = steps.build_optimizer(config)
   abstract = steps.abstract_state(config, optimizer)
@@ -52,10 +52,6 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
     raise ValueError(
       "import: needs a run of optim.optimizer coat_adamw, got "
       f"{config.optim.optimizer}; leave --optim.optimizer out"
-    )
-  if config.init_from:
-    raise ValueError(
-      f"import: weights come from {source}, got --init-from; leave it out"
     )
 
   def make(abstract):
@@ -87,8 +83,8 @@ def _read_adamw(
     tree = checkpointer.restore(path, args=ocp.args.PyTreeRestore(None, how))
   except Exception as error:  # Orbax and TensorStore raise many kinds.
     raise ValueError(
-      f"import: {source} must be an Orbax checkpoint, got "
-      f"{type(error).__name__}; pass the folder that StandardCheckpointer wrote"
+      f"import: could not read {source} as an Orbax checkpoint "
+      f"({type(error).__name__}); pass a folder that StandardCheckpointer wrote"
     ) from error
 
   def is_adam(node: Any) -> bool:
@@ -98,8 +94,8 @@ def _read_adamw(
   states = [node for node in nodes if is_adam(node)]
   if len(states) != 1 or "params" not in tree:
     raise ValueError(
-      f"import: {source} must hold params and one state of Adam, got "
-      f"{', '.join(tree)} with {len(states)} of them; save "
+      f"import: expected params and one state of Adam in {source}, got "
+      f"{', '.join(tree)} with {len(states)} states of Adam; save "
       "{'params': params, 'opt_state': opt_state} of optax.adamw"
     )
   (state,) = states
@@ -109,9 +105,9 @@ def _read_adamw(
     others = [str(x) for x in sorted(want.items() ^ _shapes(part).items())]
     if others:
       raise ValueError(
-        f"import: {name} must be those of this model, got another "
+        f"import: {name} of the checkpoint and of the run's model differ in "
         f"{', '.join(others[:2])} ({len(others)} in all); pass the preset and "
-        "the options of the model"
+        "the options of the checkpoint's model"
       )
   found = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), found)
   count = jnp.int32(state["count"])
@@ -120,5 +116,4 @@ def _read_adamw(
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-  leaves = zip(steps.leaf_names(tree), jax.tree.leaves(tree), strict=True)
-  return {name: leaf.shape for name, leaf in leaves}
+  return {path: leaf.shape for path, leaf in leaf_paths(tree)}

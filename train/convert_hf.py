@@ -26,10 +26,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 def import_hf(source: Path, config: TrainConfig) -> int:
   """Turns a Hugging Face checkpoint into a run without any steps."""
-  if config.init_from:
-    raise ValueError(
-      f"import-hf: weights come from {source}, got --init-from; leave it out"
-    )
   config = dataclasses.replace(config, init_from=str(source.absolute()))
   config = pretrained.with_shape(config)
 
@@ -72,6 +68,6 @@ def _labels(source: Path) -> list[str] | None:
   if isinstance(found, list) and all(isinstance(x, str) for x in found):
     return found
   raise ValueError(
-    f"export-hf: {file} must be a JSON list of the classes' names, got other "
-    "text; repair it, or remove it to export without names"
+    f"export-hf: expected a JSON list of class names in {file}, got something "
+    "else; repair it, or remove it to export without names"
   )

@@ -38,12 +38,12 @@ from train.evaluation import page, report
 from train.evaluation.answers import Answers, ask, read_conversations
 from train.evaluation.documents import read_documents
 from train.evaluation.perplexity import Documents, perplexity
-from train.evaluation.scoring import decoder_of
 from train.evaluation.tasks import Tasks
 from train.options import read_path, shown
 from train.run.exits import exit_status, say
 from train.run.signals import Signals
-from train.source import Compute, Source, open_source
+from train.run.writing import check_out
+from train.source import Compute, Source, decoder_of, open_source
 
 # An option that may be given several times.
 _Repeated = UseAppendAction[tuple[str, ...]]
@@ -70,7 +70,7 @@ class EvaluateConfig:
     images: Folder that image names in conversations are relative to.
     template: Name of a chat template to use.
     max_tokens: Maximum number of tokens in an answer.
-    beside: A second model to ask the same questions.
+    beside: A second model that answers the same questions.
     page: An HTML file to write, with questions, images and answers.
     limit: Stop after this many documents of each text, examples of each task,
       and conversations.
@@ -151,7 +151,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     tasks = Tasks(config.task, folder or None)
   asked = _read_conversations(config, source)
   model = source.load()
-  decoder, length = decoder_of(model), _length(config, source)
+  decoder, length = decoder_of(model), source.length
   found: dict[str, Any] = {
     "model": source.name,
     "family": source.family,
@@ -193,17 +193,14 @@ def _path_of(option: str, path: str | None) -> Path | None:
   """Reads the path of a file to write, and checks that it can be written."""
   if path is None:
     return None
-  report.check_out(read := read_path(option, path), option)
+  check_out(f"evaluate: --{option}", read := read_path(option, path))
   return read
 
 
 def _open(config: EvaluateConfig, folder: str) -> Source:
   path = read_path("model", folder)
-  return open_source(path, config.tokenizer, config.compute)
-
-
-def _length(config: EvaluateConfig, source: Source) -> int:
-  return source.length if config.length is None else config.length
+  source = open_source(path, config.tokenizer, config.compute)
+  return source._replace(length=config.length or source.length)
 
 
 def _predict_texts(
@@ -249,7 +246,7 @@ def _read_conversations(
     return read_conversations(
       each,
       list(config.conversations),
-      length=_length(config, each),
+      length=each.length,
       tokenizer=config.tokenizer,
       template=config.template,
       images=images or None,
@@ -267,7 +264,7 @@ def _ask(
     model,
     source.text,
     documents,
-    length=_length(config, source),
+    length=source.length,
     max_tokens=config.max_tokens,
     batch=config.batch,
     limit=config.limit,

@@ -5,11 +5,11 @@
   python -m train.finetune DIR --data FILES --out RUN --resume
 
 DIR is a Hugging Face folder with weights, config.json, tokenizer.json and, for
-conversations, a chat template. It may also be a run that began with such a
-folder. FILES are JSON lines, or JSON arrays, of messages, ShareGPT's
-conversations, Alpaca's instructions, or prompts with completions. The loss
-covers what the assistant writes. If DIR is a LLaVA, rows may have images
-(`--images`), and `--trained` names the parts to train.
+conversations, a chat template. It may also be a run that started from such a
+folder. FILES contain JSON lines or JSON arrays. Their rows are messages,
+ShareGPT conversations, Alpaca instructions, or prompts with completions. The
+loss covers only what the assistant writes. If DIR is a LLaVA, rows may have
+images (`--images`), and `--trained` selects the parts to train.
 
 Options and exit status are the same as in `train.pretrain`. If a damaged image
 is noticed only when its batch is read, the status is 2 as well, and earlier
@@ -25,6 +25,11 @@ from train.conversations import load
 from train.finetune_config import FinetuneConfig
 from train.loop import run_command
 
+_DESCRIPTION = """\
+Fine-tunes a Hugging Face checkpoint on conversations.
+
+  python -m train.finetune DIR --data FILES --out RUN [options]"""
+
 
 def read(words: Sequence[str]) -> FinetuneConfig:
   """Reads the command line."""
@@ -34,18 +39,7 @@ def read(words: Sequence[str]) -> FinetuneConfig:
       "--data was given several times; name all files after one --data: "
       "--data a.jsonl b.jsonl"
     )
-  config = read_options(
-    FinetuneConfig,
-    "finetune",
-    words,
-    description="Fine-tunes a Hugging Face checkpoint on conversations.",
-    required="--out RUN --data FILES",
-  )
-  if config.steps and times_given("epochs", words):
-    raise ValueError(
-      "epochs and steps exclude each other, got both; leave one out"
-    )
-  return config
+  return read_options(FinetuneConfig, "finetune", words, _DESCRIPTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

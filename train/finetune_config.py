@@ -18,7 +18,7 @@ rates of 1e-5 and 2e-6, docs/optimizer.md.) The reasons for other defaults are:
 """
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Fixed, OmitArgPrefixes, Positional, Suppress, arg
@@ -46,19 +46,15 @@ class ChatData:
   Attributes:
     files: Files of conversations, as JSON lines or one JSON array; folders and
       globs work too.
-    format: How rows are written.
-    template: A known chat template to use.
+    format: The format of the rows.
+    template: Name of a published chat template to use.
     held_out: Share of the conversations to hold out for evaluation, at least
       one.
-    packing: Put as many conversations into a sequence as fit; they do not see
-      each other. --no-packing pads each to a sequence of its own.
+    packing: Put as many conversations into a sequence as fit; they do not
+      attend to each other. --no-packing pads each one to a whole sequence.
     skip_bad: Leave out rows that cannot be learned from, and count them.
     images: With a LLaVA, the folder that image names are relative to.
   """
-
-  # Stand-ins for fields of `DataConfig`: ids come from the run's tokenizer.
-  dtype: ClassVar[str] = "chat"
-  tokenizer: ClassVar[None] = None
 
   files: Annotated[
     tuple[str, ...], shown("required", name="data", metavar="FILES")
@@ -89,10 +85,11 @@ class FinetuneConfig(TrainConfig):
       that started from one. The run uses its weights, shape, tokenizer and
       chat template.
     data: Conversations to learn from.
-    trained: With a LLaVA, which parts are trained: the projector (its first
-      stage), the decoder too (its second), or all, with the vision tower. The
-      others have neither gradients nor optimizer state.
-    steps: Optimizer steps of the whole run; 0 for as many as epochs take.
+    trained: With a LLaVA, which parts are trained. projector (the first stage)
+      trains only the projector. decoder (the second stage) also trains the
+      decoder. all also trains the vision tower. Parts that are not trained need
+      no gradients and no moments.
+    steps: Number of optimizer steps of the whole run; 0 uses epochs.
     epochs: How often to learn from each conversation, instead of steps.
     samples: How many held-out prompts each evaluation answers, for a person to
       read; 0 for none.
@@ -109,7 +106,9 @@ class FinetuneConfig(TrainConfig):
     lr=2e-5, warmup=0.03, min_lr_ratio=0.1, weight_decay=0.0
   )
   steps: Annotated[int, Range(0, 2**31 - 1)] = 0
-  epochs: Annotated[float, Range(1e-6, 1e6)] = silent(3.0)
+  epochs: Annotated[
+    Annotated[float, Range(1e-6, 1e6)] | None, shown("default: 3")
+  ] = silent(None)
   batch: Count = fixed(16)
   seq: Count = fixed(2048)
   eval_every: Count = silent(100)
@@ -120,6 +119,11 @@ class FinetuneConfig(TrainConfig):
 
   def __post_init__(self):
     super().__post_init__()
+    if self.steps and self.epochs is not None:
+      raise ValueError(
+        "FinetuneConfig: epochs and steps exclude each other, got both; leave "
+        "one out"
+      )
     if not self.samples and self.sample_tokens != type(self).sample_tokens:
       raise ValueError(
         "FinetuneConfig: sample_tokens applies to samples, got 0 of them; "
@@ -142,7 +146,7 @@ class FinetuneConfig(TrainConfig):
       ("watch", self.watch, False),
     ):
       if is_set and needs_images != sees_images:
-        kinds = ("a model of text alone", "a model that sees images")
+        kinds = ("a text-only model", "a model that sees images")
         raise ValueError(
           f"FinetuneConfig: {name} needs {kinds[needs_images]}, got "
           f"{kinds[sees_images]}; leave it out, or name another folder"

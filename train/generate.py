@@ -8,8 +8,8 @@
 The first argument is the folder of a run, whose newest checkpoint is read, or a
 Hugging Face folder. All prompts run at once on one device.
 
-Text goes to standard output, speeds to standard error. The first call, for one
-token, compiles; the speeds are those of the second call.
+Text goes to standard output, speeds to standard error. A first call, for one
+token, compiles; only the second call is timed.
 
 The exit status is 0 on success, 1 if there was too little memory, 2 if the
 input was wrong, and 130 or 143 after SIGINT or SIGTERM.
@@ -30,12 +30,14 @@ from train.command_line import read_options
 from train.options import Flag, read_path, shown
 from train.run.exits import exit_status, say
 from train.run.signals import Signals
-from train.source import Compute, Source, open_source
+from train.source import Compute, Source, decoder_of, open_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
   """Continues prompts with text from a model, and prints it.
+
+    python -m train.generate RUN_OR_DIR --prompt TEXT [options]
 
   Attributes:
     model: Folder of a run, or a Hugging Face folder.
@@ -114,7 +116,7 @@ def run(config: GenerateConfig) -> None:
   folder = read_path("model", config.model)
   source = open_source(folder, config.tokenizer, config.compute)
   prompts = encode(config, source)
-  model = source.load_decoder()
+  model = decoder_of(source.load())
 
   # The first call compiles, so that the second measures only the work.
   def call(most: int) -> Generation:
@@ -161,9 +163,7 @@ def describe_speed(
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, generates, and returns the exit status."""
   with Signals():
-    config = read_options(
-      GenerateConfig, "generate", arguments, required="--prompt TEXT"
-    )
+    config = read_options(GenerateConfig, "generate", arguments)
     return exit_status(
       lambda: run(config), smaller="lower --max-tokens, or pass fewer --prompt"
     )

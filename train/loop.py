@@ -5,8 +5,9 @@
 trains one run, from data to checkpoints. Commands differ in their configuration
 and in their data (`train.run.data`).
 
-If only one of several processes fails, `stop_on_bad_input` and `read_or_stop`
-stop the others too. `train.run.begin` also uses these functions.
+Only the first of several processes writes files other than checkpoints. At the
+end of each `with stop_on_bad_input` all processes wait for each other, and stop
+if one has failed.
 """
 
 import contextlib
@@ -23,9 +24,15 @@ from train.command_line import check_compare, plain_errors
 from train.config import TrainConfig
 from train.mesh import batch_sharding, make_mesh
 from train.objective import trained
-from train.run import begin, compare, processes, report
+from train.restore import restore
+from train.run import compare, processes, report
+from train.run.checkpoint import (
+  Checkpoints,
+  newest_whole_step,
+  read_description,
+)
 from train.run.data import RunData
-from train.run.description import describe
+from train.run.description import check_same, describe
 from train.run.directory import RunDirectory
 from train.run.exits import (
   Stop,
@@ -35,11 +42,11 @@ from train.run.exits import (
   stop_on_bad_input,
   stop_on_failure,
 )
-from train.run.metrics import Progress
+from train.run.metrics import MetricsLog, Progress, StepsInFlight
 from train.run.profile import Profiler
 from train.run.signals import Signals
-from train.run.steps import StepsInFlight
-from train.run.trackers import check_installed
+from train.run.trackers import check_installed, open_trackers
+from train.run.writing import save_errors
 from train.watch import Watcher
 
 
@@ -69,7 +76,7 @@ def run_command[Config: TrainConfig](
           runs = [config, *compare.twins(config)]
         for each in runs:
           with stop_on_failure(), contextlib.ExitStack() as opened:
-            with stop_on_failure():  # Exit first: closing files may wait.
+            with stop_on_failure():  # Before files are closed, which may wait.
               train(each, data, signals, opened)
         if processes.is_primary():
           compare.finish(runs)
@@ -92,7 +99,8 @@ def train[Config: TrainConfig](
   signals.is_deferred = False
   if is_received(signals):  # A signal came at the end of an earlier run.
     raise Stop(
-      signals.exit_status, f"{config.out}: not started; pass --resume to do so"
+      signals.exit_status,
+      f"{config.out}: not started; pass --resume to start it",
     )
   run = RunDirectory(config.out)
 
@@ -112,25 +120,33 @@ def train[Config: TrainConfig](
     if not config.resume:
       pretrained.check(config, abstract)
   say(report.describe_sizes(config, abstract.params))
-  for line in pretrained.describe_length(config):
-    say(line)
+  pretrained.warn_of_length(config)
 
-  # State: from the newest checkpoint, or drawn from the seed.
-  done = 0
+  # The run's folder, with a checkpoint or new.
+  done, lines = 0, []
   if config.resume:
-    done, lines = begin.find_checkpoint(run, config, data)
+    done, lines = _find_checkpoint(run, config, data)
     if done >= config.steps:
-      say(f"{config.out}: its {config.steps} steps are done already")
+      say(f"{config.out}: all {config.steps} steps are already done")
       return
-    checkpoints, state = begin.resume(
-      done, config, description, abstract, batches, opened
-    )
-    say(f"{config.out}: resumed at step {done}", *lines)
   else:
-    checkpoints, state = begin.start(
-      config, data, description, optimizer, mesh, opened
-    )
-  log = begin.open_log(config, description, done, opened)
+    _create_folder(run, config, data, description, opened)
+
+  # State: from the checkpoint, or before the first step.
+  checkpoints = Checkpoints(run.checkpoints, keep=config.keep)
+  opened.enter_context(contextlib.closing(checkpoints))
+  with stop_on_bad_input():
+    if config.resume:
+      state = restore(checkpoints, done, config, abstract, batches)
+    else:
+      state = pretrained.initial_state(config, optimizer, mesh)
+  if config.resume:
+    checkpoints.set_aside(after=done)
+    if processes.is_primary():
+      run.write_description(description)
+    say(f"{config.out}: resumed at step {done}", *lines)
+  log = _open_log(run, config, description, done)
+  opened.enter_context(contextlib.closing(log))
 
   # Programs, compiled here so that the loop only runs them.
   say(f"{config.out}: compiling")
@@ -178,7 +194,7 @@ def train[Config: TrainConfig](
 
   def not_finite(text: str) -> Stop:
     checkpoints.wait()
-    last = checkpoints.latest_step()
+    last = run.latest_step()
     kept = "no checkpoint was saved before; lower --optim.lr and start again"
     if last is not None:
       kept = f"the last good checkpoint is {run.checkpoints / str(last)}"
@@ -205,7 +221,7 @@ def train[Config: TrainConfig](
     in_flight.add(done, started, metrics)
     is_last = done == config.steps
     is_evaluated = done % config.eval_every == 0 or is_last
-    is_watched = watcher is not None and watcher.is_due(done)
+    is_watched = watcher is not None and done % config.watch == 0
     is_read = is_evaluated or is_watched or done == first
     read_steps(leave=0 if is_read else 1)
     if done == 1 and processes.is_primary():
@@ -250,3 +266,45 @@ def train[Config: TrainConfig](
       f"{config.out}: saved step {done} of {config.steps}; pass --resume to "
       "continue",
     )
+
+
+@stop_on_bad_input()
+def _find_checkpoint(
+  run: RunDirectory, config: TrainConfig, data: RunData
+) -> tuple[int, list[str]]:
+  """Returns the step to resume from, and remarks to print about it."""
+  done, damaged = newest_whole_step(run.checkpoints)
+  saved = read_description(run.checkpoints, done)
+  where = run.checkpoints / str(done)
+  return done, damaged + check_same(where, saved, config, data)
+
+
+@stop_on_bad_input()
+def _create_folder(
+  run: RunDirectory,
+  config: TrainConfig,
+  data: RunData,
+  description: dict,
+  opened: contextlib.ExitStack,
+) -> None:
+  """Creates the folder of a new run."""
+  if processes.is_primary():
+    opened.callback(run.put_back)  # Does nothing once the new run has a step.
+    run.create(description)
+    with save_errors(run.path):
+      pretrained.keep_files(config, run)
+      data.keep_files(run)
+
+
+@stop_on_bad_input()
+def _open_log(
+  run: RunDirectory, config: TrainConfig, description: dict, resumed_step: int
+) -> MetricsLog:
+  """Opens metrics.jsonl and the trackers."""
+  trackers = []
+  if processes.is_primary():
+    with save_errors(run.path):
+      trackers = open_trackers(
+        config, run.path, description, resumed_step=resumed_step
+      )
+  return MetricsLog(run.metrics, resumed_step=resumed_step, trackers=trackers)

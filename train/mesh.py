@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mesh of devices for training, and what its axes shard.
+"""The mesh of devices to train on, and checks that a run fits it.
 
   data     copies of the model; sequences of a batch
   fsdp     rows of weights, gradients and moments; sequences of a batch
@@ -34,13 +34,13 @@ def parse_mesh(text: str) -> dict[str, int]:
     name, _, size = (word.strip() for word in part.partition("="))
     if name not in MESH_AXES:
       raise ValueError(
-        f"mesh: its axes are {', '.join(MESH_AXES)}, got {name!r} in {text!r}; "
-        "write it as data=2,fsdp=4,tensor=1"
+        f"mesh: expected axes {', '.join(MESH_AXES)}, got {name!r} in "
+        f"{text!r}; write it as data=2,fsdp=4,tensor=1"
       )
     is_number = size.isascii() and size.isdigit() and len(size) < 10
     if name in sizes or not (is_number and 1 <= int(size) <= _MOST_DEVICES):
       raise ValueError(
-        f"mesh: an axis has one size, from 1 to {_MOST_DEVICES}, got "
+        f"mesh: expected one size per axis, from 1 to {_MOST_DEVICES}, got "
         f"{part.strip()[:40]!r} in {text[:80]!r}; write it as "
         "data=2,fsdp=4,tensor=1"
       )
@@ -72,7 +72,7 @@ def make_mesh(
       f"mesh: {format_mesh(sizes)} is for {count} devices, got {len(devices)}; "
       f"{format_mesh(_fitting(sizes, len(devices)))} would fit"
     )
-  # Neighbours on the last axis, which exchange most, are devices of one host.
+  # Neighbours on the last axis exchange most, so they belong to one host.
   # jax.make_mesh refuses GPUs of hosts that have no NVLink between them.
   order = sorted(devices, key=lambda device: (device.process_index, device.id))
   return Mesh(

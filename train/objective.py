@@ -43,7 +43,7 @@ class AnyBatch(Protocol):
   def shares(self) -> jax.Array | None:
     """The share of each target in the loss, f32 [B, ...]; shares add up to 1.
 
-    None if all targets count the same and all rows have equally many.
+    None if all rows have equally many targets, which all count the same.
     """
 
 
@@ -115,7 +115,7 @@ class LabelledBatch(NamedTuple):
   """Images and their classes."""
 
   images: jax.Array  # f32 [B, C, H, W].
-  labels: jax.Array  # int32 [B]; -1 for rows that fill up a batch.
+  labels: jax.Array  # int32 [B]; -1 for rows of padding.
   shares: jax.Array  # f32 [B]; all images count the same.
 
 

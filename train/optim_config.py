@@ -16,7 +16,7 @@ from coat_jax.models.ranges import (
   check_fields,
 )
 from coat_jax.optimizer import Clipping
-from train.options import check_unused, converted, defaults, fixed
+from train.options import check_unused, converted, fixed, unused
 
 # Options that are passed to the codec if it accepts them.
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
@@ -51,8 +51,8 @@ class OptimConfig:
     group_size: How many values share statistics in 8-bit codecs.
     second: The format of the second moment in codec coat.
     schedule: How the learning rate falls after the warmup.
-    warmup: Steps in which the learning rate rises from 0; below 1, a share of
-      all steps.
+    warmup: Number of steps in which the learning rate rises, or a share of all
+      steps if below 1.
     min_lr_ratio: The last learning rate, as a share of lr.
     b1: Decay of the first moment.
     b2: Decay of the second moment.
@@ -61,9 +61,10 @@ class OptimConfig:
     weight_decay: Decoupled weight decay of all parameters except norms, biases
       and embeddings.
     grad_clip: Largest global norm of the gradients.
-    clip: How gradients are clipped. global uses the norm of all gradients. The
-      others clip each layer of each parameter by itself: share uses its share
-      of grad_clip in the previous step, adaptive the running mean of its norms.
+    clip: How gradients are clipped. global clips the norm of all gradients.
+      share and adaptive clip each layer of each parameter separately: share
+      limits it to its share of grad_clip in the previous step, and adaptive
+      limits it to the running mean of its norms.
 
   Raises:
     ValueError: a value outside its range, or one that the codec refuses.
@@ -111,10 +112,8 @@ class OptimConfig:
 
   def with_optimizer(self, optimizer: str, **options: Any) -> Self:
     """Returns the options for an optimizer; resets those it does not accept."""
-    unused = defaults(self, OPTIMIZERS)
-    for name in OPTIMIZERS[optimizer]:
-      unused.pop(name)
-    options = unused | dict(optimizer=optimizer) | options
+    reset = unused(self, OPTIMIZERS, optimizer)
+    options = reset | dict(optimizer=optimizer) | options
     return dataclasses.replace(self, **options)
 
   def warmup_steps(self, steps: int) -> int:

@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers of `--optim.optimizer`, and the learning rate's schedule.
+"""The learning rate's schedule, and optax transformations as optimizers.
 
-All share the interface of `fused_coat_adamw`. `of_transformation` gives an
-optax transformation this interface, and adds its updates after the backward
-pass.
+All optimizers of a run share the interface of `fused_coat_adamw`.
+`of_transformation` gives an optax transformation this interface; its updates
+are added after the backward pass.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from coat_jax import apply_updates, coat_muon
-from coat_jax.models import model_matrices
-from coat_jax.optimizer import (
-  FusedTransformation,
-  fused_coat_adamw,
-  fused_coat_lion,
-)
+from coat_jax import apply_updates
+from coat_jax.optimizer import FusedTransformation
 from coat_jax.optimizer.state import MomentState, find_states
 from train import weights
 from train.config import TrainConfig
@@ -43,54 +35,6 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
     return fall
   rise = optax.linear_schedule(optim.lr / warmup, optim.lr, max(warmup - 1, 1))
   return optax.join_schedules([rise, fall], [warmup])
-
-
-# With this, Muon's updates are as large as AdamW's, and both use one rate:
-# arXiv:2502.16982, section 2.2.
-_CONSISTENT_RMS = 0.2
-
-
-def build(
-  config: TrainConfig,
-  decays: Callable[[Any], Any],
-  shardings: Any,
-  *,
-  rate: optax.ScalarOrSchedule | None = None,
-  seed: ArrayLike | None = None,
-) -> FusedTransformation:
-  """Builds the run's optimizer; see `train.step.build_optimizer`."""
-  optim = config.optim
-  rate = learning_rate(config) if rate is None else rate
-  seed = config.seed if seed is None else seed
-  shared: dict[str, Any] = dict(
-    codec=optim.moment_codec(),
-    weight_decay=optim.weight_decay,
-    seed=seed,
-    shardings=shardings,
-  )
-  if optim.optimizer == "coat_muon":
-    muon = coat_muon(
-      rate,
-      beta=optim.momentum,
-      eps=optim.eps,
-      weight_decay_mask=decays,
-      adam_b1=optim.b1,
-      adam_b2=optim.b2,
-      adam_weight_decay=optim.weight_decay,
-      adam_weight_decay_mask=decays,
-      consistent_rms=_CONSISTENT_RMS,
-      matrices=model_matrices(config.model),
-      **shared,
-    )
-    return of_transformation(muon, seed=seed)
-  shared |= dict(
-    mask=decays,
-    low_bits=config.params == "bfloat16_low8",
-    implementation="xla" if config.implementation == "xla" else None,
-  )
-  if optim.optimizer == "coat_lion":
-    return fused_coat_lion(rate, optim.b1, optim.b2, **shared)
-  return fused_coat_adamw(rate, optim.b1, optim.b2, optim.eps, **shared)
 
 
 def of_transformation(

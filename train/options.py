@@ -9,6 +9,7 @@ run reports it.
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -23,19 +24,13 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Share = Annotated[float, Range(1e-6, 0.999999)]
 
 
-def fixed(default: Any = dataclasses.MISSING) -> Any:
-  """Makes a field that a resumed run may not change."""
-  return dataclasses.field(default=default, metadata={"resume": "fixed"})
+def _field(rule: str, default: Any = dataclasses.MISSING) -> Any:
+  return dataclasses.field(default=default, metadata={"resume": rule})
 
 
-def converted(default: Any = dataclasses.MISSING) -> Any:
-  """Makes a field that a resumed run may change with `convert_state`."""
-  return dataclasses.field(default=default, metadata={"resume": "converted"})
-
-
-def silent(default: Any = dataclasses.MISSING) -> Any:
-  """Makes a field that a resumed run may change without a report."""
-  return dataclasses.field(default=default, metadata={"resume": "silent"})
+fixed = functools.partial(_field, "fixed")
+converted = functools.partial(_field, "converted")
+silent = functools.partial(_field, "silent")
 
 
 def shown(hint: str, **options: Any) -> Any:
@@ -59,18 +54,19 @@ def part_of(field: dataclasses.Field, values: Any) -> type | None:
   return None
 
 
-def defaults(config: Any, taken: dict) -> dict:
-  """Returns the default of each option that any of the choices accepts."""
-  names = {name for options in taken.values() for name in options}
+def unused(config: Any, taken: dict, choice: str) -> dict:
+  """Returns the defaults of options that only other choices accept."""
+  others = {name for options in taken.values() for name in options}
+  others -= set(taken[choice])
   fields = dataclasses.fields(config)
-  return {field.name: field.default for field in fields if field.name in names}
+  return {field.name: field.default for field in fields if field.name in others}
 
 
 def check_unused(config: Any, chosen: str, taken: dict) -> None:
   """Checks that no option is set that the choice would ignore."""
   choice = getattr(config, chosen)
-  for name, default in defaults(config, taken).items():
-    if name not in taken[choice] and getattr(config, name) != default:
+  for name, default in unused(config, taken, choice).items():
+    if getattr(config, name) != default:
       takers = [taker for taker, found in taken.items() if name in found]
       raise ValueError(
         f"{type(config).__name__}: {name} applies to {chosen} "
@@ -78,11 +74,17 @@ def check_unused(config: Any, chosen: str, taken: dict) -> None:
       )
 
 
+def first_line(error: Exception | str, most: int = 200) -> str:
+  """Returns the first line of an error's message, or the error's type."""
+  lines = str(error).strip().splitlines()
+  return lines[0][:most] if lines else type(error).__name__
+
+
 def read_path(option: str, path: str | Path) -> Path:
   """Reads a path that may begin with ~ or ~user."""
   if not str(path).strip():
     raise ValueError(
-      f"{option}: a path is needed, got {str(path)!r}; name a file or a folder"
+      f"{option}: expected a path, got {str(path)!r}; name a file or a folder"
     )
   try:
     return Path(path).expanduser()
@@ -102,7 +104,7 @@ def read_profile(text: str) -> tuple[int, int]:
   is_number = [x.isascii() and x.isdigit() and len(x) < 10 for x in numbers]
   if not all(is_number) or not int(count):
     raise ValueError(
-      "profile: steps to trace are written as 5, or as 5:100 for five after "
-      f"the first hundred, got {text[:40]!r}"
+      "profile: expected steps to trace such as 5, or 5:100 for five steps "
+      f"after the first hundred, got {text[:40]!r}"
     )
   return int(numbers[0]), int(numbers[1])

@@ -8,10 +8,10 @@
 
 Options mean the same as in `train.pretrain`, or in `train.finetune` if the
 model sees images. The table has a column for each usual way to train; BF16
-layers and FP8 linears use f32 moments. GB are 10^9 bytes; small models are
-shown in MB, 10^6 bytes. With --gpus, the command prints the settings that fit,
-the fastest first, and the command line that trains with them. Nothing is
-compiled and no device is used. docs/plan.md describes what is counted.
+layers and FP8 linears use f32 moments. 1 GB is 10^9 bytes; for small models the
+unit is MB. With --gpus, the command prints the settings that fit, the fastest
+first, and the command line that trains with them. Nothing is compiled and no
+device is used. docs/plan.md describes what is counted.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from coat_jax.models.vision_language import VisionLanguageConfig
 from coat_jax.numerics.recipes import GradDtype, Kept, WeightCache
 from train import mesh as meshes
 from train import pretrained
-from train.command_line import error_line, read_options
+from train.command_line import read_options
 from train.config import TrainConfig
 from train.finetune_config import ChatData, FinetuneConfig, Trained
 from train.memory import search
@@ -38,6 +38,7 @@ from train.memory.step import fullest, largest, plan
 from train.optim_config import Codec, OptimConfig
 from train.options import shown
 from train.presets import PRESETS
+from train.run.exits import exit_status
 from train.run.metrics import format_table
 from train.weights import Stored
 
@@ -89,7 +90,7 @@ def table(config: TrainConfig, hbm_bytes: int, images_each: int = 1) -> str:
     }
     cells |= {
       "peak": f"{memory.total / unit:.2f}",
-      "it is in the": moment,
+      "peak is in the": moment,
       f"fits {hbm_bytes / GB:g} GB": fits,
       "largest batch": str(most) if most else "none",
     }
@@ -104,7 +105,7 @@ class PlanConfig:
   """Plans the memory of a training run on each GPU, without running it.
 
   Attributes:
-    preset: The run. Each column of the table replaces its recipe.
+    preset: The run to plan. Each column of the table replaces its recipe.
     hbm: Memory of a GPU, such as 80, 80GB or 74.5GiB.
     gpus: Search for the fastest settings that fit on this number of GPUs
       (fsdp): recipe, weights, remat, batch, and whether to step in the backward
@@ -115,18 +116,18 @@ class PlanConfig:
     seq: Tokens per sequence.
     accumulate: Microbatches, as in train.pretrain.
     params: How weights are stored in the columns of COAT, as in train.pretrain.
-      any means float32, or every way if --gpus searches.
-    remat: What is recomputed, as in train.pretrain. any means none, or every
-      way if --gpus searches.
-    attention: How attention is saved, as in train.pretrain.
-    weight_cache: What is cached of weights, as in train.pretrain.
+      any means float32; with --gpus, it tries every way.
+    remat: What is recomputed, as in train.pretrain. any means none; with
+      --gpus, it tries every way.
+    attention: The format in which q, k and v are saved, as in train.pretrain.
+    weight_cache: What to compute from the weights once, as in train.pretrain.
     grad_reduce: Dtype in which GPUs sum gradients, as in train.pretrain.
-    optimizer: The optimizer, as --optim.optimizer of train.pretrain. Speeds are
-      estimated for AdamW.
-    codec: Codec of the moments in the columns of COAT, as --optim.codec.
-    group_size: Moments that share a scale, as --optim.group-size.
-    init_from: Folder of a Hugging Face checkpoint, or of a run that began with
-      one, whose model's shape is planned. It may be a LLaVA.
+    optimizer: The optimizer, as in --optim.optimizer of train.pretrain. Speeds
+      are estimated for AdamW.
+    codec: Codec of the moments in the columns of COAT, as in --optim.codec.
+    group_size: How many moments share a scale, as in --optim.group-size.
+    init_from: Folder of a Hugging Face checkpoint, or of a run that started
+      from one. Its model's shape, which may be a LLaVA's, is planned.
     trained: Which parts of a LLaVA are trained, as in train.finetune.
     images_each: Number of images that a sequence of a LLaVA has room for.
       train.finetune finds this number in its data.
@@ -158,8 +159,8 @@ class PlanConfig:
     check_fields(self)
     if self.gpus and self.mesh:
       raise ValueError(
-        "plan: gpus looks for settings on a mesh of its own, got mesh "
-        f"{self.mesh} too; leave one of them out"
+        f"plan: gpus chooses the mesh itself, got mesh {self.mesh} too; leave "
+        "one of them out"
       )
     mesh = f"fsdp={self.gpus}" if (self.gpus or 1) > 1 else self.mesh
     preset = PRESETS[self.preset]()
@@ -202,14 +203,14 @@ class PlanConfig:
     shape: Any = run.model
     if (needed := self.images_each * shape.tokens_each) > run.seq:
       raise ValueError(
-        f"plan: images of a sequence must fit into its {run.seq} tokens, got "
+        f"plan: the images of a sequence must fit into {run.seq} tokens, got "
         f"{self.images_each} of {shape.tokens_each} tokens, {needed} in all; "
         "pass a larger --seq or a smaller --images-each"
       )
     if self.gpus:
       raise ValueError(
-        "plan: a model that sees images is planned without gpus, on one GPU, "
-        f"got gpus {self.gpus}; leave it out"
+        "plan: gpus cannot be planned for a model that sees images, got gpus "
+        f"{self.gpus}; leave it out"
       )
 
   def _check_text(self):
@@ -218,7 +219,7 @@ class PlanConfig:
       if (got := getattr(self, name)) != getattr(type(self), name):
         raise ValueError(
           f"plan: {name} applies to models that see images, got {got} with a "
-          "model of text alone; leave it out, or pass --init-from with the "
+          "text-only model; leave it out, or pass --init-from with the "
           "folder of a LLaVA"
         )
 
@@ -235,13 +236,13 @@ def read_bytes(text: str) -> int:
       if 0 < float(number) <= _LARGEST_HBM:
         return round(float(number) * size)
   raise ValueError(
-    "hbm: memory is written as 80GB or 74.5GiB, above 0 and at most "
+    "hbm: expected memory such as 80GB or 74.5GiB, above 0 and at most "
     f"{_LARGEST_HBM}GB, got {text[:40]!r}"
   )
 
 
 def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
-  """Finds the settings that train fastest; returns a command and a table."""
+  """Searches the settings that train fastest; writes a command and a table."""
 
   def command(run: TrainConfig) -> str:
     return search.command(run, options.preset, PRESETS[options.preset]())
@@ -255,9 +256,9 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
   )
   if not fitting:
     raise ValueError(
-      f"plan: {options.preset} must fit {hbm_bytes / GB:g} GB on each of "
-      f"{options.gpus} GPUs, got {smallest.peak_bytes / GB:.1f} GB at least "
-      f"({command(smallest.run)}); take more GPUs, or a smaller --seq or "
+      f"plan: {options.preset} does not fit into {hbm_bytes / GB:g} GB on each "
+      f"of {options.gpus} GPUs: it needs {smallest.peak_bytes / GB:.1f} GB or "
+      f"more ({command(smallest.run)}); use more GPUs, or a smaller --seq or "
       "--batch"
     )
   best = fitting[0]
@@ -272,27 +273,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
   options = read_options(PlanConfig, "plan", arguments)
   # Nothing is computed, so we leave the GPU alone; it may be in use.
   jax.config.update("jax_platforms", "cpu")
-  try:
-    hbm = read_bytes(options.hbm)
-    config = options.run()
-    if options.gpus:
-      text = fastest(options, config, hbm)
-    else:
-      text = table(config, hbm, options.images_each)
-  except ValueError as error:
-    print(error_line(error), file=sys.stderr)
-    return 2
+  return exit_status(lambda: show(options))
+
+
+def show(options: PlanConfig) -> None:
+  """Plans a run, and prints the plan."""
+  hbm, config = read_bytes(options.hbm), options.run()
   gpus = math.prod(config.mesh_sizes.values())
-  step = f"a step of {_count(config.batch, 'sequence')} of {config.seq}"
+  step = f"a step of {_count(config.batch, 'sequence')} of {config.seq} tokens"
   if options.gpus:
-    step = f"{hbm / GB:g} GB on each, sequences of {config.seq}"
-  elif _sees_images(config):
-    images = _count(options.images_each, "image")
-    step += f", {images} each, trained: {options.trained}"
+    step = f"{hbm / GB:g} GB on each, sequences of {config.seq} tokens"
+    text = fastest(options, config, hbm)
+  else:
+    text = table(config, hbm, options.images_each)
+    if _sees_images(config):
+      images = _count(options.images_each, "image")
+      step += f", {images} each, trained: {options.trained}"
   print(f"{options.preset}, {_count(gpus, 'GPU')}, {step}\n{text}")
   for line in _remarks(options, config):
     print(line)
-  return 0
 
 
 def _count(number: int, name: str) -> str:

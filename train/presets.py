@@ -127,7 +127,7 @@ def llama2_7b() -> TrainConfig:
 
 
 def finetune() -> TrainConfig:
-  """arXiv:2307.09288, section 3.1, for --init-from; choose your --steps.
+  """Fine-tuning with --init-from: arXiv:2307.09288, section 3.1; set --steps.
 
   The checkpoint's shape replaces the default shape, which is llama2_7b's.
   """

@@ -41,7 +41,7 @@ Trains a language model; each preset's --help lists its options.
 def read(words: Sequence[str]) -> TrainConfig:
   """Reads the command line."""
   presets = one_of(PRESETS, _for_optimizer(words))
-  return read_options(presets, "pretrain", words, description=_DESCRIPTION)
+  return read_options(presets, "pretrain", words, _DESCRIPTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,12 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _for_optimizer(
   words: Sequence[str],
 ) -> Callable[[TrainConfig], TrainConfig]:
-  """Makes the function that adapts a preset to the command line's optimizer.
-
-  tyro cannot tell which values come from the command line. It would refuse a
-  preset's values that this optimizer does not accept, as if the user had passed
-  them, so we reset them to their defaults.
-  """
+  """Makes the function that adapts a preset to the command line's optimizer."""
+  # A preset may set options that this optimizer does not accept. tyro would
+  # refuse them as if the user had passed them, so we reset them.
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   parser.add_argument("--optim.optimizer", dest="optimizer", nargs="?")
   optimizer = parser.parse_known_args(words)[0].optimizer

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Begins runs with the weights of a checkpoint.
+"""Starts runs from the weights of a checkpoint.
 
 The option `init_from` of `train.config` names a Hugging Face folder, or a run
-that began with one. The shape in the folder's config.json replaces the preset's
-shape. The run keeps config.json, the tokenizer and the preprocessing in its own
-folder `hf`. So you can resume it, export it, and begin other runs with it even
-if the original folder is gone.
+that started from one. The shape in the folder's config.json replaces the
+preset's shape. The run keeps copies of config.json, the tokenizer and the
+preprocessing in its own folder `hf`. So you can resume it, export it, and start
+other runs from it even if the original folder is gone.
 """
 
 import dataclasses
@@ -29,9 +29,8 @@ from train.config import TrainConfig
 from train.finetune_config import FinetuneConfig
 from train.options import read_path
 from train.presets import PRESETS
-from train.run.checkpoint import read_description
-from train.run.description import configuration
 from train.run.directory import RunDirectory
+from train.run.exits import say
 from train.source import read_length, read_shape, read_weights
 from train.step import TrainState
 
@@ -48,13 +47,13 @@ def source_of(config: TrainConfig) -> Path | None:
 
 
 def with_shape[Config: TrainConfig](config: Config) -> Config:
-  """Gives a run the shape of the checkpoint that it begins with."""
+  """Gives a run the shape of the checkpoint that it starts from."""
   if (source := source_of(config)) is None:
     return config
   if all(config.model != preset().model for preset in PRESETS.values()):
     raise ValueError(
-      f"init_from: the model's shape is that of {source / CONFIG}, got options "
-      "of the model too; leave --model out"
+      f"init_from: {source / CONFIG} determines the model's shape, so it "
+      "cannot be changed; leave the options --model.* out"
     )
   shape: Any = read_shape(
     source, of_text=not isinstance(config, FinetuneConfig)
@@ -65,26 +64,25 @@ def with_shape[Config: TrainConfig](config: Config) -> Config:
 
 
 def check(config: TrainConfig, abstract: TrainState) -> None:
-  """Checks the folder that a run begins with, without reading its tensors."""
+  """Checks the initial checkpoint of a run without reading its tensors."""
   if config.init_from and isinstance(origin := _origin(config), Path):
     check_tensors(origin, config.model, abstract.params)
 
 
-def describe_length(config: TrainConfig) -> list[str]:
+def warn_of_length(config: TrainConfig) -> None:
   """Warns if sequences are longer than the checkpoint's training sequences.
 
   `with_shape` refuses sequences that are longer than learned positions.
   """
-  if (source := source_of(config)) is None:
-    return []
-  longest = read_length(source)
-  if type(longest) is not int or config.seq <= longest:
-    return []
-  return [
-    f"{config.out}: warning: sequences of {config.seq} tokens are longer than "
-    f"{longest}, the {LONGEST} of {CONFIG}: positions beyond it are new to the "
-    f"model, and exports keep that number; --seq {longest} avoids them"
-  ]
+  source = source_of(config)
+  longest = None if source is None else read_length(source)
+  if type(longest) is int and config.seq > longest:
+    say(
+      f"{config.out}: warning: sequences of {config.seq} tokens are longer "
+      f"than the {LONGEST} of {longest} in {CONFIG}. The model has not learned "
+      f"the positions beyond it, and exports keep that number. Pass --seq "
+      f"{longest} to avoid them."
+    )
 
 
 def keep_files(config: TrainConfig, run: RunDirectory) -> None:
@@ -127,8 +125,7 @@ def _params_of_run(
   store: Store | None = None,
 ) -> Any:
   """Reads the weights of a run's newest undamaged checkpoint."""
-  step, _ = run.newest_whole_step()
-  saved = configuration(read_description(run.checkpoints, step))
+  step, saved, _ = run.newest()
   saved = dataclasses.replace(
     saved, mesh=config.mesh, grad_reduce=config.grad_reduce, distributed=False
   )
@@ -155,16 +152,15 @@ def _origin(config: TrainConfig) -> RunDirectory | Path:
   run = RunDirectory(folder)
   if not run.is_run():
     return folder
-  needs = None
   if run.path.resolve() == RunDirectory(config.out).path.resolve():
-    needs = "must be another run than --out, got the same"
+    problem = "is also the --out"
   elif run.latest_step() is None:
-    needs = "must have a checkpoint, got none yet"
+    problem = "has no checkpoint yet"
   elif not (run.source / CONFIG).is_file():
-    needs = "must have begun with a Hugging Face folder, got none"
-  if needs is None:
+    problem = "did not start from a Hugging Face folder"
+  else:
     return run
   raise ValueError(
-    f"init_from: a run to begin with {needs} in {run.path}; pass another, or "
-    "what python -m train.convert export-hf makes of it"
+    f"init_from: cannot start from the run {run.path}, because it {problem}; "
+    "pass another run, or a folder that python -m train.convert export-hf wrote"
   )

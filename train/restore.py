@@ -88,17 +88,15 @@ def _stored_anew(
 
 
 def _abstract_optimizer(config: TrainConfig, params: Any):
-  """Builds an abstract state of the optimizer, sharded as its parameters are.
-
-  If this mesh would split a group over devices, columns are replicated, because
-  the checkpoint may come from a mesh that did not split groups.
-  """
+  """Builds the optimizer's abstract state, sharded as its parameters are."""
   init, params = steps.build_optimizer(config).init, trained(config, params)
   if jax.tree.leaves(params)[0].sharding is None:
     return jax.eval_shape(init, params)
   codec = config.optim.moment_codec()
   size = getattr(codec.mu, "group_size", 1)  # Plain moments have no groups.
 
+  # The checkpoint may come from a mesh that did not split groups. If this mesh
+  # would, columns are replicated.
   def with_whole_groups(p):
     mesh, spec = p.sharding.mesh, p.sharding.spec
     if p.sharding.shard_shape(p.shape)[-1] % size == 0:

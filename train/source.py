@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the model of a run, or of a Hugging Face folder.
 
-The model is read onto one device, in recipe bf16: FP8 products use one scale
-for all their tokens, so a prediction for one text would depend on the other
-texts of the batch. If the model is a LLaVA, all of it or only its decoder is
-read.
+The model is read onto one device and runs in recipe bf16. In FP8, all tokens of
+a matmul share one scale, so the prediction for a text would depend on the other
+texts in its batch.
 """
 
 import dataclasses
@@ -29,14 +28,18 @@ from coat_jax.models import (
 from coat_jax.models.hf.config import read_config
 from coat_jax.models.hf.files import read_json
 from coat_jax.models.hf.keys import CONFIG, LONGEST
-from coat_jax.models.hf.load import model_of
 from train import step as steps
 from train import weights
 from train.config import TrainConfig
-from train.data.folder import FolderText, has_tokenizer
-from train.data.text import Text, open_text
-from train.run.checkpoint import read_description, restore_state
-from train.run.description import configuration
+from train.data.text import (
+  FolderText,
+  Text,
+  TokenizerText,
+  has_tokenizer,
+  open_text,
+)
+from train.data.tokens import DataConfig
+from train.run.checkpoint import restore_state
 from train.run.directory import RunDirectory
 from train.run.exits import say
 from train.step import TrainState
@@ -65,37 +68,27 @@ class Source(NamedTuple):
   @property
   def family(self) -> str:
     """Returns the family of the model."""
-    return _family(self.config)
-
-  @property
-  def decoder_config(self) -> ModelConfig:
-    """Returns the shape of the decoder, also for a LLaVA."""
-    config = self.config
-    return config if isinstance(config, ModelConfig) else config.text
-
-  def load_decoder(self) -> Decoder:
-    """Reads the weights and returns the decoder, also for a LLaVA."""
-    model = self.load()
-    return model if isinstance(model, Decoder) else model.decoder
+    return getattr(self.config, "family", "llava")
 
 
-def _family(config: Shape) -> str:
-  return config.family if isinstance(config, ModelConfig) else "llava"
+def decoder_of(model: Decoder | VisionLanguageModel) -> Decoder:
+  """Returns the decoder of a LLaVA, or the model itself if it is a decoder."""
+  return model.decoder if isinstance(model, VisionLanguageModel) else model
 
 
 def read_shape(folder: Path, *, of_text: bool = False) -> Shape:
-  """Reads the shape of a Hugging Face decoder or, unless `of_text`, LLaVA."""
+  """Reads a Hugging Face model's shape; `of_text` accepts only text models."""
   shape, _ = read_config(folder)
   if isinstance(shape, VisionConfig):
-    wanted = "a model of text alone" if of_text else "a text model or a LLaVA"
+    wanted = "a text-only model" if of_text else "a text model or a LLaVA"
     raise ValueError(
-      f"{folder} must hold {wanted}, got a {shape.family}, which writes no "
-      "text; pass another folder, or train a classifier of images, from random "
-      "weights, with python -m train.vit PRESET --data FOLDER"
+      f"{folder}: expected {wanted}, got a {shape.family}, which writes no "
+      "text; pass another folder, or train an image classifier from random "
+      "weights with python -m train.vit PRESET --data FOLDER"
     )
   if of_text and isinstance(shape, VisionLanguageConfig):
     raise ValueError(
-      f"{folder} must hold a model of text alone, got a LLaVA; train it with "
+      f"{folder}: expected a text-only model, got a LLaVA; train it with "
       f"python -m train.finetune {folder} --data FILES --out RUN"
     )
   return shape
@@ -117,7 +110,7 @@ def open_source(
   if not run.is_run() and (folder / CONFIG).is_file():
     return _open_hf(folder, tokenizer, compute or "bfloat16")
   raise ValueError(
-    f"{folder} must hold a run with a checkpoint, or a Hugging Face "
+    f"{folder}: expected a run with a checkpoint or a Hugging Face "
     "checkpoint, got neither; pass the --out of a run, or a folder with "
     "config.json and safetensors"
   )
@@ -126,17 +119,14 @@ def open_source(
 def _open_run(
   run: RunDirectory, tokenizer: str | None, compute: Compute | None
 ) -> Source:
-  done, damaged = run.newest_whole_step()
+  done, config, damaged = run.newest()
   config = dataclasses.replace(
-    configuration(read_description(run.checkpoints, done)),
-    mesh="",
-    distributed=False,
-    grad_reduce="float32",
+    config, mesh="", distributed=False, grad_reduce="float32"
   )
   if isinstance(config, VitConfig):
     raise ValueError(
-      f"{run.path} must be a run that has learned from text, got one of "
-      "train.vit, which classifies images; pass another"
+      f"{run.path}: expected a run that was trained on text, got a run of "
+      "train.vit, which classifies images; pass another run"
     )
   compute = compute or config.compute
 
@@ -144,12 +134,10 @@ def _open_run(
     abstract = steps.abstract_state(config, steps.build_optimizer(config))
     params = _restore(run, done, abstract, optimizer=()).params
     say(f"{run.path}: weights of step {done}", *damaged)
-    model = nnx.eval_shape(
-      lambda: model_of(
-        config.model, recipe=recipes.bf16(), dtype=jnp.dtype(compute)
-      )
+    shown = dataclasses.replace(
+      config.with_f32_moments("bf16"), compute=compute
     )
-    return nnx.merge(nnx.split(model, nnx.Param)[0], params)
+    return nnx.merge(steps.build_graph(shown), params)
 
   return Source(
     f"{run.path}, step {done}",
@@ -173,16 +161,17 @@ def _restore(
 def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
-  """Opens the tokenizer of a run's data.
-
-  If the data are ids, or nothing was trained yet, this is the tokenizer of the
-  checkpoint that the run began with, of which the run keeps a copy.
-  """
+  """Opens the tokenizer of a run's data, or of its initial checkpoint."""
+  # The second is used if the data are token ids or conversations, or if the run
+  # has no step yet.
   data = config.data
-  is_kept = data.dtype != "text" or (not done and data.tokenizer is None)
-  if tokenizer is None and is_kept and has_tokenizer(run.source):
-    return FolderText(run.source)
-  return open_text(data, tokenizer)
+  if isinstance(data, DataConfig):
+    is_kept = data.dtype != "text" or (not done and data.tokenizer is None)
+    if tokenizer is not None or not (is_kept and has_tokenizer(run.source)):
+      return open_text(data, tokenizer)
+  elif tokenizer is not None:
+    return TokenizerText(tokenizer)
+  return FolderText(run.source)
 
 
 def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
@@ -193,7 +182,7 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
     length = _LENGTH
   if type(length) is not int or length < 1:
     raise ValueError(
-      f"{folder / CONFIG}: {LONGEST} must be a number of tokens, got "
+      f"{folder / CONFIG}: expected a number of tokens as {LONGEST}, got "
       f"{str(length)[:40]}; copy the file again"
     )
 
@@ -201,7 +190,7 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
     model = load_hf(
       folder, recipe=recipes.bf16(), dtype=dtype, param_dtype=dtype
     )
-    say(f"{folder}: weights of a {_family(config)}")
+    say(f"{folder}: read the weights")
     return model
 
   return Source(str(folder), folder, config, compute, text, length, load)

@@ -22,14 +22,22 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from coat_jax import coat_muon
+from coat_jax.models import model_matrices
 from coat_jax.models.params import param_shardings, parameter
-from coat_jax.optimizer import FusedTransformation, sharding
+from coat_jax.optimizer import (
+  FusedTransformation,
+  fused_coat_adamw,
+  fused_coat_lion,
+  sharding,
+)
 from coat_jax.optimizer.clipping import ClipState
+from coat_jax.optimizer.masks import leaf_paths
 from coat_jax.optimizer.state import FusedState
-from train import optimizers, weights
+from train import weights
 from train.config import TrainConfig
 from train.objective import AnyBatch, Rows, objective_of, trained
-from train.optimizers import learning_rate
+from train.optimizers import learning_rate, of_transformation
 from train.update import (
   exact_adam,
   microbatches,
@@ -37,6 +45,10 @@ from train.update import (
   update_in_backward,
   with_cache,
 )
+
+# With this, Muon's updates are as large as AdamW's, and both use one rate:
+# arXiv:2502.16982, section 2.2.
+_CONSISTENT_RMS = 0.2
 
 
 class TrainState(NamedTuple):
@@ -49,7 +61,7 @@ class TrainState(NamedTuple):
   optimizer: FusedState
   # f32 moments of the same gradients, for reports; () without reports.
   exact: optax.ScaleByAdamState | tuple[()]
-  # Norms of earlier steps; () if gradients are clipped by their own norm.
+  # Norms of earlier steps; () if gradients are clipped by their global norm.
   clip: ClipState | tuple[()] = ()
 
 
@@ -76,7 +88,7 @@ class Evaluation(NamedTuple):
 
 
 def decays(params) -> Any:
-  """Returns whether each leaf decays: all but norms, biases and embeddings."""
+  """Selects the leaves that decay: all but norms, biases and embeddings."""
   others = ("norm", "bias", "embedding", "positions")
   decayed = [parameter(x).role not in others for x in leaf_names(params)]
   return jax.tree.unflatten(jax.tree.structure(params), decayed)
@@ -94,11 +106,41 @@ def build_optimizer(
   `rate` and `seed`, which may be traced, replace the run's schedule and its
   seed of stochastic rounding.
   """
-  shardings = None
+  optim, shardings = config.optim, None
   if mesh is not None:
     params = jax.eval_shape(lambda: _initial_params(config))
     shardings = param_shardings(mesh, trained(config, params))
-  return optimizers.build(config, decays, shardings, rate=rate, seed=seed)
+  rate = learning_rate(config) if rate is None else rate
+  seed = config.seed if seed is None else seed
+  shared: dict[str, Any] = dict(
+    codec=optim.moment_codec(),
+    weight_decay=optim.weight_decay,
+    seed=seed,
+    shardings=shardings,
+  )
+  if optim.optimizer == "coat_muon":
+    muon = coat_muon(
+      rate,
+      beta=optim.momentum,
+      eps=optim.eps,
+      weight_decay_mask=decays,
+      adam_b1=optim.b1,
+      adam_b2=optim.b2,
+      adam_weight_decay=optim.weight_decay,
+      adam_weight_decay_mask=decays,
+      consistent_rms=_CONSISTENT_RMS,
+      matrices=model_matrices(config.model),
+      **shared,
+    )
+    return of_transformation(muon, seed=seed)
+  shared |= dict(
+    mask=decays,
+    low_bits=config.params == "bfloat16_low8",
+    implementation="xla" if config.implementation == "xla" else None,
+  )
+  if optim.optimizer == "coat_lion":
+    return fused_coat_lion(rate, optim.b1, optim.b2, **shared)
+  return fused_coat_adamw(rate, optim.b1, optim.b2, optim.eps, **shared)
 
 
 def build_graph(config: TrainConfig) -> nnx.GraphDef:
@@ -281,6 +323,5 @@ def compile_on(
 
 
 def leaf_names(tree) -> list[str]:
-  """Names the leaves, `layers/mlp/gate`, in the order of the tree."""
-  paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-  return [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]
+  """Returns the leaves' names, such as `layers/mlp/gate`, in tree order."""
+  return [path for path, _ in leaf_paths(tree)]

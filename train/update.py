@@ -109,11 +109,7 @@ def update_in_backward(
 
 
 def _mean_gradients(config, graph, mesh, params, batch):
-  """Computes the loss and gradients of a batch, one microbatch at a time.
-
-  Gradients have the dtypes of the weights; their sums over microbatches are f32
-  unless `grad_accumulate` is bfloat16.
-  """
+  """Computes the loss and gradients of a batch, one microbatch at a time."""
   graph, cache = with_cache(nnx.merge(graph, params))
   objective = objective_of(config.model)
 
@@ -126,6 +122,7 @@ def _mean_gradients(config, graph, mesh, params, batch):
   own = trained(config, params)
   if config.accumulate == 1:
     return share_of(own, batch)
+  # Gradients have the dtypes of the weights, but their sums may be f32.
   small = config.grad_accumulate == "bfloat16"
   zeros = jax.tree.map(
     lambda p: jnp.zeros_like(p, dtype=p.dtype if small else jnp.float32), own

@@ -40,13 +40,7 @@ Trains a vision transformer to classify images.
 
 def read(words: Sequence[str]) -> VitConfig:
   """Reads the command line."""
-  return read_options(
-    one_of(PRESETS),
-    "vit",
-    words,
-    description=_DESCRIPTION,
-    required="--data FOLDER",
-  )
+  return read_options(one_of(PRESETS), "vit", words, _DESCRIPTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,14 +58,13 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
     )
   if not config.data.folder:
     raise ValueError(
-      "data: a folder of images by class is needed, got none; pass --data "
-      "FOLDER"
+      "data: expected a folder of images by class, got none; pass --data FOLDER"
     )
   folder, share = read_path("data", config.data.folder), config.data.held_out
   own = held_out_folder(folder)
   if own is not None and share != ImageData.held_out:
     raise ValueError(
-      "data: held_out applies if no folder holds the held-out images, got "
+      "data: held_out applies if there is no folder of held-out images, got "
       f"{share} and {own}; leave --held-out out, or remove the folder"
     )
   found = load_labelled(
@@ -83,7 +76,7 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
   count = len(found.classes)
   if model.num_classes not in (None, count):
     raise ValueError(
-      f"model: num_classes must be that of the images, {count}, got "
+      f"model: the images have {count} classes, got num_classes "
       f"{model.num_classes}; leave it out"
     )
   if len(found.rows) < config.batch:
@@ -97,14 +90,9 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
     f"{config.steps * config.batch / len(found.rows):.3g} epochs"
   )
   model = dataclasses.replace(model, num_classes=count)
-  return dataclasses.replace(config, model=model), ImageFolder(
-    rows=found.rows,
-    held_out=found.held_out,
-    fingerprint=found.fingerprint,
-    change_times=found.change_times,
-    threads=THREADS if found.rows.pixels is None else 0,
-    classes=found.classes,
-  )
+  threads = THREADS if found.rows.pixels is None else 0
+  data = ImageFolder(**vars(found), threads=threads)
+  return dataclasses.replace(config, model=model), data
 
 
 def _preprocessing(size: int) -> Preprocessing:

@@ -6,7 +6,7 @@ images as data; `python -m train.vit PRESET` reads it from the command line.
 """
 
 import dataclasses
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from tyro.conf import Fixed, OmitArgPrefixes, Suppress
 
@@ -31,10 +31,6 @@ class ImageData:
     held_out: Share of each class to hold out for evaluation, at least one
       image, if there is no folder of held-out images.
   """
-
-  # Stand-ins for fields of `DataConfig`: there is no text.
-  dtype: ClassVar[str] = "images"
-  tokenizer: ClassVar[None] = None
 
   folder: Annotated[str, shown("required", name="data", metavar="FOLDER")] = ""
   held_out: Share = fixed(0.2)

@@ -8,12 +8,11 @@ program computes
   activations_amax       largest magnitude of each layer's output
   activations_kurtosis   E[x^4] / E[x^2]^2 of that output: 3 for a normal
                          distribution; large if outliers take up the range
-  activations_zeroed     share of its values that round to zero with one scale
-                         per tensor in the recipe's format for values (in recipe
-                         bf16: E4M3)
+  activations_zeroed     share of its values that become zero in the recipe's
+                         format with one scale per tensor (E4M3 in recipe bf16)
   mu_saturated, nu_      share of the stored codes with the largest magnitude
-  mu_zeroed, nu_         share of codes that are zero; a second moment of zero
-                         divides its update by eps
+  mu_zeroed, nu_         share of codes that are zero; if a second moment is
+                         zero, the update is divided by eps
   mu_power, nu_          smallest power k of a group, for codecs with powers
                          (coat_lion has no nu_; for coat_muon these are the
                          parameters that AdamW steps)
@@ -68,9 +67,9 @@ class Rule(NamedTuple):
     return value < limit if self.factor < 1 else value > limit
 
 
-_OUTLIERS = "outliers take the range of its codes"
-_EXPLODE = "updates with second moments of zero are divided by eps"
-_LOST = "moments below the codes' range are lost"
+_OUTLIERS = "outliers take up most of the range"
+_EXPLODE = "where second moments are zero, updates are divided by eps"
+_LOST = "moments below the range of the codes are lost"
 RULES = {
   "activations_amax": Rule(_OUTLIERS, factor=2),
   "activations_kurtosis": Rule(_OUTLIERS, factor=2),
@@ -188,11 +187,7 @@ class Watcher:
     """Compiles the probe."""
     find = probe(config, graph)
     self._program = step.compile_on(mesh, find, abstract, rows)
-    self._every, self._earlier = config.watch, []
-
-  def is_due(self, done: int) -> bool:
-    """Returns whether a probe is due after this many steps."""
-    return done % self._every == 0
+    self._earlier = []
 
   def look(
     self, state: step.TrainState, rows: Any, grad_norm: float
@@ -229,7 +224,7 @@ def drifts(earlier: list[Found], found: Mapping[str, list]) -> list[str]:
       _, i, value, usual, count = max(broken)
       where = f" of layer {i}" if len(found[name]) > 1 else ""
       said.append(
-        f"watch: {name}{where} is {value:.4g}, and was {usual:.4g} (median of "
-        f"{count}): {rule.text}"
+        f"watch: {name}{where} is {value:.4g}, but the median of the last "
+        f"{count} probes is {usual:.4g}: {rule.text}"
       )
   return said

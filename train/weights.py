@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run stores its weights: in f32, in bf16, or in bf16 and a low byte.
+"""How a run stores its weights: in f32, in bf16, or in bf16 plus a low byte.
 
 The option `params` of `train.config` selects this. Only matrices and embeddings
 are stored in fewer bits; norms' scales and biases are f32 in every run. The
@@ -25,7 +25,7 @@ Stored = Literal["float32", "bfloat16", "bfloat16_low8"]
 
 
 def high_of(stored: Stored) -> Callable[[str, jax.Array], jax.Array]:
-  """Makes the function of (path, f32) that returns what layers read."""
+  """Makes the function of (path, f32 array) that returns what layers read."""
 
   def high(path, x):
     if not weights.is_matrix(path, x):

@@ -43,6 +43,7 @@ import jax
 import tests.conftest  # noqa: F401, says how programs are compiled
 from tests.attacks.equality import Lost, check_runs
 from tests.attacks.programs import PROGRAMS
+from train.run import checkpoint
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
 
@@ -241,8 +242,8 @@ def _check_kill(attempt: Attempt, victims: list[int]) -> None:
   latest = run.latest_step() or 0
   if latest < attempt.before:
     attempt.fail(f"checkpoint {attempt.before} is gone, {latest} is the newest")
-  if latest and run.newest_whole_step() != (latest, []):
-    attempt.fail(f"damage: {run.newest_whole_step()}")
+  if latest and checkpoint.newest_whole_step(run.checkpoints) != (latest, []):
+    attempt.fail(f"damage: {checkpoint.newest_whole_step(run.checkpoints)}")
   saved = re.search(r"saved step (\d+) of", attempt.output())
   if saved and not int(saved[1]) == latest == _last_step(run.path):
     attempt.fail(f"{saved[0]}, but the newest checkpoint is {latest}")

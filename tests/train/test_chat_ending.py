@@ -9,7 +9,7 @@ import pytest
 from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder
 from train.data.chat.template import ChatTemplate
-from train.data.folder import last_tokens, write_stop_tokens
+from train.data.text import last_tokens, write_stop_tokens
 
 QWEN, LLAMA = "tests/data/chat/qwen2_5", "tests/data/chat/llama3"
 END_OF_TEXT, IM_END = 320, 322

@@ -146,10 +146,6 @@ def test_rows_contain_the_images_of_their_documents(
     seen += members
   assert sorted(seen) == list(range(len(documents)))
   assert not rows.read(None)["images"].any()
-  more = pack(documents, numbers, seq=SEQ, seed=0, images=6)
-  assert more.images == 6 and len(more) < len(rows)
-  with pytest.raises(ValueError, match="at most 1 images, got 2"):
-    pack(documents, numbers, seq=SEQ, seed=0, images=1)
   # Plain text has room for one image, so that shapes stay the same.
   of_text = load(tmp_path, ROWS[1:2], encoder, images)
   of_text = pack(of_text, np.arange(1), seq=SEQ, seed=0)
@@ -180,26 +176,26 @@ def test_batches_with_images_resume_and_threads_read_them_in_order(
 
 
 BAD = {
-  "one <image> for each of its images, got 1 in the text and 0": {
+  "one <image> for each image of the row, got 1 in the text for 0": {
     "conversations": said("<image>", "a")
   },
-  "got 0 in the text and 1 in the row": {
+  "got 0 in the text for 1": {
     "image": "red.png",
     "conversations": said("What?", "a"),
   },
-  "got 2 in the text and 1 in the row": {
+  "got 2 in the text for 1": {
     "image": "red.png",
     "conversations": said("<image><image>", "a"),
   },
-  "in what the user says, got it in an answer": {
+  "user's text, but an answer contains it": {
     "image": "red.png",
     "conversations": said("What?", "<image>"),
   },
-  r"got no file .*none\.png": {
+  r"the image .*none\.png does not exist": {
     "image": "none.png",
     "conversations": said("<image>", "a"),
   },
-  "must name its images in image or in images": {
+  "as either image or images, got": {
     "image": [3],
     "conversations": said("<image>", "a"),
   },
@@ -226,7 +222,9 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, folder, encoder, images):
 
 def test_a_tokenizer_without_image_tokens_is_refused(tmp_path, images):
   plain = ChatEncoder(LLAMA3 / "tokenizer.json", ChatTemplate.load(LLAMA3))
-  with pytest.raises(ValueError, match="line 1: .* one token .* got 0 of 1"):
+  with pytest.raises(
+    ValueError, match="line 1: .* one token .* of 1 <image>, got 0"
+  ):
     load(tmp_path, ROWS, plain, images)
 
 
@@ -241,5 +239,7 @@ def test_a_damaged_image_is_named_when_it_is_read(
   documents = load(tmp_path, rows, encoder, images)
   packed = pack(documents, np.arange(5), seq=SEQ, seed=0, is_packed=False)
   iterator = to_iterator(train_batches(packed, batch_size=5, seed=0), threads=1)
-  with pytest.raises(ValueError, match=r"rows\.json line 5: .*cut\.jpg, which"):
+  with pytest.raises(
+    ValueError, match=r"rows\.json line 5: Pillow .*cut\.jpg: "
+  ):
     next(iterator)

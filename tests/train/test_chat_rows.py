@@ -112,65 +112,69 @@ def test_weight_zero_leaves_a_turn_out():
   found = parse({"messages": messages}, "messages")
   assert found.trained == (3,)
   assert "weight" not in found.messages[1]
-  with pytest.raises(BadData, match="must have a turn of the assistant"):
+  with pytest.raises(BadData, match="expected a turn of the assistant"):
     parse({"messages": [ASKED, left_out]}, "messages")
 
 
 BAD = [
-  (b'{"messages": ', "broken JSON", "a row must be JSON, got expecting value"),
+  (b'{"messages": ', "broken JSON", "the row is not JSON: expecting value"),
   (b'{"messages": [{"role"', "broken JSON", "at character 22"),
-  (b'{"messages": "\xff"}', "not UTF-8", "must be UTF-8, got byte 14"),
-  (b"[" * 100_000, "broken JSON", "a row must be JSON"),
+  (b'{"messages": "\xff"}', "not UTF-8", "byte 14 of the row is not UTF-8"),
+  (b"[" * 100_000, "broken JSON", "the row is not JSON"),
   (
     {**GOOD, "image": "a.png"},
     "unexpected images",
-    "only text here, got image",
+    "has image, but the model accepts only text",
   ),
-  ({"text": "x"}, "wrong format", "must have messages, got the keys ..text"),
-  ([1], "wrong format", "a row must be an object"),
+  ({"text": "x"}, "wrong format", "needs messages, got the keys ..text"),
+  ([1], "wrong format", "expected a JSON object, got"),
   ({"messages": "x"}, "no turns", 'list of turns, got "x"'),
   ({"messages": []}, "no turns", "list of turns, got .."),
-  ({"messages": ["x"]}, "wrong format", "turn 1 must be an object"),
+  ({"messages": ["x"]}, "wrong format", "expected an object as turn 1"),
   (
     {"messages": [ASKED, {"content": "x"}]},
     "missing role",
-    "turn 2 must have a role, got the keys ..content",
+    "expected a role in turn 2, got the keys ..content",
   ),
   (
     {"messages": [ASKED, {"role": "robot", "content": "x"}]},
     "unknown role",
-    'role of turn 2 must be one of system, .*, got "robot"',
+    'expected one of system, .* of turn 2, got "robot"',
   ),
   ({"messages": [ASKED, {**ANSWERED, "role": 1}]}, "unknown role", "got 1"),
   (
     {"messages": [{**ASKED, "content": " \n"}, ANSWERED]},
     "empty turn",
-    "turn 1 must say something, got an empty turn of user",
+    "turn 1 of the user is empty",
   ),
-  ({"messages": [ASKED, {"role": "assistant"}]}, "empty turn", "of assistant"),
+  (
+    {"messages": [ASKED, {"role": "assistant"}]},
+    "empty turn",
+    "of the assistant",
+  ),
   (
     {"messages": [ASKED, {**ANSWERED, "content": None, "tool_calls": []}]},
     "empty turn",
-    "turn 2 must have content, which may be null only with tool_calls",
+    "is empty, and content may be null only with tool_calls",
   ),
   ({"messages": [ASKED]}, "no assistant turn", 'got the roles ."user"'),
   ({"messages": [{**ASKED, "content": 1}, ANSWERED]}, "not text", "got 1"),
   (
     {"messages": [{**ASKED, "content": [{"type": "image"}]}, ANSWERED]},
     "not text",
-    "turn 1 must be text",
+    "expected text in turn 1",
   ),
   (
     {"messages": [ASKED, {**ANSWERED, "content": "\ud800"}]},
     "not text",
-    "must be Unicode",
+    "half of a surrogate pair",
   ),
-  ({**GOOD, "tools": "{"}, "wrong format", "tools must be JSON"),
-  ({**GOOD, "tools": {"a": 1}}, "wrong format", "tools must be a list"),
+  ({**GOOD, "tools": "{"}, "wrong format", "expected JSON as tools"),
+  ({**GOOD, "tools": {"a": 1}}, "wrong format", "expected a list of tools"),
   (
     {"messages": [ASKED, {**ANSWERED, "tool_calls": ["f"]}]},
     "wrong format",
-    "tool_calls of turn 2 must be a list of objects",
+    "expected a list of objects as tool_calls of turn 2",
   ),
 ]
 
@@ -187,8 +191,8 @@ def test_bad_row_is_a_sentence_with_its_line(
   text = str(raised.value)
   assert text.startswith(f"chat: {file} line 17: ") and "\n" not in text
   assert text.endswith(
-    "; correct the row, or leave bad rows out with skip_bad=True (of a "
-    "command: --skip-bad)"
+    "; correct the row, or leave out bad rows: skip_bad=True, on a command "
+    "line --skip-bad"
   )
   found = load_documents([str(file)], encoder, **sizes, skip_bad=True)
   assert len(found) == 16
@@ -225,7 +229,9 @@ def test_files_are_lines_or_arrays_and_know_their_format(tmp_path, encoder):
   both = [str(array), str(tmp_path / "*.json*")]
   assert find_row_files(both) == [array, lines]
   # A given format applies to every file.
-  with pytest.raises(ValueError, match="line 1: a row of format sharegpt must"):
+  with pytest.raises(
+    ValueError, match="line 1: a row of format sharegpt needs"
+  ):
     load_documents(
       [str(lines)], encoder, seq=64, vocab_size=400, format="sharegpt"
     )
@@ -249,9 +255,13 @@ def test_damaged_array_is_a_sentence_with_its_line(tmp_path, content, line):
 
 
 def test_nothing_to_learn_is_a_sentence(tmp_path, encoder):
-  with pytest.raises(ValueError, match="^chat: files .* got none; .*--data"):
+  with pytest.raises(
+    ValueError, match="^chat: expected files .* got none; .*--data"
+  ):
     find_row_files([])
-  with pytest.raises(FileNotFoundError, match="^chat: .*/x must name files"):
+  with pytest.raises(
+    FileNotFoundError, match="^chat: found no files of conversations at .*/x"
+  ):
     find_row_files([str(tmp_path / "x")])
   file = write(tmp_path / "a.jsonl", ["", "{"])
   with pytest.raises(ValueError, match="1 bad ones left out .1 broken JSON"):

@@ -166,7 +166,9 @@ def test_reasoning_that_is_dropped_is_not_learned():
   ],
 )  # fmt: skip
 def test_uncertain_turns_are_an_error(source, reason):
-  with pytest.raises(ValueError, match="(cannot find|got) .*;") as raised:
+  with pytest.raises(
+    ValueError, match="(cannot find|failed:|got) .*;"
+  ) as raised:
     found(source, chat("a", "b", "c", "d" * 30))
   assert "\n" not in str(raised.value)
   assert getattr(raised.value, "reason", None) == reason

@@ -115,7 +115,7 @@ def test_generation_marks_the_contents_of_its_blocks():
   # A change to the text of a block would shift later places.
   source = "{% set x %}{% generation %}ab{% endgeneration %}{% endset %}"
   cut = ChatTemplate(source + "{{ x[1:] }}", {})
-  with pytest.raises(ValueError, match="must be part of the whole text"):
+  with pytest.raises(ValueError, match="changes the text of its"):
     cut.generated(messages, None)
 
 
@@ -141,7 +141,7 @@ def test_template_that_fails_is_a_sentence(source, reason):
 def test_config_that_is_damaged_is_a_sentence(tmp_path, content):
   (tmp_path / "tokenizer_config.json").write_text(content)
   with pytest.raises(
-    ValueError, match="^chat: .*tokenizer_config.json must be"
+    ValueError, match="tokenizer_config.json must hold a JSON object, got"
   ):
     ChatTemplate.load(tmp_path)
 

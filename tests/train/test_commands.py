@@ -23,14 +23,14 @@ def test_commands_are_the_modules_that_run_as_programs():
 
 @pytest.mark.parametrize(
   "name",
-  ["train", "train.watch", "train.run.steps", "train.data", "train.wtch"],
+  ["train", "train.watch", "train.run.rows", "train.data", "train.wtch"],
 )
 def test_module_that_is_no_command_lists_the_commands(name, capsys):
   with pytest.raises(SystemExit) as stopped:
     train.check_command(["python", "-X", "dev", "-m", name, "--help"])
   assert stopped.value.code == 2
   assert capsys.readouterr().err == (
-    f"error: {name} is no command, got python -m {name}; pass one of "
+    f"error: {name} is not a command; the commands are "
     "train.pretrain, train.finetune, train.vit, train.convert, train.generate, "
     "train.evaluate, train.plan, train.plot, train.data.digits, each with "
     "--help\n"
@@ -60,7 +60,7 @@ def test_python_says_it():
     return done.returncode, done.stdout + done.stderr
 
   status, text = run("-m", "train.watch", "--help")
-  assert status == 2 and text.startswith("error: train.watch is no command")
+  assert status == 2 and text.startswith("error: train.watch is not a command")
   assert run("-c", "import train.options") == (0, "")
   status, text = run("-m", "train.data.digits", "--help")
   assert status == 0 and "python -m train.data.digits" in text

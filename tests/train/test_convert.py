@@ -53,7 +53,7 @@ def test_run_resumes_with_another_codec_when_asked(finished, halfway, capsys):
   options = dict(recipe="bf16", optim__codec="log8", eval_every=8)
   assert run(halfway, "--resume", **options) == 2
   errors = capsys.readouterr().err
-  assert "got optim.codec: float32 -> log8; pass --convert-state to" in errors
+  assert "optim.codec: float32 -> log8; pass --convert-state to" in errors
   assert run(halfway, "--resume", "--convert-state", **options) == 0
   errors = capsys.readouterr().err
   assert "resumed at step 4" in errors
@@ -102,7 +102,7 @@ def model_state(config):
 def described(path):
   """The newest step of a run, and its configuration."""
   folder = RunDirectory(path)
-  found, _ = folder.newest_whole_step()
+  found, _ = checkpoint.newest_whole_step(folder.checkpoints)
   description = checkpoint.read_description(folder.checkpoints, found)
   return found, configuration(description)
 
@@ -205,10 +205,13 @@ def test_import_replaces_a_run_only_when_asked(halfway, tmp_path, capsys):
   assert command("export", halfway, tmp_path / "adamw") == 0
   line = arguments(halfway, **PLAIN)
   assert command("import", tmp_path / "adamw", *line) == 2
-  assert "holds a run; pass --overwrite to replace" in capsys.readouterr().err
+  assert (
+    "already contains a run; pass --overwrite to replace"
+    in capsys.readouterr().err
+  )
   before = contents(halfway)
   assert command("import", tmp_path / "adamw", *line, "--resume") == 2
-  assert "import: creates a run, got --resume; leave" in capsys.readouterr().err
+  assert "import: --resume does not apply" in capsys.readouterr().err
   assert contents(halfway) == before
   assert command("import", tmp_path / "adamw", *line, "--overwrite") == 0
 
@@ -216,11 +219,14 @@ def test_import_replaces_a_run_only_when_asked(halfway, tmp_path, capsys):
 @pytest.mark.parametrize(
   "tree, words",
   [
-    (None, "must be an Orbax checkpoint, got"),
-    ({"params": {"w": 1.0}}, "must hold params and one state of Adam, got par"),
+    (None, "as an Orbax checkpoint"),
+    (
+      {"params": {"w": 1.0}},
+      "expected params and one state of Adam in",
+    ),
     (
       {"params": {"w": 1.0}, "opt_state": {"count": 1, "mu": 1.0, "nu": 1.0}},
-      r"params must be those of this model, got another ('embedding', (256, 64",
+      "of the run's model differ in ('embedding', (256, 64",
     ),
   ],
 )
@@ -250,12 +256,12 @@ def test_runs_of_other_optimizers_are_refused(
     convert_adamw, "newest_checkpoint", lambda *_: (out, 8, made)
   )
   assert command("export", out, tmp_path / "out") == 2
-  assert f"export: {words}its weights" in capsys.readouterr().err
+  assert f"export: {words}use export-hf" in capsys.readouterr().err
 
 
 def test_export_needs_a_run_and_replaces_nothing(halfway, tmp_path, capsys):
   assert command("export", tmp_path / "none", tmp_path / "out") == 2
-  assert "none must hold a run with a checkpoint" in capsys.readouterr().err
+  assert "expected a run with a checkpoint in" in capsys.readouterr().err
   assert command("export", halfway, tmp_path) == 2
   assert f"{tmp_path} must not exist" in capsys.readouterr().err
 

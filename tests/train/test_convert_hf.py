@@ -22,6 +22,7 @@ from tests.train.runs import contents, losses, programs_on_disk
 from train import convert, pretrain, pretrained, step
 from train.mesh import make_mesh
 from train.presets import demo
+from train.run import checkpoint
 from train.run.directory import RunDirectory
 
 OPTIONS = {
@@ -167,7 +168,7 @@ def test_bad_checkpoints_are_refused_and_nothing_is_written(tmp_path, capsys):
     (tmp_path / "none", "got nothing of that name"),
     (DATA / "llava", f"train.finetune {DATA / 'llava'} --data FILES --out RUN"),
     (DATA / "vit", "train.vit PRESET --data FOLDER"),
-    (DATA / "siglip_vision", "must hold a model of text alone, got a siglip"),
+    (DATA / "siglip_vision", "expected a text-only model, got a siglip"),
   ]:
     for make in (
       lambda source: command("import-hf", source, *options(run)),
@@ -202,8 +203,11 @@ def test_options_that_would_be_ignored_are_refused(tmp_path, capsys):
     assert status == 2
     assert not run.exists()
   errors = capsys.readouterr().err
-  assert "leave --model out" in errors and errors.count("got --init-from") == 2
-  assert "creates a run, got --resume" in errors
+  assert (
+    "leave the options --model.* out" in errors
+    and errors.count("got --init-from") == 2
+  )
+  assert "--resume does not apply" in errors
 
 
 @pytest.mark.slow
@@ -226,10 +230,10 @@ def test_export_that_cannot_be_written_says_so(tmp_path, capsys, monkeypatch):
   run, source = tmp_path / "run", DATA / "llama"
   assert command("import-hf", source, *options(run)) == 0
   assert command("import-hf", source, *options(run)) == 2
-  assert "holds a run; pass --overwrite" in capsys.readouterr().err
+  assert "already contains a run; pass --overwrite" in capsys.readouterr().err
   before = contents(run)
   assert command("export-hf", run / "none", "--out", tmp_path / "out") == 2
-  assert "must hold a run with a checkpoint" in capsys.readouterr().err
+  assert "expected a run with a checkpoint in" in capsys.readouterr().err
 
   def full(*_):
     raise OSError(28, "No space left on device")
@@ -320,7 +324,7 @@ def test_leftovers_of_a_killed_command_are_named_or_replaced(
   run = shutil.copytree(imported, tmp_path / "run")
   (run / "checkpoints/0").rename(run / "checkpoints/0.orbax-checkpoint-tmp")
   assert import_hf(run) == 0
-  assert RunDirectory(run).newest_whole_step() == (0, [])
+  assert checkpoint.newest_whole_step(RunDirectory(run).checkpoints) == (0, [])
   assert {x.name for x in run.iterdir()} == {x.name for x in imported.iterdir()}
 
 

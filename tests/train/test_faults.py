@@ -186,7 +186,10 @@ def test_run_without_its_description_resumes(finished, copied, capsys, damage):
     file.write_text(damage)
   before = contents(copied)
   assert run(copied) == 2
-  assert "holds a run; pass --resume to continue" in capsys.readouterr().err
+  assert (
+    "already contains a run; pass --resume to continue"
+    in capsys.readouterr().err
+  )
   assert contents(copied) == before
   shutil.rmtree(copied / "checkpoints" / "8")
   assert run(copied, "--resume") == 0
@@ -211,10 +214,10 @@ def test_full_disk_ends_the_run_and_leaves_its_checkpoints(
   assert words in output and "File too large" in output
   assert f"--resume, which continues from {last}" in output
   assert "Traceback" not in output, output
-  found, damaged = run_directory.newest_whole_step()
+  found, damaged = checkpoint.newest_whole_step(run_directory.checkpoints)
   assert last.name == str(found) and not damaged
   assert run(out, "--resume") == 0
-  assert run_directory.newest_whole_step() == (8, [])
+  assert checkpoint.newest_whole_step(run_directory.checkpoints) == (8, [])
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite"])

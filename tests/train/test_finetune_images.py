@@ -28,7 +28,7 @@ from train.finetune_config import FinetuneConfig
 from train.optim_config import OptimConfig
 from train.run.description import configuration, describe
 from train.run.directory import RunDirectory
-from train.source import open_source
+from train.source import decoder_of, open_source
 
 PARTS = ("tower", "projector", "decoder")
 TRAINED = {
@@ -271,7 +271,7 @@ def test_stages_train_their_parts_from_runs_and_folders(
   kernel = model.decoder.layers.mlp.down.kernel[...]
   name = "language_model.model.layers.1.mlp.down_proj.weight"
   np.testing.assert_array_equal(kernel[1].T, second[name])
-  assert opened.load_decoder().config == config.model.text
+  assert decoder_of(opened.load()).config == config.model.text
 
 
 @pytest.mark.slow
@@ -304,7 +304,9 @@ def test_damage_behind_a_header_ends_the_run_when_it_is_read(
   # From that of the run before.
   assert run(projected, data, out, trained="projector") == 2
   errors = capsys.readouterr().err
-  assert re.search(r"shapes\.json line \d+: an image must be whole", errors)
+  assert re.search(
+    r"shapes\.json line \d+: Pillow cannot read the image", errors
+  )
   assert "Traceback" not in errors
   assert RunDirectory(out).latest_step() is None
   # Once the image is mended, the same command begins anew.

@@ -41,10 +41,10 @@ def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
   (images / "cut.png").write_bytes(header(64, 64)[:20])
   shutil.copy(folder / "images" / "0_0.png", images / "good.png")
   bad = {
-    "got no file": asked("<image> What", image="none.png"),
-    "got 1 in the text and 0 in the row": asked("<image> What"),
-    "got 0 in the text and 1 in the row": asked("What", image="good.png"),
-    "must be a file in JPEG": asked("<image> What", image="cut.png"),
+    "does not exist": asked("<image> What", image="none.png"),
+    "got 1 in the text for 0": asked("<image> What"),
+    "got 0 in the text for 1": asked("What", image="good.png"),
+    "expected an image in JPEG": asked("<image> What", image="cut.png"),
     "got 1 x 1": asked("<image> What", image="dot.png"),
     "at most 89000000 pixels, got": asked("<image> What", image="wide.png"),
   }
@@ -71,11 +71,13 @@ def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
   said = capsys.readouterr().err
   assert "10 rows; 6 bad ones left out (1 large image, 1 missing image" in said
   # Without --images, names are relative to the file of rows.
-  words = "line 1: an image must exist.*; pass --images FOLDER"
+  words = "line 1: the image .* does not exist; pass --images"
   with pytest.raises(ValueError, match=words) as raised:
     load_rows(*good, images="")
   assert "correct the row" not in str(raised.value)
-  with pytest.raises(ValueError, match=f"{words}.*, got .*/images, or leave"):
+  with pytest.raises(
+    ValueError, match=f"{words}.* instead of .*/images, or leave"
+  ):
     load_rows(asked("<image> What", image="none.png"))
 
 
@@ -89,11 +91,13 @@ def test_images_that_are_no_folder_are_refused_at_once(
     for flags in ([], ["--skip-bad"]):  # Which would leave all images out.
       assert run(start, data, out, *flags, images=images) == 2
       errors = capsys.readouterr().err
-      assert f"are relative to, got {images}, which is none; pass" in errors
+      assert (
+        f"are relative to, got {images}, which is not a folder; pass" in errors
+      )
       assert "line 1" not in errors and not out.exists()
   line = [start, "--conversations", data, "--images", tmp_path / "nowhere"]
   assert evaluate.main([*map(str, line)]) == 2
-  assert "nowhere, which is none; pass" in capsys.readouterr().err
+  assert "nowhere, which is not a folder; pass" in capsys.readouterr().err
 
 
 def test_options_that_do_not_fit_the_model_are_refused(
@@ -107,7 +111,7 @@ def test_options_that_do_not_fit_the_model_are_refused(
   out = tmp_path / "run"
   assert run(text, data, out) == 2
   errors = capsys.readouterr().err
-  assert "images needs a model that sees images, got a model of" in errors
+  assert "images needs a model that sees images, got a text-only" in errors
   assert "Traceback" not in errors and not out.exists()
   muon = OptimConfig(lr=1e-3, warmup=1, optimizer="coat_muon", group_size=16)
   share = OptimConfig(lr=1e-3, warmup=1, group_size=16, clip="share")
@@ -115,9 +119,9 @@ def test_options_that_do_not_fit_the_model_are_refused(
     "trained needs a model that sees": dict(
       init_from=str(text), data=ChatData(), trained="all"
     ),
-    "watch needs a model of text alone": dict(watch=1),
-    "optim.optimizer coat_muon needs a model of text alone": dict(optim=muon),
-    "optimizer_in_backward needs a model of text alone": dict(
+    "watch needs a text-only model": dict(watch=1),
+    "optim.optimizer coat_muon needs a text-only model": dict(optim=muon),
+    "optimizer_in_backward needs a text-only model": dict(
       optim=share, optimizer_in_backward=True
     ),
     "num_tokens of the vision tower, got tensor=2 and 17": dict(
@@ -126,7 +130,7 @@ def test_options_that_do_not_fit_the_model_are_refused(
   }.items():
     with pytest.raises(ValueError, match=words):
       config_of(folder, **options)
-  with pytest.raises(ValueError, match="must make images of 3 x 32 x 32"):
+  with pytest.raises(ValueError, match="needs images of 3 x 32 x 32"):
     load(config_of(folder, init_from=str(other)))
   vision = dataclasses.replace(llava.CONFIG.vision, d_ff=136)
   words = "fsdp must divide d_ff of the vision tower / tensor=1, got fsdp=16"
@@ -145,11 +149,11 @@ def test_a_run_to_begin_with_must_be_one(folder, tmp_path, capsys):
   described = json.dumps(describe(config, source))
   (start / "config.json").write_text(described)
   assert run(start, data, out) == 2
-  assert "must have a checkpoint, got none yet" in capsys.readouterr().err
+  assert "has no checkpoint yet" in capsys.readouterr().err
   (start / "checkpoints" / "3").mkdir(parents=True)
   assert run(start, data, out) == 2
-  assert "begun with a Hugging Face folder" in capsys.readouterr().err
+  assert "did not start from a Hugging Face folder" in capsys.readouterr().err
   before = contents(start)
   assert run(start, data, start, "--overwrite") == 2
-  assert "must be another run than --out" in capsys.readouterr().err
+  assert "is also the --out" in capsys.readouterr().err
   assert contents(start) == before and not out.exists()

@@ -210,14 +210,14 @@ def test_folder_without_a_whole_checkpoint_is_refused(
   for folder, message in (
     (
       tmp_path / "none",
-      "must hold a run with a checkpoint, or a Hugging Face checkpoint",
+      "expected a run with a checkpoint or a Hugging Face checkpoint",
     ),
     (
       tmp_path,
-      "must hold a run with a checkpoint, or a Hugging Face checkpoint",
+      "expected a run with a checkpoint or a Hugging Face checkpoint",
     ),
     (copy, "are damaged: "),
-    ("", "model: a path is needed"),
+    ("", "model: expected a path"),
   ):
     assert command(folder, "--prompt", "x") == 2
     assert message in capsys.readouterr().err

@@ -59,10 +59,10 @@ def test_mesh_is_parsed_and_made(text, sizes):
 @pytest.mark.parametrize(
   "text, words",
   [
-    ("tp=2", "its axes are data, fsdp, expert, tensor, got 'tp'"),
-    ("fsdp", "one size, from 1 to 65536, got 'fsdp'"),
-    ("fsdp=0", "one size, from 1 to 65536, got 'fsdp=0'"),
-    ("fsdp=2,fsdp=4", "one size, from 1 to 65536, got 'fsdp=4'"),
+    ("tp=2", "expected axes data, fsdp, expert, tensor, got 'tp'"),
+    ("fsdp", "one size per axis, from 1 to 65536, got 'fsdp'"),
+    ("fsdp=0", "one size per axis, from 1 to 65536, got 'fsdp=0'"),
+    ("fsdp=2,fsdp=4", "one size per axis, from 1 to 65536, got 'fsdp=4'"),
     ("fsdp=65537", "got 'fsdp=65537'"),
     ("fsdp=" + "9" * 400, "got 'fsdp=99999"),
     ("fsdp=-1", "got 'fsdp=-1'"),
@@ -118,7 +118,7 @@ def test_mesh_for_another_number_of_devices_raises_with_what_fits(text, fits):
     ("", dict(grad_reduce="bfloat16"), "grad_reduce applies to a run on a"),
     ("", dict(distributed=True), "distributed applies to a run on a mesh"),
     ("expert=2", {}, "needs a mixture of experts, got expert=2 for a model"),
-    ("pipe=2", {}, "its axes are data, fsdp, expert, tensor"),
+    ("pipe=2", {}, "expected axes data, fsdp, expert, tensor"),
   ],
 )
 def test_config_rejects_meshes_that_do_not_fit(mesh, options, words):

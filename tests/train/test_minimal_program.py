@@ -15,7 +15,7 @@ from train import presets
 NEEDED = {
   *("step", "config", "optim_config", "options", "mesh", "presets", "data"),
   *("optimizers", "update", "weights"),
-  *("objective", "combinations", "finetune_config"),
+  *("objective", "finetune_config"),
 }
 
 

@@ -49,7 +49,7 @@ def test_resumed_and_uninterrupted_runs_have_equal_bits(
   options |= dict(optim__codec="log8", steps=9)
   assert run(out, *flags, "--resume", **options) == 2
   errors = capsys.readouterr().err
-  assert "-> log8; pass what it was trained with" in " ".join(errors.split())
+  assert "-> log8; pass the options that it was" in " ".join(errors.split())
 
 
 @pytest.mark.parametrize("optimizer", OTHERS)
@@ -106,7 +106,7 @@ def test_the_same_leaves_decay_whatever_the_optimizer_is(optimizer):
     "layers": {"mlp": {"up": {"kernel": jnp.ones((1, 8, 8))}}},
     "norm": {"scale": jnp.ones(8)},
   }
-  tx = optimizers.build(config(optimizer), step.decays, None, rate=0.5, seed=0)
+  tx = step.build_optimizer(config(optimizer), rate=0.5, seed=0)
   zeros = jax.tree.map(jnp.zeros_like, params)
   state = tx.init(params)
   new, new_state = tx.apply(zeros, state, params)
@@ -126,8 +126,8 @@ def test_muon_steps_as_optax_does_with_clipped_gradients():
   optim = dataclasses.replace(
     muon.optim, codec="float32", eps=eps, weight_decay=0.1, momentum=0.8
   )
-  tx = optimizers.build(
-    dataclasses.replace(muon, optim=optim), step.decays, None, rate=rate, seed=0
+  tx = step.build_optimizer(
+    dataclasses.replace(muon, optim=optim), rate=rate, seed=0
   )
   normal = 0.05 * np.random.default_rng(0).normal(size=(4, 8, 16))
   tables, matrices = (

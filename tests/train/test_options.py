@@ -18,7 +18,7 @@ def test_home_is_found_and_other_paths_stay_as_they_are(monkeypatch):
 
 @pytest.mark.parametrize("path", ["", " ", "~nosuchuser", "~nosuchuser/x"])
 def test_empty_paths_and_unknown_users_are_reported(path):
-  with pytest.raises(ValueError, match="^out: (a path is needed|~ must be)"):
+  with pytest.raises(ValueError, match="^out: (expected a path|~ must be)"):
     read_path("out", path)
 
 

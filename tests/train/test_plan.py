@@ -116,7 +116,9 @@ def test_printed_terms_add_up_to_the_peak(capsys):
   options = ["--mesh", "fsdp=4", "--batch", "8", "--seq", "2048"]
   assert plan.main(["llama2_7b", *options]) == 0
   out = capsys.readouterr().out
-  assert out.startswith("llama2_7b, 4 GPUs, a step of 8 sequences of 2048\n")
+  assert out.startswith(
+    "llama2_7b, 4 GPUs, a step of 8 sequences of 2048 tokens\n"
+  )
   found = rows(out)
   assert found["GB on each GPU"] == list(plan.COLUMNS)
   parts = Memory._fields
@@ -126,7 +128,7 @@ def test_printed_terms_add_up_to_the_peak(capsys):
   peaks = [float(cell) for cell in found["peak"]]
   assert peaks == sorted(peaks, reverse=True)
   assert found["fits 80 GB"] == ["yes"] * 6
-  assert found["it is in the"] == ["backward"] * 4 + ["loss"] * 2
+  assert found["peak is in the"] == ["backward"] * 4 + ["loss"] * 2
 
 
 @pytest.mark.slow
@@ -170,7 +172,7 @@ def test_table_says_what_fits(capsys, hbm, fits):
   "options, said",
   [
     (["llama9"], "invalid choice 'llama9'"),
-    (["demo", "--hbm", "80MB"], "memory is written as 80GB"),
+    (["demo", "--hbm", "80MB"], "expected memory such as 80GB"),
     (["demo", "--codec", "caot"], "did you mean 'coat'?"),
     (["demo", "--mesh", "fsdp=3"], "fsdp must divide d_model"),
     (["demo", "--mesh", "fsdp=4", "--batch", "3"], "4 would fit"),
@@ -214,10 +216,10 @@ def test_step_of_a_model_that_sees_images_is_planned(trained, llava_7b, capsys):
   line += ["--batch", case["batch"], "--seq", case["seq"]]
   assert plan.main(line) == 0
   first, *_ = (out := capsys.readouterr().out).splitlines()
-  assert first.endswith(f"of 2048, 2 images each, trained: {trained}")
+  assert first.endswith(f"of 2048 tokens, 2 images each, trained: {trained}")
   found = rows(out)
   assert found["GB on each GPU"] == ["COAT", "COAT minimal"]
-  assert found["it is in the"] == [row["moment"]] * 2
+  assert found["peak is in the"] == [row["moment"]] * 2
   # Beside what was compiled.
   peak = float(found["peak"][1]) * 1e9
   assert peak == pytest.approx(row["peak_bytes"], rel=0.02)
@@ -238,10 +240,10 @@ def test_weights_of_a_tower_in_f32_are_planned(llava_7b):
 @pytest.mark.parametrize(
   "options, said",
   [
-    (["--gpus", "2"], "without gpus, on one GPU, got gpus 2"),
-    (["--mesh", "fsdp=2"], "without mesh"),
-    (["--batch", "2", "--accumulate", "2"], "without accumulate"),
-    (["--remat", "fp8"], "without remat"),
+    (["--gpus", "2"], "gpus cannot be planned"),
+    (["--mesh", "fsdp=2"], "mesh cannot be planned"),
+    (["--batch", "2", "--accumulate", "2"], "accumulate cannot be planned"),
+    (["--remat", "fp8"], "remat cannot be planned"),
   ],
 )
 def test_options_that_are_not_planned_with_images_are_refused(
@@ -304,7 +306,9 @@ def test_images_must_fit(llava_7b, monkeypatch, capsys):
   line = ["finetune", "--init-from", llava_7b]
   assert plan.main(line) == 0
   title, *_ = capsys.readouterr().out.splitlines()
-  assert title.endswith("1 sequence of 2048, 1 image each, trained: decoder")
+  assert title.endswith(
+    "1 sequence of 2048 tokens, 1 image each, trained: decoder"
+  )
   assert plan.main([*line, "--images-each", "4"]) == 2
   assert "got 4 of 576 tokens, 2304 in all" in capsys.readouterr().err
   assert plan.main([*line, "--images-each", "4", "--seq", "2304"]) == 0

@@ -26,7 +26,7 @@ from tests.train.runs import (
   wait_for_step,
 )
 from train import loop, pretrain, step
-from train.run import processes
+from train.run import checkpoint, processes
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
 
@@ -78,7 +78,7 @@ def test_stopped_and_killed_run_resumes_bit_for_bit(tmp_path, compiled_once):
 def test_finished_run_has_its_table_plot_and_last_checkpoint(finished, capsys):
   assert run(finished, "--resume") == 0
   output, errors = capsys.readouterr()
-  assert "its 8 steps are done already" in errors
+  assert "all 8 steps are already done" in errors
   for words in ("training loss", "held-out loss", "bytes/token/layer"):
     assert words in output
   # Losses, powers and errors, of 900 x 600 points each.
@@ -107,7 +107,7 @@ def test_finished_run_can_be_extended(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
   "flags, options, words",
   [
-    ([], {}, "holds a run; pass --resume"),
+    ([], {}, "already contains a run; pass --resume"),
     (["--resume", "--recipe", "bf16"], {}, "recipe: coat -> bf16"),
     (["--resume"], dict(optim__codec="log8"), "optim.codec: coat -> log8"),
     (["--resume"], dict(model__d_ff=64), "model.d_ff: 128 -> 64"),
@@ -152,7 +152,7 @@ def test_resume_with_other_data_is_rejected(finished, tmp_path, capsys):
 
 def test_resume_without_a_run_is_rejected(tmp_path, capsys):
   assert run(tmp_path / "none", "--resume") == 2
-  assert "must hold a run with a checkpoint" in capsys.readouterr().err
+  assert "expected a run with a checkpoint in" in capsys.readouterr().err
   assert not (tmp_path / "none").exists()
 
 
@@ -278,10 +278,10 @@ def test_overwriting_run_that_fails_early_leaves_the_old_one(
   monkeypatch.setattr(loop.step, "initial_state", without_memory)
   assert run(copied, "--overwrite") == 1
   assert contents(copied) == before | {"lock": contents(copied)["lock"]}
-  assert "the run that was to be replaced is back" in capsys.readouterr().err
+  assert "put back the run that was to be replaced" in capsys.readouterr().err
   monkeypatch.undo()
   assert run(copied, "--resume") == 0
-  assert "its 8 steps are done already" in capsys.readouterr().err
+  assert "all 8 steps are already done" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_folder_renamed_in_mid_run_is_reported_and_keeps_its_checkpoints(
   assert f"{out} was removed or renamed during the run" in errors[-1]
   assert not out.exists()
   elsewhere.rename(out)
-  assert RunDirectory(out).newest_whole_step() == (4, [])
+  assert checkpoint.newest_whole_step(RunDirectory(out).checkpoints) == (4, [])
 
 
 @pytest.mark.slow
@@ -334,7 +334,7 @@ def test_tokens_cut_short_in_mid_run_are_reported(
   options = dict(data__path=ids, data__dtype="uint16", steps=60)
   assert run(tmp_path / "out", **options) == 2
   errors = capsys.readouterr().err.splitlines()
-  assert "ids must keep the 2000000 ids that it began with" in errors[-1]
+  assert "ids had 2000000 ids at the start" in errors[-1]
 
 
 def test_other_device_errors_are_not_reported_as_memory(tmp_path, monkeypatch):

@@ -41,7 +41,7 @@ def each_loss(out, after):
 def last_state(out):
   """The bytes of a run's last state, and its place in the data."""
   folder = RunDirectory(out)
-  number, _ = folder.newest_whole_step()
+  number, _ = checkpoint.newest_whole_step(folder.checkpoints)
   description = checkpoint.read_description(folder.checkpoints, number)
   config = configuration(description)
   abstract = step.abstract_state(config, step.build_optimizer(config))

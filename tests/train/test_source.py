@@ -10,7 +10,7 @@ from tests.train.folders import (
   write_json,
 )
 from train import convert, generate
-from train.data.folder import FolderText
+from train.data.text import FolderText
 from train.source import open_source
 
 F32 = ["--compute", "float32", "--temperature", 0]
@@ -89,13 +89,13 @@ def test_folder_that_cannot_be_read_is_a_sentence(tmp_path, capsys):
   check("must have a tokenizer.json, got none")
   check("none.json, which is not a file", folder, "--tokenizer", "none.json")
   write_json(folder / "config.json", model_type="vit")
-  check("must hold a text model or a LLaVA, got a vit")
+  check("expected a text model or a LLaVA, got a vit")
   write_json(folder / "config.json", model_type="bert")
   check("model_type must be one of llama")
   (folder / "config.json").unlink()
-  check("must hold a run with a checkpoint, or a Hugging Face checkpoint")
+  check("expected a run with a checkpoint or a Hugging Face checkpoint")
   long = with_tokenizer(tmp_path / "y", max_position_embeddings="8")
-  check("max_position_embeddings must be a number of tokens, got 8", long)
+  check("expected a number of tokens as max_position_embeddings, got 8", long)
   truncated = with_tokenizer(tmp_path / "z")
   (truncated / "model.safetensors").write_bytes(b"")
   check("must be a complete safetensors file", truncated)

@@ -65,12 +65,12 @@ def config_of(data, **options):
 def _truncated(folder):
   file = folder / "train/cat/3.png"
   file.write_bytes(file.read_bytes()[:-60])
-  return "an image must be whole, got {}/train/cat/3.png"
+  return "Pillow cannot read the image {}/train/cat/3.png"
 
 
 def _tiny(folder):
   Image.new("RGB", (1, 1)).save(folder / "test/dog/1.png")
-  return "2 x 2 pixels at least, got 1 x 1 in {}/test/dog/1.png"
+  return "at least 2 x 2 pixels, got 1 x 1 in {}/test/dog/1.png"
 
 
 def _large(folder):
@@ -91,12 +91,12 @@ def _empty(folder):
 
 def _one_class(folder):
   shutil.rmtree(folder / "train/cat")
-  return "two classes or more, got dog; one class leaves nothing to learn"
+  return "two classes in {}/train, got dog; add folders"
 
 
 def _none(folder):
   shutil.rmtree(folder)
-  return "for each class is needed, got {}, which is not a folder"
+  return "for each class, got {}, which is not a folder"
 
 
 def _new_class(folder):
@@ -142,7 +142,7 @@ def test_held_out_share_is_refused_if_the_folder_decides(tmp_path, capsys):
   folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
   assert vit.main(line(folder, out, held_out=0.3)) == 2
   words = (
-    "held_out applies if no folder holds the held-out images, got 0.3 and "
+    "held_out applies if there is no folder of held-out images, got 0.3 and "
     f"{folder}/test; "
   )
   assert words in capsys.readouterr().err
@@ -186,7 +186,9 @@ def test_kinds_of_images_train_alike(tmp_path):
   # Each held-out image once, and what fills the batch up.
   (held_out,) = data.eval_batches(config, process_index=0, process_count=1)
   assert sorted(held_out["labels"]) == [-1] * 4 + [0, 0, 1, 1]
-  with pytest.raises(ValueError, match="num_classes must be that of the"):
+  with pytest.raises(
+    ValueError, match="the images have . classes, got num_classes"
+  ):
     vit.load(
       dataclasses.replace(
         config, model=dataclasses.replace(config.model, num_classes=3)
@@ -280,7 +282,7 @@ def test_run_learns_and_a_killed_one_resumes_to_the_same_bits(
   assert losses(out) == losses(tmp_path / "whole")
   # Commands for text say so, and other images are another run.
   assert generate.main([str(out), "--prompt", "a"]) == 2
-  assert "must be a run that has learned from text" in capsys.readouterr().err
+  assert "expected a run that was trained on text" in capsys.readouterr().err
   write_image(folder / "train/cat/0.png", 99)
   more = dict(long, steps=45)
   assert vit.main(line(folder, out, *flags, "--resume", **more)) == 2

@@ -156,7 +156,9 @@ def test_drift_is_reported_once_it_breaks_its_rule():
   }
   assert watch.drifts(earlier[:2], beyond) == []
   amax, zeroed, power = watch.drifts(earlier, beyond)
-  assert amax.startswith("watch: activations_amax of layer 1 is 9, and was 2 (")
+  assert amax.startswith(
+    "watch: activations_amax of layer 1 is 9, but the median of"
+  )
   assert "nu_zeroed is 0.06" in zeroed and "divided by eps" in zeroed
   assert "nu_power is 0.4" in power
   # A value that is not finite is no number to compare.
@@ -168,7 +170,7 @@ def test_drift_is_relative_to_the_median():
   earlier = [{"grad_norm": [x]} for x in (1.0, 10.0, 1.0)]
   assert watch.drifts(earlier, {"grad_norm": [3.0]}) == []
   (said,) = watch.drifts(earlier, {"grad_norm": [4.1]})
-  assert "grad_norm is 4.1, and was 1 (median of 3)" in said
+  assert "grad_norm is 4.1, but the median of the last 3 probes is 1" in said
 
 
 @pytest.mark.slow

@@ -196,13 +196,6 @@ def read_ahead(batches: grain.MapDataset, *, threads: int) -> grain.IterDataset:
   return batches.to_iter_dataset(options)
 
 
-def count_steps(rows: Rows, *, batch_size: int, epochs: float) -> int:
-  """Counts the steps that visit each row `epochs` times, rounded up."""
-  if not epochs > 0:
-    raise ValueError(f"count_steps: epochs must be above 0, got {epochs}")
-  return int(np.ceil(len(rows) * epochs / batch_size))
-
-
 def _read(rows: Rows, numbers: np.ndarray) -> dict[str, np.ndarray]:
   """Reads and stacks rows; a negative number stands for padding."""
   read = [rows.read(None if i < 0 else int(i)) for i in numbers]

@@ -51,8 +51,8 @@ def write_digits(folder: Path) -> int:
     from sklearn import datasets
   except ImportError as error:
     raise ValueError(
-      "digits: scikit-learn provides the images, got no such package; pip "
-      "install scikit-learn, or the extra digits"
+      "digits: scikit-learn, which contains the images, is not installed; pip "
+      "install scikit-learn"
     ) from error
   check_free("digits", folder)
   found = datasets.load_digits()

@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from train.data.sources import BadData
+from train.options import first_line
 
 # Pillow warns about images that are slightly larger.
 MAX_PIXELS = 89_000_000
@@ -65,8 +66,8 @@ class Preprocessing:
     file = next((folder / x for x in _FILES if (folder / x).is_file()), None)
     if file is None:
       raise ValueError(
-        f"images: {folder} must have {' or '.join(_FILES)}, got neither; copy "
-        "the whole folder of the checkpoint"
+        f"images: expected {' or '.join(_FILES)} in {folder}, got neither; "
+        "copy the whole folder of the checkpoint"
       )
     try:
       found = json.loads(file.read_bytes())
@@ -74,7 +75,7 @@ class Preprocessing:
       return cls._parse({k: x for k, x in found.items() if x is not None})
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
       raise ValueError(
-        f"images: {file} must configure CLIP's or SigLIP's processor, got "
+        f"images: expected a processor like CLIP's or SigLIP's in {file}, got "
         f"{error}; correct a copy of it"
       ) from error
 
@@ -84,10 +85,10 @@ class Preprocessing:
     known |= {"crop_size", "rescale_factor", "image_mean", "image_std", *_STEPS}
     for key, value in found.items():
       if key not in known | _WITHOUT_EFFECT and value:
-        raise ValueError(f"{key} of {str(value)[:40]}, which is not known")
+        raise ValueError(f"the unknown key {key}")
     for key in _STEPS:
       if not found.get(key, True):
-        raise ValueError(f"{key} of {found[key]}")
+        raise ValueError(f"{key} {found[key]}")
     size = found["size"] if "size" in found else {}
     if isinstance(size, dict) and set(size) == {"shortest_edge"}:
       size = size["shortest_edge"]
@@ -99,9 +100,9 @@ class Preprocessing:
       crop = (crop, crop) if isinstance(crop, int) else _height_width(crop)
     height, width = (size, size) if isinstance(size, int) else size
     if crop is None and isinstance(size, int):
-      raise ValueError(f"the shorter side of {size}, and no do_center_crop")
+      raise ValueError(f"shortest_edge {size} without do_center_crop")
     if crop is not None and (crop[0] > height or crop[1] > width):
-      raise ValueError(f"crop_size {crop} of images of {height} x {width}")
+      raise ValueError(f"crop_size {crop} for images of {height} x {width}")
     resample = found.get("resample", int(Image.Resampling.BICUBIC))
     return cls(
       size=size,
@@ -170,8 +171,7 @@ class Preprocessing:
       except Exception as error:  # Decoders raise many types.
         raise BadData(
           "broken image",
-          f"an image must be whole, got {file}, which Pillow cannot read: "
-          f"{_first_line(error)}",
+          f"Pillow cannot read the image {file}: {first_line(error)}",
         ) from error
     rows, columns = self.shape
     top, left = (height - rows) // 2, (width - columns) // 2
@@ -188,7 +188,7 @@ class Preprocessing:
     if min(width, height) < _MIN_SIDE:
       raise BadData(
         "tiny image",
-        f"an image must have {_MIN_SIDE} x {_MIN_SIDE} pixels at least, got "
+        f"expected an image of at least {_MIN_SIDE} x {_MIN_SIDE} pixels, got "
         f"{width} x {height} in {image.filename}",  # pyright: ignore
       )
     new = self.size
@@ -202,7 +202,7 @@ class Preprocessing:
       if pixels > MAX_PIXELS:
         raise BadData(
           "large image",
-          f"an image must have at most {MAX_PIXELS} pixels, got {width} x "
+          f"expected an image of at most {MAX_PIXELS} pixels, got {width} x "
           f"{height} in {image.filename}, "  # pyright: ignore
           f"{what}{pixels} pixels",
         )
@@ -217,44 +217,40 @@ def _opened(file: Path) -> Image.Image:
     image = Image.open(file, formats=_FORMATS)
   except FileNotFoundError as error:
     raise BadData(
-      "missing image", f"an image must exist, got no file {file}"
+      "missing image", f"the image {file} does not exist"
     ) from error
   except Image.DecompressionBombError as error:
     raise BadData(
       "large image",
-      f"an image must have at most {MAX_PIXELS} pixels, got {file}: "
-      f"{_first_line(error)}",
+      f"expected an image of at most {MAX_PIXELS} pixels, got {file}: "
+      f"{first_line(error)}",
     ) from error
   except Exception as error:  # Decoders raise many types.
     is_other = isinstance(error, UnidentifiedImageError)
-    got = "which is not one" if is_other else _first_line(error)
+    got = "which is not one" if is_other else first_line(error)
     raise BadData(
       "no image",
-      f"an image must be a file in {', '.join(_FORMATS)}, got {file}, {got}",
+      f"expected an image in {', '.join(_FORMATS)}, got {file}, {got}",
     ) from error
   if image.mode.split(";")[0] in _DEEP:
     mode = image.mode
     image.close()
     raise BadData(
       "deep image",
-      f"an image must have 8 bits a channel, got {file} in mode {mode}",
+      f"expected 8 bits per channel, got {file} in mode {mode}",
     )
   return image
 
 
-def _first_line(error: Exception) -> str:
-  return (str(error).splitlines() or [type(error).__name__])[0][:150]
-
-
 def _height_width(size: Any) -> tuple[int, int]:
   if not isinstance(size, dict) or set(size) != {"height", "width"}:
-    raise ValueError(f"the size {str(size)[:60]}")
+    raise ValueError(f"size {str(size)[:60]}")
   return _count(size["height"]), _count(size["width"])
 
 
 def _count(value: Any) -> int:
   if type(value) is not int or not 1 <= value <= 2**13:
-    raise ValueError(f"the size {str(value)[:60]}")
+    raise ValueError(f"size {str(value)[:60]}")
   return value
 
 

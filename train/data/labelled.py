@@ -92,7 +92,7 @@ def load_labelled(
   """Reads a folder of images by class."""
   if not folder.is_dir():
     raise ValueError(
-      "data: a folder with a folder of images for each class is needed, got "
+      "data: expected a folder with a folder of images for each class, got "
       f"{folder}, which is not a folder; pass --data FOLDER with images as "
       "FOLDER/train/CLASS/1.png or FOLDER/CLASS/1.png"
     )
@@ -136,9 +136,8 @@ def _read(
   known = tuple(found) if classes is None else classes
   if len(known) < 2:
     raise ValueError(
-      f"data: {start} must have a folder of images for each of two classes or "
-      f"more, got {', '.join(known) or 'none'}; one class leaves nothing to "
-      "learn"
+      f"data: expected a folder of images for each of at least two classes in "
+      f"{start}, got {', '.join(known) or 'none'}; add folders"
     )
   if new := sorted(set(found) - set(known)):
     raise ValueError(

@@ -58,13 +58,13 @@ def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
   if not found and not root.exists() and not glob.has_magic(path):
     raise FileNotFoundError(
       f"load_tokens: the path must exist, got {path}; give a file, a folder or "
-      "a glob, or no path for the embedded text"
+      "a glob, or leave the path out to read Python's standard library"
     )
   if not found:
     kind = " or ".join(suffixes) or "any"
     raise FileNotFoundError(
       f"load_tokens: {path} must match at least one file, got none (looked for "
-      f"{kind} file); check the folder or the glob"
+      f"{kind} files); check the folder or the glob"
     )
   return found
 
@@ -112,7 +112,7 @@ def check_ids(ids: np.ndarray, name: str, vocab_size: int) -> None:
     raise ValueError(
       f"load_tokens: token ids must be below the vocabulary of {vocab_size}, "
       f"got {largest} in {name}; use a model with a larger vocabulary or "
-      "tokens made for this one, and check that dtype is the files' own"
+      "tokens made for this one, and check the dtype of the files"
     )
 
 

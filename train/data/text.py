@@ -2,18 +2,33 @@
 """Encodes and decodes text the way the data of a run was encoded.
 
 `open_text` returns a `ByteText`, whose ids are bytes, or a `TokenizerText`,
-which reads a `tokenizers` JSON file, and the special tokens and the chat
-template in the same folder.
+which reads a `tokenizers` JSON file. `FolderText` reads a Hugging Face folder:
+
+tokenizer.json          the tokenizer
+tokenizer_config.json   the special tokens, and whether texts begin with one
+generation_config.json  the tokens that end a text; config.json names them too
+chat_template.jinja     see `data.chat`
 """
 
 import abc
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from train.data.chat.template import ChatTemplate
+import numpy as np
+
+from coat_jax.models.hf.files import read_json
+from coat_jax.models.hf.keys import CONFIG
+from train.data.chat.documents import Documents
+from train.data.chat.template import ChatTemplate, read_special_tokens
 from train.data.tokenizer import Tokenizer
 from train.data.tokens import DataConfig
+
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+GENERATION = "generation_config.json"
+_CONFIGS = (GENERATION, CONFIG)
 
 
 class Text(abc.ABC):
@@ -48,6 +63,13 @@ class Text(abc.ABC):
     if whole.startswith(head):
       return whole[len(head) :]
     return self.decode(tokens)  # The tokens begin inside a character.
+
+  def stops_after(self, lasts: Iterable[int]) -> list[int]:
+    """Returns `stop_tokens` and those of the last tokens that have no text.
+
+    Turns of the data may end with a token that is not a stop token yet.
+    """
+    return sorted({*self.stop_tokens, *self.without_text(lasts)})
 
   def without_text(self, tokens: Iterable[int]) -> set[int]:
     """Selects the tokens that decode to nothing, such as the end of a turn."""
@@ -89,6 +111,91 @@ class TokenizerText(Text):
 
   def decode(self, tokens: list[int]) -> str:
     return self._tokenizer.decode(tokens)
+
+
+class FolderText(TokenizerText):
+  """Tokenizes as transformers does with a Hugging Face folder.
+
+  A text begins with the token that the tokenizer's post-processor adds, or that
+  `add_bos_token` in tokenizer_config.json asks for. It ends with any
+  `eos_token_id` of generation_config.json and config.json. If neither file
+  names one, it ends with the tokenizer's own end token.
+  """
+
+  def __init__(self, folder: Path, tokenizer: str | None = None):
+    """Reads a folder's files; `tokenizer` replaces its tokenizer.json."""
+    path = folder / _TOKENIZER if tokenizer is None else Path(tokenizer)
+    if tokenizer is None and not path.is_file():
+      raise FileNotFoundError(
+        f"{folder} must have a {_TOKENIZER}, got none; copy it from the "
+        "checkpoint's source, or pass --tokenizer with one"
+      )
+    super().__init__(str(path))
+    own = path.expanduser().parent  # The tokenizer's folder.
+    ends = {x for f in _CONFIGS for x in read_ids(folder / f, "eos_token_id")}
+    self.stop_tokens = tuple(sorted(ends)) or self.stop_tokens
+    special = read_special_tokens(own)
+    begin, end = (
+      self._tokenizer.id_of(special.get(name, ""))
+      for name in ("bos_token", "eos_token")
+    )
+    known = read_ids(folder / CONFIG, "bos_token_id")
+    if begin is None and tokenizer is None:
+      begin = known[0] if known else None
+    adds = _read(own / _TOKENIZER_CONFIG).get("add_bos_token")
+    self.first_tokens = tuple(self._tokenizer.first_tokens())
+    if isinstance(adds, bool) and begin is not None:
+      self.first_tokens = (begin,) if adds else ()
+    if (first := begin if begin is not None else end) is not None:
+      self.prefix_token = first
+
+
+def has_tokenizer(folder: Path) -> bool:
+  """Returns whether a folder contains the tokenizer that `FolderText` reads."""
+  return (folder / _TOKENIZER).is_file()
+
+
+def _read(file: Path) -> dict[str, Any]:
+  return read_json(file) if file.is_file() else {}
+
+
+def read_ids(file: Path, name: str) -> list[int]:
+  """Reads the token ids under a key of a JSON file; [] if there are none."""
+  value = _read(file).get(name)
+  found = value if isinstance(value, list) else [value]
+  found = [x for x in found if x is not None]
+  if any(type(x) is not int or x < 0 for x in found):
+    raise ValueError(
+      f"{file}: {name} must be a token id or a list of them, got "
+      f"{str(value)[:40]}; copy the file again"
+    )
+  return found
+
+
+def write_stop_tokens(folder: Path, documents: Documents) -> None:
+  """Adds the tokens that end turns to a folder's generation_config.json.
+
+  transformers stops at the tokens that this file names. Without this file it
+  reads config.json. If that names none either, it uses the default of the
+  model's class (token 2 for Llama), never the tokenizer's token. Nothing is
+  written if the file already names the tokens, or if turns end with text.
+  """
+  text = FolderText(folder)
+  ends = text.without_text(last_tokens(documents))
+  file = folder / GENERATION
+  named = file if file.is_file() else folder / CONFIG
+  if ends <= {*read_ids(named, "eos_token_id")}:
+    return
+  found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+  found["eos_token_id"] = sorted({*text.stop_tokens, *ends})
+  file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+
+
+def last_tokens(documents: Documents) -> list[int]:
+  """Lists the distinct tokens that end target spans."""
+  mask = documents.mask  # False for the first token of each document.
+  is_last = mask & ~np.append(mask[1:], False)
+  return np.unique(documents.tokens[is_last]).tolist()
 
 
 def open_text(data: DataConfig, tokenizer: str | None) -> Text:

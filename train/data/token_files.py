@@ -50,9 +50,8 @@ class TokenFile:
     read = os.pread(file.number, wanted, place)
     if len(read) < wanted:
       raise ValueError(
-        f"load_tokens: {self.path} must keep the {self.size} ids that it began "
-        f"with, got its end after {place + len(read)} bytes; restore it, and "
-        "pass --resume"
+        f"load_tokens: {self.path} had {self.size} ids at the start, but now "
+        f"ends after {place + len(read)} bytes; restore it, and pass --resume"
       )
     return np.frombuffer(read, self.dtype)
 
@@ -129,7 +128,7 @@ def fingerprint(parts: Parts) -> str:
 
 
 def is_read_whole(parts: Parts) -> bool:
-  """Whether the fingerprint sees every token."""
+  """Returns whether the fingerprint sees every token."""
   return _distance(parts) == _BLOCK_BYTES
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import tokenizers
 
-from train.options import read_path
+from train.options import first_line, read_path
 
 # Common names of the end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -37,7 +37,7 @@ class Tokenizer:
         "not a file; give the tokenizer.json that belongs to the model"
       )
     self._path = path
-    with self._errors("be a `tokenizers` JSON file", "one that cannot be read"):
+    with self._errors("could not be read as a `tokenizers` JSON file"):
       self._whole = tokenizers.Tokenizer.from_file(str(file))
     self._whole.no_truncation()
     self._whole.no_padding()
@@ -46,17 +46,16 @@ class Tokenizer:
 
   @contextlib.contextmanager
   def _errors(
-    self, needs: str = "tokenize all text", got: str = "one that does not"
+    self, problem: str = "failed to tokenize a text"
   ) -> Iterator[None]:
     try:
       yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
       raise
     except BaseException as error:  # See the module's docstring.
-      reason = (str(error).splitlines() or [type(error).__name__])[0]
       raise ValueError(
-        f"load_tokens: {self._path} must {needs}, got {got} ({reason[:200]}); "
-        "give the tokenizer.json of the model"
+        f"load_tokens: {self._path} {problem} ({first_line(error)}); give the "
+        "tokenizer.json of the model"
       ) from error
 
   def id_of(self, token: str) -> int | None:

@@ -21,8 +21,10 @@ from typing import Literal
 
 import numpy as np
 
+from coat_jax.models.ranges import check_kinds, check_numbers
 from train.data import sources, token_files
 from train.data.token_files import TokenFile, open_tokens
+from train.options import Share, fixed
 
 # Threads hide the latency of disks. For data in memory they would only compete.
 _THREADS = 16
@@ -49,25 +51,15 @@ class DataConfig:
   path: str | None = None
   tokenizer: str | None = None
   dtype: Literal["text", "uint16", "uint32"] = "text"
-  held_out: float = dataclasses.field(
-    default=0.05, metadata={"resume": "fixed"}
-  )
+  held_out: Share = fixed(0.05)
 
   def __post_init__(self):
-    if not 0 < self.held_out < 1:
-      raise ValueError(
-        "DataConfig: held_out must be a share between 0 and 1, got "
-        f"{self.held_out}; 0.05 keeps 5 % for evaluation"
-      )
-    if self.dtype not in ("text", "uint16", "uint32"):
-      raise ValueError(
-        "DataConfig: dtype must be 'text', 'uint16' or 'uint32', got "
-        f"{self.dtype!r}; name the type that the token files were written in"
-      )
+    check_numbers(self)
+    check_kinds(self)
     if self.dtype != "text" and self.path is None:
       raise ValueError(
         f"DataConfig: dtype {self.dtype} needs a path, got none; give the "
-        "token files, or leave dtype as 'text' for the embedded text"
+        "token files, or leave dtype out to read Python's standard library"
       )
     if self.dtype != "text" and self.tokenizer is not None:
       raise ValueError(
@@ -170,6 +162,6 @@ def _check_samples(tokens: TokenSource, dtype: str) -> None:
   has_ids = any(ids.any() for ids in samples)
   if dtype == "uint16" and is_half_zero and has_ids:
     raise ValueError(
-      f"load_tokens: {tokens.name} must hold uint16, got zero in every other "
-      "place, as in uint32 files; pass dtype uint32"
+      f"load_tokens: every other uint16 in {tokens.name} is zero, as in files "
+      "of uint32; pass dtype uint32"
     )

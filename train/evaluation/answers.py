@@ -59,12 +59,12 @@ def normalized(answer: str) -> str:
 
 
 def is_short(reference: str) -> bool:
-  """Whether a reference is a short answer, of 1 to `SHORT_WORDS` words."""
+  """Returns whether a reference has 1 to `SHORT_WORDS` words."""
   return 1 <= len(normalized(reference).split()) <= SHORT_WORDS
 
 
 def is_match(answer: str, reference: str) -> bool:
-  """Whether an answer equals the reference once both are `normalized`."""
+  """Returns whether both texts are equal once they are `normalized`."""
   return normalized(answer) == normalized(reference)
 
 
@@ -128,7 +128,7 @@ class _Exam(NamedTuple):
   model: Decoder | VisionLanguageModel
   documents: Documents
   count: int  # Only the first `count` conversations are used.
-  # How many images each row has room for; 0 for text alone. It is the same in
+  # How many images each row has room for; 0 for text only. It is the same in
   # every row, so that each length needs only one program.
   slots: int
   batch: int  # Rows that are computed at once.
@@ -208,9 +208,7 @@ def _generate(
   exam: _Exam, text: Text, asked: Sequence[Question], max_tokens: int
 ) -> list[Answer]:
   """Generates the answer to each question."""
-  # Turns of the data may end with a token that is not a stop token yet.
-  ends = text.without_text(question.reference[-1] for question in asked)
-  stops = sorted({*text.stop_tokens, *ends})
+  stops = text.stops_after(question.reference[-1] for question in asked)
   order = sorted(range(len(asked)), key=lambda i: -len(asked[i].prompt))
   found: dict[int, Answer] = {}
   with tqdm(total=len(asked), desc="questions", unit="row", delay=2) as bar:
@@ -270,16 +268,17 @@ def read_conversations(
       f"evaluate: conversations need a tokenizer.json, got none in "
       f"{file.parent}; pass --tokenizer with one"
     )
-  shape, reader = source.config, None
-  if not isinstance(shape, ModelConfig):
-    reader = open_images(source.files, shape, str(images or ""))
+  text, reader = source.config, None
+  if not isinstance(text, ModelConfig):
+    reader = open_images(source.files, text, str(images or ""))
+    text = text.text
   # A run keeps a template in the same folder as its tokenizer.
   folder = file.parent if tokenizer else source.files
   return load_documents(
     files,
     ChatEncoder(file, ChatTemplate.load(folder, template)),
     seq=length,
-    vocab_size=source.decoder_config.vocab_size,
+    vocab_size=text.vocab_size,
     skip_bad=None,
     images=reader,
   )

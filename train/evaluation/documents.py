@@ -107,5 +107,5 @@ def _texts(file: Path, opened: IO[bytes]) -> Iterator[str]:
 def _bad_line(file: Path, number: int, got: str) -> ValueError:
   return ValueError(
     f"evaluate: {file}, line {number} must be a JSON object with a string "
-    f"`text`, got {got}; correct it, or name a text file .txt"
+    f"`text`, got {got}; correct it, or rename a plain-text file to .txt"
   )

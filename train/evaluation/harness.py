@@ -160,7 +160,7 @@ class DecoderLM(TemplateLM):
         "a copy of the task with --task-dir"
       )
     kept = [tokens[-(self.max_length - most) :] for tokens in contexts]
-    # Keep the number of rows the same, so that the last batch compiles nothing.
+    # Pad the last batch, so that it needs no program of its own.
     rows = kept + kept[-1:] * (self._batch - len(kept))
     added = generate(
       self._model,
@@ -173,10 +173,8 @@ class DecoderLM(TemplateLM):
     return [self._cut(tokens, until) for tokens in added.tokens[: len(kept)]]
 
   def _stop_tokens(self, until: tuple[str, ...]) -> tuple[int, ...]:
-    """Lists the tokens that contain a stop string, or end any text.
-
-    A stop string of several tokens is cut off after generation, by `_cut`.
-    """
+    """Lists the tokens that contain a stop string, or end any text."""
+    # `_cut` removes a stop string of several tokens after generation.
     if until not in self._stops:
       ids = range(self._model.config.vocab_size)
       ends = [end for end in until if end]
@@ -207,7 +205,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _longest_first(items: Sequence, size: Any) -> list[tuple[int, Any]]:
-  """Numbers and sorts items, the largest first, so that errors come early."""
+  """Numbers and sorts items, the largest first, so that errors occur early."""
   return sorted(enumerate(items), key=lambda one: -size(one[1]))
 
 

@@ -32,7 +32,7 @@ class Perplexity(NamedTuple):
   documents: int  # Documents with at least one token.
   tokens: int  # All tokens; each is predicted.
   bytes: int  # Size of the texts in UTF-8.
-  words: int  # Pieces between white space, as lm-evaluation-harness counts.
+  words: int  # Words split at white space, as in lm-evaluation-harness.
   nats: float  # Cross-entropy of all tokens together.
 
   @property

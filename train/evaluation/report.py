@@ -5,7 +5,6 @@ import contextlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,29 +144,15 @@ def versions() -> dict[str, str]:
   return found | {"device": jax.devices()[0].device_kind}
 
 
-def check_out(path: Path, option: str = "out") -> None:
-  """Checks that a file can be written, before anything is computed."""
-  if os.path.lexists(path):
-    raise ValueError(
-      f"evaluate: --{option} must not exist, because nothing is overwritten, "
-      f"got {path}; pass another"
-    )
-  if not path.absolute().parent.is_dir():
-    raise ValueError(
-      f"evaluate: --{option} must be in a folder, got "
-      f"{path.absolute().parent}, which is not a folder; create it first"
-    )
-
-
 def write(path: Path, report: dict[str, Any]) -> None:
-  """Writes a report as JSON, whole or not at all."""
+  """Writes a report as JSON, completely or not at all."""
   write_text(
     path, json.dumps(_finite(report), indent=2, allow_nan=False) + "\n"
   )
 
 
 def write_text(path: Path, text: str) -> None:
-  """Writes a file, whole or not at all."""
+  """Writes a file, completely or not at all."""
   with save_errors(path), written_whole(path) as written:
     written.write_text(text, "utf-8")
 

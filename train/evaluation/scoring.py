@@ -19,6 +19,7 @@ from jax import Array
 
 from coat_jax.layers.vocabulary import loss_positions
 from coat_jax.models import Decoder, VisionLanguageModel
+from train.source import decoder_of
 
 _SMALLEST_BUCKET = 64
 # How many batches are sorted by length together.
@@ -145,11 +146,6 @@ def _finite(logprobs: np.ndarray) -> np.ndarray:
       "evaluate an earlier checkpoint, or pass --compute float32"
     )
   return logprobs.copy()
-
-
-def decoder_of(model: Decoder | VisionLanguageModel) -> Decoder:
-  """Returns a model's decoder, or the model itself if it is one."""
-  return model.decoder if isinstance(model, VisionLanguageModel) else model
 
 
 @functools.partial(jax.jit, static_argnames=("graph",))

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from train.options import first_line
+
 if TYPE_CHECKING:
   from lm_eval.api.model import LM
 
@@ -55,11 +57,9 @@ class Tasks:
       with self._inside():
         self._manager.load(self.names)
     except Exception as error:  # Tasks can run any code.
-      reason = (str(error).splitlines() or [type(error).__name__])[0]
       raise ValueError(
-        "evaluate: tasks must load from what is on this machine, got "
-        f"{reason[:200]}; pass --task-dir with a copy of the task that names "
-        "local files"
+        f"evaluate: a task could not be loaded offline: {first_line(error)}; "
+        "pass --task-dir with a copy of the task that names local files"
       ) from error
 
   def _find(self) -> Any:

@@ -106,7 +106,7 @@ class Layer:
 
   @property
   def gathered(self) -> float:
-    """Counts the copies of a weight that a product needs.
+    """Counts the copies of a weight that a matmul needs.
 
     On a mesh these are all rows and the GPU's own rows. On one GPU XLA reads
     weights in place.
@@ -152,7 +152,7 @@ def _bf16_backward(layer: Layer) -> float:
     # v, the output, and all gradients.
     mlp = BF16 * (3 * inner + weights["gate_up"]) + 2 * unit + 2 * layer.rows
     return max(mlp, BF16 * 3 * inner + 12 * unit)
-  # The same, but all that a product saves is copied, and weights are gathered.
+  # The same, but what matmuls save is copied, and weights are gathered.
   mlp = BF16 * (4 * inner + layer.gathered * weights["gate_up"])
   attention = BF16 * (3 * inner + layer.gathered * weights["qkv"])
   return max(mlp, attention + 6 * unit) + 10 * unit
@@ -165,7 +165,7 @@ def _fp8_linear_backward(layer: Layer) -> float:
   if layer.is_on_mesh:
     gradients = layer.grad_value * sum(weights.values())
     return mlp + gradients + layer.gathered * weights["gate_up"]
-  # The peak also includes copies of what products save, or a weight's gradient.
+  # The peak also includes copies of what matmuls save, or a weight's gradient.
   last = layer.value * weights["gate_up"] + 4 * inner + 2 * unit
   return max(mlp + inner + 3.5 * unit, last)
 

@@ -48,7 +48,7 @@ def saved_bytes(
 
   We count the arrays of `residual_arrays` that grow with the number of tokens,
   except the positions, which all layers share. XLA differs from autodiff in two
-  places: BF16 layers keep the attention's output twice, in its own layout and
+  ways: BF16 layers keep the attention's output twice, in its own layout and
   as the operand of the next product; and if LayerNorm is differentiated by
   autodiff, two of its arrays become one. The bytes are for one of `tensor` GPUs
   along the mesh's tensor axis. Each of them holds the whole residual stream of
@@ -186,7 +186,7 @@ class _Program:
     return of_params and var.aval.size > 1
 
   def _aliases(self, var):
-    """Lists an array, then the array of which it is a reshape, and so on."""
+    """Lists an array, the array that it reshapes, and so on."""
     found = [var]
     while (equation := self.equation_of.get(found[-1])) is not None:
       is_named = residuals.name_of(equation) is not None
@@ -210,9 +210,9 @@ class _Program:
     kind = _kind_of_scope(equations[-1])
     if kind is None:
       raise ValueError(
-        f"memory: {var.aval} is saved for the backward pass and has no kind, "
-        f"got {equations[-1]}; put it through save_residual, or make it under "
-        "residual_scope"
+        f"memory: {var.aval}, which is saved for the backward pass, has no "
+        f"kind; pass it to save_residual, or make it under residual_scope: "
+        f"{equations[-1]}"
       )
     return kind
 

@@ -126,10 +126,8 @@ def search(
 
 
 def _rank(found: Found) -> float:
-  """Returns the cost to sort by: fp8_layer must be clearly faster.
-
-  Unlike the others, it rounds the residual stream.
-  """
+  """Returns the cost to sort by."""
+  # fp8_layer rounds the residual stream, so it must be clearly faster.
   return found.cost * (_ROUNDED if found.run.remat == "fp8_layer" else 1)
 
 

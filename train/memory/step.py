@@ -262,8 +262,8 @@ def _plan_vision(
   for name, planned in _WITH_IMAGES.items():
     if (got := getattr(config, name)) != planned:
       raise ValueError(
-        f"plan: a model that sees images is planned without {name}, on one "
-        f"GPU, got {name} {got}; leave it out"
+        f"plan: {name} cannot be planned for a model that sees images, got "
+        f"{name} {got}; leave it out"
       )
   model: Any = config.model
   trained: str = getattr(config, "trained")  # noqa: B009

@@ -36,7 +36,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import args
 
 from train.run import checksums, processes
-from train.run.writing import SaveError, first_line, join_writers, quietly
+from train.run.writing import SaveError, describe_error, join_writers, quietly
 from train.step import TrainState
 
 
@@ -61,10 +61,6 @@ class Checkpoints:
     # Kept open, to detect that another folder has taken its place.
     self._run = os.open(path.parent, os.O_RDONLY)
     self._opened.callback(os.close, self._run)
-
-  def latest_step(self) -> int | None:
-    """Returns the step of the newest checkpoint."""
-    return self._manager.latest_step()
 
   def save(
     self,
@@ -137,11 +133,11 @@ class Checkpoints:
       then = f"and pass --resume, which continues from {self.path / str(last)}"
     raise SaveError(
       f"save: could not write a checkpoint in {self.path}: "
-      f"{first_line(error)}; free some disk space {then}"
+      f"{describe_error(error)}; free some disk space {then}"
     ) from error
 
   def _is_in_place(self) -> bool:
-    """Whether the run's folder is still the one that was opened."""
+    """Returns whether the run's folder is still the one that was opened."""
     try:
       return os.path.samestat(os.stat(self.path.parent), os.stat(self._run))
     except FileNotFoundError:
@@ -161,7 +157,7 @@ def _array_items(state: TrainState):
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """Adds a missing sharding: else Orbax needs the devices it saved from."""
+  """Adds a sharding if it is missing, or Orbax needs the original devices."""
   if leaf.sharding is not None:
     return leaf
   return leaf.update(sharding=SingleDeviceSharding(jax.local_devices()[0]))
@@ -225,8 +221,8 @@ def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
   except Exception as error:  # Orbax and TensorStore raise many types.
     raise ValueError(
       f"resume: could not read this run's state from the checkpoint "
-      f"{path / str(step)}: {first_line(error)}; pass the options that it was "
-      "trained with"
+      f"{path / str(step)}: {describe_error(error)}; pass the options that it "
+      "was trained with"
     ) from error
   return abstract._replace(
     step=jax.device_put(np.int32(step), abstract.step.sharding),

@@ -7,7 +7,7 @@ a `RunData`.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import grain
 import jax
@@ -25,17 +25,8 @@ from train.data.batches import (
 )
 from train.run.directory import RunDirectory
 
-
-class Samples(Protocol):
-  """Writes samples after evaluations, for a person to read."""
-
-  def write(self, step: int, params: Any) -> list[str]:
-    """Generates with the parameters of a step; returns lines to print."""
-    ...
-
-  def close(self) -> None:
-    """Closes the file."""
-    ...
+if TYPE_CHECKING:  # It imports this module.
+  from train.conversations import HeldOutSamples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +59,7 @@ class RunData[Config: TrainConfig]:
   def train_batches(
     self, config: Config, **own_rows: int
   ) -> grain.DatasetIterator:
-    """Makes the endless iterator whose place checkpoints store."""
+    """Makes the endless iterator whose position checkpoints store."""
     found = train_batches(
       self.rows, batch_size=config.batch, seed=config.seed, **own_rows
     )
@@ -97,6 +88,6 @@ class RunData[Config: TrainConfig]:
     mesh: Mesh | None,
     *,
     resumed_step: int,
-  ) -> Samples | None:
+  ) -> "HeldOutSamples | None":
     """Opens a writer of samples; None if there are none."""
     del config, graph, mesh, resumed_step

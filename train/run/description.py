@@ -8,12 +8,16 @@ whether a run may continue from a checkpoint.
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from train.config import TrainConfig, resume_rule
 from train.finetune_config import FinetuneConfig
 from train.options import part_of
 from train.vit_config import VitConfig
+
+if TYPE_CHECKING:  # They import this module.
+  from train.data.tokens import TokenSource
+  from train.run.data import RunData
 
 _FORMAT = "coat_jax run 1"
 _COMMANDS = {
@@ -23,17 +27,7 @@ _COMMANDS = {
 }
 
 
-class Fingerprinted(Protocol):
-  """The part of `train.run.data.RunData` that a description uses."""
-
-  @property
-  def fingerprint(self) -> str: ...
-
-  @property
-  def change_times(self) -> str | None: ...
-
-
-def describe(config: TrainConfig, data: Fingerprinted) -> dict:
+def describe(config: TrainConfig, data: "RunData | TokenSource") -> dict:
   """Makes the description of a run."""
   commands = {kind: command for command, kind in _COMMANDS.items()}
   return {
@@ -46,7 +40,7 @@ def describe(config: TrainConfig, data: Fingerprinted) -> dict:
 
 
 def is_described(file: Path) -> bool:
-  """Whether a file contains the description of a run of this program."""
+  """Returns whether a file describes a run of this program."""
   try:
     description = json.loads(file.read_bytes())
   except (OSError, ValueError, RecursionError):
@@ -70,13 +64,13 @@ def _rebuild(kind: type, values: dict) -> Any:
 
 
 def check_same(
-  where: Path, saved: dict, config: TrainConfig, data: Fingerprinted
+  where: Path, saved: dict, config: TrainConfig, data: "RunData"
 ) -> list[str]:
   """Checks that a run can continue a checkpoint; returns allowed changes."""
   if _COMMANDS[saved["command"]] is not type(config):
     raise ValueError(
-      f"resume: {where} was written by train.{saved['command']}; pass its "
-      "options to that command, or another --out to start a run"
+      f"resume: {where} was written by train.{saved['command']}; continue it "
+      "with that command, or pass another --out to start a run"
     )
   before = _flatten(saved["config"])
   now = _flatten(dataclasses.asdict(config))
@@ -101,15 +95,15 @@ def check_same(
     if config.optim.optimizer == "coat_adamw" and not fixed:
       convert = "--convert-state to convert its state, "
     raise ValueError(
-      f"resume: {where} belongs to another run, got "
-      f"{'; '.join(fixed + converted)}; pass {convert}what it was trained "
-      "with, or another --out to start a run"
+      f"resume: {where} was trained with other options: "
+      f"{'; '.join(fixed + converted)}; pass {convert}the options that it was "
+      "trained with, or another --out to start a run"
     )
   allowed = changes("converted", "reported")
   if saved["change_times"] != data.change_times:
     allowed.append(
-      "data: files were changed or copied since; the fingerprint is the same, "
-      "but it does not read all of files this large"
+      "data: the files were changed or copied since then; the fingerprint is "
+      "the same, but it covers only parts of files this large"
     )
   return allowed
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: its files, who may write to it, what may be replaced.
+"""The folder of a run, and the lock that keeps other commands out of it.
 
 config.json     the configuration; its presence makes a folder a run
 metrics.jsonl   see `metrics`
@@ -7,11 +7,12 @@ samples.jsonl   see `train.conversations`
 checkpoints/    see `checkpoint`
 plot.png        see `plot`
 profile/        see `profile`
-tensorboard/    and wandb/, see `trackers`
-hf/             files of the checkpoint it began with, see `pretrained`
+tensorboard/    see `trackers`
+wandb/          see `trackers`
+hf/             files of the run's initial checkpoint, see `pretrained`
 twins/          runs that this run was compared with
 replaced_run/   see `replacing`
-lock            locked by the command that trains here; contains its process
+lock            locked by the command that trains here; contains its process id
 """
 
 import contextlib
@@ -27,9 +28,9 @@ import filelock
 from train.config import TrainConfig
 from train.options import read_path
 from train.run import checkpoint, processes, replacing
-from train.run.description import is_described
+from train.run.description import configuration, is_described
 from train.run.exits import say
-from train.run.writing import save_errors
+from train.run.writing import replace_file, save_errors
 
 _CONTENTS = (
   "config.tmp",
@@ -55,7 +56,6 @@ class RunDirectory:
     # Otherwise mkdir would create `a` for the path `a/../b`.
     self.path = path.resolve() if ".." in path.parts else path
     self.config = self.path / "config.json"
-    self.config_temporary = self.path / "config.tmp"
     self.metrics = self.path / "metrics.jsonl"
     self.samples = self.path / "samples.jsonl"
     self.checkpoints = self.path / "checkpoints"
@@ -64,7 +64,7 @@ class RunDirectory:
     self.lock = self.path / "lock"
 
   def is_run(self) -> bool:
-    """Whether the folder is a run of this program.
+    """Returns whether the folder is a run of this program.
 
     If config.json is damaged or lost, the checkpoints decide: they contain the
     same description.
@@ -73,7 +73,7 @@ class RunDirectory:
     return any(map(is_described, (self.config, *saved)))
 
   def is_started(self) -> bool:
-    """Whether the run has a step or a checkpoint that could be lost."""
+    """Returns whether the run has a step or a checkpoint that could be lost."""
     has_steps = self.metrics.exists() and self.metrics.stat().st_size > 0
     return self.is_run() and (has_steps or self.latest_step() is not None)
 
@@ -81,9 +81,15 @@ class RunDirectory:
     """Returns the step of the newest checkpoint."""
     return checkpoint.latest_step(self.checkpoints)
 
-  def newest_whole_step(self) -> tuple[int, list[str]]:
-    """Finds the newest undamaged checkpoint, and the damage of newer ones."""
-    return checkpoint.newest_whole_step(self.checkpoints)
+  def newest(self) -> tuple[int, TrainConfig, list[str]]:
+    """Finds the newest undamaged checkpoint.
+
+    Returns its step, the configuration that it was trained with, and a
+    description of the damage of each newer checkpoint.
+    """
+    step, damaged = checkpoint.newest_whole_step(self.checkpoints)
+    saved = checkpoint.read_description(self.checkpoints, step)
+    return step, configuration(saved), damaged
 
   def twin(self, name: str) -> "RunDirectory":
     """Returns the folder of a run to compare this one with."""
@@ -99,44 +105,43 @@ class RunDirectory:
     path, step = self.path, self.latest_step()
     if path.exists() and not path.is_dir():
       raise ValueError(
-        f"out: the run needs a folder, got the file {path}; pass another --out"
+        f"out: expected a folder, got the file {path}; pass another --out"
       )
     if config.resume and self.config.exists() and not self.is_run():
       raise ValueError(
-        f"resume: {path} must hold a run with a checkpoint, got {self.config} "
-        "and checkpoints that do not describe a run; restore them from a copy, "
-        "or pass another --out to start a run"
+        f"resume: neither {self.config} nor a checkpoint describes a run; "
+        "restore them from a copy, or pass another --out to start a run"
       )
     if config.resume and not (self.is_run() and step is not None):
       raise ValueError(
-        f"resume: {path} must hold a run with a checkpoint, got none; leave "
-        "--resume out to start, with --overwrite if a run was stopped there "
-        "before its first checkpoint"
+        f"resume: expected a run with a checkpoint in {path}, got none; leave "
+        "--resume out to start a run, and pass --overwrite if an earlier run "
+        "was stopped there before its first checkpoint"
       )
     if config.resume or not path.exists():
       return
     # Left by a command that was killed before it created a run.
-    if set(path.iterdir()) <= {self.lock, self.config_temporary}:
+    if set(path.iterdir()) <= {self.lock, self.path / "config.tmp"}:
       return
     if not self.is_run():
       raise ValueError(
-        f"out: {path} is not empty and is not a run of this program, so it is "
-        "left alone; pass another --out"
+        f"out: {path} is not empty and does not contain a run of this program, "
+        "so nothing was changed; pass another --out"
       )
     if self.is_started() and not config.overwrite:
       raise ValueError(
-        f"out: {path} holds a run; pass --resume to continue it, --overwrite "
-        "to replace it, or another --out"
+        f"out: {path} already contains a run; pass --resume to continue it, "
+        "--overwrite to replace it, or another --out"
       )
 
   @contextlib.contextmanager
   def claimed(self, config: TrainConfig) -> Iterator[None]:
     """Locks the folder against other commands inside `with`, and checks it.
 
-    The primary process does this for all processes of a run, which wait for it
-    before they look into the folder. The operating system releases the lock
-    when the process ends, however it ends. If a command was killed while it
-    replaced a run, the old run is put back first.
+    The primary process does this while the other processes of the run wait. The
+    operating system releases the lock even if the process is killed. If an
+    earlier command was killed while it replaced a run, the old run is put back
+    first.
     """
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
@@ -154,8 +159,8 @@ class RunDirectory:
       self.lock.exists() and not self.lock.is_file()
     ):
       raise ValueError(
-        f"out: {self.lock} must be a plain file, because it is written to, got "
-        "a link or something else; remove it, or pass another --out"
+        f"out: expected a plain file as {self.lock}, got a link or something "
+        "else; remove it, or pass another --out"
       )
     lock = filelock.FileLock(self.lock, blocking=False, fallback_to_soft=False)
     missing = None
@@ -163,9 +168,8 @@ class RunDirectory:
       opened.enter_context(lock)
     except filelock.Timeout:
       raise ValueError(
-        f"out: only one command at a time can train in {self.path}, got "
-        f"{self.lock.read_text()}, which trains there; wait for it, stop it, "
-        "or pass another --out"
+        f"out: {self.lock.read_text()} is already training in {self.path}; "
+        "wait for it, stop it, or pass another --out"
       ) from None
     except OSError as error:  # Some cluster file systems have no locks.
       missing = error.strerror
@@ -174,12 +178,12 @@ class RunDirectory:
       self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     if missing is not None:
       say(
-        f"{self.path}: without a lock ({missing}); train here with one command "
-        "at a time"
+        f"{self.path}: the folder could not be locked ({missing}); do not "
+        "train there with two commands at once"
       )
 
   def _unlock(self) -> None:
-    """Removes the lock's file, and the folder if empty, unless it is a run."""
+    """Unless a run was created: removes the lock, and the folder if empty."""
     if not (self.is_run() or replacing.is_aside(self.path)):
       self.lock.unlink(missing_ok=True)
       if self.path.is_dir() and not any(self.path.iterdir()):
@@ -199,14 +203,14 @@ class RunDirectory:
       self.write_description(description)
 
   def put_back(self) -> None:
-    """Puts the old run back, unless it was removed."""
+    """Puts the old run back, unless `remove_replaced` has removed it."""
     was_aside = replacing.is_aside(self.path)
     replacing.put_back(self.path, self._own_files())
     if was_aside:
-      say(f"{self.path}: the run that was to be replaced is back")
+      say(f"{self.path}: put back the run that was to be replaced")
 
   def remove_replaced(self) -> None:
-    """Removes the old run; the new one stays."""
+    """Removes the old run, once the new run has a step."""
     replacing.remove_old(self.path)
 
   def remove(self) -> None:
@@ -215,10 +219,7 @@ class RunDirectory:
     self._unlock()
 
   def _own_files(self) -> list[Path]:
-    """Lists the files that runs write, by names relative to the folder.
-
-    config.json is last, so that the folder counts as a run until it is gone.
-    """
+    """Lists the run's files, relative to the folder."""
     own = [self.path / name for name in _CONTENTS]
     saved = list(self.checkpoints.glob("*"))
     if self.checkpoints.is_symlink() or not saved:
@@ -227,6 +228,7 @@ class RunDirectory:
       own += [item for item in saved if _CHECKPOINT.fullmatch(item.name)]
     for twin in self.twins():
       own += [twin.path / name for name in twin._own_files()]
+    # This is last, so that the folder counts as a run until all files are gone.
     own.append(self.config)
     return [
       item.relative_to(self.path) for item in own if os.path.lexists(item)
@@ -235,14 +237,4 @@ class RunDirectory:
   def write_description(self, description: dict) -> None:
     """Writes config.json atomically; raises SaveError if it cannot."""
     with save_errors(self.path):
-      # Writing would follow a link of this name.
-      self.config_temporary.unlink(missing_ok=True)
-      try:
-        with self.config_temporary.open("x") as file:
-          file.write(json.dumps(description, indent=2) + "\n")
-          file.flush()
-          os.fsync(file.fileno())  # Otherwise a crash may leave it empty.
-        os.replace(self.config_temporary, self.config)
-      except OSError:  # For example a full disk.
-        self.config_temporary.unlink(missing_ok=True)
-        raise
+      replace_file(self.config, json.dumps(description, indent=2) + "\n")

@@ -69,11 +69,11 @@ def _status(error: Exception) -> int:
 
 @contextlib.contextmanager
 def stop_on_failure() -> Iterator[None]:
-  """Turns a failed write, or too little memory, into exit status 1.
+  """Turns a failed write or an out-of-memory error into exit status 1.
 
   If there are several processes, the process that failed exits at once. The
-  others do not know about the error and wait for this process, and a normal
-  exit would wait for them. JAX then ends them too.
+  other processes do not know about the error and still wait for it, so a normal
+  exit would wait forever. JAX then ends them too.
   """
   try:
     yield
@@ -123,8 +123,11 @@ def stop_on_signal(out: Path) -> Iterator[None]:
       signal.signal(number, handler)
 
 
-def exit_status(command: Callable[[], object], *, smaller: str) -> int:
-  """Runs a command that does not train; prints an error as one line."""
+def exit_status(command: Callable[[], object], *, smaller: str = "") -> int:
+  """Runs a command that does not train; prints an error as one line.
+
+  `smaller` tells the user how to get by with less memory.
+  """
   try:
     command()
   except Stop as stop:
@@ -154,7 +157,7 @@ def describe_shortage(error: BaseException) -> str | None:
 
 
 def is_received(signals: Signals) -> bool:
-  """Whether any process received a signal; afterwards all know of it."""
+  """Returns whether any process received a signal, and tells all of them."""
   received = max(processes.gather(signals.received or 0))
   if received:  # A signal that came after this counts next time.
     signals.received = received

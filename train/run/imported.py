@@ -5,16 +5,15 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from coat_jax.models.hf.whole import check_free
 from train import pretrained
 from train import step as steps
 from train.config import TrainConfig
 from train.data.batches import train_iterator
 from train.data.tokens import load_tokens
-from train.run.checkpoint import Checkpoints, read_description
-from train.run.description import configuration, describe
+from train.run.checkpoint import Checkpoints
+from train.run.description import describe
 from train.run.directory import RunDirectory
-from train.run.writing import save_errors, uninterrupted
+from train.run.writing import check_out, save_errors, uninterrupted
 from train.step import TrainState
 
 
@@ -28,13 +27,13 @@ def create_run(
   run = RunDirectory(config.out)
   if config.resume:  # `claimed` would accept an existing run.
     raise ValueError(
-      "import: creates a run, got --resume; leave it out, or replace an "
-      "existing run with --overwrite"
+      "import: --resume does not apply, because import creates a run; leave it "
+      "out, or pass --overwrite to replace an existing run"
     )
   if run.is_started() and not config.overwrite:
     raise ValueError(
-      f"import: {config.out} holds a run; pass --overwrite to replace it, or "
-      "another --out"
+      f"import: {config.out} already contains a run; pass --overwrite to "
+      "replace it, or another --out"
     )
   with contextlib.ExitStack() as opened:
     opened.enter_context(run.claimed(config))
@@ -70,15 +69,9 @@ def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
     raise ValueError(
-      f"export: {run} must hold a run with a checkpoint, got none; pass the "
+      f"export: expected a run with a checkpoint in {run}, got none; pass the "
       "--out of a run"
     )
-  check_free("export", out)
-  above = next(path for path in out.resolve().parents if path.exists())
-  if not above.is_dir():
-    raise ValueError(
-      f"export: {out} must be in a folder, got the file {above}; pass another"
-    )
-  step, _ = source.newest_whole_step()
-  description = read_description(source.checkpoints, step)
-  return source.checkpoints, step, configuration(description)
+  check_out("export", out)
+  step, config, _ = source.newest()
+  return source.checkpoints, step, config

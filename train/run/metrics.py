@@ -18,20 +18,22 @@ so a log would contain one endless line, whatever `mininterval` is. We do not
 use rich's tables either: without a terminal they are cut to 80 columns.
 """
 
+import collections
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 from tqdm import tqdm
 
 from train.run import processes
 from train.run.trackers import Tracker
-from train.run.writing import save_errors
+from train.run.writing import replace_file, save_errors
+from train.step import StepMetrics
 
 _SECONDS_BETWEEN_LINES = 10
 
@@ -51,10 +53,8 @@ class MetricsLog:
       return
     self._folder = path.parent
     kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]
-    temporary = path.with_suffix(".tmp")
     with save_errors(self._folder):
-      temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-      os.replace(temporary, path)
+      replace_file(path, "".join(json.dumps(row) + "\n" for row in kept))
       self._file = path.open("a", buffering=1)
 
   def write(self, **row) -> None:
@@ -131,7 +131,7 @@ class Progress:
     elif time.monotonic() - self._printed > _SECONDS_BETWEEN_LINES:
       self._printed = time.monotonic()
       per_step = (self._printed - self._start) / (step - self._first)
-      left = format_seconds((self._steps - step) * per_step)
+      left = tqdm.format_interval((self._steps - step) * per_step)
       self.say(f"{self._name}: step {step}/{self._steps}, {text}, {left} left")
 
   def held_out(
@@ -161,13 +161,81 @@ class Progress:
       self._bar.close()
 
 
-def format_seconds(seconds: float) -> str:
-  """Formats a duration: 59 s, 3:05, 2:00:00."""
-  minutes, seconds = divmod(round(seconds), 60)
-  hours, minutes = divmod(minutes, 60)
-  if hours:
-    return f"{hours}:{minutes:02}:{seconds:02}"
-  return f"{minutes}:{seconds:02}" if minutes else f"{seconds} s"
+class _Started(NamedTuple):
+  step: int
+  seconds: float  # On the monotonic clock, before its batch was made.
+  metrics: StepMetrics
+
+
+class StepsInFlight:
+  """Steps that were started and not read yet, in order.
+
+  Reading a loss waits for its step. A loop that reads each loss before it
+  starts the next step leaves the device idle while the host logs and makes a
+  batch: 2 to 3 ms per step. So a step's metrics are read once the next step has
+  started.
+  """
+
+  def __init__(
+    self,
+    log: MetricsLog,
+    progress: Progress,
+    *,
+    tokens_a_step: int,
+    leaf_names: Sequence[str],
+  ):
+    self._log, self._progress = log, progress
+    self._tokens, self._leaf_names = tokens_a_step, leaf_names
+    self._started: collections.deque[_Started] = collections.deque()
+    self._last_end = 0.0
+
+  def add(self, step: int, seconds: float, metrics: StepMetrics) -> None:
+    """Adds a step."""
+    self._started.append(_Started(step, seconds, metrics))
+
+  def read(self, *, leave: int = 0) -> str | None:
+    """Logs all but the newest `leave` steps; returns the first fault."""
+    while len(self._started) > leave:
+      if fault := self._read(self._started.popleft()):
+        return fault
+    return None
+
+  def _read(self, started: _Started) -> str | None:
+    step, metrics = started.step, jax.device_get(started.metrics)
+    end = time.monotonic()
+    # The device was busy until the previous step ended.
+    seconds = end - max(started.seconds, self._last_end)
+    self._last_end = end
+    speed, loss = self._tokens / seconds, float(metrics.loss)
+    self._log.write(
+      step=step,
+      loss=loss,
+      grad_norm=float(metrics.grad_norm),
+      lr=float(metrics.lr),
+      tokens_per_s=round(speed, 1),
+      **_describe_rows(metrics, speed),
+    )
+    if not (math.isfinite(loss) and metrics.is_finite.all()):
+      leaves = zip(self._leaf_names, metrics.is_finite, strict=True)
+      bad = ", ".join(name for name, is_finite in leaves if not is_finite)
+      return (
+        f"step {step} has loss {loss} and gradients that are not finite in "
+        f"{bad or 'no leaf'}"
+      )
+    self._progress.step(step, loss, speed)
+    return None
+
+
+def _describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
+  """Returns a step's targets and padding; {} if it counts neither."""
+  if metrics.targets is None or metrics.padding is None:
+    return {}
+  padding = float(metrics.padding)
+  return {
+    "targets": int(metrics.targets),
+    "padding": round(padding, 4),
+    "unpadded_tokens_per_s": round(tokens_per_s * (1 - padding), 1),
+  }
 
 
 def format_number(x: float) -> str:

@@ -48,14 +48,14 @@ def join() -> None:
     jax.distributed.initialize(num_processes=count, process_id=index)
   except (RuntimeError, TypeError, ValueError) as error:
     raise ValueError(
-      "distributed: the processes must be named by SLURM, by Open MPI or by "
-      f"JAX_COORDINATOR_ADDRESS, {' and '.join(_VARIABLES)}, got "
-      f"{error}; leave out --distributed for one process"
+      f"distributed: could not find the other processes ({error}); start them "
+      "with SLURM or Open MPI, or set JAX_COORDINATOR_ADDRESS, "
+      f"{' and '.join(_VARIABLES)}; leave out --distributed for one process"
     ) from error
 
 
 def is_primary() -> bool:
-  """Whether this process prints and writes metrics."""
+  """Returns whether this process prints and writes metrics."""
   return jax.process_index() == 0
 
 
@@ -89,7 +89,7 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
     raise ValueError(
       "mesh: processes must have sequences of their own or share all of them, "
       f"got sequences {first} to {first + size - 1} of {batch} for process "
-      f"{jax.process_index()}; let tensor divide the "
+      f"{jax.process_index()}; choose a tensor axis that divides the "
       f"{jax.local_device_count()} devices of a process"
     )
   return dict(process_index=first // size, process_count=batch // size)

@@ -43,4 +43,4 @@ class Profiler:
     if self._is_on:
       self._is_on = False
       jax.profiler.stop_trace()
-      say(f"{self._folder}: a trace of steps")
+      say(f"{self._folder}: wrote a trace")

@@ -23,8 +23,8 @@ _NAME = "replaced_run"
 _README = "README.txt"
 _WORDS = """\
 These are the files of a run that was to be replaced. The new run has no step
-yet. If no command is training in the folder above, the next one that does moves
-them back.
+yet. If no command is training in the folder above, the next command that trains
+there moves them back.
 """
 
 
@@ -41,7 +41,7 @@ def move_aside(folder: Path, names: Iterable[Path]) -> None:
 
 
 def is_aside(folder: Path) -> bool:
-  """Whether a run was moved aside, completely or in part."""
+  """Returns whether a run was moved aside, completely or in part."""
   return _moving(folder).is_dir() or (folder / _NAME / _README).is_file()
 
 

@@ -15,7 +15,6 @@ from train.objective import trained
 from train.run import processes
 from train.step import (
   Evaluation,
-  StepMetrics,
   TrainState,
   abstract_state,
   build_optimizer,
@@ -49,18 +48,6 @@ def held_out_means(found: list[Evaluation]) -> dict[str, float]:
     # An accuracy is a sum of f32 shares, which can round to above 1.
     means["held_out_accuracy"] = min(mean([x.accuracy for x in found]), 1.0)
   return means
-
-
-def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
-  """Returns a step's targets and padding; {} if it counts neither."""
-  if metrics.targets is None or metrics.padding is None:
-    return {}
-  padding = float(metrics.padding)
-  return {
-    "targets": int(metrics.targets),
-    "padding": round(padding, 4),
-    "unpadded_tokens_per_s": round(tokens_per_s * (1 - padding), 1),
-  }
 
 
 def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:

@@ -8,7 +8,6 @@ incomplete; that does not count as damage.
 
 import math
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from train.run.metrics import parse_lines
 # Training losses are noisy, so a table shows their mean over the last steps.
 LAST = 50
 MOMENTS = ("mu", "nu")
-_Check = Callable[[Any], bool]
 
 
 class MetricsRows(NamedTuple):
@@ -33,11 +31,7 @@ def read_rows(path: Path) -> MetricsRows:
   for line in parse_lines(path):
     last = line
     values = line if isinstance(line, dict) else {}
-    row = {
-      name: x
-      for name, x in values.items()
-      if name not in _KNOWN or _KNOWN[name](x)
-    }
+    row = {name: x for name, x in values.items() if _is_valid(name, x)}
     # A number that was not finite is null in the file, which is not damage.
     known = [name for name, x in values.items() if x is not None]
     bad += "step" not in row or not row.keys() >= set(known)
@@ -77,6 +71,30 @@ def summarize(rows: list[dict]) -> dict[str, float]:
   return summary
 
 
+_NUMBERS = {
+  *("loss", "grad_norm", "lr", "tokens_per_s", "padding"),
+  *("unpadded_tokens_per_s", "held_out_loss", "held_out_accuracy"),
+}
+_COUNTS = {"step", "targets", "step_bytes"}
+
+
+def _is_valid(name: str, x: Any) -> bool:
+  """Returns whether a value can be drawn; unknown names are not checked."""
+  if name in _NUMBERS:
+    return _is_number(x)
+  if name in _COUNTS:
+    return _is_count(x)
+  if name == "state":
+    return isinstance(x, dict) and all(map(_is_leaf, x.values()))
+  if name == "powers":
+    return isinstance(x, dict) and all(
+      moment in MOMENTS and _are_counts(counts) for moment, counts in x.items()
+    )
+  if name == "watch":
+    return isinstance(x, dict) and all(map(_are_probes, x.values()))
+  return True
+
+
 def _is_number(x: Any) -> bool:
   # Larger numbers overflow sums and the axes of a figure.
   is_number = isinstance(x, int | float) and not isinstance(x, bool)
@@ -87,16 +105,8 @@ def _is_count(x: Any) -> bool:
   return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**63
 
 
-def _is_dict(
-  x: Any, is_value: _Check, is_key: _Check = lambda key: True
-) -> bool:
-  return isinstance(x, dict) and all(
-    is_key(key) and is_value(value) for key, value in x.items()
-  )
-
-
 def _is_leaf(leaf: Any) -> bool:
-  """Whether this is a leaf of `state_report` that can be drawn."""
+  """Returns whether this is a leaf of `state_report` that can be drawn."""
   if not isinstance(leaf, dict) or "encoded" not in leaf:
     return False
   size, moments = leaf.get("parameters"), [leaf.get(x) for x in MOMENTS]
@@ -110,33 +120,16 @@ def _is_leaf(leaf: Any) -> bool:
   )
 
 
-def _is_power(key: str) -> bool:
-  return key.isascii() and key.isdigit() and len(key) < 4
-
-
-def _are_probes(x: Any) -> bool:
-  """Whether x is a list of numbers, with null for those not finite."""
-  return isinstance(x, list) and all(
-    value is None or _is_number(value) for value in x
+def _are_counts(counts: Any) -> bool:
+  """Returns whether these are counts by powers."""
+  return isinstance(counts, dict) and all(
+    key.isascii() and key.isdigit() and len(key) < 4 and _is_count(count)
+    for key, count in counts.items()
   )
 
 
-_KNOWN: dict[str, _Check] = {
-  "step": _is_count,
-  "loss": _is_number,
-  "grad_norm": _is_number,
-  "lr": _is_number,
-  "tokens_per_s": _is_number,
-  "targets": _is_count,
-  "padding": _is_number,
-  "unpadded_tokens_per_s": _is_number,
-  "held_out_loss": _is_number,
-  "held_out_accuracy": _is_number,
-  "step_bytes": _is_count,
-  "state": lambda x: _is_dict(x, _is_leaf),
-  # Counts by powers, for each moment.
-  "powers": lambda x: _is_dict(
-    x, lambda y: _is_dict(y, _is_count, _is_power), MOMENTS.__contains__
-  ),
-  "watch": lambda x: _is_dict(x, _are_probes),
-}
+def _are_probes(x: Any) -> bool:
+  """Returns whether x is a list of numbers, with null for those not finite."""
+  return isinstance(x, list) and all(
+    value is None or _is_number(value) for value in x
+  )

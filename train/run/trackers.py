@@ -11,13 +11,13 @@ without a thread: the threaded writer blocks forever if the disk is full.
 """
 
 import importlib.util
-import os
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
 from train.config import TrainConfig
+from train.run.writing import replace_file
 
 # The package of each option, and how to install it.
 _PACKAGES = {
@@ -32,8 +32,8 @@ def check_installed(config: TrainConfig) -> None:
   for option, (package, command) in _PACKAGES.items():
     if getattr(config, option) and importlib.util.find_spec(package) is None:
       raise ValueError(
-        f"{option}: needs the package {package}, got none; {command}, or leave "
-        f"--{option} out"
+        f"{option}: the package {package} is not installed; run {command}, or "
+        f"leave --{option} out"
       )
 
 
@@ -68,7 +68,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-  """Logs to a run of `wandb`, which its environment variables configure."""
+  """Logs to a run of `wandb`, which reads its own environment variables."""
 
   def __init__(self, path: Path, name: str, description: dict):
     import wandb
@@ -76,9 +76,7 @@ class WeightsAndBiases:
     id_file = path / "wandb" / "id"
     id_file.parent.mkdir(parents=True, exist_ok=True)
     if not id_file.exists():
-      temporary = id_file.with_suffix(".tmp")
-      temporary.write_text(uuid.uuid4().hex[:12])
-      os.replace(temporary, id_file)
+      replace_file(id_file, uuid.uuid4().hex[:12])
     try:
       self._run = wandb.init(
         id=id_file.read_text(),
@@ -89,8 +87,8 @@ class WeightsAndBiases:
       )
     except Exception as error:  # wandb raises many types.
       raise ValueError(
-        f"wandb: the run could not be started, got {error}; run `wandb login`, "
-        "or set WANDB_MODE=offline"
+        f"wandb: could not start the run: {error}; run `wandb login`, or set "
+        "WANDB_MODE=offline"
       ) from error
 
   def write(self, step: int, values: dict[str, float]) -> None:
@@ -106,7 +104,7 @@ Tracker = TensorBoard | WeightsAndBiases
 def open_trackers(
   config: TrainConfig, path: Path, description: dict, *, resumed_step: int
 ) -> list[Tracker]:
-  """Opens the trackers that a run asks for."""
+  """Opens the trackers that the run's options select."""
   opened: list[Tracker] = []
   if config.tensorboard:
     opened.append(TensorBoard(path / "tensorboard", resumed_step=resumed_step))

@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,18 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from coat_jax.models.hf.whole import check_free, written_whole
+from train.options import first_line
+
+
+def check_out(op: str, path: Path) -> None:
+  """Raises ValueError if `written_whole` could not write a file or a folder."""
+  check_free(op, path)
+  above = next(x for x in path.resolve().parents if x.exists())
+  if not above.is_dir():
+    raise ValueError(
+      f"{op}: {path} must be in a folder, got the file {above}; pass another "
+      "path"
+    )
 
 
 class SaveError(OSError):
@@ -33,14 +46,29 @@ def save_errors(path: Path) -> Iterator[None]:
 
 def _failure(path: Path, error: Exception) -> SaveError:
   return SaveError(
-    f"save: could not write {path}: {first_line(error)}; free some disk space, "
-    "or pass a folder on another disk"
+    f"save: could not write {path}: {describe_error(error)}; free some disk "
+    "space, or pass a folder on another disk"
   )
 
 
-def first_line(error: Exception) -> str:
-  line = str(error).strip().partition("\n")[0]
-  return f"{type(error).__name__} ({line[:1000]})"
+def describe_error(error: Exception) -> str:
+  """Describes an error by its type and the first line of its message."""
+  return f"{type(error).__name__} ({first_line(error, most=1000)})"
+
+
+def replace_file(file: Path, text: str) -> None:
+  """Writes a file atomically, through a .tmp file next to it."""
+  temporary = file.with_suffix(".tmp")
+  temporary.unlink(missing_ok=True)  # Writing would follow a link of this name.
+  try:
+    with temporary.open("x") as opened:
+      opened.write(text)
+      opened.flush()
+      os.fsync(opened.fileno())  # Otherwise a crash may leave it empty.
+    os.replace(temporary, file)
+  except OSError:  # For example a full disk.
+    temporary.unlink(missing_ok=True)
+    raise
 
 
 def write_tree(path: Path, tree: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.train.folders import with_tokenizer, write_json
-from train.data.folder import FolderText
+from train.data.text import FolderText
 
 NONE: Any = dict(bos_token_id=..., eos_token_id=...)
 

@@ -121,5 +121,7 @@ def test_errors_of_the_library_name_the_file(tmp_path, parts):
     lambda: Tokenizer(file).first_tokens(),
     lambda: list(Tokenizer(file).encode_each([TEXT])),
   ):
-    with pytest.raises(ValueError, match=r"tokenizer.json must .*, got one th"):
+    with pytest.raises(
+      ValueError, match=r"tokenizer.json (could not be read|failed to)"
+    ):
       use()

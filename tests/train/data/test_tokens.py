@@ -93,9 +93,9 @@ def load(path, vocab_size=256, **kwargs):
 
 def test_data_config_rejects_contradicting_options():
   for kwargs, words in [
-    (dict(held_out=0.0), "held_out must be a share"),
-    (dict(held_out=1.0), "held_out must be a share"),
-    (dict(dtype="int64", path="x"), "dtype must be"),
+    (dict(held_out=0.0), "held_out must be a number from 1e-06"),
+    (dict(held_out=1.0), "held_out must be a number from 1e-06"),
+    (dict(dtype="int64", path="x"), "dtype must be one of text, uint16"),
     (dict(dtype="uint16"), "needs a path"),
     (dict(dtype="uint16", path="x", tokenizer="t.json"), "applies to text"),
   ]:
@@ -133,7 +133,7 @@ def test_unreadable_tokenizers_raise_with_the_path(
 ):
   with pytest.raises(FileNotFoundError, match="tokenizer must be a JSON file"):
     load(text_file, tokenizer=str(tmp_path / "none.json"))
-  with pytest.raises(ValueError, match="cannot be read"):
+  with pytest.raises(ValueError, match="could not be read"):
     load(text_file, tokenizer=str(text_file))
   (tmp_path / "b.txt").write_text("three")
   with pytest.raises(ValueError, match="vocabulary of 4, got 4 in .*b.txt"):
@@ -164,7 +164,7 @@ def test_token_files_of_another_dtype_are_rejected(tmp_path):
   with pytest.raises(ValueError, match="multiple of 2 bytes, got 5"):
     load(tmp_path / "odd.bin", dtype="uint16")
   np.arange(1, 200, dtype=np.uint32).tofile(tmp_path / "wide.bin")
-  with pytest.raises(ValueError, match="every other place.*pass dtype uint32"):
+  with pytest.raises(ValueError, match="every other uint16.*pass dtype uint32"):
     load(tmp_path / "wide.bin", dtype="uint16")
   np.save(tmp_path / "long.npy", np.arange(200))
   with pytest.raises(ValueError, match="flat array of uint32, got int64"):

@@ -195,17 +195,20 @@ def test_answers_and_their_loss_match_the_model(
   [
     (["--images", "x"], "--images applies to --conversations, got none"),
     (["--page", "x"], "--page applies to --conversations, got none"),
-    (["--conversations", "none.json"], "must name files of conversations"),
+    (["--conversations", "none.json"], "found no files of conversations"),
     (
       ["--conversations", "{data}", "--max-tokens", 0],
       "max_tokens must be a whole number from 1",
     ),
     (
-      ["--conversations", "{data}", "--page", "none/x.html"],
-      "--page must be in a folder",
+      ["--conversations", "{data}", "--page", "{data}/x.html"],
+      "must be in a folder, got the file",
     ),
-    (["--conversations", "{data}"], "which names of images are relative to"),
-    (["--conversations", "{data}", "--beside", "none"], "none must hold a run"),
+    (
+      ["--conversations", "{data}"],
+      "the folder that image names are relative to",
+    ),
+    (["--conversations", "{data}", "--beside", "none"], "none: expected a run"),
   ],
 )
 def test_bad_input_is_a_sentence(folder, tmp_path, options, message, capsys):

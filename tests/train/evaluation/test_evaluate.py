@@ -74,7 +74,7 @@ def test_figures_of_texts_are_printed_and_written(
   assert "tokens/s" in printed.err
   # The same again, and with options that change the result.
   assert command(*line, "--out", out) == 2
-  assert "--out must not exist, because nothing is overwritten" in (
+  assert f"--out: {out} must not exist, because nothing is overwritten" in (
     capsys.readouterr().err
   )
   for options, count in (
@@ -123,7 +123,10 @@ def test_figures_in_bfloat16_are_near(folder, data, tmp_path):
     ),
     (["--task", "x", "--shots", -1], "shots must be a whole number from 0"),
     (["--task", "x", "--task-dir", "none"], "--task-dir must be a folder"),
-    (["--data", "{data}", "--out", "none/x.json"], "--out must be in a folder"),
+    (
+      ["--data", "{data}", "--out", "{data}/x.json"],
+      "must be in a folder, got",
+    ),
     (["--data", "{data}", "--tokenizer", "none"], "none, which is not a file"),
     (["--data", "{folder}/model.safetensors"], "must be text in UTF-8"),
   ],

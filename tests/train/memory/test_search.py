@@ -143,8 +143,8 @@ def test_too_little_memory_reports_how_much_is_needed(capsys):
   small = ["llama_60m", "--gpus", "1", "--hbm", "0.2GB"]
   assert plan.main(small) == 2
   said = capsys.readouterr().err
-  assert "0.2 GB on each of 1 GPUs, got 0.5 GB at least" in said
-  assert "take more GPUs, or a smaller --seq or --batch" in said
+  assert "0.2 GB on each of 1 GPUs: it needs 0.5 GB or more" in said
+  assert "use more GPUs, or a smaller --seq or --batch" in said
 
 
 def test_gpus_and_mesh_exclude_each_other(capsys):

@@ -161,9 +161,9 @@ def test_removed_folder_is_named_and_not_created_again(saved, tmp_path, how):
 
 def test_steps_after_a_damaged_one_are_set_aside_and_saved_again(saved, copied):
   checkpoints = Checkpoints(copied, keep=3)
-  assert checkpoints.latest_step() == 5
+  assert checkpoint.latest_step(copied) == 5
   checkpoints.set_aside(after=3)
-  assert checkpoints.latest_step() == 3
+  assert checkpoint.latest_step(copied) == 3
   checkpoints.save(5, saved[1], batches(), {"config": {}})
   checkpoints.wait()
   checkpoints.set_aside(after=3)  # 5.damaged exists already.

@@ -61,7 +61,9 @@ def test_allowed_changes_are_reported():
   ],
 )
 def test_checkpoint_of_another_run_is_rejected(values, words):
-  with pytest.raises(ValueError, match=f"checkpoints/100 belongs to .*{words}"):
+  with pytest.raises(
+    ValueError, match=f"checkpoints/100 was trained with .*{words}"
+  ):
     compare(described(demo()), config(**values))
 
 
@@ -73,7 +75,7 @@ def test_checkpoint_of_other_data_is_rejected():
 def test_changed_file_times_are_reported():
   other = described(demo(), change_times="others")
   (hint,) = compare(other, demo())
-  assert "changed or copied since; the fingerprint is the same" in hint
+  assert "changed or copied since then; the fingerprint is the same" in hint
 
 
 def test_codec_may_change_only_with_convert_state():
@@ -90,7 +92,7 @@ def test_codec_may_change_only_with_convert_state():
     "optim.second: e4m3 -> e5m2",
   ]
   other = dataclasses.replace(now, seed=1)
-  with pytest.raises(ValueError, match="seed: 0 -> 1.*; pass what it was"):
+  with pytest.raises(ValueError, match="seed: 0 -> 1.*; pass the options"):
     compare(described(demo()), other)
 
 

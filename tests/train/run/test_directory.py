@@ -49,7 +49,7 @@ def test_new_or_empty_folder_is_free(tmp_path):
 
 def test_run_is_replaced_only_when_asked(run):
   before = contents(run.path)
-  with pytest.raises(ValueError, match="holds a run; pass --resume"):
+  with pytest.raises(ValueError, match="already contains a run; pass --resume"):
     run.check(config())
   run.check(config(overwrite=True))
   assert contents(run.path) == before
@@ -70,20 +70,20 @@ def test_folder_without_a_run_is_left_alone(tmp_path, marker, overwrite):
   if marker is not None:
     (tmp_path / "config.json").write_text(marker)
   with pytest.raises(
-    ValueError, match="not a run of this program, so it is left"
+    ValueError, match="does not contain a run of this program"
   ):
     RunDirectory(tmp_path).check(config(overwrite=overwrite))
 
 
 def test_file_in_place_of_the_folder_raises(tmp_path):
   (tmp_path / "file").write_text("")
-  with pytest.raises(ValueError, match="needs a folder, got the file"):
+  with pytest.raises(ValueError, match="expected a folder, got the file"):
     RunDirectory(tmp_path / "file").check(config(overwrite=True))
 
 
 def test_resume_without_a_checkpoint_raises(run, tmp_path):
   for folder in (run, RunDirectory(tmp_path / "new")):
-    with pytest.raises(ValueError, match="hold a run with a checkpoint, got"):
+    with pytest.raises(ValueError, match="expected a run with a checkpoint in"):
       folder.check(config(resume=True))
 
 
@@ -123,12 +123,16 @@ def test_symbolic_link_is_removed_and_not_followed(run, tmp_path):
 def test_folder_is_claimed_while_it_is_entered(run):
   wanted = config(overwrite=True)
   with run.claimed(wanted):
-    with pytest.raises(ValueError, match=f"got process {os.getpid()} on"):
+    with pytest.raises(
+      ValueError, match=f"process {os.getpid()} on .* is already"
+    ):
       with run.claimed(wanted):
         raise AssertionError
     run.create(describe(demo(), OTHERS))
     assert run.lock.exists(), "it is not one of the run's files"
-    with pytest.raises(ValueError, match=f"got process {os.getpid()} on"):
+    with pytest.raises(
+      ValueError, match=f"process {os.getpid()} on .* is already"
+    ):
       with run.claimed(wanted):
         raise AssertionError
   with run.claimed(wanted):
@@ -193,7 +197,7 @@ def test_run_with_a_damaged_description_is_a_run(saved, damage):
   saved.config.unlink()
   if damage is not None:
     saved.config.write_bytes(damage)
-  with pytest.raises(ValueError, match="holds a run; pass --resume"):
+  with pytest.raises(ValueError, match="already contains a run; pass --resume"):
     saved.check(config())
   saved.check(config(resume=True))
   saved.check(config(overwrite=True))
@@ -206,11 +210,11 @@ def test_description_of_another_program_is_not_a_run(tmp_path):
   run = RunDirectory(tmp_path)
   run.config.write_text('{"format": "another"}')
   with pytest.raises(
-    ValueError, match="not a run of this program, so it is left"
+    ValueError, match="does not contain a run of this program"
   ):
     run.check(config(overwrite=True))
   with pytest.raises(
-    ValueError, match=r"got .*config.json and .* do not describe a run"
+    ValueError, match=r"neither .*config.json nor a checkpoint describes"
   ):
     run.check(config(resume=True))
 
@@ -226,7 +230,7 @@ def test_lock_that_is_not_a_plain_file_is_left_alone(tmp_path, run, kind):
     run.lock.mkdir()
   else:
     os.mkfifo(run.lock)
-  with pytest.raises(ValueError, match="lock must be a plain file"):
+  with pytest.raises(ValueError, match="expected a plain file as .*lock"):
     with run.claimed(config(overwrite=True)):
       raise AssertionError
   assert thesis.exists() == (kind == "link")
@@ -236,7 +240,7 @@ def test_lock_that_is_not_a_plain_file_is_left_alone(tmp_path, run, kind):
 def test_link_named_like_a_temporary_file_is_not_followed(tmp_path, run):
   thesis = tmp_path / "thesis.tex"
   thesis.write_text("years of work")
-  run.config_temporary.symlink_to(thesis)
+  run.config.with_suffix(".tmp").symlink_to(thesis)
   run.write_description(describe(demo(), OTHERS))
   assert thesis.read_text() == "years of work"
   assert json.loads(run.config.read_text())["fingerprint"] == OTHERS.fingerprint
@@ -252,7 +256,7 @@ def test_claim_checks_again_once_it_has_the_lock(monkeypatch, tmp_path):
     lock(self, opened)
 
   monkeypatch.setattr(RunDirectory, "_lock", late)
-  with pytest.raises(ValueError, match="holds a run; pass --resume"):
+  with pytest.raises(ValueError, match="already contains a run; pass --resume"):
     with run.claimed(config()):
       raise AssertionError
   assert run.is_run()
@@ -267,4 +271,4 @@ def test_claim_without_locks_in_the_file_system_warns(
   monkeypatch.setattr(fcntl, "flock", flock)
   with RunDirectory(tmp_path / "run").claimed(config()):
     pass
-  assert "without a lock (Function not impl" in capsys.readouterr().err
+  assert "could not be locked (Function not impl" in capsys.readouterr().err

@@ -102,14 +102,6 @@ def test_missing_file_has_no_lines(tmp_path):
   assert list(metrics.read_metrics(tmp_path / "none")) == []
 
 
-@pytest.mark.parametrize(
-  "seconds, text",
-  [(0, "0 s"), (59, "59 s"), (61, "1:01"), (59.9, "1:00"), (7322, "2:02:02")],
-)
-def test_durations_are_formatted(seconds, text):
-  assert metrics.format_seconds(seconds) == text
-
-
 def test_table_is_aligned():
   table = metrics.format_table(["", "a"], [["loss", "1.0"], ["x", "20.0"]])
   assert table.splitlines() == [

@@ -54,5 +54,5 @@ def test_only_the_first_process_traces(calls, monkeypatch):
 
 @pytest.mark.parametrize("text", ["0", "-1", "5:", ":5", "x", "1e3", "9" * 400])
 def test_other_forms_are_refused(text):
-  with pytest.raises(ValueError, match="written as 5, or as 5:100"):
+  with pytest.raises(ValueError, match="such as 5, or 5:100"):
     read_profile(text)

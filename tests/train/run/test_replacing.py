@@ -51,7 +51,7 @@ def test_old_run_is_put_back_whole_if_the_new_one_fails(run, capsys):
   assert run.is_run() and not run.is_started()
   run.put_back()
   assert contents(run.path) == before
-  assert "the run that was to be replaced is back" in capsys.readouterr().err
+  assert "put back the run that was to be replaced" in capsys.readouterr().err
   run.put_back()
   assert contents(run.path) == before
 
@@ -139,7 +139,9 @@ def test_next_command_finds_the_old_run_where_it_was(run, flags):
     with run.claimed(config):
       assert contents(run.path) == before | {"lock": run.lock.read_bytes()}
   else:
-    with pytest.raises(ValueError, match="holds a run; pass --resume"):
+    with pytest.raises(
+      ValueError, match="already contains a run; pass --resume"
+    ):
       with run.claimed(config):
         raise AssertionError
     run.lock.unlink()
@@ -153,7 +155,7 @@ def test_folder_of_the_user_with_that_name_is_left_alone(tmp_path):
   before = contents(tmp_path)
   assert not replacing.is_aside(tmp_path)
   with pytest.raises(
-    ValueError, match="not a run of this program, so it is left"
+    ValueError, match="does not contain a run of this program"
   ):
     with RunDirectory(tmp_path).claimed(demo()):
       raise AssertionError

@@ -28,4 +28,4 @@ def test_time_left_follows_the_steps_since_the_run_was_resumed(
   # 20 steps in 100 s; 40 more take 200 s.
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("run: step 60/100, loss 1.5000")
-  assert line.endswith(", 3:20 left")
+  assert line.endswith(", 03:20 left")

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.run import steps
-from train.run.metrics import MetricsLog, Progress, read_metrics
+from train.run.metrics import MetricsLog, Progress, StepsInFlight, read_metrics
 from train.step import StepMetrics
 
 NAMES = ["embedding", "head"]
@@ -29,7 +28,7 @@ def metrics(loss, is_finite=(True, True)):
 @pytest.fixture
 def in_flight(tmp_path):
   with contextlib.closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
-    yield steps.StepsInFlight(
+    yield StepsInFlight(
       log,
       Progress("run", steps=9, done=0),
       tokens_a_step=100,
@@ -69,7 +68,8 @@ def test_a_steps_time_begins_when_the_previous_step_ends(
   # Started at 0, 1 and 15 s; ended at 4, 10 and 17 s.
   ends = iter([4.0, 10.0, 17.0])
   clock = types.SimpleNamespace(monotonic=lambda: next(ends))
-  monkeypatch.setattr(steps, "time", clock)
+  monkeypatch.setattr("train.run.metrics.time", clock)
+  monkeypatch.setattr(Progress, "step", lambda *_: None)
   for step, started in enumerate([0.0, 1.0, 15.0], start=1):
     in_flight.add(step, started, metrics(1.0))
   assert in_flight.read() is None

@@ -156,7 +156,7 @@ def test_run_writes_only_to_requested_trackers(wandb, tmp_path, capsys):
     for name, value in values.items()
   }
   (trace,) = (out / "profile").rglob("*.xplane.pb")
-  assert f"{out / 'profile'}: a trace of steps" in capsys.readouterr().err
+  assert f"{out / 'profile'}: wrote a trace" in capsys.readouterr().err
   data = jax.profiler.ProfileData.from_file(str(trace))
   assert any(line.events for plane in data.planes for line in plane.lines)
   asked_for_nothing = trackers.open_trackers(demo(), out, {}, resumed_step=0)
@@ -170,7 +170,9 @@ def test_refusal_of_weights_and_biases_is_a_sentence(wandb, tmp_path):
     raise RuntimeError("no API key")
 
   module.init = refuse
-  with pytest.raises(ValueError, match="got no API key; run `wandb login`"):
+  with pytest.raises(
+    ValueError, match="start the run: no API key; run `wandb login`"
+  ):
     trackers.WeightsAndBiases(tmp_path, "runs/a", {"config": {}})
 
 
@@ -181,5 +183,5 @@ def test_missing_package_is_named_before_anything_is_changed(
   monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
   out = tmp_path / "run"
   assert run(out, f"--{option}") == 2
-  assert f"error: {option}: needs the package" in capsys.readouterr().err
+  assert f"error: {option}: the package" in capsys.readouterr().err
   assert not out.exists()

@@ -24,7 +24,7 @@ from train.data.sources import BadData, check_ids
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages, RowImage
 
-_SKIP = ", or leave bad rows out with skip_bad=True (of a command: --skip-bad)"
+_SKIP = ", or leave out bad rows: skip_bad=True, on a command line --skip-bad"
 
 
 @dataclasses.dataclass
@@ -70,7 +70,7 @@ class Documents:
   """Tokenized conversations, one after the other."""
 
   tokens: np.ndarray  # int32 [n].
-  # bool [n], the tokens to learn; never the first one of a document.
+  # bool [n], the target tokens; never the first one of a document.
   mask: np.ndarray
   starts: np.ndarray  # int64 [documents + 1], each beginning, then the end.
   counts: Counts
@@ -113,11 +113,6 @@ class Documents:
 
   def split(self, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Draws the indices of training documents and of held-out documents."""
-    if not 0 < held_out < 1:
-      raise ValueError(
-        "chat: held_out must be a share between 0 and 1, got "
-        f"{held_out}; 0.05 keeps 5 % for evaluation"
-      )
     if len(self) < 2:
       raise ValueError(
         "chat: training and evaluation each need a conversation, got "
@@ -164,7 +159,7 @@ def load_documents(
       counts.truncated += len(document.tokens) < len(whole.tokens)
       if images is not None:
         # The cut never splits an image. Because a target fits, the cut is in a
-        # part to learn or at its end, and such parts contain no images.
+        # target span or at its end, and such spans contain no images.
         count = images.count(document.tokens)
         document = document._replace(images=document.images[:count])
       kept.append(document)
@@ -175,7 +170,7 @@ def load_documents(
         f"pass --seq {min(shortest)} or more (in train.evaluate: --length)"
       )
     raise ValueError(
-      f"chat: {', '.join(map(str, paths))} must have tokens to learn, got "
+      f"chat: found no target tokens in {', '.join(map(str, paths))}: "
       f"{counts.describe()}; {remedy}"
     )
   found = None
@@ -203,7 +198,7 @@ class _Document(NamedTuple):
 
   tokens: np.ndarray
   mask: np.ndarray
-  ends: list[int]  # Where the parts to learn end.
+  ends: list[int]  # Where the target spans end.
   images: "Sequence[RowImage]"
 
   def cut(self, size: int) -> "_Document":
@@ -278,8 +273,7 @@ class _Reader:
       if row.value.get(key):
         raise BadData(
           "unexpected images",
-          f"a row must contain only text here, got {key}: the model to train "
-          "does not accept images",
+          f"the row has {key}, but the model accepts only text",
         )
     return ()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns conversations into token ids and a mask of the tokens to learn.
+"""Turns conversations into token ids and a mask of the target tokens.
 
 The whole text of a conversation is tokenized at once, so tokens are the same
-as at inference. A token is learned if one of its characters is to be learned.
+as at inference. A token is a target if any of its characters is.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from train.data.chat.template import ChatTemplate, read_special_tokens
 from train.data.sources import BadData
 from train.data.tokenizer import Tokenizer
 
-# A text, the spans to learn, and the ids to put before the text's own ids.
+# A text, its target spans, and the ids to put before the text's own ids.
 Rendered = tuple[str, list[Span], list[int]]
 
 
@@ -36,7 +36,7 @@ class ChatEncoder:
       self._finder = TargetFinder(template, self._tokenizer.added_tokens)
 
   def render(self, row: Conversation | Completion) -> Rendered:
-    """Returns a row's text, the spans to learn, and the ids in front."""
+    """Returns a row's text, its target spans, and the ids before the text."""
     if isinstance(row, Completion):
       text = row.prompt + row.completion
       if not self._end:
@@ -57,14 +57,14 @@ class ChatEncoder:
       text.encode()
     except UnicodeEncodeError as error:
       raise BadData(
-        "not text", "text must be Unicode, got half of a surrogate pair"
+        "not text", "the text contains half of a surrogate pair"
       ) from error
     return text, spans, front
 
   def encode(
     self, rows: Iterable[Rendered], *, kept: int = 0
   ) -> Iterator[tuple[np.ndarray, np.ndarray, list[int]]]:
-    """Yields ids, the mask, and where learned parts end, for each text.
+    """Yields ids, the target mask, and the ends of target spans, for each text.
 
     `Tokenizer.encode_each` documents `kept`.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads rows of files as conversations, in any of the common formats.
+"""Reads rows of files as conversations, in the common formats.
 
-A file contains JSON lines, which are read one at a time, or one JSON array of
-rows, which is read whole.
+A file contains either JSON lines, which are read one at a time, or one JSON
+array of rows, which is read as a whole.
 
 | format | keys |
 | --- | --- |
@@ -11,8 +11,8 @@ rows, which is read whole.
 | alpaca | `instruction`, `input`, `output` |
 | prompt | `prompt`, `completion`: plain text, without a template |
 
-Other keys are ignored. Roles are renamed to those that templates know: system,
-user, assistant and tool (developer keeps its name).
+Other keys are ignored. Roles get the names that templates use: system,
+developer, user, assistant and tool.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from train.data.sources import BadData, find_files
+from train.options import first_line
 
 SUFFIXES = (".json", ".jsonl")
 _SPACE = " \t\r\n"
@@ -40,8 +41,8 @@ def find_row_files(paths: Sequence[str]) -> list[Path]:
   """Lists the files that paths, folders or globs name, in order."""
   if not paths:
     raise ValueError(
-      "chat: files of conversations are needed, got none; pass their paths "
-      "(of a command: --data)"
+      "chat: expected files of conversations, got none; pass their paths (on "
+      "a command line: --data)"
     )
   files: dict[Path, None] = {}
   for path in paths:
@@ -49,8 +50,8 @@ def find_row_files(paths: Sequence[str]) -> list[Path]:
       files |= dict.fromkeys(find_files(path, suffixes=SUFFIXES))
     except FileNotFoundError as error:
       raise FileNotFoundError(
-        f"chat: {path} must name files of conversations, got none there; give "
-        "a file, a glob, or a folder with .json or .jsonl files"
+        f"chat: found no files of conversations at {path}; pass a file, a "
+        "glob, or a folder with .json or .jsonl files"
       ) from error
   return list(files)
 
@@ -76,17 +77,15 @@ def _parse(line: bytes) -> Any:
     # Strip the newline, so that an error at the end names this line.
     return json.loads(line.decode("utf-8").rstrip("\r\n"))
   except UnicodeDecodeError as error:
-    return BadData(
-      "not UTF-8", f"a row must be UTF-8, got byte {error.start} that is not"
-    )
+    return BadData("not UTF-8", f"byte {error.start} of the row is not UTF-8")
   except (ValueError, RecursionError) as error:
-    return BadData("broken JSON", f"a row must be JSON, got {_reason(error)}")
+    return BadData("broken JSON", f"the row is not JSON: {_reason(error)}")
 
 
 def _reason(error: Exception) -> str:
   if isinstance(error, json.JSONDecodeError):
     return f"{error.msg.lower()} at character {error.colno}"
-  return str(error).splitlines()[0][:100]
+  return first_line(error)
 
 
 def _read_array(file: Path, content: bytes) -> Iterator[Row]:
@@ -95,8 +94,7 @@ def _read_array(file: Path, content: bytes) -> Iterator[Row]:
   except UnicodeDecodeError as error:
     line = content.count(b"\n", 0, error.start) + 1
     raise ValueError(
-      f"chat: {file} line {line}: the file must be UTF-8, got a byte that is "
-      "not; convert the file"
+      f"chat: {file} line {line}: the file is not UTF-8; convert it"
     ) from error
   decoder = json.JSONDecoder()
   place, line, counted = _skip(text, text.index("[") + 1), 1, 0
@@ -117,7 +115,7 @@ def _read_array(file: Path, content: bytes) -> Iterator[Row]:
   except (ValueError, RecursionError) as error:
     at = error.lineno if isinstance(error, json.JSONDecodeError) else line
     raise ValueError(
-      f"chat: {file} line {at}: the file must be a JSON array of rows, got "
+      f"chat: {file} line {at}: the file is not a valid JSON array: "
       f"{_reason(error)}; correct it, because the rest cannot be read"
     ) from error
 
@@ -159,13 +157,13 @@ class Completion:
 
 def parse(row: Any, format: str) -> Conversation | Completion:
   """Parses a row as a conversation."""
-  _check(isinstance(row, dict), "wrong format", "a row must be an object", row)
+  _check(isinstance(row, dict), "wrong format", "expected a JSON object", row)
   keys, read = FORMATS[format]
   if missing := [key for key in keys if key not in row]:
     raise BadData(
       "wrong format",
-      f"a row of format {format} must have {' and '.join(missing)}, got the "
-      f"keys {_short(list(row))}",
+      f"a row of format {format} needs {' and '.join(missing)}, got the keys "
+      f"{_short(list(row))}",
     )
   return read(row)
 
@@ -179,8 +177,7 @@ def recognize(row: Any) -> str:
   got = list(row) if isinstance(row, dict) else row
   raise BadData(
     "wrong format",
-    f"a row must have the keys of a known format ({known}), got "
-    f"{str(got)[:80]}",
+    f"expected the keys of a known format ({known}), got {str(got)[:80]}",
   )
 
 
@@ -198,7 +195,7 @@ def _read_alpaca(row: Mapping[str, Any]) -> Conversation:
 def _read_prompt(row: Mapping[str, Any]) -> Completion:
   prompt, completion = _text(row, "prompt"), _text(row, "completion")
   if not completion.strip():
-    raise BadData("empty turn", "completion must not be empty, got no text")
+    raise BadData("empty turn", "the completion is empty")
   return Completion(prompt, completion)
 
 
@@ -218,7 +215,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], _Read]] = {
 def _read_turns(turns: Any, row: Mapping[str, Any]) -> Conversation:
   """Checks the turns and adds the row's system text and tools."""
   is_list = isinstance(turns, list) and len(turns) > 0
-  _check(is_list, "no turns", "a conversation must be a list of turns", turns)
+  _check(is_list, "no turns", "expected a list of turns", turns)
   messages = [_message(turn, i) for i, turn in enumerate(turns, 1)]
   trained = [
     message["role"] == "assistant" and message.pop("weight", 1) != 0
@@ -227,8 +224,8 @@ def _read_turns(turns: Any, row: Mapping[str, Any]) -> Conversation:
   if not any(trained):
     raise BadData(
       "no assistant turn",
-      "a conversation must have a turn of the assistant to learn, got the "
-      f"roles {_short([x['role'] for x in messages])}",
+      "expected a turn of the assistant to learn from, got the roles "
+      f"{_short([x['role'] for x in messages])}",
     )
   system = row.get("system")
   if isinstance(system, str) and system and messages[0]["role"] != "system":
@@ -244,15 +241,17 @@ def _read_turns(turns: Any, row: Mapping[str, Any]) -> Conversation:
 def _message(turn: Any, number: int) -> dict[str, Any]:
   """Checks a turn; numbers start at 1."""
   is_object = isinstance(turn, dict)
-  _check(is_object, "wrong format", f"turn {number} must be an object", turn)
+  _check(
+    is_object, "wrong format", f"expected an object as turn {number}", turn
+  )
   given = turn.get("role", turn.get("from"))
   if given is None:
     raise BadData(
       "missing role",
-      f"turn {number} must have a role, got the keys {_short(list(turn))}",
+      f"expected a role in turn {number}, got the keys {_short(list(turn))}",
     )
   role = _ROLES.get(given) if isinstance(given, str) else None
-  rule = f"the role of turn {number} must be one of {', '.join(_ROLES)}"
+  rule = f"expected one of {', '.join(_ROLES)} as the role of turn {number}"
   _check(role is not None, "unknown role", rule, given)
   content = turn.get("content", turn.get("value"))
   message = {k: x for k, x in turn.items() if k not in ("from", "value")}
@@ -261,12 +260,10 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
     message["tool_calls"] = _calls(calls, number)
   has_text = bool((message["content"] or "").strip())
   if not (has_text or calls or role in _MAY_BE_EMPTY):
-    said = "must say something"
+    why = ""
     if message["content"] is None:
-      said = "must have content, which may be null only with tool_calls"
-    raise BadData(
-      "empty turn", f"turn {number} {said}, got an empty turn of {role}"
-    )
+      why = ", and content may be null only with tool_calls"
+    raise BadData("empty turn", f"turn {number} of the {role} is empty{why}")
   return message
 
 
@@ -278,7 +275,7 @@ def _content(content: Any, number: int) -> str | None:
   ):
     content = "".join(part["text"] for part in content)
   is_text = isinstance(content, str | None)
-  _check(is_text, "not text", f"turn {number} must be text", content)
+  _check(is_text, "not text", f"expected text in turn {number}", content)
   return content
 
 
@@ -287,7 +284,7 @@ def _calls(calls: Any, number: int) -> list[Any]:
   are_calls = isinstance(calls, list) and all(
     isinstance(call, dict) for call in calls
   )
-  rule = f"tool_calls of turn {number} must be a list of objects"
+  rule = f"expected a list of objects as tool_calls of turn {number}"
   _check(are_calls, "wrong format", rule, calls)
   out = []
   for call in calls:
@@ -305,7 +302,9 @@ def _tools(tools: Any) -> list[Any] | None:
     tools = _json(tools, "tools")
   if tools in (None, "", [], {}):
     return None
-  _check(isinstance(tools, list), "wrong format", "tools must be a list", tools)
+  _check(
+    isinstance(tools, list), "wrong format", "expected a list of tools", tools
+  )
   return tools
 
 
@@ -314,12 +313,14 @@ def _json(text: str, name: str) -> Any:
     return json.loads(text)
   except (ValueError, RecursionError) as error:
     raise BadData(
-      "wrong format", f"{name} must be JSON, got {_short(text)}"
+      "wrong format", f"expected JSON as {name}, got {_short(text)}"
     ) from error
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
-  _check(isinstance(row[key], str), "not text", f"{key} must be text", row[key])
+  _check(
+    isinstance(row[key], str), "not text", f"expected text as {key}", row[key]
+  )
   return row[key]
 
 

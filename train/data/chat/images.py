@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images in conversations, in LLaVA's JSON format.
 
-A row names a path or a list of paths under `image`. The user's text contains
-one `<image>` for each, in the same order. The tokenizer turns `<image>` into a
-single token, which we repeat as often as the model has features per image. Rows
-without images are plain text.
+The key `image` or `images` of a row contains a path or a list of paths. The
+user's text contains one `<image>` for each, in the same order. The tokenizer
+turns `<image>` into a single token, which we repeat once for each feature that
+the model computes from an image. Rows without images are plain text.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class RowImage(NamedTuple):
 
   name: str  # The name in the row.
   path: Path
-  row: str  # The place of the row, for errors.
+  row: str  # The file and line of the row, for errors.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +49,13 @@ class ChatImages:
     if TOKEN in answered:
       raise BadData(
         "image in an answer",
-        f"{TOKEN} must be in what the user says, got it in an answer",
+        f"{TOKEN} belongs in the user's text, but an answer contains it",
       )
     if (count := asked.count(TOKEN)) != len(names):
       raise BadData(
         "other images than text",
-        f"a row must have one {TOKEN} for each of its images, got {count} in "
-        f"the text and {len(names)} in the row",
+        f"expected one {TOKEN} for each image of the row, got {count} in the "
+        f"text for {len(names)} images",
       )
     folder = Path(self.folder or row.file.parent)
     where = f"chat: {row.file} line {row.line}"
@@ -65,9 +65,10 @@ class ChatImages:
         self.preprocessing.check([image.path])
       except BadData as error:
         if error.reason == "missing image":
-          got = f", got {self.folder}" if self.folder else ""
+          got = f" instead of {self.folder}" if self.folder else ""
           error.remedy = (
-            f"pass --images FOLDER, which names of images are relative to{got}"
+            "pass --images with the folder that image names are relative "
+            f"to{got}"
           )
         raise
     return found
@@ -75,14 +76,14 @@ class ChatImages:
   def expand(
     self, tokens: np.ndarray, mask: np.ndarray, ends: list[int], *, images: int
   ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Repeats `<image>` in tokens, mask and the ends of learned parts."""
+    """Repeats `<image>` in tokens and mask, and moves the ends of spans."""
     is_image = tokens == self.token
     if (count := int(is_image.sum())) != images:
       raise BadData(
         "images lost",
-        f"the template and the tokenizer must make one token {self.token} of "
-        f"each {TOKEN}, got {count} of {images}: use another template, or the "
-        "checkpoint's tokenizer",
+        f"expected one token {self.token} for each of {images} {TOKEN}, got "
+        f"{count} from the template and the tokenizer",
+        "use another template, or the checkpoint's tokenizer",
       )
     times = np.where(is_image, self.tokens_each, 1)
     lengths = np.concatenate([[0], np.cumsum(times)])
@@ -121,8 +122,8 @@ def _names(row: dict[str, Any]) -> list[str]:
   if not are_names or len(given) > 1:
     raise BadData(
       "wrong format",
-      "a row must name its images in image or in images, by a path or a list "
-      f"of paths, got {str(given)[:80]}",
+      "expected a path or a list of paths as either image or images, got "
+      f"{str(given)[:80]}",
     )
   return names
 

@@ -28,7 +28,7 @@ class PackedRows:
   documents: Documents
   members: list[tuple[int, ...]]  # The document numbers of each row.
   seq: int  # Tokens that a model reads; rows have one more.
-  images: int = 0  # Room for images in each row; 0 if all is text.
+  images: int = 0  # Room for images in each row; 0 for text only.
 
   def __len__(self) -> int:
     return len(self.members)
@@ -67,12 +67,11 @@ def pack(
   seq: int,
   seed: int,
   is_packed: bool = True,
-  images: int | None = None,
 ) -> PackedRows:
   """Packs the documents with these numbers into rows.
 
-  If not `is_packed`, each row has one document. Each row has room for `images`
-  images; None makes room for as many as any document has.
+  If not `is_packed`, each row has one document. Each row has room for as many
+  images as any document has.
   """
   lengths = documents.lengths
   longest = int(lengths[numbers].max(initial=0))
@@ -87,13 +86,7 @@ def pack(
     counts = np.diff(documents.images.starts)
     # Count over all documents, so that shapes do not depend on which of them
     # are held out.
-    most = int(counts.max(initial=1))
-    images = most if images is None else images
-    if most > images:
-      raise ValueError(
-        f"pack: documents must have at most {images} images, got {most}; give "
-        "rows room for them, or leave these documents out"
-      )
+    images = int(counts.max(initial=1))
   if not is_packed:
     return PackedRows(documents, [(int(i),) for i in numbers], seq, images)
   order = np.random.default_rng(seed).permutation(numbers)

@@ -90,11 +90,10 @@ def ask(source: str, **options: Any) -> dict[str, str]:
   except EOFError as error:
     (status,) = error.args
     is_late = status == -signal.SIGXCPU
-    got = f"one that needs more than {SECONDS} seconds"
-    answer = {"limit": got if is_late else f"one that ended Python ({status})"}
+    late = f"it needs more than {SECONDS} seconds"
+    answer = {"limit": late if is_late else f"it ended Python ({status})"}
   if "limit" in answer:
     raise TemplateLimit(
-      f"chat: the template must make a text and end, got {answer['limit']}; "
-      "use another template"
+      f"chat: the template made no text: {answer['limit']}; use another"
     )
   return answer

@@ -6,11 +6,11 @@ access to text only. The operating system kills it if it runs or grows without
 end. Python cannot do that: it cannot interrupt a single expression, such as
 10 ** 10 ** 10.
 
-A request on standard input and its answer on standard output are each a length
-in 8 bytes followed by JSON. A request has `source`, `is_marked` (whether to
-mark {% generation %} blocks), `now` (an ISO date or null), `variables`,
-`seconds` and `memory`. An answer has one key: `text`, `undefined`, `error` or
-`limit`. This file imports nothing of this project, so the process starts fast.
+A request on standard input and its answer on standard output are a line of JSON
+each. A request has `source`, `is_marked` (whether to mark {% generation %}
+blocks), `now` (an ISO date or null), `variables`, `seconds` and `memory`. An
+answer has one key: `text`, `undefined`, `error` or `limit`. This file imports
+nothing from this project, so the process starts fast.
 """
 
 import contextlib
@@ -38,20 +38,19 @@ _MESSAGE = 1000
 
 
 def send(file: IO[bytes], value: Any) -> int:
-  """Writes a value as JSON; returns its size in bytes."""
-  # A message may contain half a surrogate pair, which is refused later.
-  data = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-  file.write(len(data).to_bytes(8, "little") + data)
+  """Writes a value as a line of JSON; returns its size in bytes."""
+  line = json.dumps(value).encode() + b"\n"
+  file.write(line)
   file.flush()
-  return len(data)
+  return len(line)
 
 
 def receive(file: IO[bytes]) -> tuple[Any, int]:
-  """Reads a JSON value; returns it with its size in bytes."""
-  length = int.from_bytes(header := file.read(8), "little")
-  if len(header) < 8 or len(data := file.read(length)) < length:
+  """Reads a line of JSON; returns its value and its size in bytes."""
+  line = file.readline()
+  if not line.endswith(b"\n"):  # The other process has ended.
     raise EOFError
-  return json.loads(data.decode("utf-8", "surrogatepass")), length
+  return json.loads(line), len(line)
 
 
 class _Generation(Extension):
@@ -131,7 +130,7 @@ def _limit(request: dict[str, Any], size: int) -> None:
   ):
     hard = resource.getrlimit(kind)[1]
     soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
-    with contextlib.suppress(ValueError, OSError):  # macOS lacks some.
+    with contextlib.suppress(ValueError, OSError):  # macOS supports only some.
       resource.setrlimit(kind, (soft, hard))
 
 
@@ -142,11 +141,11 @@ def _answer(request: dict[str, Any], size: int) -> dict[str, str]:
   except jinja2.UndefinedError as error:
     return {"undefined": str(error)[:_MESSAGE]}
   except MemoryError:
-    return {"limit": f"one that needs more than {request['memory']} bytes"}
+    return {"limit": f"it needs more than {request['memory']} bytes"}
   except BaseException as error:  # A template can raise anything.
     return {"error": (str(error) or type(error).__name__)[:_MESSAGE]}
   if len(text) > (most := 1_000_000 + 10 * size):
-    return {"limit": f"{len(text)} characters, more than {most}"}
+    return {"limit": f"it writes {len(text)} characters, more than {most}"}
   return {"text": text}
 
 

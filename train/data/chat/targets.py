@@ -34,8 +34,8 @@ Span = tuple[int, int]
 class Shape:
   """The text that a template writes around a turn of the assistant.
 
-  A turn starts with a header, which is not learned, and a lead, which is
-  learned. The header is the text that the turn shares with the generation
+  A turn starts with a header, which is not a target, and a lead, which is a
+  target. The header is the text that the turn shares with the generation
   prompt. If the template has no such prompt, the header is all text before the
   content, unless that is white space.
   """
@@ -58,7 +58,7 @@ class TargetFinder:
     self._token = re.compile(f"({joined})")
 
   def find(self, chat: Conversation) -> tuple[str, list[Span]]:
-    """Renders a conversation; returns the text and the spans to learn."""
+    """Renders a conversation; returns the text and its target spans."""
     try:
       text = self._template.render(chat.messages, tools=chat.tools)
       if self._template.has_generation(chat.tools):
@@ -83,7 +83,7 @@ class TargetFinder:
     return text, [span for span in spans if span]
 
   def _marked(self, chat: Conversation) -> list[Span]:
-    """Selects the {% generation %} blocks to learn, by the order of turns."""
+    """Selects the {% generation %} blocks of the turns to learn, in order."""
     spans = self._template.generated(chat.messages, chat.tools)
     turns = [i for i, x in enumerate(chat.messages) if x["role"] == "assistant"]
     chosen = []

@@ -11,14 +11,15 @@ transformers provides: messages, tools, the special tokens by name,
 
 import dataclasses
 import datetime
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coat_jax.models.hf.files import read_json
 from train.data.chat import rendering
 from train.data.chat.sandbox import BEGIN, END
+from train.options import first_line
 
 # Templates of known models, as published, for tokenizers that have none:
 #   alpaca  the prompts of Stanford Alpaca's train.py, for one turn
@@ -85,7 +86,7 @@ class ChatTemplate:
     return cls(source, read_special_tokens(folder), named.get("tool_use"))
 
   def has_generation(self, tools: list | None) -> bool:
-    """Whether {% generation %} marks what the assistant writes."""
+    """Returns whether {% generation %} marks what the assistant writes."""
     return bool(_GENERATION.search(self._choose(tools)))
 
   def generated(
@@ -104,8 +105,8 @@ class ChatTemplate:
     text = self.render(messages, tools=tools)
     if begun or _MARK.search(text) or _MARK.sub("", marked) != text:
       raise ValueError(
-        "chat: the text of {% generation %} blocks must be part of the whole "
-        "text, got a template that changes it; correct the template"
+        "chat: the template changes the text of its {% generation %} blocks "
+        "after they are rendered; correct the template"
       )
     return sorted(span for span in spans if span[0] < span[1])
 
@@ -150,10 +151,9 @@ class ChatTemplate:
 
 
 def _failed(message: str) -> ValueError:
-  reason = (message.splitlines() or [message])[0]
   return ValueError(
-    "chat: the template must turn the conversation into text, got "
-    f"{reason[:200]}; correct the conversation, or use another template"
+    f"chat: the template failed: {first_line(message)}; correct the "
+    "conversation, or use another template"
   )
 
 
@@ -183,17 +183,4 @@ def _as_shown(message: Message) -> Message:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-  if not file.is_file():
-    return {}
-  try:
-    config = json.loads(file.read_bytes())
-  except (ValueError, RecursionError) as error:
-    raise ValueError(
-      f"chat: {file} must be JSON, got {error}; use the tokenizer's own file"
-    ) from error
-  if not isinstance(config, dict):
-    raise ValueError(
-      f"chat: {file} must be a JSON object, got a {type(config).__name__}; "
-      "use the tokenizer's own file"
-    )
-  return config
+  return read_json(file) if file.is_file() else {}
