@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 from coat_jax import ops
 from coat_jax.ops import AttentionKind, cudnn
 from coat_jax.pallas.triton import attention
-from coat_jax.pallas.triton.scores import Visit
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick
 from tests.ops.naive_attention import exact_attention, naive_attention, seen
@@ -112,34 +110,6 @@ def test_attention_kernels_match_the_softmax(
   # key leaves rounding errors alone in dq and dk.
   flat = lambda tree: np.concatenate([np.ravel(x) for x in tree])  # noqa: E731
   assert_close(flat(gradients), flat(want), 2.0**-6)
-
-
-# Around a tile of 16, of 32 and of two of 32, and all of the sequence.
-@pytest.mark.parametrize(
-  "window", [1, 2, 15, 16, 17, 18, 31, 33, 34, 63, 65, 95, None]
-)
-def test_tiles_that_are_visited_and_masked_are_those_of_the_mask(
-  window, monkeypatch
-):
-  kind = AttentionKind(window=window)
-  mask = seen(T, T, kind)[0]
-  for tile in (WIDE, TALL):
-    in_tiles = mask.reshape(T // tile.queries, tile.queries, -1, tile.keys)
-    is_seen, is_whole = in_tiles.any((1, 3)), in_tiles.all((1, 3))
-    for is_of_queries, seen_tiles, whole_tiles in (
-      (True, is_seen, is_whole),
-      (False, is_seen.T, is_whole.T),
-    ):
-      programs, count = seen_tiles.shape
-      monkeypatch.setattr(pl, "num_programs", lambda _, n=programs: n)
-      for program in range(programs):
-        monkeypatch.setattr(pl, "program_id", lambda _, i=program: jnp.int32(i))
-        visit = Visit.begin(kind, tile, is_of_queries, T, (None,) * 3)
-        others = np.arange(count)
-        visited = (others >= visit.first) & (others < visit.behind)
-        unmasked = (others >= visit.whole) & (others < visit.edge)
-        np.testing.assert_array_equal(visited, seen_tiles[visit.own])
-        np.testing.assert_array_equal(unmasked, whole_tiles[visit.own])
 
 
 @pytest.mark.parametrize(
