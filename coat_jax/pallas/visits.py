@@ -77,7 +77,8 @@ class Visits(NamedTuple):
     """Finds the tiles of `step` that positions [start, start + size) visit.
 
     The positions belong to queries or to keys; `length` is the length of both
-    sequences. `bounds` are the range of `segment_bounds`.
+    sequences. `bounds` are the range of `segment_bounds`. Keys may see queries
+    after the last one, which must be zero.
     """
     # Own position i sees the others from i - back to i + ahead; None: no limit.
     reach = None if kind.window is None else kind.window - 1
@@ -86,7 +87,9 @@ class Visits(NamedTuple):
       back, ahead = ahead, back
     last = start + size - 1
     first = whole = 0
-    edge, behind = length // step, -(-length // step)
+    edge = behind = -(-length // step)
+    if of_queries:
+      edge = length // step  # Keys after the last one must be masked.
     if back is not None:
       first = _quotient(jnp.maximum(start - back, 0), step)
       whole = _quotient(jnp.maximum(last - back, 0) + step - 1, step)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention scores by tiles: how to compute and to mask them.
-"""
+"""Attention scores by tiles: how to compute and to mask them."""
 
 import dataclasses
 import math
