@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashAttention with soft caps, windows and segments, in Pallas Mosaic GPU.
 
-x = q k^T scale, or tanh(q k^T scale / cap) cap
-out = softmax(x) v,  lse = log sum exp(x)
-p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
-ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
+  x = q k^T scale, or tanh(q k^T scale / cap) cap
+  out = softmax(x) v,  lse = log sum exp(x)
+  p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
+  ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
+
+There are three kernels: `attention_forward.py` contains the first one, and
+`attention_backward.py` those for dq and for dk and dv. Sequences may have any
+length: copies to shared memory fill up with zeros after their end.
 """
 
 import dataclasses
@@ -32,11 +36,11 @@ _HEAD_SIZES = (64, 128, 256)
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """A program's own positions, and the tiles that it visits."""
+  """The sizes of a program's own tile and of the tiles that it visits."""
 
   own: int  # 128, or 64 if both warpgroups share the rows.
   step: int
-  stages: int  # The visited tiles that shared memory holds.
+  stages: int  # How many visited tiles of one array shared memory holds.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Tiles:
 
 
 def pick_tiles(head_dim: int) -> Tiles:
-  """Picks tiles that fit in registers and shared memory."""
+  """Picks tiles that fit in registers and shared memory; none is tuned yet."""
   if head_dim == 256:
     return Tiles(Tile(WAVE, 64, 4), Tile(WAVE, 64, 3), Tile(ROWS, 64, 4))
   if head_dim == 128:
@@ -62,11 +66,10 @@ def _why_not(q, k, v, **_) -> str | None:
   reason = device.why_not_hopper()
   if reason is not None:
     return reason
-  if q.dtype not in (jnp.bfloat16, jnp.float16) or {q.dtype} != {
-    x.dtype for x in (k, v)
-  }:
+  known = q.dtype in (jnp.bfloat16, jnp.float16)
+  if not known or not q.dtype == k.dtype == v.dtype:
     return (
-      "the kernel of Mosaic reads bfloat16 or float16, got "
+      "the kernel of Mosaic reads all in bfloat16 or all in float16, got "
       f"{q.dtype}, {k.dtype} and {v.dtype}"
     )
   if q.shape[-1] not in _HEAD_SIZES:

@@ -45,9 +45,6 @@ def backward_q(work: Work, inputs: Inputs, segments: tuple) -> Array:
   q = inputs.q
   _, _, n, h = q.shape
   own = rows_of_128_bytes(work.own, h, dtype=q.dtype)
-  slots = [rows_of_128_bytes(work.stages, work.step, h, dtype=q.dtype)]
-  if work.has_segments:
-    slots.append(plgpu.SMEM((work.stages, work.step), jnp.int32))
   return tiles.run(
     work,
     functools.partial(_backward_q, work),
@@ -59,7 +56,7 @@ def backward_q(work: Work, inputs: Inputs, segments: tuple) -> Array:
       "q_smem": own,
       "dout_smem": own,
       "own_loaded": plgpu.Barrier(num_arrivals=2),
-      "ring": Ring.scratch(work.stages, *slots),
+      "ring": Ring.scratch(work, q.dtype),
     },
     name="attention_dq",
   )
@@ -70,7 +67,6 @@ def _backward_q(
 ) -> None:
   *inputs, dq = refs
   inputs, segments = Inputs(*inputs[:6]), inputs[6:]
-  visits = work.visits(segments)
   b, head = lax.axis_index("batch"), lax.axis_index("head")
 
   @pl.when(lax.axis_index("warpgroup") == WARPGROUPS)
@@ -79,16 +75,7 @@ def _backward_q(
     own = pl.ds(work.tile() * work.own, work.own)
     for x, smem in ((inputs.q, q_smem), (inputs.dout, dout_smem)):
       plgpu.copy_gmem_to_smem(x.at[b, own, head], smem, own_loaded)
-    kv_head = lax.div(head, jnp.int32(work.heads))
-
-    def load(j, number):
-      others = pl.ds(j * work.step, work.step)
-      ids = [x.at[b, others] for x in segments[:1]]
-      ring.load(number, inputs.k.at[b, others, kv_head], *ids)
-      ring.load(number + 1, inputs.v.at[b, others, kv_head], *ids)
-      return number + 2
-
-    ring.drain(lax.fori_loop(visits.first, visits.behind, load, jnp.int32(0)))
+    tiles.load_keys(work, inputs.k, inputs.v, segments, ring)
 
   @pl.when(lax.axis_index("warpgroup") < WARPGROUPS)
   def _():
@@ -99,7 +86,6 @@ def _backward_q(
       plgpu.load(x.at[b, head, own], layout=tiles.OF_ROWS, optimized=False)
       for x in (inputs.lse, inputs.delta)
     )
-
     add_product = functools.partial(tiles.add_product, interpret=work.interpret)
 
     def step(j, carry, is_masked: bool):
@@ -108,7 +94,7 @@ def _backward_q(
       k_smem, *ids = ring.read(number)
       x = scores.of(tiles.product(q_rows, k_smem.T))
       p = scores.exponential(x, tiles.of_rows(lse, work.shape))
-      if is_masked:
+      if is_masked:  # For keys that are not seen, p may be infinite.
         p = scores.masked(p, 0.0, j, ids)
       p = scores.slope(x, p)
       v_smem, *_ = ring.read(number + 1)
@@ -122,7 +108,7 @@ def _backward_q(
 
     plgpu.barrier_wait(own_loaded)
     carry = jnp.int32(0), tiles.zeros(ROWS, work.head_dim)
-    _, sums = visits.run(step, carry)
+    _, sums = work.visits(segments).run(step, carry)
     # Only this warpgroup reads these rows of q.
     [q_rows] = work.rows_of(q_smem)
     q_rows[...] = (sums * scores.scale).astype(q_rows.dtype)
@@ -138,10 +124,7 @@ def backward_kv(
   k, v = inputs.k, inputs.v
   _, _, kv_heads, h = k.shape
   own = rows_of_128_bytes(work.own, h, dtype=k.dtype)
-  slots = [rows_of_128_bytes(work.stages, work.step, h, dtype=k.dtype)]
-  slots.append(plgpu.SMEM((work.stages, work.step), jnp.float32))
-  if work.has_segments:
-    slots.append(plgpu.SMEM((work.stages, work.step), jnp.int32))
+  of_rows = plgpu.SMEM((work.stages, work.step), jnp.float32)
   return tiles.run(
     work,
     functools.partial(_backward_kv, work),
@@ -156,7 +139,7 @@ def backward_kv(
       "k_smem": own,
       "v_smem": own,
       "own_loaded": plgpu.Barrier(num_arrivals=2),
-      "ring": Ring.scratch(work.stages, *slots),
+      "ring": Ring.scratch(work, k.dtype, of_rows),
       "finished": plgpu.Barrier(num_arrivals=WARPGROUPS),
     },
     name="attention_dkv",
@@ -182,17 +165,13 @@ def _backward_kv(
       head = kv_head * work.heads + i
 
       def load(j, number):
-        others = pl.ds(j * work.step, work.step)
-        ids = [x.at[b, others] for x in segments[:1]]
-        for x, of_row in (
-          (inputs.q, inputs.lse),
-          (inputs.dout, inputs.delta),
-        ):
-          ring.load(
-            number, x.at[b, others, head], of_row.at[b, head, others], *ids
-          )
-          number = number + 1
-        return number
+        queries = pl.ds(j * work.step, work.step)
+        ids = [x.at[b, queries] for x in segments[:1]]
+        q, lse = inputs.q.at[b, queries, head], inputs.lse.at[b, head, queries]
+        ring.load(number, q, lse, *ids)
+        dout = inputs.dout.at[b, queries, head]
+        ring.load(number + 1, dout, inputs.delta.at[b, head, queries], *ids)
+        return number + 2
 
       return lax.fori_loop(visits.first, visits.behind, load, number)
 
@@ -249,7 +228,7 @@ def _sum_queries(
     q_smem, lse_smem, *ids = ring.read(number)
     x = scores.of(tiles.product(k_rows, q_smem.T))
     p = scores.exponential(x, tiles.load_columns(lse_smem, work.shape))
-    if is_masked:
+    if is_masked:  # For keys that are not seen, p may be infinite.
       p = scores.masked(p, 0.0, j, ids)
     dout_smem, delta_smem, *_ = ring.read(number + 1)
     if has_dv:

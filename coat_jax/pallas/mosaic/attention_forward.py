@@ -36,9 +36,6 @@ def forward(work: Work, q, k, v, segments: tuple) -> tuple[Array, Array]:
   Rows of the log-sum-exp past `work.length` are undefined.
   """
   b, _, n, h = q.shape
-  slots = [rows_of_128_bytes(work.stages, work.step, h, dtype=q.dtype)]
-  if work.has_segments:
-    slots.append(plgpu.SMEM((work.stages, work.step), jnp.int32))
   return tiles.run(
     work,
     functools.partial(_forward, work),
@@ -51,7 +48,7 @@ def forward(work: Work, q, k, v, segments: tuple) -> tuple[Array, Array]:
     scratch={
       "q_smem": rows_of_128_bytes(work.own, h, dtype=q.dtype),
       "q_loaded": plgpu.Barrier(),
-      "ring": Ring.scratch(work.stages, *slots),
+      "ring": Ring.scratch(work, q.dtype),
     },
     name="attention_fwd",
   )
@@ -59,7 +56,6 @@ def forward(work: Work, q, k, v, segments: tuple) -> tuple[Array, Array]:
 
 def _forward(work: Work, *refs, q_smem, q_loaded, ring: Ring) -> None:
   q, k, v, *segments, out, lse = refs
-  visits = work.visits(segments)
   b, head = lax.axis_index("batch"), lax.axis_index("head")
   own = pl.ds(work.tile() * work.own, work.own)
 
@@ -67,23 +63,14 @@ def _forward(work: Work, *refs, q_smem, q_loaded, ring: Ring) -> None:
   def _():
     plgpu.set_max_registers(tiles.REGISTERS_TO_LOAD, action="decrease")
     plgpu.copy_gmem_to_smem(q.at[b, own, head], q_smem, q_loaded)
-    kv_head = lax.div(head, jnp.int32(work.heads))
-
-    def load(j, number):
-      others = pl.ds(j * work.step, work.step)
-      ids = [x.at[b, others] for x in segments[:1]]
-      ring.load(number, k.at[b, others, kv_head], *ids)
-      ring.load(number + 1, v.at[b, others, kv_head], *ids)
-      return number + 2
-
-    ring.drain(lax.fori_loop(visits.first, visits.behind, load, jnp.int32(0)))
+    tiles.load_keys(work, k, v, segments, ring)
 
   @pl.when(lax.axis_index("warpgroup") < WARPGROUPS)
   def _():
     plgpu.set_max_registers(tiles.REGISTERS, action="increase")
     scores = Scores.of_own(work, segments)
     plgpu.barrier_wait(q_loaded)
-    acc, log_sum = _softmax(work, visits, scores, q_smem, ring)
+    acc, log_sum = _softmax(work, segments, scores, q_smem, ring)
     # Only this warpgroup reads these rows of q.
     [rows] = work.rows_of(q_smem)
     rows[...] = acc.astype(rows.dtype)
@@ -95,7 +82,7 @@ def _forward(work: Work, *refs, q_smem, q_loaded, ring: Ring) -> None:
 
 
 def _softmax(
-  work: Work, visits, scores: Scores, q_smem, ring: Ring
+  work: Work, segments: list, scores: Scores, q_smem, ring: Ring
 ) -> tuple[Array, Array]:
   """Returns a warpgroup's output f32 [64, H] and log-sum-exp [64]."""
   cap, shape = work.kind.soft_cap, (ROWS, work.head_dim)
@@ -126,6 +113,6 @@ def _softmax(
 
   least = tiles.zeros(ROWS) + (tiles.LEAST if has_maximum else 0.0)
   carry = jnp.int32(0), tiles.zeros(*shape), least, tiles.zeros(ROWS)
-  _, acc, largest, total = visits.run(step, carry)
+  _, acc, largest, total = work.visits(segments).run(step, carry)
   acc = acc * tiles.of_rows(1 / total, shape)
   return acc, (largest + jnp.log2(total)) * math.log(2.0)

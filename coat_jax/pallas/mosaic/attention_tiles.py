@@ -16,9 +16,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from coat_jax.ops.types import AttentionKind
-from coat_jax.pallas.mosaic.persistent import LAYOUT, ROWS, WARPGROUPS
+from coat_jax.pallas.mosaic.persistent import (
+  LAYOUT,
+  ROWS,
+  WARPGROUPS,
+  rows_of_128_bytes,
+)
 from coat_jax.pallas.visits import Visits
 
 LOG2_E = 1.0 / math.log(2.0)
@@ -110,8 +116,13 @@ class Ring(NamedTuple):
   free: Any
 
   @classmethod
-  def scratch(cls, stages: int, *slots) -> "Ring":
-    """Returns the types of a ring whose slots hold these arrays."""
+  def scratch(cls, work: Work, dtype: DTypeLike, *others) -> "Ring":
+    """Returns the types of a ring for tiles, `others` and segment ids."""
+    stages, step = work.stages, work.step
+    tiles = rows_of_128_bytes(stages, step, work.head_dim, dtype=dtype)
+    slots = tiles, *others
+    if work.has_segments:
+      slots = *slots, plgpu.SMEM((stages, step), jnp.int32)
     return cls(
       slots,
       plgpu.Barrier(num_arrivals=len(slots), num_barriers=stages),
@@ -154,6 +165,22 @@ class Ring(NamedTuple):
     plgpu.barrier_arrive(self.free.at[lax.rem(number, jnp.int32(self.stages))])
 
 
+def load_keys(work: Work, k, v, segments, ring: Ring) -> None:
+  """Loads the tiles of k and v that a tile of queries visits, alternately."""
+  b, head = lax.axis_index("batch"), lax.axis_index("head")
+  kv_head = lax.div(head, jnp.int32(work.heads))
+  visits = work.visits(segments)
+
+  def load(j, number):
+    keys = pl.ds(j * work.step, work.step)
+    ids = [x.at[b, keys] for x in segments[:1]]
+    ring.load(number, k.at[b, keys, kv_head], *ids)
+    ring.load(number + 1, v.at[b, keys, kv_head], *ids)
+    return number + 2
+
+  ring.drain(lax.fori_loop(visits.first, visits.behind, load, jnp.int32(0)))
+
+
 # --- Products ----------------------------------------------------------------
 
 
@@ -165,8 +192,8 @@ def product(a_smem, b_smem) -> Array:
     return acc[...]
 
   shape = a_smem.shape[0], b_smem.shape[1]
-  zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-  return pl.run_scoped(multiply, zeros)
+  sums = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+  return pl.run_scoped(multiply, sums)
 
 
 def add_product(acc: Array, a: Any, b_smem, interpret: bool) -> Array:
@@ -191,6 +218,7 @@ def add_product(acc: Array, a: Any, b_smem, interpret: bool) -> Array:
 
 
 def zeros(*shape: int) -> Array:
+  """Returns f32 zeros for each value of rows, or for each row."""
   layout = LAYOUT if len(shape) == 2 else OF_ROWS
   return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
@@ -271,7 +299,7 @@ class Scores(NamedTuple):
     return 1 - 2 * _reciprocal(1 + jnp.exp2(x * (2 * LOG2_E * scale)))
 
   def _seen(self, tile: Array, ids: list) -> Iterator[Array]:
-    """Lists masks that a key must pass to be seen by a query."""
+    """Lists conditions that all must hold for a key to be seen."""
     work, kind, shape = self.work, self.work.kind, self.work.shape
     row, column = (
       plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
@@ -294,6 +322,7 @@ class Scores(NamedTuple):
 
 
 def _reciprocal(x: Array) -> Array:
+  """Returns 1 / x to 1 ulp."""
   kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
 
   @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=kind)
