@@ -99,7 +99,8 @@ def attention_fwd(
   t = q.shape[1]
   tile = pick_tiles(q.shape[-1]).forward
   work = _work(tile, q, k, segments, kind, interpret)
-  out, lse = forward(work, *map(_padded, (q, k, v)), _segments(segments, work))
+  q, k, v = map(_padded, (q, k, v))
+  out, lse = forward(work, q, k, v, _segments(segments, work))
   return AttentionResiduals(out[:, :t], jnp.swapaxes(lse, 1, 2)[:, :t])
 
 

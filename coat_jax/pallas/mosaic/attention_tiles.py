@@ -208,7 +208,7 @@ def add_product(acc: Array, a: Any, b_smem, interpret: bool) -> Array:
   if isinstance(a, Array):
     a = a.astype(b_smem.dtype)
   if not interpret:
-    sums = plgpu.ACC.init(acc)  # pyright: ignore[reportPrivateImportUsage]
+    sums: Any = plgpu.ACC.init(acc)  # pyright: ignore[reportPrivateImportUsage]
     return pl.run_state(multiply)(sums)
   # The interpreter has no `run_state`, and multiplies only shared memory.
   if isinstance(a, Array):
