@@ -222,7 +222,7 @@ def _attention(sizes):
 
 
 def _attention_of(sizes, kind, documents=None):
-  """Lists attention of sequences that are packed from documents of one size."""
+  """Lists attention, where a sequence may be packed from equal documents."""
   b, t, n, h = sizes.heads
   shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
   if kind.window is not None:
