@@ -212,19 +212,38 @@ def _flax_linear(x, w):
 
 
 def _attention(sizes):
+  window = -(-sizes.seq // 2)
   yield from _attention_of(sizes, ops.AttentionKind())
-  yield from _attention_of(sizes, ops.AttentionKind(window=-(-sizes.seq // 2)))
+  yield from _attention_of(sizes, ops.AttentionKind(window=window))
+  yield from _attention_of(sizes, ops.AttentionKind(soft_cap=50.0))
+  capped = ops.AttentionKind(window=window, soft_cap=50.0)
+  yield from _attention_of(sizes, capped)
+  yield from _attention_of(sizes, ops.AttentionKind(), documents=4)
 
 
-def _attention_of(sizes, kind):
+def _attention_of(sizes, kind, documents=None):
+  """Lists attention, where a sequence may be packed from equal documents."""
   b, t, n, h = sizes.heads
   shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
   if kind.window is not None:
     shape |= dict(window=kind.window)
+  if kind.soft_cap is not None:
+    shape |= dict(soft_cap=kind.soft_cap)
+  if documents is not None:
+    shape |= dict(documents=documents)
+  # cuDNN computes neither soft caps nor documents.
+  others = kind.soft_cap is not None or documents is not None
+  implementations = ("xla", "triton", "mosaic") if others else None
+
+  def segments():
+    if documents is None:
+      return None
+    ids = jnp.arange(t, dtype=jnp.int32) * documents // t
+    return jnp.broadcast_to(ids, (b, t))
 
   def qkv():
     k_and_v = sizes.normal(2, b, t, sizes.kv_heads, h, seed=1)
-    return sizes.normal(b, t, n, h), *k_and_v
+    return sizes.normal(b, t, n, h), *k_and_v, segments()
 
   attend = jax.jit(
     functools.partial(ops.attention_fwd, kind=kind, implementation="xla")
@@ -232,17 +251,19 @@ def _attention_of(sizes, kind):
 
   def with_residuals():
     dout, arrays = sizes.normal(b, t, n, h, seed=2), qkv()
-    return dout, *arrays, attend(*arrays)
+    *heads, ids = arrays
+    return dout, *heads, attend(*arrays), ids
 
   # Two products for each pair of query and visible key: half of T^2 pairs,
   # minus half of (T - W)^2 with a window W.
   hidden = t - (kind.window or t)
-  products = 2 * b * n * (t * t - hidden * hidden) * h
+  products = 2 * b * n * (t * t - hidden * hidden) * h // (documents or 1)
   yield of_op(
     ops.attention_fwd,
     shape,
     qkv,
-    lambda op, q, k, v: op(q, k, v, kind=kind),
+    lambda op, *args: op(*args, kind=kind),
+    implementations,
     flops=products,
     ceiling="bf16",
   )
@@ -250,7 +271,8 @@ def _attention_of(sizes, kind):
     ops.attention_bwd,
     shape,
     with_residuals,
-    lambda op, dout, q, k, v, saved: op(dout, q, k, v, saved, kind=kind),
+    lambda op, *args: op(*args, kind=kind),
+    implementations,
     flops=2.5 * products,
     ceiling="bf16",
   )

@@ -54,7 +54,9 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
     )
 
 
-@op(check=check_attention, cudnn="cudnn", triton="attention")
+@op(
+  check=check_attention, cudnn="cudnn", triton="attention", mosaic="attention"
+)
 def attention_fwd(
   q: Array,
   k: Array,
@@ -87,7 +89,7 @@ def attention_fwd(
   return AttentionResiduals(out, lse.reshape(q.shape[:3]))
 
 
-@op(cudnn="cudnn", triton="attention")
+@op(cudnn="cudnn", triton="attention", mosaic="attention")
 def attention_bwd(
   dout: Array,
   q: Array,

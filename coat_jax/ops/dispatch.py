@@ -3,8 +3,8 @@
 
 An `Op` is called like its definition, plus `implementation`:
 
-  None     on a GPU or TPU the first kernel that supports these arguments, else
-           "xla"
+  None     on a GPU or TPU the first kernel that runs by default and supports
+           these arguments, else "xla"
   "xla"    the definition
   another  that implementation, or an `Unsupported` error if it cannot run
            these arguments
@@ -62,7 +62,8 @@ class Op[R]:
   Attributes:
     definition: the operation in plain jnp; determines the signature.
     kernels: maps an implementation's name to its kernel. The first one for the
-      platform that supports the arguments runs. You may add your own.
+      platform that supports the arguments runs, unless its `kernel` sets
+      by_default=False. You may add your own.
     check: None, or raises for arguments that no implementation supports.
   """
 
@@ -132,7 +133,7 @@ class Op[R]:
     for name in self.kernels if platform else ():
       if _platform_of(name) != platform:
         continue
-      if self.why_not(name, args, kwargs):
+      if self.why_not_chosen(name, args, kwargs):
         continue
       kernel = functools.partial(self.kernel(name), **kwargs)
       if _is_on_mesh():
@@ -146,6 +147,15 @@ class Op[R]:
         **{platform: kernel},  # pyright: ignore[reportCallIssue]
       )
     return self.definition(*args, **kwargs)
+
+  def why_not_chosen(self, name: str, args, kwargs) -> str | None:
+    """Returns why a kernel that the caller did not name does not run."""
+    reason = self.why_not(name, args, kwargs)
+    if reason is None and not getattr(self.kernel(name), "by_default", True):
+      return (
+        f"{self.name}: {name} runs only if implementation={name!r} names it"
+      )
+    return reason
 
   def why_not(self, implementation: str, args, kwargs) -> str | None:
     """Returns why an implementation cannot run these arguments, or None."""
@@ -183,7 +193,7 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
   reasons: list[str] = []
   for name in op.kernels:
     platform = _platform_of(name)
-    reason = op.why_not(name, args, kwargs)
+    reason = op.why_not_chosen(name, args, kwargs)
     if reason is None:
       chosen.setdefault(platform, f"{name} on {_DEVICES[platform]}")
     else:
@@ -215,11 +225,15 @@ def op[R](
 
 def kernel[**P, R](
   why_not: Callable[..., str | None],
+  *,
+  by_default: bool = True,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
   """Makes an implementation raise `Unsupported` if `why_not` gives a reason.
 
   `why_not` gets all arguments by name and may read shapes and dtypes of arrays;
-  it returns why the implementation cannot run them, or None.
+  it returns why the implementation cannot run them, or None. Without
+  `by_default`, as for a kernel that no GPU has run yet, the implementation runs
+  only if a caller names it.
   """
 
   def make(run: Callable[P, R]) -> Callable[P, R]:
@@ -238,6 +252,7 @@ def kernel[**P, R](
       return run(*args, **kwargs)
 
     setattr(checked, "why_not", reason)  # noqa: B010
+    setattr(checked, "by_default", by_default)  # noqa: B010
     return checked
 
   return make

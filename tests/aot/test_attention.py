@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles attention and its gradients for an H200."""
 
+import functools
+import os
 import re
 
 import jax
@@ -9,10 +11,13 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.ops import AttentionKind
+from coat_jax.pallas.mosaic import attention as mosaic
 from tests.aot.compiling import (
+  check_wgmma,
   compile_for_h200,
   custom_calls,
   instructions,
+  ptxas_reports,
   temporary_bytes,
 )
 
@@ -93,3 +98,52 @@ def test_caps_and_segments_are_kernels(heads, kind, segmented):
   # The output; of each row lse, that in octaves, delta, and one in between.
   rows = b * t * n
   assert temporary_bytes(compiled) <= 2 * rows * h + 4 * 4 * rows + 2**20
+
+
+def run_mosaic(kind, name, q, k, v, dout, lse, segments):
+  """Runs one of Mosaic's kernels; XLA removes the others."""
+  if name == "fwd":
+    return mosaic.attention_fwd(q, k, v, segments, kind=kind)
+  residuals = ops.AttentionResiduals(q, lse)
+  dq, *dkv = mosaic.attention_bwd(dout, q, k, v, residuals, segments, kind=kind)
+  return dq if name == "dq" else dkv
+
+
+# Masks at both edges, with segments everywhere. A cap of 50 needs no maximum.
+MOSAIC = [
+  (head_dim, kind, segmented, name)
+  for head_dim in (64, 128, 256)
+  for kind, segmented in (
+    (AttentionKind(window=1000, soft_cap=50.0), False),
+    (AttentionKind(window=1000, soft_cap=80.0), True),
+  )
+  for name in ("fwd", "dq", "dkv")
+]
+
+
+def compile_all(folder: str) -> None:
+  """Compiles all of MOSAIC; run in a process of its own."""
+  # No multiple of a tile.
+  b, t, n, kv_heads = 2, 2056, 8, 4
+  for i, (h, kind, segmented, name) in enumerate(MOSAIC):
+    q, kv = (
+      jax.ShapeDtypeStruct((b, t, heads, h), jnp.bfloat16)
+      for heads in (n, kv_heads)
+    )
+    lse = jax.ShapeDtypeStruct((b, t, n), jnp.float32)
+    segments = jax.ShapeDtypeStruct((b, t), jnp.int32) if segmented else None
+    os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{i}-{name}-{h}"
+    os.mkdir(os.environ["MOSAIC_GPU_DUMP_TO"])
+    f = functools.partial(run_mosaic, kind, name)
+    compile_for_h200(f, q, kv, kv, q, lse, segments)
+
+
+def test_kernels_of_mosaic_spill_no_registers(tmp_path):
+  folders = ptxas_reports(__name__, tmp_path)
+  assert len(folders) == len(MOSAIC)
+  for folder in folders:
+    # Scores of 64 or 128 keys, and sums of as many columns as a head has.
+    name, h = folder.name.split("-")[1:]
+    step = 128 if name == "fwd" and h != "256" else 64
+    check_wgmma(folder, f"m64n{step}k16")
+    check_wgmma(folder, f"m64n{h}k16")

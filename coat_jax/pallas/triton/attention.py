@@ -10,7 +10,7 @@ There are three kernels. In the forward kernel and the dq kernel, a program
 loops over the tiles of keys that its tile of queries sees. In the dk and dv
 kernel, it loops over the tiles of queries that see its tile of keys, in all
 query heads that read the key head (if H is 256, dk and dv are separate
-kernels). No sum uses atomics, so the bits are the same every time. `scores.py`
+kernels). No sum uses atomics, so the bits are the same every time. `visits.py`
 determines which tiles are visited.
 
 Inputs are BF16, sums are f32, and [T, T] is never stored. If a soft cap bounds
@@ -36,7 +36,7 @@ from coat_jax.pallas.triton.scores import (
   Scores,
   Tile,
   Visit,
-  segment_bounds,
+  segment_refs,
 )
 
 _HEAD_SIZES = (64, 128, 256)
@@ -156,7 +156,7 @@ def attention_fwd(
   out, lse = Work(kind.among(k.shape[1]), tile, interpret).run(
     _forward_kernel,
     *(q, k, v),
-    *segment_bounds(segments, tile.queries, tile.keys),
+    *segment_refs(segments, tile.queries, tile.keys),
     grid=(t // tile.queries, n, b),
     out_shape=(
       jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -211,7 +211,7 @@ def _backward_q(inputs, segments, work: Work) -> Array:
   return work.run(
     _dq_kernel,
     *inputs,
-    *segment_bounds(segments, tile.queries, tile.keys),
+    *segment_refs(segments, tile.queries, tile.keys),
     grid=(t // tile.queries, n, b),
     out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
     name="attention_dq",
@@ -230,7 +230,7 @@ def _backward_kv(inputs, segments, which: str, work: Work) -> list:
   gradients = work.run(
     _dkv_kernel,
     *inputs,
-    *segment_bounds(segments, tile.keys, tile.queries),
+    *segment_refs(segments, tile.keys, tile.queries),
     grid=(s // tile.keys, kv_heads, b),
     out_shape=shapes,
     name=f"attention_{which}",

@@ -1,25 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention scores by tiles: which tiles to visit, and how to mask them.
-
-For a tile of queries, these are the tiles of keys (and likewise of queries for
-a tile of keys):
-
-             keys                     keys
-           0 1 2 3 4 5              0 1 2 3 4 5
-         0 e                      0 e                 .  is not visited
- queries 1 f e                    1 e e               e  is masked (an edge)
-         2 f f e                  2 . e e             f  is seen whole
-         3 f f f e   causal       3 . f e e   window
-
-With segments we visit the tiles from the first to the last that may share a
-segment, judged by each tile's least and largest id. For packed documents, whose
-ids increase, those are exactly the tiles of the same documents; for ids in any
-order they are at worst all tiles. Visited tiles are masked value by value, so
-the result is right for any ids.
-"""
+"""Attention scores by tiles: how to compute and to mask them."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -31,6 +13,7 @@ from jax.experimental.pallas import triton as plt
 
 from coat_jax.ops.types import AttentionKind
 from coat_jax.pallas.triton import ptx
+from coat_jax.pallas.visits import Visits, segment_bounds
 
 MASKED = -1e30
 # The initial maximum: below every score, above every masked one. A row that
@@ -56,33 +39,18 @@ class Tile:
     return max(self.queries, self.keys)
 
 
-def segment_bounds(segments: Array | None, own: int, others: int) -> tuple:
-  """Returns segment ids [B, T] and, per own tile, the range of tiles to visit.
-
-  The range is the first of the other tiles that may share an id with it, and
-  one past the last such tile. Without segments, all three are None.
-  """
+def segment_refs(segments: Array | None, own: int, others: int) -> tuple:
+  """Returns segment ids [B, T] and `segment_bounds`, or three times None."""
   if segments is None:
     return None, None, None
   segments = segments.astype(jnp.int32)
-
-  def least_and_largest(size):
-    of_tiles = segments.reshape(segments.shape[0], -1, size)
-    return jnp.min(of_tiles, axis=-1), jnp.max(of_tiles, axis=-1)
-
-  least, largest = (x[:, :, None] for x in least_and_largest(own))
-  low, high = (x[:, None, :] for x in least_and_largest(others))
-  may_share = (least <= high) & (low <= largest)
-  first = jnp.argmax(may_share, axis=-1)
-  behind = may_share.shape[-1] - jnp.argmax(may_share[..., ::-1], axis=-1)
-  return segments, first.astype(jnp.int32), behind.astype(jnp.int32)
+  return segments, *segment_bounds(segments, own, others)
 
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-  """The tiles of the other sequence that a program visits: [first, behind).
+  """The tiles that a program visits.
 
-  Every value of the program's tile sees the tiles in [whole, edge) completely.
   In masks, the axis of the program's own sequence comes first.
   """
 
@@ -92,10 +60,7 @@ class Visit:
   segments_ref: Any
   b: Array  # The index of the sequence in the batch.
   own: Array
-  first: Array | int
-  whole: Array | int
-  edge: Array | int
-  behind: Array | int
+  tiles: Visits
 
   @classmethod
   def begin(
@@ -108,63 +73,32 @@ class Visit:
   ) -> "Visit":
     """Finds the tiles that this program visits.
 
-    `length` is the other sequence's; `segments` are refs to `segment_bounds`.
+    `length` is the other sequence's; `segments` are `segment_refs`.
     """
     own = pl.program_id(0)
-    # Own position i sees the others from i - back to i + ahead; None: no limit.
-    reach = None if kind.window is None else kind.window - 1
-    back, ahead = reach, 0 if kind.causal else None
     size, step = tile.queries, tile.keys
     if not is_of_queries:
-      back, ahead, size, step = ahead, back, step, size
+      size, step = step, size
     elif kind.causal:
       own = pl.num_programs(0) - 1 - own  # The longest rows start first.
-    start, last = own * size, own * size + size - 1
-    first = whole = 0
-    edge = behind = length // step
-    if back is not None:
-      first = jnp.maximum(start - back, 0) // step
-      whole = pl.cdiv(jnp.maximum(last - back, 0), step)
-    if ahead is not None:
-      edge = (start + ahead + 1) // step
-      behind = jnp.minimum((last + ahead) // step + 1, length // step)
     segments_ref, first_ref, behind_ref = segments
-    b = pl.program_id(2)
+    b, bounds = pl.program_id(2), None
     if segments_ref is not None:
-      first = jnp.maximum(first, first_ref[b, own])
-      behind = jnp.minimum(behind, behind_ref[b, own])
-      whole = edge = behind
-    else:
-      # A side without an edge keeps the same int, so that `run` skips its loop.
-      if back is not None:
-        whole = jnp.minimum(whole, behind)
-      if ahead is not None:
-        edge = jnp.clip(edge, whole, behind)
-    return cls(
-      kind=kind,
-      tile=tile,
-      is_of_queries=is_of_queries,
-      segments_ref=segments_ref,
-      b=b,
-      own=own,
-      first=first,
-      whole=whole,
-      edge=edge,
-      behind=behind,
+      bounds = first_ref[b, own], behind_ref[b, own]
+    tiles = Visits.of(
+      kind,
+      own * size,
+      size,
+      step,
+      length,
+      of_queries=is_of_queries,
+      bounds=bounds,
     )
+    return cls(kind, tile, is_of_queries, segments_ref, b, own, tiles)
 
   def run(self, step, carry):
     """Runs `step(tile, carry, is_masked)` for each tile, in order."""
-    masked, unmasked = (
-      functools.partial(step, is_masked=masked) for masked in (True, False)
-    )
-    if self.whole is not self.first:
-      carry = jax.lax.fori_loop(self.first, self.whole, masked, carry)
-    if self.edge is not self.whole:
-      carry = jax.lax.fori_loop(self.whole, self.edge, unmasked, carry)
-    if self.behind is not self.edge:
-      carry = jax.lax.fori_loop(self.edge, self.behind, masked, carry)
-    return carry
+    return self.tiles.run(step, carry)
 
   def seen(self, other: Array, is_masked: bool) -> Array | None:
     """Returns which keys of a visited tile its queries see; None for all."""

@@ -7,58 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 from coat_jax import ops
 from coat_jax.ops import AttentionKind, cudnn
 from coat_jax.pallas.triton import attention
-from coat_jax.pallas.triton.scores import Visit
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick
-from tests.ops.naive_attention import exact_attention, naive_attention, seen
+from tests.ops.naive_attention import exact_attention, seen
+from tests.pallas.attention import B, T, arrays, named, oracle, run, segments_of
 from tests.pallas.kernels import lowered_for_h200, refused, with_tile
 
-B, T, H = 2, 96, 64
 # Three tiles of queries and six of keys, and the reverse.
 WIDE = attention.Tile(queries=32, keys=16, warps=1, stages=1)
 TALL = attention.Tile(queries=16, keys=32, warps=1, stages=1)
-
-
-def arrays(heads, kv_heads, t=T, size=H):
-  rng = np.random.default_rng(0)
-  return [
-    jnp.asarray(rng.normal(size=(B, t, n, size)), jnp.bfloat16)
-    for n in (heads, kv_heads, kv_heads, heads)
-  ]
-
-
-def segments_of(order, t=T):
-  """Returns ids of packed documents, or ids in any order."""
-  if order == "sorted":
-    ends = np.array([[7, 40, 64], [31, 33, 95]]) * t // T
-    return np.array([np.searchsorted(x, np.arange(t), "right") for x in ends])
-  return np.random.default_rng(1).integers(-2, 3, (B, t))
-
-
-def run(q, k, v, dout, kind, segments, how):
-  forward, backward = how(ops.attention_fwd), how(ops.attention_bwd)
-  residuals = forward(q, k, v, segments, kind=kind)
-  return residuals, backward(dout, q, k, v, residuals, segments, kind=kind)
-
-
-@functools.cache
-def named(implementation):
-  return lambda op: functools.partial(op, implementation=implementation)
-
-
-def oracle(q, k, v, dout, kind, mask):
-  """Computes gradients in f32 by autodiff through all scores."""
-  scale = kind.scale or q.shape[-1] ** -0.5
-  f = functools.partial(
-    naive_attention, mask=mask, scale=scale, cap=kind.soft_cap
-  )
-  (_, lse), vjp = jax.vjp(f, *(x.astype(jnp.float32) for x in (q, k, v)))
-  return vjp((dout.astype(jnp.float32), jnp.zeros_like(lse)))
 
 
 # (kind, segments, heads, key heads): all there is together first, then one by
@@ -112,34 +73,6 @@ def test_attention_kernels_match_the_softmax(
   # key leaves rounding errors alone in dq and dk.
   flat = lambda tree: np.concatenate([np.ravel(x) for x in tree])  # noqa: E731
   assert_close(flat(gradients), flat(want), 2.0**-6)
-
-
-# Around a tile of 16, of 32 and of two of 32, and all of the sequence.
-@pytest.mark.parametrize(
-  "window", [1, 2, 15, 16, 17, 18, 31, 33, 34, 63, 65, 95, None]
-)
-def test_tiles_that_are_visited_and_masked_are_those_of_the_mask(
-  window, monkeypatch
-):
-  kind = AttentionKind(window=window)
-  mask = seen(T, T, kind)[0]
-  for tile in (WIDE, TALL):
-    in_tiles = mask.reshape(T // tile.queries, tile.queries, -1, tile.keys)
-    is_seen, is_whole = in_tiles.any((1, 3)), in_tiles.all((1, 3))
-    for is_of_queries, seen_tiles, whole_tiles in (
-      (True, is_seen, is_whole),
-      (False, is_seen.T, is_whole.T),
-    ):
-      programs, count = seen_tiles.shape
-      monkeypatch.setattr(pl, "num_programs", lambda _, n=programs: n)
-      for program in range(programs):
-        monkeypatch.setattr(pl, "program_id", lambda _, i=program: jnp.int32(i))
-        visit = Visit.begin(kind, tile, is_of_queries, T, (None,) * 3)
-        others = np.arange(count)
-        visited = (others >= visit.first) & (others < visit.behind)
-        unmasked = (others >= visit.whole) & (others < visit.edge)
-        np.testing.assert_array_equal(visited, seen_tiles[visit.own])
-        np.testing.assert_array_equal(unmasked, whole_tiles[visit.own])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention with soft caps, windows and segments, in Pallas Mosaic GPU.
+
+  x = q k^T scale, or tanh(q k^T scale / cap) cap
+  out = softmax(x) v,  lse = log sum exp(x)
+  p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
+  ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
+
+There are three kernels: `attention_forward.py` contains the first one, and
+`attention_backward.py` those for dq and for dk and dv. Sequences may have any
+length: copies to shared memory fill up with zeros after their end.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.types import AttentionKind, AttentionResiduals
+from coat_jax.pallas import supported
+from coat_jax.pallas.mosaic import device
+from coat_jax.pallas.mosaic.attention_backward import (
+  Inputs,
+  backward_kv,
+  backward_q,
+)
+from coat_jax.pallas.mosaic.attention_forward import forward
+from coat_jax.pallas.mosaic.attention_tiles import LOG2_E, Work
+from coat_jax.pallas.mosaic.persistent import ROWS, WAVE
+from coat_jax.pallas.visits import segment_bounds
+
+_HEAD_SIZES = (64, 128, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """The sizes of a program's own tile and of the tiles that it visits."""
+
+  own: int  # 128, or 64 if both warpgroups share the rows.
+  step: int
+  stages: int  # How many visited tiles of one array shared memory holds.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+  """The tile of each kernel."""
+
+  forward: Tile
+  dq: Tile
+  dkv: Tile
+
+
+def pick_tiles(head_dim: int) -> Tiles:
+  """Picks tiles that fit in registers and shared memory; none is tuned yet."""
+  if head_dim == 256:
+    return Tiles(Tile(WAVE, 64, 4), Tile(WAVE, 64, 3), Tile(ROWS, 64, 4))
+  if head_dim == 128:
+    return Tiles(Tile(WAVE, 128, 4), Tile(WAVE, 64, 6), Tile(WAVE, 64, 6))
+  return Tiles(Tile(WAVE, 128, 6), Tile(WAVE, 64, 8), Tile(WAVE, 64, 8))
+
+
+def _why_not(q, k, v, **_) -> str | None:
+  """Returns why the kernels cannot compute this attention, or None."""
+  reason = device.why_not_hopper()
+  if reason is not None:
+    return reason
+  known = q.dtype in (jnp.bfloat16, jnp.float16)
+  if not known or not q.dtype == k.dtype == v.dtype:
+    return (
+      "the kernel of Mosaic reads all in bfloat16 or all in float16, got "
+      f"{q.dtype}, {k.dtype} and {v.dtype}"
+    )
+  if q.shape[-1] not in _HEAD_SIZES:
+    return (
+      f"the kernel of Mosaic needs heads of {_HEAD_SIZES}, got {q.shape[-1]}"
+    )
+  if q.shape[1] != k.shape[1]:
+    return (
+      "the kernel of Mosaic needs as many queries as keys, got "
+      f"{q.shape[1]} and {k.shape[1]}"
+    )
+  return supported.why_not_shape(q.shape)
+
+
+@kernel(_why_not, by_default=False)
+@jax.jit(static_argnames=("kind", "interpret"))
+def attention_fwd(
+  q: Array,
+  k: Array,
+  v: Array,
+  segments: Array | None = None,
+  *,
+  kind: AttentionKind,
+  interpret: bool = False,
+) -> AttentionResiduals:
+  """`ops.attention_fwd`."""
+  t = q.shape[1]
+  tile = pick_tiles(q.shape[-1]).forward
+  work = _work(tile, q, k, segments, kind, interpret)
+  q, k, v = map(_padded, (q, k, v))
+  out, lse = forward(work, q, k, v, _segments(segments, work))
+  return AttentionResiduals(out[:, :t], jnp.swapaxes(lse, 1, 2)[:, :t])
+
+
+@kernel(_why_not, by_default=False)
+@jax.jit(static_argnames=("kind", "interpret"))
+def attention_bwd(
+  dout: Array,
+  q: Array,
+  k: Array,
+  v: Array,
+  residuals: AttentionResiduals,
+  segments: Array | None = None,
+  *,
+  kind: AttentionKind,
+  interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+  """`ops.attention_bwd`."""
+  t = q.shape[1]
+  dout = dout.astype(q.dtype)
+  delta = jnp.einsum(
+    "btnh,btnh->bnt",
+    residuals.out,
+    dout,
+    preferred_element_type=jnp.float32,
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  lse = jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E
+  # Zeros after the last query, where dout is zero too, add nothing to dk, dv.
+  missing = [(0, 0), (0, 0), (0, -t % WAVE)]
+  inputs = Inputs(
+    *map(_padded, (q, k, v, dout)),
+    lse=jnp.pad(lse, missing),
+    delta=jnp.pad(delta, missing),
+  )
+  picked = pick_tiles(q.shape[-1])
+  work = _work(picked.dq, q, k, segments, kind, interpret)
+  dq = backward_q(work, inputs, _segments(segments, work))
+  work = _work(picked.dkv, q, k, segments, kind, interpret, of_queries=False)
+  dk, dv = backward_kv(work, inputs, _segments(segments, work))
+  return dq[:, :t], dk[:, :t], dv[:, :t]
+
+
+def _work(tile: Tile, q, k, segments, kind, interpret, of_queries=True) -> Work:
+  _, t, n, h = q.shape
+  return Work(
+    kind=kind.among(t),
+    length=t,
+    of_queries=of_queries,
+    own=tile.own,
+    step=tile.step,
+    stages=tile.stages,
+    heads=n // k.shape[2],
+    head_dim=h,
+    has_segments=segments is not None,
+    interpret=interpret,
+  )
+
+
+def _padded(x: Array) -> Array:
+  """Appends zeros to [B, T, ...] up to a multiple of 8, at least one tile."""
+  t = x.shape[1]
+  missing = max(-t % 8, WAVE - t)
+  return jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else x
+
+
+def _segments(segments: Array | None, work: Work) -> tuple:
+  """Returns padded ids, and the first and last tiles to visit, if any."""
+  if segments is None:
+    return ()
+  segments = segments.astype(jnp.int32)
+  bounds = segment_bounds(segments, work.own, work.step)
+  missing = -segments.shape[1] % WAVE
+  return jnp.pad(segments, [(0, 0), (0, missing)], mode="edge"), *bounds

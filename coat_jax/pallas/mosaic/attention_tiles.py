@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces that the attention kernels of Mosaic share.
+
+A program owns a tile of queries or of keys, and visits tiles of the other
+sequence (`visits.py`). One warpgroup loads the tiles that it visits into a ring
+of slots in shared memory. The other two each compute 64 rows: the own tile's
+positions are always the rows of scores.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from coat_jax.ops.types import AttentionKind
+from coat_jax.pallas.mosaic.persistent import (
+  LAYOUT,
+  ROWS,
+  WARPGROUPS,
+  rows_of_128_bytes,
+)
+from coat_jax.pallas.visits import Visits
+
+LOG2_E = 1.0 / math.log(2.0)
+MASKED = -1e30
+# The initial maximum: below every score, above every masked one. A row that
+# sees nothing of a tile keeps it, and exp2(MASKED - LEAST) is 0. If the initial
+# maximum were lower, such a row's would be MASKED times the unit, rounded; an
+# fma subtracts it from the unrounded product, which can leave 1e22.
+LEAST = -1e20
+# Sums of 64 x 256 take 128 registers, and scores up to 100 more.
+REGISTERS, REGISTERS_TO_LOAD = 240, 24
+OF_ROWS, OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """Everything that the programs of one kernel share; all of it is static."""
+
+  kind: AttentionKind
+  length: int  # The length of both sequences.
+  of_queries: bool  # Whether the own tile holds queries.
+  own: int  # The positions of the own tile.
+  step: int  # The positions of a visited tile.
+  stages: int  # The slots of the ring.
+  heads: int  # The query heads that read one key head.
+  head_dim: int
+  has_segments: bool
+  interpret: bool
+
+  @property
+  def tiles(self) -> int:
+    """The number of own tiles."""
+    return pl.cdiv(self.length, self.own)
+
+  def tile(self) -> Array:
+    """Returns this program's tile; those that visit most come first."""
+    tile = lax.axis_index("tile")
+    is_reversed = self.of_queries and self.kind.causal
+    return self.tiles - 1 - tile if is_reversed else tile
+
+  def visits(self, segments) -> Visits:
+    """Finds the tiles to visit; `segments` are refs: ids, first and behind."""
+    # A loop over heads finds the tiles again for each head, so that they take
+    # no registers meanwhile.
+    tile, bounds = lax.optimization_barrier(self.tile()), None
+    if self.has_segments:
+      _, first, behind = segments
+      b = lax.axis_index("batch")
+      bounds = first[b, tile], behind[b, tile]
+    return Visits.of(
+      self.kind,
+      tile * self.own,
+      self.own,
+      self.step,
+      self.length,
+      of_queries=self.of_queries,
+      bounds=bounds,
+    )
+
+  def part(self) -> Array:
+    """Returns which 64 rows of the own tile this warpgroup computes."""
+    return lax.axis_index("warpgroup") * (0 if self.own == ROWS else 1)
+
+  def rows_of(self, *own_smem) -> list:
+    """Returns this warpgroup's rows of own tiles.
+
+    In a loop, call it in each step: the barrier keeps the compiler from
+    computing all of wgmma's descriptors before the loop, which takes up to 64
+    registers.
+    """
+    part = lax.optimization_barrier(self.part())
+    return [x.at[pl.ds(part * ROWS, ROWS)] for x in own_smem]
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """The shape of the scores that a warpgroup computes at a time."""
+    return ROWS, self.step
+
+
+class Ring(NamedTuple):
+  """Slots of shared memory that the loading warpgroup fills in turn.
+
+  Loads have numbers 0, 1, ... `loaded` completes when a slot is filled, `free`
+  when both other warpgroups have released it.
+  """
+
+  slots: tuple[Any, ...]  # Arrays [stages, ...] that are filled together.
+  loaded: Any
+  free: Any
+
+  @classmethod
+  def scratch(cls, work: Work, dtype: DTypeLike, *others) -> "Ring":
+    """Returns the types of a ring for tiles, `others` and segment ids."""
+    stages, step = work.stages, work.step
+    tiles = rows_of_128_bytes(stages, step, work.head_dim, dtype=dtype)
+    slots = tiles, *others
+    if work.has_segments:
+      slots = *slots, plgpu.SMEM((stages, step), jnp.int32)
+    return cls(
+      slots,
+      plgpu.Barrier(num_arrivals=len(slots), num_barriers=stages),
+      plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+    )
+
+  @property
+  def stages(self) -> int:
+    return self.slots[0].shape[0]
+
+  def load(self, number: Array, *sources) -> None:
+    """Copies arrays of global memory into a slot, as soon as it is free."""
+    slot = lax.rem(number, jnp.int32(self.stages))
+    self.wait_for_free(number)
+    for source, smem in zip(sources, self.slots, strict=True):
+      plgpu.copy_gmem_to_smem(source, smem.at[slot], self.loaded.at[slot])
+
+  def wait_for_free(self, number: Array) -> None:
+    """Waits until the slot for this load has been released."""
+    slot = lax.rem(number, jnp.int32(self.stages))
+    is_used = number >= self.stages
+    pl.when(is_used)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+
+  def drain(self, number: Array) -> None:
+    """Waits until all slots are free, as the interpreter requires."""
+    wait = lambda i, _: self.wait_for_free(number + i)  # noqa: E731
+    lax.fori_loop(0, self.stages, wait, None)
+
+  def read(self, number: Array) -> list:
+    """Waits for a load and returns its arrays."""
+    slot = lax.rem(number, jnp.int32(self.stages))
+    plgpu.barrier_wait(self.loaded.at[slot])
+    return [smem.at[slot] for smem in self.slots]
+
+  def release(self, number: Array, interpret: bool) -> None:
+    """Lets a slot be filled again."""
+    if interpret:
+      # The interpreter would report the next copy as a race.
+      plgpu.commit_smem()
+    plgpu.barrier_arrive(self.free.at[lax.rem(number, jnp.int32(self.stages))])
+
+
+def load_keys(work: Work, k, v, segments, ring: Ring) -> None:
+  """Loads the tiles of k and v that a tile of queries visits, alternately."""
+  b, head = lax.axis_index("batch"), lax.axis_index("head")
+  kv_head = lax.div(head, jnp.int32(work.heads))
+  visits = work.visits(segments)
+
+  def load(j, number):
+    keys = pl.ds(j * work.step, work.step)
+    ids = [x.at[b, keys] for x in segments[:1]]
+    ring.load(number, k.at[b, keys, kv_head], *ids)
+    ring.load(number + 1, v.at[b, keys, kv_head], *ids)
+    return number + 2
+
+  ring.drain(lax.fori_loop(visits.first, visits.behind, load, jnp.int32(0)))
+
+
+# --- Products ----------------------------------------------------------------
+
+
+def product(a_smem, b_smem) -> Array:
+  """Returns a b, f32 [rows, columns], for operands in shared memory."""
+
+  def multiply(acc):
+    plgpu.wgmma(acc, a_smem, b_smem)
+    return acc[...]
+
+  shape = a_smem.shape[0], b_smem.shape[1]
+  sums = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+  return pl.run_scoped(multiply, sums)
+
+
+def add_product(acc: Array, a: Any, b_smem, interpret: bool) -> Array:
+  """Returns acc + a b, f32 [rows, columns].
+
+  `a` is in shared memory, or in registers, where it is rounded to b's dtype.
+  """
+
+  def multiply(acc):
+    plgpu.wgmma(acc, a, b_smem)
+
+  if isinstance(a, Array):
+    a = a.astype(b_smem.dtype)
+  if not interpret:
+    sums: Any = plgpu.ACC.init(acc)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_state(multiply)(sums)
+  # The interpreter has no `run_state`, and multiplies only shared memory.
+  if isinstance(a, Array):
+    b = b_smem[...]
+    return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
+  return acc + product(a, b_smem)
+
+
+def zeros(*shape: int) -> Array:
+  """Returns f32 zeros for each value of rows, or for each row."""
+  layout = LAYOUT if len(shape) == 2 else OF_ROWS
+  return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def of_rows(x: Array, shape: tuple[int, int]) -> Array:
+  """Broadcasts one value per row."""
+  return lax.broadcast_in_dim(x, shape, (0,))
+
+
+def load_columns(smem, shape: tuple[int, int]) -> Array:
+  """Loads and broadcasts one value per column."""
+  x = plgpu.load(smem, layout=OF_COLUMNS, optimized=False)
+  return lax.broadcast_in_dim(x, shape, (1,))
+
+
+# --- Scores ------------------------------------------------------------------
+
+
+class Scores(NamedTuple):
+  """Attention scores of a warpgroup's rows, as multiples of a constant, `unit`.
+
+  log2(exp(score)) = x * unit, where x is q k^T, or its tanh if there is a cap.
+  """
+
+  work: Work
+  start: Array  # The position of the first row.
+  segments: Array | None  # The ids of the rows.
+
+  @classmethod
+  def of_own(cls, work: Work, segments) -> "Scores":
+    """Makes scores of this warpgroup's rows; `segments` as in `visits`."""
+    start = work.tile() * work.own + work.part() * ROWS
+    ids = None
+    if work.has_segments:
+      own = segments[0].at[lax.axis_index("batch"), pl.ds(start, ROWS)]
+      ids = plgpu.load(own, layout=OF_ROWS, optimized=False)
+    return cls(work, start, ids)
+
+  @property
+  def scale(self) -> float:
+    return self.work.kind.scale_of(self.work.head_dim)
+
+  @property
+  def unit(self) -> float:
+    cap = self.work.kind.soft_cap
+    return (self.scale if cap is None else cap) * LOG2_E
+
+  def of(self, products: Array) -> Array:
+    """Computes x from q k^T."""
+    cap = self.work.kind.soft_cap
+    return products if cap is None else self._tanh(products, self.scale / cap)
+
+  def masked(self, x: Array, hidden: float, tile: Array, ids: list) -> Array:
+    """Returns x of a visited tile, with `hidden` for keys that are not seen.
+
+    `ids` contains the tile's segment ids in shared memory, if there are any.
+    """
+    for seen in self._seen(tile, ids):
+      x = jnp.where(seen, x, hidden)
+    return x
+
+  def exponential(self, x: Array, shift: Array) -> Array:
+    """Returns exp(score) / 2^shift."""
+    return jnp.exp2(x * self.unit - shift)
+
+  def slope(self, x: Array, p: Array) -> Array:
+    """Multiplies p by the derivative of scores with respect to scale q k^T."""
+    return p if self.work.kind.soft_cap is None else p * (1 - x * x)
+
+  def _tanh(self, x: Array, scale: float) -> Array:
+    """Returns tanh(x * scale), off by up to 2^-22; ±1 is exact.
+
+    `tanh.approx` is off by 2^-11 of its value, which with a cap of 50 is 0.02
+    of a score.
+    """
+    if self.work.interpret:
+      return jnp.tanh(x * scale)
+    return 1 - 2 * _reciprocal(1 + jnp.exp2(x * (2 * LOG2_E * scale)))
+
+  def _seen(self, tile: Array, ids: list) -> Iterator[Array]:
+    """Lists conditions that all must hold for a key to be seen."""
+    work, kind, shape = self.work, self.work.kind, self.work.shape
+    row, column = (
+      plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
+      for axis in (0, 1)
+    )
+    other = tile * work.step
+    if kind.causal:
+      ahead = row - column + (self.start - other)
+      distance = ahead if work.of_queries else -ahead
+      if kind.window is None:
+        yield distance >= 0
+      else:  # As unsigned numbers, negative ones are above every window.
+        distance = lax.bitcast_convert_type(distance, jnp.uint32)
+        yield distance < jnp.uint32(kind.window)
+    elif work.of_queries and work.length % work.step:
+      yield column < work.length - other
+    if self.segments is not None:
+      own, [others] = of_rows(self.segments, shape), ids
+      yield own == load_columns(others, shape)
+
+
+def _reciprocal(x: Array) -> Array:
+  """Returns 1 / x to 1 ulp."""
+  kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
+
+  @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=kind)
+  def apply(_, x):
+    return x._pointwise(x._lift_fast_instr("rcp.approx.ftz.f32"))
+
+  return apply(x)  # pyright: ignore
+
+
+# --- Calls -------------------------------------------------------------------
+
+
+def run(work: Work, body, *args, heads: int, out, scratch, name: str) -> Any:
+  """Calls a kernel once for each tile, sequence and head.
+
+  `scratch` maps the names of `body`'s arguments to types.
+  """
+  kernel = plgpu.kernel(
+    body,
+    out_type=out,
+    scratch_types=scratch,
+    # Programs that run at the same time read the same keys.
+    grid=(heads, args[0].shape[0], work.tiles),
+    grid_names=("head", "batch", "tile"),
+    num_threads=WARPGROUPS + 1,
+    thread_name="warpgroup",
+    # The kernel has its own barriers.
+    compiler_params=plgpu.CompilerParams(
+      unsafe_no_auto_barriers=True, approx_math=True
+    ),
+    interpret=plgpu.InterpretGPUParams(detect_races=True)
+    if work.interpret
+    else False,
+    kernel_name=name,
+  )
+  return kernel(*args)

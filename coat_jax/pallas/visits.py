@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of attention scores that a kernel visits.
+
+For a tile of queries, these are the tiles of keys (and likewise of queries for
+a tile of keys):
+
+             keys                     keys
+           0 1 2 3 4 5              0 1 2 3 4 5
+         0 e                      0 e                 .  is not visited
+ queries 1 f e                    1 e e               e  is masked (an edge)
+         2 f f e                  2 . e e             f  is seen whole
+         3 f f f e   causal       3 . f e e   window
+
+With segments we visit the tiles from the first to the last that may share a
+segment, judged by each tile's least and largest id. For packed documents, whose
+ids increase, those are exactly the tiles of the same documents; for ids in any
+order they are at worst all tiles. Visited tiles are masked value by value, so
+the result is right for any ids.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from coat_jax.ops.types import AttentionKind
+
+
+def segment_bounds(
+  segments: Array, own: int, others: int
+) -> tuple[Array, Array]:
+  """Returns, per tile of `own` positions, the range of tiles to visit.
+
+  The range is the first of the other tiles that may share an id with it, and
+  one past the last such tile, int32 [B, tiles]. `segments` are [B, T].
+  """
+
+  def least_and_largest(size):
+    missing = -segments.shape[1] % size
+    of_tiles = jnp.pad(segments, [(0, 0), (0, missing)], mode="edge")
+    of_tiles = of_tiles.reshape(segments.shape[0], -1, size)
+    return jnp.min(of_tiles, axis=-1), jnp.max(of_tiles, axis=-1)
+
+  least, largest = (x[:, :, None] for x in least_and_largest(own))
+  low, high = (x[:, None, :] for x in least_and_largest(others))
+  may_share = (least <= high) & (low <= largest)
+  first = jnp.argmax(may_share, axis=-1)
+  behind = may_share.shape[-1] - jnp.argmax(may_share[..., ::-1], axis=-1)
+  return first.astype(jnp.int32), behind.astype(jnp.int32)
+
+
+class Visits(NamedTuple):
+  """The tiles of the other sequence that one tile visits: [first, behind).
+
+  Every position of the tile sees the tiles in [whole, edge) completely.
+  """
+
+  first: Array | int
+  whole: Array | int
+  edge: Array | int
+  behind: Array | int
+
+  @classmethod
+  def of(
+    cls,
+    kind: AttentionKind,
+    start: Array,
+    size: int,
+    step: int,
+    length: int,
+    *,
+    of_queries: bool,
+    bounds: tuple[Any, Any] | None = None,
+  ) -> "Visits":
+    """Finds the tiles of `step` that positions [start, start + size) visit.
+
+    The positions belong to queries or to keys; `length` is the length of both
+    sequences. `bounds` are the range of `segment_bounds`. Keys may see queries
+    after the last one, which must be zero.
+    """
+    # Own position i sees the others from i - back to i + ahead; None: no limit.
+    reach = None if kind.window is None else kind.window - 1
+    back, ahead = reach, 0 if kind.causal else None
+    if not of_queries:
+      back, ahead = ahead, back
+    last = start + size - 1
+    first = whole = 0
+    edge = behind = -(-length // step)
+    if of_queries:
+      edge = length // step  # Keys after the last one must be masked.
+    if back is not None:
+      first = _quotient(jnp.maximum(start - back, 0), step)
+      whole = _quotient(jnp.maximum(last - back, 0) + step - 1, step)
+    if ahead is not None:
+      behind = jnp.minimum(_quotient(last + ahead, step) + 1, behind)
+      edge = jnp.minimum(_quotient(start + ahead + 1, step), edge)
+    if bounds is not None:
+      first = jnp.maximum(first, bounds[0])
+      behind = jnp.minimum(behind, bounds[1])
+      return cls(first, behind, behind, behind)
+    # A side without an edge keeps the same int, so that `run` skips its loop.
+    if back is not None:
+      whole = jnp.minimum(whole, behind)
+    if ahead is not None or (back is not None and edge != behind):
+      edge = jnp.minimum(jnp.maximum(edge, whole), behind)
+    return cls(first, whole, edge, behind)
+
+  def run(self, step, carry):
+    """Runs `step(tile, carry, is_masked)` for each tile, in order."""
+    for begin, end, is_masked in (
+      (self.first, self.whole, True),
+      (self.whole, self.edge, False),
+      (self.edge, self.behind, True),
+    ):
+      are_ints = isinstance(begin, int) and isinstance(end, int)
+      if begin is end or (are_ints and begin == end):
+        continue
+      each = functools.partial(step, is_masked=is_masked)
+      carry = jax.lax.fori_loop(begin, end, each, carry)
+    return carry
+
+
+def _quotient(x: Array, by: int) -> Array:
+  """Divides numbers that are not negative."""
+  return lax.div(x, jnp.int32(by))

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares Mosaic's attention with a softmax of all scores at once.
+
+The interpreter also checks that no warpgroup reads what another one writes at
+the same time.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+from coat_jax import ops
+from coat_jax.ops import AttentionKind
+from coat_jax.pallas.mosaic import attention
+from coat_jax.pallas.mosaic.attention import Tile, Tiles, pick_tiles
+from tests.comparing import assert_close, assert_same_bits
+from tests.matrices import quick
+from tests.ops.naive_attention import exact_attention, seen
+from tests.pallas.attention import arrays, named, oracle, run, segments_of
+from tests.pallas.kernels import (
+  for_h200,
+  lowered_for_h200,
+  needs_interpreter,
+  refused,
+  with_tile,
+)
+
+# Own tiles of both sizes, and rings that wrap around within a tile's visits.
+SHARED = Tiles(Tile(128, 64, 3), Tile(128, 64, 2), Tile(64, 64, 3))
+SMALL = Tiles(Tile(128, 64, 3), Tile(128, 64, 2), Tile(128, 64, 3))
+LARGE = Tiles(Tile(128, 128, 2), Tile(128, 64, 3), Tile(64, 64, 4))
+
+# (kind, segments, heads, key heads, head size, length, tiles): all there is
+# together first, then one by one. A cap of 60 has a running maximum.
+CASES = [
+  (AttentionKind(True, 77, 3.0, 0.5), "sorted", 2, 1, 64, 150, SHARED),
+  (AttentionKind(False), None, 1, 1, 64, 203, LARGE),
+  (AttentionKind(True, 77, 60.0), "any", 2, 2, 64, 200, LARGE),
+  (AttentionKind(), None, 4, 1, 64, 256, SMALL),
+  (AttentionKind(), None, 8, 1, 64, 130, LARGE),
+  (AttentionKind(soft_cap=3.0), None, 1, 1, 64, 256, SMALL),
+  (AttentionKind(window=1), None, 1, 1, 64, 203, SMALL),
+  (AttentionKind(window=64), None, 1, 1, 64, 256, SMALL),
+  (AttentionKind(window=65), None, 1, 1, 64, 256, LARGE),
+  (AttentionKind(window=150), None, 1, 1, 64, 256, SMALL),
+  (AttentionKind(scale=0.3), None, 1, 1, 64, 7, SMALL),
+  (AttentionKind(), "sorted", 1, 1, 64, 389, SMALL),
+  (AttentionKind(False), "any", 1, 1, 64, 203, SMALL),
+  (AttentionKind(False, soft_cap=3.0), "sorted", 1, 1, 64, 256, SMALL),
+  (AttentionKind(), "sorted", 2, 1, 128, 203, pick_tiles(128)),
+  (AttentionKind(window=77), None, 2, 1, 256, 203, pick_tiles(256)),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+  "kind, order, heads, kv_heads, size, t, tiles", quick(1, CASES)
+)
+def test_interpreted_kernels_match_the_softmax(
+  kind, order, heads, kv_heads, size, t, tiles, monkeypatch
+):
+  args = q, k, v, _ = arrays(heads, kv_heads, t, size)
+  segments = None if order is None else np.int32(segments_of(order, t))
+
+  def kernel(op):
+    inner = with_tile(monkeypatch, op.kernel("mosaic"), "pick_tiles", tiles)
+    return functools.partial(inner, interpret=True)
+
+  interpret_pallas_call.reset_gpu_interpret_mode_state()
+  residuals, gradients = run(*args, kind, jax.device_put(segments), kernel)
+  assert not interpret_pallas_call.get_races().races_found
+  assert {x.dtype for x in (residuals.out, *gradients)} == {q.dtype}
+  want = oracle(*args, kind, seen(t, t, kind, segments))
+  exact = exact_attention(q, k, v, kind, segments)
+  # Products of BF16 are exact in f32.
+  assert_close(residuals.lse, exact[1], 2e-6)
+  # p and out are rounded to BF16, 2^-9 each: of sums of up to |v|.
+  assert_close(residuals.out, exact[0], 2.0**-7)
+  # In the backward p and ds, and with out delta. Of all three: a window of one
+  # key leaves rounding errors alone in dq and dk.
+  flat = lambda tree: np.concatenate([np.ravel(x) for x in tree])  # noqa: E731
+  assert_close(flat(gradients), flat(want), 2.0**-6)
+
+
+@needs_interpreter
+def test_f16_needs_a_maximum_even_with_a_cap():
+  q, k, v, _ = arrays(1, 1, 128, dtype=jnp.float16)
+  kind = AttentionKind(soft_cap=40.0, scale=4.0)
+  # Scores reach 40, whose exponential is not an f16.
+  found = attention.attention_fwd(9 * q, k, v, kind=kind, interpret=True)
+  out, lse = exact_attention(9 * q, k, v, kind)
+  assert found.out.dtype == jnp.float16 and np.max(lse) > 39
+  assert_close(found.lse, lse, 2e-6)
+  assert_close(found.out, out, 2.0**-10)
+
+
+@pytest.mark.parametrize(
+  "t, size, dtype, reason",
+  [
+    (256, 128, jnp.float32, "in bfloat16 or all in float16, got float32"),
+    (256, 80, jnp.bfloat16, r"heads of .64, 128, 256., got 80"),
+    (0, 64, jnp.bfloat16, "no axis empty"),
+  ],
+)
+def test_attention_kernels_say_what_they_cannot_take(t, size, dtype, reason):
+  q = jnp.zeros((1, t, 2, size), dtype)
+  residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
+  kind = AttentionKind(soft_cap=50.0)
+  with refused(f"attention_fwd: .*{reason}"):
+    attention.attention_fwd(q, q, q, kind=kind)
+  with refused(f"attention_bwd: .*{reason}"):
+    attention.attention_bwd(q, q, q, q, residuals, kind=kind)
+
+
+def test_attention_kernels_need_as_many_queries_as_keys():
+  q, k = (jnp.zeros((1, t, 2, 64), jnp.bfloat16) for t in (128, 256))
+  with refused("as many queries as keys, got 128 and 256"):
+    attention.attention_fwd(q, k, k, kind=AttentionKind())
+
+
+def test_attention_kernels_run_only_if_they_are_named():
+  q, k, v, dout = arrays(4, 2, 256)
+  kind = AttentionKind(soft_cap=50.0)
+
+  def lowered(implementation):
+    def f(*args):  # A new function, which is traced again.
+      return run(*args, kind, None, named(implementation))
+
+    return lowered_for_h200(f, q, k, v, dout)
+
+  assert "mosaic_gpu" in lowered("mosaic")
+  assert "mosaic_gpu" not in lowered(None)
+  # The Triton kernel does not take 100 tokens.
+  short = [x[:, :100] for x in (q, k, v)]
+  with for_h200():
+    said = ops.explain(ops.attention_fwd, *short, kind=kind)
+  assert "mosaic runs only if implementation='mosaic' names it" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+  "kind, order, heads, size, t",
+  [
+    (AttentionKind(True, 300, 50.0, 0.07), "sorted", (4, 2), 256, 1024),
+    (AttentionKind(soft_cap=50.0), None, (4, 2), 256, 1024),
+    # Rows that see nothing of the first tile.
+    (AttentionKind(window=300), None, (4, 2), 256, 1024),
+    (AttentionKind(), "sorted", (4, 2), 256, 1003),
+    (AttentionKind(soft_cap=80.0), "any", (8, 2), 128, 1024),
+    (AttentionKind(True, 300, 50.0), "sorted", (8, 1), 128, 1003),
+    (AttentionKind(), "sorted", (4, 4), 128, 1024),
+    (AttentionKind(), None, (4, 4), 128, 2048),
+    (AttentionKind(False), None, (4, 2), 128, 1003),
+    (AttentionKind(False, soft_cap=30.0), None, (4, 1), 64, 1000),
+    (AttentionKind(True, 100), "any", (8, 1), 64, 1024),
+    (AttentionKind(), None, (2, 2), 64, 17),
+  ],
+)
+def test_attention_kernels_on_a_gpu_match_definition(
+  kind, order, heads, size, t, dtype
+):
+  q, k, v, dout = arrays(*heads, t, size, dtype)
+  segments = None if order is None else jnp.int32(segments_of(order, t))
+  f = jax.jit(run, static_argnames=("kind", "how"))
+  found, again, want = (
+    f(4 * q, k, v, dout, kind, segments, how)
+    for how in (named("mosaic"), named("mosaic"), named("xla"))
+  )
+  assert_same_bits(found, again)
+  # As in the interpreter; sums of both sides are rounded here.
+  assert_close(found[0].lse, want[0].lse, 1e-5)
+  assert_close(found[0].out, want[0].out, 2.0**-7)
+  assert_close(found[1], want[1], 2.0**-6)
