@@ -48,7 +48,7 @@ def test_layer_runs_on_kernels_and_fp8_products(tower):
   assert calls["__cudnn$fmhaSoftmax"] == 1
   assert calls["__cudnn$fmhaSoftmaxBackward"] == 1
   text = found.as_text()
-  # A kernel of Mosaic GPU has the name of a function's jit.
+  # A Mosaic GPU kernel has the name of a function's jit.
   names = set(re.findall(r"jit\((\w+)\)/[^/]*/mpmd_map", text))
   assert names >= OPERATIONS, OPERATIONS - names
   assert "CAUSAL" not in text

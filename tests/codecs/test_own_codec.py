@@ -116,7 +116,7 @@ def step_arguments(codec):
   ],
 )
 def test_kernel_refuses_a_codec_that_it_does_not_know(codec, name):
-  reason = f"adamw_step: the kernel knows no codec {name}"
+  reason = f"adamw_step: the kernel does not support the codec {name}"
   args = step_arguments(codec)
   with pytest.raises(NotImplementedError, match=reason):
     adam.adamw_step(*args, groups=codec.groups, implementation="mosaic")

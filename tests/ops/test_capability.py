@@ -95,7 +95,7 @@ def test_gpu_without_fp8_runs_kernels_that_need_none():
   with on(A100):
     groups = explain(ops.quantize_groups, X, groups=ops.Groups(16))
     for said, what in (
-      (groups, "a kernel of Mosaic that converts to FP8"),
+      (groups, "a Mosaic kernel that converts to FP8"),
       (explain(ops.quantize_rows, X, scale=jnp.ones(())), "a cast to E4M3"),
       (explain(ops.linear_fwd, x, w), "an FP8 matmul of cuBLASLt"),
     ):
@@ -128,7 +128,7 @@ def test_step_needs_hopper_or_newer(codec):
     with on(kind):
       [said] = optimizer.explain(params).values()
     assert ("mosaic on a GPU" in said) == has_kernel
-    why = "a kernel of Mosaic GPU needs compute capability 9.0 or newer, got 8."
+    why = "a Mosaic GPU kernel needs compute capability 9.0 or newer, got 8."
     assert (why in said) != has_kernel
 
 

@@ -81,7 +81,7 @@ def test_xla_runs_what_a_kernel_refuses(m):
   assert ops.explain(ops.linear_fwd, x, w) == (
     "linear_fwd: xla everywhere (linear_fwd: cuBLASLt takes FP8 matrices whose "
     f"sizes are multiples of 16, got [{m}, 32] times [32, 48]; "
-    "linear_fwd: the kernel of Mosaic takes scales of blocks of 128, got one "
+    "linear_fwd: the Mosaic kernel needs one scale per block of 128, got one "
     "scale per tensor)"
   )
   assert ops.explain(ops.linear_fwd, *operands()) == (

@@ -181,7 +181,7 @@ def test_explain_describes_a_shard():
     said["w"]
     == "adamw_step: mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
   )
-  assert "takes 8 groups at a time, got 2" in said["narrow"]
+  assert "must be a multiple of 8, got 2" in said["narrow"]
 
 
 def test_values_that_are_not_shardings_are_refused():

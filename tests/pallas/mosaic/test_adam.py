@@ -286,7 +286,7 @@ def test_kernel_draws_words_by_row_and_column():
 REFUSED = [
   (codecs.coat(64), (8, 128), jnp.float32, "groups of 128, got 64"),
   (codecs.coat(), (8, 192), jnp.float32, r"multiple of 128, got shape \(8, 19"),
-  (codecs.coat(), (3, 128), jnp.float32, "8 groups at a time, got 3"),
+  (codecs.coat(), (3, 128), jnp.float32, "must be a multiple of 8, got 3"),
   (codecs.coat(), (8, 128), jnp.float16, "f32 or bf16, got {'float16'}"),
   (codecs.float32(), (8, 128), jnp.float32, "encoded in groups"),
 ]

@@ -171,7 +171,7 @@ def test_kernel_refuses_what_it_cannot_take(monkeypatch):
   with refused("one scale per tensor"):
     trace(x, one_scale)
   monkeypatch.setattr(kernel.device, "capability", lambda: 10.0)
-  with refused("is for Hopper, of compute capability 9.0, got 10.0"):
+  with refused(r"capability 9.0 \(Hopper\), got 10.0"):
     trace(x, w)
 
 

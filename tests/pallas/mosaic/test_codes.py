@@ -56,9 +56,9 @@ def test_kernels_refuse_what_they_cannot_take():
   for kernel in (join_columns, turn_codes):
     with refused("moves FP8 codes, got float32"):
       kernel(jnp.zeros((2, 128, 64)))
-  with refused("a multiple of 16 rows, got 40"):
+  with refused("a multiple of 16, got 40"):
     turn_codes(parts_of((2, 40, 128)))
-  with refused(r"tiles of 32 x 128, got a matrix \[128, 64\]"):
+  with refused(r"at least 32 x 128, got \[128, 64\]"):
     turn_codes(parts_of((2, 128, 64)))
 
 

@@ -108,15 +108,15 @@ def test_kernel_refuses_what_it_cannot_take():
     arrays = case(*shape, **options)
     jax.eval_shape(join_heads_operand, *arrays)
 
-  with refused("8 channels at a time, got heads of 12"):
+  with refused("multiple of 8 channels, got heads of 12"):
     join(1, 32, 4, 4, 12)
-  with refused("8 pairs at a time, got 12"):
+  with refused("multiple of 8 pairs of channels, got 12"):
     join(1, 32, 4, 4, 24, theta=1e4)
   with refused("bfloat16 and float32"):
     join(1, 32, 4, 4, 16, dtype=jnp.float16)
-  with refused("multiple of 16 rows"):
+  with refused("rows is a multiple of 16"):
     join(1, 36, 4, 4, 16)
-  with refused(r"tiles of 32 x 128, got a matrix \[16, 192\]"):
+  with refused(r"at least 32 x 128, got \[16, 192\]"):
     join(1, 16, 4, 4, 16)
   dq, dk, dv, *angles = case(1, 32, 4, 4, 16)
   with refused("same dtype, got bfloat16, float32 and bfloat16"):

@@ -208,10 +208,10 @@ def test_norm_backward_kernel_in_bf16_without_gamma_or_add():
 @pytest.mark.parametrize(
   "width, group_size, reason",
   [
-    (240, 16, "rows of 256 to 8192, got 240"),
-    (384, 128, "rows of 512 to 8192, got 384"),
-    (8208, 16, "rows of 256 to 8192, got 8208"),
-    (1040, 32, "multiple of the group size 32 .* got 1040"),
+    (240, 16, "rows of 256 to 8192 values, got 240"),
+    (384, 128, "rows of 512 to 8192 values, got 384"),
+    (8208, 16, "rows of 256 to 8192 values, got 8208"),
+    (1040, 32, "multiple of the group size 32, got 1040"),
     (1020, 12, "got 12"),
   ],
 )

@@ -131,7 +131,7 @@ def test_operand_kernel_finds_the_scale_and_keeps_the_shape():
   [
     (
       lambda x: quantize.quantize_groups(x, groups=Groups(32)),
-      "multiple of the group size 32 .* got 48",
+      "multiple of the group size 32, got 48",
     ),
     (
       lambda x: quantize.quantize_groups(x, groups=Groups(8)),
@@ -146,14 +146,14 @@ def test_operand_kernel_finds_the_scale_and_keeps_the_shape():
     (lambda x: quantize.quantize_tensor(x[:, :40]), "multiple of 16 .* got"),
     (
       lambda x: quantize.quantize_tensor(x[:3], layout="columns"),
-      "multiple of 16 rows, got 3",
+      "rows is a multiple of 16, got 3",
     ),
-    (lambda x: quantize.tensor_scale(x[:0]), "no axis empty"),
-    (lambda x: quantize.tensor_scale(x[0, 0]), r"got \(\)"),
+    (lambda x: quantize.tensor_scale(x[:0]), "no empty axis"),
+    (lambda x: quantize.tensor_scale(x[0, 0]), r"got shape \(\)"),
     (lambda x: quantize.quantize_tensor(x[:16]), "least 1024 values, got 768"),
     (
       lambda x: quantize.quantize_tensor(x, layout="columns"),
-      r"tiles of 32 x 128, got a matrix \[32, 48\]",
+      r"at least 32 x 128, got \[32, 48\]",
     ),
   ],
 )
