@@ -140,14 +140,14 @@ def grouped_linear_dgrad(
   return rows_product(g.rows, w.rows, sizes, dtype, how, scale=scale)
 
 
-def _why_not_columns(x: Operand, g: Operand, dtype, **_) -> str | None:
-  x, g = x.columns, g.columns
+def _why_not_columns(x, g, dtype: DTypeLike) -> str | None:
+  sizes = (BLOCK,) * 4
   return supported.why_not_fp8(x.dtype, g.dtype) or _why_not_weights(
-    x, g, dtype, BLOCK, BLOCK, BLOCK, BLOCK
+    x, g, dtype, *sizes
   )
 
 
-@kernel(_why_not_columns)
+@kernel(lambda x, g, dtype, **_: _why_not_columns(x.columns, g.columns, dtype))
 def grouped_linear_wgrad(
   x: Operand,
   g: Operand,
