@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of given heads, then the back of a block, under one rule.
+"""A block of attention and output projection, whose inputs are q, k and v.
 
-Tests of attention inside a block use this, because it has gradients of q, k and
-v on their own.
+Tests of attention inside a block use it, because it returns the gradients of q,
+k and v.
 """
 
 from coat_jax.layers.back import BlockStatic, back_backward, back_forward
@@ -46,7 +46,7 @@ _attention_output = rule(_fwd, _bwd, _specs, reads=(3,))
 def attention_output(
   x, q, k, v, w, bias=None, *, segments=None, recipe, **options
 ):
-  """x + attention(q, k, v) w + bias; options are those of `AttentionKind`."""
+  """Computes x + attention(q, k, v) w + bias; `AttentionKind` has options."""
   middle = HeadsAttention(AttentionKind(**options))
   heads, inputs = (q, k, v), AttentionInputs(None, segments)
   if recipe.nonlinear == "fp8":
