@@ -163,10 +163,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
 
 
 def kinds_of(config: Config) -> dict[str | None, Config]:
-  """Returns a config for each kind of layer, by name.
-
-  The name is None if all layers are the same.
-  """
+  """Returns a config for each kind of layer; a single kind is named None."""
   if isinstance(config, VisionConfig) or config.full_every is None:
     return {None: config}
   window = dataclasses.replace(config, full_every=None)
@@ -254,10 +251,7 @@ def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
 
 
 def temporary_bytes(fn: Callable, specs, *, target: str | None) -> int:
-  """Compiles `fn` and returns its temporary bytes.
-
-  The target None stands for this machine.
-  """
+  """Returns the temporary bytes of `fn`; target None means this machine."""
   if target is None:
     return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())
   return aot.temporary_bytes(targets.compile_for(target, fn, *specs))
