@@ -84,7 +84,7 @@ class Work:
   tiles_n: int  # Number of tiles along n, each as wide as a cluster.
   blocks: int  # Number of blocks along k.
   clusters: int  # Number of clusters.
-  of_tiles: bool  # Whether b has one scale per 128 rows, not one per row.
+  is_b_tiled: bool  # Whether b has one scale per 128 rows, not one per row.
   interpret: bool
 
   def count(self) -> Array:
@@ -122,7 +122,7 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   """Returns shared memory and barriers for these dtypes of a, b and out."""
   tile, stages = work.tile, work.tile.stages
   width = in_128_bytes(out)
-  b_scales = _PADDED if work.of_tiles else BLOCK
+  b_scales = _PADDED if work.is_b_tiled else BLOCK
   return Memory(
     a_smem=rows_of_128_bytes(stages, tile.waves, WAVE, BLOCK, dtype=a),
     b_smem=rows_of_128_bytes(stages, BLOCK, BLOCK, dtype=b),
@@ -184,7 +184,7 @@ def _load(work: Work, operands, memory: Memory) -> None:
     row, column = work.place(i)
     b_rows = pl.ds(column, BLOCK)
     first, count = column, BLOCK
-    if work.of_tiles:
+    if work.is_b_tiled:
       first, count = lax.div(column, jnp.int32(BLOCK)) * COPIES, COPIES
 
     def load_block(j, step):
@@ -247,20 +247,22 @@ def _sum_blocks(
         layout=LAYOUT.reduce(1),
         optimized=False,
       )
-      if work.of_tiles:
+      if work.is_b_tiled:
         scale = scale * memory.b_scale_smem[slot, 0]
       scale = lax.broadcast_in_dim(scale, shape, (0,))
-      if not work.of_tiles and work.tile.waves == 1:
+      if not work.is_b_tiled and work.tile.waves == 1:
         # With one wave there are enough registers to multiply the scales while
         # the tensor cores work.
-        scale = scale * _of_columns(memory.b_scale_smem, slot, shape)
+        scale = scale * _load_column_scales(memory.b_scale_smem, slot, shape)
       zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
       partial = pl.run_scoped(functools.partial(multiply, slot, wave), zeros)
       # Tensor cores accumulate with fewer bits than f32 has. So they only sum
       # within a block, and blocks are added in f32.
       partial = partial * scale
-      if not work.of_tiles and work.tile.waves > 1:
-        partial = partial * _of_columns(memory.b_scale_smem, slot, shape)
+      if not work.is_b_tiled and work.tile.waves > 1:
+        partial = partial * _load_column_scales(
+          memory.b_scale_smem, slot, shape
+        )
       new.append(total + partial)
     if work.interpret or work.tile.cluster > 1:
       # In a cluster, one thread arrives for its whole warpgroup, so wait until
@@ -276,7 +278,7 @@ def _sum_blocks(
   return lax.fori_loop(0, work.blocks, add_block, carry)
 
 
-def _of_columns(b_scale_smem, slot, shape) -> Array:
+def _load_column_scales(b_scale_smem, slot, shape) -> Array:
   """Loads the scales of b's rows, which are columns of the result."""
   scale = plgpu.load(
     b_scale_smem.at[slot], layout=LAYOUT.reduce(0), optimized=False

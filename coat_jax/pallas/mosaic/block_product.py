@@ -146,7 +146,7 @@ def product(
   tile = tile or pick_tile(m, n)
   assert tile.fits(m, n), (m, n, tile)
   b_scale = b.scale.T
-  if of_tiles := len(b.scale) != n:
+  if is_b_tiled := len(b.scale) != n:
     b_scale = jnp.repeat(b_scale, block_kernel.COPIES, axis=1)
   clusters = (programs or device.multiprocessors()) // tile.cluster
   work = Work(
@@ -155,7 +155,7 @@ def product(
     tiles_n=n // tile.n,
     blocks=k // BLOCK,
     clusters=min(clusters, (m // tile.m) * (n // tile.n)),
-    of_tiles=of_tiles,
+    is_b_tiled=is_b_tiled,
     interpret=interpret,
   )
   dtypes = a.qvalue.dtype, b.qvalue.dtype, dtype

@@ -12,7 +12,7 @@ def why_not_rows() -> str | None:
 
 
 def why_not_hopper() -> str | None:
-  """Returns None if this GPU is a Hopper or there is none, else the reason."""
+  """Returns why this GPU is not a Hopper; None if it is or there is no GPU."""
   found = capability()
   is_unknown = found is None and jax.default_backend() == "gpu"
   if found in (HOPPER, None) and not is_unknown:

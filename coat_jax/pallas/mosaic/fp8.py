@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodes and decodes moments in registers with the FP8 codecs.
 
-Stochastic rounding needs the two codes next to a value, decoded. In E4M3 each
-neighbour is J 2^e with J in 0..15, so decoding it (raising it to a power) gives
-the product of two entries of tables, one for J and one for e. The tables have
-16 entries. The 16 lanes that share a group compute one entry each, and look
-entries up with shuffles. This saves the two logarithms and two exponentials
-that the definition computes for each value.
+Stochastic rounding must decode the two codes next to each value. An E4M3 code
+stands for J 2^e with J in 0..15, and decoding raises this number to a power. So
+the result is a product of two numbers, which can be looked up in tables by J
+and by e. A table has 16 entries. The 16 lanes that share a group compute one
+entry each, and look entries up with shuffles. This saves two logarithms and two
+exponentials per value.
 """
 
 import dataclasses

@@ -4,10 +4,10 @@
 It is built like `block_kernel`. One persistent program (thread block) per
 multiprocessor computes one tile after another: one warpgroup loads blocks, two
 multiply them, and blocks are added in f32. A block is 128 bytes long along the
-summed axis, which is 128 FP8 codes or 64 values of 16 bits. Either takes
-equally long to copy and to multiply. Only the GPU knows how many rows a group
-has, so programs read from a table (`Entry`) where tiles are. One launch
-computes all groups.
+summed axis, which is 128 FP8 codes or 64 values of 16 bits. Both take equally
+long to copy and to multiply. Only the GPU knows how many rows a group has, so
+programs read from a table (`Entry`) where tiles are. One launch computes all
+groups.
 
 FP8 codes must have the summed axis last. Operands of 16 bits may have it first,
 because the tensor cores can transpose them when they read shared memory.
@@ -75,7 +75,7 @@ class Work:
   """Static parameters of one matmul, the same for all of its programs."""
 
   tile: Tile
-  of_weights: bool  # Whether the result is the gradient of weights.
+  is_wgrad: bool  # Whether the result is the gradient of weights.
   rows_first: bool  # Whether this gradient is [D, E, F], not [E, D, F].
   tiles_m: int  # Number of tiles along m per group, for gradients of weights.
   tiles_n: int  # Number of tiles along n.
@@ -87,7 +87,7 @@ class Work:
 
   def count(self, used: Array) -> Array:
     """Returns how many tiles this program computes."""
-    each = self.tiles_n * (self.tiles_m if self.of_weights else 1)
+    each = self.tiles_n * (self.tiles_m if self.is_wgrad else 1)
     left = used * each - lax.axis_index("program") + self.programs - 1
     return lax.div(left, jnp.int32(self.programs))
 
@@ -95,13 +95,13 @@ class Work:
     """Returns the entry, tile along m and first column of the i-th tile."""
     number = i * self.programs + lax.axis_index("program")
     tiles_m, entry = used, jnp.int32(0)
-    if self.of_weights:
+    if self.is_wgrad:
       of_entry = jnp.int32(self.tiles_m * self.tiles_n)
       entry, number = lax.div(number, of_entry), lax.rem(number, of_entry)
       tiles_m = jnp.int32(self.tiles_m)
     tile, j = in_band(number, tiles_m, self.tiles_n, self.tile.band)
     column = j * BLOCK
-    return (entry, tile, column) if self.of_weights else (tile, entry, column)
+    return (entry, tile, column) if self.is_wgrad else (tile, entry, column)
 
   def a_place(self, rows: Any, block: Any) -> tuple[Any, Any]:
     """Returns the index into a for a block of these rows."""
@@ -134,7 +134,7 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   width = in_128_bytes(out)
   a_block = work.a_place(WAVE, work.depth)
   b_block = work.b_place(BLOCK, work.depth)
-  edge = (1, 1, 128) if work.of_weights else (WARPGROUPS, ROWS, BLOCK)
+  edge = (1, 1, 128) if work.is_wgrad else (WARPGROUPS, ROWS, BLOCK)
   return Memory(
     a_smem=rows_of_128_bytes(stages, tile.waves, *a_block, dtype=a),
     b_smem=rows_of_128_bytes(stages, *b_block, dtype=b),
@@ -163,7 +163,7 @@ def run(work: Work, *refs, **scratch: Any) -> None:
   def entry_of(i):
     entry, tile, column = work.place(i, num_entries)
     found = Entry(*(table[k, entry] for k in range(len(Entry._fields))))
-    row = tile * work.tile.m if work.of_weights else found.row
+    row = tile * work.tile.m if work.is_wgrad else found.row
     return found._replace(row=row), column
 
   @pl.when(lax.axis_index("warpgroup") == WARPGROUPS)
@@ -190,7 +190,7 @@ def run(work: Work, *refs, **scratch: Any) -> None:
       step, totals = _sum_blocks(work, entry, step, memory)
       factor = scale[entry.group]
       totals = tuple(total * factor for total in totals)
-      write = _write_gradient if work.of_weights else _write_rows
+      write = _write_gradient if work.is_wgrad else _write_rows
       write(work, totals, entry, column, memory, out)
       return step
 
@@ -210,14 +210,14 @@ def _load_tile(
 ) -> Array:
   """Copies a tile's blocks to shared memory as stages become free."""
   loaded = memory.loaded
-  row = pl.multiple_of(entry.row, WAVE if work.of_weights else 8)
+  row = pl.multiple_of(entry.row, WAVE if work.is_wgrad else 8)
   columns = pl.ds(column, BLOCK)
 
   def load_block(j, step):
     slot = work.slot(step)
     block = pl.ds((entry.first + j) * work.depth, work.depth)
     _wait_for_free(work, step, memory)
-    source = b if work.of_weights else b.at[entry.group]
+    source = b if work.is_wgrad else b.at[entry.group]
     plgpu.copy_gmem_to_smem(
       source.at[work.b_place(columns, block)],
       memory.b_smem.at[slot],
@@ -259,7 +259,7 @@ def _sum_blocks(
     slot, new = work.slot(step), []
     for wave, total in enumerate(totals):
       plgpu.barrier_wait(loaded[wave].at[slot])
-      if work.of_weights:
+      if work.is_wgrad:
         start = (entry.first + j) * work.depth
         rows = memory.a_smem.at[slot, wave, *own]
         _clear_others(work, rows, entry.begin - start, entry.end - start)

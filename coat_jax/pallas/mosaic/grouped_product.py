@@ -280,7 +280,7 @@ def rows_product(
   table = tiles_of_rows(sizes, m=m, tile_m=tile.m, blocks=k // depth)
   work = Work(
     tile=tile,
-    of_weights=False,
+    is_wgrad=False,
     rows_first=False,
     tiles_m=0,
     tiles_n=n // BLOCK,
@@ -318,7 +318,7 @@ def weights_product(
   assert tile.waves == 1, tile
   work = Work(
     tile=tile,
-    of_weights=True,
+    is_wgrad=True,
     rows_first=rows_first,
     tiles_m=d // tile.m,
     tiles_n=f // BLOCK,

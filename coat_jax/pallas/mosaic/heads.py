@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concatenates dq, dk and dv to an FP8 operand: `ops.join_heads_operand`.
+"""Concatenates dq, dk and dv into an FP8 operand: `ops.join_heads_operand`.
 
 The backward pass of attention returns dq, dk and dv by head. The next matmul
 reads them as one matrix, rotated (RoPE) and quantized. Two Mosaic GPU kernels

@@ -142,7 +142,7 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
     has_values = x.shape[-1] == codes.shape[-1]
     return x.reshape((-1, GROUP_SIZE) if has_values else (-1,))
 
-  weight, of_weight = jax.tree.flatten(p)  # An empty list if p is None.
+  weight, weight_tree = jax.tree.flatten(p)  # An empty list if p is None.
   in_place = (*stored, *weight)
   refs = [jax.new_ref(view(x)) for x in in_place]
   body = functools.partial(
@@ -170,7 +170,7 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
   if p is None:
     return update.reshape(g.shape), tuple(new)
   new_stored, new_weight = new[: len(stored)], new[len(stored) :]
-  return of_weight.unflatten(new_weight), tuple(new_stored)
+  return weight_tree.unflatten(new_weight), tuple(new_stored)
 
 
 def _kernel(

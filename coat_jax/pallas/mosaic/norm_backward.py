@@ -38,7 +38,7 @@ class Share:
 
   Attributes:
     programs: number of programs.
-    ahead: whether a program loads its next row while it works on the current.
+    ahead: whether a program loads a row while it works on the previous one.
     sums: whether sums over rows are in registers, not in shared memory.
   """
 
@@ -124,7 +124,7 @@ def _sums(n: int, size: int, count: int) -> list:
 
 
 class _Loaded(NamedTuple):
-  """Part of a row, loaded in the dtypes that are stored in memory."""
+  """A loaded part of a row, in the dtypes in which memory stores it."""
 
   dy: Array
   codes: Array
@@ -187,17 +187,17 @@ def _bwd_kernel(*refs, share: Share):
     return following, add(sums, terms)
 
   # There is one sum per output and part of a row.
-  of_sums = len(outputs) * parts
+  sum_parts = len(outputs) * parts
 
   def add(sums, terms):
     if share.sums:
       return [a + b for a, b in zip(sums, terms, strict=True)]
     # Each thread reads and writes only its own values, so no barrier is needed.
-    for ref, part, term in zip(sums_smem, of_sums, terms, strict=True):
+    for ref, part, term in zip(sums_smem, sum_parts, terms, strict=True):
       rows.store(ref, _load_sum(ref, part) + term)
     return sums
 
-  sums = [_zeros(part) for part in of_sums]
+  sums = [_zeros(part) for part in sum_parts]
   if not share.sums:
     for ref, zeros in zip(sums_smem, sums, strict=True):
       rows.store(ref, zeros)
@@ -206,8 +206,8 @@ def _bwd_kernel(*refs, share: Share):
   carry = load(program) if share.ahead else None, sums
   _, sums = lax.fori_loop(0, steps, step, carry)
   if not share.sums:
-    sums = map(_load_sum, sums_smem, of_sums)
-  for i, (part, total) in enumerate(zip(of_sums, sums, strict=True)):
+    sums = map(_load_sum, sums_smem, sum_parts)
+  for i, (part, total) in enumerate(zip(sum_parts, sums, strict=True)):
     rows.store(outputs[i // len(parts)].at[part.of_row(program)], total)
 
 

@@ -112,7 +112,7 @@ def part(x: Array, i: int) -> Array:
 
   @plgpu.inline_mgpu(arg_types=(PAIR_LAYOUT,), return_type=one)
   def apply(_, x):
-    x = _of_group(x)
+    x = _group_scalar(x)
     code = f"shfl.sync.idx.b32 $0, $1, {i * _LANES}, 0x101f, 0xffffffff;"
     x = emit.asm(code, x, result=x.type)
     return _statistic(x, one)
@@ -223,7 +223,7 @@ def look_up(significand, exponent, root, scale, top: float):
       for x in (j, arith.addf(j, number(1.0)))
     ]
     e = arith.subf(number(top), arith.maximumf(j, number(1.0)))
-    a, factor = (_of_group(x) for x in (root, scale))
+    a, factor = (_group_scalar(x) for x in (root, scale))
     lower, upper = (exp2(arith.mulf(a, x)) for x in log2)
     gap = arith.subf(upper, lower)
     unit = arith.mulf(exp2(arith.mulf(a, e)), factor)
@@ -298,7 +298,7 @@ def _statistic(x, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedArray:
   )
 
 
-def _of_group(statistic: mgpu.FragmentedArray):
+def _group_scalar(statistic: mgpu.FragmentedArray):
   """Returns the statistic of this thread's group, as a number."""
   x = _only(statistic)
   return emit.element(x, 0) if isinstance(x.type, ir.VectorType) else x

@@ -152,7 +152,9 @@ class Instructions:
     return x[i] if self.interpret else ptx.part(x, i)
 
   def round(self, x: Array, factor: Array) -> tuple[Array, Array]:
-    """Rounds x factor (below 2^22) to the nearest integer, as f32 and as int32.
+    """Rounds x * factor to the nearest integer; returns it as f32 and int32.
+
+    The product must be below 2^22 in magnitude.
 
     Apply an integer operation to the int32 before casting it to a byte.
     Otherwise ptxas 13 converts the f32 sum, from which the int32 is taken,

@@ -89,7 +89,7 @@ def columns_layout(height: int):
 
 
 def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
-  """Returns x / scale, correctly rounded up to a magnitude of `limit`.
+  """Returns x / scale, correctly rounded if |x / scale| is at most `limit`.
 
   Beyond the limit, only the sign is correct. Without a limit, x must be finite
   unless the scale is NaN or infinite.
@@ -241,15 +241,15 @@ def transpose(codes: Array, smem) -> Array:
         emit.store_shared(place, 4 * (j * jump + half * 8), word)
     mgpu.utils.warpgroup_barrier()
     column, chunk = split_index(lane, chunks)
-    of_warp = LANES // chunks
-    column = arith.addi(arith.muli(warp, emit.i32(of_warp)), column)
+    columns_per_warp = LANES // chunks
+    column = arith.addi(arith.muli(warp, emit.i32(columns_per_warp)), column)
     k, j = split_index(column, VECTOR)
     place = _at(base, (k, stride), (j, jump), (chunk, 4))
     kind = codes.registers.flat[0].type.element_type
     registers = np.empty(layout.to_mgpu().registers_shape(out.shape), object)
     for i in range(registers.size):
       words = emit.load_shared(
-        place, 4 * i * (WARPS * of_warp // VECTOR) * stride
+        place, 4 * i * (WARPS * columns_per_warp // VECTOR) * stride
       )
       packed = vector.from_elements(ir.VectorType.get((4,), i32), words)
       registers.flat[i] = vector.bitcast(

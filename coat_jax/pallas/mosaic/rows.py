@@ -60,7 +60,7 @@ def run(
 ) -> list:
   """Runs `kernel(*refs)` with a ref per input, output and scratch array.
 
-  The ref of an input or output that is None is None. `scratch` lists types of
+  If an input or output is None, its ref is None too. `scratch` lists types of
   shared memory. The grid's axes are named "across" and "last", or just "last";
   programs with consecutive indices along "last" start one after the other.
   """
@@ -68,7 +68,9 @@ def run(
 
   def body(*refs):
     left = iter(refs)
-    kernel(*(next(left) if there else None for there in present), *left)
+    kernel(
+      *(next(left) if is_present else None for is_present in present), *left
+    )
 
   found = plgpu.kernel(
     body,
@@ -104,7 +106,7 @@ def pick_size(elements: int) -> int:
 
 
 def part(axis: str, size: int, count: int):
-  """Returns the slice of `size` indices, out of `count`, of this program."""
+  """Returns this program's slice: `size` of `count` indices along an axis."""
   return part_at(lax.axis_index(axis), size, count)
 
 
@@ -203,7 +205,10 @@ def amax_bits(x: Array, count: int) -> Array:
 
 
 def folded(op: Callable, x: Array, count: int) -> Array:
-  """Combines the loads of a program, `count` rows each, within each lane."""
+  """Reduces x to `count` rows, by combining rows i, i + count, ... with `op`.
+
+  Each lane holds all of these rows, so lanes exchange nothing.
+  """
   loads = [x[i : i + count] for i in range(0, len(x), count)]
   return functools.reduce(op, loads)
 
@@ -349,7 +354,7 @@ def transpose(codes: Array, smem, interpret: bool) -> Array:
 def store_operand(
   place, codes: Array, rows_gmem, columns_gmem, smem, interpret: bool
 ) -> None:
-  """Writes a tile of codes to the row and column layout, unless None."""
+  """Writes a tile of codes to each layout whose ref is not None."""
   rows, columns = place
   if rows_gmem is not None:
     store(rows_gmem.at[rows, columns], codes)

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 LANES = 128
 # A TPU stores bytes in tiles of 32 x 128.
 _TILE_ROWS = 32
-# v5e and v5p have 16 MiB of VMEM. The other half is for statistics and for
-# values that the loop computes.
+# Blocks may use half of the 16 MiB of VMEM of v5e and v5p. The other half is
+# for statistics and for values that the loop computes.
 _VMEM_BYTES = 8 * 2**20
 
 
