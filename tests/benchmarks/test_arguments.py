@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of benchmarks are checked before anything is timed."""
+"""Tests that benchmarks check their arguments before they time anything."""
 
 import subprocess
 

@@ -33,7 +33,7 @@ def test_cases_differ():
 def test_bytes_count_arguments_and_results(case):
   args = jax.eval_shape(case.arrays)
   results = jax.eval_shape(lambda *args: case.run("xla", *args), *args)
-  # Vectors are not counted: statistics of rows, norm parameters, scales.
+  # Vectors are not counted, such as statistics, parameters of norms and scales.
   matrices = [x for x in jax.tree.leaves((args, results)) if x.ndim > 1]
   assert case.num_bytes == sum(x.size * x.dtype.itemsize for x in matrices)
 
@@ -55,7 +55,7 @@ def test_flops_of_matmuls_add_up_to_the_layer():
   fwd, bwd, *in_window = attention
   assert fwd.flops == 2 * 4 * 32 * 2048**2 * 128
   assert bwd.flops == 2.5 * fwd.flops
-  # A window of half the sequence leaves out a triangle, a quarter.
+  # A window of half the sequence leaves out a quarter of the causal triangle.
   for case, whole in zip(in_window, (fwd, bwd), strict=True):
     assert case.flops == 0.75 * whole.flops
 
@@ -107,7 +107,7 @@ def test_whole_linear_layers_agree(name):
   found = jax.jit(lambda *args: cases[name].run(name, *args))(*args)
   for a, b in zip(found, exact, strict=True):
     error = jax.numpy.linalg.norm((a - b).astype("float32"))
-    # Two operands, each off by 2 to 4 % (E4M3, E5M2) of its values.
+    # Each of two operands is off by 2 % (E4M3) or 4 % (E5M2).
     assert 0.01 < error / jax.numpy.linalg.norm(b.astype("float32")) < 0.08
 
 
