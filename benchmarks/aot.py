@@ -42,9 +42,9 @@ CUDNN_VERSION = 91000  # The version that the descriptions state.
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Described(AbstractDevice):
-  """A described device that also has the compute capability.
+  """An `AbstractDevice` with a compute capability.
 
-  Mosaic reads it, and assumes 9.0 if it is missing.
+  Mosaic reads the capability, and assumes 9.0 if it is missing.
   """
 
   compute_capability: str

@@ -9,8 +9,8 @@ goes to standard error.
 the next, so a group is timed from the dispatch of its first call to the end of
 its last. Calls below half a millisecond may run faster than Python dispatches
 them, so `measure` times their kernels with the profiler instead. Small
-arguments would stay in the L2 cache, so calls use several copies of them in
-turn, and must read them from memory.
+arguments would stay in the L2 cache, so calls take turns with several copies of
+them, which they must read from memory.
 """
 
 import dataclasses
@@ -233,7 +233,7 @@ def _kernel_seconds(calls: _Calls, count: int, repeats: int) -> list[float]:
       for i in range(repeats):
         with jax.profiler.TraceAnnotation(f"{_GROUP_NAME}{i}"):
           _group(calls, count)
-        # Separate groups by more than the difference of both clocks (GPU, CPU).
+        # Separate groups by more than the clocks of GPU and CPU differ.
         time.sleep(1e-3)
     (path,) = Path(folder).rglob("*.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(path))

@@ -7,8 +7,8 @@
   python -m benchmarks.layer --compile-only l4 --variants bf16 minimal
   python -m benchmarks.layer --compile-only tpu7x:2x2x1 --variants bf16 minimal
 
-It prints JSON rows. Memory is given in units of U = 2 D bytes per token, the
-size of the residual stream in BF16.
+It prints JSON rows. U stands for 2 D bytes per token, which is the size of the
+residual stream in BF16.
 
 layer.time: milliseconds and TFLOP/s. There is one row for the forward pass
 (`mode` forward), and one for the forward and backward pass (`mode` full), which
@@ -240,7 +240,7 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
   """Returns the shapes of the results of `make_arrays`.
 
-  If `layers` is given, the parameters are those of so many stacked layers.
+  If `layers` is given, parameters are stacked for that many layers.
   """
   stack = () if layers is None else (layers,)
   params = jax.tree.map(

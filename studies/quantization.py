@@ -114,7 +114,7 @@ def prepare(preset: str, config: TrainConfig, tokens: TokenSource) -> Study:
   )
 
 
-def of_moments(study: Study) -> Iterator[dict]:
+def moment_rows(study: Study) -> Iterator[dict]:
   """Prints and yields the rows of moments, by formats and group size."""
   for group_size in GROUP_SIZES:
     shape = (-1, group_size)
@@ -135,7 +135,7 @@ def of_moments(study: Study) -> Iterator[dict]:
       yield emit("quantization.moments", study.case | case, **values)
 
 
-def of_codecs(study: Study) -> Iterator[dict]:
+def codec_rows(study: Study) -> Iterator[dict]:
   """Prints and yields a row for each codec and rounding."""
   for case in accuracy.cases():
     row = accuracy.codec_row(case, study.moments, study.parts)
@@ -148,7 +148,7 @@ def of_codecs(study: Study) -> Iterator[dict]:
     yield emit("quantization.codecs", study.case | case.row, **values)
 
 
-def of_tensors(study: Study) -> Iterator[dict]:
+def tensor_rows(study: Study) -> Iterator[dict]:
   """Prints and yields the rows of activations, gradients and weights."""
   for kind, name, layers in errors.tensors(study.found, study.trained.params):
     case = study.case | dict(kind=kind, tensor=name)
@@ -160,7 +160,7 @@ def of_tensors(study: Study) -> Iterator[dict]:
       yield emit("quantization.tensors", case | how, **values)
 
 
-def of_layers(study: Study) -> Iterator[dict]:
+def layer_rows(study: Study) -> Iterator[dict]:
   """Prints and yields a row for each recipe."""
   for name, chosen in errors.RECIPES.items():
     values = errors.layer_errors(
@@ -171,8 +171,8 @@ def of_layers(study: Study) -> Iterator[dict]:
 
 def measure(study: Study) -> list[dict]:
   """Prints and returns all rows."""
-  parts = of_moments(study), of_codecs(study), of_tensors(study)
-  return [*itertools.chain(*parts, of_layers(study))]
+  parts = moment_rows(study), codec_rows(study), tensor_rows(study)
+  return [*itertools.chain(*parts, layer_rows(study))]
 
 
 def _parser() -> argparse.ArgumentParser:

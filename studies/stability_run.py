@@ -198,13 +198,13 @@ def describe(
     "failed_at": failed_at,
     "train_loss": None if failed == "not finite" else float(means[-1]),
     "spikes": count_spikes(finite, warmup),
-    "losses": _each(finite, np.mean),
-    "grad_norms": _each(norm[: len(finite)], np.median),
-    "largest_grad_norms": _each(norm[: len(finite)], np.max),
+    "losses": _per_chunk(finite, np.mean),
+    "grad_norms": _per_chunk(norm[: len(finite)], np.median),
+    "largest_grad_norms": _per_chunk(norm[: len(finite)], np.max),
   }
 
 
-def _each(x: np.ndarray, reduce: Callable) -> list[float | None]:
+def _per_chunk(x: np.ndarray, reduce: Callable) -> list[float | None]:
   """Reduces each CHUNK steps to one number, rounded to four digits."""
   found = [reduce(x[i : i + CHUNK]) for i in range(0, len(x), CHUNK)]
   return [float(f"{v:.4g}") if np.isfinite(v) else None for v in found]
