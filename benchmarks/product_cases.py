@@ -90,7 +90,7 @@ def _matmuls(sizes):
 
 
 def _grouped(sizes):
-  """Lists the matmuls of an MoE layer's experts, which share the rows."""
+  """Lists the matmuls of an MoE layer, whose experts divide the rows."""
   t, d, f = sizes.tokens, sizes.d_model, sizes.d_ff
   e = sizes.num_experts
   shapes = {"x": (t, d), "w": (e, d, f), "g": (t, f)}

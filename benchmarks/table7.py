@@ -70,10 +70,10 @@ VARIANTS = (
 def rows(cases: Iterable[Case], variants: Iterable[str]) -> Iterator[dict]:
   """Compiles and prints the rows.
 
-  `peak_bytes` of a GPU is the sum of `weight_bytes`, `gradient_bytes`,
-  `optimizer_bytes` and `activation_bytes`, which is the rest. `ratio_to_bf16`
-  is the peak of bf16 divided by the row's peak, or null if bf16 was not
-  compiled before. `published_ratio` is the same ratio in the paper.
+  `peak_bytes` is the peak on one GPU. `activation_bytes` is what remains of it
+  without `weight_bytes`, `gradient_bytes` and `optimizer_bytes`.
+  `ratio_to_bf16` is the peak of bf16 divided by the row's peak, or null if bf16
+  was not compiled before. `published_ratio` is the same ratio in the paper.
   """
   for case in cases:
     peak_of_bf16 = None

@@ -14,8 +14,8 @@ It prints a JSON row, `exports`, for each folder:
 
   logits   largest difference between the logits of both libraries, divided by
            the largest logit
-  greedy   both generate 16 tokens greedily after a prompt; how many of them
-           agree before the first difference
+  greedy   how many tokens, of 16 that both libraries generate greedily after a
+           prompt, are equal before the first difference
   moved    largest change of a weight during training
 """
 

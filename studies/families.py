@@ -74,7 +74,8 @@ class Difference(NamedTuple):
 
   Attributes:
     logits_error: relative RMS error of the logits, or of a tower's output.
-    cosines: cosine between both gradients of each parameter, by path.
+    cosines: by path of a parameter, the cosine between its gradients in the
+      recipe and in bf16.
   """
 
   logits_error: float

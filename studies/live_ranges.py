@@ -139,13 +139,14 @@ def draw(timelines: dict[str, Timeline], out: Path) -> None:
 
 
 def _arrays(lines: Iterable[str]) -> dict[str, _Array]:
-  """Reads the place and shape of each array from a buffer assignment."""
+  """Reads the allocation, offset and shape of arrays in a buffer assignment."""
   arrays: dict[str, _Array] = {}
   allocation, argument = -1, None
   pending: list[tuple[str, _Array]] = []
 
   def done():
-    # Of the arrays that share an argument's memory, one is the argument.
+    # `pending` holds the arrays of one allocation. An argument's allocation
+    # holds the argument itself and any arrays that reuse its memory.
     kind = None
     if argument:
       is_weight = any(x.startswith("state_params") for x, _ in pending)

@@ -155,7 +155,7 @@ E2M1 = tuple(x / 6 for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 def companded(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
-  """Returns FlashOptim's companded INT8: 2 + 8 / group_size bytes.
+  """Returns FlashOptim's companded INT8: 2 + 8 / group_size bytes/parameter.
 
   The paper (arXiv:2602.23349) rounds to nearest, in groups of 32 with FP16
   scales. Like the library's codecs, we use groups of 128 with f32 scales.

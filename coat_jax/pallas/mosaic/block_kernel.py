@@ -43,7 +43,7 @@ from coat_jax.pallas.mosaic.persistent import (
 # If b has one scale per 128 rows, each scale is stored this many times, because
 # a copy to shared memory must be a multiple of 16 bytes.
 COPIES = 4
-_PADDED = 32  # Those copies, padded to 128 bytes in shared memory.
+_PADDED = 32  # Length of the copies' buffer in shared memory: 128 bytes.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,8 +96,8 @@ class Work:
     number = i * self.programs + lax.axis_index("program")
     tiles_m, entry = used, jnp.int32(0)
     if self.is_wgrad:
-      of_entry = jnp.int32(self.tiles_m * self.tiles_n)
-      entry, number = lax.div(number, of_entry), lax.rem(number, of_entry)
+      per_entry = jnp.int32(self.tiles_m * self.tiles_n)
+      entry, number = lax.div(number, per_entry), lax.rem(number, per_entry)
       tiles_m = jnp.int32(self.tiles_m)
     tile, j = in_band(number, tiles_m, self.tiles_n, self.tile.band)
     column = j * BLOCK

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 WARPGROUPS = 2  # Number of warpgroups that multiply. One more loads.
 ROWS = 64  # Number of rows of the result that one wgmma computes.
-WAVE = WARPGROUPS * ROWS  # Number of rows that both compute at a time.
+WAVE = WARPGROUPS * ROWS  # Number of rows that the two compute at a time.
 # Registers per thread in warpgroups that multiply, and in the one that loads.
 # The three warpgroups of 128 threads share 65536 registers. Without these
 # numbers, each thread would get 168.
@@ -30,10 +30,10 @@ def in_band(
   then along n. So tiles that are computed at the same time read the same
   operands.
   """
-  of_band = jnp.int32(band * tiles_n)
-  first = lax.div(number, of_band) * band
+  per_band = jnp.int32(band * tiles_n)
+  first = lax.div(number, per_band) * band
   height = jnp.minimum(tiles_m - first, band)
-  within = lax.rem(number, of_band)
+  within = lax.rem(number, per_band)
   return first + lax.rem(within, height), lax.div(within, height)
 
 

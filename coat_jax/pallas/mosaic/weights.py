@@ -19,7 +19,10 @@ _LARGEST = float(np.uint32(0x7F7F7F00).view(np.float32))
 
 
 def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
-  """Converts a tile of an array, or of a `SplitWeight`'s two, to f32."""
+  """Converts a tile of a weight to f32.
+
+  A `SplitWeight` has tiles of two arrays, `high` and `low`.
+  """
   x = on.in_f32(high)
   if low is None:
     return x
