@@ -60,14 +60,16 @@ CASES = sorted(CASES, key=lambda case: str(key(case)))
 each_case = pytest.mark.parametrize(
   "case", CASES, ids=lambda case: "-".join(map(str, key(case)))
 )
-# On an A100, these read or write no E4M3.
+# The kernels of these operations run on an A100, because they do not convert
+# values to or from E4M3.
 WITHOUT_E4M3 = {
   "attention_bwd": "cudnn",
   "attention_fwd": "cudnn",
   "join_columns": "mosaic",
   "turn_codes": "mosaic",
 }
-# These use instructions of tensor cores that only Hopper has.
+# Kernels of operations whose names begin with this use instructions of tensor
+# cores that only Hopper has.
 FOR_HOPPER = "grouped"
 
 

@@ -103,7 +103,7 @@ def dot_dtypes(jaxpr):
   for eqn in jaxpr.eqns:
     if eqn.primitive.name == "dot_general":
       dots.add(tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)))
-    # The second one is a Mosaic GPU kernel.
+    # A Mosaic GPU kernel is called by the primitive mpmd_map.
     if eqn.primitive.name in ("pallas_call", "mpmd_map"):
       kernels.add(eqn.primitive.name)
     for sub in jaxprs_in_params(eqn.params):

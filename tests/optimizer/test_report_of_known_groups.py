@@ -11,7 +11,8 @@ from coat_jax.optimizer import state_report
 from tests.optimizer.adam_states import from_adam
 
 ROWS, GROUP = 64, 64
-# With k = 1, codes span 448 to 2 / 448. With k = 2, they span the root of that.
+# Ratio of the largest to the smallest value of a group. Codes span 448 down to
+# 2 / 448. So a group whose ratio is the square root of 448^2 / 2 gets power 2.
 RATIO = np.sqrt(448**2 / 2)
 
 
