@@ -54,9 +54,9 @@ from coat_jax.layers import (
   fp8_remat,
   with_weight_cache,
 )
-from coat_jax.models import VisionConfig, VisionLayer
+from coat_jax.models import VisionConfig
 from coat_jax.models.config import ModelConfig
-from coat_jax.models.decoder import DecoderLayer
+from coat_jax.models.layer import TransformerLayer
 from coat_jax.numerics.recipes import CoatRecipe
 from train.memory.count import residual_bytes
 from train.presets import PRESETS
@@ -172,9 +172,7 @@ def kinds_of(config: Config) -> dict[str | None, Config]:
 
 def make_layer(config: Config, recipe: CoatRecipe) -> nnx.Module:
   """Makes a layer with random parameters."""
-  if isinstance(config, VisionConfig):
-    return VisionLayer(config, recipe, rngs=nnx.Rngs(0))
-  return DecoderLayer(config, recipe, rngs=nnx.Rngs(0))
+  return TransformerLayer(config, recipe, rngs=nnx.Rngs(0))
 
 
 class Layer:

@@ -53,9 +53,9 @@ def configure(
     preset: one of `train.presets.PRESETS`.
     variant: one of `VARIANTS`. With the recipes bf16 and fp8_linear, moments
       are f32.
-    batch: number of sequences for each device along `data` and `fsdp`.
+    batch: number of sequences for each device along all axes but `tensor`.
     seq: number of tokens per sequence.
-    mesh: as the option `--mesh`.
+    mesh: the value of the option `--mesh`.
     **options: `optimizer`, and other fields of `TrainConfig`.
   """
   config = PRESETS[preset]()
@@ -64,8 +64,7 @@ def configure(
   codec = "coat" if options["recipe"] in ("coat", "fp8_block") else "float32"
   in_backward = options.get("optimizer_in_backward", False)
   clip = "share" if in_backward else "global"
-  sizes = meshes.parse_mesh(mesh)
-  parts = sizes.get("data", 1) * sizes.get("fsdp", 1)
+  parts = meshes.batch_devices(meshes.parse_mesh(mesh))
   return dataclasses.replace(
     config,
     batch=batch * parts,

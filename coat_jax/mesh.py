@@ -14,21 +14,15 @@ There are two ways to run a function:
 The caller specifies how arrays and results are sharded. Without a mesh, and
 inside a caller's own `jax.shard_map`, both simply call the function.
 
-With `MeshAxes`, the blocks of a layer shard arrays and exchange data like this:
+With `MeshAxes`, the blocks of a layer shard arrays like this; a table in
+docs/architecture.md lists what devices exchange:
 
   [B, T, D]            batch, tensor      tokens, between blocks
   [B, T, F]            batch, -, tensor   whole sequences, inside a block
   weight [D, ..., F]   fsdp, ..., tensor  split by columns
   weight [F, D]        tensor and fsdp    split by inputs
   weight [D, ...]      fsdp               split by rows only, in drop-in layers
-
-  weights     the FP8 codes of all rows are gathered over fsdp; gradients are
-              summed over the batch's axes in `axes.grad_dtype`, and each device
-              keeps its rows
-  sequences   are split over tensor between blocks: before a product, codes are
-              gathered; after it, partial products are summed and split again
-  scales      are computed from the largest amax of all devices along
-              `scale_axes`
+  weight [E, D, 2, F]  expert, fsdp, -, tensor    experts of a mixture
 
 The collectives here do nothing if `axes` is None or an axis has one device.
 """
@@ -62,9 +56,8 @@ def run_on_shards(
   """Runs f(*args) on each device's shards, as `jax.shard_map` does.
 
   `mesh` is needed only if none is set. On explicit axes, arrays that are
-  sharded differently are moved first. With `check_vma`, JAX checks which arrays
-  vary between devices. Differentiating through f requires that, but kernels do
-  not declare what varies.
+  sharded differently are moved first. Differentiating through f requires
+  `check_vma`, but kernels do not declare what varies.
   """
   if mesh is None or not jax.sharding.get_abstract_mesh().empty:
     args, mesh = place(args, in_specs), None
@@ -235,6 +228,11 @@ def tensor_size(axes: MeshAxes | None) -> int:
   return 1 if axes is None else size_of(axes.tensor)
 
 
+def expert_size(axes: MeshAxes | None) -> int:
+  """Returns how many devices whole experts are split over."""
+  return 1 if axes is None else size_of(axes.expert)
+
+
 def token_shards(axes: MeshAxes | None) -> int:
   """Returns how many devices tokens are split over."""
   return 1 if axes is None else math.prod(map(size_of, axes.tokens))
@@ -260,16 +258,23 @@ def gather_experts(w: Array, axes: MeshAxes | None) -> Array:
 
 
 def reduce_gradient(
-  dw: Array, axes: MeshAxes | None, *, has_columns: bool
+  dw: Array,
+  axes: MeshAxes | None,
+  *,
+  has_columns: bool,
+  is_of_experts: bool = False,
 ) -> Array:
   """Sums a weight's gradient over all tokens; returns the device's rows.
 
   dw [D, ..., F] comes from the device's own tokens. Without `has_columns`,
-  devices along tensor process different tokens for the same columns.
+  devices along tensor process different tokens for the same columns. Tokens of
+  all devices along expert have already been sent to their experts.
   """
   if axes is None:
     return dw
   over = [name for name in axes.batch if name != axes.fsdp]
+  if is_of_experts:
+    over = [name for name in over if name != axes.expert]
   if axes.tensor is not None and not has_columns:
     over.append(axes.tensor)
   if size_of(axes.fsdp) > 1:

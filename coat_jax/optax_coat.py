@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from coat_jax import codecs
 from coat_jax.numerics import stochastic
-from coat_jax.numerics.stochastic import LeafPart
+from coat_jax.numerics.checks import flatten_like
 from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import arguments, weights
 from coat_jax.optimizer.adam import scale_by_coat_adam as scale_by_coat_adam
@@ -64,12 +64,7 @@ def coat_adamw(
       S_t &\leftarrow (E(m_t), E(v_t)).
     \end{align*}
 
-  Everything is computed in f32. :math:`E` splits the last axis into groups of
-  `group_size` values x; with :math:`a = \max |x|` and a power k per group
-  (dynamic range expansion), :math:`q = \mathrm{FP8}(448\, (|x|/a)^k)` and
-  :math:`x \approx \mathrm{sign}(x)\, (q / 448)^{1/k}\, a`. It rounds
-  stochastically, so that :math:`\mathbb{E}[D(E(x))] = x`: with
-  :math:`\beta_2 \ge 0.99` rounding to nearest would freeze v.
+  Everything is computed in f32. `coat_jax.codecs` explains the codecs.
 
   Args:
     learning_rate: a number or a schedule.
@@ -107,44 +102,29 @@ def coat_adamw(
     >>> import jax, optax
     >>> import jax.numpy as jnp
     >>> from coat_jax.optax_coat import coat_adamw
-    >>> def f(x): return jnp.sum(x ** 2)
     >>> solver = coat_adamw(learning_rate=0.003)
     >>> params = jnp.ones((64, 128))
     >>> opt_state = solver.init(params)
     >>> print(opt_state[0].mu.codes.dtype)
     float8_e4m3fn
-    >>> for _ in range(3):
-    ...   grad = jax.grad(f)(params)
-    ...   updates, opt_state = solver.update(grad, opt_state, params)
-    ...   params = optax.apply_updates(params, updates)
-    ...   print(f'Objective function: {f(params):.0f}')
-    Objective function: 8143
-    Objective function: 8094
-    Objective function: 8045
+    >>> updates, opt_state = solver.update(params, opt_state, params)
+    >>> params = optax.apply_updates(params, updates)
 
   Source: arXiv:2410.19313, section 4; `optax.adamw`.
   """
-  op = "coat_adamw"
-  arguments.check_hyperparameters(
-    op, learning_rate=learning_rate, weight_decay=weight_decay
+  tx = scale_by_coat_adam(
+    b1,
+    b2,
+    eps,
+    eps_root,
+    codec=codec,
+    nesterov=nesterov,
+    quantize_mask=quantize_mask,
+    seed=seed,
+    implementation=implementation,
+    shardings=shardings,
   )
-  mask = arguments.check_decay_mask(op, "mask", mask)
-  return optax.chain(
-    scale_by_coat_adam(
-      b1,
-      b2,
-      eps,
-      eps_root,
-      codec=codec,
-      nesterov=nesterov,
-      quantize_mask=quantize_mask,
-      seed=seed,
-      implementation=implementation,
-      shardings=shardings,
-    ),
-    optax.add_decayed_weights(weight_decay, mask),
-    optax.scale_by_learning_rate(learning_rate),
-  )
+  return arguments.descend("coat_adamw", tx, learning_rate, weight_decay, mask)
 
 
 def apply_updates(
@@ -178,13 +158,10 @@ def apply_updates(
   op = "apply_updates"
   arguments.check_hyperparameters(op, step=step, seed=seed)
   leaves, treedef = jax.tree.flatten(params)
-  try:
-    changes = treedef.flatten_up_to(updates)
-  except ValueError as error:
-    raise ValueError(
-      f"{op}: updates must have the structure of the parameters, {treedef}, "
-      f"got {jax.tree.structure(updates)}; pass the updates of these parameters"
-    ) from error
+  remedy = "pass the updates of these parameters"
+  changes = flatten_like(
+    op, "updates", updates, "the parameters", treedef, remedy
+  )
   out = []
   for i, (p, u) in enumerate(zip(leaves, changes, strict=True)):
     if u is None:  # As in optax, the parameter stays as it is.
@@ -198,7 +175,6 @@ def apply_updates(
     if jnp.result_type(p) != jnp.bfloat16:
       out.append(optax.apply_updates(p, u))
       continue
-    total = p.astype(jnp.float32) + u.astype(jnp.float32)
     key = stochastic.leaf_key(seed, step, i)
-    out.append(weights.round_like(p, total, LeafPart(key)))
+    out.append(weights.add_update(p, u, key))
   return treedef.unflatten(out)

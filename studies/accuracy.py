@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 from benchmarks import arguments as args
 from benchmarks.harness import emit, say
 from coat_jax import codecs
-from coat_jax.codecs.log8 import LogUniform
+from coat_jax.codecs.integers import LogUniform
 from coat_jax.numerics import stochastic
 from studies.trained_moments import (
   B1,

@@ -16,9 +16,9 @@ from flax import nnx
 from coat_jax import recipes
 from coat_jax.codecs.fp8 import ExpandedFP8, ScaledFP8
 from coat_jax.codecs.group import GroupCodec
-from coat_jax.codecs.int8 import LinearInt8
+from coat_jax.codecs.integers import LinearInt8
 from coat_jax.models.config import ModelConfig
-from coat_jax.models.decoder import DecoderLayer
+from coat_jax.models.layer import TransformerLayer
 from coat_jax.numerics.formats import E4M3, E5M2, INT8
 from coat_jax.numerics.qtensor import quantize
 from coat_jax.numerics.recipes import CoatRecipe
@@ -246,7 +246,7 @@ def _run_layers(config, chosen, dtype, params, x, g):
   """Computes, for each layer, the output minus x and all gradients."""
   graph = nnx.split(
     nnx.eval_shape(
-      lambda: DecoderLayer(config, chosen, dtype=dtype, rngs=nnx.Rngs(0))
+      lambda: TransformerLayer(config, chosen, dtype=dtype, rngs=nnx.Rngs(0))
     ),
     nnx.Param,
   )[0]

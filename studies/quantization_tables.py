@@ -54,7 +54,7 @@ def _pairs(rows: Rows) -> str:
   found = [one(of_group, "moments", first=x, second=x) for x in names]
   lines.append(["v that became 0", *(_share(x["zeroed_nu"]) for x in found)])
   kept = [digits(x["kept_error"]) for x in found]
-  lines.append(["both alike, without these", *kept])
+  lines.append(["column's format for m and v, without v that became 0", *kept])
   return _markdown(["first \\ second", *names], lines)
 
 
@@ -94,7 +94,7 @@ _OF_LAYER = {
   "output": "output",
   "input_gradient": "gradient of the input",
   "weight_gradient": "gradients of weights",
-  "worst_weight_gradient": "the worst of them",
+  "worst_weight_gradient": "worst gradient of a weight",
 }
 
 
@@ -113,9 +113,9 @@ def _integers(rows: Rows) -> str:
     fp8, int8 = (one(rows, "layer", recipe=x)[name] for x in ("coat", "int8"))
     lines.append([f"a layer: {text}", "", *_compared(fp8, int8)])
   kinds = [
-    ("activations, one scale a tensor", "activation", "tensor", "E4M3", "1"),
-    ("weights, one scale a tensor", "weight", "tensor", "E4M3", "1"),
-    ("gradients, one scale a tensor", "gradient", "tensor", "E5M2", "1"),
+    ("activations, one scale per tensor", "activation", "tensor", "E4M3", "1"),
+    ("weights, one scale per tensor", "weight", "tensor", "E4M3", "1"),
+    ("gradients, one scale per tensor", "gradient", "tensor", "E5M2", "1"),
     ("activations, groups of 16", "activation", 16, "E4M3", "1.13"),
     ("activations, groups of 128", "activation", 128, "E4M3", "1.02"),
   ]
@@ -129,18 +129,18 @@ def _integers(rows: Rows) -> str:
     }
     label = f"{text}, {number}"
     lines.append([label, size, *_compared(found[number], found["INT8"])])
-  names = {"mu_error": "first", "nu_error": "second"}
-  names |= {"update_error": "m / (√v + ε) of the"}
+  names = {"mu_error": "first moments", "nu_error": "second moments"}
+  names |= {"update_error": "m / (√v + ε)"}
   fp8, expanded, int8 = (
     one(rows, "moments", first=x, second=x, group_size=GROUP_SIZE)
     for x in ("E4M3", "E4M3 + expansion", "INT8")
   )
   for row, text, size in (
     (fp8, "E4M3", "1.03"),
-    (expanded, "E4M3 + expansion (INT8: 1.03)", "1.04"),
+    (expanded, "E4M3 + expansion", "1.04 (INT8: 1.03)"),
   ):
-    for name, order in names.items():
-      label = f"{order} moments, {text}"
+    for name, values in names.items():
+      label = f"{values}, {text}"
       lines.append([label, size, *_compared(row[name], int8[name])])
   header = ["relative RMS error", "bytes/value", "FP8", "INT8", "INT8 / FP8"]
   return _markdown(header, lines)

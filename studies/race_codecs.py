@@ -20,7 +20,7 @@ from jax import Array
 
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import Grouped, Rounding, finite_amax, share
-from coat_jax.codecs.log8 import LogUniform
+from coat_jax.codecs.integers import LogUniform
 
 
 @dataclasses.dataclass(frozen=True)

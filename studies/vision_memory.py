@@ -28,6 +28,7 @@ from coat_jax.models import (
   VisionLanguageModel,
   loss_fn,
 )
+from coat_jax.models.initialization import stored_in
 from coat_jax.optimizer import fused_coat_adamw
 from train.finetune_config import FinetuneConfig, Trained
 from train.memory.step import AbstractState, Memory, fullest, plan
@@ -67,7 +68,10 @@ def abstract(stage: Trained):
   """Builds the graph, abstract parameters and moments, and the optimizer."""
   model = nnx.eval_shape(
     lambda: VisionLanguageModel(
-      LLAVA_7B, recipes.coat(), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+      LLAVA_7B,
+      recipes.coat(),
+      store=stored_in("vision_memory", jnp.bfloat16),
+      rngs=nnx.Rngs(0),
     )
   )
   graph, state = nnx.split(model, nnx.Param)

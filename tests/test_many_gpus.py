@@ -20,10 +20,11 @@ from jax.sharding import Mesh, NamedSharding
 from coat_jax import recipes
 from coat_jax.layers import with_weight_cache
 from coat_jax.models.config import ModelConfig
-from coat_jax.models.decoder import DecoderLayer
-from coat_jax.models.params import param_spec, path_of
+from coat_jax.models.layer import TransformerLayer
+from coat_jax.models.params import param_spec
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.optimizer import fused_coat_adamw
+from coat_jax.optimizer.masks import leaf_path
 from tests.comparing import assert_same_bits
 from train import step
 from train.mesh import batch_sharding, make_mesh, parse_mesh
@@ -68,8 +69,10 @@ def one_gpu(mesh):
 
 
 def layer_gradients(recipe, mesh):
-  """Returns output and gradients of one layer, and the program's text."""
-  layer = nnx.eval_shape(lambda: DecoderLayer(CONFIG, recipe, rngs=nnx.Rngs(0)))
+  """Returns a layer's output, its gradients by path, and the program's text."""
+  layer = nnx.eval_shape(
+    lambda: TransformerLayer(CONFIG, recipe, rngs=nnx.Rngs(0))
+  )
   graph = nnx.split(layer, nnx.Param)[0]
   params = jax.tree.map(
     lambda p: jax.random.normal(jax.random.key(p.size), p.shape) * 0.03,
@@ -97,7 +100,7 @@ def layer_gradients(recipe, mesh):
 
 def layer_spec(path):
   """Returns the partition spec of a parameter that is not stacked."""
-  return param_spec(path_of(path))
+  return param_spec(leaf_path(path))
 
 
 @pytest.mark.parametrize(

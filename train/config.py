@@ -17,7 +17,7 @@ import tyro
 
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.params import mesh_axes
-from coat_jax.models.ranges import Count, Range, Width, check_numbers
+from coat_jax.models.ranges import Count, Range, Width, check_fields
 from coat_jax.models.remat import check_remat
 from coat_jax.numerics import recipes
 from coat_jax.numerics.recipes import (
@@ -179,7 +179,7 @@ class TrainConfig:
   profile: Annotated[str, shown("default: no trace")] = silent("")
 
   def __post_init__(self):
-    check_numbers(self)
+    check_fields(self)
     if not self.init_from:  # Otherwise the checkpoint replaces the model.
       self.check_mesh()
     check_unused(self, "recipe", _RECIPES)

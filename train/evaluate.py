@@ -30,7 +30,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, UseAppendAction, arg
 
 from coat_jax.models import Decoder, ModelConfig
-from coat_jax.models.ranges import Count, Range, check_numbers
+from coat_jax.models.ranges import Count, Range, check_fields
 from train.command_line import read_options
 from train.data.chat.documents import Documents as Conversations
 from train.data.text import Text
@@ -117,7 +117,7 @@ class EvaluateConfig:
         "evaluate: needs a text or a task, got none; pass --data, --task or "
         "--conversations"
       )
-    check_numbers(self)
+    check_fields(self)
     for needed, names in {
       "task": ("task_dir", "shots"),
       "data": ("stride", "documents"),

@@ -24,7 +24,7 @@ import tyro
 from tyro.conf import Fixed, OmitArgPrefixes, Positional, Suppress, arg
 
 from coat_jax.models.config import ModelConfig
-from coat_jax.models.ranges import Count, Range, check_numbers
+from coat_jax.models.ranges import Count, Range, check_fields
 from coat_jax.models.vision_language import VisionLanguageConfig
 from train.config import TrainConfig
 from train.data.chat.formats import FORMATS
@@ -77,7 +77,7 @@ class ChatData:
   images: Annotated[str, shown("default: the folder of each file")] = ""
 
   def __post_init__(self):
-    check_numbers(self)
+    check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 
   data     copies of the model; sequences of a batch
   fsdp     rows of weights, gradients and moments; sequences of a batch
+  expert   whole experts of a mixture; sequences of a batch
   tensor   heads, columns of the MLP, the vocabulary; positions between layers
 
 Only `tensor` shards the last axis of weights. Groups of values that share a
@@ -18,11 +19,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coat_jax.models import VisionConfig
-from coat_jax.models.params import AXES
+from coat_jax.models.params import EXPERT, mesh_axes
 from coat_jax.numerics.scaling import BLOCK
 
 _MOST_DEVICES = 2**16
-MESH_AXES = ("data", "fsdp", "tensor")
+# Meshes have an axis `expert` only if its size is above 1.
+MESH_AXES = ("data", "fsdp", EXPERT, "tensor")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -43,7 +45,13 @@ def parse_mesh(text: str) -> dict[str, int]:
         "data=2,fsdp=4,tensor=1"
       )
     sizes[name] = int(size)
-  return {name: sizes.get(name, 1) for name in MESH_AXES} if sizes else {}
+  return _all_axes(sizes) if sizes else {}
+
+
+def _all_axes(sizes: Mapping[str, int]) -> dict[str, int]:
+  """Returns the sizes of all axes of a mesh, in order."""
+  every = {name: sizes.get(name, 1) for name in MESH_AXES}
+  return {name: n for name, n in every.items() if name != EXPERT or n > 1}
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
@@ -76,15 +84,17 @@ def make_mesh(
 
 def _fitting(sizes: Mapping[str, int], count: int) -> dict[str, int]:
   """Finds similar sizes for `count` devices."""
-  tensor = math.gcd(sizes["tensor"], count)
-  data = math.gcd(sizes["data"], count // tensor)
-  return dict(data=data, fsdp=count // tensor // data, tensor=tensor)
+  found = {}
+  for name in ("tensor", EXPERT, "data"):
+    found[name] = math.gcd(sizes.get(name, 1), count)
+    count //= found[name]
+  return _all_axes(found | dict(fsdp=count))
 
 
 def check_fits(run: Any) -> None:
   """Checks that the mesh of a `TrainConfig` can split its model and batches."""
   model, sizes = run.model, run.mesh_sizes
-  data, fsdp, tensor = (sizes.get(name, 1) for name in MESH_AXES)
+  data, fsdp, expert, tensor = (sizes.get(name, 1) for name in MESH_AXES)
   is_tiled = run.recipe == "fp8_block"
   if is_tiled and tensor > 1:
     raise ValueError(
@@ -105,15 +115,31 @@ def check_fits(run: Any) -> None:
   rows = dict(d_model=model.d_model, d_ff=model.d_ff) | tables
   rows = {name: size // tensor for name, size in rows.items()}
   _check_divides("fsdp", fsdp, f" / tensor={tensor}" * (tensor > 1), rows)
-  shards = data * fsdp * run.accumulate
+  if expert > 1:
+    _check_experts(model, expert)
+  factors = dict(data=data, fsdp=fsdp, expert=expert, accumulate=run.accumulate)
+  if expert == 1:
+    del factors[EXPERT]
+  shards = math.prod(factors.values())
   if run.batch % shards:
     raise ValueError(
-      "mesh: batch must be a multiple of data * fsdp * accumulate = "
-      f"{data} * {fsdp} * {run.accumulate} = {shards}, got {run.batch}; "
+      f"mesh: batch must be a multiple of {' * '.join(factors)} = "
+      f"{' * '.join(map(str, factors.values()))} = {shards}, got {run.batch}; "
       f"{max(run.batch // shards, 1) * shards} would fit"
     )
   if is_tiled and fsdp > 1:
     _check_tiles(model, fsdp)
+
+
+def _check_experts(model: Any, expert: int) -> None:
+  """Checks that devices can hold whole experts."""
+  num_experts = getattr(model, "num_experts", None)
+  if num_experts is None:
+    raise ValueError(
+      "mesh: the axis expert needs a mixture of experts, got "
+      f"expert={expert} for a model without experts; use data or fsdp instead"
+    )
+  _check_divides(EXPERT, expert, "", dict(num_experts=num_experts))
 
 
 def _check_groups(d_ff: int, tensor: int, group: int) -> None:
@@ -177,4 +203,9 @@ def _check_tiles(model: Any, fsdp: int) -> None:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Returns the sharding of tokens [B, T + 1]: on all axes but `tensor`."""
-  return NamedSharding(mesh, PartitionSpec(AXES.batch))
+  return NamedSharding(mesh, PartitionSpec(mesh_axes(mesh.shape).batch))
+
+
+def batch_devices(sizes: Mapping[str, int]) -> int:
+  """Counts the devices that sequences are split over: all but `tensor`'s."""
+  return math.prod(sizes.values()) // sizes.get("tensor", 1)

@@ -13,7 +13,7 @@ from coat_jax.models.ranges import (
   Positive,
   Range,
   Width,
-  check_numbers,
+  check_fields,
 )
 from coat_jax.optimizer import Clipping
 from train.options import check_unused, converted, defaults, fixed
@@ -89,7 +89,7 @@ class OptimConfig:
   clip: Literal["global", "share", "adaptive"] = converted("global")
 
   def __post_init__(self):
-    check_numbers(self)
+    check_fields(self)
     check_unused(self, "optimizer", OPTIMIZERS)
     check_unused(self, "codec", options_of_codecs((self.codec,)))
     try:

@@ -24,7 +24,7 @@ import jax
 import tyro
 
 from coat_jax.models.config import Remat
-from coat_jax.models.ranges import Count, Width, check_numbers
+from coat_jax.models.ranges import Count, Width, check_fields
 from coat_jax.models.vision_language import VisionLanguageConfig
 from coat_jax.numerics.recipes import GradDtype, Kept, WeightCache
 from train import mesh as meshes
@@ -155,7 +155,7 @@ class PlanConfig:
 
   def run(self) -> TrainConfig:
     """Builds the run's configuration; raises ValueError if it is invalid."""
-    check_numbers(self)
+    check_fields(self)
     if self.gpus and self.mesh:
       raise ValueError(
         "plan: gpus looks for settings on a mesh of its own, got mesh "
@@ -164,8 +164,7 @@ class PlanConfig:
     mesh = f"fsdp={self.gpus}" if (self.gpus or 1) > 1 else self.mesh
     preset = PRESETS[self.preset]()
     sizes = meshes.parse_mesh(mesh)
-    devices = sizes.get("data", 1) * sizes.get("fsdp", 1)
-    batch = devices * self.accumulate
+    batch = meshes.batch_devices(sizes) * self.accumulate
     if self.gpus:
       batch = max(batch, preset.batch // batch * batch)
     run = dataclasses.replace(

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from coat_jax.models.hf.keys import CONFIG, LONGEST
 from coat_jax.models.hf.load import check_tensors, load_params
 from coat_jax.models.hf.save import PROCESSORS, carry
-from coat_jax.models.stack import Store
+from coat_jax.models.initialization import Store
 from coat_jax.optimizer import FusedTransformation
 from coat_jax.optimizer.masks import leaf_path
 from train import step as steps

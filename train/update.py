@@ -17,6 +17,7 @@ from coat_jax.layers import with_weight_cache
 from coat_jax.models.batch import Batch
 from coat_jax.models.loss import loss_of_hidden
 from coat_jax.models.params import param_shardings
+from coat_jax.models.remat import layer_forward
 from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.optimizer import BackwardStep, step_in_backward
 from coat_jax.optimizer.clipping import clip_gradients, global_norm
@@ -77,7 +78,7 @@ def update_in_backward(
   graph, cache = with_cache(nnx.merge(graph, params))
   model = nnx.merge(graph, params, cache)
   inputs = batch.inputs, batch.input_segments
-  forward = model.layer_forward(batch.input_segments)
+  forward = layer_forward(model, batch.input_segments)
   layer_graph, _, others = nnx.split(model.layers, nnx.Param, ...)
 
   def with_stack(outer):

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 from tyro.conf import Fixed, OmitArgPrefixes, Suppress
 
 from coat_jax.models import VisionConfig
-from coat_jax.models.ranges import Count, Range, check_numbers
+from coat_jax.models.ranges import Count, Range, check_fields
 from train.config import TrainConfig
 from train.mesh import check_fits
 from train.optim_config import OptimConfig
@@ -40,7 +40,7 @@ class ImageData:
   held_out: Share = fixed(0.2)
 
   def __post_init__(self):
-    check_numbers(self)
+    check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ from jax.sharding import Mesh
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.models.batch import Batch
+from coat_jax.models.remat import layer_forward
 from coat_jax.numerics.formats import is_fp8, qmax
 from coat_jax.numerics.qtensor import quantize, split_groups
 from coat_jax.optimizer.masks import is_encoded
@@ -116,7 +117,7 @@ def of_moments(optimizer: Any) -> dict[str, jax.Array]:
 
 def _of_layers(model: Any, batch: Batch) -> dict[str, jax.Array]:
   """Computes statistics of each layer's output."""
-  forward = model.layer_forward(batch.input_segments)
+  forward = layer_forward(model, batch.input_segments)
   values = model.layers.attention.active_recipe.formats.values
 
   def with_statistics(carry, layer, kind):

@@ -5,9 +5,8 @@ A codec turns f32 values into codes of the same shape, plus at most two
 statistics per group of `group_size` values along the last axis, and back. The
 functions below return a `MomentCodec`: one group codec for the first moment
 (signed) and one for the second (never negative). A codec is a frozen dataclass
-with all static choices. So to compare ways of storing moments you change only
-`codec=`, and the optimizer's other arguments are numbers that `jit` and
-`optax.inject_hyperparams` can trace.
+with all static choices, so the optimizer's other arguments are numbers that
+`jit` and `optax.inject_hyperparams` can trace.
 
   codec      code                  statistics per group          B/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
@@ -34,10 +33,7 @@ A group that holds a NaN or an infinity decodes to NaN as a whole and does not
 affect any other group. Magnitudes below 2^-126 count as zero on every backend.
 
 Your own codec fits in one file: it defines group codecs (`codecs.group`) and a
-function that returns a `MomentCodec` and has a default for every argument. Pass
-the function's result as `codec=`. Where the command line or a benchmark asks
-for a codec, name the function as "package.module:function", or give it a short
-name with `register`.
+function that returns a `MomentCodec` and has a default for every argument.
 """
 
 from typing import Literal
@@ -46,8 +42,7 @@ from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8, ScaledFP8
 from coat_jax.codecs.group import Encoded as Encoded
 from coat_jax.codecs.group import GroupCodec as GroupCodec
 from coat_jax.codecs.group import Plain, Rounding
-from coat_jax.codecs.int8 import LinearInt8
-from coat_jax.codecs.log8 import LogUniform
+from coat_jax.codecs.integers import LinearInt8, LogUniform
 from coat_jax.codecs.registry import MomentCodec as MomentCodec
 from coat_jax.codecs.registry import build as build
 from coat_jax.codecs.registry import names as names
@@ -100,9 +95,9 @@ def coat_e8m0(
 ) -> MomentCodec:
   """Uses power-of-two bounds: 2 + 4 / group_size bytes per parameter.
 
-  Otherwise it works like `coat`, which explains the arguments. Keep the
-  rounding stochastic: with rounding to nearest, v ends up between 6 times (b2 =
-  0.95) and 180 times (0.99) too large after gradients shrink.
+  `coat` explains the arguments. Keep the rounding stochastic: with rounding to
+  nearest, v ends up between 6 times (b2 = 0.95) and 180 times (0.99) too large
+  after gradients shrink.
   """
   group = BoundedFP8(group_size, rounding)
   return MomentCodec(name="coat_e8m0", mu=group, nu=group)
@@ -148,9 +143,9 @@ def int8(
 ) -> MomentCodec:
   """INT8, linear in x: 2 + 8 / group_size bytes per parameter.
 
-  This is only useful as a baseline. Second moments below a 255th of their
-  group's largest become zero or are rounded up to that 255th. If one becomes
-  zero, its update is divided by eps. `coat` explains the arguments.
+  This is only useful as a baseline: second moments below a 255th of their
+  group's largest become zero, which divides the update by eps, or are rounded
+  up to that 255th. `coat` explains the arguments.
   """
   return MomentCodec(
     name="int8",

@@ -79,11 +79,9 @@ class GroupCodec(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-  """Stores values without codes, rounded to nearest.
+  """Stores values without codes, rounded to nearest in the dtype of this name.
 
-  Attributes:
-    dtype: name of the stored values' dtype; complex values decode to
-      themselves.
+  Complex values decode to themselves.
   """
 
   dtype: str
@@ -103,13 +101,12 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped(abc.ABC):
-  """Base class of the codecs in `fp8`, `int8` and `log8`, which use groups.
+  """Base class of the codecs in `fp8` and `integers`, which use groups.
 
-  It splits rows into groups and removes signs. A subclass computes the groups'
-  `_statistics`, `_codes` of the magnitudes, and `_values` of codes. Magnitudes
-  are [..., groups, group_size]. Statistics get a last axis of 1 when they are
-  passed along with magnitudes. This class adds the signs to the codes, unless
-  their dtype is an unsigned integer.
+  A subclass computes the groups' `_statistics`, `_codes` of the magnitudes, and
+  `_values` of codes. Magnitudes are [..., groups, group_size]; statistics that
+  are passed along with them are [..., groups, 1]. This class splits rows into
+  groups, and adds signs to the codes unless their dtype is unsigned.
 
   Attributes:
     group_size: number of values along the last axis that share statistics.
@@ -210,30 +207,19 @@ def _without_last(statistic: Array) -> Array:
 
 
 def magnitude_of(x: Array) -> Array:
-  """Returns magnitudes, with zero for subnormal numbers.
+  """Returns magnitudes, f32, with zero for subnormal numbers.
 
   Backends disagree on subnormal numbers: TPUs count them as zero.
-
-  Args:
-    x: f32 of any shape.
-
-  Returns:
-    f32 of x's shape.
   """
   magnitude = jnp.abs(x)
   return jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
 
 
 def share(magnitude: Array, bound: Array) -> Array:
-  """Divides magnitudes by their group's bound.
+  """Divides magnitudes [..., group_size] by their group's bound [..., 1], f32.
 
-  Args:
-    magnitude: f32 [..., group_size], not negative.
-    bound: f32 [..., 1], the largest magnitude that a group can hold.
-
-  Returns:
-    magnitude / bound, at most 1. It is 0 if the quotient is below 2^-126 or the
-    bound is 0.
+  The result is at most 1; it is 0 if the quotient is below 2^-126 or the bound
+  is 0.
   """
   bound = jnp.where(bound == 0, 1.0, bound)
   # XLA multiplies by 1 / bound, which is subnormal for bounds above 2^126 and
@@ -245,7 +231,7 @@ def share(magnitude: Array, bound: Array) -> Array:
 
 
 def finite_amax(magnitude: Array) -> Array:
-  """Returns the largest magnitude of each group, [..., group_size] to [...].
+  """Returns each group's largest magnitude, [..., group_size] to [...].
 
   It is NaN if any magnitude is not finite; the group then decodes to NaN.
   """
@@ -259,22 +245,16 @@ def finite_amax(magnitude: Array) -> Array:
 
 
 def nonzero_amin(magnitude: Array) -> Array:
-  """Returns the smallest nonzero magnitude, [..., group_size] to [...].
-
-  It is infinity for a group of zeros.
-  """
+  """Returns each group's smallest nonzero magnitude, or infinity."""
   return jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1)
 
 
 def exponent_bounds(magnitude: Array) -> tuple[Array, Array]:
   """Returns powers of two that bound the nonzero magnitudes of each group.
 
-  Args:
-    magnitude: f32 [..., group_size], not negative.
-
-  Returns:
-    Biased exponents of 2^upper >= amax and 2^lower <= nonzero amin, uint8
-    [...]; upper is NAN_EXPONENT if a magnitude is not finite.
+  For f32 [..., group_size] these are the biased exponents of 2^upper >= amax
+  and 2^lower <= nonzero amin, uint8 [...]; upper is NAN_EXPONENT if a magnitude
+  is not finite.
   """
   amax = finite_amax(magnitude)
   upper, fraction = split_float(amax)

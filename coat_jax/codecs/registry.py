@@ -91,11 +91,6 @@ def options(name: str) -> dict[str, Any]:
 
   Raises:
     ValueError: there is no such codec, or one of its arguments has no default.
-
-  Examples:
-    >>> from coat_jax import codecs
-    >>> codecs.options("log8")
-    {'group_size': 128, 'rounding': 'stochastic'}
   """
   parameters = inspect.signature(_constructor(name)).parameters
   missing = [k for k, p in parameters.items() if p.default is p.empty]
@@ -141,9 +136,7 @@ def build(name: str, **arguments: Any) -> MomentCodec:
 
 
 def variants(name: str) -> list[dict[str, Any]]:
-  """Lists the combinations of a codec's `Literal` options.
-
-  Combinations that the codec refuses are left out.
+  """Lists the combinations of a codec's `Literal` options that it accepts.
 
   Args:
     name: as for `build`.

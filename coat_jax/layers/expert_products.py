@@ -19,7 +19,12 @@ from coat_jax import ops
 from coat_jax.layers.operands import gradient_scaling, value_scaling
 from coat_jax.layers.residuals import cotangent
 from coat_jax.layers.routing import Rows, to_rows
-from coat_jax.mesh import gather_experts, reduce_gradient, size_of
+from coat_jax.mesh import (
+  gather_experts,
+  reduce_gradient,
+  scale_axes,
+  size_of,
+)
 from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand, Scaling
 
@@ -92,12 +97,20 @@ def _in_rows(x, rows, scaling, recipe, dtype, scale=None):
 
 
 def multiply_rows(
-  x: Array | Operand, w: Array, rows: Rows, recipe: CoatRecipe, dtype: DTypeLike
+  x: Array | Operand,
+  w: Array,
+  rows: Rows,
+  recipe: CoatRecipe,
+  dtype: DTypeLike,
+  scale: Array | None = None,
 ) -> tuple[Array, Array | None]:
-  """Multiplies rows by their expert's w [E, D, *F]; also returns w's scales."""
+  """Multiplies rows by their expert's w [E, D, *F]; also returns w's scales.
+
+  `scale` contains these scales, if an earlier call returned them.
+  """
   how = recipe.implementation
   if isinstance(x, Operand):
-    w_q = _weight_codes(w, "columns", None, recipe)
+    w_q = _weight_codes(w, "columns", scale, recipe)
     y = ops.grouped_linear_fwd(
       x, w_q, rows.sizes, dtype=dtype, implementation=how
     )
@@ -154,7 +167,7 @@ def weight_gradient(
     rows_first=is_scattered,
     implementation=recipe.implementation,
   )
-  dw = reduce_gradient(dw, axes, has_columns=True)
+  dw = reduce_gradient(dw, axes, has_columns=True, is_of_experts=True)
   return cotangent(jnp.moveaxis(dw, 0, 1) if is_scattered else dw, w)
 
 
@@ -176,13 +189,15 @@ def _weight_codes(
   w: Array, layout: ops.Layout, scale: Array | None, recipe: CoatRecipe
 ) -> Operand:
   """Quantizes w [E, D, *F] and gathers the codes of all its rows."""
+  axes = recipe.axes
+  shards = scale_axes(None) if axes is None else axes.same_experts
   codes = ops.quantize_experts(
     w.reshape(*w.shape[:2], -1),
-    scaling=value_scaling(recipe).of_weights,
+    scaling=recipe.scaling(recipe.formats.values, shards).of_weights,
     scale=scale,
     implementation=recipe.implementation,
   )
   assert codes.rows is not None
-  rows = gather_experts(codes.rows, recipe.axes)
+  rows = gather_experts(codes.rows, axes)
   gathered = Operand(rows, None, codes.scale)
   return gathered if layout == "rows" else _turned(gathered, recipe)

@@ -17,13 +17,24 @@ p multiplies z [T k, F], not the expert's output [T k, D]. The gradient of z,
 dz = dy w_down^T, then also gives the gradient of p, dp = dz . (silu(gate) up),
 and the output need not be saved or recomputed.
 
-On a mesh every device holds a share of every expert: rows are split over fsdp
+On a mesh every device holds a share of its experts: rows are split over fsdp
 and gathered before use, in BF16 or as codes, and columns F are split over
 tensor. A device computes its columns for all positions of its sequences, and
-partial sums are reduce-scattered. If devices held whole experts, each would
-need T k rows, because shapes are static, no token is dropped, and all tokens
-could choose the experts of one device. With n devices along tensor, gate and up
-would then hold n times as many values.
+partial sums are reduce-scattered.
+
+With an axis `expert` of n devices, each holds E / n experts, and rows are
+exchanged (`layers.exchange`). What travels is what products read or write:
+
+  tokens, also in the backward pass   codes of x in 1 x G FP8, normalized where
+                                      they arrive; with FP8 experts, codes of y
+  gradients of outputs                BF16; with FP8 experts, E5M2 codes
+  outputs, gradients of tokens        BF16; a token's k rows are summed in f32
+
+So the same values are multiplied as on one device. A buffer of received rows
+has room for the rows of all n devices (R = n T k), because shapes are static,
+no token is dropped, and all tokens could choose the experts of one device. Such
+buffers are never saved: the backward pass recomputes gate and up from tokens,
+which it needs anyway for the weights' gradients.
 """
 
 from typing import NamedTuple
@@ -60,9 +71,11 @@ from coat_jax.layers.routing import (
   p_of_rows,
   sort_rows,
   sum_of_copies,
+  to_rows,
 )
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import (
+  expert_size,
   gather_positions,
   scatter_sequence,
   spec_of,
@@ -105,8 +118,9 @@ class MoEKind(NamedTuple):
 class _Saved(NamedTuple):
   x: QTensor
   experts: Array  # int32 [..., k], for the device's positions.
-  # Gate and up, [..., k, F] for whole sequences: rows sorted by expert.
-  parts: tuple[QTensor, ...]
+  # Gate and up, [..., k, F] for whole sequences: rows sorted by expert. None if
+  # rows were exchanged.
+  parts: tuple[QTensor, ...] | None
   scales: Scales  # For operands that the backward pass quantizes again.
 
 
@@ -121,37 +135,34 @@ def _fwd(x, weights, static, recipe):
   )
   stats = RoutingStats(load_of(experts, num_experts), probability)
 
-  y, _ = _normed(gather_positions(x_q, axes), w, static, dtype)
-  rows = sort_rows(gather_positions(experts, axes), num_experts)
+  all_experts = gather_positions(experts, axes)
+  rows = sort_rows(all_experts, num_experts, axes)
   p = p_of_rows(gather_positions(p, axes), rows)
-  y_rows = copies_in_rows(y, rows, k, value_scaling(recipe), recipe)
+  y_rows = _input_rows(x_q, rows, w, static, recipe, dtype)
   h, gate_up_scale = multiply_rows(y_rows, w.gate_up, rows, recipe, dtype)
-  # The second result, the scale of an FP8 operand, is not needed.
-  parts, _ = ops.activation_input(
-    h.reshape(*y.shape[:-1], k, h.shape[-1]),
-    activation="silu",
-    gated=True,
-    groups=groups_of(recipe),
-    output=value_scaling(recipe),
-    implementation=recipe.implementation,
-  )
-  parts = save_residual("activation", parts)
+  parts = _gate_and_up(h, all_experts.shape, recipe)
+  saved = None
+  if rows.exchange is None:
+    parts = saved = save_residual("activation", parts)
   z = p * ops.activated(_flat(parts), activation="silu")
   z = rows_operand(z, rows, recipe, dtype)
   out, down_scale = multiply_rows(z, w.down, rows, recipe, dtype)
-  out = sum_of_copies(out, rows, (*y.shape[:-1], k)).astype(dtype)
+  out = sum_of_copies(out, rows, all_experts.shape).astype(dtype)
   out = scatter_sequence(out, axes)
   if static.add_input:
     out = _sum(x, out)
   mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
   scales = Scales(scale_of(y_rows), gate_up_scale, scale_of(z), down_scale)
   scales = save_residual("linear", scales)
-  return (out, jax.tree.map(mean, stats)), _Saved(x_q, experts, parts, scales)
+  return (out, jax.tree.map(mean, stats)), _Saved(x_q, experts, saved, scales)
 
 
 def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
   axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
+  if expert_size(axes) > 1:
+    # Without a scan over layers, XLA would keep the forward pass's buffers.
+    saved, g = jax.lax.optimization_barrier((saved, g))
   x_q, experts, parts, scales = saved
   own_y, norm_stats = _normed(x_q, w, static, dtype)
 
@@ -160,9 +171,15 @@ def _bwd(static, recipe, inputs, saved, cotangents):
 
   # Without `varying`, JAX itself would also sum the router's gradient.
   (p, _), route_backward = jax.vjp(route, *varying((own_y, w.router)))
-  shape, parts = (*parts[0].qvalue.shape[:-2], k), _flat(parts)
-  rows = sort_rows(gather_positions(experts, axes), w.router.shape[-1])
+  experts = gather_positions(experts, axes)
+  shape, rows = experts.shape, sort_rows(experts, w.router.shape[-1], axes)
   p = p_of_rows(gather_positions(p, axes), rows)
+  y_rows = None
+  if parts is None:
+    y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
+    h, _ = multiply_rows(y_rows, w.gate_up, rows, recipe, dtype, scales.gate_up)
+    parts = _gate_and_up(h, shape, recipe)
+  parts = _flat(parts)
 
   dout = copies_in_rows(
     gather_positions(g, axes), rows, k, gradient_scaling(recipe), recipe
@@ -170,7 +187,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   dz = input_gradient(dout, w.down, scales.down, rows, recipe, dtype)
   dz = dz.astype(jnp.float32)
   product = ops.activated(parts, activation="silu")
-  dp = copies_of(jnp.sum(dz * product, axis=-1), rows).reshape(shape)
+  dp = copies_of(jnp.sum(dz * product, axis=-1, keepdims=True), rows)
+  dp = dp.reshape(shape)
   dp = scatter_sequence(dp, axes)
   z = rows_operand(p * product, rows, recipe, dtype, scales.z)
   ddown = weight_gradient(z, dout, w.down, rows, recipe)
@@ -178,8 +196,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   dgate_and_up = ops.activation_bwd(p * dz, parts, activation="silu")
   dh = jnp.concatenate(dgate_and_up, axis=-1)
   dh = gradient_in_rows(dh, rows, recipe, dtype)
-  y, _ = _normed(gather_positions(x_q, axes), w, static, dtype)
-  y_rows = copies_in_rows(y, rows, k, value_scaling(recipe), recipe, scales.y)
+  if y_rows is None:
+    y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
   dgate_up = weight_gradient(y_rows, dh, w.gate_up, rows, recipe)
   dy = input_gradient(dh, w.gate_up, scales.gate_up, rows, recipe, dtype)
   dy = scatter_sequence(sum_of_copies(dy, rows, shape).astype(dtype), axes)
@@ -210,8 +228,8 @@ def moe_specs(x, weights, static, recipe):
     gamma=P(),  # pyright: ignore[reportArgumentType]
     beta=P(),  # pyright: ignore[reportArgumentType]
     router=P(),  # pyright: ignore[reportArgumentType]
-    gate_up=P(None, axes.fsdp, None, axes.tensor),  # pyright: ignore[reportArgumentType]
-    down=P(None, *split_inputs(axes)),  # pyright: ignore[reportArgumentType]
+    gate_up=P(axes.expert, axes.fsdp, None, axes.tensor),  # pyright: ignore[reportArgumentType]
+    down=P(axes.expert, *split_inputs(axes)),  # pyright: ignore[reportArgumentType]
   )
   each = tokens(axes, x)
   return (each, of_weights), (each, P())
@@ -235,6 +253,36 @@ def _normed(x_q, w, static, dtype):
     values, w.gamma, w.beta, kind=static.kind, eps=static.eps
   )
   return y.astype(dtype), stats
+
+
+def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
+  """Normalizes x and copies it to the rows that a product reads."""
+  x_q, k = gather_positions(x_q, recipe.axes), static.experts_per_token
+  if rows.exchange is not None and recipe.experts == "bf16":
+    # Exchange codes, which take fewer bytes than y.
+    x_q = jax.tree.map(lambda a: to_rows(a, rows, k), x_q)
+    return _normed(x_q, w, static, dtype)[0]
+  y, _ = _normed(x_q, w, static, dtype)
+  return copies_in_rows(y, rows, k, value_scaling(recipe), recipe, scale)
+
+
+def _gate_and_up(h, shape, recipe) -> tuple[QTensor, ...]:
+  """Quantizes rows of gate and up; `shape` is [..., k] of the device's copies.
+
+  Exchanged rows are as many as those of sequences on all devices.
+  """
+  first, *others = shape
+  shape = first * expert_size(recipe.axes), *others, h.shape[-1]
+  # The second result, the scale of an FP8 operand, is not needed.
+  parts, _ = ops.activation_input(
+    h.reshape(shape),
+    activation="silu",
+    gated=True,
+    groups=groups_of(recipe),
+    output=value_scaling(recipe),
+    implementation=recipe.implementation,
+  )
+  return parts
 
 
 def _flat(parts: tuple[QTensor, ...]) -> tuple[QTensor, ...]:

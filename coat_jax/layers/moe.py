@@ -52,6 +52,7 @@ from coat_jax.layers.routing import (
 )
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import (
+  expert_size,
   gather_positions,
   scatter_sequence,
   sum_tokens,
@@ -114,6 +115,9 @@ def moe(
 def _plain_fwd(x, y, w, static, recipe):
   axes = recipe.axes
   mixture = functools.partial(_of_device, static=static, recipe=recipe)
+  if expert_size(axes) > 1:
+    # Received rows have room for the rows of all devices: save none of them.
+    mixture = jax.checkpoint(mixture)
   differentiated: Any = jax.vjp(mixture, y, w, has_aux=True)
   (out, probability), backward, load = differentiated
   out = x + out if static.add_input else out
@@ -158,7 +162,7 @@ def _of_device(y, w, *, static, recipe):
     load = load_of(experts, num_experts)
     # From here on, a device computes its shard of F for whole sequences.
     y, experts, p = gather_positions((y, experts, p), axes)
-    rows = sort_rows(experts, num_experts)
+    rows = sort_rows(experts, num_experts, axes)
     p = p_of_rows(p, rows)
     h = _product(to_rows(y, rows, k), w.gate_up, rows, recipe)
   z = activate(*jnp.split(h, 2, axis=-1), activation="silu", recipe=recipe)

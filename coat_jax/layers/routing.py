@@ -5,7 +5,8 @@ The router computes logits with one matmul, and probabilities with a softmax
 over all experts, both in f32. Each token goes to the k most probable experts.
 No token is dropped: the T k copies of tokens are sorted by expert into
 [T k, D]. The experts' groups of rows differ in size, but no shape depends on
-the routing.
+the routing. If experts are split over devices, rows are also exchanged
+(`layers.exchange`), and sorted by expert among the rows of all devices.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from coat_jax.layers.exchange import (
+  Exchange,
+  plan_exchange,
+  send_back,
+  send_rows,
+)
+from coat_jax.mesh import size_of
 from coat_jax.numerics.checks import check_kind
+from coat_jax.numerics.recipes import MeshAxes
 
 
 class RoutingStats(NamedTuple):
@@ -36,12 +45,16 @@ class Rows(NamedTuple):
   Attributes:
     copy: [T k], the copy in each row; it belongs to token `copy // k`.
     row: [T k], the row of each copy: the inverse of `copy`.
-    sizes: [E], the number of rows of each expert.
+    sizes: [E], the number of rows of each expert that the device holds.
+    exchange: how rows reach their experts; None if the device holds all
+      experts. Otherwise there are R rows, as many as all devices have copies,
+      and those after the last expert's are unused.
   """
 
   copy: Array
   row: Array
   sizes: Array
+  exchange: Exchange | None
 
 
 def load_balancing_loss(stats: RoutingStats) -> Array:
@@ -107,29 +120,35 @@ def _logits(y: Array, w: Array) -> Array:
   return jnp.matmul(y, w, precision="highest")
 
 
-def sort_rows(experts: Array, num_experts: int) -> Rows:
+def sort_rows(experts: Array, num_experts: int, axes: MeshAxes | None) -> Rows:
   """Sorts the copies of all tokens [..., k] by expert, and then by token."""
   experts = experts.reshape(-1)
   copy = jnp.argsort(experts, stable=True)
   places = jnp.arange(experts.size, dtype=copy.dtype)
   row = jnp.zeros_like(copy).at[copy].set(places, unique_indices=True)
-  sizes = jnp.bincount(experts, length=num_experts)
-  return Rows(copy, row, sizes.astype(jnp.int32))
+  sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
+  axis = None if axes is None else axes.expert
+  if axis is None or size_of(axis) == 1:
+    return Rows(copy, row, sizes, None)
+  exchange, sizes = plan_exchange(sizes, experts.size, axis)
+  return Rows(copy, row, sizes, exchange)
 
 
 def to_rows(x: Array, rows: Rows, experts_per_token: int) -> Array:
-  """Copies tokens [..., n] to rows [T k, n], one for each copy."""
+  """Copies tokens [..., n] to rows [T k, n], one for each copy, or [R, n]."""
   x = x.reshape(-1, x.shape[-1])
-  return _take(x, rows.copy // experts_per_token)
+  return _sent(_take(x, rows.copy // experts_per_token), rows)
 
 
 def p_of_rows(p: Array, rows: Rows) -> Array:
   """Reorders the copies' weights [..., k] into the order of rows, [T k, 1]."""
-  return _take(p.reshape(-1, 1), rows.copy)
+  return _sent(_take(p.reshape(-1, 1), rows.copy), rows)
 
 
 def copies_of(x: Array, rows: Rows) -> Array:
   """Reorders rows [T k, ...] so that a token's k copies are adjacent."""
+  if rows.exchange is not None:
+    x = send_back(x, rows.exchange)
   return _take(x, rows.row)
 
 
@@ -148,6 +167,10 @@ def load_of(experts: Array, num_experts: int) -> Array:
 def _num_tokens(experts: Array) -> int:
   """Counts the tokens of experts [..., k]; returns at least 1, to divide by."""
   return max(experts.size // experts.shape[-1], 1)
+
+
+def _sent(x: Array, rows: Rows) -> Array:
+  return x if rows.exchange is None else send_rows(x, rows.exchange)
 
 
 def _take(x: Array, index: Array) -> Array:

@@ -23,18 +23,12 @@ _KINDS = {
 }
 
 
-def check_config(op: str, config: Any, kind: type) -> None:
-  """Raises a TypeError if a configuration is not a `kind`."""
-  check_kind(
-    op, "config", config, kind, f"pass one, as in {kind.__name__}(...)"
-  )
-
-
 def check_model(
   op: str, config: Any, kind: type, recipe: Any, dtype: Any, store: Any, rngs
 ) -> None:
   """Raises a TypeError if an argument of a model's constructor is wrong."""
-  check_config(op, config, kind)
+  remedy = f"pass one, as in {kind.__name__}(...)"
+  check_kind(op, "config", config, kind, remedy)
   check_recipe(op, recipe)
   check_float_dtype(op, "dtype", dtype)
   if store is not None:

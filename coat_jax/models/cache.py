@@ -14,9 +14,9 @@ token's position counts from the first token of its prompt.
   padding 0     a   b   c   d  (e)               padding 2: slots 0 and 1
   padding 2     -   -   a   b  (c)               step 4 writes slot 4
 
-The layers are the model's own modules, in recipe bf16. Only two steps differ:
-`_heads` rotates each token by its position in its own row, and `_attend` reads
-the cache. On a mesh, XLA partitions everything (automatic axes).
+The layers are the model's own modules, in recipe bf16, without a scan. Only two
+steps differ: `_heads` rotates each token by its position in its own row, and
+`_attend` reads the cache. On a mesh, axes are automatic: XLA partitions all.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, P
 
-from coat_jax.layers import Attention, split_heads
+from coat_jax.layers import Attention
 from coat_jax.layers.module import RecipeModule
-from coat_jax.models.decoder import Decoder, DecoderLayer
+from coat_jax.models.decoder import Decoder
+from coat_jax.models.layer import TransformerLayer
 from coat_jax.models.placing import Placed
 from coat_jax.models.vision.tower import VisionTower
 from coat_jax.numerics import recipes
-from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import AttentionKind
 from coat_jax.ops.rope import rotate, rotation
 
@@ -48,14 +48,13 @@ class KVCache(NamedTuple):
   """Keys and values of a batch.
 
   Attributes:
-    k, v: [layers, B, S, K, H], or one [1, B, S, K, H] per layer, in the model's
-      dtype. k is rotated.
+    k, v: [B, S, K, H] for each layer, in the model's dtype. k is rotated.
     padding: int32 [B], the number of slots before each row's first token.
     filled: int32, the number of written slots; also the next token's slot.
   """
 
-  k: Array | tuple[Array, ...]
-  v: Array | tuple[Array, ...]
+  k: tuple[Array, ...]
+  v: tuple[Array, ...]
   padding: Array
   filled: Array
 
@@ -67,24 +66,20 @@ class KVCache(NamedTuple):
 def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
   """Makes a cache of `size` empty slots for rows with padding int32 [B]."""
   attention = model.layers.attention
-  num_layers = attention.out.kernel.shape[0]
-  kv_heads, head_dim = attention.num_kv_heads, attention.head_dim
-  shape = (num_layers, padding.shape[0], size, kv_heads, head_dim)
-  zeros = jnp.zeros(shape, model.dtype)
+  shape = padding.shape[0], size, attention.num_kv_heads, attention.head_dim
+  zeros = (jnp.zeros(shape, model.dtype),) * model.config.num_layers
   return KVCache(zeros, zeros, padding, jnp.int32(0))
 
 
-def unstacked(stack: Any, num_layers: int) -> tuple:
-  """Cuts a tree of stacked layers into one tree per layer, [1, ...] each.
+def unstacked(layers: nnx.Module, num_layers: int) -> list[Any]:
+  """Cuts the parameters of stacked layers into those of each layer.
 
-  In a loop over layers, XLA copies each layer's weights, keys and values out of
-  their stacks before every matmul. That triples the memory traffic of decoding,
+  A scan over layers copies each layer's weights, keys and values out of their
+  stacks before every matmul. That would triple the memory traffic of decoding,
   which runs each layer once per token, so cut the stacks once, beforehand.
   """
-  return tuple(
-    jax.tree.map(lambda x: x[i : i + 1], stack)  # noqa: B023
-    for i in range(num_layers)
-  )
+  stack = nnx.split(layers)[1]
+  return [jax.tree.map(lambda x: x[i], stack) for i in range(num_layers)]  # noqa: B023
 
 
 def cached_forward(
@@ -104,8 +99,7 @@ def cached_forward(
     tokens: int32 [B, T], where T is at most 256 or a multiple of 256. They fill
       the slots from `cache.filled` on; the cache must have room for them.
     cache: the keys and values of all earlier tokens.
-    layers: the `unstacked` parameters of `model.layers`; the cache must then be
-      unstacked too. None uses the model's own stack.
+    layers: the result of `unstacked`, if you call this in a loop.
     placed: features that replace the embeddings of some tokens.
 
   Returns:
@@ -114,35 +108,35 @@ def cached_forward(
   """
   axes, model = model.axes, without_fp8(model)
   slots = cache.filled + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-  graph, stack = nnx.split(model.layers)
-
-  def run(carry, params_and_kind):
-    x, i, k, v = carry
-    params, kind = params_and_kind
-    layer: DecoderLayer = nnx.merge(graph, params)
-    x, k, v = _attention(
-      layer.attention, x, i, kind, slots, cache._replace(k=k, v=v)
-    )
-    x = _sharded(layer.routed(x)[0], axes)
-    k, v = (_sharded(each, axes, is_cache=True) for each in (k, v))
-    return (x, i + 1, k, v), None
-
-  x = model.embed_at(tokens, cache.positions(slots), placed)
-  x = _sharded(x, axes)
-  kinds = model.kinds_of_layers
+  graph = nnx.split(model.layers)[0]
   if layers is None:
-    start = x, jnp.int32(0), cache.k, cache.v
-    (x, _, k, v), _ = jax.lax.scan(run, start, (stack, kinds))
-  else:
-    stored = []
-    for i, (params, k, v) in enumerate(
-      zip(layers, cache.k, cache.v, strict=True)
-    ):
-      one = jax.tree.map(lambda w: w[0], params)
-      kind = None if kinds is None else kinds[i]
-      (x, _, k, v), _ = run((x, jnp.int32(0), k, v), (one, kind))
-      stored.append((k, v))
-    k, v = zip(*stored, strict=True)
+    layers = unstacked(model.layers, model.config.num_layers)
+
+  def sharded(x: Array, *others: str | None) -> Array:
+    """Shards [B, ...] by batch, and a cache also by heads."""
+    if axes is None:
+      return x
+    return jax.lax.with_sharding_constraint(x, P(axes.batch, *others))
+
+  x = sharded(model.embed_at(tokens, cache.positions(slots), placed))
+  kinds = model.config.kinds_of_layers or (0,) * len(layers)
+  stored = []
+  for params, kind, *old in zip(layers, kinds, cache.k, cache.v, strict=True):
+    layer: TransformerLayer = nnx.merge(graph, params)
+    attention = layer.attention
+    q, *new = _heads(attention, attention.qkv(x), cache.positions(slots), kind)
+    k, v = (
+      jax.lax.dynamic_update_slice_in_dim(each, part, slots[0], axis=1)
+      for each, part in zip(old, new, strict=True)
+    )
+    kind = _of_kind(attention.middle.kind, kind)
+    y = attention.out(_attend(kind, q, k, v, slots, cache.padding))
+    if attention.post_norm is not None:
+      y = attention.post_norm(y)
+    x = sharded(layer.routed(x + y if attention.add_input else y)[0])
+    heads = (None, axes.tensor) if axes else ()
+    stored.append((sharded(k, *heads), sharded(v, *heads)))
+  k, v = zip(*stored, strict=True)
   filled = cache.filled + tokens.shape[1]
   return model.norm(x), KVCache(k, v, cache.padding, filled)
 
@@ -158,90 +152,44 @@ def without_fp8[Model: nnx.Module](model: Model) -> Model:
   return copy
 
 
-def _sharded(
-  x: Array, axes: MeshAxes | None, *, is_cache: bool = False
-) -> Array:
-  """Shards [B, ...] by batch, a cache [layers, B, S, K, H] also by heads."""
-  if axes is None:
-    return x
-  spec = P(None, axes.batch, None, axes.tensor) if is_cache else P(axes.batch)
-  return jax.lax.with_sharding_constraint(x, spec)
-
-
-def _attention(
-  attention: Attention,
-  x: Array,
-  layer: Array,
-  kind: Array | None,
-  slots: Array,
-  cache: KVCache,
-) -> tuple[Array, Array, Array]:
-  """Runs a layer's attention block; also returns the cache's new k and v."""
-  places = cache.positions(slots)
-  q, *new = _heads(attention, attention.qkv(x), places, kind)
-  zero = jnp.int32(0)
-  start = layer, zero, slots[0], zero, zero
-  stored: Any = cache.k, cache.v
-  k, v = (
-    jax.lax.dynamic_update_slice(old, each[None], start)
-    for old, each in zip(stored, new, strict=True)
-  )
-  out = _attend(attention, q, k[layer], v[layer], slots, cache.padding, kind)
-  y = attention.out(out)
-  if attention.post_norm is not None:
-    y = attention.post_norm(y)
-  return x + y if attention.add_input else y, k, v
+def _of_kind(options: Any, kind: int) -> Any:
+  """Returns the option of one kind of layer; a tuple has one for each."""
+  return options[kind] if isinstance(options, tuple) else options
 
 
 def _heads(
-  attention: Attention, h: Array, positions: Array, kind: Array | None
+  attention: Attention, h: Array, positions: Array, kind: int
 ) -> tuple[Array, Array, Array]:
   """Splits h into q [B, T, N, H], k and v [B, T, K, H]; rotates q and k."""
-  middle = attention.middle
+  middle, weights = attention.middle, attention.qk_weights
   if (limit := middle.clip) is not None:
     h = jnp.clip(h, -limit, limit)
-  norm, weights, heads = middle.qk_norm, attention.qk_weights, middle.heads
-  theta = heads.theta
-  if norm is not None:
-    heads = heads._replace(theta=None)
-  # Each row has its own positions, so rotate all rows as one long sequence.
-  b, t, columns = h.shape
-  parts: Any = split_heads(
-    h.reshape(1, b * t, columns),
-    positions.reshape(-1),
-    heads,
-    kind=kind,
-    recipe=_PLAIN,
-  )
-  q, k, v = (each.reshape(b, t, *each.shape[2:]) for each in parts)
-  if norm is None or weights is None:
-    return q, k, v
-  cos, sin = rotation(
-    positions,
-    head_dim=attention.head_dim,
-    theta=theta,
-    kind=kind,
-  )
-  q, k = (
-    rotate(norm.normalized(x, weight), cos, sin).astype(v.dtype)
-    for x, weight in ((q, weights.q), (k, weights.k))
-  )
-  return q, k, v
+  n, kv_heads, theta = middle.heads
+  # Each key head's columns are those of its query heads, then its k and its v.
+  shape = *h.shape[:2], kv_heads, n // kv_heads + 2, attention.head_dim
+  h = h.reshape(shape)
+  q = h[..., :-2, :].reshape(*h.shape[:2], n, attention.head_dim)
+  k, v = h[..., -2, :], h[..., -1, :]
+  if middle.qk_norm is not None and weights is not None:
+    q = middle.qk_norm.normalized(q, weights.q)
+    k = middle.qk_norm.normalized(k, weights.k)
+  if (theta := _of_kind(theta, kind)) is not None:
+    cos, sin = rotation(positions, head_dim=attention.head_dim, theta=theta)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+  return q.astype(v.dtype), k.astype(v.dtype), v
 
 
 def _attend(
-  attention: Attention,
+  kind: AttentionKind,
   q: Array,
   k: Array,
   v: Array,
   slots: Array,
   padding: Array,
-  layer_kind: Array | None,
 ) -> Array:
   """Returns softmax(scores) v [B, T, N H] over all slots of the cache."""
   b, t, n, h = q.shape
   kv_heads = k.shape[2]
-  kind, window = _seen(attention, layer_kind, k.shape[1])
   key = jnp.arange(k.shape[1])
   is_token = key[None] >= padding[:, None]
 
@@ -251,8 +199,8 @@ def _attend(
       "btkrh,bskh->bkrts", q, k, preferred_element_type=jnp.float32
     )
     is_past = key[None] <= slots[:, None]
-    if window is not None:
-      is_past &= key[None] > slots[:, None] - window
+    if kind.window is not None:
+      is_past &= key[None] > slots[:, None] - kind.window
     seen = is_token[:, None] & is_past[None]
     scores = scores * kind.scale_of(h)
     if kind.soft_cap is not None:
@@ -273,14 +221,3 @@ def _attend(
     out = jax.lax.map(one_chunk, (chunks, slots.reshape(-1, CHUNK)))
     out = jnp.moveaxis(out, 0, 1)
   return out.reshape(b, t, n * h)
-
-
-def _seen(
-  attention: Attention, layer_kind: Array | None, size: int
-) -> tuple[AttentionKind, Array | int | None]:
-  """Returns the kind of attention, and the window (None to see all keys)."""
-  kinds = attention.middle.kind
-  if not isinstance(kinds, tuple):
-    return kinds, kinds.window
-  windows = [size if kind.window is None else kind.window for kind in kinds]
-  return kinds[0], jnp.asarray(windows, jnp.int32)[layer_kind]

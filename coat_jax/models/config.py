@@ -6,9 +6,8 @@ choice that `Family` does not have yet, also add a field.
 """
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from coat_jax.layers.layer_kinds import Bases, Scalings, Windows
 from coat_jax.layers.qk_norm import NormedOver
 from coat_jax.models.ranges import (
   NotNegative,
@@ -16,15 +15,18 @@ from coat_jax.models.ranges import (
   Range,
   Width,
   check_family,
-  check_kinds,
-  check_numbers,
+  check_fields,
 )
 from coat_jax.models.rope import parse_scaling
 from coat_jax.ops import Activation, NormKind
 from coat_jax.ops.rope import RopeScaling
 
-# Fields of `ModelConfig` that only families with RoPE use.
+# Fields of `ModelConfig` that apply only to families with RoPE or experts.
 _OF_ROPE = ["rope_theta", "rope_scaling", "window_rope_theta", "rotary_dim"]
+_OF_EXPERTS = [
+  *("num_experts", "experts_per_token"),
+  *("normalize_experts", "auxiliary_loss"),
+]
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 """Names what layers recompute in the backward pass.
 
@@ -76,7 +78,7 @@ class Family:
   has_experts: bool = False
 
   def __post_init__(self):
-    check_kinds(self)
+    check_fields(self)
 
 
 _GEMMA2 = Family(
@@ -179,9 +181,8 @@ class ModelConfig:
   auxiliary_loss: NotNegative = 0.0
 
   def __post_init__(self):
-    check_kinds(self)
+    check_fields(self)
     check_family(self, FAMILIES)
-    check_numbers(self)
     parse_scaling(self.rope_scaling)  # Raises an error if it is invalid.
     if self.full_every is not None and self.window is None:
       raise ValueError(
@@ -217,30 +218,16 @@ class ModelConfig:
         f"{self.num_heads} and {self.num_kv_heads}; pass num_kv_heads equal to "
         "num_heads for attention without sharing"
       )
-    self._check_experts()
-
-  def _check_experts(self):
-    """Raises ValueError unless experts fit the family."""
-    e, k = self.num_experts, self.experts_per_token
-    if not self.choices.has_experts:
-      own = (e, k, self.normalize_experts, self.auxiliary_loss)
-      if own != (None, None, False, 0):
-        raise ValueError(
-          "ModelConfig: num_experts, experts_per_token, normalize_experts and "
-          f"auxiliary_loss need a family with experts, got {own} for "
-          f"{self.family}; leave them out"
-        )
-    elif e is None or k is None or k > e:
-      raise ValueError(
-        f"ModelConfig: {self.family} needs num_experts and experts_per_token, "
-        f"which is at most num_experts, got {e} and {k}; pass both"
-      )
 
   def _check_choices(self):
-    """Raises ValueError if a field applies only to other families."""
-    has_rope = self.choices.positions == "rope"
-    of_others = ["max_positions"] if has_rope else _OF_ROPE
-    of_others = [*of_others, *(["gelu"] if self.choices.is_gated else [])]
+    """Raises ValueError if fields do not fit the choices of the family."""
+    choices, e, k = self.choices, self.num_experts, self.experts_per_token
+    has_rope = choices.positions == "rope"
+    of_others = {
+      *(["max_positions"] if has_rope else _OF_ROPE),
+      *(["gelu"] if choices.is_gated else []),
+      *([] if choices.has_experts else _OF_EXPERTS),
+    }
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.name in of_others and value != field.default:
@@ -252,6 +239,11 @@ class ModelConfig:
       raise ValueError(
         f"ModelConfig: {self.family} has learned positions and needs "
         "max_positions, got None; pass the length of the longest sequence"
+      )
+    if choices.has_experts and (e is None or k is None or k > e):
+      raise ValueError(
+        f"ModelConfig: {self.family} needs num_experts and experts_per_token, "
+        f"which is at most num_experts, got {e} and {k}; pass both"
       )
 
   def check_length(
@@ -274,35 +266,37 @@ class ModelConfig:
     )
 
   @property
-  def windows(self) -> Windows:
-    """The number of keys that queries attend to, by kind of layer."""
-    return self.window if self.full_every is None else (self.window, None)
+  def activation(self) -> Activation:
+    """The activation of the MLP."""
+    if self.choices.is_gated:
+      return self.choices.activation
+    return "gelu_tanh" if self.gelu == "tanh" else "gelu"
 
   @property
-  def bases(self) -> Bases:
-    """Bases of RoPE, by kind of layer."""
+  def attention_options(self) -> dict[str, Any]:
+    """Arguments of `Attention`; a tuple has one entry for each kind."""
+    theta, scaling = self.rope_theta, self.scaling
     if self.choices.positions != "rope":
-      return None
-    if self.window_rope_theta is None:
-      return self.rope_theta
-    return (self.window_rope_theta, self.rope_theta)
-
-  @property
-  def scalings(self) -> Scalings:
-    """Scalings of RoPE's frequencies, by kind of layer."""
-    if self.window_rope_theta is None:
-      return self.scaling
-    return (None, self.scaling)
+      theta = None
+    if self.window_rope_theta is not None:
+      theta, scaling = (self.window_rope_theta, theta), (None, scaling)
+    divisor = self.query_scalar
+    return dict(
+      num_kv_heads=self.num_kv_heads,
+      head_dim=self.head_dim,
+      rope_theta=theta,
+      rope_scaling=scaling,
+      rotary_dim=self.rotary_dim,
+      window=self.window if self.full_every is None else (self.window, None),
+      clip_qkv=self.clip_qkv,
+      soft_cap=self.attention_soft_cap,
+      query_scale=None if divisor is None else divisor**-0.5,
+    )
 
   @property
   def scaling(self) -> RopeScaling | None:
     """The parsed `rope_scaling`."""
     return parse_scaling(self.rope_scaling)
-
-  @property
-  def query_scale(self) -> float | None:
-    """The factor of q k^T, for `layers.Attention`."""
-    return None if self.query_scalar is None else self.query_scalar**-0.5
 
   @property
   def choices(self) -> Family:

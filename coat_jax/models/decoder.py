@@ -7,125 +7,20 @@ the embedding, the final norm and the output projection stay in BF16, and the
 loss stays in f32.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.layers import (
-  MLP,
-  Attention,
-  LayerNorm,
-  MoE,
-  RMSNorm,
-  RoutingStats,
-  vocabulary,
-)
-from coat_jax.models.arguments import (
-  check_config,
-  check_hidden,
-  check_model,
-  check_tokens,
-)
+from coat_jax.layers import RoutingStats, vocabulary
+from coat_jax.models.arguments import check_hidden, check_model, check_tokens
 from coat_jax.models.batch import positions
 from coat_jax.models.config import ModelConfig, Remat
+from coat_jax.models.initialization import Start, Store, store_params
+from coat_jax.models.layer import outer_norm, stack_layers
 from coat_jax.models.placing import Placed, place_features
-from coat_jax.models.remat import check_remat, layer_forward
-from coat_jax.models.stack import Start, Store, stack_layers, store_params
+from coat_jax.models.remat import Carry, check_remat, run_layers
 from coat_jax.numerics.recipes import CoatRecipe
-
-# Each layer passes on hidden states [B, T, D] and, if there are experts, the
-# routing statistics summed over the layers so far.
-Carry = tuple[Array, RoutingStats | None]
-
-
-class DecoderLayer(nnx.Module):
-  """Attention and MLP, each with its norm and residual add.
-
-  Attributes:
-    attention: an `Attention`.
-    mlp: an `MLP`, or a `MoE` if the family has experts.
-  """
-
-  def __init__(
-    self,
-    config: ModelConfig,
-    recipe: CoatRecipe,
-    *,
-    dtype: DTypeLike = jnp.bfloat16,
-    rngs: nnx.Rngs,
-  ):
-    """Initializes the parameters; arguments as for `Decoder`."""
-    check_config("DecoderLayer", config, ModelConfig)
-    choices = config.choices
-    post_norm = choices.norm if choices.post_norm else None
-    shared = Start(dtype, rngs).block_options(
-      config.num_layers,
-      recipe=recipe,
-      norm=choices.norm if choices.pre_norm else None,
-      epsilon=config.norm_eps,
-      use_scale=choices.norm_has_scale,
-      use_norm_bias=choices.norm_has_bias,
-    )
-    # MoE accepts only the shared arguments.
-    dense: dict[str, Any] = shared | dict(
-      scale_plus_one=choices.scale_plus_one,
-      use_bias=choices.use_bias,
-      post_norm=post_norm,
-    )
-    self.attention = Attention(
-      config.d_model,
-      config.num_heads,
-      num_kv_heads=config.num_kv_heads,
-      head_dim=config.head_dim,
-      rope_theta=config.bases,
-      rope_scaling=config.scalings,
-      rotary_dim=config.rotary_dim,
-      window=config.windows,
-      qk_norm=choices.qk_norm,
-      clip_qkv=config.clip_qkv,
-      use_qkv_bias=choices.qkv_bias or choices.use_bias,
-      soft_cap=config.attention_soft_cap,
-      query_scale=config.query_scale,
-      **dense,
-    )
-    widths = config.d_model, config.d_ff
-    if config.num_experts is not None and config.experts_per_token is not None:
-      self.mlp = MoE(
-        *widths,
-        config.num_experts,
-        config.experts_per_token,
-        normalize=config.normalize_experts,
-        router_init=shared["kernel_init"],
-        **shared,
-      )
-    else:
-      activation = choices.activation
-      if not choices.is_gated:
-        activation = "gelu_tanh" if config.gelu == "tanh" else "gelu"
-      middle: dict[str, Any] = dict(
-        activation=activation, gated=choices.is_gated
-      )
-      self.mlp = MLP(*widths, **middle, **dense)
-
-  def __call__(
-    self,
-    x: Array,
-    positions: Array | None = None,
-    segments: Array | None = None,
-    kind: Array | None = None,
-  ) -> Array:
-    """Maps [B, T, D] to [B, T, D] in `dtype`; see `Attention`."""
-    return self.routed(self.attention(x, positions, segments, kind))[0]
-
-  def routed(self, x: Array) -> tuple[Array, RoutingStats | None]:
-    """Runs the MLP; returns [B, T, D] and, for a MoE, routing statistics."""
-    y = self.mlp(x)
-    return y if isinstance(y, tuple) else (y, None)
 
 
 class Decoder(nnx.Module):
@@ -150,7 +45,7 @@ class Decoder(nnx.Module):
     config: the model's shape.
     embedding: [V, D].
     position_embedding: [max_positions, D], or None without learned positions.
-    layers: a DecoderLayer whose parameters have a leading axis of layers.
+    layers: a `TransformerLayer` whose parameters have a leading axis of layers.
     norm: the final norm.
     head: [D, V], or None if the embedding is also the output projection.
   """
@@ -188,28 +83,15 @@ class Decoder(nnx.Module):
     self.config = config
     self.dtype, self.axes = dtype, recipe.axes
     self.remat: Remat = remat
-    start, choices = Start(dtype, rngs), config.choices
+    start = Start(dtype, rngs)
     self.embedding = start.param(config.vocab_size, config.d_model)
     self.position_embedding = nnx.data(None)
     if config.max_positions is not None:
       self.position_embedding = start.param(
         config.max_positions, config.d_model
       )
-    self.layers = stack_layers(
-      lambda rngs: DecoderLayer(config, recipe, dtype=dtype, rngs=rngs),
-      config.num_layers,
-      store=store,
-      rngs=rngs,
-    )
-    norm = {"rms": RMSNorm, "layer": LayerNorm}[choices.norm]
-    self.norm = norm(
-      config.d_model,
-      epsilon=config.norm_eps,
-      use_scale=choices.norm_has_scale,
-      scale_plus_one=choices.scale_plus_one,
-      use_bias=choices.norm_has_bias,
-      **start.norm_options(),
-    )
+    self.layers = stack_layers(config, recipe, start, store)
+    self.norm = outer_norm(config, start)
     self.head = nnx.data(None)
     if not config.tied_embeddings:
       self.head = start.param(config.d_model, config.vocab_size)
@@ -257,10 +139,10 @@ class Decoder(nnx.Module):
     placed: Placed | None = None,
   ) -> Carry:
     """Runs the model; also returns routing statistics for `auxiliary_loss`."""
-    forward = self.layer_forward(segments)
-    scan = nnx.scan(forward, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
     start = self.start(tokens, segments, placed)
-    x, routing = scan(start, self.layers, self.kinds_of_layers)
+    x, routing = run_layers(
+      self, self.layers, start, self.kinds_of_layers, segments
+    )
     return self.norm(x), routing
 
   def start(
@@ -302,22 +184,3 @@ class Decoder(nnx.Module):
     """`config.kinds_of_layers` as an array; None if all layers are the same."""
     kinds = self.config.kinds_of_layers
     return None if kinds is None else jnp.asarray(kinds, jnp.int32)
-
-  def layer_forward(
-    self, segments: Array | None = None
-  ) -> Callable[[Carry, DecoderLayer, Array | None], Carry]:
-    """Returns the function (carry, layer, kind) to scan over the layers."""
-    where_seen = positions(segments), segments
-    kept = layer_forward(
-      self,
-      lambda x, layer, kind: layer.routed(
-        layer.attention(x, *where_seen, kind)
-      ),
-    )
-
-    def step(carry, layer, kind):
-      x, routing = carry
-      x, stats = kept(x, layer, kind)
-      return x, jax.tree.map(jnp.add, routing, stats)
-
-    return step

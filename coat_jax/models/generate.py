@@ -34,12 +34,7 @@ from coat_jax.models.prompts import (
   padded,
   place_images,
 )
-from coat_jax.models.sampling import (
-  NO_TOKEN,
-  Sampling,
-  choose,
-  make_sampling,
-)
+from coat_jax.models.sampling import NO_TOKEN, Sampling, choose, make_sampling
 from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.numerics.checks import COUNT, Range, check_kind, check_whole
 from coat_jax.optimizer.masks import leaf_path
@@ -48,27 +43,24 @@ _SMALLEST_BUCKET = 16
 _READ_IN_F32 = ("norm", "bias", "router", "positions")
 
 
-class _Draws(NamedTuple):
-  """The sampling options, and a random key for each row."""
+class _Options(NamedTuple):
+  """How the next tokens of all rows are chosen, and when rows end.
+
+  A row ends after one of `stops`, int32 [n], or after `most` new tokens. `keys`
+  [B] are random keys. `is_row` [B] is False for rows that only fill up the
+  batch.
+  """
 
   sampling: Sampling
   keys: Array
+  is_row: Array | np.ndarray
+  stops: Array | np.ndarray
+  most: Array | int
 
   def choose(self, logits: Array, count: Array | int) -> Array:
     """Chooses the next token of rows with `count` new tokens, int32 [B]."""
     fold = jax.vmap(lambda key: jax.random.fold_in(key, count))
     return choose(logits, self.sampling, fold(self.keys))
-
-
-class _Until(NamedTuple):
-  """Ends a row after one of `stops`, int32 [n], or after `most` new tokens.
-
-  `is_row` [B] is False for rows that only fill up the batch.
-  """
-
-  is_row: Array | np.ndarray
-  stops: Array | np.ndarray
-  most: Array | int
 
   def goes_on(self, token: Array) -> Array:
     """Returns whether each row continues after its last token."""
@@ -176,32 +168,28 @@ def generate(
   if pixel_values is not None:
     check_images(model, prompts, pixel_values)
   length = bucket(longest)
-  if cache_size is not None:
-    check_whole(op, "cache_size", cache_size, None, "pass None")
-  else:
+  if cache_size is None:
     cache_size = length + bucket(max_new_tokens)
-  if cache_size < length + max_new_tokens:
-    raise ValueError(
-      "generate: cache_size must hold the longest prompt, rounded up, and the "
-      f"new tokens, {length} + {max_new_tokens}, got {cache_size}; pass more, "
-      "or None"
-    )
+  allowed = Range(length + max_new_tokens, COUNT.highest)
+  remedy = "the longest prompt, rounded up, and the new tokens must fit"
+  check_whole(op, "cache_size", cache_size, allowed, remedy)
   tokens, padding = padded(prompts, length, decoder)
   stops = np.array(sorted({NO_TOKEN, *stop_tokens}), np.int32)
   is_row = np.arange(len(tokens)) < len(prompts)
-  until = _Until(is_row, stops, max_new_tokens)
+  options = _Options(
+    sampling, _keys(seed, len(tokens)), is_row, stops, max_new_tokens
+  )
   graph, params = nnx.split(decoder)
-  draws = _Draws(sampling, _keys(seed, len(tokens)))
 
   started, placed = time.monotonic(), None
   if pixel_values is not None and isinstance(model, VisionLanguageModel):
-    placed = place_images(model, tokens, padding, pixel_values)
+    placed = place_images(model, tokens, pixel_values)
   first, cache = _prefill(
-    graph, params, tokens, padding, draws, placed, size=cache_size
+    graph, params, tokens, padding, options, placed, size=cache_size
   )
   jax.block_until_ready(first)
   prefilled = time.monotonic()
-  new, count, _ = _decode(graph, params, first, cache, draws, until)
+  new, count, _ = _decode(graph, params, first, cache, options)
   new = np.asarray(new)[: len(prompts), : int(count)]
   ended = time.monotonic()
   found = [_until_stop(row.tolist(), stop_tokens) for row in new]
@@ -233,19 +221,17 @@ def _prefill(
   params: Any,
   tokens: Array,
   padding: Array,
-  draws: _Draws,
+  options: _Options,
   placed: Placed | None,
   *,
   size: int,
 ) -> tuple[Array, KVCache]:
-  """Returns each row's first new token int32 [B], and the unstacked cache."""
+  """Returns each row's first new token int32 [B], and the cache."""
   model = nnx.merge(graph, params)
   cache = empty_cache(model, padding, size=size)
   hidden, cache = cached_forward(model, tokens, cache, placed=placed)
   logits = model.logits_of_hidden(hidden[:, -1:])[:, 0]
-  k, v = (unstacked(x, model.config.num_layers) for x in (cache.k, cache.v))
-  cache = cache._replace(k=k, v=v)
-  return draws.choose(logits, 0), cache
+  return options.choose(logits, 0), cache
 
 
 @functools.partial(
@@ -256,33 +242,31 @@ def _decode(
   params: Any,
   first: Array,
   cache: KVCache,
-  draws: _Draws,
-  until: _Until,
+  options: _Options,
 ) -> tuple[Array, Array, KVCache]:
   """Returns the new tokens [B, room], their largest count, and the cache.
 
   The new tokens include `first`.
   """
   params = _in_dtype(graph, params)
-  room = cache.k[0].shape[2]
-  _, stack = nnx.split(nnx.merge(graph, params).layers)
-  layers = unstacked(stack, len(cache.k))
+  room = cache.k[0].shape[1]
+  layers = unstacked(nnx.merge(graph, params).layers, len(cache.k))
   new = jnp.zeros((first.shape[0], room), jnp.int32)
-  is_running = until.goes_on(first)
+  is_running = options.goes_on(first)
   state = jnp.int32(1), first, new.at[:, 0].set(first), is_running, cache
 
   def goes_on(state):
     count, _, _, is_running, _ = state
-    return (count < until.most) & jnp.any(is_running)
+    return (count < options.most) & jnp.any(is_running)
 
   def add(state):
     count, last, new, is_running, cache = state
     model = nnx.merge(graph, params)
     hidden, cache = cached_forward(model, last[:, None], cache, layers)
     logits = model.logits_of_hidden(hidden)[:, 0]
-    last = draws.choose(logits, count)
+    last = options.choose(logits, count)
     new = new.at[:, count].set(last)
-    is_running = is_running & until.goes_on(last)
+    is_running = is_running & options.goes_on(last)
     return count + 1, last, new, is_running, cache
 
   count, _, new, _, cache = jax.lax.while_loop(goes_on, add, state)

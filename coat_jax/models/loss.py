@@ -53,17 +53,6 @@ def loss_fn(
   return loss_of_hidden(model, hidden, batch, routing)
 
 
-def auxiliary_loss(model: Decoder, routing: RoutingStats) -> Array:
-  """Returns the load-balancing loss of experts, times its coefficient.
-
-  As in Hugging Face Transformers, it is one loss over the tokens of all layers,
-  not a sum of one loss per layer. Padding tokens count.
-  """
-  config = model.config
-  means = jax.tree.map(lambda x: x / config.num_layers, routing)
-  return config.auxiliary_loss * load_balancing_loss(means)
-
-
 def loss_of_hidden(
   model: Decoder,
   hidden: Array,
@@ -72,20 +61,24 @@ def loss_of_hidden(
 ) -> Array:
   """Computes `loss_fn` from the model's hidden states [B, T, D].
 
-  Cross-entropy and auxiliary loss are weighted by the batch's shares, so the
-  losses of microbatches add up to the loss of their batch.
+  As in Hugging Face Transformers, experts have one load-balancing loss over the
+  tokens of all layers, including padding, not a sum of one loss per layer. Both
+  losses are weighted by the batch's shares, so the losses of microbatches add
+  up to the loss of their batch.
   """
-  is_training = not model.layers.attention.deterministic
-  if routing is not None and model.config.auxiliary_loss and is_training:
-    loss, shares = loss_of_hidden(model, hidden, batch), batch.target_shares
-    auxiliary = auxiliary_loss(model, routing)
-    return loss + (auxiliary if shares is None else auxiliary * shares.sum())
-  return vocabulary.mean_loss(
+  config, shares = model.config, batch.target_shares
+  loss = vocabulary.mean_loss(
     hidden,
     batch.targets,
     model.output_weight[...],
-    batch.target_shares,
+    shares,
     is_tied=model.head is None,
     axes=model.axes,
-    soft_cap=model.config.logits_soft_cap,
+    soft_cap=config.logits_soft_cap,
   )
+  is_training = not model.layers.attention.deterministic
+  if routing is None or not config.auxiliary_loss or not is_training:
+    return loss
+  means = jax.tree.map(lambda x: x / config.num_layers, routing)
+  auxiliary = config.auxiliary_loss * load_balancing_loss(means)
+  return loss + (auxiliary if shares is None else auxiliary * shares.sum())

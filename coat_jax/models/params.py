@@ -6,7 +6,7 @@ Face checkpoints look parameters up in this table by their paths.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,11 +17,13 @@ from coat_jax.models.config import ModelConfig
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.numerics.checks import check_kind
 from coat_jax.numerics.recipes import GradDtype, MeshAxes
-from coat_jax.optimizer.masks import check_leaf
+from coat_jax.optimizer.masks import check_leaf, leaf_path
 from coat_jax.optimizer.matrices import Matrices, MatrixSplit
 
 # The mesh axes that models use.
 AXES = MeshAxes(batch=("data", "fsdp"), fsdp="fsdp", tensor="tensor")
+# The mesh axis for whole experts, which only mixtures have.
+EXPERT = "expert"
 
 Role = Literal[
   "matrix",
@@ -33,12 +35,12 @@ Role = Literal[
   "output",
   "probe",
 ]
-# fsdp splits "rows", and tensor splits "columns". Both split "rows of columns",
-# the rows that belong to a device's own heads, columns of the MLP or part of
-# the vocabulary. Only tensor splits the last axis of a weight, because groups
-# of values that share a scale run along that axis, and each device must have
-# whole groups.
-Axis = Literal["rows", "columns", "rows of columns"]
+# fsdp splits "rows", tensor "columns", and expert "experts". Both fsdp and
+# tensor split "rows of columns", the rows that belong to a device's own heads,
+# columns of the MLP or part of the vocabulary. Only tensor splits the last axis
+# of a weight, because groups of values that share a scale run along that axis,
+# and each device must have whole groups.
+Axis = Literal["rows", "columns", "rows of columns", "experts"]
 
 
 class Parameter(NamedTuple):
@@ -79,10 +81,11 @@ PARAMETERS: dict[str, Parameter] = {
   "mlp/up/bias": Parameter("bias", ("columns",)),
   "down/kernel": Parameter("matrix", _SECOND, _ONE),
   "down/bias": Parameter("bias"),
-  # The expert axis is never sharded.
   "mlp/router": Parameter("router"),
-  "mlp/gate_up": Parameter("matrix", (None, "rows", None, "columns"), _GATE_UP),
-  "mlp/down": Parameter("matrix", (None, *_SECOND), _ONE),
+  "mlp/gate_up": Parameter(
+    "matrix", ("experts", "rows", None, "columns"), _GATE_UP
+  ),
+  "mlp/down": Parameter("matrix", ("experts", *_SECOND), _ONE),
 }
 # The ends of a vision tower and the projector are not sharded: they are small,
 # and the axes of a mesh do not divide most of their sizes.
@@ -109,11 +112,6 @@ def parameter(path: str) -> Parameter:
       "model has; pass nnx.to_pure_dict(nnx.state(model, nnx.Param))"
     )
   return PARAMETERS[max(found, key=len)]
-
-
-def path_of(keys: Any) -> str:
-  """Joins the keys of a parameter into its path."""
-  return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def is_stacked(path: str) -> bool:
@@ -182,7 +180,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
   """Returns how the parameters of a model are sharded.
 
   Args:
-    mesh: a mesh with the axes data, fsdp and tensor.
+    mesh: a mesh with the axes data, fsdp and tensor, and possibly expert.
     params: nested dicts of arrays or of `jax.ShapeDtypeStruct`s.
 
   Returns:
@@ -202,8 +200,10 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
       f"{op}: mesh must have the axes {', '.join(wanted)}, got none named "
       f"{missing[0]}; axes that are not needed have size 1"
     )
+  axes = _with_experts(mesh.shape)
   return jax.tree.map_with_path(
-    lambda keys, _: NamedSharding(mesh, param_spec(path_of(keys))), params
+    lambda keys, _: NamedSharding(mesh, param_spec(leaf_path(keys), axes)),
+    params,
   )
 
 
@@ -214,6 +214,7 @@ def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
     "rows": axes.fsdp,
     "columns": axes.tensor,
     "rows of columns": split_inputs(axes)[0],
+    "experts": axes.expert,
   }
   own = [names[axis] for axis in parameter(path).axes]
   return PartitionSpec(*([None] if own and is_stacked(path) else []), *own)
@@ -223,10 +224,18 @@ def mesh_axes(
   sizes: Mapping[Any, int], *, grad_dtype: GradDtype = "float32"
 ) -> MeshAxes:
   """Returns the axes for a recipe; leaves out `tensor` if its size is 1."""
-  if set(sizes) != set(AXES.tokens):
+  if {*sizes} - {EXPERT} != {*AXES.tokens}:
     raise ValueError(
       f"mesh: its axes must be {', '.join(AXES.tokens)}, got "
       f"{', '.join(sizes)}; axes that are not needed have size 1"
     )
-  tensor = AXES.tensor if sizes["tensor"] > 1 else None
-  return dataclasses.replace(AXES, tensor=tensor, grad_dtype=grad_dtype)
+  axes = _with_experts(sizes)
+  tensor = axes.tensor if sizes["tensor"] > 1 else None
+  return dataclasses.replace(axes, tensor=tensor, grad_dtype=grad_dtype)
+
+
+def _with_experts(names: Iterable[str]) -> MeshAxes:
+  """Returns `AXES`, with an axis of experts if the mesh has one."""
+  if EXPERT not in names:
+    return AXES
+  return dataclasses.replace(AXES, batch=(*AXES.batch, EXPERT), expert=EXPERT)

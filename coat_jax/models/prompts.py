@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
@@ -59,9 +58,12 @@ def check_ids(name: str, tokens: Any, model: Decoder) -> int:
 def padded(
   prompts: Sequence[Sequence[int]], length: int, model: Decoder
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Pads prompts on the left: tokens int32 [rows, length], padding [rows]."""
+  """Pads prompts on the left: tokens int32 [rows, length], padding [rows].
+
+  Padding tokens are -1, which is the id of no token.
+  """
   rows = _rows(model, len(prompts))
-  tokens = np.zeros((rows, length), np.int32)
+  tokens = np.full((rows, length), -1, np.int32)
   padding = np.full(rows, length - 1, np.int32)
   for i, prompt in enumerate(prompts):
     padding[i] = length - len(prompt)
@@ -87,27 +89,20 @@ def _rows(model: Decoder, count: int) -> int:
 def place_images(
   model: VisionLanguageModel,
   tokens: np.ndarray,
-  padding: np.ndarray,
   pixel_values: Array | np.ndarray,
 ) -> Placed:
   """Computes the features that replace image tokens in tokens int32 [B, T].
 
-  Tokens are padded on the left by `padding` int32 [B]. Images [R, I, C, H, W]
-  belong to the first R rows.
+  Images [R, I, C, H, W] belong to the first R rows.
   """
   missing = [(0, len(tokens) - len(pixel_values))]
   images = np.pad(pixel_values, missing + [(0, 0)] * (pixel_values.ndim - 1))
-  return _place(*nnx.split(model), tokens, padding, images)
+  return _place(*nnx.split(model), tokens, images)
 
 
 @functools.partial(jax.jit, static_argnames=("graph",))
-def _place(
-  graph: Any, params: Any, tokens: Array, padding: Array, images: Array
-) -> Placed:
-  model: VisionLanguageModel = without_fp8(nnx.merge(graph, params))
-  is_prompt = jnp.arange(tokens.shape[1])[None] >= padding[:, None]
-  # Padding tokens are 0, which may be the id of the image token.
-  return model.place(jnp.where(is_prompt, tokens, -1), images)
+def _place(graph: Any, params: Any, tokens: Array, images: Array) -> Placed:
+  return without_fp8(nnx.merge(graph, params)).place(tokens, images)
 
 
 def check_images(

@@ -27,10 +27,8 @@ def range_of(hint: Any) -> tuple[type, Range] | None:
   """Returns (int or float, its range) for a number's type, else None."""
   found = [hint, *get_args(hint)]
   for each in found:
-    arguments = get_args(each)
-    ranges = [x for x in arguments if isinstance(x, Range)]
-    if ranges:
-      return arguments[0], ranges[0]
+    if allowed := _range_in(each):
+      return get_args(each)[0], allowed
   if any(each in (int, float) for each in found):
     raise TypeError(
       "range_of: the types int and float need a Range, as in Annotated[float, "
@@ -39,34 +37,21 @@ def range_of(hint: Any) -> tuple[type, Range] | None:
   return None
 
 
-def check_numbers(config: Any) -> None:
-  """Raises ValueError if a numeric field is outside its `Range`."""
+def check_fields(config: Any) -> None:
+  """Raises ValueError if a field violates its type or a number its `Range`.
+
+  Checks numbers, strings, bools and Literals; other types are not checked.
+  """
   for field in dataclasses.fields(config):
-    hint, value = _without_notes(field.type), getattr(config, field.name)
-    if (found := range_of(hint)) is None:
-      continue
-    kind, allowed = found
-    is_optional = type(None) in get_args(hint)
-    if _is_allowed(value, kind, allowed, is_optional=is_optional):
-      continue
-    text = repr(value)
-    text = text if len(text) < 30 else f"{text[:20]}..."
-    whole = "a whole number" if kind is int else "a number"
-    raise ValueError(
-      f"{type(config).__name__}: {field.name} must be {whole} from "
-      f"{allowed.lowest} to {allowed.highest}, got {text}; pass such a "
-      "value"
-    )
-
-
-def _without_notes(hint: Any) -> Any:
-  """Strips other libraries' annotations, such as tyro's, from a type."""
-  while get_origin(hint) is Annotated:
-    inner, *notes = get_args(hint)
-    if any(isinstance(note, Range) for note in notes):
-      return hint
-    hint = inner
-  return hint
+    value, hints = getattr(config, field.name), _alternatives(field.type)
+    rules = [rule for hint in hints if (rule := _broken_rule(hint, value))]
+    if len(rules) == len(hints):  # No type of the union allows it.
+      text = repr(value)
+      text = text if len(text) < 40 else f"{text[:30]}..."
+      raise ValueError(
+        f"{type(config).__name__}: {field.name} must be {' or '.join(rules)}, "
+        f"got {text}; pass such a value"
+      )
 
 
 def check_family(config: Any, families: Collection[str]) -> None:
@@ -81,41 +66,35 @@ def check_family(config: Any, families: Collection[str]) -> None:
   )
 
 
-def check_kinds(config: Any) -> None:
-  """Raises ValueError if a str, bool or Literal field violates its type."""
-  for field in dataclasses.fields(config):
-    value, hints = getattr(config, field.name), _alternatives(field.type)
-    words = [text for hint in hints if (text := _words(hint, value))]
-    if len(words) == len(hints):  # No type of the union allows it.
-      raise ValueError(
-        f"{type(config).__name__}: {field.name} must be {' or '.join(words)}, "
-        f"got {repr(value)[:40]}; pass such a value"
-      )
-
-
 def _alternatives(hint: Any) -> tuple[Any, ...]:
   """Returns the members of a union, or a tuple of the type itself."""
+  if get_origin(hint) is Annotated and not _range_in(hint):
+    hint = get_args(hint)[0]  # Other libraries' annotations, such as tyro's.
   is_union = get_origin(hint) in (types.UnionType, Union)
   return get_args(hint) if is_union else (hint,)
 
 
-def _words(hint: Any, value: Any) -> str:
+def _range_in(hint: Any) -> Range | None:
+  """Returns the range that an annotated type contains."""
+  return next((x for x in get_args(hint) if isinstance(x, Range)), None)
+
+
+def _broken_rule(hint: Any, value: Any) -> str:
   """Describes what a value must be; "" if the value is allowed."""
+  if hint is type(None):
+    return "" if value is None else "None"
   if get_origin(hint) is Literal:
     names = get_args(hint)
     return "" if value in names else f"one of {', '.join(names)}"
-  if hint is type(None):
-    return "" if value is None else "None"
-  words = {str: "a string", bool: "True or False"}
-  return words.get(hint, "") if type(value) is not hint else ""
-
-
-def _is_allowed(
-  value: Any, kind: type, allowed: Range, *, is_optional: bool
-) -> bool:
-  if value is None:
-    return is_optional
+  if hint in (str, bool):
+    words = {str: "a string", bool: "True or False"}
+    return "" if type(value) is hint else words[hint]
+  if (found := range_of(hint)) is None:
+    return ""
+  kind, allowed = found
   wanted = numbers.Integral if kind is int else numbers.Real
-  if not isinstance(value, wanted) or isinstance(value, bool):
-    return False
-  return value in allowed
+  is_number = isinstance(value, wanted) and not isinstance(value, bool)
+  if is_number and value in allowed:
+    return ""
+  words = "a whole number" if kind is int else "a number"
+  return f"{words} from {allowed.lowest} to {allowed.highest}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps a layer for a scan: shards it, and chooses what it saves.
+"""Runs a stack of layers: shards them, and chooses what they save.
 
 `Remat` selects what is saved. On a mesh, XLA partitions BF16 layers and would
 split some of their matmuls badly, so we gather their weights first.
@@ -16,13 +16,19 @@ from flax import nnx
 from jax import Array, P
 from jax.typing import DTypeLike
 
-from coat_jax.layers import block_inputs_saveable
+from coat_jax.layers import RoutingStats, block_inputs_saveable
 from coat_jax.layers.remat import codes_saveable, through_codes
 from coat_jax.layers.residuals import check_names_are_read
+from coat_jax.models.batch import positions
 from coat_jax.models.config import Remat
-from coat_jax.models.params import param_spec, path_of
+from coat_jax.models.params import param_spec
 from coat_jax.numerics.checks import check_choice
 from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
+from coat_jax.optimizer.masks import leaf_path
+
+# Each layer passes on hidden states [B, T, D] and, if there are experts, the
+# routing statistics summed over the layers so far.
+Carry = tuple[Array, RoutingStats | None]
 
 
 def _all_but_gathered(
@@ -63,34 +69,56 @@ def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
 
 
 def layer_forward(
-  model: Any, run: Callable[[Array, Any, Array | None], tuple[Array, Any]]
-) -> Callable[[Array, Any, Array | None], tuple[Array, Any]]:
-  """Wraps `run(x, layer, kind)` for the scan over a model's layers.
+  model: Any, segments: Array | None = None
+) -> Callable[[Carry, Any, Array | None], Carry]:
+  """Returns the function (carry, layer, kind) to scan over a model's layers.
 
-  `run` returns the layer's output [B, T, D] and its routing statistics; `model`
-  is a `Decoder` or a `VisionTower`.
+  `model` is a `Decoder` or a `VisionTower`; `segments` are as for `Decoder`.
   """
   attention = model.layers.attention
   recipe = attention.active_recipe
   axes = recipe.axes
   is_gathering = axes is not None and recipe.linear == "bf16"
+  where_seen = positions(segments), segments
 
   def forward(x, layer, kind):
-    if axes is None:
-      return run(x, layer, kind)
-    where = P(axes.batch, axes.tensor)
-    if is_gathering:
+    where = None
+    if axes is not None:
+      where = P(axes.batch, axes.tensor)
+    if axes is not None and is_gathering:
       # If the sequence were split, XLA would exchange the MLP's activations.
       where = P(axes.batch)
       x = jax.lax.with_sharding_constraint(x, where)
       layer = gather_weights(layer, model.dtype, axes)
-    x, stats = run(x, layer, kind)
-    return jax.lax.with_sharding_constraint(x, where), stats
+    x, stats = layer.routed(layer.attention(x, *where_seen, kind))
+    if where is not None:
+      x = jax.lax.with_sharding_constraint(x, where)
+    return x, stats
 
   remat = model.remat
   if remat == "fp8_layer" and recipe != attention.recipe:
     remat = "none"  # Evaluation in BF16 does not round the residual stream.
-  return checkpointed(forward, remat, recipe, is_gathering=is_gathering)
+  kept = checkpointed(forward, remat, recipe, is_gathering=is_gathering)
+
+  def step(carry, layer, kind):
+    x, routing = carry
+    x, stats = kept(x, layer, kind)
+    return x, jax.tree.map(jnp.add, routing, stats)
+
+  return step
+
+
+def run_layers(
+  model: Any,
+  layers: Any,
+  carry: Carry,
+  kinds: Array | None = None,
+  segments: Array | None = None,
+) -> Carry:
+  """Scans over stacked layers; `kinds` has one entry for each."""
+  forward = layer_forward(model, segments)
+  scan = nnx.scan(forward, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+  return scan(carry, layers, kinds)
 
 
 def checkpointed(
@@ -123,9 +151,10 @@ def gather_weights[L: nnx.Module](
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 
-  def gather(path, w):
-    split, whole = (param_spec(path_of(path), a) for a in (axes, without_fsdp))
-    if whole == split or path[-1].key != "kernel":
+  def gather(keys, w):
+    path = leaf_path(keys)
+    split, whole = (param_spec(path, each) for each in (axes, without_fsdp))
+    if whole == split or not path.endswith("/kernel"):
       return w
     # The gradient is f32; autodiff then casts it to the weight's dtype.
     return _constrained(w.astype(jnp.float32), dtype, split, whole)

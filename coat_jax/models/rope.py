@@ -6,7 +6,6 @@ The text is a type with its fields, named as in transformers:
 """
 
 import dataclasses
-import math
 
 from coat_jax.numerics.checks import check_kind
 from coat_jax.ops.rope import (
@@ -76,14 +75,12 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
       "them from the model's config.json"
     )
   length = "original_max_position_embeddings"
-  for key, value in values.items():
-    lowest = 1 if key == length else 0
-    if not lowest <= value < math.inf:
+  if length in values:
+    if not values[length].is_integer():
       raise ValueError(
-        f"rope_scaling: {key} must be a number from {lowest} on, got {value}; "
+        f"rope_scaling: {length} must be a whole number, got {values[length]}; "
         "copy it from the model's config.json"
       )
-  if length in values:
     values = values | {length: int(values[length])}
   return kind(**values)
 

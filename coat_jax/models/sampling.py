@@ -13,10 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.numerics.checks import COUNT, check_number, check_whole
+from coat_jax.numerics.checks import (
+  COUNT,
+  NOT_NEGATIVE,
+  Range,
+  check_number,
+  check_whole,
+)
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 # The result if the largest logit is NaN or infinite.
 NO_TOKEN = -1
 
@@ -36,22 +41,12 @@ def make_sampling(
   temperature: float, top_k: int | None, top_p: float | None
 ) -> Sampling:
   """Checks the options of `generate`, and converts them to arrays."""
-  op = "generate"
-  check_number(op, "temperature", temperature, None, "0 is greedy")
+  op, remedy = "generate", "0 chooses the most probable token"
+  check_number(op, "temperature", temperature, NOT_NEGATIVE, remedy)
   if top_k is not None:
     check_whole(op, "top_k", top_k, COUNT, "pass None for all")
   if top_p is not None:
-    check_number(op, "top_p", top_p, None, "pass None for all")
-  if not 0 <= temperature <= _LARGEST:
-    raise ValueError(
-      "generate: temperature must be at least 0 and fit into f32, got "
-      f"{temperature}; 0 chooses the most probable token"
-    )
-  if top_p is not None and not 0 < top_p <= 1:
-    raise ValueError(
-      "generate: top_p must be a probability above 0 and at most 1, got "
-      f"{top_p}; pass None for all"
-    )
+    check_number(op, "top_p", top_p, Range(1.2e-38, 1), "pass None for all")
   if temperature == 0 and not (top_k is None and top_p is None):
     raise ValueError(
       "generate: top_k and top_p apply to sampling, got temperature 0, which "

@@ -21,20 +21,15 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.layers import Linear
-from coat_jax.models.arguments import (
-  check_config,
-  check_model,
-  check_pixels,
-  check_tokens,
-)
+from coat_jax.models.arguments import check_model, check_pixels, check_tokens
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.decoder import Carry, Decoder
+from coat_jax.models.initialization import Start, Store, store_params
 from coat_jax.models.placing import Placed, token_rows
-from coat_jax.models.ranges import check_kinds, check_numbers
-from coat_jax.models.stack import Start, Store, store_params, stored_in
+from coat_jax.models.ranges import check_fields
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.tower import VisionTower
-from coat_jax.numerics.checks import Range, check_kind
+from coat_jax.numerics.checks import Range, check_kind, check_whole
 from coat_jax.numerics.recipes import CoatRecipe
 
 
@@ -69,25 +64,19 @@ class VisionLanguageConfig:
     op = "VisionLanguageConfig"
     check_kind(op, "text", self.text, ModelConfig, "pass a decoder's shape")
     check_kind(op, "vision", self.vision, VisionConfig, "pass a tower's shape")
-    check_kinds(self)
-    check_numbers(self)
+    check_fields(self)
     if self.text.choices.scales_embedding:
       raise ValueError(
         "VisionLanguageConfig: text must belong to a family that does not "
         f"scale its embeddings, got {self.text.family}; use another decoder"
       )
     remedy = "copy it from the model's config.json"
-    if self.image_token >= self.text.vocab_size:
-      raise ValueError(
-        "VisionLanguageConfig: image_token must be a token of the vocabulary "
-        f"of {self.text.vocab_size}, got {self.image_token}; {remedy}"
-      )
     layers = self.vision.num_layers
-    if not -layers - 1 <= self.feature_layer <= layers:
-      raise ValueError(
-        f"VisionLanguageConfig: feature_layer must be from {-layers - 1} to "
-        f"{layers}, got {self.feature_layer}; {remedy}"
-      )
+    for name, allowed in (
+      ("image_token", Range(0, self.text.vocab_size - 1)),
+      ("feature_layer", Range(-layers - 1, layers)),
+    ):
+      check_whole(op, name, getattr(self, name), allowed, remedy)
 
   @property
   def family(self) -> str:
@@ -116,7 +105,8 @@ class Projector(nnx.Module):
     rngs: nnx.Rngs,
   ):
     """Initializes the parameters in f32; `config` is the whole model's."""
-    check_config("Projector", config, VisionLanguageConfig)
+    remedy = "pass the config of the whole model"
+    check_kind("Projector", "config", config, VisionLanguageConfig, remedy)
     width = config.text.d_model
     options = Start(dtype, rngs).options(use_bias=config.projector_bias)
     self.linear_1 = Linear(config.vision.d_model, width, **options)
@@ -172,37 +162,21 @@ class VisionLanguageModel(nnx.Module):
     recipe: CoatRecipe,
     *,
     dtype: DTypeLike = jnp.bfloat16,
-    param_dtype: DTypeLike = jnp.float32,
     remat: Remat = "none",
     store: Store | None = None,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters.
+    """Initializes the parameters; arguments and errors as for `Decoder`.
 
-    Args:
-      config: the model's shape.
-      recipe: what the layers of tower and decoder compute and save in FP8. Its
-        `axes` must be those of the mesh on which the model is called.
-      dtype: dtype of activations.
-      param_dtype: dtype in which weights are stored; norms' scales and biases
-        are always f32.
-      remat: what the decoder's layers recompute in the backward pass; see
-        `Remat`. The tower's layers recompute nothing.
-      store: `(path, array) -> array`, as for `Decoder`. Paths are relative to
-        tower or decoder, or start with "projector". None uses `param_dtype`.
-      rngs: parameters are drawn from its stream `params`.
-
-    Raises:
-      TypeError: an argument has the wrong type.
-      ValueError: `remat` is unknown, or "fp8" with a recipe other than coat; or
-        `param_dtype` is not float32, bfloat16 or float16.
+    `remat` applies to the decoder's layers; the tower's recompute nothing.
+    Paths that `store` gets are relative to the tower or the decoder, or start
+    with "projector".
     """
     op = "VisionLanguageModel"
     check_model(op, config, VisionLanguageConfig, recipe, dtype, store, rngs)
-    store = store or stored_in(op, param_dtype)
     self.config = config
     self.tower = VisionTower(
-      config.vision, recipe=recipe, dtype=dtype, store=store, rngs=rngs
+      config.vision, recipe, dtype=dtype, store=store, rngs=rngs
     )
     self.projector = Projector(config, dtype=dtype, rngs=rngs)
     store_params(self.projector, "projector", store)

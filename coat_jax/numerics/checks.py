@@ -153,11 +153,24 @@ def check_whole(
 
 def check_group_size(op: str, value: Any, remedy: str) -> None:
   """Raises unless a group size is a positive whole number."""
-  name = "group_size"
-  if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-    refuse(TypeError, op, name, "a whole number", value, remedy)
-  if int(value) < 1:
-    refuse(ValueError, op, name, "at least 1", value, remedy)
+  check_whole(op, "group_size", value, COUNT, remedy)
+
+
+def flatten_like(
+  op: str, name: str, tree: Any, of: str, treedef: Any, remedy: str
+) -> list[Any]:
+  """Lists the nodes of a tree at the leaves of `treedef`.
+
+  Raises a ValueError if the tree does not have this structure, which `of` names
+  in the message.
+  """
+  try:
+    return treedef.flatten_up_to(tree)
+  except ValueError as error:
+    raise ValueError(
+      f"{op}: {name} must have the structure of {of}, {treedef}, got "
+      f"{jax.tree.structure(tree)}; {remedy}"
+    ) from error
 
 
 def check_array(

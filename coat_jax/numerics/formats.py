@@ -70,8 +70,7 @@ def array_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
 def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
   """Casts floats to a format, rounded to nearest even and clipped to ±qmax.
 
-  Infinities become ±qmax. NaN stays NaN, except in INT8, which has no NaN:
-  there it becomes 0, and only the scale is NaN.
+  NaN stays NaN, except in INT8, where it becomes 0 and only the scale is NaN.
   """
   x = jnp.clip(x.astype(jnp.float32), -qmax(dtype), qmax(dtype))
   return _format(dtype).nearest(x).astype(dtype)

@@ -17,12 +17,9 @@ the layer: norms and activation functions read FP8 values with one scale per
 1 x 16 group and save those instead of BF16 (arXiv:2410.19313, section 5).
 `fp8_block` is `coat` with the products of DeepSeek-V3: one scale for each block
 of 128 values that a product sums over (`scaling.Blocks`), and E4M3 gradients.
-`int8` is `coat` with integers instead of FP8, at the same number of bytes, for
-comparison.
 
 Bytes saved per token in one Llama layer of width D, with MLP width F, without
-scales (a scale adds 2 / G bytes to each value in a 1 x G group, G =
-group_size):
+scales (a scale adds 2 / G bytes to each value in a 1 x G group):
 
                        coat                  minimal
   norm inputs          2 x D bytes           2 x D bytes
@@ -90,17 +87,18 @@ class MeshAxes:
     fsdp: the axis in `batch` over which weights are split too, or None.
     tensor: the axis over which heads, an MLP's columns and, between blocks, the
       positions of a sequence are split; or None.
+    expert: the axis in `batch` over which whole experts of a mixture are split,
+      or None. Tokens are exchanged over it. Other weights are replicated.
     grad_dtype: dtype in which weights' gradients are summed over devices.
 
   Raises:
-    TypeError: `batch` is not a tuple, or an axis not a name.
-    ValueError: `batch` names no axis, or one twice; `fsdp` is not in `batch`,
-      `tensor` is in it, or the dtype is unknown.
+    TypeError, ValueError: a field has the wrong type or value.
   """
 
   batch: tuple[str, ...] = ("data", "fsdp")
   fsdp: str | None = "fsdp"
   tensor: str | None = None
+  expert: str | None = None
   grad_dtype: GradDtype = "float32"
 
   def __post_init__(self):
@@ -110,7 +108,7 @@ class MeshAxes:
       refuse(TypeError, op, "batch", named, self.batch, remedy)
     if len({*self.batch}) < max(len(self.batch), 1):
       refuse(ValueError, op, "batch", named, self.batch, remedy)
-    for name in (*self.batch, self.fsdp, self.tensor):
+    for name in (*self.batch, self.fsdp, self.tensor, self.expert):
       check_kind(op, "an axis", name, (str, type(None)), remedy)
     if self.fsdp is not None and self.fsdp not in self.batch:
       raise ValueError(
@@ -122,6 +120,14 @@ class MeshAxes:
         "MeshAxes: tensor must not be one of the axes that the batch is split "
         f"over, {self.batch}, got {self.tensor!r}; leave it out of one of them"
       )
+    if self.expert is not None and (
+      self.expert not in self.batch or self.expert == self.fsdp
+    ):
+      raise ValueError(
+        "MeshAxes: expert must be one of the axes that the batch is split "
+        f"over, {self.batch}, and not fsdp, got {self.expert!r}; add an axis "
+        "to the mesh and to batch"
+      )
     choices = typing.get_args(GradDtype)
     check_choice(op, "grad_dtype", self.grad_dtype, choices)
 
@@ -129,6 +135,11 @@ class MeshAxes:
   def tokens(self) -> tuple[str, ...]:
     """All axes over which tokens are split."""
     return self.batch if self.tensor is None else (*self.batch, self.tensor)
+
+  @property
+  def same_experts(self) -> tuple[str, ...]:
+    """The axes over which devices hold copies or shares of the same experts."""
+    return tuple(name for name in self.tokens if name != self.expert)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,20 +285,16 @@ class CoatRecipe:
     return dataclasses.replace(preset, axes=self.axes)
 
 
-class LinearOptions(TypedDict, total=False):
-  """Options of every preset with FP8 products; see `CoatRecipe`."""
-
-  weight_cache: WeightCache
-  implementation: Literal["xla", None]
-  evaluation: Evaluation
-
-
-class Options(LinearOptions, total=False):
-  """Options of the presets with FP8 throughout the layer; see `CoatRecipe`."""
+class Options(TypedDict, total=False):
+  """Options of the presets with FP8 products; see `CoatRecipe`."""
 
   residuals: Residuals
   attention: Kept
   group_size: int
+  experts: Kept
+  weight_cache: WeightCache
+  implementation: Literal["xla", None]
+  evaluation: Evaluation
 
 
 def bf16(*, implementation: Literal["xla", None] = None) -> CoatRecipe:
@@ -297,18 +304,12 @@ def bf16(*, implementation: Literal["xla", None] = None) -> CoatRecipe:
   )
 
 
-def fp8_linear(**options: Unpack[LinearOptions]) -> CoatRecipe:
+def fp8_linear(**options: Unpack[Options]) -> CoatRecipe:
   """Uses per-tensor FP8 matrix products in an otherwise BF16 layer."""
   return CoatRecipe(nonlinear="bf16", **options)
 
 
-class CoatOptions(Options, total=False):
-  """Options of `coat`; see `CoatRecipe`."""
-
-  experts: Kept
-
-
-def coat(**options: Unpack[CoatOptions]) -> CoatRecipe:
+def coat(**options: Unpack[Options]) -> CoatRecipe:
   """Uses FP8 throughout the layer; `CoatRecipe` documents the options."""
   return CoatRecipe(**options)
 
@@ -325,8 +326,7 @@ def int8(**options: Unpack[Options]) -> CoatRecipe:
   """Returns `coat` with INT8 instead of FP8, to compare both at equal bytes.
 
   Everything is rounded to nearest, gradients too. Sums of products are exact in
-  int32 up to 133,144 terms, which is more than the tokens of a step on one
-  device. None of our kernels supports INT8: it runs as plain JAX, and XLA runs
-  the products on INT8 hardware.
+  int32 up to 133,144 terms. It runs as plain JAX, and XLA runs the products on
+  INT8 hardware.
   """
   return CoatRecipe(formats=_INTEGERS, **options)

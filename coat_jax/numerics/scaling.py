@@ -9,9 +9,8 @@
   Tiles      one scale per 128 x 128 values, for weights that are multiplied by
              operands in blocks
 
-`Operand` explains rows and columns. A recipe chooses the `Scaling` class for
-the operands of its matmuls; operations and layers call the methods of that
-class and treat all scalings alike. Scales of blocks and tiles are powers of
+A recipe chooses the `Scaling` class for the operands of its matmuls; operations
+and layers treat all scalings alike. Scales of blocks and tiles are powers of
 two, so quantizing again along the other axis does not change values (except
 values below 2^-14 times a block's largest), and each value is exact in BF16.
 
@@ -46,11 +45,7 @@ Layout = Literal["rows", "columns", "both"]
 
 
 class BlockScales(NamedTuple):
-  """Scales of an operand in blocks of 128; each layout has its own.
-
-  Scales are f32 powers of two. An activation or a gradient has one per 1 x 128
-  values along the summed axis, a weight one per tile of 128 x 128; the last
-  blocks may be short. See `Blocks` and `Tiles`.
+  """Scales of an operand in blocks of 128, f32 powers of two: see `Blocks`.
 
   Attributes:
     rows: scales of `Operand.rows` [..., n]: [..., ceil(n / 128)], or for a

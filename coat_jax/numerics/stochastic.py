@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random words for stochastic rounding.
 
-The generator is stateless: a word is hashed from seed, step and position. Each
-element of each leaf at each step gets one 32-bit word that depends only on
-(seed, step, leaf, row, column). Row and column are *global*, so the words do
-not change with the sharding, a resumed run draws the same words again, and so
-does a kernel that knows its offsets. Row and column are hashed as separate
-words because a stacked leaf can have more than 2^32 elements.
+The generator is stateless: each element of each leaf at each step gets one
+32-bit word, hashed from (seed, step, leaf, row, column). Row and column are
+*global*, so the words do not change with the sharding, a resumed run draws the
+same words again, and so does a kernel that knows its offsets. They are hashed
+as separate words because a stacked leaf can have more than 2^32 elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
-search), which takes 8 integer operations per word; Threefry, which `jax.random`
-uses, takes about 37. We compute the hash only once per 8 columns: the words of
-8 columns are the hash of their position times powers of one multiplier, that
-is, 8 successive states of a multiplicative generator that starts at the hash.
-Each word by itself is uniform, since every step hashes to a different start,
-and any two of them are uncorrelated. The word of a second moment is 8 states
-after the first moment's word (`next_words`), and the parameter's word is 16
-states after it. Use the high bits of a word: the low bits of such a generator
-hardly change.
+search), which takes 8 integer operations per word; Threefry takes about 37. We
+compute it only once per 8 columns: their words are the hash times powers of one
+multiplier, that is, 8 successive states of a multiplicative generator. Each
+word by itself is uniform, since every step hashes to a different start, and any
+two of them are uncorrelated. The word of a second moment is 8 states after the
+first moment's word (`next_words`), and the parameter's word is 16 states after
+it. Use the high bits of a word: the low bits of such a generator hardly change.
 """
 
 import dataclasses
@@ -71,8 +68,7 @@ def random_words(
 
   The index along the last axis is the column; all other indices, combined in
   row-major order, are the row. For a part of an array, `start`, uint32 [axes],
-  is where the part starts along each axis, and `whole` is the shape of the
-  whole array. `key` is a `leaf_key`.
+  is where the part starts, and `whole` is the shape of the whole array.
   """
   if not shape:
     return random_words(key, (1,))[0]

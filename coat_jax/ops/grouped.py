@@ -2,8 +2,10 @@
 """Grouped matmuls: multiply each row by the weight of its group.
 
 The rows of each expert of a mixture are contiguous: the first sizes[0] rows
-belong to group 0, and so on. A group may be empty; the sizes add up to the
-number of rows.
+belong to group 0, and so on. A group may be empty. Rows after the last group
+belong to no group: their products are zero, and they add nothing to a weight's
+gradient. There, g must be finite in these rows, because kernels set only x to
+zero.
 """
 
 import jax.numpy as jnp

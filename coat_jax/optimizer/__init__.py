@@ -25,12 +25,6 @@ from coat_jax.optimizer.muon import coat_muon as coat_muon
 from coat_jax.optimizer.muon import scale_by_coat_muon as scale_by_coat_muon
 from coat_jax.optimizer.report import state_bytes as state_bytes
 from coat_jax.optimizer.report import state_report as state_report
-from coat_jax.optimizer.rounding import (
-  StochasticRoundingState as StochasticRoundingState,
-)
-from coat_jax.optimizer.rounding import (
-  stochastic_rounding as stochastic_rounding,
-)
 from coat_jax.optimizer.serialization import check_stored as check_stored
 from coat_jax.optimizer.serialization import from_integers as from_integers
 from coat_jax.optimizer.serialization import to_integers as to_integers
@@ -50,5 +44,11 @@ from coat_jax.optimizer.state import (
   ScaleByCoatMuonState as ScaleByCoatMuonState,
 )
 from coat_jax.optimizer.weights import SplitWeight as SplitWeight
+from coat_jax.optimizer.weights import (
+  StochasticRoundingState as StochasticRoundingState,
+)
 from coat_jax.optimizer.weights import join_weights as join_weights
 from coat_jax.optimizer.weights import split_weights as split_weights
+from coat_jax.optimizer.weights import (
+  stochastic_rounding as stochastic_rounding,
+)

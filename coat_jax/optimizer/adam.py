@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam with moments stored in FP8: the arithmetic and an optax transformation.
 
-`adam_update` computes a leaf's update for optax; `adamw_step` also applies it
-and returns the new parameter. Kernels do the same in one pass over memory.
-Hyperparameters are passed as f32 scalars, so one compiled program serves all
-steps and leaves.
+`adam_update` computes a leaf's update for optax; `adamw_step` also applies it.
+Kernels do the same in one pass over memory. Hyperparameters are f32 scalars, so
+one compiled program serves all steps and leaves.
 """
 
 import functools
@@ -43,8 +42,7 @@ class AdamScalars(NamedTuple):
 
   The update is optax's mu / c1 / (sqrt(nu / c2 + eps_root) + eps) with the bias
   corrections c1 and c2. We multiply numerator and denominator by sqrt(c2),
-  because nu / c2 overflows if nu is large and c2 small (c2 = 1 - b2 in the
-  first step).
+  because nu / c2 overflows if nu is large and c2 small (1 - b2 at first).
 
   Attributes:
     ratio: sqrt(c2) / c1; with Nesterov momentum, b1 sqrt(c2) / c1', where c1'
@@ -182,15 +180,6 @@ def scale_by_coat_adam(
     ValueError: a hyperparameter is negative or not finite, or a decay is not
       below 1; (by `update`) the state was made with another codec or for other
       parameters.
-
-  Examples:
-    >>> import optax
-    >>> from coat_jax import codecs, scale_by_coat_adam
-    >>> solver = optax.chain(
-    ...   optax.clip_by_global_norm(1.0),
-    ...   scale_by_coat_adam(b2=0.95, codec=codecs.coat()),
-    ...   optax.scale_by_learning_rate(3e-4),
-    ... )
 
   Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 9.
   """

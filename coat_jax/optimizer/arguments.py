@@ -11,7 +11,6 @@ import optax
 from jax import Array
 
 from coat_jax.codecs import MomentCodec
-from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import (
   ANY,
   COUNT,
@@ -23,6 +22,7 @@ from coat_jax.numerics.checks import (
   check_number,
   check_whole,
   described,
+  flatten_like,
   is_array,
   refuse,
 )
@@ -30,7 +30,6 @@ from coat_jax.optimizer.masks import (
   QuantizeMask,
   default_quantize_mask,
   leaf_paths,
-  plain_codec,
 )
 
 # Anything closer to 1 rounds to 1 in f32: the bias correction would divide by
@@ -119,6 +118,30 @@ def check_decay_mask(
   return checked
 
 
+def descend(
+  op: str,
+  tx: optax.GradientTransformation,
+  learning_rate: Any,
+  weight_decay: Any,
+  mask: Any,
+  *,
+  prefix: str = "",
+  mask_name: str = "mask",
+) -> optax.GradientTransformationExtraArgs:
+  """Chains `tx` with weight decay and the learning rate, and checks both.
+
+  In error messages the arguments' names begin with `prefix`.
+  """
+  numbers = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+  check_hyperparameters(op, **{prefix + k: x for k, x in numbers.items()})
+  mask = check_decay_mask(op, prefix + mask_name, mask)
+  return optax.chain(
+    tx,
+    optax.add_decayed_weights(weight_decay, mask),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+
+
 def _check_bools(op: str, name: str, tree: Any) -> None:
   for leaf in jax.tree.leaves(tree):
     if isinstance(leaf, bool | np.bool_):
@@ -134,13 +157,10 @@ def check_codec(op: str, codec: Any) -> None:
   check_kind(op, "codec", codec, MomentCodec, remedy)
 
 
-def choose_groups(
-  op: str,
-  params: Any,
-  groups: tuple[GroupCodec, ...],
-  mask: QuantizeMask | None,
-) -> list[tuple[GroupCodec, ...]]:
-  """Lists each leaf's codecs: `groups` if `mask` chooses it, else plain."""
+def choose_leaves(
+  op: str, params: Any, mask: QuantizeMask | None
+) -> list[bool]:
+  """Lists whether a codec encodes each leaf, because `mask` chooses it."""
   mask = default_quantize_mask if mask is None else mask
   if not callable(mask):
     raise TypeError(
@@ -156,9 +176,8 @@ def choose_groups(
         f"{op}: parameters must be floating or complex, got {got} at "
         f"{path!r}; leave it out with optax.masked or optax.partition"
       )
-    chosen = mask(path, leaf)
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    if chosen and is_complex:
+    chosen = bool(mask(path, leaf))
+    if chosen and jnp.issubdtype(dtype, jnp.complexfloating):
       raise TypeError(
         f"{op}: quantize_mask must choose real leaves, got {dtype} at "
         f"{path!r}; return False for it, or wrap the optimizer in "
@@ -169,9 +188,7 @@ def choose_groups(
         f"{op}: quantize_mask must choose arrays with an axis, got the scalar "
         f"at {path!r}; return False for it"
       )
-    # All moments but the first average squares, which are real.
-    plain = (plain_codec(is_complex), *(plain_codec(),) * (len(groups) - 1))
-    out.append(groups if chosen else plain)
+    out.append(chosen)
   return out
 
 
@@ -210,14 +227,8 @@ def promoted(op: str, updates: optax.Updates, params: optax.Params | None):
   if params is None:
     return updates
   grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
-  try:
-    leaves = treedef.flatten_up_to(params)
-  except ValueError as error:
-    raise ValueError(
-      f"{op}: gradients must have the structure of the parameters, got "
-      f"{jax.tree.structure(updates)} for {jax.tree.structure(params)}; pass "
-      "the gradients of these parameters"
-    ) from error
+  remedy = "pass the parameters of these gradients"
+  leaves = flatten_like(op, "params", params, "the gradients", treedef, remedy)
   return treedef.unflatten(
     None if g is None else g.astype(jnp.result_type(g, p))
     for g, p in zip(grads, leaves, strict=True)

@@ -4,18 +4,17 @@
 Flax keeps axis names in boxes around parameters: in the metadata of an
 `nnx.Variable`, or in Linen's `Partitioned`. Functions such as
 `nnx.get_partition_spec` shard an array by the names in its box, and replicate
-arrays without a box. The statistics of a moment, one value per group, have the
-axes of their parameter, but their last axis counts groups. So they keep the box
-and all names, except perhaps the last one. The low bytes of weights have the
-shape of their parameter, so they keep all names.
+arrays without a box. The low bytes of weights keep all names of their
+parameter. So do the statistics of a moment, except perhaps the last one,
+because their last axis counts groups.
 
 The last name stays only if the number of devices along it divides both the
 columns and the groups. The number of devices comes from the mesh in the box, or
 else from the current mesh. The logical axis rules of the box and of the context
 map the name to mesh axes. If several rules map a name, each must fit. If no
 mesh is known, or the name is neither a mesh axis nor in the rules, we drop the
-name. The statistics are then replicated along this axis. That works on every
-mesh, whereas JAX raises an error for an uneven split.
+name: replicated statistics work on every mesh, whereas JAX raises an error for
+an uneven split.
 """
 
 import contextlib
@@ -29,8 +28,6 @@ import jax
 from jax import P
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-
-from coat_jax.optimizer.masks import unboxed
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -88,6 +85,9 @@ def box_like(
   """
   if "flax" not in sys.modules:
     return jax.tree.structure(like).unflatten(arrays)
+  from flax import nnx
+  from flax.core import meta
+
   rest = iter(arrays)
 
   def rebox(node):
@@ -97,7 +97,7 @@ def box_like(
       return own[0]
     if len(own) == 1 and leaves[0] is _value(node):
       return _box_array(node, own[0], mesh)
-    return jax.tree.structure(unboxed(node)).unflatten(own)
+    return jax.tree.structure(nnx.as_pure(meta.unbox(node))).unflatten(own)
 
   return jax.tree.map(rebox, like, is_leaf=_is_box)
 

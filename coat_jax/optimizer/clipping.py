@@ -18,6 +18,7 @@ from jax import Array
 from coat_jax.numerics.checks import (
   POSITIVE,
   Range,
+  check_choice,
   check_kind,
   check_number,
   check_whole,
@@ -88,14 +89,8 @@ class Clipping:
   warmup: int = 100
 
   def __post_init__(self):
-    if self.rule not in get_args(Rule):
-      got = repr(self.rule)
-      if self.rule == "global":
-        got += ", which needs all gradients at once"
-      raise ValueError(
-        f"Clipping: rule must be 'share' or 'adaptive', got {got}; pass "
-        "'share', which bounds the global norm too"
-      )
+    remedy = "pass 'share', which bounds the global norm too"
+    check_choice("Clipping", "rule", self.rule, get_args(Rule), remedy)
     nothing = "to clip nothing pass clip=None"
     for name, allowed, remedy in (
       ("max_norm", POSITIVE, nothing),
@@ -109,10 +104,9 @@ class Clipping:
   def init(
     self, params: Any, *, stack: str | Sequence[str] = "layers"
   ) -> ClipState:
-    """Makes the state before the first step: zeros.
+    """Makes the state before the first step; `stack` as for `step_in_backward`.
 
-    `stack` is the path of the stacked layers, as in `step_in_backward`, or the
-    paths of several stacks.
+    `stack` may also be the paths of several stacks.
     """
     leaves, treedef = jax.tree.flatten(params)
     own = treedef.unflatten(
@@ -147,20 +141,16 @@ class Clipping:
   def next_state(
     self, state: ClipState, own: Sequence[Any], norm: Array
   ) -> ClipState:
-    """Returns the state after a step, from the norms that `scale` returned.
-
-    `norm` is the `global_norm` of all gradients.
-    """
+    """Returns the next state, from the norms of slices and the global norm."""
     tree = jax.tree.structure(state.own).unflatten(own)
     return ClipState(state.steps + 1, norm, tree)
 
 
 def global_norm(tree: Any) -> Array:
-  """Returns the Euclidean norm of all leaves of a tree, f32 [].
+  """Returns the Euclidean norm of all leaves, f32 [], finite if the leaves are.
 
-  The norm of finite leaves is finite: a norm above f32's largest value becomes
-  that value. Squares of values above 1.8e19 overflow, so large leaves are
-  scaled down first.
+  A norm above f32's largest value becomes that value. Squares of values above
+  1.8e19 overflow, so large leaves are scaled down first.
   """
   leaves = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(tree)]
   amax = jnp.float32(0)
@@ -194,8 +184,8 @@ def clip_gradients(
 ) -> tuple[Any, ClipState, Array]:
   """Clips a whole tree of gradients as `step_in_backward` does.
 
-  Returns the clipped gradients, f32; the new state; and the global norm before
-  clipping, f32 [].
+  Returns the clipped gradients, f32, the new state, and the global norm before
+  clipping.
   """
   leaves, treedef = jax.tree.flatten(grads)
   owns = jax.tree.leaves(state.own)

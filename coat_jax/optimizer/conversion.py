@@ -5,7 +5,7 @@ A plain state is a state of an optax optimizer, with moments in f32.
 `decode_state` and `encode_state` work on any tree that contains `Moment`s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,11 +14,10 @@ import optax
 from jax.tree_util import tree_leaves_with_path
 from jax.typing import ArrayLike
 
-from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics import stochastic
+from coat_jax.numerics.checks import flatten_like
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments
-from coat_jax.optimizer.boxes import AnyMesh
 from coat_jax.optimizer.matrices import COEFFICIENTS
 from coat_jax.optimizer.state import (
   EncodedState,
@@ -29,8 +28,6 @@ from coat_jax.optimizer.state import (
   ScaleByCoatMuonState,
   find_states,
   is_moment,
-  make_moment,
-  replace_leaves,
 )
 from coat_jax.optimizer.step import decode, encode
 from coat_jax.optimizer.weights import in_f32
@@ -41,6 +38,8 @@ _THEIRS = {
   ScaleByCoatLionState: optax.ScaleByLionState,
   ScaleByCoatMuonState: optax.contrib.MuonState,
 }
+_PLAIN = "the unencoded optimizer's state"
+_REMEDY = "pass what that optimizer's init or update returned"
 
 
 def to_plain_state(
@@ -114,16 +113,13 @@ def from_plain_state(
       structure or shapes of `opt_state` differ from those of `like`.
 
   Examples:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> from coat_jax import encoded
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from coat_jax import coat_lion
     >>> from coat_jax.optimizer import from_plain_state
     >>> params = {"w": jnp.ones((64, 128))}
-    >>> like = jax.eval_shape(encoded(optax.lion(1e-4)).init, params)
-    >>> plain = optax.lion(1e-4).init(params)
-    >>> state = from_plain_state(plain, like)
-    >>> print(state.inner[0].mu.codes["w"].dtype)
+    >>> like = jax.eval_shape(coat_lion(1e-4).init, params)
+    >>> state = from_plain_state(optax.lion(1e-4).init(params), like)
+    >>> print(state[0].mu.codes["w"].dtype)
     float8_e4m3fn
   """
   op, name = "from_plain_state", "opt_state"
@@ -134,7 +130,7 @@ def from_plain_state(
     like, is_leaf=lambda x: isinstance(x, kinds)
   )
   out = []
-  plain_states = flatten_like(op, name, treedef, opt_state)
+  plain_states = flatten_like(op, name, opt_state, _PLAIN, treedef, _REMEDY)
   for want, plain in zip(states, plain_states, strict=True):
     if isinstance(want, MomentState):
       out.append(_encoded(op, want, plain, seed))
@@ -203,63 +199,28 @@ def decode_state(state: Any, other: Callable[[Any], Any] = lambda x: x) -> Any:
 def encode_state(
   op: str, name: str, like: Any, decoded: Any, seed: ArrayLike, count: ArrayLike
 ) -> Any:
-  """Inverts `decode_state`: encodes `decoded` with the codecs of `like`."""
-  pairs = pair_nodes(op, name, like, decoded)
-  found = [(old, new) for old, new in pairs if is_moment(old)]
-  moments = iter(
-    encode_trees(
-      [new for _, new in found],
-      [old.codec for old, _ in found],
-      [[old.codec_of(x) for x in old.leaves()] for old, _ in found],
-      seed,
-      count,
-      like=[old for old, _ in found],
-    )
-  )
-  return jax.tree.structure(like, is_leaf=is_moment).unflatten(
-    next(moments) if is_moment(old) else new for old, new in pairs
-  )
+  """Inverts `decode_state`: encodes `decoded` with the codecs of `like`.
 
-
-def encode_trees(
-  trees: Sequence[Any],
-  codecs: Sequence[GroupCodec],
-  leaf_codecs: Sequence[Sequence[GroupCodec]],
-  seed: ArrayLike,
-  count: ArrayLike,
-  *,
-  like: Sequence[Moment] | None = None,
-  mesh: AnyMesh | None = None,
-) -> list[Moment]:
-  """Encodes trees of values to moments with these codecs.
-
-  `codecs` has one codec per tree. `leaf_codecs` has one codec per leaf of each
-  tree: the tree's codec or, for a leaf that is not encoded, one that stores f32
-  or complex64.
-
-  The random words for a leaf depend on two numbers: the index of the leaf's
-  path among all paths, in the order in which they first appear, and the number
-  of earlier trees that contain that path.
-
-  With `like`, each moment has the structure and boxes of its entry in `like`.
-  Without it, each moment has the structure of its tree; `mesh` is then the mesh
-  in the types of the parameters, or None.
+  A leaf's random words depend on the index of its path among all paths, in the
+  order in which they first appear, and the number of earlier moments with it.
   """
   seen: dict[Any, tuple[int, int]] = {}
-  moments = []
-  for tree, codec, own in zip(trees, codecs, leaf_codecs, strict=True):
+
+  def encode_moment(old: Moment, tree: Any) -> Moment:
     stored = []
-    leaves = tree_leaves_with_path(tree)
-    for (keys, x), group in zip(leaves, own, strict=True):
+    leaves = zip(tree_leaves_with_path(tree), old.leaves(), strict=True)
+    for (keys, x), encoded in leaves:
       index, place = seen.get(keys, (len(seen), 0))
       seen[keys] = index, place + 1
       part = LeafPart(stochastic.leaf_key(seed, count, index))
+      group = old.codec_of(encoded)
       stored += encode((group,), (in_f32(x),), part, first=place)
-    if like is None:
-      moments.append(make_moment(tree, stored, codec, mesh))
-    else:
-      moments.append(replace_leaves(like[len(moments)], stored))
-  return moments
+    return old.replace(stored)
+
+  return jax.tree.structure(like, is_leaf=is_moment).unflatten(
+    encode_moment(old, new) if is_moment(old) else new
+    for old, new in pair_nodes(op, name, like, decoded)
+  )
 
 
 def pair_nodes(
@@ -267,14 +228,11 @@ def pair_nodes(
 ) -> list[tuple[Any, Any]]:
   """Pairs the moments and other leaves of `like` with their parts of `decoded`.
 
-  Raises ValueError if the structure of `decoded`, or the shapes of its moments,
-  differ from those of `like`; the error says that argument `name` of `op` is
-  wrong.
+  Raises a ValueError about argument `name` if structures or shapes differ.
   """
   nodes, treedef = jax.tree.flatten(like, is_leaf=is_moment)
-  pairs = list(
-    zip(nodes, flatten_like(op, name, treedef, decoded), strict=True)
-  )
+  found = flatten_like(op, name, decoded, _PLAIN, treedef, _REMEDY)
+  pairs = list(zip(nodes, found, strict=True))
   got, want = [], []
   for old, new in pairs:
     if is_moment(old):
@@ -286,15 +244,3 @@ def pair_nodes(
       "state for the same parameters"
     )
   return pairs
-
-
-def flatten_like(op: str, name: str, treedef: Any, state: Any) -> list[Any]:
-  """Lists the nodes of a state; raises ValueError if its structure differs."""
-  try:
-    return treedef.flatten_up_to(state)
-  except ValueError as error:
-    raise ValueError(
-      f"{op}: {name} must be a state of the unencoded optimizer, got a "
-      f"different structure ({error}); pass what that optimizer's init or "
-      "update returned"
-    ) from error

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`encoded` stores the moments of any optax optimizer in FP8."""
 
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -11,31 +10,23 @@ from jax.tree_util import tree_leaves_with_path
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
+from coat_jax.numerics.checks import check_function
 from coat_jax.optimizer import arguments
 from coat_jax.optimizer.boxes import mesh_of
-from coat_jax.optimizer.conversion import (
-  decode_state,
-  encode_state,
-  encode_trees,
-)
+from coat_jax.optimizer.conversion import decode_state, encode_state
 from coat_jax.optimizer.fields import (
   FieldRule,
-  check_names,
+  default_field_rule,
   find_fields,
   mark_placeholders,
-  rule_of,
 )
-from coat_jax.optimizer.masks import (
-  QuantizeMask,
-  leaf_paths,
-  node_path,
-  plain_codec,
-)
+from coat_jax.optimizer.masks import QuantizeMask, leaf_paths, node_path
 from coat_jax.optimizer.state import (
   EncodedState,
   check_state,
   moments_in,
   placeholder_type,
+  zero_moment,
 )
 from coat_jax.optimizer.weights import in_f32
 
@@ -44,7 +35,7 @@ def encoded(
   inner: optax.GradientTransformation,
   codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
   *,
-  fields: FieldRule | Collection[str] | None = None,
+  fields: FieldRule = default_field_rule,
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -60,13 +51,10 @@ def encoded(
       It must keep fields in f32: do not set its `mu_dtype`.
     codec: how fields are stored, from `codecs`: its `nu` stores fields that are
       never negative, its `mu` all others.
-    fields: which fields are encoded, and how. None for `default_field_rule`,
-      which encodes all fields with the structure and shapes of the parameters,
+    fields: `path -> "mu", "nu" or None`, which fields are encoded, and how. By
+      default all fields with the structure and shapes of the parameters are,
       except copies of parameters and fields that must stay in f32 (in COCOB,
-      MADGRAD and `rmsprop(centered=True)`). Otherwise pass the fields' names,
-      such as `("mu",)`; names and kinds, such as `{"m": "mu", "n": "nu"}`; or a
-      rule, `path -> "mu", "nu" or None`. A name is the last part of a path, or
-      all of it ("0/mu").
+      MADGRAD and `rmsprop(centered=True)`). A path is like "0/mu".
     quantize_mask, seed: as for `coat_adamw`.
 
   Returns:
@@ -75,14 +63,12 @@ def encoded(
     otherwise it makes all fields in f32 before it encodes them.
 
   Raises:
-    TypeError: `inner` is not an optimizer; `codec` is not a `MomentCodec`;
-      `fields` is a single name; (by `init`) a leaf is neither floating nor
-      complex, or `quantize_mask` chooses a complex one; (by `update`) the state
-      belongs to another optimizer.
-    ValueError: (by `init`) a named field does not exist, is not like the
-      parameters, or must stay in f32; there is no field to encode, or one is
-      not in f32; (by `update`) the state was made with another codec or for
-      other parameters.
+    TypeError: `inner` is not an optimizer, `codec` not a `MomentCodec` or
+      `fields` not a function; otherwise the same as for `scale_by_coat_adam`.
+    ValueError: (by `init`) `fields` chooses a field that must stay in f32, or
+      returns another value; there is no field to encode, or one is not in f32;
+      (by `update`) the state was made with another codec or for other
+      parameters.
 
   Examples:
     >>> import jax, optax
@@ -98,47 +84,35 @@ def encoded(
   op = "encoded"
   arguments.check_codec(op, codec)
   arguments.check_hyperparameters(op, seed=seed)
-  rule = rule_of(op, fields)
+  check_function(
+    op, "fields", fields, "pass a rule: path -> 'mu', 'nu' or None"
+  )
   arguments.check_optimizer(op, "inner", inner)
   inner = optax.with_extra_args_support(inner)
 
   def init_fn(params):
     count = jnp.zeros([], jnp.int32)
     if isinstance(params, placeholder_type()):
-      state = mark_placeholders(op, inner.init, params, codec, rule)
+      state = mark_placeholders(op, inner.init, params, codec, fields)
       return EncodedState(count, state)
-    chosen = arguments.choose_groups(op, params, codec.groups, quantize_mask)
+    chosen = arguments.choose_leaves(op, params, quantize_mask)
     where = mesh_of(params)
     params = _in_f32(params)
     state = inner.init(params)
-    found, treedef = find_fields(op, state, params, rule)
-    if chosen:
-      names = () if fields is None or callable(fields) else fields
-      check_names(op, names, state, found)
+    found, treedef = find_fields(op, state, params, fields)
     keys = [keys for keys, _ in tree_leaves_with_path(params)]
-    is_encoded = {
-      keys: groups == codec.groups
-      for keys, groups in zip(keys, chosen, strict=True)
-    }
-    trees, groups, leaf_codecs = [], [], []
-    for field in found:
-      if field.kind is None:
-        continue
-      # Without this barrier the compiler spends half a minute encoding
-      # constants.
-      trees.append(jax.lax.optimization_barrier(field.node))
-      groups.append(getattr(codec, field.kind))
-      leaf_codecs.append(
-        [
-          groups[-1] if is_encoded[keys] else plain_codec(jnp.iscomplexobj(x))
-          for keys, x in tree_leaves_with_path(field.node)
-        ]
-      )
-    moments = iter(
-      encode_trees(trees, groups, leaf_codecs, seed, 0, mesh=where)
-    )
-    nodes = [next(moments) if x.kind else x.node for x in found]
-    return EncodedState(count, treedef.unflatten(nodes))
+    is_chosen = dict(zip(keys, chosen, strict=True))
+
+    def zeros(field):
+      own = [is_chosen[keys] for keys, _ in tree_leaves_with_path(field.node)]
+      return zero_moment(field.node, getattr(codec, field.kind), own, where)
+
+    like = treedef.unflatten(zeros(x) if x.kind else x.node for x in found)
+    # Without this barrier the compiler spends half a minute encoding constants.
+    barrier = jax.lax.optimization_barrier
+    nodes = [barrier(x.node) if x.kind else x.node for x in found]
+    state = treedef.unflatten(nodes)
+    return EncodedState(count, encode_state(op, "state", like, state, seed, 0))
 
   def update_fn(updates, state, params=None, **extra_args):
     check_state(op, state, EncodedState, codec)

@@ -7,7 +7,7 @@ a `Moment` and leaves the rest of the state unchanged.
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import optax
 from jax.tree_util import tree_leaves_with_path
 
 from coat_jax.codecs import MomentCodec
-from coat_jax.numerics.checks import check_kind, refuse
+from coat_jax.numerics.checks import check_choice, check_kind
 from coat_jax.optimizer.masks import node_path
 from coat_jax.optimizer.state import marked_moment, placeholder_type
 
@@ -86,69 +86,32 @@ def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
   return known
 
 
-# The state that a field belongs to and the field's kind.
-_Known = tuple[type, Kind | None]
-
-
-def _known_fields(state: Any) -> dict[str, _Known]:
-  """Maps the path of each field in `_known_states` to its entry."""
+def _checked_rule(op: str, state: Any, rule: FieldRule) -> FieldRule:
+  """Wraps a rule in checks, and corrects it by `_known_states`."""
   known = _known_states()
   nodes = tree_leaves_with_path(state, is_leaf=lambda x: type(x) in known)
-  return {
+  corrected = {
     node_path((*keys, jax.tree_util.GetAttrKey(name))): (type(node), kind)
     for keys, node in nodes
     for name, kind in known.get(type(node), {}).items()
   }
 
-
-def _kind_at(
-  op: str, path: str, rule: FieldRule, known: Mapping[str, _Known]
-) -> Kind | None:
-  """Returns the kind of a field, by a rule and by `_known_states`."""
-  kind = rule(path)
-  if kind is None or path not in known:
+  def kind_at(path: str) -> Kind | None:
+    kind: Any = rule(path)
+    remedy = "return 'nu' for fields that are never negative"
+    check_choice(op, "the result of fields", kind, (None, "mu", "nu"), remedy)
+    if kind is None or path not in corrected:
+      return kind
+    owner, kind = corrected[path]
+    if kind is None and rule is not default_field_rule:
+      raise ValueError(
+        f"{op}: fields of {owner.__name__} must stay in f32, because its "
+        "update magnifies their rounding errors, got a rule that encodes "
+        f"{path!r}; leave it out of fields"
+      )
     return kind
-  state, kind = known[path]
-  if kind is None and rule is not default_field_rule:
-    raise ValueError(
-      f"{op}: fields of {state.__name__} must stay in f32, because its update "
-      f"magnifies their rounding errors, got fields that encode {path!r}; "
-      "leave it out of fields"
-    )
-  return kind
 
-
-def rule_of(op: str, fields: FieldRule | Collection[str] | None) -> FieldRule:
-  """Makes a rule from the argument `fields` of `encoded`."""
-  if fields is None:
-    return default_field_rule
-  if callable(fields):
-    return fields
-  if isinstance(fields, str):
-    raise TypeError(
-      f"{op}: fields must be several names, got {fields!r}; pass ({fields!r},)"
-    )
-  if not isinstance(fields, Collection):
-    remedy = "pass names such as ('mu',), a mapping or a rule"
-    refuse(TypeError, op, "fields", "several names", fields, remedy)
-  kinds = dict(fields) if isinstance(fields, Mapping) else dict.fromkeys(fields)
-  if wrong := {x for x in kinds.values() if x not in (None, "mu", "nu")}:
-    raise ValueError(
-      f"{op}: a field is stored as 'mu' or 'nu', got {wrong.pop()!r}; pass "
-      "'nu' for fields that are never negative and 'mu' for all others"
-    )
-
-  def rule(path):
-    for name, kind in kinds.items():
-      if _is_named(path, name):
-        return kind or default_field_rule(path) or "mu"
-    return None
-
-  return rule
-
-
-def _is_named(path: str, name: str) -> bool:
-  return f"/{path}".endswith(f"/{name}")
+  return kind_at
 
 
 def mark_placeholders(
@@ -160,13 +123,13 @@ def mark_placeholders(
 ) -> Any:
   """Makes a state from optax's placeholder, and marks the fields in it."""
   state, kind = init(placeholder), placeholder_type()
-  known, paths = _known_fields(state), _field_paths(init)
+  kind_at, paths = _checked_rule(op, state, rule), _field_paths(init)
 
   def mark(keys, node):
     path = node_path(keys)
     if not isinstance(node, kind) or not (paths is None or path in paths):
       return node
-    chosen = _kind_at(op, path, rule, known)
+    chosen = kind_at(path)
     return marked_moment(node, getattr(codec, chosen)) if chosen else node
 
   return jax.tree.map_with_path(
@@ -197,7 +160,6 @@ def _field_paths(init: Callable[[Any], Any]) -> set[str] | None:
 class Field(NamedTuple):
   """A node of a state; its kind is None if it is not encoded."""
 
-  path: str
   node: Any
   kind: Kind | None
 
@@ -212,13 +174,12 @@ def find_fields(
   """
   shapes = _shapes(params)
   flat, treedef = _flatten(state, shapes)
-  known = _known_fields(state)
+  kind_at = _checked_rule(op, state, rule)
   found = []
   for keys, node in flat:
-    path, kind = node_path(keys), None
-    if _is_like(node, shapes):
-      kind = _kind_at(op, path, rule, known)
-    found.append(Field(path, node, kind))
+    path = node_path(keys)
+    kind = kind_at(path) if _is_like(node, shapes) else None
+    found.append(Field(node, kind))
     for x in jax.tree.leaves(node) if kind else ():
       if x.dtype not in (jnp.float32, jnp.complex64):
         raise ValueError(
@@ -226,6 +187,12 @@ def find_fields(
           f"{x.dtype} at {path!r}; leave its mu_dtype out, because the codec "
           "determines how fields are stored, or leave this field out of fields"
         )
+  if shapes and not any(field.kind for field in found):
+    raise ValueError(
+      f"{op}: the inner optimizer must keep a field of the parameters' "
+      "structure and shapes, got a state without one to encode; use it as it "
+      "is, without encoded, or pass fields, a rule that chooses a field"
+    )
   return found, treedef
 
 
@@ -274,30 +241,3 @@ def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
 
 def _is_masked(x: Any) -> bool:
   return isinstance(x, optax.MaskedNode)
-
-
-def check_names(
-  op: str, names: Collection[str], state: Any, found: Sequence[Field]
-) -> None:
-  """Raises a ValueError if a name selects no field, or nothing is encoded."""
-  everything = [node_path(keys) for keys, _ in tree_leaves_with_path(state)]
-  chosen = [field.path for field in found if field.kind]
-  for name in names:
-    if any(_is_named(path, name) for path in chosen):
-      continue
-    if any(f"/{name}/" in f"/{path}/" for path in everything):
-      raise ValueError(
-        f"{op}: a field must have the structure and the shapes of the "
-        f"parameters, got another tree at {name!r}; leave it out of fields"
-      )
-    raise ValueError(
-      f"{op}: fields must be in the inner optimizer's state, got {name!r}, "
-      f"which is not among {', '.join(everything[:8])}; pass the last part of "
-      "a path, or all of it"
-    )
-  if not chosen:
-    raise ValueError(
-      f"{op}: the inner optimizer must keep a field of the parameters' "
-      "structure and shapes, got a state without one to encode; use it as it "
-      "is, without encoded, or pass the names of its fields in fields"
-    )

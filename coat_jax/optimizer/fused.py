@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused AdamW and Lion with FP8 moments: one call returns new parameters.
 
-`fused_coat_adamw` does what `coat_adamw` and `apply_updates` do together, and
-`fused_coat_lion` does the same for Lion. In a chain, each optax transformation
-writes its updates, which are as large as the parameters, to memory, and the
-next transformation reads them. Here a leaf's whole step is one computation. On
-a GPU, one kernel does it in a single pass over memory, in place if parameters
-and state are donated.
+In a chain, each optax transformation writes its updates, which are as large as
+the parameters, to memory, and the next one reads them. Here a leaf's whole step
+is one computation. On a GPU, one kernel does it in a single pass over memory,
+in place if parameters and state are donated.
 
-The optax transformations use the same states (`ScaleByCoatAdamState`,
-`ScaleByCoatLionState`), so either form can read the other's checkpoints. With
-`low_bits` the state also stores a byte per weight (`LowBitsState`).
+The optax transformations use the same states, so either form can read the
+other's checkpoints. With `low_bits` the state also stores a byte per weight
+(`LowBitsState`).
 """
 
 import functools
@@ -103,9 +101,8 @@ def fused_coat_adamw(
   The whole step is computed in f32. A bf16 parameter is rounded stochastically
   at the end: to 24 bits with `low_bits`, otherwise to bf16. Rounding to bf16
   gives the same bits as `apply_updates` with the same seed and the new state's
-  count as `step`. docs/optimizer.md explains which to choose. With f32
-  gradients and parameters the optax chain gives the same result, apart from a
-  few ulps between different compiled programs, which can change an FP8 code.
+  count as `step`, apart from a few ulps between different compiled programs,
+  which can change an FP8 code. docs/optimizer.md explains which to choose.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.
@@ -171,10 +168,6 @@ def fused_coat_lion(
 ) -> FusedTransformation:
   """Does what `coat_lion` and `apply_updates` do, in one step.
 
-  As in `fused_coat_adamw`, the whole step is computed in f32, and a bf16
-  parameter is rounded stochastically with the random words that `apply_updates`
-  draws.
-
   Args:
     learning_rate, b1, b2, codec: as for `coat_lion`.
     weight_decay, mask, quantize_mask, seed, implementation, shardings: as for
@@ -187,16 +180,6 @@ def fused_coat_lion(
   Raises:
     NotImplementedError, TypeError, ValueError: the same as for
       `fused_coat_adamw`.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp
-    >>> from coat_jax.optimizer import fused_coat_lion
-    >>> optimizer = fused_coat_lion(1e-2, weight_decay=0.1)
-    >>> params = {"w": jnp.ones((16, 256))}
-    >>> state = optimizer.init(params)
-    >>> params, state = jax.jit(optimizer.apply)(params, state, params)
-    >>> print(f"{params['w'][0, 0]:.3f}")
-    0.989
 
   Source: arXiv:2302.06675, algorithm 2.
   """

@@ -4,9 +4,8 @@
 In an ordinary step all gradients exist before the optimizer uses the first one:
 4 bytes per parameter in f32. Here the backward scan passes each layer's
 gradients to the optimizer immediately, and overwrites the layer's weights and
-moments (in place if the caller donates them). So only one layer's gradients
-exist at a time. Parameters that only the loss uses are stepped before the scan;
-parameters that the model uses before the stack are stepped after the scan.
+moments (in place if the caller donates them). Parameters that only the loss
+uses are stepped before the scan, and those before the stack after the scan.
 """
 
 from collections.abc import Callable, Mapping
@@ -78,11 +77,10 @@ def step_in_backward(
     before: `before(outer)` runs what precedes the stack and returns the first
       layer's input. `outer` is `params` with None for the leaves of the stack.
     layer: `layer(layer_params, x)` runs one layer and returns x of the same
-      shape and dtype: an array or a tree of them, such as the residual stream
-      and a sum over layers. The layer's slice of `per_layer`, if there is one,
-      is passed as a third argument. To save less, wrap `layer` in
-      `jax.checkpoint`. Any array that it closes over is saved once per layer if
-      the backward pass reads it.
+      shape and dtype: an array or a tree of them. The layer's slice of
+      `per_layer`, if there is one, is passed as a third argument. To save less,
+      wrap `layer` in `jax.checkpoint`. Any array that it closes over is saved
+      once per layer if the backward pass reads it.
     after: `after(outer, x)` runs what follows the stack and returns the loss,
       f32 []. It may use what `before` uses, such as an embedding.
     stack: the path of the subtree in `params`, such as `model/layers`.
@@ -98,11 +96,10 @@ def step_in_backward(
     TypeError: `optimizer` has no `begin` (optax's optimizers have none);
       `before`, `layer` or `after` is not a function, or `clip` not a
       `Clipping`.
-    ValueError: the optimizer is `coat_adamw`, `coat_lion` or `encoded`, which
-      cannot step leaf by leaf; no leaf is below `stack`, or some differ in
-      their first axis; only one of `clip` and `clip_state` is passed; a layer
-      changes the shape or dtype of x, or the loss is not a scalar; a function
-      closes over a parameter.
+    ValueError: the optimizer cannot step leaf by leaf; no leaf is below
+      `stack`, or some differ in their first axis; only one of `clip` and
+      `clip_state` is passed; a layer changes the shape or dtype of x, or the
+      loss is not a scalar; a function closes over a parameter.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -160,12 +157,12 @@ def step_in_backward(
 
   # For each leaf: its weight and what the optimizer stores; its norms, or None.
   last: Any = clip_state
-  norms = [None] * len(steps.leaves)
+  owns = [None] * len(steps.leaves)
   if clip is not None:
-    norms = jax.tree.leaves(last.own)
-  old = list(zip(steps.leaves, norms, strict=True))
+    owns = jax.tree.leaves(last.own)
+  old = list(zip(steps.leaves, owns, strict=True))
   new: dict[int, Any] = {}
-  seen: dict[int, _Seen] = {}
+  norms: dict[int, Array] = {}
 
   def step(i, old, g, index=None):
     """Clips the gradient of leaf i, or of one layer of it, and steps it."""
@@ -177,7 +174,7 @@ def step_in_backward(
       scale, mine = clip.scale(last, mine, norm)
       own = mine if index is None else own.at[index].set(mine)
     leaf = steps.step(i, leaf, g, layer=index, grad_scale=scale)
-    return (leaf, own), _Seen(norm, jnp.all(jnp.isfinite(g)))
+    return (leaf, own), norm
 
   # First step the parameters that only the loss uses (an output projection).
   outer_grads = dict(
@@ -186,7 +183,7 @@ def step_in_backward(
   is_used = dict(zip(found.others, is_read, strict=True))
   for i in found.others:
     if not is_used[i]:
-      new[i], seen[i] = step(i, old[i], outer_grads[i])
+      new[i], norms[i] = step(i, old[i], outer_grads[i])
   dx, new = lax.optimization_barrier((dx, new))
 
   # Then differentiate the stack. Lists have one entry for each stacked leaf.
@@ -209,34 +206,28 @@ def step_in_backward(
     return (dx, [each for each, _ in done]), [each for _, each in done]
 
   inputs = jnp.arange(found.num_layers, dtype=jnp.int32), residuals, per_layer
-  (dx, stacked), seen_layers = lax.scan(
+  (dx, stacked), layer_norms = lax.scan(
     backward, (dx, [old[i] for i in found.stacked]), inputs, reverse=True
   )
   new |= zip(found.stacked, stacked, strict=True)
-  for i, each in zip(found.stacked, seen_layers, strict=True):
-    seen[i] = _Seen(global_norm(each.norm), jnp.all(each.is_finite))
+  for i, of_layers in zip(found.stacked, layer_norms, strict=True):
+    norms[i] = global_norm(of_layers)
 
   # Last, step the parameters before the stack, which the loss may use too.
   (before_grads,) = before_vjp(dx)
   for i, g in zip(found.others, jax.tree.leaves(before_grads), strict=True):
     if is_used[i]:
-      new[i], seen[i] = step(i, old[i], outer_grads[i] + g)
+      new[i], norms[i] = step(i, old[i], outer_grads[i] + g)
 
   in_order = range(len(old))
   new_params, new_state = steps.end([new[i][0] for i in in_order])
-  norm = global_norm([seen[i].norm for i in in_order])
+  in_leaves = [norms[i] for i in in_order]
+  norm = global_norm(in_leaves)
   if clip is not None:
-    kept = [new[i][1] for i in in_order]
-    clip_state = clip.next_state(last, kept, norm)
-  is_finite = jnp.stack([seen[i].is_finite for i in in_order])
+    clip_state = clip.next_state(last, [new[i][1] for i in in_order], norm)
+  # The norm of finite values is finite, and no other is.
+  is_finite = jnp.isfinite(jnp.stack(in_leaves))
   return BackwardStep(new_params, new_state, clip_state, loss, norm, is_finite)
-
-
-class _Seen(NamedTuple):
-  """The norm of a gradient, and whether the gradient is finite."""
-
-  norm: Array
-  is_finite: Array
 
 
 class _Stack:
@@ -244,7 +235,7 @@ class _Stack:
 
   Attributes:
     stacked, others: indices of the stacked leaves, and of all other leaves.
-    layers: the stack's subtree; `structure` is its structure.
+    layers, structure: the stack's subtree and its structure.
     outer: the parameters with None instead of stacked leaves.
   """
 
@@ -277,8 +268,7 @@ class _LayerPasses:
   """Runs one layer's forward and backward pass separately.
 
   The function that `jax.vjp` returns is a tree of the arrays that the backward
-  pass reads. Some of them are the layer's parameters, which are in memory
-  anyway, so we save only the others.
+  pass reads. We save those that are not the layer's own parameters.
   """
 
   def __init__(self, layer: Callable[..., Any], params: Any):
@@ -323,11 +313,7 @@ _OUTER = "read it from outer; only layer reads the stack's parameters"
 
 
 def _trace(name: str, f: Callable[..., Any], params: Any, *args: Any) -> Any:
-  """Traces one of the user's functions to a jaxpr.
-
-  Raises a ValueError if it closes over a leaf of `params`, which would get no
-  gradient.
-  """
+  """Traces a user's function; raises if it closes over a leaf of `params`."""
   closed = jax.make_jaxpr(f)(*args)
   constants = {id(x) for x in _constants(closed)}
   for path, leaf in leaf_paths(params):

@@ -69,41 +69,37 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     def kept_by(i: int, nodes: Sequence[Any]) -> list[Any]:
       return [x for x, own in zip(nodes, owners, strict=True) if own == i]
 
+    def only(i: int, x: Any) -> Any:
+      """Returns a tree like the parameters with only leaf i."""
+      return treedef.unflatten(
+        [x if j == i else None for j in range(len(leaves))]
+      )
+
     def update(i: int, g: Any, weight: Any, own_state: Sequence[Any]):
       """Updates a tree with only leaf i; returns the nodes of the new state."""
       rest = iter(own_state)
-
-      def node(x, own):
-        if own == _SHARED:
-          return x
-        return next(rest) if own == i else None
-
-      nodes = [node(x, own) for x, own in zip(kept, owners, strict=True)]
-      g, weight = (
-        treedef.unflatten([x if j == i else None for j in range(len(leaves))])
-        for x in (g, weight)
+      nodes = [
+        x if own == _SHARED else next(rest) if own == i else None
+        for x, own in zip(kept, owners, strict=True)
+      ]
+      updates, new = tx.update(
+        only(i, g), state_treedef.unflatten(nodes), only(i, weight)
       )
-      updates, new = tx.update(g, state_treedef.unflatten(nodes), weight)
       return updates, state_treedef.flatten_up_to(new)
 
     def step(i, leaf, g, *, layer=None, grad_scale=None):
       g = g if grad_scale is None else (g * grad_scale).astype(g.dtype)
-      if layer is None:
-        return step_part(i, leaf, g)
-      if place := without_layers[i]:
+      if layer is not None and (place := without_layers[i]):
         raise ValueError(
           "leafwise: the state of stacked layers must have an axis of layers, "
           f"got {place!r} without it; use the optimizer without leafwise, "
           "which steps all leaves at once"
         )
-      new = step_part(i, take_layer(leaf, layer), g)
-      return put_layer(leaf, new, layer)
-
-    def step_part(i, leaf, g):
-      weight, own_state = leaf
+      weight, own_state = leaf if layer is None else take_layer(leaf, layer)
       updates, nodes = update(i, g, weight, own_state)
       weight = optax.apply_updates(weight, jax.tree.leaves(updates)[0])
-      return weight, kept_by(i, nodes)
+      new = weight, kept_by(i, nodes)
+      return new if layer is None else put_layer(leaf, new, layer)
 
     def end(new):
       # Update shared state (step counts) by updating a tree without leaves.
@@ -159,7 +155,7 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  For each parameter, returns the path of any state that its update changes but
+  For each parameter, returns the path of state that its update changes but
   that lacks the parameter's first axis, such as a norm; otherwise None.
   """
   paths, places = leaf_paths(params), leaf_paths(state)

@@ -96,13 +96,6 @@ def scale_by_coat_lion(
   Raises:
     TypeError, ValueError: the same as for `scale_by_coat_adam`.
 
-  Examples:
-    >>> import optax
-    >>> from coat_jax import scale_by_coat_lion
-    >>> solver = optax.chain(
-    ...   scale_by_coat_lion(b2=0.98), optax.scale_by_learning_rate(1e-4)
-    ... )
-
   Source: arXiv:2302.06675, algorithm 2; `optax.scale_by_lion`.
   """
   name = "scale_by_coat_lion"
@@ -169,20 +162,12 @@ def coat_lion(
 
   Source: arXiv:2302.06675, algorithm 2; `optax.lion`.
   """
-  op = "coat_lion"
-  arguments.check_hyperparameters(
-    op, learning_rate=learning_rate, weight_decay=weight_decay
+  tx = scale_by_coat_lion(
+    b1,
+    b2,
+    codec=codec,
+    quantize_mask=quantize_mask,
+    seed=seed,
+    shardings=shardings,
   )
-  mask = arguments.check_decay_mask(op, "mask", mask)
-  return optax.chain(
-    scale_by_coat_lion(
-      b1,
-      b2,
-      codec=codec,
-      quantize_mask=quantize_mask,
-      seed=seed,
-      shardings=shardings,
-    ),
-    optax.add_decayed_weights(weight_decay, mask),
-    optax.scale_by_learning_rate(learning_rate),
-  )
+  return arguments.descend("coat_lion", tx, learning_rate, weight_decay, mask)

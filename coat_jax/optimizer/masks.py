@@ -2,7 +2,6 @@
 """Decides by path and shape which leaves are encoded: no norms, no biases."""
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,17 +119,3 @@ def leaf_path(keys: Sequence[Any]) -> str:
 def node_path(keys: Sequence[Any]) -> str:
   """Writes the keys of any node of a tree as a path such as "0/mu"."""
   return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
-
-
-def unboxed(tree: Any) -> Any:
-  """Returns a tree without flax's boxes around leaves.
-
-  These are `nnx.Variable`, `nnx.State` and Linen's `Partitioned`. Only programs
-  that import flax can make them, so otherwise we do not import it.
-  """
-  if "flax" not in sys.modules:
-    return tree
-  from flax import nnx
-  from flax.core import meta
-
-  return nnx.as_pure(meta.unbox(tree))

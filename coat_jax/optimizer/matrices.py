@@ -90,8 +90,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
 
   Raises:
     TypeError: `path` is not a string or `leaf` not an array.
-    ValueError: the leaf belongs to a `models.Decoder`, for which you need
-      `model_matrices`.
+    ValueError: the leaf belongs to a `models.Decoder`.
   """
   check_leaf("hidden_matrices", path, leaf)
   if path.endswith("qkv/linear/kernel") and leaf.ndim == 3:
@@ -184,10 +183,9 @@ def _axes_first(split: MatrixSplit, ndim: int) -> tuple[list[int], int]:
 
 
 def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
-  """Cuts a leaf into its matrices [inputs, outputs].
+  """Cuts a leaf into its matrices [inputs, outputs], in order of batch axes.
 
-  All parts of the first index of the batch axes come first, then all parts of
-  the next index. A bias [columns] is cut like the columns of its kernel.
+  A bias [columns] is cut like the columns of its kernel.
   """
   if x.ndim == 1:
     return split_columns(x, split)
@@ -268,13 +266,9 @@ def newton_schulz(
   """Moves the singular values of f32 matrices [..., m, n] close to 1.
 
   Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where A = x
-  x^T and a, b and c are the coefficients. First x is divided by its Frobenius
-  norm plus `eps`. On a mesh the longer axis is split over all devices that hold
-  shards of the leaf: each multiplies its columns, and devices exchange only
-  sums of x x^T, a square matrix as wide as the shorter axis. Without
-  `sharding`, XLA decides how to partition.
-
-  Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
+  x^T. On a mesh the longer axis is split over all devices that hold shards of
+  the leaf, which exchange only sums of x x^T. Without `sharding`, XLA decides
+  how to partition.
   """
   a, b, c = options.coefficients
   is_tall = x.shape[-2] > x.shape[-1]
@@ -314,11 +308,7 @@ def orthogonalize(
   sharding: NamedSharding | None,
   options: NewtonSchulz,
 ) -> Array:
-  """Orthogonalizes the matrices of a leaf, and scales them by their shapes.
-
-  The scale is sqrt(max(inputs, outputs)) * consistent_rms, or without it
-  sqrt(max(1, outputs / inputs)). `sharding` is the sharding of the leaf.
-  """
+  """Orthogonalizes the matrices of a leaf, and scales them by their shapes."""
 
   def f(x):
     rows, columns = x.shape[-2:]

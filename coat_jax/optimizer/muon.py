@@ -6,6 +6,7 @@ all other parameters. The momentum is updated on each device's shard, like
 Adam's moments. `matrices.py` orthogonalizes a stack one layer at a time.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,13 +51,8 @@ _ADAM_STREAM = 0x2545F491
 class MuonScalars(NamedTuple):
   """Scalars of a step of Muon, f32 [].
 
-  Muon orthogonalizes ratio * momentum + gradient_ratio * gradient.
-
-  Attributes:
-    ratio: 1 over the bias correction; with Nesterov momentum, beta over the
-      next step's bias correction.
-    gradient_ratio: 1 - beta over the bias correction with Nesterov momentum,
-      else None.
+  Muon orthogonalizes ratio * momentum + gradient_ratio * gradient: without
+  Nesterov momentum, the momentum over its bias correction.
   """
 
   beta: Array
@@ -135,13 +131,6 @@ def scale_by_coat_muon(
     ValueError: a hyperparameter is outside its range; a leaf is not a matrix,
       or cannot be cut as `matrices` requires; the state was made with another
       codec or for other parameters.
-
-  Examples:
-    >>> import optax
-    >>> from coat_jax import scale_by_coat_muon
-    >>> solver = optax.chain(
-    ...   scale_by_coat_muon(), optax.scale_by_learning_rate(0.02)
-    ... )
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.scale_by_muon`.
   """
@@ -264,20 +253,11 @@ def coat_muon(
   arguments.check_codec(op, codec)
   arguments.check_hyperparameters(
     op,
-    learning_rate=learning_rate,
-    weight_decay=weight_decay,
     adam_b1=adam_b1,
     adam_b2=adam_b2,
     adam_eps_root=adam_eps_root,
-    adam_weight_decay=adam_weight_decay,
     adam_learning_rate=adam_learning_rate,
     seed=seed,
-  )
-  weight_decay_mask = arguments.check_decay_mask(
-    op, "weight_decay_mask", weight_decay_mask
-  )
-  adam_weight_decay_mask = arguments.check_decay_mask(
-    op, "adam_weight_decay_mask", adam_weight_decay_mask
   )
   split_of = checked_matrices(op, matrices)
   shared: dict[str, Any] = dict(
@@ -314,35 +294,19 @@ def coat_muon(
   )
   if adam_learning_rate is None:
     adam_learning_rate = learning_rate
+  descend = functools.partial(
+    arguments.descend, op, mask_name="weight_decay_mask"
+  )
   return optax.partition(
     {
-      "muon": optax.chain(
-        muon,
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
-      ),
-      "adam": optax.chain(
+      "muon": descend(muon, learning_rate, weight_decay, weight_decay_mask),
+      "adam": descend(
         adam,
-        _decayed_weights(adam_weight_decay, adam_weight_decay_mask),
-        optax.scale_by_learning_rate(adam_learning_rate),
+        adam_learning_rate,
+        adam_weight_decay,
+        adam_weight_decay_mask,
+        prefix="adam_",
       ),
     },
     label,
   )
-
-
-def _decayed_weights(
-  weight_decay: optax.ScalarOrSchedule, mask: Any
-) -> optax.GradientTransformation:
-  """Decays weights; with any mask, its state is like `optax.contrib.muon`'s."""
-  plain = optax.add_decayed_weights(weight_decay)
-  if mask is None:
-    return plain
-  masked = optax.masked(plain, mask)
-
-  def update_fn(updates, state, params=None) -> Any:
-    state = optax.MaskedState(state)
-    updates, state = masked.update(updates, state, params)
-    return updates, state.inner_state  # pyright: ignore[reportAttributeAccessIssue]
-
-  return optax.GradientTransformation(plain.init, update_fn)

@@ -6,21 +6,33 @@ twice. By itself, XLA would store both new moments in f32 after the first read,
 and spend more time on them than on everything else. Here each pass starts from
 the stored moments and computes the same values again. (They may differ in the
 last bit, because XLA may fuse multiplications and additions differently.)
-Between passes, we store only what the codec's stages return (`codecs.lookup`).
 
-All arrays are split into groups first, because XLA counts everything before a
-reshape twice when it estimates the cost of a fusion.
+The first pass computes the statistics. If a codec with dynamic range expansion
+rounds stochastically, a second pass computes each value's lower neighbour, its
+draft, because XLA generates slow code if it fuses drafts with the lookup below.
+The last pass encodes. All arrays are split into groups first, because XLA
+counts everything before a reshape twice when it estimates the cost of a fusion.
+
+XLA needs about 120 instructions for a power on a GPU, so the six powers per
+parameter took longer than all memory accesses. But there are only 256 powers k
+and 128 magnitudes of an E4M3 code, so we look up their roots in a table, which
+gives the same bits.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
-from coat_jax.codecs.group import Encoded, Grouped
-from coat_jax.codecs.lookup import stages_of
+from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8
+from coat_jax.codecs.group import Encoded, Grouped, magnitude_of, share
+from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import join_groups, split_groups
+
+_SIGN, _NAN = 0x80, 0x7F
+_MAGNITUDES = 128  # Codes without a sign; the last one is NaN.
 
 
 def can_run(groups: Sequence[Any], shape: tuple[int, ...]) -> bool:
@@ -44,54 +56,118 @@ def run(
 ) -> tuple[Any, tuple[Encoded, ...]]:
   """Runs `compute`; returns its first result finished and the others encoded.
 
-  Args:
-    groups: the codecs of the moments.
-    compute: `compute(arrays, *moments)` returns a result and the new moments,
-      all f32; it must be elementwise, because its arrays are split into groups.
-    finish: `finish(result, split)` returns a tree of arrays of the result's
-      shape; `split` splits arrays of the leaf's shape into groups.
-    arrays: a tree of arrays of the leaf's shape.
-    stored: the moments.
-    noise: for each moment, uniform noise of the leaf's shape, or None.
+  `compute(arrays, *moments)` returns a result and the new moments, all f32; it
+  must be elementwise, because its arrays are split into groups.
+  `finish(result, split)` returns a tree of arrays of the result's shape;
+  `split` splits other arrays of the leaf's shape into groups. `arrays` is a
+  tree of such arrays, and `noise` has one per moment, or None.
   """
   size, n = groups[0].group_size, stored[0].codes.shape[-1]
-  stages = [stages_of(x) for x in groups]
 
   def split(x):
     return split_groups(x, size)
 
   def new(inputs):
     arrays, stored = inputs
-    moments = [s.decode(x) for s, x in zip(stages, stored, strict=True)]
-    return compute(arrays, *moments)
+    return compute(arrays, *map(_decode, groups, stored))
 
-  def of_each(method, *args):
-    pairs = zip(stages, *args, strict=True)
-    return [getattr(stage, method)(*x) for stage, *x in pairs]
-
-  inputs = jax.tree.map(split, arrays), [_split(x, size) for x in stored]
-  statistics = of_each("statistics", new(inputs)[1:])
+  stored = [
+    Encoded(split(codes), *(x[..., None] if x.ndim else x for x in statistics))
+    for codes, *statistics in stored
+  ]
+  inputs = jax.tree.map(split, arrays), stored
+  _, *values = new(inputs)
+  statistics = [
+    codec.statistics(x) for codec, x in zip(groups, values, strict=True)
+  ]
   inputs, statistics = lax.optimization_barrier((inputs, statistics))
   result, *values = new(inputs)
-  drafts = of_each("draft", values, statistics)
+  drafts = list(map(_draft, groups, values, statistics))
   if any(draft is not None for draft in drafts):
     inputs, statistics, drafts = lax.optimization_barrier(
       (inputs, statistics, drafts)
     )
     result, *values = new(inputs)
   noise = [None if x is None else split(x) for x in noise]
-  encoded = of_each("encode", values, noise, statistics, drafts)
+  encoded = [
+    Encoded(join_groups(codes, n), *(x[..., 0] if x.ndim else x for x in rest))
+    for codes, *rest in map(_encode, groups, values, noise, statistics, drafts)
+  ]
   finished = jax.tree.map(lambda x: join_groups(x, n), finish(result, split))
-  return finished, tuple(_join(x, n) for x in encoded)
+  return finished, tuple(encoded)
 
 
-def _split(encoded: Encoded, size: int) -> Encoded:
+def _uses_table(codec: Grouped) -> TypeGuard[ExpandedFP8]:
+  """Returns whether we look up a codec's roots."""
+  # A user's subclass may map codes in another way.
+  is_known = type(codec) in (ExpandedFP8, BoundedFP8)
+  return is_known and isinstance(codec, ExpandedFP8) and codec.dtype == E4M3
+
+
+def _decode(codec: Grouped, encoded: Encoded) -> Array:
+  if not _uses_table(codec):
+    return codec.decode_groups(encoded)
   codes, *statistics = encoded
-  wide = [x[..., None] if x.ndim else x for x in statistics]
-  return Encoded(split_groups(codes, size), *wide)
+  code = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32)
+  t = _contract(codec, code & _NAN, *statistics)
+  magnitude = t * codec.bound(encoded.amax)
+  return jnp.where(code >= _SIGN, -magnitude, magnitude)
 
 
-def _join(encoded: Encoded, n: int) -> Encoded:
-  codes, *statistics = encoded
-  narrow = [x[..., 0] if x.ndim else x for x in statistics]
-  return Encoded(join_groups(codes, n), *narrow)
+def _draft(
+  codec: Grouped, x: Array, statistics: tuple[Array, Array]
+) -> Array | None:
+  """Returns x rounded down, as uint8 codes, or None if `_encode` needs none."""
+  if not (_uses_table(codec) and codec.needs_noise):
+    return None
+  t = share(magnitude_of(x), codec.bound(statistics[0]))
+  y = codec.expand(t, *statistics)
+  # E4M3 has 3 bits of mantissa. Its exponent is biased by 7, f32's by 127, and
+  # from 2^-6 down its values are multiples of 2^-9. An integer below 2^23 is in
+  # the last bits of the f32 that is larger by 2^23.
+  bits = lax.bitcast_convert_type(y, jnp.uint32)
+  steps = jnp.floor(y * 2.0**9) + 2.0**23
+  subnormal = lax.bitcast_convert_type(steps, jnp.uint32) & 0xF
+  code = jnp.where(y < 2.0**-6, subnormal, (bits >> 20) - ((127 - 7) << 3))
+  code = jnp.where(jnp.isnan(y), _NAN, code)
+  return jnp.where(x < 0, code | _SIGN, code).astype(jnp.uint8)
+
+
+def _encode(
+  codec: Grouped,
+  x: Array,
+  noise: Array | None,
+  statistics: tuple[Array, Array],
+  draft: Array | None,
+) -> Encoded:
+  if not _uses_table(codec) or draft is None or noise is None:
+    return codec.encode_groups(x, noise, statistics)
+  t = share(magnitude_of(x), codec.bound(statistics[0]))
+  code = draft.astype(jnp.uint32)
+  below = _contract(codec, code & _NAN, *statistics)
+  # The code above the largest value is NaN, which is never chosen.
+  above = _contract(codec, (code & _NAN) + 1, *statistics)
+  is_up = t - below > noise * (above - below)
+  code = (code + is_up.astype(jnp.uint32)).astype(jnp.uint8)
+  return Encoded(lax.bitcast_convert_type(code, codec.dtype), *statistics)
+
+
+def _contract(
+  codec: ExpandedFP8, code: Array, amax: Array, range_: Array
+) -> Array:
+  """Looks up t for uint32 codes without signs."""
+  codes = lax.iota(jnp.uint8, _MAGNITUDES)
+  y = lax.bitcast_convert_type(codes, codec.dtype).astype(jnp.float32)[None]
+  # 256 roots need 256 rows. With one more row, even the NaN that ends row 256
+  # has a neighbour.
+  root = codec.root_at(lax.iota(jnp.float32, 257)[:, None])
+  # Without the barrier, XLA may compute a power for each lookup instead.
+  table = lax.optimization_barrier(codec.contract(y, root).reshape(-1))
+  row = codec.root_index(amax, range_).astype(jnp.uint32)
+  return lax.gather(
+    table,
+    (row * _MAGNITUDES + code)[..., None],
+    lax.GatherDimensionNumbers((), (0,), (0,)),
+    slice_sizes=(1,),
+    mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+  )

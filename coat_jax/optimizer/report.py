@@ -15,7 +15,6 @@ from coat_jax.numerics.qtensor import split_groups
 from coat_jax.optimizer.boxes import last_names
 from coat_jax.optimizer.conversion import decode_moment, pair_nodes
 from coat_jax.optimizer.masks import is_encoded, leaf_path
-from coat_jax.optimizer.rounding import StochasticRoundingState
 from coat_jax.optimizer.state import (
   EncodedState,
   LowBitsState,
@@ -24,6 +23,7 @@ from coat_jax.optimizer.state import (
   is_moment,
   moments_in,
 )
+from coat_jax.optimizer.weights import StochasticRoundingState
 
 _QUANTILES = {"min": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1}
 
@@ -31,10 +31,7 @@ _QUANTILES = {"min": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1}
 class StateBytes(NamedTuple):
   """Size of an optimizer's state.
 
-  Attributes:
-    total: bytes of the arrays that are counted.
-    parameters: number of parameters to divide by.
-    bytes_per_param: total / parameters.
+  `bytes_per_param` is the total over the number of parameters.
   """
 
   total: int
@@ -47,10 +44,8 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
 
   With `params`, all arrays of any optax state count. Without it, only states of
   this library ("coat states") count, including fields that `encoded` leaves
-  unchanged and the low bits of weights (`LowBitsState`,
-  `StochasticRoundingState`). The average is over the parameters that have
-  moments in these states; `optax.masked` and `optax.partition` may leave some
-  parameters out.
+  unchanged and the low bits of weights. The average is then over the parameters
+  that have moments in these states.
 
   Args:
     opt_state: an optimizer's state, of arrays or of `jax.ShapeDtypeStruct`s,

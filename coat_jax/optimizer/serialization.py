@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
+from coat_jax.numerics.checks import flatten_like
 from coat_jax.optimizer.masks import node_path
 
 
@@ -30,12 +31,16 @@ def to_integers(tree: Any) -> Any:
     The same tree with the same shardings; other leaves stay as they are.
 
   Examples:
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> from coat_jax import coat_adamw
-    >>> from coat_jax.optimizer import to_integers
-    >>> state = coat_adamw(1e-3).init({"w": jnp.ones((64, 128))})
-    >>> print(to_integers(state)[0].mu.codes["w"].dtype)
+    >>> from coat_jax.optimizer import from_integers, to_integers
+    >>> optimizer, params = coat_adamw(1e-3), {"w": jnp.ones((64, 128))}
+    >>> integers = to_integers(optimizer.init(params))
+    >>> print(integers[0].mu.codes["w"].dtype)
     uint8
+    >>> like = jax.eval_shape(optimizer.init, params)
+    >>> print(from_integers(integers, like)[0].mu.codes["w"].dtype)
+    float8_e4m3fn
   """
   return jax.tree.map(
     lambda x: _view(x, _unsigned(x)) if _is_foreign(x) else x, tree
@@ -57,16 +62,6 @@ def from_integers(tree: Any, like: Any) -> Any:
   Raises:
     ValueError: the trees' structures differ, or an array does not have the
       shape or the width of its leaf in `like`.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp
-    >>> from coat_jax import coat_adamw
-    >>> from coat_jax.optimizer import from_integers, to_integers
-    >>> params, optimizer = {"w": jnp.ones((64, 128))}, coat_adamw(1e-3)
-    >>> state = optimizer.init(params)
-    >>> like = jax.eval_shape(optimizer.init, params)
-    >>> print(from_integers(to_integers(state), like)[0].mu.codes["w"].dtype)
-    float8_e4m3fn
   """
 
   def view(keys, want, x):
@@ -81,15 +76,9 @@ def from_integers(tree: Any, like: Any) -> Any:
       )
     return _view(x, want.dtype)
 
+  remedy = "pass as like the tree that to_integers got, or its shapes"
   treedef = jax.tree.structure(like)
-  try:
-    found = treedef.flatten_up_to(tree)
-  except ValueError as error:
-    raise ValueError(
-      f"from_integers: tree must have the structure of like, {treedef}, got "
-      f"{jax.tree.structure(tree)}; pass as like the tree that to_integers "
-      "got, or its shapes"
-    ) from error
+  found = flatten_like("from_integers", "tree", tree, "like", treedef, remedy)
   return jax.tree.map_with_path(view, like, treedef.unflatten(found))
 
 
@@ -114,17 +103,10 @@ def check_stored(stored: Any, target: Any) -> None:
   Examples:
     >>> import jax, jax.numpy as jnp
     >>> from coat_jax.optimizer import check_stored
-    >>> from coat_jax import coat_adamw, codecs
+    >>> from coat_jax import coat_adamw
     >>> params = {"w": jnp.ones((64, 128))}
     >>> stored = jax.eval_shape(coat_adamw(1e-3).init, params)
-    >>> other = coat_adamw(1e-3, codec=codecs.log8())
     >>> check_stored(stored, stored)
-    >>> check_stored(stored, jax.eval_shape(other.init, params))
-    Traceback (most recent call last):
-      ...
-    ValueError: check_stored: target must have the dtypes and shapes that are \
-stored, got int8[64, 128] for float8_e4m3fn[64, 128] at '0/mu/codes/w'; make \
-the target of the same parameters and with the codec of the state that was saved
   """
   # Orbax stores names, not the types of nodes.
   leaves = tree_leaves_with_path(getattr(stored, "item_metadata", stored))

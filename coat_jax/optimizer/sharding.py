@@ -3,10 +3,10 @@
 
 Codes have the parameter's shape and sharding. The statistics of groups have the
 same axes (only the last one is shorter) and the same sharding, so an
-optimizer's step moves nothing between devices. No rules are needed to compute
-these shardings: on a mesh with explicit axes, shardings are part of types. So
-tracing `init` on such a mesh yields the shardings of everything that it makes,
-no matter what wraps the optimizer. They are valid for automatic axes too.
+optimizer's step moves nothing between devices. On a mesh with explicit axes,
+shardings are part of types, so tracing `init` on such a mesh yields the
+shardings of everything that it makes, no matter what wraps the optimizer. They
+are valid for automatic axes too.
 
 If rows are sharded, the group size must divide each device's part of a row, so
 that no group is split (`fit_group_size`). An `nnx.State` contains no codec, so
@@ -23,10 +23,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
-from coat_jax.numerics.checks import COUNT, check_function, check_whole, refuse
+from coat_jax.numerics.checks import check_function, refuse
 from coat_jax.optimizer import arguments, boxes
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
-from coat_jax.optimizer.state import moments_in
+from coat_jax.optimizer.state import moments_in, splits_groups
+
+_SMALLEST_GROUP = 16
 
 
 def abstract_state(
@@ -37,11 +39,8 @@ def abstract_state(
   An array is sharded like the parameter that it is made from: codes and other
   arrays of its shape have the same sharding, and statistics are sharded like
   the axes that they summarize. An array made from only a number or a shape is
-  replicated.
-
-  If parameters are in flax's boxes, the boxes around statistics depend on the
-  mesh that is set (see `Moment`). So call this where you call `init`: both
-  under `jax.set_mesh`, or both without.
+  replicated. If parameters are in flax's boxes, call this where you call
+  `init`, because the boxes around statistics depend on the mesh that is set.
 
   Args:
     init: `optimizer.init` of any optax transformation, or any function of the
@@ -101,7 +100,6 @@ def fit_group_size(
   shardings: Any = None,
   *,
   quantize_mask: QuantizeMask | None = None,
-  smallest: int = 16,
 ) -> MomentCodec:
   """Returns the codec with the largest groups that no device has to split.
 
@@ -112,31 +110,26 @@ def fit_group_size(
     codec: a codec with the largest group sizes that you want.
     params, shardings: as for `abstract_state`.
     quantize_mask: as for `coat_adamw`; selects the leaves that are encoded.
-    smallest: the smallest group size to return, so that statistics do not
-      outgrow codes unnoticed (`coat` stores 5 bytes per group).
 
   Returns:
-    `codec` with its group sizes, or with smaller ones. If the last axis of an
-    encoded leaf is sharded, they divide each device's share of this axis.
+    `codec`, perhaps with smaller groups: if the last axis of an encoded leaf is
+    sharded, they divide each device's share of this axis.
 
   Raises:
-    TypeError: a sharding is not a `NamedSharding`; a leaf is not real
-      floating-point; `codec` is not a `MomentCodec`, or `smallest` not a whole
-      number.
-    ValueError: only smaller groups than `smallest` would fit, or shardings do
-      not belong to `params`.
+    TypeError: the same as for `abstract_state` and `coat_adamw`.
+    ValueError: only groups of fewer than 16 values would fit, whose statistics
+      outgrow codes (`coat` stores 5 bytes per group), or shardings do not
+      belong to `params`.
   """
   op = "fit_group_size"
   arguments.check_codec(op, codec)
-  check_whole(op, "smallest", smallest, COUNT, "16 is the default")
   placed, _ = _placed(op, params, shardings)
   leaves = leaf_paths(placed)
-  chosen = arguments.choose_groups(op, placed, codec.groups, quantize_mask)
+  chosen = arguments.choose_leaves(op, placed, quantize_mask)
   shares = {
     path: _share(leaf)
-    for (path, leaf), groups in zip(leaves, chosen, strict=True)
-    if any(hasattr(group, "group_size") for group in groups)
-    and _share(leaf) < leaf.shape[-1]
+    for (path, leaf), is_encoded in zip(leaves, chosen, strict=True)
+    if is_encoded and _share(leaf) < leaf.shape[-1]
   }
   # Without a sharded leaf this is 0, which every size divides.
   common = math.gcd(*shares.values())
@@ -146,12 +139,11 @@ def fit_group_size(
     if most is None:
       return group
     size = next(fit for fit in range(most, 0, -1) if common % fit == 0)
-    if size < min(smallest, most):
+    if size < min(_SMALLEST_GROUP, most):
       raise ValueError(
-        f"{op}: groups must have at least {smallest} values, got {size} as the "
-        f"most that fits devices' shares of last axes, {shares}; shard other "
-        "axes of these leaves, leave some out with quantize_mask, or lower "
-        "smallest"
+        f"{op}: groups must have at least {_SMALLEST_GROUP} values, got {size} "
+        f"as the most that fits devices' shares of last axes, {shares}; shard "
+        "other axes of these leaves, or leave some out with quantize_mask"
       )
     return dataclasses.replace(group, group_size=size)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
@@ -232,9 +224,9 @@ def _placed(
 
 def _check_groups(op, path: str, codes: Any, codec: GroupCodec) -> None:
   """Raises ValueError if devices would split a group of a leaf's codes."""
-  share, size = _share(codes), getattr(codec, "group_size", 1)
-  if share % size == 0 or share == codes.shape[-1]:
+  if not splits_groups(codes.sharding, codes.shape, codec):
     return
+  share, size = _share(codes), getattr(codec, "group_size", 1)
   fitting = [str(fit) for fit in range(size, 0, -1) if share % fit == 0]
   raise ValueError(
     f"{op}: a device must have whole groups, got groups of {size} at "

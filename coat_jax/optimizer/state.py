@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer states with FP8 moments: the classes, and functions that make them.
 
-A codec encodes one array; a `Moment` holds one moment of all parameters. The
-states of our optimizers consist of `Moment`s, and `encoded` puts them into the
-state of any other optimizer. `moments_in` finds them in any tree.
+A codec encodes one array; a `Moment` holds one moment of all parameters.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array, P, core, lax
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import ArrayLike
 
+from coat_jax import mesh as meshes
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import a
 from coat_jax.optimizer import arguments, boxes
 from coat_jax.optimizer.masks import is_encoded, plain_codec
-from coat_jax.optimizer.zeros import encode_zeros
 
 # The stored moments of one leaf, and the codec of each of them.
 Stored = tuple[Encoded, ...]
@@ -42,15 +44,10 @@ _MAKERS = {
 class Moment:
   """One moment of all parameters, as a state stores it.
 
-  The fields of `codecs.Encoded` are trees with the structure of the parameters.
-  Codes and statistics (`amax` and `range`, one value per group) keep the boxes
-  of their parameters (`nnx.Variable`, Linen's `Partitioned`), so programs that
-  read axis names shard both like the parameter. Statistics keep the name of the
-  last axis only if the number of devices along it divides both the columns and
-  the groups. If the state is made with no mesh set and none in the box, they
-  lose that name and are replicated along the last axis. A leaf that is not
-  encoded stores its values in `codes`, as f32 or complex64; its statistics are
-  scalar zeros without names.
+  The fields of `codecs.Encoded` are trees with the structure of the parameters,
+  in the parameters' boxes (`nnx.Variable`, Linen's `Partitioned`); `boxes`
+  explains which axis names they keep. A leaf that is not encoded stores its
+  values in `codes`, as f32 or complex64; its statistics are scalar zeros.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype.
@@ -75,17 +72,36 @@ class Moment:
       return self.codec
     return plain_codec(jnp.iscomplexobj(encoded.codes))
 
+  def replace(self, leaves: Sequence[Encoded]) -> "Moment":
+    """Replaces the leaves but keeps their boxes, whatever the current mesh."""
+    return Moment(
+      jax.tree.structure(self.codes).unflatten([x.codes for x in leaves]),
+      jax.tree.structure(self.amax).unflatten([x.amax for x in leaves]),
+      jax.tree.structure(self.range).unflatten([x.range for x in leaves]),
+      self.codec,
+    )
 
-def make_moment(
+
+def zero_moment(
   like: Any,
-  leaves: Sequence[Encoded],
   codec: GroupCodec,
-  mesh: boxes.AnyMesh | None = None,
+  chosen: Sequence[bool],
+  mesh: boxes.AnyMesh | None,
+  *,
+  is_real: bool = False,
 ) -> Moment:
-  """Makes a moment with these leaves and the structure of `like`.
+  """Makes a moment of zeros with the structure and the boxes of `like`.
 
-  `mesh` is the mesh in the types of the parameters, or None.
+  `codec` encodes the chosen leaves; the others are stored as f32 or, unless
+  `is_real`, as complex64 if they are complex. `mesh` is the mesh in the
+  parameters' types, or None.
   """
+
+  def zeros(leaf, is_chosen):
+    plain = plain_codec(not is_real and jnp.iscomplexobj(leaf))
+    return encode_zeros(codec if is_chosen else plain, leaf)
+
+  leaves = list(map(zeros, jax.tree.leaves(like), chosen))
   return Moment(
     jax.tree.structure(like).unflatten([x.codes for x in leaves]),
     boxes.box_like(like, [x.amax for x in leaves], mesh),
@@ -94,14 +110,100 @@ def make_moment(
   )
 
 
-def replace_leaves(old: Moment, leaves: Sequence[Encoded]) -> Moment:
-  """Replaces the leaves but keeps their boxes, whatever the current mesh."""
-  return Moment(
-    jax.tree.structure(old.codes).unflatten([x.codes for x in leaves]),
-    jax.tree.structure(old.amax).unflatten([x.amax for x in leaves]),
-    jax.tree.structure(old.range).unflatten([x.range for x in leaves]),
-    old.codec,
-  )
+def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
+  """Encodes zeros with the shape and the sharding of a leaf, under noise 0.5.
+
+  XLA would need half a minute to fold the encoding of a model's zeros, and
+  gigabytes to compute it. All groups of zeros have the same codes and
+  statistics, so we encode one group and repeat it. Statistics are sharded like
+  the leaf, except along axes that they cannot divide evenly.
+  """
+  shape = jnp.shape(leaf)
+  n = shape[-1] if shape else 1
+  # Without a group size, a code may depend on its column.
+  size = max(1, min(n, getattr(group, "group_size", n)))
+  # One group, and the short group that ends a row.
+  sample = (*(1 for _ in shape[:-1]), min(n, size + n % size)) if shape else ()
+  sharding = None
+  if not isinstance(leaf, core.Tracer) and getattr(leaf, "committed", True):
+    sharding = getattr(leaf, "sharding", None)
+  with _mesh_for(sharding):
+    zeros = jnp.full_like(leaf, 0, jnp.float32, sample)
+    spec = meshes.spec_of(leaf)
+    return _encode_zeros(group, zeros, shape, size, spec, sharding)
+
+
+def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
+  """Sets the mesh of a concrete leaf on explicit axes, unless one is set.
+
+  JAX cannot set a mesh while it traces a function. Without one, the result is
+  not sharded, as that of `jnp.zeros_like`.
+  """
+  where = getattr(sharding, "mesh", None)
+  is_explicit = isinstance(where, Mesh) and where.abstract_mesh.explicit_axes
+  is_set = not jax.sharding.get_abstract_mesh().empty
+  is_traced = isinstance(jnp.zeros(()), core.Tracer)
+  if not is_explicit or is_set or is_traced:
+    return contextlib.nullcontext()
+  return jax.set_mesh(where)
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=("group", "shape", "size", "spec", "sharding"),
+  inline=True,
+)
+def _encode_zeros(
+  group: GroupCodec,
+  zeros: Array,
+  shape: tuple[int, ...],
+  size: int,
+  spec: P,
+  sharding: Sharding | None,
+) -> Encoded:
+  """Encodes the sample `zeros` and repeats its first group to a leaf."""
+  count = shape[-1] // size if shape else 1
+
+  def repeated(x, width):
+    """Repeats the first `width` columns."""
+    if not x.ndim:
+      return x
+    groups = jnp.tile(x[..., :width], count)
+    row = jnp.concatenate([groups, x[..., width:]], axis=-1)
+    return jnp.broadcast_to(row, (*shape[:-1], row.shape[-1]))
+
+  def f(zeros):
+    noise = jnp.full_like(zeros, 0.5) if group.needs_noise else None
+    codes, amax, range_ = group.encode(zeros, noise)
+    return Encoded(
+      repeated(codes, size), repeated(amax, 1), repeated(range_, 1)
+    )
+
+  out = meshes.run_whole(f, zeros, out_specs=spec)
+  return jax.tree.map(functools.partial(_placed, sharding=sharding), out)
+
+
+def _placed(x: Array, sharding: Sharding | None) -> Array:
+  """Shards an array like the concrete leaf that it belongs to, on any mesh."""
+  if isinstance(sharding, NamedSharding):
+    where = sharding.mesh.abstract_mesh
+    if where.explicit_axes:
+      return x  # Its type has the sharding.
+    with jax.sharding.use_abstract_mesh(where):
+      spec = meshes.fitted(sharding.spec, x.shape)
+    sharding = NamedSharding(sharding.mesh, spec)
+  return x if sharding is None else lax.with_sharding_constraint(x, sharding)
+
+
+def splits_groups(
+  sharding: Sharding, shape: tuple[int, ...], codec: GroupCodec
+) -> bool:
+  """Returns whether devices would split the groups of an array."""
+  if not shape:
+    return False
+  columns = sharding.shard_shape(shape)[-1]
+  size = getattr(codec, "group_size", 1)
+  return columns < shape[-1] and columns % size != 0
 
 
 def is_moment(node: Any) -> bool:
@@ -150,9 +252,8 @@ class EncodedState(NamedTuple):
 class LowBitsState(NamedTuple):
   """State of a fused optimizer with weights of 24 bits.
 
-  `low` is a tree like the parameters, in their boxes, so it is sharded by the
-  same axis names. `join_weights` combines it with the parameters into f32
-  weights.
+  `low` is a tree like the parameters, in their boxes. `join_weights` combines
+  both into f32 weights.
   """
 
   low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() without low bytes
@@ -166,10 +267,8 @@ FusedState = MomentState | LowBitsState
 class MomentOptions:
   """The options that our optimizers share; see `coat_adamw`.
 
-  Attributes:
-    op: the public function's name, for error messages.
-    state_type: the type of the state. If it contains a single moment,
-      `codec.mu` encodes it.
+  `op` is the public function's name, for error messages. If `state_type` has a
+  single moment, `codec.mu` encodes it.
   """
 
   op: str
@@ -187,22 +286,19 @@ class MomentOptions:
 
   def init(self, params: Any) -> Any:
     """Makes the state before the first step, sharded like the parameters."""
-    op, mask = self.op, self.quantize_mask
     groups = self.codec.groups[: len(self.state_type._fields) - 1]
+    count = jnp.zeros([], jnp.int32)
     if isinstance(params, placeholder_type()):
       moments = [marked_moment(params, group) for group in groups]
-      return self.state_type(jnp.zeros([], jnp.int32), *moments)
-    chosen = arguments.choose_groups(op, params, groups, mask)
-    stored = [
-      tuple(encode_zeros(group, leaf) for group in own)
-      for leaf, own in zip(jax.tree.leaves(params), chosen, strict=True)
-    ]
+      return self.state_type(count, *moments)
+    chosen = arguments.choose_leaves(self.op, params, self.quantize_mask)
     where = boxes.mesh_of(params)
+    # All moments but the first average squares, which are real.
     moments = [
-      make_moment(params, [row[j] for row in stored], group, where)
+      zero_moment(params, group, chosen, where, is_real=j > 0)
       for j, group in enumerate(groups)
     ]
-    return self.state_type(jnp.zeros([], jnp.int32), *moments)
+    return self.state_type(count, *moments)
 
 
 def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
@@ -243,17 +339,6 @@ def marked_moment(placeholder: Any, codec: GroupCodec) -> Moment:
   """
   leaf = jnp.zeros([], jnp.int32)
   return Moment(placeholder, leaf, leaf, codec)
-
-
-def next_state(
-  state: MomentState, count: ArrayLike, stored: Sequence[Stored]
-) -> Any:
-  """Returns the same state with a new count and new moments."""
-  new = [
-    replace_leaves(old, [row[j] for row in stored])
-    for j, old in enumerate(state[1:])
-  ]
-  return type(state)(count, *new)
 
 
 def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:

@@ -7,11 +7,15 @@ A weight of 24 bits is W, the upper 24 bits of an f32: a sign, an exponent and
   high = (W + 0x80) >> 8    the nearest bf16; layers read only this
   low  = W - (high << 8)    int8; only the optimizer's step reads it
 
-W can be split and joined exactly. W itself is a rounded f32. A step rounds it
-stochastically, so updates below 2^-16 of a weight (with bf16 alone, below 2^-8)
-take effect only on average. The random words are
-`stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, and
-rounding to 24 bits uses the high 8.
+W can be split and joined exactly. A step rounds an f32 to W stochastically, so
+updates below 2^-16 of a weight (with bf16 alone, below 2^-8) take effect only
+on average. The random words are `stochastic.parameter_words`: rounding to bf16
+uses their high 16 bits, and rounding to 24 bits uses the high 8.
+
+A trainer that calls `optax.apply_updates` rounds bf16 weights to nearest, and
+loses every update below 1/512 of its weight. `stochastic_rounding`, the last
+transformation of a chain, rounds the new weights itself, and returns updates
+that the trainer can add without rounding.
 """
 
 import functools
@@ -20,19 +24,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
+from jax.typing import ArrayLike
 from jaxtyping import Float32, UInt32
 
 from coat_jax import mesh
 from coat_jax.numerics import stochastic
-from coat_jax.numerics.checks import check_function, refuse
+from coat_jax.numerics.checks import refuse
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import boxes
-from coat_jax.optimizer.masks import (
-  QuantizeMask,
-  is_norm_or_bias,
-  leaf_paths,
-)
+from coat_jax.optimizer.arguments import check_hyperparameters
+from coat_jax.optimizer.masks import is_norm_or_bias, leaf_paths
 
 _SIGN = 0x80000000
 _INFINITY = 0x7F800000
@@ -94,8 +97,8 @@ def split(
 def join(weight: SplitWeight) -> Float32[Array, "*s"]:
   """Inverts `split`: returns the f32 that a `SplitWeight` represents.
 
-  If `high` is infinite, the result is infinite, whatever `low` is. If `high` is
-  zero, the result is zero or, if `low` is above 0, a subnormal f32.
+  If `high` is infinite, so is the result, whatever `low` is. If `high` is zero,
+  the result is zero or, if `low` is above 0, a subnormal f32.
   """
   high, low = weight
   upper = high.astype(jnp.float32)
@@ -120,65 +123,62 @@ def round_like(
   weight: Weight,
   x: Array,
   part: LeafPart,
-  arrange: Callable[[Array], Array] | None = None,
+  arrange: Callable[[Array], Array] = lambda words: words,
 ) -> Weight:
   """Rounds x to the format of `weight`: bf16 and 24 bits stochastically.
 
   If x was reshaped, `arrange` reshapes the random words in the same way.
   """
   if isinstance(weight, SplitWeight):
-    rounding = split
-  elif weight.dtype == jnp.bfloat16:
-    rounding = stochastic.round_to_bfloat16
-  else:
+    return _rounded(split, x, part, weight.high.shape, arrange)
+  if weight.dtype != jnp.bfloat16:
     return x.astype(weight.dtype)
-  if arrange is None:
-    return round_stochastically(rounding, x, part)
-  words = part.words(jax.tree.leaves(weight)[0].shape)
-  return rounding(x, arrange(stochastic.parameter_words(words)))
+  rounding = stochastic.round_to_bfloat16
+  return _rounded(rounding, x, part, weight.shape, arrange)
 
 
-@functools.partial(jax.jit, static_argnames="rounding", inline=True)
-def round_stochastically(
-  rounding: Callable[[Array, Array], Any], x: Array, part: LeafPart
-) -> Any:
-  """Rounds one f32 leaf by `rounding(x, words)`."""
+@functools.partial(
+  jax.jit, static_argnames=("rounding", "shape", "arrange"), inline=True
+)
+def _rounded(rounding, x, part, shape, arrange):
+  """Rounds one f32 leaf of this shape by `rounding(x, words)`."""
 
   def f(x, part):
-    return rounding(x, stochastic.parameter_words(part.words(x.shape)))
+    words = stochastic.parameter_words(part.words(shape))
+    return rounding(x, arrange(words))
 
   return mesh.run_whole(f, x, part, out_specs=mesh.spec_of(x))
+
+
+def add_update(weight: Weight, update: Array, key: Array) -> Weight:
+  """Adds an update in f32, and rounds with the words of a `leaf_key`."""
+  total = in_f32(weight) + update.astype(jnp.float32)
+  return round_like(weight, total, LeafPart(key))
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
   """Returns whether a leaf is split by default: all but norms and biases are.
 
-  Norms and biases keep f32. They make up less than a thousandth of a model, and
-  bf16 is too coarse for scales: near 1.0, where scales start, its values are
-  0.8 % apart.
+  Near 1.0, where scales of norms start, values of bf16 are 0.8 % apart.
   """
   return not is_norm_or_bias(path, leaf)
 
 
-def split_weights(
-  params: Any, mask: QuantizeMask | None = None
-) -> tuple[Any, Any]:
+def split_weights(params: Any) -> tuple[Any, Any]:
   """Splits f32 parameters into bf16 parameters and a byte each, 24 bits in all.
 
   Args:
-    params: tree of parameters.
-    mask: `(path, leaf) -> bool`, which f32 leaves are split; None for all but
-      norms and biases (`is_norm_or_bias`).
+    params: tree of parameters. All f32 leaves are split, except norms and
+      biases (`is_norm_or_bias`).
 
   Returns:
     The parameters, bf16 where they were split, and a tree with the same
-    structure and boxes (`nnx.Variable`, Linen's `Partitioned`), so that both
-    are sharded by the same axis names. A leaf of the second tree is int8 of the
-    parameter's shape if the parameter is now bf16 (zeros if it already was
-    bf16), else an int8 scalar zero.
+    structure and boxes, so that both are sharded by the same axis names. A leaf
+    of the second tree is int8 of the parameter's shape if the parameter is now
+    bf16 (zeros if it already was bf16), else an int8 scalar zero.
 
   Raises:
-    TypeError: a leaf is not an array, or `mask` not a function.
+    TypeError: a leaf is not an array.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -190,16 +190,13 @@ def split_weights(
     >>> print(f"{params['w'][0, 0]:.6f} {joined['w'][0, 0]:.6f}")
     0.100098 0.100000
   """
-  mask = is_matrix if mask is None else mask
-  op = "split_weights"
-  check_function(op, "mask", mask, "pass (path, leaf) -> bool, or None")
-  _check_arrays(op, "params", params)
+  _check_arrays("split_weights", "params", params)
   high, low = [], []
   for path, leaf in leaf_paths(params):
     part = jnp.zeros([], jnp.int8)
     if leaf.ndim and leaf.dtype == jnp.bfloat16:
       part = jnp.zeros_like(leaf, dtype=jnp.int8)
-    elif leaf.ndim and leaf.dtype == jnp.float32 and mask(path, leaf):
+    elif leaf.ndim and leaf.dtype == jnp.float32 and is_matrix(path, leaf):
       leaf, part = split(leaf)
     high.append(leaf)
     low.append(part)
@@ -268,3 +265,87 @@ def unpair_weights(
   ]
   high, parts = [x for x, _ in pairs], [part for _, part in pairs]
   return high, jax.tree.structure(low).unflatten(parts)
+
+
+class StochasticRoundingState(NamedTuple):
+  """State of `stochastic_rounding`.
+
+  Attributes:
+    count: int32 [], number of updates so far.
+    low: the low bytes that `split_weights` returns; () without `low_bits`.
+  """
+
+  count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+  low: Any
+
+
+def stochastic_rounding(
+  seed: ArrayLike = 0, *, low_bits: bool = False
+) -> optax.GradientTransformationExtraArgs:
+  """Changes updates so that `optax.apply_updates` rounds bf16 stochastically.
+
+  Put it last in a chain. For a bf16 weight p and its update d it returns
+  round(p + d) - p in f32, where round is stochastic, so that the expected new
+  weight is p + d. `optax.apply_updates` then gives round(p + d) exactly if it
+  is within a factor of 2^16 of p. With the same seed and step,
+  `coat_jax.apply_updates` returns the same weights, bit for bit. Updates of
+  weights of other dtypes stay as they are. `optax.apply_if_finite` requires
+  updates of the gradients' dtype, so wrap only the optimizer in it.
+
+  Args:
+    seed: seed of the random words.
+    low_bits: whether the state stores a byte more for each bf16 weight, so that
+      it has 24 bits: see `split_weights`.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs`; its `update` needs `params`.
+
+  Raises:
+    TypeError: `seed` is not a whole number.
+    ValueError: `update` is called without `params`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax
+    >>> from coat_jax import coat_adamw
+    >>> from coat_jax.optimizer import stochastic_rounding
+    >>> optimizer = optax.chain(coat_adamw(1e-4), stochastic_rounding())
+    >>> params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    >>> state, start = optimizer.init(params), params
+    >>> for _ in range(10):
+    ...   updates, state = optimizer.update(start, state, params)
+    ...   params = optax.apply_updates(params, updates)
+    >>> print(f"{params['w'].astype('float32').mean():.4f}")
+    0.9990
+  """
+  op = "stochastic_rounding"
+  check_hyperparameters(op, seed=seed)
+
+  def init_fn(params: optax.Params) -> StochasticRoundingState:
+    low = split_weights(params)[1] if low_bits else ()
+    return StochasticRoundingState(jnp.zeros([], jnp.int32), low)
+
+  def update_fn(updates, state, params=None, **extra_args):
+    del extra_args
+    if params is None:
+      raise ValueError(
+        f"{op}: update needs the parameters, got params=None; pass "
+        "update(updates, state, params)"
+      )
+    count = optax.safe_increment(state.count)
+    weights, treedef = jax.tree.flatten(params)
+    if low_bits:
+      weights = pair_weights(op, params, state.low)
+    changes = treedef.flatten_up_to(updates)
+    for i, (weight, change) in enumerate(zip(weights, changes, strict=True)):
+      old = weight.high if isinstance(weight, SplitWeight) else weight
+      if change is None or old.dtype != jnp.bfloat16:
+        continue
+      key = stochastic.leaf_key(seed, count, i)
+      weights[i] = add_update(weight, change, key)
+      new = jax.tree.leaves(weights[i])[0]
+      changes[i] = new.astype(jnp.float32) - old.astype(jnp.float32)
+    low = unpair_weights(weights, state.low)[1] if low_bits else ()
+    state = StochasticRoundingState(jnp.asarray(count), low)
+    return treedef.unflatten(changes), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -40,14 +40,14 @@ def test_no_weight_and_no_cache_is_copied_for_a_token():
   )
   graph, params = nnx.split(model)
   array: Any = jax.ShapeDtypeStruct
-  each = array((1, BATCH, ROOM, 2, 64), jnp.bfloat16)
+  each = array((BATCH, ROOM, 2, 64), jnp.bfloat16)
   counts = array((BATCH,), jnp.int32)
   cache = KVCache((each,) * 2, (each,) * 2, counts, array((), jnp.int32))
 
   def decode(params, first, cache, keys, is_row, stops, most):
-    draws = MODULE._Draws(make_sampling(0.0, None, None), keys)
-    until = MODULE._Until(is_row, stops, most)
-    return MODULE._decode.__wrapped__(graph, params, first, cache, draws, until)
+    sampling = make_sampling(0.0, None, None)
+    options = MODULE._Options(sampling, keys, is_row, stops, most)
+    return MODULE._decode.__wrapped__(graph, params, first, cache, options)
 
   compiled = compile_for_h200(
     decode,

@@ -11,7 +11,7 @@ from flax import nnx
 from coat_jax import recipes
 from coat_jax.layers import with_weight_cache
 from coat_jax.models.config import ModelConfig, Remat
-from coat_jax.models.decoder import DecoderLayer
+from coat_jax.models.layer import TransformerLayer
 from coat_jax.models.remat import checkpointed
 from tests.aot.compiling import (
   compile_for_h200,
@@ -66,7 +66,7 @@ def layer_program(
   """
 
   def build(rngs):
-    return DecoderLayer(config, recipe, rngs=rngs)
+    return TransformerLayer(config, recipe, rngs=rngs)
 
   if depth is not None:
     build = nnx.split_rngs(splits=depth)(nnx.vmap(build))

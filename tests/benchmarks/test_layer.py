@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import layer
 from coat_jax import recipes
-from coat_jax.models.decoder import DecoderLayer
+from coat_jax.models.layer import TransformerLayer
 from tests import comparing
 from train.presets import PRESETS
 
@@ -91,7 +91,7 @@ def test_kinds_of_layers_have_a_window_or_none():
     name: layer.layer_flops(kind, batch=1, seq=8192)["forward"]
     for name, kind in kinds.items()
   }
-  assert {name: kind.windows for name, kind in kinds.items()} == {
+  assert {name: kind.window for name, kind in kinds.items()} == {
     "window": 4096,
     "full": None,
   }
@@ -122,7 +122,7 @@ def test_variant_matches_the_layer_in_training():
   specs = layer.make_specs(functions, shape, jnp.float32)
   shapes = jax.tree.map(lambda a: (a.shape, a.dtype), (params, x, dy))
   assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), specs)
-  expected = DecoderLayer(CONFIG, variant.recipe, rngs=layer.nnx.Rngs(0))
+  expected = TransformerLayer(CONFIG, variant.recipe, rngs=layer.nnx.Rngs(0))
   y = comparing.jit(functions.forward)(params, x)
   comparing.assert_same_bits(y, comparing.jit(lambda x: expected(x))(x))
   stacked = jax.tree.map(lambda a: jnp.stack([a, a]), params)

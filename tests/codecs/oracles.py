@@ -5,7 +5,7 @@ import numpy as np
 
 from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8, ScaledFP8
 from coat_jax.codecs.group import Encoded
-from coat_jax.codecs.log8 import LogUniform
+from coat_jax.codecs.integers import LogUniform
 from coat_jax.numerics.formats import E5M2
 from tests import oracles
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coat_jax import codecs
-from coat_jax.codecs.log8 import LogUniform
+from coat_jax.codecs.integers import LogUniform
 from tests import cases
 
 

@@ -21,7 +21,7 @@ from coat_jax.layers import (
   activate,
 )
 from coat_jax.models.config import ModelConfig
-from coat_jax.models.decoder import DecoderLayer
+from coat_jax.models.layer import TransformerLayer
 from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import num_groups
 from tests.comparing import jit
@@ -118,7 +118,7 @@ def expected_layer(recipe):
 
 
 def run_layer(recipe):
-  f, params = split(DecoderLayer(CONFIG, recipe, rngs=nnx.Rngs(0)))
+  f, params = split(TransformerLayer(CONFIG, recipe, rngs=nnx.Rngs(0)))
   x = jax.random.normal(jax.random.key(1), (1, T, D), jnp.bfloat16)
   return held(f, params, x)
 
@@ -192,7 +192,7 @@ def test_post_norm_saves_its_input_in_fp8(norm, monkeypatch):
 
   recipe = recipes.coat()
   # Count a whole layer with this class.
-  monkeypatch.setattr(memory_count, "DecoderLayer", Layer)
+  monkeypatch.setattr(memory_count, "TransformerLayer", Layer)
   arrays = residual_arrays(CONFIG, recipe, tokens=T)
   want = groups(1, T, D) + groups(1, T, F, count=2)
   want[F32, (1, T)] += 1  # rstd

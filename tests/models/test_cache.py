@@ -120,8 +120,7 @@ def without_cache(model):
 def cached_logits(model, rows, first, size):
   """Returns logits of all slots: the first at once, the others one by one.
 
-  The last three are computed as `generate` does, with layers and cache in
-  parts.
+  The last three are computed as `generate` does, with layers split beforehand.
 
   Args:
     model: a Decoder.
@@ -131,11 +130,11 @@ def cached_logits(model, rows, first, size):
   """
   graph, params = nnx.split(model)
 
-  @functools.partial(jit, static_argnames="is_in_parts")
-  def run(params, tokens, cache, is_in_parts=False):
+  @functools.partial(jit, static_argnames="is_cut")
+  def run(params, tokens, cache, is_cut=False):
     model, layers = nnx.merge(graph, params), None
-    if is_in_parts:
-      layers = unstacked(nnx.split(model.layers)[1], len(cache.k))
+    if is_cut:
+      layers = unstacked(model.layers, len(cache.k))
     hidden, cache = cached_forward(model, tokens, cache, layers)
     return model.logits_of_hidden(hidden), cache
 
@@ -146,12 +145,7 @@ def cached_logits(model, rows, first, size):
   out, cache = run(params, tokens[:, :first], cache)
   out = [out]
   for i in range(first, length):
-    is_in_parts = i >= length - 3
-    if i == length - 3:
-      count = model.config.num_layers
-      k, v = (unstacked(x, count) for x in (cache.k, cache.v))
-      cache = cache._replace(k=k, v=v)
-    each, cache = run(params, tokens[:, i : i + 1], cache, is_in_parts)
+    each, cache = run(params, tokens[:, i : i + 1], cache, i >= length - 3)
     out.append(each)
   assert int(cache.filled) == length
   return np.concatenate(out, axis=1), padding
@@ -190,8 +184,10 @@ def test_cache_and_hidden_states_have_the_models_dtype():
   hidden, cache = jax.eval_shape(
     functools.partial(cached_forward, model), tokens, cache
   )
-  assert hidden.dtype == cache.k.dtype == cache.v.dtype == jnp.bfloat16
-  assert cache.k.shape == cache.v.shape == (2, 2, 8, 2, 8)
+  assert len(cache.k) == len(cache.v) == 2
+  for x in (*cache.k, *cache.v):
+    assert (x.shape, x.dtype) == ((2, 8, 2, 8), jnp.bfloat16)
+  assert hidden.dtype == jnp.bfloat16
   logits = jax.eval_shape(model.logits_of_hidden, hidden)
   assert (logits.shape, logits.dtype) == ((2, 3, V), jnp.float32)
 

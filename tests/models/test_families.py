@@ -73,7 +73,7 @@ def test_family_with_experts_has_no_mlp():
     "layers/mlp/norm/scale": (2, 64),
     "layers/mlp/router": (2, 64, 6),
   }
-  with pytest.raises(ValueError, match=r"a family with experts, got \(6, 2"):
+  with pytest.raises(ValueError, match="num_experts does not apply to family"):
     ModelConfig(family="llama", **sizes)
   for change in (dict(num_experts=None), dict(experts_per_token=7)):
     with pytest.raises(ValueError, match="qwen3_moe needs num_experts and"):

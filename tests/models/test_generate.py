@@ -279,7 +279,7 @@ def test_tokens_on_a_mesh_match_one_device(small, sizes):
     ([[1]], dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
     ([[1]], dict(stop_tokens=[40]), "stop_tokens must be at least 0 and below"),
     ([[1]], dict(temperature=-0.1), "temperature .* at least 0 .* got -0.1"),
-    ([[1]], dict(temperature=1e39), "temperature .* fit into f32, got 1e"),
+    ([[1]], dict(temperature=1e39), "temperature .* finite, got 1e"),
     ([[1]], dict(temperature=float("nan")), "temperature .* got nan"),
     ([[1]], dict(temperature=1.0, top_k=0), "top_k must be at least 1, got 0"),
     ([[1]], dict(temperature=1.0, top_p=0.0), "top_p .* got 0.0"),
@@ -287,7 +287,7 @@ def test_tokens_on_a_mesh_match_one_device(small, sizes):
     ([[1]], dict(top_k=3), "apply to sampling, got temperature 0"),
     ([[1]], dict(top_p=0.9), "apply to sampling, got temperature 0"),
     ([[1]], dict(seed=-1), "seed must be at least 0"),
-    ([[1] * 17], dict(cache_size=35), r"new tokens, 32 \+ 4, got 35"),
+    ([[1] * 17], dict(cache_size=35), "must be at least 36, got 35"),
   ],
 )
 def test_bad_input_is_refused(small, prompts, options, message):

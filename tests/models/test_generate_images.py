@@ -31,12 +31,12 @@ def model():
 
 @pytest.mark.slow
 def test_cached_logits_after_images_match_transformers(model):
-  # Padding has an id that is never looked up.
   rows = [TOKENS[0], TOKENS[1, :17]]
   padding = np.int32([24 - len(row) for row in rows])
-  tokens = np.stack([np.pad(row, (24 - len(row), 0)) for row in rows])
-  tokens[1, : padding[1]] = IMAGE
-  placed = place_images(model, tokens, padding, IMAGES[:, None])
+  tokens = np.full((2, 24), -1, np.int32)
+  for row, skip, each in zip(tokens, padding, rows, strict=True):
+    row[skip:] = each
+  placed = place_images(model, tokens, IMAGES[:, None])
   graph, params = nnx.split(model.decoder)
 
   @jit

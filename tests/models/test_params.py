@@ -13,8 +13,9 @@ from coat_jax.models import (
   model_matrices,
 )
 from coat_jax.models.hf.load import model_of
-from coat_jax.models.params import is_stacked, parameter, path_of
+from coat_jax.models.params import is_stacked, parameter
 from coat_jax.numerics.recipes import coat
+from coat_jax.optimizer.masks import leaf_path
 
 SIZES = dict(num_layers=2, d_model=64, d_ff=128, num_heads=4)
 IMAGES = dict(image_size=28, patch_size=14)
@@ -40,7 +41,7 @@ def test_every_parameter_has_a_role_and_its_axes(family):
   )
   params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   for keys, leaf in jax.tree.leaves_with_path(params):
-    path = path_of(keys)
+    path = leaf_path(keys)
     own, split = parameter(path), matrices(path, leaf)
     assert not own.axes or len(own.axes) + is_stacked(path) == leaf.ndim, path
     # Muon orthogonalizes only the weight matrices of layers.

@@ -18,6 +18,7 @@ from flax import nnx
 
 from coat_jax import recipes
 from coat_jax.models import VisionConfig, VisionTower, load_hf, param_shardings
+from coat_jax.models.initialization import stored_in
 from coat_jax.models.params import mesh_axes
 from tests.comparing import assert_close, jit
 from tests.models.hf.folders import DATA, expected, params_of, tensors_of
@@ -203,9 +204,14 @@ def test_remat_changes_no_gradient():
     gradients(CONFIG, recipes.bf16(), remat="fp8")
 
 
-def test_weights_are_stored_in_param_dtype():
+def test_weights_are_stored_as_store_returns_them():
   tower = nnx.eval_shape(
-    lambda: VisionTower(CONFIG, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    lambda: VisionTower(
+      CONFIG,
+      recipes.coat(),
+      store=stored_in("", jnp.bfloat16),
+      rngs=nnx.Rngs(0),
+    )
   )
   assert tower.layers.mlp.recipe == recipes.coat()
   for path, x in jax.tree.leaves_with_path(params_of(tower)):
@@ -228,11 +234,13 @@ def test_pixels_outside_whole_patches_are_ignored():
 
 def test_missing_parts_of_a_tower_are_refused():
   config = dataclasses.replace(CONFIG, has_pool=False)
-  tower = nnx.eval_shape(lambda: VisionTower(config, rngs=nnx.Rngs(0)))
+  tower = nnx.eval_shape(
+    lambda: VisionTower(config, recipes.bf16(), rngs=nnx.Rngs(0))
+  )
   images = jnp.zeros((1, 3, 28, 28))
   last = jnp.zeros((1, 28, 28, 3))
   for f, words in (
-    (lambda tower: tower.features(images, layer=3), "from -3 to 2, got 3"),
+    (lambda tower: tower.features(images, layer=3), "must be at most 2, got 3"),
     (lambda tower: tower.features(images, layer=-4), "from -3 to 2, got -4"),
     (lambda tower: tower(last), "resize them, channels first"),
     (lambda tower: tower.pooled(images), "has_pool=False; pool the hidden"),

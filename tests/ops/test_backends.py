@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from coat_jax.codecs.fp8 import ScaledFP8
-from coat_jax.codecs.log8 import LogUniform
+from coat_jax.codecs.integers import LogUniform
 from coat_jax.numerics import formats, qtensor, stochastic
 from tests import cases, oracles
 from tests.codecs import oracles as codec_oracles

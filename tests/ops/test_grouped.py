@@ -47,6 +47,19 @@ def test_grouped_products_equal_a_loop_over_groups(sizes):
   assert_close(found, by_hand(x, g, w, sizes), 1e-6)
 
 
+def test_rows_after_the_last_group_change_nothing():
+  sizes = SIZES[0]
+  x, g, w = arrays((*sizes, 6))[:2] + arrays(sizes)[2:]
+  used = sum(sizes)
+  want = by_hand(x[:used], g[:used], w, sizes)
+  x, g = x.at[used:].set(np.nan), g.at[used:].set(np.nan)
+  y = ops.grouped_fwd(x, w, jnp.int32(sizes), dtype=jnp.float32)
+  dx = ops.grouped_dgrad(g, w, jnp.int32(sizes), dtype=jnp.float32)
+  assert not y[used:].any() and not dx[used:].any()
+  dw = ops.grouped_wgrad(x, g.at[used:].set(1.0), jnp.int32(sizes))
+  assert_close((y[:used], dx[:used], dw), want, 1e-6)
+
+
 def test_grouped_products_of_bfloat16_are_summed_in_float32():
   x, g, w = arrays(SIZES[0], jnp.bfloat16)
   sizes = jnp.int32(SIZES[0])

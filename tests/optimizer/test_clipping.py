@@ -152,8 +152,11 @@ def test_norm_that_is_not_finite_is_not_hidden():
 @pytest.mark.parametrize(
   ("wrong", "said"),
   [
-    (dict(rule="global"), "rule must .*'global', which needs all .*'share'"),
-    (dict(rule="foo"), "rule must be 'share' or 'adaptive', got 'foo'; pass"),
+    (dict(rule="global"), "rule must .*'global'; pass 'share'"),
+    (
+      dict(rule="foo"),
+      "rule must be one of 'share', 'adaptive', got 'foo'",
+    ),
     (
       dict(max_norm=-1.0),
       "max_norm must be above 0 and finite, got -1.0; to clip nothing",

@@ -167,6 +167,13 @@ def test_fields_of_a_partitioned_state_are_found():
   assert size.total == codes + 2 * (24 + 5) + 4 + rest
 
 
+def only(name):
+  """Returns a rule that encodes the fields of this name."""
+  return lambda path: (
+    default_field_rule(path) or "mu" if path.split("/")[-1] == name else None
+  )
+
+
 def test_rules_choose_fields():
   params = tree()
   free = optax.contrib.schedule_free_adamw(1e-2)
@@ -178,12 +185,14 @@ def test_rules_choose_fields():
 
   base = "inner/base_optimizer_state/0/nu"
   assert chosen() == {f"{base}/codes": "uint8"}
-  assert chosen(fields=("z",)) == {"inner/z/codes": "int8"}
-  assert chosen(fields={"0/nu": "mu"}) == {f"{base}/codes": "int8"}
+  assert chosen(fields=only("z")) == {"inner/z/codes": "int8"}
+  assert chosen(fields=lambda x: "mu" if x.endswith("0/nu") else None) == {
+    f"{base}/codes": "int8"
+  }
   every = chosen(fields=lambda path: default_field_rule(path) or "mu")
   assert every == chosen() | {"inner/z/codes": "int8"}
   # A state that is a single array has an empty path.
-  solver = encoded(optax.scale_by_adam(), fields=("nu",))
+  solver = encoded(optax.scale_by_adam(), fields=only("nu"))
   one: Any = jax.eval_shape(solver.init, jnp.ones((64, 64)))
   assert one.inner.nu.codes.dtype == jnp.float8_e4m3fn
   assert one.inner.mu.dtype == jnp.float32
@@ -195,14 +204,8 @@ def test_fields_that_cannot_be_encoded_are_refused():
 
   lion = optax.lion(1e-3)
   for error, match, make in (
-    (TypeError, r"pass \('mu',\)", lambda: encoded(lion, fields="mu")),
-    (ValueError, "got 'second'", lambda: wrap(lion, fields={"mu": "second"})),
-    (ValueError, "got 'nu', which.*0/mu", lambda: init(lion, fields=("nu",))),
-    (
-      ValueError,
-      "another tree at 'v_row'",
-      lambda: init(optax.adafactor(1e-2), fields=["v_row"]),
-    ),
+    (ValueError, "got 'second'", lambda: init(lion, fields=lambda _: "second")),
+    (ValueError, "without one", lambda: init(lion, fields=only("nu"))),
     (ValueError, "without one to encode", lambda: init(optax.sgd(1e-3))),
     (
       ValueError,
@@ -221,7 +224,7 @@ def test_fields_that_cannot_be_encoded_are_refused():
     wrap(lion, codecs.log8(4)).update(tree(), state)
   with pytest.raises(ValueError, match="hold a EncodedState.*of encoded or"):
     to_plain_state(lion.init(tree()))
-  with pytest.raises(ValueError, match="opt_state must be a state of the"):
+  with pytest.raises(ValueError, match="opt_state must have the structure of"):
     from_plain_state((), state)
 
 

@@ -14,8 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from coat_jax import coat_adamw, coat_lion, codecs, encoded
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.codecs.group import Plain
-from coat_jax.optimizer.state import moments_in
-from coat_jax.optimizer.zeros import encode_zeros
+from coat_jax.optimizer.state import encode_zeros, moments_in
 from tests.codecs.test_conformance import (
   VARIANTS,
   build,

@@ -13,7 +13,7 @@ import pytest
 from coat_jax import apply_updates, coat_adamw, codecs, scale_by_coat_adam
 from coat_jax.optimizer import fused_coat_adamw, fused_coat_lion
 from coat_jax.optimizer.adam import adam_update, adamw_step
-from coat_jax.optimizer.arguments import choose_groups
+from coat_jax.optimizer.arguments import choose_leaves
 from coat_jax.optimizer.lion import lion_step
 from tests.comparing import assert_same_bits
 
@@ -146,9 +146,9 @@ def test_states_of_other_optimizers_are_named():
 
 
 def test_quantize_mask_must_be_a_function():
-  choose = inspect.unwrap(choose_groups)  # Without beartype, as for users.
+  choose = inspect.unwrap(choose_leaves)  # Without beartype, as for users.
   with pytest.raises(TypeError, match="must be a function .* got True"):
-    choose("coat_adamw", tree(0), codecs.coat().groups, True)
+    choose("coat_adamw", tree(0), True)
 
 
 def test_explain_names_the_implementation_of_each_leaf():

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import coat_jax
-import coat_jax.optimizer.rounding
 from coat_jax import coat_adamw, coat_lion
 from coat_jax.optimizer import (
   fused_coat_adamw,
@@ -19,6 +18,7 @@ from coat_jax.optimizer import (
   split_weights,
   stochastic_rounding,
 )
+from coat_jax.optimizer import weights as weights_module
 
 BF16 = jnp.bfloat16
 
@@ -176,4 +176,4 @@ def test_misuse_is_refused():
 
 
 def test_examples_run():
-  assert doctest.testmod(coat_jax.optimizer.rounding).failed == 0
+  assert doctest.testmod(weights_module).failed == 0

@@ -152,12 +152,6 @@ def test_only_matrices_of_a_tree_are_split():
   assert joined["half"].dtype == jnp.float32
 
 
-def test_mask_chooses_leaves_to_split():
-  params, low = split_weights(tree(), lambda path, _: path == "norm/scale")
-  assert params["kernel"].dtype == jnp.float32 and not low["kernel"].ndim
-  assert params["norm"]["scale"].dtype == jnp.bfloat16
-
-
 def test_nnx_parameters_are_split_in_their_boxes():
   state = nnx.state(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Param)
   params, low = split_weights(state)

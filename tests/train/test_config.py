@@ -9,7 +9,7 @@ import math
 import pytest
 
 from coat_jax import codecs, recipes
-from coat_jax.models.ranges import check_numbers, range_of
+from coat_jax.models.ranges import check_fields, range_of
 from tests.train import own_codec
 from train.config import ModelConfig, OptimConfig, resume_rule
 from train.optimizers import learning_rate
@@ -227,7 +227,7 @@ def test_ends_of_ranges_are_allowed_and_values_beyond_are_not(name):
         if is_allowed
         else pytest.raises(ValueError, match=f"{name}: {field.name} must be")
       ):
-        check_numbers(changed)
+        check_fields(changed)
 
 
 @pytest.mark.parametrize(

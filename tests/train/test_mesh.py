@@ -42,6 +42,8 @@ def exact_on_mesh(request):
     ("", {}),
     ("data=2,fsdp=4,tensor=1", dict(data=2, fsdp=4, tensor=1)),
     (" tensor=2, fsdp=4", dict(data=1, fsdp=4, tensor=2)),
+    ("expert=4,tensor=2", dict(data=1, fsdp=1, expert=4, tensor=2)),
+    ("expert=1,fsdp=8", dict(data=1, fsdp=8, tensor=1)),
   ],
 )
 def test_mesh_is_parsed_and_made(text, sizes):
@@ -49,7 +51,7 @@ def test_mesh_is_parsed_and_made(text, sizes):
   if sizes:
     mesh = meshes.make_mesh(sizes)
     assert dict(mesh.shape) == sizes
-    assert mesh.axis_names == meshes.MESH_AXES
+    assert mesh.axis_names == tuple(n for n in meshes.MESH_AXES if n in sizes)
     # Devices that exchange most are neighbours.
     assert [d.id for d in mesh.devices.flat] == list(range(8))
 
@@ -57,7 +59,7 @@ def test_mesh_is_parsed_and_made(text, sizes):
 @pytest.mark.parametrize(
   "text, words",
   [
-    ("tp=2", "its axes are data, fsdp, tensor, got 'tp'"),
+    ("tp=2", "its axes are data, fsdp, expert, tensor, got 'tp'"),
     ("fsdp", "one size, from 1 to 65536, got 'fsdp'"),
     ("fsdp=0", "one size, from 1 to 65536, got 'fsdp=0'"),
     ("fsdp=2,fsdp=4", "one size, from 1 to 65536, got 'fsdp=4'"),
@@ -79,6 +81,7 @@ def test_mesh_of_another_form_raises(text, words):
     ("fsdp=16", "data=1,fsdp=8,tensor=1"),
     ("data=2,fsdp=3,tensor=2", "data=2,fsdp=2,tensor=2"),
     ("data=3,tensor=3", "data=1,fsdp=8,tensor=1"),
+    ("fsdp=3,expert=6", "data=1,fsdp=4,expert=2,tensor=1"),
   ],
 )
 def test_mesh_for_another_number_of_devices_raises_with_what_fits(text, fits):
@@ -114,7 +117,8 @@ def test_mesh_for_another_number_of_devices_raises_with_what_fits(text, fits):
     ),
     ("", dict(grad_reduce="bfloat16"), "grad_reduce applies to a run on a"),
     ("", dict(distributed=True), "distributed applies to a run on a mesh"),
-    ("pipe=2", {}, "its axes are data, fsdp, tensor"),
+    ("expert=2", {}, "needs a mixture of experts, got expert=2 for a model"),
+    ("pipe=2", {}, "its axes are data, fsdp, expert, tensor"),
   ],
 )
 def test_config_rejects_meshes_that_do_not_fit(mesh, options, words):

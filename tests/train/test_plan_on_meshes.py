@@ -32,6 +32,23 @@ def test_each_gpu_plans_its_share_of_sequences_and_vocabulary():
   assert found.temporary == (4 + 2) * (logits + head) + 3 * 2 * 4096 * tokens
 
 
+def test_gpus_with_whole_experts_plan_their_experts_and_save_no_copies():
+  config = dataclasses.replace(
+    PRESETS["demo_moe"](), mesh="expert=4,fsdp=2", batch=16, seq=512
+  )
+  model, tokens = config.model, 2 * 512
+  found = plan_run(config)["loss"]
+  copies = 2 * model.experts_per_token * model.d_ff * (1 + 2 / 16)
+  kept = saved_bytes(model, recipes.coat()) - copies
+  wanted = model.num_layers * kept * tokens
+  assert found.activations == pytest.approx(wanted, rel=1e-9)
+  # A fourth of the experts; the rows of all weights are split in two.
+  of_one = dataclasses.replace(config, mesh="fsdp=2", batch=4)
+  d, f = model.d_model, model.d_ff
+  others = 3 * model.num_experts * d * f * model.num_layers * 4 * 3 // 4 // 2
+  assert plan_run(of_one)["loss"].weights - found.weights == others
+
+
 def test_memory_is_decimal_unless_it_is_written_gib():
   assert plan.read_bytes("80GB") == plan.read_bytes("80") == 80 * 10**9
   assert plan.read_bytes("1.5GiB") == 1.5 * 2**30

@@ -34,6 +34,7 @@ class Layer:
   value: int = F32  # Bytes of a weight's value and its gradient; 0 if frozen.
   fsdp: int = 1  # GPUs over which a weight's rows are split.
   tensor: int = 1  # GPUs over which heads and columns are split.
+  expert: int = 1  # GPUs over which whole experts are split.
   is_on_mesh: bool = False  # Whether there are other GPUs.
   remat: Remat = "none"
   optimizer_in_backward: bool = False
@@ -61,6 +62,9 @@ class Layer:
       "gate_up": experts * model.d_model * model.d_ff * (1 + is_gated),
       "down": experts * model.d_ff * model.d_model,
     }
+    if self.expert > 1:
+      found["gate_up"] /= self.expert
+      found["down"] /= self.expert
     return {name: count / self.tensor for name, count in found.items()}
 
   @property
@@ -70,13 +74,18 @@ class Layer:
 
   @property
   def inner(self) -> float:
-    """Counts the values of gate, or of up, for all copies of tokens."""
-    return self.tokens * self.model.d_ff * (self.copies or 1) / self.tensor
+    """Counts the values of gate, or of up, for all copies of tokens.
+
+    If experts are split, there is room for the copies of all GPUs' tokens.
+    """
+    copies = (self.copies or 1) * self.expert
+    return self.tokens * self.model.d_ff * copies / self.tensor
 
   @property
   def rows(self) -> int:
     """Counts the bytes of all copies of tokens in BF16; 0 without experts."""
-    return BF16 * self.model.d_model * self.tokens * self.copies
+    copies = self.copies * self.expert
+    return BF16 * self.model.d_model * self.tokens * copies
 
   @property
   def grad_value(self) -> int:
@@ -89,6 +98,11 @@ class Layer:
   def is_recomputed(self) -> bool:
     """Returns whether a second forward pass computes what the layer saves."""
     return self.remat in ("full", "fp8_layer")
+
+  @property
+  def recomputes_experts(self) -> bool:
+    """Returns whether experts' gate and up are not saved."""
+    return bool(self.experts) and (self.remat == "fp8" or self.expert > 1)
 
   @property
   def gathered(self) -> float:
@@ -107,7 +121,11 @@ class Layer:
   def saved(self, remat: Remat = "none") -> float:
     """Counts the bytes that the layer saves for all tokens."""
     return self.tokens * saved_bytes(
-      self.model, self.recipe, remat=remat, tensor=self.tensor
+      self.model,
+      self.recipe,
+      remat=remat,
+      tensor=self.tensor,
+      saves_copies=self.expert == 1,
     )
 
 
@@ -157,7 +175,7 @@ def _coat_backward(layer: Layer) -> float:
     return _coat_on_mesh(layer)
   every, stream = sum(layer.weights.values()), 1.5 * layer.unit
   mlp = _coat_mlp(layer)
-  if not (layer.experts and layer.remat == "fp8"):
+  if not layer.recomputes_experts:
     mlp += _saved_in_mlp(layer)
   # XLA computes all four weights' gradients last. Those of experts exist in
   # BF16 too, and are most of the total.
@@ -173,7 +191,7 @@ def _coat_on_mesh(layer: Layer) -> float:
   mlp = _coat_mlp(layer) + layer.gathered * gate_up
   if layer.is_recomputed:
     mlp += 0.5 * unit + layer.saved()
-  elif not (layer.experts and layer.remat == "fp8"):
+  elif not layer.recomputes_experts:
     # On a mesh XLA copies only gate and up, and copies them later.
     mlp += 2.25 * inner + 0.5 * unit
   if not layer.optimizer_in_backward:
@@ -192,7 +210,12 @@ def _coat_on_mesh(layer: Layer) -> float:
 def _coat_mlp(layer: Layer) -> float:
   """Counts the bytes inside the MLP, without what the layer saved."""
   inner, unit, rows = layer.inner, layer.unit, layer.rows
-  if layer.experts and layer.remat == "fp8":
+  if layer.expert > 1:
+    # Gate and up in codes, and 9 bytes for each value of gate, as counted in
+    # compiled steps; or the product's gradient and what follows from it, and
+    # rows of tokens and of their gradients.
+    return max((2 * layer.code + 9) * inner, 7 * inner + 1.5 * unit + 2 * rows)
+  if layer.recomputes_experts:
     # Gate and up, in codes; their gradients in BF16, the recomputed product and
     # its gradient; all copies of tokens and of their gradients. In units of the
     # residual stream: the input, its gradient and the router's share of that

@@ -24,9 +24,9 @@ from flax import nnx
 from jax.extend.core import Var
 
 from coat_jax.layers import residuals
-from coat_jax.models import VisionConfig, VisionLayer
+from coat_jax.models import VisionConfig
 from coat_jax.models.config import ModelConfig, Remat
-from coat_jax.models.decoder import DecoderLayer
+from coat_jax.models.layer import TransformerLayer
 from coat_jax.models.remat import checkpointed
 from coat_jax.numerics.recipes import CoatRecipe
 
@@ -42,6 +42,7 @@ def saved_bytes(
   *,
   remat: Remat = "none",
   tensor: int = 1,
+  saves_copies: bool = True,
 ) -> float:
   """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
@@ -57,7 +58,11 @@ def saved_bytes(
   arrays = [
     (aval, kind)
     for aval, kind in residual_arrays(
-      config, recipe, tokens=_TOKENS, remat=remat
+      config,
+      recipe,
+      tokens=_TOKENS,
+      remat=remat,
+      saves_copies=saves_copies,
     )
     if aval.ndim and kind != "rope"
   ]
@@ -72,17 +77,17 @@ def saved_bytes(
     return total
   if recipe.linear == "bf16":
     total += 2 * config.num_heads * config.head_width / tensor
-  if recipe.nonlinear == "bf16" and _is_layer_norm(config):
+  if recipe.nonlinear == "bf16" and config.choices.norm == "layer":
     total -= 2 * 4 * config.d_model / (1 if is_whole else tensor)
   return total
 
 
-def _is_layer_norm(config: ModelConfig | VisionConfig) -> bool:
-  return isinstance(config, VisionConfig) or config.choices.norm == "layer"
-
-
 def residual_bytes(
-  config: ModelConfig | VisionConfig, recipe: CoatRecipe, *, tokens: int
+  config: ModelConfig | VisionConfig,
+  recipe: CoatRecipe,
+  *,
+  tokens: int,
+  saves_copies: bool = True,
 ) -> dict[str, float]:
   """Counts the bytes per token that one layer saves, by kind and in total.
 
@@ -90,7 +95,10 @@ def residual_bytes(
   tokens on, scales of whole tensors are negligible.
   """
   totals = dict.fromkeys(KINDS, 0)
-  for aval, kind in residual_arrays(config, recipe, tokens=tokens):
+  arrays = residual_arrays(
+    config, recipe, tokens=tokens, saves_copies=saves_copies
+  )
+  for aval, kind in arrays:
     totals[kind] += aval.size * aval.dtype.itemsize
   totals["total"] = sum(totals.values())
   return {kind: count / tokens for kind, count in totals.items()}
@@ -102,16 +110,19 @@ def residual_arrays(
   *,
   tokens: int,
   remat: Remat = "none",
+  saves_copies: bool = True,
 ) -> list[tuple[jax.core.ShapedArray, str]]:
-  """Lists shape and kind of each array that one layer saves."""
+  """Lists shape and kind of each array that one layer saves.
+
+  Without `saves_copies`, the experts of a mixture are on several GPUs. Then it
+  saves nothing that has rows for the copies of tokens.
+  """
   options = {}
-  if isinstance(config, VisionConfig):
-    make = functools.partial(VisionLayer, config, recipe)
-  else:
-    make = functools.partial(DecoderLayer, config, recipe)
-    if config.kinds_of_layers is not None:
-      options = dict(kind=jnp.int32(0))  # All kinds save the same arrays.
-  layer = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+  if isinstance(config, ModelConfig) and config.kinds_of_layers is not None:
+    options = dict(kind=jnp.int32(0))  # All kinds save the same arrays.
+  layer = nnx.eval_shape(
+    lambda: TransformerLayer(config, recipe, rngs=nnx.Rngs(0))
+  )
   graph, params = nnx.split(layer)
   x = jax.ShapeDtypeStruct((1, tokens, config.d_model), jnp.bfloat16)
   run = lambda x, layer: layer(x, **options)  # noqa: E731
@@ -122,7 +133,15 @@ def residual_arrays(
     return jax.tree.leaves(jax.vjp(layer_of, params, x)[1])
 
   jaxpr = jax.make_jaxpr(residuals_of)(params, x).jaxpr
-  return _Program(jaxpr).arrays()
+  arrays = _Program(jaxpr).arrays()
+  if saves_copies:
+    return arrays
+  copies = tokens * config.experts_per_token  # pyright: ignore
+  return [
+    (aval, kind)
+    for aval, kind in arrays
+    if kind != "activation" and aval.shape[:1] != (copies,)
+  ]
 
 
 class _Program:

@@ -34,6 +34,7 @@ from coat_jax.numerics.formats import array_bytes
 from train import step
 from train.config import TrainConfig
 from train.memory.backward import BF16, F32, Layer, layer_backward
+from train.mesh import batch_devices
 
 _FP8 = 1  # Bytes of a code.
 # A step of a model that sees images can be planned only with these values.
@@ -105,8 +106,7 @@ def device_bytes(tree: Any) -> int:
 
 def batch_shards(config: TrainConfig) -> int:
   """Counts the devices that sequences are split over."""
-  sizes = config.mesh_sizes
-  return sizes.get("data", 1) * sizes.get("fsdp", 1)
+  return batch_devices(config.mesh_sizes)
 
 
 def plan(
@@ -171,6 +171,7 @@ def _plan_decoder(
     value=_value_bytes(state.params),
     fsdp=sizes.get("fsdp", 1),
     tensor=sizes.get("tensor", 1),
+    expert=sizes.get("expert", 1),
     is_on_mesh=math.prod(sizes.values()) > 1,
     remat=config.remat,
     optimizer_in_backward=config.optimizer_in_backward,

@@ -52,7 +52,12 @@ def finish(runs: Sequence[TrainConfig]) -> None:
     shape = config.model
     if isinstance(shape, VisionLanguageConfig):
       shape = shape.text
-    residuals = residual_bytes(shape, recipe, tokens=config.seq)
+    residuals = residual_bytes(
+      shape,
+      recipe,
+      tokens=config.seq,
+      saves_copies=config.mesh_sizes.get("expert", 1) == 1,
+    )
     result["residuals"] = residuals["total"]
     results.append(result)
   print(_table(names, results))

@@ -4,10 +4,9 @@
 config_tables  the keys of each family's config.json: one row per family
 tensor_tables  the tensors of each family's parameters: one table per family
 config         reads and writes config.json by its row
-schema         describes the keys of a config.json
-keys           reads single keys; layer_keys reads those of windows and RoPE
-tensors        lists a model's tensors by its table
-layouts        fuses the tensors of a parameter, and splits them again
+keys           reads and writes single keys
+layer_keys     reads and writes the keys of windows and RoPE
+tensors        lists a model's tensors by its table, and packs them
 files          reads safetensors one tensor at a time
 load, save     read and write a checkpoint: `load_hf` and `save_hf`
 whole          writes a folder completely or not at all

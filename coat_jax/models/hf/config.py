@@ -9,7 +9,7 @@ keys for RoPE and the dtype. We read and write both.
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -20,24 +20,17 @@ from coat_jax.models.hf.keys import (
   CONFIG,
   DTYPE_KEYS,
   LONGEST,
-  NOT_SUPPORTED,
-  WITHOUT_EFFECT,
   check_known,
   choose,
   dtype_of,
-  typed,
+  labeled,
   wrong,
 )
 from coat_jax.models.hf.layer_keys import PARTIAL
-from coat_jax.models.hf.schema import ConfigTable, labeled
-from coat_jax.models.ranges import range_of
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision_language import VisionLanguageConfig
 
 type AnyConfig = ModelConfig | VisionConfig | VisionLanguageConfig
-
-# Fields for which None means the width of a head.
-_HEAD_WIDTHS = ("head_dim", "query_scalar")
 
 
 def read_config(folder: Path) -> tuple[Any, np.dtype]:
@@ -94,18 +87,17 @@ def _parse(file: Path, found: dict, kind: type | None) -> AnyConfig:
     raise wrong(file, "architectures", rule, named, remedy)
   if model_type == row.whole:
     found = _object(file, found, "vision_config")
-  _check_keys(file, found, row)
+  inherited = [key for part in row.parts.values() for key in part.inherited]
+  check_known(file, found, {*row.keys, *row.parts, *inherited})
   values: dict[str, Any] = {} if row.parts else {"family": family}
-  for key, field in row.fields.items():
-    values[field] = _value(file, key, found, row)
-  for group in row.groups:
-    values |= group.read(file, found)
-  for key, part in row.parts.items():
-    inner = _object(file, found, key, {})
+  for name, key in row.keys.items():
+    values |= key.read(file, name, found)
+  for name, part in row.parts.items():
+    inner = _object(file, found, name, {})
     usual = part.defaults["model_type"]
     if inner.get("model_type", usual) == usual:
       inner = {**part.defaults, **inner}
-    outer = {name: found[name] for name in part.inherited if name in found}
+    outer = {key: found[key] for key in part.inherited if key in found}
     values[part.field] = _parse(file, outer | inner, part.kind)
     dtype_of(file, inner)
   try:
@@ -120,35 +112,6 @@ def _object(file: Path, found: dict, key: str, default: Any = None) -> dict:
   if isinstance(inner, dict):
     return inner
   raise wrong(file, key, "an object", inner)
-
-
-def _check_keys(file: Path, found: dict, row: ConfigTable) -> None:
-  """Raises ValueError for keys that are missing, unknown or unsupported."""
-  known = {*DTYPE_KEYS, *WITHOUT_EFFECT, *row.ignored, *row.fields, *row.fixed}
-  known = known.union(row.parts, *(group.names for group in row.groups))
-  known = known.union(*(part.inherited for part in row.parts.values()))
-  check_known(file, found, known)
-  for key, value in row.fixed.items():
-    got = found.get(key, row.defaults.get(key, value))
-    if (got or None) != (value or None):
-      raise wrong(file, key, str(value), got, NOT_SUPPORTED)
-  missing = [key for key in row.fields if key not in {**row.defaults, **found}]
-  if missing:
-    raise ValueError(
-      f"load_hf: {file} must have {', '.join(missing)}; copy the file again"
-    )
-
-
-def _value(file: Path, key: str, found: dict, row: ConfigTable) -> Any:
-  """Reads a key and checks its type; the configuration checks its range."""
-  default = row.defaults.get(key, ...)
-  value = found.get(key, default)
-  fields = {field.name: field.type for field in dataclasses.fields(row.kind)}
-  hint = fields[row.fields[key]]
-  if value is None and (default is None or type(None) in get_args(hint)):
-    return None
-  number = range_of(hint)
-  return typed(file, key, value, number[0] if number else bool)
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
@@ -174,28 +137,17 @@ def _write(config: Any, dtype: np.dtype, like: dict) -> dict:
   row = CONFIGS[config.family]
   if row.whole:
     like = like.get("vision_config", like)
-  # Write these keys: if one is absent, transformers assumes another value.
-  stated = [x for x in ("hidden_act", *row.defaults) if x in row.fixed]
-  found = {
+  found = like | {
     "model_type": row.model_type or config.family,
     "architectures": [row.architectures[0]],
+    **dict.fromkeys(DTYPE_KEYS, dtype.name),
   }
-  found = found | {key: row.fixed[key] for key in stated} | like | found
-  for key, field in row.fields.items():
-    value = getattr(config, field)
-    default = row.defaults.get(key)
-    if value is None and field in _HEAD_WIDTHS and default is not None:
-      value = config.head_width
-    is_implied = key in row.optional and value == found.get(key, default)
-    if not is_implied and not (key == "head_dim" and value is None):
-      found[key] = value
-  for group in row.groups:
-    group.write(config, found)
-  for key, part in row.parts.items():
+  for name, key in row.keys.items():
+    key.write(name, config, found)
+  for name, part in row.parts.items():
     inner = getattr(config, part.field)
-    found[key] = _write(inner, dtype, like.get(key, {}))
-    found |= {name: found[key][name] for name in part.inherited}
-  found |= dict.fromkeys(DTYPE_KEYS, dtype.name)
+    found[name] = _write(inner, dtype, like.get(name, {}))
+    found |= {key: found[name][key] for key in part.inherited}
   written = dataclasses.asdict(_parse(Path(CONFIG), found, row.kind))
   for name, value in dataclasses.asdict(config).items():
     if value != written[name]:

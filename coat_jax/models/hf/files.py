@@ -11,6 +11,7 @@ to files elsewhere, as in the cache of huggingface_hub.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -49,6 +50,11 @@ class StoredTensor:
   dtype: np.dtype
   shape: tuple[int, ...]
   offset: int
+
+  @property
+  def nbytes(self) -> int:
+    """The size in the file."""
+    return self.dtype.itemsize * math.prod(self.shape)
 
   def read(self, index: Any = ...) -> np.ndarray:
     """Reads the part that a NumPy index selects, through a memory map."""
@@ -116,11 +122,11 @@ def split_experts(
       found[name] = x
       continue
     shape = x.shape[1] // len(parts), x.shape[2]
-    size = math.prod(shape) * x.dtype.itemsize
-    for i in range(x.shape[0] * len(parts)):
-      expert, part = divmod(i, len(parts))
-      each = dataclasses.replace(x, shape=shape, offset=x.offset + i * size)
-      found[f"{start}.experts.{expert}.{parts[part]}_proj.weight"] = each
+    offset = x.offset
+    for expert, part in itertools.product(range(x.shape[0]), parts):
+      each = dataclasses.replace(x, shape=shape, offset=offset)
+      found[f"{start}.experts.{expert}.{part}_proj.weight"] = each
+      offset += each.nbytes
   return found
 
 
@@ -162,20 +168,16 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
         f"load_hf: {index} names {name}, which is not in the folder; copy all "
         f"{len(files)} files of the checkpoint"
       )
-  found: dict[str, StoredTensor] = {}
-  for name in files:
-    for tensor, stored in read_header(folder / name).items():
-      if places.get(tensor) != name:
-        got = f"{places.get(tensor)} for {tensor}, which is in {name}"
-        rule = "name the file that contains each tensor"
-        raise _refusal(index, rule, got, "copy both again")
-      found[tensor] = stored
-  if missing := places.keys() - found.keys():
-    raise ValueError(
-      f"load_hf: {index} names the tensor {min(missing)} in "
-      f"{places[min(missing)]}, which does not contain it; copy both again"
-    )
-  return found
+  shards = {name: read_header(folder / name) for name in files}
+  held = {(tensor, name) for name in files for tensor in shards[name]}
+  if wrong := held ^ set(places.items()):
+    tensor, _ = min(wrong)
+    where = [name for each, name in held if each == tensor]
+    where = " and ".join(sorted(where)) or "no file"
+    got = f"{places.get(tensor)} for {tensor}, which is in {where}"
+    rule = "name the file that contains each tensor"
+    raise _refusal(index, rule, got, "copy the whole checkpoint again")
+  return {tensor: x for name in files for tensor, x in shards[name].items()}
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -193,18 +195,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
       rule = "begin with a JSON header"
       raise _refusal(file, rule, error, remedy) from error
   header.pop("__metadata__", None)
-  start, found, ranges = 8 + length, {}, []
-  for name, entry in header.items():
-    stored, begin, end = _entry(file, name, entry, start)
-    found[name] = stored
-    ranges.append((begin, end))
-  _check_ranges(file, sorted(ranges), size - start)
+  place = start = 8 + length
+  found = {name: _entry(file, name, x, start) for name, x in header.items()}
+  remedy = "it was cut short, or damaged: copy it again"
+  for x in sorted(found.values(), key=lambda x: x.offset):
+    if x.offset != place:
+      got = f"one at byte {x.offset - start} instead of byte {place - start}"
+      raise _refusal(file, "hold tensors one after another", got, remedy)
+    place += x.nbytes
+  if place != size:
+    rule = f"hold {place - start} bytes of tensors"
+    raise _refusal(file, rule, size - start, remedy)
   return found
 
 
-def _entry(
-  file: Path, name: str, entry: Any, start: int
-) -> tuple[StoredTensor, int, int]:
+def _entry(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
   """Reads an entry of a header; its offsets count from `start`."""
   entry = entry if isinstance(entry, dict) else {}
   kind, shape = entry.get("dtype"), entry.get("shape")
@@ -212,13 +217,11 @@ def _entry(
   if isinstance(kind, str) and kind not in DTYPES:
     rule, remedy = ", ".join(DTYPES), "save the model in one of these dtypes"
     raise _refusal(file, f"hold tensors of {rule}", f"{name} of {kind}", remedy)
-  dtype = DTYPES.get(kind) if isinstance(kind, str) else None
-  is_place = _are_counts(offsets) and len(offsets) == 2
-  if dtype is not None and _are_counts(shape) and is_place:
-    begin, end = offsets
-    if end - begin == dtype.itemsize * math.prod(shape) > 0:
-      stored = StoredTensor(file, name, dtype, tuple(shape), start + begin)
-      return stored, begin, end
+  if isinstance(kind, str) and _are_counts(shape) and _are_counts(offsets):
+    begin = min(offsets, default=0)
+    found = StoredTensor(file, name, DTYPES[kind], tuple(shape), start + begin)
+    if found.nbytes and offsets == [begin, begin + found.nbytes]:
+      return found
   rule = "state the dtype, shape and data_offsets of each tensor"
   got = f"{name}: {str(entry)[:80]}"
   raise _refusal(file, rule, got, "the header is damaged: copy it again")
@@ -228,17 +231,3 @@ def _are_counts(values: Any) -> bool:
   return isinstance(values, list) and all(
     type(value) is int and 0 <= value < 2**48 for value in values
   )
-
-
-def _check_ranges(file: Path, ranges: list, size: int) -> None:
-  """Checks that tensors fill a file after its header, without overlapping."""
-  place = 0
-  for begin, end in ranges:
-    if begin != place:
-      got = f"one at byte {begin} instead of byte {place}"
-      remedy = "the header is damaged: copy it again"
-      raise _refusal(file, "hold tensors one after another", got, remedy)
-    place = end
-  if place != size:
-    remedy = "it was cut short, or damaged: copy it again"
-    raise _refusal(file, f"hold {place} bytes of tensors", size, remedy)

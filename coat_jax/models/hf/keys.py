@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads single keys of a config.json.
+"""Reads and writes single keys of a config.json.
 
-There are three kinds of keys: keys that describe the model; keys that are known
-not to affect what it computes (`WITHOUT_EFFECT`); and unknown keys. We refuse
-an unknown key with an error that names it, because ignoring it could load a
+A family's table maps each key to a `Key`, which reads and writes it. Keys in
+`WITHOUT_EFFECT` are known not to affect what any model computes. We refuse all
+other keys with an error that names them, because ignoring one could load a
 different model.
 """
 
+import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ WITHOUT_EFFECT = {
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
 _COPY = "copy the file again"
 NOT_SUPPORTED = "other values are not supported yet"
+# The default of keys that every file must have.
+_REQUIRED: Any = object()
 
 
 def wrong(
@@ -56,15 +59,9 @@ def choose(file: Path, key: str, value: Any, choices: Mapping[str, Any]) -> Any:
   raise wrong(file, key, f"one of {', '.join(choices)}", value, NOT_SUPPORTED)
 
 
-def typed(file: Path, key: str, value: Any, kind: type) -> Any:
-  """Checks that a value is a bool, int or float; accepts an int as a float."""
-  if type(value) is kind or (kind is float and type(value) is int):
-    return kind(value)
-  raise wrong(file, key, _TYPES[kind], value)
-
-
-def check_known(file: Path, found: dict, known: set[str]) -> None:
+def check_known(file: Path, found: dict, known: Iterable[str]) -> None:
   """Raises ValueError if a file has a key that is not known."""
+  known = {*DTYPE_KEYS, *WITHOUT_EFFECT, *known}
   for key, value in found.items():
     if key in known:
       continue
@@ -89,3 +86,176 @@ def dtype_of(file: Path, found: dict) -> np.dtype:
     rule = "float32, bfloat16 or float16"
     raise wrong(file, "dtype", rule, name, "save the model in one of these")
   return np.dtype(jnp.dtype(name))
+
+
+class Key:
+  """A key that is known but ignored; the base of keys that are read."""
+
+  def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
+    """Returns fields of the configuration; `file` is for error messages."""
+    return {}
+
+  def write(self, key: str, config: Any, found: dict) -> None:
+    """Updates `found`, the content of a config.json."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field(Key):
+  """A field of the configuration, which also checks the value's range.
+
+  Attributes:
+    name: the field.
+    kind: bool, int or float.
+    default: what transformers assumes if the key is absent.
+  """
+
+  name: str
+  kind: type
+  default: Any = _REQUIRED
+
+  def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
+    value = found.get(key, self.default)
+    if value is _REQUIRED:
+      raise ValueError(f"load_hf: {file} must have {key}; {_COPY}")
+    if value is not None and type(value) is not self.kind:
+      if self.kind is not float or type(value) is not int:
+        raise wrong(file, key, _TYPES[self.kind], value)
+      value = float(value)
+    return {self.name: value}
+
+  def write(self, key: str, config: Any, found: dict) -> None:
+    found[key] = getattr(config, self.name)
+
+
+class UnlessDefault(Field):
+  """A field whose key is left out if the field has its default."""
+
+  def write(self, key: str, config: Any, found: dict) -> None:
+    if getattr(config, self.name) != self.default:
+      super().write(key, config, found)
+
+
+class HeadWidth(Field):
+  """A width, which is the width of a head if the field is None."""
+
+  def write(self, key: str, config: Any, found: dict) -> None:
+    width = getattr(config, self.name)
+    if width is None and self.default is None:
+      return
+    found[key] = width or config.head_width
+
+
+@dataclasses.dataclass(frozen=True)
+class Renamed(Field):
+  """A field with one key in version 4 of transformers and another in 5."""
+
+  new: str = ""
+
+  def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
+    if self.new not in found:
+      return super().read(file, key, found)
+    value = found[self.new]
+    if key in found and found[key] != value:
+      rule = f"{key}, which is {found[key]}"
+      raise wrong(file, self.new, rule, value, "correct one")
+    return super().read(file, self.new, found)
+
+  def write(self, key: str, config: Any, found: dict) -> None:
+    found[key] = found[self.new] = getattr(config, self.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Key):
+  """A key that must have one value, which an absent key has too.
+
+  It is written unless its value is false, which transformers assumes anyway.
+  """
+
+  value: Any
+
+  def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
+    value = found.get(key, self.value)
+    if (value or None) != (self.value or None):
+      raise wrong(file, key, str(self.value), value, NOT_SUPPORTED)
+    return {}
+
+  def write(self, key: str, config: Any, found: dict) -> None:
+    if self.value:
+      found.setdefault(key, self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Key):
+  """A key with a few known values; the first one is the default."""
+
+  field: str
+  values: Mapping[str, Any]
+
+  def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
+    value = found.get(key, next(iter(self.values)))
+    return {self.field: choose(file, key, value, self.values)}
+
+  def write(self, key: str, config: Any, found: dict) -> None:
+    value = getattr(config, self.field)
+    spellings = [name for name, x in self.values.items() if x == value]
+    if found.get(key) not in spellings:
+      found[key] = spellings[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived(Key):
+  """A key that states a property of the configuration; reading ignores it."""
+
+  name: str
+
+  def write(self, key: str, config: Any, found: dict) -> None:
+    found.setdefault(key, getattr(config, self.name))
+
+
+class InnerWidth(Field):
+  """GPT-2's MLP width; null means four times `n_embd`."""
+
+  def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
+    fields = super().read(file, key, found)
+    width: Any = found.get("n_embd")
+    is_usual = fields[self.name] is None and type(width) is int
+    return {self.name: 4 * width} if is_usual else fields
+
+  def write(self, key: str, config: Any, found: dict) -> None:
+    is_usual = config.d_ff == 4 * config.d_model
+    found[key] = None if is_usual else config.d_ff
+
+
+class Labels(Key):
+  """The names of a classifier's classes; a ViTModel has no classes."""
+
+  def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
+    if found.get("architectures") == ["ViTModel"]:
+      return {}
+    names = found.get(key)
+    if isinstance(names, dict) and names:
+      return {"num_classes": len(names)}
+    count = found.get("num_labels", 2)  # The default of transformers.
+    if names is None and type(count) is int:
+      return {"num_classes": count}
+    raise wrong(file, key, "names of the classes", names)
+
+  def write(self, key: str, config: Any, found: dict) -> None:
+    if config.num_classes is None:
+      found["architectures"] = ["ViTModel"]
+    elif key not in found:  # Name the classes as transformers does.
+      found |= labeled([f"LABEL_{i}" for i in range(config.num_classes)])
+
+
+def labeled(names: Iterable[str]) -> dict[str, dict]:
+  """Returns the keys that name a classifier's classes."""
+  pairs = [*enumerate(names)]
+  return {
+    "id2label": {str(i): name for i, name in pairs},
+    "label2id": {name: i for i, name in pairs},
+  }
+
+
+def ignored(*names: str) -> dict[str, Key]:
+  """Returns keys that are ignored, as entries of a table."""
+  return dict.fromkeys(names, Key())

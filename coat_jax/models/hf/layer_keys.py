@@ -13,8 +13,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from coat_jax.models.hf.keys import LONGEST, NOT_SUPPORTED, wrong
-from coat_jax.models.hf.schema import Keys
+from coat_jax.models.hf.keys import LONGEST, NOT_SUPPORTED, Key, ignored, wrong
 from coat_jax.models.rope import (
   SCALINGS,
   scaling_fields,
@@ -26,9 +25,7 @@ from coat_jax.ops.rope import RopeScaling
 _LAYER_TYPES = "layer_types"
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 _SLIDING, _FULL = _KINDS = ("sliding_attention", "full_attention")
-_ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
-_TYPES = ("rope_type", "type")
-_LENGTH = "original_max_position_embeddings"
+_ROPE, _SCALING = "rope_parameters", "rope_scaling"
 # The share of each head's channels that are rotated.
 PARTIAL = "partial_rotary_factor"
 _WINDOW_BASE = "rope_local_base_freq"
@@ -39,10 +36,10 @@ def _are_full(types: Any) -> bool:
   return isinstance(types, list) and all(x == _FULL for x in types)
 
 
-class FullLayers(Keys):
+class _FullLayers(Key):
   """`layer_types` of a family that has no layers with a window."""
 
-  def read(self, file: Path, found: dict) -> dict[str, Any]:
+  def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     types = found.get(_LAYER_TYPES)
     if types and not _are_full(types):
       raise wrong(file, _LAYER_TYPES, "None", types, NOT_SUPPORTED)
@@ -50,12 +47,12 @@ class FullLayers(Keys):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerTypes(Keys):
+class _LayerTypes(Key):
   """Keys for windows in all layers but every n-th; `default` is the usual n."""
 
   default: int
 
-  def read(self, file: Path, found: dict) -> dict[str, Any]:
+  def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     """Reads `full_every` of a `ModelConfig`.
 
     If the list of layers is too short to show a period, the period comes from
@@ -83,7 +80,7 @@ class LayerTypes(Keys):
     remedy = "layers in another order are not supported yet"
     raise wrong(file, _LAYER_TYPES, rule, types, remedy)
 
-  def write(self, config: Any, found: dict) -> None:
+  def write(self, key: str, config: Any, found: dict) -> None:
     every = config.full_every
     if every is None:  # All layers are the same.
       every = 1 if config.window is None else config.num_layers + 1
@@ -95,49 +92,49 @@ def _layer_types(full_every: int, num_layers: int) -> list[str]:
   return [_KINDS[i % full_every == 0] for i in range(1, num_layers + 1)]
 
 
-class Rope(Keys):
-  """Keys for RoPE that all layers share."""
+@dataclasses.dataclass(frozen=True)
+class _Rope(Key):
+  """RoPE that all layers share; `has_partial` if heads may rotate in part."""
 
-  def read(self, file: Path, found: dict) -> dict[str, Any]:
-    return _read_rope(file, found, has_partial=PARTIAL in self.names)
+  has_partial: bool = False
 
-  def write(self, config: Any, found: dict) -> None:
+  def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
+    return _read_rope(file, found, has_partial=self.has_partial)
+
+  def write(self, key: str, config: Any, found: dict) -> None:
     share = None
-    if PARTIAL in self.names and config.rotary_dim is not None:
+    if self.has_partial and config.rotary_dim is not None:
       share = config.rotary_dim / config.head_width
-    found.pop(PARTIAL, None)
-    if config.scaling is None:
-      found.pop("rope_scaling", None)
+    for old in (PARTIAL, _SCALING):  # A source's may be another model's.
+      found.pop(old, None)
     found |= _rope_keys(config.rope_theta, config.scaling, share)
 
 
-class WindowRope(Rope):
-  """Keys for RoPE that may differ between layers with and without a window."""
+class _WindowRope(_Rope):
+  """RoPE that may differ between layers with and without a window."""
 
-  def read(self, file: Path, found: dict) -> dict[str, Any]:
-    ropes = found.get("rope_parameters") or {}
+  def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
+    ropes = found.get(_ROPE) or {}
     if not isinstance(ropes, dict) or ropes.keys() - _KINDS:
-      rule = f"an object with {' and '.join(_KINDS)}"
-      raise wrong(file, "rope_parameters", rule, ropes)
+      raise wrong(file, _ROPE, f"an object with {' and '.join(_KINDS)}", ropes)
     window, full = (ropes.get(name) or {} for name in _KINDS)
-    old = {k: v for k, v in found.items() if k != "rope_parameters"}
-    full = _read_rope(file, old | {"rope_parameters": full}, 1e6)
+    full = _read_rope(file, found | {_ROPE: full}, 1e6)
     base = {"rope_theta": found[_WINDOW_BASE]} if _WINDOW_BASE in found else {}
-    window = _read_rope(file, base | {"rope_parameters": window})
+    window = _read_rope(file, base | {_ROPE: window})
     if window == full:
       return full | {"window_rope_theta": None}
-    if window["rope_scaling"] is not None:
-      key, got = f"rope_parameters of {_SLIDING}", window["rope_scaling"]
+    if (scaling := window["rope_scaling"]) is not None:
       remedy = "scaled RoPE in layers with a window is not supported yet"
-      raise wrong(file, key, "of type 'default'", got, remedy)
+      name = f"{_ROPE} of {_SLIDING}"
+      raise wrong(file, name, "of type 'default'", scaling, remedy)
     return full | {"window_rope_theta": window["rope_theta"]}
 
-  def write(self, config: Any, found: dict) -> None:
-    super().write(config, found)
-    window = full = found["rope_parameters"]
+  def write(self, key: str, config: Any, found: dict) -> None:
+    super().write(key, config, found)
+    window = full = found[_ROPE]
     if config.window_rope_theta is not None:
-      window = _rope_keys(config.window_rope_theta, None)["rope_parameters"]
-    found["rope_parameters"] = {_SLIDING: window, _FULL: full}
+      window = _rope_keys(config.window_rope_theta, None)[_ROPE]
+    found[_ROPE] = {_SLIDING: window, _FULL: full}
     found[_WINDOW_BASE] = window["rope_theta"]
 
 
@@ -149,68 +146,67 @@ def _read_rope(
   has_partial: bool = False,
 ) -> dict[str, Any]:
   """Reads `rope_theta` and `rope_scaling`, and `PARTIAL` if it is below 1."""
-  key = "rope_parameters" if found.get("rope_parameters") else "rope_scaling"
-  rope = found.get(key) or {}
-  if not isinstance(rope, dict):
-    raise wrong(file, key, "an object", rope)
+  key = _ROPE if found.get(_ROPE) else _SCALING
+  rope, old = (_with_type(file, x, found.get(x)) for x in (key, _SCALING))
   # A file of version 5 may also have version 4's key, if both agree.
-  old = found.get("rope_scaling")
-  if key != "rope_scaling" and isinstance(old, dict):
-    named = {_TYPES[0]: rope.get(_TYPES[1], "default"), **rope}
-    if any(
-      named.get(_TYPES[0] if field in _TYPES else field) != value
-      for field, value in old.items()
-    ):
-      remedy = "delete the one that is wrong"
-      raise wrong(file, "rope_scaling", "as rope_parameters", old, remedy)
-  names = {str(rope[each]) for each in _TYPES if each in rope} or {"default"}
-  name = " and ".join(sorted(names))
-  if name != "default" and name not in SCALINGS:
+  if found.get(_SCALING) and any(rope.get(x) != old[x] for x in old):
+    remedy = "delete the one that is wrong"
+    raise wrong(file, _SCALING, f"as {_ROPE}", old, remedy)
+
+  def number(name: str, default: float) -> float:
+    """Takes a number from `rope` or `found`, which must agree."""
+    values: list[Any] = [x[name] for x in (rope, found) if name in x]
+    values = values or [default]
+    if not all(type(x) in (int, float) and x == values[0] for x in values):
+      raise wrong(file, name, "one number", values)
+    return float(values[0])
+
+  fields: dict[str, Any] = {
+    "rope_theta": number("rope_theta", default_base),
+    "rope_scaling": None,
+  }
+  if has_partial and (share := number(PARTIAL, 1.0)) != 1:
+    if not 0 < share < 1:
+      raise wrong(file, PARTIAL, "above 0 and at most 1", share)
+    fields[PARTIAL] = share
+  name = str(rope.pop("rope_type"))
+  rope.pop("rope_theta", None)
+  if has_partial or rope.get(PARTIAL) == 1:
+    rope.pop(PARTIAL, None)
+  if rope.get("truncate") is True:
+    rope.pop("truncate")
+  for field, value in rope.items():
+    if type(value) not in (int, float):
+      raise wrong(file, f"{field} of {key}", "a number", value)
+  if name == "default" and rope:
+    raise ValueError(
+      f"load_hf: {file}: {', '.join(rope)} of {key} is not supported yet "
+      "with plain RoPE (type 'default')"
+    )
+  if name == "default":
+    return fields
+  if name not in SCALINGS:
     raise ValueError(
       f"load_hf: {file}: {key} of type {name[:40]!r} is not supported yet; "
       f"plain RoPE (type 'default') is, and {', '.join(SCALINGS)}"
     )
-  values = {}
-  for field, value in rope.items():
-    is_plain = field == PARTIAL and (has_partial or value == 1)
-    if field in ("rope_theta", *_TYPES) or is_plain or value is None:
-      continue
-    if field == "truncate" and value is True:
-      continue
-    if type(value) not in (int, float):
-      raise wrong(file, f"{field} of {key}", "a number", value)
-    values[field] = float(value)
-  theta = _one(file, "rope_theta", rope, found, default_base)
-  shared: dict[str, Any] = dict(rope_theta=theta, rope_scaling=None)
-  if has_partial and (share := _one(file, PARTIAL, rope, found, 1.0)) != 1:
-    if not 0 < share < 1:
-      raise wrong(file, PARTIAL, "above 0 and at most 1", share)
-    shared[PARTIAL] = share
-  if name == "default":
-    if values:
-      raise ValueError(
-        f"load_hf: {file}: {', '.join(values)} of {key} is not supported yet "
-        "with plain RoPE (type 'default')"
-      )
-    return shared
   longest = found.get(LONGEST)
   if name == "yarn" and type(longest) is int:  # The default of transformers.
-    values.setdefault(_LENGTH, float(longest))
+    rope.setdefault("original_max_position_embeddings", longest)
   try:
-    scaling = scaling_of(name, values)
+    scaling = scaling_of(name, {x: float(value) for x, value in rope.items()})
   except ValueError as error:
     raise ValueError(f"load_hf: {file}: {key}: {error}") from error
-  return shared | dict(rope_scaling=write_scaling(scaling))
+  return fields | {"rope_scaling": write_scaling(scaling)}
 
 
-def _one(
-  file: Path, key: str, rope: dict, found: dict, default: float
-) -> float:
-  """Reads a number from `rope` or `found`; if both have it, they must agree."""
-  values = [each[key] for each in (rope, found) if key in each] or [default]
-  if not all(type(x) in (int, float) and x == values[0] for x in values):
-    raise wrong(file, key, "one number", values)
-  return float(values[0])
+def _with_type(file: Path, key: str, rope: Any) -> dict[str, Any]:
+  """Copies a RoPE's object; version 4 may call its `rope_type` `type`."""
+  rope = rope or {}
+  if not isinstance(rope, dict):
+    raise wrong(file, key, "an object", rope)
+  rope = {name: value for name, value in rope.items() if value is not None}
+  return {"rope_type": rope.pop("type", "default"), **rope}
 
 
 def _rope_keys(
@@ -222,16 +218,19 @@ def _rope_keys(
     name, fields = scaling_fields(scaling)
   rope = {"rope_type": name, **fields}
   own = {"rope_theta": theta} | ({} if share is None else {PARTIAL: share})
-  keys = own | {"rope_parameters": rope | own}
-  return keys if scaling is None else keys | {"rope_scaling": rope}
+  keys = own | {_ROPE: rope | own}
+  return keys if scaling is None else keys | {_SCALING: rope}
 
 
-FULL_LAYERS = FullLayers((_LAYER_TYPES,))
-ROPE = Rope(_ROPE)
-PARTIAL_ROPE = Rope((*_ROPE, PARTIAL))
-WINDOW_ROPE = WindowRope((*_ROPE, _WINDOW_BASE))
+# Entries of a family's table. A group of keys is read and written by its first
+# key.
+FULL_LAYERS: dict[str, Key] = {_LAYER_TYPES: _FullLayers()}
+_OLD = ignored("rope_theta", _SCALING)
+ROPE = {_ROPE: _Rope(), **_OLD}
+PARTIAL_ROPE = {_ROPE: _Rope(has_partial=True), **_OLD, **ignored(PARTIAL)}
+WINDOW_ROPE = {_ROPE: _WindowRope(), **_OLD, **ignored(_WINDOW_BASE)}
 
 
-def layer_types(default: int) -> LayerTypes:
-  """Makes the keys for windows in all layers except every n-th."""
-  return LayerTypes((_LAYER_TYPES, *_PATTERNS), default)
+def layer_types(default: int) -> dict[str, Key]:
+  """Returns the keys for windows in all layers except every n-th."""
+  return {_LAYER_TYPES: _LayerTypes(default), **ignored(*_PATTERNS)}

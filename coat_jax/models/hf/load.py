@@ -25,21 +25,12 @@ from coat_jax.layers.module import recipe_of
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.hf.config import AnyConfig, read_config
-from coat_jax.models.hf.files import (
-  StoredTensor,
-  open_tensors,
-  split_experts,
-)
+from coat_jax.models.hf.files import StoredTensor, open_tensors, split_experts
 from coat_jax.models.hf.keys import CONFIG
 from coat_jax.models.hf.tensor_tables import IGNORED_ENDS
 from coat_jax.models.hf.tensors import Part, Section, parts, sections
-from coat_jax.models.params import (
-  is_stacked,
-  mesh_axes,
-  param_shardings,
-  path_of,
-)
-from coat_jax.models.stack import Store, stored_in
+from coat_jax.models.initialization import Store, stored_in
+from coat_jax.models.params import is_stacked, mesh_axes, param_shardings
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.tower import VisionTower
 from coat_jax.models.vision_language import (
@@ -48,6 +39,7 @@ from coat_jax.models.vision_language import (
 )
 from coat_jax.numerics.checks import check_float_dtype, check_kind
 from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.optimizer.masks import leaf_path
 
 Model = Decoder | VisionTower | VisionLanguageModel
 # How many rows of two tensors are compared at a time.
@@ -141,7 +133,7 @@ def load_params(
   `Decoder`; None casts to the dtypes of `abstract`.
   """
   tensors = check_tensors(folder, config, abstract)
-  leaves = {path_of(k): x for k, x in jax.tree.leaves_with_path(abstract)}
+  leaves = {leaf_path(k): x for k, x in jax.tree.leaves_with_path(abstract)}
   loading: dict[str, _Parameter] = {}
   for part in parts(config, abstract):
     if part.path not in loading:
@@ -149,7 +141,7 @@ def load_params(
     stored = [tensors[name] for name in part.tensors]
     loading[part.path].load(part.layer, stored)
   return jax.tree.map_with_path(
-    lambda keys, _: loading[path_of(keys)].array, abstract
+    lambda keys, _: loading[leaf_path(keys)].array, abstract
   )
 
 
@@ -209,8 +201,7 @@ def _drop_tied_head(
 ) -> None:
   """Drops an output projection that repeats the embedding."""
   head, embedding = (
-    section.prefix + section.table[path].names[0]
-    for path in ("head", "embedding")
+    section.layout(path).names[0] for path in ("head", "embedding")
   )
   if head not in stored:
     return
@@ -238,34 +229,28 @@ class _Parameter:
     if where is not None:
       entries = P(*where.spec, *(None,) * (leaf.ndim - len(where.spec)))
       entries = entries[is_stacked(part.path) :]
-      self.sharding = NamedSharding(where.mesh, part.row.spec(P(*entries)))
+      self.sharding = NamedSharding(where.mesh, part.layout.spec(P(*entries)))
 
-    def packed(*tensors):
-      x = part.row.pack(tensors, shape, part.split).astype(jnp.float32)
+    def update(stack, layer, *tensors):
+      x = part.layout.pack(tensors, shape, part.split).astype(jnp.float32)
       x = store(part.path, x) if store else x.astype(leaf.dtype)
-      return x, jnp.all(jnp.isfinite(x))
+      is_finite = jnp.all(jnp.isfinite(x))
+      if stack is not None:
+        x = jax.lax.dynamic_update_index_in_dim(stack, x, layer, 0)
+      return x, is_finite
 
-    def update(stack, i, *tensors):
-      x, is_finite = packed(*tensors)
-      return jax.lax.dynamic_update_index_in_dim(stack, x, i, 0), is_finite
-
-    shardings = (where, None)
-    dtype = jax.eval_shape(packed, *part.tensors.values())[0].dtype
+    self.update = jax.jit(update, out_shardings=(where, None), donate_argnums=0)
+    tensors = part.tensors.values()
+    self.dtype = jax.eval_shape(update, None, None, *tensors)[0].dtype
     self.array: Any = None
     if part.layer is not None:
-      self.array = jnp.zeros(leaf.shape, dtype, device=where)
-    self.dtype = dtype
-    self.packed = jax.jit(packed, out_shardings=shardings)
-    self.update = jax.jit(update, out_shardings=shardings, donate_argnums=0)
+      self.array = jnp.zeros(leaf.shape, self.dtype, device=where)
 
   def load(self, layer: int | None, stored: list[StoredTensor]) -> None:
     """Loads one layer, or a parameter that is not stacked."""
     tensors = [_place(tensor, self.sharding) for tensor in stored]
-    if layer is None:
-      self.array, is_finite = self.packed(*tensors)
-    else:
-      i = np.int32(layer)
-      self.array, is_finite = self.update(self.array, i, *tensors)
+    i = None if layer is None else np.int32(layer)
+    self.array, is_finite = self.update(self.array, i, *tensors)
     # Reading `is_finite` waits, so that the host holds only one layer.
     if not is_finite:
       raise _not_finite(stored, self.dtype)

@@ -7,10 +7,9 @@ holds one parameter of one layer at a time.
 
 import functools
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,14 @@ from coat_jax.models.decoder import Decoder
 from coat_jax.models.hf.config import AnyConfig, parse_config, write_config
 from coat_jax.models.hf.files import DTYPES, INDEX, MODEL, read_json
 from coat_jax.models.hf.keys import CONFIG
-from coat_jax.models.hf.tensors import Part, parts
+from coat_jax.models.hf.tensors import Layout, Part, parts
 from coat_jax.models.hf.whole import check_free, written_whole
-from coat_jax.models.params import path_of
-from coat_jax.models.stack import check_dtype
+from coat_jax.models.initialization import check_dtype
 from coat_jax.models.vision.tower import VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.numerics.checks import COUNT, Range, check_kind, check_whole
+from coat_jax.optimizer.masks import leaf_path
+from coat_jax.optimizer.matrices import MatrixSplit
 
 # Files that tokenizers and generation read.
 CARRIED = (
@@ -138,21 +138,21 @@ def _check(model, folder, like, max_length, labels, max_shard_size) -> None:
   check_kind(op, "folder", folder, paths, "pass a path")
   if like is not None:
     check_kind(op, "like", like, paths, "pass a path")
+  for name, value, owner in (
+    ("max_length", max_length, Decoder),
+    ("labels", labels, VisionTower),
+  ):
+    if value is not None and not isinstance(model, owner):
+      raise ValueError(
+        f"{op}: {name} needs a {owner.__name__}, got a {own}; leave it out"
+      )
   if max_length is not None:
     check_whole(op, "max_length", max_length, COUNT, "None leaves it out")
-    if not isinstance(model, Decoder):
-      raise ValueError(
-        f"{op}: max_length applies to a Decoder, got a {own}; leave it out"
-      )
   if labels is not None:
-    if not isinstance(model, VisionTower):
-      raise ValueError(
-        f"{op}: labels apply to a VisionTower with classes, got a {own}; leave "
-        "them out"
-      )
-    check_kind(op, "labels", labels, (list, tuple), "pass a list of names")
+    remedy = "pass a list of names"
+    check_kind(op, "labels", labels, (list, tuple), remedy)
     for label in labels:
-      check_kind(op, "a label", label, str, "pass a list of names")
+      check_kind(op, "a label", label, str, remedy)
   allowed, remedy = Range(1, 2**63 - 1), "5 * 10**9 is the default"
   check_whole(op, "max_shard_size", max_shard_size, allowed, remedy)
 
@@ -168,71 +168,53 @@ def _write_tensors(
   shards: list[list[Part]] = [[]]
   size = total = 0
   for part in parts(config, params):
-    own = sum(_bytes(x.shape, dtype) for x in part.tensors.values())
+    own = sum(x.size for x in part.tensors.values()) * dtype.itemsize
     if shards[-1] and size + own > max_shard_size:
       shards.append([])
       size = 0
     shards[-1].append(part)
     size, total = size + own, total + own
-  read = _reader(params, dtype)
+  leaves = {leaf_path(keys): x for keys, x in jax.tree.leaves_with_path(params)}
   places: dict[str, str] = {}
   for i, shard in enumerate(shards):
     name = MODEL
     if len(shards) > 1:
       name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-    _write_file(folder / name, shard, dtype, read)
+    _write_file(folder / name, shard, dtype, leaves)
     places |= {tensor: name for part in shard for tensor in part.tensors}
   if len(shards) > 1:
     index = {"metadata": {"total_size": total}, "weight_map": places}
     _write_json(folder / INDEX, index)
 
 
-def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-  return math.prod(shape) * dtype.itemsize
-
-
-def _reader(
-  params: Any, dtype: np.dtype
-) -> Callable[[Part], Iterator[np.ndarray]]:
-  """Builds the function that returns a part's tensors one after another."""
-  leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
-  unpacked: dict[str, Callable] = {}
-
-  def unpack(part: Part, x: Array, i: Array) -> tuple[list[Array], Array]:
-    if part.layer is not None:
-      x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    x = x.astype(dtype)
-    return part.row.unpack(x, part.split), jnp.all(jnp.isfinite(x))
-
-  def read(part: Part) -> Iterator[np.ndarray]:
-    if part.path not in unpacked:  # One function per parameter, not per layer.
-      unpacked[part.path] = jax.jit(functools.partial(unpack, part))
-    x, i = leaves[part.path], np.int32(part.layer or 0)
-    tensors, is_finite = unpacked[part.path](x, i)
-    if not is_finite:
-      raise ValueError(
-        f"save_hf: weights must be finite in {dtype}, got NaN or infinity in "
-        f"{', '.join(part.tensors)}; save the model as it was before it "
-        "diverged, or if it has not, pass another dtype"
-      )
-    for tensor in tensors:
-      yield np.asarray(tensor)
-
-  return read
+@functools.partial(jax.jit, static_argnames=("layout", "split", "dtype"))
+def _unpack(
+  x: Array,
+  layer: Array | None,
+  *,
+  layout: Layout,
+  split: MatrixSplit | None,
+  dtype: np.dtype,
+) -> tuple[list[Array], Array]:
+  """Unpacks a parameter or one layer; also returns whether it is finite."""
+  if layer is not None:
+    x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+  x = x.astype(dtype)
+  return layout.unpack(x, split), jnp.all(jnp.isfinite(x))
 
 
 def _write_file(
   file: Path,
   written: list[Part],
   dtype: np.dtype,
-  read: Callable[[Part], Iterator[np.ndarray]],
+  leaves: dict[str, Array],
 ) -> None:
   """Writes one safetensors file: the header, then one tensor at a time."""
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   place = 0
   for part in written:
     for name, x in part.tensors.items():
-      end = place + _bytes(x.shape, dtype)
+      end = place + x.size * dtype.itemsize
       header[name] = {
         "dtype": _NAMES[dtype],
         "shape": list(x.shape),
@@ -244,7 +226,21 @@ def _write_file(
   with file.open("xb") as opened:
     opened.write(len(text).to_bytes(8, "little") + text)
     for part in written:
-      for x in read(part):
+      layer = None if part.layer is None else np.int32(part.layer)
+      tensors, is_finite = _unpack(
+        leaves[part.path],
+        layer,
+        layout=part.layout,
+        split=part.split,
+        dtype=dtype,
+      )
+      if not is_finite:
+        raise ValueError(
+          f"save_hf: weights must be finite in {dtype}, got NaN or infinity in "
+          f"{', '.join(part.tensors)}; save the model as it was before it "
+          "diverged, or if it has not, pass another dtype"
+        )
+      for x in tensors:
         opened.write(np.ascontiguousarray(x).view(np.uint8).data)
     opened.flush()
     os.fsync(opened.fileno())  # Otherwise a crash may lose the data.

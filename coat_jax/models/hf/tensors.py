@@ -1,24 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the tensors of a model's checkpoint, parameter by parameter.
+"""Lists the tensors of each parameter, and converts between the two.
 
-Loading and saving both use this list: `load` packs the tensors of a `Part` into
-a parameter, and `save` unpacks them.
+A parameter is cut into matrices (`MatrixSplit`). A checkpoint stores each
+matrix as a tensor, usually transposed as in PyTorch, or concatenates all of
+them into one tensor. `load` packs the tensors of a `Part` into a parameter, and
+`save` unpacks them. Packing only moves values, so it is exact in both
+directions and in every dtype.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, P
 
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.hf.config import AnyConfig
 from coat_jax.models.hf.config_tables import CONFIGS
-from coat_jax.models.hf.layouts import Row
-from coat_jax.models.hf.tensor_tables import PREFIXES, PROJECTOR, TENSORS, Table
-from coat_jax.models.params import is_stacked, matrix_split, path_of
+from coat_jax.models.hf.tensor_tables import (
+  INPUTS_FIRST,
+  PREFIXES,
+  PROJECTOR,
+  SHAPES,
+  TENSORS,
+  Table,
+)
+from coat_jax.models.params import is_stacked, matrix_split, parameter
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision_language import VisionLanguageConfig
-from coat_jax.optimizer.matrices import MatrixSplit
+from coat_jax.optimizer.masks import leaf_path
+from coat_jax.optimizer.matrices import (
+  MatrixSplit,
+  join_matrices,
+  split_matrices,
+)
+
+# How the names of a module's tensors end.
+_ENDS = {"kernel": ".weight", "scale": ".weight", "bias": ".bias"}
+_TRANSPOSED = ("matrix", "output", "router")
+
+
+class Layout(NamedTuple):
+  """How a checkpoint stores a parameter, or one layer of a stacked parameter.
+
+  Attributes:
+    names: one name per matrix, or one for all; `{i}` and `{e}` as in a table.
+    is_transposed: whether tensors are [outputs, inputs], as in PyTorch.
+    shape: the tensor's shape, if that has more axes than the parameter's.
+  """
+
+  names: tuple[str, ...]
+  is_transposed: bool = False
+  shape: tuple[int, ...] | None = None
+
+  @property
+  def is_of_experts(self) -> bool:
+    """Returns whether each expert has its own tensors."""
+    return "{e}" in self.names[0]
+
+  def spec(self, spec: P) -> P:
+    """Converts the sharding of a parameter to the sharding of its tensors."""
+    spec = P(*spec[1:]) if self.is_of_experts else spec
+    return P(spec[-1], spec[0]) if self.is_transposed else spec
+
+  def pack(
+    self,
+    tensors: Sequence[Array],
+    shape: tuple[int, ...],
+    split: MatrixSplit | None,
+  ) -> Array:
+    """Makes a parameter of `shape` from its tensors."""
+    if split is None:
+      (x,) = tensors
+      own = shape[::-1] if self.is_transposed else shape
+      return x.reshape(own).T if self.is_transposed else x.reshape(own)
+    if self.is_transposed:
+      tensors = [x.T for x in tensors]
+    if len(tensors) == 1:  # Its columns may contain all matrices.
+      widths = [split.groups * width for width in split.parts] or [shape[-1]]
+      ends = np.cumsum(widths * (tensors[0].shape[-1] // sum(widths)))
+      tensors = jnp.split(tensors[0], ends[:-1].tolist(), axis=-1)
+    return join_matrices(tensors, split, shape)
+
+  def unpack(self, x: Array, split: MatrixSplit | None) -> list[Array]:
+    """Inverts `pack`."""
+    found = [x] if split is None else split_matrices(x, split)
+    if len(self.names) == 1 and not self.is_of_experts:
+      found = [jnp.concatenate(found, axis=-1)]
+    if self.is_transposed:
+      found = [x.T for x in found]
+    return [x.reshape(self.shape or x.shape) for x in found]
 
 
 class Part(NamedTuple):
@@ -27,14 +100,14 @@ class Part(NamedTuple):
   Attributes:
     path: the parameter's path, such as `layers/mlp/gate_up/kernel`.
     layer: index of the layer; None for parameters that are not stacked.
-    row: the parameter's row in the family's table.
+    layout: how its tensors store it.
     split: how it is cut into matrices; None if it is not cut.
     tensors: each tensor's shape, with the parameter's dtype, by tensor name.
   """
 
   path: str
   layer: int | None
-  row: Row
+  layout: Layout
   split: MatrixSplit | None
   tensors: dict[str, jax.ShapeDtypeStruct]
 
@@ -53,17 +126,14 @@ class Section(NamedTuple):
   config: ModelConfig | VisionConfig | None
 
   @property
-  def table(self) -> Table:
-    """The family's table."""
-    if self.config is None:
-      return PROJECTOR
-    table = TENSORS[self.config.family]
-    return table(self.config) if callable(table) else table
+  def family(self) -> str | None:
+    """The section's family; None for the projector."""
+    return self.config and self.config.family
 
   @property
   def optional(self) -> str:
     """The prefix of tensor names that only some checkpoints use."""
-    return PREFIXES.get(self.config.family, "") if self.config else ""
+    return PREFIXES.get(self.family or "", "")
 
   def spellings(self, name: str) -> tuple[str, ...]:
     """Lists the names under which checkpoints may store a tensor."""
@@ -73,7 +143,7 @@ class Section(NamedTuple):
 
   def foreign(self, names: Collection[str]) -> set[str]:
     """Selects the tensors of the text model in a full CLIP or SigLIP."""
-    if self.config is None or CONFIGS[self.config.family].whole is None:
+    if self.family is None or CONFIGS[self.family].whole is None:
       return set()
     own = self.prefix + self.optional
     if not any(name.startswith(own) for name in names):
@@ -81,36 +151,57 @@ class Section(NamedTuple):
     here = [name for name in names if name.startswith(self.prefix)]
     return {name for name in here if not name.startswith(own)}
 
+  def layout(self, path: str) -> Layout:
+    """Looks up how a parameter is stored; its path begins in this section."""
+    found = TENSORS[self.family] if self.family else PROJECTOR
+    table: Table = found(self.config) if callable(found) else found
+    module, _, own = path.rpartition("/")
+    names, end = table.get(path), ""
+    if names is None:
+      names, end = table[module], _ENDS[own]
+    names = (names,) if isinstance(names, str) else names
+    role = parameter(self.path + path).role
+    is_transposed = role in _TRANSPOSED
+    if role == "matrix" and self.family in INPUTS_FIRST:
+      is_transposed = False
+    shape = None
+    if sizes := SHAPES.get(self.family or "", {}).get(path):
+      shape = tuple(
+        size if isinstance(size, int) else getattr(self.config, size)
+        for size in sizes
+      )
+    names = tuple(self.prefix + name + end for name in names)
+    return Layout(names, is_transposed, shape)
+
   def parts(self, params: Any) -> Iterator[Part]:
     """Yields this section's parts, layer by layer; `params` are the model's."""
-    table, config = self.table, self.config
+    config = self.config
+    num_experts: Any = getattr(config, "num_experts", None)
     if self.path:
       params = params[self.path.rstrip("/")]
-    leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
-    assert leaves.keys() <= table.keys(), leaves.keys() - table.keys()
     found = {}
-    for path, x in leaves.items():
+    for keys, x in jax.tree.leaves_with_path(params):
+      path = leaf_path(keys)
+      layout, split = self.layout(path), matrix_split(self.path + path, config)
       one = jax.ShapeDtypeStruct(x.shape[is_stacked(path) :], x.dtype)
-      split = matrix_split(self.path + path, config)
-      tensors = jax.eval_shape(lambda x: table[path].unpack(x, split), one)  # noqa: B023
-      found[path] = split, tensors
+      tensors = jax.eval_shape(lambda x: layout.unpack(x, split), one)  # noqa: B023
+      found[path] = layout, split, tensors
 
     def part(path: str, layer: int | None = None) -> Part:
-      split, tensors = found[path]
-      experts = getattr(config, "num_experts", None)
-      names = table[path].of_layer(layer or 0, experts)
-      names = [self.prefix + name for name in names]
+      layout, split, tensors = found[path]
+      experts = num_experts if layout.is_of_experts else 1
+      names = [
+        name.format(i=layer, e=e)
+        for e in range(experts)
+        for name in layout.names
+      ]
       named = dict(zip(names, tensors, strict=True))
-      return Part(self.path + path, layer, table[path], split, named)
+      return Part(self.path + path, layer, layout, split, named)
 
-    stacked = [path for path in table if path in leaves and is_stacked(path)]
-    if "embedding" in leaves:
-      yield part("embedding")
+    stacked = [path for path in found if is_stacked(path)]
     for i in range(config.num_layers if config else 0):
       yield from (part(path, i) for path in stacked)
-    for path in table:
-      if path in leaves and path not in stacked and path != "embedding":
-        yield part(path)
+    yield from (part(path) for path in found if path not in stacked)
 
 
 def sections(config: AnyConfig) -> tuple[Section, ...]:

@@ -2,27 +2,21 @@
 """The shape of a vision tower, and the choices of each family of towers."""
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from coat_jax.models.ranges import (
-  Range,
-  Width,
-  check_family,
-  check_kinds,
-  check_numbers,
-)
-from coat_jax.ops import Activation
+from coat_jax.models.config import Family
+from coat_jax.models.ranges import Range, Width, check_family, check_fields
+from coat_jax.ops import Activation, NormKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VisionFamily:
+class VisionFamily(Family):
   """The choices that all towers of a family share.
 
   Attributes:
-    activation: which GELU, as for `layers.MLP`.
     has_class_token: whether a learned token comes before the patches.
     patch_bias: whether the projection of patches has a bias.
-    pre_norm: whether there is a norm before the first layer.
+    norms_input: whether there is a norm before the first layer.
     norms_output: whether the last norm is applied to the hidden states that a
       tower returns, or only to what is pooled.
     pool: how hidden states become one vector. `"class"` projects the class
@@ -30,10 +24,14 @@ class VisionFamily:
       to all tokens; None returns the class token after the last norm.
   """
 
-  activation: Activation
+  norm: NormKind = "layer"
+  norm_has_bias: bool = True
+  use_bias: bool = True
+  is_gated: bool = False
+  positions: Literal["rope", "learned"] = "learned"
   has_class_token: bool = True
   patch_bias: bool = True
-  pre_norm: bool = False
+  norms_input: bool = False
   norms_output: bool = True
   pool: Literal["class", "attention"] | None = None
 
@@ -43,7 +41,7 @@ VISION_FAMILIES = {
   "clip_vision": VisionFamily(
     activation="gelu_quick",
     patch_bias=False,
-    pre_norm=True,
+    norms_input=True,
     norms_output=False,
   ),
   "siglip_vision": VisionFamily(
@@ -90,9 +88,8 @@ class VisionConfig:
   has_pool: bool = True
 
   def __post_init__(self):
-    check_kinds(self)
+    check_fields(self)
     check_family(self, VISION_FAMILIES)
-    check_numbers(self)
     if self.d_model % (2 * self.num_heads):
       raise ValueError(
         "VisionConfig: d_model must be an even multiple of num_heads, got "
@@ -119,6 +116,16 @@ class VisionConfig:
   def choices(self) -> VisionFamily:
     """The choices of the family."""
     return VISION_FAMILIES[self.family]
+
+  @property
+  def activation(self) -> Activation:
+    """The activation of the MLP."""
+    return self.choices.activation
+
+  @property
+  def attention_options(self) -> dict[str, Any]:
+    """Arguments of `Attention`: queries attend to all tokens."""
+    return dict(causal=False, rope_theta=None)
 
   @property
   def num_kv_heads(self) -> int:

@@ -10,7 +10,7 @@ from jax import Array
 
 from coat_jax.layers import MLP, Linear, dot_product_attention
 from coat_jax.models.arguments import check_pixels
-from coat_jax.models.stack import Start
+from coat_jax.models.initialization import Start
 from coat_jax.models.vision.config import VisionConfig
 
 

@@ -13,74 +13,17 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.layers import MLP, Attention, LayerNorm
-from coat_jax.layers.module import recipe_of
-from coat_jax.models.arguments import check_config, check_model
+from coat_jax.models.arguments import check_model
 from coat_jax.models.config import Remat
-from coat_jax.models.remat import check_remat, layer_forward
-from coat_jax.models.stack import (
-  Start,
-  Store,
-  stack_layers,
-  store_params,
-  stored_in,
-)
+from coat_jax.models.initialization import Start, Store, store_params
+from coat_jax.models.layer import outer_norm, stack_layers
+from coat_jax.models.remat import check_remat, run_layers
 from coat_jax.models.vision.config import VisionConfig
-from coat_jax.models.vision.ends import (
-  AttentionPool,
-  ClassPool,
-  PatchEmbedding,
-)
-from coat_jax.numerics.checks import check_whole
+from coat_jax.models.vision.ends import AttentionPool, ClassPool, PatchEmbedding
+from coat_jax.numerics.checks import Range, check_whole
 from coat_jax.numerics.recipes import CoatRecipe
 
 _POOLS = {"class": ClassPool, "attention": AttentionPool}
-
-
-class VisionLayer(nnx.Module):
-  """Bidirectional attention and MLP, each with its norm and residual add.
-
-  Attributes:
-    attention: an `Attention` that is not causal and has no RoPE.
-    mlp: an `MLP`.
-  """
-
-  def __init__(
-    self,
-    config: VisionConfig,
-    recipe: CoatRecipe,
-    *,
-    dtype: DTypeLike = jnp.bfloat16,
-    rngs: nnx.Rngs,
-  ):
-    """Initializes the parameters; arguments as for `VisionTower`."""
-    check_config("VisionLayer", config, VisionConfig)
-    shared = Start(dtype, rngs).block_options(
-      config.num_layers,
-      recipe=recipe,
-      norm="layer",
-      epsilon=config.norm_eps,
-      use_norm_bias=True,
-      use_bias=True,
-    )
-    self.attention = Attention(
-      config.d_model,
-      config.num_heads,
-      causal=False,
-      rope_theta=None,
-      **shared,
-    )
-    self.mlp = MLP(
-      config.d_model,
-      config.d_ff,
-      activation=config.choices.activation,
-      gated=False,
-      **shared,
-    )
-
-  def __call__(self, x: Array) -> Array:
-    """Maps [B, N, D] to [B, N, D] in `dtype`."""
-    return self.mlp(self.attention(x))
 
 
 class VisionTower(nnx.Module):
@@ -97,7 +40,7 @@ class VisionTower(nnx.Module):
     ...   family="siglip_vision", num_layers=2, d_model=64, d_ff=128,
     ...   num_heads=4, image_size=28, patch_size=14,
     ... )
-    >>> tower = VisionTower(config, recipe=recipes.coat(), rngs=nnx.Rngs(0))
+    >>> tower = VisionTower(config, recipes.coat(), rngs=nnx.Rngs(0))
     >>> images = jnp.zeros((2, 3, 28, 28))
     >>> tower.features(images, layer=-2).shape
     (2, 4, 64)
@@ -108,7 +51,7 @@ class VisionTower(nnx.Module):
     config: the tower's shape.
     patches: `PatchEmbedding`.
     pre_norm: LayerNorm before the first layer, in CLIP; otherwise None.
-    layers: a VisionLayer whose parameters have a leading axis of layers.
+    layers: a `TransformerLayer` whose parameters have a leading axis of layers.
     norm: LayerNorm after the last layer.
     pool: `ClassPool` or `AttentionPool`; None if pooling has no weights.
   """
@@ -116,55 +59,26 @@ class VisionTower(nnx.Module):
   def __init__(
     self,
     config: VisionConfig,
+    recipe: CoatRecipe,
     *,
-    recipe: CoatRecipe | None = None,
     dtype: DTypeLike = jnp.bfloat16,
-    param_dtype: DTypeLike = jnp.float32,
     remat: Remat = "none",
     store: Store | None = None,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters.
-
-    Args:
-      config: the tower's shape.
-      recipe: what layers compute and save in FP8; None for `recipes.coat()`.
-        Its `axes` must be those of the mesh on which the tower is called.
-      dtype: dtype of activations.
-      param_dtype: dtype in which weights are stored; norms' scales and biases
-        are always f32.
-      remat: what layers recompute in the backward pass; see `Remat`.
-      store: `(path, array) -> array`, converts parameters to the form in which
-        they are stored, as for `Decoder`; None for `param_dtype`.
-      rngs: parameters are drawn from its stream `params`.
-
-    Raises:
-      TypeError: an argument has the wrong type.
-      ValueError: `remat` is unknown, or "fp8" with a recipe other than coat; or
-        `param_dtype` is not float32, bfloat16 or float16.
-    """
-    op = "VisionTower"
-    recipe = recipe_of(op, recipe)
-    check_model(op, config, VisionConfig, recipe, dtype, store, rngs)
+    """Initializes the parameters; arguments and errors as for `Decoder`."""
+    check_model("VisionTower", config, VisionConfig, recipe, dtype, store, rngs)
     check_remat(remat, recipe)
     self.config, self.dtype, self.axes = config, dtype, recipe.axes
     self.remat: Remat = remat
-    store = store or stored_in(op, param_dtype)
     start, choices = Start(dtype, rngs), config.choices
 
-    def norm() -> LayerNorm:
-      options = start.norm_options(epsilon=config.norm_eps)
-      return LayerNorm(config.d_model, **options)
-
     self.patches = PatchEmbedding(config, start)
-    self.pre_norm = nnx.data(norm() if choices.pre_norm else None)
-    self.layers = stack_layers(
-      lambda rngs: VisionLayer(config, recipe, dtype=dtype, rngs=rngs),
-      config.num_layers,
-      store=store,
-      rngs=rngs,
-    )
-    self.norm = norm()
+    self.pre_norm = nnx.data(None)
+    if choices.norms_input:
+      self.pre_norm = outer_norm(config, start)
+    self.layers = stack_layers(config, recipe, start, store)
+    self.norm = outer_norm(config, start)
     self.pool = nnx.data(None)
     if config.has_pool and choices.pool is not None:
       self.pool = _POOLS[choices.pool](config, start)
@@ -224,12 +138,8 @@ class VisionTower(nnx.Module):
         mesh's tensor axis does not divide N.
     """
     count = self.config.num_layers
-    check_whole("VisionTower", "layer", layer, None, "-1 is the last one")
-    if not -count - 1 <= layer <= count:
-      raise ValueError(
-        f"VisionTower: layer must be from {-count - 1} to {count}, got "
-        f"{layer}; 0 is the first layer's input"
-      )
+    allowed, remedy = Range(-count - 1, count), "-1 is the last layer's output"
+    check_whole("VisionTower", "layer", layer, allowed, remedy)
     self._check_mesh()
     x = self.patches(pixel_values)
     if self.pre_norm is not None:
@@ -240,13 +150,7 @@ class VisionTower(nnx.Module):
     if wanted < count:
       graph, state = nnx.split(layers)
       layers = nnx.merge(graph, jax.tree.map(lambda w: w[:wanted], state))
-    forward = layer_forward(self, lambda x, layer, _: (layer(x), None))
-    scan = nnx.scan(
-      lambda x, layer: forward(x, layer, None)[0],
-      in_axes=(nnx.Carry, 0),
-      out_axes=nnx.Carry,
-    )
-    return scan(x, layers)
+    return run_layers(self, layers, (x, None))[0]
 
   def _output(self, hidden: Array) -> Array:
     """Returns the last layer's hidden states as transformers returns them."""

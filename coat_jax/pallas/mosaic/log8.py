@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from coat_jax.codecs.group import Encoded
-from coat_jax.codecs.log8 import LogUniform
+from coat_jax.codecs.integers import LogUniform
 from coat_jax.pallas.mosaic.moment_codecs import (
   Decoded,
   FittedCodec,

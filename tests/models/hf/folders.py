@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from coat_jax.models.hf.tensors import parts
-from coat_jax.models.params import path_of
+from coat_jax.optimizer.masks import leaf_path
 
 # Written by transformers 5.17 (torch 2.11, CPU, f32) with random weights;
 # expected.npz has tokens, logits, loss and norms of each tensor's gradient.
@@ -89,12 +89,12 @@ def params_of(model):
 
 def by_tensor(config, params):
   """Returns parameters or gradients by the names of their tensors."""
-  leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
+  leaves = {leaf_path(keys): x for keys, x in jax.tree.leaves_with_path(params)}
   found = {}
   for part in parts(config, params):
     x = leaves[part.path]
     x = x if part.layer is None else x[part.layer]
-    tensors = part.row.unpack(x, part.split)
+    tensors = part.layout.unpack(x, part.split)
     found |= dict(zip(part.tensors, tensors, strict=True))
   return found
 

@@ -216,11 +216,11 @@ def test_windows_are_read():
     ("linear,factor=2,base=3", "wrong are base"),
     ("linear,factor", "fields like factor=4, got 'factor'"),
     ("linear,factor=0.5", "factor must be at least 1 and finite, got 0.5"),
-    ("linear,factor=inf", "factor must be a number from 0 on, got inf"),
-    ("linear,factor=nan", "factor must be a number from 0 on, got nan"),
+    ("linear,factor=inf", "factor must be at least 1 and finite, got inf"),
+    ("linear,factor=nan", "factor must be at least 1 and finite, got nan"),
     (
       "yarn,factor=2,original_max_position_embeddings=inf",
-      "original_max_position_embeddings must be a number from 1 on, got inf",
+      "original_max_position_embeddings must be a whole number, got inf",
     ),
   ],
 )

@@ -109,7 +109,7 @@ def test_text_config_decides_tied_embeddings(tmp_path):
     ({"vision_feature_layer": [-2, -5]}, "vision_feature_layer must be a wh"),
     ({"vision_feature_layer": -26}, "feature_layer must be from -25 to 24"),
     ({"vision_feature_select_strategy": "cls"}, "must be one of default, full"),
-    ({"image_token_index": 32064}, "image_token must be a token of the voc"),
+    ({"image_token_index": 32064}, "image_token must be at most 32063, got"),
     ({"image_grid_pinpoints": [[1, 2]]}, "image_grid_pinpoints is not supp"),
     ({"text_config": 3}, "text_config must be an object"),
     ({"vision_config": {"model_type": "pixtral"}}, "got pixtral; other values"),

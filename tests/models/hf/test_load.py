@@ -12,10 +12,6 @@ from coat_jax import recipes
 from coat_jax.models import (
   Decoder,
   ModelConfig,
-  VisionConfig,
-  VisionLanguageConfig,
-  VisionLanguageModel,
-  VisionTower,
   load_hf,
   loss_fn,
   save_hf,
@@ -163,15 +159,7 @@ def test_dtypes_that_cannot_store_weights_are_refused(dtype, got, tmp_path):
   words = f"must be float32, bfloat16 or float16, got {got};"
   with pytest.raises(ValueError, match=f"load_hf: param_dtype {words}"):
     load_hf(DATA / "llama", param_dtype=dtype)
-  tower = VisionConfig(family="vit", **SMALL, image_size=16, patch_size=8)
-  with pytest.raises(ValueError, match=f"VisionTower: param_dtype {words}"):
-    VisionTower(tower, param_dtype=dtype, rngs=nnx.Rngs(0))
   text = ModelConfig(family="llama", **SMALL, num_kv_heads=1, vocab_size=8)
-  both = VisionLanguageConfig(text=text, vision=tower, image_token=7)
-  with pytest.raises(ValueError, match=f"LanguageModel: param_dtype {words}"):
-    VisionLanguageModel(
-      both, recipes.bf16(), param_dtype=dtype, rngs=nnx.Rngs(0)
-    )
   model = Decoder(text, recipes.bf16(), rngs=nnx.Rngs(0))
   with pytest.raises(ValueError, match=f"save_hf: dtype {words}"):
     save_hf(model, tmp_path / "out", dtype=dtype)

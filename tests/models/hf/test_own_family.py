@@ -15,22 +15,17 @@ from coat_jax.models import (
   save_hf,
 )
 from coat_jax.models.hf.config_tables import CONFIGS, decoder_table
-from coat_jax.models.hf.layouts import kernel, plain
-from coat_jax.models.hf.tensor_tables import TENSORS, rows
+from coat_jax.models.hf.tensor_tables import TENSORS
 from tests.models.hf.folders import params_of, tensors_of
 
 TABLE = {
-  "embedding": plain("embed.weight"),
-  **rows(
-    {
-      "layers/attention/qkv/linear": "layers.{i}.qkv",
-      "layers/attention/out": "layers.{i}.out",
-      "layers/mlp/gate_up": ("layers.{i}.gate", "layers.{i}.up"),
-      "layers/mlp/down": "layers.{i}.down",
-    },
-    {"norm": "norm"},
-  ),
-  "head": kernel("head.weight"),
+  "embedding": "embed.weight",
+  "layers/attention/qkv/linear": "layers.{i}.qkv",
+  "layers/attention/out": "layers.{i}.out",
+  "layers/mlp/gate_up": ("layers.{i}.gate", "layers.{i}.up"),
+  "layers/mlp/down": "layers.{i}.down",
+  "norm": "norm",
+  "head": "head.weight",
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from coat_jax.models import ModelConfig
-from coat_jax.models.hf.layouts import kernel, plain
+from coat_jax.models.hf.tensors import Layout
 from coat_jax.models.params import matrix_split
 
 N, K, H, D = 6, 2, 4, 5
@@ -41,7 +41,7 @@ def assert_equal(found, wanted):
 def test_columns_of_qkv_are_grouped_by_key_head(dtype):
   q, k, v = kernels(dtype, N * H, K * H, K * H)
   split, shape = matrix_split(QKV, CONFIG), (D, (N + 2 * K) * H)
-  packed = kernel("q", "k", "v").pack((q, k, v), shape, split)
+  packed = Layout(("q", "k", "v"), True).pack((q, k, v), shape, split)
   assert packed.shape == shape and packed.dtype == dtype
   column = 0
   for key_head in range(K):
@@ -50,34 +50,36 @@ def test_columns_of_qkv_are_grouped_by_key_head(dtype):
       for row in head:
         np.testing.assert_array_equal(packed[:, column], row)
         column += 1
-  assert_equal(kernel("q", "k", "v").unpack(packed, split), (q, k, v))
+  assert_equal(Layout(("q", "k", "v"), True).unpack(packed, split), (q, k, v))
   # A checkpoint may have one tensor with the rows of all three, or their
   # columns.
   one = jnp.concatenate([q, k, v])
-  assert_equal([kernel("qkv").pack([one], shape, split)], [packed])
-  assert_equal(kernel("qkv").unpack(packed, split), [one])
-  assert_equal([plain("qkv").pack([one.T], shape, split)], [packed])
-  assert_equal(plain("qkv").unpack(packed, split), [one.T])
+  assert_equal([Layout(("qkv",), True).pack([one], shape, split)], [packed])
+  assert_equal(Layout(("qkv",), True).unpack(packed, split), [one])
+  assert_equal([Layout(("qkv",)).pack([one.T], shape, split)], [packed])
+  assert_equal(Layout(("qkv",)).unpack(packed, split), [one.T])
 
 
 def test_biases_of_qkv_have_the_order_of_its_columns():
   tensors = kernels(np.float16, N * H, K * H, K * H)
   biases, split = [x[:, 0] for x in tensors], matrix_split(QKV, CONFIG)
   size = (N + 2 * K) * H
-  row = plain("q", "k", "v")
+  row = Layout(("q", "k", "v"))
   packed = row.pack(biases, (size,), split)
-  of_kernel = kernel("q", "k", "v").pack(tensors, (D, size), split)
+  of_kernel = Layout(("q", "k", "v"), True).pack(tensors, (D, size), split)
   np.testing.assert_array_equal(packed, of_kernel[0])
   assert_equal(row.unpack(packed, split), biases)
 
 
 def test_gate_comes_before_up():
   gate, up = kernels(np.float16, 7, 7)
-  split, row = matrix_split(GATE_UP, CONFIG), kernel("gate", "up")
+  split, row = matrix_split(GATE_UP, CONFIG), Layout(("gate", "up"), True)
   packed = row.pack((gate, up), (D, 2, 7), split)
   np.testing.assert_array_equal(packed[:, 0], gate.T)
   np.testing.assert_array_equal(packed[:, 1], up.T)
   assert_equal(row.unpack(packed, split), (gate, up))
   one = jnp.concatenate([gate, up])
-  assert_equal([kernel("both").pack([one], (D, 2, 7), split)], [packed])
-  assert_equal(kernel("both").unpack(packed, split), [one])
+  assert_equal(
+    [Layout(("both",), True).pack([one], (D, 2, 7), split)], [packed]
+  )
+  assert_equal(Layout(("both",), True).unpack(packed, split), [one])

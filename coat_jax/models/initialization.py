@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the parameters of models: initializes, stacks and stores them."""
+"""Initializes the parameters of models, and converts them for storage."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,13 +11,15 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax.numerics import recipes
+from coat_jax.numerics.checks import dtype_of
 from coat_jax.optimizer.weights import is_matrix
 
 # Converts the parameter at a path to the form in which it is stored.
 Store = Callable[[str, Array], Array]
 # The dtypes in which weights can be stored and saved.
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
-_STDDEV = 0.02
+# The standard deviation of random weights.
+STDDEV = 0.02
 
 
 class Start(NamedTuple):
@@ -32,58 +33,22 @@ class Start(NamedTuple):
   dtype: DTypeLike
   rngs: nnx.Rngs
 
-  def norm_options(self, **others: Any) -> dict[str, Any]:
-    """Returns arguments for norms before and after the layers, in BF16."""
-    shared = dict(recipe=recipes.bf16(), dtype=self.dtype, rngs=self.rngs)
-    return shared | others
-
   def options(self, **others: Any) -> dict[str, Any]:
     """Returns arguments for linear layers before and after the stack."""
-    init = nnx.initializers.normal(_STDDEV)
-    return self.norm_options(kernel_init=init) | others
-
-  def block_options(self, num_layers: int, **others: Any) -> dict[str, Any]:
-    """Returns arguments for the attention and MLP blocks of a layer.
-
-    Projections that write to the residual stream start smaller, so that its
-    variance does not grow with depth.
-    """
-    small = nnx.initializers.normal(_STDDEV * (2 * num_layers) ** -0.5)
-    return self.options(out_kernel_init=small, **others)
+    init = nnx.initializers.normal(STDDEV)
+    shared = dict(recipe=recipes.bf16(), dtype=self.dtype, rngs=self.rngs)
+    return shared | dict(kernel_init=init) | others
 
   def param(self, *shape: int) -> nnx.Param:
     """Initializes a parameter in f32, at random."""
-    init = nnx.initializers.normal(_STDDEV)
+    init = nnx.initializers.normal(STDDEV)
     return nnx.Param(init(self.rngs.params(), shape, jnp.float32))
-
-
-def stack_layers[L: nnx.Module](
-  make: Callable[[nnx.Rngs], L],
-  num_layers: int,
-  *,
-  store: Store | None,
-  rngs: nnx.Rngs,
-) -> L:
-  """Makes layers with stacked parameters; one at a time if `store` is given."""
-  one_by_one = functools.partial(nnx.scan, in_axes=0, out_axes=0)
-
-  @nnx.split_rngs(splits=num_layers)
-  @(nnx.vmap if store is None else one_by_one)
-  def stack(rngs: nnx.Rngs) -> L:
-    layer = make(rngs)
-    store_params(layer, "layers", store)
-    return layer
-
-  return stack(rngs)
 
 
 def check_dtype(where: str, dtype: Any) -> np.dtype:
   """Returns the dtype; raises ValueError if weights cannot be stored in it."""
-  try:
-    found = jnp.dtype(dtype)
-  except TypeError:
-    found = None
-  if found is None or found not in _DTYPES:
+  found = dtype_of(dtype)
+  if found not in _DTYPES:
     got = repr(dtype) if found is None else found.name
     raise ValueError(
       f"{where} must be float32, bfloat16 or float16, got {got}; pass one of "

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges rows of tokens with the devices that hold their experts.
+
+With `MeshAxes.expert`, each of n devices holds E / n whole experts. Before the
+exchange a device has its own T k rows, sorted by expert. Afterwards it has the
+rows of its experts from all devices, sorted by expert and then by device:
+
+  sends      | expert 0 | expert 1 | expert 2 | expert 3 |
+             to device 0 ----------  to device 1 --------
+  receives   | expert 0, from 0 | from 1 | expert 1, from 0 | from 1 | unused
+
+No row is dropped: the buffer of received rows has R = n T k rows, because all
+tokens could choose the experts of one device. Unused rows, after the last
+expert's, are zero.
+
+GPUs and TPUs send only the rows that exist (`lax.ragged_all_to_all`), which XLA
+cannot do on CPUs. There, each pair of devices exchanges T k rows, padded with
+zeros, through `lax.all_to_all`.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from coat_jax.ops.dispatch import target
+
+
+class Slices(NamedTuple):
+  """The rows that a device sends or receives, in E slices; int32 [E] each.
+
+  Slices are sorted by the other device, and then by expert.
+
+  Attributes:
+    sizes: the number of rows.
+    begins: the first row on this device.
+    begins_there: the first row on the other device.
+  """
+
+  sizes: Array
+  begins: Array
+  begins_there: Array
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["own", "received"],
+  meta_fields=["axis", "num_own"],
+)
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+  """How a device's own rows are sent to experts, and sent back."""
+
+  own: Slices
+  received: Slices
+  axis: str
+  num_own: int  # T k
+
+
+def plan_exchange(
+  sizes: Array, num_own: int, axis: str
+) -> tuple[Exchange, Array]:
+  """Plans the exchange of rows, of which each expert gets sizes [E].
+
+  Also returns how many rows each of the device's experts receives, [E / n].
+  """
+  devices, device = lax.axis_size(axis), lax.axis_index(axis)
+  counts = lax.all_gather(sizes, axis)  # [n, E]
+  begins = _before(counts, axis=1)
+  each = jnp.sum(counts, axis=0).reshape(devices, -1)
+  begins_sent = _before(each, axis=1).reshape(1, -1) + _before(counts, axis=0)
+
+  def from_all(a):
+    """Selects the device's experts in all devices' rows: [n, E] to [E]."""
+    a = a.reshape(devices, devices, -1)
+    return lax.dynamic_index_in_dim(a, device, 1, keepdims=False).reshape(-1)
+
+  own = Slices(counts[device], begins[device], begins_sent[device])
+  received = Slices(*map(from_all, (counts, begins_sent, begins)))
+  return Exchange(own, received, axis, num_own), each[device]
+
+
+@jax.custom_vjp
+def send_rows(x: Array, exchange: Exchange) -> Array:
+  """Sends the device's rows [T k, ...]; returns its experts' rows [R, ...]."""
+  rows = exchange.num_own * lax.axis_size(exchange.axis)
+  return _move(x, rows, exchange.own, exchange.received, exchange)
+
+
+@jax.custom_vjp
+def send_back(x: Array, exchange: Exchange) -> Array:
+  """Inverts `send_rows`: sends rows [R, ...] back, returns [T k, ...]."""
+  rows = exchange.num_own
+  return _move(x, rows, exchange.received, exchange.own, exchange)
+
+
+# Each moves rows without a sum, so that one is the other's transpose.
+send_rows.defvjp(
+  lambda x, exchange: (send_rows(x, exchange), exchange),
+  lambda exchange, g: (send_back(g, exchange), None),
+)
+send_back.defvjp(
+  lambda x, exchange: (send_back(x, exchange), exchange),
+  lambda exchange, g: (send_rows(g, exchange), None),
+)
+
+
+def _move(x, num_rows: int, sent: Slices, found: Slices, exchange: Exchange):
+  """Moves slices of x to other devices; rows that none sends are zero."""
+  out = jnp.zeros((num_rows, *x.shape[1:]), x.dtype)
+  if target() is not None:
+    return lax.ragged_all_to_all(
+      x,
+      out,
+      sent.begins,
+      sent.sizes,
+      sent.begins_there,
+      found.sizes,
+      axis_name=exchange.axis,
+    )
+  to_send = _padded_index(sent, exchange, len(x))
+  x = x.at[to_send].get(mode="fill", fill_value=0)
+  x = lax.all_to_all(x, exchange.axis, 0, 0, tiled=True)
+  return out.at[_padded_index(found, exchange, num_rows)].set(x, mode="drop")
+
+
+def _padded_index(slices: Slices, exchange: Exchange, num_rows: int) -> Array:
+  """Returns the rows for each other device, [n, T k]; `num_rows` if none."""
+  devices = lax.axis_size(exchange.axis)
+  sizes, begins = (a.reshape(devices, -1) for a in slices[:2])
+  places = jnp.arange(exchange.num_own, dtype=jnp.int32)
+
+  def of_device(sizes, begins):
+    ends = jnp.cumsum(sizes)
+    i = jnp.searchsorted(ends, places, side="right")
+    row = jnp.take(begins - (ends - sizes), i, mode="clip") + places
+    return jnp.where(places < ends[-1], row, num_rows)
+
+  return jax.vmap(of_device)(sizes, begins)
+
+
+def _before(a: Array, axis: int) -> Array:
+  """Sums the values before each one along an axis."""
+  return jnp.cumsum(a, axis) - a
