@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles for NVIDIA GPUs on a machine that has none.
+"""Compiles for NVIDIA GPUs on a machine without a GPU (ahead of time).
 
 XLA's compiler for CUDA comes in two wheels, jax-cuda13-plugin and
-jax-cuda13-pjrt. They compile without any CUDA library or driver. `make
-test-aot` installs them. The files in `gpus/` describe one GPU each to the
-compiler: its compute capability, memory, multiprocessors and their limits, and
-the versions of the CUDA libraries. h200.txtpb is openxla/xla's
-`specs/h200.txtpb` (Apache-2.0) with those versions added.
+jax-cuda13-pjrt, which `make test-aot` installs. They compile without any CUDA
+library or driver. Each file in `gpus/` describes one GPU to the compiler: its
+compute capability, memory, multiprocessors and their limits, and the versions
+of the CUDA libraries. h200.txtpb is openxla/xla's `specs/h200.txtpb`
+(Apache-2.0), to which we added these versions.
 
-The compiled programs cannot run here, but their HLO and memory are the same as
-on a GPU: they show which kernels and FP8 matmuls a step runs, and how many
-bytes it needs. Only choices that XLA makes by autotuning, such as the fastest
-of several algorithms, can differ on a real GPU. A kernel that several programs
-of a process use is compiled only once.
+The compiled programs cannot run here. But their HLO and memory are the same as
+on a GPU, so they show which kernels and FP8 matmuls a step runs, and how much
+memory it needs. Only choices that XLA makes by autotuning, such as the fastest
+of several algorithms, may differ on a real GPU. If several programs of a
+process use the same kernel, it is compiled only once.
 """
 
 import atexit
@@ -42,7 +42,10 @@ CUDNN_VERSION = 91000  # The version that the descriptions state.
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Described(AbstractDevice):
-  """A device with the capability that Mosaic asks for; its default is 9.0."""
+  """An `AbstractDevice` with a compute capability.
+
+  Mosaic reads the capability, and assumes 9.0 if it is missing.
+  """
 
   compute_capability: str
 
@@ -57,14 +60,14 @@ def available() -> bool:
 
 
 def only_compile() -> None:
-  """Makes this process compute on the CPU; call it before using JAX."""
-  # The plugin checks for libraries that are needed only to run programs.
+  """Makes this process run JAX on the CPU; call it before using JAX."""
+  # Otherwise the plugin looks for libraries that only running programs need.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   jax.config.update("jax_platforms", "cpu")
 
 
 def devices(gpu: str, count: int) -> list[jax.Device]:
-  """Returns GPUs of one host, to compile for but not to run on.
+  """Returns `count` GPUs of one host, which only a compiler can use.
 
   `gpu` is one of `GPUS`.
   """
@@ -94,12 +97,12 @@ def compile_for(
   Args:
     gpu: one of `GPUS`.
     fn: a function without static arguments.
-    *specs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`; with a
-      mesh, each `jax.ShapeDtypeStruct` must contain its sharding.
+    *specs: the arguments of `fn`, as trees of arrays or
+      `jax.ShapeDtypeStruct`. With a mesh, each struct must have a sharding.
     mesh: a mesh of `devices`; None for one GPU.
     out_shardings: shardings of the results on the mesh, as for `jax.jit`.
     donate: positions of the arguments that `fn` may overwrite.
-    options: options of XLA's compiler, by name.
+    options: XLA's compiler options, by name.
   """
   [device] = devices(gpu, 1)
   lowered = lower_for(
@@ -134,15 +137,15 @@ def lower_for(
 ) -> jax.stages.Lowered:
   """Lowers `fn` for `device`, or for `mesh` if it is not None.
 
-  `described` describes the device to functions that ask for it. The other
-  arguments are those of `compile_for`.
+  Traced functions that ask for the device get `described`. The other arguments
+  are those of `compile_for`.
   """
   if mesh is None:
     out_shardings = sharding = SingleDeviceSharding(device)
     specs = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs
     )
-    # Otherwise traced functions would ask JAX's default backend for the device.
+    # Otherwise traced functions would get the device of the default backend.
     abstract = AbstractMesh((), (), abstract_device=described)
     context = jax.sharding.use_abstract_mesh(abstract)
   else:
@@ -153,20 +156,20 @@ def lower_for(
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-  """Returns a device's bytes, not counting arguments and results."""
+  """Returns the bytes per device, without arguments and results."""
   return compiled.memory_analysis().temp_size_in_bytes
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-  """Returns the peak bytes on a device, including arguments."""
+  """Returns the peak bytes per device, including arguments."""
   return compiled.memory_analysis().peak_memory_in_bytes
 
 
 @functools.cache
 def kernels(gpu: str) -> Path:
-  """Returns the file in which XLA keeps this process's kernels for a GPU.
+  """Returns the file in which XLA caches this process's kernels for a GPU.
 
-  XLA rewrites it after each compilation, so two processes must not share it.
+  XLA rewrites the file after each compilation, so processes must not share it.
   """
   folder = tempfile.mkdtemp(prefix="kernels.")
   atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses arguments that several benchmarks share.
+"""Parses and checks the command-line arguments of benchmarks.
 
-Arguments are checked before anything is timed, so that no benchmark runs for
-minutes before it reports a wrong argument.
+Arguments are checked before anything is timed, so no benchmark runs for minutes
+before it reports a wrong argument.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def count(text: str) -> int:
 
 @contextlib.contextmanager
 def checked(parser: argparse.ArgumentParser) -> Iterator[None]:
-  """Reports invalid input like the parser, with exit status 2."""
+  """Reports errors in the block as usage errors, with exit status 2."""
   try:
     yield
   except (OSError, TypeError, ValueError) as error:
@@ -41,10 +41,10 @@ def checked(parser: argparse.ArgumentParser) -> Iterator[None]:
 def command[Result](
   main: Callable[[list[str] | None], Result],
 ) -> Callable[..., Result]:
-  """Makes `main` exit with a message instead of a traceback.
+  """Wraps `main` to print a message instead of a traceback for two errors.
 
-  The exit status is 1 if memory is too small, and 2 if the compiler for CUDA is
-  needed but not installed.
+  The command then exits with status 1 if it ran out of memory, and with status
+  2 if it needs XLA's compiler for CUDA, which is not installed.
   """
 
   @functools.wraps(main)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the cases of `benchmarks.ops`, and the sizes of layers.
+"""Defines what a case of `benchmarks.ops` is, and the sizes of layers.
 
-A case calls an operation with the arguments that a layer of a model passes.
-`tests/ops/test_conformance.py` uses the same cases, so operations are tested at
-the shapes at which they are measured.
+A case calls an operation with the arguments that a layer would pass.
+`tests/ops/test_conformance.py` tests operations with the same cases.
 """
 
 import dataclasses
@@ -23,17 +22,17 @@ from coat_jax.ops import Operand
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """The sizes of a layer, by default of Llama-2-7B.
+  """The sizes of a layer; the defaults are those of Llama-2-7B.
 
   Attributes:
-    batch, seq, d_model, d_ff, num_heads: sizes of the layer.
+    batch, seq, d_model, d_ff, num_heads: as in a model's configuration.
     num_kv_heads: number of key heads; None if it equals `num_heads`.
-    num_experts: number of experts in a mixture, each as wide as the MLP.
-    norm: kind of the norms; a layer norm has a beta.
-    dtype: dtype of activations, gradients and norms' parameters.
-    group_size: group size of the values that norms and activations read.
-    quantized: shape of the matrix for timing quantization alone.
-    group_sizes: the group sizes for that matrix.
+    num_experts: number of experts of an MoE layer, each as wide as the MLP.
+    norm: kind of norm; a layer norm has a beta.
+    dtype: dtype of activations, gradients and the norms' parameters.
+    group_size: group size of the FP8 inputs of norms and activation functions.
+    quantized: shape of the matrix that the cases of `quantize_*` quantize.
+    group_sizes: group sizes in which `quantize_groups` quantizes this matrix.
   """
 
   batch: int = 4
@@ -51,7 +50,7 @@ class Sizes:
 
   @property
   def tokens(self) -> int:
-    """The number of rows of activations."""
+    """The number of tokens, which are the rows of activations."""
     return self.batch * self.seq
 
   @property
@@ -73,27 +72,27 @@ class Sizes:
 
   @property
   def value_bytes(self) -> int:
-    """The bytes of one value of an activation."""
+    """The number of bytes per value of an activation."""
     return jnp.dtype(self.dtype).itemsize
 
   @property
   def grouped_bytes(self) -> float:
-    """The bytes of an FP8 value, including its share of a BF16 scale."""
+    """The number of bytes per FP8 value, including its share of a scale."""
     return 1 + 2 / self.group_size
 
   def normal(self, *shape: int, seed: int = 0) -> Array:
-    """Makes values roughly like those of activations."""
+    """Makes normal random values, which are similar to activations."""
     return jax.random.normal(jax.random.key(seed), shape, self.dtype)
 
   def grouped(self, *shape: int, seed: int = 0) -> QTensor:
-    """Makes values in 1 x G groups."""
+    """Makes FP8 values with one scale per group of 1 x `group_size`."""
     return _grouped(self.normal(*shape, seed=seed), self.group_size)
 
 
 SMOKE = Sizes(
   batch=2, seq=16, d_model=64, d_ff=96, num_heads=4, quantized=(32, 128)
 )
-# No width or height is a multiple of a kernel's tile, unless it has to be.
+# Sizes are not multiples of a kernel's tile, unless the kernel requires it.
 UNEVEN = Sizes(
   batch=1,
   seq=48,
@@ -107,7 +106,7 @@ UNEVEN = Sizes(
   quantized=(48, 672),
   group_sizes=(32,),
 )
-# No kernel accepts these: `grouped_wgrad` takes any size, but not f32.
+# No kernel supports these sizes; `grouped_wgrad` supports all sizes, not f32.
 ODD = Sizes(
   batch=1,
   seq=3,
@@ -127,11 +126,13 @@ class Case:
 
   Attributes:
     op: the operation's name.
-    shape: the keys of a row's `case`, apart from `op`.
+    shape: other values that describe the case; with `op`, a row's `case`.
     run: `run(implementation, *arrays)` calls the operation.
-    num_bytes: fewest bytes that can be read and written, or 0.
-    flops: floating-point operations of matmuls, or 0.
-    ceiling: the rate to compare with: "copy", "fp8" or "bf16".
+    arrays: makes the arrays for `run`.
+    implementations: names of implementations to measure.
+    num_bytes: smallest possible number of bytes read and written, or 0.
+    flops: number of floating-point operations of matmuls, or 0.
+    ceiling: the device's rate to compare with: "copy", "fp8" or "bf16".
   """
 
   op: str
@@ -146,11 +147,11 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpCase(Case):
-  """A case of an operation.
+  """A case whose implementations are those of one `ops.Op`.
 
   Attributes:
-    operation: the operation itself.
-    call: `call(op, *arrays)` calls `op`, a function with its signature.
+    operation: the operation.
+    call: `call(fn, *arrays)` calls `fn`, a function with its signature.
   """
 
   operation: ops.Op
@@ -165,7 +166,7 @@ def of_op(
   implementations: tuple[str, ...] | None = None,
   **cost,
 ) -> OpCase:
-  """Makes a case of an operation; None stands for all implementations."""
+  """Makes a case; by default it measures all implementations of `op`."""
 
   def run(implementation, *args):
     return call(functools.partial(op, implementation=implementation), *args)
@@ -191,6 +192,6 @@ def _grouped(x: Array, group_size: int) -> QTensor:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def operand(x: Array, dtype: DTypeLike = E4M3) -> Operand:
-  """Makes an operand in both layouts."""
+  """Quantizes a matrix to an operand in the row and the column layout."""
   how = dict(layout="both", implementation="xla")
   return ops.quantize_tensor(x, scaling=ops.PerTensor(dtype), **how)

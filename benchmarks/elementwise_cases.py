@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the cases of `benchmarks.ops` that are bound by memory, not matmuls.
+"""Lists the memory-bound cases of `benchmarks.ops`, which have no matmuls.
 
-Only the bytes of matrices that a case must read or write are counted. A case
-reads twice if it must know the largest magnitude of a result before it can
-write the result (`quantize_tensor` without a scale, `activation_bwd_operands`).
+The bytes of a case are those of matrices that it must read or write; vectors
+are not counted. An operation reads its input twice if it must find the largest
+magnitude of the result before it can write it. Examples are `quantize_tensor`
+without a scale and `activation_bwd_operands`.
 """
 
 import functools
@@ -18,11 +19,12 @@ from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.scaling import BLOCK
 
 _ONE = functools.partial(jnp.ones, ())
-_LAYOUTS = {"rows": 1, "columns": 1, "both": 2}  # Bytes written per value.
+# Number of bytes written per value, for each layout of an FP8 operand.
+_LAYOUTS = {"rows": 1, "columns": 1, "both": 2}
 
 
 def elementwise_cases(sizes: Sizes) -> Iterator[OpCase]:
-  """Lists the cases of every operation that multiplies no matrices."""
+  """Lists the cases of all operations without matmuls."""
   yield from _quantize(sizes)
   yield from _blocks(sizes)
   yield from _codes(sizes)
@@ -49,8 +51,8 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # Tests expect every kernel to refuse `ODD`, but this one accepts any width,
-  # so give it a format that it refuses.
+  # Tests expect every kernel to refuse the sizes `ODD`. This kernel supports
+  # any width, so give it a format that it does not support.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,
@@ -77,7 +79,7 @@ def _quantize(sizes):
 
 
 def _blocks(sizes):
-  """Lists cases that make operands in blocks of 128."""
+  """Lists cases that quantize with one scale per block of 128."""
   shape = dict(zip(("rows", "columns"), sizes.quantized, strict=True))
   size, read = math.prod(sizes.quantized), sizes.value_bytes
   x = lambda: (sizes.normal(*sizes.quantized),)  # noqa: E731
@@ -144,7 +146,8 @@ def _norm(sizes):
   has_mean = kind == "layer"
 
   def x(seed=0):
-    # Far from zero, to show values that a mean or variance wrongly includes.
+    # Values are far from zero, so that a test fails if a kernel includes values
+    # in a mean or variance that do not belong there.
     return sizes.normal(t, d, seed=seed) + (7 if has_mean else 0)
 
   def parameters():
@@ -211,7 +214,7 @@ def _rope(sizes):
     lambda op, *args: op(*args),
     num_bytes=cost,
   )
-  # Two passes read the gradients, one writes a byte in each layout.
+  # Gradients are read twice, and written as one byte in each of two layouts.
   yield of_op(
     ops.join_heads_operand,
     shape,
@@ -223,7 +226,7 @@ def _rope(sizes):
 
 
 def _still_heads(sizes, shape, heads):
-  """Lists cases of heads without RoPE, and of the gradient of their bias."""
+  """Lists cases of heads without RoPE, one of them with a bias gradient."""
   b, t, n, h = sizes.heads
   k, read = sizes.kv_heads, sizes.value_bytes
   size, shape = b * t * (n + 2 * k) * h, shape | dict(rotated=False)

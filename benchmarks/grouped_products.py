@@ -7,19 +7,19 @@
     [--products fwd dgrad wgrad] [--implementations bf16 mosaic_bf16 mosaic]
     [--tiles tall low] [--repeats 5]
 
-It prints a row, `grouped_products`, for each combination of model, matrix,
-routing, matmul and implementation. The implementations are:
+It prints a JSON row, `grouped_products`, for each combination of model, weight
+matrix, routing, matmul and implementation. The implementations are:
 
-  bf16              BF16 operands, XLA's `ragged_dot`
-  mosaic, TILE      FP8 codes, the Mosaic kernel with one of the tiles in
-                    `coat_jax.pallas.mosaic.grouped_product.TILES`; wgrad has
-                    only "low"
-  mosaic_bf16, TILE BF16 operands, the same kernel
-  xla               FP8 codes, in plain JAX; measured only without a GPU
+  bf16              BF16, by XLA's `ragged_dot`
+  mosaic, TILE      FP8, by the Mosaic kernel with one of the tiles in
+                    `coat_jax.pallas.mosaic.grouped_product.TILES`; wgrad
+                    supports only "low"
+  mosaic_bf16, TILE BF16, by the same kernel
+  xla               FP8 in plain JAX, only without a GPU
 
-A row contains milliseconds and TFLOP/s. With FP8 codes it also contains
-`error`, the relative RMS difference from plain JAX, unless plain JAX runs out
-of memory. Rounding to BF16 alone gives 0.0017.
+A row contains milliseconds and TFLOP/s. For FP8 it also contains `error`, the
+relative RMS difference from the result of plain JAX, unless plain JAX runs out
+of memory. Rounding the result to BF16 alone causes an error of 0.0017.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
   experts_per_token: int
 
   def matrix(self, name: str) -> tuple[int, int]:
-    """Returns [D, F] of an expert's matrix."""
+    """Returns the shape [D, F] of an expert's weight matrix."""
     if name == "gate_up":
       return self.d_model, 2 * self.d_ff
     return self.d_ff, self.d_model
@@ -61,7 +61,7 @@ MODELS = {
   "mixtral_8x7b": Shape(4096, 14336, 8, 2),
   "demo_moe": Shape(128, 192, 8, 2),
 }
-# The two factors of each product: x [m, d], w [e, d, f] or g [m, f].
+# The two factors of each matmul, among x [m, d], w [e, d, f] and g [m, f].
 PRODUCTS = {"fwd": "xw", "dgrad": "gw", "wgrad": "xg"}
 MATRICES = "gate_up", "down"
 ROUTINGS = "uniform", "skewed"
@@ -69,10 +69,10 @@ IMPLEMENTATIONS = "bf16", "mosaic_bf16", "mosaic", "xla"
 
 
 def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
-  """Returns how many rows each expert gets, in a fixed random order.
+  """Returns the number of rows of each expert, the same in every run.
 
-  "skewed" gives the r-th largest expert a share proportional to 1 / r, and the
-  smallest none.
+  With "skewed" routing, the r-th largest share of the rows is proportional to
+  1 / r, and one expert gets no rows.
   """
   share = np.ones(experts)
   if routing == "skewed":
@@ -83,7 +83,7 @@ def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
 
 
 def arrays(rows: int, d: int, f: int, sizes) -> tuple[dict, dict]:
-  """Makes x, w and g in BF16, and their FP8 operands in both layouts."""
+  """Makes x, w and g in BF16, and as FP8 operands in both layouts."""
   make = Sizes().normal
   plain = dict(x=make(rows, d), g=make(rows, f, seed=1))
   plain["w"] = make(len(sizes), d, f, seed=2)
@@ -104,7 +104,7 @@ def arrays(rows: int, d: int, f: int, sizes) -> tuple[dict, dict]:
 def kernels(
   name: str, plain: dict, codes: dict, sizes, tiles
 ) -> Iterator[tuple[dict, Callable, tuple]]:
-  """Yields each implementation's labels, its function and the arguments."""
+  """Yields each implementation's labels, function and arguments."""
   dtype = jnp.float32 if name == "wgrad" else jnp.bfloat16
   in_bf16, in_fp8 = getattr(ops, f"grouped_{name}"), op_of(name)
   a, b = PRODUCTS[name]
@@ -147,7 +147,7 @@ def op_of(name: str) -> Any:
 
 
 def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
-  """Measures the chosen products of one matrix."""
+  """Measures the chosen matmuls of one weight matrix."""
   on_gpu = jax.default_backend() == "gpu"
   shape = MODELS[model]
   d, f = shape.matrix(matrix)
@@ -161,7 +161,7 @@ def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
       definition = functools.partial(op_of(name).definition, dtype=jnp.float32)
       exact = jax.block_until_ready(jax.jit(definition)(a, b, sizes))
     except jax.errors.JaxRuntimeError as reason:
-      say(f"no error is computed: {str(reason).splitlines()[0]}")
+      say(f"cannot compute errors: {str(reason).splitlines()[0]}")
       exact = None
     for what, fn, given in kernels(name, plain, codes, sizes, options.tiles):
       implementation = what["implementation"]

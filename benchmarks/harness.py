@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times functions, and prints the rows of benchmarks.
 
-A row is a JSON object on one line of standard output; progress goes to standard
-error. Its keys are bench, case (what was measured), the measured values, date
-(UTC), jax and device.
+A row is a JSON object on one line of standard output. Its keys are bench, case
+(what was measured), the measured values, date (UTC), jax and device. Progress
+goes to standard error.
 
-`measure` times groups of calls, from the dispatch of the first call to the end
-of the last, because a GPU works on one call while Python dispatches the next.
-If a call takes less time on the GPU than its dispatch takes in Python, the
-profiler measures the kernels instead. If arguments and results are so small
-that they would stay in the L2 cache, calls alternate between several copies of
-them, so that each call reads its arguments from memory.
+`measure` times groups of calls. A GPU works on one call while Python dispatches
+the next, so a group is timed from the dispatch of its first call to the end of
+its last. Calls below half a millisecond may run faster than Python dispatches
+them, so `measure` times their kernels with the profiler instead. Small
+arguments would stay in the L2 cache, so calls take turns with several copies of
+them, which they must read from memory.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ import numpy as np
 
 from coat_jax.numerics.formats import E4M3
 
-# All copies together are larger than this: twice an H200's cache.
+# All copies together are larger than this, which is twice an H200's cache.
 _CACHE_BYTES = 2 * 60 * 2**20
-# A group lasts at least this long, so that the GPU's clock settles, and the
-# first dispatch and the wait at the end do not matter.
+# A group takes at least this long. So the GPU's clock settles, and the first
+# dispatch and the wait at the end do not matter.
 _GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
 _WARM_UP_CALLS = 3
-# Shorter calls run faster than they can be dispatched.
+# Calls that take less than this are timed with the profiler.
 _SHORTEST_SECONDS = 5e-4
 _PROFILED_CALLS = 10
 _GROUP_NAME = "measured group "
@@ -54,15 +54,15 @@ class Timing:
 
   @property
   def row(self) -> dict[str, float]:
-    """The values as keys of a row."""
+    """The keys and values for a row."""
     return dataclasses.asdict(self)
 
   def gbps(self, num_bytes: float) -> float:
-    """Returns GB/s, given the bytes that a call moves."""
+    """Returns GB/s, given the number of bytes that a call moves."""
     return num_bytes / self.median_ms * 1e-6
 
   def tflops(self, flops: float) -> float:
-    """Returns TFLOP/s, given the operations that a call computes."""
+    """Returns TFLOP/s, given the number of floating-point operations."""
     return flops / self.median_ms * 1e-9
 
 
@@ -72,15 +72,16 @@ def measure(
   donate: tuple[int, ...] = (),
   repeats: int = 20,
 ) -> Timing:
-  """Times jitted calls of `fn`, compiled and warm.
+  """Compiles `fn`, warms it up, and times calls of it.
 
   Args:
-    fn: the function. Pass large arrays as arguments: arrays that it closes over
-      would become constants of the program.
-    *args: its arguments, trees of arrays.
+    fn: the function. Pass large arrays as arguments, because arrays that `fn`
+      closes over would become constants of the program.
+    *args: the arguments of `fn`, trees of arrays.
     donate: positions of the arguments that a call may overwrite. `fn` must
-      return a tuple that starts with their new values, in this order, for the
-      next call. The arrays passed here cannot be used afterwards.
+      return a tuple that starts with the new values of these arguments, in this
+      order, which the next call gets. The arrays in `args` cannot be used
+      afterwards.
     repeats: number of groups of calls.
   """
   calls = _Calls(fn, args, donate)
@@ -96,17 +97,17 @@ def measure(
 
 
 def copy_bandwidth(num_bytes: int = 2**30, *, repeats: int = 20) -> float:
-  """Measures the GB/s at which a kernel reads and writes a large array."""
+  """Measures the bandwidth of reading and writing a large array, in GB/s."""
   x = jax.random.normal(jax.random.key(0), num_bytes // 4)
-  # Negate instead of copying: the GPU copies with a separate engine.
+  # Negate instead of copying, because a GPU copies with a separate engine.
   return measure(jnp.negative, x, repeats=repeats).gbps(2 * x.nbytes)
 
 
 def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
-  """Measures TFLOP/s of square matmuls, in each dtype's best layout.
+  """Measures TFLOP/s of large square matmuls, in the fastest layout.
 
-  The keys are "fp8" (E4M3 times E4M3, fast accumulation, both with the summed
-  axis last) and "bf16".
+  The keys are "bf16" and "fp8" (E4M3 times E4M3 with fast accumulation, where
+  both operands have the summed axis last).
   """
   algorithm = None
   if jax.default_backend() == "gpu":
@@ -117,7 +118,7 @@ def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
       a, b, (((1,), (1,)), ((), ())), algorithm, jnp.bfloat16
     )
 
-  # Zeros would take less power, so the GPU would multiply them faster.
+  # Zeros would take less power, so the GPU would run at a higher clock.
   a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
   found = {}
   for name, fn, dtype in (("fp8", fp8, E4M3), ("bf16", jnp.matmul, a.dtype)):
@@ -127,7 +128,7 @@ def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
 
 
 def device_name() -> str:
-  """Names the first device; for a CPU, with its number of cores."""
+  """Returns the name of the first device; a CPU's includes its cores."""
   kind = jax.devices()[0].device_kind
   if jax.default_backend() == "cpu":
     return f"{kind} {platform.machine()}, {os.cpu_count()} cores"
@@ -137,8 +138,8 @@ def device_name() -> str:
 def emit(bench: str, case: dict, **values) -> dict:
   """Prints one row and returns it.
 
-  Floats are rounded to six digits. NaN and infinity raise a ValueError, because
-  JSON has neither.
+  Floats are rounded to six digits. JSON has no NaN and no infinity, so these
+  raise a ValueError.
   """
   row = {
     "bench": bench,
@@ -166,7 +167,7 @@ def _rounded(values):
 
 
 class _Calls:
-  """Calls a jitted function, with several copies of its arguments in turn."""
+  """Calls a jitted function, using several copies of its arguments in turn."""
 
   def __init__(self, fn, args, donate):
     self.jitted = jax.jit(fn, donate_argnums=donate)
@@ -174,8 +175,8 @@ class _Calls:
     results = jax.eval_shape(fn, *args)
     if donate:
       self._check(results, args)
-    # Keep each result until its turn comes again, so that the next call cannot
-    # write to the same addresses.
+    # Keep the result of each copy until that copy is used again. Otherwise the
+    # next call could write to the same addresses, which are in the cache.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]
@@ -232,7 +233,7 @@ def _kernel_seconds(calls: _Calls, count: int, repeats: int) -> list[float]:
       for i in range(repeats):
         with jax.profiler.TraceAnnotation(f"{_GROUP_NAME}{i}"):
           _group(calls, count)
-        # The clocks of device and host differ by less than this.
+        # Separate groups by more than the clocks of GPU and CPU differ.
         time.sleep(1e-3)
     (path,) = Path(folder).rglob("*.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(path))

@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the instructions of an optimizer's kernel, without a GPU.
+"""Counts the GPU instructions of an optimizer's kernel, without a GPU.
 
   PATH=$PATH:DIR PYTHONPATH=.:.venv/compiler python -m benchmarks.instructions
     [--codecs coat log8] [--weights float32 bfloat16 bfloat16_low8]
     [--optimizer coat_lion]
 
-DIR contains nvdisasm, NVIDIA's disassembler, from the wheel
+DIR must contain nvdisasm, NVIDIA's disassembler, from the wheel
 nvidia-cuda-nvdisasm or from a CUDA toolkit. Each fused step is compiled for an
-H200 (`benchmarks.aot`) and disassembled. A thread of the kernel holds 8 values,
-and its program has neither loops nor branches, so each instruction in the
-listing is executed once.
+H200 (`benchmarks.aot`) and disassembled. A thread of the kernel holds 8 values.
+The kernel has no loops and no branches, so each instruction in the listing is
+executed once.
 
 It prints a JSON row, `optimizer.instructions`, for each codec, rounding and
 format of weights:
 
-  instructions  per value, in total and for each pipe of the GPU (`KINDS`)
-  hash          the instructions among them that mix random words
-  registers     per thread
-  programs      how many programs fit on a multiprocessor with these registers
-  clocks        how long each pipe takes for a warp's 32 values, and, as
-                `issue`, how long it takes to issue the instructions; from the
-                throughputs of compute capability 9.0 in NVIDIA's CUDA C++
-                Programming Guide
-
-The largest number of clocks is a lower bound for the time.
+  instructions  number of instructions per value
+  by_kind       the same for each pipe of the GPU (`KINDS`)
+  hash          how many of them compute random words
+  registers     number of registers per thread
+  programs      number of programs (thread blocks) that fit on a multiprocessor
+                with that many registers
+  clocks        clocks that each pipe needs for the 32 values of a warp, and, as
+                `issue`, the clocks to issue the instructions. They follow from
+                the throughputs of compute capability 9.0 in NVIDIA's CUDA C++
+                Programming Guide. The largest is a lower bound for the time.
 """
 
 import argparse
@@ -47,12 +47,12 @@ from benchmarks.optimizer import OPTIMIZERS, WEIGHTS, cases
 from coat_jax.optimizer.fused import fused_coat_adamw
 from coat_jax.pallas.mosaic import words
 
-VALUES = 8  # Per thread, see `pallas.mosaic.registers`.
+VALUES = 8  # Number of values per thread, see `pallas.mosaic.registers`.
 SHAPE = (64, 1024)
 
-# The pipes, with prefixes of the instructions that they execute; the first
-# match counts. The number is the clocks that a quarter of a multiprocessor
-# needs to execute such an instruction for a warp.
+# For each pipe: the clocks that a quarter of a multiprocessor needs to execute
+# one of its instructions for a warp, and prefixes of these instructions. An
+# instruction belongs to the first pipe with a matching prefix.
 KINDS = {
   "special": (8, ("MUFU", "F2I", "I2F.", "F2F", "FRND", "POPC", "FLO")),
   "shuffle": (4, ("SHFL",)),
@@ -79,7 +79,7 @@ class DisassemblerMissing(aot.CompilerMissing):
 
 
 def disassembler() -> Path:
-  """Finds the CUDA folder whose bin contains nvdisasm, for Mosaic."""
+  """Returns the folder whose `bin` contains nvdisasm, as Mosaic needs it."""
   found = shutil.which("nvdisasm")
   if found is None:
     raise DisassemblerMissing(
@@ -91,7 +91,7 @@ def disassembler() -> Path:
 
 
 def opcodes(listing: str) -> collections.Counter[str]:
-  """Counts each instruction in a listing of nvdisasm, without padding."""
+  """Counts the instructions in a listing of nvdisasm, by opcode."""
   executed = listing.split("EXIT")[0]  # Padding follows.
   found = collections.Counter(_LINE.findall(executed))
   del found["NOP"]
@@ -107,7 +107,7 @@ def kind_of(opcode: str) -> str:
 
 
 def by_kind(found: collections.Counter[str]) -> dict[str, float]:
-  """Returns the instructions per value, by kind."""
+  """Returns the number of instructions per value, by kind."""
   out = dict.fromkeys(KINDS, 0.0)
   for opcode, count in found.items():
     out[kind_of(opcode)] += count / VALUES
@@ -115,7 +115,7 @@ def by_kind(found: collections.Counter[str]) -> dict[str, float]:
 
 
 def clocks(found: collections.Counter[str]) -> dict[str, float]:
-  """Returns the clocks of each pipe, and of issuing, for a warp's values."""
+  """Returns the clocks of each pipe, and to issue, for a warp's 32 values."""
   per_value = by_kind(found)
   out = {kind: per_value[kind] * cost for kind, (cost, _) in KINDS.items()}
   # Only one half of the multiply-add pipe multiplies integers.
@@ -131,7 +131,7 @@ def clocks(found: collections.Counter[str]) -> dict[str, float]:
 @contextlib.contextmanager
 def _dump() -> Iterator[Path]:
   """Makes Mosaic write machine code to a temporary folder."""
-  # Importing Mosaic sets its root to the CUDA that JAX finds: override it.
+  # Importing Mosaic sets its CUDA root to what JAX finds, so override that.
   with tempfile.TemporaryDirectory() as folder:
     variables = {
       "MOSAIC_GPU_CUDA_ROOT": str(disassembler()),
@@ -146,9 +146,9 @@ def _dump() -> Iterator[Path]:
 def compile_step(
   name: str, codec, kind: str, *, mixed: bool = True
 ) -> tuple[collections.Counter[str], int]:
-  """Compiles a leaf's fused step; returns instructions and registers.
+  """Compiles a fused step; returns its instructions and registers.
 
-  `mixed=False` leaves out the hash of random words.
+  `mixed=False` leaves out the hash that computes random words.
   """
   dtype, low_bits = WEIGHTS[kind]
   optimizer = OPTIMIZERS[name][0](
@@ -176,7 +176,7 @@ def row(name: str, key: tuple[str, str], codec, kind: str) -> dict:
   """Compiles a step and prints its row."""
   found, registers = compile_step(name, codec, kind)
   unmixed, _ = compile_step(name, codec, kind, mixed=False)
-  # A warp gets its registers in units of 256.
+  # Registers are allocated to a warp in units of 256.
   of_program = -(-registers // 8) * 8 * 32 * _WARPS_OF_PROGRAM
   total = found.total() / VALUES
   busy = clocks(found)
@@ -207,10 +207,10 @@ def row(name: str, key: tuple[str, str], codec, kind: str) -> dict:
 
 @args.command
 def main(arguments: list[str] | None = None) -> None:
-  """Reads the command line and compiles."""
+  """Reads the command line, compiles and counts."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
-    "--codecs", nargs="+", help="names of codecs; default: all"
+    "--codecs", nargs="+", help="names of codecs; default: all registered"
   )
   parser.add_argument(
     "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS)

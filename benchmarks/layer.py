@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures time and memory of one layer, in FP8 and in BF16.
+"""Measures time and memory of one transformer layer, in FP8 and in BF16.
 
   python -m benchmarks.layer --preset llama2_7b --batch 4 --seq 2048
   python -m benchmarks.layer --preset siglip_so400m --batch 64
@@ -7,32 +7,33 @@
   python -m benchmarks.layer --compile-only l4 --variants bf16 minimal
   python -m benchmarks.layer --compile-only tpu7x:2x2x1 --variants bf16 minimal
 
-It prints these JSON rows:
+It prints JSON rows. U stands for 2 D bytes per token, which is the size of the
+residual stream in BF16.
 
-layer.time: milliseconds and TFLOP/s of the forward pass, and of both passes
-(`mode` full: the output, and the gradients of weights and input).
-TFLOP/s count the layer's matmuls and its attention, which is causal in a
-decoder, but not a checkpoint's second forward pass. `temporary_bytes` is the
-memory of the compiled program without its arguments and results.
-`remembered_units` are the bytes that the layer saves for its backward pass, in
-U = 2 D bytes a token (`train.memory.count`).
+layer.time: milliseconds and TFLOP/s. There is one row for the forward pass
+(`mode` forward), and one for the forward and backward pass (`mode` full), which
+returns the output and the gradients of weights and input. TFLOP/s count matmuls
+and attention (causal in a decoder), but not the second forward pass of a
+checkpoint. `temporary_bytes` is the memory of the compiled program without its
+arguments and results. `remembered_units` is the memory that the layer saves for
+its backward pass, in U (`train.memory.count`).
 
-layer.scan (--scan-memory): the temporary memory that each further layer of a
-scan adds, in U: the memory of 16 layers minus the memory of 8, divided by 8.
-Training needs this much memory per layer, including checkpoints. Nothing is
-run.
+layer.scan, with --scan-memory: how much temporary memory each further layer of
+a scan adds, in U. This is the memory of 16 layers minus the memory of 8,
+divided by 8. Training needs this much memory per layer, including checkpoints.
+Nothing is run.
 
-Codes of weights (weight_cache="codes") are neither timed nor counted as
-temporary memory, because they are computed once for several microbatches.
+If weight_cache is "codes", the weights' codes are computed once for several
+microbatches. So they are neither timed nor counted as temporary memory.
 
---preset selects a decoder layer, by the name of a preset of train.pretrain, or
-a layer of a vision tower: siglip_so400m (384 pixels, 729 tokens per image) or
-clip_l (336 pixels, 577 tokens). If layers alternate (gemma2_2b), there are rows
-for the layer with a window and for the one without (`kind`).
+--preset names a decoder layer (any preset of train.pretrain) or a layer of a
+vision tower: siglip_so400m (384 pixels, 729 tokens per image) or clip_l (336
+pixels, 577 tokens). If layers alternate (gemma2_2b), there are rows for a layer
+with a sliding window and for a layer without one (`kind`).
 
-With --compile-only everything is compiled for an H200, or for the GPU
-(`benchmarks.aot`) or the topology of TPUs (`benchmarks.tpu`) that follows.
-Nothing is run, so there are no times.
+--compile-only compiles everything without running it, so there are no times.
+The target is an H200 by default; name another GPU (`benchmarks.aot`) or a TPU
+topology (`benchmarks.tpu`) after the option.
 """
 
 import argparse
@@ -60,8 +61,8 @@ from coat_jax.numerics.recipes import CoatRecipe
 from train.memory.count import residual_bytes
 from train.presets import PRESETS
 
-# Policies of jax.checkpoint. There is also "fp8_layer": `fp8_remat` of the
-# layer's input.
+# Policies of jax.checkpoint, by name. A variant may also have "fp8_layer", for
+# `fp8_remat` of the whole layer.
 _policies = jax.checkpoint_policies
 CHECKPOINTS = {
   "none": None,
@@ -106,7 +107,7 @@ class Variant:
 
   @property
   def case(self) -> dict[str, str]:
-    """Names the variant in a row's case."""
+    """The values that describe the variant in a row's case."""
     r = self.recipe
     case = {"recipe": r.name, "checkpoint": self.checkpoint}
     if r.name != "bf16":
@@ -123,7 +124,7 @@ VARIANTS = {
   "bf16": Variant(recipes.bf16()),
   "bf16_dots": Variant(recipes.bf16(), "dots"),
   "bf16_nothing": Variant(recipes.bf16(), "nothing"),
-  # The arrays that "minimal" saves, in BF16.
+  # Saves the same arrays as "minimal" does, but in BF16.
   "bf16_names": Variant(recipes.bf16(), "names"),
   "fp8_linear": Variant(recipes.fp8_linear()),
   "coat": Variant(_coat(residuals="coat")),
@@ -140,7 +141,7 @@ VARIANTS = {
 
 
 def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
-  """Counts the operations of a layer's matmuls and attention, by mode."""
+  """Counts FLOPs of a layer's matmuls and attention, by mode."""
   d, heads = config.d_model, config.num_heads
   if isinstance(config, VisionConfig):
     h, kv_heads, of_mlp, seen = d // heads, heads, 2, seq
@@ -148,12 +149,12 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
     h, kv_heads = config.head_width, config.num_kv_heads
     of_mlp = 2 + config.choices.is_gated
     of_mlp *= config.experts_per_token or 1
-    # Attention is causal: it needs a triangle of q k^T, or a band of it.
+    # Attention is causal, so it computes half of q k^T, or only the window.
     window = min(config.window or seq, seq)
     seen = window * (1 - window / (2 * seq))
   weights = d * h * (2 * heads + 2 * kv_heads) + of_mlp * d * config.d_ff
   products = 2 * batch * seq * weights
-  # A backward pass has five such matmuls, a forward pass has two.
+  # The forward pass of attention has two matmuls, the backward pass has five.
   attention = 4 * batch * heads * seq * seen * h
   return {
     "forward": products + attention,
@@ -162,7 +163,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
 
 
 def kinds_of(config: Config) -> dict[str | None, Config]:
-  """Returns a config per kind of layer, by name; None if all are the same."""
+  """Returns a config for each kind of layer; a single kind is named None."""
   if isinstance(config, VisionConfig) or config.full_every is None:
     return {None: config}
   window = dataclasses.replace(config, full_every=None)
@@ -175,7 +176,7 @@ def make_layer(config: Config, recipe: CoatRecipe) -> nnx.Module:
 
 
 class Layer:
-  """A variant's layer as functions of parameters and arrays."""
+  """A layer in some variant, as pure functions of parameters and arrays."""
 
   def __init__(self, config: Config, variant: Variant):
     self.recipe = variant.recipe
@@ -184,7 +185,7 @@ class Layer:
     self.graph, self.params = nnx.split(layer, nnx.Param)
 
   def forward(self, params, x, codes=None):
-    """Runs one layer on x [B, T, D]; quantizes weights if `codes` is None."""
+    """Runs the layer on x [B, T, D], using `codes` of its weights if given."""
     graph, state = self._cached(params)
     if codes is not None:
       state = nnx.merge_state(params, codes)
@@ -217,7 +218,7 @@ class Layer:
 
 
 def with_gradients(forward: Callable) -> Callable:
-  """Makes a function of (params, x, dy) that returns y and all gradients."""
+  """Returns a function of (params, x, dy) that computes y and all gradients."""
 
   def full(params, x, dy, *codes):
     y, backward = jax.vjp(lambda *args: forward(*args, *codes), params, x)
@@ -235,7 +236,10 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 
 
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
-  """Makes the shapes of `make_arrays`, with parameters of stacked layers."""
+  """Returns the shapes of the results of `make_arrays`.
+
+  If `layers` is given, parameters are stacked for that many layers.
+  """
   stack = () if layers is None else (layers,)
   params = jax.tree.map(
     lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params
@@ -245,7 +249,7 @@ def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
 
 
 def temporary_bytes(fn: Callable, specs, *, target: str | None) -> int:
-  """Returns the temporary bytes of `fn`; without a target, on this machine."""
+  """Returns the temporary bytes of `fn`; target None means this machine."""
   if target is None:
     return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())
   return aot.temporary_bytes(targets.compile_for(target, fn, *specs))
@@ -260,7 +264,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
   further = {}
   if variant.checkpoint == "none":
     tokens = min(_RESIDUAL_TOKENS, options.seq)
-    # Kernels save the same arrays; they are counted in the plain JAX version.
+    # Count in plain JAX. Kernels save the same arrays.
     recipe = dataclasses.replace(variant.recipe, implementation="xla")
     counted = residual_bytes(config, recipe, tokens=tokens)
     further["remembered_units"] = counted["total"] / (2 * config.d_model)
@@ -268,7 +272,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
     arrays = make_arrays(layer, config, shape, options.param_dtype)
   codes, code_specs = (), ()
   if variant.recipe.weight_cache == "codes":
-    # Computed once, as for all microbatches of a step.
+    # A training step computes them once for all of its microbatches.
     code_specs = (jax.eval_shape(layer.weight_codes, specs[0]),)
     if not options.compile_only:
       codes = (jax.jit(layer.weight_codes)(arrays[0]),)
@@ -317,7 +321,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   """Reads the command line."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.layer",
-    description="Time and memory of one layer.",
+    description="Measures time and memory of one transformer layer.",
   )
   parser.add_argument(
     "--preset", choices=[*PRESETS, *TOWERS], default="llama2_7b"
@@ -326,7 +330,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   parser.add_argument(
     "--seq",
     type=args.count,
-    help="default: 2048; a vision tower's follows from its image size",
+    help="tokens per sequence (default: 2048); not for vision towers",
   )
   parser.add_argument("--param-dtype", choices=("bf16", "f32"), default="bf16")
   parser.add_argument(
@@ -339,15 +343,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     const="h200",
     type=targets.parse,
     metavar="TARGET",
-    help=f"for an H200, or for another of {', '.join(aot.GPUS)}, or for TPUs "
-    "such as v6e:2x2 or tpu7x:2x2x1",
+    help="compile without running, for an H200 or for TARGET: one of "
+    f"{', '.join(aot.GPUS)}, or TPUs such as v6e:2x2 or tpu7x:2x2x1",
   )
   parser.add_argument("--repeats", type=args.count, default=20)
   options = parser.parse_args(arguments)
   if options.preset in TOWERS and options.seq is not None:
     parser.error(
-      f"--seq is for decoders, got {options.seq} with {options.preset}, whose "
-      "number of tokens follows from the image size; leave it out"
+      f"--seq is only for decoders, got {options.seq} with {options.preset}, "
+      "whose number of tokens is given by the image size; leave it out"
     )
   dtypes = {"bf16": jnp.bfloat16, "f32": jnp.float32}
   options.param_dtype = dtypes[options.param_dtype]

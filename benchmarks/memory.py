@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the memory of layers and optimizer states; compiles whole steps.
+"""Computes the memory of layers, optimizer states and whole training steps.
 
   python -m benchmarks.memory residuals --preset llama2_7b --tokens 256
   python -m benchmarks.memory state --preset llama2_7b
   python -m benchmarks.memory table7
   python -m benchmarks.memory plan
 
-No GPU is needed. It prints these JSON rows ("the reference" is the code of
-COAT's authors):
+No GPU is needed. Each command prints JSON rows:
 
-memory.residuals: bytes per token that one decoder layer saves for its backward
-pass, by kind, and their total in `units` of U = 2 d_model (one BF16 copy of the
-residual stream). The arrays come from the layer's own `jax.vjp`
-(`train.memory.count`). The bf16 row counts what JAX's autodiff saves; XLA may
-save a little less. For comparison, in U:
+memory.residuals: the bytes per token that one decoder layer saves for its
+backward pass, by kind. `units` is their total divided by U = 2 d_model, the
+size of the residual stream in BF16. The saved arrays are those of the layer's
+own `jax.vjp` (`train.memory.count`). For recipe bf16, they are what JAX's
+autodiff saves; XLA may save a little less. Two published numbers are included
+for comparison, in U:
 
-  paper_units      Table 2 of arXiv:2410.19313, for d_ff = 8/3 d_model and
-                   without scales; its fp8_linear is TransformerEngine
-  reference_units  the reference's Llama layer with these sizes and its scales,
-                   with and without the 2 U that the paper counts for RoPE
+  paper_units      Table 2 of arXiv:2410.19313, which assumes d_ff = 8/3 d_model
+                   and does not count scales; its fp8_linear is
+                   TransformerEngine
+  reference_units  a Llama layer of these sizes in the code of COAT's authors,
+                   with scales, and with and without the 2 U that the paper
+                   counts for RoPE
 
-memory.state: bytes per parameter of the parameters (f32 or BF16), the gradients
-and the optimizer's state with each codec, computed from shapes alone.
+memory.state: bytes per parameter of parameters (f32 or BF16), gradients and the
+optimizer's state with each codec, computed from shapes.
 
-memory.table7, memory.plan: whole steps compiled for H200s, see
-`benchmarks.table7` and `benchmarks.planned`. Some need minutes to compile.
+memory.table7, memory.plan: memory of whole training steps compiled for H200s,
+see `benchmarks.table7` and `benchmarks.planned`. Some steps take minutes to
+compile.
 """
 
 import argparse
@@ -55,13 +58,13 @@ CODECS = {name: codecs.build(name) for name in codecs.names()}
 
 
 def reference_bytes(config: ModelConfig) -> int:
-  """Counts bytes per token that the reference's layer saves, without RoPE."""
+  """Counts bytes per token that a layer in COAT's code saves, without RoPE."""
   d, f, h = config.d_model, config.d_ff, config.head_width
   n, kv = config.num_heads, config.num_kv_heads
   norm = 2 * (d + 2 * d // 16 + 4) + 2 * d  # Inputs and outputs of two norms.
   attention = 2 * (2 * n + 2 * kv) * h + 4 * n  # q, k, v, output; log-sum-exp.
   activation = 3 * (f + 2 * f // 16)  # gate, up, SiLU.
-  return norm + attention + activation + f  # f is the product.
+  return norm + attention + activation + f  # f: the product with up.
 
 
 def residuals(preset: str, tokens: int) -> list[dict]:
@@ -73,7 +76,7 @@ def residuals(preset: str, tokens: int) -> list[dict]:
   rows = []
   for r in RECIPES:
     counted = residual_bytes(config, r, tokens=tokens)
-    # Only recipe coat chooses what it saves; otherwise autodiff does.
+    # Recipe coat chooses what to save. In the others, autodiff does.
     kept = r.residuals if r.name == "coat" else "autodiff"
     case = dict(preset=preset, recipe=r.name, residuals=kept)
     case |= dict(attention=r.attention, tokens=tokens)
@@ -159,7 +162,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   """Reads the command line."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.memory",
-    description="Memory of layers, optimizer states and steps.",
+    description=__doc__.splitlines()[0],
   )
   commands = parser.add_subparsers(dest="command", required=True)
   for name in ("residuals", "state"):

@@ -5,17 +5,17 @@
   python -m benchmarks.ops --cases quantize_groups norm --implementations mosaic
   python -m benchmarks.ops --compare xla --implementations xla mosaic
 
-A row contains the milliseconds of a call and its rate: TFLOP/s if it multiplies
-matrices, otherwise GB/s. We count only operations of matmuls, and the fewest
-bytes that a call must move (`benchmarks.*_cases`). `share_of_ceiling` divides
-the rate by the device's rate in the same run for a large matmul in FP8 or BF16,
-or for copying an array of 1 GiB. The row `ops.ceilings` contains these rates.
-Without a GPU, kernels are left out.
+A row contains the milliseconds per call and a rate: TFLOP/s for matmuls, GB/s
+for other operations. FLOPs are those of matmuls only, and bytes are the fewest
+that a call must move (`benchmarks.*_cases`). `share_of_ceiling` divides the
+rate by the best rate of this device: that of a large matmul in FP8 or BF16, or
+of copying 1 GiB. These are measured in the same run and printed as the row
+`ops.ceilings`. Without a GPU, kernels are left out.
 
-With `--compare NAME`, each row also compares the results with those of that
-implementation, in the order of the results: `unequal`, the share of values
-whose bits differ (two NaN count as equal), and `largest_difference`, relative
-to the largest finite value.
+With `--compare NAME`, each row also compares the results with those of
+implementation NAME. It then contains two lists with a number per result:
+`unequal`, the share of values whose bits differ (two NaN count as equal), and
+`largest_difference`, relative to the largest finite value.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def all_cases(sizes: Sizes) -> list[Case]:
 
 
 def ceilings(*, smoke: bool) -> dict[str, float]:
-  """Prints and returns GB/s of a copy and TFLOP/s of products."""
+  """Prints and returns the best rates of this device: copy, FP8 and BF16."""
   sizes = (2**20, 64) if smoke else (2**30, 8192)
   repeats = 2 if smoke else 20
   found = {
@@ -67,7 +67,7 @@ def ceilings(*, smoke: bool) -> dict[str, float]:
 def _compared(actual: Array, wanted: Array) -> tuple[Array, Array]:
   """Returns the share of unequal values, and their largest difference."""
   a, b = (x.astype(jnp.float32) for x in (actual, wanted))
-  # The cast keeps all values apart but -0 and 0, which codes distinguish.
+  # After the cast, only -0 and 0 are equal although their bits differ.
   same = (a == b) & (jnp.signbit(a) == jnp.signbit(b))
   same |= jnp.isnan(a) & jnp.isnan(b)
   apart = jnp.where(same, 0, jnp.abs(a - b))
@@ -101,7 +101,10 @@ def run(
   repeats: int,
   other: str | None = None,
 ) -> dict:
-  """Measures one case and prints its row; compares it with another if given."""
+  """Measures a case and prints its row; `found` contains `ceilings`.
+
+  If `other` is given, compares the results with those of that implementation.
+  """
   fn = functools.partial(case.run, implementation)
   timing = measure(fn, *case.arrays(), repeats=repeats)
   if case.flops:
@@ -140,22 +143,26 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   """Runs the command; returns the rows of operations that it printed."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.ops",
-    description="Time of the operations of a layer.",
+    description="Times each implementation of each operation of a layer.",
   )
   parser.add_argument(
-    "--cases", nargs="+", help="operations whose names contain one of these"
+    "--cases",
+    nargs="+",
+    help="measure only operations whose names contain one of these",
   )
   parser.add_argument(
     "--implementations",
     nargs="+",
-    help="such as xla, mosaic, cublas; default: all",
+    help="names such as xla, mosaic, cublas; default: all",
   )
   parser.add_argument(
     "--compare",
     metavar="IMPLEMENTATION",
     help="also compare results with those of this implementation",
   )
-  parser.add_argument("--smoke", action="store_true", help="tiny shapes")
+  parser.add_argument(
+    "--smoke", action="store_true", help="use tiny shapes, for a quick test"
+  )
   parser.add_argument("--repeats", type=args.count, default=20)
   options = parser.parse_args(arguments)
   pairs = chosen(options)

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times an optimizer's step on one large leaf, in place.
+"""Times the step of an optimizer on one large leaf, in place.
 
   python -m benchmarks.optimizer [--rows 16384] [--codecs coat log8]
     [--weights float32 bfloat16 bfloat16_low8] [--optimizer coat_lion]
     [--implementations mosaic]
 
-It prints a JSON row, `optimizer`, for optax.adamw or optax.lion, compiled by
-XLA, and one for the fused step with each combination of registered codec,
-rounding, format of weights and implementation. --codecs also accepts your own
-codec, as package.module:function.
+It prints one JSON row, `optimizer`, for optax.adamw (or optax.lion) compiled by
+XLA, and one for the fused step with each combination of codec, rounding, format
+of weights and implementation. --codecs also accepts a codec of your own, as
+package.module:function.
 
-Parameters and state are donated. Gradients have the weights' dtype. The format
-bfloat16_low8 means BF16 weights with low bytes in the state (`low_bits`). By
-default the leaf has 2^28 parameters, 16384 x 16384.
+By default the leaf is 16384 x 16384, which is 2^28 parameters. Parameters and
+state are donated. Gradients have the weights' dtype. The format bfloat16_low8
+means BF16 weights with 8 more bits each in the state (`low_bits`).
 
-A row contains the time; `gbps`, the bytes that a step must move (it reads and
-writes parameter and state, and reads the gradient) divided by the time; and
-`ceiling_share`, `gbps` divided by the bandwidth at which this device copies
-1 GiB.
+A row contains the time per step and two rates. A step must read and write the
+parameter and the state, and read the gradient; `gbps` is the number of these
+bytes divided by the time. `ceiling_share` is `gbps` divided by the rate at
+which this device copies 1 GiB.
 """
 
 import argparse
@@ -32,12 +32,13 @@ from benchmarks.harness import copy_bandwidth, emit, measure, say
 from coat_jax import codecs
 from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
 
-# The fused step, and optax's optimizer.
+# For each optimizer: its fused version and optax's.
 OPTIMIZERS: dict[str, tuple[Callable, Callable]] = {
   "coat_adamw": (fused_coat_adamw, optax.adamw),
   "coat_lion": (fused_coat_lion, optax.lion),
 }
-# The dtype of weights and gradients, and whether weights have 24 bits.
+# For each format of weights: the dtype of weights and gradients, and whether
+# weights have 24 bits.
 WEIGHTS = {
   "float32": (jnp.float32, False),
   "bfloat16": (jnp.bfloat16, False),
@@ -48,7 +49,10 @@ WEIGHTS = {
 def cases(
   names: Sequence[str] | None = None,
 ) -> dict[tuple[str, str], codecs.MomentCodec]:
-  """Builds all variants of these codecs (None: all), by (label, rounding)."""
+  """Builds all variants of codecs (None: of all codecs).
+
+  The keys are (label, rounding).
+  """
   found = {}
   for name in codecs.names() if names is None else names:
     defaults = codecs.options(name)
@@ -65,7 +69,7 @@ def cases(
 
 
 def parameters(shape, dtype):
-  """Makes a parameter and a gradient, with magnitudes as in training."""
+  """Makes a parameter, and a gradient with magnitudes as in training."""
 
   def draw(key):
     keys = jax.random.split(key, 3)
@@ -162,14 +166,14 @@ def report(case, implementation, timing, size: int, ceiling: float) -> dict:
 
 @args.command
 def main(arguments: list[str] | None = None) -> None:
-  """Reads the command line and runs."""
+  """Reads the command line and measures."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
     "--rows", type=args.count, default=1 << 14, help="rows of the leaf"
   )
   parser.add_argument("--columns", type=args.count, default=1 << 14)
   parser.add_argument(
-    "--codecs", nargs="+", help="names of codecs; default: all"
+    "--codecs", nargs="+", help="names of codecs; default: all registered"
   )
   parser.add_argument(
     "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the memory that `train.memory` plans with what XLA allocates.
+"""Compares the memory that `train.memory` plans with the memory XLA allocates.
 
-Each row describes a whole training step of a preset: `peak_bytes` of a GPU in
-the step as compiled for H200s, `planned_bytes`, and `error`, which is
-planned / peak - 1.
+Each row describes a whole training step of a preset. `peak_bytes` is the peak
+memory of a GPU according to XLA, which compiles the step for H200s,
+`planned_bytes` is the planned peak, and `error` is planned / peak - 1.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from benchmarks import training_step
 from benchmarks.harness import emit, say
 from train.memory.step import fullest, plan
 
-# Sequences on each GPU, and tokens per sequence.
+# Number of sequences on each GPU, and number of tokens per sequence.
 LOADS = {
   "demo": (64, 256),
   "demo_gpu": (4, 2048),
@@ -47,7 +47,7 @@ def rows(
 
 
 def row(preset: str, variant: str, *, gpus: int, batch: int, seq: int) -> dict:
-  """Compiles and plans one step; `batch` is the sequences on each GPU."""
+  """Compiles and plans one step, with `batch` sequences on each GPU."""
   mesh = f"fsdp={gpus}" if gpus > 1 else ""
   config = training_step.configure(
     preset, variant, batch=batch, seq=seq, mesh=mesh

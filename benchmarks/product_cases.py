@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists the cases of `benchmarks.ops` that multiply matrices.
 
-BF16 and Flax's FP8 are timed for comparison. Only floating-point operations of
-matmuls are counted, and in attention only those below the diagonal.
+BF16 and Flax's FP8 are timed for comparison. FLOPs are those of matmuls only,
+and in causal attention only those below the diagonal.
 """
 
 import functools
@@ -29,7 +29,8 @@ def product_cases(sizes: Sizes) -> Iterator[Case]:
 def _matmuls(sizes):
   """Lists the matmuls of each linear layer, in FP8 and in BF16."""
   t = sizes.tokens
-  # The two factors among x [t, d], w [d, f], g [t, f], and their summed axes.
+  # Each op's two factors among x [t, d], w [d, f], g [t, f], and the axis of
+  # each factor that is summed.
   products = (
     (ops.linear_fwd, "x", "w", (1, 0)),
     (ops.linear_dgrad, "g", "w", (1, 1)),
@@ -89,12 +90,13 @@ def _matmuls(sizes):
 
 
 def _grouped(sizes):
-  """Lists the matmuls of a mixture's experts, which share the rows."""
+  """Lists the matmuls of an MoE layer, whose experts divide the rows."""
   t, d, f = sizes.tokens, sizes.d_model, sizes.d_ff
   e = sizes.num_experts
   shapes = {"x": (t, d), "w": (e, d, f), "g": (t, f)}
   shape = dict(experts=e, rows=t, in_features=d, out_features=f)
-  # Triangular numbers: all experts have different numbers of rows, the first 0.
+  # Triangular numbers, so that each expert has a different number of rows. The
+  # first has none.
   ends = [t * i * (i + 1) // (e * (e - 1)) for i in range(e)]
   counts = [b - a for a, b in zip([0, *ends], ends, strict=False)]
   for op, a, b in (
@@ -162,7 +164,7 @@ _experts_in_fp8 = jax.jit(
 
 
 def _linear(sizes):
-  """Lists whole linear layers: this project's FP8, BF16, and Flax's FP8."""
+  """Lists whole linear layers in BF16, this project's FP8 and Flax's FP8."""
   t = sizes.tokens
   layers = {
     "bf16": lambda x, w: linear(x, w, recipe=recipes.bf16()),
@@ -194,7 +196,7 @@ def _linear(sizes):
 
 
 def _flax_linear(x, w):
-  """`flax.linen.Fp8DirectDotGeneralOp` with delayed scales, as one function."""
+  """Does what `flax.linen.Fp8DirectDotGeneralOp` does, with delayed scales."""
   ones, history = jnp.ones(1), jnp.zeros(1024)
   return fp8_ops.fp8_scaled_dot_general(
     x,
@@ -254,8 +256,9 @@ def _attention_of(sizes, kind, documents=None):
     *heads, ids = arrays
     return dout, *heads, attend(*arrays), ids
 
-  # Two products for each pair of query and visible key: half of T^2 pairs,
-  # minus half of (T - W)^2 with a window W.
+  # Attention has two multiply-adds per channel for each pair of a query and a
+  # key that it sees. There are T^2 / 2 such pairs, minus (T - W)^2 / 2 with a
+  # window W.
   hidden = t - (kind.window or t)
   products = 2 * b * n * (t * t - hidden * hidden) * h // (documents or 1)
   yield of_op(

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the memory of the training steps in Table 7 of arXiv:2410.19313.
+"""Computes the memory of the training steps in Table 7 of arXiv:2410.19313.
 
-Each row is a whole training step with the paper's number of GPUs, batch per GPU
-and sequence length, with FSDP, compiled for H200s. Parameters and gradients are
-f32, and so are the moments of the bf16 and fp8_linear variants. "lean" and
-"leanest" have BF16 parameters and one layer's BF16 gradients at a time. No GPU
-is needed. `benchmarks.memory table7` prints the rows.
+Each row describes a whole training step, compiled for H200s, so no GPU is
+needed. The number of GPUs (with FSDP), batch per GPU and sequence length are
+those of the paper. Parameters and gradients are f32, and moments are f32 in the
+variants bf16 and fp8_linear. The variants "lean" and "leanest" have BF16
+parameters, and hold the BF16 gradients of one layer at a time.
+`python -m benchmarks.memory table7` prints the rows.
 """
 
 import dataclasses
@@ -18,11 +19,15 @@ from train.memory.step import device_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A model, the number of GPUs, and the sequences on each.
+  """A setup of the paper's table.
 
   Attributes:
-    peaks: GB that the paper reports, by variant; a variant that ran out of
-      memory is missing.
+    preset: the model.
+    gpus: number of GPUs.
+    batch: number of sequences on each GPU.
+    seq: number of tokens per sequence.
+    peaks: peak GB that the paper reports, by variant. Variants that ran out of
+      memory are missing.
   """
 
   preset: str
@@ -32,7 +37,7 @@ class Case:
   peaks: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def published_ratio(self, variant: str) -> float | None:
-    """Divides BF16's peak by the variant's, both as the paper reports them."""
+    """Returns the paper's peak of bf16 divided by its peak of a variant."""
     reference = {"minimal": "coat", "minimal_attention": "coat"}
     peak = self.peaks.get(reference.get(variant, variant))
     return self.peaks["bf16"] / peak if peak and "bf16" in self.peaks else None
@@ -65,10 +70,10 @@ VARIANTS = (
 def rows(cases: Iterable[Case], variants: Iterable[str]) -> Iterator[dict]:
   """Compiles and prints the rows.
 
-  `peak_bytes` of a GPU consists of `weight_bytes`, `gradient_bytes`,
-  `optimizer_bytes` and the rest, `activation_bytes`. `ratio_to_bf16` and
-  `published_ratio` are BF16's peak divided by the row's peak. `ratio_to_bf16`
-  is known only if bf16 is the first variant.
+  `peak_bytes` is the peak on one GPU. `activation_bytes` is what remains of it
+  without `weight_bytes`, `gradient_bytes` and `optimizer_bytes`.
+  `ratio_to_bf16` is the peak of bf16 divided by the row's peak, or null if bf16
+  was not compiled before. `published_ratio` is the same ratio in the paper.
   """
   for case in cases:
     peak_of_bf16 = None
@@ -89,7 +94,7 @@ def rows(cases: Iterable[Case], variants: Iterable[str]) -> Iterator[dict]:
 
 
 def describe(case: Case, variant: str) -> dict:
-  """Selects the values of a row that describe what was compiled."""
+  """Returns the part of a row that describes what was compiled."""
   options = training_step.VARIANTS[variant]
   return dict(
     preset=case.preset,
@@ -109,7 +114,7 @@ def describe(case: Case, variant: str) -> dict:
 
 
 def measure(case: Case, variant: str) -> dict[str, int]:
-  """Compiles a step and returns the bytes of one GPU."""
+  """Compiles a step and returns its memory on one GPU, by kind."""
   mesh = f"fsdp={case.gpus}" if case.gpus > 1 else ""
   config = training_step.configure(
     case.preset, variant, batch=case.batch, seq=case.seq, mesh=mesh
@@ -118,7 +123,8 @@ def measure(case: Case, variant: str) -> dict[str, int]:
   peak = compiled.memory_analysis().peak_memory_in_bytes
   weights = device_bytes(state.params)
   optimizer = device_bytes(state.optimizer)
-  # A gradient has its weight's dtype. One layer's gradients are temporary.
+  # A gradient has its weight's dtype. With `optimizer_in_backward`, gradients
+  # are temporary, so they count as activations.
   gradients = 0 if config.optimizer_in_backward else weights
   return dict(
     peak_bytes=peak,

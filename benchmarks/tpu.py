@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles optimizer steps for TPUs on a machine that has none.
+"""Compiles optimizer steps for TPUs on a machine without a TPU.
 
   make .venv/libtpu/.installed
   export PYTHONPATH=.:.venv/libtpu JAX_PLATFORMS=cpu
   python -m benchmarks.tpu --topology v5p:4x4x4 --mesh fsdp=64
 
-libtpu is XLA's compiler for TPUs. Nothing is run, so there are no times.
+The first command installs libtpu, XLA's compiler for TPUs. Nothing is run, so
+there are no times.
 
-It prints JSON rows, `tpu.optimizer`: a step of `optax.adamw` (optax),
-`coat_adamw` (coat) or `fused_coat_adamw` (fused) on all parameters of a preset,
-in f32. `state_bytes` and `peak_bytes`, which includes arguments, are those of
-one device.
+It prints a JSON row, `tpu.optimizer`, for a step of `optax.adamw` (variant
+optax), `coat_adamw` (coat) and `fused_coat_adamw` (fused) on all parameters of
+a preset, in f32. `state_bytes` (the optimizer's state) and `peak_bytes` (all
+memory, including arguments) are per device.
 """
 
 import argparse
@@ -44,8 +45,8 @@ OPTIMIZERS = ("optax", "coat", "fused")
 
 @functools.cache
 def devices(topology: str) -> list[jax.Device]:
-  """Returns the devices of a topology, such as v6e:2x2, to compile for."""
-  # Otherwise libtpu asks a server which TPU this is.
+  """Returns the devices of a TPU topology such as v6e:2x2, to compile for."""
+  # Without this, libtpu asks a server which TPU this machine has.
   os.environ["TPU_SKIP_MDS_QUERY"] = "1"
   found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
   return list(found.devices)
@@ -62,10 +63,10 @@ def compile_for_tpu(
   """Compiles `fn` for one device of a topology, or for a mesh of them.
 
   Args:
-    topology: its name, such as "v6e:2x2".
+    topology: the topology's name, such as "v6e:2x2".
     fn: a function without static arguments.
-    *specs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`; with a
-      mesh, each `jax.ShapeDtypeStruct` must contain its sharding.
+    *specs: the arguments of `fn`, as trees of arrays or
+      `jax.ShapeDtypeStruct`. With a mesh, each struct must have a sharding.
     mesh: a mesh of `devices(topology)`; None for one device.
     out_shardings: shardings of the results on the mesh, as for `jax.jit`.
     donate: positions of the arguments that `fn` may overwrite.
@@ -85,7 +86,7 @@ def compile_for_tpu(
 
 
 def products(program: str) -> dict[str, int]:
-  """Counts a compiled program's products by the dtypes of their operands."""
+  """Counts a compiled program's matmuls by the dtypes of their operands."""
   dtypes = dict(re.findall(r"%([\w.-]+) = (\w+)\[", program))
   found = re.findall(r" (?:convolution|dot)\(([^)]*)\)", program)
   counts = collections.Counter(
@@ -100,7 +101,7 @@ def compile_optimizer(
 ) -> tuple[jax.stages.Compiled, int]:
   """Compiles a step of one of `OPTIMIZERS` on f32 parameters, on a mesh.
 
-  Returns the program, and the bytes of the optimizer's state on a device.
+  Returns the program, and the bytes of the optimizer's state per device.
   """
   mesh = meshes.make_mesh(mesh_sizes, devices(topology))
   assert mesh is not None
@@ -136,7 +137,7 @@ def compile_optimizer(
 
 
 def bytes_on_a_device(x: jax.ShapeDtypeStruct) -> int:
-  """Returns the bytes of a device's shard."""
+  """Returns the size in bytes of the shard that a device holds."""
   shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
   return math.prod(shape) * x.dtype.itemsize
 
@@ -149,8 +150,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   )
   add = parser.add_argument
   add("--preset", choices=PRESETS, default="llama2_7b")
-  add("--topology", default="v5p:4x4x4", help="as libtpu names it")
-  add("--mesh", default="fsdp=64", help="an axis for all devices")
+  add("--topology", default="v5p:4x4x4", help="libtpu's name of a topology")
+  add("--mesh", default="fsdp=64", help="mesh axes over all devices")
   add("--variants", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
   options = parser.parse_args(arguments)
   with args.checked(parser):

@@ -4,18 +4,18 @@
   python -m benchmarks.training --preset llama2_7b --mesh fsdp=4 --batch 2
   python -m benchmarks.training --mesh fsdp=4 --batch 6 --variant minimal
 
-It trains a preset with random weights on text (bytes of Python's standard
-library), with the step of `train.pretrain` and `--batch` sequences on each GPU.
-A JSON row, `training.step`, contains milliseconds per step, tokens per second
-per GPU, the seconds that compiling and initializing took, `peak_bytes` (the
-maximum that any GPU had allocated), and `compiled_peak_bytes` (the peak that
-the compiler reported). Each variant runs in its own process, because JAX cannot
-reset a GPU's peak.
+It trains a preset from random weights on text (bytes of Python's standard
+library), with the training step of `train.pretrain` and `--batch` sequences on
+each GPU. A JSON row, `training.step`, contains milliseconds per step, tokens
+per second per GPU, and the seconds that compiling and initializing took.
+`peak_bytes` is the most memory that any GPU had allocated, and
+`compiled_peak_bytes` is the peak that the compiler reported. Each variant runs
+in its own process, because JAX cannot reset a GPU's peak.
 
---layers changes the depth of the preset, to find the largest model that fits.
+--layers changes the number of layers, to find the largest model that fits.
 
---hbm limits the memory of a GPU, to measure what fits on a smaller one. XLA's
-flags come from the environment and are part of the row.
+--hbm limits the memory of a GPU, to find what fits on a smaller one. XLA_FLAGS
+is read from the environment and is part of the row.
 """
 
 import argparse
@@ -139,15 +139,15 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict:
 
 
 def _fraction(hbm: float) -> str:
-  """Computes the share of a GPU's memory that is `hbm` times 10^9 bytes."""
+  """Computes which share of a GPU's memory `hbm` GB (10^9 bytes) are."""
   query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader"]
   try:
     found = subprocess.run(query, check=True, capture_output=True, text=True)
     total = float(found.stdout.split()[0]) * 2**20
   except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:
     raise ValueError(
-      f"--hbm asks nvidia-smi for the memory of a GPU, got {error}; leave it "
-      "out without a GPU"
+      f"--hbm needs nvidia-smi to find the memory of a GPU, got {error}; leave "
+      "--hbm out on a machine without a GPU"
     ) from error
   if not 0 < hbm * 1e9 <= total:
     raise ValueError(
@@ -159,18 +159,18 @@ def _fraction(hbm: float) -> str:
 
 @args.command
 def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns 1 if a variant could not be run."""
+  """Runs the command; returns 1 if a variant failed."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.training",
-    description="Speed and memory of whole training steps.",
+    description="Measures speed and memory of whole training steps.",
   )
   parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
   parser.add_argument("--variant", choices=VARIANTS, help="default: all")
-  parser.add_argument(
-    "--layers", type=args.count, help="default: as in the preset"
-  )
+  parser.add_argument("--layers", type=args.count, help="default: the preset's")
   parser.add_argument("--mesh", default="", help="as in train.pretrain")
-  parser.add_argument("--batch", type=args.count, default=2, help="on each GPU")
+  parser.add_argument(
+    "--batch", type=args.count, default=2, help="sequences on each GPU"
+  )
   parser.add_argument("--seq", type=args.count, default=2048)
   parser.add_argument("--steps", type=args.count, default=12)
   parser.add_argument(
@@ -180,7 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
     "--weight-cache", choices=("none", "scale", "codes"), default="scale"
   )
   parser.add_argument(
-    "--hbm", type=float, help="limit in GB (10^9 bytes); default: none"
+    "--hbm",
+    type=float,
+    help="limit of a GPU's memory in GB (10^9 bytes); default: none",
   )
   parser.add_argument("--in-process", action="store_true")
   options = parser.parse_args(arguments)
@@ -195,7 +197,8 @@ def main(arguments: list[str] | None = None) -> int:
     for variant in variants:
       configuration(options, variant)
     if options.hbm is not None:
-      environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # The old name.
+      # Remove the variable's old name, which would conflict.
+      environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
       environment["XLA_CLIENT_MEM_FRACTION"] = _fraction(options.hbm)
   failed = 0
   for variant in variants:
@@ -203,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     passed = list(sys.argv[1:] if arguments is None else arguments)
     command += [*passed, "--variant", variant]
     status = subprocess.run(command, env=environment).returncode
-    if status == 2:  # The arguments are wrong for every variant.
+    if status == 2:  # The other variants would get the same wrong arguments.
       return status
     if status:
       say(f"{variant}: failed, see above")

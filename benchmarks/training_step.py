@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles whole training steps of a preset for H200s, without a GPU.
 
-They are the steps that `train.pretrain` runs: forward, backward, clipping and
-optimizer, with donated state.
+A step is what `train.pretrain` runs: forward and backward pass, clipping and
+optimizer, with a donated state.
 """
 
 import dataclasses
@@ -51,12 +51,12 @@ def configure(
 
   Args:
     preset: one of `train.presets.PRESETS`.
-    variant: one of `VARIANTS`; with the recipes bf16 and fp8_linear, moments
+    variant: one of `VARIANTS`. With the recipes bf16 and fp8_linear, moments
       are f32.
-    batch: sequences for each device along all axes but `tensor`.
-    seq: tokens per sequence.
-    mesh: the value of `--mesh`.
-    **options: other fields of `TrainConfig`, or `optimizer`.
+    batch: number of sequences for each device along all axes but `tensor`.
+    seq: number of tokens per sequence.
+    mesh: the value of the option `--mesh`.
+    **options: `optimizer`, and other fields of `TrainConfig`.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options
@@ -79,9 +79,9 @@ def configure(
 def compile_step(
   config: TrainConfig,
 ) -> tuple[jax.stages.Compiled, step.TrainState]:
-  """Compiles a run's step for the H200s of its mesh.
+  """Compiles the training step of a configuration for H200s.
 
-  Returns the compiled step, and the abstract state that it accepts.
+  Returns the compiled step, and the abstract state to call it with.
   """
   sizes = config.mesh_sizes
   mesh = None

@@ -8,19 +8,20 @@ The study first trains a byte-level Llama of 2.8 million parameters on the
 source text of Python's standard library, with f32 moments. Then it measures:
 
 accuracy.codecs: the error of one step. The trained moments m and v are encoded
-and decoded, and a next gradient is drawn from N(m, v - m^2), the distribution
-that the moments describe. The Adam update with the decoded moments is compared
-with the exact one: `update_rms_error` is RMS(update - exact) / RMS(exact),
-`max_update` the largest update (normally about 1; it explodes where a v became
-zero) and `zeroed_v` the share of nonzero v that became zero. The output layer
-is the hardest part: one group of its columns holds both bytes that occur
-everywhere and bytes that never occur.
+and decoded. The next gradient is drawn from N(m, v - m^2), the distribution
+that the moments describe. Then the Adam update with the decoded moments is
+compared with the exact update. `update_rms_error` is RMS(update - exact) /
+RMS(exact). `max_update` is the largest update: normally about 1, but huge where
+a v became zero. `zeroed_v` is the share of nonzero v that became zero. The
+output layer is the hardest part, because its groups contain columns both of
+very frequent bytes and of bytes that never occur.
 
-accuracy.tracking: the drift over many steps. v of 16384 elements, with gradient
-sizes taken from the trained v, is encoded and decoded at each of 2000 steps.
-Halfway, the gradients of every other element shrink to a tenth. The rows
-contain the ratio of stored to exact v at the end: median, 10th and 90th
-percentile of the elements whose gradients shrank, and the same for the others.
+accuracy.tracking: the drift over many steps. v of 16384 elements is encoded and
+decoded at each of 2000 steps. The sizes of gradients come from the trained v;
+halfway, the gradients of every other element shrink to a tenth. A row contains
+the ratio of stored to exact v at the end: the median and the 10th and 90th
+percentiles over elements whose gradients shrank, and the same over the others
+(`unchanged_`).
 """
 
 import argparse
@@ -56,7 +57,7 @@ SHRINK = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A codec, and its names in rows and in the picture."""
+  """A codec, and how rows and the figure name it."""
 
   codec: codecs.MomentCodec
   rounding: str
@@ -65,13 +66,13 @@ class Case:
 
   @property
   def row(self) -> dict:
-    """The row's `case`."""
+    """The `case` of the codec's rows."""
     case = {"codec": self.codec.name, "rounding": self.rounding}
     return case | ({"second": self.second} if self.second else {})
 
   @property
   def label(self) -> str:
-    """The name in the picture."""
+    """The name in the figure."""
     second = f" v {self.second.upper()}" if self.second == "e5m2" else ""
     return f"{self.codec.name}{second}, {self.rounding}"
 
@@ -79,8 +80,8 @@ class Case:
 def cases(names: Sequence[str] | None = None) -> list[Case]:
   """Lists codecs with each of their roundings.
 
-  Without names, these are all registered codecs and the grid of log8 with
-  rounding to nearest.
+  By default these are all registered codecs, and log8 with rounding to nearest,
+  which the library does not offer.
   """
   found = []
   for name in codecs.names() if names is None else names:
@@ -91,8 +92,7 @@ def cases(names: Sequence[str] | None = None) -> list[Case]:
       found.append(Case(codec, rounding, options.get("second")))
   if names is not None:
     return found
-  # codecs.log8 refuses to round to nearest. To compare its grid with the
-  # others, use its group codec directly.
+  # codecs.log8 refuses to round to nearest, so construct its group codecs.
   grid = codecs.MomentCodec(
     name="log8",
     mu=LogUniform(GROUP_SIZE, "nearest", signed=True),
@@ -103,7 +103,7 @@ def cases(names: Sequence[str] | None = None) -> list[Case]:
 
 
 def codec_row(case: Case, moments: Moments, parts: dict[str, slice]) -> dict:
-  """Computes the one-step errors of a codec: the values of a row."""
+  """Computes a codec's errors after one step: the values of a row."""
   encoded, stored = store(case.codec, moments)
   found = update_errors(moments, stored)
   error, exact = (np.asarray(found[x], float) for x in ("error", "exact"))
@@ -111,7 +111,7 @@ def codec_row(case: Case, moments: Moments, parts: dict[str, slice]) -> dict:
   def relative(part: slice) -> float:
     return float(np.sqrt(error[part].sum() / exact[part].sum()))
 
-  # A codec represents a statistic that it lacks by a scalar zero.
+  # Statistics that a codec does not store are scalar zeros.
   size = sum(x.nbytes for x in jax.tree.leaves(encoded) if x.ndim)
   row = {
     "bytes_per_param": size / moments.mu.size,
@@ -128,7 +128,7 @@ def codec_row(case: Case, moments: Moments, parts: dict[str, slice]) -> dict:
 def store(
   codec: codecs.MomentCodec, moments: Moments
 ) -> tuple[tuple[codecs.Encoded, codecs.Encoded], Moments]:
-  """Encodes moments; returns the codes and the decoded moments."""
+  """Encodes moments; returns the encoded and the decoded moments."""
   words = stochastic.random_words(
     stochastic.leaf_key(0, 0, 0), moments.mu.shape
   )
@@ -145,10 +145,10 @@ def _encode(group_codec, x, noise):
 
 @jax.jit
 def update_errors(moments: Moments, stored: Moments) -> dict:
-  """Compares the next Adam update with stored moments to the exact one.
+  """Compares the next Adam update, with stored moments, to the exact update.
 
-  Returns the sums of squares per group, "error" and "exact"; "max_update"; and
-  the numbers of v that are "nonzero" and, among these, "zeroed".
+  Returns sums of squares per group, of the "error" and of the "exact" update;
+  "max_update"; and how many v are "nonzero", and of these became "zeroed".
   """
   spread = jnp.sqrt(jnp.maximum(moments.nu - moments.mu**2, 0))
   normal = jax.random.normal(jax.random.key(0), spread.shape)
@@ -172,8 +172,8 @@ def _adam(moments: Moments, gradient):
 
 
 def gradient_sizes(moments: Moments) -> jax.Array:
-  """Computes sqrt(v) of evenly spread groups: f32 [128, 128]."""
-  # Embeddings of bytes that do not occur in the text get no gradients.
+  """Computes sqrt(v) of 128 groups from all parts of the model: [128, 128]."""
+  # Leave out embeddings of bytes that do not occur, which get no gradients.
   rows = moments.nu[jnp.all(moments.nu > 0, axis=-1)]
   index = np.linspace(0, len(rows) - 1, TRACKED_GROUPS).astype(int)
   return jnp.sqrt(rows[index])
@@ -191,8 +191,8 @@ def track(codec, sizes: jax.Array, b2, *, steps: int, every: int):
     every: steps between points of the trace.
 
   Returns:
-    (ratio of stored to exact v at the end, f32 [groups, n]; the median ratio
-    of the elements that shrank over the steps, f32 [steps / every]).
+    The ratio of stored to exact v at the end, f32 [groups, n], and a trace of
+    its median over elements whose gradients shrink, f32 [steps / every].
   """
   shrinks = jnp.arange(sizes.shape[-1]) % 2 == 0
 
@@ -245,7 +245,7 @@ def run_codecs(
   *,
   tracking_steps: int = 2000,
 ) -> tuple[list[dict], list[dict], dict]:
-  """Prints and returns the rows of both measurements, and traces by label."""
+  """Prints the rows of both measurements; returns them and all traces."""
   one_step, tracking, traces = [], [], {}
   for case in chosen:
     values = codec_row(case, moments, parts)
@@ -271,7 +271,7 @@ def run_codecs(
 
 
 def draw(one_step: list[dict], traces: dict, out: Path, b2=0.99) -> None:
-  """Draws the one-step errors and the traces of v at one b2."""
+  """Draws the errors of one step, and the traces of v for one b2."""
   figure = Figure(figsize=(13, 5), layout="constrained")
   left, right = figure.subplots(1, 2)
   rows = [row for row in one_step if row["update_rms_error"] > 0]
@@ -290,7 +290,7 @@ def draw(one_step: list[dict], traces: dict, out: Path, b2=0.99) -> None:
   left.set_xscale("log")
   left.set_xlim(1e-3, 30)
   left.set_xlabel("relative RMS error of the next Adam update")
-  left.set_title("One step (bytes a parameter, both moments)")
+  left.set_title("One step (bytes per parameter, both moments)")
   for (label, at), (steps, trace) in traces.items():
     if at == b2 and label in colors:
       style = "-" if "stochastic" in label else "--"
@@ -316,7 +316,7 @@ def main(arguments: list[str] | None = None) -> None:
     "--steps", type=args.count, default=300, help="steps of training"
   )
   command.add_argument(
-    "--codecs", nargs="+", help="names of codecs; default: all"
+    "--codecs", nargs="+", help="names of codecs; default: all registered"
   )
   command.add_argument(
     "--out", type=Path, default=Path("docs/figures/accuracy.png")

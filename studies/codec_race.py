@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the codecs of Adam's moments race: bytes against errors and losses.
+"""Compares codecs of optimizer moments: bytes, errors and training losses.
 
   python -m studies.codec_race errors [--steps 300]
   python -m studies.codec_race losses [--steps 200] [--minutes 30]
@@ -7,27 +7,29 @@
     --batch 32 --data tokens.bin --data-dtype uint16
   python -m studies.codec_race table
 
-The candidates are three codecs of the library, the codecs of
-`studies.race_codecs`, and first moments in a codec with factored second moments
-(`studies.factored_adam`). For Muon, `coat` and `int8` compete.
+A candidate is an optimizer and a way to store its moments. For AdamW these are
+three codecs of the library, the codecs of `studies.race_codecs`, and first
+moments in a codec with factored second moments (`studies.factored_adam`). For
+Muon they are `coat` and `int8`. f32 moments are the baseline.
 
-codec_race.errors: the moments of a model trained with f32 moments are encoded
-and decoded once. The row contains the RMS errors of m, sqrt(v) and the update
-m / (sqrt(v) + eps), each over the RMS of the exact values.
+codec_race.errors: a model is trained with f32 moments, which are then encoded
+and decoded once. The row contains the relative RMS errors of m, of sqrt(v), and
+of the update m / (sqrt(v) + eps).
 
 codec_race.losses: a model in recipe bf16 is trained with each candidate. The
 seed determines weights, data and rounding, so runs with the same seed differ
-only in how moments are stored. `loss` is the mean of the last 50 steps,
+only in how moments are stored. `loss` is the mean of the last 50 steps, and
 `held_out_loss` the mean of the held-out batches. All candidates run with one
-seed before any runs with the next. Runs that have a row in --rows are skipped,
-so you can interrupt the command and continue. With --minutes it starts no run
-that would probably exceed this limit.
+seed before the first runs with the next seed. Runs that have a row in --rows
+are skipped, so you can interrupt the command and continue later. With
+--minutes, it starts no run that would probably exceed this limit.
 
-Bytes per parameter are counted from what is stored: with `errors` for large
-leaves, with `losses` for the optimizer's whole state.
+Bytes per parameter are those of the stored arrays: of large leaves for
+`errors`, of the optimizer's whole state for `losses`.
 
-`table` prints all rows of a preset as a table. It shows the mean and the 95 %
-interval of each loss minus the loss of f32 moments with the same seed.
+`table` prints all rows of a preset as a table. Losses are differences from the
+loss with f32 moments and the same seed: their mean, and its 95 % confidence
+interval.
 """
 
 import argparse
@@ -82,9 +84,10 @@ class Candidate:
   """An optimizer and how its moments are stored.
 
   Attributes:
-    codec: the codec, as `codecs.build` finds it.
-    options: its options.
-    optimizer: "factored" stores m in the codec and v as row and column means.
+    codec: name of the codec, for `codecs.build`.
+    options: options of the codec.
+    optimizer: "factored" is AdamW that stores m in the codec, and v as means of
+      rows and columns.
   """
 
   codec: str
@@ -158,7 +161,7 @@ def transformation(
 
 
 class Programs:
-  """The compiled functions of a candidate; all seeds share them."""
+  """The compiled functions of a candidate, which all seeds share."""
 
   def __init__(self, candidate: Candidate, config: TrainConfig):
     on_gpu = jax.default_backend() == "gpu"
@@ -207,7 +210,7 @@ class Programs:
       "loss": float(np.mean(losses[-_LAST:])),
       "held_out_loss": float(np.mean(held_out)),
     }
-    # JSON has no NaN: a run that diverged has no loss.
+    # JSON has no NaN, so the losses of a diverged run are null.
     values = {k: x if np.isfinite(x) else None for k, x in values.items()}
     seconds = round(time.monotonic() - started, 1)
     return values | dict(bytes_per_param=size, seconds=seconds)
@@ -226,7 +229,7 @@ def race(
   for case in todo:
     began = time.monotonic()
     if began - started + 1.1 * longest > 60 * minutes:
-      say(f"{minutes:g} minutes are over; run it again for the rest")
+      say(f"{minutes:g} minutes are over; run the command again to continue")
       return
     name = case["candidate"]
     if name not in programs:
@@ -242,7 +245,7 @@ def cases(
   seeds: Iterable[int],
   done: list[dict],
 ) -> list[dict[str, Any]]:
-  """Lists the cases that have no row yet, seed by seed."""
+  """Lists the cases that have no row yet, ordered by seed."""
   known = [row["case"] for row in done]
   found = [
     common | dict(candidate=name, seed=seed)
@@ -255,7 +258,7 @@ def cases(
 def stored(
   candidate: Candidate, m: jax.Array, v: jax.Array, index: int
 ) -> tuple[jax.Array, jax.Array, int]:
-  """Stores both moments of a leaf; returns them decoded, and the bytes."""
+  """Encodes and decodes both moments of a leaf; also returns stored bytes."""
   codec, size, decoded = candidate.build(), 0, []
   words = stochastic.random_words(stochastic.leaf_key(0, 0, index), m.shape)
   for place, (x, group) in enumerate(zip((m, v), codec.groups, strict=True)):
@@ -271,7 +274,7 @@ def stored(
 
 
 def errors_of(candidate: Candidate, trained: Trained) -> dict[str, float]:
-  """Computes the errors of a candidate on trained moments of large leaves."""
+  """Computes a candidate's errors on the trained moments of large leaves."""
   exact, got, size = [], [], 0
   leaves = zip(leaf_paths(trained.mu), jax.tree.leaves(trained.nu), strict=True)
   for index, ((path, m), v) in enumerate(leaves):
@@ -298,7 +301,7 @@ def errors_of(candidate: Candidate, trained: Trained) -> dict[str, float]:
 
 
 def _quantities(m, v) -> tuple[np.ndarray, ...]:
-  """Returns m, sqrt(v) and the update, flat, in f64."""
+  """Returns m, sqrt(v) and the update, flattened, in f64."""
   m, v = (np.asarray(x, np.float64).ravel() for x in (m, v))
   root = np.sqrt(v)
   return m, root, m / (root + EPS)
@@ -313,13 +316,13 @@ def _append(path: Path, row: dict) -> None:
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m studies.codec_race",
-    description="Compares codecs of Adam's moments.",
+    description=str(__doc__).splitlines()[0],
   )
   commands = parser.add_subparsers(dest="command", required=True)
   for name, help_ in (
-    ("errors", "errors of trained moments"),
+    ("errors", "measure errors of trained moments"),
     ("losses", "train with each candidate"),
-    ("table", "print the rows"),
+    ("table", "print the rows as a table"),
   ):
     command = commands.add_parser(name, help=help_)
     command.add_argument("--rows", type=Path, default=ROWS)
@@ -333,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
   command.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
   command.add_argument("--batch", type=args.count, help="default: the preset's")
   command.add_argument("--seq", type=args.count, help="default: the preset's")
-  command.add_argument("--data", help="as --data.path of train.pretrain")
+  command.add_argument("--data", help="see --data.path of train.pretrain")
   dtypes = ("text", "uint16", "uint32")
   command.add_argument("--data-dtype", choices=dtypes, default="text")
   command.add_argument("--minutes", type=float, default=1e9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the rows of `studies.codec_race`: pairs of runs, and their table."""
+"""Formats the rows of `studies.codec_race` as a table."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ ROWS = Path("docs/rows/codec_race.jsonl")
 
 
 def baseline(name: str) -> str:
-  """Returns the candidate with f32 moments of the same optimizer."""
+  """Returns the candidate that has the same optimizer and f32 moments."""
   return "muon, float32" if name.startswith("muon") else "float32"
 
 
 def sizes(rows: list[dict]) -> dict[str, float]:
-  """Returns bytes per parameter by candidate, the largest first.
+  """Returns the bytes per parameter of each candidate, largest first.
 
-  The bytes are counted on large leaves, if their errors were measured.
+  If there is a row of errors, the bytes are those of large leaves.
   """
   errors_last = sorted(rows, key=lambda row: row["bench"], reverse=True)
   found = {x["case"]["candidate"]: x["bytes_per_param"] for x in errors_last}
@@ -25,7 +25,7 @@ def sizes(rows: list[dict]) -> dict[str, float]:
 
 
 def table(rows: list[dict], preset: str) -> str:
-  """Makes the table of the candidates: bytes, errors and losses."""
+  """Formats the table of candidates: bytes, errors and losses."""
   errors = {
     row["case"]["candidate"]: row
     for row in rows
@@ -62,7 +62,7 @@ def runs(rows: list[dict], preset: str, name: str) -> dict[int, dict]:
 def differences(
   rows: list[dict], preset: str, name: str, key: str
 ) -> list[float]:
-  """Lists a loss minus the loss of f32 moments, seed by seed."""
+  """Lists, for each seed, a loss minus the loss with f32 moments."""
   own, other = (runs(rows, preset, x) for x in (name, baseline(name)))
   if own == other:
     return []

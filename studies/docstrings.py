@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes conversations about Python from source code on this machine.
+"""Makes training data from source code: conversations about Python functions.
 
   python -m studies.docstrings OUT /usr/lib/python3 [DIR ...]
 
-It reads all .py files in the folders, and with --suffixes other text files such
-as C++ headers, and writes to OUT
+It reads all .py files in the folders, or with --suffixes also other text files
+such as C++ headers. It writes to the folder OUT:
 
   tokenizer.json   a byte-level BPE with 32,000 tokens, including ChatML's
-  tokens.bin       the text of all files as uint16 ids, for pretraining
+  tokens.bin       the text of all files as uint16 token ids, for pretraining
   chats.jsonl      one conversation per function that has a docstring: the user
                    shows the source and asks what it does, and the assistant
                    answers with the docstring
   source.json      the folders, the suffixes and the numbers of files and tokens
 
-The order is the same in every run. Of duplicate files only one is used. Losses
-can only be compared if the data is the same: record source.json with them.
-`studies/finetuning.sh` and `studies/long.sh` train on this data.
+The order is the same in every run, and duplicate files are used only once.
+Losses are comparable only if they come from the same data, so record
+source.json with them. `studies/finetuning.sh` and `studies/long.sh` train on
+this data.
 """
 
 import argparse
@@ -41,7 +42,7 @@ _LARGEST_FILE, _LARGEST_FUNCTION = 1_000_000, 4_000
 def read_sources(
   folders: Sequence[Path], suffixes: Sequence[str] = (".py",)
 ) -> list[str]:
-  """Reads the files below folders, each text once, shuffled."""
+  """Reads the files in folders, without duplicates, and shuffles them."""
   found = {}
   for folder in folders:
     for path in sorted(folder.rglob("*")):
@@ -59,7 +60,7 @@ def read_sources(
 
 
 def conversations(text: str) -> Iterator[dict]:
-  """Yields a conversation for each function of a file with a docstring."""
+  """Yields a conversation for each function that has a docstring."""
   try:
     tree = ast.parse(text)
   except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -105,8 +106,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def write(texts: Sequence[str], out: Path, vocab_size: int) -> dict[str, int]:
-  """Writes the three files; returns the numbers of files, tokens and chats."""
-  # An eighth of the text is enough: it contains nearly all words.
+  """Writes tokenizer, tokens and conversations; returns how many there are."""
+  # Train on an eighth of the text, which contains nearly all words.
   tokenizer = train_tokenizer(texts[: len(texts) // 8 + 1], vocab_size)
   tokenizer.save(str(out / "tokenizer.json"))
   (out / "tokenizer_config.json").write_text(
@@ -132,7 +133,7 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
   """Reads the command line and writes the files."""
   parser = argparse.ArgumentParser(
     prog="python -m studies.docstrings",
-    description="Writes conversations about Python.",
+    description=__doc__.splitlines()[0],
   )
   parser.add_argument("out", type=Path)
   parser.add_argument("folders", type=Path, nargs="+")
@@ -147,7 +148,7 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
     nargs="+",
     default=[".py"],
     metavar="SUFFIX",
-    help="which files to read (default: .py)",
+    help="suffixes of the files to read (default: .py)",
   )
   options = parser.parse_args(arguments)
   with args.checked(parser):

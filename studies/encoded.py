@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares training with FP8 and f32 states of optax's optimizers.
+"""Compares FP8 with f32 states in training with optax's optimizers.
 
   python -m studies.encoded [--optimizers lion muon] [--codec coat]
     [--steps 100]
 
-Each optimizer trains the same model on the same batches, once with an f32 state
-and once with `coat_jax.encoded`: a byte-level Llama that learns the source text
-of Python's standard library. The gradient's global norm is clipped to 1.
+Each optimizer trains a byte-level Llama on the source text of Python's standard
+library, once with an f32 state and once with `coat_jax.encoded`, on the same
+batches. The gradient's global norm is clipped to 1.
 
-It prints a JSON row, `encoded`, for each optimizer and choice of fields, with
-the bytes per parameter of both states and the mean losses over the last sixth
-of the steps. The choice "all" also encodes copies of parameters, which
-`encoded` does not encode by default.
+It prints a JSON row, `encoded`, for each optimizer and choice of state fields
+to encode, with the bytes per parameter of both states and the mean losses over
+the last sixth of the steps. The choice "default" is that of `encoded`, and
+"all" also encodes copies of parameters.
 """
 
 import argparse
@@ -46,7 +46,7 @@ BATCH, SEQ = 8, 32
 
 
 def _scheduled(peak: float, make: Callable[..., Any]) -> Callable[[int], Any]:
-  """Schedules an optimizer: warmup over a tenth of the steps, then decay."""
+  """Adds a schedule: warmup over a tenth of the steps, then cosine decay."""
   return lambda steps: make(
     optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, peak / 10)
   )
@@ -78,7 +78,7 @@ RULES = {
 
 
 class Problem:
-  """A model, and gradients on the same batches for every optimizer."""
+  """A model and batches, which are the same for every optimizer."""
 
   def __init__(self, model: ModelConfig, steps: int, seed: int):
     self.steps = steps

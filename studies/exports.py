@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares trained and exported models with transformers.
+"""Checks exported models: compares them with transformers after training.
 
   python -m studies.exports OUT DIR [DIR ...]
 
-Needs torch and transformers. Each DIR is a Hugging Face checkpoint. The study
-trains it for 10 steps in recipe `coat` with `train.pretrain finetune
+It needs torch and transformers. Each DIR is a Hugging Face checkpoint. The
+study trains it for 10 steps in recipe `coat` with `train.pretrain finetune
 --init-from`, on the default text, and exports it to OUT with `train.convert
-export-hf`. `coat_jax.models.load_hf` and transformers then both read the
+export-hf`. Then both `coat_jax.models.load_hf` and transformers read the
 exported folder in f32. transformers runs its `eager` attention, because its
-default may ignore soft caps.
+default attention may ignore soft caps.
 
 It prints a JSON row, `exports`, for each folder:
 
-  logits   largest difference between logits, divided by the largest logit
-  greedy   number of tokens that agree before the first difference, of 16 that
-           both generate greedily after a prompt
+  logits   largest difference between the logits of both libraries, divided by
+           the largest logit
+  greedy   how many tokens, of 16 that both libraries generate greedily after a
+           prompt, are equal before the first difference
   moved    largest change of a weight during training
 """
 
@@ -36,7 +37,7 @@ NEW_TOKENS = 16
 
 
 def train_and_export(source: Path, out: Path) -> None:
-  """Trains a checkpoint, and exports it to `out`."""
+  """Trains a checkpoint and exports the result to `out`."""
   options = {
     "init-from": source,
     "recipe": "coat",
@@ -58,7 +59,7 @@ def train_and_export(source: Path, out: Path) -> None:
 
 
 def theirs(folder: Path, tokens: np.ndarray, prompt: list[int]):
-  """Computes logits and greedy tokens after a prompt with transformers."""
+  """Computes logits, and greedy tokens after a prompt, with transformers."""
   import torch  # Only this function needs it.
   from transformers import AutoModelForCausalLM
 
@@ -77,7 +78,7 @@ def theirs(folder: Path, tokens: np.ndarray, prompt: list[int]):
 
 
 def compare(source: Path, exported: Path) -> dict[str, float | int]:
-  """Builds the values of a row, given a checkpoint and its trained export."""
+  """Compares both libraries on a trained export; returns a row's values."""
   model = load_hf(exported, recipe=recipes.bf16(), dtype=jnp.float32)
   size = model.config.vocab_size
   tokens = np.random.default_rng(0).integers(3, size, (2, 48))

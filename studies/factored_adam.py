@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam whose second moments are factored into means of rows and columns.
+"""Adam that stores second moments as means of rows and columns (factored).
 
-`coat_jax.encoded` stores its first moments in a codec; the means stay in f32
-and take 4 (rows + columns) bytes per matrix. Factoring is not a codec: in a
-codec a value depends only on its group, but here it depends on the whole
-matrix.
+Combine it with `coat_jax.encoded` to store first moments in a codec. The means
+stay in f32 and take 4 (rows + columns) bytes per matrix. Factoring cannot be a
+codec, because a decoded value depends on the whole matrix, and in a codec only
+on its group.
 """
 
 import math
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-# Leaves whose second largest axis is shorter are not factored.
+# A leaf is not factored if its second largest axis is shorter than this.
 _SHORTEST = 32
 _EPS = 1e-30
 
@@ -38,7 +38,7 @@ def factored_axes(shape: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def factors(v: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the means of v's rows and columns, or v and 0."""
+  """Returns the means of v's rows and columns, or v and 0 for small leaves."""
   axes = factored_axes(v.shape)
   if axes is None:
     return v, jnp.zeros([], v.dtype)
@@ -60,9 +60,9 @@ def product(rows: jax.Array, columns: jax.Array) -> jax.Array:
 def scale_by_factored_adam(
   b1: float, b2: float, eps: float
 ) -> optax.GradientTransformation:
-  """Makes Adam with second moments of rank one, as in Adafactor.
+  """Returns Adam with second moments of rank one, as in Adafactor.
 
-  Unlike Adafactor it corrects the bias of both moments as Adam does, and does
+  Unlike Adafactor, it corrects the bias of both moments, as Adam does, and does
   not clip updates. Source: arXiv:1804.04235, algorithm 4.
   """
 
@@ -94,7 +94,7 @@ def scale_by_factored_adam(
 
 
 def bytes_of(shape: tuple[int, ...]) -> int:
-  """Counts the bytes of the factors of v."""
+  """Counts the bytes of the factors of a v of this shape."""
   rows, columns = jax.eval_shape(
     factors, jax.ShapeDtypeStruct(shape, jnp.float32)
   )

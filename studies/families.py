@@ -3,17 +3,17 @@
 
   python -m studies.families [FAMILY ...]
 
-Each family is built with two layers of width 256 and random weights that keep
-activations as large as their inputs. The study compares recipes coat and bf16,
-both with activations in f32, on the same weights and tokens (on images of 64
-patches for vision towers):
+For each family, the study builds a model with two layers of width 256. Its
+weights are random, and scaled so that activations neither grow nor shrink. The
+study compares recipe coat with recipe bf16, both with f32 activations, on the
+same weights and tokens (for vision towers, on images of 64 patches):
 
   logits_error     relative RMS error of the logits, or of a tower's output
   cosine           cosine between a weight's two gradients, for the worst weight
   gradient_error   sqrt(2 - 2 cosine), the distance between the two gradients,
                    each divided by its norm
-  bytes_per_token  bytes that a layer saves for the backward pass, in both
-                   recipes
+  bytes_per_token  bytes that a layer saves for its backward pass in recipe
+                   coat; `bf16_bytes_per_token` is the same for bf16
 """
 
 import argparse
@@ -70,11 +70,12 @@ def _config(family: str) -> ModelConfig | VisionConfig:
 
 
 class Difference(NamedTuple):
-  """The difference between the recipes coat and bf16.
+  """How much the results of a recipe differ from those of bf16.
 
   Attributes:
     logits_error: relative RMS error of the logits, or of a tower's output.
-    cosines: cosine between both gradients of each parameter, by path.
+    cosines: by path of a parameter, the cosine between its gradients in the
+      recipe and in bf16.
   """
 
   logits_error: float
@@ -99,7 +100,7 @@ def config_of(family: str) -> ModelConfig:
 def difference(
   family: str, recipe: CoatRecipe | None = None, *, seed: int = 0
 ) -> Difference:
-  """Compares a recipe (None for coat) with bf16 in a family."""
+  """Compares a recipe (None for coat) with bf16 on a family's small model."""
   config = _config(family)
   weights = _weights(config, seed)
   run = _run_tower if isinstance(config, VisionConfig) else _run
@@ -116,14 +117,14 @@ def difference(
 
 
 def _model(config: Any, recipe: CoatRecipe) -> Any:
-  """Makes the abstract model, with activations in f32."""
+  """Makes an abstract model (shapes only), with f32 activations."""
   how: dict[str, Any] = dict(dtype=jnp.float32, recipe=recipe)
   kind = VisionTower if isinstance(config, VisionConfig) else Decoder
   return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0), **how))
 
 
 def _weights(config: Any, seed: int) -> Any:
-  """Makes random parameters that keep activations as large as the inputs."""
+  """Makes random parameters that neither amplify nor shrink activations."""
   model = _model(config, recipes.bf16())
   rng = np.random.default_rng(seed)
   is_tower = isinstance(config, VisionConfig)
@@ -137,7 +138,7 @@ def _weights(config: Any, seed: int) -> Any:
       return rng.normal(0, 0.1, x.shape).astype(np.float32)
     rows = x.shape[1] if name.startswith("layers/") else config.d_model
     if name in ("layers/mlp/gate_up", "layers/mlp/down"):
-      rows = x.shape[2]  # The rows of one expert.
+      rows = x.shape[2]  # The number of rows of one expert's matrix.
     if name == "embedding" and not config.tied_embeddings:
       rows = 1
     if is_tower and not name.startswith("layers/"):
@@ -161,7 +162,7 @@ def _run(config: Any, recipe: CoatRecipe, weights: Any):
 
 
 def _run_tower(config: Any, recipe: CoatRecipe, weights: Any):
-  """Computes hidden states, and gradients of their product with noise."""
+  """Computes hidden states, and gradients for a random output gradient."""
   # The pool does not affect hidden states.
   weights = {name: x for name, x in weights.items() if name != "pool"}
   config = dataclasses.replace(config, has_pool=config.family == "clip_vision")
@@ -179,8 +180,8 @@ def _run_tower(config: Any, recipe: CoatRecipe, weights: Any):
 
 
 def _with_gradients(loss, weights: Any):
-  """Returns the auxiliary output of a loss, and its gradients."""
-  # It runs only once, so fast compilation matters more than speed.
+  """Returns the auxiliary output of a loss function, and its gradients."""
+  # The function runs only once, so it should compile fast.
   run = jax.jit(
     jax.grad(loss, has_aux=True),
     compiler_options={"xla_backend_optimization_level": 0},

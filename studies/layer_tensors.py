@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures the activations and gradients inside the layers of a Llama.
 
-This file implements the layer again, in f32, from the library's functions, so
-that it can return each tensor that a recipe would quantize. Adding zeros to
-these tensors and differentiating with respect to the zeros yields gradients.
+This file implements the layer again, in f32, from functions of the library, so
+that it can return each tensor that a recipe would quantize. To get the
+gradients of these tensors, it adds zeros to them and differentiates with
+respect to the zeros.
 """
 
 from collections.abc import Callable
@@ -32,10 +33,10 @@ class LayerTensors(NamedTuple):
   """Tensors of all layers, f32 [layers, B, T, n].
 
   Attributes:
-    values: by name. "attention's norm" and "MLP's norm" are inputs of norms;
-      "q, k, v", "gate, up", "projection" and "down" the outputs of matmuls;
-      "q", "k", "v" are after RoPE; "into q, k, v", "into gate, up", "into
-      projection" and "into down" are the inputs of matmuls.
+    values: tensors by name. "attention's norm" and "MLP's norm" are the inputs
+      of norms. "into q, k, v", "into gate, up", "into projection" and "into
+      down" are the inputs of matmuls; "q, k, v", "gate, up", "projection" and
+      "down" are their outputs. "q", "k" and "v" are the heads after RoPE.
     gradients: the gradients of these tensors.
     loss: loss of the batch, in nats.
   """
@@ -46,7 +47,7 @@ class LayerTensors(NamedTuple):
 
 
 def capture(config: ModelConfig, params: Any, tokens: Array) -> LayerTensors:
-  """Runs a Llama forward and backward in f32, and keeps its layers' tensors.
+  """Runs a Llama forward and backward in f32, and returns its layers' tensors.
 
   `params` are the nested dicts of a Decoder, `tokens` int32 [B, T + 1].
   """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws which arrays fill the memory while a compiled step runs.
+"""Draws what the memory contains at each instruction of a compiled step.
 
   XLA_FLAGS="--xla_dump_to=dump/lean --xla_dump_hlo_as_text" python -c "
   from benchmarks import aot, training_step
@@ -10,12 +10,12 @@
   python -m studies.live_ranges dump/minimal dump/lean dump/leanest \\
     --layers 32 --out docs/figures/step_memory.png
 
-XLA writes the live range and the offset of each array. The largest sum of their
-sizes is the peak that the compiler reports. A loop appears once, not once per
-iteration, and the arrays that it stacks live from its start to its end.
-Arrays are classified by their shapes: arguments are weights or optimizer state,
-arrays shaped like a weight are gradients, and other stacks of layers are
-activations.
+The first command makes XLA write the live range, size and offset of each array.
+At each instruction, the sizes of live arrays are added up; the largest sum is
+the peak that the compiler reports. A loop appears once, not once per iteration,
+and the arrays that it stacks live from its start to its end. Arguments are
+weights or optimizer state. Other arrays are classified by shape: those shaped
+like a weight are gradients, and other stacks of layers are activations.
 """
 
 import argparse
@@ -39,11 +39,11 @@ _LIVE = re.compile(r"\s+(\S+?)(\{[\d, ]*\}):(\d+)-(\d+)\s*$")
 
 
 class Timeline(NamedTuple):
-  """Bytes of a program over its instructions.
+  """How much memory is used at each instruction of a program.
 
   Attributes:
-    bytes_of: for each of `KINDS`, float [instructions].
-    loops: the instructions at which the largest loops end.
+    bytes_of: the bytes of each of `KINDS`, float [instructions].
+    loops: indices of the instructions at which the largest loops end.
   """
 
   bytes_of: dict[str, np.ndarray]
@@ -51,7 +51,7 @@ class Timeline(NamedTuple):
 
   @property
   def peak(self) -> float:
-    """The most bytes at a time."""
+    """The largest number of bytes in use at the same time."""
     return float(np.max(np.sum(list(self.bytes_of.values()), axis=0)))
 
 
@@ -66,7 +66,7 @@ class _Array(NamedTuple):
 def read(folder: Path, layers: int) -> Timeline:
   """Reads the timeline of the largest program in a folder of --xla_dump_to.
 
-  `layers` is the number of layers in a stack.
+  `layers` is the number of layers of the model.
   """
   found = sorted(
     folder.glob("*-live-range.txt"), key=lambda path: path.stat().st_size
@@ -86,7 +86,7 @@ def read(folder: Path, layers: int) -> Timeline:
     if x.argument == "weights" and _dims(x.shape).count(",")
   }
   bytes_of = {kind: np.zeros(count) for kind in KINDS}
-  # An array may have several names at the same time.
+  # An array may have several names, so count memory by place.
   places: dict[tuple, np.ndarray] = {}
   kinds: dict[tuple, str] = {}
   loops: dict[int, int] = {}
@@ -118,7 +118,7 @@ def read(folder: Path, layers: int) -> Timeline:
 
 
 def draw(timelines: dict[str, Timeline], out: Path) -> None:
-  """Draws timelines side by side, by title, to a PNG."""
+  """Draws timelines next to each other, with their titles, to a PNG."""
   figure = Figure(figsize=(4.2 * len(timelines), 4.2), layout="constrained")
   axes = figure.subplots(1, len(timelines), sharey=True, squeeze=False)[0]
   for ax, (title, line) in zip(axes, timelines.items(), strict=True):
@@ -139,13 +139,14 @@ def draw(timelines: dict[str, Timeline], out: Path) -> None:
 
 
 def _arrays(lines: Iterable[str]) -> dict[str, _Array]:
-  """Reads the place and shape of each array from a buffer assignment."""
+  """Reads the allocation, offset and shape of arrays in a buffer assignment."""
   arrays: dict[str, _Array] = {}
   allocation, argument = -1, None
   pending: list[tuple[str, _Array]] = []
 
   def done():
-    # Several arrays may share an argument's memory; one is the argument.
+    # `pending` holds the arrays of one allocation. An argument's allocation
+    # holds the argument itself and any arrays that reuse its memory.
     kind = None
     if argument:
       is_weight = any(x.startswith("state_params") for x, _ in pending)
@@ -183,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
   """Runs the command."""
   parser = argparse.ArgumentParser(
     prog="python -m studies.live_ranges",
-    description="Draws memory over the instructions of compiled steps.",
+    description=str(__doc__).splitlines()[0],
   )
   parser.add_argument("folders", nargs="+", type=Path)
   parser.add_argument("--layers", type=args.count, required=True)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains with bf16 weights that are rounded to nearest, as a negative control.
+"""Trains bf16 weights with rounding to nearest, as a negative control.
 
   python -m studies.nearest_weights llama_60m --params bfloat16 [options]
 
 This shows why `train.pretrain` rounds stochastically: rounding to nearest loses
-every step that is smaller than half an ulp of a weight. Do not train this way.
-The options are the same as for `train.pretrain`. Either command can resume the
-other's run.
+every update that is smaller than half an ulp of its weight. Do not train this
+way. The options are those of `train.pretrain`, and each of the two commands can
+resume a run of the other.
 """
 
 import sys
@@ -30,9 +30,9 @@ _build_optimizer = step.build_optimizer
 def build_optimizer(
   config: TrainConfig, mesh: Mesh | None = None
 ) -> FusedTransformation:
-  """Builds the AdamW of `train.step.build_optimizer`, rounding to nearest.
+  """Builds AdamW like `train.step.build_optimizer`, but rounds to nearest.
 
-  Only `apply` differs. The state is the same.
+  Only `apply` differs. The state has the same form.
   """
   if mesh is not None or config.params == "bfloat16_low8":
     raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the quantization error of a trained model's tensors in 8 bits.
+"""Measures the errors of 8-bit formats on tensors of a trained model.
 
   python -m studies.quantization run
   python -m studies.quantization run --preset llama_60m --steps 1500 \\
@@ -7,20 +7,22 @@
   python -m studies.quantization plot
 
 `run` trains a Llama on text (by default Python's standard library as bytes)
-with recipe bf16 and f32 moments, and measures its moments, activations,
-gradients and weights. The new rows replace those of the same preset in
-docs/rows/quantization.jsonl. Activations are BF16 on a GPU, and f32 on a CPU,
-where BF16 is slow. Errors are relative RMS errors, computed in float64.
+with recipe bf16 and f32 moments. Then it measures errors on the model's
+moments, activations, gradients and weights, and writes rows to
+docs/rows/quantization.jsonl, in place of earlier rows of the same preset.
+Activations are BF16 on a GPU, and f32 on a CPU, where BF16 is slow. Errors are
+relative RMS errors, computed in float64.
 
-quantization.moments   first and second moment in E4M3, E5M2 or INT8, rounded to
-  nearest, with and without dynamic range expansion, in groups of 128 and other
-  sizes: the error of each and of m / (sqrt(v) + eps), as in the paper's table 1
-quantization.codecs    the same for every registered codec, with its rounding
-quantization.tensors   values and gradients of the last layers' tensors on a
-  held-out batch, and weights, in E4M3, E5M2 and INT8: one scale per tensor, per
-  group of 128 to 16 values, or per tile of a weight
-quantization.spread    amax over RMS, and kurtosis, of the same tensors
-quantization.layer     output and gradients of a layer in each recipe
+quantization.moments   Errors of the first moment m, the second moment v and
+  m / (sqrt(v) + eps), as in the paper's table 1. Formats are E4M3 and E5M2,
+  with and without dynamic range expansion, and INT8, rounded to nearest, in
+  groups of 128 and of other sizes.
+quantization.codecs    The same for every registered codec, with its rounding.
+quantization.tensors   Errors of activations and gradients of all layers on a
+  held-out batch, and of weights, in E4M3, E5M2 and INT8, with one scale per
+  tensor, per group of 16 to 128 values, or per tile of a weight.
+quantization.spread    amax / RMS and kurtosis of the same tensors.
+quantization.layer     Errors of a layer's output and gradients in each recipe.
 
 `plot` draws docs/figures/quantization_moments.png and quantization_tensors.png
 and prints the tables of docs/stability.md.
@@ -60,9 +62,9 @@ from train.presets import PRESETS
 BENCH = "quantization."
 ROWS = Path("docs/rows/quantization.jsonl")
 FIGURES = Path("docs/figures")
-# The tables use 128.
+# Group sizes of moments. The tables use 128.
 GROUP_SIZES = (32, 64, 128, 256, 512)
-# Sequences for which layers' tensors are captured.
+# Number of sequences on which the layers' tensors are captured.
 _SEQUENCES = 4
 
 
@@ -70,12 +72,12 @@ class Study(NamedTuple):
   """The tensors to measure.
 
   Attributes:
-    case: the values that all rows share.
-    model: the model's shape.
+    case: the values that are the same in all rows.
+    model: the model's configuration.
     trained: the trained model.
     moments: the model's moments, in groups.
-    parts: which groups belong to which part of the model.
-    found: the tensors of the model's layers.
+    parts: the range of groups that belong to each part of the model.
+    found: activations and gradients of the model's layers.
   """
 
   case: dict[str, Any]
@@ -87,7 +89,7 @@ class Study(NamedTuple):
 
 
 def prepare(preset: str, config: TrainConfig, tokens: TokenSource) -> Study:
-  """Trains the model, and runs it on held-out text."""
+  """Trains the model, and captures its tensors on held-out text."""
   on_gpu = jax.default_backend() == "gpu"
   trained = trained_moments.train_model(
     config.model,
@@ -112,8 +114,8 @@ def prepare(preset: str, config: TrainConfig, tokens: TokenSource) -> Study:
   )
 
 
-def of_moments(study: Study) -> Iterator[dict]:
-  """Prints and yields the rows of table 1, and of other group sizes."""
+def moment_rows(study: Study) -> Iterator[dict]:
+  """Prints and yields the rows of moments, by formats and group size."""
   for group_size in GROUP_SIZES:
     shape = (-1, group_size)
     exact = Moments(*(x.reshape(shape) for x in study.moments))
@@ -133,7 +135,7 @@ def of_moments(study: Study) -> Iterator[dict]:
       yield emit("quantization.moments", study.case | case, **values)
 
 
-def of_codecs(study: Study) -> Iterator[dict]:
+def codec_rows(study: Study) -> Iterator[dict]:
   """Prints and yields a row for each codec and rounding."""
   for case in accuracy.cases():
     row = accuracy.codec_row(case, study.moments, study.parts)
@@ -146,8 +148,8 @@ def of_codecs(study: Study) -> Iterator[dict]:
     yield emit("quantization.codecs", study.case | case.row, **values)
 
 
-def of_tensors(study: Study) -> Iterator[dict]:
-  """Prints and yields the rows of layers' tensors and weights."""
+def tensor_rows(study: Study) -> Iterator[dict]:
+  """Prints and yields the rows of activations, gradients and weights."""
   for kind, name, layers in errors.tensors(study.found, study.trained.params):
     case = study.case | dict(kind=kind, tensor=name)
     yield emit("quantization.spread", case, **errors.spread(layers))
@@ -158,7 +160,7 @@ def of_tensors(study: Study) -> Iterator[dict]:
       yield emit("quantization.tensors", case | how, **values)
 
 
-def of_layers(study: Study) -> Iterator[dict]:
+def layer_rows(study: Study) -> Iterator[dict]:
   """Prints and yields a row for each recipe."""
   for name, chosen in errors.RECIPES.items():
     values = errors.layer_errors(
@@ -169,25 +171,27 @@ def of_layers(study: Study) -> Iterator[dict]:
 
 def measure(study: Study) -> list[dict]:
   """Prints and returns all rows."""
-  parts = of_moments(study), of_codecs(study), of_tensors(study)
-  return [*itertools.chain(*parts, of_layers(study))]
+  parts = moment_rows(study), codec_rows(study), tensor_rows(study)
+  return [*itertools.chain(*parts, layer_rows(study))]
 
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m studies.quantization",
-    description="Measures errors of 8 bits on a trained model.",
+    description=str(__doc__).splitlines()[0],
   )
   commands = parser.add_subparsers(dest="command", required=True)
-  command = commands.add_parser("run", help="train, and measure")
+  command = commands.add_parser("run", help="train and measure")
   command.add_argument("--preset", choices=PRESETS, default="demo")
   command.add_argument("--steps", type=args.count, default=1000)
   command.add_argument("--batch", type=args.count, help="default: the preset's")
   command.add_argument("--seq", type=args.count, help="default: the preset's")
-  command.add_argument("--data", help="as --data.path of train.pretrain")
-  command.add_argument("--tokenizer", help="as --data.tokenizer")
+  command.add_argument("--data", help="see --data.path of train.pretrain")
+  command.add_argument("--tokenizer", help="see --data.tokenizer")
   command.add_argument("--rows", type=Path, default=ROWS)
-  command = commands.add_parser("plot", help="draw the rows, print the tables")
+  command = commands.add_parser(
+    "plot", help="draw the figures and print the tables"
+  )
   command.add_argument("--preset", choices=PRESETS, default="demo")
   command.add_argument("--rows", type=Path, default=ROWS)
   command.add_argument("--out", type=Path, default=FIGURES, help="a folder")
@@ -213,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
       if not rows:
         raise ValueError(
           f"quantization: {options.rows} must contain rows of "
-          f"{options.preset}, got none; run it first"
+          f"{options.preset}, got none; use the command `run` first"
         )
     quantization_figure.draw_moments(rows, files[0])
     quantization_figure.draw_tensors(rows, files[1])
@@ -225,8 +229,8 @@ def main(arguments: list[str] | None = None) -> int:
     config = PRESETS[options.preset]()
     if config.model.family != "llama":
       raise ValueError(
-        f"quantization: --preset must be a Llama, got {options.preset}, whose "
-        "layers differ"
+        f"quantization: --preset must be a Llama, got {options.preset}; pass "
+        "a preset of the family llama"
       )
     sizes = dict(batch=options.batch, seq=options.seq, steps=options.steps)
     sizes = {name: x for name, x in sizes.items() if x is not None}

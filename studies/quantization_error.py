@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes errors of 8-bit formats and codecs on given tensors, in float64."""
+"""Computes the errors of 8-bit formats and codecs on given tensors.
+
+Errors are computed in float64.
+"""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -23,8 +26,8 @@ from studies.layer_tensors import LayerTensors
 from studies.trained_moments import EPS, Moments
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2, "INT8": INT8}
-# The values that share a scale: all of a tensor or of a weight's tile, or this
-# many of a row.
+# Which values share a scale: all values of a tensor, all values of a tile of a
+# weight, or this many adjacent values of a row.
 Shared = Literal["tensor", "tile"] | int
 GROUPS: tuple[Shared, ...] = ("tensor", 128, 64, 32, 16)
 TILE = 128
@@ -40,7 +43,7 @@ RECIPES: dict[str, CoatRecipe] = {
 
 
 def orders(group_size: int) -> dict[str, tuple[GroupCodec, GroupCodec]]:
-  """Lists codecs of both moments, rounding to nearest, by name."""
+  """Returns pairs of codecs for (m, v), by name; they round to nearest."""
   nearest = group_size, "nearest"
   found: dict[str, tuple[GroupCodec, GroupCodec]] = {}
   for name in ("E4M3", "E5M2"):
@@ -53,7 +56,7 @@ def orders(group_size: int) -> dict[str, tuple[GroupCodec, GroupCodec]]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def through(codec: GroupCodec, x: jax.Array) -> jax.Array:
-  """Encodes and decodes a moment with a codec that rounds to nearest."""
+  """Encodes and decodes a moment; the codec must round to nearest."""
   return codec.decode(codec.encode(x, None))
 
 
@@ -65,12 +68,12 @@ def moment_errors(exact: Moments, stored: Moments) -> dict[str, float]:
     stored: both moments, encoded and decoded.
 
   Returns:
-    mu_error, nu_error: RMS of the error over RMS of the moment.
+    mu_error, nu_error: RMS of the error divided by the RMS of the moment.
     zeroed_mu, zeroed_nu: share of the nonzero values that became zero.
-    update_mse: mean square of the error of m / (sqrt(v) + eps), the paper's
-      measure.
-    update_error: root of update_mse over the RMS of the exact update.
-    kept_error: update_error of the values whose v did not become zero.
+    update_mse: mean square error of the update m / (sqrt(v) + eps), as the
+      paper reports it.
+    update_error: its root, divided by the RMS of the exact update.
+    kept_error: the same over values whose v did not become zero.
   """
   mu, nu = (np.asarray(x, np.float64) for x in exact)
   mu_s, nu_s = (np.asarray(x, np.float64) for x in stored)
@@ -88,7 +91,7 @@ def moment_errors(exact: Moments, stored: Moments) -> dict[str, float]:
 
 
 def relative_error(exact: np.ndarray, found: np.ndarray) -> float:
-  """Computes the RMS of the error over the RMS of the exact values."""
+  """Computes the RMS of the error divided by the RMS of the exact values."""
   exact, found = np.asarray(exact, np.float64), np.asarray(found, np.float64)
   total = np.sum(exact**2)
   return float(np.sqrt(np.sum((found - exact) ** 2) / total)) if total else 0.0
@@ -107,7 +110,7 @@ def rounded(x: np.ndarray, name: str, shared: Shared) -> np.ndarray:
   """
   if shared != "tile":
     return np.asarray(_rounded(jnp.asarray(x), name, shared))
-  # Make each tile a row, padded with zeros where the weight ends.
+  # Reshape so that each tile is a row. Incomplete tiles are padded with zeros.
   m, n = x.shape
   rows, columns = -(-m // TILE), -(-n // TILE)
   tiles = np.pad(x, ((0, rows * TILE - m), (0, columns * TILE - n)))
@@ -132,10 +135,10 @@ def _rounded(x, name, shared):
 def tensor_errors(
   layers: Sequence[np.ndarray], name: str, shared: Shared
 ) -> dict[str, Any]:
-  """Computes errors of a format on one tensor of each layer.
+  """Computes the error of a format on one tensor of each layer.
 
-  `error` is the root mean square of `by_layer`, the relative RMS errors.
-  `zeroed` is the share of the nonzero values that became zero.
+  `by_layer` contains the relative RMS error in each layer, and `error` is their
+  root mean square. `zeroed` is the share of nonzero values that became zero.
   """
   found = [rounded(x, name, shared) for x in layers]
   errors = [relative_error(x, y) for x, y in zip(layers, found, strict=True)]
@@ -148,7 +151,7 @@ def tensor_errors(
 
 
 def spread(layers: Sequence[np.ndarray]) -> dict[str, float]:
-  """Computes medians over layers: amax / RMS, and kurtosis (3 if normal)."""
+  """Computes amax / RMS and kurtosis (3 if normal); medians over layers."""
   found = []
   for x in layers:
     square = np.asarray(x, np.float64) ** 2
@@ -158,7 +161,7 @@ def spread(layers: Sequence[np.ndarray]) -> dict[str, float]:
   return {"amax_over_rms": float(amax), "kurtosis": float(kurtosis)}
 
 
-# Names in the rows, and the tensors of `LayerTensors`.
+# Maps names in the rows to names in `LayerTensors`.
 ACTIVATIONS = {
   "input of the attention's norm": "attention's norm",
   "input of the MLP's norm": "MLP's norm",
@@ -186,7 +189,7 @@ _WEIGHTS = {
 def tensors(
   found: LayerTensors, params: Any
 ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-  """Yields (kind, name, tensor of each layer) for all that is quantized.
+  """Yields (kind, name, tensor of each layer) for all quantized tensors.
 
   Weights are transposed, so that matmuls sum over their last axis.
   """
@@ -208,12 +211,13 @@ def layer_errors(
 ) -> dict[str, float]:
   """Compares layers in a recipe with the same layers in f32.
 
-  Inputs and gradients come from the model (`capture`), rounded to BF16.
+  A layer's input and the gradient of its output were captured in the model, and
+  are rounded to BF16.
 
   Returns:
-    Relative RMS errors, as root mean squares over layers: of the output without
-    the residual stream, of the input's gradient, of all weights' gradients, and
-    of the worst weight's gradient.
+    Relative RMS errors of the output (without the residual stream), of the
+    input's gradient, of the gradients of all weights, and of the weight with
+    the largest error. Each is a root mean square over layers.
   """
   x = found.values["attention's norm"].astype(jnp.bfloat16)
   g = found.gradients["down"].astype(jnp.bfloat16)
@@ -239,7 +243,7 @@ def layer_errors(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run_layers(config, chosen, dtype, params, x, g):
-  """Computes each layer's output without x, and all gradients."""
+  """Computes, for each layer, the output minus x and all gradients."""
   graph = nnx.split(
     nnx.eval_shape(
       lambda: TransformerLayer(config, chosen, dtype=dtype, rngs=nnx.Rngs(0))
@@ -253,7 +257,7 @@ def _run_layers(config, chosen, dtype, params, x, g):
     y, back = jax.vjp(lambda p, x: nnx.merge(graph, p)(x), weights, x)
     dweights, dx = back(g)
     f32 = lambda x: x.astype(jnp.float32)  # noqa: E731
-    # Recipes do not change the residual stream.
+    # Subtract the residual stream, which is the same in all recipes.
     return f32(y) - f32(x), f32(dx) - f32(g), dweights
 
   return jax.lax.map(run, (params, x, g))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the figures of `studies.quantization` from its rows."""
+"""Draws the figures of `studies.quantization`."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ _TICKS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 def draw_moments(rows: Rows, out: Path) -> None:
-  """Draws errors of both moments in each pair of formats, and per group."""
+  """Draws errors by the formats of both moments, and by group size."""
   figure = Figure(figsize=(13, 5.4), layout="constrained")
   pairs, lines = figure.subplots(1, 2, width_ratios=(1.15, 1))
   of_group = select(rows, "moments", group_size=GROUP_SIZE)
@@ -67,14 +67,14 @@ def draw_moments(rows: Rows, out: Path) -> None:
   lines.set(
     xlabel="values that share a scale",
     ylabel="relative RMS error of m / (√v + ε)",
-    title="Both moments alike, groups of other sizes",
+    title="Both moments in the same format, by group size",
   )
   figure.suptitle(f"Adam's moments, rounded to nearest: {_trained(rows)}")
   figure.savefig(out, dpi=110)
 
 
 def draw_tensors(rows: Rows, out: Path) -> None:
-  """Draws the errors of each tensor for each size of a group."""
+  """Draws the errors of each tensor, by how many values share a scale."""
   names = {
     kind: list(
       dict.fromkeys(
@@ -96,8 +96,8 @@ def draw_tensors(rows: Rows, out: Path) -> None:
   grid[0, 0].set_yticks(_TICKS, [f"{100 * x:g} %" for x in _TICKS])
   grid[0, 0].yaxis.set_minor_formatter(NullFormatter())
   figure.supxlabel(
-    "what shares a scale: the tensor, a tile of 128 x 128, or this many values "
-    "of a row"
+    "values that share a scale: the tensor, a tile of 128 x 128, or this many "
+    "values of a row"
   )
   figure.suptitle(
     f"Activations, gradients and weights in 8 bits: {_trained(rows)}"
@@ -122,7 +122,7 @@ def _draw_tensor(axes: Axes, rows: Rows, name: str) -> None:
 
 
 def _label_ends(axes: Axes, x: float, ends: dict) -> None:
-  """Labels lines at their last points, given (value, color) by name."""
+  """Labels each line at its last point x; `ends` maps names to (y, color)."""
   low, high = np.log(axes.get_ylim())
   place = -np.inf
   for name, (y, color) in sorted(ends.items(), key=lambda item: item[1][0]):

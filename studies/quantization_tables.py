@@ -13,7 +13,7 @@ Rows = Sequence[dict]
 
 
 def select(rows: Rows, bench: str, **case: Any) -> list[dict]:
-  """Selects the rows of quantization.`bench` with these values."""
+  """Selects the rows of quantization.`bench` whose case has these values."""
   return [
     row
     for row in rows
@@ -23,13 +23,12 @@ def select(rows: Rows, bench: str, **case: Any) -> list[dict]:
 
 
 def one(rows: Rows, bench: str, **case: Any) -> dict:
-  """Returns the one row that `select` finds, or raises a ValueError."""
+  """Returns the only row that `select` finds; raises ValueError otherwise."""
   found = select(rows, bench, **case)
   if len(found) != 1:
     raise ValueError(
       f"quantization: exactly one row of {bench} must match {case}, got "
-      f"{len(found)}; "
-      "run it again"
+      f"{len(found)}; use the command `run` again"
     )
   return found[0]
 
@@ -108,7 +107,7 @@ def _layers(rows: Rows) -> str:
 
 
 def _integers(rows: Rows) -> str:
-  """Compares FP8 with INT8, line by line."""
+  """Formats the table that compares the errors of FP8 and INT8."""
   lines = []
   for name, text in _OF_LAYER.items():
     fp8, int8 = (one(rows, "layer", recipe=x)[name] for x in ("coat", "int8"))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs that compete in `studies.codec_race`, defined outside the library.
+"""Moment codecs for `studies.codec_race` that are not part of the library.
 
-Use one by its module and name, as in `--optim.codec studies.race_codecs:log4`.
+To train with one of them, use for example `--optim.codec
+studies.race_codecs:log4`. Bytes are per parameter, for both moments.
 
-  companded    INT8 of softsign(m) and of sqrt(v), f32 amax      2.06 bytes
-  log4         4 bits: powers of 2 for m, uniform in log v       1.06 bytes
-  e2m1         4 bits: E2M1 for m, uniform in log v as in log4   1.06 bytes
+  companded    INT8 codes of softsign(m) and of sqrt(v), f32 amax    2.06 bytes
+  log4         4 bits: m in powers of 2, v uniform in its logarithm  1.06 bytes
+  e2m1         4 bits: m in E2M1, v as in log4                       1.06 bytes
 
-Codes of 4 bits have the dtype int4 and the parameter's shape. XLA stores two of
+4-bit codes have the dtype int4 and the parameter's shape. XLA stores two of
 them in a byte.
 """
 
@@ -24,9 +25,10 @@ from coat_jax.codecs.integers import LogUniform
 
 @dataclasses.dataclass(frozen=True)
 class Grid(Grouped):
-  """Base of codecs with fixed magnitudes, as shares of the group's amax.
+  """Base class of codecs with a fixed grid of magnitudes.
 
-  A subclass maps levels 0, 1, ... to shares, and shares to the level below.
+  A code stands for a level 0, 1, ..., and each level for a share of the group's
+  amax. A subclass converts levels to shares, and shares to the level below.
   """
 
   def _statistics(self, magnitude):
@@ -34,7 +36,7 @@ class Grid(Grouped):
 
   def _codes(self, magnitude, amax, range_, noise):
     t = share(magnitude, amax.astype(jnp.float32))
-    # The group's amax is NaN, so any code will do.
+    # If t is NaN, the group's amax is NaN, so any code will do.
     t = jnp.where(jnp.isnan(t), 0.0, t)
     lower = self._below(t)
     below, above = self._share(lower), self._share(lower + 1)
@@ -51,17 +53,17 @@ class Grid(Grouped):
     return level.astype(jnp.int8)
 
   def _below(self, t: Array) -> Array:
-    """Returns the highest level whose share is at most t, but not the last."""
+    """Returns the highest level whose share is <= t, except the last level."""
     raise NotImplementedError
 
   def _share(self, level: Array) -> Array:
-    """Returns the share of amax that a level means."""
+    """Returns the share of amax that a level stands for."""
     raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Softsign(Grid):
-  """code = 127 * 2t / (1 + t) where t = |x| / amax, with a sign, in an int8."""
+  """Stores 127 * 2t / (1 + t), t = |x| / amax, with the sign of x, as int8."""
 
   def _below(self, t):
     return jnp.minimum(jnp.floor(127 * (2 * t / (1 + t))), 126)
@@ -72,9 +74,9 @@ class Softsign(Grid):
 
 @dataclasses.dataclass(frozen=True)
 class SquareRoot(Grid):
-  """code = 255 sqrt(x / amax) in a uint8; at least 1 for values above 0.
+  """Stores 255 sqrt(x / amax) as uint8; at least 1 for values above 0.
 
-  A second moment that became 0 would divide its update by eps.
+  If a second moment became 0, its update would be divided by eps.
   """
 
   def _below(self, t):
@@ -90,17 +92,19 @@ class SquareRoot(Grid):
 
 @dataclasses.dataclass(frozen=True)
 class Table4(Grid):
-  """Seven magnitudes and a sign in an int4; amax BF16, rounded up.
+  """Stores a level of a table, and a sign, in an int4.
+
+  amax is rounded up to BF16.
 
   Attributes:
-    shares: the magnitudes as shares of amax, ascending, from 0 to 1.
+    shares: the table: ascending shares of amax from 0 to 1.
   """
 
   shares: tuple[float, ...]
 
   def _statistics(self, magnitude):
     amax, unused = super()._statistics(magnitude)
-    # The bound must not be less than the largest value: add half an ulp.
+    # The bound must not be below the largest value, so add half an ulp.
     bound = jnp.minimum(amax * (1 + 2.0**-8), _LARGEST)
     return bound.astype(jnp.bfloat16), unused
 
@@ -117,10 +121,11 @@ class Table4(Grid):
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform4(LogUniform):
-  """`LogUniform` without a sign in 15 levels; they span at most 21 octaves.
+  """`LogUniform` without a sign and with 15 levels, in an int4.
 
-  Smaller values get the lowest level. The code of 0 is -8, because TensorStore,
-  which writes checkpoints, supports int4 but not uint4.
+  The levels span at most 21 octaves; smaller values get the lowest level. The
+  code of 0 is -8. The dtype is not uint4, because TensorStore, which writes
+  checkpoints, does not support it.
   """
 
   signed: bool = False
@@ -142,7 +147,7 @@ class LogUniform4(LogUniform):
 
 
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
-# The magnitudes of a sign and 3 bits.
+# The magnitudes of 4-bit formats (a sign and 3 bits), as shares of the largest.
 POWERS = (0.0, *(2.0**-i for i in reversed(range(7))))
 E2M1 = tuple(x / 6 for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
@@ -150,10 +155,10 @@ E2M1 = tuple(x / 6 for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 def companded(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
-  """Returns FlashOptim's companded INT8: 2 + 8 / group_size bytes.
+  """Returns FlashOptim's companded INT8: 2 + 8 / group_size bytes/parameter.
 
-  The paper (arXiv:2602.23349) rounds to nearest in groups of 32 with FP16
-  scales; like the library's codecs, we use groups of 128 and f32.
+  The paper (arXiv:2602.23349) rounds to nearest, in groups of 32 with FP16
+  scales. Like the library's codecs, we use groups of 128 with f32 scales.
   """
   return MomentCodec(
     name="companded",
@@ -163,12 +168,12 @@ def companded(
 
 
 def log4(group_size: int = 64) -> MomentCodec:
-  """Returns both moments in 4 bits: 1 + 4 / group_size bytes."""
+  """Returns m in powers of 2, v in `LogUniform4`: 1 + 4 / group_size bytes."""
   return _four_bits("log4", group_size, POWERS)
 
 
 def e2m1(group_size: int = 64) -> MomentCodec:
-  """Returns m in E2M1 and v in 4 bits: 1 + 4 / group_size bytes."""
+  """Returns m in E2M1, v in `LogUniform4`: 1 + 4 / group_size bytes."""
   return _four_bits("e2m1", group_size, E2M1)
 
 

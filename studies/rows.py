@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the rows that an earlier run of a study wrote."""
+"""Reads JSON rows that an earlier run of a study wrote."""
 
 import json
 from pathlib import Path
 
 
 def read_rows(path: Path, bench: str) -> list[dict]:
-  """Reads the rows of a file, none if there is no file.
+  """Reads the rows of a file; returns no rows if the file does not exist.
 
-  `bench` is the beginning of each row's `bench`.
+  The key `bench` of each row must start with the argument `bench`.
   """
   if not path.exists():
     return []

@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares one scale per tensor with one per block of 128: error, memory, time.
+"""Compares FP8 with one scale per tensor and with one per block of 128.
 
   python -m studies.scaling [--preset llama_60m] [--batch 1] [--seq 512]
     [--outliers 1 30] [--compile-only] [--repeats 20]
 
-scaling.layer: one row per kind of scales, for one decoder layer of a preset
-with input x.
+It measures error, memory and time of one decoder layer of a preset, with random
+parameters. The layer's input x and the gradient of its output are normal random
+numbers. Block scales are meant for outliers, so with --outliers K, every 64th
+feature of both arrays and one token in 128 are K times as large.
 
-  output_error     relative RMS difference from BF16 of the output minus x
-  dx_error         the same for the gradient of x minus the incoming gradient
-  dweights_error   the same for the gradients of all matrices together
+scaling.layer: one row per kind of scales. Errors are relative RMS differences
+from BF16.
+
+  output_error     error of the output minus x
+  dx_error         error of the gradient of x minus the incoming gradient
+  dweights_error   error of the gradients of all matrices together
   bytes_per_token  bytes that the layer saves for the backward pass
-  forward_ms, full_ms, temporary_bytes (forward and backward): on a GPU only
+  forward_ms, full_ms (forward and backward pass), temporary_bytes (of both):
+                   only on a GPU
 
-scaling.product, on a GPU only: one row per matrix, kind of scales and matmul
-(forward, dx and dw), with its milliseconds and TFLOP/s. The operands are
-quantized beforehand.
+scaling.product, only on a GPU: one row per weight matrix, kind of scales and
+matmul (forward, dx and dw), with milliseconds and TFLOP/s. The operands are
+quantized beforehand. Matmuls with block scales run in plain JAX if no kernel
+supports them.
 
 With --compile-only, the layer is compiled for an H200 instead (`make test-aot`
-installs the compiler). The rows then contain temporary bytes, and the number of
-matmuls that run on cuBLASLt and Mosaic.
-
-x and the gradient of the output are normal random numbers. With --outliers K,
-every 64th feature of both, and one token in 128, are K times as large, because
-block scales are meant for outliers. Matmuls with block scales run as plain JAX
-if no kernel supports them. Parameters are untrained.
+installs the compiler). Its rows contain temporary bytes, and the number of
+matmuls that cuBLASLt and Mosaic run.
 """
 
 import argparse
@@ -103,7 +105,7 @@ def results(config, recipe: CoatRecipe, arrays) -> dict[str, list]:
 
 
 def cost(config, recipe: CoatRecipe, arrays, options) -> dict[str, float]:
-  """Counts saved bytes; on a GPU also milliseconds and temporary bytes."""
+  """Returns saved bytes; on a GPU also milliseconds and temporary bytes."""
   plain = dataclasses.replace(recipe, implementation="xla")
   tokens = min(options.seq, 256)
   saved = residual_bytes(config, plain, tokens=tokens)["total"]
@@ -113,7 +115,7 @@ def cost(config, recipe: CoatRecipe, arrays, options) -> dict[str, float]:
   layer = Layer(config, Variant(recipe))
   full = with_gradients(layer.forward)
   values["temporary_bytes"] = temporary_bytes_of(
-    full, jax.eval_shape(lambda: arrays), gpu=None
+    full, jax.eval_shape(lambda: arrays), target=None
   )
   for mode, fn, count in (("forward", layer.forward, 2), ("full", full, 3)):
     timing = measure(fn, *arrays[:count], repeats=options.repeats)
@@ -160,7 +162,7 @@ def products(config, options, case) -> list[dict]:
 
 
 def compiled(config, recipe: CoatRecipe, options) -> dict:
-  """Compiles a layer for an H200; counts its memory and kernel calls."""
+  """Compiles a layer for an H200; returns its memory and kernel calls."""
   layer = Layer(config, Variant(recipe))
   shape = options.batch, options.seq, config.d_model
   program = aot.compile_for_h200(

@@ -3,16 +3,19 @@
 
   python -m studies.shapes FOLDER [--seeds 2]
 
-It writes a LLaVA with random weights (`llava`) and conversations into FOLDER:
-`words.json` without images, and `shapes.json`, in which a conversation has up
-to two images. Then it trains, with several seeds, in recipes bf16 and coat:
+It writes into FOLDER a LLaVA with random weights (`llava`) and two files of
+conversations: `words.json`, in which pictures are described in words, and
+`shapes.json`, in which a conversation has up to two images instead. Then it
+trains in three stages, the last two in recipes bf16 and coat and with several
+seeds:
 
-  words      all parameters, on descriptions in words (bf16 only)
-  projector  only the projector, on images instead of descriptions
-  decoder    projector and decoder, starting from the previous run
+  words      all parameters, on words.json (only in bf16, with one seed)
+  projector  only the projector, on shapes.json
+  decoder    projector and decoder, on shapes.json
 
-At the end it prints a table of held-out losses and of the differences between
-pairs of runs. On a CPU with two cores this takes a few minutes.
+Each stage starts from the run of the previous stage. At the end, the study
+prints a table of held-out losses, and of the differences between the recipes.
+On a CPU with two cores this takes a few minutes.
 """
 
 import argparse
@@ -48,7 +51,7 @@ NUMBERS = "zero one two three four five six seven eight nine ten".split()
 _WORDS = "user assistant system What is it ? are they a the on and . plus which"
 _SPECIAL = ("<image>", "<|im_start|>", "<|im_end|>")
 _SIDE = 32
-# Each stage's file of conversations, trained part, learning rate and epochs.
+# For each stage: the conversations, the trained part, learning rate and epochs.
 STAGES = {
   "words": ("words.json", "all", 3e-3, 12),
   "projector": ("shapes.json", "projector", 3e-3, 4),
@@ -86,7 +89,7 @@ _TEMPLATE = (
 def make_llava(
   folder: Path, config: VisionLanguageConfig = CONFIG, seed: int = 0
 ) -> None:
-  """Writes a LLaVA with random weights, as transformers would.
+  """Writes a LLaVA with random weights, in the format of transformers.
 
   The image token of `config` must be 0.
   """
@@ -96,7 +99,7 @@ def make_llava(
 
 
 def write_files(folder: Path, config: VisionLanguageConfig) -> None:
-  """Writes a LLaVA's files other than its tensors and config.json."""
+  """Writes all files of a LLaVA except its tensors and config.json."""
   words = [*COLORS, *KINDS, *PLACES, *NUMBERS, *_WORDS.split()]
   vocabulary = {word: i for i, word in enumerate([*_SPECIAL, *words])}
   tokenizer = tokenizers.Tokenizer(
@@ -123,7 +126,7 @@ def write_files(folder: Path, config: VisionLanguageConfig) -> None:
 def make_rows(folder: Path, count: int, seed: int = 0) -> None:
   """Writes words.json, shapes.json and their images.
 
-  Every fourth of the `count` rows is a sum, without an image.
+  Every fourth of the `count` rows asks for a sum and has no image.
   """
   draw = random.Random(seed)
   (folder / "images").mkdir(parents=True)
@@ -177,9 +180,9 @@ def _picture(color, kind, place, draw: random.Random) -> Image.Image:
 def train(
   folder: Path, start: Path, stage: str, recipe: str, seed: int
 ) -> Path:
-  """Trains a stage from a LLaVA or a run; returns the folder of its run.
+  """Trains a stage, starting from a LLaVA or a run; returns its run's folder.
 
-  With recipe coat, moments are in FP8 too.
+  In recipe coat, moments are FP8 too.
   """
   rows, trained, rate, epochs = STAGES[stage]
   out = folder / f"{stage}_{recipe}_{seed}"
@@ -218,7 +221,7 @@ def held_out_loss(run: Path) -> float:
 
 def main() -> None:
   """Makes the data, trains, and prints the table."""
-  parser = argparse.ArgumentParser(description="Trains a small LLaVA.")
+  parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
   parser.add_argument("folder", type=Path)
   parser.add_argument("--seeds", type=int, default=2)
   folder, seeds = vars(parser.parse_args()).values()

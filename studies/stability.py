@@ -6,39 +6,42 @@
     --data FILES --tokenizer FILE
   python -m studies.stability plot
 
-`run` trains a Llama of 14.4 M parameters on bytes of Python's standard library
-(batch 16 x 256, warmup of a tenth, cosine to a tenth, AdamW with b2 0.95,
-decay 0.1, clipping at 1) for every variant, learning rate and seed. When a run
-ends or fails, it appends a row to docs/rows/stability.jsonl. Runs that already
-have a row are skipped, so you can interrupt the command and continue. With
---minutes it starts no run that would probably exceed this limit. --best 2 uses
-the two best rates of each variant in the rows of the small model. Set
-JAX_COMPILATION_CACHE_DIR to compile each program only once for all calls of the
-command.
+`run` trains a Llama once for every variant, learning rate and seed. By default
+it is the small model: 14.4 M parameters, trained on bytes of Python's standard
+library in batches of 16 x 256, by AdamW with b2 0.95, decay 0.1 and clipping
+at 1. The learning rate warms up over a tenth of the steps, then decays to a
+tenth along a cosine. --best 2 uses only the two rates of each variant that were
+best for the small model.
 
-Runs of a variant share one compiled program, whose arguments are the rate and
-the seed; each call runs 25 steps. Runs are not vmapped, because the kernels
-have no batching rule. The seed determines weights, data and stochastic
-rounding, so in all variants, runs with the same seed start from the same
-weights and read the same batches.
+When a run ends or fails, a row is appended to docs/rows/stability.jsonl. Runs
+that already have a row are skipped, so you can interrupt the command and
+continue later. With --minutes, it starts no run that would probably exceed this
+limit. Set JAX_COMPILATION_CACHE_DIR to compile each program only once for all
+calls of the command.
+
+All runs of a variant share one compiled program of 25 steps, whose arguments
+are the rate and the seed. Runs are not vmapped, because the kernels have no
+batching rule. The seed determines weights, data and stochastic rounding. So
+runs of different variants with the same seed start from the same weights and
+read the same batches.
 
 A row contains
 
-  train_loss          mean of the last 50 steps
-  held_out_loss       mean of 16 batches
+  train_loss          mean loss of the last 50 steps
+  held_out_loss       mean loss of 16 held-out batches
   failed              "not finite" (the run ends there), "diverged" (train_loss
                       is half a nat above the best mean of 50 steps), or null
   spikes              number of losses after the warmup that exceed the mean of
-                      the 50 before by four standard deviations and by 0.1 nats;
-                      adjacent ones count once
-  losses              means of 25 steps
-  grad_norms          medians of 25 steps
-  largest_grad_norms  maxima of 25 steps
+                      the previous 50 losses by four standard deviations and by
+                      0.1 nats; adjacent spikes count as one
+  losses              means over each 25 steps
+  grad_norms          medians over each 25 steps
+  largest_grad_norms  maxima over each 25 steps
   watch               values of `train.watch` at ten points of the run: amax for
-                      each layer, all others for the worst layer only
+                      each layer, the others for the worst layer only
 
 `plot` draws docs/figures/stability.png from the rows so far, and prints how
-many runs of the grid have a row.
+many of the planned runs have a row.
 """
 
 import argparse
@@ -71,7 +74,7 @@ _F32 = dict(optim=dict(codec="float32"))
 
 
 def study() -> TrainConfig:
-  """Returns the run of the small model in recipe coat."""
+  """Returns the configuration of the small model in recipe coat."""
   return TrainConfig(
     out="unused",
     model=ModelConfig(
@@ -90,7 +93,7 @@ def study() -> TrainConfig:
   )
 
 
-# How each variant differs from the run in recipe coat.
+# How the configuration of each variant differs from `study`.
 VARIANTS: dict[str, dict[str, Any]] = {
   "bf16": dict(recipe="bf16", **_F32),
   "fp8_linear": dict(recipe="fp8_linear", **_F32),
@@ -105,7 +108,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def setup(base: TrainConfig, variant: str) -> Setup:
-  """Builds a variant of a run."""
+  """Builds the setup of a variant."""
   changes = dict(VARIANTS[variant])
   formats = changes.pop("formats", None)
   optim = dataclasses.replace(base.optim, lr=1.0, **changes.pop("optim", {}))
@@ -121,7 +124,7 @@ def cases(
 ) -> Iterator[dict[str, Any]]:
   """Yields the cases of runs that have no row in `done` yet.
 
-  `case` contains the values that all runs share.
+  `case` contains the values that are the same in all cases.
   """
   known = {json.dumps(row["case"], sort_keys=True) for row in done}
   for variant in variants:
@@ -133,20 +136,20 @@ def cases(
 
 
 def progress(done: list[dict]) -> str:
-  """Describes in a sentence how much of the small model's grid was run."""
+  """Returns a sentence on how many planned runs of the small model are done."""
   rates = dict.fromkeys(VARIANTS, list(RATES))
   case = _common("study", study())
   every = len(VARIANTS) * len(RATES) * len(SEEDS)
   count = every - len([*cases(VARIANTS, rates, SEEDS, done, case)])
   others = sum(row["case"]["preset"] == "study" for row in done) - count
   return (
-    f"The rows contain {count} of the grid's {every} runs, and {others} at "
+    f"The rows contain {count} of {every} planned runs, and {others} runs at "
     "other rates."
   )
 
 
 def _common(preset: str, base: TrainConfig) -> dict[str, Any]:
-  """The setup that all runs of a model share."""
+  """Returns the part of a case that all runs of a model share."""
   return dict(preset=preset, steps=base.steps, batch=base.batch, seq=base.seq)
 
 
@@ -160,11 +163,12 @@ def run(
 ) -> int:
   """Trains the cases in `todo`, and appends a row to `rows` for each.
 
-  It starts no run that would probably end after `minutes`. Returns the number
-  of runs.
+  It starts no run that would probably end after `minutes`, and returns the
+  number of runs that it did.
   """
   started, count = time.monotonic(), 0
-  # Seconds of a variant's first run, which compiles, and of its later runs.
+  # The longest seconds of a variant's first run (True), which compiles, and of
+  # a later run (False).
   longest = {True: 0.0, False: 0.0}
   data, variant = Data(source, base), None
   found = programs = None
@@ -173,7 +177,7 @@ def run(
     expected = longest[is_first] or max(longest.values())
     left = 60 * minutes - (time.monotonic() - started)
     if left < 1.1 * expected:
-      say(f"{minutes:g} minutes are over; run it again for the rest")
+      say(f"{minutes:g} minutes are over; run the command again to continue")
       break
     began = time.monotonic()
     if is_first:
@@ -194,7 +198,7 @@ def run(
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m studies.stability",
-    description="Finds the learning rates at which training breaks.",
+    description=str(__doc__).splitlines()[0],
   )
   commands = parser.add_subparsers(dest="command", required=True)
   command = commands.add_parser(
@@ -204,14 +208,14 @@ def _parser() -> argparse.ArgumentParser:
   command.add_argument("--variants", nargs="+", choices=VARIANTS)
   command.add_argument("--rates", nargs="+", type=float, default=RATES)
   command.add_argument(
-    "--best", type=args.count, help="only the small model's N best rates"
+    "--best", type=args.count, help="use only the small model's N best rates"
   )
   command.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
   command.add_argument("--steps", type=args.count, default=1000)
   command.add_argument("--batch", type=args.count, help="default: the preset's")
   command.add_argument("--seq", type=args.count, help="default: the preset's")
-  command.add_argument("--data", help="as --data.path of train.pretrain")
-  command.add_argument("--tokenizer", help="as --data.tokenizer")
+  command.add_argument("--data", help="see --data.path of train.pretrain")
+  command.add_argument("--tokenizer", help="see --data.tokenizer")
   command.add_argument("--minutes", type=float, default=1e9)
   command.add_argument("--rows", type=Path, default=ROWS)
   command = commands.add_parser("plot", help="draw the rows")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the figure and the table of `studies.stability` from its rows."""
+"""Draws the figure of `studies.stability`, and formats its table."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,23 +10,26 @@ from matplotlib.figure import Figure
 
 from train.run.metrics import format_table
 
-# Draw differences of up to the first number, in nats, at rates of up to the
-# second: at higher rates all variants learn little, and seeds are 0.1 apart.
+# The range of the axis for differences, in nats, and the largest learning rate
+# at which differences are drawn. At higher rates all variants learn little, and
+# the losses of seeds are 0.1 nats apart.
 _DIFFERENCE, _COMPARED = 0.04, 0.003
-# Two-sided 95 % quantile of Student's t by degrees of freedom.
+# Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 _T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 
 
 class Summary(NamedTuple):
-  """The results of the runs of a variant.
+  """The results of all runs of a variant.
 
   Attributes:
-    rates: all learning rates, in order.
-    losses: held-out losses of each rate by seed, for runs that did not fail.
-    spikes: mean number of spikes of each rate.
-    failed: number of runs of each rate that failed.
-    largest: the largest rate up to which no run failed, or None.
-    best: the rate with the lowest mean loss up to `largest`, or None.
+    rates: all learning rates, in ascending order.
+    losses: for each rate, the held-out losses of runs that did not fail, by
+      seed.
+    spikes: for each rate, the mean number of spikes.
+    failed: for each rate, the number of runs that failed.
+    largest: the largest rate such that no run failed at this rate or a smaller
+      one; None if runs failed at the smallest rate.
+    best: the rate up to `largest` with the lowest mean loss, or None.
   """
 
   rates: list[float]
@@ -38,7 +41,7 @@ class Summary(NamedTuple):
 
 
 def summarize(rows: Iterable[dict]) -> Summary:
-  """Condenses the rows of one variant of one model."""
+  """Summarizes the rows of one variant of one model."""
   by_rate: dict[float, list[dict]] = {}
   for row in sorted(rows, key=lambda row: row["case"]["rate"]):
     by_rate.setdefault(row["case"]["rate"], []).append(row)
@@ -89,15 +92,19 @@ def best_rates(rows: Iterable[dict], variant: str, count: int) -> list[float]:
   ]
   if len(whole) < count:
     raise ValueError(
-      f"stability: --best {count} needs as many rates of {variant!r} that "
-      f"train, got {len(whole)}; run the small model first, or pass --rates"
+      f"stability: --best {count} needs {count} rates at which no run of "
+      f"{variant!r} failed, got {len(whole)}; run the small model first, or "
+      "pass --rates"
     )
   whole.sort(key=lambda rate: np.mean(list(found.losses[rate].values())))
   return sorted(whole[:count])
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
-  """Computes a mean and half of its 95 % interval, NaN for one value."""
+  """Computes a mean and half the width of its 95 % confidence interval.
+
+  The second is NaN if there are fewer than two values.
+  """
   x = np.asarray(list(values), float)
   if len(x) < 2:
     return float(x.mean()) if len(x) else float("nan"), float("nan")
@@ -122,7 +129,7 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
   highest = max(summary.rates[-1] for summary in found.values())
   for i, (name, summary) in enumerate(found.items()):
     style: dict[str, Any] = dict(color=f"C{i}", label=name)
-    # Draw variants side by side, not on top of each other.
+    # Shift variants, so that their markers do not overlap.
     shift = 1.06 ** (i - len(found) / 2)
     _draw_losses(losses, summary, ends and ends[1], shift, **style)
     if name != "bf16" and "bf16" in found:
@@ -132,7 +139,7 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
       where = largest.get_yaxis_transform()
       largest.text(0.01, i, "none", va="center", transform=where)
     else:
-      # Runs with larger rates are still missing.
+      # The bar is hatched if larger rates were not run with this variant.
       is_open = summary.largest == summary.rates[-1] < highest
       look = dict(alpha=0.4, hatch="//") if is_open else {}
       largest.barh(i, summary.largest, **style, **look)
@@ -170,7 +177,7 @@ def limits(found: dict[str, Summary]) -> tuple[float, float] | None:
   """Returns the lower and upper end of the loss axis.
 
   The axis covers the losses of bf16, or of all variants if there is no bf16.
-  Variants that break end up hundreds of nats higher; on an axis that showed
+  Variants that diverge end up hundreds of nats higher. If the axis included
   them, all others would merge into one line.
 
   Args:
@@ -194,7 +201,7 @@ def limits(found: dict[str, Summary]) -> tuple[float, float] | None:
 def _draw_differences(
   axes, summary: Summary, plain: Summary, shift: float, **style
 ) -> None:
-  """Draws the mean paired difference of each rate and its 95 % interval."""
+  """Draws each rate's mean difference from bf16, and its 95 % interval."""
   for rate, own in summary.losses.items():
     other = plain.losses.get(rate, {})
     pairs = [own[seed] - other[seed] for seed in own if seed in other]
@@ -211,9 +218,9 @@ def _draw_differences(
 def _draw_losses(
   axes, summary: Summary, top: float | None, shift: float, **style
 ) -> None:
-  """Draws means over seeds with their range, and crosses for failed runs.
+  """Draws means and ranges over seeds, and crosses for failed runs.
 
-  A mean above `top` is a triangle at the upper edge.
+  A mean above `top` is drawn as a triangle at the upper edge.
   """
   color = style["color"]
   whole = [rate for rate in summary.rates if summary.losses[rate]]
@@ -244,7 +251,7 @@ def _draw_at_top(axes, rate: float, marker: str, color: str) -> None:
 
 
 def _draw_norms(axes, rows: list[dict], best: float | None, **style) -> None:
-  """Draws medians of gradient norms at a variant's best rate, one seed."""
+  """Draws gradient norms (medians) at a variant's best rate, for one seed."""
   for row in rows:
     if row["case"]["rate"] == best:
       norms = np.array(row["grad_norms"], float)
@@ -254,7 +261,7 @@ def _draw_norms(axes, rows: list[dict], best: float | None, **style) -> None:
 
 
 def _table(found: dict[str, Summary]) -> str:
-  """Formats the table, with differences from bf16 paired by seed."""
+  """Formats the table; differences from bf16 are between equal seeds."""
   header = ["variant", "runs failed", "largest rate", "best rate", "loss"]
   header += ["spread of seeds", "minus bf16's", "95 %", "spikes"]
   lines = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains one run of `studies.stability` and summarizes it in a row.
 
-Each call of the compiled program runs CHUNK steps. Learning rate and seed are
-arguments of the program, so all runs of a variant share it.
+The compiled program runs CHUNK steps per call. Learning rate and seed are its
+arguments, so all runs of a variant share one program.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ _LAST, _PROBES = 50, 10
 
 
 class Setup(NamedTuple):
-  """A variant of a run.
+  """The configuration of a variant.
 
   Attributes:
-    config: the run; its learning rate and seed are ignored.
-    formats: number formats that replace the recipe's, or None.
+    config: configuration of a run; its learning rate and seed are ignored.
+    formats: number formats to use instead of the recipe's, or None.
   """
 
   config: TrainConfig
@@ -42,15 +42,15 @@ class Setup(NamedTuple):
 
 
 class Programs:
-  """Trains and evaluates a variant; compiled when it is first called."""
+  """Jitted functions that train and evaluate a variant."""
 
   def __init__(self, found: Setup):
-    """Builds the functions; nothing is compiled."""
+    """Builds the functions. They are compiled when they are first called."""
     config, formats = found
     recipe = config.coat_recipe()
     if formats is not None:
       recipe = dataclasses.replace(recipe, formats=formats)
-    unit = learning_rate(config)  # Its peak is 1.
+    unit = learning_rate(config)  # A schedule whose peak is 1.
 
     def decoder(seed):
       rngs = nnx.Rngs(jax.random.key(seed))
@@ -94,7 +94,7 @@ class Programs:
 
 
 class Data:
-  """Batches of each seed, read once for all variants."""
+  """The batches of each seed, which are read once for all variants."""
 
   def __init__(self, source: TokenSource, config: TrainConfig):
     """Reads the held-out batches."""
@@ -105,7 +105,7 @@ class Data:
     self.held_out = [jnp.asarray(rows["tokens"]) for rows in found]
 
   def train(self, seed: int) -> np.ndarray:
-    """Returns the tokens of a seed, int32 [steps, B, T + 1]."""
+    """Returns the training tokens of a seed, int32 [steps, B, T + 1]."""
     if seed not in self._batches:
       config = self._config
       batches = train_iterator(
@@ -122,9 +122,10 @@ class Data:
 def train_one(
   programs: Programs, config: TrainConfig, data: Data, rate: float, seed: int
 ) -> dict[str, Any]:
-  """Trains once with a peak learning rate; returns the values of a row.
+  """Trains once; returns the values of a row.
 
-  `seed` determines weights, data and rounding.
+  `rate` is the peak learning rate. `seed` determines weights, data and
+  rounding.
   """
   started = time.monotonic()
   tokens = data.train(seed)
@@ -157,7 +158,10 @@ def train_one(
 
 
 def _probe(programs: Programs, state: step.TrainState, rows: jax.Array) -> dict:
-  """Probes as `train.watch` does; keeps the worst layer, and all for amax."""
+  """Computes the values of `train.watch`.
+
+  Returns amax for all layers, and the others for the worst layer.
+  """
   found = {}
   for name, x in jax.device_get(programs.probe(state, rows)).items():
     worst = x if name == "activations_amax" else [x.max()]
@@ -172,9 +176,9 @@ def describe(
   """Summarizes a run, as documented in `studies.stability`.
 
   Args:
-    losses: loss of each step in nats.
+    losses: loss of each step, in nats.
     norms: gradient norm of each step, before clipping.
-    warmup: steps in which no spikes are counted.
+    warmup: number of first steps in which no spikes are counted.
   """
   x, norm = np.asarray(losses), np.asarray(norms)
   bad = np.flatnonzero(~np.isfinite(x))
@@ -194,14 +198,14 @@ def describe(
     "failed_at": failed_at,
     "train_loss": None if failed == "not finite" else float(means[-1]),
     "spikes": count_spikes(finite, warmup),
-    "losses": _each(finite, np.mean),
-    "grad_norms": _each(norm[: len(finite)], np.median),
-    "largest_grad_norms": _each(norm[: len(finite)], np.max),
+    "losses": _per_chunk(finite, np.mean),
+    "grad_norms": _per_chunk(norm[: len(finite)], np.median),
+    "largest_grad_norms": _per_chunk(norm[: len(finite)], np.max),
   }
 
 
-def _each(x: np.ndarray, reduce: Callable) -> list[float | None]:
-  """Reduces every CHUNK steps to a number with four digits."""
+def _per_chunk(x: np.ndarray, reduce: Callable) -> list[float | None]:
+  """Reduces each CHUNK steps to one number, rounded to four digits."""
   found = [reduce(x[i : i + CHUNK]) for i in range(0, len(x), CHUNK)]
   return [float(f"{v:.4g}") if np.isfinite(v) else None for v in found]
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small model to get realistic Adam moments for measuring codecs.
+"""Trains a small model to get realistic Adam moments, on which to test codecs.
 
-The model is a byte-level Llama of 2.8 million parameters that learns the source
-text of Python's standard library, with f32 moments. The accuracy of a codec
-depends on the dynamic range within a group, which random numbers would not
-reproduce.
+The model is a byte-level Llama of 2.8 million parameters, trained on the source
+text of Python's standard library with f32 moments. Random numbers would not do,
+because the accuracy of a codec depends on the dynamic range within groups.
 """
 
 import functools
@@ -34,25 +33,25 @@ MODEL = ModelConfig(
   vocab_size=256,
 )
 B1, B2, EPS = 0.9, 0.95, 1e-8
-# The group size of all codecs; the model's widths are multiples of it.
+# The group size of all codecs. The widths of the model are multiples of 128.
 GROUP_SIZE = 128
-# An optimizer keeps smaller leaves in f32.
+# Leaves smaller than this are not encoded by an optimizer.
 _SMALLEST_LEAF = 4096
 
 
 class Moments(NamedTuple):
-  """Both moments of all leaves, cut into groups: f32 [groups, 128]."""
+  """Both moments of all large leaves, as groups: f32 [groups, 128]."""
 
   mu: jax.Array
   nu: jax.Array
 
 
 class Trained(NamedTuple):
-  """A model after its last step.
+  """A model and its moments after the last step.
 
   Attributes:
-    params: f32, nested dicts.
-    mu, nu: f32 moments with the same structure.
+    params: f32 parameters, as nested dicts.
+    mu, nu: f32 moments, with the same structure.
     loss: loss of the last step, in nats.
   """
 
@@ -65,9 +64,9 @@ class Trained(NamedTuple):
 def train_moments(
   steps: int, *, model: ModelConfig = MODEL, batch: int = 8, seq: int = 64
 ) -> tuple[Moments, dict[str, slice]]:
-  """Trains a byte-level model and returns the moments of its large leaves.
+  """Trains a byte-level model; returns the moments of its large leaves.
 
-  Also returns which groups belong to which part of the model.
+  Also returns the range of groups that belong to each part of the model.
   """
   tokens = load_tokens(DataConfig(), model.vocab_size)
   trained = train_model(model, tokens, steps=steps, batch=batch, seq=seq)
@@ -125,7 +124,7 @@ def train_model(
 
 
 def in_groups(mu, nu) -> tuple[Moments, dict[str, slice]]:
-  """Cuts moments of large leaves into groups; also returns their parts."""
+  """Cuts moments of large leaves into groups; also returns parts' ranges."""
   leaves, parts = [], {}
   for (path, mu_leaf), nu_leaf in zip(
     jax.tree.leaves_with_path(mu), jax.tree.leaves(nu), strict=True
@@ -133,7 +132,8 @@ def in_groups(mu, nu) -> tuple[Moments, dict[str, slice]]:
     if mu_leaf.size < _SMALLEST_LEAF:
       continue
     leaf = Moments(*(x.reshape(-1, GROUP_SIZE) for x in (mu_leaf, nu_leaf)))
-    part = path[0].key  # embedding, head or layers, whose leaves are adjacent
+    # The part is "embedding", "head" or "layers". Its leaves are adjacent.
+    part = path[0].key
     start = parts[part].start if part in parts else sum(map(_groups, leaves))
     leaves.append(leaf)
     parts[part] = slice(start, sum(map(_groups, leaves)))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles training steps of LLaVA 1.5 7B for an H200, and plans them.
+"""Compares planned and compiled memory of training steps of LLaVA 1.5 7B.
 
   python -m studies.vision_memory
   python -m studies.vision_memory --stages all --batch 4
 
-Weights and gradients are BF16, moments FP8, and layers run in recipe coat.
-Frozen parts have neither gradients nor moments. A row contains `peak_bytes`
-from XLA, `planned_bytes` from `train.memory`, and `error`, planned / peak - 1.
+Weights and gradients are BF16, moments are FP8, and layers run in recipe coat.
+Frozen parts have neither gradients nor moments. A row contains `peak_bytes` of
+the step that XLA compiles for an H200, `planned_bytes` according to
+`train.memory`, and `error`, which is planned / peak - 1.
 """
 
 import argparse
@@ -64,7 +65,7 @@ STAGES: dict[Trained, tuple[str, ...]] = {
 
 
 def abstract(stage: Trained):
-  """Builds graph, abstract parameters, abstract moments and optimizer."""
+  """Builds the graph, abstract parameters and moments, and the optimizer."""
   model = nnx.eval_shape(
     lambda: VisionLanguageModel(
       LLAVA_7B,
@@ -83,7 +84,7 @@ def abstract(stage: Trained):
 def compile_step(stage: Trained, *, batch: int, seq: int, images: int):
   """Compiles a step; also returns abstract parameters and moments.
 
-  Each of the `batch` sequences has `seq` tokens and room for `images` images.
+  Each of the `batch` sequences has `seq` tokens and up to `images` images.
   """
   graph, params, moments, optimizer = abstract(stage)
   names = STAGES[stage]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs that several test files share: realistic ones and awkward ones."""
+"""Makes realistic and awkward inputs, for all tests."""
 
 import numpy as np
 
-# (shape, group_size): real widths, widths that are no power of two, a short
-# last group, a group longer than the row, groups of one, more than two axes.
+# (shape, group_size): widths of real models, widths that are not powers of two,
+# a short last group, a group longer than the row, groups of one value, and more
+# than two axes.
 SHAPES = [
   ((4, 4096), 128),
   ((3, 1376), 128),
@@ -18,7 +19,7 @@ SHAPES = [
 
 
 def activations(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-  """Normal values with a few channels 60 times as large, as norms see them."""
+  """Makes normal values, with a few outlier channels 60 times as large."""
   rng = np.random.default_rng(seed)
   x = rng.normal(size=shape)
   x[..., :: max(shape[-1] // 8, 1)] *= 60
@@ -26,10 +27,10 @@ def activations(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def moments(shape: tuple[int, ...], seed: int = 0):
-  """A first and a second moment (mu, nu) as Adam keeps them, f32.
+  """Makes a first and a second moment (mu, nu), as Adam would: f32.
 
-  Gradients of a row differ in size by two orders of magnitude (log-normal), so
-  that groups of nu span four or more, as those of trained models do.
+  The sizes of gradients in a row are log-normal and span two orders of
+  magnitude. So groups of nu span four or more, as in trained models.
   """
   rng = np.random.default_rng(seed)
   size = 1e-4 * np.exp(rng.normal(size=shape))
@@ -41,7 +42,7 @@ def moments(shape: tuple[int, ...], seed: int = 0):
 
 
 def finite_groups(n: int, seed: int = 0) -> dict[str, np.ndarray]:
-  """Degenerate groups of `n` finite values, by name, f32 [n]."""
+  """Makes degenerate groups of `n` finite values, by name: f32 [n]."""
   rng = np.random.default_rng(seed)
   normal = rng.normal(size=n)
   sign = np.where(normal < 0, -1.0, 1.0)
@@ -61,7 +62,8 @@ def finite_groups(n: int, seed: int = 0) -> dict[str, np.ndarray]:
     "smallest_normal": sign * 2.0**-126,
     "tiny": 1e-37 * (1 + np.abs(normal)) * sign,
     "large": 1e37 * np.clip(normal, -9, 9),
-    # Not f32's very largest: a scale rounded up would overflow on the way back.
+    # The very largest f32 would overflow when dequantized with a scale that is
+    # rounded up.
     "largest": sign * np.linspace(0.5, 0.99, n) * float(np.finfo("f4").max),
     "huge_ratio": sign * 10 ** np.linspace(-37, 38, n),
     "ratio_just_above_one": 1 + np.arange(n) * 2.0**-23,
@@ -70,7 +72,7 @@ def finite_groups(n: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def nonfinite_groups(n: int) -> dict[str, np.ndarray]:
-  """Groups of `n` values of which one is NaN or infinite, by name, f32 [n]."""
+  """Makes groups of `n` values with one NaN or infinity, by name: f32 [n]."""
   groups = {}
   for name, value in (("nan", np.nan), ("inf", np.inf), ("minus_inf", -np.inf)):
     groups[name] = np.linspace(-1, 1, n, dtype=np.float32)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings for every test: CPU with eight devices, no silent rank promotion.
+"""Settings for all tests: a CPU with eight devices, no silent rank promotion.
 
-`make test-gpu` runs the tests that need a GPU, `make test-aot` those that only
-compile for one; elsewhere they are skipped. Programs for the CPU are compiled
-with `QUICK`, unless XLA_FLAGS says otherwise (`XLA_FLAGS= make test`: as users
-compile them).
+Tests that need a GPU are skipped except in `make test-gpu`, and tests that
+compile for a GPU except in `make test-aot`. Programs for the CPU are compiled
+with the XLA flags `QUICK`, unless XLA_FLAGS is set. `XLA_FLAGS= make test`
+compiles them as users do.
 """
 
 import gc
@@ -12,7 +12,7 @@ import os
 import platform
 from importlib.util import find_spec
 
-# Before JAX is imported: on a machine with a GPU the suite still means the CPU.
+# Set this before importing JAX. Tests run on the CPU even if there is a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis
@@ -21,13 +21,12 @@ import pytest
 
 from benchmarks import aot
 
-# Most of the suite's time would be the compiler's. These flags take away three
-# quarters of it: each fused loop becomes machine code through XLA's older
-# emitter and through LLVM without its optimizations. XLA's own passes, and so
-# fusions, collectives and buffers, stay. Without FMA (AVX has none) a product
-# and a sum are rounded twice in every program: which of them LLVM contracts to
-# one rounding differs from emitter to emitter and from program to program.
-# Commands that tests start inherit the flags.
+# Most of the tests' time would be spent compiling. These flags save three
+# quarters of that: fused loops are compiled by XLA's older emitter, and by LLVM
+# without optimizations. XLA's own passes still run, so fusions, collectives and
+# buffers are the same. AVX has no FMA, so a product and a sum are always
+# rounded twice; with FMA, LLVM would round some of them once, depending on the
+# emitter and the program. Commands that tests start inherit the flags.
 QUICK = (
   "--xla_backend_optimization_level=0"
   " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -36,30 +35,31 @@ QUICK = (
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
   aot.only_compile()
-  # Tracing makes many objects, of which few are garbage: run as often as by
-  # default, the collector takes a fifteenth of the suite's time. On a GPU what
-  # waits for it could hold the memory that the next test needs.
+  # Tracing makes many objects, few of which are garbage, so by default the
+  # garbage collector takes a fifteenth of the tests' time. Don't change this on
+  # a GPU, where uncollected objects could hold memory that the next test needs.
   gc.set_threshold(100_000)
 
-# Not through XLA_FLAGS, which commands started by a test would inherit.
+# Don't use XLA_FLAGS for this: commands that tests start would inherit it.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# The same few examples in every run; an example that compiles takes seconds.
+# Use the same few examples in every run, because compiling one takes seconds.
 hypothesis.settings.register_profile(
   "coat_jax", deadline=None, derandomize=True, max_examples=20
 )
 hypothesis.settings.load_profile("coat_jax")
 
 
-# Compiled programs map memory, a few thousand mappings a file of tests, and a
-# process may have 65530 of them (vm.max_map_count): the next one is a crash.
+# Compiled programs map memory, a few thousand mappings per test file. A process
+# that needs more than 65530 mappings (vm.max_map_count) crashes.
 MAPPINGS = 30_000
 
 
 def pytest_configure(config):
-  # Before anything is compiled. The level would be that of what is compiled for
-  # a GPU, too; CUDA may be there without a test for it.
+  # Set the flags before anything is compiled, but not if tests compile for a
+  # GPU, because they would change those programs too. The CUDA compiler may be
+  # installed although no such test is selected.
   is_for_gpu = aot.available() and "not aot" not in config.option.markexpr
   is_x86 = platform.machine() in ("x86_64", "AMD64")
   if os.environ["JAX_PLATFORMS"] == "cpu" and is_x86 and not is_for_gpu:
@@ -76,7 +76,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_runtest_teardown(item, nextitem):
-  """Drops programs between files of tests, before there are too many."""
+  """Drops compiled programs between test files, before there are too many."""
   if nextitem is not None and nextitem.path == item.path:
     return
   if platform.system() == "Linux" and _mappings() > MAPPINGS:

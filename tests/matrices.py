@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of cases: a few in every run, the others in `make test-all`."""
+"""Selects cases of parametrized tests, so that `make test` stays fast."""
 
 import itertools
 from collections.abc import Iterable
@@ -8,11 +8,14 @@ import pytest
 
 
 def quick(count: int, cases: Iterable) -> list:
-  """Cases for `pytest.mark.parametrize`, marked slow after the first `count`.
+  """Marks all cases slow except the first `count`.
+
+  Slow cases run only in `make test-all`.
 
   Args:
-    count: how many stand for all of them in `make test`.
-    cases: arguments, tuples of arguments or `pytest.param`s.
+    count: number of cases to run in `make test`.
+    cases: cases for `pytest.mark.parametrize`: arguments, tuples of arguments
+      or `pytest.param`s.
   """
   out = []
   for i, case in enumerate(cases):
@@ -28,10 +31,11 @@ def quick(count: int, cases: Iterable) -> list:
 
 
 def pairwise(*options: Iterable) -> list[tuple]:
-  """Some of the product, in which any two values of two options meet.
+  """Selects combinations such that each pair of values occurs in one of them.
 
-  For options of which a fault needs two at most; the first case is that of the
-  first values, and each further one has the most pairs that are new.
+  Use it where a bug depends on at most two options. The first combination
+  contains the first value of each option. Each further one is the combination
+  with the most pairs that have not occurred yet.
   """
   every = [*itertools.product(*options)]
   new = {pair for case in every for pair in _pairs(case)}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the numerical core should compute, in NumPy, written from definitions.
+"""Independent NumPy versions of quantization, moment codecs and random words.
 
-Nothing here calls coat_jax or JAX. FP8 rounding looks codes up in the table of
-the format's values; moment codecs are evaluated in float64.
+Tests compare coat_jax with these. Nothing here calls coat_jax or JAX. FP8
+rounding searches the table of all values of the format, and moment codecs are
+computed in float64.
 """
 
 import ml_dtypes
@@ -12,17 +13,17 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 QMAX = {E4M3: 448.0, E5M2: 57344.0}
 SUBNORMAL_STEP = {E4M3: 2.0**-9, E5M2: 2.0**-16}
 MANTISSA_BITS = {E4M3: 3, E5M2: 2}
-SMALLEST_NORMAL = 2.0**-126  # of f32; below, magnitudes count as zero
+SMALLEST_NORMAL = 2.0**-126  # Of f32. Smaller magnitudes count as zero.
 
 
 def fp8_values(dtype) -> np.ndarray:
-  """The finite values of codes 0, 1, 2, ..., ascending, float64."""
+  """Returns the finite values of codes 0, 1, 2, ... in float64, ascending."""
   values = np.arange(128, dtype=np.uint8).view(dtype).astype(np.float64)
   return values[np.isfinite(values)]
 
 
 def fp8_nearest(magnitude: np.ndarray, dtype) -> np.ndarray:
-  """Codes of magnitudes, to nearest, ties to even, saturating: uint8."""
+  """Rounds magnitudes to uint8 codes: to nearest even, saturating."""
   values = fp8_values(dtype)
   y = np.minimum(np.asarray(magnitude, np.float64), values[-1])
   lower = np.clip(np.searchsorted(values, y, "right") - 1, 0, len(values) - 2)
@@ -33,42 +34,42 @@ def fp8_nearest(magnitude: np.ndarray, dtype) -> np.ndarray:
 
 
 def fp8_cast(x: np.ndarray, dtype) -> np.ndarray:
-  """Bits of a saturating cast of finite values, sign included: uint8."""
+  """Casts finite values to uint8 codes with signs, saturating."""
   codes = fp8_nearest(np.abs(x), dtype)
   return codes | np.where(np.signbit(x), 0x80, 0).astype(np.uint8)
 
 
 def codes_apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  """How many FP8 values are between two codes (bits), 0 where equal."""
-  # Sign and magnitude to ordered integers; +0 and -0 are the same.
+  """Returns how many codes apart two FP8 codes are, 0 if they are equal."""
+  # Convert sign and magnitude to an ordered integer, where +0 and -0 are equal.
   a, b = (np.where(x & 0x80, -(x & 0x7F).astype(int), x & 0x7F) for x in (a, b))
   return np.abs(a - b)
 
 
 def fp8_error_bound(y: np.ndarray, dtype) -> np.ndarray:
-  """Largest error of rounding |y| <= qmax to nearest: half a step.
+  """Bounds the error of rounding |y| <= qmax to nearest by half a step.
 
-  A step is 2^(1-bits) of the binade's lower end, hence at most as much of |y|,
-  and the subnormal step below.
+  A step is at most 2^-mantissa_bits |y|, or the subnormal step if that is
+  larger.
   """
   relative = 2.0 ** -(MANTISSA_BITS[dtype] + 1)
   return np.maximum(relative * np.abs(y), SUBNORMAL_STEP[dtype] / 2)
 
 
 def bfloat16_at_least(x: np.ndarray) -> np.ndarray:
-  """The smallest bfloat16 that is not below each positive f32."""
+  """Rounds positive f32 values up to bfloat16."""
   nearest = x.astype(ml_dtypes.bfloat16)
   above = np.nextafter(nearest, np.asarray(np.inf, nearest.dtype))
   return np.where(nearest.astype(np.float32) < x, above, nearest)
 
 
 def split(x: np.ndarray, group_size: int) -> list[np.ndarray]:
-  """The groups of a row, the last one possibly short."""
+  """Splits a row into groups, of which the last may be short."""
   return [x[i : i + group_size] for i in range(0, len(x), group_size)]
 
 
 def quantize(x, group_size, dtype=E4M3, scale_dtype=np.float32):
-  """Codes (bits) and scales of f32 [rows, n], group by group, in f32."""
+  """Quantizes f32 [rows, n] group by group; returns uint8 codes and scales."""
   codes, scales = np.zeros(x.shape, np.uint8), []
   for row, values in enumerate(x):
     scales.append([])
@@ -85,25 +86,28 @@ def quantize(x, group_size, dtype=E4M3, scale_dtype=np.float32):
   return codes, np.array(scales, scale_dtype)
 
 
-# Moment codecs. Statistics and codes of one or more groups, [..., group_size]
-# float64 magnitudes; `range` and `amax` as docs and codecs define them.
+# --- Moment codecs -----------------------------------------------------------
+# Magnitudes are float64 [..., group_size].
 
 
 def magnitudes(x: np.ndarray) -> np.ndarray:
-  """|x| in float64, subnormals as zero."""
+  """Returns |x| in float64, with zero for subnormals."""
   x = np.abs(x.astype(np.float64))
   return np.where(x < SMALLEST_NORMAL, 0.0, x)
 
 
 def amax_amin(magnitude: np.ndarray):
-  """Largest and smallest nonzero magnitude; both 1 in a group of zeros."""
+  """Returns the largest and smallest nonzero magnitude of each group.
+
+  Both are 1 if all values are zero.
+  """
   amax = magnitude.max(-1)
   amin = np.where(magnitude > 0, magnitude, np.inf).min(-1)
   return np.where(amax > 0, amax, 1), np.where(amax > 0, amin, 1)
 
 
 def coat_power(magnitude: np.ndarray, dtype) -> np.ndarray:
-  """k in sixteenths: floored, between 1 and 255."""
+  """Returns k in sixteenths, rounded down and clipped to 1..255."""
   amax, amin = amax_amin(magnitude)
   octaves = np.log2(amax / amin)
   with np.errstate(divide="ignore"):
@@ -112,7 +116,7 @@ def coat_power(magnitude: np.ndarray, dtype) -> np.ndarray:
 
 
 def exponent_bounds(magnitude: np.ndarray):
-  """Biased exponents of 2^upper >= amax and of 2^lower <= amin."""
+  """Returns the biased exponents of 2^upper >= amax and 2^lower <= amin."""
   amax, amin = amax_amin(magnitude)
   upper = np.ceil(np.log2(amax)).astype(int) + 127
   lower = np.floor(np.log2(amin)).astype(int) + 127
@@ -122,7 +126,7 @@ def exponent_bounds(magnitude: np.ndarray):
 
 
 class Expansion:
-  """Codes of y = (|x| / bound)^k qmax; decoding is the inverse."""
+  """Encodes magnitudes as FP8 codes of (|x| / bound)^k qmax; decodes them."""
 
   def __init__(self, bound, k, dtype):
     self.bound, self.k, self.dtype = bound[..., None], k[..., None], dtype
@@ -142,15 +146,18 @@ class Expansion:
     return fp8_nearest(self.image(magnitude), self.dtype)
 
   def lower(self, magnitude):
-    """The code whose value is the neighbour below (or equal)."""
+    """Returns the largest code whose value is at most `magnitude`."""
     values = fp8_values(self.dtype)
-    # An image that misses a code by float64's rounding is that code.
+    # Round up slightly, in case float64 rounding put y just below a code.
     y = self.image(magnitude) * (1 + 2.0**-45)
     return np.clip(np.searchsorted(values, y, "right") - 1, 0, self.top)
 
 
 class LogCode:
-  """Codes uniform in log x between 2^lower and 2^upper; 0 is zero."""
+  """Encodes magnitudes uniformly in log x between 2^lower and 2^upper.
+
+  Code 0 stands for zero.
+  """
 
   def __init__(self, upper, lower, levels):
     octaves = np.maximum(upper - lower, 1)
@@ -177,7 +184,10 @@ class LogCode:
 
 
 def stochastic(code, magnitude, noise):
-  """(codes, lower neighbour, upper neighbour): up where the share is above."""
+  """Rounds stochastically; returns codes and the decoded neighbours.
+
+  A value is rounded up if its position between the neighbours exceeds `noise`.
+  """
   lower = code.lower(magnitude)
   upper = np.where(magnitude > 0, np.minimum(lower + 1, code.top), lower)
   below, above = code.decode(lower), code.decode(upper)
@@ -186,13 +196,13 @@ def stochastic(code, magnitude, noise):
   return np.where(up, upper, lower), below, above
 
 
-# Random words.
+# --- Random words ------------------------------------------------------------
 
 MASK = 0xFFFFFFFF
 
 
 def mix(word: int) -> int:
-  """lowbias32, from its publication, on Python integers."""
+  """Hashes a word with lowbias32, as published, on Python integers."""
   word ^= word >> 16
   word = word * 0x7FEB352D & MASK
   word ^= word >> 15
@@ -201,7 +211,7 @@ def mix(word: int) -> int:
 
 
 def leaf_key(seed: int, step: int, leaf: int) -> int:
-  """The word of a leaf at a step."""
+  """Returns the key of a leaf at a step."""
   key = 0
   for part in (seed, step, leaf):
     key = mix(((key + part) * 0x9E3779B9 + 1) & MASK)
@@ -209,7 +219,7 @@ def leaf_key(seed: int, step: int, leaf: int) -> int:
 
 
 def word(key: int, row: int, column: int) -> int:
-  """The word of one element."""
+  """Returns the random word of one element."""
   row_word = mix((row * 0x9E3779B9 + key) & MASK)
   run = mix((column // 8 * 0x9E3779B9 + row_word) & MASK)
   return run * 0x915F77F5 ** (column % 8) & MASK

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad arguments to every public call: a clear error, or why they are accepted.
+"""Checks that public functions refuse bad arguments with a clear error.
 
-The tables in `tests/bad_arguments` have two lines for each call: the call, and
-below it the error's type and how its message begins, or "accepted" and why.
-"..." in a message stands for anything. `scope` has what calls can name.
+The tables in `tests/bad_arguments` have two lines for each call. The first line
+is the call. The second is the error's type and the beginning of its message, or
+"accepted" and the reason. "..." in a message stands for any text. `scope`
+defines the names that calls use.
 """
 
 import ast
@@ -21,11 +22,13 @@ from tests.bad_arguments.scope import SCOPE
 from tests.docs.test_reference import PUBLIC, find, public_names
 
 TABLES = Path(__file__).parent / "bad_arguments"
-# Tables whose calls are traced: what is accepted would else be compiled.
+# Calls in these tables are only traced, because compiling accepted calls would
+# take long.
 TRACED = ("layers", "ops")
-# op, rule, got; and what the caller can do, which the tables leave out.
+# A message consists of the op, the rule, what it got, and a remedy, which the
+# tables leave out.
 FORM = r"[\w.]+: .*\bgot\b.*[;:] .*"
-# Functions of `scope` that call a public one.
+# Functions of `scope` that call a public function.
 CALLED = {
   "applied": "apply_updates",
   "attend": "dot_product_attention",
@@ -36,7 +39,7 @@ CALLED = {
   "self_attend": "SelfAttention",
   "vision": "VisionConfig",
 }
-# Names that users do not call with arguments of their own.
+# Public names that users do not call with arguments of their own.
 _HELPER = "for codecs, whose encode has checked the arrays"
 NOT_CALLED = {
   "QTensor": "what quantize returns; its fields are not checked",
@@ -92,12 +95,12 @@ def make(row: Row) -> None:
 
 
 def fault(row: Row) -> str | None:
-  """What is wrong with a call's outcome; None where nothing is."""
+  """Returns what is wrong with the outcome of a call, or None."""
   kind, _, message = row.outcome.partition(": ")
   try:
     make(row)
   except Exception as error:
-    # JAX says behind a message how to see more of the traceback.
+    # JAX appends a note on how to see more of the traceback.
     said = str(error).partition("\n-----")[0]
     got = f"{type(error).__name__}: {said}"
     wanted = re.escape(message).replace(re.escape("..."), ".*")
@@ -113,7 +116,7 @@ def fault(row: Row) -> str | None:
 
 @pytest.mark.parametrize("table", sorted({row.table for row in ROWS}))
 def test_bad_arguments_are_refused_clearly(table, monkeypatch):
-  # As users see it: the tests' checks of types would come first.
+  # Turn off the tests' type checks, which users do not have.
   monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
   faults = filter(None, (fault(row) for row in ROWS if row.table == table))
   assert not (found := list(faults)), "\n".join(found)
@@ -125,7 +128,7 @@ def test_there_is_one_row_for_each_call():
 
 
 def names_in(call: str) -> set[str]:
-  """The last part of each name that is called."""
+  """Returns the last part of each name that a call uses."""
   found = set()
   for node in ast.walk(ast.parse(call, mode="eval")):
     if isinstance(node, ast.Call):
@@ -134,10 +137,10 @@ def names_in(call: str) -> set[str]:
 
 
 def is_called(value: Any) -> bool:
-  """Whether a public name is a function, or a class that checks arguments."""
+  """Returns whether a name is a function, or a class that checks arguments."""
   is_record = isinstance(value, type) and hasattr(value, "_fields")
   is_dtype = "dtype" in dir(value) and not isinstance(value, ops.Op)
-  is_record |= hasattr(value, "__total__")  # Of options by their names.
+  is_record |= hasattr(value, "__total__")  # A TypedDict of options.
   is_alias = not isinstance(value, type) and hasattr(value, "__args__")
   return callable(value) and not (is_record or is_dtype or is_alias)
 
@@ -158,7 +161,7 @@ def test_each_public_name_has_a_row():
   assert {*missing} - NOT_CALLED.keys() == set()
 
 
-def test_call_that_is_accepted_or_raises_something_else_is_seen():
+def test_accepted_call_and_wrong_error_are_found():
   for call, outcome in (
     ("coat_adamw(1e-3)", "ValueError: coat_adamw: must"),
     ("coat_adamw(nan)", "accepted: no"),

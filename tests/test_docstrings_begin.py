@@ -12,8 +12,7 @@ from tests.docs.pages import ROOT
 FRAGMENT = re.compile(
   r"(Of|What|As|Which|Whose|None of|Where|So|Those|How many)\b"
 )
-# Folders and files whose docstrings are rewritten. Extend the list until it is
-# coat_jax, train, benchmarks, examples and studies.
+# Folders and files to check.
 DONE = (
   "benchmarks",
   "coat_jax/numerics/checks.py",
@@ -38,7 +37,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def fragments(source: str) -> list[tuple[int, str]]:
-  """Lists line and first line of each docstring that begins with a fragment."""
+  """Lists (line number, text) of docstrings that begin with a fragment."""
   return [
     (node.body[0].lineno, text.splitlines()[0])
     for node in ast.walk(ast.parse(source))

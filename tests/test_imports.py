@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that imports only go down the folders and levels."""
+"""Checks that modules import only modules below them."""
 
 import ast
 import re
@@ -11,10 +11,10 @@ import coat_jax
 
 ROOT = Path(__file__).parent.parent
 
-# Each folder imports those before it.
+# A folder may import only folders that are before it in this list.
 FOLDERS = ("coat_jax", "train", "benchmarks", "studies")
 
-# A module imports those of a lower rank; within one rank, none but itself.
+# A module may import only modules of a lower rank.
 RANKS = {
   "numerics": 0,
   **dict.fromkeys(["codecs", "mesh", "ops"], 1),
@@ -63,7 +63,7 @@ def faults(path, source):
       yield f"{name}: only ops loads kernels, by name and when first needed"
     if own in ("__init__", other):
       continue
-    # Adapters are above everything and may use the root's names, as users do.
+    # Adapters may import names from coat_jax itself, as users do.
     if own == "integrations" and hasattr(coat_jax, other):
       continue
     if RANKS.get(other, 99) >= RANKS[own]:
@@ -73,7 +73,7 @@ def faults(path, source):
 
 
 def private_attributes(tree):
-  """Yields uses such as `codecs._name` of modules of coat_jax."""
+  """Yields uses of private names of coat_jax's modules: `codecs._name`."""
   ours = {
     (alias.asname or alias.name).split(".")[0]
     for node in ast.walk(tree)

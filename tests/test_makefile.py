@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make train` and `make test` install and run, with stand-ins for all.
+"""Checks what `make train` and `make test` install and run.
 
-The Makefile is run in a folder of its own, with a Python that notes what it is
-asked to do, and with or without an nvidia-smi.
+The Makefile runs in an empty folder, with fakes instead of Python, which
+records its arguments, and nvidia-smi, which may be missing.
 """
 
 import shutil
@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs.pages import ROOT
 
-# Makes .venv with itself in it, and notes its arguments otherwise.
+# A fake Python: `-m venv` installs it in .venv; all other calls are recorded.
 PYTHON = """#!/bin/sh
 case "$*" in
   "-c print("*) echo ok ;;
@@ -28,7 +28,7 @@ TOOLS = ("sh", "echo", "rm", "touch", "mktemp", "mkdir", "cp", "make")
 
 @pytest.fixture
 def make(tmp_path):
-  """Runs make; gives its output, and what Python was asked to do."""
+  """Returns a function that runs make; it returns output and Python's calls."""
   for name in ("Makefile", "pyproject.toml", "constraints.txt"):
     shutil.copy(ROOT / name, tmp_path)
   tools = tmp_path / "tools"
@@ -68,12 +68,12 @@ def make(tmp_path):
 
 
 def installed(call):
-  """The extras that pip is asked for."""
+  """Returns the extras that a call of pip installs."""
   assert "-m pip install" in call
   return set(call[call.index("[") + 1 : call.index("]")].split(","))
 
 
-def test_with_a_gpu_make_train_installs_cuda_and_trains_there(make):
+def test_with_a_gpu_make_train_installs_cuda_and_trains_on_it(make):
   done, (first, second, train) = make("train", nvidia_smi=0)
   assert done.returncode == 0, done.stdout
   assert "cuda" not in installed(first) and "cuda" in installed(second)
@@ -92,26 +92,26 @@ def test_without_a_gpu_nothing_of_cuda_is_installed(make, nvidia_smi):
   assert train == "-m train.pretrain demo --compare bf16 --overwrite"
 
 
-def test_gpu_can_be_left_alone(make):
+def test_make_train_can_ignore_the_gpu(make):
   _, (pip, train) = make("train", "GPU=", nvidia_smi=0)
   assert "cuda" not in installed(pip)
   assert train == "cpu -m train.pretrain demo --compare bf16 --overwrite"
 
 
-def test_gpu_that_jax_does_not_find_ends_in_a_sentence(make):
+def test_error_if_jax_does_not_find_the_gpu(make):
   done, calls = make("train", nvidia_smi=0, finds_gpu=False)
   assert done.returncode and "needs a driver of version 580" in done.stdout
   assert not any("train.pretrain" in call for call in calls)
 
 
-def test_make_test_is_the_cpu_suite_with_a_gpu_too(make):
+def test_make_test_runs_on_the_cpu_even_with_a_gpu(make):
   done, (pip, suite) = make("test", nvidia_smi=0)
   assert done.returncode == 0, done.stdout
   assert "cuda" not in installed(pip)
   assert suite.startswith("cpu -m pytest") and "not gpu" in suite
 
 
-def test_harness_is_installed_for_its_own_tests_alone(make):
+def test_harness_is_installed_only_for_its_own_tests(make):
   done, (first, second, suite) = make("test-eval")
   assert done.returncode == 0, done.stdout
   assert "eval" not in installed(first) and "eval" in installed(second)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels on a mesh of GPUs against one GPU: run by `make test-gpu` on several.
+"""Compares kernels on a mesh of GPUs with kernels on one GPU.
 
-What is FP8 on one GPU is the same FP8 on several, for the scales are those of
-whole tensors; sums are in another order, and BF16 rounds them.
+`make test-gpu` runs these tests on a machine with several GPUs. FP8 codes are
+the same on a mesh, because scales are those of whole tensors. But sums are
+added in another order and rounded to BF16.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(params=["fsdp", "data", "tensor"])
 def mesh(request):
-  """All GPUs along fsdp, or two of them along another axis."""
+  """Makes a mesh of all GPUs: all along fsdp, or two along another axis."""
   count = jax.device_count()
   if count < 2:
     pytest.skip("needs two GPUs")
@@ -56,7 +57,10 @@ def mesh(request):
 
 
 def one_gpu(mesh):
-  """A mesh of the same axes; with several GPUs kernels run on meshes only."""
+  """Makes a mesh of one GPU with the same axes.
+
+  On a machine with several GPUs, kernels run only on meshes.
+  """
   return Mesh(
     mesh.devices.flat[:1].reshape(1, 1, 1),
     mesh.axis_names,
@@ -65,7 +69,7 @@ def one_gpu(mesh):
 
 
 def layer_gradients(recipe, mesh):
-  """Output and gradients of one layer, by path, and the program's text."""
+  """Returns a layer's output, its gradients by path, and the program's text."""
   layer = nnx.eval_shape(
     lambda: TransformerLayer(CONFIG, recipe, rngs=nnx.Rngs(0))
   )
@@ -95,7 +99,7 @@ def layer_gradients(recipe, mesh):
 
 
 def layer_spec(path):
-  """A parameter's spec without the axis of layers, which it has none of."""
+  """Returns the partition spec of a parameter that is not stacked."""
   return param_spec(leaf_path(path))
 
 
@@ -104,7 +108,7 @@ def layer_spec(path):
   [recipes.coat(), recipes.coat(weight_cache="codes", attention="fp8")],
   ids=["scale", "codes"],
 )
-def test_a_layer_computes_what_it_does_on_one_gpu(mesh, recipe):
+def test_layer_on_a_mesh_matches_one_gpu(mesh, recipe):
   recipe = dataclasses.replace(recipe, axes=MeshAxes(tensor="tensor"))
   wanted, text = layer_gradients(recipe, one_gpu(mesh))
   assert len(re.findall("mosaic_gpu", text)) > 10, "kernels ran"
@@ -119,14 +123,14 @@ def test_a_layer_computes_what_it_does_on_one_gpu(mesh, recipe):
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     error = np.linalg.norm(a - b) / np.linalg.norm(b)
     print(jax.tree_util.keystr(path), error)
-    # Sums in BF16 are rounded once more where they are of several devices, and
-    # then one code in some is its neighbour, 2^-4 away; 2.6 % is what FP8
-    # rounds altogether.
+    # BF16 sums over several devices are rounded once more. So a few codes
+    # change to a neighbour, 2^-4 away. For comparison, FP8 rounding as a whole
+    # causes an error of 2.6 %.
     assert error <= 2**-6, (jax.tree_util.keystr(path), error)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_optimizers_kernel_gives_the_bits_of_one_gpu(mesh, dtype):
+def test_optimizer_kernel_on_a_mesh_gives_the_same_bits(mesh, dtype):
   params = {
     "rows": jax.random.normal(jax.random.key(0), (64, 1024), dtype),
     "layers": jax.random.normal(jax.random.key(1), (4, 64, 2048), dtype),
@@ -156,7 +160,7 @@ def test_the_optimizers_kernel_gives_the_bits_of_one_gpu(mesh, dtype):
   assert_same_bits(steps(mesh), steps(one_gpu(mesh)))
 
 
-def test_training_on_a_mesh_learns_as_on_one_gpu():
+def test_training_on_a_mesh_has_the_losses_of_one_gpu():
   if jax.device_count() < 2:
     pytest.skip("needs two GPUs")
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases stand for a whole matrix."""
+"""Tests how `tests.matrices` selects cases."""
 
 import itertools
 
 from tests.matrices import pairwise
 
 
-def test_all_pairs_of_values_meet():
+def test_pairwise_contains_all_pairs_of_values():
   options = "abcde", (True, False), (None, 7, 9), "xy"
   cases = pairwise(*options)
   assert cases[0] == ("a", True, None, "x")

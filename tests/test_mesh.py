@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions on meshes compute what one device does, sharded as declared."""
+"""Compares operations on meshes with one device, and checks their shardings."""
 
 import functools
 
@@ -17,7 +17,7 @@ from tests.comparing import jit
 from tests.matrices import quick
 from tests.ops.test_conformance import assert_conforms, name_of
 
-# Over 8 devices sums are in another order.
+# On 8 devices, sums are added in another order.
 TOLERANCE = 2e-5
 
 
@@ -38,7 +38,7 @@ OURS = [case for case in all_cases(models.SMOKE) if isinstance(case, OpCase)]
   "case",
   quick(4, [pytest.param(case, id=name_of(case)) for case in OURS]),
 )
-def test_an_operation_computes_what_it_does_on_one_device(case):
+def test_operation_on_a_mesh_matches_one_device(case):
   call = jit(lambda *args: case.call(case.operation, *args))
   args = case.arrays()
   expected = call(*args)
@@ -58,7 +58,7 @@ def test_results_are_sharded_as_declared():
 
   def check(x, w, fsdp):
     assert product_spec(x, w) == P("data", None, None, ("tensor",))
-    # An axis that splits rows already (FSDP by columns) splits no columns.
+    # An axis that already splits rows (FSDP by columns) cannot split columns.
     assert product_spec(x, fsdp) == P("data", None, None)
     made = dict(
       codes=jnp.zeros((8, 16, 96)),

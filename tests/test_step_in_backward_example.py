@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of a model that is not ours."""
+"""Runs the example of a user's own model, stepped in its backward pass."""
 
 import re
 
@@ -13,5 +13,5 @@ def test_example_learns_in_less_memory(capsys):
   losses = step_in_backward.main()
   assert losses[0] > 3.4 and losses[-1] < 1
   first, inside = re.findall(r": ([\d.]+) MB", capsys.readouterr().out)
-  # Gradients of one of four layers at a time.
+  # Memory holds the gradients of one of four layers at a time.
   assert float(inside) < 0.6 * float(first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version is written once, in coat_jax/__init__.py."""
+"""Checks that the version is written only once, in coat_jax/__init__.py."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from tests.docs.pages import DOCS, ROOT
 def test_version_has_one_source():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   assert project["dynamic"] == ["version"] and "version" not in project
-  # flit reads a literal there, and imports nothing.
+  # flit reads a literal from the file, without importing it.
   tree = ast.parse((ROOT / "coat_jax" / "__init__.py").read_text())
   (found,) = (
     ast.literal_eval(node.value)

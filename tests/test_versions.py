@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make test-versions` tests every version, with a stand-in for Python."""
+"""Tests the script of `make test-versions`, with a fake Python."""
 
 import shutil
 import subprocess
@@ -10,8 +10,8 @@ from packaging.requirements import Requirement
 
 from tests.docs.pages import ROOT
 
-# Makes environments with itself in them, notes its arguments otherwise, and
-# fails in one environment.
+# A fake Python: `-m venv` installs it in an environment, other calls are
+# recorded, and in one environment they fail.
 PYTHON = """#!/bin/sh
 call="$0 $* remat3=$JAX_REMAT3$JAX_CUSTOM_VJP3"
 case "$*" in
@@ -24,7 +24,10 @@ case "$call" in *"$FAILS"*) exit 1 ;; esac
 
 @pytest.fixture
 def versions(tmp_path):
-  """Runs the script; returns its exit status, its errors and the calls."""
+  """Returns a function that runs the script.
+
+  It returns the exit status, the errors and the calls.
+  """
   python = tmp_path / "python"
   python.write_text(PYTHON)
   python.chmod(0o755)

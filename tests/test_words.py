@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code and pages speak the field's language: one word for one thing."""
+"""Checks that code and pages use standard terms, not private ones."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.docs.pages import LOGS, PAGES, ROOT
 
-# What must not be written, and what is written in its place.
+# Maps patterns that must not occur to what to write instead.
 PRIVATE = {
   r"at[ _]rest\b|\bresting|\brests\b": "stored",
   r"remember": "saved for the backward pass, save_residual",
@@ -22,7 +22,7 @@ PRIVATE = {
   r"\bspeaks\b": "is_primary",
   r'"""(Every one|All of it)\.': "what is returned",
 }
-# Keys of rows that were measured: their readers know them by these names.
+# Keys of measured rows, which must keep their names.
 STORED = r"remembered_units"
 FOLDERS = ("coat_jax", "train", "benchmarks", "studies", "examples", "tests")
 FILES = [
@@ -35,8 +35,8 @@ FILES = [
 
 
 def private_words(text: str) -> dict[str, str]:
-  """What is written in private words, with the field's own."""
-  # Examples in pages quote what programs print.
+  """Returns the private words in a text, and what to write instead."""
+  # Leave out code blocks, because they may quote what programs print.
   text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
   text = re.sub(STORED, "", text)
   return {
@@ -46,7 +46,7 @@ def private_words(text: str) -> dict[str, str]:
   }
 
 
-def test_no_file_has_private_words():
+def test_no_file_contains_private_words():
   found = {
     str(path.relative_to(ROOT)): words
     for path in FILES

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other libraries, measured in the same way as this project."""
+"""Benchmarks of other libraries, measured in the same way as this project."""

@@ -3,11 +3,12 @@
 
   python -m benchmarks.peers.layer [--batch 4] [--seq 2048]
 
-For each precision it prints a JSON row, `peers.layer`, for the forward pass,
-and one for forward and backward (gradients of weights and input), on random
-data and with torch.compile. `saved_units` is the memory that the forward pass
-leaves allocated, without its output, in units of one BF16 copy of the layer's
-input. `benchmarks.layer` measures the same layer in this project.
+For each precision it prints two JSON rows, `peers.layer`: one for the forward
+pass, and one for the forward and backward pass (gradients of weights and
+input). Data is random, and the layer is compiled with torch.compile.
+`saved_units` is the memory that stays allocated after the forward pass, without
+the output, divided by the size of the layer's input in BF16.
+`benchmarks.layer` measures the same layer in this project.
 """
 
 import argparse
@@ -24,7 +25,7 @@ RECIPES = (None, "tensorwise", "rowwise")
 
 
 class Layer(nn.Module):
-  """The decoder layer of Llama-2-7B, [B, T, D] to [B, T, D]."""
+  """The decoder layer of Llama-2-7B; maps [B, T, D] to [B, T, D]."""
 
   def __init__(self, seq: int):
     super().__init__()
@@ -100,7 +101,7 @@ def run(recipe: str | None, batch: int, seq: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Reads the command line and runs; returns 1 if a peer could not be run."""
+  """Reads the command line and measures; returns 1 if a recipe failed."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.peers.layer",
     description=__doc__.splitlines()[0],

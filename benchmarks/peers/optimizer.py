@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures AdamW's step in PyTorch libraries on one large tensor.
+"""Measures AdamW's step in several PyTorch libraries, on one large tensor.
 
   python -m benchmarks.peers.optimizer [--rows 16384] [--columns 16384]
 
-The optimizers have f32 or 8-bit states. A JSON row, `peers.optimizer`, contains
-the milliseconds of `step()`, and `state_bytes`, the bytes per parameter of the
-optimizer's state. Weights and gradients have the same dtype.
+The optimizers have f32 or 8-bit states. Weights and gradients have the same
+dtype. A JSON row, `peers.optimizer`, contains the milliseconds of `step()` and
+`state_bytes`, the bytes per parameter of the optimizer's state.
 `benchmarks.optimizer` measures the same step in this project.
 """
 
@@ -54,7 +54,7 @@ def flashoptim_24(params, dtype):
   import flashoptim as library
 
   if dtype == torch.float32:
-    return None  # f32 weights need no further bits.
+    return None  # f32 weights already have more than 24 bits.
   return library.FlashAdamW(params, master_weight_bits=24, **RATE)
 
 
@@ -95,7 +95,7 @@ def run(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Reads the command line and runs; returns 1 if a peer could not be run."""
+  """Reads the command line and measures; returns 1 if an optimizer failed."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.peers.optimizer",
     description=__doc__.splitlines()[0],

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times PyTorch calls on a GPU and prints rows like `benchmarks.harness`.
 
-After a warm-up, calls are timed back to back in groups of about 0.1 s and at
+After a warm-up, calls are timed back to back, in groups of about 0.1 s and at
 most 24 calls, as in `benchmarks.harness.measure`. This file imports torch but
-not jax, so the two never share a GPU's memory in one process.
+not jax, so that only one of them allocates a GPU's memory.
 """
 
 import datetime
@@ -21,14 +21,14 @@ _WARM_UP_CALLS = 10
 
 
 def measure(fn: Callable[[], object], repeats: int = 20) -> dict[str, float]:
-  """Times a call.
+  """Times calls of a function.
 
   Args:
-    fn: The function to call. It must not wait for the GPU.
-    repeats: Number of groups of calls.
+    fn: the function. It must not wait for the GPU.
+    repeats: number of groups of calls.
 
   Returns:
-    Percentiles over the groups, in milliseconds per call.
+    Milliseconds per call: percentiles over the groups.
   """
   _group(fn, _WARM_UP_CALLS)
   once = _group(fn, _WARM_UP_CALLS) / _WARM_UP_CALLS
@@ -41,7 +41,7 @@ def measure(fn: Callable[[], object], repeats: int = 20) -> dict[str, float]:
 
 
 def _group(fn: Callable[[], object], count: int) -> float:
-  """Returns the milliseconds on the GPU of `count` calls."""
+  """Returns the milliseconds that the GPU takes for `count` calls."""
   begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
   begin.record()
   for _ in range(count):
@@ -52,7 +52,7 @@ def _group(fn: Callable[[], object], count: int) -> float:
 
 
 def emit(bench: str, case: dict, implementation: str, **values) -> dict:
-  """Prints one row and returns it; floats are kept to six digits."""
+  """Prints one row and returns it; floats are rounded to six digits."""
   rounded = {
     key: float(f"{value:.6g}") if isinstance(value, float) else value
     for key, value in values.items()
@@ -71,7 +71,7 @@ def emit(bench: str, case: dict, implementation: str, **values) -> dict:
 
 
 def attempt(name: str, run: Callable[[], object]) -> bool:
-  """Runs one peer; if it fails, reports why and continues."""
+  """Calls `run`; if it fails, prints the reason and returns False."""
   print(name, file=sys.stderr, flush=True)
   try:
     run()

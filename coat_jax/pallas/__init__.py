@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels; each computes what the operation of the same name defines.
+"""GPU and TPU kernels for operations and optimizer steps.
 
-Each module holds a family of operations. A kernel has the name and signature of
-its definition, plus `interpret`, which runs it on a CPU. The `why_not` function
-before a kernel returns why the kernel cannot take its arguments, or None.
+A kernel computes the same result as its definition in plain JAX, and has the
+same name and signature, plus `interpret`, which runs it on a CPU. The `why_not`
+function above each kernel returns why the kernel does not support its
+arguments, or None if it does.
 """

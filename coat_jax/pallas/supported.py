@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that return why a kernel cannot run its arguments, or None."""
+"""Checks whether a kernel supports its arguments.
+
+Each check returns the reason if the kernel does not support them, or None if it
+does.
+"""
 
 import math
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2, is_fp8
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import (
   Blocks,
@@ -20,7 +24,8 @@ from coat_jax.numerics.scaling import (
 from coat_jax.ops.activation import Parts
 from coat_jax.ops.types import Activation
 
-# Indices are int32, including those of the last tile past the array's end.
+# Kernels index in int32. The last tile may reach past the end of the array, and
+# its indices must not overflow either.
 MAX_ELEMENTS = 2**31 - 2**20
 
 _GROUP_SIZES = (16, 32, 64, 128)
@@ -31,30 +36,33 @@ def why_not_shape(shape: tuple[int, ...]) -> str | None:
   size = math.prod(shape)
   if not shape or shape[-1] % 16 or not size:
     return (
-      "the last axis must be a multiple of 16 and no axis empty for the kernel,"
-      f" got {shape}"
+      "the kernel needs a last axis that is a multiple of 16 and no empty axis,"
+      f" got shape {shape}"
     )
   if size > MAX_ELEMENTS:
-    return f"the kernel indexes in int32, got shape {shape}"
+    return (
+      f"the kernel supports up to {MAX_ELEMENTS} values (it indexes in int32), "
+      f"got shape {shape}"
+    )
   return None
 
 
 def why_not_groups(
   shape: tuple[int, ...], group_size: int | None
 ) -> str | None:
-  """Checks the shape of an array in groups along its last axis."""
+  """Checks an array's group size, and that whole groups fill its last axis."""
   if group_size not in _GROUP_SIZES:
     return f"the kernel needs groups of {_GROUP_SIZES}, got {group_size}"
   if shape and shape[-1] % group_size:
     return (
-      f"the last axis must be a multiple of the group size {group_size} for "
-      f"the kernel, got {shape[-1]}"
+      "the kernel needs a last axis that is a multiple of the group size "
+      f"{group_size}, got {shape[-1]}"
     )
   return why_not_shape(shape)
 
 
 def why_not_values(x: QTensor) -> str | None:
-  """Checks quantized values that a kernel reads."""
+  """Checks an input that is quantized in groups."""
   *leading, n = x.qvalue.shape
   group_size = x.group_size
   reason = why_not_format(x.qvalue.dtype, E4M3, E5M2) or why_not_groups(
@@ -64,14 +72,14 @@ def why_not_values(x: QTensor) -> str | None:
     return reason
   if x.scale.shape != (*leading, n // group_size):
     return (
-      f"the kernel needs a scale per {group_size} values, got scales of "
-      f"shape {x.scale.shape} for values of {x.qvalue.shape}"
+      f"the kernel needs one scale per {group_size} values, got scales of "
+      f"shape {x.scale.shape} for values of shape {x.qvalue.shape}"
     )
   return None
 
 
 def why_not_dtype(*dtypes: DTypeLike) -> str | None:
-  """Checks dtypes of values that are not quantized."""
+  """Checks the dtypes of inputs that are not quantized."""
   for dtype in dtypes:
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
       return f"the kernel reads bfloat16 and float32, got {dtype}"
@@ -79,11 +87,19 @@ def why_not_dtype(*dtypes: DTypeLike) -> str | None:
 
 
 def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
-  """Checks the format of codes."""
+  """Checks the FP8 format of codes against those that the kernel supports."""
   if dtype in known:
     return None
   names = " and ".join(jnp.dtype(x).name for x in known)
   return f"the kernel supports {names}, got {jnp.dtype(dtype).name}"
+
+
+def why_not_fp8(*dtypes: DTypeLike) -> str | None:
+  """Checks that a matmul's inputs are FP8 codes."""
+  if all(map(is_fp8, dtypes)):
+    return None
+  names = " and ".join(jnp.dtype(dtype).name for dtype in dtypes)
+  return f"the kernel multiplies FP8, got {names}"
 
 
 def why_not_scaling(scaling: Scaling, *known: DTypeLike) -> str | None:
@@ -97,21 +113,25 @@ def why_not_scaling(scaling: Scaling, *known: DTypeLike) -> str | None:
 
 
 def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
-  """Checks the number of rows of an operand whose columns a kernel writes."""
+  """Checks the number of rows if the kernel writes the column layout."""
   rows = math.prod(shape[:-1])
   if layout != "rows" and rows % 16:
-    return f"the kernel writes columns of a multiple of 16 rows, got {rows}"
+    return (
+      "the kernel writes the column layout only if the number of rows is a "
+      f"multiple of 16, got {rows}"
+    )
   return None
 
 
 def why_not_read(
   x, shape: tuple[int, ...], groups: Groups, output: Scaling
 ) -> str | None:
-  """Checks x, and the scaling of the output whose scale the kernel finds.
+  """Checks a kernel that quantizes x in groups and computes an output's scale.
 
-  The kernel quantizes x in groups, as one or several arrays of `shape`.
+  `shape` is the shape of x, or of each part (gate and up) that x consists of.
   """
-  if type(output) is not Blocks:  # Blocks find their own scales.
+  # With `Blocks` the kernel computes no scale: each block gets its own later.
+  if type(output) is not Blocks:
     reason = why_not_scaling(output, E4M3)
     if reason is not None:
       return reason
@@ -125,10 +145,10 @@ def why_not_read(
 def why_not_written(
   shape: tuple[int, ...], output: Scaling, scale: Scales | None, layout: Layout
 ) -> str | None:
-  """Checks an operand of this shape that a kernel writes in E4M3."""
+  """Checks an operand that a kernel writes in E4M3, given its scale."""
   reason = why_not_scaling(output, E4M3) or why_not_columns(shape, layout)
   if reason is None and (scale is None or isinstance(scale, BlockScales)):
-    return "kernels write operands with one known scale, got none"
+    return "kernels need the operand's scale as an argument, got none"
   return reason
 
 
@@ -141,7 +161,9 @@ def why_not_activation_input(
   """Checks the arguments of `activation_input`."""
   *leading, n = x.shape
   if gated and n % 2:
-    return f"gate and up must be of one width, got {n} for both"
+    return (
+      f"gate and up must have the same width, got an odd total width of {n}"
+    )
   f = n // 2 if gated else n
   return (
     _why_not_activation(activation)
@@ -205,12 +227,12 @@ def _why_not_parts(parts: Parts) -> str | None:
   for up in others:
     if x.qvalue.shape != up.qvalue.shape:
       return (
-        f"gate and up must be of one shape, got {x.qvalue.shape} and "
+        f"gate and up must have the same shape, got {x.qvalue.shape} and "
         f"{up.qvalue.shape}"
       )
     if x.group_size != up.group_size:
       return (
-        f"gate and up must have groups of one size, got {x.group_size} and "
+        f"gate and up must have the same group size, got {x.group_size} and "
         f"{up.group_size}"
       )
   return next(filter(None, map(why_not_values, parts)), None)

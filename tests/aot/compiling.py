@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examines programs that were compiled for an H200.
+"""Helpers to examine programs that were compiled for an H200.
 
-Tests that compile are marked `aot` and run by `make test-aot`, which installs
-the compiler for CUDA; without it they are skipped.
+Tests that compile are marked `aot`. `make test-aot` installs the compiler for
+CUDA and runs them; without the compiler they are skipped.
 
   compiled = compile_for_h200(fn, jax.ShapeDtypeStruct((8192, 4096), E4M3), ...)
   assert len(fp8_matmul_calls(compiled)) == 1
   assert not fp8_moves(compiled)
   assert temporary_bytes(compiled) < 2**20
 
-An instruction in the body of a loop is counted once.
+An instruction in the body of a loop counts once.
 """
 
 import collections
@@ -39,7 +39,7 @@ __all__ = [
   "temporary_bytes",
 ]
 
-# Nothing is computed by a fusion that consists of these.
+# A fusion that consists only of these computes nothing.
 _MOVES = {
   "bitcast",
   "concatenate",
@@ -78,7 +78,7 @@ def instructions(compiled: jax.stages.Compiled) -> list[Instruction]:
 
 
 def launches(compiled: jax.stages.Compiled) -> list[str]:
-  """Returns the opcodes of what the GPU launches, in order."""
+  """Returns the opcodes of the kernels that the GPU launches, in order."""
   free = ("parameter", "bitcast", "tuple", "get-tuple-element", "constant")
   main = compiled.as_text().split("ENTRY ")[1]
   return [
@@ -89,9 +89,9 @@ def launches(compiled: jax.stages.Compiled) -> list[str]:
 
 
 def bytes_moved(compiled: jax.stages.Compiled) -> int:
-  """Returns the bytes that all launches together read and write.
+  """Returns the total bytes that all launches read and write.
 
-  Each launch reads its operands once and writes its result once.
+  Each launch counts as reading its operands and writing its result once.
   """
   main = compiled.as_text().split("ENTRY ")[1]
   shapes = {i.name: i.shape for i in instructions(compiled) if i.text in main}
@@ -115,7 +115,7 @@ def _bytes(shape: str) -> int:
 
 
 def custom_calls(compiled: jax.stages.Compiled) -> collections.Counter[str]:
-  """Counts the calls of each target, including our kernels."""
+  """Counts custom calls by target, including our kernels."""
   return collections.Counter(
     match[1]
     for instruction in instructions(compiled)
@@ -124,7 +124,7 @@ def custom_calls(compiled: jax.stages.Compiled) -> collections.Counter[str]:
 
 
 def fp8_matmul_calls(compiled: jax.stages.Compiled) -> list[Instruction]:
-  """Returns the FP8 matrix products that run on cuBLASLt."""
+  """Returns the FP8 matmuls that run on cuBLASLt."""
   return [
     instruction
     for instruction in instructions(compiled)
@@ -133,10 +133,10 @@ def fp8_matmul_calls(compiled: jax.stages.Compiled) -> list[Instruction]:
 
 
 def fp8_moves(compiled: jax.stages.Compiled) -> list[Instruction]:
-  """Returns transposes, copies and paddings of FP8 arrays, also as fusions.
+  """Returns transposes, copies and paddings of FP8 arrays, including fusions.
 
-  Each is a pass over memory that does nothing but change a layout; a fusion
-  that computes its result and writes it transposed is none.
+  Each is a pass over memory that only changes a layout. A fusion that computes
+  a result and writes it transposed does not count.
   """
   everything = instructions(compiled)
   bodies = collections.defaultdict(set)
@@ -166,10 +166,10 @@ def fp8_moves(compiled: jax.stages.Compiled) -> list[Instruction]:
 
 
 def ptxas_reports(module: str, tmp_path: Path) -> list[Path]:
-  """Runs `compile_all(tmp_path)` of a test module in a process of its own.
+  """Runs `compile_all(tmp_path)` of a test module in a new process.
 
-  Mosaic writes what ptxas says only where the environment says so. Checks that
-  no kernel spills, and returns the folders that `compile_all` made.
+  An environment variable makes Mosaic write the reports of ptxas. Checks that
+  no kernel spills registers, and returns the folders that `compile_all` made.
   """
   code = (
     "from benchmarks import aot; aot.only_compile(); "
@@ -190,12 +190,12 @@ def ptxas_reports(module: str, tmp_path: Path) -> list[Path]:
 
 
 def check_wgmma(folder: Path, shape: str = "m64n128k32") -> None:
-  """Checks that a product's kernel uses wgmma and does not wait for each one.
+  """Checks that a matmul kernel uses wgmma, and does not wait for each one.
 
-  The last number of `shape` is 32 for FP8, 16 for BF16 and f16.
+  The last number of `shape` is 32 for FP8, and 16 for BF16 and f16.
   """
   [report] = folder.glob("*.ptxas")
-  # wgmma that ptxas cannot leave to run beside what follows it.
+  # ptxas warns about wgmma that it must wait for.
   assert "serialized" not in report.read_text(), folder.name
   [program] = folder.glob("*.ptx")
   assert f"wgmma.mma_async.sync.aligned.{shape}." in program.read_text()

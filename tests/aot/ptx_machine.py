@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executes the PTX of a kernel in NumPy, for tests without a GPU.
 
-Pallas' interpreter knows neither inlined PTX nor what a kernel becomes when it
-is compiled. This machine executes what the compiler hands to ptxas: a program
-without loops or branches. All threads execute an instruction before the next
-one, so it does not notice a missing barrier. It raises an error for an
-instruction that none of our kernels has needed so far.
+Pallas' interpreter runs neither inlined PTX nor the compiled kernel. This
+machine executes the PTX that the compiler passes to ptxas, which must have no
+loops or branches. All threads execute an instruction before the next one, so
+the machine cannot find a missing barrier. Instructions that none of our kernels
+uses so far raise an error.
 
-Approximate instructions (lg2, ex2, rcp, sqrt, div) are exact to f32 here. The
-machine does not run ptxas, and refuses what ptxas is known to compile wrongly.
+Approximate instructions (lg2, ex2, rcp, sqrt, div) are rounded correctly to f32
+here. The machine does not run ptxas, but refuses code that ptxas is known to
+compile wrongly.
 """
 
 import math
@@ -21,9 +22,9 @@ import numpy as np
 _E4M3, _E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 _WIDTHS = {"p": bool, "rs": np.uint16, "rd": np.uint64, "r": np.uint32}
 _COMMENT = re.compile(r"//.*")
-_THREADS = 128  # Of a block: a warpgroup.
-_PARAMETER = 8  # Bytes of a parameter, a pointer.
-_SHARED = 2**16  # Bytes of a block's shared memory.
+_THREADS = 128  # Threads of a block, which is one warpgroup.
+_PARAMETER = 8  # Bytes of a parameter, which is a pointer.
+_SHARED = 2**16  # Bytes of shared memory of a block.
 
 
 class Machine:
@@ -31,8 +32,8 @@ class Machine:
 
   Args:
     ptx: text of one kernel.
-    arrays: what its parameters point to, which `run` writes to.
-    grid: how many blocks there are along x, and along y.
+    arrays: the arrays to which its parameters point. `run` writes to them.
+    grid: number of blocks along x and y.
   """
 
   def __init__(
@@ -57,7 +58,7 @@ class Machine:
         self._registers[f"%{kind}.{axis}"] = threads * 0
       self._registers[f"%ntid.{axis}"] = threads * 0 + 1
     self._registers["%ctaid.y"] = block // grid[0]
-    # Addresses of shared memory count from its start.
+    # Addresses of shared memory are offsets from its start.
     for name in re.findall(r"\.shared [^;]* (\w+)(?:\[\d*\])?;", ptx):
       self._registers[name] = threads.astype(np.uint64) * np.uint64(0)
     self._arrays = arrays
@@ -66,7 +67,7 @@ class Machine:
       self._bases.append(size)
       size += -(-x.nbytes // 256) * 256
     self._memory = np.zeros(size, np.uint8)
-    self._numbers: set[str] = set()  # Registers that f32 arithmetic wrote.
+    self._numbers: set[str] = set()  # Registers with results of f32 arithmetic.
 
   def run(self) -> None:
     for base, x in zip(self._bases, self._arrays, strict=True):
@@ -124,7 +125,7 @@ class Machine:
     self._registers[register] = x
 
   def _get(self, operand: str, dtype) -> np.ndarray:
-    """Reads an operand as numbers of a type: the lowest bits of a register."""
+    """Reads an operand as numbers of a type: a register's lowest bits."""
     dtype = np.dtype(dtype)
     bits = np.dtype(f"u{dtype.itemsize}")
     if operand in self._registers:
@@ -167,7 +168,7 @@ class Machine:
   def _places(
     self, modifiers, operand: str, dtype: np.dtype, count: int
   ) -> tuple[np.ndarray, list]:
-    """Returns a memory and indices of `count` neighbours: [threads, bytes]."""
+    """Returns a memory, and indices of `count` adjacent bytes per thread."""
     size, first = dtype.itemsize, self._address(operand)
     is_shared = modifiers[0].startswith("shared")
     if is_shared:
@@ -178,7 +179,7 @@ class Machine:
     return memory, [first + i * size for i in range(count)]
 
   def _shuffled(self, mode: str, source: str, b: str, c: str) -> np.ndarray:
-    """As PTX defines it: lanes, and segments of them, of a warp."""
+    """Shuffles values among lanes of a warp, as PTX defines `shfl`."""
     x, b_, c_ = (self._get(s, np.uint32) for s in (source, b, c))
     lane = self._registers["%tid.x"] % 32
     segment, clamp = (c_ >> 8) & 31, c_ & 31
@@ -247,7 +248,7 @@ class Machine:
     if source in _FP8:
       pair = np.ascontiguousarray(self._get(operands[0], np.uint16))
       return pair.view(_FP8[source]).astype(np.float16).view(np.uint32)
-    if to == "s8":  # Of the 16 bits of a register.
+    if to == "s8":  # The register has 16 bits.
       return self._get(operands[0], np.int8).astype(np.int16)
     x = self._get(operands[0], _TYPES[source])
     if "rzi" in modifiers:
@@ -306,7 +307,7 @@ _FUNCTIONS: dict[str, Callable] = {
 
 
 def _apply(name: str, modifiers: list[str], args: list) -> np.ndarray:
-  """Wraps a function of numbers of one type."""
+  """Applies an instruction to numbers of one type."""
   if "xorsign" in modifiers:
     sign = np.signbit(args[0]) ^ np.signbit(args[1])
     args = [np.abs(x) for x in args]
@@ -343,7 +344,7 @@ def _to_fp8(x: np.ndarray, dtype) -> np.ndarray:
 
 
 def _permuted(a, b, selector) -> np.ndarray:
-  """Selects each byte by 4 bits; the highest bit spreads the byte's sign."""
+  """Selects each byte by 4 bits; the highest bit replicates the byte's sign."""
   both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
   out = np.zeros_like(a)
   for i in range(4):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the activation functions' kernels for an H200: no spills.
+"""Compiles kernels of activation functions for an H200; none may spill.
 
-Every variant that dispatch can reach is compiled: a store that Mosaic cannot
-lower shows only here.
+Every variant that dispatch can reach is compiled, because only this finds a
+store that Mosaic cannot lower.
 """
 
 import re
@@ -44,7 +44,7 @@ def assert_no_spills(fn, *specs, folder, count):
     assert set(re.findall(r"(\d+) bytes spill", report)) == {"0"}
 
 
-# Rows and columns are no multiples of a tile, or the tiles are low.
+# Rows and columns are not multiples of a tile, or tiles have 32 rows.
 VARIANTS = [
   ("silu", True, group_size, dtype, shape)
   for group_size in (16, 32, 64, 128)

@@ -38,7 +38,7 @@ def compiled_attention(kind, segmented=False, heads=(B, T, N, K, H)):
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_window_is_left_to_cudnn(window):
+def test_cudnn_runs_windows(window):
   compiled = compiled_attention(AttentionKind(window=window))
   calls = custom_calls(compiled)
   assert calls["__cudnn$fmhaSoftmax"] == 1
@@ -49,25 +49,25 @@ def test_window_is_left_to_cudnn(window):
   assert found == [str(window or 0)] * 2
 
 
-SCORES = B * N * T * T * 4  # All of them, f32.
+SCORES = B * N * T * T * 4  # Bytes of all scores in f32.
 
 
 @pytest.mark.parametrize(
   "kind, segmented, share",
   [
-    # A chunk of 256 queries has a sixteenth of all scores, and there are up to
-    # three arrays of them at a time.
+    # A chunk of 256 queries has a sixteenth of all scores, and up to three such
+    # arrays exist at the same time.
     (AttentionKind(), True, 3 / 16),
     (AttentionKind(soft_cap=50.0), False, 3 / 16),
-    # With a window they are of 1280 keys.
+    # With a window, a chunk has scores of 1280 keys.
     (AttentionKind(window=WINDOW, soft_cap=50.0), True, 3 / 16 * 1280 / T),
   ],
 )
 def test_xla_holds_scores_of_one_chunk(kind, segmented, share):
-  # The kernels have tiles of at least 64 queries.
+  # Kernels use tiles of at least 64 queries.
   compiled = compiled_attention(kind, segmented, heads=(B, T, N, K, 96))
   assert not custom_calls(compiled)
-  # Beside the scores: sums of dk and dv, f32, and chunks of q, dq and dout.
+  # There are also f32 sums of dk and dv, and chunks of q, dq and dout.
   others = (2 * 4 * K + 8 * N) * B * T * 96
   assert temporary_bytes(compiled) <= share * SCORES + others
   assert not [x for x in instructions(compiled) if f"{T},{T}]" in x.shape]
@@ -95,7 +95,8 @@ def test_caps_and_segments_are_kernels(heads, kind, segmented):
   assert set(found) == set(names)
   assert custom_calls(compiled) == {"__gpu$xla.gpu.triton": len(names)}
   assert not [x for x in instructions(compiled) if f"{t},{t}]" in x.shape]
-  # The output; of each row lse, that in octaves, delta, and one in between.
+  # These are the output and, for each row, lse, lse in octaves, delta, and an
+  # intermediate value.
   rows = b * t * n
   assert temporary_bytes(compiled) <= 2 * rows * h + 4 * 4 * rows + 2**20
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Mosaic's products in blocks for an H200: one kernel, no spills."""
+"""Compiles Mosaic's block-scaled matmuls for an H200: one kernel, no spills."""
 
 import functools
 import os
@@ -23,7 +23,7 @@ from tests.aot.compiling import (
 pytestmark = pytest.mark.aot
 
 M, N, K = 8192, 4096, 11008
-# Whether b has a scale for each row, whether something is added, b's format.
+# Whether b has one scale per row, whether an array is added, and b's format.
 FORMS = {
   "fwd": (False, False, E4M3),
   "add": (False, True, E4M3),
@@ -51,12 +51,12 @@ def test_product_is_one_kernel(form):
   program = compiled("paired", form)
   (kernel,) = custom_calls(program).items()
   assert kernel == ("mosaic_gpu_v2", 1)
-  # Scales, transposed.
+  # The only other launches transpose scales.
   assert temporary_bytes(program) < 2 * 4 * (M + N) * K // 128
 
 
 def compile_all(folder: str) -> None:
-  """Compiles every tile and form; run in a process of its own."""
+  """Compiles every tile and form; must run in a process of its own."""
   for name in TILES:
     for form in FORMS:
       os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{name}-{form}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles products of FP8 matrices for an H200."""
+"""Compiles FP8 matmuls for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ FP8 = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
 def product(summed, precision=FP8):
-  """Multiplies a by b and a scale, summed over these axes, in BF16."""
+  """Returns a function that multiplies a, b and a scale, with a BF16 result."""
 
   def fn(a, b, scale):
     dimensions = tuple((axis,) for axis in summed), ((), ())
@@ -41,7 +41,7 @@ def product(summed, precision=FP8):
 @pytest.mark.parametrize(
   "summed, moved", [((1, 1), 0), ((1, 0), 1), ((0, 1), 1), ((0, 0), 2)]
 )
-def test_a_product_is_one_call_and_a_transpose_per_wrong_layout(summed, moved):
+def test_matmul_is_one_call_and_a_transpose_per_wrong_layout(summed, moved):
   compiled = compile_for_h200(*product(summed))
   assert custom_calls(compiled) == {"__cublas$lt$matmul$f8": 1}
   (call,) = fp8_matmul_calls(compiled)
@@ -49,7 +49,7 @@ def test_a_product_is_one_call_and_a_transpose_per_wrong_layout(summed, moved):
     call.shape.startswith(f"(bf16[{M},{N}]") and call.opcode == "custom-call"
   )
   assert [x.opcode for x in fp8_moves(compiled)] == ["fusion"] * moved
-  # cuBLASLt's workspace apart, there is room for the transposed operands.
+  # Besides cuBLASLt's workspace, temporary memory has only transposed operands.
   arguments = (M + N) * K + 4
   assert temporary_bytes(compiled) < 2**25
   assert peak_bytes(compiled) > arguments + 2 * M * N
@@ -60,7 +60,7 @@ def test_options_reach_the_compiler():
   plain = product((1, 1), precision=None)
   compiled = compile_for_h200(*plain, options=without_triton)
   assert len(fp8_matmul_calls(compiled)) == 1
-  # What a card would have to choose is a Triton fusion here.
+  # Without a GPU to autotune on, XLA compiles this as a Triton fusion.
   assert not fp8_matmul_calls(compile_for_h200(*plain))
 
 
@@ -81,7 +81,7 @@ def test_kernels_are_compiled_once_for_all_programs():
   assert 0 < sizes[0] == sizes[1] < sizes[2]
 
 
-def test_a_cast_is_no_move_and_a_copy_is_one():
+def test_fp8_moves_finds_copies_but_not_casts():
   x = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
   cast = compile_for_h200(lambda x: x.T.astype(E4M3), x)
   assert not fp8_moves(cast)
@@ -108,7 +108,7 @@ def test_attention_needs_no_cudnn():
   assert custom_calls(compile_for_h200(attend, q)) == {"__cudnn$fmhaSoftmax": 1}
 
 
-def test_a_mesh_has_a_program_for_each_of_its_devices():
+def test_mesh_program_uses_the_memory_of_one_shard():
   mesh = jax.sharding.Mesh(np.array(aot.h200_devices(4)), ("fsdp",))
   where = jax.NamedSharding(mesh, jax.P("fsdp"))
   x = jax.ShapeDtypeStruct((2**20,), jnp.float32, sharding=where)
@@ -120,7 +120,7 @@ def test_a_mesh_has_a_program_for_each_of_its_devices():
   quarter = x.size
   peak_of_sum, hlo = peak(lambda x: jnp.sum(x))
   assert "all-reduce" in hlo and peak_of_sum < 1.1 * quarter
-  # A result that is to be everywhere takes room for the whole, and is gathered.
+  # A replicated result is gathered, and takes memory for the whole array.
   add, whole = lambda x: x + 1, jax.NamedSharding(mesh, jax.P())
   assert 2 * quarter <= peak(add, out_shardings=where)[0] < 2.1 * quarter
   assert peak(add, out_shardings=where, donate=(0,))[0] < 1.1 * quarter
@@ -128,7 +128,7 @@ def test_a_mesh_has_a_program_for_each_of_its_devices():
   assert "all-gather" in hlo and peak_of_whole >= 5 * quarter
 
 
-def test_missing_compiler_is_named(monkeypatch):
+def test_error_names_the_missing_compiler(monkeypatch):
   monkeypatch.setattr(aot, "available", lambda: False)
   with pytest.raises(RuntimeError, match="make test-aot"):
     compile_for_h200(lambda x: x, jax.ShapeDtypeStruct((), jnp.float32))

@@ -20,7 +20,7 @@ from tests.aot.compiling import compile_for_h200, instructions
 
 pytestmark = pytest.mark.aot
 
-# A function has the module's name.
+# The package has a function with the same name as the module.
 MODULE = sys.modules[generate_tokens.__module__]
 CONFIG = ModelConfig(
   family="llama",
@@ -67,7 +67,7 @@ def test_no_weight_and_no_cache_is_copied_for_a_token():
     if "region" in x.computation
     and x.opcode in ("fusion", "copy", "slice", "dynamic-slice", "transpose")
     and elements(x.shape) >= smallest
-    # Writes a token into its slot.
+    # This writes a token into its slot.
     and "dynamic_update_slice" not in x.name
   ]
   assert not found, found

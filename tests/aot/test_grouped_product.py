@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Mosaic's grouped products for an H200: one kernel, no spills."""
+"""Compiles Mosaic's grouped matmuls for an H200: one kernel, no spills."""
 
 import os
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.aot
 E, D, F, M = 128, 2048, 1536, 65536  # gate and up of Qwen3-30B-A3B
 FORMS = "fwd", "dgrad", "wgrad"
 DTYPES = {"fp8": E4M3, "bf16": jnp.bfloat16, "f16": jnp.float16}
-# The tile, the operands, the product, and the options of the call.
+# The tile, the operands' format, the matmul, and the options of the call.
 COMPILED = [
   *(
     (tile, operands, form, {})
@@ -55,7 +55,7 @@ def arguments(operands: str, form: str) -> tuple:
 def compiled(operands: str, form: str, **options) -> jax.stages.Compiled:
   name = "grouped_linear" if operands == "fp8" else "grouped"
   run = getattr(kernels, f"{name}_{form}")
-  # A new function, since the tile may have changed since the last trace.
+  # Make a new function, because the tile may have changed since the last trace.
   return compile_for_h200(
     lambda *args: run(*args, **options), *arguments(operands, form)
   )
@@ -66,12 +66,12 @@ def compiled(operands: str, form: str, **options) -> jax.stages.Compiled:
 def test_grouped_product_is_one_kernel(operands, form):
   program = compiled(operands, form)
   assert custom_calls(program) == {"mosaic_gpu_v2": 1}
-  # The table of tiles; XLA alone multiplies every row by every weight.
+  # Temporary memory has only the table of tiles.
   assert temporary_bytes(program) < 2**17
 
 
 def compile_all(folder: str) -> None:
-  """Compiles all of COMPILED; run in a process of its own."""
+  """Compiles all of COMPILED; must run in a process of its own."""
   for i, (tile, operands, form, options) in enumerate(COMPILED):
     kernels.TILES = dict.fromkeys(TILES, TILES[tile])
     os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{i}-{tile}-{operands}-{form}"

@@ -25,7 +25,8 @@ from tests.aot.compiling import (
 
 pytestmark = pytest.mark.aot
 
-# No two matrices alike, grouped key heads, a width of 11 * 64.
+# No two matrices have the same shape, key heads are grouped, a width is 11 *
+# 64.
 SMALL = ModelConfig(
   family="llama",
   num_layers=1,
@@ -61,7 +62,7 @@ def layer_program(
 ):
   """Returns a function and the shapes of its arguments.
 
-  It computes gradients of weights and input, of one layer or of a scan.
+  The function computes gradients of weights and input, for one layer or a scan.
   """
 
   def build(rngs):
@@ -103,12 +104,12 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_each_product_is_one_fp8_call_with_no_transpose_before_it(name):
+def test_each_matmul_is_one_fp8_call_without_a_transpose(name):
   compiled = compiled_layers(SMALL, RECIPES[name], (2, 256))
-  # qkv, out, gate_up and down: forward, gradient of the input, of the weight.
+  # qkv, out, gate_up and down have three matmuls each: forward, dgrad, wgrad.
   assert len(fp8_matmul_calls(compiled)) == 4 * 3
-  # What the reference saves has a product of two FP8 values that no kernel
-  # writes: XLA does, as rows, and transposes them.
+  # With residuals="coat", XLA multiplies two saved FP8 values, and transposes
+  # the result, because no kernel writes it.
   assert len(fp8_moves(compiled)) == (1 if name == "coat" else 0)
   assert not [x for x in instructions(compiled) if x.opcode == "dot"]
   calls = custom_calls(compiled)
@@ -116,25 +117,26 @@ def test_each_product_is_one_fp8_call_with_no_transpose_before_it(name):
   assert calls["__cudnn$fmhaSoftmaxBackward"] == 1
 
 
-def test_few_launches_of_a_layer_are_not_products_or_kernels():
+def test_few_launches_of_a_layer_are_not_matmuls_or_kernels():
   recipe = recipes.coat(weight_cache="none")
   found = compiled_layers(
     LLAMA2_7B, recipe, (4, 2048), param_dtype=jnp.bfloat16
   )
-  # Of XLA's: codes of four weights, eight products of scales in pairs and four
-  # alone, angles in two, heads in two, sums of the norms' two gradients.
+  # XLA launches kernels for codes of four weights, eight products of scales in
+  # pairs and four single ones, angles (2), heads (2), and sums of the gradients
+  # of two norms.
   assert launches(found).count("fusion") <= 18
   assert len(launches(found)) <= 74
 
 
-def test_xla_alone_is_reachable():
+def test_layer_compiles_with_xla_alone():
   recipe = recipes.coat(implementation="xla")
   calls = custom_calls(compiled_layers(SMALL, recipe, (2, 256)))
   assert not re.search("triton|mosaic|fmha", " ".join(calls))
 
 
 @pytest.mark.parametrize("cache", ["none", "scale", "codes"])
-def test_the_scan_holds_codes_of_all_weights_only_if_told(cache):
+def test_scan_stores_codes_of_all_weights_only_with_the_codes_cache(cache):
   depth = 3
   recipe = recipes.coat(weight_cache=cache)
   compiled = compiled_layers(SMALL, recipe, (2, 256), depth)
@@ -149,12 +151,12 @@ def test_the_scan_holds_codes_of_all_weights_only_if_told(cache):
   assert bool(stacked) == (cache == "codes"), stacked
 
 
-U = 4 * 2048 * 4096 * 2  # One BF16 activation of a layer, B 4, S 2048.
+U = 4 * 2048 * 4096 * 2  # Bytes of [B, T, D] in BF16, with B = 4, T = 2048.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention, limit", [("bf16", 8.9), ("fp8", 7.4)])
-def test_layer_more_in_a_scan_costs_what_it_saves(attention, limit):
+def test_memory_per_layer_of_a_scan(attention, limit):
   recipe = recipes.coat(attention=attention)
   few, many = (
     temporary_bytes(compiled_layers(LLAMA2_7B, recipe, (4, 2048), depth))
@@ -166,9 +168,10 @@ def test_layer_more_in_a_scan_costs_what_it_saves(attention, limit):
 @pytest.mark.parametrize(
   "remat, again", [("full", 3), ("fp8_layer", 3), ("fp8", 2)]
 )
-def test_second_forward_has_no_product_that_nothing_reads(remat, again):
+def test_second_forward_has_no_unused_matmul(remat, again):
   compiled = compiled_layers(SMALL, recipes.coat(), (2, 256), 3, remat=remat)
-  # All but down; where both norms' inputs are kept, all but out and down.
+  # It repeats all matmuls except down, and if the inputs of both norms are
+  # saved, except out and down.
   assert len(fp8_matmul_calls(compiled)) == 4 * 3 + again
   assert custom_calls(compiled)["__cudnn$fmhaSoftmax"] == 2
 
@@ -177,7 +180,7 @@ def test_second_forward_has_no_product_that_nothing_reads(remat, again):
 @pytest.mark.parametrize(
   "remat, limit", [("full", 1.01), ("fp8_layer", 0.57), ("fp8", 1.14)]
 )
-def test_layer_more_costs_what_is_kept_for_a_second_forward(remat, limit):
+def test_memory_per_layer_of_a_scan_with_remat(remat, limit):
   few, many = (
     temporary_bytes(
       compiled_layers(LLAMA2_7B, recipes.coat(), (4, 2048), depth, remat=remat)

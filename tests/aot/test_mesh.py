@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what training steps move between H200s, and which kernels they run.
+"""Checks which arrays training steps move between H200s, and their kernels.
 
-A CPU would not show it: there XLA moves BF16 as f32 and FP8 as f16, and runs no
-kernel.
+This cannot be tested on a CPU, where XLA moves BF16 as f32 and FP8 as f16, and
+no kernels run.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ D, F, SEQ = 1024, 2816, 512
 
 @functools.cache
 def compiled_step(mesh, batch, *, is_twin):
-  """Compiles a training step of two layers, in COAT or in BF16."""
+  """Compiles a training step of two layers, in recipe coat or bf16."""
   config = llama2_7b()
   config = dataclasses.replace(
     config,
@@ -79,16 +79,16 @@ def moved(compiled):
         yield opcode, (dtype, *sizes)
 
 
-# With few tokens XLA by itself would move those of some products, not weights.
+# With few tokens, XLA by itself would gather tokens instead of some weights.
 @pytest.mark.parametrize(
   "fsdp, tensor, batch",
   [pytest.param(4, 1, 4, marks=pytest.mark.slow), (2, 2, 8)],
 )
-def test_weights_are_gathered_in_bf16_and_columns_stay(fsdp, tensor, batch):
+def test_bf16_gathers_rows_of_weights_but_not_columns(fsdp, tensor, batch):
   mesh = f"fsdp={fsdp},tensor={tensor}"
   found = list(moved(compiled_step(mesh, batch, is_twin=True)))
   gathered = [array for opcode, array in found if opcode == "all-gather"]
-  # All rows of a device's columns; in the backward once more.
+  # All rows of a device's columns are gathered, and in the backward pass again.
   gate_up = ("bf16", *sorted((D, 2, F // tensor)))
   assert gathered.count(gate_up) == 2
   if tensor > 1:
@@ -103,23 +103,24 @@ def test_coat_gathers_codes_and_runs_its_kernels(fsdp, tensor, batch):
   compiled = compiled_step(mesh, batch, is_twin=False)
   found = list(moved(compiled))
   gathered = [array for opcode, array in found if opcode == "all-gather"]
-  # All rows of a device's columns, as codes, for each direction: a forward's
-  # one device after the other.
+  # All rows of a device's columns are gathered as codes in each pass; in the
+  # forward pass, one device after the other.
   assert ("f8e4m3fn", *sorted((D, 2 * F // tensor))) in gathered
   parts = fsdp, 2 * F // tensor, D // fsdp
   assert ("f8e4m3fn", *sorted(parts)) in gathered
-  # No weight of a layer is gathered as anything else.
+  # No weight of a layer is gathered in another dtype.
   of_layers = {F, F // tensor, 2 * F // tensor, 3 * D // tensor}
   others = [array for array in gathered if not array[0].startswith("f8")]
   assert not [array for array in others if of_layers & set(array[1:])]
   assert not [array for opcode, array in found if opcode == "all-to-all"]
   assert "join_columns" in compiled.as_text()
-  # A body of the scan each way: four weights, three products a weight.
+  # The scan has a body for each pass. There are four weights with three
+  # matmuls.
   assert len(fp8_matmul_calls(compiled)) >= 4 * 3
-  # The optimizer's kernel for the six matrices, on a device's part.
+  # The optimizer's kernel steps a device's part of six matrices.
   mosaic = [x.text for x in instructions(compiled) if "mosaic_gpu" in x.text]
   assert sum("jit(_step)" in text for text in mosaic) == 6
-  # The layers' kernels.
+  # The layers have these kernels.
   assert len(mosaic) - 6 > 40
 
 
@@ -140,12 +141,12 @@ def amaxes_before(everything, gather):
   return sum(x.opcode.endswith("-start") for x in found)
 
 
-def test_nothing_waits_that_need_not():
+def test_gathers_do_not_wait_unnecessarily():
   everything = instructions(compiled_step("fsdp=4,tensor=1", 4, is_twin=False))
-  # The host decides nothing: it would wait for the device first.
+  # The host must not decide anything, because it would wait for the device.
   assert "conditional" not in {each.opcode for each in everything}
-  # Codes are gathered for products to come, and never wait for the amax of
-  # what they are multiplied by.
+  # Codes are gathered for later matmuls, and must not wait for the amax of the
+  # other operand.
   waits = {}
   for each in everything:
     is_gather = each.opcode in ("all-gather", "all-gather-start")
@@ -154,8 +155,9 @@ def test_nothing_waits_that_need_not():
         amaxes_before(everything, each)
       )
   backward, forward = sorted(waits.values(), key=max)
-  # The first weight's for none, the last one's for all amaxes but its own;
-  # those between, which XLA may gather together, for some.
+  # The gather of the first weight waits for no amax, that of the last weight
+  # for all others. Those between, which XLA may combine, wait for some.
   assert min(forward) == 0 and max(forward) == 3
-  # XLA finds a backward's place in the stacks along with its first scale.
+  # In the backward pass, XLA computes the index into stacks with the first
+  # scale.
   assert max(backward) <= 1

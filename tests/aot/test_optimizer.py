@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the fused step for an H200: a kernel per leaf, no copy, no spill."""
+"""Compiles the fused step for an H200: one kernel per leaf, and no copies."""
 
 import itertools
 import os
@@ -25,7 +25,7 @@ SHAPES = {"a": (64, 1024), "b": (4, 512, 256), "c": (64, 1024)}
 
 
 def whole_copies(compiled) -> list[str]:
-  """Returns copies of more than a scalar."""
+  """Returns copies of arrays, but not of scalars."""
   return [
     i.text
     for i in instructions(compiled)
@@ -46,7 +46,7 @@ def kernels(compiled) -> int:
     (fused_coat_lion, jnp.bfloat16, True),
   ],
 )
-def test_donated_step_is_one_kernel_a_leaf_and_copies_nothing(
+def test_donated_step_is_one_kernel_per_leaf_and_copies_nothing(
   make, dtype, low_bits
 ):
   optimizer = make(1e-3, weight_decay=0.1, low_bits=low_bits)
@@ -62,7 +62,7 @@ def test_donated_step_is_one_kernel_a_leaf_and_copies_nothing(
   assert temporary_bytes(compiled) < 2**16
 
 
-def test_update_for_optax_is_one_kernel_a_leaf():
+def test_update_for_optax_is_one_kernel_per_leaf():
   optimizer = scale_by_coat_adam(codec=codecs.log8())
   params = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in SHAPES.items()}
   state = jax.eval_shape(optimizer.init, params)
@@ -71,7 +71,7 @@ def test_update_for_optax_is_one_kernel_a_leaf():
   assert not whole_copies(compiled)
 
 
-# Leaves of 0.4 billion parameters; rows of "odd" end in a short group.
+# Leaves with 0.4 billion parameters. Rows of "odd" end in a short group.
 MODEL = {
   "layers": (24, 2048, 8192),
   "embedding": (8000, 2048),
@@ -94,7 +94,7 @@ def test_first_state_is_made_without_encoding_whole_leaves(solver):
   compiled = compile_for_h200(solver.init, params)
   memory = compiled.memory_analysis()
   assert peak_bytes(compiled) <= memory.output_size_in_bytes + 2**20
-  # Only one group is reduced, and the short one that ends a row.
+  # Only one group is reduced, and the short group at the end of a row.
   reduces = [i for i in instructions(compiled) if i.opcode == "reduce"]
   assert reduces
   for i in reduces:
@@ -110,7 +110,7 @@ STEPS = (
 
 
 def compile_all(folder: str) -> None:
-  """Compiles steps of one leaf; run in a process of its own."""
+  """Compiles steps of one leaf; must run in a process of its own."""
   for name, dtype, low_bits in STEPS:
     os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{name}-{dtype}-{low_bits}"
     os.mkdir(os.environ["MOSAIC_GPU_DUMP_TO"])

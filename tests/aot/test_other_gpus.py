@@ -2,8 +2,8 @@
 """Compiles kernels, layers and steps for GPUs on which they have never run.
 
 An A100 has compute capability 8.0, an L4 8.9, a B200 10.0 and an RTX PRO 6000
-12.0. The compiler is the oracle of `ops.explain`: a kernel that it names
-compiles, and one that it refuses because of the GPU does not.
+12.0. The tests compare `ops.explain` with the compiler: kernels that it names
+must compile, and kernels that it refuses because of the GPU must not.
 """
 
 import functools
@@ -46,7 +46,7 @@ CALLS = {
 
 
 def key(case: OpCase) -> tuple:
-  """Returns what makes a kernel differ, apart from sizes and functions."""
+  """Returns the options of a case that change its kernel."""
   differs = ("layout", "gated", "rotated", "window")
   return case.op, *map(case.shape.get, differs)
 
@@ -60,19 +60,21 @@ CASES = sorted(CASES, key=lambda case: str(key(case)))
 each_case = pytest.mark.parametrize(
   "case", CASES, ids=lambda case: "-".join(map(str, key(case)))
 )
-# On an A100, these read or write no E4M3.
+# The kernels of these operations run on an A100, because they do not convert
+# values to or from E4M3.
 WITHOUT_E4M3 = {
   "attention_bwd": "cudnn",
   "attention_fwd": "cudnn",
   "join_columns": "mosaic",
   "turn_codes": "mosaic",
 }
-# Only Hopper has the tensor cores' instructions that these use.
+# Kernels of operations whose names begin with this use instructions of tensor
+# cores that only Hopper has.
 FOR_HOPPER = "grouped"
 
 
 def compile_operations(gpu: str) -> None:
-  """Prints what each operation calls, and what `explain` says, as JSON."""
+  """Prints each operation's custom calls and the text of `explain`, as JSON."""
   for case in CASES:
     said = []
 
@@ -104,7 +106,7 @@ def operations(gpu: str) -> dict:
 
 @each_gpu
 @each_case
-def test_operation_compiles_and_explain_names_what_runs(gpu, case):
+def test_operation_compiles_and_explain_is_right(gpu, case):
   calls, said = operations(gpu)[key(case)]
   expected = case.implementations[1]
   why = ""
@@ -127,11 +129,11 @@ NEXT = "--- next operation ---"
 
 
 def compile_refused(name: str) -> None:
-  """Compiles operations for an A100 though they refuse it; prints errors."""
+  """Compiles operations for an A100 although they refuse it; prints errors."""
   capability.capability = lambda: None  # Now nothing is refused.
   for case in CASES:
     if case.op in (*WITHOUT_E4M3, "tensor_scale", "quantize_rows"):
-      continue  # The last two convert nothing, or XLA emulates it.
+      continue  # The last two convert nothing, or XLA emulates the cast.
     if name != case.implementations[1] or case.op.startswith(FOR_HOPPER):
       continue
     kernel = functools.partial(case.operation, implementation=name)
@@ -151,11 +153,11 @@ def compile_refused(name: str) -> None:
     ("mosaic", r"requires \.target sm_89 or higher"),
   ],
 )
-def test_what_an_a100_refuses_does_not_compile_for_it(implementation, refusal):
+def test_refused_operations_do_not_compile_for_an_a100(implementation, refusal):
   ended = run(f"tests.compile_refused({implementation!r})")
   errors = ended.stdout.splitlines()
   assert errors, ended.stderr[-2000:]
-  # Errors of Mosaic's compiler go to the process's stderr.
+  # Mosaic's compiler prints errors to stderr.
   _, *details = ended.stderr.split(NEXT)
   for error, more in zip(errors, details, strict=True):
     assert error != "none" and re.search(refusal, error + more), error
@@ -205,7 +207,7 @@ def compile_layer(gpu: str) -> None:
     assert len(fp8_matmul_calls(compiled)) == 12
     return
   assert not fp8_matmul_calls(compiled)
-  # The codes are upcast, and what is saved stays FP8.
+  # The codes are upcast, but saved arrays stay FP8.
   assert found["__cublas$lt$matmul"] + found["__cublas$gemm"] == 12
   assert [x for x in instructions(compiled) if "f8e4m3fn[" in x.shape]
 
@@ -228,7 +230,7 @@ STEPS = [
 
 
 def compile_steps(gpu: str) -> None:
-  """Prints the number of kernels in each step, and what `explain` says."""
+  """Prints the number of kernels in each step, and the text of `explain`."""
   for make, codec, dtype in STEPS:
     optimizer = make(1e-3, codec=getattr(codecs, codec)())
     params = jax.ShapeDtypeStruct((4096, 1024), dtype)
@@ -245,7 +247,7 @@ def compile_steps(gpu: str) -> None:
 
 
 def run(code: str) -> subprocess.CompletedProcess:
-  """Runs code in a process of its own: Mosaic compiles for one kind of GPU."""
+  """Runs code in a new process, because Mosaic compiles for only one GPU."""
   start = "from benchmarks import aot; aot.only_compile(); "
   start += "from tests.aot import test_other_gpus as tests; "
   return subprocess.run(
@@ -258,7 +260,7 @@ def run(code: str) -> subprocess.CompletedProcess:
 
 
 @each_gpu
-def test_optimizer_step_is_a_kernel_from_hopper_on(gpu):
+def test_optimizer_step_is_a_kernel_on_hopper_and_newer(gpu):
   ended = run(f"tests.compile_steps({gpu!r})")
   assert not ended.returncode, ended.stderr[-2000:]
   lines = ended.stdout.splitlines()

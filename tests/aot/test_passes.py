@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the step in plain JAX for an H200, and counts what it moves."""
+"""Compiles the step in plain JAX for an H200, and counts the bytes it moves."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from tests.aot.compiling import bytes_moved, compile_for_h200, temporary_bytes
 pytestmark = pytest.mark.aot
 
 SHAPE = (2**13, 2**13)
-CODES = 2  # Bytes of both moments of a parameter.
+CODES = 2  # Bytes of codes per parameter, for two moments.
 
 
 def compiled_step(rounding, dtype):
@@ -28,8 +28,9 @@ def compiled_step(rounding, dtype):
   return compile_for_h200(step, p, state, p, donate=(0, 1))
 
 
-# XLA would store both moments in f32, twice 8 bytes, and a byte or two with
-# every comparison. A bf16 step moved 41 bytes and an f32 step 47.
+# By itself, XLA would write and read both moments in f32 (16 bytes) and a byte
+# or two for every comparison. A bf16 step moved 41 bytes per parameter, and an
+# f32 step 47.
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_step_moves_few_bytes(rounding, dtype):
@@ -38,12 +39,12 @@ def test_step_moves_few_bytes(rounding, dtype):
   expected = (
     (3 if drafted else 2) * (size + CODES)  # Each pass reads both.
     + 2 * CODES * drafted
-    + 2 * size  # The parameter, read and written.
+    + 2 * size  # The parameter is read and written.
     + CODES
     + 2 * CODES  # XLA copies the old codes before it overwrites them.
-    + (size + 2)  # It tests the gradient in a pass of its own.
+    + (size + 2)  # XLA tests the gradient in a separate pass.
   )
   count = SHAPE[0] * SHAPE[1]
-  # Statistics are 10 bytes for each of the groups of 128, some read 12 times.
+  # Statistics have 10 bytes per group of 128, and some are read 12 times.
   assert bytes_moved(compiled) / count < expected + 2
   assert temporary_bytes(compiled) / count < CODES * (1 + drafted) + 0.5

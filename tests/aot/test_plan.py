@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the memory of compiled training steps with plans and promises."""
+"""Compares the memory of compiled training steps with plans and limits."""
 
 import functools
 
@@ -17,17 +17,17 @@ pytestmark = pytest.mark.aot
     ("llama_60m", "bf16", 1),
     pytest.param("llama_60m", "coat", 2, marks=pytest.mark.slow),
     pytest.param("gpt2", "minimal", 1, marks=pytest.mark.slow),
-    # The one mixture of experts that is not slow.
+    # This is the only MoE model that compiles quickly.
     ("demo_moe", "minimal", 1),
-    # Whose experts would be transposed for all layers at once.
+    # Here XLA would transpose the experts of all layers at once.
     pytest.param("qwen3_30b_a3b", "leanest", 8, marks=pytest.mark.slow),
     pytest.param("llama2_7b", "lean", 4, marks=pytest.mark.slow),
     pytest.param("llama3_8b", "fp8_linear", 8, marks=pytest.mark.slow),
-    # Norms on both sides, kinds of layers, the largest vocabulary, tied.
+    # It has post norms, two kinds of layers, and the largest, tied vocabulary.
     pytest.param("gemma2_2b", "leanest", 8, marks=pytest.mark.slow),
   ],
 )
-def test_the_plan_is_the_compilers(preset, variant, gpus):
+def test_plan_matches_the_compiler(preset, variant, gpus):
   batch, seq = planned.LOADS[preset]
   row = planned.row(preset, variant, gpus=gpus, batch=batch, seq=seq)
   assert abs(row["error"]) <= 0.05, row

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles quantization for an H200: one pass, and one launch for a scale."""
+"""Compiles quantization for an H200: one pass, and one kernel for a scale."""
 
 import functools
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executes the PTX of the optimizer's kernels in NumPy.
 
-These are the tests that a GPU runs, but `ptx_machine` executes the kernels'
-PTX: inlined instructions and what the compiler makes of the rest, which the
-interpreter does not show.
+These tests also run on a GPU. Here `ptx_machine` executes the kernels' PTX,
+which the interpreter cannot do: inlined instructions, and the rest as compiled.
 """
 
 import re
@@ -27,10 +26,10 @@ real_kernel = plgpu.kernel
 
 
 def ptx_of(fn, specs, folder: Path) -> tuple[str, list[int]]:
-  """Compiles for an H200 what has one kernel, and has Mosaic write its PTX.
+  """Compiles a function with one kernel for an H200, and reads the PTX.
 
   Returns:
-    It, and which array of the kernel each of its parameters is.
+    The PTX, and for each of its parameters the index of the kernel's array.
   """
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
@@ -40,7 +39,7 @@ def ptx_of(fn, specs, folder: Path) -> tuple[str, list[int]]:
   [ptx] = [path.read_text() for path in new if path.suffix == ".ptx"]
   [passes] = [path.read_text() for path in new if path.suffix == ".log"]
   launch = passes[passes.index("Dump Before GpuAssemblyToBinaryPass") :]
-  # The pointers of all arrays are in one array, from which each is loaded.
+  # The kernel loads the pointers of all arrays from one array.
   places = re.findall(r"(%\w+) = llvm.getelementptr \S+\[(\d+)\]", launch)
   index = {name: int(i) for name, i in places}
   loads = dict(re.findall(r"(%\w+) = llvm.load (%\w+) : ", launch))
@@ -83,9 +82,9 @@ def on_machine(monkeypatch, tmp_path):
     return call
 
   monkeypatch.setattr(leaf_step.plgpu, "kernel", kernel)
-  # Not traced: XLA's threads flush subnormals, in NumPy's arithmetic too.
+  # Don't trace: in XLA's threads, even NumPy's arithmetic flushes subnormals.
   monkeypatch.setattr(leaf_step, "_step", leaf_step._step.__wrapped__)
-  jax.clear_caches()  # Of a kernel that is compiled already nothing is written.
+  jax.clear_caches()  # Mosaic writes nothing for a kernel in the cache.
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def on_machine(monkeypatch, tmp_path):
     ("fp8", jnp.float32),
   ],
 )
-def test_adam_is_its_definition(on_machine, name, dtype):
+def test_adam_matches_its_definition(on_machine, name, dtype):
   codec = CODECS[name]
   args = test_adam.problem(codec, dtype, shape=(64, 1024))
   _, (other, total, apart) = test_adam.compare(codec, 1, args, interpret=False)
@@ -111,7 +110,7 @@ def test_adam_is_its_definition(on_machine, name, dtype):
 @pytest.mark.parametrize(
   "name, kind", [("coat", "bfloat16"), ("log8", "split")]
 )
-def test_lion_is_its_definition_on_a_shard(on_machine, name, kind):
+def test_lion_matches_its_definition_on_a_shard(on_machine, name, kind):
   codec = test_lion.CODECS[name]
   args = test_lion.problem(codec, kind, (4, 8, 1024))
   part = dict(start=jnp.uint32([4, 8, 1024]), whole=(8, 16, 4096))
@@ -122,5 +121,5 @@ def test_lion_is_its_definition_on_a_shard(on_machine, name, kind):
 
 
 @pytest.mark.parametrize("name", ["coat", "log8"])
-def test_awkward_groups_are_kept_apart(on_machine, name):
+def test_awkward_groups_do_not_affect_others(on_machine, name):
   test_adam.check_awkward(name, interpret=False)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Mosaic's kernels on rows for an H200, and executes their PTX.
+"""Compiles kernels that use `mosaic.rows` for an H200, and executes their PTX.
 
-The tests that a GPU runs also run on `ptx_machine`, in NumPy: the interpreter
-shows neither the inlined instructions nor in which lanes and addresses values
-are. Bounds of registers are those with which enough programs share a
-multiprocessor to keep 40 KiB or more of loads in flight.
+Tests for a GPU also run here, on `ptx_machine` in NumPy, because the
+interpreter tests neither inlined instructions nor the lanes and addresses of
+values. With the bounds on registers, enough programs share a multiprocessor to
+keep at least 40 KiB of loads in flight.
 """
 
 import functools
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.aot
 
 @pytest.fixture
 def on_machine(monkeypatch, tmp_path):
-  """Makes kernels on rows run on `ptx_machine`."""
+  """Makes kernels that use `mosaic.rows` run on `ptx_machine`."""
 
   def kernel(body, *, out_type, grid, interpret, **options):
     assert not interpret
@@ -66,7 +66,7 @@ def on_machine(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
   "shape, dtype", [((80, 144), jnp.float32), ((48, 256), jnp.bfloat16)]
 )
-def test_quantization_is_its_definition(on_machine, shape, dtype):
+def test_quantization_matches_its_definition(on_machine, shape, dtype):
   test_quantize.check_kernels(shape, dtype, 1)
 
 
@@ -85,7 +85,7 @@ def test_quotients_between_two_codes(on_machine, scale):
     ((32, 272), "rms", 16),
   ],
 )
-def test_norms_are_their_definitions(on_machine, shape, kind, group_size):
+def test_norms_match_their_definitions(on_machine, shape, kind, group_size):
   test_norm.check_kernels(shape, kind, 1, group_size)
 
 
@@ -98,7 +98,7 @@ def test_norms_are_their_definitions(on_machine, shape, kind, group_size):
     ((48, 160), 32, "gelu_quick", False, jnp.bfloat16),
   ],
 )
-def test_activations_are_their_definitions(
+def test_activations_match_their_definitions(
   on_machine, shape, group_size, activation, gated, dtype
 ):
   test_activation.check_kernels(
@@ -107,7 +107,7 @@ def test_activations_are_their_definitions(
 
 
 @test_activation.ALL
-def test_activations_of_far_values(on_machine, activation, gated):
+def test_activations_of_large_values(on_machine, activation, gated):
   test_activation.check_far_values(activation, gated)
 
 
@@ -127,13 +127,13 @@ def test_gelu_is_near_float64(on_machine):
   ],
   ids=str,
 )
-def test_joined_heads_are_their_definition(
+def test_joined_heads_match_their_definition(
   on_machine, shape, dtype, theta, own
 ):
   test_heads.check(shape, dtype, 0.99, theta=theta, own=own)
 
 
-def test_moved_codes_are_their_definitions(on_machine):
+def test_moved_codes_match_their_definitions(on_machine):
   test_codes.check_joined((2, 160, 80))
   test_codes.check_turned((3, 80, 144))
 
@@ -144,7 +144,7 @@ SCALE = jax.ShapeDtypeStruct((), F32)
 
 
 def report(fn, *specs, folder) -> tuple[int, int]:
-  """Compiles one kernel; returns its registers and the bytes of spills."""
+  """Compiles one kernel; returns its registers and spilled bytes."""
   jax.clear_caches()  # A cached kernel would write no files.
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
@@ -192,7 +192,7 @@ def test_quantization_needs_few_registers(fn, most, dtype, tmp_path):
 def test_norm_input_needs_few_registers(n, kind, most, tmp_path):
   x, _, gamma, beta, _ = test_norm.specs(M, n, kind)
   registers, spills = report(
-    # The scale of blocks is found later: there is only one kernel.
+    # With block scales there is only one kernel, because it finds no scale.
     lambda x, gamma, beta: norm.norm_input(
       x,
       gamma,
@@ -243,5 +243,5 @@ def test_norm_backward_does_not_spill(n, kind, tmp_path):
     x,
     folder=tmp_path,
   )
-  # With a mean, the widest row needs ten registers too many.
+  # With a mean, rows of the largest width need ten registers too many.
   assert spills == (40 if (n, kind) == (8192, "layer") else 0)

@@ -19,7 +19,7 @@ from tests.aot.compiling import (
 
 pytestmark = pytest.mark.aot
 
-# Of 729 or 577 tokens each: products take multiples of 16 in all.
+# Images have 729 or 577 tokens, and matmuls need a multiple of 16 in all.
 IMAGES = 16
 OPERATIONS = {
   *("norm_input", "norm_fwd", "norm_bwd"),
@@ -39,8 +39,8 @@ def compiled(tower, recipe, depth=None):
 
 
 @pytest.mark.parametrize("tower", layer.TOWERS)
-def test_layer_runs_on_kernels_and_fp8_products(tower):
-  """Checks quick GELU, and attention by cuDNN with heads of 72, not causal."""
+def test_layer_runs_on_kernels_and_fp8_matmuls(tower):
+  """Checks quick GELU, and cuDNN attention with heads of 72, not causal."""
   found = compiled(tower, recipes.coat())
   assert len(fp8_matmul_calls(found)) == 4 * 3
   assert not [x for x in instructions(found) if x.opcode == "dot"]
@@ -48,22 +48,22 @@ def test_layer_runs_on_kernels_and_fp8_products(tower):
   assert calls["__cudnn$fmhaSoftmax"] == 1
   assert calls["__cudnn$fmhaSoftmaxBackward"] == 1
   text = found.as_text()
-  # A kernel of Mosaic GPU has the name of a function's jit.
+  # A Mosaic GPU kernel has the name of a function's jit.
   names = set(re.findall(r"jit\((\w+)\)/[^/]*/mpmd_map", text))
   assert names >= OPERATIONS, OPERATIONS - names
   assert "CAUSAL" not in text
 
 
 @pytest.mark.parametrize("tower", layer.TOWERS)
-def test_xla_makes_one_pass_of_its_own_over_tokens(tower):
-  """Checks that products add biases and the stream; XLA only splits heads."""
+def test_xla_only_splits_heads(tower):
+  """Matmuls add biases and the residual stream."""
   config, found = layer.TOWERS[tower], compiled(tower, recipes.coat())
   biased = [x for x in fp8_matmul_calls(found) if '"epilogue":"BIAS"' in x.text]
   assert len(biased) == 4
   assert sum('"beta":1' in x.text for x in biased) == 2
   size = IMAGES * config.num_tokens * config.d_model
   fusions = [x for x in instructions(found) if x.opcode == "fusion"]
-  # Codes are padded where a weight's gradient is summed in several parts.
+  # Codes are padded if a weight's gradient is summed in several parts.
   values = [x for x in fusions if "f8e" not in x.shape]
   passes = [x for x in values if largest(x.shape) >= size]
   assert [x.name for x in passes] == ["loop_slice_fusion"]
@@ -75,7 +75,7 @@ def largest(shape):
   return max((math.prod(map(int, x.split(","))) for x in sizes), default=1)
 
 
-def test_layer_more_saves_about_a_third_of_bf16_at_most():
+def test_layer_saves_at_most_about_a_third_of_bf16():
   few, many = (
     {
       name: temporary_bytes(compiled("siglip_so400m", recipe, depth))

@@ -4,10 +4,11 @@
   python -m tests.attacks.calls
   python -m tests.attacks.calls --only benchmarks. --limit 60
 
-A call is right when it is refused: an exit status that is not 0, a text on
-standard error that is no traceback, before the time limit, with every file as
-it was, those of a run that was trained before among them. All calls but a few
-are made in this process. The exit status is 1 if any was not right.
+A wrong call must be refused: before the time limit, with an exit status other
+than 0 and a text on standard error that is not a traceback, and without
+changing any file, not even of an earlier run. Nearly all calls are made in this
+process. The exit status of the command is 1 if a call was not refused like
+this.
 """
 
 import argparse
@@ -31,12 +32,12 @@ from tests.train.runs import ROOT, run
 
 
 class TooLong(BaseException):
-  """The time limit is over; not an Exception, which a command may catch."""
+  """Raised at the time limit; not an Exception, which a command may catch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What became of a call."""
+  """The outcome of a call."""
 
   status: object
   output: str
@@ -45,7 +46,7 @@ class Outcome:
 
   @property
   def faults(self) -> list[str]:
-    """What is wrong with it; [] for a call that was refused as it should be."""
+    """Returns what is wrong; [] if the call was refused as it should be."""
     found = list(self.changed)
     if self.status == "too long":
       found.append("did not end")
@@ -59,7 +60,7 @@ class Outcome:
 
 
 def tree(folder: Path) -> dict[str, str]:
-  """Hashes of all files below a folder, by name; "" for folders."""
+  """Returns the hashes of all files in a folder, by name; "" for folders."""
   return {
     str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
     if path.is_file()
@@ -69,7 +70,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def call(program: str, arguments: list[str], limit: int) -> tuple[object, str]:
-  """Calls a command in this process; returns its exit status and its text."""
+  """Calls a command in this process; returns its exit status and output."""
 
   def stop(*_):
     raise TooLong
@@ -82,7 +83,7 @@ def call(program: str, arguments: list[str], limit: int) -> tuple[object, str]:
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
       try:
         status = main(arguments)
-        # Benchmarks return their rows.
+        # Benchmarks return their rows, which means success.
         status = status if isinstance(status, int) else 0
       except SystemExit as stopped:
         status = stopped.code
@@ -100,7 +101,7 @@ def call(program: str, arguments: list[str], limit: int) -> tuple[object, str]:
 
 
 def start(program: str, arguments: list[str], limit: int) -> tuple[object, str]:
-  """Calls a command in a process of its own."""
+  """Calls a command in a new process."""
   try:
     done = subprocess.run(
       [sys.executable, "-m", program, *arguments],
@@ -122,13 +123,13 @@ def attack(
   """Makes all calls in a folder.
 
   Args:
-    folder: An empty one; the working directory meanwhile.
-    only: Part of the command lines to make.
-    limit: Seconds of a call.
-    every: Makes one of so many calls.
+    folder: an empty folder, which becomes the working directory.
+    only: makes only calls whose command line contains this.
+    limit: time limit of a call in seconds.
+    every: makes only every n-th call.
 
   Yields:
-    The command line and what became of it.
+    Each command line and its outcome.
   """
   with contextlib.chdir(folder):
     make_files()

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damages checkpoints in every way: none may be trained on, no step be wrong.
+"""Damages checkpoints in many ways, and checks that training notices.
 
   python -m tests.attacks.damage [--resume 20] [--seed 0] [--every 1]
   python -m tests.attacks.damage --program decoder
 
-Of a run with two checkpoints the newer one is damaged: each of its files is
-truncated, emptied, has bits flipped, is removed, swapped, or replaced by a
-folder, a link or a device, and whole checkpoints are renamed and exchanged.
-(With --every 4 a file has a fourth of this, the next one another fourth.) In
-each case that one must be found and reported, or be as good as it was. From a
-part of them, drawn at random, the program (one of `tests.attacks.programs`)
-goes on to the end with --resume, which must equal that of the undamaged run.
-Exit status: 0 if all that holds.
+A run has two checkpoints, of which the newer one is damaged. Each of its files
+is truncated, emptied, removed, swapped, gets flipped bits, or is replaced by a
+folder, a link or a device. Whole checkpoints are renamed and exchanged too.
+(With --every 4, each file gets only a fourth of the damages, in turn.) In each
+case the damage must be reported, unless it changed nothing. In some cases,
+chosen at random, the program (one of `tests.attacks.programs`) continues with
+--resume, and must end with the same result as the undamaged run. The exit
+status is 0 if all of this is true.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Case = tuple[str, Damage]
 
 
 def damages_of_file(name: str, rng: random.Random) -> Iterator[Case]:
-  """Yields what may become of a file of the newest checkpoint."""
+  """Yields damages of one file of the newest checkpoint."""
 
   def rewritten(change: Callable[[bytes], bytes]) -> Damage:
     def damage(path: Path):
@@ -112,7 +112,7 @@ def damages_of_files(path: Path, rng: random.Random) -> Iterator[Case]:
 
 
 def damages_of_checkpoints() -> Iterator[Case]:
-  """Yields what may become of whole checkpoints."""
+  """Yields damages of whole checkpoints."""
   for name in ("15", "5", "000008", "8.bak", "08"):
     yield (
       f"renamed {name}",
@@ -158,13 +158,13 @@ def damages_of_checkpoints() -> Iterator[Case]:
 
 
 def check(path: Path, original: Path) -> str:
-  """Checks which checkpoint is found in damaged ones.
+  """Checks which checkpoint is found among damaged ones.
 
   Returns:
-    What was reported.
+    The text that was reported.
 
   Raises:
-    Lost: a damaged one, or one by another step.
+    Lost: it is damaged, or of another step.
   """
   try:
     found, damaged = checkpoint.newest_whole_step(path)
@@ -188,7 +188,7 @@ def attack(
   """Damages copies of a run.
 
   Raises:
-    Lost: one was trained on, or ended elsewhere.
+    Lost: a damaged checkpoint was used, or a run ended with another result.
   """
 
   def run(out: Path, *flags: str) -> int:

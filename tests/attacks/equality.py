@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two runs are equal, bit for bit, but for their speed."""
+"""Checks that two runs are equal bit for bit, except for their speed."""
 
 import itertools
 import json
@@ -15,14 +15,14 @@ from train.run.writing import quietly
 
 
 class Lost(Exception):
-  """Something was lost, or differs."""
+  """Raised if something was lost or differs."""
 
 
 def check_runs(out: Path, expected: Path) -> None:
   """Compares metrics.jsonl, the last checkpoint, and the answers of samples.
 
   Raises:
-    Lost: they differ, with what.
+    Lost: they differ; the message says in what.
   """
   rows, want = (_rows(path) for path in (out, expected))
   if rows != want:
@@ -38,10 +38,10 @@ def check_runs(out: Path, expected: Path) -> None:
 
 
 def check_checkpoints(folder: Path, expected: Path) -> None:
-  """Compares the arrays and the place in the data.
+  """Compares the arrays, and the position in the data.
 
   Raises:
-    Lost: they differ, with the names.
+    Lost: they differ; the message names the arrays.
   """
   saved, want = (_contents(path) for path in (folder, expected))
   if saved != want:
@@ -63,14 +63,14 @@ def _samples(out: Path) -> str | None:
 
 
 def _contents(folder: Path) -> dict:
-  """The bytes of all arrays of a checkpoint, by name, and its place."""
+  """Returns the bytes of all arrays by name, and the position in the data."""
   found = {"data": json.loads((folder / "data" / "metadata").read_text())}
   for path in (
     folder / item for item in ("params", "optimizer", "exact", "clip")
   ):
     if not path.is_dir():
       continue
-    with quietly():  # Orbax warns that it wrote no description of its own.
+    with quietly():  # Orbax warns that its own metadata is missing.
       checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
       tree = checkpointer.metadata(path.absolute()).item_metadata.tree
       how = jax.tree.map(

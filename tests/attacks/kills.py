@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills training runs at random moments: nothing may be lost, no bit differ.
+"""Kills training runs at random moments, and checks that they resume exactly.
 
   python -m tests.attacks.kills --count 100 [--seed 0] [--lean]
   python -m tests.attacks.kills --programs finetune projector decoder
 
-A run of one process, or of two, is killed (SIGKILL, SIGTERM, SIGINT; one
-process or both) and started again with --resume, up to five times, until its
-last step. After each kill the newest checkpoint must be whole and not older
-than before, and the next start must go on from it. In the end metrics.jsonl and
-the last checkpoint, and the answers of a fine-tuning, must equal, bit for bit,
-those of a run that nobody disturbed. Exit status: 0 if all that holds, else 1,
-and what was found stays in a folder.
+A run has one or two processes. One or both are killed (SIGKILL, SIGTERM or
+SIGINT), and the run is started again with --resume, up to five times, until its
+last step. After each kill, the newest checkpoint must be complete and not older
+than before, and the next start must continue from it. At the end metrics.jsonl,
+the last checkpoint and the sampled answers must be equal, bit for bit, to those
+of an undisturbed run. The exit status is 0 if all of this is true; otherwise it
+is 1, and the files are kept in a folder.
 
-`tests.attacks.programs` says which programs there are; they are attacked in
-turns. With --lean weights are BF16 and a decoder's optimizer steps in the
-backward.
+The programs of `tests.attacks.programs` take turns. With --lean, weights are
+BF16, and a decoder's optimizer steps in the backward pass.
 
-Processes are forked from a server that has imported all of it, and share their
+Processes are forked from a server that has imported everything, and share
 compiled programs.
 """
 
@@ -49,16 +48,17 @@ from train.run.metrics import read_metrics
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STEPS = 24
-# Most evaluations are between checkpoints, so that a killed run repeats them.
+# Evaluate mostly between checkpoints, so that a killed run repeats evaluations.
 OPTIONS = dict(batch=4, steps=STEPS, save_every=4, eval_every=3, eval_batches=1)
-# The share of kills before a start's first step; the others come after it.
+# Share of kills that come before the first step after a start.
 EARLY = 0.3
-# Of two processes one that is left alone is killed, as launchers do.
+# If one of two processes was killed, the other is killed after so many seconds,
+# as launchers do.
 GRACE, TIMEOUT = 2, 600
 
 
 def train(name, out, flags, count, index, address, log) -> None:
-  """Trains in a process of its own, one of `count`."""
+  """Trains in a new process, one of `count` processes."""
   file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
   os.dup2(file, 1)
   os.dup2(file, 2)
@@ -82,9 +82,9 @@ class Kind:
   """A kind of run.
 
   Attributes:
-    name: Of its program.
-    count: Processes.
-    settings: On its command line.
+    name: name of the program.
+    count: number of processes.
+    settings: additional arguments on the command line.
   """
 
   name: str
@@ -96,7 +96,7 @@ class Kind:
 
 
 class Attempt:
-  """A run's processes, started once."""
+  """The processes of one start of a run."""
 
   def __init__(self, context, out: Path, kind: Kind):
     run, count = RunDirectory(out), kind.count
@@ -126,23 +126,23 @@ class Attempt:
       process.start()
 
   def finish(self, seconds: float | None = TIMEOUT) -> bool:
-    """Waits; whether all processes have ended."""
+    """Waits for all processes; returns whether they have ended."""
     until = time.monotonic() + seconds
     for process in self.processes:
       process.join(max(until - time.monotonic(), 0))
     return all(process.exitcode is not None for process in self.processes)
 
   def wait_for_a_step(self) -> bool:
-    """Whether it does a step before it ends."""
+    """Waits for a step; returns False if the run ends before it."""
     while not self.finish(0.01):
-      # A start replaces the file, without lines of steps that were not saved.
+      # A start replaces the file, and leaves out steps that were not saved.
       is_new = _inode(RunDirectory(self.out).metrics) != self.metrics
       if is_new and _last_step(self.out) > self.before:
         return True
     return False
 
   def output(self) -> str:
-    """What the primary process has printed."""
+    """Returns the output of the primary process."""
     return self.logs[0].read_text() if self.logs[0].exists() else ""
 
   def kill(self) -> None:
@@ -158,16 +158,16 @@ class Attempt:
 
 @dataclasses.dataclass
 class Reference:
-  """An undisturbed run, and how long its parts take."""
+  """An undisturbed run, and the duration of its parts."""
 
   out: Path
   kind: Kind
-  start: float  # Seconds until its first step.
-  step: float  # Seconds of a step.
+  start: float  # Seconds until the first step.
+  step: float  # Seconds per step.
 
 
 def reference(context, out: Path, kind: Kind) -> Reference:
-  """Trains twice: the first one compiles, the second one is measured."""
+  """Trains twice; the first run compiles, and the second is timed."""
   for _ in range(2):
     shutil.rmtree(out, ignore_errors=True)
     attempt = Attempt(context, out, kind)
@@ -180,10 +180,10 @@ def reference(context, out: Path, kind: Kind) -> Reference:
 
 
 def attack(context, out: Path, expected: Reference, rng, kills):
-  """Kills a run up to `kills` times, and compares it when it is done.
+  """Kills a run up to `kills` times, and compares the finished run.
 
   Returns:
-    What was done, a word for each kill.
+    A word for each kill.
   """
   done, count = [], expected.kind.count
   while True:
@@ -219,13 +219,13 @@ def _inode(file: Path) -> int | None:
 
 
 def _last_step(out: Path) -> int:
-  """The last step in a run's metrics."""
+  """Returns the last step in a run's metrics."""
   rows = read_metrics(out / "metrics.jsonl")
   return max((row["step"] for row in rows), default=0)
 
 
 def _check_kill(attempt: Attempt, victims: list[int]) -> None:
-  """Checks what is left, once the killed processes have ended."""
+  """Checks the files, after the killed processes have ended."""
   for victim in victims:
     attempt.processes[victim].join(TIMEOUT)
     if attempt.processes[victim].exitcode is None:
@@ -233,7 +233,8 @@ def _check_kill(attempt: Attempt, victims: list[int]) -> None:
   attempt.finish(GRACE)
   attempt.kill()
   _check_start(attempt)
-  # Ctrl-C before `main` is Python's to report; of two, the other one fails.
+  # Python reports Ctrl-C before `main` with a traceback. With two processes,
+  # the other one fails.
   output = attempt.output()
   is_python = output.rstrip().endswith("KeyboardInterrupt")
   if len(attempt.processes) == 1 and "Traceback" in output and not is_python:
@@ -250,7 +251,7 @@ def _check_kill(attempt: Attempt, victims: list[int]) -> None:
 
 
 def _check_start(attempt: Attempt) -> None:
-  """Checks that it went on from where the one before was killed."""
+  """Checks that a start continued from the newest checkpoint."""
   resumed = re.search(r"resumed at step (\d+)", attempt.output())
   if resumed and int(resumed[1]) != attempt.before:
     attempt.fail(f"{resumed[0]} in place of {attempt.before}")
@@ -259,7 +260,7 @@ def _check_start(attempt: Attempt) -> None:
 def attack_all(
   folder: Path, kinds: list[Kind], total: int, seed: int, workers: int
 ) -> int:
-  """Attacks runs until as many kills are done; how many were."""
+  """Attacks runs until enough kills are done; returns their number."""
   os.environ |= {
     "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

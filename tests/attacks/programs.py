@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that the attacks disturb: tiny runs of a few seconds.
+"""Tiny training programs for attacks, which run for a few seconds.
 
 pretrain   train.pretrain, on text
 finetune   train.finetune of a decoder, on conversations
-projector  train.finetune of a LLaVA, its first stage
-decoder    its second stage, which begins with a run of the first
+projector  train.finetune of a LLaVA, first stage
+decoder    train.finetune of a LLaVA, second stage, which starts from the first
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ class Program:
   """A program that trains.
 
   Attributes:
-    main: Function of the command line, which returns the exit status.
-    line: Function of (folder, out, flags, options) that writes the command
-      line of a run of what is in the folder.
-    make: Function of the folder that writes there what a run learns from.
-    lean: Flags with which weights are BF16 and, in a decoder, the optimizer
-      steps in the backward.
+    main: function of the command line that returns the exit status.
+    line: function of (folder, out, flags, options) that returns the command
+      line of a run on the data in the folder.
+    make: function that writes the data of a run into a folder.
+    lean: flags that make weights BF16 and let a decoder's optimizer step in the
+      backward pass.
   """
 
   main: Callable[[list[str]], int]
@@ -50,7 +50,7 @@ def _write_text(folder: Path) -> None:
 
 def _finetune(folder: Path, out: Path, *flags: str, **options) -> list[str]:
   options = {"seq": _SEQ} | options
-  if "--distributed" not in flags:  # Samples are of one process.
+  if "--distributed" not in flags:  # Samples need a single process.
     options |= {"samples": 1, "sample_tokens": 4}
   data = folder / "sums.jsonl"
   return llava.line(folder / "chat", data, out, *flags, **options)
@@ -62,7 +62,7 @@ def _write_chat(folder: Path) -> None:
 
 
 def _stage(trained: str, start: str) -> Callable[..., list[str]]:
-  """Writes the command line of a LLaVA's stage, which begins with `start`."""
+  """Returns `Program.line` for a LLaVA's stage that starts from `start`."""
 
   def line(folder: Path, out: Path, *flags: str, **options) -> list[str]:
     options = dict(trained=trained, images=folder / "images") | options

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wrong calls of `tests.attacks.calls`: flags times bad values, bad files.
+"""Lists the wrong command lines that `tests.attacks.calls` runs.
 
-Each is wrong for one reason alone; what is around it would be accepted.
+They combine flags with bad values, or name bad files. Each has only one fault;
+without it the command line would be accepted.
 """
 
 import itertools
@@ -12,10 +13,10 @@ import numpy as np
 
 from tests.train.runs import arguments
 
-RUN = "run"  # Trained before, and never to be changed.
+RUN = "run"  # Folder of a finished run, which no call may change.
 _LONG = "9" * 400
 
-# What no option of a kind takes.
+# Bad values of each kind of option.
 _COUNT = ("0", "-1", "1.5", "1e20", "9" * 20, "9" * 5000, "inf", "nan", "", "x")
 _POSITIVE = ("0", "-1", "inf", "-inf", "nan", "1e400", _LONG, "", "x")
 _SHARE = ("-0.1", "1.5", "inf", "nan", "1e400", "", "x")
@@ -24,7 +25,7 @@ _USER = "~nosuchuser/x"
 
 
 def _pretrain() -> Iterator[list[str]]:
-  """Calls of train.pretrain, with and without the run in its folder."""
+  """Yields calls of train.pretrain, whose folder has a run or not."""
   counts = (
     *("steps", "batch", "accumulate", "seq", "compare-seeds", "eval-every"),
     *("eval-batches", "save-every", "keep", "activation-group-size"),
@@ -111,7 +112,7 @@ _MESHES = (
 
 
 def _with(out: str, *extra: str) -> list[str]:
-  """The tiny run's command line, with what follows."""
+  """Returns the tiny run's command line, with more arguments."""
   return [*arguments(out, steps=2, save_every=1, eval_batches=1), *extra]
 
 
@@ -195,7 +196,7 @@ def _generate() -> Iterator[list[str]]:
 
 
 def _benchmarks() -> Iterator[tuple[str, list[str]]]:
-  """Calls of benchmarks and a study; these look at their arguments first."""
+  """Yields calls of benchmarks and a study, which check arguments first."""
   few = ("0", "-1", "1.5", "9" * 20, "inf", "", "x")
   codecs = ("", "x", "no.such:codec", "os:getcwd")
   figures = ("zeros", "figure", "figure.txt", "empty/a.png", "/proc/a.png")
@@ -251,7 +252,7 @@ def bad_calls() -> Iterator[tuple[str, list[str], bool]]:
     *_benchmarks(),
   ]
   yield from ((*each, False) for each in found)
-  # As a person makes them: one of each program.
+  # Call each program once in a process of its own, as a person would.
   seen = set()
   for program, line in reversed(found):
     if program not in seen:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of the wrong calls of `tests.attacks.calls`, and what it finds wrong."""
+"""Makes some wrong calls of `tests.attacks.calls`, and tests its checks."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_wrong_calls_are_refused_and_change_nothing(tmp_path):
   assert wrong == {}
 
 
-def test_there_are_wrong_calls_of_every_command_line():
+def test_every_command_line_has_wrong_calls():
   programs = {program for program, _, _ in bad_calls()}
   assert programs == {
     *(f"train.{name}" for name in ("pretrain", "plan", "plot", "convert")),
@@ -41,7 +41,7 @@ def test_faults_of_a_call(status, output, changed, faults):
   assert Outcome(status, output, 1.0, changed).faults == faults
 
 
-def test_call_that_is_accepted_or_raises_or_hangs_is_seen(monkeypatch):
+def test_accepted_failing_and_hanging_calls_are_found(monkeypatch):
   import train.plot
 
   def hang(_):

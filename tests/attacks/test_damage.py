@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that damages checkpoints, and that it finds planted faults."""
+"""Runs the command that damages checkpoints, and tests its checks."""
 
 import pytest
 
 from tests.attacks import damage
 from train.run import checkpoint
 
-# Each trains, and damages many copies; make test-all runs them.
+# Each test trains and damages many copies, so only `make test-all` runs them.
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("program", ["pretrain", "finetune"])
 def test_no_damaged_checkpoint_is_trained_on(program, capsys):
-  # A file has 15 damages: of eight files together each is tried.
+  # A file has 15 damages. Eight files together try each of them.
   line = ["--resume", "2", "--every", "8", "--program", program]
   assert damage.main(line) == 0
   assert "damages, 0 trained on, 0 wrong steps" in capsys.readouterr().out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attacks compare of two runs: everything but their speed."""
+"""Tests the comparison of two runs, which ignores only their speed."""
 
 import json
 
@@ -13,7 +13,7 @@ from train.step import StepMetrics
 
 
 def write_metrics(folder, *, speed, loss=1.0):
-  """A step of a fine-tuning, as the loop writes it."""
+  """Writes the metrics of a step of fine-tuning, as the training loop does."""
   folder.mkdir()
   metrics = StepMetrics(loss, 1.0, 1e-3, np.array([True]), 5, 0.25)
   row = dict(step=1, loss=loss, tokens_per_s=speed)
@@ -22,7 +22,7 @@ def write_metrics(folder, *, speed, loss=1.0):
   return folder
 
 
-def test_runs_that_differ_in_speed_alone_are_equal(tmp_path, monkeypatch):
+def test_runs_that_differ_only_in_speed_are_equal(tmp_path, monkeypatch):
   monkeypatch.setattr(equality, "check_checkpoints", lambda *_: None)
   one = write_metrics(tmp_path / "one", speed=100.0)
   equality.check_runs(write_metrics(tmp_path / "two", speed=90.0), one)

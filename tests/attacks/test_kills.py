@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that kills runs, a few times."""
+"""Runs the command that kills runs, with a few kills."""
 
 import pytest
 
 from tests.attacks import kills
 
 
-@pytest.mark.slow  # make test-all runs it: each kill starts programs.
+@pytest.mark.slow  # Each kill starts programs.
 @pytest.mark.parametrize("program", ["pretrain", "decoder"])
-def test_killed_runs_end_as_undisturbed_ones(program, capsys):
+def test_killed_runs_end_like_undisturbed_runs(program, capsys):
   line = ["--count", "6", "--seed", "1", "--programs", program]
   assert kills.main(line) == 0
   assert "6 kills, all runs bit-equal, none lost" in capsys.readouterr().out

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the calls of the tables can name: the public names, and small values."""
+"""Defines the names that calls in the tables can use.
+
+These are the public names of coat_jax, small values, and helper functions.
+"""
 
 import math
 
@@ -47,18 +50,18 @@ COLUMNS = {"w": NamedSharding(_PAIR, P(None, "data"))}
 
 
 def state(solver, params=PARAMS):
-  """The state of step 0, without memory."""
+  """Returns the first state, as shapes."""
   return jax.eval_shape(solver.init, params)
 
 
 def update(solver, grads=PARAMS, old=None, params=PARAMS):
-  """A step of optax's, traced."""
+  """Traces an update of an optax optimizer."""
   old = state(solver) if old is None else old
   return jax.eval_shape(solver.update, grads, old, params)
 
 
 def apply(solver, grads=PARAMS, old=None, params=PARAMS, **options):
-  """A whole step, traced."""
+  """Traces a fused step."""
   old = state(solver) if old is None else old
   step = lambda *args: solver.apply(*args, **options)  # noqa: E731
   return jax.eval_shape(step, grads, old, params)
@@ -70,7 +73,7 @@ def applied(params, updates, **options):
 
 
 def backward(solver=None, **changed):
-  """A step in the backward of two layers, traced."""
+  """Traces a step in the backward pass of two layers."""
   solver = optimizer.fused_coat_adamw(1e-3) if solver is None else solver
   forward = dict(
     before=lambda outer: outer["embed"],
@@ -88,7 +91,7 @@ def backward(solver=None, **changed):
 
 
 def both(tree):
-  """Encodes any leaf."""
+  """Selects every leaf."""
   return coat_jax.coat_adamw(1e-3, quantize_mask=lambda *_: True).init(tree)
 
 
@@ -134,7 +137,7 @@ def self_attend(positions=4, front=(8, 16), **changed):
 
 
 def product(x, w, **options):
-  """A product of operands."""
+  """Multiplies two quantized operands."""
   w = ops.quantize_tensor(f32(*w), layout="columns")
   return ops.linear_fwd(ops.quantize_tensor(f32(*x)), w, **options)
 
@@ -164,7 +167,7 @@ def rngs():
 
 
 def _made(make):
-  """A model without weights: arguments are refused before these are read."""
+  """Makes a model without weights, because arguments are checked first."""
   return nnx.eval_shape(make)
 
 

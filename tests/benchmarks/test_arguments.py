@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of benchmarks are checked before anything is timed."""
+"""Tests that benchmarks check their arguments before they time anything."""
 
 import subprocess
 
@@ -61,9 +61,13 @@ def test_wrong_arguments_are_refused_before_anything_is_timed(
 @pytest.mark.parametrize(
   "found, hbm, words",
   [
-    (FileNotFoundError("no nvidia-smi"), 80, "got no nvidia-smi; leave it"),
+    (
+      FileNotFoundError("no nvidia-smi"),
+      80,
+      "got no nvidia-smi; leave --hbm out",
+    ),
     (subprocess.CalledProcessError(9, "nvidia-smi"), 80, "exit status 9"),
-    ("", 80, "asks nvidia-smi for the memory of a GPU"),
+    ("", 80, "needs nvidia-smi to find the memory of a GPU"),
     ("81920 MiB\n", 86, "at most 85.9, the GPU's memory, got 86"),
     ("81920 MiB\n", "nan", "must be above 0"),
     ("81920 MiB\n", 0, "must be above 0"),

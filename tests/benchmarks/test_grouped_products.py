@@ -27,7 +27,7 @@ def test_rows_of_grouped_products(capsys):
   for row in rows:
     tflops = 2 * 128 * 192 * 128 / row["median_ms"] * 1e-9
     assert row["tflops"] == pytest.approx(tflops, rel=1e-4)
-  # Rounded to BF16 once, and not at all.
+  # One result is rounded to BF16, and one is not rounded.
   errors = [row["error"] for row in rows if row["implementation"] == "xla"]
   assert 0.001 < errors[0] < 0.003 and errors[1] == 0
 
@@ -35,8 +35,9 @@ def test_rows_of_grouped_products(capsys):
 def test_skewed_routing_has_large_and_empty_experts():
   sizes = grouped_products.sizes_of("skewed", 65536, 128)
   assert sizes.sum() == 65536 and sizes.min() == 0
-  # The first of 127 terms of the harmonic series, 5.4, against 1 / 128.
+  # The largest share is the first of 127 terms of the harmonic series, whose
+  # sum is 5.4. A uniform share would be 1 / 128.
   assert sizes.max() == pytest.approx(65536 / 5.4, rel=0.05)
   uniform = grouped_products.sizes_of("uniform", 65536, 128)
-  # Five standard deviations of a binomial with a mean of 512.
+  # The bound is five standard deviations of a binomial with a mean of 512.
   assert abs(uniform - 512).max() < 5 * 512**0.5

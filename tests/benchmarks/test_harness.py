@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of timing: what is called, how often, with which arguments."""
+"""Tests of timing: which calls are made, how often, with which arguments."""
 
 import json
 import time
@@ -29,7 +29,7 @@ def test_times_are_those_of_one_call():
 def test_short_calls_are_timed_by_their_kernels():
   x = jax.random.normal(jax.random.key(0), (8192, 8192))
   timing = harness.measure(jnp.negative, x, repeats=3)
-  # 512 MiB at no more than the memory's 4.8 TB/s, and at no less than a half.
+  # 512 MiB take at least as long as at 4.8 TB/s, and at most twice as long.
   assert 0.11 <= timing.median_ms <= 0.3
   small = harness.measure(jnp.negative, x[:256], repeats=3)
   assert 0.002 <= small.median_ms <= 0.02
@@ -42,7 +42,7 @@ def test_rates_follow_from_the_median():
 
 
 def test_arguments_and_results_take_turns():
-  x = jnp.ones((8, 2**21), jnp.float32)  # 64 MiB, two copies are needed
+  x = jnp.ones((8, 2**21), jnp.float32)  # 64 MiB, so two copies are needed.
   calls = harness._Calls(lambda x: x.sum(), (x,), ())
   assert len(calls.args) == 2
   assert calls.args[0][0] is x

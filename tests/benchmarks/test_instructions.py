@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import aot, instructions
 
-# As nvdisasm prints it, with what a kernel ends in to fill a cache line.
+# A listing of nvdisasm, including the padding at the end of a kernel.
 LISTING = """\
 .text.kernel:
    -:-:-:Y:01        /*0000*/                   LDC R1, c[0x0][0x28]
@@ -47,7 +47,7 @@ def test_instructions_are_sorted_by_their_pipe():
     "multiply-add": 2,
   }
   busy = instructions.clocks(found)
-  # Two clocks on half a pipe, eight for a logarithm.
+  # Two clocks on half of a pipe, and eight for a logarithm.
   assert busy["integer, compare"] * 8 == 4
   assert busy["multiply-add"] * 8 == 4
   assert busy["special"] * 8 == 8

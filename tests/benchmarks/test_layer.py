@@ -95,7 +95,7 @@ def test_kinds_of_layers_have_a_window_or_none():
     "window": 4096,
     "full": None,
   }
-  # q k^T and p v, for 8 heads of 256.
+  # The matmuls are q k^T and p v, for 8 heads of 256.
   more = 4 * 8 * 256 * (keys["full"] - keys["window"])
   assert found["full"] - found["window"] == more
   assert layer.kinds_of(CONFIG) == {None: CONFIG}
@@ -103,7 +103,7 @@ def test_kinds_of_layers_have_a_window_or_none():
 
 def test_layer_of_a_tower_sees_all_tokens_of_an_image():
   config = layer.TOWERS["siglip_so400m"]
-  assert config.num_tokens == 27**2  # 384 pixels are 27 patches and a bit.
+  assert config.num_tokens == 27**2  # 384 pixels contain 27 whole patches.
   assert layer.TOWERS["clip_l"].num_tokens == 24**2 + 1
   found = layer.layer_flops(config, batch=2, seq=729)
   weights = 4 * 1152**2 + 2 * 1152 * 4304
@@ -114,7 +114,7 @@ def test_layer_of_a_tower_sees_all_tokens_of_an_image():
 
 
 @pytest.mark.slow
-def test_a_variant_is_the_layer_of_training():
+def test_variant_matches_the_layer_in_training():
   variant = layer.VARIANTS["minimal_codes"]
   shape = (1, 32, CONFIG.d_model)
   functions = layer.Layer(CONFIG, variant)
@@ -167,5 +167,5 @@ def test_rows_compiled_for_a_tpu():
   rows = layer.main([*sizes, "--compile-only", "v6e:2x2", "--variants", "bf16"])
   assert [row["case"]["compiled_for"] for row in rows] == ["TPU v6 lite"] * 2
   forward, full = (row["temporary_bytes"] for row in rows)
-  # What is in fast memory is not counted.
+  # Arrays in fast memory are not counted.
   assert 0 < forward < full

@@ -29,7 +29,7 @@ def test_residual_rows_have_their_shape(residuals):
     assert row["case"]["preset"] == "llama2_7b"
     assert list(row["bytes_per_token_layer"]) == KINDS
     *kinds, total = row["bytes_per_token_layer"].values()
-    # Rows have six digits.
+    # Values in rows have six digits.
     assert sum(kinds) == pytest.approx(total, rel=1e-5)
     assert row["units"] == pytest.approx(total / 8192, rel=1e-5)
     assert {"date", "jax", "device"} <= row.keys()
@@ -41,7 +41,7 @@ def test_residual_rows_have_their_shape(residuals):
 )
 def test_coat_saves_no_more_than_its_bound(residuals, kept, attention, bound):
   row = residuals["coat", kept, attention]
-  # A figure far below would mean that the count misses an array.
+  # A number far below the bound would mean that the count misses an array.
   assert bound - 0.3 < row["units"] <= bound
 
 
@@ -101,7 +101,7 @@ class Compiled:
 
 @pytest.fixture
 def not_compiling(monkeypatch):
-  """Replaces compiling: steps of ten f32 weights, 20 bytes of moments."""
+  """Fakes compiled steps with ten f32 weights and 20 bytes of moments."""
   configs = []
 
   def compile_step(config):
@@ -123,7 +123,7 @@ def test_table7_rows(not_compiling):
   assert [config.mesh for config in not_compiling] == ["fsdp=4"] * 3
   assert {(c.batch, c.seq) for c in not_compiling} == {(8, 2048)}
   assert [c.optim.codec for c in not_compiling] == ["float32", "coat", "coat"]
-  # In the reference BF16 takes 55.1 GB and COAT 35.6.
+  # In the paper, BF16 takes 55.1 GB and COAT 35.6 GB.
   published = [1, 55.1 / 35.6, 55.1 / 35.6]
   for row, ratio, recipe in zip(
     rows, published, ["bf16", "coat", "coat"], strict=True

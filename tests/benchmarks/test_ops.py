@@ -33,7 +33,7 @@ def test_cases_differ():
 def test_bytes_count_arguments_and_results(case):
   args = jax.eval_shape(case.arrays)
   results = jax.eval_shape(lambda *args: case.run("xla", *args), *args)
-  # Vectors are not counted: statistics of rows, norm parameters, scales.
+  # Vectors are not counted, such as statistics, parameters of norms and scales.
   matrices = [x for x in jax.tree.leaves((args, results)) if x.ndim > 1]
   assert case.num_bytes == sum(x.size * x.dtype.itemsize for x in matrices)
 
@@ -56,7 +56,7 @@ def test_flops_of_matmuls_add_up_to_the_layer():
   whole["attention_bwd"] = 2.5 * whole["attention_fwd"]
   assert len(attention) == 10
   for case in attention:
-    # A window of half the sequence leaves out a triangle, a quarter.
+    # A window of half the sequence leaves out a quarter of the triangle.
     share = 0.75 if "window" in case.shape else 1
     share /= case.shape.get("documents", 1)
     assert case.flops == share * whole[case.op]
@@ -109,7 +109,7 @@ def test_whole_linear_layers_agree(name):
   found = jax.jit(lambda *args: cases[name].run(name, *args))(*args)
   for a, b in zip(found, exact, strict=True):
     error = jax.numpy.linalg.norm((a - b).astype("float32"))
-    # Two operands, each off by 2 to 4 % (E4M3, E5M2) of its values.
+    # Each of two operands is off by 2 % (E4M3) or 4 % (E5M2).
     assert 0.01 < error / jax.numpy.linalg.norm(b.astype("float32")) < 0.08
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs compiled for TPUs that are not there: their products and memory."""
+"""Tests matmuls and memory of programs that are compiled for TPUs."""
 
 import math
 
@@ -70,7 +70,7 @@ def test_linear_products_of_a_decoder_layer_read_fp8_on_7x():
   full = layer.with_gradients(one.forward)
   compiled = tpu.compile_for_tpu("tpu7x:2x2x1", full, *specs)
   counted = tpu.products(compiled.as_text())
-  del counted["bf16 * bf16"]  # Those of attention.
+  del counted["bf16 * bf16"]  # These belong to attention.
   # qkv, out, gate and up together, down; each has two in the backward pass.
   assert counted == {"f8e4m3fn * f8e4m3fn": 4, "f8e4m3fn * f8e5m2": 8}
 
@@ -105,8 +105,8 @@ def activation_specs(rows: int, width: int):
   return dy, QTensor(codes, scales, 16), scale
 
 
-# XLA stores dy, the codes and the results again in another layout, but nothing
-# in f32. It would not fuse a reshape of 688 groups; it fuses one of 512.
+# XLA copies dy, codes and results to another layout, but stores nothing in f32.
+# It fuses a reshape of 512 groups, but not of 688.
 @pytest.mark.tpu
 @pytest.mark.parametrize("name", ["tpu7x:2x2x1", "v6e:2x2"])
 def test_a_gated_activation_stores_nothing_in_f32(name):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `benchmarks.training`."""
+"""Tests options of `benchmarks.training`."""
 
 import json
 import os

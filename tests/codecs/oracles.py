@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float64 oracles of the moment codecs, and the bounds derived from them."""
+"""Float64 versions of the moment codecs, and error bounds derived from them."""
 
 import numpy as np
 
@@ -9,8 +9,8 @@ from coat_jax.codecs.integers import LogUniform
 from coat_jax.numerics.formats import E5M2
 from tests import oracles
 
-# (group_size, rounding) to a group codec: those whose errors are relative. The
-# linear one has its own oracle, in test_int8.
+# Maps names to functions of (group_size, rounding) that make a group codec.
+# These codecs have relative errors; the linear codec is tested in test_int8.
 GROUP_CODECS = {
   "fp8": ScaledFP8,
   "coat": ExpandedFP8,
@@ -41,7 +41,7 @@ def bits(codes) -> np.ndarray:
 
 
 def codes_apart(codec, a, b) -> np.ndarray:
-  """Counts the code words between codes, in the order of their values."""
+  """Returns how many codes apart two codes are, ordered by value."""
   if isinstance(codec, LogUniform):
     return np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int))
   return oracles.codes_apart(bits(a), bits(b))
@@ -59,7 +59,7 @@ def _joined(x, n):
 
 
 def _code(codec, amax, range_):
-  """Returns the code of groups with these stored statistics."""
+  """Returns the encoder of groups with these stored statistics."""
   amax, range_ = np.asarray(amax), np.asarray(range_)
   if isinstance(codec, LogUniform):
     return oracles.LogCode(
@@ -126,13 +126,13 @@ def gap(codec, x: np.ndarray) -> np.ndarray:
 
 
 def error_bound(codec, x: np.ndarray, encoded: Encoded) -> np.ndarray:
-  """Bounds |decode(encode(x)) - x|, given the statistics that were stored.
+  """Bounds |decode(encode(x)) - x|, given the stored statistics.
 
-  FP8: the image moves by at most half a step, or a whole step with stochastic
-  rounding; decoding turns that into an error of the value. Logarithmic: half a
-  step, or a whole step, is a factor. f32 adds 2^-15 (as in decode). Saturated
-  values move to the bound. Magnitudes below 2^-126, alone or as a share of the
-  bound, may become zero (or the smallest code).
+  In FP8, rounding changes the image of x by at most half a step, or by a whole
+  step if stochastic, and decoding turns this into an error of the value. In the
+  logarithmic codec, half a step or a whole step is a factor. f32 adds an error
+  of 2^-15. Saturated values move to the bound. Magnitudes below 2^-126, or
+  below this share of the bound, may become zero or the smallest code.
   """
   magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
   code = _code(codec, encoded.amax, encoded.range)
@@ -144,7 +144,7 @@ def error_bound(codec, x: np.ndarray, encoded: Encoded) -> np.ndarray:
     floor = np.where(magnitude < top * 2.0**-125, magnitude + lowest, 0)
   else:
     y = code.image(magnitude)
-    # Half a step of y, from the table's definition, on either side.
+    # Half a step of y on either side, from the table of values.
     step = 2 * steps * oracles.fp8_error_bound(y, codec.dtype)
     qmax = oracles.QMAX[codec.dtype]
     up = (np.minimum(y + step, qmax) / qmax) ** (1 / code.k) * code.bound

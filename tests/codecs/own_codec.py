@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A codec defined outside coat_jax, in one file: codes uniform in |x|^(1/4).
+"""A user's own codec in one file; codes are uniform in |x|^(1/4).
 
-This is what a user writes to add a codec. It is found by the name
+It shows what a user writes to add a codec. The codec's name is
 `tests.codecs.own_codec:make`.
 """
 
@@ -15,7 +15,7 @@ from coat_jax.codecs.group import Grouped, Rounding, finite_amax, share
 
 @dataclasses.dataclass(frozen=True)
 class FourthRoots(Grouped):
-  """x = sign(code) (code / 127)^4 amax, code int8; amax f32 per group."""
+  """Decodes int8 codes to sign(code) (code / 127)^4 amax; amax is f32."""
 
   def _statistics(self, magnitude):
     return finite_amax(magnitude), jnp.uint8(0)

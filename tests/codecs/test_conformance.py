@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that every codec must pass, registered or a user's own."""
+"""Tests that every codec must pass, including users' own codecs."""
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def test_codec_keeps_values_finite_and_signs(variant):
 
 
 @every_variant
-def test_zeros_are_encoded_alike_in_all_groups_and_under_any_noise(variant):
+def test_zeros_have_the_same_codes_in_all_groups_with_any_noise(variant):
   zeros = jnp.zeros((4, 3 * SIZE))
   for group in build(*VARIANTS[variant]).groups:
     encoded, _ = roundtrip(group, zeros)
@@ -135,8 +135,8 @@ def test_stochastic_codec_is_unbiased_on_average(variant):
       return group.decode(group.encode(jnp.asarray(x), noise_like(x, step))) - x
 
     errors = np.stack([np.asarray(error(step)) for step in range(draws)])
-    # As shares of each group's largest value; then 5 standard deviations of a
-    # mean of 32768 independent errors.
+    # Errors are shares of each group's largest value. The bound is 5 standard
+    # deviations of a mean of 32768 independent errors.
     amax = np.abs(x.reshape(8, -1, SIZE)).max(-1).repeat(SIZE, -1)
     errors = np.float64(errors) * np.sign(x) / amax
     assert errors.std() > 1e-3

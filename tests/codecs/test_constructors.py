@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codecs of coat_jax: dtypes, equality, and refused arguments."""
+"""Tests constructors of codecs: dtypes, equality, and refused arguments."""
 
 import doctest
 
@@ -43,7 +43,7 @@ def test_encoded_moments_have_the_documented_dtypes(codec, mu, nu):
       assert encoded.codes.shape == shape
       assert encoded.codes.dtype == jnp.dtype(dtypes[0])
       for statistic, dtype in zip(encoded[1:], dtypes[1:], strict=True):
-        # A statistic that the codec does not use is a scalar.
+        # A statistic that the codec does not store is a scalar.
         assert statistic.shape == (() if dtype is None else groups)
         assert dtype is None or statistic.dtype == jnp.dtype(dtype)
       decoded = jax.eval_shape(group.decode, encoded)
@@ -100,7 +100,7 @@ def test_log8_refuses_nearest_but_its_group_codec_accepts_it():
 def test_constructors_refuse_wrong_choices(build, monkeypatch):
   with pytest.raises(ValueError, match="codecs: group_size must be at least 1"):
     build(group_size=0)
-  # Users see our error; in tests, jaxtyping would raise first.
+  # In tests, jaxtyping would raise its own error first.
   monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
   with pytest.raises(ValueError, match="codecs: rounding must be .* 'up'"):
     build(rounding="up")
@@ -109,7 +109,7 @@ def test_constructors_refuse_wrong_choices(build, monkeypatch):
       build(second="e3m4")
 
 
-def test_encode_takes_noise_only_for_stochastic_rounding():
+def test_encode_accepts_noise_only_for_stochastic_rounding():
   x = jnp.ones((1, 4))
   with pytest.raises(ValueError, match="'stochastic' needs noise, got None"):
     codecs.coat().mu.encode(x, None)

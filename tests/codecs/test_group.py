@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group codecs against float64 oracles, and the bounds they promise."""
+"""Compares group codecs with float64 versions, and tests their error bounds."""
 
 import functools
 
@@ -18,7 +18,7 @@ from coat_jax.numerics.formats import E4M3, E5M2
 from tests import cases, comparing, oracles
 from tests.codecs import oracles as codec_oracles
 
-# Every group codec, by name, with either rounding.
+# All group codecs with both roundings, by name.
 GROUP_CODECS = {
   f"{name}-{rounding}": functools.partial(build, rounding=rounding)
   for rounding in ("nearest", "stochastic")
@@ -67,13 +67,14 @@ def trained(name):
 def test_codes_and_statistics_equal_the_oracle(name):
   codec, x, noise, encoded, _ = trained(name)
   want = codec_oracles.encode(codec, x, noise)
-  # Bounds that are powers of two and f32 maxima are exact. A power is floored:
-  # it is another one where log2 in f32 crosses a sixteenth.
+  # Power-of-two bounds and f32 maxima are exact. A power k is rounded down, so
+  # it differs if log2 in f32 crosses a sixteenth.
   np.testing.assert_array_equal(np.asarray(encoded.amax), want.amax)
   same_range = np.asarray(encoded.range) == want.range
   assert np.mean(same_range) >= 0.9999
-  # f32 exp2 and log2 put an image off by up to 2^-18, t and the neighbours in
-  # stochastic rounding as much: 2^-14 of a step, so 1 in 2^14 codes at most.
+  # Because of exp2 and log2 in f32, an image is off by up to 2^-18, and so are
+  # t and the neighbours in stochastic rounding. This is 2^-14 of a step, so at
+  # most 1 code in 2^14 differs.
   apart = agreeing(codec, encoded.codes, want.codes, same_range)
   assert np.mean(apart == 0) >= 0.9999
   assert np.max(apart) <= 1
@@ -83,7 +84,7 @@ def test_codes_and_statistics_equal_the_oracle(name):
 def test_decode_equals_the_oracle(name):
   codec, _, _, encoded, decoded = trained(name)
   want = codec_oracles.decode(codec, encoded)
-  # 1 / k in f32 is off by 2^-25 of an exponent of up to 60 octaves here: 2^-19.
+  # 1 / k in f32 is off by 2^-25. Multiplied by up to 60 octaves, this is 2^-19.
   np.testing.assert_allclose(decoded, want, rtol=2**-19)
 
 
@@ -95,13 +96,13 @@ def test_error_is_within_the_step_of_the_codec(name):
 
 
 def agreeing(codec, a, b, same_range):
-  """Counts code words between a and b, in groups with the same range only."""
+  """Returns how many codes apart a and b are, in groups with equal ranges."""
   groups = np.broadcast_to(same_range, (*a.shape[:-1], a.shape[-1] // 128))
   return codec_oracles.codes_apart(codec, a, b)[np.repeat(groups, 128, -1)]
 
 
 POWERS = [
-  # (ratio, sixteenths): log2(448^2 / 2) = 16.6147 over the octaves, floored.
+  # (ratio, sixteenths): log2(448^2 / 2) = 16.6147 / octaves, rounded down.
   (2.0**200, 1),  # 1.33 sixteenths
   (2.0**120, 2),
   (2.0**17, 15),
@@ -127,19 +128,20 @@ def test_power_equals_the_oracle_over_its_whole_range(ratio, sixteenths):
   assert float(encoded.amax[0, 0]) == np.max(np.abs(x))
   want = codec_oracles.encode(codec, x, None)
   apart = oracles.codes_apart(codec_oracles.bits(encoded.codes), want.codes)
-  # 16 (log2 image error above), times at most 8 codes a factor of two.
+  # The error of log2 (see above) times 16, times at most 8 codes per octave.
   assert np.mean(apart == 0) >= 0.98 and np.max(apart) <= 1
   np.testing.assert_allclose(
     decoded,
     codec_oracles.decode(codec, encoded),
     rtol=2**-15,
-    atol=amax * 2.0**-125,  # may count as zero
+    atol=amax * 2.0**-125,  # Smaller values may count as zero.
   )
 
 
 @pytest.mark.parametrize("dtype, second", [(E4M3, "e4m3"), (E5M2, "e5m2")])
 def test_no_value_of_a_group_becomes_zero(dtype, second):
-  # The power makes the smallest image 2 / qmax: four (E4M3) steps up, or two.
+  # With this power, the smallest image is 2 / qmax, which is four steps of E4M3
+  # above zero, or two of E5M2.
   codec = codecs.coat(rounding="stochastic", second=second).nu
   assert codec.dtype == dtype
   _, nu = cases.moments((64, 1024))
@@ -158,7 +160,7 @@ def test_degenerate_groups_are_finite_and_within_the_bound(name):
   bound = codec_oracles.error_bound(codec, x, encoded)
   error = np.abs(decoded.astype(np.float64) - x)
   assert not names[np.any(error > bound, -1)].size
-  # Nothing changes its sign, and zeros stay zeros.
+  # Signs do not change, and zeros stay zeros.
   assert np.all((decoded == 0) | (np.sign(decoded) == np.sign(x)))
 
 
@@ -207,9 +209,9 @@ def test_short_groups_equal_the_oracle(name):
 
 @pytest.mark.parametrize("name", codec_oracles.GROUP_CODECS)
 def test_stochastic_rounding_is_unbiased(name):
-  # A step error is at most half a gap in standard deviation, so that the mean
-  # of n draws is within 6 / (2 sqrt(n)) gaps, and that of all elements within
-  # 5 / (2 sqrt(n elements)). 2^-24 is what a word's resolution adds.
+  # A rounding error has a standard deviation of at most half a gap. So the mean
+  # of n draws is within 6 / (2 sqrt(n)) gaps, and the mean over all elements
+  # within 5 / (2 sqrt(n elements)). The resolution of a word adds 2^-24.
   codec = codec_oracles.GROUP_CODECS[name](32, "stochastic")
   draws = 1024
   x = inputs(codec, (3, 96))
@@ -229,7 +231,7 @@ def test_stochastic_rounding_is_unbiased(name):
   error = np.divide(decoded - x, gap, out=np.zeros_like(decoded), where=gap > 0)
   error *= np.sign(x)
   assert np.max(np.abs(error)) < 1 + 1e-3
-  # f32 rounds t, its image and the neighbours: 2^-17 of a gap, as for decode.
+  # f32 rounds t, its image and the neighbours, which adds 2^-17 of a gap.
   rest = 2**-17 + 2**-14
   assert np.max(np.abs(error.mean(0))) < 6 * 0.5 / np.sqrt(draws) + rest
   assert abs(error.mean()) < 5 * 0.5 / np.sqrt(error.size) + rest
@@ -249,9 +251,10 @@ def test_repeated_encoding_of_the_same_values_does_not_drift(name):
     return jax.lax.scan(again, x, jnp.arange(100))[0]
 
   ratio = np.asarray(repeat(jnp.asarray(x))) / x
-  # After the first encoding a value is exactly a code and stays so, unless its
-  # group gets another power. So most errors stay within the first one, at most
-  # 2^-4 of the value to nearest; the median of 4096 sees less than a tenth.
+  # After the first encoding, a value equals a code and does not change, unless
+  # its group gets another power. So most errors stay within the first one,
+  # which is at most 2^-4 of the value. The median of 4096 errors is below a
+  # tenth.
   low, median, high = np.percentile(ratio, [10, 50, 90])
   assert abs(median - 1) < 2**-7
   assert 1 - 2**-4 < low and high < 1 + 2**-4
@@ -267,9 +270,9 @@ def test_codec_under_jit_agrees_with_eager(name):
   apart = agreeing(codec, eager.codes, jitted.codes, same_range)
   assert np.mean(apart == 0) >= 0.99999 and np.max(apart) <= 1
   eagerly_decoded = codec.decode(jitted)
-  if name.startswith("fp8"):  # two products
+  if name.startswith("fp8"):  # There are two products.
     np.testing.assert_array_equal(eagerly_decoded, decoded)
-  # XLA may merge log8's 1 / steps with the ln 2 of its exp2: 1 ulp.
+  # XLA may merge log8's 1 / steps with the ln 2 of exp2, which changes an ulp.
   np.testing.assert_allclose(eagerly_decoded, decoded, rtol=2**-22)
 
 
@@ -294,7 +297,7 @@ def all_roundtrips(x, noise, group_size):
       st.floats(2.0**-126, 2.0**126, width=32),
     ),
   ),
-  # A short last group, and one longer than the row.
+  # Include a short last group, and a group longer than the row.
   group_size=st.sampled_from([4, 128]),
   signed=st.booleans(),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear INT8 codec: codes by its formula in float64, and what it loses."""
+"""Compares the linear INT8 codec with its formula in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def test_codes_equal_the_formula(rounding):
       x, levels, None if noise is None else np.asarray(noise)
     )
     got = np.asarray(encoded.codes, np.float64)
-    # y in f32 is off by 2^-23 of 255 at most: 2^-15 of a step.
+    # In f32, y is off by at most 2^-23 of 255, which is 2^-15 of a step.
     assert np.mean(got == want) >= 1 - 2**-12 and np.abs(got - want).max() <= 1
     assert np.abs(got).max() == levels
     step = np.float64(amax)[:, None] / levels
@@ -63,12 +63,12 @@ def test_codes_equal_the_formula(rounding):
     most = 0.5 if noise is None else 1
     error = np.abs(decoded - np.float64(x))
     assert np.all(error <= step * (most + 2**-14))
-    # To nearest, exactly the values below half a step become zero.
+    # Rounded to nearest, exactly the values below half a step become zero.
     if noise is None:
       assert np.all((got == 0) == (np.rint(y) == 0)) and np.any(got == 0)
 
 
-def test_state_is_reported_and_survives_integers():
+def test_state_can_be_reported_and_stored_as_integers():
   params = {"w": jnp.zeros((16, 256))}
   codec = codecs.int8()
   optimizer = coat_adamw(1e-2, codec=codec)
@@ -77,6 +77,6 @@ def test_state_is_reported_and_survives_integers():
   report = state_report(state)["w"]
   assert report["encoded"] and "power" not in report["nu"]
   assert 0.2 < report["mu"]["codes_used"] <= 1
-  # Squares span twice the octaves and lose most of them.
+  # Squares span twice as many octaves, so most second moments become zero.
   assert report["nu"]["zeroed"] > report["mu"]["zeroed"] > 0
   assert_same_bits(from_integers(to_integers(state), state), state)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests a codec defined outside coat_jax, in the one file `own_codec`."""
+"""Tests a user's own codec (`own_codec`)."""
 
 import dataclasses
 
@@ -70,7 +70,7 @@ def test_own_codec_trains(kind):
     )
   assert state.mu.codes["w"].dtype == jnp.int8
   assert int(state.count) == 200
-  # Within a twentieth of what Adam gained.
+  # The losses differ by at most a twentieth of what Adam gained.
   start = loss(params)
   assert abs(loss(got) - loss(want)) < 0.05 * (start - loss(want))
 
@@ -88,7 +88,7 @@ def test_own_codec_shows_up_in_benchmarks(monkeypatch):
 
 @dataclasses.dataclass(frozen=True)
 class Subclass(ExpandedFP8):
-  """A subclass of a codec that the kernel knows."""
+  """A subclass of a codec that the kernel supports."""
 
 
 def step_arguments(codec):
@@ -115,8 +115,8 @@ def step_arguments(codec):
     ),
   ],
 )
-def test_kernel_refuses_a_codec_that_it_does_not_know(codec, name):
-  reason = f"adamw_step: the kernel knows no codec {name}"
+def test_kernel_refuses_an_unregistered_codec(codec, name):
+  reason = f"adamw_step: the kernel does not support the codec {name}"
   args = step_arguments(codec)
   with pytest.raises(NotImplementedError, match=reason):
     adam.adamw_step(*args, groups=codec.groups, implementation="mosaic")
@@ -129,14 +129,14 @@ def test_kernel_refuses_a_codec_that_it_does_not_know(codec, name):
   with pytest.raises(NotImplementedError, match=reason):
     named = fused_coat_adamw(1e-3, codec=codec, implementation="mosaic")
     named.apply(params, named.init(params), params)
-  # Without a name the definition runs.
+  # Without a named implementation, the definition runs.
   got = adam.adamw_step(*args, groups=codec.groups)
   want = adam.adamw_step.definition(*args, groups=codec.groups)
   assert_same_bits(got, want)
 
 
 def test_own_codec_runs_in_the_kernel_for_tpus():
-  """The kernel calls the codec itself, so it needs nothing registered."""
+  """The TPU kernel calls the codec itself, so nothing must be registered."""
   codec = own_codec.make()
   args, groups = step_arguments(codec), codec.groups
   kernel = adam.adamw_step.kernel("mosaic_tpu")
@@ -148,7 +148,7 @@ def test_own_codec_runs_in_the_kernel_for_tpus():
 
 @dataclasses.dataclass(frozen=True)
 class OnRegisters:
-  """Encodes and decodes the own codec in the kernel, to nearest."""
+  """Encodes and decodes in the kernel with the own codec, to nearest."""
 
   codec: own_codec.FourthRoots
 
@@ -170,7 +170,7 @@ class OnRegisters:
 
 
 @needs_interpreter
-def test_own_codec_may_add_its_kernel(monkeypatch):
+def test_own_codec_can_be_added_to_the_kernel(monkeypatch):
   table = dict(moment_codecs._REGISTER_CODECS)
   monkeypatch.setattr(moment_codecs, "_REGISTER_CODECS", table)
   moment_codecs.register(own_codec.FourthRoots)(OnRegisters)
@@ -186,7 +186,7 @@ def test_own_codec_may_add_its_kernel(monkeypatch):
   for a, b in zip(got[1], want[1], strict=True):
     np.testing.assert_allclose(a.amax, b.amax, rtol=2**-17)
     apart = np.abs(np.asarray(a.codes, int) - np.asarray(b.codes, int))
-    # The kernel's root is another instruction, so a value next to a rounding
-    # boundary may get the neighbouring code.
+    # The kernel computes the root with another instruction, so a value close to
+    # a rounding boundary may get the neighbouring code.
     assert np.mean(apart != 0) <= 1e-2 and np.max(apart) <= 1
     assert np.ptp(np.asarray(a.codes, int)) > 50

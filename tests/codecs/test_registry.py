@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs by name: options, variants, and users' own codecs."""
+"""Tests codecs by name: options, variants, and users' own codecs."""
 
 import sys
 import types
@@ -98,7 +98,9 @@ def test_build_refuses_by_name(name, options, error, message, monkeypatch):
 
 
 def test_register_refuses_a_name_twice(registered):
-  codecs.register(own_codec.make)  # The same one again is no mistake.
+  codecs.register(
+    own_codec.make
+  )  # Registering the same codec again is allowed.
   with pytest.raises(ValueError, match="must be unique, got 'coat' twice"):
 
     @codecs.register

@@ -7,7 +7,10 @@ import pytest
 
 @pytest.fixture
 def as_a_reader(tmp_path, monkeypatch):
-  """Runs in an empty folder, with JAX's defaults, compiled in half the time."""
+  """Runs a test in an empty folder, with most of JAX's defaults.
+
+  Fewer compiler optimizations halve the time to compile.
+  """
   monkeypatch.chdir(tmp_path)
   option = "jax_disable_most_optimizations"
   before = jax.config.read(option)

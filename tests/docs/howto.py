@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what the Python of a how-to page has computed."""
+"""Checks the results of the Python code in how-to pages."""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ from train.config import TrainConfig
 
 
 def assert_shares(tree, *, parts: int, vector_parts: int = 1):
-  """Each device has its share of a tree's bytes, within 2 %.
+  """Checks that each device has its share of a tree's bytes, within 2 %.
 
   Args:
     tree: arrays on one mesh.
@@ -41,19 +41,19 @@ def assert_shares(tree, *, parts: int, vector_parts: int = 1):
 
 
 def assert_learns(losses):
-  """The loss starts near that of guessing and falls far below."""
+  """Checks that the loss starts near that of guessing and falls far below."""
   assert losses[0] > 1.5 and np.all(np.isfinite(losses))
   assert losses[-1] < 0.3 * losses[0]
 
 
 def check_gemma(names):
-  """FP8 layers train on 4 x 2 explicit devices, sharded as Gemma says."""
+  """Checks training of FP8 layers on 4 x 2 devices, with Gemma's shardings."""
   assert_learns(names["losses"])
   model, optimizer = names["model"], names["optimizer"]
   check_gemma_shares(model, optimizer)
   of_weight = model.layers[0].mlp.down_proj.kernel
   assert of_weight[...].sharding.spec == P("tensor", "fsdp")
-  # The layers that the page replaces have the same parameters.
+  # The replaced layers have the same parameters.
   with jax.set_mesh(names["mesh"]):
     plain = nnx.eval_shape(
       lambda: names["Transformer"](names["Layers"](), rngs=nnx.Rngs(0))
@@ -63,22 +63,22 @@ def check_gemma(names):
 
 
 def check_gemma_shares(model, optimizer):
-  """The norms' scales are split over `tensor`."""
+  """Checks shardings; scales of norms are split over `tensor`."""
   assert_shares(nnx.state(model), parts=8, vector_parts=2)
   state = nnx.state(optimizer)
   assert_shares(state, parts=8, vector_parts=2)
   codes = [x for x in jax.tree.leaves(state) if x.dtype == E4M3]
-  assert len(codes) == 2 * 7  # Three matrices of attention, three, embedding.
+  assert len(codes) == 2 * 7  # Matrices: attention 3, MLP 3, embedding 1.
 
 
 def check_nanodo(names):
-  """FP8 layers train on eight devices with nanodo's FSDP."""
+  """Checks training of FP8 layers on eight devices with nanodo's FSDP."""
   assert_learns(names["losses"])
   check_nanodo_shares(names["state"], encoded=5)
 
 
 def check_nanodo_shares(state, *, encoded: int):
-  """nanodo leaves the norms' scales whole."""
+  """Checks shardings; nanodo replicates scales of norms."""
   assert_shares(state.params, parts=8)
   assert_shares(state.opt_state, parts=8)
   leaves = jax.tree.leaves(state.opt_state)
@@ -86,14 +86,14 @@ def check_nanodo_shares(state, *, encoded: int):
 
 
 def check_equinox(names, printed, text):
-  """Matrices are encoded, and the restored state equals the saved one."""
+  """Checks that matrices are encoded, and a saved state is restored exactly."""
   del printed, text
   assert_learns(names["losses"])
   moments = names["opt_state"][0]
   assert moments.mu.codes.up.weight.dtype == E4M3
   assert moments.mu.codes.up.bias.dtype == jnp.float32
   assert moments.mu.codes.norm.weight.dtype == jnp.float32
-  # The model that the page begins with computes nearly the same.
+  # The original model computes nearly the same.
   x = names["x"]
   plain, fp8 = names["model"], names["FP8MLP"](names["model"])
   expected = jax.jit(lambda x: jax.vmap(jax.vmap(plain))(x))(x)
@@ -104,7 +104,7 @@ def check_equinox(names, printed, text):
 
 
 def check_pjit(names, printed, text):
-  """The state is sharded like the parameters."""
+  """Checks that the state is sharded like the parameters."""
   del printed, text
   assert_learns(names["losses"])
   assert_shares(names["state"]["params"], parts=8)
@@ -112,7 +112,7 @@ def check_pjit(names, printed, text):
 
 
 def check_clusters(names, printed, text):
-  """Each device has its rows, and the launchers' files are well formed."""
+  """Checks the rows on each device, and the files of launchers."""
   del printed
   batch = names["batch"]
   assert batch.shape == (16, 128)
@@ -128,7 +128,7 @@ def check_clusters(names, printed, text):
 
 
 def check_script(script, slurm):
-  """The script resumes if there is a whole checkpoint; otherwise it starts."""
+  """Checks that the script resumes if there is a complete checkpoint."""
   subprocess.run(["bash", "-n"], input=slurm, text=True, check=True)
   pathlib.Path("train.sh").write_text(script.replace("/mnt/runs", "."))
   pathlib.Path("python").write_text('#!/bin/sh\necho "$@"\n')

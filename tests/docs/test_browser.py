@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the documentation and the page of answers in Chromium.
 
-Needs Playwright (`pip install playwright`) and Chromium, either Debian's or
-the one that `playwright install chromium` downloads. Skipped without them.
+The tests need Playwright (`pip install playwright`) and Chromium, either
+Debian's or the one that `playwright install chromium` downloads. Without them,
+the tests are skipped.
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of commands shows the options of every program."""
+"""Checks that the page of commands shows the options of every program."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages define U before they use it."""
+"""Checks that pages define U before they use it."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers in the pages equal those in the rows; figures can be redrawn."""
+"""Checks that numbers in pages match the measured rows, and redraws figures."""
 
 import re
 
@@ -14,9 +14,9 @@ PERFORMANCE = (DOCS / "performance.md").read_text()
 
 
 def table(text, after):
-  """The numbers in the rows of the first table after a text; None for words.
+  """Returns the numbers in the first table after a text, with None for words.
 
-  Commas, and everything after a number, are left out.
+  Commas, and any text after a number, are left out.
   """
   _, found, rest = text.partition(after)
   assert found, after
@@ -66,7 +66,7 @@ _BEST = {"optax.adamw": "xla"}
 
 
 def peer(bench, implementation, **case):
-  """Returns the only such row of another library."""
+  """Returns the only row of another library with these values."""
   (row,) = (
     row
     for row in measured("peers")
@@ -263,9 +263,9 @@ def test_layer_table_equals_the_rows():
   variants += ["minimal_nothing"]
   want = []
   for variant in variants:
-    # The table shows the codes, 2 bytes a parameter, separately.
+    # The table shows the codes (2 bytes per parameter) separately.
     unit = units["minimal" if variant == "minimal_codes" else variant]
-    if variant == "bf16_names":  # It was only compiled.
+    if variant == "bf16_names":  # This variant was only compiled.
       want.append([None] * 4 + [round(unit, 1)])
       continue
     forward, full = (times[variant, mode] for mode in ("forward", "full"))
@@ -328,7 +328,8 @@ def test_table_of_saved_residuals_equals_the_counts():
   shown = table(text, "## What is saved for the backward pass")
   for column, row in enumerate(memory.residuals("llama2_7b", 256)):
     want = [*row["units_by_kind"].values(), row["units"]]
-    # Two decimals. RoPE's 4 bytes a token and scalars are less than 0.01 U.
+    # Compare two decimals. RoPE's 4 bytes per token and scalars are below 0.01
+    # U.
     assert [cells[column] for cells in shown] == pytest.approx(want, abs=6e-3)
 
 

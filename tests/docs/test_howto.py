@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The how-to pages run, in all variants that they describe."""
+"""Runs the how-to pages, in all variants that they describe."""
 
 import contextlib
 
@@ -11,12 +11,12 @@ from jax.sharding import AxisType
 from tests.docs import howto
 from tests.docs.pages import run_page
 
-# Each compiles a page's model several times.
+# Each test compiles a page's model several times.
 pytestmark = pytest.mark.slow
 
 
 def assert_learns_like(losses, expected, *, rtol: float):
-  """The model learns, from the same first loss up to rounding."""
+  """Checks that the loss falls, and starts at the same value up to rounding."""
   howto.assert_learns(losses)
   np.testing.assert_allclose(losses[0], expected[0], rtol=rtol)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses in the pages equal those in the rows."""
+"""Checks that losses in pages match the measured rows."""
 
 from docs.figures import long, losses
 from studies import stability, stability_figure

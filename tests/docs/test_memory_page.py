@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of docs/memory.md equal counts and rows."""
+"""Checks that numbers in docs/memory.md match counts and measured rows."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_bytes_per_parameter_add_up():
   for weights, gradients, optimizer, together, whole in shown:
     total = weights + (gradients or 0) + optimizer
     assert total == pytest.approx(together)
-    # Figures have 0.1 GB, and 2.078 is written 2.08.
+    # Numbers are rounded to 0.1 GB, and 2.078 is written as 2.08.
     assert whole == pytest.approx(total * 6.738415616, abs=0.08)
 
 

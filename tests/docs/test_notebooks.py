@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every notebook runs and prints what it shows, apart from the digits."""
+"""Runs every notebook, and compares its output except for digits."""
 
 import re
 
@@ -23,7 +23,7 @@ def without_digits(text: str) -> str:
 def check_optimizer(names, printed):
   adam, coat = names["adam_losses"], names["coat_losses"]
   assert coat[0] == pytest.approx(adam[0], rel=1e-5)
-  # Within a tenth of what Adam gained.
+  # The losses differ by at most a tenth of what Adam gained.
   assert coat[-1] == pytest.approx(adam[-1], abs=0.1 * (adam[0] - adam[-1]))
   for moment in ("mu", "nu"):
     assert 0 < names["report"][moment]["relative_error"] < 0.1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python of every page runs, block after block."""
+"""Runs the Python code of every page, block after block."""
 
 import os
 import re
@@ -52,11 +52,11 @@ def test_page_runs(name, as_a_reader, capsys):
 
 
 def check_tutorial(names, printed, text):
-  """The model learns, and the page shows the printed figures."""
+  """Checks that the model learns, and that the page shows its numbers."""
   losses = names["losses"]
   assert losses[0] > 5 and losses[-1] < 0.1
   assert names["model"].layer.mlp.active_recipe.nonlinear == "fp8"
-  # The page does not train the model that it begins with.
+  # The page does not train its first model.
   plain = nnx.eval_shape(
     lambda: names["Model"](names["Layer"], rngs=nnx.Rngs(0))(names["tokens"])
   )
@@ -69,7 +69,7 @@ def check_tutorial(names, printed, text):
 
 
 def check_checkpoints(names, printed, text):
-  """Two devices, a state built by name and an npz restore the saved state."""
+  """Checks that a state is restored on two devices, by name and from npz."""
   saved, restored = names["state"], names["restored"]
   assert_same_bits(restored, saved)
   assert_same_bits(names["adam"], saved["optimizer"][0])
@@ -80,7 +80,7 @@ def check_checkpoints(names, printed, text):
 
 
 def check_sharding(names, printed, text):
-  """The state and the results of layers are sharded like the parameters."""
+  """Checks that the state and results of layers are sharded."""
   moments = names["opt_state"][0]
   assert moments.nu.codes["up"].sharding.spec == P(None, "fsdp")
   assert moments.nu.amax["up"].sharding.spec == P(None, "fsdp")
@@ -106,19 +106,20 @@ def check_sharding(names, printed, text):
 
 
 def check_optimizer(names, printed, text):
-  """The state is encoded, and small updates of BF16 parameters are not lost."""
+  """Checks that the state is encoded and BF16 parameters keep small updates."""
   assert names["params"]["kernel"].dtype == jnp.bfloat16
   state = names["opt_state"][1][0]
   assert state.mu.codes["kernel"].dtype == jnp.float8_e4m3fn
 
 
 def check_finetune(names, printed, text):
-  """The commands train a model that gives the answer on the page."""
+  """Checks that the trained model gives the answer on the page."""
   section = text.split("## Try it on a CPU")[1].split("## Data")[0]
   lines = section.replace("\\\n", "").splitlines()
   commands = [line for line in lines if line.startswith("python -m train.")]
   assert len(commands) == 3
-  # Optimize programs: those of the quick suite take five times as long.
+  # Compile with optimizations; otherwise programs would take five times as
+  # long.
   environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
   for line in commands:
     _, *words = shlex.split(line, comments=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and functions of this repository that pages name exist."""
+"""Checks that files and functions that pages name exist."""
 
 import importlib
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API reference has an entry for every public name and no others."""
+"""Checks that the API reference has an entry for every public name."""
 
 import ast
 import importlib

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs coat_jax's optimizer in Levanter: `make test-integrations`."""
+"""Trains a small model in Levanter with coat_jax's optimizer.
+
+Needs Levanter; `make test-integrations` installs it.
+"""
 
 import shutil
 import subprocess
@@ -49,7 +52,8 @@ def settings_of(folder, data, tensor):
     log_jaxprs=False,
     log_xla_hlo=False,
     require_accelerator=False,
-    # Levanter splits "mlp" over "model", and of parameters "embed" over "data".
+    # By default Levanter splits the axis "mlp" over the mesh axis "model". In
+    # parameters, we also split "embed" over "data".
     mesh=MeshConfig(
       axes={"data": data, "model": tensor},
       shared_mapping={"kv_head": "model"},
@@ -75,7 +79,7 @@ def loss_of(model, example, *, key=None):
 
 
 def train(folder, data, tensor):
-  """Trains to the last step, from the checkpoint in `folder` if any."""
+  """Trains to the last step; resumes if `folder` has a checkpoint."""
   settings = settings_of(folder, data, tensor)
   settings.initialize()
   optimizer = CoatConfig(learning_rate=3e-4).build(STEPS)
@@ -100,7 +104,7 @@ def test_trainer_shards_saves_and_restores_on_another_mesh(tmp_path, capsys):
     runs["the same mesh"] = train(same, 4, 2)
     runs["another mesh"] = train(other, 2, 4)
   for name, (state, begin, losses) in runs.items():
-    # The checkpoint of step 10 is the state after it.
+    # The checkpoint of step 10 holds the state after step 10.
     assert begin == (0 if name == "undisturbed" else SAVED + 1)
     assert sorted(losses) == list(range(begin, STEPS))
     trainers.check_bytes(
@@ -114,7 +118,7 @@ def test_trainer_shards_saves_and_restores_on_another_mesh(tmp_path, capsys):
 
 
 def step(config, params, grads):
-  """Takes the first step of two, on a mesh that splits "mlp" over 8 devices."""
+  """Takes the first of two steps on a mesh that splits "mlp" over 8 devices."""
   optimizer = config.build(2)
   mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
   with jax.set_mesh(mesh), axis_mapping({"mlp": "model"}):
@@ -127,7 +131,7 @@ def step(config, params, grads):
   "columns, groups, spec",
   [(1024, ("mlp", 8), "model"), (512, ("mlp_groups", 4), None)],
 )
-def test_step_is_that_of_adam_with_statistics_sharded(
+def test_first_step_equals_adams_and_scales_are_sharded(
   columns, groups, spec, limit
 ):
   axes = haliax.Axis("embed", 16), haliax.Axis("mlp", columns)
@@ -144,7 +148,7 @@ def test_step_is_that_of_adam_with_statistics_sharded(
     warmup=0,
   )
   updates, state = step(CoatConfig(**options), params, grads)
-  # The first update is made from moments that were not yet encoded.
+  # The first update uses moments that are not yet encoded: it equals Adam's.
   want, _ = step(AdamConfig(**options), params, grads)
   for name in params:
     assert updates[name].axes == params[name].axes
@@ -172,7 +176,7 @@ print(draccus.parse(Config).optimizer)
 """
 
 
-def test_module_runs_a_command_with_the_name_registered(tmp_path):
+def test_module_registers_the_optimizer_and_runs_a_command(tmp_path):
   (tmp_path / "command.py").write_text(COMMAND)
   arguments = ["--optimizer.type", "coat", "--optimizer.beta2", "0.5"]
   done = subprocess.run(

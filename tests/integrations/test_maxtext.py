@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs coat_jax's optimizer and products in MaxText: `make test-integrations`.
+"""Trains a small model in MaxText with coat_jax's optimizer and FP8 products.
 
-The environment's MaxText was patched with `maxtext_*.patch`.
+Needs MaxText with the patches coat_jax/integrations/maxtext_*.patch applied;
+`make test-integrations` installs and patches it.
 """
 
 import json
@@ -50,7 +51,7 @@ OPTIONS = dict(
 
 
 def run(folder, **options):
-  """Trains to the last step, from the checkpoint in `folder` if any."""
+  """Trains to the last step; resumes if `folder` has a checkpoint."""
   metrics = folder / "metrics"
   metrics.unlink(missing_ok=True)
   options = OPTIONS | options
@@ -72,20 +73,20 @@ def check_bytes(name, state, capsys):
   )
 
 
-def on(fsdp, tensor):
+def mesh_options(fsdp, tensor):
   return dict(ici_fsdp_parallelism=fsdp, ici_tensor_parallelism=tensor)
 
 
 def test_trainer_shards_saves_and_restores_on_another_mesh(tmp_path, capsys):
   first, second = tmp_path / "a", tmp_path / "b"
   first.mkdir()
-  runs = {"undisturbed": run(first, **on(4, 2))}
+  runs = {"undisturbed": run(first, **mesh_options(4, 2))}
   shutil.rmtree(first / "run/checkpoints/19")
   shutil.copytree(first, second)
-  runs["the same mesh"] = run(first, **on(4, 2))
-  runs["another mesh"] = run(second, **on(2, 4))
+  runs["the same mesh"] = run(first, **mesh_options(4, 2))
+  runs["another mesh"] = run(second, **mesh_options(2, 4))
   for name, (state, losses) in runs.items():
-    # Checkpoint 10 is the state after that step.
+    # The checkpoint of step 10 holds the state after step 10.
     begin = 0 if name == "undisturbed" else 11
     assert sorted(losses) == list(range(begin, 20))
     check_bytes(f"MaxText, {name}", state, capsys)
@@ -99,18 +100,18 @@ def test_zero_1_shards_state_and_weights_over_data(tmp_path, capsys):
     enable_checkpointing=False,
     ici_data_parallelism=4,
     shard_optimizer_over_data=True,
-    **on(1, 2),
+    **mesh_options(1, 2),
   )
   check_bytes("MaxText, ZeRO-1", state, capsys)
   assert sorted(losses) == [0, 1, 2]
-  # Weights too are sharded over data between steps, like the codes.
+  # Between steps the weights, like the codes, are sharded over "data".
   kernel = state.model["decoder"]["layers"]["mlp"]["wi_0"]["kernel"]
   assert kernel.get_value().sharding.spec == P("data", None, "tensor")
 
 
 @pytest.mark.parametrize("name", ["optimizer", "quantization"])
 def test_patch_applied(name):
-  """The patch can be reverted, so the installed files are as patched."""
+  """`patch --reverse` would succeed, so the patch has been applied."""
   patch = files("coat_jax.integrations") / f"maxtext_{name}.patch"
   assert len(patch.read_text().splitlines()) <= 30
   subprocess.run(
@@ -121,7 +122,7 @@ def test_patch_applied(name):
 
 
 def test_products_run_in_fp8(tmp_path):
-  options = dict(steps=3, enable_checkpointing=False, **on(4, 2))
+  options = dict(steps=3, enable_checkpointing=False, **mesh_options(4, 2))
   _, exact = run(tmp_path, **options)
   _, fp8 = run(
     tmp_path, quantization="coat", use_qwix_quantization=True, **options

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CoatProvider: FP8 products in a model that qwix quantizes."""
+"""CoatProvider, which makes qwix run a model's products in FP8."""
 
 import doctest
 
@@ -19,7 +19,7 @@ BF16 = jnp.bfloat16
 
 
 class Model(nnx.Module):
-  """Three kinds of products with weights, and one without."""
+  """Layers of three kinds multiply by weights; attention has no weights."""
 
   def __init__(self, rngs):
     options = dict(rngs=rngs, dtype=BF16, param_dtype=BF16)
@@ -35,8 +35,8 @@ class Model(nnx.Module):
     return self.down(jnp.einsum("bnts,bsnh->btnh", scores, q))
 
 
-def functions(p, x, product):
-  """The same model in functions, multiplying by weights with `product`."""
+def apply_with(p, x, product):
+  """Computes what Model does, but multiplies by weights with `product`."""
   q = product(product(x, p["up"]["kernel"][...]), p["heads"]["kernel"][...])
   q = q + p["heads"]["bias"][...] if "bias" in p["heads"] else q
   scores = jnp.einsum("btnh,bsnh->bnts", q, q)
@@ -52,9 +52,9 @@ def model():
 X = jax.random.normal(jax.random.key(0), (2, 8, 64), BF16)
 
 
-def test_products_with_weights_are_those_of_linear(model):
+def test_products_with_weights_match_linear(model):
   fp8 = qwix.quantize_model(model, CoatProvider(), X)
-  want = functions(
+  want = apply_with(
     nnx.state(model, nnx.Param),
     X,
     lambda x, w: linear(x, w, recipe=recipes.coat()),
@@ -79,7 +79,7 @@ def test_fp8_is_saved_for_the_backward_pass(model):
   assert sorted(saved) == [16 * 64, 16 * 64, 16 * 256]
 
 
-def test_gradients_are_those_of_linear(model):
+def test_gradients_match_linear(model):
   fp8 = qwix.quantize_model(model, CoatProvider(), X)
 
   def loss(y):
@@ -88,11 +88,11 @@ def test_gradients_are_those_of_linear(model):
   graph, state, rest = nnx.split(fp8, nnx.Param, ...)
   got = jax.grad(lambda s: loss(nnx.merge(graph, s, rest)(X)))(state)
 
-  def by_functions(state):
+  def loss_with_linear(state):
     product = lambda x, w: linear(x, w, recipe=recipes.coat())  # noqa: E731
-    return loss(functions(state, X, product))
+    return loss(apply_with(state, X, product))
 
-  want = jax.grad(by_functions)(state)
+  want = jax.grad(loss_with_linear)(state)
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 

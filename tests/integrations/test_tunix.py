@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs coat_jax's optimizers in Tunix: `make test-integrations`."""
+"""Trains a small model in Tunix with coat_jax's optimizers.
+
+Needs Tunix; `make test-integrations` installs it.
+"""
 
 import shutil
 import subprocess
@@ -63,7 +66,7 @@ def inputs_of(batch):
 
 
 def train(mesh, folder, optimizer):
-  """Trains to the last step, from the checkpoint in `folder` if any."""
+  """Trains to the last step; resumes if `folder` has a checkpoint."""
   options = ocp.CheckpointManagerOptions(save_interval_steps=SAVED)
   settings = peft_trainer.TrainingConfig(
     eval_every_n_steps=1000,
@@ -142,7 +145,7 @@ def test_command_line_makes_the_optimizer(make, tmp_path):
   assert any(x.dtype.itemsize == 1 for x in jax.tree.leaves(states[0]))
 
 
-def test_module_runs_a_command_with_the_names_registered(tmp_path):
+def test_module_registers_the_optimizers_and_runs_a_command(tmp_path):
   command = tmp_path / "command.py"
   command.write_text(
     "import optax, sys; print(optax.coat_adamw.__name__, sys.argv[1:])"

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data and checks that the runs in other trainers share."""
+"""Training data and checks for the tests with Levanter, MaxText and Tunix."""
 
 import jax
 import numpy as np
 
-# Bytes per parameter: two codes, and ten bytes per group of 128.
+# Bytes of optimizer state per parameter: two one-byte codes, and ten bytes of
+# scales for every group of 128 parameters.
 STATE = 2.08
 
 
 def tokens(steps, *, batch, length):
-  """Yields batches of 16 different tokens, which a model learns at once."""
+  """Yields batches with only 16 different tokens: a model soon learns them."""
   random = np.random.default_rng(0)
   for _ in range(steps):
     yield random.integers(1, 17, (batch, length)).astype(np.int32)
 
 
 def check_bytes(name, state, params, devices, capsys):
-  """Prints the state's bytes per parameter on each device; checks them."""
+  """Checks, and prints, the state's bytes per parameter on each device."""
   count = sum(x.size for x in jax.tree.leaves(params))
   stored = dict.fromkeys(devices, 0)
   for x in jax.tree.leaves(state):
@@ -31,15 +32,15 @@ def check_bytes(name, state, params, devices, capsys):
 
 
 def check_losses(runs, capsys):
-  """Compares the losses of restored runs with those of the undisturbed one."""
+  """Compares the losses of restored runs with the undisturbed run's."""
   undisturbed = runs.pop("undisturbed")
   for name, losses in runs.items():
     apart = max(abs(losses[step] - undisturbed[step]) for step in losses)
     with capsys.disabled():
       print(f"losses restored on {name}: at most {apart:.1e} from undisturbed")
-    # Another mesh sums in another order. Then a moment between two codes may
-    # get the other code, as in tests/train/test_mesh.py.
+    # Another mesh sums in another order, which can tip a moment halfway between
+    # two codes to the other code, as in tests/train/test_mesh.py.
     assert apart <= (0 if name == "the same mesh" else 5e-4)
-  # The model learns, so the losses tell something.
+  # The comparison means little unless the model learns.
   first, *_, last = undisturbed.values()
   assert last < first - 0.5

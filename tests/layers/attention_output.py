@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of given heads, then the back of a block, under one rule.
+"""A block of attention and output projection, whose inputs are q, k and v.
 
-Tests of attention inside a block use this, because it has gradients of q, k and
-v on their own.
+Tests of attention inside a block use it, because it returns the gradients of q,
+k and v.
 """
 
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ _attention_output = rule(_fwd, _bwd, _specs, reads=(3,))
 def attention_output(
   x, q, k, v, w, bias=None, *, segments=None, recipe, **options
 ):
-  """x + attention(q, k, v) w + bias; options are those of `AttentionKind`."""
+  """Computes x + attention(q, k, v) w + bias; `AttentionKind` has options."""
   if recipe.nonlinear == "fp8":
     middle = heads_middle(q.shape[2], k.shape[2], AttentionKind(**options))
     static = BlockStatic(middle, None, 0.0, True, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other people, for the tests of `convert`."""
+"""Models written with flax's layers, for tests of `convert`."""
 
 import functools
 
@@ -18,11 +18,11 @@ D, F, HEADS, T, VOCABULARY = 32, 64, 4, 16, 61
 
 
 class FeedForward(nnx.Module):
-  """A gated MLP without norm and residual add, as in flax's Gemma."""
+  """A gated MLP without a norm and a residual add, as in flax's Gemma."""
 
   def __init__(self, *, dtype=None, activation=nnx.silu, rngs):
     linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype)
-    # Neither the order of attributes nor their names are those of the calls.
+    # Names and order of attributes do not match the calls.
     self.down = linear(F, D, rngs=rngs)
     self.a = linear(D, F, rngs=rngs)
     self.b = linear(D, F, rngs=rngs)
@@ -34,7 +34,7 @@ class FeedForward(nnx.Module):
 
 
 class MLP(nnx.Module):
-  """Norm, two linear layers and a residual add, as in a GPT."""
+  """A norm, two linear layers and a residual add, as in a GPT."""
 
   def __init__(self, *, dtype=None, activation=nnx.gelu, rngs):
     self.norm = nnx.LayerNorm(D, dtype=dtype, rngs=rngs)
@@ -88,7 +88,7 @@ class Layer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-  """Tokens to logits."""
+  """A small model that maps tokens to logits."""
 
   def __init__(self, *, dtype=None, rngs):
     self.embed = nnx.Embed(VOCABULARY, D, dtype=dtype, rngs=rngs)
@@ -103,7 +103,7 @@ class Transformer(nnx.Module):
 
 
 class Stranger(nnx.Module):
-  """Modules in lists and dicts, scanned layers, modules used twice."""
+  """A model with modules in lists and dicts, scanned and shared modules."""
 
   def __init__(self, *, rngs):
     shared = nnx.Linear(D, D, rngs=rngs)
@@ -112,7 +112,7 @@ class Stranger(nnx.Module):
     )
     self.names = nnx.Dict(last=shared)
     self.steps = nnx.Sequential(shared, jnp.tanh)
-    # Two modules of one parameter.
+    # Two modules share one parameter.
     self.tied = nnx.Linear(D, D, rngs=rngs)
     self.tied.kernel = shared.kernel
 
@@ -134,7 +134,7 @@ class Stranger(nnx.Module):
 
 
 def flat_state(model):
-  """Type, shape, dtype and metadata of each variable, by its path."""
+  """Returns type, shape, dtype and metadata of each variable, by path."""
   return {
     path: (type(x), x.shape, x.dtype, x.get_metadata())
     for path, x in nnx.to_flat_state(nnx.state(model))
@@ -150,7 +150,7 @@ def activations(*shape):
 
 
 def relative(got, want):
-  """The error's norm over the norm."""
+  """Returns the norm of the error divided by the norm."""
   got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
   return np.linalg.norm(got - want) / np.linalg.norm(want)
 

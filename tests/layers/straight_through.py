@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracles of layers: f32 functions whose forwards are quantized.
+"""Expected results of layers: f32 functions with straight-through quantization.
 
-`pin(x, value)` is `value` forward and the identity backward, straight through a
-quantizer. Values are those of the reference operations, so that oracle and
-layer read the same codes; gradients are JAX's, of plain f32 functions at those
-values. A gradient that enters a matrix product becomes E5M2, as it does in the
-layers (or what `formats` says); nothing else is rounded on the way back.
+`pin(x, value)` returns `value`, and its gradient is the identity. Quantized
+values come from the reference operations, so these functions and the layers
+read the same codes. Gradients are computed by JAX, from plain f32 functions at
+these values. As in the layers, gradients that enter a matmul are rounded to
+E5M2, or to the format in `formats`. Nothing else is rounded in the backward
+pass.
 """
 
 import functools
@@ -25,7 +26,7 @@ FP8 = Formats()
 
 @jax.custom_vjp
 def pin(x, value):
-  """Forward `value`, backward the identity to x."""
+  """Returns `value`; the gradient goes to x unchanged."""
   return value
 
 
@@ -34,13 +35,13 @@ pin.defvjp(lambda x, value: (value, None), lambda _, g: (g, None))
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def rounded_gradient(x, dtype):
-  """The identity; its gradient is rounded to a format with one scale."""
+  """Returns x; rounds the gradient to a format, with one scale."""
   del dtype
   return x
 
 
 def per_tensor(x, dtype=E4M3):
-  """x as codes with one scale stand for it, f32."""
+  """Quantizes x with one scale, and dequantizes to f32."""
   q = ops.quantize_tensor(x, scaling=PerTensor(dtype))
   return q.rows.astype(jnp.float32) * q.scale
 
@@ -51,21 +52,21 @@ rounded_gradient.defvjp(
 
 
 def per_group(x, group_size=16, dtype=E4M3):
-  """x as 1 x G codes stand for it, f32."""
+  """Quantizes x in groups, and dequantizes to f32."""
   q = ops.quantize_groups(x, groups=Groups(group_size, dtype))
   x = x.astype(jnp.float32)
   return pin(x, q.dequantize())
 
 
 def rounded(x, dtype):
-  """x as `dtype` stands for it, f32."""
+  """Rounds x to `dtype`, and converts to f32."""
   return pin(x, x.astype(dtype).astype(jnp.float32))
 
 
 def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8):
-  """x w + bias with operands and gradients in their formats, all axes of w.
+  """Computes x w + bias with quantized operands and gradients, for any w.
 
-  Rounded to `dtype`; with a bias, which `dtype` holds, it is left to be.
+  The result is rounded to `dtype`, unless there is a bias.
   """
   matrix = w.reshape(w.shape[0], -1)
   of = formats.values
@@ -82,7 +83,7 @@ def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8):
 
 
 def norm(x, gamma, beta, kind, eps, group_size=16, dtype=E4M3):
-  """The norm of 1 x G values, by the formula."""
+  """Computes the norm of values quantized in groups, by its formula."""
   x = per_group(x, group_size, dtype)
   mean = jnp.mean(x, -1, keepdims=True) if kind == "layer" else 0.0
   variance = jnp.mean((x - mean) ** 2, -1, keepdims=True)
@@ -116,7 +117,7 @@ def gated_mlp(
   post_norm=None,
   formats=FP8,
 ):
-  """x + post_norm((f(norm(x) w_gate) * (norm(x) w_up)) w_down), f32."""
+  """Computes x + post_norm((f(norm(x) w_gate) * (norm(x) w_up)) w_down)."""
   front, back, _ = weights
   groups = dict(group_size=group_size, dtype=formats.values)
   y = x
@@ -130,7 +131,7 @@ def gated_mlp(
   y = pin(ACTIVATIONS[activation](gate), jax.lax.stop_gradient(fixed))
   if residuals == "coat":
     y = per_group(y, **groups)
-  # Bias and x are added in f32, before anything is rounded.
+  # Bias and x are added in f32, before the result is rounded.
   dtype = jnp.float32 if back.bias is None else x.dtype
   if post_norm is not None:
     out = linear(y * up, back.w, back.bias, x.dtype, formats)
@@ -142,7 +143,7 @@ def gated_mlp(
 
 
 def attention(q, k, v, kind=CAUSAL, segments=None):
-  """softmax(scores) v."""
+  """Computes softmax(scores) v."""
   out, _ = naive_attention(
     q,
     k,
@@ -155,23 +156,23 @@ def attention(q, k, v, kind=CAUSAL, segments=None):
 
 
 def attention_output(x, q, k, v, w, bias, kept, kind=CAUSAL, ids=None):
-  """x + attention(q, k, v) w + bias; q, k and v kept in `kept`."""
+  """Computes x + attention(q, k, v) w + bias; q, k, v are saved in `kept`."""
   keep = per_group if kept == "fp8" else _as_is
   out = attention(keep(q), keep(k), keep(v), kind, ids)
   return x + linear(out.reshape(*x.shape[:2], -1), w, bias)
 
 
 def self_attention(x, weights, kind, segments, turn, heads, over, eps, recipe):
-  """x + attention(q, k, v) w_out with an RMSNorm of q and k, f32.
+  """Computes x + attention(q, k, v) w_out in f32, with RMSNorms of q and k.
 
   Args:
     x: [B, T, D].
-    weights: `BlockWeights`; its middle has the weights of both norms.
+    weights: `BlockWeights`, with the weights of both norms in `middle`.
     kind, segments: see `attention`.
-    turn: RoPE of [B, T, N, H].
-    heads: N and K.
-    over: what the norm's mean is of, "head" or "all".
-    eps: of both norms.
+    turn: function that applies RoPE to [B, T, N, H].
+    heads: (N, K).
+    over: whether a norm's mean is over a "head" or over "all" channels.
+    eps: epsilon of both norms.
     recipe: coat, bf16 or fp8_linear.
   """
   (front, back, own), (n, kv_heads) = weights, heads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation functions, gated or not, that save FP8."""
+"""Tests layers of activation functions, gated or not."""
 
 import functools
 
@@ -32,20 +32,20 @@ def oracle(x, *others, activation):
 
 
 def pair(activation):
-  """Returns the layer and its oracle; one object, so that they compile once."""
+  """Returns the layer and its oracle, cached so that they compile once."""
   how = dict(activation=activation)
   return functools.partial(activate, **how), functools.partial(oracle, **how)
 
 
 @pytest.mark.parametrize("rows", [(6,), (2, 2, 3)])
-def test_gated_activation_equals_the_formula_at_the_saved_values(rows):
+def test_gated_activation_matches_the_formula_at_the_saved_values(rows):
   gate, up, dy = case(rows)
   f, want = pair("silu")
   assert_close(run(f, dy, gate, up), run(want, dy, gate, up))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activation_equals_the_formula_at_the_saved_values(activation):
+def test_activation_matches_the_formula_at_the_saved_values(activation):
   x, _, dy = case((6,))
   f, want = pair(activation)
   assert_close(run(f, dy, x), run(want, dy, x))
@@ -69,7 +69,7 @@ def test_bfloat16_in_and_out():
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_other_recipes_are_the_ordinary_functions(recipe, activation):
+def test_other_recipes_use_the_plain_functions(recipe, activation):
   gate, up, _ = case((6,))
   f = functools.partial(activate, activation=activation, recipe=recipe)
   want = ACTIVATIONS[activation](gate)
@@ -80,6 +80,6 @@ def test_other_recipes_are_the_ordinary_functions(recipe, activation):
 @pytest.mark.parametrize(
   "up", [jnp.ones((6, 41)), jnp.ones((6, 40), jnp.bfloat16)]
 )
-def test_gate_and_up_that_differ_are_refused(up):
+def test_gate_and_up_of_different_shapes_are_refused(up):
   with pytest.raises(ValueError, match="activate: x and up must have the same"):
     activate(jnp.ones((6, 40)), up, activation="silu")

@@ -23,12 +23,12 @@ from tests.layers.test_parameters import (
 )
 from tests.matrices import quick
 
-# Arguments of flax's ------------------------------------------------------
+# Arguments ----------------------------------------------------------------
 
 TAKEN = {*BlockOptions.__annotations__}
 TAKEN |= {"dtype", "param_dtype", "use_bias", "use_scale", "epsilon"}
 TAKEN |= {"num_kv_heads"}
-# By their position, or by another name of ours.
+# Arguments that are positional in ours, or have another name.
 SIZES = {"self", "rngs", "num_features", "num_heads"}
 
 
@@ -44,7 +44,7 @@ THEIRS = {
 
 
 def arguments_of_flax(name):
-  """Lists names and defaults of flax's arguments except sizes."""
+  """Lists names and defaults of flax's arguments, without sizes."""
   for theirs in THEIRS[name]:
     for argument in inspect.signature(theirs.__init__).parameters.values():
       is_size = argument.name in {"in_features", "out_features"}
@@ -53,7 +53,7 @@ def arguments_of_flax(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_arguments_of_flax_are_taken_or_refused(name):
+def test_arguments_of_flax_are_accepted_or_refused(name):
   for argument, default in arguments_of_flax(name):
     if argument not in TAKEN:
       with pytest.raises(TypeError, match=rf"unexpected .* '{argument}'"):
@@ -96,7 +96,7 @@ def test_norm_linear_has_no_second_product():
     ],
   ),
 )
-def test_out_sharding_is_that_of_the_output(name, kind):
+def test_out_sharding_shards_the_output(name, kind):
   mesh = make_mesh(kind)
   x = jnp.ones((8, 4, D), jnp.bfloat16)
   module = make(name)
@@ -130,7 +130,7 @@ COUNTERPARTS = {
 
 
 DTYPES = [
-  # dtype, that of the parameters, that of the input.
+  # (dtype, dtype of the parameters, dtype of the input)
   (None, jnp.float32, jnp.float32),
   (None, jnp.float32, jnp.bfloat16),
   (None, jnp.bfloat16, jnp.float32),
@@ -157,8 +157,7 @@ def test_norm_without_parameters_has_the_dtype_of_its_input():
     assert norm(jnp.ones((2, D), dtype)).dtype == dtype
 
 
-def test_f32_is_more_than_bf16_in_f32():
-  """With dtype=float32, no intermediate value is rounded to BF16."""
+def test_f32_rounds_nothing_to_bf16():
   x = jax.random.normal(jax.random.key(0), (8, 4, D))
   y, coarse = (make("NormLinear", dtype=d)(x) for d in (jnp.float32, None))
   assert_same_bits(y, coarse)
@@ -169,7 +168,7 @@ def test_f32_is_more_than_bf16_in_f32():
 
 
 class FlaxUngatedMLP(nnx.Module):
-  """`MLP` without a gate, of flax's layers."""
+  """`MLP` without a gate, built from flax's layers."""
 
   def __init__(self, *, rngs):
     self.norm = nnx.RMSNorm(D, rngs=rngs)
@@ -181,7 +180,7 @@ class FlaxUngatedMLP(nnx.Module):
 
 
 class FlaxMLP(nnx.Module):
-  """`MLP` of flax's layers."""
+  """`MLP`, built from flax's layers."""
 
   def __init__(self, *, rngs):
     self.norm = nnx.RMSNorm(D, rngs=rngs)
@@ -194,7 +193,7 @@ class FlaxMLP(nnx.Module):
 
 
 class FlaxNormLinear(nnx.Module):
-  """`NormLinear` of flax's layers."""
+  """`NormLinear`, built from flax's layers."""
 
   def __init__(self, *, rngs):
     self.norm = nnx.RMSNorm(D, rngs=rngs)
@@ -215,7 +214,7 @@ RESULTS = {
 
 
 def gradients(module, x, **call):
-  """The output, and the gradients of input and parameters."""
+  """Returns the output, and gradients of input and parameters."""
   graph, params = nnx.split(module)
 
   @jit
@@ -234,7 +233,7 @@ def test_results_in_f32_without_fp8_match_flax(name):
   theirs = RESULTS[name]()
   nnx.update(ours, nnx.state(theirs))
   x = jax.random.normal(jax.random.key(0), (2, 4, D))
-  # Sums of at most 32 products in f32, in another order.
+  # f32 sums of at most 32 products are added in another order.
   assert_close(gradients(ours, x), gradients(theirs, x), 2e-6)
 
 
@@ -254,7 +253,7 @@ def test_attention_in_f32_without_fp8_matches_flax():
   theirs = nnx.MultiHeadAttention(
     n, D, num_kv_heads=k, use_bias=False, decode=False, rngs=nnx.Rngs(1)
   )
-  # Columns are ordered by key head: its queries, its key, its value.
+  # Columns are ordered by key head: its queries, then key and value.
   columns = ours.qkv.linear.kernel[...].reshape(D, k, n // k + 2, h)
   theirs.query.kernel[...] = columns[:, :, : n // k].reshape(D, n, h)
   theirs.key.kernel[...] = columns[:, :, -2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention, its output projection and the module around both."""
+"""Tests attention, its output projection, and the module `Attention`."""
 
 import functools
 
@@ -21,7 +21,7 @@ HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
 def case(heads=HEADS, kv_heads=KV_HEADS, seed=0):
-  """x, q, k, v, w, bias, dy."""
+  """Makes x, q, k, v, w, bias and dy."""
   rng = np.random.default_rng(seed)
   shapes = [(2, 6, n, SIZE) for n in (heads, kv_heads, kv_heads)]
   shapes = [(2, 6, 24), *shapes, (heads * SIZE, 24), (24,), (2, 6, 24)]
@@ -49,7 +49,7 @@ def test_output_block_equals_attention_then_linear(kept, has_bias):
   args[5] = args[5] if has_bias else None
   y, gradients = layer(args, dy, RECIPES[kept])
   want, want_gradients = oracle(args, dy, kept)
-  # Two formulas of the softmax: a code of the output on a boundary may flip.
+  # The two formulas of softmax may round a code of the output differently.
   assert_close(y, want)
   assert_close(gradients, want_gradients)
 
@@ -58,7 +58,7 @@ def test_output_block_in_bfloat16():
   *args, w, bias, dy = case()
   *args, dy = (x.astype(jnp.bfloat16) for x in (*args, dy))
   exact = [x.astype(jnp.float32) for x in (*args, w, bias, dy)]
-  # p, ds, out and dout are rounded to BF16, and with FP8 the values read.
+  # p, ds, out and dout are rounded to BF16, and with FP8 also q, k and v.
   for kept in RECIPES:
     y, gradients = layer((*args, w, bias), dy, RECIPES[kept])
     assert y.dtype == jnp.bfloat16
@@ -80,7 +80,7 @@ def test_fp8_attention_is_bf16_attention_at_the_saved_values():
 
 
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_other_recipes_are_the_ordinary_layers(recipe):
+def test_other_recipes_match_plain_layers(recipe):
   x, q, k, v, w, _, _ = case()
   got, _ = layer((x, q, k, v, w, None), x, recipe)
 
@@ -106,7 +106,7 @@ def run(m, x, positions=None):
 
 @jit
 def by_hand(m, x):
-  """The module from its parts, weights of each head by hand."""
+  """Computes the module from its parts, with the weights of each head."""
   b, t, _ = x.shape
   qkv = m.qkv(x).reshape(b, t, KV_HEADS, HEADS // KV_HEADS + 2, SIZE)
   if m.middle.clip is not None:
@@ -134,7 +134,7 @@ def by_hand(m, x):
     ({"use_bias": True, "use_qkv_bias": False}, ["out"]),
   ],
 )
-def test_attention_module_is_made_of_its_parts(options, biases):
+def test_attention_module_matches_its_parts(options, biases):
   m = module(recipes.coat(), **options)
   found = {"qkv": m.qkv.linear, "out": m.out}
   found = {name: p for name, p in found.items() if p.bias is not None}
@@ -145,7 +145,7 @@ def test_attention_module_is_made_of_its_parts(options, biases):
   assert_same_bits(run(m, x), by_hand(m, x))
 
 
-def test_clipping_passes_gradients_of_what_it_left_alone():
+def test_clipping_passes_gradients_of_unclipped_values():
   m = module(recipes.bf16(), clip_qkv=0.5, dtype=jnp.float32)
   graph, params = nnx.split(m)
 
@@ -159,30 +159,30 @@ def test_clipping_passes_gradients_of_what_it_left_alone():
   assert_close(gradient_of(lambda m, x: m(x)), gradient_of(by_hand.__wrapped__))
 
 
-def test_module_takes_any_leading_axes():
+def test_module_accepts_any_leading_axes():
   m = module(dtype=jnp.float32)
   x = case()[0]
-  # Per-tensor scales are of all rows together, whatever their shape.
+  # Per-tensor scales cover all rows, whatever the shape.
   assert_close(run(m, x[None])[0], run(m, x), 1e-6)
   assert jax.eval_shape(m, x[0]).shape == (6, 24)
 
 
-def test_module_attends_to_the_past_only():
+def test_module_attends_only_to_the_past():
   m = module(dtype=jnp.float32)
   x = case()[0]
-  later = x.at[:, 4:].multiply(-1)  # The same amax: the same scales.
+  later = x.at[:, 4:].multiply(-1)  # The amax is equal, and so are scales.
   y, y_later = run(m, x), run(m, later)
   assert_same_bits(y[:, :4], y_later[:, :4])
   assert jnp.any(y[:, 4:] != y_later[:, 4:])
 
 
-def test_positions_shift_nothing_but_rope():
+def test_positions_affect_only_rope():
   m = module(dtype=jnp.float32)
   x = case()[0]
   positions = jnp.arange(6, dtype=jnp.int32)
   y = run(m, x, positions)
   assert_close(run(m, x), y, 1e-6)
-  # Only differences of positions count; FP8 codes of the output may flip.
+  # Only differences of positions count. A few FP8 codes may differ.
   shifted = run(m, x, positions + 100)
   assert jnp.linalg.norm(shifted - y) < 0.01 * jnp.linalg.norm(y - x)
   assert jnp.any(run(m, x, 2 * positions) != y)
@@ -198,7 +198,7 @@ def test_positions_shift_nothing_but_rope():
     ),
   ],
 )
-def test_heads_that_do_not_fit_are_refused(arguments, message):
+def test_inconsistent_numbers_of_heads_are_refused(arguments, message):
   with pytest.raises(ValueError, match=message):
     module(**arguments)
   with pytest.raises(ValueError, match="features must be a multiple of num_he"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows, soft caps, scales and segments in layers, and on meshes."""
+"""Tests attention's windows, soft caps, scales and segments, and on meshes."""
 
 import dataclasses
 import functools
@@ -28,13 +28,13 @@ RECIPES = {
   "fp8": recipes.coat(attention="fp8"),
 }
 OPTIONS = dict(window=3, soft_cap=0.8, scale=0.7)
-# Two documents, padding, ids that come back, and a single document.
+# Two documents, padding, ids that occur again later, and a single document.
 ROWS = [[0] * 5 + [1] * 7, [3] * 10 + [-1] * 2, [0, 1] * 6, [7] * 12]
 SEGMENTS = np.array(2 * ROWS, np.int32)
 
 
 def case(batch=B, t=T):
-  """x, q, k, v, w, bias, dy."""
+  """Makes x, q, k, v, w, bias and dy."""
   rng = np.random.default_rng(0)
   shapes = [(batch, t, D), (batch, t, N, H), (batch, t, K, H), (batch, t, K, H)]
   shapes += [(N * H, D), (D,), (batch, t, D)]
@@ -103,13 +103,13 @@ def test_attention_output_with_every_option(options, kept):
     y, vjp = jax.vjp(f, *args)
     return y, vjp(dy)
 
-  # As without options: a code of the output on a boundary may flip.
+  # As without options, a code of the output may be rounded differently.
   assert_close(found, oracle(*args))
 
 
 @pytest.mark.parametrize("name", quick(1, ["fp8", "bf16", "coat"]))
-def test_packed_documents_are_documents_of_their_own(name):
-  """Holds for FP8 too, because an operand's scale covers the same values."""
+def test_packed_documents_do_not_affect_each_other(name):
+  """This holds for FP8 too, because scales cover the same values."""
   *args, dy = case(batch=4, t=6)
   options = items(OPTIONS)
   y, gradients = layer(args, None, dy, RECIPES[name], options)
@@ -131,7 +131,7 @@ MESHES = [
 
 
 def on_mesh(sizes, kind, recipe):
-  """A mesh, the recipe there, and what puts arrays on it."""
+  """Returns a mesh, a recipe for it, and a function that shards arrays."""
   names = ("data", "fsdp", "tensor")
   mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * 3)
   if kind == AxisType.Auto:
@@ -166,5 +166,5 @@ def test_attention_output_with_segments_on_a_mesh(sizes, kind):
   mesh, recipe, put = on_mesh(sizes, kind, RECIPES["fp8"])
   with jax.set_mesh(mesh):
     found = layer(*put(args), recipe, options)
-  # Sums over 96 tokens in another order; codes are those of one device.
+  # Codes are those of one device, but sums over 96 tokens have another order.
   assert_close(found, wanted, 1e-5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that all blocks share, and a block with a middle of one's own."""
+"""Tests options that all blocks share, and a block with a custom middle."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ UNGATED = functools.partial(MLP, activation="gelu_tanh", gated=False)
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(Middle):
-  """h times a weight for each column: a middle with a weight of its own."""
+  """A custom middle that multiplies each column by a weight."""
 
   def plain(self, h, weights, inputs, recipe):
     return h * weights.reshape(1, 1, -1)
@@ -114,7 +114,9 @@ def oracle(x, weights, dy, kind, add_input):
   "kind, add_input, has_bias",
   [("rms", True, True), (None, True, False), (None, False, True)],
 )
-def test_block_of_another_middle_equals_its_parts(kind, add_input, has_bias):
+def test_block_with_a_custom_middle_matches_its_parts(
+  kind, add_input, has_bias
+):
   x, weights, dy = case(has_bias)
   if kind is None:
     front = weights.front._replace(gamma=None)
@@ -128,7 +130,7 @@ def test_block_of_another_middle_equals_its_parts(kind, add_input, has_bias):
 @pytest.mark.parametrize("make", [MLP, UNGATED, Attention])
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.coat()])
 def test_modules_can_leave_out_norm_and_add(make, recipe):
-  width = 2 if make is Attention else F  # Heads, or columns.
+  width = 2 if make is Attention else F  # Number of heads, or of columns.
 
   def build(**options):
     return make(D, width, recipe=recipe, rngs=nnx.Rngs(0), **options)
@@ -149,7 +151,7 @@ def test_modules_can_leave_out_norm_and_add(make, recipe):
   bare = build(norm=None, add_input=False, **options)
   y, added, wanted = outputs(bare, build(norm=None, **options), x)
   assert jnp.any(y)
-  # The sum is rounded once there, as is the product here.
+  # Both round once: one block the sum, the other the product.
   assert_close(added, wanted, 1e-6)
 
 
@@ -157,7 +159,7 @@ def test_modules_can_leave_out_norm_and_add(make, recipe):
   "make", quick(1, [MLP, UNGATED, Attention, NormLinear])
 )
 def test_blocks_multiply_by_one_plus_scale(make):
-  width = 2 if make is Attention else F  # Heads, or columns.
+  width = 2 if make is Attention else F  # Number of heads, or of columns.
   build = functools.partial(make, D, width, dtype=jnp.float32)
   scale = jax.random.normal(jax.random.key(2), D) / 4
   x, dy = jax.random.normal(jax.random.key(1), (2, 2, 6, D))
@@ -183,7 +185,7 @@ def test_blocks_multiply_by_one_plus_scale(make):
 
 
 class AddedNorm(nnx.Module):
-  """x + norm(block(x)), for a block with add_input=False."""
+  """Computes x + norm(block(x)), for a block with add_input=False."""
 
   def __init__(self, block, norm):
     self.block, self.norm = block, norm
@@ -210,8 +212,8 @@ class AddedNorm(nnx.Module):
     ),
   ],
 )
-def test_post_norm_equals_a_norm_after_the_block(make, recipe, norm):
-  width = 2 if make is Attention else F  # Heads, or columns.
+def test_post_norm_matches_a_norm_after_the_block(make, recipe, norm):
+  width = 2 if make is Attention else F  # Number of heads, or of columns.
   shared = dict(recipe=recipe, epsilon=1e-2, dtype=jnp.float32)
   rngs = nnx.Rngs(0)
   options = dict(norm=norm, use_bias=True, rngs=rngs, **shared)
@@ -240,5 +242,5 @@ def test_post_norm_equals_a_norm_after_the_block(make, recipe, norm):
   (y, (dw, dx)), (want, (want_dw, want_dx)) = run(whole, parts, x, dy)
   assert_close(y, want, 1e-6)
   behind = dw.pop("post_norm")
-  # The sum may be contracted on one side, and flip no code.
+  # XLA may fuse product and sum on one side, which changes no code.
   assert_close((dx, dw, behind), (want_dx, want_dw["block"], want_dw["norm"]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fp8_block: operands, products and gradients in blocks of 128."""
+"""Tests recipe fp8_block: operands, matmuls and gradients in blocks of 128."""
 
 import dataclasses
 
@@ -26,12 +26,12 @@ from tests import oracles
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick
 
-# No axis a whole number of blocks.
+# No axis is a whole number of blocks.
 T, D, F, BLOCK = 150, 200, 300, 128
 
 
 def scaled_case(shape, seed=0):
-  """Values whose magnitude differs from one place to the next."""
+  """Makes values whose magnitude varies within the array."""
   rng = np.random.default_rng(seed)
   rows, columns = (np.exp2(rng.integers(-9, 9, size=n)) for n in shape)
   x = rng.normal(size=shape) * rows[:, None] * columns
@@ -39,12 +39,12 @@ def scaled_case(shape, seed=0):
 
 
 def quantized(x, height, width, dtype=ml_dtypes.float8_e4m3fn):
-  """NumPy: codes (bits), the values they stand for, and scales of blocks."""
+  """Quantizes per block in NumPy; returns codes, values and scales."""
   m, n = x.shape
   padded = np.pad(np.float64(x), ((0, -m % height), (0, -n % width)))
   blocks = padded.reshape(-1, height, padded.shape[1] // width, width)
   amax = np.abs(blocks).max((1, 3), keepdims=True)
-  # amax / qmax = mantissa 2^exponent, mantissa in [1/2, 1).
+  # amax / qmax = mantissa * 2^exponent, with the mantissa in [1/2, 1).
   mantissa, exponent = np.frexp(np.where(amax, amax, 1) / oracles.QMAX[dtype])
   scale = np.exp2(exponent - (mantissa == 0.5))
   scale = np.where(amax, scale, 1)
@@ -60,10 +60,10 @@ def assert_is(codes, scale, x, height, width, dtype=ml_dtypes.float8_e4m3fn):
   np.testing.assert_array_equal(np.asarray(scale, np.float64), want_scale)
 
 
-def test_operands_are_those_of_the_oracle():
+def test_operands_match_numpy():
   x, w = scaled_case((T, D)), scaled_case((D, F), seed=1)
   x[3, :BLOCK] = 0
-  # The largest code exactly, and the next value above it.
+  # Include the largest code exactly, and the next larger value.
   x[4, :BLOCK] = 448 * 2.0**-3 * (np.arange(BLOCK) == 5)
   x[5, :BLOCK] = np.nextafter(np.float32(56), np.float32(99))
   operand = jit(lambda x: Blocks().quantize(x, layout="both"))(x)
@@ -77,7 +77,7 @@ def test_operands_are_those_of_the_oracle():
   assert_is(tiles.columns, tiles.scale.columns, w.T, *of_tiles)
 
 
-def test_columns_of_saved_rows_are_those_of_their_values():
+def test_columns_of_saved_rows_match_those_of_their_values():
   x = scaled_case((T, D))
   rows = jit(Blocks().quantize)(x)
   turned = jit(Blocks().turn)(rows)
@@ -85,7 +85,7 @@ def test_columns_of_saved_rows_are_those_of_their_values():
   assert_is(
     turned.columns, turned.scale.columns, np.float32(values.T), 1, BLOCK
   )
-  # Nothing is rounded twice but what is far below a block's largest.
+  # Only values far below a block's largest are rounded twice.
   _, again, scale = quantized(np.float32(values.T), 1, BLOCK)
   again, scale = again.T, np.repeat(scale, BLOCK, axis=1)[:, :T].T
   near = np.abs(values) >= 2.0**-6 * scale
@@ -110,7 +110,7 @@ def test_scale_of_a_block_is_the_next_power_of_two(amax, scale):
   np.testing.assert_array_equal(np.float32(found), np.float32(scale))
 
 
-def test_products_of_a_tensor_and_of_blocks_are_refused():
+def test_matmuls_of_tensor_and_block_scaled_operands_are_refused():
   def product(x, w):
     tiles = Tiles().quantize(w, layout="columns")
     return ops.linear_fwd(ops.quantize_tensor(x), tiles)
@@ -120,7 +120,7 @@ def test_products_of_a_tensor_and_of_blocks_are_refused():
 
 
 @pytest.mark.parametrize("nonlinear", quick(1, ["fp8", "bf16"]))
-def test_linear_is_the_products_of_its_operands(nonlinear):
+def test_linear_matches_the_matmuls_of_its_operands(nonlinear):
   x, w, dy = (scaled_case(s, i) for i, s in enumerate(((T, D), (D, F), (T, F))))
   recipe = dataclasses.replace(recipes.fp8_block(), nonlinear=nonlinear)
 
@@ -132,7 +132,7 @@ def test_linear_is_the_products_of_its_operands(nonlinear):
   y, (dx, dw), saved = layer(x, w, dy)
   _, x_rows, _ = quantized(x, 1, BLOCK)
   _, w_q, _ = quantized(w, BLOCK, BLOCK)
-  # From the codes that the forward read, not from x.
+  # Start from the codes that the forward pass read, not from x.
   _, x_columns, _ = quantized(np.float32(x_rows.T), 1, BLOCK)
   _, g_rows, _ = quantized(dy, 1, BLOCK)
   _, g_columns, _ = quantized(dy.T, 1, BLOCK)
@@ -213,7 +213,7 @@ def test_weight_caches_change_nothing():
   assert_same_bits(got[2], got[0])
 
 
-def test_recipe_is_coat_but_for_its_products():
+def test_recipe_differs_from_coat_only_in_matmuls():
   block, coat = recipes.fp8_block(), recipes.coat()
   assert (block.name, block.scaling) == ("fp8_block", Blocks)
   assert block.formats == Formats(gradients=E4M3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converted models: parameters, outputs, gradients and training."""
+"""Tests converted models: parameters, outputs, gradients and training."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def test_original_is_unchanged():
   assert type(new.layers[0].mlp) is FusedBlock
 
 
-def test_metadata_and_dtypes_stay():
+def test_metadata_and_dtypes_are_kept():
   metadata = dict(out_sharding=("a", "b"), eager_sharding=False)
   linear = nnx.Linear(
     D, F, kernel_metadata=metadata, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
@@ -82,7 +82,7 @@ def test_abstract_models_are_converted():
   assert isinstance(new.embed.embedding.get_value(), jax.ShapeDtypeStruct)
 
 
-def test_conversion_under_eval_shape_sees_the_same_blocks():
+def test_conversion_under_eval_shape_finds_the_same_blocks():
   make = lambda: convert(MLP(rngs=nnx.Rngs(0)), blocks={MLP: layers.MLP})[0]  # noqa: E731
   assert isinstance(nnx.eval_shape(make), FusedBlock)
 
@@ -98,7 +98,7 @@ def test_converting_twice_changes_nothing():
   ]
 
 
-def test_parameters_of_layers_stacked_elsewhere_are_left():
+def test_parameters_of_layers_that_users_stacked_are_kept():
   @nnx.vmap(in_axes=0, out_axes=1)
   def stack(rngs):
     return nnx.Linear(D, F, rngs=rngs)
@@ -123,9 +123,9 @@ def test_modes_reach_converted_layers(name):
 
 
 @pytest.mark.parametrize("name, has_blocks", CASES)
-def test_outputs_without_fp8_are_those_of_the_model(name, has_blocks):
+def test_outputs_without_fp8_match_the_model(name, has_blocks):
   model, new, _, x = converted(name, has_blocks, recipes.bf16())
-  # Sums of at most F products in f32, in another order, in a few layers.
+  # In a few layers, f32 sums of at most F products have another order.
   assert_close(run(new, x), run(model, x), 1e-5)
 
 
@@ -133,9 +133,10 @@ def test_outputs_without_fp8_are_those_of_the_model(name, has_blocks):
 def test_outputs_in_fp8_are_close(name, has_blocks):
   model, new, _, x = converted(name, has_blocks)
   error = relative(run(new, x), run(model, x))
-  # E4M3 rounds a value by 2^-5 of it on average, an operand's two factors by
-  # sqrt(2) 2^-5, and about 10 products and norms come one after another:
-  # sqrt(10) sqrt(2) 2^-5 = 0.14. What is not rounded at all has no error.
+  # E4M3 rounds a value by 2^-5 of its magnitude on average, so a product of two
+  # values has an error of sqrt(2) 2^-5. About 10 matmuls and norms follow one
+  # another: sqrt(10) sqrt(2) 2^-5 = 0.14. Without rounding the error would be
+  # 0.
   assert 1e-3 < error < 0.14
 
 
@@ -157,11 +158,11 @@ def test_gradients_flow_to_all_parameters(name, has_blocks):
   want = dict(nnx.to_flat_state(gradients(model, x)))
   assert got.keys() == want.keys()
   for path, gradient in got.items():
-    # The bound of outputs, and twice as much: E5M2 has one bit less.
+    # Twice the bound of outputs, because E5M2 has one bit less.
     assert relative(gradient[...], want[path][...]) < 3 * 0.14, path
 
 
-def test_training_lowers_the_loss_and_the_original_follows():
+def test_training_lowers_the_loss_and_updates_the_original():
   model, new, _, x = converted("transformer", has_blocks=True)
   optimizer = nnx.Optimizer(new, coat_adamw(1e-2), wrt=nnx.Param)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that `convert` finds and refuses, and its reports."""
+"""Tests which blocks `convert` finds, which it refuses, and its reports."""
 
 import functools
 
@@ -45,7 +45,7 @@ def test_gate_and_activation_are_found(name):
   assert (roles.front, roles.back) == (("b", "a"), "down")
   assert roles.middle == layers.Elementwise(name)
   assert (roles.norm, roles.add_input) == (None, False)
-  # Other attributes are still there.
+  # Other attributes are kept.
   assert new.hidden == F
 
 
@@ -60,7 +60,7 @@ def test_activation_norm_and_residual_add_are_found(name):
 
 
 class Fused(nnx.Module):
-  """Gate and up in one matrix, with biases; the gate first or last."""
+  """An MLP with gate and up in one matrix; the gate comes first or last."""
 
   def __init__(self, columns, *, gate=0, rngs):
     self.gate_up = nnx.LinearGeneral(D, columns, rngs=rngs)
@@ -83,7 +83,7 @@ def test_fused_gate_and_up_are_found(columns):
   assert_close(run(new, x), run(model, x), 1e-5)
 
 
-def test_fused_gate_after_up_is_left():
+def test_fused_gate_after_up_is_not_converted():
   model = Fused((2, F), gate=1, rngs=nnx.Rngs(0))
   new, report = convert(model, blocks={Fused: layers.MLP})
   assert type(new) is Fused and "output differs" in report.left["."]
@@ -99,7 +99,7 @@ def test_blocks_in_containers_and_used_twice_are_found():
 
 
 class Heads(nnx.Module):
-  """A product with two axes of columns, which no block has."""
+  """A matmul with two axes of columns, which no block has."""
 
   def __init__(self, *, rngs):
     self.norm = nnx.RMSNorm(D, rngs=rngs)
@@ -109,7 +109,7 @@ class Heads(nnx.Module):
     return self.up(self.norm(x))
 
 
-def test_products_with_several_axes_are_no_part_of_a_block():
+def test_matmuls_with_several_axes_are_not_part_of_a_block():
   model = Heads(rngs=nnx.Rngs(0))
   new, report = convert(model, blocks={Heads: layers.NormLinear})
   assert type(new) is Heads and type(new.up) is layers.Linear
@@ -117,7 +117,7 @@ def test_products_with_several_axes_are_no_part_of_a_block():
 
 
 class Refused(nnx.Module):
-  """An MLP that is none in one respect."""
+  """An MLP that differs from a block in one respect."""
 
   def __init__(self, why, *, rngs):
     self.up = nnx.Linear(D, F, rngs=rngs)
@@ -155,7 +155,7 @@ REASONS = [
 
 
 @pytest.mark.parametrize("why", REASONS)
-def test_modules_that_compute_something_else_stay(why):
+def test_modules_that_compute_something_else_are_kept(why):
   model = Refused(why, rngs=nnx.Rngs(0))
   new, report = convert(model, blocks={Refused: layers.MLP})
   assert type(new) is Refused
@@ -164,12 +164,12 @@ def test_modules_that_compute_something_else_stay(why):
   assert report.products_only == ("Refused",)
 
 
-def test_what_is_refused_is_a_block_otherwise():
+def test_without_the_difference_it_is_a_block():
   new, _ = convert(Refused("", rngs=nnx.Rngs(0)), blocks={Refused: layers.MLP})
   assert type(new) is FusedBlock
 
 
-def test_dropout_of_nothing_is_no_obstacle():
+def test_dropout_at_rate_zero_is_allowed():
   model = Refused("", rngs=nnx.Rngs(0))
   model.dropout = nnx.Dropout(0.0, rngs=nnx.Rngs(1))
   new, _ = convert(model, blocks={Refused: layers.MLP})
@@ -192,7 +192,7 @@ def precise(x, y, dimensions, **options):
 
 
 class Sublinear(nnx.Linear):
-  """A class of a user."""
+  """A user's subclass."""
 
 
 def with_gain(module):
@@ -233,7 +233,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_report_says_why_a_module_was_left(name):
+def test_report_says_why_a_module_was_not_converted(name):
   make, why = LEFT[name]
   model = nnx.Dict(
     it=make(nnx.Rngs(0)), plain=nnx.Linear(D, F, rngs=nnx.Rngs(0))
@@ -275,7 +275,7 @@ BF16 = dict(dtype=jnp.bfloat16)
     (lambda r: Head(**BF16, rngs=r), {Head: layers.NormLinear}),
   ],
 )
-def test_blocks_save_a_third_at_most(make, blocks):
+def test_blocks_save_at_most_a_third_of_the_bytes(make, blocks):
   model = make(nnx.Rngs(0))
   _, fused = convert(model, blocks=blocks, inputs=(SHAPE,))
   assert fused.saved_after <= fused.saved_before / 3
@@ -286,11 +286,11 @@ def test_blocks_save_a_third_at_most(make, blocks):
   assert "products only" in str(alone) and "products only" not in str(fused)
 
 
-def test_separate_gate_and_up_save_what_fused_ones_do():
+def test_separate_gate_and_up_save_the_same_as_fused_ones():
   model = FeedForward(**BF16, rngs=nnx.Rngs(0))
   _, report = convert(model, blocks={FeedForward: layers.MLP}, inputs=(SHAPE,))
   ours = layers.MLP(D, F, norm=None, add_input=False, rngs=nnx.Rngs(0))
-  # Scales of whole tensors aside, which are computed again.
+  # Leave out scales of whole tensors, which are computed again.
   assert report.saved_after == pytest.approx(
     saved_bytes(ours, (SHAPE,)), abs=64
   )
@@ -309,7 +309,7 @@ def test_joined_gate_and_up_are_not_saved():
   assert (D, F) in shapes and (D, 2, F) not in shapes
 
 
-def test_separate_gate_and_up_multiply_nothing_twice():
+def test_separate_gate_and_up_compute_no_matmul_twice():
   model = FeedForward(**BF16, rngs=nnx.Rngs(0))
   new, _ = convert(model, blocks={FeedForward: layers.MLP})
   graph, params = nnx.split(new)
@@ -318,7 +318,7 @@ def test_separate_gate_and_up_multiply_nothing_twice():
     loss = lambda *args: jnp.sum(nnx.merge(graph, args[0])(args[1]))  # noqa: E731
     return jax.grad(loss, (0, 1))(params, x)
 
-  # Two products forward and four backward.
+  # There are two matmuls forward and four backward.
   assert (
     str(jax.make_jaxpr(gradients)(params, SHAPE)).count("dot_general[") == 6
   )
@@ -329,10 +329,10 @@ def test_count_is_that_of_the_shapes():
   linear = nnx.Linear(D, F, use_bias=False, **BF16, rngs=nnx.Rngs(0))
   _, report = convert(linear, inputs=(SHAPE,))
   assert report.saved_before == 2 * rows * D
-  # Codes, the scale of x, and that of the weight.
+  # These are codes, the scale of x, and the scale of the weight.
   assert rows * D < report.saved_after <= rows * D + 8
   new, _ = convert(linear)
-  # The backward pass of the whole program keeps the same.
+  # The backward pass of the whole program saves the same.
   graph, params = nnx.split(new)
   x = jnp.ones(SHAPE.shape, SHAPE.dtype)
   kept = jax.tree.leaves(jax.vjp(lambda p: nnx.merge(graph, p)(x), params)[1])
@@ -340,7 +340,7 @@ def test_count_is_that_of_the_shapes():
   assert sum(sizes) == rows * D
 
 
-def test_array_that_two_products_read_counts_once():
+def test_array_that_two_matmuls_read_counts_once():
   class Twins(nnx.Module):
     def __init__(self, *, rngs):
       self.a = nnx.Linear(D, F, use_bias=False, **BF16, rngs=rngs)

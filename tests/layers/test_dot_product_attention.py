@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of attention equal those of f32 attention at what is saved.
+"""Compares gradients of attention with f32 attention at the saved values.
 
 A softmax does not change if the same number is added to all scores of a row, so
 the gradients of a row's scores sum to 0. Adding one vector to all keys adds
-such numbers. The sum over keys of dk is therefore 0, and so is the gradient of
-a bias of k. A backward whose output is not the forward's breaks this first.
+such numbers. Therefore the sum of dk over keys is 0, and so is the gradient of
+a bias of k. If the backward pass used another output than the forward pass,
+this would be the first to fail.
 """
 
 import functools
@@ -50,7 +51,7 @@ OPTIONS = [
 
 @functools.partial(jit, static_argnames=("recipe", "kind"))
 def middle_gradients(q, k, v, segments, dout, recipe, kind):
-  """dq, dk and dv of the middle alone, without the products around it."""
+  """Returns dq, dk and dv of attention without the matmuls around it."""
   middle = heads_middle(N, K, kind)
   inputs = AttentionInputs(jnp.arange(T), segments)
   saved = forward(middle, (q, k, v), inputs, recipe).saved
@@ -61,7 +62,7 @@ def middle_gradients(q, k, v, segments, dout, recipe, kind):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", quick(1, [*FP8, "coat, BF16 attention"]))
-def test_gradients_are_those_of_f32_attention_at_what_is_saved(name, options):
+def test_gradients_match_f32_attention_at_the_saved_values(name, options):
   rng = np.random.default_rng(0)
   q, k, v, dout = (
     jnp.float32(rng.normal(size=(B, T, n, H))) for n in (N, K, K, N)

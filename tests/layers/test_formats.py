@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers in other number formats than E4M3 and E5M2, chosen by the recipe."""
+"""Tests layers in number formats other than a recipe's default."""
 
 import dataclasses
 
@@ -58,7 +58,7 @@ def test_block_in_other_formats_is_near_bf16(block, formats):
   one_byte = {dtype for dtype in saved if dtype.itemsize == 1}
   assert one_byte == {jnp.dtype(formats.values)}
   exact = value_and_gradients(block, recipes.bf16())[:2]
-  # E5M2 has two mantissa bits: up to 1/8 a value, and several of them in a row.
+  # E5M2 has two mantissa bits and rounds by up to 1/8, several times in a row.
   most = 0.25 if formats.values == E5M2 else 0.12
   pairs = zip(*map(jax.tree.leaves, ((y, gradients), exact)), strict=True)
   for got, want in pairs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated MLP block with its norm and residual add."""
+"""Tests the gated MLP block, with its norm and residual add."""
 
 import functools
 import inspect
@@ -93,7 +93,7 @@ def oracle(
     ],
   ),
 )
-def test_gated_mlp_equals_its_parts(kind, rows, eps, has_biases, residuals):
+def test_gated_mlp_matches_its_parts(kind, rows, eps, has_biases, residuals):
   x, weights, dy = case(rows, has_biases)
   y, gradients = layer(x, weights, dy, kind, eps, RECIPES[residuals])
   want, want_gradients = oracle(x, weights, dy, kind, eps, residuals)
@@ -113,7 +113,9 @@ def test_gated_mlp_equals_its_parts(kind, rows, eps, has_biases, residuals):
     ],
   ),
 )
-def test_gated_mlp_of_gelu_equals_its_parts(activation, residuals, has_biases):
+def test_gated_mlp_with_gelu_matches_its_parts(
+  activation, residuals, has_biases
+):
   x, weights, dy = case((2, 6), has_biases)
   found = layer(x, weights, dy, "rms", 1e-5, RECIPES[residuals], activation)
   wanted = oracle(x, weights, dy, "rms", 1e-5, residuals, activation)
@@ -122,7 +124,7 @@ def test_gated_mlp_of_gelu_equals_its_parts(activation, residuals, has_biases):
 
 
 def with_post_norm(weights, kind, seed=1):
-  """Returns the weights with a post norm, and without the norm before."""
+  """Returns the weights with a post norm, and without the first norm."""
   gamma, beta = jax.random.normal(jax.random.key(seed), (2, 24)) / 2 + 1
   front, back, _ = weights
   if kind is None:
@@ -142,7 +144,7 @@ def with_post_norm(weights, kind, seed=1):
     ],
   ),
 )
-def test_gated_mlp_with_a_post_norm_equals_its_parts(
+def test_gated_mlp_with_a_post_norm_matches_its_parts(
   kind, post_norm, residuals, has_biases
 ):
   x, weights, dy = case((2, 6), has_biases)
@@ -166,9 +168,9 @@ def test_gated_mlp_with_a_post_norm_in_bfloat16():
   assert_same_bits(y, want.astype(jnp.bfloat16))
   assert_close((dw.back.gamma, dw.back.beta), want_dw.back[2:4])
   assert_close(dw.back.bias, want_dw.back.bias, 2.0**-8)
-  # Rounded to BF16 on their way to E5M2 are the gradients of the product's
-  # output and of its input. Either moves one code in 2^-9 / 2^-3 or so by 2^-2
-  # at most: 2^-5 of the norm, and together 4.4 %.
+  # The gradients of the matmul's output and of its input are rounded to BF16
+  # before E5M2. Each of these changes a share of about 2^-9 / 2^-3 of codes, by
+  # at most 2^-2. This is 2^-5 of the norm for each, and 4.4 % together.
   for got, exact in zip(
     jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
   ):
@@ -186,9 +188,9 @@ def test_gated_mlp_in_bfloat16(residuals):
   assert dx.dtype == jnp.bfloat16
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(dw))
   want_dx, want_dw = want_gradients
-  # The gradient of the product, rounded to BF16, moves E5M2 codes of dgate and
-  # dup that are at a boundary: each by 2^-2 at most, one in 2^-9 / 2^-3 or so
-  # of them. dx and the front share that; the back does not.
+  # The matmul's gradient is rounded to BF16, which changes a share of about
+  # 2^-9 / 2^-3 of the E5M2 codes of dgate and dup, by at most 2^-2. This
+  # affects dx and the front's weights, but not the back's.
   assert_close(dw.back, want_dw.back)
   for got, exact in zip(
     jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
@@ -197,8 +199,8 @@ def test_gated_mlp_in_bfloat16(residuals):
     assert error < 0.02 * jnp.linalg.norm(exact)
 
 
-def test_gated_mlp_residuals_differ_by_fp8_of_silu_only():
-  # silu(30) = 30 in f32: where all gates are equal, SiLU is exact in FP8 too.
+def test_gated_mlp_residuals_differ_only_in_rounding_silu():
+  # silu(30) = 30 in f32, so if all gates are 30, SiLU is exact in FP8 too.
   x, weights, dy = case((2, 6), has_biases=True)
   front = weights.front
   front = front._replace(
@@ -209,7 +211,7 @@ def test_gated_mlp_residuals_differ_by_fp8_of_silu_only():
     layer(x, weights, dy, "rms", 1e-5, recipe) for recipe in RECIPES.values()
   )
   assert_close(kept, recomputed, 1e-6)
-  # Anywhere else: by the error of one more quantization, 2.6 % of the product.
+  # Other values have the error of one more quantization, 2.6 % of the product.
   x, weights, dy = case((2, 6))
   kept, recomputed = (
     layer(x, weights, dy, "rms", 1e-5, recipe)[0] for recipe in RECIPES.values()
@@ -218,7 +220,7 @@ def test_gated_mlp_residuals_differ_by_fp8_of_silu_only():
   assert 0 < off < 0.05 * jnp.linalg.norm(recomputed - x)
 
 
-def test_gated_mlp_of_zero_down_returns_its_input():
+def test_gated_mlp_with_a_zero_down_weight_returns_its_input():
   x, weights, dy = case((2, 6), has_biases=False)
   weights = weights._replace(back=LinearWeights(jnp.zeros((40, 24))))
   y, (dx, _) = layer(x, weights, dy, "rms", 1e-5, RECIPES["minimal"])
@@ -233,7 +235,7 @@ def test_gated_mlp_of_zero_down_returns_its_input():
     (recipes.fp8_linear(), "gelu_tanh"),
   ],
 )
-def test_gated_mlp_of_other_recipes_is_its_parts(recipe, activation):
+def test_gated_mlp_in_other_recipes_matches_its_parts(recipe, activation):
   options = dict(activation=activation, use_bias=True, rngs=nnx.Rngs(0))
   m = MLP(24, 40, recipe=recipe, **options)
   f = straight_through.ACTIVATIONS[activation]
@@ -249,13 +251,13 @@ def test_gated_mlp_of_other_recipes_is_its_parts(recipe, activation):
 
 
 def test_mlp_refuses_an_unknown_activation():
-  # What a caller without a type checker gets.
+  # Test the error that a caller without runtime type checks gets.
   init = inspect.unwrap(Elementwise.__init__)
   with pytest.raises(ValueError, match="one of .*'gelu'.*, got 'swish'"):
     init(object.__new__(Elementwise), "swish")
 
 
-def test_gated_mlp_refuses_weights_that_do_not_fit():
+def test_gated_mlp_refuses_weights_of_wrong_shapes():
   x, (front, back, _), _ = case((2, 6))
   for bad in (
     BlockWeights(front._replace(w=jnp.ones((24, 80))), back),

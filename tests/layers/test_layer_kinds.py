@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stack of layers of several kinds, against modules of one kind each."""
+"""Compares a stack of layers of several kinds with modules of one kind each."""
 
 import inspect
 
@@ -58,11 +58,11 @@ def stacked(layers):
     ],
   ),
 )
-def test_scanned_layers_of_two_kinds_equal_separate_ones(recipe, qk_norm):
+def test_scanned_layers_of_two_kinds_match_separate_ones(recipe, qk_norm):
   order = [0, 1, 0]
   options = dict(rope_theta=THETAS, rope_scaling=SCALINGS, window=WINDOWS)
   shared = dict(soft_cap=5.0, qk_norm=qk_norm)
-  # The same random weights, whatever the kind.
+  # All kinds have the same random weights.
   alone = [
     build(i, recipe, **shared, **{name: x[kind] for name, x in options.items()})
     for i, kind in enumerate(order)
@@ -92,7 +92,8 @@ def test_scanned_layers_of_two_kinds_equal_separate_ones(recipe, qk_norm):
   x, dy = arrays(1, 2)
   want, (dparams, dx) = results(one_by_one)(params, x, dy)
   found = results(scanned)(stacked(params), x, dy)
-  # Angles are a product with another constant: an ulp of cos and sin.
+  # Angles are products with another constant, so cos and sin may be off by an
+  # ulp.
   assert_close(found, (want, (stacked(dparams), dx)), 5e-5)
 
 
@@ -106,7 +107,7 @@ def jaxpr_of(m):
   return str(jax.make_jaxpr(run)(params, arrays(1)[0]))
 
 
-def test_layers_that_are_alike_need_no_choice():
+def test_layers_of_one_kind_need_no_switch():
   same = build(
     0, recipes.coat(), window=(3, 3), rope_theta=(1e4, 1e4), rope_scaling=None
   )
@@ -116,7 +117,7 @@ def test_layers_that_are_alike_need_no_choice():
 
 
 @pytest.mark.slow
-def test_layers_may_differ_in_rope_alone():
+def test_layers_may_differ_only_in_rope():
   recipe = recipes.bf16()
   m = build(0, recipe, rope_theta=(1e4, None))
   x = arrays(1)[0]
@@ -144,13 +145,13 @@ def test_scalings_reach_rope():
     positions = 2 * jnp.arange(T, dtype=jnp.int32)
     run = jit(lambda m, x, positions: m(x, positions))
     ys.append((run(m, x, positions), run(m, x, positions // 2)))
-  # Divided by two, as the positions are.
+  # The frequencies are divided by two, as the positions are.
   assert_close(ys[1][0], ys[0][1], 1e-6)
   for others in (ys[0][0], ys[1][0]):
     assert jnp.max(jnp.abs(ys[2][0] - others)) > 1e-3
 
 
-def test_positions_and_segments_take_the_axes_of_x():
+def test_positions_and_segments_are_broadcast_to_the_axes_of_x():
   m = build(0, recipes.bf16())
   x = arrays(1, shape=(2, 1, T, D))[0]
   positions = jnp.arange(T, dtype=jnp.int32) % 5
@@ -159,7 +160,7 @@ def test_positions_and_segments_take_the_axes_of_x():
   many = [jnp.broadcast_to(a, (2, 1, T)) for a in (positions, segments)]
   found = run(m, x, *many)
   assert_close(found, run(m, x[:, 0], *(a[:, 0] for a in many))[:, None], 1e-6)
-  # Each document as if it were alone.
+  # Each document is computed as if it were alone.
   first, second = run(m, x[0, :, :5]), run(m, x[0, :, 5:])
   assert_close(found[0], jnp.concatenate([first, second], axis=1), 1e-5)
 
@@ -180,7 +181,7 @@ def test_positions_and_segments_take_the_axes_of_x():
     (dict(rotary_dim=8), "at most the heads' size 6, got 8"),
   ],
 )
-def test_choices_that_do_not_fit_are_refused(options, message):
+def test_invalid_kinds_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
     nnx.eval_shape(lambda: build(0, recipes.coat(), **options))
 
@@ -192,14 +193,14 @@ def test_choices_that_do_not_fit_are_refused(options, message):
     ((jnp.zeros((1, T), jnp.int32),), r"positions \[T\] or \[B, T\]"),
   ],
 )
-def test_calls_that_do_not_fit_are_refused(arguments, message):
+def test_invalid_calls_are_refused(arguments, message):
   m = build(0, recipes.coat(), window=WINDOWS)
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(m, arrays(1)[0], *arguments)
 
 
 def test_unknown_norms_of_q_and_k_are_refused():
-  # As users see it: the tests' checks of types would come first.
+  # Turn off the tests' type checks, which users do not have.
   class Unchecked(Attention):
     __init__ = inspect.unwrap(Attention.__init__)
 
@@ -222,5 +223,5 @@ def test_switch_saves_no_more():
     return sorted((str(a.dtype), a.shape) for a in found)
 
   found = saved(jnp.int32(0), window=WINDOWS, rope_theta=THETAS)
-  # The kind itself, and all of it once.
+  # It saves the number of the kind too, and everything else once.
   assert found == sorted([*saved(window=3), ("int32", ())])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers: all three products in FP8, any shape, drop-in."""
+"""Tests linear layers: FP8 matmuls, shapes, and use instead of nnx.Linear."""
 
 import functools
 
@@ -46,7 +46,7 @@ def oracle(x, w, bias, dy):
     ((), (40,), True),
   ],
 )
-def test_equals_the_products_of_the_codes(rows, out, has_bias):
+def test_linear_matches_the_matmuls_of_the_codes(rows, out, has_bias):
   x, w, bias, dy = case(rows, out)
   bias = bias if has_bias else None
   y, gradients = layer(x, w, bias, dy)
@@ -78,7 +78,7 @@ def test_bfloat16_parameters_get_bfloat16_gradients():
 
 
 def test_gradients_below_e4m3_survive():
-  # E5M2 reaches 2^-16 of its scale's unit: 2^32 below the largest gradient.
+  # E5M2 resolves values down to 2^-32 of the largest gradient.
   x, w, bias, dy = case((6,))
   dy = dy.at[0].multiply(2.0**-14)
   dx = layer(x, w, bias, dy)[1][0]
@@ -89,7 +89,7 @@ def test_gradients_below_e4m3_survive():
   assert cosine > 0.99
 
 
-def test_vmap_gives_each_its_own_scales():
+def test_vmap_gives_each_example_its_own_scales():
   x, w, bias, dy = case((3, 6))
   x = x * jnp.float32([1, 1e3, 1e-3])[:, None, None]
   stacked = jnp.stack([w, 2 * w, -w])
@@ -97,11 +97,12 @@ def test_vmap_gives_each_its_own_scales():
   got, alone = jit(jax.vmap(run))(x, stacked), jit(run)
   one_by_one = jnp.stack([alone(x[i], stacked[i]) for i in range(3)])
   assert_close(got, one_by_one, 1e-6)
-  # With one scale for all, the smallest would be lost: 1e-6 of the largest.
+  # With one scale for all, the smallest would become 0: it is 1e-6 of the
+  # largest.
   assert_close(got[2], one_by_one[2], 1e-6)
 
 
-def test_bf16_recipe_is_the_ordinary_layer():
+def test_bf16_recipe_matches_the_plain_layer():
   x, w, bias, dy = case((2, 6))
   y, vjp = jax.vjp(
     lambda *args: linear(*args, recipe=recipes.bf16()), x, w, bias
@@ -119,7 +120,8 @@ def test_linear_replaces_nnx_linear():
   x = case((2, 6))[0].astype(jnp.bfloat16)
   y = ours(x)
   assert y.dtype == jnp.bfloat16
-  # Two operands off by at most 2^-4 of each value, 2.6 % rms: 4 % together.
+  # Each of two operands is off by at most 2^-4 of each value, with an RMS of
+  # 2.6 %. Together they are off by 4 %.
   error = jnp.linalg.norm(y.astype(jnp.float32) - theirs(x))
   assert error < 0.06 * jnp.linalg.norm(theirs(x))
   without = Linear(24, (2, 20), use_bias=False, rngs=nnx.Rngs(3))
@@ -142,6 +144,6 @@ def test_an_empty_batch_has_gradients_of_zero(rows, recipe):
   assert_same_bits((dw, dbias), (jnp.zeros_like(w), jnp.zeros_like(bias)))
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_inconsistent_shapes_are_refused():
   with pytest.raises(ValueError, match=r"linear: x \[..., D\] needs a weight"):
     linear(jnp.ones((2, 3)), jnp.ones((4, 5)), recipe=COAT)

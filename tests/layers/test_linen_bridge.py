@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our NNX modules inside a Linen model: the example runs, and saves FP8."""
+"""Tests the example of NNX modules inside a Linen model."""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,13 @@ from examples import linen_bridge
 @pytest.mark.slow
 def test_the_example_learns():
   first, last = linen_bridge.main(steps=21)
-  # ln(16) = 2.77 at first; eight sequences are soon known by heart.
+  # The loss starts at ln(16) = 2.77, and the model soon memorizes eight
+  # sequences.
   assert first > 2.5
   assert last < 0.5 * first
 
 
-def test_parameters_and_residuals_are_those_of_the_modules():
+def test_parameters_and_saved_arrays_match_the_modules():
   model = linen_bridge.Decoder()
   tokens = jnp.zeros((2, 19), jnp.int32)
   params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
@@ -38,14 +39,14 @@ def test_parameters_and_residuals_are_those_of_the_modules():
     tokens,
   )
   codes = [a.shape for a in kept if a.dtype == E4M3]
-  # For each layer two norm inputs, gate and up.
+  # Each layer saves the inputs of two norms, and gate and up.
   assert sorted(codes) == sorted(2 * [(2, 19, width)] * 2 + 4 * [(2, 19, 96)])
 
 
 @pytest.mark.slow
 def test_each_device_has_its_share_of_the_example():
   mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-  # All matrices are encoded; by default these are too small.
+  # Encode all matrices, although these are smaller than the default limit.
   optimizer = coat_adamw(1e-2, quantize_mask=lambda path, leaf: leaf.ndim > 1)
   tokens = jnp.zeros((8, 19), jnp.int32)
   state = linen_bridge.make_state(
@@ -57,11 +58,11 @@ def test_each_device_has_its_share_of_the_example():
     for path, leaf in leaves
     if leaf.ndim and leaf.addressable_shards[0].data.nbytes * 8 != leaf.nbytes
   ]
-  # Linen's own RMSNorm and the bias of its Dense have no names.
+  # Linen's own RMSNorm and the bias of its Dense have no axis names.
   assert {"RMSNorm" in path or "bias" in path for path in whole} == {True}
   codes = [leaf for _, leaf in leaves if leaf.dtype == E4M3]
-  # For each moment: q k v, out, gate and up, down of two layers, two matrices
-  # of the vocabulary.
+  # Each moment has the matrices qkv, out, gate_up and down of two layers, and
+  # two matrices of the vocabulary.
   assert len(codes) == 2 * (2 * 4 + 2)
 
 
@@ -74,7 +75,7 @@ def test_each_device_has_its_share_of_the_example():
   ],
   ids=["linen", "logical", "bridge"],
 )
-def test_linen_reads_the_names_of_our_parameters(partitioned):
+def test_linen_reads_the_axis_names_of_our_parameters(partitioned):
   init = linen.initializers.lecun_normal()
   model = nnx.bridge.to_linen(
     MLP,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLP block without a gate."""
+"""Tests the MLP block without a gate."""
 
 import collections
 import functools
@@ -89,7 +89,7 @@ def oracle(x, weights, dy, activation):
     ],
   ),
 )
-def test_mlp_equals_its_parts(rows, activation, has_biases, residuals):
+def test_mlp_matches_its_parts(rows, activation, has_biases, residuals):
   x, weights, dy = case(rows, has_biases)
   found = layer(x, weights, dy, activation, RECIPES[residuals])
   wanted = oracle(x, weights, dy, activation)
@@ -98,7 +98,7 @@ def test_mlp_equals_its_parts(rows, activation, has_biases, residuals):
 
 
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_mlp_of_other_recipes_is_its_parts(recipe):
+def test_mlp_in_other_recipes_matches_its_parts(recipe):
   options = dict(norm="layer", use_bias=True, rngs=nnx.Rngs(0))
   m = MLP(D, F, recipe=recipe, **GELU, **options)
   x = case((2, 6))[0].astype(jnp.bfloat16)
@@ -111,7 +111,7 @@ def test_mlp_of_other_recipes_is_its_parts(recipe):
 
 
 def make_mlp(recipe, features=D, hidden=F):
-  """A function of (parameters, x), and the parameters."""
+  """Returns a function of (parameters, x), and the parameters."""
   m = nnx.eval_shape(
     lambda: MLP(
       features,
@@ -139,7 +139,7 @@ def test_mlp_saves_the_fp8_inputs_of_norm_and_gelu(residuals):
     return collections.Counter((a.shape, a.dtype) for a in arrays if a.ndim)
 
   found = kinds(jax.eval_shape(saved, params, x))
-  want = {((1, 34), jnp.dtype("float32")): 2}  # Mean and rstd.
+  want = {((1, 34), jnp.dtype("float32")): 2}  # These are mean and rstd.
   for n in (D, F):
     scales = (1, 34, num_groups(n, G))
     want |= {
@@ -147,7 +147,7 @@ def test_mlp_saves_the_fp8_inputs_of_norm_and_gelu(residuals):
       (scales, jnp.dtype("bfloat16")): 1,
     }
   if residuals == "coat":
-    want[(D, 34), jnp.dtype(E4M3)] = 1  # The norm's output, columns.
+    want[(D, 34), jnp.dtype(E4M3)] = 1  # The norm's output, transposed.
   assert found - kinds(jax.tree.leaves(params)) == collections.Counter(want)
 
 
@@ -160,7 +160,7 @@ def test_mlp_runs_the_kernels():
     return y, vjp(dy)
 
   text = lowered_for_h200(gradients, params, x, x)
-  # A kernel of Mosaic GPU has the name of a function's jit.
+  # A Mosaic GPU kernel has the name of a function's jit.
   assert set(re.findall(r"func private @(\w+)", text)) >= OPERATIONS
   h = jnp.zeros((1, 128, 256), jnp.bfloat16)
   how = dict(gated=False, groups=ops.Groups(G))

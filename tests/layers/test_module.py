@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes, evaluation mode and constructors of all modules."""
+"""Tests recipes, evaluation mode and constructors of all modules."""
 
 import doctest
 import inspect
@@ -52,7 +52,7 @@ def inputs():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_evaluation_is_the_same_or_bf16(name):
+def test_evaluation_recipe_is_the_same_or_bf16(name):
   plain = program(make(name, recipes.bf16()))
   for evaluation in ("same", "bf16"):
     m = make(name, recipes.coat(evaluation=evaluation))
@@ -87,14 +87,14 @@ def test_recipes_have_one_set_of_parameters(name):
     nnx.state(make(name, recipe))
     for recipe in (None, recipes.bf16(), recipes.fp8_linear())
   ]
-  for state in states[1:]:  # A checkpoint of one loads into another.
+  for state in states[1:]:  # So any recipe can load a checkpoint of another.
     assert jax.tree.structure(state) == jax.tree.structure(states[0])
     assert_same_bits(state, states[0])
   assert make(name).recipe == recipes.coat()
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_layer_takes_an_empty_batch_and_empty_sequences(name):
+def test_every_layer_accepts_empty_batches_and_sequences(name):
   for recipe, shape in (
     (recipes.coat(residuals="coat"), (0, 6, D)),
     (recipes.bf16(), (0, 6, D)),
@@ -113,7 +113,7 @@ def test_every_layer_takes_an_empty_batch_and_empty_sequences(name):
 
 
 def test_a_recipe_that_is_none_is_refused():
-  # Here, where types are checked, the type checker may speak first.
+  # In tests, the type checker may raise its own error first.
   for make_module in MODULES.values():
     with pytest.raises(TypeError):
       make_module(recipe=recipes.coat, rngs=nnx.Rngs(0))
@@ -146,6 +146,6 @@ def test_module_documents_its_arguments_with_an_example(module):
   (example,) = doctest.DocTestFinder(recurse=False).find(module, globs={})
   assert len(example.examples) > 4
   runner = doctest.DocTestRunner()
-  # Traced, so that nothing is compiled; what it prints are shapes.
+  # Only trace the example, so that nothing is compiled; it prints shapes.
   jax.eval_shape(lambda: runner.run(example) and None)
   assert runner.failures == 0

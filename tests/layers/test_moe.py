@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixture of experts against every expert on every token, masked."""
+"""Compares MoE layers with running every expert on every token, masked."""
 
 import functools
 
@@ -62,12 +62,12 @@ def layer(x, weights, dy, dprobability, kind, normalize, add_input, recipe):
     )
 
   (y, stats), vjp = jax.vjp(f, x, weights)
-  # What f's load gets must not matter.
+  # The gradient of the load must have no effect.
   return (y, stats), vjp((dy, RoutingStats(-dprobability, dprobability)))
 
 
 def dense(x, w, kind, normalize, add_input, recipe):
-  """Every expert on every token in f32, and those not chosen times zero."""
+  """Runs every expert on every token in f32; experts not chosen get zeros."""
   y = x
   if recipe.nonlinear == "fp8":
     y = straight_through.per_group(x)
@@ -82,7 +82,7 @@ def dense(x, w, kind, normalize, add_input, recipe):
     p = p / jnp.sum(p, axis=-1, keepdims=True)
   as_is = lambda x: x  # noqa: E731
   keep = straight_through.per_group if recipe.nonlinear == "fp8" else as_is
-  # An expert that was not chosen has zeros in z and in the gradient of h, which
+  # Experts that were not chosen have zeros in z and in the gradient of h. These
   # change no scale.
   operand, of_experts, gradient = as_is, as_is, as_is
   if recipe.experts == "fp8":
@@ -140,7 +140,7 @@ def oracle(x, weights, dy, dprobability, kind, normalize, add_input, recipe):
     ],
   ),
 )
-def test_moe_equals_all_experts_masked(kind, normalize, add_input, recipe):
+def test_moe_matches_all_experts_masked(kind, normalize, add_input, recipe):
   x, weights, dy = case(has_beta=kind == "layer")
   if kind is None:
     weights = weights._replace(gamma=None)
@@ -153,7 +153,7 @@ def test_moe_equals_all_experts_masked(kind, normalize, add_input, recipe):
 
 
 def routed(x, router, normalize):
-  """Experts, weights, load and probability in float64, a token at a time."""
+  """Computes experts, weights, load and probability in float64, per token."""
   experts, weights = [], []
   load, total = np.zeros(E), np.zeros(E)
   for token in np.asarray(x, np.float64).reshape(-1, D):
@@ -172,8 +172,8 @@ def routed(x, router, normalize):
 
 @pytest.mark.parametrize("normalize", quick(1, [False, True]))
 def test_routing_matches_numpy(normalize):
-  # An expert's output that says which one it is: gate and up read a constant
-  # feature, and down writes to a column of the expert's own.
+  # Make the output tell which expert computed it: gate and up read a constant
+  # feature, and down writes to a different column for each expert.
   x, weights, _ = case((2, 9))
   x = x.at[..., 0].set(1.0)
   gate_up = jnp.zeros((E, D, 2, F)).at[:, 0, :, 0].set(1.0)
@@ -192,11 +192,11 @@ def test_routing_matches_numpy(normalize):
   assert float(stats.load.sum()) == K
 
 
-def test_load_balancing_loss_is_that_of_all_layers_tokens():
-  # As transformers has it: tokens of all layers in a row, a mean over them for
-  # each of the k places and each expert, and then the sum over places.
+def test_load_balancing_loss_covers_tokens_of_all_layers():
+  # As in transformers: concatenate the tokens of all layers, average over them
+  # for each of the k choices and each expert, and sum over choices.
   rng = np.random.default_rng(0)
-  logits = rng.normal(size=(3, 10, E))  # Of three layers.
+  logits = rng.normal(size=(3, 10, E))  # [layers, tokens, experts]
   p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
   places = np.argsort(-p, axis=-1)[..., :K]
   chosen = np.eye(E)[places]  # [3, 10, K, E]
@@ -209,13 +209,13 @@ def test_load_balancing_loss_is_that_of_all_layers_tokens():
   gradient = jax.grad(load_balancing_loss)(stats)
   assert not np.any(gradient.load)
   assert_close(gradient.probability[1], E * f.sum(0) / 3)
-  # Equal loads and probabilities give k.
+  # With equal loads and probabilities, the loss is k.
   even = RoutingStats(jnp.full(E, K / E), jnp.full(E, 1 / E))
   assert_close(load_balancing_loss(even), np.float32(K))
 
 
 def test_moe_drops_no_token():
-  # A router with one favourite: all tokens are its, and none another one's.
+  # The router sends all tokens to one expert.
   x, weights, dy = case((3, 5))
   x = jnp.abs(x)
   router = jnp.zeros((D, E)).at[:, 4].set(1.0).at[:, 1].set(0.5)
@@ -230,7 +230,7 @@ def test_moe_drops_no_token():
 
 
 @pytest.mark.parametrize("recipe", [COAT, FP8_EXPERTS, recipes.bf16()])
-def test_moe_of_no_tokens_has_a_loss_and_gradients_of_zero(recipe):
+def test_loss_and_gradients_without_tokens_are_zero(recipe):
   x, weights, dy = case((2, 0))
   args = x, weights, dy, jnp.ones(E), "rms", True, True
   (y, stats), (dx, dw) = layer(*args, recipe)
@@ -243,7 +243,7 @@ def test_moe_of_no_tokens_has_a_loss_and_gradients_of_zero(recipe):
 @pytest.mark.slow
 def test_moe_in_bfloat16():
   x, weights, dy = case((2, 32))
-  # A router that decides: rounding to BF16 sends no token elsewhere.
+  # The router is so decisive that rounding to BF16 changes no choice.
   weights = weights._replace(router=8 * weights.router)
   args = weights, dy, jnp.zeros(E), "rms", True, True
   want, want_gradients = oracle(x, *args, COAT)
@@ -285,7 +285,7 @@ def test_moe_saves_codes_and_expert_numbers(recipe):
 
   leaves = jax.eval_shape(saved, params, x)
   scales = (1, t, K, num_groups(f, G))
-  # Scales of operands that are quantized again, of tokens and of weights.
+  # Scales of tokens and of weights, for operands that are quantized again.
   again = {(F32, ()): 2, (F32, (E,)): 2} if recipe is FP8_EXPERTS else {}
   assert kinds(leaves) == again | {
     (FP8, (1, t, D)): 1,
@@ -298,7 +298,7 @@ def test_moe_saves_codes_and_expert_numbers(recipe):
 
 
 @pytest.mark.slow
-def test_moe_goes_through_a_scan_of_stacked_layers():
+def test_moe_layers_can_be_scanned():
   @nnx.split_rngs(splits=2)
   @nnx.vmap
   def stack(rngs):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms that save FP8: their formula, their gradient, their epsilon."""
+"""Tests norms: their formula, gradient, epsilon and saved values."""
 
 import functools
 
@@ -51,7 +51,7 @@ def oracle(x, gamma, beta, dy, kind, eps, group_size=16):
     ("layer", (6,), True, True, 1.0),
   ],
 )
-def test_norm_equals_the_formula_at_the_saved_values(
+def test_norm_matches_the_formula_at_the_saved_values(
   kind, rows, has_gamma, has_beta, eps
 ):
   x, gamma, beta, dy = case(rows)
@@ -92,7 +92,7 @@ def test_an_empty_batch_has_gradients_of_zero(rows, recipe):
 
 @pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
 def test_norm_uses_the_given_epsilon(module):
-  # A row of one value: exact in FP8 (code 448 and a scale of 2^-8 is 1.75).
+  # All values of a row are 1.75, which is exact in FP8: 448 times 2^-8.
   value = 1.75
   x = jnp.full((1, 16), value).at[0, ::2].multiply(-1)
   for epsilon in (1e-5, 1e-1, 3.0):
@@ -101,7 +101,7 @@ def test_norm_uses_the_given_epsilon(module):
     np.testing.assert_allclose(jnp.abs(m(x)), want, rtol=1e-6)
 
 
-def test_modules_hold_what_nnx_norms_hold():
+def test_modules_have_the_parameters_of_nnx_norms():
   x = case((2, 6))[0]
   for ours, theirs in (
     (RMSNorm(24, rngs=nnx.Rngs(0)), nnx.RMSNorm(24, rngs=nnx.Rngs(0))),
@@ -112,7 +112,7 @@ def test_modules_hold_what_nnx_norms_hold():
     assert_same_bits(state, want)
     y = ours(x)
     assert y.dtype == jnp.bfloat16
-    # FP8 of the input: 2.6 % rms, and BF16.
+    # The input is rounded to FP8 (an RMS error of 2.6 %), the output to BF16.
     error = jnp.linalg.norm(y.astype(jnp.float32) - theirs(x))
     assert error < 0.04 * jnp.linalg.norm(theirs(x))
   olmo = LayerNorm(24, use_scale=False, use_bias=False, rngs=nnx.Rngs(0))
@@ -146,7 +146,7 @@ def test_scale_plus_one_is_summed_in_float32(kind, module):
   want, (want_dx, *want_grads) = oracle(x, gamma, beta, dy, kind, 1e-5)
   assert_same_bits(y, want)
   assert_close(dx, want_dx)
-  # Gradients have the parameters' dtype.
+  # Gradients have the dtype of the parameters.
   assert_close((grads.scale[...], grads.bias[...]), want_grads, 2.0**-8)
 
 
@@ -158,7 +158,7 @@ def test_scale_plus_one_needs_a_scale():
 
 
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_other_recipes_are_the_ordinary_norm(recipe):
+def test_other_recipes_match_the_plain_norm(recipe):
   x, gamma, beta, dy = case((2, 6))
   mean, var = jnp.mean(x, -1), jnp.var(x, -1)
   want = (x - mean[..., None]) / jnp.sqrt(var + 1e-5)[..., None]

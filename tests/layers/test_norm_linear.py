@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm and linear as one block."""
+"""Tests the block of a norm and a linear layer."""
 
 import functools
 
@@ -56,7 +56,7 @@ def oracle(args, dy, kind, eps):
     ],
   ),
 )
-def test_equals_norm_then_linear(kind, rows, eps, present, residuals):
+def test_matches_norm_then_linear(kind, rows, eps, present, residuals):
   *args, dy = case(rows)
   names = "x gamma beta w bias".split()
   args = [
@@ -84,13 +84,13 @@ def test_bfloat16_in_and_out():
   want, want_gradients = oracle(args, dy, "rms", 1e-5)
   assert_same_bits(y, want.astype(jnp.bfloat16))
   assert [x.dtype for x in gradients] == [arg.dtype for arg in args]
-  # dy and dx are each rounded to BF16: 2^-9 of their largest.
+  # dy and dx are rounded to BF16, each by 2^-9 of its largest value.
   assert_close(gradients[:3], want_gradients[:3], 2.0**-7)
   assert_close(gradients[3:], want_gradients[3:])
 
 
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_module_is_norm_then_linear_for_every_recipe(recipe):
+def test_module_matches_norm_then_linear_in_every_recipe(recipe):
   m = NormLinear(24, 40, norm="layer", recipe=recipe, rngs=nnx.Rngs(0))
   x = case((2, 6))[0].astype(jnp.bfloat16)
   by_hand = jit(lambda m, x: m.linear(m.norm(x)))(m, x)
@@ -98,7 +98,8 @@ def test_module_is_norm_then_linear_for_every_recipe(recipe):
 
 
 def test_epsilon_reaches_the_norm():
-  # Rows of one magnitude: exact in FP8, and y is x / sqrt(x^2 + epsilon).
+  # Values of a row have the same magnitude, so they are exact in FP8, and
+  # y = x / sqrt(x^2 + epsilon).
   x = jnp.full((4, 16), 1.75).at[::2, ::3].multiply(-1)
   w = jnp.eye(16)
   for eps in (1e-5, 1e-1):
@@ -108,7 +109,7 @@ def test_epsilon_reaches_the_norm():
     np.testing.assert_allclose(y, want, rtol=1e-6)
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_inconsistent_shapes_are_refused():
   x, w = jnp.ones((2, 24)), jnp.ones((25, 40))
   with pytest.raises(ValueError, match=r"linear: x \[..., D\] needs a weight"):
     weights = LinearWeights(w)

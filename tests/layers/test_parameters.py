@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters from initializers, with metadata, and sharded by it."""
+"""Tests parameters: initializers, metadata, and sharding by metadata."""
 
 import functools
 import math
@@ -96,7 +96,8 @@ def test_each_parameter_has_its_own_initializer():
     "up": {"kernel": 1.0, "bias": 2.0},
     "down": {"kernel": 3.0, "bias": 4.0},
   }
-  # As nnx.MultiHeadAttention's: the first product's, where no other is given.
+  # As in nnx.MultiHeadAttention, the output uses the initializer of qkv if it
+  # has none of its own.
   del options["out_kernel_init"], options["out_bias_init"]
   block = make("MLP", use_bias=True, **options)
   assert float(block.down.kernel[0, 0]) == 1.0
@@ -105,7 +106,7 @@ def test_each_parameter_has_its_own_initializer():
 
 # Metadata -----------------------------------------------------------------
 
-# Half of it comes from initializers, half with metadata.
+# Half of the metadata comes from initializers, half from metadata arguments.
 OF_NORM = dict(
   norm="layer",
   use_norm_bias=True,
@@ -143,7 +144,7 @@ WITH_METADATA = {
     OF_NORM | OF_FRONT | OF_BACK,
     {
       "norm": NORM_SPECS,
-      # Names are those of gate and of up.
+      # The names are those of gate and up.
       "gate_up": {
         "kernel": P("data", None, "fsdp"),
         "bias": P(None, "fsdp"),
@@ -163,7 +164,7 @@ WITH_METADATA = {
 
 
 def stack(name, options, num_layers):
-  """A module, or so many of them in one, as for a scan."""
+  """Makes a module, or one with the parameters of several, as for a scan."""
   if num_layers is None:
     return make(name, **options)
   module, sizes = MODULES[name]
@@ -201,7 +202,7 @@ def test_metadata_of_every_parameter_is_kept(name, num_layers):
     ],
   ),
 )
-def test_parameters_are_created_in_their_share(name, num_layers, kind):
+def test_parameters_are_created_sharded(name, num_layers, kind):
   options, specs = WITH_METADATA[name]
   mesh = make_mesh(kind)
   with jax.set_mesh(mesh):
@@ -228,7 +229,7 @@ def test_other_metadata_is_kept_too():
   assert layer.kernel.role == "projection"
 
 
-def test_kernel_of_several_axes_has_names_as_in_flax():
+def test_kernel_with_several_axes_has_names_as_in_flax():
   options = dict(
     kernel_init=nnx.with_partitioning(INIT, ("data", None, "fsdp")),
     bias_metadata=at(None, "fsdp"),
@@ -245,7 +246,7 @@ def test_kernel_of_several_axes_has_names_as_in_flax():
   assert specs(Linear)["kernel"] == P("data", None, "fsdp")
 
 
-def test_gate_and_up_take_names_of_the_whole_array_too():
+def test_gate_and_up_accept_names_of_the_whole_array():
   with jax.set_mesh(make_mesh()):
     block = nnx.eval_shape(
       lambda: make(
@@ -268,8 +269,8 @@ def test_more_names_than_axes_are_refused():
 @pytest.mark.parametrize(
   "partitioned", [linen.with_partitioning, linen.with_logical_partitioning]
 )
-def test_linen_boxes_are_metadata_too(partitioned):
-  """Boxes need no mesh, as in Linen."""
+def test_linen_boxes_count_as_metadata(partitioned):
+  """As in Linen, boxes need no mesh."""
   init = partitioned(INIT, ("data", "fsdp"))
   layer = make("Linear", kernel_init=init)
   assert layer.kernel.out_sharding == ("data", "fsdp")
@@ -302,7 +303,7 @@ def test_optimizer_state_follows_the_metadata():
 
 @pytest.mark.slow
 def test_stacked_layers_with_metadata_are_scanned():
-  """Caching weights before a scan, with metadata, matches one device."""
+  """Results match one device, with weights cached before the scan."""
   meta = {nnx.PARTITION_NAME: None}
   rows = dict(kernel_init=nnx.with_partitioning(INIT, ("fsdp",)))
 

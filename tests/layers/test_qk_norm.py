@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of q and k inside the attention block, and what they save."""
+"""Tests norms of q and k inside the attention block, and their saved values."""
 
 import collections
 import functools
@@ -32,13 +32,13 @@ from tests.matrices import quick
 
 D, N, K, H, B, T, EPS = 24, 4, 2, 8, 2, 6, 1e-3
 THETA, ROTARY_DIM, WINDOW, CAP, SCALE = 100.0, 4, 3, 2.0, 0.5
-# Two documents in the second row.
+# The second row contains two documents.
 POSITIONS = np.int32([[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1]])
 SEGMENTS = np.int32([[0] * 6, [0, 0, 0, 0, 1, 1]])
 
 
 def case(over, seed=0):
-  """x, weights and dy."""
+  """Makes x, weights and dy."""
   rng = np.random.default_rng(seed)
 
   def normal(*shape):
@@ -73,7 +73,7 @@ def layer(x, weights, dy, over, recipe):
 
 
 def turn(x):
-  """RoPE of the first channels, as complex numbers."""
+  """Applies RoPE to the first channels, with complex numbers."""
   half = ROTARY_DIM // 2
   angle = POSITIONS[..., None] * THETA ** -(np.arange(half) / half)
   z = x[..., :half] + 1j * x[..., half:ROTARY_DIM]
@@ -113,11 +113,12 @@ def oracle(x, weights, dy, over, recipe):
     ],
   ),
 )
-def test_block_with_norms_of_q_and_k_equals_its_parts(over, recipe):
+def test_block_with_norms_of_q_and_k_matches_its_parts(over, recipe):
   arguments = case(over)
   y, gradients = layer(*arguments, over, recipe)
   want, want_gradients = oracle(*arguments, over, recipe)
-  # Two formulas of norm, RoPE and softmax: a code on a boundary may flip.
+  # Norm, RoPE and softmax have two formulas, which may round a code
+  # differently.
   assert_close(y, want)
   assert_close(gradients, want_gradients)
 
@@ -136,7 +137,7 @@ def module(over, recipe, head_dim=H, num_heads=N, **options):
 
 
 @pytest.mark.parametrize("over", quick(1, ["all", "head"]))
-def test_module_gives_its_weights_to_the_block(over):
+def test_module_passes_its_weights_to_the_block(over):
   recipe = recipes.coat(implementation="xla")
   m = module(over, recipe, dtype=jnp.float32, epsilon=EPS)
   sizes = {"head": (H, H), "all": (N * H, K * H)}[over]
@@ -168,12 +169,12 @@ def test_module_gives_its_weights_to_the_block(over):
   assert_same_bits(*both(m, x, weights))
 
 
-# No two axes alike.
+# No two axes have the same size.
 ROWS, HEADS, SIZE = 34, 6, 12
 
 
 def saved_of_attention(over, recipe):
-  """Shapes and dtypes of what is saved of q, k and v, and how often."""
+  """Counts the saved arrays of q, k, v and the output, by dtype and shape."""
   m = nnx.eval_shape(
     lambda: module(over, recipe, head_dim=SIZE, num_heads=HEADS)
   )
@@ -196,8 +197,8 @@ def test_q_and_k_are_saved_once_before_their_norm(over, kept):
   found = saved_of_attention(over, recipes.coat(attention=kept))
   fp8, bf16 = jnp.dtype(E4M3), jnp.dtype(jnp.bfloat16)
   groups = num_groups(SIZE, 16)
-  want = collections.Counter({(bf16, (HEADS, SIZE)): 1})  # The output.
-  heads = HEADS, HEADS // 2  # q and k, and v in FP8.
+  want = collections.Counter({(bf16, (HEADS, SIZE)): 1})  # This is the output.
+  heads = HEADS, HEADS // 2  # Of q and of k. v is saved in FP8.
   if kept == "fp8":
     heads += (HEADS // 2,)
   else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8_remat: what it keeps, and its gradients against plain autodiff.
+"""Tests fp8_remat: which arrays it saves, and its gradients.
 
-The oracle is jax.vjp of the function itself at the values that codes of its
-arguments stand for, which NumPy finds; all sums are of f32.
+Gradients are compared with jax.vjp of the function at its rounded arguments,
+which NumPy computes. All sums are f32.
 """
 
 import collections
@@ -39,7 +39,7 @@ DY = RANDOM.normal(size=(B, T, D)).astype(np.float32)
 
 
 def rounded(x, group_size=16):
-  """The values that codes of x stand for."""
+  """Quantizes x in groups, and dequantizes it."""
   rows = np.asarray(x, np.float32).reshape(-1, x.shape[-1])
   codes, scales = oracles.quantize(
     rows, group_size, scale_dtype=ml_dtypes.bfloat16
@@ -63,7 +63,7 @@ def gradients(f, *args):
 
 
 def kept(f, *args):
-  """How often which dtype and shape."""
+  """Counts the saved arrays of each dtype and shape."""
   residuals = jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args)
   leaves = jax.tree.leaves(residuals)
   return collections.Counter((str(x.dtype), x.shape) for x in leaves)
@@ -145,7 +145,7 @@ def test_each_step_of_a_scan_rounds_its_carry():
     return loop
 
   saving = scanned(fp8_remat(f, recipe=XLA, prevent_cse=False))
-  # The loop forward, then backward, by plain autodiff of a step at a time.
+  # Run the loop forward, then backward with plain autodiff of each step.
   x, steps = X, []
   for w in weights:
     x, backward = jax.vjp(f, rounded(np.asarray(x)), w)
@@ -163,7 +163,7 @@ def test_each_step_of_a_scan_rounds_its_carry():
 
 
 def test_largest_codes_stay_numbers_and_a_nan_stays_in_its_group():
-  # Codes from 256 to 448, which a format with infinities does not have.
+  # Use codes from 256 to 448, which would be NaN in a format with infinities.
   x = X.copy()
   x[..., :16] = np.linspace(256, 448, 16)
   saving = fp8_remat(f, recipe=XLA)
@@ -220,9 +220,9 @@ def test_block_inputs_include_those_of_post_norms(norm):
   num_norms = 1 if norm is None else 2
   assert found["uint8", (B, T, D)] == num_norms
   assert found["float32", (B, T)] == num_norms
-  # Without a norm in front the block reads its input itself.
+  # Without a first norm, the block's matmul reads the input itself.
   assert found["float32", (B, T, D)] == (1 if norm is None else 0)
-  # The first product once more, the second not.
+  # The first matmul is computed again, the second is not.
   f = jit(lambda *args: jax.vjp(saving, *args)[1](jnp.asarray(DY)))
   products = f.lower(params, X).as_text().count("stablehlo.dot_general")
   assert products == 2 + 1 + 4

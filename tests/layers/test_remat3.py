@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `jax.checkpoint` keeps with the option jax_remat3.
+"""Tests what `jax.checkpoint` saves with the option jax_remat3.
 
 JAX 0.11.2 reads the option jax_custom_vjp3 when coat_jax is imported, so each
-test is a program of its own. It calls tests that also run without the options.
+test starts a new process. It calls tests that also run without the options.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.layers import test_remat as tests
 tests.test_codes_and_scales_are_kept_and_other_arguments()
 tests.test_block_inputs_include_those_of_post_norms("rms")
 """
-# Before 0.11.2, JAX has no name for what a custom gradient saves.
+# Before 0.11.2, JAX cannot name the arrays that a custom gradient saves.
 IS_SUPPORTED = hasattr(ad_checkpoint, "checkpoint_name_fwd")
 ERROR = "ValueError: fp8_remat: jax_remat3 needs jax_custom_vjp3 and JAX 0.11.2"
 

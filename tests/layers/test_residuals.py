@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what layers save: every array of `jax.vjp`, by dtype and bytes."""
+"""Counts the arrays that layers save: all arrays in `jax.vjp`'s result."""
 
 import collections
 import dataclasses
@@ -30,7 +30,7 @@ from train.memory.count import residual_arrays, residual_bytes
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 FP8 = jnp.dtype(E4M3)
-# No two axes alike, and no multiple of 16 among the widths.
+# No two axes have the same size, and no width is a multiple of 16.
 T, D, F, N, K, G = 34, 72, 200, 6, 3, 16
 H = D // N
 CONFIG = ModelConfig(
@@ -50,10 +50,10 @@ COAT = [
 
 
 def held(f, *args):
-  """Arrays that f's backward holds, without args and scalars.
+  """Returns the arrays that f saves, without its arguments and scalars.
 
-  Each once: arrays of random values are one where their bytes are, whatever
-  their shape. (Run at once: op by op would compile for half a minute.)
+  Arrays with the same bytes count once, even if their shapes differ. f is
+  jitted, because running it op by op would compile for half a minute.
   """
   leaves = jit(lambda *args: jax.tree.leaves(jax.vjp(f, *args)[1]))(*args)
   known = {np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(args)}
@@ -62,12 +62,12 @@ def held(f, *args):
 
 
 def kinds(arrays):
-  """How often which dtype and shape."""
+  """Counts the arrays of each dtype and shape."""
   return collections.Counter((a.dtype, a.shape) for a in arrays)
 
 
 def groups(*shape, count=1):
-  """Codes and scales of `count` 1 x G arrays of this shape."""
+  """Counts codes and scales of `count` arrays quantized in groups."""
   scales = (*shape[:-1], num_groups(shape[-1], G))
   return collections.Counter({(FP8, shape): count, (BF16, scales): count})
 
@@ -77,11 +77,11 @@ def split(module):
   return (lambda params, x: nnx.merge(graph, params)(x)), params
 
 
-def test_single_operations_save_fp8_only():
+def test_single_operations_save_only_fp8():
   x, y = jax.random.normal(jax.random.key(0), (2, 1, T, D), jnp.bfloat16)
   rngs = nnx.Rngs(0)
   rstd = collections.Counter({(F32, (1, T)): 1})
-  # What a product over the tokens reads is transposed.
+  # The operand of a matmul over tokens is saved transposed.
   code = collections.Counter({(FP8, (D, T)): 1})
   expected = [
     (Linear(D, F, rngs=rngs), code),
@@ -101,14 +101,14 @@ def test_single_operations_save_fp8_only():
 
 
 def expected_layer(recipe):
-  """A decoder layer's arrays, from its shapes."""
+  """Counts the arrays that a decoder layer should save."""
   want = groups(1, T, D, count=2) + groups(1, T, F, count=2)  # gate and up
   want[F32, (1, T)] += 2  # rstd
   want[F32, (1, T, N)] += 1  # log-sum-exp
   want[jnp.dtype(jnp.int32), (T,)] += 1  # positions
   if recipe.attention == "fp8":
     want += groups(1, T, N, H) + groups(1, T, K, H, count=2)
-    want[BF16, (1, T, N, H)] += 1  # The output.
+    want[BF16, (1, T, N, H)] += 1  # output
   else:
     want += {(BF16, (1, T, N, H)): 2, (BF16, (1, T, K, H)): 2}
   if recipe.residuals == "coat":
@@ -126,14 +126,14 @@ def run_layer(recipe):
 @pytest.mark.parametrize(
   "recipe", COAT, ids=lambda r: r.residuals + r.attention
 )
-def test_layer_saves_what_its_shapes_say(recipe):
+def test_layer_saves_the_expected_arrays(recipe):
   want = collections.Counter(expected_layer(recipe))
   assert kinds(run_layer(recipe)) == want
-  # The abstract count sees the same arrays, and scales of whole tensors.
+  # The abstract count contains the same arrays, and scales of whole tensors.
   counted = residual_arrays(CONFIG, recipe, tokens=T)
   assert kinds(a for a, _ in counted if a.ndim) == want
   assert len([a for a, _ in counted if not a.ndim]) <= 9
-  # Nothing wider than FP8 but what was asked for, statistics and scales.
+  # Only statistics, scales and arrays that the recipe names are wider than FP8.
   wide = [
     a for a, kind in counted if a.dtype in (BF16, F32) and a.size >= T * D
   ]
@@ -151,7 +151,7 @@ def test_abstract_count_equals_the_arrays_of_other_recipes(recipe):
   assert got == want
 
 
-def test_clipping_saves_one_bit_a_value():
+def test_clipping_saves_one_bit_per_value():
   clipping = dataclasses.replace(CONFIG, clip_qkv=8.0)
   plain, clipped = (
     residual_bytes(config, recipes.coat(), tokens=T)
@@ -161,7 +161,7 @@ def test_clipping_saves_one_bit_a_value():
   assert clipped["total"] - plain["total"] == pytest.approx(bits / 8)
 
 
-def test_kinds_are_those_of_the_operations():
+def test_saved_bytes_by_kind():
   counted = residual_bytes(CONFIG, recipes.coat(residuals="coat"), tokens=T)
   scales = {n: 2 * num_groups(n, G) for n in (D, F)}
   assert counted["norm"] == pytest.approx(2 * (D + scales[D] + 4), abs=1)
@@ -171,8 +171,8 @@ def test_kinds_are_those_of_the_operations():
   assert counted["linear"] == pytest.approx(2 * D + F, abs=1)
   assert counted["rope"] == 4
   assert counted["total"] == sum(counted.values()) - counted["total"]
-  # Plain autodiff: f32 inputs and xhat of two norms with rstd; gate, up, SiLU
-  # and two of the sigmoid; operands of qkv, gate_up and down.
+  # Plain autodiff saves f32 inputs, xhat and rstd of two norms; gate, up, SiLU
+  # and two arrays of the sigmoid; and the operands of qkv, gate_up and down.
   bf16 = residual_bytes(CONFIG, recipes.bf16(), tokens=T)
   assert bf16["norm"] == pytest.approx(2 * (2 * 4 * D + 8), abs=1)
   assert bf16["activation"] == 5 * 2 * F
@@ -191,12 +191,12 @@ def test_post_norm_saves_its_input_in_fp8(norm, monkeypatch):
       return self.mlp(x)
 
   recipe = recipes.coat()
-  # What a whole layer is counted with.
+  # Count a whole layer with this class.
   monkeypatch.setattr(memory_count, "TransformerLayer", Layer)
   arrays = residual_arrays(CONFIG, recipe, tokens=T)
   want = groups(1, T, D) + groups(1, T, F, count=2)
   want[F32, (1, T)] += 1  # rstd
-  in_front = collections.Counter({(FP8, (D, T)): 1})  # What the product read.
+  in_front = collections.Counter({(FP8, (D, T)): 1})  # The matmul's operand.
   if norm is not None:
     in_front = groups(1, T, D) + collections.Counter({(F32, (1, T)): 1})
   assert kinds(a for a, _ in arrays if a.ndim) == want + in_front
@@ -211,5 +211,5 @@ def test_bytes_per_token_do_not_depend_on_the_tokens():
     residual_bytes(CONFIG, recipes.coat(), tokens=tokens)
     for tokens in (256, 512)
   )
-  for kind in few:  # Scales of whole tensors are all that is spread.
+  for kind in few:  # Only scales of whole tensors depend on the tokens.
     assert abs(few[kind] - many[kind]) < 4 * 9 / 256

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE against complex numbers; it saves positions only."""
+"""Compares RoPE with complex numbers, and checks what it saves."""
 
 import functools
 
@@ -22,7 +22,7 @@ def case(positions, dtype=jnp.float32):
 
 
 def turned(x, positions, sign=1):
-  """(x_i + i x_(i + H/2)) e^(i position theta^(-2 i / H)), float64."""
+  """Rotates pairs of channels j and j + H/2, as complex numbers in float64."""
   x = np.asarray(x, np.float64)
   half = x.shape[-1] // 2
   frequency = THETA ** (-2 * np.arange(half) / x.shape[-1])
@@ -32,17 +32,17 @@ def turned(x, positions, sign=1):
 
 
 @pytest.mark.parametrize("positions", [range(6), [7, 0, 4095, 3, 3, 100]])
-def test_turns_pairs_by_their_angle(positions):
+def test_rope_rotates_pairs_by_their_angles(positions):
   x, dy, positions = case(positions)
   y, vjp = jax.vjp(lambda x: rope(x, positions, theta=THETA), x)
-  # An f32 angle of 4095 is off by 2^-13, and the sine and cosine with it.
+  # An f32 angle of 4095 is off by 2^-13, and so are sine and cosine.
   tolerance = max(1e-6, float(jnp.max(positions)) * 2.0**-24)
   assert_close(y, turned(x, positions), tolerance)
-  # The transpose of a rotation is the opposite one.
+  # The transpose of a rotation is its inverse.
   assert_close(vjp(dy), (turned(dy, positions, sign=-1),), tolerance)
 
 
-def test_sequences_can_have_positions_of_their_own():
+def test_each_sequence_can_have_its_own_positions():
   x, dy, _ = case(range(6))
   positions = jnp.int32([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 0]])
   y, vjp = jax.vjp(lambda x: rope(x, positions, theta=THETA), x)
@@ -57,7 +57,7 @@ def test_sequences_can_have_positions_of_their_own():
   assert_close(vjp(dy), (by_row(dy, -1),), 1e-6)
 
 
-def test_partial_rope_turns_the_first_channels():
+def test_partial_rope_rotates_the_first_channels():
   x, dy, positions = case(range(6))
   f = functools.partial(
     rope, positions=positions, theta=Rotary(THETA, rotary_dim=4)
@@ -70,7 +70,7 @@ def test_partial_rope_turns_the_first_channels():
   np.testing.assert_array_equal(dx[..., 4:], dy[..., 4:])
 
 
-def test_gradient_of_a_magnitude_is_its_transpose():
+def test_gradient_of_scaled_rope_is_its_transpose():
   x, dy, positions = case(range(6))
   scaling = YarnScaling(factor=4.0, original_max_position_embeddings=8)
   y, vjp = jax.vjp(
@@ -78,7 +78,7 @@ def test_gradient_of_a_magnitude_is_its_transpose():
   )
   assert jnp.linalg.norm(y) > 1.1 * jnp.linalg.norm(x)
   (dx,) = vjp(dy)
-  # <dy, A x> = <A^T dy, x> of a linear A.
+  # For a linear map A, <dy, A x> = <A^T dy, x>.
   assert_close(jnp.vdot(dy, y), jnp.vdot(dx, x), 1e-5)
 
 
@@ -88,15 +88,15 @@ def test_rope_uses_the_given_theta():
   assert jnp.max(jnp.abs(y - rope(x, positions, theta=THETA))) > 0.1
 
 
-def test_bfloat16_is_turned_in_f32():
+def test_bfloat16_is_rotated_in_f32():
   x, _, positions = case([2000, 2001], jnp.bfloat16)
   y = rope(x, positions, theta=THETA)
   assert y.dtype == jnp.bfloat16
-  # Angles in BF16 would be off by several turns.
+  # BF16 angles would be off by several full turns.
   assert_close(y, turned(x, positions), 2.0**-8)
 
 
-def test_rope_saves_nothing_but_positions():
+def test_rope_saves_only_positions():
   x, _, positions = case(range(6))
   _, vjp = jax.vjp(lambda x: rope(x, positions, theta=THETA), x)
   leaves = jax.tree.leaves(vjp)

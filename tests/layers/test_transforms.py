@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder layer of every recipe under grad, vmap, checkpoint and scan."""
+"""Tests a decoder layer in each recipe in grad, vmap, checkpoint and scan."""
 
 import functools
 
@@ -44,12 +44,12 @@ class Layer(nnx.Module):
 
 
 def mlp(recipe, *, rngs):
-  """Half a layer in f32, for tests that the other half would only slow."""
+  """Makes the second half of a layer in f32, for faster tests."""
   return MLP(D, F, recipe=recipe, dtype=jnp.float32, rngs=rngs)
 
 
 def make(name, layer=Layer, **options):
-  """A pure function of (parameters, x), and the parameters."""
+  """Returns a pure function of (parameters, x), and the parameters."""
   graph, params = nnx.split(layer(RECIPES[name], rngs=nnx.Rngs(0), **options))
   return (lambda params, x: nnx.merge(graph, params)(x)), params
 
@@ -69,7 +69,7 @@ def norm(tree):
 
 @functools.cache
 def results(name):
-  """Loss and gradients of a recipe, for inputs(B, T)."""
+  """Computes loss and gradients in a recipe, for inputs(B, T)."""
   f, params = make(name)
   return jit(jax.value_and_grad(mean_square(f)))(params, inputs(B, T))
 
@@ -79,17 +79,17 @@ def dtypes(tree):
 
 
 @pytest.mark.parametrize("name", quick(3, RECIPES))
-def test_gradients_are_those_of_bf16_but_for_fp8(name):
+def test_gradients_match_bf16_except_for_fp8_errors(name):
   loss, gradients = results(name)
   assert dtypes(gradients) == dtypes(make(name)[1])
   want_loss, want = results("bf16")
-  # Each quantized value is off by 2.6 % rms (E5M2: 5.3 %); some ten of them
+  # Each quantization has an RMS error of 2.6 % (E5M2: 5.3 %), and about ten
   # follow one another.
   assert abs(loss - want_loss) < 0.05 * want_loss
   difference = jax.tree.map(lambda a, b: a - b, gradients, want)
   assert norm(difference) < 0.15 * norm(want)
   if name != "bf16":
-    assert norm(difference) > 1e-3 * norm(want)  # FP8 it was.
+    assert norm(difference) > 1e-3 * norm(want)  # It did use FP8.
 
 
 def test_nnx_jit_and_grad_of_modules():
@@ -101,25 +101,26 @@ def test_nnx_jit_and_grad_of_modules():
 
   gradients = jax.tree.leaves(gradients_of(model, inputs(B, T)))
   want = jax.tree.leaves(results("minimal")[1])
-  # Compiled otherwise than `results`: BF16 and FP8 codes may round otherwise.
+  # This is compiled differently from `results`, so BF16 and FP8 may round
+  # differently.
   off = [a - b for a, b in zip(gradients, want, strict=True)]
   assert norm(off) < 0.01 * norm(want)
 
 
 def products(f, *args):
-  """Matrix products in the gradient of f."""
+  """Counts matmuls in the gradient of f."""
   jaxpr = jax.make_jaxpr(jax.grad(mean_square(f)))(*args)
   return str(jaxpr).count("dot_general")
 
 
 @pytest.mark.parametrize("name", quick(1, COATS))
-def test_checkpoint_with_names_computes_no_product_twice(name):
+def test_checkpoint_with_names_computes_no_matmul_twice(name):
   f, params = make(name)
   x = inputs(B, T)
   named = jax.checkpoint(f, policy=ONLY_NAMES)
   assert products(named, params, x) == products(f, params, x)
   assert products(jax.checkpoint(f), params, x) > products(f, params, x)
-  # Kept is what is kept without, codes as bytes, and nothing more.
+  # It saves the same as without a checkpoint, with codes as bytes.
   kept = jax.eval_shape(lambda *a: jax.vjp(named, *a)[1], params, x)
   own = jax.eval_shape(lambda *a: jax.vjp(f, *a)[1], params, x)
   shapes = [
@@ -130,7 +131,7 @@ def test_checkpoint_with_names_computes_no_product_twice(name):
 
 
 @pytest.mark.parametrize("name", quick(1, COATS))
-def test_checkpoint_without_attention_keeps_the_rest_only(name):
+def test_checkpoint_without_attention_saves_only_the_rest(name):
   f, params = make(name)
   fewer = [
     n for n in RESIDUAL_NAMES if n not in ("coat_attention", "coat_rope")
@@ -140,7 +141,7 @@ def test_checkpoint_without_attention_keeps_the_rest_only(name):
   kept = jax.eval_shape(
     lambda *args: jax.vjp(checkpointed, *args)[1], params, inputs(B, T)
   )
-  # What is computed again starts from codes: the BF16 input is not kept.
+  # Recomputation starts from codes, so the BF16 input is not saved.
   weights = {leaf.shape for leaf in jax.tree.leaves(params)}
   wide = {
     leaf.shape
@@ -160,7 +161,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", quick(1, POLICIES))
 def test_checkpoint_changes_no_gradient(policy):
-  # In E4M3 as JAX keeps it under a policy, 256 and above would become NaN.
+  # JAX saves E4M3 under a policy such that 256 and above would become NaN.
   f, params = make("coat")
   f = mean_square(jax.checkpoint(f, policy=POLICIES[policy]))
   got = jit(jax.value_and_grad(f))(params, inputs(B, T))
@@ -168,7 +169,7 @@ def test_checkpoint_changes_no_gradient(policy):
 
 
 def stack(name, depth=2, layer=Layer):
-  """Parameters of `depth` layers; functions that scan and loop over them."""
+  """Returns parameters of `depth` layers, a scan and a loop over them."""
 
   @nnx.split_rngs(splits=depth)
   @nnx.vmap
@@ -193,7 +194,7 @@ def stack(name, depth=2, layer=Layer):
   return params, scanned, looped
 
 
-def test_scanned_layers_equal_a_loop():
+def test_scanned_layers_match_a_loop():
   params, scanned, looped = stack("minimal", layer=mlp)
   x = inputs(B, T, dtype=jnp.float32)
   results = [
@@ -204,7 +205,7 @@ def test_scanned_layers_equal_a_loop():
 
 
 @pytest.mark.parametrize("name", quick(1, COATS))
-def test_scanned_residuals_stay_fp8(name):
+def test_scanned_layers_save_fp8(name):
   depth, length = 3, 48  # No weight has B * length columns.
   params, scanned, _ = stack(name, depth)
 
@@ -215,7 +216,7 @@ def test_scanned_residuals_stay_fp8(name):
   kept = {v for v in jaxpr.outvars if v not in jaxpr.invars}
   stacked = [v.aval for v in kept if v.aval.shape[:1] == (depth,)]
   codes = [a for a in stacked if a.dtype == E4M3]
-  # Statistics and scales have fewer values than there are codes, by far.
+  # There are far fewer statistics and scales than codes.
   large = {
     (a.shape[3:], str(a.dtype))
     for a in stacked
@@ -225,12 +226,12 @@ def test_scanned_residuals_stay_fp8(name):
   is_fp8 = RECIPES[name].attention == "fp8"
   assert large == ({of_output} if is_fp8 else {of_output, of_keys})
   assert len(codes) >= 4
-  # Nor are weights, which are there anyway, kept a second time.
+  # Weights exist anyway and are not saved a second time.
   weights = {p.shape for p in jax.tree.leaves(params)}
   assert not weights & {a.shape for a in stacked if a.ndim > 1}
 
 
-def test_scan_holds_no_causal_mask(monkeypatch):
+def test_scan_saves_no_causal_mask(monkeypatch):
   monkeypatch.setattr(attention, "_CHUNK", 8)
   length = 32
   params, scanned, _ = stack("minimal")
@@ -245,7 +246,7 @@ def test_scan_holds_no_causal_mask(monkeypatch):
     assert not [a for a in arrays if a.dtype == bool]
 
 
-def test_vmap_over_models_equals_each_alone():
+def test_vmap_over_models_matches_each_alone():
   params, _, _ = stack("minimal", layer=mlp)
   f, _ = make("minimal", layer=mlp)
   x = inputs(2, B, T, dtype=jnp.float32)

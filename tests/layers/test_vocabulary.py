@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss and its gradients, chunk by chunk, against the formula at once."""
+"""Compares the chunked loss and its gradients with those of all logits."""
 
 import contextlib
 import math
@@ -26,7 +26,7 @@ def arrays(dtype=jnp.float32):
 
 
 def wanted(hidden, weight, targets, shares=1 / (B * T), soft_cap=None):
-  """The loss and its gradients, by autodiff of all logits."""
+  """Computes the loss and its gradients by autodiff of all logits."""
 
   def loss(hidden, weight):
     logits = hidden @ weight
@@ -54,10 +54,11 @@ def found(
   return loss, (gradients[0], turned(gradients[1]))
 
 
-# One chunk; chunks of 5 positions, the last one padded; of one position.
+# One chunk; chunks of 5 positions, of which the last is padded; chunks of one
+# position.
 @pytest.mark.parametrize("positions", [T, 5, 1])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_chunks_together_are_the_loss(monkeypatch, positions, is_tied):
+def test_chunked_loss_matches_the_formula(monkeypatch, positions, is_tied):
   monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * V * B * positions)
   args = arrays()
   assert_close(found(*args, is_tied=is_tied), wanted(*args))
@@ -67,7 +68,7 @@ def test_chunks_together_are_the_loss(monkeypatch, positions, is_tied):
   "sizes", quick(1, map(pytest.param, [(2, 2, 2), (1, 4, 1)]))
 )
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_devices_together_find_the_loss(monkeypatch, sizes, is_tied):
+def test_loss_on_a_mesh_matches_the_formula(monkeypatch, sizes, is_tied):
   monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * V * 5)
   count = math.prod(sizes)
   mesh = jax.make_mesh(
@@ -87,11 +88,11 @@ def test_devices_together_find_the_loss(monkeypatch, sizes, is_tied):
       is_tied=is_tied,
       axes=MeshAxes(tensor="tensor"),
     )
-  assert_close(loss, got[0])  # Without a gradient.
+  assert_close(loss, got[0])  # The loss alone, without gradients.
 
 
 @pytest.mark.parametrize("axes", [None, MeshAxes(tensor="tensor")])
-def test_targets_count_as_they_should_and_logits_are_capped(monkeypatch, axes):
+def test_weights_of_targets_and_the_cap_of_logits(monkeypatch, axes):
   monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * V * 5)
   args = arrays()
   shares = jax.random.uniform(jax.random.key(7), (B, T))
@@ -116,18 +117,19 @@ def test_gradients_scale_with_the_incoming_gradient():
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_bfloat16_gradients_are_those_of_rounded_logits_gradients(is_tied):
+def test_bfloat16_gradients_match_rounded_gradients_of_logits(is_tied):
   hidden, weight, targets = arrays(jnp.bfloat16)
   loss, (dhidden, dweight) = found(hidden, weight, targets, is_tied=is_tied)
   assert dhidden.dtype == jnp.bfloat16 and dweight.dtype == jnp.float32
   in_f32 = hidden.astype(jnp.float32), weight.astype(jnp.bfloat16)
   want = wanted(in_f32[0], in_f32[1].astype(jnp.float32), targets)
-  # f32 logits; then two BF16 roundings, of the terms of sums that cancel too.
+  # Logits are f32. Two BF16 roundings follow, also of terms of sums that
+  # cancel.
   assert_close(loss, want[0], 1e-5)
   assert_close((dhidden, dweight), want[1], 2**-7)
 
 
-def test_a_mean_of_no_targets_is_refused():
+def test_a_mean_over_no_targets_is_refused():
   hidden, weight, targets = arrays()
   with pytest.raises(ValueError, match="needs at least one target"):
     vocabulary.mean_loss(
@@ -135,7 +137,7 @@ def test_a_mean_of_no_targets_is_refused():
     )
 
 
-def test_no_logits_of_all_positions_are_held(monkeypatch):
+def test_logits_of_all_positions_never_exist(monkeypatch):
   positions, weight = 1024, jnp.zeros((8, 1024))
   monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * 1024 * B * 64)
   hidden = jnp.zeros((B, positions, 8))
@@ -152,7 +154,7 @@ def test_no_logits_of_all_positions_are_held(monkeypatch):
   assert compiled.memory_analysis().temp_size_in_bytes < all_logits / 2
 
 
-# A mean over 8192 tokens; shares of one batch of very many.
+# A mean over 8192 tokens, and over many microbatches of one batch.
 @pytest.mark.parametrize(
   "length, shares", [(2048, None), (T, 2.0**-24)], ids=["mean", "shares"]
 )
@@ -161,7 +163,7 @@ def test_float16_gradients_do_not_underflow(length, shares):
   keys = jax.random.split(jax.random.key(3), 4)
   hidden = (1 + jax.random.normal(keys[0], (B, length, 8))).astype(jnp.float16)
   weight = jax.random.normal(keys[1], (8, vocab_size)) / 8
-  # Half of the vocabulary has gradients of small probabilities alone.
+  # Half of the vocabulary has only gradients from small probabilities.
   targets = jax.random.randint(keys[2], (B, length), 0, vocab_size // 2)
   if shares is not None:
     shares *= jax.random.uniform(keys[3], targets.shape)
@@ -178,5 +180,5 @@ def test_float16_gradients_do_not_underflow(length, shares):
   want = wanted(
     in_f32[0], in_f32[1].astype(jnp.float32), targets, loss_scale * each
   )[1]
-  # Two roundings of 2^-11, of the terms of sums that cancel too.
+  # There are two roundings of 2^-11, also of terms of sums that cancel.
   assert_close(got, want, 2**-10)

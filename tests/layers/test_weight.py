@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of weights: the same results, and none that outlives its weights."""
+"""Tests caches of weights: results are equal, and no cache becomes stale."""
 
 import itertools
 
@@ -33,7 +33,7 @@ class Layer(nnx.Module):
 
 
 def stack(recipe, depth=2):
-  """Layers over which a scan runs: function of (params, x), and params."""
+  """Returns a function of (params, x) that scans over layers, and params."""
 
   @nnx.split_rngs(splits=depth)
   @nnx.vmap
@@ -71,7 +71,7 @@ def test_every_cache_gives_the_same_bits(preset, cached):
   assert_same_bits(*results)
 
 
-def test_a_cache_holds_what_its_name_says():
+def test_each_cache_contains_the_expected_arrays():
   w = jax.random.normal(jax.random.key(0), (16, 2, 24))
   assert cache_weight(w, recipes.coat(weight_cache="none")) is None
   scale = cache_weight(w, recipes.coat(weight_cache="scale"))
@@ -82,7 +82,7 @@ def test_a_cache_holds_what_its_name_says():
 
 
 @pytest.mark.parametrize("cached", ["scale", "codes"])
-def test_each_layer_of_a_stack_has_a_scale_of_its_own(cached):
+def test_each_layer_of_a_stack_has_its_own_scale(cached):
   recipe = recipes.coat(weight_cache=cached)
 
   @nnx.split_rngs(splits=3)
@@ -95,22 +95,22 @@ def test_each_layer_of_a_stack_has_a_scale_of_its_own(cached):
   linear.kernel[...] = linear.kernel[...] * sizes[:, None, None]
   cache = with_weight_cache(linear, recipe).cache
   amax = np.max(np.abs(np.asarray(linear.kernel[...])), axis=(1, 2))
-  # E4M3's largest value; the scale is rounded once.
+  # The largest weight is E4M3's largest value. The scale is rounded once.
   np.testing.assert_allclose(np.ravel(cache.scale), amax / 448, rtol=2**-22)
   if cached == "codes":
-    # Each layer's largest weight has the largest code.
+    # The largest weight of each layer gets the largest code.
     codes = np.abs(np.asarray(cache.rows, "float32")).reshape(3, -1)
     np.testing.assert_array_equal(codes.max(axis=1), 448)
 
 
-def test_the_module_itself_gets_no_cache_that_could_go_stale():
+def test_the_original_module_gets_no_cache():
   for cache in CACHES:
     recipe = recipes.coat(weight_cache=cache)
     module = Linear(16, 24, recipe=recipe, rngs=nnx.Rngs(0))
     copy = with_weight_cache(module, recipe)
     assert module.cache is None
     assert (copy.cache is None) == (cache == "none")
-    # The weight is the parameter's own, not another array.
+    # The weight is the parameter itself, not a copy.
     assert copy.kernel[...] is module.kernel[...]
   bf16 = recipes.bf16()
   module = Linear(16, 24, recipe=bf16, rngs=nnx.Rngs(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests packed documents: positions, targets and their shares."""
+"""Tests batches of packed documents: positions, targets and their weights."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,7 @@ def test_positions_begin_at_0_in_each_document():
 
 def test_targets_follow_a_token_of_their_document_and_count_alike():
   is_target = np.ones((2, 8), bool)
-  is_target[0, 6:] = is_target[1, :5] = False  # Padding; what is only read.
+  is_target[0, 6:] = is_target[1, :5] = False  # Padding, and prompt tokens.
   batch = Batch.make(TOKENS, jnp.asarray(SEGMENTS), jnp.asarray(is_target))
   want = np.zeros((2, 8))
   for row in range(2):

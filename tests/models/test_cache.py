@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares logits with a cache to the decoder on whole sequences."""
+"""Compares logits computed with a KV cache to those of whole sequences."""
 
 import dataclasses
 import functools
@@ -37,10 +37,10 @@ SMALL: dict[str, Any] = dict(
   norm_eps=0.1,
 )
 SCALING = "yarn,factor=4,original_max_position_embeddings=16"
-# Gemma 2 has windows in some layers, caps of both kinds and norms after the
-# products; Qwen 3 here a window in all layers, and norms of q and k.
+# Gemma 2 has windows in some layers, both kinds of soft caps, and post norms.
+# Qwen 3 here has a window in all layers, and norms of q and k.
 CONFIGS = {
-  # Of the quick ones, this has windows, soft caps and norms after blocks.
+  # This quick case has windows, soft caps and post norms.
   "gemma2": ModelConfig(
     family="gemma2",
     **SMALL,
@@ -106,7 +106,7 @@ def build(config, recipe, *, dtype="float32", mesh=None):
 
 
 def without_cache(model):
-  """Returns the function that computes logits of one unpadded sequence."""
+  """Returns a function that computes logits of one unpadded sequence."""
   graph, params = nnx.split(model)
 
   @jit
@@ -120,13 +120,13 @@ def without_cache(model):
 def cached_logits(model, rows, first, size):
   """Returns logits of all slots: the first at once, the others one by one.
 
-  The last three are run as `generate` runs them, with layers cut beforehand.
+  The last three are computed as `generate` does, with layers split beforehand.
 
   Args:
     model: a Decoder.
-    rows: sequences that end in one slot.
-    first: how many slots are run at once.
-    size: of the cache.
+    rows: sequences that end in the same slot.
+    first: number of slots that are computed at once.
+    size: number of slots of the cache.
   """
   graph, params = nnx.split(model)
 
@@ -165,7 +165,7 @@ def check(model, plain, rows, first, size):
 
 @pytest.mark.parametrize("name", quick(4, CONFIGS))
 def test_cached_logits_match_the_decoder(name):
-  # The recipe of training is not what generation computes in.
+  # Generation does not compute in the recipe of training.
   model = build(CONFIGS[name], recipes.coat())
   plain = build(CONFIGS[name], recipes.bf16())
   check(model, plain, sequences(12, 9), first=6, size=16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the decoder with NumPy, and presets with their layers."""
+"""Compares the decoder with NumPy, and tests presets and initial weights."""
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ CONFIGS = {
     attention_soft_cap=0.7,
     logits_soft_cap=2.0,
   ),
-  # With the stretched RoPE of its larger models where all keys are seen.
+  # Layers without a window have the stretched RoPE of larger models.
   "gemma3": ModelConfig(
     family="gemma3_text",
     **GEMMA,
@@ -178,13 +178,13 @@ def test_projections_to_the_residual_stream_start_smaller_with_depth():
     keystr(path, simple=True, separator="/"): np.std(leaf)
     for path, leaf in jax.tree.leaves_with_path(params)
   }
-  # Of 16384 values and more: four standard errors are 2.2 %.
+  # With at least 16384 values, four standard errors are 2.2 %.
   assert stddev == {
     "embedding": pytest.approx(0.02, rel=0.022),
     "head": pytest.approx(0.02, rel=0.022),
     "layers/attention/qkv/linear/kernel": pytest.approx(0.02, rel=0.022),
     "layers/mlp/gate_up/kernel": pytest.approx(0.02, rel=0.022),
-    # Over the root of two projections in each of 8 layers.
+    # Divided by the root of the number of projections: two in each of 8 layers.
     "layers/attention/out/kernel": pytest.approx(0.005, rel=0.022),
     "layers/mlp/down/kernel": pytest.approx(0.005, rel=0.022),
     "layers/attention/qkv/norm/scale": 0,

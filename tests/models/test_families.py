@@ -115,7 +115,7 @@ def test_gpt2_has_biases_and_learned_positions():
     "norm/bias": (64,),
     "norm/scale": (64,),
   }
-  # What products multiply by decays, and nothing else.
+  # Weight decay applies only to weights of matmuls.
   decayed = decays({name: 0 for name in found})
   assert {name for name in found if decayed[name]} == {
     name for name in found if name.endswith("kernel")
@@ -168,7 +168,7 @@ def test_unknown_family_is_refused():
 )
 def test_values_of_other_types_are_refused(field, value, words):
   config = ModelConfig(family="llama", vocab_size=384, **SIZES)
-  object.__setattr__(config, field, value)  # Past the suite's own checks.
+  object.__setattr__(config, field, value)  # Avoids the tests' type checks.
   with pytest.raises(ValueError, match=f"ModelConfig: .*{words}"):
     config.__post_init__()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what FP8 changes in each family with what it changes in Llama."""
+"""Compares the errors of FP8 in each family with those in Llama."""
 
 import functools
 
@@ -10,8 +10,9 @@ from coat_jax.models import VISION_FAMILIES
 from coat_jax.models.config import FAMILIES
 from studies import families
 
-# Each error is a few roundings to E4M3, 2.2 % RMS each, of which a family with
-# more norms has more: half as much again is what they may add.
+# An error comes from a few roundings to E4M3, with an RMS of 2.2 % each. A
+# family with more norms has more roundings, so errors may be half as much
+# larger.
 TIMES = 1.5
 
 difference = functools.cache(families.difference)
@@ -30,13 +31,13 @@ def test_fp8_changes_no_family_much_more_than_llama(family):
 
 
 @pytest.mark.slow
-def test_wrong_residual_is_noticed(monkeypatch):
+def test_wrong_saved_array_causes_a_large_error(monkeypatch):
   llama, bwd = difference("llama"), ops.activation_bwd_operands
   monkeypatch.setattr(
     ops,
     "activation_bwd_operands",
     lambda dout, parts, **options: bwd(dout, parts[:1] * 2, **options),
   )
-  # Its own name: it is not kept for the others.
+  # Use another name, so that the result is not cached for other tests.
   found = families.difference("gemma2")
   assert found.gradient_error > 2 * TIMES * llama.gradient_error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests gathering weights on meshes whose axes have other names."""
+"""Tests how weights are gathered on meshes with other axis names."""
 
 import dataclasses
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares generated tokens with transformers, and with single prompts."""
+"""Tests generated tokens: transformers, single prompts, meshes, errors."""
 
 import dataclasses
 import sys
@@ -21,7 +21,7 @@ from tests.models.hf.folders import DATA, expected
 from tests.models.test_cache import CONFIGS, build, without_cache
 from train.mesh import make_mesh, parse_mesh
 
-# A function has the module's name.
+# The package has a function with the same name as the module.
 MODULE = sys.modules["coat_jax.models.generate"]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8]]
 
@@ -46,16 +46,17 @@ def generate(model, prompts, **options):
 
 
 def greedy_without_cache(run, prompt, count):
-  """Chooses greedy tokens by running the whole sequence for each."""
+  """Chooses tokens greedily, and runs the whole sequence for each token."""
   row: Any = list(prompt)
   margins = []
   for _ in range(count):
-    # One size for all: the tokens behind are not seen.
+    # Pad to one size, so that it compiles once; later tokens have no effect.
     padded = np.pad(np.int32(row), (0, 32 - len(row)))
     logits = np.asarray(run(padded)[len(row) - 1])
     margins.append(np.diff(np.sort(logits)[-2:]))
     row.append(int(np.argmax(logits)))
-  # Far above what sums in another order give: nothing here is a tie.
+  # The gap is far above the effect of another order of sums, so there are no
+  # ties.
   assert min(margins) > 1e-3
   return row[len(prompt) :]
 
@@ -66,7 +67,7 @@ def test_greedy_tokens_match_transformers(llama):
   prompt, want = greedy[:8], greedy[8:]
   assert prompt == golden["input_ids"][0, :8].tolist()
   assert generate(llama, [prompt], max_new_tokens=16) == [want]
-  # Beside a longer one, which pads it.
+  # Use a longer prompt too, so that the short one is padded.
   longer = golden["input_ids"][1, :13].tolist()
   both = generate(llama, [longer, prompt], max_new_tokens=16)
   assert both[1] == want and len(both[0]) == 16
@@ -82,7 +83,7 @@ def test_greedy_tokens_with_norms_of_q_and_k_match_transformers():
 def test_greedy_tokens_with_learned_positions_match_transformers():
   model, golden = read("gpt2"), expected("gpt2")
   greedy = golden["greedy"][0].tolist()
-  # Beside a longer one, which pads it.
+  # Use a longer prompt too, so that the short one is padded.
   prompts = [greedy[:8], golden["input_ids"][1, :13].tolist()]
   tokens = generate(model, prompts, max_new_tokens=16)
   assert tokens[0] == greedy[8:]
@@ -155,7 +156,7 @@ def test_other_calls_reuse_compiled_programs(small):
   ):
     generate(small, [[1], [2, 3, 4], list(range(16))], **options | other)
   assert compiled() == before
-  # Another size is compiled: the counts do count.
+  # Check that the counter works: another size must be compiled.
   generate(small, PROMPTS, **options, cache_size=40)
   assert compiled() == [n + 1 for n in before]
 
@@ -166,7 +167,7 @@ def test_cache_size_changes_no_token(small):
 
 
 def test_model_that_computes_nan_is_refused(small):
-  """argmax of NaN is 0; here NaN appears in one prompt after two tokens."""
+  """NaN appears in one prompt after two tokens; the argmax would be 0."""
   free = generate(small, PROMPTS, max_new_tokens=9)
   token = free[0][1]
   assert token not in [*free[0][:1], *free[1], *free[2], *sum(PROMPTS, [])]
@@ -179,21 +180,21 @@ def test_model_that_computes_nan_is_refused(small):
       "generate: logits must be finite, got NaN or infinity for token 3 after "
       "prompt 0; "
     )
-    # Tokens behind the last one that is wanted do not matter.
+    # NaN after the last requested token does not matter.
     few = generate(model, PROMPTS, max_new_tokens=2)
     assert few == [row[:2] for row in free]
     stopped = generate(model, PROMPTS, max_new_tokens=9, stop_tokens=[token])
     assert stopped == [free[0][:2], *free[1:]]
 
 
-def test_each_token_is_drawn_with_a_key_of_its_own(small):
-  """With equal logits and one key all tokens of a row would be the same."""
+def test_each_token_is_drawn_with_its_own_key(small):
+  """With equal logits and one key, all tokens of a row would be the same."""
   model = nnx.clone(small)
   model.head.set_value(jnp.zeros_like(model.head[...]))
   options = dict(max_new_tokens=9, temperature=1.0, top_k=40)
   drawn = generate(model, PROMPTS, **options)
   for i, row in enumerate(drawn):
-    # 9 of 40 tokens: 4 or fewer different ones in 1 of 170,000 rows.
+    # Of 9 tokens out of 40, 4 or fewer are different in 1 of 170,000 rows.
     assert len(set(row)) > 4
     assert all(row != other for other in drawn[:i])
 
@@ -207,7 +208,7 @@ def test_draws_depend_only_on_seed_and_row(small):
   assert generate(small, PROMPTS, **options, seed=2) != one
   same = generate(small, [PROMPTS[0]] * 3, **options, seed=1)
   assert same[0] == one[0] and len({tuple(tokens) for tokens in same}) == 3
-  # Nothing but the most probable token is left of a narrow choice.
+  # A narrow choice leaves only the most probable token.
   greedy = generate(small, PROMPTS, max_new_tokens=9)
   for narrow in (dict(top_k=1), dict(top_p=1e-6)):
     assert generate(small, PROMPTS, **options, **narrow) == greedy
@@ -227,7 +228,7 @@ def test_casting_weights_first_gives_the_same_bits(name):
 
   stored, cast = run(params), run(_in_dtype(graph, params))
   assert stored.dtype == jnp.bfloat16
-  # Of the padding nothing is meant.
+  # Leave out padding, whose logits have no meaning.
   np.testing.assert_array_equal(cast[0], stored[0])
   np.testing.assert_array_equal(cast[1, 3:], stored[1, 3:])
 
@@ -245,7 +246,7 @@ def test_weights_except_norms_and_biases_are_cast_once():
     for name in dtypes
   }
   assert "layers/attention/qkv/linear/bias" in dtypes
-  # And so they are read in any case.
+  # They are read as bf16 anyway.
   assert len(generate(model, [[1, 2]], max_new_tokens=3)[0]) == 3
 
 
@@ -258,7 +259,7 @@ def test_tokens_on_a_mesh_match_one_device(small, sizes):
   axes = MeshAxes(tensor="tensor" if "tensor" in sizes else None)
   recipe = dataclasses.replace(recipes.coat(), axes=axes)
   model = build(CONFIGS["llama"], recipe, mesh=mesh)
-  # Three rows are no share of four or eight devices.
+  # Three rows cannot be split over four or eight devices.
   for options in (dict(), dict(temperature=1.5, top_k=5)):
     want = generate(small, PROMPTS, max_new_tokens=9, **options)
     with jax.set_mesh(mesh):

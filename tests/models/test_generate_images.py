@@ -21,7 +21,7 @@ IMAGE = 383
 
 @pytest.fixture(scope="module")
 def model():
-  # The recipe of training is not what generation computes in.
+  # Generation does not compute in the recipe of training.
   return load_hf(
     DATA / "llava",
     recipe=recipes.coat(),
@@ -54,7 +54,7 @@ def test_cached_logits_after_images_match_transformers(model):
   cache = empty_cache(model.decoder, jnp.asarray(padding), size=24)
   logits = run(params, jnp.asarray(tokens), cache, placed)
   want = GOLDEN["logits"]
-  # Sums of 64 to 588 products in f32, in another order, through four layers.
+  # In four layers, f32 sums of 64 to 588 products have another order.
   assert_close(logits[0], want[0], 1e-5)
   assert_close(logits[1, padding[1] :], want[1, :17], 1e-5)
 
@@ -88,12 +88,13 @@ def test_tokens_after_images_match_the_model_without_a_cache(model):
       margins.append(np.diff(np.sort(logits)[-2:]) / np.abs(logits).max())
       row.append(int(np.argmax(logits)))
     assert new == row[len(prompt) :]
-  # Above what sums in another order give: nothing here is a tie.
+  # The gap is far above the effect of another order of sums, so there are no
+  # ties.
   assert min(margins) > 1e-5
-  # Images are seen.
+  # Check that images have an effect.
   other = generate(model, prompts, max_new_tokens=5, pixel_values=-9 * images)
   assert other.tokens[1] != found.tokens[1]
-  # Of text alone there is no tower.
+  # Text alone does not run the tower.
   alone = generate(model, [text], max_new_tokens=5)
   assert alone.tokens == found.tokens[2:]
 

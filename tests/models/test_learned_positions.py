@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests learned positions: in packed documents, on meshes, their limit."""
+"""Tests learned positions: packed documents, meshes, and the largest one."""
 
 import contextlib
 import dataclasses
@@ -18,12 +18,12 @@ from tests.train.steps import SMALL, gpt2, on
 from train.mesh import make_mesh, parse_mesh
 
 CONFIG = dataclasses.replace(CONFIGS["gpt2"], max_positions=16)
-# Documents in each of the rows, padding as one more.
+# Lengths of documents in each row. Padding counts as another document.
 LENGTHS = ((7, 5), (2, 10), (12,), (4, 3, 5))
 
 
 def pulled(model, dhidden):
-  """Returns the function of tokens and segments to outputs and gradients."""
+  """Returns a function of (tokens, segments) that computes y and gradients."""
   graph, params = nnx.split(model, nnx.Param)
   params = nnx.to_pure_dict(params)
 
@@ -55,7 +55,7 @@ def test_packed_documents_match_separate_rows(sizes):
   with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
     model = build(CONFIG, recipe, mesh=mesh)
     hidden, gradients = pulled(model, dhidden)(tokens, segments)
-  # Alone: each begins a row of its own, and what is behind it is not seen.
+  # Alone, each document is at the start of a row; later tokens have no effect.
   alone, row_of = pulled(want_model, dhidden), np.zeros((1, 12), np.int32)
   want = np.zeros_like(hidden)
   total = jax.tree.map(np.zeros_like, gradients)

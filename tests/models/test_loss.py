@@ -34,7 +34,7 @@ def build(is_tied):
     )
   )
   rng = np.random.default_rng(1)
-  # Logits of order 1, so that each target has a loss of its own.
+  # Logits are of order 1, so that targets have different losses.
   return graph, jax.tree.map(
     lambda w: rng.normal(0, 0.3, w.shape).astype(w.dtype), params
   )

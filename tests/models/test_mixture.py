@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder with experts, and its auxiliary loss, against plain formulas.
+"""Compares an MoE decoder and its auxiliary loss with plain formulas.
 
-The oracle runs every expert on every token and multiplies by 0 what is not
-chosen: in NumPy and float64 for values, in JAX and f32 for gradients.
+The formulas run every expert on every token, and multiply experts that are not
+chosen by 0. Values are computed in NumPy and float64, gradients in JAX and f32.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ CONFIG = ModelConfig(
   num_experts=E,
   experts_per_token=K,
   normalize_experts=True,
-  # As large as the rest of the loss.
+  # The auxiliary loss is as large as the rest of the loss.
   auxiliary_loss=0.7,
 )
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 40, (2, 13), np.int32)
-# Two documents, and padding that is no target.
+# Two documents, and padding, which has no targets.
 SEGMENTS = np.int32([[1] * 5 + [2] * 6 + [0] * 2, [1] * 9 + [2] * 4])
 IS_TARGET = (SEGMENTS > 0) & (RNG.random(TOKENS.shape) < 0.8)
 
@@ -82,7 +82,7 @@ def attention(xp, x, p, i, segments):
 
 
 def mixture(xp, x, p, i, config):
-  """Also returns each token's experts, and the router's probabilities."""
+  """Returns the output, each token's experts, and router probabilities."""
   y = norm(xp, x, p["norm"]["scale"][i])
   logits = y @ p["router"][i]
   probability = xp.exp(logits) / xp.exp(logits).sum(-1, keepdims=True)
@@ -97,7 +97,7 @@ def mixture(xp, x, p, i, config):
 
 
 def oracle(xp, config, params, segments, is_target):
-  """Cross-entropy and the auxiliary loss, without its coefficient."""
+  """Returns cross-entropy, and the auxiliary loss without its coefficient."""
   tokens, targets = TOKENS[:, :-1], TOKENS[:, 1:]
   inputs = segments[:, :-1]
   x = params["embedding"][tokens]
@@ -113,7 +113,7 @@ def oracle(xp, config, params, segments, is_target):
   nats = log_z - xp.take_along_axis(logits, targets[..., None], -1)[..., 0]
   counted = is_target[:, 1:] & (segments[:, 1:] == inputs)
   entropy = (nats * counted).sum() / counted.sum()
-  # transformers: the tokens of all layers in a row.
+  # Like transformers, concatenate the tokens of all layers.
   f = xp.concatenate(chosen).mean(0)
   return entropy, E * (f * xp.concatenate(probabilities).mean(0)).sum()
 

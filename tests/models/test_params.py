@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of parameters describes what modules make, in every family."""
+"""Checks the table of parameters against the modules of every family."""
 
 import jax
 import pytest
@@ -44,7 +44,7 @@ def test_every_parameter_has_a_role_and_its_axes(family):
     path = leaf_path(keys)
     own, split = parameter(path), matrices(path, leaf)
     assert not own.axes or len(own.axes) + is_stacked(path) == leaf.ndim, path
-    # Only the layers' products are matrices that Muon orthogonalizes.
+    # Muon orthogonalizes only the weight matrices of layers.
     is_product = own.role == "matrix" and is_stacked(path)
     assert (split is not None) == is_product, path
     if split and split.parts:

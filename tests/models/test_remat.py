@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests what jax.checkpoint saves of a layer, and that gradients stay.
+"""Tests what layers save with each `remat`, and that gradients do not change.
 
 remat="fp8_layer" is compared with a loop over layers in plain autodiff, which
-rounds the residual stream by the formula, straight through.
+rounds the residual stream with a straight-through gradient.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ MODEL = runs.MODEL | dict(num_heads=4, num_kv_heads=2)
 LAYERS, WIDTH = MODEL["num_layers"], MODEL["d_model"]
 
 
-# Layers of two kinds, whose blocks have norms on both sides.
+# A model with two kinds of layers, and with post norms.
 GEMMA = dict(
   family="gemma3_text",
   window=8,
@@ -59,7 +59,7 @@ def configure(*, model=None, **options):
 
 
 def build(**options):
-  """Returns the model's loss as a function of its parameters, and those."""
+  """Returns the loss as a function of parameters, and the parameters."""
   config = configure(**options)
   graph = step.build_graph(config)
   abstract = step.abstract_state(config, step.build_optimizer(config)).params
@@ -78,7 +78,7 @@ def build(**options):
 
 
 def on_mesh(mesh):
-  """Sets a mesh such as "fsdp=4"; sets none for ""."""
+  """Sets a mesh such as "fsdp=4"; does nothing for ""."""
   if not mesh:
     return contextlib.nullcontext()
   sizes = meshes.parse_mesh(mesh)
@@ -92,7 +92,7 @@ def value_and_grad(loss, params, mesh=""):
 
 
 def kept_bytes(loss, params, mesh=""):
-  """Counts what layers save, without parameters and casts of them."""
+  """Counts the bytes that layers save, without parameters and their casts."""
   with on_mesh(mesh):
     residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
   shapes = {p.shape for p in jax.tree.leaves(params)}
@@ -119,7 +119,7 @@ def kept_bytes(loss, params, mesh=""):
   ),
 )
 def test_remat_changes_no_gradient_of_a_decoder(recipe, remat, model):
-  # In f32 the second forward is the first; FP8 codes are the same codes.
+  # In f32, the second forward pass computes the same values and codes.
   options = dict(recipe=recipe, model=model)
   options |= dict(compute="float32") if recipe == "bf16" else {}
   loss, params = build(**options)
@@ -148,16 +148,17 @@ def test_remat_changes_no_gradient_of_a_decoder(recipe, remat, model):
   ),
 )
 def test_recomputing_from_inputs_of_norms_gives_the_same_bits(options):
-  # The second forward reads the codes of the first: nothing else is rounded.
+  # The second forward pass reads the codes of the first, so nothing else is
+  # rounded.
   mesh = options.get("mesh", "")
   want, got = (
     value_and_grad(*build(**options, remat=remat), mesh)
     for remat in ("none", "fp8")
   )
   if options.get("residuals") == "coat":
-    # The transposed operands that this keeps are computed again, and a CPU sums
-    # their products in another order, with remat="full" too. A code that was
-    # another one would be 6 % of a value.
+    # The transposed operands that this recipe saves are computed again, and a
+    # CPU sums their products in another order, as with remat="full". Another
+    # code would cause an error of 6 % of a value.
     assert_same_bits(got[0], want[0])
     assert_close(got[1], want[1], 1e-6)
   else:
@@ -165,7 +166,7 @@ def test_recomputing_from_inputs_of_norms_gives_the_same_bits(options):
 
 
 def rounded(x):
-  """Rounds x to 1 x 16 codes with BF16 scales of at least amax / 448."""
+  """Quantizes x in groups of 16 with BF16 scales, and dequantizes it."""
   groups = (
     jax.lax.stop_gradient(x).astype(jnp.float32).reshape(*x.shape[:-1], -1, 16)
   )
@@ -201,7 +202,7 @@ def layer_by_layer(**options):
   quick(
     1,
     [
-      # In f32, since a layer in BF16 rounds where the compiler fuses.
+      # Use f32, because rounding in BF16 depends on what the compiler fuses.
       dict(recipe="bf16", compute="float32"),
       dict(attention="fp8", residuals="coat"),
       dict(mesh="fsdp=4"),
@@ -224,7 +225,7 @@ def test_saved_bytes_of_each_remat(recipe):
     kept_bytes(*build(recipe=recipe, remat=remat))
     for remat in ("none", "dots", "full")
   )
-  # COAT keeps less than the BF16 results of its products.
+  # COAT saves less than the BF16 results of its matmuls.
   assert (none < dots) == (recipe == "coat")
   assert full == TOKENS[:, 1:].size * LAYERS * WIDTH * 2 < min(none, dots)
 
@@ -244,7 +245,7 @@ def test_saved_bytes_of_each_remat(recipe):
 def test_remat_saves_codes_of_norms_or_of_layers(remat, mesh):
   kept = kept_bytes(*build(remat=remat, mesh=mesh), mesh)
   codes = WIDTH + 2 * WIDTH // 16
-  # With the statistics of two norms.
+  # This includes the statistics of two norms.
   each = codes if remat == "fp8_layer" else 2 * (codes + 4)
   assert kept == TOKENS[:, 1:].size * LAYERS * each
   config = configure(remat=remat, mesh=mesh)
@@ -276,5 +277,5 @@ def test_gathered_rows_are_not_saved():
     for x in jax.tree.leaves(residuals)
     if x.dtype == jnp.bfloat16 and x.shape[-1] == MODEL["d_ff"]
   ]
-  # Gate, up and their product are; a weight has no axis of 8 sequences.
+  # Gate, up and their product are saved; a weight has no axis of 8 sequences.
   assert weights and all(8 in x.shape for x in weights)

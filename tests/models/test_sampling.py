@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares which tokens are drawn, and how often, with NumPy."""
+"""Compares sampled tokens and their frequencies with NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ from coat_jax.models.sampling import choose, kept, make_sampling
 
 V, DRAWS = 24, 20_000
 LOGITS = np.random.default_rng(0).normal(0, 2, (3, V)).astype(np.float32)
-# Equal ones, of which the lower token comes first.
+# Equal logits, of which the lower token comes first.
 LOGITS[1, [4, 9, 17]] = LOGITS[1].max() + 1
-# Nearly all of it is one token's, and some can never be drawn.
+# One token has nearly all of the probability, and some can never be drawn.
 LOGITS[2, 7] = 40
 LOGITS[2, 11:] = -np.inf
 
@@ -43,7 +43,7 @@ def distribution(logits, temperature, top_k, top_p):
   for token in order:
     nucleus.append(token)
     total += p[token] / mass
-    # Of float64 a sum may reach 1 before the last.
+    # In float64, the sum may reach 1 before the last token.
     if top_p not in (None, 1) and total >= top_p:
       break
   out = np.zeros(V)
@@ -66,10 +66,10 @@ def test_kept_tokens_and_probabilities_match_numpy(options):
 def test_extreme_temperatures_keep_the_largest_logits(
   temperature, top_k, top_p
 ):
-  # So hot that all kept tokens are alike; f32 holds no such small differences.
-  count = top_k if top_p is None else 5  # Of 24: 4 / 24 < 0.2 < 5 / 24.
+  # The temperature is so high that all kept tokens are equal in f32.
+  count = top_k if top_p is None else 5  # 4 / 24 < 0.2 < 5 / 24.
   if temperature < 1:
-    count = 1  # So cold that one is certain.
+    count = 1  # The temperature is so low that one token is certain.
   logits = LOGITS[:1] - LOGITS[0].max()
   sampling = make_sampling(temperature, top_k, top_p)
   found, tokens = kept(jnp.asarray(logits), sampling)
@@ -94,7 +94,7 @@ def test_frequencies_are_the_probabilities(options):
     assert np.all(np.abs(frequency - want) <= 4 * error + 1e-12)
 
 
-def test_rows_are_drawn_each_with_its_own_key():
+def test_each_row_is_drawn_with_its_own_key():
   logits = jnp.zeros((64, V))
   keys = jax.random.split(jax.random.key(0), 64)
   drawn = choose(logits, make_sampling(1.0, None, None), keys)
@@ -105,10 +105,10 @@ def test_rows_are_drawn_each_with_its_own_key():
 def test_low_temperature_is_greedy(temperature):
   sampling = make_sampling(temperature, None, None)
   keys = jax.random.split(jax.random.key(0), 2)
-  # But for rows with equal ones.
+  # Leave out rows with equal logits.
   got = choose(jnp.asarray(100 * LOGITS[::2]), sampling, keys)
   np.testing.assert_array_equal(got, LOGITS[::2].argmax(-1))
-  # Devices may take what is below for 0.
+  # Devices may flush smaller temperatures to 0.
   is_normal = temperature >= np.finfo(np.float32).tiny
   assert (sampling.temperature is not None) == is_normal
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares loaded vision towers with transformers, and with NumPy in float64.
 
-The oracle reads the tensors of the checkpoint by their own names: nothing of
-what loading a tower goes through.
+The NumPy tower reads tensors by their names in the checkpoint. It uses none of
+the code that loads a tower.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def tower_in_numpy(name, images):
   patch = "embeddings.patch_embedding"
   if name == "vit":
     patch = "embeddings.patch_embeddings.projection"
-  # A convolution: each output is the sum over its window.
+  # This is a convolution, in which each output is a sum over its window.
   rows = [
     np.einsum("bcij,dcij->bd", images[..., i : i + 14, j : j + 14], kernel)
     for kernel in (w[f"{patch}.weight"],)
@@ -137,7 +137,7 @@ def test_tower_matches_transformers(name):
     return tower(images), features, tower.pooled(images)
 
   output, features, pooled = run(state, images)
-  # Sums of 64 to 588 products in f32, in another order, through two layers.
+  # In two layers, f32 sums of 64 to 588 products have another order.
   assert_close(output, golden["output"], 1e-5)
   hidden, want = tower_in_numpy(name, golden["pixel_values"].astype(np.float64))
   assert_close(features, hidden, 1e-5)
@@ -176,14 +176,14 @@ def test_tower_on_a_mesh_matches_one_device(sizes):
   how: dict[str, Any] = dict(dtype=jnp.float32)
   want = gradients(CONFIG, recipes.coat(), **how)
   recipe = dataclasses.replace(recipes.coat(), axes=mesh_axes(mesh.shape))
-  # A value that is a last bit off may be rounded to the next code.
+  # A value that is off by an ulp may be rounded to another code.
   found = gradients(CONFIG, recipe, mesh, **how)
   assert_close(found[0][1], want[0][1], 0.02)
   assert_close(found[1], want[1], 0.05)
 
 
 def test_tensor_axis_must_divide_the_tokens():
-  """CLIP's class token makes their number odd."""
+  """With CLIP's class token, the number of tokens is odd."""
   mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2"))
   assert mesh is not None
   config = dataclasses.replace(CONFIG, family="clip_vision")
@@ -221,7 +221,7 @@ def test_weights_are_stored_as_store_returns_them():
 
 
 def test_pixels_outside_whole_patches_are_ignored():
-  """SigLIP with 384 pixels and patches of 14 is such a case."""
+  """For example, SigLIP has 384 pixels and patches of 14."""
   config = dataclasses.replace(CONFIG, image_size=30, family="vit")
   assert config.num_patches == 4 and config.num_tokens == 5
   tower = VisionTower(config, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
@@ -278,9 +278,9 @@ def test_layer_saves_fp8_inputs_of_norms_and_gelu():
   config = dataclasses.replace(CONFIG, **sizes)
   tokens = 256
   found = residual_bytes(config, recipes.coat(), tokens=tokens)["total"]
-  # Codes and a BF16 scale for 16; mean and rstd; q, k, v and output, and their
-  # log-sum-exp; positions, by which nothing turns.
+  # These are codes with one BF16 scale per 16, mean and rstd, q, k, v, output
+  # and log-sum-exp, and positions, although there is no RoPE.
   want = 18 / 16 * (2 * d + f) + 2 * 8 + 4 * 2 * d + 4 * heads + 4
-  assert abs(found - want) < 1  # Scales of whole tensors.
+  assert abs(found - want) < 1  # The difference are scales of whole tensors.
   plain = residual_bytes(config, recipes.bf16(), tokens=tokens)["total"]
   assert found <= 0.36 * plain

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests images among a decoder's tokens, and training of some parts alone."""
+"""Tests models with images among the tokens, and training parts of them."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from tests.models.hf.folders import DATA, expected
 from train.mesh import make_mesh, parse_mesh
 
 LLAVA = DATA / "llava"
-# Sizes that tell each matrix's gradient by its shape.
+# Sizes are such that each matrix's gradient has a different shape.
 CONFIG = VisionLanguageConfig(
   text=ModelConfig(
     family="llama",
@@ -64,13 +64,14 @@ def loaded(**options):
 def test_logits_match_transformers_however_rows_are_packed():
   golden = expected("llava")
   tokens, images = golden["input_ids"], golden["pixel_values"]
-  # A row of text, and one of the beginnings of both with both images.
+  # One row is text; the other packs the beginnings of both rows, with both
+  # images.
   text = np.where(tokens[0] == 383, 5, tokens[0])
   packed = np.concatenate([tokens[0, :12], tokens[1, :12]])
   rows = jnp.asarray(np.stack([*tokens, text, packed]), jnp.int32)
   segments = np.ones(rows.shape, np.int32)
   segments[3, 12:] = 2
-  # Nothing stands for the noise.
+  # No token refers to this image of noise.
   noise = np.random.default_rng(0).normal(size=images.shape).astype(np.float32)
   slots = np.stack([images, noise], axis=1)
   slots = np.concatenate([slots, noise[None], images[None]])
@@ -84,7 +85,7 @@ def test_logits_match_transformers_however_rows_are_packed():
 
   logits, *alone = run(state, rows, jnp.asarray(slots), jnp.asarray(segments))
   want = golden["logits"]
-  # Sums of 64 to 588 products in f32, in another order, through four layers.
+  # In four layers, f32 sums of 64 to 588 products have another order.
   assert_close(logits[:2], want, 1e-5)
   assert_close(logits[3], np.concatenate([want[0, :12], want[1, :12]]), 1e-5)
   assert_close(logits[2:3], alone[0], 1e-5)
@@ -114,7 +115,7 @@ def test_features_replace_image_tokens_in_order(sizes):
 
   with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
     placed, (dx, dfeatures) = run(x, features, g)
-  # As a product with ones and zeros.
+  # Compare with a matmul with a matrix of ones and zeros.
   is_taken = np.asarray(want)[..., None] == np.arange(3)
   own = ~is_taken.any(-1, keepdims=True)
   product = np.einsum("btm,bmd->btd", is_taken, features)
@@ -182,5 +183,5 @@ def test_loss_and_gradients_on_a_mesh_match_one_device():
   assert np.abs(want[1]["linear_1"]["kernel"]).max() > 0
   mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2"))
   with jax.set_mesh(mesh):
-    # Sums over devices in another order, in f32.
+    # f32 sums over devices are added in another order.
     assert_close(run(mesh), want, 1e-5)

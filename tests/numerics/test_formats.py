@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the formats, and casts against a table of their values."""
+"""Tests the limits of number formats, and casts to them."""
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,13 @@ DTYPES = [formats.E4M3, formats.E5M2]
     (formats.INT8, 127, 1),
   ],
 )
-def test_limits_are_those_of_the_format(dtype, qmax, subnormal):
+def test_limits_of_each_format(dtype, qmax, subnormal):
   assert formats.qmax(dtype) == qmax
   assert formats.neighbours(jnp.float32(0), dtype)[1] == subnormal
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cast_of_every_bfloat16_equals_ml_dtypes(dtype):
+def test_cast_of_every_bfloat16_matches_ml_dtypes(dtype):
   x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
   x = x.astype(np.float32)
   got = np.asarray(jax.jit(formats.saturating_cast, static_argnums=1)(x, dtype))
@@ -45,7 +45,7 @@ def test_cast_of_every_bfloat16_equals_ml_dtypes(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cast_rounds_to_nearest_even_around_every_midpoint(dtype):
-  # A cast by way of float16 or bfloat16 would round the neighbours twice.
+  # A cast via float16 or bfloat16 would round the neighbours twice.
   values = oracles.fp8_values(dtype)
   midpoints = ((values[1:] + values[:-1]) / 2).astype(np.float32)
   x = np.concatenate(
@@ -99,8 +99,8 @@ def test_neighbours_enclose_every_value(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cast_rounds_before_it_converts(dtype):
-  # XLA may drop a conversion f32 -> FP8 -> f32. What goes into it must be on
-  # the format's grid already, so that nothing changes if it does.
+  # XLA may drop a conversion f32 -> FP8 -> f32. So that nothing changes if it
+  # does, values must be rounded to the format before the conversion.
   x = jnp.asarray(np.random.default_rng(0).normal(size=4096) * 100, jnp.float32)
   jaxpr = jax.make_jaxpr(lambda x: formats.saturating_cast(x, dtype))(x)
   *before, last = jaxpr.eqns
@@ -128,7 +128,7 @@ def test_int8_cast_rounds_to_nearest_even_and_saturates():
   np.testing.assert_array_equal(upper, [1, 3, 3, 127])
 
 
-def test_int8_groups_are_half_a_step_off_at_most():
+def test_int8_groups_are_off_by_at_most_half_a_step():
   x = jnp.float32(np.random.default_rng(0).normal(size=(3, 40)))
   x = x.at[1, 3].set(jnp.nan)
   q = qtensor.quantize(x, group_size=16, dtype=formats.INT8)
@@ -148,7 +148,7 @@ def test_int8_products_are_exact_sums_of_codes():
   x, w = ops.quantize_tensor(x, **how), ops.quantize_tensor(w, **how)
   y = ops.linear_fwd(x, w, dtype=jnp.float32)
   exact = np.asarray(x.rows, np.int64) @ np.asarray(w.rows, np.int64)
-  # Sums above 2^24 are rounded to f32, and their product with the scale is.
+  # Sums above 2^24 are rounded to f32, and so is the product with the scale.
   np.testing.assert_allclose(y, exact * float(x.scale * w.scale), rtol=2e-7)
   said = ops.explain(ops.linear_fwd, x, w)
   assert "xla everywhere (linear_fwd: cuBLASLt multiplies FP8" in said

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization to FP8 tensors: the oracle, derived bounds, golden codes."""
+"""Compares quantization with NumPy, error bounds, and COAT's own codes."""
 
 import dataclasses
 import functools
@@ -36,9 +36,8 @@ def bits(x) -> np.ndarray:
 def error_bound(x, scale, dtype, group_size):
   """Bounds the error of quantize(x).dequantize(): half a step times the scale.
 
-  The quotient, the product and the scale (from amax) are each rounded to f32,
-  by 2^-24; together this is below 2^-22 of the value. Values below 2^-126 may
-  become zero.
+  Quotient, product and scale are each rounded to f32 by 2^-24, which is below
+  2^-22 of the value together. Values below 2^-126 may become zero.
   """
   scale = np.asarray(scale, np.float64)
   if group_size is not None:
@@ -50,7 +49,7 @@ def error_bound(x, scale, dtype, group_size):
 
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_quantize_equals_the_oracle_bit_for_bit(dtype, scale_dtype):
+def test_quantize_matches_numpy_bit_for_bit(dtype, scale_dtype):
   for shape, group_size in cases.SHAPES[1:6]:
     x = cases.activations(shape)
     q, _ = quantize(x, group_size=group_size, dtype=dtype, scale=scale_dtype)
@@ -60,15 +59,15 @@ def test_quantize_equals_the_oracle_bit_for_bit(dtype, scale_dtype):
 
 
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-def test_quantize_of_degenerate_groups_equals_the_oracle(scale_dtype):
+def test_quantize_of_degenerate_groups_matches_numpy(scale_dtype):
   groups = cases.finite_groups(16)
-  # Backends differ in whether a subnormal is zero: its code is 0 or tiny.
+  # Some backends treat subnormals as zero, so their codes are 0 or tiny.
   names = [name for name in groups if "subnormal" not in name]
   x = np.stack([groups[name] for name in names])
   q, x_hat = quantize(x, group_size=16, scale=scale_dtype)
   codes, scales = oracles.quantize(x, 16, E4M3, scale_dtype)
   np.testing.assert_array_equal(np.asarray(q.scale), scales)
-  # Quotients below f32's normal numbers flush to zero, as they would in E4M3.
+  # Subnormal quotients are flushed to zero, as they would be in E4M3.
   np.testing.assert_array_equal(bits(q.qvalue) & 0x7F, codes & 0x7F, str(names))
   assert np.all(np.isfinite(x_hat))
 
@@ -90,7 +89,7 @@ def test_quantization_error_is_within_half_a_step(shape, group_size, dtype):
 @hypothesis.given(
   x=hnp.arrays(
     np.float32,
-    # One shape, so that later examples find compiled operations.
+    # All examples have one shape, so that they reuse compiled operations.
     (2, 9),
     elements=st.one_of(
       st.sampled_from([0.0, -0.0, 1.0, 2.0**-126, 1e38, -3e38]),
@@ -105,7 +104,7 @@ def test_quantization_error_is_within_half_a_step(shape, group_size, dtype):
 def test_quantization_error_of_any_finite_input_is_bounded(
   x, group_size, dtype, scale_dtype
 ):
-  # Not jitted: every example would compile anew.
+  # Don't jit, because each example would compile again.
   q = qtensor.quantize(
     jnp.asarray(x), group_size=group_size, dtype=dtype, scale_dtype=scale_dtype
   )
@@ -127,13 +126,13 @@ def test_constant_groups_keep_their_value(magnitude, value, n, dtype):
   x = x.astype(np.float32)
   q = qtensor.quantize(jnp.asarray(x), group_size=16, dtype=dtype)
   x_hat = np.asarray(q.dequantize())
-  # The code is qmax, and the scale is off by two roundings. The smallest values
-  # have a scale of 2^-126 and are multiples of it or of its fractions.
+  # The code is qmax, and the scale is rounded twice. The smallest values have a
+  # scale of 2^-126.
   tolerance = np.where(x > 2.0**-110, 2.0**-22 * x, 2.0**-4 * x + 2.0**-126)
   np.testing.assert_array_less(np.abs(x_hat - x), tolerance)
 
 
-def test_bfloat16_scales_are_the_next_ones_up():
+def test_bfloat16_scales_are_rounded_up():
   amax = np.random.default_rng(0).lognormal(0, 20, 4096).astype(np.float32)
   exact = np.maximum(amax * np.float32(1 / 448), np.float32(2**-126))
   got = qtensor.amax_to_scale(jnp.asarray(amax), E4M3, jnp.bfloat16)
@@ -142,7 +141,7 @@ def test_bfloat16_scales_are_the_next_ones_up():
   assert np.all(got.astype(np.float32) >= exact)
   below = np.nextafter(got, np.asarray(0, got.dtype)).astype(np.float32)
   assert np.all(below < exact)
-  # A product that is already a BF16 value does not change.
+  # A scale that is already a BF16 value does not change.
   values = np.arange(1, 2, 2**-7, np.float32)
   amax = np.nextafter(values * 448, np.float32(0))
   exact = amax * np.float32(1 / 448) == values
@@ -152,8 +151,8 @@ def test_bfloat16_scales_are_the_next_ones_up():
 
 
 def test_quantize_divides_by_the_stored_scale():
-  # amax / 448 = 1 + 2^-9 is stored as 1 + 2^-7: 252.5 / (1 + 2^-9) would be
-  # nearer to 256, divided by the stored scale it is nearer to 240 (spacing 16).
+  # amax / 448 = 1 + 2^-9 is stored as 1 + 2^-7. Divided by the former, 252.5
+  # would be nearer to 256; divided by the stored scale it is nearer to 240.
   x = jnp.asarray([[448 * (1 + 2**-9), 249.5]], jnp.float32)
   q = qtensor.quantize(x, group_size=2, scale_dtype=jnp.bfloat16)
   assert float(q.scale[0, 0]) == 1 + 2**-7
@@ -226,7 +225,7 @@ def test_group_amax_counts_short_groups(group_size):
   np.testing.assert_array_equal(qtensor.join_groups(groups, 100), x)
 
 
-def test_nonfinite_value_touches_no_other_group():
+def test_nonfinite_value_does_not_affect_other_groups():
   x = cases.activations((3, 48))
   clean, _ = quantize(x, group_size=16)
   for name, group in cases.nonfinite_groups(16).items():
@@ -248,12 +247,12 @@ def test_nan_makes_all_of_a_per_tensor_array_nan():
   assert np.all(np.isnan(q.dequantize()))
 
 
-def test_group_codes_equal_the_reference():
-  # The reference divides by the f32 scale and stores that in BF16, rounded to
-  # nearest; we divide by what we store. So the codes are compared with f32
-  # scales. The rest: it adds 1e-10 to amax (nothing here, amax > 0.1), divides
-  # by 448 and by the scale where we multiply by 1/448 and divide, and its GPU
-  # division may be off by one ulp: a code on a rounding boundary may flip.
+def test_group_codes_match_the_reference():
+  # COAT's code divides by the f32 scale, and stores it rounded to the nearest
+  # BF16. We divide by the stored scale. So compare codes for f32 scales. COAT
+  # also adds 1e-10 to amax, which has no effect here (amax > 0.1). It divides
+  # by 448, where we multiply by 1/448, and its GPU division may be off by an
+  # ulp. So a value at a rounding boundary may get another code.
   arrays = golden.activation()
   q, _ = quantize(arrays["x"], group_size=16)
   got, want = bits(q.qvalue), arrays["qx"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: presets, valid combinations, and errors that name the field."""
+"""Tests recipes: presets, valid combinations, and errors."""
 
 import dataclasses
 import inspect
@@ -76,7 +76,7 @@ def test_variants_keep_the_preset_and_set_the_field():
   )
 
 
-def test_evaluation_computes_what_training_does_unless_told():
+def test_evaluation_uses_the_training_recipe_by_default():
   for preset in (recipes.bf16(), recipes.fp8_linear(), recipes.coat()):
     assert preset.for_evaluation() is preset
   for preset in (recipes.fp8_linear, recipes.coat):
@@ -92,7 +92,7 @@ def test_recipes_are_frozen_and_hashable():
   with pytest.raises(dataclasses.FrozenInstanceError):
     recipes.coat().linear = "bf16"
   with pytest.raises(TypeError):
-    CoatRecipe("fp8")  # keywords only
+    CoatRecipe("fp8")  # Arguments are keyword-only.
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_recipes_are_frozen_and_hashable():
   ],
 )
 def test_an_unknown_choice_names_the_field_and_what_it_got(field):
-  # Users see our error; in tests, jaxtyping would raise first.
+  # In tests, jaxtyping would raise its own error first.
   init = inspect.unwrap(CoatRecipe.__init__)
   with pytest.raises(ValueError, match=f"{field} must be one of .* got 'fp4'"):
     init(object.__new__(CoatRecipe), **{field: "fp4"})

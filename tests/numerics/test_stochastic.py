@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random words: the exact hash, its statistics, and rounding with it.
+"""Tests random words: the exact hash, its statistics, and rounding.
 
-Statistical bounds are five standard deviations (six where thousands of values
-are tested at once): the words are fixed, so a test that passes always passes.
+Statistical bounds are five standard deviations, or six if thousands of values
+are tested at once. The words are fixed, so results are reproducible.
 """
 
 import itertools
@@ -29,17 +29,17 @@ def words(seed=0, step=0, leaf=0, shape=(ROWS, COLUMNS), **part) -> np.ndarray:
 
 
 def of_element(x: np.ndarray) -> list[np.ndarray]:
-  """Returns the words of two moments and of the parameter."""
+  """Returns the words for two moments and for the parameter."""
   x = jnp.asarray(x)
   return [np.asarray(stochastic.next_words(x, i)) for i in (0, 1, 2)]
 
 
 def uniforms(x: np.ndarray) -> list[np.ndarray]:
-  """The high 16 bits of `of_element`, as numbers in (-1/2, 1/2), float64."""
+  """Returns the high 16 bits of `of_element`, as float64 in (-1/2, 1/2)."""
   return [((words >> 16) + 0.5) / 2**16 - 0.5 for words in of_element(x)]
 
 
-def test_words_equal_the_hash_word_for_word():
+def test_words_match_the_hash():
   for seed, step, leaf in [(0, 0, 0), (1, 2, 3), (2**31 + 5, 10**6, 700)]:
     key = oracles.leaf_key(seed, step, leaf)
     assert int(stochastic.leaf_key(seed, step, leaf)) == key
@@ -49,7 +49,7 @@ def test_words_equal_the_hash_word_for_word():
 
 
 @pytest.mark.parametrize("shape", [(), (6,), (2, 3, 5), (2, 3, 4, 5)])
-def test_rows_number_all_axes_but_the_last(shape):
+def test_row_is_an_index_over_all_axes_except_the_last(shape):
   key = stochastic.leaf_key(3, 1, 4)
   got = stochastic.random_words(key, shape)
   assert got.shape == shape and got.dtype == jnp.uint32
@@ -82,7 +82,7 @@ def test_part_of_an_array_draws_the_same_words():
 
 @pytest.mark.parametrize("first", [2**31 - 2, 2**32 - 2])
 def test_offsets_are_32_bit_words_and_wrap(first):
-  # These are rows or columns of a leaf with 2^32 of them.
+  # These are the last rows or columns of a leaf that has 2^32.
   key = stochastic.leaf_key(1, 1, 1)
   start = jnp.asarray(np.uint32([first, first]))
   got = stochastic.random_words(key, (4, 3), start=start)
@@ -118,12 +118,12 @@ def test_every_byte_is_uniform(where):
     counts = np.bincount((x >> shift & 0xFF).ravel(), minlength=256)
     expected = x.size / 256
     chi_square = np.sum((counts - expected) ** 2) / expected
-    # 255 degrees of freedom: mean 255, variance 510.
+    # With 255 degrees of freedom, the mean is 255 and the variance 510.
     assert abs(chi_square - 255) < 5 * np.sqrt(510), (shift, chi_square)
 
 
 def test_every_row_and_column_is_uniform():
-  # Means of n uniform numbers have variance 1 / 12n.
+  # A mean of n uniform numbers has a variance of 1 / 12n.
   for uniform in uniforms(words(0, 1, 0)):
     assert np.max(np.abs(uniform.mean(0))) < 6 / np.sqrt(12 * ROWS)
     assert np.max(np.abs(uniform.mean(1))) < 6 / np.sqrt(12 * COLUMNS)
@@ -133,8 +133,8 @@ def test_every_row_and_column_is_uniform():
 def correlations(a: np.ndarray, b: np.ndarray):
   """Returns correlations of a's uniforms with b's, in standard deviations.
 
-  The product of independent uniforms on [-1/2, 1/2] has variance 1/144, so
-  that the mean of n products times 12 sqrt(n) is standard normal.
+  The product of two independent uniforms on [-1/2, 1/2] has a variance of
+  1/144. So the mean of n products, times 12 sqrt(n), is standard normal.
   """
   for x in uniforms(a):
     for y in uniforms(b):
@@ -174,7 +174,7 @@ def test_words_of_an_element_are_uncorrelated():
 
 
 def test_one_element_over_many_steps_is_uniform_and_uncorrelated():
-  # In training an element has the same row and column at each step.
+  # In training, an element has the same row and column in each step.
   steps = jnp.arange(2**14)
   draw = jax.vmap(lambda s: random_words(stochastic.leaf_key(0, s, 0), (4, 2)))
   x = np.asarray(draw(steps)).reshape(len(steps), -1)
@@ -192,7 +192,7 @@ def test_uniform_uses_the_high_bits():
   assert got.dtype == jnp.float32
 
 
-def test_next_words_are_the_states_that_follow():
+def test_next_words_are_the_next_states():
   x = words(3, 2, 1, shape=(4, 16))
   for count in (1, 2):
     got = np.asarray(stochastic.next_words(jnp.asarray(x), count))
@@ -202,8 +202,8 @@ def test_next_words_are_the_states_that_follow():
 
 @pytest.mark.parametrize("bits", [4, 6])
 def test_two_words_of_a_run_fill_the_square_evenly(bits):
-  # Words of a run are products of one word: any two must look independent, and
-  # not merely uncorrelated.
+  # Words of a run are multiples of one word. Any two of them must look
+  # independent, not only uncorrelated.
   x = words(2, 3, 4, shape=(2**11, 128)).reshape(-1, stochastic.RUN)
   states = np.concatenate(of_element(x), axis=1) >> (32 - bits)
   cells = 4**bits
@@ -212,7 +212,7 @@ def test_two_words_of_a_run_fill_the_square_evenly(bits):
     counts = np.bincount(pair, minlength=cells)
     expected = len(x) / cells
     chi_square = np.sum((counts - expected) ** 2) / expected
-    # Six standard deviations: 276 pairs.
+    # Allow six standard deviations, because there are 276 pairs.
     assert abs(chi_square - (cells - 1)) < 6 * np.sqrt(2 * cells), (i, j)
 
 
@@ -229,14 +229,14 @@ def test_bfloat16_rounding_is_unbiased_and_between_neighbours():
   toward_zero = bits.view(np.float32).astype(np.float64)
   away = (bits + np.uint32(0x10000)).view(np.float32).astype(np.float64)
   assert np.all((got == toward_zero) | (got == away))
-  # In units of the gap each draw has variance at most 1/4, and the whole mean
-  # that of all draws; 2^-17 is the resolution of 16 bits.
+  # In units of the gap, each draw has a variance of at most 1/4. The resolution
+  # of 16 bits adds 2^-17.
   error = (got - x) / (away - toward_zero)
   assert np.max(np.abs(error.mean(0))) < 6 * 0.5 / np.sqrt(repeats) + 2**-17
   assert abs(error.mean()) < 5 * 0.5 / np.sqrt(error.size) + 2**-17
 
 
-def test_bfloat16_rounding_keeps_what_is_exact_and_what_is_not_finite():
+def test_bfloat16_rounding_keeps_exact_and_nonfinite_values():
   x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
   for noise in (0, 0xFFFF, 0xFFFFFFFF):
     noise = jnp.full(x.shape, noise, jnp.uint32)
@@ -247,7 +247,7 @@ def test_bfloat16_rounding_keeps_what_is_exact_and_what_is_not_finite():
     np.testing.assert_array_equal(
       got[~nan].view(np.uint16), x[~nan].view(np.uint16)
     )
-  # A NaN stays a NaN even if all of its payload is in the lower half.
+  # NaN stays NaN even if its payload is only in the lower half.
   low_nan = np.array([0x7F800001, 0xFF800001], np.uint32).view(np.float32)
   got = stochastic.round_to_bfloat16(
     jnp.asarray(low_nan), jnp.zeros(2, jnp.uint32)

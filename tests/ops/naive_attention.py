@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Textbook attention: masks and scores are whole matrices."""
+"""Textbook attention, which computes masks and scores as whole matrices."""
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +7,13 @@ import numpy as np
 
 
 def seen(t, s, kind, segments=None):
-  """Returns the keys that each query sees: bool [B or 1, T, S]."""
+  """Returns which keys each query sees: bool [B or 1, T, S]."""
   mask = np.ones((1 if segments is None else len(segments), t, s), bool)
   for b, i, j in np.ndindex(mask.shape):
     query = i + s - t
     if kind.causal and j > query:
       mask[b, i, j] = False
-    # As transformers' sliding_window.
+    # A window counts the query, like `sliding_window` of transformers.
     if kind.window is not None and not query - kind.window < j:
       mask[b, i, j] = False
     if segments is not None and segments[b, i] != segments[b, j]:
@@ -22,7 +22,7 @@ def seen(t, s, kind, segments=None):
 
 
 def naive_attention(q, k, v, *, mask, scale, cap):
-  """Computes output and log-sum-exp in q's dtype; can be differentiated."""
+  """Computes output and log-sum-exp in q's dtype, differentiably."""
   repeats = q.shape[2] // k.shape[2]
   k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
   scores = jnp.einsum("btnh,bsnh->bnts", q, k) * scale

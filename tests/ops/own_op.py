@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operation defined outside coat_jax: kernel, definition, cases, one file.
+"""An operation outside coat_jax, with kernel, definition and cases in one file.
 
-Operations of `coat_jax` have their kernels in another file, so that Pallas is
-loaded only if it is needed, and their cases in `benchmarks`.
+The kernels of coat_jax's own operations are in separate files, so that Pallas
+is imported only if needed, and their cases are in `benchmarks`.
 """
 
 import functools
@@ -27,7 +27,7 @@ def _why_not(x: Array, **_) -> str | None:
 
 @kernel(_why_not)
 def _double_by_mosaic(x: Array, *, interpret: bool = False) -> Array:
-  """`double`; each program computes one tile."""
+  """Computes `double`, one tile per program."""
   return _launch(x, interpret)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation functions against float64, or `jax.vjp` of formulas."""
+"""Compares activation functions with float64 and `jax.vjp` of formulas."""
 
 import functools
 import inspect
@@ -65,7 +65,7 @@ def gelu_slope64(x):
 
 @jax.custom_jvp
 def gelu_of_slope64(x):
-  """Computes GELU with its float64 derivative; f32's is off by 2e-6."""
+  """Computes GELU, with the derivative in float64; in f32 it is off by 2e-6."""
   return jnp.float32(gelu64(np.asarray(x, np.float64), True))
 
 
@@ -100,20 +100,21 @@ def test_activation_forwards_equal_float64(width):
 def test_unknown_activation_is_refused():
   x = jnp.ones((1, GROUP))
   for f in (ops.activation_values, ops.activation_derivative):
-    unchecked = inspect.unwrap(f)  # Users have no checks of annotations.
+    unchecked = inspect.unwrap(f)  # Users have no runtime type checks.
     with pytest.raises(ValueError, match="'gelu_quick', got 'swish'"):
       unchecked(x, activation="swish")
 
 
 def test_gelu_is_near_float64_at_every_value():
-  # Also where GELU is small: a slightly wrong formula shows there.
+  # Include small results of GELU, where a slightly wrong formula would show.
   x = np.linspace(-5, 5, 1001, dtype=np.float32)
   x64 = np.float64(x)
-  # The error is exp(2 u)'s: 2 u is at most 12, and off by 2^-24 of itself.
+  # The error is that of exp(2 u), where 2 u is at most 12 and has a relative
+  # error of 2^-24.
   values = ops.activation_values(jnp.asarray(x), activation="gelu_tanh")
   np.testing.assert_allclose(values, gelu64(x64, True), rtol=3e-6, atol=0)
   slope = ops.activation_derivative(jnp.asarray(x), activation="gelu_tanh")
-  # Two terms, of which the second cancels the first around -0.75.
+  # The derivative has two terms, which cancel near -0.75.
   terms = np.abs(gelu64(x64, True) / np.where(x == 0, 1, x64))
   terms += np.abs(gelu_slope64(x64) - terms)
   assert np.all(np.abs(slope - gelu_slope64(x64)) <= 5e-6 * terms)
@@ -155,7 +156,7 @@ def test_activation_backward_operands_are_the_gradients_with_one_scale(width):
   b, b_values = in_groups((ROWS, width), 2)
   dy = gradient((ROWS, width))
   scale = jnp.float32(1 / 64)
-  # In f32 the gradient of a tanh is off by 2e-6 of the largest.
+  # In f32 the gradient of tanh is off by 2e-6 of the largest.
   slope = gelu_slope64(np.asarray(a_values, np.float64))
   exact = np.asarray(dy, np.float64) * slope
 
@@ -178,10 +179,10 @@ def test_activation_backward_operands_are_the_gradients_with_one_scale(width):
     assert_same_bits(y.columns, np.asarray(again.rows).T)
 
 
-def test_activations_of_degenerate_groups():
+def test_activations_on_degenerate_groups():
   names = sorted(cases.finite_groups(1))
   x, values = degenerate(names)
-  dy = jnp.ones(values.shape)  # 1: dx is the slope itself
+  dy = jnp.ones(values.shape)  # Then dx is the derivative.
   values64 = np.asarray(values, np.float64)
   with np.errstate(over="ignore"):
     silu = silu64(values64)
@@ -197,10 +198,11 @@ def test_activations_of_degenerate_groups():
     codes = ops.activation_fwd((x,), scale=scale, **how)
     assert np.all(np.isfinite(codes.rows.astype(jnp.float32)))
     (slope,) = ops.activation_bwd(dy, (x,), **how)
-    # Far from zero the slope is 0 or 1.
+    # Far from zero the derivative is 0 or 1.
     far = np.abs(values64) > (200 if activation == "silu" else 20)
     assert far.any() and np.all(np.isfinite(slope))
-    # For the sigmoid it is off by 1.702 * 20 exp(-1.702 * 20) at most.
+    # With the sigmoid approximation it differs from that by at most
+    # 1.702 * 20 exp(-1.702 * 20).
     off = 0 if activation == "silu" else 1e-13
     np.testing.assert_allclose(slope[far], values64[far] > 0, rtol=0, atol=off)
     ones, _ = in_groups(values.shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by chunks against a softmax that holds every score at once."""
+"""Compares chunked attention with a softmax over all scores at once."""
 
 import functools
 
@@ -48,14 +48,14 @@ def oracle(q, k, v, dout, kind, segments=None):
 
 @functools.partial(jit, static_argnames=("kind", "chunk"))
 def run(q, k, v, dout, kind=CAUSAL, segments=None, chunk=None):
-  del chunk  # Read from the module while tracing: another one, another trace.
+  del chunk  # Only forces a new trace: `chunk` is read from the module.
   residuals = ops.attention_fwd(q, k, v, segments, kind=kind)
   gradients = ops.attention_bwd(dout, q, k, v, residuals, segments, kind=kind)
   return residuals, gradients
 
 
-# (T, S, query heads, key heads, chunk): one chunk, several, a ragged last one,
-# more keys than queries (a causal offset) and, where all are seen, fewer.
+# (T, S, query heads, key heads, chunk): one chunk, several chunks, a short last
+# chunk, more keys than queries (a causal offset), and without causality fewer.
 CASES = [
   (16, 16, 4, 2, 4),
   (13, 13, 4, 1, 256),
@@ -73,7 +73,7 @@ def test_attention_equals_the_softmax(
 ):
   monkeypatch.setattr(attention, "_CHUNK", chunk)
   q, k, v, dout = case(t, s, heads, kv_heads)
-  if causal and t > s:  # The first t - s queries would see no key.
+  if causal and t > s:  # The first t - s queries would see no keys.
     q, dout = q[:, t - s :], dout[:, t - s :]
   kind = AttentionKind(causal)
   residuals, gradients = run(q, k, v, dout, kind, chunk=chunk)
@@ -82,7 +82,7 @@ def test_attention_equals_the_softmax(
 
 
 def assert_gradients_close(actual, expected):
-  """Compares relative to the largest of all: dq and dk of one key are 0."""
+  """Compares relative to the largest gradient, because dq and dk may be 0."""
   flat = lambda tree: np.concatenate([np.ravel(x) for x in tree])  # noqa: E731
   assert_close(flat(actual), flat(expected))
 
@@ -90,8 +90,8 @@ def assert_gradients_close(actual, expected):
 def kinds():
   """Returns cases (kind, has segments, heads, key heads).
 
-  They cover any two values together; the first has everything. Each cap comes
-  with a scale.
+  They contain each pair of values, and the first case has all options. Each cap
+  has its own scale.
   """
   masks = [(True, w) for w in (7, None, 1, 22)] + [(False, None)]
   every = pairwise(
@@ -103,7 +103,8 @@ def kinds():
   ]
 
 
-# Chunks of 4 read 11 of 21 keys with a window of 7; the last is ragged.
+# With a window of 7, chunks of 4 queries read 11 of 21 keys. The last chunk is
+# short.
 T, CHUNK = 21, 4
 
 
@@ -118,7 +119,7 @@ def test_attention_of_every_kind(kind, segmented, heads, kv_heads, monkeypatch):
   assert_gradients_close(gradients, want)
 
 
-# Windows at both ends of the keys, where a chunk reads fewer keys.
+# Windows at both ends of the keys, where a chunk has fewer keys to read.
 @pytest.mark.parametrize(
   "t, s, chunk, window",
   quick(
@@ -151,7 +152,7 @@ def test_window_covers_the_last_keys(t, s, chunk, window, monkeypatch):
     AttentionKind(causal=False),
   ],
 )
-def test_attention_of_several_real_chunks(kind):
+def test_attention_in_several_chunks_of_real_size(kind):
   t = 700
   q, k, v, dout = case(t, t, 4, 2)
   segments = segments_of(t)
@@ -166,7 +167,7 @@ def test_attention_scores_of_several_hundreds_do_not_overflow():
   residuals, gradients = run(300 * q, k, v, dout)
   scores = np.einsum("btnh,bsh->bnts", 300 * q, k[:, :, 0]) / 8**0.5
   assert np.max(scores) > 700
-  # An f32 score of 1000 is off by up to 2^-14, and a probability with it.
+  # An f32 score of 1000 is off by up to 2^-14, and so is its probability.
   want = exact_attention(300 * q, k, v, CAUSAL)
   assert_close(residuals, want, 2.0**-13)
   assert all(np.all(np.isfinite(x)) for x in gradients)
@@ -176,8 +177,8 @@ def test_capped_scores_of_several_hundreds_have_no_gradient():
   q, k, v, dout = case(13, 13, 4, 1)
   kind = AttentionKind(soft_cap=1.0)
   residuals, (dq, dk, dv) = run(1e4 * q, k, v, dout, kind)
-  # All but the few scores that are near 0 are at the cap: tanh's derivative is
-  # 0, and not NaN where a query does not see the key.
+  # Except for a few scores near 0, scores are at the cap, where tanh has a
+  # derivative of 0. It must not be NaN if a query does not see the key.
   assert np.mean(np.asarray(dq) == 0) > 0.5
   assert np.all(np.isfinite(dq)) and np.all(np.isfinite(dk))
   want = exact_attention(1e4 * q, k, v, kind)
@@ -193,14 +194,15 @@ def test_attention_of_bfloat16_accumulates_in_f32():
   assert residuals.out.dtype == jnp.bfloat16
   assert residuals.lse.dtype == jnp.float32
   assert all(x.dtype == jnp.bfloat16 for x in gradients)
-  assert_close(residuals.lse, lse)  # Scores are exact products, f32 sums.
-  # Probabilities and the result are rounded to BF16, 2^-9 each.
+  assert_close(residuals.lse, lse)  # Scores are f32 sums of exact products.
+  # Probabilities and the output are rounded to BF16, by 2^-9 each.
   assert_close(residuals.out, out, 2.0**-8)
-  # Backward: out, p and ds are rounded too, and out enters delta.
+  # The backward pass also rounds p and ds, and computes delta from the rounded
+  # output.
   assert_close(gradients, want, 2.0**-6)
 
 
-# With a window the sums of a few keys are read, added to and written.
+# With a window, sums are updated for a few keys at a time.
 @pytest.mark.parametrize("window", [None, 24])
 def test_attention_gradients_are_summed_over_chunks_in_f32(window, monkeypatch):
   arrays = [x.astype(jnp.bfloat16) for x in case(64, 64, 4, 2)]
@@ -209,8 +211,8 @@ def test_attention_gradients_are_summed_over_chunks_in_f32(window, monkeypatch):
     run_in_chunks(monkeypatch, arrays, kind, chunk) for chunk in (64, 4)
   )
   for whole, summed in ((one_dk, dk), (one_dv, dv)):
-    # Sums of f32 in another order round to another BF16 now and then; sums of
-    # 16 chunks that are rounded to BF16 on the way, in half of the values.
+    # f32 sums in another order are seldom rounded to another BF16. If the sums
+    # over 16 chunks were BF16, half of the values would differ.
     assert np.mean(np.asarray(whole == summed)) >= 0.97
 
 
@@ -238,7 +240,7 @@ def test_attention_makes_no_array_of_all_scores(kind, length, segmented):
   text = str(jax.make_jaxpr(f)(segments, *[shape] * 4))
   assert f"{t},{t}" not in text
   assert f"256,{length}]" in text
-  # A chunk reads only keys that some window reaches.
+  # A chunk reads only keys that are in the window of one of its queries.
   assert (f"256,{t}]" in text) == (length == t)
 
 
@@ -271,7 +273,7 @@ def test_attention_nan_stays_in_its_sequence():
     ((4, 2, 8), (4, 2, 8), (4, 2, 8)),
   ],
 )
-def test_attention_shapes_that_do_not_fit_are_refused(q, k, v):
+def test_inconsistent_attention_shapes_are_refused(q, k, v):
   with pytest.raises(ValueError, match="attention: needs q .* multiple of K"):
     ops.attention_fwd(jnp.ones(q), jnp.ones(k), jnp.ones(v), kind=CAUSAL)
 
@@ -279,14 +281,14 @@ def test_attention_shapes_that_do_not_fit_are_refused(q, k, v):
 @pytest.mark.parametrize(
   "t, s, causal", [(5, 4, True), (1, 0, True), (1, 0, False)]
 )
-def test_queries_that_see_no_key_are_refused(t, s, causal):
+def test_queries_without_keys_are_refused(t, s, causal):
   q, k, v, _ = case(t, s, 2, 2)
   with pytest.raises(ValueError, match=f"each query sees one, got {s}"):
     ops.attention_fwd(q, k, v, kind=AttentionKind(causal))
 
 
 @pytest.mark.parametrize("s, causal", [(0, True), (5, False)])
-def test_no_queries_have_gradients_of_zero(s, causal):
+def test_gradients_without_queries_are_zero(s, causal):
   q, k, v, dout = case(0, s, 4, 2)
   residuals, (dq, dk, dv) = run(q, k, v, dout, AttentionKind(causal))
   assert (residuals.out.shape, residuals.lse.shape) == (q.shape, q.shape[:3])
@@ -302,7 +304,7 @@ def test_no_queries_have_gradients_of_zero(s, causal):
     (6, jnp.zeros((2, 4), jnp.int32)),
   ],
 )
-def test_segments_that_do_not_fit_are_refused(s, segments):
+def test_segments_of_wrong_shape_are_refused(s, segments):
   q, k, v, _ = case(4, s, 2, 2)
   with pytest.raises(ValueError, match="segments must be integers .B, T.*got"):
     ops.attention_fwd(q, k, v, segments, kind=CAUSAL)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numerical core on a GPU against the same code on the CPU.
+"""Compares the numerical core on a GPU with the same code on the CPU.
 
   JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/ops/test_backends.py -s
 
-What is exact is compared bit for bit: random words, casts, power-of-two bounds,
-maxima, scales. XLA divides, exponentiates and takes logarithms and roots
-differently on each backend (by up to 2 ulp), so that elsewhere a value next to
-a rounding boundary may get the neighbouring code: in at most 1 group of 10^4
-for k, and in groups with the same k in at most 1 value of 10^5.
+Exact results must have the same bits: random words, casts, power-of-two bounds,
+maxima and scales. XLA's quotients, powers, logarithms and roots differ between
+backends by up to 2 ulp. So values close to a rounding boundary may get the
+neighbouring code. At most 1 group in 10^4 may get another k, and in groups with
+the same k, at most 1 value in 10^5 may get another code.
 """
 
 import jax
@@ -54,7 +54,7 @@ def realistic(codec):
 
 
 def degenerate(codec):
-  """Returns each degenerate group in four rows, and then groups of NaN."""
+  """Makes four rows of each degenerate group, followed by groups with NaN."""
   groups = cases.finite_groups(300) | cases.nonfinite_groups(300)
   x = np.repeat(np.stack(list(groups.values())), 4, axis=0)
   names = np.repeat(list(groups), 4)
@@ -77,7 +77,7 @@ def test_random_words_and_their_uses_are_the_same_bits():
 
 @pytest.mark.parametrize("dtype", [formats.E4M3, formats.E5M2])
 def test_casts_are_the_same_bits(dtype):
-  # Every bfloat16 but NaN, and what surrounds every midpoint.
+  # Test every bfloat16 except NaN, and the neighbours of every midpoint.
   every = np.arange(2**16, dtype=np.uint32) << 16
   every = every.astype(np.uint32).view(np.float32)
   values = oracles.fp8_values(dtype)
@@ -85,7 +85,7 @@ def test_casts_are_the_same_bits(dtype):
   near = [np.nextafter(middle, np.float32(end)) for end in (0, np.inf)]
   x = np.concatenate([every[~np.isnan(every)], middle, *near])
   cpu, gpu = on_both(lambda x: formats.saturating_cast(x, dtype), x)
-  # A backend may flush subnormals before it looks at the sign.
+  # A backend may flush subnormals to zero before it reads the sign.
   normal = np.abs(x) >= oracles.SMALLEST_NORMAL
   assert_same_bits(cpu[normal], gpu[normal])
   assert_same_bits(
@@ -102,13 +102,13 @@ def test_quantize(group_size, scale_dtype):
 
   names, awkward = degenerate(None)
   inputs = [("realistic", cases.activations(SHAPE))]
-  if group_size is not None:  # one scale for all of them would be NaN
-    # A group of subnormals is zeros on one backend, and need not be on another.
+  if group_size is not None:  # A single scale for all groups would be NaN.
+    # Leave out subnormals, which only some backends treat as zeros.
     inputs.append(("degenerate", awkward[names != "subnormal"]))
   for name, x in inputs:
     (cpu, _), (gpu, _) = on_both(quantize, x)
-    # A product with a constant, rounded up to BF16 in integers: exact.
-    # As f32, since NumPy takes no NaN of bfloat16 for equal to another.
+    # A scale is exact: a product with a constant, rounded up with integers.
+    # Compare as f32, because NumPy treats two bfloat16 NaNs as different.
     scales = [np.asarray(q.scale, np.float32) for q in (cpu, gpu)]
     np.testing.assert_array_equal(*scales, name)
     apart = oracles.codes_apart(
@@ -121,7 +121,7 @@ def test_quantize(group_size, scale_dtype):
     finite = np.isfinite(x)
     assert np.mean(apart[finite] == 0) >= 0.99999
     assert np.max(apart[finite]) <= 1
-    # Decoding is one product: the same codes and scales give the same bits.
+    # Decoding is one product, so equal codes and scales give equal bits.
     decoded = on_both(qtensor.QTensor.dequantize, cpu)
     nan = np.isnan(decoded[0])
     np.testing.assert_array_equal(nan, np.isnan(decoded[1]))
@@ -132,11 +132,11 @@ def test_quantize(group_size, scale_dtype):
 
 
 def compare_codecs(codec, x, label):
-  """Encodes on both backends; prints the shares and returns what differs."""
+  """Encodes on both backends; prints and returns how much differs."""
   words = stochastic.random_words(stochastic.leaf_key(0, 1, 0), x.shape)
   noise = stochastic.uniform(words) if codec.needs_noise else None
   cpu, gpu = on_both(codec.encode, x, noise)
-  np.testing.assert_array_equal(cpu.amax, gpu.amax, label)  # equal, or both NaN
+  np.testing.assert_array_equal(cpu.amax, gpu.amax, label)
   groups = (*x.shape[:-1], -(-x.shape[-1] // codec.group_size))
   same = np.broadcast_to(cpu.range == gpu.range, groups)
   finite = np.broadcast_to(
@@ -170,10 +170,11 @@ def test_encode_of_degenerate_groups(build, rounding, request):
   for name in np.unique(names):
     label = f"{request.node.callspec.id} {name}"
     cpu, same, apart = compare_codecs(codec, x[names == name], label)
-    if not apart.size:  # NaN throughout
+    if not apart.size:  # All values are NaN.
       continue
-    # Twelve groups each, so no group may differ. Values near the boundary are
-    # common in groups made by a rule: at most one code apart, and few.
+    # With twelve groups of each kind, k may differ in none. Values at rounding
+    # boundaries are common in constructed groups, so a few codes may be one
+    # apart.
     assert np.all(same), label
     assert np.max(apart) <= 1 and np.mean(apart == 0) >= 0.99, label
 
@@ -191,15 +192,15 @@ def test_decode(build, rounding, request):
     cpu, gpu = on_both(codec.decode, encoded)
     np.testing.assert_array_equal(np.isnan(cpu), np.isnan(gpu), label)
     normal = np.abs(cpu) >= oracles.SMALLEST_NORMAL
-    if isinstance(codec, ScaledFP8):  # two products; below them zero or not
+    if isinstance(codec, ScaledFP8):  # Two products; subnormals may be zero.
       lowest = oracles.QMAX[codec.dtype] * oracles.SMALLEST_NORMAL
       amax = np.repeat(encoded.amax, GROUP_SIZE, -1)[..., : x.shape[-1]]
       normal &= amax > lowest
       np.testing.assert_array_equal(cpu[normal], gpu[normal], label)
-    # Roots and exponentials are off by 2 ulp on either backend, and the root's
-    # exponent by one: 2^-23 of up to 250 octaves.
+    # Roots and exponentials are off by 2 ulp on each backend, and the exponent
+    # of the root by one ulp: 2^-23 of up to 250 octaves.
     tolerance = 2.0**-15 if name == "degenerate" else 2.0**-18
-    if isinstance(codec, LogUniform):  # no octaves, exp2 within one only
+    if isinstance(codec, LogUniform):  # The argument of exp2 is small.
       tolerance = 2.0**-21
     error = np.abs(gpu[normal] / cpu[normal].astype(np.float64) - 1)
     print(

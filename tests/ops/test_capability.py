@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names what runs on GPUs other than Hopper, without compiling anything.
+"""Checks what `ops.explain` says for GPUs other than Hopper.
 
-tests/aot/test_other_gpus.py compares the same sentences with the compiler.
+Nothing is compiled; tests/aot/test_other_gpus.py compiles for these GPUs.
 """
 
 import jax
@@ -21,7 +21,7 @@ X = jnp.ones((32, 128))
 
 
 def on(kind: str):
-  """Traces for a described GPU."""
+  """Returns a context in which JAX traces for this GPU."""
   device = AbstractDevice(kind, 100, "cuda")
   return jax.sharding.use_abstract_mesh(
     AbstractMesh((), (), abstract_device=device)
@@ -72,7 +72,7 @@ def test_capability_is_that_of_this_machine(monkeypatch, text, found):
     assert capability.capability() == 8.0
 
 
-def test_explain_says_where_nothing_has_run(monkeypatch):
+def test_explain_warns_about_untested_gpus(monkeypatch):
   groups = dict(groups=ops.Groups(16))
   runs = "mosaic on a GPU, xla elsewhere"
   with on(H200):
@@ -89,13 +89,13 @@ def test_explain_says_where_nothing_has_run(monkeypatch):
   assert "a kernel needs compute capability 8.0 or newer, got 7.5" in said
 
 
-def test_gpu_without_fp8_runs_kernels_that_need_none():
+def test_gpu_without_fp8_runs_only_kernels_without_fp8():
   x, w = ops.quantize_tensor(X), ops.quantize_tensor(X.T, layout="columns")
   too_old = "needs compute capability 8.9 or newer, got 8.0"
   with on(A100):
     groups = explain(ops.quantize_groups, X, groups=ops.Groups(16))
     for said, what in (
-      (groups, "a kernel of Mosaic that converts to FP8"),
+      (groups, "a Mosaic kernel that converts to FP8"),
       (explain(ops.quantize_rows, X, scale=jnp.ones(())), "a cast to E4M3"),
       (explain(ops.linear_fwd, x, w), "an FP8 matmul of cuBLASLt"),
     ):
@@ -106,7 +106,7 @@ def test_gpu_without_fp8_runs_kernels_that_need_none():
     assert said.startswith("cudnn on a GPU")
 
 
-def test_attention_is_left_to_xla_without_enough_shared_memory():
+def test_xla_runs_attention_without_enough_shared_memory():
   q = jnp.zeros((1, 128, 2, 256), jnp.bfloat16)
   kind = AttentionKind(soft_cap=50.0)
   for gpu in (A100, H200, B200):
@@ -128,11 +128,11 @@ def test_step_needs_hopper_or_newer(codec):
     with on(kind):
       [said] = optimizer.explain(params).values()
     assert ("mosaic on a GPU" in said) == has_kernel
-    why = "a kernel of Mosaic GPU needs compute capability 9.0 or newer, got 8."
+    why = "a Mosaic GPU kernel needs compute capability 9.0 or newer, got 8."
     assert (why in said) != has_kernel
 
 
-def test_layers_keep_xla_from_saving_more_where_it_computes_the_values():
+def test_optimization_barrier_where_xla_computes_saved_values():
   for kind, has_barrier in ((A100, True), (L4, False), (H200, False)):
     with on(kind):
       program = str(jax.make_jaxpr(lambda x: rule._only_saved(x))(X))

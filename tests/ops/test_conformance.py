@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares every implementation of every operation with its definition.
 
-The cases come from `benchmarks.ops`, at the sizes of a real model and of small
-ones. An operation without a case fails here. `tests/pallas` tests more of each
-kernel: NaN, degenerate groups, saturation.
+The cases are those of `benchmarks.ops`, at the sizes of a real model and at
+small sizes. Every operation must have a case. `tests/pallas` tests NaN,
+degenerate groups and saturation.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from tests.pallas.kernels import (
 
 OPERATIONS = [x for x in vars(ops).values() if isinstance(x, ops.Op)]
 OPERATIONS.append(own_op.double)
-# The optimizers' operations: their cases are in benchmarks and tests/pallas.
+# Operations of optimizers, which tests/pallas tests.
 STEPS = [adam.adam_update, adam.adamw_step, lion.lion_step]
 
 
@@ -47,11 +47,11 @@ def name_of(case) -> str:
 
 
 def of_cases(*sizes: Sizes, having: str):
-  """Parametrizes a test by the cases whose operation has an implementation.
+  """Parametrizes a test by the cases for which a GPU tries `having` first.
 
-  Only an implementation that a GPU tries first counts; later ones are for
-  arguments that the first cannot take, and are tested with those. Cases of all
-  sizes but the first are slow tests.
+  Other implementations are for arguments that the first does not support, and
+  are tested with such arguments elsewhere. The cases of the first sizes are
+  quick tests, the others are slow.
   """
   cases = [
     pytest.param(case, marks=[pytest.mark.slow] if i else [])
@@ -63,7 +63,7 @@ def of_cases(*sizes: Sizes, having: str):
 
 
 def on_specs(case, fn):
-  """Calls `fn` with the shapes of the case's arguments; makes no arrays."""
+  """Calls `fn` with the shapes of the case's arguments, without arrays."""
   results = []
   specs = jax.eval_shape(case.arrays)
   jax.eval_shape(lambda *args: results.append(case.call(fn, *args)), *specs)
@@ -96,17 +96,18 @@ def test_implementation_has_the_signature_of_the_definition(op, implementation):
   ]
 
 
-# A derivative's 1 - tanh(u)^2, off by 2^-24, is multiplied by up to 20.
+# GELU's derivative contains 1 - tanh(u)^2, whose error of 2^-24 is multiplied
+# by up to 20.
 TOLERANCE = {
   ("activation_bwd_operands", "gelu_tanh"): 1e-5,
 }
 
 
 def assert_conforms(actual, expected, tolerance):
-  """Compares codes, BF16 and f32 leaves, each as closely as arithmetic allows.
+  """Compares results, with tolerances by dtype.
 
-  XLA rounds a product and a sum once on one side and twice on the other: an f32
-  off by 2^-22 changes 1 code in 2^18.
+  XLA may round a product and a sum once on one side and twice on the other. An
+  error of 2^-22 in f32 changes 1 code in 2^18.
   """
   actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
   for a, e in zip(actual, expected, strict=True):
@@ -116,7 +117,7 @@ def assert_conforms(actual, expected, tolerance):
     elif a.dtype == jnp.bfloat16:
       assert_close(a, e, 2.0**-8)
     else:
-      # Sums over a row, or over rows, are added in another order.
+      # Sums are added in another order.
       assert_close(a, e, tolerance)
 
 
@@ -161,7 +162,7 @@ def lowered(case) -> str:
 @of_cases(Sizes(), having="mosaic")
 def test_mosaic_kernel_is_in_the_program_for_a_gpu(case):
   assert "mosaic_gpu" in lowered(case)
-  # With a `.T` in a kernel, XLA would compute everything before it twice.
+  # If a kernel's wrapper transposed an array, XLA would compute it twice.
   kernel = functools.partial(case.call, case.operation.kernel("mosaic"))
   program = str(jax.make_jaxpr(kernel)(*jax.eval_shape(case.arrays)))
   assert "transpose[" not in program

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bias and residual that cuBLASLt adds to an FP8 product, on a GPU."""
+"""Tests the bias and residual that cuBLASLt adds to an FP8 matmul, on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tests.comparing import assert_close
 pytestmark = pytest.mark.gpu
 
 
-# Llama-2-7B's, and SigLIP's, which are multiples of 16 and no more.
+# The sizes of Llama-2-7B, and of SigLIP, which are multiples of only 16.
 @pytest.mark.parametrize("d, f", [(4096, 11008), (1152, 4304), (4304, 1152)])
 @pytest.mark.parametrize("has_add", [False, True])
 @pytest.mark.parametrize("bias_dtype", [jnp.float32, jnp.bfloat16])
@@ -22,7 +22,7 @@ def test_bias_and_stream_are_added(d, f, has_add, bias_dtype):
   )
   x = ops.quantize_tensor(x, layout="rows")
   w = ops.quantize_tensor(w, layout="columns")
-  # These are as large as the product's values.
+  # Bias and residual are as large as the values of the matmul.
   options = dict(bias=(bias * d**0.5).astype(bias_dtype))
   if has_add:
     options["add"] = (add * d**0.5).astype(jnp.bfloat16)
@@ -36,5 +36,5 @@ def test_bias_and_stream_are_added(d, f, has_add, bias_dtype):
       x, w, dtype=jnp.float32, **options
     )
   )(x, w, options)
-  # BF16 rounds the result, and a bias in f32 before it is added.
+  # The result is rounded to BF16, and so is an f32 bias before it is added.
   assert_close(out, expected, 2.0**-7)

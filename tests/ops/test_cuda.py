@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts in one GPU instruction, against the definition."""
+"""Compares FP8 casts by one GPU instruction with the definition."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from tests.pallas.kernels import assert_same_codes, lowered_for_h200
 
 
 def near_ties() -> np.ndarray:
-  """Returns all E4M3 values, the midpoints, and the midpoints' neighbours."""
+  """Returns all E4M3 values, their midpoints, and the midpoints' neighbours."""
   values = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
   ties = (values[1:] + values[:-1]) / 2
   near = [np.nextafter(ties, np.float32(end)) for end in (0, np.inf)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of our cuDNN calls, read from the program that JAX lowers.
+"""Checks the arguments of our cuDNN calls in the program that JAX lowers.
 
-The oracle is `jax.nn.dot_product_attention`, which calls cuDNN itself. Its
-windows are (left, right) and do not count the query.
+They are compared with those of `jax.nn.dot_product_attention`, which calls
+cuDNN too. Its windows are (left, right) and do not count the query.
 """
 
 import functools
@@ -33,7 +33,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def has_cudnn(monkeypatch):
-  """Tells JAX that cuDNN is there, which lowering does not need."""
+  """Makes JAX assume that cuDNN is installed; lowering does not need it."""
   monkeypatch.setattr(cudnn.fmha, "check_cudnn_version", lambda: 91000)
 
 
@@ -82,7 +82,7 @@ def test_cudnn_gets_the_window_that_jax_passes(kind):
   names = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
   assert [name for name, _ in actual] == names
   want = settings(lowered_for_h200(forward_and_backward_of_jax(kind), *arrays))
-  if kind.window is not None and kind.window >= 32:  # All of the 32 keys.
+  if kind.window is not None and kind.window >= 32:  # It covers all 32 keys.
     for _, found in want:
       found["sliding_window_length"] = "0"
   assert actual == want
@@ -97,7 +97,7 @@ def test_window_of_jax_equals_ours(kind):
   residuals, gradients = jit(forward_and_backward(kind))(q, k, v, dout)
   want = jit(forward_and_backward_of_jax(kind, "xla"))(q, k, v, dout)
   assert_close(residuals.out, want[0])
-  # dq and dk of a single key are 0, up to rounding errors of dv's size.
+  # With a single key, dq and dk are 0 up to rounding errors as large as dv's.
   assert_close(
     jnp.hstack(list(map(jnp.ravel, gradients))),
     jnp.hstack(list(map(jnp.ravel, want[1]))),
@@ -113,7 +113,7 @@ def test_window_of_jax_equals_ours(kind):
     (AttentionKind(), True, "fixed number of segments, got an id for each"),
   ],
 )
-def test_explain_says_what_cudnn_runs(kind, segmented, reason):
+def test_explain_says_whether_cudnn_runs(kind, segmented, reason):
   q, k, v = attention_arrays()
   segments = jnp.zeros(q.shape[:2], jnp.int32) if segmented else None
   residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares operations with float64, or `jax.vjp` of a formula written here.
+"""Compares operations with float64, or with `jax.vjp` of formulas given here.
 
-Inputs are quantized first, and the oracle starts from the values of the codes,
-so that errors of quantization do not count.
+The formulas start from dequantized inputs, so quantization errors of inputs do
+not count.
 """
 
 import functools
@@ -19,7 +19,7 @@ from tests import cases, oracles
 from tests.comparing import assert_close, assert_same_bits
 
 GROUP = 16
-# Two widths of two groups and more: whole groups, and a short last one.
+# One width consists of whole groups; the other has a short last group.
 WIDTHS = (64, 43)
 ROWS = 6
 
@@ -29,7 +29,7 @@ def unquantized(shape, seed=0, factor=1.0):
 
 
 def in_groups(shape, seed=0, factor=1.0):
-  """Returns 1 x 16 codes and their f32 values."""
+  """Returns values quantized in groups of 16, and their f32 values."""
   x = unquantized(shape, seed, factor)
   q = ops.quantize_groups(x, groups=Groups(GROUP))
   return q, q.dequantize()
@@ -44,9 +44,9 @@ def float64(codes, scale):
 
 
 def assert_codes_stand_for(q, values, dtype=E4M3):
-  """Checks the scale, and that no code is off by more than half a step.
+  """Checks the scale, and that codes are off by at most half a step.
 
-  Values are f32 and may be off by 1e-6 of the largest.
+  The f32 values may be off by 1e-6 of the largest.
   """
   values = np.asarray(values, np.float64)
   assert q.scale.dtype == jnp.float32
@@ -66,7 +66,7 @@ def assert_codes_stand_for(q, values, dtype=E4M3):
 # --- Linear ------------------------------------------------------------------
 
 
-# Gradients of 1e-34 have a scale whose product with another is not normal.
+# If gradients are 1e-34, the product of two scales is subnormal.
 @pytest.mark.parametrize(
   "rows, x_size, g_size",
   [
@@ -87,8 +87,8 @@ def test_linear_products_equal_float64_of_the_operands(rows, x_size, g_size):
 
   def within(actual, a, b, terms):
     # Products of two FP8 values are exact in f32. A sum of `terms` of them is
-    # off by (terms - 1) 2^-24 of the sum of magnitudes; its products with two
-    # scales add a rounding each.
+    # off by (terms - 1) 2^-24 of the sum of magnitudes, and multiplying it by
+    # two scales rounds twice more.
     bound = (terms + 2) * 2.0**-24 * (np.abs(a) @ np.abs(b))
     assert np.all(np.abs(np.asarray(actual, np.float64) - a @ b) <= bound)
 
@@ -122,7 +122,7 @@ def test_sum_with_a_product_is_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_sum_with_a_norms_gradient_is_rounded_once(dtype):
+def test_sum_with_the_gradient_of_a_norm_is_rounded_once(dtype):
   x, _ = in_groups((64, 32))
   stats = ops.NormStats(None, jnp.ones(64))
   dy, around = gradient((64, 32)), gradient((64, 32), 5).astype(dtype)
@@ -171,7 +171,8 @@ def test_norm_forward_equals_float64(kind, width, has_gamma, has_beta, eps):
   got, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
   values64 = np.asarray(values, np.float64)
   want = norm(values64, gamma, beta, kind, eps)
-  # f32 means of at most 64 values: 64 * 2^-24 at worst, 1e-6 in practice.
+  # f32 means of at most 64 values are off by up to 64 * 2^-24, in practice by
+  # 1e-6.
   assert_close(got, want, 3e-6)
   mean = values64.mean(-1)
   moment = values64.var(-1) if kind == "layer" else (values64**2).mean(-1)
@@ -226,7 +227,7 @@ def degenerate(names):
   return q, q.dequantize()
 
 
-# Squares and products of these overflow f32, in any implementation.
+# The squares or products of these groups overflow f32 in any implementation.
 TOO_LARGE = {"large", "largest", "huge_ratio"}
 
 
@@ -234,13 +235,13 @@ TOO_LARGE = {"large", "largest", "huge_ratio"}
 @pytest.mark.parametrize(
   "name", sorted(set(cases.finite_groups(1)) - TOO_LARGE)
 )
-def test_norms_of_degenerate_groups(name, kind):
+def test_norms_on_degenerate_groups(name, kind):
   x, values = degenerate([name])
   y, stats = ops.norm_values(values, None, None, kind=kind, eps=1e-5)
   values64 = np.asarray(values, np.float64)
   want = norm(values64, None, None, kind, 1e-5)
-  # Centring cancels: the rest is off by 2^-24 of the group's largest. Values
-  # below f32's normal numbers may count as zero.
+  # Subtracting the mean cancels, so results are off by 2^-24 of the group's
+  # largest value. Subnormals may count as zero.
   lost = 2.0**-22 * np.max(np.abs(values64)) + oracles.SMALLEST_NORMAL
   limit = 1e-5 * np.max(np.abs(want)) + lost * np.asarray(stats.rstd)
   assert np.max(np.abs(y - want)) <= limit
@@ -288,7 +289,7 @@ def test_norms_and_products_of_nan_are_nan():
 
 
 def assert_nans(**results):
-  """Checks that each result, a tree of arrays, holds a NaN."""
+  """Checks that each result, a tree of arrays, contains NaN."""
   for name, result in results.items():
     leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(result)]
     assert any(np.any(np.isnan(leaf)) for leaf in leaves), name

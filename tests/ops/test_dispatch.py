@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses implementations of operations, and explains the choice."""
+"""Tests how operations choose an implementation and explain the choice."""
 
 import functools
 
@@ -26,7 +26,7 @@ def operands(m=16, k=32, n=48):
 
 
 def primitives(f, *args):
-  """Returns the names of a function's primitives, nested ones too."""
+  """Returns the names of a function's primitives, including nested ones."""
   names = set()
 
   def visit(jaxpr):
@@ -50,7 +50,7 @@ def test_op_for_a_gpu_is_chosen_when_it_is_lowered():
       .as_text()
       for platform in ("cpu", "cuda")
     }
-  # The algorithm turns it into a cuBLASLt call.
+  # This dot algorithm makes XLA call cuBLASLt.
   assert "algorithm" in text["cuda"] and "algorithm" not in text["cpu"]
 
 
@@ -68,7 +68,7 @@ def test_op_on_a_mesh_of_gpus_has_no_choice_of_platform():
 
   x = jnp.ones((32, 128), jnp.bfloat16)
   found = primitives(amax_of_all, x)
-  # XLA keeps a conditional around a collective, and the host decides it.
+  # If a collective were inside a conditional, the host would have to decide it.
   assert "pmax" in found and "platform_index" not in found
   assert "mpmd_map" in found
 
@@ -81,7 +81,7 @@ def test_xla_runs_what_a_kernel_refuses(m):
   assert ops.explain(ops.linear_fwd, x, w) == (
     "linear_fwd: xla everywhere (linear_fwd: cuBLASLt takes FP8 matrices whose "
     f"sizes are multiples of 16, got [{m}, 32] times [32, 48]; "
-    "linear_fwd: the kernel of Mosaic takes scales of blocks of 128, got one "
+    "linear_fwd: the Mosaic kernel needs one scale per block of 128, got one "
     "scale per tensor)"
   )
   assert ops.explain(ops.linear_fwd, *operands()) == (
@@ -104,7 +104,7 @@ def test_kernel_is_traced_once():
   assert len(traces) == 1
 
 
-def test_errors_other_than_a_refusal_surface():
+def test_other_errors_than_unsupported_are_raised():
   traces = []
 
   def doubled(x):
@@ -143,11 +143,10 @@ def test_kernels_are_for_gpus_with_fp8(monkeypatch, capability, has_fp8):
 
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-  # JAX would not trace a function again, so each case has its own.
+  # JAX would not trace the same function again, so define one per case.
   found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
   assert ("platform_index" in found) == has_fp8
-  # A mesh of GPUs with an unknown name does not tell which: AMD's are called
-  # gpu, too.
+  # The platform name "gpu" does not tell NVIDIA's GPUs from AMD's.
   device = jax.sharding.AbstractDevice("another", 100, "cuda")
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
   with jax.sharding.use_abstract_mesh(mesh):
@@ -155,7 +154,7 @@ def test_kernels_are_for_gpus_with_fp8(monkeypatch, capability, has_fp8):
   assert ("platform_index" in found) == has_fp8
 
 
-def test_kernels_with_several_gpus_run_inside_shard_map_only(monkeypatch):
+def test_with_several_gpus_kernels_run_only_inside_shard_map(monkeypatch):
   x = jnp.ones((64, 128))
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   assert jax.device_count() > 1
@@ -164,7 +163,7 @@ def test_kernels_with_several_gpus_run_inside_shard_map_only(monkeypatch):
     return ops.explain(ops.quantize_groups, x, groups=ops.Groups(16))
 
   assert "only inside jax.shard_map" in explain(x)
-  # XLA partitions cuBLASLt's and cuDNN's calls.
+  # XLA can partition calls of cuBLASLt and cuDNN.
   assert "cublas on a GPU" in ops.explain(ops.linear_fwd, *operands())
   found = []
   auto = (jax.sharding.AxisType.Auto,)
@@ -181,7 +180,7 @@ def test_kernels_with_several_gpus_run_inside_shard_map_only(monkeypatch):
   assert found[-1] == "quantize_groups: mosaic on a GPU, xla elsewhere"
 
 
-def test_operands_that_do_not_fit_are_refused():
+def test_operands_of_different_sizes_are_refused():
   x, w = operands()
   with pytest.raises(ValueError, match="x in rows and a weight"):
     ops.linear_fwd(x, Operand(w.columns, None, w.scale))
@@ -198,13 +197,13 @@ def attention_arrays(n=4, k=2, t=32, s=32, h=64, dtype=jnp.bfloat16):
   return q, kv, kv
 
 
-def test_cudnn_refuses_what_it_cannot_attend_to():
+def test_cudnn_refuses_unsupported_arguments():
   def explain(causal=True, **shapes):
     arrays = attention_arrays(**shapes)
     kind = ops.AttentionKind(causal)
     return ops.explain(ops.attention_fwd, *arrays, kind=kind)
 
-  # A dry run ends before cuDNN is looked for: there is none on this machine.
+  # A dry run does not look for cuDNN, which is not installed here.
   assert explain() == "attention_fwd: cudnn on a GPU, xla elsewhere"
   assert "float32" in explain(dtype=jnp.float32)
   assert "multiples of 8 up to 256, got 12" in explain(h=12)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm, SiLU and product codes against those of the reference implementation.
+"""Compares norm, SiLU and gated product with COAT's own code (the reference).
 
-Each starts from the reference's codes, or its BF16 inputs, and follows the
-reference where we deliberately differ: the reference divides by the f32 scale
-and stores that in BF16, rounded to nearest (we divide by the stored scale,
-rounded up), and it rounds its norm and its product to BF16 before it quantizes
-them (ours stay f32). So the tests compare the operations' own values. On the
-CPU where these tests were written, every code was equal; the bound leaves room
-for other CPUs' last bits.
+Each test starts from the reference's codes or from its BF16 inputs, and follows
+the reference where our operations deliberately differ:
+
+  - It divides by the f32 scale, and stores this scale rounded to the nearest
+    BF16. We round up and divide by the stored scale.
+  - It rounds norm and product to BF16 before quantizing them. Ours stay f32.
+
+So the tests compare what the operations compute. On the CPU where these tests
+were written, all codes were equal; the bounds allow for the last bits of other
+CPUs.
 """
 
 import jax.numpy as jnp
@@ -30,14 +33,14 @@ def arrays():
 
 
 def read(codes, scales):
-  """Returns the f32 values of 1 x 16 codes (bits) and their scales."""
+  """Dequantizes codes (as bits) in groups of 16 to f32."""
   codes = jnp.asarray(np.asarray(codes).view(ml_dtypes.float8_e4m3fn))
   scales = jnp.asarray(scales).astype(jnp.bfloat16)
   return QTensor(codes, scales, GROUP).dequantize()
 
 
 def quantize_as_the_reference(x):
-  """Quantizes by f32 scales; returns bits, and scales rounded to BF16."""
+  """Quantizes with f32 scales; returns codes, and scales rounded to BF16."""
   scale = qtensor.group_amax(x, GROUP) * jnp.float32(1 / 448)
   q = qtensor.quantize_with_scale(x, scale, group_size=GROUP)
   return np.asarray(q.qvalue).view(np.uint8), scale.astype(jnp.bfloat16)
@@ -69,14 +72,14 @@ def normalized(arrays, eps=1e-5):
 
 
 def test_norm_codes_equal_the_reference(arrays):
-  # Starts from the golden qx and sx and quantizes with the golden scale.
+  # Start from the reference's qx and sx, and quantize with its scale.
   y = normalized(arrays)
   got = codes_with_scale(through_bfloat16(y), arrays["norm_s"])
   assert_codes_equal(got, arrays["norm_q"])
-  # The BF16 step is the whole difference: without it 98.0 % are equal.
+  # Without the rounding to BF16, only 98.0 % of the codes are equal.
   got = codes_with_scale(y, arrays["norm_s"])
   assert_codes_equal(got, arrays["norm_q"], share=0.97)
-  # And the scale is amax / 448, in BF16.
+  # The scale is amax / 448, in BF16.
   amax = jnp.max(jnp.abs(y)) / 448
   assert abs(float(amax) / arrays["norm_s"] - 1) < 2**-8
 
@@ -94,15 +97,14 @@ def test_product_codes_equal_the_reference(arrays):
   up = read(*quantize_as_the_reference(jnp.asarray(arrays["u"])))
   got = codes_with_scale(through_bfloat16(silu * up), arrays["mul_s"])
   assert_codes_equal(got, arrays["mul_q"])
-  # Without the BF16 step 98.5 % are equal.
+  # Without the rounding to BF16, only 98.5 % are equal.
   got = codes_with_scale(silu * up, arrays["mul_s"])
   assert_codes_equal(got, arrays["mul_q"], share=0.98)
 
 
-def test_our_own_operations_lose_no_more_than_the_reference(arrays):
-  # Ours as they are: other scales, so other codes. What both stand for is
-  # compared with the unquantized product of the BF16 inputs: ours (stored
-  # scales rounded up, divided by) are as near to it.
+def test_our_operations_are_as_accurate_as_the_reference(arrays):
+  # Our operations have other scales and so other codes. Compare the values of
+  # both with the unquantized product of the BF16 inputs.
   gate, up = jnp.asarray(arrays["g"]), jnp.asarray(arrays["u"])
   exact = ops.activation_values(gate, activation="silu") * up
   how, groups = dict(activation="silu"), Groups(GROUP)
@@ -121,11 +123,11 @@ def test_our_own_operations_lose_no_more_than_the_reference(arrays):
 
   ours = error(ours.rows, ours.scale)
   assert ours <= 1.02 * error(golden_codes, jnp.float32(arrays["mul_s"]))
-  # One quantization less.
+  # Ours quantizes one time less.
   assert error(minimal.rows, minimal.scale) < ours
 
 
-def test_norm_codes_of_a_wrong_formula_are_apart(arrays):
+def test_norm_codes_of_a_wrong_formula_differ(arrays):
   got = codes_with_scale(
     through_bfloat16(normalized(arrays, eps=1e-2)), arrays["norm_s"]
   )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of groups of rows, against a loop over the groups."""
+"""Compares grouped matmuls with a loop over the groups."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from coat_jax import ops
 from tests.comparing import assert_close, jit
 
 E, D, F = 4, 24, 40
-# Unequal ones, empty ones, all rows in one, and no rows at all.
+# Sizes of groups: unequal, some empty, all rows in one group, no rows at all.
 SIZES = [(5, 1, 7, 3), (0, 9, 0, 7), (0, 0, 0, 16), (0, 0, 0, 0)]
 
 
@@ -21,7 +21,7 @@ def arrays(sizes, dtype=np.float32):
 
 
 def by_hand(x, g, w, sizes):
-  """Computes the three products in float64, one group at a time."""
+  """Computes the three matmuls in float64, one group at a time."""
   x, g, w = (np.asarray(a, np.float64) for a in (x, g, w))
   ends = np.cumsum(sizes)
   groups = [slice(b - n, b) for b, n in zip(ends, sizes, strict=True)]
@@ -72,7 +72,7 @@ def test_grouped_products_of_bfloat16_are_summed_in_float32():
   assert_close(dw, want[2], 1e-6)
 
 
-def test_grouped_products_refuse_what_does_not_fit():
+def test_grouped_products_refuse_different_sizes():
   x, g, w = arrays(SIZES[0])
   sizes = jnp.int32(SIZES[0])
   with pytest.raises(ValueError, match=r"grouped: needs rows \[M, D\], weig"):

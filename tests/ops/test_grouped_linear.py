@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 products of groups of rows, against a loop over the groups in NumPy."""
+"""Compares grouped FP8 matmuls with a loop over the groups in NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,18 +10,19 @@ from coat_jax.numerics.formats import E4M3, E5M2, qmax
 from tests.comparing import assert_close, assert_same_bits, jit
 
 E, D, F, M = 4, 24, 40, 16
-# Unequal ones, empty ones, all rows in one, and rows that belong to no group.
+# Sizes of groups: unequal, some empty, all rows in one group, and rows that
+# belong to no group.
 SIZES = [(5, 1, 7, 3), (0, 9, 0, 7), (0, 0, 0, 16), (3, 0, 1, 2), (0, 0, 0, 0)]
 GRADIENTS = ops.PerTensor(E5M2)
 
 
 def arrays(sizes, unused=np.nan):
-  """Makes x, g and w; rows that belong to no group hold `unused`."""
+  """Makes x, g and w; rows that belong to no group contain `unused`."""
   rng = np.random.default_rng(0)
   shapes = (M, D), (M, F), (E, D, F)
   x, g, w = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
   x[sum(sizes) :] = g[sum(sizes) :] = unused
-  # Scales that differ by expert.
+  # Experts have different scales.
   w *= 4.0 ** np.arange(E)[:, None, None]
   return [jnp.asarray(a) for a in (x, g, w)]
 
@@ -40,7 +41,7 @@ def decoded(codes, scale):
 
 
 def by_hand(x, g, w, sizes):
-  """Computes the three products in float64, one group at a time."""
+  """Computes the three matmuls in float64, one group at a time."""
   x, g = decoded(x.rows, x.scale), decoded(g.rows, g.scale)
   w = decoded(w.rows, np.asarray(w.scale)[:, None, None])
   y, dx, dw = np.zeros((M, F)), np.zeros((M, D)), np.zeros((E, D, F))
@@ -66,7 +67,7 @@ def test_grouped_fp8_products_equal_a_loop_over_groups(sizes):
     )
 
   found = products(x, g, w, jnp.int32(sizes))
-  # Codes are multiplied exactly; only f32 sums are rounded.
+  # Products of codes are exact, and only f32 sums are rounded.
   assert_close(found, by_hand(x, g, w, sizes), 1e-6)
 
 
@@ -74,7 +75,7 @@ def test_grouped_fp8_products_equal_a_loop_over_groups(sizes):
 def test_rows_of_no_group_never_reach_an_amax(sizes):
   sizes = jnp.int32(sizes)
   found = operands(*arrays(sizes.tolist(), np.nan), sizes)
-  # Values too large to be used by mistake, and finite.
+  # Unused values are finite, but so large that using them would show.
   assert_same_bits(found, operands(*arrays(sizes.tolist(), 1e30), sizes))
   for operand, x in zip(found, arrays(sizes.tolist())[:2], strict=False):
     used = int(sizes.sum())
@@ -84,18 +85,19 @@ def test_rows_of_no_group_never_reach_an_amax(sizes):
     np.testing.assert_allclose(operand.scale, amax / limit or 1, rtol=1e-6)
 
 
-def test_experts_have_a_scale_each():
+def test_each_expert_has_a_scale():
   w = arrays(SIZES[0])[2].at[2].set(0)
   q = ops.quantize_experts(w, layout="both")
   amax = np.max(np.abs(np.asarray(w)), axis=(1, 2))
   want = np.where(amax == 0, 1, amax / qmax(E4M3))
   np.testing.assert_allclose(q.scale, want, rtol=1e-6)
   np.testing.assert_array_equal(q.columns, np.swapaxes(q.rows, 1, 2))
-  # Half a step of E4M3, 2^-4 of a value, or of the smallest step.
+  # Errors are at most half a step of E4M3: 2^-4 of a value, or half of the
+  # smallest step.
   error = np.abs(decoded(q.rows, want[:, None, None]) - np.asarray(w))
   step = np.maximum(2.0**-4 * np.abs(w), 2.0**-10 * want[:, None, None])
   assert np.all(error <= step * (1 + 1e-5))
-  # With a known scale, the same codes.
+  # With given scales, codes are the same.
   again = ops.quantize_experts(w, scale=q.scale, layout="columns")
   assert_same_bits(again.columns, q.columns)
   assert again.rows is None
@@ -109,7 +111,7 @@ def test_gradient_of_weights_is_written_with_rows_first():
   assert_same_bits(moved, jnp.moveaxis(dw, 0, 1))
 
 
-def test_grouped_fp8_products_refuse_what_does_not_fit():
+def test_grouped_fp8_products_refuse_different_sizes():
   sizes = jnp.int32(SIZES[0])
   x, g, w = operands(*arrays(SIZES[0]), sizes)
   with pytest.raises(ValueError, match=r"needs rows .* and columns of weights"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splitting and joining heads; layers/test_rope.py tests rotations."""
+"""Tests splitting and joining heads; layers/test_rope.py tests rotations."""
 
 import functools
 
@@ -62,7 +62,7 @@ def test_join_heads_is_the_transpose_of_split_heads(n, k, options):
   assert_close(ops.join_heads(*dheads, *angles), vjp(dheads)[0])
 
 
-def test_split_heads_leaves_values_as_they_are():
+def test_split_heads_does_not_change_v():
   qkv, angles = case(4, 2, jnp.bfloat16)
   v = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)[2]
   assert_same_bits(v, qkv.reshape(B, T, 2, 4, H)[:, :, :, 3])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds a kernel to an operation of coat_jax from outside, in one file."""
+"""Adds a kernel to an operation of coat_jax from outside the library."""
 
 import functools
 
@@ -28,7 +28,7 @@ def why_not(dy, parts, activation, **_):
 
 @kernel(why_not)
 def silu_bwd(dy, parts, *, activation, interpret=False):
-  """`ops.activation_bwd` for SiLU."""
+  """Computes `ops.activation_bwd` for SiLU."""
   (x,) = parts
   scale = jnp.repeat(x.scale.astype(jnp.float32), x.group_size, axis=-1)
   run = plgpu.kernel(
@@ -61,12 +61,12 @@ def arguments():
 
 
 @needs_interpreter
-def test_kernel_computes_what_the_definition_does():
+def test_kernel_matches_the_definition():
   silu = functools.partial(silu_bwd, activation="silu", interpret=True)
   definition = functools.partial(
     ops.activation_bwd.definition, activation="silu"
   )
-  # Two sigmoids, each within an ulp or two.
+  # Each of two sigmoids is off by an ulp or two.
   assert_close(jit(silu)(*arguments()), jit(definition)(*arguments()), 1e-6)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frequencies of RoPE against the definitions of Transformers, in float64."""
+"""Compares frequencies of RoPE with those of transformers, in float64."""
 
 import math
 
@@ -61,7 +61,8 @@ LLAMA = dict(
   high_freq_factor=4.0,
   original_max_position_embeddings=8192,
 )
-# In float32 a power of a base up to 1e6 is off by some ulps of its logarithm.
+# In float32, a power of a base up to 1e6 has the error of its logarithm, some
+# ulp.
 ROUNDING = 2e-6
 
 
@@ -97,7 +98,7 @@ def frequencies(rotary, head_dim=128):
       ),
       yarn(plain(1e4, 32), 1e4, 40, 64, 9, 2),
     ),
-    # No channel turns between fast and slow: a step behind the first.
+    # No channel turns between `slow` and `fast` times, so there is no ramp.
     (
       Rotary(
         1e4,
@@ -122,10 +123,12 @@ def test_frequencies_are_those_of_transformers(rotary, wanted):
 def test_known_frequencies_of_llama_3_1():
   """Checks channels 0, 63 and, in the interpolated range, 32."""
   found = frequencies(Rotary(5e5, Llama3Scaling(**LLAMA)))
-  # 5e5^(-63/64) / 8 for the last; the first turns most and stays.
+  # The first channel turns fastest and is not scaled. The last one is
+  # 5e5^(-63/64) / 8.
   assert found[0] == 1
   np.testing.assert_allclose(found[63], 3.0689e-7, rtol=1e-4)
-  # 5e5^(-1/2) = 1.41421e-3 turns 1.84385 times in 8192: kept to 0.281284.
+  # 5e5^(-1/2) = 1.41421e-3 turns 1.84385 times in 8192 tokens, so it is
+  # interpolated with a weight of 0.281284.
   np.testing.assert_allclose(found[32], 1.41421e-3 * 0.371124, rtol=1e-4)
 
 

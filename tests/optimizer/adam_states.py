@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our states of given moments of Adam."""
+"""Makes states of our optimizers from states of optax's Adam."""
 
 import jax
 

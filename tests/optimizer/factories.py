@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers of optax with ours in their place, and functions that step them.
+"""Pairs of an optax optimizer and ours that replaces it, and their steps.
 
-Steps are traced, not compiled, so that every factory can be checked.
+Steps are traced, not compiled, so that all factories can be checked.
 """
 
 import functools
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = dict(
 
 
 class Case(NamedTuple):
-  """An optimizer of optax, and ours in its place."""
+  """An optax optimizer, and ours that replaces it."""
 
   theirs: Callable[..., optax.GradientTransformation]
   ours: Callable[..., optax.GradientTransformation]
@@ -67,7 +67,7 @@ def lbfgs(learning_rate):
 
 
 def low_rank_adam(learning_rate):
-  """GaLore projects, and its own optimizer's state is encoded."""
+  """Returns GaLore, whose inner optimizer's state is encoded."""
   adam = encoded(optax.scale_by_adam(), **OPTIONS)
   return optax.chain(
     contrib.scale_by_galore(2, base_optimizer=adam),
@@ -131,7 +131,7 @@ def tree(name, dtype="float32"):
     "s": jnp.ones((), dtype),
   }
   if name == "sm3":
-    del params["s"]  # Optax's own has no accumulator for a scalar.
+    del params["s"]  # Optax's optimizer has no accumulator for a scalar.
   if name in MATRICES_ONLY:
     params = {key: x for key, x in params.items() if x.ndim == 2}
   return params
@@ -142,7 +142,7 @@ def objective(params):
 
 
 def updater(name, solver):
-  """Returns `update` with what optax's own tests pass by name."""
+  """Returns `update` with the extra arguments that optax's tests pass."""
   solver = optax.with_extra_args_support(solver)
 
   def update(grads, state, params=None, **extra):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stack of three layers of four values, for steps that compile quickly."""
+"""A model of three stacked layers of four values, which compiles quickly."""
 
 import jax
 import jax.numpy as jnp

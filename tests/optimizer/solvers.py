@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers with every codec, for small leaves: all encoded, groups of 4."""
+"""Optimizers with each codec that encode even small leaves, in groups of 4."""
 
 import functools
 
@@ -25,8 +25,8 @@ CODECS = {
   "float32": codecs.float32(),
 }
 
-# One codec for each layout of a state: with f32 and uint8 statistics, with
-# uint8 ones, with one of two, with none, with codes of 4 bits.
+# One codec for each form of a state: with f32 and uint8 statistics, with only
+# uint8 statistics, with one statistic, with none, and with 4-bit codes.
 LAYOUTS = ("coat", "log8", "fp8", "float32", "log4")
 every_codec = pytest.mark.parametrize(
   "name", quick(2, [*LAYOUTS, *sorted(CODECS.keys() - {*LAYOUTS})])
@@ -37,7 +37,7 @@ def quantize_mask(path, leaf):
   return leaf.ndim > 0 and "f32" not in path
 
 
-@functools.cache  # One object for one solver, so that jit compiles it once.
+@functools.cache  # Each solver is one object, so that jit compiles it once.
 def make(name, learning_rate=1e-2, **kwargs):
   kwargs = {"codec": CODECS[name], "quantize_mask": quantize_mask} | kwargs
   return coat_adamw(learning_rate, **kwargs)

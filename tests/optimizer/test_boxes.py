@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics keep the boxes of their parameters, and the names that fit."""
+"""Tests statistics of boxed parameters, which keep boxes and valid names."""
 
 import contextlib
 import subprocess
@@ -36,7 +36,7 @@ def make_mesh(shape=(4, 2)):
 
 
 def boxed(kind, names, shape=(64, 512), **metadata):
-  """Makes a parameter in one of flax's boxes, without sharding it."""
+  """Makes a parameter in one of flax's boxes, not sharded."""
   x = jnp.ones(shape)
   if kind == "nnx":
     return nnx.Param(x, out_sharding=names, eager_sharding=False, **metadata)
@@ -81,12 +81,12 @@ def test_last_name_needs_whole_groups_on_the_mesh(kind):
     both = (None, ("fsdp", "tensor"))
     assert statistic_names(boxed(kind, both)) == (None, None)
     assert statistic_names(boxed(kind, both, (64, 1024))) == both
-    # 352 columns are three groups, which two devices cannot divide.
+    # 352 columns are three groups, which two devices cannot share evenly.
     assert statistic_names(boxed(kind, ("fsdp", "tensor"), (64, 352))) == (
       "fsdp",
       None,
     )
-    # Names that no mesh has, too few names, too many, and none.
+    # Names that are not on the mesh, too few names, too many names, no names.
     assert statistic_names(boxed(kind, ("fsdp", "heads"))) == ("fsdp", None)
     assert statistic_names(boxed(kind, ("fsdp",))) == ("fsdp",)
     many = boxed(kind, ("fsdp", "tensor", "data"))
@@ -94,7 +94,7 @@ def test_last_name_needs_whole_groups_on_the_mesh(kind):
     assert not statistic_names(boxed(kind, ()))
     assert not statistic_names(boxed(kind, None))
     assert not statistic_names(boxed(kind, "tensor"))
-  # The mesh in the box decides before the mesh that is set.
+  # The box's own mesh takes precedence over the mesh that is set.
   with jax.set_mesh(make_mesh((1, 8))):
     param = boxed(kind, ("fsdp", "tensor"))
     assert statistic_names(param) == ("fsdp", None)
@@ -122,7 +122,7 @@ def test_logical_names_go_through_rules(kind):
       assert statistic_names(boxed(kind, names)) == names
     with with_rules(("mlp", ("fsdp", "tensor"))):
       assert statistic_names(boxed(kind, names)) == ("embed", None)
-    # All rules of a name must fit.
+    # All rules for a name must be possible.
     with with_rules(("mlp", "tensor"), ("mlp", ("fsdp", "tensor"))):
       assert statistic_names(boxed(kind, names)) == ("embed", None)
     with with_rules(("mlp", "heads")):
@@ -145,7 +145,7 @@ def test_specs_keep_their_form():
 
 
 def test_name_of_layers_may_be_added_later():
-  # As in MaxText: the names leave out the axis of layers, here the second.
+  # As in MaxText, names leave out the axis of layers, here the second axis.
   metadata = {"partition_name": "layers", "param_scan_axis": 1}
   with jax.set_mesh(make_mesh()):
     for columns, kept in ((512, "tensor"), (352, None)):
@@ -165,7 +165,7 @@ def test_scalars_have_no_names():
     assert coat_adamw(1e-2).init(params)[0].mu.amax["w"].names == ()
 
 
-def test_optimizer_sharding_is_preferred_by_flax_and_fits_too():
+def test_optimizer_sharding_takes_precedence_in_flax():
   metadata = {
     "out_sharding": ("fsdp", None),
     "optimizer_sharding": ("tensor", "fsdp"),
@@ -201,7 +201,7 @@ def test_report_names_replicated_statistics():
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_functions_of_states_take_boxes(kind):
+def test_functions_of_states_accept_boxes(kind):
   mesh = make_mesh()
   with jax.set_mesh(mesh):
     params = {"w": boxed(kind, ("fsdp", "tensor")), "b": jnp.ones(8)}
@@ -226,7 +226,7 @@ def test_functions_of_states_take_boxes(kind):
     new_params, new = jax.jit(fused.apply)(params, state, params)
     assert jax.tree.structure(new) == jax.tree.structure(state)
     assert jax.tree.structure(new_params) == jax.tree.structure(params)
-  # A step without a mesh leaves names as they are.
+  # A step without a mesh does not change names.
   _, new = jax.jit(fused.apply)(params, state, params)
   assert jax.tree.structure(new) == jax.tree.structure(state)
 
@@ -239,7 +239,7 @@ def state_box(state):
 
 
 class OwnBox(meta.AxisMetadata):
-  """A box of another program, whose names we cannot read."""
+  """A user's box, whose names our library cannot read."""
 
   def __init__(self, value):
     self.value = value
@@ -262,7 +262,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def test_unknown_boxes_stay_around_codes_only():
+def test_unknown_boxes_are_kept_only_around_codes():
   params = {"w": OwnBox(jnp.ones((64, 128)))}
   moment = coat_adamw(1e-2).init(params)[0].mu
   assert isinstance(moment.codes["w"], OwnBox)
@@ -284,7 +284,7 @@ assert "flax" not in sys.modules
   subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_plain_trees_are_as_they_were():
+def test_states_of_plain_trees_have_no_boxes():
   params = {"w": jnp.ones((64, 128)), "b": [jnp.ones(3), None]}
   moment = coat_adamw(1e-2, codec=codecs.log8()).init(params)[0].nu
   structure = jax.tree.structure(params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping by earlier norms, against the rule in NumPy."""
+"""Compares clipping by earlier norms with the rule in NumPy."""
 
 import inspect
 
@@ -16,7 +16,7 @@ MAX, RELATIVE, DECAY, WARMUP = 1.0, 1.05, 0.9, 4
 
 
 def gradients(step):
-  """Two slices of a stacked leaf and one of another; step 6 has a spike."""
+  """Makes two slices of a stacked leaf and another leaf; step 6 has a spike."""
   rng = np.random.default_rng(step)
   a, b = rng.normal(size=(3,)), rng.normal(size=(2, 4))
   b[1] *= 50 if step == 6 else 1
@@ -28,7 +28,7 @@ def gradients(step):
 
 
 def scales_in_numpy(rule, steps):
-  """The scale of each slice at each step, and the global norm."""
+  """Computes the scale of each slice at each step, and the global norm."""
   own, before, mean, out = None, None, None, []
   for step in range(steps):
     g = gradients(step)
@@ -64,12 +64,12 @@ def test_scales_follow_the_rule(rule):
     assert int(state.steps) == step + 1
 
 
-def test_share_never_lets_the_global_norm_above_its_limit():
+def test_share_keeps_the_global_norm_below_its_limit():
   clip = Clipping("share", 0.5)
   state = clip.init(gradients(0))
   for step in range(1, 9):
     clipped, state, norm = clip_gradients(clip, state, gradients(step))
-    if step > 1:  # Of the first nothing is known but its own norms.
+    if step > 1:  # In the first step, no earlier norms are known.
       assert optax.tree.norm(clipped) <= 0.5 * (1 + 1e-5)
   assert norm > 0.5
 
@@ -84,7 +84,7 @@ def test_slice_without_an_earlier_gradient_is_clipped_by_max_norm(rule):
     np.testing.assert_array_equal(clipped["a"], grads["a"])
 
 
-def test_layers_of_several_stacks_are_clipped_one_by_one():
+def test_layers_of_several_stacks_are_clipped_separately():
   stacks = ("tower/layers", "decoder/layers")
   layers = np.float32([[0.3, 0.4], [3, 4]])
   grads = {
@@ -108,10 +108,10 @@ def test_layers_of_several_stacks_are_clipped_one_by_one():
 
 @pytest.mark.parametrize("rule", ["share", "adaptive"])
 @pytest.mark.parametrize("size", [3e19, 3e38])
-def test_finite_gradients_of_any_size_keep_everything_finite(rule, size):
+def test_finite_gradients_of_any_size_give_finite_results(rule, size):
   clip = Clipping(rule, 2.0, warmup=2)
   ordinary = {"a": jnp.full(3, 1.0), "layers": {"b": jnp.full((2, 4), 0.5)}}
-  # In the first step, in the warm-up, when it ends, and after it.
+  # Test the first step, the warmup, its end, and steps after it.
   for spike in range(4):
     state = clip.init(ordinary)
     for step in range(6):
@@ -129,7 +129,7 @@ def test_finite_gradients_of_any_size_keep_everything_finite(rule, size):
       np.testing.assert_allclose(norm, min(exact, largest), rtol=1e-6)
       if rule == "share" and step:
         assert optax.tree.norm(clipped) <= 2 * (1 + 1e-5)
-    if rule == "share":  # It forgets a spike after one step.
+    if rule == "share":  # A spike affects it for only one step.
       np.testing.assert_allclose(optax.tree.norm(clipped), 2, rtol=1e-5)
 
 
@@ -170,5 +170,5 @@ def test_norm_that_is_not_finite_is_not_hidden():
 )
 def test_unknown_rule_or_limit_not_positive_is_refused(wrong, said):
   with pytest.raises(ValueError, match=f"Clipping: {said}"):
-    # Past beartype, as users without it.
+    # Call without beartype, which users do not have.
     inspect.unwrap(Clipping.__init__)(object.__new__(Clipping), **wrong)

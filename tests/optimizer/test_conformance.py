@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`optax.adamw` replaced by `coat_adamw`: what passed still passes.
+"""Runs optax's tests of `adamw` on `coat_adamw`, in each codec.
 
-The cases of optax's suites of its aliases, contributed optimizers and shardings
-that `test_optax_coat` does not have, for every codec with all leaves encoded.
+These are cases of optax's tests of aliases, contributed optimizers and
+shardings that are not in `test_optax_coat`. All leaves are encoded.
 """
 
 import functools
@@ -33,8 +33,8 @@ def everything(path, leaf):
 def test_arguments_are_those_of_optax():
   ours = inspect.signature(inspect.unwrap(coat_adamw)).parameters
   theirs = inspect.signature(optax.adamw).parameters
-  # The codec says how moments are stored, so there is no mu_dtype. What follows
-  # it in optax is passed by name.
+  # There is no mu_dtype, because the codec defines how moments are stored.
+  # Arguments that follow it in optax are keyword-only.
   names = [name for name in theirs if name != "mu_dtype"]
   assert list(ours)[: len(names)] == names
   for name in names:
@@ -77,7 +77,7 @@ def test_updates_have_the_dtypes_of_optax(params):
 
 
 def target(dtype):
-  """Returns parameters, a target, and a parabola with its minimum there."""
+  """Returns parameters, a target, and a parabola with its minimum at it."""
   params = jnp.array([-1.0, 10.0, 1.0], dtype)
   end = jnp.array([1.0, -1.0, 1.0], dtype)
   if jnp.iscomplexobj(params):
@@ -86,7 +86,7 @@ def target(dtype):
 
 
 def solver_for(name, dtype, **kwargs):
-  """Encodes all leaves; a complex leaf as two real ones."""
+  """Returns an optimizer that encodes all leaves, complex ones as two reals."""
   solver = make(name, quantize_mask=everything, **kwargs)
   if dtype in COMPLEX:
     solver = optax.contrib.split_real_and_imaginary(solver)
@@ -94,7 +94,7 @@ def solver_for(name, dtype, **kwargs):
 
 
 KEPT = [("coat", "complex64"), ("log8", "float16")]
-# Of each layout every dtype, of the other codecs one each.
+# Each form of a state with all dtypes; other codecs with one dtype each.
 KEPT += [
   case
   for case in (
@@ -114,7 +114,7 @@ def test_state_keeps_its_types(name, dtype):
     @jax.jit
     def step(params, state):
       grads = jax.tree.map(jnp.conj, jax.grad(objective)(params))
-      # Both branches must have the same types.
+      # Both branches must return the same types.
       updates, state = jax.lax.cond(
         params[0].real < 1e4,
         lambda: solver.update(grads, state, params),
@@ -131,7 +131,7 @@ def test_state_keeps_its_types(name, dtype):
 
 
 @pytest.mark.parametrize("name", quick(1, CODECS))
-def test_complex_parameters_converge_as_two_real_ones(name):
+def test_complex_parameters_converge_like_pairs_of_reals(name):
   params, end, objective = target("complex64")
   schedule = optax.cosine_decay_schedule(0.1, 1500)
   solver = solver_for(
@@ -151,7 +151,7 @@ def test_complex_parameters_converge_as_two_real_ones(name):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_complex_leaves_that_are_not_encoded_equal_optax(nesterov):
+def test_complex_leaves_that_are_not_encoded_match_optax(nesterov):
   params = {
     "complex": jnp.array([[1 + 2j, -3j, 0.5]] * 2, "complex64"),
     "w": jnp.ones((64, 64)),
@@ -168,11 +168,11 @@ def test_complex_leaves_that_are_not_encoded_equal_optax(nesterov):
     grads = {"complex": g, "w": jnp.ones((64, 64))}
     updates, state = update(grads, state, params)
     want, their_state = their_update(grads, their_state, params)
-    # As for real ones, by another order of operations: some ulp.
+    # As for real leaves, another order of operations changes some ulp.
     np.testing.assert_allclose(
       updates["complex"], want["complex"], rtol=2e-6, atol=1e-8
     )
-  # To optax's state and back, and reported.
+  # Convert to optax's state and back, and report.
   adam = to_plain_state(state)
   assert types(adam[0]) == types(their_state[0])
   np.testing.assert_allclose(
@@ -220,7 +220,7 @@ def test_empty_leaves_are_accepted(name):
 
 
 @every_codec
-def test_init_takes_abstract_parameters(name):
+def test_init_accepts_abstract_parameters(name):
   params = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32)
   solver = make(name, quantize_mask=everything)
   assert types(solver.init(params)) == types(solver.init(jnp.zeros((2, 4, 8))))
@@ -246,7 +246,7 @@ def test_types_on_explicit_axes_are_preserved(name, jit):
 
 
 # Leaves as (shape, spec): a norm's scale, a last axis shorter than a group, and
-# one of which each device has half a group.
+# a last axis of which each device holds half a group.
 LEAVES = {
   "scale": ((512,), jax.P("x")),
   "short": ((128, 40), jax.P("x")),
@@ -287,7 +287,7 @@ def test_tree_map_params_computes_shardings(wrapper):
     updates, state = solver.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  # A sharding stands for a tree of statistics; written out it is one for each.
+  # One sharding stands for a tree of statistics. Expand it to one for each.
   each = jax.tree.broadcast(where, state)
   assert jax.tree.structure(each) == jax.tree.structure(state)
   params = draw(0, shardings)
@@ -299,7 +299,7 @@ def test_tree_map_params_computes_shardings(wrapper):
   params = draw(0)
   want = jax.jit(step)(params, solver.init(params), draw(1))
   if wrapper == "chain":
-    # The norm is a sum over devices, in another order.
+    # The norm is a sum over devices, which is added in another order.
     got, want = got[0], want[0]
 
   def same(a, b):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switching between Adam's states and ours in the middle of a run."""
+"""Tests conversion between optax's Adam state and ours during training."""
 
 import doctest
 
@@ -25,7 +25,7 @@ from tests.optimizer.adam_states import from_adam
 
 
 def problem():
-  """Least squares with rows of very different scale."""
+  """Makes a least-squares problem with rows of very different scales."""
   keys = jax.random.split(jax.random.key(0), 3)
   x = jax.random.normal(keys[0], (256, 64)) * jnp.logspace(-1, 0.5, 64)[None]
   y = x @ jax.random.normal(keys[1], (64, 64))
@@ -68,12 +68,12 @@ def test_run_switches_to_adam_and_back(name):
     jax.typeof, ours.init(params)
   )
   error = state_report(state, reference=in_f32)["w"]
-  # A code's step, up to 1/8 of a value, in an octave and fewer with k > 1.
+  # A step between codes is up to 1/8 of a value, and less with k > 1.
   assert 0 < error["mu"]["relative_error"] < 0.06
   assert 0 < error["nu"]["relative_error"] < 0.06
   params, state = train(ours, loss, params, state, 60)
   assert int(state[0].count) == 180
-  # It follows: within a twentieth of what training gained.
+  # The losses differ by at most a twentieth of what training gained.
   assert abs(loss(params) - loss(want)) < 0.05 * (start - loss(want))
 
 
@@ -86,7 +86,7 @@ def test_conversion_changes_no_moment():
   adam = to_plain_state(state)
   assert isinstance(adam, optax.ScaleByAdamState)
   exact = from_adam(adam, codecs.float32())
-  # The next update is Adam's with the decoded moments.
+  # The next update is that of Adam with the decoded moments.
   got, _ = solver.update(grads, state)
   want, _ = optax.scale_by_adam().update(grads, adam)
   in_f32, _ = scale_by_coat_adam(codec=codecs.float32()).update(grads, exact)
@@ -98,7 +98,7 @@ def test_conversion_changes_no_moment():
       got,
       other,
     )
-  # Values that are on codes already stay on them.
+  # Values that are equal to codes do not change.
   nearest = codecs.fp8(rounding="nearest")
   once = from_adam(adam, nearest)
   twice = from_adam(to_plain_state(once), nearest)
@@ -127,20 +127,21 @@ def test_conversion_and_back_keeps_codes_of_groups_with_the_same_statistics(
       for state in (once, twice)
     )
     same = (old[1] == new[1]) & (old[2] == new[2])
-    # Of the others the smallest value was rounded, and their grid changed.
+    # In the other groups, the smallest value was rounded, so the grid changed.
     assert 0.2 < same.mean() < 1
     values = np.repeat(same, 128, axis=-1)
     changed = old[0].view(np.uint8)[values] != new[0].view(np.uint8)[values]
-    # A decoded value can be off its code by an f32 rounding: noise decides.
+    # A decoded value may differ from its code by an f32 rounding error, so
+    # noise may change the code.
     assert changed.mean() < 2e-4
-    # A step of E4M3 with k = 1 is up to an eighth of a value.
+    # With k = 1, a step of E4M3 is up to an eighth of a value.
     x, y = (
       np.asarray(getattr(state, moment)["w"]) for state in (decoded, again)
     )
     assert np.linalg.norm(y - x) < 0.03 * np.linalg.norm(x)
 
 
-def test_conversions_refuse_what_they_cannot_read():
+def test_conversions_refuse_unknown_states():
   params = {"w": jnp.ones((64, 64))}
   state = coat_adamw(1e-3).init(params)
   with pytest.raises(ValueError, match="must hold a EncodedState"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any optax optimizer with its state in a codec.
+"""Tests `encoded`, which stores the state of any optax optimizer in a codec.
 
-Oracles: the optimizer itself, where the codec is f32; `scale_by_coat_adam`,
-whose arithmetic is another program's, where it is Adam.
+With the f32 codec, results are compared with the optimizer itself. For Adam,
+they are compared with `scale_by_coat_adam`, which is implemented separately.
 """
 
 import doctest
@@ -47,7 +47,7 @@ SOLVERS = {
   "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
   "prodigy": lambda: optax.contrib.prodigy(1.0),
 }
-# Whole groups of 4, and a short last one.
+# Rows have whole groups of 4, or a short last group.
 CODEC = codecs.coat(4)
 
 
@@ -80,7 +80,7 @@ def run(solver, params, count=3, dtype=jnp.float32):
   grads = jax.tree.map(
     lambda *x: jnp.stack(x), *(tree(i + 1, dtype) for i in range(count))
   )
-  # Also that a state's types stay: scan takes no others.
+  # `scan` also checks that the types of the state do not change.
   scan = jit(lambda carry, grads: jax.lax.scan(step, carry, grads)[0])
   return scan((params, solver.init(params)), grads)
 
@@ -95,7 +95,7 @@ def stored(inner):
 
 
 @pytest.mark.parametrize("name", quick(1, SOLVERS))
-def test_float32_codec_equals_the_inner_optimizer(name):
+def test_float32_codec_matches_the_inner_optimizer(name):
   inner, codec = SOLVERS[name](), codecs.float32()
   params, state = run(wrap(inner, codec), tree())
   want, want_state = run(inner, tree())
@@ -109,7 +109,7 @@ def test_float32_codec_equals_the_inner_optimizer(name):
   assert_same_bits(back, state)
 
 
-def test_optimizer_sees_gradients_in_f32():
+def test_optimizer_gets_f32_gradients():
   inner, grads = optax.adam(1e-2), tree(1, "bfloat16")
   state: Any = wrap(inner, codecs.float32()).init(tree())
   _, state = wrap(inner, codecs.float32()).update(grads, state, tree())
@@ -119,8 +119,8 @@ def test_optimizer_sees_gradients_in_f32():
 
 
 @pytest.mark.slow
-def test_encoded_adam_equals_scale_by_coat_adam():
-  # Stochastic rounding: the words are the same too.
+def test_encoded_adam_matches_scale_by_coat_adam():
+  # Both draw the same words for stochastic rounding.
   for codec in (CODEC, codecs.log8(4)):
     ours = wrap(optax.scale_by_adam(), codec, seed=5)
     adam = scale_by_coat_adam(codec=codec, quantize_mask=mask, seed=5)
@@ -130,7 +130,7 @@ def test_encoded_adam_equals_scale_by_coat_adam():
     for field, theirs in ((got.inner.mu, want.mu), (got.inner.nu, want.nu)):
       for part in ("codes", "amax", "range"):
         a, b = getattr(field, part), getattr(theirs, part)
-        # Adam written otherwise: some ulp in f32.
+        # Another formula of Adam changes some ulp in f32.
         assert types(a) == types(b)
         assert_close(
           jax.tree.map(lambda x: x.astype("float32"), a),
@@ -154,8 +154,9 @@ def test_fields_of_a_partitioned_state_are_found():
   }
   size = state_bytes(state)
   assert size.parameters == sum(x.size for x in jax.tree.leaves(params))
-  # Codes and five bytes a group; the norm's scale in f32 and a codec's two
-  # scalars for both moments; ours and optax's counts, coefficients of Muon.
+  # The state contains codes and five bytes per group, both moments of the
+  # norm's scale in f32 with two scalars each, our count and optax's, and Muon's
+  # coefficients.
   codes = 80 + 5 * 8 * 3 + 128 + 5 * 16 * 2
   others = [
     x
@@ -190,7 +191,7 @@ def test_rules_choose_fields():
   }
   every = chosen(fields=lambda path: default_field_rule(path) or "mu")
   assert every == chosen() | {"inner/z/codes": "int8"}
-  # A state of one array has no path to lose.
+  # A state that is a single array has an empty path.
   solver = encoded(optax.scale_by_adam(), fields=only("nu"))
   one: Any = jax.eval_shape(solver.init, jnp.ones((64, 64)))
   assert one.inner.nu.codes.dtype == jnp.float8_e4m3fn
@@ -228,7 +229,7 @@ def test_fields_that_cannot_be_encoded_are_refused():
 
 
 def test_arguments_of_the_wrong_type_are_refused():
-  # Past beartype, as users without it.
+  # Call without beartype, which users do not have.
   make = inspect.unwrap(encoded)
   for match, f in (
     ("got lion; call it, as in lion", lambda: make(optax.lion)),
@@ -251,7 +252,7 @@ def test_report_names_fields_and_measures_them():
 
 
 def resumed(solver, params):
-  """Takes two steps, checks that files restore the state, and returns it."""
+  """Takes two steps, saves and restores the state, and returns it."""
   _, state = run(solver, params, count=2)
   like = jax.eval_shape(solver.init, params)
   for back in (
@@ -263,7 +264,7 @@ def resumed(solver, params):
   return state
 
 
-# The wrappers that optax's tests put around contributed optimizers.
+# The wrappers in which optax tests contributed optimizers.
 WRAPPERS = {
   "chain": lambda solver: optax.chain(optax.clip_by_global_norm(1.0), solver),
   "masked": lambda solver: optax.masked(
@@ -287,13 +288,13 @@ def test_wrapped_optimizer_conforms(name, wrapper):
   solver, params = WRAPPERS[wrapper](wrap(SOLVERS[name]())), tree()
   state = jax.eval_shape(solver.init, params)
   assert any(x.startswith("float8") for x in stored(state).values())
-  # Codes, and fields that are left as they are, are like the parameters.
+  # Codes, and fields that are not encoded, have the shapes of parameters.
   seen = []
   mapped = optax.tree.map_params(solver, lambda x: seen.append(x) or x, state)
   assert types(mapped) == types(state)
   shapes = {(8, 10), (16, 8), (6,)}
   if name == "adafactor":
-    shapes.add((1,))  # In the place of second moments that it factors, or not.
+    shapes.add((1,))  # A placeholder for moments that are factored, or are not.
   assert seen and {x.shape for x in seen} <= shapes
   new, _ = run(solver, params)
   assert types(new) == types(params)
@@ -314,7 +315,7 @@ def test_updates_have_the_dtypes_of_the_optimizer(name):
       for tx in (wrap(inner), inner)
     )
     if name == "adafactor":
-      want = params  # Its own updates are f32 for parameters of 16 bits.
+      want = params  # Optax's updates are f32 even for 16-bit parameters.
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (got, want))
     assert shapes[0] == shapes[1]
     state = jax.eval_shape(wrap(inner).init, params)
@@ -324,7 +325,7 @@ def test_updates_have_the_dtypes_of_the_optimizer(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lion", "muon"])
 def test_sharded_step_gives_the_bits_of_one_device(name):
-  # A device has whole groups of 128 of each row.
+  # Each device holds whole groups of 128 of each row.
   shapes = {"w": (8, 1024), "e": (64, 128)}
   specs = {"w": jax.P(None, "fsdp"), "e": jax.P("fsdp")}
   mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
@@ -336,7 +337,7 @@ def test_sharded_step_gives_the_bits_of_one_device(name):
     out = {k: jax.random.normal(key, shape) for (k, shape), key in pairs}
     return out if shardings is None else jax.device_put(out, shardings)
 
-  # Muon's products sum over devices in another order; its momentum does not.
+  # Muon's matmuls sum over devices in another order; its momentum does not.
   solver = encoded(SOLVERS[name](), codecs.log8(), quantize_mask=mask)
   abstract = abstract_state(solver.init, draw(0), where)
   shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -364,7 +365,7 @@ def test_sharded_step_gives_the_bits_of_one_device(name):
 
 @pytest.mark.slow
 def test_examples_run():
-  # The package has a function of this module's name.
+  # The package has a function with the same name as this module.
   encoded_module = importlib.import_module("coat_jax.optimizer.encoded")
   for module in (encoded_module, fields, conversion):
     assert not doctest.testmod(module).failed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields that `encoded` must not store by their names alone.
+"""Tests state fields whose name alone does not tell whether to encode them.
 
-Oracle: the optimizer itself, whose moments depend on gradients alone.
+Results are compared with the optimizer itself.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def wrap(inner, codec=codecs.coat(4), **kwargs):  # noqa: B008 (it is frozen)
 
 
 def run(solver, count=30):
-  """Updates and the state after steps of gradients with nearly one sign."""
+  """Takes steps whose gradients have nearly the same sign."""
 
   def step(state, key):
     noise = 0.03 * jax.random.normal(key, (8, 16))
@@ -35,14 +35,14 @@ def run(solver, count=30):
   return jit(lambda state: jax.lax.scan(step, state, keys))(solver.init(PARAMS))
 
 
-def test_moments_whose_difference_is_used_stay_in_f32():
+def test_moments_that_are_subtracted_stay_f32():
   inner = optax.rmsprop(1e-2, centered=True, momentum=0.9)
   state, updates = run(wrap(inner))
   want, _ = run(inner)
   assert np.all(np.isfinite(updates))
   moments: Any = state.inner[0]
   assert_same_bits(moments, want[0])
-  # Its momentum needs not agree with anything.
+  # Its momentum is not subtracted from anything, so it may be encoded.
   assert state.inner[2].trace.codes["w"].dtype == jnp.float8_e4m3fn
 
 
@@ -76,7 +76,7 @@ def test_rules_that_encode_such_fields_are_refused(inner, name):
     wrap(inner).init(PARAMS)
 
 
-def test_optax_reads_the_same_fields_of_placeholders():
+def test_optax_maps_the_same_fields_of_placeholders():
   solver = wrap(optax.rmsprop(1e-2, centered=True, momentum=0.9))
   state: Any = solver.init(PARAMS)
   where = optax.tree.map_params(solver, lambda x, name: name, state, {"w": "w"})
@@ -84,7 +84,7 @@ def test_optax_reads_the_same_fields_of_placeholders():
 
 
 def mapped_paths(solver, params):
-  """Lists the fields of which `map_params` maps the codes or the values."""
+  """Lists the fields whose codes or values `map_params` maps."""
   state = jax.eval_shape(solver.init, params)
   mapped = optax.tree.map_params(
     solver,
@@ -99,18 +99,18 @@ def mapped_paths(solver, params):
   }
 
 
-def test_fields_of_other_shapes_are_no_fields_of_placeholders():
+def test_fields_of_other_shapes_are_not_mapped():
   params = {"w": jnp.ones((4, 8)), "v": jnp.ones(4)}
-  # Norms of whole parameters, which are mapped as optax maps them.
+  # These are norms of whole parameters, which optax maps.
   assert mapped_paths(wrap(optax.novograd(1e-2)), params) == {
     "inner/0/mu/codes",
     "inner/0/nu",
   }
-  # Accumulators of each axis.
+  # These are accumulators of each axis.
   found = mapped_paths(wrap(optax.sm3(1e-2)), params)
   assert {x.rpartition("/w")[0] or x for x in found} >= {"inner/0/mu"}
   assert "inner/0/nu/codes" in found
-  # Labels of these parameters say nothing about others.
+  # Labels of these parameters do not apply to others.
   own = optax.partition(
     {"lion": optax.lion(1e-2), "sgd": optax.sgd(1e-2)},
     {"w": "lion", "v": "sgd"},

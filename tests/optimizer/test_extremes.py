@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finite gradients of any size make finite moments, updates and parameters."""
+"""Tests that finite gradients of any size give finite moments and updates."""
 
 import functools
 
@@ -33,10 +33,11 @@ STEPS = 24
 
 
 def gradients(dtype) -> jax.Array:
-  """Returns the gradients of STEPS steps: [STEPS, 6, 256], all finite.
+  """Makes finite gradients of STEPS steps: [STEPS, 6, 256].
 
-  Rows of one size, of all sizes, of the largest among the smallest and the
-  other way round, of the largest now and then, and of dtype's own limits.
+  Rows contain values of one size; of all sizes; one largest among smallest
+  values, and the reverse; the largest in some steps only; and limits of the
+  dtype.
   """
   rng = np.random.default_rng(0)
   out = np.zeros((STEPS, 6, 256))
@@ -69,7 +70,7 @@ def are_finite(tree):
 
 @functools.cache
 def run(name, dtype, fused):
-  """Tells whether parameters, updates and moments are finite at each step."""
+  """Returns whether parameters, updates and moments are finite at each step."""
   codec, kwargs = CODECS[name], {"quantize_mask": everything}
   if fused:
     optimizer = fused_coat_adamw(1e-3, codec=codec, **kwargs)
@@ -98,19 +99,20 @@ def run(name, dtype, fused):
 
 
 CASES = [("coat", jnp.float32, True), ("log8", jnp.bfloat16, False)]
-# Any two of a codec, a dtype and one of two ways to step.
+# All pairs of a codec, a dtype and one of two ways to step.
 CASES += [
   case
   for i, name in enumerate(CODECS)
   for j, dtype in enumerate((jnp.float32, jnp.bfloat16, jnp.float16))
   if (case := (name, dtype, (i + j) % 2 == 0)) not in CASES
-  # Where fp8 has a second moment of zero, updates are m / eps: f16 has no 1e8.
+  # If fp8 rounds a second moment to zero, the update is m / eps, up to 1e8,
+  # which f16 cannot represent.
   and not (dtype == jnp.float16 and name.startswith("fp8"))
 ]
 
 
 @pytest.mark.parametrize("name, dtype, fused", quick(2, CASES))
-def test_finite_gradients_keep_everything_finite(name, dtype, fused):
+def test_finite_gradients_give_finite_results(name, dtype, fused):
   finite = run(name, dtype, fused)
   assert finite.shape == (STEPS, 4)
   assert finite.all(), "parameters, updates, mu, nu"
@@ -118,7 +120,7 @@ def test_finite_gradients_keep_everything_finite(name, dtype, fused):
 
 @pytest.mark.parametrize("name", quick(1, CODECS))
 def test_leaf_recovers_from_one_huge_gradient(name):
-  # As a spike in a run: afterwards updates are as large as before, or less.
+  # After a spike, updates must not be larger than before.
   solver = coat_adamw(1.0, weight_decay=0.0, codec=CODECS[name], b2=0.95)
   params = jnp.zeros((32, 128))
   draw = jax.random.normal(jax.random.key(0), (60, *params.shape))
@@ -131,13 +133,13 @@ def test_leaf_recovers_from_one_huge_gradient(name):
   largest = jax.jit(lambda s: jax.lax.scan(step, s, grads)[1])(
     solver.init(params)
   )
-  # (1 - b1) / sqrt(1 - b2) = 0.45 of sign(g) at the spike, and less behind it;
-  # first steps are up to 1 each.
+  # At the spike the update is (1 - b1) / sqrt(1 - b2) = 0.45, and later less.
+  # The first steps are up to 1.
   assert np.all(np.asarray(largest) < 4)
   assert np.all(np.asarray(largest[40:]) < 1)
 
 
-def test_infinite_gradients_are_not_bounded():
+def test_infinite_gradients_are_not_clipped():
   solver = coat_adamw(1e-3, quantize_mask=everything)
   params = jnp.zeros((4, 256))
   grads = jnp.ones((4, 256)).at[1, 3].set(jnp.inf).at[2, 200].set(-jnp.inf)

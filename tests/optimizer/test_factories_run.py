@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of our factories in programs, and `stochastic_rounding` in chains."""
+"""Runs steps of all factories, and `stochastic_rounding` in chains."""
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,16 @@ from tests.optimizer.factories import (
 from tests.optimizer.solvers import types
 from tests.optimizer.test_optax_suites import check_empty_trees
 
-# Ours whose steps are compiled here; test_optax_coat has those of coat_adamw.
+# Optimizers to compile here. test_optax_coat compiles coat_adamw.
 COMPILED = ("coat_lion", "coat_muon", "novograd", "lion", "sm3")
 
 
 def cosine_step(name, steps):
-  """Returns a solver whose rate falls to zero, and its step."""
+  """Returns an optimizer whose rate decays to zero, and its step."""
   case = CASES[name]
   rate = optax.cosine_decay_schedule(0.1, steps)
   if name == "sm3":
-    rate = 3.0  # A number, of which it falls by itself.
+    rate = 3.0  # This optimizer decays a constant rate by itself.
   solver = case.ours(**case.options | {"learning_rate": rate})
 
   def step(params, state, grads):
@@ -44,7 +44,7 @@ def cosine_step(name, steps):
 
 @pytest.mark.parametrize("name", quick(1, COMPILED))
 def test_mixed_tensors_converge(name):
-  # The targets of optax's suite, whose parabolas have no curvature to learn.
+  # Use the targets of optax's tests, without coupling between parameters.
   target = {
     "vector": jnp.array([1.0, -1.0, 2.0]),
     "matrix": jnp.array([[3.0, -2.0], [1.0, 4.0]]),
@@ -94,19 +94,20 @@ def test_types_on_explicit_axes_are_preserved(name):
 def rounded(low_bits):
   last = stochastic_rounding(low_bits=low_bits)
   return lambda learning_rate: optax.chain(
-    # Where an update is skipped, rounding changes nothing.
+    # If an update is skipped, rounding must change nothing.
     optax.apply_if_finite(coat_adamw(learning_rate, **OPTIONS), 3),
     last,
   )
 
 
 @pytest.mark.parametrize("low_bits", [False, True])
-def test_stochastic_rounding_passes_what_its_optimizer_passes(low_bits):
+def test_stochastic_rounding_passes_optax_checks(low_bits):
   make, options = rounded(low_bits), {"learning_rate": 1e-2}
   params = tree("", "bfloat16")
   solver = updater("", make(**options))
   updates, state, new = step(solver, params, params, unexpected=1)
-  # The updates must be f32: bf16 cannot store every difference of two weights.
+  # Updates must be f32, because bf16 cannot represent every difference of two
+  # weights.
   in_f32 = jax.tree.map(lambda x: (x.shape, jnp.dtype("float32")), params)
   assert state == new and updates == in_f32
   for wrapper in ("chain", "masked", "partition", "multi_steps"):
@@ -122,7 +123,7 @@ def test_stochastic_rounding_passes_what_its_optimizer_passes(low_bits):
   assert state == new
 
 
-def test_skipped_update_leaves_rounded_weights_alone():
+def test_skipped_update_does_not_change_rounded_weights():
   params = {"w": jnp.full((4, 8), 0.3, jnp.bfloat16)}
   solver = rounded(True)(1e-2)
   state = solver.init(params)

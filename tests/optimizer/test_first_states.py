@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state before the first step holds exactly the codes of zeros."""
+"""Tests that the first state contains the codes of zeros."""
 
 import dataclasses
 
@@ -23,13 +23,13 @@ from tests.codecs.test_conformance import (
 from tests.comparing import assert_same_bits, jit
 from tests.matrices import quick
 
-# Rows of whole groups of 16, of less than a group, and with a short last group.
+# Rows have whole groups of 16, less than a group, or a short last group.
 SHAPES = (4, 32), (2, 3, 7), (3, 40), (70,), (0, 24)
 
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-  """Codes that depend on the position in the group, and on its length."""
+  """A codec whose codes depend on the position in a group and its length."""
 
   group_size: int = 16
   needs_noise = True
@@ -48,7 +48,7 @@ class Positions:
 
 @dataclasses.dataclass(frozen=True)
 class WithoutGroups:
-  """Codes without a group size that depend on the column."""
+  """A codec without a group size, whose codes depend on the column."""
 
   needs_noise = False
 
@@ -71,7 +71,7 @@ def everything(path, leaf):
 
 
 def whole(group, zeros, draw=None):
-  """Encodes zeros of a whole leaf, with noise 0.5 or drawn."""
+  """Encodes zeros of a whole leaf, with noise of 0.5 or random noise."""
   if not group.needs_noise:
     return group.encode(zeros, None)
   noise = draw(zeros) if draw else jnp.full(zeros.shape, 0.5)
@@ -79,7 +79,7 @@ def whole(group, zeros, draw=None):
 
 
 def check_state(codec, state, draw=None):
-  """Checks that a state of leaves named by their shapes encodes zeros."""
+  """Checks that a state encodes zeros; leaves are named by their shapes."""
 
   @jit
   def encode(zeros):
@@ -88,7 +88,7 @@ def check_state(codec, state, draw=None):
       for group in codec.groups
     ]
 
-  # Arguments of a program, so that the compiler does not encode them.
+  # Pass zeros as arguments, so that the compiler does not encode them.
   zeros = {name: jnp.zeros(x.shape) for name, x in parameters().items()}
   for moment, want in zip(moments_in(state), encode(zeros), strict=True):
     codes, amax, range_ = moment.codes, moment.amax, moment.range
@@ -96,8 +96,8 @@ def check_state(codec, state, draw=None):
     assert_same_bits(got, want)
 
 
-# One codec for each layout of a state in every run: f32 and uint8 statistics,
-# uint8 ones, codes of 4 bits, a user's own codec, none.
+# In every run, test one codec for each form of a state: f32 and uint8
+# statistics, only uint8 statistics, 4-bit codes, a user's codec, no codec.
 FIRST = "coat-stochastic-e4m3", "log8-stochastic", "log4", "make-stochastic"
 every_variant = pytest.mark.parametrize(
   "variant", quick(5, dict.fromkeys((*FIRST, "float32", *VARIANTS)))
@@ -116,17 +116,17 @@ def test_first_state_is_the_encoding_of_whole_zeros(variant):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_codes_of_zeros_may_depend_on_their_place_in_a_group(name):
+def test_codes_of_zeros_may_depend_on_the_position_in_a_group(name):
   codec = OTHERS[name]
   solver = coat_adamw(1e-3, codec=codec, quantize_mask=everything)
   check_state(codec, jit(solver.init)(parameters()))
 
 
 @every_variant
-def test_encoded_fields_begin_with_the_encoding_of_whole_zeros(variant):
+def test_encoded_fields_start_as_the_encoding_of_whole_zeros(variant):
   codec = build(*VARIANTS[variant])
   solver = encoded(optax.adam(1e-3), codec, quantize_mask=everything)
-  # Other words round zeros to the same codes.
+  # Any random words round zeros to the same codes.
   check_state(codec, jit(solver.init)(parameters()), noise_like)
 
 
@@ -149,7 +149,7 @@ def test_first_state_is_the_same_without_jit(name):
 
 
 # Leaves as (shape, spec): whole groups of 16 on each device; three groups on
-# two devices; a short last group; groups split over devices; kept in f32.
+# two devices; a short last group; groups split over devices; an f32 leaf.
 LEAVES = {
   "whole": ((8, 64), P("x", "y")),
   "across": ((4, 48), P("x", "y")),
@@ -207,9 +207,9 @@ def test_first_state_is_sharded_like_the_parameters(name, kind, make):
   mesh, params = on_mesh(kind)
   with jax.set_mesh(mesh):
     states = [solver.init(params)]
-    if kind == EXPLICIT:  # `jit` cannot know how zeros are sharded otherwise.
+    if kind == EXPLICIT:  # Otherwise `jit` cannot know how zeros are sharded.
       states.append(jax.jit(solver.init)(params))
-  if make is coat_lion:  # No mesh is set.
+  if make is coat_lion:  # Test this one without setting a mesh.
     states.append(solver.init(params))
   for state in states:
     assert_same_bits(state, want)
@@ -272,7 +272,7 @@ def test_abstract_leaf_and_number_get_a_state():
   assert encode_zeros(Plain("float32"), 1.0).codes == 0
 
 
-def test_encoding_zeros_reads_one_group_of_them():
+def test_init_encodes_only_one_group_of_zeros():
   leaf = jax.ShapeDtypeStruct((64, 1000), jnp.float32)
   jaxpr = jax.make_jaxpr(lambda x: encode_zeros(codecs.coat().mu, x))(leaf)
   largest = max(
@@ -281,11 +281,11 @@ def test_encoding_zeros_reads_one_group_of_them():
     for v in equation.outvars
     if v.aval.dtype == jnp.float32
   )
-  # The statistics, 8 in a row. The sample is one group of 128 and one of 104.
+  # There are 8 statistics per row. The sample is a group of 128 and one of 104.
   assert largest == 64 * 8
 
 
-def test_fields_that_do_not_begin_with_zeros_are_encoded():
+def test_fields_that_do_not_start_as_zeros_are_encoded():
   params = {"w": jnp.linspace(1, 2, 64 * 128).reshape(64, 128)}
   for inner in (optax.adagrad(1e-3), optax.rmsprop(1e-3, initial_scale=0.5)):
     state = jax.jit(encoded(inner).init)(params)

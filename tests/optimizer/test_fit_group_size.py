@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group sizes that fit the shares of several leaves at once."""
+"""Tests `fit_group_size` on several leaves."""
 
 import jax
 import pytest
@@ -9,7 +9,8 @@ from coat_jax import codecs
 from coat_jax.optimizer import fit_group_size
 
 
-# Values of a row that each of four devices has, by leaf, and what divides them.
+# For each leaf, how many values of a row each of four devices holds; and the
+# group size that divides them all.
 @pytest.mark.parametrize(
   "shares, most, size",
   [

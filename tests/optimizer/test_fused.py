@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused step against the chain that it stands for."""
+"""Compares the fused step with the same steps in an optax chain."""
 
 import inspect
 import typing
@@ -36,7 +36,7 @@ def tree(seed, dtype=jnp.float32):
     (fused_coat_lion, lion_step),
   ],
 )
-def test_annotation_lists_the_implementations(make, step):
+def test_type_annotation_lists_the_implementations(make, step):
   hint = inspect.signature(make).parameters["implementation"].annotation
   names, none = typing.get_args(hint)
   assert none is type(None)
@@ -78,7 +78,7 @@ def run(settings, dtype, steps=4, **kwargs):
   return a, state[0], b, other
 
 
-def test_fused_step_of_complex_leaves_equals_the_chain():
+def test_fused_step_of_complex_leaves_matches_the_chain():
   params = {"z": jnp.array([[1 + 2j, -3j, 0.5]]), "none": jnp.zeros((0, 3))}
   grads = jax.tree.map(lambda x: (0.1 - 0.2j) * x, params)
   grads["none"] = params["none"]
@@ -93,9 +93,9 @@ def test_fused_step_of_complex_leaves_equals_the_chain():
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_fused_step_equals_the_chain(name):
+def test_fused_step_matches_the_chain(name):
   a, state, b, other = run(SETTINGS[name], jnp.float32)
-  # XLA may fuse p + (-rate) u into one operation in one of the programs.
+  # XLA may fuse p + (-rate) u into one operation in only one of the programs.
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-8), a, b
   )
@@ -107,7 +107,7 @@ def test_fused_step_draws_the_words_of_apply_updates():
   a, state, b, other = run({"weight_decay": 0.0}, jnp.bfloat16, steps=1)
   assert_same_bits(state, other)
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    # Another word would round a third of them otherwise.
+    # With other words, a third of the weights would be rounded differently.
     assert x.dtype == y.dtype == jnp.bfloat16
     assert np.mean(np.asarray(x != y)) < 1e-3
 
@@ -121,7 +121,7 @@ def test_fused_step_scales_gradients():
   assert_same_bits(got, jax.jit(fused.apply)(scaled, state, params))
 
 
-def test_fused_step_names_foreseeable_mistakes():
+def test_fused_step_refuses_wrong_arguments():
   params = tree(0)
   fused = fused_coat_adamw(1e-3, implementation="mosaic")
   with pytest.raises(NotImplementedError, match="encoded in groups"):
@@ -146,7 +146,7 @@ def test_states_of_other_optimizers_are_named():
 
 
 def test_quantize_mask_must_be_a_function():
-  choose = inspect.unwrap(choose_leaves)  # Past beartype, as users.
+  choose = inspect.unwrap(choose_leaves)  # Without beartype, as for users.
   with pytest.raises(TypeError, match="must be a function .* got True"):
     choose("coat_adamw", tree(0), True)
 

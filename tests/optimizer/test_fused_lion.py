@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fused_coat_lion` is `coat_lion` and then the update added, bit for bit."""
+"""Compares `fused_coat_lion` with `coat_lion` and `apply_updates` exactly."""
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +79,8 @@ def test_step_of_bf16_draws_the_words_of_apply_updates():
 
 
 @pytest.mark.slow
-def test_weights_of_24_bits_are_those_of_f32_rounded():
-  """The oracle steps the f32 weights and rounds with the leaf's words."""
+def test_24_bit_weights_match_rounded_f32_weights():
+  """The expected weights are stepped in f32 and rounded with the same words."""
   options = OPTIONS | dict(codec=codecs.coat(rounding="nearest"))
   fused = fused_coat_lion(SCHEDULE, **options, low_bits=True)
   plain = fused_coat_lion(SCHEDULE, **options)

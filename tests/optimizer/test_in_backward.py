@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step inside the backward pass is the ordinary step, bit for bit.
+"""Compares steps inside the backward pass with ordinary steps, bit for bit.
 
-The oracle is plain autodiff of the whole loss and then `optimizer.apply`, or
-optax.
+An ordinary step differentiates the whole loss and then calls `optimizer.apply`
+or optax.
 """
 
 import functools
@@ -71,7 +71,7 @@ def loss_fn(params, tokens, targets):
 
 
 class Halved(Clipping):
-  """A rule that halves all gradients."""
+  """A clipping rule that halves all gradients."""
 
   def scale(self, state, own, norm):
     return jnp.float32(0.5), own
@@ -134,17 +134,17 @@ def assert_same_bits(a, b):
     ],
   ),
 )
-def test_step_equals_the_ordinary_step(make, codec, is_tied):
+def test_step_matches_the_ordinary_step(make, codec, is_tied):
   optimizer = make(3e-3, codec=codec, weight_decay=0.1)
   params = initial(is_tied)
   *expected, values = train_ordinarily(optimizer, params, 0.5)
   *got, found = train_in_backward(optimizer, params, **halved(params))
   assert_same_bits(got, expected)
   np.testing.assert_allclose(found, values, rtol=1e-6)
-  assert values[0, 0] - values[-1, 0] > 0.1  # It learns.
+  assert values[0, 0] - values[-1, 0] > 0.1  # The loss falls.
 
 
-def test_checkpointed_layer_takes_the_same_step():
+def test_step_with_a_checkpointed_layer_is_the_same():
   optimizer = fused_coat_adamw(3e-3, codec=codecs.float32())
   params = initial(False)
   checkpointed = jax.checkpoint(layer, prevent_cse=False)
@@ -175,7 +175,7 @@ def test_scan_saves_only_the_inputs_of_checkpointed_layers():
   assert not forward.params["reverse"] and backward.params["reverse"]
   x, *saved = [v.aval.shape for v in forward.outvars]
   assert x == (4, 8, WIDTH)
-  # A checkpointed layer saves only its input, once, and no parameter.
+  # A checkpointed layer saves its input once, and no parameters.
   assert saved == [(LAYERS, 4, 8, WIDTH)]
 
 
@@ -210,8 +210,8 @@ def test_layers_receive_their_slice_of_per_layer():
 
 
 @pytest.mark.slow
-def test_layers_may_pass_on_a_tree():
-  """The residual stream, and a sum over layers that the loss reads."""
+def test_layers_may_pass_a_tree():
+  """Passes the residual stream, and a sum over layers for the loss."""
   optimizer = fused_coat_adamw(3e-3, weight_decay=0.1)
   params = initial(False)
   tokens, targets = batch(0)
@@ -297,7 +297,7 @@ def test_optax_transformations_step_leaf_by_leaf(is_tied):
 def test_plain_optax_transformations_are_refused(optimizer, error, said):
   params = initial(False)
   with pytest.raises(error, match=f"step_in_backward: .*{said}"):
-    inspect.unwrap(step_in_backward)(  # Past beartype.
+    inspect.unwrap(step_in_backward)(  # Without beartype.
       optimizer,
       params,
       optimizer.init(params),
@@ -307,7 +307,7 @@ def test_plain_optax_transformations_are_refused(optimizer, error, said):
     )
 
 
-def test_gradients_that_are_not_finite_are_named():
+def test_nonfinite_gradients_are_reported_by_name():
   optimizer = leafwise(optax.sgd(1e-3))
   params = initial(False)
   tokens, targets = batch(0)
@@ -365,7 +365,7 @@ def test_missing_stack_is_refused(stack, said):
     (dict(clip=Clipping()), "clip and clip_state belong together"),
   ],
 )
-def test_arguments_that_do_not_fit_are_refused(wrong, said):
+def test_inconsistent_arguments_are_refused(wrong, said):
   optimizer = fused_coat_adamw(1e-3)
   params = initial(False)
   functions = dict(

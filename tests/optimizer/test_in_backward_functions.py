@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions given to `step_in_backward` read parameters from arguments."""
+"""Tests that functions for `step_in_backward` get parameters as arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def test_functions_that_close_over_parameters_are_refused(name, is_jitted):
     functions = dict(
       before=lambda outer: outer["embedding"], layer=layer, after=after
     )
-    # In a function of their own: their jaxpr has constants of its own.
+    # A jitted function has a jaxpr of its own, with its own constants.
     functions[name] = {
       "before": lambda outer: outer["embedding"] * jnp.sum(stacked),
       "layer": jax.checkpoint(lambda params, x: layer(params, x) + gate),
@@ -39,7 +39,7 @@ def test_functions_that_close_over_parameters_are_refused(name, is_jitted):
     (jax.jit(step) if is_jitted else step)(params, optimizer.init(params))
 
 
-def test_layers_can_pass_a_shared_parameter_on_with_x():
+def test_layers_can_pass_a_shared_parameter_with_x():
   rate, gate = 0.1, jnp.float32(0.3)
   params = initial() | {"gate": gate}
   optimizer = leafwise(optax.sgd(rate))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optax transformations that are stepped leaf by leaf, or refused."""
+"""Tests which optax transformations can step one leaf at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def step(optimizer, params, layer=layer, after=after, **options):
     (coat_adamw(1e-2), "got coat_adamw.* fused_coat_adamw"),
   ],
 )
-def test_optimizers_that_cannot_step_leaf_by_leaf_are_refused(tx, said):
+def test_optimizers_that_need_all_leaves_are_refused(tx, said):
   optimizer = leafwise(tx)
   params = initial()
   with pytest.raises(ValueError, match=f"leafwise: .*{said}"):
@@ -66,7 +66,7 @@ def test_state_without_an_axis_of_layers_is_refused():
 
 
 def test_schedules_and_counts_are_shared():
-  # Injected hyperparameters are state that every leaf shares.
+  # Injected hyperparameters are state that all leaves share.
   tx = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0, 9))
   params = initial()
   got = step(leafwise(tx), params)
@@ -80,7 +80,7 @@ def test_schedules_and_counts_are_shared():
 
 @pytest.mark.parametrize("factor", [1, 1e25])
 def test_gradients_are_clipped_before_the_optimizer_sees_them(factor):
-  # The first step lets each leaf, and each layer of a stack, have max_norm.
+  # In the first step, max_norm limits each leaf and each layer of a stack.
   clip, rate = Clipping("share", 0.5), 0.1
   params = initial()
 
@@ -101,7 +101,7 @@ def test_gradients_are_clipped_before_the_optimizer_sees_them(factor):
     *np.linalg.norm(grads["layers"]["w"], axis=1),
   ]
   scales = 0.5 / np.maximum(norms, 0.5)
-  assert scales.min() < 0.9  # Something is clipped.
+  assert scales.min() < 0.9  # Some gradients are clipped.
   want = {
     "embedding": params["embedding"] - rate * scales[0] * grads["embedding"],
     "layers": {
@@ -115,7 +115,7 @@ def test_gradients_are_clipped_before_the_optimizer_sees_them(factor):
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(done.clip_state))
 
 
-def test_gradient_of_one_layer_that_is_not_finite_is_reported():
+def test_nonfinite_gradient_of_one_layer_is_reported():
   @jax.custom_vjp
   def spoil(x, factor):
     return x
@@ -129,5 +129,5 @@ def test_gradient_of_one_layer_that_is_not_finite_is_reported():
   done = step(
     leafwise(optax.sgd(0.1)), initial(), layer=spoiled, per_layer=factors
   )
-  # In the order of the tree: the embedding, then the stack.
+  # The order is that of the tree: the embedding, then the stack.
   assert done.is_finite.tolist() == [True, False]

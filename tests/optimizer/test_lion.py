@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`coat_lion`: `optax.lion` where nothing is rounded, and its state in FP8."""
+"""Compares `coat_lion` with `optax.lion`, and tests its FP8 state."""
 
 import inspect
 
@@ -53,7 +53,7 @@ def assert_same_bits(got, want):
   )
 
 
-def test_float32_codec_equals_optax_lion():
+def test_float32_codec_matches_optax_lion():
   arguments = dict(
     learning_rate=optax.linear_schedule(1e-2, 1e-3, 4),
     b1=0.8,
@@ -68,7 +68,7 @@ def test_float32_codec_equals_optax_lion():
   assert_same_bits(got, want)
   assert_same_bits(got_state[0].mu.codes, want_state[0].mu)
   assert got_state[0].count == 4
-  # Each state stands for the other.
+  # Each state can be converted to the other.
   plain = to_plain_state(got_state)
   assert jax.tree.structure(plain) == jax.tree.structure(want_state)
   assert_same_bits(plain, want_state)
@@ -92,7 +92,7 @@ def test_codec_changes_through_the_state_of_optax():
   changed = from_plain_state(plain, like)
   assert jax.tree.map(jax.typeof, changed) == jax.tree.map(jax.typeof, like)
   assert_same_bits(changed.mu.codes, plain.mu)
-  # Values that are on codes already stay on them.
+  # Values that are equal to codes do not change.
   like = jax.eval_shape(solver.init, params)
   back = from_plain_state(to_plain_state(changed), like)
   assert back.mu.codes["w"].dtype == jnp.float8_e4m3fn and back.count == 1
@@ -106,8 +106,8 @@ def test_codec_changes_through_the_state_of_optax():
 def test_arguments_and_dtypes_are_those_of_optax():
   ours = inspect.signature(inspect.unwrap(coat_lion)).parameters
   theirs = inspect.signature(optax.lion).parameters
-  # The codec says how the momentum is stored, so there is no mu_dtype. What
-  # follows it in optax is passed by name.
+  # There is no mu_dtype, because the codec defines how the momentum is stored.
+  # Arguments that follow it in optax are keyword-only.
   names = [name for name in theirs if name != "mu_dtype"]
   assert list(ours)[: len(names)] == names
   for name in names:
@@ -118,21 +118,21 @@ def test_arguments_and_dtypes_are_those_of_optax():
     update = jax.eval_shape(solver.update, grads, solver.init(params), params)
     assert {x.dtype for x in jax.tree.leaves(update[0])} == {jnp.dtype("f4")}
   with pytest.raises(TypeError, match="scale_by_coat_lion: codec must be a"):
-    inspect.unwrap(scale_by_coat_lion)(codec="coat")  # Past beartype.
+    inspect.unwrap(scale_by_coat_lion)(codec="coat")  # Without beartype.
 
 
-def test_state_is_one_byte_a_parameter_and_its_report_has_one_moment():
+def test_state_has_one_byte_per_parameter_and_one_moment():
   shapes = jax.eval_shape(coat_lion(1e-3).init, llama2_7b())
   size = state_bytes(shapes)
   assert size.parameters == 6_738_415_616
-  # A byte of code and 5 bytes a group of 128.
+  # There is a byte of code per value and 5 bytes per group of 128.
   assert 1 + 5 / 128 <= size.bytes_per_param <= 1.05
   _, state = run(coat_lion(1e-2, quantize_mask=lambda _, x: x.ndim > 1))
   exact = run(optax.lion(1e-2))[1][0]
   report = state_report(state, reference=exact)
   assert set(report["w"]) == {"parameters", "encoded", "mu"}
   assert report["w"]["encoded"] and not report["norm"]["encoded"]
-  # A code is at most an ulp away, 2^-3 of the value, and mostly by far less.
+  # A code is off by at most an ulp, 2^-3 of the value, and mostly by far less.
   assert 0 < report["stack"]["mu"]["relative_error"] < 0.06
   assert report["norm"]["mu"]["relative_error"] < 1e-6
   assert state[0]._fields == ("count", "mu")
@@ -159,7 +159,7 @@ def test_step_on_a_mesh_has_the_bits_of_one_device(kind, known):
   for field, leaf in (("codes", "w"), ("amax", "stack")):
     found = getattr(abstract.mu, field)[leaf]
     assert found.sharding.is_equivalent_to(where[leaf], found.ndim)
-  # What is predicted is where a step leaves the state.
+  # The predicted shardings are those of the state after a step.
   predicted = state_shardings(sharded.init, tree(0), where)[0]
   for name in ("codes", "amax"):
     for leaf in ("w", "stack"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused step with weights of 24 bits, beside f32 and bf16 ones."""
+"""Compares fused steps on 24-bit weights with f32 and bf16 weights."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def words_of_24_bits(x):
   return np.asarray(x, np.float32).view(np.uint32).astype(np.int64) >> 8
 
 
-def test_state_holds_the_bytes_of_f32_weights_or_zeros():
+def test_first_state_contains_low_bytes_of_f32_weights_or_zeros():
   params = tree(0)
   optimizer = fused_coat_adamw(1e-3, low_bits=True)
   state = jax.jit(optimizer.init)(params)
@@ -69,7 +69,7 @@ def test_step_is_the_f32_step_rounded_to_24_bits():
     in_f32 = join_weights(params, state.low)
     for i, name in enumerate(sorted(SHAPES)):
       if name == "norm":
-        # XLA may fuse p + (-rate) u into one operation in one of them.
+        # XLA may fuse p + (-rate) u into one operation in only one of them.
         np.testing.assert_allclose(in_f32[name], want[name], rtol=1e-6)
         continue
       key = stochastic.leaf_key(3, step, i)
@@ -79,14 +79,14 @@ def test_step_is_the_f32_step_rounded_to_24_bits():
       high, low = oracle(bits, np.asarray(words) >> 24)
       want_word = (high.astype(np.int64) << 8) + low
       apart = words_of_24_bits(in_f32[name]) - want_word
-      # An ulp of f32 is 1/256 of a unit.
+      # An ulp of f32 is 1/256 of a unit, the last of 24 bits.
       assert np.max(np.abs(apart)) <= 1 and np.mean(apart != 0) < 0.02
-    # The next steps start from the same weights.
+    # Let the next steps start from the same weights.
     assert params["norm"].dtype == jnp.float32
 
 
 def distance_from_f32(low_bits, rate=2e-6, steps=64):
-  """Measures how far small steps in one direction end from those of f32."""
+  """Measures the distance from f32 weights after many small, equal steps."""
   grads = {"w": jnp.ones((32, 256))}
   params, _ = split_weights({"w": tree(0)["w"]})
   start = params["w"].astype(jnp.float32)
@@ -97,22 +97,22 @@ def distance_from_f32(low_bits, rate=2e-6, steps=64):
     params, state = apply(grads, state, params)
   if low_bits:
     params = join_weights(params, state.low)
-  # A constant gradient moves a weight by the rate, up to the moments' codes.
+  # A constant gradient moves a weight by the rate, except for rounded moments.
   return np.asarray(params["w"].astype(jnp.float32) - start, np.float64)
 
 
-def test_small_steps_move_24_bits_where_bf16_walks_at_random():
+def test_small_steps_are_less_noisy_in_24_bits_than_in_bf16():
   moved, walked = distance_from_f32(True), distance_from_f32(False)
   want = -64 * 2e-6
   for got in (moved, walked):
     error = got.std() / np.sqrt(got.size)
     assert abs(got.mean() - want) < 5 * error + 0.02 * abs(want)
-  # The variance of a random walk is in proportion to the unit: 256 to 1.
+  # The variance of a random walk is proportional to the unit, so 256 to 1.
   assert walked.std() > 10 * moved.std()
 
 
 @pytest.mark.slow
-def test_bf16_weights_take_gradients_of_either_dtype():
+def test_bf16_weights_accept_gradients_of_both_dtypes():
   params, _ = split_weights({"w": tree(0)["w"]})
   grads = {"w": tree(1, 1e-2)["w"]}
   for low_bits in (False, True):
@@ -127,7 +127,7 @@ def test_bf16_weights_take_gradients_of_either_dtype():
     )
 
 
-def test_moments_convert_inside_the_state_and_bytes_stay():
+def test_converting_moments_keeps_low_bytes():
   codec = codecs.log8()
   optimizer = fused_coat_adamw(1e-2, codec=codec, low_bits=True)
   state = jax.jit(optimizer.init)(tree(0))
@@ -145,13 +145,13 @@ def test_state_bytes_count_the_low_bits():
     optimizer = fused_coat_adamw(1e-2, low_bits=low_bits)
     return state_bytes(jax.eval_shape(optimizer.init, tree(0)))
 
-  # One a value of both matrices and for the norm's zero.
+  # There is one byte per value of both matrices, and one for the norm's zero.
   without, with_them = size(False), size(True)
   assert with_them.total - without.total == 70 * 100 + 32 * 256 + 1
   assert with_them.parameters == without.parameters
 
 
-def test_weights_and_state_go_through_integers():
+def test_weights_and_state_can_be_stored_as_integers():
   optimizer = fused_coat_adamw(1e-2, low_bits=True)
   made = split_weights(tree(0))[0], optimizer.init(tree(0))
   integers = to_integers(made)
@@ -169,7 +169,7 @@ def test_weights_of_another_kind_are_refused():
     optimizer.apply(tree(1), optimizer.init(params), params)
 
 
-def test_explain_knows_weights_of_24_bits():
+def test_explain_supports_24_bit_weights():
   said = fused_coat_adamw(1e-3, low_bits=True).explain(tree(0))
   assert said["w"] == (
     "adamw_step: mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves are norms, biases or matrices, by their paths."""
+"""Tests masks, which tell norms, biases and matrices apart by their paths."""
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,12 @@ def leaf(*shape, dtype=jnp.float32):
     "",
     "w",
     "layers/attn/qkv/kernel",
-    "layers/mlp/norm_linear/weight",  # a matrix after a norm
+    "layers/mlp/norm_linear/weight",  # This is a matrix after a norm.
     "upscale_proj/weight",
     "upscale",
     "normal/weight",
     "debiased/weight",
-    "input_layernorm/kernel",  # no norm's parameter is called kernel
+    "input_layernorm/kernel",  # No parameter of a norm is called kernel.
     "relative_attention_bias/embedding",
     "model.layers.0.self_attn.q_proj.weight",
     "alibi/weight",
@@ -71,13 +71,13 @@ def test_default_quantize_mask_chooses_matrices(path):
     "rmsnorm",
   ],
 )
-def test_default_quantize_mask_leaves_norms_and_biases(path):
-  # Stacked over 32 layers, large enough to be encoded otherwise.
+def test_default_quantize_mask_excludes_norms_and_biases(path):
+  # They are stacked over 32 layers, so they are large enough to be encoded.
   assert not default_quantize_mask(path, leaf(32, 4096))
   assert is_norm_or_bias(path)
 
 
-def test_default_quantize_mask_leaves_small_leaves_and_short_rows():
+def test_default_quantize_mask_excludes_small_leaves_and_short_rows():
   assert default_quantize_mask("w", leaf(64, 64))
   assert not default_quantize_mask("w", leaf(63, 65))
   assert default_quantize_mask("w", leaf(512, 16))
@@ -99,11 +99,11 @@ def test_long_vector_is_not_a_bias():
   assert not is_norm_or_bias("flat", leaf(1 << 20))
 
 
-def test_default_quantize_mask_leaves_complex_leaves():
+def test_default_quantize_mask_excludes_complex_leaves():
   assert not default_quantize_mask("kernel", leaf(64, 64, dtype=jnp.complex64))
 
 
-def test_mask_sees_the_same_path_with_and_without_variables():
+def test_mask_gets_the_same_path_with_and_without_variables():
   model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
   state = nnx.state({"layers": [model]}, nnx.Param)
   want = {"layers/0/kernel", "layers/0/bias"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stored moments of a tree: chosen codecs and random words."""
+"""Tests which codec and which random words encode the moments of a tree."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from coat_jax.optimizer.step import decode, encode, pair_key
 from tests.comparing import assert_same_bits
 
 
-def test_quantize_mask_overrides_and_is_asked_by_init_only():
+def test_only_init_calls_quantize_mask():
   asked = []
 
   def mask(path, leaf):
@@ -38,18 +38,18 @@ def test_quantize_mask_overrides_and_is_asked_by_init_only():
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
-def test_leaves_that_are_not_floating_are_refused(dtype):
+def test_integer_leaves_are_refused(dtype):
   params = {"ok": jnp.ones(3), "deep": [jnp.ones((64, 64), dtype)]}
   with pytest.raises(
     TypeError, match=f"{jnp.dtype(dtype)} at 'deep/0'.*masked"
   ):
     coat_adamw(1e-3).init(params)
-  # The remedy works.
+  # The remedy in the message works.
   mask = {"ok": True, "deep": [False]}
   optax.masked(coat_adamw(1e-3), mask).init(params)
 
 
-def test_optimizer_names_foreseeable_mistakes():
+def test_optimizer_refuses_wrong_arguments():
   params = {"w": jnp.ones((64, 128))}
   with pytest.raises(ValueError, match="scalar at 'x'"):
     scale_by_coat_adam(quantize_mask=lambda *_: True).init({"x": jnp.ones(())})
@@ -79,8 +79,8 @@ def test_each_moment_rounds_with_its_own_words(count):
   key = stochastic.leaf_key(1, 2, 3)
   x = values(count)
   stored = encode((codec,) * count, x, LeafPart(key))
-  # Which words each of them draws is part of what checkpoints go on from: the
-  # first two of each place by the key itself, then by another key.
+  # A resumed run must draw the same words: two at each position from the key
+  # itself, and further ones from another key.
   for i, encoded in enumerate(stored):
     pair = (
       key
@@ -94,8 +94,8 @@ def test_each_moment_rounds_with_its_own_words(count):
   decoded = decode((codec,) * count, stored)
   assert len(decoded) == count
   for a, b in zip(decoded, x, strict=True):
-    # The least magnitude of a group has a code of 2.3 subnormal steps: it may
-    # be off by 1 / 2.3 where k is 1 (here more), others by 1 / 8.
+    # The smallest magnitude of a group has a code of 2.3 subnormal steps. With
+    # k = 1 (here k is larger) it may be off by 1 / 2.3, others by 1 / 8.
     np.testing.assert_allclose(a, b, rtol=1 / 2.3)
     assert np.quantile(np.abs(a - b) / np.abs(b), 0.99) < 1 / 8
 
@@ -107,7 +107,7 @@ def test_keys_of_pairs_of_moments_are_all_different():
   assert int(pair_key(key, 0)) == int(key)
 
 
-def test_moments_that_round_to_nearest_draw_no_words():
+def test_rounding_to_nearest_draws_no_words():
   nearest, stochastic_ = codecs.coat(rounding="nearest").nu, codecs.coat().nu
   x = values(3)
   groups = (nearest, stochastic_, Plain("bfloat16"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`coat_muon`: `optax.contrib.muon` of every matrix, and its state in FP8."""
+"""Compares `coat_muon` with `optax.contrib.muon`, and tests its FP8 state."""
 
 import inspect
 
@@ -51,7 +51,7 @@ def tree(seed, scale=0.02):
 
 
 def run(solver, trees):
-  """Returns the last parameters and state, and the program's text."""
+  """Takes steps; returns parameters and state, and the program's text."""
   params, *grads = trees
   state = solver.init(params)
 
@@ -59,7 +59,7 @@ def run(solver, trees):
     updates, state = solver.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  # Compiled for one sharding of the state, which a step has to keep.
+  # The step is compiled for one sharding of the state, which it must keep.
   step = jax.jit(step).lower(params, state, grads[0]).compile()
   for g in grads:
     params, state = step(params, state, g)
@@ -70,11 +70,12 @@ def apart(params):
   """Separates all matrices, as `optax.contrib.muon` needs them."""
   out = {}
   for name in ("embedding", "head"):
-    out[name] = params[name][None]  # Of three axes: AdamW's in optax.
+    out[name] = params[name][None]  # Optax steps arrays of three axes by AdamW.
   out["norm"] = params["norm"]["scale"]
   layers = params["layers"]
   for i in range(2):
-    # Columns are ordered by key head: two of q, one of k, one of v in each.
+    # Columns are ordered by key head: each has two heads of q, one of k and one
+    # of v.
     qkv = layers["attention"]["qkv"]["linear"]["kernel"][i]
     heads = qkv.reshape(64, 2, 4, 16)
     out[str(i)] = {
@@ -96,7 +97,7 @@ def apart(params):
 @pytest.mark.parametrize(
   "options",
   [
-    # Fewer steps compile faster; norms and roots of nu are as small as eps.
+    # Fewer steps compile faster. eps is as large as norms and roots of nu.
     dict(ns_steps=2, eps=0.05),
     pytest.param(
       dict(
@@ -111,7 +112,7 @@ def apart(params):
     ),
   ],
 )
-def test_float32_codec_equals_optax_muon_on_separate_matrices(options):
+def test_float32_codec_matches_optax_muon_on_separate_matrices(options):
   options = dict(learning_rate=2e-2, weight_decay=0.1, beta=0.9) | options
   trees = [tree(0, 1.0), tree(1), tree(2)]
   solver = coat_muon(**options, matrices=MATRICES, codec=codecs.float32())
@@ -119,7 +120,7 @@ def test_float32_codec_equals_optax_muon_on_separate_matrices(options):
   want, *_ = run(
     optax.contrib.muon(**options), [apart(params) for params in trees]
   )
-  # Of weights of size 1; each update is of size 0.1.
+  # Weights have a size of 1, and each update has a size of 0.1.
   for x, y in zip(
     jax.tree.leaves(apart(got)), jax.tree.leaves(want), strict=True
   ):
@@ -131,7 +132,7 @@ def test_state_converts_to_optax_and_back():
     {"w": 0.1 * x, "u": x.T, "norm": x[0], "conv": x[None]}
     for x in jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 64)))
   )
-  # Optax's schedules are in both states, its coefficients in its own alone.
+  # Both states contain optax's schedules, but only optax's its coefficients.
   options: dict = dict(
     learning_rate=optax.linear_schedule(0.02, 0.01, 9),
     ns_coeffs=(3.0, -3.2, 1.2),
@@ -143,18 +144,18 @@ def test_state_converts_to_optax_and_back():
   _, state = ours.update(grads, ours.init(params), params)
   _, want = theirs.update(grads, theirs.init(params), params)
   plain = to_plain_state(state, ns_coeffs=options["ns_coeffs"])
-  # Its chain has one part more, which keeps nothing.
+  # Optax's chain has one more part, which has no state.
   got = jax.tree.unflatten(jax.tree.structure(want), jax.tree.leaves(plain))
   for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     assert x.dtype == y.dtype and x.shape == y.shape
-    np.testing.assert_allclose(x, y, rtol=2**-22)  # Two roundings.
+    np.testing.assert_allclose(x, y, rtol=2**-22)  # There are two roundings.
   # The next update is the same.
   updates = [
     solver.update(params, state, params)[0]
     for solver, state in ((ours, state), (theirs, got))
   ]
   for x, y in zip(*map(jax.tree.leaves, updates), strict=True):
-    np.testing.assert_allclose(x, y, atol=1e-6, rtol=0)  # Of size 0.02.
+    np.testing.assert_allclose(x, y, atol=1e-6, rtol=0)  # The size is 0.02.
   like = jax.eval_shape(ours.init, params)
   back = from_plain_state(
     jax.tree.unflatten(jax.tree.structure(plain), jax.tree.leaves(got)),
@@ -165,7 +166,7 @@ def test_state_converts_to_optax_and_back():
 
 
 def test_momentum_and_adam_s_moments_draw_different_words():
-  # Leaves of either optimizer are counted from 0, and both moments are equal.
+  # Leaves of each optimizer are counted from 0, and both moments are equal.
   grads = jnp.asarray(np.random.default_rng(0).normal(size=(64, 128)), "f4")
   params = {"up": grads, "embedding": grads}
   solver = coat_muon(1e-2, beta=0.9, adam_b1=0.9, ns_steps=1)
@@ -177,12 +178,12 @@ def test_momentum_and_adam_s_moments_draw_different_words():
     )
     for name in ("muon", "adam")
   )
-  # A code is the same where its neighbours' shares leave no doubt.
+  # Codes may be equal where a value is close to a code.
   assert 0.1 < np.mean(muon != adam) < 0.6
   assert np.max(np.abs(muon - adam)) == 1
 
 
-def test_states_are_small_and_hold_the_right_leaves():
+def test_states_are_small_and_contain_the_right_leaves():
   params = {
     "layers": {
       "attention": {"qkv": {"linear": {"kernel": (32, 4096, 12288)}}},
@@ -211,7 +212,7 @@ def test_states_are_small_and_hold_the_right_leaves():
   }
   assert of["muon"].bytes_per_param <= 1.05 < 2.07 < of["adam"].bytes_per_param
   assert of["adam"].parameters == 4096 * 32000
-  # Without the heads' numbers q, k and v cannot be told apart.
+  # Without the numbers of heads, q, k and v cannot be separated.
   with pytest.raises(ValueError, match="models.model_matrices.model.con"):
     coat_muon(1e-2).init(abstract_params())
 
@@ -281,13 +282,13 @@ def test_step_on_a_mesh_gathers_nothing(kind):
   solver = coat_muon(2e-2, **options, shardings=known)
   with jax.set_mesh(mesh):
     placed = [jax.device_put(x, where) for x in trees]
-    # As from a jitted init: nothing is left on one device.
+    # A jitted init leaves nothing on one device.
     predicted = state_shardings(solver.init, trees[0], where)
     init = jax.jit(solver.init, out_shardings=predicted)
     got, state, text = run(solver._replace(init=init), placed)
   for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    # f32 rounding of sums over devices, up to 40-fold where singular values
-    # are small, of updates of 0.02 * 0.1.
+    # Updates are 0.02 * 0.1. f32 rounding errors of sums over devices are
+    # amplified up to 40 times if singular values are small.
     np.testing.assert_allclose(x, y, atol=2e-6, rtol=0)
   codes = [
     jax.tree.leaves(x.inner_states["muon"].inner_state[0].mu.codes)
@@ -299,7 +300,7 @@ def test_step_on_a_mesh_gathers_nothing(kind):
     jax.tree.leaves(state), jax.tree.leaves(predicted), strict=True
   ):
     assert x.sharding.is_equivalent_to(y, x.ndim)
-  # Devices exchange shares of matrices and sum x x^T, and gather none.
+  # Devices exchange parts of matrices and sum x x^T, but gather no matrix.
   assert "all-to-all" in text and "all-gather" not in text
 
 

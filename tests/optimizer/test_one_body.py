@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves of one shape share a compiled body on a CPU, if nothing is sharded.
+"""Tests that leaves of one shape share a compiled function on a CPU.
 
-Tests run on 8 devices, where a leaf might be sharded, so these tests replace
-`shares_body`.
+They do so only if no leaf can be sharded. Tests run on 8 devices, so they
+replace `shares_body`.
 """
 
 import jax
@@ -27,7 +27,7 @@ def leaves(count, dtype=jnp.float32):
 
 
 def take_a_step(optimizer):
-  """Steps two leaves by a new function, so that nothing is cached."""
+  """Steps two leaves with a new function, so that nothing is cached."""
   params = leaves(2)
   state = optimizer.init(params)
   run = getattr(optimizer, "apply", None)
@@ -54,7 +54,7 @@ def test_bits_do_not_depend_on_the_body(monkeypatch, optimizer):
   assert_same_bits(*found)
 
 
-# A body of its own takes temporary memory for every leaf.
+# Without a shared function, each leaf would take temporary memory.
 def test_temporary_memory_is_that_of_one_leaf(monkeypatch):
   optimizer = coat_adamw(1e-3)
 

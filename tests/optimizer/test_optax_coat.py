@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users of optax and Flax do with an optimizer, for every codec.
+"""Tests common uses of an optimizer in optax and Flax, in each codec.
 
-After the ideas of optax's own suite for contributed optimizers. Small leaves
-are encoded throughout (`quantize_mask`), in groups of 4, some of them short.
+They follow optax's tests of contributed optimizers. All leaves are encoded,
+although they are small, in groups of 4, some of which are short.
 """
 
 import functools
@@ -46,7 +46,7 @@ def assert_equal(actual, expected):
 
 
 def objective(params):
-  """Adds a parabola, Rosenbrock's function and a matrix parabola."""
+  """Sums a parabola, Rosenbrock's function and a matrix parabola."""
   x, y = params["rosenbrock"]
   return (
     jnp.sum((params["parabola"] - jnp.array([1.0, -1.0, 1.0])) ** 2)
@@ -57,13 +57,13 @@ def objective(params):
 
 @every_codec
 def test_optimizer_converges(name):
-  # Adam treats each value by itself: three targets in one run.
+  # Adam treats each value separately, so one run can have three targets.
   params = {
     "parabola": jnp.array([-1.0, 10.0, 1.0]),
     "rosenbrock": jnp.zeros(2),
     "matrix": jnp.zeros((2, 2)),
   }
-  # A schedule: at a constant rate the last digits never settle in FP8.
+  # Use a schedule. With a constant rate, the last digits never settle in FP8.
   solver = make(name, optax.cosine_decay_schedule(0.1, 4000), weight_decay=0.0)
 
   def step(carry, _):
@@ -80,7 +80,7 @@ def test_optimizer_converges(name):
     np.testing.assert_allclose(params[key], want, atol=3e-2)
 
 
-# Transformations that users wrap around an optimizer.
+# Transformations in which users wrap an optimizer.
 WRAPPERS = {
   "none": lambda solver: solver,
   "chain": lambda solver: optax.chain(optax.clip_by_global_norm(1.0), solver),
@@ -99,7 +99,7 @@ WRAPPERS = {
 }
 
 
-# These choose between states with cond or where, leaf by leaf: every layout.
+# These select between states with cond or where, so test every form of a state.
 CHOOSERS = ("none", "multi_steps", "apply_if_finite")
 
 
@@ -119,7 +119,7 @@ def test_optimizer_works_inside(wrapper, name):
   assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
     lambda x: (x.shape, x.dtype), abstract
   )
-  # As for an optimizer's own state, a function of the parameters reaches it.
+  # `map_params` must find the moments inside the wrapper.
   state = optax.tree.map_params(solver, lambda x: x, state)
   before = types(state), types(params)
   # No container of ours takes these: they go through to the others.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers: against optax's Adam, at the ends of f32, bf16 parameters."""
+"""Compares optax_coat.py with optax's Adam, also with extreme gradients.
+
+Other tests check its random words and its rounding of bf16 parameters.
+"""
 
 import doctest
 
@@ -47,11 +50,13 @@ def test_float32_codec_equals_optax_adamw(hyper):
     grads = {"w": 1e-3 * normal(step, (64, 100)), "bias": normal(-step, (5,))}
     updates, state = update(grads, state, params)
     want, their_state = their_update(grads, their_state, params)
-    # Only the order differs: (1 - b2) g g for (1 - b2) (g g), sqrt(v) / sqrt(c)
-    # for sqrt(v / c). In v that is at most 1 ulp a step, 20 by the last, 10 in
-    # its root, and 4 more for quotients and roots: rtol 14 * 2^-23. m also
-    # cancels: each step it is off by half an ulp of its largest term, decaying
-    # by b1, 2^-24 / (1 - b1) <= 20 * 2^-24 in all, relative to the largest m.
+    # Only the order of operations differs: ours computes (1 - b2) g g instead
+    # of (1 - b2) (g g), and sqrt(v) / sqrt(c) instead of sqrt(v / c). The error
+    # of v is at most 1 ulp per step. After 20 steps it is 20 ulps of v, 10 of
+    # its root, and quotients and roots add 4: rtol is 14 * 2^-23. Terms of m
+    # may also cancel. Each step adds an error of half an ulp of the largest
+    # term, which then decays by b1. These sum to 2^-24 / (1 - b1) <= 20 * 2^-24
+    # relative to the largest m.
     check(updates, want, rtol=14 * 2.0**-23, atol=1e-2 * 20 * 2.0**-24)
     params = optax.apply_updates(params, want)
   check(state[0].nu.codes, their_state[0].nu, rtol=20 * 2.0**-23, atol=0)
@@ -80,7 +85,7 @@ def test_moments_are_encoded_with_the_words_of_seed_step_and_leaf():
     # The update uses the new moments before they are encoded.
     want = mu / (1 - 0.9**step) / (jnp.sqrt(nu / (1 - 0.999**step)) + 1e-8)
     np.testing.assert_allclose(updates["b"], want, rtol=2e-4)
-    # "b" is leaf 1; mu takes its words, nu those next to them.
+    # "b" is leaf 1. mu uses the leaf's random words, and nu the next words.
     words = stochastic.random_words(stochastic.leaf_key(7, step, 1), (8, 200))
     for x, group, drawn, codes in (
       (mu, codec.mu, words, state.mu.codes["b"]),
@@ -88,8 +93,9 @@ def test_moments_are_encoded_with_the_words_of_seed_step_and_leaf():
     ):
       expected = jax.jit(group.encode)(x, stochastic.uniform(drawn)).codes
       got, expected = (np.asarray(y).view(np.uint8) for y in (codes, expected))
-      # Eager and compiled arithmetic differ by an ulp, which moves a code where
-      # the noise is that close: 1e-5 of 1600 codes. Other words: a third.
+      # Eager and compiled arithmetic differ by an ulp. That changes a code only
+      # if the noise is within an ulp of the threshold: 1e-5 of the 1600 codes.
+      # With other random words, a third of the codes would differ.
       assert np.mean(got != expected) <= 2 / 1600
 
 
@@ -98,7 +104,7 @@ def test_optax_coat_examples_run():
   assert attempted and not failed
 
 
-def test_seeds_repeat_and_differ():
+def test_same_seed_repeats_codes_and_another_changes_them():
   params = jnp.zeros((8, 128))
   grads = normal(0, (8, 128))
 
@@ -113,16 +119,17 @@ def test_seeds_repeat_and_differ():
 
 @pytest.mark.parametrize("b2", [0.95, 0.999])
 @pytest.mark.parametrize("size", [1e-16, 1e18, 3e19, 7e20, 3e38])
-def test_first_update_is_a_sign_at_any_magnitude(b2, size):
-  # optax squares first: g * g overflows from 1.8e19, nu / (1 - b2) from less.
+def test_first_update_is_the_sign_of_gradients_of_any_magnitude(b2, size):
+  # optax squares g first. There g * g overflows if |g| > 1.8e19, and
+  # nu / (1 - b2) overflows even earlier.
   params = jnp.zeros((32, 128))
   for codec in (codecs.coat(), codecs.float32()):
     solver = scale_by_coat_adam(b2=b2, eps=0.0, codec=codec)
     grads = size * jnp.sign(normal(0, (32, 128)))
     grads *= jax.random.uniform(jax.random.key(1), (32, 128), minval=0.5)
     updates, state = solver.update(grads, solver.init(params))
-    # m / c1 = g and sqrt(v / c2) = |g|, to some roundings of c1 = 1 - b1 and
-    # c2 = 1 - b2 in f32: c2 = 0.001 is off by 2^-25 / 0.001 = 3e-5.
+    # m / c1 = g and sqrt(v / c2) = |g|, but c1 = 1 - b1 and c2 = 1 - b2 are
+    # rounded to f32. The relative error of c2 = 0.001 is 2^-25 / 0.001 = 3e-5.
     np.testing.assert_allclose(updates, np.sign(grads), rtol=1e-4)
     nu = codec.nu.decode(state.nu.leaves()[0])
     assert np.all(np.isfinite(nu)) and np.all(nu > 0)
@@ -139,7 +146,8 @@ def test_step_count_stops_at_its_largest_value():
     _, near = solver.update(grads, state)
     updates, after = solver.update(grads, near)
     assert near.count == after.count == last
-    # No bias is left: mu is 0.27 g, nu 0.003 g^2, the quotient near 5.
+    # After so many steps there is no bias to correct. So after 3 updates mu is
+    # 0.27 g, nu is 0.003 g^2, and mu / sqrt(nu) is near 5.
     assert np.all(np.isfinite(updates)) and np.median(np.abs(updates)) > 1
 
 
@@ -155,7 +163,7 @@ def test_nan_gradient_stays_in_its_group():
 
 
 def test_small_updates_of_bf16_parameters_do_not_vanish():
-  # 1e-3 is less than half of bf16's step above 1, 2^-7.
+  # 1e-3 is less than half of 2^-7, the distance from 1 to the next bf16.
   params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(8)}
   update = {"w": jnp.full((64, 64), 1e-3), "b": jnp.full(8, 1e-3)}
 
@@ -173,11 +181,13 @@ def test_small_updates_of_bf16_parameters_do_not_vanish():
   nearest, ours = run(params)
   assert np.all(np.asarray(nearest["w"], np.float32) == 1)
   assert ours["w"].dtype == jnp.bfloat16
-  # Each of 100 steps adds 1e-3 on average with a variance of at most
-  # 1e-3 * 2^-7; five standard deviations of the mean of 4096 values.
+  # Each of the 100 steps adds 1e-3 on average, with a variance of at most
+  # 1e-3 * 2^-7. The bound is five standard deviations of the mean of 4096
+  # values.
   mean = np.mean(np.asarray(ours["w"], np.float64))
   assert abs(mean - 1.1) < 5 * np.sqrt(100 * 1e-3 * 2.0**-7 / 4096)
-  np.testing.assert_array_equal(ours["b"], nearest["b"])  # f32: as optax
+  # f32 parameters are updated as by optax.
+  np.testing.assert_array_equal(ours["b"], nearest["b"])
 
 
 def test_parameters_and_moments_draw_independent_words():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer on meshes of eight devices: same bits, same types, no gathers.
+"""Tests optax_coat.py on meshes of eight devices.
 
-After the ideas of optax's own test of sharded state types.
+Results are the same bits as on one device, types of the state do not change,
+and nothing is gathered. optax tests the types of a sharded state similarly.
 """
 
 import functools
@@ -22,8 +23,9 @@ from tests.matrices import quick
 CODECS = {
   name: getattr(codecs, name)() for name in ("coat", "coat_e8m0", "log8", "fp8")
 }
-# Leaves as (shape, spec): whole groups on each device; one group across two
-# devices; a short last group across two; rows only; kept in f32; a scalar.
+# (shape, spec) of leaves. "whole": each device has whole groups. "across": two
+# devices share a group. "short": two devices share the last group, which is
+# shorter. "rows": only rows are sharded. "f32": the moments stay in f32.
 LEAVES = {
   "whole": ((8, 512), jax.P("x", "y")),
   "across": ((4, 384), jax.P("x", "y")),
@@ -109,11 +111,12 @@ def test_sharded_step_equals_unsharded(name, kind):
       if leaf != "short" or got.dtype.itemsize == 1:
         np.testing.assert_array_equal(got, expected, f"{field} {leaf}")
       else:
-        # Two devices pad and share a group of 72: another program, in which
-        # b1 * mu + (1 - b1) * g is contracted to one rounding or is not. An ulp
-        # of the larger product each step; no code happens to be that close.
+        # Two devices share and pad a group of 72. This compiles to another
+        # program, which may round b1 * mu + (1 - b1) * g once where the first
+        # rounds twice. Each step they differ by up to an ulp of the larger
+        # product. It happens that no code changes.
         np.testing.assert_allclose(got, expected, rtol=3 * 2.0**-23, atol=1e-7)
-    # Where a device has whole groups, the compiler has no reason to move them.
+    # If devices have whole groups, the compiler has no reason to move them.
     if kind == AxisType.Explicit or leaf not in ("across", "short"):
       where = NamedSharding(devices, spec)
       for field in ("params", "mu codes", "nu codes"):
@@ -126,7 +129,7 @@ def state_types(state):
 
 
 @pytest.mark.parametrize("jit", quick(0, [True, False]))
-def test_state_types_are_those_of_init(jit):
+def test_updates_do_not_change_types_of_the_state(jit):
   solver = coat_adamw(1e-2, quantize_mask=quantize_mask)
   devices = mesh(AxisType.Explicit)
   with jax.set_mesh(devices):
@@ -137,7 +140,8 @@ def test_state_types_are_those_of_init(jit):
     assert state_types(run(solver, devices, jit=jit)[1]) == want
   types = want[0]
   assert types.mu.codes["across"].sharding.spec == jax.P("x", "y")
-  # Two devices share three groups: each has them all. Four it can divide.
+  # Two devices cannot divide three groups, so each has the statistics of all
+  # three. They can divide four.
   assert types.mu.amax["across"].sharding.spec == jax.P("x", None)
   assert types.mu.amax["whole"].sharding.spec == jax.P("x", "y")
 
@@ -157,7 +161,7 @@ def test_whole_groups_need_no_collective(kind):
     state = solver.init(grads)
     compiled = jax.jit(solver.update).lower(grads, state).compile()
   assert not collectives(compiled)
-  # Random words too are drawn where they are used, an eighth on each device.
+  # Each device also draws only the random words that it uses, an eighth of all.
   assert "[8,512]" not in compiled.as_text()
 
 
@@ -181,7 +185,7 @@ def test_apply_updates_does_not_depend_on_sharding(kind):
 
 @pytest.mark.parametrize("kind", quick(1, [AxisType.Explicit, AxisType.Auto]))
 def test_variables_keep_their_sharding_metadata(kind):
-  # Two devices cannot divide one group: statistics lose the name of that axis.
+  # Two devices cannot divide one group, so statistics lose that axis's name.
   with jax.set_mesh(mesh(kind)):
     model = nnx.Linear(
       64,
@@ -206,7 +210,7 @@ def test_variables_keep_their_sharding_metadata(kind):
     assert amax.sharding.is_equivalent_to(where, 2)
 
 
-def test_linen_boxes_stay_around_codes_and_statistics():
+def test_codes_and_statistics_keep_their_linen_boxes():
   model = nn.Dense(
     96, kernel_init=nn.with_partitioning(nn.initializers.ones, ("x", "y"))
   )

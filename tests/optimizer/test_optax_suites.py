@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What optax's own suites ask of an optimizer, of every factory of ours.
+"""Runs the checks of optax's own tests on all of our factories.
 
-Each case is checked for an optimizer of optax and for ours in its place: what
-optax's passes, ours passes. The checks are those of optax's tests of aliases,
+Each check runs on an optax optimizer and on ours that replaces it, which must
+pass if optax's does. The checks are those of optax's tests of aliases,
 contributed optimizers and shardings.
 """
 
@@ -27,13 +27,13 @@ from tests.optimizer.factories import (
 
 
 def check_step(name, make, options):
-  """Takes unexpected arguments; keeps the types of the state."""
+  """Checks that extra arguments are accepted and the state keeps its types."""
   for dtype in ("float16", "bfloat16", "float32"):
     params = tree(name, dtype)
     solver = updater(name, make(**options))
     updates, state, new = step(solver, params, params, unexpected=1)
     assert state == new
-    if name != "adafactor":  # Optax's own returns f32.
+    if name != "adafactor":  # Optax's adafactor returns f32.
       assert updates == shapes(params)
 
 
@@ -46,7 +46,7 @@ def check_x64(name, make, options):
 
 
 def check_cond(name, make, options):
-  """Both branches of a cond have the same types."""
+  """Checks that both branches of a cond have the same types."""
   params, solver = tree(name), updater(name, make(**options))
 
   def run(params, grads):
@@ -61,7 +61,7 @@ def check_cond(name, make, options):
 
 
 def check_map_params(name, make, options):
-  """A function that does nothing leaves the state as it is."""
+  """Checks that mapping the identity does not change the state."""
   solver = make(**options)
   state = jax.eval_shape(solver.init, tree(name))
   seen = []
@@ -71,7 +71,7 @@ def check_map_params(name, make, options):
 
 
 def check_inject(name, make, options):
-  """Injected hyperparameters give the types of the optimizer itself."""
+  """Checks that injecting hyperparameters does not change types."""
   static = {
     *("warmup_steps", "num_betas", "min_dim_size_to_factor", "rank"),
     *("matrices", "quantize_mask", "update_proj_gap"),
@@ -132,7 +132,7 @@ CHECKS = (
 
 
 def check_inside(wrapper, name, make, options):
-  """Inside a wrapper: types stay, and `map_params` finds the parameters."""
+  """Checks an optimizer inside a wrapper: its types, and `map_params`."""
   for dtype in ("bfloat16", "float32"):
     params = tree(name, dtype)
     solver = WRAPPERS[wrapper](updater(name, make(**options)), params)
@@ -148,7 +148,7 @@ def check_inside(wrapper, name, make, options):
 
 
 def passes(check, name, make, options) -> Exception | None:
-  """Returns what an optimizer's check raised."""
+  """Returns the error that a check of an optimizer raised, or None."""
   try:
     check(name, make, dict(options))
   except Exception as error:
@@ -157,7 +157,7 @@ def passes(check, name, make, options) -> Exception | None:
 
 
 def compare(check, name):
-  """Raises what ours raised, unless optax's optimizer raises too."""
+  """Raises the error of our optimizer, unless optax's raises one too."""
   case = CASES[name]
   error = passes(check, name, case.ours, case.options)
   if error is not None and not passes(check, name, case.theirs, case.options):
@@ -165,23 +165,23 @@ def compare(check, name):
 
 
 @pytest.mark.parametrize("name", quick(2, CASES))
-def test_ours_pass_what_theirs_pass(name):
+def test_our_optimizer_passes_if_optax_does(name):
   for check in CHECKS:
     compare(check, name)
 
 
 @pytest.mark.parametrize("name", quick(1, CASES))
-def test_ours_work_inside_what_theirs_work_in(name):
+def test_our_optimizer_works_in_wrappers_if_optax_does(name):
   for wrapper in WRAPPERS:
     compare(functools.partial(check_inside, wrapper), name)
 
 
-def test_checks_are_those_that_optax_passes():
+def test_optax_passes_the_checks():
   for check in CHECKS:
     assert passes(check, "adamw", optax.adamw, {"learning_rate": 1e-2}) is None
 
 
-def test_checks_find_a_state_that_changes_its_types():
+def test_checks_find_a_state_whose_types_change():
   def broken(learning_rate):
     adam = optax.adam(learning_rate)
 

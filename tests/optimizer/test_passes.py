@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step in passes for GPUs gives the bits of the other formulation.
+"""Compares the step in passes (for GPUs) with the ordinary step, bit for bit.
 
-It runs on a CPU if the platform that a step asks for is replaced.
+To run it on a CPU, tests replace the platform that a step asks for.
 """
 
 import functools
@@ -20,7 +20,7 @@ E4M3 = jnp.float8_e4m3fn
 
 
 def gradients(shape, dtype):
-  """Draws magnitudes over many octaves, with zeros and a group with NaN."""
+  """Makes gradients over many octaves, with zeros and a group with NaN."""
   keys = jax.random.split(jax.random.key(1), 2)
   g = jax.random.normal(keys[0], shape)
   g = g * jnp.exp(4 * jax.random.normal(keys[1], shape))
@@ -30,7 +30,7 @@ def gradients(shape, dtype):
 
 def take_steps(monkeypatch, optimizer, platform, dtype, shape=(8, 384)):
   monkeypatch.setattr(steps, "platform", lambda: platform)
-  jax.clear_caches()  # JAX does not know that what it traced depends on it.
+  jax.clear_caches()  # JAX does not know that traces depend on the platform.
   g = gradients(shape, dtype)
   params = jnp.ones(shape, dtype)
   state = optimizer.init(params)
@@ -39,13 +39,13 @@ def take_steps(monkeypatch, optimizer, platform, dtype, shape=(8, 384)):
   else:
     step = jax.jit(lambda g, s, p: optimizer.update(g, s, p))
   for factor in (1.0, -0.9):
-    # Each step gets the same gradients in both runs.
+    # Both runs get the same gradients.
     params, state = step(g * jnp.asarray(factor, dtype), state, params)
   return params, state
 
 
 def without_signs_of_nans(tree):
-  """A NaN's sign depends on the instruction that made it."""
+  """Clears the signs of NaNs, which depend on the instruction."""
 
   def of_leaf(x):
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -84,7 +84,7 @@ def test_passes_give_the_same_bits(monkeypatch, optimizer, dtype):
   assert calls
 
 
-def test_rows_of_a_broken_group_take_no_passes(monkeypatch):
+def test_rows_without_whole_groups_do_not_use_passes(monkeypatch):
   def fail(*args):
     raise AssertionError("a row of 200 values has no whole groups of 128")
 

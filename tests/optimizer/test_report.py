@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of states, and reports on how well moments fit their codes."""
+"""Tests reports on the size of states and on the errors of moments."""
 
 import doctest
 import json
@@ -19,7 +19,7 @@ from tests.optimizer.adam_states import from_adam
 
 
 def llama2_7b():
-  """Abstract parameters of Llama-2-7B, layers stacked, f32."""
+  """Returns abstract f32 parameters of Llama-2-7B, with stacked layers."""
   layers, h, f, vocabulary = 32, 4096, 11008, 32000
   shapes = {
     "embed": {"embedding": (vocabulary, h)},
@@ -62,15 +62,15 @@ def test_state_bytes_of_llama2_7b(codec, most):
   size = state_bytes(state)
   assert size.parameters == 6_738_415_616
   assert size.total == pytest.approx(size.parameters * size.bytes_per_param)
-  # No state is smaller than its codes; the count and the scalars are nothing.
+  # A state is at least as large as its codes; count and scalars are negligible.
   codes = 2 * (8 if codec.name == "float32" else 1)
   assert min(codes, most - 0.1) <= size.bytes_per_param <= most + 1e-7
 
 
 def test_state_bytes_finds_states_anywhere():
   params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
-  # Both moments: codes, 5 bytes for each of 64 groups, f32 biases and their
-  # placeholders (4 + 1 bytes); the count.
+  # Each moment has codes, 5 bytes for each of 64 groups, f32 biases, and
+  # placeholders (4 + 1 bytes) for their statistics. There is one count.
   want = 2 * (4096 + 64 * 5 + 64 * 4 + 5) + 4
   solver = optax.chain(optax.clip(1.0), coat_adamw(1e-3))
   assert state_bytes(solver.init(params)).total == want
@@ -91,13 +91,13 @@ def test_state_bytes_of_any_state_are_divided_by_the_parameters():
   for solver, want in (
     (optax.adam(1e-3), 2 * 4 * 4160 + 4),
     (optax.sgd(1e-2), 0),
-    # One byte a value, 5 bytes for each of 64 groups; f32 of biases, their
-    # placeholders; two counts.
+    # There is one byte per value, 5 bytes for each of 64 groups, f32 biases,
+    # placeholders for their statistics, and two counts.
     (encoded(optax.lion(1e-3), codecs.coat()), 4096 + 64 * 5 + 4 * 64 + 5 + 8),
   ):
     size = state_bytes(solver.init(params), shapes)
     assert size == (want, 4160, want / 4160)
-  # Of what is masked there are no moments: without params it does not count.
+  # Masked parameters have no moments, so without `params` they do not count.
   solver = optax.chain(
     optax.masked(coat_adamw(1e-3), {"w": True, "b": False}),
     optax.trace(0.9),
@@ -111,7 +111,7 @@ def test_state_bytes_of_any_state_are_divided_by_the_parameters():
 
 def test_state_report_tells_codecs_apart():
   mu, nu = (jnp.asarray(x) for x in cases.moments((64, 256)))
-  nu = nu.at[0].set(0.0)  # Rows of zeros say nothing about powers.
+  nu = nu.at[0].set(0.0)  # Rows of zeros must not affect powers.
   reference = optax.ScaleByAdamState(
     jnp.int32(5),
     {"w": mu, "norm": {"scale": mu[0]}},
@@ -135,23 +135,24 @@ def test_state_report_tells_codecs_apart():
   for moment in ("mu", "nu"):
     power = coat[moment]["power"]
     assert 1 / 16 <= power["min"] <= power["median"] <= power["max"] < 15.9
-    # Coarser bounds are at most an octave wider at each end: a smaller power.
+    # Power-of-two bounds are up to an octave wider at each end, so powers are
+    # smaller.
     assert e8m0[moment]["power"]["median"] < power["median"]
     assert "power" not in reports["log8"][moment]
     assert 0.2 < coat[moment]["codes_used"] <= 1
   assert coat["nu"]["power"]["median"] < coat["mu"]["power"]["median"] * 2
-  # What expansion is for: without it small second moments become zero.
+  # Without expansion, small second moments become zero.
   assert coat["nu"]["zeroed"] == 0 < reports["fp8"]["nu"]["zeroed"]
   assert "codes_used" not in reports["bfloat16"]["mu"]
-  # Half an ulp of bfloat16 at most.
+  # The error is at most half an ulp of bfloat16.
   assert 0 < reports["bfloat16"]["mu"]["relative_error"] < 2.0**-8
-  # Without a reference zeros are counted as they stand.
+  # Without a reference, all zeros are counted.
   alone = state_report(from_adam(reference, codecs.coat()))
   assert alone["w"]["nu"]["zeroed"] == 1 / 64
   assert "relative_error" not in alone["w"]["nu"]
 
 
-def test_state_report_refuses_what_it_cannot_compare():
+def test_state_report_refuses_states_of_other_trees():
   params = {"w": jnp.ones((64, 64))}
   state = coat_adamw(1e-3).init(params)
   other = optax.adam(1e-3).init({"w": jnp.ones(3)})[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of a state whose groups are known by construction."""
+"""Tests reports on states with constructed groups, whose powers are known."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +11,13 @@ from coat_jax.optimizer import state_report
 from tests.optimizer.adam_states import from_adam
 
 ROWS, GROUP = 64, 64
-# k = 1 spans 448 to 2 / 448, and k = 2 the root of that.
+# Ratio of the largest to the smallest value of a group. Codes span 448 down to
+# 2 / 448. So a group whose ratio is the square root of 448^2 / 2 gets power 2.
 RATIO = np.sqrt(448**2 / 2)
 
 
 def state(codec, zero_rows):
-  """Moments of one group a row; the first rows are zero."""
+  """Makes moments with one group per row; the first rows are zero."""
   row = np.geomspace(1e-4, 1e-4 * RATIO, GROUP)
   values = np.tile(row, (ROWS, 1)).astype(np.float32)
   values[:zero_rows] = 0
@@ -30,7 +31,7 @@ def test_powers_of_groups_of_zeros_are_not_counted(zero_rows):
   codec = codecs.coat(GROUP)
   report = state_report(state(codec, zero_rows))["w"]
   for moment in ("mu", "nu"):
-    # On a grid of sixteenths.
+    # Powers are multiples of a sixteenth.
     powers = report[moment]["power"]
     assert set(powers) == {"min", "p10", "median", "p90", "max", "mean"}
     for name, power in powers.items():
@@ -46,7 +47,7 @@ def test_a_leaf_of_zeros_has_no_powers():
 
 
 def test_quantiles_are_those_of_the_groups():
-  # Spans of k = 1 and of k = 2, three groups to one.
+  # Three quarters of the groups have the span of k = 1, one quarter of k = 2.
   one, two = (np.geomspace(1e-4, 1e-4 * RATIO**n, GROUP) for n in (2, 1))
   rows = np.concatenate([np.tile(one, (48, 1)), np.tile(two, (16, 1))])
   leaf = {"w": jnp.asarray(rows, jnp.float32)}

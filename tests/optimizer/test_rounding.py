@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""stochastic_rounding: bf16 weights in programs that call optax."""
+"""Tests `stochastic_rounding`, for bf16 weights in optax chains."""
 
 import doctest
 
@@ -45,9 +45,10 @@ def test_result_is_a_neighbour_of_the_sum_and_right_on_average():
   rounding = stochastic_rounding(5)
   updates, _ = rounding.update(d, rounding.init(p), p)
   new = np.asarray(optax.apply_updates(p, updates)["w"], np.float64)
-  # The values of bf16 around 1 + 0.3 * 2^-8 are 1 and 1 + 2^-7.
+  # The bf16 neighbours of 1 + 0.3 * 2^-8 are 1 and 1 + 2^-7.
   assert {*np.unique(new)} == {1.0, 1 + 2.0**-7}
-  # Up with probability 0.15; the bound is five standard deviations.
+  # It is rounded up with probability 0.15. The bound is five standard
+  # deviations.
   share = np.mean(new > 1)
   assert abs(share - 0.15) < 5 * np.sqrt(0.15 * 0.85 / new.size)
 
@@ -69,7 +70,7 @@ def test_chain_and_optax_give_the_bits_of_apply_updates(make):
 
 @pytest.mark.parametrize("low_bits", [False, True])
 def test_chain_and_optax_give_the_bits_of_the_fused_step(low_bits):
-  """One step, without a compiler that contracts products and sums."""
+  """Compares one step, with a compiler that does not fuse products and sums."""
   chain = optax.chain(
     coat_adamw(1e-3, seed=3), stochastic_rounding(3, low_bits=low_bits)
   )
@@ -79,7 +80,7 @@ def test_chain_and_optax_give_the_bits_of_the_fused_step(low_bits):
     updates, state = chain.update(g, chain.init(p), p)
     ours = optax.apply_updates(p, updates)
     theirs, other = fused.apply(g, fused.init(p), p)
-  # Elsewhere p and the new weight differ by more than 2^16.
+  # Leave out weights that differ from p by a factor of more than 2^16.
   far = jax.tree.map(
     lambda a, b: np.abs(np.asarray(b, np.float32) / np.asarray(a, np.float32)),
     p,
@@ -95,7 +96,7 @@ def test_chain_and_optax_give_the_bits_of_the_fused_step(low_bits):
 
 
 def test_low_bits_keep_what_bf16_loses():
-  """A thousand updates of 2^-14 of a weight, which bf16 would round away."""
+  """Adds a thousand updates of 2^-14 of a weight, which bf16 would lose."""
   target = {"w": jnp.ones((4, 128), jnp.float32)}
   p, low = split_weights(target)
   rounding = stochastic_rounding(low_bits=True)
@@ -110,7 +111,7 @@ def test_low_bits_keep_what_bf16_loses():
   for _ in range(1000):
     p, state = step(p, state)
   joined = np.asarray(join_weights(p, state.low)["w"])
-  # 24 bits hold multiples of 2^-17 below 1: every one of these sums exactly.
+  # Below 1, 24 bits represent all multiples of 2^-17, so the sums are exact.
   np.testing.assert_array_equal(joined, 1 - 1000 * 2.0**-14)
 
 
@@ -121,7 +122,7 @@ def test_nnx_trainer_learns_with_updates_below_a_bf16_step():
 
   def train(*last):
     model = Model()
-    # Adam's update is 2e-5: a hundredth of half a step of bf16 at 1.
+    # Adam's update is 2e-5, a hundredth of half a step of bf16 at 1.
     chain = optax.chain(coat_adamw(2e-5, weight_decay=0.0), *last)
     optimizer = nnx.Optimizer(model, chain, wrt=nnx.Param)
 
@@ -139,7 +140,7 @@ def test_nnx_trainer_learns_with_updates_below_a_bf16_step():
 
 
 def test_no_copy_of_all_weights_in_f32_is_made():
-  """Four leaves need no more temporary memory than one."""
+  """Four leaves must need no more temporary memory than one."""
 
   def temporary(leaves):
     shape = jax.ShapeDtypeStruct((512, 1024), BF16)
@@ -157,7 +158,7 @@ def test_no_copy_of_all_weights_in_f32_is_made():
   assert temporary(4) - temporary(1) < 512 * 1024
 
 
-def test_parameters_of_other_dtypes_get_their_updates():
+def test_parameters_of_other_dtypes_are_updated():
   p = {"f32": jnp.ones(4), "none": jnp.ones(4, BF16)}
   d = {"f32": jnp.full(4, 1e-9), "none": None}
   rounding = stochastic_rounding()

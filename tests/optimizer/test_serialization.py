@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States written as integers by libraries without FP8, and read again."""
+"""Tests saving states as integers, for libraries without FP8."""
 
 import doctest
 import itertools
@@ -45,7 +45,7 @@ CASES += [x for x in itertools.product(FILES, CODECS) if x not in CASES]
 
 
 @pytest.mark.parametrize("file, name", quick(3, CASES))
-def test_states_are_read_as_they_were_written(file, name, tmp_path):
+def test_saved_states_are_restored_exactly(file, name, tmp_path):
   params, solver = tree(), make(name)
   update = jax.jit(solver.update)
   _, state = update(tree(1), solver.init(params), params)
@@ -57,8 +57,8 @@ def test_states_are_read_as_they_were_written(file, name, tmp_path):
   assert_same_bits(update(tree(2), got, params), update(tree(2), state, params))
 
 
-def test_numpy_reads_no_fp8():
-  # Why there are these functions: an array of FP8 comes back as raw bytes.
+def test_numpy_cannot_read_fp8():
+  # This is why the functions exist: an FP8 array is restored as raw bytes.
   codes = np.asarray(jnp.ones(3, jnp.float8_e4m3fn))
   assert np.dtype(codes.dtype.str).kind == "V"
 
@@ -98,7 +98,7 @@ def test_another_state_is_refused():
 
 
 def test_checkpoint_of_another_codec_is_refused(tmp_path):
-  # Where shapes are the same Orbax casts: moments that mean something else.
+  # If shapes are equal, Orbax casts the codes, which then mean something else.
   params = tree()
   states = {name: jax.eval_shape(make(name).init, params) for name in CODECS}
   extra = {"key": jax.random.key(0), "step": 3}
@@ -110,7 +110,7 @@ def test_checkpoint_of_another_codec_is_refused(tmp_path):
       stored = checkpointer.metadata(path)
       check_stored(stored, {"opt": states[name], **extra})
       check_stored(stored.item_metadata["opt"], states[name])
-      # Rounding is no part of a format.
+      # Rounding is not part of a format.
       for other in set(CODECS) - {name, "coat_nearest"}:
         with pytest.raises(ValueError, match="at 'opt/0/[mn]u/.*the codec"):
           check_stored(stored, {"opt": states[other], **extra})

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shardings of optimizer states: as promised, kept by steps, no traffic."""
+"""Tests shardings of optimizer states.
+
+They must be as predicted, steps must keep them, and need no communication.
+"""
 
 import doctest
 
@@ -21,9 +24,9 @@ from coat_jax.optimizer import (
 )
 from tests.matrices import quick
 
-# Leaves as (shape, spec): with a last axis of 1024, four or eight devices have
-# whole groups of 128. "short" has a short last group on each device that has
-# the row, "layers" a stack of layers; "norm" and "scale" stay f32.
+# Leaves as (shape, spec). With a last axis of 1024, each of four or eight
+# devices holds whole groups of 128. Rows of "short" have a short last group,
+# "layers" is a stack of layers, and "norm" and "scale" stay f32.
 LEAVES = {
   "replicated": ((8, 512), P()),
   "rows": ((512, 512), P("fsdp")),
@@ -54,8 +57,8 @@ def quantize_mask(path, leaf):
 
 
 def where(mesh, names=tuple(LEAVES)):
-  # An explicit mesh writes an entry for each axis, jit writes no None behind
-  # the last one elsewhere; parameters that follow make no second compilation.
+  # An explicit mesh has an entry for each axis. Elsewhere, jit leaves out None
+  # at the end. If specs follow these rules, nothing is compiled twice.
   def spec(name):
     shape, spec = LEAVES[name]
     if mesh.axis_types[0] == AxisType.Explicit:
@@ -108,7 +111,7 @@ def assert_bits(got, want):
 
 
 @pytest.mark.parametrize("name", ["coat", "coat_e8m0", "log8", "fp8"])
-def test_statistics_are_sharded_like_the_axes_they_summarise(name):
+def test_statistics_are_sharded_like_their_parameters(name):
   codec = getattr(codecs, name)()
   optimizer = coat_adamw(1e-2, codec=codec, quantize_mask=quantize_mask)
   mesh = make_mesh()
@@ -146,7 +149,7 @@ def test_shardings_agree_with_jax_on_explicit_axes():
   for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     assert (x.shape, x.dtype) == (y.shape, y.dtype)
     assert x.sharding.spec == (y.sharding.spec if y.sharding else P())
-  # Also from within another mesh's context.
+  # This also works in the context of another mesh.
   with jax.set_mesh(make_mesh(shape=(2, 4))):
     assert abstract_state(optimizer.init, params) == got
 
@@ -179,7 +182,8 @@ def test_sharded_step_equals_unsharded(unsharded, kind, given):
     assert_shardings(state, promised)
     step = jax.jit(step_of(optimizer), out_shardings=out)
     step = step.lower(params, state, params).compile()
-    # Compiled for the first step's arguments, it takes the second one's.
+    # The step is compiled for the arguments of the first step, and must accept
+    # those of the second.
     for i in (1, 2):
       params, state = step(params, state, draw(i, shardings))
       assert_bits((params, state), want[i])
@@ -221,8 +225,8 @@ def test_wrapped_optimizers_are_sharded_like_parameters(name):
     abstract(FEW),
     shardings,
   )
-  # What has a parameter's shape is sharded like it; nothing else large is
-  # left whole.
+  # Arrays shaped like a parameter are sharded like it, and all other large
+  # arrays are sharded too.
   for path, s in jax.tree_util.tree_leaves_with_path(promised):
     keys = [getattr(key, "key", None) for key in path]
     if leaf := [key for key in keys if key in FEW]:
@@ -260,13 +264,13 @@ def test_nnx_optimizer_is_sharded_like_its_model():
     model = nnx.merge(graphdef, params)
     return nnx.Optimizer(model, optax_optimizer, wrt=nnx.Param)
 
-  # Codes and statistics as Flax says by their metadata.
+  # Flax shards codes and statistics by their metadata.
   state = abstract_state(optax_optimizer.init, params, shardings)[0]
   specs = jax.tree.map(lambda x: x.sharding.spec, state)
   assert specs == nnx.get_partition_spec(state)
   assert specs.mu.codes["up"]["kernel"].get_value() == P("tensor", "fsdp")
   assert specs.nu.amax["up"]["kernel"].get_value() == P("tensor", "fsdp")
-  # As an object and as a state, and so are its shards when it is made.
+  # This holds for the object, for its state, and for newly made arrays.
   promised = state_shardings(init, params, shardings)
   ranges = promised.opt_state[0].nu.range["up"]["kernel"]
   assert ranges.get_value().spec == P("tensor", "fsdp")
@@ -285,8 +289,8 @@ def test_nnx_optimizer_is_sharded_like_its_model():
 @pytest.mark.parametrize(
   "columns, message",
   [
-    # Three groups for four devices; eight groups of 128, the last one short,
-    # for four devices, which shapes alone cannot tell from groups of 125.
+    # Three groups on four devices; and eight groups of 128 on four devices, of
+    # which the last is short. Shapes cannot tell these from groups of 125.
     (384, r"384 is sharded over 4 devices, 96 values each.*\(96, 48, 32, 24,"),
     (1000, r"groups of 128 at 'w', .* 250 values each.*\(125, 50, 25, 10, 5\)"),
   ],
@@ -298,7 +302,7 @@ def test_groups_split_over_devices_are_refused(columns, message):
     abstract_state(coat_adamw(1e-2).init, params, shardings)
   with pytest.raises(ValueError, match="^state_shardings: "):
     state_shardings(coat_adamw(1e-2).init, params, shardings)
-  # Sharded elsewhere, short groups matter to no other device.
+  # If another axis is sharded, short groups are not a problem.
   shardings = {"w": NamedSharding(make_mesh(), P("fsdp"))}
   state = abstract_state(coat_adamw(1e-2).init, params, shardings)[0]
   assert state.mu.amax["w"].sharding.spec == P("fsdp")
@@ -325,7 +329,7 @@ def test_fitted_groups_need_no_collective(kind):
   assert not [name for name in COLLECTIVES if name in step.as_text()]
 
 
-def test_fit_group_size_changes_what_it_must():
+def test_fit_group_size_changes_only_sizes_that_do_not_fit():
   shardings = where(make_mesh())
   params = abstract()
   assert fit_group_size(codecs.coat(), params, shardings) == codecs.coat()

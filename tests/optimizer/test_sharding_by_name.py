@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer states that flax shards by name: bytes on devices, and values."""
+"""Tests optimizer states that flax shards by axis names.
+
+They check the bytes on each device, and the values.
+"""
 
 import contextlib
 from typing import Any
@@ -27,14 +30,14 @@ from coat_jax.optimizer.state import moments_in
 from tests.comparing import assert_same_bits
 
 DEVICES = 8
-# Bytes per parameter of `coat`, and the room for what is not encoded.
+# Bytes per parameter of `coat`, with a margin for leaves that are not encoded.
 MOST = 1.02 * 2.08 / DEVICES
-# With the low byte of each bf16 weight.
+# The same with the low byte of each bf16 weight.
 MOST_WITH_LOW_BYTES = 1.02 * 3.08 / DEVICES
 
 
 class Model(nnx.Module):
-  """Matrices with names on both axes, and a bias whose moments stay f32."""
+  """A model of matrices with named axes, and a bias whose moments stay f32."""
 
   def __init__(self, dtype, *, rngs):
     def linear(rows, columns, names, use_bias):
@@ -71,7 +74,7 @@ def optimizer_of(solver, dtype=jnp.float32):
 
 @nnx.jit
 def step(model, optimizer):
-  # No sum depends on the mesh: the gradients are elementwise.
+  # Gradients are elementwise, so no sum depends on the mesh.
   def loss(model):
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     return sum(jnp.sum(x**2) for x in leaves)
@@ -169,7 +172,8 @@ def test_each_device_stores_its_share_of_low_bytes(kind):
       assert max(bytes_on_devices(optimizer.opt_state)) <= most
       assert state_bytes(optimizer.opt_state).bytes_per_param > 3.07
       low = optimizer.opt_state[1].low
-      # A byte of each weight on one device; of the bias's, on all of fsdp.
+      # Each weight's byte is on one device; those of the bias are on all of
+      # fsdp.
       share = 2 * 512 * 1024 // DEVICES + 1024 // 2
       assert set(bytes_on_devices(low)) == {share}
       for name, names in (
@@ -187,7 +191,7 @@ def test_each_device_stores_its_share_of_low_bytes(kind):
 
 
 class Dense(nn.Module):
-  """The same matrices in Linen's boxes, with names of mesh or logical axes."""
+  """The same matrices in Linen's boxes, with mesh axes or logical axes."""
 
   box: Any
   names: tuple[str, str]
@@ -245,8 +249,8 @@ def test_each_device_stores_its_share_of_a_linen_state(logical, low_bits):
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", SOLVERS)
-def test_promised_states_are_those_that_init_makes(kind, inside, name):
-  # Both decide about names alike, whether a mesh is set or not.
+def test_predicted_shardings_match_those_of_init(kind, inside, name):
+  # Both treat axis names in the same way, with and without a mesh.
   mesh = make_mesh()
   solver = optax.chain(optax.clip(1.0), SOLVERS[name]())
   names = ("fsdp", "tensor")

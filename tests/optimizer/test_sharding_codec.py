@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shardings of states need no codec: it is found from the optimizer."""
+"""Tests that shardings of states find the codec from the optimizer."""
 
 import dataclasses
 
@@ -30,15 +30,15 @@ def test_codec_is_found_from_the_optimizer():
       state_shardings(init, params, split)
 
   state_shardings(make(codecs.log8(64)).init, params, whole)
-  # 1000 values have eight groups of 125 and of 128: one of them fits.
+  # 1000 values form eight groups of 125 or of 128, and only one of these fits.
   fits, jitted = make(codecs.log8(125)), jax.jit(make(codecs.log8()).init)
   state = abstract_state(lambda p: [fits.init(p)], params, split)[0][0]
   assert state.mu.amax["w"].sharding.spec == P(None, "fsdp")
-  for _ in range(2):  # The second trace is not one from a cache.
+  for _ in range(2):  # The second trace must not come from a cache.
     refused(jitted, 128)
   two = {"a": make(codecs.fp8(100)), "b": make(codecs.log8(64))}
   refused(optax.partition(two, {"w": "a"}).init, 100)
-  # A state that is made without the optimizer names its codec too.
+  # A state that was made without the optimizer also contains its codec.
   made = jax.eval_shape(fits.init, params)
 
   def elsewhere(p):

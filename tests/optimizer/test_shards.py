@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer on each device's shard of its leaves, as its kernel runs."""
+"""Tests steps on each device's shard of a leaf, as kernels run."""
 
 import dataclasses
 import functools
@@ -20,7 +20,8 @@ from coat_jax.optimizer import (
 from tests.comparing import assert_same_bits
 from tests.matrices import quick
 
-# Rows, columns or both; the axis of layers and a middle one; a leaf in f32.
+# Leaves are sharded along rows, columns, both, the axis of layers, or a middle
+# axis. One leaf stays f32.
 LEAVES = {
   "rows": ((16, 256), jax.P(("x", "y"))),
   "both": ((8, 1024), jax.P("x", "y")),
@@ -86,7 +87,7 @@ def run(name, codec, dtype, mesh=None, **options):
     params, _ = jax.jit(split_weights)(params)
   first, second = (tree(seed, mesh, dtype) for seed in (1, 2))
   lowered = jax.jit(step_of(optimizer)).lower(params, state, first)
-  # It refuses arguments that are sharded in another way than the first ones.
+  # It refuses arguments that are sharded differently from the first.
   step = lowered.compile()
   params, state = step(*step(params, state, first), second)
   return (params, state), step.as_text()
@@ -111,7 +112,7 @@ def on_one_device(name, codec, dtype):
     ],
   ),
 )
-def test_step_on_shards_equals_the_step_on_one_device(name, codec, dtype, kind):
+def test_step_on_shards_matches_one_device(name, codec, dtype, kind):
   codec = getattr(codecs, codec)()
   mesh = make_mesh(kind)
   shardings = None
@@ -122,7 +123,7 @@ def test_step_on_shards_equals_the_step_on_one_device(name, codec, dtype, kind):
   assert_same_bits(got, on_one_device(name, codec, dtype))
   for operation in ("all-gather", "all-reduce", "all-to-all", "permute"):
     assert operation not in text
-  # The second step's arguments are sharded like the first one's.
+  # The arguments of the second step are sharded like those of the first.
   for leaf, (shape, spec) in LEAVES.items():
     where = NamedSharding(mesh, spec)
     assert got[0][leaf].sharding.is_equivalent_to(where, len(shape))
@@ -131,7 +132,7 @@ def test_step_on_shards_equals_the_step_on_one_device(name, codec, dtype, kind):
 
 
 def test_every_leaf_runs_inside_shard_map(monkeypatch):
-  """No axis is left to the compiler, which cannot partition a kernel."""
+  """The compiler cannot partition a kernel, so all axes must be manual."""
   found = []
 
   @functools.wraps(adam.adamw_step.definition)
@@ -153,7 +154,7 @@ def test_every_leaf_runs_inside_shard_map(monkeypatch):
   assert found and all(axes == {"x", "y"} for axes in found)
 
 
-def test_groups_split_over_devices_are_left_to_the_compiler():
+def test_compiler_partitions_steps_of_groups_that_are_split():
   mesh = make_mesh(AxisType.Auto)
   params = {"w": jnp.ones((8, 384))}
   where = {"w": NamedSharding(mesh, jax.P("x", "y"))}
@@ -181,7 +182,7 @@ def test_explain_describes_a_shard():
     said["w"]
     == "adamw_step: mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
   )
-  assert "takes 8 groups at a time, got 2" in said["narrow"]
+  assert "must be a multiple of 8, got 2" in said["narrow"]
 
 
 def test_values_that_are_not_shardings_are_refused():

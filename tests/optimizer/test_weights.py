@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of 24 bits: bit for bit what integer arithmetic in NumPy says."""
+"""Compares 24-bit weights with integer arithmetic in NumPy, bit for bit."""
 
 import doctest
 
@@ -16,7 +16,7 @@ SIGN, INFINITY = 0x80000000, 0x7F800000
 
 
 def every_end():
-  """Returns f32 bits: each bf16 with lower halves around borders; others."""
+  """Returns f32 bits: each bf16 with critical lower halves, and random bits."""
   high = np.arange(1 << 16, dtype=np.uint32) << 16
   edges = (0x00, 0x01, 0x7F, 0x80, 0x81, 0xFF)
   low = np.array([a << 8 | b for a in edges for b in edges], np.uint32)
@@ -25,10 +25,10 @@ def every_end():
 
 
 def oracle(bits, noise=None):
-  """Computes bf16's bits and the byte of f32 bits in integer arithmetic."""
+  """Splits f32 bits into bf16 bits and a byte, in integer arithmetic."""
   size = (bits & 0x7FFFFFFF).astype(np.int64)
   if noise is None:
-    word = np.rint(size / 256).astype(np.int64)  # Ties to even; exact in f64.
+    word = np.rint(size / 256).astype(np.int64)  # Rounds ties to even.
   else:
     word = (size + noise) // 256
   word = np.minimum(word, 0x7F7F * 256 + 127)
@@ -52,11 +52,11 @@ split, join = jax.jit(weights.split), jax.jit(weights.join)
 
 
 @pytest.mark.parametrize("noise", [None, 0, 1, 128, 255])
-def test_split_is_integer_arithmetic_at_every_end(noise):
+def test_split_matches_integer_arithmetic(noise):
   bits = every_end()
   words = None
   if noise is not None:
-    # Of words only the high 8 bits count.
+    # Only the high 8 bits of a random word count.
     words = jnp.full(bits.shape, (noise << 24) + 0xABCDEF, jnp.uint32)
   got = split(as_f32(bits), words)
   assert (got.high.dtype, got.low.dtype) == (jnp.bfloat16, jnp.int8)
@@ -68,7 +68,7 @@ def test_split_is_integer_arithmetic_at_every_end(noise):
   )
 
 
-def test_join_undoes_split_and_split_undoes_join():
+def test_join_and_split_are_inverse():
   bits = every_end()
   ours = split(as_f32(bits))
   joined = np.asarray(join(ours)).view(np.uint32)
@@ -109,7 +109,7 @@ def test_stochastic_rounding_is_exact_on_average():
 
 
 def test_weight_set_to_zero_or_infinity_keeps_that_value():
-  # The byte of another value is still there: after pruning, say.
+  # For example after pruning, the low byte still belongs to the old value.
   high = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf], jnp.bfloat16)
   for low in (-128, -1, 0, 1, 127):
     got = join(SplitWeight(high, jnp.full(4, low, jnp.int8)))
@@ -146,7 +146,7 @@ def test_only_matrices_of_a_tree_are_split():
   assert shapes["kernel"] == shapes["half"] == (4, 16)
   assert shapes["norm"]["scale"] == shapes["complex"] == shapes["scalar"] == ()
   joined = join_weights(params, low)
-  # 15 bits of mantissa, to nearest.
+  # A weight has 15 mantissa bits, rounded to nearest.
   np.testing.assert_allclose(joined["kernel"], tree()["kernel"], rtol=2**-16)
   np.testing.assert_array_equal(joined["half"], tree()["half"])
   assert joined["half"].dtype == jnp.float32

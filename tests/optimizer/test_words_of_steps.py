@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each step rounds by random words of its own.
+"""Tests that each step rounds with its own random words.
 
-A step whose only difference is its number rounds other values up. The first
-moment and the update of Lion depend on no number of steps, so that nothing else
-can differ.
+Two steps that differ only in their number must round different values up. The
+first moment and the update of Lion do not depend on the number of steps, so
+nothing else can differ.
 """
 
 import jax
@@ -53,11 +53,12 @@ def updates_applied(count):
 @pytest.mark.parametrize(
   "step", [transformation, any_optimizer, fused, fused_weights, updates_applied]
 )
-def test_steps_round_by_other_words(step):
+def test_steps_round_with_different_words(step):
   step = jax.jit(step)
   first, again, second = (
     np.asarray(step(jnp.int32(count)), "float32") for count in (3, 3, 4)
   )
   np.testing.assert_array_equal(first, again)
-  # A tenth of the values at least, and not all: some are near a code.
+  # At least a tenth of the values differ, but not all: some are close to a
+  # code.
   assert 0.1 < np.mean(first != second) < 0.9

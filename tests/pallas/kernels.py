@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for tests of kernels: lowering, refusals, comparing codes."""
+"""Helpers for tests of kernels: lower them, expect errors, compare codes."""
 
 import inspect
 
@@ -19,7 +19,7 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def for_h200():
-  """Makes JAX trace for an H200, on any machine."""
+  """Returns a context in which JAX traces for an H200, on any machine."""
   device = AbstractDevice("NVIDIA H200", 132, "cuda")
   return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
@@ -32,9 +32,10 @@ def lowered_for_h200(fn, *args) -> str:
 
 
 def with_tile(monkeypatch, kernel, name: str, tile):
-  """Returns the kernel with `tile`, as if its module's `name` had picked it.
+  """Makes function `name` of the kernel's module pick `tile`.
 
-  It is not jitted: a compilation with another tile could be cached.
+  Returns the kernel without its jit, which might reuse a compilation with
+  another tile.
   """
   inner = inspect.unwrap(kernel)
   monkeypatch.setitem(inner.__globals__, name, lambda *_: tile)
@@ -42,7 +43,7 @@ def with_tile(monkeypatch, kernel, name: str, tile):
 
 
 def refused(reason: str):
-  """Expects a kernel to refuse its arguments with a reason that matches."""
+  """Expects a kernel to refuse its arguments; `reason` is a regex."""
   return pytest.raises(Unsupported, match=reason)
 
 
@@ -55,8 +56,7 @@ def code_bits(codes) -> np.ndarray:
 def assert_same_codes(actual, expected, share: float = 1.0):
   """Checks that at least this share of codes is equal.
 
-  The others may be one code apart. NaN must be where it is expected, and only
-  there.
+  The other codes may be one code apart. The same codes must be NaN.
   """
   assert actual.dtype == expected.dtype and actual.shape == expected.shape
   actual, expected = code_bits(actual), code_bits(expected)
@@ -71,7 +71,7 @@ def assert_same_codes(actual, expected, share: float = 1.0):
 
 
 def assert_same_operand(actual, expected, share: float = 1.0):
-  """Checks layouts, codes and the scale, which must be equal."""
+  """Checks that layouts and the scale are equal, and compares codes."""
   for layout in ("rows", "columns"):
     a, e = getattr(actual, layout), getattr(expected, layout)
     assert (a is None) == (e is None), layout
@@ -81,7 +81,7 @@ def assert_same_operand(actual, expected, share: float = 1.0):
 
 
 def assert_same_groups(actual, expected, share: float = 1.0):
-  """Checks codes, and that BF16 scales are equal, including NaN."""
+  """Compares codes, and checks that scales are equal, including NaN."""
   assert_same_codes(actual.qvalue, expected.qvalue, share)
   assert actual.scale.dtype == expected.scale.dtype
   scales = [np.asarray(q.scale, np.float32) for q in (actual, expected)]

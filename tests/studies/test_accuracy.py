@@ -17,7 +17,7 @@ CODECS = {"float32", "bfloat16", "fp8", "coat", "coat_e8m0", "log8", "int8"}
 
 @pytest.fixture(scope="module")
 def moments():
-  """Moments of a small model after a few steps, with real gradients."""
+  """Returns the moments of a small model after a few steps of training."""
   model = dataclasses.replace(
     trained_moments.MODEL, num_layers=1, d_model=128, d_ff=256
   )
@@ -64,9 +64,10 @@ def test_one_step_errors_are_within_their_bounds(one_step):
   for key, row in one_step.items():
     if key[0] not in ("fp8", "int8"):
       assert row["zeroed_v"] == 0
-      # Adam's own limit is (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) = 1.17.
+      # Exact updates are at most (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) =
+      # 1.17.
       assert row["max_update"] < 1.3
-  # Without expansion some v become zero, and their updates explode.
+  # Without expansion, some v become zero, and their updates become huge.
   fp8, int8 = (one_step[key, "nearest", ""] for key in ("fp8", "int8"))
   assert 0 < fp8["zeroed_v"] < int8["zeroed_v"]
 
@@ -132,8 +133,8 @@ def test_stochastic_rounding_tracks_and_nearest_freezes():
 
   assert median(codecs.float32()) == pytest.approx(1, abs=1e-5)
   assert median(codecs.coat(rounding="nearest")) > 1.5
-  # The mean is right; the median is below it, since b2 = 0.99 averages over few
-  # steps, and rounding between codes that are 6 to 13 % apart skews v.
+  # The mean is right. The median is below it, because b2 = 0.99 averages over
+  # few steps, and rounding to codes that are 6 to 13 % apart skews v.
   for codec in (codecs.coat(), codecs.coat_e8m0(), codecs.log8()):
     assert 0.85 <= median(codec) <= 1.1, codec.name
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the codecs' race: errors, pairs, resuming, and a short run."""
+"""Tests of `studies.codec_race`: errors, pairs, resuming, and a short run."""
 
 import json
 
@@ -23,7 +23,7 @@ def row(candidate, seed, loss):
 
 
 @pytest.mark.slow
-def test_errors_are_those_of_numpy():
+def test_errors_match_numpy():
   mu, nu = cases.moments((64, 128))
   trained = Trained({}, {"w": jnp.asarray(mu)}, {"w": jnp.asarray(nu)}, 0.0)
   exact = codec_race.errors_of(codec_race.CANDIDATES["float32"], trained)
@@ -36,7 +36,7 @@ def test_errors_are_those_of_numpy():
   want = np.linalg.norm(np.sqrt(rank_one) - np.sqrt(v))
   want /= np.linalg.norm(np.sqrt(v))
   assert values["root_v_error"] == pytest.approx(want, rel=1e-4)
-  # E4M3 and 5 bytes per group of 128, and two vectors of f32.
+  # Bytes are those of E4M3 codes, 5 per group of 128, and two f32 vectors.
   size = 1 + 5 / 128 + 4 * (64 + 128) / mu.size
   assert values["bytes_per_param"] == pytest.approx(size)
   assert 0.005 < values["m_error"] < 0.05
@@ -53,7 +53,7 @@ def test_differences_pair_seeds_and_leave_out_failures():
   assert codec_race_table.baseline("muon, int8") == "muon, float32"
   lines = codec_race_table.table(rows, "demo").splitlines()
   (coat,) = (line for line in lines if line.startswith("| coat |"))
-  # 12.71 is Student's t of two values; their standard error is 0.125.
+  # 12.71 is Student's t for two values, whose standard error is 0.125.
   assert f"+0.3750 ± {12.71 * 0.125:.4f}" in coat
 
 
@@ -82,6 +82,6 @@ def test_short_race_appends_its_rows(tmp_path):
   assert [x["case"]["candidate"] for x in rows] == names
   sizes = [x["bytes_per_param"] for x in rows]
   assert sizes[0] == pytest.approx(8, abs=0.01) and sizes[1] < 0.7
-  # All start from the same weights and read the same batches.
+  # All candidates start from the same weights and read the same batches.
   losses = [x["loss"] for x in rows[:2]]
   assert losses[0] != losses[1] and abs(losses[0] - losses[1]) < 0.1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of comparing exports with transformers, which is replaced here."""
+"""Tests of `studies.exports`, with a fake instead of transformers."""
 
 import json
 

@@ -5,8 +5,8 @@ import pytest
 
 from studies import live_ranges
 
-# A scan over 3 layers of weights [8, 4]: their stack of gradients shares its
-# memory with a stack that is dead by then, and has two names.
+# A scan over 3 layers with weights [8, 4]. Their stack of gradients has two
+# names, and reuses the memory of a stack that is no longer live.
 LIVE = """\
 HloLiveRange (max 6):
   InstructionSequence:

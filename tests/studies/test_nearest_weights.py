@@ -13,7 +13,7 @@ from studies import nearest_weights
 from train import step
 from train.presets import demo
 
-# A parameter whose weights decay.
+# The name of a parameter with weight decay.
 NAME = "mlp/down/kernel"
 
 
@@ -29,7 +29,7 @@ def values(seed, dtype):
   return {NAME: jnp.asarray(x, dtype)}
 
 
-def test_step_equals_optax_rounded_to_nearest():
+def test_step_matches_optax_rounded_to_nearest():
   config = small(lr=1e-2)
   ours = nearest_weights.build_optimizer(config)
   params, grads = values(0, jnp.bfloat16), values(1, jnp.bfloat16)
@@ -40,7 +40,7 @@ def test_step_equals_optax_rounded_to_nearest():
   halves = {NAME: 0.5 * grads[NAME].astype(jnp.float32)}
   updates, _ = adamw.update(halves, adamw.init(exact), exact)
   want = np.asarray(optax.apply_updates(exact, updates)[NAME])
-  # Two f32 sums in another order may round to neighbours of a tie.
+  # f32 sums in another order may round differently at a tie.
   apart = np.asarray(got[NAME]) != want.astype(ml_dtypes.bfloat16)
   assert got[NAME].dtype == jnp.bfloat16 and np.mean(apart) < 0.01
   assert int(state.count) == 1
@@ -50,7 +50,7 @@ def test_small_steps_are_lost():
   ours = nearest_weights.build_optimizer(small(lr=1e-6))
   params = values(0, jnp.bfloat16)
   got, _ = ours.apply(params, ours.init(params), params, grad_scale=1.0)
-  # A step of 1e-6 is less than half an ulp of all but weights near zero.
+  # A step of 1e-6 is below half an ulp, except for weights near zero.
   large = np.abs(np.asarray(params[NAME], np.float32)) > 1e-2
   same = np.asarray(got[NAME] == params[NAME])
   assert np.all(same[large])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the study of quantization errors, against NumPy."""
+"""Compares the study of quantization errors with NumPy."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def rounded(x, name, group_size):
   return (cast(groups / scale, name) * scale).reshape(x.shape)
 
 
-def test_errors_of_tensors_equal_numpys():
+def test_errors_of_tensors_match_numpy():
   x = RNG.standard_t(3, (8, 64)).astype(np.float32)
   pairs: list[tuple[str, quantization_error.Shared]]
   pairs = [("E4M3", "tensor"), ("E5M2", 16), ("INT8", 16)]
@@ -71,7 +71,7 @@ def test_each_tile_of_a_weight_has_a_scale(monkeypatch):
 
 
 def stored_in(x, order):
-  """Stores a moment [groups, n] to nearest with NumPy, in float64."""
+  """Encodes and decodes a moment [groups, n] to nearest, in NumPy's float64."""
   magnitude = oracles.magnitudes(x)
   amax, _ = oracles.amax_amin(magnitude)
   if order == "INT8":
@@ -87,7 +87,7 @@ def stored_in(x, order):
 
 
 @pytest.mark.slow
-def test_errors_of_moments_equal_numpys():
+def test_errors_of_moments_match_numpy():
   exact = Moments(*map(jnp.asarray, cases.moments((4, 128))))
   codecs = quantization_error.orders(128)
   mu, nu = (np.asarray(x, np.float64) for x in exact)
@@ -110,7 +110,7 @@ def test_errors_of_moments_equal_numpys():
       "kept_error": np.linalg.norm(error[nu_s > 0])
       / np.linalg.norm(update[nu_s > 0]),
     }
-    # In f32, a value at a tie may round the other way.
+    # In f32, a value at a tie may be rounded differently.
     assert got == pytest.approx(want, rel=1e-2), name
 
 
@@ -125,7 +125,7 @@ TINY = dataclasses.replace(
 
 
 @pytest.mark.slow
-def test_captured_tensors_equal_the_models():
+def test_captured_tensors_match_the_model():
   graph, params = nnx.split(
     Decoder(TINY, recipes.bf16(), dtype=jnp.float32, rngs=nnx.Rngs(0)),
     nnx.Param,
@@ -174,7 +174,7 @@ def test_rows_are_drawn_and_tabled(tmp_path, monkeypatch, capsys):
   path.write_text(f"{json.dumps(other)}\n{json.dumps(old)}\n")
   assert quantization.main(["run", "--steps", "12", f"--rows={path}"]) == 0
   printed = [json.loads(x) for x in capsys.readouterr().out.splitlines()]
-  # Rows of another model stay; those of the same model are replaced.
+  # Rows of other models are kept; rows of the same model are replaced.
   assert read_rows(path, "quantization.") == [other, *printed]
   by_recipe = {
     name: quantization_tables.one(printed, "layer", recipe=name)

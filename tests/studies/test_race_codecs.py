@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the codecs that race: grids, codes of 4 bits, factored moments."""
+"""Tests of `studies.race_codecs` and factored moments."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def test_companded_values_are_the_nearest_levels(moment):
   every = levels[1 if moment else 0 :] * amax[..., None]
   nearest = np.abs(magnitude[..., None] - every).min(-1)
   decoded = np.abs(roundtrip(codec.groups[moment], x)).reshape(-1, 128)
-  # Both distances are rounded by the f32 arithmetic of the codec.
+  # The codec computes both distances in f32, which rounds them.
   assert np.all(np.abs(decoded - magnitude) <= nearest + 1e-6 * amax)
 
 
@@ -74,7 +74,7 @@ def test_first_moments_of_4_bits_are_rounded_to_a_neighbour(name):
   levels = grids(name)[0]
   place = np.searchsorted(levels, magnitude / bound, side="right") - 1
   below, above = (levels[np.minimum(place + i, 7)] * bound for i in (0, 1))
-  # The noise decides as everywhere: up if the fraction exceeds it.
+  # A value is rounded up if its fraction exceeds the noise.
   up = magnitude - below > np.asarray(words).reshape(16, 2, 128) * (
     above - below
   )
@@ -93,7 +93,7 @@ def test_second_moments_of_4_bits_keep_small_values():
   decoded = np.asarray(group.decode(found))
   assert decoded[0, 0] == 1 and decoded[0, 1] == 2.0**-21
   assert not decoded[x == 0].any()
-  # Fourteen steps in 21 octaves: a value of 0.75 has 2^-1.5 below and 1 above.
+  # With 14 steps in 21 octaves, the neighbours of 0.75 are 2^-1.5 and 1.
   assert decoded[0, 3] in (np.float32(2.0**-1.5), 1)
   wide = np.exp2(np.linspace(-21, 0, 400, dtype=np.float32))[None]
   group = race_codecs.log4(group_size=400).nu
@@ -109,7 +109,7 @@ def test_codes_of_4_bits_take_half_a_byte():
   size = state_bytes(jax.eval_shape(optimizer.init, params))
   assert size.bytes_per_param == pytest.approx(1 + 4 / 64, abs=1e-4)
   compiled = jax.jit(optimizer.init).lower(params).compile()
-  # XLA rounds sizes up and counts the pointers of a tuple.
+  # XLA rounds sizes up, and also counts the pointers of a tuple.
   assert abs(compiled.memory_analysis().output_size_in_bytes - size.total) < 512
 
 
@@ -170,7 +170,7 @@ def test_factored_adam_equals_adam_if_squares_have_rank_one():
   adam = optax.scale_by_adam(0.9, 0.99, 1e-8)
   state, exact = ours.init(params), adam.init(params)
   for scale in (1.0, -0.3):
-    # The same factors at each step, so that their mean has rank one too.
+    # Use the same factors in each step, so that the mean has rank one too.
     grads = {"w": scale * jnp.asarray(a[0] * b[0]), "scale": jnp.arange(40.0)}
     got, state = ours.update(grads, state)
     want, exact = adam.update(grads, exact)

@@ -36,11 +36,12 @@ def test_a_run_is_described_by_its_losses():
   assert found["train_loss"] == pytest.approx(np.mean(x[-50:]))
   assert len(found["losses"]) == 8
   assert found["losses"][-1] == pytest.approx(np.mean(x[-25:]), rel=1e-3)
-  # Two spikes, one of two steps; spikes in the warmup do not count.
+  # There are two spikes, one of which lasts two steps; spikes in the warmup do
+  # not count.
   for at in (10, 120, 121, 160):
     x[at] += 3
   assert describe(x)["spikes"] == 2
-  # Half a nat above its best.
+  # The loss is half a nat above its best.
   worse = [*losses(150), *([2.6] * 100)]
   found = describe(worse)
   assert found["failed"] == "diverged" and 150 < found["failed_at"] < 250
@@ -77,12 +78,12 @@ ROWS = [
 def test_every_seed_must_train_at_the_largest_and_best_rates():
   rows = [row for row in ROWS if row["case"]["variant"] == "coat"]
   found = stability_figure.summarize(rows)
-  # 1 is above a rate that failed; one seed of 0.1 failed.
+  # Rate 1 is above a rate that failed, because one seed failed at 0.1.
   assert (found.largest, found.best) == (1e-2, 1e-2)
   assert found.failed == {1e-3: 0, 1e-2: 0, 1e-1: 1, 1: 0}
   assert found.losses[1e-1] == {1: 0.5}
   assert stability_figure.best_rates(ROWS, "bf16", 2) == [1e-3, 1e-2]
-  with pytest.raises(ValueError, match="as many rates of 'bf16' .* got 2"):
+  with pytest.raises(ValueError, match="needs 3 rates .* got 2"):
     stability_figure.best_rates(ROWS, "bf16", 3)
   mean, half = stability_figure.interval([0.1, 0.2, 0.3])
   assert mean == pytest.approx(0.2)
@@ -102,7 +103,7 @@ def test_high_losses_do_not_stretch_the_axis():
     )
     for name in ("bf16", "coat", "int8")
   }
-  # The highest loss at a rate that trained is 2.2, the lowest of all 0.4.
+  # The highest loss at a rate that trained is 2.2. The lowest loss is 0.4.
   ends = stability_figure.limits(found)
   assert ends == pytest.approx((0.4 - 0.08 * 1.8, 2.2 + 0.08 * 1.8))
   assert stability_figure.limits({"int8": found["int8"]}) is None
@@ -120,14 +121,16 @@ def test_high_losses_do_not_stretch_the_axis():
   assert drawn["int8"] == {("^", 1e-3), ("x", 1e-3), ("x", 1e-2)}
 
 
-def test_progress_counts_only_the_grid():
+def test_progress_counts_only_planned_runs():
   case = dict(steps=1000, batch=16, seq=256)
   rows = [row("bf16", rate, 0, 2.0) for rate in (1e-3, 0.5)]
   rows += [row("bf16", 1e-3, 0, 2.0, preset="llama_60m")]
   for each in rows:
     each["case"] |= case
   said = stability.progress(rows)
-  assert said.startswith("The rows contain 1 of the grid's 162 runs, and 1 at")
+  assert said.startswith(
+    "The rows contain 1 of 162 planned runs, and 1 runs at"
+  )
 
 
 @pytest.mark.slow
@@ -154,7 +157,7 @@ def test_only_missing_cases_are_run():
   ]
 
 
-def test_variants_differ_as_their_names_say():
+def test_variants_match_their_names():
   base = stability.study()
   model = base.model
   layer = 4 * model.d_model**2 + 3 * model.d_model * model.d_ff
@@ -176,11 +179,11 @@ def test_no_run_starts_that_would_end_too_late(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(stability, "train_one", lambda *args: dict(failed=None))
   todo = [dict(variant="coat", rate=1e-3, seed=seed) for seed in range(9)]
   rows = tmp_path / "rows.jsonl"
-  # Runs of a minute that begin after 2 and 5 minutes; at 7 it is too late.
+  # Runs of a minute start after 2 and 5 minutes; after 7 it is too late.
   base = stability.study()
   assert stability.run(base, todo, None, rows, minutes=6) == 2
   assert len(read_rows(rows, "stability")) == 2
-  assert "run it again for the rest" in capsys.readouterr().err
+  assert "run the command again to continue" in capsys.readouterr().err
   assert stability.run(base, todo, None, rows, minutes=1e9) == 9
 
 
@@ -222,7 +225,7 @@ TOY = dataclasses.replace(
 
 
 @pytest.mark.slow
-def test_runs_share_a_program_and_equal_training(tmp_path, monkeypatch, capsys):
+def test_runs_share_a_program_and_match_training(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(stability, "study", lambda: TOY)
   monkeypatch.setattr(stability_run, "CHUNK", 5)
   made = []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that Pallas compiles through Mosaic GPU."""
+"""GPU kernels, written in Pallas and compiled by its Mosaic GPU backend."""
 
-# Importing the codecs' modules registers their register codecs.
+# Importing these modules registers their codecs with `moment_codecs.register`.
 from coat_jax.pallas.mosaic import fp8 as fp8
 from coat_jax.pallas.mosaic import log8 as log8

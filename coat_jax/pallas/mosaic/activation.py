@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation functions from and to FP8 in Mosaic GPU: `ops.activation_input`.
+"""Activation functions that read and write FP8, in Mosaic GPU.
 
-  activation_input         codes and scales of x, amax of y = f(x)
-  activation_fwd           y, as the next product reads it
-  activation_bwd_operands  dx = dy f'(x) in both layouts, and y's columns
+  activation_input         quantizes x in groups; finds amax of y = f(x)
+  activation_fwd           computes y and quantizes it for the next matmul
+  activation_bwd_operands  computes dx = dy f'(x) and quantizes it in the row
+                           and the column layout; recomputes y in the column
+                           layout
 
-For a gated function y = f(gate) up. Its x is [m, 2 F], so a program of
-`activation_input` loads a block of gate and the same block of up, F columns
-apart. The gradients, dgate = dy up f'(gate) and dup = dy f(gate), share one
+A gated function computes y = f(gate) up. Its x is [m, 2 F], so a program of
+`activation_input` loads a block of gate and the block of up that is F columns
+after it. The gradients dgate = dy up f'(gate) and dup = dy f(gate) share one
 scale.
 
-The backward needs the scale before it can write a code, so it makes two passes;
-the first only finds the maxima. The second also sums a bias's gradient: each
-tile writes the sum of its rows, and XLA adds those up, always in the same
-order.
+The backward pass needs the scale of dx before it can write any code, so it
+reads its inputs twice. The first kernel only finds the largest magnitude. The
+second also sums the gradient of a bias: each tile writes the sum over its rows,
+and XLA adds these sums up, always in the same order.
 """
 
 import dataclasses
@@ -46,7 +48,7 @@ from coat_jax.pallas.mosaic.rows import Load
 
 
 def _activated(parts: list[Array], activation, layout, interpret) -> Array:
-  """Computes f(x), or f(gate) up."""
+  """Computes f(x), or f(gate) up if there are two parts."""
   x, *others = parts
   y = activation_ptx.values(x, activation, layout, interpret)
   return y * others[0] if others else y
@@ -55,7 +57,7 @@ def _activated(parts: list[Array], activation, layout, interpret) -> Array:
 def _gradients(
   dy: Array, parts: list[Array], activation, layout, interpret
 ) -> tuple[list[Array], Array]:
-  """Computes each part's gradient, and y."""
+  """Computes the gradient of each part, and y."""
   x, *others = parts
   y, slope = activation_ptx.values_and_slopes(x, activation, layout, interpret)
   if not others:
@@ -65,17 +67,17 @@ def _gradients(
 
 
 def _as_groups(x: QTensor) -> list[Array]:
-  """Views quantized values as a list of groups and a list of scales."""
+  """Reshapes quantized values to codes [groups, G] and scales [groups]."""
   return [x.qvalue.reshape(-1, x.group_size or 0), x.scale.reshape(-1)]
 
 
 def _as_matrix(x: QTensor) -> list[Array]:
-  """Views quantized values as matrices of codes and of scales."""
+  """Reshapes quantized values to a matrix of codes and one of scales."""
   return [a.reshape(-1, a.shape[-1]) for a in (x.qvalue, x.scale)]
 
 
 def _load_groups(refs, part, load: Load) -> list[Array]:
-  """Loads and dequantizes this part of each pair of codes and scales."""
+  """Loads and dequantizes slice `part` of each pair of refs (codes, scales)."""
   values, layout = [], load.layout.reduce(1)
   for codes_gmem, scale_gmem in itertools.batched(refs, 2):
     codes = rows.load_groups(codes_gmem.at[part], load)
@@ -85,7 +87,7 @@ def _load_groups(refs, part, load: Load) -> list[Array]:
 
 
 def _load_tiles(refs, place, interpret: bool) -> list[Array]:
-  """Loads and dequantizes this tile of each pair of codes and scales."""
+  """Loads and dequantizes a tile of each pair of refs (codes, scales)."""
   return [
     rows.load_quantized_tile(codes, scale, place, interpret)
     for codes, scale in itertools.batched(refs, 2)
@@ -94,14 +96,14 @@ def _load_tiles(refs, place, interpret: bool) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _BlockLoad(Load):
-  """One load of a block of 128 columns: groups [8, 128 / size, size].
+  """How a program loads 128 columns, in groups [8, 128 / size, size].
 
-  Mosaic wants no axis of size 1, so a size of 128 is for `Load`.
+  Groups of 128 use `Load` instead, because Mosaic supports no axis of size 1.
   """
 
   @property
   def count(self) -> int:
-    """The number of rows."""
+    """The number of rows per load."""
     return rows.STEP // COLUMNS
 
   @property
@@ -142,7 +144,7 @@ def activation_input(
   output: Scaling = VALUES,
   interpret: bool = False,
 ) -> tuple[Parts, Array | None]:
-  """`ops.activation_input`."""
+  """Computes `ops.activation_input`."""
   *leading, n = x.shape
   count, g = 1 + gated, groups.size
   m, f = x.size // n, n // count
@@ -180,7 +182,7 @@ def _input_kernel(x_gmem, *refs, load, height, activation, interpret):
   outputs = list(itertools.batched(refs, 2))
   m, n, g = outputs[0][0].shape
   program, width = lax.axis_index("last"), COLUMNS // g
-  # Consecutive programs go along the rows.
+  # Consecutive programs go along a row.
   across = jnp.int32(pl.cdiv(n, width))
   row = rows.part_at(lax.div(program, across), height, m)
   group = rows.part_at(lax.rem(program, across), width, n).start
@@ -224,7 +226,7 @@ def activation_fwd(
   scale: Scales | None = None,
   interpret: bool = False,
 ) -> Operand:
-  """`ops.activation_fwd`."""
+  """Computes `ops.activation_fwd`."""
   assert isinstance(scale, Array)
   like = parts[0].qvalue
   inputs = [x for part in parts for x in _as_groups(part)]
@@ -281,7 +283,7 @@ def activation_bwd_operands(
   has_sums: bool = False,
   interpret: bool = False,
 ) -> tuple[Operand, Operand, Array | None]:
-  """`ops.activation_bwd_operands`, in two passes."""
+  """Computes `ops.activation_bwd_operands`, in two kernels."""
   assert isinstance(scale, Array)
   how = dict(activation=activation, interpret=interpret)
   *leading, f = dy.shape

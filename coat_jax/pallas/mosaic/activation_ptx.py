@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values and derivatives of activation functions, in few instructions.
+"""Computes activation functions and their derivatives, in inlined PTX.
 
-Each function is x times a share s, a sigmoid 1 / (1 + 2^e):
+Each function is x s, where s = sigmoid(u) = 1 / (1 + 2^(-u log2(e))):
 
-silu        e = -log2(e) x;  derivative s + s (x - x s)
-gelu_tanh   e = -log2(e) x (a + b x^2), a = 2 sqrt(2 / pi), b = 0.044715 a;
-            derivative s + x (a + 3 b x^2) (s - s^2)
-gelu_quick  e = -log2(e) 1.702 x;  derivative s + 1.702 x (s - s^2)
+  silu        u = x;  derivative s + s (x - x s)
+  gelu_tanh   u = x (a + b x^2), a = 2 sqrt(2 / pi), b = 0.044715 a;
+              derivative s + x (a + 3 b x^2) (s - s^2)
+  gelu_quick  u = 1.702 x;  derivative s + 1.702 x (s - s^2)
 
-2^e and the reciprocal are `ex2.approx` and `rcp.approx`, off by a few ulp. We
-don't use `tanh.approx`: it is off by 2^-11, which is more than a sigmoid far
-below zero. The interpreter cannot run PTX: with `interpret` the functions are
-those of `ops.activation`.
+The power and the reciprocal are `ex2.approx` and `rcp.approx`, which are off by
+a few ulp. We don't use `tanh.approx`: it is off by 2^-11, and far below zero
+the sigmoid is smaller than that. The interpreter cannot run PTX, so with
+`interpret` this module calls `ops.activation`.
 """
 
 import functools
@@ -29,7 +29,8 @@ _LOG2_E = 1.4426950408889634
 _LINEAR = 2 * 0.7978845608028654  # 2 sqrt(2 / pi)
 _CUBIC = 0.044715 * _LINEAR
 _QUICK = 1.702
-# Beyond the limit s is 0 or 1; 0 times an overflowing slope would be NaN.
+# Derivatives are computed at x clipped to these limits, beyond which s is 0 or
+# 1. Otherwise x^3 could overflow, and 0 times infinity would be NaN.
 _LIMITS = {"gelu_tanh": 20.0, "gelu_quick": 60.0}
 
 
@@ -58,7 +59,7 @@ def values_and_slopes(
 
 
 def _share(x: Array, activation: Activation, layout) -> Array:
-  """Computes f(x) / x."""
+  """Computes the sigmoid s = f(x) / x."""
   exponent = _EXPONENTS[activation]
 
   def share(x):
@@ -77,7 +78,8 @@ def _times(factor: float) -> Callable:
 
 def _cubic(x, linear: float, cubic: float):
   """Emits x (linear + cubic x^2)."""
-  square = emit.f32("mul.f32 $0, $1, $1;", x)  # Emitted once for all cubics.
+  # The compiler computes this square once, even if there are two cubics.
+  square = emit.f32("mul.f32 $0, $1, $1;", x)
   return emit.f32(
     f"{{ .reg .f32 c; fma.rn.f32 c, $1, {number(cubic)}, {number(linear)}; "
     "mul.f32 $0, c, $2; }",
@@ -105,7 +107,7 @@ def _silu_slope(x, share):
 
 
 def _gelu_slope(inner: Callable, x, share):
-  """Emits s + x u'(x) (s - s^2), where s = sigmoid(u); `inner` is x u'(x)."""
+  """Emits s + x u'(x) (s - s^2); `inner(x)` emits x u'(x)."""
   return emit.f32(
     "{ .reg .f32 r; neg.f32 r, $2; fma.rn.f32 r, r, $2, $2; "
     "fma.rn.f32 $0, r, $1, $2; }",

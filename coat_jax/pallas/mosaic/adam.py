@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An Adam step on one leaf with encoded moments, in one pass over memory.
+"""Adam's step on one leaf with encoded moments, in one pass over memory.
 
-These are `adam.adam_update` and `adam.adamw_step` as one kernel (`leaf_step`).
-With f32 parameters and gradients and E4M3 codes a step reads and writes 16.2
-bytes per value (p twice, g once, two codes twice); with bf16 10.2 bytes; with
-24-bit weights and bf16 gradients 12.2 bytes.
+`adam.adam_update` and `adam.adamw_step` are defined in `coat_jax.optimizer`;
+here one kernel (`leaf_step`) computes either. With E4M3 codes, a step reads and
+writes p twice, g once and two codes twice, in all
+
+  16.2 bytes per value for f32 parameters and gradients,
+  10.2 bytes for bf16 parameters and gradients,
+  12.2 bytes for 24-bit weights and bf16 gradients.
 
 For 2^28 parameters in f32, optax.adamw takes 1.81 ms on an H200 (jax 0.11.2).
 With rounding to nearest, this kernel takes 1.11 ms, limited by memory
-bandwidth. With stochastic rounding it takes 1.56 ms (coat) and 1.29 ms (log8),
-limited by instructions: 108 and 104 per value when it was timed, now 88 and 86.
-In coat, 13 of them are special functions, which take 8 clocks each. docs/log
-lists attempts that did not help.
+bandwidth. With stochastic rounding it takes 1.56 ms (coat) or 1.29 ms (log8),
+limited by instructions. When it was timed, coat took 108 instructions per value
+and log8 took 104; now they take 88 and 86. In coat, 13 of these are special
+functions, which take 8 clocks each. docs/log lists attempts that did not help.
 """
 
 import dataclasses
@@ -29,13 +32,13 @@ from coat_jax.pallas.mosaic.registers import Instructions
 def _why_not(g, stored, groups, scalars, p=None, **_) -> str | None:
   if scalars.gradient_ratio is not None:
     return "the kernel does not support Nesterov momentum"
-  # Leave out the low bytes of a `SplitWeight`, which are int8.
+  # Don't check the low bytes of a `SplitWeight`: they are int8.
   return leaf_step.why_not(stored, groups, (*jax.tree.leaves(p)[:1], g))
 
 
 @kernel(_why_not)
 def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
-  """`adam.adam_update`. With `interpret` it runs on a CPU, slowly."""
+  """Computes `adam.adam_update`; with `interpret`, on a CPU (slowly)."""
   return leaf_step.run(_rule(scalars), part, g, None, stored, groups, interpret)
 
 
@@ -43,7 +46,7 @@ def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
 def adamw_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """`adam.adamw_step`. With `interpret` it runs on a CPU, slowly."""
+  """Computes `adam.adamw_step`; with `interpret`, on a CPU (slowly)."""
   rule = dataclasses.replace(
     _rule(scalars),
     grad_scale=step.grad_scale,
@@ -55,7 +58,7 @@ def adamw_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Adam:
-  """`adam.adam`, followed by the update of the parameter if there is one."""
+  """Computes `adam.adam` and, given a parameter, updates it."""
 
   b1: Array
   one_minus_b1: Array
@@ -73,10 +76,10 @@ class _Adam:
     mu, nu = old
     if self.grad_scale is not None:
       g = on.in_f32(g) * self.grad_scale
-    # `formats.with_finite_square`, but with one FMA instead of a compare and a
-    # select, which run at half the rate. The definition does not use this form
-    # because XLA would then keep a copy of all gradients.
-    # In bf16 this handles two values at a time.
+    # Compute `formats.with_finite_square`, but with an FMA instead of a compare
+    # and a select, which run at half the rate. In bf16, each instruction works
+    # on two values. The definition does not use this form because XLA would
+    # then keep a copy of all gradients.
     bound = jnp.asarray(ROOT_OF_LARGEST, g.dtype)
     g = jnp.clip(g, -bound, bound) + jnp.zeros([], g.dtype) * g
     g = on.in_f32(g)

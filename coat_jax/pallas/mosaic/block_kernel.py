@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `block_product`, in Pallas for Mosaic GPU.
+"""The GPU kernel that `block_product` runs: a block-scaled FP8 matmul.
 
-One persistent program per multiprocessor works through the tiles. Its third
-warpgroup prefetches blocks of a and b and their scales into shared memory. The
-other two warpgroups each compute 64 of every 128 rows (a wave) of the tile:
-four wgmma of m64n128k32 sum a block, and that sum, times its two scales, is
-added in f32 to the total in the warpgroup's registers. One warpgroup scales and
-adds while the other uses the tensor cores (as DeepGEMM does, and
-arXiv:2412.19437, section 3.3.2).
+The result is cut into tiles, and one persistent program (thread block) per
+multiprocessor computes one tile after another. A tile's rows are split into
+waves of 128. The program has three warpgroups. The third one prefetches blocks
+of a and b and their scales into shared memory. The other two each compute 64
+rows of every wave. To do so, they multiply a block with four wgmma of
+m64n128k32, scale the result by the block's two scales, and add it in f32 to the
+total in their registers. One warpgroup scales and adds while the other uses the
+tensor cores, as in DeepGEMM (arXiv:2412.19437, section 3.3.2).
 
-For a tile of 256 rows, a block takes 1024 clocks of the tensor cores and 48 KiB
-from the L2 cache, or 32 KiB if two programs share a. In that time a warpgroup
-issues 221 instructions, 128 of them multiply-adds, or 376 if each row of b has
-a scale (compiled for an H200, jax 0.11.2).
+With tiles of 256 rows, a block takes 1024 clocks of the tensor cores, and 48
+KiB are read from the L2 cache (32 KiB if two programs share a). In that time a
+warpgroup issues 221 instructions, 128 of them multiply-adds, or 376
+instructions if b has one scale per row (compiled for an H200, jax 0.11.2).
 """
 
 import dataclasses
@@ -34,14 +35,15 @@ from coat_jax.pallas.mosaic.persistent import (
   ROWS,
   WARPGROUPS,
   WAVE,
+  in_128_bytes,
   in_band,
   rows_of_128_bytes,
 )
 
-# A copy must be a multiple of 16 bytes, so each scale of a tile of b is stored
-# four times; in shared memory it is padded to a multiple of 128 bytes.
+# If b has one scale per 128 rows, each scale is stored this many times, because
+# a copy to shared memory must be a multiple of 16 bytes.
 COPIES = 4
-_PADDED = 32
+_PADDED = 32  # Length of the copies' buffer in shared memory: 128 bytes.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +51,12 @@ class Tile:
   """The shape of a tile and how one program computes it."""
 
   waves: int = 2  # Number of waves (128 rows each) in a tile.
-  stages: int = 3  # Number of blocks that shared memory holds.
-  # Number of pieces of the result (64 rows of 128 bytes) that shared memory
-  # holds for each warpgroup while they are copied out.
+  stages: int = 3  # Number of blocks of k that shared memory holds.
+  # The result is written in pieces of 64 rows of 128 bytes. This is the number
+  # of pieces that shared memory holds for each warpgroup.
   slots: int = 4
-  # Number of programs, with neighbouring tiles along n, that load a together.
+  # Number of programs that share their copies of a. Their tiles are neighbours
+  # along n.
   cluster: int = 1
   band: int = 8  # See `in_band`.
 
@@ -64,7 +67,7 @@ class Tile:
 
   @property
   def n(self) -> int:
-    """The number of columns that a cluster computes."""
+    """The number of columns of the tiles of one cluster."""
     return BLOCK * self.cluster
 
   def fits(self, m: int, n: int) -> bool:
@@ -74,14 +77,14 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """Everything that the programs of one product share; all of it is static."""
+  """Static parameters of one matmul, the same for all of its programs."""
 
   tile: Tile
   tiles_m: int  # Number of tiles along m.
   tiles_n: int  # Number of tiles along n, each as wide as a cluster.
-  blocks: int  # Number of blocks to sum.
-  clusters: int  # Number of clusters that work through the tiles.
-  of_tiles: bool  # Whether b has a scale per 128 rows instead of one per row.
+  blocks: int  # Number of blocks along k.
+  clusters: int  # Number of clusters.
+  is_b_tiled: bool  # Whether b has one scale per 128 rows, not one per row.
   interpret: bool
 
   def count(self) -> Array:
@@ -98,28 +101,28 @@ class Work:
     return i * self.tile.m, column
 
   def slot(self, step: Array) -> Array:
-    """Returns the stage of shared memory that the step-th block goes into."""
+    """Returns the stage of shared memory that holds the step-th block."""
     return lax.rem(step, jnp.int32(self.tile.stages))
 
 
 class Memory(NamedTuple):
   """A program's shared memory and barriers, or their types."""
 
-  a_smem: Any  # Blocks and their scales, one slot per stage.
+  # Blocks and their scales, for each stage.
+  a_smem: Any
   b_smem: Any
   a_scale_smem: Any
   b_scale_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  loaded: Any  # Per wave, barriers that complete when a stage is filled.
-  free: Any  # Barriers that complete when both warpgroups have read a stage.
+  loaded: Any  # For each wave, one barrier per stage: the stage is filled.
+  free: Any  # One barrier per stage: both warpgroups have read the stage.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   """Returns shared memory and barriers for these dtypes of a, b and out."""
   tile, stages = work.tile, work.tile.stages
-
-  width = 128 // jnp.dtype(out).itemsize
-  b_scales = _PADDED if work.of_tiles else BLOCK
+  width = in_128_bytes(out)
+  b_scales = _PADDED if work.is_b_tiled else BLOCK
   return Memory(
     a_smem=rows_of_128_bytes(stages, tile.waves, WAVE, BLOCK, dtype=a),
     b_smem=rows_of_128_bytes(stages, BLOCK, BLOCK, dtype=b),
@@ -127,7 +130,7 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
     b_scale_smem=plgpu.SMEM((stages, b_scales), jnp.float32),
     out_smem=rows_of_128_bytes(WARPGROUPS, tile.slots, ROWS, width, dtype=out),
     loaded=tuple(
-      # b and the scales of both operands arrive with a's first wave.
+      # The first wave's barrier also waits for b and the scales of a and b.
       plgpu.Barrier(num_arrivals=1 if wave else 4, num_barriers=stages)
       for wave in range(tile.waves)
     ),
@@ -171,7 +174,7 @@ def run(work: Work, *refs, **scratch: Any) -> None:
 
 
 def _load(work: Work, operands, memory: Memory) -> None:
-  """Copies the blocks of all this program's tiles as stages become free."""
+  """Copies blocks to shared memory as stages become free, for all tiles."""
   a, a_scale, b, b_scale = operands
   loaded, free = memory.loaded, memory.free
   tile = work.tile
@@ -181,7 +184,7 @@ def _load(work: Work, operands, memory: Memory) -> None:
     row, column = work.place(i)
     b_rows = pl.ds(column, BLOCK)
     first, count = column, BLOCK
-    if work.of_tiles:
+    if work.is_b_tiled:
       first, count = lax.div(column, jnp.int32(BLOCK)) * COPIES, COPIES
 
     def load_block(j, step):
@@ -207,9 +210,9 @@ def _load(work: Work, operands, memory: Memory) -> None:
 
   steps = lax.fori_loop(0, work.count(), load_tile, jnp.int32(0))
 
-  # Wait until every block has been read: the program must not end while the
-  # other program of its cluster still writes to its shared memory and arrives
-  # at its barriers.
+  # Wait until all blocks have been read. A program must not end while the other
+  # program of its cluster may still write to its shared memory or arrive at its
+  # barriers.
   def wait(i, _):
     step = steps + i
     slot = work.slot(step)
@@ -221,7 +224,7 @@ def _load(work: Work, operands, memory: Memory) -> None:
 def _sum_blocks(
   work: Work, step: Array, memory: Memory
 ) -> tuple[Array, tuple[Array, ...]]:
-  """Sums a tile; returns the next step and, per wave, f32 [64, 128]."""
+  """Sums a tile's blocks; returns the next step and f32 [64, 128] per wave."""
   loaded, free = memory.loaded, memory.free
   warpgroup = lax.axis_index("warpgroup")
   shape = ROWS, BLOCK
@@ -235,8 +238,8 @@ def _sum_blocks(
     step, totals = carry
     slot, new = work.slot(step), []
     for wave, total in enumerate(totals):
-      # Waiting here also keeps the compiler from interleaving the waves'
-      # instructions, for which there are not enough registers.
+      # Waiting here also keeps the compiler from interleaving instructions of
+      # two waves, which would take too many registers.
       plgpu.barrier_wait(loaded[wave].at[slot])
       rows = pl.ds(wave * WAVE + warpgroup * ROWS, ROWS)
       scale = plgpu.load(
@@ -244,26 +247,28 @@ def _sum_blocks(
         layout=LAYOUT.reduce(1),
         optimized=False,
       )
-      if work.of_tiles:
+      if work.is_b_tiled:
         scale = scale * memory.b_scale_smem[slot, 0]
       scale = lax.broadcast_in_dim(scale, shape, (0,))
-      if not work.of_tiles and work.tile.waves == 1:
-        # Multiply the scales while the tensor cores work: one wave leaves
-        # enough registers for it.
-        scale = scale * _of_columns(memory.b_scale_smem, slot, shape)
+      if not work.is_b_tiled and work.tile.waves == 1:
+        # With one wave there are enough registers to multiply the scales while
+        # the tensor cores work.
+        scale = scale * _load_column_scales(memory.b_scale_smem, slot, shape)
       zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
       partial = pl.run_scoped(functools.partial(multiply, slot, wave), zeros)
-      # Tensor cores sum a block with fewer bits than f32, so we add up the
-      # blocks in f32 here.
+      # Tensor cores accumulate with fewer bits than f32 has. So they only sum
+      # within a block, and blocks are added in f32.
       partial = partial * scale
-      if not work.of_tiles and work.tile.waves > 1:
-        partial = partial * _of_columns(memory.b_scale_smem, slot, shape)
+      if not work.is_b_tiled and work.tile.waves > 1:
+        partial = partial * _load_column_scales(
+          memory.b_scale_smem, slot, shape
+        )
       new.append(total + partial)
     if work.interpret or work.tile.cluster > 1:
-      # At a cluster's barrier one thread arrives for all, while others may
-      # still be reading scales. At a program's own barrier every thread arrives
-      # after its reads, but the interpreter would report the next copy as a
-      # race.
+      # In a cluster, one thread arrives for its whole warpgroup, so wait until
+      # the others have read the scales. Without a cluster, each thread arrives
+      # after its own reads; only the interpreter would report a race with the
+      # next copy.
       plgpu.commit_smem()
     plgpu.barrier_arrive(free.at[slot])
     return step + 1, tuple(new)
@@ -273,8 +278,8 @@ def _sum_blocks(
   return lax.fori_loop(0, work.blocks, add_block, carry)
 
 
-def _of_columns(b_scale_smem, slot, shape) -> Array:
-  """Loads the scales of b's rows, one for each column of the result."""
+def _load_column_scales(b_scale_smem, slot, shape) -> Array:
+  """Loads the scales of b's rows, which are columns of the result."""
   scale = plgpu.load(
     b_scale_smem.at[slot], layout=LAYOUT.reduce(0), optimized=False
   )
@@ -284,7 +289,7 @@ def _of_columns(b_scale_smem, slot, shape) -> Array:
 def _write(
   work: Work, totals: tuple[Array, ...], place, out_smem, out, add=None
 ) -> None:
-  """Copies a tile to `out` at a row and column, piece by piece."""
+  """Copies a tile, piece by piece, to `out` at `place` (row, column)."""
   (row, column), warpgroup = place, lax.axis_index("warpgroup")
   width = out_smem.shape[-1]
   pieces = [
@@ -292,8 +297,8 @@ def _write(
     for wave in range(work.tile.waves)
     for start in range(0, BLOCK, width)
   ]
-  # A piece always overwrites the one written `slots` pieces before it, which
-  # may belong to the previous tile.
+  # A piece overwrites the one that was written `slots` pieces earlier, also if
+  # that belongs to the previous tile.
   slots = math.gcd(work.tile.slots, len(pieces))
   for i, (wave, start) in enumerate(pieces):
     rows = pl.ds(row + wave * WAVE + warpgroup * ROWS, ROWS)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 products in blocks of 128 on Hopper's tensor cores, through Mosaic GPU.
+"""Block-scaled FP8 matmuls on Hopper's tensor cores, in Mosaic GPU.
 
-  out [m, n] = sum over blocks j of k: a_j b_j^T a_scale_j b_scale_j
+  out [m, n] = sum of a_j b_j^T a_scale_j b_scale_j over blocks j of 128 along k
 
-All sizes are multiples of 128. a has a scale for each row and block; b has the
-same, or one scale per 128 rows. Scales are transposed for the kernel
-(`block_kernel`), so that one copy fetches the scales of all of a tile's rows.
-The two scales of a block are multiplied with each other first: if their product
-is below 1.2e-38 it is inexact or 0, whereas the definition in `ops.linear`
-still computes a value.
+m, n and k are multiples of 128. In each block, a has one scale per row; b has
+one scale per row or per 128 rows. The kernel (`block_kernel`) reads transposed
+scales, so that one copy fetches the scales of all rows of a tile.
+
+The kernel first multiplies the two scales of a block with each other. If their
+product is below 1.2e-38, it is inexact or 0, so the result differs from that of
+the definition in `ops.linear`.
 
 On an H200 (jax 0.11.2) it reaches 860 to 1180 TFLOP/s at Llama-2-7B's shapes.
 """
@@ -22,11 +23,11 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from coat_jax.numerics.formats import is_fp8
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import BLOCK, BlockScales, Operand
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows, in_sum
+from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import block_kernel, device
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
 from coat_jax.pallas.mosaic.persistent import WARPGROUPS
@@ -38,21 +39,25 @@ TILES = {
   "deep": Tile(stages=4, slots=1),
   "low_paired": Tile(waves=1, stages=5, slots=2, cluster=2, band=16),
 }
-# `pick_tile` picks the first that fits; "low" fits every shape that we support.
+# `pick_tile` picks the first of these that fits. "low" fits all shapes that the
+# kernel supports.
 _PREFERRED = ("paired", "tall", "low")
 
 
 def pick_tile(m: int, n: int) -> Tile:
-  """Picks a tile for [m, n], which are multiples of 128."""
+  """Picks a tile for a result [m, n]; m and n are multiples of 128."""
   tiles = (TILES[name] for name in _PREFERRED)
   return next(tile for tile in tiles if tile.fits(m, n))
 
 
 def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
-  """Returns why this GPU cannot multiply these arrays of two operands."""
+  """Returns why the kernel does not support these operands, or None.
+
+  `arrays` are the codes that are multiplied: one layout of each operand.
+  """
   if not all(isinstance(x.scale, BlockScales) for x in (a, b)):
     return (
-      f"the kernel of Mosaic takes scales of blocks of {BLOCK}, got one scale "
+      f"the Mosaic kernel needs one scale per block of {BLOCK}, got one scale "
       "per tensor"
     )
   reason = device.why_not_hopper()
@@ -60,18 +65,15 @@ def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
     return reason
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
     return f"the kernel writes bfloat16, float16 or float32, got {dtype}"
-  dtypes = {x.dtype for x in arrays}
-  if not all(map(is_fp8, dtypes)):
-    return (
-      "the kernel multiplies FP8, got "
-      f"{' and '.join(sorted(x.name for x in dtypes))}"
-    )
+  reason = supported.why_not_fp8(*(x.dtype for x in arrays))
+  if reason is not None:
+    return reason
   (*rows, k), n = arrays[0].shape, arrays[1].shape[0]
   m = math.prod(rows)
   if any(size % BLOCK or size == 0 for size in (m, n, k)):
     return (
-      f"the kernel of Mosaic takes sizes that are multiples of {BLOCK}, got "
-      f"[{m}, {k}] times [{k}, {n}]"
+      f"the Mosaic kernel needs sizes that are multiples of {BLOCK}, got [{m}, "
+      f"{k}] times [{k}, {n}]"
     )
   return None
 
@@ -86,7 +88,7 @@ def linear_fwd(
   bias: Array | None = None,
   interpret: bool = False,
 ) -> Array:
-  """`ops.linear_fwd`; XLA adds the bias in a separate pass."""
+  """Computes `ops.linear_fwd`; XLA adds the bias in a separate pass."""
   rows, columns = in_rows(x), in_columns(w)
   if bias is None:
     y = product(rows, columns, dtype, add, interpret=interpret)
@@ -105,7 +107,7 @@ def linear_dgrad(
   dtype: DTypeLike = jnp.bfloat16,
   interpret: bool = False,
 ) -> Array:
-  """`ops.linear_dgrad`."""
+  """Computes `ops.linear_dgrad`."""
   dx = product(in_rows(g), in_rows(w), dtype, interpret=interpret)
   assert g.rows is not None
   return dx.reshape(*g.rows.shape[:-1], dx.shape[-1])
@@ -119,7 +121,7 @@ def linear_wgrad(
   dtype: DTypeLike = jnp.float32,
   interpret: bool = False,
 ) -> Array:
-  """`ops.linear_wgrad`."""
+  """Computes `ops.linear_wgrad`."""
   return product(in_columns(x), in_columns(g), dtype, interpret=interpret)
 
 
@@ -133,17 +135,18 @@ def product(
   programs: int | None = None,
   interpret: bool = False,
 ) -> Array:
-  """Computes out [m, n] = a [m, k] b [n, k]^T, plus `add` in f32.
+  """Computes a [m, k] times b [n, k]^T, plus `add` if given: [m, n].
 
-  a has FP8 codes and f32 scales [m, k / 128]; b has scales [n, k / 128], or
-  one per 128 x 128 tile, [n / 128, k / 128]. `programs` defaults to one per
-  multiprocessor. `interpret` runs the kernel on a CPU and reports races.
+  Scales are f32: [m, k / 128] for a; [n, k / 128] for b, or [n / 128, k / 128]
+  for one per 128 x 128 block. `add` is added in f32. `programs` is the number
+  of programs, by default one per multiprocessor. `interpret` runs the kernel on
+  a CPU and reports races.
   """
   (m, k), n = a.qvalue.shape, len(b.qvalue)
   tile = tile or pick_tile(m, n)
   assert tile.fits(m, n), (m, n, tile)
   b_scale = b.scale.T
-  if of_tiles := len(b.scale) != n:
+  if is_b_tiled := len(b.scale) != n:
     b_scale = jnp.repeat(b_scale, block_kernel.COPIES, axis=1)
   clusters = (programs or device.multiprocessors()) // tile.cluster
   work = Work(
@@ -152,7 +155,7 @@ def product(
     tiles_n=n // tile.n,
     blocks=k // BLOCK,
     clusters=min(clusters, (m // tile.m) * (n // tile.n)),
-    of_tiles=of_tiles,
+    is_b_tiled=is_b_tiled,
     interpret=interpret,
   )
   dtypes = a.qvalue.dtype, b.qvalue.dtype, dtype
@@ -166,7 +169,7 @@ def product(
     cluster_names=("cluster",),
     num_threads=WARPGROUPS + 1,
     thread_name="warpgroup",
-    # No thread reads shared memory that it has written itself.
+    # The kernel has its own barriers.
     compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     interpret=plgpu.InterpretGPUParams(detect_races=True)
     if interpret

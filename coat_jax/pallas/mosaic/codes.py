@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves FP8 codes: `ops.join_columns` and `ops.turn_codes`.
+"""Concatenates and transposes FP8 codes: `ops.join_columns`, `ops.turn_codes`.
 
-XLA moves single codes, which takes at least 1.6 times as long.
+XLA moves one code at a time, which takes at least 1.6 times as long.
 """
 
 import jax
@@ -14,34 +14,34 @@ from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import row_ptx, rows
 
-_WIDTH = 64  # Codes that a program copies of each of 128 columns.
+_WIDTH = 64  # Number of codes that a program copies from each of 128 columns.
 
 
 def _why_not_codes(x: Array) -> str | None:
   if x.dtype.itemsize != 1:
-    return f"the kernel of Mosaic moves FP8 codes, got {x.dtype}"
+    return f"the Mosaic kernel moves FP8 codes, got {x.dtype}"
   return supported.why_not_shape(x.shape)
 
 
 def _part_of(axis: str, size: int, count: int):
-  """Returns which of several matrices a program works on, and which part.
+  """Returns the index of this program's matrix, and its slice of the matrix.
 
-  Each matrix has `count` rows or columns, in parts of `size`.
+  Each matrix has `count` rows or columns, cut into slices of `size`.
   """
   number, parts = lax.axis_index(axis), jnp.int32(pl.cdiv(count, size))
   part = rows.part_at(lax.rem(number, parts), size, count)
   return lax.div(number, parts), part
 
 
-# --- Joining -----------------------------------------------------------------
+# --- Concatenate -------------------------------------------------------------
 
 
 def _why_not_join(parts, **_) -> str | None:
   fits = parts.ndim == 3 and parts.shape[1] >= row_ptx.COLUMNS
   if not fits or parts.shape[2] % 16 or parts.shape[2] < _WIDTH:
     return (
-      f"the kernel of Mosaic needs [P, f, k] with f >= {row_ptx.COLUMNS} and k "
-      f">= {_WIDTH} a multiple of 16, got {parts.shape}"
+      f"the Mosaic kernel needs [P, f, k] with f >= {row_ptx.COLUMNS} and k >= "
+      f"{_WIDTH} a multiple of 16, got {parts.shape}"
     )
   return _why_not_codes(parts)
 
@@ -49,7 +49,7 @@ def _why_not_join(parts, **_) -> str | None:
 @kernel(_why_not_join)
 @jax.jit(static_argnames="interpret")
 def join_columns(parts: Array, *, interpret: bool = False) -> Array:
-  """`ops.join_columns`."""
+  """Computes `ops.join_columns`."""
   count, f, k = parts.shape
   [joined] = rows.run(
     _join_kernel,
@@ -75,7 +75,7 @@ def _join_kernel(parts_gmem, joined_gmem):
   rows.store(joined_gmem.at[column, to], codes)
 
 
-# --- Turning -----------------------------------------------------------------
+# --- Transpose ---------------------------------------------------------------
 
 
 def _why_not_turn(codes, **_) -> str | None:
@@ -89,7 +89,7 @@ def _why_not_turn(codes, **_) -> str | None:
 @kernel(_why_not_turn)
 @jax.jit(static_argnames="interpret")
 def turn_codes(codes: Array, *, interpret: bool = False) -> Array:
-  """`ops.turn_codes`."""
+  """Computes `ops.turn_codes`."""
   *leading, m, n = codes.shape
   matrices = codes.reshape(-1, m, n)
   across, down = rows.grid_of_tiles(m, n)

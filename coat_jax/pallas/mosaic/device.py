@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a GPU can run kernels of Mosaic."""
+"""Checks that a GPU can run Mosaic kernels, and counts its multiprocessors."""
 
 import jax
 
@@ -7,24 +7,27 @@ from coat_jax.ops.capability import FP8, HOPPER, capability, why_not_before
 
 
 def why_not_rows() -> str | None:
-  """Returns why the kernels on rows cannot run on this GPU, or None."""
-  return why_not_before(FP8, "a kernel of Mosaic that converts to FP8")
+  """Returns why kernels that use `rows` cannot run on this GPU, or None."""
+  return why_not_before(FP8, "a Mosaic kernel that converts to FP8")
 
 
 def why_not_hopper() -> str | None:
-  """Returns why this GPU is not a Hopper; None if it is, or without a GPU."""
+  """Returns why this GPU is not a Hopper; None if it is or there is no GPU."""
   found = capability()
   is_unknown = found is None and jax.default_backend() == "gpu"
   if found in (HOPPER, None) and not is_unknown:
     return None
   return (
-    f"the kernel of Mosaic is for Hopper, of compute capability {HOPPER}, got "
+    f"the Mosaic kernel needs compute capability {HOPPER} (Hopper), got "
     f"{'an unknown one' if is_unknown else found}"
   )
 
 
 def multiprocessors() -> int:
-  """Returns the number of multiprocessors of the GPU that code is for."""
+  """Returns the number of multiprocessors of the GPU to compile for.
+
+  Without a GPU, it is 132, as on an H100 and an H200.
+  """
   described = jax.sharding.get_abstract_mesh().abstract_device
   if described is not None and described.num_cores:
     return described.num_cores

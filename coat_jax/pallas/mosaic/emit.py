@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces from which kernels inline PTX: numbers, vectors, instructions."""
+"""Emits MLIR and PTX within kernels: numbers, vectors, bytes, loads, stores."""
 
 import struct
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 
 def thread():
-  """Returns the number of this thread in its program."""
+  """Returns the index of this thread in its program (thread block)."""
   return llvm.inline_asm(i32_type(), [], "mov.u32 $0, %tid.x;", "=r")
 
 
@@ -27,13 +27,13 @@ def element(x, i: int):
 
 
 def elements(x) -> list:
-  """Returns the numbers of a vector as a list."""
+  """Returns the elements of a vector as a list."""
   [size] = x.type.shape
   return [element(x, i) for i in range(size)]
 
 
 def pairs(words: list, selector: int) -> list:
-  """Packs selected bytes of every two registers into one."""
+  """Packs selected bytes of each two consecutive registers into one."""
   evens, odds = words[::2], words[1::2]
   return [prmt(a, b, selector) for a, b in zip(evens, odds, strict=True)]
 
@@ -52,12 +52,16 @@ def f32(code: str, *args):
 
 
 def number(x: float) -> str:
-  """Formats an f32 as PTX writes it."""
+  """Formats a number as an f32 literal of PTX."""
   return f"0f{struct.pack('>f', x).hex().upper()}"
 
 
 def prmt(a, b, selector: int):
-  """Selects bytes of two registers, numbered 0..7 from the lowest."""
+  """Selects 4 of the 8 bytes in two registers.
+
+  Each hexadecimal digit of `selector` is the number of a byte, from 0 (lowest
+  of a) to 7 (highest of b).
+  """
   return asm(f"prmt.b32 $0, $1, $2, {selector};", a, b)
 
 
@@ -86,7 +90,7 @@ def load_shared(address, offset: int) -> list:
 
 
 def load_global(address, offset: int) -> list:
-  """Reads 16 bytes, which the kernel does not write, as four words."""
+  """Reads 16 bytes that the kernel never writes, as four words."""
   return _load("ld.global.nc.v4.b32", address, "l", offset)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 moment codecs on tiles of registers.
+"""Encodes and decodes moments in registers with the FP8 codecs.
 
-For stochastic rounding to E4M3, the neighbours of a value are J 2^e with J in
-0..15, so a decoded neighbour is the product of two table entries. A group's 16
-lanes compute the tables of sixteen entries once and look entries up with
-shuffles. This saves the two logarithms and two exponentials per value that the
-definition computes.
+Stochastic rounding must decode the two codes next to each value. An E4M3 code
+stands for J 2^e with J in 0..15, and decoding raises this number to a power. So
+the result is a product of two numbers, which can be looked up in tables by J
+and by e. A table has 16 entries. The 16 lanes that share a group compute one
+entry each, and look entries up with shuffles. This saves two logarithms and two
+exponentials per value.
 """
 
 import dataclasses
@@ -71,11 +72,11 @@ class _Scaled(FittedCodec):
 
 
 class _Fit(NamedTuple):
-  """The quantities of a group that encoding needs, 32 bits each."""
+  """The numbers that encoding a group needs, 32 bits each."""
 
-  amax: Array  # The statistics, not yet cast to bytes.
+  amax: Array  # The codec's statistics, not yet cast to the stored dtypes.
   range: Array
-  power: Array  # x maps to 2^(power log2 |x| + shift).
+  power: Array  # x is mapped to 2^(power log2 |x| + shift).
   shift: Array
   root: Array  # 1 / k.
   scale: Array  # 1 / bound.
@@ -117,12 +118,13 @@ class _Expanded(FittedCodec):
 
   def fit(self, amax, amin, on):
     log2_amax = jnp.log2(amax)
-    # Groups of a single magnitude, of zeros or with NaN get the largest power.
+    # A group gets the largest power if all its magnitudes are equal, if all are
+    # zero, or if it contains NaN.
     octaves = jnp.maximum(log2_amax - jnp.log2(amin), 2.0**-24)
     octaves = jnp.where(amax > 0, octaves, 2.0**-24)
     power = on.reciprocal(octaves) * (log2_range(self.codec.dtype) * 16)
-    # The definition rounds down; rounding to nearest after subtracting half a
-    # sixteenth does the same. The bounds are integers, so rounding keeps them.
+    # The definition rounds down to a multiple of a sixteenth. Subtracting half
+    # a sixteenth and rounding to nearest does the same.
     power = jnp.clip(power - 0.5, 1.0, 255.0)
     sixteenths, _ = on.round(power, jnp.float32(1.0))
     root = on.reciprocal(sixteenths) * 16.0
@@ -137,7 +139,7 @@ class _Expanded(FittedCodec):
     )
 
   def _stored(self, fit: _Fit) -> tuple[Array, Array]:
-    # Convert via int32: an integer from `on.round` must not be cut to a byte.
+    # Convert via int32, as `on.round` requires before a cast to a byte.
     return fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8)
 
   def _bound_and_root(self, encoded: Encoded, on):
@@ -168,19 +170,19 @@ class _Bounded(_Expanded):
 
 
 def _inverse(bound: Array, on: Instructions) -> Array:
-  """Returns 1 / bound, finite for a group of zeros; NaN stays NaN."""
-  # Scale down by a power of two, so that the reciprocal is not subnormal,
-  # which would be flushed to zero.
+  """Returns 1 / bound, finite if the bound is zero; NaN stays NaN."""
+  # Scale large bounds down by a power of two. Otherwise their reciprocals would
+  # be subnormal and flushed to zero.
   down = jnp.where(bound > 2.0**100, 2.0**-64, 1.0)
   return jnp.minimum(on.reciprocal(bound * down), 2.0**127) * down
 
 
 def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-  """`formats.neighbours`; an upper neighbour above qmax is left to saturate."""
+  """Computes `formats.neighbours`, but the upper one may exceed qmax."""
   info = jnp.finfo(dtype)
   drop = 23 - info.nmant
   smallest = float(info.smallest_normal)
-  # Subnormals have the step of the first normals, smallest..2 smallest.
+  # Subnormals are as far apart as the normals in smallest..2 smallest.
   offset = jnp.where(y < smallest, smallest, 0.0)
   lower = as_bits(y + offset) & jnp.uint32(0xFFFFFFFF >> drop << drop)
   upper = lower + jnp.uint32(1 << drop)
@@ -190,11 +192,11 @@ def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
   """Rounds t = magnitude * scale to E4M3 stochastically, given e = t^k.
 
-  `magnitude` and e are f32 tiles; x gives the codes' signs, or is None. An
-  error of one ulp in e may select different neighbours of t, but does not bias
-  the expectation.
+  `magnitude` and e are f32 tiles. The codes get the signs of x unless it is
+  None. An error of one ulp in e may select different neighbours of t, but does
+  not bias the expectation.
   """
-  # From bit 20 on, the bits are the code of the lower neighbour.
+  # Bits 20 and up are the code of the lower neighbour.
   bits = on.e4m3_bits(e, qmax(E4M3))
   code = bits >> 20
   # The lower neighbour is J 2^e, where J is its lowest 3 bits, plus 8 unless
@@ -206,9 +208,9 @@ def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
     fit.root,
     -fit.scale,
   )
-  # Round up if t - lower > (noise - 1) (upper - lower), which makes `rest`
-  # negative. All terms are in units of the lower neighbour's power of two. This
-  # takes two fused operations.
+  # Round up if t - lower > (noise - 1) (upper - lower), which is when `rest`
+  # below is negative. All its terms are in units of the lower neighbour's power
+  # of two, so that it takes only two fused operations.
   rest = noise * gap + (rest + magnitude * unit)
   code = code + (as_bits(rest) >> 31)
   return lax.bitcast_convert_type(on.e4m3_codes(code, x), E4M3)

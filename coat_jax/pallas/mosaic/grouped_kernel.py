@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `grouped_product`, in Pallas for Mosaic GPU.
+"""The GPU kernel that `grouped_product` runs: a grouped (ragged) matmul.
 
-It is built like `block_kernel`: one persistent program per multiprocessor, a
-warpgroup that loads and two that multiply, and f32 sums of blocks. A block is
-128 bytes along the summed axis: 128 FP8 codes, or 64 values of 16 bits, which
-take as long to copy and to multiply. Only the GPU knows how many rows a group
-has, so programs read the tiles from a table (`Entry`). All groups and tiles
-share one grid.
+It is built like `block_kernel`. One persistent program (thread block) per
+multiprocessor computes one tile after another: one warpgroup loads blocks, two
+multiply them, and blocks are added in f32. A block is 128 bytes long along the
+summed axis, which is 128 FP8 codes or 64 values of 16 bits. Both take equally
+long to copy and to multiply. Only the GPU knows how many rows a group has, so
+programs read from a table (`Entry`) where tiles are. One launch computes all
+groups.
 
-FP8 codes must have the summed axis last. Operands of 16 bits may have it first:
-the tensor cores transpose them as they read shared memory.
+FP8 codes must have the summed axis last. Operands of 16 bits may have it first,
+because the tensor cores can transpose them when they read shared memory.
 
-A group may begin at any row, but a copy into swizzled shared memory must begin
-at a multiple of 8 rows, and of a block along the summed axis. Therefore:
+A group may begin at any row. But copies into swizzled shared memory must begin
+at a multiple of 8 rows, or of a whole block along the summed axis. Therefore:
 
-  rows times weights   A tile begins up to 7 rows before its group. Rows of
-                       other groups are computed and not written. Sets of 64
-                       rows that a group fills are written in one copy, others
-                       in copies of 32, 16, ... rows.
-  gradients of weights Blocks of tokens begin at multiples of a block. In a
+  rows times weights   A group's first tile begins up to 7 rows before the
+                       group. Rows of other groups are computed but not written.
+                       If a group fills all 64 rows that a warpgroup computes,
+                       they are written in one copy, otherwise in copies of 32,
+                       16, ... rows.
+  gradients of weights The summed axis is that of rows, here called tokens. In a
                        group's first and last block, tokens of other groups are
                        set to zero in shared memory, in one of the two operands.
-                       With two waves there are not enough registers for that.
+                       Tiles with two waves leave too few registers for that.
 
 So no rows are padded or moved in memory.
 """
@@ -37,6 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.scaling import BLOCK
+from coat_jax.pallas.mosaic.grouped_table import Entry
 from coat_jax.pallas.mosaic.persistent import (
   LAYOUT,
   REGISTERS,
@@ -54,10 +57,10 @@ from coat_jax.pallas.mosaic.persistent import (
 class Tile:
   """The shape of a tile and how one program computes it."""
 
-  waves: int = 2  # The waves of 128 rows in a tile.
-  stages: int = 3  # The blocks that shared memory holds.
-  # For each warpgroup, the pieces of the result (64 rows of 128 bytes) that
-  # shared memory holds while they are copied out.
+  waves: int = 2  # Number of waves (128 rows each) in a tile.
+  stages: int = 3  # Number of blocks that shared memory holds.
+  # The result is written in pieces of 64 rows of 128 bytes. This is the number
+  # of pieces that shared memory holds for each warpgroup.
   slots: int = 2
   band: int = 8  # See `in_band`.
 
@@ -67,31 +70,16 @@ class Tile:
     return WAVE * self.waves
 
 
-class Entry(NamedTuple):
-  """Rows of the table: for each entry, where its tiles are; int32 [entries].
-
-  For rows times weights an entry is one tile of rows, for gradients of weights
-  it is one group.
-  """
-
-  group: Any
-  row: Any  # The tile's first row; a multiple of 8.
-  begin: Any  # The group's first row or token, and the end.
-  end: Any
-  first: Any  # The first block to sum, and the number of blocks.
-  blocks: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """Everything that the programs of one product share; all of it is static."""
+  """Static parameters of one matmul, the same for all of its programs."""
 
   tile: Tile
-  of_weights: bool  # Whether the result is gradients of weights.
-  rows_first: bool  # Whether these are [D, E, F].
-  tiles_m: int  # The tiles along m of each group, for gradients of weights.
-  tiles_n: int  # The tiles along n.
-  depth: int  # The values of a block along the summed axis k.
+  is_wgrad: bool  # Whether the result is the gradient of weights.
+  rows_first: bool  # Whether this gradient is [D, E, F], not [E, D, F].
+  tiles_m: int  # Number of tiles along m per group, for gradients of weights.
+  tiles_n: int  # Number of tiles along n.
+  depth: int  # Length of a block along the summed axis k.
   a_k_first: bool  # Whether a is [k, m] instead of [m, k].
   b_k_first: bool  # Whether b is [k, n] instead of [n, k].
   programs: int
@@ -99,7 +87,7 @@ class Work:
 
   def count(self, used: Array) -> Array:
     """Returns how many tiles this program computes."""
-    each = self.tiles_n * (self.tiles_m if self.of_weights else 1)
+    each = self.tiles_n * (self.tiles_m if self.is_wgrad else 1)
     left = used * each - lax.axis_index("program") + self.programs - 1
     return lax.div(left, jnp.int32(self.programs))
 
@@ -107,53 +95,53 @@ class Work:
     """Returns the entry, tile along m and first column of the i-th tile."""
     number = i * self.programs + lax.axis_index("program")
     tiles_m, entry = used, jnp.int32(0)
-    if self.of_weights:
-      of_entry = jnp.int32(self.tiles_m * self.tiles_n)
-      entry, number = lax.div(number, of_entry), lax.rem(number, of_entry)
+    if self.is_wgrad:
+      per_entry = jnp.int32(self.tiles_m * self.tiles_n)
+      entry, number = lax.div(number, per_entry), lax.rem(number, per_entry)
       tiles_m = jnp.int32(self.tiles_m)
     tile, j = in_band(number, tiles_m, self.tiles_n, self.tile.band)
     column = j * BLOCK
-    return (entry, tile, column) if self.of_weights else (tile, entry, column)
+    return (entry, tile, column) if self.is_wgrad else (tile, entry, column)
 
   def a_place(self, rows: Any, block: Any) -> tuple[Any, Any]:
-    """Returns the index of a block of these rows in a."""
+    """Returns the index into a for a block of these rows."""
     return (block, rows) if self.a_k_first else (rows, block)
 
   def b_place(self, columns: Any, block: Any) -> tuple[Any, Any]:
-    """Returns the index of a block of these columns in b."""
+    """Returns the index into b for a block of these columns."""
     return (block, columns) if self.b_k_first else (columns, block)
 
   def slot(self, step: Array) -> Array:
-    """Returns the stage of shared memory that the step-th block goes into."""
+    """Returns the stage of shared memory that holds the step-th block."""
     return lax.rem(step, jnp.int32(self.tile.stages))
 
 
 class Memory(NamedTuple):
   """A program's shared memory and barriers, or their types."""
 
-  a_smem: Any  # Blocks, one slot per stage.
+  # Blocks, for each stage.
+  a_smem: Any
   b_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  edge_smem: Any  # 64 rows of the result that are written in part.
-  loaded: Any  # Per wave, barriers that complete when a stage is filled.
-  free: Any  # Barriers that complete when both warpgroups have read a stage.
+  edge_smem: Any  # For each warpgroup, 64 rows of which only some are written.
+  loaded: Any  # For each wave, one barrier per stage: the stage is filled.
+  free: Any  # One barrier per stage: both warpgroups have read the stage.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
   """Returns shared memory and barriers for these dtypes of a, b and out."""
   tile, stages = work.tile, work.tile.stages
-
   width = in_128_bytes(out)
   a_block = work.a_place(WAVE, work.depth)
   b_block = work.b_place(BLOCK, work.depth)
-  edge = (1, 1, 128) if work.of_weights else (WARPGROUPS, ROWS, BLOCK)
+  edge = (1, 1, 128) if work.is_wgrad else (WARPGROUPS, ROWS, BLOCK)
   return Memory(
     a_smem=rows_of_128_bytes(stages, tile.waves, *a_block, dtype=a),
     b_smem=rows_of_128_bytes(stages, *b_block, dtype=b),
     out_smem=rows_of_128_bytes(WARPGROUPS, tile.slots, ROWS, width, dtype=out),
     edge_smem=plgpu.SMEM(edge, out),
     loaded=tuple(
-      # b arrives with a's first wave.
+      # The first wave's barrier also waits for b.
       plgpu.Barrier(num_arrivals=1 if wave else 2, num_barriers=stages)
       for wave in range(tile.waves)
     ),
@@ -165,8 +153,8 @@ def run(work: Work, *refs, **scratch: Any) -> None:
   """Runs the kernel on arrays in global memory.
 
   `refs` are a table [6, entries] with the fields of `Entry`, the number of
-  entries [1], the product of both operands' scales [E], a, b, and the result.
-  `scratch` holds the fields of `Memory`.
+  entries in use [1], a factor per group [E] (the product of both operands'
+  scales), a, b, and the result. `scratch` holds the fields of `Memory`.
   """
   table, used, scale, a, b, out = refs
   memory = Memory(**scratch)
@@ -175,7 +163,7 @@ def run(work: Work, *refs, **scratch: Any) -> None:
   def entry_of(i):
     entry, tile, column = work.place(i, num_entries)
     found = Entry(*(table[k, entry] for k in range(len(Entry._fields))))
-    row = tile * work.tile.m if work.of_weights else found.row
+    row = tile * work.tile.m if work.is_wgrad else found.row
     return found._replace(row=row), column
 
   @pl.when(lax.axis_index("warpgroup") == WARPGROUPS)
@@ -187,7 +175,7 @@ def run(work: Work, *refs, **scratch: Any) -> None:
 
     steps = lax.fori_loop(0, work.count(num_entries), load, jnp.int32(0))
 
-    # As the interpreter requires, see every stage become free.
+    # The interpreter requires waiting for all arrivals.
     def wait(i, _):
       _wait_for_free(work, steps + i, memory)
 
@@ -202,7 +190,7 @@ def run(work: Work, *refs, **scratch: Any) -> None:
       step, totals = _sum_blocks(work, entry, step, memory)
       factor = scale[entry.group]
       totals = tuple(total * factor for total in totals)
-      write = _write_gradient if work.of_weights else _write_rows
+      write = _write_gradient if work.is_wgrad else _write_rows
       write(work, totals, entry, column, memory, out)
       return step
 
@@ -220,16 +208,16 @@ def _wait_for_free(work: Work, step: Array, memory: Memory) -> None:
 def _load_tile(
   work: Work, entry: Entry, column, step, a, b, memory: Memory
 ) -> Array:
-  """Copies the blocks of one tile as stages become free."""
+  """Copies a tile's blocks to shared memory as stages become free."""
   loaded = memory.loaded
-  row = pl.multiple_of(entry.row, WAVE if work.of_weights else 8)
+  row = pl.multiple_of(entry.row, WAVE if work.is_wgrad else 8)
   columns = pl.ds(column, BLOCK)
 
   def load_block(j, step):
     slot = work.slot(step)
     block = pl.ds((entry.first + j) * work.depth, work.depth)
     _wait_for_free(work, step, memory)
-    source = b if work.of_weights else b.at[entry.group]
+    source = b if work.is_wgrad else b.at[entry.group]
     plgpu.copy_gmem_to_smem(
       source.at[work.b_place(columns, block)],
       memory.b_smem.at[slot],
@@ -250,7 +238,7 @@ def _load_tile(
 def _sum_blocks(
   work: Work, entry: Entry, step: Array, memory: Memory
 ) -> tuple[Array, tuple[Array, ...]]:
-  """Sums a tile; returns the next step and, per wave, f32 [64, 128]."""
+  """Sums a tile's blocks; returns the next step and f32 [64, 128] per wave."""
   loaded, free = memory.loaded, memory.free
   own = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
   own = work.a_place(own, pl.ds(0, work.depth))
@@ -271,16 +259,17 @@ def _sum_blocks(
     slot, new = work.slot(step), []
     for wave, total in enumerate(totals):
       plgpu.barrier_wait(loaded[wave].at[slot])
-      if work.of_weights:
+      if work.is_wgrad:
         start = (entry.first + j) * work.depth
         rows = memory.a_smem.at[slot, wave, *own]
         _clear_others(work, rows, entry.begin - start, entry.end - start)
       zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
       partial = pl.run_scoped(functools.partial(multiply, slot, wave), zeros)
-      # Tensor cores sum a block with fewer bits than f32.
+      # Tensor cores accumulate with fewer bits than f32 has. So they only sum
+      # within a block, and blocks are added in f32.
       new.append(total + partial)
     if work.interpret:
-      # The interpreter would report the next copy as a race.
+      # Otherwise the interpreter would report a race with the next copy.
       plgpu.commit_smem()
     plgpu.barrier_arrive(free.at[slot])
     return step + 1, tuple(new)
@@ -291,7 +280,7 @@ def _sum_blocks(
 
 
 def _clear_others(work: Work, rows_smem, begin: Array, end: Array) -> None:
-  """Sets the tokens of a block outside [begin, end) to zero."""
+  """Sets tokens of a block to zero if they are outside [begin, end)."""
 
   @pl.when((begin > 0) | (end < work.depth))
   def _():
@@ -300,8 +289,8 @@ def _clear_others(work: Work, rows_smem, begin: Array, end: Array) -> None:
       jnp.int32, rows_smem.shape, axis, layout=LAYOUT
     )
     values = plgpu.load(rows_smem, layout=LAYOUT, optimized=False)
-    # As integers: in f32, a block of codes would take 64 registers. Of
-    # operations on bytes, Mosaic has only those on bits.
+    # Mask the bits as integers: converted to f32, a block of codes would take
+    # 64 registers. Mosaic supports only bitwise operations on bytes.
     bits = jnp.int8 if values.dtype.itemsize == 1 else jnp.int16
     values = lax.bitcast_convert_type(values, bits)
     is_own = (token >= begin) & (token < end)
@@ -311,7 +300,7 @@ def _clear_others(work: Work, rows_smem, begin: Array, end: Array) -> None:
 
 
 def _write_gradient(work: Work, totals, entry: Entry, column, memory, out):
-  """Copies a tile of a group's weight gradient to `out`."""
+  """Writes a tile of a group's weight gradient to `out`."""
   for wave, total in enumerate(totals):
     row = entry.row + wave * WAVE + lax.axis_index("warpgroup") * ROWS
 
@@ -325,7 +314,7 @@ def _write_gradient(work: Work, totals, entry: Entry, column, memory, out):
 
 
 def _write_rows(work: Work, totals, entry: Entry, column, memory, out):
-  """Copies the group's rows of a tile to `out`."""
+  """Writes the rows of a tile that belong to its group to `out`."""
   for wave, total in enumerate(totals):
     row = entry.row + wave * WAVE + lax.axis_index("warpgroup") * ROWS
     begin = jnp.maximum(entry.begin, row)
@@ -344,9 +333,9 @@ def _write_rows(work: Work, totals, entry: Entry, column, memory, out):
 
 
 def _write_all(work: Work, total, column, memory: Memory, place) -> None:
-  """Copies 64 rows to `place(columns)`, in pieces of 128 bytes."""
+  """Writes 64 rows to `place(columns)`, in pieces that are 128 bytes wide."""
   width, slots = memory.out_smem.shape[-1], work.tile.slots
-  # So that each slot is always overwritten `slots` pieces later.
+  # Then a piece always overwrites the one written `slots` pieces earlier.
   assert (BLOCK // width) % slots == 0
   for i, start in enumerate(range(0, BLOCK, width)):
     smem = memory.out_smem.at[lax.axis_index("warpgroup"), i % slots]
@@ -357,14 +346,17 @@ def _write_all(work: Work, total, column, memory: Memory, place) -> None:
 
 
 def _write_some(total, row, begin, end, column, memory: Memory, out) -> None:
-  """Copies rows [begin, end) of the 64 from `row`, in powers of two."""
+  """Writes rows [begin, end) of 64 rows that start at `row`.
+
+  Each copy has a static size, a power of two.
+  """
   smem = memory.edge_smem.at[lax.axis_index("warpgroup")]
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
   smem[...] = total.astype(smem.dtype)
   plgpu.commit_smem()
   count, columns = end - begin, pl.ds(column, BLOCK)
   for size in (32, 16, 8, 4, 2, 1):
-    # After copies of all larger sizes that are part of the count.
+    # Number of rows written by copies of larger sizes.
     done = count & ~(2 * size - 1)
 
     @pl.when(count & size != 0)

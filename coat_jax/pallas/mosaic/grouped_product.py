@@ -1,35 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of groups of rows on Hopper's tensor cores, through Mosaic GPU.
+"""Grouped (ragged) matmuls on Hopper's tensor cores, in Mosaic GPU.
 
+Rows are sorted by group (expert), and each group has its own weight. In the
+shapes below, M is the number of rows and E the number of groups.
+
+  FP8 codes:
   grouped_linear_fwd     y  = x w      [M, D] x [E, F, D]^T -> [M, F]
   grouped_linear_dgrad   dx = g w^T    [M, F] x [E, D, F]^T -> [M, D]
-  grouped_linear_wgrad   dw = x^T g    [D, M] x [F, M]^T, per group's tokens
+  grouped_linear_wgrad   dw = x^T g    [D, M] x [F, M]^T, for each group's rows
 
+  BF16 or f16:
   grouped_fwd            y  = x w      [M, D] x [E, D, F] -> [M, F]
   grouped_dgrad          dx = g w^T    [M, F] x [E, D, F]^T -> [M, D]
-  grouped_wgrad          dw = x^T g    [M, D]^T x [M, F], per group's tokens
+  grouped_wgrad          dw = x^T g    [M, D]^T x [M, F], for each group's rows
 
-The first three multiply FP8 codes, which must have the summed axis last. The
-others multiply BF16 or f16 as it is stored. If a width is no multiple of a
-tile's, they copy both operands with zeros appended.
+FP8 codes must have the summed axis last. BF16 and f16 are multiplied as they
+are stored, but if a width is not a multiple of a tile's, both operands are
+copied and padded with zeros.
 
-The two FP8 scales are multiplied with each other first, so a product below
-1.2e-38 is inexact or 0. The definition in `ops.grouped_linear` has no such
-limit. In a group's weight gradient, x is zeroed at tokens of other groups, but
-g is not. So NaN and infinities in g, or in its codes, also reach the group
-before and after.
+The kernel first multiplies the scales of both FP8 operands with each other. If
+their product is below 1.2e-38, it is inexact or 0; the definition in
+`ops.grouped_linear` has no such limit. In a group's weight gradient, x is set
+to zero in rows of other groups, but g is not. So NaN and infinities in g may
+also reach the previous and the next group.
 
 `python -m benchmarks.grouped_products` measures the kernels. On an H100, FP8
-reaches 500 to 1030 TFLOP/s for Qwen3-30B-A3B and Mixtral-8x7B, and BF16 350 to
-490. Without these kernels, XLA multiplies every row by every group's weight.
+reaches 500 to 1030 TFLOP/s for Qwen3-30B-A3B and Mixtral-8x7B, and BF16 reaches
+350 to 490. Without these kernels, XLA multiplies every row by every group's
+weight.
 
-Writing weight gradients in f32 takes longer than the matmul if groups are
-small. For gate and up of Qwen3-30B-A3B (512 rows for each of 128 experts) they
-take 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x and g take 0.23 GB. An H100
-moves 3.35 TB/s, so memory alone takes 0.55 ms. Tensor cores take 0.21 ms for
-412 GFLOP at 1979 TFLOP/s. So at most 750 TFLOP/s are possible; we measured 490.
-Gradients in BF16 are half as large, so memory takes 0.31 ms. Layers request
-gradients in the dtype of the weights, or on a mesh in `axes.grad_dtype`.
+If groups are small, writing weight gradients in f32 takes longer than the
+matmul. Take gate and up of Qwen3-30B-A3B, with 512 rows for each of 128
+experts. Their gradient has 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x and g
+have 0.23 GB. At the 3.35 TB/s of an H100, memory takes 0.55 ms, while the
+tensor cores take 0.21 ms for 412 GFLOP at 1979 TFLOP/s. So at most 750 TFLOP/s
+are possible; we measured 490. Gradients in BF16 are half as large, so memory
+takes 0.31 ms. Layers request gradients in the dtype of the weights, or on a
+mesh in `axes.grad_dtype`.
 """
 
 import dataclasses
@@ -38,30 +45,34 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import is_fp8
 from coat_jax.numerics.scaling import BLOCK, Operand
 from coat_jax.ops.dispatch import kernel
+from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import device, grouped_kernel
-from coat_jax.pallas.mosaic.grouped_kernel import Entry, Tile, Work
+from coat_jax.pallas.mosaic.grouped_kernel import Tile, Work
+from coat_jax.pallas.mosaic.grouped_table import blocks_of_tokens, tiles_of_rows
 from coat_jax.pallas.mosaic.persistent import WARPGROUPS, in_128_bytes
 
 TILES = {"tall": Tile(), "low": Tile(waves=1, stages=5, band=16)}
 
 
 def pick_tile(rows_each: int) -> Tile:
-  """Picks a tile for groups with this many rows on average."""
-  # A group's last tile is half empty on average. On an H100 the forward pass in
-  # FP8 is faster with "low" at 512 rows per group (802 against 696 TFLOP/s) and
-  # with "tall" at 2048 (990 against 928).
+  """Picks a tile, given the average number of rows per group."""
+  # A group's last tile is half empty on average. On an H100, the FP8 forward
+  # pass is faster with "low" at 512 rows per group (802 against 696 TFLOP/s)
+  # and with "tall" at 2048 rows (990 against 928 TFLOP/s).
   return TILES["tall" if rows_each >= 4 * TILES["tall"].m else "low"]
 
 
 def _why_not(a, b, dtype: DTypeLike, multiples: tuple, dtypes) -> str | None:
-  """Returns why this GPU cannot multiply a and b, or None."""
+  """Returns why the kernel cannot multiply a and b, or None.
+
+  The sizes of a and of b's last two axes must be `multiples` of these numbers.
+  """
   reason = device.why_not_hopper()
   if reason is not None:
     return reason
@@ -71,7 +82,7 @@ def _why_not(a, b, dtype: DTypeLike, multiples: tuple, dtypes) -> str | None:
   sizes = *a.shape, *b.shape[-2:]
   if any(n % of or n == 0 for n, of in zip(sizes, multiples, strict=True)):
     return (
-      "the kernel of Mosaic takes arrays whose sizes are multiples of "
+      "the Mosaic kernel needs arrays whose sizes are multiples of "
       f"{multiples}, got {sizes}"
     )
   return None
@@ -79,7 +90,7 @@ def _why_not(a, b, dtype: DTypeLike, multiples: tuple, dtypes) -> str | None:
 
 def _why_not_rows(rows, w, dtype: DTypeLike, *multiples: int) -> str | None:
   if len(rows) < TILES["low"].m:
-    return f"the kernel of Mosaic takes at least 128 rows, got {len(rows)}"
+    return f"the Mosaic kernel needs at least 128 rows, got {len(rows)}"
   dtypes = jnp.bfloat16, jnp.float16
   return _why_not(rows, w, dtype, (8, *multiples), dtypes)
 
@@ -92,16 +103,11 @@ def _why_not_weights(x, g, dtype: DTypeLike, *multiples: int) -> str | None:
 # --- FP8 ---------------------------------------------------------------------
 
 
-def _why_not_fp8(*arrays) -> str | None:
-  if all(is_fp8(x.dtype) for x in arrays):
-    return None
-  names = " and ".join(str(x.dtype) for x in arrays)
-  return f"the kernel multiplies FP8, got {names}"
-
-
 def _why_not_codes(rows, w, dtype: DTypeLike) -> str | None:
   sizes = BLOCK, BLOCK, BLOCK
-  return _why_not_fp8(rows, w) or _why_not_rows(rows, w, dtype, *sizes)
+  return supported.why_not_fp8(rows.dtype, w.dtype) or _why_not_rows(
+    rows, w, dtype, *sizes
+  )
 
 
 @kernel(lambda x, w, dtype, **_: _why_not_codes(x.rows, w.columns, dtype))
@@ -113,7 +119,7 @@ def grouped_linear_fwd(
   dtype: DTypeLike = jnp.bfloat16,
   interpret: bool = False,
 ) -> Array:
-  """`ops.grouped_linear_fwd`."""
+  """Computes `ops.grouped_linear_fwd`."""
   scale = x.scale * w.scale  # pyright: ignore[reportOperatorIssue]
   how = How(interpret=interpret)
   return rows_product(x.rows, w.columns, sizes, dtype, how, scale=scale)
@@ -128,19 +134,20 @@ def grouped_linear_dgrad(
   dtype: DTypeLike = jnp.bfloat16,
   interpret: bool = False,
 ) -> Array:
-  """`ops.grouped_linear_dgrad`."""
+  """Computes `ops.grouped_linear_dgrad`."""
   scale = g.scale * w.scale  # pyright: ignore[reportOperatorIssue]
   how = How(interpret=interpret)
   return rows_product(g.rows, w.rows, sizes, dtype, how, scale=scale)
 
 
-def _why_not_columns(x: Operand, g: Operand, dtype, **_) -> str | None:
-  columns = x.columns, g.columns
+def _why_not_columns(x, g, dtype: DTypeLike) -> str | None:
   sizes = (BLOCK,) * 4
-  return _why_not_fp8(*columns) or _why_not_weights(*columns, dtype, *sizes)
+  return supported.why_not_fp8(x.dtype, g.dtype) or _why_not_weights(
+    x, g, dtype, *sizes
+  )
 
 
-@kernel(_why_not_columns)
+@kernel(lambda x, g, dtype, **_: _why_not_columns(x.columns, g.columns, dtype))
 def grouped_linear_wgrad(
   x: Operand,
   g: Operand,
@@ -150,7 +157,7 @@ def grouped_linear_wgrad(
   rows_first: bool = False,
   interpret: bool = False,
 ) -> Array:
-  """`ops.grouped_linear_wgrad`."""
+  """Computes `ops.grouped_linear_wgrad`."""
   scale = jnp.broadcast_to(x.scale * g.scale, sizes.shape)  # pyright: ignore
   how = How(interpret=interpret)
   return weights_product(
@@ -160,7 +167,7 @@ def grouped_linear_wgrad(
 
 # --- BF16 and f16 ------------------------------------------------------------
 
-_HALF = BLOCK // 2  # How many values a block has along the summed axis.
+_HALF = BLOCK // 2  # Length of a block along the summed axis.
 
 
 def _why_not_16_bits(a, b) -> str | None:
@@ -170,7 +177,7 @@ def _why_not_16_bits(a, b) -> str | None:
 
 
 def _padded(x: Array, *multiples: int) -> Array:
-  """Appends zeros to the last axes, up to these multiples."""
+  """Pads the last axes with zeros to multiples of these numbers."""
   sizes = x.shape[-len(multiples) :]
   ends = [(0, -n % by) for n, by in zip(sizes, multiples, strict=True)]
   if not any(after for _, after in ends):
@@ -191,7 +198,7 @@ def grouped_fwd(
   dtype: DTypeLike = jnp.bfloat16,
   interpret: bool = False,
 ) -> Array:
-  """`ops.grouped_fwd`."""
+  """Computes `ops.grouped_fwd`."""
   how, n = How(interpret=interpret), w.shape[2]
   x, w = _padded(x, _HALF), _padded(w, _HALF, BLOCK)
   return rows_product(x, w, sizes, dtype, how, k_first=True)[:, :n]
@@ -210,7 +217,7 @@ def grouped_dgrad(
   dtype: DTypeLike = jnp.bfloat16,
   interpret: bool = False,
 ) -> Array:
-  """`ops.grouped_dgrad`."""
+  """Computes `ops.grouped_dgrad`."""
   how, n = How(interpret=interpret), w.shape[1]
   g, w = _padded(g, _HALF), _padded(w, BLOCK, _HALF)
   return rows_product(g, w, sizes, dtype, how)[:, :n]
@@ -230,26 +237,27 @@ def grouped_wgrad(
   rows_first: bool = False,
   interpret: bool = False,
 ) -> Array:
-  """`ops.grouped_wgrad`."""
+  """Computes `ops.grouped_wgrad`."""
   how, d, f = How(interpret=interpret), x.shape[1], g.shape[1]
   x, g = _padded(x, _HALF, BLOCK), _padded(g, _HALF, BLOCK)
   dw = weights_product(x, g, sizes, dtype, rows_first, how)
   return dw[:d, :, :f] if rows_first else dw[:, :d, :f]
 
 
-# --- Both --------------------------------------------------------------------
+# --- FP8 and 16 bits ---------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
-  """How a product is run.
+  """How the kernel runs.
 
   Attributes:
-    tile: None for one that suits the sizes. Gradients of weights need one with
-      a single wave: with two, ptxas spills and an H100 takes three times as
-      long (864 and 294 TFLOP/s for gate and up of Mixtral-8x7B).
-    programs: None for one per multiprocessor.
-    interpret: runs the kernel on a CPU and reports races.
+    tile: tile of the result; None to pick one by the sizes. For gradients of
+      weights it must have a single wave. With two waves, ptxas spills registers
+      and an H100 takes three times as long (294 instead of 864 TFLOP/s for gate
+      and up of Mixtral-8x7B).
+    programs: number of programs; None for one per multiprocessor.
+    interpret: whether to run the kernel on a CPU, and report races.
   """
 
   tile: Tile | None = None
@@ -260,9 +268,9 @@ class How:
 def rows_product(
   x, w, sizes, dtype, how: How = How(), *, scale=None, k_first=False
 ) -> Array:
-  """Computes rows of x [M, K] times their group's w [E, N, K]^T: [M, N].
+  """Multiplies rows of x [M, K] by their group's w [E, N, K]^T: [M, N].
 
-  With `k_first`, w is [E, K, N]. `scale` [E] multiplies the result.
+  With `k_first`, w is [E, K, N]. The result is multiplied by `scale` [E].
   """
   (m, k), e = x.shape, len(w)
   n = w.shape[2 if k_first else 1]
@@ -272,7 +280,7 @@ def rows_product(
   table = tiles_of_rows(sizes, m=m, tile_m=tile.m, blocks=k // depth)
   work = Work(
     tile=tile,
-    of_weights=False,
+    is_wgrad=False,
     rows_first=False,
     tiles_m=0,
     tiles_n=n // BLOCK,
@@ -296,10 +304,11 @@ def weights_product(
   *,
   scale=None,
 ) -> Array:
-  """Computes x^T g over the tokens of each group: [E, D, F].
+  """Computes x^T g over the rows of each group: [E, D, F].
 
-  x is [M, D] and g [M, F], but columns of codes are [D, M] and [F, M]. `scale`
-  [E] multiplies the result.
+  x is [M, D] and g is [M, F]. If they are FP8 codes, they are transposed:
+  [D, M] and [F, M]. The result is multiplied by `scale` [E]. With `rows_first`
+  it is [D, E, F].
   """
   k_first = not is_fp8(x.dtype)
   axis = 1 if k_first else 0
@@ -309,7 +318,7 @@ def weights_product(
   assert tile.waves == 1, tile
   work = Work(
     tile=tile,
-    of_weights=True,
+    is_wgrad=True,
     rows_first=rows_first,
     tiles_m=d // tile.m,
     tiles_n=f // BLOCK,
@@ -344,56 +353,3 @@ def _run(work: Work, table, sizes, scale, a, b, out) -> Array:
     kernel_name="grouped_product",
   )
   return kernel(*table, scale.astype(jnp.float32), a, b)
-
-
-# --- Tables ------------------------------------------------------------------
-
-
-def tiles_of_rows(
-  sizes: Array, *, m: int, tile_m: int, blocks: int
-) -> tuple[Array, Array]:
-  """Returns the table for rows times weights, and how many entries are used.
-
-  Rows after the last group form one more group. It sums no blocks, so their
-  result is zero.
-  """
-  groups = len(sizes)
-  sizes = jnp.append(sizes, m - jnp.sum(sizes)).astype(jnp.int32)
-  ends = jnp.cumsum(sizes, dtype=jnp.int32)
-  begins = ends - sizes
-  aligned = begins // 8 * 8
-  counts = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
-  last = jnp.cumsum(counts, dtype=jnp.int32)
-  # At most, each group begins 7 rows early and has one row in its last tile.
-  entries = pl.cdiv(m + 7 * (groups + 1), tile_m) + groups + 1
-  tile = jnp.arange(entries, dtype=jnp.int32)
-  group = jnp.searchsorted(last, tile, side="right").astype(jnp.int32)
-  group = jnp.minimum(group, groups)
-  row = aligned[group] + (tile - (last - counts)[group]) * tile_m
-  table = Entry(
-    group=jnp.minimum(group, groups - 1),
-    # The last tiles move up, so that none reaches past the last row.
-    row=jnp.minimum(row, m - tile_m),
-    begin=jnp.maximum(begins[group], row),
-    end=jnp.minimum(ends[group], row + tile_m),
-    first=jnp.zeros_like(tile),
-    blocks=jnp.where(group < groups, jnp.int32(blocks), 0),
-  )
-  return jnp.stack(table), last[-1:]
-
-
-def blocks_of_tokens(sizes: Array, depth: int) -> tuple[Array, Array]:
-  """Returns the table for gradients of weights, and its number of entries."""
-  ends = jnp.cumsum(sizes, dtype=jnp.int32)
-  begins = ends - sizes.astype(jnp.int32)
-  first = begins // depth
-  group = jnp.arange(len(sizes), dtype=jnp.int32)
-  table = Entry(
-    group=group,
-    row=jnp.zeros_like(group),
-    begin=begins,
-    end=ends,
-    first=first,
-    blocks=jnp.where(sizes > 0, pl.cdiv(ends, depth) - first, 0),
-  )
-  return jnp.stack(table), jnp.full(1, len(sizes), jnp.int32)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins heads into an operand in Mosaic GPU: `ops.join_heads_operand`.
+"""Concatenates dq, dk and dv into an FP8 operand: `ops.join_heads_operand`.
 
-A program writes a tile of the joined matrix in both layouts, whatever heads its
-columns belong to; `heads_ptx` loads them. An extra pass first finds the scale,
-from the values as `ops.join_heads` would round them. The second pass also sums
-a bias's gradient over the rows of each tile, and XLA adds those up, always in
-the same order.
+The backward pass of attention returns dq, dk and dv by head. The next matmul
+reads them as one matrix, rotated (RoPE) and quantized. Two Mosaic GPU kernels
+compute this matrix. The first finds its scale, from values rounded as by
+`ops.join_heads`. In the second, each program writes one tile in the row and the
+column layout. A tile may contain columns of any heads, which `heads_ptx` loads.
+The second kernel also sums the gradient of a bias: each tile writes the sum
+over its rows, and XLA adds these sums up, always in the same order.
 """
 
 import functools
@@ -27,16 +29,21 @@ def _why_not(dq, dk, dv, cos, sin, gradient, **_) -> str | None:
   b, t, n, h = dq.shape
   shape = b * t, (n + 2 * dk.shape[2]) * h
   if h % row_ptx.VECTOR:
-    return f"the kernel of Mosaic moves 8 channels at a time, got heads of {h}"
+    return (
+      "the Mosaic kernel needs heads of a multiple of 8 channels, got heads of "
+      f"{h}"
+    )
   if not dq.dtype == dk.dtype == dv.dtype:
     return (
       "dq, dk and dv must have the same dtype, got "
       f"{dq.dtype}, {dk.dtype} and {dv.dtype}"
     )
-  # Offsets in bytes are 32 bits. dq is the largest of the arrays.
+  # The kernel computes byte offsets in 32 bits. dq is the largest array.
   num_bytes = dq.size * dq.dtype.itemsize
   if num_bytes > 2**32:
-    return f"the kernel of Mosaic reads arrays of up to 4 GiB, got {num_bytes}"
+    return (
+      f"the Mosaic kernel reads arrays of up to 4 GiB, got {num_bytes} bytes"
+    )
   return (
     _why_not_angles(b, t, cos, sin)
     or device.why_not_rows()
@@ -53,11 +60,14 @@ def _why_not_angles(b: int, t: int, cos, sin) -> str | None:
     return None
   pairs = cos.shape[-1]
   if pairs % row_ptx.VECTOR:
-    return f"the kernel of Mosaic rotates 8 pairs at a time, got {pairs}"
+    return (
+      "the Mosaic kernel rotates a multiple of 8 pairs of channels, got "
+      f"{pairs}"
+    )
   for x in (cos, sin):
     if x.dtype != jnp.float32 or x.shape not in ((t, pairs), (b, t, pairs)):
       return (
-        f"the kernel of Mosaic needs float32 angles {[t, pairs]} or "
+        f"the Mosaic kernel needs float32 angles {[t, pairs]} or "
         f"{[b, t, pairs]}, got {x.dtype} {x.shape}"
       )
   return None
@@ -76,7 +86,7 @@ def join_heads_operand(
   has_sums: bool = False,
   interpret: bool = False,
 ) -> tuple[Operand, Array | None]:
-  """`ops.join_heads_operand`, in two passes."""
+  """Computes `ops.join_heads_operand`, in two kernels."""
   b, t, n, h = dq.shape
   k, m = dk.shape[2], b * t
   inputs = [x.reshape(m, -1) for x in (dq, dk, dv)]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a tile of joined heads, and rotates it: PTX of `heads`.
+"""Inlined PTX for `heads`: loads a tile of concatenated heads and rotates it.
 
-A tile of the joined matrix [m, (N + 2 K) H] may hold any part of several heads,
-of q, k or v. A lane holds 8 adjacent columns, which belong to one head because
-H is a multiple of 8. So each lane computes which array it reads, and where.
+The matrix [m, (N + 2 K) H] contains the heads of dq, dk and dv, ordered by key
+head. A tile may contain parts of several heads. A lane holds 8 adjacent
+columns, which belong to one head because H is a multiple of 8. So each lane
+computes from which array, and from where in the array, it must load.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from coat_jax.pallas.mosaic.row_ptx import (
   split_index,
 )
 
-_ROWS = 4  # The adjacent rows of a lane.
+_ROWS = 4  # Number of adjacent rows that a lane holds.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Heads:
   """The sizes of heads.
 
   Attributes:
-    queries: R = N / K, the query heads per key head.
-    kv_heads: K.
-    size: H.
-    pairs: how many pairs of channels rotate; 0 for none.
+    queries: N / K, the number of query heads per key head.
+    kv_heads: K, the number of key heads.
+    size: H, the number of channels of a head.
+    pairs: number of pairs of channels that are rotated; 0 for none.
   """
 
   queries: int
@@ -51,20 +52,20 @@ class Heads:
 
   @property
   def width(self) -> int:
-    """The number of columns of k and of v."""
+    """The number of columns of dk, and of dv."""
     return self.kv_heads * self.size
 
   @property
   def joined(self) -> int:
-    """The number of columns of the joined matrix."""
+    """The number of columns of the whole matrix."""
     return (self.queries + 2) * self.width
 
 
 def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
-  """Loads a tile of what `ops.join_heads` returns, and casts it to f32.
+  """Loads a tile of the result of `ops.join_heads`, and casts it to f32.
 
-  `refs` belong to dq [m, N H], dk and dv [m, K H], and to cos and sin, both
-  [T, R / 2] or [m, R / 2], or None if nothing rotates.
+  `refs` are those of dq [m, N H], dk and dv [m, K H], cos and sin. The last two
+  are [T, pairs] or [m, pairs], or None if nothing is rotated.
   """
   rows, columns = place
   if interpret:
@@ -95,7 +96,7 @@ def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
 
 
 def _definition(refs, rows, columns, heads: Heads) -> Array:
-  """Joins the heads of these rows, and cuts out the columns."""
+  """Does the same in jnp: joins all heads of these rows, and takes a slice."""
   parts = [
     ref[rows, :].reshape(1, rows.size, -1, heads.size) for ref in refs[:3]
   ]
@@ -110,7 +111,7 @@ def _definition(refs, rows, columns, heads: Heads) -> Array:
 
 
 def _number(x):
-  """Returns the number that a thread holds of an array in THREAD_LAYOUT."""
+  """Returns this thread's number of an array in THREAD_LAYOUT."""
   [register] = x.registers.flat
   return emit.element(register, 0)
 
@@ -120,7 +121,7 @@ def _is(kind: arith.CmpIPredicate, a, b: int):
 
 
 class _Lane:
-  """The loads of one lane: 8 columns of each of its rows."""
+  """Loads and rotates the values of one lane: 8 columns of each of its rows."""
 
   def __init__(self, refs, row, column, heads: Heads):
     less = arith.CmpIPredicate.slt
@@ -154,14 +155,14 @@ class _Lane:
     partner = arith.select(
       self._is_first, arith.addi(column, pairs), arith.subi(column, pairs)
     )
-    # Lanes that rotate nothing must still load from inside the arrays.
+    # Lanes that rotate nothing still load, and must not read past an array.
     self._partner = arith.select(turns, partner, column)
     pair = arith.select(self._is_first, channel, arith.subi(channel, pairs))
     self._pair = arith.select(turns, pair, i32(0))
     self._num_angles = ir.MemRefType(refs[3].type).shape[0]
 
   def load(self, i: int) -> list:
-    """Loads the 8 values of this lane's row i, and rotates them."""
+    """Loads and rotates the 8 values of this lane's i-th row."""
     tile, i = divmod(i, _ROWS)
     row = arith.addi(self._row, i32(32 * tile + i))
     x = self._values(row, self._column)
@@ -197,7 +198,7 @@ class _Lane:
 
 
 def _divided(x, by: int):
-  """Returns quotient and remainder of a number that is not negative."""
+  """Returns quotient and remainder of x >= 0."""
   return arith.divui(x, i32(by)), arith.remui(x, i32(by))
 
 
@@ -208,7 +209,7 @@ def _address(ref):
 
 
 def _load(base, place, kind) -> list:
-  """Loads 8 adjacent values of BF16 or f32, as f32."""
+  """Loads 8 adjacent BF16 or f32 values, as f32."""
   is_f32 = isinstance(kind, ir.F32Type)
   i64 = ir.IntegerType.get_signless(64)
   offset = arith.muli(place, i32(4 if is_f32 else 2))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of a leaf with encoded moments, in one pass over memory.
+"""An optimizer step on one leaf with encoded moments, in one pass over memory.
 
-This is `step.step_of` as one Mosaic GPU kernel for any optimizer: it decodes
-the moments, applies a `Rule` and encodes the moments again. Results go to the
-memory that they were read from, so the step is in place if the caller donates
-its arrays. Each program is one warpgroup and steps 8 groups of 128 values.
+One Mosaic GPU kernel does what `step.step_of` does, for any optimizer. It
+decodes the moments, applies the optimizer's `Rule`, and encodes the moments
+again. It overwrites its inputs, so the step is in place if the caller donates
+its arrays. Each program (thread block) is one warpgroup and steps 8 groups of
+128 values.
 """
 
 import dataclasses
@@ -31,8 +32,9 @@ GroupCodecs = tuple[GroupCodec, ...]
 class Rule(Protocol):
   """An optimizer's arithmetic: a frozen dataclass whose fields are scalars.
 
-  The fields are keyword-only: f32 [] arrays on the host, loaded values in a
-  kernel. Optional fields default to None and stay None in both.
+  `run` gets a rule whose fields are f32 [] arrays. The kernel constructs the
+  rule again, by keyword, from the values that it loads. Fields that are None
+  are left out, so their default must be None.
   """
 
   def apply(
@@ -47,17 +49,18 @@ class Rule(Protocol):
 
 
 def why_not(stored, groups, arrays) -> str | None:
-  """Returns why no kernel can step these moments and arrays, or None."""
-  # Older GPUs lack conversions to E4M3 (before 8.9) or the `min.u16x2` that
-  # `ptx.e4m3_codes` uses. A codec that needs neither was not tried there.
-  reason = why_not_before(HOPPER, "a kernel of Mosaic GPU")
+  """Returns why the kernel does not support these arguments, or None."""
+  # Before compute capability 8.9, GPUs have no conversions to E4M3. Before
+  # Hopper, they have no `min.u16x2`, which `ptx.e4m3_codes` uses. Codecs that
+  # need neither were not tried on older GPUs.
+  reason = why_not_before(HOPPER, "a Mosaic GPU kernel")
   if reason is not None:
     return reason
   if any(isinstance(codec, Plain) for codec in groups):
     return "the kernel needs moments that are encoded in groups"
   for codec in groups:
     if not moment_codecs.is_registered(codec):
-      return f"the kernel knows no codec {type(codec).__name__}"
+      return f"the kernel does not support the codec {type(codec).__name__}"
   sizes = {codec.group_size for codec in groups}
   if sizes != {GROUP_SIZE}:
     got = ", ".join(map(str, sorted(sizes)))
@@ -66,7 +69,10 @@ def why_not(stored, groups, arrays) -> str | None:
   if not shape or shape[-1] % GROUP_SIZE:
     return f"the last axis must be a multiple of 128, got shape {shape}"
   if not count or count % ROWS:
-    return f"the kernel takes 8 groups at a time, got {count} in {shape}"
+    return (
+      f"the number of groups must be a multiple of {ROWS}, got {count} in "
+      f"shape {shape}"
+    )
   wrong = {x.dtype.name for x in arrays} - {"float32", "bfloat16"}
   if wrong:
     return f"parameters and gradients must be f32 or bf16, got {wrong}"
@@ -78,11 +84,12 @@ class _Work:
   """The static parameters of a kernel."""
 
   rule: type[Rule]
-  names: tuple[str, ...]  # The rule's scalars that are not None.
-  whole: tuple[int, ...] | None  # As in `LeafPart`.
+  names: tuple[str, ...]  # Names of the rule's scalars that are not None.
+  whole: tuple[int, ...] | None  # See `LeafPart`.
   has_layer: bool  # Whether the kernel steps one layer of the leaf.
   groups: GroupCodecs
-  # For each moment, which fields of `Encoded` are arrays, not a scalar zero.
+  # For each moment, which fields of `Encoded` are arrays. The codec does not
+  # store the others, which are scalar zeros.
   present: tuple[tuple[bool, ...], ...]
   interpret: bool
 
@@ -95,10 +102,10 @@ class _Work:
 def run(
   rule: Rule, part: LeafPart, g, p, stored, groups: GroupCodecs, interpret: bool
 ):
-  """Runs the kernel; returns the new parameter, or the update, and moments.
+  """Runs the kernel; returns the new parameter (or the update) and moments.
 
-  p is None to get the update, in the gradient's dtype. `stored` and `groups`
-  are one moment or two and their codecs.
+  If p is None, the first result is the update, in the gradient's dtype.
+  `stored` contains one or two encoded moments, and `groups` their codecs.
   """
   names = tuple(k for k, v in vars(rule).items() if v is not None)
   scalars = jnp.stack([getattr(rule, name) for name in names])
@@ -126,7 +133,7 @@ def run(
   return first, treedef.unflatten(flat)
 
 
-# We jit here, so that leaves of one shape share a lowering and a compilation.
+# With this jit, leaves of the same shape are lowered and compiled only once.
 @functools.partial(jax.jit, static_argnames="work")
 def _step(scalars, place, g, p, stored, *, work: _Work):
   codes = stored[0]
@@ -135,7 +142,7 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
     has_values = x.shape[-1] == codes.shape[-1]
     return x.reshape((-1, GROUP_SIZE) if has_values else (-1,))
 
-  weight, of_weight = jax.tree.flatten(p)  # None has no arrays.
+  weight, weight_tree = jax.tree.flatten(p)  # An empty list if p is None.
   in_place = (*stored, *weight)
   refs = [jax.new_ref(view(x)) for x in in_place]
   body = functools.partial(
@@ -147,10 +154,11 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
     grid=(g.size // (GROUP_SIZE * ROWS),),
     grid_names=("block",),
     compiler_params=plgpu.CompilerParams(
-      # Otherwise, exact division, exp2 and log2 take ten times as long.
+      # Exact division, exp2 and log2 would take ten times as long.
       approx_math=True,
-      # Each thread reads only what it writes itself. The 16 lanes that share a
-      # statistic exchange values that depend on it before any of them writes.
+      # No barriers are needed: each thread reads only what it writes itself.
+      # The exception is a statistic, which 16 lanes share. Before any of them
+      # writes it, they exchange values that depend on it, so all have read it.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if work.interpret else False,
@@ -162,7 +170,7 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
   if p is None:
     return update.reshape(g.shape), tuple(new)
   new_stored, new_weight = new[: len(stored)], new[len(stored) :]
-  return of_weight.unflatten(new_weight), tuple(new_stored)
+  return weight_tree.unflatten(new_weight), tuple(new_stored)
 
 
 def _kernel(
@@ -176,11 +184,12 @@ def _kernel(
 ):
   """Steps one tile.
 
-  The arrays in global memory are the rule's scalars, f32 [names]; key, start
-  and layer of the part, uint32; the gradient [groups, 128], of a single layer
-  if the part has `layer`; per moment, codes [groups, 128] and statistics
-  [groups]; then the parameter's `num_weights` arrays, or the update. `shape` is
-  the shape of the leaf, with all layers.
+  `scalars_gmem` holds the rule's scalars, f32 [names]. `place_gmem` holds the
+  part's key, start and layer, uint32. `g_gmem` is the gradient [groups, 128];
+  if the part has a layer, it is the gradient of this layer only. `gmem` holds
+  codes [groups, 128] and statistics [groups] of each moment, followed by the
+  parameter's `num_weights` arrays or by the update. `shape` is the shape of the
+  leaf, with all layers.
   """
   groups, on = work.groups, Instructions(work.interpret)
   named = {name: scalars_gmem[i] for i, name in enumerate(work.names)}
@@ -207,8 +216,8 @@ def _kernel(
 
   @functools.cache
   def draw():
-    # Called only if words are needed: Mosaic infers no layout for unused
-    # values.
+    # Called only if words are needed, because Mosaic cannot infer a layout for
+    # unused values.
     place = words.row_and_column(start, shape, work.whole, place_gmem)
     return words.random_words(*place, place_gmem[0])
 
@@ -235,7 +244,7 @@ def _kernel(
 
 
 def _parts(xs, counts) -> list:
-  """Splits xs into `counts[i]` items each, followed by the remaining items."""
+  """Splits xs into parts of `counts[i]` items and a part with the rest."""
   parts = []
   for count in counts:
     part, xs = xs[:count], xs[count:]
@@ -244,6 +253,6 @@ def _parts(xs, counts) -> list:
 
 
 def _encoded(loaded, present: tuple[bool, ...]) -> Encoded:
-  """Returns codes and statistics; a statistic that is not present is None."""
+  """Returns codes and statistics; one that is not present is None."""
   found = iter(loaded)
   return Encoded(*(next(found) if there else None for there in present))  # pyright: ignore[reportArgumentType]

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Lion step on one leaf with an encoded moment, in one pass over memory.
+"""Lion's step on one leaf with an encoded moment, in one pass over memory.
 
-This is `lion.lion_step` as one kernel (`leaf_step`). With f32 parameters and
-gradients and E4M3 codes a step reads and writes 14.1 bytes per value (p twice,
-g once, the code twice); with bf16 8.1 bytes; with 24-bit weights and bf16
-gradients 10.1 bytes.
+`lion.lion_step` is defined in `coat_jax.optimizer`; here one kernel
+(`leaf_step`) computes it. With E4M3 codes, a step reads and writes p twice, g
+once and the code twice, in all
 
-2^28 parameters take 0.91 ms in f32 and 0.78 in BF16 on an H200 (jax 0.11.2).
+  14.1 bytes per value for f32 parameters and gradients,
+   8.1 bytes for bf16 parameters and gradients,
+  10.1 bytes for 24-bit weights and bf16 gradients.
+
+For 2^28 parameters it takes 0.91 ms in f32 and 0.78 ms in BF16 on an H200 (jax
+0.11.2).
 """
 
 import dataclasses
@@ -22,7 +26,7 @@ from coat_jax.pallas.mosaic.registers import Instructions
 
 
 def _why_not(p, g, stored, groups, **_) -> str | None:
-  # Leave out the low bytes of a `SplitWeight`, which are int8.
+  # Don't check the low bytes of a `SplitWeight`: they are int8.
   return leaf_step.why_not(stored, groups, (jax.tree.leaves(p)[0], g))
 
 
@@ -30,7 +34,7 @@ def _why_not(p, g, stored, groups, **_) -> str | None:
 def lion_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """`lion.lion_step`. With `interpret` it runs on a CPU, slowly."""
+  """Computes `lion.lion_step`; with `interpret`, on a CPU (slowly)."""
   rule = _Lion(
     **scalars._asdict(),
     grad_scale=step.grad_scale,
@@ -42,7 +46,7 @@ def lion_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Lion:
-  """`lion.lion`, followed by the update of the parameter."""
+  """Computes `lion.lion` and updates the parameter."""
 
   b1: Array
   one_minus_b1: Array
@@ -59,7 +63,7 @@ class _Lion:
     if self.grad_scale is not None:
       g = g * self.grad_scale
     mixed = mu.times(self.b1) + self.one_minus_b1 * g
-    # Copy the sign bit; zero and NaN stay as they are.
+    # The update is the sign of `mixed`. Zero and NaN stay as they are.
     update = jnp.where(
       jnp.abs(mixed) > 0, with_sign(jnp.ones_like(mixed), mixed), mixed
     )

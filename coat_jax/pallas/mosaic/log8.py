@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logarithmic moment codec on tiles of registers."""
+"""Encodes and decodes moments in registers with the logarithmic codec."""
 
 import dataclasses
 from typing import NamedTuple
@@ -27,10 +27,10 @@ _JUST_BELOW = 2.0**-16
 
 
 class _Fit(NamedTuple):
-  """The quantities of a group that encoding needs."""
+  """The numbers that encoding a group needs."""
 
-  upper: Array  # Biased exponents of the bounds, int32.
-  lower: Array
+  upper: Array  # Biased exponent of the group's upper bound, int32.
+  lower: Array  # Biased exponent of its lower bound, int32.
   octaves: Array  # Number of octaves between the bounds.
   inverse: Array  # 1 / octaves.
   base: Array  # The exponent of the lower bound, f32.
@@ -53,11 +53,11 @@ class _Log(FittedCodec):
     upper, lower = from_bytes(encoded)
     bound = exp2_upper(upper)
     half_step = octaves_between(upper, lower) * (0.5 / self._steps)
-    # A value may be 253 octaves below its bound. 2^-253 underflows to zero, so
-    # multiply the bound, up to 2^127, by the square root of this factor twice.
+    # A value may be 2^-253 of its bound, and 2^-253 underflows to zero. So
+    # multiply the bound, which is up to 2^127, by the factor's root twice.
     root = jnp.exp2((level - (self._steps + 1)) * spread(half_step))
-    # Code 0 is zero. Multiply instead of selecting, so that it decodes to NaN
-    # in a group that holds a NaN.
+    # Code 0 stands for zero. Multiply by `level` instead of selecting 0, so
+    # that code 0 decodes to NaN in a group that contains NaN.
     last = with_sign(root * jnp.minimum(level, 1.0), sign)
     return Decoded(root, bound, last)
 
@@ -75,15 +75,15 @@ class _Log(FittedCodec):
       above = jnp.log2(magnitude) - spread(base)
       _, level = on.round(above, spread(inverse))
     else:
-      # Subtract half a step so that rounding to nearest finds the level below.
-      # A value just below a level counts as that level, because the logarithm
-      # is off by up to 2^-17: a value at the first level might otherwise get
-      # the code of zero.
+      # Subtract half a step, so that rounding to nearest rounds down. A value
+      # just below a level counts as that level, because the logarithm is off by
+      # up to 2^-17. Otherwise a value equal to the first level might get the
+      # code of zero.
       above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
       whole, level = on.round(above, spread(inverse))
       # Divide x and its two neighbours by the neighbours' geometric mean,
       # shifted like `above`. Round up if x - lower > (noise - 1) (upper -
-      # lower), which makes `rest` negative.
+      # lower), which is when `rest` is negative.
       lower = jnp.exp2(_JUST_BELOW - 0.5 * step)
       gap = jnp.exp2(_JUST_BELOW + 0.5 * step) - lower
       part = jnp.exp2(above + whole * spread(-step))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Magnitudes and scales in kernels, on the bits of f32 values.
+"""Computes scales in kernels from the bits of the largest magnitude.
 
-We compare magnitudes as integers, so that NaN propagates: maxima of floats may
-drop it. The results match the definitions in `numerics.qtensor`.
+We compare the bits of magnitudes as integers, because a maximum of floats may
+drop NaN. Scales are the same as in `numerics.qtensor`.
 """
 
 import jax
@@ -19,12 +19,12 @@ _ONE_BITS = 0x3F800000
 
 
 def magnitude_bits(x: Array) -> Array:
-  """Returns the bits of |x| as int32, which compare as magnitudes do."""
+  """Returns the bits of |x| as int32, which sort as the magnitudes do."""
   return jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
 
 
 def tensor_scale(bits: Array, dtype: DTypeLike) -> Array:
-  """Returns a tensor's scale, f32, from the bits of its amax."""
+  """Returns the f32 scale of a tensor, given the bits of its amax."""
   scale_bits = jnp.where(
     bits > _INFINITY_BITS, _NAN_BITS, _scale_bits(bits, dtype)
   )
@@ -32,7 +32,7 @@ def tensor_scale(bits: Array, dtype: DTypeLike) -> Array:
 
 
 def group_scale(bits: Array, dtype: DTypeLike) -> Array:
-  """Returns a group's scale from the bits of its amax: f32, exact in BF16."""
+  """Returns a group's scale, given the bits of its amax: f32, exact in BF16."""
   # Round up; infinity stays as it is.
   up = (_scale_bits(bits, dtype) + 0xFFFF) & ~0xFFFF
   up = jnp.where(bits > _INFINITY_BITS, _NAN_BITS, up)

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moment codecs on tiles of registers: one `RegisterCodec` per group codec.
+"""Moment codecs for kernels: a `RegisterCodec` works on a tile in registers.
 
-They compute what the definitions in `coat_jax.codecs` do, but a power is always
-exp2(root log2 x), |x| is compared by its bits, and instead of dividing by a
-statistic they multiply by its reciprocal, computed once per group. So a
-value close to a rounding boundary may get the neighbouring code, and a group
-close to a step of k may get another k, about as often as between two backends.
+Register codecs compute almost the same as the definitions in `coat_jax.codecs`.
+The differences are that powers are computed as exp2(root log2 x), that |x| is
+compared by its bits, and that values are multiplied by the reciprocal of a
+statistic, computed once per group, instead of divided by it. So a value close
+to a rounding boundary may get the neighbouring code, and a group whose power k
+is close to a step may get the neighbouring k. Both happen about as often as
+between two backends of XLA.
 
-A codec is looked up by its exact type. A subclass may encode differently, so it
-runs in plain JAX until it registers a register codec of its own (`register`).
+A register codec is found by the exact type of the codec. A subclass may encode
+differently, so it runs in plain JAX until you `register` a register codec for
+it.
 """
 
 import abc
@@ -36,11 +39,11 @@ _SIGN = 0x80000000
 
 
 class Decoded(NamedTuple):
-  """A decoded moment as a product of factors that are not yet multiplied.
+  """A decoded moment, kept as factors that have not been multiplied yet.
 
-  An optimizer multiplies the moment by a scalar next. We multiply that scalar
-  by the group's factor, which costs nothing per value and saves one of two
-  multiplications of each value.
+  The next thing an optimizer does is multiply the moment by a scalar. `times`
+  multiplies that scalar by the group's factor first, which saves one of two
+  multiplications per value.
 
   Attributes:
     values: f32 tile.
@@ -53,7 +56,7 @@ class Decoded(NamedTuple):
   last: Array | None = None
 
   def times(self, scalar: Array) -> Array:
-    """Returns the moment times a scalar, an f32 tile."""
+    """Returns the moment times a scalar, as an f32 tile."""
     factor = scalar if self.factor is None else spread(self.factor * scalar)
     product = self.values * factor
     return product if self.last is None else product * self.last
@@ -63,8 +66,8 @@ class Decoded(NamedTuple):
 class RegisterCodec(Protocol):
   """Encodes and decodes a tile of 8 groups of 128 values in registers.
 
-  Statistics are [ROWS], or None if the codec does not store them.
-  Values may be negative if `signed`. `on` provides the instructions to use.
+  Statistics are [ROWS], or None if the codec does not store them. Values may be
+  negative if `signed`. `on` computes operations in PTX or in jnp.
   """
 
   def decode(self, encoded: Encoded, signed: bool, on: Instructions) -> Decoded:
@@ -101,7 +104,7 @@ class FittedCodec(abc.ABC):
 
   @abc.abstractmethod
   def fit(self, amax: Array, amin: Array, on: Instructions) -> Any:
-    """Fits groups: returns a pytree of 32-bit arrays of the shape of amax."""
+    """Fits groups; returns a pytree of 32-bit arrays shaped like amax."""
 
   @abc.abstractmethod
   def codes(
@@ -112,7 +115,7 @@ class FittedCodec(abc.ABC):
     signed: bool,
     on: Instructions,
   ) -> Encoded:
-    """Encodes like `RegisterCodec.encode`, given the fit of a tile's groups."""
+    """Encodes a tile like `RegisterCodec.encode`, given the groups' fit."""
 
 
 # Maps a group codec's type to the constructor of its register codec.
@@ -157,7 +160,7 @@ def with_sign(magnitude: Array, x: Array | None) -> Array:
 
 
 def uniform_times(noise: Array, x: Array) -> Array:
-  """Returns (noise - 1) x as one fused operation, off by at most 2^-23 x."""
+  """Returns (noise - 1) x in one fused operation, with an error <= 2^-23 x."""
   return noise * x - x
 
 
@@ -167,7 +170,7 @@ def encode_moments(
   noises: Sequence[Array | None],
   on: Instructions,
 ) -> list[Encoded]:
-  """Encodes tiles of one moment, or of two of which the second is unsigned."""
+  """Encodes one moment, or two of which the second is never negative."""
   fitted = [codec for codec in codecs if isinstance(codec, FittedCodec)]
   if len(fitted) != 2 or not fitted[0].fits_as(fitted[1]):
     return [
@@ -176,8 +179,7 @@ def encode_moments(
         zip(codecs, xs, noises, strict=True)
       )
     ]
-  # The quantities of groups are computed once for both moments; each moment
-  # uses half of the lanes.
+  # Fit both moments at once, each in half of the lanes.
   mu, nu = xs
   amax, least = on.joint_extremes(
     (jnp.abs(mu), nu), (_twice_order(mu), _twice_order(nu))
@@ -194,9 +196,10 @@ def encode_moments(
 
 
 def extremes(x: Array, signed: bool) -> tuple[Array, Array]:
-  """Returns the largest and the smallest nonzero magnitude of each group.
+  """Returns amax and amin, the largest and smallest nonzero magnitudes.
 
-  amax is NaN if a value is not finite. amin is zero if all values are zero.
+  A group's amax is NaN if a value is not finite. Its amin is zero if all its
+  values are zero.
   """
   magnitude = jnp.abs(x) if signed else x
   if signed:
@@ -208,17 +211,18 @@ def extremes(x: Array, signed: bool) -> tuple[Array, Array]:
 
 
 def _twice_order(x: Array) -> Array:
-  """Returns twice the bits of |x|, minus twice those of the smallest normal.
+  """Returns uint32 that sort like |x|, but zero and subnormals come last.
 
-  It wraps modulo 2^32, so zero and subnormals come after all other values.
+  They are twice the bits of |x|, minus twice the bits of the smallest normal,
+  modulo 2^32.
   """
   return (as_bits(x) << 1) - jnp.uint32(0x01000000)
 
 
 def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
-  """Makes subnormal amax 0 and infinite amax NaN; turns `least` into amin.
+  """Replaces a subnormal amax by 0 and an infinite one by NaN; returns amin.
 
-  `least` is offset by the bits of 2^-126.
+  `least` holds the bits of amin minus those of 2^-126.
   """
   amax = jnp.where(amax < SMALLEST_NORMAL, 0.0, amax)
   amax = jnp.where(amax < jnp.inf, amax, jnp.nan)
@@ -226,7 +230,10 @@ def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
 
 
 def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
-  """Returns biased exponents of 2^upper >= amax and 2^lower <= amin, int32."""
+  """Returns biased exponents, int32, of powers of two that bound a group.
+
+  They are the smallest power >= amax and the largest power <= amin.
+  """
   bits = as_bits(amax)
   upper = (bits >> 23) + jnp.where((bits & 0x7FFFFF) > 0, 1, 0).astype("uint32")
   upper = jnp.clip(upper.astype(jnp.int32), 1, NAN_EXPONENT - 1)
@@ -236,7 +243,7 @@ def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
 
 
 def in_bytes(upper: Array, lower: Array) -> tuple[Array, Array]:
-  """Casts exponents to the bytes in which they are stored."""
+  """Casts biased exponents to bytes, as they are stored."""
   return upper.astype(jnp.uint8), lower.astype(jnp.uint8)
 
 
@@ -250,6 +257,6 @@ def octaves_between(upper: Array, lower: Array) -> Array:
 
 
 def exp2_upper(upper: Array) -> Array:
-  """Returns 2^(upper - 127) as f32; NaN for `NAN_EXPONENT`."""
+  """Returns 2^(upper - 127) as f32, or NaN if `upper` is `NAN_EXPONENT`."""
   value = as_float((upper << 23).astype(jnp.uint32))
   return jnp.where(upper == NAN_EXPONENT, jnp.nan, value)

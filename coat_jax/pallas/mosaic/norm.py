@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of FP8 values in Mosaic GPU: `ops.norm_input` and `norm_fwd`.
+"""Forward pass of norms in FP8, in Mosaic GPU: `ops.norm_input`, `norm_fwd`.
 
-  norm_input  quantizes x to codes and scales of 1 x G groups; from the
-              quantized values it computes mean, rstd and amax(y),
-              y = (x - mean) rstd gamma + beta  (without a mean for "rms")
-  norm_fwd    computes y from the codes and writes it in E4M3, by rows, by
-              columns or both
+  norm_input  quantizes x to FP8 codes with one scale per 1 x G group. From the
+              quantized values, it computes mean, rstd and amax(y), where
+              y = (x - mean) rstd gamma + beta  (without a mean for "rms").
+  norm_fwd    computes y from the codes, mean and rstd, and writes it in E4M3,
+              in the row layout, the column layout (transposed) or both.
 
-A program of `norm_input` holds one row, in groups; `norm_fwd` gets the
-statistics and works in tiles (`rows`).
+In `norm_input`, a program holds one row, in groups; `norm_fwd` works in tiles
+(`rows`).
 """
 
 import functools
@@ -56,7 +56,7 @@ def norm_input(
   output: Scaling = VALUES,
   interpret: bool = False,
 ) -> tuple[QTensor, NormStats, Array | None]:
-  """`ops.norm_input`."""
+  """Computes `ops.norm_input`."""
   *leading, n = x.shape
   m, g = x.size // n, groups.size
   shape = m * n // g, g
@@ -144,7 +144,7 @@ def norm_fwd(
   layout: Layout = "rows",
   interpret: bool = False,
 ) -> Operand:
-  """`ops.norm_fwd`."""
+  """Computes `ops.norm_fwd`."""
   assert isinstance(scale, Array) and x.group_size is not None
   n = x.qvalue.shape[-1]
   m = x.qvalue.size // n
@@ -170,8 +170,8 @@ def norm_fwd(
 
 def _fwd_kernel(*refs, interpret):
   *refs, rows_gmem, columns_gmem, smem = refs
-  q_gmem, scales_gmem, gamma_gmem, beta_gmem, mean_gmem, rstd_gmem = refs[:-1]
-  [scale_gmem] = refs[-1:]
+  q_gmem, scales_gmem, gamma_gmem, beta_gmem, *refs = refs
+  mean_gmem, rstd_gmem, scale_gmem = refs
   place = rows.place_of_tile(q_gmem.shape)
   y = rows.load_quantized_tile(q_gmem, scales_gmem, place, interpret)
   if mean_gmem is not None:

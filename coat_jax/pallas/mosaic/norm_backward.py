@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a norm of FP8 values: `ops.norm_bwd`, in Mosaic GPU.
+"""Backward pass of norms in FP8, in Mosaic GPU: `ops.norm_bwd`.
 
   dx = (g - xhat mean(xhat g) - mean(g)) rstd [+ add],  g = gamma dy
-  dgamma = sum(dy xhat), dbeta = sum(dy) over rows  ("rms": no means of x and g)
+  dgamma = sum(dy xhat), dbeta = sum(dy), summed over rows
 
-A few programs run on each multiprocessor. Of P programs in all, each processes
-every P-th row. It keeps its sums over rows in registers, or in shared memory if
-its rows are wide. If registers are left, it loads its next row while it works
-on the current one. XLA then adds up the programs' sums, always in the same
-order.
+"rms" subtracts neither the mean of x nor mean(g).
+
+Each multiprocessor runs two or three programs. With P programs in all, each
+processes every P-th row. It keeps its sums over rows in registers, or in shared
+memory if rows are wide. If enough registers are left, it loads the next row
+while it works on the current one. XLA then adds up the sums of all programs,
+always in the same order.
 """
 
 import dataclasses
@@ -32,12 +34,12 @@ from coat_jax.pallas.mosaic.whole_rows import RowPart
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """The programs that share the rows, and what their registers are for.
+  """How programs share the rows, and what they keep in registers.
 
   Attributes:
-    programs: the number of programs.
-    ahead: whether a program loads its next row early.
-    sums: whether registers hold the sums over rows.
+    programs: number of programs.
+    ahead: whether a program loads a row while it works on the previous one.
+    sums: whether sums over rows are in registers, not in shared memory.
   """
 
   programs: int
@@ -46,10 +48,10 @@ class Share:
 
 
 def pick_share(m: int, n: int) -> Share:
-  """Picks as many programs as fit on the GPU with their registers."""
+  """Picks as many programs as the GPU has registers for."""
   per_multiprocessor = 3 if n <= 2048 else 2
   programs = min(m, per_multiprocessor * device.multiprocessors())
-  # Wider rows would spill.
+  # Registers would spill if rows were wider.
   return Share(programs, ahead=n <= 4096, sums=n <= 5120)
 
 
@@ -75,7 +77,7 @@ def norm_bwd(
   add: Array | None = None,
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-  """`ops.norm_bwd`."""
+  """Computes `ops.norm_bwd`."""
   g = x.group_size
   assert g is not None
   n = dy.shape[-1]
@@ -95,8 +97,8 @@ def norm_bwd(
       stats.rstd.reshape(m),
       whole_rows.in_groups(gamma, g),
     ],
-    # A norm without a mean seldom has a beta. Summing its gradient here would
-    # cost registers; XLA drops that sum for free if it is unused.
+    # A norm without a mean seldom has a beta, so XLA computes dbeta below. It
+    # drops the sum if nothing uses it. In the kernel it would cost registers.
     [
       jax.ShapeDtypeStruct(shape, dtype),
       sums,
@@ -116,13 +118,13 @@ def norm_bwd(
 
 
 def _sums(n: int, size: int, count: int) -> list:
-  """Returns shared memory for `count` sums of each part of a row."""
+  """Returns types of shared memory for `count` sums over rows."""
   shapes = [(part.count, size) for part in whole_rows.row_parts(n, size)]
   return count * [plgpu.SMEM(shape, jnp.float32) for shape in shapes]
 
 
 class _Loaded(NamedTuple):
-  """The part of a row that a program has loaded, in the dtypes of memory."""
+  """A loaded part of a row, in the dtypes in which memory stores it."""
 
   dy: Array
   codes: Array
@@ -149,7 +151,7 @@ def _bwd_kernel(*refs, share: Share):
     loaded, sums = carry
     row = program + i * programs
     if share.ahead:
-      # The last row is loaded again.
+      # After its last row, a program loads row m - 1, which it does not use.
       following = load(jnp.minimum(row + programs, m - 1))
     else:
       loaded, following = load(row), None
@@ -184,18 +186,18 @@ def _bwd_kernel(*refs, share: Share):
       terms += dys
     return following, add(sums, terms)
 
-  # One sum per part and output, in registers or in shared memory.
-  of_sums = len(outputs) * parts
+  # There is one sum per output and part of a row.
+  sum_parts = len(outputs) * parts
 
   def add(sums, terms):
     if share.sums:
       return [a + b for a, b in zip(sums, terms, strict=True)]
     # Each thread reads and writes only its own values, so no barrier is needed.
-    for ref, part, term in zip(sums_smem, of_sums, terms, strict=True):
+    for ref, part, term in zip(sums_smem, sum_parts, terms, strict=True):
       rows.store(ref, _load_sum(ref, part) + term)
     return sums
 
-  sums = [_zeros(part) for part in of_sums]
+  sums = [_zeros(part) for part in sum_parts]
   if not share.sums:
     for ref, zeros in zip(sums_smem, sums, strict=True):
       rows.store(ref, zeros)
@@ -204,13 +206,13 @@ def _bwd_kernel(*refs, share: Share):
   carry = load(program) if share.ahead else None, sums
   _, sums = lax.fori_loop(0, steps, step, carry)
   if not share.sums:
-    sums = map(_load_sum, sums_smem, of_sums)
-  for i, (part, total) in enumerate(zip(of_sums, sums, strict=True)):
+    sums = map(_load_sum, sums_smem, sum_parts)
+  for i, (part, total) in enumerate(zip(sum_parts, sums, strict=True)):
     rows.store(outputs[i // len(parts)].at[part.of_row(program)], total)
 
 
 def _load(ref, part: RowPart, row: Array) -> Any:
-  """Loads a part of a row in the dtype of memory; None stays None."""
+  """Loads a part of a row without converting it; None stays None."""
   if ref is None:
     return None
   layout = part.load.layout

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PTX instructions that Pallas does not expose, inlined.
+"""Inlined PTX instructions that Pallas does not expose, for optimizer steps.
 
-`registers.Instructions` calls these functions and defines each one in jnp next
-to the call.
+`registers.Instructions` calls these functions, and shows next to each call what
+it computes, in jnp.
 """
 
 import functools
@@ -20,8 +20,8 @@ from jaxlib.mlir.dialects import arith, vector
 from coat_jax.pallas.mosaic import emit
 
 GROUP_SIZE = 128
-ROWS = 8
-_VECTOR = 8
+ROWS = 8  # Number of groups in a tile.
+_VECTOR = 8  # Number of values per lane.
 _WARPS = 4
 _ROWS_PER_WARP = 32 * _VECTOR // GROUP_SIZE
 
@@ -41,8 +41,8 @@ GROUP_LAYOUT = LAYOUT.reduce(1)
 
 TILE = (ROWS, GROUP_SIZE)
 
-# Statistics of two moments, [2, ROWS]: 8 of a group's 16 lanes hold the first
-# moment's and the other 8 hold the second's.
+# The layout of statistics of two moments, [2, ROWS]. Of a group's 16 lanes, 8
+# hold the first moment's statistic and 8 hold the second's.
 _LANES = 8
 PAIR_LAYOUT = plgpu.Layout.TILED(
   plgpu.Tiling(((2, ROWS), (2, _ROWS_PER_WARP), (1,))),
@@ -68,10 +68,11 @@ def inline(instruction: str, x: Array) -> Array:
 def joint_extremes(
   largest: tuple[Array, Array], least: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-  """`Instructions.joint_extremes`.
+  """Computes `Instructions.joint_extremes`.
 
-  Both moments go through one butterfly over 16 lanes: in its first step half of
-  the lanes send their value of one moment, and half send that of the other.
+  Both moments are reduced in one butterfly over 16 lanes. In its first step,
+  half of the lanes send their value of one moment, and the other half send
+  their value of the other.
   """
   pairs = _type((2, ROWS), jnp.float32), _type((2, ROWS), jnp.uint32)
 
@@ -106,12 +107,12 @@ def joint_extremes(
 
 
 def part(x: Array, i: int) -> Array:
-  """`Instructions.part`: reads it from a lane that holds moment i."""
+  """Computes `Instructions.part`: reads from a lane that holds moment i."""
   one = _type((ROWS,), x.dtype)
 
   @plgpu.inline_mgpu(arg_types=(PAIR_LAYOUT,), return_type=one)
   def apply(_, x):
-    x = _of_group(x)
+    x = _group_scalar(x)
     code = f"shfl.sync.idx.b32 $0, $1, {i * _LANES}, 0x101f, 0xffffffff;"
     x = emit.asm(code, x, result=x.type)
     return _statistic(x, one)
@@ -120,7 +121,7 @@ def part(x: Array, i: int) -> Array:
 
 
 def e4m3_codes(code: Array, x: Array | None) -> Array:
-  """`Instructions.e4m3_codes`: packs two, then four codes in one register."""
+  """Computes `Instructions.e4m3_codes`, with four codes per register."""
 
   def convert(code, *signs):
     pairs = [
@@ -143,7 +144,7 @@ def e4m3_codes(code: Array, x: Array | None) -> Array:
 
 
 def bfloat16_in_f32(x: Array) -> Array:
-  """`Instructions.in_f32` for bf16: one instruction for each half."""
+  """Computes `Instructions.in_f32` for bf16, with one instruction per value."""
 
   def convert(x):
     pairs = vector.bitcast(
@@ -159,10 +160,10 @@ def bfloat16_in_f32(x: Array) -> Array:
 
 
 def round_to_bfloat16(x: Array, words: Array) -> Array:
-  """`Instructions.round_to_bfloat16`: packs two values in one register."""
+  """Computes `Instructions.round_to_bfloat16`, with two values per register."""
 
   def noisy(x, word):
-    # A plain shift and sum would be compiled to a 64-bit multiply-add.
+    # ptxas would compile a shift and a sum to a 64-bit multiply-add.
     noise = emit.prmt(word, emit.i32(0), 0x4432)
     return emit.asm(
       "{ .reg .pred p; .reg .b32 b, r; mov.b32 b, $1; add.u32 r, b, $2; "
@@ -179,7 +180,7 @@ def round_to_bfloat16(x: Array, words: Array) -> Array:
 
 
 def split(bits: Array) -> tuple[Array, Array]:
-  """`Instructions.split`: packs two halves, or four bytes, in one register."""
+  """Computes `Instructions.split`: two bf16 or four bytes per register."""
   halves = _type(TILE, jnp.bfloat16), _type(TILE, jnp.int8)
 
   @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=halves)
@@ -199,7 +200,7 @@ def split(bits: Array) -> tuple[Array, Array]:
 
 
 def look_up(significand, exponent, root, scale, top: float):
-  """`Instructions.powers`: lane j of 16 holds entry j of three tables."""
+  """Computes `Instructions.powers`; lane j of 16 holds entry j of a table."""
 
   @plgpu.inline_mgpu(
     arg_types=(LAYOUT, LAYOUT, GROUP_LAYOUT, GROUP_LAYOUT),
@@ -222,15 +223,14 @@ def look_up(significand, exponent, root, scale, top: float):
       for x in (j, arith.addf(j, number(1.0)))
     ]
     e = arith.subf(number(top), arith.maximumf(j, number(1.0)))
-    a, factor = (_of_group(x) for x in (root, scale))
+    a, factor = (_group_scalar(x) for x in (root, scale))
     lower, upper = (exp2(arith.mulf(a, x)) for x in log2)
     gap = arith.subf(upper, lower)
     unit = arith.mulf(exp2(arith.mulf(a, e)), factor)
 
     def gather(table):
       def convert(indices):
-        # The shuffle works in segments of 16 lanes and ignores the upper bits
-        # of the index.
+        # The shuffle works within 16 lanes and uses only 4 bits of the index.
         code = "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;"
         found = [
           emit.asm(code, table, i, result=f32) for i in emit.elements(indices)
@@ -250,13 +250,16 @@ def look_up(significand, exponent, root, scale, top: float):
 
 
 def _type(shape: tuple[int, ...], dtype: DTypeLike) -> plgpu.ShapeDtypeStruct:
-  """Returns the type of a tile, or of the statistics of one moment or two."""
+  """Returns the type of a tile, or of statistics of one or two moments."""
   layout = _LAYOUTS[shape]
   return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
 
 
 def _on_vectors(convert: Callable, dtype: DTypeLike, *tiles: Array) -> Array:
-  """Makes a tile whose single vector per thread is `convert(*vectors)`."""
+  """Makes a tile in which each thread holds `convert(*vectors)`.
+
+  `vectors` are what the thread holds of each of `tiles`.
+  """
   is_signed = False if dtype == jnp.uint8 else None
 
   @plgpu.inline_mgpu(
@@ -271,7 +274,10 @@ def _on_vectors(convert: Callable, dtype: DTypeLike, *tiles: Array) -> Array:
 def _tile(
   convert: Callable, *tiles: mgpu.FragmentedArray, is_signed: bool | None = None
 ) -> mgpu.FragmentedArray:
-  """Does `_on_vectors` in inlined code; f32 and i32 leave `is_signed` None."""
+  """Does the same as `_on_vectors`, but within inlined code.
+
+  `is_signed` must be given for integers except i32.
+  """
   registers = np.empty_like(tiles[0].registers)
   for i in np.ndindex(registers.shape):
     registers[i] = convert(*(tile.registers[i] for tile in tiles))
@@ -281,7 +287,7 @@ def _tile(
 
 
 def _statistic(x, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedArray:
-  """Makes statistics from x, the one number that each thread holds."""
+  """Makes statistics from x, the one number of each thread."""
   layout = _LAYOUTS[kind.shape].to_mgpu()
   registers = np.empty(layout.registers_shape(kind.shape), dtype=object)
   vector_type = ir.VectorType.get((1,), x.type)
@@ -292,8 +298,8 @@ def _statistic(x, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedArray:
   )
 
 
-def _of_group(statistic: mgpu.FragmentedArray):
-  """Returns the one number of a statistic that a thread holds."""
+def _group_scalar(statistic: mgpu.FragmentedArray):
+  """Returns the statistic of this thread's group, as a number."""
   x = _only(statistic)
   return emit.element(x, 0) if isinstance(x.type, ir.VectorType) else x
 
@@ -304,14 +310,14 @@ def _only(x: mgpu.FragmentedArray):
 
 
 def _as_i32(x):
-  """Returns the bits of an f32, or of a vector of f32."""
+  """Returns the bits of an f32 number or of a vector of f32, as i32."""
   if not isinstance(x.type, ir.VectorType):
     return arith.bitcast(emit.i32_type(), x)
   return arith.bitcast(ir.VectorType.get(x.type.shape, emit.i32_type()), x)
 
 
 def _packed(words: list, element_type):
-  """Makes a thread's vector of a tile from the registers that it fills."""
+  """Makes a thread's 8 values of a tile from the registers that hold them."""
   x = vector.from_elements(
     ir.VectorType.get((len(words),), words[0].type), words
   )

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization to FP8, per group and per tensor, in Mosaic GPU.
+"""Quantizes arrays to FP8, per group or per tensor, in Mosaic GPU.
 
-  quantize_groups   code = x / scale, scale = bf16_up(amax of 1 x G / qmax)
-  tensor_scale      scale = amax of everything / qmax
-  quantize_tensor   code = clip(x / scale), by rows, by columns or both
+  quantize_groups   code = x / scale, where each group of 1 x G values has
+                    scale = amax / qmax, rounded up to BF16
+  tensor_scale      scale = amax / qmax for the whole tensor
+  quantize_tensor   code = clip(x / scale), in the row layout, the column layout
+                    (transposed) or both
 
-Kernels that write no columns treat x as one list of groups; columns are written
-from tiles, and x is read once for both layouts (`rows`).
+Kernels that write only the row layout treat x as one list of groups. The others
+work in tiles (`rows`), and read x once for both layouts.
 """
 
 import functools
@@ -38,7 +40,10 @@ from coat_jax.pallas.mosaic.scales import (
 
 
 def pick_amax_size(elements: int) -> int:
-  """Picks 64 values per thread: fewer maxima for the second stage to read."""
+  """Picks a program's number of values: 64 per thread, or 8 in small arrays.
+
+  The more values per program, the fewer maxima `scales` has to read.
+  """
   return 8 * rows.STEP if elements >= 2**20 else rows.STEP
 
 
@@ -60,7 +65,7 @@ def _why_not_groups(x, groups, **_) -> str | None:
 def quantize_groups(
   x: Array, *, groups: Groups, interpret: bool = False
 ) -> QTensor:
-  """`ops.quantize_groups`."""
+  """Computes `ops.quantize_groups`."""
   *leading, n = x.shape
   size = rows.pick_size(x.size)
   shape = x.size // groups.size, groups.size
@@ -113,7 +118,7 @@ def tensor_scale(
   scaling: Scaling = VALUES,
   interpret: bool = False,
 ) -> Array:
-  """`ops.tensor_scale`: finds the programs' maxima, then the scale."""
+  """Computes `ops.tensor_scale`: each program's maximum, then the scale."""
   return bits_to_scale(_maxima(x, interpret), scaling, interpret)
 
 
@@ -149,7 +154,7 @@ def quantize_tensor(
   layout: Layout = "rows",
   interpret: bool = False,
 ) -> Operand:
-  """`ops.quantize_tensor`."""
+  """Computes `ops.quantize_tensor`."""
   if scale is None:
     bits = _maxima(x, interpret)
     scale, read = bits_to_shared_scale(bits, scaling, interpret)

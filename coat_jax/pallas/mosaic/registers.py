@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of groups in the registers of one warpgroup, and their instructions.
+"""Loads, stores and instructions on tiles in registers, for optimizer steps.
 
-A tile is ROWS groups of 128 values. Each warp holds two groups at a time, and
-each lane holds 8 neighbouring values of one group:
+A tile consists of 8 groups (`ROWS`) of 128 values. A warpgroup's 4 warps hold
+two groups each, and each lane holds 8 neighbouring values of one group:
 
   lane       0        1    ...    15       16       17   ...    31
   values   0..7     8..15      120..127   0..7     8..15     120..127
            ---------- group 0 ----------  ---------- group 1 ----------
 
-So codes are loaded 8 bytes at a time, a group's statistic takes one register,
-and reducing a group takes four shuffles among 16 lanes.
+So each lane loads 8 bytes of codes at a time, a group's statistic (such as its
+amax) takes one register per lane, and reducing a group takes four shuffles
+among 16 lanes.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from coat_jax.pallas.mosaic.ptx import GROUP_LAYOUT, LAYOUT, ROWS, TILE
 
 
 def load(ref, start) -> Array:
-  """Loads a tile, or its groups' statistics, from global memory."""
+  """Loads a tile, or the statistics of its groups, from global memory."""
   layout = LAYOUT if ref.ndim == 2 else GROUP_LAYOUT
   rows = ref.at[pl.ds(start, ROWS)]
   return plgpu.load(rows, layout=layout, optimized=False)
@@ -38,12 +39,12 @@ def store(ref, start, x: Array) -> None:
 
 
 def spread(x: Array) -> Array:
-  """Broadcasts statistics [ROWS] to a tile, one per value of each group."""
+  """Broadcasts statistics [ROWS] to a tile, along the values of each group."""
   return lax.broadcast_in_dim(x, TILE, (0,))
 
 
 def iota(axis: int) -> Array:
-  """Returns uint32 indices along an axis of a tile; axis 0 gives [ROWS]."""
+  """Returns uint32 indices: of groups [ROWS], or of values (a tile)."""
   if axis == 0:
     return plgpu.broadcasted_iota(jnp.uint32, (ROWS,), 0, layout=GROUP_LAYOUT)
   return plgpu.broadcasted_iota(jnp.uint32, TILE, 1, layout=LAYOUT)
@@ -59,16 +60,16 @@ def as_float(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instructions:
-  """Operations that take few GPU instructions if written in PTX (`ptx`).
+  """Operations that take fewer GPU instructions if written in PTX (`ptx`).
 
-  The interpreter cannot run PTX: with `interpret` the operations use their jnp
-  versions, which are also their definitions.
+  The interpreter cannot run PTX. With `interpret`, operations use their jnp
+  versions, which also define what the PTX computes.
   """
 
   interpret: bool
 
   def reciprocal(self, x: Array) -> Array:
-    """Returns 1 / x to 1 ulp; a subnormal quotient may become zero."""
+    """Returns 1 / x, accurate to 1 ulp; a subnormal result may become zero."""
     return 1 / x if self.interpret else ptx.inline("rcp.approx.ftz.f32", x)
 
   def sqrt(self, x: Array) -> Array:
@@ -84,13 +85,12 @@ class Instructions:
     return x.astype(dtype)
 
   def e4m3_bits(self, x: Array, factor: float) -> Array:
-    """Returns the bits of y = x factor < 512 with E4M3's exponent bias.
+    """Returns the f32 bits of y = x factor < 512, with E4M3's exponent bias.
 
-    From bit 20 on, the bits are the code of the lower neighbour, subnormal or
-    not.
+    Bits 20 and up are the E4M3 code of y rounded down, even if it is subnormal.
     """
     if not self.interpret:
-      # Below 2^-6 the product is a subnormal f32, which the GPU keeps.
+      # If y is below 2^-6, the product is a subnormal f32, which the GPU keeps.
       return as_bits(x * (factor * 2.0**-120))
     y = x * factor
     subnormal = (y * 2.0**29).astype(jnp.uint32)
@@ -99,7 +99,7 @@ class Instructions:
   def e4m3_codes(self, code: Array, x: Array | None) -> Array:
     """Casts uint32 codes 0..0x7F to bytes and adds the signs of x, if given.
 
-    Codes are at most 0x7E, because 0x7F is NaN.
+    Code 0x7F would be NaN, so it is replaced by 0x7E, the largest number.
     """
     if not self.interpret:
       return ptx.e4m3_codes(code, x)
@@ -115,11 +115,11 @@ class Instructions:
     return x.astype(jnp.float32)
 
   def round_to_bfloat16(self, x: Array, words: Array) -> Array:
-    """`stochastic.round_to_bfloat16` of a tile whose NaNs are all quiet."""
+    """Rounds like `stochastic.round_to_bfloat16`; all NaNs must be quiet."""
     if not self.interpret:
       return ptx.round_to_bfloat16(x, words)
     bits = as_bits(x)
-    # Adding random bits to an infinity carries nothing into its upper half.
+    # Random bits added to an infinity do not carry into its upper half.
     noisy = jnp.where(x == x, bits + (words >> 16), bits)
     return as_float(noisy & jnp.uint32(0xFFFF0000)).astype(jnp.bfloat16)
 
@@ -128,17 +128,17 @@ class Instructions:
     if not self.interpret:
       return ptx.split(bits)
     high = as_float((bits + jnp.uint32(0x8000)) & jnp.uint32(0xFFFF0000))
-    # W - (high << 8) is W modulo 256.
+    # The low byte is W - (high << 8), which is W modulo 256.
     low = (bits >> 8).astype(jnp.int32).astype(jnp.int8)
     return high.astype(jnp.bfloat16), low
 
   def joint_extremes(
     self, largest: tuple[Array, Array], least: tuple[Array, Array]
   ) -> tuple[Array, Array]:
-    """Returns maxima f32 and minima uint32 of two moments' groups, [2, ROWS].
+    """Reduces the groups of two moments together: maxima and minima, [2, ROWS].
 
-    `largest` are two f32 tiles, in which NaN counts as larger than any number;
-    `least` are two uint32 tiles.
+    The maxima are those of two f32 tiles, `largest`; NaN counts as larger than
+    any number. The minima are those of two uint32 tiles, `least`.
     """
     if not self.interpret:
       return ptx.joint_extremes(largest, least)
@@ -148,21 +148,24 @@ class Instructions:
     )
 
   def part(self, x: Array, i: int) -> Array:
-    """Selects moment i (0 or 1) of 32-bit statistics [2, ROWS]: [ROWS]."""
+    """Returns the statistics [ROWS] of moment i (0 or 1) from [2, ROWS]."""
     return x[i] if self.interpret else ptx.part(x, i)
 
   def round(self, x: Array, factor: Array) -> tuple[Array, Array]:
-    """Rounds |x factor| < 2^22 to the nearest integer, as f32 and as int32.
+    """Rounds x * factor to the nearest integer; returns it as f32 and int32.
 
-    The int32 must go through an integer operation before it is cut to a byte:
-    for the lowest byte of an f32 sum, ptxas 13 emits a conversion of that sum
-    (F2IP), which saturates at 255.
+    The product must be below 2^22 in magnitude.
+
+    Apply an integer operation to the int32 before casting it to a byte.
+    Otherwise ptxas 13 converts the f32 sum, from which the int32 is taken,
+    directly to a byte (F2IP), which saturates at 255.
     """
     if self.interpret:
       whole = jnp.round(x * factor)
       return whole, whole.astype(jnp.int32)
-    # Adding 1.5 2^23 leaves no bits for a fraction, so the sum is rounded and
-    # holds the integer in its lowest bits. XLA would simplify this away.
+    # The sum has no bits for a fraction, so it is rounded, and its lowest bits
+    # are the integer. XLA would simplify this away, so the interpreter rounds
+    # explicitly.
     rounded = x * factor + 1.5 * 2**23
     integer = as_bits(rounded).astype(jnp.int32) - 0x4B400000
     return rounded - 1.5 * 2**23, integer
@@ -170,15 +173,15 @@ class Instructions:
   def powers(
     self, significand: Array, exponent: Array, root: Array, scale: Array
   ) -> tuple[Array, Array, Array]:
-    """Computes powers of small integers; on a GPU a group's lanes look them up.
+    """Computes powers of small integers, which a GPU's lanes look up in tables.
 
-    With a = root and p(J) = (J / 8)^a, for J = significand and e = exponent in
-    0..15 (int32 tiles of which the GPU reads 4 bits; e = 0 counts as 1), and
-    positive root and scale, f32 [ROWS]:
+    Let J = significand, e = exponent and a = root. J and e are int32 tiles of
+    which only the lowest 4 bits count; e = 0 counts as 1. `root` and `scale`
+    are positive, f32 [ROWS]. With p(J) = (J / 8)^a, this returns
 
-      2 p(J) - p(J + 1), p(J + 1) - p(J) and scale (448 2^(7 - e))^a,
+      2 p(J) - p(J + 1), p(J + 1) - p(J) and scale (448 2^(7 - e))^a.
 
-    of which the last is infinite only for numbers up to 2^-126 / scale.
+    The last is infinite only for numbers up to 2^-126 / scale.
     """
     top = 7 + math.log2(qmax(E4M3))
     if not self.interpret:

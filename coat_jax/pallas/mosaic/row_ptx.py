@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PTX of the kernels on rows: divides by scales, transposes codes, sums rows.
+"""Inlined PTX for `rows`: divides by scales, transposes codes, sums over rows.
 
-`rows` calls these functions and defines each one in jnp next to the call.
+`rows` calls these functions, and shows next to each call what it computes, in
+jnp.
 """
 
 import functools
@@ -19,9 +20,9 @@ from coat_jax.pallas.mosaic import emit
 from coat_jax.pallas.mosaic.emit import number
 
 WARPS, LANES = 4, 32
-VECTOR = 8  # The values of one load of a lane.
-COLUMNS = 128  # The width of a tile.
-_CHUNK = 16  # The bytes of a store to columns.
+VECTOR = 8  # Number of values that a lane loads at a time.
+COLUMNS = 128  # Width of a tile.
+_CHUNK = 16  # Number of bytes per store to the column layout.
 
 TILE_LAYOUT = plgpu.Layout.TILED(
   plgpu.Tiling(((32, COLUMNS), (8, COLUMNS), (4, VECTOR))),
@@ -37,14 +38,14 @@ THREAD_LAYOUT = plgpu.Layout.TILED(
   lane_dims=(-2,),
   vector_dim=-1,
 )
-# The shared memory in which `sum_over_rows` works.
+# Shared memory for `sum_over_rows`.
 SUMS = plgpu.SMEM((2 * WARPS * COLUMNS,), jnp.float32)
 
 
 def scales_layout(size: int):
   """Returns the layout of a tile's scales, [height, 128 / size].
 
-  A lane holds the scale of each vector that it holds in `TILE_LAYOUT`.
+  A lane holds the scale of each 8-value vector that it holds in `TILE_LAYOUT`.
   """
   groups = COLUMNS // size
   return plgpu.Layout.TILED(
@@ -88,12 +89,14 @@ def columns_layout(height: int):
 
 
 def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
-  """Returns x / scale, correctly rounded; only the sign counts beyond `limit`.
+  """Returns x / scale, correctly rounded if |x / scale| is at most `limit`.
 
-  Without a limit x must be finite, or the scale NaN or infinite.
+  Beyond the limit, only the sign is correct. Without a limit, x must be finite
+  unless the scale is NaN or infinite.
   """
   f32 = "{ .reg .f32 q, r; "
-  # An infinite scale becomes 0, and so does its reciprocal: 0 * x is 0 or NaN.
+  # Replace an infinite scale by 0. Its reciprocal is set to 0 too, so that the
+  # quotient is 0 * x, which is 0 or NaN.
   divisor = (
     "{ .reg .pred p; testp.infinite.f32 p, $1; "
     f"selp.f32 $0, {number(0.0)}, $1, p; }}"
@@ -110,7 +113,7 @@ def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
   )
 
   def divided(value, by):
-    # Values of a lane that share a scale also share these instructions.
+    # The compiler emits these once for all values of a lane that share a scale.
     by_finite = emit.f32(divisor, by)
     inverse = emit.f32(reciprocal, by, by_finite)
     return emit.f32(divide, value, by_finite, inverse)
@@ -119,7 +122,7 @@ def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
 
 
 def elementwise(emitted: Callable, *arrays: Array, layout) -> Array:
-  """Applies a function of f32 numbers, which emits PTX, to each value."""
+  """Applies `emitted`, a function of scalars that emits PTX, to each value."""
   shape = arrays[0].shape
   out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
 
@@ -145,20 +148,23 @@ def _base(smem):
 
 
 def _at(base, *terms):
-  """Returns the address of a word: the base plus indices times words."""
+  """Returns an address in shared memory: base plus each index times `words`.
+
+  `terms` are pairs (index, words), with 4 bytes per word.
+  """
   for index, words in terms:
     base = arith.addi(base, arith.muli(index, emit.i32(4 * words)))
   return base
 
 
 def split_index(x, size: int):
-  """Returns x // size and x % size, for a power of two."""
+  """Returns x // size and x % size; `size` is a power of two."""
   bits = emit.i32(size.bit_length() - 1)
   return arith.shrui(x, bits), arith.andi(x, emit.i32(size - 1))
 
 
 def sum_over_rows(x: Array, smem) -> Array:
-  """Sums each column of a tile, f32 [128], once per program; smem is `SUMS`."""
+  """Sums each column of a tile: f32 [128]. smem is `SUMS`, used only once."""
   out = plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout=THREAD_LAYOUT)
 
   @plgpu.inline_mgpu(arg_types=(TILE_LAYOUT, plgpu.RefType()), return_type=out)
@@ -189,23 +195,26 @@ def sum_over_rows(x: Array, smem) -> Array:
 
 
 def scratch(height: int):
-  """Returns the shared memory in which `transpose` works."""
+  """Returns the type of the shared memory that `transpose` needs."""
   _, jump = _word_strides(height)
   return plgpu.SMEM((VECTOR * jump,), jnp.int32)
 
 
 def _word_strides(height: int) -> tuple[int, int]:
-  """Returns where column 8 k + j begins: at word k * first + j * second.
+  """Returns strides s, t in words: column 8 k + j begins at word k s + j t.
 
-  The 4 spare words per column, and half a column per j, spread over the banks
-  what lanes write or read at the same time.
+  To avoid bank conflicts, s includes 4 words of padding per column, and t half
+  a column of padding per j.
   """
   stride = height // 4 + 4
   return stride, LANES // 2 * stride + height // 4
 
 
 def transpose(codes: Array, smem) -> Array:
-  """`rows.transpose`: 4 x 4 bytes in registers, the rest in shared memory."""
+  """Transposes blocks of 4 x 4 bytes in registers, then through shared memory.
+
+  See `rows.transpose`.
+  """
   height, columns = codes.shape
   layout = columns_layout(height)
   out = plgpu.ShapeDtypeStruct((columns, height), codes.dtype, layout=layout)
@@ -216,7 +225,8 @@ def transpose(codes: Array, smem) -> Array:
     i32 = emit.i32_type()
     base = _base(smem)
     warp, lane = split_index(emit.thread(), LANES)
-    # Four rows of 8 bytes become 8 words of 4 rows.
+    # A lane holds 8 bytes of each of four rows. Make 8 words of them, each with
+    # four rows of one column.
     quad, k = split_index(lane, LANES // 2)
     place = _at(base, (k, stride), (warp, 2), (quad, 1))
     for half, four in enumerate(codes.registers.reshape(-1, 4)):
@@ -231,15 +241,15 @@ def transpose(codes: Array, smem) -> Array:
         emit.store_shared(place, 4 * (j * jump + half * 8), word)
     mgpu.utils.warpgroup_barrier()
     column, chunk = split_index(lane, chunks)
-    of_warp = LANES // chunks
-    column = arith.addi(arith.muli(warp, emit.i32(of_warp)), column)
+    columns_per_warp = LANES // chunks
+    column = arith.addi(arith.muli(warp, emit.i32(columns_per_warp)), column)
     k, j = split_index(column, VECTOR)
     place = _at(base, (k, stride), (j, jump), (chunk, 4))
     kind = codes.registers.flat[0].type.element_type
     registers = np.empty(layout.to_mgpu().registers_shape(out.shape), object)
     for i in range(registers.size):
       words = emit.load_shared(
-        place, 4 * i * (WARPS * of_warp // VECTOR) * stride
+        place, 4 * i * (WARPS * columns_per_warp // VECTOR) * stride
       )
       packed = vector.from_elements(ir.VectorType.get((4,), i32), words)
       registers.flat[i] = vector.bitcast(

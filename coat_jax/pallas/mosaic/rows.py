@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs kernels on rows of values, and defines the operations that they share.
+"""Loads, quantizes and stores groups or tiles, for memory-bound kernels.
 
-A program is one warpgroup. It loads all of its values before it uses any, and
-keeps them in registers. It holds them in one of two ways:
+Each program (thread block) consists of one warpgroup of 128 threads. It loads
+all of its values into registers before it computes anything. There they form
+one of these:
 
-  groups  [count, G], G = 16 to 128. A lane holds 8 adjacent values, 16 bytes of
-          BF16, so a group's largest magnitude takes at most four shuffles. Rows
-          are contiguous and consist of whole groups, so a matrix is one list of
-          groups. Kernels that need whole rows (`whole_rows`) may also hold 4 or
-          2 values per lane.
-  tiles   [64, 128], or 32 rows of a low matrix. A lane holds 8 values of each
-          of 4 rows, because four codes of a column fill a register. Codes are
-          transposed with byte permutes and through shared memory, and written
-          16 bytes at a time.
+  groups  [count, G], with G = 16 to 128 values per group. A lane holds 8
+          adjacent values (16 bytes in BF16), so finding a group's largest
+          magnitude takes at most four shuffles. A row consists of whole groups
+          and rows are contiguous, so a matrix is one list of groups. Kernels
+          that need whole rows (`whole_rows`) may also hold 4 or 2 values per
+          lane.
+  tiles   [64, 128], or [32, 128] if the matrix has fewer than 64 rows. A lane
+          holds 8 values of each of 4 rows, because four codes of a column fill
+          a register. Codes are transposed with byte permutes and through shared
+          memory, and written 16 bytes at a time.
 
-Mosaic has no masks. So where programs would reach past the end, the last one
-starts earlier, and writes some values that another program writes too.
+Mosaic has no masked loads or stores. A program that would reach past the end of
+the array starts earlier instead, so some values are written twice.
 
-The interpreter cannot run inlined PTX (`row_ptx`): with `interpret`, functions
-use their jnp version, which is also their definition.
+The interpreter cannot run inlined PTX (`row_ptx`). With `interpret`, functions
+use their jnp versions, which also define what the PTX computes.
 """
 
 import dataclasses
@@ -39,11 +41,11 @@ from coat_jax.pallas.mosaic import row_ptx
 from coat_jax.pallas.mosaic.magnitudes import group_scale, magnitude_bits
 from coat_jax.pallas.mosaic.row_ptx import COLUMNS, LANES, VECTOR, WARPS
 
-STEP = WARPS * LANES * VECTOR  # The values of one load of a program.
-# The largest size of a GPU's grid along any axis but its last.
+STEP = WARPS * LANES * VECTOR  # Number of values per load of a program.
+# The largest size of a GPU's grid along any axis except the last.
 _MAX_ACROSS = 65535
-_LOW, _HIGH = 32, 64  # The heights of tiles.
-TILE_ROWS = 32  # The rows of a tile that a program loads at a time.
+_LOW, _HIGH = 32, 64  # Tile heights.
+TILE_ROWS = 32  # Number of rows of a tile that a program loads at a time.
 
 
 def run(
@@ -56,17 +58,19 @@ def run(
   interpret: bool,
   name: str,
 ) -> list:
-  """Calls `kernel(*refs)`; if an input or output is None, so is its ref.
+  """Runs `kernel(*refs)` with a ref per input, output and scratch array.
 
-  `scratch` is shared memory, for which refs follow those of the outputs. The
-  axis of the grid along which programs are consecutive is "last"; if there are
-  two, the other one is "across".
+  If an input or output is None, its ref is None too. `scratch` lists types of
+  shared memory. The grid's axes are named "across" and "last", or just "last";
+  programs with consecutive indices along "last" start one after the other.
   """
   present = [x is not None for x in (*inputs, *outputs)]
 
   def body(*refs):
     left = iter(refs)
-    kernel(*(next(left) if there else None for there in present), *left)
+    kernel(
+      *(next(left) if is_present else None for is_present in present), *left
+    )
 
   found = plgpu.kernel(
     body,
@@ -76,7 +80,8 @@ def run(
     grid_names=("across", "last")[-len(grid) :],
     compiler_params=plgpu.CompilerParams(
       approx_math=True,
-      # What shares memory between threads (`row_ptx`) has its own barriers.
+      # Only functions of `row_ptx` share memory between threads. They emit
+      # their own barriers.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if interpret else False,
@@ -87,25 +92,29 @@ def run(
 
 
 def store(ref, x: Array) -> None:
-  """Stores x, in transfers that need not be whole lines of the cache."""
-  if hasattr(plgpu, "store"):  # Since JAX 0.12, which refuses them otherwise.
+  """Stores x, even if its layout does not fill whole cache lines."""
+  # Since JAX 0.12, an assignment refuses such a layout.
+  if hasattr(plgpu, "store"):
     plgpu.store(ref, x, optimized=False)  # pyright: ignore
   else:
     ref[...] = x
 
 
 def pick_size(elements: int) -> int:
-  """Picks a program's values: 32 per thread, or 8 if an array is small."""
+  """Picks a program's number of values: 32 per thread, or 8 in small arrays."""
   return 4 * STEP if elements >= 2**20 else STEP
 
 
 def part(axis: str, size: int, count: int):
-  """Returns this program's part, of `size`, of an axis of `count` >= size."""
+  """Returns this program's slice: `size` of `count` indices along an axis."""
   return part_at(lax.axis_index(axis), size, count)
 
 
 def part_at(index: Array, size: int, count: int):
-  """Returns part `index`, of `size`, of an axis of `count` >= size."""
+  """Returns slice number `index` of `size` indices, out of `count` >= size.
+
+  The last slice starts early if a whole one would reach past the end.
+  """
   start = index * size
   if count % size:
     start = jnp.minimum(start, count - size)
@@ -113,23 +122,26 @@ def part_at(index: Array, size: int, count: int):
 
 
 def why_not_list(shape: tuple[int, ...]) -> str | None:
-  """Returns why no program fits into an array of this shape, or None."""
+  """Returns why an array of this shape is too small for a program, or None."""
   size = math.prod(shape)
   if size < STEP:
-    return f"the kernel of Mosaic takes at least {STEP} values, got {size}"
+    return f"the Mosaic kernel needs at least {STEP} values, got {size}"
   return None
 
 
 def why_not_tiles(shape: tuple[int, ...]) -> str | None:
-  """Returns why no tile fits into a matrix of this shape, or None."""
+  """Returns why a matrix of this shape cannot be cut into tiles, or None."""
   n = shape[-1]
   m = math.prod(shape[:-1])
   if n > COLUMNS * _MAX_ACROSS:
-    return f"the kernel of Mosaic takes at most {_MAX_ACROSS} tiles across"
+    return (
+      f"the Mosaic kernel supports at most {COLUMNS * _MAX_ACROSS} columns, "
+      f"got {n}"
+    )
   if m < _LOW or n < COLUMNS:
     return (
-      f"the kernel of Mosaic works in tiles of {_LOW} x {COLUMNS}, got a "
-      f"matrix [{m}, {n}]"
+      f"the Mosaic kernel needs a matrix of at least {_LOW} x {COLUMNS}, got "
+      f"[{m}, {n}]"
     )
   return None
 
@@ -139,19 +151,19 @@ def why_not_tiles(shape: tuple[int, ...]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-  """One load of a program: whole groups of `size`, `vector` values per lane."""
+  """How a program loads whole groups of `size`, `vector` values per lane."""
 
   size: int
   vector: int = VECTOR
 
   @property
   def count(self) -> int:
-    """The number of groups."""
+    """The number of groups per load."""
     return WARPS * LANES * self.vector // self.size
 
   @property
   def layout(self):
-    """The layout of groups [count, size]; `.reduce(1)` is a statistic's."""
+    """The layout of groups [count, size]; `.reduce(1)` is that of scales."""
     groups = LANES * self.vector // self.size  # Per warp.
     if groups == 1:
       return plgpu.Layout.TILED(
@@ -170,11 +182,11 @@ class Load:
     )
 
 
-ANY = Load(16)  # For values whose groups do not matter.
+ANY = Load(16)  # For arrays that are not quantized in groups.
 
 
 def load_groups(ref, load: Load) -> Array:
-  """Loads groups [count, ...] as f32; `count` is a multiple of the load's."""
+  """Loads groups [c, ...] as f32, where c is a multiple of `load.count`."""
   x = plgpu.load(ref, layout=load.layout, optimized=False)
   return x.astype(jnp.float32)
 
@@ -184,7 +196,8 @@ def amax_bits(x: Array, count: int) -> Array:
 
   `count` is the number of rows of x that a program loads at a time.
   """
-  # Maxima of f32, which keep NaN, take one instruction; of bits, two.
+  # In each lane, compare as f32, which takes one instruction and keeps NaN.
+  # Comparing bits would take two.
   bits = magnitude_bits(folded(jnp.maximum, jnp.abs(x), count))
   while bits.ndim:
     bits = jnp.max(bits, axis=-1)
@@ -192,7 +205,10 @@ def amax_bits(x: Array, count: int) -> Array:
 
 
 def folded(op: Callable, x: Array, count: int) -> Array:
-  """Combines loads of `count` rows in each lane, to one load."""
+  """Reduces x to `count` rows, by combining rows i, i + count, ... with `op`.
+
+  Each lane holds all of these rows, so lanes exchange nothing.
+  """
   loads = [x[i : i + count] for i in range(0, len(x), count)]
   return functools.reduce(op, loads)
 
@@ -202,7 +218,7 @@ def quantize_groups(
 ) -> tuple[Array, Array]:
   """Quantizes groups [..., G] to codes and f32 scales [...].
 
-  Scales are BF16 values, rounded up, so no quotient needs clipping.
+  Scales are rounded up to BF16 values, so no quotient needs clipping.
   """
   bits = magnitude_bits(jnp.max(jnp.abs(x), axis=-1))
   scale = group_scale(bits, dtype)
@@ -221,7 +237,7 @@ def quantize(
   if interpret:
     return jnp.clip(x / scale, -limit, limit).astype(dtype)
   scale = plgpu.layout_cast(jnp.broadcast_to(scale, x.shape), layout)
-  # The GPU's cast saturates.
+  # The GPU's cast saturates, so quotients up to 2 * limit need no clipping.
   return row_ptx.quotient(x, scale, 2 * limit, layout).astype(dtype)
 
 
@@ -244,14 +260,18 @@ def tile_height(m: int) -> int:
 
 
 def grid_of_tiles(m: int, n: int) -> tuple[int, int]:
-  """Returns a grid whose consecutive programs go down the rows."""
+  """Returns a grid in which consecutive programs go down the rows."""
   return pl.cdiv(n, COLUMNS), pl.cdiv(m, tile_height(m))
 
 
 def operand(
   m: int, n: int, dtype: DTypeLike, layout: Layout
 ) -> list[jax.ShapeDtypeStruct | None]:
-  """Returns the shapes of rows and columns; None for one that is omitted."""
+  """Returns the types of an operand's row and column layouts.
+
+  The row layout is [m, n] and the column layout its transpose [n, m]. One that
+  `layout` leaves out is None.
+  """
   return [
     None if layout == "columns" else jax.ShapeDtypeStruct((m, n), dtype),
     None if layout == "rows" else jax.ShapeDtypeStruct((n, m), dtype),
@@ -259,7 +279,7 @@ def operand(
 
 
 def like(rows: Array | None, x: Array) -> Array | None:
-  """Gives a matrix the shape of x; None stays None."""
+  """Reshapes a matrix to the shape of x; None stays None."""
   return None if rows is None else rows.reshape(x.shape)
 
 
@@ -276,11 +296,14 @@ def load_tile(ref) -> Array:
 
 
 def load_quantized_tile(q_gmem, scale_gmem, place, interpret: bool) -> Array:
-  """Loads codes and scales [m, groups]; dequantizes them to f32."""
+  """Loads a tile of codes and its scales, and dequantizes it to f32.
+
+  `q_gmem` is [m, n] and `scale_gmem` is [m, groups].
+  """
   size = q_gmem.shape[1] // scale_gmem.shape[1]
   row, column = place
   group = lax.div(column.start, jnp.int32(size))
-  if size == COLUMNS:  # Mosaic wants no axis of size 1.
+  if size == COLUMNS:  # Mosaic supports no axis of size 1.
     scale = load_per_row(scale_gmem.at[:, group], place)
     return load_tile(q_gmem.at[place]) * scale
   scale = plgpu.load(
@@ -296,12 +319,12 @@ def load_quantized_tile(q_gmem, scale_gmem, place, interpret: bool) -> Array:
 
 
 def load_per_row(ref, place) -> Array:
-  """Loads a value per row and broadcasts it to a tile, in f32."""
+  """Loads one value per row and broadcasts them to a tile, in f32."""
   return _load_along(ref, place, 0)
 
 
 def load_per_column(ref, place) -> Array:
-  """Loads a value per column and broadcasts it to a tile, in f32."""
+  """Loads one value per column and broadcasts them to a tile, in f32."""
   return _load_along(ref, place, 1)
 
 
@@ -315,19 +338,23 @@ def _load_along(ref, place, axis: int) -> Array:
 def quantize_tile(
   x: Array, scale: Array, dtype: DTypeLike, interpret: bool
 ) -> Array:
-  """`quantize`, for a tile."""
+  """Quantizes a tile with one scale, like `quantize`."""
   return quantize(x, scale, dtype, row_ptx.TILE_LAYOUT, interpret)
 
 
 def transpose(codes: Array, smem, interpret: bool) -> Array:
-  """Transposes a tile of codes, once per program; smem is `row_ptx.scratch`."""
+  """Transposes a tile of codes; smem is `row_ptx.scratch`.
+
+  A program may call it only once per `smem`: it waits for all writes, but not
+  for earlier reads.
+  """
   return codes.T if interpret else row_ptx.transpose(codes, smem)
 
 
 def store_operand(
   place, codes: Array, rows_gmem, columns_gmem, smem, interpret: bool
 ) -> None:
-  """Writes a tile of codes to the layouts whose refs are not None."""
+  """Writes a tile of codes to each layout whose ref is not None."""
   rows, columns = place
   if rows_gmem is not None:
     store(rows_gmem.at[rows, columns], codes)
@@ -339,9 +366,10 @@ def store_operand(
 def store_sums(
   sums_gmem, x: Array, place, m: int, smem, interpret: bool
 ) -> None:
-  """Writes the sum of a tile's rows, without those that an earlier tile has.
+  """Writes the sum over a tile's rows, without rows of an earlier tile.
 
-  `sums_gmem` is [tiles, n] for tiles of a matrix with m rows.
+  `sums_gmem` is [tiles, n]; the matrix has m rows. The last tile overlaps the
+  one before it if m is not a multiple of the height.
   """
   number, height = lax.axis_index("last"), len(x)
   if m % height:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a tensor's scale from the maxima of its parts, in one launch.
+"""Computes a tensor's scale from maxima of its parts, in one kernel.
 
-A kernel that looks for a tensor's largest magnitude writes the bits of one
-maximum per program. To compute a scale from them, XLA would launch two or three
-kernels, and the GPU would idle for some microseconds in each.
+To find a tensor's largest magnitude, a kernel first writes the bits of one
+maximum per program. To compute the scale from these maxima, XLA would launch
+two or three kernels, each of which leaves the GPU idle for some microseconds.
 """
 
 import functools
@@ -21,31 +21,31 @@ from coat_jax.pallas.mosaic.magnitudes import tensor_scale
 from coat_jax.pallas.mosaic.row_ptx import LANES, THREAD_LAYOUT, WARPS
 
 _THREADS = WARPS * LANES
-# A thread loads 64 maxima at a time.
-_MOST = 64 * _THREADS
+_MOST = 64 * _THREADS  # Each thread loads up to 64 maxima at a time.
 
 
 def maxima(programs: int) -> jax.ShapeDtypeStruct:
-  """Returns the shape of the programs' maxima: at least one per thread here.
+  """Returns the type of the array to which `programs` write their maxima.
 
-  If there are few programs, each writes its maximum several times.
+  This module's kernel needs at least one maximum per thread. If there are fewer
+  programs than that, each writes its maximum several times.
   """
   copies = 1 if programs >= _THREADS else _THREADS
   return jax.ShapeDtypeStruct((programs, copies), jnp.int32)
 
 
 def store_maximum(bits_gmem, program: Array, bits: Array) -> None:
-  """Writes a program's maximum to an array like `maxima`."""
+  """Writes a program's maximum to the array of `maxima`."""
   bits_gmem[program] = jnp.full((bits_gmem.shape[1],), bits)
 
 
 def bits_to_scale(bits: Array, scaling: Scaling, interpret: bool) -> Array:
-  """Returns the scale, f32 [], from int32 maxima."""
+  """Returns the scale, f32 [], given the maxima's bits as int32."""
   return _scale_and_copies(bits, scaling, 1, interpret)[0]
 
 
 def output_scale(bits: Array, output: Scaling, interpret: bool) -> Array | None:
-  """Returns `bits_to_scale`, or None for blocks, which find their own."""
+  """Returns the scale, or None if the output is scaled per block."""
   if type(output) is not PerTensor:
     return None
   return bits_to_scale(bits, output, interpret)
@@ -56,10 +56,10 @@ def bits_to_shared_scale(
 ) -> tuple[Array, Array]:
   """Returns the scale, f32 [], and an array f32 [k] that begins with it.
 
-  The kernel that writes the operand's codes reads the array. Two products read
-  the operand, and each is multiplied by this scale. XLA fuses these
-  multiplications into one launch only if the scale is an element of a larger
-  array, which it is here.
+  The kernel that quantizes the operand reads the array. Two matmuls read the
+  operand, and their results are multiplied by the scale. XLA fuses these two
+  multiplications into one kernel only if the scale is an element of a larger
+  array, as it is here.
   """
   return _scale_and_copies(bits, scaling, _THREADS, interpret)
 
@@ -67,7 +67,7 @@ def bits_to_shared_scale(
 def _scale_and_copies(
   bits: Array, scaling: Scaling, copies: int, interpret: bool
 ) -> tuple[Array, Array]:
-  # The devices of a mesh compare their maxima before there is a scale.
+  # On a mesh, first find the largest of all devices' maxima.
   if scaling.axis_names:
     amax = bits_to_amax(bits, scaling.axis_names)
     scale = amax_to_scale(amax, scaling.dtype)

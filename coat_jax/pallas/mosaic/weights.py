@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters on tiles of registers: `optimizer.weights` for kernels.
+"""Reads and rounds parameters in kernels, as `optimizer.weights` does.
 
-The results have the same bits as the definitions but take fewer instructions:
-the values to round were just computed, so every NaN is a quiet NaN.
+The results have the same bits as in `optimizer.weights`, but take fewer
+instructions. This works because the values to round were just computed, so
+every NaN among them is quiet.
 """
 
 from collections.abc import Callable
@@ -13,12 +14,15 @@ from jax import Array
 
 from coat_jax.pallas.mosaic.registers import Instructions, as_bits, as_float
 
-# The largest f32 that adding 8 random bits never turns into an infinite bf16.
+# The largest f32 that stays finite in bf16 after 8 random bits are added.
 _LARGEST = float(np.uint32(0x7F7F7F00).view(np.float32))
 
 
 def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
-  """`weights.in_f32` for a tile of an array, or of a `SplitWeight`'s halves."""
+  """Converts a tile of a weight to f32.
+
+  A `SplitWeight` has tiles of two arrays, `high` and `low`.
+  """
   x = on.in_f32(high)
   if low is None:
     return x
@@ -31,10 +35,10 @@ def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
 def round_like(
   refs, x: Array, draw: Callable[[], Array], on: Instructions
 ) -> tuple[Array, ...]:
-  """`weights.round_like` for a tile; returns a tile for each of `refs`.
+  """Rounds an f32 tile to the dtypes of `refs`, like `weights.round_like`.
 
-  `refs` is an array's ref, or a `SplitWeight`'s two. x is f32; `draw` returns
-  the tile's random words.
+  `refs` is the ref of an array, or the two refs of a `SplitWeight`. `draw`
+  returns the tile's random words.
   """
   if len(refs) == 2:
     return _split(x, draw(), on)
@@ -44,7 +48,7 @@ def round_like(
 
 
 def _split(x: Array, words: Array, on: Instructions) -> tuple[Array, Array]:
-  """`weights.split`."""
+  """Splits an f32 tile like `weights.split`."""
   bounded = jnp.clip(x, -_LARGEST, _LARGEST)
   noisy = as_bits(bounded) + (words >> 24)
   # Non-finite values become an infinity or the canonical NaN.

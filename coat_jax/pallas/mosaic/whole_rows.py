@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts whole rows into loads, for kernels that need sums over a row."""
+"""Splits a row into the loads of a program, for kernels that sum over a row."""
 
 import dataclasses
 
@@ -11,35 +11,40 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from coat_jax.pallas.mosaic.row_ptx import LANES
 from coat_jax.pallas.mosaic.rows import Load, folded
 
-_WIDEST = 8192  # The registers of longer rows would spill.
+_WIDEST = 8192  # Registers would spill if rows were longer.
 
 
 @dataclasses.dataclass(frozen=True)
 class RowPart:
-  """A part of each row, in groups, that a program loads at once.
+  """Consecutive groups of a row that a program loads together.
 
-  The last part may overlap the one before it: its first `known` groups are the
-  other's too.
+  Attributes:
+    load: how the groups are loaded.
+    first: index of the first group in the row.
+    count: number of groups.
+    known: number of leading groups that the previous part also contains. It is
+      0 except in the last part, which must be as long as a whole load.
+    groups: number of groups in a row.
   """
 
   load: Load
   first: int
   count: int
   known: int
-  groups: int  # Of a whole row.
+  groups: int
 
   def of_row(self, row: Array):
-    """Returns where the part of a row is in a list of all rows' groups."""
+    """Returns the slice of this part of a row in the list of all groups."""
     return pl.ds(row * self.groups + self.first, self.count)
 
   @property
   def of_vector(self):
-    """Returns where the part is in a vector with one value per column."""
+    """The slice of this part in a vector with one value per column."""
     return pl.ds(self.first, self.count)
 
 
 def row_parts(n: int, size: int) -> list[RowPart]:
-  """Cuts rows of n values in groups of `size` into loads of a program."""
+  """Splits a row of n values, in groups of `size`, into parts to load."""
   load = _pick_load(n, size)
   groups = n // size
   whole = groups // load.count * load.count
@@ -51,24 +56,24 @@ def row_parts(n: int, size: int) -> list[RowPart]:
 
 
 def _pick_load(n: int, size: int) -> Load:
-  """Picks the loads that overlap least; among those, the largest."""
+  """Picks the load that reads the fewest values twice, then the largest."""
   fits = [load for load in _loads(size) if load.count * size <= n]
   return min(fits, key=lambda load: pl.cdiv(n, load.count * size) * load.vector)
 
 
 def _loads(size: int) -> list[Load]:
-  """Returns the loads that hold whole groups in each warp, largest first."""
+  """Returns the loads in which each warp holds whole groups, largest first."""
   vectors = (vector for vector in (8, 4, 2) if size <= LANES * vector)
   return [Load(size, vector) for vector in vectors]
 
 
 def in_groups(vector: Array | None, size: int) -> Array | None:
-  """Views a vector with one value per column as groups."""
+  """Reshapes a vector with one value per column to groups [n / size, size]."""
   return None if vector is None else vector.reshape(-1, size)
 
 
 def sum_of_row(parts: list[RowPart], values: list[Array]) -> Array:
-  """Sums a row, f32 [], of which `values` are the parts, [count, G] each."""
+  """Sums a row: f32 []. `values` holds each part's values, [count, G]."""
   total = jnp.float32(0)
   for part, x in zip(parts, values, strict=True):
     if part.known:
@@ -82,12 +87,12 @@ def sum_of_row(parts: list[RowPart], values: list[Array]) -> Array:
 
 
 def why_not_row(shape: tuple[int, ...], size: int) -> str | None:
-  """Returns why rows in groups of `size` do not fit in a program, or None."""
+  """Returns why a program cannot hold a row in groups of `size`, or None."""
   smallest = _loads(size)[-1]
   least = smallest.count * size
   if shape and not least <= shape[-1] <= _WIDEST:
     return (
-      f"the kernel of Mosaic holds rows of {least} to {_WIDEST}, got "
+      f"the Mosaic kernel supports rows of {least} to {_WIDEST} values, got "
       f"{shape[-1]}"
     )
   return None

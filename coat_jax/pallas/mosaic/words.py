@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random words for a tile of groups: `stochastic.random_words` in a kernel."""
+"""Computes random words in kernels, the same as `stochastic.random_words`.
+
+A word is a hash of a key and of the value's row and column in the whole leaf.
+"""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -11,7 +14,11 @@ from coat_jax.pallas.mosaic.registers import as_float
 
 
 def row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:
-  """Returns each group's row in the whole leaf and its first column."""
+  """Returns each group's row and first column in the whole leaf.
+
+  The kernel may see only a part of the leaf. `start` is the tile's first group
+  in that part, whose shape is `shape`.
+  """
   groups_per_row = shape[-1] // GROUP_SIZE
   row = registers.iota(0) + start.astype(jnp.uint32)
   column = jnp.zeros_like(row)
@@ -37,8 +44,8 @@ def _divide(x: Array, by: int) -> tuple[Array, Array]:
 def random_words(row: Array, column: Array, key) -> Array:
   """Computes `stochastic.random_words` for groups at these rows and columns.
 
-  A lane's 8 values share one run, so the compiler computes everything but the
-  last product once per lane.
+  The 8 values of a lane belong to one run of `RUN` values. So the compiler
+  computes everything except the last product once per lane.
   """
   golden = jnp.uint32(GOLDEN)
   row_word = mix(row * golden + key) + (column // RUN) * golden
@@ -48,5 +55,5 @@ def random_words(row: Array, column: Array, key) -> Array:
 
 
 def mantissas(words: Array) -> Array:
-  """Returns 1 + `stochastic.uniform`: 1 with random bits as its mantissa."""
+  """Returns 1 + `stochastic.uniform`, in [1, 2): random bits as mantissas."""
   return as_float((words >> 9) + jnp.uint32(0x3F800000))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam's step on a leaf with encoded moments, on a TPU (`leaf_step`)."""
+"""Adam's step on a leaf with encoded moments, as a TPU kernel (`leaf_step`)."""
 
 import jax
 
@@ -14,7 +14,7 @@ def _why_not(g, stored, groups, part, p=None, **_) -> str | None:
 
 @kernel(_why_not)
 def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
-  """Runs `adam.adam_update`; with `interpret`, on a CPU (slowly)."""
+  """Computes `adam.adam_update`; with `interpret`, on a CPU (slowly)."""
   run = leaf_step.Step(adam, groups, interpret)
   return run(part, g, None, stored, scalars)
 
@@ -23,6 +23,6 @@ def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
 def adamw_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """Runs `adam.adamw_step`; with `interpret`, on a CPU (slowly)."""
+  """Computes `adam.adamw_step`; with `interpret`, on a CPU (slowly)."""
   run = leaf_step.Step(adam, groups, interpret)
   return run(part, g, p, stored, (scalars, step))

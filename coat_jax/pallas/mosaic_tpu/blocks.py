@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds how a TPU stores a leaf's arrays, and cuts them into blocks.
+"""Cuts the arrays of a leaf into blocks, in the order in which XLA stores them.
 
-A pair is an array [..., D, 2, F], such as the weights of gate and up, and has
-two planes [D, F]. XLA stores pairs of f32 or bf16 in tiles of 2 x 128, but
-pairs of bytes as [..., 2, D, F], in tiles of 32 x 128. It stores a stack
-[L, D, n] as [D, L, n] if only L fills tiles. If a kernel reads another order,
-XLA first copies the arrays.
+If a kernel read an array in another order, XLA would copy the array first. On a
+TPU, the order of these arrays differs from their axes:
+
+  pair    [..., D, 2, F], such as the weights of gate and up, which are two
+          planes [D, F]. XLA stores f32 or bf16 in tiles of 2 x 128, but bytes
+          as [..., 2, D, F] in tiles of 32 x 128.
+  stack   [L, D, n], such as the weights of L layers. XLA stores it as
+          [D, L, n] if L fills tiles and D does not.
 """
 
 import dataclasses
@@ -17,13 +20,13 @@ from jax.experimental import pallas as pl
 LANES = 128
 # A TPU stores bytes in tiles of 32 x 128.
 _TILE_ROWS = 32
-# v5e and v5p have 16 MiB of VMEM, which must also hold statistics and what the
-# loop computes.
+# Blocks may use half of the 16 MiB of VMEM of v5e and v5p. The other half is
+# for statistics and for values that the loop computes.
 _VMEM_BYTES = 8 * 2**20
 
 
 def is_paired(shape: tuple[int, ...]) -> bool:
-  """Returns whether rows come in pairs: [..., D, 2, F]."""
+  """Returns whether an array is a pair: [..., D, 2, F]."""
   return len(shape) > 2 and shape[-2] == 2
 
 
@@ -49,7 +52,10 @@ def _has_planes_first(x: Array) -> bool:
 
 
 def view(x: Array) -> Array:
-  """Reshapes to [matrices, D, n], a pair to [matrices, D, 2, n], as stored."""
+  """Reshapes to [matrices, D, n], in the order in which XLA stores the array.
+
+  A pair becomes [matrices, D, 2, n], or [matrices, 2, D, n] for bytes.
+  """
   lead = len(lead_axes(x.shape))
   if _has_planes_first(x):
     x = x.swapaxes(-2, -3)
@@ -57,7 +63,7 @@ def view(x: Array) -> Array:
 
 
 def unview(x: Array, like: Array) -> Array:
-  """Inverts `view`."""
+  """Inverts `view`; `like` has the original shape and dtype."""
   if _has_planes_first(like):
     x = x.swapaxes(-2, -3)
   return x.reshape(like.shape)
@@ -65,16 +71,16 @@ def unview(x: Array, like: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-  """Blocks of [height, width], or of both planes of a pair, in VMEM."""
+  """Blocks [height, width] that fit in VMEM; in a pair, one in each plane."""
 
   height: int
   width: int
 
   @classmethod
   def of(cls, arrays: list[Array]) -> "Blocks":
-    """Returns the largest blocks of these arrays that fit."""
+    """Returns the largest blocks that fit, with one block of each array."""
     shape = arrays[0].shape
-    # Every block counts twice: Pallas prefetches the next one.
+    # Each block counts twice, because Pallas prefetches the next one.
     column_bytes = 2 * _TILE_ROWS * sum(x.dtype.itemsize for x in arrays)
     columns = _VMEM_BYTES // (column_bytes * (2 if is_paired(shape) else 1))
     return cls(
@@ -83,7 +89,7 @@ class Blocks:
     )
 
   def spec(self, x: Array, in_layer: int = 0) -> pl.BlockSpec:
-    """Returns the spec of an array like the gradient.
+    """Returns the block spec of an array that has the gradient's shape.
 
     `in_layer` is the number of matrices per layer if the array stacks all
     layers, and 0 otherwise.
@@ -91,7 +97,7 @@ class Blocks:
     return self._spec(x, self.width, in_layer)
 
   def whole_rows(self, x: Array, in_layer: int) -> pl.BlockSpec:
-    """Returns the spec of a statistic, whose blocks span all columns."""
+    """Returns the block spec of a statistic; blocks span all columns."""
     return self._spec(x, x.shape[-1], in_layer)
 
   def _spec(self, x: Array, width: int, in_layer: int) -> pl.BlockSpec:
@@ -114,7 +120,7 @@ class Blocks:
 
 
 def index_of(ref, plane: int | None, columns: Any = slice(None)) -> tuple:
-  """Returns the index of these columns of a plane: [height, columns]."""
+  """Returns the index of [height, columns] in a block, or in a plane of it."""
   if plane is None:
     return slice(None), columns
   if ref.dtype.itemsize == 1:

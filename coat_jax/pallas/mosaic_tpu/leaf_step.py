@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer step for a parameter with encoded moments, in one pass.
+"""An optimizer step on one leaf with encoded moments, in one pass over memory.
 
-This is `step.step_of` as a Pallas kernel for TPUs. A group of a codec has 128
-values, which are the lanes of one register. Tiles of [rows, 128] thus contain
+This Pallas kernel does what `step.step_of` does, on TPUs. It needs groups of
+128 values, because a register has 128 lanes: tiles of [rows, 128] then contain
 whole groups, and the kernel calls the codec's and the optimizer's own functions
 on them. It supports every subclass of `codecs.group.Grouped`, including yours.
 
@@ -48,8 +48,8 @@ def why_not(stored, groups, part, arrays) -> str | None:
   shape = stored[0].codes.shape
   if len(shape) < 2 or shape[-1] % LANES:
     return f"rows must be a multiple of 128 values long, got shape {shape}"
-  # With another number of rows, XLA may choose a layout of the stack in which
-  # layers are interleaved, and would copy the stack before the kernel.
+  # If the number of rows is not a multiple of 8, XLA may interleave the layers
+  # of a stack in memory, and would copy the stack before the kernel.
   in_layer = (
     blocks.num_rows(shape) % 8 == 0 and len(blocks.lead_axes(shape)) > 0
   )
@@ -69,7 +69,7 @@ class Step:
 
   Attributes:
     arithmetic: `adam.adam` or `lion.lion`.
-    groups: the moments' codecs.
+    groups: the codec of each moment.
     interpret: whether to run in Pallas' interpreter, on a CPU.
   """
 
@@ -82,8 +82,8 @@ class Step:
   ) -> tuple[Any, tuple[Encoded, ...]]:
     """Returns the new parameter, or the update if p is None, and new moments.
 
-    `scalars` is what `arithmetic` takes as its scalars or, with p, the pair
-    (those scalars, `StepScalars`).
+    `scalars` are the scalars of `arithmetic`. With p, it is a pair: these
+    scalars and `StepScalars`.
     """
     whole = _whole(part, g, stored[0].codes)
     axes = tuple(range(g.ndim - 1))
@@ -161,12 +161,12 @@ class _Work:
 
   Attributes:
     step: the optimizer's step.
-    scalars: structure of the scalars, which are packed into one array.
-    dims: the sizes of the gradient's axes, except the last.
-    axes: the indices of these axes in the leaf.
+    scalars: tree structure of the scalars, which are packed into one array.
+    dims: sizes of the gradient's axes, except the last.
+    axes: for each of these axes, its index in the leaf.
     whole: shape of the whole leaf.
     num_weights: number of arrays of the parameter; 0 to return the update.
-    present: for each moment, whether it has an amax and a range.
+    present: for each moment, whether its codec stores an amax and a range.
   """
 
   step: Step
@@ -183,7 +183,7 @@ def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
 
 
 def _place(part: LeafPart, ndim: int) -> Array:
-  """Packs a part as int32: key, layer, and its start along each axis."""
+  """Packs a part into one int32 array: key, layer and start along each axis."""
   layer = jnp.zeros([], jnp.int32) if part.layer is None else part.layer
   start = jnp.zeros(ndim, jnp.uint32) if part.start is None else part.start
   first = jnp.stack([lax.bitcast_convert_type(part.key, jnp.int32), layer])
@@ -197,12 +197,13 @@ def _whole(part: LeafPart, g: Array, codes: Array) -> tuple[int, ...]:
 
 
 def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
-  """Steps a block: gradient, parameter, codes and statistics.
+  """Steps one block.
 
-  `refs` are the inputs, then the outputs in the same order. Without a
-  parameter, the update precedes the other outputs.
+  `refs` are the inputs (the parameter's arrays, codes and statistics) and then
+  the outputs in the same order. Without a parameter, the first output is the
+  update.
   """
-  # If the update is returned, there is one more output.
+  # If the update is an output, there is one output more than inputs.
   ins, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
 
   @pl.when(pl.program_id(2) == 0)
@@ -239,7 +240,7 @@ def _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work: _Work):
 
   def one_group(j, statistics):
     at = pl.ds(pl.multiple_of(j * LANES, LANES), LANES)
-    # Pick a group's statistic by a mask: lanes cannot be indexed dynamically.
+    # Select a group's statistic with a mask: a lane's index cannot be dynamic.
     own = lanes == first_group + j
     picked = [
       jnp.sum(jnp.where(own, x, jnp.zeros_like(x)), axis=1, keepdims=True)
@@ -291,7 +292,7 @@ def _widened(x: Array) -> Array:
 
 
 def _fields(present, statistics) -> list[list[Array]]:
-  """Lists amax and range of each moment; an absent one is a scalar zero."""
+  """Lists each moment's amax and range; one that is not stored is zero."""
   rest = iter(statistics)
   return [
     [next(rest) if there else jnp.int32(0) for there in fields]
@@ -300,7 +301,7 @@ def _fields(present, statistics) -> list[list[Array]]:
 
 
 def _rounded(value, refs, words, is_weight: bool) -> tuple[Array, ...]:
-  """Rounds to the dtypes of refs; bf16 and 24-bit weights stochastically."""
+  """Rounds to the dtypes of `refs`; weights below 32 bits stochastically."""
   dtype = refs[0].dtype
   if is_weight and dtype == jnp.bfloat16:
     words = stochastic.parameter_words(words)
@@ -313,7 +314,7 @@ def _rounded(value, refs, words, is_weight: bool) -> tuple[Array, ...]:
 def _rows(place_ref, height: int, plane: int | None, work: _Work) -> Array:
   """Returns the row of each value in the whole leaf: uint32 [height, 1].
 
-  Rows number all axes but the last in row-major order, modulo 2^32.
+  The index is the row-major one over all axes except the last, modulo 2^32.
   """
   matrix = pl.program_id(0)
   local = lax.broadcasted_iota(jnp.int32, (height, 1), 0)

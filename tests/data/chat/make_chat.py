@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes what is in this folder, with transformers 5.23.0, tokenizers 0.23.3.
+"""Makes this folder's files, with transformers 5.23.0 and tokenizers 0.23.3.
 
   pip install transformers tokenizers jinja2 numpy; python make_chat.py
 
-One folder a model: a tokenizer of the model's kind with its special tokens,
-but trained here on a few lines; its published chat template; and golden.json:
-conversations with the token ids of `apply_chat_template` and the mask that
-`return_assistant_tokens_mask` gives with {% generation %} put in.
+Each model has a folder, which contains:
+
+- a tokenizer of the model's kind with the model's special tokens, but trained
+  here on a few lines
+- the model's published chat template
+- golden.json: conversations, their token ids from `apply_chat_template`, and
+  the mask that `return_assistant_tokens_mask` returns after {% generation %}
+  was inserted in the template
 """
 
 import json

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""Chat templates as published, and the same with {% generation %} put in.
+"""Published chat templates, and edits that insert {% generation %} in them.
 
-Of each: the published text, and (old, new) to be replaced in it. What is put in
-holds what the model writes after the prompt to generate, up to and with the
-token that ends a turn.
+Each edit (old, new) replaces a text by another. The inserted block contains
+what the model writes after the generation prompt, including the token that ends
+its turn.
 """
 
 LLAMA3 = (

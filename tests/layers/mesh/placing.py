@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays on meshes, and how many bytes of them a device has."""
+"""Shards arrays over meshes, and counts the bytes that a device holds."""
 
 import jax
 from jax import P
@@ -14,7 +14,7 @@ def normal(shapes):
 def place(mesh, spec, tree):
   def put(path, x):
     entries = spec(path, x)
-    # An entry for each axis, as types have it: shorter ones compile once more.
+    # Give an entry for each axis, as types do; shorter specs compile again.
     entries = P(*entries, *(None,) * (x.ndim - len(entries)))
     return jax.device_put(x, NamedSharding(mesh, entries))
 
@@ -22,7 +22,7 @@ def place(mesh, spec, tree):
 
 
 def assert_sharded_like(found, wanted):
-  """And that a device has as many bytes of each array."""
+  """Checks shardings, and the bytes that a device holds of each array."""
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
     assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b)
     assert bytes_of_device(a) == bytes_of_device(b)

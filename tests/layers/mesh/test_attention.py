@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with the options of models, on meshes of eight devices."""
+"""Tests attention with all of its options, on meshes of eight devices."""
 
 import jax.numpy as jnp
 import pytest
@@ -13,12 +13,12 @@ from tests.matrices import quick
 
 ROWS = jnp.arange(B, dtype=jnp.int32)[:, None]
 PLACES = jnp.arange(T, dtype=jnp.int32)[None]
-# Documents of another length in each sequence.
+# Each sequence has documents of other lengths.
 POSITIONS, SEGMENTS = PLACES % (3 + ROWS), PLACES // (3 + ROWS)
 
 
 class Packed(nnx.Module):
-  """Attention that is given all that it can be given."""
+  """Attention with all of its optional inputs."""
 
   def __init__(self, recipe, qk_norm):
     self.attention = Attention(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers inside a `jax.shard_map` that the caller wrote.
+"""Tests layers inside a `jax.shard_map` that the caller wrote.
 
-Weights are replicated and tokens split. JAX checks there which arrays vary
-between devices: a weight does not, and its gradient is the sum.
+Weights are replicated and tokens are split. JAX checks which arrays differ
+between devices. Weights do not, so their gradients must be summed.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def test_layers_with_axes_sum_once_in_a_callers_shard_map(loss, shapes):
 
 
 @pytest.mark.parametrize("recipe", quick(1, [COAT, FP8_ATTENTION]))
-def test_stages_of_a_pipeline_have_scales_of_their_own(recipe):
+def test_each_stage_of_a_pipeline_has_its_own_scales(recipe):
   mesh = jax.make_mesh(
     (2, 2),
     ("stage", "data"),
@@ -113,7 +113,7 @@ def test_stages_of_a_pipeline_have_scales_of_their_own(recipe):
   )
   axes = recipes.MeshAxes(batch=("data",), fsdp=None)
   with_axes = dataclasses.replace(recipe, axes=axes)
-  # Inputs of one stage are a thousand times those of the other.
+  # Inputs of one stage are a thousand times as large as those of the other.
   x = normal(0, (2, 4, 16, 64)) * jnp.array([1, 1e3]).reshape(2, 1, 1, 1)
   w = normal(1, (2, 32, 64)) / 8
 
@@ -139,7 +139,7 @@ def test_stages_of_a_pipeline_have_scales_of_their_own(recipe):
 
 
 def check_sum_of_gradients(on_devices, whole, shapes):
-  """Compares gradients of eight devices' losses with those of one's."""
+  """Compares gradients on eight devices with gradients on one device."""
   x = normal(0, (8, 16, 64), jnp.bfloat16)
   w = jax.tree.map(lambda s: normal(1, s) / 8, shapes, is_leaf=is_shape)
   mesh = jax.make_mesh((8,), ("data",))
@@ -148,8 +148,9 @@ def check_sum_of_gradients(on_devices, whole, shapes):
   )
   got = jax.jit(gradients)(w, jax.device_put(x, NamedSharding(mesh, P("data"))))
   wanted = jax.jit(jax.grad(whole))(w, x)
-  # Scales are of all devices' rows (`collectives.scale_axes`), and so codes are
-  # the same. The order of f32 sums differs, and hence few roundings to BF16.
+  # Scales cover the rows of all devices (`collectives.scale_axes`), so codes
+  # are equal. f32 sums have another order, which changes a few roundings to
+  # BF16.
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
     assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converted models on meshes of eight devices."""
+"""Tests converted models on meshes of eight devices."""
 
 import pytest
 from flax import nnx
@@ -24,7 +24,7 @@ class FeedForward(nnx.Module):
 
 
 class Model(nnx.Module):
-  """Single layers, over one and two axes, and a block."""
+  """A model with layers over one axis and over two axes, and a gated MLP."""
 
   def __init__(self, *, rngs):
     self.norm = nnx.RMSNorm(D, rngs=rngs)
@@ -48,7 +48,7 @@ class Model(nnx.Module):
     ],
   ),
 )
-def test_converted_model_computes_what_it_does_on_one_device(sizes, kind):
+def test_converted_model_on_a_mesh_matches_one_device(sizes, kind):
   def make(recipe):
     blocks = {FeedForward: layers.MLP}
     return convert(Model(rngs=nnx.Rngs(0)), recipe, blocks=blocks)[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts on meshes of eight devices: what one device computes."""
+"""Compares MoE layers on meshes of eight devices with one device."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ from tests.matrices import quick
 
 D, F, E, K, B, T = 64, 96, 5, 2, 8, 8
 NAMES = ("data", "fsdp", "tensor")
-# Five experts: no axis of a mesh divides them.
+# No axis of a mesh divides the five experts.
 SPECS = {
   "gate_up": P(None, "fsdp", None, "tensor"),
   "down": P(None, ("tensor", "fsdp")),
@@ -33,7 +33,7 @@ def spec_of(path, p):
 
 
 def build(recipe):
-  """The loss with its gradients and all results, and the parameters."""
+  """Returns a function that computes loss and gradients, and parameters."""
 
   def make(recipe):
     options = dict(normalize=True, norm="layer", use_norm_bias=True)
@@ -55,8 +55,8 @@ def arrays(shape=(B, T, D)):
   return tuple(jax.random.normal(jax.random.key(i), shape) for i in (1, 2))
 
 
-# As in test_rule: other codes would be seen as 1e-3; what is left is the order
-# of sums.
+# As in test_rule: another code would cause an error of 1e-3. Only the order of
+# sums differs.
 @pytest.mark.parametrize(
   "recipe, sizes, kind",
   quick(
@@ -104,7 +104,7 @@ def test_moe_without_axes_matches_one_device(recipe):
 
 
 def test_a_device_saves_its_share_of_copies():
-  """A device saves T k copies of its own tokens and columns, not of all."""
+  """A device saves T k copies of its own tokens and columns only."""
   recipe = dataclasses.replace(recipes.coat(), axes=MeshAxes(tensor="tensor"))
   mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
   m = nnx.eval_shape(lambda: MoE(D, F, E, K, recipe=recipe, rngs=nnx.Rngs(0)))
@@ -123,7 +123,7 @@ def test_a_device_saves_its_share_of_copies():
 
 
 @pytest.mark.parametrize("recipe", [recipes.coat(), recipes.bf16()])
-def test_a_device_sorts_the_copies_of_its_own_sequences(recipe):
+def test_a_device_sorts_only_copies_of_its_own_sequences(recipe):
   f, params = build(dataclasses.replace(recipe, axes=MeshAxes(tensor="tensor")))
   mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
   with jax.set_mesh(mesh):

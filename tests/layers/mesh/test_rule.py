@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on meshes of eight devices: same values, FP8 between devices."""
+"""Tests blocks on meshes of eight devices.
+
+Results must be those of one device, and devices must exchange FP8 codes.
+"""
 
 import collections
 import dataclasses
@@ -34,7 +37,7 @@ NAMES = ("data", "fsdp", "tensor")
 
 
 class Layer(nnx.Module):
-  """A decoder layer with everything that a layer can have."""
+  """A decoder layer with all optional parts."""
 
   def __init__(self, recipe, rngs, dtype=jnp.float32, use_bias=True):
     shared = dict(recipe=recipe, dtype=dtype, use_bias=use_bias, rngs=rngs)
@@ -51,7 +54,7 @@ def make_mesh(sizes, kind=AxisType.Auto):
 
 
 def spec_of(path, p):
-  """Returns the spec a user would choose; norms and biases are replicated."""
+  """Returns the usual spec of a parameter; norms and biases are replicated."""
   name = jax.tree_util.keystr(path)
   if p.ndim == 1 or "bias" in name:
     return P()
@@ -61,7 +64,7 @@ def spec_of(path, p):
 
 
 def build(make, recipe):
-  """The function of (parameters, x), and the parameters."""
+  """Returns a function of (parameters, x), and the parameters."""
   graph = nnx.split(nnx.eval_shape(lambda: make(recipe)), nnx.Param)[0]
   single = dataclasses.replace(recipe, axes=None)
   params = nnx.to_pure_dict(nnx.split(make(single), nnx.Param)[1])
@@ -102,7 +105,7 @@ def on_mesh(recipe, **kwargs):
 def check(
   make, recipe, sizes, kind=AxisType.Auto, *, out=D, tolerance=5e-5, **axes
 ):
-  """Checks that a mesh gives what one device does."""
+  """Compares results on a mesh with results on one device."""
   x, dy = arrays()[0], arrays(shape=(B, T, out))[1]
   f, params = build(make, recipe)
   wanted = jit(value_and_gradients(f))(params, x, dy)
@@ -113,9 +116,9 @@ def check(
   assert_close(found, wanted, tolerance)
 
 
-# With f32 activations FP8 codes are those of one device: another code in one
-# operand would be seen as 1e-3. What is left is the order of f32 sums over up
-# to 128 tokens through both blocks, 128 * 2^-24 = 8e-6 each.
+# With f32 activations, FP8 codes are the same as on one device; another code in
+# one operand would cause an error of 1e-3. Only the order of f32 sums differs,
+# over up to 128 tokens in both blocks: 128 * 2^-24 = 8e-6 each.
 @pytest.mark.parametrize(
   "recipe, sizes, kind",
   quick(
@@ -134,7 +137,7 @@ def check(
   ),
 )
 def test_layer_on_a_mesh_matches_one_device(recipe, sizes, kind):
-  # Not seed 0: on some CPUs the order of sums moves a code at a boundary.
+  # With seed 0, the order of sums changes a code on some CPUs.
   check(lambda r: Layer(r, nnx.Rngs(2)), recipe, sizes, kind)
 
 
@@ -152,7 +155,7 @@ class PostNormed(nnx.Module):
 
   def __init__(self, recipe, norm):
     shared = dict(post_norm="layer", use_norm_bias=True, use_bias=True)
-    # Not seed 0: on some CPUs the order of sums moves a code at a boundary.
+    # With seed 0, the order of sums changes a code on some CPUs.
     shared |= dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(1))
     self.attention = Attention(D, 4, num_kv_heads=2, norm=None, **shared)
     self.mlp = MLP(D, F, norm=norm, activation="gelu_tanh", **shared)
@@ -178,7 +181,7 @@ def test_post_norms_on_a_mesh_match_one_device(recipe, sizes, norm, kind):
 
 
 def test_gradients_can_be_summed_in_bfloat16():
-  # Two devices' sums are each rounded to 8 bits, and once more together.
+  # The sum of each of two devices is rounded to 8 bits, and so is their total.
   check(
     lambda r: Linear(D, F, recipe=r, dtype=jnp.float32, rngs=nnx.Rngs(0)),
     recipes.coat(),
@@ -220,7 +223,7 @@ def test_drop_in_layers_on_a_mesh_match_one_device(kind, splits):
 
 
 class Reshaped(nnx.Module):
-  """A layer [..., D] to [..., *out] that is given x in another shape."""
+  """Calls a layer [..., D] -> [..., *out] with x in another shape."""
 
   def __init__(self, layer, shape):
     self.layer, self.shape = layer, nnx.static(shape)
@@ -233,7 +236,7 @@ class Reshaped(nnx.Module):
   "shape", quick(1, map(pytest.param, [(B, T), (B * T,), (B, 2, T // 2)]))
 )
 @pytest.mark.parametrize("cache", quick(1, ["scale", "codes"]))
-def test_a_split_linear_takes_any_shape(shape, cache):
+def test_a_split_linear_accepts_any_shape(shape, cache):
   def make(recipe):
     shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
     return Reshaped(Linear(D, (2, F), split="columns", **shared), shape)
@@ -252,7 +255,7 @@ def test_a_split_linear_takes_any_shape(shape, cache):
     ],
   ),
 )
-def test_a_norm_linear_gives_whole_sequences_of_its_columns(shape, sizes):
+def test_norm_linear_returns_whole_sequences_of_its_columns(shape, sizes):
   def make(recipe):
     shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
     return Reshaped(NormLinear(D, F, **shared), shape)
@@ -261,12 +264,12 @@ def test_a_norm_linear_gives_whole_sequences_of_its_columns(shape, sizes):
 
 
 def collectives(text):
-  """Counts of (operation, dtype, whether it is of one number) in StableHLO."""
+  """Counts collectives in StableHLO, by (name, dtype, whether it is scalar)."""
   found, name = collections.Counter(), None
   for line in text.splitlines():
     if match := re.search(r'"stablehlo\.(all_\w+|reduce_scatter)"', line):
       name = match[1]
-    # Its type is on its line, or where the region ends that it reduces with.
+    # The type is on the same line, or at the end of the reduction's region.
     if name and (match := re.search(r": \(tensor<([^>]*)>\) -> ", line)):
       found[name, match[1].split("x")[-1], "x" not in match[1]] += 1
       name = None
@@ -281,17 +284,17 @@ def lowered_text(recipe, sizes):
     return jax.jit(value_and_gradients(f)).lower(*args).as_text()
 
 
-def test_devices_exchange_codes_gradients_and_single_numbers():
+def test_devices_exchange_codes_gradients_and_scalars():
   found = collectives(lowered_text(on_mesh(recipes.coat()), (2, 4, 1)))
   gathered = {k: v for k, v in found.items() if k[0] == "all_gather"}
-  # Four weights, forward and backward.
+  # Four weights are gathered in the forward and in the backward pass.
   assert gathered == {("all_gather", "f8E4M3FN", False): 8}
-  # Their gradients: each device's rows over fsdp, and all of them over data.
+  # Their gradients are reduced and split over fsdp, and summed over data.
   assert found["reduce_scatter", "f32", False] == 4
-  # The same four, and those of two norms.
+  # Summed are these four, and the gradients of two norms.
   assert found["all_reduce", "f32", False] == 4 + 2
-  # Largest magnitudes: of four operands in the forward, four gradients in the
-  # backward, and of four weights (of stacks of one layer) for all their uses.
+  # Largest magnitudes are those of four operands in the forward pass, of four
+  # gradients in the backward pass, and of four weights (stacks of one layer).
   assert found["all_reduce", "i32", True] == 4 + 4
   assert found["all_reduce", "i32", False] == 4
   assert sum(found.values()) == 8 + 4 + 6 + 12
@@ -305,7 +308,7 @@ def test_sequences_are_gathered_as_codes_between_tensor_parallel_blocks(recipe):
 
 
 def residual_bytes(recipe, sizes=None):
-  """Bytes of what the backward reads, parameters apart."""
+  """Counts bytes that are saved for the backward pass, without parameters."""
   f, params = build(lambda r: Layer(r, nnx.Rngs(0), use_bias=False), recipe)
 
   def kept(params, x):
@@ -321,7 +324,7 @@ def residual_bytes(recipe, sizes=None):
 
 
 @pytest.mark.parametrize("cache", quick(1, ["scale", "codes"]))
-def test_all_devices_together_save_what_one_does(cache):
+def test_all_devices_together_save_as_much_as_one(cache):
   recipe = recipes.coat(weight_cache=cache)
   one = residual_bytes(recipe)
   assert residual_bytes(on_mesh(recipe), (2, 4, 1)) == pytest.approx(
@@ -340,12 +343,13 @@ def test_checkpoint_policies_know_the_names():
     wanted = jax.jit(value_and_gradients(f))(*args)
     kept = jax.jit(value_and_gradients(jax.checkpoint(f, policy=policy)))
     assert_close(kept(*args), wanted)
-    # The backward computes nothing twice: as many products, no norm's input.
+    # The backward pass computes nothing twice: it has as many matmuls, and does
+    # not quantize the norm's input again.
     count = lambda g: g.lower(*args).as_text().count("dot_general")  # noqa: E731
     assert count(kept) == count(jax.jit(value_and_gradients(f)))
 
 
-def test_inside_a_callers_own_shard_map_blocks_run_as_they_are():
+def test_blocks_inside_a_callers_shard_map_run_without_collectives():
   recipe = on_mesh(recipes.coat())
   f, params = build(lambda r: Layer(r, nnx.Rngs(0)), recipe)
   mesh = make_mesh((2, 4, 1))

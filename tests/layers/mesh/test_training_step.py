@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps with FSDP on explicit axes, of recipes without axes."""
+"""Trains with FSDP on explicit axes, with recipes without axes."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ B, T, D, F = 8, 16, 64, 128
 
 
 def two_mlps(recipe):
-  """Parameters, the loss as a function of them and a batch, and a batch."""
+  """Returns parameters, loss(parameters, batch), and a batch."""
 
   class Model(nnx.Module):
     def __init__(self, rngs):
@@ -41,7 +41,7 @@ def two_mlps(recipe):
 
 
 def decoder(recipe):
-  """Likewise, of a scan over layers between an embedding and a head."""
+  """Does the same for a scan over layers between an embedding and a head."""
   sizes = dict(num_layers=2, d_model=D, d_ff=160, num_heads=4, num_kv_heads=2)
   config = ModelConfig(family="llama", vocab_size=384, **sizes)
   model = Decoder(config, recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -66,11 +66,11 @@ def rows_over_fsdp(path, w):
   quick(
     0,
     [
-      # Where sums in another order bring a value to the other side of a border
-      # between two codes, losses differ: docs/sharding.md.
+      # Sums in another order may move a value across a rounding boundary, so
+      # losses differ (docs/sharding.md).
       (two_mlps, recipes.coat, 5e-4),
       (decoder, recipes.coat, 5e-4),
-      # f32 throughout: sums of up to 384 values, in three steps.
+      # All is f32: sums of up to 384 values, in three steps.
       (decoder, recipes.bf16, 1e-4),
     ],
   ),
@@ -102,7 +102,7 @@ def test_two_layers_are_trained_with_fsdp(make, recipe, tolerance):
   assert found == pytest.approx(wanted, rel=tolerance)
   assert found[2] < found[1] < found[0]
   assert_sharded_like(after, (params, state))
-  # Weights and moments are halved, norms and scalars are not.
+  # Weights and moments are split in two, norms and scalars are not.
   leaves = jax.tree.leaves(after)
   everything = sum(x.nbytes for x in leaves)
   device = sum(map(bytes_of_device, leaves))

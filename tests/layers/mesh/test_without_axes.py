@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers on meshes of eight devices whose recipe has no axes.
+"""Tests layers on meshes of eight devices, with recipes without axes.
 
-Every layer on the meshes that people make, with automatic and with explicit
-axes: gradients of weights and inputs are those of one device, and are sharded
-like them.
+Each layer runs on common meshes, with automatic and with explicit axes.
+Gradients must be those of one device, and be sharded like their weights and
+inputs.
 """
 
 import dataclasses
@@ -52,14 +52,14 @@ POSITIONS = jnp.arange(T, dtype=jnp.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A layer: from a recipe to a module, or a function of arrays.
+  """A layer to test: a module, or a function of arrays.
 
   Attributes:
-    make: `make(recipe, **shared)`, a module; or the function
-      `make(recipe, *arrays)`.
-    inputs: shapes of what it is called with.
-    is_module: whether `make` makes a module.
-    columns: how many of the result's last axes are a weight's columns.
+    make: `make(recipe, **shared)` returns a module, or `make(recipe, *arrays)`
+      computes the function.
+    inputs: shapes of the layer's inputs.
+    is_module: whether `make` returns a module.
+    columns: number of trailing axes of the result that are columns of a weight.
   """
 
   make: Callable
@@ -117,14 +117,14 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-  """A mesh, and what a person splits over its axes.
+  """A mesh, and which axes split which arrays.
 
   Attributes:
-    sizes: devices by axis.
-    batch: axes that sequences are split over.
-    rows, columns: the axis that a weight's rows (or columns) are split over for
-      memory's sake, or None.
-    tensor: the axis of column- and row-parallel weights, or None.
+    sizes: number of devices along each axis.
+    batch: axes that split sequences.
+    rows, columns: axis that splits a weight's rows (or columns) to save memory,
+      or None.
+    tensor: axis that splits column- and row-parallel weights, or None.
   """
 
   sizes: dict[str, int]
@@ -138,7 +138,7 @@ class Mesh:
     return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
 
   def of_weight(self, path, w) -> P:
-    """Norms and biases that no product has split are everywhere."""
+    """Returns the spec of a weight; most norms and biases are replicated."""
     name = jax.tree_util.keystr(path)
     is_second = any(part in name for part in ("out", "down"))
     if "norm" in name or "scale" in name or w.ndim == 1 and is_second:
@@ -151,7 +151,7 @@ class Mesh:
     return P(self.rows, *(None,) * (w.ndim - 2), last)
 
   def of_input(self, x) -> P:
-    if x.ndim == 2:  # The weight of a function.
+    if x.ndim == 2:  # A weight that is an argument of a function.
       return self.of_weight(("out",), x)
     heads = self.tensor if x.ndim == 4 or x.shape == QKV else None
     return P(self.batch or None, None, heads, *(None,) * (x.ndim - 3))
@@ -175,7 +175,7 @@ MESHES = {
 
 
 def build(case: Case, recipe):
-  """A function of (weights, inputs), and the weights."""
+  """Returns a function of (weights, inputs), and the weights."""
   if not case.is_module:
     return (lambda weights, inputs: case.make(recipe, *inputs)), {}
   module = case.make(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -196,10 +196,11 @@ def value_and_gradients(f):
 
 
 def cases():
-  """(layer, mesh, kind, recipe); of each second layer the first is quick.
+  """Returns cases (layer, mesh, kind of axes, recipe).
 
-  Each layer on each mesh and with each recipe, on axes of one kind or of the
-  other in turn, so that any two of the four meet but a mesh and a recipe.
+  Each layer runs on each mesh and with each recipe, with alternating kinds of
+  axes. So all pairs of values occur, except pairs of a mesh and a recipe. The
+  first case of every second layer is a quick test.
   """
   kinds = (AxisType.Explicit, AxisType.Auto)
   first, *_ = MESHES
@@ -209,7 +210,7 @@ def cases():
   found = []
   for i, layer in enumerate(LAYERS):
     found += quick(
-      i % 2,  # Of norms, products, MLPs and attention one each.
+      i % 2,  # One each of norms, matmuls, MLPs and attention.
       [
         (layer, mesh, kinds[(i + j) % 2], recipe)
         for j, (mesh, recipe) in enumerate(places)
@@ -218,10 +219,10 @@ def cases():
   return found
 
 
-# With f32 activations FP8 codes are those of one device, because scales are of
-# whole tensors: another code in one operand would be seen as 1e-3. What is left
-# is the order of f32 sums over up to 128 values, 128 * 2^-24 = 8e-6, a few in a
-# row.
+# With f32 activations, FP8 codes are the same as on one device, because scales
+# cover whole tensors; another code in one operand would cause an error of 1e-3.
+# Only the order of a few f32 sums over up to 128 values differs: 128 * 2^-24 =
+# 8e-6.
 TOLERANCE = 5e-5
 
 
@@ -259,7 +260,7 @@ def test_layer_on_a_mesh_matches_one_device(layer, mesh, kind, recipe):
 
 
 def abstract(sizes, kind=AxisType.Explicit):
-  """A mesh of H200s, which nobody needs to have."""
+  """Returns an abstract mesh of H200s."""
   device = AbstractDevice("H200", 132, "cuda")
   kinds = (kind,) * len(sizes)
   return AbstractMesh(
@@ -267,12 +268,12 @@ def abstract(sizes, kind=AxisType.Explicit):
   )
 
 
-# Calls of kernels.
+# Names of calls of kernels.
 CALLS = re.compile("pallas_call|mpmd_map")
 
 
 def traced(case, how, kind=AxisType.Explicit, recipe=RECIPES["coat"]):
-  """The program of value and gradients for H200s, as text."""
+  """Returns the program of value and gradients for H200s, as text."""
   f, weights = build(case, recipe)
 
   def g(weights, inputs):
@@ -293,7 +294,7 @@ def test_kernels_run_on_explicit_axes_of_data_and_fsdp(mesh):
   how = MESHES[mesh]
   program = traced(LAYERS["MLP"], how)
   assert CALLS.search(program)
-  # The E4M3 codes of two weights, forward and backward.
+  # The E4M3 codes of two weights are gathered forward and backward.
   gathers = re.findall(r":f8_e4m3fn\S* = all_gather\[", program)
   assert len(gathers) == (4 if how.rows else 0)
 
@@ -309,7 +310,7 @@ def test_kernels_are_left_out_where_xla_partitions():
 
 
 def bytes_saved(how, case):
-  """Bytes of what a device saves for the backward, weights left out."""
+  """Counts the bytes that a device saves for the backward pass, not weights."""
   f, weights = build(case, RECIPES["coat"])
 
   def saved(weights, inputs):
@@ -332,7 +333,7 @@ def bytes_saved(how, case):
 )
 def test_a_device_saves_its_share(mesh, share):
   case = Case(lambda **a: MLP(D, 16 * D, **a))
-  # All but x, of D and not of 2 * 16 D columns, which tensor has copies of.
+  # All but x are split; of x (D columns, not 2 * 16 D), `tensor` holds copies.
   copies = B * T * D / 2
   found = bytes_saved(MESHES[mesh], case)
   assert share * bytes_saved(None, case) <= found * 1.01

@@ -44,10 +44,11 @@ def tensors_of(folder):
 
 
 def copied(path, name="llama", *, tensors=None, cast=None, **keys):
-  """Copies a checkpoint into a new folder, with other keys of config.json.
+  """Copies a checkpoint into a new folder, with changes.
 
-  A key that is `...` is left out; `tensors` replaces those of these names,
-  None takes them out; `cast` is a dtype for all.
+  `keys` replaces keys of config.json, or removes those whose value is `...`.
+  `tensors` replaces tensors by name, or removes those that are None. `cast` is
+  a dtype for all tensors.
   """
   folder = shutil.copytree(DATA / name, path)
   file = folder / "config.json"
@@ -99,7 +100,7 @@ def by_tensor(config, params):
 
 
 def fused(norms):
-  """Merges the norms of experts' tensors that transformers stores as one."""
+  """Merges the norms of experts' tensors that transformers stores together."""
   squares = {}
   for name, norm in norms.items():
     name = re.sub(r"experts\.\d+\.(gate|up)_proj.weight", GATE_UP, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contains config.json of published checkpoints."""
+"""The text of config.json of published checkpoints."""
 
 # As transformers 4 wrote them.
 LLAMA2_7B = """{

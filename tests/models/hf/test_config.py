@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads config.json into a ModelConfig and back; names unsupported keys."""
+"""Tests reading and writing config.json, and errors for unsupported keys."""
 
 import dataclasses
 import json
@@ -186,13 +186,13 @@ def test_partial_rope_is_read_in_both_forms_and_written(keys):
   new["rope_parameters"]["partial_rotary_factor"] = 0.75
   for found in (old, new):
     config, dtype = parse_config(FILE, found)
-    assert config.rotary_dim == 12  # Of 16.
+    assert config.rotary_dim == 12  # A head has 16 channels.
     assert (config.scaling is None) == (not keys)
     written = json.loads(json.dumps(write_config(config, dtype, found)))
     assert parse_config(FILE, written)[0] == config
     written.pop("rope_parameters")  # As transformers 4 reads it.
     assert parse_config(FILE, written)[0] == config
-  # A source's own share is not kept beside that of another model.
+  # The share of the source is not kept with another model.
   whole = dataclasses.replace(config, rotary_dim=None)
   assert parse_config(FILE, write_config(whole, dtype, old))[0] == whole
 
@@ -203,7 +203,7 @@ def test_windows_are_read():
   found.pop("sliding_window")
   assert parse_config(FILE, found)[0].window == 4096
   assert parse_config(FILE, json.loads(MISTRAL))[0].window is None
-  # Qwen3 names one that it does not use.
+  # Qwen3's config.json contains a window that it does not use.
   found = golden("qwen3") | {"sliding_window": 24}
   assert parse_config(FILE, found)[0].window is None
 

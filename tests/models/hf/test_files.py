@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that damaged and missing checkpoints are refused in one sentence."""
+"""Tests that damaged and missing checkpoints are refused with one sentence."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def test_tied_output_projection_must_equal_the_embedding(tmp_path, monkeypatch):
   folder = copied(tmp_path / "m", tie_word_embeddings=True)
   words = "got different lm_head.weight and model.embed_tokens"
   assert_refused(folder, words)
-  # Rows are compared 100 at a time, the last 84 of 384 together.
+  # Rows are compared 100 at a time; of 384 rows, the last 84 come together.
   monkeypatch.setattr(load, "_ROWS", 100)
   embedding = tensors_of(folder)["model.embed_tokens.weight"]
   for row in (0, 150, 383):
@@ -136,7 +136,7 @@ def test_damaged_files_are_refused(folder):
     dict(dtype={"F32": 1}),
   ],
 )
-def test_entries_that_make_no_sense_are_refused(entry, folder):
+def test_invalid_entries_are_refused(entry, folder):
   data = (folder / "model.safetensors").read_bytes()
   damaged(folder, with_header(data, lambda header: header[NAME].update(entry)))
   assert_refused(
@@ -144,7 +144,7 @@ def test_entries_that_make_no_sense_are_refused(entry, folder):
   )
 
 
-def test_tensors_in_one_place_are_refused(folder):
+def test_overlapping_tensors_are_refused(folder):
   data = (folder / "model.safetensors").read_bytes()
   other = NAME.replace(".1.", ".0.")
 
@@ -177,7 +177,7 @@ def test_missing_shards_are_refused(folder):
     "\0.safetensors",
   ],
 )
-def test_index_names_files_of_its_folder_alone(name, folder):
+def test_index_may_only_name_files_of_its_folder(name, folder):
   shutil.copy(folder / "model.safetensors", folder.parent / "m.safetensors")
   places = dict.fromkeys(tensors_of(folder), name)
   (folder / "model.safetensors").unlink()
@@ -185,7 +185,7 @@ def test_index_names_files_of_its_folder_alone(name, folder):
   assert_refused(folder, f"must name files of its folder, got {name!r}")
 
 
-def test_index_must_fit_its_shards(folder):
+def test_index_must_match_its_shards(folder):
   index = split(folder) / "model.safetensors.index.json"
   places = json.loads(index.read_text())["weight_map"]
   first, *others = sorted(places)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads config.json of Gemma 2 and 3 as transformers 4 and 5 write it."""
+"""Tests config.json of Gemma 2 and 3, as transformers 4 and 5 write it."""
 
 import json
 from pathlib import Path
@@ -95,8 +95,8 @@ def test_gemma3_is_read_in_both_forms():
   kinds = ([SLIDING] * 5 + [FULL]) * 8
   new |= {"_sliding_window_pattern": 6, "layer_types": kinds}
   assert read(new) == config
-  # Where a file names no base, transformers takes 1e6 in layers that see all
-  # keys and 1e4 in those that see a window.
+  # If a file contains no base, transformers uses 1e6 in layers without a window
+  # and 1e4 in layers with one.
   old = json.loads(GEMMA3_12B)
   for key in ("rope_theta", "rope_local_base_freq"):
     old.pop(key)
@@ -115,11 +115,11 @@ def test_both_versions_read_the_written_config(name):
   assert written["query_pre_attn_scalar"] == before["query_pre_attn_scalar"]
   kinds = written["layer_types"]
   assert kinds == before.get("layer_types", kinds)
-  # Version 4 reads neither, and its period is that of the family.
+  # Version 4 reads neither, and uses the period of the family.
   old = {k: v for k, v in written.items() if k != "rope_parameters"}
   old.pop("layer_types")
   assert read(old) == config
-  # Version 5 reads RoPE's bases there alone.
+  # Version 5 reads RoPE's bases only there.
   new = {k: v for k, v in written.items() if k != "rope_scaling"}
   for key in ("rope_theta", "rope_local_base_freq"):
     new.pop(key, None)
@@ -141,7 +141,7 @@ def test_period_of_layers_follows_from_the_list():
   assert kinds_of([a, a, b, a, a]) == (3, 24)
   assert kinds_of([a, a, b], sliding_window_pattern=2) == (3, 24)
   assert kinds_of([a]) == (2, 24)
-  assert kinds_of([a, a, a]) == (4, 24)  # None of these sees all.
+  assert kinds_of([a, a, a]) == (4, 24)  # All of these have a window.
   assert kinds_of([b, b]) == (1, 24)
   assert kinds_of([b, b], sliding_window=None) == (None, None)
 

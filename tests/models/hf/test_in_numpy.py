@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares loaded models with NumPy, for keys that no golden model has.
+"""Compares loaded models with NumPy, for options that no golden model has.
 
-The oracle reads the tensors of the checkpoint by their own names, and the keys
-of its config.json: nothing of what loading a model goes through.
+The NumPy model reads tensors by their names in the checkpoint, and the keys of
+its config.json. It uses none of the code that loads a model.
 """
 
 import json
@@ -30,8 +30,9 @@ def frequencies(keys, size):
   factor = rope["factor"]
   if kind == "linear":
     return frequency / factor, 1.0
-  # arXiv:2309.00071, section 3.2: a channel that turns more than 32 times in
-  # the original length stays, one that turns less than once is divided.
+  # arXiv:2309.00071, section 3.2: the frequency of a channel that turns more
+  # than 32 times in the original length is kept, and that of a channel that
+  # turns less than once is divided.
   length = rope["original_max_position_embeddings"]
   first, last = (
     size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -110,7 +111,7 @@ def rope_of(**fields):
 
 YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32)
 CASES = [
-  # A tenth of the largest value, so that many are clipped.
+  # Clip at a tenth of the largest value, so that many are clipped.
   ("olmo", {"clip_qkv": 0.05}),
   ("phi3", rope_of(rope_type="default", partial_rotary_factor=0.75)),
   ("llama", rope_of(**YARN)),
@@ -125,7 +126,7 @@ def test_logits_match_the_formulas(name, keys, tmp_path):
   golden = expected(name)
   tokens = golden["input_ids"].astype(np.int32)
   want = logits_in_numpy(folder, tokens)
-  # What the keys change is far above the tolerance.
+  # The effect of these keys is far above the tolerance.
   assert np.max(np.abs(want - golden["logits"])) > 0.01 * np.max(np.abs(want))
   model = load_hf(folder, recipe=recipes.bf16(), dtype=jnp.float32)
   graph, params = nnx.split(model)
@@ -135,7 +136,7 @@ def test_logits_match_the_formulas(name, keys, tmp_path):
 
 
 def test_oracle_matches_transformers():
-  """Checks the oracle on models with arrays from transformers."""
+  """Checks the NumPy model with results of transformers."""
   for name in ("llama", "olmo", "phi3"):
     golden = expected(name)
     found = logits_in_numpy(DATA / name, golden["input_ids"])

@@ -15,7 +15,7 @@ from coat_jax.models.hf.config import read_config
 from coat_jax.models.hf.files import INDEX, MODEL, open_tensors
 from tests.models.hf.folders import copied, split
 
-# The third is a whole number that no float holds.
+# The third is an integer that no float can represent.
 VALUES = (["F32"], {"F32": 1}, 10**400, float("nan"), "x", True, -1, None)
 
 
@@ -56,7 +56,7 @@ def count_refused(read, folder, cases, write):
   "name", ["llama3_rope", "gemma3", "gpt2", "phi3", "qwen3_moe", "vit", "llava"]
 )
 def test_values_of_a_configuration(name, tmp_path, monkeypatch):
-  # As for users: in tests, annotations are checked before `ModelConfig` can.
+  # Turn off the tests' type checks, so that `ModelConfig` checks as for users.
   monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
   folder = copied(tmp_path / "m", name)
   file = folder / "config.json"
@@ -67,7 +67,7 @@ def test_values_of_a_configuration(name, tmp_path, monkeypatch):
     cases,
     lambda found: file.write_text(json.dumps(found)),
   )
-  # Keys without an effect may be anything.
+  # Keys without an effect may have any value.
   assert 60 < count < len(cases)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares loaded models with transformers, and their weights bit by bit."""
+"""Compares loaded models with transformers, and their weights bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def loaded(folder, **options):
 @pytest.mark.parametrize("name", quick(1, FAMILIES))
 def test_model_matches_transformers(name):
   model = loaded(DATA / name)
-  model.eval()  # Where transformers adds no auxiliary loss.
+  model.eval()  # Like transformers, this adds no auxiliary loss.
   graph, params = nnx.split(model, nnx.Param)
   params, golden = nnx.to_pure_dict(params), expected(name)
   tokens = jnp.asarray(golden["input_ids"], jnp.int32)
@@ -58,7 +58,7 @@ def test_model_matches_transformers(name):
 
   logits, (loss, gradients) = run(params)
   assert logits.dtype == jnp.float32
-  # Sums of 64 to 160 products in f32, in another order, through two layers.
+  # In two layers, f32 sums of 64 to 160 products have another order.
   largest = np.max(np.abs(golden["logits"]))
   assert np.max(np.abs(logits - golden["logits"])) < 1e-5 * largest
   np.testing.assert_allclose(loss, golden["loss"], rtol=1e-6)
@@ -86,7 +86,8 @@ def test_each_value_is_loaded_into_its_place(mesh, tmp_path):
     np.testing.assert_array_equal(tensor, want[name], err_msg=name)
   heads = want["model.layers.1.self_attn.q_proj.weight"].reshape(4, 16, 64)
   qkv = params["layers"]["attention"]["qkv"]["linear"]["kernel"][1]
-  # Without the tables: query heads 2 and 3 belong to the second key head.
+  # Without the library's tables: query heads 2 and 3 belong to the second key
+  # head.
   np.testing.assert_array_equal(qkv[:, 64:80].T, heads[2])
   np.testing.assert_array_equal(qkv[:, 80:96].T, heads[3])
 
@@ -119,7 +120,7 @@ def test_model_on_a_mesh_is_sharded_and_has_the_same_logits(name, mesh):
   assert np.max(difference) < 1e-5 * largest
 
 
-# Subnormal numbers and the largest of each dtype included.
+# Include subnormals and the largest number of each dtype.
 CASTS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -154,7 +155,7 @@ def test_dtypes_are_cast_to_what_is_stored(name, param_dtype, tmp_path):
   ],
 )
 def test_dtypes_that_cannot_store_weights_are_refused(dtype, got, tmp_path):
-  """In int32 all weights of this model would be zeros."""
+  """In int32, all weights of this model would be zeros."""
   words = f"must be float32, bfloat16 or float16, got {got};"
   with pytest.raises(ValueError, match=f"load_hf: param_dtype {words}"):
     load_hf(DATA / "llama", param_dtype=dtype)
@@ -172,7 +173,7 @@ def test_dtypes_that_cannot_store_weights_are_refused(dtype, got, tmp_path):
     ("model.norm.weight", np.inf),
   ],
 )
-def test_weights_that_are_not_finite_are_refused(name, value, mesh, tmp_path):
+def test_nonfinite_weights_are_refused(name, value, mesh, tmp_path):
   """Tests one of three tensors of a layer's parameter, and the last norm."""
   tensor = tensors_of(DATA / "llama")[name].copy()
   tensor.flat[-1] = value
@@ -186,7 +187,7 @@ def test_weights_that_are_not_finite_are_refused(name, value, mesh, tmp_path):
 
 
 def test_weights_too_large_for_float16_are_refused(tmp_path):
-  """The largest number in float16 is 65504."""
+  """The largest float16 number is 65504."""
   name = "model.layers.1.mlp.down_proj.weight"
   tensor = tensors_of(DATA / "llama")[name].copy()
   tensor[3, 5] = -65504
@@ -209,7 +210,7 @@ def test_tied_output_projection_may_be_written_twice(tmp_path):
   absent = {"lm_head.weight": None}
   twice = {
     "lm_head.weight": embedding,
-    # As old checkpoints of Llama have.
+    # Old checkpoints of Llama contain these.
     "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
   }
   for i, change in enumerate((absent, twice)):
@@ -236,7 +237,7 @@ def test_gpt2_may_lack_the_prefix_of_its_names(tmp_path):
   assert found.keys() == golden.keys()
   for name, tensor in found.items():
     np.testing.assert_array_equal(tensor, golden[name], err_msg=name)
-  # Without the tables: the second layer's first head of values.
+  # Without the library's tables: the first head of v in the second layer.
   qkv = model.layers.attention.qkv.linear.kernel[1]
   np.testing.assert_array_equal(
     qkv[:, 32:48], golden["transformer.h.1.attn.c_attn.weight"][:, 128:144]

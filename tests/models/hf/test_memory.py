@@ -24,8 +24,8 @@ SHAPE = dict(
   vocab_size=VOCAB,
   dtype="bfloat16",
 )
-# In a process of its own, whose peak the kernel counts. The first round
-# compiles and loads libraries.
+# This program runs in a process of its own, whose peak memory the kernel
+# counts. Its first round compiles and loads libraries.
 PROGRAM = """
 import sys, jax, jax.numpy as jnp, pathlib
 from flax import nnx
@@ -99,7 +99,7 @@ def test_host_holds_a_few_tensors(mesh, checkpoint, tmp_path):
   ran = subprocess.run(
     [sys.executable, "-c", PROGRAM, checkpoint, mesh, tmp_path / "out"],
     cwd=ROOT,
-    # What is freed goes back at once, or the second round would have it again.
+    # Return freed memory at once, or the second round would reuse it.
     env={
       **os.environ,
       "JAX_PLATFORMS": "cpu",
@@ -111,7 +111,7 @@ def test_host_holds_a_few_tensors(mesh, checkpoint, tmp_path):
   assert ran.returncode == 0, ran.stderr
   size, loaded, saved = map(int, ran.stdout.split())
   assert size > 200e6
-  largest = 2 * D * VOCAB  # 17 MB; a stack of gate and up has 92 MB.
-  # Of a tensor: its pages of the file, a copy, and the packed one.
+  largest = 2 * D * VOCAB  # 17 MB. A stack of gate and up has 92 MB.
+  # Memory holds a tensor's pages of the file, a copy, and the packed tensor.
   assert loaded < 4 * largest, json.dumps([size, loaded, saved])
   assert saved < 4 * largest, json.dumps([size, loaded, saved])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family that another package adds: one row in each of three tables."""
+"""Tests adding a family from another package: a row in each of three tables."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +49,7 @@ def test_family_of_another_package_is_saved_and_loaded(tmp_path, monkeypatch):
   assert stored["layers.1.qkv.bias"].shape == (32,)
   up = params_of(model)["layers"]["mlp"]["gate_up"]["kernel"][1, :, 1]
   np.testing.assert_array_equal(stored["layers.1.up.weight"], up.T)
-  # Nothing but the folder tells `load_hf` the family or the class.
+  # `load_hf` finds the family and the class from the folder alone.
   loaded = load_hf(tmp_path / "own", recipe=recipes.bf16())
   assert type(loaded) is Decoder and loaded.config == config
   tokens = jnp.arange(8)[None]

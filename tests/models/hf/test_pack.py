@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
 
 
 def kernels(dtype, *rows):
-  """Makes arrays whose values all differ in every dtype."""
+  """Makes arrays whose values are all different in the dtype."""
   rng = np.random.default_rng(0)
   bits = rng.permutation(2**14)[: sum(rows) * D].astype(np.uint16)
   values = np.split(bits.view(dtype).reshape(-1, D), np.cumsum(rows)[:-1])
@@ -51,7 +51,8 @@ def test_columns_of_qkv_are_grouped_by_key_head(dtype):
         np.testing.assert_array_equal(packed[:, column], row)
         column += 1
   assert_equal(Layout(("q", "k", "v"), True).unpack(packed, split), (q, k, v))
-  # One tensor with the rows of all three, and one with their columns.
+  # A checkpoint may have one tensor with the rows of all three, or their
+  # columns.
   one = jnp.concatenate([q, k, v])
   assert_equal([Layout(("qkv",), True).pack([one], shape, split)], [packed])
   assert_equal(Layout(("qkv",), True).unpack(packed, split), [one])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests saved models: the same bytes, and files that others can read."""
+"""Tests saved models: exact round trips, and files that others can read."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def test_import_and_export_gives_the_same_bytes(name, dtype, tmp_path):
   source = copied(tmp_path / "a", name, cast=DTYPES[dtype], dtype=dtype)
   save_hf(load_hf(source), tmp_path / "b", like=source)
   assert bytes_of(tmp_path / "b") == bytes_of(source)
-  # Read once more, it has no file but these.
+  # The folder contains no other files.
   save_hf(load_hf(tmp_path / "b"), tmp_path / "c", like=tmp_path / "b")
   files = ("config.json", "model.safetensors")
   assert sorted(os.listdir(tmp_path / "c")) == sorted(files)
@@ -109,7 +109,7 @@ def test_model_on_a_mesh_is_saved_in_shards(tmp_path):
   assert index["metadata"]["total_size"] == sum(sizes)
   assert index["weight_map"].keys() == tensors_of(out).keys()
   assert all((out / shard).stat().st_size < 202_000 for shard in shards)
-  again = load_hf(out)  # Each tensor is where the index says.
+  again = load_hf(out)  # This checks that the index is right.
   np.testing.assert_array_equal(
     again.layers.mlp.down.kernel[...], model.layers.mlp.down.kernel[...]
   )
@@ -126,7 +126,7 @@ def test_other_keys_and_files_are_copied(tmp_path):
   assert (tmp_path / "b" / kept[0]).read_text() == kept[0]
   before = json.loads((source / "config.json").read_text())
   after = json.loads((tmp_path / "b" / "config.json").read_text())
-  # What transformers 4 reads; version 5 reads `dtype` and `rope_parameters`.
+  # transformers 4 reads these; version 5 reads `dtype` and `rope_parameters`.
   written = {"rope_theta": 1e4, "torch_dtype": "bfloat16"}
   assert after == before | written | {"dtype": "bfloat16"}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests checkpoints of towers: the same bytes, whole models, refusals."""
+"""Tests checkpoints of vision towers: exact round trips, and errors."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def test_import_and_export_gives_the_same_bytes(name, tmp_path):
     json.loads((tmp_path / each / "config.json").read_text()) for each in "ab"
   )
   assert after == before | {"torch_dtype": "bfloat16"}
-  # Without a source the same tower is written.
+  # Without a source folder, the same tower is written.
   save_hf(loaded(source), tmp_path / "c", dtype="bfloat16")
   assert bytes_of(tmp_path / "c") == bytes_of(source)
   assert loaded(tmp_path / "c").config == loaded(source).config
@@ -116,7 +116,7 @@ def test_vit_without_classes_is_loaded_and_saved(tmp_path):
 
 
 @pytest.mark.slow
-def test_tower_may_lack_the_weights_that_pool(tmp_path):
+def test_tower_may_lack_the_weights_of_its_pool(tmp_path):
   kept = [
     k for k in tensors_of(DATA / "siglip_vision") if k.startswith("head.")
   ]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares Mosaic's activation functions with their definitions.
 
-Codes and scales of inputs must be equal. Elsewhere XLA may contract a product
-and a sum on one side and not on the other, so we require that most codes are
-equal. The interpreter computes the definition's sigmoid; what the PTX computes
-is tested on a GPU and by tests/aot/test_rows.py.
+Codes and scales of inputs must be equal. Of other codes, most must be equal,
+because XLA may round a product and a sum once on one side and twice on the
+other. The interpreter computes the sigmoid with jnp; the PTX is tested on a GPU
+and by tests/aot/test_rows.py.
 """
 
 import functools
@@ -29,19 +29,21 @@ from tests.pallas.kernels import (
 )
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-# Names of arguments that are arrays; the others are static.
+# Names of keyword arguments that are arrays. The others are static.
 TRACED = ("scale",)
 
-# An f32 off by 2^-22 changes 1 code in 2^18 of E4M3, and fewer of E5M2; off by
-# 2^-20, from 1 + tanh, 1 code in 2^16.
+# An error of 2^-22 in f32 changes 1 E4M3 code in 2^18, and fewer E5M2 codes. An
+# error of 2^-20, which 1 + tanh may have, changes 1 in 2^16.
 SHARE = 0.999
 
-# GELU's derivative has 1 - tanh(u)^2, off by some 2^-24, times up to 20.
+# GELU's derivative contains 1 - tanh(u)^2, whose error of about 2^-24 is
+# multiplied by up to 20.
 SCALES_APART = {"silu": 1e-6, "gelu_tanh": 1e-5, "gelu_quick": 1e-5}
 CASES = [(name, gated) for name in SCALES_APART for gated in (True, False)]
 ALL = pytest.mark.parametrize("activation, gated", CASES)
 
-# Tiles over both edges; then low ones with one group per row.
+# The first shape is not a multiple of a tile along either axis. The second has
+# tiles of 32 rows and groups of 128.
 SHAPES = pytest.mark.parametrize(
   "shape, group_size", [((80, 144), 16), ((48, 256), 128)], ids=str
 )
@@ -54,7 +56,7 @@ def run(fn, *args, jit=jit, activation="silu", **options):
 
 
 def both(name, *args, **options):
-  """Runs the kernel in the interpreter, and the definition."""
+  """Runs the kernel in the interpreter, and its definition."""
   kernel = run(getattr(kernels, name), *args, interpret=True, **options)
   return kernel, run(getattr(ops, name).definition, *args, **options)
 
@@ -69,13 +71,13 @@ def inputs(shape, gated, group_size=16, dtype=BF16, least=-np.inf):
 
 
 def assert_same_operand(actual, expected, apart=SCALES_APART["silu"]):
-  """Compares the layouts of an operand, and its scale."""
+  """Compares the codes of both layouts of an operand, and its scale."""
   for layout in ("rows", "columns"):
     a, e = getattr(actual, layout), getattr(expected, layout)
     assert (a is None) == (e is None), layout
     if e is not None:
       assert_same_codes(a, e, SHARE)
-  # The largest f32 may be off by a few ulp.
+  # The largest value may be off by a few ulp of f32.
   np.testing.assert_allclose(actual.scale, expected.scale, rtol=apart)
   if actual.rows is not None and actual.columns is not None:
     rows = code_bits(actual.rows).reshape(-1, actual.rows.shape[-1])
@@ -83,9 +85,10 @@ def assert_same_operand(actual, expected, apart=SCALES_APART["silu"]):
 
 
 def assert_near(actual, expected):
-  """Does `assert_same_operand`, but allows more where values cancel.
+  """Compares like `assert_same_operand`, but allows small absolute errors.
 
-  The derivative is zero at -1.278, and E5M2 resolves 2^-32 of the largest.
+  Near -1.278 the derivative is almost zero because its terms cancel, and E5M2
+  resolves values as small as 2^-32 of the largest.
   """
   np.testing.assert_allclose(actual.scale, expected.scale, rtol=1e-5)
   for a, e in zip(actual[:2], expected[:2], strict=True):
@@ -112,7 +115,7 @@ def test_kernels_match_the_definition(shape, group_size, activation, gated):
   how = dict(activation=activation)
   actual, (parts, scale) = both("activation_input", x, **options, **how)
   assert_same_input(actual, (parts, scale))
-  how |= dict(scale=scale * 0.8)  # Some values beyond qmax.
+  how |= dict(scale=scale * 0.8)  # Makes some values exceed qmax.
   assert_same_operand(*both("activation_fwd", parts, **how))
   actual, expected = both("activation_bwd_operands", dy, parts, **how)
   assert_same_operand(actual[0], expected[0], SCALES_APART[activation])
@@ -120,19 +123,19 @@ def test_kernels_match_the_definition(shape, group_size, activation, gated):
 
 
 @SHAPES
-def test_kernel_sums_the_gradient_over_rows(shape, group_size):
+def test_kernel_sums_a_bias_gradient(shape, group_size):
   dy, x, options = inputs((2, shape[0] // 2, shape[1]), False, group_size)
   how = dict(activation="silu")
   _, (parts, scale) = both("activation_input", x, **options, **how)
   how |= dict(scale=scale, has_sums=True)
   actual, expected = both("activation_bwd_operands", dy, parts, **how)
-  # Sums of 80 terms of f32.
+  # The sums have 80 terms in f32.
   assert_close(actual[2], expected[2], 2e-6)
   assert actual[0].rows.shape == x.shape
 
 
 @pytest.mark.parametrize("in_up", [True, False])
-def test_gated_kernels_of_nan(in_up):
+def test_gated_kernels_propagate_nan(in_up):
   _, x, options = inputs((32, 128), True, dtype=F32)
   groups = np.stack(list(cases.nonfinite_groups(16).values()))
   at = 128 if in_up else 0
@@ -142,7 +145,7 @@ def test_gated_kernels_of_nan(in_up):
   for a, e in zip(actual[0], parts, strict=True):
     assert_same_groups(a, e)
   assert np.isnan(actual[1]) and np.isnan(scale)
-  # With a scale of 1, finite values stay finite next to others.
+  # With a scale of 1, finite values must stay finite.
   how |= dict(scale=jnp.float32(1))
   assert_same_operand(*both("activation_fwd", parts, **how))
   dy = jnp.ones((32, 128))
@@ -151,20 +154,20 @@ def test_gated_kernels_of_nan(in_up):
   assert np.isnan(actual[0].scale) and np.isnan(expected[0].scale)
 
 
-# What the kernels refuse -----------------------------------------------------
+# Unsupported arguments -------------------------------------------------------
 
 
-def test_kernels_refuse_what_is_too_small():
+def test_kernels_refuse_small_arrays():
   x = jnp.zeros((32, 192), BF16)
   how = dict(groups=Groups(16))
-  with refused(r"tiles of 32 x 128, got a matrix \[32, 96\]"):
+  with refused(r"at least 32 x 128, got \[32, 96\]"):
     kernels.activation_input(x, activation="silu", gated=True, **how)
   parts = (ops.quantize_groups(x[:16, :48], **how),)
   how = dict(activation="silu", scale=jnp.float32(1))
   with refused("least 1024 values, got 768"):
     kernels.activation_fwd(parts, **how)
   parts = (ops.quantize_groups(x[:16], groups=Groups(16)),)
-  with refused(r"got a matrix \[16, 192\]"):
+  with refused(r"got \[16, 192\]"):
     kernels.activation_bwd_operands(x[:16], parts, **how)
 
 
@@ -189,7 +192,7 @@ def test_kernel_refuses(shape, group_size, dtype, reason, gated):
     jax.eval_shape(
       functools.partial(kernel, gated=gated), jax.ShapeDtypeStruct(shape, dtype)
     )
-  with refused("one width"):
+  with refused("same width"):
     kernel(jnp.zeros((32, 33), BF16), gated=True)
 
 
@@ -208,7 +211,7 @@ def test_kernels_refuse_erf(gated):
   assert said.startswith("activation_input: xla everywhere (")
 
 
-def test_kernels_refuse_residuals_that_do_not_fit():
+def test_kernels_refuse_saved_arrays_of_wrong_shapes():
   def q(*shape, group_size=16):
     codes = jnp.zeros(shape, jnp.float8_e4m3fn)
     scale = jnp.ones((*shape[:-1], shape[-1] // 16), BF16)
@@ -221,7 +224,7 @@ def test_kernels_refuse_residuals_that_do_not_fit():
 
   dy = jnp.zeros((32, 96), BF16)
   for count in (1, 2):
-    with refused("16 rows"):
+    with refused("multiple of 16"):
       bwd(jnp.zeros((17, 96), BF16), *[q(17, 96)] * count)
     with refused("scales of shape"):
       kernels.activation_fwd((q(32, 96, group_size=32),) * count, **how)
@@ -229,7 +232,7 @@ def test_kernels_refuse_residuals_that_do_not_fit():
       bwd(dy[:, :48], *[q(32, 96)] * count)
     with refused("float16"):
       bwd(dy.astype(jnp.float16), *[q(32, 96)] * count)
-  with refused("one shape"):
+  with refused("same shape"):
     kernels.activation_fwd((q(32, 96), q(32, 48)), **how)
   with refused("not of gate and up"):
     bwd(dy, q(32, 96), q(32, 96), has_sums=True)
@@ -251,7 +254,7 @@ def test_kernels_on_a_gpu(shape, group_size, activation, gated, dtype):
 
 
 def check_kernels(shape, group_size, activation, gated, dtype, apart):
-  """Compares kernels, not interpreted, with their definitions."""
+  """Compares compiled kernels with their definitions."""
   dy, x, options = inputs(shape, gated, group_size, dtype)
 
   def on_both(name, *args, **options):
@@ -263,7 +266,7 @@ def check_kernels(shape, group_size, activation, gated, dtype, apart):
 
   actual, (parts, scale) = on_both("activation_input", x, **options)
   for a, e in zip(actual[0], parts, strict=True):
-    # Ties are common among bfloat16 values, and quotients off by a last bit.
+    # Ties are common among bfloat16 values, and XLA's quotients may be off.
     assert_same_codes(a.qvalue, e.qvalue, SHARE)
     np.testing.assert_array_equal(a.scale.astype(F32), e.scale.astype(F32))
   np.testing.assert_allclose(actual[1], scale, rtol=apart)
@@ -273,19 +276,19 @@ def check_kernels(shape, group_size, activation, gated, dtype, apart):
   for a, e in zip(actual[:2], expected[:2], strict=True):
     assert_near(a, e)
   if not gated:
-    # A sum in f32 is off by less than 2^-14 of all that it adds up.
+    # A sum in f32 is off by less than 2^-14 of the sum of magnitudes.
     limit = 2**-14 * np.sum(np.abs(np.asarray(dy, np.float64)), axis=0)
     assert np.all(np.abs(actual[2] - expected[2]) <= limit)
 
 
 @pytest.mark.gpu
 @ALL
-def test_kernels_of_far_values_on_a_gpu(activation, gated):
+def test_kernels_on_large_values_on_a_gpu(activation, gated):
   check_far_values(activation, gated)
 
 
 def check_far_values(activation, gated):
-  """Checks values for which exp overflows, and NaN and infinities."""
+  """Checks NaN, infinities, and values for which exp overflows."""
   far = [-1e30, -500, -104, -88, -20, -9.9, 0, 9.9, 20, 88, 104, 500, 1e30]
   x = np.full((32, 128), 0.5, np.float32)
   x[: len(far), :16] = np.float32(far)[:, None]
@@ -329,9 +332,10 @@ def test_gelu_kernels_are_near_float64_on_a_gpu(shape, dtype):
 
 
 def check_gelu(shape, dtype):
-  """Compares codes and sums with float64, also far below zero.
+  """Compares codes and sums with float64, even far below zero.
 
-  There gradients are small, and E5M2 resolves values of 2^-32 of the largest.
+  Gradients are small there, but E5M2 resolves values as small as 2^-32 of the
+  largest.
   """
   dy, x, options = inputs(shape, False, dtype=dtype)
   how = dict(activation="gelu_tanh")
@@ -350,9 +354,10 @@ def check_gelu(shape, dtype):
     expected = quantize_with_scale(
       jnp.asarray(v, F32), operand.scale, group_size=None, dtype=dtype
     ).qvalue
-    # By value: below -20 the kernel's gradient is 0 and the exact one -0.
+    # Compare values, because below -20 the kernel's gradient is 0 and the exact
+    # one is -0.
     codes, expected = (np.asarray(x, F32) for x in (operand.rows, expected))
-    # The derivative is zero at -0.75, where cancellation makes errors larger.
+    # Errors are larger near -0.75, where the derivative's terms cancel.
     assert np.mean(codes == expected) >= SHARE
     difference = np.abs(codes - expected)
     assert np.all(difference <= np.abs(expected) / 4 + 1)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the optimizer's kernel with its definition, also on a GPU.
+"""Compares Adam's kernel with its definition, interpreted and on a GPU.
 
-The kernel takes logarithms where the definition divides and raises to powers,
-which changes a value by some ulp. So a value next to a rounding boundary may
-get the neighbouring code, and a group next to a step of k's grid another k. We
-compare codes in groups with the same k, because another k changes all of them.
-Each step starts from the definition's state, so that differences do not add up.
+The kernel uses logarithms where the definition divides and raises to powers, so
+results differ by some ulp. A value close to a rounding boundary may get the
+neighbouring code, and a group may get another power k, which changes all of its
+codes. So only codes of groups with the same k are compared. Each step starts
+from the state of the definition, so that differences do not add up.
 """
 
 import functools
@@ -38,9 +38,9 @@ CODECS = {
   "fp8": codecs.fp8(),
   "fp8_nearest": codecs.fp8(rounding="nearest"),
 }
-# Those that draw words have all that the others have.
+# Stochastic codecs first: their kernels contain all code of the others.
 STOCHASTIC_FIRST = sorted(CODECS, key=lambda name: "nearest" in name)
-SHAPE = (4, 4, 256)  # 32 groups, two a row, rows of two axes.
+SHAPE = (4, 4, 256)  # 32 groups, two per row; rows along two axes.
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -49,7 +49,7 @@ def encoded(codec, mu, nu):
 
 
 def problem(codec, dtype, grad_dtype=None, shape=SHAPE, seed=0):
-  """Makes p, g and stored moments as they are after some steps."""
+  """Makes p, g and encoded moments, as they are after some steps."""
   rng = np.random.default_rng(seed)
   mu, nu = cases.moments(shape, seed)
   g = mu * rng.normal(1, 1, size=shape)
@@ -76,9 +76,10 @@ def by_kernel(codec, *args, interpret=True):
 
 
 def differences(codec, want, got):
-  """Counts groups with another k or bound; compares codes in the others.
+  """Compares encoded moments.
 
-  Returns that count, the number of groups, and how far codes are apart.
+  Returns the number of groups in which k or a bound differs, the number of all
+  groups, and how many codes apart the codes in the other groups are.
   """
   other, apart, total = 0, [], 0
   for group, a, b in zip(codec.groups, want, got, strict=True):
@@ -97,22 +98,25 @@ def differences(codec, want, got):
 
 
 def compare(codec, step, args, *, interpret, rtol=1e-6):
-  """Steps both from one state; returns the right result and `differences`."""
+  """Steps with the kernel and the definition, from the same state.
+
+  Returns the definition's result and `differences`.
+  """
   want = by_definition(codec, *args, *numbers(step))
   got = by_kernel(codec, *args, *numbers(step), interpret=interpret)
   assert got[0].dtype == args[0].dtype and got[0].shape == args[0].shape
   p, q = (np.asarray(x[0], np.float32) for x in (want, got))
   if args[0].dtype == jnp.bfloat16:
-    # Another bf16 only where the noise is within 2^-16 of an ulp or so.
+    # Rounding differs only if the noise is within about 2^-16 of an ulp.
     assert np.mean(p != q) <= 1e-3
     rtol = 2.0**-7
-  # Relative to the largest term: a parameter near zero cancels.
+  # Allow an absolute error for parameters near zero, whose terms cancel.
   np.testing.assert_allclose(q, p, rtol=rtol, atol=rtol * 1e-2)
   return want, differences(codec, want[1], got[1])
 
 
 @pytest.mark.parametrize("dtype", quick(1, [jnp.bfloat16, jnp.float32]))
-def test_kernel_on_a_shard_draws_the_words_of_its_place(dtype):
+def test_kernel_on_a_shard_draws_the_random_words_of_its_position(dtype):
   codec = CODECS["coat"]
   p, g, stored = problem(codec, dtype)
   part = dict(start=jnp.uint32([4, 8, 256]), whole=(8, 12, 1024))
@@ -175,7 +179,7 @@ def test_kernel_scales_gradients_and_mixes_dtypes():
 
 
 def awkward(codec):
-  """Makes gradients with degenerate and nonfinite groups, and zero moments."""
+  """Makes degenerate and nonfinite groups of gradients, and zero moments."""
   finite = cases.finite_groups(128) | {"plain": np.linspace(-1, 1, 128)}
   bad = cases.nonfinite_groups(128)
   groups = {k: np.asarray(v, np.float32) for k, v in (finite | bad).items()}
@@ -196,18 +200,19 @@ def check_awkward(name, interpret):
   groups = codec.groups
   for group, a, b in zip(groups, want[1], got[1], strict=True):
     decoded = [np.asarray(group.decode(x)) for x in (a, b)]
-    # Squares of "large" and the like would overflow; those are bounded.
+    # Gradients whose squares would overflow are clipped.
     for x in decoded:
       assert np.all(np.isnan(x[bad])) and np.all(np.isfinite(x[~bad]))
     nan = np.isnan(decoded[0])
-    # Values of a group that repeat may all be at a boundary: a code apart.
+    # If a group repeats a value at a rounding boundary, all codes may differ by
+    # one.
     scale = np.nanmax(np.abs(decoded[0]), axis=1, keepdims=True, initial=0)
     error = np.abs(decoded[1] - decoded[0])[~nan]
     limit = (0.2 * np.abs(decoded[0]) + 1e-2 * scale)[~nan]
     assert np.all(error <= limit + 1e-37)
     zero = np.asarray(codec_oracles.bits(b.codes))[names == "zeros"]
     assert not np.any(zero)
-  # What holds a NaN or an infinity touches no other group.
+  # NaN and infinities must not affect other groups.
   clean = jnp.where(bad[:, None], 1.0, g)
   again = by_kernel(codec, p, clean, stored, *step, interpret=interpret)
   for a, b in zip(got[1], again[1], strict=True):
@@ -219,15 +224,15 @@ def check_awkward(name, interpret):
 @pytest.mark.parametrize(
   "name", quick(1, ["coat", "coat_e8m0", "log8", "fp8_nearest"])
 )
-def test_kernel_keeps_awkward_groups_apart(name):
+def test_awkward_groups_do_not_affect_others(name):
   check_awkward(name, interpret=True)
 
 
 def check_unbiased(name, draws, interpret):
-  """E[decode(encode(x))] = x: `tests.codecs` says where the bounds are from.
+  """Checks E[decode(encode(x))] = x, with the bounds of `tests.codecs`.
 
-  b1 = b2 = 1 keeps the moments, so that encoding is all that a step does. Each
-  step starts from values that are no codes: those of an f32 group around them.
+  With b1 = b2 = 1 a step only encodes the moments again. Each step starts from
+  f32 values, which are not codes.
   """
   codec = CODECS[name]
   shape = (8, 128)
@@ -267,8 +272,8 @@ def test_kernel_rounding_is_unbiased(name):
 
 
 def test_kernel_draws_words_by_row_and_column():
-  # Each value halfway between two: any other word would round half of them
-  # otherwise.
+  # Each value is halfway between two codes, so with other random words, half of
+  # the values would be rounded differently.
   codec = CODECS["fp8"]
   x = jnp.tile(jnp.array([448.0, *[17.0] * 127]), (2, 5, 8, 3)) / 448
   zero = encoded(codec, jnp.zeros(x.shape), jnp.zeros(x.shape))
@@ -286,21 +291,21 @@ def test_kernel_draws_words_by_row_and_column():
 REFUSED = [
   (codecs.coat(64), (8, 128), jnp.float32, "groups of 128, got 64"),
   (codecs.coat(), (8, 192), jnp.float32, r"multiple of 128, got shape \(8, 19"),
-  (codecs.coat(), (3, 128), jnp.float32, "8 groups at a time, got 3"),
+  (codecs.coat(), (3, 128), jnp.float32, "must be a multiple of 8, got 3"),
   (codecs.coat(), (8, 128), jnp.float16, "f32 or bf16, got {'float16'}"),
   (codecs.float32(), (8, 128), jnp.float32, "encoded in groups"),
 ]
 
 
 @pytest.mark.parametrize("codec, shape, dtype, reason", REFUSED)
-def test_kernel_refuses_what_it_cannot_take(codec, shape, dtype, reason):
+def test_kernel_refuses_unsupported_arguments(codec, shape, dtype, reason):
   zeros = jnp.zeros(shape)
   args = zeros.astype(dtype), zeros.astype(dtype), encoded(codec, zeros, zeros)
   args, groups = (*args, *numbers(1)), codec.groups
   with pytest.raises(NotImplementedError, match=f"adamw_step.*{reason}"):
     adam.adamw_step(*args, groups=groups, implementation="mosaic")
   assert re.search(reason, ops.explain(adam.adamw_step, *args, groups=groups))
-  # Not named, it is the definition's.
+  # Without a named implementation, the definition runs.
   adam.adamw_step(*args, groups=groups)
 
 
@@ -331,8 +336,8 @@ def test_kernel_matches_definition_on_a_gpu(name, dtype):
       f"{other} of {total} groups, codes in {np.sum(apart != 0)} of "
       f"{apart.size}, at most {np.max(apart)}"
     )
-    # Where b1 m + (1 - b1) g cancels, amin is off by more than an ulp: log8
-    # puts a whole group on another bound where that crosses a power of two.
+    # If b1 m + (1 - b1) g cancels, amin is off by more than an ulp. If that
+    # crosses a power of two, log8 encodes the whole group with another bound.
     assert other <= 1e-3 * total
     assert np.mean(apart != 0) <= 1e-3
     assert np.mean(apart > 1) <= 1e-6
@@ -340,7 +345,7 @@ def test_kernel_matches_definition_on_a_gpu(name, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["coat", "coat_e8m0", "log8", "fp8_nearest"])
-def test_kernel_keeps_awkward_groups_apart_on_a_gpu(name):
+def test_awkward_groups_do_not_affect_others_on_a_gpu(name):
   check_awkward(name, interpret=False)
 
 
@@ -353,8 +358,8 @@ def test_kernel_rounding_is_unbiased_on_a_gpu(name):
 
 
 @pytest.mark.gpu
-def test_kernel_takes_leaves_of_more_than_2_31_values():
-  # Only the last groups are not zero: a wrong offset would leave them so.
+def test_kernel_supports_leaves_of_more_than_2_31_values():
+  # Only the last groups are nonzero, and a wrong offset would not step them.
   codec, rows = CODECS["coat_nearest"], (1 << 24) + 8
   zeros = jax.jit(lambda: jnp.zeros((rows, 128), jnp.bfloat16))()
   stored = jax.jit(

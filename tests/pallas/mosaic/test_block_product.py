@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares Mosaic's products in blocks with NumPy, interpreted and on a GPU.
+"""Compares Mosaic's block-scaled matmul with NumPy, interpreted and on a GPU.
 
-If codes are small integers and scales powers of two near 1, all sums are exact
-in f32, also on a GPU's tensor cores, and results equal NumPy's bit for bit.
+Codes are small integers and scales are powers of two near 1. Then all sums are
+exact in f32, even on tensor cores, so results must equal NumPy's bit for bit.
 """
 
 import jax
@@ -27,7 +27,10 @@ DTYPES = {"fwd": jnp.bfloat16, "wgrad": jnp.float32}
 
 
 def exact_operands(form, m, n, k, b_dtype=E4M3, seed=0):
-  """Makes operands of exact products; for `wgrad` each row of b has scales."""
+  """Makes operands whose products are exact.
+
+  b has one scale per row for `wgrad`, and otherwise one per 128 rows.
+  """
   rng = np.random.default_rng(seed)
 
   def operand(rows, scale_rows, dtype):
@@ -52,7 +55,7 @@ def assert_is_product(out, a, b, add=None):
   expected = values(a) @ values(b).T
   if add is not None:
     expected += np.asarray(add, np.float64)
-  # Exact in f32, so that nothing but the result is rounded, and once.
+  # The sum is exact in f32, so only the result is rounded, and only once.
   expected = expected.astype(np.float32).astype(out.dtype)
   np.testing.assert_array_equal(np.asarray(out), expected)
 
@@ -71,7 +74,8 @@ CASES = [
 ]
 
 
-# Fewer programs than tiles, and more blocks than stages: all wraps around.
+# There are fewer programs than tiles and more blocks than stages, so that
+# programs compute several tiles and reuse all stages.
 @pytest.mark.parametrize("form, tile, programs", quick(3, CASES))
 def test_interpreted_kernel_is_the_product(form, tile, programs):
   a, b = exact_operands(form, m=512, n=256, k=4 * BLOCK)
@@ -101,7 +105,7 @@ def test_interpreted_operation_adds_a_bias_in_f32():
 
 
 def operands_of_op(name, dtype=E4M3, m=256, d=128, f=384):
-  """Makes two operands of `ops.linear_*` in blocks."""
+  """Makes two block-scaled operands of `ops.linear_*`."""
 
   @jax.jit
   def operands():
@@ -124,11 +128,11 @@ def test_interpreted_operation_matches_definition(name, dtype):
   operands = operands_of_op(name, dtype)()
   op: Op = getattr(ops, f"linear_{name}")
   out = getattr(kernel, op.name)(*operands, dtype=jnp.float32, interpret=True)
-  # Sums of the same values in another order.
+  # Both add the same values, but in another order.
   assert_close(out, op.definition(*operands, dtype=jnp.float32), 2e-6)
 
 
-def test_tiles_are_whole():
+def test_tiles_fit_the_result():
   assert kernel.pick_tile(8192, 4096) == TILES["paired"]
   assert kernel.pick_tile(4096, 11008) == TILES["paired"]
   assert kernel.pick_tile(512, 384) == TILES["tall"]
@@ -157,7 +161,7 @@ def exact_operands_of_ones(form, m=512, n=512, k=256):
   )
 
 
-def test_kernel_refuses_what_it_cannot_take(monkeypatch):
+def test_kernel_refuses_unsupported_arguments(monkeypatch):
   def trace(x, w, **how):
     jax.eval_shape(lambda x, w: kernel.linear_fwd(x, w, **how), x, w)
 
@@ -171,13 +175,13 @@ def test_kernel_refuses_what_it_cannot_take(monkeypatch):
   with refused("one scale per tensor"):
     trace(x, one_scale)
   monkeypatch.setattr(kernel.device, "capability", lambda: 10.0)
-  with refused("is for Hopper, of compute capability 9.0, got 10.0"):
+  with refused(r"capability 9.0 \(Hopper\), got 10.0"):
     trace(x, w)
 
 
-# The kernel computes whole tiles of 128 rows.
+# The kernel supports only multiples of 128 rows.
 @pytest.mark.parametrize("rows, name", [(256, "mosaic"), (192, "xla")])
-def test_product_in_blocks_runs_on_mosaic_or_xla(rows, name):
+def test_block_scaled_matmul_runs_on_mosaic_or_xla(rows, name):
   operands = jax.eval_shape(operands_of_op("fwd", m=rows))
   with for_h200():
     said = ops.explain(ops.linear_fwd, *operands)
@@ -190,7 +194,7 @@ def test_product_in_blocks_runs_on_mosaic_or_xla(rows, name):
 @pytest.mark.parametrize("name", TILES)
 def test_kernel_is_the_product_on_a_gpu(name, form, b_dtype):
   tile = TILES[name]
-  # A wave of programs and a part of one; bands of unequal heights.
+  # More tiles than programs, but not a multiple, and bands of unequal heights.
   m, n, k = 19 * tile.m, 18 * BLOCK, 33 * BLOCK
   a, b = exact_operands(form, m, n, k, b_dtype)
   add = None if form == "wgrad" else jnp.ones((m, n), jnp.bfloat16)
@@ -201,7 +205,7 @@ def test_kernel_is_the_product_on_a_gpu(name, form, b_dtype):
 
   first = np.asarray(product(a, b, add))
   assert_is_product(first, a, b, add)
-  for _ in range(20):  # A race would show now and then.
+  for _ in range(20):  # A race would cause an error only now and then.
     np.testing.assert_array_equal(np.asarray(product(a, b, add)), first)
 
 
@@ -212,9 +216,10 @@ def test_operation_matches_definition_on_a_gpu(name):
   op: Op = getattr(ops, f"linear_{name}")
   out = jax.jit(lambda a, b: op(a, b, implementation="mosaic"))(*operands)
   expected = jax.jit(op.definition)(*operands)
-  # Both sides are rounded to BF16 once, so they may be one step of the largest
-  # value apart: half a step each, of sums that differ by less (tensor cores sum
-  # a block of 128 to 14 bits). What is left in f32 is held to those sums.
+  # Both results are rounded to BF16 once, which causes an error of half a step
+  # each. The sums differ by less, because tensor cores add a block of 128 with
+  # 14 bits. So results may differ by one step of the largest value, and f32
+  # results by the error of the sums.
   largest = float(jnp.max(jnp.abs(expected)))
   step = 2.0 ** (np.floor(np.log2(largest)) - 7)
   tolerance = step / largest if out.dtype == jnp.bfloat16 else 2.0**-8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the kernels that move codes with their definitions."""
+"""Compares the kernels that join and transpose codes with their definitions."""
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from tests.pallas.kernels import assert_same_codes, refused
 
 
 def parts_of(shape, dtype=E4M3):
-  """Makes codes that differ from their neighbours."""
+  """Makes an array in which neighbouring codes differ."""
   codes = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
   return jax.lax.bitcast_convert_type(jnp.asarray(codes), dtype)
 
 
-def test_join_columns_has_values_of_every_device():
+def test_join_columns_concatenates_the_values_of_devices():
   # Each of two devices has two values of each of three columns.
   parts = jnp.asarray([[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]])
   np.testing.assert_array_equal(
@@ -26,7 +26,7 @@ def test_join_columns_has_values_of_every_device():
   )
 
 
-# The last tiles overlap others along both axes.
+# The last tile overlaps another one along each axis.
 @pytest.mark.parametrize("shape", [(2, 160, 80), (3, 128, 64)], ids=str)
 def test_joined_columns_match_the_definition(shape):
   check_joined(shape, interpret=True)
@@ -39,7 +39,7 @@ def check_joined(shape, **options):
 
 
 @pytest.mark.parametrize("shape", [(2, 80, 144), (48, 128)], ids=str)
-def test_turned_codes_match_the_definition(shape):
+def test_transposed_codes_match_the_definition(shape):
   check_turned(shape, interpret=True)
 
 
@@ -49,16 +49,16 @@ def check_turned(shape, **options):
   assert_same_codes(found, ops.turn_codes.definition(codes))
 
 
-def test_kernels_refuse_what_they_cannot_take():
+def test_kernels_refuse_unsupported_arguments():
   for shape in ((2, 96, 64), (2, 128, 48), (2, 128, 72)):
     with refused(r"f >= 128 and k >= 64 a multiple of 16, got \(2"):
       join_columns(parts_of(shape))
   for kernel in (join_columns, turn_codes):
     with refused("moves FP8 codes, got float32"):
       kernel(jnp.zeros((2, 128, 64)))
-  with refused("a multiple of 16 rows, got 40"):
+  with refused("a multiple of 16, got 40"):
     turn_codes(parts_of((2, 40, 128)))
-  with refused(r"tiles of 32 x 128, got a matrix \[128, 64\]"):
+  with refused(r"at least 32 x 128, got \[128, 64\]"):
     turn_codes(parts_of((2, 128, 64)))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares Mosaic's grouped products with NumPy, interpreted and on a GPU.
+"""Compares Mosaic's grouped matmuls with NumPy, interpreted and on a GPU.
 
-Codes are small integers and scales powers of two, so that all sums are exact in
-f32, also on a GPU's tensor cores, and results equal NumPy's bit for bit.
+Codes are small integers and scales are powers of two. Then all sums are exact
+in f32, even on tensor cores, so results must equal NumPy's bit for bit.
 """
 
 import functools
@@ -17,14 +17,15 @@ from coat_jax import ops
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.ops import Operand
 from coat_jax.pallas.mosaic import grouped_product as kernel
+from coat_jax.pallas.mosaic import grouped_table
 from coat_jax.pallas.mosaic.grouped_kernel import Tile
 from coat_jax.pallas.mosaic.grouped_product import TILES
 from tests.comparing import jit
 from tests.matrices import quick
 from tests.pallas.kernels import for_h200, lowered_for_h200, refused
 
-# Sizes of groups, and the number of rows. Groups begin and end anywhere; some
-# are empty or hold one row; rows are left over.
+# Sizes of groups, and the number of rows. Groups begin and end at any row. Some
+# are empty or have one row, and some rows belong to no group.
 SIZES = {
   "uneven": ((137, 0, 1, 113, 5), 256),
   "left_over": ((130, 3, 0, 200), 384),
@@ -34,7 +35,7 @@ SIZES = {
 
 
 def arrays(name, d, f, seed=0):
-  """Makes exact operands: x in E4M3, g in E5M2, and weights with scales."""
+  """Makes operands whose products are exact: x in E4M3, g in E5M2, weights."""
   sizes, m = SIZES[name]
   rng = np.random.default_rng(seed)
 
@@ -61,7 +62,7 @@ def arrays(name, d, f, seed=0):
 
 
 def by_hand(x, g, w, sizes):
-  """Computes the three products in float64, one group at a time."""
+  """Computes the three matmuls in float64, one group at a time."""
   x, g = (np.float64(a.rows) * np.float64(a.scale) for a in (x, g))
   w = np.float64(w.rows) * np.float64(w.scale)[:, None, None]
   y, dx = np.zeros((len(x), w.shape[2])), np.zeros((len(x), w.shape[1]))
@@ -121,7 +122,7 @@ def test_interpreted_gradients_of_weights(name, tile):
 
 
 def in_16_bits(operands, dtype):
-  """Returns the operands' values, times their scales, in 16 bits."""
+  """Dequantizes operands to a 16-bit dtype."""
   x, g, w = (a.rows.astype(jnp.float32) for a in operands)
   x_scale, g_scale, w_scale = (a.scale for a in operands)
   w = w * w_scale[:, None, None]
@@ -170,7 +171,7 @@ def test_operands_of_any_width_are_padded(name):
   elif name == "dgrad":
     assert_is(kernel.grouped_dgrad(g, w, sizes, **how), dx)
   elif name == "wgrad":
-    # The number of rows is no multiple of a block either.
+    # The number of rows is not a multiple of a block either.
     x, g = (jnp.concatenate([a, a[:9] * 0]) for a in (x, g))
     assert_is(kernel.grouped_wgrad(x, g, sizes, **how), dw)
   else:
@@ -199,12 +200,12 @@ def test_interpreted_operation_is_the_product(name):
 @pytest.mark.parametrize("tile_m", [128, 256])
 def test_tiles_cover_each_row_once(sizes, tile_m):
   m = 512
-  table, used = kernel.tiles_of_rows(
+  table, used = grouped_table.tiles_of_rows(
     jnp.int32(sizes), m=m, tile_m=tile_m, blocks=3
   )
   assert used[0] <= table.shape[1]
   group, row, begin, end, _, blocks = np.asarray(table)[:, : int(used[0])]
-  # Rows after the last group belong to it, and sum nothing.
+  # Rows after the last group have entries too, which sum no blocks.
   of_row = np.repeat(np.arange(len(sizes) + 1), (*sizes, m - sum(sizes)))
   found = np.full(m, -1)
   for tile in range(int(used[0])):
@@ -265,14 +266,14 @@ def test_explain_names_the_kernels():
 
 
 def test_a_dtype_may_be_its_name():
-  # recipe.axes.grad_dtype, in which a mesh sums gradients, is a name.
+  # `recipe.axes.grad_dtype`, in which a mesh sums gradients, is a string.
   x, g, _, sizes = specs_of_16_bits()
   for dtype in ("float32", jnp.float32, jnp.dtype("float32")):
     run = functools.partial(kernel.grouped_wgrad, dtype=dtype)
     assert jax.eval_shape(run, x, g, sizes).dtype == jnp.float32
 
 
-def test_kernel_refuses_what_it_cannot_take(monkeypatch):
+def test_kernel_refuses_unsupported_arguments(monkeypatch):
   def trace(op, *args, **how):
     jax.eval_shape(lambda *args: op(*args, **how), *args)
 
@@ -293,7 +294,7 @@ def test_kernel_refuses_what_it_cannot_take(monkeypatch):
   with refused(r"multiples of \(128, 128, 128, 128\), got \(256, 192, 384, 19"):
     trace(wgrad, odd[0], odd[1], sizes)
   monkeypatch.setattr(kernel.device, "capability", lambda: 10.0)
-  with refused("is for Hopper, of compute capability 9.0, got 10.0"):
+  with refused(r"capability 9.0 \(Hopper\), got 10.0"):
     trace(fwd, x, w, sizes)
 
 

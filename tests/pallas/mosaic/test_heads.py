@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares joined heads with their definition.
+"""Compares the kernel that joins heads with its definition.
 
-The interpreter joins heads with the definition and cuts out each tile. What the
-PTX loads and rotates is tested on a GPU and by tests/aot/test_rows.py.
+In the interpreter, a tile is a slice of what the definition returns. The PTX
+that loads and rotates heads is tested on a GPU and by tests/aot/test_rows.py.
 """
 
 import jax
@@ -15,7 +15,7 @@ from coat_jax.ops.rope import Rotary, rotation
 from coat_jax.pallas.mosaic.heads import join_heads_operand
 from tests.pallas.kernels import assert_same_operand, refused
 
-# B, T, N, K, H. Rows, columns, neither or both divide into whole tiles.
+# B, T, N, K, H. Whole tiles cover the rows, the columns, neither or both.
 SHAPES = [
   (16, 3, 2, 2, 72),
   (2, 64, 2, 1, 64),
@@ -25,7 +25,7 @@ SHAPES = [
 
 
 def case(b, t, n, k, h, dtype=jnp.bfloat16, theta=None, own=False):
-  """Makes gradients, and angles if heads rotate."""
+  """Makes gradients, and angles if heads are rotated."""
   dq, dk, dv = (
     jax.random.normal(jax.random.key(i), (b, t, count, h), dtype)
     for i, count in enumerate((n, k, k))
@@ -33,7 +33,7 @@ def case(b, t, n, k, h, dtype=jnp.bfloat16, theta=None, own=False):
   if theta is None:
     return dq, dk, dv, None, None
   positions = jnp.arange(t) + 3
-  if own:  # Each sequence has other positions.
+  if own:  # Each sequence has positions of its own.
     positions = positions[None] * (1 + jnp.arange(b)[:, None])
   return dq, dk, dv, *rotation(positions, head_dim=h, theta=theta)
 
@@ -44,7 +44,7 @@ def check(shape, dtype, share, *, theta=None, own=False, **options):
     lambda *args: ops.join_heads_operand.definition(*args, has_sums=True)
   )(*arrays)
   found, sums = join_heads_operand(*arrays, has_sums=True, **options)
-  # XLA may round a product and a sum once, so the largest value may differ.
+  # XLA may round a product and a sum only once, so the largest may differ.
   if share == 1:
     assert_same_operand(found, want)
   else:
@@ -54,8 +54,8 @@ def check(shape, dtype, share, *, theta=None, own=False, **options):
     found_again, _ = join_heads_operand(*arrays, **options)
     assert_same_operand(found_again, found)
     values, expected = (np.asarray(x.rows, np.float32) for x in (found, want))
-    # E5M2 has two bits after the first. A rotation that cancels leaves the
-    # rounding error of its terms.
+    # E5M2 has two mantissa bits. If the terms of a rotation cancel, the result
+    # has the rounding error of these terms.
     limit = 0.3 * np.abs(expected) + 2.0**-20 * np.max(np.abs(expected))
     assert np.all(np.abs(values - expected) <= limit)
     assert np.mean(values == expected) >= share
@@ -63,8 +63,8 @@ def check(shape, dtype, share, *, theta=None, own=False, **options):
       np.asarray(found.columns, np.float32),
       np.asarray(found.rows, np.float32).reshape(-1, found.rows.shape[-1]).T,
     )
-  # Sums of m values in another order: each addition rounds by 2^-24. A value
-  # that was rotated may round to a neighbour in `dtype`.
+  # m values are added in another order, where each addition rounds by 2^-24. A
+  # rotated value may be rounded to a neighbour in `dtype`.
   magnitudes = sum(
     np.sum(np.abs(np.float64(x)), axis=(0, 1)).max() for x in arrays[:3]
   )
@@ -93,7 +93,7 @@ def test_cos_without_sin_rotates_nothing():
   assert_same_operand(found, want)
 
 
-def test_operand_of_zeros_and_of_nan():
+def test_heads_of_zeros_and_nan():
   zeros = [jnp.zeros((1, 32, 2, 64))] * 3
   how = dict(has_sums=True, interpret=True)
   operand, sums = join_heads_operand(*zeros, None, None, **how)
@@ -103,20 +103,20 @@ def test_operand_of_zeros_and_of_nan():
   assert np.isnan(found.scale) and np.sum(np.isnan(sums)) == 1
 
 
-def test_kernel_refuses_what_it_cannot_take():
+def test_kernel_refuses_unsupported_arguments():
   def join(*shape, **options):
     arrays = case(*shape, **options)
     jax.eval_shape(join_heads_operand, *arrays)
 
-  with refused("8 channels at a time, got heads of 12"):
+  with refused("multiple of 8 channels, got heads of 12"):
     join(1, 32, 4, 4, 12)
-  with refused("8 pairs at a time, got 12"):
+  with refused("multiple of 8 pairs of channels, got 12"):
     join(1, 32, 4, 4, 24, theta=1e4)
   with refused("bfloat16 and float32"):
     join(1, 32, 4, 4, 16, dtype=jnp.float16)
-  with refused("multiple of 16 rows"):
+  with refused("rows is a multiple of 16"):
     join(1, 36, 4, 4, 16)
-  with refused(r"tiles of 32 x 128, got a matrix \[16, 192\]"):
+  with refused(r"at least 32 x 128, got \[16, 192\]"):
     join(1, 16, 4, 4, 16)
   dq, dk, dv, *angles = case(1, 32, 4, 4, 16)
   with refused("same dtype, got bfloat16, float32 and bfloat16"):

@@ -12,7 +12,7 @@ from coat_jax.pallas.mosaic import adam as kernel
 from tests.matrices import quick
 from tests.pallas.mosaic.test_adam import numbers, problem
 
-SHAPE = (3, 8, 128)  # 8 groups a layer.
+SHAPE = (3, 8, 128)  # 8 groups per layer.
 LAYER = 2
 CODEC = codecs.coat()
 
@@ -28,14 +28,14 @@ def by_definition(p, g, stored, **part):
 
 
 def assert_only_that_layer_was_stepped(got, whole, before):
-  """Checks that one layer is as after a step of all; others are unchanged."""
+  """Checks that one layer equals that of `whole`, and the others `before`."""
   leaves = zip(*map(jax.tree.leaves, (got, whole, before)), strict=True)
   for x, stepped, old in leaves:
     x, stepped, old = map(np.asarray, (x, stepped, old))
     expected = old.copy()
     expected[LAYER] = stepped[LAYER]
     assert x.dtype == old.dtype and x.tobytes() == expected.tobytes()
-    # Powers, sixteenths in a byte, may all stay what they were.
+    # The powers are coarse (sixteenths in a byte), so all may stay the same.
     powers = x.dtype == np.uint8
     assert powers or expected[LAYER].tobytes() != old[LAYER].tobytes()
 
@@ -63,7 +63,7 @@ def test_one_layer_is_stepped_in_place(run, dtype):
 
 
 @pytest.mark.slow
-def test_layer_on_a_shard_draws_the_words_of_its_place():
+def test_layer_of_a_shard_draws_the_random_words_of_its_position():
   p, g, stored = problem(CODEC, jnp.bfloat16, shape=(3, 16, 128))
   whole = by_kernel(p, g, stored)
   half = jax.tree.map(lambda x: x[:, 8:], (p, g, stored))

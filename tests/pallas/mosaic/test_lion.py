@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares Lion's kernel with its definition, interpreted and on a GPU.
 
-It shares Adam's codecs: `test_adam` explains which codes may differ. In
-addition, the sum of a gradient and a moment may have another sign where it is
-nearly zero.
+`test_adam` explains which codes may differ. In addition, the update may have
+the other sign if the sum of gradient and moment is nearly zero.
 """
 
 import functools
@@ -31,18 +30,18 @@ CODECS = {
 }
 B1, B2, RATE, DECAY = 0.9, 0.99, 1e-2, 0.1
 KINDS = ["float32", "split", "bfloat16"]
-SHAPE = (4, 4, 256)  # 32 groups, two a row, rows of two axes.
+SHAPE = (4, 4, 256)  # 32 groups, two per row; rows along two axes.
 
 
 class Mu:
-  """Holds a codec's first moment, as `test_adam.differences` needs it."""
+  """A codec of one moment, for `test_adam.differences`."""
 
   def __init__(self, codec):
     self.groups = codec.groups[:1]
 
 
 def problem(codec, kind, shape=SHAPE):
-  """Makes p, g and the stored moment after some steps; some groups are zero."""
+  """Makes p, g and the encoded moment after some steps; some zero groups."""
   rng = np.random.default_rng(0)
   mu, _ = cases.moments(shape, 0)
   mu = np.array(mu).reshape(-1, 128)
@@ -65,7 +64,7 @@ def numbers(step, grad_scale=0.5, **part):
 
 
 def terms(codec, p, g, stored):
-  """Returns the old parameter, the mix whose sign is the update, its size."""
+  """Returns the old parameter, the sum whose sign is the update, its terms."""
   [mu] = (np.asarray(x, np.float64) for x in steps.decode(codec, stored))
   g = 0.5 * np.asarray(g, np.float64)
   size = B1 * np.abs(mu) + (1 - B1) * np.abs(g)
@@ -74,14 +73,14 @@ def terms(codec, p, g, stored):
 
 
 def check(codec, args, want, got):
-  """Steps one state with the definition and with the kernel."""
+  """Compares a step of the kernel with a step of the definition."""
   groups = Mu(codec).groups
   old, mix, size = terms(groups, *args)
   p, q = (np.asarray(weights.in_f32(x[0]), np.float64) for x in (want, got))
-  # Decoded moments are some ulp apart.
+  # Decoded moments differ by some ulp.
   undecided = (np.abs(mix) < 2**-16 * size) & (size > 0)
   assert np.mean(undecided) < 1e-3
-  # f32 by itself; 24 bits round by 2^-16 of a weight, bf16 by 2^-8.
+  # Rounding to 24 bits changes a weight by 2^-16, rounding to bf16 by 2^-8.
   exact = old - RATE * (np.sign(mix) + DECAY * old)
   kind = jax.tree.leaves(args[0])[0].dtype
   unit = 2**-22 if kind == jnp.float32 else 2**-15
@@ -91,7 +90,7 @@ def check(codec, args, want, got):
     error = np.abs(x - exact)[~undecided]
     limit = unit * (np.abs(exact) + np.abs(old) + RATE)[~undecided]
     assert np.all(error <= limit)
-  # Another rounding only where noise is that close.
+  # Rounding differs only if the noise is that close.
   if kind == jnp.bfloat16:
     assert np.mean((p != q)[~undecided]) < 0.02
   other, total, apart = differences(Mu(codec), want[1], got[1])
@@ -136,7 +135,7 @@ def test_interpreted_kernel_matches_definition_on_a_shard(name, kind):
 
 
 @pytest.mark.slow
-def test_one_layer_is_stepped_and_what_is_not_finite_stays_in_its_group():
+def test_one_layer_is_stepped_and_nan_stays_in_its_group():
   codec = CODECS["coat"]
   p, g, stored = problem(codec, "float32", (3, 8, 128))
   bad = [[1, 2], [1, 5]]
@@ -150,7 +149,7 @@ def test_one_layer_is_stepped_and_what_is_not_finite_stays_in_its_group():
     want = np.array(old)
     want[1] = np.asarray(y)[1]
     assert np.asarray(x).tobytes() == want.tobytes()
-  # An infinite gradient has a sign, of NaN there is none.
+  # The sign of an infinite gradient is the update; NaN has no sign.
   assert np.isfinite(q[1, 2, 7]) and np.isnan(q[1, 5, 7])
   assert np.sum(~np.isfinite(q)) == 1
   decoded = steps.decode(codec.groups[:1], new)[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the register codecs of the optimizer's kernel on their own."""
+"""Tests the register codecs of the optimizer's kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ DRAWS = 512
   "name", ["coat", "coat_e5m2", "coat_e8m0", "log8", "fp8"]
 )
 def test_mean_over_evenly_spaced_noise_is_the_value(name):
-  # The mean of two neighbours over n evenly spaced numbers is off by 1 / 2n of
-  # what is between them. Of 1024 such errors the mean is off by 1 / 500 of a
-  # gap of at most 0.3 of a value (E5M2) times 2^-10, if nothing else is wrong.
+  # Rounding with n evenly spaced noises gives the value on average, up to
+  # 1 / 2n of the gap between its neighbours. Averaged over 1024 values, the
+  # error is 2^-10 / 500 of a gap, which is at most 0.3 of a value (E5M2).
   codec = CODECS[name]
   moments = cases.moments(ptx.TILE)
   for i, (group, x) in enumerate(zip(codec.groups, moments, strict=True)):
@@ -41,20 +41,20 @@ def test_mean_over_evenly_spaced_noise_is_the_value(name):
     means = np.mean([np.float64(decoded(n)) for n in noise], axis=0)
     gap, size = codec_oracles.gap(group, x), np.abs(x)
     error = (means - x) * np.sign(x)
-    # f32 adds 2^-13 of a gap, as in `test_adam.check_unbiased`, and to the
-    # largest value of a group, which has no gap, what decoding it does.
+    # f32 adds an error of 2^-13 of a gap, as in `test_adam.check_unbiased`. The
+    # largest value of a group has no gap, but the error of decoding it.
     limit = (0.5 / DRAWS + 2**-13) * gap + 2**-19 * size
     assert np.all(np.abs(error) < limit)
     assert abs(np.mean(error / (size + gap))) < 5e-6
 
 
 @pytest.mark.parametrize("name", ["coat", "coat_e8m0", "log8", "fp8"])
-def test_two_moments_are_encoded_as_each_is_alone(name):
+def test_encoding_both_moments_together_matches_encoding_each(name):
   groups = CODECS[name].groups
   register_codecs = [moment_codecs.on_registers(group) for group in groups]
   assert register_codecs[0].fits_as(register_codecs[1])
   xs = [jnp.asarray(x) for x in cases.moments(ptx.TILE)]
-  # A group of zeros, and one that is not finite in the second moment alone.
+  # Include a group of zeros, and one that is nonfinite in the second moment.
   xs = [x.at[1].set(0).at[2, 5].set(0) for x in xs]
   xs[1] = xs[1].at[3, 7].set(jnp.inf)
   rng = np.random.default_rng(0)
@@ -69,6 +69,6 @@ def test_two_moments_are_encoded_as_each_is_alone(name):
     pairs = zip(jax.tree.leaves(got[i]), jax.tree.leaves(want), strict=True)
     for a, b in pairs:
       assert a.dtype == b.dtype
-      # Any codes are NaN in the group that is.
+      # The codes of a NaN group are arbitrary, because all decode to NaN.
       clean = [np.delete(codec_oracles.bits(x), 3, axis=0) for x in (a, b)]
       np.testing.assert_array_equal(*clean)

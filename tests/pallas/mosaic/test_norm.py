@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares Mosaic's norms with their definitions.
 
-Codes and scales of the input must be equal. The kernels add up rows in another
-order than XLA. So statistics and the output's scale agree to f32's rounding of
-such sums, and most codes that follow from them are equal.
+Codes and scales of the input must be equal. The kernels sum rows in another
+order than XLA does. So statistics and the output's scale may differ by rounding
+errors of f32, and most of the other codes must be equal.
 """
 
 import functools
@@ -35,7 +35,7 @@ EPS = 1e-5
 
 
 def run(fn, *args, jit=jit, **options):
-  """Compiles and runs `fn`; `scale` and `add` are arrays, not constants."""
+  """Compiles and runs `fn`; only `scale` and `add` are traced options."""
   traced = {k: options.pop(k) for k in ("scale", "add") if k in options}
   return jit(functools.partial(fn, **options))(*args, **traced)
 
@@ -53,7 +53,8 @@ def vectors(kind, n, dtype=F32):
 
 
 def inputs(shape, kind, dtype=BF16, group_size=16):
-  # Far from zero: a masked column in a mean or a variance would show.
+  # Values are far from zero, so that a column that should be masked would
+  # change mean and variance.
   x = jnp.asarray(cases.activations(shape) + 7, dtype)
   gamma, beta = vectors(kind, shape[-1])
   options = dict(kind=kind, eps=EPS, groups=Groups(group_size))
@@ -64,7 +65,7 @@ def assert_same_stats(actual, expected):
   for a, e in zip(actual, expected, strict=True):
     assert (a is None) == (e is None)
     if e is not None:
-      # n sums of f32 in pairs: log2(n) roundings of 2^-24, squared for rstd.
+      # A pairwise sum of n values rounds log2(n) times by 2^-24.
       np.testing.assert_allclose(a, e, rtol=1e-6)
 
 
@@ -82,7 +83,7 @@ def gradients(shape, kind, group_size=16, dtype=BF16):
   ids=str,
 )
 def test_norm_input_kernel_matches_definition(shape, group_size, kind):
-  # Rows of whole loads, and rows whose last load overlaps the one before.
+  # Some rows consist of whole loads; in others, the last load overlaps another.
   x, gamma, beta, options = inputs(shape, kind, group_size=group_size)
   actual = interpret(norm.norm_input, x, gamma, beta, **options)
   expected = run(ops.norm_input.definition, x, gamma, beta, **options)
@@ -104,9 +105,9 @@ def test_norm_input_kernel_without_gamma_or_beta(given):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_norm_input_kernel_of_degenerate_rows(kind):
+def test_norm_input_kernel_on_degenerate_rows(kind):
   groups = cases.finite_groups(512)
-  # Their squares overflow, and their squares' means underflow, in any order.
+  # Leave out rows whose squares overflow or whose mean squares underflow.
   for name in ("largest", "huge_ratio", "large"):
     del groups[name]
   x, options = np.stack(list(groups.values())), inputs((1, 512), kind)[-1]
@@ -119,20 +120,20 @@ def test_norm_input_kernel_of_degenerate_rows(kind):
   if kind == "layer":
     mean = values.mean(axis=1)
     assert_close(actual[1].mean, mean, 1e-6)
-    # A constant's variance is the rounding of its mean, squared.
+    # The variance of a constant row is the squared rounding error of its mean.
     varied = ["constant" not in name for name in groups]
     values -= mean[:, None]
   else:
     varied = [True for _ in groups]
   rstd = 1 / np.sqrt((values**2).mean(axis=1) + EPS)
-  # The interpreter adds up to 512 equal values one after the other: each sum
-  # rounds by 2^-24 at most, and a root halves the error.
+  # The interpreter adds up to 512 equal values one after the other. Each sum
+  # rounds by at most 2^-24, and the root halves the error.
   np.testing.assert_allclose(
     actual[1].rstd[np.array(varied)], rstd[varied], rtol=256 * 2.0**-24
   )
 
 
-def test_norm_input_kernel_of_nan():
+def test_norm_input_kernel_propagates_nan():
   x = np.concatenate([[g] for g in cases.nonfinite_groups(1024).values()])
   x = jnp.asarray(np.concatenate([x, cases.activations((5, 1024))]))
   _, _, _, options = inputs((1, 1024), "rms")
@@ -150,10 +151,10 @@ def test_norm_input_kernel_of_nan():
   ids=str,
 )
 def test_norm_kernel_matches_definition(shape, kind, group_size, layout):
-  # Tiles over both edges; then low ones with one group per row.
+  # The first shapes are not multiples of a tile; the last has tiles of 32 rows.
   x, gamma, beta, options = inputs(shape, kind, group_size=group_size)
   x_q, stats, scale = run(ops.norm_input.definition, x, gamma, beta, **options)
-  # Some values beyond qmax.
+  # Make some values exceed qmax.
   args, options = (x_q, gamma, beta, stats), dict(scale=scale * 0.8)
   actual = interpret(norm.norm_fwd, *args, **options, layout=layout)
   expected = run(ops.norm_fwd.definition, *args, **options, layout=layout)
@@ -178,7 +179,7 @@ def test_norm_kernel_without_gamma_or_beta():
 def test_norm_backward_kernel_matches_definition(
   shape, group_size, kind, registers, monkeypatch
 ):
-  # Some of four programs have two rows, some three.
+  # Of four programs, some process two rows and some process three.
   dy, x_q, gamma, stats = gradients(shape, kind, group_size)
   add = jnp.asarray(cases.activations(shape))
   args, options = (dy, x_q, gamma, stats), dict(dtype=F32, add=add)
@@ -189,7 +190,7 @@ def test_norm_backward_kernel_matches_definition(
   kernel = with_tile(monkeypatch, kernel, "pick_share", share)
   actual = kernel(*args, **options, interpret=True)
   expected = run(ops.norm_bwd.definition, *args, **options)
-  # Sums of at most 1152 terms of f32.
+  # The sums have at most 1152 terms in f32.
   assert_close(actual, expected, 2e-6)
 
 
@@ -198,7 +199,7 @@ def test_norm_backward_kernel_in_bf16_without_gamma_or_add():
   actual = interpret(norm_backward.norm_bwd, dy, x_q, None, stats)
   expected = run(ops.norm_bwd.definition, dy, x_q, None, stats)
   assert actual[0].dtype == BF16
-  # One ulp of BF16 where f32 differs in its last bits.
+  # If f32 values differ in their last bits, BF16 values may differ by one ulp.
   np.testing.assert_allclose(
     actual[0].astype(F32), expected[0].astype(F32), rtol=2.0**-7, atol=1e-7
   )
@@ -208,10 +209,10 @@ def test_norm_backward_kernel_in_bf16_without_gamma_or_add():
 @pytest.mark.parametrize(
   "width, group_size, reason",
   [
-    (240, 16, "rows of 256 to 8192, got 240"),
-    (384, 128, "rows of 512 to 8192, got 384"),
-    (8208, 16, "rows of 256 to 8192, got 8208"),
-    (1040, 32, "multiple of the group size 32 .* got 1040"),
+    (240, 16, "rows of 256 to 8192 values, got 240"),
+    (384, 128, "rows of 512 to 8192 values, got 384"),
+    (8208, 16, "rows of 256 to 8192 values, got 8208"),
+    (1040, 32, "multiple of the group size 32, got 1040"),
     (1020, 12, "got 12"),
   ],
 )
@@ -227,7 +228,7 @@ def test_norm_kernels_refuse(width, group_size, reason):
 
 
 def specs(m, n, kind, group_size=16):
-  """Returns specs of x, x quantized, gamma, beta and statistics."""
+  """Returns the shapes of x, quantized x, gamma, beta and statistics."""
   spec = jax.ShapeDtypeStruct
   row, vector = spec((m,), F32), spec((n,), F32)
   scale = spec((m, n // group_size), BF16)
@@ -242,7 +243,7 @@ def specs(m, n, kind, group_size=16):
   [
     (272, "rms", 16),
     (640, "layer", 128),
-    # Most take a second or two.
+    # Most cases take a second or two.
     pytest.param(768, "rms", 64, marks=pytest.mark.slow),
     pytest.param(1152, "layer", 128, marks=pytest.mark.slow),
     pytest.param(6656, "layer", 32, marks=pytest.mark.slow),
@@ -258,7 +259,7 @@ def test_norms_lower_at_every_width(n, kind, group_size):
     return made, norm_backward.norm_bwd(x, x_q, gamma, stats, add=x)
 
   text = lowered_for_h200(both, x, x_q, gamma, beta, stats)
-  assert text.count("@mosaic_gpu") == 3  # With the scale's.
+  assert text.count("@mosaic_gpu") == 3  # Including the kernel for the scale.
 
 
 @pytest.mark.gpu
@@ -277,7 +278,7 @@ def test_norm_kernels_on_a_gpu(shape, kind):
 
 
 def check_kernels(shape, kind, share, group_size=16):
-  """Compares kernels, not interpreted, with their definitions."""
+  """Compares compiled kernels with their definitions."""
   x, _, _, options = inputs(shape, kind, group_size=group_size)
   gamma, beta = vectors(kind, shape[-1])
   expected = run(

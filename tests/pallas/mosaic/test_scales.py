@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares tensors' scales from maxima of parts with their definition."""
+"""Compares the kernel that computes a scale from maxima with its definition."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,7 @@ def scale_of(maxima, dtype) -> np.ndarray:
   "shape", [(128,), (131,), (43, 24), (2**16 + 1,)], ids=str
 )
 def test_scale_kernel_matches_definition(shape, dtype):
-  # The largest is the last, in a tile that need not be full.
+  # The largest maximum is the last, which may be in an incomplete load.
   maxima = np.abs(np.random.default_rng(0).normal(size=shape))
   maxima.flat[-1] = 7.3
   expected = jit(lambda x: amax_to_scale(x, dtype))(jnp.float32(7.3))
@@ -42,7 +42,7 @@ def test_scale_kernel_of_degenerate_maxima(amax):
   np.testing.assert_array_equal(scale_of(maxima, E4M3), expected)
 
 
-def test_shared_scale_is_what_the_kernel_of_codes_reads():
+def test_shared_scale_equals_the_scale():
   bits = jnp.asarray(np.repeat(np.float32([1.5, 3.0]), 64).view(np.int32))
   scale, read = scales.bits_to_shared_scale(bits, GRADIENTS, True)
   expected = scales.bits_to_scale(bits, GRADIENTS, True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests bf16 and 24-bit weights in the optimizer's kernel."""
+"""Tests steps on bf16 and 24-bit weights in the optimizer's kernel."""
 
 import functools
 
@@ -32,7 +32,7 @@ def split_problem(codec, **options):
 
 
 def units(weight):
-  """Returns the 24 bits as integers."""
+  """Returns 24-bit weights as integers."""
   return np.asarray(weights.join(weight)).view(np.uint32).astype(np.int64) >> 8
 
 
@@ -41,15 +41,15 @@ def exact(weight):
 
 
 def check_units(got, want, old):
-  """Checks that weights after a step from `old` are at most a unit apart.
+  """Checks that weights after a step from `old` differ by at most one unit.
 
-  Or they differ by the roundings of f32.
+  A unit is the last of the 24 bits. Rounding errors of f32 may add to that.
   """
   apart = np.abs(units(got) - units(want))
-  # A parameter that is off by an ulp of f32 is off by 1/256 of a unit.
+  # If a parameter is off by an ulp of f32, that is 1/256 of a unit.
   assert np.mean(apart != 0) < 0.02
-  # Those of a GPU's quotient and root, of three products and a sum are of the
-  # weight and its change, of which a small difference may be left.
+  # Rounding errors of a GPU's quotient and root, of three products and a sum
+  # are relative to the weight and its change, which may nearly cancel.
   rounded = 10 * 2.0**-24 * (np.abs(old) + np.abs(exact(want) - old))
   distance = np.abs(exact(got) - exact(want))
   unit = distance / np.maximum(apart, 1)
@@ -67,7 +67,7 @@ def check(name, steps, interpret, **options):
     assert isinstance(q, SplitWeight)
     assert [x.dtype for x in q] == [jnp.bfloat16, jnp.int8]
     check_units(q, p, old)
-    # As split writes it: another byte would be of another bf16.
+    # The low bytes must belong to the rounded bf16, as `split` writes them.
     again = jax.jit(lambda w: weights.split(weights.join(w)))(q)
     np.testing.assert_array_equal(np.asarray(again.low), np.asarray(q.low))
     other, total, codes = differences(codec, stored, new)
@@ -106,7 +106,7 @@ def test_kernel_at_rate_zero_keeps_every_bit_on_a_gpu():
 
 
 @pytest.mark.slow
-def test_kernel_takes_f32_gradients_of_bf16_weights():
+def test_kernel_supports_f32_gradients_of_bf16_weights():
   codec = CODECS["coat"]
   p, g, stored = problem(codec, jnp.bfloat16, jnp.float32)
   args = (p, g, stored, *numbers(2))
@@ -118,9 +118,9 @@ def test_kernel_takes_f32_gradients_of_bf16_weights():
   assert other == 0 and np.mean(apart != 0) <= 1e-3
 
 
-def test_registers_split_and_join_as_the_definition_does():
+def test_split_and_join_match_the_definition():
   bits = every_end()
-  # What is rounded has been computed: its NaN is a quiet one.
+  # Values to round are computed ones, so their NaNs are quiet.
   quiet = (bits & 0x7FFFFFFF <= 0x7F800000) | (bits & 0x00400000 > 0)
   x = as_f32(bits[quiet])
   words = jnp.asarray(
@@ -134,7 +134,7 @@ def test_registers_split_and_join_as_the_definition_does():
   )(x, words)
   want = jax.jit(weights.split)(x, words)
   high, low = (np.asarray(a).view(f"u{a.dtype.itemsize}") for a in got)
-  # Hardware has no subnormals in what a tile is clipped to.
+  # Leave out subnormals, which a GPU may flush when it clips a tile.
   normal = np.abs(np.asarray(x)) >= 2.0**-126
   normal |= ~np.isfinite(np.asarray(x))
   np.testing.assert_array_equal(
@@ -152,7 +152,7 @@ def test_registers_split_and_join_as_the_definition_does():
   )
 
 
-def test_registers_join_what_was_set_to_zero_or_infinity():
+def test_join_of_high_parts_set_to_zero_or_infinity():
   high = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf], jnp.bfloat16)
   for low in (-128, -1, 127):
     weight = SplitWeight(high, jnp.full(4, low, jnp.int8))

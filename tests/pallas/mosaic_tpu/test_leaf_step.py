@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers' step on TPUs: equal to the definition, and compiled.
+"""Compares the TPU kernel of optimizers with its definition, and compiles it.
 
-Kernels are interpreted on a CPU. With libtpu (`make test-tpu`) they are
-compiled for four generations of TPUs, none of which needs to be there.
+Kernels are interpreted on a CPU. With libtpu (`make test-tpu`) they are also
+compiled for four generations of TPUs, without a TPU.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ COAT = codecs.coat()
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One call of an operation: a leaf of `shape`, or a layer or shard of it."""
+  """One call of an operation on a leaf of `shape`, or on a layer or shard."""
 
   op: ops.Op = adamw_step
   shape: tuple[int, ...] = (64, 384)
@@ -54,7 +54,7 @@ class Case:
     return moments[:1] if self.op is lion_step else moments
 
   def arrays(self):
-    """Returns the arguments: magnitudes over many octaves, and zeros."""
+    """Makes the arguments, with magnitudes over many octaves, and zeros."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=self.shape) * np.exp(3 * rng.normal(size=self.shape))
     x[..., :5] = 0
@@ -64,7 +64,7 @@ class Case:
     return self._arguments(*(jnp.asarray(a, F32) for a in (x, g, p)))
 
   def specs(self):
-    """Returns the shapes and dtypes of the arguments."""
+    """Returns the arguments' shapes and dtypes."""
     shapes = self.shape, self._own_shape(), self.shape
     values = [jax.ShapeDtypeStruct(shape, F32) for shape in shapes]
     return jax.eval_shape(self._arguments, *values)
@@ -152,7 +152,7 @@ def test_kernel_gives_the_bits_of_the_definition(name):
 
 
 def test_linear_codes_differ_by_the_rounding_of_a_product():
-  """int8 decodes to a product, which XLA may contract with the next sum."""
+  """Allows one rounding: XLA may fuse int8's decoding product with a sum."""
   case = Case(codec=codecs.int8())
   arrays = case.arrays()
   kernel = functools.partial(case.op.kernel("mosaic_tpu"), interpret=True)
@@ -160,7 +160,8 @@ def test_linear_codes_differ_by_the_rounding_of_a_product():
     case.run(f)(*arrays) for f in (kernel, case.op.definition)
   )
   jax.tree.map(np.testing.assert_array_equal, stored, other)
-  # One contraction: half an ulp of p or of the update, at most 2 in all.
+  # One fused product and sum changes p or the update by half an ulp; in all, by
+  # at most 2.
   np.testing.assert_array_max_ulp(np.asarray(p), np.asarray(want), 2)
 
 
@@ -191,7 +192,7 @@ def test_a_group_with_a_nan_does_not_affect_others():
     (Case(shape=(3, 12, 128), layer=1), "a multiple of 8"),
   ],
 )
-def test_what_the_kernel_cannot_take_has_a_reason(case, reason):
+def test_unsupported_arguments_are_refused_with_a_reason(case, reason):
   arrays = case.specs()
   said = ops.explain(case.op, *arrays, groups=case.groups)
   assert "mosaic_tpu" not in said
@@ -206,7 +207,7 @@ def test_explain_names_both_kernels():
   assert said == f"adamw_step: {where}"
 
 
-def test_program_for_a_tpu_has_the_kernel_and_no_other():
+def test_program_for_a_tpu_contains_only_the_tpu_kernel():
   case = Case()
   device = AbstractDevice("TPU v6 lite", 1, platform="tpu")
   mesh = AbstractMesh((), (), abstract_device=device)
@@ -244,11 +245,11 @@ def test_compiled_step_needs_no_temporary_memory(case, name):
   )
   size = math.prod(case.shape)
   memory = program.memory_analysis()
-  # v5p reserves a fixed part for its two cores, and copies statistics that do
+  # v5p reserves some memory for its two cores, and copies statistics that do
   # not fill registers of 128 lanes.
   is_copied = name.startswith("v5p") and case.shape[-1] % 128**2
   assert memory.temp_size_in_bytes < 2**19 + (0.4 * size if is_copied else 0)
-  # f32: a parameter and a gradient, 8 bytes, and a state of 2.08.
+  # In f32, parameter and gradient have 8 bytes per value, and the state 2.08.
   bound = (10.3 if case.dtype == F32 else 6.3) + case.is_split
   assert memory.argument_size_in_bytes / size < bound
   assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1
@@ -266,13 +267,13 @@ def test_each_array_is_read_once_and_written_once(dtype, moved):
   arrays = [v.aval for v in (*call.invars, *call.outvars) if v.aval.ndim > 1]
   total = sum(a.size * a.dtype.itemsize for a in arrays)
   assert total / math.prod(case.shape) == pytest.approx(moved, abs=0.05)
-  # Each index of a block occurs once in a row, so that it is copied once.
+  # Equal block indices are consecutive, so each block is copied only once.
   grid = call.params["grid_mapping"].grid
   assert grid == (1, 2, 1)
 
 
 def equations(jaxpr):
-  """Yields all equations of a jaxpr, also of those inside."""
+  """Yields all equations of a jaxpr, including those of inner jaxprs."""
   for eqn in jaxpr.eqns:
     yield eqn
     if eqn.primitive.name == "jit":

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes the table that tells `grouped_kernel` which tiles to compute.
+
+The grid cannot depend on the sizes of groups, which are known only on the GPU.
+So XLA computes a table from them before it launches the kernel.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+
+class Entry(NamedTuple):
+  """The table's fields, each int32 [entries] (in a kernel, int32 []).
+
+  For rows times weights, an entry describes one tile of rows. For gradients of
+  weights, it describes one group.
+  """
+
+  group: Any  # Index of the group.
+  row: Any  # The tile's first row, a multiple of 8.
+  # The group's first row (or token), and one past its last. For rows times
+  # weights, only rows within the tile count.
+  begin: Any
+  end: Any
+  first: Any  # Index of the first block to sum.
+  blocks: Any  # Number of blocks to sum.
+
+
+def tiles_of_rows(
+  sizes: Array, *, m: int, tile_m: int, blocks: int
+) -> tuple[Array, Array]:
+  """Returns the table for `rows_product`, and the number of entries in use.
+
+  Rows after the last group form one more group. It sums no blocks, so the
+  result is zero in these rows.
+  """
+  groups = len(sizes)
+  sizes = jnp.append(sizes, m - jnp.sum(sizes)).astype(jnp.int32)
+  ends = jnp.cumsum(sizes, dtype=jnp.int32)
+  begins = ends - sizes
+  aligned = begins // 8 * 8
+  counts = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
+  last = jnp.cumsum(counts, dtype=jnp.int32)
+  # An upper bound: each group begins 7 rows early and has only one row in its
+  # last tile.
+  entries = pl.cdiv(m + 7 * (groups + 1), tile_m) + groups + 1
+  tile = jnp.arange(entries, dtype=jnp.int32)
+  group = jnp.searchsorted(last, tile, side="right").astype(jnp.int32)
+  group = jnp.minimum(group, groups)
+  row = aligned[group] + (tile - (last - counts)[group]) * tile_m
+  table = Entry(
+    group=jnp.minimum(group, groups - 1),
+    # Tiles that would reach past the last row move up.
+    row=jnp.minimum(row, m - tile_m),
+    begin=jnp.maximum(begins[group], row),
+    end=jnp.minimum(ends[group], row + tile_m),
+    first=jnp.zeros_like(tile),
+    blocks=jnp.where(group < groups, jnp.int32(blocks), 0),
+  )
+  return jnp.stack(table), last[-1:]
+
+
+def blocks_of_tokens(sizes: Array, depth: int) -> tuple[Array, Array]:
+  """Returns the table for `weights_product`, and its number of entries."""
+  ends = jnp.cumsum(sizes, dtype=jnp.int32)
+  begins = ends - sizes.astype(jnp.int32)
+  first = begins // depth
+  group = jnp.arange(len(sizes), dtype=jnp.int32)
+  table = Entry(
+    group=group,
+    row=jnp.zeros_like(group),
+    begin=begins,
+    end=ends,
+    first=first,
+    blocks=jnp.where(sizes > 0, pl.cdiv(ends, depth) - first, 0),
+  )
+  return jnp.stack(table), jnp.full(1, len(sizes), jnp.int32)
