@@ -9,7 +9,6 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from coat_jax.layers.qk_norm import NormedOver
-from coat_jax.layers.self_attention import Bases, Scalings, Windows
 from coat_jax.models.ranges import (
   NotNegative,
   Positive,
