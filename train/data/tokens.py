@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from coat_jax.models.ranges import check_kinds, check_numbers
+from coat_jax.models.ranges import check_fields
 from train.data import sources, token_files
 from train.data.token_files import TokenFile, open_tokens
 from train.options import Share, fixed
@@ -54,8 +54,7 @@ class DataConfig:
   held_out: Share = fixed(0.05)
 
   def __post_init__(self):
-    check_numbers(self)
-    check_kinds(self)
+    check_fields(self)
     if self.dtype != "text" and self.path is None:
       raise ValueError(
         f"DataConfig: dtype {self.dtype} needs a path, got none; give the "
