@@ -8,7 +8,7 @@ import pytest
 
 from tests.attacks import equality
 from train.run.directory import RunDirectory
-from train.run.report import describe_rows
+from train.run.metrics import describe_rows
 from train.step import StepMetrics
 
 

@@ -213,7 +213,7 @@ class StepsInFlight:
       grad_norm=float(metrics.grad_norm),
       lr=float(metrics.lr),
       tokens_per_s=round(speed, 1),
-      **_describe_rows(metrics, speed),
+      **describe_rows(metrics, speed),
     )
     if not (math.isfinite(loss) and metrics.is_finite.all()):
       leaves = zip(self._leaf_names, metrics.is_finite, strict=True)
@@ -226,7 +226,7 @@ class StepsInFlight:
     return None
 
 
-def _describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
+def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
   """Returns a step's targets and padding; {} if it counts neither."""
   if metrics.targets is None or metrics.padding is None:
     return {}
