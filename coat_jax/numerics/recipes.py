@@ -257,9 +257,7 @@ class CoatRecipe:
     if self.attention == "fp8":
       attention = f"output saved in BF16; q, k and v in {in_groups}"
     return (
-      f"matmuls      {matmuls}\n"
-      f"other saved  {others}\n"
-      f"attention    {attention}"
+      f"matmuls      {matmuls}\nother saved  {others}\nattention    {attention}"
     )
 
   def for_evaluation(self) -> "CoatRecipe":
