@@ -26,7 +26,7 @@ multiples of 1/16: an exact k would change at every step, so all codes would be
 rounded again and the moments would drift.
 
 Why stochastic rounding: with b2 = 0.999 a step changes v by about 0.1 %, but
-the next FP8 code is 6 % away. Rounding to nearest would keep v unchanged. We
+the next FP8 code is 6 % away. Rounding to nearest would leave v unchanged. We
 round up with probability (x - lower) / (upper - lower), where lower and upper
 are the *decoded* neighbours. This keeps E[decode(encode(x))] = x.
 
@@ -146,7 +146,7 @@ def int8(
 
   Use this codec only as a baseline: second moments below 1/255 of their group's
   largest are rounded either to zero, so that the update is divided by eps, or
-  up to 1/255. `coat` explains the arguments.
+  up to 1/255 of it. `coat` explains the arguments.
   """
   return MomentCodec(
     name="int8",

@@ -91,7 +91,7 @@ class LogUniform(_Integer):
 
 @dataclasses.dataclass(frozen=True)
 class LinearInt8(_Integer):
-  """x = code amax / levels, one f32 amax per group: a baseline to FP8.
+  """x = code amax / levels, one f32 amax per group: a baseline for FP8.
 
   Close to amax, codes are 4 to 8 times finer than those of E4M3. But values
   below half a step are lost, and most second moments of a group are that small:

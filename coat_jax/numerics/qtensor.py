@@ -252,7 +252,7 @@ def quantize(
 
 
 def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
-  """Returns x * a * b, where x is a matmul of codes with scales a and b.
+  """Returns x * a * b, for a matmul x of codes with scales a and b.
 
   We compute x * (a * b), unless a * b is below f32's smallest normal number, as
   for gradients near 1e-34. In that case we multiply x by a * b * 2^64 and then

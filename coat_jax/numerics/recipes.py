@@ -19,7 +19,7 @@ ones (arXiv:2410.19313, section 5). `fp8_block` is `coat` with the matmuls of
 DeepSeek-V3: one scale for each block of 128 values along the axis that a matmul
 sums over (`scaling.Blocks`), and gradients in E4M3.
 
-A Llama layer of width D and MLP width F saves this much per token, not counting
+Bytes per token that a Llama layer of width D and MLP width F saves, without
 scales (one BF16 scale per 1 x G group adds 2 / G bytes per value):
 
                        coat                  minimal
