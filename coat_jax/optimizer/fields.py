@@ -72,8 +72,8 @@ def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
   sums over all steps.
   """
   known: dict[type, Mapping[str, Kind | None]] = {
-    optax.ScaleBySM3State: {"nu": "mu"},  # It contains averages of updates.
-    optax.contrib.SophiaState: {"nu": "mu"},  # It estimates a Hessian.
+    optax.ScaleBySM3State: {"nu": "mu"},  # Averages of updates.
+    optax.contrib.SophiaState: {"nu": "mu"},  # Hessian estimates.
     optax.contrib.COCOBState: dict.fromkeys(
       ("cumulative_gradients", "scale", "subgradients", "reward")
     ),

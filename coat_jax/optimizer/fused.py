@@ -100,10 +100,10 @@ def fused_coat_adamw(
 
   The whole step is computed in f32. At the end, bf16 parameters are rounded
   stochastically: to 24 bits with `low_bits`, otherwise to bf16. Without
-  `low_bits`, the bits are those of `apply_updates` with the same seed and the
-  new state's count as `step`, except that different compiled programs may
-  differ by a few ulps, which can change an FP8 code. docs/optimizer.md explains
-  when to use which.
+  `low_bits`, parameters are bit for bit those of `apply_updates` with the same
+  seed and the new state's count as `step`, except that different compiled
+  programs may differ by a few ulps, which can change an FP8 code.
+  docs/optimizer.md explains when to use which.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.

@@ -86,7 +86,7 @@ def step_in_backward(
       f32 []. It may use the same parameters as `before`, such as an embedding.
     stack: path of the stacked subtree in `params`, such as `model/layers`.
     per_layer: another tree of arrays [layers, ...], not differentiated.
-    clip: clips gradients by the norms of earlier steps; None to not clip.
+    clip: clips gradients by the norms of earlier steps; None for no clipping.
     clip_state: the `clip_state` that the last step returned; in the first step,
       `clip.init(params, stack=stack)`.
 
@@ -94,8 +94,9 @@ def step_in_backward(
     A `BackwardStep`.
 
   Raises:
-    TypeError: `optimizer` has no `begin`, as those of optax; `before`, `layer`
-      or `after` is not a function, or `clip` is not a `Clipping`.
+    TypeError: `optimizer` has no `begin` (optax's optimizers have none);
+      `before`, `layer` or `after` is not a function; `clip` is not a
+      `Clipping`.
     ValueError: the optimizer cannot step leaf by leaf; no leaf is below
       `stack`, or the leaves below it differ in their first axis; only one of
       `clip` and `clip_state` is passed; a layer changes the shape or dtype of

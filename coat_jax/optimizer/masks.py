@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides by path and shape which leaves are encoded: not norms and biases."""
+"""Decides by path and shape whether a leaf is encoded, or a norm or bias."""
 
 import re
 from collections.abc import Callable, Sequence

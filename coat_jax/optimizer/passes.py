@@ -120,7 +120,7 @@ def _decode(codec: Grouped, encoded: Encoded) -> Array:
 def _draft(
   codec: Grouped, x: Array, statistics: tuple[Array, Array]
 ) -> Array | None:
-  """Returns uint8 codes of x rounded towards 0; None if no table is used."""
+  """Returns uint8 codes of x rounded down, or None if `_encode` needs none."""
   if not (_uses_table(codec) and codec.needs_noise):
     return None
   t = share(magnitude_of(x), codec.bound(statistics[0]))

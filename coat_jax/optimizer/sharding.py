@@ -4,9 +4,9 @@
 Codes have the shape and sharding of their parameter. The statistics of groups
 have the same axes, of which the last is shorter, and the same sharding, so a
 step moves nothing between devices. On explicit axes, types contain shardings.
-So we trace `init` on such a mesh and read the shardings of all results from
-their types, whatever wraps the optimizer. They are valid for automatic axes
-too.
+So we trace `init` on such a mesh, and read the shardings of all results from
+their types, whatever wraps the optimizer. These shardings are valid for
+automatic axes too.
 
 If rows are sharded, the group size must divide each device's part of a row, so
 that no group is split (`fit_group_size`). Groups in an `nnx.State`, which
@@ -111,8 +111,8 @@ def fit_group_size(
     quantize_mask: as for `coat_adamw`; selects the leaves that are encoded.
 
   Returns:
-    `codec`, possibly with a smaller group size, which divides each device's
-    share of the last axis of every encoded leaf.
+    `codec`, possibly with a smaller group size: one that divides each device's
+    share of the last axis, for every encoded leaf whose last axis is sharded.
 
   Raises:
     TypeError: the same as for `abstract_state` and `coat_adamw`.

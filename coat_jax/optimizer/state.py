@@ -258,7 +258,7 @@ class LowBitsState(NamedTuple):
   combines the parameters and `low` into f32 weights.
   """
 
-  low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() if a leaf has none
+  low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() without low bytes
   inner: MomentState
 
 

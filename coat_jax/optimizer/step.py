@@ -47,7 +47,7 @@ class StepScalars(NamedTuple):
   """The scalars of a step that are not part of its arithmetic, each f32 [].
 
   Attributes:
-    learning_rate: a positive rate reduces the loss.
+    learning_rate: positive; the step subtracts this multiple of the update.
     weight_decay: zero for a leaf that does not decay.
     grad_scale: factor for the gradient, or None.
   """

@@ -85,7 +85,7 @@ def test_state_bytes_finds_states_anywhere():
 
 def test_state_bytes_of_any_state_are_divided_by_the_parameters():
   params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
-  with pytest.raises(ValueError, match="or pass params, with which any"):
+  with pytest.raises(ValueError, match="or pass params, to count any"):
     state_bytes(optax.adam(1e-3).init(params))
   shapes = jax.eval_shape(lambda: params)
   for solver, want in (
