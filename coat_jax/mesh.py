@@ -40,8 +40,8 @@ from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
 
 # How a linear layer's kernel is split over the tensor axis: by columns; by
-# inputs (its rows, together with the activations that they multiply); or None
-# if devices along the axis have the whole kernel and different tokens.
+# inputs (its rows, together with the activations that they multiply); or, for
+# None, not at all: devices along the axis then process different tokens.
 Split = Literal[None, "columns", "inputs"]
 
 
@@ -56,9 +56,8 @@ def run_on_shards(
   """Runs f(*args) on each device's shards, as `jax.shard_map` does.
 
   Pass `mesh` only if no mesh is set. On explicit axes, arguments with another
-  sharding are resharded first. Differentiating through f requires `check_vma`,
-  which kernels do not support: they do not declare over which axes results
-  vary.
+  sharding are resharded first. Differentiating through f requires `check_vma`.
+  Kernels do not support it: they do not declare over which axes results vary.
   """
   if mesh is None or not jax.sharding.get_abstract_mesh().empty:
     args, mesh = place(args, in_specs), None
@@ -137,7 +136,7 @@ def is_spec(x: Any) -> bool:
 
 
 def spec_of(x: Any) -> P:
-  """Returns the sharding in an array's type, with an entry for each axis."""
+  """Returns the spec in an array's type, with an entry for each axis."""
   kind = jax.typeof(x)
   spec = kind.sharding.spec
   return P(*spec, *(None,) * (kind.ndim - len(spec)))
@@ -298,7 +297,7 @@ def gather_positions[Tree](tree: Tree, axes: MeshAxes | None) -> Tree:
 
 
 def scatter_sequence(y: Array, axes: MeshAxes | None) -> Array:
-  """Sums partial results [B, T, D] over devices; returns own positions."""
+  """Sums partial results [B, T, D] over devices; each keeps its positions."""
   if axes is None or size_of(axes.tensor) == 1:
     return y
   check_has_positions(y)

@@ -116,7 +116,7 @@ def check_number(
   or_else: str = "",
   is_whole: bool = False,
 ) -> None:
-  """Raises unless a value is a number in a range, or a scalar JAX array.
+  """Raises unless a value is a number in a range; scalar arrays are numbers.
 
   `optax.inject_hyperparams` passes hyperparameters as scalar arrays, and under
   `jit` their values are unknown, so we never read the values of JAX arrays.

@@ -27,8 +27,10 @@ scales (one BF16 scale per 1 x G group adds 2 / G bytes per value):
   norm outputs         2 x D bytes           recomputed
   gate, up             2 x F bytes           2 x F bytes
   silu(gate), product  2 x F bytes           recomputed
-  q, k, v              3 x 2 D bytes         3 x 2 D bytes (attention="fp8": D)
+  q, k, v              3 x 2 D bytes         3 x 2 D bytes
   attention's output   2 D bytes             2 D bytes
+
+With attention="fp8", q, k and v take 3 x D bytes.
 """
 
 import dataclasses
