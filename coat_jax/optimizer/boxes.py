@@ -188,7 +188,7 @@ def _context(
 
 
 def _missing_axes(metadata: Mapping[str, Any], names: Sequence[Any]) -> int:
-  """Returns 1 if the layers' axis is named separately, as in MaxText; or 0."""
+  """Returns 1 if the layers' axis name is stored separately, as in MaxText."""
   added = "partition_name" in metadata
   return int(added and metadata["partition_name"] not in names)
 

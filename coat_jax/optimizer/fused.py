@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused AdamW and Lion with FP8 moments: one call returns new parameters.
 
-In a chain, each optax transformation writes updates, which are as large as the
-parameters, to memory, and the next transformation reads them. Here the whole
-step of a leaf is one computation. On a GPU, one kernel runs it in a single pass
-over memory, in place if parameters and state are donated.
+In a chain, each optax transformation writes its updates to memory, a value per
+parameter, and the next transformation reads them. Here the whole step of a leaf
+is one computation. On a GPU, one kernel runs this step in a single pass over
+memory, in place if parameters and state are donated.
 
 `coat_adamw` and `coat_lion` use the same states, so they can read checkpoints
 of the fused optimizers, and vice versa. With `low_bits` the state also stores
@@ -100,10 +100,10 @@ def fused_coat_adamw(
 
   The whole step is computed in f32. At the end, bf16 parameters are rounded
   stochastically: to 24 bits with `low_bits`, otherwise to bf16. Without
-  `low_bits`, parameters are bit for bit those of `apply_updates` with the same
-  seed and the new state's count as `step`, except that different compiled
-  programs may differ by a few ulps, which can change an FP8 code.
-  docs/optimizer.md explains when to use which.
+  `low_bits`, the new parameters equal those of `apply_updates` with the same
+  seed and the new state's count as `step`, bit for bit, except that different
+  compiled programs may differ by a few ulps, which can change an FP8 code.
+  docs/optimizer.md explains when to use which of the two.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the optimizer's step inside the backward pass of stacked layers.
 
-In an ordinary step, all gradients exist before the optimizer uses the first
-one, which takes 4 bytes per parameter in f32. Here the backward scan passes
-each layer's gradients to the optimizer immediately, and overwrites the layer's
-weights and moments (in place if the caller donates them). Parameters that only
-the loss uses are updated before the backward scan; parameters that are used
-before the stack are updated after it.
+In an ordinary step, the gradients of all parameters exist at the same time, 4
+bytes per parameter in f32. Here the backward scan passes each layer's gradients
+to the optimizer immediately, and overwrites the layer's weights and moments (in
+place if the caller donates them). Parameters that only the loss uses are
+updated before the backward scan; parameters that are used before the stack are
+updated after the scan.
 """
 
 from collections.abc import Callable, Mapping
@@ -81,7 +81,7 @@ def step_in_backward(
       array or a tree of arrays, with the shapes and dtypes of x. If `per_layer`
       is passed, the layer's slice of it is a third argument. To save less for
       the backward pass, wrap `layer` in `jax.checkpoint`. If the backward pass
-      reads an array that `layer` closes over, it is saved once per layer.
+      reads an array that `layer` closes over, each layer saves a copy of it.
     after: `after(outer, x)` runs what follows the stack and returns the loss,
       f32 []. It may use the same parameters as `before`, such as an embedding.
     stack: path of the stacked subtree in `params`, such as `model/layers`.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lion with its momentum stored in FP8, as an optax transformation.
 
-Lion has one moment, the momentum. It moves every parameter by the sign of a
+Lion stores one moment, the momentum, and moves every parameter by the sign of a
 weighted sum of momentum and gradient. With the default codec the state takes
 1.04 bytes per parameter. `fused.fused_coat_lion` runs a whole step in one
 function.

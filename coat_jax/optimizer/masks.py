@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides by path and shape whether a leaf is encoded, or a norm or bias."""
+"""Decides by a leaf's path and shape whether its moments are encoded."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -37,7 +37,8 @@ class MatrixSplit(NamedTuple):
       the leaf's last axis.
     parts: numbers of consecutive columns that form separate matrices, such as
       q, k and v; () for one matrix.
-    groups: how often `parts` repeats; part i of all groups forms one matrix.
+    groups: how often `parts` repeats along the columns; part i of all groups
+      together forms one matrix.
   """
 
   reduction_axis: Sequence[int] | int = -2

@@ -116,7 +116,7 @@ def scale_by_coat_muon(
     ns_coeffs, ns_steps, beta, eps, nesterov, consistent_rms: as for
       `coat_muon`.
     matrices: `(path, leaf) -> MatrixSplit`, how a leaf is split into matrices;
-      None for `hidden_matrices`.
+      by default `hidden_matrices`.
     codec: as for `coat_adamw`; its codec for the first moment is used.
     quantize_mask, seed: as for `coat_adamw`.
     shardings: as for `coat_muon`.
@@ -225,10 +225,11 @@ def coat_muon(
       sqrt(max(inputs, outputs)); with 0.2, they are about as large as AdamW's.
       None multiplies them by sqrt(max(1, outputs / inputs)).
     matrices: `(path, leaf) -> MatrixSplit | None`, how a leaf is split into
-      matrices; None if AdamW should update the leaf. Pass
+      matrices; AdamW updates leaves for which the function returns None. Pass
       `models.model_matrices(config)` for a model of `models`, or your own
-      function; None for `hidden_matrices`. With `optax.inject_hyperparams`,
-      list it in `static_args`; otherwise optax calls it as a schedule.
+      function; the default is `hidden_matrices`. With
+      `optax.inject_hyperparams`, list it in `static_args`; otherwise optax
+      calls it as a schedule.
     codec, quantize_mask, seed: as for `coat_adamw`.
     shardings: on a mesh of automatic axes, the shardings of all parameters, as
       for `coat_adamw`: each device then updates its own shard of the momentum,
