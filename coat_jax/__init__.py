@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 training for JAX: saves memory for optimizer states and activations.
+"""FP8 training for JAX, with less memory for optimizer states and activations.
 
-The optimizers are here, the tools for their states in `coat_jax.optimizer`, and
-the layers in `coat_jax.layers`:
+This module exports the optimizers. `coat_jax.optimizer` contains tools for
+their states, and `coat_jax.layers` the Flax layers:
 
   import coat_jax
   from coat_jax import codecs, layers, recipes

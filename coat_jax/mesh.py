@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs functions on a mesh of devices, and defines collectives between them.
+"""Runs functions on a mesh of devices; defines shardings and collectives.
 
 There are two ways to run a function:
 
   run_on_shards   each device runs it on its own shards, inside `jax.shard_map`,
                   with explicit collectives. Kernels need this: XLA cannot
                   partition them and would gather their arguments first.
-  run_whole       XLA partitions it. Explicit axes are made automatic while it
-                  runs; otherwise JAX would require a sharding wherever it
+  run_whole       XLA partitions the function. Meanwhile explicit axes become
+                  automatic; otherwise JAX would require a sharding wherever it
                   cannot infer one: for a sum over split tokens, a reshape, the
                   carry of a scan.
 
 The caller specifies how arrays and results are sharded. Without a mesh, and
 inside a caller's own `jax.shard_map`, both simply call the function.
 
-With `MeshAxes`, the blocks of a layer shard arrays like this; a table in
-docs/architecture.md lists what devices exchange:
+The blocks of a layer shard arrays over `MeshAxes` as follows. The second column
+lists the mesh axes that split each dimension. A table in docs/architecture.md
+lists what devices exchange.
 
   [B, T, D]            batch, tensor      tokens, between blocks
   [B, T, F]            batch, -, tensor   whole sequences, inside a block
@@ -39,9 +40,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, reshard
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
 
-# How a linear layer's kernel is split over the tensor axis: by columns, by
-# inputs (its rows, together with the activations they multiply), or not at all.
-# With None, devices along the axis work on different tokens.
+# How a linear layer's kernel is split over the tensor axis: by columns; by
+# inputs (its rows, together with the activations that they multiply); or, for
+# None, not at all: devices along the axis then process different tokens.
 Split = Literal[None, "columns", "inputs"]
 
 
@@ -55,9 +56,9 @@ def run_on_shards(
 ) -> Any:
   """Runs f(*args) on each device's shards, as `jax.shard_map` does.
 
-  `mesh` is needed only if none is set. On explicit axes, arrays that are
-  sharded differently are moved first. Differentiating through f requires
-  `check_vma`, but kernels do not declare what varies.
+  Pass `mesh` only if no mesh is set. On explicit axes, arguments with another
+  sharding are resharded first. Differentiating through f requires `check_vma`.
+  Kernels do not support it: they do not declare over which axes results vary.
   """
   if mesh is None or not jax.sharding.get_abstract_mesh().empty:
     args, mesh = place(args, in_specs), None
@@ -69,11 +70,11 @@ def run_on_shards(
 
 
 def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
-  """Runs f(*args), which XLA partitions if axes of the mesh are explicit.
+  """Runs f(*args) and lets XLA partition it, even if mesh axes are explicit.
 
-  `out_specs` shards results on explicit axes; axes that a spec cannot split
-  evenly stay whole. A spec of None leaves a result on automatic axes; use it
-  for values saved for a backward pass that `run_whole` runs too.
+  `out_specs` shards results on explicit axes; an array axis that a spec cannot
+  split evenly stays whole. A spec of None leaves a result on automatic axes;
+  use it for values saved for a backward pass that also runs in `run_whole`.
   """
   args = varying(args)
   mesh = jax.sharding.get_abstract_mesh()
@@ -96,13 +97,13 @@ def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
 
 
 def is_split() -> bool:
-  """Returns whether arrays are global here: on a mesh, outside `shard_map`."""
+  """Returns whether arrays are global: on a mesh and outside `shard_map`."""
   mesh = jax.sharding.get_abstract_mesh()
   return bool(mesh.auto_axes or mesh.explicit_axes)
 
 
 def place(arrays: Any, specs: Any) -> Any:
-  """Checks that specs can split arrays; on explicit axes, moves the arrays."""
+  """Checks that specs can split arrays; reshards them on explicit axes."""
   mesh = jax.sharding.get_abstract_mesh()
   specs = jax.tree.broadcast(specs, arrays, is_leaf=is_spec)
 
@@ -110,7 +111,7 @@ def place(arrays: Any, specs: Any) -> Any:
     names = axes_in(spec)
     if missing := [name for name in names if name not in mesh.axis_names]:
       raise ValueError(
-        f"layers: recipe.axes names the axis {missing[0]!r} of a mesh, got "
+        f"layers: recipe.axes names the mesh axis {missing[0]!r}, got "
         f"{mesh.axis_names or 'no mesh'}; call layers under jax.set_mesh of a "
         "mesh with these axes, or leave axes out"
       )
@@ -136,7 +137,7 @@ def is_spec(x: Any) -> bool:
 
 
 def spec_of(x: Any) -> P:
-  """Returns the sharding in an array's type, with an entry for each axis."""
+  """Returns the spec in an array's type, with an entry for each axis."""
   kind = jax.typeof(x)
   spec = kind.sharding.spec
   return P(*spec, *(None,) * (kind.ndim - len(spec)))
@@ -163,10 +164,10 @@ def fitted(spec: Iterable[Any], shape: tuple[int, ...]) -> P:
 
 
 def product_spec(x: Array, w: Array) -> P:
-  """Returns the sharding of x [..., D] times w [D, *F].
+  """Returns the spec of the matmul of x [..., D] and w [D, *F].
 
-  A mesh axis that splits both rows of x and columns of w splits the result's
-  rows.
+  If a mesh axis splits both the rows of x and the columns of w, it splits the
+  rows of the result.
   """
   rows, columns = spec_of(x)[:-1], spec_of(w)[1:]
   taken = axes_in(rows)
@@ -175,10 +176,10 @@ def product_spec(x: Array, w: Array) -> P:
 
 
 def tokens(axes: MeshAxes, x: Array) -> P:
-  """Returns the spec of [B, T, ...], or rows [N, D], between blocks."""
+  """Returns the spec of tokens between blocks: [B, T, ...], or rows [N, D]."""
   if x.ndim < 2:
     raise ValueError(
-      "layers: on a mesh inputs must be [..., T, D], got one token of "
+      "layers: on a mesh, inputs must be [..., T, D], got one token of "
       f"{x.shape[-1]}; vmap over sequences, not over tokens"
     )
   if x.ndim < 3:
@@ -187,24 +188,24 @@ def tokens(axes: MeshAxes, x: Array) -> P:
 
 
 def own_heads(axes: MeshAxes) -> P:
-  """Returns the spec of [B, T, N, H] inside a block: heads are split."""
+  """Returns the spec of [B, T, N, H] inside a block, split by heads."""
   return P(axes.batch, None, axes.tensor)
 
 
 def own_columns(axes: MeshAxes, ndim: int) -> P:
-  """Returns the spec of [B, T, ..., F] or rows [N, F] inside a block."""
+  """Returns the spec of [B, T, ..., F], or rows [N, F], inside a block."""
   if ndim < 3:
     return P(axes.tokens)
   return P(axes.batch, *(None,) * (ndim - 2), axes.tensor)
 
 
 def split_columns(axes: MeshAxes, ndim: int) -> P:
-  """Returns the spec of a weight [D, ..., F] that is split by columns."""
+  """Returns the spec of a weight [D, ..., F] whose columns are split."""
   return P(axes.fsdp, *(None,) * (ndim - 2), axes.tensor)
 
 
 def split_inputs(axes: MeshAxes) -> P:
-  """Returns the spec of a weight [F, D] whose input has split columns."""
+  """Returns the spec of a weight [F, D] whose inputs (rows) are split."""
   return P(tuple(a for a in (axes.tensor, axes.fsdp) if a) or None)
 
 
@@ -219,12 +220,12 @@ def split_kernel(axes: MeshAxes, split: Split, ndim: int) -> P:
 
 
 def size_of(axis: str | None) -> int:
-  """Returns how many devices an axis of the mesh has; 1 for None."""
+  """Returns the number of devices along an axis of the mesh; 1 for None."""
   return 1 if axis is None else lax.axis_size(axis)
 
 
 def tensor_size(axes: MeshAxes | None) -> int:
-  """Returns how many devices heads and columns are split over."""
+  """Returns the number of devices that heads and columns are split over."""
   return 1 if axes is None else size_of(axes.tensor)
 
 
@@ -234,24 +235,24 @@ def expert_size(axes: MeshAxes | None) -> int:
 
 
 def token_shards(axes: MeshAxes | None) -> int:
-  """Returns how many devices tokens are split over."""
+  """Returns the number of devices that tokens are split over."""
   return 1 if axes is None else math.prod(map(size_of, axes.tokens))
 
 
 def scale_axes(axes: MeshAxes | None) -> tuple[str, ...]:
   """Returns the axes over which all shards of a tensor share one scale."""
   if axes is None:
-    # In a caller's own `shard_map`, any axis may split a tensor.
+    # In a caller's own `shard_map`, any axis may split the tensor.
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
   return axes.tokens
 
 
 def gather_experts(w: Array, axes: MeshAxes | None) -> Array:
-  """Gathers all rows of experts' weights [E, D, F]."""
+  """Gathers the rows of experts' weights [E, D, F] from all devices."""
   if axes is None or size_of(axes.fsdp) == 1:
     return w
   # With axis=1, XLA would want D outermost in memory, and would transpose the
-  # weights of all layers before the scan over them.
+  # weights of all layers before the scan over layers.
   shards = lax.all_gather(w, axes.fsdp, axis=0)
   experts, _, features = w.shape
   return jnp.moveaxis(shards, 0, 1).reshape(experts, -1, features)
@@ -266,9 +267,10 @@ def reduce_gradient(
 ) -> Array:
   """Sums a weight's gradient over all tokens; returns the device's rows.
 
-  dw [D, ..., F] comes from the device's own tokens. Without `has_columns`,
-  devices along tensor process different tokens for the same columns. Tokens of
-  all devices along expert have already been sent to their experts.
+  dw [D, ..., F] comes from the device's own tokens. With `has_columns`, devices
+  along the tensor axis have different columns of the same tokens; without it,
+  the same columns of different tokens. Tokens of all devices along the expert
+  axis have already been sent to their experts.
   """
   if axes is None:
     return dw
@@ -287,7 +289,8 @@ def sum_tokens(
 ) -> Array:
   """Sums the results that devices computed from their own tokens.
 
-  With `all_positions`, x comes from whole sequences and the device's columns.
+  Pass `all_positions` if a device computed x from whole sequences, using its
+  own columns.
   """
   if axes is None:
     return x
@@ -295,7 +298,7 @@ def sum_tokens(
 
 
 def gather_positions[Tree](tree: Tree, axes: MeshAxes | None) -> Tree:
-  """Gathers whole sequences [B, T, ...] from the device's positions."""
+  """Gathers whole sequences [B, T, ...] from the positions on each device."""
   if axes is None or size_of(axes.tensor) == 1:
     return tree
 
@@ -307,7 +310,7 @@ def gather_positions[Tree](tree: Tree, axes: MeshAxes | None) -> Tree:
 
 
 def scatter_sequence(y: Array, axes: MeshAxes | None) -> Array:
-  """Sums products [B, T, D] over devices; returns the device's positions."""
+  """Sums partial results [B, T, D] over devices; each keeps its positions."""
   if axes is None or size_of(axes.tensor) == 1:
     return y
   check_has_positions(y)
@@ -324,7 +327,7 @@ def check_has_positions(x: Array) -> None:
   """Raises if there is no axis of positions for tensor parallelism to split."""
   if x.ndim < 3:
     raise ValueError(
-      "layers: on a mesh whose tensor axis has several devices blocks take "
+      "layers: if the mesh's tensor axis has several devices, blocks take "
       f"[B, T, D], got rows of {x.shape[-1]}; reshape them into sequences"
     )
 

@@ -2,10 +2,11 @@
 """AdamW with its moments stored in FP8, as an optax transformation.
 
 "COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
-Training" (arXiv:2410.19313), section 4. Between steps a codec of `codecs`
-stores the moments, in one byte per value plus up to five bytes per group of
-128. A step decodes a moment, updates it in f32 and encodes it again. Only the
-state is rounded: the update uses the new moments before they are encoded.
+Training" (arXiv:2410.19313), section 4. Between steps, moments are stored in
+the codes of a codec (`codecs`): one byte per value plus up to five bytes per
+group of 128. A step decodes a moment, updates it in f32 and encodes it again.
+Only the stored state is rounded: parameters are updated with the new moments
+before these are encoded.
 """
 
 from collections.abc import Callable
@@ -44,11 +45,11 @@ def coat_adamw(
   implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""AdamW with its moments in FP8, a quarter of the state of `optax.adamw`.
+  r"""AdamW with moments in FP8: a quarter of the memory of `optax.adamw`.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
-  :math:`S_t = (E(m_t), E(v_t))` the state, 2.08 bytes per parameter with the
-  default codec, whereas AdamW stores 8. With gradients :math:`g_t`, parameters
+  :math:`S_t = (E(m_t), E(v_t))` the state: 2.08 bytes per parameter with the
+  default codec, compared with 8 in f32. With gradients :math:`g_t`, parameters
   :math:`\theta_t`, learning rate :math:`\alpha_t` and weight decay
   :math:`\lambda`,
 
@@ -64,39 +65,40 @@ def coat_adamw(
       S_t &\leftarrow (E(m_t), E(v_t)).
     \end{align*}
 
-  Everything is computed in f32. `coat_jax.codecs` explains the codecs.
+  All arithmetic is in f32. `coat_jax.codecs` explains the codecs.
 
   Args:
     learning_rate: a number or a schedule.
-    b1, b2: decay of the first and the second moment.
-    eps: added to the denominator, outside the root.
-    eps_root: added to the second moment, inside the root.
+    b1, b2: decay rates of the first and the second moment.
+    eps: added to the denominator, outside the square root.
+    eps_root: added to the second moment, inside the square root.
     weight_decay: a number or a schedule; multiplied by the learning rate.
-    mask: which weights decay: a tree of bools, or a function of the parameters
-      that returns one.
+    mask: which weights decay: a tree of bools, or a function that computes such
+      a tree from the parameters.
     nesterov: whether to use Nesterov momentum.
-    codec: how the moments are stored (format, group size...), from `codecs`.
+    codec: how the moments are stored (format, group size, ...); made by a
+      function of `codecs`.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
-      for `default_quantize_mask`. Inside `optax.inject_hyperparams` name it in
+      for `default_quantize_mask`. With `optax.inject_hyperparams`, list it in
       `static_args`; otherwise optax calls it as a schedule.
-    seed: seed of the random words of stochastic rounding. A compiled program
-      repeats itself bit for bit, but may differ from an eager call by a few
-      ulps.
+    seed: seed of the random words for stochastic rounding. Runs of the same
+      compiled program agree bit for bit; an eager call may differ from them by
+      a few ulps.
     implementation: "mosaic" for the GPU kernel, "mosaic_tpu" for the TPU
-      kernel, "xla" for plain JAX; None for a kernel wherever the leaf and the
-      platform allow one.
+      kernel, "xla" for plain JAX; None for a kernel wherever one supports the
+      leaf and the platform.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
-      `NamedSharding`s, so that the kernel can run on each device's shard; None
-      leaves partitioning to XLA, which cannot partition a kernel. Not needed on
-      explicit axes, where shardings are part of types.
+      `NamedSharding`s, so that the kernel can run on each device's shard. None
+      leaves partitioning to XLA, which cannot partition a kernel. On explicit
+      axes leave `shardings` out: arrays' types contain their shardings.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.
 
   Raises:
-    ValueError: a rate or a decay is outside its range, or the mask does not fit
-      the parameters.
-    TypeError, NotImplementedError: the same as for `scale_by_coat_adam`.
+    ValueError: a number is outside its range, or the mask does not fit the
+      parameters.
+    TypeError, NotImplementedError: see `scale_by_coat_adam`.
 
   Examples:
     >>> import jax, optax
@@ -136,17 +138,17 @@ def apply_updates(
 ) -> optax.Params:
   """Applies updates like optax, without losing small ones to bf16 rounding.
 
-  A bf16 value has 8 significant bits: an update below 1/512 of it, as most are,
-  vanishes if the sum is rounded to nearest. Here the sum is computed in f32 and
-  rounded to bf16 stochastically, so that E[result] is the sum. Parameters of
-  other dtypes are updated by `optax.apply_updates`.
+  A bf16 value has 8 significant bits. Most updates are below 1/512 of their
+  parameter, and so would vanish if the sum were rounded to nearest. We compute
+  the sum in f32 and round it to bf16 stochastically, so that E[result] is the
+  sum. Parameters of other dtypes are updated by `optax.apply_updates`.
 
   Args:
     params: tree of parameters.
     updates: tree of the same structure, preferably in f32.
     step: number of this step, such as the state's `count`.
-    seed: seed of the random words. They are not correlated with those of the
-      moments, even if seed and step are the same.
+    seed: seed of the random words, which are uncorrelated with those of the
+      moments, even for the same seed and step.
 
   Returns:
     Parameters of the same dtypes.

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codecs: how an optimizer's moments are stored between steps.
 
-A codec turns f32 values into codes of the same shape, plus at most two
-statistics per group of `group_size` values along the last axis, and back. The
-functions below return a `MomentCodec`: one group codec for the first moment
-(signed) and one for the second (never negative). A codec is a frozen dataclass
-with all static choices, so the optimizer's other arguments are numbers that
-`jit` and `optax.inject_hyperparams` can trace.
+A codec encodes f32 values as codes of the same shape, plus at most two
+statistics per group of `group_size` values along the last axis, and decodes
+them. The functions below return a `MomentCodec`: one group codec for the first
+moment (signed) and one for the second (never negative). A codec is a frozen
+dataclass that contains all static choices of storage, so the optimizer's
+remaining hyperparameters are numbers that `jit` and `optax.inject_hyperparams`
+can trace. The last column counts both moments, in groups of 128:
 
-  codec      code                  statistics per group          B/param
+  codec      code                  statistics per group          bytes/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
-  coat_e8m0  E4M3 of a power of x  two exponents of 2, uint8     2.03
-  log8       uniform in log x      two exponents of 2, uint8     2.03
+  coat_e8m0  E4M3 of a power of x  two powers of two, uint8      2.03
+  log8       uniform in log x      two powers of two, uint8      2.03
   fp8        E4M3 of x             amax f32                      2.06
   int8       linear in x           amax f32                      2.06
   bfloat16   x                     none                          4
@@ -19,21 +20,21 @@ with all static choices, so the optimizer's other arguments are numbers that
 
 Why a power: a group of second moments spans a wider range than E4M3 does. With
 k = log(range of E4M3) / log(range of the group), x^k spans exactly the range of
-E4M3 (dynamic range expansion, arXiv:2410.19313, section 4). Decoding, x =
-sign(q) (|q|/qmax)^(1/k) amax, needs only amax and k. We restrict k to a grid of
-sixteenths: an exact k would change at every step, which would re-round every
-code and make the moments drift.
+E4M3 (dynamic range expansion, arXiv:2410.19313, section 4). Decoding computes
+x = sign(q) (|q|/qmax)^(1/k) amax from the code q, amax and k. We restrict k to
+multiples of 1/16: an exact k would change at every step, so all codes would be
+rounded again and the moments would drift.
 
-Why stochastic rounding: with b2 = 0.999 a step moves v by about 0.1 %, but the
-next FP8 code is 6 % away, so rounding to nearest would never move v again. We
+Why stochastic rounding: with b2 = 0.999 a step changes v by about 0.1 %, but
+the next FP8 code is 6 % away. Rounding to nearest would leave v unchanged. We
 round up with probability (x - lower) / (upper - lower), where lower and upper
 are the *decoded* neighbours. This keeps E[decode(encode(x))] = x.
 
-A group that holds a NaN or an infinity decodes to NaN as a whole and does not
-affect any other group. Magnitudes below 2^-126 count as zero on every backend.
+If a group contains a NaN or an infinity, the whole group decodes to NaN; other
+groups are unaffected. Magnitudes below 2^-126 count as zero on every backend.
 
-Your own codec fits in one file: it defines group codecs (`codecs.group`) and a
-function that returns a `MomentCodec` and has a default for every argument.
+To add your own codec, define group codecs (`codecs.group`) and a function that
+returns a `MomentCodec` and has a default for every argument.
 """
 
 from typing import Literal
@@ -59,16 +60,16 @@ def coat(
   rounding: Rounding = "stochastic",
   second: Literal["e4m3", "e5m2"] = "e4m3",
 ) -> MomentCodec:
-  """FP8 with dynamic range expansion, the method of the paper.
+  """FP8 with dynamic range expansion, the method of the COAT paper.
 
   Args:
     group_size: number of values along the last axis that share statistics.
-    rounding: "stochastic", or "nearest" as in the authors' code (second moments
-      then freeze if b2 is 0.99 or more).
-    second: format of the second moment; the first is always E4M3.
+    rounding: "stochastic", or "nearest" as in the authors' code. With "nearest"
+      second moments freeze if b2 is 0.99 or more.
+    second: format of the second moment; the first moment is always in E4M3.
 
   Returns:
-    A codec of 2 + 10 / group_size bytes per parameter.
+    A codec that stores 2 + 10 / group_size bytes per parameter.
 
   Raises:
     TypeError, ValueError: an argument has the wrong type or value.
@@ -93,11 +94,11 @@ def coat(
 def coat_e8m0(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
-  """Uses power-of-two bounds: 2 + 4 / group_size bytes per parameter.
+  """`coat` with power-of-two bounds: 2 + 4 / group_size bytes per parameter.
 
-  `coat` explains the arguments. Keep the rounding stochastic: with rounding to
-  nearest, v ends up between 6 times (b2 = 0.95) and 180 times (0.99) too large
-  after gradients shrink.
+  `coat` explains the arguments. Keep the rounding stochastic: with "nearest",
+  after gradients shrink, v stays 6 times (b2 = 0.95) to 180 times (b2 = 0.99)
+  too large.
   """
   group = BoundedFP8(group_size, rounding)
   return MomentCodec(name="coat_e8m0", mu=group, nu=group)
@@ -109,9 +110,9 @@ def log8(
 ) -> MomentCodec:
   """Codes uniform in log x: 2 + 4 / group_size bytes per parameter.
 
-  `coat` explains the arguments. "nearest" raises a ValueError: v would end up
-  200 times too large after gradients shrink (b2 = 0.99), because neighbouring
-  codes are farther apart than an update moves v.
+  `coat` explains the arguments. "nearest" raises a ValueError: after gradients
+  shrink, v would stay 200 times too large (b2 = 0.99), because a step changes v
+  by less than the distance to the next code.
   """
   if rounding == "nearest":
     raise ValueError(
@@ -131,7 +132,7 @@ def fp8(
 ) -> MomentCodec:
   """E4M3 without expansion: 2 + 8 / group_size bytes per parameter.
 
-  This is only useful as a baseline. `coat` explains the arguments.
+  Use this codec only as a baseline. `coat` explains the arguments.
   """
   group = ScaledFP8(group_size, rounding)
   return MomentCodec(name="fp8", mu=group, nu=group)
@@ -143,9 +144,9 @@ def int8(
 ) -> MomentCodec:
   """INT8, linear in x: 2 + 8 / group_size bytes per parameter.
 
-  This is only useful as a baseline: second moments below a 255th of their
-  group's largest become zero, which divides the update by eps, or are rounded
-  up to that 255th. `coat` explains the arguments.
+  Use this codec only as a baseline: second moments below 1/255 of their group's
+  largest are rounded either to zero, so that the update is divided by eps, or
+  up to 1/255 of it. `coat` explains the arguments.
   """
   return MomentCodec(
     name="int8",
@@ -156,7 +157,7 @@ def int8(
 
 @register
 def bfloat16() -> MomentCodec:
-  """Rounds both moments to nearest bfloat16: a baseline, 4 bytes/parameter."""
+  """Rounds both moments to the nearest bfloat16: 4 bytes per parameter."""
   return MomentCodec(
     name="bfloat16", mu=Plain("bfloat16"), nu=Plain("bfloat16")
   )
@@ -164,5 +165,5 @@ def bfloat16() -> MomentCodec:
 
 @register
 def float32() -> MomentCodec:
-  """Stores moments as they are: exactly Adam, 8 bytes per parameter."""
+  """Stores both moments in f32, like ordinary Adam: 8 bytes per parameter."""
   return MomentCodec(name="float32", mu=Plain("float32"), nu=Plain("float32"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moment codecs with FP8 codes, with and without dynamic range expansion.
 
-"The reference" is the code of COAT's authors.
+"The reference" in this file is the code of COAT's authors.
 """
 
 import abc
@@ -29,16 +29,16 @@ _SMALLEST_POWER, _LARGEST_POWER = 1, 255
 
 
 def log2_range(dtype: DTypeLike) -> float:
-  """Returns the octaves that a format spans, as the reference counts them."""
+  """Returns a format's range in octaves, as the reference defines it."""
   return math.log2(qmax(dtype) ** 2 / 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class _FP8(Grouped):
-  """FP8 codes of y in [0, qmax], a function of t = magnitude / bound in [0, 1].
+  """Encodes t = magnitude / bound, in [0, 1], as an FP8 value y in [0, qmax].
 
-  A subclass defines the maps from t to y and from y to t, and may define the
-  bound.
+  A subclass defines the maps from t to y and from y to t, and may override the
+  bound, which is amax by default.
   """
 
   dtype: DTypeLike = E4M3
@@ -75,7 +75,7 @@ class _FP8(Grouped):
 class ScaledFP8(_FP8):
   """x = q amax / qmax: one f32 amax per group, no expansion.
 
-  Groups with amax / qmax below 2^-126 may count as zero.
+  Groups with amax / qmax below 2^-126 may decode to zero.
   """
 
   def _statistics(self, magnitude):
@@ -88,7 +88,7 @@ class ScaledFP8(_FP8):
     return y * (1 / qmax(self.dtype))
 
   def _values(self, codes, amax, range_):
-    # In some programs XLA reorders y / qmax * amax to this product anyway.
+    # XLA reorders y / qmax * amax like this in some programs; do it in all.
     scale = amax * jnp.float32(1 / qmax(self.dtype))
     return codes.astype(jnp.float32) * scale
 
@@ -105,20 +105,20 @@ class ExpandedFP8(_FP8):
 
   def _statistics(self, magnitude):
     amax, amin = finite_amax(magnitude), nonzero_amin(magnitude)
-    # A group of zeros has ratio 1, like a group of a single magnitude, and so
-    # gets the largest power.
+    # A group of zeros gets ratio 1 and so the largest power, like a group whose
+    # magnitudes are all equal.
     ratio = jnp.where(amax > 0, amax / amin, 1.0)
     power = jnp.floor(log2_range(self.dtype) / jnp.log2(ratio) * _POWER_STEPS)
     power = jnp.clip(power, _SMALLEST_POWER, _LARGEST_POWER)
     return amax, power.astype(jnp.uint8)
 
   def power(self, amax: Array, range_: Array) -> Array:
-    """Returns the groups' k from their two statistics, f32 of their shape."""
+    """Returns the groups' k, f32, from their two statistics."""
     del amax
     return range_.astype(jnp.float32) * (1 / _POWER_STEPS)
 
   def root_index(self, amax: Array, range_: Array) -> Array:
-    """Returns integers below 256 that determine the groups' 1/k."""
+    """Returns an integer below 256 per group, which determines its 1/k."""
     del amax
     return range_
 
@@ -136,8 +136,8 @@ class ExpandedFP8(_FP8):
   def contract(self, y: Array, root: Array) -> Array:
     """Maps y to t by the groups' 1/k."""
     # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) is off by
-    # up to five. If b1 * m + (1 - b1) * g cancels, such an error changes amin
-    # and hence k.
+    # up to five ulps. If the terms of b1 * m + (1 - b1) * g cancel, such an
+    # error changes amin and hence k.
     return jnp.power(y * (1 / qmax(self.dtype)), root)
 
 
@@ -146,8 +146,8 @@ class BoundedFP8(ExpandedFP8):
   """x = sign(q) (|q| / qmax)^(1/k) 2^upper, k from the group's octaves.
 
   The bounds are 2^lower <= amin and amax <= 2^upper; each is stored as a biased
-  exponent in one byte. k = log2(qmax^2 / 2) / max(upper - lower, 1) needs no
-  rounding, as it changes only in coarse steps. Magnitudes above 2^127 saturate.
+  exponent in one byte. k = log2(qmax^2 / 2) / max(upper - lower, 1) is not
+  rounded, because it takes few values. Magnitudes above 2^127 saturate.
   """
 
   def _statistics(self, magnitude):
@@ -163,6 +163,6 @@ class BoundedFP8(ExpandedFP8):
     return octaves_between(amax, range_)
 
   def root_at(self, index):
-    # This rounds once. The inverse of a power would round twice, or only once
-    # if XLA rewrites it.
+    # This rounds once. 1 / power(...) would round twice, or once if XLA rewrote
+    # the expression.
     return index * (1 / log2_range(self.dtype))

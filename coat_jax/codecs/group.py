@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines a codec for one moment: the interface, and a base class for groups.
+"""Interface of a codec for one moment, and the base class of group codecs.
 
 A moment is encoded as codes of its own shape and at most two statistics per
 group of `group_size` values along the last axis. `coat_jax.codecs` pairs two
 such codecs, one for each of Adam's moments.
 
-Stochastic rounding works on decoded values: if lower <= x <= upper are the two
-neighbours as `decode` returns them, P(upper) = (x - lower) / (upper - lower).
+Stochastic rounding compares decoded values: if lower <= x <= upper are the two
+neighbours as `decode` returns them, x is encoded as upper with probability
+(x - lower) / (upper - lower).
 """
 
 import abc
@@ -36,13 +37,13 @@ class Encoded(NamedTuple):
   """An encoded moment, as it is stored.
 
   Attributes:
-    codes: [..., n], one byte per value (or the plain value). A codec of 4 bits
-      uses int4; XLA stores two such values in a byte.
-    amax: [..., ceil(n / group_size)], the group's upper bound: the largest
-      magnitude in f32, or a power of two's biased exponent in uint8.
-    range: same shape, uint8, how far the group extends below `amax`: the power
-      k in sixteenths, or the biased exponent of the lower bound.
-    A statistic that a codec does not use is a scalar zero.
+    codes: [..., n], one byte per value (`Plain`: the value itself). A 4-bit
+      codec uses int4; XLA stores two int4 values in a byte.
+    amax: [..., ceil(n / group_size)], the group's upper bound: its largest
+      magnitude in f32, or the biased exponent of a power of two in uint8.
+    range: uint8 of the same shape, how far the group extends below `amax`: the
+      power k in sixteenths, or the biased exponent of the lower bound.
+    If a codec does not use a statistic, the field is a scalar zero.
   """
 
   codes: Array
@@ -66,22 +67,22 @@ class GroupCodec(Protocol):
   def encode(self, x: Array, noise: Array | None) -> Encoded:
     """Encodes f32 [..., n], given uniform noise in (0, 1) of the same shape.
 
-    All groups of zeros must get the same codes and statistics, under any noise,
-    except that a short group may differ from the others. An optimizer encodes
-    only one group of the zeros that it begins with.
+    All groups of zeros must get the same codes and statistics, whatever the
+    noise; only a short group may differ. Optimizers rely on this: they encode
+    one group of the initial zeros and repeat the result.
     """
     ...
 
   def decode(self, encoded: Encoded) -> Array:
-    """Decodes to f32 of the codes' shape."""
+    """Decodes to f32, in the shape of the codes."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-  """Stores values without codes, rounded to nearest in the dtype of this name.
+  """Stores the values themselves, rounded to nearest in the dtype `dtype`.
 
-  Complex values decode to themselves.
+  Values decode to f32; complex values stay complex.
   """
 
   dtype: str
@@ -101,11 +102,11 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped(abc.ABC):
-  """Base class of the codecs in `fp8` and `integers`, which use groups.
+  """Base class of group codecs, such as those in `fp8` and `integers`.
 
-  A subclass computes the groups' `_statistics`, `_codes` of the magnitudes, and
-  `_values` of codes. Magnitudes are [..., groups, group_size]; statistics that
-  are passed along with them are [..., groups, 1]. This class splits rows into
+  A subclass defines `_statistics` of groups, `_codes` of magnitudes and
+  `_values` of codes. Magnitudes and codes are [..., groups, group_size], and
+  the statistics passed with them [..., groups, 1]. This class splits rows into
   groups, and adds signs to the codes unless their dtype is unsigned.
 
   Attributes:
@@ -148,7 +149,7 @@ class Grouped(abc.ABC):
     return Encoded(codes, _without_last(amax), _without_last(range_))
 
   def statistics(self, x: Array) -> tuple[Array, Array]:
-    """Returns amax and range, [..., 1], of f32 [..., group_size]."""
+    """Returns amax and range [..., 1] of groups x, f32 [..., group_size]."""
     amax, range_ = self._statistics(magnitude_of(x))
     return _with_last(amax), _with_last(range_)
 
@@ -160,7 +161,7 @@ class Grouped(abc.ABC):
   ) -> Encoded:
     """Encodes f32 [..., group_size], a group per row; statistics are [..., 1].
 
-    Kernels call it on tiles, so it computes only in dtypes that a TPU supports.
+    Kernels call this method on tiles, so it uses only dtypes that TPUs support.
     """
     magnitude = magnitude_of(x)
     amax, range_ = statistics or self.statistics(x)
@@ -178,17 +179,17 @@ class Grouped(abc.ABC):
 
   @abc.abstractmethod
   def _statistics(self, magnitude: Array) -> tuple[Array, Array]:
-    """Returns amax and range of each group."""
+    """Returns amax and range of each group, [..., groups]."""
 
   @abc.abstractmethod
   def _codes(
     self, magnitude: Array, amax: Array, range_: Array, noise: Array | None
   ) -> Array:
-    """Encodes magnitudes."""
+    """Encodes magnitudes; the result has no signs."""
 
   @abc.abstractmethod
   def _values(self, codes: Array, amax: Array, range_: Array) -> Array:
-    """Decodes signed codes."""
+    """Decodes codes, including their signs."""
 
   def decode(self, encoded: Encoded) -> Array:
     codes = split_groups(encoded.codes, self.group_size)
@@ -198,7 +199,7 @@ class Grouped(abc.ABC):
 
 
 def _with_last(statistic: Array) -> Array:
-  """Adds a last axis of 1, unless it is the scalar of an unused statistic."""
+  """Adds a last axis of size 1, unless the statistic is an unused scalar."""
   return statistic[..., None] if statistic.ndim else statistic
 
 
@@ -207,9 +208,9 @@ def _without_last(statistic: Array) -> Array:
 
 
 def magnitude_of(x: Array) -> Array:
-  """Returns magnitudes, f32, with zero for subnormal numbers.
+  """Returns f32 magnitudes, with subnormal numbers replaced by zero.
 
-  Backends disagree on subnormal numbers: TPUs count them as zero.
+  Without this, backends would disagree: TPUs treat subnormal numbers as zero.
   """
   magnitude = jnp.abs(x)
   return jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
@@ -218,12 +219,12 @@ def magnitude_of(x: Array) -> Array:
 def share(magnitude: Array, bound: Array) -> Array:
   """Divides magnitudes [..., group_size] by their group's bound [..., 1], f32.
 
-  The result is at most 1; it is 0 if the quotient is below 2^-126 or the bound
-  is 0.
+  The result is at most 1. A quotient below 2^-126 becomes 0; so does 0 / 0.
   """
   bound = jnp.where(bound == 0, 1.0, bound)
-  # XLA multiplies by 1 / bound, which is subnormal for bounds above 2^126 and
-  # may be flushed to zero. Scaling both by a power of two is exact.
+  # XLA multiplies by 1 / bound. For bounds above 2^126 this factor is subnormal
+  # and may be flushed to zero, so we first scale both down by a power of two,
+  # which is exact.
   down = jnp.where(bound > 2.0**100, 2.0**-64, 1.0)
   quotient = magnitude * down / (bound * down)
   # jnp.minimum propagates NaN.
@@ -233,11 +234,12 @@ def share(magnitude: Array, bound: Array) -> Array:
 def finite_amax(magnitude: Array) -> Array:
   """Returns each group's largest magnitude, [..., group_size] to [...].
 
-  It is NaN if any magnitude is not finite; the group then decodes to NaN.
+  If any magnitude is not finite, the result is NaN, and so the whole group
+  decodes to NaN.
   """
-  # A maximum of floats need not propagate NaN. Bits of magnitudes are ordered
-  # like their values, with NaN above infinity. The mask clears a NaN's sign,
-  # because XLA drops the abs() of a square, which would have cleared it.
+  # A maximum of floats need not propagate NaN. The bits of magnitudes are
+  # ordered like their values, with NaN above infinity. The mask clears the sign
+  # of a NaN: abs() would clear it too, but XLA drops the abs() of a square.
   bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32) & 0x7FFFFFFF
   amax = jnp.max(bits, axis=-1)
   amax = jax.lax.bitcast_convert_type(amax, jnp.float32)
@@ -245,16 +247,16 @@ def finite_amax(magnitude: Array) -> Array:
 
 
 def nonzero_amin(magnitude: Array) -> Array:
-  """Returns each group's smallest nonzero magnitude, or infinity."""
+  """Returns each group's smallest nonzero magnitude; infinity if all are 0."""
   return jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1)
 
 
 def exponent_bounds(magnitude: Array) -> tuple[Array, Array]:
   """Returns powers of two that bound the nonzero magnitudes of each group.
 
-  For f32 [..., group_size] these are the biased exponents of 2^upper >= amax
-  and 2^lower <= nonzero amin, uint8 [...]; upper is NAN_EXPONENT if a magnitude
-  is not finite.
+  Magnitudes are f32 [..., group_size]. The results are biased exponents, uint8
+  [...], of 2^upper >= amax and 2^lower <= nonzero amin. If a magnitude is not
+  finite, upper is NAN_EXPONENT.
   """
   amax = finite_amax(magnitude)
   upper, fraction = split_float(amax)
@@ -266,7 +268,7 @@ def exponent_bounds(magnitude: Array) -> tuple[Array, Array]:
 
 
 def octaves_between(upper: Array, lower: Array) -> Array:
-  """Returns the octaves between two biased exponents, at least 1, f32."""
+  """Returns the octaves between two biased exponents, f32, at least 1."""
   octaves = upper.astype(jnp.int32) - lower.astype(jnp.int32)
   return jnp.maximum(octaves, 1).astype(jnp.float32)
 
@@ -278,7 +280,7 @@ def split_float(x: Array) -> tuple[Array, Array]:
 
 
 def exp2_biased(exponent: Array) -> Array:
-  """Returns exactly 2^(exponent - 127), built from its bits; NaN for 255."""
+  """Returns 2^(exponent - 127) exactly, built from its bits; NaN for 255."""
   bits = exponent.astype(jnp.int32) << 23
   value = jax.lax.bitcast_convert_type(bits, jnp.float32)
   return jnp.where(exponent == NAN_EXPONENT, jnp.nan, value)

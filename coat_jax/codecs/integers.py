@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moment codecs with integer codes: uniform in log x, and uniform in x."""
+"""Moment codecs with integer codes: uniform in log x, or uniform in x."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from coat_jax.codecs.group import (
 
 @dataclasses.dataclass(frozen=True)
 class _Integer(Grouped):
-  """Codes of `_levels` levels: int8 if values may be negative, else uint8."""
+  """Integer codes: int8 if values may be negative, otherwise uint8."""
 
   signed: bool
 
@@ -36,9 +36,9 @@ class _Integer(Grouped):
 class LogUniform(_Integer):
   """x = sign 2^(lower + (code - 1) step): codes uniform in log x, 0 for zero.
 
-  step = (upper - lower) / (levels - 1) octaves. Values without a sign have 255
-  levels in a uint8, values with a sign have 127 levels in an int8. Magnitudes
-  above 2^127 saturate.
+  step = (upper - lower) / (levels - 1) octaves. There are 255 levels in a uint8
+  for values that are never negative, and 127 levels in an int8 for signed
+  values. Magnitudes above 2^127 saturate.
   """
 
   def _statistics(self, magnitude):
@@ -50,8 +50,8 @@ class LogUniform(_Integer):
     if noise is None:
       level = whole + jnp.round(part)
     else:
-      # Divide everything by the lower neighbour: x / lower = 2^(fraction of a
-      # step).
+      # Round up if x - lower > noise * (upper - lower), here divided by lower:
+      # x / lower = 2^(part * step) and upper / lower = 2^step.
       step = octaves * (1 / steps)
       up = jnp.exp2(part * step) - 1 > noise * (jnp.exp2(step) - 1)
       level = whole + up
@@ -61,8 +61,8 @@ class LogUniform(_Integer):
   def _place(self, magnitude, amax, octaves):
     """Returns the level above the lower bound: a whole number and a fraction.
 
-    Whole octaves are counted in integers: a single f32 would resolve the
-    fraction only to 2^-16, and backends would round up at different words.
+    Whole octaves are counted in integers. A single f32 would resolve the
+    fraction only to 2^-16, and backends would round up for different noise.
     """
     steps = self._levels - 1
     exponent, fraction = split_float(magnitude)
@@ -77,25 +77,25 @@ class LogUniform(_Integer):
     octaves = octaves_between(amax, range_).astype(jnp.int32)
     level = jnp.abs(codes.astype(jnp.int32)) - 1
     steps = self._levels - 1
-    # Use integers, so that decoding does not depend on how a quotient rounds.
+    # Divide integers, so that decoding does not depend on floating rounding.
     whole, rest = jnp.divmod(level * octaves, steps)
-    # Count down from the upper bound: if both bounds are equal we still assume
-    # one octave, and the highest level is the bound.
+    # Start from the upper bound, so that the highest level decodes to it. Equal
+    # bounds count as one octave apart.
     exponent = amax.astype(jnp.int32) - octaves + whole
     magnitude = jnp.exp2(rest * jnp.float32(1 / steps)) * exp2_biased(exponent)
     magnitude = jnp.where(level < 0, 0.0, magnitude)
-    # This adds 0 to an ordinary group, and NaN to a group that holds a NaN.
+    # This adds 0 to a finite group, and NaN to a group that contains a NaN.
     magnitude += 0 * exp2_biased(amax)
     return jnp.where(codes < 0, -magnitude, magnitude)
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearInt8(_Integer):
-  """x = code amax / levels, with one f32 amax per group: to compare with FP8.
+  """x = code amax / levels, one f32 amax per group: a baseline for FP8.
 
-  Close to amax its codes are 4 to 8 times finer than E4M3, but values below
-  half a step are lost, and most second moments of a group are that small: E4M3
-  represents values down to 2^-19 of amax, this codec only down to 2^-9.
+  Close to amax, codes are 4 to 8 times finer than those of E4M3. But values
+  below half a step are lost, and most second moments of a group are that small:
+  E4M3 represents values down to 2^-19 of amax, this codec only down to 2^-9.
   """
 
   def _statistics(self, magnitude):
@@ -108,7 +108,7 @@ class LinearInt8(_Integer):
       level = jnp.round(y)
     else:
       level = jnp.floor(y)
-      # All steps are equal, so we need not decode the two neighbours.
+      # All steps are equal, so there is no need to decode the neighbours.
       level = level + (y - level > noise)
     # Integers have no NaN; the group's amax is NaN instead.
     level = jnp.where(jnp.isnan(level), 0, level)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks codecs up by name, for command lines, benchmarks and tests.
+"""Registry of codecs by name, for command lines, benchmarks and tests.
 
-`register` adds a constructor under its own name. Your own codec needs no
-registration: name it as "package.module:function".
+`register` adds a constructor under its own name. You need not register your own
+codec: pass "package.module:function" instead of a name.
 """
 
 import dataclasses
@@ -23,12 +23,13 @@ class MomentCodec:
   """A pair of codecs for Adam's two moments, for `coat_adamw(codec=...)`.
 
   Attributes:
-    name: a label for reports; `build` finds a codec by its function's name.
+    name: a label for reports. `build` does not use it: it looks codecs up by
+      the name of their constructor.
     mu: codec of the first moment.
     nu: codec of the second moment.
 
   Raises:
-    TypeError: `name` is not a string, or a codec not a `GroupCodec`.
+    TypeError: `name` is not a string, or a codec is not a `GroupCodec`.
 
   Examples:
     >>> from coat_jax import codecs
@@ -50,7 +51,7 @@ class MomentCodec:
 
   @property
   def groups(self) -> tuple[GroupCodec, ...]:
-    """Returns the group codecs in the order of the moments."""
+    """The group codecs, in the order of the moments."""
     return self.mu, self.nu
 
 
@@ -58,7 +59,7 @@ _REGISTRY: dict[str, Callable[..., MomentCodec]] = {}
 
 
 def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
-  """Registers a constructor under its name; works as a decorator.
+  """Registers a constructor under its own name; use it as a decorator.
 
   Args:
     constructor: returns a `MomentCodec`; every argument has a default.
@@ -79,12 +80,12 @@ def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
 
 
 def names() -> tuple[str, ...]:
-  """Returns the names of all registered codecs, ours first."""
+  """Returns the names of all registered codecs, the built-in ones first."""
   return tuple(_REGISTRY)
 
 
 def options(name: str) -> dict[str, Any]:
-  """Returns the arguments of a codec's constructor, with their defaults.
+  """Returns the options of a codec: its constructor's arguments and defaults.
 
   Args:
     name: as for `build`.
@@ -103,16 +104,16 @@ def options(name: str) -> dict[str, Any]:
 
 
 def build(name: str, **arguments: Any) -> MomentCodec:
-  """Builds a codec from its name and options, as a command line gives them.
+  """Builds a codec from its name and options, for example on a command line.
 
   Args:
     name: one of `names()`, or "package.module:function" for your own codec.
-    **arguments: some of `options(name)`.
+    **arguments: values for any of `options(name)`.
 
   Raises:
     TypeError: the function does not return a `MomentCodec`.
-    ValueError: there is no such codec, the codec has no such option, or it does
-      not accept the option's value.
+    ValueError: there is no such codec, it has no such option, or it does not
+      accept the option's value.
 
   Examples:
     >>> from coat_jax import codecs
@@ -123,8 +124,8 @@ def build(name: str, **arguments: Any) -> MomentCodec:
   for key in arguments:
     if key not in taken:
       raise ValueError(
-        f"codecs.build: {name!r} takes {', '.join(taken) or 'no option'}, got "
-        f"{key!r}; leave it out"
+        f"codecs.build: {name!r} accepts {', '.join(taken) or 'no option'}, "
+        f"got {key!r}; leave it out"
       )
   codec = _constructor(name)(**arguments)
   if not isinstance(codec, MomentCodec):
@@ -136,13 +137,13 @@ def build(name: str, **arguments: Any) -> MomentCodec:
 
 
 def variants(name: str) -> list[dict[str, Any]]:
-  """Lists the combinations of a codec's `Literal` options that it accepts.
+  """Lists the combinations of `Literal` options that a codec accepts.
 
   Args:
     name: as for `build`.
 
   Returns:
-    Arguments for `build`, the defaults first.
+    Arguments for `build`; the defaults come first.
 
   Examples:
     >>> from coat_jax import codecs
@@ -167,8 +168,8 @@ def variants(name: str) -> list[dict[str, Any]]:
 
 
 def _constructor(name: str) -> Callable[..., MomentCodec]:
-  """Returns the function for a name."""
-  remedy = "a codec itself is passed as codec=..."
+  """Returns the constructor for a name."""
+  remedy = "pass a codec itself as codec=..."
   check_kind("codecs", "name", name, str, remedy)
   if name in _REGISTRY:
     return _REGISTRY[name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number formats, quantized arrays, scalings of operands, and recipes."""
+"""Number formats, quantized arrays, scalings of matmul operands, recipes."""
 
 from coat_jax.numerics.formats import E4M3 as E4M3
 from coat_jax.numerics.formats import E5M2 as E5M2

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments; messages are "op: name must be rule, got value; remedy".
+"""Argument checks with messages "op: name must be rule, got value; remedy".
 
-A wrong type raises TypeError, a wrong value ValueError. In every check `op` is
-the public function that was called, `name` its argument, `value` the argument's
-value, and `remedy` what the caller can do.
+A wrong type raises a TypeError, a wrong value a ValueError. In every check `op`
+is the public function that was called, `name` and `value` describe its
+argument, and `remedy` tells the caller what to do.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """The finite numbers from `lowest` to `highest`, both included."""
+  """The finite numbers from `lowest` to `highest`, including both."""
 
   lowest: int | float = -math.inf
   highest: int | float = math.inf
@@ -54,7 +54,7 @@ def is_array(x: Any) -> bool:
 
 
 def described(value: Any) -> str:
-  """Describes a value for an error message; arrays by dtype and shape."""
+  """Describes a value for an error message: an array by its dtype and shape."""
   if isinstance(value, np.ndarray) and not value.ndim:
     value = value.item()
   if is_array(value) and not isinstance(value, np.generic):
@@ -81,7 +81,7 @@ def refuse(
 def check_kind(
   op: str, name: str, value: Any, kind: type | tuple[type, ...], remedy: str
 ) -> None:
-  """Raises a TypeError if a value is not an instance of these classes."""
+  """Raises a TypeError unless a value is an instance of one of the classes."""
   if isinstance(value, kind):
     return
   kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -91,7 +91,7 @@ def check_kind(
 
 
 def check_function(op: str, name: str, value: Any, remedy: str) -> None:
-  """Raises a TypeError if a value cannot be called."""
+  """Raises a TypeError unless a value is callable."""
   if not callable(value):
     refuse(TypeError, op, name, "a function", value, remedy)
 
@@ -99,7 +99,7 @@ def check_function(op: str, name: str, value: Any, remedy: str) -> None:
 def check_choice(
   op: str, name: str, value: Any, choices: Sequence[Any], remedy: str = ""
 ) -> None:
-  """Raises a ValueError if a value is not one of the choices."""
+  """Raises a ValueError unless a value is one of the choices."""
   if any(value is x or type(value) is type(x) and value == x for x in choices):
     return
   rule = f"one of {', '.join(map(repr, choices))}"
@@ -116,12 +116,12 @@ def check_number(
   or_else: str = "",
   is_whole: bool = False,
 ) -> None:
-  """Raises unless a value is a number in a range, or a scalar array.
+  """Raises unless a value is a number in a range; scalar arrays are numbers.
 
   `optax.inject_hyperparams` passes hyperparameters as scalar arrays, and under
   `jit` their values are unknown, so we never read the values of JAX arrays.
-  If `allowed` is None, only the kind is checked. `or_else` states what else the
-  argument may be, for the message.
+  If `allowed` is None, only the type is checked. The message appends `or_else`,
+  which states what else the argument may be.
   """
   if is_array(value):
     kind: Any = jnp.integer if is_whole else jnp.number
@@ -159,10 +159,10 @@ def check_group_size(op: str, value: Any, remedy: str) -> None:
 def flatten_like(
   op: str, name: str, tree: Any, of: str, treedef: Any, remedy: str
 ) -> list[Any]:
-  """Lists the nodes of a tree at the leaves of `treedef`.
+  """Lists the nodes of a tree that correspond to the leaves of `treedef`.
 
-  Raises a ValueError if the tree does not have this structure, which `of` names
-  in the message.
+  Raises a ValueError if the tree does not have this structure; in the message,
+  `of` names the tree that has it.
   """
   try:
     return treedef.flatten_up_to(tree)
@@ -185,9 +185,9 @@ def check_array(
 ) -> None:
   """Raises unless a value is an array of this kind with this many axes.
 
-  `rule` describes the array in the message, such as "int [B, T]". `ndim` is the
-  number of axes, or several allowed numbers, or () for any. `kind` is a dtype
-  for `jnp.issubdtype`, or several.
+  `rule` describes the array in the message, as in "int [B, T]". `ndim` is the
+  number of axes, a collection of allowed numbers, or () for any number. `kind`
+  is a dtype class for `jnp.issubdtype`, or a tuple of such classes.
   """
   kinds = kind if isinstance(kind, tuple) else (kind,)
   if not is_array(value) or not any(
@@ -206,7 +206,7 @@ def check_numeric(op: str, name: str, value: Any, remedy: str) -> None:
 
 
 def dtype_of(dtype: Any) -> Any:
-  """Returns the dtype for a name or a class; None if there is none."""
+  """Returns the dtype for a name or a class; None if no dtype matches."""
   try:
     # NumPy interprets None as float64.
     return None if dtype is None else jnp.dtype(dtype)
@@ -215,7 +215,7 @@ def dtype_of(dtype: Any) -> Any:
 
 
 def check_float_dtype(op: str, name: str, dtype: Any) -> None:
-  """Raises a TypeError unless a dtype is a float of at least 16 bits."""
+  """Raises a TypeError unless a dtype is a float dtype of 16 bits or more."""
   found = dtype_of(dtype)
   if found is not None and jnp.issubdtype(found, jnp.floating):
     if found.itemsize > 1:

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number formats: the limits, casts and neighbouring values of each dtype.
+"""FP8 and INT8 formats: their limits, saturating casts, neighbouring values.
 
-E4M3 (4 exponent bits, 3 mantissa bits, no infinity) is for values and weights,
-and E5M2 (more range, less precision) for gradients. No kernel supports INT8.
+E4M3 (4 exponent bits, 3 mantissa bits, no infinity) is for activations and
+weights, E5M2 (more range, less precision) for gradients. No kernel supports
+INT8.
 
 A plain cast to FP8 has two traps:
   * A JAX cast does not saturate: 465 becomes NaN in E4M3, 61440 inf in E5M2.
   * On a GPU, XLA drops pairs of conversions f32 -> FP8 -> f32 inside a jitted
-    function ("excess precision"), and may go through f16, which rounds twice.
-    Then a function would save different values for the backward pass than it
-    computes with.
+    function ("excess precision"), and may convert through f16, which rounds
+    twice. The values that a function saves for the backward pass would then
+    differ from those that it computes with.
 So `saturating_cast` first rounds to the format's grid in f32, which makes the
-cast exact. Every cast in this package uses it, except in kernels and in
+cast exact. All casts in this package use it, except in kernels and in
 `ops.quantize`, where neither trap can occur.
 """
 
@@ -57,20 +58,20 @@ def is_fp8(dtype: DTypeLike) -> bool:
 
 
 def accumulator(dtype: DTypeLike) -> DTypeLike:
-  """Returns the dtype in which products are summed: f32, int32 for INT8."""
+  """Returns the dtype in which matmuls accumulate: f32, or int32 for INT8."""
   return _format(dtype).accumulator
 
 
 def array_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
-  """Counts the bytes of an array; XLA stores two values of int4 in a byte."""
+  """Counts the bytes of an array; XLA stores two int4 values in one byte."""
   size = math.prod(shape)
   return -(-size // 2) if dtype == jnp.int4 else size * dtype.itemsize
 
 
 def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
-  """Casts floats to a format, rounded to nearest even and clipped to ±qmax.
+  """Casts floats to a format: clips them to ±qmax, rounds to nearest even.
 
-  NaN stays NaN, except in INT8, where it becomes 0 and only the scale is NaN.
+  NaN stays NaN. INT8 has no NaN: the code is 0, and only the scale is NaN.
   """
   x = jnp.clip(x.astype(jnp.float32), -qmax(dtype), qmax(dtype))
   return _format(dtype).nearest(x).astype(dtype)
@@ -79,8 +80,8 @@ def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
 def neighbours(x: Float[Array, "*s"], dtype: DTypeLike) -> tuple[Array, Array]:
   """Returns a format's values around x: the largest one <= x, and the next.
 
-  x is f32 with 0 <= x <= qmax; both results are f32 and exact in `dtype`. For x
-  = qmax both are qmax, and NaN gives NaN twice.
+  x is f32 with 0 <= x <= qmax; both results are f32 and exact in `dtype`. If x
+  is qmax, both results are qmax; if x is NaN, both are NaN.
   """
   lower, upper = _format(dtype).around(x)
   upper = jnp.minimum(upper, qmax(dtype))
@@ -88,14 +89,15 @@ def neighbours(x: Float[Array, "*s"], dtype: DTypeLike) -> tuple[Array, Array]:
   return jnp.where(is_nan, x, lower), jnp.where(is_nan, x, upper)
 
 
-# Gradients are clipped to this magnitude, so that their squares are finite.
+# We clip gradients to this magnitude, so that their squares are finite.
 ROOT_OF_LARGEST = 2.0**63
 
 
 def with_finite_square(x: Array) -> Array:
   """Clips f32 to ±2^63; the result is NaN where x is not finite.
 
-  Sums of a few such squares, 2^126 each, do not overflow in any codec.
+  Squares of the results are at most 2^126, so a sum of a few of them does not
+  overflow in any codec.
   """
   bound = jnp.clip(x, -ROOT_OF_LARGEST, ROOT_OF_LARGEST)
   return jnp.where(jnp.abs(x) < jnp.inf, bound, jnp.nan)
@@ -111,7 +113,7 @@ class _FP8:
     self.qmax = float(limits.max)
     self._smallest = float(limits.smallest_subnormal)
     self._smallest_normal = float(limits.smallest_normal)
-    # Number of f32's mantissa bits that the format lacks.
+    # The number of f32's mantissa bits that the format does not have.
     self._dropped_bits = 23 - limits.nmant
 
   def nearest(self, x: Array) -> Array:
@@ -138,7 +140,7 @@ class _FP8:
 
 
 class _Integer:
-  """A symmetric signed integer format; the one value below -qmax is unused."""
+  """A symmetric signed integer format, which does not use -qmax - 1."""
 
   accumulator = jnp.int32
 

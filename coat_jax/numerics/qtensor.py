@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized arrays with one scale per tensor or per group of a row.
 
-A `QTensor` is a pair (qvalue, scale) with x ≈ qvalue * scale. `scale` is always
-the factor that dequantizes (scale = amax / qmax); quantizing divides by it.
-Groups run along the last axis and never across rows. So the scale has a row for
-each row of x, and both are sharded alike. The last group may be short.
+A `QTensor` is a pair (qvalue, scale) with x ≈ qvalue * scale. Quantizing
+divides by the scale, amax / qmax, and dequantizing multiplies by it. A group is
+`group_size` consecutive values of the last axis, and never crosses rows. So the
+scale has a row for each row of x, and both are sharded alike. The last group of
+a row may be short.
 
 Two granularities are enough (arXiv:2410.19313, section 5):
-  * Operands of a matmul have one f32 scale per tensor, found in two stages
-    (Group Scaling): first the maxima of groups, then their maximum.
-  * Inputs of non-linear operations have a BF16 scale per 16 values. BF16 scales
-    are rounded *up*, and x is divided by the stored scale. So a quotient never
+  * Matmul operands have one f32 scale per tensor. Kernels find its amax in two
+    stages (Group Scaling): the maximum of each group, then of all groups.
+  * Inputs of non-linear operations have one BF16 scale per 16 values. We round
+    the scale *up* to BF16 and divide by the rounded scale. So no quotient
     exceeds qmax, and dequantizing multiplies by exactly the divisor.
 """
 
@@ -46,16 +47,16 @@ _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 )
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-  """A quantized array and the factor that dequantizes it: x ≈ qvalue * scale.
+  """A quantized array and its scale: x ≈ qvalue * scale.
 
   Attributes:
     qvalue: [..., n] in FP8 or another format of `formats`.
     scale: [] for one scale per tensor, else [..., ceil(n / group_size)].
     group_size: number of values that share a scale; None for one scale per
-      tensor. It is static, so JAX transformations see only the two arrays.
+      tensor. This field is static: JAX transformations see only the two arrays.
   """
 
-  # Not Array: JAX also puts specs and shapes into these fields.
+  # Any instead of Array, because JAX also puts specs and shapes here.
   qvalue: Any
   scale: Any
   group_size: int | None
@@ -75,14 +76,14 @@ class QTensor:
     return (self.qvalue.astype(jnp.float32) * scale).astype(dtype)
 
   def dequantize_groups(self) -> Array:
-    """Returns f32 [..., groups, group_size]; a short last group ends in zeros.
+    """Dequantizes to f32 [..., groups, group_size]; pads a short last group.
 
-    An array with one scale is one group per row.
+    The padding is zeros. If the tensor has one scale, each row is one group.
     """
     shape, size = self.qvalue.shape, self.group_size
     scale = _checked_scale("dequantize", self.scale, shape, size)
     codes = split_groups(self.qvalue, shape[-1] if size is None else size)
-    # XLA for TPUs would store a scale that is repeated to [..., n].
+    # If we repeated the scale to [..., n], XLA for TPUs would store the result.
     return codes.astype(jnp.float32) * scale
 
 
@@ -111,7 +112,7 @@ def join_groups(x: Array, n: int) -> Array:
 def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
   """Returns each group's largest magnitude: f32 [..., ceil(n / group_size)].
 
-  It is NaN if a group holds a NaN.
+  The result is NaN for a group that contains a NaN.
   """
   bits = _magnitude_bits(split_groups(x, group_size))
   return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
@@ -120,17 +121,17 @@ def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
 def tensor_amax(
   x: Float[Array, "*s"], *, axis_names: tuple[str, ...] = ()
 ) -> Array:
-  """Returns a tensor's largest magnitude: f32 scalar, NaN if it holds a NaN.
+  """Returns a tensor's largest magnitude, f32 []; NaN if any value is NaN.
 
   Inside `jax.shard_map`, `axis_names` are the axes over which the tensor is
   split; devices along them exchange one number each. Along other axes, such as
-  the stages of a pipeline, each device has a tensor of its own.
+  pipeline stages, each device has its own tensor.
   """
   return bits_to_amax(_magnitude_bits(x), axis_names)
 
 
 def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
-  """Computes `tensor_amax` from int32 bits of magnitudes, as kernels do."""
+  """Computes `tensor_amax` from the f32 bits of magnitudes, given as int32."""
   largest = jnp.max(bits, initial=0)
   if axis_names:
     largest = jax.lax.pmax(largest, axis_names)
@@ -139,8 +140,8 @@ def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
 
 def _magnitude_bits(x: Array) -> Array:
   """Returns the f32 bits of |x| as int32, which are ordered like magnitudes."""
-  # As an integer, NaN is above infinity, so a maximum of integers propagates
-  # NaN. Backends disagree about the maximum of floats.
+  # As an integer, NaN is larger than infinity, so the maximum of integers
+  # propagates NaN. For the maximum of floats, backends disagree.
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
   return bits & 0x7FFFFFFF
 
@@ -150,9 +151,9 @@ def amax_to_scale(
 ) -> Array:
   """Returns the scale of a group from its amax: amax * float32(1 / qmax).
 
-  It is written as a multiplication because some compilers, but not all, turn a
-  division by a constant into one. A group of zeros has scale 1. `scale_dtype`
-  is float32, or bfloat16, which is rounded up.
+  We do not divide by qmax, because some compilers, but not all, replace such a
+  division by this multiplication. A group of zeros has scale 1. `scale_dtype`
+  is float32 or bfloat16; to bfloat16 the scale is rounded up.
   """
   if dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16):
     rule, remedy = "float32 or bfloat16", "pass one of these"
@@ -165,12 +166,12 @@ def amax_to_scale(
 
 
 def power_of_two_scale(amax: Array, dtype: DTypeLike = E4M3) -> Array:
-  """Returns the smallest power of two at which a group's amax fits in qmax.
+  """Returns the smallest power of two with amax / scale <= qmax, as f32.
 
-  It is f32: 1 for a group of zeros, and amax itself if that is NaN or infinite.
+  A group of zeros has scale 1. If amax is NaN or infinite, so is the scale.
   """
   bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
-  # The bits of a positive f32 increase with it, by 2^23 per factor of two.
+  # Doubling a positive f32 adds 2^23 to its bits, read as an integer.
   of_qmax = np.float32(qmax(dtype)).view(np.int32)
   exponent = (bits - of_qmax + jnp.int32(2**23 - 1)) >> 23
   biased = jnp.clip(exponent + 127, 1, 254) << 23
@@ -220,20 +221,20 @@ def quantize(
   stored in BF16; qvalue = rne(clip(x / scale, ±qmax)).
 
   Args:
-    x: Float [..., n]. A NaN stays a NaN and does not affect any other group.
-    group_size: at least 1; the last group may be short. None gives one scale
-      for the whole array, or inside `jax.shard_map` one per device's shard.
+    x: float [..., n]. A NaN turns its own group into NaN, and no other group.
+    group_size: at least 1; the last group may be short. None for one scale for
+      the whole array; inside `jax.shard_map` for each device's shard.
     dtype: E4M3, E5M2 or INT8.
     scale_dtype: float32 or bfloat16.
 
   Returns:
-    QTensor: qvalue [..., n] in `dtype`, scale [..., ceil(n / group_size)] or
-    [].
+    A `QTensor`: qvalue [..., n] in `dtype`; scale [..., ceil(n / group_size)],
+    or [] if group_size is None.
 
   Raises:
     TypeError: x is not a floating array, or group_size is not a whole number.
-    ValueError: group_size is below 1, x is a scalar, which has no groups, or
-      `dtype` or `scale_dtype` is not one of these.
+    ValueError: group_size is below 1 or given for a scalar x, or `dtype` or
+      `scale_dtype` is not one of those listed above.
 
   Source: arXiv:2410.19313, section 5; docs/deviations.md 1 and 2.
   """
@@ -251,11 +252,11 @@ def quantize(
 
 
 def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
-  """Returns x a b, where x is a sum of products of codes with scales a and b.
+  """Returns x * a * b, for a matmul x of codes with scales a and b.
 
-  This is x (a b), unless a b is below f32's smallest normal number, as for
-  gradients near 1e-34. Then we multiply x by a b 2^64, and divide the result by
-  2^64 afterwards.
+  We compute x * (a * b), unless a * b is below f32's smallest normal number, as
+  for gradients near 1e-34. In that case we multiply x by a * b * 2^64 and then
+  by 2^-64.
   """
   raised = jnp.minimum(a, b) * 2.0**64 * jnp.maximum(a, b)
   is_raised = raised < 2.0 ** (64 - 126)
@@ -264,7 +265,7 @@ def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
 
 
 def _checked_scale(op, scale, shape, group_size) -> Array:
-  """Returns a scale in f32: [], or [..., groups, 1]."""
+  """Checks a scale's shape, and returns it as f32 [] or [..., groups, 1]."""
   if group_size is None:
     want = ()
   else:

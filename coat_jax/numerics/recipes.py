@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: where FP8 is used in a layer, and what the backward pass reads.
+"""Recipes: where a layer uses FP8, and what it saves for the backward pass.
 
-Each preset uses these formats in the three matrix products of a linear layer
-(x [T, D] activations, w [D, F] weights, g [T, F] gradients):
+Each preset uses these formats in the three matmuls of a linear layer (x [T, D]
+activations, w [D, F] weights, g [T, F] gradients):
 
               y = x w            dx = g w^T         dw = x^T g
   bf16        bf16 * bf16        bf16 * bf16        bf16 * bf16
@@ -11,23 +11,26 @@ Each preset uses these formats in the three matrix products of a linear layer
   int8        INT8 * INT8        INT8 * INT8        INT8 * INT8
   fp8_block   E4M3 * E4M3        E4M3 * E4M3        E4M3 * E4M3
 
-Matrix products use one scale per tensor, computed just in time. They accumulate
-in f32, or in int32 for `int8`. `coat` differs from `fp8_linear` in the rest of
-the layer: norms and activation functions read FP8 values with one scale per
-1 x 16 group and save those instead of BF16 (arXiv:2410.19313, section 5).
-`fp8_block` is `coat` with the products of DeepSeek-V3: one scale for each block
-of 128 values that a product sums over (`scaling.Blocks`), and E4M3 gradients.
+Except in `fp8_block`, a matmul operand has one scale per tensor, computed just
+in time. Matmuls accumulate in f32, or in int32 for `int8`. `coat` differs from
+`fp8_linear` in the rest of the layer: norms and activation functions read FP8
+values with one scale per 1 x 16 group, and save these values instead of BF16
+ones (arXiv:2410.19313, section 5). `fp8_block` is `coat` with the matmuls of
+DeepSeek-V3: one scale for each block of 128 values along the axis that a matmul
+sums over (`scaling.Blocks`), and gradients in E4M3.
 
-Bytes saved per token in one Llama layer of width D, with MLP width F, without
-scales (a scale adds 2 / G bytes to each value in a 1 x G group):
+Bytes per token that a Llama layer of width D and MLP width F saves, without
+scales (one BF16 scale per 1 x G group adds 2 / G bytes per value):
 
                        coat                  minimal
   norm inputs          2 x D bytes           2 x D bytes
   norm outputs         2 x D bytes           recomputed
   gate, up             2 x F bytes           2 x F bytes
   silu(gate), product  2 x F bytes           recomputed
-  q, k, v              3 x 2 D bytes         3 x 2 D bytes (attention="fp8": D)
+  q, k, v              3 x 2 D bytes         3 x 2 D bytes
   attention's output   2 D bytes             2 D bytes
+
+With attention="fp8", q, k and v take 3 x D bytes.
 """
 
 import dataclasses
@@ -55,22 +58,22 @@ GradDtype = Literal["float32", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Formats:
-  """The number formats of a recipe that is not BF16.
+  """The number formats of a recipe with FP8 or INT8 matmuls.
 
   Attributes:
-    values: format of the activations and weights that products read and that
-      are saved for the backward pass.
-    gradients: format of the gradients that products read in the backward pass.
+    values: format of activations and weights, in matmuls and when saved for the
+      backward pass.
+    gradients: format of gradients in the matmuls of the backward pass.
 
   Raises:
-    ValueError: `coat_jax.numerics.formats` does not define a format.
+    ValueError: a format is not defined in `coat_jax.numerics.formats`.
   """
 
   values: DTypeLike = E4M3
   gradients: DTypeLike = E5M2
 
   def __post_init__(self):
-    # Use one name per format, so that equal recipes compare equal.
+    # Convert names to dtypes, so that equal recipes compare equal.
     for name in ("values", "gradients"):
       object.__setattr__(self, name, as_format(getattr(self, name)))
 
@@ -80,16 +83,16 @@ _INTEGERS = Formats(values=INT8, gradients=INT8)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshAxes:
-  """Names the axes of a mesh by what they split; an axis may have size 1.
+  """Specifies what each axis of a mesh splits; an axis may have size 1.
 
   Attributes:
-    batch: axes over which sequences are split.
-    fsdp: the axis in `batch` over which weights are split too, or None.
-    tensor: the axis over which heads, an MLP's columns and, between blocks, the
-      positions of a sequence are split; or None.
-    expert: the axis in `batch` over which whole experts of a mixture are split,
-      or None. Tokens are exchanged over it. Other weights are replicated.
-    grad_dtype: dtype in which weights' gradients are summed over devices.
+    batch: axes that split the sequences of a batch.
+    fsdp: the axis of `batch` that also splits weights, or None.
+    tensor: the axis that splits heads, an MLP's columns and, between blocks,
+      the positions of a sequence; or None.
+    expert: the axis of `batch` that splits whole experts of a mixture, or None.
+      Tokens are exchanged over it, and other weights are replicated.
+    grad_dtype: dtype in which gradients of weights are summed over devices.
 
   Raises:
     TypeError, ValueError: a field has the wrong type or value.
@@ -113,7 +116,7 @@ class MeshAxes:
     if self.fsdp is not None and self.fsdp not in self.batch:
       raise ValueError(
         "MeshAxes: fsdp must be one of the axes that the batch is split over, "
-        f"{self.batch}, got {self.fsdp!r}; gradients are summed over it"
+        f"{self.batch}, got {self.fsdp!r}; add it to batch"
       )
     if self.tensor in self.batch:
       raise ValueError(
@@ -133,7 +136,7 @@ class MeshAxes:
 
   @property
   def tokens(self) -> tuple[str, ...]:
-    """All axes over which tokens are split."""
+    """All axes that split tokens."""
     return self.batch if self.tensor is None else (*self.batch, self.tensor)
 
   @property
@@ -147,33 +150,33 @@ class CoatRecipe:
   """A recipe; build one with a function of this module, such as `coat()`.
 
   Attributes:
-    linear: format of the operands of matrix products.
-    scaling: how operands of FP8 products are scaled: by `ops.PerTensor`,
+    linear: format of matmul operands.
+    scaling: how operands of FP8 matmuls are scaled: `ops.PerTensor`,
       `ops.Blocks`, or your own subclass of `ops.Scaling`, which runs as plain
-      JAX. On a mesh, blocks require a single device along the tensor axis.
-    nonlinear: format that norms and activation functions read and save.
+      JAX. On a mesh, `Blocks` requires a single device along the tensor axis.
+    nonlinear: format of the inputs that norms and activation functions read and
+      save.
     residuals: "coat" saves what the code of COAT's authors saves; "minimal"
       recomputes norm outputs, SiLU and elementwise products in the backward
       pass.
-    attention: how q, k and v are saved. With "fp8" the forward pass also
-      attends to the dequantized values. The attention's output stays in BF16:
-      the backward pass of the softmax needs it unrounded.
-    group_size: number of values that share a scale before a non-linear
-      operation.
-    experts: format of the operands of a mixture's expert products, with recipe
-      `coat`. "fp8" uses one scale per expert for weights.
-    weight_cache: what is computed from a weight once for all its uses in a
-      step: "none", its "scale", or its "codes" in both layouts (2 bytes per
-      parameter).
-    implementation: None to use kernels on a GPU, "xla" to use none anywhere.
-    evaluation: "same" computes in evaluation what training computes; "bf16"
-      evaluates without FP8, as the authors' code does.
-    formats: E4M3 for values and E5M2 for gradients, which kernels support;
-      other formats of `coat_jax.numerics.formats` run as plain JAX.
-    axes: what the axes of a mesh split. FP8 blocks then run on each device's
-      shard (`jax.shard_map`), under `jax.set_mesh`. Pass None on one device,
-      with explicit data and FSDP axes (the arrays' types then hold the
-      sharding), or to let XLA partition layers, which then run no kernels.
+    attention: format in which q, k and v are saved. With "fp8", the forward
+      pass also computes attention from the dequantized values. The output is
+      saved in BF16: the backward pass of the softmax needs it unrounded.
+    group_size: number of values that share a scale in the inputs of norms and
+      activation functions.
+    experts: format of the operands of grouped expert matmuls, in recipe `coat`.
+      "fp8" uses one scale per expert for weights.
+    weight_cache: what is computed from a weight once per step and then reused:
+      "none", its "scale", or its "codes" in both layouts (2 bytes per value).
+    implementation: None for kernels on a GPU, "xla" for plain JAX everywhere.
+    evaluation: "same" evaluates with the formats of training; "bf16" evaluates
+      without FP8, as the authors' code does.
+    formats: kernels support the default, E4M3 for values and E5M2 for
+      gradients; other formats of `coat_jax.numerics.formats` run as plain JAX.
+    axes: what the axes of a mesh split; FP8 blocks then run on each device's
+      shard (`jax.shard_map`), under `jax.set_mesh`. Pass None on one device, or
+      if the data and FSDP axes are explicit (the arrays' types then contain the
+      sharding), or to let XLA partition layers, which then use no kernels.
 
   Raises:
     TypeError: a field has the wrong type.
@@ -211,27 +214,27 @@ class CoatRecipe:
       check_kind(op, "axes", self.axes, MeshAxes, remedy)
     if self.linear == "bf16" and "fp8" in (self.nonlinear, self.attention):
       raise ValueError(
-        "CoatRecipe: linear='bf16' goes with nonlinear='bf16' and "
+        "CoatRecipe: linear='bf16' requires nonlinear='bf16' and "
         f"attention='bf16', got {self.nonlinear!r} and {self.attention!r}; "
-        "FP8 residuals pay off only if matrix products read them"
+        "FP8 residuals pay off only if matmuls read them"
       )
     if self.experts == "fp8" and (self.name, self.scaling) != (
       "coat",
       PerTensor,
     ):
       raise ValueError(
-        "CoatRecipe: experts='fp8' needs recipe coat and a scale per tensor, "
+        "CoatRecipe: experts='fp8' requires recipe coat and PerTensor scaling, "
         f"got {self.name} and {self.scaling.__name__}; leave experts out"
       )
     if self.in_blocks and self.name in ("bf16", "int8"):
       raise ValueError(
-        "CoatRecipe: scaling=Blocks is for FP8 products, got a recipe like "
+        "CoatRecipe: scaling=Blocks is for FP8 matmuls, got a recipe like "
         f"{self.name}; leave scaling out"
       )
 
   @property
   def in_blocks(self) -> bool:
-    """Whether products have a scale per block of 128 values."""
+    """Whether matmul operands have a scale per block of 128 values."""
     return issubclass(self.scaling, Blocks)
 
   @property
@@ -246,23 +249,23 @@ class CoatRecipe:
     return "fp8_linear" if self.nonlinear == "bf16" else "coat"
 
   def describe(self) -> str:
-    """Describes, line by line, what is multiplied and saved in which format.
+    """Describes in which formats a layer multiplies and saves values.
 
     Examples:
       >>> from coat_jax import recipes
       >>> print(recipes.bf16().describe())
-      products     BF16
+      matmuls      BF16
       other saved  BF16
       attention    q, k, v and output saved in BF16
     """
     values = jnp.dtype(self.formats.values).name
     gradients = jnp.dtype(self.formats.gradients).name
     in_groups = f"{values}, a scale per {self.group_size} values"
-    products, others = "BF16", "BF16"
+    matmuls, others = "BF16", "BF16"
     attention = "q, k, v and output saved in BF16"
     if self.linear == "fp8":
       scales = self.scaling.description
-      products = f"{values}, gradients {gradients}; {scales}"
+      matmuls = f"{values}, gradients {gradients}; {scales}"
     if self.nonlinear == "fp8":
       again = "computed again" if self.residuals == "minimal" else "saved too"
       others = (
@@ -272,9 +275,7 @@ class CoatRecipe:
     if self.attention == "fp8":
       attention = f"output saved in BF16; q, k and v in {in_groups}"
     return (
-      f"products     {products}\n"
-      f"other saved  {others}\n"
-      f"attention    {attention}"
+      f"matmuls      {matmuls}\nother saved  {others}\nattention    {attention}"
     )
 
   def for_evaluation(self) -> "CoatRecipe":
@@ -286,7 +287,7 @@ class CoatRecipe:
 
 
 class Options(TypedDict, total=False):
-  """Options of the presets with FP8 products; see `CoatRecipe`."""
+  """Options of the presets with FP8 or INT8 matmuls; see `CoatRecipe`."""
 
   residuals: Residuals
   attention: Kept
@@ -298,14 +299,14 @@ class Options(TypedDict, total=False):
 
 
 def bf16(*, implementation: Literal["xla", None] = None) -> CoatRecipe:
-  """Uses BF16 throughout the layer, which saves what autodiff saves."""
+  """Uses BF16 throughout the layer, and saves what autodiff saves."""
   return CoatRecipe(
     linear="bf16", nonlinear="bf16", implementation=implementation
   )
 
 
 def fp8_linear(**options: Unpack[Options]) -> CoatRecipe:
-  """Uses per-tensor FP8 matrix products in an otherwise BF16 layer."""
+  """Uses FP8 matmuls with per-tensor scales in an otherwise BF16 layer."""
   return CoatRecipe(nonlinear="bf16", **options)
 
 
@@ -315,7 +316,7 @@ def coat(**options: Unpack[Options]) -> CoatRecipe:
 
 
 def fp8_block(**options: Unpack[Options]) -> CoatRecipe:
-  """Returns `coat` with a scale per block in products, and E4M3 gradients.
+  """Returns `coat` with a scale per block in matmuls, and E4M3 gradients.
 
   Source: arXiv:2412.19437, section 3.3.2; docs/deviations.md 24.
   """
@@ -323,10 +324,10 @@ def fp8_block(**options: Unpack[Options]) -> CoatRecipe:
 
 
 def int8(**options: Unpack[Options]) -> CoatRecipe:
-  """Returns `coat` with INT8 instead of FP8, to compare both at equal bytes.
+  """Returns `coat` with INT8 instead of FP8, to compare both at equal memory.
 
-  Everything is rounded to nearest, gradients too. Sums of products are exact in
-  int32 up to 133,144 terms. It runs as plain JAX, and XLA runs the products on
-  INT8 hardware.
+  All values, including gradients, are rounded to nearest. Matmuls accumulate
+  exactly in int32 up to 133,144 terms. The recipe runs as plain JAX; XLA runs
+  its matmuls on INT8 hardware.
   """
   return CoatRecipe(formats=_INTEGERS, **options)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalings: how values are quantized for matmuls and for saved inputs.
+"""Scalings: which values of a tensor share a scale when it is quantized.
 
   Groups     one BF16 scale per 1 x G values, for the inputs that norms and
              activation functions read and save
   PerTensor  one f32 scale; an operand's columns are its rows transposed
-  Blocks     one scale per 128 values that a product sums over; an operand's
-             rows are quantized along features, its columns along tokens
+  Blocks     one scale per 128 values along the axis that a matmul sums over; an
+             operand's rows are quantized along features, columns along tokens
   Tiles      one scale per 128 x 128 values, for weights that are multiplied by
-             operands in blocks
+             an operand with `Blocks`
 
 A recipe chooses the `Scaling` class for the operands of its matmuls; operations
 and layers treat all scalings alike. Scales of blocks and tiles are powers of
-two, so quantizing again along the other axis does not change values (except
-values below 2^-14 times a block's largest), and each value is exact in BF16.
+two. So each dequantized value is exact in BF16, and quantizing it again along
+the other axis does not change it, unless it is below 2^-14 times the largest
+value of its block.
 
 Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.
@@ -58,15 +59,15 @@ class BlockScales(NamedTuple):
 
 
 class Operand(NamedTuple):
-  """A matrix in FP8 with its scales, laid out for the products that read it.
+  """A matrix in FP8 with its scales, laid out for the matmuls that read it.
 
   FP8 matmuls on Hopper require the summed axis last in both operands. A matrix
   that is summed over its rows is therefore transposed when it is quantized:
-  transposing FP8 codes later costs another pass.
+  transposing FP8 codes later would cost another pass over memory.
 
   Attributes:
-    rows: FP8 [..., n], or None if no product reads this layout.
-    columns: FP8 [n, m], where m is the number of rows (all axes but the last),
+    rows: FP8 [..., n], or None if no matmul reads this layout.
+    columns: FP8 [n, m], where m is the number of rows (all axes but the last);
       or None.
     scale: f32 scalar with x ≈ rows * scale, or `BlockScales`, which hold the
       scales of rows and of columns.
@@ -105,9 +106,9 @@ class Scaling(abc.ABC):
     dtype: format of the codes.
     axis_names: inside `jax.shard_map`, the axes over which all shards of a
       tensor share one scale.
-    description: names the scales in `CoatRecipe.describe`.
-    saves_rows: whether a layer saves an input's rows, which `turn` converts to
-      columns in the backward pass; otherwise it saves columns.
+    description: describes the scales in `CoatRecipe.describe`.
+    saves_rows: whether a layer saves an input's rows, so that `turn` computes
+      the columns in the backward pass; otherwise a layer saves columns.
     saves_scale: whether a layer saves a weight's scale for the backward pass;
       otherwise the backward pass recomputes it.
   """
@@ -115,19 +116,19 @@ class Scaling(abc.ABC):
   dtype: DTypeLike = E4M3
   axis_names: tuple[str, ...] = ()
 
-  description: ClassVar[str] = "scales of another scaling"
+  description: ClassVar[str] = "scales of a custom scaling"
   saves_rows: ClassVar[bool] = False
   saves_scale: ClassVar[bool] = True
 
   def find_scale(self, x: Array) -> Scales | None:
-    """Returns the scale of [..., n], or None if each layout has its own."""
+    """Returns the scale of x [..., n], or None if each layout has its own."""
     del x
 
   @abc.abstractmethod
   def quantize(
     self, x: Array, scale: Scales | None = None, layout: Layout = "rows"
   ) -> Operand:
-    """Quantizes [..., n]; `scale` comes from `find_scale`, if known."""
+    """Quantizes x [..., n]; `scale` is `find_scale(x)`, if already known."""
 
   def find_joined_scale(self, parts: Sequence[Array], n: int) -> Scales | None:
     """Returns the scale of the values that `quantize_joined` quantizes."""
@@ -140,10 +141,10 @@ class Scaling(abc.ABC):
     scale: Scales | None = None,
     layout: Layout = "rows",
   ) -> Operand:
-    """Quantizes parts that together form rows.
+    """Quantizes rows that are given in parts, to be concatenated.
 
-    Each part is [..., groups, group_size] and holds n values of each row; a
-    short last group ends in zeros.
+    Each part is [..., groups, group_size] and contains n values of each row; a
+    short last group is padded with zeros.
     """
     return self.quantize(_joined(parts, n), scale, layout)
 
@@ -154,13 +155,13 @@ class Scaling(abc.ABC):
 
   @property
   def of_weights(self) -> "Scaling":
-    """The scaling of weights that these operands are multiplied by."""
+    """The scaling of the weights that these operands are multiplied by."""
     return self
 
 
 @dataclasses.dataclass(frozen=True)
 class PerTensor(Scaling):
-  """One f32 scale, from the largest magnitude of the whole tensor."""
+  """One f32 scale per tensor, from the tensor's largest magnitude."""
 
   description: ClassVar[str] = "a scale per tensor"
 
@@ -181,7 +182,7 @@ class PerTensor(Scaling):
     if type(self) is not PerTensor:
       return super().quantize_joined(parts, n, scale, layout)
     scale = self.find_joined_scale(parts, n) if scale is None else scale
-    # Join codes, because XLA for TPUs would store joined values in memory.
+    # Join codes, not values: XLA for TPUs would store joined values in memory.
     codes = _joined([self._codes(x, scale) for x in parts], n)
     return self._in_layout(codes, scale, layout)
 
@@ -204,12 +205,12 @@ VALUES, GRADIENTS = PerTensor(), PerTensor(E5M2)
 
 @dataclasses.dataclass(frozen=True)
 class Blocks(Scaling):
-  """A scale per 128 values along the axis that a product sums over.
+  """A scale per 128 values along the axis that a matmul sums over.
 
   Rows [..., n] are quantized along n, columns [n, m] along m.
   """
 
-  description: ClassVar[str] = "a scale per 128 values that a product sums over"
+  description: ClassVar[str] = "a scale per 128 values that a matmul sums over"
   saves_rows: ClassVar[bool] = True
   saves_scale: ClassVar[bool] = False
 
@@ -243,7 +244,7 @@ class Blocks(Scaling):
 class Tiles(Scaling):
   """A scale per 128 x 128 values of a weight [m, n].
 
-  Columns are rows transposed, and scales are transposed with them.
+  The columns are the rows transposed, and so are their scales.
   """
 
   saves_scale: ClassVar[bool] = False
@@ -270,7 +271,7 @@ class Tiles(Scaling):
 
 
 def _joined(parts: Sequence[Array], n: int) -> Array:
-  """Joins the groups of each part to [..., n], and concatenates these."""
+  """Joins the groups of each part to [..., n], and concatenates the parts."""
   rows = [join_groups(x, n) for x in parts]
   return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
 
@@ -278,16 +279,16 @@ def _joined(parts: Sequence[Array], n: int) -> Array:
 def block_values(
   codes: Array, scale: Array, dtype: DTypeLike = jnp.float32
 ) -> Array:
-  """Dequantizes codes [m, n]; the result is exact in BF16.
+  """Dequantizes codes [m, n] in blocks or tiles; the result is exact in BF16.
 
-  `scale` is [m, ceil(n / 128)], or for tiles [ceil(m / 128), ceil(n / 128)].
+  `scale` is [m, ceil(n / 128)], for tiles [ceil(m / 128), ceil(n / 128)].
   """
   values = codes.astype(jnp.float32) * _spread(scale, codes.shape)
   return values.astype(dtype)
 
 
 def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
-  """Repeats scales of blocks or tiles for each value of [m, n]."""
+  """Repeats scales of blocks or tiles to the shape [m, n] of the values."""
   m, n = shape
   if scale.shape[0] != m:
     scale = jnp.repeat(scale, BLOCK, axis=0)[:m]

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random words for stochastic rounding.
+"""Random words (uint32) for stochastic rounding.
 
 The generator is stateless: each element of each leaf at each step gets one
 32-bit word, hashed from (seed, step, leaf, row, column). Row and column are
-*global*, so the words do not change with the sharding, a resumed run draws the
-same words again, and so does a kernel that knows its offsets. They are hashed
-as separate words because a stacked leaf can have more than 2^32 elements.
+*global* indices. So words do not depend on the sharding, and a resumed run, or
+a kernel that knows its offsets, draws the same words. Row and column are hashed
+separately because a stacked leaf can have more than 2^32 elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
 search), which takes 8 integer operations per word; Threefry takes about 37. We
-compute it only once per 8 columns: their words are the hash times powers of one
+hash only once per 8 columns: their words are the hash times powers of one
 multiplier, that is, 8 successive states of a multiplicative generator. Each
-word by itself is uniform, since every step hashes to a different start, and any
-two of them are uncorrelated. The word of a second moment is 8 states after the
-first moment's word (`next_words`), and the parameter's word is 16 states after
-it. Use the high bits of a word: the low bits of such a generator hardly change.
+word by itself is uniform, since every step starts from another hash, and any
+two words are uncorrelated. The second moment's word is 8 states after the first
+moment's (`next_words`), and the parameter's word another 8 states later. Use
+the high bits of a word: the low bits of such a generator hardly change.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from jaxtyping import Float, UInt32
 # 2^32 divided by the golden ratio, made odd. It spreads consecutive rows,
 # columns and steps far apart before they are mixed.
 GOLDEN = 0x9E3779B9
-# Number of neighbours along the last axis that share a hash. The multiplier is
-# one of Steele and Vigna's for 32 bits ("Computationally easy, spectrally good
+# Number of neighbouring columns that share a hash. The multiplier is one of
+# Steele and Vigna's for 32 bits ("Computationally easy, spectrally good
 # multipliers", arXiv:2001.05304).
 RUN = 8
 MULTIPLIER = 0x915F77F5
@@ -46,7 +46,7 @@ def mix(word: Array) -> Array:
 
 
 def leaf_key(seed: ArrayLike, step: ArrayLike, leaf: ArrayLike) -> Array:
-  """Returns the word that a leaf's elements share at one step: uint32 [].
+  """Returns the key of a leaf's words at one step: uint32 [].
 
   `step` is the number of updates of the leaf so far, and `leaf` its index in
   the flattened tree.
@@ -67,8 +67,9 @@ def random_words(
   """Returns one uniform, uncorrelated 32-bit word per element: uint32 `shape`.
 
   The index along the last axis is the column; all other indices, combined in
-  row-major order, are the row. For a part of an array, `start`, uint32 [axes],
-  is where the part starts, and `whole` is the shape of the whole array.
+  row-major order, are the row. To draw the words of a part of an array, pass
+  the indices of its first element as `start`, uint32 [axes], and the shape of
+  the whole array as `whole`.
   """
   if not shape:
     return random_words(key, (1,))[0]
@@ -85,10 +86,10 @@ def random_words(
 
 
 def words_at(key: Array, row: Array, column: Array) -> Array:
-  """Returns the words of elements of the whole leaf, all uint32.
+  """Returns the words at global rows and columns of a leaf, all uint32.
 
-  `row` may have length 1 along the axis of columns; each row's word is then
-  mixed only once.
+  `row` may have length 1 along the column axis; each row is then hashed only
+  once.
   """
   row_word = mix(row * jnp.uint32(GOLDEN) + key)
   word = mix((column // RUN) * jnp.uint32(GOLDEN) + row_word)
@@ -98,17 +99,17 @@ def words_at(key: Array, row: Array, column: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LeafPart:
-  """The part of a leaf that is updated, which determines its random words.
+  """Identifies the part of a leaf that is updated, to draw its random words.
 
   Attributes:
     key: uint32 [], from `leaf_key`.
-    start: uint32 [axes], where the part starts along each axis; None for 0.
+    start: uint32 [axes], indices of the part's first element; None for zeros.
     whole: shape of the leaf; None for the shape of the part.
     layer: int32 [], the layer of a stacked leaf [layers, ...] that is updated;
       None for the whole leaf.
   """
 
-  key: Any  # Not Array: JAX also puts specs and shapes into these fields.
+  key: Any  # Any instead of Array, because JAX also puts specs here.
   start: Any = None
   whole: tuple[int, ...] | None = dataclasses.field(
     default=None, metadata={"static": True}
@@ -122,7 +123,8 @@ class LeafPart:
 
 def times_power(word: Array, column: Array) -> Array:
   """Returns word MULTIPLIER^(column modulo RUN), all uint32."""
-  # In a kernel the power of each register is a compile-time constant.
+  # In a kernel, the column of each register, and so its power, is a
+  # compile-time constant.
   for bit in range(RUN.bit_length() - 1):
     factor = jnp.uint32(pow(MULTIPLIER, 1 << bit, 2**32))
     word = word * jnp.where((column >> bit) & 1 == 1, factor, jnp.uint32(1))
@@ -130,38 +132,38 @@ def times_power(word: Array, column: Array) -> Array:
 
 
 def _word(x: ArrayLike) -> Array:
-  """Reduces an integer modulo 2^32; jnp needs Python ints to fit in int32."""
+  """Reduces an integer modulo 2^32; jnp rejects Python ints beyond int32."""
   if isinstance(x, int):
     x = jnp.uint32(x & 0xFFFFFFFF)
   return jnp.asarray(x).astype(jnp.uint32)
 
 
 def next_words(words: Array, count: int = 1) -> Array:
-  """Returns the `count`-th next set of words, uncorrelated with `words`."""
+  """Returns the `count`-th set of words after these, uncorrelated with them."""
   return words * jnp.uint32(pow(MULTIPLIER, RUN * count, 2**32))
 
 
 def parameter_words(words: Array) -> Array:
-  """Returns a parameter's words, the set after the words of both moments."""
+  """Returns the parameter's words, which follow those of both moments."""
   return next_words(words, 2)
 
 
 def uniform(words: Array) -> Array:
   """Returns the high 23 bits as f32 in [0, 1), in multiples of 2^-23."""
-  # This is exact in f32. Comparing with a probability p rounds p up to the next
-  # multiple of 2^-23.
+  # This is exact in f32. The result is less than p with probability p, rounded
+  # up to a multiple of 2^-23.
   return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
 
 
 def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
   """Rounds f32 up or down to bfloat16 at random, so that E[result] = x.
 
-  It uses the high 16 bits of `words`, uint32 of x's shape. NaN, infinities and
-  bfloat16 values stay as they are.
+  `words` is uint32 of x's shape, of which the high 16 bits are used. NaN,
+  infinities and values that are exact in bfloat16 do not change.
   """
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-  # bfloat16 is the upper half of an f32. Adding a random lower half carries
-  # into it with probability (cut-off part) / (one unit).
+  # bfloat16 is the upper half of an f32. Adding a random number to the lower
+  # half carries into the upper half with probability lower half / 2^16.
   noisy = bits + (words >> 16)
   kept = jnp.where(jnp.isfinite(x), noisy, bits) & jnp.uint32(0xFFFF0000)
   # A NaN whose payload is in the lower half would otherwise become an infinity.

@@ -10,8 +10,8 @@ def varying[Tree](tree: Tree) -> Tree:
 
   The gradient of an array that does not vary over an axis must be summed over
   that axis. The transpose of this cast computes the sum, in the array's dtype,
-  so a custom gradient only returns each device's own part. The cast does
-  nothing outside `shard_map` and with check_vma=False.
+  so a custom gradient returns only each device's own contribution. The cast
+  does nothing outside `shard_map` or with check_vma=False.
   """
 
   def axes_of(x) -> frozenset[str]:

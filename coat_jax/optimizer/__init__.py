@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers with FP8 states, and functions for these states."""
+"""Optimizers with FP8 states, and tools to convert, shard and report states."""
 
 from coat_jax.optimizer.clipping import Clipping as Clipping
 from coat_jax.optimizer.clipping import ClipState as ClipState

@@ -2,8 +2,8 @@
 """Adam with moments stored in FP8: the arithmetic and an optax transformation.
 
 `adam_update` computes a leaf's update for optax; `adamw_step` also applies it.
-Kernels do the same in one pass over memory. Hyperparameters are f32 scalars, so
-one compiled program serves all steps and leaves.
+A kernel does either in one pass over memory. Hyperparameters are passed as f32
+scalars, so that one compiled program serves all steps and leaves.
 """
 
 import functools
@@ -38,18 +38,20 @@ from coat_jax.optimizer.weights import Weight
 
 
 class AdamScalars(NamedTuple):
-  """Scalars of one step of Adam, f32 [].
+  """The scalars of one step of Adam, each f32 [].
 
   The update is optax's mu / c1 / (sqrt(nu / c2 + eps_root) + eps) with the bias
   corrections c1 and c2. We multiply numerator and denominator by sqrt(c2),
-  because nu / c2 overflows if nu is large and c2 small (1 - b2 at first).
+  because nu / c2 would overflow for a large nu and a small c2, such as 1 - b2
+  in the first step.
 
   Attributes:
-    ratio: sqrt(c2) / c1; with Nesterov momentum, b1 sqrt(c2) / c1', where c1'
-      is c1 of the next step.
-    gradient_ratio: (1 - b1) sqrt(c2) / c1 with Nesterov momentum, else None.
-    eps_root: eps_root c2; None if eps_root is 0.
-    eps: eps sqrt(c2).
+    ratio: factor of mu: sqrt(c2) / c1, or with Nesterov momentum
+      b1 sqrt(c2) / c1', where c1' is c1 of the next step.
+    gradient_ratio: factor of the gradient, (1 - b1) sqrt(c2) / c1, with
+      Nesterov momentum; otherwise None.
+    eps_root: eps_root * c2; None if eps_root is 0.
+    eps: eps * sqrt(c2).
   """
 
   b1: Array
@@ -99,10 +101,10 @@ def adam_scalars(
 def adam(
   g: Array, mu: Array, nu: Array, scalars: AdamScalars
 ) -> tuple[Array, Array, Array]:
-  """Returns the update and the new moments, all f32 like the arguments.
+  """Returns the update and the new moments, in f32 like the arguments.
 
-  The arrays have the same shape. For a complex gradient the update and mu are
-  complex64, and nu is f32.
+  All arrays have the same shape. If the gradient is complex, the update and mu
+  are complex64, and nu is f32.
   """
   s = scalars
   parts = [g.real, g.imag] if jnp.iscomplexobj(g) else [g]
@@ -112,8 +114,8 @@ def adam(
   nu = s.b2 * nu
   for part in parts:
     nu = nu + s.one_minus_b2 * part * part
-  # Never divide an array by a scalar here: XLA may multiply by the inverse
-  # instead, and may do so on one device but not on several.
+  # Do not divide an array by a scalar here: XLA may instead multiply by the
+  # inverse, and may do so on a single device but not on several.
   numerator = mu * s.ratio
   if s.gradient_ratio is not None:
     numerator = numerator + g * s.gradient_ratio
@@ -145,7 +147,7 @@ def adamw_step(
   *,
   groups: GroupCodecs,
 ) -> tuple[Weight, Stored]:
-  """Applies AdamW to a leaf or to one layer of it (`step.step_of`)."""
+  """Applies AdamW to a leaf, or to one layer of it (`step.step_of`)."""
   return step_of(adam, p, g, stored, part, (scalars, step), groups)
 
 
@@ -169,16 +171,16 @@ def scale_by_coat_adam(
     quantize_mask, seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:
-    An `optax.GradientTransformation`. Updates have the dtype that gradients and
-    parameters promote to: f32 if gradients are BF16 and parameters f32.
+    An `optax.GradientTransformation`. An update has the dtype to which gradient
+    and parameter promote, such as f32 for a BF16 gradient of an f32 parameter.
 
   Raises:
     NotImplementedError: `implementation` is unknown.
     TypeError: `codec` is not a `MomentCodec`; a hyperparameter is not a number;
       (by `init`) a leaf is neither floating nor complex, or `quantize_mask`
-      chooses a complex one; (by `update`) the state has the wrong type.
-    ValueError: a hyperparameter is negative or not finite, or a decay is not
-      below 1; (by `update`) the state was made with another codec or for other
+      selects a complex leaf; (by `update`) the state has the wrong type.
+    ValueError: a hyperparameter is negative or not finite; a decay is not below
+      1; (by `update`) the state was made with another codec or for other
       parameters.
 
   Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 9.

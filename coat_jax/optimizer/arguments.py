@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments of optimizers."""
+"""Checks optimizers' arguments, and the trees passed to `init` and `update`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,13 +32,13 @@ from coat_jax.optimizer.masks import (
   leaf_paths,
 )
 
-# Anything closer to 1 rounds to 1 in f32: the bias correction would divide by
-# 0, and a moment would never move.
-_DECAY = check_number, Range(0, 0.9999999), "usual are 0.9 to 0.999"
+# A decay closer to 1 rounds to 1 in f32: the bias correction would divide by 0,
+# and the moment would never change.
+_DECAY = check_number, Range(0, 0.9999999), "0.9 to 0.999 are usual"
 _SCHEDULE = "a schedule is a function of the step"
-_RMS = "0.2 is near AdamW's, None scales by shapes"
+_RMS = "0.2 is near AdamW's; None scales by shapes"
 _STEPS = Range(0, 2**31 - 1)
-# Check, range and remedy of each hyperparameter.
+# Each hyperparameter's check, range and remedy.
 _RULES = {
   "learning_rate": (check_number, NOT_NEGATIVE, _SCHEDULE),
   "weight_decay": (check_number, NOT_NEGATIVE, "0 decays nothing"),
@@ -49,16 +49,16 @@ _RULES = {
   "eps_root": (check_number, NOT_NEGATIVE, "0 is usual"),
   "ns_steps": (check_whole, COUNT, "5 is usual"),
   "consistent_rms": (check_number, POSITIVE, _RMS),
-  "seed": (check_whole, ANY, "it is taken modulo 2^32"),
+  "seed": (check_whole, ANY, "it is used modulo 2^32"),
   "step": (check_whole, ANY, "pass the state's count"),
-  "count": (check_whole, _STEPS, "pass how many steps there were"),
+  "count": (check_whole, _STEPS, "pass the number of steps so far"),
 }
 _SCHEDULES = ("learning_rate", "weight_decay")
 _OPTIONAL = ("adam_learning_rate", "consistent_rms")
 
 
 def check_hyperparameters(op: str, **values: Any) -> None:
-  """Checks hyperparameters by name (`_RULES`), ignoring a prefix `adam_`."""
+  """Checks hyperparameters by `_RULES`; ignores a prefix `adam_` of names."""
   for name, value in values.items():
     short = name.removeprefix("adam_")
     may_be_schedule, may_be_none = short in _SCHEDULES, name in _OPTIONAL
@@ -70,7 +70,7 @@ def check_hyperparameters(op: str, **values: Any) -> None:
 
 
 def check_coefficients(op: str, values: Any) -> None:
-  """Raises unless values are the three numbers of a Newton-Schulz iteration."""
+  """Raises unless `values` are three numbers, for a Newton-Schulz iteration."""
   remedy = "leave ns_coeffs out for Muon's own"
   if is_array(values):
     check_array(op, "ns_coeffs", values, "three numbers", ndim=1, remedy=remedy)
@@ -96,7 +96,7 @@ def check_optimizer(op: str, name: str, tx: Any) -> None:
 def check_decay_mask(
   op: str, name: str, mask: Any
 ) -> Callable[[Any], Any] | None:
-  """Wraps a weight-decay mask in a function that checks it; None stays None."""
+  """Returns a weight-decay mask as a function with checks; None stays None."""
   if mask is None:
     return None
   if not callable(mask):
@@ -128,9 +128,9 @@ def descend(
   prefix: str = "",
   mask_name: str = "mask",
 ) -> optax.GradientTransformationExtraArgs:
-  """Chains `tx` with weight decay and the learning rate, and checks both.
+  """Chains `tx` with weight decay and a learning rate, after checking both.
 
-  In error messages the arguments' names begin with `prefix`.
+  In error messages, names of arguments begin with `prefix`.
   """
   numbers = {"learning_rate": learning_rate, "weight_decay": weight_decay}
   check_hyperparameters(op, **{prefix + k: x for k, x in numbers.items()})
@@ -160,7 +160,7 @@ def check_codec(op: str, codec: Any) -> None:
 def choose_leaves(
   op: str, params: Any, mask: QuantizeMask | None
 ) -> list[bool]:
-  """Lists whether a codec encodes each leaf, because `mask` chooses it."""
+  """Lists for each leaf whether `mask` selects it to be encoded."""
   mask = default_quantize_mask if mask is None else mask
   if not callable(mask):
     raise TypeError(
@@ -203,7 +203,7 @@ def check_gradients(op: str, grads: Sequence[tuple[str, Any]]) -> None:
 
 
 def gradients_like(op: str, updates: optax.Updates, codes: Any) -> list[Array]:
-  """Lists the gradients, and checks that they fit the codes of a moment."""
+  """Lists the gradients; raises if their shapes differ from those of codes."""
   grads = leaf_paths(updates)
   check_gradients(op, grads)
   shapes = [x.shape for x in jax.tree.leaves(codes)]
@@ -223,7 +223,7 @@ def gradients_like(op: str, updates: optax.Updates, codes: Any) -> list[Array]:
 
 
 def promoted(op: str, updates: optax.Updates, params: optax.Params | None):
-  """Casts gradients to the dtypes that their updates have in optax."""
+  """Casts gradients to the dtypes that their updates would have in optax."""
   if params is None:
     return updates
   grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts arrays of a state into flax's boxes, with their parameter's axis names.
+"""Puts a state's arrays into flax boxes with their parameter's axis names.
 
-Flax keeps axis names in boxes around parameters: in the metadata of an
+Flax stores axis names in boxes around parameters: in the metadata of an
 `nnx.Variable`, or in Linen's `Partitioned`. Functions such as
 `nnx.get_partition_spec` shard an array by the names in its box, and replicate
-arrays without a box. The low bytes of weights keep all names of their
-parameter. So do the statistics of a moment, except perhaps the last one,
-because their last axis counts groups.
+arrays without a box. The low bytes of a weight keep all names of their
+parameter. The statistics of a moment keep all names but perhaps the last,
+because their last axis counts groups instead of columns.
 
-The last name stays only if the number of devices along it divides both the
+We keep the last name only if the number of devices along it divides both the
 columns and the groups. The number of devices comes from the mesh in the box, or
 else from the current mesh. The logical axis rules of the box and of the context
-map the name to mesh axes. If several rules map a name, each must fit. If no
-mesh is known, or the name is neither a mesh axis nor in the rules, we drop the
-name: replicated statistics work on every mesh, whereas JAX raises an error for
-an uneven split.
+map the name to mesh axes. If several rules map the name, all of them must fit.
+If no mesh is known, or the name is neither a mesh axis nor in the rules, the
+name is dropped: replicated statistics work on every mesh, whereas JAX raises an
+error for an uneven split.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 AnyMesh = Mesh | AbstractMesh
 
-# The metadata keys under which an `nnx.Variable` keeps axis names.
-# `nnx.Optimizer` prefers the second one.
+# The metadata keys under which an `nnx.Variable` stores axis names.
+# `nnx.Optimizer` prefers the second key.
 _NAMES = ("out_sharding", "optimizer_sharding")
 
 # The mesh of the caller of `abstract_state`, which traces under another mesh.
@@ -53,10 +53,10 @@ class _Context(NamedTuple):
 
 @contextlib.contextmanager
 def callers_mesh(mesh: AnyMesh) -> Iterator[None]:
-  """Chooses names for `mesh` while another mesh is set for tracing.
+  """Makes `box_like` choose names for `mesh` while tracing under another mesh.
 
-  An abstract state then gets the same names as the state that the caller makes.
-  Variables that flax shards on creation still use the other mesh.
+  So an abstract state gets the same names as the state that the caller makes.
+  Variables that flax shards on creation still use the mesh of the trace.
   """
   token = _CALLERS_MESH.set(mesh)
   try:
@@ -66,7 +66,7 @@ def callers_mesh(mesh: AnyMesh) -> Iterator[None]:
 
 
 def mesh_of(tree: Any) -> AnyMesh | None:
-  """Returns the mesh in the types of a tree's arrays; None if there is none."""
+  """Returns the mesh in the types of a tree's arrays, or None."""
   for x in jax.tree.leaves(tree):
     known = jax.typeof(x) if isinstance(x, jax.Array) else x
     mesh = getattr(getattr(known, "sharding", None), "mesh", None)
@@ -78,10 +78,10 @@ def mesh_of(tree: Any) -> AnyMesh | None:
 def box_like(
   like: Any, arrays: Sequence[Any], mesh: AnyMesh | None = None
 ) -> Any:
-  """Returns one array per leaf of `like`, in the boxes of these leaves.
+  """Returns one array per leaf of `like`, in the leaves' boxes.
 
-  Arrays of the leaf's shape keep all its names; a scalar gets none. `mesh` is
-  used for Variables if no mesh is set.
+  An array of its leaf's shape keeps all names; a scalar gets none. If no mesh
+  is set, `mesh` is used for Variables that flax shards on creation.
   """
   if "flax" not in sys.modules:
     return jax.tree.structure(like).unflatten(arrays)
@@ -103,7 +103,7 @@ def box_like(
 
 
 def last_names(tree: Any) -> list[Any]:
-  """Lists the name of each leaf's last axis; None if it has no name."""
+  """Lists the name of each leaf's last axis; None if the axis has no name."""
   if "flax" not in sys.modules:
     return [None] * len(jax.tree.leaves(tree))
   out = []
@@ -141,7 +141,7 @@ def _metadata(node: Any) -> dict[str, Any]:
   if _is_variable(node):
     return dict(node.get_metadata())
   if isinstance(getattr(node, "metadata", None), dict):
-    # A Variable that `nnx.bridge` keeps in a Linen model.
+    # This is a Variable that `nnx.bridge` stores in a Linen model.
     return dict(node.metadata)
   return {
     "out_sharding": getattr(node, "names", None),
@@ -151,7 +151,7 @@ def _metadata(node: Any) -> dict[str, Any]:
 
 
 def _box_array(node: Any, x: Any, mesh: AnyMesh | None) -> Any:
-  """Puts an array into the box of its parameter, with names that fit."""
+  """Puts an array into its parameter's box, with the names that fit."""
   metadata = _metadata(node)
   shape = getattr(_value(node), "shape", ())
   for key in _NAMES:
@@ -165,7 +165,7 @@ def _box_array(node: Any, x: Any, mesh: AnyMesh | None) -> Any:
     return node.replace(value=x, metadata=metadata)
   if hasattr(node, "names"):
     return node.replace(value=x, names=metadata["out_sharding"] or ())
-  # Another program's box may name axes in a way that we don't know.
+  # We do not know how another library's box names axes.
   return x
 
 
@@ -194,7 +194,7 @@ def _missing_axes(metadata: Mapping[str, Any], names: Sequence[Any]) -> int:
 
 
 def _entries(names: Any) -> tuple[Any, ...]:
-  """Returns names as a tuple; flax accepts several forms."""
+  """Returns axis names as a tuple; flax accepts several types."""
   if isinstance(names, Format):
     names = names.sharding
   if isinstance(names, NamedSharding):
@@ -208,7 +208,7 @@ def _fit(
   shape: tuple[int, ...],
   context: _Context,
 ) -> Any:
-  """Returns the names for a statistic of this shape, in the form of `names`."""
+  """Returns the names for a statistic of this shape, in the type of `names`."""
   if isinstance(names, Format):
     names = names.sharding
   if isinstance(names, NamedSharding):
@@ -227,7 +227,7 @@ def _fit(
 
 
 def _device_counts(name: Any, context: _Context) -> set[int]:
-  """Returns how many devices a name may stand for; empty if unknown.
+  """Returns the possible numbers of devices along an axis; empty if unknown.
 
   `name` is an entry of a spec: None, a name, or several names.
   """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient clipping for steps that run inside the backward pass.
 
-The global norm of all gradients is only known once the last one exists. A step
-that uses each gradient as soon as it exists (`step_in_backward`) must therefore
-clip by the norms of earlier steps. It clips each slice separately. A slice is
-the gradient of a leaf, or of one layer of a stacked leaf.
+The global norm is only known once all gradients exist. `step_in_backward` uses
+each gradient as soon as it exists, so it must clip by the norms of earlier
+steps. It clips each slice separately. A slice is the gradient of a leaf, or of
+one layer of a stacked leaf.
 """
 
 import dataclasses
@@ -28,9 +28,8 @@ from coat_jax.optimizer.masks import leaf_paths
 Rule = Literal["share", "adaptive"]
 
 _LARGEST = float(jnp.finfo("float32").max)
-# If a value exceeds `_LARGE`, all values are divided by `_RATIO` before we
-# square them. Smaller values need no division: the squares of up to 2^48 of
-# them can be added in f32.
+# If any value exceeds `_LARGE`, all values are divided by `_RATIO` before they
+# are squared. Otherwise the sum of up to 2^48 squares fits in f32.
 _LARGE, _RATIO = 2.0**40, 2.0**80
 
 
@@ -39,9 +38,9 @@ class ClipState(NamedTuple):
 
   Attributes:
     steps: int32 [], the number of finished steps.
-    norm: f32 [], global norm of the last step's gradients before clipping.
-    own: norms of all slices, a tree with the parameters' structure: f32 [], or
-      [layers] for a stacked leaf.
+    norm: f32 [], the global norm of the last step's gradients before clipping.
+    own: the norms of all slices, a tree with the parameters' structure: f32 []
+      per leaf, or [layers] for a stacked leaf.
   """
 
   steps: Array
@@ -51,28 +50,27 @@ class ClipState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Clipping:
-  """Clips each slice of the gradients by norms of earlier steps.
+  """Clips each slice of the gradients by the norms of earlier steps.
 
   A slice with norm n is scaled by min(1, limit / n):
 
-  share      limit = max_norm r / N, where r is the norm of the slice and N the
-             global norm in the last step, both before clipping. The squares of
-             all limits add up to max_norm^2, so the global norm never exceeds
-             max_norm.
-  adaptive   limit = relative r, where r is the running mean of the slice's own
-             clipped norms (AdaGC); like "share" in the first `warmup` steps
+  share      limit = max_norm * r / N, where r is the norm of the slice and N
+             the global norm in the last step, both before clipping. The squares
+             of all limits add up to max_norm^2, so the clipped global norm does
+             not exceed max_norm.
+  adaptive   limit = relative * r, where r is the running mean of the slice's
+             own clipped norms (AdaGC); like "share" in the first `warmup` steps
 
-  In the first step, and for a slice that had no gradient before, the limit is
-  max_norm. A norm above 3.4e38, f32's largest value, counts as this value, and
-  its slice is scaled by 0. So finite gradients of any size lead to finite
-  parameters and states.
+  In the first step, and for a slice without a gradient so far, the limit is
+  max_norm. A slice whose norm reaches 3.4e38, f32's largest value, is scaled by
+  0. So finite gradients of any size lead to finite parameters and states.
 
   Attributes:
     rule: "share" or "adaptive".
     max_norm: the limit of the global norm, as in ordinary clipping.
-    relative: the limit, as a multiple of the running mean.
-    decay: decay of the running mean.
-    warmup: number of steps before running means are used.
+    relative: ratio of the limit to the running mean.
+    decay: decay rate of the running mean.
+    warmup: number of steps before "adaptive" uses running means.
 
   Raises:
     TypeError: a limit is not a number, or `warmup` is not a whole number.
@@ -118,12 +116,12 @@ class Clipping:
   def scale(
     self, state: ClipState, own: Array, norm: Array
   ) -> tuple[Array, Array]:
-    """Returns the factor for a slice's gradient, and the slice's new norm.
+    """Returns the factor of a slice's gradient, and the norm to store for it.
 
     `own` is the slice's norm in the state; `norm` is the gradient's
-    `global_norm` over all devices. Both may be arrays for several slices.
+    `global_norm` over all devices. For several slices, both are arrays.
     """
-    # Divide first: max_norm * own may overflow.
+    # Divide first, because max_norm * own may overflow.
     limit, is_warm = self.max_norm * (own / state.norm), False
     if self.rule == "adaptive":
       is_warm = state.steps >= self.warmup
@@ -141,7 +139,7 @@ class Clipping:
   def next_state(
     self, state: ClipState, own: Sequence[Any], norm: Array
   ) -> ClipState:
-    """Returns the next state, from the norms of slices and the global norm."""
+    """Returns the next state, given the slices' norms and the global norm."""
     tree = jax.tree.structure(state.own).unflatten(own)
     return ClipState(state.steps + 1, norm, tree)
 
@@ -149,15 +147,15 @@ class Clipping:
 def global_norm(tree: Any) -> Array:
   """Returns the Euclidean norm of all leaves, f32 [], finite if the leaves are.
 
-  A norm above f32's largest value becomes that value. Squares of values above
-  1.8e19 overflow, so large leaves are scaled down first.
+  A norm above f32's largest value becomes that value. Since squares of values
+  above 1.8e19 overflow, large leaves are scaled down first.
   """
   leaves = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(tree)]
   amax = jnp.float32(0)
   for x in leaves:
     amax = jnp.maximum(amax, jnp.max(jnp.abs(x), initial=0))
   is_large = (amax > _LARGE) & jnp.isfinite(amax)
-  # This must not be a constant, or XLA would turn (x c)(x c) into x x c^2.
+  # If this were a constant c, XLA would turn (x c)(x c) into x x c^2.
   smaller = jnp.where(is_large, 1 / _RATIO, 1)
   square = jnp.float32(0)
   for x in leaves:
@@ -167,7 +165,7 @@ def global_norm(tree: Any) -> Array:
 
 
 def is_stacked(params: Any, stack: str | Sequence[str]) -> list[bool]:
-  """Lists whether each leaf of `params` is below a path of `stack`."""
+  """Lists for each leaf of `params` whether it is below a path of `stack`."""
   stacks = stack if isinstance(stack, tuple | list) else (stack,)
   for path in stacks:
     check_kind("step_in_backward", "stack", path, str, "pass a path in params")
@@ -184,8 +182,8 @@ def clip_gradients(
 ) -> tuple[Any, ClipState, Array]:
   """Clips a whole tree of gradients as `step_in_backward` does.
 
-  Returns the clipped gradients, f32, the new state, and the global norm before
-  clipping.
+  Returns the clipped gradients in f32, the new state, and the global norm
+  before clipping.
   """
   leaves, treedef = jax.tree.flatten(grads)
   owns = jax.tree.leaves(state.own)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts states between optax's optimizers and ours.
+"""Converts optimizer states between FP8 and optax's f32, in both directions.
 
-A plain state is a state of an optax optimizer, with moments in f32.
-`decode_state` and `encode_state` work on any tree that contains `Moment`s.
+A plain state is the state of an optax optimizer, with moments in f32.
+`decode_state` and `encode_state` convert any tree that contains `Moment`s.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from coat_jax.optimizer.state import (
 from coat_jax.optimizer.step import decode, encode
 from coat_jax.optimizer.weights import in_f32
 
-# Maps our states to optax's.
+# Maps our types of states to optax's.
 _THEIRS = {
   ScaleByCoatAdamState: optax.ScaleByAdamState,
   ScaleByCoatLionState: optax.ScaleByLionState,
@@ -47,18 +47,19 @@ def to_plain_state(
 ) -> Any:
   """Converts our states to states of optax's optimizers, with f32 moments.
 
-  An `EncodedState` becomes the state of its inner optimizer; the states of
-  `coat_adamw`, `coat_lion` and `coat_muon` become states of optax's optimizers.
-  For Muon the arrays are those of `optax.contrib.muon`, in the same order, but
-  the tree has a different structure; docs/optimizer.md shows how to convert it.
+  An `EncodedState` becomes the state of its inner optimizer; states of
+  `coat_adamw`, `coat_lion` and `coat_muon` become states of optax's optimizers
+  of the same kind. For Muon, the arrays are those of `optax.contrib.muon`, in
+  the same order, but the tree has a different structure; docs/optimizer.md
+  shows how to convert it.
 
   Args:
     opt_state: one of these states, or an optimizer state that contains one.
-    ns_coeffs: coefficients of Muon's iteration, which optax's state stores and
-      ours does not.
+    ns_coeffs: coefficients of Muon's iteration. Optax's state stores them; ours
+      does not.
 
   Returns:
-    The same tree with optax's states.
+    The same tree with optax's states instead of ours.
 
   Raises:
     TypeError: `ns_coeffs` are not numbers.
@@ -91,17 +92,17 @@ def from_plain_state(
   count: ArrayLike = 0,
   seed: ArrayLike = 0,
 ) -> Any:
-  """Converts states of optax's optimizers to ours: inverts `to_plain_state`.
+  """Converts states of optax's optimizers to ours; inverts `to_plain_state`.
 
   To change a state's codec, call `to_plain_state` and then this function.
 
   Args:
-    opt_state: what `to_plain_state` returned, or optax's own state.
-    like: a state of the kind to make, or its shapes, such as
-      `jax.eval_shape(coat_lion(...).init, params)`. It determines which fields
-      and leaves are encoded, and by which codec.
+    opt_state: what `to_plain_state` returned, or a state that optax made.
+    like: a state like the one to return, or its shapes, such as
+      `jax.eval_shape(coat_lion(...).init, params)`. This state determines which
+      fields and leaves are encoded, and by which codec.
     count: for an `EncodedState`, the number of steps so far, which determines
-      its next random words. Other states store this number themselves.
+      its next random words. Other states contain this number.
     seed: as for `coat_adamw`.
 
   Returns:
@@ -150,7 +151,7 @@ def _decoded(
     return decode_state(state.inner, jnp.array)
   decoded: Any = decode_state(state, jnp.array)
   if isinstance(decoded, ScaleByCoatAdamState):
-    # In optax second moments of complex leaves are complex.
+    # In optax, second moments of complex leaves have a complex dtype.
     mu, nu = decoded.mu, decoded.nu
     nu = jax.tree.map(lambda x, like: x.astype(like.dtype), nu, mu)
     decoded = decoded._replace(nu=nu)
@@ -169,7 +170,7 @@ def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
       "to_plain_state returned, or the state of optax's optimizer of this kind"
     )
   if isinstance(like, ScaleByCoatAdamState):
-    # Our second moments of complex leaves are real.
+    # Our second moments of complex leaves have a real dtype.
     plain = plain._replace(nu=jax.tree.map(jnp.real, plain.nu))
   decoded = type(like)(*(getattr(plain, name) for name in like._fields))
   new = encode_state(op, "opt_state", like, decoded, seed, plain.count)
@@ -177,7 +178,7 @@ def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-  """Copies all arrays, because a buffer can be donated only once."""
+  """Copies all arrays, so that no buffer is shared and then donated twice."""
   return jax.tree.map(jnp.array, tree)
 
 
@@ -188,7 +189,7 @@ def decode_moment(moment: Moment) -> Any:
 
 
 def decode_state(state: Any, other: Callable[[Any], Any] = lambda x: x) -> Any:
-  """Decodes all moments of a state; applies `other` to its other leaves."""
+  """Decodes all moments of a state; applies `other` to all other leaves."""
   return jax.tree.map(
     lambda x: decode_moment(x) if is_moment(x) else other(x),
     state,
@@ -201,8 +202,9 @@ def encode_state(
 ) -> Any:
   """Inverts `decode_state`: encodes `decoded` with the codecs of `like`.
 
-  A leaf's random words depend on the index of its path among all paths, in the
-  order in which they first appear, and the number of earlier moments with it.
+  A leaf's random words depend on the index of its path among all paths (in the
+  order in which they first appear), and on how many earlier moments have a leaf
+  with the same path.
   """
   seen: dict[Any, tuple[int, int]] = {}
 
@@ -226,9 +228,9 @@ def encode_state(
 def pair_nodes(
   op: str, name: str, like: Any, decoded: Any
 ) -> list[tuple[Any, Any]]:
-  """Pairs the moments and other leaves of `like` with their parts of `decoded`.
+  """Pairs each moment or other leaf of `like` with its part of `decoded`.
 
-  Raises a ValueError about argument `name` if structures or shapes differ.
+  If structures or shapes differ, raises a ValueError that names `name`.
   """
   nodes, treedef = jax.tree.flatten(like, is_leaf=is_moment)
   found = flatten_like(op, name, decoded, _PLAIN, treedef, _REMEDY)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`encoded` stores the moments of any optax optimizer in FP8."""
+"""`encoded` wraps any optax optimizer to store its moments in FP8."""
 
 from typing import Any
 
@@ -41,33 +41,36 @@ def encoded(
 ) -> optax.GradientTransformationExtraArgs:
   """Stores the moments of any optax optimizer in FP8.
 
-  The codec stores the fields that the inner optimizer keeps for every
-  parameter, such as a momentum or second moments. A step decodes these fields
-  to f32, lets the inner optimizer update them, and encodes them again. It casts
-  gradients and parameters too, so the inner optimizer always works in f32.
+  The codec encodes the fields of the inner optimizer's state that contain an
+  array for every parameter, such as a momentum or second moments. A step
+  decodes these fields to f32, lets the inner optimizer update them, and encodes
+  them again. Gradients and parameters are also cast to f32, so the inner
+  optimizer always computes in f32.
 
   Args:
-    inner: any optax optimizer or chain, such as `optax.contrib.muon(1e-2)`.
-      It must keep fields in f32: do not set its `mu_dtype`.
-    codec: how fields are stored, from `codecs`: its `nu` stores fields that are
-      never negative, its `mu` all others.
-    fields: `path -> "mu", "nu" or None`, which fields are encoded, and how. By
-      default all fields with the structure and shapes of the parameters are,
+    inner: any optax optimizer or chain, such as `optax.contrib.muon(1e-2)`. Its
+      fields must be in f32, so do not set its `mu_dtype`.
+    codec: how fields are stored, from `codecs`: its `nu` encodes fields that
+      are never negative, its `mu` all others.
+    fields: `path -> "mu", "nu" or None`: by which part of the codec the field
+      at a path such as "0/mu" is encoded; None leaves the field unchanged. The
+      default encodes all fields with the parameters' structure and shapes,
       except copies of parameters and fields that must stay in f32 (in COCOB,
-      MADGRAD and `rmsprop(centered=True)`). A path is like "0/mu".
+      MADGRAD and `rmsprop(centered=True)`).
     quantize_mask, seed: as for `coat_adamw`.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` with an `EncodedState`. Updates
-    have the dtype that gradients and parameters promote to. Jit its `init`:
-    otherwise it makes all fields in f32 before it encodes them.
+    An `optax.GradientTransformationExtraArgs` with an `EncodedState`. An update
+    has the dtype to which gradient and parameter promote. Jit `init`: otherwise
+    it makes all fields in f32 before it encodes them.
 
   Raises:
-    TypeError: `inner` is not an optimizer, `codec` not a `MomentCodec` or
-      `fields` not a function; otherwise the same as for `scale_by_coat_adam`.
-    ValueError: (by `init`) `fields` chooses a field that must stay in f32, or
-      returns another value; there is no field to encode, or one is not in f32;
-      (by `update`) the state was made with another codec or for other
+    TypeError: `inner` is not an optimizer, `codec` is not a `MomentCodec`, or
+      `fields` is not a function; otherwise the same as for
+      `scale_by_coat_adam`.
+    ValueError: (by `init`) `fields` selects a field that must stay in f32, or
+      returns none of these values; there is no field to encode, or one is not
+      in f32; (by `update`) the state was made with another codec or for other
       parameters.
 
   Examples:
@@ -108,7 +111,7 @@ def encoded(
       return zero_moment(field.node, getattr(codec, field.kind), own, where)
 
     like = treedef.unflatten(zeros(x) if x.kind else x.node for x in found)
-    # Without this barrier the compiler spends half a minute encoding constants.
+    # Without this barrier, XLA spends half a minute on folding constants.
     barrier = jax.lax.optimization_barrier
     nodes = [barrier(x.node) if x.kind else x.node for x in found]
     state = treedef.unflatten(nodes)
@@ -126,7 +129,7 @@ def encoded(
       **extra_args,
     )
     new_inner = encode_state(op, "state", state.inner, new_inner, seed, count)
-    # Updates have the dtypes that optax gives them.
+    # Cast updates to the dtypes that optax would give them.
     like = (updates,) if params is None else (updates, params)
     new_updates = jax.tree.map(
       lambda u, *like: u.astype(jnp.result_type(*like)), new_updates, *like
@@ -137,7 +140,7 @@ def encoded(
 
 
 def _check_leaves(op: str, updates: Any, state: EncodedState) -> None:
-  """Raises a ValueError if the gradients' shapes differ from the state's."""
+  """Raises a ValueError if gradients do not have the shapes in the state."""
   shapes = {keys: g.shape for keys, g in tree_leaves_with_path(updates)}
   for moment in moments_in(state):
     for keys, x in tree_leaves_with_path(moment.codes):
@@ -150,7 +153,7 @@ def _check_leaves(op: str, updates: Any, state: EncodedState) -> None:
 
 
 def _in_f32(tree: Any) -> Any:
-  """Casts floating leaves to f32, complex ones to complex64; keeps others."""
+  """Casts floating leaves to f32 and complex leaves to complex64."""
 
   def cast(x):
     if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which fields of any optimizer's state are encoded, and as which moment.
+"""Finds the fields in an optax state that `encoded` stores in FP8.
 
-A field is a tree in a state that has the structure and shapes of the
-parameters, such as a momentum or second moments. `encoded` replaces a field by
-a `Moment` and leaves the rest of the state unchanged.
+A field is a tree in a state with the structure and shapes of the parameters,
+such as a momentum or second moments. `encoded` replaces each field by a
+`Moment`, and leaves the rest of the state unchanged.
 """
 
 import functools
@@ -23,28 +23,28 @@ from coat_jax.optimizer.state import marked_moment, placeholder_type
 Kind = Literal["mu", "nu"]
 FieldRule = Callable[[str], Kind | None]
 
-# Optax's names for fields that are never negative: sums and means of squares.
+# Optax's names of fields that are never negative: sums and means of squares.
 _NONNEGATIVE = frozenset(
   ("nu", "nu_max", "n", "exp_avg_sq", "sum_of_squares", "grad_sum_sq")
   + ("e_g", "e_x", "step_sizes")
 )
-# Optax's names for copies of parameters in a state.
+# Optax's names of copies of parameters in a state.
 _PARAMETERS = frozenset(
   ("z", "x0", "params", "params0", "init_params", "init_particles", "cache")
 )
 
 
 def default_field_rule(path: str) -> Kind | None:
-  """Returns how `encoded` stores a field by default, judging by its name.
+  """Decides by a field's name how `encoded` stores it by default.
 
   Args:
     path: the field's path in the state, such as "0/nu".
 
   Returns:
-    "nu" for optax's names of values that are never negative (`nu`, `nu_max`,
+    "nu" for optax's names of fields that are never negative (`nu`, `nu_max`,
     `n`, `exp_avg_sq`, `sum_of_squares` and the like). None, which leaves the
-    field unchanged, for optax's names of parameters in a state: `z` of
-    Schedule-Free, `params0` of Prodigy. "mu" for all other fields.
+    field unchanged, for optax's names of copies of parameters: `z` of
+    Schedule-Free, `params0` of Prodigy and the like. "mu" for all other names.
 
   Raises:
     TypeError: `path` is not a string.
@@ -54,7 +54,7 @@ def default_field_rule(path: str) -> Kind | None:
     >>> [default_field_rule(path) for path in ("0/trace", "0/nu", "z")]
     ['mu', 'nu', None]
   """
-  remedy = "pass one in the state, as '0/nu'"
+  remedy = "pass a path in the state, such as '0/nu'"
   check_kind("default_field_rule", "path", path, str, remedy)
   name = path.rpartition("/")[-1]
   if name in _PARAMETERS:
@@ -64,15 +64,16 @@ def default_field_rule(path: str) -> Kind | None:
 
 @functools.cache
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
-  """Maps optax states that the default rule gets wrong to their fields' kinds.
+  """Maps states of optax to fields for which the default rule is wrong.
 
-  None marks fields whose rounding errors grow in an update. `scale_by_stddev`
-  takes the root of nu - mu^2, which may be negative if both are rounded. COCOB
-  and MADGRAD compute the parameters from their sums.
+  Fields whose rounding errors an update would magnify map to None.
+  `scale_by_stddev` computes the square root of nu - mu^2, which may become
+  negative if nu and mu are rounded. COCOB and MADGRAD compute parameters from
+  sums over all steps.
   """
   known: dict[type, Mapping[str, Kind | None]] = {
     optax.ScaleBySM3State: {"nu": "mu"},  # Averages of updates.
-    optax.contrib.SophiaState: {"nu": "mu"},  # Estimates of a Hessian.
+    optax.contrib.SophiaState: {"nu": "mu"},  # Hessian estimates.
     optax.contrib.COCOBState: dict.fromkeys(
       ("cumulative_gradients", "scale", "subgradients", "reward")
     ),
@@ -87,7 +88,7 @@ def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
 
 
 def _checked_rule(op: str, state: Any, rule: FieldRule) -> FieldRule:
-  """Wraps a rule in checks, and corrects it by `_known_states`."""
+  """Returns a rule with checks of its results, corrected by `_known_states`."""
   known = _known_states()
   nodes = tree_leaves_with_path(state, is_leaf=lambda x: type(x) in known)
   corrected = {
@@ -121,7 +122,7 @@ def mark_placeholders(
   codec: MomentCodec,
   rule: FieldRule,
 ) -> Any:
-  """Makes a state from optax's placeholder, and marks the fields in it."""
+  """Makes a state from optax's placeholder, with marked fields."""
   state, kind = init(placeholder), placeholder_type()
   kind_at, paths = _checked_rule(op, state, rule), _field_paths(init)
 
@@ -135,7 +136,7 @@ def mark_placeholders(
   return jax.tree.map_with_path(
     mark,
     state,
-    # Factored moments are never fields: only v may have a parameter's shape.
+    # Factored moments are never fields, even if v has a parameter's shape.
     is_leaf=lambda x: isinstance(x, kind | optax.FactoredState),
   )
 
@@ -143,14 +144,14 @@ def mark_placeholders(
 def _field_paths(init: Callable[[Any], Any]) -> set[str] | None:
   """Returns the paths of the fields in the state that `init` makes of a matrix.
 
-  Optax's placeholders also replace trees that are not fields, such as the norms
-  of NovoGrad or the accumulators of SM3. Returns None if the paths are unknown,
-  because `init` uses labels or masks that fit only its own parameters.
+  We need them because optax's placeholders also replace trees that are not
+  fields, such as the norms of NovoGrad or the accumulators of SM3. Returns None
+  if `init` fails, as with labels or masks that fit only other parameters.
   """
   params = {"matrix": jax.ShapeDtypeStruct((3, 5), jnp.float32)}
   try:
     state = jax.eval_shape(init, params)
-  except Exception:  # Optax raises a different one for each wrapper.
+  except Exception:  # Each wrapper of optax raises a different exception.
     return None
   shapes = _shapes(params)
   nodes, _ = _flatten(state, shapes)
@@ -158,7 +159,7 @@ def _field_paths(init: Callable[[Any], Any]) -> set[str] | None:
 
 
 class Field(NamedTuple):
-  """A node of a state; its kind is None if it is not encoded."""
+  """A node of a state; `kind` is None if the node is not encoded."""
 
   node: Any
   kind: Kind | None
@@ -167,7 +168,7 @@ class Field(NamedTuple):
 def find_fields(
   op: str, state: Any, params: Any, rule: FieldRule
 ) -> tuple[list[Field], Any]:
-  """Lists the nodes of a state, some of which are fields, and its treedef.
+  """Lists the nodes of a state, marking its fields; also returns its treedef.
 
   A field has the structure and shapes of `params`; some of its leaves may be
   masked, as in `optax.partition`.
@@ -204,10 +205,10 @@ def _shapes(params: Any) -> Mapping[Any, tuple[int, ...]]:
 def _flatten(
   state: Any, shapes: Mapping[Any, tuple[int, ...]]
 ) -> tuple[list[tuple[Any, Any]], Any]:
-  """Lists the nodes of a state with their paths; a field is one node."""
+  """Lists the nodes of a state with their paths; a whole field is one node."""
   return jax.tree_util.tree_flatten_with_path(
     state,
-    # v of factored moments may have a parameter's shape, but is not a field.
+    # Factored moments are not fields, even if v has a parameter's shape.
     is_leaf=lambda node: (
       isinstance(node, optax.FactoredState) or _is_like(node, shapes)
     ),
@@ -228,7 +229,7 @@ def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
       present[keys] = x.shape
     else:
       return False
-  # A masked leaf alone is not a tree, unless the parameters are one array.
+  # A single masked leaf counts only if the parameters are a single array.
   if not flat or (() in masked and () not in shapes):
     return False
   return present.keys() <= shapes.keys() and all(

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused AdamW and Lion with FP8 moments: one call returns new parameters.
 
-In a chain, each optax transformation writes its updates, which are as large as
-the parameters, to memory, and the next one reads them. Here a leaf's whole step
-is one computation. On a GPU, one kernel does it in a single pass over memory,
-in place if parameters and state are donated.
+In a chain, each optax transformation writes its updates to memory, a value per
+parameter, and the next transformation reads them. Here the whole step of a leaf
+is one computation. On a GPU, one kernel runs this step in a single pass over
+memory, in place if parameters and state are donated.
 
-The optax transformations use the same states, so either form can read the
-other's checkpoints. With `low_bits` the state also stores a byte per weight
-(`LowBitsState`).
+`coat_adamw` and `coat_lion` use the same states, so they can read checkpoints
+of the fused optimizers, and vice versa. With `low_bits` the state also stores
+one byte per weight (`LowBitsState`).
 """
 
 import functools
@@ -46,12 +46,12 @@ class LeafSteps(NamedTuple):
   """One step of an optimizer, to be run leaf by leaf.
 
   Attributes:
-    leaves: for each parameter, in the order of the tree, its weight (an array,
-      or a tree of arrays of one shape) and what the optimizer stores for it (a
-      tree of scalars, and of arrays with the leading axes of the weight).
+    leaves: for each parameter, in the order of the tree, a pair of its weight
+      (an array, or a tree of arrays of one shape) and its state (a tree of
+      scalars, and of arrays with the leading axes of the weight).
     step: `step(i, leaf, gradient, *, layer=None, grad_scale=None)` returns the
-      new leaf i. With `layer`, int32 [], only this layer of the stacked leaf is
-      stepped, and `gradient` is [1, ...].
+      new leaf i. With `layer`, int32 [], only this layer of a stacked leaf is
+      updated, and `gradient` is [1, ...].
     end: `end(leaves)` returns the new parameters and the new state.
   """
 
@@ -66,12 +66,12 @@ class FusedTransformation(NamedTuple):
   Attributes:
     init: `init(params)` returns the state before the first step.
     apply: `apply(grads, state, params, *, grad_scale=None)` returns the new
-      parameters and the new state. `grad_scale` is a scalar that multiplies the
-      gradients first, such as min(1, max_norm / global_norm).
+      parameters and the new state. Gradients are first multiplied by the scalar
+      `grad_scale`, such as min(1, max_norm / global_norm).
     begin: `begin(params, state)` returns the same step as `LeafSteps`, which
       `step_in_backward` runs leaf by leaf.
-    explain: `explain(params)` maps each leaf's path to a sentence that names
-      each platform's implementation and the reason for it, like `ops.explain`.
+    explain: `explain(params)` maps each leaf's path to a sentence that states
+      which implementation runs on each platform and why, like `ops.explain`.
   """
 
   init: Callable[[optax.Params], FusedState]
@@ -96,21 +96,22 @@ def fused_coat_adamw(
   implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> FusedTransformation:
-  """Does what `coat_adamw` and `apply_updates` do, in one step.
+  """AdamW with FP8 moments: `coat_adamw` and `apply_updates` in one step.
 
-  The whole step is computed in f32. A bf16 parameter is rounded stochastically
-  at the end: to 24 bits with `low_bits`, otherwise to bf16. Rounding to bf16
-  gives the same bits as `apply_updates` with the same seed and the new state's
-  count as `step`, apart from a few ulps between different compiled programs,
-  which can change an FP8 code. docs/optimizer.md explains which to choose.
+  The whole step is computed in f32. At the end, bf16 parameters are rounded
+  stochastically: to 24 bits with `low_bits`, otherwise to bf16. Without
+  `low_bits`, the new parameters equal those of `apply_updates` with the same
+  seed and the new state's count as `step`, bit for bit, except that different
+  compiled programs may differ by a few ulps, which can change an FP8 code.
+  docs/optimizer.md explains when to use which of the two.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.
     weight_decay, mask, quantize_mask: as for `coat_adamw`.
-    low_bits: whether the state stores one more byte for each bf16 parameter, so
-      that it has 24 bits. If parameters are f32, `init` computes the bytes from
-      them, and the caller continues with `split_weights(params)[0]`; if they
-      are bf16, the bytes start at zero.
+    low_bits: whether the state stores one more byte for each bf16 parameter,
+      which extends it to 24 bits. From f32 parameters, `init` computes these
+      bytes, and the caller must continue with `split_weights(params)[0]`. For
+      bf16 parameters, the bytes start at zero.
     seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:
@@ -166,7 +167,7 @@ def fused_coat_lion(
   implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> FusedTransformation:
-  """Does what `coat_lion` and `apply_updates` do, in one step.
+  """Lion with FP8 momentum: `coat_lion` and `apply_updates` in one step.
 
   Args:
     learning_rate, b1, b2, codec: as for `coat_lion`.
@@ -214,7 +215,7 @@ def _fused(
   weight_decay: optax.ScalarOrSchedule,
   mask: Any,
 ) -> FusedTransformation:
-  """Makes a fused optimizer from the step of one leaf and its scalars."""
+  """Makes a fused optimizer from a function that steps one leaf."""
   op = options.op
   arguments.check_hyperparameters(
     op, learning_rate=learning_rate, weight_decay=weight_decay

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the optimizer's step inside the backward pass of stacked layers.
 
-In an ordinary step all gradients exist before the optimizer uses the first one:
-4 bytes per parameter in f32. Here the backward scan passes each layer's
-gradients to the optimizer immediately, and overwrites the layer's weights and
-moments (in place if the caller donates them). Parameters that only the loss
-uses are stepped before the scan, and those before the stack after the scan.
+In an ordinary step, the gradients of all parameters exist at the same time, 4
+bytes per parameter in f32. Here the backward scan passes each layer's gradients
+to the optimizer immediately, and overwrites the layer's weights and moments (in
+place if the caller donates them). Parameters that only the loss uses are
+updated before the backward scan; parameters that are used before the stack are
+updated after the scan.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,9 +36,9 @@ class BackwardStep(NamedTuple):
     state: the optimizer's new state.
     clip_state: the new state of `Clipping`; () without clipping.
     loss: f32 [], computed with the parameters before the step.
-    grad_norm: f32 [], global norm of the gradients before clipping.
-    is_finite: bool [leaves], whether each leaf's gradient is finite, in the
-      order of the tree.
+    grad_norm: f32 [], the global norm of the gradients before clipping.
+    is_finite: bool [leaves], in the order of the tree: whether the leaf's
+      gradient is finite.
   """
 
   params: Any
@@ -61,32 +62,32 @@ def step_in_backward(
   clip: Clipping | None = None,
   clip_state: ClipState | tuple[()] = (),
 ) -> BackwardStep:
-  """Runs a training step that uses each layer's gradients immediately.
+  """Runs a training step that applies each layer's gradients immediately.
 
   The new parameters and state are the same as after an ordinary step with these
   gradients. Two things are impossible: accumulating gradients over microbatches
-  (each microbatch would be a step of its own), and clipping by the global norm
-  (it is only known at the end).
+  (each microbatch would be a separate step), and clipping by the global norm of
+  this step (which is only known at the end).
 
   Args:
-    optimizer: `fused_coat_adamw`, `fused_coat_lion`, `leafwise` of an optax
-      transformation, or any optimizer with a `begin` like that of
+    optimizer: the result of `fused_coat_adamw`, `fused_coat_lion` or
+      `leafwise`, or any optimizer with a `begin` like that of
       `FusedTransformation`.
     params: a tree with one subtree of stacked layers, each leaf [layers, ...].
     state: the optimizer's state.
     before: `before(outer)` runs what precedes the stack and returns the first
-      layer's input. `outer` is `params` with None for the leaves of the stack.
-    layer: `layer(layer_params, x)` runs one layer and returns x of the same
-      shape and dtype: an array or a tree of them. The layer's slice of
-      `per_layer`, if there is one, is passed as a third argument. To save less,
-      wrap `layer` in `jax.checkpoint`. Any array that it closes over is saved
-      once per layer if the backward pass reads it.
+      layer's input. `outer` is `params` with None instead of stacked leaves.
+    layer: `layer(layer_params, x)` runs one layer and returns the next x, an
+      array or a tree of arrays, with the shapes and dtypes of x. If `per_layer`
+      is passed, the layer's slice of it is a third argument. To save less for
+      the backward pass, wrap `layer` in `jax.checkpoint`. If the backward pass
+      reads an array that `layer` closes over, each layer saves a copy of it.
     after: `after(outer, x)` runs what follows the stack and returns the loss,
-      f32 []. It may use what `before` uses, such as an embedding.
-    stack: the path of the subtree in `params`, such as `model/layers`.
+      f32 []. It may use the same parameters as `before`, such as an embedding.
+    stack: path of the stacked subtree in `params`, such as `model/layers`.
     per_layer: another tree of arrays [layers, ...], not differentiated.
-    clip: clips gradients by the norms of earlier steps; None does not clip.
-    clip_state: the `clip_state` that the last step returned; for the first step
+    clip: clips gradients by the norms of earlier steps; None for no clipping.
+    clip_state: the `clip_state` that the last step returned; in the first step,
       `clip.init(params, stack=stack)`.
 
   Returns:
@@ -94,12 +95,12 @@ def step_in_backward(
 
   Raises:
     TypeError: `optimizer` has no `begin` (optax's optimizers have none);
-      `before`, `layer` or `after` is not a function, or `clip` not a
+      `before`, `layer` or `after` is not a function; `clip` is not a
       `Clipping`.
     ValueError: the optimizer cannot step leaf by leaf; no leaf is below
-      `stack`, or some differ in their first axis; only one of `clip` and
-      `clip_state` is passed; a layer changes the shape or dtype of x, or the
-      loss is not a scalar; a function closes over a parameter.
+      `stack`, or the leaves below it differ in their first axis; only one of
+      `clip` and `clip_state` is passed; a layer changes the shape or dtype of
+      x; the loss is not a scalar; a function closes over a parameter.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -127,7 +128,7 @@ def step_in_backward(
     check_kind(op, "clip", clip, Clipping, "pass Clipping(), or None")
   if (clip is None) == isinstance(clip_state, ClipState):
     raise ValueError(
-      f"{op}: clip and clip_state belong together, got only one of them; pass "
+      f"{op}: clip and clip_state must be passed together, got only one; pass "
       "clip_state=clip.init(params), then the one that the last step returned"
     )
   steps = optimizer.begin(params, state)
@@ -136,7 +137,7 @@ def step_in_backward(
   for leaf in jax.tree.leaves(per_layer):
     if jnp.shape(leaf)[:1] != (found.num_layers,):
       raise ValueError(
-        f"{op}: per_layer must be arrays [layers, ...] of the stack's "
+        f"{op}: per_layer must contain arrays [layers, ...] for the stack's "
         f"{found.num_layers} layers, got {jnp.shape(leaf)}; pass one row per "
         "layer"
       )
@@ -155,7 +156,7 @@ def step_in_backward(
     )
   after_grads, dx = after_vjp(jnp.ones_like(loss))
 
-  # For each leaf: its weight and what the optimizer stores; its norms, or None.
+  # A pair for each leaf: its weight and state; its norms, or None.
   last: Any = clip_state
   owns = [None] * len(steps.leaves)
   if clip is not None:
@@ -165,7 +166,7 @@ def step_in_backward(
   norms: dict[int, Array] = {}
 
   def step(i, old, g, index=None):
-    """Clips the gradient of leaf i, or of one layer of it, and steps it."""
+    """Updates leaf i, or one layer of it, by its clipped gradient."""
     leaf, own = old
     norm = global_norm(g)
     scale = None
@@ -176,7 +177,7 @@ def step_in_backward(
     leaf = steps.step(i, leaf, g, layer=index, grad_scale=scale)
     return (leaf, own), norm
 
-  # First step the parameters that only the loss uses (an output projection).
+  # First update parameters that only the loss uses, such as an output layer.
   outer_grads = dict(
     zip(found.others, jax.tree.leaves(after_grads), strict=True)
   )
@@ -186,7 +187,7 @@ def step_in_backward(
       new[i], norms[i] = step(i, old[i], outer_grads[i])
   dx, new = lax.optimization_barrier((dx, new))
 
-  # Then differentiate the stack. Lists have one entry for each stacked leaf.
+  # Then differentiate the stack. Lists below have one entry per stacked leaf.
 
   def backward(carry, inputs):
     dx, stacked = carry
@@ -196,8 +197,8 @@ def step_in_backward(
       [lax.dynamic_index_in_dim(p, index, keepdims=False) for p in weights]
     )
     # The step below overwrites the stacked weights, so all operations that read
-    # them must run first; otherwise XLA would copy the stacks. Today XLA finds
-    # that order even without this barrier.
+    # them must run first; otherwise XLA would copy the stacks. Current versions
+    # of XLA choose this order even without the barrier.
     grads, dx = lax.optimization_barrier(
       run.backward(residuals, layer_params, per_layer, dx)
     )
@@ -213,7 +214,7 @@ def step_in_backward(
   for i, of_layers in zip(found.stacked, layer_norms, strict=True):
     norms[i] = global_norm(of_layers)
 
-  # Last, step the parameters before the stack, which the loss may use too.
+  # Last, update parameters used before the stack; the loss may use them too.
   (before_grads,) = before_vjp(dx)
   for i, g in zip(found.others, jax.tree.leaves(before_grads), strict=True):
     if is_used[i]:
@@ -225,17 +226,17 @@ def step_in_backward(
   norm = global_norm(in_leaves)
   if clip is not None:
     clip_state = clip.next_state(last, [new[i][1] for i in in_order], norm)
-  # The norm of finite values is finite, and no other is.
+  # A leaf's norm is finite if and only if all of its values are.
   is_finite = jnp.isfinite(jnp.stack(in_leaves))
   return BackwardStep(new_params, new_state, clip_state, loss, norm, is_finite)
 
 
 class _Stack:
-  """Finds the stacked layers.
+  """The stacked layers among the parameters.
 
   Attributes:
-    stacked, others: indices of the stacked leaves, and of all other leaves.
-    layers, structure: the stack's subtree and its structure.
+    stacked, others: indices of stacked leaves, and of all other leaves.
+    layers, structure: the stacked subtree and its structure.
     outer: the parameters with None instead of stacked leaves.
   """
 
@@ -265,10 +266,11 @@ class _Stack:
 
 
 class _LayerPasses:
-  """Runs one layer's forward and backward pass separately.
+  """Runs the forward and the backward pass of one layer separately.
 
   The function that `jax.vjp` returns is a tree of the arrays that the backward
-  pass reads. We save those that are not the layer's own parameters.
+  pass reads. We save all of them but the layer's parameters and `per_layer`,
+  which are available anyway.
   """
 
   def __init__(self, layer: Callable[..., Any], params: Any):
@@ -277,7 +279,7 @@ class _LayerPasses:
     self._places: list[int | None] = []
 
   def forward(self, x, inputs):
-    """Returns x for the next layer, and what is saved."""
+    """Returns the next layer's x, and the arrays to save."""
     layer_params, per_layer = inputs
     extra = () if per_layer is None else (per_layer,)
     _trace("layer", self._layer, self._params, layer_params, x, *extra)
@@ -306,8 +308,8 @@ class _LayerPasses:
 
 
 _SHARED = (
-  "make before return the values that all layers share along with x, and make "
-  "layers pass them on"
+  "let before return x together with the values that all layers share, and let "
+  "layers pass these on"
 )
 _OUTER = "read it from outer; only layer reads the stack's parameters"
 
@@ -327,7 +329,7 @@ def _trace(name: str, f: Callable[..., Any], params: Any, *args: Any) -> Any:
 
 
 def _constants(closed: Any) -> list[Any]:
-  """Lists everything that a traced function closes over."""
+  """Lists all arrays that a traced function closes over."""
   found = list(closed.consts)
   for equation in closed.eqns:
     for value in jax.tree.leaves(tuple(equation.params.values())):
@@ -337,7 +339,7 @@ def _constants(closed: Any) -> list[Any]:
 
 
 def _arguments_read(jaxpr: Any) -> list[bool]:
-  """Lists whether a traced function reads each leaf of its arguments."""
+  """Lists for each leaf of the arguments whether a traced function reads it."""
   read = {id(v) for equation in jaxpr.eqns for v in equation.invars}
   read |= {id(v) for v in jaxpr.outvars}
   return [id(v) in read for v in jaxpr.invars]

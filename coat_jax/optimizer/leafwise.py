@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps optax transformations leaf by leaf, for `step_in_backward`.
+"""Runs optax transformations leaf by leaf, for `step_in_backward`.
 
-An optimizer can step leaf by leaf if a leaf's update and state depend on that
-leaf alone, and state that all leaves share depends on no leaf. It must not draw
-random numbers either, because all leaves, and all layers of a stack, would draw
-the same numbers. We find these dependencies in the jaxpr of the update.
+An optimizer can step leaf by leaf if a leaf's update and state depend only on
+that leaf, and if state that all leaves share, such as a step count, depends on
+no leaf. It must not draw random numbers either, because all leaves, and all
+layers of a stack, would draw the same numbers. We check both in the jaxpr of
+the update.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ _RANDOM = ("random_", "rng_", "threefry")
 
 
 class LeafwiseTransformation(NamedTuple):
-  """An optimizer with the `init` and `begin` of a `FusedTransformation`."""
+  """An optimizer with `init` and `begin`, as in `FusedTransformation`."""
 
   init: Any
   begin: Any
@@ -37,8 +38,8 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
 
   Args:
     tx: a transformation whose update of a leaf depends on this leaf alone, such
-      as `optax.adamw` or `optax.lion`. It is called with one layer of a stacked
-      leaf at a time, [1, ...], so anything that it computes per leaf (a norm,
+      as `optax.adamw` or `optax.lion`. `tx` is called with one layer of a
+      stacked leaf at a time, [1, ...], so what it computes per leaf (a norm,
       factored second moments) is computed per layer. Masks must be functions.
 
   Returns:
@@ -48,10 +49,10 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     TypeError: `tx` is not an optimizer.
     ValueError: (by `begin`) an update depends on other leaves, as after
       clipping by the global norm; shared state depends on gradients, as in
-      `optax.contrib.dadapt_adamw`; random numbers are drawn, as in
-      `optax.noisy_sgd`; or the state is that of `coat_adamw`, `coat_lion` or
-      `encoded`: pass `fused_coat_adamw` or `fused_coat_lion` instead; (by
-      `step_in_backward`) the state of stacked layers lacks an axis of layers.
+      `optax.contrib.dadapt_adamw`; `tx` draws random numbers, as in
+      `optax.noisy_sgd`; or the state belongs to `coat_adamw`, `coat_lion` or
+      `encoded` (use `fused_coat_adamw` or `fused_coat_lion` instead); (by
+      `step_in_backward`) the state of stacked layers has no axis of layers.
 
   Examples:
     >>> optimizer = leafwise(optax.adamw(3e-4))
@@ -76,7 +77,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       )
 
     def update(i: int, g: Any, weight: Any, own_state: Sequence[Any]):
-      """Updates a tree with only leaf i; returns the nodes of the new state."""
+      """Returns the updates of a tree with only leaf i, and its new state."""
       rest = iter(own_state)
       nodes = [
         x if own == _SHARED else next(rest) if own == i else None
@@ -102,7 +103,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       return new if layer is None else put_layer(leaf, new, layer)
 
     def end(new):
-      # Update shared state (step counts) by updating a tree without leaves.
+      # Update state that all leaves share by updating a tree without leaves.
       _, shared = update(_SHARED, None, None, ())
       of_leaves = [iter(own_state) for _, own_state in new]
       nodes = [
@@ -119,7 +120,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
 
 
 def check_not_encoded(op: str, state: Any) -> None:
-  """Raises a ValueError if `state` stores moments in groups."""
+  """Raises a ValueError if a codec encodes moments in `state`."""
   if moments_in(state):
     raise ValueError(
       f"{op}: the optimizer must not encode its state, got coat_adamw, "
@@ -129,7 +130,7 @@ def check_not_encoded(op: str, state: Any) -> None:
 
 
 def _owners(tx: Any, state: Any, indices: Any) -> list[int]:
-  """Lists for each leaf of a state the index of its parameter, or `_SHARED`."""
+  """Lists for each leaf of a state its parameter's index, or `_SHARED`."""
   try:
     owners = optax.tree.map_params(
       tx,
@@ -155,8 +156,9 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  For each parameter, returns the path of state that its update changes but
-  that lacks the parameter's first axis, such as a norm; otherwise None.
+  Returns a list with one entry per parameter: the path of a leaf of its state
+  that updates change and that lacks the parameter's first axis, such as a norm;
+  None if there is no such leaf.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)
@@ -166,7 +168,7 @@ def _check_leaf_by_leaf(
   jaxpr = closed.jaxpr
   if name := _random_primitive(jaxpr):
     raise ValueError(
-      "leafwise: an update must draw no random numbers, got one that does "
+      "leafwise: an update must not draw random numbers, got one that does "
       f"({name}): all leaves and layers would draw the same numbers; leave the "
       "noise out"
     )
@@ -209,7 +211,7 @@ def _random_primitive(jaxpr) -> str | None:
 
 
 def _dependencies(jaxpr, inputs: list[set[int]]) -> list[set[int]]:
-  """Lists the inputs that each result depends on."""
+  """Lists for each result the union of the input sets that it depends on."""
   of = {id(v): each for v, each in zip(jaxpr.invars, inputs, strict=True)}
   for equation in jaxpr.eqns:
     mine = [of.get(id(v), set()) for v in equation.invars]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lion with its momentum stored in FP8, as an optax transformation.
 
-Lion keeps one moment and moves every parameter by the sign of a mix of that
-moment and the gradient. With the default codec the state needs 1.04 bytes per
-parameter. `fused.fused_coat_lion` does a whole step in one function.
+Lion stores one moment, the momentum, and moves every parameter by the sign of a
+weighted sum of momentum and gradient. With the default codec the state takes
+1.04 bytes per parameter. `fused.fused_coat_lion` runs a whole step in one
+function.
 """
 
 import functools
@@ -37,7 +38,7 @@ from coat_jax.optimizer.weights import Weight
 
 
 class LionScalars(NamedTuple):
-  """Scalars of a step of Lion, f32 []: both decays, and one minus each."""
+  """The scalars of a step of Lion, each f32 []."""
 
   b1: Array
   one_minus_b1: Array
@@ -46,14 +47,14 @@ class LionScalars(NamedTuple):
 
 
 def lion_scalars(b1: ArrayLike, b2: ArrayLike) -> LionScalars:
-  """Computes the scalars, which are the same for every step."""
+  """Computes the scalars, which are the same in every step."""
   numbers = b1, 1 - b1, b2, 1 - b2
   return LionScalars(*(jnp.asarray(x, jnp.float32) for x in numbers))
 
 
 @functools.partial(jax.jit, inline=True)
 def lion(g: Array, mu: Array, scalars: LionScalars) -> tuple[Array, Array]:
-  """Returns the update and the new moment, f32 (complex64 if g is complex)."""
+  """Returns update and new momentum, f32, or complex64 if g is complex."""
   s = scalars
   update = jnp.sign(s.one_minus_b1 * g + s.b1 * mu)
   return update, s.one_minus_b2 * g + s.b2 * mu
@@ -70,7 +71,7 @@ def lion_step(
   *,
   groups: GroupCodecs,
 ) -> tuple[Weight, Stored]:
-  """Applies Lion to a leaf or to one layer of it (`step.step_of`)."""
+  """Applies Lion to a leaf, or to one layer of it (`step.step_of`)."""
   return step_of(lion, p, g, stored, part, (scalars, step), groups)
 
 
@@ -90,8 +91,8 @@ def scale_by_coat_lion(
     quantize_mask, seed, shardings: as for `coat_adamw`.
 
   Returns:
-    An `optax.GradientTransformation`. Updates have the dtype that gradients and
-    parameters promote to.
+    An `optax.GradientTransformation`. An update has the dtype to which gradient
+    and parameter promote.
 
   Raises:
     TypeError, ValueError: the same as for `scale_by_coat_adam`.
@@ -122,10 +123,10 @@ def coat_lion(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lion with its momentum in FP8, a quarter of the state of `optax.lion`.
+  r"""Lion with momentum in FP8: a quarter of the memory of `optax.lion`.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
-  :math:`S_t = E(m_t)` the state, 1.04 bytes per parameter by default.
+  :math:`S_t = E(m_t)` the state: 1.04 bytes per parameter by default.
   With gradients :math:`g_t`, parameters :math:`\theta_t`, learning rate
   :math:`\alpha_t` and weight decay :math:`\lambda`,
 
@@ -140,10 +141,10 @@ def coat_lion(
   Args:
     learning_rate: a number or a schedule; usually 3 to 10 times smaller than
       AdamW's learning rate.
-    b1: share of the momentum in the mix whose sign is the update.
-    b2: decay of the momentum.
+    b1: weight of the momentum in the sum whose sign is the update.
+    b2: decay rate of the momentum.
     weight_decay, mask, quantize_mask, seed, shardings: as for `coat_adamw`.
-    codec: stores the momentum the way it stores a first moment.
+    codec: as for `coat_adamw`; its codec for the first moment is used.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.

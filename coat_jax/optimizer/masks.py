@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides by path and shape which leaves are encoded: no norms, no biases."""
+"""Decides by a leaf's path and shape whether its moments are encoded."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,17 +16,17 @@ QuantizeMask = Callable[[str, Any], bool]
 _PLAIN = {dtype: Plain(dtype) for dtype in ("float32", "complex64")}
 
 _SMALLEST_LEAF, _SHORTEST_ROW = 4096, 16
-# A vector this long is not a bias, but many parameters in one array.
+# A vector of this length or more is not a bias, but a flattened tree.
 _LONG_VECTOR = 1 << 20
 
 
 def plain_codec(is_complex: bool = False) -> Plain:
-  """Returns the codec of leaves that are not encoded: f32, or complex64."""
+  """Returns the codec that stores a leaf unencoded, in f32 or complex64."""
   return _PLAIN["complex64" if is_complex else "float32"]
 
 
 def is_encoded(encoded: Encoded) -> bool:
-  """Returns whether a codec encoded a leaf, rather than `plain_codec`."""
+  """Returns whether a leaf was encoded, and not stored by `plain_codec`."""
   return encoded.codes.dtype.name not in _PLAIN
 
 
@@ -34,15 +34,15 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
   """Returns whether a leaf's moments are encoded by default.
 
   A leaf is encoded if it is real, has at least 4096 values and 16 columns, and
-  is not a norm or a bias. All other leaves together make up less than a
-  thousandth of a model.
+  is not a norm or a bias. All other leaves together hold less than 0.1 % of a
+  model's parameters.
 
   Args:
     path: for example "layers/attn/qkv/kernel"; dots separate names too.
     leaf: array or `jax.ShapeDtypeStruct`.
 
   Raises:
-    TypeError: `path` is not a string or `leaf` not an array.
+    TypeError: `path` is not a string, or `leaf` is not an array.
   """
   check_leaf("default_quantize_mask", path, leaf)
   if leaf.size < _SMALLEST_LEAF or leaf.shape[-1] < _SHORTEST_ROW:
@@ -55,21 +55,21 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
 def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   """Decides by shape and name whether a leaf is a norm's parameter or a bias.
 
-  Vectors and scalars count as norms or biases, unless a vector holds many
-  parameters: it is the whole tree, as `optax.flatten` makes it, or has a
-  million values. Arrays with more axes may be stacked over layers, so for them
-  the name decides. A norm's name *ends* in `norm` (`input_layernorm`, `q_norm`
-  or `norm_1`, but not `norm_mlp`), contains `ln` (`ln_f`), or is `scale`,
-  `gamma` or `beta`; a bias's name contains the word `bias`. Only the leaf's own
-  name and the one above it count. A `kernel` or an `embedding` is always a
-  matrix.
+  Vectors and scalars count as norms or biases, unless the vector is the whole
+  tree, as `optax.flatten` makes it, or has more than a million values. Arrays
+  with more axes may be norms or biases stacked over layers, so their names
+  decide. A norm's name *ends* in `norm` (`input_layernorm`, `q_norm` or
+  `norm_1`, but not `norm_mlp`), begins or ends with the word `ln` (`ln_f`), or
+  ends with the word `scale`, `gamma` or `beta`; a bias's name contains the word
+  `bias`. For `norm` and `ln`, the name of the leaf's parent counts too. A
+  `kernel` or an `embedding` is always a matrix.
 
   Args:
     path: for example "layers/attn/norm/scale"; dots separate names too.
-    leaf: array or `jax.ShapeDtypeStruct`; None to judge by the name alone.
+    leaf: array or `jax.ShapeDtypeStruct`; None to decide by the name alone.
 
   Raises:
-    TypeError: `path` is not a string or `leaf` not an array.
+    TypeError: `path` is not a string, or `leaf` is not an array.
   """
   check_leaf("is_norm_or_bias", path, leaf)
   if path and leaf is not None and leaf.ndim < 2 and leaf.size < _LONG_VECTOR:
@@ -85,7 +85,7 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
 
 def check_leaf(op: str, path: Any, leaf: Any) -> None:
   """Raises a TypeError unless a path is a string and a leaf is an array."""
-  check_kind(op, "path", path, str, "pass a leaf's path, as 'norm/scale'")
+  check_kind(op, "path", path, str, "pass a leaf's path, such as 'norm/scale'")
   if leaf is not None and not hasattr(leaf, "dtype"):
     refuse(TypeError, op, "leaf", "an array", leaf, f"pass what is at {path!r}")
 
@@ -101,7 +101,7 @@ def _words(name: str) -> list[str]:
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-  """Lists the leaves of a tree with paths such as "layers/mlp/kernel"."""
+  """Lists a tree's leaves with their paths, such as "layers/mlp/kernel"."""
   out = []
   for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     leaf = jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
@@ -110,12 +110,12 @@ def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def leaf_path(keys: Sequence[Any]) -> str:
-  """Writes a leaf's keys as a path, without an `nnx.Variable`'s "value"."""
+  """Joins a leaf's keys to a path, without an `nnx.Variable`'s "value"."""
   if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
     keys = keys[:-1]
   return node_path(keys)
 
 
 def node_path(keys: Sequence[Any]) -> str:
-  """Writes the keys of any node of a tree as a path such as "0/mu"."""
+  """Joins the keys of any node of a tree to a path such as "0/mu"."""
   return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")

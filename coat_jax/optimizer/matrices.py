@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts parameters into the matrices that Muon orthogonalizes.
+"""Splits parameters into matrices for Muon, and orthogonalizes these.
 
-A leaf may hold many matrices: a stack of layers, gate and up, or q, k and v in
-the columns of one kernel. A function of (path, leaf), such as `hidden_matrices`
-or `models.model_matrices(config)`, returns how the leaf is cut.
+A leaf may contain many matrices: a stack of layers, gate and up, or q, k and v
+in the columns of one kernel. A function of (path, leaf), such as
+`hidden_matrices` or `models.model_matrices(config)`, specifies how a leaf is
+split.
 """
 
 import functools
@@ -24,19 +25,20 @@ from coat_jax.optimizer.masks import check_leaf, is_norm_or_bias
 
 
 class MatrixSplit(NamedTuple):
-  """Describes how a leaf is cut into matrices.
+  """Describes how a leaf is split into matrices.
 
-  It adds two fields to `optax.contrib.MuonDimensionNumbers`. The axes that are
-  neither in `reduction_axis` nor in `output_axis` are batch axes (layers,
-  experts, or gate and up): each index along them holds separate matrices.
+  This class adds `parts` and `groups` to `optax.contrib.MuonDimensionNumbers`.
+  Axes in neither `reduction_axis` nor `output_axis` are batch axes (layers,
+  experts, or gate and up): each index along them selects separate matrices.
 
   Attributes:
     reduction_axis: axis or axes that a matmul with the weight sums over.
     output_axis: axis or axes of the matmul's columns; the last one must be
       the leaf's last axis.
-    parts: widths of consecutive columns that are separate matrices, such as q,
-      k and v; () for one matrix.
-    groups: how often `parts` repeats; part i of all groups forms one matrix.
+    parts: numbers of consecutive columns that form separate matrices, such as
+      q, k and v; () for one matrix.
+    groups: how often `parts` repeats along the columns; part i of all groups
+      together forms one matrix.
   """
 
   reduction_axis: Sequence[int] | int = -2
@@ -59,7 +61,7 @@ class MatrixSplit(NamedTuple):
 
 Matrices = Callable[[str, Any], MatrixSplit | MuonDimensionNumbers | None]
 
-# Coefficients of Muon's own Newton-Schulz iteration.
+# Coefficients of the Newton-Schulz iteration that Muon's authors use.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -76,10 +78,10 @@ _TABLES = ("embed", "head", "router")
 
 
 def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
-  """Treats every real leaf with two axes as one matrix, except tables.
+  """Selects every real leaf with two axes as one matrix, except tables.
 
-  Tables are leaves whose path contains `embed`, `head` or `router`. Norms and
-  biases, which may be stacked, are not matrices either.
+  Tables are leaves whose path contains `embed`, `head` or `router`. Stacked
+  norms and biases, which also have two axes, are not matrices either.
 
   Args:
     path: the leaf's path, such as "blocks/0/attn/out/kernel".
@@ -89,13 +91,13 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
     One matrix [inputs, outputs], or None.
 
   Raises:
-    TypeError: `path` is not a string or `leaf` not an array.
-    ValueError: the leaf belongs to a `models.Decoder`.
+    TypeError: `path` is not a string, or `leaf` is not an array.
+    ValueError: the leaf contains q, k and v of a `models.Decoder`.
   """
   check_leaf("hidden_matrices", path, leaf)
   if path.endswith("qkv/linear/kernel") and leaf.ndim == 3:
     raise ValueError(
-      "hidden_matrices: q, k and v of a Decoder must be cut apart, got "
+      "hidden_matrices: q, k and v of a Decoder must be split, got "
       f"{path!r} {list(leaf.shape)}; pass "
       "matrices=models.model_matrices(model.config)"
     )
@@ -108,7 +110,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
 def checked_matrices(
   op: str, matrices: Matrices | None
 ) -> Callable[[str, Any], MatrixSplit | None]:
-  """Wraps `matrices` (None: `hidden_matrices`) in a check of its results."""
+  """Returns `matrices`, by default `hidden_matrices`, with checked results."""
   matrices = hidden_matrices if matrices is None else matrices
   remedy = "pass a function (path, leaf) -> MatrixSplit | None"
   check_function(op, "matrices", matrices, remedy)
@@ -129,7 +131,7 @@ def checked_matrices(
 
 
 def check_split(op: str, path: str, leaf: Any, split: MatrixSplit) -> None:
-  """Raises a ValueError if a leaf cannot be cut this way."""
+  """Raises a ValueError if a leaf cannot be split as specified."""
   if not jnp.issubdtype(leaf.dtype, jnp.floating):
     raise ValueError(
       f"{op}: matrices must be real, got {leaf.dtype} at {path!r}; return None "
@@ -159,7 +161,7 @@ def check_split(op: str, path: str, leaf: Any, split: MatrixSplit) -> None:
 
 
 def split_columns(x: Array, split: MatrixSplit) -> list[Array]:
-  """Cuts [..., columns] into the parts of a `MatrixSplit`, in their order."""
+  """Splits [..., columns] into the parts of a `MatrixSplit`, in order."""
   columns = x.reshape(*x.shape[:-1], split.groups, -1)
   ends = [sum(split.parts[:i]) for i in range(1, len(split.parts))]
   parts = jnp.split(columns, ends, axis=-1)
@@ -176,16 +178,16 @@ def join_columns(parts: Sequence[Array], split: MatrixSplit) -> Array:
 
 
 def _axes_first(split: MatrixSplit, ndim: int) -> tuple[list[int], int]:
-  """Orders axes as batch, inputs, outputs; also returns how many are batch."""
+  """Orders axes as batch, inputs, outputs; also counts the batch axes."""
   named = [axis % ndim for axis in split.inputs + split.outputs]
   batch = [axis for axis in range(ndim) if axis not in named]
   return batch + named, len(batch)
 
 
 def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
-  """Cuts a leaf into its matrices [inputs, outputs], in order of batch axes.
+  """Splits a leaf into its matrices [inputs, outputs], in order of batch axes.
 
-  A bias [columns] is cut like the columns of its kernel.
+  A bias [columns] is split like the columns of its kernel.
   """
   if x.ndim == 1:
     return split_columns(x, split)
@@ -199,7 +201,7 @@ def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
 def join_matrices(
   matrices: Sequence[Array], split: MatrixSplit, shape: tuple[int, ...]
 ) -> Array:
-  """Inverts `split_matrices`, for a leaf of this shape."""
+  """Inverts `split_matrices` for a leaf of this shape."""
   if len(shape) == 1:
     return join_columns(matrices, split)
   order, _ = _axes_first(split, len(shape))
@@ -226,8 +228,8 @@ def map_matrices(
   def one(x, spec):
     """Applies f to one index of the first batch axis, or to a whole leaf."""
     lead = x.ndim - len(split.inputs + split.outputs)
-    # Shard rows like the first of their axes and columns like the last, so that
-    # reshaping moves nothing between devices.
+    # Shard rows like the first input axis, and columns like the last output
+    # axis, so that reshaping moves nothing between devices.
     where = *spec[:lead], spec[lead], spec[-1]
 
     def of_matrix(matrix):
@@ -263,12 +265,12 @@ def place(x: Array, sharding: NamedSharding | None, spec: tuple) -> Array:
 def newton_schulz(
   x: Array, options: NewtonSchulz, sharding: NamedSharding | None = None
 ) -> Array:
-  """Moves the singular values of f32 matrices [..., m, n] close to 1.
+  """Orthogonalizes f32 [..., m, n]: moves singular values close to 1.
 
-  Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where A = x
-  x^T. On a mesh the longer axis is split over all devices that hold shards of
-  the leaf, which exchange only sums of x x^T. Without `sharding`, XLA decides
-  how to partition.
+  Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where
+  A = x x^T. On a mesh, the longer axis is split over all devices that store
+  shards of the leaf; they exchange only sums of x x^T. Without `sharding`, XLA
+  decides how to partition the iteration.
   """
   a, b, c = options.coefficients
   is_tall = x.shape[-2] > x.shape[-1]
@@ -291,7 +293,7 @@ def newton_schulz(
     if names:
       gram = place(gram, sharding, (*lead, None, None))
     x = a * x + (b * gram + c * gram @ gram) @ x
-    # Without this, the last product would be split by rows and would gather x.
+    # Without this, XLA would split the last matmul by rows, and gather x.
     return place(x, sharding, by_columns) if names else x
 
   if isinstance(options.steps, jax.Array):
@@ -308,7 +310,7 @@ def orthogonalize(
   sharding: NamedSharding | None,
   options: NewtonSchulz,
 ) -> Array:
-  """Orthogonalizes the matrices of a leaf, and scales them by their shapes."""
+  """Orthogonalizes a leaf's matrices, and scales each by its shape."""
 
   def f(x):
     rows, columns = x.shape[-2:]
@@ -318,6 +320,6 @@ def orthogonalize(
     return scale * newton_schulz(x, options, sharding)
 
   whole = functools.partial(map_matrices, f, split=split, sharding=sharding)
-  # With explicit axes, types would decide which products sum over devices. Our
-  # sharding constraints must decide that, so we make the axes automatic.
+  # On explicit axes, types would determine which matmuls sum over devices. Our
+  # sharding constraints must determine it, so we make the axes automatic.
   return run_whole(whole, x, out_specs=spec_of(x))

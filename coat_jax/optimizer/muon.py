@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon with its momentum stored in FP8, as an optax transformation.
 
-Muon moves hidden matrices by their orthogonalized momentum; `coat_adamw` steps
-all other parameters. The momentum is updated on each device's shard, like
-Adam's moments. `matrices.py` orthogonalizes a stack one layer at a time.
+Muon updates hidden matrices by their orthogonalized momentum; `coat_adamw`
+updates all other parameters. Like Adam's moments, the momentum is updated on
+each device's shard. `matrices.py` orthogonalizes stacks one layer at a time.
 """
 
 import functools
@@ -44,15 +44,15 @@ from coat_jax.optimizer.step import (
 )
 from coat_jax.optimizer.weights import in_f32
 
-# Both optimizers number leaves from 0, so AdamW needs another seed.
+# Muon and AdamW both number leaves from 0, so AdamW needs another seed.
 _ADAM_STREAM = 0x2545F491
 
 
 class MuonScalars(NamedTuple):
-  """Scalars of a step of Muon, f32 [].
+  """The scalars of a step of Muon, each f32 [].
 
-  Muon orthogonalizes ratio * momentum + gradient_ratio * gradient: without
-  Nesterov momentum, the momentum over its bias correction.
+  Muon orthogonalizes ratio * momentum + gradient_ratio * gradient. Without
+  Nesterov momentum, this is the momentum divided by its bias correction.
   """
 
   beta: Array
@@ -85,7 +85,7 @@ def muon_momentum(
   *,
   groups: GroupCodecs,
 ) -> tuple[Array, Stored]:
-  """Returns the direction to orthogonalize, f32, and the new momentum."""
+  """Returns the array to orthogonalize, f32, and the encoded new momentum."""
   s = scalars
   (mu,) = decode(groups, stored)
   gradient = in_f32(g)
@@ -115,22 +115,22 @@ def scale_by_coat_muon(
   Args:
     ns_coeffs, ns_steps, beta, eps, nesterov, consistent_rms: as for
       `coat_muon`.
-    matrices: `(path, leaf) -> MatrixSplit`, how a leaf is cut into matrices;
-      None for `hidden_matrices`.
-    codec: stores the momentum the way it stores a first moment.
+    matrices: `(path, leaf) -> MatrixSplit`, how a leaf is split into matrices;
+      by default `hidden_matrices`.
+    codec: as for `coat_adamw`; its codec for the first moment is used.
     quantize_mask, seed: as for `coat_adamw`.
     shardings: as for `coat_muon`.
 
   Returns:
-    An `optax.GradientTransformation` for trees that hold only matrices.
+    An `optax.GradientTransformation` for trees that contain only matrices.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`, a hyperparameter not a number, or
+    TypeError: `codec` is not a `MomentCodec`; a hyperparameter is not a number;
       `matrices` returns neither a `MatrixSplit` nor None; (by `update`) the
       state belongs to another optimizer.
     ValueError: a hyperparameter is outside its range; a leaf is not a matrix,
-      or cannot be cut as `matrices` requires; the state was made with another
-      codec or for other parameters.
+      or cannot be split as `matrices` specifies; the state was made with
+      another codec or for other parameters.
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.scale_by_muon`.
   """
@@ -157,7 +157,7 @@ def scale_by_coat_muon(
       if split is None:
         raise ValueError(
           f"{op}: leaves must be matrices, got {list(leaf.shape)} at {path!r}; "
-          "use coat_muon, which steps the others by AdamW, or pass matrices"
+          "use coat_muon, which updates the others by AdamW, or pass matrices"
         )
       check_split(op, path, leaf, split)
       out.append(split)
@@ -202,35 +202,37 @@ def coat_muon(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Muon with its momentum in FP8, and `coat_adamw` for all but matrices.
+  """Muon with momentum in FP8 for matrices, `coat_adamw` for all other leaves.
 
-  Hidden matrices move by their orthogonalized momentum, whose singular values
-  are near 1. With the default codec the momentum takes 1.04 bytes per
-  parameter, and the moments of other parameters (embeddings, head, norms) 2.08.
+  Hidden matrices are updated by their orthogonalized momentum, whose singular
+  values are near 1. With the default codec the momentum takes 1.04 bytes per
+  parameter, and the two moments of other encoded parameters, such as embeddings
+  and head, take 2.08.
 
   Args:
     learning_rate: a number or a schedule.
     ns_coeffs: coefficients of the Newton-Schulz iteration.
-    ns_steps: number of iterations.
-    beta: decay of the momentum.
-    eps: added to the norm that a matrix is divided by; also AdamW's eps.
-    weight_decay: decay of the matrices; multiplied by the learning rate.
+    ns_steps: number of Newton-Schulz iterations.
+    beta: decay rate of the momentum.
+    eps: added to the norm by which a matrix is divided; also AdamW's eps.
+    weight_decay: for matrices; multiplied by the learning rate.
     weight_decay_mask: which matrices decay, like `mask` of `coat_adamw`.
-    nesterov: whether to use Nesterov momentum, in AdamW too.
+    nesterov: whether Muon and AdamW use Nesterov momentum.
     adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_weight_decay_mask:
       arguments of AdamW.
     adam_learning_rate: AdamW's learning rate; None for `learning_rate`.
-    consistent_rms: scales updates by sqrt(max(inputs, outputs)) times this
-      (0.2 gives them about the size of AdamW's updates); None scales by
-      sqrt(max(1, outputs / inputs)).
-    matrices: `(path, leaf) -> MatrixSplit | None`, how a leaf is cut into
-      matrices; AdamW steps the leaf if it returns None. Pass
+    consistent_rms: updates are multiplied by this number times
+      sqrt(max(inputs, outputs)); with 0.2, they are about as large as AdamW's.
+      None multiplies them by sqrt(max(1, outputs / inputs)).
+    matrices: `(path, leaf) -> MatrixSplit | None`, how a leaf is split into
+      matrices; AdamW updates leaves for which the function returns None. Pass
       `models.model_matrices(config)` for a model of `models`, or your own
-      function; None for `hidden_matrices`. Inside `optax.inject_hyperparams`
-      name it in `static_args`; otherwise optax calls it as a schedule.
+      function; the default is `hidden_matrices`. With
+      `optax.inject_hyperparams`, list it in `static_args`; otherwise optax
+      calls it as a schedule.
     codec, quantize_mask, seed: as for `coat_adamw`.
     shardings: on a mesh of automatic axes, the shardings of all parameters, as
-      for `coat_adamw`: each device then steps its own shard of the momentum,
+      for `coat_adamw`: each device then updates its own shard of the momentum,
       and matrices are orthogonalized with their longer axis split.
 
   Returns:

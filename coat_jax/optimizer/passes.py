@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps a leaf on a GPU in few passes over memory, without a kernel.
+"""Runs a leaf's optimizer step on a GPU in plain JAX, in two or three passes.
 
 A group's statistics depend on all of its values, so a step must read its inputs
-twice. By itself, XLA would store both new moments in f32 after the first read,
-and spend more time on them than on everything else. Here each pass starts from
-the stored moments and computes the same values again. (They may differ in the
-last bit, because XLA may fuse multiplications and additions differently.)
+twice. By default, XLA would store both new moments in f32 after the first read,
+and spend more time on writing and reading them than on the rest of the step.
+Here, instead, each pass computes the new moments again from the stored ones.
+(The values may differ between passes in the last bit, because XLA may fuse
+multiplications and additions differently.)
 
-The first pass computes the statistics. If a codec with dynamic range expansion
-rounds stochastically, a second pass computes each value's lower neighbour, its
-draft, because XLA generates slow code if it fuses drafts with the lookup below.
-The last pass encodes. All arrays are split into groups first, because XLA
-counts everything before a reshape twice when it estimates the cost of a fusion.
+The first pass computes the statistics. The last pass encodes. If a codec with
+dynamic range expansion rounds stochastically, a pass between them computes each
+value's lower neighbour, called its draft: XLA generates slow code if it fuses
+drafts with the table lookup below. All arrays are split into groups first,
+because XLA counts operations before a reshape twice when it estimates the cost
+of a fusion.
 
 XLA needs about 120 instructions for a power on a GPU, so the six powers per
 parameter took longer than all memory accesses. But there are only 256 powers k
-and 128 magnitudes of an E4M3 code, so we look up their roots in a table, which
+and 128 magnitudes of an E4M3 code. So we look up the roots in a table, which
 gives the same bits.
 """
 
@@ -32,11 +34,11 @@ from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import join_groups, split_groups
 
 _SIGN, _NAN = 0x80, 0x7F
-_MAGNITUDES = 128  # Codes without a sign; the last one is NaN.
+_MAGNITUDES = 128  # The number of codes without a sign; the last is NaN.
 
 
 def can_run(groups: Sequence[Any], shape: tuple[int, ...]) -> bool:
-  """Returns whether all moments use one group size, and it divides a row."""
+  """Returns whether all moments have one group size, which divides a row."""
   sizes = {getattr(x, "group_size", None) for x in groups}
   return (
     all(isinstance(x, Grouped) for x in groups)
@@ -56,11 +58,12 @@ def run(
 ) -> tuple[Any, tuple[Encoded, ...]]:
   """Runs `compute`; returns its first result finished and the others encoded.
 
-  `compute(arrays, *moments)` returns a result and the new moments, all f32; it
-  must be elementwise, because its arrays are split into groups.
+  `compute(arrays, *moments)` returns a result and the new moments, all f32. It
+  must be elementwise, because its arguments are split into groups.
   `finish(result, split)` returns a tree of arrays of the result's shape;
   `split` splits other arrays of the leaf's shape into groups. `arrays` is a
-  tree of such arrays, and `noise` has one per moment, or None.
+  tree of arrays of the leaf's shape. `noise` contains one such array per
+  moment, or None.
   """
   size, n = groups[0].group_size, stored[0].codes.shape[-1]
 
@@ -98,8 +101,8 @@ def run(
 
 
 def _uses_table(codec: Grouped) -> TypeGuard[ExpandedFP8]:
-  """Returns whether we look up a codec's roots."""
-  # A user's subclass may map codes in another way.
+  """Returns whether a codec's roots are looked up in a table."""
+  # A user's subclass may decode differently.
   is_known = type(codec) in (ExpandedFP8, BoundedFP8)
   return is_known and isinstance(codec, ExpandedFP8) and codec.dtype == E4M3
 
@@ -117,14 +120,14 @@ def _decode(codec: Grouped, encoded: Encoded) -> Array:
 def _draft(
   codec: Grouped, x: Array, statistics: tuple[Array, Array]
 ) -> Array | None:
-  """Returns x rounded down, as uint8 codes, or None if `_encode` needs none."""
+  """Returns uint8 codes of x rounded down, or None if `_encode` needs none."""
   if not (_uses_table(codec) and codec.needs_noise):
     return None
   t = share(magnitude_of(x), codec.bound(statistics[0]))
   y = codec.expand(t, *statistics)
-  # E4M3 has 3 bits of mantissa. Its exponent is biased by 7, f32's by 127, and
-  # from 2^-6 down its values are multiples of 2^-9. An integer below 2^23 is in
-  # the last bits of the f32 that is larger by 2^23.
+  # E4M3 has 3 mantissa bits. Its exponent bias is 7; f32's is 127. Its values
+  # below 2^-6 are multiples of 2^-9. If 2^23 is added to a smaller integer, the
+  # last bits of the f32 are that integer.
   bits = lax.bitcast_convert_type(y, jnp.uint32)
   steps = jnp.floor(y * 2.0**9) + 2.0**23
   subnormal = lax.bitcast_convert_type(steps, jnp.uint32) & 0xF
@@ -145,7 +148,7 @@ def _encode(
   t = share(magnitude_of(x), codec.bound(statistics[0]))
   code = draft.astype(jnp.uint32)
   below = _contract(codec, code & _NAN, *statistics)
-  # The code above the largest value is NaN, which is never chosen.
+  # The code after the largest value is NaN, which is never chosen.
   above = _contract(codec, (code & _NAN) + 1, *statistics)
   is_up = t - below > noise * (above - below)
   code = (code + is_up.astype(jnp.uint32)).astype(jnp.uint8)
@@ -155,13 +158,13 @@ def _encode(
 def _contract(
   codec: ExpandedFP8, code: Array, amax: Array, range_: Array
 ) -> Array:
-  """Looks up t for uint32 codes without signs."""
+  """Looks up t for uint32 codes without a sign."""
   codes = lax.iota(jnp.uint8, _MAGNITUDES)
   y = lax.bitcast_convert_type(codes, codec.dtype).astype(jnp.float32)[None]
-  # 256 roots need 256 rows. With one more row, even the NaN that ends row 256
-  # has a neighbour.
+  # There are 256 roots, one per row. The additional row lets `_encode` look up
+  # the code after NaN, the last entry of a row, in the last row too.
   root = codec.root_at(lax.iota(jnp.float32, 257)[:, None])
-  # Without the barrier, XLA may compute a power for each lookup instead.
+  # Without the barrier, XLA may compute a power for each lookup.
   table = lax.optimization_barrier(codec.contract(y, root).reshape(-1))
   row = codec.root_index(amax, range_).astype(jnp.uint32)
   return lax.gather(

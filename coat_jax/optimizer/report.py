@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports a state's size, and how accurately its codes represent moments."""
+"""Reports the memory of an optimizer state, and the error of its moments."""
 
 from typing import Any, NamedTuple
 
@@ -29,9 +29,9 @@ _QUANTILES = {"min": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1}
 
 
 class StateBytes(NamedTuple):
-  """Size of an optimizer's state.
+  """The size of an optimizer's state.
 
-  `bytes_per_param` is the total over the number of parameters.
+  `total` is in bytes; `bytes_per_param` is `total` divided by `parameters`.
   """
 
   total: int
@@ -42,14 +42,14 @@ class StateBytes(NamedTuple):
 def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
   """Counts the bytes of an optimizer's state, in total and per parameter.
 
-  With `params`, all arrays of any optax state count. Without it, only states of
-  this library ("coat states") count, including fields that `encoded` leaves
-  unchanged and the low bits of weights. The average is then over the parameters
-  that have moments in these states.
+  With `params`, all arrays of any optax state are counted. Without `params`,
+  only states of this library ("coat states") are counted, including fields that
+  `encoded` leaves unchanged and the low bits of weights; the average is then
+  over the parameters that have moments in these states.
 
   Args:
-    opt_state: an optimizer's state, of arrays or of `jax.ShapeDtypeStruct`s,
-      which `jax.eval_shape(solver.init, params)` makes without allocating.
+    opt_state: an optimizer's state, with arrays or `jax.ShapeDtypeStruct`s;
+      `jax.eval_shape(solver.init, params)` makes the latter without allocating.
     params: the parameters of this state, arrays or `jax.ShapeDtypeStruct`s.
 
   Returns:
@@ -57,7 +57,7 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
 
   Raises:
     TypeError: a leaf of `params` is not an array.
-    ValueError: `params` is None and `opt_state` holds no coat state.
+    ValueError: `params` is None and `opt_state` contains no coat state.
 
   Examples:
     >>> import jax, optax
@@ -83,7 +83,7 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
     "state_bytes",
     opt_state,
     MomentState | EncodedState,
-    ", or pass params, with which any state is counted",
+    ", or pass params, to count any state",
   )
   parameters = 0
   for state in states:
@@ -105,36 +105,36 @@ def _state_bytes(arrays: Any, parameters: int) -> StateBytes:
 def state_report(
   opt_state: Any, *, reference: Any = None
 ) -> dict[str, dict[str, Any]]:
-  """Reports, leaf by leaf, how accurately codes represent the moments.
+  """Reports for each leaf how accurately codes represent its moments.
 
   Args:
-    opt_state: a coat state or an `EncodedState`, or an optimizer state that
-      holds exactly one of them.
-    reference: f32 moments of the same run to compare with: the state of optax's
-      optimizer of this kind, or of the optimizer inside `encoded`.
+    opt_state: a coat state (of `coat_adamw`, `coat_lion`, `coat_muon` or
+      `encoded`), or an optimizer state that contains exactly one.
+    reference: exact moments to compare with: the f32 state of optax's optimizer
+      of the same kind (for `encoded`, of the inner optimizer) in the same run.
 
   Returns:
-    For each leaf's path, a dict that JSON can store: `parameters`, `encoded`
-    (False for leaves that stay f32), and for each moment, `mu`, `nu` or the
-    path of an encoded field, a dict of
-      `replicated`: only if a flax box shards codes along their last axis, but
-        statistics are replicated along it. It explains why: the groups cannot
-        be divided over the devices, or no mesh was known when the state was
-        made;
-      `power`: min, p10, median, p90, max and mean of the expansion's k over the
-        groups that are not all zero (codecs with an expansion);
-      `codes_used`: share of the 256 codes that occur, or of the 16 codes of
-        int4 (codecs of at most 8 bits);
-      `zeroed`: share of values that are 0 (with a reference: among the values
-        that are not 0 in it). Where a second moment is 0, the update is divided
+    A dict for each leaf's path, which JSON can store, with `parameters`,
+    `encoded` (False for leaves that stay in f32), and for each moment (`mu`,
+    `nu` or the path of an encoded field) a dict with
+      `replicated`: a sentence, only if a flax box shards codes along their last
+        axis but statistics are replicated along it, because the groups cannot
+        be divided over the devices, or because no mesh was known when the state
+        was made;
+      `power`: min, p10, median, p90, max and mean of the expansion's k over all
+        groups with a nonzero value (only for codecs with an expansion);
+      `codes_used`: fraction of the 256 codes (16 for int4) that occur (only for
+        codecs with at most 8 bits);
+      `zeroed`: fraction of values that are 0; with a reference, that are 0 but
+        not 0 in the reference. If a second moment is 0, the update is divided
         by eps;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
-        Euclidean norms over the leaf.
+        with Euclidean norms over the leaf.
 
   Raises:
-    TypeError: `reference` contains no such moments.
-    ValueError: there is not exactly one coat state, or the reference belongs to
-      other parameters.
+    TypeError: `reference` does not contain the moments of `opt_state`.
+    ValueError: `opt_state` does not contain exactly one coat state, or the
+      reference belongs to other parameters.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -149,7 +149,7 @@ def state_report(
   found = find_states(op, opt_state, MomentState | EncodedState)
   if len(found) > 1:
     raise ValueError(
-      f"{op}: opt_state must hold one coat state, got {len(found)}; pass one"
+      f"{op}: opt_state must contain one coat state, got {len(found)}; pass one"
     )
   (state,) = found
   if isinstance(state, EncodedState):
@@ -231,5 +231,5 @@ def _in_f64(x) -> np.ndarray:
 
 
 def _share(chosen: np.ndarray) -> float:
-  """Returns the share of values that are True; 0 if there are none."""
+  """Returns the fraction of values that are True; 0 for an empty array."""
   return float(np.count_nonzero(chosen) / max(chosen.size, 1))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions and checks for saving and restoring states with FP8 arrays.
+"""Converts and checks states with FP8 arrays, to save and restore them.
 
-NumPy has no FP8 and no int4: `np.savez` writes such arrays, but `np.load`
-cannot read them. Unsigned integers keep the bits and are supported everywhere.
-Orbax supports FP8 and int4, but casts what it reads to the dtypes of the
-target, which corrupts codes of another codec. `check_stored` compares the
-dtypes first.
+NumPy has no FP8 and no int4 dtype: `np.savez` writes such arrays, but `np.load`
+cannot read them. `to_integers` converts them to unsigned integers with the same
+bits, which every format supports. Orbax supports FP8 and int4, but casts arrays
+that it reads to the target's dtypes, which corrupts codes of another codec.
+`check_stored` compares the dtypes first.
 """
 
 from typing import Any
@@ -20,15 +20,15 @@ from coat_jax.optimizer.masks import node_path
 
 
 def to_integers(tree: Any) -> Any:
-  """Turns FP8 and bfloat16 arrays into uint8 and uint16, bit for bit.
+  """Converts FP8 and bfloat16 arrays to uint8 and uint16 with the same bits.
 
-  Arrays of int4 become uint8 too, with the four bits of one value in each byte.
+  Arrays of int4 also become uint8: each byte contains the four bits of a value.
 
   Args:
     tree: a tree of arrays or `jax.ShapeDtypeStruct`s, such as a train state.
 
   Returns:
-    The same tree with the same shardings; other leaves stay as they are.
+    The same tree with the same shardings; other leaves are unchanged.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -51,7 +51,7 @@ def from_integers(tree: Any, like: Any) -> Any:
   """Inverts `to_integers`.
 
   Args:
-    tree: what `to_integers` returned, perhaps read from a file; NumPy arrays
+    tree: the result of `to_integers`, possibly read from a file; NumPy arrays
       stay NumPy arrays.
     like: a tree of the same structure with the original dtypes, such as
       `jax.eval_shape(optimizer.init, params)` with the same codec.
@@ -60,8 +60,8 @@ def from_integers(tree: Any, like: Any) -> Any:
     `tree` with the dtypes of `like`.
 
   Raises:
-    ValueError: the trees' structures differ, or an array does not have the
-      shape or the width of its leaf in `like`.
+    ValueError: the trees' structures differ, or an array differs in shape or
+      number of bits from its leaf in `like`.
   """
 
   def view(keys, want, x):
@@ -85,20 +85,20 @@ def from_integers(tree: Any, like: Any) -> Any:
 def check_stored(stored: Any, target: Any) -> None:
   """Raises if a checkpoint's dtypes or shapes differ from its target's.
 
-  Orbax silently casts to the target's dtypes, so a state of one codec would be
-  restored as a state of another codec, with wrong moments. Codecs whose states
-  have the same dtypes and shapes cannot be told apart.
+  Orbax silently casts to the target's dtypes, so it would restore a state of
+  one codec as a state of another codec, with wrong moments. This check cannot
+  distinguish codecs whose states have the same dtypes and shapes.
 
   Args:
     stored: Orbax's `checkpointer.metadata(path)`, or a tree whose leaves have a
       shape and a dtype.
-    target: the tree to restore, or a part of the tree that was saved; leaves
-      are arrays or `jax.ShapeDtypeStruct`s. Other leaves and random keys are
-      not compared.
+    target: the tree to restore, which may be a part of the tree that was saved.
+      Arrays and `jax.ShapeDtypeStruct`s in it are compared, but not random keys
+      and other leaves.
 
   Raises:
-    ValueError: a leaf of `target` is stored with another dtype or shape, or not
-      at all; or `stored` is empty.
+    ValueError: a leaf of `target` is stored with another dtype or shape, or is
+      not stored; or `stored` is empty.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -108,11 +108,11 @@ def check_stored(stored: Any, target: Any) -> None:
     >>> stored = jax.eval_shape(coat_adamw(1e-3).init, params)
     >>> check_stored(stored, stored)
   """
-  # Orbax stores names, not the types of nodes.
+  # Compare paths, because Orbax does not store the types of nodes.
   leaves = tree_leaves_with_path(getattr(stored, "item_metadata", stored))
   saved = {node_path(keys): leaf for keys, leaf in leaves}
   if not saved:
-    # A CheckpointManager has no handler before it has saved or restored.
+    # A CheckpointManager has no handler until it has saved or restored.
     raise ValueError(
       "check_stored: stored must have the leaves of a checkpoint, got none in "
       f"a {type(stored).__name__}; give Orbax's CheckpointManager "
@@ -138,7 +138,7 @@ def _dtype_and_shape(x: Any) -> str:
 
 
 def _is_foreign(x: Any) -> bool:
-  """Returns whether a leaf has int4 or a floating dtype that NumPy lacks."""
+  """Returns whether NumPy lacks a leaf's dtype: int4, FP8 or bfloat16."""
   dtype = getattr(x, "dtype", None)
   if dtype == jnp.int4:
     return True

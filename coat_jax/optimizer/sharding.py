@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes how an optimizer's FP8 state is sharded: like its parameters.
 
-Codes have the parameter's shape and sharding. The statistics of groups have the
-same axes (only the last one is shorter) and the same sharding, so an
-optimizer's step moves nothing between devices. On a mesh with explicit axes,
-shardings are part of types, so tracing `init` on such a mesh yields the
-shardings of everything that it makes, no matter what wraps the optimizer. They
-are valid for automatic axes too.
+Codes have the shape and sharding of their parameter. The statistics of groups
+have the same axes, of which the last is shorter, and the same sharding, so a
+step moves nothing between devices. On explicit axes, types contain shardings.
+So we trace `init` on such a mesh, and read the shardings of all results from
+their types, whatever wraps the optimizer. These shardings are valid for
+automatic axes too.
 
 If rows are sharded, the group size must divide each device's part of a row, so
-that no group is split (`fit_group_size`). An `nnx.State` contains no codec, so
-its groups are not checked.
+that no group is split (`fit_group_size`). Groups in an `nnx.State`, which
+contains no codec, are not checked.
 """
 
 import dataclasses
@@ -36,27 +36,26 @@ def abstract_state(
 ) -> Any:
   """Returns shapes, dtypes and shardings of the state, without allocating it.
 
-  An array is sharded like the parameter that it is made from: codes and other
-  arrays of its shape have the same sharding, and statistics are sharded like
-  the axes that they summarize. An array made from only a number or a shape is
-  replicated. If parameters are in flax's boxes, call this where you call
-  `init`, because the boxes around statistics depend on the mesh that is set.
+  An array is sharded like the parameter that it is computed from: codes and
+  other arrays of the parameter's shape have its sharding, and statistics are
+  sharded along the same axes. An array that is computed from no parameter is
+  replicated. If parameters are in flax boxes, call this function under the same
+  mesh as `init`, because the boxes around statistics depend on that mesh.
 
   Args:
-    init: `optimizer.init` of any optax transformation, or any function of the
-      parameters, such as one that makes a whole train state.
+    init: `optimizer.init` of any optax transformation, or another function of
+      the parameters, such as one that makes a whole train state.
     params: tree of arrays or `jax.ShapeDtypeStruct`s.
     shardings: `NamedSharding`s on one mesh, a tree with one leaf per parameter;
       None to use the shardings of `params`.
 
   Returns:
     The result of `jax.eval_shape(init, params)`, in which each
-    `jax.ShapeDtypeStruct` has a `NamedSharding`. Orbax can restore into it.
+    `jax.ShapeDtypeStruct` has a `NamedSharding`, as Orbax's restore accepts it.
 
   Raises:
-    TypeError: a sharding is not a `NamedSharding`, or `init` not a function.
-    ValueError: shardings do not belong to `params`, or a group would be split
-      over devices.
+    TypeError: a sharding is not a `NamedSharding`, or `init` is not a function.
+    ValueError: `shardings` do not fit `params`, or devices would split a group.
 
   Examples:
     >>> import jax, optax
@@ -77,9 +76,9 @@ def abstract_state(
 def state_shardings(
   init: Callable[[Any], Any], params: Any, shardings: Any = None
 ) -> Any:
-  """Returns the shardings of what `init` makes: a tree of `NamedSharding`s.
+  """Returns the shardings of the result of `init`: a tree of `NamedSharding`s.
 
-  Use it for `jit`'s in_shardings and out_shardings and for `jax.device_put`.
+  Pass them to `jax.jit` (in_shardings, out_shardings) or `jax.device_put`.
 
   Args:
     init, params, shardings: as for `abstract_state`.
@@ -101,25 +100,25 @@ def fit_group_size(
   *,
   quantize_mask: QuantizeMask | None = None,
 ) -> MomentCodec:
-  """Returns the codec with the largest groups that no device has to split.
+  """Returns the codec with the largest groups that devices do not split.
 
   Codes depend on the group size: a state can be restored on any mesh, but only
-  into an optimizer with the group size that it was made with.
+  by an optimizer with the same group size.
 
   Args:
-    codec: a codec with the largest group sizes that you want.
+    codec: a codec with the largest group size that you allow.
     params, shardings: as for `abstract_state`.
     quantize_mask: as for `coat_adamw`; selects the leaves that are encoded.
 
   Returns:
-    `codec`, perhaps with smaller groups: if the last axis of an encoded leaf is
-    sharded, they divide each device's share of this axis.
+    `codec`, possibly with a smaller group size: one that divides each device's
+    share of the last axis, for every encoded leaf whose last axis is sharded.
 
   Raises:
     TypeError: the same as for `abstract_state` and `coat_adamw`.
     ValueError: only groups of fewer than 16 values would fit, whose statistics
-      outgrow codes (`coat` stores 5 bytes per group), or shardings do not
-      belong to `params`.
+      take too much memory (`coat` stores 5 bytes per group), or `shardings` do
+      not fit `params`.
   """
   op = "fit_group_size"
   arguments.check_codec(op, codec)
@@ -131,7 +130,7 @@ def fit_group_size(
     for (path, leaf), is_encoded in zip(leaves, chosen, strict=True)
     if is_encoded and _share(leaf) < leaf.shape[-1]
   }
-  # Without a sharded leaf this is 0, which every size divides.
+  # If no last axis is sharded, this is 0, which every size divides.
   common = math.gcd(*shares.values())
 
   def fit(group: GroupCodec) -> GroupCodec:
@@ -160,8 +159,8 @@ def _abstract_state(op, init, params, shardings) -> Any:
   def on(mesh, x):
     spec = x.sharding.spec if x.sharding else jax.P()
     if AxisType.Explicit not in mesh.axis_types:
-      # Write the spec as jit writes the shardings of its results, so that the
-      # two are equal and the second step does not compile again.
+      # Write the spec as jit writes the shardings of its results; otherwise the
+      # second step would see other shardings and compile again.
       spec = tuple(spec)
       while spec and spec[-1] is None:
         spec = spec[:-1]
@@ -183,7 +182,7 @@ def _abstract_state(op, init, params, shardings) -> Any:
 def _placed(
   op: str, params: Any, shardings: Any
 ) -> tuple[Any, Mesh | AbstractMesh]:
-  """Returns abstract parameters with these shardings, and their mesh."""
+  """Returns abstract parameters with their shardings, and the mesh."""
   leaves = leaf_paths(params)
   where: list[Any] = (
     [getattr(leaf, "sharding", None) for _, leaf in leaves]
@@ -223,7 +222,7 @@ def _placed(
 
 
 def _check_groups(op, path: str, codes: Any, codec: GroupCodec) -> None:
-  """Raises ValueError if devices would split a group of a leaf's codes."""
+  """Raises a ValueError if devices would split a group of a leaf's codes."""
   if not splits_groups(codes.sharding, codes.shape, codec):
     return
   share, size = _share(codes), getattr(codec, "group_size", 1)
@@ -238,5 +237,5 @@ def _check_groups(op, path: str, codes: Any, codec: GroupCodec) -> None:
 
 
 def _share(x: Any) -> int:
-  """Returns the number of values of a row that one device holds."""
+  """Returns how many values of a row one device stores."""
   return x.sharding.shard_shape(x.shape)[-1] if x.ndim else 1

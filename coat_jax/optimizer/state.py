@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer states with FP8 moments: the classes, and functions that make them.
 
-A codec encodes one array; a `Moment` holds one moment of all parameters.
+A codec encodes one array; a `Moment` contains one moment of all parameters.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from coat_jax.numerics.checks import a
 from coat_jax.optimizer import arguments, boxes
 from coat_jax.optimizer.masks import is_encoded, plain_codec
 
-# The stored moments of one leaf, and the codec of each of them.
+# The stored moments of one leaf, and the codec of each moment.
 Stored = tuple[Encoded, ...]
 GroupCodecs = tuple[GroupCodec, ...]
 
 
-# The optimizer that makes each state, for error messages.
+# For error messages: the optimizer that makes each type of state.
 _MAKERS = {
   "ScaleByCoatAdamState": "coat_adamw",
   "ScaleByCoatLionState": "coat_lion",
@@ -44,16 +44,18 @@ _MAKERS = {
 class Moment:
   """One moment of all parameters, as a state stores it.
 
-  The fields of `codecs.Encoded` are trees with the structure of the parameters,
-  in the parameters' boxes (`nnx.Variable`, Linen's `Partitioned`); `boxes`
-  explains which axis names they keep. A leaf that is not encoded stores its
-  values in `codes`, as f32 or complex64; its statistics are scalar zeros.
+  `codes`, `amax` and `range` are the fields of `codecs.Encoded`, as trees with
+  the parameters' structure and boxes (`nnx.Variable`, Linen's `Partitioned`);
+  `boxes.py` explains which axis names the boxes keep. If a leaf is not encoded,
+  `codes` contains its values in f32 or complex64, and its statistics are scalar
+  zeros.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype.
     amax: shape=(..., ceil(n / group_size)).
     range: shape=(..., ceil(n / group_size)).
-    codec: encodes the leaves. It is part of the tree's structure, not a leaf.
+    codec: encodes the leaves. The codec is part of the tree's structure, not a
+      leaf.
   """
 
   codes: Any
@@ -67,13 +69,13 @@ class Moment:
     return [Encoded(*row) for row in zip(*columns, strict=True)]
 
   def codec_of(self, encoded: Encoded) -> GroupCodec:
-    """Returns a leaf's codec: `codec`, or `Plain` if it is not encoded."""
+    """Returns the codec of a leaf: `codec`, or `Plain` if it is not encoded."""
     if is_encoded(encoded):
       return self.codec
     return plain_codec(jnp.iscomplexobj(encoded.codes))
 
   def replace(self, leaves: Sequence[Encoded]) -> "Moment":
-    """Replaces the leaves but keeps their boxes, whatever the current mesh."""
+    """Replaces the leaves, and keeps their boxes under any mesh."""
     return Moment(
       jax.tree.structure(self.codes).unflatten([x.codes for x in leaves]),
       jax.tree.structure(self.amax).unflatten([x.amax for x in leaves]),
@@ -90,10 +92,10 @@ def zero_moment(
   *,
   is_real: bool = False,
 ) -> Moment:
-  """Makes a moment of zeros with the structure and the boxes of `like`.
+  """Makes a moment of zeros with the structure and boxes of `like`.
 
-  `codec` encodes the chosen leaves; the others are stored as f32 or, unless
-  `is_real`, as complex64 if they are complex. `mesh` is the mesh in the
+  `codec` encodes the chosen leaves. The other leaves are stored in f32, or in
+  complex64 if they are complex and not `is_real`. `mesh` is the mesh in the
   parameters' types, or None.
   """
 
@@ -111,18 +113,18 @@ def zero_moment(
 
 
 def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
-  """Encodes zeros with the shape and the sharding of a leaf, under noise 0.5.
+  """Encodes zeros with the shape and sharding of a leaf, with noise 0.5.
 
-  XLA would need half a minute to fold the encoding of a model's zeros, and
-  gigabytes to compute it. All groups of zeros have the same codes and
-  statistics, so we encode one group and repeat it. Statistics are sharded like
-  the leaf, except along axes that they cannot divide evenly.
+  For the zeros of a whole model, XLA would spend half a minute on constant
+  folding, or use gigabytes at run time. All groups of zeros have the same codes
+  and statistics, so we encode one group and repeat it. Statistics are sharded
+  like the leaf, except along axes that cannot be split evenly.
   """
   shape = jnp.shape(leaf)
   n = shape[-1] if shape else 1
-  # Without a group size, a code may depend on its column.
+  # If the codec has no group size, codes may depend on their column.
   size = max(1, min(n, getattr(group, "group_size", n)))
-  # One group, and the short group that ends a row.
+  # The sample is one group, and the short group that ends a row, if any.
   sample = (*(1 for _ in shape[:-1]), min(n, size + n % size)) if shape else ()
   sharding = None
   if not isinstance(leaf, core.Tracer) and getattr(leaf, "committed", True):
@@ -136,8 +138,8 @@ def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
 def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
   """Sets the mesh of a concrete leaf on explicit axes, unless one is set.
 
-  JAX cannot set a mesh while it traces a function. Without one, the result is
-  not sharded, as that of `jnp.zeros_like`.
+  JAX cannot set a mesh while it traces a function. Without a mesh, the result
+  is not sharded, like that of `jnp.zeros_like`.
   """
   where = getattr(sharding, "mesh", None)
   is_explicit = isinstance(where, Mesh) and where.abstract_mesh.explicit_axes
@@ -161,7 +163,7 @@ def _encode_zeros(
   spec: P,
   sharding: Sharding | None,
 ) -> Encoded:
-  """Encodes the sample `zeros` and repeats its first group to a leaf."""
+  """Encodes the sample `zeros`, and repeats its first group to fill a leaf."""
   count = shape[-1] // size if shape else 1
 
   def repeated(x, width):
@@ -184,11 +186,11 @@ def _encode_zeros(
 
 
 def _placed(x: Array, sharding: Sharding | None) -> Array:
-  """Shards an array like the concrete leaf that it belongs to, on any mesh."""
+  """Shards an array like the concrete leaf that it belongs to."""
   if isinstance(sharding, NamedSharding):
     where = sharding.mesh.abstract_mesh
     if where.explicit_axes:
-      return x  # Its type has the sharding.
+      return x  # Its type contains the sharding.
     with jax.sharding.use_abstract_mesh(where):
       spec = meshes.fitted(sharding.spec, x.shape)
     sharding = NamedSharding(sharding.mesh, spec)
@@ -211,7 +213,7 @@ def is_moment(node: Any) -> bool:
 
 
 def moments_in(tree: Any) -> list[Moment]:
-  """Lists all moments in a tree, such as a train state, in order."""
+  """Lists all moments in a tree, such as a train state, in tree order."""
   return [x for x in jax.tree.leaves(tree, is_leaf=is_moment) if is_moment(x)]
 
 
@@ -244,16 +246,16 @@ MomentState = ScaleByCoatAdamState | ScaleByCoatLionState | ScaleByCoatMuonState
 class EncodedState(NamedTuple):
   """State of `encoded`: the inner state, with encoded fields as `Moment`s."""
 
-  # shape=(), dtype=jnp.int32: number of steps; only random words use it.
+  # shape=(), dtype=jnp.int32: number of steps, used only for random words.
   count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
   inner: optax.OptState
 
 
 class LowBitsState(NamedTuple):
-  """State of a fused optimizer with weights of 24 bits.
+  """State of a fused optimizer with 24-bit weights.
 
-  `low` is a tree like the parameters, in their boxes. `join_weights` combines
-  both into f32 weights.
+  `low` is a tree with the parameters' structure and boxes. `join_weights`
+  combines the parameters and `low` into f32 weights.
   """
 
   low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() without low bytes
@@ -267,13 +269,13 @@ FusedState = MomentState | LowBitsState
 class MomentOptions:
   """The options that our optimizers share; see `coat_adamw`.
 
-  `op` is the public function's name, for error messages. If `state_type` has a
-  single moment, `codec.mu` encodes it.
+  `op` is the public function's name, for error messages. If `state_type` has
+  only one moment, `codec.mu` encodes it.
   """
 
   op: str
   state_type: type[MomentState]
-  # User input is typed Any because our own checks raise clearer errors.
+  # User input has type Any, because our own checks raise clearer errors.
   codec: Any
   quantize_mask: Any
   seed: Any
@@ -293,7 +295,7 @@ class MomentOptions:
       return self.state_type(count, *moments)
     chosen = arguments.choose_leaves(self.op, params, self.quantize_mask)
     where = boxes.mesh_of(params)
-    # All moments but the first average squares, which are real.
+    # All moments but the first are averages of squares, which are real.
     moments = [
       zero_moment(params, group, chosen, where, is_real=j > 0)
       for j, group in enumerate(groups)
@@ -302,7 +304,7 @@ class MomentOptions:
 
 
 def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
-  """Raises unless `state` has this type and its moments this codec."""
+  """Raises unless `state` has type `kind`, and its moments have this codec."""
   if not isinstance(state, kind):
     raise TypeError(
       f"{op}: state must be {a(kind)}, got {a(type(state))}; "
@@ -320,7 +322,7 @@ def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
 
 @functools.cache
 def placeholder_type() -> type:
-  """Returns the type of placeholder that `optax.tree.map_params` passes."""
+  """Returns the type of the placeholder in `optax.tree.map_params`."""
   kinds = []
 
   def init(params):
@@ -334,15 +336,15 @@ def placeholder_type() -> type:
 def marked_moment(placeholder: Any, codec: GroupCodec) -> Moment:
   """Makes a moment whose codes `optax.tree.map_params` treats as parameters.
 
-  Statistics may need other shardings, so each tree of them is a single leaf, to
-  which `transform_non_params` applies.
+  Statistics may need other shardings than parameters, so `amax` and `range` are
+  a single leaf each, to which `transform_non_params` applies.
   """
   leaf = jnp.zeros([], jnp.int32)
   return Moment(placeholder, leaf, leaf, codec)
 
 
 def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:
-  """Lists each leaf's moments and the codecs that encoded them."""
+  """Lists for each leaf its moments and the codecs that encoded them."""
   moments = state[1:]
   return [
     (row, tuple(m.codec_of(x) for m, x in zip(moments, row, strict=True)))
@@ -353,15 +355,15 @@ def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:
 def find_states(
   op: str, opt_state: Any, kind: Any, remedy: str = ""
 ) -> list[Any]:
-  """Lists all states of a type or union; raises ValueError if none exists."""
+  """Lists all states of a type or union; raises a ValueError if none exists."""
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
   found = [leaf for leaf in leaves if isinstance(leaf, kind)]
   if not found:
     kinds = getattr(kind, "__args__", (kind,))
     makers = [_MAKERS.get(x.__name__, "optax.adamw") for x in kinds]
     raise ValueError(
-      f"{op}: the optimizer state must hold a "
-      f"{' or '.join(x.__name__ for x in kinds)}, got "
+      f"{op}: the optimizer state must contain "
+      f"{' or '.join(map(a, kinds))}, got "
       f"{type(opt_state).__name__} without one; pass what init or update of "
       f"{' or '.join(makers)} returned{remedy}"
     )

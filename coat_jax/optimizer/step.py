@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs an optimizer's step: decodes moments, updates them in f32, encodes them.
 
-The arithmetic is an argument: `adam.adam` or `lion.lion`.
-`update_of` and `step_of` step one leaf; `Leaves` steps all leaves of a state.
+The arithmetic is an argument: `adam.adam` or `lion.lion`. `update_of` and
+`step_of` update one leaf; `Leaves` updates all leaves of a state.
 
-XLA can partition a step written in plain JAX, but not a kernel. So if a leaf's
-sharding is known, the step runs on each device's shard and moves nothing
-between devices. The random words of stochastic rounding depend on a value's row
-and column in the whole leaf, so the result does not depend on the mesh.
+XLA can partition a step in plain JAX, but not a kernel. So if a leaf's sharding
+is known, the step runs on each device's shard, and moves nothing between
+devices. The random words for stochastic rounding depend on a value's row and
+column in the whole leaf, so the result does not depend on the mesh.
 """
 
 import dataclasses
@@ -39,17 +39,17 @@ from coat_jax.optimizer.state import (
 )
 from coat_jax.optimizer.weights import Weight, in_f32
 
-# `arithmetic(g, *moments, scalars)`: the update and the new moments, all f32.
+# `arithmetic(g, *moments, scalars)` returns update and new moments, all f32.
 Arithmetic = Callable[..., tuple[Array, ...]]
 
 
 class StepScalars(NamedTuple):
-  """Scalars of a step, f32 [], other than those of its arithmetic.
+  """The scalars of a step that are not part of its arithmetic, each f32 [].
 
   Attributes:
-    learning_rate: positive to descend.
+    learning_rate: positive; the step subtracts this multiple of the update.
     weight_decay: zero for a leaf that does not decay.
-    grad_scale: factor of the gradient, or None.
+    grad_scale: factor for the gradient, or None.
   """
 
   learning_rate: Array
@@ -73,18 +73,18 @@ def encode(
       for j, (group, x) in enumerate(zip(groups, values, strict=True))
     )
 
-  # With explicit axes, JAX would refuse to reshape rows into groups that are
-  # split over devices, and would draw all random words on each device.
+  # On explicit axes, JAX would raise an error for reshaping rows into groups
+  # that are split over devices, and would draw all random words on each device.
   return mesh.run_whole(f, values, part, out_specs=mesh.spec_of(values[0]))
 
 
 def noise_of(
   group: GroupCodec, place: int, part: LeafPart, shape: tuple[int, ...]
 ) -> Array | None:
-  """Returns the noise that rounds a leaf's moment `place`, or None.
+  """Returns the noise that rounds moment number `place` of a leaf, or None.
 
-  Moment 2i is rounded with the random words of `pair_key(key, i)`, moment
-  2i + 1 with their `next_words`.
+  Moment 2i uses the random words of `pair_key(key, i)`, and moment 2i + 1 uses
+  the `next_words` of these.
   """
   if not group.needs_noise:
     return None
@@ -117,9 +117,9 @@ def pair_key(key: Array, pair: int) -> Array:
 def one_body(fn: Callable) -> Callable:
   """Compiles `fn` once for all leaves of a shape, if `shares_body()`.
 
-  If XLA inlines a function late, it optimizes its body once, and all leaves
-  share its temporary memory: AdamW for 196 leaves compiles on a CPU in 8 s
-  instead of 55 s.
+  If XLA inlines a function late, it optimizes the function's body only once,
+  and all calls share temporary memory: on a CPU, AdamW for 196 leaves compiles
+  in 8 s instead of 55 s.
   """
   jitted = functools.partial(
     jax.jit, fn, static_argnames=("arithmetic", "groups")
@@ -137,11 +137,11 @@ def one_body(fn: Callable) -> Callable:
 
 
 def shares_body() -> bool:
-  """Returns whether leaves share a body: on CPUs, with nothing to partition.
+  """Returns whether to compile one body: on CPUs, with nothing to partition.
 
-  XLA's partitioner does not look into a body that is inlined late. On an H200
-  sharing does not pay off: with 24 leaves compiling takes longer (49 s instead
-  of 44 s), and temporary memory grows from 1.0 to 1.8 GB.
+  XLA's partitioner does not look into a body that is inlined late. On an H200,
+  sharing the body does not pay off: for 24 leaves, compiling takes 49 s instead
+  of 44 s, and temporary memory grows from 1.0 to 1.8 GB.
   """
   if platform() != "cpu":
     return False
@@ -152,8 +152,8 @@ def shares_body() -> bool:
 
 
 def platform() -> str:
-  """Returns the platform that the code being traced is probably for."""
-  # The abstract device is None unless arrays are on a mesh.
+  """Returns the platform for which the current trace is probably compiled."""
+  # Without a mesh, the abstract device is None.
   device = jax.sharding.get_abstract_mesh().abstract_device
   return getattr(device, "platform", jax.default_backend())
 
@@ -188,10 +188,10 @@ def step_of(
   scalars: tuple[Any, StepScalars],
   groups: GroupCodecs,
 ) -> tuple[Weight, Stored]:
-  """Returns the new parameter and moments of one leaf, or of one layer of it.
+  """Returns the new parameter and moments of one leaf.
 
-  `p` and `g` are [..., n], but `g` is [1, ...] if one layer of a stacked leaf
-  is stepped.
+  `p` and `g` are [..., n]. If `part.layer` is not None, only this layer of a
+  stacked leaf is updated, and `g` is [1, ...].
   """
   layer = part.layer
   if layer is None:
@@ -207,7 +207,7 @@ def step_of(
 
 @one_body
 def _step(arithmetic, p, g, stored, part, scalars, groups):
-  """Steps a whole leaf, or the layer that was taken out of it."""
+  """Updates a whole leaf, or one layer that was taken out of it."""
   scalars, step = scalars
 
   def compute(arrays, *moments):
@@ -224,7 +224,7 @@ def _step(arithmetic, p, g, stored, part, scalars, groups):
 
 
 def _computed(compute, finish, arrays, stored, part, groups):
-  """Finishes the first result of `compute`, and encodes the others."""
+  """Finishes the first result of `compute`, and encodes all others."""
   shape = stored[0].codes.shape
   on_gpu = platform() in ("gpu", "cuda", "rocm")
   explicit = jax.sharding.get_abstract_mesh().explicit_axes
@@ -253,10 +253,10 @@ def put_layer(stacked: Any, new: Any, layer: Array) -> Any:
 
 
 class Leaves:
-  """The leaves of a state during one step.
+  """The leaves of an optimizer state during one step.
 
   Attributes:
-    count: number of this step; the first step is 1.
+    count: number of this step, counted from 1.
     stored: the moments of each leaf.
   """
 
@@ -280,9 +280,9 @@ class Leaves:
   ) -> tuple[Any, Stored]:
     """Returns `run(*arrays, stored, part, *scalars, groups=...)` for leaf i.
 
-    `arrays` are arrays of the leaf's shape or trees of them; if one layer is
-    stepped, all but the first are [1, ...]. If the leaf's sharding is unknown,
-    or devices would split groups, XLA partitions the step.
+    `arrays` are arrays of the leaf's shape, or trees of them; with `layer`, all
+    but the first are [1, ...]. If the leaf's sharding is unknown, or devices
+    would split groups, XLA partitions the step.
     """
     groups, sharding = self._codecs[i], self._shardings[i]
     run = functools.partial(run, groups=groups)
@@ -327,7 +327,7 @@ class Leaves:
 
 
 def _start(spec: P, shape: tuple[int, ...]) -> Array:
-  """Returns where the device's shard starts along each axis: uint32 [ndim]."""
+  """Returns the leaf's indices of the shard's first element: uint32 [ndim]."""
   axes = (*spec, *(None,) * (len(shape) - len(spec)))
   starts = [
     0 if names is None else jax.lax.axis_index(names) * size
@@ -344,7 +344,7 @@ def transformation(
   """Makes an optax transformation from the update of one leaf.
 
   `update_leaf(g, stored, part, scalars, groups=...)` returns an update and the
-  new moments, and `scalars_of(count)` the scalars of a step.
+  new moments; `scalars_of(count)` returns the scalars of a step.
   """
 
   def update_fn(updates, state, params=None) -> Any:
@@ -366,9 +366,10 @@ def transformation(
 def shardings_of(
   options: MomentOptions, moment: Moment
 ) -> list[NamedSharding | None]:
-  """Lists each leaf's sharding, found by its path; None if it is unknown.
+  """Lists each leaf's sharding, or None if it is unknown.
 
-  On explicit axes the shardings are read from the types of the moment's codes.
+  `options.shardings` are looked up by path. Without these, explicit axes are
+  read from the types of the moment's codes.
   """
   codes = leaf_paths(moment.codes)
   if options.shardings is None:

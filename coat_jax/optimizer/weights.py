@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights without an f32 copy: bf16, or 24 bits as bf16 and a byte.
+"""Trains bf16 weights without an f32 copy, with an optional byte of low bits.
 
-A weight of 24 bits is W, the upper 24 bits of an f32: a sign, an exponent and
-15 bits of mantissa. It is stored as two arrays:
+A 24-bit weight W is the upper 24 bits of an f32: sign, exponent and 15 mantissa
+bits. It is stored in two arrays, and can be split and joined exactly:
 
-  high = (W + 0x80) >> 8    the nearest bf16; layers read only this
-  low  = W - (high << 8)    int8; only the optimizer's step reads it
+  high = (W + 0x80) >> 8    the nearest bf16; layers read only this array
+  low  = W - (high << 8)    int8; only the optimizer's step reads this array
 
-W can be split and joined exactly. A step rounds an f32 to W stochastically, so
-updates below 2^-16 of a weight (with bf16 alone, below 2^-8) take effect only
-on average. The random words are `stochastic.parameter_words`: rounding to bf16
-uses their high 16 bits, and rounding to 24 bits uses the high 8.
+A step rounds an f32 to W stochastically, so updates below 2^-16 of a weight
+(with bf16 alone, below 2^-8) take effect only on average. The random words are
+`stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, rounding
+to 24 bits their high 8 bits.
 
 A trainer that calls `optax.apply_updates` rounds bf16 weights to nearest, and
-loses every update below 1/512 of its weight. `stochastic_rounding`, the last
-transformation of a chain, rounds the new weights itself, and returns updates
-that the trainer can add without rounding.
+loses every update below 1/512 of its weight. If `stochastic_rounding` is the
+last transformation of a chain, it rounds the new weights stochastically, and
+returns updates that the trainer can add without rounding.
 """
 
 import functools
@@ -45,32 +45,32 @@ _LARGEST = 0x7F7F7FFF
 
 
 class SplitWeight(NamedTuple):
-  """A leaf of weights of 24 bits.
+  """A leaf of 24-bit weights.
 
   Attributes:
     high: bf16 of any shape, nearest to the weight.
-    low: int8 of the same shape, the weight minus `high`, in units of 1/256 ulp.
-      The ulp is that of `high`; if `high` is a power of two and the weight is
-      smaller, it is the ulp just below `high`.
+    low: int8 of the same shape: the weight minus `high`, in units of 1/256 ulp
+      of `high`. If `high` is a power of two and the weight is smaller, the ulp
+      is that of the numbers just below `high`.
   """
 
   high: Array
   low: Array
 
 
-# A leaf of the parameters, as an optimizer's step accepts it.
+# A leaf of the parameters, as optimizer steps accept it.
 Weight = Array | SplitWeight
 
 
 def split(
   x: Float32[Array, "*s"], words: UInt32[Array, "*s"] | None = None
 ) -> SplitWeight:
-  """Rounds f32 of any shape to 24 bits, and splits them into bf16 and a byte.
+  """Rounds f32 of any shape to 24 bits, and splits these into bf16 and a byte.
 
-  With `words` (uint32, of which it uses the high 8 bits), it rounds
-  stochastically: E[join(split(x))] is x. Without words, it rounds to nearest,
-  ties to even. A NaN becomes the canonical NaN of its sign. Finite values
-  beyond 3.3895e38, whose nearest bf16 would be infinite, become 3.3895e38.
+  With `words` (uint32, of which the high 8 bits are used), rounding is
+  stochastic: E[join(split(x))] is x. Without `words`, x is rounded to nearest,
+  ties to even. A NaN becomes the canonical NaN of its sign. Finite magnitudes
+  above 3.3895e38, whose nearest bf16 would be infinite, become 3.3895e38.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   sign = bits & jnp.uint32(_SIGN)
@@ -79,8 +79,8 @@ def split(
     rounding = ((size >> 8) & 1) + jnp.uint32(0x7F)
   else:
     rounding = words >> 24
-  # A TPU has no minimum of unsigned integers. As signed integers, only the bits
-  # of a NaN can overflow, and they are replaced below.
+  # TPUs have no minimum of unsigned integers. In signed integers, only the bits
+  # of a NaN can overflow, and these are replaced below.
   kept = lax.bitcast_convert_type(size + rounding, jnp.int32)
   kept = jnp.minimum(kept, jnp.int32(_LARGEST)).astype(jnp.uint32)
   kept = jnp.where(size < _INFINITY, kept, size)
@@ -95,18 +95,18 @@ def split(
 
 
 def join(weight: SplitWeight) -> Float32[Array, "*s"]:
-  """Inverts `split`: returns the f32 that a `SplitWeight` represents.
+  """Inverts `split`: returns the f32 values that a `SplitWeight` represents.
 
   If `high` is infinite, so is the result, whatever `low` is. If `high` is zero,
-  the result is zero or, if `low` is above 0, a subnormal f32.
+  the result is a subnormal f32 for a positive `low`, and zero otherwise.
   """
   high, low = weight
   upper = high.astype(jnp.float32)
   bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
   added = lax.bitcast_convert_type(low.astype(jnp.int32) << 8, jnp.uint32)
   x = lax.bitcast_convert_type(bits + added, jnp.float32)
-  # A byte below 0 would turn an infinity into a large number, and zero into a
-  # NaN.
+  # A negative `low` would turn an infinity into a large finite number, and zero
+  # into a NaN.
   x = jnp.where(x == x, x, upper)
   return jnp.where(jnp.abs(upper) < jnp.inf, x, upper)
 
@@ -125,7 +125,7 @@ def round_like(
   part: LeafPart,
   arrange: Callable[[Array], Array] = lambda words: words,
 ) -> Weight:
-  """Rounds x to the format of `weight`: bf16 and 24 bits stochastically.
+  """Rounds x to the format of `weight`; to bf16 and 24 bits stochastically.
 
   If x was reshaped, `arrange` reshapes the random words in the same way.
   """
@@ -141,7 +141,7 @@ def round_like(
   jax.jit, static_argnames=("rounding", "shape", "arrange"), inline=True
 )
 def _rounded(rounding, x, part, shape, arrange):
-  """Rounds one f32 leaf of this shape by `rounding(x, words)`."""
+  """Rounds an f32 leaf of this shape by `rounding(x, words)`."""
 
   def f(x, part):
     words = stochastic.parameter_words(part.words(shape))
@@ -151,31 +151,33 @@ def _rounded(rounding, x, part, shape, arrange):
 
 
 def add_update(weight: Weight, update: Array, key: Array) -> Weight:
-  """Adds an update in f32, and rounds with the words of a `leaf_key`."""
+  """Adds an update in f32; rounds the sum with the words of a `leaf_key`."""
   total = in_f32(weight) + update.astype(jnp.float32)
   return round_like(weight, total, LeafPart(key))
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-  """Returns whether a leaf is split by default: all but norms and biases are.
+  """Returns whether a leaf is split: it is neither a norm nor a bias.
 
-  Near 1.0, where scales of norms start, values of bf16 are 0.8 % apart.
+  Norms stay in f32: near 1.0, where their scales start, bf16 values are 0.8 %
+  apart.
   """
   return not is_norm_or_bias(path, leaf)
 
 
 def split_weights(params: Any) -> tuple[Any, Any]:
-  """Splits f32 parameters into bf16 parameters and a byte each, 24 bits in all.
+  """Splits f32 parameters into bf16 and a byte each: 24 bits in total.
 
   Args:
     params: tree of parameters. All f32 leaves are split, except norms and
       biases (`is_norm_or_bias`).
 
   Returns:
-    The parameters, bf16 where they were split, and a tree with the same
-    structure and boxes, so that both are sharded by the same axis names. A leaf
-    of the second tree is int8 of the parameter's shape if the parameter is now
-    bf16 (zeros if it already was bf16), else an int8 scalar zero.
+    Two trees with the same structure and boxes, so that the same axis names
+    shard both. The first contains the parameters, with split leaves in bf16.
+    The second contains for each bf16 leaf of the first an int8 array of the
+    same shape (zeros if the parameter already was bf16), and for other leaves
+    an int8 scalar zero.
 
   Raises:
     TypeError: a leaf is not an array.
@@ -205,14 +207,14 @@ def split_weights(params: Any) -> tuple[Any, Any]:
 
 
 def join_weights(params: Any, low: Any) -> Any:
-  """Returns the f32 parameters that bf16 parameters and their bytes represent.
+  """Joins bf16 parameters and their low bytes to f32; inverts `split_weights`.
 
   Args:
     params: tree of parameters.
-    low: their bytes, from `split_weights` or a `LowBitsState`.
+    low: their low bytes, from `split_weights` or a `LowBitsState`.
 
   Returns:
-    `params` with f32 instead of bf16 for each leaf that has bytes.
+    `params` with f32 instead of bf16 for each leaf that has low bytes.
 
   Raises:
     TypeError: a leaf is not an array.
@@ -224,7 +226,7 @@ def join_weights(params: Any, low: Any) -> Any:
 
 
 def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
-  """Lists the leaves of `params`, as a `SplitWeight` if they have low bytes."""
+  """Lists the leaves of `params`; those with low bytes as `SplitWeight`."""
   _check_arrays(op, "params", params)
   _check_arrays(op, "low", low)
   leaves, parts = leaf_paths(params), jax.tree.leaves(low)
@@ -251,14 +253,14 @@ def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
 def _check_arrays(op: str, name: str, tree: Any) -> None:
   for path, leaf in leaf_paths(tree):
     if not hasattr(leaf, "dtype"):
-      remedy = f"pass one at {path!r} too"
+      remedy = f"pass an array at {path!r} too"
       refuse(TypeError, op, name, "a tree of arrays", leaf, remedy)
 
 
 def unpair_weights(
   leaves: Sequence[Weight], low: Any
 ) -> tuple[list[Array], Any]:
-  """Inverts `pair_weights`: lists parameters; returns their bytes as a tree."""
+  """Inverts `pair_weights`: returns a list of parameters and the tree `low`."""
   pairs = [
     x if isinstance(x, SplitWeight) else (x, part)
     for x, part in zip(leaves, jax.tree.leaves(low), strict=True)
@@ -284,21 +286,21 @@ def stochastic_rounding(
 ) -> optax.GradientTransformationExtraArgs:
   """Changes updates so that `optax.apply_updates` rounds bf16 stochastically.
 
-  Put it last in a chain. For a bf16 weight p and its update d it returns
-  round(p + d) - p in f32, where round is stochastic, so that the expected new
-  weight is p + d. `optax.apply_updates` then gives round(p + d) exactly if it
-  is within a factor of 2^16 of p. With the same seed and step,
-  `coat_jax.apply_updates` returns the same weights, bit for bit. Updates of
-  weights of other dtypes stay as they are. `optax.apply_if_finite` requires
-  updates of the gradients' dtype, so wrap only the optimizer in it.
+  Use this as the last transformation of a chain. For a bf16 weight p and its
+  update d it returns round(p + d) - p in f32, where round is stochastic, so
+  that the expected new weight is p + d. `optax.apply_updates` then computes
+  round(p + d) exactly if this value is within a factor of 2^16 of p. With the
+  same seed and step, `coat_jax.apply_updates` returns the same weights, bit for
+  bit. Updates of weights of other dtypes are unchanged. Wrap only the optimizer
+  in `optax.apply_if_finite`, which requires updates of the gradients' dtype.
 
   Args:
     seed: seed of the random words.
-    low_bits: whether the state stores a byte more for each bf16 weight, so that
-      it has 24 bits: see `split_weights`.
+    low_bits: whether the state stores one more byte for each bf16 weight, which
+      extends it to 24 bits: see `split_weights`.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs`; its `update` needs `params`.
+    An `optax.GradientTransformationExtraArgs`; its `update` requires `params`.
 
   Raises:
     TypeError: `seed` is not a whole number.
@@ -328,7 +330,7 @@ def stochastic_rounding(
     del extra_args
     if params is None:
       raise ValueError(
-        f"{op}: update needs the parameters, got params=None; pass "
+        f"{op}: update requires the parameters, got params=None; pass "
         "update(updates, state, params)"
       )
     count = optax.safe_increment(state.count)

@@ -72,8 +72,13 @@ def refused_module():
       ValueError,
       "package.module:function, got 'x'; pass one",
     ),
-    ("log8", {"second": "e5m2"}, ValueError, "takes group_size, rounding, got"),
-    ("float32", {"group_size": 8}, ValueError, "takes no option, got"),
+    (
+      "log8",
+      {"second": "e5m2"},
+      ValueError,
+      "accepts group_size, rounding, got",
+    ),
+    ("float32", {"group_size": 8}, ValueError, "accepts no option, got"),
     ("log8", {"rounding": "nearest"}, ValueError, "freezes second moments"),
     (
       "no.such:make",

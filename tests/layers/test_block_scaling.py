@@ -219,5 +219,5 @@ def test_recipe_differs_from_coat_only_in_matmuls():
   assert block.formats == Formats(gradients=E4M3)
   as_coat = dataclasses.replace(block, scaling=PerTensor, formats=Formats())
   assert as_coat == coat
-  with pytest.raises(ValueError, match="scaling=Blocks is for FP8 products"):
+  with pytest.raises(ValueError, match="scaling=Blocks is for FP8 matmuls"):
     CoatRecipe(linear="bf16", nonlinear="bf16", scaling=Blocks)

@@ -29,14 +29,14 @@ def test_presets_set_the_formats_of_each_part():
 
 def test_recipes_describe_what_they_multiply_and_save():
   assert recipes.coat(attention="fp8", group_size=32).describe() == (
-    "products     float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
+    "matmuls      float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
     "other saved  inputs of norms and activations in float8_e4m3fn, a scale "
     "per 32 values; their outputs are computed again\n"
     "attention    output saved in BF16; q, k and v in float8_e4m3fn, a scale "
     "per 32 values"
   )
   assert recipes.fp8_linear().describe() == (
-    "products     float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
+    "matmuls      float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
     "other saved  BF16\n"
     "attention    q, k, v and output saved in BF16"
   )
@@ -44,7 +44,7 @@ def test_recipes_describe_what_they_multiply_and_save():
   assert "gradients float8_e4m3fn; a scale per 128 values" in block
   assert "their outputs are saved too" in block
   assert (
-    recipes.int8().describe().startswith("products     int8, gradients int8")
+    recipes.int8().describe().startswith("matmuls      int8, gradients int8")
   )
 
 
@@ -120,7 +120,7 @@ def test_a_group_size_below_one_is_refused():
 @pytest.mark.parametrize("field", ["nonlinear", "attention"])
 def test_fp8_residuals_need_fp8_products(field):
   fields = {"linear": "bf16", "nonlinear": "bf16", field: "fp8"}
-  with pytest.raises(ValueError, match="linear='bf16' goes with"):
+  with pytest.raises(ValueError, match="linear='bf16' requires"):
     CoatRecipe(**fields)
 
 
@@ -133,5 +133,5 @@ def test_only_coat_multiplies_experts_in_fp8():
     recipes.fp8_block(),
     recipes.int8(),
   ):
-    with pytest.raises(ValueError, match="experts='fp8' needs recipe coat"):
+    with pytest.raises(ValueError, match="experts='fp8' requires recipe coat"):
       dataclasses.replace(recipe, experts="fp8")

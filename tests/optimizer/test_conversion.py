@@ -144,7 +144,7 @@ def test_conversion_and_back_keeps_codes_of_groups_with_the_same_statistics(
 def test_conversions_refuse_unknown_states():
   params = {"w": jnp.ones((64, 64))}
   state = coat_adamw(1e-3).init(params)
-  with pytest.raises(ValueError, match="must hold a EncodedState"):
+  with pytest.raises(ValueError, match="must contain an EncodedState"):
     to_plain_state(optax.adam(1e-3).init(params))
   with pytest.raises(ValueError, match="must have a ScaleByAdamState"):
     from_plain_state(state, state)

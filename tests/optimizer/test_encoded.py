@@ -222,7 +222,9 @@ def test_fields_that_cannot_be_encoded_are_refused():
     solver.update(tree() | {"e": jnp.ones(3)}, state)
   with pytest.raises(ValueError, match="codec 'log8' must be the one that"):
     wrap(lion, codecs.log8(4)).update(tree(), state)
-  with pytest.raises(ValueError, match="hold a EncodedState.*of encoded or"):
+  with pytest.raises(
+    ValueError, match="contain an EncodedState.*of encoded or"
+  ):
     to_plain_state(lion.init(tree()))
   with pytest.raises(ValueError, match="opt_state must have the structure of"):
     from_plain_state((), state)

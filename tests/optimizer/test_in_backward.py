@@ -362,7 +362,7 @@ def test_missing_stack_is_refused(stack, said):
   [
     (dict(layer=lambda p, x: layer(p, x).astype("bfloat16")), "a layer must"),
     (dict(after=lambda outer, x: x[0]), "after must return a scalar"),
-    (dict(clip=Clipping()), "clip and clip_state belong together"),
+    (dict(clip=Clipping()), "clip and clip_state must be passed"),
   ],
 )
 def test_inconsistent_arguments_are_refused(wrong, said):

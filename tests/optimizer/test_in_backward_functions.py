@@ -33,7 +33,7 @@ def test_functions_that_close_over_parameters_are_refused(name, is_jitted):
   with pytest.raises(
     ValueError,
     match=f"step_in_backward: {name} must read .* closes over '{path}', which "
-    f"would get no gradient; {'make' if name == 'layer' else 'read'}",
+    f"would get no gradient; {'let' if name == 'layer' else 'read'}",
   ):
     params = initial()
     (jax.jit(step) if is_jitted else step)(params, optimizer.init(params))

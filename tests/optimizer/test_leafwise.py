@@ -41,7 +41,7 @@ def step(optimizer, params, layer=layer, after=after, **options):
     ),
     (
       optax.chain(optax.sgd(1e-2), optax.noisy_sgd(1e-2, key=3)),
-      r"must draw no random numbers, got one that does \(random_",
+      r"must not draw random numbers, got one that does \(random_",
     ),
     (
       optax.masked(

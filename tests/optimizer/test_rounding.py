@@ -171,7 +171,7 @@ def test_misuse_is_refused():
   with pytest.raises(TypeError, match="stochastic_rounding: seed"):
     stochastic_rounding(1.5)
   rounding = stochastic_rounding()
-  with pytest.raises(ValueError, match="update needs the parameters"):
+  with pytest.raises(ValueError, match="update requires the parameters"):
     rounding.update(weights(), rounding.init(weights()))
 
 
