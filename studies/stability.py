@@ -143,7 +143,7 @@ def progress(done: list[dict]) -> str:
   count = every - len([*cases(VARIANTS, rates, SEEDS, done, case)])
   others = sum(row["case"]["preset"] == "study" for row in done) - count
   return (
-    f"The rows contain {count} of {every} planned runs, and {others} runs at "
+    f"The rows contain {count} of the grid's {every} runs, and {others} at "
     "other rates."
   )
 

@@ -46,7 +46,7 @@ def timing_nothing(monkeypatch):
     (ops.main, ["--repeats", "0"], "--repeats"),
     (layer.main, ["--repeats", "1.5"], "--repeats"),
     (training.main, ["--steps", "0"], "--steps"),
-    (training.main, ["--mesh", "fsdp=x"], "mesh: an axis has one size"),
+    (training.main, ["--mesh", "fsdp=x"], "mesh: expected one size per axis"),
     (training.main, ["--mesh", "fsdp=3"], "mesh: fsdp must divide d_model"),
     (training.main, ["--in-process"], "pass --variant"),
   ],
