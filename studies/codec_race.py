@@ -126,7 +126,7 @@ def transformation(
   if candidate.optimizer == "factored":
     adam = scale_by_factored_adam(optim.b1, optim.b2, optim.eps)
     tx = optax.chain(
-      encoded(adam, codec, fields=("mu",), seed=seed),
+      encoded(adam, codec, fields={"mu": "mu"}.get, seed=seed),
       optax.add_decayed_weights(decay, step.decays),
       optax.scale_by_learning_rate(rate),
     )

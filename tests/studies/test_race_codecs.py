@@ -185,7 +185,7 @@ def test_factored_adam_equals_adam_if_squares_have_rank_one():
 def test_encoded_stores_only_the_first_moment_of_factored_adam():
   params = {"w": jnp.ones((128, 256))}
   adam = factored_adam.scale_by_factored_adam(0.9, 0.99, 1e-8)
-  solver = encoded(adam, codecs.coat(), fields=("mu",))
+  solver = encoded(adam, codecs.coat(), fields={"mu": "mu"}.get)
   state = jax.jit(solver.init)(params)
   assert state.inner.mu.codes["w"].dtype == jnp.float8_e4m3fn
   assert state.inner.rows["w"].dtype == jnp.float32

@@ -128,9 +128,7 @@ def test_progress_counts_only_planned_runs():
   for each in rows:
     each["case"] |= case
   said = stability.progress(rows)
-  assert said.startswith(
-    "The rows contain 1 of 162 planned runs, and 1 runs at"
-  )
+  assert said.startswith("The rows contain 1 of the grid's 162 runs, and 1 at")
 
 
 @pytest.mark.slow
