@@ -50,13 +50,14 @@ def encoded(
   Args:
     inner: any optax optimizer or chain, such as `optax.contrib.muon(1e-2)`. Its
       fields must be in f32, so do not set its `mu_dtype`.
-    codec: how fields are stored, from `codecs`: its `nu` encodes fields that
-      are never negative, its `mu` all others.
-    fields: `path -> "mu", "nu" or None`: by which part of the codec the field
-      at a path such as "0/mu" is encoded; None leaves the field unchanged. The
-      default encodes all fields with the parameters' structure and shapes,
-      except copies of parameters and fields that must stay in f32 (in COCOB,
-      MADGRAD and `rmsprop(centered=True)`).
+    codec: a codec from `codecs`. Its `nu` encodes fields that are never
+      negative; its `mu` encodes all others.
+    fields: a function from a field's path, such as "0/mu", to "mu", "nu" or
+      None. It chooses which part of the codec encodes the field; None leaves
+      the field unchanged. By default, every field with the structure and shapes
+      of the parameters is encoded. The exceptions are copies of the parameters,
+      and the fields of COCOB, MADGRAD and `rmsprop(centered=True)` that must
+      stay in f32.
     quantize_mask, seed: as for `coat_adamw`.
 
   Returns:
@@ -68,10 +69,10 @@ def encoded(
     TypeError: `inner` is not an optimizer, `codec` is not a `MomentCodec`, or
       `fields` is not a function; otherwise the same as for
       `scale_by_coat_adam`.
-    ValueError: (by `init`) `fields` selects a field that must stay in f32, or
-      returns none of these values; there is no field to encode, or one is not
-      in f32; (by `update`) the state was made with another codec or for other
-      parameters.
+    ValueError: from `init`, if `fields` selects a field that must stay in f32
+      or returns anything but "mu", "nu" or None, if there is no field to
+      encode, or if a field is not in f32. From `update`, if the state was made
+      with another codec or for other parameters.
 
   Examples:
     >>> import jax, optax
