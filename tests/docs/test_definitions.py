@@ -14,6 +14,8 @@ from tests.docs.pages import LOGS, PAGES, ROOT
 def test_page_defines_u(page):
   text = page.read_text()
   if re.search(r"\d U\b", text):
-    definition = re.search(r"\bU\W+(is|be) one BF16\s+copy|U one BF16", text)
-    assert definition, "define U: one BF16 copy of a layer's input"
+    definition = re.search(
+      r"\bU\W+(is|be) (the\s+size\s+of|one\s+BF16\s+copy)|U one BF16", text
+    )
+    assert definition, "define U: the size of a layer's input in BF16"
     assert "2 D bytes" in text[definition.start() :][:160].replace("\n", " ")
