@@ -124,7 +124,7 @@ def test_unknown_preset_is_named_with_the_known_presets(
     (vit, ["vit_digits"], "got none; pass --data FOLDER"),
     (vit, ["vit_digits", "--optim.lr", "0"], "error: optim: lr must be"),
     (vit, ["vit_digits", "--held-out", "2"], "error: data: held_out must be"),
-    (evaluate, ["a"], "error: evaluate: needs a text or a task, got none"),
+    (evaluate, ["a"], "error: evaluate: needs a text, a task or conversations"),
     (
       generate,
       ["a", "--prompt", "b", "--top-p", "2"],
