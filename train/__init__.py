@@ -2,13 +2,15 @@
 """Training programs to read, to run from the clone, and to copy.
 
   commands       pretrain, finetune, vit, convert, generate, evaluate, plan and
-                 plot, each in its own file; convert uses convert_adamw and
-                 convert_hf
+                 plot, each in its own file; finetune also uses conversations,
+                 and convert uses convert_adamw and convert_hf
   loop           the training loop of pretrain, finetune and vit
-  step, update   one training step; its loss is in objective
-  config         the options of a run; also optim_config, finetune_config and
-                 vit_config. presets contains published settings. options and
-                 mesh contain checks
+  step, update   one training step; it uses objective for the loss, optimizers
+                 for the learning rate, and weights for how weights are stored
+  config         the options of a run; more of them are in optim_config,
+                 finetune_config and vit_config
+  presets        published shapes and settings
+  options, mesh  helpers and checks for options
   source         opens the model of a run or of a Hugging Face folder
   pretrained     starts a run from the weights of a checkpoint
   restore        restores the checkpoint of a resumed run

@@ -49,8 +49,8 @@ def check_compare(config: Any, words: Sequence[str]) -> None:
   """Checks that --compare-seeds is given only with --compare."""
   if times_given("compare_seeds", words) and not config.compare:
     raise ValueError(
-      "compare-seeds applies to --compare, got none; pass it too, or leave "
-      "--compare-seeds out"
+      "compare-seeds applies to --compare, got none; pass --compare bf16 too, "
+      "or leave --compare-seeds out"
     )
 
 
@@ -118,5 +118,5 @@ def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
 
 
 def _letters(text: str) -> str:
-  """Removes all but letters and digits, such as tyro's boxes."""
+  """Keeps only letters and digits, to ignore tyro's boxes and line breaks."""
   return "".join(filter(str.isalnum, text))

@@ -83,7 +83,7 @@ class TrainConfig:
     weight_cache: What to compute from the weights once per step, with FP8
       recipes: nothing (none), their scales (scale), or scales and FP8 codes
       (codes).
-    evaluation: The recipe of evaluations, with FP8 recipes: the same as in
+    evaluation: The recipe to evaluate with, with FP8 recipes: the same as in
       training, or bf16.
     compute: The dtype of activations, with recipe bf16. A run in float32 shows
       how much rounding to BF16 matters.
@@ -330,8 +330,8 @@ def _check_in_backward(config: TrainConfig) -> None:
   impossible = {
     f"accumulate {config.accumulate}": (
       config.accumulate > 1,
-      "each microbatch would be a step of its own; lower batch, or take more "
-      "and smaller steps with a larger optim.b2",
+      "each microbatch would be a step of its own; lower batch instead, and "
+      "raise optim.b2 for the smaller steps",
     ),
     "optim.clip global": (
       config.optim.clip == "global",

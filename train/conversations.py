@@ -204,7 +204,7 @@ class Conversations(RunData[FinetuneConfig]):
   rows: PackedRows
   held_out: PackedRows
   text: TokenizerText
-  # The chat template to write into the run's folder; None for the tokenizer's.
+  # A chat template to write into the run's folder; None keeps the tokenizer's.
   template: ChatTemplate | None
 
   def keep_files(self, run: RunDirectory) -> None:

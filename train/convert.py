@@ -83,7 +83,7 @@ class ExportHF:
   out: Annotated[Path, arg(metavar="DIR")]
   dtype: Annotated[
     convert_hf.Dtype | None,
-    shown("default: the initial checkpoint's, or else the stored weights'"),
+    shown("default: as in the initial checkpoint, else as in the run"),
   ] = None
 
   def convert(self, out: Path) -> str:

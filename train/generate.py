@@ -119,7 +119,7 @@ def run(config: GenerateConfig) -> None:
   prompts = encode(config, source)
   model = decoder_of(source.load())
 
-  # The first call compiles, so that the second one does not measure that.
+  # The first call compiles, so the time of the second excludes compilation.
   def call(most: int) -> Generation:
     return generate(
       model,
@@ -151,7 +151,7 @@ def run(config: GenerateConfig) -> None:
 def describe_speed(
   prompts: list[list[int]], found: Generation, compiled_s: float
 ) -> str:
-  """Describes the speeds; a first new token counts as reading the prompt."""
+  """Describes the speeds. Reading a prompt includes its first new token."""
   read = sum(map(len, prompts))
   added = sum(map(len, found.tokens)) - len(prompts)
   speeds = [f"prompts: {read} tokens, {read / found.prefill_s:,.0f} tokens/s"]

@@ -55,7 +55,7 @@ def run_command[Config: TrainConfig](
   load: Callable[[Config], tuple[Config, RunData[Config]]],
   arguments: Sequence[str] | None,
 ) -> int:
-  """Reads a command line, trains its run and twins; returns the exit status."""
+  """Trains a command line's run and its twins; returns the exit status."""
   words = sys.argv[1:] if arguments is None else arguments
   with Signals() as signals:
     processes.reserve_gpu_memory()
@@ -227,7 +227,7 @@ def train[Config: TrainConfig](
     if done == 1 and processes.is_primary():
       run.remove_replaced()
 
-    # Look for early signs that low precision is about to hurt.
+    # Check for early signs that low precision will harm training.
     if is_watched:
       found, said = watcher.look(state, rows, float(metrics.grad_norm))
       log.write(step=done, watch=found)
@@ -272,7 +272,7 @@ def train[Config: TrainConfig](
 def _find_checkpoint(
   run: RunDirectory, config: TrainConfig, data: RunData
 ) -> tuple[int, list[str]]:
-  """Returns the step to resume from, and remarks to print about it."""
+  """Returns the step to resume from, and lines to print about it."""
   done, damaged = newest_whole_step(run.checkpoints)
   saved = read_description(run.checkpoints, done)
   where = run.checkpoints / str(done)

@@ -76,7 +76,7 @@ def make_mesh(
       f"{format_mesh(_fitting(sizes, len(devices)))} would fit"
     )
   # Neighbours along the last axis exchange the most data, so they should be on
-  # one host. jax.make_mesh refuses hosts that have no NVLink between them.
+  # one host. jax.make_mesh would refuse hosts that have no NVLink between them.
   order = sorted(devices, key=lambda device: (device.process_index, device.id))
   return Mesh(
     np.array(order).reshape(tuple(sizes.values())),

@@ -74,7 +74,7 @@ class Objective(abc.ABC):
 
   @abc.abstractmethod
   def batch_of(self, rows: Rows) -> AnyBatch:
-    """Builds the batch of a whole step, before it is split in microbatches."""
+    """Builds a whole step's batch, before it is split into microbatches."""
 
   @abc.abstractmethod
   def loss(self, model: Any, batch: Any) -> jax.Array:

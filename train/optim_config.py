@@ -43,8 +43,8 @@ class OptimConfig:
   Attributes:
     lr: The peak learning rate.
     optimizer: How weights are updated. coat_muon orthogonalizes the updates of
-      hidden matrices and scales them to the size of AdamW's updates. It updates
-      all other parameters by AdamW.
+      hidden matrices and scales them to the size of AdamW's updates. All other
+      parameters are updated by AdamW.
     codec: How moments are stored between steps; package.module:function calls
       your function, which returns a MomentCodec.
     rounding: How 8-bit codecs round. With nearest, second moments stop changing
@@ -62,12 +62,12 @@ class OptimConfig:
     momentum: Decay of the momentum of matrices in coat_muon.
     weight_decay: Decoupled weight decay of all parameters except norms, biases
       and embeddings.
-    grad_clip: Largest global norm of the gradients; larger ones are clipped.
+    grad_clip: Maximum global norm of the clipped gradients.
     clip: How gradients are clipped. global scales all gradients by one factor.
       share and adaptive scale the gradient of each parameter in each layer by
-      its own factor. share splits grad_clip by the gradients' shares of the
-      global norm in the previous step. adaptive limits each gradient to 1.05
-      times the running mean of its norms.
+      its own factor. share limits each of these gradients to grad_clip times
+      its share of the global norm in the previous step. adaptive limits each to
+      1.05 times the running mean of its norms.
 
   Raises:
     ValueError: a value is outside its range, or the codec refuses it.

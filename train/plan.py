@@ -163,7 +163,7 @@ class PlanConfig:
     if self.gpus and self.mesh:
       raise ValueError(
         f"plan: gpus chooses the mesh itself, got mesh {self.mesh} too; leave "
-        "one of the two out"
+        "one of them out"
       )
     mesh = f"fsdp={self.gpus}" if (self.gpus or 1) > 1 else self.mesh
     preset = PRESETS[self.preset]()
@@ -275,7 +275,7 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
   options = read_options(PlanConfig, "plan", arguments)
-  # Planning needs no GPU, which may be in use by others.
+  # Planning needs no GPU, and others may be using it.
   jax.config.update("jax_platforms", "cpu")
   return exit_status(lambda: show(options))
 

@@ -115,7 +115,7 @@ def _draw_differences(axes, runs: dict[str, list[dict]]) -> None:
         label = f"{name}, held out"
         axes.plot(steps, losses, "o", color=color, label=label)
         continue
-      # A single step has more noise than the difference between runs.
+      # Noise in single steps is larger than the differences between runs.
       window = max(min(_WINDOW, len(losses)), len(losses) // 10)
       label = f"{name}, mean of {window}"
       axes.plot(*_smoothed(steps, losses, window), color=color, label=label)

@@ -52,7 +52,7 @@ _CONSISTENT_RMS = 0.2
 
 
 class TrainState(NamedTuple):
-  """The state that a step updates; the position in the data is not in it."""
+  """Everything that a step updates, except the position in the data."""
 
   step: jax.Array  # int32, steps done.
   # Nested dicts of the weights that layers compute with.
@@ -72,7 +72,7 @@ class StepMetrics(NamedTuple):
   loss: jax.Array  # f32, mean loss of the batch's targets, in nats.
   grad_norm: jax.Array  # f32, global norm of the gradients before clipping.
   lr: jax.Array  # f32, learning rate of the update.
-  is_finite: jax.Array  # bool [leaves] of the gradients, as in `leaf_names`.
+  is_finite: jax.Array  # bool [leaves], for gradients in `leaf_names` order.
   # int32, the number of targets that count; None if all do.
   targets: jax.Array | None = None
   # f32, the share of the input that is padding; None if rows have no padding.
@@ -242,9 +242,8 @@ def train_step(
 ) -> Callable[[TrainState, Rows], tuple[TrainState, StepMetrics]]:
   """Builds the training step, a function of (state, rows).
 
-  It turns the rows, such as tokens int32 [B, T + 1], into a batch by
-  `Objective.batch_of`. On a mesh, trace the function under `jax.set_mesh`, as
-  `compile_on` does.
+  `Objective.batch_of` turns the rows, such as tokens int32 [B, T + 1], into a
+  batch. On a mesh, trace the step under `jax.set_mesh`, as `compile_on` does.
   """
   schedule = learning_rate(config)
   change = update_in_backward if config.optimizer_in_backward else update

@@ -116,7 +116,7 @@ def _mean_gradients(config, graph, mesh, params, batch):
   @jax.value_and_grad
   def share_of(own, batch):
     loss = objective.loss(nnx.merge(graph, params | own, cache), batch)
-    # Shares are those of targets in the whole batch.
+    # Shares are relative to the whole batch, so losses simply add up.
     return loss / config.accumulate if batch.shares is None else loss
 
   own = trained(config, params)
@@ -159,7 +159,7 @@ def with_cache(model: Any) -> tuple[nnx.GraphDef, nnx.State]:
 
 
 def exact_adam(config: TrainConfig) -> optax.GradientTransformation:
-  """Builds Adam with f32 moments, to compare the stored moments with."""
+  """Builds Adam with f32 moments, the reference for the stored moments."""
   return optax.scale_by_adam(config.optim.b1, config.optim.b2)
 
 

@@ -2,9 +2,9 @@
 """Storage of a run's weights: in f32, in bf16, or in bf16 plus a low byte.
 
 The option `params` of `train.config` selects one of these. It applies to
-matrices and embeddings; the scales of norms and the biases are f32 in every
-run. The low bytes are in the optimizer's state, `LowBitsState`. They refine the
-bf16 weights, which are all that layers read (`coat_jax.optimizer.weights`).
+matrices and embeddings; norm scales and biases are f32 in every run. The low
+bytes are in the optimizer's state, `LowBitsState`: the optimizer reads both
+parts of a weight, but layers read only bf16 (`coat_jax.optimizer.weights`).
 """
 
 from collections.abc import Callable
