@@ -75,14 +75,14 @@ def demo_moe() -> TrainConfig:
 
 
 def llama_60m() -> TrainConfig:
-  """Shape and tokens of arXiv:2403.03507, appendix (GaLore)."""
+  """Shape and number of tokens of GaLore: arXiv:2403.03507, appendix."""
   model = _llama(8, 512, 1376, 8, norm_eps=1e-6)
   optim = OptimConfig(lr=1e-3, warmup=0.1)
   return _run("llama_60m", model, optim, steps=10_000, batch=128, seq=1024)
 
 
 def llama_130m() -> TrainConfig:
-  """Shape and tokens of arXiv:2403.03507, appendix (GaLore)."""
+  """Shape and number of tokens of GaLore: arXiv:2403.03507, appendix."""
   model = _llama(12, 768, 2048, 12, norm_eps=1e-6)
   optim = OptimConfig(lr=1e-3, warmup=0.1)
   return _run("llama_130m", model, optim, steps=20_000, batch=128, seq=1024)

@@ -2,8 +2,8 @@
 """Checks for early signs that low precision will harm training: `--watch N`.
 
 Every N steps a separate program, the probe, reads the state and runs the
-forward pass on the step's batch once more. The training step itself does not
-change. These values are written to metrics.jsonl as `watch`:
+forward pass once more, on the step's first microbatch. The training step itself
+does not change. These values are written to metrics.jsonl as `watch`:
 
   activations_amax       largest magnitude of each layer's output
   activations_kurtosis   E[x^4] / E[x^2]^2 of each layer's output: 3 for a
@@ -21,8 +21,8 @@ change. These values are written to metrics.jsonl as `watch`:
   grad_norm              global norm of the step's gradients
 
 coat_lion has no second moments, and coat_muon has second moments only of the
-parameters that AdamW updates. A forward pass takes a third of a step, so N =
-100 costs 0.3 % of the time.
+parameters that AdamW updates. A forward pass takes a third of a step, so
+`--watch 100` costs 0.3 % of the time.
 
 After three probes, each value is compared with its median over up to ten
 earlier probes (`RULES`). The run prints a line, which names the worst layer, if
