@@ -281,9 +281,9 @@ def _check_combinations(config: TrainConfig) -> None:
     config.accumulate == 1 or config.params == "float32"
   ):
     raise ValueError(
-      "TrainConfig: grad_accumulate applies to runs with bfloat16 weights and "
-      f"several microbatches, got params {config.params} and accumulate "
-      f"{config.accumulate}; leave grad_accumulate out, or change these two"
+      "TrainConfig: grad_accumulate applies to runs with several microbatches "
+      f"and bfloat16 weights, got accumulate {config.accumulate} and params "
+      f"{config.params}; leave grad_accumulate out, or change these two"
     )
   if config.resume and config.overwrite:
     raise ValueError(
