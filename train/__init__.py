@@ -2,21 +2,26 @@
 """Training programs to read, to run from the clone, and to copy.
 
   commands       pretrain, finetune, vit, convert, generate, evaluate, plan and
-                 plot, one file each; convert_* are parts of convert
+                 plot, each in its own file; finetune also uses conversations,
+                 and convert uses convert_adamw and convert_hf
   loop           the training loop of pretrain, finetune and vit
-  step, update   one training step; objective defines losses
-  config         the options of a run, with optim_config, finetune_config,
-                 vit_config and presets; options and mesh check it
-  source         opens the model of a run, or a Hugging Face checkpoint
-  restore        reads a checkpoint of a run that is resumed
+  step, update   one training step; it uses objective for the loss, optimizers
+                 for the learning rate, and weights for how weights are stored
+  config         the options of a run; more of them are in optim_config,
+                 finetune_config and vit_config
+  presets        published shapes and settings
+  options, mesh  helpers and checks for options
+  source         opens the model of a run or of a Hugging Face folder
+  pretrained     starts a run from the weights of a checkpoint
+  restore        restores the checkpoint of a resumed run
   data/          turns files into batches
-  run/           folder, checkpoints, log, signals and processes of a run
-  memory/        counts and plans the memory of a step
-  watch          looks for early signs that low precision is about to hurt
+  run/           the folder, checkpoints, log, signals and processes of a run
+  memory/        computes how much memory a step needs
+  watch          checks for early signs that low precision will harm training
 
-A program of your own needs `step`, `update`, `objective`, `weights`,
+A training program of your own needs `step`, `update`, `objective`, `weights`,
 `optimizers`, `config`, `optim_config`, `finetune_config`, `options`, `mesh`,
-`presets` and `data`. This one trains on one device:
+`presets` and `data`. This example trains on one device:
 
 ```python
 import jax
@@ -54,7 +59,8 @@ COMMANDS = (
 def check_command(line: list[str]) -> None:
   """Ends `python -m train.NAME` with status 2 if NAME is not a command.
 
-  Otherwise Python would print nothing, as if the command had succeeded.
+  Otherwise Python would run the module, which prints nothing, and exit with
+  status 0.
   """
   _, _, rest = " ".join(line).partition(" -m ")
   name = rest.split(" ")[0]
@@ -68,5 +74,5 @@ def check_command(line: list[str]) -> None:
     sys.exit(2)
 
 
-if sys.argv[:1] == ["-m"]:  # Python is still looking for the module.
+if sys.argv[:1] == ["-m"]:  # Python has not found NAME yet.
   check_command(sys.orig_argv)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads command lines, and prints their errors as plain sentences.
 
-A dataclass checks its values when it is created. Its messages begin with its
-name, which means nothing to users of a command, and tyro would print them in a
-box under another name.
+Options are dataclasses, which check their values when they are created. Their
+error messages begin with the dataclass's name, which means nothing to users of
+a command, and tyro would print each message in a box under another name. The
+functions here print the message alone, as one line.
 """
 
 import contextlib
@@ -16,13 +17,13 @@ from typing import Any
 
 import tyro
 
-# Errors may begin with the name of a dataclass or of a function in coat_jax.
+# Messages may begin with the name of a dataclass or of a function in coat_jax.
 _OF_CLASS = re.compile(r"[A-Z]\w*(?:Config|Data): ")
 _OF_FUNCTION = re.compile(r"^(?:load|save)_hf: ")
 
 
 def times_given(option: str, words: Sequence[str]) -> int:
-  """Counts how often a command line gives an option."""
+  """Counts how often an option occurs in a command line."""
   given = (word.partition("=")[0].replace("_", "-") for word in words)
   return list(given).count(f"--{option.replace('_', '-')}")
 
@@ -48,8 +49,8 @@ def check_compare(config: Any, words: Sequence[str]) -> None:
   """Checks that --compare-seeds is given only with --compare."""
   if times_given("compare_seeds", words) and not config.compare:
     raise ValueError(
-      "compare-seeds applies to --compare, got none; pass it too, or leave "
-      "--compare-seeds out"
+      "compare-seeds applies to --compare, got none; pass --compare bf16 too, "
+      "or leave --compare-seeds out"
     )
 
 
@@ -57,7 +58,7 @@ def one_of(
   presets: Mapping[str, Callable[[], Any]],
   adapt: Callable[[Any], Any] = lambda config: config,
 ) -> Any:
-  """Makes the type of a command line that begins with a preset's name."""
+  """Builds the type of command lines whose first word names a preset."""
   return tyro.extras.subcommand_type_from_defaults(
     {name: adapt(preset()) for name, preset in presets.items()},
     {name: inspect.getdoc(preset) or "" for name, preset in presets.items()},
@@ -65,7 +66,7 @@ def one_of(
 
 
 def error_line(error: BaseException | None, part: str = "") -> str:
-  """Formats an error as one line, without Python names."""
+  """Formats an error as one line, without the Python name at its start."""
   text = _OF_FUNCTION.sub("", _OF_CLASS.sub("", str(error), count=1))
   if part:
     text = f"{part}: {text}"
@@ -74,10 +75,10 @@ def error_line(error: BaseException | None, part: str = "") -> str:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-  """Prints an error about the command line as one sentence.
+  """Prints a ValueError as one line, and exits with status 2.
 
-  A dataclass may raise the error inside `tyro.cli`. tyro's own messages stay:
-  missing or unknown options, and values that are not numbers.
+  This includes errors that a dataclass raises inside `tyro.cli`. tyro's own
+  messages, such as those about unknown options, are printed unchanged.
   """
   held = io.StringIO()
   try:
@@ -97,16 +98,18 @@ def plain_errors() -> Iterator[None]:
 
 
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
-  """Returns the error that was shown as one line, if a dataclass raised it."""
-  # tyro exits while it handles that error, which it may have wrapped in others.
-  # The `arg` of an outer error is a string that names a part of the
-  # configuration, or an option whose value could not be parsed.
+  """Formats the error that tyro printed, if a dataclass raised it."""
+  # tyro raises SystemExit while it handles the dataclass's error, which it may
+  # have wrapped in errors of its own. Each of these has an `arg`: the name of a
+  # part of the configuration, or an object for an option whose value could not
+  # be parsed.
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:
     if not isinstance(arg, str):
       return None
     words = arg.split(".")
-    # Drop the whole configuration's name: a class, or one that tyro made up.
+    # Drop the name of the whole configuration, a class or a name that tyro
+    # made up. Neither begins with a lowercase letter.
     part = ".".join(word for word in words if word[:1].islower())
     error = error.__context__
   if isinstance(error, ValueError) and _letters(str(error)) in _letters(shown):
@@ -115,5 +118,5 @@ def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
 
 
 def _letters(text: str) -> str:
-  """Keeps letters and digits, which wrapping and frames do not change."""
+  """Keeps only letters and digits, to ignore tyro's boxes and line breaks."""
   return "".join(filter(str.isalnum, text))

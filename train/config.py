@@ -2,12 +2,12 @@
 """The configuration of a run; `presets` contains published settings.
 
 `python -m train.pretrain PRESET` reads a `TrainConfig` from the command line.
-Options of the run have no prefix (`--steps 100`); options of a part begin with
-its name (`--optim.codec log8`). An option that the chosen recipe or codec would
-ignore raises an error.
+Options of the run itself have no prefix (`--steps 100`). Options of a part such
+as `optim` begin with its name (`--optim.codec log8`). If the chosen recipe,
+optimizer or codec would ignore an option, an error is raised.
 
-Annotations from `coat_jax.models.ranges` limit the values of numbers, and
-`train.options` defines what a resumed run may change.
+Annotations from `coat_jax.models.ranges` limit numbers to a range, and
+`train.options` defines which options a resumed run may change.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from train.options import (
 )
 from train.weights import Stored
 
-# The options that each recipe accepts; the others must keep their defaults.
+# The options that each recipe accepts. Any others must keep their defaults.
 _CACHED = ("weight_cache", "evaluation")
 _COAT = ("residuals", "attention", "activation_group_size", *_CACHED)
 _RECIPES = {
@@ -61,76 +61,80 @@ class TrainConfig:
 
   Attributes:
     out: The run's folder.
-    data: Where tokens come from.
+    data: The files to read tokens from.
     seq: Tokens per sequence.
     batch: Sequences per step, over all devices.
     seed: Seed of the initial weights, the order of the data and stochastic
       rounding.
     model: The model's shape.
     init_from: A Hugging Face checkpoint, or a run that started from one. The
-      run starts with its weights, and its shape replaces the preset's; see
-      docs/models.md.
-    recipe: The formats of the layers' matmuls and saved activations; int8 is
-      only for comparisons.
+      new run starts with the checkpoint's weights, and the checkpoint's shape
+      replaces the preset's; see docs/models.md.
+    recipe: Selects the formats of the layers' matmuls and of saved activations;
+      int8 is only for comparisons.
     residuals: What layers save for the backward pass, with recipes coat,
-      fp8_block and int8; minimal saves less and recomputes more.
-    attention: The format in which q, k and v are saved, with recipes coat,
-      fp8_block and int8; bf16 is recommended.
+      fp8_block and int8; minimal stores less and recomputes more.
+    attention: The format in which layers save q, k and v for the backward pass,
+      with recipes coat, fp8_block and int8; bf16 is recommended.
     activation_group_size: How many saved activations share a scale, with
       recipes coat, fp8_block and int8.
-    experts: Format of the operands of the experts' matmuls, with recipe coat;
-      fp8 is slow without a Hopper GPU.
+    experts: The format of the operands of expert matmuls, with recipe coat; fp8
+      is slow without a Hopper GPU.
     weight_cache: What to compute from the weights once per step, with FP8
-      recipes: nothing, their scales, or their codes too.
-    evaluation: Evaluate in the recipe of training (same) or in bf16, with FP8
-      recipes.
-    compute: The dtype of activations, with recipe bf16; float32 shows the
-      effect of rounding.
+      recipes: nothing (none), their scales (scale), or scales and FP8 codes
+      (codes).
+    evaluation: The recipe to evaluate with, with FP8 recipes: the same as in
+      training, or bf16.
+    compute: The dtype of activations, with recipe bf16. A run in float32 shows
+      how much rounding to BF16 matters.
     remat: What jax.checkpoint saves for each layer; the backward pass
-      recomputes the rest. none saves what the recipe saves. dots saves the
-      results of matmuls. full saves only the layer's input. fp8 (recipe coat)
-      saves the inputs of both norms in FP8. fp8_layer saves the layer's input
-      rounded to FP8.
+      recomputes the rest. none saves all that the recipe saves. dots saves the
+      results of matmuls. full saves only the layer's input. fp8 (only with
+      recipe coat) saves the inputs of both norms in FP8. fp8_layer saves the
+      layer's input, rounded to FP8.
     params: How weights are stored. bfloat16 rounds stochastically;
-      bfloat16_low8 adds 8 bits to each weight. Norms and biases are always f32.
+      bfloat16_low8 stores 8 more bits per weight. Norms and biases are always
+      f32.
     implementation: auto uses GPU kernels if there is a GPU; xla never does.
     optim: The optimizer and the learning rate.
     steps: Number of optimizer steps of the whole run.
     accumulate: Microbatches per step. They go through the model one after
-      another and their gradients are added, which needs less memory.
-    grad_accumulate: The dtype in which microbatches' gradients of bfloat16
-      weights are added.
-    optimizer_in_backward: Step each layer's parameters as soon as its gradients
-      exist, so that only one layer's gradients exist at a time; needs
+      another, so that a step needs less memory, and their gradients are added.
+    grad_accumulate: The dtype in which gradients of bfloat16 weights are summed
+      over microbatches.
+    optimizer_in_backward: Update each layer's parameters as soon as the layer's
+      gradients exist, so that only one layer's gradients exist at a time; needs
       optim.clip share or adaptive.
     mesh: Devices to train on, such as data=2,fsdp=4,tensor=1; see `train.mesh`.
     grad_reduce: The dtype in which gradients are summed over devices.
-    distributed: Join the run's other processes, which SLURM, Open MPI or the
-      environment names; see docs/sharding.md.
+    distributed: Join the other processes of the run, which are found through
+      SLURM, Open MPI or environment variables; see docs/sharding.md.
     resume: Continue the run in `out` from its last checkpoint.
     convert_state: With resume, convert a checkpoint that was saved with another
-      codec, rounding, group size, second format, params or optim.clip.
+      params, optim.codec, optim.rounding, optim.group_size, optim.second or
+      optim.clip.
     overwrite: Replace the run in `out`.
     save_every: Steps between checkpoints; the last step is always saved.
     keep: How many of the newest checkpoints to keep.
     eval_every: Steps between evaluations; the last step is always evaluated.
     eval_batches: Held-out batches per evaluation.
-    compare: Also train a twin with BF16 layers and f32 moments, and compare.
+    compare: Also train a twin with BF16 layers and f32 moments, and compare the
+      losses.
     compare_seeds: How many twins to train, each with another seed; the table
       shows their spread.
-    report_state: Report the error of the stored moments at each evaluation.
-      This stores f32 moments too (8 bytes per parameter).
-    watch: Steps between checks for early signs that low precision hurts, such
-      as outliers and lost codes; see `train.watch`. 0 turns the checks off; 100
+    report_state: Report the error of the stored moments at each evaluation. For
+      this the run also stores f32 moments (8 bytes per parameter).
+    watch: Steps between checks for early signs that low precision will harm
+      training, such as outliers; see `train.watch`. 0 turns the checks off. 100
       is often enough and costs 0.3 % of the time.
     tensorboard: Also write metrics to TensorBoard event files.
     wandb: Also write metrics to Weights & Biases, which reads WANDB_PROJECT and
       its other environment variables.
-    profile: Steps to trace with jax.profiler: 5, or 5:100 for five after the
-      first hundred.
+    profile: Number of steps to trace with jax.profiler, such as 5; 5:100 traces
+      five steps after the first hundred.
 
   Raises:
-    ValueError: a value outside its range, or options that exclude each other.
+    ValueError: a value is outside its range, or options exclude each other.
   """
 
   # Options of the data come first, then the model, optimization, and the run.
@@ -189,7 +193,7 @@ class TrainConfig:
     self._check_steps()
 
   def check_mesh(self):
-    """Checks that sequences fit the model, and that both fit the mesh."""
+    """Checks that `seq` fits the model, and that the mesh can split both."""
     self.model.check_length(
       "TrainConfig: seq", self.seq, remedy="pass a smaller --seq"
     )
@@ -200,13 +204,13 @@ class TrainConfig:
     if self.optim.warmup_steps(self.steps) > self.steps:
       raise ValueError(
         f"TrainConfig: warmup must fit into {self.steps} steps, got "
-        f"{self.optim.warmup:g}; lower optim.warmup, or give it as a share "
-        "such as 0.1"
+        f"{self.optim.warmup:g}; lower optim.warmup, or pass a share of all "
+        "steps, such as 0.1"
       )
     if sum(read_profile(self.profile)) > self.steps:
       raise ValueError(
         f"TrainConfig: profile must fit into {self.steps} steps, got "
-        f"{self.profile}; trace fewer or earlier ones"
+        f"{self.profile}; trace fewer steps, or earlier ones"
       )
 
   @property
@@ -215,7 +219,7 @@ class TrainConfig:
     return parse_mesh(self.mesh)
 
   def coat_recipe(self) -> CoatRecipe:
-    """Builds the recipe of the layers."""
+    """Builds the recipe that the layers are created with."""
     arguments = {name: getattr(self, name) for name in _RECIPES[self.recipe]}
     arguments.pop("compute", None)
     if "activation_group_size" in arguments:
@@ -229,10 +233,11 @@ class TrainConfig:
     return dataclasses.replace(recipe, axes=axes)
 
   def with_f32_moments(self, recipe: str) -> Self:
-    """Returns the run with another recipe, f32 weights and moments, no twin.
+    """Returns the run with another recipe, f32 weights and f32 moments.
 
-    Options that the recipe does not accept get their defaults. If remat saves
-    inputs in FP8, it becomes full, which saves them in BF16.
+    Options that the recipe does not accept get their defaults. If `remat` saves
+    inputs in FP8, it becomes full, which saves inputs in BF16. The result has
+    no twin.
     """
     reset = unused(self, _RECIPES, recipe)
     if self.remat in ("fp8", "fp8_layer"):
@@ -253,7 +258,7 @@ class TrainConfig:
     )
 
   def bf16_twin(self, *, seed: int, out: str) -> Self:
-    """Returns the run with BF16 layers and f32 moments, to compare with."""
+    """Builds the twin: a run with BF16 layers and f32 moments."""
     return dataclasses.replace(
       self.with_f32_moments("bf16"),
       compute="bfloat16",
@@ -276,14 +281,14 @@ def _check_combinations(config: TrainConfig) -> None:
     config.accumulate == 1 or config.params == "float32"
   ):
     raise ValueError(
-      "TrainConfig: grad_accumulate applies to microbatches of a run with "
-      f"bfloat16 weights, got accumulate {config.accumulate} and params "
-      f"{config.params}; leave it out, or change these two"
+      "TrainConfig: grad_accumulate applies to runs with several microbatches "
+      f"and bfloat16 weights, got accumulate {config.accumulate} and params "
+      f"{config.params}; leave grad_accumulate out, or change these two"
     )
   if config.resume and config.overwrite:
     raise ValueError(
-      "TrainConfig: resume and overwrite exclude each other; pass resume to "
-      "continue the run, or overwrite to replace it"
+      "TrainConfig: resume and overwrite exclude each other, got both; pass "
+      "resume to continue the run, or overwrite to replace it"
     )
   if config.convert_state and not config.resume:
     raise ValueError(
@@ -315,8 +320,8 @@ def _check_optimizer(config: TrainConfig) -> None:
     if is_set and config.optim.optimizer not in optimizers:
       raise ValueError(
         f"TrainConfig: {option} needs optim.optimizer "
-        f"{' or '.join(optimizers)}, got {config.optim.optimizer}; leave one "
-        "of them out"
+        f"{' or '.join(optimizers)}, got {config.optim.optimizer}; change one "
+        "of the two"
       )
 
 
@@ -325,8 +330,8 @@ def _check_in_backward(config: TrainConfig) -> None:
   impossible = {
     f"accumulate {config.accumulate}": (
       config.accumulate > 1,
-      "each microbatch would be a step of its own; lower batch, or raise "
-      "optim.b2 with more and smaller steps",
+      "each microbatch would be a step of its own; lower batch instead, and "
+      "raise optim.b2 for the smaller steps",
     ),
     "optim.clip global": (
       config.optim.clip == "global",
@@ -335,7 +340,8 @@ def _check_in_backward(config: TrainConfig) -> None:
     ),
     "report_state": (
       config.report_state,
-      "its exact moments need all gradients; pass --no-report-state",
+      "the report's f32 moments need all gradients at once; pass "
+      "--no-report-state",
     ),
   }
   for option, (is_set, reason) in impossible.items():
@@ -350,7 +356,8 @@ def resume_rule(name: str, kind: type = TrainConfig) -> str:
   """Looks up whether a resumed run may change a field.
 
   The rule is fixed, converted, silent or (by default) reported. The rule of a
-  part such as `optim` applies to its fields unless they have their own.
+  part such as `optim` applies to each of its fields that has no rule of its
+  own.
   """
   rule, part = "reported", kind
   for word in name.split("."):

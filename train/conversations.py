@@ -2,9 +2,9 @@
 """The data of `train.finetune`: conversations, and samples of answers.
 
 At each evaluation the model answers some held-out prompts by greedy decoding.
-Each answer is a line of samples.jsonl in the run's folder, with the keys
-`step`, `sample` (a number), `prompt`, `answer`, and `reference`, the data's
-answer.
+Each answer becomes a line of samples.jsonl in the run's folder, with the keys
+`step`, `sample` (the prompt's number), `prompt`, `answer`, and `reference` (the
+answer in the data).
 """
 
 import contextlib
@@ -39,22 +39,22 @@ from train.source import decoder_of
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
-# How many characters to print of a prompt's end, and of an answer's beginning.
+# Print this many characters: the last of a prompt, the first of an answer.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
-# Each thread reads the images of one batch.
+# The number of threads that read images. Each thread reads a batch at a time.
 _THREADS = 8
-# How often a run without --steps and --epochs learns from each conversation.
+# The number of epochs of a run without --steps and --epochs.
 _EPOCHS = 3
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
-  """Reads the conversations of a run."""
+  """Reads the conversations; also returns the run with its number of steps."""
   folder, data = pretrained.source_of(config), config.data
   if folder is None:
     raise ValueError(
-      "finetune: expected a Hugging Face folder to start from, got none; name "
-      "it first"
+      "finetune: expected a Hugging Face folder to start from, got none; pass "
+      "it as the first argument"
     )
   template = ChatTemplate.load(folder, data.template)
   text, images = config.model, None
@@ -103,7 +103,7 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
 def open_images(
   folder: Path, shape: VisionLanguageConfig, images: str = ""
 ) -> "ChatImages":
-  """Opens the reader for the images in a model's conversations."""
+  """Opens the reader for the images in conversations."""
   source = read_path("images", images) if images else None
   if source is not None and not source.is_dir():
     # With --skip-bad, all rows with images would be skipped without an error.
@@ -126,7 +126,8 @@ def open_images(
     raise ValueError(
       f"images: the vision tower of {folder} needs images of "
       f"{shape.vision.num_channels} x {size} x {size}, but its preprocessing "
-      f"makes images of {made}; pass a folder whose files belong together"
+      f"makes images of {made}; pass a folder whose files are all from one "
+      "model"
     )
   return ChatImages(
     preprocessing,
@@ -139,7 +140,7 @@ def open_images(
 class Prompt(NamedTuple):
   """A held-out prompt."""
 
-  tokens: list[int]  # Up to the answer.
+  tokens: list[int]  # The tokens before the answer.
   reference: list[int]  # The answer in the data.
 
 
@@ -157,18 +158,18 @@ class HeldOutSamples:
     most: int,
     resumed_step: int,
   ):
-    """Opens the file."""
+    """Opens samples.jsonl."""
     self._prompts, self._text = prompts, text
     self._graph, self._mesh, self._most = graph, mesh, most
     self._stops = text.stops_after(x.reference[-1] for x in prompts)
     self._log = MetricsLog(path, resumed_step=resumed_step)
 
   def write(self, step: int, params: Any) -> list[str]:
-    """Generates with the parameters after a step; returns lines to print."""
+    """Generates answers with these parameters; returns lines to print."""
     context = contextlib.nullcontext()
     if self._mesh is not None:
       context = jax.set_mesh(self._mesh)
-    # Prompts are text, so the decoder answers them.
+    # No prompt has images, so the decoder of a LLaVA answers alone.
     model = decoder_of(nnx.merge(self._graph, params))
     try:
       with context:
@@ -178,7 +179,7 @@ class HeldOutSamples:
           max_new_tokens=self._most,
           stop_tokens=self._stops,
         )
-    except ValueError as error:  # NaN, perhaps only for these prompts.
+    except ValueError as error:  # The logits contain NaN.
       return [f"  samples: {error}"]
     lines, decode = [], self._text.decode
     for i, prompt in enumerate(self._prompts):
@@ -203,7 +204,7 @@ class Conversations(RunData[FinetuneConfig]):
   rows: PackedRows
   held_out: PackedRows
   text: TokenizerText
-  # A chat template for the run's folder, instead of the tokenizer's.
+  # A chat template to write into the run's folder; None keeps the tokenizer's.
   template: ChatTemplate | None
 
   def keep_files(self, run: RunDirectory) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts runs to and from checkpoints of optax's AdamW and Hugging Face.
+"""Converts runs to and from checkpoints of optax.adamw and of Hugging Face.
 
   python -m train.convert export RUN OUT
   python -m train.convert import DIR PRESET --out RUN [options]
@@ -11,20 +11,22 @@
 `optax.adamw(schedule, mask=mask)`; weights and moments are in f32.
 
 `import` turns such a checkpoint into a run, and `python -m train.pretrain
-PRESET --out RUN [options] --resume` continues this run. Adam's count becomes
-the run's step, and that many batches are skipped.
+PRESET --out RUN [options] --resume` continues this run. Adam's step count
+becomes the run's step, and the resumed run skips that many batches.
 
 `export-hf` writes the weights of the newest checkpoint as a Hugging Face
-folder: config.json, safetensors, and the tokenizer's files if the run began
-with such a folder. `import-hf` turns such a folder into a run at step 0, with
-the settings of the preset finetune and the options. `python -m train.pretrain
-finetune --out RUN [options] --resume` trains it. (--init-from of train.pretrain
-does both at once, also on a mesh.)
+folder: config.json, safetensors, and the tokenizer's files if the run started
+from a Hugging Face folder. `import-hf` turns a Hugging Face folder into a run
+at step 0, with the settings of the preset finetune, which the options may
+change. `python -m train.pretrain finetune --out RUN [options] --resume` trains
+this run. (`python -m train.pretrain finetune --init-from DIR` imports and
+trains at once, also on a mesh.)
 
-All four work on one device. With JAX_PLATFORMS=cpu a model needs only host
-memory: 12 bytes per parameter plus the codec's bytes. Runs can then be resumed
-on any mesh. A command that fails or is stopped removes what it wrote; only a
-killed command leaves OUT.unfinished or a run without a step.
+All four commands run on one device. With JAX_PLATFORMS=cpu they need only host
+memory: 12 bytes per parameter plus the bytes of the encoded moments. An
+imported run can be resumed on any mesh. A command that fails or is stopped
+removes what it wrote. Only a command that is killed (SIGKILL) leaves
+OUT.unfinished or a run without a step.
 
 The exit status is 0 on success, 1 if a checkpoint could not be written or there
 was too little memory, 2 if the input was wrong, and 130 or 143 after SIGINT or
@@ -52,7 +54,7 @@ _Presets: Any = one_of(PRESETS)
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-  """Writes a run's newest checkpoint as a checkpoint of optax's AdamW.
+  """Exports a run's newest checkpoint for optax's AdamW.
 
   Attributes:
     run: Folder of the run.
@@ -81,7 +83,7 @@ class ExportHF:
   out: Annotated[Path, arg(metavar="DIR")]
   dtype: Annotated[
     convert_hf.Dtype | None,
-    shown("default: the initial checkpoint's, or that of the run's weights"),
+    shown("default: as in the initial checkpoint, else as in the run"),
   ] = None
 
   def convert(self, out: Path) -> str:
@@ -95,7 +97,7 @@ class Import:
 
   Attributes:
     source: Folder of the checkpoint.
-    config: The run to make, as for train.pretrain.
+    config: The options of the new run, as in train.pretrain.
   """
 
   make: ClassVar[Callable[[Path, TrainConfig], int]] = import_adamw
@@ -111,7 +113,8 @@ class Import:
     source = read_path("source", self.source)
     if self.config.init_from:
       raise ValueError(
-        f"import: weights come from {source}, got --init-from; leave it out"
+        f"import: weights come from {source}, got --init-from too; leave "
+        "--init-from out"
       )
     step = type(self).make(source, self.config)
     return f"--resume continues from step {step}"
@@ -119,11 +122,11 @@ class Import:
 
 @dataclasses.dataclass(frozen=True)
 class ImportHF(Import):
-  """Turns a Hugging Face folder into a run without steps.
+  """Turns a Hugging Face folder into a run at step 0.
 
   Attributes:
     source: The folder.
-    config: The run to make. Its model's shape comes from the folder.
+    config: The options of the new run. The model's shape comes from the folder.
   """
 
   make: ClassVar[Callable[[Path, TrainConfig], int]] = convert_hf.import_hf
@@ -132,7 +135,7 @@ class ImportHF(Import):
 
 
 def _run(command: Export | ExportHF | Import | ImportHF) -> None:
-  """Runs a command and prints what was made."""
+  """Runs a command, and prints what it wrote."""
   out = read_path("out", command.out)
   with stop_on_signal(out):
     text = command.convert(out)
@@ -151,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   return exit_status(
     lambda: _run(command),
-    smaller="set JAX_PLATFORMS=cpu, for which the host's memory is enough",
+    smaller="set JAX_PLATFORMS=cpu to use the host's memory",
   )
 
 

@@ -24,12 +24,12 @@ from train.step import TrainState
 
 
 def export_adamw(run: Path, out: Path) -> int:
-  """Writes a run's newest undamaged checkpoint for optax's AdamW."""
+  """Exports a run's newest undamaged checkpoint; returns its step."""
   path, step, config = newest_checkpoint(run, out)
   if config.optim.optimizer != "coat_adamw":
     raise ValueError(
-      "export: needs a run of optim.optimizer coat_adamw, got "
-      f"{config.optim.optimizer}; use export-hf to export its weights alone"
+      "export: needs a run with optim.optimizer coat_adamw, got "
+      f"{config.optim.optimizer}; use export-hf to export only its weights"
     )
   optimizer = steps.build_optimizer(config)
   abstract = steps.abstract_state(config, optimizer)
@@ -37,7 +37,7 @@ def export_adamw(run: Path, out: Path) -> int:
   adam, low = weights.without_low(state.optimizer)
   adam = jax.jit(to_plain_state)(adam)
   params = jax.jit(weights.load)(state.params, low)
-  # A schedule and a mask change the structure of optax.adamw's state.
+  # A schedule and a mask change the structure of the state of optax.adamw.
   adamw = optax.adamw(learning_rate(config), mask=steps.decays)
   opt_state = jax.eval_shape(adamw.init, params)
   schedule = optax.ScaleByScheduleState(adam.count)
@@ -47,10 +47,10 @@ def export_adamw(run: Path, out: Path) -> int:
 
 
 def import_adamw(source: Path, config: TrainConfig) -> int:
-  """Turns a checkpoint of optax's AdamW into a run."""
+  """Turns a checkpoint of optax's AdamW into a run; returns its step."""
   if config.optim.optimizer != "coat_adamw":
     raise ValueError(
-      "import: needs a run of optim.optimizer coat_adamw, got "
+      "import: needs a run with optim.optimizer coat_adamw, got "
       f"{config.optim.optimizer}; leave --optim.optimizer out"
     )
 
@@ -81,10 +81,11 @@ def _read_adamw(
     tree = checkpointer.metadata(path).item_metadata.tree
     how = jax.tree.map(lambda _: to_host, tree)
     tree = checkpointer.restore(path, args=ocp.args.PyTreeRestore(None, how))
-  except Exception as error:  # Orbax and TensorStore raise many kinds.
+  except Exception as error:  # Orbax and TensorStore raise many types.
     raise ValueError(
       f"import: could not read {source} as an Orbax checkpoint "
-      f"({type(error).__name__}); pass a folder that StandardCheckpointer wrote"
+      f"({type(error).__name__}); pass a folder that Orbax's "
+      "StandardCheckpointer wrote"
     ) from error
 
   def is_adam(node: Any) -> bool:
@@ -96,7 +97,8 @@ def _read_adamw(
     raise ValueError(
       f"import: expected params and one state of Adam in {source}, got "
       f"{', '.join(tree)} with {len(states)} states of Adam; save "
-      "{'params': params, 'opt_state': opt_state} of optax.adamw"
+      "{'params': params, 'opt_state': opt_state}, with the opt_state of "
+      "optax.adamw"
     )
   (state,) = states
   found = {"params": tree["params"], "mu": state["mu"], "nu": state["nu"]}

@@ -25,7 +25,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def import_hf(source: Path, config: TrainConfig) -> int:
-  """Turns a Hugging Face checkpoint into a run without any steps."""
+  """Turns a Hugging Face checkpoint into a run at step 0."""
   config = dataclasses.replace(config, init_from=str(source.absolute()))
   config = pretrained.with_shape(config)
 
@@ -37,7 +37,7 @@ def import_hf(source: Path, config: TrainConfig) -> int:
 
 
 def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
-  """Writes a run's newest undamaged checkpoint as a Hugging Face folder."""
+  """Exports a run's newest undamaged checkpoint; returns its step."""
   _, step, config = newest_checkpoint(run, out)
   params = read_weights(RunDirectory(run), step, config)
   model = nnx.merge(steps.build_graph(config), params)
@@ -52,13 +52,13 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
       max_length=config.seq if isinstance(model, Decoder) else None,
       labels=_labels(source),
     )
-    if isinstance(config, VitConfig):  # For other runs, `like` copies them.
+    if isinstance(config, VitConfig):  # Otherwise `like` provides them.
       carry(source, written, *PROCESSORS)
   return step
 
 
 def _labels(source: Path) -> list[str] | None:
-  """Reads the class names that a run on images stored."""
+  """Reads the class names of an image classifier; None if there are none."""
   if not (file := source / CLASSES).is_file():
     return None
   try:

@@ -7,12 +7,12 @@
   python -m train.evaluate llava-1.5-7b-hf --conversations vqa.json \
     --images images --template vicuna --page answers.html
 
-The first argument is the folder of a run, whose newest checkpoint is read, or a
+The first argument is a run's folder, whose newest checkpoint is read, or a
 Hugging Face folder. The model runs on one device, in BF16 or f32, without FP8.
-`train.evaluation.perplexity` explains how texts are scored. Tasks are those of
-lm-evaluation-harness (pip install 'coat_jax[eval]'); nothing is downloaded.
-Conversations may have images if the model reads images, and `--page` writes the
-model's answers as a web page. Tables go to standard output.
+`train.evaluation.perplexity` explains how texts are scored. Tasks come from
+lm-evaluation-harness (pip install 'coat_jax[eval]'); the command downloads
+nothing. Conversations may contain images if the model sees images, and `--page`
+writes the model's answers to a web page. Tables are printed to standard output.
 
 The exit status is 0 on success, 1 if a file could not be written or there was
 too little memory, 2 if the input was wrong, and 130 or 143 after SIGINT or
@@ -56,26 +56,28 @@ class EvaluateConfig:
 
   Attributes:
     model: Folder of a run, or a Hugging Face folder.
-    data: Texts to predict: a file, folder or glob of JSON lines with `text` or
-      of plain text, compressed or not. Repeat it for more.
+    data: A text to predict: a file, folder or glob. Files contain plain text or
+      JSON lines with the key `text`, and may be compressed. Repeat the option
+      for more texts.
     documents: Evaluate each document alone (apart), or all as one text
       (joined).
-    stride: Tokens from one window of a long text to the next. Fewer give more
-      context.
-    task: A task of lm-evaluation-harness. Repeat it for more.
-    task_dir: Folder with your own tasks; paths in them are relative to it.
+    stride: Number of tokens by which the windows over a long text advance. A
+      smaller stride gives each token more context.
+    task: A task of lm-evaluation-harness. Repeat the option for more tasks.
+    task_dir: Folder with your own tasks; paths in these are relative to it.
     shots: How many examples to put before each question.
-    conversations: Conversations in the formats of `train.finetune`. The model
-      predicts the answers in them and gives its own. Repeat it for more.
+    conversations: A file of conversations, in a format of `train.finetune`. The
+      model predicts the answers in it, and also generates its own. Repeat the
+      option for more files.
     images: Folder that image names in conversations are relative to.
-    template: Name of a chat template to use.
+    template: Name of a published chat template to use.
     max_tokens: Maximum number of tokens in an answer.
     beside: A second model that answers the same questions.
     page: An HTML file to write, with questions, images and answers.
-    limit: Stop after this many documents of each text, examples of each task,
-      and conversations.
-    length: Tokens that the model sees at a time.
-    batch: How many rows to compute at once.
+    limit: Use only this many documents of each text, examples of each task, and
+      conversations.
+    length: Maximum number of tokens that the model sees at a time.
+    batch: How many sequences to compute at once.
     tokenizer: A tokenizer.json to use.
     compute: The dtype to compute in.
     out: A JSON file to write, with all figures, versions and options.
@@ -102,7 +104,7 @@ class EvaluateConfig:
   page: _Path = None
   limit: Annotated[Count | None, shown("default: no limit")] = None
   length: Annotated[
-    Count | None, shown("default: the length that it was trained with")
+    Count | None, shown("default: the model's training length")
   ] = None
   batch: Count = 8
   tokenizer: Annotated[str | None, shown("default: the model's own")] = None
@@ -114,8 +116,8 @@ class EvaluateConfig:
   def __post_init__(self):
     if not (self.data or self.task or self.conversations):
       raise ValueError(
-        "evaluate: needs a text or a task, got none; pass --data, --task or "
-        "--conversations"
+        "evaluate: needs a text, a task or conversations, got none; pass "
+        "--data, --task or --conversations"
       )
     check_fields(self)
     for needed, names in {
@@ -128,12 +130,12 @@ class EvaluateConfig:
         if is_set and not getattr(self, needed):
           raise ValueError(
             f"evaluate: --{name.replace('_', '-')} applies to --{needed}, got "
-            "none; pass it too, or leave this out"
+            f"none; pass --{needed} too, or leave this option out"
           )
 
 
 def run(config: EvaluateConfig) -> dict[str, Any]:
-  """Evaluates and prints; returns what --out writes."""
+  """Evaluates a model and prints tables; returns the contents of --out."""
   out, written = (
     _path_of(option, getattr(config, option)) for option in ("out", "page")
   )
@@ -143,7 +145,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
       f"{written}; pass another --page"
     )
   source = _open(config, config.model)
-  for data in config.data:  # Find a wrong name before weights are read.
+  for data in config.data:  # Find wrong names before weights are read.
     next(read_documents(data), None)
   tasks = None
   if config.task:
@@ -206,7 +208,7 @@ def _open(config: EvaluateConfig, folder: str) -> Source:
 def _predict_texts(
   config: EvaluateConfig, text: Text, model: Decoder, length: int
 ) -> list[dict[str, Any]]:
-  """Computes the results for each text."""
+  """Measures how well the model predicts each text; returns table rows."""
   rows = []
   for data in config.data:
     started = time.monotonic()
@@ -228,7 +230,7 @@ def _predict_texts(
 def _read_conversations(
   config: EvaluateConfig, source: Source
 ) -> list[tuple[Source, Conversations]]:
-  """Reads the conversations once for each model, as that model sees them."""
+  """Reads the conversations for each model, with its tokenizer and template."""
   if not config.conversations:
     return []
   sources = [source]
@@ -238,7 +240,7 @@ def _read_conversations(
   if config.images is not None and is_text:
     raise ValueError(
       "evaluate: --images applies to models that see images, got a text-only "
-      f"{source.family}; leave it out"
+      f"{source.family}; leave --images out"
     )
   images = config.images and read_path("images", config.images)
 
@@ -258,7 +260,7 @@ def _read_conversations(
 def _ask(
   config: EvaluateConfig, source: Source, model: Any, documents: Conversations
 ) -> tuple[Answers, dict[str, Any]]:
-  """Asks a model; returns its answers, and a row about them."""
+  """Asks a model; returns its answers, and a table row about them."""
   started = time.monotonic()
   found = ask(
     model,

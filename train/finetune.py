@@ -11,8 +11,8 @@ ShareGPT conversations, Alpaca instructions, or prompts with completions. The
 loss covers only what the assistant writes. If DIR is a LLaVA, rows may have
 images (`--images`), and `--trained` selects the parts to train.
 
-Options and exit status are the same as in `train.pretrain`. If a damaged image
-is noticed only when its batch is read, the status is 2 as well, and earlier
+Options and exit status are the same as in `train.pretrain`. A damaged image may
+be found only when its batch is read. Then the status is also 2, and earlier
 checkpoints stay. docs/finetune.md shows all steps from DIR to an exported,
 evaluated model, and docs/vision.md shows the two stages of LLaVA.
 """
@@ -34,7 +34,7 @@ Fine-tunes a Hugging Face checkpoint on conversations.
 def read(words: Sequence[str]) -> FinetuneConfig:
   """Reads the command line."""
   if times_given("data", words) > 1:
-    # tyro would read only the last one.
+    # tyro would use only the last --data.
     raise ValueError(
       "--data was given several times; name all files after one --data: "
       "--data a.jsonl b.jsonl"

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continues prompts with text from a model.
+"""Generates texts that continue prompts.
 
   python -m train.generate RUN --prompt "def main("
   python -m train.generate RUN --prompt "One" --prompt "Two" --temperature 0
   python -m train.generate Llama-3.2-1B-Instruct --prompt "Who?" --chat
 
-The first argument is the folder of a run, whose newest checkpoint is read, or a
-Hugging Face folder. All prompts run at once on one device.
+The first argument is a run's folder, whose newest checkpoint is read, or a
+Hugging Face folder. The model continues all prompts at once, on one device.
 
-Text goes to standard output, speeds to standard error. A first call, for one
-token, compiles; only the second call is timed.
+Texts are printed to standard output, and speeds to standard error. A first call
+generates one token and compiles; only the second call is timed.
 
 The exit status is 0 on success, 1 if there was too little memory, 2 if the
 input was wrong, and 130 or 143 after SIGINT or SIGTERM.
@@ -35,20 +35,20 @@ from train.source import Compute, Source, decoder_of, open_source
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-  """Continues prompts with text from a model, and prints it.
+  """Generates texts that continue prompts, and prints them.
 
     python -m train.generate RUN_OR_DIR --prompt TEXT [options]
 
   Attributes:
     model: Folder of a run, or a Hugging Face folder.
-    prompt: The beginning of a text. Repeat it for more texts.
-    max_tokens: How many tokens to add to each text, unless it ends earlier.
+    prompt: The beginning of a text. Repeat the option for more texts.
+    max_tokens: Maximum number of tokens to add to each prompt.
     temperature: Temperature of sampling; 0 picks the most probable token.
     top_k: Draw from the k most probable tokens.
-    top_p: Draw from the smallest set of most probable tokens whose probability
-      reaches this.
+    top_p: Draw from the smallest set of tokens whose total probability is at
+      least this number.
     seed: Seed of random draws.
-    chat: Treat the prompt as a user's message, in the tokenizer's chat
+    chat: Format each prompt as a user's message with the tokenizer's chat
       template, and print only the answer.
     tokenizer: A tokenizer.json to use.
     compute: The dtype to compute in.
@@ -72,7 +72,7 @@ class GenerateConfig:
 
 
 def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
-  """Encodes the prompts."""
+  """Encodes the prompts, and checks their lengths."""
   text, out = source.text, []
   if config.chat and text.chat is None:
     raise ValueError(
@@ -82,7 +82,7 @@ def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
   for prompt in config.prompt:
     if config.chat and text.chat is not None:
       messages = [{"role": "user", "content": prompt}]
-      # The template contains the token that texts begin with.
+      # The template adds the token that texts begin with.
       tokens = text.encode(
         text.chat.render(messages, add_generation_prompt=True)
       )
@@ -91,25 +91,26 @@ def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
     if not tokens:
       raise ValueError(
         f"generate: a prompt must have at least one token, got {prompt!r}; "
-        "pass --prompt with a text"
+        "pass a --prompt that is not empty"
       )
     if len(tokens) + config.max_tokens > source.length:
       raise ValueError(
         "generate: a prompt and --max-tokens must fit into the "
         f"{source.length} tokens that the model was trained to see, got "
-        f"{len(tokens)} + {config.max_tokens}; pass fewer"
+        f"{len(tokens)} + {config.max_tokens}; shorten the prompt, or lower "
+        "--max-tokens"
       )
     out.append(tokens)
   return out
 
 
 def run(config: GenerateConfig) -> None:
-  """Generates and prints."""
+  """Generates texts, and prints them."""
   make_sampling(config.temperature, config.top_k, config.top_p)
   if config.max_tokens < 1:
     raise ValueError(
       f"generate: --max-tokens must be at least 1, got {config.max_tokens}; "
-      "pass how many tokens to add"
+      "pass the number of tokens to add"
     )
   if not config.prompt:
     raise ValueError("generate: needs a prompt, got none; pass --prompt")
@@ -118,7 +119,7 @@ def run(config: GenerateConfig) -> None:
   prompts = encode(config, source)
   model = decoder_of(source.load())
 
-  # The first call compiles, so that the second measures only the work.
+  # The first call compiles, so the time of the second excludes compilation.
   def call(most: int) -> Generation:
     return generate(
       model,
@@ -150,7 +151,7 @@ def run(config: GenerateConfig) -> None:
 def describe_speed(
   prompts: list[list[int]], found: Generation, compiled_s: float
 ) -> str:
-  """Describes the speeds; reading a prompt includes its first new token."""
+  """Describes the speeds. Reading a prompt includes its first new token."""
   read = sum(map(len, prompts))
   added = sum(map(len, found.tokens)) - len(prompts)
   speeds = [f"prompts: {read} tokens, {read / found.prefill_s:,.0f} tokens/s"]

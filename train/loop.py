@@ -5,9 +5,9 @@
 trains one run, from data to checkpoints. Commands differ in their configuration
 and in their data (`train.run.data`).
 
-Only the first of several processes writes files other than checkpoints. At the
-end of each `with stop_on_bad_input` all processes wait for each other, and stop
-if one has failed.
+If a run has several processes, all of them write checkpoints, but only the
+first one writes other files. At the end of each `with stop_on_bad_input` the
+processes wait for each other, and all of them stop if one has failed.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def run_command[Config: TrainConfig](
   load: Callable[[Config], tuple[Config, RunData[Config]]],
   arguments: Sequence[str] | None,
 ) -> int:
-  """Reads a command line, trains its run and twins; returns the exit status."""
+  """Trains a command line's run and its twins; returns the exit status."""
   words = sys.argv[1:] if arguments is None else arguments
   with Signals() as signals:
     processes.reserve_gpu_memory()
@@ -70,13 +70,13 @@ def run_command[Config: TrainConfig](
           config = pretrained.with_shape(config)
           check_installed(config)
           claimed.enter_context(RunDirectory(config.out).claimed(config))
-        with stop_on_bad_input():  # Other processes wait for the claim.
+        with stop_on_bad_input():  # Begins once the folder is claimed.
           say(f"{config.out}: reading data")
           config, data = load(config)
           runs = [config, *compare.twins(config)]
         for each in runs:
           with stop_on_failure(), contextlib.ExitStack() as opened:
-            with stop_on_failure():  # Before files are closed, which may wait.
+            with stop_on_failure():  # Closing files after a failure may wait.
               train(each, data, signals, opened)
         if processes.is_primary():
           compare.finish(runs)
@@ -97,7 +97,7 @@ def train[Config: TrainConfig](
 ) -> None:
   """Trains one run until its last step; `opened` closes its files."""
   signals.is_deferred = False
-  if is_received(signals):  # A signal came at the end of an earlier run.
+  if is_received(signals):  # A signal came as an earlier run ended.
     raise Stop(
       signals.exit_status,
       f"{config.out}: not started; pass --resume to start it",
@@ -105,7 +105,7 @@ def train[Config: TrainConfig](
   run = RunDirectory(config.out)
 
   with stop_on_bad_input():
-    # Data: an iterator whose position is saved, and a fixed held-out set.
+    # The data: an iterator whose position is saved, and a fixed held-out set.
     mesh = make_mesh(config.mesh_sizes)
     sharding = batch_sharding(mesh) if mesh else None
     own_rows = processes.own_rows(sharding, config.batch)
@@ -113,7 +113,7 @@ def train[Config: TrainConfig](
     batches = data.train_batches(config, **own_rows)
     held_out = data.eval_batches(config, **own_rows)
 
-    # Model and optimizer, and the shapes of their state.
+    # The model and the optimizer, and the shapes of the state.
     graph = step.build_graph(config)
     optimizer = step.build_optimizer(config, mesh)
     abstract = step.abstract_state(config, optimizer, mesh)
@@ -122,7 +122,7 @@ def train[Config: TrainConfig](
   say(report.describe_sizes(config, abstract.params))
   pretrained.warn_of_length(config)
 
-  # The run's folder, with a checkpoint or new.
+  # The run's folder: one with a checkpoint, or a new one.
   done, lines = 0, []
   if config.resume:
     done, lines = _find_checkpoint(run, config, data)
@@ -132,7 +132,7 @@ def train[Config: TrainConfig](
   else:
     _create_folder(run, config, data, description, opened)
 
-  # State: from the checkpoint, or before the first step.
+  # The state: from the checkpoint, or the initial one.
   checkpoints = Checkpoints(run.checkpoints, keep=config.keep)
   opened.enter_context(contextlib.closing(checkpoints))
   with stop_on_bad_input():
@@ -148,7 +148,7 @@ def train[Config: TrainConfig](
   log = _open_log(run, config, description, done)
   opened.enter_context(contextlib.closing(log))
 
-  # Programs, compiled here so that the loop only runs them.
+  # The programs, compiled here so that the loop only runs them.
   say(f"{config.out}: compiling")
   started = time.monotonic()
   batch = {
@@ -165,7 +165,7 @@ def train[Config: TrainConfig](
     watcher = Watcher(config, graph, mesh, abstract, batch)
   say(f"{config.out}: compiled in {time.monotonic() - started:.0f} s")
 
-  # Files and helpers of the loop.
+  # The files and helpers of the loop.
   samples = data.open_samples(config, graph, mesh, resumed_step=done)
   if samples is not None:
     opened.enter_context(contextlib.closing(samples))
@@ -204,13 +204,13 @@ def train[Config: TrainConfig](
     if fault := in_flight.read(leave=leave):
       raise not_finite(fault)
 
-  # The loop. While devices work on a step, the host reads the step before.
+  # The loop. While devices run a step, the host reads metrics of the last one.
   signals.is_deferred = True
   is_stopping = False
   first = done + 1
   train_rows = read_or_stop(batches)
   while done < config.steps and not is_stopping:
-    # One step. Its metrics are read at once if its state is used now.
+    # Run a step. Read its metrics at once if the host uses its state below.
     if profiler.is_at_edge:
       read_steps()
     profiler.before_step()
@@ -227,7 +227,7 @@ def train[Config: TrainConfig](
     if done == 1 and processes.is_primary():
       run.remove_replaced()
 
-    # Look for early signs that low precision is about to hurt.
+    # Check for early signs that low precision will harm training.
     if is_watched:
       found, said = watcher.look(state, rows, float(metrics.grad_norm))
       log.write(step=done, watch=found)
@@ -246,14 +246,14 @@ def train[Config: TrainConfig](
         for line in samples.write(done, state.params):
           progress.say(line)
 
-    # Save the state if its loss is finite.
+    # Save the state if its held-out loss is finite.
     is_stopping = is_received(signals)
     if done % config.save_every == 0 or is_last or is_stopping:
       read_steps()
       measured = measured or evaluate(max_batches=1)
       if not math.isfinite(loss := measured["held_out_loss"]):
         raise not_finite(
-          f"after step {done} the held-out loss is {loss}, so that step is not "
+          f"after step {done} the held-out loss is {loss}, so this step is not "
           "saved"
         )
       checkpoints.save(done, state, batches, description)
@@ -272,7 +272,7 @@ def train[Config: TrainConfig](
 def _find_checkpoint(
   run: RunDirectory, config: TrainConfig, data: RunData
 ) -> tuple[int, list[str]]:
-  """Returns the step to resume from, and remarks to print about it."""
+  """Returns the step to resume from, and lines to print about it."""
   done, damaged = newest_whole_step(run.checkpoints)
   saved = read_description(run.checkpoints, done)
   where = run.checkpoints / str(done)
@@ -289,7 +289,7 @@ def _create_folder(
 ) -> None:
   """Creates the folder of a new run."""
   if processes.is_primary():
-    opened.callback(run.put_back)  # Does nothing once the new run has a step.
+    opened.callback(run.put_back)  # Restores the old run if no step is done.
     run.create(description)
     with save_errors(run.path):
       pretrained.keep_files(config, run)

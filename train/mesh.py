@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mesh of devices to train on, and checks that a run fits it.
 
-  data     copies of the model; sequences of a batch
-  fsdp     rows of weights, gradients and moments; sequences of a batch
-  expert   whole experts of a mixture; sequences of a batch
-  tensor   heads, columns of the MLP, the vocabulary; positions between layers
+Each axis of the mesh splits some arrays over its devices:
 
-Only `tensor` shards the last axis of weights. Groups of values that share a
-scale run along that axis, and each device must hold whole groups.
+  data     the sequences of a batch (each device has a copy of the weights)
+  fsdp     the sequences of a batch; rows of weights, gradients and moments
+  expert   the sequences of a batch; the experts of a mixture
+  tensor   attention heads, columns of the MLP and the vocabulary; between
+           layers, the positions of each sequence
+
+Only `tensor` splits the last dimension of weights. Groups of values that share
+a scale run along that dimension, and each device must hold whole groups.
 """
 
 import math
@@ -23,7 +26,7 @@ from coat_jax.models.params import EXPERT, mesh_axes
 from coat_jax.numerics.scaling import BLOCK
 
 _MOST_DEVICES = 2**16
-# Meshes have an axis `expert` only if its size is above 1.
+# A mesh has the axis `expert` only if its size is above 1.
 MESH_AXES = ("data", "fsdp", EXPERT, "tensor")
 
 
@@ -49,20 +52,20 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def _all_axes(sizes: Mapping[str, int]) -> dict[str, int]:
-  """Returns the sizes of all axes of a mesh, in order."""
+  """Returns the sizes in the order of the axes; an omitted axis has size 1."""
   every = {name: sizes.get(name, 1) for name in MESH_AXES}
   return {name: n for name, n in every.items() if name != EXPERT or n > 1}
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
-  """Writes sizes as `parse_mesh` reads them."""
+  """Formats the sizes of a mesh as text that `parse_mesh` reads."""
   return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def make_mesh(
   sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None
 ) -> Mesh | None:
-  """Makes the mesh, with automatic axes."""
+  """Builds the mesh, with Auto axes; returns None if there are no sizes."""
   if not sizes:
     return None
   devices = jax.devices() if devices is None else devices
@@ -72,8 +75,8 @@ def make_mesh(
       f"mesh: {format_mesh(sizes)} is for {count} devices, got {len(devices)}; "
       f"{format_mesh(_fitting(sizes, len(devices)))} would fit"
     )
-  # Neighbours on the last axis exchange most, so they belong to one host.
-  # jax.make_mesh refuses GPUs of hosts that have no NVLink between them.
+  # Neighbours along the last axis exchange the most data, so they should be on
+  # one host. jax.make_mesh would refuse hosts that have no NVLink between them.
   order = sorted(devices, key=lambda device: (device.process_index, device.id))
   return Mesh(
     np.array(order).reshape(tuple(sizes.values())),
@@ -83,7 +86,7 @@ def make_mesh(
 
 
 def _fitting(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-  """Finds similar sizes for `count` devices."""
+  """Finds sizes, similar to the given ones, for `count` devices."""
   found = {}
   for name in ("tensor", EXPERT, "data"):
     found[name] = math.gcd(sizes.get(name, 1), count)
@@ -111,7 +114,7 @@ def check_fits(run: Any) -> None:
   _check_divides("tensor", tensor, "", whole)
   if tensor > 1 and run.recipe not in ("bf16", "fp8_linear"):
     _check_groups(model.d_ff, tensor, run.activation_group_size)
-  # fsdp shards the rows that one device along `tensor` holds.
+  # fsdp splits the rows that each device along `tensor` holds.
   rows = dict(d_model=model.d_model, d_ff=model.d_ff) | tables
   rows = {name: size // tensor for name, size in rows.items()}
   _check_divides("fsdp", fsdp, f" / tensor={tensor}" * (tensor > 1), rows)
@@ -132,7 +135,7 @@ def check_fits(run: Any) -> None:
 
 
 def _check_experts(model: Any, expert: int) -> None:
-  """Checks that devices can hold whole experts."""
+  """Checks that each device can hold whole experts."""
   num_experts = getattr(model, "num_experts", None)
   if num_experts is None:
     raise ValueError(
@@ -143,7 +146,7 @@ def _check_experts(model: Any, expert: int) -> None:
 
 
 def _check_groups(d_ff: int, tensor: int, group: int) -> None:
-  """Checks that no group is split: scales would then depend on the mesh."""
+  """Checks that no group is split; else scales would depend on the mesh."""
   columns = d_ff // tensor
   if columns % group:
     raise ValueError(
@@ -166,7 +169,7 @@ def check_tower_fits(sizes: Mapping[str, int], vision: VisionConfig) -> None:
 def _check_divides(
   axis: str, size: int, share: str, lengths: Mapping[str, int]
 ) -> None:
-  """Checks that an axis of the mesh divides all these lengths."""
+  """Checks that the size of a mesh axis divides all these lengths."""
   common = math.gcd(*lengths.values())
   if common % size == 0:
     return
@@ -180,12 +183,12 @@ def _check_divides(
 
 
 def _check_tiles(model: Any, fsdp: int) -> None:
-  """Checks that devices along fsdp hold whole tiles of weights."""
+  """Checks that each device along fsdp holds whole tiles of weights."""
   rows = {
     "d_model": model.d_model,
     "num_heads * width": model.num_heads * model.head_width,
   }
-  if getattr(model, "num_experts", None) is None:  # Experts compute in BF16.
+  if getattr(model, "num_experts", None) is None:  # Expert matmuls are in BF16.
     rows["d_ff"] = model.d_ff
   wrong = [name for name in rows if rows[name] % (fsdp * BLOCK)]
   if not wrong:
@@ -202,10 +205,10 @@ def _check_tiles(model: Any, fsdp: int) -> None:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Returns the sharding of tokens [B, T + 1]: on all axes but `tensor`."""
+  """Returns the sharding of tokens [B, T + 1]: axes except `tensor` split B."""
   return NamedSharding(mesh, PartitionSpec(mesh_axes(mesh.shape).batch))
 
 
 def batch_devices(sizes: Mapping[str, int]) -> int:
-  """Counts the devices that sequences are split over: all but `tensor`'s."""
+  """Counts the devices that split a batch, along all axes but `tensor`."""
   return math.prod(sizes.values()) // sizes.get("tensor", 1)

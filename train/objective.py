@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives: the kinds of models that runs train, and their losses.
+"""Objectives: how each kind of model is built, and its loss.
 
-The type of a run's `model`, which the built model stores as its `config`,
-selects its `Objective`. Objectives contain everything that the loop,
-`train.step` and `train.update` need to know about models. Rows come from
-`train.run.data.RunData`.
+The type of a run's `model` selects the run's `Objective`. (The built model
+stores the run's `model` as its `config`.) Objectives contain everything that
+the loop, `train.step` and `train.update` need to know about models. Rows come
+from `train.run.data.RunData`.
 """
 
 import abc
@@ -28,11 +28,11 @@ from coat_jax.models.vision_language import (
 from train.config import TrainConfig
 from train.finetune_config import FinetuneConfig
 
-# A run's data: tokens, or arrays by name.
+# The data of a batch: tokens, or arrays by name.
 Rows = jax.Array | Mapping[str, jax.Array]
-# A model's parameters, some parts of them, or a tree of that shape.
+# A model's parameters, some parts of them, or a tree of the same structure.
 Tree = dict[str, Any]
-# The segment number of padding.
+# The segment number that marks padding.
 PADDING = 0
 
 
@@ -43,16 +43,17 @@ class AnyBatch(Protocol):
   def shares(self) -> jax.Array | None:
     """The share of each target in the loss, f32 [B, ...]; shares add up to 1.
 
-    None if all rows have equally many targets, which all count the same.
+    None if all rows have the same number of targets, and all targets count the
+    same.
     """
 
 
 class Objective(abc.ABC):
-  """A kind of model, and the loss of its batches."""
+  """Builds one kind of model, and computes the loss of its batches."""
 
-  # Paths of stacked layers in the model's parameters.
+  # Paths of the stacks of layers in the model's parameters.
   stacks: ClassVar[tuple[str, ...]] = ("layers",)
-  # Builds the model from its shape.
+  # The class of the model; its first argument is the run's `model`.
   model: ClassVar[Callable[..., Any]]
 
   def build(self, config: TrainConfig, store: Callable | None = None) -> Any:
@@ -67,29 +68,29 @@ class Objective(abc.ABC):
     )
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
-    """Selects the trained parts; the rest gets no gradients and no moments."""
+    """Selects the trained parts; others have no gradients and no moments."""
     del config
     return tree
 
   @abc.abstractmethod
   def batch_of(self, rows: Rows) -> AnyBatch:
-    """Makes the batch of a whole step, before it is split into microbatches."""
+    """Builds a whole step's batch, before it is split into microbatches."""
 
   @abc.abstractmethod
   def loss(self, model: Any, batch: Any) -> jax.Array:
     """Computes the loss of a batch or a microbatch, f32.
 
-    It is the mean over the targets. If the batch has shares, it is the sum of
-    losses times shares, so that losses of microbatches add up to that of the
-    batch.
+    Without shares, this is the mean loss of the targets. With shares, it is the
+    sum of each target's loss times its share, so that the losses of
+    microbatches add up to the loss of the batch.
     """
 
   def measure(self, model: Any, batch: Any) -> dict[str, jax.Array]:
-    """Computes the `loss` of a held-out batch, and maybe other measures."""
+    """Computes the `loss` of a held-out batch; may add other measures."""
     return {"loss": self.loss(model, batch)}
 
   def padding(self, batch: Any) -> jax.Array | None:
-    """Computes the share of the input that is padding; None without any."""
+    """Computes the share of padding; None if batches cannot contain any."""
     del batch
 
 
@@ -99,7 +100,7 @@ class NextToken(Objective):
   model = Decoder
 
   def batch_of(self, rows: Rows) -> Batch:
-    # `Batch.make` gives all targets of the batch the same share, whatever
+    # `Batch.make` gives all targets of the batch the same share, whichever
     # microbatch they are in.
     return Batch.make(**rows) if isinstance(rows, Mapping) else Batch.of(rows)
 
@@ -116,7 +117,7 @@ class LabelledBatch(NamedTuple):
 
   images: jax.Array  # f32 [B, C, H, W].
   labels: jax.Array  # int32 [B]; -1 for rows of padding.
-  shares: jax.Array  # f32 [B]; all images count the same.
+  shares: jax.Array  # f32 [B]; equal for all images, 0 for padding.
 
 
 class ImageClass(Objective):
@@ -161,12 +162,12 @@ class ImageBatch(NamedTuple):
 
 
 class TokensAfterImages(Objective):
-  """A decoder that reads images where the text has image tokens."""
+  """A LLaVA, which predicts text and sees images at image tokens."""
 
   stacks = ("tower/layers", "decoder/layers")
   model = VisionLanguageModel
 
-  # The trained parts of the parameters, by `config.trained`.
+  # Maps `config.trained` to the trained parts of the parameters.
   _PARTS = {
     "projector": ("projector",),
     "decoder": ("projector", "decoder"),
@@ -174,7 +175,7 @@ class TokensAfterImages(Objective):
   }
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
-    assert isinstance(config, FinetuneConfig)  # Only these runs see images.
+    assert isinstance(config, FinetuneConfig)  # Only these runs have images.
     return {name: tree[name] for name in self._PARTS[config.trained]}
 
   def batch_of(self, rows: Rows) -> ImageBatch:
@@ -197,10 +198,10 @@ _OBJECTIVES: dict[type, Objective] = {
 
 
 def objective_of(shape: Any) -> Objective:
-  """Looks up the objective of a model's shape."""
+  """Looks up the objective for a model of this shape."""
   return _OBJECTIVES[type(shape)]
 
 
 def trained(config: TrainConfig, tree: Tree) -> Tree:
-  """Selects the trained parts of a parameter-shaped tree of a run."""
+  """Selects a run's trained parts from a tree like the parameters."""
   return objective_of(config.model).trained(config, tree)

@@ -21,14 +21,14 @@ from train.options import check_unused, converted, fixed, unused
 # Options that are passed to the codec if it accepts them.
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
 
-# Options that only some optimizers accept.
+# Maps each optimizer to the options that it accepts and some others do not.
 OPTIMIZERS = {
   "coat_adamw": ("eps", "second"),
   "coat_lion": (),
   "coat_muon": ("eps", "second", "momentum"),
 }
 
-# A known name, or package.module:function for a codec of the user.
+# The name of a codec, or package.module:function for a codec of the user.
 Codec = Annotated[
   str, tyro.conf.arg(metavar=f"{{{','.join(codecs.names())}}}|MODULE:FN")
 ]
@@ -41,33 +41,36 @@ class OptimConfig:
   """The optimizer, the codec of its stored moments, and the learning rate.
 
   Attributes:
-    lr: The largest learning rate.
+    lr: The peak learning rate.
     optimizer: How weights are updated. coat_muon orthogonalizes the updates of
-      hidden matrices, scaled like AdamW's, and uses AdamW for the rest.
-    codec: How both moments are stored between steps; package.module:function
-      calls a function of yours that returns a MomentCodec.
-    rounding: How 8-bit codecs round; nearest freezes second moments at a high
-      b2.
-    group_size: How many values share statistics in 8-bit codecs.
+      hidden matrices and scales them to the size of AdamW's updates. All other
+      parameters are updated by AdamW.
+    codec: How moments are stored between steps; package.module:function calls
+      your function, which returns a MomentCodec.
+    rounding: How 8-bit codecs round. With nearest, second moments stop changing
+      if b2 is close to 1.
+    group_size: How many values share a scale (and other statistics) in 8-bit
+      codecs.
     second: The format of the second moment in codec coat.
     schedule: How the learning rate falls after the warmup.
     warmup: Number of steps in which the learning rate rises, or a share of all
       steps if below 1.
-    min_lr_ratio: The last learning rate, as a share of lr.
+    min_lr_ratio: The final learning rate, as a share of lr.
     b1: Decay of the first moment.
     b2: Decay of the second moment.
     eps: Added to the square root of the second moment.
-    momentum: Decay of the matrices' momentum in coat_muon.
+    momentum: Decay of the momentum of matrices in coat_muon.
     weight_decay: Decoupled weight decay of all parameters except norms, biases
       and embeddings.
-    grad_clip: Largest global norm of the gradients.
-    clip: How gradients are clipped. global clips the norm of all gradients.
-      share and adaptive clip each layer of each parameter separately: share
-      limits it to its share of grad_clip in the previous step, and adaptive
-      limits it to the running mean of its norms.
+    grad_clip: Maximum global norm of the clipped gradients.
+    clip: How gradients are clipped. global scales all gradients by one factor.
+      share and adaptive scale the gradient of each parameter in each layer by
+      its own factor. share limits each of these gradients to grad_clip times
+      its share of the global norm in the previous step. adaptive limits each to
+      1.05 times the running mean of its norms.
 
   Raises:
-    ValueError: a value outside its range, or one that the codec refuses.
+    ValueError: a value is outside its range, or the codec refuses it.
   """
 
   lr: Positive
@@ -95,7 +98,7 @@ class OptimConfig:
     check_unused(self, "codec", options_of_codecs((self.codec,)))
     try:
       self.moment_codec()  # Raises for options that the codec refuses.
-    except TypeError as error:  # The user's function returned something else.
+    except TypeError as error:  # The user's function returned no codec.
       raise ValueError(str(error)) from error
 
   def moment_codec(self) -> codecs.MomentCodec:
@@ -105,19 +108,19 @@ class OptimConfig:
     return codecs.build(self.codec, **options)
 
   def clipping(self) -> Clipping | None:
-    """Builds the clipping rule; None clips by the global norm."""
+    """Builds the clipping rule; returns None for clip global."""
     return (
       None if self.clip == "global" else Clipping(self.clip, self.grad_clip)
     )
 
   def with_optimizer(self, optimizer: str, **options: Any) -> Self:
-    """Returns the options for an optimizer; resets those it does not accept."""
+    """Selects an optimizer, and resets the options that it does not accept."""
     reset = unused(self, OPTIMIZERS, optimizer)
     options = reset | dict(optimizer=optimizer) | options
     return dataclasses.replace(self, **options)
 
   def warmup_steps(self, steps: int) -> int:
-    """Computes the steps of warmup in a run of `steps`."""
+    """Computes how many of the `steps` of a run are warmup."""
     return round(self.warmup * steps if self.warmup < 1 else self.warmup)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning rate's schedule, and optax transformations as optimizers.
+"""The learning rate schedule, and an adapter for optimizers from optax.
 
-All optimizers of a run share the interface of `fused_coat_adamw`.
-`of_transformation` gives an optax transformation this interface; its updates
-are added after the backward pass.
+`train.step` uses optimizers through `FusedTransformation`, the interface of
+`fused_coat_adamw`. `of_transformation` wraps an optax transformation in this
+interface. A wrapped optimizer cannot update layers inside the backward pass.
 """
 
 import jax
@@ -19,9 +19,10 @@ from train.config import TrainConfig
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-  """Builds the schedule: a linear warmup, then a fall until the last step.
+  """Builds the schedule: a linear warmup, then a cosine or linear decay.
 
-  The first update uses peak / warmup; a rate of 0 would waste a batch.
+  The decay ends with the run. The warmup of n steps begins at 1 / n of the peak
+  instead of 0, because a step with a rate of 0 would waste a batch.
   """
   optim = config.optim
   warmup = optim.warmup_steps(config.steps)
@@ -40,7 +41,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 def of_transformation(
   tx: optax.GradientTransformation, *, seed: ArrayLike
 ) -> FusedTransformation:
-  """Makes an optimizer from an optax transformation with stored moments."""
+  """Wraps an optax transformation whose state contains a `MomentState`."""
 
   def apply(grads, state, params, *, grad_scale=None):
     grads = weights.in_f32(grads)
@@ -52,8 +53,8 @@ def of_transformation(
 
   def refuse(*args):
     raise NotImplementedError(
-      "train: only coat_adamw and coat_lion step leaf by leaf, got another "
-      "optimizer; pass --optim.optimizer with one of them"
+      "train: only the optimizers coat_adamw and coat_lion can update one leaf "
+      "at a time, got another optimizer; pass --optim.optimizer coat_adamw"
     )
 
   return FusedTransformation(tx.init, apply, refuse, refuse)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers that the options of all commands share.
+"""Helpers for the options of all commands.
 
-`fixed`, `converted` and `silent` make dataclass fields, and define what may
-happen to them when a run is resumed (`train.config.resume_rule`). `fixed`
-fields must stay the same, `converted` fields may change with `convert_state`,
-and `silent` fields may change without a report. If any other field changes, the
-run reports it.
+`fixed`, `converted` and `silent` create dataclass fields, and define whether a
+resumed run may change them (`train.config.resume_rule`). A `fixed` field must
+stay the same. A `converted` field may change if the run sets `convert_state`. A
+`silent` field may change without a report. The run reports changes of all other
+fields.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from coat_jax.models.ranges import Range
 # An option that is off by default. Other booleans have two flags, --x and
 # --no-x.
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-# A held-out share of the data; never 0 or 1.
+# The held-out share of the data, which is neither 0 nor 1.
 Share = Annotated[float, Range(1e-6, 0.999999)]
 
 
@@ -34,7 +34,7 @@ silent = functools.partial(_field, "silent")
 
 
 def shown(hint: str, **options: Any) -> Any:
-  """Makes the `--help` of an option end with a hint instead of its default."""
+  """Replaces the default by a hint at the end of an option's `--help`."""
   return tyro.conf.arg(help_behavior_hint=f"({hint})", **options)
 
 
@@ -44,7 +44,7 @@ def type_of(field: dataclasses.Field) -> Any:
 
 
 def part_of(field: dataclasses.Field, values: Any) -> type | None:
-  """Returns the dataclass of a field with these values; None if it is plain."""
+  """Returns the dataclass that a field's values belong to, or None."""
   kind = type_of(field)
   kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
   for kind in kinds:
@@ -55,7 +55,7 @@ def part_of(field: dataclasses.Field, values: Any) -> type | None:
 
 
 def unused(config: Any, taken: dict, choice: str) -> dict:
-  """Returns the defaults of options that only other choices accept."""
+  """Returns the defaults of the options that only other choices accept."""
   others = {name for options in taken.values() for name in options}
   others -= set(taken[choice])
   fields = dataclasses.fields(config)
@@ -63,7 +63,7 @@ def unused(config: Any, taken: dict, choice: str) -> dict:
 
 
 def check_unused(config: Any, chosen: str, taken: dict) -> None:
-  """Checks that no option is set that the choice would ignore."""
+  """Checks that all options that the choice ignores have their defaults."""
   choice = getattr(config, chosen)
   for name, default in unused(config, taken, choice).items():
     if getattr(config, name) != default:
@@ -75,13 +75,13 @@ def check_unused(config: Any, chosen: str, taken: dict) -> None:
 
 
 def first_line(error: Exception | str, most: int = 200) -> str:
-  """Returns the first line of an error's message, or the error's type."""
+  """Returns the first line of an error; its type if it has no message."""
   lines = str(error).strip().splitlines()
   return lines[0][:most] if lines else type(error).__name__
 
 
 def read_path(option: str, path: str | Path) -> Path:
-  """Reads a path that may begin with ~ or ~user."""
+  """Expands a path that may begin with ~ or ~user."""
   if not str(path).strip():
     raise ValueError(
       f"{option}: expected a path, got {str(path)!r}; name a file or a folder"
@@ -91,7 +91,7 @@ def read_path(option: str, path: str | Path) -> Path:
   except RuntimeError as error:
     raise ValueError(
       f"{option}: ~ must be followed by / or by a user of this machine, got "
-      f"{path}; write the folder out, or ./~ for a file of that name"
+      f"{path}; write the whole path, or ./~ if a name begins with ~"
     ) from error
 
 
@@ -104,7 +104,7 @@ def read_profile(text: str) -> tuple[int, int]:
   is_number = [x.isascii() and x.isdigit() and len(x) < 10 for x in numbers]
   if not all(is_number) or not int(count):
     raise ValueError(
-      "profile: expected steps to trace such as 5, or 5:100 for five steps "
-      f"after the first hundred, got {text[:40]!r}"
+      "profile: expected a number of steps to trace, such as 5, or 5:100 for "
+      f"five steps after the first hundred, got {text[:40]!r}"
     )
   return int(numbers[0]), int(numbers[1])

@@ -7,11 +7,12 @@
   python -m train.plan finetune --init-from llava-1.5-7b-hf --trained decoder
 
 Options mean the same as in `train.pretrain`, or in `train.finetune` if the
-model sees images. The table has a column for each usual way to train; BF16
-layers and FP8 linears use f32 moments. 1 GB is 10^9 bytes; for small models the
-unit is MB. With --gpus, the command prints the settings that fit, the fastest
-first, and the command line that trains with them. Nothing is compiled and no
-device is used. docs/plan.md describes what is counted.
+model sees images. The table has a column for each usual way to train; the
+columns BF16 and FP8 linears assume f32 weights and moments. The unit is GB
+(10^9 bytes), or MB for small models. With --gpus, the command prints the
+settings that fit, from the fastest to the slowest, and the command line for the
+fastest. Nothing is compiled and no device is used. docs/plan.md describes what
+is counted.
 """
 
 import dataclasses
@@ -68,12 +69,12 @@ COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "leanest": lambda run: _lean(run, remat="fp8"),
 }
 _WITH_IMAGES = ("COAT", "COAT minimal")
-# They step in the backward pass, which needs the gradients of a whole batch.
+# These step in the backward pass, so they cannot use microbatches.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")
 
 
 def table(config: TrainConfig, hbm_bytes: int, images_each: int = 1) -> str:
-  """Writes the plan of a run, in a column for each recipe of `COLUMNS`."""
+  """Formats the plan of a run as a table with the columns of `COLUMNS`."""
   names = _WITH_IMAGES if _sees_images(config) else tuple(COLUMNS)
   if config.accumulate > 1:
     names = [name for name in names if name not in _NOT_IN_MICROBATCHES]
@@ -106,29 +107,31 @@ class PlanConfig:
 
   Attributes:
     preset: The run to plan. Each column of the table replaces its recipe.
-    hbm: Memory of a GPU, such as 80, 80GB or 74.5GiB.
-    gpus: Search for the fastest settings that fit on this number of GPUs
-      (fsdp): recipe, weights, remat, batch, and whether to step in the backward
-      pass.
-    mesh: Devices, as in train.pretrain: data=2,fsdp=4,tensor=1.
+    hbm: Memory of each GPU, such as 80, 80GB or 74.5GiB.
+    gpus: Search for the fastest settings that fit on this number of GPUs (as
+      mesh fsdp): recipe, params, remat, batch and optimizer_in_backward.
+    mesh: Devices to train on, as in train.pretrain: data=2,fsdp=4,tensor=1.
     batch: Sequences per step on all GPUs together; with --gpus, by default as
       many as fit, up to the preset's batch.
     seq: Tokens per sequence.
     accumulate: Microbatches, as in train.pretrain.
-    params: How weights are stored in the columns of COAT, as in train.pretrain.
-      any means float32; with --gpus, it tries every way.
-    remat: What is recomputed, as in train.pretrain. any means none; with
-      --gpus, it tries every way.
-    attention: The format in which q, k and v are saved, as in train.pretrain.
-    weight_cache: What to compute from the weights once, as in train.pretrain.
-    grad_reduce: Dtype in which GPUs sum gradients, as in train.pretrain.
-    optimizer: The optimizer, as in --optim.optimizer of train.pretrain. Speeds
-      are estimated for AdamW.
-    codec: Codec of the moments in the columns of COAT, as in --optim.codec.
+    params: How weights are stored in the COAT and lean columns, as in
+      train.pretrain. any means float32; with --gpus, any tries all choices.
+    remat: What is saved for each layer, as in train.pretrain. any means none;
+      with --gpus, any tries all choices.
+    attention: The format in which layers save q, k and v, as in train.pretrain.
+    weight_cache: What to compute from the weights once per step, as in
+      train.pretrain.
+    grad_reduce: Dtype in which gradients are summed over GPUs, as in
+      train.pretrain.
+    optimizer: The optimizer, as in --optim.optimizer of train.pretrain.
+      Estimated speeds always assume AdamW.
+    codec: Codec of the moments in the COAT and lean columns, as in
+      --optim.codec.
     group_size: How many moments share a scale, as in --optim.group-size.
     init_from: Folder of a Hugging Face checkpoint, or of a run that started
-      from one. Its model's shape, which may be a LLaVA's, is planned.
-    trained: Which parts of a LLaVA are trained, as in train.finetune.
+      from one. The plan uses the shape of this model, which may be a LLaVA.
+    trained: Which parts of a LLaVA to train, as in train.finetune.
     images_each: Number of images that a sequence of a LLaVA has room for.
       train.finetune finds this number in its data.
   """
@@ -186,20 +189,20 @@ class PlanConfig:
       init_from=self.init_from,
     )
     if self.init_from:
-      # No folder has this name, so the run cannot begin with itself.
+      # `out` must not be `init_from`, and no folder has this name.
       others: dict[str, Any] = dict(out="no run", data=ChatData(), samples=0)
       run = FinetuneConfig(**vars(run) | others, trained=self.trained)
       run = pretrained.with_shape(run)
     if not _sees_images(run):
       self._check_text()
       return run
-    if self.seq is None:  # No preset has images.
+    if self.seq is None:  # The preset is for text.
       run = dataclasses.replace(run, seq=FinetuneConfig.seq)
     self._check_images(run)
     return run
 
   def _check_images(self, run: TrainConfig):
-    """Raises ValueError if the images don't fit, or with --gpus."""
+    """Raises ValueError if images don't fit, or if --gpus is set."""
     shape: Any = run.model
     if (needed := self.images_each * shape.tokens_each) > run.seq:
       raise ValueError(
@@ -210,7 +213,7 @@ class PlanConfig:
     if self.gpus:
       raise ValueError(
         "plan: gpus cannot be planned for a model that sees images, got gpus "
-        f"{self.gpus}; leave it out"
+        f"{self.gpus}; leave --gpus out"
       )
 
   def _check_text(self):
@@ -219,7 +222,7 @@ class PlanConfig:
       if (got := getattr(self, name)) != getattr(type(self), name):
         raise ValueError(
           f"plan: {name} applies to models that see images, got {got} with a "
-          "text-only model; leave it out, or pass --init-from with the "
+          f"text-only model; leave {name} out, or pass --init-from with the "
           "folder of a LLaVA"
         )
 
@@ -229,7 +232,7 @@ def _sees_images(config: TrainConfig) -> bool:
 
 
 def read_bytes(text: str) -> int:
-  """Reads 80GB, 74.5GiB, or 80 (in GB); otherwise raises ValueError."""
+  """Converts text such as 80GB, 74.5GiB or 80 (in GB) to bytes."""
   for unit, size in (("GiB", 2**30), ("GB", GB), ("", GB)):
     number = text.removesuffix(unit)
     if text.endswith(unit) and number.replace(".", "", 1).isdigit():
@@ -242,7 +245,7 @@ def read_bytes(text: str) -> int:
 
 
 def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
-  """Searches the settings that train fastest; writes a command and a table."""
+  """Finds the fastest settings; returns their command line and a table."""
 
   def command(run: TrainConfig) -> str:
     return search.command(run, options.preset, PRESETS[options.preset]())
@@ -263,7 +266,8 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
     )
   best = fitting[0]
   return (
-    f"fastest that fits, {best.peak_bytes / GB:.1f} GB planned at the peak:\n\n"
+    f"fastest settings that fit, with a peak of {best.peak_bytes / GB:.1f} GB:"
+    "\n\n"
     f"{command(best.run)}\n\n{search.report(fitting)}"
   )
 
@@ -271,7 +275,7 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
   options = read_options(PlanConfig, "plan", arguments)
-  # Nothing is computed, so we leave the GPU alone; it may be in use.
+  # Planning needs no GPU, and others may be using it.
   jax.config.update("jax_platforms", "cpu")
   return exit_status(lambda: show(options))
 
@@ -299,7 +303,7 @@ def _count(number: int, name: str) -> str:
 
 
 def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
-  """Yields the remarks to print below a plan."""
+  """Yields the lines to print below a plan."""
   assumed = []
   if options.preset == "finetune" and not _sees_images(config):
     if not options.init_from:
@@ -308,14 +312,14 @@ def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
       assumed.append(f"sequences of {config.seq}")
   if assumed:
     yield (
-      f"as train.pretrain finetune: {', '.join(assumed)}; train.finetune uses "
-      f"the shape of its folder (--init-from) and by default --batch "
-      f"{FinetuneConfig.batch} --seq {FinetuneConfig.seq}"
+      f"assumed, as in train.pretrain finetune: {', '.join(assumed)}; "
+      "train.finetune uses the shape of its folder (--init-from), and "
+      f"by default --batch {FinetuneConfig.batch} --seq {FinetuneConfig.seq}"
     )
   if getattr(config.model, "num_experts", None):
     yield (
       "not checked: mixtures of experts on meshes with data or tensor axes, "
-      "and how fast they are (docs/plan.md)"
+      "and the speed of mixtures of experts (docs/plan.md)"
     )
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws runs from their metrics.jsonl.
+"""Draws figures of runs from their metrics.jsonl.
 
   python -m train.plot RUN... [--out FIGURE.png]
 
 The figure shows the loss curves of all runs. Curves that are close hide each
-other, so it also shows the first run's loss minus each other run's loss at the
-same steps. For runs that report on their moments, it shows a histogram of
+other, so the figure also shows the first run's loss minus each other run's loss
+at the same steps. For runs with --report-state, it shows a histogram of the
 powers k of dynamic range expansion and the relative errors of the stored
-moments. If a run was trained with --compare, its BF16 twins are drawn too.
+moments. For runs with --watch, it shows the watched values. The BF16 twins of
+runs with --compare are drawn too.
 """
 
 import dataclasses
@@ -29,14 +30,14 @@ from train.run.exits import exit_status
 from train.run.rows import read_rows
 from train.run.writing import save_errors
 
-# A point of a loss curve averages this many steps (all steps of a shorter run).
+# Smoothed losses are means of this many steps (of all if a run is shorter).
 _WINDOW = 20
 FORMATS = (".png", ".pdf", ".svg")
 _MOMENTS = {"mu": "first moment", "nu": "second moment"}
 
 
 def draw(runs: dict[str, list[dict]], out: Path) -> None:
-  """Draws all runs into one panel for each kind of metric."""
+  """Draws the figure: one panel with all runs for each kind of metric."""
   panels = [(_draw_losses, runs)]
   if _comparable(runs):
     panels.append((_draw_differences, runs))
@@ -61,7 +62,7 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
 
 
 def check_figure(out: Path) -> None:
-  """Checks that a figure can be written, before it is drawn."""
+  """Checks, before the figure is drawn, that its file can be written."""
   if out.is_dir() or out.suffix not in FORMATS:
     folder = out if out.is_dir() else out.parent
     what = f"the folder {out}" if out.is_dir() else str(out)
@@ -114,7 +115,7 @@ def _draw_differences(axes, runs: dict[str, list[dict]]) -> None:
         label = f"{name}, held out"
         axes.plot(steps, losses, "o", color=color, label=label)
         continue
-      # The noise of a single step is larger than the difference between runs.
+      # Noise in single steps is larger than the differences between runs.
       window = max(min(_WINDOW, len(losses)), len(losses) // 10)
       label = f"{name}, mean of {window}"
       axes.plot(*_smoothed(steps, losses, window), color=color, label=label)
@@ -129,7 +130,7 @@ def _draw_differences(axes, runs: dict[str, list[dict]]) -> None:
 def _difference(
   rows: list[dict], others: list[dict], key: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the steps that both runs logged, and their losses' difference."""
+  """Returns the steps that both runs logged, and the losses' differences."""
   ours, theirs = (
     dict(zip(*_series(each, key), strict=True)) for each in (rows, others)
   )
@@ -140,7 +141,7 @@ def _difference(
 def _smoothed(
   steps: np.ndarray, values: np.ndarray, window: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns averages over `window` steps, each at the last of these steps."""
+  """Averages over `window` steps; each mean is drawn at its last step."""
   means = np.convolve(values, np.ones(window) / window, "valid")
   return steps[window - 1 :], means
 
@@ -171,7 +172,7 @@ def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
   )
 
 
-# More lines would not fit; each shows the worst layer.
+# The panel has room for these lines only. Each shows the worst layer.
 _WATCHED = {
   "activations_kurtosis": "largest kurtosis of a layer",
   "activations_amax": "largest amax of a layer",
@@ -188,7 +189,7 @@ def _draw_watched(axes, runs: dict[str, list[dict]]) -> None:
       values = [
         (row["step"], max(x for x in row["watch"][key] if x is not None))
         for row in rows
-        if any(row["watch"].get(key, ()))  # The axis is logarithmic.
+        if any(row["watch"].get(key, ()))  # A log axis has no zero.
       ]
       if values:
         label = f"{name}, {meaning}"
@@ -199,7 +200,7 @@ def _draw_watched(axes, runs: dict[str, list[dict]]) -> None:
 
 
 def _mean_error(state: dict, moment: str) -> float:
-  """Averages relative errors over leaves, weighted by their parameters."""
+  """Averages relative errors over all parameters of the encoded leaves."""
   leaves = [leaf for leaf in state.values() if leaf["encoded"]]
   errors = [leaf[moment]["relative_error"] for leaf in leaves]
   sizes = [leaf["parameters"] for leaf in leaves]
@@ -215,11 +216,11 @@ def _series(rows: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlotConfig:
-  """Draws loss curves, powers k and state errors of runs.
+  """Draws the losses of runs, their powers k and the errors of their moments.
 
   Attributes:
     runs: Folders of runs.
-    out: The figure to write; a .png, .pdf or .svg.
+    out: The figure to write: a .png, .pdf or .svg file.
   """
 
   runs: Annotated[
@@ -234,7 +235,7 @@ class PlotConfig:
 def load(
   paths: tuple[Path, ...],
 ) -> tuple[dict[str, list[dict]], list[str]]:
-  """Reads runs and their twins; also returns messages about damaged rows."""
+  """Reads the rows of runs and their twins, and reports damaged rows."""
   runs, damaged = {}, []
   for path in paths:
     run = RunDirectory(path)
@@ -255,7 +256,7 @@ def load(
 def run(config: PlotConfig) -> None:
   """Draws the figure, and prints its path."""
   if not config.runs:
-    raise ValueError("plot: name at least one run, such as runs/demo")
+    raise ValueError("plot: name at least one run, got none; pass its folder")
   out = RunDirectory(config.runs[0]).plot
   if config.out is not None:
     out = read_path("out", config.out)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presets: published shapes and settings, each a function to read and copy.
+"""Presets: functions that return published shapes and settings.
 
 All models except gpt2 have a gated MLP and no biases. All runs clip gradients
-at a norm of 1, and do not decay norms, biases or embeddings. Batches and steps
-are as published; on fewer devices, lower `--batch` and `--steps`.
+at a norm of 1, and do not decay norms, biases or embeddings. Batch sizes and
+numbers of steps are those of the papers; with fewer devices, lower `--batch`
+and `--steps`.
 """
 
 import dataclasses
@@ -17,9 +18,9 @@ _OLMO: dict[str, Any] = dict(family="olmo", vocab_size=50304)
 def demo() -> TrainConfig:
   """A model small enough to learn in a minute or two on two CPU cores.
 
-  Warmup is long and the learning rate low, so that runs can be compared: at
-  3e-3 after 20 steps of warmup, an eps of 0.9e-8 instead of 1e-8 changes the
-  last loss of a BF16 run by 0.09.
+  The warmup is long and the learning rate is low, so that runs can be compared.
+  With a rate of 3e-3 and 20 steps of warmup, changing eps from 1e-8 to 0.9e-8
+  would change the final loss of a BF16 run by 0.09.
   """
   model = _llama(4, 128, 352, 4, num_kv_heads=2, vocab_size=256)
   optim = OptimConfig(lr=1e-3, warmup=0.5)
@@ -38,10 +39,11 @@ def demo() -> TrainConfig:
 
 
 def demo_gpu() -> TrainConfig:
-  """The demo for a GPU: wide enough for FP8 to pay off, done in a few minutes.
+  """A demo for a GPU: wide enough for FP8 to pay off, done in a few minutes.
 
-  Its layers are as wide as those of a model of 1.3 billion parameters. It reads
-  less than half of Python's standard library, and takes 17 GB in BF16.
+  Its layers are as wide as those of a model of 1.3 billion parameters. It
+  trains on less than half of Python's standard library, and needs 17 GB in
+  BF16.
   """
   model = _llama(8, 2048, 5504, 16, vocab_size=256)
   optim = OptimConfig(lr=3e-4, warmup=0.25)
@@ -73,28 +75,28 @@ def demo_moe() -> TrainConfig:
 
 
 def llama_60m() -> TrainConfig:
-  """Shape and tokens of arXiv:2403.03507, appendix (GaLore)."""
+  """Shape and number of tokens of GaLore: arXiv:2403.03507, appendix."""
   model = _llama(8, 512, 1376, 8, norm_eps=1e-6)
   optim = OptimConfig(lr=1e-3, warmup=0.1)
   return _run("llama_60m", model, optim, steps=10_000, batch=128, seq=1024)
 
 
 def llama_130m() -> TrainConfig:
-  """Shape and tokens of arXiv:2403.03507, appendix (GaLore)."""
+  """Shape and number of tokens of GaLore: arXiv:2403.03507, appendix."""
   model = _llama(12, 768, 2048, 12, norm_eps=1e-6)
   optim = OptimConfig(lr=1e-3, warmup=0.1)
   return _run("llama_130m", model, optim, steps=20_000, batch=128, seq=1024)
 
 
 def olmo_1b() -> TrainConfig:
-  """arXiv:2402.00838; 2 trillion tokens."""
+  """OLMo 1B: arXiv:2402.00838; 2 trillion tokens."""
   model = _llama(16, 2048, 8192, 16, **_OLMO, tied_embeddings=True)
   optim = OptimConfig(lr=4e-4, eps=1e-5, min_lr_ratio=0.1)
   return _run("olmo_1b", model, optim, steps=477_000, batch=2048, seq=2048)
 
 
 def olmo_7b() -> TrainConfig:
-  """arXiv:2402.00838; 2.46 trillion tokens."""
+  """OLMo 7B: arXiv:2402.00838; 2.46 trillion tokens."""
   model = _llama(32, 4096, 11008, 32, **_OLMO)
   optim = OptimConfig(
     lr=3e-4, eps=1e-5, schedule="linear", warmup=5000, min_lr_ratio=0.1
@@ -105,8 +107,8 @@ def olmo_7b() -> TrainConfig:
 def gpt2() -> TrainConfig:
   """The smallest GPT-2, trained as GPT-3 small: arXiv:2005.14165, table 2.1.
 
-  300 billion tokens. The vocabulary of 50257 is rounded up so that it can be
-  split; there is no dropout.
+  300 billion tokens. The vocabulary of 50257 is rounded up to 50304 so that
+  devices can split it. There is no dropout.
   """
   model = _llama(
     *(12, 768, 3072, 12),
@@ -127,7 +129,7 @@ def llama2_7b() -> TrainConfig:
 
 
 def finetune() -> TrainConfig:
-  """Fine-tuning with --init-from: arXiv:2307.09288, section 3.1; set --steps.
+  """Fine-tuning with --init-from: arXiv:2307.09288, section 3.1. Set --steps.
 
   The checkpoint's shape replaces the default shape, which is llama2_7b's.
   """
@@ -144,7 +146,7 @@ def llama2_13b() -> TrainConfig:
 
 
 def llama_30b() -> TrainConfig:
-  """arXiv:2302.13971, table 2 (33B); 1.4 trillion tokens."""
+  """LLaMA 33B: arXiv:2302.13971, table 2; 1.4 trillion tokens."""
   model = _llama(60, 6656, 17920, 52, norm_eps=1e-6)
   optim = OptimConfig(lr=1.5e-4, min_lr_ratio=0.1)
   return _run("llama_30b", model, optim, steps=334_000, batch=2048, seq=2048)
@@ -162,7 +164,7 @@ def llama3_8b() -> TrainConfig:
 def gemma2_2b() -> TrainConfig:
   """arXiv:2408.00118, table 1; 2 trillion tokens.
 
-  Its batches and learning rate are not published; we use those of llama2_7b.
+  The batch size and learning rate are not published; we use llama2_7b's.
   """
   model = _gemma2(26, 2304, 9216, 8)
   optim = OptimConfig(lr=3e-4, min_lr_ratio=0.1)
@@ -170,7 +172,7 @@ def gemma2_2b() -> TrainConfig:
 
 
 def gemma2_9b() -> TrainConfig:
-  """arXiv:2408.00118, table 1; 8 trillion tokens; see gemma2_2b."""
+  """arXiv:2408.00118, table 1; 8 trillion tokens. Otherwise as gemma2_2b."""
   model = _gemma2(42, 3584, 14336, 16)
   optim = OptimConfig(lr=3e-4, min_lr_ratio=0.1)
   return _run("gemma2_9b", model, optim, steps=1_907_000, batch=512, seq=8192)
@@ -179,7 +181,7 @@ def gemma2_9b() -> TrainConfig:
 def qwen3_30b_a3b() -> TrainConfig:
   """arXiv:2505.09388, table 2; 30 trillion tokens in sequences of 4096.
 
-  Learning rate and batch are not published; we use those of llama3_8b.
+  The batch size and learning rate are not published; we use llama3_8b's.
   """
   model = _llama(
     *(48, 2048, 768, 32),

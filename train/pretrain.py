@@ -4,18 +4,19 @@
   python -m train.pretrain PRESET [options]      PRESET --help shows the options
   python -m train.pretrain demo --compare bf16   what `make train` runs
 
-`train.loop` contains the run itself, from data to checkpoints. `train/__init__`
-lists the files that a program of your own needs.
+`train.loop` runs the training, from data to checkpoints. `train/__init__.py`
+lists the files that a training program of your own needs.
 
 The exit status is 0 if training finished; 1 if a loss or a gradient was not
 finite, a file could not be written, or a device ran out of memory; 2 if the
 input was wrong, in which case nothing was changed; 130 or 143 after SIGINT or
 SIGTERM, once the state was saved. All processes of a run (`--distributed`) exit
-with the same status, unless one of them could not write a file or ran out of
-memory. Then JAX ends the others.
+with the same status. But if one of them could not write a file or ran out of
+memory, JAX ends the others.
 
-JAX may use 93.5 % of a GPU's memory instead of its usual 75 %, unless
-XLA_CLIENT_MEM_FRACTION is set. On an H100, that is about the nominal 80 GB.
+Training programs let JAX use 93.5 % of a GPU's memory instead of the usual
+75 %, unless XLA_CLIENT_MEM_FRACTION is set. 93.5 % of an H100's memory is about
+80 GB, the nominal size.
 """
 
 import argparse
@@ -52,9 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _for_optimizer(
   words: Sequence[str],
 ) -> Callable[[TrainConfig], TrainConfig]:
-  """Makes the function that adapts a preset to the command line's optimizer."""
-  # A preset may set options that this optimizer does not accept. tyro would
-  # refuse them as if the user had passed them, so we reset them.
+  """Returns a function that adapts presets to the command line's optimizer."""
+  # A preset may set options that this optimizer does not accept. They would be
+  # refused as if the user had passed them, so we reset them.
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   parser.add_argument("--optim.optimizer", dest="optimizer", nargs="?")
   optimizer = parser.parse_known_args(words)[0].optimizer
@@ -72,7 +73,7 @@ def _for_optimizer(
 
 
 def load(config: TrainConfig) -> tuple[TrainConfig, RunData]:
-  """Opens the data of a run; raises what `load_tokens` raises."""
+  """Opens the data of a run; `load_tokens` lists the errors."""
   tokens = load_tokens(config.data, config.model.vocab_size)
   rows, held_out = split_windows(tokens, config.seq)
   return config, RunData(

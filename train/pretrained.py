@@ -3,9 +3,9 @@
 
 The option `init_from` of `train.config` names a Hugging Face folder, or a run
 that started from one. The shape in the folder's config.json replaces the
-preset's shape. The run keeps copies of config.json, the tokenizer and the
-preprocessing in its own folder `hf`. So you can resume it, export it, and start
-other runs from it even if the original folder is gone.
+preset's shape. The run's folder `hf` contains copies of config.json, the
+tokenizer and the image preprocessing. So you can resume the run, export it, and
+start other runs from it even if the original folder is gone.
 """
 
 import dataclasses
@@ -47,13 +47,13 @@ def source_of(config: TrainConfig) -> Path | None:
 
 
 def with_shape[Config: TrainConfig](config: Config) -> Config:
-  """Gives a run the shape of the checkpoint that it starts from."""
+  """Replaces the model's shape by that of the run's initial checkpoint."""
   if (source := source_of(config)) is None:
     return config
   if all(config.model != preset().model for preset in PRESETS.values()):
     raise ValueError(
-      f"init_from: {source / CONFIG} determines the model's shape, so it "
-      "cannot be changed; leave the options --model.* out"
+      f"init_from: the model's shape comes from {source / CONFIG}, got another "
+      "shape; leave the options --model.* out"
     )
   shape: Any = read_shape(
     source, of_text=not isinstance(config, FinetuneConfig)
@@ -72,21 +72,21 @@ def check(config: TrainConfig, abstract: TrainState) -> None:
 def warn_of_length(config: TrainConfig) -> None:
   """Warns if sequences are longer than the checkpoint's training sequences.
 
-  `with_shape` refuses sequences that are longer than learned positions.
+  If the model has learned positions, `with_shape` refuses such sequences.
   """
   source = source_of(config)
   longest = None if source is None else read_length(source)
   if type(longest) is int and config.seq > longest:
     say(
       f"{config.out}: warning: sequences of {config.seq} tokens are longer "
-      f"than the {LONGEST} of {longest} in {CONFIG}. The model has not learned "
-      f"the positions beyond it, and exports keep that number. Pass --seq "
-      f"{longest} to avoid them."
+      f"than the {LONGEST} of {longest} in {CONFIG}. The model was not trained "
+      f"on later positions, and exported checkpoints keep {LONGEST}. Pass "
+      f"--seq {longest} to avoid such positions."
     )
 
 
 def keep_files(config: TrainConfig, run: RunDirectory) -> None:
-  """Copies the files that a run keeps from its checkpoint into its folder."""
+  """Copies the initial checkpoint's configuration and processors to a run."""
   if config.init_from and (source := source_of(config)):
     run.source.mkdir()
     carry(source, run.source, CONFIG, *PROCESSORS)
@@ -97,8 +97,8 @@ def initial_state(
 ) -> TrainState:
   """Builds the state before the first step, like `step.initial_state`.
 
-  The weights of a checkpoint are read onto their devices and rounded to nearest
-  into the run's `params`.
+  The weights of a checkpoint are read onto their devices. They are rounded to
+  nearest if the run's `params` stores fewer bits.
   """
   if not config.init_from:
     return steps.initial_state(config, optimizer, mesh)
@@ -124,7 +124,7 @@ def _params_of_run(
   mesh: Mesh | None,
   store: Store | None = None,
 ) -> Any:
-  """Reads the weights of a run's newest undamaged checkpoint."""
+  """Reads the weights of another run's newest undamaged checkpoint."""
   step, saved, _ = run.newest()
   saved = dataclasses.replace(
     saved, mesh=config.mesh, grad_reduce=config.grad_reduce, distributed=False

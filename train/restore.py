@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restores checkpoints of runs that are resumed with other options.
 
-With `convert_state`, a run may change its codec, how its weights are stored,
-and its clipping rule. It may always change its mesh.
+With `convert_state`, a resumed run may change its codec, how its weights are
+stored, and its clipping rule. It may always change its mesh.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from train.run.checkpoint import Checkpoints, read_description
 from train.run.description import configuration
 from train.step import TrainState
 
-# The options that determine how stored bytes are read (`rounding` does not).
+# The options that determine how stored codes are decoded.
 _LAYOUT = ("codec", "group_size", "second")
 
 
@@ -45,7 +45,8 @@ def restore(
   )
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
-    # A moment contains its codec. Use the new codec if the codes stay the same.
+    # A `Moment` contains its codec. If the codes stay the same, restore them
+    # with the new codec, which may round in another way.
     optim = config.optim if same_codes else saved.optim
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params
@@ -88,15 +89,15 @@ def _stored_anew(
 
 
 def _abstract_optimizer(config: TrainConfig, params: Any):
-  """Builds the optimizer's abstract state, sharded as its parameters are."""
+  """Builds the optimizer's abstract state, sharded like the parameters."""
   init, params = steps.build_optimizer(config).init, trained(config, params)
   if jax.tree.leaves(params)[0].sharding is None:
     return jax.eval_shape(init, params)
   codec = config.optim.moment_codec()
   size = getattr(codec.mu, "group_size", 1)  # Plain moments have no groups.
 
-  # The checkpoint may come from a mesh that did not split groups. If this mesh
-  # would, columns are replicated.
+  # This mesh may split groups that the checkpoint's mesh did not split. Then
+  # each device gets all columns.
   def with_whole_groups(p):
     mesh, spec = p.sharding.mesh, p.sharding.spec
     if p.sharding.shard_shape(p.shape)[-1] % size == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the model of a run, or of a Hugging Face folder.
+"""Reads the model of a run or of a Hugging Face folder.
 
 The model is read onto one device and runs in recipe bf16. In FP8, all tokens of
 a matmul share one scale, so the prediction for a text would depend on the other
@@ -47,16 +47,16 @@ from train.vit_config import VitConfig
 
 Compute = Literal["bfloat16", "float32"]
 Shape = ModelConfig | VisionLanguageConfig
-# The context length that transformers assumes if a Llama sets none.
+# The context length that transformers assumes if config.json sets none.
 _LENGTH = 2048
 
 
 class Source(NamedTuple):
   """A model, before its weights are read."""
 
-  name: str  # The folder, and the step of a run.
-  # The folder of config.json, the tokenizer and the preprocessing; a run keeps
-  # copies of these files.
+  name: str  # The folder; for a run, also the step.
+  # The folder with config.json, the tokenizer and the image preprocessing; a
+  # run keeps copies of these files.
   files: Path
   config: Shape
   compute: Compute
@@ -95,7 +95,7 @@ def read_shape(folder: Path, *, of_text: bool = False) -> Shape:
 
 
 def read_length(folder: Path) -> Any:
-  """Reads the context length that a checkpoint was trained with."""
+  """Reads a checkpoint's context length; None if config.json has none."""
   found = read_json(folder / CONFIG)
   return found.get("text_config", found).get(LONGEST)
 
@@ -153,7 +153,7 @@ def _open_run(
 def _restore(
   run: RunDirectory, step: int, abstract: TrainState, **others: Any
 ) -> TrainState:
-  """Restores a checkpoint, except the parts that are set to () here."""
+  """Restores a checkpoint except its exact moments, norms and `others`."""
   abstract = abstract._replace(exact=(), clip=(), **others)
   return restore_state(run.checkpoints, step, abstract)
 
@@ -162,8 +162,8 @@ def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
   """Opens the tokenizer of a run's data, or of its initial checkpoint."""
-  # The second is used if the data are token ids or conversations, or if the run
-  # has no step yet.
+  # The initial checkpoint's tokenizer is used if the data are token ids or
+  # conversations, or if the run has no step yet and names no tokenizer.
   data = config.data
   if isinstance(data, DataConfig):
     is_kept = data.dtype != "text" or (not done and data.tokenizer is None)
@@ -183,7 +183,7 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
   if type(length) is not int or length < 1:
     raise ValueError(
       f"{folder / CONFIG}: expected a number of tokens as {LONGEST}, got "
-      f"{str(length)[:40]}; copy the file again"
+      f"{str(length)[:40]}; copy the original file again"
     )
 
   def load():
@@ -199,7 +199,7 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
 def read_weights(
   run: RunDirectory, step: int, config: TrainConfig, mesh: Mesh | None = None
 ) -> Any:
-  """Reads a checkpoint's weights; weights with low bytes become f32."""
+  """Reads a checkpoint's weights, in f32 if they have low bytes."""
   optimizer = steps.build_optimizer(config, mesh)
   abstract = steps.abstract_state(config, optimizer, mesh)
   if config.params != "bfloat16_low8":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step and one evaluation, as pure functions.
 
-The state is a tuple of plain trees, which a checkpoint stores unchanged. A
-step is compiled once, ahead of time, and donates its state: the new state
-reuses the buffers of the old one, so you can pass each state only once.
+The state is a tuple of plain trees, which a checkpoint stores unchanged. A step
+is compiled once, ahead of time, and donates its state: the new state reuses the
+buffers of the old one, so you can pass each state only once.
 
 Several functions share three arguments: `graph` comes from `build_graph`,
 `optimizer` from `build_optimizer`, and `mesh` from `train.mesh.make_mesh` (None
@@ -46,22 +46,23 @@ from train.update import (
   with_cache,
 )
 
-# With this, Muon's updates are as large as AdamW's, and both use one rate:
-# arXiv:2502.16982, section 2.2.
+# This RMS makes Muon's updates as large as AdamW's, so that both can use one
+# learning rate: arXiv:2502.16982, section 2.2.
 _CONSISTENT_RMS = 0.2
 
 
 class TrainState(NamedTuple):
-  """The state that a run carries from step to step, without its data."""
+  """Everything that a step updates, except the position in the data."""
 
   step: jax.Array  # int32, steps done.
-  params: Any  # Weights as layers read them, nested dicts.
-  # Stored moments of the trained parts (`train.objective.trained`), and the
-  # number of updates; with params bfloat16_low8 also the weights' low bytes.
+  # Nested dicts of the weights that layers compute with.
+  params: Any
+  # The moments of the trained parts (`train.objective.trained`), and the number
+  # of updates; with params bfloat16_low8 also the weights' low bytes.
   optimizer: FusedState
-  # f32 moments of the same gradients, for reports; () without reports.
+  # f32 moments of the same gradients, for report_state; otherwise ().
   exact: optax.ScaleByAdamState | tuple[()]
-  # Norms of earlier steps; () if gradients are clipped by their global norm.
+  # Gradient norms of earlier steps; () with clip global.
   clip: ClipState | tuple[()] = ()
 
 
@@ -74,7 +75,7 @@ class StepMetrics(NamedTuple):
   is_finite: jax.Array  # bool [leaves], for gradients in `leaf_names` order.
   # int32, the number of targets that count; None if all do.
   targets: jax.Array | None = None
-  # f32, the share of the input that is padding; None without documents.
+  # f32, the share of the input that is padding; None if rows have no padding.
   padding: jax.Array | None = None
 
 
@@ -88,7 +89,7 @@ class Evaluation(NamedTuple):
 
 
 def decays(params) -> Any:
-  """Selects the leaves that decay: all but norms, biases and embeddings."""
+  """Selects leaves with weight decay: all but norms, biases and embeddings."""
   others = ("norm", "bias", "embedding", "positions")
   decayed = [parameter(x).role not in others for x in leaf_names(params)]
   return jax.tree.unflatten(jax.tree.structure(params), decayed)
@@ -101,10 +102,10 @@ def build_optimizer(
   rate: optax.ScalarOrSchedule | None = None,
   seed: ArrayLike | None = None,
 ) -> FusedTransformation:
-  """Builds the optimizer; on a mesh, each device steps its own shards.
+  """Builds the optimizer; on a mesh, each device updates its own shards.
 
-  `rate` and `seed`, which may be traced, replace the run's schedule and its
-  seed of stochastic rounding.
+  `rate` and `seed`, which may be traced, replace the run's learning rate
+  schedule and its seed for stochastic rounding.
   """
   optim, shardings = config.optim, None
   if mesh is not None:
@@ -154,7 +155,7 @@ def abstract_state(
 ) -> TrainState:
   """Builds the state's shapes, dtypes and, on a mesh, shardings.
 
-  Raises a ValueError if a device would hold part of a group of moments.
+  Raises a ValueError if the mesh would split a group of moments.
   """
   params = jax.eval_shape(lambda: _initial_params(config))
   make = functools.partial(with_moments, config, optimizer)
@@ -168,7 +169,7 @@ def initial_state(
 ) -> TrainState:
   """Builds the state before the first step, with weights drawn from the seed.
 
-  On a mesh each device makes its own shards; values do not depend on the mesh.
+  On a mesh each device draws its own shards; values do not depend on the mesh.
   """
   return initializer(config, optimizer, mesh)()
 
@@ -176,10 +177,10 @@ def initial_state(
 def initializer(
   config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
 ) -> jax.stages.Wrapped:
-  """Builds the jitted function that makes `initial_state`.
+  """Builds the jitted function that returns the state before the first step.
 
   Weights that are not stored in f32 are rounded to nearest. They are drawn one
-  layer at a time, so that this needs no more memory than a step.
+  layer at a time, so that drawing them needs no more memory than a step.
   """
   out_shardings = shardings(abstract_state(config, optimizer, mesh))
 
@@ -195,7 +196,7 @@ def initializer(
 
 
 def initial_clip(config: TrainConfig, abstract: TrainState) -> Any:
-  """Builds the norms that clipping stores, as they are before step 1."""
+  """Builds the state of clipping before the first step."""
   make = jax.jit(
     lambda: _no_norms(config, trained(config, abstract.params)),
     out_shardings=shardings(abstract.clip),
@@ -211,7 +212,7 @@ def _no_norms(config: TrainConfig, params: Any) -> ClipState | tuple[()]:
 
 
 def shardings(abstract: Any) -> Any:
-  """Returns the shardings of a tree for `jit`; None if it has none."""
+  """Returns a tree's shardings for `jit`; None if no leaf has one."""
   found = jax.tree.map(lambda x: x.sharding, abstract)
   return found if jax.tree.leaves(found) else None
 
@@ -239,10 +240,10 @@ def train_step(
   optimizer: FusedTransformation,
   mesh: Mesh | None = None,
 ) -> Callable[[TrainState, Rows], tuple[TrainState, StepMetrics]]:
-  """Builds the function of (state, rows) that trains.
+  """Builds the training step, a function of (state, rows).
 
-  `train.objective` makes a batch of the rows, such as tokens int32 [B, T + 1].
-  On a mesh, trace the function under `jax.set_mesh`, as `compile_on` does.
+  `Objective.batch_of` turns the rows, such as tokens int32 [B, T + 1], into a
+  batch. On a mesh, trace the step under `jax.set_mesh`, as `compile_on` does.
   """
   schedule = learning_rate(config)
   change = update_in_backward if config.optimizer_in_backward else update
@@ -270,10 +271,10 @@ def train_step(
 def eval_step(
   graph: nnx.GraphDef, *, accumulate: int = 1
 ) -> Callable[[Any, Rows], Evaluation]:
-  """Builds the function of (params, rows) that evaluates.
+  """Builds the evaluation, a function of (params, rows).
 
-  It splits a batch into as many microbatches as training does: a whole batch at
-  once could need more memory than a training step.
+  It splits a batch into `accumulate` microbatches, as training does, because
+  evaluating a whole batch at once could need more memory than a training step.
   """
 
   def evaluate(params, rows):
@@ -306,8 +307,9 @@ def compile_on(
 ) -> jax.stages.Compiled:
   """Compiles a step ahead of time, for abstract arguments.
 
-  With `updates`, the first argument is a state. It is donated to the first
-  result, which keeps the state's shardings. All other results are replicated.
+  With `updates`, the first argument is a state, which is donated. The first
+  result is the new state, with the same shardings. All other results are
+  replicated.
   """
   out_shardings = None
   context = contextlib.nullcontext()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of a training step: gradients, clipping and the optimizer.
+"""The parts of a training step: gradients, clipping and the optimizer.
 
-`update` computes all gradients and then steps all parameters;
-`update_in_backward` steps each layer as soon as its gradients exist.
-Both return the results of the step and the next `exact` moments.
+`update` computes all gradients and then updates all parameters.
+`update_in_backward` updates each layer as soon as its gradients exist. Both
+return the results of the step and the new `exact` moments.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from train import weights
 from train.config import TrainConfig
 from train.objective import AnyBatch, objective_of, trained
 
-# The stacked layers in a decoder's parameters.
+# The path of the stacked layers in a decoder's parameters.
 _STACK = "layers"
 
 
@@ -37,7 +37,7 @@ def update(
   state,
   batch: AnyBatch,
 ) -> tuple[BackwardStep, Any]:
-  """Computes all gradients, then steps all parameters."""
+  """Computes all gradients, then updates all parameters."""
   loss, grads = _mean_gradients(config, graph, mesh, state.params, batch)
   is_finite = finite_leaves(grads)
   scale, clip_state, exact = jnp.float32(1), state.clip, state.exact
@@ -47,14 +47,14 @@ def update(
       clip, state.clip, grads, stack=stacks
     )
   else:
-    # The optimizer scales by the global norm in its pass over the gradients.
+    # The optimizer multiplies gradients by `scale` in its own pass over them.
     norm = global_norm(grads)
     largest = config.optim.grad_clip
     scale = jnp.where(norm < largest, 1.0, largest / norm)
   params, optimizer_state = optimizer.apply(
     grads, state.optimizer, trained(config, state.params), grad_scale=scale
   )
-  params = state.params | params  # Frozen parts stay.
+  params = state.params | params  # Frozen parts do not change.
   if config.report_state:
     clipped = jax.tree.map(lambda g: g * scale, weights.in_f32(grads))
     exact = exact_adam(config).update(clipped, exact)[1]
@@ -72,7 +72,7 @@ def update_in_backward(
   state,
   batch: Batch,
 ) -> tuple[BackwardStep, Any]:
-  """Steps each layer of a decoder as soon as its gradients exist."""
+  """Updates each layer of a decoder as soon as its gradients exist."""
   del mesh
   params = state.params
   graph, cache = with_cache(nnx.merge(graph, params))
@@ -116,7 +116,7 @@ def _mean_gradients(config, graph, mesh, params, batch):
   @jax.value_and_grad
   def share_of(own, batch):
     loss = objective.loss(nnx.merge(graph, params | own, cache), batch)
-    # Shares already count the targets of all microbatches.
+    # Shares are relative to the whole batch, so losses simply add up.
     return loss / config.accumulate if batch.shares is None else loss
 
   own = trained(config, params)
@@ -140,8 +140,8 @@ def _mean_gradients(config, graph, mesh, params, batch):
 def microbatches[Each](batch: Each, accumulate: int) -> Each:
   """Reshapes arrays [B, ...] to [accumulate, B / accumulate, ...].
 
-  A microbatch is every `accumulate`-th row, so that each device uses its own
-  rows and no rows move between devices.
+  A microbatch contains every `accumulate`-th row, so it has rows from each
+  device, and no rows move between devices.
   """
 
   def split(x):
@@ -151,7 +151,7 @@ def microbatches[Each](batch: Each, accumulate: int) -> Each:
 
 
 def with_cache(model: Any) -> tuple[nnx.GraphDef, nnx.State]:
-  """Fills the model's weight caches; returns the model without its weights."""
+  """Fills the weight caches; returns the graph and all state but weights."""
   is_whole = isinstance(model, VisionLanguageModel)
   recipe = (model.decoder if is_whole else model).layers.attention.active_recipe
   graph, _, cache = nnx.split(with_weight_cache(model, recipe), nnx.Param, ...)
@@ -159,10 +159,10 @@ def with_cache(model: Any) -> tuple[nnx.GraphDef, nnx.State]:
 
 
 def exact_adam(config: TrainConfig) -> optax.GradientTransformation:
-  """Builds Adam with f32 moments, for reports on the stored moments."""
+  """Builds Adam with f32 moments, the reference for the stored moments."""
   return optax.scale_by_adam(config.optim.b1, config.optim.b2)
 
 
 def finite_leaves(tree) -> jax.Array:
-  """Finds which leaves are finite: bool [leaves], in the order of the tree."""
+  """Checks each leaf for inf and NaN: bool [leaves], in tree order."""
   return jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)])

@@ -5,9 +5,9 @@
   python -m train.vit vit_digits --data digits --out RUN [options]
   python -m train.vit vit_digits --data digits --out RUN --resume
 
-`--data` names a folder with a folder of images for each class
+`--data` names a folder that contains one folder of images for each class
 (`train.data.labelled`). Nearly all options, and the exit status, are the same
-as in `train.pretrain`; docs/vision.md explains more.
+as in `train.pretrain`. See docs/vision.md.
 """
 
 import dataclasses
@@ -49,12 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
-  """Reads the images of a run."""
+  """Reads the images; also returns the run with its number of classes."""
   model = config.model
   if (model.family, model.num_channels) != ("vit", 3):
     raise ValueError(
       "model: images of three colors need family vit and 3 channels, got "
-      f"{model.family} with num_channels {model.num_channels}; leave both out"
+      f"{model.family} with num_channels {model.num_channels}; leave both "
+      "options out"
     )
   if not config.data.folder:
     raise ValueError(
@@ -77,12 +78,12 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
   if model.num_classes not in (None, count):
     raise ValueError(
       f"model: the images have {count} classes, got num_classes "
-      f"{model.num_classes}; leave it out"
+      f"{model.num_classes}; leave num_classes out"
     )
   if len(found.rows) < config.batch:
     raise ValueError(
       f"batch: must be at most the {len(found.rows)} images to train on, got "
-      f"{config.batch}; lower --batch, or give more images"
+      f"{config.batch}; lower --batch, or add images"
     )
   say(
     f"{config.out}: {len(found.rows)} images of {count} classes to train on, "
@@ -96,7 +97,7 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
 
 
 def _preprocessing(size: int) -> Preprocessing:
-  """Makes the preprocessing: a square, and pixels from -1 to 1."""
+  """Builds the preprocessing: square images, with pixels from -1 to 1."""
   return Preprocessing(
     size=(size, size),
     crop=None,
@@ -113,7 +114,7 @@ class ImageFolder(RunData[VitConfig]):
 
   rows: Images
   held_out: Images
-  classes: Sequence[str]  # The names of the classes, by number.
+  classes: Sequence[str]  # The name of each class.
 
   def keep_files(self, run: RunDirectory) -> None:
     run.source.mkdir(exist_ok=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a run that classifies images, and its presets.
 
-It is the configuration of `train.config` with a vision tower as the model and
-images as data; `python -m train.vit PRESET` reads it from the command line.
+It extends `train.config`: the model is a vision tower and the data are images.
+`python -m train.vit PRESET` reads the configuration from the command line.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from train.mesh import check_fits
 from train.optim_config import OptimConfig
 from train.options import Share, fixed, shown, silent
 
-# A run keeps the names of its classes, by number, in this file.
+# A run stores the list of its classes' names in this file.
 CLASSES = "classes.json"
 
 
@@ -26,10 +26,11 @@ class ImageData:
   """Images to learn from.
 
   Attributes:
-    folder: A folder with a folder of images for each class, or with such
-      folders in `train` and `test` (or `val`); see `train.data.labelled`.
-    held_out: Share of each class to hold out for evaluation, at least one
-      image, if there is no folder of held-out images.
+    folder: A folder that contains one folder of images for each class, or that
+      contains `train` and `test` (or `val`), each with such folders; see
+      `train.data.labelled`.
+    held_out: If there is no folder of held-out images, the share of each class
+      to hold out for evaluation; at least one image is held out.
   """
 
   folder: Annotated[str, shown("required", name="data", metavar="FOLDER")] = ""
@@ -54,13 +55,13 @@ class VitConfig(TrainConfig):
   data: OmitArgPrefixes[ImageData] = silent(ImageData())  # pyright: ignore[reportIncompatibleVariableOverride]
   # Derived from the model.
   seq: Suppress[Fixed[Count]] = fixed(1)
-  # These three work for decoders only.
+  # These three options work for decoders only.
   init_from: Suppress[Fixed[str]] = silent("")
   optimizer_in_backward: Suppress[Fixed[bool]] = False
   watch: Suppress[Fixed[Annotated[int, Range(0, 0)]]] = silent(0)
 
   def __post_init__(self):
-    # The loop counts tokens by `seq`. The frozen class refuses assignment.
+    # The loop counts tokens by `seq`. A frozen dataclass refuses assignment.
     object.__setattr__(self, "seq", self.model.num_tokens)
     super().__post_init__()
 
@@ -71,7 +72,7 @@ class VitConfig(TrainConfig):
 def vit_digits() -> VitConfig:
   """Handwritten digits of 8 x 8 pixels, in a minute or two on two CPU cores.
 
-  `python -m train.data.digits FOLDER` writes them, from scikit-learn.
+  `python -m train.data.digits FOLDER` writes the images, from scikit-learn.
   """
   return VitConfig(
     out="runs/vit_digits",

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early signs that low precision is about to hurt: `--watch N`.
+"""Checks for early signs that low precision will harm training: `--watch N`.
 
-Every N steps a separate program reads the state and runs the forward pass on
-the step's batch once more. The training step itself does not change. The
-program computes
+Every N steps a separate program, the probe, reads the state and runs the
+forward pass once more, on the step's first microbatch. The training step itself
+does not change. These values are written to metrics.jsonl as `watch`:
 
   activations_amax       largest magnitude of each layer's output
-  activations_kurtosis   E[x^4] / E[x^2]^2 of that output: 3 for a normal
-                         distribution; large if outliers take up the range
-  activations_zeroed     share of its values that become zero in the recipe's
-                         format with one scale per tensor (E4M3 in recipe bf16)
-  mu_saturated, nu_      share of the stored codes with the largest magnitude
-  mu_zeroed, nu_         share of codes that are zero; if a second moment is
+  activations_kurtosis   E[x^4] / E[x^2]^2 of each layer's output: 3 for a
+                         normal distribution; large if there are outliers
+  activations_zeroed     share of each layer's output that becomes zero in the
+                         recipe's format with one scale per tensor (E4M3 in
+                         recipe bf16)
+  mu_saturated           share of the first moments' codes that have the largest
+                         magnitude
+  mu_zeroed              share of the first moments' codes that are zero
+  mu_power               smallest power k of a group, for codecs with powers
+  nu_saturated, nu_zeroed, nu_power
+                         the same for second moments; where a second moment is
                          zero, the update is divided by eps
-  mu_power, nu_          smallest power k of a group, for codecs with powers
-                         (coat_lion has no nu_; for coat_muon these are the
-                         parameters that AdamW steps)
   grad_norm              global norm of the step's gradients
 
-and writes them as `watch` into metrics.jsonl. A forward pass takes a third of a
-step: with N = 100 it costs 0.3 % of the time.
+coat_lion has no second moments, and coat_muon has second moments only of the
+parameters that AdamW updates. A forward pass takes a third of a step, so
+`--watch 100` costs 0.3 % of the time.
 
-After three probes, `RULES` compare each value with the median of up to ten
-earlier probes. The run prints a line if the value is above twice the median
-(kurtosis and amax; four times for the gradients' norm), below half the median
-(k), or more than 0.05 above it (shares). The line names the worst layer.
+After three probes, each value is compared with its median over up to ten
+earlier probes (`RULES`). The run prints a line, which names the worst layer, if
+amax or kurtosis is above twice the median, grad_norm is above four times the
+median, k is below half the median, or a share is more than 0.05 above it.
 """
 
 import statistics
@@ -50,45 +53,46 @@ from train.config import TrainConfig
 from train.objective import objective_of
 from train.update import microbatches
 
-# Maps a name to one value, or to one value per layer.
+# Maps a name to a list of one value, or of one value per layer.
 Found = dict[str, list[float | None]]
 
 
 class Rule(NamedTuple):
   """The limit of a value: `factor` * median + `plus`."""
 
-  text: str  # The meaning, for the printed line.
-  factor: float = 1.0  # Below 1 it makes a lower limit.
+  text: str  # The printed explanation.
+  factor: float = 1.0  # If below 1, values must not be below the limit.
   plus: float = 0.0
 
   def is_broken(self, value: float, usual: float) -> bool:
-    """Returns whether a value has drifted from the median."""
+    """Returns whether a value is beyond its limit; `usual` is the median."""
     limit = usual * self.factor + self.plus
     return value < limit if self.factor < 1 else value > limit
 
 
 _OUTLIERS = "outliers take up most of the range"
 _EXPLODE = "where second moments are zero, updates are divided by eps"
-_LOST = "moments below the range of the codes are lost"
+_LOST = "moments below the range of the codes become zero"
 RULES = {
   "activations_amax": Rule(_OUTLIERS, factor=2),
   "activations_kurtosis": Rule(_OUTLIERS, factor=2),
-  "activations_zeroed": Rule("small activations are lost", plus=0.05),
+  "activations_zeroed": Rule("small activations become zero", plus=0.05),
   "mu_saturated": Rule("groups hold few distinct values", plus=0.05),
   "nu_saturated": Rule("groups hold few distinct values", plus=0.05),
   "mu_zeroed": Rule(_LOST, plus=0.05),
   "nu_zeroed": Rule(_EXPLODE, plus=0.05),
-  "mu_power": Rule("groups span more than before", factor=0.5),
-  "nu_power": Rule("groups span more than before", factor=0.5),
+  "mu_power": Rule("groups span a wider range", factor=0.5),
+  "nu_power": Rule("groups span a wider range", factor=0.5),
   "grad_norm": Rule("the loss may spike", factor=4),
 }
+# Compare with up to `_COMPARED` earlier probes, and with at least `_FEWEST`.
 _COMPARED, _FEWEST = 10, 3
 
 
 def probe(
   config: TrainConfig, graph: nnx.GraphDef
 ) -> Callable[[step.TrainState, step.Rows], dict[str, jax.Array]]:
-  """Builds the function of (state, rows) that computes all but `grad_norm`."""
+  """Builds the probe of (state, rows), which computes all but `grad_norm`."""
 
   def find(state, rows):
     batch: Any = objective_of(config.model).batch_of(rows)
@@ -102,7 +106,7 @@ def probe(
 
 
 def of_moments(optimizer: Any) -> dict[str, jax.Array]:
-  """Computes statistics of all codes that an optimizer's state stores."""
+  """Computes statistics of the codes in an optimizer's state."""
   states = find_states("train", optimizer, MomentState)
   found = {}
   for name in ("mu", "nu"):
@@ -174,7 +178,7 @@ def _of_codes(
 
 
 class Watcher:
-  """Probes a run, and compares each probe with earlier ones."""
+  """Probes a run, and compares the values with those of earlier probes."""
 
   def __init__(
     self,
@@ -192,7 +196,7 @@ class Watcher:
   def look(
     self, state: step.TrainState, rows: Any, grad_norm: float
   ) -> tuple[Found, list[str]]:
-    """Probes a state; returns its values, and lines about drifts."""
+    """Probes a state; returns the values, and lines about broken rules."""
     values = jax.device_get(self._program(state, rows))
     found = {name: _numbers(x) for name, x in values.items()}
     found["grad_norm"] = _numbers([grad_norm])
@@ -202,12 +206,12 @@ class Watcher:
 
 
 def _numbers(values: Any) -> list[float | None]:
-  """Rounds to six digits; None for numbers that JSON cannot store."""
+  """Rounds to six digits; replaces inf and NaN, which JSON lacks, by None."""
   return [float(f"{x:.6g}") if np.isfinite(x) else None for x in values]
 
 
 def drifts(earlier: list[Found], found: Mapping[str, list]) -> list[str]:
-  """Compares a probe with earlier ones; returns a line for each broken rule."""
+  """Compares values with earlier ones; returns a line for each broken rule."""
   said = []
   for name, rule in RULES.items():
     broken = []

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run stores its weights: in f32, in bf16, or in bf16 plus a low byte.
+"""Storage of a run's weights: in f32, in bf16, or in bf16 plus a low byte.
 
-The option `params` of `train.config` selects this. Only matrices and embeddings
-are stored in fewer bits; norms' scales and biases are f32 in every run. The
-optimizer's state, `LowBitsState`, contains the low bytes.
+The option `params` of `train.config` selects one of these. It applies to
+matrices and embeddings; norm scales and biases are f32 in every run. The low
+bytes are in the optimizer's state, `LowBitsState`: the optimizer reads both
+parts of a weight, but layers read only bf16 (`coat_jax.optimizer.weights`).
 """
 
 from collections.abc import Callable
@@ -25,7 +26,10 @@ Stored = Literal["float32", "bfloat16", "bfloat16_low8"]
 
 
 def high_of(stored: Stored) -> Callable[[str, jax.Array], jax.Array]:
-  """Makes the function of (path, f32 array) that returns what layers read."""
+  """Builds a function of (path, f32 array) that returns the stored parameter.
+
+  With bfloat16_low8 it returns the bf16 part; `low_of` returns the low bytes.
+  """
 
   def high(path, x):
     if not weights.is_matrix(path, x):
@@ -38,14 +42,14 @@ def high_of(stored: Stored) -> Callable[[str, jax.Array], jax.Array]:
 
 
 def low_of(path: str, x: jax.Array) -> jax.Array:
-  """Returns the low bytes of a matrix, and zeros for other parameters."""
+  """Returns the low bytes of a matrix; zeros for other parameters."""
   if weights.is_matrix(path, x):
     return weights.split(x).low
   return jnp.zeros_like(x, dtype=jnp.int8)
 
 
 def store(stored: Stored, params: Any) -> tuple[Any, Any]:
-  """Stores weights, rounded to nearest; returns them and their low bytes."""
+  """Rounds f32 weights to nearest; returns them, and low bytes or None."""
   if stored == "bfloat16_low8":
     return split_weights(params)
   high = high_of(stored)
@@ -54,7 +58,7 @@ def store(stored: Stored, params: Any) -> tuple[Any, Any]:
 
 
 def load(params: Any, low: Any) -> Any:
-  """Loads stored weights in f32: the inverse of `store` up to its rounding."""
+  """Converts stored weights to f32: inverse of `store`, up to rounding."""
   if low is None:
     return in_f32(params)
   own = {name: params[name] for name in low}
@@ -63,7 +67,7 @@ def load(params: Any, low: Any) -> Any:
 
 
 def in_f32(tree: Any) -> Any:
-  """Casts a tree to f32."""
+  """Casts all arrays of a tree to f32."""
   return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
@@ -72,21 +76,22 @@ def draw(
   draw_params: Callable[..., Any],
   with_moments: Callable[[Any], Any],
 ) -> Any:
-  """Draws weights, rounded to nearest, and makes the train state of step 0."""
+  """Draws weights, rounds them to nearest, and builds the initial state."""
   if stored == "float32":
     return with_moments(draw_params())
   state = with_moments(draw_params(high_of(stored)))
-  adam, zeros = without_low(state.optimizer)
+  inner, zeros = without_low(state.optimizer)
   if zeros is None:
     return state
   drawn = draw_params(low_of)
   low = {name: drawn[name] for name in zeros}
+  # Parameters without low bytes keep a scalar zero.
   low = jax.tree.map(lambda zero, low: low if zero.ndim else zero, zeros, low)
-  return state._replace(optimizer=with_low(adam, low))
+  return state._replace(optimizer=with_low(inner, low))
 
 
 def abstract(stored: Stored, params: Any) -> Any:
-  """Returns abstract parameters with the dtypes of another kind of storage."""
+  """Changes abstract parameters to the dtypes that `stored` selects."""
   dtype = "float32" if stored == "float32" else "bfloat16"
   leaves = [
     leaf.update(dtype=dtype if weights.is_matrix(path, leaf) else "float32")
@@ -96,12 +101,16 @@ def abstract(stored: Stored, params: Any) -> Any:
 
 
 def without_low(optimizer: FusedState) -> tuple[Any, Any]:
-  """Splits an optimizer's state into Adam's and the low bytes, or None."""
+  """Separates the low bytes from an optimizer's state.
+
+  Returns the state without low bytes, and the low bytes (None if the run stores
+  none).
+  """
   if isinstance(optimizer, LowBitsState):
     return optimizer.inner, optimizer.low
   return optimizer, None
 
 
-def with_low(adam: Any, low: Any) -> Any:
-  """Joins Adam's state and low bytes again."""
-  return adam if low is None else LowBitsState(low, adam)
+def with_low(inner: Any, low: Any) -> Any:
+  """Adds low bytes, unless they are None, to an optimizer's state."""
+  return inner if low is None else LowBitsState(low, inner)

@@ -103,12 +103,12 @@ def test_unknown_preset_is_named_with_the_known_presets(
     (
       pretrain,
       ["demo", "--compare_seeds=2"],
-      "error: compare-seeds applies to --compare, got none; pass it too",
+      "error: compare-seeds applies to --compare, got none; pass --compare",
     ),
     (
       vit,
       ["vit_digits", "--compare", "None", "--compare-seeds", "1"],
-      "error: compare-seeds applies to --compare, got none; pass it too",
+      "error: compare-seeds applies to --compare, got none; pass --compare",
     ),
     (finetune, ["a", "--out", "b", "--epochs", "0"], "error: epochs must be"),
     (
@@ -124,7 +124,7 @@ def test_unknown_preset_is_named_with_the_known_presets(
     (vit, ["vit_digits"], "got none; pass --data FOLDER"),
     (vit, ["vit_digits", "--optim.lr", "0"], "error: optim: lr must be"),
     (vit, ["vit_digits", "--held-out", "2"], "error: data: held_out must be"),
-    (evaluate, ["a"], "error: evaluate: needs a text or a task, got none"),
+    (evaluate, ["a"], "error: evaluate: needs a text, a task or conversations"),
     (
       generate,
       ["a", "--prompt", "b", "--top-p", "2"],

@@ -247,7 +247,7 @@ def test_runs_of_other_optimizers_are_refused(
   out, options = tmp_path / "run", dict(optim__optimizer=optimizer)
   line = arguments(out, "--no-report-state", **options)
   assert command("import", tmp_path / "in", *line) == 2
-  words = f"needs a run of optim.optimizer coat_adamw, got {optimizer}; "
+  words = f"needs a run with optim.optimizer coat_adamw, got {optimizer}; "
   assert f"import: {words}leave" in capsys.readouterr().err
   assert not out.exists()
   made = dataclasses.replace(demo(), report_state=False)

@@ -104,7 +104,7 @@ def test_figures_in_bfloat16_are_near(folder, data, tmp_path):
 @pytest.mark.parametrize(
   "options, message",
   [
-    ([], "needs a text or a task, got none"),
+    ([], "needs a text, a task or conversations"),
     (["--data", "none.txt"], "the path must exist, got none.txt"),
     (["--data", "{data}", "--batch", 0], "batch must be a whole number from 1"),
     (["--data", "{data}", "--limit", 0], "limit must be a whole number from 1"),
