@@ -202,7 +202,7 @@ def test_epochs_determine_the_number_of_steps(checkpoint, data):
     ([], dict(optim__warmup=20), "warmup must fit into 8 steps"),
     (["--distributed"], dict(mesh="fsdp=8"), "pass --samples 0"),
     (["--data=more.jsonl"], {}, "--data was given several times"),
-    ([], dict(batch=4096), "a global batch needs 4096 rows"),
+    ([], dict(batch=4096), "must have at least 4096 rows"),
   ],
 )
 def test_bad_input_is_reported_and_nothing_is_written(

@@ -44,7 +44,9 @@ def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
     "does not exist": asked("<image> What", image="none.png"),
     "got 1 in the text for 0": asked("<image> What"),
     "got 0 in the text for 1": asked("What", image="good.png"),
-    "expected an image in JPEG": asked("<image> What", image="cut.png"),
+    "expected an image in one of the formats JPEG": asked(
+      "<image> What", image="cut.png"
+    ),
     "got 1 x 1": asked("<image> What", image="dot.png"),
     "at most 89000000 pixels, got": asked("<image> What", image="wide.png"),
   }

@@ -115,7 +115,7 @@ def test_finished_run_can_be_extended(finished, tmp_path, capsys):
     (["--resume", "--overwrite"], {}, "exclude each other"),
     (["--overwrite"], dict(data__path="missing"), "path must exist"),
     (["--overwrite"], dict(data__path="empty"), "data must not be empty"),
-    (["--overwrite"], dict(data__path="short"), "sequence of 32 + 1 tokens"),
+    (["--overwrite"], dict(data__path="short"), "at least 33 tokens each"),
     (
       ["--overwrite"],
       dict(data__path="ids", data__dtype="uint16"),
@@ -334,7 +334,7 @@ def test_tokens_cut_short_in_mid_run_are_reported(
   options = dict(data__path=ids, data__dtype="uint16", steps=60)
   assert run(tmp_path / "out", **options) == 2
   errors = capsys.readouterr().err.splitlines()
-  assert "ids had 2000000 ids at the start" in errors[-1]
+  assert "ids held 2000000 ids when the run started" in errors[-1]
 
 
 def test_other_device_errors_are_not_reported_as_memory(tmp_path, monkeypatch):
