@@ -276,7 +276,7 @@ def test_bad_rows_are_counted_and_a_known_template_is_kept(
   options = dict(steps=1, samples=0, sample_tokens=None)
   assert run(checkpoint, file, out, *flags, **options) == 0
   errors = capsys.readouterr().err
-  assert "62 rows; 2 bad ones left out" in errors
+  assert "62 rows; bad rows left out: 2" in errors
   assert not RunDirectory(out).samples.exists()
   target = tmp_path / "exported"
   assert convert.main(["export-hf", str(out), "--out", str(target)]) == 0
