@@ -102,7 +102,9 @@ def test_link_to_a_device_is_not_read(copied, name):
   (copied / "5" / name).unlink()
   (copied / "5" / name).symlink_to("/dev/zero")
   found, damaged = checkpoint.newest_whole_step(copied)
-  assert found == 3 and f"{name} is missing or is not a plain file" in damaged[0]
+  assert (
+    found == 3 and f"{name} is missing or is not a plain file" in damaged[0]
+  )
 
 
 # Orbax reports that it cannot read its own file.
