@@ -67,7 +67,7 @@ def only_compile() -> None:
 
 
 def devices(gpu: str, count: int) -> list[jax.Device]:
-  """Returns `count` GPUs of one host that programs can only be compiled for.
+  """Returns `count` GPUs of one host, only to compile programs for them.
 
   `gpu` is one of `GPUS`.
   """

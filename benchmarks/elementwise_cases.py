@@ -148,7 +148,7 @@ def _norm(sizes):
 
   def x(seed=0):
     # The values are far from zero, so that a test fails if a kernel includes
-    # padding in a mean or variance.
+    # values of other rows in a mean or variance.
     return sizes.normal(t, d, seed=seed) + (7 if has_mean else 0)
 
   def parameters():

@@ -117,7 +117,7 @@ def by_kind(found: collections.Counter[str]) -> dict[str, float]:
 
 
 def clocks(found: collections.Counter[str]) -> dict[str, float]:
-  """Computes the clocks of each pipe and of issuing; see the module's text."""
+  """Computes the clocks of each pipe and of issuing, for a value per thread."""
   per_value = by_kind(found)
   out = {kind: per_value[kind] * cost for kind, (cost, _) in KINDS.items()}
   # Only one half of the multiply-add pipe multiplies integers.

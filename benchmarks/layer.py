@@ -23,9 +23,8 @@ a scan adds, in U. This is the memory of 16 layers minus the memory of 8 layers,
 divided by 8. Training needs this much memory per layer, including what
 checkpoints save. Nothing is run.
 
-If weight_cache is "codes", a training step quantizes the weights once for
-several microbatches. So the quantized weights are arguments here: quantizing is
-not timed, and they do not count as temporary memory.
+If weight_cache is "codes", a training step quantizes the weights once for all
+microbatches. So the codes are arguments here, and quantizing is not timed.
 
 --preset selects a decoder layer (any preset of train.pretrain) or a layer of a
 vision tower: siglip_so400m (384 pixels, 729 tokens per image) or clip_l (336
@@ -222,7 +221,7 @@ class Layer:
 
 
 def with_gradients(forward: Callable) -> Callable:
-  """Returns a function of (params, x, dy) for y and the gradients of both."""
+  """Returns a function of (params, x, dy) that computes y, dparams and dx."""
 
   def full(params, x, dy, *codes):
     y, backward = jax.vjp(lambda *args: forward(*args, *codes), params, x)
@@ -253,7 +252,7 @@ def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
 
 
 def temporary_bytes(fn: Callable, specs, *, target: str | None) -> int:
-  """Returns the temporary bytes of `fn`; compiles for this machine if None."""
+  """Returns the temporary bytes of `fn`; target None means this machine."""
   if target is None:
     return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())
   return aot.temporary_bytes(targets.compile_for(target, fn, *specs))

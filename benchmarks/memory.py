@@ -22,9 +22,9 @@ included for comparison, in U:
                    COAT's authors, including scales, with and without the 2 U
                    that the paper counts for RoPE
 
-memory.state: the bytes that parameters (f32 or BF16), gradients and the
-optimizer's state need for each parameter, with each codec, computed from
-shapes.
+memory.state: the bytes of parameters (f32 or BF16), gradients and the
+optimizer's state, divided by the number of parameters, for each codec. They are
+computed from shapes.
 
 memory.table7 and memory.plan: the memory of whole training steps compiled for
 H200s; see `benchmarks.table7` and `benchmarks.planned`. Some steps take minutes
@@ -59,10 +59,7 @@ CODECS = {name: codecs.build(name) for name in codecs.names()}
 
 
 def reference_bytes(config: ModelConfig) -> int:
-  """Counts the bytes per token that a layer in COAT's code saves, without RoPE.
-
-  COAT's code is that of the paper's authors.
-  """
+  """Counts the bytes per token that the authors' layer saves, without RoPE."""
   d, f, h = config.d_model, config.d_ff, config.head_width
   n, kv = config.num_heads, config.num_kv_heads
   norm = 2 * (d + 2 * d // 16 + 4) + 2 * d  # Inputs and outputs of two norms.

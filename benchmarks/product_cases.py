@@ -90,7 +90,7 @@ def _matmuls(sizes):
 
 
 def _grouped(sizes):
-  """Lists the matmuls of an MoE layer, in which each expert gets some rows."""
+  """Lists the matmuls of an MoE layer, whose rows belong to several experts."""
   t, d, f = sizes.tokens, sizes.d_model, sizes.d_ff
   e = sizes.num_experts
   shapes = {"x": (t, d), "w": (e, d, f), "g": (t, f)}

@@ -39,8 +39,8 @@ class Case:
   def published_ratio(self, variant: str) -> float | None:
     """Returns the ratio of BF16's peak to the variant's peak in the paper.
 
-    For our variants of COAT that the paper does not contain, the ratio is that
-    of "coat". Returns None if the paper does not report one of the two peaks.
+    For the variants minimal and minimal_attention, the paper's peak of COAT is
+    used. Returns None if the paper does not report one of the two peaks.
     """
     reference = {"minimal": "coat", "minimal_attention": "coat"}
     peak = self.peaks.get(reference.get(variant, variant))

@@ -45,7 +45,7 @@ OPTIMIZERS = ("optax", "coat", "fused")
 
 @functools.cache
 def devices(topology: str) -> list[jax.Device]:
-  """Returns a TPU topology's devices that programs can only be compiled for.
+  """Returns the devices of a TPU topology, only to compile programs for them.
 
   `topology` is libtpu's name, such as v6e:2x2.
   """

@@ -152,7 +152,7 @@ def _fraction(hbm: float) -> str:
   if not 0 < hbm * 1e9 <= total:
     raise ValueError(
       f"--hbm must be above 0 and at most {total / 1e9:.1f}, the GPU's memory "
-      f"in GB, got {hbm}; pass a smaller limit"
+      f"in GB, got {hbm}; pass a limit in this range"
     )
   return f"{hbm * 1e9 / total:.4f}"
 

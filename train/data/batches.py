@@ -19,7 +19,7 @@ from train.data.tokens import TokenSource
 
 
 class Rows(Protocol):
-  """Rows to batch."""
+  """Rows from which batches are made."""
 
   # Whether the model ignores padding rows. If so, an incomplete last batch of
   # held-out rows is padded; otherwise it is dropped.
@@ -191,7 +191,7 @@ def read_ahead(batches: grain.MapDataset, *, threads: int) -> grain.IterDataset:
   """Prefetches one batch per thread; with 0 threads, nothing is prefetched.
 
   Threads are fast enough for images too, because Pillow releases the GIL while
-  it decodes and resizes. Processes would copy each batch twice.
+  it decodes and resizes. Worker processes would copy each batch twice.
   """
   # grain's default buffer of 500 batches could hold gigabytes.
   options = grain.ReadOptions(

@@ -28,9 +28,9 @@ from PIL import Image, UnidentifiedImageError
 from train.data.sources import BadData
 from train.options import first_line
 
-# Slightly below the size from which Pillow warns of a decompression bomb.
+# The maximum size of an image. Pillow warns about slightly larger images.
 MAX_PIXELS = 89_000_000
-# Rejects single pixels, which trackers and failed downloads leave behind.
+# The minimum size. Tracking pixels and failed downloads have a single pixel.
 _MIN_SIDE = 2
 # Only raster formats. Pillow also reads PostScript, whose files are programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -51,7 +51,7 @@ _WITHOUT_EFFECT = {
 class Preprocessing:
   """Settings that turn an image into pixels."""
 
-  # Height and width after resizing, or the length of the shorter side.
+  # Height and width after resizing; an int sets only the shorter side.
   size: tuple[int, int] | int
   # Height and width of the center crop after resizing; None for no crop.
   crop: tuple[int, int] | None

@@ -7,7 +7,7 @@
   FOLDER/CLASS/*.png         without train and test, a share of each class is
                              held out
 
-Each class is named like its folder. Classes are numbered in the order of their
+A class has the name of its folder. Classes are numbered in the order of their
 names. Images may also be in subfolders of a class. All headers are read at the
 start. If the pixels of all images fit into `_IN_MEMORY` bytes, they are read at
 the start too and stay in memory. Otherwise they are read a batch at a time.
@@ -36,7 +36,7 @@ _IN_MEMORY = 3 * 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-  """Images with their classes; decoded when they are read or kept in memory."""
+  """Images with their classes, decoded when read or once for all (`pixels`)."""
 
   has_padding: ClassVar[bool] = True
 
@@ -64,7 +64,7 @@ class Images:
     return dataclasses.replace(self, pixels=np.stack(pixels))
 
   def take(self, rows: np.ndarray) -> "Images":
-    """Selects images by row number; `in_memory` must not come first."""
+    """Selects images by row number; call this before `in_memory`."""
     return dataclasses.replace(
       self, files=[self.files[i] for i in rows], labels=self.labels[rows]
     )

@@ -49,7 +49,7 @@ class Text(abc.ABC):
     """Decodes tokens; bytes that are not UTF-8 become U+FFFD."""
 
   def encode_from_start(self, text: str) -> list[int]:
-    """Encodes a text; prepends `first_tokens` unless its tokens begin so."""
+    """Encodes a text; prepends `first_tokens` if they are missing."""
     first, tokens = list(self.first_tokens), self.encode(text)
     return tokens if tokens[: len(first)] == first else first + tokens
 
@@ -119,7 +119,7 @@ class FolderText(TokenizerText):
 
   `add_bos_token` in tokenizer_config.json sets whether a text begins with the
   BOS token. Without that key, a text begins with the tokens that the
-  tokenizer's post-processor adds. It ends with any `eos_token_id` of
+  tokenizer's post-processor adds. A text ends with any `eos_token_id` of
   generation_config.json or config.json. If neither file sets `eos_token_id`, a
   text ends with the tokenizer's own end-of-text token.
   """

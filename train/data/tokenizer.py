@@ -24,7 +24,7 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # ends, because few tokenizers merge across them. The library tokenizes pieces
 # in parallel; with larger pieces it would use fewer cores.
 PIECE = 1 << 18
-# Limits on what is tokenized at once: the number of pieces, and of characters.
+# The largest number of pieces, and of characters, that are tokenized at once.
 _TEXTS, _CHARACTERS = 256, 1 << 20
 
 

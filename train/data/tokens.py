@@ -28,13 +28,13 @@ from train.options import Share, fixed
 
 # Threads hide the latency of disks. Data in memory have no latency to hide.
 _THREADS = 16
-# How many short samples of the stream are checked before training; their size.
+# The number of samples to check before training, and of tokens in each sample.
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-  """Options for where tokens come from.
+  """Options for the source of tokens.
 
   Attributes:
     path: A file, a folder (read recursively) or a glob; None for the source

@@ -88,7 +88,7 @@ class Answer(NamedTuple):
   answer: str  # The model's answer.
   images: tuple[Path, ...]  # Files of the images before the answer.
   is_short: bool  # Whether the reference is a short answer.
-  is_match: bool  # Whether answer and reference match; see the function.
+  is_match: bool  # Whether both texts are equal after `normalized`.
 
 
 class Answers(NamedTuple):
@@ -119,10 +119,7 @@ class Answers(NamedTuple):
 
   @property
   def exact_match(self) -> float | None:
-    """The share of matches among answers to short references; None if no one.
-
-    A reference is short if `is_short` is true for it.
-    """
+    """The share of short references that answers match; None without any."""
     matches = sum(x.is_match for x in self.answers if x.is_short)
     return matches / self.short if self.short else None
 
@@ -266,7 +263,7 @@ def read_conversations(
   template: str | None = None,
   images: Path | None = None,
 ) -> Documents:
-  """Reads conversations with a model's tokenizer, template and image size."""
+  """Reads conversations with a model's tokenizer, chat template and images."""
   file = Path(tokenizer or source.files / "tokenizer.json").expanduser()
   if not file.is_file():
     raise FileNotFoundError(

@@ -174,8 +174,8 @@ class DecoderLM(TemplateLM):
 
   def _stop_tokens(self, until: tuple[str, ...]) -> tuple[int, ...]:
     """Lists the tokens that contain a stop string, and the stop tokens."""
-    # A stop string of several tokens cannot stop generation. `_cut` removes it
-    # and all text after it later.
+    # A stop string of several tokens cannot stop generation. `_cut` later
+    # removes it and all text after it.
     if until not in self._stops:
       ids = range(self._model.config.vocab_size)
       ends = [end for end in until if end]

@@ -69,7 +69,7 @@ class Layer:
 
   @property
   def unit(self) -> float:
-    """Counts the bytes of the residual stream in BF16, the unit of sums."""
+    """Counts the bytes of the residual stream in BF16."""
     return BF16 * self.model.d_model * self.tokens / self.tensor
 
   @property

@@ -8,8 +8,8 @@ on a GPU takes
 
   n * LAYER[recipe][remat] + STEP[params] + IN_BACKWARD
 
-IN_BACKWARD counts only if the optimizer runs in the backward pass. The last two
-terms are the fixed cost of a step, which runs the optimizer, and reads and
+IN_BACKWARD is added only if the optimizer runs in the backward pass. The last
+two terms are the fixed cost of a step, which runs the optimizer, and reads and
 quantizes the weights. We measured this cost with Llama-2-7B on an H200. It is
 about the same for 13B, because the time per token and the fixed cost both grow
 with the weights. tests/train/memory/test_search.py compares the estimate with
@@ -137,7 +137,7 @@ def search(
 
 def _rank(found: Found) -> float:
   """Returns the cost by which runs are sorted."""
-  # fp8_layer rounds the residual stream, so it is worth it only if it is
+  # fp8_layer rounds the residual stream, so to be ranked first it must be
   # clearly faster.
   return found.cost * (_ROUNDED if found.run.remat == "fp8_layer" else 1)
 

@@ -44,10 +44,7 @@ class Checkpoints:
   """The checkpoints in a folder."""
 
   def __init__(self, path: Path, *, keep: int):
-    """Opens a folder, which need not exist; keeps the newest checkpoints.
-
-    `keep` is the number of checkpoints to keep.
-    """
+    """Opens a folder, which need not exist; keeps the newest `keep` steps."""
     self.path = path
     options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,

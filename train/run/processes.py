@@ -79,7 +79,7 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
   """Finds the part of a batch that this process reads.
 
   Processes whose devices work on the same sequences read the same part. Returns
-  the last two arguments of `train_batches`.
+  `process_index` and `process_count` for `train_batches`.
   """
   if sharding is None:
     return dict(process_index=0, process_count=1)
@@ -90,8 +90,8 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
   # Each process must start where the previous process ends.
   if first % size or batch % size:
     raise ValueError(
-      "mesh: two processes must read the same sequences or disjoint ones, got "
-      f"sequences {first} to {first + size - 1} of {batch} for process "
+      "mesh: two processes must read the same sequences or disjoint sequences, "
+      f"got sequences {first} to {first + size - 1} of {batch} for process "
       f"{jax.process_index()}; choose a tensor axis that divides the "
       f"{jax.local_device_count()} devices of a process"
     )

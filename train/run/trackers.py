@@ -69,7 +69,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-  """Logs to a run of `wandb`, which the user configures by its variables."""
+  """Logs to a `wandb` run; users configure wandb by environment variables."""
 
   def __init__(self, path: Path, name: str, description: dict):
     import wandb

@@ -19,7 +19,7 @@ from train.options import first_line
 
 
 def check_out(op: str, path: Path) -> None:
-  """Raises ValueError if `written_whole` cannot write a file or folder here."""
+  """Raises ValueError if `written_whole` could not write to `path`."""
   check_free(op, path)
   above = next(x for x in path.resolve().parents if x.exists())
   if not above.is_dir():

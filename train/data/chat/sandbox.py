@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders chat templates; `rendering` runs this program in a process.
+"""Renders chat templates; `rendering` runs this program in a new process.
 
 A template is a program that came with a tokenizer. Jinja's sandbox gives the
 template access to text only. The operating system kills the process if the
