@@ -126,7 +126,7 @@ def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
       try:
         timing = measure(fn, *arrays, repeats=options.repeats)
       except NotImplementedError as reason:
-        say(f"left out: {reason}")
+        say(f"left out {implementation}: {reason}")
         continue
       found = timing.row | dict(
         tflops=timing.tflops(2 * options.tokens * d * f)

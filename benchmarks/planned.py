@@ -42,7 +42,7 @@ def rows(
     batch, seq = LOADS[preset]
     for count in gpus:
       for variant in variants:
-        say(f"{preset} on {count}: {variant}")
+        say(f"{preset}, GPUs: {count}, {variant}")
         yield row(preset, variant, gpus=count, batch=batch, seq=seq)
 
 

@@ -83,7 +83,7 @@ def rows(cases: Iterable[Case], variants: Iterable[str]) -> Iterator[dict]:
   for case in cases:
     peak_of_bf16 = None
     for variant in variants:
-      say(f"{case.preset} on {case.gpus}: {variant}")
+      say(f"{case.preset}, GPUs: {case.gpus}, {variant}")
       values = measure(case, variant)
       peak = values["peak_bytes"]
       if variant == "bf16":

@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
   parser.add_argument("--variant", choices=VARIANTS, help="default: all")
   parser.add_argument("--layers", type=args.count, help="default: the preset's")
-  parser.add_argument("--mesh", default="", help="as in train.pretrain")
+  parser.add_argument("--mesh", default="", help="see train.pretrain --help")
   parser.add_argument(
     "--batch", type=args.count, default=2, help="sequences on each GPU"
   )
