@@ -2,17 +2,17 @@
 """Compiles for NVIDIA GPUs on a machine without a GPU (ahead of time).
 
 XLA's compiler for CUDA comes in two wheels, jax-cuda13-plugin and
-jax-cuda13-pjrt, which `make test-aot` installs. They compile without any CUDA
-library or driver. Each file in `gpus/` describes one GPU to the compiler: its
-compute capability, memory, multiprocessors and their limits, and the versions
-of the CUDA libraries. h200.txtpb is openxla/xla's `specs/h200.txtpb`
-(Apache-2.0), to which we added these versions.
+jax-cuda13-pjrt, which `make test-aot` installs. They compile without CUDA's
+libraries and driver. Each file in `gpus/` describes one GPU to the compiler:
+its compute capability, memory and multiprocessors, and the versions of the CUDA
+libraries. h200.txtpb is openxla/xla's `specs/h200.txtpb` (Apache-2.0), to which
+we added these versions.
 
 The compiled programs cannot run here. But their HLO and memory are the same as
 on a GPU, so they show which kernels and FP8 matmuls a step runs, and how much
-memory it needs. Only choices that XLA makes by autotuning, such as the fastest
-of several algorithms, may differ on a real GPU. If several programs of a
-process use the same kernel, it is compiled only once.
+memory the step needs. On a real GPU, only the results of XLA's autotuning may
+differ, such as the fastest of several algorithms. A kernel that several
+programs of a process use is compiled only once.
 """
 
 import atexit
@@ -37,14 +37,14 @@ from jax.sharding import (
 
 _DESCRIPTIONS = Path(__file__).parent / "gpus"
 GPUS = tuple(sorted(path.stem for path in _DESCRIPTIONS.glob("*.txtpb")))
-CUDNN_VERSION = 91000  # The version that the descriptions state.
+CUDNN_VERSION = 91000  # The cuDNN version in the descriptions.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Described(AbstractDevice):
   """An `AbstractDevice` with a compute capability.
 
-  Mosaic reads the capability, and assumes 9.0 if it is missing.
+  If the capability is missing, Mosaic assumes 9.0.
   """
 
   compute_capability: str
@@ -60,21 +60,21 @@ def available() -> bool:
 
 
 def only_compile() -> None:
-  """Makes this process run JAX on the CPU; call it before using JAX."""
-  # Otherwise the plugin looks for libraries that only running programs need.
+  """Makes this process run JAX on the CPU; call this before using JAX."""
+  # The plugin would look for libraries that are needed only to run programs.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   jax.config.update("jax_platforms", "cpu")
 
 
 def devices(gpu: str, count: int) -> list[jax.Device]:
-  """Returns `count` GPUs of one host, which only a compiler can use.
+  """Returns `count` GPUs of one host, only to compile programs for them.
 
   `gpu` is one of `GPUS`.
   """
   if not available():
     raise CompilerMissing(
-      "devices: needs XLA's compiler for CUDA, got no module "
-      "jax_cuda13_plugin; run `make test-aot`, which puts it into "
+      "devices: XLA's compiler for CUDA must be installed, got no module "
+      "jax_cuda13_plugin; run `make test-aot`, which installs it into "
       ".venv/compiler, and set PYTHONPATH=.venv/compiler"
     )
   return _host(gpu, count)
@@ -92,16 +92,16 @@ def compile_for(
   donate: tuple[int, ...] = (),
   options: dict[str, bool | int | str] | None = None,
 ) -> jax.stages.Compiled:
-  """Compiles `fn` for one GPU, or for a mesh of them.
+  """Compiles `fn` for one GPU or for a mesh of GPUs.
 
   Args:
-    gpu: one of `GPUS`.
-    fn: a function without static arguments.
-    *specs: the arguments of `fn`, as trees of arrays or
+    gpu: One of `GPUS`.
+    fn: A function without static arguments.
+    *specs: The arguments of `fn`, as trees of arrays or
       `jax.ShapeDtypeStruct`. With a mesh, each struct must have a sharding.
-    mesh: a mesh of `devices`; None for one GPU.
-    out_shardings: shardings of the results on the mesh, as for `jax.jit`.
-    donate: positions of the arguments that `fn` may overwrite.
+    mesh: A mesh of `devices`; None for one GPU.
+    out_shardings: Shardings of the results on the mesh, as for `jax.jit`.
+    donate: Positions of the arguments that `fn` may overwrite.
     options: XLA's compiler options, by name.
   """
   [device] = devices(gpu, 1)
@@ -137,15 +137,15 @@ def lower_for(
 ) -> jax.stages.Lowered:
   """Lowers `fn` for `device`, or for `mesh` if it is not None.
 
-  Traced functions that ask for the device get `described`. The other arguments
-  are those of `compile_for`.
+  While `fn` is traced, code that asks for the current device gets `described`.
+  The other arguments are as in `compile_for`.
   """
   if mesh is None:
     out_shardings = sharding = SingleDeviceSharding(device)
     specs = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs
     )
-    # Otherwise traced functions would get the device of the default backend.
+    # Without this context, traced code would get the default backend's device.
     abstract = AbstractMesh((), (), abstract_device=described)
     context = jax.sharding.use_abstract_mesh(abstract)
   else:
@@ -156,7 +156,7 @@ def lower_for(
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-  """Returns the bytes per device, without arguments and results."""
+  """Returns the temporary bytes per device, without arguments and results."""
   return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -188,7 +188,7 @@ def _host(gpu: str, count: int) -> list[jax.Device]:
 
 
 def _assume_cudnn() -> None:
-  """Makes JAX assume `CUDNN_VERSION`, because cuDNN is not installed."""
+  """Makes JAX assume `CUDNN_VERSION`, because cuDNN may not be installed."""
   from jax._src.cudnn import fused_attention_stablehlo
 
   fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION

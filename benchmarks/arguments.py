@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses and checks the command-line arguments of benchmarks.
 
-Arguments are checked before anything is timed, so no benchmark runs for minutes
-before it reports a wrong argument.
+Arguments are checked before anything is timed, so that a benchmark does not run
+for minutes before it reports a wrong argument.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _LARGEST = 2**20
 
 
 def count(text: str) -> int:
-  """Reads a size or a number of repeats, for `add_argument(type=)`."""
+  """Parses a size or a number of repeats, as the `type` of an argument."""
   number = int(text) if len(text) < 10 else _LARGEST + 1
   if not 1 <= number <= _LARGEST:
     raise argparse.ArgumentTypeError(
@@ -31,7 +31,7 @@ def count(text: str) -> int:
 
 @contextlib.contextmanager
 def checked(parser: argparse.ArgumentParser) -> Iterator[None]:
-  """Reports errors in the block as usage errors, with exit status 2."""
+  """Reports errors inside `with` as usage errors, with exit status 2."""
   try:
     yield
   except (OSError, TypeError, ValueError) as error:
@@ -43,8 +43,8 @@ def command[Result](
 ) -> Callable[..., Result]:
   """Wraps `main` to print a message instead of a traceback for two errors.
 
-  The command then exits with status 1 if it ran out of memory, and with status
-  2 if it needs XLA's compiler for CUDA, which is not installed.
+  If memory runs out, the command exits with status 1. If XLA's compiler for
+  CUDA is needed but not installed, it exits with status 2.
   """
 
   @functools.wraps(main)
@@ -57,7 +57,7 @@ def command[Result](
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
       if (shortage := describe_shortage(error)) is None:
         raise
-      print(f"error: {shortage}; measure something smaller", file=sys.stderr)
+      print(f"error: {shortage}; measure smaller sizes", file=sys.stderr)
       sys.exit(1)
 
   return run

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures FP8 matmuls with one scale per block of 128, on a GPU.
+"""Measures FP8 matmuls with one scale per block of 128 values, on a GPU.
 
   python -m benchmarks.block_products [--preset llama2_7b] [--tokens 8192]
     [--matrices gate_up down] [--products linear_wgrad] [--tiles tall low]
     [--implementations cublas mosaic] [--repeats 5]
 
-It prints a JSON row, `block_products`, for each weight matrix of a layer, each
-of its three matmuls (forward, dgrad, wgrad) and each of these implementations:
+The command prints a JSON row, `block_products`, for each weight matrix of a
+layer, each of its three matmuls (forward, dgrad, wgrad) and each of these
+implementations:
 
   bf16              BF16
-  cublas            FP8 with one scale per tensor
-  mosaic, TILE      FP8 with block scales, by the Mosaic kernel with one of the
-                    tiles in `coat_jax.pallas.mosaic.block_product.TILES`
+  cublas            FP8 with one scale per tensor, computed by cuBLAS
+  mosaic, TILE      FP8 with block scales, computed by the Mosaic kernel with a
+                    tile of `coat_jax.pallas.mosaic.block_product.TILES`
   xla               FP8 with block scales in plain JAX, only without a GPU
 
-A row contains milliseconds and TFLOP/s. With block scales it also contains
-`error`, the relative RMS difference from the result of plain JAX. Rounding the
-result to BF16 alone causes an error of 0.0017.
+A row contains milliseconds and TFLOP/s. With block scales, it also contains
+`error`, the RMS difference from plain JAX's f32 result, relative to the RMS of
+that result. Rounding to BF16 alone causes an error of 0.0017.
 """
 
 import argparse
@@ -36,9 +37,9 @@ from coat_jax.ops.linear import in_columns, in_rows
 from coat_jax.pallas.mosaic import block_product
 from train.presets import PRESETS
 
-# For each matmul: the two factors among x [t, d], w [d, f] and g [t, f]; the
-# layout of each in FP8; the axis of each to sum over in BF16; the result's
-# dtype.
+# For each matmul: its two operands among x [t, d], w [d, f] and g [t, f]; the
+# layout of each operand in FP8; the axis of each operand that BF16 contracts;
+# the result's dtype.
 PRODUCTS = {
   "linear_fwd": ("xw", (in_rows, in_columns), (1, 0), jnp.bfloat16),
   "linear_dgrad": ("gw", (in_rows, in_rows), (1, 1), jnp.bfloat16),
@@ -50,7 +51,7 @@ IMPLEMENTATIONS = "bf16", "cublas", "mosaic", "xla"
 def kernels(
   name: str, plain: dict, tensor: dict, block: dict, options
 ) -> Iterator[tuple[dict, Callable, tuple]]:
-  """Yields each row's case, the function to time, and its arguments."""
+  """Yields the labels of each row, the function to time, and its arguments."""
   (a, b), layouts, summed, dtype = PRODUCTS[name]
   op = getattr(ops, name)
 
@@ -77,7 +78,7 @@ def kernels(
 
 
 def operands(tokens: int, d: int, f: int) -> tuple[dict, dict, dict]:
-  """Makes x, w and g in BF16, in FP8 with one scale, and with block scales."""
+  """Makes x, w and g in BF16, and in FP8 with tensor and with block scales."""
   sizes = Sizes()
   plain = dict(
     x=sizes.normal(tokens, d),
@@ -100,13 +101,13 @@ def operands(tokens: int, d: int, f: int) -> tuple[dict, dict, dict]:
 
 
 def error_of(actual, expected) -> float:
-  """Computes the relative RMS difference."""
+  """Computes the RMS difference, relative to the RMS of `expected`."""
   norm = jax.jit(lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype("float32")))))
   return float(norm(actual.astype("float32") - expected) / norm(expected))
 
 
 def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
-  """Measures the chosen matmuls of one weight matrix."""
+  """Measures the matmuls of one weight matrix that the options choose."""
   on_gpu = jax.default_backend() == "gpu"
   plain, tensor, block = operands(options.tokens, d, f)
   for name in options.products:
@@ -125,7 +126,7 @@ def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
       try:
         timing = measure(fn, *arrays, repeats=options.repeats)
       except NotImplementedError as reason:
-        say(f"left out: {reason}")
+        say(f"left out {implementation}: {reason}")
         continue
       found = timing.row | dict(
         tflops=timing.tflops(2 * options.tokens * d * f)
@@ -143,7 +144,7 @@ def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
 
 @args.command
 def main(arguments: list[str] | None = None) -> list[dict]:
-  """Runs the command; returns the rows it printed."""
+  """Runs the command; returns the printed rows."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.block_products",
     description=__doc__.splitlines()[0],

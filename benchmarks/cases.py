@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines what a case of `benchmarks.ops` is, and the sizes of layers.
+"""Defines cases of `benchmarks.ops`, and the sizes of layers.
 
 A case calls an operation with the arguments that a layer would pass.
-`tests/ops/test_conformance.py` tests operations with the same cases.
+`tests/ops/test_conformance.py` tests the operations with the same cases.
 """
 
 import dataclasses
@@ -25,14 +25,15 @@ class Sizes:
   """The sizes of a layer; the defaults are those of Llama-2-7B.
 
   Attributes:
-    batch, seq, d_model, d_ff, num_heads: as in a model's configuration.
-    num_kv_heads: number of key heads; None if it equals `num_heads`.
-    num_experts: number of experts of an MoE layer, each as wide as the MLP.
-    norm: kind of norm; a layer norm has a beta.
-    dtype: dtype of activations, gradients and the norms' parameters.
-    group_size: group size of the FP8 inputs of norms and activation functions.
-    quantized: shape of the matrix that the cases of `quantize_*` quantize.
-    group_sizes: group sizes in which `quantize_groups` quantizes this matrix.
+    batch, seq, d_model, d_ff, num_heads: As in a model's configuration.
+    num_kv_heads: Number of key heads; None if it equals `num_heads`.
+    num_experts: Number of experts in an MoE layer; each expert is as wide as
+      the MLP.
+    norm: Kind of norm; a layer norm has a beta.
+    dtype: Dtype of activations, gradients and the norms' parameters.
+    group_size: Group size of the FP8 inputs of norms and activation functions.
+    quantized: Shape of the matrix in the cases of `quantize_*`.
+    group_sizes: Group sizes with which `quantize_groups` quantizes this matrix.
   """
 
   batch: int = 4
@@ -50,7 +51,7 @@ class Sizes:
 
   @property
   def tokens(self) -> int:
-    """The number of tokens, which are the rows of activations."""
+    """The number of tokens, which is the number of rows of activations."""
     return self.batch * self.seq
 
   @property
@@ -81,18 +82,18 @@ class Sizes:
     return 1 + 2 / self.group_size
 
   def normal(self, *shape: int, seed: int = 0) -> Array:
-    """Makes normal random values, which are similar to activations."""
+    """Draws values from a normal distribution, similar to activations."""
     return jax.random.normal(jax.random.key(seed), shape, self.dtype)
 
   def grouped(self, *shape: int, seed: int = 0) -> QTensor:
-    """Makes FP8 values with one scale per group of 1 x `group_size`."""
+    """Draws FP8 values with one scale per group of 1 x `group_size`."""
     return _grouped(self.normal(*shape, seed=seed), self.group_size)
 
 
 SMOKE = Sizes(
   batch=2, seq=16, d_model=64, d_ff=96, num_heads=4, quantized=(32, 128)
 )
-# Sizes are not multiples of a kernel's tile, unless the kernel requires it.
+# These sizes are multiples of a kernel's tile only if the kernel requires that.
 UNEVEN = Sizes(
   batch=1,
   seq=48,
@@ -106,7 +107,8 @@ UNEVEN = Sizes(
   quantized=(48, 672),
   group_sizes=(32,),
 )
-# No kernel supports these sizes; `grouped_wgrad` supports all sizes, not f32.
+# No kernel supports this case: `grouped_wgrad` supports all sizes but not f32,
+# and the other kernels do not support these sizes.
 ODD = Sizes(
   batch=1,
   seq=3,
@@ -125,14 +127,16 @@ class Case:
   """An operation to measure at one shape.
 
   Attributes:
-    op: the operation's name.
-    shape: other values that describe the case; with `op`, a row's `case`.
+    op: The operation's name.
+    shape: Other values that describe the case. `op` and `shape` together are
+      the `case` of a row.
     run: `run(implementation, *arrays)` calls the operation.
-    arrays: makes the arrays for `run`.
-    implementations: names of implementations to measure.
-    num_bytes: smallest possible number of bytes read and written, or 0.
-    flops: number of floating-point operations of matmuls, or 0.
-    ceiling: the device's rate to compare with: "copy", "fp8" or "bf16".
+    arrays: Makes the arrays for `run`.
+    implementations: Names of the implementations to measure.
+    num_bytes: The fewest bytes that the operation must read and write; used
+      only if `flops` is 0.
+    flops: Number of floating-point operations in matmuls; 0 if there are none.
+    ceiling: The rate of the device to compare with: "copy", "fp8" or "bf16".
   """
 
   op: str
@@ -147,11 +151,12 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpCase(Case):
-  """A case whose implementations are those of one `ops.Op`.
+  """A case of an `ops.Op`.
 
   Attributes:
-    operation: the operation.
-    call: `call(fn, *arrays)` calls `fn`, a function with its signature.
+    operation: The operation.
+    call: `call(fn, *arrays)` calls `fn`, a function with the signature of
+      `operation`.
   """
 
   operation: ops.Op
@@ -166,7 +171,7 @@ def of_op(
   implementations: tuple[str, ...] | None = None,
   **cost,
 ) -> OpCase:
-  """Makes a case; by default it measures all implementations of `op`."""
+  """Makes a case of `op`; by default, it measures all implementations."""
 
   def run(implementation, *args):
     return call(functools.partial(op, implementation=implementation), *args)
@@ -192,6 +197,6 @@ def _grouped(x: Array, group_size: int) -> QTensor:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def operand(x: Array, dtype: DTypeLike = E4M3) -> Operand:
-  """Quantizes a matrix to an operand in the row and the column layout."""
+  """Quantizes a matrix to an operand in both the row and the column layout."""
   how = dict(layout="both", implementation="xla")
   return ops.quantize_tensor(x, scaling=ops.PerTensor(dtype), **how)

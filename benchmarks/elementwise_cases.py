@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists the memory-bound cases of `benchmarks.ops`, which have no matmuls.
 
-The bytes of a case are those of matrices that it must read or write; vectors
-are not counted. An operation reads its input twice if it must find the largest
-magnitude of the result before it can write it. Examples are `quantize_tensor`
-without a scale and `activation_bwd_operands`.
+`num_bytes` counts the matrices that an operation must read or write, but not
+vectors. An operation reads its input twice if it must find the result's largest
+magnitude before it can write the result. Examples are `quantize_tensor` without
+a scale and `activation_bwd_operands`.
 """
 
 import functools
@@ -51,8 +51,9 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # Tests expect every kernel to refuse the sizes `ODD`. This kernel supports
-  # any width, so give it a format that it does not support.
+  # Tests expect that no kernel supports the sizes `ODD`. The kernel of
+  # `quantize_rows` supports all widths, so with these sizes we choose a format
+  # that it does not support.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,
@@ -95,7 +96,7 @@ def _blocks(sizes):
     implementations=("xla",),
     num_bytes=read * size + tiles,
   )
-  # Bytes of the f32 scales in each layout.
+  # Bytes of the f32 scales, by the layout of the operand.
   of_blocks = dict(rows=4 * rows * blocks[1], columns=4 * columns * blocks[0])
   of_blocks["both"] = sum(of_blocks.values())
   of_tiles = dict(rows=tiles, columns=tiles, both=2 * tiles)
@@ -146,8 +147,8 @@ def _norm(sizes):
   has_mean = kind == "layer"
 
   def x(seed=0):
-    # Values are far from zero, so that a test fails if a kernel includes values
-    # in a mean or variance that do not belong there.
+    # The values are far from zero, so that a test fails if a kernel includes
+    # values of other rows in a mean or variance.
     return sizes.normal(t, d, seed=seed) + (7 if has_mean else 0)
 
   def parameters():
@@ -214,7 +215,8 @@ def _rope(sizes):
     lambda op, *args: op(*args),
     num_bytes=cost,
   )
-  # Gradients are read twice, and written as one byte in each of two layouts.
+  # Gradients are read twice. Each value is written in two layouts, as one byte
+  # in each.
   yield of_op(
     ops.join_heads_operand,
     shape,
@@ -226,7 +228,7 @@ def _rope(sizes):
 
 
 def _still_heads(sizes, shape, heads):
-  """Lists cases of heads without RoPE, one of them with a bias gradient."""
+  """Lists cases without RoPE; one of them also sums a bias's gradient."""
   b, t, n, h = sizes.heads
   k, read = sizes.kv_heads, sizes.value_bytes
   size, shape = b * t * (n + 2 * k) * h, shape | dict(rotated=False)

@@ -7,19 +7,21 @@
     [--products fwd dgrad wgrad] [--implementations bf16 mosaic_bf16 mosaic]
     [--tiles tall low] [--repeats 5]
 
-It prints a JSON row, `grouped_products`, for each combination of model, weight
-matrix, routing, matmul and implementation. The implementations are:
+The command prints a JSON row, `grouped_products`, for each combination of
+model, weight matrix, routing, matmul and implementation. The implementations
+are:
 
-  bf16              BF16, by XLA's `ragged_dot`
-  mosaic, TILE      FP8, by the Mosaic kernel with one of the tiles in
+  bf16              BF16, computed by XLA's `ragged_dot`
+  mosaic, TILE      FP8, computed by the Mosaic kernel with one of the tiles in
                     `coat_jax.pallas.mosaic.grouped_product.TILES`; wgrad
                     supports only "low"
-  mosaic_bf16, TILE BF16, by the same kernel
+  mosaic_bf16, TILE BF16, computed by the same kernel
   xla               FP8 in plain JAX, only without a GPU
 
-A row contains milliseconds and TFLOP/s. For FP8 it also contains `error`, the
-relative RMS difference from the result of plain JAX, unless plain JAX runs out
-of memory. Rounding the result to BF16 alone causes an error of 0.0017.
+A row contains milliseconds and TFLOP/s. For FP8, it also contains `error`, the
+RMS difference from plain JAX's f32 result, relative to the RMS of that result.
+The error is missing if plain JAX runs out of memory. Rounding to BF16 alone
+causes an error of 0.0017.
 """
 
 import argparse
@@ -61,7 +63,7 @@ MODELS = {
   "mixtral_8x7b": Shape(4096, 14336, 8, 2),
   "demo_moe": Shape(128, 192, 8, 2),
 }
-# The two factors of each matmul, among x [m, d], w [e, d, f] and g [m, f].
+# The two operands of each matmul, among x [m, d], w [e, d, f] and g [m, f].
 PRODUCTS = {"fwd": "xw", "dgrad": "gw", "wgrad": "xg"}
 MATRICES = "gate_up", "down"
 ROUTINGS = "uniform", "skewed"
@@ -69,10 +71,10 @@ IMPLEMENTATIONS = "bf16", "mosaic_bf16", "mosaic", "xla"
 
 
 def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
-  """Returns the number of rows of each expert, the same in every run.
+  """Draws the number of rows of each expert, with a fixed seed.
 
-  With "skewed" routing, the r-th largest share of the rows is proportional to
-  1 / r, and one expert gets no rows.
+  With "skewed" routing, the r-th largest expected share of the rows is
+  proportional to 1 / r, and one expert gets no rows.
   """
   share = np.ones(experts)
   if routing == "skewed":
@@ -83,7 +85,7 @@ def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
 
 
 def arrays(rows: int, d: int, f: int, sizes) -> tuple[dict, dict]:
-  """Makes x, w and g in BF16, and as FP8 operands in both layouts."""
+  """Makes x, w and g in BF16, and the same as FP8 operands in both layouts."""
   make = Sizes().normal
   plain = dict(x=make(rows, d), g=make(rows, f, seed=1))
   plain["w"] = make(len(sizes), d, f, seed=2)
@@ -104,7 +106,7 @@ def arrays(rows: int, d: int, f: int, sizes) -> tuple[dict, dict]:
 def kernels(
   name: str, plain: dict, codes: dict, sizes, tiles
 ) -> Iterator[tuple[dict, Callable, tuple]]:
-  """Yields each implementation's labels, function and arguments."""
+  """Yields the labels of each row, the function to time, and its arguments."""
   dtype = jnp.float32 if name == "wgrad" else jnp.bfloat16
   in_bf16, in_fp8 = getattr(ops, f"grouped_{name}"), op_of(name)
   a, b = PRODUCTS[name]
@@ -142,12 +144,12 @@ def kernels(
 
 
 def op_of(name: str) -> Any:
-  """Returns the operation on FP8 codes for "fwd", "dgrad" or "wgrad"."""
+  """Returns the operation on FP8 operands for "fwd", "dgrad" or "wgrad"."""
   return getattr(ops, f"grouped_linear_{name}")
 
 
 def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
-  """Measures the chosen matmuls of one weight matrix."""
+  """Measures the matmuls of one weight matrix that the options choose."""
   on_gpu = jax.default_backend() == "gpu"
   shape = MODELS[model]
   d, f = shape.matrix(matrix)
@@ -161,7 +163,7 @@ def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
       definition = functools.partial(op_of(name).definition, dtype=jnp.float32)
       exact = jax.block_until_ready(jax.jit(definition)(a, b, sizes))
     except jax.errors.JaxRuntimeError as reason:
-      say(f"cannot compute errors: {str(reason).splitlines()[0]}")
+      say(f"error left out: {str(reason).splitlines()[0]}")
       exact = None
     for what, fn, given in kernels(name, plain, codes, sizes, options.tiles):
       implementation = what["implementation"]
@@ -190,7 +192,7 @@ def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
 
 @args.command
 def main(arguments: list[str] | None = None) -> list[dict]:
-  """Runs the command; returns the rows it printed."""
+  """Runs the command; returns the printed rows."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.grouped_products",
     description=__doc__.splitlines()[0],

@@ -2,15 +2,15 @@
 """Times functions, and prints the rows of benchmarks.
 
 A row is a JSON object on one line of standard output. Its keys are bench, case
-(what was measured), the measured values, date (UTC), jax and device. Progress
-goes to standard error.
+(what was measured), the measured values, date (UTC), jax (the version) and
+device. Progress is printed to standard error.
 
-`measure` times groups of calls. A GPU works on one call while Python dispatches
-the next, so a group is timed from the dispatch of its first call to the end of
-its last. Calls below half a millisecond may run faster than Python dispatches
-them, so `measure` times their kernels with the profiler instead. Small
-arguments would stay in the L2 cache, so calls take turns with several copies of
-them, which they must read from memory.
+`measure` times groups of calls. A GPU runs one call while Python dispatches the
+next call, so a group is timed from the dispatch of its first call to the end of
+its last call. Calls below half a millisecond may run faster than Python can
+dispatch them, so `measure` times their kernels with the profiler instead. Small
+arguments would stay in the L2 cache. So consecutive calls use different copies
+of the arguments, which they must read from memory.
 """
 
 import dataclasses
@@ -31,14 +31,15 @@ import numpy as np
 
 from coat_jax.numerics.formats import E4M3
 
-# All copies together are larger than this, which is twice an H200's cache.
+# All copies of arguments together are larger than this size, which is twice an
+# H200's cache.
 _CACHE_BYTES = 2 * 60 * 2**20
-# A group takes at least this long. So the GPU's clock settles, and the first
-# dispatch and the wait at the end do not matter.
+# A group takes about this long. So the GPU's clock settles, and the time of the
+# first dispatch and of the wait at the end is negligible.
 _GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
 _WARM_UP_CALLS = 3
-# Calls that take less than this are timed with the profiler.
+# Calls that take less time than this are timed with the profiler.
 _SHORTEST_SECONDS = 5e-4
 _PROFILED_CALLS = 10
 _GROUP_NAME = "measured group "
@@ -46,7 +47,7 @@ _GROUP_NAME = "measured group "
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """Milliseconds per call: percentiles over groups of calls."""
+  """Percentiles, over groups of calls, of the milliseconds per call."""
 
   median_ms: float
   p20_ms: float
@@ -58,11 +59,11 @@ class Timing:
     return dataclasses.asdict(self)
 
   def gbps(self, num_bytes: float) -> float:
-    """Returns GB/s, given the number of bytes that a call moves."""
+    """Returns GB/s, given the number of bytes that a call reads and writes."""
     return num_bytes / self.median_ms * 1e-6
 
   def tflops(self, flops: float) -> float:
-    """Returns TFLOP/s, given the number of floating-point operations."""
+    """Returns TFLOP/s, given a call's number of floating-point operations."""
     return flops / self.median_ms * 1e-9
 
 
@@ -72,17 +73,17 @@ def measure(
   donate: tuple[int, ...] = (),
   repeats: int = 20,
 ) -> Timing:
-  """Compiles `fn`, warms it up, and times calls of it.
+  """Compiles `fn`, makes some calls to warm up, and times groups of calls.
 
   Args:
-    fn: the function. Pass large arrays as arguments, because arrays that `fn`
+    fn: The function. Pass large arrays as arguments, because arrays that `fn`
       closes over would become constants of the program.
-    *args: the arguments of `fn`, trees of arrays.
-    donate: positions of the arguments that a call may overwrite. `fn` must
-      return a tuple that starts with the new values of these arguments, in this
-      order, which the next call gets. The arrays in `args` cannot be used
-      afterwards.
-    repeats: number of groups of calls.
+    *args: The arguments of `fn`, as trees of arrays.
+    donate: Positions of the arguments that a call may overwrite. `fn` must
+      return a tuple that starts with the new values of these arguments, in the
+      same order. The next call gets the new values. The donated arrays in
+      `args` cannot be used afterwards.
+    repeats: Number of groups of calls.
   """
   calls = _Calls(fn, args, donate)
   _group(calls, _WARM_UP_CALLS)
@@ -97,17 +98,17 @@ def measure(
 
 
 def copy_bandwidth(num_bytes: int = 2**30, *, repeats: int = 20) -> float:
-  """Measures the bandwidth of reading and writing a large array, in GB/s."""
+  """Measures the bandwidth, in GB/s, of reading and writing a large array."""
   x = jax.random.normal(jax.random.key(0), num_bytes // 4)
-  # Negate instead of copying, because a GPU copies with a separate engine.
+  # Negate the array, because a GPU would copy it with a separate engine.
   return measure(jnp.negative, x, repeats=repeats).gbps(2 * x.nbytes)
 
 
 def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
-  """Measures TFLOP/s of large square matmuls, in the fastest layout.
+  """Measures the TFLOP/s of large square matmuls in the fastest layout.
 
-  The keys are "bf16" and "fp8" (E4M3 times E4M3 with fast accumulation, where
-  both operands have the summed axis last).
+  The keys of the result are "bf16" and "fp8". In FP8, both operands are E4M3
+  with the contracted axis last, and accumulation is fast.
   """
   algorithm = None
   if jax.default_backend() == "gpu":
@@ -118,7 +119,7 @@ def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
       a, b, (((1,), (1,)), ((), ())), algorithm, jnp.bfloat16
     )
 
-  # Zeros would take less power, so the GPU would run at a higher clock.
+  # With zeros the GPU would need less power and run at a higher clock.
   a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
   found = {}
   for name, fn, dtype in (("fp8", fp8, E4M3), ("bf16", jnp.matmul, a.dtype)):
@@ -128,7 +129,7 @@ def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
 
 
 def device_name() -> str:
-  """Returns the name of the first device; a CPU's includes its cores."""
+  """Returns the first device's name; for a CPU, with the number of cores."""
   kind = jax.devices()[0].device_kind
   if jax.default_backend() == "cpu":
     return f"{kind} {platform.machine()}, {os.cpu_count()} cores"
@@ -138,8 +139,8 @@ def device_name() -> str:
 def emit(bench: str, case: dict, **values) -> dict:
   """Prints one row and returns it.
 
-  Floats are rounded to six digits. JSON has no NaN and no infinity, so these
-  raise a ValueError.
+  Floats are rounded to six digits. NaN and infinity raise a ValueError, because
+  JSON cannot represent them.
   """
   row = {
     "bench": bench,
@@ -167,7 +168,7 @@ def _rounded(values):
 
 
 class _Calls:
-  """Calls a jitted function, using several copies of its arguments in turn."""
+  """Calls a jitted function with one of several copies of its arguments."""
 
   def __init__(self, fn, args, donate):
     self.jitted = jax.jit(fn, donate_argnums=donate)
@@ -175,8 +176,8 @@ class _Calls:
     results = jax.eval_shape(fn, *args)
     if donate:
       self._check(results, args)
-    # Keep the result of each copy until that copy is used again. Otherwise the
-    # next call could write to the same addresses, which are in the cache.
+    # Keep a call's result until its copy is used again. Otherwise the next call
+    # could write its result to the same addresses, which are in the cache.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]
@@ -203,7 +204,7 @@ class _Calls:
       raise ValueError(
         "measure: fn must return a tuple that starts with the new values of "
         f"the donated arguments {self.donate}, shaped {_shapes(expected)}, got "
-        f"{_shapes(results)}; return them first"
+        f"{_shapes(results)}; return the new values first"
       )
 
 
@@ -218,7 +219,7 @@ def _num_bytes(tree) -> int:
 
 
 def _group(calls: _Calls, count: int) -> float:
-  """Times `count` calls in seconds, including dispatch."""
+  """Returns the seconds that `count` calls take, including dispatch."""
   start = time.perf_counter()
   for _ in range(count - 1):
     calls()
@@ -227,13 +228,14 @@ def _group(calls: _Calls, count: int) -> float:
 
 
 def _kernel_seconds(calls: _Calls, count: int, repeats: int) -> list[float]:
-  """Returns the seconds of kernel time per call, for each group of calls."""
+  """Returns each group's kernel time per call, in seconds."""
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
       for i in range(repeats):
         with jax.profiler.TraceAnnotation(f"{_GROUP_NAME}{i}"):
           _group(calls, count)
-        # Separate groups by more than the clocks of GPU and CPU differ.
+        # The clocks of GPU and CPU differ by less than this pause, so kernels
+        # can be assigned to groups by time.
         time.sleep(1e-3)
     (path,) = Path(folder).rglob("*.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(path))

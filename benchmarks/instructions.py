@@ -7,23 +7,25 @@
 
 DIR must contain nvdisasm, NVIDIA's disassembler, from the wheel
 nvidia-cuda-nvdisasm or from a CUDA toolkit. Each fused step is compiled for an
-H200 (`benchmarks.aot`) and disassembled. A thread of the kernel holds 8 values.
-The kernel has no loops and no branches, so each instruction in the listing is
-executed once.
+H200 (`benchmarks.aot`) and disassembled. A thread of the kernel processes 8
+values. The kernel has no loops and no branches, so each instruction in the
+listing is executed once.
 
-It prints a JSON row, `optimizer.instructions`, for each codec, rounding and
-format of weights:
+The command prints a JSON row, `optimizer.instructions`, for each codec,
+rounding and format of weights:
 
   instructions  number of instructions per value
-  by_kind       the same for each pipe of the GPU (`KINDS`)
-  hash          how many of them compute random words
+  by_kind       number of instructions per value for each pipe of the GPU
+                (`KINDS`)
+  hash          number of instructions per value that compute random words
   registers     number of registers per thread
   programs      number of programs (thread blocks) that fit on a multiprocessor
-                with that many registers
-  clocks        clocks that each pipe needs for the 32 values of a warp, and, as
-                `issue`, the clocks to issue the instructions. They follow from
-                the throughputs of compute capability 9.0 in NVIDIA's CUDA C++
-                Programming Guide. The largest is a lower bound for the time.
+                if each thread uses that many registers
+  clocks        number of clocks that each pipe needs for one value of each of a
+                warp's 32 threads; `issue` is the number of clocks to issue the
+                instructions. These numbers follow from the throughputs of
+                compute capability 9.0 in NVIDIA's CUDA C++ Programming Guide.
+                The largest number is a lower bound for the time.
 """
 
 import argparse
@@ -47,12 +49,12 @@ from benchmarks.optimizer import OPTIMIZERS, WEIGHTS, cases
 from coat_jax.optimizer.fused import fused_coat_adamw
 from coat_jax.pallas.mosaic import words
 
-VALUES = 8  # Number of values per thread, see `pallas.mosaic.registers`.
+VALUES = 8  # Number of values per thread; see `pallas.mosaic.registers`.
 SHAPE = (64, 1024)
 
-# For each pipe: the clocks that a quarter of a multiprocessor needs to execute
-# one of its instructions for a warp, and prefixes of these instructions. An
-# instruction belongs to the first pipe with a matching prefix.
+# For each pipe: the number of clocks in which a quarter of a multiprocessor
+# executes an instruction of this pipe for a warp; and prefixes of the pipe's
+# instructions. An instruction belongs to the first pipe with a matching prefix.
 KINDS = {
   "special": (8, ("MUFU", "F2I", "I2F.", "F2F", "FRND", "POPC", "FLO")),
   "shuffle": (4, ("SHFL",)),
@@ -79,27 +81,27 @@ class DisassemblerMissing(aot.CompilerMissing):
 
 
 def disassembler() -> Path:
-  """Returns the folder whose `bin` contains nvdisasm, as Mosaic needs it."""
+  """Returns the CUDA root for Mosaic: the folder with bin/nvdisasm."""
   found = shutil.which("nvdisasm")
   if found is None:
     raise DisassemblerMissing(
-      "instructions: needs nvdisasm, got none on the PATH; install the wheel "
-      "nvidia-cuda-nvdisasm into a folder (pip install --target) and add its "
-      "nvidia/cu13/bin to the PATH"
+      "instructions: nvdisasm must be on the PATH, got none; install the wheel "
+      "nvidia-cuda-nvdisasm into a folder (pip install --target), and add the "
+      "folder's nvidia/cu13/bin to the PATH"
     )
   return Path(found).resolve().parents[1]
 
 
 def opcodes(listing: str) -> collections.Counter[str]:
-  """Counts the instructions in a listing of nvdisasm, by opcode."""
-  executed = listing.split("EXIT")[0]  # Padding follows.
+  """Counts the instructions in nvdisasm's listing, by opcode."""
+  executed = listing.split("EXIT")[0]  # Only padding follows EXIT.
   found = collections.Counter(_LINE.findall(executed))
   del found["NOP"]
   return found
 
 
 def kind_of(opcode: str) -> str:
-  """Returns which of `KINDS` an instruction belongs to."""
+  """Returns the kind in `KINDS` to which an instruction belongs."""
   for kind, (_, starts) in KINDS.items():
     if opcode.startswith(starts):
       return kind
@@ -107,7 +109,7 @@ def kind_of(opcode: str) -> str:
 
 
 def by_kind(found: collections.Counter[str]) -> dict[str, float]:
-  """Returns the number of instructions per value, by kind."""
+  """Computes the number of instructions per value, by kind."""
   out = dict.fromkeys(KINDS, 0.0)
   for opcode, count in found.items():
     out[kind_of(opcode)] += count / VALUES
@@ -115,7 +117,7 @@ def by_kind(found: collections.Counter[str]) -> dict[str, float]:
 
 
 def clocks(found: collections.Counter[str]) -> dict[str, float]:
-  """Returns the clocks of each pipe, and to issue, for a warp's 32 values."""
+  """Computes the clocks of each pipe and of issuing, for a value per thread."""
   per_value = by_kind(found)
   out = {kind: per_value[kind] * cost for kind, (cost, _) in KINDS.items()}
   # Only one half of the multiply-add pipe multiplies integers.
@@ -123,7 +125,7 @@ def clocks(found: collections.Counter[str]) -> dict[str, float]:
     count for opcode, count in found.items() if opcode.startswith("IMAD")
   )
   out["multiply-add"] = max(out["multiply-add"], 2 * whole / VALUES)
-  # Conversions share a pipe with integers and comparisons.
+  # Conversions run on the same pipe as integer instructions and comparisons.
   out["integer, compare"] += out.pop("convert")
   return out | {"issue": sum(per_value.values())}
 
@@ -131,7 +133,8 @@ def clocks(found: collections.Counter[str]) -> dict[str, float]:
 @contextlib.contextmanager
 def _dump() -> Iterator[Path]:
   """Makes Mosaic write machine code to a temporary folder."""
-  # Importing Mosaic sets its CUDA root to what JAX finds, so override that.
+  # When Mosaic is imported, it sets its CUDA root to the folder that JAX finds.
+  # Set it to the folder of nvdisasm instead.
   with tempfile.TemporaryDirectory() as folder:
     variables = {
       "MOSAIC_GPU_CUDA_ROOT": str(disassembler()),
@@ -148,7 +151,7 @@ def compile_step(
 ) -> tuple[collections.Counter[str], int]:
   """Compiles a fused step; returns its instructions and registers.
 
-  `mixed=False` leaves out the hash that computes random words.
+  With `mixed=False`, the hash that computes random words is left out.
   """
   dtype, low_bits = WEIGHTS[kind]
   optimizer = OPTIMIZERS[name][0](
@@ -197,10 +200,10 @@ def row(name: str, key: tuple[str, str], codec, kind: str) -> dict:
   most = max(busy, key=lambda name: busy[name])
   kinds = ", ".join(f"{k} {v:.1f}" for k, v in per_value.items() if v)
   say(
-    f"{' '.join(case.values()):32s} {total:6.1f} a value, hash "
+    f"{' '.join(case.values()):32s} {total:6.1f} per value, hash "
     f"{mixing:.1f} | {kinds} | clocks: issue {busy['issue']:.0f}, "
-    f"{most} {busy[most]:.0f} | {registers} registers, {programs} a "
-    "multiprocessor"
+    f"{most} {busy[most]:.0f} | {registers} registers, {programs} programs "
+    "per multiprocessor"
   )
   return out
 
@@ -210,7 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
   """Reads the command line, compiles and counts."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
-    "--codecs", nargs="+", help="names of codecs; default: all registered"
+    "--codecs", nargs="+", help="names of codecs; default: all codecs"
   )
   parser.add_argument(
     "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS)

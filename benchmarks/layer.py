@@ -7,33 +7,34 @@
   python -m benchmarks.layer --compile-only l4 --variants bf16 minimal
   python -m benchmarks.layer --compile-only tpu7x:2x2x1 --variants bf16 minimal
 
-It prints JSON rows. U stands for 2 D bytes per token, which is the size of the
-residual stream in BF16.
+The command prints JSON rows. U stands for 2 D bytes per token, which is the
+size of the residual stream in BF16.
 
-layer.time: milliseconds and TFLOP/s. There is one row for the forward pass
-(`mode` forward), and one for the forward and backward pass (`mode` full), which
-returns the output and the gradients of weights and input. TFLOP/s count matmuls
-and attention (causal in a decoder), but not the second forward pass of a
-checkpoint. `temporary_bytes` is the memory of the compiled program without its
-arguments and results. `remembered_units` is the memory that the layer saves for
-its backward pass, in U (`train.memory.count`).
+layer.time: milliseconds and TFLOP/s. There are two rows: one for the forward
+pass (`mode` forward), and one for the forward and backward pass (`mode` full),
+which returns the output and the gradients of weights and input. FLOPs include
+matmuls and attention (causal in a decoder), but not the second forward pass of
+a checkpoint. `temporary_bytes` is the memory that the compiled program needs in
+addition to its arguments and results. `remembered_units` is the memory that the
+layer saves for its backward pass, in U (`train.memory.count`).
 
-layer.scan, with --scan-memory: how much temporary memory each further layer of
-a scan adds, in U. This is the memory of 16 layers minus the memory of 8,
-divided by 8. Training needs this much memory per layer, including checkpoints.
-Nothing is run.
+layer.scan, with --scan-memory: the temporary memory that each further layer of
+a scan adds, in U. This is the memory of 16 layers minus the memory of 8 layers,
+divided by 8. Training needs this much memory per layer, including what
+checkpoints save. Nothing is run.
 
-If weight_cache is "codes", the weights' codes are computed once for several
-microbatches. So they are neither timed nor counted as temporary memory.
+If weight_cache is "codes", a training step quantizes the weights once for all
+microbatches. So the codes are arguments here, and quantizing is not timed.
 
---preset names a decoder layer (any preset of train.pretrain) or a layer of a
+--preset selects a decoder layer (any preset of train.pretrain) or a layer of a
 vision tower: siglip_so400m (384 pixels, 729 tokens per image) or clip_l (336
-pixels, 577 tokens). If layers alternate (gemma2_2b), there are rows for a layer
-with a sliding window and for a layer without one (`kind`).
+pixels, 577 tokens per image). If a model alternates two kinds of layers
+(gemma2_2b), there are rows for a layer with a sliding window and for a layer
+without one (`kind`).
 
 --compile-only compiles everything without running it, so there are no times.
-The target is an H200 by default; name another GPU (`benchmarks.aot`) or a TPU
-topology (`benchmarks.tpu`) after the option.
+The target is an H200 by default. Pass another GPU (`benchmarks.aot`) or a TPU
+topology (`benchmarks.tpu`) as the value of the option.
 """
 
 import argparse
@@ -61,8 +62,8 @@ from coat_jax.numerics.recipes import CoatRecipe
 from train.memory.count import residual_bytes
 from train.presets import PRESETS
 
-# Policies of jax.checkpoint, by name. A variant may also have "fp8_layer", for
-# `fp8_remat` of the whole layer.
+# Policies of jax.checkpoint, by name. A variant may also use "fp8_layer", which
+# applies `fp8_remat` to the whole layer.
 _policies = jax.checkpoint_policies
 CHECKPOINTS = {
   "none": None,
@@ -124,7 +125,7 @@ VARIANTS = {
   "bf16": Variant(recipes.bf16()),
   "bf16_dots": Variant(recipes.bf16(), "dots"),
   "bf16_nothing": Variant(recipes.bf16(), "nothing"),
-  # Saves the same arrays as "minimal" does, but in BF16.
+  # Saves the same arrays as "minimal", but in BF16.
   "bf16_names": Variant(recipes.bf16(), "names"),
   "fp8_linear": Variant(recipes.fp8_linear()),
   "coat": Variant(_coat(residuals="coat")),
@@ -141,7 +142,7 @@ VARIANTS = {
 
 
 def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
-  """Counts FLOPs of a layer's matmuls and attention, by mode."""
+  """Counts the FLOPs of a layer's matmuls and attention, by mode."""
   d, heads = config.d_model, config.num_heads
   if isinstance(config, VisionConfig):
     h, kv_heads, of_mlp, seen = d // heads, heads, 2, seq
@@ -149,12 +150,13 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
     h, kv_heads = config.head_width, config.num_kv_heads
     of_mlp = 2 + config.choices.is_gated
     of_mlp *= config.experts_per_token or 1
-    # Attention is causal, so it computes half of q k^T, or only the window.
+    # `seen` is the mean number of keys per query. Attention is causal, so half
+    # of q k^T is computed, or less with a window.
     window = min(config.window or seq, seq)
     seen = window * (1 - window / (2 * seq))
   weights = d * h * (2 * heads + 2 * kv_heads) + of_mlp * d * config.d_ff
   products = 2 * batch * seq * weights
-  # The forward pass of attention has two matmuls, the backward pass has five.
+  # Attention's forward pass has two matmuls, its backward pass has five.
   attention = 4 * batch * heads * seq * seen * h
   return {
     "forward": products + attention,
@@ -163,7 +165,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
 
 
 def kinds_of(config: Config) -> dict[str | None, Config]:
-  """Returns a config for each kind of layer; a single kind is named None."""
+  """Returns a configuration per kind of layer; a single kind has key None."""
   if isinstance(config, VisionConfig) or config.full_every is None:
     return {None: config}
   window = dataclasses.replace(config, full_every=None)
@@ -176,7 +178,7 @@ def make_layer(config: Config, recipe: CoatRecipe) -> nnx.Module:
 
 
 class Layer:
-  """A layer in some variant, as pure functions of parameters and arrays."""
+  """A layer in a variant, as pure functions of its parameters and inputs."""
 
   def __init__(self, config: Config, variant: Variant):
     self.recipe = variant.recipe
@@ -185,7 +187,7 @@ class Layer:
     self.graph, self.params = nnx.split(layer, nnx.Param)
 
   def forward(self, params, x, codes=None):
-    """Runs the layer on x [B, T, D], using `codes` of its weights if given."""
+    """Runs the layer on x [B, T, D]; `codes` are from `weight_codes`."""
     graph, state = self._cached(params)
     if codes is not None:
       state = nnx.merge_state(params, codes)
@@ -196,7 +198,7 @@ class Layer:
     return nnx.split_state(self._cached(params)[1], nnx.Param, ...)[1]
 
   def scanned(self, params, x):
-    """Runs a stack of layers, given their stacked parameters."""
+    """Scans over layers, given their stacked parameters."""
     graph, state = self._cached(params)
     layer = self._saving(graph, in_scan=True)
     return jax.lax.scan(lambda x, state: (layer(state, x), None), x, state)[0]
@@ -207,7 +209,8 @@ class Layer:
 
   def _saving(self, graph, *, in_scan: bool) -> Callable:
     layer = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
-    # Outside a scan, XLA would merge the second forward pass with the first.
+    # Outside a scan, common-subexpression elimination would merge the second
+    # forward pass with the first.
     prevent_cse = not in_scan
     if self.checkpoint == "fp8_layer":
       return fp8_remat(layer, 1, recipe=self.recipe, prevent_cse=prevent_cse)
@@ -218,7 +221,7 @@ class Layer:
 
 
 def with_gradients(forward: Callable) -> Callable:
-  """Returns a function of (params, x, dy) that computes y and all gradients."""
+  """Returns a function of (params, x, dy) that computes y, dparams and dx."""
 
   def full(params, x, dy, *codes):
     y, backward = jax.vjp(lambda *args: forward(*args, *codes), params, x)
@@ -228,7 +231,7 @@ def with_gradients(forward: Callable) -> Callable:
 
 
 def make_arrays(layer: Layer, config: Config, shape, dtype):
-  """Makes random parameters in `dtype`, x and dy [B, T, D]."""
+  """Makes random parameters in `dtype`, and random x and dy [B, T, D]."""
   params = nnx.state(make_layer(config, layer.recipe), nnx.Param)
   keys = jax.random.split(jax.random.key(1))
   x, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
@@ -256,7 +259,7 @@ def temporary_bytes(fn: Callable, specs, *, target: str | None) -> int:
 
 
 def time_rows(config, variant, case, options) -> list[dict]:
-  """Prints a row for the forward pass and one for forward and backward."""
+  """Measures the forward pass, then forward and backward; prints a row each."""
   layer = Layer(config, variant)
   shape = (options.batch, options.seq, config.d_model)
   flops = layer_flops(config, options.batch, options.seq)
@@ -264,7 +267,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
   further = {}
   if variant.checkpoint == "none":
     tokens = min(_RESIDUAL_TOKENS, options.seq)
-    # Count in plain JAX. Kernels save the same arrays.
+    # Count what plain JAX saves, because kernels save the same arrays.
     recipe = dataclasses.replace(variant.recipe, implementation="xla")
     counted = residual_bytes(config, recipe, tokens=tokens)
     further["remembered_units"] = counted["total"] / (2 * config.d_model)
@@ -272,7 +275,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
     arrays = make_arrays(layer, config, shape, options.param_dtype)
   codes, code_specs = (), ()
   if variant.recipe.weight_cache == "codes":
-    # A training step computes them once for all of its microbatches.
+    # A training step computes the codes once for all of its microbatches.
     code_specs = (jax.eval_shape(layer.weight_codes, specs[0]),)
     if not options.compile_only:
       codes = (jax.jit(layer.weight_codes)(arrays[0]),)
@@ -296,7 +299,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
 
 
 def scan_row(config, variant, case, options) -> dict:
-  """Prints a row with the memory of each further layer of a scan."""
+  """Prints a row with the memory that each further layer of a scan adds."""
   layer = Layer(config, variant)
   shape = (options.batch, options.seq, config.d_model)
   few, many = (
@@ -351,7 +354,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   if options.preset in TOWERS and options.seq is not None:
     parser.error(
       f"--seq is only for decoders, got {options.seq} with {options.preset}, "
-      "whose number of tokens is given by the image size; leave it out"
+      "whose image size determines the number of tokens; leave --seq out"
     )
   dtypes = {"bf16": jnp.bfloat16, "f32": jnp.float32}
   options.param_dtype = dtypes[options.param_dtype]
@@ -360,7 +363,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 @args.command
 def main(arguments: list[str] | None = None) -> list[dict]:
-  """Runs the command; returns the rows it printed."""
+  """Runs the command; returns the printed rows."""
   options = parse(arguments)
   if options.compile_only:
     aot.only_compile()

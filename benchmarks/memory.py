@@ -9,25 +9,26 @@
 No GPU is needed. Each command prints JSON rows:
 
 memory.residuals: the bytes per token that one decoder layer saves for its
-backward pass, by kind. `units` is their total divided by U = 2 d_model, the
-size of the residual stream in BF16. The saved arrays are those of the layer's
-own `jax.vjp` (`train.memory.count`). For recipe bf16, they are what JAX's
-autodiff saves; XLA may save a little less. Two published numbers are included
-for comparison, in U:
+backward pass, by kind. `units` is the total of these bytes divided by
+U = 2 d_model, which is the size of the residual stream in BF16. We count the
+arrays that the layer's own `jax.vjp` saves (`train.memory.count`). In recipe
+bf16, XLA may save slightly less than JAX's autodiff does. Two numbers are
+included for comparison, in U:
 
-  paper_units      Table 2 of arXiv:2410.19313, which assumes d_ff = 8/3 d_model
-                   and does not count scales; its fp8_linear is
-                   TransformerEngine
-  reference_units  a Llama layer of these sizes in the code of COAT's authors,
-                   with scales, and with and without the 2 U that the paper
-                   counts for RoPE
+  paper_units      the number in Table 2 of arXiv:2410.19313, which assumes
+                   d_ff = 8/3 d_model and does not count scales; for fp8_linear,
+                   the table's number for TransformerEngine
+  reference_units  our count for a Llama layer of the same sizes in the code of
+                   COAT's authors, including scales, with and without the 2 U
+                   that the paper counts for RoPE
 
-memory.state: bytes per parameter of parameters (f32 or BF16), gradients and the
-optimizer's state with each codec, computed from shapes.
+memory.state: the bytes of parameters (f32 or BF16), gradients and the
+optimizer's state, divided by the number of parameters, for each codec. They are
+computed from shapes.
 
-memory.table7, memory.plan: memory of whole training steps compiled for H200s,
-see `benchmarks.table7` and `benchmarks.planned`. Some steps take minutes to
-compile.
+memory.table7 and memory.plan: the memory of whole training steps compiled for
+H200s; see `benchmarks.table7` and `benchmarks.planned`. Some steps take minutes
+to compile.
 """
 
 import argparse
@@ -58,13 +59,13 @@ CODECS = {name: codecs.build(name) for name in codecs.names()}
 
 
 def reference_bytes(config: ModelConfig) -> int:
-  """Counts bytes per token that a layer in COAT's code saves, without RoPE."""
+  """Counts the bytes per token that the authors' layer saves, without RoPE."""
   d, f, h = config.d_model, config.d_ff, config.head_width
   n, kv = config.num_heads, config.num_kv_heads
   norm = 2 * (d + 2 * d // 16 + 4) + 2 * d  # Inputs and outputs of two norms.
   attention = 2 * (2 * n + 2 * kv) * h + 4 * n  # q, k, v, output; log-sum-exp.
-  activation = 3 * (f + 2 * f // 16)  # gate, up, SiLU.
-  return norm + attention + activation + f  # f: the product with up.
+  activation = 3 * (f + 2 * f // 16)  # Gate, up and SiLU(gate), with scales.
+  return norm + attention + activation + f  # The last f: SiLU(gate) * up.
 
 
 def residuals(preset: str, tokens: int) -> list[dict]:
@@ -76,7 +77,7 @@ def residuals(preset: str, tokens: int) -> list[dict]:
   rows = []
   for r in RECIPES:
     counted = residual_bytes(config, r, tokens=tokens)
-    # Recipe coat chooses what to save. In the others, autodiff does.
+    # In recipe coat, `residuals` sets what is saved; in others, autodiff does.
     kept = r.residuals if r.name == "coat" else "autodiff"
     case = dict(preset=preset, recipe=r.name, residuals=kept)
     case |= dict(attention=r.attention, tokens=tokens)
@@ -102,7 +103,7 @@ def residuals(preset: str, tokens: int) -> list[dict]:
 
 
 def state(preset: str) -> list[dict]:
-  """Prints a row for each dtype of the parameters and each codec."""
+  """Prints a row for each dtype of parameters and each codec."""
   config = PRESETS[preset]().model
   rows = []
   for dtype in (jnp.float32, jnp.bfloat16):
@@ -140,7 +141,7 @@ def abstract_params(config: ModelConfig, dtype):
 
 @args.command
 def main(arguments: list[str] | None = None) -> list[dict]:
-  """Runs the command; returns the rows it printed."""
+  """Runs the command; returns the printed rows."""
   options = parse(arguments)
   if options.command == "state":
     return state(options.preset)

@@ -6,16 +6,17 @@
   python -m benchmarks.ops --compare xla --implementations xla mosaic
 
 A row contains the milliseconds per call and a rate: TFLOP/s for matmuls, GB/s
-for other operations. FLOPs are those of matmuls only, and bytes are the fewest
-that a call must move (`benchmarks.*_cases`). `share_of_ceiling` divides the
-rate by the best rate of this device: that of a large matmul in FP8 or BF16, or
-of copying 1 GiB. These are measured in the same run and printed as the row
-`ops.ceilings`. Without a GPU, kernels are left out.
+for other operations. FLOPs count matmuls only. Bytes are the fewest bytes that
+a call must read and write (`benchmarks.*_cases`). `share_of_ceiling` is the
+rate divided by this device's best rate: that of a large matmul in FP8 or BF16,
+or that of reading and writing 1 GiB. The best rates are measured in the same
+run and printed as the row `ops.ceilings`. Without a GPU, kernels are left out.
 
-With `--compare NAME`, each row also compares the results with those of
-implementation NAME. It then contains two lists with a number per result:
-`unequal`, the share of values whose bits differ (two NaN count as equal), and
-`largest_difference`, relative to the largest finite value.
+With `--compare NAME`, each implementation's results are compared with those of
+implementation NAME. Each row then contains two lists with one number per
+result: `unequal`, the share of values whose bits differ (two NaNs count as
+equal), and `largest_difference`, which is relative to the largest finite value
+of NAME's result.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from benchmarks.harness import (
 )
 from benchmarks.product_cases import product_cases
 
-# The implementations that run without a GPU.
+# Implementations that run without a GPU.
 PORTABLE = ("xla", "bf16", "coat_jax", "flax")
 
 
@@ -47,7 +48,7 @@ def all_cases(sizes: Sizes) -> list[Case]:
 
 
 def ceilings(*, smoke: bool) -> dict[str, float]:
-  """Prints and returns the best rates of this device: copy, FP8 and BF16."""
+  """Measures this device's best rates (copy, FP8, BF16); prints a row."""
   sizes = (2**20, 64) if smoke else (2**30, 8192)
   repeats = 2 if smoke else 20
   found = {
@@ -65,9 +66,9 @@ def ceilings(*, smoke: bool) -> dict[str, float]:
 
 @jax.jit
 def _compared(actual: Array, wanted: Array) -> tuple[Array, Array]:
-  """Returns the share of unequal values, and their largest difference."""
+  """Returns the share of unequal values and the largest relative difference."""
   a, b = (x.astype(jnp.float32) for x in (actual, wanted))
-  # After the cast, only -0 and 0 are equal although their bits differ.
+  # As f32 values, only -0 and 0 compare equal although their bits differ.
   same = (a == b) & (jnp.signbit(a) == jnp.signbit(b))
   same |= jnp.isnan(a) & jnp.isnan(b)
   apart = jnp.where(same, 0, jnp.abs(a - b))
@@ -101,9 +102,10 @@ def run(
   repeats: int,
   other: str | None = None,
 ) -> dict:
-  """Measures a case and prints its row; `found` contains `ceilings`.
+  """Measures a case and prints its row.
 
-  If `other` is given, compares the results with those of that implementation.
+  `found` is the result of `ceilings`. If `other` is given, the results are
+  compared with those of the implementation `other`.
   """
   fn = functools.partial(case.run, implementation)
   timing = measure(fn, *case.arrays(), repeats=repeats)
@@ -126,7 +128,7 @@ def run(
 
 
 def chosen(options: argparse.Namespace) -> list[tuple[Case, str]]:
-  """Lists the requested cases and implementations that can run here."""
+  """Lists the chosen (case, implementation) pairs that can run here."""
   on_gpu = jax.default_backend() == "gpu"
   return [
     (case, name)
@@ -140,7 +142,7 @@ def chosen(options: argparse.Namespace) -> list[tuple[Case, str]]:
 
 @args.command
 def main(arguments: list[str] | None = None) -> list[dict]:
-  """Runs the command; returns the rows of operations that it printed."""
+  """Runs the command; returns the printed rows of operations."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.ops",
     description="Times each implementation of each operation of a layer.",
@@ -148,7 +150,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   parser.add_argument(
     "--cases",
     nargs="+",
-    help="measure only operations whose names contain one of these",
+    help="measure only operations whose names contain one of these texts",
   )
   parser.add_argument(
     "--implementations",
@@ -158,18 +160,19 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   parser.add_argument(
     "--compare",
     metavar="IMPLEMENTATION",
-    help="also compare results with those of this implementation",
+    help="also compare the results with those of this implementation",
   )
   parser.add_argument(
-    "--smoke", action="store_true", help="use tiny shapes, for a quick test"
+    "--smoke", action="store_true", help="use tiny shapes for a quick test"
   )
   parser.add_argument("--repeats", type=args.count, default=20)
   options = parser.parse_args(arguments)
   pairs = chosen(options)
   if not pairs:
     parser.error(
-      f"no case matches {options.cases} with an implementation among "
-      f"{options.implementations or 'all'} that runs here"
+      "--cases and --implementations must select a case that runs here, got "
+      f"{options.cases or 'all'} and {options.implementations or 'all'}; pass "
+      "other names"
     )
   found, rows = ceilings(smoke=options.smoke), []
   for case, implementation in pairs:

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the step of an optimizer on one large leaf, in place.
+"""Times an optimizer's in-place step on one large leaf.
 
   python -m benchmarks.optimizer [--rows 16384] [--codecs coat log8]
     [--weights float32 bfloat16 bfloat16_low8] [--optimizer coat_lion]
     [--implementations mosaic]
 
-It prints one JSON row, `optimizer`, for optax.adamw (or optax.lion) compiled by
-XLA, and one for the fused step with each combination of codec, rounding, format
-of weights and implementation. --codecs also accepts a codec of your own, as
-package.module:function.
+The command prints a JSON row, `optimizer`, for optax.adamw (or optax.lion)
+compiled by XLA with each dtype of weights. It prints another row for the fused
+step with each combination of codec, rounding, format of weights and
+implementation. --codecs also accepts your own codec as package.module:function.
 
-By default the leaf is 16384 x 16384, which is 2^28 parameters. Parameters and
+By default, the leaf is an array of 16384 x 16384 = 2^28 weights. Weights and
 state are donated. Gradients have the weights' dtype. The format bfloat16_low8
-means BF16 weights with 8 more bits each in the state (`low_bits`).
+means BF16 weights, for each of which the state stores 8 more bits (`low_bits`).
 
 A row contains the time per step and two rates. A step must read and write the
-parameter and the state, and read the gradient; `gbps` is the number of these
+weights and the state, and read the gradient; `gbps` is the number of these
 bytes divided by the time. `ceiling_share` is `gbps` divided by the rate at
-which this device copies 1 GiB.
+which this device reads and writes 1 GiB.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from benchmarks.harness import copy_bandwidth, emit, measure, say
 from coat_jax import codecs
 from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
 
-# For each optimizer: its fused version and optax's.
+# For each optimizer: its fused version, and optax's version.
 OPTIMIZERS: dict[str, tuple[Callable, Callable]] = {
   "coat_adamw": (fused_coat_adamw, optax.adamw),
   "coat_lion": (fused_coat_lion, optax.lion),
 }
 # For each format of weights: the dtype of weights and gradients, and whether
-# weights have 24 bits.
+# the state stores 8 more bits of each weight.
 WEIGHTS = {
   "float32": (jnp.float32, False),
   "bfloat16": (jnp.bfloat16, False),
@@ -49,7 +49,7 @@ WEIGHTS = {
 def cases(
   names: Sequence[str] | None = None,
 ) -> dict[tuple[str, str], codecs.MomentCodec]:
-  """Builds all variants of codecs (None: of all codecs).
+  """Builds all variants of the named codecs; of all codecs if `names` is None.
 
   The keys are (label, rounding).
   """
@@ -69,7 +69,7 @@ def cases(
 
 
 def parameters(shape, dtype):
-  """Makes a parameter, and a gradient with magnitudes as in training."""
+  """Makes random weights, and gradients with magnitudes as in training."""
 
   def draw(key):
     keys = jax.random.split(key, 3)
@@ -87,7 +87,7 @@ def num_bytes(p, g, state) -> int:
 
 
 def plain(name: str, shape, dtype, ceiling: float) -> dict:
-  """Times optax's optimizer, with moments in the parameter's dtype."""
+  """Times optax's optimizer, with moments in the dtype of the weights."""
   p, g = parameters(shape, dtype)
   make = OPTIMIZERS[name][1]
   optimizer = make(1e-3, weight_decay=0.1)
@@ -124,7 +124,7 @@ def fused(
   implementation: str,
   ceiling: float,
 ) -> dict:
-  """Times `fused_coat_adamw` or `fused_coat_lion`."""
+  """Times `fused_coat_adamw` or `fused_coat_lion`; prints a row."""
   dtype, low_bits = WEIGHTS[kind]
   p, g = parameters(shape, dtype)
   optimizer = OPTIMIZERS[name][0](
@@ -166,14 +166,14 @@ def report(case, implementation, timing, size: int, ceiling: float) -> dict:
 
 @args.command
 def main(arguments: list[str] | None = None) -> None:
-  """Reads the command line and measures."""
+  """Runs the command."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
     "--rows", type=args.count, default=1 << 14, help="rows of the leaf"
   )
   parser.add_argument("--columns", type=args.count, default=1 << 14)
   parser.add_argument(
-    "--codecs", nargs="+", help="names of codecs; default: all registered"
+    "--codecs", nargs="+", help="names of codecs; default: all codecs"
   )
   parser.add_argument(
     "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS)
@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     nargs="+",
     choices=("xla", "mosaic"),
     default=("xla", "mosaic"),
-    help="implementations to time; default: all that can run here",
+    help="implementations to time, if they can run here; default: both",
   )
   options = parser.parse_args(arguments)
   name = options.optimizer

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the memory that `train.memory` plans with the memory XLA allocates.
+"""Compares planned memory (`train.memory`) with the memory that XLA allocates.
 
-Each row describes a whole training step of a preset. `peak_bytes` is the peak
-memory of a GPU according to XLA, which compiles the step for H200s,
-`planned_bytes` is the planned peak, and `error` is planned / peak - 1.
+Each row describes a whole training step of a preset, compiled for H200s.
+`peak_bytes` is a GPU's peak memory according to XLA. `planned_bytes` is the
+planned peak. `error` is planned_bytes / peak_bytes - 1.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from benchmarks import training_step
 from benchmarks.harness import emit, say
 from train.memory.step import fullest, plan
 
-# Number of sequences on each GPU, and number of tokens per sequence.
+# For each preset: the number of sequences per GPU, and of tokens per sequence.
 LOADS = {
   "demo": (64, 256),
   "demo_gpu": (4, 2048),
@@ -37,17 +37,17 @@ VARIANTS = ("bf16", "fp8_linear", "coat", "minimal", "lean", "leanest")
 def rows(
   presets: Iterable[str], gpus: Iterable[int], variants: Iterable[str]
 ) -> Iterator[dict]:
-  """Compiles, plans and prints a row for each combination."""
+  """Compiles and plans a step for each combination, and prints its row."""
   for preset in presets:
     batch, seq = LOADS[preset]
     for count in gpus:
       for variant in variants:
-        say(f"{preset} on {count}: {variant}")
+        say(f"{preset}, GPUs: {count}, {variant}")
         yield row(preset, variant, gpus=count, batch=batch, seq=seq)
 
 
 def row(preset: str, variant: str, *, gpus: int, batch: int, seq: int) -> dict:
-  """Compiles and plans one step, with `batch` sequences on each GPU."""
+  """Compiles and plans a step with `batch` sequences per GPU; prints a row."""
   mesh = f"fsdp={gpus}" if gpus > 1 else ""
   config = training_step.configure(
     preset, variant, batch=batch, seq=seq, mesh=mesh

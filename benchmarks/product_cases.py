@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the cases of `benchmarks.ops` that multiply matrices.
+"""Lists the cases of `benchmarks.ops` that contain matmuls.
 
-BF16 and Flax's FP8 are timed for comparison. FLOPs are those of matmuls only,
-and in causal attention only those below the diagonal.
+BF16 and Flax's FP8 are timed for comparison. FLOPs count matmuls only; in
+causal attention, they count only the part below the diagonal.
 """
 
 import functools
@@ -19,7 +19,7 @@ from coat_jax.numerics.formats import E4M3, E5M2
 
 
 def product_cases(sizes: Sizes) -> Iterator[Case]:
-  """Lists the cases of operations and layers that multiply matrices."""
+  """Lists the cases of operations and layers that contain matmuls."""
   yield from _matmuls(sizes)
   yield from _grouped(sizes)
   yield from _linear(sizes)
@@ -29,8 +29,8 @@ def product_cases(sizes: Sizes) -> Iterator[Case]:
 def _matmuls(sizes):
   """Lists the matmuls of each linear layer, in FP8 and in BF16."""
   t = sizes.tokens
-  # Each op's two factors among x [t, d], w [d, f], g [t, f], and the axis of
-  # each factor that is summed.
+  # Each op's two operands among x [t, d], w [d, f] and g [t, f], and the
+  # contracted axis of each operand.
   products = (
     (ops.linear_fwd, "x", "w", (1, 0)),
     (ops.linear_dgrad, "g", "w", (1, 1)),
@@ -90,13 +90,13 @@ def _matmuls(sizes):
 
 
 def _grouped(sizes):
-  """Lists the matmuls of an MoE layer, whose experts divide the rows."""
+  """Lists the matmuls of an MoE layer, whose rows belong to several experts."""
   t, d, f = sizes.tokens, sizes.d_model, sizes.d_ff
   e = sizes.num_experts
   shapes = {"x": (t, d), "w": (e, d, f), "g": (t, f)}
   shape = dict(experts=e, rows=t, in_features=d, out_features=f)
-  # Triangular numbers, so that each expert has a different number of rows. The
-  # first has none.
+  # The experts' ends are triangular numbers, so that each expert has a
+  # different number of rows. The first expert has none.
   ends = [t * i * (i + 1) // (e * (e - 1)) for i in range(e)]
   counts = [b - a for a, b in zip([0, *ends], ends, strict=False)]
   for op, a, b in (
@@ -164,7 +164,7 @@ _experts_in_fp8 = jax.jit(
 
 
 def _linear(sizes):
-  """Lists whole linear layers in BF16, this project's FP8 and Flax's FP8."""
+  """Lists whole linear layers: in BF16, in our FP8 and in Flax's FP8."""
   t = sizes.tokens
   layers = {
     "bf16": lambda x, w: linear(x, w, recipe=recipes.bf16()),
@@ -196,7 +196,7 @@ def _linear(sizes):
 
 
 def _flax_linear(x, w):
-  """Does what `flax.linen.Fp8DirectDotGeneralOp` does, with delayed scales."""
+  """Computes `flax.linen.Fp8DirectDotGeneralOp`, which uses delayed scaling."""
   ones, history = jnp.ones(1), jnp.zeros(1024)
   return fp8_ops.fp8_scaled_dot_general(
     x,
@@ -224,7 +224,7 @@ def _attention(sizes):
 
 
 def _attention_of(sizes, kind, documents=None):
-  """Lists attention, where a sequence may be packed from equal documents."""
+  """Lists attention; `documents` of equal length may form a sequence."""
   b, t, n, h = sizes.heads
   shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
   if kind.window is not None:
@@ -233,7 +233,7 @@ def _attention_of(sizes, kind, documents=None):
     shape |= dict(soft_cap=kind.soft_cap)
   if documents is not None:
     shape |= dict(documents=documents)
-  # cuDNN computes neither soft caps nor documents.
+  # cuDNN supports neither soft caps nor documents.
   others = kind.soft_cap is not None or documents is not None
   implementations = ("xla", "triton", "mosaic") if others else None
 
@@ -256,9 +256,9 @@ def _attention_of(sizes, kind, documents=None):
     *heads, ids = arrays
     return dout, *heads, attend(*arrays), ids
 
-  # Attention has two multiply-adds per channel for each pair of a query and a
-  # key that it sees. There are T^2 / 2 such pairs, minus (T - W)^2 / 2 with a
-  # window W.
+  # Attention needs two multiply-adds per channel for each pair of a query and a
+  # key that the query attends to. There are T^2 / 2 such pairs. A window W
+  # removes (T - W)^2 / 2 of them.
   hidden = t - (kind.window or t)
   products = 2 * b * n * (t * t - hidden * hidden) * h // (documents or 1)
   yield of_op(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the memory of the training steps in Table 7 of arXiv:2410.19313.
 
-Each row describes a whole training step, compiled for H200s, so no GPU is
-needed. The number of GPUs (with FSDP), batch per GPU and sequence length are
-those of the paper. Parameters and gradients are f32, and moments are f32 in the
-variants bf16 and fp8_linear. The variants "lean" and "leanest" have BF16
-parameters, and hold the BF16 gradients of one layer at a time.
-`python -m benchmarks.memory table7` prints the rows.
+Each row describes a whole training step. The step is compiled for H200s, so no
+GPU is needed. The number of GPUs (with FSDP), the batch per GPU and the
+sequence length are those of the paper. Weights and gradients are f32, except in
+the variants "lean" and "leanest": these store BF16 weights, and hold BF16
+gradients of only one layer at a time. Moments are f32 in recipes bf16 and
+fp8_linear. `python -m benchmarks.memory table7` prints the rows.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ class Case:
   """A setup of the paper's table.
 
   Attributes:
-    preset: the model.
-    gpus: number of GPUs.
-    batch: number of sequences on each GPU.
-    seq: number of tokens per sequence.
-    peaks: peak GB that the paper reports, by variant. Variants that ran out of
-      memory are missing.
+    preset: The model.
+    gpus: The number of GPUs.
+    batch: The number of sequences on each GPU.
+    seq: The number of tokens per sequence.
+    peaks: The peaks in GB that the paper reports, by variant. Variants that ran
+      out of memory are missing.
   """
 
   preset: str
@@ -37,7 +37,11 @@ class Case:
   peaks: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def published_ratio(self, variant: str) -> float | None:
-    """Returns the paper's peak of bf16 divided by its peak of a variant."""
+    """Returns the ratio of BF16's peak to the variant's peak in the paper.
+
+    For the variants minimal and minimal_attention, the paper's peak of COAT is
+    used. Returns None if the paper does not report one of the two peaks.
+    """
     reference = {"minimal": "coat", "minimal_attention": "coat"}
     peak = self.peaks.get(reference.get(variant, variant))
     return self.peaks["bf16"] / peak if peak and "bf16" in self.peaks else None
@@ -68,17 +72,18 @@ VARIANTS = (
 
 
 def rows(cases: Iterable[Case], variants: Iterable[str]) -> Iterator[dict]:
-  """Compiles and prints the rows.
+  """Compiles a step for each case and variant, and prints a row for each step.
 
-  `peak_bytes` is the peak on one GPU. `activation_bytes` is what remains of it
-  without `weight_bytes`, `gradient_bytes` and `optimizer_bytes`.
-  `ratio_to_bf16` is the peak of bf16 divided by the row's peak, or null if bf16
-  was not compiled before. `published_ratio` is the same ratio in the paper.
+  `peak_bytes` is the peak memory of one GPU. Subtracting `weight_bytes`,
+  `gradient_bytes` and `optimizer_bytes` from it leaves `activation_bytes`.
+  `ratio_to_bf16` is the peak of variant bf16 divided by the peak of this row.
+  It is null if `variants` does not list bf16 before this row's variant.
+  `published_ratio` is the same ratio computed from the peaks in the paper.
   """
   for case in cases:
     peak_of_bf16 = None
     for variant in variants:
-      say(f"{case.preset} on {case.gpus}: {variant}")
+      say(f"{case.preset}, GPUs: {case.gpus}, {variant}")
       values = measure(case, variant)
       peak = values["peak_bytes"]
       if variant == "bf16":
@@ -94,7 +99,7 @@ def rows(cases: Iterable[Case], variants: Iterable[str]) -> Iterator[dict]:
 
 
 def describe(case: Case, variant: str) -> dict:
-  """Returns the part of a row that describes what was compiled."""
+  """Returns the row's `case`, which describes the compiled step."""
   options = training_step.VARIANTS[variant]
   return dict(
     preset=case.preset,
@@ -114,7 +119,7 @@ def describe(case: Case, variant: str) -> dict:
 
 
 def measure(case: Case, variant: str) -> dict[str, int]:
-  """Compiles a step and returns its memory on one GPU, by kind."""
+  """Compiles a step; returns its bytes on one GPU, in total and by purpose."""
   mesh = f"fsdp={case.gpus}" if case.gpus > 1 else ""
   config = training_step.configure(
     case.preset, variant, batch=case.batch, seq=case.seq, mesh=mesh
@@ -123,8 +128,8 @@ def measure(case: Case, variant: str) -> dict[str, int]:
   peak = compiled.memory_analysis().peak_memory_in_bytes
   weights = device_bytes(state.params)
   optimizer = device_bytes(state.optimizer)
-  # A gradient has its weight's dtype. With `optimizer_in_backward`, gradients
-  # are temporary, so they count as activations.
+  # Gradients have the weights' dtype. With `optimizer_in_backward`, gradients
+  # are temporary, so they are part of `activation_bytes`.
   gradients = 0 if config.optimizer_in_backward else weights
   return dict(
     peak_bytes=peak,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles for a GPU or TPU that is named on the command line."""
+"""Compiles for a GPU or TPU that the command line selects."""
 
 import argparse
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from benchmarks import aot, tpu
 
 
 def parse(text: str) -> str:
-  """Reads a target: the name of a GPU, or a TPU topology such as v6e:2x2."""
+  """Parses a target: the name of a GPU, or a TPU topology such as v6e:2x2."""
   if text in aot.GPUS or ":" in text:
     return text
   raise argparse.ArgumentTypeError(
@@ -27,7 +27,10 @@ def device_kind(target: str) -> str:
 
 
 def compile_for(target: str, fn: Callable, *specs) -> jax.stages.Compiled:
-  """Compiles `fn` for one device, given the shapes of its arguments."""
+  """Compiles `fn` for one device of a target.
+
+  `specs` are the arguments of `fn` or their shapes.
+  """
   if target in aot.GPUS:
     return aot.compile_for(target, fn, *specs)
   return tpu.compile_for_tpu(target, fn, *specs)

@@ -8,10 +8,10 @@
 The first command installs libtpu, XLA's compiler for TPUs. Nothing is run, so
 there are no times.
 
-It prints a JSON row, `tpu.optimizer`, for a step of `optax.adamw` (variant
-optax), `coat_adamw` (coat) and `fused_coat_adamw` (fused) on all parameters of
-a preset, in f32. `state_bytes` (the optimizer's state) and `peak_bytes` (all
-memory, including arguments) are per device.
+The command prints a JSON row, `tpu.optimizer`, for a step of `optax.adamw`
+(variant optax), `coat_adamw` (coat) and `fused_coat_adamw` (fused) on all
+parameters of a preset, in f32. All bytes in a row are per device: `state_bytes`
+of the optimizer's state, `peak_bytes` of all memory including arguments.
 """
 
 import argparse
@@ -45,8 +45,11 @@ OPTIMIZERS = ("optax", "coat", "fused")
 
 @functools.cache
 def devices(topology: str) -> list[jax.Device]:
-  """Returns the devices of a TPU topology such as v6e:2x2, to compile for."""
-  # Without this, libtpu asks a server which TPU this machine has.
+  """Returns the devices of a TPU topology, only to compile programs for them.
+
+  `topology` is libtpu's name, such as v6e:2x2.
+  """
+  # Otherwise libtpu would ask a server which TPU this machine has.
   os.environ["TPU_SKIP_MDS_QUERY"] = "1"
   found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
   return list(found.devices)
@@ -60,16 +63,16 @@ def compile_for_tpu(
   out_shardings: Any = None,
   donate: tuple[int, ...] = (),
 ) -> jax.stages.Compiled:
-  """Compiles `fn` for one device of a topology, or for a mesh of them.
+  """Compiles `fn` for one device of a topology or for a mesh of its devices.
 
   Args:
-    topology: the topology's name, such as "v6e:2x2".
-    fn: a function without static arguments.
-    *specs: the arguments of `fn`, as trees of arrays or
+    topology: The topology's name, such as "v6e:2x2".
+    fn: A function without static arguments.
+    *specs: The arguments of `fn`, as trees of arrays or
       `jax.ShapeDtypeStruct`. With a mesh, each struct must have a sharding.
-    mesh: a mesh of `devices(topology)`; None for one device.
-    out_shardings: shardings of the results on the mesh, as for `jax.jit`.
-    donate: positions of the arguments that `fn` may overwrite.
+    mesh: A mesh of `devices(topology)`; None for one device.
+    out_shardings: Shardings of the results on the mesh, as for `jax.jit`.
+    donate: Positions of the arguments that `fn` may overwrite.
   """
   device = devices(topology)[0]
   described: Any = Mesh([device], ("device",)).abstract_mesh.abstract_device
@@ -99,7 +102,7 @@ def products(program: str) -> dict[str, int]:
 def compile_optimizer(
   topology: str, config: ModelConfig, mesh_sizes: dict[str, int], name: str
 ) -> tuple[jax.stages.Compiled, int]:
-  """Compiles a step of one of `OPTIMIZERS` on f32 parameters, on a mesh.
+  """Compiles a step of the optimizer `name` for f32 parameters on a mesh.
 
   Returns the program, and the bytes of the optimizer's state per device.
   """
@@ -137,21 +140,21 @@ def compile_optimizer(
 
 
 def bytes_on_a_device(x: jax.ShapeDtypeStruct) -> int:
-  """Returns the size in bytes of the shard that a device holds."""
+  """Returns the bytes of an array's shard on one device."""
   shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
   return math.prod(shape) * x.dtype.itemsize
 
 
 @args.command
 def main(arguments: list[str] | None = None) -> list[dict]:
-  """Runs the command; returns the rows it printed."""
+  """Runs the command; returns the printed rows."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
   add("--preset", choices=PRESETS, default="llama2_7b")
   add("--topology", default="v5p:4x4x4", help="libtpu's name of a topology")
-  add("--mesh", default="fsdp=64", help="mesh axes over all devices")
+  add("--mesh", default="fsdp=64", help="mesh axes, as in train.pretrain")
   add("--variants", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
   options = parser.parse_args(arguments)
   with args.checked(parser):

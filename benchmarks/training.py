@@ -4,18 +4,17 @@
   python -m benchmarks.training --preset llama2_7b --mesh fsdp=4 --batch 2
   python -m benchmarks.training --mesh fsdp=4 --batch 6 --variant minimal
 
-It trains a preset from random weights on text (bytes of Python's standard
-library), with the training step of `train.pretrain` and `--batch` sequences on
-each GPU. A JSON row, `training.step`, contains milliseconds per step, tokens
-per second per GPU, and the seconds that compiling and initializing took.
-`peak_bytes` is the most memory that any GPU had allocated, and
-`compiled_peak_bytes` is the peak that the compiler reported. Each variant runs
-in its own process, because JAX cannot reset a GPU's peak.
+The command trains a preset from random weights, with the training step of
+`train.pretrain` and `--batch` sequences on each GPU. The data is the source
+code of Python's standard library, as bytes. A JSON row, `training.step`,
+contains milliseconds per step, tokens per second per GPU, and the seconds that
+compiling and initializing took. `peak_bytes` is the largest peak of allocated
+memory on any GPU. `compiled_peak_bytes` is the peak that the compiler reported.
+Each variant runs in its own process, because JAX cannot reset a GPU's peak.
 
---layers changes the number of layers, to find the largest model that fits.
-
---hbm limits the memory of a GPU, to find what fits on a smaller one. XLA_FLAGS
-is read from the environment and is part of the row.
+Use --layers to change the number of layers, for example to find the largest
+model that fits. Use --hbm to limit the memory of a GPU, for example to find
+what fits on a smaller GPU. Each row contains the environment's XLA_FLAGS.
 """
 
 import argparse
@@ -53,7 +52,8 @@ def measure_steps(
 ) -> dict:
   """Trains a few steps, times them, and returns the values of a row.
 
-  `mesh` is None for one device. After a few warm-up steps, `steps` are timed.
+  After a few warm-up steps, `steps` steps are timed. `mesh` is None for one
+  device.
   """
   optimizer = step.build_optimizer(config, mesh)
   abstract = step.abstract_state(config, optimizer, mesh)
@@ -75,7 +75,7 @@ def measure_steps(
     batch = jax.device_put(next(batches)["tokens"], where)
     started = time.monotonic()
     state, metrics = compiled(state, batch)
-    losses.append(float(metrics.loss))  # Waits for the step.
+    losses.append(float(metrics.loss))  # This waits until the step ends.
     times.append(1e3 * (time.monotonic() - started))
   p20, median, p80 = np.percentile(times[_WARM_UP_STEPS:], (20, 50, 80))
   devices = mesh.devices.flat if mesh else jax.devices()[:1]
@@ -96,7 +96,7 @@ def measure_steps(
 
 
 def configuration(options: argparse.Namespace, variant: str) -> TrainConfig:
-  """Makes the configuration of the run that measures a variant."""
+  """Returns the configuration of the run that measures a variant."""
   config = configure(
     options.preset,
     variant,
@@ -139,20 +139,20 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict:
 
 
 def _fraction(hbm: float) -> str:
-  """Computes which share of a GPU's memory `hbm` GB (10^9 bytes) are."""
+  """Divides `hbm` GB (10^9 bytes) by the memory of a GPU; returns a text."""
   query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader"]
   try:
     found = subprocess.run(query, check=True, capture_output=True, text=True)
     total = float(found.stdout.split()[0]) * 2**20
   except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:
     raise ValueError(
-      f"--hbm needs nvidia-smi to find the memory of a GPU, got {error}; leave "
-      "--hbm out on a machine without a GPU"
+      f"--hbm needs nvidia-smi to find a GPU's memory, got the error {error}; "
+      "leave --hbm out on a machine without a GPU"
     ) from error
   if not 0 < hbm * 1e9 <= total:
     raise ValueError(
-      f"--hbm must be above 0 and at most {total / 1e9:.1f}, the GPU's memory, "
-      f"got {hbm}"
+      f"--hbm must be above 0 and at most {total / 1e9:.1f}, the GPU's memory "
+      f"in GB, got {hbm}; pass a limit in this range"
     )
   return f"{hbm * 1e9 / total:.4f}"
 
@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
   parser.add_argument("--variant", choices=VARIANTS, help="default: all")
   parser.add_argument("--layers", type=args.count, help="default: the preset's")
-  parser.add_argument("--mesh", default="", help="as in train.pretrain")
+  parser.add_argument("--mesh", default="", help="see train.pretrain --help")
   parser.add_argument(
     "--batch", type=args.count, default=2, help="sequences on each GPU"
   )
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     for variant in variants:
       configuration(options, variant)
     if options.hbm is not None:
-      # Remove the variable's old name, which would conflict.
+      # Remove the variable with the older name, which would conflict.
       environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
       environment["XLA_CLIENT_MEM_FRACTION"] = _fraction(options.hbm)
   failed = 0
@@ -206,10 +206,10 @@ def main(arguments: list[str] | None = None) -> int:
     passed = list(sys.argv[1:] if arguments is None else arguments)
     command += [*passed, "--variant", variant]
     status = subprocess.run(command, env=environment).returncode
-    if status == 2:  # The other variants would get the same wrong arguments.
+    if status == 2:  # Other variants would fail with the same wrong arguments.
       return status
     if status:
-      say(f"{variant}: failed, see above")
+      say(f"{variant}: failed; the error is printed above")
       failed = 1
   return failed
 

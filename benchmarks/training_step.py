@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles whole training steps of a preset for H200s, without a GPU.
 
-A step is what `train.pretrain` runs: forward and backward pass, clipping and
+The step is that of `train.pretrain`: forward and backward pass, clipping and
 optimizer, with a donated state.
 """
 
@@ -18,7 +18,7 @@ from train.config import TrainConfig
 from train.presets import PRESETS
 
 _LEAN = dict(recipe="coat", params="bfloat16", optimizer_in_backward=True)
-# The options that each variant sets.
+# The options that each variant sets in a run's configuration.
 VARIANTS = {
   "bf16": dict(recipe="bf16"),
   "bf16_dots": dict(recipe="bf16", remat="dots"),
@@ -50,13 +50,14 @@ def configure(
   """Builds a preset's configuration with the options of a variant.
 
   Args:
-    preset: one of `train.presets.PRESETS`.
-    variant: one of `VARIANTS`. With the recipes bf16 and fp8_linear, moments
-      are f32.
-    batch: number of sequences for each device along all axes but `tensor`.
-    seq: number of tokens per sequence.
-    mesh: the value of the option `--mesh`.
-    **options: `optimizer`, and other fields of `TrainConfig`.
+    preset: One of `train.presets.PRESETS`.
+    variant: One of `VARIANTS`. In recipes bf16 and fp8_linear, moments are f32.
+    batch: The number of sequences per device, or per group of devices along the
+      mesh axis `tensor`.
+    seq: The number of tokens per sequence.
+    mesh: The value of the option `--mesh`.
+    **options: `optimizer`, or fields of `TrainConfig`; they override the
+      variant's options.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options
@@ -79,9 +80,9 @@ def configure(
 def compile_step(
   config: TrainConfig,
 ) -> tuple[jax.stages.Compiled, step.TrainState]:
-  """Compiles the training step of a configuration for H200s.
+  """Compiles a run's training step for H200s.
 
-  Returns the compiled step, and the abstract state to call it with.
+  Returns the compiled step, and its abstract state.
   """
   sizes = config.mesh_sizes
   mesh = None

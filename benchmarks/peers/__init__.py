@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of other libraries, measured in the same way as this project."""
+"""Benchmarks other libraries in the same way as this project."""

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a Llama-2-7B layer in PyTorch: BF16, and FP8 matmuls by torchao.
+"""Measures a Llama-2-7B layer in PyTorch, in BF16 and with torchao's FP8.
 
   python -m benchmarks.peers.layer [--batch 4] [--seq 2048]
 
-For each precision it prints two JSON rows, `peers.layer`: one for the forward
-pass, and one for the forward and backward pass (gradients of weights and
-input). Data is random, and the layer is compiled with torch.compile.
-`saved_units` is the memory that stays allocated after the forward pass, without
-the output, divided by the size of the layer's input in BF16.
-`benchmarks.layer` measures the same layer in this project.
+For each recipe (BF16, torchao's tensorwise and rowwise FP8), the command prints
+two JSON rows, `peers.layer`: one for the forward pass, and one for the forward
+and backward pass (gradients of weights and input). The data is random, and the
+layer is compiled with torch.compile. `saved_units` is the memory that stays
+allocated after the forward pass, excluding the output, divided by the size of
+the layer's input in BF16. `benchmarks.layer` measures the same layer in this
+project.
 """
 
 import argparse
@@ -25,7 +26,7 @@ RECIPES = (None, "tensorwise", "rowwise")
 
 
 class Layer(nn.Module):
-  """The decoder layer of Llama-2-7B; maps [B, T, D] to [B, T, D]."""
+  """Llama-2-7B's decoder layer, which maps [B, T, D] to [B, T, D]."""
 
   def __init__(self, seq: int):
     super().__init__()
@@ -101,7 +102,7 @@ def run(recipe: str | None, batch: int, seq: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Reads the command line and measures; returns 1 if a recipe failed."""
+  """Runs the command; returns 1 if a recipe failed."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.peers.layer",
     description=__doc__.splitlines()[0],

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures AdamW's step in several PyTorch libraries, on one large tensor.
+"""Measures the AdamW step of several PyTorch libraries on one large tensor.
 
   python -m benchmarks.peers.optimizer [--rows 16384] [--columns 16384]
 
-The optimizers have f32 or 8-bit states. Weights and gradients have the same
-dtype. A JSON row, `peers.optimizer`, contains the milliseconds of `step()` and
-`state_bytes`, the bytes per parameter of the optimizer's state.
-`benchmarks.optimizer` measures the same step in this project.
+The optimizers store their states in f32 or in 8 bits. Weights and gradients
+have the same dtype: f32 or BF16. A JSON row, `peers.optimizer`, contains the
+milliseconds of `step()` and `state_bytes`, the size of the optimizer's state in
+bytes per weight. `benchmarks.optimizer` measures the same step in this project.
 """
 
 import argparse
@@ -69,7 +69,10 @@ PEERS: dict[str, Callable] = {
 
 
 def run(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-  """Measures one optimizer and prints its row."""
+  """Measures one optimizer and prints its row.
+
+  Prints nothing if the optimizer does not support the dtype.
+  """
   before = torch.cuda.memory_allocated()
   weight = torch.nn.Parameter(torch.randn(shape, dtype=dtype, device="cuda"))
   # Gradients vary in magnitude, as they do in training.
@@ -95,7 +98,7 @@ def run(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Reads the command line and measures; returns 1 if an optimizer failed."""
+  """Runs the command; returns 1 if an optimizer failed."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.peers.optimizer",
     description=__doc__.splitlines()[0],

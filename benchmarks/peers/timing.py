@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times PyTorch calls on a GPU and prints rows like `benchmarks.harness`.
 
-After a warm-up, calls are timed back to back, in groups of about 0.1 s and at
-most 24 calls, as in `benchmarks.harness.measure`. This file imports torch but
-not jax, so that only one of them allocates a GPU's memory.
+As in `benchmarks.harness.measure`, calls are timed after a warm-up, in groups
+of about 0.1 s and at most 24 calls. This file imports torch but not jax, so
+that only torch allocates a GPU's memory.
 """
 
 import datetime
@@ -21,14 +21,14 @@ _WARM_UP_CALLS = 10
 
 
 def measure(fn: Callable[[], object], repeats: int = 20) -> dict[str, float]:
-  """Times calls of a function.
+  """Times groups of calls of a function.
 
   Args:
-    fn: the function. It must not wait for the GPU.
-    repeats: number of groups of calls.
+    fn: The function. It must not wait for the GPU.
+    repeats: The number of groups of calls.
 
   Returns:
-    Milliseconds per call: percentiles over the groups.
+    Percentiles, over the groups, of the milliseconds per call.
   """
   _group(fn, _WARM_UP_CALLS)
   once = _group(fn, _WARM_UP_CALLS) / _WARM_UP_CALLS
@@ -41,7 +41,7 @@ def measure(fn: Callable[[], object], repeats: int = 20) -> dict[str, float]:
 
 
 def _group(fn: Callable[[], object], count: int) -> float:
-  """Returns the milliseconds that the GPU takes for `count` calls."""
+  """Returns the milliseconds that `count` calls take on the GPU."""
   begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
   begin.record()
   for _ in range(count):

@@ -64,11 +64,11 @@ def test_wrong_arguments_are_refused_before_anything_is_timed(
     (
       FileNotFoundError("no nvidia-smi"),
       80,
-      "got no nvidia-smi; leave --hbm out",
+      "got the error no nvidia-smi; leave --hbm out",
     ),
     (subprocess.CalledProcessError(9, "nvidia-smi"), 80, "exit status 9"),
-    ("", 80, "needs nvidia-smi to find the memory of a GPU"),
-    ("81920 MiB\n", 86, "at most 85.9, the GPU's memory, got 86"),
+    ("", 80, "needs nvidia-smi to find a GPU's memory"),
+    ("81920 MiB\n", 86, "at most 85.9, the GPU's memory in GB, got 86"),
     ("81920 MiB\n", "nan", "must be above 0"),
     ("81920 MiB\n", 0, "must be above 0"),
   ],
@@ -114,7 +114,7 @@ def test_mesh_of_missing_devices_exits_with_a_message(capsys):
         "bytes."
       ),
       1,
-      "allocating 9 bytes; measure something smaller",
+      "allocating 9 bytes; measure smaller sizes",
     ),
     (aot.CompilerMissing("install it"), 2, "error: install it"),
   ],

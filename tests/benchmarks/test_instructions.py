@@ -56,5 +56,7 @@ def test_instructions_are_sorted_by_their_pipe():
 
 def test_a_missing_disassembler_is_named(monkeypatch):
   monkeypatch.setenv("PATH", "")
-  with pytest.raises(aot.CompilerMissing, match="needs nvdisasm, got none"):
+  with pytest.raises(
+    aot.CompilerMissing, match="nvdisasm must be on the PATH, got none"
+  ):
     instructions.disassembler()

@@ -187,7 +187,7 @@ BAD = {
     "image": "red.png",
     "conversations": said("<image><image>", "a"),
   },
-  "user's text, but an answer contains it": {
+  "only in the user's text, got it in an answer": {
     "image": "red.png",
     "conversations": said("What?", "<image>"),
   },
@@ -195,7 +195,7 @@ BAD = {
     "image": "none.png",
     "conversations": said("<image>", "a"),
   },
-  "as either image or images, got": {
+  "with a path or a list of paths, got": {
     "image": [3],
     "conversations": said("<image>", "a"),
   },

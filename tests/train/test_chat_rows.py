@@ -124,9 +124,13 @@ BAD = [
   (
     {**GOOD, "image": "a.png"},
     "unexpected images",
-    "has image, but the model accepts only text",
+    "has the key image, but the model accepts only text",
   ),
-  ({"text": "x"}, "wrong format", "needs messages, got the keys ..text"),
+  (
+    {"text": "x"},
+    "wrong format",
+    "needs the keys messages, got the keys ..text",
+  ),
   ([1], "wrong format", "expected a JSON object, got"),
   ({"messages": "x"}, "no turns", 'list of turns, got "x"'),
   ({"messages": []}, "no turns", "list of turns, got .."),
@@ -155,7 +159,7 @@ BAD = [
   (
     {"messages": [ASKED, {**ANSWERED, "content": None, "tool_calls": []}]},
     "empty turn",
-    "is empty, and content may be null only with tool_calls",
+    r"is empty .null content requires tool_calls.",
   ),
   ({"messages": [ASKED]}, "no assistant turn", 'got the roles ."user"'),
   ({"messages": [{**ASKED, "content": 1}, ANSWERED]}, "not text", "got 1"),
@@ -191,13 +195,13 @@ def test_bad_row_is_a_sentence_with_its_line(
   text = str(raised.value)
   assert text.startswith(f"chat: {file} line 17: ") and "\n" not in text
   assert text.endswith(
-    "; correct the row, or leave out bad rows: skip_bad=True, on a command "
-    "line --skip-bad"
+    "; correct the row, or skip bad rows with skip_bad=True (on a command "
+    "line --skip-bad)"
   )
   found = load_documents([str(file)], encoder, **sizes, skip_bad=True)
   assert len(found) == 16
   assert found.counts.bad == {reason: 1} and found.counts.rows == 17
-  assert f"1 bad ones left out (1 {reason})" in found.counts.describe()
+  assert f"bad rows left out: 1 (1 {reason})" in found.counts.describe()
 
 
 def test_template_that_raises_is_a_bad_row(tmp_path):
@@ -264,7 +268,7 @@ def test_nothing_to_learn_is_a_sentence(tmp_path, encoder):
   ):
     find_row_files([str(tmp_path / "x")])
   file = write(tmp_path / "a.jsonl", ["", "{"])
-  with pytest.raises(ValueError, match="1 bad ones left out .1 broken JSON"):
+  with pytest.raises(ValueError, match="bad rows left out: 1 .1 broken JSON"):
     load_documents([str(file)], encoder, seq=64, vocab_size=400, skip_bad=True)
   with pytest.raises(ValueError, match="below the vocabulary of 300, got"):
     load_documents([str(write(file, [GOOD]))], encoder, seq=64, vocab_size=300)
@@ -280,5 +284,5 @@ def test_conversations_need_a_template(tmp_path):
   with pytest.raises(ValueError, match="must have a chat template, got none"):
     load_documents([str(file)], encoder, **sizes)
   write(file, [{"prompt": "a", "completion": "b"}])
-  with pytest.raises(ValueError, match="needs the tokenizer's eos_token"):
+  with pytest.raises(ValueError, match="ends with the tokenizer's eos_token"):
     load_documents([str(file)], encoder, **sizes)

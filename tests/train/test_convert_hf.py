@@ -274,7 +274,7 @@ def test_unfinished_commands_leave_nothing(
   make = ("import-hf", DATA / "llama", *options(out))
   export = ("export-hf", imported, "--out", out)
   copy, sums = "train.pretrained.carry", "train.run.checksums.write"
-  stopped = f"stopped; {out} was not written, and nothing is left of it"
+  stopped = f"stopped; {out} was not written, and unfinished files were removed"
   numbers = signal.SIGINT, signal.SIGTERM
   interrupt, terminate = (partial(signal.raise_signal, x) for x in numbers)
   handlers = [signal.getsignal(x) for x in numbers]

@@ -202,7 +202,7 @@ def test_epochs_determine_the_number_of_steps(checkpoint, data):
     ([], dict(optim__warmup=20), "warmup must fit into 8 steps"),
     (["--distributed"], dict(mesh="fsdp=8"), "pass --samples 0"),
     (["--data=more.jsonl"], {}, "--data was given several times"),
-    ([], dict(batch=4096), "a global batch needs 4096 rows"),
+    ([], dict(batch=4096), "must have at least 4096 rows"),
   ],
 )
 def test_bad_input_is_reported_and_nothing_is_written(
@@ -276,7 +276,7 @@ def test_bad_rows_are_counted_and_a_known_template_is_kept(
   options = dict(steps=1, samples=0, sample_tokens=None)
   assert run(checkpoint, file, out, *flags, **options) == 0
   errors = capsys.readouterr().err
-  assert "62 rows; 2 bad ones left out" in errors
+  assert "62 rows; bad rows left out: 2" in errors
   assert not RunDirectory(out).samples.exists()
   target = tmp_path / "exported"
   assert convert.main(["export-hf", str(out), "--out", str(target)]) == 0

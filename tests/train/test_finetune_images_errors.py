@@ -44,7 +44,9 @@ def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
     "does not exist": asked("<image> What", image="none.png"),
     "got 1 in the text for 0": asked("<image> What"),
     "got 0 in the text for 1": asked("What", image="good.png"),
-    "expected an image in JPEG": asked("<image> What", image="cut.png"),
+    "expected an image in one of the formats JPEG": asked(
+      "<image> What", image="cut.png"
+    ),
     "got 1 x 1": asked("<image> What", image="dot.png"),
     "at most 89000000 pixels, got": asked("<image> What", image="wide.png"),
   }
@@ -69,14 +71,14 @@ def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
   assert "Traceback" not in errors and not out.exists()
   load_rows(*bad.values(), *good, *good, skip_bad=True)
   said = capsys.readouterr().err
-  assert "10 rows; 6 bad ones left out (1 large image, 1 missing image" in said
+  assert "10 rows; bad rows left out: 6 (1 large image, 1 missing image" in said
   # Without --images, names are relative to the file of rows.
   words = "line 1: the image .* does not exist; pass --images"
   with pytest.raises(ValueError, match=words) as raised:
     load_rows(*good, images="")
   assert "correct the row" not in str(raised.value)
   with pytest.raises(
-    ValueError, match=f"{words}.* instead of .*/images, or leave"
+    ValueError, match=f"{words}.* instead of .*/images, or skip"
   ):
     load_rows(asked("<image> What", image="none.png"))
 

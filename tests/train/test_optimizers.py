@@ -49,7 +49,7 @@ def test_resumed_and_uninterrupted_runs_have_equal_bits(
   options |= dict(optim__codec="log8", steps=9)
   assert run(out, *flags, "--resume", **options) == 2
   errors = capsys.readouterr().err
-  assert "-> log8; pass the options that it was" in " ".join(errors.split())
+  assert "-> log8; pass the options with which" in " ".join(errors.split())
 
 
 @pytest.mark.parametrize("optimizer", OTHERS)

@@ -115,7 +115,7 @@ def test_finished_run_can_be_extended(finished, tmp_path, capsys):
     (["--resume", "--overwrite"], {}, "exclude each other"),
     (["--overwrite"], dict(data__path="missing"), "path must exist"),
     (["--overwrite"], dict(data__path="empty"), "data must not be empty"),
-    (["--overwrite"], dict(data__path="short"), "sequence of 32 + 1 tokens"),
+    (["--overwrite"], dict(data__path="short"), "at least 33 tokens each"),
     (
       ["--overwrite"],
       dict(data__path="ids", data__dtype="uint16"),
@@ -147,7 +147,7 @@ def test_resume_with_other_data_is_rejected(finished, tmp_path, capsys):
   text = tmp_path / "text"
   text.write_text("Other words than those of before. " * 500)
   assert run(finished, "--resume", data__path=text) == 2
-  assert "data: other tokens" in capsys.readouterr().err
+  assert "data: the fingerprint differs" in capsys.readouterr().err
 
 
 def test_resume_without_a_run_is_rejected(tmp_path, capsys):
@@ -278,7 +278,9 @@ def test_overwriting_run_that_fails_early_leaves_the_old_one(
   monkeypatch.setattr(loop.step, "initial_state", without_memory)
   assert run(copied, "--overwrite") == 1
   assert contents(copied) == before | {"lock": contents(copied)["lock"]}
-  assert "put back the run that was to be replaced" in capsys.readouterr().err
+  assert (
+    "put back the old run, which was being replaced" in capsys.readouterr().err
+  )
   monkeypatch.undo()
   assert run(copied, "--resume") == 0
   assert "all 8 steps are already done" in capsys.readouterr().err
@@ -334,7 +336,7 @@ def test_tokens_cut_short_in_mid_run_are_reported(
   options = dict(data__path=ids, data__dtype="uint16", steps=60)
   assert run(tmp_path / "out", **options) == 2
   errors = capsys.readouterr().err.splitlines()
-  assert "ids had 2000000 ids at the start" in errors[-1]
+  assert "ids held 2000000 ids when the run started" in errors[-1]
 
 
 def test_other_device_errors_are_not_reported_as_memory(tmp_path, monkeypatch):

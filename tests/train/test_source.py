@@ -86,7 +86,7 @@ def test_folder_that_cannot_be_read_is_a_sentence(tmp_path, capsys):
   (folder / "model.safetensors").write_bytes(b"")
   check("trained to see, got 5")  # Weights are the last that is read.
   (folder / "tokenizer.json").unlink()
-  check("must have a tokenizer.json, got none")
+  check("must contain a tokenizer.json, got none")
   check("none.json, which is not a file", folder, "--tokenizer", "none.json")
   write_json(folder / "config.json", model_type="vit")
   check("expected a text model or a LLaVA, got a vit")

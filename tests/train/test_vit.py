@@ -80,7 +80,7 @@ def _large(folder):
 
 def _no_image(folder):
   (folder / "train/cat/1.png").write_text("cat")
-  return "got {}/train/cat/1.png, which is not one"
+  return "got {}/train/cat/1.png, which is in none of them"
 
 
 def _empty(folder):
@@ -101,7 +101,7 @@ def _none(folder):
 
 def _new_class(folder):
   (folder / "test/cow").mkdir()
-  return "must be trained on too, got cow only in {}/test"
+  return "must also have training images, got cow only in {}/test"
 
 
 def _few(folder):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads data: from files of text, tokens, chats or images to batches."""
+"""Reads files of text, tokens, chats or images, and makes batches of them."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns rows into batches: deterministic, split over processes, resumable.
+"""Turns rows into batches that are deterministic, sharded and resumable.
 
 Rows are packed documents, images, or windows of a token stream. Each epoch
 visits every row once, in an order drawn from the seed and the epoch. A batch
 may contain the end of one epoch and the beginning of the next. grain shuffles
-row *numbers*, so only the rows that a batch uses are read. Batch i depends only
-on the seed and i, so the state of an iterator is a single integer.
+row *numbers*, so a row is read only when a batch needs it. For given rows and
+batch size, batch i depends only on the seed and i, so the state of an iterator
+is a single integer.
 """
 
 import dataclasses
@@ -18,25 +19,25 @@ from train.data.tokens import TokenSource
 
 
 class Rows(Protocol):
-  """Rows to batch."""
+  """Rows from which batches are made."""
 
-  # Whether the model ignores padding rows. If it does not, an incomplete last
-  # batch of held-out rows is dropped instead of padded.
+  # Whether the model ignores padding rows. If so, an incomplete last batch of
+  # held-out rows is padded; otherwise it is dropped.
   has_padding: ClassVar[bool]
 
   def __len__(self) -> int: ...
 
   def read(self, row: int | None) -> dict[str, np.ndarray]:
-    """Reads a row; None gives a row of padding."""
+    """Reads a row, or returns a row of padding if `row` is None."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-  """Windows of `seq + 1` tokens of a stream; the first begins at `start`.
+  """Windows of `seq + 1` tokens in a stream; the first begins at `start`.
 
-  A model reads the first `seq` tokens of a window and predicts the last `seq`,
-  so neighbouring windows overlap by one token.
+  A model reads the first `seq` tokens of a window and predicts the last `seq`
+  tokens, so neighbouring windows overlap by one token.
   """
 
   has_padding: ClassVar[bool] = False
@@ -59,10 +60,10 @@ class Windows:
 def train_iterator(
   tokens: TokenSource, *, seq_len: int, batch_size: int, seed: int
 ) -> grain.DatasetIterator:
-  """Makes an endless iterator of {"tokens": int32 [batch_size, seq_len + 1]}.
+  """Iterates endlessly over {"tokens": int32 [batch_size, seq_len + 1]}.
 
-  Save and restore its position with `grain.checkpoint.CheckpointSave` and
-  `CheckpointRestore`.
+  Save and restore the iterator's position with `grain.checkpoint`'s
+  `CheckpointSave` and `CheckpointRestore`.
   """
   rows, _ = split_windows(tokens, seq_len)
   batches = train_batches(rows, batch_size=batch_size, seed=seed)
@@ -76,7 +77,7 @@ def eval_batches(
   batch_size: int,
   max_batches: int | None = None,
 ) -> grain.IterDataset:
-  """Makes the held-out batches of a stream, the same in every evaluation."""
+  """Returns a stream's held-out batches, the same ones in every evaluation."""
   _, rows = split_windows(tokens, seq_len)
   batches = held_out_batches(
     rows, batch_size=batch_size, max_batches=max_batches
@@ -88,14 +89,15 @@ def split_windows(tokens: TokenSource, seq_len: int) -> tuple[Windows, Windows]:
   """Cuts the training part and the held-out part of a stream into windows."""
   if seq_len < 1:
     raise ValueError(
-      f"windows: seq_len must be at least 1, got {seq_len}; pass a length"
+      f"windows: seq_len must be at least 1, got {seq_len}; pass the number of "
+      "tokens that a model reads per row"
     )
   start = tokens.train_size(seq_len)
   if start < seq_len + 1:
     raise ValueError(
-      f"windows: training and evaluation each need a sequence of {seq_len} + 1 "
-      f"tokens, got {len(tokens)} tokens in all in {tokens.name}; lower the "
-      "sequence length or give more data"
+      f"windows: training data and held-out data need at least {seq_len + 1} "
+      f"tokens each, got {len(tokens)} tokens altogether in {tokens.name}; "
+      "lower the sequence length or the held-out share, or give more data"
     )
   held_out = (len(tokens) - start - 1) // seq_len
   return (
@@ -112,26 +114,28 @@ def train_batches(
   process_index: int = 0,
   process_count: int = 1,
 ) -> grain.MapDataset:
-  """Makes an endless dataset for `to_iterator`, whose element i is batch i.
+  """Returns an endless dataset of batches; pass it to `to_iterator`.
 
-  `batch_size` counts the rows of all processes together. The order of the rows
-  does not depend on the number of processes.
+  Element i of the dataset holds this process's rows of batch i. `batch_size` is
+  the number of rows in all processes together. The order of the rows does not
+  depend on the number of processes.
   """
   own = _own_rows(batch_size, process_index, process_count)
   if not 0 <= seed < 2**32:
     raise ValueError(
       f"train_batches: seed must be at least 0 and below 2^32, got {seed}; "
-      "pass another"
+      "pass a seed in this range"
     )
   if len(rows) < batch_size:
     raise ValueError(
-      f"train_batches: a global batch needs {batch_size} rows, got "
-      f"{len(rows)}; lower the batch size or the sequence length, or give more "
-      "data"
+      f"train_batches: the data must have at least {batch_size} rows, which is "
+      f"one global batch, got {len(rows)}; lower the batch size or the "
+      "sequence length, or give more data"
     )
   numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
-  # Without drop_remainder, grain divides floats and rounds up: an endless
-  # dataset would have 2^63 batches of one row, but len() allows only 2^63 - 1.
+  # An endless dataset has 2^63 - 1 rows. With drop_remainder=False, grain would
+  # compute the number of batches in floating point. For a batch size of 1 the
+  # result is 2^63, and len() raises OverflowError.
   groups = numbers.batch(batch_size, drop_remainder=True)
   return groups.map(lambda group: _read(rows, group[own]))
 
@@ -144,22 +148,22 @@ def held_out_batches(
   process_index: int = 0,
   process_count: int = 1,
 ) -> grain.MapDataset:
-  """Makes batches of all held-out rows, or of evenly spaced ones.
+  """Returns batches of all held-out rows, or of evenly spaced held-out rows.
 
-  `max_batches` limits their number. Every call gives the same batches, and the
-  last one may be padded.
+  `max_batches` limits the number of batches. Every call returns the same
+  batches. The last one may be padded.
   """
   own = _own_rows(batch_size, process_index, process_count)
   if max_batches is not None and max_batches < 1:
     raise ValueError(
       f"eval_batches: max_batches must be at least 1, got {max_batches}; pass "
-      "None for all"
+      "None for all batches"
     )
   least = 1 if rows.has_padding else batch_size
   if len(rows) < least:
     raise ValueError(
-      f"eval_batches: a batch needs {least} rows, got {len(rows)} held-out "
-      "ones; raise held_out, lower the evaluation batch, or give more data"
+      f"eval_batches: at least {least} rows must be held out, got {len(rows)}; "
+      "raise held_out, lower the evaluation batch, or give more data"
     )
   count = len(rows)
   if max_batches is not None:
@@ -179,17 +183,17 @@ def held_out_batches(
 def to_iterator(
   batches: grain.MapDataset, *, threads: int = 0
 ) -> grain.DatasetIterator:
-  """Makes an iterator of batches; grain can save and restore its position."""
+  """Iterates over batches; grain can save and restore the position."""
   return iter(read_ahead(batches, threads=threads))
 
 
 def read_ahead(batches: grain.MapDataset, *, threads: int) -> grain.IterDataset:
-  """Prefetches batches, one per thread; 0 threads prefetch none.
+  """Prefetches one batch per thread; with 0 threads, nothing is prefetched.
 
-  Threads are enough for images too: Pillow releases the GIL while it decodes
-  and resizes, and with processes each batch would be copied twice.
+  Threads are fast enough for images too, because Pillow releases the GIL while
+  it decodes and resizes. Worker processes would copy each batch twice.
   """
-  # grain's default buffer of 500 elements would hold gigabytes of batches.
+  # grain's default buffer of 500 batches could hold gigabytes.
   options = grain.ReadOptions(
     num_threads=threads, prefetch_buffer_size=threads or 16
   )
@@ -197,7 +201,7 @@ def read_ahead(batches: grain.MapDataset, *, threads: int) -> grain.IterDataset:
 
 
 def _read(rows: Rows, numbers: np.ndarray) -> dict[str, np.ndarray]:
-  """Reads and stacks rows; a negative number stands for padding."""
+  """Reads and stacks rows; a negative row number stands for padding."""
   read = [rows.read(None if i < 0 else int(i)) for i in numbers]
   return {key: np.stack([row[key] for row in read]) for key in read[0]}
 
@@ -211,8 +215,8 @@ def _own_rows(batch_size: int, index: int, count: int) -> slice:
     )
   if batch_size < 1 or batch_size % count:
     raise ValueError(
-      f"batches: the global batch must be a positive multiple of the {count} "
-      f"processes, got {batch_size}; pass such a batch size"
+      f"batches: the global batch size must be a positive multiple of {count}, "
+      f"the number of processes, got {batch_size}; pass such a batch size"
     )
   size = batch_size // count
   return slice(index * size, (index + 1) * size)

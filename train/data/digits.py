@@ -3,10 +3,10 @@
 
   python -m train.data.digits FOLDER
 
-The 1797 grey images of 8 x 8 pixels are part of the test set of E. Alpaydin and
+These 1797 grey images of 8 x 8 pixels come from the test set of E. Alpaydin and
 C. Kaynak, "Optical Recognition of Handwritten Digits" (1998), UCI Machine
-Learning Repository, doi:10.24432/C50P49. The package contains them, so nothing
-is downloaded. Every fifth image of each digit is held out.
+Learning Repository, doi:10.24432/C50P49. The scikit-learn package contains the
+images, so nothing is downloaded. Every fifth image of each digit is held out.
 """
 
 import collections
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, and returns the exit status."""
 
   def read(folder: Positional[Path]) -> Path:
-    """Writes handwritten digits as FOLDER/train/DIGIT/*.png, and test.
+    """Writes handwritten digits to FOLDER/{train,test}/DIGIT/*.png.
 
     Args:
       folder: The folder to create.
@@ -46,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_digits(folder: Path) -> int:
-  """Writes the digits."""
+  """Writes the digits into a new folder; returns the number of images."""
   try:
     from sklearn import datasets
   except ImportError as error:
     raise ValueError(
-      "digits: scikit-learn, which contains the images, is not installed; pip "
-      "install scikit-learn"
+      "digits: scikit-learn, which contains the images, must be installed, got "
+      "no such module; pip install scikit-learn"
     ) from error
   check_free("digits", folder)
   found = datasets.load_digits()
@@ -64,7 +64,7 @@ def write_digits(folder: Path) -> int:
       written[label] += 1
       file = path / part / str(label) / f"{i:04}.png"
       file.parent.mkdir(parents=True, exist_ok=True)
-      # Values range from 0 to 16.
+      # The dataset's pixel values range from 0 to 16.
       Image.fromarray(np.round(image * (255 / 16)).astype(np.uint8)).save(file)
   return len(images)
 

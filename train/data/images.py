@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads image files as the pixels that a vision tower expects.
 
-It follows transformers' processors, with the settings in a checkpoint's
-preprocessor_config.json: an image is converted to RGB, resized by Pillow in 8
-bits (CLIP: the shorter side, then the middle is cropped; SigLIP: both sides),
-and its values are scaled and normalized in f32.
+The steps are those of transformers' processors, with the settings in a
+checkpoint's preprocessor_config.json. An image is converted to RGB. Pillow
+resizes it in 8 bits: for CLIP the shorter side, after which the center is
+cropped; for SigLIP both sides. The values are then scaled and normalized in
+f32.
 
-Files may come from anywhere, so we check each header first: the format, and the
-number of pixels before and after resizing. No image needs more memory than
-twice `MAX_PIXELS` pixels of three bytes.
+Files may come from untrusted sources, so we check each header first: the
+format, and the number of pixels before and after resizing. No image needs more
+memory than twice `MAX_PIXELS` pixels of three bytes.
 """
 
 import dataclasses
@@ -27,13 +28,13 @@ from PIL import Image, UnidentifiedImageError
 from train.data.sources import BadData
 from train.options import first_line
 
-# Pillow warns about images that are slightly larger.
+# The maximum size of an image. Pillow warns about slightly larger images.
 MAX_PIXELS = 89_000_000
-# Tracking pixels and failed downloads have a single pixel.
+# The minimum size. Tracking pixels and failed downloads have a single pixel.
 _MIN_SIDE = 2
-# Only raster formats: others that Pillow reads may be programs (PostScript).
+# Only raster formats. Pillow also reads PostScript, whose files are programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-# Modes of more than 8 bits, which Pillow would clip.
+# Modes with more than 8 bits per channel, whose values Pillow would clip.
 _DEEP = ("I", "F")
 _PREPROCESSOR = "preprocessor_config.json"
 _FILES = (_PREPROCESSOR, "processor_config.json")
@@ -50,24 +51,24 @@ _WITHOUT_EFFECT = {
 class Preprocessing:
   """Settings that turn an image into pixels."""
 
-  # Height and width after resizing, or only the shorter side.
+  # Height and width after resizing; an int sets only the shorter side.
   size: tuple[int, int] | int
   # Height and width of the center crop after resizing; None for no crop.
   crop: tuple[int, int] | None
-  resample: int  # Pillow's number of the resampling filter.
-  scale: float  # Factor for the 8-bit values.
-  # Per channel: scaled values minus mean, divided by std.
+  resample: int  # Pillow's number for the resampling filter.
+  scale: float  # Factor by which the 8-bit values are multiplied.
+  # A channel's normalized values are (scaled value - mean) / std.
   mean: tuple[float, float, float]
   std: tuple[float, float, float]
 
   @classmethod
   def load(cls, folder: Path) -> "Preprocessing":
-    """Reads the settings of a checkpoint."""
+    """Reads the settings in a checkpoint's folder."""
     file = next((folder / x for x in _FILES if (folder / x).is_file()), None)
     if file is None:
       raise ValueError(
         f"images: expected {' or '.join(_FILES)} in {folder}, got neither; "
-        "copy the whole folder of the checkpoint"
+        "copy the checkpoint's whole folder"
       )
     try:
       found = json.loads(file.read_bytes())
@@ -76,7 +77,7 @@ class Preprocessing:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
       raise ValueError(
         f"images: expected a processor like CLIP's or SigLIP's in {file}, got "
-        f"{error}; correct a copy of it"
+        f"{error}; correct the setting in a copy of the file"
       ) from error
 
   @classmethod
@@ -116,7 +117,7 @@ class Preprocessing:
   def save(self, folder: Path) -> None:
     """Writes the settings as preprocessor_config.json, which `load` reads.
 
-    transformers' AutoImageProcessor then prepares the same pixels.
+    With this file, transformers' AutoImageProcessor computes the same pixels.
     """
     size, crop = self.size, self.crop
     names = "height", "width"
@@ -134,7 +135,7 @@ class Preprocessing:
       "image_mean": list(self.mean),
       "image_std": list(self.std),
     }
-    if crop is not None:  # ViT's processor does not crop.
+    if crop is not None:  # ViTImageProcessor cannot crop.
       found["image_processor_type"] = "CLIPImageProcessor"
       found["do_center_crop"] = True
       found["crop_size"] = dict(zip(names, crop, strict=True))
@@ -142,20 +143,21 @@ class Preprocessing:
 
   @property
   def shape(self) -> tuple[int, int]:
-    """Height and width of the result."""
+    """Height and width of the pixels that `read` returns."""
     size = self.crop or self.size
-    assert isinstance(size, tuple)  # If only one side is set, there is a crop.
+    assert isinstance(size, tuple)  # `_parse` requires a crop for an int size.
     return size
 
   def check(self, files: Iterable[Path], *, threads: int = 1) -> None:
-    """Checks the headers of images, in this many threads."""
+    """Checks the headers of images in `threads` threads."""
 
     def check_one(file: Path) -> None:
       with _opened(file) as image:
         self._check_size(image)
 
-    # Set outside the threads, because all threads share the warning filters.
-    with warnings.catch_warnings():  # Pillow warns about images that we refuse.
+    # All threads share the warning filters, so we set them here. We need no
+    # warnings from Pillow, because we refuse the images that it warns about.
+    with warnings.catch_warnings():
       warnings.simplefilter("ignore", Image.DecompressionBombWarning)
       with ThreadPoolExecutor(threads) as pool:
         list(pool.map(check_one, files))
@@ -213,7 +215,7 @@ def _opened(file: Path) -> Image.Image:
   """Opens an image; Pillow reads only its header."""
   try:
     if not stat.S_ISREG(os.stat(file).st_mode):
-      raise UnidentifiedImageError  # Opening a FIFO would block.
+      raise UnidentifiedImageError  # Opening a named pipe would block.
     image = Image.open(file, formats=_FORMATS)
   except FileNotFoundError as error:
     raise BadData(
@@ -227,10 +229,11 @@ def _opened(file: Path) -> Image.Image:
     ) from error
   except Exception as error:  # Decoders raise many types.
     is_other = isinstance(error, UnidentifiedImageError)
-    got = "which is not one" if is_other else first_line(error)
+    got = "which is in none of them" if is_other else first_line(error)
     raise BadData(
       "no image",
-      f"expected an image in {', '.join(_FORMATS)}, got {file}, {got}",
+      f"expected an image in one of the formats {', '.join(_FORMATS)}, got "
+      f"{file}, {got}",
     ) from error
   if image.mode.split(";")[0] in _DEEP:
     mode = image.mode

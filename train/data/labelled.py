@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads image folders by class, like torchvision's ImageFolder.
+"""Reads a folder of images for each class, like torchvision's ImageFolder.
 
-  FOLDER/train/CLASS/*.png   to train on
-  FOLDER/test/CLASS/*.png    held out; also val or validation
-  FOLDER/CLASS/*.png         without these folders, a share of each class is
+  FOLDER/train/CLASS/*.png   images to train on
+  FOLDER/test/CLASS/*.png    held-out images; test may also be named val or
+                             validation
+  FOLDER/CLASS/*.png         without train and test, a share of each class is
                              held out
 
-The name of a folder is the name of its class; classes are numbered in order of
-their names. Images may also be in subfolders. All headers are read at the
-start. If the pixels of all images take at most `_IN_MEMORY` bytes, they are
-read at the start too and stay in memory; larger sets are read a batch at a
-time.
+A class has the name of its folder. Classes are numbered in the order of their
+names. Images may also be in subfolders of a class. All headers are read at the
+start. If the pixels of all images fit into `_IN_MEMORY` bytes, they are read at
+the start too and stay in memory. Otherwise they are read a batch at a time.
 """
 
 import dataclasses
@@ -26,17 +26,17 @@ from train.data.images import Preprocessing
 from train.data.token_files import hash_change_times
 
 _TRAIN, _HELD_OUT = "train", ("test", "val", "validation")
-# Other files are ignored: lists, licenses, caches of thumbnails.
+# Files with other suffixes are ignored: lists, licenses, thumbnail caches.
 _ENDS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-# Threads help: Pillow releases the interpreter's lock while it decodes.
+# Threads help, because Pillow releases the GIL while it decodes.
 THREADS = 8
-# 5000 images of 224 x 224, or four million of 8 x 8.
+# 5000 images of 224 x 224 pixels in f32, or four million of 8 x 8 pixels.
 _IN_MEMORY = 3 * 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-  """Images with their classes, decoded when they are needed."""
+  """Images with their classes, decoded when read or once for all (`pixels`)."""
 
   has_padding: ClassVar[bool] = True
 
@@ -49,7 +49,7 @@ class Images:
     return len(self.files)
 
   def read(self, row: int | None) -> dict[str, np.ndarray]:
-    """Reads an image and its label; the label of padding is -1."""
+    """Reads an image and its label; padding (`row` None) has label -1."""
     if row is None:
       pixels = np.zeros((3, *self.preprocessing.shape), np.float32)
       return {"images": pixels, "labels": np.asarray(-1, np.int32)}
@@ -58,13 +58,13 @@ class Images:
     return {"images": pixels, "labels": np.asarray(self.labels[row])}
 
   def in_memory(self) -> "Images":
-    """Decodes all images, to keep them in memory."""
+    """Decodes all images and keeps their pixels in memory."""
     with ThreadPoolExecutor(THREADS) as pool:
       pixels = list(pool.map(self._decode, range(len(self))))
     return dataclasses.replace(self, pixels=np.stack(pixels))
 
   def take(self, rows: np.ndarray) -> "Images":
-    """Selects images by their numbers."""
+    """Selects images by row number; call this before `in_memory`."""
     return dataclasses.replace(
       self, files=[self.files[i] for i in rows], labels=self.labels[rows]
     )
@@ -75,7 +75,7 @@ class Images:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Labelled:
-  """A folder of images, divided into training and held-out ones."""
+  """A folder's images, divided into training images and held-out images."""
 
   classes: tuple[str, ...]  # Names of the classes, by number.
   rows: Images  # Images to train on.
@@ -83,18 +83,19 @@ class Labelled:
   # A hash of the names, classes and sizes of all files, of the preprocessing,
   # and of the pixels if they are in memory.
   fingerprint: str
-  change_times: str | None  # A hash of the files' times if not in memory.
+  # A hash of the files' change times; None if the pixels are in memory.
+  change_times: str | None
 
 
 def load_labelled(
   folder: Path, preprocessing: Preprocessing, *, held_out: float, seed: int
 ) -> Labelled:
-  """Reads a folder of images by class."""
+  """Reads a folder that contains a folder of images for each class."""
   if not folder.is_dir():
     raise ValueError(
-      "data: expected a folder with a folder of images for each class, got "
-      f"{folder}, which is not a folder; pass --data FOLDER with images as "
-      "FOLDER/train/CLASS/1.png or FOLDER/CLASS/1.png"
+      "data: expected a folder that contains a folder of images for each "
+      f"class, got {folder}, which is not a folder; pass --data FOLDER with "
+      "images as FOLDER/train/CLASS/1.png or FOLDER/CLASS/1.png"
     )
   start = folder / _TRAIN if (folder / _TRAIN).is_dir() else folder
   classes, rows = _read(start, preprocessing)
@@ -127,7 +128,7 @@ def _read(
   preprocessing: Preprocessing,
   classes: tuple[str, ...] | None = None,
 ) -> tuple[tuple[str, ...], Images]:
-  """Checks the headers of the images in a folder of classes."""
+  """Lists a folder's classes and images, and checks the images' headers."""
   found = sorted(
     x.name
     for x in start.iterdir()
@@ -141,16 +142,17 @@ def _read(
     )
   if new := sorted(set(found) - set(known)):
     raise ValueError(
-      f"data: held-out classes must be trained on too, got {new[0]} only in "
-      f"{start}; move or remove it"
+      "data: every held-out class must also have training images, got "
+      f"{new[0]} only in {start}; add training images, or remove the class"
     )
   files, labels = [], []
   for name in found:
     own = sorted(_images_in(start / name))
     if not own:
       raise ValueError(
-        f"data: each class needs an image, got none in {start / name} (with "
-        f"names that end in {', '.join(_ENDS)}); add some, or remove the folder"
+        f"data: each class needs an image, got none in {start / name}; add "
+        f"images with names that end in {', '.join(_ENDS)}, or remove the "
+        "folder"
       )
     files += own
     labels += [known.index(name)] * len(own)
@@ -170,7 +172,7 @@ def _images_in(folder: Path) -> Iterator[Path]:
 
 
 def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
-  """Holds out the same share of each class, but never none or all of it."""
+  """Holds out a share of each class: at least one image, but not all."""
   held_out = []
   draw = np.random.default_rng(seed)
   for label in np.unique(images.labels):
@@ -178,8 +180,8 @@ def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
     if len(own) < 2:
       raise ValueError(
         "data: a class needs two images, one to train on and one to hold out, "
-        f"got only {images.files[own[0]]}; add more, or put held-out images "
-        "into a folder test next to train"
+        f"got only {images.files[own[0]]}; add images, or put all training "
+        "images into FOLDER/train and all held-out images into FOLDER/test"
       )
     count = min(max(round(share * len(own)), 1), len(own) - 1)
     held_out += draw.permutation(own)[:count].tolist()

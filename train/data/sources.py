@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads text files into one flat array of token ids in memory.
 
-The ids are bytes, or come from a `tokenizers` JSON file. This is simple on
-purpose and happens at every start. Tokenize a corpus of more than a few
-gigabytes once, before training, into flat files: see `token_files`.
+The ids are bytes, or come from a `tokenizers` JSON file. This code is simple on
+purpose, and tokenizes again at every start. Tokenize a corpus of more than a
+few gigabytes once, before training, into flat files: see `token_files`.
 """
 
 import glob
@@ -22,10 +22,10 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class BadData(ValueError):
-  """A row or an image that cannot be trained on.
+  """Raised for a row or an image that cannot be trained on.
 
   Attributes:
-    reason: A short name of the fault, by which faults are counted.
+    reason: A short name of the fault; errors are counted by this name.
     remedy: Advice to print after the message.
   """
 
@@ -37,10 +37,11 @@ class BadData(ValueError):
 
 
 def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
-  """Lists the files that a file, folder or glob names, sorted; at least one.
+  """Lists the files of a path, sorted; raises FileNotFoundError if none exist.
 
-  A folder is searched recursively for files with these suffixes (() for all),
-  without hidden names. In a glob, `**` matches any number of folders.
+  The path is a file, a folder or a glob. A folder is searched recursively for
+  files with these suffixes (() for all); hidden files and folders are skipped.
+  In a glob, `**` matches any number of folders.
   """
   root = read_path("data.path", path)
   if root.is_file():
@@ -57,14 +58,15 @@ def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
   found = sorted(file for file in found if file.is_file())
   if not found and not root.exists() and not glob.has_magic(path):
     raise FileNotFoundError(
-      f"load_tokens: the path must exist, got {path}; give a file, a folder or "
-      "a glob, or leave the path out to read Python's standard library"
+      f"load_tokens: the path must exist, got {path}; give an existing file or "
+      "folder, or a glob, or leave the path out to read Python's standard "
+      "library"
     )
   if not found:
     kind = " or ".join(suffixes) or "any"
     raise FileNotFoundError(
-      f"load_tokens: {path} must match at least one file, got none (looked for "
-      f"{kind} files); check the folder or the glob"
+      f"load_tokens: {path} must match at least one file ({kind} suffix), got "
+      "none; check the folder or the glob"
     )
   return found
 
@@ -72,8 +74,8 @@ def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
 def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
   """Yields (name, content) of each text file, sorted by path.
 
-  None reads the source code of Python's standard library. Files with a zero
-  byte near their start are not text and are skipped.
+  If `path` is None, the files are the source code of Python's standard library.
+  A file with a zero byte near its start is not text and is skipped.
   """
   root = Path(sysconfig.get_paths()["stdlib"])
   if path is None:
@@ -96,28 +98,28 @@ def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
   if not found and len(candidates) == 1:
     raise ValueError(
       f"load_tokens: {path} must be text, got a binary file; pass dtype uint16 "
-      "or uint32 if it holds token ids, or convert it to UTF-8"
+      "or uint32 if the file holds token ids, or convert the file to UTF-8"
     )
   if not found:
     raise FileNotFoundError(
       "load_tokens: at least one text file is needed, got none among the "
-      f"{len(candidates)} files of {path or root}; give a path with text"
+      f"{len(candidates)} files of {path or root}; give a path to text files"
     )
 
 
 def check_ids(ids: np.ndarray, name: str, vocab_size: int) -> None:
-  """Checks that ids are below the vocabulary size."""
+  """Checks that ids are below the vocabulary size; errors show `name`."""
   largest = int(ids.max(initial=0))
   if largest >= vocab_size:
     raise ValueError(
       f"load_tokens: token ids must be below the vocabulary of {vocab_size}, "
-      f"got {largest} in {name}; use a model with a larger vocabulary or "
-      "tokens made for this one, and check the dtype of the files"
+      f"got {largest} in {name}; use a model with a larger vocabulary or this "
+      "model's tokenizer, and check the dtype of token files"
     )
 
 
 def read_bytes(path: str | None, vocab_size: int) -> np.ndarray:
-  """Reads text as one id per byte."""
+  """Reads text files; each byte becomes one id."""
   contents = []
   for name, content in documents(path):
     check_ids(np.frombuffer(content, np.uint8), name, vocab_size)
@@ -128,15 +130,16 @@ def read_bytes(path: str | None, vocab_size: int) -> np.ndarray:
 def read_tokenized(
   path: str | None, tokenizer_path: str, vocab_size: int
 ) -> np.ndarray:
-  """Tokenizes text, with an end-of-text id after each file.
+  """Tokenizes text files, and adds an end-of-text id after each file.
 
-  Bytes that are not UTF-8 become U+FFFD.
+  No id is added if the tokenizer has no end-of-text token. Bytes that are not
+  UTF-8 become U+FFFD.
   """
   tokenizer = Tokenizer(tokenizer_path)
   end_of_text = tokenizer.end_of_text
   arrays = [np.empty(0, np.uint32)]
   with tqdm(desc="tokenizing", unit="char", unit_scale=True, delay=2) as bar:
-    # Batches are large enough to occupy the tokenizer's own threads.
+    # Batches are large enough to occupy all of the tokenizer's threads.
     pieces = (
       (name, piece, is_last)
       for name, content in documents(path)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes and decodes text the way the data of a run was encoded.
+"""Encodes and decodes text as the data of a run was encoded.
 
 `open_text` returns a `ByteText`, whose ids are bytes, or a `TokenizerText`,
-which reads a `tokenizers` JSON file. `FolderText` reads a Hugging Face folder:
+which uses a `tokenizers` JSON file. `FolderText` reads a Hugging Face folder:
 
 tokenizer.json          the tokenizer
-tokenizer_config.json   the special tokens, and whether texts begin with one
-generation_config.json  the tokens that end a text; config.json names them too
-chat_template.jinja     see `data.chat`
+tokenizer_config.json   the special tokens, and whether texts begin with BOS
+generation_config.json  the tokens that end a text; config.json may list more
+chat_template.jinja     the chat template; see `data.chat`
 """
 
 import abc
@@ -34,8 +34,8 @@ _CONFIGS = (GENERATION, CONFIG)
 class Text(abc.ABC):
   """Encodes prompts and decodes generated tokens."""
 
-  first_tokens: tuple[int, ...] = ()  # Tokens that texts begin with.
-  stop_tokens: tuple[int, ...] = ()  # Tokens that end a text.
+  first_tokens: tuple[int, ...] = ()  # Every text begins with these tokens.
+  stop_tokens: tuple[int, ...] = ()  # Each of these tokens ends a text.
   # The token to put before a text that has no context; None if unknown.
   prefix_token: int | None = None
   chat: ChatTemplate | None = None
@@ -46,18 +46,18 @@ class Text(abc.ABC):
 
   @abc.abstractmethod
   def decode(self, tokens: list[int]) -> str:
-    """Returns the tokens' text; bytes that are not UTF-8 become U+FFFD."""
+    """Decodes tokens; bytes that are not UTF-8 become U+FFFD."""
 
   def encode_from_start(self, text: str) -> list[int]:
-    """Encodes a text and adds `first_tokens` unless it begins with them."""
+    """Encodes a text; prepends `first_tokens` if they are missing."""
     first, tokens = list(self.first_tokens), self.encode(text)
     return tokens if tokens[: len(first)] == first else first + tokens
 
   def decode_after(self, before: list[int], tokens: list[int]) -> str:
-    """Decodes tokens that follow others.
+    """Decodes `tokens`, which follow the tokens `before`.
 
-    Unlike `decode` it keeps the space before the first word, which many
-    tokenizers drop at the start of a text.
+    This keeps the space before the first word. Many tokenizers would drop that
+    space if `tokens` were decoded alone.
     """
     head, whole = self.decode(before), self.decode(before + tokens)
     if whole.startswith(head):
@@ -65,14 +65,15 @@ class Text(abc.ABC):
     return self.decode(tokens)  # The tokens begin inside a character.
 
   def stops_after(self, lasts: Iterable[int]) -> list[int]:
-    """Returns `stop_tokens` and those of the last tokens that have no text.
+    """Returns `stop_tokens`, plus each token of `lasts` that decodes to "".
 
-    Turns of the data may end with a token that is not a stop token yet.
+    `lasts` are the last tokens of turns in the data. Such a token may not be
+    one of the stop tokens yet.
     """
     return sorted({*self.stop_tokens, *self.without_text(lasts)})
 
   def without_text(self, tokens: Iterable[int]) -> set[int]:
-    """Selects the tokens that decode to nothing, such as the end of a turn."""
+    """Selects tokens that decode to "", such as the end-of-turn token."""
     return {token for token in tokens if not self.decode([token])}
 
 
@@ -86,16 +87,16 @@ class ByteText(Text):
 
   def decode(self, tokens: list[int]) -> str:
     unknown = "\N{REPLACEMENT CHARACTER}".encode()
-    # A vocabulary may have more ids than there are bytes.
+    # The model's vocabulary may have more than 256 ids.
     parts = (bytes([x]) if x < 256 else unknown for x in tokens)
     return b"".join(parts).decode(errors="replace")
 
 
 class TokenizerText(Text):
-  """Uses a `tokenizers` JSON file."""
+  """Encodes and decodes with a `tokenizers` JSON file."""
 
   def __init__(self, path: str):
-    """Reads the file, and special tokens and a chat template in its folder."""
+    """Reads the file, and the special tokens and chat template next to it."""
     self._tokenizer = Tokenizer(path)
     self.chat = ChatTemplate.load(Path(path).expanduser().parent)
     self.prefix_token = self._tokenizer.end_of_text
@@ -116,10 +117,11 @@ class TokenizerText(Text):
 class FolderText(TokenizerText):
   """Tokenizes as transformers does with a Hugging Face folder.
 
-  A text begins with the token that the tokenizer's post-processor adds, or that
-  `add_bos_token` in tokenizer_config.json asks for. It ends with any
-  `eos_token_id` of generation_config.json and config.json. If neither file
-  names one, it ends with the tokenizer's own end token.
+  `add_bos_token` in tokenizer_config.json sets whether a text begins with the
+  BOS token. Without that key, a text begins with the tokens that the
+  tokenizer's post-processor adds. A text ends with any `eos_token_id` of
+  generation_config.json or config.json. If neither file sets `eos_token_id`, a
+  text ends with the tokenizer's own end-of-text token.
   """
 
   def __init__(self, folder: Path, tokenizer: str | None = None):
@@ -127,8 +129,8 @@ class FolderText(TokenizerText):
     path = folder / _TOKENIZER if tokenizer is None else Path(tokenizer)
     if tokenizer is None and not path.is_file():
       raise FileNotFoundError(
-        f"{folder} must have a {_TOKENIZER}, got none; copy it from the "
-        "checkpoint's source, or pass --tokenizer with one"
+        f"{folder} must contain a {_TOKENIZER}, got none; copy it from the "
+        f"checkpoint's source, or pass --tokenizer with another {_TOKENIZER}"
       )
     super().__init__(str(path))
     own = path.expanduser().parent  # The tokenizer's folder.
@@ -160,14 +162,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def read_ids(file: Path, name: str) -> list[int]:
-  """Reads the token ids under a key of a JSON file; [] if there are none."""
+  """Reads the token ids under key `name` of a JSON file; [] if it is unset."""
   value = _read(file).get(name)
   found = value if isinstance(value, list) else [value]
   found = [x for x in found if x is not None]
   if any(type(x) is not int or x < 0 for x in found):
     raise ValueError(
-      f"{file}: {name} must be a token id or a list of them, got "
-      f"{str(value)[:40]}; copy the file again"
+      f"{file}: {name} must be a token id or a list of token ids, got "
+      f"{str(value)[:40]}; copy the file from the checkpoint's source again"
     )
   return found
 
@@ -175,10 +177,11 @@ def read_ids(file: Path, name: str) -> list[int]:
 def write_stop_tokens(folder: Path, documents: Documents) -> None:
   """Adds the tokens that end turns to a folder's generation_config.json.
 
-  transformers stops at the tokens that this file names. Without this file it
-  reads config.json. If that names none either, it uses the default of the
-  model's class (token 2 for Llama), never the tokenizer's token. Nothing is
-  written if the file already names the tokens, or if turns end with text.
+  transformers stops at the tokens that generation_config.json lists. If that
+  file is missing, transformers reads config.json. If config.json lists none
+  either, the default of the model's class applies (token 2 for Llama), never
+  the tokenizer's token. Nothing is written if the tokens are listed already, or
+  if turns end with visible text.
   """
   text = FolderText(folder)
   ends = text.without_text(last_tokens(documents))
@@ -192,20 +195,21 @@ def write_stop_tokens(folder: Path, documents: Documents) -> None:
 
 
 def last_tokens(documents: Documents) -> list[int]:
-  """Lists the distinct tokens that end target spans."""
+  """Lists the distinct last tokens of target spans."""
   mask = documents.mask  # False for the first token of each document.
   is_last = mask & ~np.append(mask[1:], False)
   return np.unique(documents.tokens[is_last]).tolist()
 
 
 def open_text(data: DataConfig, tokenizer: str | None) -> Text:
-  """Opens the tokenizer of a run's data, or another one."""
+  """Opens `tokenizer`, or the tokenizer of a run's data if it is None."""
   tokenizer = data.tokenizer if tokenizer is None else tokenizer
   if tokenizer is not None:
     return TokenizerText(tokenizer)
   if data.dtype != "text":
     raise ValueError(
-      "generate: the run was trained on token ids, and does not know their "
-      f"tokenizer (dtype {data.dtype}); pass --tokenizer with a tokenizer.json"
+      "generate: expected a tokenizer, got a run that was trained on token ids "
+      f"(dtype {data.dtype}) and stores none; pass --tokenizer with the "
+      "tokenizer.json that made the ids"
     )
   return ByteText()

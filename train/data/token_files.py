@@ -5,10 +5,11 @@ Files are not memory-mapped: if a mapped file is cut short or its disk fails,
 reading it ends the process with SIGBUS, without an error message.
 
 A fingerprint shows whether a resumed run reads the same tokens. Arrays in
-memory and files of up to 256 MiB together are hashed whole. In larger files,
-only blocks of 64 KiB are hashed: the first and last of each file, and 4096 at
-equal distances. A change that is longer than this distance is always noticed. A
-shorter change may be missed, but `change_times` hints at it.
+memory are hashed whole, and so are files that have at most 256 MiB in total. Of
+larger files, only blocks of 64 KiB are hashed: the first and last block of each
+file, and about 4096 evenly spaced blocks. A change that is longer than the
+spacing is always noticed. A shorter change may be missed, but `change_times`
+hints at it.
 """
 
 import dataclasses
@@ -26,12 +27,12 @@ from train.data import sources
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-  """A flat file of token ids; `len` and slices work as on an array."""
+  """A flat file of token ids; `len` and slicing work as for an array."""
 
   path: str
-  dtype: str  # The type of its ids, uint16 or uint32.
+  dtype: str  # The type of the ids, uint16 or uint32.
   size: int  # Number of ids.
-  offset: int  # Bytes before the first one.
+  offset: int  # Number of bytes before the first id.
 
   @property
   def itemsize(self) -> int:
@@ -42,24 +43,25 @@ class TokenFile:
     return self.size
 
   def __getitem__(self, where: slice) -> np.ndarray:
-    """Reads a slice of less than 2 GiB."""
+    """Reads a slice, which must be smaller than 2 GiB."""
     start, stop, _ = where.indices(self.size)
     wanted = max(stop - start, 0) * self.itemsize
     place = self.offset + start * self.itemsize
-    file = _opened(self.path)  # This reference keeps it open.
+    file = _opened(self.path)  # This reference keeps the file open.
     read = os.pread(file.number, wanted, place)
     if len(read) < wanted:
       raise ValueError(
-        f"load_tokens: {self.path} had {self.size} ids at the start, but now "
-        f"ends after {place + len(read)} bytes; restore it, and pass --resume"
+        f"load_tokens: {self.path} held {self.size} ids when the run started, "
+        f"but now ends after {place + len(read)} bytes; restore the file, and "
+        "pass --resume"
       )
     return np.frombuffer(read, self.dtype)
 
 
 def open_tokens(path: str, dtype: str) -> list[TokenFile]:
-  """Opens token files; their ids are read by slicing."""
+  """Finds and measures token files; slicing reads their ids."""
   files = sources.find_files(path, suffixes=(".npy", ".bin"))
-  _opened.cache_clear()  # The files may have been replaced since.
+  _opened.cache_clear()  # Files opened earlier may have been replaced.
   return [_measured(str(file), dtype) for file in files]
 
 
@@ -71,22 +73,23 @@ def _measured(path: str, dtype: str) -> TokenFile:
     size, itemsize = os.path.getsize(path), np.dtype(dtype).itemsize
     if size % itemsize:
       raise ValueError(
-        f"load_tokens: a file of {dtype} must hold a multiple of {itemsize} "
-        f"bytes, got {size} in {path}; check dtype, or copy the file again if "
-        "it was cut short"
+        f"load_tokens: the size of a file of {dtype} must be a multiple of "
+        f"{itemsize} bytes, got {size} bytes in {path}; check dtype, or copy "
+        "the file again if it was cut short"
       )
     return TokenFile(path, dtype, size // itemsize, offset=0)
   try:
     array = np.load(path, mmap_mode="r")
   except ValueError as error:
     raise ValueError(
-      f"load_tokens: {path} begins as a NumPy file but cannot be read as one "
+      f"load_tokens: {path} begins like a NumPy file but cannot be read as one "
       f"({error}); write it again with numpy.save"
     ) from error
   if array.dtype != np.dtype(dtype) or array.ndim != 1:
     raise ValueError(
       f"load_tokens: {path} must hold a flat array of {dtype}, got "
-      f"{array.dtype} {list(array.shape)}; pass its dtype, or save it flat"
+      f"{array.dtype} {list(array.shape)}; pass the array's dtype, or save the "
+      "array flat"
     )
   return TokenFile(path, dtype, len(array), offset=array.offset)
 
@@ -102,7 +105,8 @@ class _Opened:
       os.close(self.number)
 
 
-# A published corpus has thousands of files, but usually only 1024 can be open.
+# A published corpus has thousands of files, but a process can usually open only
+# 1024 at a time.
 @functools.lru_cache(maxsize=256)
 def _opened(path: str) -> _Opened:
   return _Opened(path)
@@ -128,14 +132,14 @@ def fingerprint(parts: Parts) -> str:
 
 
 def is_read_whole(parts: Parts) -> bool:
-  """Returns whether the fingerprint sees every token."""
+  """Returns whether the fingerprint hashes every token."""
   return _distance(parts) == _BLOCK_BYTES
 
 
 def change_times(parts: Parts) -> str | None:
-  """Hashes the files' change times; None if the fingerprint reads them whole.
+  """Hashes the files' change times; None if the fingerprint hashes every token.
 
-  A copy of the same files has other times, so these are only a hint.
+  A copy of a file has another change time, so a new hash is only a hint.
   """
   if is_read_whole(parts):
     return None
@@ -143,7 +147,7 @@ def change_times(parts: Parts) -> str | None:
 
 
 def hash_change_times(files: Iterable[str | os.PathLike]) -> str:
-  """Hashes when each file was last changed."""
+  """Hashes the times at which files were last changed."""
   times = [os.stat(file).st_mtime_ns for file in files]
   return hashlib.sha256(str(times).encode()).hexdigest()[:16]
 
@@ -153,7 +157,7 @@ def _files(parts: Parts) -> list[TokenFile]:
 
 
 def _distance(parts: Parts) -> int:
-  """Bytes from the start of one block to the start of the next."""
+  """Counts the bytes from the start of one block to the start of the next."""
   size = sum(len(file) * file.itemsize for file in _files(parts))
   return max(_BLOCK_BYTES, -(-size // _BLOCKS))
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts text to tokens and back with a `tokenizers` JSON file.
 
-The library raises bare Exception, and panics in its Rust code are not even
-Exceptions. Here both become a ValueError that names the file. If the file asks
-for truncation, that is ignored, as in transformers.
+The library raises bare Exception; panics in its Rust code are not even
+subclasses of it. Both are converted to a ValueError that names the file. As in
+transformers, truncation and padding that the file asks for are ignored.
 
-The library needs up to 240 bytes per character while it tokenizes, so long
-texts are split into pieces, and only a few pieces are tokenized at a time.
+The library needs up to 240 bytes of memory per character that it tokenizes.
+Hence long texts are split into pieces, and only a few pieces are tokenized at a
+time.
 """
 
 import contextlib
@@ -19,10 +20,11 @@ from train.options import first_line, read_path
 
 # Common names of the end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-# The longest piece, in characters. Longer texts are split at line ends, across
-# which few tokenizers merge; larger pieces would run on fewer cores.
+# The length of the longest piece, in characters. Longer texts are split at line
+# ends, because few tokenizers merge across them. The library tokenizes pieces
+# in parallel; with larger pieces it would use fewer cores.
 PIECE = 1 << 18
-# At most this many pieces, and characters in total, are tokenized at once.
+# The largest number of pieces, and of characters, that are tokenized at once.
 _TEXTS, _CHARACTERS = 256, 1 << 20
 
 
@@ -34,7 +36,7 @@ class Tokenizer:
     if not file.is_file():
       raise FileNotFoundError(
         f"load_tokens: the tokenizer must be a JSON file, got {path}, which is "
-        "not a file; give the tokenizer.json that belongs to the model"
+        "not a file; give the model's tokenizer.json"
       )
     self._path = path
     with self._errors("could not be read as a `tokenizers` JSON file"):
@@ -55,21 +57,21 @@ class Tokenizer:
     except BaseException as error:  # See the module's docstring.
       raise ValueError(
         f"load_tokens: {self._path} {problem} ({first_line(error)}); give the "
-        "tokenizer.json of the model"
+        "model's tokenizer.json"
       ) from error
 
   def id_of(self, token: str) -> int | None:
-    """Finds the id of a token; None if there is none."""
+    """Returns the id of a token; None if the vocabulary does not have it."""
     return self._whole.token_to_id(token)
 
   @property
   def end_of_text(self) -> int | None:
-    """The id of the end-of-text token; None if there is none."""
+    """The id of the end-of-text token; None if no usual name has an id."""
     known = map(self.id_of, _END_OF_TEXT)
     return next((id for id in known if id is not None), None)
 
   def drop_post_processor(self) -> None:
-    """Removes the post-processor, which may trim spaces from offsets."""
+    """Removes the post-processor, which may exclude spaces from offsets."""
     self._whole.post_processor = None
 
   def first_tokens(self) -> list[int]:
@@ -86,17 +88,17 @@ class Tokenizer:
     return [encoding.ids for encoding in found]
 
   def decode(self, ids: list[int]) -> str:
-    """Returns the text of ids, without special tokens."""
+    """Converts ids to text, without special tokens."""
     with self._errors():
       return self._whole.decode(ids, skip_special_tokens=True)
 
   def encode_each(
     self, texts: Iterable[str], *, kept: int = 0
   ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields ids int32 [n] and character offsets int32 [n, 2] of each text.
+    """Yields each text's ids, int32 [n], and character offsets, int32 [n, 2].
 
-    Splitting never changes the first `kept` tokens if they have at most 16
-    characters each.
+    Splitting does not change a text's first `kept` tokens if they have at most
+    16 characters each.
     """
     ids, offsets = [], []
     pieces = (piece for text in texts for piece in self.split(text, kept=kept))
@@ -106,7 +108,7 @@ class Tokenizer:
           [piece for piece, _, _ in batch], add_special_tokens=False
         )
       for (_, start, is_last), encoding in zip(batch, found, strict=True):
-        with self._errors():  # An id may be beyond int32.
+        with self._errors():  # An id may be too large for int32.
           ids.append(np.asarray(encoding.ids, np.int32))
         places = np.asarray(encoding.offsets, np.int32).reshape(-1, 2)
         offsets.append(places + start)
@@ -117,9 +119,9 @@ class Tokenizer:
   def split(
     self, text: str, *, kept: int = 0
   ) -> Iterator[tuple[str, int, bool]]:
-    """Yields (piece, start, whether it is the last one) of a text.
+    """Yields (piece, start of the piece, whether it is the last) for a text.
 
-    Pieces end at line ends and never inside an added token.
+    Pieces end at line ends if possible, and never inside an added token.
     """
     most = max(PIECE, 16 * kept)
     start, is_last = 0, False
@@ -140,7 +142,7 @@ class Tokenizer:
 def _batches(
   pieces: Iterable[tuple[str, int, bool]],
 ) -> Iterator[list[tuple[str, int, bool]]]:
-  """Groups the pieces that are tokenized at once."""
+  """Groups pieces into batches that are tokenized at once."""
   batch, size = [], 0
   for piece in pieces:
     if batch and (len(batch) == _TEXTS or size + len(piece[0]) > _CHARACTERS):

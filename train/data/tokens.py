@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One flat stream of token ids, from text or from token files.
+"""Reads one flat stream of token ids from text or from token files.
 
 The end of the stream is held out for evaluation. `DataConfig` offers three
 kinds of data:
-  * by default the source code of Python's standard library as bytes, because
-    every machine has this text;
-  * text: a file, folder or glob, as bytes or through a `tokenizers` JSON file,
-    tokenized at the start and kept in memory;
-  * tokens: flat `uint16` or `uint32` files, read a batch at a time, with or
-    without NumPy's header (OLMo publishes Dolma without).
+  * by default, the source code of Python's standard library, with bytes as ids,
+    because every machine has this text;
+  * text: a file, folder or glob, which is tokenized at the start and kept in
+    memory; its ids are bytes or come from a `tokenizers` JSON file;
+  * tokens: flat files of uint16 or uint32, which are read a batch at a time,
+    with or without NumPy's header (OLMo publishes Dolma without the header).
 """
 
 import bisect
@@ -26,26 +26,26 @@ from train.data import sources, token_files
 from train.data.token_files import TokenFile, open_tokens
 from train.options import Share, fixed
 
-# Threads hide the latency of disks. For data in memory they would only compete.
+# Threads hide the latency of disks. Data in memory have no latency to hide.
 _THREADS = 16
-# Short pieces, spread over the stream, that are checked before training.
+# The number of samples to check before training, and of tokens in each sample.
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-  """Options for the data that tokens come from.
+  """Options for the source of tokens.
 
   Attributes:
     path: A file, a folder (read recursively) or a glob; None for the source
       code of Python's standard library.
     tokenizer: A `tokenizers` JSON file for text; None to use bytes as ids.
     dtype: The content of the files: text, or token ids of this type.
-    held_out: Share of the stream to hold out for evaluation, at its end; at
-      least one sequence.
+    held_out: Share of the stream to hold out for evaluation, at the stream's
+      end. At least one sequence is held out.
 
   Raises:
-    ValueError: options that exclude each other, or a share outside (0, 1).
+    ValueError: Options exclude each other, or `held_out` is outside (0, 1).
   """
 
   path: str | None = None
@@ -57,13 +57,14 @@ class DataConfig:
     check_fields(self)
     if self.dtype != "text" and self.path is None:
       raise ValueError(
-        f"DataConfig: dtype {self.dtype} needs a path, got none; give the "
-        "token files, or leave dtype out to read Python's standard library"
+        f"DataConfig: dtype {self.dtype} needs a path, got none; give the path "
+        "of the token files, or leave dtype out to read Python's standard "
+        "library"
       )
     if self.dtype != "text" and self.tokenizer is not None:
       raise ValueError(
-        f"DataConfig: tokenizer applies to text, got dtype {self.dtype}; leave "
-        "tokenizer out, because these files hold token ids already"
+        f"DataConfig: a tokenizer requires dtype text, got dtype {self.dtype}; "
+        "leave the tokenizer out if the files hold token ids"
       )
 
 
@@ -71,11 +72,11 @@ class DataConfig:
 class TokenSource:
   """A flat stream of token ids below `vocab_size`; see `load_tokens`."""
 
-  name: str  # Where the tokens come from, for errors.
-  # Flat integer arrays or files, one after the other.
+  name: str  # Where the tokens come from; errors show it.
+  # Flat integer arrays or files, which form the stream in this order.
   parts: Sequence[np.ndarray | TokenFile]
-  vocab_size: int  # Reading checks that every id is below it.
-  held_out: float  # The share at the end that is held out for evaluation.
+  vocab_size: int  # `read` checks that every id is below `vocab_size`.
+  held_out: float  # The share held out for evaluation, at the stream's end.
 
   @functools.cached_property
   def _ends(self) -> list[int]:
@@ -83,7 +84,7 @@ class TokenSource:
 
   @property
   def threads(self) -> int:
-    """Threads that read batches ahead; none if all tokens are in memory."""
+    """Number of threads that prefetch; 0 if all tokens are in memory."""
     is_in_memory = all(isinstance(part, np.ndarray) for part in self.parts)
     return 0 if is_in_memory else _THREADS
 
@@ -91,7 +92,7 @@ class TokenSource:
     return self._ends[-1] if self.parts else 0
 
   def read(self, start: int, stop: int) -> np.ndarray:
-    """Reads tokens `start` to `stop` of the stream."""
+    """Reads tokens `start` to `stop - 1` of the stream, as int32."""
     tokens = np.empty(stop - start, np.int32)
     index = bisect.bisect_right(self._ends, start)
     done = 0
@@ -113,20 +114,20 @@ class TokenSource:
 
   @functools.cached_property
   def change_times(self) -> str | None:
-    """A hash of the files' times if the fingerprint reads only parts."""
+    """A hash of the files' change times; see `token_files.change_times`."""
     return token_files.change_times(self.parts)
 
   def train_size(self, seq_len: int) -> int:
-    """Number of tokens before the held-out part."""
+    """Counts the tokens before the held-out part."""
     return len(self) - max(math.ceil(len(self) * self.held_out), seq_len + 1)
 
 
 def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
-  """Opens the data, in the order of the sorted paths.
+  """Opens the data, sorted by path.
 
-  Text is read and tokenized here. Token files are checked here in 64 short
-  samples, and later in each batch that is read. Bytes use the first 256 ids of
-  the vocabulary.
+  This function reads and tokenizes all text; without a tokenizer, its bytes use
+  the first 256 ids of the vocabulary. It checks only 64 short samples of token
+  files; their other tokens are checked when a batch reads them.
   """
   if config.dtype != "text":
     assert config.path is not None  # `DataConfig` checks it.
@@ -144,14 +145,14 @@ def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
   if not len(source):
     raise ValueError(
       f"load_tokens: the data must not be empty, got no token in "
-      f"{source.name}; give a path with text"
+      f"{source.name}; give a path to text or token files"
     )
   _check_samples(source, config.dtype)
   return source
 
 
 def _check_samples(tokens: TokenSource, dtype: str) -> None:
-  """Detects ids out of the vocabulary, and uint32 files read as uint16."""
+  """Detects ids outside the vocabulary, and uint32 files read as uint16."""
   size = min(_SAMPLE_TOKENS, len(tokens))
   starts = np.linspace(0, len(tokens) - size, _SAMPLES).astype(int)
   samples = [tokens.read(x, x + size) for x in np.unique(starts).tolist()]
@@ -161,6 +162,6 @@ def _check_samples(tokens: TokenSource, dtype: str) -> None:
   has_ids = any(ids.any() for ids in samples)
   if dtype == "uint16" and is_half_zero and has_ids:
     raise ValueError(
-      f"load_tokens: every other uint16 in {tokens.name} is zero, as in files "
-      "of uint32; pass dtype uint32"
+      f"load_tokens: every other uint16 in {tokens.name} is zero, so its ids "
+      "are probably uint32; pass dtype uint32"
     )

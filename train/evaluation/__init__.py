@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of `train.evaluate`; each can be used by itself.
+"""Parts of `train.evaluate`; each part can be used alone.
 
 scoring     computes log-probabilities of tokens
 documents   reads texts from files
@@ -7,6 +7,6 @@ perplexity  measures how well a model predicts texts
 answers     lets a model answer the questions of conversations
 page        writes answers as HTML
 harness     runs lm-evaluation-harness on a decoder (extra `eval`)
-tasks       finds the harness's tasks, in its package or in a folder
-report      writes tables and JSON
+tasks       finds and runs the harness's tasks, from its package or a folder
+report      formats results as tables and writes them as JSON
 """

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks a model the questions of conversations and scores the answers.
 
-Each turn of the assistant that is marked as a target is one question. The
-prompt is everything before that turn, with the data's own answers in earlier
-turns. The model decodes greedily until the answer ends. The cross-entropy of
-the data's answers is computed for all turns at once.
+Each turn of the assistant that is marked as a target poses one question. The
+prompt is everything before that turn, including the data's answers to earlier
+questions. The model decodes greedily until the answer ends. The cross-entropy
+of the data's answers is computed for all turns of a conversation at once.
 
 Short answers are compared as in VQA v2: in lower case, without punctuation,
-articles and line ends, and with numbers up to ten as digits. There is one
+articles and line ends, and with number words up to ten as digits. There is one
 difference: `vqaEval.py` of github.com/GT-Vision-Lab/VQA restores missing
 apostrophes, whereas we ignore apostrophes.
 """
@@ -31,7 +31,8 @@ from train.evaluation.perplexity import exp
 from train.evaluation.scoring import Request, Scorer
 from train.source import Source
 
-# Answers hardly ever match longer references exactly, so we don't compare them.
+# The longest reference, in words, that answers are compared with. An answer
+# hardly ever matches a longer reference exactly.
 SHORT_WORDS = 5
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _ARTICLES = {"a", "an", "the"}
@@ -48,10 +49,10 @@ def normalized(answer: str) -> str:
   has_thousands = re.search(r"\d,\d", text) is not None
   out = text
   for mark in _PUNCTUATION:
-    # A mark next to a space is punctuation; any other separates two words.
+    # A mark next to a space is punctuation; other marks separate two words.
     is_beside = f"{mark} " in text or f" {mark}" in text
     out = out.replace(mark, "" if is_beside or has_thousands else " ")
-  # A full stop, but not a decimal point.
+  # Remove full stops, but not decimal points.
   out = re.sub(r"\.(?!\d)", "", out).lower()
   out = re.sub("['\N{RIGHT SINGLE QUOTATION MARK}]", "", out)
   words = (_NUMBERS.get(word, word) for word in out.split())
@@ -64,14 +65,14 @@ def is_short(reference: str) -> bool:
 
 
 def is_match(answer: str, reference: str) -> bool:
-  """Returns whether both texts are equal once they are `normalized`."""
+  """Returns whether both texts are equal after `normalized`."""
   return normalized(answer) == normalized(reference)
 
 
 class Question(NamedTuple):
   """A turn that the model is asked to write."""
 
-  conversation: int
+  conversation: int  # The conversation's index in the data.
   prompt: list[int]  # All tokens before the turn.
   new: list[int]  # The tokens between the previous answer and the turn.
   reference: list[int]  # The turn in the data.
@@ -79,30 +80,31 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-  """An answer of the model, with the reference answer."""
+  """A model's answer, with the reference answer."""
 
-  conversation: int
+  conversation: int  # The conversation's index in the data.
   question: str  # The text since the previous answer.
   reference: str  # The answer in the data.
   answer: str  # The model's answer.
   images: tuple[Path, ...]  # Files of the images before the answer.
   is_short: bool  # Whether the reference is a short answer.
-  is_match: bool  # Whether both are equal once they are `normalized`.
+  is_match: bool  # Whether both texts are equal after `normalized`.
 
 
 class Answers(NamedTuple):
-  """All answers of a model, and how well it predicts the references."""
+  """A model's answers, and how well the model predicts the references."""
 
-  conversations: int
+  conversations: int  # Number of conversations.
   tokens: int  # Number of reference-answer tokens scored.
-  nats: float  # Their total cross-entropy.
-  # Questions not asked, because prompt and answer exceed the context length.
+  nats: float  # Total cross-entropy of these tokens.
+  # Number of questions that were not asked, because the prompt and an answer
+  # would exceed the context length.
   left_out: int
   answers: list[Answer]  # In the order of the data.
 
   @property
   def nats_per_token(self) -> float:
-    """The mean cross-entropy of a reference-answer token."""
+    """The mean cross-entropy per reference-answer token."""
     return self.nats / self.tokens
 
   @property
@@ -117,7 +119,7 @@ class Answers(NamedTuple):
 
   @property
   def exact_match(self) -> float | None:
-    """The share of short answers that match; None if there are none."""
+    """The share of short references that answers match; None without any."""
     matches = sum(x.is_match for x in self.answers if x.is_short)
     return matches / self.short if self.short else None
 
@@ -128,13 +130,13 @@ class _Exam(NamedTuple):
   model: Decoder | VisionLanguageModel
   documents: Documents
   count: int  # Only the first `count` conversations are used.
-  # How many images each row has room for; 0 for text only. It is the same in
-  # every row, so that each length needs only one program.
+  # Number of images for which each row has room; 0 for text only. All rows have
+  # the same number, so that each length needs only one compiled program.
   slots: int
-  batch: int  # Rows that are computed at once.
+  batch: int  # Number of rows that are computed at once.
 
   def pixels(self, conversation: int, count: int) -> np.ndarray:
-    """Reads the first images of a conversation, f32 [slots, 3, H, W]."""
+    """Reads a conversation's first `count` images, f32 [slots, 3, H, W]."""
     assert self.documents.images is not None
     images = self.documents.images_of(conversation)[:count]
     return self.documents.images.reader.read(images, slots=self.slots)
@@ -152,8 +154,8 @@ def ask(
 ) -> Answers:
   """Asks a model all questions of the first `limit` conversations.
 
-  The model sees at most `length` tokens at a time, and an answer has at most
-  `max_tokens` tokens.
+  The model reads at most `length` tokens at a time, and an answer has at most
+  `max_tokens` tokens. If `limit` is None, all conversations are used.
   """
   count = min(len(documents), limit or len(documents))
   images = (len(documents.images_of(i)) for i in range(count))
@@ -183,7 +185,7 @@ def _questions(documents: Documents, number: int) -> list[Question]:
 
 
 def _score(exam: _Exam, length: int) -> tuple[int, float]:
-  """Returns the number of reference-answer tokens and their cross-entropy."""
+  """Returns the number of reference-answer tokens and their total nats."""
   documents, total, nats = exam.documents, 0, 0.0
   scorer = Scorer(exam.model, length=length, batch=exam.batch)
   lengths = documents.lengths[: exam.count]
@@ -213,7 +215,7 @@ def _generate(
   found: dict[int, Answer] = {}
   with tqdm(total=len(asked), desc="questions", unit="row", delay=2) as bar:
     for some in itertools.batched(order, exam.batch):
-      # Pad the last batch, so that all batches have the same number of rows.
+      # Pad the last batch, so that every batch has `exam.batch` rows.
       padded = (*some, *some[:1] * (exam.batch - len(some)))
       rows = [asked[i] for i in padded]
       pixels = None
@@ -261,18 +263,18 @@ def read_conversations(
   template: str | None = None,
   images: Path | None = None,
 ) -> Documents:
-  """Reads conversations as a model sees them."""
+  """Reads conversations with a model's tokenizer, chat template and images."""
   file = Path(tokenizer or source.files / "tokenizer.json").expanduser()
   if not file.is_file():
     raise FileNotFoundError(
       f"evaluate: conversations need a tokenizer.json, got none in "
-      f"{file.parent}; pass --tokenizer with one"
+      f"{file.parent}; pass --tokenizer with the model's tokenizer.json"
     )
   text, reader = source.config, None
   if not isinstance(text, ModelConfig):
     reader = open_images(source.files, text, str(images or ""))
     text = text.text
-  # A run keeps a template in the same folder as its tokenizer.
+  # A chat template is stored in the same folder as its tokenizer.
   folder = file.parent if tokenizer else source.files
   return load_documents(
     files,

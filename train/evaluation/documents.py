@@ -2,8 +2,8 @@
 """Reads texts from files like those of WikiText, C4 and the Pile.
 
 In a file of JSON lines, the `text` of each line is a document. Any other text
-file is one document. Both may be compressed as .gz, or as .zst if the module
-zstandard is installed.
+file is one document. Both kinds of files may be compressed as .gz, or as .zst
+if the module zstandard is installed.
 """
 
 import gzip
@@ -23,7 +23,7 @@ _COLUMNS = (".parquet", ".arrow", ".feather")
 
 
 def read_documents(path: str) -> Iterator[str]:
-  """Yields the documents of files, one after another."""
+  """Yields the documents in the files that a path matches."""
   for file in find_files(path):
     yield from _documents_of(file)
 
@@ -35,7 +35,7 @@ def _documents_of(file: Path) -> Iterator[str]:
   if end in _COLUMNS:
     raise ValueError(
       f"evaluate: --data must be text or JSON lines, got {file}, which is "
-      f"{end[1:]}; write its column of texts as JSON lines with `text`"
+      f"{end[1:]}; convert its texts to JSON lines with the key `text`"
     )
   opened, damages = _opened(file, compressed)
   try:
@@ -46,15 +46,18 @@ def _documents_of(file: Path) -> Iterator[str]:
         yield _decoded(file, opened.read())
   except damages as error:
     raise ValueError(
-      f"evaluate: {file} must be a whole compressed file, got {error}; copy it "
-      "again"
+      f"evaluate: {file} must be a complete compressed file, got the error "
+      f"{error}; copy the file again"
     ) from error
 
 
 def _opened(
   file: Path, compressed: str
 ) -> tuple[Any, tuple[type[Exception], ...]]:
-  """Opens a file; returns it with the errors that it raises if damaged."""
+  """Opens a file; returns it and the errors that reading a damaged one raises.
+
+  A file that is not compressed raises none.
+  """
   if compressed == ".gz":
     return gzip.open(file), (EOFError, zlib.error, gzip.BadGzipFile)
   if compressed == ".zst":
@@ -62,10 +65,10 @@ def _opened(
       zstandard: Any = importlib.import_module("zstandard")
     except ModuleNotFoundError as error:
       raise ValueError(
-        f"evaluate: {file} needs the module zstandard, which is not installed; "
-        "pip install zstandard, or decompress the file"
+        f"evaluate: {file} needs the module zstandard, got no such module; pip "
+        "install zstandard, or decompress the file"
       ) from error
-    # Parallel compressors write files of many frames.
+    # Parallel compressors write many frames into one file.
     reader = zstandard.ZstdDecompressor().stream_reader(
       file.open("rb"), read_across_frames=True
     )
@@ -80,13 +83,13 @@ def _decoded(file: Path, content: bytes) -> str:
     return content.decode()
   except ValueError as error:
     raise ValueError(
-      f"evaluate: {file} must be text in UTF-8, got {error}; convert it, or "
-      "leave it out"
+      f"evaluate: {file} must be text in UTF-8, got {error}; convert the file, "
+      "or leave it out"
     ) from error
 
 
 def _texts(file: Path, opened: IO[bytes]) -> Iterator[str]:
-  """Yields the `text` of each line that is not empty."""
+  """Yields `text` from each line of a JSON lines file; skips empty lines."""
   for number, line in enumerate(opened, 1):
     if not line.strip():
       continue
@@ -100,12 +103,12 @@ def _texts(file: Path, opened: IO[bytes]) -> Iterator[str]:
       if isinstance(found, dict):
         got = f"the keys {', '.join(found)[:60]}"
       raise _bad_line(file, number, got)
-    # JSON can write half of a surrogate pair, which is not a character.
+    # A JSON string can contain half of a surrogate pair; replace it by U+FFFD.
     yield text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _bad_line(file: Path, number: int, got: str) -> ValueError:
   return ValueError(
     f"evaluate: {file}, line {number} must be a JSON object with a string "
-    f"`text`, got {got}; correct it, or rename a plain-text file to .txt"
+    f"`text`, got {got}; correct the line, or rename a plain-text file to .txt"
   )

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs lm-evaluation-harness on a `Decoder`; needs the extra `eval`.
 
-It follows the harness's own rules for Hugging Face models: a context that is
-too long loses its beginning; an empty context becomes the token that texts
-begin or end with; generated text is cut at the first of its stop strings.
+`DecoderLM` follows the harness's own rules for Hugging Face models. A context
+that is too long loses its beginning. An empty context is replaced by the token
+that texts begin or end with. Generated text is cut before the first stop
+string.
 
-There is one difference: a text that is scored as a whole follows exactly one
-token, which is not scored. The harness adds a second token if the tokenizer
-adds one.
+There is one difference, for texts that are scored as a whole. We put exactly
+one token before such a text, and do not score it. The harness also scores a
+token that the tokenizer itself adds at the start.
 
   lm = DecoderLM(model, text, length=2048)
   lm_eval.simple_evaluate(lm, tasks=["hellaswag"])
@@ -25,9 +26,9 @@ from train.data.text import Text
 from train.evaluation.perplexity import prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
-# Maximum number of tokens to generate, unless a task sets its own.
+# Maximum number of tokens to generate, unless a task sets another maximum.
 _MOST = 256
-# The names that tasks use for that number; the first one found is used.
+# Tasks use one of these names for the maximum; the first name found is used.
 _MOST_NAMES = (
   "max_gen_toks",
   "max_new_tokens",
@@ -42,7 +43,7 @@ class DecoderLM(TemplateLM):
   def __init__(
     self, model: Decoder, text: Text, *, length: int, batch: int = 8
   ):
-    """Computes `batch` rows at once, of at most `length` tokens each."""
+    """Wraps a model; `batch` rows of up to `length` tokens run at once."""
     super().__init__()
     self._model, self._text, self._batch = model, text, batch
     self._scorer = Scorer(model, length=length, batch=batch)
@@ -51,23 +52,23 @@ class DecoderLM(TemplateLM):
 
   @property
   def eot_token_id(self) -> int:
-    """The token before a text that has no context."""
+    """The token that is put before a text without context."""
     return self._prefix
 
   @property
   def max_length(self) -> int:
-    """The maximum number of tokens that the model sees at a time."""
+    """The maximum number of tokens that the model reads at a time."""
     return self._scorer.length
 
   @property
   def max_gen_toks(self) -> int:
-    """Maximum number of tokens to generate if a task sets none."""
+    """The maximum number of tokens to generate if a task sets no maximum."""
     return min(_MOST, self.max_length // 2)
 
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
   ) -> list[int]:
-    """Encodes a text; by default adds the tokens that texts begin with."""
+    """Encodes a text; by default, prepends the tokens that texts begin with."""
     del kwargs
     if add_special_tokens is False:
       return self._text.encode(string)
@@ -93,7 +94,7 @@ class DecoderLM(TemplateLM):
   def loglikelihood_rolling(
     self, requests: list, disable_tqdm: bool = False
   ) -> list[float]:
-    """Scores whole texts in windows of the model's length."""
+    """Scores whole texts in windows of `max_length` tokens."""
     strings = [request.args[0] for request in requests]
     found = [0.0] * len(strings)
     with _progress("loglikelihood_rolling", len(strings), disable_tqdm) as bar:
@@ -115,7 +116,7 @@ class DecoderLM(TemplateLM):
   def generate_until(
     self, requests: list, disable_tqdm: bool = False
   ) -> list[str]:
-    """Continues texts until one of their stop strings."""
+    """Continues each text until one of its task's stop strings."""
     asked = [(request.args[0], dict(request.args[1])) for request in requests]
     encoded = [
       self.tok_encode(context) or [self._prefix] for context, _ in asked
@@ -140,7 +141,7 @@ class DecoderLM(TemplateLM):
   def _generate(
     self, contexts: Sequence[list[int]], options: dict[str, Any], seed: int
   ) -> list[str]:
-    """Continues up to a batch of contexts with a task's options."""
+    """Continues at most one batch of contexts with a task's options."""
     until = options.pop("until", None) or []
     until = tuple([until] if isinstance(until, str) else until)
     given = [options.pop(name, None) for name in _MOST_NAMES]
@@ -148,19 +149,18 @@ class DecoderLM(TemplateLM):
     sampling = _sampling(options)
     if options:
       raise ValueError(
-        "evaluate: a task may ask for until, max_gen_toks, do_sample, "
-        "temperature, top_k and top_p, got "
-        f"{', '.join(map(str, options))} too; leave the task out, or change a "
-        "copy of it with --task-dir"
+        "evaluate: a task may only set until, max_gen_toks, do_sample, "
+        f"temperature, top_k and top_p, got {', '.join(map(str, options))}; "
+        "leave the task out, or change a copy of it and pass --task-dir"
       )
     if most >= self.max_length:
       raise ValueError(
-        f"evaluate: a task's max_gen_toks must be below the {self.max_length} "
-        f"tokens of the model, got {most}; pass a larger --length, or change "
-        "a copy of the task with --task-dir"
+        f"evaluate: a task's max_gen_toks must be below {self.max_length}, the "
+        f"number of tokens that the model reads at once, got {most}; pass a "
+        "larger --length, or change a copy of the task and pass --task-dir"
       )
     kept = [tokens[-(self.max_length - most) :] for tokens in contexts]
-    # Pad the last batch, so that it needs no program of its own.
+    # Pad the last batch, so that no other program is compiled for it.
     rows = kept + kept[-1:] * (self._batch - len(kept))
     added = generate(
       self._model,
@@ -173,8 +173,9 @@ class DecoderLM(TemplateLM):
     return [self._cut(tokens, until) for tokens in added.tokens[: len(kept)]]
 
   def _stop_tokens(self, until: tuple[str, ...]) -> tuple[int, ...]:
-    """Lists the tokens that contain a stop string, or end any text."""
-    # `_cut` removes a stop string of several tokens after generation.
+    """Lists the tokens that contain a stop string, and the stop tokens."""
+    # A stop string of several tokens cannot stop generation. `_cut` later
+    # removes it and all text after it.
     if until not in self._stops:
       ids = range(self._model.config.vocab_size)
       ends = [end for end in until if end]
@@ -194,7 +195,7 @@ class DecoderLM(TemplateLM):
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-  """Removes a task's sampling options; returns arguments for `generate`."""
+  """Moves a task's sampling options into arguments for `generate`."""
   temperature, top_k, top_p = (
     options.pop(name, None) for name in ("temperature", "top_k", "top_p")
   )
@@ -205,7 +206,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _longest_first(items: Sequence, size: Any) -> list[tuple[int, Any]]:
-  """Numbers and sorts items, the largest first, so that errors occur early."""
+  """Numbers and sorts items, largest first, so that memory runs out early."""
   return sorted(enumerate(items), key=lambda one: -size(one[1]))
 
 

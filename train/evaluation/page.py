@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes answers as one HTML file with their images, for a person to read.
+"""Writes answers and their images as one HTML page for a person to read.
 
-The page needs no server, runs no scripts and loads nothing. Its content
-security policy enforces this, whatever a model writes.
+The page needs no server, runs no scripts and loads no other files. Its content
+security policy enforces this, whatever text a model writes.
 """
 
 import base64
@@ -22,7 +22,7 @@ _PAGE = Path(__file__).with_suffix(".html")
 
 
 def render(models: Sequence[tuple[str, Answers]]) -> str:
-  """Writes the page for one or more models that answered the same questions."""
+  """Returns the page's HTML for models that answered the same questions."""
   answers = [found.answers for _, found in models]
   asked = [
     [(each.conversation, each.reference) for each in column]
@@ -32,7 +32,7 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
     raise ValueError(
       "evaluate: cannot compare the models, because their questions "
       f"({' and '.join(str(len(column)) for column in asked)}) or references "
-      "differ; pass models with the same tokenizer, and set --length"
+      "differ; pass models with the same tokenizer, and a --length for all"
     )
   turns = zip(*answers, strict=True)
   conversations = itertools.groupby(turns, lambda turn: turn[0].conversation)
@@ -49,14 +49,18 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
 
 
 def _is_shown(turn: Sequence[Answer]) -> bool:
-  """Returns whether a turn is shown when the checkbox at the top is ticked."""
+  """Returns whether the page's checkbox keeps a turn's conversation visible.
+
+  With several models, it keeps turns with different answers; with one model,
+  turns with a short answer that does not match.
+  """
   if len(turn) > 1:
     return len({each.answer for each in turn}) > 1
   return turn[0].is_short and not turn[0].is_match
 
 
 def _thumbnail(file: Path) -> str:
-  """Makes a small JPEG as a data URI, unrotated, as the model sees it."""
+  """Makes a small JPEG as a data URI; like the model, ignores EXIF rotation."""
   from PIL import Image  # Needs the extra vision, like all code for images.
 
   with Image.open(file) as image:

@@ -2,10 +2,10 @@
 """Measures how well a model predicts texts.
 
 A text that exceeds the model's length is read in windows. Each window is as
-long as the model allows, begins `stride` tokens after the previous one, and
+long as the model allows, begins `stride` tokens after the previous window, and
 counts only the tokens that no earlier window counted. If the stride equals the
 length, each token is read once, as in lm-evaluation-harness. A shorter stride
-gives each token more context, but needs more windows.
+gives tokens more context, but needs more windows.
 
   length 4, stride 2      read      a b c d | c d e f | e f g h
                           counted   b c d e |     f g |     h i
@@ -27,17 +27,17 @@ Documents = Literal["apart", "joined"]
 
 
 class Perplexity(NamedTuple):
-  """Counts of a text, and measures that are computed from them."""
+  """Counts for a text, and measures that are computed from the counts."""
 
   documents: int  # Documents with at least one token.
-  tokens: int  # All tokens; each is predicted.
+  tokens: int  # Number of tokens; every token is predicted.
   bytes: int  # Size of the texts in UTF-8.
-  words: int  # Words split at white space, as in lm-evaluation-harness.
-  nats: float  # Cross-entropy of all tokens together.
+  words: int  # Parts between white space, as in lm-evaluation-harness.
+  nats: float  # Total cross-entropy of all tokens.
 
   @property
   def nats_per_token(self) -> float:
-    """The mean cross-entropy of a token."""
+    """The mean cross-entropy per token."""
     return self.nats / self.tokens
 
   @property
@@ -47,12 +47,12 @@ class Perplexity(NamedTuple):
 
   @property
   def bits_per_byte(self) -> float:
-    """Bits per byte, which can be compared between tokenizers."""
+    """Bits per byte; comparable between models with different tokenizers."""
     return self.nats / math.log(2) / self.bytes
 
   @property
   def word_perplexity(self) -> float:
-    """Perplexity per word, comparable between tokenizers on one text."""
+    """Perplexity per word; comparable between tokenizers on the same text."""
     return exp(self.nats / self.words)
 
 
@@ -68,16 +68,17 @@ def perplexity(
 ) -> Perplexity:
   """Measures how well a model predicts texts.
 
-  Every token of a document is predicted. The model first reads the token that
-  `prefix_token` returns, which is not counted. `stride` is `length` by default.
-  With `kind` "apart" each document is a text of its own; with "joined" all are
-  one text, in which a document sees the documents before it.
+  Every token of a document is predicted. Before the document, the model reads
+  the token that `prefix_token` returns; this token is not counted. `stride`
+  None means `length`. With `kind` "apart", each document is scored alone. With
+  "joined", all documents form one text, so a document's context includes the
+  documents before it.
   """
   stride = length if stride is None else stride
   if not 1 <= stride <= length:
     raise ValueError(
       f"evaluate: stride must be 1 to {length}, the length of a window, got "
-      f"{stride}; pass such a number, or leave it out"
+      f"{stride}; pass such a stride, or leave it out"
     )
   scorer, prefix = Scorer(model, length=length, batch=batch), prefix_token(text)
   counts = np.zeros(4, np.int64)
@@ -107,8 +108,8 @@ def perplexity(
     nats -= float(np.sum(score.logprobs[flags], dtype=np.float64))
   if not counts[0]:
     raise ValueError(
-      "evaluate: at least one document must have a token, got none; pass "
-      "--data with a text"
+      "evaluate: the texts must have at least one token, got none; pass "
+      "--data with a text that is not empty"
     )
   return Perplexity(*map(int, counts), nats=nats)
 
@@ -116,7 +117,10 @@ def perplexity(
 def windows(
   count: int, length: int, stride: int
 ) -> Iterator[tuple[int, int, int]]:
-  """Yields (start, middle, end); tokens from `middle` to `end` are counted."""
+  """Yields (start, middle, end) of each window.
+
+  Tokens `start` to `end - 2` are read, and `middle` to `end - 1` are counted.
+  """
   done, step = 1, length
   while done < count:
     end = min(count, done + step)
@@ -125,14 +129,14 @@ def windows(
 
 
 def prefix_token(text: Text) -> int:
-  """Returns the token to read before a text: BOS, end of text, or a newline."""
+  """Returns the token to put before a text: BOS, end of text, or a newline."""
   if text.prefix_token is not None:
     return text.prefix_token
   if line_end := text.encode("\n"):
     return line_end[-1]
   raise ValueError(
     "evaluate: the tokenizer must have a token that texts begin or end with, "
-    "got none; name bos_token or eos_token in its tokenizer_config.json"
+    "got none; set bos_token or eos_token in its tokenizer_config.json"
   )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats evaluations as tables, and writes them as JSON."""
+"""Formats results of evaluations as tables, and writes them as JSON."""
 
 import contextlib
 import importlib.metadata
@@ -25,7 +25,7 @@ _PACKAGES = ("jax", "tokenizers", "lm_eval", "datasets")
 def text_row(
   data: str, kind: Documents, found: Perplexity, seconds: float
 ) -> dict[str, Any]:
-  """Builds the row of results for a text."""
+  """Builds the row of results for the texts in `data`."""
   return {
     "data": data,
     "documents_are": kind,
@@ -84,7 +84,7 @@ def task_table(rows: list[dict[str, Any]]) -> str:
 
 
 def answer_row(found: Answers, seconds: float) -> dict[str, Any]:
-  """Builds the row of results for conversations, with all answers."""
+  """Builds the row of results for conversations, including all answers."""
   return {
     "conversations": found.conversations,
     "tokens": found.tokens,
@@ -103,7 +103,7 @@ def answer_row(found: Answers, seconds: float) -> dict[str, Any]:
 def answer_figures(
   models: Sequence[tuple[str, Answers]],
 ) -> tuple[list[str], list[list[str]]]:
-  """Returns the header and the rows of a table of models and their answers."""
+  """Returns the header and rows of a table that compares models' answers."""
   header = ["model", "conversations", "questions", "nats/token", "perplexity"]
   header += ["short answers", "exact match"]
   rows = []
@@ -124,7 +124,7 @@ def answer_figures(
 
 
 def answer_table(models: Sequence[tuple[str, Answers]]) -> str:
-  """Formats the results of models that answered the same questions."""
+  """Formats a table that compares models on the same questions."""
   return format_table(*answer_figures(models))
 
 
@@ -135,7 +135,7 @@ def _number(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-  """Lists the device, and the versions of the packages that were used."""
+  """Lists the kind of device, and the versions of Python and packages."""
   found = {"python": platform.python_version()}
   found["coat_jax"] = coat_jax.__version__
   for name in _PACKAGES:
@@ -158,7 +158,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _finite(value: Any) -> Any:
-  """Converts values for JSON; NaN and infinity become None."""
+  """Converts a value to JSON types; NaN and infinity become None."""
   if isinstance(value, dict):
     return {str(key): _finite(x) for key, x in value.items()}
   if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of tokens given the tokens before them.
+"""Computes log-probabilities of tokens given the tokens before them.
 
 Rows are padded on the right to one of a few lengths: 64, 128, 256, ... and the
-model's context length. No real token sees the padding, so a row scores the same
-as it would alone. One program is compiled for each length that occurs.
+`Scorer`'s `length`. No real token attends to padding, so padding does not
+change a row's score. One program is compiled for each length that occurs.
 """
 
 import functools
@@ -22,17 +22,18 @@ from coat_jax.models import Decoder, VisionLanguageModel
 from train.source import decoder_of
 
 _SMALLEST_BUCKET = 64
-# How many batches are sorted by length together.
+# The number of batches whose rows are sorted by length together.
 _SORTED = 64
 
 
 class Request(NamedTuple):
   """Tokens to score."""
 
-  context: Sequence[int]  # Ids of the tokens before, at least one.
+  # Ids of the tokens before the continuation, at least one.
+  context: Sequence[int]
   continuation: Sequence[int]  # Ids of the tokens to score, at least one.
-  # f32 [I, C, H, W], with the same I in all requests; None for text. A row with
-  # images must fit without truncation.
+  # f32 [I, C, H, W], with the same I in all requests; None for text only. A row
+  # with images must fit without truncation.
   images: np.ndarray | None = None
 
 
@@ -40,11 +41,11 @@ class Score(NamedTuple):
   """The score of a continuation."""
 
   logprobs: np.ndarray  # f32 [n], the log-probability of each token, in nats.
-  is_greedy: bool  # Whether each token is the most probable one.
+  is_greedy: bool  # Whether each token is the most probable next token.
 
   @property
   def total(self) -> float:
-    """The log-probability of the whole continuation."""
+    """The log-probability of the whole continuation, in nats."""
     return float(np.sum(self.logprobs, dtype=np.float64))
 
 
@@ -54,7 +55,7 @@ class Scorer:
   def __init__(
     self, model: Decoder | VisionLanguageModel, *, length: int, batch: int
   ):
-    """Compiles nothing yet; the model sees at most `length` tokens at once."""
+    """Takes a model, which will read at most `length` tokens at once."""
     for name, value in (("length", length), ("batch", batch)):
       if value < 1:
         raise ValueError(
@@ -66,9 +67,10 @@ class Scorer:
     self._vocab_size = decoder_of(model).config.vocab_size
 
   def score(self, requests: Sequence[Request]) -> list[Score]:
-    """Scores continuations, the longest rows first.
+    """Scores continuations; the longest rows are computed first.
 
-    A context that is too long for the model loses its beginning.
+    A context that is too long for the model loses its beginning. Scores are
+    returned in the order of the requests.
     """
     rows = [self._row(request) for request in requests]
     found: dict[int, Score] = {}
@@ -94,13 +96,13 @@ class Scorer:
   def score_each[Key](
     self, requests: Iterable[tuple[Key, Request]]
   ) -> Iterator[tuple[Key, Score]]:
-    """Scores requests lazily, some batches at a time, and keeps their keys."""
+    """Yields (key, score) lazily, scoring `_SORTED` batches at a time."""
     for some in itertools.batched(requests, _SORTED * self.batch):
       scores = self.score([request for _, request in some])
       yield from zip((key for key, _ in some), scores, strict=True)
 
   def _row(self, request: Request) -> list[int]:
-    """Checks a request; returns the tokens to read, and the last to predict."""
+    """Checks a request; returns its last `length + 1` tokens or fewer."""
     context, continuation = map(list, request[:2])
     if not context or not continuation:
       raise ValueError(
@@ -110,20 +112,20 @@ class Scorer:
       )
     if len(continuation) > self.length:
       raise ValueError(
-        f"evaluate: a continuation must fit into {self.length} tokens, got "
+        f"evaluate: a continuation must have at most {self.length} tokens, got "
         f"{len(continuation)}; pass a larger --length, or leave the task out"
       )
     row = (context + continuation)[-(self.length + 1) :]
     if not 0 <= min(row) <= max(row) < self._vocab_size:
       raise ValueError(
-        "evaluate: tokens must be at least 0 and below the vocabulary of "
+        "evaluate: token ids must be at least 0 and below the vocabulary of "
         f"{self._vocab_size}, got {min(row)} to {max(row)}; use the model's "
         "own tokenizer"
       )
     return row
 
   def _images(self, requests: Sequence[Request]) -> np.ndarray | None:
-    """Stacks the images of a batch; rows of padding are zero."""
+    """Stacks the images of a batch; the images of padding rows are zero."""
     if (first := requests[0].images) is None:
       return None
     out = np.zeros((self.batch, *first.shape), first.dtype)
@@ -132,7 +134,7 @@ class Scorer:
     return out
 
   def _bucket(self, size: int) -> int:
-    """Rounds up to 64 times a power of two, or to the longest length."""
+    """Rounds up to 64 times a power of two, but at most to `length`."""
     steps = max(-(-size // _SMALLEST_BUCKET) - 1, 0).bit_length()
     return min(_SMALLEST_BUCKET << steps, self.length)
 
@@ -141,8 +143,8 @@ def _finite(logprobs: np.ndarray) -> np.ndarray:
   """Copies log-probabilities; raises ValueError if one is not finite."""
   if not np.all(np.isfinite(logprobs)):
     raise ValueError(
-      "evaluate: log-probabilities must be finite, got NaN or infinity; the "
-      "model's weights hold NaN or infinity, or its activations overflow: "
+      "evaluate: log-probabilities must be finite, got NaN or infinity, so "
+      "the model's weights are not finite or its activations overflow; "
       "evaluate an earlier checkpoint, or pass --compute float32"
     )
   return logprobs.copy()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of lm-evaluation-harness, from its package or from a folder.
+"""Runs tasks of lm-evaluation-harness, from its package or from a folder.
 
-Nothing is downloaded: a task fails if its data are not on this machine.
-Needs the extra `eval`.
+Nothing is downloaded: a task fails if its data are not on this machine. The
+extra `eval` must be installed.
 """
 
 import contextlib
@@ -19,8 +19,9 @@ from train.options import first_line
 if TYPE_CHECKING:
   from lm_eval.api.model import LM
 
-# Defaults that the user can override. Without the last one the harness forks a
-# pool of processes, which is unsafe with JAX's threads.
+# Environment variables that are set unless the user sets them. Without
+# DISABLE_MULTIPROC, the harness forks a pool of processes, which is unsafe with
+# JAX's threads.
 _ENVIRONMENT = {
   "HF_DATASETS_OFFLINE": "1",
   "HF_HUB_OFFLINE": "1",
@@ -28,18 +29,19 @@ _ENVIRONMENT = {
   "HF_HUB_DISABLE_TELEMETRY": "1",
   "DISABLE_MULTIPROC": "1",
 }
-# Bootstrap samples for the standard error of a metric without a formula.
+# The number of bootstrap samples. They estimate the standard error of metrics
+# for which no formula exists.
 _BOOTSTRAPS = 1000
 
 
 class Tasks:
-  """Tasks that were found, with their data."""
+  """Tasks, loaded with their data."""
 
   def __init__(self, names: Sequence[str], folder: Path | None = None):
     if folder is not None and not folder.is_dir():
       raise ValueError(
-        f"evaluate: --task-dir must be a folder, got {folder}; pass the one "
-        "with the tasks' YAML"
+        f"evaluate: --task-dir must be a folder, got {folder}; pass the folder "
+        "that contains the tasks' YAML files"
       )
     self.names = list(dict.fromkeys(names))
     self._folder = None if folder is None else folder.absolute()
@@ -59,13 +61,15 @@ class Tasks:
     except Exception as error:  # Tasks can run any code.
       raise ValueError(
         f"evaluate: a task could not be loaded offline: {first_line(error)}; "
-        "pass --task-dir with a copy of the task that names local files"
+        "pass --task-dir with a copy of the task that reads local files"
       ) from error
 
   def _find(self) -> Any:
-    """Finds a manager that knows all tasks; listing lm_eval's tasks is slow."""
+    """Returns a task manager that knows all `names`."""
     from lm_eval.tasks import TaskManager
 
+    # Try the user's folder alone first, because listing lm_eval's own tasks is
+    # slow.
     unknown, manager = self.names, None
     for with_own in (False, True):
       if not with_own and self._folder is None:
@@ -86,18 +90,18 @@ class Tasks:
 
   @contextlib.contextmanager
   def _inside(self) -> Iterator[None]:
-    """Runs code with the folder of tasks as its working directory."""
+    """Runs code with the tasks' folder as the working directory."""
     folder = contextlib.nullcontext()
     if self._folder is not None:
       folder = contextlib.chdir(self._folder)
-    # Standard output is for the table.
+    # Standard output is reserved for the table of results.
     with contextlib.redirect_stdout(sys.stderr), folder:
       yield
 
   def run(
     self, lm: "LM", *, shots: int | None = None, limit: int | None = None
   ) -> dict[str, Any]:
-    """Runs the tasks."""
+    """Runs the tasks; returns what `lm_eval.simple_evaluate` returns."""
     import lm_eval
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what a layer saves for its backward pass.
+"""Counts the bytes that a layer saves for its backward pass.
 
 We trace `jax.vjp` of one layer, under the `jax.checkpoint` policy of `remat`,
-and read off the traced program which arrays the backward pass reads. Nothing is
-computed, so a layer of any width takes a fraction of a second.
+and find the arrays in the traced program that the backward pass reads. Tracing
+computes nothing, so counting takes a fraction of a second for any layer width.
   * Each array counts once, even if it is also saved in another shape.
-  * Parameters and casts of them do not count: they do not grow with the tokens.
+  * Parameters and casts of parameters do not count, because their size does not
+    grow with the number of tokens.
   * Scales and statistics count.
 
 The kind of an array is the name that `coat_jax.layers` gives it for checkpoint
-policies. Arrays that plain autodiff keeps (recipes bf16 and fp8_linear) have no
-name: the operands of linear layers are `linear`, and any other array has the
-kind of the `residual_scope` that made it.
+policies. Arrays that plain autodiff saves (recipes bf16 and fp8_linear) have no
+name. In this case, operands of linear layers have the kind `linear`, and any
+other array has the kind of the `residual_scope` in which it was computed.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ from coat_jax.models.remat import checkpointed
 from coat_jax.numerics.recipes import CoatRecipe
 
 KINDS = get_args(residuals.Kind)
-# At this length, scales of whole tensors are negligible.
+# The length of the traced sequence. With so many tokens, the scales of whole
+# tensors are negligible.
 _TOKENS = 256
 
 
@@ -47,12 +49,12 @@ def saved_bytes(
   """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
   We count the arrays of `residual_arrays` that grow with the number of tokens,
-  except the positions, which all layers share. XLA differs from autodiff in two
-  ways: BF16 layers keep the attention's output twice, in its own layout and
-  as the operand of the next product; and if LayerNorm is differentiated by
-  autodiff, two of its arrays become one. The bytes are for one of `tensor` GPUs
-  along the mesh's tensor axis. Each of them holds the whole residual stream of
-  BF16 layers.
+  except the positions, which all layers share. What XLA keeps differs from what
+  autodiff saves in two ways. First, BF16 layers keep attention's output twice:
+  in its own layout, and as the operand of the next matmul. Second, if autodiff
+  differentiates LayerNorm, XLA merges two of the saved arrays. The result is
+  for one of `tensor` GPUs along the mesh's tensor axis. Each of these GPUs
+  stores the whole residual stream of BF16 layers.
   """
   recipe = dataclasses.replace(recipe, axes=None)
   arrays = [
@@ -91,8 +93,9 @@ def residual_bytes(
 ) -> dict[str, float]:
   """Counts the bytes per token that one layer saves, by kind and in total.
 
-  `tokens` is the length of the one sequence that is traced. From a few hundred
-  tokens on, scales of whole tensors are negligible.
+  `tokens` is the length of the sequence that is traced. With a few hundred
+  tokens or more, the scales of whole tensors are negligible. `saves_copies` is
+  as in `residual_arrays`.
   """
   totals = dict.fromkeys(KINDS, 0)
   arrays = residual_arrays(
@@ -112,10 +115,10 @@ def residual_arrays(
   remat: Remat = "none",
   saves_copies: bool = True,
 ) -> list[tuple[jax.core.ShapedArray, str]]:
-  """Lists shape and kind of each array that one layer saves.
+  """Lists the shape and the kind of each array that one layer saves.
 
-  Without `saves_copies`, the experts of a mixture are on several GPUs. Then it
-  saves nothing that has rows for the copies of tokens.
+  Set `saves_copies` to False if the experts of an MoE layer are distributed
+  over GPUs. The layer then saves no arrays with a row for each copy of a token.
   """
   options = {}
   if isinstance(config, ModelConfig) and config.kinds_of_layers is not None:
@@ -145,7 +148,7 @@ def residual_arrays(
 
 
 class _Program:
-  """A traced forward pass; its results are what the backward pass reads."""
+  """A traced forward pass whose results are the arrays that a layer saves."""
 
   def __init__(self, jaxpr):
     self.jaxpr = jaxpr
@@ -164,7 +167,7 @@ class _Program:
     }
 
   def arrays(self):
-    """Returns shape and kind of each distinct result, without parameters."""
+    """Returns the shape and kind of each distinct result, except parameters."""
     kept = {}
     for var in self.jaxpr.outvars:
       if isinstance(var, Var) and not self._is_parameter(var):
@@ -173,7 +176,7 @@ class _Program:
     return list(kept.values())
 
   def _reached_from(self, start):
-    """Returns all arrays that depend on one of these."""
+    """Returns the arrays in `start` and all arrays that depend on them."""
     reached = set(start)
     for equation in self.jaxpr.eqns:
       if any(isinstance(v, Var) and v in reached for v in equation.invars):
@@ -181,12 +184,12 @@ class _Program:
     return reached
 
   def _is_parameter(self, var):
-    """Returns whether var depends only on parameters, and is not a scale."""
+    """Returns whether `var` depends only on parameters and is not a scale."""
     of_params = var in self.of_params and var not in self.of_x
     return of_params and var.aval.size > 1
 
   def _aliases(self, var):
-    """Lists an array, the array that it reshapes, and so on."""
+    """Lists an array, the array of which it is an alias, and so on."""
     found = [var]
     while (equation := self.equation_of.get(found[-1])) is not None:
       is_named = residuals.name_of(equation) is not None
@@ -206,23 +209,23 @@ class _Program:
     if self._aliases(var)[-1] in self.operands:
       return "linear"
     if equations[-1] is None:
-      return "norm"  # The layer's input, which its first norm saves.
+      return "norm"  # The layer's input, which the first norm saves.
     kind = _kind_of_scope(equations[-1])
     if kind is None:
       raise ValueError(
-        f"memory: {var.aval}, which is saved for the backward pass, has no "
-        f"kind; pass it to save_residual, or make it under residual_scope: "
-        f"{equations[-1]}"
+        f"memory: every array that is saved for the backward pass must have a "
+        f"kind, got {var.aval} without one; pass it to save_residual, or "
+        f"compute it under residual_scope: {equations[-1]}"
       )
     return kind
 
 
-# Operations whose output shares its input's memory if the sizes are equal.
+# Operations whose output is an alias of the input if the sizes are equal.
 _ALIASES = {
   "bitcast_convert_type",
   "broadcast_in_dim",
   "copy",
-  "reduce_precision",  # jax.checkpoint applies it to what it keeps.
+  "reduce_precision",  # jax.checkpoint applies this to arrays that it keeps.
   "reshape",
   "squeeze",
 }

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the settings that train a model fastest on a number of GPUs.
 
-We plan every combination that `candidates` makes, at the largest batch that
-fits, and rank them by an estimate of their speed. Only ratios matter. A
-microbatch of n tokens on a GPU takes, in units of the time of one token in BF16
-layers,
+We plan every run that `candidates` yields, at the largest batch that fits, and
+rank the runs by estimated speed. Only ratios of speeds matter. The unit of time
+is what BF16 layers need for one token. In this unit, a microbatch of n tokens
+on a GPU takes
 
   n * LAYER[recipe][remat] + STEP[params] + IN_BACKWARD
 
-The last two terms are the fixed cost of a step: it runs the optimizer, and
-reads and quantizes weights. They were measured with Llama-2-7B on an H200. For
-13B they are about the same, because both parts grow with the weights.
-tests/train/memory/test_search.py compares the estimate with measured steps.
+IN_BACKWARD is added only if the optimizer runs in the backward pass. The last
+two terms are the fixed cost of a step, which runs the optimizer, and reads and
+quantizes the weights. We measured this cost with Llama-2-7B on an H200. It is
+about the same for 13B, because the time per token and the fixed cost both grow
+with the weights. tests/train/memory/test_search.py compares the estimate with
+measured steps.
 """
 
 import dataclasses
@@ -26,38 +28,43 @@ from train.run.metrics import format_table
 from train.weights import Stored
 
 GB = 10**9
-# Time of a layer, forward and backward, relative to 16.73 ms in BF16 (docs/
-# performance.md, "One decoder layer"). In recipe coat, fp8, full and fp8_layer
-# take 1.22, 1.26 and 1.26 times as long as none. We did not measure full in
-# fp8_linear: we estimate it as none plus another forward pass.
+# Time of a layer's forward and backward pass, relative to 16.73 ms in BF16
+# (docs/performance.md, "One decoder layer"). In recipe coat, remat fp8, full
+# and fp8_layer take 1.22, 1.26 and 1.26 times as long as none. We did not
+# measure remat full in recipe fp8_linear; our estimate is the time of none plus
+# another forward pass.
 LAYER: dict[str, dict[Remat, float]] = {
   "bf16": {"none": 1.0, "dots": 1.04, "full": 1.27},
   "fp8_linear": {"none": 0.68, "full": 0.90},
   "coat": {"none": 0.66, "fp8": 0.81, "full": 0.83, "fp8_layer": 0.83},
 }
-# The fixed cost of a step, in tokens of BF16 layers. float32: from steps of 2
-# and 4 sequences on one H200, 304 and 491 ms. bfloat16: 20 ms less than 491.
-# bfloat16_low8 was not measured; we put it in between.
+# The fixed cost of a step, by the dtype of the weights. The unit is the time of
+# a token in BF16 layers. For float32, the cost follows from steps of 2 and 4
+# sequences on one H200, which take 304 and 491 ms. With bfloat16, the step of 4
+# sequences is 20 ms faster. bfloat16_low8 was not measured; we chose a value in
+# between.
 STEP: dict[Stored, float] = {
   "float32": 1500,
   "bfloat16_low8": 1300,
   "bfloat16": 1150,
 }
-IN_BACKWARD = -200  # It saves 14 ms of a step of 471 to 491 ms.
-# Plans are within 5 % of the compiler's peak, and mostly within 1 %.
+# The optimizer in the backward pass saves 14 ms of a step of 471 to 491 ms.
+IN_BACKWARD = -200
+# The share of memory left free, because plans are not exact. They are within
+# 5 % of the compiler's peak, and mostly within 1 %.
 _MARGIN = 0.02
 _SHOWN = 6
-# To be ranked above others, fp8_layer must be faster by this factor.
+# fp8_layer is ranked first only if it is faster by more than this factor.
 _ROUNDED = 1.02
 
 
 class Found(NamedTuple):
-  """Settings that fit.
+  """A planned run.
 
   Attributes:
-    run: the configuration of the run.
-    peak_bytes: the planned peak on one GPU.
-    cost: time of a token, relative to a token in BF16 layers.
+    run: The configuration of the run.
+    peak_bytes: The planned peak on one GPU.
+    cost: The estimated time per token, relative to BF16 layers.
   """
 
   run: TrainConfig
@@ -68,12 +75,13 @@ class Found(NamedTuple):
 def candidates(
   config: TrainConfig, params: Stored | None, remat: Remat | None
 ) -> Iterator[TrainConfig]:
-  """Makes the runs to compare: the model in all recipes.
+  """Yields the runs to compare, which train a model in all recipes.
 
-  BF16 layers and FP8 linears keep weights and moments in f32, as is usual.
-  Recipe coat comes with each of `params` and `remat` (None for all), and with
-  the optimizer's step after or inside the backward pass. `config` is a run in
-  recipe coat, without options that cannot be combined.
+  Recipes bf16 and fp8_linear store weights and moments in f32, as is usual.
+  Recipe coat is combined with each kind of `params` and `remat`, and with the
+  optimizer's step after and in the backward pass. `params` and `remat` restrict
+  the runs to one kind; None allows all. `config` is a run in recipe coat
+  without options that rule out any of these combinations.
   """
   for recipe in ("bf16", "fp8_linear"):
     for kept in LAYER[recipe]:
@@ -81,7 +89,8 @@ def candidates(
         yield dataclasses.replace(config, remat=kept).with_f32_moments(recipe)
   kinds = [kind for kind in STEP if params in (None, kind)]
   remats = [kept for kept in LAYER["coat"] if remat in (None, kept)]
-  # Microbatches need all gradients at once.
+  # With microbatches, the optimizer cannot run in the backward pass, because
+  # gradients must be summed first.
   where = (False, True) if config.accumulate == 1 else (False,)
   for kind, in_backward, kept in itertools.product(kinds, where, remats):
     clip = "share" if in_backward else config.optim.clip
@@ -95,7 +104,7 @@ def candidates(
 
 
 def cost(run: TrainConfig) -> float:
-  """Estimates the time of a token, relative to a token in BF16 layers."""
+  """Estimates the time per token, relative to BF16 layers."""
   sequences = run.batch / batch_shards(run) / run.accumulate
   fixed = STEP[run.params] + IN_BACKWARD * run.optimizer_in_backward
   return LAYER[run.recipe][run.remat] + fixed / (sequences * run.seq)
@@ -104,11 +113,12 @@ def cost(run: TrainConfig) -> float:
 def search(
   runs: Iterable[TrainConfig], hbm_bytes: int, *, is_batch_fixed: bool
 ) -> tuple[list[Found], Found]:
-  """Plans runs, and returns those that fit, the fastest first.
+  """Plans runs; returns the runs that fit, fastest first, and the smallest run.
 
-  Each run gets the largest batch that fits, up to its own. If `is_batch_fixed`,
-  it keeps its batch, in microbatches if necessary. The second result is the run
-  that needs the least memory, so that an error can name it if nothing fits.
+  Each run gets the largest batch that fits, but at most its configured batch.
+  If `is_batch_fixed` is true, each run keeps its batch and is split into
+  microbatches if necessary. The smallest run is the one that needs the least
+  memory; an error can show it if no run fits.
   """
   allowed = int(hbm_bytes / (1 + _MARGIN))
   found = []
@@ -126,13 +136,17 @@ def search(
 
 
 def _rank(found: Found) -> float:
-  """Returns the cost to sort by."""
-  # fp8_layer rounds the residual stream, so it must be clearly faster.
+  """Returns the cost by which runs are sorted."""
+  # fp8_layer rounds the residual stream, so to be ranked first it must be
+  # clearly faster.
   return found.cost * (_ROUNDED if found.run.remat == "fp8_layer" else 1)
 
 
 def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
-  """Splits a batch into the fewest microbatches that fit, if any fit."""
+  """Splits a run's batch into as few microbatches as fit.
+
+  If none fit, the microbatches are as small as possible.
+  """
   if run.optimizer_in_backward:
     return run
   sequences = run.batch // batch_shards(run)
@@ -145,9 +159,12 @@ def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
 
 
 def command(run: TrainConfig, preset: str, plain: TrainConfig) -> str:
-  """Writes the command line that trains a run of a preset, `plain`."""
+  """Returns the command line for a run, starting from a preset.
+
+  `plain` is the preset's configuration; options that equal it are left out.
+  """
   words = ["python -m train.pretrain", preset]
-  # A checkpoint gives its shape, and plans have neither data nor a folder.
+  # --init-from sets the model's shape; plans have neither data nor a folder.
   left_out = ("out", "data", "model", "optim")
   for prefix, ours, theirs in (
     ("", run, plain),
@@ -166,7 +183,7 @@ def command(run: TrainConfig, preset: str, plain: TrainConfig) -> str:
 
 
 def report(fitting: list[Found]) -> str:
-  """Writes a table with the fastest run of each kind."""
+  """Formats a table of the fastest run for each kind of settings."""
   rows: dict[tuple, list[str]] = {}
   for run, peak, cost_of_token in fitting:
     where = "in backward" if run.optimizer_in_backward else "after"

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans the memory of a training step on one GPU, from its configuration.
+"""Plans the memory of a run's training step on one GPU.
 
-Peak memory occurs at one of these points, each with what is alive then:
+Peak memory occurs at one of these points. The list shows which arrays exist at
+each point, in addition to the weights and the optimizer's state:
 
   loss       everything that layers save, and a chunk of logits
   backward   everything that layers save, the layers' gradients, and the arrays
              of the one layer that is being differentiated
-  embedding  all gradients, of which the embedding's is not yet summed; the
-             optimizer works in place and needs no more
-  tower      if a vision tower is trained: all gradients, what the tower's
-             layers save, and the arrays of its layer that is being
+  embedding  all gradients; the embedding's gradient is not yet summed over
+             GPUs. The optimizer works in place and needs no more memory.
+  tower      (if a vision tower is trained) all gradients, what the tower's
+             layers save, and the arrays of the tower's layer that is being
              differentiated
 
-The step is `train.step`'s: it scans its layers, stores gradients in the dtypes
-of the parameters, computes the loss in chunks of logits and donates its state.
-Frozen parts have no gradients. A frozen tower and everything before it save
-nothing. A frozen decoder does save, because the projector's gradients come
-through its backward pass.
+We plan the step of `train.step`. It scans the layers, stores gradients in the
+dtypes of the parameters, computes the loss in chunks of logits and donates its
+state. Frozen parts have no gradients. A frozen tower saves nothing for the
+backward pass. A frozen decoder does save arrays, because the gradients of the
+projector pass through its layers.
 """
 
 import dataclasses
@@ -36,8 +37,8 @@ from train.config import TrainConfig
 from train.memory.backward import BF16, F32, Layer, layer_backward
 from train.mesh import batch_devices
 
-_FP8 = 1  # Bytes of a code.
-# A step of a model that sees images can be planned only with these values.
+_FP8 = 1  # Bytes per FP8 value.
+# For a vision-language model, only runs with these options can be planned.
 _WITH_IMAGES: dict[str, Any] = {
   "recipe": "coat",
   "mesh": "",
@@ -49,15 +50,15 @@ _WITH_IMAGES: dict[str, Any] = {
 
 
 class Memory(NamedTuple):
-  """Bytes on one GPU at one point of a step."""
+  """The bytes in use on one GPU at one point of a step, by their purpose."""
 
   weights: int
-  # The gradients that exist at that point, and their sums over microbatches. If
-  # the optimizer runs in the backward pass, a layer's gradients are temporary.
+  # Gradients, and their sums over microbatches. If the optimizer runs in the
+  # backward pass, the gradients of a layer count as temporary.
   gradients: int
   optimizer: int  # The optimizer's state.
-  activations: int  # Saved by layers for the backward pass.
-  temporary: int
+  activations: int  # Arrays that layers saved for the backward pass.
+  temporary: int  # All other arrays.
 
   @property
   def total(self) -> int:
@@ -76,9 +77,9 @@ _STATES: dict[tuple, AbstractState] = {}
 
 
 def state_of(config: TrainConfig) -> AbstractState:
-  """Builds a run's abstract state, once for all runs with the same state.
+  """Returns a run's abstract state; caches it for runs with the same state.
 
-  Raises a ValueError if a device would hold part of a group of moments.
+  Raises a ValueError if a group of moments would be split over devices.
   """
   key = config.model, config.mesh, config.params, config.report_state
   key += config.optim, getattr(config, "trained", None)
@@ -94,7 +95,7 @@ def state_of(config: TrainConfig) -> AbstractState:
 
 
 def device_bytes(tree: Any) -> int:
-  """Counts the bytes that a tree of arrays takes on one device."""
+  """Counts the bytes of a tree of arrays on one device."""
 
   def count(x) -> int:
     where = getattr(x, "sharding", None)
@@ -105,7 +106,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def batch_shards(config: TrainConfig) -> int:
-  """Counts the devices that sequences are split over."""
+  """Counts the devices over which a batch's sequences are split."""
   return batch_devices(config.mesh_sizes)
 
 
@@ -117,9 +118,9 @@ def plan(
 ) -> dict[str, Memory]:
   """Plans a run's memory at each point of a step on one of its GPUs.
 
-  `images_each` is the number of images that a sequence of a LLaVA has room for.
-  Raises a ValueError if a device would hold part of a group of moments, or if a
-  run with images has an option that is not planned.
+  `images_each` is the number of image slots in a sequence of a vision-language
+  model. Raises a ValueError if a group of moments would be split over devices,
+  or if a vision-language model is trained with options that cannot be planned.
   """
   state = state or state_of(config)
   if isinstance(config.model, VisionLanguageConfig):
@@ -128,7 +129,7 @@ def plan(
 
 
 def fullest(points: dict[str, Memory]) -> tuple[str, Memory]:
-  """Returns the name of the point with the most memory, and that memory."""
+  """Returns the name and the memory of the point that needs the most memory."""
   return max(points.items(), key=lambda point: point[1].total)
 
 
@@ -140,7 +141,7 @@ def peak_bytes(config: TrainConfig, *, images_each: int = 1) -> int:
 def largest(
   config: TrainConfig, memory_bytes: int, *, images_each: int = 1
 ) -> int:
-  """Finds the largest batch that fits; 0 if not even one sequence does."""
+  """Finds the largest batch that fits into memory; 0 if none fits."""
   shards = batch_shards(config) * config.accumulate
 
   def fits(sequences: int) -> bool:
@@ -161,7 +162,7 @@ def largest(
 def _plan_decoder(
   config: TrainConfig, model: ModelConfig, state: AbstractState
 ) -> dict[str, Memory]:
-  """Plans a step of a decoder, or of the decoder of a larger model."""
+  """Plans a step of a decoder, possibly within a vision-language model."""
   sizes, recipe = config.mesh_sizes, config.coat_recipe()
   batch = config.batch // batch_shards(config) // config.accumulate
   layer = Layer(
@@ -179,7 +180,8 @@ def _plan_decoder(
   weights, value = device_bytes(state.params), layer.value
   matrices = layer.weights
   layers = model.num_layers * sum(matrices.values())
-  # Codes and casts of experts' weights are not kept.
+  # `linear` counts values of weights whose FP8 copies or casts may be kept.
+  # Copies of experts' weights are not kept.
   linear = layers
   if layer.experts:
     linear = model.num_layers * (matrices["qkv"] + matrices["out"])
@@ -189,8 +191,9 @@ def _plan_decoder(
     kept += BF16 * linear  # Autodiff keeps the casts of weights.
   cached = 0
   if recipe.linear == "fp8" and recipe.weight_cache == "codes":
-    # If a step runs only one forward pass, codes in columns are dead after it,
-    # while the backward pass still needs the codes in rows.
+    # Weights are cached in row-major and in column-major layout. If a step runs
+    # only one forward pass, the column-major codes are dead after it. The
+    # backward pass still needs the row-major codes.
     layouts = 1 if config.accumulate == 1 else 2
     cached = layouts * _FP8 * linear / layer.fsdp
   summed = 0
@@ -211,7 +214,7 @@ def _plan_decoder(
     )
 
   in_backward = layer_backward(layer) + _head_in_backward(layer)
-  # The embedding's gradient, in BF16 and on a mesh also in f32.
+  # The embedding's gradient in BF16; on a mesh it exists in f32 too.
   in_embedding = (BF16 + F32 * layer.is_on_mesh) * _head(layer)
   return {
     "loss": memory(0, kept, _loss_bytes(layer, batch, config.seq)),
@@ -221,24 +224,24 @@ def _plan_decoder(
 
 
 def _head(layer: Layer) -> int:
-  """Counts the values of the output weights, with all rows."""
+  """Counts the values of the output weights after their rows are gathered."""
   model: Any = layer.model
   return model.d_model * (model.vocab_size // layer.tensor)
 
 
 def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
-  """Counts the bytes that exist for the loss alone at its peak."""
+  """Counts the bytes of arrays that only the loss needs, at the loss's peak."""
   model: Any = layer.model
   head, columns = _head(layer), model.vocab_size // layer.tensor
   unit = BF16 * model.d_model * layer.tokens
   logits = batch * vocabulary.loss_positions(batch, seq, columns) * columns
-  # Logits and their gradient in BF16; the weights' gradient; hidden states, the
-  # same in chunks, and their gradient.
+  # Logits in f32 and their gradient in BF16; the weights' gradient; hidden
+  # states, a copy of them in chunks, and their gradient.
   total = (F32 + BF16) * logits + F32 * head + 3 * unit
   if layer.value == F32 or layer.is_on_mesh:
-    total += BF16 * head  # The weights in BF16, gathered if there is a mesh.
+    total += BF16 * head  # The weights in BF16, gathered on a mesh.
   if layer.value == BF16 and not layer.is_on_mesh:
-    # The gradient is rounded once the logits are gone.
+    # The weights' gradient is rounded to BF16 after the logits are freed.
     total = max(total, (F32 + BF16) * head + 2 * unit)
   return total
 
@@ -249,8 +252,9 @@ def _head_in_backward(layer: Layer) -> float:
   summed = layer.value * head / layer.fsdp  # Summed over devices.
   if not layer.optimizer_in_backward:
     return summed
-  # The optimizer has used it already, unless the embedding's gradient must be
-  # added; XLA may create zeros for the sum before it differentiates the layers.
+  # The optimizer has already used this gradient, unless the embedding is tied
+  # and its gradient must be added. XLA may allocate zeros for the embedding's
+  # gradient before it differentiates the layers.
   model: Any = layer.model
   return summed * model.tied_embeddings + BF16 * head
 
@@ -258,12 +262,12 @@ def _head_in_backward(layer: Layer) -> float:
 def _plan_vision(
   config: TrainConfig, state: AbstractState, images_each: int
 ) -> dict[str, Memory]:
-  """Plans a step of a LLaVA on one GPU, which trains what `trained` names."""
+  """Plans a vision-language model's step on one GPU for `config.trained`."""
   for name, planned in _WITH_IMAGES.items():
     if (got := getattr(config, name)) != planned:
       raise ValueError(
         f"plan: {name} cannot be planned for a model that sees images, got "
-        f"{name} {got}; leave it out"
+        f"{name} {got}; leave {name} out"
       )
   model: Any = config.model
   trained: str = getattr(config, "trained")  # noqa: B009
@@ -289,7 +293,8 @@ def _plan_vision(
     tokens=images * model.vision.num_tokens,
     value=_value_bytes(params["tower"]),
   )
-  # Features; hidden states before GELU in both dtypes, and after GELU.
+  # The tower's features; the projector's hidden states before GELU, in BF16 and
+  # f32, and after GELU.
   kept = images * model.tokens_each * BF16 * model.vision.d_model
   kept += images * model.tokens_each * (2 * BF16 + F32) * model.text.d_model
   if trained == "all":
@@ -307,6 +312,6 @@ def _plan_vision(
 
 
 def _value_bytes(params: Any) -> int:
-  """Returns the bytes per value of a matrix; norms and biases may be wider."""
+  """Returns the bytes per value of matrices; norms and biases may be wider."""
   widest = max(jax.tree.leaves(params), key=lambda leaf: leaf.size)
   return jnp.dtype(widest.dtype).itemsize

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manages a run: folder, checkpoints, metrics, processes, comparison."""
+"""Manages a run: its folder, checkpoints, metrics, processes, comparisons."""

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves and restores checkpoints of a run, in the background.
+"""Saves a run's checkpoints in the background, and restores them.
 
 A checkpoint is a folder with these items:
-  `params`, arrays;
-  `optimizer`, arrays, with FP8 moments stored as FP8;
-  `exact`, arrays, only if the run reports on its moments;
-  `data`, JSON: the position of the data iterator;
-  `run`, JSON: step, configuration and fingerprint of the data.
+  `params`     arrays
+  `optimizer`  arrays; FP8 moments are stored as FP8
+  `exact`      arrays, only if the run reports on its moments
+  `data`       JSON: the position of the data iterator
+  `run`        JSON: the step, the configuration, a fingerprint of the data
 
-A checkpoint does not depend on the number of devices or processes. The caller
-passes an abstract state, and arrays are restored bit for bit with its
-shardings. All processes continue with the same batch, and no batch is repeated
-or skipped. So a resumed run is bit-identical to one that never stopped, if it
-uses the same compiled program.
+A checkpoint can be restored with any number of devices and processes. The
+caller passes an abstract state. Arrays are restored bit for bit, with the
+shardings of that state. All processes continue with the same batch, and no
+batch is repeated or skipped. So a resumed run is bit-identical to a run that
+never stopped, if both use the same compiled program.
 
-A folder gets its name, the step, only when all files and their checksums are
-written. Checksums detect files that were damaged later, and the step in `run`
-detects a folder that was renamed. In both cases the previous checkpoint is
-used.
+A checkpoint's folder is named by its step, but gets this name only after all
+files and checksums are written. Checksums detect files that were damaged later.
+The step in `run` detects a folder that was renamed. In both cases, an earlier
+checkpoint is used.
 """
 
 import contextlib
@@ -41,16 +41,16 @@ from train.step import TrainState
 
 
 class Checkpoints:
-  """The checkpoints in a folder, which the first save creates."""
+  """The checkpoints in a folder."""
 
   def __init__(self, path: Path, *, keep: int):
-    """Opens the folder, which need not exist."""
+    """Opens a folder, which need not exist; keeps the newest `keep` steps."""
     self.path = path
     options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,
       create=True,
       cleanup_tmp_directories=True,
-      # Called by the first process alone, before the folder gets its name.
+      # Only the first process calls this, before it renames the folder.
       async_options=ocp.AsyncOptions(
         post_finalization_callback=self._write_checksums
       ),
@@ -58,7 +58,7 @@ class Checkpoints:
     self._manager = ocp.CheckpointManager(path.absolute(), options=options)
     self._opened = contextlib.ExitStack()
     self._opened.enter_context(quietly())
-    # Kept open, to detect that another folder has taken its place.
+    # Keep the run's folder open, to notice if the path leads to another folder.
     self._run = os.open(path.parent, os.O_RDONLY)
     self._opened.callback(os.close, self._run)
 
@@ -69,7 +69,7 @@ class Checkpoints:
     batches: grain.DatasetIterator,
     description: dict,
   ) -> None:
-    """Copies the state off the device and returns; threads write it."""
+    """Copies the state to the host and returns; threads write the files."""
     items = {
       name: args.StandardSave(tree) for name, tree in _array_items(state)
     }
@@ -77,44 +77,45 @@ class Checkpoints:
     items["run"] = args.JsonSave({"step": step, **description})
 
     def save():
-      # Orbax returns False if there is a later step already.
+      # Orbax returns False if a checkpoint of a later step exists.
       if not self._manager.save(step, args=args.Composite(**items)):
-        raise ValueError(f"{self.path} has a later step than {step}")
+        raise ValueError(f"{self.path} has a checkpoint later than step {step}")
 
     self._write(save)
 
   def restore(
     self, step: int, abstract: TrainState, batches: grain.DatasetIterator
   ) -> TrainState:
-    """Restores a state and the position of the iterator."""
+    """Returns a checkpoint's state, and restores the position of `batches`."""
     state = restore_state(self.path, step, abstract)
     batches.set_state(_read_json(self.path / str(step), "data"))
     return state
 
   def set_aside(self, after: int) -> None:
-    """Renames checkpoints of later steps, which will be saved again."""
+    """Renames checkpoints later than step `after`; they will be saved again."""
     if processes.is_primary():
       for folder in _folders(self.path):
         if int(folder.name) > after or folder.name != str(int(folder.name)):
           aside = folder.with_name(f"{folder.name}.damaged")
           shutil.rmtree(aside, ignore_errors=True)
           folder.rename(aside)
-    processes.gather(after)  # The other processes wait for the first one.
+    processes.gather(after)  # The other processes wait for the primary one.
     self._manager.reload()
 
   def wait(self) -> None:
-    """Waits until everything is written."""
+    """Waits until all files are written."""
     self._write(self._manager.wait_until_finished)
 
   def close(self) -> None:
-    """Waits until everything is written and closes the folder."""
+    """Waits until all files are written, and closes the folder."""
     with self._opened:
       self._write(self._manager.close)
 
   def _write(self, call: Callable[[], Any]) -> None:
-    """Calls Orbax; raises SaveError for this write or the one before it."""
+    """Calls Orbax; raises SaveError if this or the previous write failed."""
     try:
-      if self._is_in_place():  # Otherwise Orbax would create it again.
+      # If the folder was removed, Orbax would create it again.
+      if self._is_in_place():
         call()
         return
       error = None
@@ -124,11 +125,11 @@ class Checkpoints:
     if not self._is_in_place():
       raise SaveError(
         f"save: {self.path.parent} was removed or renamed during the run; if "
-        "it was renamed, its files are unchanged: give it its old name and "
-        "pass --resume; otherwise start again"
+        "it was renamed, rename it back and pass --resume; if it was removed, "
+        "start again"
       ) from error
     last = latest_step(self.path)
-    then = "and start again, because there is none yet"
+    then = "and start again, because no checkpoint exists yet"
     if last is not None:
       then = f"and pass --resume, which continues from {self.path / str(last)}"
     raise SaveError(
@@ -144,41 +145,43 @@ class Checkpoints:
       return False
 
   def _write_checksums(self) -> None:
-    # Exactly one exists: others were removed at the start.
+    # Exactly one temporary folder exists, because older ones were removed when
+    # `Checkpoints` was opened.
     (folder,) = self.path.glob("*.orbax-checkpoint-tmp")
     checksums.write(folder)
 
 
 def _array_items(state: TrainState):
-  """Yields the parts of a state that are array items of a checkpoint."""
+  """Yields (name, tree) for each item of a checkpoint that stores arrays."""
   for name, tree in state._asdict().items():
     if name != "step" and tree != ():
       yield name, tree
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """Adds a sharding if it is missing, or Orbax needs the original devices."""
+  """Adds a sharding if there is none; else Orbax would need the old devices."""
   if leaf.sharding is not None:
     return leaf
   return leaf.update(sharding=SingleDeviceSharding(jax.local_devices()[0]))
 
 
 def _folders(path: Path) -> list[Path]:
-  """Lists the finished checkpoints in a folder in order of their steps."""
+  """Lists the finished checkpoints in a folder, sorted by step."""
   found = [item for item in path.glob("*") if item.name.isdecimal()]
   return sorted(found, key=lambda item: int(item.name))
 
 
 def latest_step(path: Path) -> int | None:
-  """Returns the newest checkpoint's step, without reading it."""
+  """Returns the newest checkpoint's step without checking its files."""
   folders = _folders(path)
   return int(folders[-1].name) if folders else None
 
 
 def newest_whole_step(path: Path) -> tuple[int, list[str]]:
-  """Finds the newest undamaged checkpoint and the damage of newer ones.
+  """Returns the newest undamaged checkpoint's step, and what is damaged.
 
-  One process reads the files and tells all others.
+  The second result describes the damage of each newer checkpoint. Only the
+  primary process reads the files; the others get the step from it.
   """
   found, damaged = -1, []
   if processes.is_primary():
@@ -198,18 +201,18 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
 
 
 def _find_other_step(folder: Path) -> str | None:
-  """Checks that a checkpoint is named by its step; else describes the error."""
+  """Returns None if a checkpoint is named by its step; else what is wrong."""
   try:
     step = _read_json(folder, "run")["step"]
   except (OSError, ValueError, LookupError, TypeError, RecursionError):
-    return "run/metadata has no step"
+    return "run/metadata contains no step"
   if folder.name == str(step):
     return None
   return f"contains step {step}; rename it to {step} to use it"
 
 
 def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
-  """Restores a state without an iterator."""
+  """Restores a state, but not the position of the data iterator."""
   abstract = jax.tree.map(_placed, abstract)
   items = {
     name: args.StandardRestore(tree) for name, tree in _array_items(abstract)
@@ -221,8 +224,8 @@ def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
   except Exception as error:  # Orbax and TensorStore raise many types.
     raise ValueError(
       f"resume: could not read this run's state from the checkpoint "
-      f"{path / str(step)}: {describe_error(error)}; pass the options that it "
-      "was trained with"
+      f"{path / str(step)}: {describe_error(error)}; pass the options with "
+      "which the checkpoint was trained"
     ) from error
   return abstract._replace(
     step=jax.device_put(np.int32(step), abstract.step.sharding),
@@ -231,10 +234,10 @@ def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
 
 
 def read_description(path: Path, step: int) -> dict:
-  """Reads the run's description in a checkpoint."""
+  """Reads the run's description from a checkpoint."""
   return _read_json(path / str(step), "run")
 
 
 def _read_json(folder: Path, item: str) -> dict:
-  """Reads a JSON item of a checkpoint, where Orbax writes it."""
+  """Reads a JSON item from the file in which Orbax stores it."""
   return json.loads((folder / item / "metadata").read_bytes())

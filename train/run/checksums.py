@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of the files of a checkpoint.
+"""Writes and checks checksums of a checkpoint's files.
 
 Orbax and TensorStore check only their indices, so without checksums a run would
 resume from an array with a flipped bit. We store each file's SHA-256 before
-Orbax renames the temporary folder, and restore a checkpoint only if all its
+Orbax renames the temporary folder. A checkpoint is restored only if all its
 files match.
 
-TensorStore's own crc32c is not enough: Orbax writes Zarr version 2, which has
-no such codec. With version 3, Orbax can check only the index of shards, not the
-arrays. Neither version covers JSON items or missing files.
+TensorStore's own crc32c is not enough. Orbax writes Zarr version 2, which does
+not support crc32c. With Zarr version 3, Orbax can check only the index of
+shards, not the arrays. Neither version covers JSON items or missing files.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 NAME = "checksums.json"
-# Orbax writes these two at the very end. They contain no data of the run,
-# and restoring does not need them.
+# Orbax writes these two files after we have written the checksums. They contain
+# no data of the run, and restoring does not need them.
 _WRITTEN_LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 def write(folder: Path) -> None:
-  """Writes the checksums of all files in a folder into it."""
+  """Writes the checksums of a folder's files into the same folder."""
   names = sorted({*_plain_files(folder)} - {NAME, *_WRITTEN_LATER})
   with ThreadPoolExecutor() as pool:
     digests = pool.map(lambda name: _digest(folder / name), names)
@@ -35,9 +35,9 @@ def write(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-  """Reads all files of a checkpoint and describes the first damaged one.
+  """Reads a checkpoint's files; describes the first damage, or returns None.
 
-  Only plain files in the folder are read: a link or `..` could lead to an
+  Only plain files in the folder are read. A link or `..` could lead to an
   endless device such as /dev/zero, or to a file outside the folder.
   """
   own = set(_plain_files(folder))
@@ -50,7 +50,7 @@ def find_damage(folder: Path) -> str | None:
   except (OSError, ValueError, RecursionError) as error:
     return f"{NAME} cannot be read ({error})"
   if not (isinstance(checksums, dict) and checksums):
-    return f"{NAME} names no files"
+    return f"{NAME} lists no files"
 
   def damage(name: str) -> str | None:
     if name not in own:
@@ -66,7 +66,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _not_own(name: str) -> str:
-  return f"{name} is missing, or is not a file of the checkpoint"
+  return f"{name} is missing or is not a plain file in the checkpoint's folder"
 
 
 def _plain_files(folder: Path) -> Iterator[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configures the BF16 runs to compare a run with, and prints the comparison."""
+"""Configures BF16 runs as baselines for a run, and prints the comparison."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from train.run.rows import LAST, read_rows, summarize
 
 # Rows of the table: key, label, number format.
 _ROWS = (
-  ("train_loss", f"training loss, mean of last {LAST}", ".4f"),
+  ("train_loss", f"training loss, mean of last {LAST} steps", ".4f"),
   ("held_out_loss", "held-out loss", ".4f"),
   ("held_out_accuracy", "held-out accuracy", ".4f"),
   ("perplexity", "held-out perplexity", ".3f"),
   ("state", "optimizer state, bytes/parameter", ".2f"),
   ("residuals", "saved for backward, bytes/token/layer", ",.0f"),
   ("tokens_per_s", "tokens/s", ",.0f"),
-  ("step_megabytes", "memory of a step, MB of each device", ",.0f"),
+  ("step_megabytes", "memory of a step, MB per device", ",.0f"),
 )
 
 
 def twins[Config: TrainConfig](config: Config) -> list[Config]:
-  """Returns the BF16 runs to compare with; the first uses the run's seed."""
+  """Configures a run's BF16 baselines; the first has the run's own seed."""
   found = []
   count = config.compare_seeds if config.compare else 0
   for seed in range(config.seed, config.seed + count):
@@ -40,7 +40,7 @@ def twins[Config: TrainConfig](config: Config) -> list[Config]:
 
 
 def finish(runs: Sequence[TrainConfig]) -> None:
-  """Prints the table of finished runs and draws their losses."""
+  """Prints a table that compares finished runs, and draws their losses."""
   folders = [RunDirectory(config.out) for config in runs]
   names = [_name(config, runs[0]) for config in runs]
   read = [read_rows(folder.metrics) for folder in folders]
@@ -70,7 +70,12 @@ def finish(runs: Sequence[TrainConfig]) -> None:
 
 
 def _table(names: list[str], results: list[dict[str, float]]) -> str:
-  """Formats a column per run, the difference from BF16, and BF16's spread."""
+  """Formats a table with a column for each run.
+
+  If there are BF16 runs, another column shows the difference of the first run
+  from the first BF16 run. If there are several BF16 runs, the last column shows
+  their spread.
+  """
   header, has_twin, has_spread = [*names], len(names) > 1, len(names) > 2
   if has_twin:
     header.append("difference")
@@ -103,13 +108,13 @@ def _rounded(form: str, value: float | None) -> float | None:
 def _cell(form: str, value: float | None) -> str:
   if value is None:
     return "none"
-  if abs(value) >= 1e12:  # For example the perplexity of a run that diverged.
+  if abs(value) >= 1e12:  # For example, the perplexity of a diverged run.
     form = "+.4g" if form.startswith("+") else ".4g"
   return format(value, form)
 
 
 def _name(config: TrainConfig, first: TrainConfig) -> str:
-  """Names a run by its recipe, plus codec and seed if they are unusual."""
+  """Names a run by its recipe; adds an unusual codec and a different seed."""
   name, usual = config.recipe, {"coat": "coat", "bf16": "float32"}
   if config.optim.codec != usual.get(config.recipe):
     name += f"/{config.optim.codec}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface between the training loop and a command's data.
+"""Defines the interface between the training loop and a command's data.
 
-`train.loop` is the same for all commands; each command adds a configuration and
-a `RunData`.
+`train.loop` is the same for all commands; each command provides a configuration
+and a `RunData`.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ class RunData[Config: TrainConfig]:
   """The data of a run.
 
   Attributes:
-    rows: Rows to train on, with the array names that `batch_of` of the run's
-      `train.objective` expects.
-    held_out: Rows to evaluate.
-    fingerprint: A hash of the data, which must not change on resuming.
-    change_times: A hash of the files' times if the fingerprint does not read
-      whole files.
-    threads: Threads that read batches ahead; 0 for data in memory.
+    rows: Rows to train on. `batch_of` of the run's `train.objective` defines
+      the names of their arrays.
+    held_out: Rows to evaluate on.
+    fingerprint: A hash of the data, which must be the same when a run resumes.
+    change_times: A hash of the files' change times if the fingerprint does not
+      read whole files; otherwise None.
+    threads: Number of threads that prefetch batches; 0 for data in memory.
   """
 
   rows: Rows
@@ -50,7 +50,7 @@ class RunData[Config: TrainConfig]:
   threads: int = 0
 
   def batch_shapes(self, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a global batch."""
+    """Returns the shapes and dtypes of a global batch's arrays."""
     return {
       name: jax.ShapeDtypeStruct((config.batch, *x.shape), x.dtype)
       for name, x in self.rows.read(None).items()
@@ -59,7 +59,7 @@ class RunData[Config: TrainConfig]:
   def train_batches(
     self, config: Config, **own_rows: int
   ) -> grain.DatasetIterator:
-    """Makes the endless iterator whose position checkpoints store."""
+    """Iterates endlessly over batches; checkpoints store the position."""
     found = train_batches(
       self.rows, batch_size=config.batch, seed=config.seed, **own_rows
     )
@@ -68,7 +68,7 @@ class RunData[Config: TrainConfig]:
   def eval_batches(
     self, config: Config, **own_rows: int
   ) -> Iterable[dict[str, np.ndarray]]:
-    """Makes the held-out batches, the same in every evaluation."""
+    """Returns the held-out batches, the same ones in every evaluation."""
     found = held_out_batches(
       self.held_out,
       batch_size=config.batch,
@@ -78,7 +78,7 @@ class RunData[Config: TrainConfig]:
     return read_ahead(found, threads=self.threads)
 
   def keep_files(self, run: RunDirectory) -> None:
-    """Writes the data's files into the folder of a new run."""
+    """Writes files that the data need, if any, into a new run's folder."""
     del run
 
   def open_samples(
@@ -89,5 +89,5 @@ class RunData[Config: TrainConfig]:
     *,
     resumed_step: int,
   ) -> "HeldOutSamples | None":
-    """Opens a writer of samples; None if there are none."""
+    """Opens a writer of generated samples; None if the data have no samples."""
     del config, graph, mesh, resumed_step

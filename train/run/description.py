@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of a run, stored in config.json and each checkpoint.
+"""Describes a run in config.json and in each checkpoint.
 
-It consists of the configuration and a fingerprint of the data, and decides
-whether a run may continue from a checkpoint.
+The description contains the configuration and a fingerprint of the data. They
+decide whether a run may continue from a checkpoint.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _COMMANDS = {
 
 
 def describe(config: TrainConfig, data: "RunData | TokenSource") -> dict:
-  """Makes the description of a run."""
+  """Returns the description of a run."""
   commands = {kind: command for command, kind in _COMMANDS.items()}
   return {
     "format": _FORMAT,
@@ -69,8 +69,8 @@ def check_same(
   """Checks that a run can continue a checkpoint; returns allowed changes."""
   if _COMMANDS[saved["command"]] is not type(config):
     raise ValueError(
-      f"resume: {where} was written by train.{saved['command']}; continue it "
-      "with that command, or pass another --out to start a run"
+      f"resume: {where} was written by train.{saved['command']}; continue the "
+      "run with that command, or pass another --out to start a run"
     )
   before = _flatten(saved["config"])
   now = _flatten(dataclasses.asdict(config))
@@ -89,21 +89,21 @@ def check_same(
 
   fixed, converted = changes("fixed"), changes("converted")
   if saved["fingerprint"] != data.fingerprint:
-    fixed.append("data: other tokens")
+    fixed.append("data: the fingerprint differs")
   if fixed or (converted and not config.convert_state):
     convert = ""
     if config.optim.optimizer == "coat_adamw" and not fixed:
       convert = "--convert-state to convert its state, "
     raise ValueError(
       f"resume: {where} was trained with other options: "
-      f"{'; '.join(fixed + converted)}; pass {convert}the options that it was "
-      "trained with, or another --out to start a run"
+      f"{'; '.join(fixed + converted)}; pass {convert}the options with which "
+      "it was trained, or another --out to start a run"
     )
   allowed = changes("converted", "reported")
   if saved["change_times"] != data.change_times:
     allowed.append(
       "data: the files were changed or copied since then; the fingerprint is "
-      "the same, but it covers only parts of files this large"
+      "the same, but covers only parts of such large files"
     )
   return allowed
 

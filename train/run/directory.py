@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run, and the lock that keeps other commands out of it.
+"""Manages the folder of a run, and locks it against other commands.
 
-config.json     the configuration; its presence makes a folder a run
+config.json     the configuration; a folder with this file is a run
 metrics.jsonl   see `metrics`
 samples.jsonl   see `train.conversations`
 checkpoints/    see `checkpoint`
@@ -9,10 +9,11 @@ plot.png        see `plot`
 profile/        see `profile`
 tensorboard/    see `trackers`
 wandb/          see `trackers`
-hf/             files of the run's initial checkpoint, see `pretrained`
+hf/             files of the Hugging Face checkpoint that the run started from;
+                see `pretrained`
 twins/          runs that this run was compared with
 replaced_run/   see `replacing`
-lock            locked by the command that trains here; contains its process id
+lock            locked by the command that trains here; stores its process id
 """
 
 import contextlib
@@ -53,7 +54,7 @@ class RunDirectory:
 
   def __init__(self, path: str | Path):
     path = read_path("out", path)
-    # Otherwise mkdir would create `a` for the path `a/../b`.
+    # Resolve `..`, because for the path `a/../b` mkdir would also create `a`.
     self.path = path.resolve() if ".." in path.parts else path
     self.config = self.path / "config.json"
     self.metrics = self.path / "metrics.jsonl"
@@ -64,16 +65,16 @@ class RunDirectory:
     self.lock = self.path / "lock"
 
   def is_run(self) -> bool:
-    """Returns whether the folder is a run of this program.
+    """Returns whether the folder contains a run of this program.
 
-    If config.json is damaged or lost, the checkpoints decide: they contain the
-    same description.
+    A description in config.json or in a checkpoint is enough. So the folder
+    still counts as a run if config.json is damaged or lost.
     """
     saved = self.checkpoints.glob("*/run/metadata")
     return any(map(is_described, (self.config, *saved)))
 
   def is_started(self) -> bool:
-    """Returns whether the run has a step or a checkpoint that could be lost."""
+    """Returns whether replacing the run would lose a step or a checkpoint."""
     has_steps = self.metrics.exists() and self.metrics.stat().st_size > 0
     return self.is_run() and (has_steps or self.latest_step() is not None)
 
@@ -92,16 +93,16 @@ class RunDirectory:
     return step, configuration(saved), damaged
 
   def twin(self, name: str) -> "RunDirectory":
-    """Returns the folder of a run to compare this one with."""
+    """Returns the folder of a run with which this run is compared."""
     return RunDirectory(self.path / "twins" / name)
 
   def twins(self) -> list["RunDirectory"]:
-    """Returns the runs that this one was compared with."""
+    """Returns the runs with which this run was compared."""
     found = sorted((self.path / "twins").glob("*"))
     return [run for run in map(RunDirectory, found) if run.is_run()]
 
   def check(self, config: TrainConfig) -> None:
-    """Checks that a run may start or resume here; changes nothing."""
+    """Checks that a run may start or resume in this folder; changes nothing."""
     path, step = self.path, self.latest_step()
     if path.exists() and not path.is_dir():
       raise ValueError(
@@ -120,7 +121,7 @@ class RunDirectory:
       )
     if config.resume or not path.exists():
       return
-    # Left by a command that was killed before it created a run.
+    # A command that was killed before it created a run leaves these files.
     if set(path.iterdir()) <= {self.lock, self.path / "config.tmp"}:
       return
     if not self.is_run():
@@ -136,20 +137,19 @@ class RunDirectory:
 
   @contextlib.contextmanager
   def claimed(self, config: TrainConfig) -> Iterator[None]:
-    """Locks the folder against other commands inside `with`, and checks it.
+    """Locks the folder against other commands, and checks that it may be used.
 
-    The primary process does this while the other processes of the run wait. The
-    operating system releases the lock even if the process is killed. If an
-    earlier command was killed while it replaced a run, the old run is put back
-    first.
+    Only the primary process of a run locks the folder. The operating system
+    releases the lock even if the process is killed. If an earlier command was
+    killed while it replaced a run, the old run is put back first.
     """
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
         if not replacing.is_aside(self.path):
-          self.check(config)  # Before anything is written.
+          self.check(config)  # Check before anything is written.
         self._lock(opened)
         self.put_back()
-        self.check(config)  # Another command may have run since.
+        self.check(config)  # Another command may have run before the lock.
       yield
 
   def _lock(self, opened: contextlib.ExitStack) -> None:
@@ -159,8 +159,8 @@ class RunDirectory:
       self.lock.exists() and not self.lock.is_file()
     ):
       raise ValueError(
-        f"out: expected a plain file as {self.lock}, got a link or something "
-        "else; remove it, or pass another --out"
+        f"out: expected a plain file as {self.lock}, got a link or another "
+        "kind of file; remove it, or pass another --out"
       )
     lock = filelock.FileLock(self.lock, blocking=False, fallback_to_soft=False)
     missing = None
@@ -169,7 +169,7 @@ class RunDirectory:
     except filelock.Timeout:
       raise ValueError(
         f"out: {self.lock.read_text()} is already training in {self.path}; "
-        "wait for it, stop it, or pass another --out"
+        "wait until it ends, stop it, or pass another --out"
       ) from None
     except OSError as error:  # Some cluster file systems have no locks.
       missing = error.strerror
@@ -178,48 +178,48 @@ class RunDirectory:
       self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     if missing is not None:
       say(
-        f"{self.path}: the folder could not be locked ({missing}); do not "
-        "train there with two commands at once"
+        f"{self.path}: the folder could not be locked ({missing}); do not run "
+        "two commands that train in it at once"
       )
 
   def _unlock(self) -> None:
-    """Unless a run was created: removes the lock, and the folder if empty."""
+    """If no run was created, removes the lock, and the folder if empty."""
     if not (self.is_run() or replacing.is_aside(self.path)):
       self.lock.unlink(missing_ok=True)
       if self.path.is_dir() and not any(self.path.iterdir()):
         self.path.rmdir()
 
   def create(self, description: dict) -> None:
-    """Creates the folder, or replaces the run in it; call `check` first.
+    """Creates the run's folder and config.json; call `check` first.
 
-    Only the files of the old run are moved aside, until `remove_replaced` or
-    `put_back`.
+    If the folder contains a run, the files of this old run are moved aside
+    until `remove_replaced` or `put_back` is called. Other files stay.
     """
     with save_errors(self.path):
-      self.put_back()  # `claimed` does not cover twins.
+      self.put_back()  # `claimed` puts back only the main run, not its twins.
       if self.is_run():
         replacing.move_aside(self.path, self._own_files())
       self.path.mkdir(parents=True, exist_ok=True)
       self.write_description(description)
 
   def put_back(self) -> None:
-    """Puts the old run back, unless `remove_replaced` has removed it."""
+    """Puts an old run back that was moved aside and not yet removed."""
     was_aside = replacing.is_aside(self.path)
     replacing.put_back(self.path, self._own_files())
     if was_aside:
-      say(f"{self.path}: put back the run that was to be replaced")
+      say(f"{self.path}: put back the old run, which was being replaced")
 
   def remove_replaced(self) -> None:
-    """Removes the old run, once the new run has a step."""
+    """Removes the old run; call this after the new run's first step."""
     replacing.remove_old(self.path)
 
   def remove(self) -> None:
-    """Removes the run's files, and the folder if nothing else is in it."""
+    """Removes the run's files, and the folder if it is empty then."""
     replacing.remove(self.path, self._own_files())
     self._unlock()
 
   def _own_files(self) -> list[Path]:
-    """Lists the run's files, relative to the folder."""
+    """Lists the run's files as paths relative to the folder."""
     own = [self.path / name for name in _CONTENTS]
     saved = list(self.checkpoints.glob("*"))
     if self.checkpoints.is_symlink() or not saved:
@@ -228,13 +228,14 @@ class RunDirectory:
       own += [item for item in saved if _CHECKPOINT.fullmatch(item.name)]
     for twin in self.twins():
       own += [twin.path / name for name in twin._own_files()]
-    # This is last, so that the folder counts as a run until all files are gone.
+    # config.json is last, so that the folder counts as a run until all other
+    # files are removed.
     own.append(self.config)
     return [
       item.relative_to(self.path) for item in own if os.path.lexists(item)
     ]
 
   def write_description(self, description: dict) -> None:
-    """Writes config.json atomically; raises SaveError if it cannot."""
+    """Writes config.json atomically; raises SaveError if that fails."""
     with save_errors(self.path):
       replace_file(self.config, json.dumps(description, indent=2) + "\n")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command ends early: with an exit status and a one-line error.
+"""Ends a command early, with an exit status and a one-line error.
 
-A training command may run as several processes. `Stop` carries the status and
-the text to print. The context managers turn errors into `Stop`, and make sure
-that no process waits for a process that has ended. Other commands run as a
-single process, in `exit_status`.
+A training command may run as several processes. Context managers turn errors
+into `Stop`, which carries the exit status and the text to print. They make sure
+that no process waits for a process that has ended. Commands that do not train
+run as a single process, in `exit_status`.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ from train.run.writing import SaveError
 class Stop(Exception):
   """Ends the command with an exit status and a text on standard error.
 
-  All processes of a run raise it together; `process` prints the text.
+  All processes of a run raise this exception together. The process with index
+  `process` prints the text.
   """
 
   def __init__(self, status: int, text: str, process: int = 0):
@@ -35,10 +36,10 @@ class Stop(Exception):
 
 @contextlib.contextmanager
 def stop_on_bad_input() -> Iterator[None]:
-  """Turns errors in the user's input into exit status 2.
+  """Turns errors in the user's input into a `Stop` with exit status 2.
 
-  The status is 1 if a file cannot be written. If one process fails, all stop,
-  so all processes must enter this context.
+  The status is 1 if a file cannot be written. If one process fails, all
+  processes stop, so all of them must enter this context.
   """
   fault = None
   try:
@@ -63,7 +64,7 @@ def read_or_stop[Item](items: Iterable[Item]) -> Iterator[Item]:
 
 
 def _status(error: Exception) -> int:
-  """Returns 1 if a file cannot be written, 2 for wrong input."""
+  """Returns exit status 1 if a file could not be written, 2 for bad input."""
   return 1 if isinstance(error, SaveError) else 2
 
 
@@ -71,9 +72,9 @@ def _status(error: Exception) -> int:
 def stop_on_failure() -> Iterator[None]:
   """Turns a failed write or an out-of-memory error into exit status 1.
 
-  If there are several processes, the process that failed exits at once. The
-  other processes do not know about the error and still wait for it, so a normal
-  exit would wait forever. JAX then ends them too.
+  If there are several processes, the process that failed exits immediately. A
+  normal exit would wait forever for the other processes, which do not know
+  about the error and wait for this process. JAX then ends them too.
   """
   try:
     yield
@@ -84,8 +85,8 @@ def stop_on_failure() -> Iterator[None]:
         raise
       text = (
         f"error: {shortage}; give --mesh more devices, raise --accumulate or "
-        "start with a smaller --batch: python -m train.plan PRESET --gpus N "
-        "shows which settings fit"
+        "lower --batch; python -m train.plan PRESET --gpus N shows which "
+        "settings fit"
       )
     stop = Stop(1, text, process=jax.process_index())
     if jax.process_count() == 1:
@@ -98,7 +99,8 @@ def stop_on_failure() -> Iterator[None]:
 def stop_on_signal(out: Path) -> Iterator[None]:
   """Lets a command remove unfinished files before a signal stops it.
 
-  Commands without such files use `Signals`. A second signal stops at once.
+  Use `Signals` for commands without such files. The second signal stops the
+  command immediately.
   """
   received = []
 
@@ -111,12 +113,12 @@ def stop_on_signal(out: Path) -> Iterator[None]:
   handlers = {each: signal.signal(each, interrupt) for each in SIGNALS}
   try:
     yield
-  except BaseException as error:  # Libraries may raise another error.
+  except BaseException as error:  # Libraries may replace KeyboardInterrupt.
     if not received:
       raise
     text = f"{signal.Signals(received[0]).name}: stopped"
     if not os.path.lexists(out):
-      text += f"; {out} was not written, and nothing is left of it"
+      text += f"; {out} was not written, and unfinished files were removed"
     raise Stop(128 + received[0], text) from error
   finally:
     for number, handler in handlers.items():
@@ -124,9 +126,10 @@ def stop_on_signal(out: Path) -> Iterator[None]:
 
 
 def exit_status(command: Callable[[], object], *, smaller: str = "") -> int:
-  """Runs a command that does not train; prints an error as one line.
+  """Runs a command that does not train, and returns its exit status.
 
-  `smaller` tells the user how to get by with less memory.
+  Errors are printed as one line. If memory runs out, this line ends with
+  `smaller`, which tells the user how to use less memory.
   """
   try:
     command()
@@ -145,9 +148,9 @@ def exit_status(command: Callable[[], object], *, smaller: str = "") -> int:
 
 
 def describe_shortage(error: BaseException) -> str | None:
-  """Describes an out-of-memory error in one line; None for another error.
+  """Describes an out-of-memory error in one line; None for other errors.
 
-  JAX raises the same type for everything that goes wrong on a device.
+  We check the message, because JAX raises the same type for all device errors.
   """
   lines = str(error).splitlines()
   if isinstance(error, MemoryError):
@@ -157,14 +160,14 @@ def describe_shortage(error: BaseException) -> str | None:
 
 
 def is_received(signals: Signals) -> bool:
-  """Returns whether any process received a signal, and tells all of them."""
+  """Returns whether any process received a signal; sets it in all processes."""
   received = max(processes.gather(signals.received or 0))
-  if received:  # A signal that came after this counts next time.
+  if received:  # A signal that arrives after `gather` counts next time.
     signals.received = received
   return bool(received)
 
 
 def say(*lines: str, process: int = 0) -> None:
-  """Prints lines to standard error, flushed, in one process only."""
+  """Prints lines to standard error and flushes it, in one process only."""
   if jax.process_index() == process:
     print(*lines, sep="\n  ", file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds checkpoints to convert, and turns converted ones into runs."""
+"""Finds a run's checkpoint to export, and creates a run from an import."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,15 +20,15 @@ from train.step import TrainState
 def create_run(
   config: TrainConfig, make: Callable[[TrainState], TrainState]
 ) -> int:
-  """Creates a run with one checkpoint, on one device; returns its step.
+  """Creates a run with one checkpoint on one device; returns the step.
 
-  `make` turns the run's abstract state into its state.
+  `make` returns the checkpoint's state, given the run's abstract state.
   """
   run = RunDirectory(config.out)
   if config.resume:  # `claimed` would accept an existing run.
     raise ValueError(
-      "import: --resume does not apply, because import creates a run; leave it "
-      "out, or pass --overwrite to replace an existing run"
+      "import: --resume does not apply, because import creates a run; leave "
+      "--resume out, or pass --overwrite to replace an existing run"
     )
   if run.is_started() and not config.overwrite:
     raise ValueError(
@@ -65,7 +65,10 @@ def create_run(
 
 
 def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
-  """Finds a run's newest undamaged checkpoint: folder, step, configuration."""
+  """Finds a run's newest undamaged checkpoint, to export it to `out`.
+
+  Returns the folder of the run's checkpoints, the step, and the configuration.
+  """
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
     raise ValueError(

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's log: metrics.jsonl, progress on standard error, tables.
+"""Logs a run: metrics.jsonl, progress on standard error, tables.
 
-metrics.jsonl contains one JSON object per line, each with its `step`:
+Each line of metrics.jsonl is a JSON object with the key `step`. There are three
+kinds of lines:
   * a step: loss, grad_norm, lr, tokens_per_s; for documents also targets,
     padding (a share) and unpadded_tokens_per_s;
   * an evaluation: held_out_loss, held_out_accuracy for classified images, and
     step_bytes, the memory of the compiled step on a device (see
     `train.run.report.step_bytes`);
-  * a report: state (`state_report`, leaf by leaf) and, with codec coat, powers
-    (number of groups by their power k in sixteenths).
-Lines are written whole and at once, so a killed run loses none. A resumed run
-first drops the lines that it will write again. Only the first process writes
-and prints.
+  * a report: state (`state_report` of each leaf) and, with codec coat, powers
+    (how many groups use each power k, in sixteenths).
+Every line is written immediately, in a single write, so a killed run loses no
+line. A resumed run first drops the lines that it will write again. Only the
+primary process writes and prints.
 
-Without a terminal we do not use tqdm: it separates updates by carriage returns,
+Without a terminal we do not use tqdm. It separates updates by carriage returns,
 so a log would contain one endless line, whatever `mininterval` is. We do not
-use rich's tables either: without a terminal they are cut to 80 columns.
+use rich's tables, because without a terminal they are cut to 80 columns.
 """
 
 import collections
@@ -58,7 +59,7 @@ class MetricsLog:
       self._file = path.open("a", buffering=1)
 
   def write(self, **row) -> None:
-    """Appends a line; numbers that are not finite become null."""
+    """Appends a line; NaN and infinity become null."""
     if self._file is None:
       return
     row = {
@@ -85,14 +86,14 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict]:
-  """Yields the lines of a metrics.jsonl, except damaged ones."""
+  """Yields the undamaged lines of a metrics.jsonl."""
   for row in parse_lines(path):
     if isinstance(row, dict) and isinstance(row.get("step"), int):
       yield row
 
 
 def parse_lines(path: Path) -> Iterator[Any]:
-  """Yields the value of each line; None for a line that is not JSON."""
+  """Yields the value of each line; None for a line that cannot be parsed."""
   if not path.exists():
     return
   for line in path.read_bytes().splitlines():
@@ -104,7 +105,7 @@ def parse_lines(path: Path) -> Iterator[Any]:
 
 
 class Progress:
-  """Progress on standard error: a bar on a terminal, otherwise a few lines."""
+  """Shows progress on standard error: a bar on a terminal, otherwise lines."""
 
   def __init__(self, name: str, *, steps: int, done: int):
     self._name, self._steps, self._held_out = name, steps, ""
@@ -163,17 +164,17 @@ class Progress:
 
 class _Started(NamedTuple):
   step: int
-  seconds: float  # On the monotonic clock, before its batch was made.
+  seconds: float  # Monotonic time before the step's batch was read.
   metrics: StepMetrics
 
 
 class StepsInFlight:
-  """Steps that were started and not read yet, in order.
+  """Steps that were started, but whose metrics were not read yet.
 
-  Reading a loss waits for its step. A loop that reads each loss before it
-  starts the next step leaves the device idle while the host logs and makes a
-  batch: 2 to 3 ms per step. So a step's metrics are read once the next step has
-  started.
+  Reading a step's loss waits until the step ends. If the loop read each loss
+  before it starts the next step, the device would be idle for 2 to 3 ms per
+  step, while the host logs and prepares a batch. So a step's metrics are read
+  after the next step has started.
   """
 
   def __init__(
@@ -190,11 +191,14 @@ class StepsInFlight:
     self._last_end = 0.0
 
   def add(self, step: int, seconds: float, metrics: StepMetrics) -> None:
-    """Adds a step."""
+    """Adds a started step; `seconds` is the time before its batch was read."""
     self._started.append(_Started(step, seconds, metrics))
 
   def read(self, *, leave: int = 0) -> str | None:
-    """Logs all but the newest `leave` steps; returns the first fault."""
+    """Logs all but the newest `leave` steps.
+
+    Stops at the first step with values that are not finite, and describes it.
+    """
     while len(self._started) > leave:
       if fault := self._read(self._started.popleft()):
         return fault
@@ -219,7 +223,7 @@ class StepsInFlight:
       leaves = zip(self._leaf_names, metrics.is_finite, strict=True)
       bad = ", ".join(name for name, is_finite in leaves if not is_finite)
       return (
-        f"step {step} has loss {loss} and gradients that are not finite in "
+        f"step {step} has loss {loss}, and its gradients are not finite in "
         f"{bad or 'no leaf'}"
       )
     self._progress.step(step, loss, speed)
@@ -227,7 +231,7 @@ class StepsInFlight:
 
 
 def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
-  """Returns a step's targets and padding; {} if it counts neither."""
+  """Returns what a step logs about its rows; {} if it counts no targets."""
   if metrics.targets is None or metrics.padding is None:
     return {}
   padding = float(metrics.padding)
@@ -239,12 +243,12 @@ def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
 
 
 def format_number(x: float) -> str:
-  """Formats a number of any size: 5.1234, 67,395.9, 1.23457e+42."""
+  """Formats a number, for example 5.1234, 67,395.9 or 1.23457e+42."""
   return f"{x:,.6g}" if abs(x) >= 1000 else f"{x:,.4f}"
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:
-  """Formats a table, the first column left-aligned, the others right."""
+  """Formats a table; the first column is left-aligned, others right-aligned."""
   lines = [header, *rows]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   lines.insert(1, ["-" * width for width in widths])

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of several processes, such as one on each host.
+"""Coordinates the processes of a run, for example one process on each host.
 
-All run the same program and must call the same collective operations in the
-same order. If only one of them knows something, such as a signal or unreadable
-data, it tells the others before any process acts on it. The primary process
-prints and writes metrics. With one process these functions return at once.
+All processes run the same program and must call the same collective operations
+in the same order. If one process receives a signal or cannot read its data, it
+tells the other processes before any process reacts. The primary process prints
+and writes metrics. In a run with one process, these functions do not
+communicate.
 """
 
 import os
@@ -15,15 +16,16 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 _VARIABLES = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# Roughly the advertised share of a GPU's memory: 80 of 85.5 GB, 141 of 150.8.
-# The rest is for CUDA, cuBLAS and NCCL.
+# Roughly the advertised memory of a GPU divided by its physical memory: 80 GB
+# of 85.5 GB, 141 GB of 150.8 GB. CUDA, cuBLAS and NCCL use the rest.
 _GPU_SHARE = "0.935"
 
 
 def reserve_gpu_memory() -> None:
-  """Lets JAX take as much GPU memory as `train.plan` assumes.
+  """Lets JAX use as much GPU memory as `train.plan` assumes.
 
-  Call it before JAX looks for devices. A share set in the environment stays.
+  Call this function before JAX looks for devices. It does not change a share
+  that the user has set in the environment.
   """
   names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
   if not any(name in os.environ for name in names):
@@ -31,19 +33,19 @@ def reserve_gpu_memory() -> None:
 
 
 def join() -> None:
-  """Joins the other processes; call it before anything else uses JAX.
+  """Joins the other processes of a run; call this before using JAX.
 
-  Under SLURM and Open MPI JAX finds them by itself. Otherwise the environment
-  of each must set JAX_COORDINATOR_ADDRESS (host and port of process 0),
-  JAX_NUM_PROCESSES and JAX_PROCESS_ID. If process 0 does not answer within five
-  minutes, JAX ends the process.
+  JAX finds the other processes itself under SLURM and Open MPI. Otherwise each
+  process's environment must set JAX_COORDINATOR_ADDRESS (host and port of
+  process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. If process 0 does not answer
+  within five minutes, JAX ends this process.
   """
   try:
     count, index = (
       int(os.environ[name]) if name in os.environ else None
       for name in _VARIABLES
     )
-    # JAX's own service would handle SIGTERM instead of `signals`.
+    # With this service, JAX would handle SIGTERM instead of `signals`.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(num_processes=count, process_id=index)
   except (RuntimeError, TypeError, ValueError) as error:
@@ -60,14 +62,14 @@ def is_primary() -> bool:
 
 
 def gather(value: int) -> list[int]:
-  """Returns the values of all processes, which must all call this."""
+  """Returns the values of all processes; every process must call this."""
   if jax.process_count() == 1:
     return [value]
   return multihost_utils.process_allgather(np.int32(value)).tolist()
 
 
 def gather_arrays[Tree](tree: Tree) -> Tree:
-  """Gathers sharded arrays of several processes as whole NumPy arrays."""
+  """Gathers arrays as whole NumPy arrays if several processes hold parts."""
   if jax.process_count() == 1:
     return tree
   return multihost_utils.process_allgather(tree, tiled=True)
@@ -76,7 +78,8 @@ def gather_arrays[Tree](tree: Tree) -> Tree:
 def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
   """Finds the part of a batch that this process reads.
 
-  Processes whose devices share sequences read the same ones.
+  Processes whose devices work on the same sequences read the same part. Returns
+  `process_index` and `process_count` for `train_batches`.
   """
   if sharding is None:
     return dict(process_index=0, process_count=1)
@@ -84,10 +87,10 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
   bounds = [shard.indices(batch) for (shard,) in shards]
   first = min(start for start, _, _ in bounds)
   size = max(stop for _, stop, _ in bounds) - first
-  # Each process starts where the one before it ends.
+  # Each process must start where the previous process ends.
   if first % size or batch % size:
     raise ValueError(
-      "mesh: processes must have sequences of their own or share all of them, "
+      "mesh: two processes must read the same sequences or disjoint sequences, "
       f"got sequences {first} to {first + size - 1} of {batch} for process "
       f"{jax.process_index()}; choose a tensor axis that divides the "
       f"{jax.local_device_count()} devices of a process"
@@ -98,7 +101,7 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
 def to_devices(
   rows: np.ndarray, sharding: NamedSharding | None, batch: int
 ) -> jax.Array | np.ndarray:
-  """Puts this process's rows of a batch on the mesh."""
+  """Assembles a global array from each process's rows of a batch."""
   if sharding is None:
     return rows
   shape = (batch, *rows.shape[1:])

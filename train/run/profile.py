@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces some steps of a run with jax.profiler, in the first process.
+"""Traces some steps of a run with jax.profiler, in the primary process.
 
-View the trace with `tensorboard --logdir RUN/profile` (needs the `xprof`
-plugin), or open its trace.json.gz at ui.perfetto.dev.
+View the trace with `tensorboard --logdir RUN/profile`, which needs the `xprof`
+plugin, or open the trace.json.gz at ui.perfetto.dev.
 """
 
 from pathlib import Path
@@ -15,12 +15,13 @@ from train.run.exits import say
 
 
 class Profiler:
-  """Traces the steps that `--profile` asks for."""
+  """Traces the steps that `--profile` selects."""
 
   def __init__(self, text: str, folder: Path):
     self._folder, self._is_on = folder, False
     count, wait = read_profile(text) if processes.is_primary() else (0, 0)
-    # Step numbers, counted from where the run started or was resumed.
+    # The steps to trace. Steps are counted from 0 when the run starts or
+    # resumes.
     self._steps, self._seen = range(wait, wait + count), 0
 
   @property
@@ -29,7 +30,7 @@ class Profiler:
     return (self._seen in self._steps) != self._is_on
 
   def before_step(self) -> None:
-    """Starts or ends the trace; call it before each step."""
+    """Starts or ends the trace if necessary; call this before each step."""
     is_traced = self._seen in self._steps
     self._seen += 1
     if is_traced and not self._is_on:

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces a run so that the old one stays until the new one has a step.
+"""Replaces a run, but keeps the old run until the new run has a step.
 
-The files of the old run are moved into a folder next to the new run's files:
+The files of the old run are moved into a folder next to the new run's files.
+The name of this folder shows the state of the replacement:
 
-  replaced_run.moving     files are being moved in or back; there are no files
-                          of the new run yet
-  replaced_run            all old files are in it; files outside are the new
-                          run's
-  replaced_run.removing   it is being removed
+  replaced_run.moving     old files are being moved into or out of this folder;
+                          the new run has no files
+  replaced_run            this folder contains all old files; files outside it
+                          belong to the new run
+  replaced_run.removing   the old files are being removed
 
-Each state becomes the next by a single rename, so a process may be killed at
-any moment: the next command that trains in the folder sees how far the process
-got, and puts the old run back (`put_back`).
+A single rename leads from each state to the next, so a process may be killed at
+any moment. The next command that trains in the run's folder sees the state, and
+puts the old run back unless it was being removed (`put_back`).
 """
 
 import os
@@ -22,9 +23,9 @@ from pathlib import Path
 _NAME = "replaced_run"
 _README = "README.txt"
 _WORDS = """\
-These are the files of a run that was to be replaced. The new run has no step
-yet. If no command is training in the folder above, the next command that trains
-there moves them back.
+These are the files of a run that is being replaced. The new run has no step
+yet. If no command is training in the folder above this one, the next command
+that trains there moves the files back.
 """
 
 
@@ -46,7 +47,7 @@ def is_aside(folder: Path) -> bool:
 
 
 def put_back(folder: Path, new: Iterable[Path]) -> None:
-  """Moves the old run back, if one is aside; removes the `new` files."""
+  """Removes the `new` files and moves the old run back, if one is aside."""
   shutil.rmtree(_removing(folder), ignore_errors=True)
   moving, aside = _moving(folder), folder / _NAME
   if (aside / _README).is_file():
@@ -66,9 +67,9 @@ def remove_old(folder: Path) -> None:
 
 
 def remove(folder: Path, names: Iterable[Path]) -> None:
-  """Removes files and folders of a run, and folders that become empty.
+  """Removes a run's files and folders, and parent folders that become empty.
 
-  Links are not followed.
+  A link is removed, not the file that it leads to.
   """
   for name in names:
     item = folder / name
@@ -80,7 +81,7 @@ def remove(folder: Path, names: Iterable[Path]) -> None:
 
 
 def _remove_empty(folder: Path, name: Path) -> None:
-  """Removes a folder, and those above it up to `folder`, if empty."""
+  """Removes `name`, and its parents below `folder`, if they are empty."""
   while name != Path() and not any((folder / name).iterdir()):
     (folder / name).rmdir()
     name = name.parent
@@ -95,7 +96,7 @@ def _removing(folder: Path) -> Path:
 
 
 def _merge(source: Path, target: Path) -> None:
-  """Moves everything in a folder into another, and removes the first."""
+  """Moves the contents of `source` into `target`, and removes `source`."""
   for item in source.iterdir():
     there = target / item.name
     if item.is_dir() and there.is_dir() and not item.is_symlink():

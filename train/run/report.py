@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports on a run: its size, its metrics, and the accuracy of its moments."""
+"""Reports a run's size, its held-out metrics, and the error of its moments."""
 
 from typing import Any
 
@@ -30,13 +30,13 @@ def describe_sizes(config: TrainConfig, params) -> str:
   some = "" if own == count else f", of which {own / 1e6:,.2f} M are trained"
   return (
     f"{config.out}: {count / 1e6:,.2f} M parameters{some}, {state:.2f} bytes "
-    f"each in the optimizer; {tokens:,} tokens a step, "
-    f"{tokens * config.steps:,} in all"
+    f"per parameter in the optimizer; {tokens:,} tokens per step, "
+    f"{tokens * config.steps:,} in total"
   )
 
 
 def held_out_means(found: list[Evaluation]) -> dict[str, float]:
-  """Averages held-out batches, weighted by their targets."""
+  """Averages the metrics of held-out batches, weighted by their targets."""
   counts = [1 if x.targets is None else int(x.targets) for x in found]
 
   def mean(values: list) -> float:
@@ -45,7 +45,7 @@ def held_out_means(found: list[Evaluation]) -> dict[str, float]:
 
   means = {"held_out_loss": mean([x.loss for x in found])}
   if found and found[0].accuracy is not None:
-    # An accuracy is a sum of f32 shares, which can round to above 1.
+    # An accuracy is a sum of f32 shares, so rounding can lift it above 1.
     means["held_out_accuracy"] = min(mean([x.accuracy for x in found]), 1.0)
   return means
 
@@ -53,11 +53,11 @@ def held_out_means(found: list[Evaluation]) -> dict[str, float]:
 def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
   """Counts the bytes that a compiled step needs on each device.
 
-  These are the bytes of its arguments, of its temporaries, and of results that
-  do not reuse an argument's buffer. The arguments `exact`, which only reports
-  need, do not count. Returns None if the compiler does not report sizes.
+  The sum covers the step's arguments, its temporary arrays, and results that do
+  not reuse an argument's buffer. It excludes the arguments `exact`, which only
+  reports need. Returns None if the compiler does not report sizes.
 
-  We do not use `peak_memory_in_bytes`: on a CPU it leaves out temporaries.
+  We do not use `peak_memory_in_bytes`, which excludes temporary arrays on CPUs.
   """
   memory = compiled.memory_analysis()
   if memory is None:
@@ -68,7 +68,7 @@ def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:
-  """Measures how accurately codes represent the moments."""
+  """Measures the error of encoded moments, and counts powers of codec coat."""
   codec = config.optim.moment_codec()
   state = processes.gather_arrays(state._replace(params=()))
   row: dict = {"state": state_report(state.optimizer, reference=state.exact)}
@@ -92,6 +92,6 @@ def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
 
 
 def state_bytes_per_param(config: TrainConfig) -> float:
-  """Computes the optimizer's bytes per parameter, from abstract shapes."""
+  """Computes the optimizer's bytes per parameter from abstract shapes."""
   state = abstract_state(config, build_optimizer(config))
   return state_bytes(state.optimizer).bytes_per_param

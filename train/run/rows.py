@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads metrics.jsonl for a table or a figure, even if it is damaged.
+"""Reads a metrics.jsonl for a table or a figure, even if it is damaged.
 
-Damaged lines (not JSON, or with a word instead of a loss, say) are left out and
-reported in `MetricsRows.damaged`. If a run was killed, its last line may be
-incomplete; that does not count as damage.
+A line is damaged if it is not JSON or if it contains an invalid value, such as
+a word instead of a loss. Invalid values are left out and reported in
+`MetricsRows.damaged`. If a run was killed, its last line may be incomplete;
+this does not count as damage.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from train.run.metrics import parse_lines
 
-# Training losses are noisy, so a table shows their mean over the last steps.
+# Training losses are noisy, so tables show the mean over this many last steps.
 LAST = 50
 MOMENTS = ("mu", "nu")
 
@@ -21,18 +22,18 @@ MOMENTS = ("mu", "nu")
 class MetricsRows(NamedTuple):
   """The contents of a metrics.jsonl."""
 
-  rows: list[dict]  # Lines that have a step, without invalid values and nulls.
-  damaged: str | None  # A message about what was left out.
+  rows: list[dict]  # Lines with a step, without their invalid or null values.
+  damaged: str | None  # A message about damaged lines; None if there are none.
 
 
 def read_rows(path: Path) -> MetricsRows:
-  """Reads a metrics.jsonl; there are no rows if there is no file."""
+  """Reads a metrics.jsonl; returns no rows if the file does not exist."""
   rows, bad, last = [], 0, None
   for line in parse_lines(path):
     last = line
     values = line if isinstance(line, dict) else {}
     row = {name: x for name, x in values.items() if _is_valid(name, x)}
-    # A number that was not finite is null in the file, which is not damage.
+    # Numbers that were not finite are null in the file. They are not damage.
     known = [name for name, x in values.items() if x is not None]
     bad += "step" not in row or not row.keys() >= set(known)
     if "step" in row:
@@ -44,13 +45,13 @@ def read_rows(path: Path) -> MetricsRows:
   lines = f"{bad} line{'s' * (bad > 1)}"
   return MetricsRows(
     rows,
-    f"{path}: {lines} with invalid values, which were left out; to include "
-    "them, restore the file from a copy",
+    f"{path}: {lines} with invalid values, which were left out; restore the "
+    "file from a copy to include them",
   )
 
 
 def summarize(rows: list[dict]) -> dict[str, float]:
-  """Computes the values of a run in the table."""
+  """Computes a run's values for the table of comparisons."""
 
   def values(key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
@@ -79,7 +80,7 @@ _COUNTS = {"step", "targets", "step_bytes"}
 
 
 def _is_valid(name: str, x: Any) -> bool:
-  """Returns whether a value can be drawn; unknown names are not checked."""
+  """Returns whether a value is valid; values of unknown names always are."""
   if name in _NUMBERS:
     return _is_number(x)
   if name in _COUNTS:
@@ -96,7 +97,7 @@ def _is_valid(name: str, x: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-  # Larger numbers overflow sums and the axes of a figure.
+  # Larger numbers would overflow in sums and on the axes of a figure.
   is_number = isinstance(x, int | float) and not isinstance(x, bool)
   return is_number and abs(x) < 1e100
 
@@ -106,7 +107,7 @@ def _is_count(x: Any) -> bool:
 
 
 def _is_leaf(leaf: Any) -> bool:
-  """Returns whether this is a leaf of `state_report` that can be drawn."""
+  """Returns whether `leaf` is a valid leaf of `state_report`."""
   if not isinstance(leaf, dict) or "encoded" not in leaf:
     return False
   size, moments = leaf.get("parameters"), [leaf.get(x) for x in MOMENTS]
@@ -121,7 +122,7 @@ def _is_leaf(leaf: Any) -> bool:
 
 
 def _are_counts(counts: Any) -> bool:
-  """Returns whether these are counts by powers."""
+  """Returns whether `counts` maps powers to numbers of groups."""
   return isinstance(counts, dict) and all(
     key.isascii() and key.isdigit() and len(key) < 4 and _is_count(count)
     for key, count in counts.items()
@@ -129,7 +130,7 @@ def _are_counts(counts: Any) -> bool:
 
 
 def _are_probes(x: Any) -> bool:
-  """Returns whether x is a list of numbers, with null for those not finite."""
+  """Returns whether x is a list of numbers or nulls."""
   return isinstance(x, list) and all(
     value is None or _is_number(value) for value in x
   )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGINT and SIGTERM: stop at once if nothing is lost, otherwise save first.
+"""Handles SIGINT and SIGTERM; saves a checkpoint first if steps would be lost.
 
 Python runs signal handlers only between bytecode instructions, so Ctrl-C would
 do nothing during a long compilation. Here a pipe passes the signal's number to
-a thread, which acts at once.
+a thread, which reacts immediately.
 
-We do not use Orbax's `reached_preemption`: it needs JAX's coordination service
-(and so `--distributed`), handles only SIGTERM, and stops some steps later. Our
-own check costs an all-gather of one integer per step, or nothing with a single
-process.
+We do not use Orbax's `reached_preemption`. It needs JAX's coordination service
+and so `--distributed`, handles only SIGTERM, and stops some steps later. Our
+check costs an all-gather of one integer per step, or nothing in a run with a
+single process.
 """
 
 import os
@@ -23,7 +23,7 @@ class Signals:
   """Context manager that handles SIGINT and SIGTERM."""
 
   # If False, a signal ends the process. If True, the first signal only sets
-  # `received`, so that the training loop can save and stop; the second signal
+  # `received`, so that the training loop can save and stop. A second signal
   # ends the process.
   is_deferred = False
   received: int | None = None  # The number of the deferred signal.
@@ -47,13 +47,13 @@ class Signals:
 
   @property
   def exit_status(self) -> int:
-    """Returns 128 + the number of the received signal, as in shells."""
+    """Returns 128 plus the received signal's number, as shells do."""
     return 128 + (self.received or 0)
 
   def _listen(self) -> None:
     while number := os.read(self._reader, 1):
       number = number[0]
-      if number not in SIGNALS:  # Another library handles this one.
+      if number not in SIGNALS:  # Another library handles this signal.
         continue
       name = signal.Signals(number).name
       if self.is_deferred and self.received is None:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies metrics to TensorBoard's event files and to Weights & Biases.
 
-Both receive the numbers of metrics.jsonl under the same names and steps;
-metrics.jsonl remains the run's own record. A resumed run continues both.
+Both trackers get the numbers of metrics.jsonl under the same names and steps;
+metrics.jsonl remains the run's own record. A resumed run continues in both.
 
-tensorboardX writes the event files because it needs only NumPy and protobuf.
-TensorBoard itself pulls in a web server and gRPC; `clu` and
-`flax.metrics.tensorboard` pull in TensorFlow. We use tensorboardX's writer
-without a thread: the threaded writer blocks forever if the disk is full.
+We write event files with tensorboardX, because it depends only on NumPy and
+protobuf. TensorBoard itself installs a web server and gRPC; `clu` and
+`flax.metrics.tensorboard` install TensorFlow. We use tensorboardX's writer
+without a thread, because the threaded writer blocks forever if the disk is
+full.
 """
 
 import importlib.util
@@ -19,7 +20,7 @@ from typing import Any
 from train.config import TrainConfig
 from train.run.writing import replace_file
 
-# The package of each option, and how to install it.
+# Maps options to their package and the command that installs it.
 _PACKAGES = {
   "tensorboard": ("tensorboardX", "pip install '.[tensorboard]'"),
   "wandb": ("wandb", "pip install wandb"),
@@ -32,8 +33,8 @@ def check_installed(config: TrainConfig) -> None:
   for option, (package, command) in _PACKAGES.items():
     if getattr(config, option) and importlib.util.find_spec(package) is None:
       raise ValueError(
-        f"{option}: the package {package} is not installed; run {command}, or "
-        f"leave --{option} out"
+        f"{option}: the package {package} must be installed, got no such "
+        f"package; run {command}, or leave --{option} out"
       )
 
 
@@ -68,7 +69,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-  """Logs to a run of `wandb`, which reads its own environment variables."""
+  """Logs to a `wandb` run; users configure wandb by environment variables."""
 
   def __init__(self, path: Path, name: str, description: dict):
     import wandb

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes files completely or not at all; a failure is a one-line error."""
+"""Writes files completely or not at all; reports failures in one line."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from train.options import first_line
 
 
 def check_out(op: str, path: Path) -> None:
-  """Raises ValueError if `written_whole` could not write a file or a folder."""
+  """Raises ValueError if `written_whole` could not write to `path`."""
   check_free(op, path)
   above = next(x for x in path.resolve().parents if x.exists())
   if not above.is_dir():
@@ -30,12 +30,12 @@ def check_out(op: str, path: Path) -> None:
 
 
 class SaveError(OSError):
-  """A file could not be written; what was saved before is unchanged."""
+  """Raised if a file could not be written; older files are unchanged."""
 
 
 @contextlib.contextmanager
 def save_errors(path: Path) -> Iterator[None]:
-  """Turns OSError into a SaveError that names a path."""
+  """Turns an OSError into a SaveError that shows a path."""
   try:
     yield
   except SaveError:
@@ -57,16 +57,16 @@ def describe_error(error: Exception) -> str:
 
 
 def replace_file(file: Path, text: str) -> None:
-  """Writes a file atomically, through a .tmp file next to it."""
+  """Writes a file atomically: writes a .tmp file and renames it."""
   temporary = file.with_suffix(".tmp")
-  temporary.unlink(missing_ok=True)  # Writing would follow a link of this name.
+  temporary.unlink(missing_ok=True)  # Writing would follow an existing link.
   try:
     with temporary.open("x") as opened:
       opened.write(text)
       opened.flush()
-      os.fsync(opened.fileno())  # Otherwise a crash may leave it empty.
+      os.fsync(opened.fileno())  # Else a crash might leave the file empty.
     os.replace(temporary, file)
-  except OSError:  # For example a full disk.
+  except OSError:  # For example, the disk is full.
     temporary.unlink(missing_ok=True)
     raise
 
@@ -90,27 +90,27 @@ def _write_tree(path: Path, tree: Any) -> None:
 
 
 def uninterrupted(write: Callable[[], None]) -> None:
-  """Finishes a write with Orbax even if Ctrl-C interrupts the wait for it.
+  """Calls `write` and waits until it ends, even after Ctrl-C.
 
-  Otherwise threads of Orbax and TensorStore would still write into a folder
-  while it is removed.
+  `write` uses Orbax. If we did not wait, threads of Orbax and TensorStore would
+  still write into a folder while the folder is removed.
   """
   with ThreadPoolExecutor(1) as pool:  # Leaving the pool waits for the write.
     pool.submit(write).result()
 
 
 def join_writers() -> None:
-  """Waits for Orbax's threads after one has failed.
+  """Waits for Orbax's threads after one of them has failed.
 
   Orbax raises the first error while other threads still write into the folder,
-  and has no function that waits for them. Their classes are private, so we
-  recognize the threads by the module that defines them.
+  and has no function that waits for these threads. Their classes are private,
+  so we recognize the threads by the module of their class.
   """
   for thread in threading.enumerate():
     if type(thread).__module__.startswith("orbax."):
       threading.Thread.join(thread)  # Orbax's own join would raise.
-  # asyncio logs other failed tasks when they are garbage-collected, which can
-  # happen as late as the end of the process.
+  # asyncio logs other failed tasks when they are garbage-collected, which may
+  # happen only when the process ends.
   logging.getLogger("asyncio").addFilter(_is_of_no_dropped_task)
 
 
@@ -120,10 +120,11 @@ def _is_of_no_dropped_task(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-  """Silences Orbax's logs of a failed write, which `SaveError` reports once.
+  """Silences Orbax's logs about failed writes; `SaveError` reports the failure.
 
-  Orbax logs each failed array with its traceback, and again when the error is
-  garbage-collected; TensorStore reports to an event loop that is closed.
+  For each failed array, Orbax logs a traceback, and logs it again when the
+  error is garbage-collected. TensorStore reports to an event loop that is
+  already closed, which raises another error.
   """
   loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
   levels = [logger.level for logger in loggers]

@@ -166,14 +166,20 @@ def test_sizes_that_do_not_fit_raise_with_the_sizes():
     return train_batches(rows, batch_size=BATCH, seed=0, **kwargs)
 
   for call, words in [
-    (lambda: train(30), "sequence of 16 . 1 tokens, got 30 tokens in all"),
-    (lambda: evaluate(10), "sequence of 16 . 1 tokens, got 10 tokens in all"),
-    (lambda: train(batch_size=99), "needs 99 rows, got 59"),
-    (lambda: evaluate(), "needs 4 rows, got 3 .* raise held_out"),
+    (lambda: train(30), "at least 17 tokens each, got 30 tokens altogether"),
+    (lambda: evaluate(10), "at least 17 tokens each, got 10 tokens altogether"),
+    (lambda: train(batch_size=99), "at least 99 rows, .* got 59"),
+    (
+      lambda: evaluate(),
+      "at least 4 rows must be held out, got 3; raise held_out",
+    ),
     (lambda: train(seq_len=0), "seq_len must be at least 1, got 0"),
     (lambda: train(seed=-1), "seed must be at least 0"),
     (lambda: train(batch_size=0), "positive multiple"),
-    (lambda: split(process_count=3), "multiple of the 3 processes, got 4"),
+    (
+      lambda: split(process_count=3),
+      "multiple of 3, the number of processes, got 4",
+    ),
     (lambda: split(process_index=1), "below 1, got 1"),
     (lambda: evaluate(4000, max_batches=0), "max_batches must be at least 1"),
   ]:

@@ -38,7 +38,7 @@ def test_file_cut_short_while_it_is_read_raises(tmp_path, has_header):
   np.testing.assert_array_equal(file[4000:], ids[4000:])
   os.truncate(path, 4096)
   np.testing.assert_array_equal(file[:1000], ids[:1000])
-  with pytest.raises(ValueError, match="ids.npy had 5000 ids .* 4096"):
+  with pytest.raises(ValueError, match="ids.npy held 5000 ids .* 4096"):
     file[1900:3000]
 
 

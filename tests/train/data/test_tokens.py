@@ -97,7 +97,7 @@ def test_data_config_rejects_contradicting_options():
     (dict(held_out=1.0), "held_out must be a number from 1e-06"),
     (dict(dtype="int64", path="x"), "dtype must be one of text, uint16"),
     (dict(dtype="uint16"), "needs a path"),
-    (dict(dtype="uint16", path="x", tokenizer="t.json"), "applies to text"),
+    (dict(dtype="uint16", path="x", tokenizer="t.json"), "requires dtype text"),
   ]:
     with pytest.raises(ValueError, match=words):
       DataConfig(**kwargs)

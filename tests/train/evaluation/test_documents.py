@@ -86,19 +86,21 @@ def test_zst_is_read_if_its_module_is_installed(tmp_path, monkeypatch):
   file = tmp_path / "val.jsonl.zst"
   file.write_bytes(gzip.compress(JSONL.encode()))
   monkeypatch.setitem(sys.modules, "zstandard", None)
-  with pytest.raises(ValueError, match="needs the module zstandard, which"):
+  with pytest.raises(
+    ValueError, match="needs the module zstandard, got no such"
+  ):
     list(read_documents(str(file)))
   monkeypatch.setitem(sys.modules, "zstandard", Zstandard("zstandard"))
   assert list(read_documents(str(file))) == TEXTS
   file.write_bytes(b"no such file")
-  with pytest.raises(ValueError, match="must be a whole compressed file"):
+  with pytest.raises(ValueError, match="must be a complete compressed file"):
     list(read_documents(str(file)))
 
 
 @pytest.mark.parametrize(
   "name, content, message",
   [
-    ("a.parquet", "PAR1", "which is parquet; write its column of texts"),
+    ("a.parquet", "PAR1", "which is parquet; convert its texts"),
     ("a.parquet.gz", "PAR1", "which is parquet"),
     ("a.jsonl", '{"text": "x"}\n{"text"', "a.jsonl, line 2 must be a JSON"),
     ("a.jsonl", '{"text": 3}', "line 1 .* got the keys text"),
@@ -119,7 +121,7 @@ def test_files_that_were_cut_short_are_refused(tmp_path):
   whole = gzip.compress(JSONL.encode() * 99)
   for content in (whole[:-9], b"no gzip", whole[:20] + b"\xff" * 20):
     (tmp_path / "a.json.gz").write_bytes(content)
-    with pytest.raises(ValueError, match="must be a whole compressed file"):
+    with pytest.raises(ValueError, match="must be a complete compressed file"):
       list(read_documents(str(tmp_path / "a.json.gz")))
 
 

@@ -125,8 +125,8 @@ def test_generation_ends_at_stop_strings():
 @pytest.mark.parametrize(
   "options, message",
   [
-    ({"num_beams": 4}, "a task may ask for until, .* got num_beams too"),
-    ({"max_gen_toks": LENGTH}, "max_gen_toks must be below the 48 tokens"),
+    ({"num_beams": 4}, "a task may only set until, .* got num_beams; leave"),
+    ({"max_gen_toks": LENGTH}, "max_gen_toks must be below 48, the number"),
   ],
 )
 def test_unsupported_generation_is_refused(model, options, message):

@@ -71,7 +71,7 @@ def test_model_that_computes_nan_is_refused(value):
   model.embedding.set_value(model.embedding[...].at[7].set(value))
   scorer = Scorer(model, length=LENGTH, batch=3)
   scorer.score([Request([1, 2], [3, 4])])
-  with pytest.raises(ValueError, match="must be finite, got NaN or infinity;"):
+  with pytest.raises(ValueError, match="must be finite, got NaN or infinity,"):
     scorer.score([Request([1, 2], [3, 4]), Request([1, 7], [3, 4])])
 
 
@@ -104,7 +104,11 @@ def test_logits_are_computed_in_chunks(model, score, monkeypatch):
   [
     ([], [1], "at least one token, got 0 and 1"),
     ([1], [], "at least one token, got 1 and 0"),
-    ([1], [2] * 97, "must fit into 96 tokens, got 97; pass a larger --length"),
+    (
+      [1],
+      [2] * 97,
+      "must have at most 96 tokens, got 97; pass a larger --length",
+    ),
     ([1], [256], "below the vocabulary of 256, got 1 to 256"),
     ([-1], [2], "below the vocabulary of 256, got -1 to 2"),
   ],
@@ -232,7 +236,9 @@ def test_stride_outside_the_window_is_refused(model, stride):
 
 
 def test_documents_without_a_token_are_refused(model):
-  with pytest.raises(ValueError, match="one document must have a token"):
+  with pytest.raises(
+    ValueError, match="the texts must have at least one token"
+  ):
     perplexity(model, ByteText(), ["", ""], length=LONG)
 
 
@@ -246,5 +252,5 @@ def test_prefix_of_a_tokenizer_without_any_is_a_line_end():
 
   assert prefix_token(Other()) == 6
   Other.found = []
-  with pytest.raises(ValueError, match="name bos_token or eos_token"):
+  with pytest.raises(ValueError, match="set bos_token or eos_token"):
     prefix_token(Other())

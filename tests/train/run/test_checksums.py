@@ -62,7 +62,7 @@ def test_checksums_without_files_are_damage(copied, text):
   (copied / "5" / checksums.NAME).write_text(text)
   found, damaged = checkpoint.newest_whole_step(copied)
   assert found == 3
-  assert damaged == [f"{copied / '5'}: checksums.json names no files"]
+  assert damaged == [f"{copied / '5'}: checksums.json lists no files"]
 
 
 def test_deeply_nested_checksums_are_damage(copied):
@@ -92,7 +92,7 @@ def test_checksums_of_other_files_are_damage(copied, tmp_path, name):
     file.write_text(json.dumps(named))
     found, damaged = checkpoint.newest_whole_step(copied)
     assert found == 3
-    assert f"{name} is missing, or is not a file of the" in damaged[0]
+    assert f"{name} is missing or is not a plain file in" in damaged[0]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,9 @@ def test_link_to_a_device_is_not_read(copied, name):
   (copied / "5" / name).unlink()
   (copied / "5" / name).symlink_to("/dev/zero")
   found, damaged = checkpoint.newest_whole_step(copied)
-  assert found == 3 and f"{name} is missing, or is not a file" in damaged[0]
+  assert (
+    found == 3 and f"{name} is missing or is not a plain file" in damaged[0]
+  )
 
 
 # Orbax reports that it cannot read its own file.

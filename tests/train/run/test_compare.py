@@ -61,7 +61,7 @@ def test_difference_is_to_the_first_twin_and_spread_among_twins(runs, capsys):
     "+0.5000",
     "0.2500",
   ]
-  assert rows["training loss, mean of last 50"] == [
+  assert rows["training loss, mean of last 50 steps"] == [
     *("2.5000", "2.3000", "2.4000"),
     *("+0.2000", "0.1000"),
   ]
@@ -82,7 +82,7 @@ def test_differences_agree_with_the_figures_shown(runs, capsys):
     with open(RunDirectory(run.out).metrics, "a") as file:
       file.write(json.dumps(dict(step=61, step_bytes=size)) + "\n")
   compare.finish(runs)
-  row = table(capsys.readouterr().out)["memory of a step, MB of each device"]
+  row = table(capsys.readouterr().out)["memory of a step, MB per device"]
   # 33.46 - 61.7 would be -28.
   assert row == ["33", "62", "62", "-29", "0"]
 
@@ -90,7 +90,7 @@ def test_differences_agree_with_the_figures_shown(runs, capsys):
 def test_a_figure_that_is_not_known_has_no_row(runs, capsys):
   compare.finish(runs)
   rows = table(capsys.readouterr().out)
-  assert "memory of a step, MB of each device" not in rows
+  assert "memory of a step, MB per device" not in rows
 
 
 def test_a_run_alone_has_no_difference_and_one_twin_no_spread(runs, capsys):

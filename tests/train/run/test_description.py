@@ -68,7 +68,7 @@ def test_checkpoint_of_another_run_is_rejected(values, words):
 
 
 def test_checkpoint_of_other_data_is_rejected():
-  with pytest.raises(ValueError, match="data: other tokens"):
+  with pytest.raises(ValueError, match="data: the fingerprint differs"):
     compare(described(demo()), demo(), tokens=numbered(1001))
 
 

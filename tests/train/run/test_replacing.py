@@ -51,7 +51,9 @@ def test_old_run_is_put_back_whole_if_the_new_one_fails(run, capsys):
   assert run.is_run() and not run.is_started()
   run.put_back()
   assert contents(run.path) == before
-  assert "put back the run that was to be replaced" in capsys.readouterr().err
+  assert (
+    "put back the old run, which was being replaced" in capsys.readouterr().err
+  )
   run.put_back()
   assert contents(run.path) == before
 

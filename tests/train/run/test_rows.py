@@ -77,7 +77,7 @@ def test_nonsense_is_left_out_and_reported(name, tmp_path):
   found = read_rows(path)
   assert found.damaged == (
     f"{path}: 1 line with invalid values, which were left out; "
-    "to include them, restore the file from a copy"
+    "restore the file from a copy to include them"
   )
   kept = [row for row in found.rows if row.keys() > {"step"}]
   assert [row for row in kept if row["step"] != 5] == [*GOOD, REPORT]
@@ -118,7 +118,7 @@ def test_final_table_and_figure_survive_nonsense(runs, capsys, monkeypatch):  # 
   assert f"{folder.metrics}: {len(NONSENSE)} lines with invalid" in errors
   cells = table(output)
   assert cells["held-out loss"] == ["2.0000", "none", "1.7500", "none", "none"]
-  assert cells["training loss, mean of last 50"][1] == "2.3000"
+  assert cells["training loss, mean of last 50 steps"][1] == "2.3000"
   picture = matplotlib.image.imread(RunDirectory(runs[0].out).plot)
   assert picture.shape[0] == 600
 

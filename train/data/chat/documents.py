@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizes files of conversations into documents of limited length.
 
-Only token ids and masks stay in memory, five bytes per token. Images stay in
-their files until a batch needs them.
+Only token ids and masks are kept in memory, in five bytes per token. Images are
+read from their files when a batch needs them.
 """
 
 import bisect
@@ -24,57 +24,61 @@ from train.data.sources import BadData, check_ids
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages, RowImage
 
-_SKIP = ", or leave out bad rows: skip_bad=True, on a command line --skip-bad"
+_SKIP = ", or skip bad rows with skip_bad=True (on a command line --skip-bad)"
 
 
 @dataclasses.dataclass
 class Counts:
-  """Counts of the rows that were read."""
+  """Counts what was read, left out and truncated."""
 
   rows: int = 0
-  # Rows that `skip_bad` left out, by reason.
+  # Numbers of rows that `skip_bad` left out, by reason.
   bad: dict[str, int] = dataclasses.field(default_factory=dict)
-  without_target: int = 0  # Rows with nothing to learn.
-  truncated: int = 0  # Documents that were too long.
-  # Targets that truncation removed, also from rows that lost all of them.
+  without_target: int = 0  # Rows left out because no target token fits.
+  truncated: int = 0  # Documents that were truncated.
+  # Target tokens that truncation removed, including those of rows left out.
   lost_targets: int = 0
   longest: int = 0  # The shortest sequence length that truncates no document.
 
   def describe(self) -> str:
-    """Writes the counts as one line."""
+    """Formats the counts as one line."""
     parts = [f"{self.rows} rows"]
     if self.bad:
       kinds = ", ".join(f"{n} {x}" for x, n in sorted(self.bad.items()))
-      parts.append(f"{sum(self.bad.values())} bad ones left out ({kinds})")
+      parts.append(f"bad rows left out: {sum(self.bad.values())} ({kinds})")
     if self.truncated or self.without_target:
       parts.append(
         f"{self.truncated} truncated and {self.without_target} left out for "
-        f"their length, which loses {self.lost_targets} target tokens; "
-        f"sequences of {self.longest} tokens would truncate none"
+        f"their length, which removes {self.lost_targets} target tokens; "
+        f"every row would fit into sequences of {self.longest} tokens"
       )
     return "; ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DocumentImages:
-  """The images of documents."""
+  """The images of all documents."""
 
   reader: "ChatImages"
   found: list["RowImage"]  # In the order of the documents.
-  # int64 [documents + 1], where each document's images begin.
+  # int64 [documents + 1]: document i has the images starts[i] to
+  # starts[i + 1] - 1.
   starts: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents:
-  """Tokenized conversations, one after the other."""
+  """Tokenized conversations, concatenated."""
 
   tokens: np.ndarray  # int32 [n].
-  # bool [n], the target tokens; never the first one of a document.
+  # bool [n], True for target tokens. A document's first token is never a
+  # target.
   mask: np.ndarray
-  starts: np.ndarray  # int64 [documents + 1], each beginning, then the end.
+  # int64 [documents + 1]: document i has the tokens starts[i] to
+  # starts[i + 1] - 1.
+  starts: np.ndarray
   counts: Counts
-  # None if no document can have images.
+  # None if the model accepts no images.
   images: DocumentImages | None = None
 
   def __len__(self) -> int:
@@ -82,7 +86,7 @@ class Documents:
 
   @property
   def lengths(self) -> np.ndarray:
-    """Number of tokens of each document, int64."""
+    """The number of tokens in each document, int64 [documents]."""
     return np.diff(self.starts)
 
   def tokens_of(self, document: int) -> tuple[np.ndarray, np.ndarray]:
@@ -115,8 +119,9 @@ class Documents:
     """Draws the indices of training documents and of held-out documents."""
     if len(self) < 2:
       raise ValueError(
-        "chat: training and evaluation each need a conversation, got "
-        f"{len(self)} in total from {self.counts.describe()}; give more data"
+        "chat: at least two conversations are needed, one to train on and one "
+        f"to hold out, got {len(self)} from {self.counts.describe()}; give "
+        "more data"
       )
     order = np.random.default_rng(seed).permutation(len(self))
     count = min(max(round(len(self) * held_out), 1), len(self) - 1)
@@ -135,11 +140,12 @@ def load_documents(
 ) -> Documents:
   """Reads files of conversations.
 
-  A document has at most `seq + 1` tokens. A longer one ends with the last turn
-  of the assistant that fits, or if none does, with its last token that fits.
-  `format` is one of `formats.FORMATS`; if None, the first row of each file
-  decides. With `skip_bad`, bad rows are only counted. Otherwise they raise a
-  ValueError, which suggests `skip_bad` unless it is None.
+  A document has at most `seq + 1` tokens. A longer conversation is cut after
+  the last turn of the assistant that fits, or after `seq + 1` tokens if no such
+  turn fits. `format` is one of `formats.FORMATS`. If `format` is None, it is
+  recognized from the first row of each file. If `skip_bad` is true, bad rows
+  are only counted. Otherwise a bad row raises a ValueError. The error suggests
+  `skip_bad` if it is False, but not if it is None.
   """
   counts = Counts()
   reader = _Reader(encoder, format, skip_bad, images, counts)
@@ -153,13 +159,13 @@ def load_documents(
       counts.lost_targets += int(whole.mask.sum() - document.mask.sum())
       if not document.mask.any():
         counts.without_target += 1
-        if whole.mask.any():  # The `seq` that its first target needs.
+        if whole.mask.any():  # Note the `seq` with which a target would fit.
           shortest.append(int(np.argmax(whole.mask)))
         continue
       counts.truncated += len(document.tokens) < len(whole.tokens)
       if images is not None:
-        # The cut never splits an image. Because a target fits, the cut is in a
-        # target span or at its end, and such spans contain no images.
+        # The cut never splits an image. A target fits, so the cut is inside a
+        # target span or at its end, and target spans contain no images.
         count = images.count(document.tokens)
         document = document._replace(images=document.images[:count])
       kept.append(document)
@@ -198,23 +204,23 @@ class _Document(NamedTuple):
 
   tokens: np.ndarray
   mask: np.ndarray
-  ends: list[int]  # Where the target spans end.
+  ends: list[int]  # The index after the last token of each target span.
   images: "Sequence[RowImage]"
 
   def cut(self, size: int) -> "_Document":
-    """Cuts a long document after the last turn that fits."""
+    """Cuts a document after the last target span that fits into `size`."""
     if len(self.tokens) <= size:
       return self
     fitting = bisect.bisect_right(self.ends, size)
     end = self.ends[fitting - 1] if fitting else size
-    # Copies, because a view would keep the whole document in memory.
+    # Copy, because a view would keep the whole document in memory.
     return self._replace(
       tokens=self.tokens[:end].copy(), mask=self.mask[:end].copy()
     )
 
 
 class _ReadRow(NamedTuple):
-  """A good row, its text, and its images."""
+  """A valid row, its text, and its images."""
 
   row: Row
   rendered: Rendered
@@ -223,7 +229,7 @@ class _ReadRow(NamedTuple):
 
 @dataclasses.dataclass
 class _Reader:
-  """Reads rows of files, and counts the bad ones."""
+  """Reads rows from files, and refuses or counts bad rows."""
 
   encoder: ChatEncoder
   format: str | None
@@ -234,7 +240,7 @@ class _Reader:
   def read(
     self, paths: list[str], seq: int, vocab_size: int
   ) -> Iterator[_Document]:
-    """Yields each good row as a document."""
+    """Yields each valid row as a document."""
     rows, again = itertools.tee(self._rows(paths))
     encoded = self.encoder.encode(
       (each.rendered for each in rows), kept=seq + 1
@@ -273,7 +279,7 @@ class _Reader:
       if row.value.get(key):
         raise BadData(
           "unexpected images",
-          f"the row has {key}, but the model accepts only text",
+          f"the row has the key {key}, but the model accepts only text",
         )
     return ()
 

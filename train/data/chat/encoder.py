@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns conversations into token ids and a mask of the target tokens.
 
-The whole text of a conversation is tokenized at once, so tokens are the same
-as at inference. A token is a target if any of its characters is.
+The whole text of a conversation is tokenized at once, so that its tokens are
+the same as at inference. A token is a target if any of its characters is part
+of a target span.
 """
 
 import itertools
@@ -22,10 +23,10 @@ Rendered = tuple[str, list[Span], list[int]]
 
 
 class ChatEncoder:
-  """Turns conversations into token ids and masks."""
+  """Turns conversations into token ids and masks of the target tokens."""
 
   def __init__(self, tokenizer_path: str | Path, template: ChatTemplate | None):
-    """Reads a tokenizer.json and the special tokens from its folder."""
+    """Reads a tokenizer.json, and the special tokens from the same folder."""
     path = Path(tokenizer_path).expanduser()
     self._tokenizer = Tokenizer(str(path))
     self._front = self._tokenizer.first_tokens()
@@ -36,20 +37,21 @@ class ChatEncoder:
       self._finder = TargetFinder(template, self._tokenizer.added_tokens)
 
   def render(self, row: Conversation | Completion) -> Rendered:
-    """Returns a row's text, its target spans, and the ids before the text."""
+    """Returns a row's text, its target spans, and ids to prepend to it."""
     if isinstance(row, Completion):
       text = row.prompt + row.completion
       if not self._end:
         raise ValueError(
-          "chat: the end of a completion needs the tokenizer's eos_token, got "
-          "none; put tokenizer_config.json next to tokenizer.json"
+          "chat: a completion ends with the tokenizer's eos_token, got none; "
+          "put a tokenizer_config.json with eos_token next to tokenizer.json"
         )
       text += "" if text.endswith(self._end) else self._end
       spans, front = [(len(row.prompt), len(text))], self._front
     elif self._template is None:
       raise ValueError(
         "chat: the tokenizer must have a chat template, got none; put "
-        "chat_template.jinja next to tokenizer.json, or name a template"
+        "chat_template.jinja next to tokenizer.json, or choose a published "
+        "template"
       )
     else:
       (text, spans), front = self._finder.find(row), []
@@ -64,9 +66,9 @@ class ChatEncoder:
   def encode(
     self, rows: Iterable[Rendered], *, kept: int = 0
   ) -> Iterator[tuple[np.ndarray, np.ndarray, list[int]]]:
-    """Yields ids, the target mask, and the ends of target spans, for each text.
+    """Yields each text's ids, its target mask, and the ends of target spans.
 
-    `Tokenizer.encode_each` documents `kept`.
+    `kept` is as in `Tokenizer.encode_each`.
     """
     rows, again = itertools.tee(rows)
     found = self._tokenizer.encode_each(
@@ -78,8 +80,8 @@ class ChatEncoder:
       for start, end in spans:
         is_in = (offsets[:, 1] > start) & (offsets[:, 0] < end)
         places = np.flatnonzero(is_in) + len(front)
-        if len(places):  # A span may produce no token.
+        if len(places):  # A span may have no token.
           mask[places] = True
           ends.append(int(places[-1]) + 1)
-      mask[:1] = False  # No token predicts the first one.
+      mask[:1] = False  # Nothing precedes the first token to predict it from.
       yield ids, mask, ends

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads rows of files as conversations, in the common formats.
+"""Reads conversations from files in the common formats.
 
 A file contains either JSON lines, which are read one at a time, or one JSON
 array of rows, which is read as a whole.
 
-| format | keys |
+| format | keys of a row |
 | --- | --- |
-| messages | `messages` of `role` and `content`, `tools`: OpenAI, Hugging Face |
-| sharegpt | `conversations` of `from` and `value`, `system`: also ToolBench |
+| messages | `messages` (a list of `role` and `content`), `tools` |
+| sharegpt | `conversations` (a list of `from` and `value`), `system`, `tools` |
 | alpaca | `instruction`, `input`, `output` |
-| prompt | `prompt`, `completion`: plain text, without a template |
+| prompt | `prompt`, `completion`: plain text that needs no template |
 
-Other keys are ignored. Roles get the names that templates use: system,
-developer, user, assistant and tool.
+OpenAI and Hugging Face use `messages`; ToolBench uses `sharegpt`. Other keys
+are ignored. Roles are renamed to those that templates use: system, developer,
+user, assistant and tool.
 """
 
 import dataclasses
@@ -30,19 +31,19 @@ _SPACE = " \t\r\n"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A row and its place in a file."""
+  """A row of a file."""
 
   file: Path
-  line: int  # The line where the row begins, from 1.
-  value: Any  # A JSON value, or a `BadData` if it cannot be read.
+  line: int  # The line where the row begins; lines are counted from 1.
+  value: Any  # A JSON value, or a `BadData` if the row cannot be read.
 
 
 def find_row_files(paths: Sequence[str]) -> list[Path]:
-  """Lists the files that paths, folders or globs name, in order."""
+  """Lists the files of paths, folders and globs, each once, in that order."""
   if not paths:
     raise ValueError(
-      "chat: expected files of conversations, got none; pass their paths (on "
-      "a command line: --data)"
+      "chat: expected files of conversations, got none; pass paths of such "
+      "files (on a command line: --data)"
     )
   files: dict[Path, None] = {}
   for path in paths:
@@ -64,7 +65,8 @@ def read_rows(file: Path) -> Iterator[Row]:
     if first.startswith(b"["):
       yield from _read_array(file, opened.read())
       return
-    # Only newlines end a line here, not what Unicode calls a line separator.
+    # Read bytes, so that only newlines end a line. A decoded text would also be
+    # split at Unicode's line separators.
     for number, line in enumerate(opened, 1):
       if number == 1:
         line = line.removeprefix(b"\xef\xbb\xbf")
@@ -74,7 +76,8 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 def _parse(line: bytes) -> Any:
   try:
-    # Strip the newline, so that an error at the end names this line.
+    # Strip the newline, so that an error at the end shows a position in this
+    # line.
     return json.loads(line.decode("utf-8").rstrip("\r\n"))
   except UnicodeDecodeError as error:
     return BadData("not UTF-8", f"byte {error.start} of the row is not UTF-8")
@@ -94,7 +97,8 @@ def _read_array(file: Path, content: bytes) -> Iterator[Row]:
   except UnicodeDecodeError as error:
     line = content.count(b"\n", 0, error.start) + 1
     raise ValueError(
-      f"chat: {file} line {line}: the file is not UTF-8; convert it"
+      f"chat: {file} line {line}: expected UTF-8, got other bytes; convert the "
+      "file to UTF-8"
     ) from error
   decoder = json.JSONDecoder()
   place, line, counted = _skip(text, text.index("[") + 1), 1, 0
@@ -116,7 +120,8 @@ def _read_array(file: Path, content: bytes) -> Iterator[Row]:
     at = error.lineno if isinstance(error, json.JSONDecodeError) else line
     raise ValueError(
       f"chat: {file} line {at}: the file is not a valid JSON array: "
-      f"{_reason(error)}; correct it, because the rest cannot be read"
+      f"{_reason(error)}; correct the file, because rows after this error "
+      "cannot be read"
     ) from error
 
 
@@ -134,7 +139,7 @@ _ROLES = {
   **dict.fromkeys(_ASSISTANT, "assistant"),
   **dict.fromkeys(_TOOL, "tool"),
 }
-# These may be empty: a tool can find nothing.
+# Messages of these roles may be empty. For example, a tool can find nothing.
 _MAY_BE_EMPTY = {"system", "developer", "tool"}
 
 
@@ -142,34 +147,35 @@ _MAY_BE_EMPTY = {"system", "developer", "tool"}
 class Conversation:
   """A conversation that a template turns into text."""
 
-  messages: list[dict[str, Any]]  # Each has a role, and content or tool calls.
+  # Each message has a role, and content or tool calls.
+  messages: list[dict[str, Any]]
   tools: list[Any] | None  # JSON schemas of functions.
-  trained: tuple[int, ...]  # Indices of the messages to learn.
+  trained: tuple[int, ...]  # Indices of the messages to train on.
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """Plain text, and the text to learn after it."""
+  """A prompt, and the text that follows it and is trained on."""
 
   prompt: str
   completion: str
 
 
 def parse(row: Any, format: str) -> Conversation | Completion:
-  """Parses a row as a conversation."""
+  """Parses a row in this format; raises BadData if the row is invalid."""
   _check(isinstance(row, dict), "wrong format", "expected a JSON object", row)
   keys, read = FORMATS[format]
   if missing := [key for key in keys if key not in row]:
     raise BadData(
       "wrong format",
-      f"a row of format {format} needs {' and '.join(missing)}, got the keys "
-      f"{_short(list(row))}",
+      f"a row of format {format} needs the keys {' and '.join(missing)}, got "
+      f"the keys {_short(list(row))}",
     )
   return read(row)
 
 
 def recognize(row: Any) -> str:
-  """Finds the format of a row by its keys."""
+  """Recognizes the format of a row by its keys."""
   for name, (keys, _) in FORMATS.items():
     if isinstance(row, dict) and all(key in row for key in keys):
       return name
@@ -185,7 +191,7 @@ def _read_alpaca(row: Mapping[str, Any]) -> Conversation:
   instruction = _text(row, "instruction")
   given = _text(row, "input") if row.get("input") is not None else ""
   content = f"{instruction}\n\n{given}" if given else instruction
-  # Alpaca's own template needs instruction and input separately.
+  # Alpaca's own template reads instruction and input as separate keys.
   user = {"role": "user", "content": content}
   user |= {"instruction": instruction, "input": given}
   output = {"role": "assistant", "content": _text(row, "output")}
@@ -213,7 +219,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], _Read]] = {
 
 
 def _read_turns(turns: Any, row: Mapping[str, Any]) -> Conversation:
-  """Checks the turns and adds the row's system text and tools."""
+  """Checks the turns, and adds the row's system text and tools to them."""
   is_list = isinstance(turns, list) and len(turns) > 0
   _check(is_list, "no turns", "expected a list of turns", turns)
   messages = [_message(turn, i) for i, turn in enumerate(turns, 1)]
@@ -224,7 +230,8 @@ def _read_turns(turns: Any, row: Mapping[str, Any]) -> Conversation:
   if not any(trained):
     raise BadData(
       "no assistant turn",
-      "expected a turn of the assistant to learn from, got the roles "
+      "expected a turn of the assistant with a weight other than 0, got the "
+      "roles "
       f"{_short([x['role'] for x in messages])}",
     )
   system = row.get("system")
@@ -239,7 +246,7 @@ def _read_turns(turns: Any, row: Mapping[str, Any]) -> Conversation:
 
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
-  """Checks a turn; numbers start at 1."""
+  """Checks a turn; errors show its number, which starts at 1."""
   is_object = isinstance(turn, dict)
   _check(
     is_object, "wrong format", f"expected an object as turn {number}", turn
@@ -262,13 +269,13 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
   if not (has_text or calls or role in _MAY_BE_EMPTY):
     why = ""
     if message["content"] is None:
-      why = ", and content may be null only with tool_calls"
+      why = " (null content requires tool_calls)"
     raise BadData("empty turn", f"turn {number} of the {role} is empty{why}")
   return message
 
 
 def _content(content: Any, number: int) -> str | None:
-  """Returns the text of a turn, which OpenAI may write in parts."""
+  """Returns a turn's text; joins the parts that OpenAI's format may use."""
   if isinstance(content, list) and all(
     isinstance(part, dict) and isinstance(part.get("text"), str)
     for part in content
@@ -297,7 +304,7 @@ def _calls(calls: Any, number: int) -> list[Any]:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-  """Returns the schemas of functions, which may be JSON text."""
+  """Returns the JSON schemas of functions; decodes them if they are text."""
   if isinstance(tools, str) and tools.strip():
     tools = _json(tools, "tools")
   if tools in (None, "", [], {}):

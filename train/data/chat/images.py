@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in conversations, in LLaVA's JSON format.
+"""Finds and reads the images in conversations in LLaVA's JSON format.
 
 The key `image` or `images` of a row contains a path or a list of paths. The
-user's text contains one `<image>` for each, in the same order. The tokenizer
-turns `<image>` into a single token, which we repeat once for each feature that
-the model computes from an image. Rows without images are plain text.
+user's text contains one `<image>` for each path, in the same order. The
+tokenizer turns `<image>` into a single token. We repeat this token, so that
+there is one token for each feature vector that the model computes from an
+image. Rows without these keys are plain text.
 """
 
 import dataclasses
@@ -23,21 +24,21 @@ _KEYS = ("image", "images")
 
 
 class RowImage(NamedTuple):
-  """An image that a row names."""
+  """An image of a row."""
 
-  name: str  # The name in the row.
+  name: str  # The image's path as written in the row.
   path: Path
-  row: str  # The file and line of the row, for errors.
+  row: str  # The file and line of the row; errors show them.
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatImages:
-  """Puts images into conversations."""
+  """Finds the images of conversations, adds their tokens, and reads them."""
 
   preprocessing: Preprocessing
   token: int  # The id of `<image>`.
-  tokens_each: int  # Tokens per image.
-  # The folder that names are relative to; None uses the folder of the row file.
+  tokens_each: int  # Number of tokens per image.
+  # Paths in rows are relative to this folder; None uses the row file's folder.
   folder: str | Path | None = None
 
   def of_row(
@@ -49,7 +50,7 @@ class ChatImages:
     if TOKEN in answered:
       raise BadData(
         "image in an answer",
-        f"{TOKEN} belongs in the user's text, but an answer contains it",
+        f"expected {TOKEN} only in the user's text, got it in an answer",
       )
     if (count := asked.count(TOKEN)) != len(names):
       raise BadData(
@@ -76,13 +77,16 @@ class ChatImages:
   def expand(
     self, tokens: np.ndarray, mask: np.ndarray, ends: list[int], *, images: int
   ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Repeats `<image>` in tokens and mask, and moves the ends of spans."""
+    """Repeats `<image>` in tokens and mask; adjusts the ends of target spans.
+
+    Raises BadData unless `tokens` contain exactly one `<image>` per image.
+    """
     is_image = tokens == self.token
     if (count := int(is_image.sum())) != images:
       raise BadData(
         "images lost",
         f"expected one token {self.token} for each of {images} {TOKEN}, got "
-        f"{count} from the template and the tokenizer",
+        f"{count} after the template and the tokenizer",
         "use another template, or the checkpoint's tokenizer",
       )
     times = np.where(is_image, self.tokens_each, 1)
@@ -94,7 +98,7 @@ class ChatImages:
     )
 
   def count(self, tokens: np.ndarray) -> int:
-    """Counts the images in expanded tokens [n]."""
+    """Counts the images in tokens [n] that `expand` returned."""
     return int(np.sum(tokens == self.token)) // self.tokens_each
 
   def read(self, images: Sequence[RowImage], *, slots: int) -> np.ndarray:
@@ -111,7 +115,7 @@ class ChatImages:
 
 
 def _names(row: dict[str, Any]) -> list[str]:
-  """Lists the images that a row names."""
+  """Lists the paths of images in a row."""
   given = [row[key] for key in _KEYS if row.get(key) is not None]
   if not given:
     return []
@@ -122,19 +126,19 @@ def _names(row: dict[str, Any]) -> list[str]:
   if not are_names or len(given) > 1:
     raise BadData(
       "wrong format",
-      "expected a path or a list of paths as either image or images, got "
-      f"{str(given)[:80]}",
+      "expected the key image or the key images with a path or a list of "
+      f"paths, got {str(given)[:80]}",
     )
   return names
 
 
 def _texts(parsed: Conversation | Completion) -> tuple[str, str]:
-  """Joins what others say, and what the assistant says."""
+  """Returns the text of all other roles, and the assistant's text."""
   if isinstance(parsed, Completion):
     return parsed.prompt, parsed.completion
   asked, answered = [], []
   for message in parsed.messages:
     said = answered if message["role"] == "assistant" else asked
     said.append(message["content"] or "")
-  # Texts never contain the separator.
+  # `<image>` cannot span two messages, because of the separator.
   return "\0".join(asked), "\0".join(answered)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs documents into rows of `seq + 1` tokens.
 
-Documents are placed longest first, each into the fullest row that still has
-room for it (best fit, decreasing), which leaves little padding. Documents of
-equal length are ordered by the seed. Segment numbers (1, 2, ... in the order of
-the row, 0 for padding) keep attention within one document.
+Documents are placed in order of decreasing length, each into the fullest row
+that still has room for it. This method (best-fit decreasing) leaves little
+padding. The seed sets the order of documents of equal length. Segment numbers
+keep attention within one document: 1 for the first document in a row, 2 for the
+second, and so on; 0 for padding.
 
-All rows have room for the same number of images. So the arrays of all batches
-have one shape, and each device gets the images of its own rows.
+All rows have room for the same number of images. So arrays have the same shape
+in all batches, and each device gets the images of its own rows.
 """
 
 import bisect
@@ -26,22 +27,22 @@ class PackedRows:
   has_padding: ClassVar[bool] = True
 
   documents: Documents
-  members: list[tuple[int, ...]]  # The document numbers of each row.
-  seq: int  # Tokens that a model reads; rows have one more.
-  images: int = 0  # Room for images in each row; 0 for text only.
+  members: list[tuple[int, ...]]  # The indices of the documents in each row.
+  seq: int  # Number of tokens that a model reads; rows have one more.
+  images: int = 0  # Number of image slots in each row; 0 for text only.
 
   def __len__(self) -> int:
     return len(self.members)
 
   @property
   def filled(self) -> float:
-    """The share of tokens that are not padding."""
+    """The share of the rows' tokens that are not padding."""
     lengths = self.documents.lengths
     used = sum(int(lengths[list(row)].sum()) for row in self.members)
     return used / (len(self) * (self.seq + 1))
 
   def read(self, row: int | None) -> dict[str, np.ndarray]:
-    """Reads a row."""
+    """Assembles a row; `row` None returns a row of padding."""
     members = () if row is None else self.members[row]
     tokens = np.zeros(self.seq + 1, np.int32)
     segments, mask = np.zeros_like(tokens), np.zeros(self.seq + 1, bool)
@@ -68,30 +69,31 @@ def pack(
   seed: int,
   is_packed: bool = True,
 ) -> PackedRows:
-  """Packs the documents with these numbers into rows.
+  """Packs the documents with these indices into rows.
 
-  If not `is_packed`, each row has one document. Each row has room for as many
-  images as any document has.
+  If `is_packed` is false, each row contains one document. The number of image
+  slots in a row is the largest number of images in any document.
   """
   lengths = documents.lengths
   longest = int(lengths[numbers].max(initial=0))
   if longest > seq + 1:
     raise ValueError(
       f"pack: documents must have at most {seq} + 1 tokens, got {longest}; "
-      "load them with this sequence length"
+      f"load them with seq={seq}"
     )
   if documents.images is None:
     counts, images = np.zeros(len(documents), np.int64), 0
   else:
     counts = np.diff(documents.images.starts)
-    # Count over all documents, so that shapes do not depend on which of them
-    # are held out.
+    # Use all documents, so that shapes do not depend on which documents are
+    # held out.
     images = int(counts.max(initial=1))
   if not is_packed:
     return PackedRows(documents, [(int(i),) for i in numbers], seq, images)
   order = np.random.default_rng(seed).permutation(numbers)
   order = order[np.argsort(-lengths[order], kind="stable")]
-  # Sorted (room, row number) of the rows with room for 0, 1, ... images.
+  # rooms[i]: (free tokens, row number) of each row with i free image slots,
+  # sorted.
   rooms: list[list[tuple[int, int]]] = [[] for _ in range(images + 1)]
   members: list[list[int]] = []
   for i in order.tolist():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders chat templates in a process that can be killed; see `sandbox`.
 
-The first template starts the rendering process, which then renders all later
-templates too. It ends when the main process ends, for whatever reason.
+Rendering the first template starts the process, which then renders all later
+templates too. The process ends when the main process ends, whatever the reason.
 """
 
 import atexit
@@ -16,31 +16,32 @@ from typing import Any
 
 from train.data.chat import sandbox
 
-# Limits for one text; real templates take milliseconds and megabytes. We limit
-# CPU time, so it does not matter how busy the machine is.
+# Limits for rendering one text; real templates need milliseconds and megabytes.
+# We limit CPU time, which does not depend on how busy the machine is.
 SECONDS, MEMORY = 10, 2 * 2**30
 
 
 class TemplateLimit(ValueError):
-  """A template needs more time or memory, or writes more, than is allowed."""
+  """Raised if a template exceeds the limits on time, memory or output."""
 
 
 class _Renderer:
-  """The rendering process, restarted after it was killed."""
+  """The rendering process, which is restarted after it was killed."""
 
   def __init__(self):
     self._process: subprocess.Popen | None = None
     self._lock = threading.Lock()
 
   def ask(self, request: dict[str, Any]) -> dict[str, str]:
-    """Returns the answer; raises EOFError(exit status) if the process ended.
+    """Sends a request and returns the answer.
 
-    Any other exception kills the process too. Otherwise the late answer would
-    be taken for the answer to the next request.
+    Raises EOFError(exit status) if the process ended. After any other exception
+    we kill the process, because a late answer would be taken for the answer to
+    the next request.
     """
     with self._lock:
       if self._process is None:
-        # -P: modules in the program's folder must not shadow Python's own.
+        # -P: modules in sandbox.py's folder must not shadow Python's modules.
         self._process = subprocess.Popen(
           [sys.executable, "-P", str(Path(sandbox.__file__))],
           stdin=subprocess.PIPE,
@@ -58,7 +59,7 @@ class _Renderer:
         self.close()
         raise
       if "limit" in answer:
-        self.close()  # The process may still hold that memory.
+        self.close()  # The process may still hold the memory that it used.
       return answer
 
   def _stop(self) -> int:
@@ -91,9 +92,11 @@ def ask(source: str, **options: Any) -> dict[str, str]:
     (status,) = error.args
     is_late = status == -signal.SIGXCPU
     late = f"it needs more than {SECONDS} seconds"
-    answer = {"limit": late if is_late else f"it ended Python ({status})"}
+    died = f"it ended the Python process with exit status {status}"
+    answer = {"limit": late if is_late else died}
   if "limit" in answer:
     raise TemplateLimit(
-      f"chat: the template made no text: {answer['limit']}; use another"
+      f"chat: the template rendered no text: {answer['limit']}; use another "
+      "template"
     )
   return answer

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders chat templates: the program that `rendering` runs in a process.
+"""Renders chat templates; `rendering` runs this program in a new process.
 
-A template is a program that came with a tokenizer. Jinja's sandbox gives it
-access to text only. The operating system kills it if it runs or grows without
-end. Python cannot do that: it cannot interrupt a single expression, such as
-10 ** 10 ** 10.
+A template is a program that came with a tokenizer. Jinja's sandbox gives the
+template access to text only. The operating system kills the process if the
+template needs too much time or memory. Python could not do that, because it
+cannot interrupt a single expression such as 10 ** 10 ** 10.
 
-A request on standard input and its answer on standard output are a line of JSON
-each. A request has `source`, `is_marked` (whether to mark {% generation %}
-blocks), `now` (an ISO date or null), `variables`, `seconds` and `memory`. An
-answer has one key: `text`, `undefined`, `error` or `limit`. This file imports
-nothing from this project, so the process starts fast.
+Each request is a line of JSON on standard input, and each answer is a line of
+JSON on standard output. The keys of a request are `source`, `is_marked`
+(whether to mark {% generation %} blocks), `now` (an ISO date or null),
+`variables`, `seconds` and `memory`. An answer has one key: `text`, `undefined`,
+`error` or `limit`. This file imports nothing from this project, so that the
+process starts fast.
 """
 
 import contextlib
@@ -30,10 +31,10 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# These surround {% generation %} blocks. U+FDD0 is a noncharacter, which does
-# not occur in text.
+# Marks around {% generation %} blocks. Text does not contain the noncharacter
+# U+FDD0.
 BEGIN, END = "\ufdd0(", "\ufdd0)"
-# The most characters of an error message to send.
+# The maximum number of characters of an error message to send.
 _MESSAGE = 1000
 
 
@@ -54,7 +55,7 @@ def receive(file: IO[bytes]) -> tuple[Any, int]:
 
 
 class _Generation(Extension):
-  """{% generation %}, which marks an answer for training."""
+  """Implements {% generation %}, which marks an answer for training."""
 
   tags = {"generation"}
   is_marked = False
@@ -62,7 +63,7 @@ class _Generation(Extension):
   def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
     line = next(parser.stream).lineno
     body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-    # Variables set in the block exist only in it, as in transformers.
+    # As in transformers, variables that a block sets exist only in the block.
     call = self.call_method("_write")
     return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
@@ -99,7 +100,7 @@ def _to_json(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  """Replaces Jinja's own filter, which escapes characters for HTML."""
+  """Writes JSON; Jinja's own `tojson` would escape characters for HTML."""
   return json.dumps(
     x,
     ensure_ascii=ensure_ascii,
@@ -130,12 +131,13 @@ def _limit(request: dict[str, Any], size: int) -> None:
   ):
     hard = resource.getrlimit(kind)[1]
     soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
-    with contextlib.suppress(ValueError, OSError):  # macOS supports only some.
+    # macOS does not support all limits.
+    with contextlib.suppress(ValueError, OSError):
       resource.setrlimit(kind, (soft, hard))
 
 
 def _answer(request: dict[str, Any], size: int) -> dict[str, str]:
-  """Renders and returns the answer."""
+  """Renders a request's template; returns the answer to send."""
   try:
     text = _render(request)
   except jinja2.UndefinedError as error:
@@ -151,7 +153,7 @@ def _answer(request: dict[str, Any], size: int) -> dict[str, str]:
 
 def main() -> None:
   """Answers requests until standard input ends."""
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
   while True:

@@ -3,17 +3,18 @@
 
 A template with {% generation %} marks these characters. For other templates,
 they are inferred from rendered texts. A turn begins where the generation prompt
-ends, because this is where the model will continue, and includes the text that
-ends the turn (such as <|eot_id|>), so that the model learns to stop. We use two
-methods, check their results against the whole text, and raise an error if
-neither is certain:
-  * by contents: render again with other words in the assistant's turns. The
-    text that differs is what the assistant said. This is fast, and works for
-    templates that drop the reasoning of earlier turns;
-  * by beginnings: render the messages before a turn with the generation prompt,
-    and the messages up to the turn's end. The whole text must begin with both.
-    This works even if the template raises an error when other words replace a
-    tool call.
+ends, because the model will continue from there. The turn includes the text
+that ends it (such as <|eot_id|>), so that the model learns to stop. We use two
+methods and check their results against the whole text. If neither method finds
+a turn with certainty, an error is raised.
+  * By contents: render the conversation again with other words in the
+    assistant's turns. The text that differs is what the assistant wrote. This
+    method is fast, and works for templates that drop the reasoning of earlier
+    turns.
+  * By beginnings: render the messages before a turn plus the generation prompt,
+    and also the messages up to the turn's end. The whole text must begin with
+    both of these texts. This method works even if the template raises an error
+    when other words replace a tool call.
 """
 
 import dataclasses
@@ -34,22 +35,21 @@ Span = tuple[int, int]
 class Shape:
   """The text that a template writes around a turn of the assistant.
 
-  A turn starts with a header, which is not a target, and a lead, which is a
-  target. The header is the text that the turn shares with the generation
-  prompt. If the template has no such prompt, the header is all text before the
-  content, unless that is white space.
+  Before its content, a turn has a header, which is not a target, and then a
+  lead, which is a target. The header is the text that the turn shares with the
+  generation prompt. If the template has no generation prompt, the header is all
+  text before the content, unless this text is white space.
   """
 
-  starts: tuple[
-    tuple[str, str], tuple[str, str]
-  ]  # (header, lead) of the last turn, and of other turns.
+  # (header, lead) of the last turn, and of other turns.
+  starts: tuple[tuple[str, str], tuple[str, str]]
   has_prompt: bool  # Whether the template has a generation prompt.
   ends: tuple[str, str]  # The text that ends the last turn, and other turns.
   tail: str  # The text after the end of the last turn.
 
 
 class TargetFinder:
-  """Finds the assistant's characters in texts of one template."""
+  """Finds the assistant's characters in texts that a template rendered."""
 
   def __init__(self, template: ChatTemplate, added_tokens: Sequence[str]):
     self._template = template
@@ -76,14 +76,14 @@ class TargetFinder:
         raise BadData(
           "no mask",
           f"cannot find turn {i + 1} in the rendered text, because the "
-          "template changes or omits it; put {% generation %} into the "
-          "template, or use another",
+          "template changes or omits the turn; put {% generation %} into the "
+          "template, or use another template",
         )
       end = span[1]
     return text, [span for span in spans if span]
 
   def _marked(self, chat: Conversation) -> list[Span]:
-    """Selects the {% generation %} blocks of the turns to learn, in order."""
+    """Returns the spans of {% generation %} blocks of turns to train on."""
     spans = self._template.generated(chat.messages, chat.tools)
     turns = [i for i, x in enumerate(chat.messages) if x["role"] == "assistant"]
     chosen = []
@@ -94,15 +94,16 @@ class TargetFinder:
       chosen = [span for i, span in both if i in chat.trained]
     if not chosen:
       raise ValueError(
-        "the template's {% generation %} must contain the turns to learn, got "
-        f"{len(spans)} blocks for {len(turns)} turns; correct the template"
+        "the template must have one {% generation %} block for each turn of "
+        f"the assistant, got {len(spans)} blocks for {len(turns)} turns; "
+        "correct the template"
       )
     return chosen
 
   def _all_by_contents(
     self, text: str, chat: Conversation
   ) -> list[Span] | None:
-    """Finds all turns if the template writes their contents unchanged."""
+    """Finds all turns by contents; None if the template changes a content."""
     changed, others = list(chat.messages), [_other(i) for i in chat.trained]
     for i, other in zip(chat.trained, others, strict=True):
       if changed[i].keys() != {"role", "content"}:
@@ -132,14 +133,14 @@ class TargetFinder:
     return spans if place == len(text) else None
 
   def _find_turn(self, text: str, chat: Conversation, i: int) -> Span | None:
-    """Finds one turn, by contents or by beginnings."""
+    """Finds one turn, by contents or by beginnings; None if uncertain."""
     other, start, end = _other(i), None, None
     changed = list(chat.messages)
     changed[i] = {"role": "assistant", "content": other}
     rendered = self._try(changed, chat.tools) or ""
     if rendered.count(other) == 1:
-      # The text between `before` and `after` is what the template wrote for the
-      # turn, such as tool calls, or contents without their reasoning.
+      # Between `before` and `after`, the whole text contains what the template
+      # wrote for the turn, such as tool calls, or content without reasoning.
       before, after = rendered.split(other)
       start, end_text = self._start(before), self._end_text(chat, i)
       if start is not None and not text.startswith(before[:start]):
@@ -161,7 +162,7 @@ class TargetFinder:
     return None if start is None or end is None else (start, end)
 
   def _start(self, before: str) -> int | None:
-    """Finds where a turn begins, given the text before its content."""
+    """Finds where a turn begins in the text that precedes its content."""
     for header, lead in self._shape.starts:
       if before.endswith(header + lead):
         return len(before) - len(lead)
@@ -176,7 +177,7 @@ class TargetFinder:
     tools: list | None,
     add_generation_prompt: bool = False,
   ) -> str | None:
-    """Renders part of a conversation; None if the template refuses it."""
+    """Renders messages; None if the template raises an error."""
     try:
       return self._template.render(
         messages, tools=tools, add_generation_prompt=add_generation_prompt
@@ -188,7 +189,7 @@ class TargetFinder:
 
   @functools.cached_property
   def _shape(self) -> Shape:
-    """Derives the shape from a short chat that the template renders."""
+    """Infers the shape by rendering a short conversation."""
     asked, said, more = _other(0), _other(1), _other(2)
     user = {"role": "user", "content": asked}
     answer = {"role": "assistant", "content": said}
@@ -212,15 +213,16 @@ class TargetFinder:
         return Shape((last, other), prompt != plain, ends, tail)
     raise ValueError(
       "chat: cannot find where a turn of the assistant begins and ends in the "
-      "template's text; put {% generation %} into the template, or use another"
+      "template's text; put {% generation %} into the template, or use another "
+      "template"
     )
 
   def _start_of(
     self, before: str, prompt: str, plain: str
   ) -> tuple[str, str] | None:
-    """Returns header and lead of a turn; None if they are uncertain."""
-    # If the turn continues differently from the prompt (which may open a block
-    # of reasoning), the header is what they have in common.
+    """Returns the header and the lead of a turn; None if they are uncertain."""
+    # The generation prompt may continue differently from the turn, for example
+    # with the start of a reasoning block. The header is what they share.
     common = self._common(prompt, before)
     header = common[len(self._common(prompt, plain)) :]
     lead = before[len(common) :]
@@ -230,7 +232,11 @@ class TargetFinder:
     return (lead, "") if prompt == plain else None
 
   def _ends(self, after: str, following: str) -> tuple[str, str] | None:
-    """Finds the texts that end the last turn and others; None if unclear."""
+    """Finds the texts that end the last turn and other turns; None if unsure.
+
+    `after` and `following` are the texts after the content of the last turn,
+    and after the content of another turn.
+    """
     if end := self._common(after, following).rstrip():
       return end, end
     firsts = []
@@ -242,7 +248,7 @@ class TargetFinder:
     return firsts[0], firsts[1]
 
   def _common(self, one: str, other: str) -> str:
-    """Returns the common prefix, which never ends inside an added token."""
+    """Returns the texts' common prefix, which never splits an added token."""
     common = ""
     for a, b in zip(
       self._token.split(one), self._token.split(other), strict=False
@@ -256,5 +262,5 @@ class TargetFinder:
 
 
 def _other(i: int) -> str:
-  """Makes words that no text contains: U+FDD0 and U+FDD1 are noncharacters."""
+  """Returns a string that no text contains: noncharacters around a number."""
   return f"\ufdd0{i}\ufdd1"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates as transformers stores them with a tokenizer.
+"""Reads and renders chat templates as transformers does.
 
 A template comes from chat_template.jinja, from `chat_template` in
-tokenizer_config.json, or by its name from `PUBLISHED`. It is a program that
-came with a tokenizer, so it runs in Jinja's sandbox, in a process of its own
-that is killed if the template does not end (`rendering`). It gets what
-transformers provides: messages, tools, the special tokens by name,
+tokenizer_config.json, or by its name from `PUBLISHED`. A template is a program
+that came with a tokenizer. So it runs in Jinja's sandbox, in a process of its
+own that is killed if the template does not end (`rendering`). The template can
+use what transformers provides: messages, tools, special tokens by name,
 `raise_exception` and `strftime_now`.
 """
 
@@ -21,7 +21,7 @@ from train.data.chat import rendering
 from train.data.chat.sandbox import BEGIN, END
 from train.options import first_line
 
-# Templates of known models, as published, for tokenizers that have none:
+# Published templates of known models, for tokenizers without a template:
 #   alpaca  the prompts of Stanford Alpaca's train.py, for one turn
 #   chatml  OpenAI's format, as in Qwen 1.5 and many others
 #   llama2  meta-llama/Llama-2-7b-chat-hf, tokenizer_config.json
@@ -42,7 +42,7 @@ Message = dict[str, Any]
 
 
 class MissingToken(ValueError):
-  """A template uses a special token that the tokenizer does not have."""
+  """Raised if a template uses a special token that the tokenizer lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,27 +50,29 @@ class ChatTemplate:
   """Turns a conversation into text."""
 
   source: str  # A Jinja template.
-  special_tokens: dict[str, str]  # By name, such as bos_token.
-  # The template for conversations with tools; None uses `source`.
+  special_tokens: dict[str, str]  # Maps names such as bos_token to tokens.
+  # The template for conversations with tools; if None, `source` is used.
   tool_use: str | None = None
-  # The date that templates write; None uses the current time, as transformers
-  # does. Set it if the text must stay the same.
+  # The date that templates write. If None, this is the current time, as in
+  # transformers. Set `now` if rendered texts must not change from day to day.
   now: datetime.datetime | None = None
 
   @classmethod
   def load(
     cls, folder: str | Path, name: str | None = None
   ) -> "ChatTemplate | None":
-    """Reads the template of a tokenizer's folder, or uses a published one.
+    """Loads the published template `name`, or the template in a folder.
 
-    Returns None if no name is given and the folder has no template.
+    The special tokens come from the folder, which is a tokenizer's folder.
+    Returns None if `name` is None and the folder contains no template.
     """
     folder = Path(folder).expanduser()
     if name is not None:
       if name not in PUBLISHED:
         raise ValueError(
           f"chat: a template is one of {', '.join(PUBLISHED)}, got {name!r}; "
-          "choose one, or leave it out to use the tokenizer's own"
+          "choose one of these, or leave the template out to use the "
+          "tokenizer's own"
         )
       return cls(PUBLISHED[name], read_special_tokens(folder))
     source = _read_config(folder / _CONFIG).get("chat_template")
@@ -86,13 +88,13 @@ class ChatTemplate:
     return cls(source, read_special_tokens(folder), named.get("tool_use"))
 
   def has_generation(self, tools: list | None) -> bool:
-    """Returns whether {% generation %} marks what the assistant writes."""
+    """Returns whether {% generation %} marks the assistant's text."""
     return bool(_GENERATION.search(self._choose(tools)))
 
   def generated(
     self, messages: Sequence[Message], tools: list | None
   ) -> list[tuple[int, int]]:
-    """Finds the characters inside the template's {% generation %} blocks."""
+    """Finds the spans of text that {% generation %} blocks write."""
     marked = self.render(messages, tools=tools, is_marked=True)
     spans, begun, removed = [], [], 0
     for mark in _MARK.finditer(marked):
@@ -105,8 +107,8 @@ class ChatTemplate:
     text = self.render(messages, tools=tools)
     if begun or _MARK.search(text) or _MARK.sub("", marked) != text:
       raise ValueError(
-        "chat: the template changes the text of its {% generation %} blocks "
-        "after they are rendered; correct the template"
+        "chat: the template must not change the text of a rendered "
+        "{% generation %} block, got a changed text; correct the template"
       )
     return sorted(span for span in spans if span[0] < span[1])
 
@@ -121,7 +123,10 @@ class ChatTemplate:
     add_generation_prompt: bool = False,
     is_marked: bool = False,
   ) -> str:
-    """Returns the text; `is_marked` surrounds {% generation %} with marks."""
+    """Renders messages as text.
+
+    If `is_marked`, marks surround the text of {% generation %} blocks.
+    """
     variables = {
       "messages": [_as_shown(message) for message in messages],
       "add_generation_prompt": add_generation_prompt,
@@ -173,7 +178,11 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _as_shown(message: Message) -> Message:
-  """Drops None; stores reasoning under all its keys, as transformers does."""
+  """Prepares a message for a template as transformers does.
+
+  Drops values that are None, and stores reasoning under each key that templates
+  may read.
+  """
   message = {key: x for key, x in message.items() if x is not None}
   names = ("reasoning_content", "thinking", "reasoning")
   reasoning = next((message[x] for x in names if x in message), None)
