@@ -251,18 +251,18 @@ class CoatRecipe:
     Examples:
       >>> from coat_jax import recipes
       >>> print(recipes.bf16().describe())
-      products     BF16
+      matmuls      BF16
       other saved  BF16
       attention    q, k, v and output saved in BF16
     """
     values = jnp.dtype(self.formats.values).name
     gradients = jnp.dtype(self.formats.gradients).name
     in_groups = f"{values}, a scale per {self.group_size} values"
-    products, others = "BF16", "BF16"
+    matmuls, others = "BF16", "BF16"
     attention = "q, k, v and output saved in BF16"
     if self.linear == "fp8":
       scales = self.scaling.description
-      products = f"{values}, gradients {gradients}; {scales}"
+      matmuls = f"{values}, gradients {gradients}; {scales}"
     if self.nonlinear == "fp8":
       again = "computed again" if self.residuals == "minimal" else "saved too"
       others = (
@@ -272,9 +272,7 @@ class CoatRecipe:
     if self.attention == "fp8":
       attention = f"output saved in BF16; q, k and v in {in_groups}"
     return (
-      f"products     {products}\n"
-      f"other saved  {others}\n"
-      f"attention    {attention}"
+      f"matmuls      {matmuls}\nother saved  {others}\nattention    {attention}"
     )
 
   def for_evaluation(self) -> "CoatRecipe":

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls: multiply each row by the weight of its group.
 
-The rows of each expert of a mixture are contiguous: the first sizes[0] rows
-belong to group 0, and so on. A group may be empty. Rows after the last group
-belong to no group: their products are zero, and they add nothing to a weight's
-gradient. There, g must be finite in these rows, because kernels set only x to
-zero.
+In a mixture of experts, a group is the rows of one expert. The rows of a group
+are contiguous: the first sizes[0] rows belong to group 0, and so on. A group
+may be empty. Rows after the last group belong to no group: their results are
+zero, and they add nothing to a weight's gradient. In `grouped_wgrad`, g must be
+finite in these rows, because kernels set only x to zero.
 """
 
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def _check_g(g: Array, w: Array, sizes: Array, **_) -> None:
 
 
 def _check_weights(rows, w, sizes, axis: int, needed: str) -> None:
-  """Raises unless rows have the size of this axis of the weights."""
+  """Raises unless the rows are as wide as this axis of the weights."""
   fits = rows.ndim == 2 and w.ndim == 3 and sizes.shape == w.shape[:1]
   if not fits or rows.shape[1] != w.shape[axis]:
     raise ValueError(
@@ -44,7 +44,7 @@ def _check_rows(x: Array, g: Array, sizes: Array, **_) -> None:
 
 
 def _product(a, b, sizes, summed, groups, dtype) -> Array:
-  """Runs a ragged product that sums in f32 over one axis of each array."""
+  """Runs a ragged matmul that sums in f32 over the axes `summed` of a and b."""
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([summed[0]], [summed[1]]), ([], [])),
     lhs_ragged_dimensions=[0],

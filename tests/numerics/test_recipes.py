@@ -29,14 +29,14 @@ def test_presets_set_the_formats_of_each_part():
 
 def test_recipes_describe_what_they_multiply_and_save():
   assert recipes.coat(attention="fp8", group_size=32).describe() == (
-    "products     float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
+    "matmuls      float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
     "other saved  inputs of norms and activations in float8_e4m3fn, a scale "
     "per 32 values; their outputs are computed again\n"
     "attention    output saved in BF16; q, k and v in float8_e4m3fn, a scale "
     "per 32 values"
   )
   assert recipes.fp8_linear().describe() == (
-    "products     float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
+    "matmuls      float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
     "other saved  BF16\n"
     "attention    q, k, v and output saved in BF16"
   )
@@ -44,7 +44,7 @@ def test_recipes_describe_what_they_multiply_and_save():
   assert "gradients float8_e4m3fn; a scale per 128 values" in block
   assert "their outputs are saved too" in block
   assert (
-    recipes.int8().describe().startswith("products     int8, gradients int8")
+    recipes.int8().describe().startswith("matmuls      int8, gradients int8")
   )
 
 
