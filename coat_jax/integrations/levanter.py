@@ -31,8 +31,8 @@ class CoatConfig(OptimizerConfig):
 
   Attributes:
     beta1, beta2, epsilon, max_grad_norm: as in Levanter's `AdamConfig`, with
-      the same defaults. The base class adds the learning rate, its schedule and
-      weight decay.
+      the same defaults. The base class adds fields for the learning rate, its
+      schedule and weight decay.
   """
 
   beta1: float = 0.9

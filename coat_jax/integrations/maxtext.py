@@ -27,7 +27,7 @@ def get_optimizer(
   learning_rate_schedule: optax.Schedule,
   mask: Callable[[optax.Params], Any] | None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns `coat_adamw` with MaxText's settings of AdamW.
+  """Returns `coat_adamw` with MaxText's settings for AdamW.
 
   Args:
     config: MaxText's configuration. The settings that begin with `adam_` are

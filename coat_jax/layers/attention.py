@@ -104,21 +104,23 @@ class Attention(RecipeModule):
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
         them unchanged.
       query_scale: factor of q k^T; None for 1 / sqrt(H).
-      rope_theta: base of RoPE's frequencies; None for no RoPE; or a tuple.
+      rope_theta: base of RoPE's frequencies; None for no RoPE; or a tuple of
+        these.
       rope_scaling: how frequencies change for longer sequences, such as
-        `Llama3Scaling`; None for no scaling; or a tuple.
+        `Llama3Scaling`; None for no scaling; or a tuple of these.
       rotary_dim: RoPE rotates this many of a head's first channels; None for
         all.
       qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head
         separately, "all" normalizes all heads of a token together; None for no
         norm. FP8 recipes save the inputs of this norm, in FP8.
       clip_qkv: largest magnitude of q, k and v; None leaves them unchanged.
-      use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for
-        `use_bias`.
-      use_out_bias: whether the output projection has a bias [D]; None for
-        `use_bias`.
+      use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for the
+        value of `use_bias`.
+      use_out_bias: whether the output projection has a bias [D]; None for the
+        value of `use_bias`.
       rngs: its stream `params` provides the keys of initializers.
-      **options: see `BlockOptions`; kernels are [D, (N + 2 K) H] and [N H, D].
+      **options: see `BlockOptions`. The kernels are [D, (N + 2 K) H] and
+        [N H, D].
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.
@@ -222,8 +224,8 @@ class Attention(RecipeModule):
       [..., T, features] in `dtype`.
 
     Raises:
-      ValueError: shapes are inconsistent, or `kind` is missing although layers
-        differ.
+      ValueError: shapes are inconsistent, or `kind` is missing although a tuple
+        was passed to the constructor.
     """
     rule, remedy = "an array [..., T, D]", "pass sequences of activations"
     ranks = range(2, 65)
@@ -231,7 +233,7 @@ class Attention(RecipeModule):
       "Attention", "x", x, rule, ndim=ranks, kind=jnp.number, remedy=remedy
     )
     shape = x.shape
-    # Not reshape(-1, ...), which fails for an empty batch.
+    # Don't use reshape(-1, ...), which fails for an empty batch.
     batch = math.prod(shape[:-2])
     x = self.cast(x, self.out.kernel).reshape(batch, *shape[-2:])
     if positions is None:

@@ -2,7 +2,7 @@
 """A block: a front, a middle and a back that share one custom_vjp.
 
   front    x --norm or none--> operand --matmul, bias--> h
-  middle   h --elementwise or attention--> operand of the second product
+  middle   h --elementwise or attention--> operand of the second matmul
   back     operand --matmul, bias--> z --norm or none--> + x (`add_input`)
 
 Front (`layers.front`) and back are the same in every block. Between them is a
@@ -13,7 +13,7 @@ h's gradient as an E5M2 operand.
 
 With residuals="minimal" a block saves the front's input in 1 x G FP8, the
 norm's statistics, what the middle saves, and scales. With "coat" it also saves
-the norm's output, as the reference implementation does. Without a norm the
+the norm's output, as the reference implementation does. Without a norm, the
 front saves the codes that its matmul read. If the back has a norm, that norm
 reads z as 1 x G FP8 values, and the block saves these values and the norm's
 statistics. Gradients pass straight through the rounding of z.
@@ -233,7 +233,7 @@ def block(
   check_kind("block", "middle", middle, Middle, remedy)
   middle.check(x, weights, inputs, recipe)
   w = weights.back.w
-  # With axes, a caller's own shard_map may pass shards of other widths.
+  # With mesh axes, a caller's own shard_map may pass shards of other widths.
   if add_input and not recipe.axes and w.shape[-1] != x.shape[-1]:
     raise ValueError(
       "block: back.w must be [F, D] to add x [..., D], got "

@@ -39,8 +39,8 @@ class NormLinearOptions(TypedDict, total=False):
       default; None for the common dtype of input and parameters.
     param_dtype: dtype of the parameters and their gradients, float32 by
       default.
-    kernel_init: initializer of the kernel, called with its shape as a matrix,
-      [D, F]; by default `nnx.Linear`'s.
+    kernel_init: initializer of the kernel, called with the shape of a matrix,
+      [D, F]; by default the initializer of `nnx.Linear`.
     kernel_metadata: metadata of the kernel, such as `out_sharding`.
     bias_init, bias_metadata: initializer and metadata of the bias that is added
       after the matmul.
@@ -141,7 +141,7 @@ class Parts(types.SimpleNamespace):
     rngs: Any,
     known: Collection[str] = BlockOptions.__annotations__,
   ) -> "Parts":
-    """Adds defaults to options; raises a TypeError for unknown ones."""
+    """Adds defaults to the options; raises a TypeError for unknown options."""
     for name in options:
       if name not in known:
         raise TypeError(
@@ -173,7 +173,7 @@ class Parts(types.SimpleNamespace):
   def make_back(
     self, in_features: int, out_features: int, **options: Any
   ) -> Linear:
-    """Makes the second linear layer; `options` override the block's."""
+    """Makes the second linear layer; `options` override the block's options."""
     options = self._named(_BACK) | options
     return Linear(in_features, out_features, split="inputs", **options)
 

@@ -45,7 +45,8 @@ class ConversionReport:
     matmuls_only: your classes whose linear layers were replaced one by one. The
       values between these layers are saved as before.
     saved_before, saved_after: how many bytes the model saves for its backward
-      pass before and after, without parameters; None without `inputs`.
+      pass before and after the conversion, not counting parameters; None
+      without `inputs`.
   """
 
   replaced: Mapping[str, str]
@@ -130,7 +131,7 @@ def convert[Module: nnx.Module](
     recipe: what is computed and saved in FP8; None for `recipes.coat()`.
     blocks: maps each class of yours that computes a whole block to `MLP` or
       `NormLinear`. A class that is mapped to `MLP` may lack the norm or the
-      residual add. The modules must accept a single array.
+      residual add. Modules of the class must accept a single array.
     inputs: example arguments of a call of the model, arrays or
       `jax.ShapeDtypeStruct`s. With them, the report counts the bytes that are
       saved for the backward pass. To count, the model is only traced.
@@ -188,7 +189,7 @@ class _Converter:
     self.left: dict[str, str] = {}
     self.matmuls_only: list[str] = []
     self.roles: dict[Any, Any] = {}
-    # Stores the node too, so that no other node gets its id.
+    # Keep each node alive, so that no other node gets its id.
     self._new: dict[int, tuple[Any, Any]] = {}
 
   def convert(self, model: nnx.Module) -> Any:
@@ -231,7 +232,7 @@ class _Converter:
       if kind in self.blocks:
         ours = self.blocks[kind]
         new = fuse(original, module, ours, self.roles)
-        # Its parts are no longer replaced one by one.
+        # The parts of a block are not reported one by one.
         start = "" if name == "." else f"{name}."
         for part in [p for p in self.replaced if p.startswith(start)]:
           del self.replaced[part]

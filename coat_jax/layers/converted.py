@@ -238,8 +238,8 @@ def _roles_of(original: nnx.Module, ours: type) -> Roles:
   candidates = list(_candidates(original, ours))
   if not candidates:
     raise ValueError(
-      f"it cannot become {ours.__name__}: its linear layers and norms have "
-      "another number or other widths"
+      f"it cannot become {ours.__name__}: its linear layers and norms differ "
+      "from the block's in number or width"
     )
   with (
     jax.ensure_compile_time_eval(),

@@ -13,9 +13,9 @@ No row is dropped: the buffer of received rows has R = n T k rows, because all
 tokens could choose the experts of one device. Unused rows, after the last
 expert's, are zero.
 
-GPUs and TPUs send only the rows that exist (`lax.ragged_all_to_all`), which XLA
-cannot do on CPUs. There, each pair of devices exchanges T k rows, padded with
-zeros, through `lax.all_to_all`.
+GPUs and TPUs send only the rows that exist (`lax.ragged_all_to_all`). On CPUs,
+where XLA cannot do this, each pair of devices exchanges T k rows, padded with
+zeros (`lax.all_to_all`).
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ class Slices(NamedTuple):
 
   Attributes:
     sizes: each slice's number of rows.
-    begins: the slice's first row on this device.
-    begins_there: its first row on the other device.
+    begins: each slice's first row on this device.
+    begins_there: each slice's first row on the other device.
   """
 
   sizes: Array
@@ -128,7 +128,7 @@ def _move(x, num_rows: int, sent: Slices, found: Slices, exchange: Exchange):
 
 
 def _padded_index(slices: Slices, exchange: Exchange, num_rows: int) -> Array:
-  """Returns indices of the rows for each device, [n, T k]; pads: `num_rows`."""
+  """Returns row numbers for each device, [n, T k]; `num_rows` means no row."""
   devices = lax.axis_size(exchange.axis)
   sizes, begins = (a.reshape(devices, -1) for a in slices[:2])
   places = jnp.arange(exchange.num_own, dtype=jnp.int32)

@@ -57,7 +57,7 @@ def copies_in_rows(
   recipe: CoatRecipe,
   scale: Array | None = None,
 ) -> Array | Operand:
-  """Copies tokens [..., n] to rows [T k, n], in FP8 if the recipe says so."""
+  """Copies tokens [..., n] to rows [T k, n], in FP8 if experts run in FP8."""
   if recipe.experts == "bf16":
     return to_rows(x, rows, experts_per_token)
   q = ops.quantize_tensor(
@@ -105,7 +105,7 @@ def multiply_rows(
   dtype: DTypeLike,
   scale: Array | None = None,
 ) -> tuple[Array, Array | None]:
-  """Multiplies rows by their expert's w [E, D, *F]; also returns w's scales.
+  """Multiplies rows by their experts' w [E, D, *F]; also returns w's scales.
 
   If an earlier call returned these scales, pass them as `scale`.
   """
@@ -130,7 +130,7 @@ def input_gradient(
   recipe: CoatRecipe,
   dtype: DTypeLike,
 ) -> Array:
-  """Multiplies rows by their expert's w^T; `scale` is from `multiply_rows`."""
+  """Multiplies rows by their experts' w^T; `scale` is from `multiply_rows`."""
   how = recipe.implementation
   if isinstance(g, Operand):
     w_q = _weight_codes(w, "rows", scale, recipe)

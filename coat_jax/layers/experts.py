@@ -123,7 +123,7 @@ class _Saved(NamedTuple):
   # Gate and up, [..., k, F] for whole sequences, rows sorted by expert; None if
   # rows were exchanged.
   parts: tuple[QTensor, ...] | None
-  scales: Scales  # The backward pass quantizes these operands again.
+  scales: Scales  # Of operands that the backward pass quantizes again.
 
 
 def _fwd(x, weights, static, recipe):

@@ -125,7 +125,7 @@ def front_backward(
 
 
 def _norm_to_operand(x, weights, static, recipe):
-  """Runs the norm; returns what it saves, the operand, and what that saves."""
+  """Returns the norm's saved values, the operand, and `LinearSaved.x`."""
   gamma, beta = weights.gamma, weights.beta
   scaling, how = value_scaling(recipe), recipe.implementation
   x_q, stats, scale = ops.norm_input(
@@ -181,7 +181,7 @@ def _fwd(x, weights, static, recipe):
 def _bwd(static, recipe, inputs, saved, g):
   (weights,), split = inputs, static.split
   w = weights.w
-  # Not reshape(-1, ...), which fails for an empty batch.
+  # Don't use reshape(-1, ...), which fails for an empty batch.
   g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], math.prod(w.shape[1:]))
   g_q = gradient_operand(g, recipe)
   if split == "inputs":

@@ -81,7 +81,7 @@ def linear(
   check_float("linear", "x", x)
   check_float("linear", "w", w, ndim=range(2, 65))
   check_choice("linear", "split", split, _SPLITS)
-  # With axes, a caller's own shard_map may pass shards of other widths.
+  # With mesh axes, a caller's own shard_map may pass shards of other widths.
   if not recipe.axes and x.shape[-1] != w.shape[0]:
     raise ValueError(
       f"linear: x [..., D] needs a weight [D, F], got x {x.shape} and weight "
@@ -204,7 +204,7 @@ class Linear(RecipeModule):
         parameters, as in flax.
       param_dtype: dtype of the parameters and their gradients.
       kernel_init: initializer of the kernel, called with a matrix shape [D, F];
-        None for `nnx.Linear`'s.
+        None for the initializer of `nnx.Linear`.
       bias_init: initializer of the bias, called with the shape [F]; None for
         zeros, which consume no PRNG key.
       kernel_metadata: metadata of the kernel, such as `out_sharding`.
@@ -267,7 +267,7 @@ class Linear(RecipeModule):
     """
     x = self.cast(x, self.kernel, self.bias)
     if self._in_ndim > 1:
-      # Not reshape(..., -1), which fails for an empty batch.
+      # Don't use reshape(..., -1), which fails for an empty batch.
       rows, features = x.shape[: -self._in_ndim], x.shape[-self._in_ndim :]
       x = x.reshape(*rows, math.prod(features))
     y = linear(

@@ -52,7 +52,7 @@ class Middle(abc.ABC):
   """The part between a block's two matmuls: a frozen, hashable dataclass.
 
   It is a static argument of the block's rule, so it holds no arrays. Arrays are
-  passed as `weights`, or as `inputs`, which get no gradient (positions).
+  passed as `weights` or, if they get no gradient, as `inputs` (positions).
   """
 
   def check(self, x: Array, weights: Any, inputs: Any, recipe: CoatRecipe):

@@ -47,9 +47,10 @@ class _Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise(Middle):
-  """Computes f(gate) * up from h [..., 2, F], gate first, or f(h) [..., F].
+  """Computes f(gate) * up, or f(h) without a gate.
 
-  The first weight is [D, 2, F] with a gate, else [D, F]; the second is [F, D].
+  With a gate, h is [..., 2, F], gate first, and the first weight is [D, 2, F].
+  Without one, they are [..., F] and [D, F]. The second weight is [F, D].
 
   Attributes:
     activation: f, see `activate`. With a gate, "silu" makes it a SwiGLU, and
@@ -71,7 +72,7 @@ class Elementwise(Middle):
       return
     front, back = weights.front.w, weights.back.w
     fits = front.ndim == 3 and front.shape[1] == 2
-    # With axes, a caller's own shard_map may pass shards of other widths.
+    # With mesh axes, a caller's own shard_map may pass shards of other widths.
     if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
       raise ValueError(
         "Elementwise: front.w must be [D, 2, F] and back.w [F, D] with a gate, "

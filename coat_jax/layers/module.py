@@ -97,7 +97,7 @@ class RecipeModule(nnx.Module):
     check_kind(op, "rngs", rngs, nnx.Rngs, "pass nnx.Rngs(0)")
     for name, size in sizes.items():
       if size is not None:
-        check_whole(op, name, size, COUNT, "use the model's configuration")
+        check_whole(op, name, size, COUNT, "pass a positive int")
 
   def cast(self, x: Array, *params: nnx.Param | None) -> Array:
     """Casts x to `dtype` or, if that is None, promotes it with `params`."""

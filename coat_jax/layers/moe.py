@@ -214,7 +214,7 @@ def _check(x, w, experts_per_token, recipe) -> None:
 
 
 def _check_experts(op: str, experts_per_token: Any, num_experts: int) -> None:
-  name, remedy = "experts_per_token", "use the model's configuration"
+  name, remedy = "experts_per_token", "pass at most the number of experts"
   check_whole(op, name, experts_per_token, Range(1, num_experts), remedy)
 
 

@@ -33,7 +33,7 @@ def gradient_scaling(recipe: CoatRecipe) -> ops.Scaling:
 
 
 def groups_of(recipe: CoatRecipe) -> ops.Groups:
-  """Returns the groups and the format in which nonlinear operations save."""
+  """Returns how the inputs of nonlinear operations are quantized."""
   return ops.Groups(recipe.group_size, recipe.formats.values)
 
 

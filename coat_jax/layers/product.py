@@ -9,8 +9,8 @@ selects what is computed once for several uses:
            at each use
   "scale"  the scales of all weights, before the scan over layers
   "codes"  scales and codes in both layouts. They occupy 2 bytes a parameter
-           while the function that requested them runs. This pays off if
-           gradients are accumulated over microbatches.
+           while the function that cached them runs. This pays off if gradients
+           are accumulated over microbatches.
 
 A cache is computed from the weights and discarded after use. It is not part of
 any state, so no cache outlives an update of its weights. On a mesh a device
@@ -59,7 +59,8 @@ class LinearWeights(NamedTuple):
   Attributes:
     w: [D, *F].
     bias: [*F].
-    gamma, beta: the norm's scale and bias; [D] if it precedes, else [F].
+    gamma, beta: scale and bias of the norm; [D] for a norm before the matmul,
+      [F] for one after it.
     cache: the result of `layers.cache_weight` for w.
   """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm of queries and keys, after their projection and before RoPE.
 
-FP8 blocks save the FP8 codes of this norm's inputs, not the q and k that
-attention reads. Both passes compute the q and k for attention from these codes.
-So the backward pass recomputes exactly the scores from which the forward pass
-computed the saved log-sum-exp.
+FP8 blocks save codes of this norm's inputs, not the q and k that attention
+reads. Both passes compute the q and k for attention from these codes. The
+backward pass therefore recomputes exactly the scores from which the forward
+pass computed the saved log-sum-exp.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ class QKNormWeights(NamedTuple):
   """Weights of the norms of q and k.
 
   Attributes:
-    q: [H] if each head has its own statistics; [N H], heads in order, if all
-      heads share them.
+    q: [H] if each head has its own statistics; [N H], one head after the other,
+      if all heads share them.
     k: [H] or [K H].
   """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 rematerialization: `jax.checkpoint` that keeps activations in FP8.
 
-There are a function and a policy. Both keep codes of 1 x G groups and their
+A function and a policy do this. Both keep codes of 1 x G groups and their
 scales. For each token of width D they keep:
 
   fp8_remat               a function's argument, D + 2 D / G bytes
@@ -94,7 +94,7 @@ def fp8_remat(
   Args:
     f: a function of arrays and trees of arrays. (Bind other arguments with
       `functools.partial`.)
-    argnums: positions of the arguments to round; in trees, every float array
+    argnums: indices of the arguments to round. In trees, every float array
       [..., n] is rounded; scalars and integers are kept unchanged.
     recipe: selects the group size, the format, the implementation and the mesh
       axes. With mesh axes, rounded arrays must be [B, T, ...] (or rows
@@ -107,7 +107,7 @@ def fp8_remat(
     A function of the same arguments and results.
 
   Raises:
-    TypeError: f is not a function, `argnums` are not positions, or `recipe` is
+    TypeError: f is not a function, `argnums` are not integers, or `recipe` is
       not a CoatRecipe.
     ValueError: `argnums` is empty; a call has fewer positional arguments than
       `argnums` requires; or JAX's option `jax_remat3` is on without

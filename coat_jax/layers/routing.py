@@ -40,7 +40,7 @@ class RoutingStats(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """The order of tokens' copies, sorted by expert, and its inverse; int32.
+  """The order that sorts tokens' copies by expert, and its inverse; int32.
 
   Attributes:
     copy: [T k], the copy in each row; it belongs to token `copy // k`.

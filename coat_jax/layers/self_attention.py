@@ -306,7 +306,7 @@ def count_kinds(**choices) -> int:
   if len(set(lengths.values())) > 1 or 0 in lengths.values():
     raise ValueError(
       "attention: tuples must have one entry for each kind of layer, got "
-      f"{lengths} entries; pass tuples of one length"
+      f"{lengths} entries; pass tuples of the same length"
     )
   return max(lengths.values(), default=1)
 

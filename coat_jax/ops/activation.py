@@ -7,9 +7,9 @@
   activation_bwd_operands  writes operands for the backward passes of the
                            matmuls before and after the function
 
-`parts` is (x,), or (gate, up), each [..., F]. `scale` comes from
-`activation_input`. The backward pass recomputes the function's value, which the
-weight gradient of the next matmul needs.
+`parts` is (x,) or (gate, up), arrays [..., F]. `scale` comes from
+`activation_input`. The backward pass recomputes the function's output, because
+the weight gradient of the next matmul needs it.
 
 We write (1 + tanh(u)) / 2 as sigmoid(2 u), because 1 + tanh(u) loses its digits
 to cancellation if tanh(u) is near -1.
@@ -45,7 +45,7 @@ _QUICK = 1.702
 
 
 def check_activation(activation: Any) -> None:
-  """Raises a ValueError if this is not an `Activation`."""
+  """Raises a ValueError if `activation` is unknown."""
   remedy = "gelu_tanh uses the tanh formula, gelu uses erf"
   choices = get_args(Activation)
   check_choice("activation", "activation", activation, choices, remedy)
@@ -151,8 +151,8 @@ def activation_bwd_operands(
 ) -> tuple[Operand, Operand, Array | None]:
   """Computes x's gradient in both layouts, and the output in columns.
 
-  With `has_sums`, the third result is x's unrounded gradient summed over rows,
-  f32: the gradient of the previous matmul's bias.
+  With `has_sums`, the third result is the gradient of the bias before the
+  function: x's unrounded gradient, summed over rows in f32.
   """
   dx = _gradients(dy, parts, activation)
   sums = None

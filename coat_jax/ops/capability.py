@@ -70,7 +70,7 @@ def shared_memory() -> int:
 
 
 def experience() -> str:
-  """Returns " (...)" if no kernel has ever run on this GPU, else ""."""
+  """Returns a note in parentheses if no kernel has ever run on such a GPU."""
   found = capability()
   if found is None or found in RUN:
     return ""

@@ -68,7 +68,7 @@ def grouped_fwd(
 def grouped_dgrad(
   g: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """Multiplies rows of g [M, F] by their group's w^T, w [E, D, F]: [M, D]."""
+  """Computes dx [M, D]: each row of g [M, F] times its group's w^T."""
   return _product(g, w, sizes, (1, 2), [0], dtype)
 
 
@@ -81,7 +81,7 @@ def grouped_wgrad(
   dtype: DTypeLike = jnp.float32,
   rows_first: bool = False,
 ) -> Array:
-  """Computes dw [E, D, F]: x^T g of each group's rows; zeros for empty groups.
+  """Computes dw [E, D, F]: x^T g of each group's rows, zero for empty groups.
 
   With `rows_first`, dw is [D, E, F], so that devices can split it by rows.
   """

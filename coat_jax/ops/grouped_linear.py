@@ -110,7 +110,7 @@ def group_of_rows(sizes: Array, m: int) -> Array:
 
 
 def _rows_times(x: Array, w: Array, sizes: Array, x_scale, w_scale, dtype):
-  """Multiplies codes [M, K] by their group's [E, N, K]^T and by both scales."""
+  """Multiplies codes [M, K] by their groups' [E, N, K]^T and by both scales."""
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [2]), ([], [])),
     lhs_ragged_dimensions=[0],
@@ -162,7 +162,7 @@ def grouped_linear_wgrad(
 ) -> Array:
   """Computes dw [E, D, F] from x.columns [D, M] and g.columns [F, M].
 
-  It is zero for empty groups. With `rows_first`, dw is [D, E, F].
+  dw is zero for empty groups. With `rows_first`, dw is [D, E, F].
   """
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [1]), ([], [])),

@@ -28,7 +28,7 @@ from coat_jax.ops.types import NormKind, NormStats
 
 
 def check_norm(x, gamma, beta, *, kind, eps, **_) -> None:
-  """Raises for invalid arguments of a norm."""
+  """Raises if arguments of a norm are invalid."""
   check_numeric("norm", "x", x, "pass the norm's input")
   remedy = "pass kind=None to a block without a norm"
   check_choice("norm", "kind", kind, get_args(NormKind), remedy)
@@ -96,8 +96,8 @@ def norm_gradients(
 ) -> tuple[Array, Array, Array]:
   """Computes dx [..., D], and dgamma and dbeta [D] summed over rows, in f32.
 
-  With the normalized x, xhat, and g = gamma dy:
-  dx = (g - xhat mean(xhat g) - mean(g)) rstd, where only "layer" has mean(g).
+  dx = (g - xhat mean(xhat g) - mean(g)) rstd, where xhat is the normalized x,
+  g = gamma dy, and the term mean(g) exists only for "layer".
   """
   for name, each in (("dy", dy), ("x", x)):
     check_numeric("norm", name, each, "pass an array like x")

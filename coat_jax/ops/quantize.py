@@ -34,7 +34,7 @@ def quantize_tensor(
   scale: Scales | None = None,
   layout: Layout = "rows",
 ) -> Operand:
-  """Quantizes [..., n] to an operand, with `tensor_scale`'s result, if any."""
+  """Quantizes [..., n] to an operand; `scale` may come from `tensor_scale`."""
   return scaling.quantize(x, scale, layout)
 
 

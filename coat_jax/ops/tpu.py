@@ -2,10 +2,10 @@
 """Keeps XLA from storing f32 values between passes over memory on TPUs.
 
 XLA for TPUs does not fuse a reshape from 688 groups of 16 to 11,008 values,
-although it fuses one from 512 groups to 8,192 values. If it does not fuse the
-reshape, it stores each value's scale in f32. It also stores values that two
-passes read. The functions here prevent both and change no values; on other
-platforms they do nothing.
+although it fuses one from 512 groups to 8,192 values. If XLA does not fuse the
+reshape, it stores each value's scale in f32. XLA also stores values that two
+passes read. The functions in this file prevent both and change no values; on
+other platforms they do nothing.
 """
 
 import dataclasses

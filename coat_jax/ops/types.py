@@ -74,7 +74,7 @@ class AttentionKind:
     return dataclasses.replace(self, window=None)
 
   def scale_of(self, head_dim: int) -> float:
-    """Returns the factor of q k^T."""
+    """Returns the factor that multiplies q k^T."""
     return head_dim**-0.5 if self.scale is None else self.scale
 
 
