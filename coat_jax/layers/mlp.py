@@ -76,7 +76,7 @@ class Elementwise(Middle):
     if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
       raise ValueError(
         "Elementwise: front.w must be [D, 2, F] and back.w [F, D] with a gate, "
-        f"got {front.shape} and {back.shape}; pass weights that belong together"
+        f"got {front.shape} and {back.shape}; pass the weights of one MLP"
       )
 
   def plain(self, h, weights, inputs, recipe):

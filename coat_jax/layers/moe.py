@@ -208,7 +208,7 @@ def _check(x, w, experts_per_token, recipe) -> None:
     raise ValueError(
       "moe: weights must be router [D, E], gate_up [E, D, 2, F] and down "
       f"[E, F, D] for x [..., D], got {w.router.shape}, {gate_up} and {down} "
-      f"for {x.shape}; pass weights that belong together"
+      f"for {x.shape}; pass the weights of one MoE, and an x of its width"
     )
   _check_experts("moe", experts_per_token, e)
 

@@ -152,8 +152,8 @@ def _check_tiles(w: Operand) -> None:
   if rows % BLOCK:
     raise ValueError(
       "layers: with recipe fp8_block each device along fsdp must have whole "
-      f"tiles of {BLOCK} rows of a weight, got {rows}; use fewer devices along "
-      "fsdp, or wider layers"
+      f"tiles of {BLOCK} rows of a weight, got {rows} rows; use fewer devices "
+      "along fsdp, or wider layers"
     )
 
 

@@ -56,7 +56,7 @@ def make_param(
   if len(names) > len(shape):
     raise ValueError(
       "metadata: out_sharding must have at most one entry for each axis, got "
-      f"{names} for a parameter {shape}; name the parameter's axes"
+      f"{names} for a parameter {shape}; pass a name for each of these axes"
     )
   array = value.raw_value.reshape(shape)
   return nnx.Param(dataclasses.replace(value, raw_value=array), **metadata)

@@ -94,7 +94,7 @@ def rope(
   if isinstance(theta, tuple) and kind is None:
     raise ValueError(
       f"rope: kind must select one of {len(theta)} kinds of layers, got None; "
-      "pass an int32 scalar"
+      "pass the index as an int32 scalar"
     )
   for each in thetas:
     if each is not None:

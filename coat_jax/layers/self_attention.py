@@ -103,7 +103,7 @@ class SelfAttention(Middle):
       op, "heads", self.heads, Heads, "pass one, as in Heads(32, 8, 1e4)"
     )
     if self.clip is not None:
-      remedy = "None leaves q, k and v as they are"
+      remedy = "pass None to leave q, k and v unchanged"
       check_number(op, "clip", self.clip, POSITIVE, remedy)
 
   @property
@@ -121,7 +121,7 @@ class SelfAttention(Middle):
     if inputs.kind is None and self.num_kinds > 1:
       raise ValueError(
         f"{op}: kind must select one of {self.num_kinds} kinds of layers, got "
-        "None; pass an int32 scalar"
+        "None; pass the index as an int32 scalar"
       )
 
   def plain(self, h, weights, inputs, recipe):

@@ -46,7 +46,7 @@ _QUICK = 1.702
 
 def check_activation(activation: Any) -> None:
   """Raises a ValueError if `activation` is unknown."""
-  remedy = "gelu_tanh uses the tanh formula, gelu uses erf"
+  remedy = "pass gelu_tanh for GELU by the tanh formula, gelu for GELU by erf"
   choices = get_args(Activation)
   check_choice("activation", "activation", activation, choices, remedy)
 

@@ -154,9 +154,7 @@ class Op[R]:
     """Returns why a kernel does not run by default, or None."""
     reason = self.why_not(name, args, kwargs)
     if reason is None and not getattr(self.kernel(name), "by_default", True):
-      return (
-        f"{self.name}: {name} runs only if implementation={name!r} names it"
-      )
+      return f"{self.name}: {name} runs only with implementation={name!r}"
     return reason
 
   def why_not(self, implementation: str, args, kwargs) -> str | None:
@@ -164,7 +162,7 @@ class Op[R]:
     if implementation not in _PARTITIONED and may_be_partitioned():
       return (
         f"{self.name}: with several devices a kernel can run only inside "
-        "jax.shard_map, where layers run with recipe.axes=MeshAxes(...)"
+        "jax.shard_map, which layers use with recipe.axes=MeshAxes(...)"
       )
     if _platform_of(implementation) == "cuda":
       reason = why_not_before(OLDEST, "a kernel")

@@ -29,8 +29,8 @@ def _check_weights(rows, w, sizes, axis: int, needed: str) -> None:
   if not fits or rows.shape[1] != w.shape[axis]:
     raise ValueError(
       f"grouped: needs {needed}, weights [E, D, F] and sizes [E], got "
-      f"{rows.shape}, {w.shape} and {sizes.shape}; pass arrays that belong "
-      "together"
+      f"{rows.shape}, {w.shape} and {sizes.shape}; pass arrays of equal D, F "
+      "and E"
     )
 
 
@@ -38,8 +38,7 @@ def _check_rows(x: Array, g: Array, sizes: Array, **_) -> None:
   if x.ndim != 2 or g.ndim != 2 or len(x) != len(g) or sizes.ndim != 1:
     raise ValueError(
       "grouped: needs rows [M, D], gradients [M, F] and sizes [E], got "
-      f"{x.shape}, {g.shape} and {sizes.shape}; pass arrays that belong "
-      "together"
+      f"{x.shape}, {g.shape} and {sizes.shape}; pass as many gradients as rows"
     )
 
 

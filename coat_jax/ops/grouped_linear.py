@@ -79,7 +79,7 @@ def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:
     raise ValueError(
       "grouped_linear: needs rows [M, K], weights [E, N, K], and scales and "
       f"sizes [E], got {rows.shape}, {weights.shape}, {scales} and "
-      f"{sizes.shape}; pass arrays that belong together"
+      f"{sizes.shape}; pass arrays whose K and E are equal"
     )
 
 
@@ -93,8 +93,7 @@ def _check_columns(x: Operand, g: Operand, sizes: Array, **_) -> None:
   if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or sizes.ndim != 1:
     raise ValueError(
       "grouped_linear: needs columns [D, M] and [F, M], and sizes [E], got "
-      f"{a.shape}, {b.shape} and {sizes.shape}; pass arrays that belong "
-      "together"
+      f"{a.shape}, {b.shape} and {sizes.shape}; pass arrays whose M is equal"
     )
 
 

@@ -40,7 +40,7 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
     if other is not None and other.shape != want:
       raise ValueError(
         f"linear: {name} must have the output's shape, {want}, got "
-        f"{other.shape}; pass arrays that belong together"
+        f"{other.shape}; pass one of this shape"
       )
 
 

@@ -211,11 +211,11 @@ class Rotary:
       check_kind(op, "scaling", self.scaling, RopeScaling, remedy)
     if size is None:
       return
-    check_whole(op, "rotary_dim", size, ANY, "None rotates all channels")
+    check_whole(op, "rotary_dim", size, ANY, "pass None for all channels")
     if size < 2 or size % 2:
       raise ValueError(
         "Rotary: rotary_dim must be even, because RoPE rotates pairs, and at "
-        f"least 2, got {size}; None rotates all channels"
+        f"least 2, got {size}; pass None for all channels"
       )
 
   def check(self, head_dim: int) -> None:
@@ -223,7 +223,7 @@ class Rotary:
     if self.rotary_dim is not None and self.rotary_dim > head_dim:
       raise ValueError(
         f"Rotary: rotary_dim must be at most the heads' size {head_dim}, got "
-        f"{self.rotary_dim}; None rotates all channels"
+        f"{self.rotary_dim}; pass None for all channels"
       )
 
   def frequencies(self, head_dim: int) -> Array:
