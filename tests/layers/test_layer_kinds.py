@@ -189,7 +189,7 @@ def test_invalid_kinds_are_refused(options, message):
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    ((), "which of 2 kinds the layer is, got None"),
+    ((), "one of 2 kinds of layers, got None"),
     ((jnp.zeros((1, T), jnp.int32),), r"positions \[T\] or \[B, T\]"),
   ],
 )
