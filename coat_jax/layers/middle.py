@@ -20,9 +20,9 @@ class MiddleOutput(NamedTuple):
   Attributes:
     operand: rows of the second matmul's operand.
     saved: values for the backward pass, each passed through `save_residual`.
-    after: if the second weight's scale is cached, devices of a mesh gather its
-      codes only after this value is known (see `quantized_weight`); None for
-      the front's scale.
+    after: if the second weight's scale is cached, devices of a mesh gather this
+      weight's codes only after `after` is known (see `quantized_weight`); None
+      for the front's scale.
   """
 
   operand: Operand
