@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters for other libraries, one file for each."""
+"""Adapters for other libraries, one file per library."""

@@ -2,7 +2,7 @@
 """Adds `optimizer.type: coat` to Levanter's configuration.
 
 Importing this module registers `CoatConfig`. Levanter's commands do not import
-it, so start them through it:
+this module, so start them through it:
 
   python -m coat_jax.integrations.levanter levanter.main.train_lm \
     --config_path config.yaml --optimizer.type coat
@@ -31,8 +31,8 @@ class CoatConfig(OptimizerConfig):
 
   Attributes:
     beta1, beta2, epsilon, max_grad_norm: as in Levanter's `AdamConfig`, with
-      the same defaults. The base class adds the learning rate, its schedule and
-      weight decay.
+      the same defaults. The base class adds fields for the learning rate, its
+      schedule and weight decay.
   """
 
   beta1: float = 0.9
@@ -43,7 +43,7 @@ class CoatConfig(OptimizerConfig):
   def build(
     self, num_train_steps: int
   ) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer; Levanter calls this with the steps to train."""
+    """Returns the optimizer; Levanter passes the number of steps to train."""
 
     def make(learning_rate):
       optimizer = coat_adamw(
@@ -68,11 +68,11 @@ class CoatConfig(OptimizerConfig):
 
 
 def _name_statistics(state: Any) -> Any:
-  """Gives statistics a last axis that counts groups.
+  """Corrects the size of the statistics' last axis to the number of groups.
 
   A state has the structure of its parameters, so haliax assumes that statistics
   have the parameters' axes, and shards them like the parameters. That fails if
-  the number of devices along the last axis does not divide the groups.
+  the number of groups is not a multiple of the devices along the last axis.
   """
 
   def named(node):
@@ -89,7 +89,7 @@ def _name_statistics(state: Any) -> Any:
 
 
 def _name_groups(statistics: Any) -> Any:
-  """Resizes the last axes, and renames those that devices cannot split."""
+  """Resizes last axes, and renames those that devices cannot split evenly."""
 
   def named(x):
     if not haliax.is_named_array(x):
@@ -99,8 +99,8 @@ def _name_groups(statistics: Any) -> Any:
       return NamedArray(array, ())
     *axes, last = x.axes
     groups = array.shape[-1]
-    # An axis with another name is not in Levanter's mapping, so no device
-    # splits it.
+    # Levanter maps names of array axes to mesh axes. It does not know the new
+    # name, so this axis is not split.
     devices = physical_axis_size(last) or 1
     name = last.name if groups % devices == 0 else f"{last.name}_groups"
     return NamedArray(array, (*axes, haliax.Axis(name, groups)))

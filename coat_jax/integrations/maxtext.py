@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives MaxText the optimizer `coat_adamw` and FP8 products.
+"""Gives MaxText the optimizer `coat_adamw` and FP8 matmuls.
 
 MaxText chooses both by names in its configuration. The patches in this folder
-add the names `opt_type=coat_adamw` and `quantization=coat`, which call the two
-functions here:
+add the options `opt_type=coat_adamw` and `quantization=coat`, which call the
+two functions in this file. Apply them with:
 
   cd SITE_PACKAGES && cat coat_jax/integrations/maxtext_*.patch | patch -p1
 """
@@ -17,8 +17,8 @@ import qwix
 from coat_jax import coat_adamw
 from coat_jax.integrations.qwix import CoatProvider
 
-# The layers of the decoder, without the router of experts, as MaxText's own
-# providers select them.
+# Selects the decoder's layers without the router of experts, as MaxText's own
+# providers do.
 _LAYERS = r"decoder/.*layers(?!.*/gate$).*"
 
 
@@ -27,13 +27,14 @@ def get_optimizer(
   learning_rate_schedule: optax.Schedule,
   mask: Callable[[optax.Params], Any] | None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns `coat_adamw` with MaxText's settings of AdamW.
+  """Returns `coat_adamw` with MaxText's settings for AdamW.
 
   Args:
     config: MaxText's configuration. The settings that begin with `adam_` are
-      used; `mu_dtype` is not, because the codec stores the moments.
+      used. `mu_dtype` is ignored, because the codec determines how moments are
+      stored.
     learning_rate_schedule: MaxText's schedule.
-    mask: which weights decay, from MaxText's `get_adamw_mask`.
+    mask: selects the weights that decay; from MaxText's `get_adamw_mask`.
   """
   return coat_adamw(
     learning_rate_schedule,
@@ -47,5 +48,5 @@ def get_optimizer(
 
 
 def get_qt_provider() -> CoatProvider:
-  """Returns the provider of FP8 products for the layers of the decoder."""
+  """Returns the provider of FP8 matmuls for the layers of the decoder."""
   return CoatProvider([qwix.QuantizationRule(module_path=_LAYERS)])

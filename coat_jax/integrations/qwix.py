@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the products of any flax model in coat_jax's FP8, through qwix.
+"""Runs the matmuls of any flax model in coat_jax's FP8, through qwix.
 
 qwix calls a provider wherever a model calls `jax.lax.dot_general` or
-`jnp.einsum`, so the model's code stays as it is. Norms and activation functions
-are not products, so what they save does not change. In blocks of
-`coat_jax.layers` they save FP8 too.
+`jnp.einsum`, so the model's code stays as it is. The provider does not change
+what norms and activation functions save. To save their inputs in FP8 too, use
+the blocks of `coat_jax.layers`.
 """
 
 import math
@@ -23,14 +23,14 @@ from coat_jax.numerics import recipes
 class CoatProvider(qwix.QuantizationProvider):
   """Multiplies activations by weights in FP8, forward and backward.
 
-  Only x [..., D] times a weight [D, ...] is changed: a product without batch
-  axes whose right side has at least two axes. Attention's products have batch
-  axes and stay as they are.
+  This changes only x [..., D] times a weight [D, ...], that is, matmuls without
+  batch axes whose right operand has at least two axes. Attention's matmuls have
+  batch axes and stay as they are.
 
   Args:
     rules: `qwix.QuantizationRule`s. Their `module_path` and `op_names` select
-      products; other fields are ignored. By default all products are selected.
-    recipe: how products are computed and what they save.
+      matmuls; other fields are ignored. By default all matmuls are selected.
+    recipe: how matmuls are computed and what they save.
 
   Examples:
     >>> import jax.numpy as jnp, qwix
@@ -53,7 +53,7 @@ class CoatProvider(qwix.QuantizationProvider):
     self._recipe = recipe
 
   def get_intercept_map(self) -> dict[str, Any]:
-    """Returns the functions that replace JAX's."""
+    """Returns the functions that replace JAX's functions, by name."""
     return super().get_intercept_map() | {
       "jax.lax.dot_general": self._dot_general,
       "jax.numpy.einsum": self._einsum,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds coat_jax's optimizers to the command line of Tunix.
 
-Tunix's trainers accept any optimizer and need nothing from here. Its commands
-look `opt_type` up in optax, so start them through this module:
+Tunix's trainers accept any optimizer and do not need this module. Tunix's
+commands look up `opt_type` in optax, so start them through this module:
 
   python -m coat_jax.integrations.tunix tunix.cli.peft_main config.yaml \
     optimizer_config.opt_type=coat_adamw optimizer_config.learning_rate=1e-4
@@ -19,7 +19,7 @@ from coat_jax import coat_adamw, coat_lion, coat_muon
 def register() -> None:
   """Makes `opt_type` accept "coat_adamw", "coat_lion" and "coat_muon".
 
-  It adds these names to the module `optax`, where Tunix's commands look.
+  It adds these names to the module `optax`, where Tunix's commands find them.
   """
   for optimizer in (coat_adamw, coat_lion, coat_muon):
     setattr(optax, optimizer.__name__, optimizer)

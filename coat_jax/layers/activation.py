@@ -3,7 +3,7 @@
 
 G is `recipe.group_size`. Nothing else is saved, because the function is
 elementwise and cheap to recompute. As in all layers, the forward and the
-backward pass read the same values.
+backward pass both read the dequantized values.
 """
 
 import functools
@@ -45,16 +45,16 @@ def activate(
   activation: ops.Activation,
   recipe: CoatRecipe | None = None,
 ) -> Array:
-  """f(x), or f(x) * up as in a SwiGLU MLP; computed in f32.
+  """Computes f(x), or f(x) * up as in a SwiGLU MLP, in f32.
 
   Args:
     x: [..., F], BF16 (or f32).
     up: an array of the same shape and dtype, or None.
-    activation: f: "silu"; "gelu" by erf, "gelu_tanh" by the tanh formula (the
-      default of `jax.nn.gelu`), or "gelu_quick": x sigmoid(1.702 x), as in
-      CLIP.
-    recipe: x and up are read and saved in FP8 if `recipe.nonlinear` is "fp8";
-      None for `recipes.coat()`.
+    activation: f, one of "silu", "gelu" (by erf), "gelu_tanh" (by the tanh
+      formula, the default of `jax.nn.gelu`) and "gelu_quick"
+      (x sigmoid(1.702 x), as in CLIP).
+    recipe: if `recipe.nonlinear` is "fp8", x and up are rounded to FP8, and
+      saved in FP8; None for `recipes.coat()`.
 
   Returns:
     [..., F] in the inputs' dtype.
@@ -84,7 +84,8 @@ def plain_activation(
   parts: Sequence[Array], activation: ops.Activation
 ) -> Array:
   """Computes f(x) or f(gate) * up in x's dtype, for plain autodiff."""
-  # Name them, so that a checkpoint policy keeps the same arrays as with FP8.
+  # Name the inputs, so that a checkpoint policy keeps the same arrays as in
+  # FP8.
   x, *others = save_residual("activation", tuple(parts))
   with residual_scope("activation"):
     y = _PLAIN[activation](x)

@@ -55,15 +55,16 @@ class Attention(RecipeModule):
     (64, 128)
 
   Attributes:
-    middle: `SelfAttention`: heads, RoPE and which keys a query sees.
+    middle: `SelfAttention`, which holds the options of heads, RoPE and masks.
     qkv: NormLinear that computes q, k and v. Its columns are ordered by key
-      head: first the N / K query heads that share it, then its key, then its
-      value, so that a shard of the columns holds whole groups of heads.
+      head: for each one, the N / K query heads that share it, then the key and
+      the value, so that a shard of the columns holds whole groups of heads.
     out: Linear [num_heads * head_dim, features].
-    post_norm: RMSNorm or LayerNorm; None without this norm.
-    q_norm, k_norm: RMSNorms of q and k, or None. Their scales are [head_dim]
-      with `qk_norm="head"`; with "all", [num_heads * head_dim] and
-      [num_kv_heads * head_dim], heads in order.
+    post_norm: RMSNorm or LayerNorm, or None.
+    q_norm, k_norm: RMSNorms of q and k, or None. With `qk_norm="head"` both
+      have a scale [head_dim]. With "all" their scales are
+      [num_heads * head_dim] and [num_kv_heads * head_dim], one head after the
+      other.
   """
 
   def __init__(
@@ -96,36 +97,38 @@ class Attention(RecipeModule):
         None for N.
       head_dim: H, width of a head, even; None for D / N.
       causal: whether a query sees only keys up to its own position.
-      window: how many keys a query sees, its own and the ones before it; None
-        for all. If layers of a stack differ, pass a tuple with one window
-        for each kind of layer, and `kind` to each call. The same holds for the
-        arguments below that accept a tuple.
+      window: how many keys a query sees, its own and those before it; None for
+        all. If layers of a stack differ, pass a tuple with one window for each
+        kind of layer, and pass `kind` to each call. The arguments below that
+        accept a tuple work in the same way.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
         them unchanged.
       query_scale: factor of q k^T; None for 1 / sqrt(H).
-      rope_theta: base of RoPE's frequencies; None for no RoPE; or a tuple.
+      rope_theta: base of RoPE's frequencies; None for no RoPE; or a tuple of
+        these.
       rope_scaling: how frequencies change for longer sequences, such as
-        `Llama3Scaling`; None for no scaling; or a tuple.
-      rotary_dim: how many of a head's first channels RoPE rotates; None for
+        `Llama3Scaling`; None for no scaling; or a tuple of these.
+      rotary_dim: RoPE rotates this many of a head's first channels; None for
         all.
-      qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head by
-        itself, "all" all heads of a token together; None for none. FP8 recipes
-        save q and k before this norm, in FP8.
+      qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head
+        separately, "all" normalizes all heads of a token together; None for no
+        norm. FP8 recipes save the inputs of this norm, in FP8.
       clip_qkv: largest magnitude of q, k and v; None leaves them unchanged.
-      use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for
-        `use_bias`.
-      use_out_bias: whether the output projection has a bias [D]; None for
-        `use_bias`.
-      rngs: parameters are drawn from its stream `params`.
-      **options: see `BlockOptions`; kernels are [D, (N + 2 K) H] and [N H, D].
+      use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for the
+        value of `use_bias`.
+      use_out_bias: whether the output projection has a bias [D]; None for the
+        value of `use_bias`.
+      rngs: its stream `params` provides the keys of initializers.
+      **options: see `BlockOptions`. The kernels are [D, (N + 2 K) H] and
+        [N H, D].
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.
       ValueError: a number is outside its range; num_heads is not divisible by
-        num_kv_heads, or features is not divisible by num_heads and
-        `head_dim` is None; heads have an odd size; `rotary_dim` is odd or above
-        that size; `qk_norm` or a norm is unknown; tuples differ in length; a
-        window is below 1 or set without `causal`.
+        num_kv_heads; features is not divisible by num_heads and `head_dim` is
+        None; the head size is odd; `rotary_dim` is odd or above the head size;
+        `qk_norm` or a norm is unknown; tuples differ in length; a window is
+        below 1 or set without `causal`.
     """
     parts = Parts.of("Attention", options, rngs)
     super().__init__(
@@ -139,7 +142,8 @@ class Attention(RecipeModule):
     if num_heads % kv_heads:
       raise ValueError(
         "Attention: num_heads must be a multiple of num_kv_heads, got "
-        f"{num_heads} and {kv_heads}; leave num_kv_heads out to share none"
+        f"{num_heads} and {kv_heads}; leave num_kv_heads out for as many key "
+        "heads as query heads"
       )
     if head_dim is None and features % num_heads:
       raise ValueError(
@@ -149,8 +153,8 @@ class Attention(RecipeModule):
     self.head_dim = head_dim or features // num_heads
     if self.head_dim % 2:
       raise ValueError(
-        "Attention: heads must have an even size, for RoPE rotates pairs, got "
-        f"{self.head_dim}; pass an even head_dim, or another num_heads"
+        "Attention: heads must have an even size, because RoPE rotates pairs, "
+        f"got {self.head_dim}; pass an even head_dim, or another num_heads"
       )
     check_choice("Attention", "qk_norm", qk_norm, ("head", "all", None))
     self.num_heads, self.num_kv_heads = num_heads, kv_heads
@@ -207,21 +211,21 @@ class Attention(RecipeModule):
 
     Args:
       x: [..., T, features], cast to `dtype`.
-      positions: int32 [T] for RoPE, or [..., T] if they differ between
-        sequences; None for 0 to T - 1.
+      positions: the tokens' positions for RoPE, int32 [T], or [..., T] if they
+        differ between sequences; None for 0 to T - 1.
       segments: int32 [..., T], such as ids of packed documents or of padding; a
-        query sees only keys of its own segment. None for one segment.
-        (In packed documents, positions restart at 0 in each document.)
-      kind: int32 scalar, the index into the constructor's tuples; None without
-        tuples.
+        query sees only keys of its own segment. None for one segment. (For
+        packed documents, pass `positions` that restart at 0 in each document.)
+      kind: int32 scalar, the index of this layer's entry in the constructor's
+        tuples; None if no tuple was passed.
       out_sharding: how the output is sharded; None leaves it to JAX.
 
     Returns:
       [..., T, features] in `dtype`.
 
     Raises:
-      ValueError: shapes are inconsistent, or `kind` is missing although layers
-        differ.
+      ValueError: shapes are inconsistent, or `kind` is missing although a tuple
+        was passed to the constructor.
     """
     rule, remedy = "an array [..., T, D]", "pass sequences of activations"
     ranks = range(2, 65)
@@ -229,7 +233,7 @@ class Attention(RecipeModule):
       "Attention", "x", x, rule, ndim=ranks, kind=jnp.number, remedy=remedy
     )
     shape = x.shape
-    # Not reshape(-1, ...), which fails for an empty batch.
+    # Don't use reshape(-1, ...), which fails for an empty batch.
     batch = math.prod(shape[:-2])
     x = self.cast(x, self.out.kernel).reshape(batch, *shape[-2:])
     if positions is None:

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block: front, middle and back share one custom_vjp, with FP8 in between.
+"""A block: a front, a middle and a back that share one custom_vjp.
 
-  front    x --norm or none--> operand --product, bias--> h
-  middle   h --elementwise or attention--> operand of the second product
-  back     operand --product, bias--> z --norm or none--> + x (`add_input`)
+  front    x --norm or none--> operand --matmul, bias--> h
+  middle   h --elementwise or attention--> operand of the second matmul
+  back     operand --matmul, bias--> z --norm or none--> + x (`add_input`)
 
 Front (`layers.front`) and back are the same in every block. Between them is a
-`Middle`: activation or attention. All three share a custom_vjp so that only a
-block's inputs and outputs are BF16: the norm writes the first product's E4M3
+`Middle`: activation or attention. All three share a custom_vjp so that they can
+pass FP8 operands to each other: the norm writes the first matmul's E4M3
 operand, the middle writes the second's, and the middle's backward pass writes
 h's gradient as an E5M2 operand.
 
 With residuals="minimal" a block saves the front's input in 1 x G FP8, the
 norm's statistics, what the middle saves, and scales. With "coat" it also saves
-the norm's output, as the reference implementation does. Without a norm the
-front saves the codes that its product read. If the back has a norm, that norm
-reads z as 1 x G FP8 values, and the block saves these and the norm's
-statistics. The gradient of the norm's input serves as the gradient of z.
+the norm's output, as the reference implementation does. Without a norm, the
+front saves the codes that its matmul read. If the back has a norm, that norm
+reads z as 1 x G FP8 values, and the block saves these values and the norm's
+statistics. Gradients pass straight through the rounding of z.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
 axis; between them each device holds its own columns of whole sequences. The
@@ -60,8 +60,8 @@ class BlockWeights(NamedTuple):
   """Parameters of a block, or their gradients (which have no caches).
 
   Attributes:
-    front: weights of the norm and the first product.
-    back: weights of the second product and its norm.
+    front: weights of the norm and the first matmul.
+    back: weights of the second matmul and its norm.
     middle: weights of the middle, or None.
   """
 
@@ -71,7 +71,7 @@ class BlockWeights(NamedTuple):
 
 
 class BlockStatic(NamedTuple):
-  """Arguments of `block` that are not arrays, except the recipe."""
+  """The static arguments of `block`, without the recipe."""
 
   middle: Middle
   kind: ops.NormKind | None
@@ -89,9 +89,9 @@ def back_forward(
   *,
   after: Array | BlockScales | None = None,
 ) -> tuple[Array, LinearSaved]:
-  """Computes the second product, its norm and the sum with x, in x's dtype.
+  """Runs the second matmul and the norm that follows, and adds x in f32.
 
-  Also returns what is saved. x is added in f32. For `after` see
+  Returns the sum in x's dtype, and the values to save. For `after` see
   `quantized_weight`.
   """
   w = weights
@@ -125,7 +125,7 @@ def back_backward(
   *,
   has_bias: bool,
 ) -> tuple[MiddleGradient, LinearWeights]:
-  """Computes gradients of the middle, its weights and the back's weights."""
+  """Computes the gradients of the middle, and of the back's weights."""
   w, middle, dgamma, dbeta = weights, static.middle, None, None
   if saved.norm is not None:
     g, dgamma, dbeta = norm_gradients(
@@ -203,18 +203,18 @@ def block(
 ) -> Array:
   """Computes x + post_norm(middle(norm(x) w_front) w_back).
 
-  `Elementwise` makes it the MLP half of a transformer layer, `SelfAttention`
-  the attention half.
+  With the middle `Elementwise`, this is the MLP half of a transformer layer;
+  with `SelfAttention`, it is the attention half.
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
     weights: see `BlockWeights`; their shapes depend on the middle.
     inputs: other arrays that the middle reads; they get no gradient.
-    middle: the part between the two products.
-    kind: norm of x, "rms" or "layer"; None for none.
+    middle: the part between the two matmuls.
+    kind: norm of x, "rms" or "layer"; None for no norm.
     eps: epsilon of both norms.
-    post_norm: norm of the second product, "rms" or "layer"; None for none.
-    add_input: whether x is added.
+    post_norm: norm after the second matmul, "rms" or "layer"; None for no norm.
+    add_input: whether to add x.
     recipe: the block is fused if both `linear` and `nonlinear` are "fp8".
 
   Returns:
@@ -233,10 +233,10 @@ def block(
   check_kind("block", "middle", middle, Middle, remedy)
   middle.check(x, weights, inputs, recipe)
   w = weights.back.w
-  # With axes, a caller's own shard_map may pass shards of other widths.
+  # With mesh axes, a caller's own shard_map may pass shards of other widths.
   if add_input and not recipe.axes and w.shape[-1] != x.shape[-1]:
     raise ValueError(
-      "block: back.w must be [F, D] for x [..., D] that is added, got "
+      "block: back.w must be [F, D] to add x [..., D], got "
       f"{w.shape} for {x.shape}; pass add_input=False for another width"
     )
   if recipe.nonlinear == "fp8":

@@ -21,28 +21,29 @@ from coat_jax.numerics.recipes import CoatRecipe
 
 
 class NormLinearOptions(TypedDict, total=False):
-  """Options of `NormLinear` and, with `BlockOptions`, of blocks.
+  """Options of `NormLinear`; `BlockOptions` extends them for blocks.
 
-  An initializer is called with a key, a shape and a dtype; metadata is passed
-  to `nnx.Param`. By default biases start as zeros and scales as ones
-  (zeros with `scale_plus_one`), and neither consumes a key.
+  Initializers are called with a key, a shape and a dtype; metadata is passed to
+  `nnx.Param`. By default biases start as zeros and scales as ones (zeros with
+  `scale_plus_one`), and neither consumes a key.
 
   Attributes:
     recipe: what is computed and saved in FP8; `recipes.coat()` by default.
-    norm: norm of the input, "rms" (the default) or "layer"; None for none.
-    epsilon: added by norms to the mean square or the variance, 1e-6 by default.
+    norm: norm of the input, "rms" (the default) or "layer"; None for no norm.
+    epsilon: what norms add to the mean square or the variance, 1e-6 by default.
     use_scale: whether norms have a scale [D], True by default.
     scale_plus_one: whether norms, including those of q and k, multiply by 1 +
       scale, as in Gemma; False by default.
     use_norm_bias: whether norms have a bias [D], False by default.
     dtype: dtype of input, output and everything that is not FP8, bfloat16 by
-      default; None promotes the input and the parameters.
+      default; None for the common dtype of input and parameters.
     param_dtype: dtype of the parameters and their gradients, float32 by
       default.
-    kernel_init: initializer of the kernel, called with its shape as a matrix,
-      [D, F]; by default `nnx.Linear`'s.
+    kernel_init: initializer of the kernel, called with the shape of a matrix,
+      [D, F]; by default the initializer of `nnx.Linear`.
     kernel_metadata: metadata of the kernel, such as `out_sharding`.
-    bias_init, bias_metadata: initializer and metadata of the product's bias.
+    bias_init, bias_metadata: initializer and metadata of the bias that is added
+      after the matmul.
     scale_init, scale_metadata: initializer and metadata of the norm's scale.
     norm_bias_init, norm_bias_metadata: initializer and metadata of the norm's
       bias.
@@ -69,19 +70,19 @@ class NormLinearOptions(TypedDict, total=False):
 class BlockOptions(NormLinearOptions, total=False):
   """Options of `MLP` and `Attention`.
 
-  The options of `NormLinearOptions` apply to the norms and the first product.
+  The options of `NormLinearOptions` apply to the norms and the first matmul.
 
   Attributes:
-    post_norm: norm of the second product, before the input is added, "rms" or
-      "layer"; None, the default, for none. OLMo 2 uses only this norm, Gemma 2
-      and 3 use both.
-    use_bias: whether both products have biases, False by default.
+    post_norm: norm after the second matmul, before the input is added: "rms" or
+      "layer"; None (the default) for no norm. OLMo 2 uses only this norm, Gemma
+      2 and 3 use `norm` as well.
+    use_bias: whether biases are added after both matmuls, False by default.
     add_input: whether the block adds its input, the residual stream; True by
       default.
     out_kernel_init, out_kernel_metadata: initializer and metadata of the second
-      product's kernel; by default the first product's.
+      matmul's kernel; by default those of the first.
     out_bias_init, out_bias_metadata: initializer and metadata of the second
-      product's bias; by default the first product's.
+      bias; by default those of the first.
   """
 
   post_norm: ops.NormKind | None
@@ -93,7 +94,8 @@ class BlockOptions(NormLinearOptions, total=False):
   out_bias_metadata: Metadata
 
 
-# Defaults that differ from those of the parts, or that blocks read themselves.
+# Defaults that differ from those of norms and linear layers, and defaults of
+# options that blocks read themselves.
 _DEFAULTS: dict[str, Any] = dict(
   recipe=None,
   norm="rms",
@@ -109,7 +111,8 @@ _DEFAULTS: dict[str, Any] = dict(
   kernel_metadata=NO_METADATA,
 )
 
-# What the constructors of norms and linear layers call a block's options.
+# Map the names of a block's options to the names that the constructors of norms
+# and linear layers use.
 _SHARED = {n: n for n in ("recipe", "dtype", "param_dtype", "rngs")}
 _NORM = _SHARED | dict(
   epsilon="epsilon",
@@ -123,7 +126,7 @@ _NORM = _SHARED | dict(
 )
 _LINEAR = ("kernel_init", "kernel_metadata", "bias_init", "bias_metadata")
 _FRONT = _SHARED | {n: n for n in ("use_bias", *_LINEAR)}
-# For one argument, the last option that is given takes effect.
+# If two of these options are set for one argument, the later one wins.
 _BACK = _FRONT | {f"out_{n}": n for n in _LINEAR}
 
 
@@ -138,7 +141,7 @@ class Parts(types.SimpleNamespace):
     rngs: Any,
     known: Collection[str] = BlockOptions.__annotations__,
   ) -> "Parts":
-    """Adds defaults to options; raises a TypeError for unknown ones."""
+    """Adds defaults to the options; raises a TypeError for unknown options."""
     for name in options:
       if name not in known:
         raise TypeError(
@@ -147,7 +150,7 @@ class Parts(types.SimpleNamespace):
     return cls(**{**_DEFAULTS, **options}, rngs=rngs)
 
   def _named(self, names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the options in `names`, renamed as `names` says."""
+    """Selects the options that `names` lists, and renames them."""
     options = vars(self)
     return {names[k]: options[k] for k in names if k in options}
 
@@ -161,7 +164,7 @@ class Parts(types.SimpleNamespace):
     return make_norm(kind, num_features, **self._named(_NORM))
 
   def make_front(self, in_features: int, out_features: Any) -> Linear:
-    """Makes the first linear layer; `out_features` may be (several, F)."""
+    """Makes the first linear layer; `out_features` may be (count, F)."""
     options = self._named(_FRONT)
     if isinstance(out_features, tuple):
       options = stack_options(options)
@@ -170,13 +173,13 @@ class Parts(types.SimpleNamespace):
   def make_back(
     self, in_features: int, out_features: int, **options: Any
   ) -> Linear:
-    """Makes the second linear layer; `options` override the block's."""
+    """Makes the second linear layer; `options` override the block's options."""
     options = self._named(_BACK) | options
     return Linear(in_features, out_features, split="inputs", **options)
 
 
 class NormLinear(RecipeModule):
-  """A norm fused with the linear layer that reads it.
+  """A norm fused with the linear layer that follows it.
 
   Example usage::
 
@@ -190,8 +193,8 @@ class NormLinear(RecipeModule):
     (2, 16, 192)
 
   Attributes:
-    norm: RMSNorm or LayerNorm (its parameters); None without a norm.
-    linear: Linear (its parameters).
+    norm: RMSNorm or LayerNorm, which holds the norm's parameters, or None.
+    linear: Linear, which holds the kernel and the bias.
   """
 
   def __init__(
@@ -208,8 +211,8 @@ class NormLinear(RecipeModule):
     Args:
       in_features: D, width of the input.
       out_features: F, width of the output.
-      use_bias: whether the product has a bias [F].
-      rngs: parameters are drawn from its stream `params`.
+      use_bias: whether to add a bias [F].
+      rngs: its stream `params` provides the keys of initializers.
       **options: see `NormLinearOptions`.
 
     Raises:
@@ -228,7 +231,7 @@ class NormLinear(RecipeModule):
     self.linear = parts.make_front(in_features, out_features)
 
   def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
-    """Normalizes and multiplies the last axis.
+    """Normalizes x along its last axis, and multiplies it by the kernel.
 
     Args:
       x: [..., in_features], cast to `dtype`.
@@ -251,7 +254,7 @@ def block_arguments(
 ) -> dict[str, Any]:
   """Returns the arguments of `block` that a module and its parts determine.
 
-  `own` holds the weights of the middle. Both norms have the same epsilon.
+  `own` contains the weights of the middle. Both norms have the same epsilon.
   """
   post_norm = module.post_norm
   options = norm_options(norm) | dict(post_norm=None)

@@ -39,17 +39,19 @@ class ConversionReport:
   """Result of `convert`; `print(report)` shows it as text.
 
   Attributes:
-    replaced: the new class of each replaced module or block, by its path.
-    left: why a module with parameters was not replaced, by its path.
-    products_only: your classes whose linear layers were replaced one by one:
-      the values between these layers are saved as before.
-    saved_before, saved_after: bytes that the model saves for its backward pass,
-      without parameters; None without `inputs`.
+    replaced: maps the path of each replaced module or block to its new class.
+    left: maps the path of each module with parameters that was not replaced to
+      the reason.
+    matmuls_only: your classes whose linear layers were replaced one by one. The
+      values between these layers are saved as before.
+    saved_before, saved_after: how many bytes the model saves for its backward
+      pass before and after the conversion, not counting parameters; None
+      without `inputs`.
   """
 
   replaced: Mapping[str, str]
   left: Mapping[str, str]
-  products_only: tuple[str, ...]
+  matmuls_only: tuple[str, ...]
   saved_before: int | None = None
   saved_after: int | None = None
 
@@ -59,10 +61,10 @@ class ConversionReport:
     each = [f"{count} {name}" for name, count in sorted(counts.items())]
     lines = [f"replaced: {', '.join(each) or 'nothing'}"]
     lines += [f"left {path}: {why}" for path, why in self.left.items()]
-    if self.products_only:
+    if self.matmuls_only:
       lines.append(
-        f"products only: {', '.join(self.products_only)}; what they do between "
-        "products is saved as before, unless `blocks` names a block for them"
+        f"matmuls only: {', '.join(self.matmuls_only)}; values between matmuls "
+        "are saved as before, unless `blocks` maps the class to a block"
       )
     before, after = self.saved_before, self.saved_after
     if before is not None and after is not None:
@@ -85,17 +87,17 @@ def convert[Module: nnx.Module](
 
   The result is a copy of the modules that holds the same `nnx.Param` objects,
   so no weight is copied, and a step that trains the copy also updates the
-  original. You can therefore compare the two models at any time, and an error
-  leaves the original as it was. `nnx.state` has the same paths, shapes, dtypes
-  and metadata before and after: checkpoints, optimizers and shardings remain
-  valid.
+  original. You can therefore compare the two models at any time. If `convert`
+  raises an error, the original is unchanged. `nnx.state` has the same paths,
+  shapes, dtypes and metadata before and after: checkpoints, optimizers and
+  shardings remain valid.
 
-  If a class of yours computes a whole block, name it in `blocks`: replacing
-  whole blocks saves most of the memory. We do not infer from attributes what
-  the class computes. We run one of its modules on random parameters and a few
-  random tokens in f32, and replace it only if a block of the named kind, with
-  some activation, gives the same output. Separate gate and up projections stay
-  separate parameters.
+  If a class of yours computes a whole block, name it in `blocks`: most of the
+  savings in memory come from replacing whole blocks. We do not infer from its
+  attributes what the class computes. We run one of its modules with random
+  parameters on a few random tokens in f32, and replace it only if a block of
+  the named kind, with some activation, computes the same output. Separate gate
+  and up projections stay separate parameters.
 
   Example usage::
 
@@ -127,13 +129,12 @@ def convert[Module: nnx.Module](
   Args:
     model: the model, with arrays or abstract (from `nnx.eval_shape`).
     recipe: what is computed and saved in FP8; None for `recipes.coat()`.
-    blocks: maps each class of yours that computes a whole block to the block:
-      `MLP` or `NormLinear`. The class need not have the block's
-      norm (except for `NormLinear`) or its residual add. Its modules must
-      accept a single array.
+    blocks: maps each class of yours that computes a whole block to `MLP` or
+      `NormLinear`. A class that is mapped to `MLP` may lack the norm or the
+      residual add. Modules of the class must accept a single array.
     inputs: example arguments of a call of the model, arrays or
-      `jax.ShapeDtypeStruct`s, to count what is saved for the backward pass.
-      Nothing is computed for the count.
+      `jax.ShapeDtypeStruct`s. With them, the report counts the bytes that are
+      saved for the backward pass. To count, the model is only traced.
 
   Returns:
     The converted copy, and a report of what was replaced, what was left and
@@ -141,8 +142,9 @@ def convert[Module: nnx.Module](
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: `blocks` names another block or a class that the model does not
-      contain, or modules contain each other in a cycle.
+    ValueError: `blocks` contains a class that the model does not contain, or
+      maps a class to anything but a block; or modules contain each other in a
+      cycle.
   """
   op = "convert"
   remedy = "pass a model or a layer of Flax NNX"
@@ -157,7 +159,7 @@ def convert[Module: nnx.Module](
   return new, ConversionReport(
     converter.replaced,
     converter.left,
-    tuple(converter.products_only),
+    tuple(converter.matmuls_only),
     *saved,
   )
 
@@ -168,14 +170,14 @@ def _check_blocks(op: str, blocks: Any, model: nnx.Module) -> None:
   classes = {type(module) for _, module in nnx.iter_modules(model)}
   for theirs, ours in blocks.items():
     if not isinstance(theirs, type):
-      refuse(TypeError, op, "blocks", "by class", theirs, remedy)
+      refuse(TypeError, op, "keys of blocks", "classes", theirs, remedy)
     if theirs not in classes or theirs in COUNTERPARTS:
-      rule, name = "by classes of your own in the model", "blocks"
+      rule, name = "classes of your own in the model", "keys of blocks"
       remedy = "pass type(module) of a module that computes a block"
       refuse(ValueError, op, name, rule, theirs, remedy)
     if ours not in BLOCKS:
-      rule = "MLP or NormLinear for each class"
-      refuse(ValueError, op, "blocks", rule, ours, "pass the class of a block")
+      rule, name = "MLP or NormLinear", "values of blocks"
+      refuse(ValueError, op, name, rule, ours, "pass the class of a block")
 
 
 class _Converter:
@@ -185,9 +187,9 @@ class _Converter:
     self.recipe, self.blocks = recipe, blocks
     self.replaced: dict[str, str] = {}
     self.left: dict[str, str] = {}
-    self.products_only: list[str] = []
+    self.matmuls_only: list[str] = []
     self.roles: dict[Any, Any] = {}
-    # Stores the node too, so that no other node gets its id.
+    # Keep each node alive, so that no other node gets its id.
     self._new: dict[int, tuple[Any, Any]] = {}
 
   def convert(self, model: nnx.Module) -> Any:
@@ -202,7 +204,7 @@ class _Converter:
     return self._new[id(copies[-1][1])][1]
 
   def _replace_children(self, path: tuple, node: Any) -> None:
-    """Replaces converted nodes in attributes, and in containers in these."""
+    """Replaces converted nodes in a node's attributes, also in containers."""
     for key, value in list(vars(node).items()):
       leaves, tree = jax.tree.flatten(value, is_leaf=_is_leaf)
       if key.startswith("_pytree__") or not any(map(_is_node, leaves)):
@@ -230,7 +232,7 @@ class _Converter:
       if kind in self.blocks:
         ours = self.blocks[kind]
         new = fuse(original, module, ours, self.roles)
-        # Its parts are no longer replaced one by one.
+        # The parts of a block are not reported one by one.
         start = "" if name == "." else f"{name}."
         for part in [p for p in self.replaced if p.startswith(start)]:
           del self.replaced[part]
@@ -241,8 +243,8 @@ class _Converter:
     else:
       self._explain(name, module)
     if any(isinstance(x, Linear) for x in parts_of(module).values()):
-      if kind.__name__ not in self.products_only:
-        self.products_only.append(kind.__name__)
+      if kind.__name__ not in self.matmuls_only:
+        self.matmuls_only.append(kind.__name__)
     return module
 
   def _explain(self, name: str, module: nnx.Module) -> None:
@@ -254,7 +256,7 @@ class _Converter:
       parents = [x.__name__ for x in COUNTERPARTS if isinstance(module, x)]
       why = "there is no FP8 layer for it"
       if parents:
-        why = f"a subclass of {parents[0]} can compute something else"
+        why = f"a subclass of {parents[0]} may compute something else"
       self.left[name] = f"{kind.__name__}: {why}"
 
 

@@ -3,10 +3,10 @@
 
 A replaced module keeps the names of its parameters. `convert_layer` reads the
 options of one of Flax's layers. For a user's own module, `fuse` runs the
-original on random parameters and random tokens in f32, and looks for a block
+original with random parameters on random tokens in f32, and looks for a block
 with the same output. It tries each linear layer as the gate, each activation,
-and a block with and without the residual add. A merely similar block is
-refused.
+and a block with and without the residual add. It refuses a block whose output
+is merely similar.
 """
 
 import dataclasses
@@ -44,17 +44,18 @@ _PARAMETERS = ("kernel", "scale", "bias")
 _IGNORED = {"self", "rngs", "use_fast_variance"}
 
 BLOCKS = (MLP, NormLinear)
-# Summing up to 10,000 f32 products in another order changes the output by 1e-6
-# of its size. The most similar activations, the two GELUs, differ by 1e-4.
+# If sums of up to 10,000 f32 products are added in another order, the output
+# changes by 1e-6 of its size. The most similar activations, the two GELUs,
+# differ by 1e-4.
 _TOLERANCE = 1e-5
 _TOKENS = 8
 
 
 def convert_layer(module: Any, recipe: CoatRecipe) -> RecipeModule:
-  """Makes our layer from one of flax's, with the same parameters.
+  """Makes an FP8 layer from one of flax's layers, with the same parameters.
 
-  Raises a ValueError, with a reason, if the layer was made with an argument
-  that ours does not support.
+  Raises a ValueError with a reason if flax's layer was made with an argument
+  that the FP8 layer does not support.
   """
   kind = type(module)
   for name, value in vars(module).items():
@@ -101,7 +102,7 @@ def _refused(kind: type, name: str, value: Any) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-  """The role of each attribute of a module in its block, and the options."""
+  """A block's options, and the names of the attributes that are its parts."""
 
   width: int
   norm: str | None
@@ -112,9 +113,9 @@ class Roles:
 
 
 class FusedBlock(nnx.Module):
-  """Computes a block whose parts keep their names from the user's module.
+  """Runs a block whose parts have the names that the user's module gave them.
 
-  It keeps the other attributes of that module as well.
+  The other attributes of that module are kept as well.
   """
 
   def __init__(self, module: nnx.Module, roles: Roles):
@@ -190,7 +191,8 @@ def fuse(
 ) -> FusedBlock:
   """Makes a block from `module`, the copy of `original` with converted parts.
 
-  Raises a ValueError if no block has the same output. `known` caches roles.
+  Raises a ValueError if no block has the same output. `known` caches the roles
+  found for modules of the same structure.
   """
   _check_state(original, ours)
   for name, part in parts_of(module).items():
@@ -232,12 +234,12 @@ def _is_variable(x: Any) -> bool:
 
 
 def _roles_of(original: nnx.Module, ours: type) -> Roles:
-  """Finds the block with the same output on random parameters and tokens."""
+  """Finds the block with the same output for random parameters and tokens."""
   candidates = list(_candidates(original, ours))
   if not candidates:
     raise ValueError(
-      f"it cannot become {ours.__name__}: the number or the widths of its "
-      "linear layers and norms are different"
+      f"it cannot become {ours.__name__}: its linear layers and norms differ "
+      "from the block's in number or width"
     )
   with (
     jax.ensure_compile_time_eval(),
@@ -267,9 +269,9 @@ def _roles_of(original: nnx.Module, ours: type) -> Roles:
   best = min(errors, key=lambda roles: errors[roles])
   if not errors[best] <= _TOLERANCE:
     raise ValueError(
-      f"it cannot become {ours.__name__}: on random parameters its output "
-      f"differs by {errors[best]:.1e} of the largest value from the most "
-      "similar block's"
+      f"it cannot become {ours.__name__}: with random parameters, its output "
+      f"differs by {errors[best]:.1e} of the largest value from that of the "
+      "most similar block"
     )
   return best
 
@@ -311,7 +313,7 @@ def _sizes(part: Any, side: str) -> tuple[int, ...]:
 
 
 def _candidates(original: nnx.Module, ours: type) -> Iterable[Roles]:
-  """Lists the blocks that the widths of a module's parts allow."""
+  """Lists the blocks that fit the widths of a module's parts."""
   parts = parts_of(original)
   linears = [k for k, v in parts.items() if hasattr(v, "in_features")]
   norms = [k for k, v in parts.items() if hasattr(v, "num_features")]
@@ -337,7 +339,7 @@ def _candidates(original: nnx.Module, ours: type) -> Iterable[Roles]:
 
 
 def _fits(front: list[Any], back: Any, gated: bool) -> bool:
-  """Returns whether the widths of the products allow this order."""
+  """Returns whether the widths of the linear layers fit this order."""
   ends = _sizes(front[0], "in"), _sizes(back, "out")
   inside = {math.prod(_sizes(part, "out")) for part in front}
   hidden = math.prod(_sizes(back, "in"))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the bytes that a model saves for its backward pass, by tracing it.
 
-It traces `jax.vjp` and finds in the jaxpr which arrays the backward pass reads.
-Each array counts once, even if it is also saved in another shape. Arrays that
-are computed from parameters alone do not count, because their size does not
-depend on the number of tokens.
+The jaxpr of `jax.vjp` shows which arrays the backward pass reads. Each array
+counts once, even if it is also saved in another shape. Arrays that are computed
+from parameters alone do not count, because their size does not depend on the
+number of tokens.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _ALIASES = {
 
 
 def saved_bytes(model: nnx.Module, inputs: tuple[Any, ...]) -> int:
-  """Counts the bytes that a call saves for the gradient of all parameters."""
+  """Counts the bytes that a call saves for the gradients of all parameters."""
   graph, params, others = nnx.split(model, nnx.Param, ...)
   leaves, tree = jax.tree.flatten(inputs)
   is_traced = [is_array(leaf) for leaf in leaves]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
-All of these are saved in BF16, exactly as attention reads and writes them. In
+q, k, v and the output are saved in BF16, as attention reads and writes them. In
 blocks with recipe.attention="fp8", q, k and v are saved in 1 x G FP8, and the
 forward pass reads the dequantized values.
 
 The output is never rounded to FP8. The softmax's backward pass subtracts the
 row sums of dout * out from its gradients, so that the gradients of a row's
-scores sum to 0. If `out` is off by e, they sum to -dout . e instead. That is
-positive on average if dout is the gradient at the rounded output, and then
-training pushes the log-sum-exp up without limit until it diverges
+scores sum to 0. If `out` has an error e, these gradients sum to -dout . e
+instead. That sum is positive on average if dout is the gradient at the rounded
+output. Training then pushes the log-sum-exp up without limit until it diverges
 (docs/stability.md).
 """
 
@@ -30,7 +30,7 @@ from coat_jax.numerics import recipes
 from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import AttentionKind, AttentionResiduals
 
-# One kind of layer, or a tuple with one entry for each kind in a stack.
+# The kind of all layers, or a tuple with one entry for each kind in a stack.
 type Kinds = AttentionKind | tuple[AttentionKind, ...]
 
 
@@ -39,9 +39,9 @@ class AttentionInputs(NamedTuple):
 
   Attributes:
     positions: int32 [T], or [B, T] if they differ between sequences.
-    segments: int32 [B, T]: a query sees keys of its own segment; None for one
-      segment.
-    kind: int32 scalar, the layer's kind; None if there is only one.
+    segments: int32 [B, T]; a query sees only keys of its own segment. None for
+      one segment.
+    kind: int32 scalar, the layer's kind; None if all layers have one kind.
   """
 
   positions: Array | None
@@ -65,7 +65,7 @@ def attend(
   kinds: Kinds,
   recipe: CoatRecipe,
 ) -> AttentionResiduals:
-  """Computes attention of q, k and v, and names the result as a residual."""
+  """Runs attention on q, k and v, and names the results as residuals."""
   run = functools.partial(
     ops.attention_fwd, implementation=recipe.implementation
   )
@@ -129,7 +129,9 @@ def dot_product_attention(
   segments: Array | None = None,
   recipe: CoatRecipe | None = None,
 ) -> Array:
-  """softmax(q k^T / sqrt(H)) v, saving q, k, v, output and log-sum-exp.
+  """Computes softmax(q k^T / sqrt(H)) v.
+
+  Saves q, k, v, the output and the log-sum-exp for the backward pass.
 
   Example usage, with packed documents of three and five tokens, where a query
   sees three keys::
@@ -148,23 +150,24 @@ def dot_product_attention(
     q: [B, T, N, H].
     k, v: [B, S, K, H], N a multiple of K.
     causal: query t sees keys up to t + S - T.
-    window: a query sees only the last `window` of these, including its own,
-      like `sliding_window` in Hugging Face Transformers; None for all.
+    window: a query sees only the last `window` of these keys, including its
+      own, like `sliding_window` in Hugging Face Transformers; None for all.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them
       unchanged.
     scale: factor of q k^T; None for 1 / sqrt(H).
     segments: int32 [B, T], such as ids of packed documents or of padding; a
       query sees only keys of its own segment. Requires S = T. None for one
       segment.
-    recipe: provides the implementation and the mesh axes; None for one device.
+    recipe: selects the implementation and the mesh axes; None for the default
+      implementation on one device.
 
   Returns:
     [B, T, N, H] in q's dtype.
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: shapes are inconsistent; a window is below 1 or attention with a
-      window is not causal; a cap or a scale is not above 0.
+    ValueError: shapes are inconsistent; `window` is below 1 or set without
+      `causal`; `soft_cap` or `scale` is not above 0.
   """
   op = "dot_product_attention"
   recipe = recipes.bf16() if recipe is None else recipe

@@ -2,8 +2,8 @@
 """Exchanges rows of tokens with the devices that hold their experts.
 
 With `MeshAxes.expert`, each of n devices holds E / n whole experts. Before the
-exchange a device has its own T k rows, sorted by expert. Afterwards it has the
-rows of its experts from all devices, sorted by expert and then by device:
+exchange a device has its own T k rows, sorted by expert. Afterwards it has all
+devices' rows for its experts, sorted by expert and then by sending device:
 
   sends      | expert 0 | expert 1 | expert 2 | expert 3 |
              to device 0 ----------  to device 1 --------
@@ -13,9 +13,9 @@ No row is dropped: the buffer of received rows has R = n T k rows, because all
 tokens could choose the experts of one device. Unused rows, after the last
 expert's, are zero.
 
-GPUs and TPUs send only the rows that exist (`lax.ragged_all_to_all`), which XLA
-cannot do on CPUs. There, each pair of devices exchanges T k rows, padded with
-zeros, through `lax.all_to_all`.
+GPUs and TPUs send only the rows that exist (`lax.ragged_all_to_all`). On CPUs,
+where XLA cannot do this, each pair of devices exchanges T k rows, padded with
+zeros (`lax.all_to_all`).
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ from coat_jax.ops.dispatch import target
 
 
 class Slices(NamedTuple):
-  """The rows that a device sends or receives, in E slices; int32 [E] each.
+  """E slices of the rows that a device sends or receives.
 
-  Slices are sorted by the other device, and then by expert.
+  They are sorted by the other device, and then by expert. Fields are int32 [E].
 
   Attributes:
-    sizes: the number of rows.
-    begins: the first row on this device.
-    begins_there: the first row on the other device.
+    sizes: each slice's number of rows.
+    begins: each slice's first row on this device.
+    begins_there: each slice's first row on the other device.
   """
 
   sizes: Array
@@ -52,7 +52,7 @@ class Slices(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-  """How a device's own rows are sent to experts, and sent back."""
+  """A plan to send a device's own rows to their experts, and back."""
 
   own: Slices
   received: Slices
@@ -63,7 +63,7 @@ class Exchange:
 def plan_exchange(
   sizes: Array, num_own: int, axis: str
 ) -> tuple[Exchange, Array]:
-  """Plans the exchange of rows, of which each expert gets sizes [E].
+  """Plans the exchange of a device's rows; `sizes` [E] counts them by expert.
 
   Also returns how many rows each of the device's experts receives, [E / n].
   """
@@ -74,7 +74,7 @@ def plan_exchange(
   begins_sent = _before(each, axis=1).reshape(1, -1) + _before(counts, axis=0)
 
   def from_all(a):
-    """Selects the device's experts in all devices' rows: [n, E] to [E]."""
+    """Selects the columns of this device's experts: [n, E] to [E]."""
     a = a.reshape(devices, devices, -1)
     return lax.dynamic_index_in_dim(a, device, 1, keepdims=False).reshape(-1)
 
@@ -85,7 +85,7 @@ def plan_exchange(
 
 @jax.custom_vjp
 def send_rows(x: Array, exchange: Exchange) -> Array:
-  """Sends the device's rows [T k, ...]; returns its experts' rows [R, ...]."""
+  """Sends a device's rows [T k, ...]; returns its experts' rows [R, ...]."""
   rows = exchange.num_own * lax.axis_size(exchange.axis)
   return _move(x, rows, exchange.own, exchange.received, exchange)
 
@@ -97,7 +97,7 @@ def send_back(x: Array, exchange: Exchange) -> Array:
   return _move(x, rows, exchange.received, exchange.own, exchange)
 
 
-# Each moves rows without a sum, so that one is the other's transpose.
+# Both only move rows, so each function is the other's transpose.
 send_rows.defvjp(
   lambda x, exchange: (send_rows(x, exchange), exchange),
   lambda exchange, g: (send_back(g, exchange), None),
@@ -109,7 +109,7 @@ send_back.defvjp(
 
 
 def _move(x, num_rows: int, sent: Slices, found: Slices, exchange: Exchange):
-  """Moves slices of x to other devices; rows that none sends are zero."""
+  """Moves slices of x to other devices; rows that no device sends are zero."""
   out = jnp.zeros((num_rows, *x.shape[1:]), x.dtype)
   if target() is not None:
     return lax.ragged_all_to_all(
@@ -128,7 +128,7 @@ def _move(x, num_rows: int, sent: Slices, found: Slices, exchange: Exchange):
 
 
 def _padded_index(slices: Slices, exchange: Exchange, num_rows: int) -> Array:
-  """Returns the rows for each other device, [n, T k]; `num_rows` if none."""
+  """Returns row numbers for each device, [n, T k]; `num_rows` means no row."""
   devices = lax.axis_size(exchange.axis)
   sizes, begins = (a.reshape(devices, -1) for a in slices[:2])
   places = jnp.arange(exchange.num_own, dtype=jnp.int32)
@@ -143,5 +143,5 @@ def _padded_index(slices: Slices, exchange: Exchange, num_rows: int) -> Array:
 
 
 def _before(a: Array, axis: int) -> Array:
-  """Sums the values before each one along an axis."""
+  """Computes an exclusive cumulative sum along an axis."""
   return jnp.cumsum(a, axis) - a

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products of a mixture of experts, in BF16 or FP8.
+"""Grouped matmuls of a mixture of experts, in BF16 or FP8.
 
 Each function handles both formats: an `Operand` holds FP8 codes and is
-multiplied in FP8, and an array is multiplied in its own dtype. In FP8, tokens
-and gradients have one scale each, and each expert's weights have one. Tokens
-are quantized before they are copied to rows, so that copying moves codes. On a
-mesh, devices gather the codes of weights. A scale is computed once, in the
-forward pass, and saved. The backward pass quantizes with the same scale again.
+multiplied in FP8, and an array is multiplied in its own dtype. In FP8, all
+tokens share a scale, all gradients share a scale, and each expert's weight has
+its own. Tokens are quantized before they are copied to rows, so that only codes
+are copied. On a mesh, devices gather codes of weights, not the weights. The
+forward pass computes each scale once and saves it; the backward pass quantizes
+again with the saved scale.
 """
 
 from typing import NamedTuple
@@ -30,11 +31,11 @@ from coat_jax.ops import Operand, Scaling
 
 
 class Scales(NamedTuple):
-  """Scales of the forward pass's operands; all None for products in BF16.
+  """Scales of the forward pass's operands; all None for matmuls in BF16.
 
   Attributes:
-    y, z: scales of both products' inputs, [].
-    gate_up, down: scales of weights, [E].
+    y, z: scales of the inputs of the first and the second matmul, [].
+    gate_up, down: scales of the weights, [E].
   """
 
   y: Array | None
@@ -56,7 +57,7 @@ def copies_in_rows(
   recipe: CoatRecipe,
   scale: Array | None = None,
 ) -> Array | Operand:
-  """Copies tokens [..., n] to rows [T k, n], in FP8 if the recipe says so."""
+  """Copies tokens [..., n] to rows [T k, n], in FP8 if experts run in FP8."""
   if recipe.experts == "bf16":
     return to_rows(x, rows, experts_per_token)
   q = ops.quantize_tensor(
@@ -73,14 +74,14 @@ def rows_operand(
   dtype: DTypeLike,
   scale: Array | None = None,
 ) -> Array | Operand:
-  """Casts or quantizes f32 rows of activations for a product."""
+  """Casts or quantizes f32 rows of activations for a matmul."""
   return _in_rows(x, rows, value_scaling(recipe), recipe, dtype, scale)
 
 
 def gradient_in_rows(
   x: Array, rows: Rows, recipe: CoatRecipe, dtype: DTypeLike
 ) -> Array | Operand:
-  """Casts or quantizes f32 rows of gradients for a product."""
+  """Casts or quantizes f32 rows of gradients for a matmul."""
   return _in_rows(x, rows, gradient_scaling(recipe), recipe, dtype)
 
 
@@ -104,9 +105,9 @@ def multiply_rows(
   dtype: DTypeLike,
   scale: Array | None = None,
 ) -> tuple[Array, Array | None]:
-  """Multiplies rows by their expert's w [E, D, *F]; also returns w's scales.
+  """Multiplies rows by their experts' w [E, D, *F]; also returns w's scales.
 
-  `scale` contains these scales, if an earlier call returned them.
+  If an earlier call returned these scales, pass them as `scale`.
   """
   how = recipe.implementation
   if isinstance(x, Operand):
@@ -129,7 +130,7 @@ def input_gradient(
   recipe: CoatRecipe,
   dtype: DTypeLike,
 ) -> Array:
-  """Multiplies rows by their expert's w^T; `scale` is from `multiply_rows`."""
+  """Multiplies rows by their experts' w^T; `scale` is from `multiply_rows`."""
   how = recipe.implementation
   if isinstance(g, Operand):
     w_q = _weight_codes(w, "rows", scale, recipe)
@@ -147,10 +148,10 @@ def weight_gradient(
   rows: Rows,
   recipe: CoatRecipe,
 ) -> Array:
-  """Computes x^T g for each expert; on a mesh, only the device's rows."""
+  """Computes x^T g for each expert; on a mesh, returns the device's rows."""
   axes = recipe.axes
-  # XLA scatters along the outermost axis in memory: for another axis it would
-  # copy all of dw.
+  # XLA scatters along the outermost dimension in memory. To scatter along
+  # another one, it would first copy all of dw.
   is_scattered = axes is not None and size_of(axes.fsdp) > 1
   op = ops.grouped_wgrad
   if isinstance(x, Operand) and isinstance(g, Operand):
@@ -172,7 +173,7 @@ def weight_gradient(
 
 
 def _turned(x: Operand, recipe: CoatRecipe) -> Operand:
-  """Computes columns from rows."""
+  """Transposes the rows of an operand to columns."""
   assert x.rows is not None
   how = recipe.implementation
   columns = ops.turn_codes(x.rows, implementation=how)
@@ -180,7 +181,7 @@ def _turned(x: Operand, recipe: CoatRecipe) -> Operand:
 
 
 def _weight(w: Array, dtype: DTypeLike, recipe: CoatRecipe) -> Array:
-  """Casts and gathers all rows of w [E, D, *F]: [E, D, F]."""
+  """Casts w [E, D, *F], and gathers all its rows: [E, D, F]."""
   w = w.reshape(*w.shape[:2], -1).astype(dtype)
   return gather_experts(w, recipe.axes)
 

@@ -1,40 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mixture of experts with one custom_vjp and FP8 residuals.
 
-  router   x --norm--> y --f32 product, softmax--> experts and weights p
-  front    y --copied, sorted by expert, product--> gate, up    [T k, 2 F]
+  router   x --norm--> y --f32 matmul, softmax--> experts and weights p
+  front    y --copied, sorted by expert, matmul--> gate, up    [T k, 2 F]
   middle   z = p silu(gate) up
-  back     z --product, summed over a token's copies--> + x (`add_input`)
+  back     z --matmul, summed over a token's copies--> + x (`add_input`)
 
-The products are grouped matmuls, in x's dtype (BF16) or with
-recipe.experts="fp8" in FP8 (`layers.expert_products`). The forward pass saves x
-and, for each of a token's k copies, gate and up, all in 1 x G FP8. It also
+The matmuls of front and back are grouped. They run in x's dtype (BF16) or, with
+recipe.experts="fp8", in FP8 (`layers.expert_products`). The forward pass saves
+x and, for each of a token's k copies, gate and up, all in 1 x G FP8. It also
 saves the expert numbers, 4 k bytes a token. The backward pass recomputes the
-rest. COAT's code has no mixture of experts, so recipe.residuals and
-recipe.weight_cache have no effect.
+rest. recipe.residuals has no effect, because COAT's code has no mixture of
+experts to imitate. recipe.weight_cache has no effect either.
 
 p multiplies z [T k, F], not the expert's output [T k, D]. The gradient of z,
-dz = dy w_down^T, then also gives the gradient of p, dp = dz . (silu(gate) up),
-and the output need not be saved or recomputed.
+dz = dy w_down^T, then also yields the gradient of p,
+dp = dz . (silu(gate) up), and the output need not be saved or recomputed.
 
-On a mesh every device holds a share of its experts: rows are split over fsdp
-and gathered before use, in BF16 or as codes, and columns F are split over
-tensor. A device computes its columns for all positions of its sequences, and
-partial sums are reduce-scattered.
+On a mesh every device holds a part of each weight of its experts: rows are
+split over fsdp and gathered before use, in BF16 or as codes; columns F are
+split over tensor. A device computes its columns for all positions of its
+sequences, and partial sums are reduce-scattered.
 
-With an axis `expert` of n devices, each holds E / n experts, and rows are
-exchanged (`layers.exchange`). What travels is what products read or write:
+With a mesh axis `expert` of n devices, each device holds E / n experts, and
+devices exchange rows (`layers.exchange`). They send the values that matmuls
+read or write:
 
-  tokens, also in the backward pass   codes of x in 1 x G FP8, normalized where
-                                      they arrive; with FP8 experts, codes of y
+  tokens, also in the backward pass   codes of x in 1 x G FP8, which the
+                                      receiver normalizes; with FP8 experts,
+                                      codes of y
   gradients of outputs                BF16; with FP8 experts, E5M2 codes
   outputs, gradients of tokens        BF16; a token's k rows are summed in f32
 
-So the same values are multiplied as on one device. A buffer of received rows
-has room for the rows of all n devices (R = n T k), because shapes are static,
-no token is dropped, and all tokens could choose the experts of one device. Such
-buffers are never saved: the backward pass recomputes gate and up from tokens,
-which it needs anyway for the weights' gradients.
+The mesh therefore does not change which values are multiplied. A buffer of
+received rows has room for the rows of all n devices (R = n T k), because shapes
+are static, no token is dropped, and all tokens could choose the experts of one
+device. Such buffers are never saved: the backward pass recomputes gate and up
+from tokens, which the weights' gradients need anyway.
 """
 
 from typing import NamedTuple
@@ -89,7 +91,7 @@ from coat_jax.numerics.varying import varying
 
 
 class MoEWeights(NamedTuple):
-  """Parameters of a mixture of experts, and their gradients.
+  """Parameters of a mixture of experts, or their gradients.
 
   Attributes:
     gamma, beta: the norm's scale and bias, [D] or None.
@@ -106,7 +108,7 @@ class MoEWeights(NamedTuple):
 
 
 class MoEKind(NamedTuple):
-  """Arguments of `layers.moe` that are not arrays, except the recipe."""
+  """The static arguments of `layers.moe`, without the recipe."""
 
   kind: ops.NormKind | None
   eps: float
@@ -118,10 +120,10 @@ class MoEKind(NamedTuple):
 class _Saved(NamedTuple):
   x: QTensor
   experts: Array  # int32 [..., k], for the device's positions.
-  # Gate and up, [..., k, F] for whole sequences: rows sorted by expert. None if
+  # Gate and up, [..., k, F] for whole sequences, rows sorted by expert; None if
   # rows were exchanged.
   parts: tuple[QTensor, ...] | None
-  scales: Scales  # For operands that the backward pass quantizes again.
+  scales: Scales  # Of operands that the backward pass quantizes again.
 
 
 def _fwd(x, weights, static, recipe):
@@ -169,7 +171,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   def route(y, router):
     return expert_weights(y, router, experts, normalize=static.normalize)
 
-  # Without `varying`, JAX itself would also sum the router's gradient.
+  # Without `varying`, JAX would sum the router's gradient over devices, too.
   (p, _), route_backward = jax.vjp(route, *varying((own_y, w.router)))
   experts = gather_positions(experts, axes)
   shape, rows = experts.shape, sort_rows(experts, w.router.shape[-1], axes)
@@ -221,7 +223,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
 
 
 def moe_specs(x, weights, static, recipe):
-  """Returns how arguments and results of a mixture are split, for `rule`."""
+  """Returns how a mixture's arguments and results are sharded, for `rule`."""
   del weights, static
   axes = recipe.axes
   of_weights = MoEWeights(
@@ -245,7 +247,7 @@ experts_rule = rule(_fwd, _bwd, moe_specs, reads=(1,), result_spec=moe_types)
 
 
 def _normed(x_q, w, static, dtype):
-  """Normalizes 1 x G values to `dtype`; also returns statistics or None."""
+  """Dequantizes and normalizes x; also returns the statistics, or None."""
   values = x_q.dequantize()
   if static.kind is None:
     return values.astype(dtype), None
@@ -256,10 +258,10 @@ def _normed(x_q, w, static, dtype):
 
 
 def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
-  """Normalizes x and copies it to the rows that a product reads."""
+  """Normalizes x and copies it to the rows that a matmul reads."""
   x_q, k = gather_positions(x_q, recipe.axes), static.experts_per_token
   if rows.exchange is not None and recipe.experts == "bf16":
-    # Exchange codes, which take fewer bytes than y.
+    # Exchange codes, which are smaller than y.
     x_q = jax.tree.map(lambda a: to_rows(a, rows, k), x_q)
     return _normed(x_q, w, static, dtype)[0]
   y, _ = _normed(x_q, w, static, dtype)
@@ -269,7 +271,7 @@ def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
 def _gate_and_up(h, shape, recipe) -> tuple[QTensor, ...]:
   """Quantizes rows of gate and up; `shape` is [..., k] of the device's copies.
 
-  Exchanged rows are as many as those of sequences on all devices.
+  If rows were exchanged, h has as many rows as all devices have copies.
   """
   first, *others = shape
   shape = first * expert_size(recipe.axes), *others, h.shape[-1]

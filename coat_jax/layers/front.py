@@ -3,9 +3,10 @@
 
 The norm reads 1 x G FP8 values and writes the E4M3 operand of the matmul,
 without a BF16 array in between. It saves its input in 1 x G FP8 and its
-statistics; with residuals="coat" also its output, which residuals="minimal"
-recomputes. Without a norm, the codes that the matmul read are saved. The
-quantized weight is not saved: the backward pass quantizes the parameter again.
+statistics. With residuals="coat" it also saves its output, which the backward
+pass recomputes with residuals="minimal". Without a norm, the codes that the
+matmul read are saved. The quantized weight is not saved: the backward pass
+quantizes the parameter again.
 """
 
 import math
@@ -48,7 +49,7 @@ from coat_jax.ops import BlockScales, Operand
 
 
 class FrontStatic(NamedTuple):
-  """Arguments of a front that are not arrays, except the recipe."""
+  """The static arguments of a front, without the recipe."""
 
   kind: ops.NormKind | None = None
   eps: float = 0.0
@@ -59,10 +60,11 @@ class LinearSaved(NamedTuple):
   """Values that a block's front or back saves for its backward pass.
 
   Attributes:
-    norm: input and statistics of the norm; None without one.
-    x: for a front, the product's operand (see `keep_input`), or only its scale
-      if it is recomputed; for a back, what the middle saves.
-    w_scale: see `multiply`.
+    norm: input and statistics of the norm; None without a norm.
+    x: for a front, the matmul's operand (see `keep_input`), or only the
+      operand's scale if the backward pass recomputes the operand; for a back,
+      what the middle saves.
+    w_scale: the weight's scale that `multiply` returned.
   """
 
   norm: NormSaved | None
@@ -73,9 +75,9 @@ class LinearSaved(NamedTuple):
 def front_forward(
   x: Array, weights: LinearWeights, static: FrontStatic, recipe: CoatRecipe
 ) -> tuple[Array, Array | BlockScales, LinearSaved]:
-  """Computes h [..., F], the operand's scales, and what is saved.
+  """Returns h [..., F], the operand's scales, and the values to save.
 
-  With split="columns", h covers whole sequences.
+  With split="columns", h contains all positions of the device's sequences.
   """
   if static.kind is None:
     normed, (y, kept) = None, input_operand(x, recipe)
@@ -98,7 +100,7 @@ def front_backward(
   like: Array,
   add: Array | None = None,
 ) -> tuple[Array, LinearWeights]:
-  """Computes gradients of x, in `like`'s dtype, and of weights except the bias.
+  """Computes dx in `like`'s dtype, and gradients of all weights but the bias.
 
   g, from `gradient_operand`, is the gradient of h. `like` is any array [B, ...]
   of the device's sequences. `add`, the gradient that bypasses the block, is
@@ -123,7 +125,7 @@ def front_backward(
 
 
 def _norm_to_operand(x, weights, static, recipe):
-  """Normalizes before a product; returns what is saved and the operand."""
+  """Returns the norm's saved values, the operand, and `LinearSaved.x`."""
   gamma, beta = weights.gamma, weights.beta
   scaling, how = value_scaling(recipe), recipe.implementation
   x_q, stats, scale = ops.norm_input(
@@ -179,7 +181,7 @@ def _fwd(x, weights, static, recipe):
 def _bwd(static, recipe, inputs, saved, g):
   (weights,), split = inputs, static.split
   w = weights.w
-  # Not reshape(-1, ...), which fails for an empty batch.
+  # Don't use reshape(-1, ...), which fails for an empty batch.
   g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], math.prod(w.shape[1:]))
   g_q = gradient_operand(g, recipe)
   if split == "inputs":

@@ -62,12 +62,12 @@ def linear(
   Args:
     x: [..., D], BF16 (or f32).
     w: [D, *F], any float dtype; its gradient has the same dtype.
-    bias: [*F] or None, added in f32; with FP8 products it is first rounded to
-      x's dtype.
+    bias: [*F] or None, added in f32; before FP8 matmuls add it, it is rounded
+      to x's dtype.
     recipe: `recipe.linear` selects how y is computed.
-    cache: cache of w, from `layers.cache_weight`, or None.
+    cache: the result of `layers.cache_weight` for w, or None.
     split: how w is split over a mesh's tensor axis if x is [B, T, D]:
-      "columns", "inputs" (rows), or None. Used only for FP8 products: XLA
+      "columns", "inputs" (rows), or None. Affects only FP8 matmuls; XLA
       partitions all others.
 
   Returns:
@@ -81,11 +81,11 @@ def linear(
   check_float("linear", "x", x)
   check_float("linear", "w", w, ndim=range(2, 65))
   check_choice("linear", "split", split, _SPLITS)
-  # With axes, a caller's own shard_map may pass shards of other widths.
+  # With mesh axes, a caller's own shard_map may pass shards of other widths.
   if not recipe.axes and x.shape[-1] != w.shape[0]:
     raise ValueError(
       f"linear: x [..., D] needs a weight [D, F], got x {x.shape} and weight "
-      f"{w.shape}; pass x of the weight's width"
+      f"{w.shape}; pass an x as wide as the weight"
     )
   if bias is not None and bias.shape != w.shape[1:]:
     raise ValueError(
@@ -94,15 +94,15 @@ def linear(
     )
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
-      # Without an axis of positions, nothing is split over tensor. Also drop
-      # the cached codes: if w has several axes of columns, the cache stores
-      # the columns in the order of the devices.
+      # If x has no dimension of positions, nothing is split over the mesh axis
+      # tensor. Also drop the cached codes: if w has several dimensions of
+      # columns, the cache stores the columns in the order of the devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)
 
   def plain(x, w, bias):
-    # Keep w's axes, because devices may split the last axis of [D, 2, F].
+    # Keep w's shape, because devices may split the last dimension of [D, 2, F].
     with residual_scope("linear"):
       return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
 
@@ -173,7 +173,8 @@ class Linear(RecipeModule):
     bias: [*out_features] or None.
     weight_ndim: rank of one layer's `weight`.
     split: how the kernel is split over a mesh's tensor axis.
-    cache: cache of the kernel; None except in a copy from `with_weight_cache`.
+    cache: the kernel's cached scale and codes; None except in a copy from
+      `with_weight_cache`.
   """
 
   def __init__(
@@ -197,20 +198,20 @@ class Linear(RecipeModule):
     Args:
       in_features: D, width of the input, or the shape of its last axes.
       out_features: width of the output, or the shape [*F] of its last axes.
-      recipe: whether the products are FP8; None for `recipes.coat()`.
+      recipe: selects whether matmuls run in FP8; None for `recipes.coat()`.
       use_bias: whether there is a bias [*F].
-      dtype: dtype of input and output; None promotes the input and the
+      dtype: dtype of input and output; None for the common dtype of input and
         parameters, as in flax.
       param_dtype: dtype of the parameters and their gradients.
       kernel_init: initializer of the kernel, called with a matrix shape [D, F];
-        None for `nnx.Linear`'s.
+        None for the initializer of `nnx.Linear`.
       bias_init: initializer of the bias, called with the shape [F]; None for
         zeros, which consume no PRNG key.
       kernel_metadata: metadata of the kernel, such as `out_sharding`.
       bias_metadata: metadata of the bias.
       split: on a mesh with a tensor axis: "columns" for a column-parallel
         kernel, "inputs" for a row-parallel one, None for a replicated one.
-      rngs: parameters are drawn from its stream `params`.
+      rngs: its stream `params` provides the keys of initializers.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -225,7 +226,8 @@ class Linear(RecipeModule):
     check_choice("Linear", "split", split, _SPLITS)
     rows = sizes_of("Linear", "in_features", in_features)
     columns = sizes_of("Linear", "out_features", out_features)
-    # Initialize it as a matrix, so that fan-in and fan-out are the matmul's.
+    # Initialize the kernel as a matrix, so that its fan-in and fan-out are the
+    # matmul's.
     drawn = math.prod(rows), math.prod(columns)
     self.kernel = make_param(
       kernel_init or default_kernel_init,
@@ -245,7 +247,7 @@ class Linear(RecipeModule):
 
   @property
   def weight(self) -> Array:
-    """The kernel with one axis of inputs, [D, *out_features]."""
+    """The kernel with its input axes merged, [D, *out_features]."""
     w = self.kernel[...]
     if self._in_ndim == 1:
       return w
@@ -254,7 +256,7 @@ class Linear(RecipeModule):
     return w.reshape(*stack, -1, *w.shape[columns:])
 
   def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
-    """Multiplies the last axis, or the last axes.
+    """Multiplies x by the kernel along its last axes, and adds the bias.
 
     Args:
       x: [..., *in_features], cast to `dtype`.
@@ -265,7 +267,7 @@ class Linear(RecipeModule):
     """
     x = self.cast(x, self.kernel, self.bias)
     if self._in_ndim > 1:
-      # Not reshape(..., -1), which fails for an empty batch.
+      # Don't use reshape(..., -1), which fails for an empty batch.
       rows, features = x.shape[: -self._in_ndim], x.shape[-self._in_ndim :]
       x = x.reshape(*rows, math.prod(features))
     y = linear(
@@ -282,10 +284,11 @@ class Linear(RecipeModule):
 def with_weight_cache[Module: nnx.Module](
   module: Module, recipe: CoatRecipe
 ) -> Module:
-  """Copies a module, sharing its weights, and fills their caches.
+  """Copies a module without copying its weights, and caches scales or codes.
 
   Make, use and drop the copy inside the function that is differentiated, or
-  around the microbatches of one step: a cache must not outlive its weights.
+  around the microbatches of one step: a cache must not be used after an update
+  of its weights.
 
   Args:
     module: any module; its linear layers may be stacked for a scan.
@@ -321,7 +324,7 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
     cache = each(lambda w: cache_weight(w, recipe), flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)
 
-  # Only the structure of a cache matters here, which is the same on a mesh.
+  # Only the structure of the cache matters here; it is the same on a mesh.
   like = functools.partial(
     cache_weight, recipe=dataclasses.replace(recipe, axes=None)
   )

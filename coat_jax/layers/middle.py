@@ -2,7 +2,7 @@
 """The middle of a block: the part between its two matmuls.
 
 Subclass `Middle` for a new kind of block. `layers.mlp` and
-`layers.self_attention` contain the existing ones.
+`layers.self_attention` contain the existing subclasses.
 """
 
 import abc
@@ -18,11 +18,11 @@ class MiddleOutput(NamedTuple):
   """The result of a middle's forward pass.
 
   Attributes:
-    operand: rows of the second product's operand.
+    operand: rows of the second matmul's operand.
     saved: values for the backward pass, each passed through `save_residual`.
-    after: on a mesh with a cached scale of the second weight, the value after
-      which the weight's codes are gathered (see `quantized_weight`); None for
-      the front's scale.
+    after: if the second weight's scale is cached, devices of a mesh gather this
+      weight's codes only after `after` is known (see `quantized_weight`); None
+      for the front's scale.
   """
 
   operand: Operand
@@ -35,10 +35,10 @@ class MiddleGradient(NamedTuple):
 
   Attributes:
     h: gradient of the middle's input, as `gradient_operand` returns it.
-    operand: columns of the second product's operand, recomputed; None if
+    operand: columns of the second matmul's operand, recomputed; None if
       `Middle.columns` returned them.
-    values: the same gradient as `h` before it is rounded, [..., *F], or its f32
-      sum over the device's tokens, [*F]; None unless requested.
+    values: the gradient `h` before it was rounded, [..., *F], or its f32 sum
+      over the device's tokens, [*F]; None unless `has_bias` requests it.
     weights: gradients of the middle's own weights.
   """
 
@@ -49,10 +49,10 @@ class MiddleGradient(NamedTuple):
 
 
 class Middle(abc.ABC):
-  """The part between a block's two products: a frozen, hashable dataclass.
+  """The part between a block's two matmuls: a frozen, hashable dataclass.
 
-  It is a static argument of the block's rule, so it holds no arrays: they are
-  passed as `weights` and `inputs`. Inputs, such as positions, get no gradient.
+  It is a static argument of the block's rule, so it holds no arrays. Arrays are
+  passed as `weights` or, if they get no gradient, as `inputs` (positions).
   """
 
   def check(self, x: Array, weights: Any, inputs: Any, recipe: CoatRecipe):
@@ -63,7 +63,7 @@ class Middle(abc.ABC):
   def plain(
     self, h: Any, weights: Any, inputs: Any, recipe: CoatRecipe
   ) -> Array:
-    """Computes the second product's input [..., F] from h [..., *F].
+    """Computes the second matmul's input [..., F] from h [..., *F].
 
     Runs in h's dtype, for recipes without FP8 nonlinear operations.
     """
@@ -72,13 +72,13 @@ class Middle(abc.ABC):
   def forward(
     self, h: Any, weights: Any, inputs: Any, recipe: CoatRecipe
   ) -> MiddleOutput:
-    """Computes the second product's operand from h [..., F]."""
+    """Computes the second matmul's operand from h [..., F]."""
 
   def columns(self, saved: Any, recipe: CoatRecipe) -> Operand | None:
-    """Returns the columns of the second product's operand from `saved`.
+    """Returns the columns of the second matmul's operand from `saved`.
 
-    The weight's gradient is then computed before `backward` runs. Returns None
-    if `backward` computes the columns.
+    The block then computes the weight's gradient before it calls `backward`.
+    Returns None if `backward` recomputes the columns.
     """
     del saved, recipe
 
@@ -94,8 +94,8 @@ class Middle(abc.ABC):
   ) -> MiddleGradient:
     """Computes the gradient of h from dout [..., F], the operand's gradient.
 
-    `saved` comes from `forward`. With `has_bias`, the front's bias gets its
-    gradient from `MiddleGradient.values`.
+    `saved` comes from `forward`. With `has_bias`, the block computes the front
+    bias's gradient from `MiddleGradient.values`.
     """
 
   def specs(self, axes: MeshAxes, weights: Any, inputs: Any) -> tuple[Any, Any]:

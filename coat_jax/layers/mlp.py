@@ -2,8 +2,8 @@
 """The MLP block: norm, up, activation, down and residual add.
 
 A gated MLP computes gate and up in one matmul with one weight [D, 2, F]. If the
-last axis is split, a shard holds the same columns of gate and of up. Their
-gradients share one E5M2 scale.
+last dimension is split, a shard holds the same columns of gate and of up. The
+gradients of gate and up share one E5M2 scale.
 
 In addition to what every block saves, the MLP saves the activation's input
 (gate and up) in 1 x G FP8. With residuals="coat" a gated MLP also saves f(gate)
@@ -47,13 +47,14 @@ class _Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise(Middle):
-  """Computes f(gate) * up of h [..., 2, F], gate first; or f(h) of h [..., F].
+  """Computes f(gate) * up, or f(h) without a gate.
 
-  The first weight is [D, 2, F] with a gate, else [D, F]; the second is [F, D].
+  With a gate, h is [..., 2, F], gate first, and the first weight is [D, 2, F].
+  Without one, they are [..., F] and [D, F]. The second weight is [F, D].
 
   Attributes:
-    activation: f, see `activate`. With a gate, "silu" makes a SwiGLU, and
-      "gelu_tanh" and "gelu" a GeGLU. "gelu" (erf) has no GPU kernel.
+    activation: f, see `activate`. With a gate, "silu" makes it a SwiGLU, and
+      "gelu_tanh" and "gelu" make it a GeGLU. "gelu" (erf) has no GPU kernel.
     gated: whether there is a gate.
 
   Raises:
@@ -71,11 +72,11 @@ class Elementwise(Middle):
       return
     front, back = weights.front.w, weights.back.w
     fits = front.ndim == 3 and front.shape[1] == 2
-    # With axes, a caller's own shard_map may pass shards of other widths.
+    # With mesh axes, a caller's own shard_map may pass shards of other widths.
     if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
       raise ValueError(
         "Elementwise: front.w must be [D, 2, F] and back.w [F, D] with a gate, "
-        f"got {front.shape} and {back.shape}; pass weights that belong together"
+        f"got {front.shape} and {back.shape}; pass the weights of one MLP"
       )
 
   def plain(self, h, weights, inputs, recipe):
@@ -166,7 +167,7 @@ class MLP(RecipeModule):
     (64, 256)
 
   Attributes:
-    norm, post_norm: RMSNorm or LayerNorm; None without this norm.
+    norm, post_norm: RMSNorm or LayerNorm, or None.
     gate_up: Linear with kernel [features, 2, hidden_features], gate first; None
       without a gate.
     up: Linear with kernel [features, hidden_features]; None with a gate.
@@ -190,7 +191,7 @@ class MLP(RecipeModule):
       hidden_features: F, width of the hidden layer.
       activation: f, see `Elementwise`.
       gated: whether there is a gate.
-      rngs: parameters are drawn from its stream `params`.
+      rngs: its stream `params` provides the keys of initializers.
       **options: see `BlockOptions`; the first bias is [2, F], or [F] without a
         gate, and the second [D].
 

@@ -34,7 +34,7 @@ def recipe_of(op: str, recipe: CoatRecipe | None) -> CoatRecipe:
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-  """Raises a TypeError unless this is a CoatRecipe, such as presets return."""
+  """Raises a TypeError unless `recipe` is a CoatRecipe."""
   remedy = "call a preset, as in recipes.coat()"
   check_kind(op, "recipe", recipe, CoatRecipe, remedy)
 
@@ -66,9 +66,10 @@ class RecipeModule(nnx.Module):
 
   Attributes:
     recipe: selects what training computes and saves for the backward pass.
-    dtype: dtype of inputs and outputs; None promotes them with the parameters.
-    deterministic: set by `module.eval()` and `module.train()`; evaluation uses
-      `recipe.for_evaluation()`.
+    dtype: dtype of inputs and outputs; None for the common dtype of inputs and
+      parameters.
+    deterministic: `module.eval()` sets it, `module.train()` clears it. If it is
+      set, the module uses `recipe.for_evaluation()`.
   """
 
   def __init__(
@@ -82,8 +83,8 @@ class RecipeModule(nnx.Module):
   ):
     """Sets recipe and dtype, and checks the arguments that modules share.
 
-    `sizes` are numbers of features, heads and the like; None is allowed for a
-    size that follows from the others.
+    `sizes` are numbers of features, heads and the like. A size is None if the
+    module derives it from the others.
     """
     op = type(self).__name__
     self.recipe = recipes.coat() if recipe is None else recipe
@@ -96,7 +97,7 @@ class RecipeModule(nnx.Module):
     check_kind(op, "rngs", rngs, nnx.Rngs, "pass nnx.Rngs(0)")
     for name, size in sizes.items():
       if size is not None:
-        check_whole(op, name, size, COUNT, "pass the width of its arrays")
+        check_whole(op, name, size, COUNT, "pass a positive int")
 
   def cast(self, x: Array, *params: nnx.Param | None) -> Array:
     """Casts x to `dtype` or, if that is None, promotes it with `params`."""
@@ -118,7 +119,7 @@ def value_of(param: nnx.Param | None) -> Array | None:
 
 
 def reshard(y: Array, out_sharding: Sharding) -> Array:
-  """Shards y as given; None leaves it unchanged.
+  """Shards y as `out_sharding` specifies; None leaves y unchanged.
 
   On explicit mesh axes this changes y's type; on automatic axes it constrains
   XLA.

@@ -88,7 +88,7 @@ def moe(
     weights: see `MoEWeights`.
     experts_per_token: k.
     normalize: whether a token's k weights p are divided by their sum.
-    kind, eps, add_input: see `block`.
+    kind, eps, add_input: see `layers.block`.
     recipe: residuals are saved in FP8 if `nonlinear` is "fp8"; the matmuls run
       in x's dtype, or in FP8 if `experts` is "fp8".
 
@@ -116,7 +116,8 @@ def _plain_fwd(x, y, w, static, recipe):
   axes = recipe.axes
   mixture = functools.partial(_of_device, static=static, recipe=recipe)
   if expert_size(axes) > 1:
-    # Received rows have room for the rows of all devices: save none of them.
+    # The buffer of received rows has room for the rows of all devices, so the
+    # backward pass recomputes it.
     mixture = jax.checkpoint(mixture)
   differentiated: Any = jax.vjp(mixture, y, w, has_aux=True)
   (out, probability), backward, load = differentiated
@@ -135,7 +136,7 @@ def _plain_bwd(static, recipe, inputs, backward, cotangents):
   backward = backward.replace(args_res=[of_y, w])
   dy, dw = backward((g, dstats.probability / token_shards(axes)))
   dx = g if static.add_input else jnp.zeros_like(g)
-  # The matmuls already sum the other weights' gradients over devices.
+  # The matmuls' gradients are already summed over devices; the router's is not.
   return dx, dy, dw._replace(router=sum_tokens(dw.router, axes))
 
 
@@ -151,7 +152,7 @@ _plain = rule(
 
 
 def _of_device(y, w, *, static, recipe):
-  """Runs one device's tokens; only the matmuls have custom gradients."""
+  """Runs the mixture on a device's tokens; matmuls have custom gradients."""
   axes, k = recipe.axes, static.experts_per_token
   num_experts = w.router.shape[-1]
   with residual_scope("linear"):
@@ -160,7 +161,7 @@ def _of_device(y, w, *, static, recipe):
       y, w.router, experts, normalize=static.normalize
     )
     load = load_of(experts, num_experts)
-    # From here on, a device computes its shard of F for whole sequences.
+    # From here on, each device computes its part of F for whole sequences.
     y, experts, p = gather_positions((y, experts, p), axes)
     rows = sort_rows(experts, num_experts, axes)
     p = p_of_rows(p, rows)
@@ -193,7 +194,7 @@ _product.defvjp(_multiply_fwd, _multiply_bwd)
 
 
 def _check(x, w, experts_per_token, recipe) -> None:
-  """Raises for wrong shapes; a caller's shard_map may have split F and D."""
+  """Raises for wrong shapes; with axes, F and D may differ between arrays."""
   check_recipe("moe", recipe)
   check_float("moe", "x", x)
   remedy = "pass one, as in MoEWeights(gamma, None, router, gate_up, down)"
@@ -207,13 +208,13 @@ def _check(x, w, experts_per_token, recipe) -> None:
     raise ValueError(
       "moe: weights must be router [D, E], gate_up [E, D, 2, F] and down "
       f"[E, F, D] for x [..., D], got {w.router.shape}, {gate_up} and {down} "
-      f"for {x.shape}; pass weights that belong together"
+      f"for {x.shape}; pass the weights of one MoE, and an x of its width"
     )
   _check_experts("moe", experts_per_token, e)
 
 
 def _check_experts(op: str, experts_per_token: Any, num_experts: int) -> None:
-  name, remedy = "experts_per_token", "each token goes to this many experts"
+  name, remedy = "experts_per_token", "pass at most the number of experts"
   check_whole(op, name, experts_per_token, Range(1, num_experts), remedy)
 
 
@@ -274,10 +275,11 @@ class MoE(RecipeModule):
       router_init, router_metadata: initializer and metadata of the router.
       out_kernel_init, out_kernel_metadata: initializer and metadata of down;
         the initializer is called with [E, F, D]; None for `kernel_init`.
-      rngs: parameters are drawn from its stream `params`.
-      **options: see `NormLinearOptions`; the matmuls run in `dtype` in every
-        recipe, without bias. `kernel_init` is called with [E, D, 2 F];
-        metadata that names axes of gate_up must name all four.
+      rngs: its stream `params` provides the keys of initializers.
+      **options: see `NormLinearOptions`. The matmuls have no bias; they run in
+        `dtype`, or in FP8 if `recipe.experts` is "fp8". `kernel_init` is called
+        with [E, D, 2 F]. `kernel_metadata` that names axes of gate_up must name
+        all four.
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.

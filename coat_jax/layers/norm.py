@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm and LayerNorm that save their input in FP8, in 1 x G groups.
 
-G is `recipe.group_size`. The forward pass normalizes the dequantized values
-that it saves. So the backward pass computes the exact gradient of what the
-forward pass computed. Gradients pass straight through the quantizer.
+G is `recipe.group_size`. The forward pass quantizes its input, saves the codes,
+and normalizes their values. The backward pass therefore computes the exact
+gradient of the norm at these values. Gradients pass straight through the
+quantizer.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ def norm_forward(
   eps: float,
   recipe: CoatRecipe,
 ) -> tuple[Array, NormSaved]:
-  """Computes y in f32 [..., D], and what `norm_gradients` reads."""
+  """Computes y, f32 [..., D]; also returns what `norm_gradients` needs."""
   x_q = save_residual("norm", in_groups(x, recipe))
   y, stats = ops.norm_values(x_q.dequantize(), gamma, beta, kind=kind, eps=eps)
   stats = save_residual("norm", stats)
@@ -80,7 +81,7 @@ def norm_gradients(
   add: Array | None,
   recipe: CoatRecipe,
 ) -> tuple[Array, Array | None, Array | None]:
-  """Computes dx + `add` in dy's dtype; sums dgamma, dbeta over all tokens."""
+  """Returns dx + `add` in dy's dtype, and dgamma, dbeta summed over tokens."""
   dx, dgamma, dbeta = ops.norm_bwd(
     dy,
     saved.x,
@@ -113,7 +114,8 @@ def norm(
     gamma, beta: [D] or None.
     kind: "rms" or "layer".
     eps: added to the mean square or the variance.
-    recipe: x is read and saved in FP8 if `recipe.nonlinear` is "fp8".
+    recipe: if `recipe.nonlinear` is "fp8", x is rounded to FP8 and saved in
+      FP8.
 
   Returns:
     [..., D] in x's dtype.
@@ -129,7 +131,7 @@ def norm(
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
 
   def plain(x, gamma, beta):
-    # Name it, so that a checkpoint policy keeps the same arrays as with FP8.
+    # Name x, so that a checkpoint policy keeps the same arrays as in FP8.
     x = save_residual("norm", x)
     with residual_scope("norm"):
       y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
@@ -171,13 +173,13 @@ class Norm(RecipeModule):
     Args:
       num_features: D, width of the last axis.
       epsilon: added to the mean square or the variance.
-      recipe: whether the input is read and saved in FP8; None for
-        `recipes.coat()`.
+      recipe: selects whether the input is rounded to FP8 and saved in FP8; None
+        for `recipes.coat()`.
       use_scale: whether there is a scale [D].
       use_bias: whether there is a bias [D]; None for a bias in LayerNorm only.
       scale_plus_one: whether to multiply by 1 + scale, summed in f32, as Gemma
         does; the scale then starts at zero.
-      dtype: dtype of input and output; None promotes the input and the
+      dtype: dtype of input and output; None for the common dtype of input and
         parameters, as in flax.
       param_dtype: dtype of the parameters and their gradients.
       scale_init: initializer of the scale; None for ones (zeros with
@@ -185,7 +187,7 @@ class Norm(RecipeModule):
       bias_init: initializer of the bias; None for zeros, which consume no key.
       scale_metadata: metadata of the scale, such as `out_sharding`.
       bias_metadata: metadata of the bias.
-      rngs: `scale_init` and `bias_init` use its stream `params`.
+      rngs: its stream `params` provides keys for `scale_init` and `bias_init`.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -247,7 +249,7 @@ class Norm(RecipeModule):
 
 
 class RMSNorm(Norm):
-  """x / sqrt(mean(x^2) + epsilon) * scale; for the arguments see `Norm`.
+  """x / sqrt(mean(x^2) + epsilon) * scale; its arguments are those of `Norm`.
 
   Example usage::
 
@@ -295,7 +297,7 @@ def make_norm(
 
 
 def weights_of_norm(norm: Norm | None) -> tuple[Array | None, Array | None]:
-  """Returns a norm module's gamma and beta; None for each that it lacks."""
+  """Returns a norm module's gamma and beta; either may be None."""
   if norm is None:
     return None, None
   return norm.gamma, value_of(norm.bias)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizes operands of FP8 matmuls according to the recipe.
 
-An `ops.Scaling` computes scales and codes. With one scale per tensor, the same
-codes serve both directions: rows for the product with a weight, and their
-transpose for the weight's gradient. With blocks of 128, rows are quantized
-along features and columns along tokens. The forward pass saves the rows that it
-read, and the backward pass requantizes them to columns. A gradient is still in
-BF16 when it is quantized, so both layouts are quantized from BF16.
+An `ops.Scaling` computes scales and codes. A matmul with a weight reads rows,
+and the weight's gradient reads columns. With one scale per tensor, columns are
+the transpose of the rows. With blocks of 128, rows have a scale per 128
+features, and columns have a scale per 128 tokens. The forward pass then saves
+the rows that it read, and the backward pass requantizes them to columns. A
+gradient is quantized from BF16 to both layouts.
 """
 
 from typing import Any
@@ -23,17 +23,17 @@ from coat_jax.ops import BlockScales, Operand
 
 
 def value_scaling(recipe: CoatRecipe) -> ops.Scaling:
-  """Returns the scaling of activations that products read."""
+  """Returns how activations are quantized for matmuls."""
   return recipe.scaling(recipe.formats.values, scale_axes(recipe.axes))
 
 
 def gradient_scaling(recipe: CoatRecipe) -> ops.Scaling:
-  """Returns the scaling of gradients that products read."""
+  """Returns how gradients are quantized for matmuls."""
   return recipe.scaling(recipe.formats.gradients, scale_axes(recipe.axes))
 
 
 def groups_of(recipe: CoatRecipe) -> ops.Groups:
-  """Returns the groups in which nonlinear operations read and save values."""
+  """Returns how the inputs of nonlinear operations are quantized."""
   return ops.Groups(recipe.group_size, recipe.formats.values)
 
 
@@ -53,7 +53,8 @@ def quantized(
 ) -> Operand:
   """Quantizes [..., n], BF16 or f32, to an operand in `recipe.formats.values`.
 
-  `scale` comes from `scale_of` for the same values; None computes it.
+  Pass the `scale` that `scale_of` returned for the same values, or None to
+  compute one.
   """
   return ops.quantize_tensor(
     x,
@@ -75,12 +76,12 @@ def scale_of(x: Operand) -> Array | None:
 
 
 def layout_of_input(recipe: CoatRecipe) -> ops.Layout:
-  """Returns the layout in which `keep_input` needs an input."""
+  """Returns the layout that `keep_input` requires."""
   return "rows" if value_scaling(recipe).saves_rows else "both"
 
 
 def keep_input(x: Operand, recipe: CoatRecipe) -> tuple[Operand, Operand]:
-  """Returns the rows that a product reads, and what `columns_of` will read."""
+  """Returns rows for a matmul, and the operand to save for `columns_of`."""
   if value_scaling(recipe).saves_rows:
     kept = save_residual("linear", x)
     return kept, kept
@@ -89,7 +90,7 @@ def keep_input(x: Operand, recipe: CoatRecipe) -> tuple[Operand, Operand]:
 
 
 def input_operand(x: Array, recipe: CoatRecipe) -> tuple[Operand, Operand]:
-  """Quantizes an input; returns the same as `keep_input`."""
+  """Quantizes a matmul's input, and passes it to `keep_input`."""
   layout = layout_of_input(recipe)
   return keep_input(quantized(x, recipe, layout=layout), recipe)
 
@@ -106,7 +107,7 @@ def columns_of(kept: Operand, recipe: CoatRecipe) -> Operand:
 
 
 def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
-  """Quantizes the gradient of a product's output, in both layouts."""
+  """Quantizes the gradient of a matmul's output, in both layouts."""
   return ops.quantize_tensor(
     g,
     scaling=gradient_scaling(recipe),
@@ -116,7 +117,7 @@ def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
 
 
 def check_scaling(recipe: CoatRecipe) -> None:
-  """Raises if a tensor axis would split products with block scales."""
+  """Raises if a tensor axis would split matmuls with block scales."""
   if recipe.in_blocks and tensor_size(recipe.axes) > 1:
     raise ValueError(
       "layers: recipe fp8_block needs one device along the tensor axis, got "
@@ -126,7 +127,7 @@ def check_scaling(recipe: CoatRecipe) -> None:
 
 
 def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
-  """Gathers a weight's codes [D, F] from devices that hold some rows each."""
+  """Gathers a weight's codes [D, F] if each device holds only some rows."""
   axes = recipe.axes
   if axes is None or size_of(axes.fsdp) == 1:
     return w
@@ -151,15 +152,15 @@ def _check_tiles(w: Operand) -> None:
   if rows % BLOCK:
     raise ValueError(
       "layers: with recipe fp8_block each device along fsdp must have whole "
-      f"tiles of {BLOCK} rows of a weight, got {rows}; use fewer devices along "
-      "fsdp, or wider layers"
+      f"tiles of {BLOCK} rows of a weight, got {rows} rows; use fewer devices "
+      "along fsdp, or wider layers"
     )
 
 
 def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
-  """Gathers codes of whole sequences from each device's positions.
+  """Gathers the codes of all positions of a device's sequences.
 
-  x holds rows [B, T, D] and columns [D, B T] for one device's positions.
+  x contains rows [B, T, D] and columns [D, B T] of the device's own positions.
   """
   axes = recipe.axes
   if axes is None or size_of(axes.tensor) == 1:
@@ -176,7 +177,7 @@ def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
 
 
 def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
-  """Gathers each device's [f, k] into [f, P k]."""
+  """Gathers arrays [f, k] of P devices into [f, P k]."""
   shards = lax.all_gather(x, axis)
   return ops.join_columns(shards, implementation=recipe.implementation)
 
@@ -184,8 +185,8 @@ def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
 def cache_specs(cache: Operand | None, w: P, num_stacked: int = 0) -> Any:
   """Returns a cache's specs: rows like the weight [D, F], columns transposed.
 
-  w is the sharding of the weight [D, ..., F]. Scales of tiles are sharded like
-  the tiles' values. All arrays have `num_stacked` leading axes of layers.
+  w is the spec of the weight [D, ..., F]. Scales of tiles are sharded like the
+  tiles. All arrays have `num_stacked` leading axes of layers.
   """
   if cache is None:
     return None

@@ -2,9 +2,10 @@
 """Makes parameters from initializers and metadata, as flax does.
 
 Metadata includes how an array is sharded: `out_sharding` names a mesh axis or a
-logical axis for each axis of the array. It comes from a layer's
-`kernel_metadata` or from an initializer (with `nnx.with_partitioning`), and
-tools such as `nnx.get_named_sharding` read it from the parameter.
+logical axis for each dimension of the array. A layer gets metadata from an
+argument such as `kernel_metadata`, or from an initializer (with
+`nnx.with_partitioning`). Tools such as `nnx.get_named_sharding` read it from
+the parameter.
 """
 
 import dataclasses
@@ -54,17 +55,18 @@ def make_param(
   names = _names({**metadata, **value.metadata})
   if len(names) > len(shape):
     raise ValueError(
-      "metadata: out_sharding must have one entry for each axis at most, got "
-      f"{names} for a parameter {shape}; name the kernel's axes"
+      "metadata: out_sharding must have at most one entry for each axis, got "
+      f"{names} for a parameter {shape}; pass a name for each of these axes"
     )
   array = value.raw_value.reshape(shape)
   return nnx.Param(dataclasses.replace(value, raw_value=array), **metadata)
 
 
 def stack_options(options: Mapping[str, Any]) -> dict[str, Any]:
-  """Converts options of one `Linear` [D, F] to several, [D, several, F].
+  """Converts options for a kernel [D, F] to options for [D, count, F].
 
-  If the sharding names only one layer's axes, the new axis is not split.
+  If the sharding has names for the axes of [D, F] only, the new axis is not
+  split.
   """
   out = dict(options)
   for name, axis in (("kernel", 1), ("bias", 0)):
@@ -88,7 +90,7 @@ def _stack_names(metadata: Metadata, axis: int) -> dict[str, Any]:
 
 
 def _names(metadata: Metadata) -> tuple[Any, ...]:
-  """Returns the metadata's sharding name for each axis; () without names."""
+  """Returns the names in the metadata's `out_sharding`; () without names."""
   names = metadata.get("out_sharding")
   return tuple(names) if isinstance(names, tuple | list | P) else ()
 

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 products of a linear layer or a block: weights, forward, gradients.
+"""FP8 matmuls of a linear layer or a block: weights, forward, gradients.
 
 The forward pass reads a weight's columns and the backward pass its rows, in
 E4M3 with one scale, or with one per tile of 128 x 128. recipe.weight_cache
 selects what is computed once for several uses:
 
-  "none"   nothing: the amax is found at the first use, codes at each use
-  "scale"  the scales of every weight, before the scan over layers
-  "codes"  scale and codes in both layouts: 2 bytes a parameter while the
-           function that requested them runs; pays off if gradients are
-           accumulated over microbatches
+  "none"   nothing: a weight's scale is computed at the first use, and its codes
+           at each use
+  "scale"  the scales of all weights, before the scan over layers
+  "codes"  scales and codes in both layouts. They occupy 2 bytes a parameter
+           while the function that cached them runs. This pays off if gradients
+           are accumulated over microbatches.
 
 A cache is computed from the weights and discarded after use. It is not part of
 any state, so no cache outlives an update of its weights. On a mesh a device
 caches its own rows, and gathers the codes of all other rows at each use.
 
 On a mesh a weight is split over the tensor axis by columns or by inputs (rows).
-A product split by columns reads whole sequences. A product split by inputs
+A matmul split by columns reads whole sequences. A matmul split by inputs
 reads the device's own columns of whole sequences, and its partial sums are
 reduce-scattered over positions.
 """
@@ -51,15 +52,16 @@ from coat_jax.ops import BlockScales, Operand
 
 
 class LinearWeights(NamedTuple):
-  """Parameters of a product and its norm; None for each that does not exist.
+  """Parameters of a matmul and its norm; None for one that does not exist.
 
-  The norm comes before a block's first product, or after its second product.
+  The norm precedes a block's first matmul, or follows its second matmul.
 
   Attributes:
     w: [D, *F].
     bias: [*F].
-    gamma, beta: the norm's scale and bias; [D] if it comes first, else [F].
-    cache: the cached operand of w, from `layers.cache_weight`.
+    gamma, beta: scale and bias of the norm; [D] for a norm before the matmul,
+      [F] for one after it.
+    cache: the result of `layers.cache_weight` for w.
   """
 
   w: Array
@@ -87,7 +89,7 @@ def weights_specs(axes: MeshAxes, weights: LinearWeights, split: Split) -> Any:
 def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
   """Computes what `recipe.weight_cache` keeps for a weight [D, *F].
 
-  Scales of tiles are kept in the layout of rows.
+  If weights are scaled in tiles, "scale" keeps only the scales of the rows.
 
   Args:
     w: the weight.
@@ -130,9 +132,10 @@ def multiply(
 ) -> tuple[Array, Operand | None]:
   """Computes x w + bias + add in `dtype`, and the weight's scale to save.
 
-  x holds rows, of whole sequences unless `split` is None. The bias is rounded
-  to `dtype` if a device computes the whole sum. `add`, the residual stream of a
-  product split by inputs, is added in f32. For `after` see `quantized_weight`.
+  x contains rows, of whole sequences unless `split` is None. The bias is
+  rounded to `dtype` if one device computes the whole sum. `add`, the residual
+  stream of a matmul split by inputs, is added in f32. For `after` see
+  `quantized_weight`.
   """
   w, how = weights, recipe.implementation
   w_q = quantized_weight(w.w, w.cache, "columns", recipe, after=after)
@@ -173,9 +176,9 @@ def weight_gradient(
   *,
   has_columns: bool = True,
 ) -> Array:
-  """Computes x^T g, the gradient of w [D, *F]; on a mesh, only a device's rows.
+  """Computes dw [D, *F] = x^T g; on a mesh, returns only the device's rows.
 
-  x and g are the input and the output's gradient, in the layout `columns`. For
+  x is the matmul's input and g its output's gradient, both in columns. For
   `has_columns` see `mesh.reduce_gradient`.
   """
   dtype = w.dtype if recipe.axes is None else recipe.axes.grad_dtype
@@ -198,8 +201,8 @@ def bias_gradient(
 ) -> Array | None:
   """Sums g [..., F] over all tokens in f32; None without a bias.
 
-  g is [F] if it is already summed over the device's tokens. `has_columns`:
-  whether g holds the device's own columns for all positions.
+  g is [F] if it is already summed over the device's tokens. With `has_columns`,
+  g contains the device's own columns for all positions.
   """
   if bias is None:
     return None
@@ -219,9 +222,10 @@ def quantized_weight(
 ) -> Operand:
   """Quantizes all rows of w [D, *F], reusing cached scales and codes.
 
-  On a mesh w holds the device's rows. With a cached scale, codes are gathered
-  only after `after` is known: devices run one collective at a time, and the
-  amax that a product needs should not wait for the codes of the whole layer.
+  On a mesh, w contains only the device's rows. With a cached scale, codes are
+  gathered only after `after` is known: devices run one collective at a time,
+  and the amax that a matmul needs should not wait for the codes of the whole
+  layer.
   """
   check_scaling(recipe)
   if cache is not None and cache.rows is not None:
@@ -233,9 +237,9 @@ def quantized_weight(
     # the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
-    # XLA reads w in place from a stack of layers. For a kernel it would copy w
-    # out first, 8 bytes a parameter. Reshape codes, not w: on a TPU, a reshape
-    # of [D, 2, F] is a copy.
+    # XLA reads w in place from a stack of layers. For a kernel it would first
+    # copy w out of the stack, 8 bytes a parameter. Reshape codes, not w: on a
+    # TPU, a reshape of [D, 2, F] is a copy.
     rows = ops.quantize_rows(
       w,
       scale=scale,
@@ -256,10 +260,10 @@ def quantized_weight(
 def _scale_to_save(
   cache: Operand | None, w: Operand, recipe: CoatRecipe
 ) -> Operand | None:
-  """Returns the scale of a weight to save; None if it is cached.
+  """Returns the weight's scale to save; None if it is cached or per tile.
 
-  Also returns None for tiles, whose scales are recomputed. The backward pass
-  reads codes only if they are cached, because they then stay in memory anyway.
+  The backward pass recomputes the scales of tiles. It reads codes of weights
+  only if they are cached, because cached codes stay in memory anyway.
   """
   if cache is not None or not value_scaling(recipe).of_weights.saves_scale:
     return None

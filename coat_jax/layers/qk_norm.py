@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm of queries and keys, after their projection and before RoPE.
 
-The norm saves its inputs: FP8 blocks save the codes of q and k before the norm
-instead of the q and k that attention reads. Both passes compute attention's q
-and k from the codes, so the log-sum-exp matches exactly the scores that the
-backward pass recomputes.
+FP8 blocks save codes of this norm's inputs, not the q and k that attention
+reads. Both passes compute the q and k for attention from these codes. The
+backward pass therefore recomputes exactly the scores from which the forward
+pass computed the saved log-sum-exp.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from coat_jax.mesh import sum_tokens
 from coat_jax.numerics.checks import NOT_NEGATIVE, check_choice, check_number
 from coat_jax.numerics.recipes import MeshAxes
 
-# The mean square is over the channels of one head, or of all heads.
+# The channels that one mean square covers: those of a head, or of all heads.
 NormedOver = Literal["head", "all"]
 
 
@@ -26,8 +26,8 @@ class QKNormWeights(NamedTuple):
   """Weights of the norms of q and k.
 
   Attributes:
-    q: [H] if each head has its own statistics; [N H], heads in order, if all
-      heads share them.
+    q: [H] if each head has its own statistics; [N H], one head after the other,
+      if all heads share them.
     k: [H] or [K H].
   """
 
@@ -40,9 +40,10 @@ class QKNorm:
   """x / sqrt(mean(x^2) + eps) * weight for heads x [B, T, N, H].
 
   Attributes:
-    over: the mean is over "head", the H channels of each head, as in Qwen3; or
-      over "all", the N H channels of a token, as in OLMo 2.
-    eps: added to the mean.
+    over: which channels the mean is taken over: "head" for the H channels of
+      each head, as in Qwen3; "all" for the N H channels of a token, as in
+      OLMo 2.
+    eps: added to the mean of x^2.
 
   Raises:
     TypeError: `eps` is not a number.
@@ -59,25 +60,25 @@ class QKNorm:
   def normalized(
     self, x: Array, weight: Array, axes: MeshAxes | None = None
   ) -> Array:
-    """Normalizes to f32 [B, T, N, H]; with axes, x holds a device's heads."""
+    """Normalizes x in f32; with mesh axes, x contains only a device's heads."""
     return self._values(self._rows(x), weight, axes)[0].reshape(x.shape)
 
   def gradients(
     self, dy: Array, x: Array, weight: Array, axes: MeshAxes | None
   ) -> tuple[Array, Array]:
-    """Computes dx in f32, and dweight over all tokens in the weight's dtype."""
+    """Returns dx in f32, and dweight, summed over tokens, in its own dtype."""
     rows = self._rows(x)
     _, stats = self._values(rows, weight, axes)
     names = self._axis_names(axes)
     dx, dweight, _ = ops.norm_gradients(
       self._rows(dy), rows, weight, stats, axis_names=names
     )
-    # With "all", each device holds the weights of its own heads.
+    # With "all", each device holds only its own heads' part of the weight.
     dweight = sum_tokens(dweight, axes, all_positions=self.over == "all")
     return dx.reshape(x.shape), cotangent(dweight, weight)
 
   def spec(self, axes: MeshAxes) -> P:
-    """Returns how both weights are sharded: like heads, or replicated."""
+    """Returns how both weights are sharded: like the heads, or replicated."""
     return P() if self.over == "head" else P(axes.tensor)
 
   def _rows(self, x):
@@ -95,7 +96,7 @@ class QKNorm:
     )
 
   def _axis_names(self, axes):
-    """Returns the axes over which devices split a row; all split it evenly."""
+    """Returns the mesh axes along which devices hold equal parts of a row."""
     if self.over == "head" or axes is None or axes.tensor is None:
       return ()
     return (axes.tensor,)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 rematerialization: `jax.checkpoint` that keeps activations in FP8.
 
-Both forms keep codes of 1 x G groups and their scales. Per token of width D:
+A function and a policy do this. Both keep codes of 1 x G groups and their
+scales. For each token of width D they keep:
 
   fp8_remat               a function's argument, D + 2 D / G bytes
-  block_inputs_saveable   the input of each block's norm and its statistics,
+  block_inputs_saveable   the input and the statistics of each block's norm,
                           2.25 D + 8 bytes for a layer's two blocks if G = 16
 
 `fp8_remat` rounds the residual stream itself, once per call. The policy rounds
-nothing, because a block's norm, matmuls and middle read only the norm's codes.
-The second forward pass therefore repeats the first, but leaves out the block's
-second matmul. If a norm follows that matmul, its input is kept as well. If a
-layer's first block has no norm, the layer's input is kept too, in BF16.
+nothing more, because a block's norm, matmuls and middle read only the norm's
+codes anyway. The second forward pass therefore repeats the first, but leaves
+out the block's second matmul. If a norm follows that matmul, the input of this
+norm is kept as well. If a layer's first block has no norm, the layer's input is
+kept too, in BF16.
 """
 
 import functools
@@ -36,10 +38,10 @@ codes_saveable = jax.checkpoint_policies.save_only_these_names(_INPUT)
 
 
 def block_inputs_saveable(primitive, *avals, name: str = "", **others) -> bool:
-  """A policy for `jax.checkpoint`: keeps the inputs of FP8 blocks' norms.
+  """A policy for `jax.checkpoint` that keeps the inputs of FP8 blocks' norms.
 
-  Keeps the codes and statistics of every norm of recipe coat, and the scalar
-  scales of the operands after it. (Without these scales the second forward pass
+  It keeps the codes and statistics of every norm that runs in FP8, and all
+  scalar scales of operands. (Without these scales, the second forward pass
   would need the norm's input in BF16 to compute them.)
 
   Args:
@@ -82,32 +84,34 @@ def fp8_remat(
   """Rounds some arguments of f to FP8, and saves only their codes.
 
   Like `jax.checkpoint(f)`, it keeps f's arguments and recomputes the rest in
-  the backward pass, but for arguments in `argnums` it keeps 1 x G codes and
-  their scales: about 1.13 bytes a value with G = 16. Both forward passes read
-  the dequantized values. The gradient is that of f at those values, straight
-  through the rounding. Other arguments (weights), and arrays that f closes
-  over, are kept unchanged and have the same gradients as with `jax.checkpoint`.
+  the backward pass. Of the arguments in `argnums`, it keeps only 1 x G codes
+  and their scales: about 1.13 bytes a value with G = 16. Both forward passes
+  read the dequantized values. The gradient is that of f at those values and
+  passes straight through the rounding. Other arguments (weights), and arrays
+  that f closes over, are kept unchanged and have the same gradients as with
+  `jax.checkpoint`.
 
   Args:
     f: a function of arrays and trees of arrays. (Bind other arguments with
       `functools.partial`.)
-    argnums: positions of the arguments to round; in trees, every float array
+    argnums: indices of the arguments to round. In trees, every float array
       [..., n] is rounded; scalars and integers are kept unchanged.
-    recipe: provides group size, format of values, implementation and mesh axes;
-      with axes, these arrays are [B, T, ...] (or rows [N, ...]). None for
-      `recipes.coat()`.
-    prevent_cse: see `jax.checkpoint`: False in the body of a `jax.lax.scan`,
-      where XLA cannot mistake the second forward pass for the first.
+    recipe: selects the group size, the format, the implementation and the mesh
+      axes. With mesh axes, rounded arrays must be [B, T, ...] (or rows
+      [N, ...]). None for `recipes.coat()`.
+    prevent_cse: see `jax.checkpoint`. Pass False in the body of a
+      `jax.lax.scan`, where XLA cannot merge the second forward pass with the
+      first.
 
   Returns:
     A function of the same arguments and results.
 
   Raises:
-    TypeError: f is not a function, `argnums` are not positions, or `recipe` is
+    TypeError: f is not a function, `argnums` are not integers, or `recipe` is
       not a CoatRecipe.
     ValueError: `argnums` is empty; a call has fewer positional arguments than
-      `argnums` names; or JAX's option `jax_remat3` is on without
-      `jax_custom_vjp3`, which would keep the arguments instead of codes.
+      `argnums` requires; or JAX's option `jax_remat3` is on without
+      `jax_custom_vjp3` (JAX would then keep the arguments, not their codes).
 
   Source: the groups are those of arXiv:2410.19313, which does not use FP8 at
     the boundary of a checkpoint.
@@ -132,7 +136,7 @@ def fp8_remat(
   is_one = not isinstance(argnums, tuple | list)
   places: Any = (argnums,) if is_one else tuple(argnums)
   if not places:
-    needs = "at least one place"
+    needs = "at least one index"
     refuse(ValueError, op, "argnums", needs, argnums, "or use jax.checkpoint")
   for place in places:
     check_whole(op, "argnums", place, ANY, "0 is the first argument")
@@ -153,7 +157,7 @@ def fp8_remat(
     check_names_are_read(op)
     if not all(-len(args) <= i < len(args) for i in places):
       raise ValueError(
-        f"fp8_remat: argnums {places} must be places of positional arguments, "
+        f"fp8_remat: argnums {places} must be indices of positional arguments, "
         f"got {len(args)} of them; pass rounded arguments by position"
       )
     return saving(*args, **kwargs)

@@ -4,9 +4,9 @@
 The forward pass calls `save_residual` on each array that it saves, before it
 uses the array. `jax.checkpoint` policies such as `save_only_these_names` can
 then keep or offload it, and recomputation starts from what the policy kept.
-Scalar scales are named too, since recomputing one requires the operation before
-it.
-Weights are saved too, but without a name: they stay in memory anyway.
+Scalar scales are named too, because recomputing a scale would require the
+operation that computes the values. Weights are saved without a name, because
+they stay in memory anyway.
 """
 
 import re
@@ -20,8 +20,9 @@ from jax import Array
 from coat_jax.numerics.formats import is_fp8
 
 try:
-  # This names what a custom gradient saves. With jax_remat3, an array that only
-  # `checkpoint_name` names is recomputed, even if the policy says to save it.
+  # This function names arrays that a custom gradient saves. With jax_remat3, an
+  # array that only `checkpoint_name` names is recomputed, even if the policy
+  # says to save it.
   from jax.ad_checkpoint import checkpoint_name_fwd
 
   # `jax.custom_vjp` reads this option when our functions are defined.
@@ -42,7 +43,7 @@ def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
 
 
 def name_residual[Tree](name: str, tree: Tree) -> Tree:
-  """Names every array of `tree`; `protect_codes` says why codes are bytes."""
+  """Names every array of `tree`, codes as bytes (see `protect_codes`)."""
 
   def named(x):
     if not is_fp8(x.dtype):
@@ -66,8 +67,8 @@ def check_names_are_read(op: str) -> None:
   """Raises ValueError if `jax.checkpoint` ignores names in custom gradients."""
   if getattr(jax.config, "jax_remat3", False) and not _HAS_CUSTOM_VJP3:
     raise ValueError(
-      f"{op}: jax_remat3 needs jax_custom_vjp3 and JAX 0.11.2 or newer, or "
-      "jax.checkpoint ignores the names of what FP8 layers save, got JAX "
+      f"{op}: jax_remat3 needs jax_custom_vjp3 and JAX 0.11.2 or newer "
+      "(otherwise jax.checkpoint ignores the names of saved arrays), got JAX "
       f"{jax.__version__} with jax_custom_vjp3={jax.config.jax_custom_vjp3}; "
       "set both options before you import coat_jax, or leave jax_remat3 off"
     )
@@ -87,12 +88,12 @@ def kind_of_scope(name_stack: str) -> str | None:
 def protect_codes[Tree](residuals: Tree) -> Tree:
   """Copies a forward pass's residuals into new variables, with equal bytes.
 
-  With a policy, `jax.checkpoint` applies `lax.reduce_precision` to
-  floating-point arrays that it keeps and the forward pass also reads. That
-  operation treats E4M3 as a format with infinities: 256 and above would become
-  NaN, in the forward pass too (JAX 0.11.2). Bytes, and arrays that only the
-  backward pass reads, stay unchanged. XLA removes the conversions to bytes and
-  back.
+  With a policy, `jax.checkpoint` applies `lax.reduce_precision` to each
+  floating-point array that it keeps and that the forward pass also reads. That
+  operation treats E4M3 as a format with infinities: values of 256 and above
+  would become NaN, in the forward pass too (JAX 0.11.2). It does not change
+  bytes, nor arrays that only the backward pass reads. XLA removes the
+  conversions to bytes and back.
   """
 
   def again(x):
@@ -109,7 +110,7 @@ def cotangent(gradient: Array, primal: Array) -> Array: ...
 @overload
 def cotangent(gradient: Array, primal: None) -> None: ...
 def cotangent(gradient: Array, primal: Array | None) -> Array | None:
-  """Reshapes and casts a gradient to match its primal; None for None."""
+  """Reshapes and casts a gradient to match its primal; None without one."""
   if primal is None:
     return None
   return gradient.reshape(primal.shape).astype(primal.dtype)

@@ -2,9 +2,9 @@
 """Rotary position embedding (RoPE) that saves only the positions.
 
 The rotation is linear and its transpose is the opposite rotation, so the
-backward pass needs no activation. Channels are paired (i, i + R/2) among the
-first R of a head, as in Hugging Face Transformers; R is H unless `Rotary` sets
-fewer.
+backward pass needs no activation. Among the first R channels of a head, i and
+i + R/2 form a pair, as in Hugging Face Transformers. R is H unless a `Rotary`
+sets fewer.
 """
 
 import functools
@@ -69,13 +69,14 @@ def rope(
 
   Args:
     x: [B, T, N, H], H even.
-    positions: int32 [T], or [B, T] if sequences have their own.
+    positions: int32 [T], or [B, T] if they differ between sequences.
     theta: base of the frequencies, 1e4 for Llama 2; or a `Rotary`; or a tuple
-      of these, one for each kind of layer in a stack, None for no rotation.
+      with one of these for each kind of layer in a stack, where None rotates
+      nothing.
     kind: int32 scalar, the index into such a tuple.
 
   Returns:
-    Array of x's shape and dtype; angles and rotation are f32.
+    Array of x's shape and dtype; angles and rotation are computed in f32.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -92,8 +93,8 @@ def rope(
   thetas = theta if isinstance(theta, tuple) else (theta,)
   if isinstance(theta, tuple) and kind is None:
     raise ValueError(
-      f"rope: needs to know which of {len(theta)} kinds the layer is, "
-      "got None; pass kind, an int32 scalar"
+      f"rope: kind must select one of {len(theta)} kinds of layers, got None; "
+      "pass the index as an int32 scalar"
     )
   for each in thetas:
     if each is not None:
@@ -103,7 +104,7 @@ def rope(
 
 
 def check_positions(op: str, positions: Any, x: Array) -> None:
-  """Raises a ValueError unless positions are whole, [T] or [B, T] as in x."""
+  """Raises a ValueError unless positions are integers, [T] or [B, T] like x."""
   is_whole = is_array(positions) and jnp.issubdtype(
     positions.dtype, jnp.integer
   )
@@ -120,8 +121,8 @@ class Heads(NamedTuple):
   Attributes:
     num_heads: N, query heads.
     num_kv_heads: K, key and value heads.
-    theta: RoPE's base or a `Rotary`; None for no RoPE; or a tuple of these, one
-      for each kind of layer in a stack.
+    theta: RoPE's base or a `Rotary`; None for no RoPE; or a tuple with one of
+      these for each kind of layer in a stack.
   """
 
   num_heads: int
@@ -145,7 +146,8 @@ class Heads(NamedTuple):
     if n % count or k % count:
       raise ValueError(
         f"layers: {n} heads and {k} key heads must be split evenly, got "
-        f"{count} devices along {axes}; lower the mesh's tensor axis"
+        f"{count} devices along the tensor axis of {axes}; use fewer devices "
+        "along this axis"
       )
     return Heads(n // count, k // count, theta)
 
@@ -197,20 +199,20 @@ def split_heads(
   """Splits qkv into q, k and v and rotates q and k, all in one pass.
 
   Args:
-    qkv: [B, T, (N + 2 K) H], ordered by key head: the N / K query heads that
-      share it, then its key, then its value. H is even.
-    positions: int32 [T], or [B, T] if sequences have their own.
+    qkv: [B, T, (N + 2 K) H], ordered by key head: for each one, the N / K query
+      heads that share it, then the key and the value. H is even.
+    positions: int32 [T], or [B, T] if they differ between sequences.
     heads: N, K and theta.
     kind: int32 scalar, the index into `heads.theta` if that is a tuple.
-    recipe: provides the mesh axes; None sets none.
+    recipe: sets the mesh axes; None for no mesh axes.
 
   Returns:
     q [B, T, N, H] and k, v [B, T, K, H] in qkv's dtype.
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: the number of columns does not match the heads, or positions
-      have another length.
+    ValueError: the number of columns does not match the heads, or the number of
+      positions does not match qkv.
   """
   op = "split_heads"
   check_float(op, "qkv", qkv, ndim=3)

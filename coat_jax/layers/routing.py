@@ -3,10 +3,10 @@
 
 The router computes logits with one matmul, and probabilities with a softmax
 over all experts, both in f32. Each token goes to the k most probable experts.
-No token is dropped: the T k copies of tokens are sorted by expert into
+No token is dropped: the T k copies of tokens are sorted by expert into rows
 [T k, D]. The experts' groups of rows differ in size, but no shape depends on
-the routing. If experts are split over devices, rows are also exchanged
-(`layers.exchange`), and sorted by expert among the rows of all devices.
+the routing. If experts are split over devices, devices then exchange rows
+(`layers.exchange`), so that each receives all rows of its experts.
 """
 
 from typing import NamedTuple
@@ -30,9 +30,9 @@ class RoutingStats(NamedTuple):
   """A layer's routing statistics for the auxiliary loss; f32 [..., E].
 
   Attributes:
-    load: the fraction of all tokens that went to an expert; the sum over
-      experts is k. It has no gradient.
-    probability: the mean over tokens of the router's probability.
+    load: for each expert, the fraction of all tokens that went to it; the sum
+      over experts is k. No gradient flows through it.
+    probability: the router's probabilities, averaged over tokens.
   """
 
   load: Array
@@ -40,15 +40,15 @@ class RoutingStats(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """The order of tokens' copies, sorted by expert, and its inverse; int32.
+  """The order that sorts tokens' copies by expert, and its inverse; int32.
 
   Attributes:
     copy: [T k], the copy in each row; it belongs to token `copy // k`.
     row: [T k], the row of each copy: the inverse of `copy`.
     sizes: [E], the number of rows of each expert that the device holds.
-    exchange: how rows reach their experts; None if the device holds all
-      experts. Otherwise there are R rows, as many as all devices have copies,
-      and those after the last expert's are unused.
+    exchange: the plan by which rows reach their experts; None if the device
+      holds all experts. Otherwise there are R rows, as many as all devices have
+      copies. The rows after the last expert's rows are unused.
   """
 
   copy: Array
@@ -60,10 +60,10 @@ class Rows(NamedTuple):
 def load_balancing_loss(stats: RoutingStats) -> Array:
   """Computes the auxiliary loss that balances experts: E sum_e f_e P_e.
 
-  It is k if all experts are used equally, and at most E. As in Hugging Face
-  Transformers (`load_balancing_loss_func`), the fractions f and the
-  probabilities P are taken over the tokens of all layers together. Multiply it
-  by the configuration's coefficient and add it to the loss.
+  The result is k if all experts are used equally, and at most E. As in Hugging
+  Face Transformers (`load_balancing_loss_func`), the fractions f and the
+  probabilities P are averages over the tokens of all layers. Multiply the
+  result by the configuration's coefficient and add it to the training loss.
 
   Args:
     stats: from `MoE`; may have leading axes, such as an axis of scanned layers.
@@ -114,8 +114,8 @@ def expert_weights(
 
 def _logits(y: Array, w: Array) -> Array:
   # Use full f32: a GPU's default (TF32, a mantissa of 10 bits) would route
-  # tokens differently. Full f32 costs little, because the router does less than
-  # a hundredth of the experts' operations: E / (3 k F).
+  # tokens differently. Full f32 costs little, because the router computes only
+  # E / (3 k F) of the experts' operations, less than a hundredth.
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
 
@@ -135,7 +135,7 @@ def sort_rows(experts: Array, num_experts: int, axes: MeshAxes | None) -> Rows:
 
 
 def to_rows(x: Array, rows: Rows, experts_per_token: int) -> Array:
-  """Copies tokens [..., n] to rows [T k, n], one for each copy, or [R, n]."""
+  """Copies tokens [..., n] to rows [T k, n]; after an exchange, to [R, n]."""
   x = x.reshape(-1, x.shape[-1])
   return _sent(_take(x, rows.copy // experts_per_token), rows)
 
@@ -159,13 +159,13 @@ def sum_of_copies(x: Array, rows: Rows, shape: tuple[int, ...]) -> Array:
 
 
 def load_of(experts: Array, num_experts: int) -> Array:
-  """Computes the fraction of all tokens that each expert gets: f32 [E]."""
+  """Computes the fraction of all tokens that go to each expert, f32 [E]."""
   counts = jnp.bincount(experts.reshape(-1), length=num_experts)
   return counts.astype(jnp.float32) / _num_tokens(experts)
 
 
 def _num_tokens(experts: Array) -> int:
-  """Counts the tokens of experts [..., k]; returns at least 1, to divide by."""
+  """Counts the tokens of experts [..., k]; returns at least 1, as a divisor."""
   return max(experts.size // experts.shape[-1], 1)
 
 

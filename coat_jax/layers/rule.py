@@ -4,7 +4,7 @@
 With `recipe.axes`, a forward pass and its backward pass each run inside
 `jax.shard_map` over all axes of the mesh (`mesh.run_on_shards`). `shard_map`
 itself is never differentiated, and what is saved for the backward pass stays on
-the device that made it. Without `recipe.axes`, XLA partitions both
+the device that computed it. Without `recipe.axes`, XLA partitions both passes
 (`mesh.run_whole`).
 """
 
@@ -37,7 +37,7 @@ class _Saved:
   """The values that a forward pass saves for its backward pass."""
 
   inputs: tuple  # Arguments that `bwd` reads; they stay in memory anyway.
-  own: Any  # Results of `fwd`; devices' shards are concatenated on axis 0.
+  own: Any  # From `fwd`; devices' shards are concatenated along dimension 0.
   # The specs for `bwd`, flattened because static fields must be hashable.
   specs: tuple[tuple[P, ...], Any]
 
@@ -60,9 +60,9 @@ def rule(
 
   `fwd(*arrays, *static, recipe)` returns its results and `own`, a tree of
   values for `bwd`. `bwd(*static, recipe, inputs, own, g)` returns a cotangent
-  for each array; None for integers and for caches (`Operand`s).
-  `inputs` are the arguments whose positions `reads` lists: weights, which stay
-  in memory anyway.
+  for each array, or None for integers and for caches (`Operand`s). `inputs` are
+  the arguments whose indices `reads` lists: weights, which stay in memory
+  anyway.
 
   `specs(*arrays, *static, recipe)` defines shardings with `recipe.axes`. It
   returns a tuple with a tree of `PartitionSpec` for each array (one spec may
@@ -130,7 +130,8 @@ def rule(
 
   def f(arrays: tuple, *static: Any) -> Any:
     static = _with_axes_of_types(arrays, static, specs)
-    # Outside the custom gradient, so that JAX also transposes the placement.
+    # Place arrays outside the custom gradient, so that JAX also transposes the
+    # placement.
     if static[-1].axes is None:
       arrays = mesh.varying(arrays)
     else:
@@ -156,11 +157,11 @@ def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
 
 
 def _only_saved[Tree](read: Tree) -> Tree:
-  """Makes `bwd` wait for its gradient, and recompute from saved values.
+  """Makes `bwd` wait for the incoming gradient, and use only saved values.
 
   Otherwise, if no scan separates layers, XLA notices that `fwd` computed the
-  same f32 values and keeps them in memory. Programs for NVIDIA GPUs with FP8
-  need no barrier, because kernels compute these values.
+  same f32 values as `bwd` recomputes, and keeps them in memory. Programs for
+  NVIDIA GPUs with FP8 need no barrier, because kernels compute these values.
   """
   if target() == "cuda" and not is_before(FP8):
     return read
@@ -168,7 +169,7 @@ def _only_saved[Tree](read: Tree) -> Tree:
 
 
 def _own_spec(axes: MeshAxes | None) -> P | None:
-  """Returns the spec of what `fwd` saves; None if XLA partitions it."""
+  """Returns the spec of the values that `fwd` saves; None without `axes`."""
   if axes is None:
     return None
   return P(jax.sharding.get_abstract_mesh().axis_names)
@@ -177,8 +178,9 @@ def _own_spec(axes: MeshAxes | None) -> P | None:
 def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
   """Returns a function that shards saved values like the first array's tokens.
 
-  Features are split over the axes of the other arrays. XLA alone would lose
-  those axes when a weight [D, 2, F] is reshaped, and save features unsplit.
+  Features are split over the mesh axes that split the other arrays. XLA alone
+  would lose these axes when a weight [D, 2, F] is reshaped, and would save
+  features unsplit.
   """
   first = jax.tree.leaves(arrays)[0]
   leaves = jax.tree.leaves(specs)
@@ -213,10 +215,11 @@ def _first_spec(arrays: tuple) -> P:
 
 
 def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
-  """Returns the static arguments, with axes inferred from the arrays' types.
+  """Returns the static arguments, with mesh axes inferred from arrays' types.
 
-  Devices can then run kernels on their own shards and gather codes even
-  if `recipe.axes` is None. Only explicit axes for data and FSDP are recognized.
+  Devices can then run kernels on their own shards and gather codes even if
+  `recipe.axes` is None. Only explicit mesh axes for data and FSDP are
+  recognized.
   """
   *others, recipe = static
   types = jax.sharding.get_abstract_mesh()

@@ -49,8 +49,9 @@ from coat_jax.ops.rope import (
   rotation,
 )
 
-# Scanned layers share one program. So an option that differs between layers is
-# a tuple with one entry for each kind of layer, and an int32 selects the entry.
+# Scanned layers share one program. An option that differs between layers is
+# therefore a tuple with one entry for each kind of layer, and an int32 selects
+# the entry.
 type Windows = int | tuple[int | None, ...] | None
 type Bases = float | tuple[float | None, ...] | None
 type Scalings = RopeScaling | tuple[RopeScaling | None, ...] | None
@@ -61,7 +62,7 @@ class _Saved(NamedTuple):
   kept: AttentionResiduals
   out_scale: Array | None  # See `scale_of`.
   inputs: AttentionInputs
-  inside: Array | None  # One bit each: did clipping keep the value?
+  inside: Array | None  # One bit per value: 1 if clipping kept the value.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +73,17 @@ class SelfAttention(Middle):
   `layers.split_heads`); the second is [N H, D]. `weights` are `QKNormWeights`,
   or None without that norm; `inputs` are `AttentionInputs`.
 
-  If layers of a stack differ in RoPE or in the keys that they see, that option
-  is a tuple, and `inputs.kind` selects an entry in both passes: for RoPE a row
-  of a table, for attention a branch of a `lax.switch`.
+  If layers of a stack differ in RoPE or in the keys that queries see,
+  `heads.theta` or `kind` is a tuple. `inputs.kind` then selects an entry in
+  both passes: for RoPE a row of a table, for attention a branch of a
+  `lax.switch`.
 
-  If q and k are normalized, their codes before the norm are saved instead of
-  their values after it, and recipe.attention selects only how v is saved.
+  If q and k are normalized, the codes of the norm's inputs are saved, not the
+  norm's outputs, and recipe.attention selects only how v is saved.
 
   Attributes:
-    heads: N, K and RoPE's base or `Rotary`, or None for no RoPE.
-    kind: which keys a query sees and how scores are scaled and capped.
+    heads: the numbers of heads, N and K, and RoPE's options.
+    kind: which keys a query sees, and how scores are scaled and capped.
     clip: largest magnitude of q, k and v, or None.
     qk_norm: the norm of q and k, or None.
 
@@ -101,7 +103,7 @@ class SelfAttention(Middle):
       op, "heads", self.heads, Heads, "pass one, as in Heads(32, 8, 1e4)"
     )
     if self.clip is not None:
-      remedy = "None leaves q, k and v as they are"
+      remedy = "pass None to leave q, k and v unchanged"
       check_number(op, "clip", self.clip, POSITIVE, remedy)
 
   @property
@@ -118,8 +120,8 @@ class SelfAttention(Middle):
       self.heads.check_columns(op, weights.front.w.shape[-1])
     if inputs.kind is None and self.num_kinds > 1:
       raise ValueError(
-        f"{op}: needs to know which of {self.num_kinds} kinds the layer is, "
-        "got None; pass kind, an int32 scalar"
+        f"{op}: kind must select one of {self.num_kinds} kinds of layers, got "
+        "None; pass the index as an int32 scalar"
       )
 
   def plain(self, h, weights, inputs, recipe):
@@ -166,9 +168,9 @@ class SelfAttention(Middle):
       num_kv_heads=k,
     )
     in_fp8 = recipe.attention == "fp8"
-    # The name is "attention" even before a norm, because policies that keep the
-    # inputs of norms mean the norms of blocks. From those inputs, these codes
-    # are recomputed.
+    # The name is "attention" even if q and k are normalized. Policies that keep
+    # the inputs of norms mean the norms of blocks, from whose inputs these
+    # codes are recomputed.
     saved = save_residual(
       "attention",
       (
@@ -181,7 +183,7 @@ class SelfAttention(Middle):
     kept = attend(heads, inputs, self.kind, recipe)
     out = quantized(_merge_heads(kept.out), recipe)
     saved = _Saved(saved, kept, scale_of(out), inputs, inside)
-    # The weight's codes wait for q before it is saved, perhaps in FP8.
+    # Let the weight's codes wait for q itself, not for the codes of q.
     return MiddleOutput(out, saved, after=q)
 
   def columns(self, saved, recipe):
@@ -220,7 +222,7 @@ class SelfAttention(Middle):
     return of_weights, inputs_specs(axes, inputs)
 
   def _read(self, saved, weights, inputs, dtype, recipe):
-    """Computes q, k and v for attention from what is saved."""
+    """Computes the q, k and v that attention reads from what is saved."""
 
     def read(x):
       return x.dequantize(dtype) if isinstance(x, QTensor) else x
@@ -238,7 +240,7 @@ class SelfAttention(Middle):
     return turned(q, weights.q), turned(k, weights.k), read(v)
 
   def _norm_gradients(self, saved, gradients, weights, recipe):
-    """Computes gradients before the norm, and those of the norm's weights."""
+    """Computes the gradients of the norm's inputs, and of its weights."""
     norm = self.qk_norm
     assert norm is not None
     dq, dk, dv = gradients
@@ -261,7 +263,7 @@ class SelfAttention(Middle):
 
   def _joined_angles(self, inputs, head_dim):
     """Returns the angles that `split_heads` and `join_heads` rotate by."""
-    # With a norm of q and k, RoPE comes after the norm instead.
+    # If q and k are normalized, RoPE comes after the norm instead.
     return (None, None) if self.qk_norm else self._angles(inputs, head_dim)
 
 
@@ -304,7 +306,7 @@ def count_kinds(**choices) -> int:
   if len(set(lengths.values())) > 1 or 0 in lengths.values():
     raise ValueError(
       "attention: tuples must have one entry for each kind of layer, got "
-      f"{lengths} entries; pass tuples of one length"
+      f"{lengths} entries; pass tuples of the same length"
     )
   return max(lengths.values(), default=1)
 
@@ -336,7 +338,8 @@ def rotaries(
   if set(thetas) == {None} and (rotary_dim, *scalings) != (None,) * (count + 1):
     raise ValueError(
       "Attention: rope_scaling and rotary_dim need RoPE, got "
-      f"{scaling} and {rotary_dim} with rope_theta {theta}; pass its base"
+      f"{scaling} and {rotary_dim} with rope_theta {theta}; pass rope_theta, "
+      "RoPE's base"
     )
 
   def one(theta, scaling) -> Theta:
@@ -350,5 +353,5 @@ def rotaries(
 
 
 def _one_or_each(choices: tuple):
-  """Returns one choice if all kinds have the same, else the tuple."""
+  """Returns the choice if all kinds make the same one, else the tuple."""
   return choices[0] if len(set(choices)) == 1 else choices

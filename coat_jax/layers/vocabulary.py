@@ -8,8 +8,8 @@ chunk of the loss separately:
   embedding   All rows are gathered once, in the dtype of activations.
   head        Rows split over fsdp are gathered too. Along tensor, each device
               keeps its part of the vocabulary and gathers whole sequences. For
-              each token, the parts combine only a maximum, a sum of
-              exponentials and the target's logit.
+              each token, devices combine only a maximum, a sum of exponentials
+              and the target's logit.
   gradients   They are summed once, in `axes.grad_dtype`; each device keeps its
               part.
 """
@@ -132,8 +132,8 @@ def mean_loss(
     largest = jnp.max(jnp.abs(shares), initial=0)
     unit = jnp.ldexp(0.5, jnp.frexp(largest)[1])
     shares = shares / unit
-  # A float16 weight becomes f32, and so does dweight: its sum over so many
-  # tokens could overflow float16.
+  # Cast a float16 weight to f32, so that dweight is f32 too. In float16, the
+  # sum of dweight over so many tokens could overflow.
   weight = weight.astype(jnp.promote_types(weight.dtype, jnp.bfloat16))
   arrays = hidden, targets, weight, shares
   if axes is None:
@@ -152,8 +152,8 @@ def logits(
 ) -> Array:
   """Computes f32 logits [B, T, V], sharded over the batch and the vocabulary.
 
-  The arguments are those of `mean_loss`. Unlike there, all logits are in memory
-  together.
+  The arguments are those of `mean_loss`. Unlike `mean_loss`, this function
+  holds all logits in memory together.
   """
 
   def product(hidden, weight):
@@ -168,7 +168,7 @@ def logits(
 
 
 class _Head(NamedTuple):
-  """Arguments of `mean_loss` that are not arrays."""
+  """The static arguments of `mean_loss`."""
 
   is_tied: bool
   axes: MeshAxes | None
@@ -176,7 +176,7 @@ class _Head(NamedTuple):
 
   @property
   def weight_axes(self) -> str:
-    """The axes of the weight in an einsum."""
+    """The letters of the weight's axes in an einsum."""
     return "vd" if self.is_tied else "dv"
 
 
@@ -267,7 +267,7 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
 
 
 def loss_positions(batch: int, length: int, vocab_size: int) -> int:
-  """Returns how many of `length` positions a chunk of the loss has."""
+  """Returns how many of `length` positions one chunk of the loss contains."""
   most = max(LOGITS_BYTES // (4 * vocab_size * batch), 1)
   return -(-length // -(-length // most))
 
@@ -288,9 +288,9 @@ def _chunks(hidden: Array, targets: Array, counted: Array, vocab_size: int):
 
 
 def _add_chunk(weight, total, chunk, *, head, has_gradients):
-  """Adds a chunk's loss and weight gradient to the total; returns its dhidden.
+  """Adds a chunk's loss and weight gradient to `total`.
 
-  The first result is the new total.
+  Returns the new total, and the chunk's dhidden.
   """
   (loss, dweight), (hidden, targets, counted) = total, chunk
   is_tied, mesh_axes, soft_cap = head
@@ -311,7 +311,7 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
   loss = loss + jnp.sum((log_sum - at_target) * counted)
   if not has_gradients:
     return (loss, dweight), None
-  # A matmul reads this gradient, so it is rounded to the matmul's dtype below.
+  # Matmuls read dlogits, so it is rounded to their dtype below.
   softmax = jnp.exp(logits - log_sum[..., None])
   dlogits = (softmax - is_target) * counted[..., None]
   if soft_cap is not None:
@@ -357,7 +357,7 @@ def _sum_rows(g: Array, names: tuple[str, ...], axes: MeshAxes) -> Array:
 
 
 def _others(names: tuple[str, ...], axes: MeshAxes) -> tuple[str, ...]:
-  """Returns the axes that shard the batch but not the rows."""
+  """Returns the mesh axes that split the batch but not the rows."""
   return tuple(name for name in axes.batch if name not in names)
 
 

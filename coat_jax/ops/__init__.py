@@ -2,23 +2,24 @@
 """Every operation of a COAT layer, forward and backward.
 
 Each operation is an `Op`: a definition in plain jnp, which determines the
-numbers, and GPU implementations with the same signature. It is called like its
-definition, plus `implementation`: see `dispatch`. Operations have no gradients:
-`layers` pairs forward and backward operations with `jax.custom_vjp`.
+numbers, and GPU implementations with the same signature. A call passes the
+definition's arguments, and optionally `implementation` (see `dispatch`).
+Operations have no gradients: `layers` pairs forward and backward operations
+with `jax.custom_vjp`.
 
-Matmuls read `Operand`s: FP8 in the layout that the product needs, scaled by a
-`Scaling`. Norms and activation functions read `QTensor`s with one BF16 scale
-per 1 x G group of the last axis. From reading codes to writing codes, all
-arithmetic is f32, without rounding to BF16 on the way. `dy` and other plain
-gradients are BF16 or f32; `dx` is returned in `dtype`. A definition calls other
-definitions, never a kernel: "xla" is plain jnp throughout.
+Matmuls read `Operand`s: FP8 codes in the layout that the matmul needs, scaled
+by a `Scaling`. Norms and activation functions read `QTensor`s with one BF16
+scale per 1 x G group of the last axis. Between reading codes and writing codes,
+all arithmetic is f32; nothing is rounded to BF16. `dy` and other gradients that
+are not operands are BF16 or f32; `dx` is returned in `dtype`. A definition
+calls other definitions, never a kernel, so "xla" is plain jnp throughout.
 
 Group Scaling: the operation that produces an operand's values also finds their
 largest magnitude (`norm_input`, `activation_input`). Writing the operand then
 reads the values once in the forward pass and, with the same scale, once in the
 backward pass. Inside `jax.shard_map`, devices along a scaling's `axis_names`
-hold shards of one tensor and share a scale; without names, each device's tensor
-has its own scale.
+hold shards of one tensor and share a scale. Without `axis_names`, each device's
+tensor has its own scale.
 
 Source: arXiv:2410.19313, section 5; backward formulas are the derivatives.
 """

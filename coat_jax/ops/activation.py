@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions of FP8 values in plain jnp: f(x), and gated f(gate) up.
 
-  activation_input         quantizes the function's input, which is also saved
-  activation_fwd           writes the operand of the next product
+  activation_input         quantizes the function's input, which layers save
+  activation_fwd           writes the operand of the next matmul
   activation_bwd           computes the gradient in f32
-  activation_bwd_operands  writes operands for the backward pass of the products
-                           before and after
+  activation_bwd_operands  writes operands for the backward passes of the
+                           matmuls before and after the function
 
-`parts` is (x,), or (gate, up), each [..., F]. `scale` comes from
-`activation_input`. The backward pass recomputes the function's value, which the
-weight gradient of the next product needs.
+`parts` is (x,) or (gate, up), arrays [..., F]. `scale` comes from
+`activation_input`. The backward pass recomputes the function's output, because
+the weight gradient of the next matmul needs it.
 
 We write (1 + tanh(u)) / 2 as sigmoid(2 u), because 1 + tanh(u) loses its digits
 to cancellation if tanh(u) is near -1.
@@ -45,8 +45,8 @@ _QUICK = 1.702
 
 
 def check_activation(activation: Any) -> None:
-  """Raises a ValueError if this is not an `Activation`."""
-  remedy = "gelu_tanh uses the tanh formula, gelu uses erf"
+  """Raises a ValueError if `activation` is unknown."""
+  remedy = "pass gelu_tanh for GELU by the tanh formula, gelu for GELU by erf"
   choices = get_args(Activation)
   check_choice("activation", "activation", activation, choices, remedy)
 
@@ -78,13 +78,14 @@ def activation_derivative(x: Array, *, activation: Activation) -> Array:
     sigmoid = jax.nn.sigmoid(x)
     return sigmoid * (1 + x * (1 - sigmoid))
   if activation == "gelu_quick":
-    # Clip x for the same reason as below. sigmoid(-102) is not subnormal.
+    # Clip x for the same reason as below. At the bound, sigmoid(-102) is not
+    # subnormal.
     x = jnp.clip(x, -60, 60)
     cdf = jax.nn.sigmoid(_QUICK * x)
     return cdf + _QUICK * x * cdf * (1 - cdf)
   if activation == "gelu_tanh":
-    # Beyond 20, sigmoid is 0 or 1, so clipping changes nothing. Without it, 0
-    # times an overflowing slope would be NaN.
+    # Beyond +-20, the sigmoid is 0 or 1, so clipping changes nothing. Without
+    # clipping, 0 times an overflowing slope would be NaN.
     x = jnp.clip(x, -20, 20)
     inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
     slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
@@ -123,7 +124,7 @@ def activation_fwd(
   output: Scaling = VALUES,
   scale: Scales | None = None,
 ) -> Operand:
-  """Writes f(x) or f(gate) up as an operand, in rows."""
+  """Computes f(x) or f(gate) up as the rows of an operand."""
   y, n = _activated(parts, activation)
   return output.quantize_joined([y], n, scale, "rows")
 
@@ -148,10 +149,10 @@ def activation_bwd_operands(
   scale: Scales | None = None,
   has_sums: bool = False,
 ) -> tuple[Operand, Operand, Array | None]:
-  """Writes x's gradient in both layouts, and the function's value in columns.
+  """Computes x's gradient in both layouts, and the output in columns.
 
-  With `has_sums`, the third result is x's unrounded gradient summed over rows,
-  f32: the gradient of the previous product's bias.
+  With `has_sums`, the third result is the gradient of the bias before the
+  function: x's unrounded gradient, summed over rows in f32.
   """
   dx = _gradients(dy, parts, activation)
   sums = None

@@ -108,7 +108,8 @@ def attention_bwd(
     residuals.out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1
   )
   zeros = (jnp.zeros_like(k, jnp.float32), jnp.zeros_like(v, jnp.float32))
-  # Otherwise XLA creates the zeros of all layers before the backward pass.
+  # Without this barrier, XLA creates the zeros of all layers before the
+  # backward pass.
   zeros, delta = jax.lax.optimization_barrier((zeros, delta))
 
   def one_chunk(carry, args):
@@ -138,9 +139,9 @@ def attention_bwd(
 class Chunk(NamedTuple):
   """A chunk of queries [B, chunk, K, R, H], and the keys that it reads.
 
-  Its first query is number `start`, at the same position as key
-  `start + offset`. It reads `length` keys, beginning with key `first`. There
-  are `all` keys.
+  The chunk's first query is number `start`, at the same position as key
+  `start + offset`. The chunk reads `length` of the `all` keys, beginning with
+  key `first`.
   """
 
   q: Array
@@ -186,7 +187,7 @@ class Chunk(NamedTuple):
     return jax.lax.dynamic_update_slice_in_dim(sums, x, self.first, axis=1)
 
   def scores(self, k: Array, segments: Array | None):
-    """Computes masked scores, and the derivatives of scores wrt q k^T.
+    """Computes masked scores, and the derivative of each score by q k^T.
 
     Both are f32 [B, K, R, chunk, length]. If all derivatives are equal, they
     are returned as one number.
@@ -233,7 +234,7 @@ def grouped_heads(x: Array, kv_heads: int) -> Array:
 
 
 def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
-  """Reshapes x [B, T, ...] to [chunks, B, chunk, ...]; also returns starts."""
+  """Splits x [B, T, ...] to [chunks, B, chunk, ...]; also returns starts."""
   if x is None:
     return None
   chunk = max(min(_CHUNK, x.shape[1]), 1)
@@ -242,12 +243,12 @@ def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
   x = x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *x.shape[2:])
   x, first = jnp.moveaxis(x, 1, 0), jnp.arange(x.shape[1]) * chunk
   # Make masks depend on data. Otherwise they are the same in every layer, and
-  # XLA would compute them all before a scan over layers, and keep them.
+  # XLA would compute all of them before a scan over layers, and keep them.
   return jax.lax.optimization_barrier((x, first))
 
 
 def join_chunks(x: Array, t: int) -> Array:
-  """Joins [chunks, B, chunk, ...] to [B, T, ...]; inverse of `in_chunks`."""
+  """Inverts `in_chunks`: joins [chunks, B, chunk, ...] to [B, T, ...]."""
   x = jnp.moveaxis(x, 0, 1)
   length = x.shape[1] * x.shape[2]
   return x.reshape(x.shape[0], length, *x.shape[3:])[:, :t]

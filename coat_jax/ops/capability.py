@@ -14,11 +14,11 @@ FP8 = 8.9  # Ada is the first GPU that converts and multiplies E4M3.
 HOPPER = 9.0
 
 # All GPU tests pass on Hopper. For other GPUs, tests/aot/test_other_gpus.py
-# compiles the kernels, but no kernel has ever run there.
+# compiles the kernels, but no kernel has ever run on one.
 RUN = (HOPPER,)
 COMPILED = (8.0, 8.9, 10.0, 12.0)
 
-# For a GPU that is described, not present, JAX knows only the name.
+# If a GPU is only described, as for AOT compiling, JAX knows only its name.
 _KINDS = {
   r"A30|A100|A800": 8.0,
   r"A2|A10G?|A16|A40|RTX A\d+|RTX 30\d\d": 8.6,
@@ -33,8 +33,9 @@ _KINDS = {
 def capability() -> float | None:
   """Returns the capability of the GPU that traced code is for.
 
-  Returns None if it is unknown, as for a described GPU that `_KINDS` does not
-  list: kernels then assume Hopper. Also returns None for GPUs of other vendors.
+  Returns None if the capability is unknown, as for a described GPU that
+  `_KINDS` does not list. Kernels then assume Hopper. Also returns None for GPUs
+  of other vendors.
   """
   device = jax.sharding.get_abstract_mesh().abstract_device
   kind = getattr(device, "device_kind", "")
@@ -69,7 +70,7 @@ def shared_memory() -> int:
 
 
 def experience() -> str:
-  """Returns " (...)" if no kernel has ever run on this GPU, else ""."""
+  """Returns a note in parentheses if no kernel has ever run on such a GPU."""
   found = capability()
   if found is None or found in RUN:
     return ""

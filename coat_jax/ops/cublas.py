@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 matmuls written in the form that XLA compiles to one cuBLASLt call.
 
-XLA compiles a dot product with an FP8 algorithm to one call if the summed axis
-is the last of both operands, and if the dot product and the scalar factor that
-follows already have the result's dtype. Any other form adds a separate pass
-over the result or an operand. A bias becomes part of the call. A matrix does
-too, if it is added after the bias. Inside the call the factor and the sums are
-f32: XLA:GPU drops the roundings to BF16.
+XLA compiles a `dot_general` with an FP8 algorithm to one call if it sums over
+the last axis of both operands, and if the `dot_general` and the scalar factor
+that follows already have the result's dtype. Any other form adds a separate
+pass over the result or an operand. An added bias becomes part of the call, and
+so does a matrix that is added after the bias. Inside the call the factor and
+the sums are f32: XLA:GPU drops the roundings to BF16.
 
 The call accepts one factor, so the two scales are multiplied first. If their
-product is below f32's smallest normal number, 1.2e-38, then it and the result
-are inexact or 0. (This happens to gradients whose largest value is below about
-1e-29.) For a float16 result the factor is float16 too: inexact below 6e-5, and
-0 below 6e-8. The definition in `ops.linear` has no such bound.
+product is below f32's smallest normal number, 1.2e-38, the product and the
+result are inexact or 0. (This happens to gradients whose largest value is below
+about 1e-29.) For a float16 result the factor is float16 too: inexact below
+6e-5, and 0 below 6e-8. The definition in `ops.linear` has no such limit.
 """
 
 import math
@@ -57,12 +57,12 @@ def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
     return "cuBLASLt needs one scale per tensor, got scales of blocks"
   wrong = {x.dtype.name for x in arrays if not is_fp8(x.dtype)}
   if wrong:
-    return f"cuBLASLt multiplies FP8 here, got {wrong}"
+    return f"this cuBLASLt call multiplies only FP8 operands, got {wrong}"
   (*rows, k), n = arrays[0].shape, arrays[1].shape[0]
   m = math.prod(rows)
   if any(size % 16 or size == 0 for size in (m, n, k)):
     return (
-      "cuBLASLt takes FP8 matrices whose sizes are multiples of 16, got "
+      "cuBLASLt needs FP8 matrices whose sizes are multiples of 16, got "
       f"[{m}, {k}] times [{k}, {n}]"
     )
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):

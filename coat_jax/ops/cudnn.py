@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN, forward and backward, in BF16 or f16.
 
-JAX has no public function for most of this, so this file calls private
-functions. No other file does. If a version of JAX lacks them, `_why_not` says
-so, and attention runs in XLA.
+JAX has no public functions for most of this, so this file, and no other, calls
+private functions of JAX. If the installed JAX lacks one of them, `_why_not`
+reports it, and attention runs in XLA.
 
-XLA also runs attention with soft caps or segments. JAX's cuDNN call accepts no
-function of the scores before 0.12, and cuDNN's packed layout needs a static
-number of segments, whereas ids per token allow as many segments as tokens.
+XLA also runs attention with soft caps or segments. Before version 0.12, JAX's
+cuDNN call accepts no function that changes the scores. cuDNN's packed layout
+needs a static number of segments, but ids per token allow as many segments as
+tokens.
 """
 
 import inspect
@@ -46,7 +47,7 @@ def _why_not(q, k, segments, kind, **_) -> str | None:
     return f"JAX's cuDNN call cannot cap scores, got soft_cap={kind.soft_cap}"
   if segments is not None:
     return (
-      "cuDNN takes packed sequences as offsets and lengths of a fixed number "
+      "cuDNN reads packed sequences as offsets and lengths of a fixed number "
       "of segments, got an id for each token"
     )
   if q.size == 0 or k.size == 0:
@@ -63,7 +64,7 @@ def _why_not(q, k, segments, kind, **_) -> str | None:
     return f"cuDNN computes in bfloat16 or float16, got {q.dtype}"
   if q.shape[-1] % 8 or q.shape[-1] > 256:
     return (
-      "cuDNN takes head sizes that are multiples of 8 up to 256, got "
+      "cuDNN needs head sizes that are multiples of 8 up to 256, got "
       f"{q.shape[-1]}"
     )
   return None
@@ -105,10 +106,11 @@ def attention_bwd(
   kind: AttentionKind,
 ) -> tuple[Array, Array, Array]:
   """`ops.attention_bwd`."""
-  # Layers pass what they saved to their backward pass, but no public function
-  # of JAX accepts saved arrays.
+  # Call the private primitive: here the output and the log-sum-exp of the
+  # forward pass are arguments, and no public function of JAX accepts them.
   unused = jnp.zeros(0, q.dtype)
-  # From JAX 0.12 on, the call also needs a function of the scores, or None.
+  # From JAX 0.12 on, the call has another required argument: a function that
+  # changes the scores, or None.
   accepted = inspect.signature(fmha.dot_product_attention).parameters
   options = {"score_mod": None} if "score_mod" in accepted else {}
   dq, dk, dv = fmha._dot_product_attention_bwd_p_wrapper.bind(

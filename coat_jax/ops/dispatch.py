@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatches each operation to one of its implementations.
 
-An `Op` is called like its definition, plus `implementation`:
+A call passes the definition's arguments, and `implementation`:
 
-  None     on a GPU or TPU the first kernel that runs by default and supports
-           these arguments, else "xla"
-  "xla"    the definition
-  another  that implementation, or an `Unsupported` error if it cannot run
-           these arguments
+  None          runs the first kernel for this GPU or TPU that runs by default
+                and supports these arguments, else "xla"
+  "xla"         runs the definition
+  another name  runs that implementation, or raises an `Unsupported` error if it
+                cannot run these arguments
 
 `explain` reports which implementation would run, and why. Nothing else depends
 on the platform.
@@ -44,10 +44,11 @@ from coat_jax.ops.capability import (
 from coat_jax.ops.types import Unsupported
 
 # An implementation, or the name of a module that contains a function with the
-# operation's name, and is imported when it is first needed.
+# operation's name. The module is imported when it is first needed.
 type Kernel = str | Callable[..., Any]
 
-# XLA can partition these, because they are in jnp or JAX partitions them.
+# XLA can partition calls of these implementations, because they are written in
+# jnp or JAX defines how to partition them.
 _PARTITIONED = ("cublas", "cudnn", "cuda")
 
 # All other kernels are for NVIDIA GPUs.
@@ -61,10 +62,11 @@ class Op[R]:
 
   Attributes:
     definition: the operation in plain jnp; determines the signature.
-    kernels: maps an implementation's name to its kernel. The first one for the
-      platform that supports the arguments runs, unless its `kernel` sets
-      by_default=False. You may add your own.
-    check: None, or raises for arguments that no implementation supports.
+    kernels: maps an implementation's name to its kernel. The first kernel for
+      the platform that supports the arguments runs; kernels that were made with
+      by_default=False are skipped. You may add your own.
+    check: a function that raises for arguments that no implementation supports,
+      or None.
   """
 
   definition: Callable[..., R]
@@ -89,8 +91,8 @@ class Op[R]:
     if implementation not in (None, *self.implementations):
       raise NotImplementedError(
         f"{op or self.name}: implementation must be one of "
-        f"{self.implementations}, got {implementation!r}; leave it out to have "
-        "one chosen"
+        f"{self.implementations}, got {implementation!r}; leave it out for the "
+        "default"
       )
 
   def kernel(self, implementation: str) -> Callable[..., R]:
@@ -124,7 +126,7 @@ class Op[R]:
       return self.definition(*args, **kwargs)
     reason = self.why_not(implementation, args, kwargs)
     if reason is not None:
-      raise Unsupported(f"{reason}; pass implementation=None to have XLA do it")
+      raise Unsupported(f"{reason}; pass implementation=None for the default")
     return self.kernel(implementation)(*args, **kwargs)
 
   def _choose(self, args, kwargs) -> R:
@@ -149,12 +151,10 @@ class Op[R]:
     return self.definition(*args, **kwargs)
 
   def why_not_chosen(self, name: str, args, kwargs) -> str | None:
-    """Returns why a kernel that the caller did not name does not run."""
+    """Returns why a kernel does not run by default, or None."""
     reason = self.why_not(name, args, kwargs)
     if reason is None and not getattr(self.kernel(name), "by_default", True):
-      return (
-        f"{self.name}: {name} runs only if implementation={name!r} names it"
-      )
+      return f"{self.name}: {name} runs only with implementation={name!r}"
     return reason
 
   def why_not(self, implementation: str, args, kwargs) -> str | None:
@@ -162,7 +162,7 @@ class Op[R]:
     if implementation not in _PARTITIONED and may_be_partitioned():
       return (
         f"{self.name}: with several devices a kernel can run only inside "
-        "jax.shard_map, where layers run with recipe.axes=MeshAxes(...)"
+        "jax.shard_map, which layers use with recipe.axes=MeshAxes(...)"
       )
     if _platform_of(implementation) == "cuda":
       reason = why_not_before(OLDEST, "a kernel")
@@ -181,9 +181,9 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
     *args, **kwargs: the arguments of the call; traced arrays work too.
 
   Returns:
-    One sentence, such as "quantize_groups: mosaic on a GPU, xla elsewhere". On
-    a GPU that is not of the Hopper generation, it also says that the kernel has
-    never run there.
+    One sentence, such as "quantize_groups: mosaic on a GPU, xla elsewhere". For
+    a GPU that is not of the Hopper generation, the sentence adds that the
+    kernel has never run on such a GPU.
 
   Raises:
     TypeError: `op` is not an `Op`.
@@ -230,10 +230,10 @@ def kernel[**P, R](
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
   """Makes an implementation raise `Unsupported` if `why_not` gives a reason.
 
-  `why_not` gets all arguments by name and may read shapes and dtypes of arrays;
-  it returns why the implementation cannot run them, or None. Without
-  `by_default`, as for a kernel that no GPU has run yet, the implementation runs
-  only if a caller names it.
+  `why_not` gets all arguments by name and may read shapes and dtypes of arrays.
+  It returns why the implementation cannot run these arguments, or None. With
+  by_default=False, as for a kernel that no GPU has run yet, the implementation
+  runs only if a caller names it.
   """
 
   def make(run: Callable[P, R]) -> Callable[P, R]:
@@ -261,9 +261,9 @@ def kernel[**P, R](
 def _is_on_mesh() -> bool:
   """Returns whether code is traced in a shard_map over devices of a known kind.
 
-  If code chooses a platform around a collective, XLA compiles the choice to a
-  conditional, and the host waits for the device at each one. Code traced
-  without the choice is lowered for the mesh's platform only.
+  If code with a collective chooses its platform at lowering, XLA compiles the
+  choice to a conditional, and the host waits for the device at each one. Code
+  without this choice is lowered for the mesh's platform only.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return bool(mesh.manual_axes) and mesh.abstract_device is not None
@@ -276,11 +276,11 @@ def _platform_of(kernel: str) -> str:
 def target() -> str | None:
   """Guesses the platform that traced code is for: "cuda", "tpu" or None."""
   device = jax.sharding.get_abstract_mesh().abstract_device
-  # A device of JAX 0.10 does not name its platform.
+  # In JAX 0.10, abstract devices have no attribute `platform`.
   platform = getattr(device, "platform", jax.default_backend())
   if platform == "tpu":
     return "tpu"
-  # Devices of a mesh have the platform name gpu.
+  # Devices of a mesh call the platform "gpu".
   if platform not in ("cuda", "gpu"):
     return None
   if jax.default_backend() != "gpu":

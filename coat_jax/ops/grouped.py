@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls: multiply each row by the weight of its group.
 
-The rows of each expert of a mixture are contiguous: the first sizes[0] rows
-belong to group 0, and so on. A group may be empty. Rows after the last group
-belong to no group: their products are zero, and they add nothing to a weight's
-gradient. There, g must be finite in these rows, because kernels set only x to
-zero.
+In a mixture of experts, a group is the rows of one expert. The rows of a group
+are contiguous: the first sizes[0] rows belong to group 0, and so on. A group
+may be empty. Rows after the last group belong to no group: their results are
+zero, and they add nothing to a weight's gradient. In `grouped_wgrad`, g must be
+finite in these rows, because kernels set only x to zero.
 """
 
 import jax.numpy as jnp
@@ -24,13 +24,13 @@ def _check_g(g: Array, w: Array, sizes: Array, **_) -> None:
 
 
 def _check_weights(rows, w, sizes, axis: int, needed: str) -> None:
-  """Raises unless rows have the size of this axis of the weights."""
+  """Raises unless the rows are as wide as this axis of the weights."""
   fits = rows.ndim == 2 and w.ndim == 3 and sizes.shape == w.shape[:1]
   if not fits or rows.shape[1] != w.shape[axis]:
     raise ValueError(
       f"grouped: needs {needed}, weights [E, D, F] and sizes [E], got "
-      f"{rows.shape}, {w.shape} and {sizes.shape}; pass arrays that belong "
-      "together"
+      f"{rows.shape}, {w.shape} and {sizes.shape}; pass arrays of equal D, F "
+      "and E"
     )
 
 
@@ -38,13 +38,12 @@ def _check_rows(x: Array, g: Array, sizes: Array, **_) -> None:
   if x.ndim != 2 or g.ndim != 2 or len(x) != len(g) or sizes.ndim != 1:
     raise ValueError(
       "grouped: needs rows [M, D], gradients [M, F] and sizes [E], got "
-      f"{x.shape}, {g.shape} and {sizes.shape}; pass arrays that belong "
-      "together"
+      f"{x.shape}, {g.shape} and {sizes.shape}; pass as many gradients as rows"
     )
 
 
 def _product(a, b, sizes, summed, groups, dtype) -> Array:
-  """Runs a ragged product that sums in f32 over one axis of each array."""
+  """Runs a ragged matmul that sums in f32 over the axes `summed` of a and b."""
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([summed[0]], [summed[1]]), ([], [])),
     lhs_ragged_dimensions=[0],
@@ -68,7 +67,7 @@ def grouped_fwd(
 def grouped_dgrad(
   g: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """Multiplies rows of g [M, F] by their group's w^T, w [E, D, F]: [M, D]."""
+  """Computes dx [M, D]: each row of g [M, F] times its group's w^T."""
   return _product(g, w, sizes, (1, 2), [0], dtype)
 
 
@@ -81,7 +80,7 @@ def grouped_wgrad(
   dtype: DTypeLike = jnp.float32,
   rows_first: bool = False,
 ) -> Array:
-  """Computes dw [E, D, F]: x^T g of each group's rows; zeros for empty groups.
+  """Computes dw [E, D, F]: x^T g of each group's rows, zero for empty groups.
 
   With `rows_first`, dw is [D, E, F], so that devices can split it by rows.
   """

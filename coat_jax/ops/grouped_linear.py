@@ -5,14 +5,13 @@
   grouped_linear_dgrad   dx = g w^T    g.rows [M, F], w.rows [E, D, F]
   grouped_linear_wgrad   dw = x^T g    x.columns [D, M], g.columns [F, M]
 
-Rows are sorted by group, as in `ops.grouped`, and groups are not padded. But
-here the sizes may add up to less than the number of rows: rows after the last
-group belong to no group. They may contain anything, even NaN.
+Rows are sorted by group, as in `ops.grouped`, and groups are not padded. Rows
+after the last group belong to no group, and may contain anything, even NaN.
 `quantize_grouped` leaves them out of the scale and sets their codes to zero, so
-they add nothing to a weight's gradient, and their products are zero.
+they add nothing to a weight's gradient, and their results are zero.
 
-Tokens and gradients have one scale each, and weights have one per group. The
-codes of both operands are multiplied exactly, and sums are f32.
+All tokens share a scale, all gradients share a scale, and each group's weight
+has its own. Codes are multiplied exactly, and sums are f32.
 """
 
 import jax
@@ -40,7 +39,7 @@ def quantize_experts(
 ) -> Operand:
   """Quantizes weights [E, D, F]: rows [E, D, F], columns [E, F, D], scale [E].
 
-  Pass the `scale` of an earlier call with the same weights, if there was one.
+  If an earlier call quantized the same weights, pass its `scale`.
   """
   if scale is None:
     scale = jax.vmap(scaling.find_scale)(w)
@@ -58,7 +57,7 @@ def quantize_grouped(
 ) -> Operand:
   """Quantizes the rows of x [M, n] that belong to groups; others become 0.
 
-  Pass the `scale` of an earlier call with the same rows, if there was one.
+  If an earlier call quantized the same rows, pass its `scale`.
   """
   is_used = jnp.arange(len(x)) < jnp.sum(sizes)
   # Multiplying by zero would keep a NaN.
@@ -80,7 +79,7 @@ def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:
     raise ValueError(
       "grouped_linear: needs rows [M, K], weights [E, N, K], and scales and "
       f"sizes [E], got {rows.shape}, {weights.shape}, {scales} and "
-      f"{sizes.shape}; pass arrays that belong together"
+      f"{sizes.shape}; pass arrays whose K and E are equal"
     )
 
 
@@ -94,8 +93,7 @@ def _check_columns(x: Operand, g: Operand, sizes: Array, **_) -> None:
   if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or sizes.ndim != 1:
     raise ValueError(
       "grouped_linear: needs columns [D, M] and [F, M], and sizes [E], got "
-      f"{a.shape}, {b.shape} and {sizes.shape}; pass arrays that belong "
-      "together"
+      f"{a.shape}, {b.shape} and {sizes.shape}; pass arrays whose M is equal"
     )
 
 
@@ -105,13 +103,13 @@ def _shapes(x: Operand) -> str:
 
 
 def group_of_rows(sizes: Array, m: int) -> Array:
-  """Returns each of m rows' group; rows without a group get the last one."""
+  """Returns the group of each of m rows; the last one for rows without one."""
   group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(m), side="right")
   return jnp.minimum(group, len(sizes) - 1)
 
 
 def _rows_times(x: Array, w: Array, sizes: Array, x_scale, w_scale, dtype):
-  """Multiplies codes [M, K] by their group's [E, N, K]^T and by both scales."""
+  """Multiplies codes [M, K] by their groups' [E, N, K]^T and by both scales."""
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [2]), ([], [])),
     lhs_ragged_dimensions=[0],
@@ -163,7 +161,7 @@ def grouped_linear_wgrad(
 ) -> Array:
   """Computes dw [E, D, F] from x.columns [D, M] and g.columns [F, M].
 
-  It is zero for empty groups. With `rows_first`, dw is [D, E, F].
+  dw is zero for empty groups. With `rows_first`, dw is [D, E, F].
   """
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [1]), ([], [])),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a projection into rotated heads, and joins heads, in plain jnp.
 
-The columns of q, k and v are ordered by key head: for each of the K key heads,
-its N / K query heads, its key, its value.
+The columns are ordered by key head: for each of the K key heads, the N / K
+query heads that share it, then the key and the value.
 """
 
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def split_heads(
 ) -> tuple[Array, Array, Array]:
   """Splits qkv [B, T, (N + 2 K) H] into q, k and v; rotates q and k.
 
-  cos and sin are those of `rotate`. q is [B, T, N, H]; k and v are
+  For cos and sin see `rope.rotate`. q is [B, T, N, H]; k and v are
   [B, T, K, H].
   """
   b, t, columns = qkv.shape
@@ -89,7 +89,7 @@ def join_heads_operand(
   gradient: Scaling = GRADIENTS,
   has_sums: bool = False,
 ) -> tuple[Operand, Array | None]:
-  """Quantizes the result of `join_heads` to an operand of the next matmuls.
+  """Quantizes the result of `join_heads` for the projection's backward pass.
 
   Returns the operand in both layouts. With `has_sums`, also returns the
   unrounded gradient summed over tokens, f32 [(N + 2 K) H], for a bias.

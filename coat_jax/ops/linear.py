@@ -2,10 +2,11 @@
 """Matmuls of operands in plain jnp, forward and backward.
 
 The operands determine the formats; `dtype` is the dtype of the result. Either
-both operands have one scale, or both have scales of blocks. Then the sum over
-each block of 128 is multiplied by its two scales and accumulated in f32. Block
-scales are powers of two, so we can multiply the codes by them first, in BF16,
-and only sums are rounded.
+both operands have one scale, or both have block scales. With block scales, the
+sum over each block of 128 is multiplied by the block's two scales, and these
+results are added in f32. Block scales are powers of two. The definition can
+therefore multiply the codes by them first, exactly in BF16, so that only sums
+are rounded.
 """
 
 import jax
@@ -39,7 +40,7 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
     if other is not None and other.shape != want:
       raise ValueError(
         f"linear: {name} must have the output's shape, {want}, got "
-        f"{other.shape}; pass arrays that belong together"
+        f"{other.shape}; pass one of this shape"
       )
 
 

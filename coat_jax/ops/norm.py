@@ -28,7 +28,7 @@ from coat_jax.ops.types import NormKind, NormStats
 
 
 def check_norm(x, gamma, beta, *, kind, eps, **_) -> None:
-  """Raises for invalid arguments of a norm."""
+  """Raises if arguments of a norm are invalid."""
   check_numeric("norm", "x", x, "pass the norm's input")
   remedy = "pass kind=None to a block without a norm"
   check_choice("norm", "kind", kind, get_args(NormKind), remedy)
@@ -52,9 +52,10 @@ def norm_values(
 ) -> tuple[Array, NormStats]:
   """Computes y = (x - mean) rstd gamma + beta and the statistics, in f32.
 
-  x is [..., D]; gamma and beta are [D] or None. For "rms" there is no mean and
-  rstd = (mean(x^2) + eps)^-1/2; "layer" uses the variance. Inside
-  `jax.shard_map`, devices along `axis_names` hold equal parts of each row.
+  x is [..., D]; gamma and beta are [D] or None. For "rms", no mean is
+  subtracted, and rstd = (mean(x^2) + eps)^-1/2. For "layer",
+  rstd = (var(x) + eps)^-1/2. Inside `jax.shard_map`, devices along `axis_names`
+  hold equal parts of each row.
   """
   check_norm(x, gamma, beta, kind=kind, eps=eps)
   x = x.astype(jnp.float32)
@@ -68,7 +69,7 @@ def norm_values(
 
 
 def _mean(x: Array, axis_names: tuple[str, ...]) -> Array:
-  """Averages whole rows, of which each device may hold a part."""
+  """Averages whole rows; devices along `axis_names` hold parts of them."""
   mean = jnp.mean(x, axis=-1)
   return jax.lax.pmean(mean, axis_names) if axis_names else mean
 
@@ -93,10 +94,10 @@ def norm_gradients(
   *,
   axis_names: tuple[str, ...] = (),
 ) -> tuple[Array, Array, Array]:
-  """Computes dx [..., D], dgamma [D], dbeta [D]; all f32, summed over rows.
+  """Computes dx [..., D], and dgamma and dbeta [D] summed over rows, in f32.
 
-  With xhat the normalized x and g = gamma dy:
-  dx = (g - xhat mean(xhat g) - mean(g)) rstd, the last mean for "layer" only.
+  dx = (g - xhat mean(xhat g) - mean(g)) rstd, where xhat is the normalized x,
+  g = gamma dy, and the term mean(g) exists only for "layer".
   """
   for name, each in (("dy", dy), ("x", x)):
     check_numeric("norm", name, each, "pass an array like x")

@@ -34,13 +34,13 @@ def quantize_tensor(
   scale: Scales | None = None,
   layout: Layout = "rows",
 ) -> Operand:
-  """Quantizes [..., n] to an operand; `scale` is `tensor_scale`'s, if known."""
+  """Quantizes [..., n] to an operand; `scale` may come from `tensor_scale`."""
   return scaling.quantize(x, scale, layout)
 
 
 @op(mosaic="quantize")
 def tensor_scale(x: Array, *, scaling: Scaling = VALUES) -> Scales | None:
-  """Finds a tensor's scale; returns None if each layout needs its own."""
+  """Finds a tensor's scale; returns None if each layout has its own scales."""
   return scaling.find_scale(x)
 
 
@@ -58,11 +58,11 @@ def _cast_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
   """Computes `quantize_rows` with the FP8 cast instruction of GPUs.
 
   `formats.saturating_cast` rounds to the format's grid in f32 before it casts,
-  since XLA may split a cast or drop it. For E4M3, XLA does neither if the
-  fusion that computes the codes also writes them to memory. The whole cast is
-  then one instruction, `cvt.rn.satfinite.e4m3x2.f32`. Rounding first would take
-  12 of 24 instructions per value, and keep the fusion far below memory
-  bandwidth.
+  because XLA may split a cast or drop it. A cast to E4M3 is neither split nor
+  dropped if the fusion that computes the codes also writes them to memory. The
+  whole cast is then one instruction, `cvt.rn.satfinite.e4m3x2.f32`. Rounding
+  first would take 12 of 24 instructions per value, and keep the fusion far
+  below memory bandwidth.
   """
   values = x.astype(jnp.float32) / scale
   return jnp.clip(values, -qmax(dtype), qmax(dtype)).astype(dtype)
@@ -72,7 +72,7 @@ def _cast_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
 def quantize_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
   """Quantizes [..., n] like `quantize_tensor`'s rows, in one XLA pass.
 
-  XLA reads x in place, even in a stack of layers; for a kernel it would first
+  XLA reads x in place, even in a stack of layers. For a kernel, it would first
   copy x out of the stack.
   """
   return quantize_with_scale(x, scale, group_size=None, dtype=dtype).qvalue

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding (RoPE): frequencies, angles and the rotation.
 
-Among the first R channels, i and i + R/2 form a pair, as in Hugging Face
-Transformers; R is a head's size H unless RoPE is partial. The scalings for
-longer sequences compute what Transformers computes, and their fields are named
-as in its configurations.
+Among the first R channels of a head, i and i + R/2 form a pair, as in Hugging
+Face Transformers. R is the head's size H unless RoPE is partial. The scalings
+for longer sequences compute what Transformers computes, and their fields have
+the names that its configurations use.
 """
 
 import abc
@@ -44,7 +44,7 @@ class LinearScaling(RopeScaling):
   """Divides all frequencies by a factor (position interpolation).
 
   Attributes:
-    factor: how many times longer sequences become.
+    factor: the new context length, divided by the original one.
 
   Raises:
     ValueError: the factor is below 1.
@@ -66,9 +66,10 @@ class LinearScaling(RopeScaling):
 class Llama3Scaling(RopeScaling):
   """Divides low frequencies by a factor and keeps high ones, as in Llama 3.1.
 
-  A frequency is low if it turns fewer than `low_freq_factor` times in the
-  original length, high if it turns more than `high_freq_factor` times; between
-  them the divided and the kept frequency are interpolated linearly.
+  A frequency is low if its channels turn fewer than `low_freq_factor` times
+  within the original length, and high if they turn more than `high_freq_factor`
+  times. Between these two numbers of turns, the divided and the kept frequency
+  are interpolated linearly.
 
   Attributes:
     factor: divisor of low frequencies.
@@ -100,16 +101,18 @@ class Llama3Scaling(RopeScaling):
 class YarnScaling(RopeScaling):
   """Divides low frequencies by a factor, keeps high ones; scales cos and sin.
 
-  A channel that turns between `beta_slow` and `beta_fast` times in the original
-  length is interpolated, linearly in its index.
+  Channels that turn fewer than `beta_slow` times within the original length
+  have low frequencies, and those that turn more than `beta_fast` times have
+  high ones. For channels between these, the divided and the kept frequency are
+  interpolated linearly in the channel's index.
 
   Attributes:
     factor: divisor of low frequencies.
     original_max_position_embeddings: the original context length.
     beta_fast, beta_slow: numbers of turns.
     attention_factor: factor of cos and sin. None computes it from `factor`:
-      0.1 log(factor) + 1 or, with both `mscale` and `mscale_all_dim`, the
-      quotient of 0.1 mscale log(factor) + 1 and the same for mscale_all_dim.
+      0.1 log(factor) + 1 or, with both `mscale` and `mscale_all_dim`,
+      (0.1 mscale log(factor) + 1) / (0.1 mscale_all_dim log(factor) + 1).
     mscale, mscale_all_dim: see `attention_factor`.
 
   Raises:
@@ -188,8 +191,8 @@ class Rotary:
   Attributes:
     theta: base of the frequencies theta^(-2 i / R).
     scaling: how frequencies change for longer sequences, or None.
-    rotary_dim: R, how many of a head's first channels rotate; None for all. The
-      other channels stay unchanged.
+    rotary_dim: R, the number of a head's first channels that RoPE rotates; None
+      for all. The other channels stay unchanged.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -208,19 +211,19 @@ class Rotary:
       check_kind(op, "scaling", self.scaling, RopeScaling, remedy)
     if size is None:
       return
-    check_whole(op, "rotary_dim", size, ANY, "None rotates all channels")
+    check_whole(op, "rotary_dim", size, ANY, "pass None for all channels")
     if size < 2 or size % 2:
       raise ValueError(
         "Rotary: rotary_dim must be even, because RoPE rotates pairs, and at "
-        f"least 2, got {size}; None rotates all channels"
+        f"least 2, got {size}; pass None for all channels"
       )
 
   def check(self, head_dim: int) -> None:
-    """Raises a ValueError if heads of this size have too few channels."""
+    """Raises a ValueError if `rotary_dim` is above the heads' size."""
     if self.rotary_dim is not None and self.rotary_dim > head_dim:
       raise ValueError(
         f"Rotary: rotary_dim must be at most the heads' size {head_dim}, got "
-        f"{self.rotary_dim}; None rotates all channels"
+        f"{self.rotary_dim}; pass None for all channels"
       )
 
   def frequencies(self, head_dim: int) -> Array:

@@ -2,9 +2,10 @@
 """Keeps XLA from storing f32 values between passes over memory on TPUs.
 
 XLA for TPUs does not fuse a reshape from 688 groups of 16 to 11,008 values,
-although it fuses one from 512 groups to 8,192. It then stores each value's
-scale in f32. It also stores values that two passes read. The functions here
-prevent that and change no values; on other platforms they do nothing.
+although it fuses one from 512 groups to 8,192 values. If XLA does not fuse the
+reshape, it stores each value's scale in f32. XLA also stores values that two
+passes read. The functions in this file prevent both and change no values; on
+other platforms they do nothing.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from coat_jax.ops.dispatch import target
 def in_groups(x: Array, group_size: int) -> Array:
   """Makes XLA compute with x [..., n] in the shape [..., groups, group_size].
 
-  Otherwise XLA would move the reshape to the operands, that is to the scales.
+  Otherwise XLA would reshape the operands of this computation (the scales).
   """
   n = x.shape[-1]
   if target() != "tpu" or n % group_size:
@@ -35,7 +36,7 @@ def codes_in_groups(x: QTensor) -> QTensor:
 
 
 def read_again(arrays: Any, after: Any) -> tuple[Any, Any]:
-  """Makes XLA recompute from `arrays` what it computed to find `after`."""
+  """Makes XLA read `arrays` again after it computed `after` from them."""
   if target() != "tpu":
     return arrays, after
   return lax.optimization_barrier((arrays, after))

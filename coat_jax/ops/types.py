@@ -19,13 +19,13 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick"]
 
 
 class Unsupported(NotImplementedError):
-  """Raised, with a reason, if an implementation cannot run these arguments."""
+  """Raised with a reason if an implementation cannot run the arguments."""
 
 
 class NormStats(NamedTuple):
-  """Statistics that a norm's backward pass reads with its input: f32 [...].
+  """Statistics that a norm's backward pass reads along with the norm's input.
 
-  There is one value per row; mean is None for "rms".
+  Both are f32 [...], one value per row; mean is None for "rms".
   """
 
   mean: Array | None
@@ -37,7 +37,7 @@ class AttentionKind:
   """Selects the keys that a query sees, and how scores are scaled and capped.
 
   Attributes:
-    causal: query t sees keys up to t + S - T; T must not be above S.
+    causal: query t sees keys up to t + S - T; S must be at least T.
     window: a query sees only the last `window` of these keys, including its
       own, that is, keys > query - window; None for all keys. Hugging Face
       Transformers calls this `sliding_window`.
@@ -54,7 +54,7 @@ class AttentionKind:
   def __post_init__(self):
     op = "attention"
     if self.window is not None:
-      remedy = "a window includes the query's own key; None is no window"
+      remedy = "a window includes the query's own key; pass None for no window"
       check_whole(op, "window", self.window, COUNT, remedy)
     if self.window is not None and not self.causal:
       raise ValueError(
@@ -74,7 +74,7 @@ class AttentionKind:
     return dataclasses.replace(self, window=None)
 
   def scale_of(self, head_dim: int) -> float:
-    """Returns the factor of q k^T."""
+    """Returns the factor that multiplies q k^T."""
     return head_dim**-0.5 if self.scale is None else self.scale
 
 

@@ -173,10 +173,10 @@ def test_positions_and_segments_are_broadcast_to_the_axes_of_x():
     (dict(window=0), "window must be at least 1"),
     (dict(window=4, causal=False), "needs causal=True"),
     (dict(soft_cap=-1.0), "soft_cap must be above 0"),
-    (dict(rope_theta=None, rotary_dim=4), "need RoPE.*pass its base"),
+    (dict(rope_theta=None, rotary_dim=4), "need RoPE.*pass rope_theta"),
     (
       dict(rope_theta=None, rope_scaling=LinearScaling(factor=2.0)),
-      "need RoPE.*pass its base",
+      "need RoPE.*pass rope_theta",
     ),
     (dict(rotary_dim=8), "at most the heads' size 6, got 8"),
   ],
@@ -189,7 +189,7 @@ def test_invalid_kinds_are_refused(options, message):
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    ((), "which of 2 kinds the layer is, got None"),
+    ((), "one of 2 kinds of layers, got None"),
     ((jnp.zeros((1, T), jnp.int32),), r"positions \[T\] or \[B, T\]"),
   ],
 )

@@ -261,7 +261,7 @@ def test_gate_and_up_accept_names_of_the_whole_array():
 
 def test_more_names_than_axes_are_refused():
   with pytest.raises(
-    ValueError, match=r"one entry for each axis .* \(16, 32\)"
+    ValueError, match=r"one entry for each axis, .* \(16, 32\)"
   ):
     make("Linear", kernel_metadata=at("data", None, "fsdp"))
 

@@ -228,8 +228,8 @@ def test_block_inputs_include_those_of_post_norms(norm):
   assert products == 2 + 1 + 4
 
 
-def test_argnums_are_places():
-  with pytest.raises(ValueError, match="argnums .2,. must be places .* got 2"):
+def test_argnums_are_indices():
+  with pytest.raises(ValueError, match="argnums .2,. must be indices .* got 2"):
     fp8_remat(f, argnums=2)(X, W)
 
 

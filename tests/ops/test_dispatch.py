@@ -79,7 +79,7 @@ def test_xla_runs_what_a_kernel_refuses(m):
   with jax.sharding.use_abstract_mesh(H200):
     assert "platform_index" not in primitives(ops.linear_fwd, x, w)
   assert ops.explain(ops.linear_fwd, x, w) == (
-    "linear_fwd: xla everywhere (linear_fwd: cuBLASLt takes FP8 matrices whose "
+    "linear_fwd: xla everywhere (linear_fwd: cuBLASLt needs FP8 matrices whose "
     f"sizes are multiples of 16, got [{m}, 32] times [32, 48]; "
     "linear_fwd: the Mosaic kernel needs one scale per block of 128, got one "
     "scale per tensor)"

@@ -138,7 +138,7 @@ def test_attention_kernels_run_only_if_they_are_named():
   short = [x[:, :100] for x in (q, k, v)]
   with for_h200():
     said = ops.explain(ops.attention_fwd, *short, kind=kind)
-  assert "mosaic runs only if implementation='mosaic' names it" in said
+  assert "mosaic runs only with implementation='mosaic'" in said
 
 
 @pytest.mark.gpu
