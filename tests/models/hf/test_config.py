@@ -212,8 +212,8 @@ def test_windows_are_read():
   "text, words",
   [
     ("ntk,factor=2", "must be one of ('linear', 'llama3', 'yarn'), got 'ntk'"),
-    ("linear", "of which factor are needed; wrong are factor"),
-    ("linear,factor=2,base=3", "wrong are base"),
+    ("linear", "of which factor are required; unknown or missing: factor"),
+    ("linear,factor=2,base=3", "unknown or missing: base"),
     ("linear,factor", "fields like factor=4, got 'factor'"),
     ("linear,factor=0.5", "factor must be at least 1 and finite, got 0.5"),
     ("linear,factor=inf", "factor must be at least 1 and finite, got inf"),
