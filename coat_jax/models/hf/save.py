@@ -237,8 +237,8 @@ def _write_file(
       if not is_finite:
         raise ValueError(
           f"save_hf: weights must be finite in {dtype}, got NaN or infinity in "
-          f"{', '.join(part.tensors)}; if the model has diverged, save it as it "
-          "was before; if it has not, pass another dtype"
+          f"{', '.join(part.tensors)}; if the model has diverged, save an "
+          "earlier state; if it has not, pass another dtype"
         )
       for x in tensors:
         opened.write(np.ascontiguousarray(x).view(np.uint8).data)

@@ -3,11 +3,11 @@
 
 The backward pass of attention returns dq, dk and dv by head. The next matmul
 reads them as one matrix, rotated (RoPE) and quantized. Two Mosaic GPU kernels
-compute this matrix. The first finds its scale, from values rounded as by
-`ops.join_heads`. In the second, each program writes one tile in the row and the
-column layout. A tile may contain columns of any heads, which `heads_ptx` loads.
-The second kernel also sums the gradient of a bias: each tile writes the sum
-over its rows, and XLA adds these sums up, always in the same order.
+compute this matrix. The first one finds its scale, from values rounded as in
+`ops.join_heads`. In the second one, each program writes one tile in the row and
+the column layout. A tile may contain columns of any heads, which `heads_ptx`
+loads. The second kernel also sums the gradient of a bias: each tile writes the
+sum over its rows, and XLA adds up these sums, always in the same order.
 """
 
 import functools
