@@ -166,7 +166,7 @@ def split_index(x, size: int):
 
 
 def sum_over_rows(x: Array, smem) -> Array:
-  """Sums each column of a tile: f32 [128]. Each `smem` (`SUMS`) is used once."""
+  """Sums each column of a tile: f32 [128]; no two calls may share `smem`."""
   out = plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout=THREAD_LAYOUT)
 
   @plgpu.inline_mgpu(arg_types=(TILE_LAYOUT, plgpu.RefType()), return_type=out)
