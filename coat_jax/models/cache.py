@@ -116,7 +116,7 @@ def cached_forward(
     layers = unstacked(model.layers, model.config.num_layers)
 
   def sharded(x: Array, *others: str | None) -> Array:
-    """Shards x [B, ...] over the batch, and over `others`."""
+    """Shards x [B, ...] over the batch axes, and its other axes by `others`."""
     if axes is None:
       return x
     return jax.lax.with_sharding_constraint(x, P(axes.batch, *others))

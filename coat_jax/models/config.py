@@ -247,7 +247,7 @@ class ModelConfig:
     if choices.has_experts and (e is None or k is None or k > e):
       raise ValueError(
         f"ModelConfig: {self.family} needs num_experts and experts_per_token, "
-        f"which is at most num_experts, got {e} and {k}; pass both"
+        f"which must be at most num_experts, got {e} and {k}; pass both"
       )
 
   def check_length(

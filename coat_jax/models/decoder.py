@@ -151,7 +151,7 @@ class Decoder(nnx.Module):
     segments: Array | None = None,
     placed: Placed | None = None,
   ) -> Carry:
-    """Returns the first layer's input, and empty routing statistics."""
+    """Returns the first layer's input, and routing statistics that are 0."""
     check_tokens("Decoder", tokens, segments)
     shape = list(tokens.shape)
     self.config.check_length(f"Decoder: tokens {shape}", shape[-1])

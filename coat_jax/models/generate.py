@@ -75,8 +75,8 @@ class Generation(NamedTuple):
   Attributes:
     tokens: the new tokens for each prompt, including the stop token if one was
       chosen.
-    prefill_s: time in seconds for the prompts and each one's first new token.
-    decode_s: time in seconds for all other new tokens. Both times include
+    prefill_s: seconds spent on the prompts and the first new token of each.
+    decode_s: seconds spent on all other new tokens. Both times include
       compilation.
   """
 
@@ -121,13 +121,13 @@ def generate(
       all its images. None for text alone.
     temperature: divides the logits; 0 chooses the most probable token.
     top_k: draws from the k most probable tokens; None for all.
-    top_p: of these, draws from the fewest most probable tokens whose normalized
+    top_p: of these, draws from the most probable tokens until their normalized
       probabilities add up to at least `top_p`; None for all.
     stop_tokens: the new tokens of a prompt end after any of these.
     seed: seed of the draws. A row's draws depend on its index, not on the
       number of prompts.
-    cache_size: for how many tokens per row, including padding, the KV cache has
-      room. If all calls pass the same size, the decoding loop is compiled once.
+    cache_size: number of tokens per row, including padding, that the KV cache
+      can hold. If all calls pass the same size, decoding is compiled once.
       None for the longest prompt plus `max_new_tokens`, each rounded up.
 
   Returns:
@@ -136,10 +136,10 @@ def generate(
   Raises:
     TypeError: an argument has the wrong type, such as a token that is not a
       whole number.
-    ValueError: no prompt, an empty prompt, a token outside the vocabulary, more
-      tokens than the model has learned positions for, images that do not match
-      the image tokens, an option outside its range, or a model that computes
-      NaN.
+    ValueError: there is no prompt, a prompt is empty, a token is outside the
+      vocabulary, there are more tokens than learned positions, images do not
+      match the image tokens, an option is outside its range, or the model
+      computes NaN.
 
   Examples:
     >>> from coat_jax import recipes
@@ -247,7 +247,7 @@ def _decode(
   cache: KVCache,
   options: _Options,
 ) -> tuple[Array, Array, KVCache]:
-  """Returns new tokens [B, room], how many rows have at most, and the cache.
+  """Returns new tokens [B, room], the most that a row has, and the cache.
 
   The new tokens include `first`.
   """

@@ -37,9 +37,9 @@ def _all_but_gathered(
 ) -> bool:
   """Checkpoint policy: save what autodiff saves, except gathered weights.
 
-  Neither the weight that `_constrained` gathers is saved nor its reshape before
-  a matmul, which is only a view. (A policy that uses `checkpoint_name` would
-  save the array to which the name is applied.)
+  It saves neither the weight that `_constrained` gathers nor the reshape of
+  this weight before a matmul, which is only a view. (A policy that uses
+  `checkpoint_name` would save the array to which the name is applied.)
   """
   del arrays, options
   names = {primitive.name}
@@ -137,8 +137,8 @@ def checkpointed(
   rounded = forward
   if remat == "fp8_layer":
     rounded = lambda x, *args: forward(through_codes(x, recipe), *args)  # noqa: E731
-  # Without a barrier, because in a scan XLA cannot merge the recomputation with
-  # the first forward pass.
+  # prevent_cse is not needed: in a scan, XLA cannot merge the recomputation
+  # with the first forward pass.
   return nnx.remat(rounded, prevent_cse=False, policy=_POLICIES[remat])
 
 

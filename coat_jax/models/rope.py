@@ -95,7 +95,7 @@ def write_scaling(scaling: RopeScaling | None) -> str | None:
 
 
 def scaling_fields(scaling: RopeScaling) -> tuple[str, dict[str, float]]:
-  """Returns a scaling's type, and the fields without their default value."""
+  """Returns a scaling's type, and its fields that differ from the default."""
   (name,) = (name for name, kind in SCALINGS.items() if type(scaling) is kind)
   return name, {
     field.name: getattr(scaling, field.name)

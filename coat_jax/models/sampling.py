@@ -3,7 +3,7 @@
 
 Logits are divided by `temperature`. `top_k` keeps the k most probable tokens.
 Then the probabilities of these tokens are normalized, and `top_p` keeps the
-fewest most probable tokens whose probabilities add up to at least p. One of the
+most probable tokens until their probabilities add up to at least p. One of the
 kept tokens is drawn. Temperature 0 chooses the most probable token instead.
 """
 

@@ -6,8 +6,8 @@ between them project the features to the decoder's width. The results replace
 the embeddings of image tokens; a text contains one image token per feature.
 A sequence may contain several images, or none.
 
-The recipe applies to the layers of the tower and of the decoder. The projector,
-and everything before and after those layers, stays in BF16.
+The recipe applies to the layers of the tower and of the decoder. The projector
+and everything before and after those layers stay in BF16.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class VisionLanguageConfig:
   Attributes:
     text: shape of the decoder.
     vision: shape of the tower.
-    image_token: the token whose embeddings image features replace.
+    image_token: the token whose embedding is replaced by an image feature.
     feature_layer: the layer of the tower whose hidden states are projected,
       numbered like `layer` in `VisionTower.features`.
     feature_select: "default" drops the first hidden state of an image, which is
@@ -194,11 +194,11 @@ class VisionLanguageModel(nnx.Module):
     Args:
       tokens: int32 [B, T], with `config.tokens_each` image tokens for each
         image, in the order of the images. If a sequence contains more image
-        tokens than that, the last of them keep their own embedding.
+        tokens, those in excess keep their own embedding.
       pixel_values: [B, I, C, H, W], the images of each sequence, BF16 or f32,
-        resized and normalized. Images without image tokens have no effect:
-        append any image to sequences that have fewer than I. None for text
-        alone.
+        resized and normalized. Images without image tokens have no effect, so
+        you can fill up sequences that have fewer images with zeros. None for
+        text alone.
       segments: as for `Decoder`.
 
     Returns:

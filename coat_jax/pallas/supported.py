@@ -35,8 +35,8 @@ def why_not_shape(shape: tuple[int, ...]) -> str | None:
   size = math.prod(shape)
   if not shape or shape[-1] % 16 or not size:
     return (
-      "the kernel needs a last axis that is a multiple of 16 and no empty axis,"
-      f" got shape {shape}"
+      "the kernel needs a last axis whose size is a multiple of 16, and no "
+      f"empty axis, got shape {shape}"
     )
   if size > MAX_ELEMENTS:
     return (
@@ -54,7 +54,7 @@ def why_not_groups(
     return f"the kernel needs groups of {_GROUP_SIZES}, got {group_size}"
   if shape and shape[-1] % group_size:
     return (
-      "the kernel needs a last axis that is a multiple of the group size "
+      "the kernel needs a last axis whose size is a multiple of the group size "
       f"{group_size}, got {shape[-1]}"
     )
   return why_not_shape(shape)
@@ -125,10 +125,10 @@ def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
 def why_not_read(
   x, shape: tuple[int, ...], groups: Groups, output: Scaling
 ) -> str | None:
-  """Checks a kernel's arguments if it quantizes x and scales its output.
+  """Checks the arguments of kernels that quantize x and find an output's scale.
 
-  It quantizes x in groups, and computes the scale of the output. `shape` is the
-  shape of x, or of each part (gate and up) that x consists of.
+  x is quantized in groups. `shape` is the shape of x, or of each part (gate and
+  up) that x consists of.
   """
   # With `Blocks` the kernel computes no scale: blocks get their scales later.
   if type(output) is not Blocks:
@@ -202,7 +202,7 @@ def why_not_activation_bwd(
   if dy.shape != shape:
     return f"dy must have the input's shape {shape}, got {dy.shape}"
   if has_sums and len(parts) > 1:
-    return "kernels sum the gradient of x, not of gate and up"
+    return "kernels sum the gradient of x, but not those of gate and up"
   return (
     why_not_scaling(gradient, E5M2)
     or _why_not_activation(activation)

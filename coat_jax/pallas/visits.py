@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of attention scores that a kernel visits.
 
-These are the tiles of keys that each tile of queries visits. The tiles of
-queries that each tile of keys visits are the columns of the same tables:
+Each row below shows which tiles of keys a tile of queries visits. Each column
+shows which tiles of queries a tile of keys visits:
 
              keys                     keys
            0 1 2 3 4 5              0 1 2 3 4 5
@@ -34,8 +34,8 @@ def segment_bounds(
   """Returns the range of tiles that each tile of `own` positions visits.
 
   The range starts at the first tile of `others` positions that may share an id
-  with the own tile, and ends one past the last such tile. Both are int32 [B,
-  tiles]; `segments` are [B, T].
+  with the own tile, and ends one past the last such tile. Start and end are
+  int32 [B, tiles]; `segments` are [B, T].
   """
 
   def least_and_largest(size):
@@ -82,8 +82,8 @@ class Visits(NamedTuple):
     tile's range of `segment_bounds`. Keys may see queries past the end, which
     must be zero.
     """
-    # Position i sees the other positions from i - back to i + ahead. None means
-    # no limit.
+    # Position i sees positions i - back to i + ahead of the other sequence.
+    # None means no limit.
     reach = None if kind.window is None else kind.window - 1
     back, ahead = reach, 0 if kind.causal else None
     if not of_queries:

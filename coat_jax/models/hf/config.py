@@ -115,7 +115,7 @@ def _object(file: Path, found: dict, key: str, default: Any = None) -> dict:
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
-  """Makes a configuration; a decoder's widths are None if they are usual."""
+  """Makes a configuration; replaces default widths of a decoder by None."""
   if kind is not ModelConfig:
     return kind(**values)
   share = values.pop(PARTIAL, None)

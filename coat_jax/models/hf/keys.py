@@ -147,7 +147,7 @@ class HeadWidth(Field):
 
 @dataclasses.dataclass(frozen=True)
 class Renamed(Field):
-  """A field whose key has one name in transformers 4 and another (new) in 5."""
+  """A field whose key is called `new` in transformers 5, but not in 4."""
 
   new: str = ""
 

@@ -49,7 +49,7 @@ class _FullLayers(Key):
 
 @dataclasses.dataclass(frozen=True)
 class _LayerTypes(Key):
-  """Keys for windows in all layers except every n-th; n is often `default`."""
+  """Keys for windows in all layers except every n-th; n may be `default`."""
 
   default: int
 
@@ -156,7 +156,7 @@ def _read_rope(
     raise wrong(file, _SCALING, f"as {_ROPE}", old, remedy)
 
   def number(name: str, default: float) -> float:
-    """Reads a number that `rope` or `found` has; both must agree."""
+    """Reads a number from `rope` or `found`, which must not disagree."""
     values: list[Any] = [x[name] for x in (rope, found) if name in x]
     values = values or [default]
     if not all(type(x) in (int, float) and x == values[0] for x in values):

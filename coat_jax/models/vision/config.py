@@ -66,7 +66,7 @@ class VisionConfig:
     num_channels: number of channels of images.
     norm_eps: epsilon that norms add to the variance.
     num_classes: number of classes of a "vit" that classifies images; None for
-      a tower that returns hidden states.
+      all other towers.
     has_pool: whether a "vit" without classes or a "siglip_vision" has weights
       for pooling. Leave it True for all other towers.
 
@@ -102,7 +102,7 @@ class VisionConfig:
       )
     if self.num_classes is not None and self.choices.pool != "class":
       raise ValueError(
-        "VisionConfig: num_classes applies to family vit, got "
+        "VisionConfig: num_classes applies only to family vit, got "
         f"{self.num_classes} for {self.family}; leave it out"
       )
     if not self.has_pool and (self.num_classes or self.choices.pool is None):

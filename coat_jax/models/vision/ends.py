@@ -15,7 +15,7 @@ from coat_jax.models.vision.config import VisionConfig
 
 
 class PatchEmbedding(nnx.Module):
-  """Embeds the patches of images, and adds the class token and positions.
+  """Embeds the patches of images, prepends the class token, adds positions.
 
   `linear` has a kernel [C P P, D]; a patch's pixels are ordered by channel, row
   and column. If there is a class token, it comes first in `position_embed`
@@ -67,7 +67,10 @@ def patches(images: Array, size: int) -> Array:
 
 
 class ClassPool(nnx.Module):
-  """ViT's pooling: projects the class token, to logits or followed by tanh."""
+  """ViT's pooling: projects the class token.
+
+  The result is class logits, or a vector to which tanh is applied.
+  """
 
   def __init__(self, config: VisionConfig, start: Start):
     self.classifies = config.num_classes is not None

@@ -2,9 +2,9 @@
 """A vision tower for several families, made of COAT's blocks.
 
 Each patch becomes a token. The layers have non-causal attention, GELU MLPs,
-LayerNorms and biases. A scan runs them, as in a decoder. As in a decoder, too,
-everything else stays in BF16: the patch projection, the norms before the first
-and after the last layer, and pooling.
+LayerNorms and biases. As in a decoder, a scan runs them, and everything else
+stays in BF16: the patch projection, the norms before the first layer and after
+the last layer, and pooling.
 """
 
 import jax
@@ -86,7 +86,7 @@ class VisionTower(nnx.Module):
       store_params(getattr(self, name), name, store)
 
   def __call__(self, pixel_values: Array) -> Array:
-    """Returns what the family's model in transformers returns first.
+    """Returns the first output of the family's model in transformers.
 
     Args:
       pixel_values: images [B, C, H, W], BF16 or f32, resized and normalized.

@@ -126,7 +126,8 @@ def attention_bwd(
     precision=jax.lax.Precision.HIGHEST,
   )
   lse = jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E
-  # After the last query, these and dout are zero, so dk and dv get no addition.
+  # Pad with zeros. dout is zero there too, so the padding adds nothing to dk
+  # and dv.
   missing = [(0, 0), (0, 0), (0, -t % WAVE)]
   inputs = Inputs(
     *map(_padded, (q, k, v, dout)),

@@ -220,7 +220,7 @@ def _sum_queries(
   has_dk: bool,
   has_dv: bool,
 ) -> tuple[Array | None, Array | None]:
-  """Returns a warpgroup's dk / scale and dv, f32 [64, H]; None if not summed."""
+  """Returns a warpgroup's dk / scale and dv, f32 [64, H]; None if left out."""
   add_product = functools.partial(tiles.add_product, interpret=work.interpret)
 
   def step(j, carry, is_masked: bool):

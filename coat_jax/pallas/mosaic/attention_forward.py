@@ -2,8 +2,8 @@
 """The forward kernel of attention, in Pallas for Mosaic GPU.
 
 A program owns 128 queries of one head, and visits tiles of keys. Each of two
-warpgroups computes 64 rows of scores with wgmma, and their softmax with a
-running maximum. Then it adds p v to its f32 sums, with p in registers. One
+warpgroups computes 64 rows of scores with wgmma and their softmax p with a
+running maximum, and adds p v to its f32 sums. p stays in registers. One
 warpgroup uses the tensor cores while the other computes exponentials.
 """
 

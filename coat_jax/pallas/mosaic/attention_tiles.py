@@ -239,10 +239,11 @@ def load_columns(smem, shape: tuple[int, int]) -> Array:
 
 
 class Scores(NamedTuple):
-  """Computes with the attention scores of a warpgroup's rows.
+  """Computes and masks the attention scores of a warpgroup's rows.
 
   A score is stored as x, with log2(exp(score)) = x * unit for a constant
-  `unit`. Without a soft cap, x is q k^T. With a cap, x is score / cap, a tanh.
+  `unit`. Without a soft cap, x is q k^T. With a cap, x is score / cap, which is
+  a tanh.
   """
 
   work: Work

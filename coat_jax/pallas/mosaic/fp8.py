@@ -4,9 +4,9 @@
 Stochastic rounding must decode the two codes next to each value. An E4M3 code
 stands for J 2^e with J in 0..15, and decoding raises this number to a power. So
 the result is the product of a power of J and a power of 2^e, which can be
-looked up in two tables. Each table has 16 entries. The 16 lanes that share a
-group compute one entry each, and look entries up with shuffles. This saves two
-logarithms and two exponentials per value.
+looked up in tables by J and by e. A table has 16 entries. The 16 lanes that
+share a group compute one entry each, and look entries up with shuffles. This
+saves two logarithms and two exponentials per value.
 """
 
 import dataclasses

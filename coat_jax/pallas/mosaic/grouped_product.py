@@ -15,7 +15,7 @@ shapes below, M is the number of rows and E the number of groups.
   grouped_wgrad          dw = x^T g    [M, D]^T x [M, F], for each group's rows
 
 FP8 codes must have the summed axis last. BF16 and f16 operands are read as they
-are stored. Only if a width is not a multiple of a tile's width, both operands
+are stored. But if a width is not a multiple of a tile's width, both operands
 are first copied and padded with zeros.
 
 The kernel first multiplies the scales of both FP8 operands with each other. If
@@ -31,12 +31,12 @@ every group's weight.
 
 If groups are small, writing weight gradients in f32 takes longer than the
 matmul. An example is gate and up of Qwen3-30B-A3B, with 512 rows for each of
-128 experts. Their gradient has 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x and
-g have 0.23 GB. An H100 moves these bytes in 0.55 ms, at 3.35 TB/s, while its
-tensor cores compute the 412 GFLOP in 0.21 ms, at 1979 TFLOP/s. So the matmul
-can reach at most 750 TFLOP/s; we measured 490. Gradients in BF16 are half as
-large, so all bytes are moved in 0.31 ms. Layers request gradients in the dtype
-of the weights, or on a mesh in `axes.grad_dtype`.
+128 experts. Their gradient takes 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x
+and g take 0.23 GB. An H100 moves these bytes in 0.55 ms at 3.35 TB/s, while its
+tensor cores compute the 412 GFLOP in 0.21 ms at 1979 TFLOP/s. So the matmul can
+reach at most 750 TFLOP/s; we measured 490. Gradients in BF16 are half as large,
+so all bytes are moved in 0.31 ms. Layers request gradients in the dtype of the
+weights, or on a mesh in `axes.grad_dtype`.
 """
 
 import dataclasses
@@ -271,7 +271,7 @@ def rows_product(
 ) -> Array:
   """Multiplies rows of x [M, K] by their group's w^T; returns [M, N].
 
-  w is [E, N, K] or, with `k_first`, [E, K, N], which is not transposed. Each
+  w is [E, N, K]. With `k_first`, w is [E, K, N] and is not transposed. Each
   group's result is multiplied by its `scale` [E].
   """
   (m, k), e = x.shape, len(w)

@@ -30,8 +30,8 @@ def _why_not(dq, dk, dv, cos, sin, gradient, **_) -> str | None:
   shape = b * t, (n + 2 * dk.shape[2]) * h
   if h % row_ptx.VECTOR:
     return (
-      "the Mosaic kernel needs heads of a multiple of 8 channels, got heads of "
-      f"{h}"
+      "the Mosaic kernel needs heads whose size is a multiple of 8, got heads "
+      f"of {h}"
     )
   if not dq.dtype == dk.dtype == dv.dtype:
     return (

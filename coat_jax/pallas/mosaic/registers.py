@@ -44,7 +44,7 @@ def spread(x: Array) -> Array:
 
 
 def iota(axis: int) -> Array:
-  """Returns uint32 indices: of groups [ROWS] along axis 0, else of values."""
+  """Returns uint32 indices of groups [ROWS] if `axis` is 0, else of values."""
   if axis == 0:
     return plgpu.broadcasted_iota(jnp.uint32, (ROWS,), 0, layout=GROUP_LAYOUT)
   return plgpu.broadcasted_iota(jnp.uint32, TILE, 1, layout=LAYOUT)

@@ -101,7 +101,7 @@ def store(ref, x: Array) -> None:
 
 
 def pick_size(elements: int) -> int:
-  """Picks how many values a program has: 32 per thread, 8 in small arrays."""
+  """Picks how many values a program loads: 32 per thread, 8 in small arrays."""
   return 4 * STEP if elements >= 2**20 else STEP
 
 

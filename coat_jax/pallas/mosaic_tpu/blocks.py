@@ -80,7 +80,7 @@ class Blocks:
   def of(cls, arrays: list[Array]) -> "Blocks":
     """Returns the largest blocks that fit, with one block of each array."""
     shape = arrays[0].shape
-    # Each block takes its size twice, because Pallas prefetches the next one.
+    # Each block occupies twice its size, because Pallas prefetches the next.
     column_bytes = 2 * _TILE_ROWS * sum(x.dtype.itemsize for x in arrays)
     columns = _VMEM_BYTES // (column_bytes * (2 if is_paired(shape) else 1))
     return cls(

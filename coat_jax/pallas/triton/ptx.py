@@ -31,7 +31,7 @@ def exp2(x: Array, scale: float, shift: Array, *, interpret: bool) -> Array:
 
 
 def tanh(x: Array, scale: float, *, interpret: bool) -> Array:
-  """Returns tanh(x * scale); on a GPU, its error is up to 2^-22, and ±1 exact.
+  """Returns tanh(x * scale), on a GPU with an error up to 2^-22; ±1 is exact.
 
   The PTX computes tanh(x) as 1 - 2 / (1 + exp(2 x)), because the relative error
   of `tanh.approx` is 2^-11. With a cap of 50, a score would be off by up to
@@ -48,7 +48,7 @@ def tanh(x: Array, scale: float, *, interpret: bool) -> Array:
 
 
 def _inline(code: str, *args: Array) -> Array:
-  """Emits PTX that computes an f32, $0, from a value of each arg, $1, ...."""
+  """Emits PTX that computes one f32 ($0) from one of each array ($1, ...)."""
   [result] = plt.elementwise_inline_asm(
     code,
     args=args,

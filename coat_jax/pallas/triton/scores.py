@@ -134,10 +134,11 @@ class Visit:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """Computes with attention scores.
+  """Computes and masks attention scores.
 
   A score is stored as x, with log2(exp(score)) = x * unit for a constant
-  `unit`. Without a soft cap, x is q k^T. With a cap, x is score / cap, a tanh.
+  `unit`. Without a soft cap, x is q k^T. With a cap, x is score / cap, which is
+  a tanh.
   """
 
   kind: AttentionKind

@@ -255,7 +255,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
         "max_position_embeddings": None,
         "rope_parameters": {"rope_type": "yarn", "factor": 8.0},
       },
-      "original_max_position_embeddings are needed",
+      "original_max_position_embeddings are required",
     ),
     (
       "llama",
