@@ -57,8 +57,9 @@ class Batch(NamedTuple):
       are None if `segments` and `is_target` are None.
 
     Raises:
-      TypeError: tokens or segments are not integers, or targets not numbers.
-      ValueError: shapes or lengths differ, or T is 0.
+      TypeError: tokens or segments are not integers, or `is_target` does not
+        contain bools or numbers.
+      ValueError: shapes differ, rows have different lengths, or T is 0.
     """
     ids = _as_array("tokens", tokens)
     parts = _as_array("segments", segments)

@@ -45,7 +45,7 @@ _READ_IN_F32 = ("norm", "bias", "router", "positions")
 
 
 class _Options(NamedTuple):
-  """How the next tokens of all rows are chosen, and when rows end.
+  """Options that determine each row's next token, and when rows end.
 
   A row ends after one of `stops`, int32 [n], or after `most` new tokens. `keys`
   [B] are random keys. `is_row` [B] is False for rows that only fill up the
@@ -59,7 +59,7 @@ class _Options(NamedTuple):
   most: Array | int
 
   def choose(self, logits: Array, count: Array | int) -> Array:
-    """Chooses the next token of rows with `count` new tokens, int32 [B]."""
+    """Chooses the next token, int32 [B], after `count` new tokens per row."""
     fold = jax.vmap(lambda key: jax.random.fold_in(key, count))
     return choose(logits, self.sampling, fold(self.keys))
 

@@ -103,7 +103,7 @@ class Projector(nnx.Module):
     dtype: DTypeLike = jnp.bfloat16,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters in f32; `config` is the whole model's."""
+    """Initializes the parameters in f32; `config` is that of the model."""
     remedy = "pass the config of the whole model"
     check_kind("Projector", "config", config, VisionLanguageConfig, remedy)
     width = config.text.d_model

@@ -147,7 +147,7 @@ class HeadWidth(Field):
 
 @dataclasses.dataclass(frozen=True)
 class Renamed(Field):
-  """A field whose key is called `new` in transformers 5, but not in 4."""
+  """A field whose key was renamed to `new` in transformers 5."""
 
   new: str = ""
 

@@ -49,7 +49,7 @@ class _FullLayers(Key):
 
 @dataclasses.dataclass(frozen=True)
 class _LayerTypes(Key):
-  """Keys for windows in all layers except every n-th; n may be `default`."""
+  """Keys for windows in all layers but every n-th; `default` is the usual n."""
 
   default: int
 

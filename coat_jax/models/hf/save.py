@@ -88,8 +88,9 @@ def save_hf(
       written to config.json if `like` does not state one. None leaves it out.
     labels: the names of a VisionTower's classes; None for the names in `like`,
       or, without `like`, for LABEL_0, LABEL_1 and so on.
-    max_shard_size: most bytes of tensors per file. A larger model is split into
-      several files with an index; each parameter of a layer stays in one file.
+    max_shard_size: largest size of the tensors in one file, in bytes. A larger
+      model is split into several files with an index. Each parameter of a layer
+      stays in one file, even if it is larger.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -113,7 +114,7 @@ def save_hf(
     if described != config:
       raise ValueError(
         f"save_hf: {file} must describe the model that is saved, got "
-        f"{described}; pass the folder that it was loaded from"
+        f"{described}; pass the folder from which the model was loaded"
       )
     dtype = of_like if dtype is None else dtype
   if dtype is None:

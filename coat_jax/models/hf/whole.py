@@ -26,7 +26,7 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
   try:
     unfinished.mkdir()
   except FileExistsError:
-    check_free("save", folder)  # Another process has started meanwhile.
+    check_free("save", folder)  # Another process may have started to write.
     raise
   try:
     yield unfinished / folder.name

@@ -114,8 +114,8 @@ class Memory(NamedTuple):
   a_scale_smem: Any
   b_scale_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  loaded: Any  # For each wave, one barrier per stage: the stage is filled.
-  free: Any  # One barrier per stage: both warpgroups have read the stage.
+  loaded: Any  # A barrier per wave and stage: completes when the stage is full.
+  free: Any  # A barrier per stage: completes when both warpgroups have read it.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Concatenates dq, dk and dv into an FP8 operand: `ops.join_heads_operand`.
 
-The backward pass of attention returns dq, dk and dv by head. The next matmul
-reads them as one matrix, rotated (RoPE) and quantized. Two Mosaic GPU kernels
+The backward pass of attention returns dq, dk and dv, each split into heads. The
+next matmul reads one matrix, rotated (RoPE) and quantized. Two Mosaic kernels
 compute this matrix. The first one finds its scale, from values rounded as in
 `ops.join_heads`. In the second one, each program writes one tile in the row and
 the column layout. A tile may contain columns of any heads, which `heads_ptx`

@@ -16,9 +16,9 @@ from coat_jax.pallas.mosaic.registers import as_float
 def row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:
   """Returns each group's row and first column in the whole leaf.
 
-  The kernel may see only a part of the leaf, of shape `shape`; otherwise
-  `whole`, the leaf's shape, is None. `start` is the index in that part of the
-  tile's first group.
+  `shape` is the shape of the part of the leaf that the kernel sees, and `start`
+  is the index of the tile's first group in this part. `whole` is the shape of
+  the leaf, or None if the kernel sees the whole leaf.
   """
   groups_per_row = shape[-1] // GROUP_SIZE
   row = registers.iota(0) + start.astype(jnp.uint32)
