@@ -50,7 +50,7 @@ def check_tokens(op: str, tokens: Any, segments: Any = None) -> None:
 def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
   """Raises an error unless x has one entry per token."""
   kind, words = _KINDS[name]
-  remedy = "pass one for each token"
+  remedy = "pass one value for each token"
   rule = f"{words} with the shape of tokens"
   check_array(op, name, x, rule, kind=kind, remedy=remedy)
   if x.shape != shape:

@@ -99,7 +99,7 @@ class Batch(NamedTuple):
 
 def _check(tokens: Any, **others: Any) -> None:
   """Raises an error unless the arrays form a batch."""
-  remedy = "the first token of a sequence is not a target"
+  remedy = "pass at least two token ids per sequence: the first is no target"
   rule = "[B, T + 1] with T at least 1"
   check_array("Batch", "tokens", tokens, rule, kind=jnp.integer, remedy=remedy)
   if tokens.ndim != 2 or tokens.shape[1] < 2:

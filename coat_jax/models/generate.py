@@ -167,7 +167,7 @@ def generate(
     f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones",
     longest + max_new_tokens - 1,  # The model never reads the last new token.
   )
-  check_whole(op, "seed", seed, Range(0, 2**32 - 1), "pass another")
+  check_whole(op, "seed", seed, Range(0, 2**32 - 1), "pass another seed")
   if pixel_values is not None:
     check_images(model, prompts, pixel_values)
   length = bucket(longest)

@@ -27,7 +27,7 @@ from coat_jax.numerics.checks import refuse
 def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
   """Raises an error if there are no prompts, or a prompt is empty."""
   if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
-    remedy = "pass a list of token ids for each"
+    remedy = "pass a list of token ids for each prompt"
     refuse(TypeError, "generate", "prompts", "several prompts", prompts, remedy)
   if not len(prompts):
     raise ValueError("generate: needs at least one prompt, got none; pass one")

@@ -39,7 +39,7 @@ def parse_scaling(text: str | None) -> RopeScaling | None:
   """
   if text is None:
     return None
-  remedy = "pass one, as in linear,factor=4"
+  remedy = "pass one such as 'linear,factor=4'"
   check_kind("rope_scaling", "it", text, str, remedy)
   name, *fields = text.split(",")
   kind = SCALINGS.get(name)

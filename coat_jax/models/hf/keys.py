@@ -157,7 +157,7 @@ class Renamed(Field):
     value = found[self.new]
     if key in found and found[key] != value:
       rule = f"{key}, which is {found[key]}"
-      raise wrong(file, self.new, rule, value, "correct one")
+      raise wrong(file, self.new, rule, value, "correct the wrong one")
     return super().read(file, self.new, found)
 
   def write(self, key: str, config: Any, found: dict) -> None:

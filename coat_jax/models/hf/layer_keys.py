@@ -153,7 +153,7 @@ def _read_rope(
   # does, both keys must agree.
   if found.get(_SCALING) and any(rope.get(x) != old[x] for x in old):
     remedy = "delete the one that is wrong"
-    raise wrong(file, _SCALING, f"as {_ROPE}", old, remedy)
+    raise wrong(file, _SCALING, f"equal to {_ROPE}", old, remedy)
 
   def number(name: str, default: float) -> float:
     """Reads a number from `rope` or `found`, which must not disagree."""

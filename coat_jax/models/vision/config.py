@@ -124,7 +124,7 @@ class VisionConfig:
 
   @property
   def attention_options(self) -> dict[str, Any]:
-    """The arguments of `Attention`, by which queries attend to all tokens."""
+    """The arguments of `Attention`; queries attend to all tokens."""
     return dict(causal=False, rope_theta=None)
 
   @property

@@ -32,11 +32,11 @@ from coat_jax.pallas.mosaic.persistent import (
 class Inputs(NamedTuple):
   """Arrays that both kernels read."""
 
-  q: Any  # [B, T, N, H], as is dout; k and v are [B, T, K, H].
+  q: Any  # [B, T, N, H], like dout; k and v are [B, T, K, H].
   k: Any
   v: Any
   dout: Any
-  lse: Any  # To base 2, f32 [B, N, T], as is delta; T is padded.
+  lse: Any  # To base 2. f32 [B, N, T] with T padded, like delta.
   delta: Any
 
 

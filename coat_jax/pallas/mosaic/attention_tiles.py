@@ -30,10 +30,10 @@ from coat_jax.pallas.visits import Visits
 LOG2_E = 1.0 / math.log(2.0)
 MASKED = -1e30
 # The initial maximum is below every score and above every masked score. A row
-# that sees no position of a tile keeps it, and exp2(MASKED - LEAST) is 0. If it
-# were below MASKED times the unit, that product, rounded, would become the
-# row's maximum. An fma would then subtract it from the unrounded product, and
-# the difference can be 1e22.
+# that sees no position of a tile keeps LEAST, and exp2(MASKED - LEAST) is 0. If
+# LEAST were below MASKED times the unit, that product, rounded, would become
+# the row's maximum. An fma would then subtract the rounded product from the
+# unrounded one, and the difference can be 1e22.
 LEAST = -1e20
 # Sums of 64 x 256 occupy 128 registers, and scores up to 100 more.
 REGISTERS, REGISTERS_TO_LOAD = 240, 24
@@ -93,8 +93,8 @@ class Work:
     """Returns this warpgroup's rows of own tiles.
 
     In a loop, call it in each step: the barrier keeps the compiler from
-    computing all of wgmma's descriptors before the loop, which takes up to 64
-    registers.
+    computing all of wgmma's descriptors before the loop, where they would
+    occupy up to 64 registers.
     """
     part = lax.optimization_barrier(self.part())
     return [x.at[pl.ds(part * ROWS, ROWS)] for x in own_smem]
@@ -108,8 +108,8 @@ class Work:
 class Ring(NamedTuple):
   """Slots of shared memory that the loading warpgroup fills in turn.
 
-  Loads have numbers 0, 1, ... `loaded` completes when a slot is filled, `free`
-  when both other warpgroups have released it.
+  Loads are numbered from 0. `loaded` completes when a slot is filled, and
+  `free` completes when both other warpgroups have released the slot.
   """
 
   slots: tuple[Any, ...]  # Arrays [stages, ...] that are filled together.

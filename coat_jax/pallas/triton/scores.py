@@ -17,10 +17,10 @@ from coat_jax.pallas.visits import Visits, segment_bounds
 
 MASKED = -1e30
 # The initial maximum is below every score and above every masked score. A row
-# that sees no position of a tile keeps it, and exp2(MASKED - LEAST) is 0. If it
-# were below MASKED times the unit, that product, rounded, would become the
-# row's maximum. The fma of exp2 would then subtract it from the unrounded
-# product, and the difference can be 1e22.
+# that sees no position of a tile keeps LEAST, and exp2(MASKED - LEAST) is 0. If
+# LEAST were below MASKED times the unit, that product, rounded, would become
+# the row's maximum. The fma of exp2 would then subtract the rounded product
+# from the unrounded one, and the difference can be 1e22.
 LEAST = -1e20
 LOG2_E = 1.0 / math.log(2.0)
 

@@ -171,7 +171,7 @@ def test_stretched_rope_is_read_in_both_forms_and_written(rope, scaling):
     assert parse_config(FILE, written)[0] == config
   assert parse_config(FILE, new | {"rope_scaling": rope}) == (config, dtype)
   for other in ({**rope, "factor": 64.0}, {"type": "default"}):
-    with pytest.raises(ValueError, match="must be as rope_parameters"):
+    with pytest.raises(ValueError, match="must be equal to rope_parameters"):
       parse_config(FILE, new | {"rope_scaling": other})
 
 
