@@ -103,7 +103,7 @@ def test_f16_needs_a_maximum_even_with_a_cap():
   [
     (256, 128, jnp.float32, "in bfloat16 or all in float16, got float32"),
     (256, 80, jnp.bfloat16, r"heads of .64, 128, 256., got 80"),
-    (0, 64, jnp.bfloat16, "no axis empty"),
+    (0, 64, jnp.bfloat16, "no empty axis"),
   ],
 )
 def test_attention_kernels_say_what_they_cannot_take(t, size, dtype, reason):
