@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
   @classmethod
   def of(cls, batch: "Batch | Array") -> "Batch":
-    """Makes a batch from a batch or tokens; computes shares from segments."""
+    """Makes a batch from tokens or a batch; adds shares if it has segments."""
     tokens, segments, shares = batch if isinstance(batch, Batch) else cls(batch)
     _check(tokens, segments=segments, shares=shares)
     if shares is None and segments is not None:

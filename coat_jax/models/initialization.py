@@ -34,7 +34,7 @@ class Start(NamedTuple):
   rngs: nnx.Rngs
 
   def options(self, **others: Any) -> dict[str, Any]:
-    """Returns arguments of a layer; `others` override defaults like bf16."""
+    """Returns a layer's arguments; `others` override the defaults."""
     init = nnx.initializers.normal(STDDEV)
     shared = dict(recipe=recipes.bf16(), dtype=self.dtype, rngs=self.rngs)
     return shared | dict(kernel_init=init) | others

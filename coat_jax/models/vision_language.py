@@ -103,7 +103,7 @@ class Projector(nnx.Module):
     dtype: DTypeLike = jnp.bfloat16,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters in f32; `config` is that of the model."""
+    """Initializes the parameters in f32; `config` describes the whole model."""
     remedy = "pass the config of the whole model"
     check_kind("Projector", "config", config, VisionLanguageConfig, remedy)
     width = config.text.d_model
@@ -197,8 +197,8 @@ class VisionLanguageModel(nnx.Module):
         tokens, those in excess keep their own embedding.
       pixel_values: [B, I, C, H, W], the images of each sequence, BF16 or f32,
         resized and normalized. Images without image tokens have no effect, so
-        you can fill up sequences that have fewer images with zeros. None for
-        text alone.
+        sequences with fewer images can be filled up with images of zeros. None
+        for text alone.
       segments: as for `Decoder`.
 
     Returns:
