@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoders, vision towers and vision-language models, made of COAT's layers.
 
-`ModelConfig` describes the shape of a decoder and names its family, a row of
-`FAMILIES`. `VisionConfig` describes the shape of a tower. `load_hf` and
-`save_hf` read and write Hugging Face checkpoints.
+`ModelConfig` describes the shape of a decoder, including its family, which is a
+row of `FAMILIES`. `VisionConfig` describes the shape of a vision tower.
+`load_hf` and `save_hf` read and write Hugging Face checkpoints.
 """
 
 from coat_jax.models.batch import Batch as Batch

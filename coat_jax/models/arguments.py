@@ -15,7 +15,7 @@ from coat_jax.numerics.checks import (
   refuse,
 )
 
-# Arrays that are passed with tokens: their dtypes, and what errors call them.
+# For each array that is passed with tokens: its kind, and the kind in words.
 _KINDS = {
   "segments": (jnp.integer, "integers"),
   "shares": (jnp.floating, "floats"),
@@ -50,7 +50,7 @@ def check_tokens(op: str, tokens: Any, segments: Any = None) -> None:
 def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
   """Raises an error unless x has one entry per token."""
   kind, words = _KINDS[name]
-  remedy = "pass one for each token"
+  remedy = "pass one value for each token"
   rule = f"{words} with the shape of tokens"
   check_array(op, name, x, rule, kind=kind, remedy=remedy)
   if x.shape != shape:
@@ -61,7 +61,7 @@ def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_hidden(op: str, hidden: Any, width: int) -> None:
-  """Raises an error unless these are hidden states [B, T, width]."""
+  """Raises an error unless `hidden` is a floating array [B, T, width]."""
   rule = f"a floating array [B, T, {width}]"
   remedy = "pass what the model returned"
   check_array(op, "hidden", hidden, rule, ndim=3, remedy=remedy)

@@ -16,12 +16,12 @@ class Batch(NamedTuple):
   """Sequences, each with one document or several packed documents.
 
   Attributes:
-    tokens: int32 [B, T + 1]; each token is predicted from the ones before it.
+    tokens: int32 [B, T + 1]; each is predicted from the tokens before it.
     segments: int32 [B, T + 1], the number of each token's document in its row;
-      padding is numbered too. None if each row is one document. Tokens attend
-      only to their own document, and its first token is not a target.
+      padding gets a number too. None if each row is one document. Tokens attend
+      only to their own document. A document's first token is not a target.
     shares: f32 [B, T + 1], the weight of each target in the loss; None if all
-      tokens of all documents are targets. The first column is ignored.
+      targets have the same weight. The first column is ignored.
   """
 
   tokens: Array
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
   @classmethod
   def of(cls, batch: "Batch | Array") -> "Batch":
-    """Makes a batch with shares, from a batch or from tokens [B, T + 1]."""
+    """Makes a batch from tokens or a batch; adds shares if it has segments."""
     tokens, segments, shares = batch if isinstance(batch, Batch) else cls(batch)
     _check(tokens, segments=segments, shares=shares)
     if shares is None and segments is not None:
@@ -48,16 +48,18 @@ class Batch(NamedTuple):
 
     Args:
       tokens: int32 [B, T + 1].
-      segments: int32 [B, T + 1] or None, as above.
+      segments: int32 [B, T + 1] or None, as in the class.
       is_target: bool [B, T + 1], the tokens to predict; the first token of a
-        document is never predicted. None for all, including padding.
+        document is never predicted. None for all tokens, including padding.
 
     Returns:
-      The batch. Its shares add up to 1, or to 0 if there are no targets.
+      The batch. Its shares add up to 1, or to 0 if there are no targets. They
+      are None if `segments` and `is_target` are None.
 
     Raises:
-      TypeError: tokens or segments are not integers, or targets not numbers.
-      ValueError: shapes or lengths differ, or T is 0.
+      TypeError: tokens or segments are not integers, or `is_target` does not
+        contain bools or numbers.
+      ValueError: shapes differ, rows have different lengths, or T is 0.
     """
     ids = _as_array("tokens", tokens)
     parts = _as_array("segments", segments)
@@ -97,7 +99,7 @@ class Batch(NamedTuple):
 
 def _check(tokens: Any, **others: Any) -> None:
   """Raises an error unless the arrays form a batch."""
-  remedy = "the first token of a sequence is not a target"
+  remedy = "pass at least two token ids per sequence: the first is no target"
   rule = "[B, T + 1] with T at least 1"
   check_array("Batch", "tokens", tokens, rule, kind=jnp.integer, remedy=remedy)
   if tokens.ndim != 2 or tokens.shape[1] < 2:
@@ -118,8 +120,8 @@ def _as_array(name: str, x: Any) -> Any:
       found = np.asarray(x)
     except ValueError as error:  # Rows differ in length.
       raise ValueError(
-        f"Batch: {name} must be [B, T + 1], got rows of several lengths; pad "
-        "them, and mark the padding in segments"
+        f"Batch: {name} must be [B, T + 1], got rows of different lengths; pad "
+        "the rows, and mark the padding in segments"
       ) from error
     if found.dtype.kind not in "biuf":
       return x  # `_check` refuses it.
@@ -128,7 +130,7 @@ def _as_array(name: str, x: Any) -> Any:
 
 
 def positions(segments: Array | None) -> Array | None:
-  """Returns each token's position in its document, from 0: int32 [B, T]."""
+  """Counts positions from 0 in each document; returns int32 [B, T] or None."""
   if segments is None:
     return None
   place = lax.broadcasted_iota(jnp.int32, segments.shape, 1)

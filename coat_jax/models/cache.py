@@ -5,18 +5,19 @@ Everything runs in the model's `dtype`, BF16 or f32, and never in FP8, whatever
 the recipe: an FP8 matmul uses one scale for all its tokens, so a token's result
 would depend on the other rows and on how many tokens are computed at once.
 
-A slot of the cache stores the key and value of one token. Prompts of different
-lengths are padded on the left, so they all end in the same slot, and each step
-writes the same slot in every row. Queries never attend to padding, and a
-token's position counts from the first token of its prompt.
+A slot of the cache stores the key and value of one token in one layer. Prompts
+of different lengths are padded on the left, so they all end in the same slot,
+and each step writes the same slot in every row. Tokens never attend to padding,
+and their positions count from the first token of their prompt.
 
          slot   0   1   2   3   4   5            position = slot - padding
   padding 0     a   b   c   d  (e)               padding 2: slots 0 and 1
   padding 2     -   -   a   b  (c)               step 4 writes slot 4
 
 The layers are the model's own modules, in recipe bf16, without a scan. Only two
-steps differ: `_heads` rotates each token by its position in its own row, and
-`_attend` reads the cache. On a mesh, axes are automatic: XLA partitions all.
+functions differ from training: `_heads` rotates each token by its position in
+its own row, and `_attend` reads the cache. On a mesh, all mesh axes are
+automatic: XLA partitions the computation.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from coat_jax.numerics import recipes
 from coat_jax.ops import AttentionKind
 from coat_jax.ops.rope import rotate, rotation
 
-# Only the scores of this many queries are in memory at the same time.
+# The number of queries whose scores are in memory at the same time.
 CHUNK = 256
 _MASKED = -1e30
 # No kernels, because XLA cannot partition them.
@@ -48,7 +49,7 @@ class KVCache(NamedTuple):
   """Keys and values of a batch.
 
   Attributes:
-    k, v: [B, S, K, H] for each layer, in the model's dtype. k is rotated.
+    k, v: [B, S, K, H] for each layer, in the model's dtype; k after RoPE.
     padding: int32 [B], the number of slots before each row's first token.
     filled: int32, the number of written slots; also the next token's slot.
   """
@@ -59,7 +60,7 @@ class KVCache(NamedTuple):
   filled: Array
 
   def positions(self, slots: Array) -> Array:
-    """Returns slots' positions [B, T], counted from each row's first token."""
+    """Converts slots [T] to each row's positions [B, T]; 0 for padding."""
     return jnp.maximum(slots[None] - self.padding[:, None], 0)
 
 
@@ -72,11 +73,12 @@ def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
 
 
 def unstacked(layers: nnx.Module, num_layers: int) -> list[Any]:
-  """Cuts the parameters of stacked layers into those of each layer.
+  """Cuts stacked parameters into one tree of parameters per layer.
 
   A scan over layers copies each layer's weights, keys and values out of their
-  stacks before every matmul. That would triple the memory traffic of decoding,
-  which runs each layer once per token, so cut the stacks once, beforehand.
+  stacks before every matmul. Decoding runs each layer once per token, so these
+  copies would triple its memory traffic. Cutting the stacks once, before
+  decoding, avoids them.
   """
   stack = nnx.split(layers)[1]
   return [jax.tree.map(lambda x: x[i], stack) for i in range(num_layers)]  # noqa: B023
@@ -99,7 +101,8 @@ def cached_forward(
     tokens: int32 [B, T], where T is at most 256 or a multiple of 256. They fill
       the slots from `cache.filled` on; the cache must have room for them.
     cache: the keys and values of all earlier tokens.
-    layers: the result of `unstacked`, if you call this in a loop.
+    layers: the result of `unstacked`, computed before a loop of calls; None
+      cuts the stacks in this call.
     placed: features that replace the embeddings of some tokens.
 
   Returns:
@@ -113,7 +116,7 @@ def cached_forward(
     layers = unstacked(model.layers, model.config.num_layers)
 
   def sharded(x: Array, *others: str | None) -> Array:
-    """Shards [B, ...] by batch, and a cache also by heads."""
+    """Shards x [B, ...] over the batch axes, and its other axes by `others`."""
     if axes is None:
       return x
     return jax.lax.with_sharding_constraint(x, P(axes.batch, *others))
@@ -142,7 +145,7 @@ def cached_forward(
 
 
 def without_fp8[Model: nnx.Module](model: Model) -> Model:
-  """Copies a model or layer with the same weights in recipe bf16."""
+  """Copies a model or layer; the copy has the same weights and recipe bf16."""
   copy = nnx.merge(*nnx.split(model))
   for _, part in nnx.iter_modules(copy):
     if isinstance(part, Decoder | VisionTower):
@@ -153,7 +156,7 @@ def without_fp8[Model: nnx.Module](model: Model) -> Model:
 
 
 def _of_kind(options: Any, kind: int) -> Any:
-  """Returns the option of one kind of layer; a tuple has one for each."""
+  """Returns the option for a kind of layer; a tuple has one for each kind."""
   return options[kind] if isinstance(options, tuple) else options
 
 
@@ -165,7 +168,7 @@ def _heads(
   if (limit := middle.clip) is not None:
     h = jnp.clip(h, -limit, limit)
   n, kv_heads, theta = middle.heads
-  # Each key head's columns are those of its query heads, then its k and its v.
+  # For each key head, h has the columns of its query heads, then k, then v.
   shape = *h.shape[:2], kv_heads, n // kv_heads + 2, attention.head_dim
   h = h.reshape(shape)
   q = h[..., :-2, :].reshape(*h.shape[:2], n, attention.head_dim)
@@ -205,7 +208,7 @@ def _attend(
     scores = scores * kind.scale_of(h)
     if kind.soft_cap is not None:
       scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
-    # Padding queries see no key at all: -inf would make their softmax NaN.
+    # A padding query sees no key at all: -inf would make its softmax NaN.
     scores = jnp.where(seen[:, None, None], scores, _MASKED)
     p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a decoder, and the choices of each family of decoders.
 
-A family is a row of `FAMILIES`. To add a family, add a row; if it makes a
-choice that `Family` does not have yet, also add a field.
+A family is a row of `FAMILIES`. To add a family, add a row. If the family needs
+an option that `Family` lacks, add a field too.
 """
 
 import dataclasses
@@ -21,20 +21,21 @@ from coat_jax.models.rope import parse_scaling
 from coat_jax.ops import Activation, NormKind
 from coat_jax.ops.rope import RopeScaling
 
-# Fields of `ModelConfig` that apply only to families with RoPE or experts.
+# Fields of `ModelConfig` that apply only to families with RoPE, and those that
+# apply only to families with experts.
 _OF_ROPE = ["rope_theta", "rope_scaling", "window_rope_theta", "rotary_dim"]
 _OF_EXPERTS = [
   *("num_experts", "experts_per_token"),
   *("normalize_experts", "auxiliary_loss"),
 ]
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
-"""Names what layers recompute in the backward pass.
+"""Selects what layers recompute in the backward pass.
 
-"none" recomputes nothing. "dots" recomputes everything but matmuls. "full"
-saves only the layer's input in BF16 and recomputes everything. "fp8", for
-recipe coat only, saves the FP8 inputs of both norms and recomputes everything
-but the last matmul of each block. "fp8_layer" rounds each layer's input to FP8,
-saves it and recomputes everything.
+"none" recomputes nothing. "dots" recomputes everything except matmuls. "full"
+saves only each layer's input, in BF16, and recomputes everything. "fp8" works
+only in recipe coat: it saves the FP8 inputs of both norms, and recomputes
+everything except the last matmul of each block. "fp8_layer" rounds each layer's
+input to FP8, saves only this input, and recomputes everything.
 """
 
 
@@ -43,23 +44,23 @@ class Family:
   """The choices that all models of a family share.
 
   Attributes:
-    norm: RMSNorm or LayerNorm.
+    norm: "rms" for RMSNorm, "layer" for LayerNorm.
     norm_has_scale: whether norms have weights.
     qkv_bias: whether q, k and v have biases.
     pre_norm: whether blocks start with a norm.
     post_norm: whether blocks end with a norm, before the residual add.
-    qk_norm: norm of q and k, as for `layers.Attention`.
+    qk_norm: how q and k are normalized, as for `layers.Attention`.
     activation: activation of the MLP's gate.
-    scale_plus_one: whether norms multiply by 1 + scale.
+    scale_plus_one: whether norms multiply by 1 + scale instead of scale.
     scales_embedding: whether embeddings are multiplied by sqrt(d_model).
     norm_has_bias: whether norms have biases.
     use_bias: whether all linear layers have biases.
     is_gated: whether the MLP has a gate.
-    positions: RoPE, or learned vectors that are added to the embeddings.
+    positions: "rope", or "learned" for vectors that are added to embeddings.
     has_experts: whether the MLP is a mixture of experts, `layers.MoE`.
 
   Raises:
-    ValueError: a value that its field does not allow.
+    ValueError: a field has a value that its type does not allow.
   """
 
   norm: NormKind = "rms"
@@ -119,32 +120,34 @@ class ModelConfig:
     d_model: Width of the residual stream.
     d_ff: Width of the MLP, or of one expert.
     num_heads: Number of query heads.
-    num_kv_heads: Number of key and value heads; it divides `num_heads`.
+    num_kv_heads: Number of key heads, and of value heads. Divides `num_heads`.
     vocab_size: Number of tokens in the vocabulary.
     rope_theta: Base of RoPE.
-    norm_eps: Epsilon that norms add to the mean square.
-    tied_embeddings: Use the transposed embedding as the output projection.
+    norm_eps: Epsilon that norms add to the mean square or the variance.
+    tied_embeddings: Whether the output projection is the transposed embedding.
     clip_qkv: Largest magnitude of q, k and v; None does not clip them.
     head_dim: Width of a head; None for d_model / num_heads.
     window: How many keys a query attends to, including its own; None for all.
     rope_scaling: How RoPE's frequencies are stretched, such as
       `llama3,factor=8,low_freq_factor=1,...`; see `models.parse_scaling`. None
       does not stretch them.
-    full_every: With a window: every `full_every`-th layer attends to all keys,
-      the others to the window. None for the window in all layers.
-    window_rope_theta: Base of RoPE in layers with a window; their frequencies
-      are not stretched. None for the same base in all layers.
-    query_scalar: its square root divides q k^T; None for head_dim.
+    full_every: Every `full_every`-th layer attends to all keys, and the other
+      layers to the window. None if all layers are the same.
+    window_rope_theta: Base of RoPE in layers with a window; the frequencies of
+      these layers are not stretched. None if RoPE is the same in all layers.
+    query_scalar: q k^T is divided by the square root of this; None for
+      head_dim.
     attention_soft_cap: Attention scores become
       soft_cap * tanh(scores / soft_cap); None leaves them unchanged.
     logits_soft_cap: The same for logits.
     max_positions: Longest sequence, for families with learned positions; None
       for other families, which have no limit.
     rotary_dim: How many of a head's first channels RoPE rotates; None for all.
-    gelu: For families without a gated MLP: GELU by the tanh formula or by erf.
-    num_experts: Number of experts (gated MLPs) per layer; None for one MLP.
+    gelu: Formula of GELU in families whose MLP has no gate.
+    num_experts: Number of experts (gated MLPs) per layer; None if each layer
+      has one MLP.
     experts_per_token: How many experts each token is sent to.
-    normalize_experts: Make the weights of a token's experts add up to 1.
+    normalize_experts: Whether the weights of a token's experts add up to 1.
     auxiliary_loss: Coefficient of the load-balancing loss, which is added in
       training; 0 for none.
 
@@ -186,8 +189,8 @@ class ModelConfig:
     parse_scaling(self.rope_scaling)  # Raises an error if it is invalid.
     if self.full_every is not None and self.window is None:
       raise ValueError(
-        "ModelConfig: full_every needs a window that the other layers see, got "
-        f"{self.full_every} without one; pass window too"
+        "ModelConfig: full_every needs a window for the other layers, got "
+        f"{self.full_every} without a window; pass window too"
       )
     if self.window_rope_theta is not None and self.full_every is None:
       raise ValueError(
@@ -204,13 +207,14 @@ class ModelConfig:
     if self.head_width % 2:
       raise ValueError(
         "ModelConfig: head_dim must be even, because RoPE rotates pairs, got "
-        f"{self.head_dim}; pass another"
+        f"{self.head_dim}; pass an even number"
       )
     size = self.rotary_dim
     if size is not None and (size % 2 or size > self.head_width):
       raise ValueError(
         "ModelConfig: rotary_dim must be even, because RoPE rotates pairs, and "
-        f"at most the width of a head, {self.head_width}, got {size}"
+        f"at most the width of a head, {self.head_width}, got {size}; pass an "
+        "even number in this range"
       )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
@@ -243,13 +247,13 @@ class ModelConfig:
     if choices.has_experts and (e is None or k is None or k > e):
       raise ValueError(
         f"ModelConfig: {self.family} needs num_experts and experts_per_token, "
-        f"which is at most num_experts, got {e} and {k}; pass both"
+        f"which must be at most num_experts, got {e} and {k}; pass both"
       )
 
   def check_length(
     self, where: str, length: int, *, remedy: str = "pass shorter sequences"
   ) -> None:
-    """Raises a ValueError if a sequence has more tokens than positions."""
+    """Raises a ValueError if a sequence is longer than `max_positions`."""
     if self.max_positions is not None and length > self.max_positions:
       raise ValueError(
         f"{where}: {self.family} has learned positions for {self.max_positions}"
@@ -258,7 +262,7 @@ class ModelConfig:
 
   @property
   def kinds_of_layers(self) -> tuple[int, ...] | None:
-    """Each layer's kind: 0 with a window, 1 without; None if all are equal."""
+    """Kinds of layers, 0 with a window, 1 without; None if all are the same."""
     if self.full_every is None:
       return None
     return tuple(
@@ -274,7 +278,7 @@ class ModelConfig:
 
   @property
   def attention_options(self) -> dict[str, Any]:
-    """Arguments of `Attention`; a tuple has one entry for each kind."""
+    """The arguments of `Attention`; tuples have one entry per kind of layer."""
     theta, scaling = self.rope_theta, self.scaling
     if self.choices.positions != "rope":
       theta = None

@@ -2,7 +2,7 @@
 """A decoder language model for several families, made of COAT's blocks.
 
 `models.config.FAMILIES` describes how families differ. A scan runs the layers,
-so each of their parameters is one array [num_layers, ...]. As in the paper,
+so each parameter of the layers is one array [num_layers, ...]. As in the paper,
 the embedding, the final norm and the output projection stay in BF16, and the
 loss stays in f32.
 """
@@ -45,7 +45,7 @@ class Decoder(nnx.Module):
     config: the model's shape.
     embedding: [V, D].
     position_embedding: [max_positions, D], or None without learned positions.
-    layers: a `TransformerLayer` whose parameters have a leading axis of layers.
+    layers: a `TransformerLayer` whose parameters start with an axis of layers.
     norm: the final norm.
     head: [D, V], or None if the embedding is also the output projection.
   """
@@ -68,15 +68,15 @@ class Decoder(nnx.Module):
         the mesh on which the model is called.
       dtype: dtype of activations.
       remat: what layers recompute in the backward pass; see `Remat`.
-      store: `(path, array) -> array`, converts each parameter from f32 to the
-        form in which it is stored. Layers are then initialized one at a time,
-        so that the whole stack never exists in f32: each call converts one
-        layer's parameter.
+      store: `(path, array) -> array`, converts a parameter from f32 to the form
+        in which it is stored. With `store`, layers are initialized one at a
+        time, and each call converts a parameter of one layer, so that the whole
+        stack never exists in f32. None keeps f32.
       rngs: parameters are drawn from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: `remat` is unknown, or "fp8" with a recipe other than coat.
+      ValueError: `remat` is unknown, or is "fp8" though the recipe is not coat.
     """
     check_model("Decoder", config, ModelConfig, recipe, dtype, store, rngs)
     check_remat(remat, recipe)
@@ -103,8 +103,8 @@ class Decoder(nnx.Module):
 
     Args:
       tokens: int32 [B, T].
-      segments: int32 [B, T], the number of each token's document; padding is
-        numbered too. Tokens attend only to their own document, and positions
+      segments: int32 [B, T], the number of each token's document; padding gets
+        a number too. Tokens attend only to their own document, and positions
         start at 0 in each document. None if each row is one document.
 
     Returns:
@@ -151,7 +151,7 @@ class Decoder(nnx.Module):
     segments: Array | None = None,
     placed: Placed | None = None,
   ) -> Carry:
-    """Returns the first layer's input."""
+    """Returns the first layer's input, and routing statistics that are 0."""
     check_tokens("Decoder", tokens, segments)
     shape = list(tokens.shape)
     self.config.check_length(f"Decoder: tokens {shape}", shape[-1])

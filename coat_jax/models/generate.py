@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates text: adds tokens to prompts.
 
-It compiles two programs. One runs the prompts and chooses the first new token.
-The other adds tokens until all rows have stopped. Sizes are rounded up, so that
-calls with other prompts, lengths, seeds or temperatures reuse both programs.
+`generate` compiles two programs. One runs the prompts and chooses the first new
+token of each row. The other adds tokens until all rows have ended. Sizes are
+rounded up, so that calls with other prompts, lengths, seeds or temperatures
+reuse both programs.
 """
 
 import functools
@@ -44,7 +45,7 @@ _READ_IN_F32 = ("norm", "bias", "router", "positions")
 
 
 class _Options(NamedTuple):
-  """How the next tokens of all rows are chosen, and when rows end.
+  """Options that determine each row's next token, and when rows end.
 
   A row ends after one of `stops`, int32 [n], or after `most` new tokens. `keys`
   [B] are random keys. `is_row` [B] is False for rows that only fill up the
@@ -58,12 +59,12 @@ class _Options(NamedTuple):
   most: Array | int
 
   def choose(self, logits: Array, count: Array | int) -> Array:
-    """Chooses the next token of rows with `count` new tokens, int32 [B]."""
+    """Chooses the next token, int32 [B], after `count` new tokens per row."""
     fold = jax.vmap(lambda key: jax.random.fold_in(key, count))
     return choose(logits, self.sampling, fold(self.keys))
 
   def goes_on(self, token: Array) -> Array:
-    """Returns whether each row continues after its last token."""
+    """Returns whether each row continues after its newest token, `token`."""
     is_stop = jnp.any(token[:, None] == self.stops[None], axis=-1)
     return jnp.asarray(self.is_row) & ~is_stop
 
@@ -72,10 +73,11 @@ class Generation(NamedTuple):
   """The result of `generate`.
 
   Attributes:
-    tokens: the new tokens of each prompt, including the stop token that ended
-      it, if any.
-    prefill_s: seconds for the prompts and the first new tokens.
-    decode_s: seconds for all other new tokens. Both include compilation.
+    tokens: the new tokens for each prompt, including the stop token if one was
+      chosen.
+    prefill_s: seconds spent on the prompts and the first new token of each.
+    decode_s: seconds spent on all other new tokens. Both times include
+      compilation.
   """
 
   tokens: list[list[int]]
@@ -100,31 +102,32 @@ def generate(
 
   Runs in the model's `dtype`, BF16 or f32, and never in FP8, whatever the
   recipe: an FP8 matmul uses one scale for all its tokens, so a prompt's result
-  would depend on the other prompts. Without FP8, a prompt gives the same result
-  as it would alone, up to the order of summation.
+  would depend on the other prompts. Without FP8, a prompt's result is the same
+  as if it were the only prompt, up to the order of summation.
 
-  While tokens are added, memory holds a second copy of the layers' weights in
-  the model's `dtype`, or in f32 for weights that layers read in f32.
+  While tokens are added, memory holds a second copy of the layers' weights, in
+  the model's `dtype` or, for weights that layers read in f32, in f32.
 
-  On a mesh, call it under `jax.set_mesh` with sharded parameters; it uses the
-  axes of the model's recipe.
+  On a mesh, shard the parameters, and call `generate` under `jax.set_mesh`. The
+  model's recipe determines which mesh axes are used.
 
   Args:
     model: a Decoder, or a VisionLanguageModel.
     prompts: token ids, of any lengths.
-    max_new_tokens: how many to add to each prompt unless it stops earlier.
+    max_new_tokens: how many tokens to add to each prompt, unless a stop token
+      comes earlier.
     pixel_values: [B, I, C, H, W], the images of each prompt, as for
       `VisionLanguageModel`. A prompt must contain the image tokens of
       all its images. None for text alone.
     temperature: divides the logits; 0 chooses the most probable token.
     top_k: draws from the k most probable tokens; None for all.
-    top_p: draws from the smallest set of most probable tokens whose
-      probabilities add up to at least this, after `top_k`; None for all.
-    stop_tokens: a prompt's new tokens end after any of these.
+    top_p: of these, draws from the most probable tokens until their normalized
+      probabilities add up to at least `top_p`; None for all.
+    stop_tokens: the new tokens of a prompt end after any of these.
     seed: seed of the draws. A row's draws depend on its index, not on the
       number of prompts.
-    cache_size: how many tokens per row, including padding, to allocate memory
-      for. Pass the same size in all calls to compile the decoding loop once.
+    cache_size: number of tokens per row, including padding, that the KV cache
+      can hold. If all calls pass the same size, decoding is compiled once.
       None for the longest prompt plus `max_new_tokens`, each rounded up.
 
   Returns:
@@ -133,10 +136,10 @@ def generate(
   Raises:
     TypeError: an argument has the wrong type, such as a token that is not a
       whole number.
-    ValueError: no prompt, an empty prompt, a token outside the vocabulary, more
-      tokens than the model has learned positions for, images that do not match
-      the image tokens, an option outside its range, or a model that computes
-      NaN.
+    ValueError: there is no prompt, a prompt is empty, a token is outside the
+      vocabulary, there are more tokens than learned positions, images do not
+      match the image tokens, an option is outside its range, or the model
+      computes NaN.
 
   Examples:
     >>> from coat_jax import recipes
@@ -162,9 +165,9 @@ def generate(
   longest = max(map(len, prompts))
   decoder.config.check_length(
     f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones",
-    longest + max_new_tokens - 1,  # The model never reads the last one.
+    longest + max_new_tokens - 1,  # The model never reads the last new token.
   )
-  check_whole(op, "seed", seed, Range(0, 2**32 - 1), "pass another")
+  check_whole(op, "seed", seed, Range(0, 2**32 - 1), "pass another seed")
   if pixel_values is not None:
     check_images(model, prompts, pixel_values)
   length = bucket(longest)
@@ -244,7 +247,7 @@ def _decode(
   cache: KVCache,
   options: _Options,
 ) -> tuple[Array, Array, KVCache]:
-  """Returns the new tokens [B, room], their largest count, and the cache.
+  """Returns new tokens [B, room], the most that a row has, and the cache.
 
   The new tokens include `first`.
   """
@@ -276,7 +279,7 @@ def _decode(
 def _in_dtype(graph: Any, params: Any) -> Any:
   """Casts weights once, to the dtype in which every step reads them.
 
-  Routers stay in f32: rounding them would send tokens to other experts.
+  Routers stay in f32: rounded weights would send some tokens to other experts.
   """
   dtype = nnx.merge(graph, params).dtype
 
@@ -297,6 +300,6 @@ def _keys(seed: int, rows: int) -> Array:
 
 
 def _until_stop(tokens: list[int], stops: Sequence[int]) -> list[int]:
-  """Cuts tokens after the first stop token."""
+  """Drops the tokens after the first stop token."""
   ends = [i + 1 for i, token in enumerate(tokens) if token in stops]
   return tokens[: ends[0]] if ends else tokens

@@ -16,7 +16,7 @@ from coat_jax.optimizer.weights import is_matrix
 
 # Converts the parameter at a path to the form in which it is stored.
 Store = Callable[[str, Array], Array]
-# The dtypes in which weights can be stored and saved.
+# The dtypes that stored weights and saved checkpoints can have.
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 # The standard deviation of random weights.
 STDDEV = 0.02
@@ -34,7 +34,7 @@ class Start(NamedTuple):
   rngs: nnx.Rngs
 
   def options(self, **others: Any) -> dict[str, Any]:
-    """Returns arguments for linear layers before and after the stack."""
+    """Returns a layer's arguments; `others` override the defaults."""
     init = nnx.initializers.normal(STDDEV)
     shared = dict(recipe=recipes.bf16(), dtype=self.dtype, rngs=self.rngs)
     return shared | dict(kernel_init=init) | others
@@ -46,7 +46,7 @@ class Start(NamedTuple):
 
 
 def check_dtype(where: str, dtype: Any) -> np.dtype:
-  """Returns the dtype; raises ValueError if weights cannot be stored in it."""
+  """Checks a dtype for weights; raises ValueError if it is not supported."""
   found = dtype_of(dtype)
   if found not in _DTYPES:
     got = repr(dtype) if found is None else found.name

@@ -22,7 +22,7 @@ from coat_jax.numerics.recipes import CoatRecipe
 class TransformerLayer(nnx.Module):
   """Attention and MLP, each with its norm and residual add.
 
-  In a tower, attention is bidirectional and has no RoPE.
+  In a vision tower, attention is bidirectional and has no RoPE.
 
   Attributes:
     attention: an `Attention`.
@@ -42,8 +42,8 @@ class TransformerLayer(nnx.Module):
     remedy = "pass the config of a model"
     check_kind("TransformerLayer", "config", config, kinds, remedy)
     choices = config.choices
-    # Projections that write to the residual stream start smaller, so that its
-    # variance does not grow with depth.
+    # Projections that write to the residual stream start with smaller weights,
+    # so that the stream's variance does not grow with depth.
     small = nnx.initializers.normal(STDDEV * (2 * config.num_layers) ** -0.5)
     shared = Start(dtype, rngs).options(
       out_kernel_init=small,
@@ -104,7 +104,7 @@ def stack_layers(
   start: Start,
   store: Store | None,
 ) -> TransformerLayer:
-  """Makes layers with stacked parameters; one at a time if `store` is given."""
+  """Makes layers and stacks them; one at a time if `store` is given."""
   one_by_one = functools.partial(nnx.scan, in_axes=0, out_axes=0)
 
   @nnx.split_rngs(splits=config.num_layers)
@@ -118,7 +118,7 @@ def stack_layers(
 
 
 def outer_norm(config: ModelConfig | VisionConfig, start: Start) -> Any:
-  """Makes a norm before or after the layers, in BF16."""
+  """Makes the norm before or after the stack of layers, in recipe bf16."""
   choices = config.choices
   return make_norm(
     choices.norm,

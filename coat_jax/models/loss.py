@@ -18,14 +18,14 @@ def loss_fn(
 ) -> Array:
   """Computes the mean cross-entropy of the next token.
 
-  In training, the load-balancing loss of a model with experts is added.
+  In training, adds the load-balancing loss if the model has experts.
 
   Args:
     model: a Decoder or VisionLanguageModel. After `model.eval()` the result is
       the cross-entropy alone.
     batch: a `Batch`, or int32 [B, T + 1] if all tokens are targets. If you
-      split a batch into microbatches whose shares add up to 1, their losses
-      add up to the mean over the whole batch.
+      split a batch into microbatches whose shares together add up to 1, their
+      losses add up to the mean over the whole batch.
     pixel_values: images, as for `VisionLanguageModel`; None for text alone.
 
   Returns:
@@ -33,8 +33,8 @@ def loss_fn(
 
   Raises:
     TypeError: the model or an array has the wrong type.
-    ValueError: the batch has the wrong shape, or the model is a Decoder and
-      images are passed.
+    ValueError: the batch has the wrong shape, or images are passed with a
+      Decoder.
   """
   op, kinds = "loss_fn", (Decoder, VisionLanguageModel)
   check_kind(op, "model", model, kinds, "a vision tower predicts no tokens")
@@ -61,10 +61,10 @@ def loss_of_hidden(
 ) -> Array:
   """Computes `loss_fn` from the model's hidden states [B, T, D].
 
-  As in Hugging Face Transformers, experts have one load-balancing loss over the
-  tokens of all layers, including padding, not a sum of one loss per layer. Both
-  losses are weighted by the batch's shares, so the losses of microbatches add
-  up to the loss of their batch.
+  As in Hugging Face Transformers, there is one load-balancing loss, over the
+  tokens (including padding) of all layers, instead of one loss for each layer.
+  Both losses are weighted by the batch's shares, so the losses of microbatches
+  add up to the loss of the whole batch.
   """
   config, shares = model.config, batch.target_shares
   loss = vocabulary.mean_loss(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes each parameter of a model: its role, its sharding, its matrices.
 
-Sharding over a mesh, Muon, weight decay, generation and the readers of Hugging
-Face checkpoints look parameters up in this table by their paths.
+The code for sharding, Muon, weight decay, generation and Hugging Face
+checkpoints looks parameters up here by their paths.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from coat_jax.optimizer.matrices import Matrices, MatrixSplit
 
 # The mesh axes that models use.
 AXES = MeshAxes(batch=("data", "fsdp"), fsdp="fsdp", tensor="tensor")
-# The mesh axis for whole experts, which only mixtures have.
+# The mesh axis that splits the experts; only models with experts use it.
 EXPERT = "expert"
 
 Role = Literal[
@@ -35,11 +35,12 @@ Role = Literal[
   "output",
   "probe",
 ]
-# fsdp splits "rows", tensor "columns", and expert "experts". Both fsdp and
-# tensor split "rows of columns", the rows that belong to a device's own heads,
-# columns of the MLP or part of the vocabulary. Only tensor splits the last axis
-# of a weight, because groups of values that share a scale run along that axis,
-# and each device must have whole groups.
+# How an array axis is split: "rows" by mesh axis fsdp, "columns" by tensor,
+# "experts" by expert, and "rows of columns" by both fsdp and tensor. "Rows of
+# columns" are rows that belong to a device's own heads, to its own columns of
+# the MLP or to its own part of the vocabulary. Of the mesh axes, only tensor
+# splits the last array axis of a weight: groups of values that share a scale
+# run along that array axis, and each device must store whole groups.
 Axis = Literal["rows", "columns", "rows of columns", "experts"]
 
 
@@ -47,13 +48,13 @@ class Parameter(NamedTuple):
   """Describes all parameters whose paths have the same ending.
 
   Attributes:
-    role: how the model uses it. A "matrix" is the weight of a linear layer,
-      except the "output" projection at the end.
-    axes: how a mesh splits each axis, not counting the axis of layers; () if
-      each device holds the whole parameter.
-    split: how it is cut into matrices, with axes counted from the end; None if
-      it is never cut. The split of q, k and v depends on the number of heads:
-      see `matrix_split`.
+    role: how the model uses the parameter. A "matrix" is the weight of a linear
+      layer; only the output projection has the role "output" instead.
+    axes: how a mesh splits each array axis except the axis of layers; () if
+      each device stores the whole parameter.
+    split: how the parameter is cut into matrices, with array axes counted from
+      the end; None if it is never cut. The split of q, k and v depends on the
+      number of heads: see `matrix_split`.
   """
 
   role: Role
@@ -65,7 +66,7 @@ _ONE, _GATE_UP = MatrixSplit(), MatrixSplit(reduction_axis=-3)
 _FIRST = ("rows", "columns")
 _SECOND = ("rows of columns", None)
 _QKV = "qkv/linear/"
-# Keyed by the ending of a parameter's path; the longest match counts.
+# Keyed by the ending of a parameter's path; the longest matching key is used.
 PARAMETERS: dict[str, Parameter] = {
   "embedding": Parameter("embedding", _SECOND),
   "position_embedding": Parameter("positions", _SECOND),
@@ -88,7 +89,7 @@ PARAMETERS: dict[str, Parameter] = {
   "mlp/down": Parameter("matrix", ("experts", *_SECOND), _ONE),
 }
 # The ends of a vision tower and the projector are not sharded: they are small,
-# and the axes of a mesh do not divide most of their sizes.
+# and the sizes of mesh axes do not divide most of their dimensions.
 _ENDS = ("patches", "pool", "projector")
 _AT_ENDS: dict[str, Parameter] = {
   "kernel": Parameter("matrix"),
@@ -139,8 +140,9 @@ def matrix_split(
 def model_matrices(config: ModelConfig | VisionConfig) -> Matrices:
   """Returns how Muon cuts the parameters of a model into matrices.
 
-  Each layer of a stack, q, k, v, gate, up and each expert are separate
-  matrices. Embeddings, the head, routers, norms and biases are not matrices.
+  Each layer of a stack and each expert has its own matrices; q, k, v, gate and
+  up are separate matrices. Embeddings, the head, routers, norms and biases are
+  not matrices.
 
   Args:
     config: the shape of a `Decoder` or a `VisionTower`.
@@ -149,7 +151,7 @@ def model_matrices(config: ModelConfig | VisionConfig) -> Matrices:
     A function of (path, leaf), to pass to `coat_muon` as `matrices`.
 
   Raises:
-    TypeError: `config` has another class.
+    TypeError: `config` is neither a `ModelConfig` nor a `VisionConfig`.
 
   Examples:
     >>> import jax
@@ -208,7 +210,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
 
 
 def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
-  """Returns the spec that shards a parameter, including its axis of layers."""
+  """Returns a parameter's sharding, with an entry for its axis of layers."""
   names = {
     None: None,
     "rows": axes.fsdp,
@@ -223,7 +225,7 @@ def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
 def mesh_axes(
   sizes: Mapping[Any, int], *, grad_dtype: GradDtype = "float32"
 ) -> MeshAxes:
-  """Returns the axes for a recipe; leaves out `tensor` if its size is 1."""
+  """Returns a mesh's axes for a recipe, without `tensor` if its size is 1."""
   if {*sizes} - {EXPERT} != {*AXES.tokens}:
     raise ValueError(
       f"mesh: its axes must be {', '.join(AXES.tokens)}, got "
@@ -235,7 +237,7 @@ def mesh_axes(
 
 
 def _with_experts(names: Iterable[str]) -> MeshAxes:
-  """Returns `AXES`, with an axis of experts if the mesh has one."""
+  """Returns `AXES`, extended by the mesh axis `expert` if the mesh has it."""
   if EXPERT not in names:
     return AXES
   return dataclasses.replace(AXES, batch=(*AXES.batch, EXPERT), expert=EXPERT)

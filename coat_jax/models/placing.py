@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the embeddings of some tokens with features, such as of an image."""
+"""Replaces the embeddings of some tokens with features, e.g. of an image."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class Placed(NamedTuple):
   """Features that replace tokens' embeddings.
 
   Attributes:
-    features: [B, M, D].
+    features: [B, M, D], M features for each sequence.
     rows: int32 [B, T], the index of the feature that replaces each token;
       negative for tokens that keep their own embedding.
   """
@@ -24,7 +24,7 @@ class Placed(NamedTuple):
 
 
 def place_features(x: Array, placed: Placed, *, axes: MeshAxes | None) -> Array:
-  """Replaces some of the embedded tokens [B, T, D]."""
+  """Replaces the embeddings of some tokens in x [B, T, D]."""
 
   def put(x, features, rows):
     taken = jnp.maximum(rows, 0)[..., None]
@@ -45,7 +45,7 @@ def place_features(x: Array, placed: Placed, *, axes: MeshAxes | None) -> Array:
 
 
 def token_rows(tokens: Array, token: int, count: int) -> Array:
-  """Returns `Placed.rows`: the first `count` copies of `token` are replaced."""
+  """Returns `Placed.rows` to replace the first `count` copies of `token`."""
   is_placed = tokens == token
   row = jnp.cumsum(is_placed, axis=1, dtype=jnp.int32) - 1
   return jnp.where(is_placed & (row < count), row, -1)

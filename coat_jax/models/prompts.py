@@ -2,7 +2,8 @@
 """Checks and pads the prompts of `generate`, and computes image features.
 
 The vision tower runs once for all prompts. Like the rest of `generate`, it runs
-without FP8: if all images shared one scale, prompts would affect each other.
+without FP8: if all images shared a scale, a prompt's result would depend on the
+images of other prompts.
 """
 
 import functools
@@ -26,7 +27,7 @@ from coat_jax.numerics.checks import refuse
 def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
   """Raises an error if there are no prompts, or a prompt is empty."""
   if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
-    remedy = "pass a list of token ids for each"
+    remedy = "pass a list of token ids for each prompt"
     refuse(TypeError, "generate", "prompts", "several prompts", prompts, remedy)
   if not len(prompts):
     raise ValueError("generate: needs at least one prompt, got none; pass one")
@@ -58,9 +59,10 @@ def check_ids(name: str, tokens: Any, model: Decoder) -> int:
 def padded(
   prompts: Sequence[Sequence[int]], length: int, model: Decoder
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Pads prompts on the left: tokens int32 [rows, length], padding [rows].
+  """Pads prompts on the left.
 
-  Padding tokens are -1, which is the id of no token.
+  Returns tokens int32 [rows, length], in which padding is -1, and the number of
+  padding tokens int32 [rows].
   """
   rows = _rows(model, len(prompts))
   tokens = np.full((rows, length), -1, np.int32)
@@ -72,15 +74,15 @@ def padded(
 
 
 def _rows(model: Decoder, count: int) -> int:
-  """Rounds up to a multiple of the number of devices that split the batch."""
+  """Rounds `count` rows up to a multiple of the devices that split them."""
   if (axes := model.axes) is None:
     return count
   shape = jax.sharding.get_abstract_mesh().shape
   if missing := [name for name in axes.tokens if name not in shape]:
     raise ValueError(
       f"generate: the model's recipe names the axis {missing[0]!r} of a mesh, "
-      f"got {tuple(shape) or 'no mesh'}; call it under jax.set_mesh of a mesh "
-      "with these axes, or make the model without axes"
+      f"got {tuple(shape) or 'no mesh'}; call generate under jax.set_mesh of a "
+      "mesh with this axis, or make the model without axes"
     )
   devices = math.prod(shape[name] for name in axes.batch)
   return -(-count // devices) * devices

@@ -2,8 +2,8 @@
 """Checks the fields of a configuration against their types.
 
 The type of a number contains its range, as in `steps: Count` or
-`b1: Annotated[float, Range(0, 1)]`. So numbers that are not finite, or absurdly
-large, are refused before they reach JAX.
+`b1: Annotated[float, Range(0, 1)]`. NaN, infinity and absurdly large numbers
+are therefore refused before they reach JAX.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from coat_jax.numerics.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
 # A number that int32 can hold, such as a step.
 Count = Annotated[int, COUNT]
-# A width, limited so that the number of a weight's bytes fits in int64.
+# A width, limited so that the size of a weight in bytes fits in int64.
 Width = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 
 
 def range_of(hint: Any) -> tuple[type, Range] | None:
-  """Returns (int or float, its range) for a number's type, else None."""
+  """Returns a number's class (int or float) and range; None for other types."""
   found = [hint, *get_args(hint)]
   for each in found:
     if allowed := _range_in(each):
@@ -38,9 +38,9 @@ def range_of(hint: Any) -> tuple[type, Range] | None:
 
 
 def check_fields(config: Any) -> None:
-  """Raises ValueError if a field violates its type or a number its `Range`.
+  """Raises ValueError if a field has the wrong type or is outside its `Range`.
 
-  Checks numbers, strings, bools and Literals; other types are not checked.
+  Checks numbers, strings, bools and Literals, and no other types.
   """
   for field in dataclasses.fields(config):
     value, hints = getattr(config, field.name), _alternatives(field.type)
@@ -55,7 +55,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_family(config: Any, families: Collection[str]) -> None:
-  """Raises ValueError for an unknown family; suggests the nearest name."""
+  """Raises ValueError for an unknown family; suggests the most similar name."""
   if config.family in families:
     return
   near = difflib.get_close_matches(config.family, families, n=1)
@@ -67,9 +67,9 @@ def check_family(config: Any, families: Collection[str]) -> None:
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-  """Returns the members of a union, or a tuple of the type itself."""
+  """Returns the members of a union; other types become a tuple of one."""
   if get_origin(hint) is Annotated and not _range_in(hint):
-    hint = get_args(hint)[0]  # Other libraries' annotations, such as tyro's.
+    hint = get_args(hint)[0]  # Drop other libraries' annotations (tyro's).
   is_union = get_origin(hint) in (types.UnionType, Union)
   return get_args(hint) if is_union else (hint,)
 

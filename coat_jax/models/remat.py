@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a stack of layers: shards them, and chooses what they save.
+"""Runs a stack of layers, and applies the policy that selects what they save.
 
-`Remat` selects what is saved. On a mesh, XLA partitions BF16 layers and would
-split some of their matmuls badly, so we gather their weights first.
+`models.config.Remat` lists the policies. On a mesh, XLA partitions layers in
+recipe bf16. It would split some of their matmuls badly, so we gather their
+weights first.
 """
 
 import dataclasses
@@ -36,9 +37,9 @@ def _all_but_gathered(
 ) -> bool:
   """Checkpoint policy: save what autodiff saves, except gathered weights.
 
-  `_constrained` gathers a weight, and a reshape before a matmul is only a view
-  of it, so neither is saved. (A policy that uses `checkpoint_name` would save
-  the array to which the name is applied.)
+  It saves neither the weight that `_constrained` gathers nor the reshape of
+  this weight before a matmul, which is only a view. (A policy that uses
+  `checkpoint_name` would save the array to which the name is applied.)
   """
   del arrays, options
   names = {primitive.name}
@@ -58,7 +59,7 @@ _POLICIES = {
 
 
 def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
-  """Raises ValueError if layers of a recipe cannot save what `remat` names."""
+  """Raises ValueError if `remat` is unknown or does not work in a recipe."""
   check_choice("remat", "remat", remat, tuple(_POLICIES))
   if remat == "fp8" and recipe.nonlinear != "fp8":
     raise ValueError(
@@ -71,7 +72,7 @@ def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
 def layer_forward(
   model: Any, segments: Array | None = None
 ) -> Callable[[Carry, Any, Array | None], Carry]:
-  """Returns the function (carry, layer, kind) to scan over a model's layers.
+  """Returns the function of (carry, layer, kind) that scans run on each layer.
 
   `model` is a `Decoder` or a `VisionTower`; `segments` are as for `Decoder`.
   """
@@ -115,7 +116,7 @@ def run_layers(
   kinds: Array | None = None,
   segments: Array | None = None,
 ) -> Carry:
-  """Scans over stacked layers; `kinds` has one entry for each."""
+  """Scans over stacked layers; `kinds` has one entry for each layer."""
   forward = layer_forward(model, segments)
   scan = nnx.scan(forward, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
   return scan(carry, layers, kinds)
@@ -124,7 +125,7 @@ def run_layers(
 def checkpointed(
   forward: Callable, remat: Remat, recipe: CoatRecipe, *, is_gathering: bool
 ) -> Callable:
-  """Returns a layer's forward pass that saves only what `remat` names.
+  """Wraps a layer's forward pass so that it saves only what `remat` selects.
 
   If `forward` gathers weights (`is_gathering`), the backward pass gathers them
   again. With "fp8_layer", x is first rounded to FP8.
@@ -136,18 +137,20 @@ def checkpointed(
   rounded = forward
   if remat == "fp8_layer":
     rounded = lambda x, *args: forward(through_codes(x, recipe), *args)  # noqa: E731
-  # In a scan, XLA cannot merge the recomputation with the first forward pass.
+  # prevent_cse is not needed: in a scan, XLA cannot merge the recomputation
+  # with the first forward pass.
   return nnx.remat(rounded, prevent_cse=False, policy=_POLICIES[remat])
 
 
 def gather_weights[L: nnx.Module](
   layer: L, dtype: DTypeLike, axes: MeshAxes
 ) -> L:
-  """Casts the kernels of a layer that XLA partitions, and gathers their rows.
+  """Casts the kernels of a layer, and gathers their rows from all devices.
 
   Otherwise XLA may split a matmul along the rows and exchange activations, or
-  gather weights in f32. Each device sums the gradients of its own rows.
-  Weights of experts are not kernels: their layer gathers them itself.
+  gather weights in f32. In the backward pass, each device gets the summed
+  gradients of its own rows. The weights of experts are left out, because `MoE`
+  gathers them itself.
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts scalings of RoPE to text for a configuration, and back.
+"""Converts scalings of RoPE to the text in `ModelConfig.rope_scaling` and back.
 
-The text is a type with its fields, named as in transformers:
+The text consists of a type and its fields, named as in transformers:
 `llama3,factor=8,low_freq_factor=1,high_freq_factor=4,...`.
 """
 
@@ -29,7 +29,8 @@ def parse_scaling(text: str | None) -> RopeScaling | None:
     text: `TYPE,FIELD=NUMBER,...`, such as `linear,factor=4`; or None.
 
   Returns:
-    `layers.LinearScaling`, `Llama3Scaling` or `YarnScaling`; None for None.
+    `layers.LinearScaling`, `Llama3Scaling` or `YarnScaling`; None if `text` is
+    None.
 
   Raises:
     TypeError: `text` is not a string.
@@ -38,7 +39,7 @@ def parse_scaling(text: str | None) -> RopeScaling | None:
   """
   if text is None:
     return None
-  remedy = "pass one, as in linear,factor=4"
+  remedy = "pass one such as 'linear,factor=4'"
   check_kind("rope_scaling", "it", text, str, remedy)
   name, *fields = text.split(",")
   kind = SCALINGS.get(name)
@@ -70,7 +71,7 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
   if wrong := (values.keys() - known.keys()) | (needed - values.keys()):
     raise ValueError(
       f"rope_scaling: {name} has the fields {', '.join(known)}, of which "
-      f"{', '.join(sorted(needed))} are needed; wrong are "
+      f"{', '.join(sorted(needed))} are required; unknown or missing: "
       f"{', '.join(sorted(wrong))}, got {', '.join(values) or 'none'}; copy "
       "them from the model's config.json"
     )
@@ -86,7 +87,7 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
 
 
 def write_scaling(scaling: RopeScaling | None) -> str | None:
-  """Inverts `parse_scaling`; leaves out fields with default values."""
+  """Writes a scaling as text, without the fields that have default values."""
   if scaling is None:
     return None
   name, fields = scaling_fields(scaling)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the next token from its logits.
 
-`temperature` divides the logits. `top_k` keeps the k most probable tokens.
-`top_p` normalizes their probabilities and keeps the smallest set of the most
-probable tokens whose sum reaches p. One of the remaining tokens is drawn.
-Temperature 0 chooses the most probable token.
+Logits are divided by `temperature`. `top_k` keeps the k most probable tokens.
+Then the probabilities of these tokens are normalized, and `top_p` keeps the
+most probable tokens until their probabilities add up to at least p. One of the
+kept tokens is drawn. Temperature 0 chooses the most probable token instead.
 """
 
 from typing import NamedTuple
@@ -27,9 +27,9 @@ NO_TOKEN = -1
 
 
 class Sampling(NamedTuple):
-  """Sampling options, as arrays so that new values do not recompile.
+  """Sampling options, as arrays so that new values cause no recompilation.
 
-  None turns an option off; without a temperature, sampling is greedy.
+  None turns an option off; temperature None chooses the most probable token.
   """
 
   temperature: Array | None = None
@@ -57,8 +57,8 @@ def make_sampling(
   return Sampling(
     temperature=jnp.float32(temperature),
     top_k=None if top_k is None else jnp.int32(top_k),
-    # top_p = 1 must keep all tokens, but a sum that is rounded to f32 may reach
-    # 1 before the last token.
+    # top_p = 1 must keep all tokens, but the f32 sum of probabilities may round
+    # to 1 before the last token.
     top_p=None if top_p in (None, 1) else jnp.float32(top_p),
   )
 
@@ -67,8 +67,8 @@ def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
   """Masks the tokens that cannot be drawn.
 
   Returns logits f32 [B, V] divided by the temperature, -inf for masked tokens,
-  and the token of each logit, int32 [B, V]. With top_k or top_p, the most
-  probable tokens come first, and ties are ordered by token id.
+  and the token id of each logit, int32 [B, V]. With top_k or top_p, the most
+  probable tokens come first, and equal logits are ordered by token id.
   """
   assert sampling.temperature is not None
   largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -84,14 +84,14 @@ def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
     logits = jnp.where(rank < sampling.top_k, logits, -jnp.inf)
   if sampling.top_p is not None:
     p = jax.nn.softmax(logits, axis=-1)
-    # The sum before each token, so that the first one is always kept.
+    # Exclude each token from its own sum, so that the first is always kept.
     before = jnp.cumsum(p, axis=-1) - p
     logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)
   return logits, tokens
 
 
 def choose(logits: Array, sampling: Sampling, keys: Array) -> Array:
-  """Chooses tokens int32 [B]; `NO_TOKEN` if a row's maximum is not finite."""
+  """Chooses tokens int32 [B]; `NO_TOKEN` if the largest logit is not finite."""
   is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
   if sampling.temperature is None:
     chosen = jnp.argmax(logits, axis=-1)

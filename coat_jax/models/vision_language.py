@@ -4,11 +4,10 @@
 A vision tower computes features of an image. Two linear layers with GELU
 between them project the features to the decoder's width. The results replace
 the embeddings of image tokens; a text contains one image token per feature.
-Sequences may have several images, or none.
+A sequence may contain several images, or none.
 
-The recipe determines how the layers of the tower and the decoder compute. The
-projector, and the parts of both models before and after their layers, stay in
-BF16.
+The recipe applies to the layers of the tower and of the decoder. The projector
+and everything before and after those layers stay in BF16.
 """
 
 import dataclasses
@@ -40,9 +39,9 @@ class VisionLanguageConfig:
   Attributes:
     text: shape of the decoder.
     vision: shape of the tower.
-    image_token: the token that stands for an image's features.
-    feature_layer: which of the tower's hidden states to project, as `layer` of
-      `VisionTower.features`.
+    image_token: the token whose embedding is replaced by an image feature.
+    feature_layer: the layer of the tower whose hidden states are projected,
+      numbered like `layer` in `VisionTower.features`.
     feature_select: "default" drops the first hidden state of an image, which is
       CLIP's class token; "full" keeps all.
     projector_bias: whether the projector's layers have biases.
@@ -50,7 +49,7 @@ class VisionLanguageConfig:
   Raises:
     TypeError: `text` or `vision` has the wrong class.
     ValueError: a number is outside its range, or the decoder's family scales
-      its embeddings: it is unclear whether to scale image features too.
+      its embeddings, so that it is unclear whether to scale image features too.
   """
 
   text: ModelConfig
@@ -104,7 +103,7 @@ class Projector(nnx.Module):
     dtype: DTypeLike = jnp.bfloat16,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters in f32; `config` is the whole model's."""
+    """Initializes the parameters in f32; `config` describes the whole model."""
     remedy = "pass the config of the whole model"
     check_kind("Projector", "config", config, VisionLanguageConfig, remedy)
     width = config.text.d_model
@@ -168,9 +167,9 @@ class VisionLanguageModel(nnx.Module):
   ):
     """Initializes the parameters; arguments and errors as for `Decoder`.
 
-    `remat` applies to the decoder's layers; the tower's recompute nothing.
-    Paths that `store` gets are relative to the tower or the decoder, or start
-    with "projector".
+    `remat` applies to the decoder's layers; the tower's layers recompute
+    nothing. The paths passed to `store` are relative to the tower or the
+    decoder, or start with "projector".
     """
     op = "VisionLanguageModel"
     check_model(op, config, VisionLanguageConfig, recipe, dtype, store, rngs)
@@ -193,12 +192,13 @@ class VisionLanguageModel(nnx.Module):
     """Runs everything but the output projection.
 
     Args:
-      tokens: int32 [B, T]. Each image has `config.tokens_each` image tokens, in
-        the order of the images. If a sequence has more image tokens than its
-        images need, the last ones keep their own embedding.
+      tokens: int32 [B, T], with `config.tokens_each` image tokens for each
+        image, in the order of the images. If a sequence contains more image
+        tokens, those in excess keep their own embedding.
       pixel_values: [B, I, C, H, W], the images of each sequence, BF16 or f32,
         resized and normalized. Images without image tokens have no effect, so
-        pad sequences that have fewer images. None for text alone.
+        sequences with fewer images can be filled up with images of zeros. None
+        for text alone.
       segments: as for `Decoder`.
 
     Returns:
@@ -245,7 +245,7 @@ class VisionLanguageModel(nnx.Module):
     return self.decoder.logits_of_hidden(hidden)
 
   def features(self, pixel_values: Array) -> Array:
-    """Maps images [B, I, C, H, W] to [B, I * tokens_each, D], in order."""
+    """Maps images [B, I, C, H, W] to features [B, I * tokens_each, D]."""
     check_pixels("VisionLanguageModel", pixel_values)
     if pixel_values.ndim != 5:
       raise ValueError(

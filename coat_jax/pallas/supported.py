@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks whether a kernel supports its arguments.
 
-Each check returns the reason if the kernel does not support them, or None if it
-does.
+Each check returns why the kernel does not support them, or None if it does.
 """
 
 import math
@@ -24,8 +23,8 @@ from coat_jax.numerics.scaling import (
 from coat_jax.ops.activation import Parts
 from coat_jax.ops.types import Activation
 
-# Kernels index in int32. The last tile may reach past the end of the array, and
-# its indices must not overflow either.
+# Kernels index in int32. The last tile may reach past the end of the array, so
+# leave room for its indices.
 MAX_ELEMENTS = 2**31 - 2**20
 
 _GROUP_SIZES = (16, 32, 64, 128)
@@ -36,8 +35,8 @@ def why_not_shape(shape: tuple[int, ...]) -> str | None:
   size = math.prod(shape)
   if not shape or shape[-1] % 16 or not size:
     return (
-      "the kernel needs a last axis that is a multiple of 16 and no empty axis,"
-      f" got shape {shape}"
+      "the kernel needs a last axis whose size is a multiple of 16, and no "
+      f"empty axis, got shape {shape}"
     )
   if size > MAX_ELEMENTS:
     return (
@@ -55,7 +54,7 @@ def why_not_groups(
     return f"the kernel needs groups of {_GROUP_SIZES}, got {group_size}"
   if shape and shape[-1] % group_size:
     return (
-      "the kernel needs a last axis that is a multiple of the group size "
+      "the kernel needs a last axis whose size is a multiple of the group size "
       f"{group_size}, got {shape[-1]}"
     )
   return why_not_shape(shape)
@@ -79,7 +78,7 @@ def why_not_values(x: QTensor) -> str | None:
 
 
 def why_not_dtype(*dtypes: DTypeLike) -> str | None:
-  """Checks the dtypes of inputs that are not quantized."""
+  """Checks the dtypes of arrays that are not quantized."""
   for dtype in dtypes:
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
       return f"the kernel reads bfloat16 and float32, got {dtype}"
@@ -87,7 +86,7 @@ def why_not_dtype(*dtypes: DTypeLike) -> str | None:
 
 
 def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
-  """Checks the FP8 format of codes against those that the kernel supports."""
+  """Checks that the FP8 format of codes is one that the kernel supports."""
   if dtype in known:
     return None
   names = " and ".join(jnp.dtype(x).name for x in known)
@@ -126,11 +125,12 @@ def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
 def why_not_read(
   x, shape: tuple[int, ...], groups: Groups, output: Scaling
 ) -> str | None:
-  """Checks a kernel that quantizes x in groups and computes an output's scale.
+  """Checks the arguments of kernels that quantize x and find an output's scale.
 
-  `shape` is the shape of x, or of each part (gate and up) that x consists of.
+  x is quantized in groups. `shape` is the shape of x, or of each part (gate and
+  up) that x consists of.
   """
-  # With `Blocks` the kernel computes no scale: each block gets its own later.
+  # With `Blocks` the kernel computes no scale: blocks get their scales later.
   if type(output) is not Blocks:
     reason = why_not_scaling(output, E4M3)
     if reason is not None:
@@ -202,7 +202,7 @@ def why_not_activation_bwd(
   if dy.shape != shape:
     return f"dy must have the input's shape {shape}, got {dy.shape}"
   if has_sums and len(parts) > 1:
-    return "kernels sum the gradient of x, not of gate and up"
+    return "kernels sum the gradient of x, but not those of gate and up"
   return (
     why_not_scaling(gradient, E5M2)
     or _why_not_activation(activation)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of attention scores that a kernel visits.
 
-For a tile of queries, these are the tiles of keys (and likewise of queries for
-a tile of keys):
+Each row below shows which tiles of keys a tile of queries visits. Each column
+shows which tiles of queries a tile of keys visits:
 
              keys                     keys
            0 1 2 3 4 5              0 1 2 3 4 5
          0 e                      0 e                 .  is not visited
  queries 1 f e                    1 e e               e  is masked (an edge)
-         2 f f e                  2 . e e             f  is seen whole
+         2 f f e                  2 . e e             f  is seen completely
          3 f f f e   causal       3 . f e e   window
 
-With segments we visit the tiles from the first to the last that may share a
-segment, judged by each tile's least and largest id. For packed documents, whose
-ids increase, those are exactly the tiles of the same documents; for ids in any
-order they are at worst all tiles. Visited tiles are masked value by value, so
-the result is right for any ids.
+With segments, a tile visits all tiles from the first to the last that may share
+a segment with it. Two tiles may share a segment if the ranges of their ids
+overlap. In packed documents, ids increase, so a tile visits exactly the tiles
+of the same documents. If ids are in any order, it may visit all tiles. Visited
+tiles are masked value by value, so the result is right for any ids.
 """
 
 import functools
@@ -31,10 +31,11 @@ from coat_jax.ops.types import AttentionKind
 def segment_bounds(
   segments: Array, own: int, others: int
 ) -> tuple[Array, Array]:
-  """Returns, per tile of `own` positions, the range of tiles to visit.
+  """Returns the range of tiles that each tile of `own` positions visits.
 
-  The range is the first of the other tiles that may share an id with it, and
-  one past the last such tile, int32 [B, tiles]. `segments` are [B, T].
+  The range starts at the first tile of `others` positions that may share an id
+  with the own tile, and ends one past the last such tile. Start and end are
+  int32 [B, tiles]; `segments` are [B, T].
   """
 
   def least_and_largest(size):
@@ -74,13 +75,15 @@ class Visits(NamedTuple):
     of_queries: bool,
     bounds: tuple[Any, Any] | None = None,
   ) -> "Visits":
-    """Finds the tiles of `step` that positions [start, start + size) visit.
+    """Finds the tiles that a tile with positions [start, start + size) visits.
 
-    The positions belong to queries or to keys; `length` is the length of both
-    sequences. `bounds` are the range of `segment_bounds`. Keys may see queries
-    after the last one, which must be zero.
+    The tile holds queries if `of_queries`, else keys. Visited tiles have `step`
+    positions. `length` is the length of both sequences, and `bounds` is the
+    tile's range of `segment_bounds`. Keys may see queries past the end, which
+    must be zero.
     """
-    # Own position i sees the others from i - back to i + ahead; None: no limit.
+    # Position i sees positions i - back to i + ahead of the other sequence.
+    # None means no limit.
     reach = None if kind.window is None else kind.window - 1
     back, ahead = reach, 0 if kind.causal else None
     if not of_queries:
@@ -100,7 +103,7 @@ class Visits(NamedTuple):
       first = jnp.maximum(first, bounds[0])
       behind = jnp.minimum(behind, bounds[1])
       return cls(first, behind, behind, behind)
-    # A side without an edge keeps the same int, so that `run` skips its loop.
+    # Keep the same int if there is no edge, so that `run` skips its loop.
     if back is not None:
       whole = jnp.minimum(whole, behind)
     if ahead is not None or (back is not None and edge != behind):
@@ -123,5 +126,5 @@ class Visits(NamedTuple):
 
 
 def _quotient(x: Array, by: int) -> Array:
-  """Divides numbers that are not negative."""
+  """Divides nonnegative numbers, rounding down."""
   return lax.div(x, jnp.int32(by))

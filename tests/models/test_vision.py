@@ -260,7 +260,7 @@ def test_missing_parts_of_a_tower_are_refused():
     (dict(patch_size=29), "at most image_size, got 29 and 28"),
     (
       dict(num_classes=5),
-      "num_classes applies to family vit, got 5 for",
+      "num_classes applies only to family vit, got 5 for",
     ),
     (dict(family="clip_vision", has_pool=False), "got family clip_vision and"),
     (dict(norm_eps=0.0), "norm_eps must be a number from"),

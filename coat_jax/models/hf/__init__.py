@@ -3,10 +3,10 @@
 
 config_tables  the keys of each family's config.json: one row per family
 tensor_tables  the tensors of each family's parameters: one table per family
-config         reads and writes config.json by its row
-keys           reads and writes single keys
-layer_keys     reads and writes the keys of windows and RoPE
-tensors        lists a model's tensors by its table, and packs them
+config         reads and writes config.json, as `config_tables` describes
+keys           reads and writes single keys of config.json
+layer_keys     reads and writes the keys for windows and RoPE
+tensors        converts tensors to parameters, as `tensor_tables` describes
 files          reads safetensors one tensor at a time
 load, save     read and write a checkpoint: `load_hf` and `save_hf`
 whole          writes a folder completely or not at all

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts between a Hugging Face config.json and a model's configuration.
 
-The same functions handle decoders, towers and LLaVA: `config_tables.CONFIGS`
-describes how families differ. Versions 4 and 5 of transformers use different
-keys for RoPE and the dtype. We read and write both.
+The same functions handle decoders, towers and LLaVA; `config_tables.CONFIGS`
+describes how families differ. transformers 4 and 5 use different keys for RoPE
+and the dtype. We read and write the keys of both versions.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ type AnyConfig = ModelConfig | VisionConfig | VisionLanguageConfig
 
 
 def read_config(folder: Path) -> tuple[Any, np.dtype]:
-  """Reads a folder's config.json: the model's shape and its dtype."""
+  """Reads a folder's config.json; returns the model's shape and its dtype."""
   check_folder(folder)
   return parse_config(folder / CONFIG, read_json(folder / CONFIG))
 
 
 def parse_config(file: Path, found: dict) -> tuple[Any, np.dtype]:
-  """Parses a file's content; `file` is for error messages."""
+  """Parses the content of a config.json; errors mention `file`."""
   return _parse(file, found, None), dtype_of(file, found)
 
 
@@ -52,7 +52,7 @@ def write_config(
   max_length: int | None = None,
   labels: Sequence[str] | None = None,
 ) -> dict:
-  """Writes the content of a config.json; arguments as for `save_hf`."""
+  """Returns the content of a config.json; arguments as for `save_hf`."""
   found = _write(config, dtype, like or {})
   is_limited = isinstance(config, ModelConfig) and config.max_positions is None
   if max_length is not None and is_limited:
@@ -115,7 +115,7 @@ def _object(file: Path, found: dict, key: str, default: Any = None) -> dict:
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
-  """Makes a configuration; brings a decoder's into its canonical form."""
+  """Makes a configuration; replaces default widths of a decoder by None."""
   if kind is not ModelConfig:
     return kind(**values)
   share = values.pop(PARTIAL, None)
@@ -133,7 +133,7 @@ def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
 
 
 def _write(config: Any, dtype: np.dtype, like: dict) -> dict:
-  """Writes a configuration; keeps the keys of `like` that it does not set."""
+  """Returns a config.json's content, with other keys copied from `like`."""
   row = CONFIGS[config.family]
   if row.whole:
     like = like.get("vision_config", like)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines how each family's config.json is read and written, a row per family.
+"""Defines how config.json is read and written, with one row for each family.
 
 To add a family, add a row to `CONFIGS`, and a table of its tensors to
 `tensor_tables.TENSORS`.
@@ -43,8 +43,8 @@ class SubConfig:
     field: field of the outer configuration.
     kind: class of the inner configuration.
     defaults: the model_type to assume if the file states none, and the values
-      that transformers assumes for absent keys of that type.
-    inherited: keys that the outer file may state for the inner one.
+      that transformers assumes for absent keys of a model of that type.
+    inherited: keys that the outer configuration may state for the inner one.
   """
 
   field: str
@@ -59,7 +59,7 @@ class ConfigTable:
 
   Attributes:
     kind: class of the configuration.
-    architectures: classes of transformers; the first one is written.
+    architectures: names of classes in transformers; the first one is written.
     keys: all keys of this family, except those of `keys.WITHOUT_EFFECT`.
     model_type: the file's model_type; None for the family's name.
     whole: model_type of the full model whose `vision_config` is this tower.
@@ -91,7 +91,7 @@ _LLAMA = {
   "hidden_act": Fixed("silu"),
   "attention_dropout": Fixed(0),
   **_ONE_STACK,
-  **ignored(LONGEST),  # Plain RoPE has no maximum position.
+  **ignored(LONGEST),  # RoPE without scaling has no maximum position.
   **ROPE,
 }
 
@@ -153,7 +153,7 @@ _GPT2 = {
   "reorder_and_upcast_attn": Fixed(False),
   **_ONE_STACK,
   **ignored(
-    # Dropout only matters in training, and we have none.
+    # Dropout matters only in training, and our layers have none.
     *("attn_pdrop", "embd_pdrop", "resid_pdrop"),
     # Keys for classifiers, and keys of older versions.
     *("summary_activation", "summary_first_dropout", "summary_type"),
@@ -174,7 +174,7 @@ _QWEN3_MOE = {
   **_NO_WINDOW,
   **ignored(
     "num_local_experts",  # `Renamed` reads it.
-    "intermediate_size",  # The width of layers without experts.
+    "intermediate_size",  # The width of MLPs in layers without experts.
     # Whether transformers adds the auxiliary loss; we always add it.
     "output_router_logits",
   ),

@@ -2,12 +2,12 @@
 """Reads folders of safetensors, one tensor at a time.
 
 A file consists of 8 bytes with the header's length, the header (JSON that
-states where each tensor is), and the tensors. When a folder is opened, all
+states each tensor's offset), and the tensors. When a folder is opened, all
 headers are read and checked. A tensor is mapped into memory only while it is
 read.
 
-An index names the shards, which must be in the same folder. They may be links
-to files elsewhere, as in the cache of huggingface_hub.
+An index lists the shards, which must be in the index's folder. Shards may be
+links to files elsewhere, as in the cache of huggingface_hub.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def _refusal(
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A tensor in a file; its first byte is at `offset`."""
+  """A tensor in a file; `offset` is the position of its first byte."""
 
   file: Path
   name: str
@@ -53,7 +53,7 @@ class StoredTensor:
 
   @property
   def nbytes(self) -> int:
-    """The size in the file."""
+    """The tensor's size in the file, in bytes."""
     return self.dtype.itemsize * math.prod(self.shape)
 
   def read(self, index: Any = ...) -> np.ndarray:
@@ -97,7 +97,7 @@ def _parse_object(data: bytes) -> dict:
 
 
 def check_folder(folder: Path) -> None:
-  """Raises ValueError if a folder cannot hold a checkpoint."""
+  """Raises ValueError if a folder does not exist or is empty."""
   if folder.is_dir() and any(folder.iterdir()):
     return
   got = "a file" if folder.is_file() else "nothing of that name"
@@ -158,14 +158,14 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
     raise _refusal(index, rule, str(places)[:40])
   files = list(dict.fromkeys(map(str, places.values())))
   for name in files:
-    # Refuse names with folders, so that nothing outside the folder is read.
+    # Refuse names that contain a folder, so that no file outside is read.
     is_name = name.endswith(".safetensors") and name.isprintable()
     if not is_name or Path(name).name != name or "\\" in name:
       remedy = "shards are called NAME.safetensors, without folders"
-      raise _refusal(index, "name files of its folder", repr(name[:80]), remedy)
+      raise _refusal(index, "list files in its folder", repr(name[:80]), remedy)
     if not (folder / name).is_file():
       raise ValueError(
-        f"load_hf: {index} names {name}, which is not in the folder; copy all "
+        f"load_hf: {index} lists {name}, which is not in the folder; copy all "
         f"{len(files)} files of the checkpoint"
       )
   shards = {name: read_header(folder / name) for name in files}
@@ -175,7 +175,7 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
     where = [name for each, name in held if each == tensor]
     where = " and ".join(sorted(where)) or "no file"
     got = f"{places.get(tensor)} for {tensor}, which is in {where}"
-    rule = "name the file that contains each tensor"
+    rule = "list the file that contains each tensor"
     raise _refusal(index, rule, got, "copy the whole checkpoint again")
   return {tensor: x for name in files for tensor, x in shards[name].items()}
 
@@ -210,7 +210,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _entry(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
-  """Reads an entry of a header; its offsets count from `start`."""
+  """Parses an entry of a header, in which offsets count from `start`."""
   entry = entry if isinstance(entry, dict) else {}
   kind, shape = entry.get("dtype"), entry.get("shape")
   offsets = entry.get("data_offsets")

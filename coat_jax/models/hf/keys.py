@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes single keys of a config.json.
 
-A family's table maps each key to a `Key`, which reads and writes it. Keys in
-`WITHOUT_EFFECT` are known not to affect what any model computes. We refuse all
-other keys with an error that names them, because ignoring one could load a
-different model.
+A family's table maps each key to a `Key`, which reads and writes it. The keys
+in `WITHOUT_EFFECT` do not change what any model computes. Any other key raises
+an error that names it, because the loaded model could be wrong if the key were
+ignored.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 CONFIG = "config.json"
-# transformers 5 writes the first, version 4 the second.
+# transformers 5 writes the first key, transformers 4 the second.
 DTYPE_KEYS = ("dtype", "torch_dtype")
 # The context length that the model was trained with.
 LONGEST = "max_position_embeddings"
@@ -39,7 +39,7 @@ WITHOUT_EFFECT = {
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
 _COPY = "copy the file again"
 NOT_SUPPORTED = "other values are not supported yet"
-# The default of keys that every file must have.
+# Marks keys without a default, which every file must contain.
 _REQUIRED: Any = object()
 
 
@@ -60,7 +60,7 @@ def choose(file: Path, key: str, value: Any, choices: Mapping[str, Any]) -> Any:
 
 
 def check_known(file: Path, found: dict, known: Iterable[str]) -> None:
-  """Raises ValueError if a file has a key that is not known."""
+  """Raises ValueError if a file has a key that we do not know."""
   known = {*DTYPE_KEYS, *WITHOUT_EFFECT, *known}
   for key, value in found.items():
     if key in known:
@@ -89,10 +89,10 @@ def dtype_of(file: Path, found: dict) -> np.dtype:
 
 
 class Key:
-  """A key that is known but ignored; the base of keys that are read."""
+  """A key that is known but ignored; the base class of keys that are read."""
 
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
-    """Returns fields of the configuration; `file` is for error messages."""
+    """Returns fields of the configuration; errors mention `file`."""
     return {}
 
   def write(self, key: str, config: Any, found: dict) -> None:
@@ -101,10 +101,10 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Field(Key):
-  """A field of the configuration, which also checks the value's range.
+  """A key that sets a field of the configuration, which checks its range.
 
   Attributes:
-    name: the field.
+    name: the field's name.
     kind: bool, int or float.
     default: what transformers assumes if the key is absent.
   """
@@ -128,7 +128,7 @@ class Field(Key):
 
 
 class UnlessDefault(Field):
-  """A field whose key is left out if the field has its default."""
+  """A key that is left out if its field has the default value."""
 
   def write(self, key: str, config: Any, found: dict) -> None:
     if getattr(config, self.name) != self.default:
@@ -136,7 +136,7 @@ class UnlessDefault(Field):
 
 
 class HeadWidth(Field):
-  """A width, which is the width of a head if the field is None."""
+  """A key for a width; if the field is None, the width of a head is written."""
 
   def write(self, key: str, config: Any, found: dict) -> None:
     width = getattr(config, self.name)
@@ -147,7 +147,7 @@ class HeadWidth(Field):
 
 @dataclasses.dataclass(frozen=True)
 class Renamed(Field):
-  """A field with one key in version 4 of transformers and another in 5."""
+  """A field whose key was renamed to `new` in transformers 5."""
 
   new: str = ""
 
@@ -157,7 +157,7 @@ class Renamed(Field):
     value = found[self.new]
     if key in found and found[key] != value:
       rule = f"{key}, which is {found[key]}"
-      raise wrong(file, self.new, rule, value, "correct one")
+      raise wrong(file, self.new, rule, value, "correct the wrong one")
     return super().read(file, self.new, found)
 
   def write(self, key: str, config: Any, found: dict) -> None:
@@ -166,9 +166,10 @@ class Renamed(Field):
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(Key):
-  """A key that must have one value, which an absent key has too.
+  """A key that must have a certain value or be absent.
 
-  It is written unless its value is false, which transformers assumes anyway.
+  The key is written unless the value is false, because transformers assumes
+  false anyway.
   """
 
   value: Any
@@ -186,7 +187,7 @@ class Fixed(Key):
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Key):
-  """A key with a few known values; the first one is the default."""
+  """A key with a few allowed values; the first one is the default."""
 
   field: str
   values: Mapping[str, Any]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes the keys of a config.json for sliding windows and RoPE.
 
-transformers 5 lists in `layer_types` which layers have a sliding window, and
+transformers 5 lists in `layer_types` which layers have a sliding window. It
 stores RoPE's base and scaling in `rope_parameters`, with one object per kind of
-layer if they differ. transformers 4 may store only `sliding_window_pattern`,
-and stores RoPE in `rope_theta`, `rope_scaling` and `rope_local_base_freq` (the
-base of layers with a window). We read and write both forms. Lists must be
-periodic: every n-th layer attends to all keys, and the others to a window.
+layer if RoPE differs between kinds. transformers 4 may store only
+`sliding_window_pattern`, and stores RoPE in `rope_theta`, `rope_scaling` and
+`rope_local_base_freq` (the base in layers with a window). We read and write
+both forms. `layer_types` must be periodic: every n-th layer attends to all
+keys, and the others to a window.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ _LAYER_TYPES = "layer_types"
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 _SLIDING, _FULL = _KINDS = ("sliding_attention", "full_attention")
 _ROPE, _SCALING = "rope_parameters", "rope_scaling"
-# The share of each head's channels that are rotated.
+# The key for the fraction of each head's channels that RoPE rotates.
 PARTIAL = "partial_rotary_factor"
 _WINDOW_BASE = "rope_local_base_freq"
 
@@ -37,7 +38,7 @@ def _are_full(types: Any) -> bool:
 
 
 class _FullLayers(Key):
-  """`layer_types` of a family that has no layers with a window."""
+  """The key `layer_types` in families that do not mix kinds of layers."""
 
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     types = found.get(_LAYER_TYPES)
@@ -55,9 +56,9 @@ class _LayerTypes(Key):
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     """Reads `full_every` of a `ModelConfig`.
 
-    If the list of layers is too short to show a period, the period comes from
-    another key, or is the default. If no layer attends to all keys, the period
-    is one more than the number of layers.
+    If `layer_types` is too short to show its period, the period is read from
+    `sliding_window_pattern`, or is the default. If no layer attends to all
+    keys, the period is the number of layers plus 1.
     """
     stated = [x for key in _PATTERNS if (x := found.get(key))]
     pattern = stated[0] if stated else self.default
@@ -88,13 +89,13 @@ class _LayerTypes(Key):
 
 
 def _layer_types(full_every: int, num_layers: int) -> list[str]:
-  """Lists the kind of each layer, as a config.json names them."""
+  """Lists the kind of each layer, spelled as in config.json."""
   return [_KINDS[i % full_every == 0] for i in range(1, num_layers + 1)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rope(Key):
-  """RoPE that all layers share; `has_partial` if heads may rotate in part."""
+  """RoPE that all layers share; `has_partial` if only part may be rotated."""
 
   has_partial: bool = False
 
@@ -105,7 +106,7 @@ class _Rope(Key):
     share = None
     if self.has_partial and config.rotary_dim is not None:
       share = config.rotary_dim / config.head_width
-    for old in (PARTIAL, _SCALING):  # A source's may be another model's.
+    for old in (PARTIAL, _SCALING):  # Drop the values of `like`.
       found.pop(old, None)
     found |= _rope_keys(config.rope_theta, config.scaling, share)
 
@@ -148,13 +149,14 @@ def _read_rope(
   """Reads `rope_theta` and `rope_scaling`, and `PARTIAL` if it is below 1."""
   key = _ROPE if found.get(_ROPE) else _SCALING
   rope, old = (_with_type(file, x, found.get(x)) for x in (key, _SCALING))
-  # A file of version 5 may also have version 4's key, if both agree.
+  # A file of transformers 5 may also have the key of transformers 4. If it
+  # does, both keys must agree.
   if found.get(_SCALING) and any(rope.get(x) != old[x] for x in old):
     remedy = "delete the one that is wrong"
-    raise wrong(file, _SCALING, f"as {_ROPE}", old, remedy)
+    raise wrong(file, _SCALING, f"equal to {_ROPE}", old, remedy)
 
   def number(name: str, default: float) -> float:
-    """Takes a number from `rope` or `found`, which must agree."""
+    """Reads a number from `rope` or `found`, which must not disagree."""
     values: list[Any] = [x[name] for x in (rope, found) if name in x]
     values = values or [default]
     if not all(type(x) in (int, float) and x == values[0] for x in values):
@@ -201,7 +203,7 @@ def _read_rope(
 
 
 def _with_type(file: Path, key: str, rope: Any) -> dict[str, Any]:
-  """Copies a RoPE's object; version 4 may call its `rope_type` `type`."""
+  """Copies RoPE's object; transformers 4 may write `type` for `rope_type`."""
   rope = rope or {}
   if not isinstance(rope, dict):
     raise wrong(file, key, "an object", rope)
@@ -212,7 +214,7 @@ def _with_type(file: Path, key: str, rope: Any) -> dict[str, Any]:
 def _rope_keys(
   theta: float, scaling: RopeScaling | None, share: float | None = None
 ) -> dict[str, Any]:
-  """Returns the keys of both versions: base, scaling, and rotated share."""
+  """Returns the keys of both versions of transformers for RoPE."""
   name, fields = "default", {}
   if scaling is not None:
     name, fields = scaling_fields(scaling)
@@ -222,8 +224,8 @@ def _rope_keys(
   return keys if scaling is None else keys | {_SCALING: rope}
 
 
-# Entries of a family's table. A group of keys is read and written by its first
-# key.
+# Entries for the tables of families. The first key of each group reads and
+# writes the whole group.
 FULL_LAYERS: dict[str, Key] = {_LAYER_TYPES: _FullLayers()}
 _OLD = ignored("rope_theta", _SCALING)
 ROPE = {_ROPE: _Rope(), **_OLD}

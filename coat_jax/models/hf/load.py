@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads safetensors checkpoints straight onto the devices of their parameters.
 
-The host holds one tensor of one layer at a time, and only the part that its own
-devices need. It moves the tensor to the devices in its stored dtype, sharded
-like the parameter. The devices then transpose, pack and cast it, and write it
-into one layer of the stacked parameter in place.
+The host reads one tensor of one layer at a time, and only the part that its own
+devices need. The tensor moves to the devices in the dtype in which the
+checkpoint stores it, sharded like the parameter. The devices then transpose,
+pack and cast it, and write it into one layer of the stacked parameter in place.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.optimizer.masks import leaf_path
 
 Model = Decoder | VisionTower | VisionLanguageModel
-# How many rows of two tensors are compared at a time.
+# The number of rows of two tensors that are compared at a time.
 _ROWS = 4096
 
 
@@ -56,8 +56,9 @@ def load_hf(
 ) -> Any:
   """Loads a model that `save_pretrained` of transformers wrote.
 
-  config.json decides the class: a `Decoder`, a `VisionTower` (also for a CLIP
-  or SigLIP that includes a text model) or, for LLaVA, a `VisionLanguageModel`.
+  config.json determines the class: a `Decoder`, a `VisionTower` (also for a
+  CLIP or SigLIP checkpoint that includes a text model) or, for LLaVA, a
+  `VisionLanguageModel`.
 
   Example usage::
 
@@ -72,22 +73,22 @@ def load_hf(
       their index.
     recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
       its `axes` are None, the axes of the mesh are used.
-    mesh: a mesh with axes data, fsdp and tensor, over which parameters are
-      sharded by `param_shardings`; call the model under `jax.set_mesh`. None
-      for one device.
+    mesh: a mesh with axes data, fsdp and tensor, on which `param_shardings`
+      shards the parameters; call the model under `jax.set_mesh`. None for one
+      device.
     dtype: dtype of activations.
     param_dtype: dtype in which weights are stored: bfloat16, float16, or
-      float32, which represents all values of the other two. Norms' scales and
-      biases are always f32.
+      float32, which represents all values of the other two. Scales and biases
+      of norms are always f32.
 
   Returns:
     The model with these weights.
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: the folder contains no such checkpoint, its model is not
-      supported, its weights are not finite, or `param_dtype` is another dtype.
-      The message states what was found.
+    ValueError: the folder contains no such checkpoint, the model in it is not
+      supported, a weight is not finite, or `param_dtype` is another dtype. The
+      message states what was found.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
@@ -127,10 +128,10 @@ def load_params(
   abstract: Any,
   store: Store | None = None,
 ) -> Any:
-  """Loads the parameters of a checkpoint, nested dicts like `abstract`.
+  """Loads the parameters of a checkpoint, as nested dicts like `abstract`.
 
   Parameters without a sharding go to the default device. `store` is as for
-  `Decoder`; None casts to the dtypes of `abstract`.
+  `Decoder`; None casts parameters to the dtypes in `abstract`.
   """
   tensors = check_tensors(folder, config, abstract)
   leaves = {leaf_path(k): x for k, x in jax.tree.leaves_with_path(abstract)}
@@ -188,7 +189,7 @@ def check_tensors(
 
 
 def _some(names: list[str]) -> str:
-  """Names the first two tensors, and counts the others."""
+  """Lists the first two names, and counts the others."""
   more = f" and {len(names) - 2} others" if len(names) > 2 else ""
   return ", ".join(names[:2]) + more
 
@@ -199,7 +200,7 @@ def _drop_tied_head(
   stored: dict[str, StoredTensor],
   found: Mapping[str, StoredTensor],
 ) -> None:
-  """Drops an output projection that repeats the embedding."""
+  """Drops a stored output projection; it must be equal to the embedding."""
   head, embedding = (
     section.layout(path).names[0] for path in ("head", "embedding")
   )
@@ -223,7 +224,7 @@ class _Parameter:
   def __init__(
     self, part: Part, leaf: jax.ShapeDtypeStruct, store: Store | None
   ):
-    """Prepares the conversion; `part` may describe any of its layers."""
+    """Prepares the conversion; `part` describes any layer of the parameter."""
     shape, where = leaf.shape[is_stacked(part.path) :], leaf.sharding
     self.sharding = None
     if where is not None:
@@ -251,7 +252,8 @@ class _Parameter:
     tensors = [_place(tensor, self.sharding) for tensor in stored]
     i = None if layer is None else np.int32(layer)
     self.array, is_finite = self.update(self.array, i, *tensors)
-    # Reading `is_finite` waits, so that the host holds only one layer.
+    # Reading `is_finite` waits for the devices, so that the host holds the
+    # tensors of only one layer.
     if not is_finite:
       raise _not_finite(stored, self.dtype)
 
@@ -273,7 +275,7 @@ def _not_finite(stored: list[StoredTensor], dtype: np.dtype) -> ValueError:
 
 
 def _place(tensor: StoredTensor, sharding: NamedSharding | None) -> Array:
-  """Moves a tensor to its devices; each one reads only its own part."""
+  """Moves a tensor to its devices; reads only the part for each device."""
   if sharding is None:
     return jnp.asarray(tensor.read())
   return jax.make_array_from_callback(tensor.shape, sharding, tensor.read)

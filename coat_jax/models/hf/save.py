@@ -33,7 +33,7 @@ from coat_jax.numerics.checks import COUNT, Range, check_kind, check_whole
 from coat_jax.optimizer.masks import leaf_path
 from coat_jax.optimizer.matrices import MatrixSplit
 
-# Files that tokenizers and generation read.
+# Files that transformers reads to tokenize and generate text.
 CARRIED = (
   "tokenizer.json",
   "tokenizer.model",
@@ -79,25 +79,26 @@ def save_hf(
     model: a model of a class that `load_hf` loads, on one device or on a mesh
       of this process.
     folder: the folder to create.
-    like: a folder whose config.json describes this model, or None. We copy the
-      folder's tokenizer and generation settings, and the keys of its
+    like: a folder whose config.json describes this model, or None. We copy its
+      tokenizer files, its generation settings, and those keys of its
       config.json that the model's shape does not determine.
     dtype: dtype of the tensors: float32, bfloat16 or float16; None for the
       dtype of `like` or, without `like`, the dtype of the model's weights.
-    max_length: for a Decoder, the context length of its training; written to
-      config.json if `like` does not state one. None leaves it out.
+    max_length: the context length with which a Decoder was trained. It is
+      written to config.json if `like` does not state one. None leaves it out.
     labels: the names of a VisionTower's classes; None for the names in `like`,
-      or, without `like`, for LABEL_0 and so on.
-    max_shard_size: bytes of tensors per file. A larger model is split into
-      several files with an index; one layer's parameter is never split.
+      or, without `like`, for LABEL_0, LABEL_1 and so on.
+    max_shard_size: largest size of the tensors in one file, in bytes. A larger
+      model is split into several files with an index. Each parameter of a layer
+      stays in one file, even if it is larger.
 
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: `max_length` or `max_shard_size` is below 1; the folder exists;
-      another process is writing it (or was killed while it did, and left
+      another process is writing it (or was killed while writing it, and left
       FOLDER.unfinished); `like` belongs to another model; transformers has no
-      such model; there are not as many labels as classes; or a weight is not
-      finite (in float16, weights above 65504 are not).
+      such model; the number of labels is not the number of classes; or a weight
+      is not finite in `dtype` (in float16, weights above 65504 are infinite).
     OSError: the checkpoint cannot be written; no part of it is left behind.
   """
   _check(model, folder, like, max_length, labels, max_shard_size)
@@ -113,7 +114,7 @@ def save_hf(
     if described != config:
       raise ValueError(
         f"save_hf: {file} must describe the model that is saved, got "
-        f"{described}; pass the folder that it was loaded from"
+        f"{described}; pass the folder from which the model was loaded"
       )
     dtype = of_like if dtype is None else dtype
   if dtype is None:
@@ -237,13 +238,13 @@ def _write_file(
       if not is_finite:
         raise ValueError(
           f"save_hf: weights must be finite in {dtype}, got NaN or infinity in "
-          f"{', '.join(part.tensors)}; save the model as it was before it "
-          "diverged, or if it has not, pass another dtype"
+          f"{', '.join(part.tensors)}; if the model has diverged, save an "
+          "earlier state; if it has not, pass another dtype"
         )
       for x in tensors:
         opened.write(np.ascontiguousarray(x).view(np.uint8).data)
     opened.flush()
-    os.fsync(opened.fileno())  # Otherwise a crash may lose the data.
+    os.fsync(opened.fileno())  # Without fsync, a crash may lose the data.
 
 
 def _write_json(file: Path, values: dict) -> None:

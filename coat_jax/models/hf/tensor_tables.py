@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps each family's parameters to tensor names of Hugging Face checkpoints.
 
-A table has an entry for each module, such as `layers/mlp/down`, or for a single
-parameter, such as `embedding`. The entry of a module is the start of its
-tensors' names, to which `.weight` or `.bias` is added. The entry of a parameter
-is the tensor's whole name. A tuple lists the tensors of a parameter that fuses
-several. `{i}` stands for the index of the layer, and `{e}` for the index of the
-expert. Entries that a model does not need are not used.
+A table maps a module, such as `layers/mlp/down`, to the start of its tensors'
+names, to which `.weight` or `.bias` is added. It maps a single parameter, such
+as `embedding`, to the whole name of its tensor. If a parameter combines several
+tensors, a tuple lists them. `{i}` stands for the index of the layer, and `{e}`
+for the index of the expert. A model need not use all entries of its table.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,7 @@ _LLAMA: Table = {
 _NORMS_OF_QK: Table = {
   f"layers/attention/{x}_norm": f"{_LAYER}self_attn.{x}_norm" for x in "qk"
 }
-# OLMo 2 has norms after its blocks, and Gemma before and after.
+# OLMo 2 has norms after its blocks; Gemma has norms before and after them.
 _POST_NORMS: Table = {
   "layers/attention/post_norm": _LAYER + "post_attention_layernorm",
   "layers/mlp/post_norm": _LAYER + "post_feedforward_layernorm",
@@ -95,7 +94,7 @@ _CLIP: Table = {
 
 
 def _vit(config: VisionConfig) -> Table:
-  """Returns ViT's table; in classifiers, only the head's names lack `vit.`."""
+  """Returns ViT's table; classifiers add `vit.` to all names but the head's."""
   start, pool = "vit.", "classifier"
   if config.num_classes is None:
     start, pool = "", "pooler.dense"
@@ -136,8 +135,8 @@ TENSORS: dict[str, Table | Callable[[Any], Table]] = {
 # Families whose linear layers store [inputs, outputs], as ours do. All others
 # store [outputs, inputs].
 INPUTS_FIRST = {"gpt2"}
-# Shapes of tensors that have more axes than their parameters; a name stands for
-# a field of the configuration.
+# Shapes of tensors that have more axes than their parameters; a string is the
+# name of a field of the configuration.
 type Shapes = dict[str, tuple[int | str, ...]]
 _IMAGE = ("d_model", "num_channels", "patch_size", "patch_size")
 _PATCHES: Shapes = {"patches/linear/kernel": _IMAGE}
@@ -150,9 +149,9 @@ SHAPES: dict[str, Shapes] = {
   "clip_vision": _PATCHES,
   "siglip_vision": {**_PATCHES, "pool/probe": (1, 1, "d_model")},
 }
-# Prefixes that some checkpoints use and others omit. Published GPT-2 and ViT
-# files come in both forms. CLIP files use the prefix if transformers 4 wrote
-# them, or if they contain the text model.
+# Prefixes that some checkpoints add to tensor names and others omit. Published
+# GPT-2 and ViT files exist with and without the prefix. CLIP files have the
+# prefix if transformers 4 wrote them, or if they contain the text model.
 PREFIXES = {
   "gpt2": "transformer.",
   "vit": "vit.",

@@ -2,10 +2,10 @@
 """Lists the tensors of each parameter, and converts between the two.
 
 A parameter is cut into matrices (`MatrixSplit`). A checkpoint stores each
-matrix as a tensor, usually transposed as in PyTorch, or concatenates all of
-them into one tensor. `load` packs the tensors of a `Part` into a parameter, and
-`save` unpacks them. Packing only moves values, so it is exact in both
-directions and in every dtype.
+matrix as a tensor, usually transposed as in PyTorch, or concatenates all
+matrices of the parameter into one tensor. `load` packs the tensors of a `Part`
+into a parameter, and `save` unpacks the parameter into tensors. Both only move
+values, so they are exact in every dtype.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -46,9 +46,10 @@ class Layout(NamedTuple):
   """How a checkpoint stores a parameter, or one layer of a stacked parameter.
 
   Attributes:
-    names: one name per matrix, or one for all; `{i}` and `{e}` as in a table.
+    names: one name per matrix, or one for all matrices; `{i}` and `{e}` stand
+      for the layer and the expert, as in `tensor_tables`.
     is_transposed: whether tensors are [outputs, inputs], as in PyTorch.
-    shape: the tensor's shape, if that has more axes than the parameter's.
+    shape: the tensor's shape if it has more axes than the parameter; else None.
   """
 
   names: tuple[str, ...]
@@ -61,7 +62,7 @@ class Layout(NamedTuple):
     return "{e}" in self.names[0]
 
   def spec(self, spec: P) -> P:
-    """Converts the sharding of a parameter to the sharding of its tensors."""
+    """Converts a parameter's sharding to that of its tensors."""
     spec = P(*spec[1:]) if self.is_of_experts else spec
     return P(spec[-1], spec[0]) if self.is_transposed else spec
 
@@ -78,7 +79,7 @@ class Layout(NamedTuple):
       return x.reshape(own).T if self.is_transposed else x.reshape(own)
     if self.is_transposed:
       tensors = [x.T for x in tensors]
-    if len(tensors) == 1:  # Its columns may contain all matrices.
+    if len(tensors) == 1:  # The tensor's columns may contain all matrices.
       widths = [split.groups * width for width in split.parts] or [shape[-1]]
       ends = np.cumsum(widths * (tensors[0].shape[-1] // sum(widths)))
       tensors = jnp.split(tensors[0], ends[:-1].tolist(), axis=-1)
@@ -100,9 +101,9 @@ class Part(NamedTuple):
   Attributes:
     path: the parameter's path, such as `layers/mlp/gate_up/kernel`.
     layer: index of the layer; None for parameters that are not stacked.
-    layout: how its tensors store it.
-    split: how it is cut into matrices; None if it is not cut.
-    tensors: each tensor's shape, with the parameter's dtype, by tensor name.
+    layout: how the tensors store the parameter.
+    split: how the parameter is cut into matrices; None if it is not cut.
+    tensors: maps tensor names to the tensors' shapes and the parameter's dtype.
   """
 
   path: str
@@ -116,8 +117,8 @@ class Section(NamedTuple):
   """A whole model, or the tower, projector or decoder of a LLaVA.
 
   Attributes:
-    path: prefix of its parameters' paths, such as "decoder/", or empty.
-    prefix: prefix of its tensors' names.
+    path: prefix of the paths of its parameters, such as "decoder/", or empty.
+    prefix: prefix of the names of its tensors.
     config: the section's configuration; None for the projector.
   """
 
@@ -132,7 +133,7 @@ class Section(NamedTuple):
 
   @property
   def optional(self) -> str:
-    """The prefix of tensor names that only some checkpoints use."""
+    """The prefix that only some checkpoints add to tensor names."""
     return PREFIXES.get(self.family or "", "")
 
   def spellings(self, name: str) -> tuple[str, ...]:
@@ -152,7 +153,7 @@ class Section(NamedTuple):
     return {name for name in here if not name.startswith(own)}
 
   def layout(self, path: str) -> Layout:
-    """Looks up how a parameter is stored; its path begins in this section."""
+    """Looks up how a parameter is stored; `path` excludes `self.path`."""
     found = TENSORS[self.family] if self.family else PROJECTOR
     table: Table = found(self.config) if callable(found) else found
     module, _, own = path.rpartition("/")
@@ -174,7 +175,7 @@ class Section(NamedTuple):
     return Layout(names, is_transposed, shape)
 
   def parts(self, params: Any) -> Iterator[Part]:
-    """Yields this section's parts, layer by layer; `params` are the model's."""
+    """Yields the section's parts, layer by layer, from the model's `params`."""
     config = self.config
     num_experts: Any = getattr(config, "num_experts", None)
     if self.path:

@@ -3,8 +3,8 @@
 
 FOLDER is written inside FOLDER.unfinished and moved out at the end. If writing
 fails, FOLDER.unfinished is removed. Only a killed process leaves it behind.
-Then the next process that wants to write FOLDER raises an error. It does not
-remove FOLDER.unfinished, because another process may still be writing there.
+In that case, the next attempt to write FOLDER raises an error instead of
+removing FOLDER.unfinished, where another process might still be writing.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path) -> Iterator[Path]:
-  """Yields a path at which to create a folder; renames it at the end."""
+  """Yields a path at which to create the folder, and moves it at the end."""
   folder = Path(folder)
   # Resolve ".." first: for "a/../folder", mkdir would create "a" too.
   folder = folder.parent.resolve() / folder.name
@@ -26,7 +26,7 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
   try:
     unfinished.mkdir()
   except FileExistsError:
-    check_free("save", folder)  # Another process has started meanwhile.
+    check_free("save", folder)  # Another process may have started to write.
     raise
   try:
     yield unfinished / folder.name

@@ -18,10 +18,10 @@ class VisionFamily(Family):
     patch_bias: whether the projection of patches has a bias.
     norms_input: whether there is a norm before the first layer.
     norms_output: whether the last norm is applied to the hidden states that a
-      tower returns, or only to what is pooled.
+      tower returns; if not, it is applied only before pooling.
     pool: how hidden states become one vector. `"class"` projects the class
       token, possibly to class logits; `"attention"` lets a learned query attend
-      to all tokens; None returns the class token after the last norm.
+      to all tokens; None returns the normalized class token.
   """
 
   norm: NormKind = "layer"
@@ -65,8 +65,8 @@ class VisionConfig:
     patch_size: height and width of a patch.
     num_channels: number of channels of images.
     norm_eps: epsilon that norms add to the variance.
-    num_classes: number of classes if a "vit" classifies images; None if it
-      pools.
+    num_classes: number of classes of a "vit" that classifies images; None for
+      all other towers.
     has_pool: whether a "vit" without classes or a "siglip_vision" has weights
       for pooling. Leave it True for all other towers.
 
@@ -102,14 +102,14 @@ class VisionConfig:
       )
     if self.num_classes is not None and self.choices.pool != "class":
       raise ValueError(
-        "VisionConfig: num_classes applies to family vit, got "
+        "VisionConfig: num_classes applies only to family vit, got "
         f"{self.num_classes} for {self.family}; leave it out"
       )
     if not self.has_pool and (self.num_classes or self.choices.pool is None):
       raise ValueError(
-        "VisionConfig: has_pool=False applies to towers with weights that pool,"
-        f" got family {self.family} and num_classes {self.num_classes}; leave "
-        "it out"
+        "VisionConfig: has_pool=False applies to towers with pooling weights "
+        f"only, got family {self.family} and num_classes {self.num_classes}; "
+        "leave it out"
       )
 
   @property
@@ -124,12 +124,12 @@ class VisionConfig:
 
   @property
   def attention_options(self) -> dict[str, Any]:
-    """Arguments of `Attention`: queries attend to all tokens."""
+    """The arguments of `Attention`; queries attend to all tokens."""
     return dict(causal=False, rope_theta=None)
 
   @property
   def num_kv_heads(self) -> int:
-    """The number of key heads, as for a decoder: one per query head."""
+    """The number of key heads: one per query head."""
     return self.num_heads
 
   @property
@@ -144,5 +144,5 @@ class VisionConfig:
 
   @property
   def num_tokens(self) -> int:
-    """The number N of hidden states per image, with the class token if any."""
+    """The number N of hidden states per image, counting the class token."""
     return self.num_patches + self.choices.has_class_token

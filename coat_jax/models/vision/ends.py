@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ends of a vision tower: image to tokens, and tokens to one vector.
+"""The ends of a vision tower: patch embedding before the layers, pooling after.
 
 Both ends run in BF16, as in a decoder.
 """
@@ -15,10 +15,11 @@ from coat_jax.models.vision.config import VisionConfig
 
 
 class PatchEmbedding(nnx.Module):
-  """Turns images into the input of a tower's first layer, or of its pre-norm.
+  """Embeds the patches of images, prepends the class token, adds positions.
 
   `linear` has a kernel [C P P, D]; a patch's pixels are ordered by channel, row
-  and column. `position_embed` [N, D] starts with the class token's position.
+  and column. If there is a class token, it comes first in `position_embed`
+  [N, D].
   """
 
   def __init__(self, config: VisionConfig, start: Start):
@@ -56,7 +57,8 @@ class PatchEmbedding(nnx.Module):
 def patches(images: Array, size: int) -> Array:
   """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P].
 
-  Patches are in row order. Last pixels that do not fill a patch are dropped.
+  Patches are in row order. Pixels at the right and bottom that do not fill a
+  patch are dropped.
   """
   b, c, *sides = images.shape
   h, w = (side // size for side in sides)
@@ -65,7 +67,10 @@ def patches(images: Array, size: int) -> Array:
 
 
 class ClassPool(nnx.Module):
-  """ViT's pooling: projects the class token, to logits or through tanh."""
+  """ViT's pooling: projects the class token.
+
+  The result is class logits, or a vector to which tanh is applied.
+  """
 
   def __init__(self, config: VisionConfig, start: Start):
     self.classifies = config.num_classes is not None
@@ -73,13 +78,13 @@ class ClassPool(nnx.Module):
     self.linear = Linear(config.d_model, width, **start.options())
 
   def __call__(self, hidden: Array) -> Array:
-    """Maps normed hidden states [B, N, D] to [B, D] or logits [B, classes]."""
+    """Maps normalized states [B, N, D] to [B, D] or logits [B, classes]."""
     y = self.linear(hidden[:, 0])
     return y if self.classifies else jnp.tanh(y)
 
 
 class AttentionPool(nnx.Module):
-  """SigLIP's pooling: a learned query attends to all tokens, then an MLP block.
+  """SigLIP's pooling: a learned query that attends to all tokens, and an MLP.
 
   The columns of `qkv` are q, then k, then v, each with its heads in order.
   """
@@ -103,7 +108,7 @@ class AttentionPool(nnx.Module):
     )
 
   def __call__(self, hidden: Array) -> Array:
-    """Maps normed hidden states [B, N, D] to [B, D]."""
+    """Maps normalized hidden states [B, N, D] to [B, D]."""
     b, n, d = hidden.shape
     probe = self.probe[...].astype(hidden.dtype)
     x = jnp.broadcast_to(probe[None, None], (b, 1, d))

@@ -2,9 +2,9 @@
 """A vision tower for several families, made of COAT's blocks.
 
 Each patch becomes a token. The layers have non-causal attention, GELU MLPs,
-LayerNorms and biases, and are stacked and scanned like a decoder's. As in a
-decoder, both ends stay in BF16: the patch projection, the first and the last
-norm, and pooling.
+LayerNorms and biases. As in a decoder, a scan runs them, and everything else
+stays in BF16: the patch projection, the norms before the first layer and after
+the last layer, and pooling.
 """
 
 import jax
@@ -27,7 +27,7 @@ _POOLS = {"class": ClassPool, "attention": AttentionPool}
 
 
 class VisionTower(nnx.Module):
-  """Maps images to hidden states, to one vector each, or to class logits.
+  """Maps images to hidden states, to one vector per image, or to class logits.
 
   Example usage::
 
@@ -51,7 +51,7 @@ class VisionTower(nnx.Module):
     config: the tower's shape.
     patches: `PatchEmbedding`.
     pre_norm: LayerNorm before the first layer, in CLIP; otherwise None.
-    layers: a `TransformerLayer` whose parameters have a leading axis of layers.
+    layers: a `TransformerLayer` whose parameters start with an axis of layers.
     norm: LayerNorm after the last layer.
     pool: `ClassPool` or `AttentionPool`; None if pooling has no weights.
   """
@@ -106,10 +106,10 @@ class VisionTower(nnx.Module):
       pixel_values: as for the call.
 
     Returns:
-      [B, D] in `dtype`; the logits if the tower classifies.
+      [B, D] in `dtype`, or logits [B, classes] if the tower has classes.
 
     Raises:
-      ValueError: the tower has no weights that pool.
+      ValueError: the tower has no weights for pooling.
     """
     hidden = self.features(pixel_values)
     if self.config.choices.pool is None:
@@ -134,8 +134,8 @@ class VisionTower(nnx.Module):
       [B, N, D] in `dtype`; if there is a class token, it comes first.
 
     Raises:
-      ValueError: there is no such layer, the images have another size, or the
-        mesh's tensor axis does not divide N.
+      ValueError: there is no such layer, the images do not have the configured
+        size, or N is not a multiple of the size of the mesh's tensor axis.
     """
     count = self.config.num_layers
     allowed, remedy = Range(-count - 1, count), "-1 is the last layer's output"
@@ -153,11 +153,11 @@ class VisionTower(nnx.Module):
     return run_layers(self, layers, (x, None))[0]
 
   def _output(self, hidden: Array) -> Array:
-    """Returns the last layer's hidden states as transformers returns them."""
+    """Applies the last norm to hidden states if `norms_output` is True."""
     return self.norm(hidden) if self.config.choices.norms_output else hidden
 
   def _check_mesh(self) -> None:
-    """Raises ValueError if the tensor axis does not divide the tokens."""
+    """Raises ValueError if the tensor axis cannot split the tokens evenly."""
     if self.axes is None or self.axes.tensor is None:
       return
     mesh = jax.sharding.get_abstract_mesh()

@@ -14,8 +14,9 @@ scale.
 
 The backward pass needs the scale of dx before it can write any code, so it
 reads its inputs twice. The first kernel only finds the largest magnitude. The
-second also sums the gradient of a bias: each tile writes the sum over its rows,
-and XLA adds these sums up, always in the same order.
+second kernel writes the codes. It also sums the gradient of a bias: each tile
+writes the sum over its rows, and XLA adds up these sums, always in the same
+order.
 """
 
 import dataclasses

@@ -9,8 +9,8 @@ Each function is x s, where s = sigmoid(u) = 1 / (1 + 2^(-u log2(e))):
   gelu_quick  u = 1.702 x;  derivative s + 1.702 x (s - s^2)
 
 The power and the reciprocal are `ex2.approx` and `rcp.approx`, which are off by
-a few ulp. We don't use `tanh.approx`: it is off by 2^-11, and far below zero
-the sigmoid is smaller than that. The interpreter cannot run PTX, so with
+a few ulp. We don't use `tanh.approx`: its error is 2^-11, and for very negative
+u the sigmoid is smaller than that. The interpreter cannot run PTX, so with
 `interpret` this module calls `ops.activation`.
 """
 
@@ -29,8 +29,8 @@ _LOG2_E = 1.4426950408889634
 _LINEAR = 2 * 0.7978845608028654  # 2 sqrt(2 / pi)
 _CUBIC = 0.044715 * _LINEAR
 _QUICK = 1.702
-# Derivatives are computed at x clipped to these limits, beyond which s is 0 or
-# 1. Otherwise x^3 could overflow, and 0 times infinity would be NaN.
+# Before derivatives are computed, x is clipped to these limits, beyond which s
+# is 0 or 1. Otherwise x^3 could overflow, and 0 times infinity would be NaN.
 _LIMITS = {"gelu_tanh": 20.0, "gelu_quick": 60.0}
 
 

@@ -2,19 +2,20 @@
 """Adam's step on one leaf with encoded moments, in one pass over memory.
 
 `adam.adam_update` and `adam.adamw_step` are defined in `coat_jax.optimizer`;
-here one kernel (`leaf_step`) computes either. With E4M3 codes, a step reads and
-writes p twice, g once and two codes twice, in all
+here one kernel (`leaf_step`) computes either. A step reads p, g and two codes,
+and writes p and two codes. With E4M3 codes, the memory traffic per value is
 
-  16.2 bytes per value for f32 parameters and gradients,
+  16.2 bytes for f32 parameters and gradients,
   10.2 bytes for bf16 parameters and gradients,
   12.2 bytes for 24-bit weights and bf16 gradients.
 
 For 2^28 parameters in f32, optax.adamw takes 1.81 ms on an H200 (jax 0.11.2).
 With rounding to nearest, this kernel takes 1.11 ms, limited by memory
 bandwidth. With stochastic rounding it takes 1.56 ms (coat) or 1.29 ms (log8),
-limited by instructions. When it was timed, coat took 108 instructions per value
-and log8 took 104; now they take 88 and 86. In coat, 13 of these are special
-functions, which take 8 clocks each. docs/log lists attempts that did not help.
+limited by instructions. These times were measured when coat took 108
+instructions per value and log8 took 104. Now coat takes 88, 13 of which are
+special functions that take 8 clocks each, and log8 takes 86. docs/log lists
+attempts that did not help.
 """
 
 import dataclasses
@@ -78,8 +79,8 @@ class _Adam:
       g = on.in_f32(g) * self.grad_scale
     # Compute `formats.with_finite_square`, but with an FMA instead of a compare
     # and a select, which run at half the rate. In bf16, each instruction works
-    # on two values. The definition does not use this form because XLA would
-    # then keep a copy of all gradients.
+    # on two values. The definition does not use this form, because it would
+    # make XLA keep a copy of all gradients.
     bound = jnp.asarray(ROOT_OF_LARGEST, g.dtype)
     g = jnp.clip(g, -bound, bound) + jnp.zeros([], g.dtype) * g
     g = on.in_f32(g)

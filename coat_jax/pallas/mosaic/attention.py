@@ -6,9 +6,9 @@
   p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
   ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
 
-There are three kernels: `attention_forward.py` contains the first one, and
-`attention_backward.py` those for dq and for dk and dv. Sequences may have any
-length: copies to shared memory fill up with zeros after their end.
+There are three kernels: `attention_forward.py` contains the forward kernel, and
+`attention_backward.py` the kernel for dq and the kernel for dk and dv.
+Sequences may have any length: copies to shared memory append zeros to them.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ _HEAD_SIZES = (64, 128, 256)
 class Tile:
   """The sizes of a program's own tile and of the tiles that it visits."""
 
-  own: int  # 128, or 64 if both warpgroups share the rows.
-  step: int
-  stages: int  # How many visited tiles of one array shared memory holds.
+  own: int  # Positions of the own tile: 128, or 64 if warpgroups share them.
+  step: int  # Positions of a visited tile.
+  stages: int  # How many visited tiles, each of one array, are in memory.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +69,14 @@ def _why_not(q, k, v, **_) -> str | None:
   known = q.dtype in (jnp.bfloat16, jnp.float16)
   if not known or not q.dtype == k.dtype == v.dtype:
     return (
-      "the kernel of Mosaic reads all in bfloat16 or all in float16, got "
+      "the Mosaic kernel reads all in bfloat16 or all in float16, got "
       f"{q.dtype}, {k.dtype} and {v.dtype}"
     )
   if q.shape[-1] not in _HEAD_SIZES:
-    return (
-      f"the kernel of Mosaic needs heads of {_HEAD_SIZES}, got {q.shape[-1]}"
-    )
+    return f"the Mosaic kernel needs heads of {_HEAD_SIZES}, got {q.shape[-1]}"
   if q.shape[1] != k.shape[1]:
     return (
-      "the kernel of Mosaic needs as many queries as keys, got "
+      "the Mosaic kernel needs as many queries as keys, got "
       f"{q.shape[1]} and {k.shape[1]}"
     )
   return supported.why_not_shape(q.shape)
@@ -95,7 +93,7 @@ def attention_fwd(
   kind: AttentionKind,
   interpret: bool = False,
 ) -> AttentionResiduals:
-  """`ops.attention_fwd`."""
+  """Computes `ops.attention_fwd`."""
   t = q.shape[1]
   tile = pick_tiles(q.shape[-1]).forward
   work = _work(tile, q, k, segments, kind, interpret)
@@ -117,7 +115,7 @@ def attention_bwd(
   kind: AttentionKind,
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-  """`ops.attention_bwd`."""
+  """Computes `ops.attention_bwd`."""
   t = q.shape[1]
   dout = dout.astype(q.dtype)
   delta = jnp.einsum(
@@ -128,7 +126,8 @@ def attention_bwd(
     precision=jax.lax.Precision.HIGHEST,
   )
   lse = jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E
-  # Zeros after the last query, where dout is zero too, add nothing to dk, dv.
+  # Pad with zeros. dout is zero there too, so the padding adds nothing to dk
+  # and dv.
   missing = [(0, 0), (0, 0), (0, -t % WAVE)]
   inputs = Inputs(
     *map(_padded, (q, k, v, dout)),
@@ -160,14 +159,14 @@ def _work(tile: Tile, q, k, segments, kind, interpret, of_queries=True) -> Work:
 
 
 def _padded(x: Array) -> Array:
-  """Appends zeros to [B, T, ...] up to a multiple of 8, at least one tile."""
+  """Appends zeros to x [B, T, ...], to a multiple of 8 and at least 128."""
   t = x.shape[1]
   missing = max(-t % 8, WAVE - t)
   return jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else x
 
 
 def _segments(segments: Array | None, work: Work) -> tuple:
-  """Returns padded ids, and the first and last tiles to visit, if any."""
+  """Returns padded ids and `segment_bounds`, or nothing without segments."""
   if segments is None:
     return ()
   segments = segments.astype(jnp.int32)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward kernels of attention, in Pallas for Mosaic GPU.
 
-In the dq kernel, a program owns 128 queries of one head and visits tiles of
-keys. In the dk and dv kernel, it owns keys of one key head and visits tiles of
-queries, in all query heads that read the key head. Each of two warpgroups
-computes 64 rows of dq, or of both dk and dv. Two sums of 256 columns do not fit
-in registers: with heads of 256, a program owns 64 keys, the first warpgroup
+In the kernel for dq, a program owns 128 queries of one head and visits tiles of
+keys. In the kernel for dk and dv, a program owns keys of one key head and
+visits tiles of queries, in all query heads that read the key head. Each of two
+warpgroups computes 64 rows of dq, or of both dk and dv. With heads of 256, two
+sums do not fit in registers, so a program owns 64 keys, the first warpgroup
 computes dv, and the second computes dk.
 
-No sum uses atomics, so the bits are the same every time.
+No sum uses atomics, so every run returns the same bits.
 """
 
 import functools
@@ -32,11 +32,11 @@ from coat_jax.pallas.mosaic.persistent import (
 class Inputs(NamedTuple):
   """Arrays that both kernels read."""
 
-  q: Any  # [B, T, N, H], as is dout; k and v are [B, T, K, H].
+  q: Any  # [B, T, N, H], like dout; k and v are [B, T, K, H].
   k: Any
   v: Any
   dout: Any
-  lse: Any  # To base 2, f32 [B, N, T], as is delta; T is padded.
+  lse: Any  # To base 2. f32 [B, N, T] with T padded, like delta.
   delta: Any
 
 
@@ -98,7 +98,7 @@ def _backward_q(
         p = scores.masked(p, 0.0, j, ids)
       p = scores.slope(x, p)
       v_smem, *_ = ring.read(number + 1)
-      # This is dp - delta.
+      # After the next matmul, ds is dp - delta.
       ds = tiles.of_rows(-delta, work.shape)
       ds = add_product(ds, dout_rows, v_smem.T)
       ring.release(number + 1, work.interpret)
@@ -109,7 +109,7 @@ def _backward_q(
     plgpu.barrier_wait(own_loaded)
     carry = jnp.int32(0), tiles.zeros(ROWS, work.head_dim)
     _, sums = work.visits(segments).run(step, carry)
-    # Only this warpgroup reads these rows of q.
+    # Only this warpgroup reads these rows of q, so it may overwrite them.
     [q_rows] = work.rows_of(q_smem)
     q_rows[...] = (sums * scores.scale).astype(q_rows.dtype)
     plgpu.commit_smem()
@@ -182,7 +182,8 @@ def _backward_kv(
     dk_sums, dv_sums = _sum_queries(
       work, segments, scores, (k_smem, v_smem), ring, has_dk, has_dv
     )
-    # The other warpgroup may read the same rows.
+    # Before overwriting the rows, wait for the other warpgroup, which may read
+    # the same rows.
     plgpu.barrier_arrive(finished)
     plgpu.barrier_wait(finished)
     k_rows, v_rows = work.rows_of(k_smem, v_smem)
@@ -219,7 +220,7 @@ def _sum_queries(
   has_dk: bool,
   has_dv: bool,
 ) -> tuple[Array | None, Array | None]:
-  """Returns a warpgroup's dk / scale and dv, f32 [64, H], or None for one."""
+  """Returns a warpgroup's dk / scale and dv, f32 [64, H]; None if left out."""
   add_product = functools.partial(tiles.add_product, interpret=work.interpret)
 
   def step(j, carry, is_masked: bool):
@@ -235,7 +236,7 @@ def _sum_queries(
       dv = add_product(dv, p, dout_smem)
     if has_dk:
       p = scores.slope(x, p)
-      # This is dp - delta.
+      # After the next matmul, ds is dp - delta.
       ds = -tiles.load_columns(delta_smem, work.shape)
       ds = add_product(ds, v_rows, dout_smem.T)
       dk = add_product(dk, p * ds, q_smem)

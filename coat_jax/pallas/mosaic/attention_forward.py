@@ -2,9 +2,9 @@
 """The forward kernel of attention, in Pallas for Mosaic GPU.
 
 A program owns 128 queries of one head, and visits tiles of keys. Each of two
-warpgroups computes 64 rows of scores with wgmma, their softmax with a running
-maximum, and adds p v to its f32 sums, p being in registers. One warpgroup uses
-the tensor cores while the other computes exponentials.
+warpgroups computes 64 rows of scores with wgmma and their softmax p with a
+running maximum, and adds p v to its f32 sums. p stays in registers. One
+warpgroup uses the tensor cores while the other computes exponentials.
 """
 
 import functools
@@ -25,15 +25,15 @@ from coat_jax.pallas.mosaic.persistent import (
   rows_of_128_bytes,
 )
 
-# Scores of ±55 give exp of 2^±80: a sum of 2^40 of them does not overflow, and
-# the smallest does not underflow.
+# If all scores are within ±55, exp is within 2^±80. Then a sum of 2^40 values
+# does not overflow, and the smallest value does not underflow.
 _NEEDS_NO_MAXIMUM = 55.0
 
 
 def forward(work: Work, q, k, v, segments: tuple) -> tuple[Array, Array]:
-  """Returns the output [B, T, N, H] and the log-sum-exp f32 [B, N, tiles own].
+  """Returns the output [B, T, N, H] and the log-sum-exp, f32.
 
-  Rows of the log-sum-exp past `work.length` are undefined.
+  The log-sum-exp is [B, N, tiles * own]. Past `work.length`, it is undefined.
   """
   b, _, n, h = q.shape
   return tiles.run(
@@ -71,7 +71,7 @@ def _forward(work: Work, *refs, q_smem, q_loaded, ring: Ring) -> None:
     scores = Scores.of_own(work, segments)
     plgpu.barrier_wait(q_loaded)
     acc, log_sum = _softmax(work, segments, scores, q_smem, ring)
-    # Only this warpgroup reads these rows of q.
+    # Only this warpgroup reads these rows of q, so it may overwrite them.
     [rows] = work.rows_of(q_smem)
     rows[...] = acc.astype(rows.dtype)
     plgpu.commit_smem()
@@ -86,7 +86,7 @@ def _softmax(
 ) -> tuple[Array, Array]:
   """Returns a warpgroup's output f32 [64, H] and log-sum-exp [64]."""
   cap, shape = work.kind.soft_cap, (ROWS, work.head_dim)
-  # p without a maximum fits in BF16, but not in f16.
+  # If no maximum is subtracted, p fits in BF16, but not in f16.
   is_bounded = cap is not None and cap <= _NEEDS_NO_MAXIMUM
   has_maximum = not is_bounded or q_smem.dtype == jnp.float16
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces that the attention kernels of Mosaic share.
+"""Functions and classes that the attention kernels in Mosaic share.
 
 A program owns a tile of queries or of keys, and visits tiles of the other
-sequence (`visits.py`). One warpgroup loads the tiles that it visits into a ring
-of slots in shared memory. The other two each compute 64 rows: the own tile's
-positions are always the rows of scores.
+sequence (`visits.py`). One warpgroup loads the visited tiles into a ring of
+slots in shared memory. Each of the other two warpgroups computes 64 rows of
+scores. The rows of scores are always the positions of the own tile.
 """
 
 import dataclasses
@@ -29,27 +29,28 @@ from coat_jax.pallas.visits import Visits
 
 LOG2_E = 1.0 / math.log(2.0)
 MASKED = -1e30
-# The initial maximum: below every score, above every masked one. A row that
-# sees nothing of a tile keeps it, and exp2(MASKED - LEAST) is 0. If the initial
-# maximum were lower, such a row's would be MASKED times the unit, rounded; an
-# fma subtracts it from the unrounded product, which can leave 1e22.
+# The initial maximum is below every score and above every masked score. A row
+# that sees no position of a tile keeps LEAST, and exp2(MASKED - LEAST) is 0. If
+# LEAST were below MASKED times the unit, that product, rounded, would become
+# the row's maximum. An fma would then subtract the rounded product from the
+# unrounded one, and the difference can be 1e22.
 LEAST = -1e20
-# Sums of 64 x 256 take 128 registers, and scores up to 100 more.
+# Sums of 64 x 256 occupy 128 registers, and scores up to 100 more.
 REGISTERS, REGISTERS_TO_LOAD = 240, 24
 OF_ROWS, OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """Everything that the programs of one kernel share; all of it is static."""
+  """Static parameters that all programs of a kernel share."""
 
   kind: AttentionKind
   length: int  # The length of both sequences.
   of_queries: bool  # Whether the own tile holds queries.
-  own: int  # The positions of the own tile.
-  step: int  # The positions of a visited tile.
-  stages: int  # The slots of the ring.
-  heads: int  # The query heads that read one key head.
+  own: int  # The number of positions of the own tile.
+  step: int  # The number of positions of a visited tile.
+  stages: int  # The number of slots of the ring.
+  heads: int  # The number of query heads that read one key head.
   head_dim: int
   has_segments: bool
   interpret: bool
@@ -60,15 +61,15 @@ class Work:
     return pl.cdiv(self.length, self.own)
 
   def tile(self) -> Array:
-    """Returns this program's tile; those that visit most come first."""
+    """Returns this program's tile; the tiles that visit most run first."""
     tile = lax.axis_index("tile")
     is_reversed = self.of_queries and self.kind.causal
     return self.tiles - 1 - tile if is_reversed else tile
 
   def visits(self, segments) -> Visits:
     """Finds the tiles to visit; `segments` are refs: ids, first and behind."""
-    # A loop over heads finds the tiles again for each head, so that they take
-    # no registers meanwhile.
+    # The barrier makes a loop over heads find the tiles again for each head, so
+    # that they occupy no registers in between.
     tile, bounds = lax.optimization_barrier(self.tile()), None
     if self.has_segments:
       _, first, behind = segments
@@ -85,15 +86,15 @@ class Work:
     )
 
   def part(self) -> Array:
-    """Returns which 64 rows of the own tile this warpgroup computes."""
+    """Returns the index of the 64 rows that this warpgroup computes."""
     return lax.axis_index("warpgroup") * (0 if self.own == ROWS else 1)
 
   def rows_of(self, *own_smem) -> list:
     """Returns this warpgroup's rows of own tiles.
 
     In a loop, call it in each step: the barrier keeps the compiler from
-    computing all of wgmma's descriptors before the loop, which takes up to 64
-    registers.
+    computing all of wgmma's descriptors before the loop, where they would
+    occupy up to 64 registers.
     """
     part = lax.optimization_barrier(self.part())
     return [x.at[pl.ds(part * ROWS, ROWS)] for x in own_smem]
@@ -107,8 +108,8 @@ class Work:
 class Ring(NamedTuple):
   """Slots of shared memory that the loading warpgroup fills in turn.
 
-  Loads have numbers 0, 1, ... `loaded` completes when a slot is filled, `free`
-  when both other warpgroups have released it.
+  Loads are numbered from 0. `loaded` completes when a slot is filled, and
+  `free` completes when both other warpgroups have released the slot.
   """
 
   slots: tuple[Any, ...]  # Arrays [stages, ...] that are filled together.
@@ -181,11 +182,11 @@ def load_keys(work: Work, k, v, segments, ring: Ring) -> None:
   ring.drain(lax.fori_loop(visits.first, visits.behind, load, jnp.int32(0)))
 
 
-# --- Products ----------------------------------------------------------------
+# --- Matmuls -----------------------------------------------------------------
 
 
 def product(a_smem, b_smem) -> Array:
-  """Returns a b, f32 [rows, columns], for operands in shared memory."""
+  """Returns the matmul a b, f32 [rows, columns], of arrays in shared memory."""
 
   def multiply(acc):
     plgpu.wgmma(acc, a_smem, b_smem)
@@ -218,13 +219,13 @@ def add_product(acc: Array, a: Any, b_smem, interpret: bool) -> Array:
 
 
 def zeros(*shape: int) -> Array:
-  """Returns f32 zeros for each value of rows, or for each row."""
+  """Returns f32 zeros, [rows, columns] or [rows]."""
   layout = LAYOUT if len(shape) == 2 else OF_ROWS
   return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
 def of_rows(x: Array, shape: tuple[int, int]) -> Array:
-  """Broadcasts one value per row."""
+  """Broadcasts one value per row to `shape`."""
   return lax.broadcast_in_dim(x, shape, (0,))
 
 
@@ -238,9 +239,11 @@ def load_columns(smem, shape: tuple[int, int]) -> Array:
 
 
 class Scores(NamedTuple):
-  """Attention scores of a warpgroup's rows, as multiples of a constant, `unit`.
+  """Computes and masks the attention scores of a warpgroup's rows.
 
-  log2(exp(score)) = x * unit, where x is q k^T, or its tanh if there is a cap.
+  A score is stored as x, with log2(exp(score)) = x * unit for a constant
+  `unit`. Without a soft cap, x is q k^T. With a cap, x is score / cap, which is
+  a tanh.
   """
 
   work: Work
@@ -272,9 +275,10 @@ class Scores(NamedTuple):
     return products if cap is None else self._tanh(products, self.scale / cap)
 
   def masked(self, x: Array, hidden: float, tile: Array, ids: list) -> Array:
-    """Returns x of a visited tile, with `hidden` for keys that are not seen.
+    """Returns x, in which `hidden` replaces the scores that are masked.
 
-    `ids` contains the tile's segment ids in shared memory, if there are any.
+    `tile` is the visited tile. `ids` contains its segment ids in shared memory,
+    if there are any.
     """
     for seen in self._seen(tile, ids):
       x = jnp.where(seen, x, hidden)
@@ -289,17 +293,17 @@ class Scores(NamedTuple):
     return p if self.work.kind.soft_cap is None else p * (1 - x * x)
 
   def _tanh(self, x: Array, scale: float) -> Array:
-    """Returns tanh(x * scale), off by up to 2^-22; ±1 is exact.
+    """Returns tanh(x * scale) with an error up to 2^-22; ±1 is exact.
 
-    `tanh.approx` is off by 2^-11 of its value, which with a cap of 50 is 0.02
-    of a score.
+    The relative error of `tanh.approx` is 2^-11. With a cap of 50, a score
+    would be off by up to 0.02.
     """
     if self.work.interpret:
       return jnp.tanh(x * scale)
     return 1 - 2 * _reciprocal(1 + jnp.exp2(x * (2 * LOG2_E * scale)))
 
   def _seen(self, tile: Array, ids: list) -> Iterator[Array]:
-    """Lists conditions that all must hold for a key to be seen."""
+    """Yields conditions that must all hold if a query attends to a key."""
     work, kind, shape = self.work, self.work.kind, self.work.shape
     row, column = (
       plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
@@ -311,7 +315,7 @@ class Scores(NamedTuple):
       distance = ahead if work.of_queries else -ahead
       if kind.window is None:
         yield distance >= 0
-      else:  # As unsigned numbers, negative ones are above every window.
+      else:  # As unsigned integers, negative distances exceed every window.
         distance = lax.bitcast_convert_type(distance, jnp.uint32)
         yield distance < jnp.uint32(kind.window)
     elif work.of_queries and work.length % work.step:
@@ -322,7 +326,7 @@ class Scores(NamedTuple):
 
 
 def _reciprocal(x: Array) -> Array:
-  """Returns 1 / x to 1 ulp."""
+  """Returns 1 / x, accurate to 1 ulp."""
   kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
 
   @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=kind)
@@ -336,9 +340,9 @@ def _reciprocal(x: Array) -> Array:
 
 
 def run(work: Work, body, *args, heads: int, out, scratch, name: str) -> Any:
-  """Calls a kernel once for each tile, sequence and head.
+  """Runs a kernel, with one program for each tile, sequence and head.
 
-  `scratch` maps the names of `body`'s arguments to types.
+  `scratch` maps arguments of `body` to types of shared memory and barriers.
   """
   kernel = plgpu.kernel(
     body,

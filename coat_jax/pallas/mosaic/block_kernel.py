@@ -10,9 +10,9 @@ m64n128k32, scale the result by the block's two scales, and add it in f32 to the
 total in their registers. One warpgroup scales and adds while the other uses the
 tensor cores, as in DeepGEMM (arXiv:2412.19437, section 3.3.2).
 
-With tiles of 256 rows, a block takes 1024 clocks of the tensor cores, and 48
+With tiles of 256 rows, the tensor cores spend 1024 clocks on a block, and 48
 KiB are read from the L2 cache (32 KiB if two programs share a). In that time a
-warpgroup issues 221 instructions, 128 of them multiply-adds, or 376
+warpgroup issues 221 instructions, 128 of them multiply-adds. It issues 376
 instructions if b has one scale per row (compiled for an H200, jax 0.11.2).
 """
 
@@ -48,7 +48,7 @@ _PADDED = 32  # Length of the copies' buffer in shared memory: 128 bytes.
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """The shape of a tile and how one program computes it."""
+  """The shape of a tile, and how a program computes it."""
 
   waves: int = 2  # Number of waves (128 rows each) in a tile.
   stages: int = 3  # Number of blocks of k that shared memory holds.
@@ -114,12 +114,12 @@ class Memory(NamedTuple):
   a_scale_smem: Any
   b_scale_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  loaded: Any  # For each wave, one barrier per stage: the stage is filled.
-  free: Any  # One barrier per stage: both warpgroups have read the stage.
+  loaded: Any  # A barrier per wave and stage: completes when the stage is full.
+  free: Any  # A barrier per stage: completes when both warpgroups have read it.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
-  """Returns shared memory and barriers for these dtypes of a, b and out."""
+  """Returns the types of a program's memory, given dtypes of a, b and out."""
   tile, stages = work.tile, work.tile.stages
   width = in_128_bytes(out)
   b_scales = _PADDED if work.is_b_tiled else BLOCK
@@ -256,8 +256,8 @@ def _sum_blocks(
         scale = scale * _load_column_scales(memory.b_scale_smem, slot, shape)
       zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
       partial = pl.run_scoped(functools.partial(multiply, slot, wave), zeros)
-      # Tensor cores accumulate with fewer bits than f32 has. So they only sum
-      # within a block, and blocks are added in f32.
+      # Tensor cores accumulate with fewer bits than f32 has. So they sum only
+      # within a block, and the sums of blocks are added in f32.
       partial = partial * scale
       if not work.is_b_tiled and work.tile.waves > 1:
         partial = partial * _load_column_scales(
@@ -266,9 +266,9 @@ def _sum_blocks(
       new.append(total + partial)
     if work.interpret or work.tile.cluster > 1:
       # In a cluster, one thread arrives for its whole warpgroup, so wait until
-      # the others have read the scales. Without a cluster, each thread arrives
-      # after its own reads; only the interpreter would report a race with the
-      # next copy.
+      # the other threads have read the scales. Without a cluster, each thread
+      # arrives after its own reads, and only the interpreter would report a
+      # race with the next copy.
       plgpu.commit_smem()
     plgpu.barrier_arrive(free.at[slot])
     return step + 1, tuple(new)
@@ -297,8 +297,8 @@ def _write(
     for wave in range(work.tile.waves)
     for start in range(0, BLOCK, width)
   ]
-  # A piece overwrites the one that was written `slots` pieces earlier, also if
-  # that belongs to the previous tile.
+  # A piece overwrites the one that was written `slots` pieces earlier, even if
+  # that piece belongs to the previous tile.
   slots = math.gcd(work.tile.slots, len(pieces))
   for i, (wave, start) in enumerate(pieces):
     rows = pl.ds(row + wave * WAVE + warpgroup * ROWS, ROWS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Concatenates and transposes FP8 codes: `ops.join_columns`, `ops.turn_codes`.
 
-XLA moves one code at a time, which takes at least 1.6 times as long.
+XLA moves one code at a time, and takes at least 1.6 times as long.
 """
 
 import jax
@@ -24,7 +24,7 @@ def _why_not_codes(x: Array) -> str | None:
 
 
 def _part_of(axis: str, size: int, count: int):
-  """Returns the index of this program's matrix, and its slice of the matrix.
+  """Returns this program's matrix (an index) and its slice of that matrix.
 
   Each matrix has `count` rows or columns, cut into slices of `size`.
   """
@@ -40,8 +40,8 @@ def _why_not_join(parts, **_) -> str | None:
   fits = parts.ndim == 3 and parts.shape[1] >= row_ptx.COLUMNS
   if not fits or parts.shape[2] % 16 or parts.shape[2] < _WIDTH:
     return (
-      f"the Mosaic kernel needs [P, f, k] with f >= {row_ptx.COLUMNS} and k >= "
-      f"{_WIDTH} a multiple of 16, got {parts.shape}"
+      f"the Mosaic kernel needs [P, f, k] with f >= {row_ptx.COLUMNS}, k >= "
+      f"{_WIDTH} and k a multiple of 16, got {parts.shape}"
     )
   return _why_not_codes(parts)
 

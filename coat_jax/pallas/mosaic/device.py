@@ -24,9 +24,9 @@ def why_not_hopper() -> str | None:
 
 
 def multiprocessors() -> int:
-  """Returns the number of multiprocessors of the GPU to compile for.
+  """Returns the number of multiprocessors of the GPU that we compile for.
 
-  Without a GPU, it is 132, as on an H100 and an H200.
+  Without a GPU, it is 132, the number of an H100 or H200.
   """
   described = jax.sharding.get_abstract_mesh().abstract_device
   if described is not None and described.num_cores:

@@ -33,7 +33,7 @@ def elements(x) -> list:
 
 
 def pairs(words: list, selector: int) -> list:
-  """Packs selected bytes of each two consecutive registers into one."""
+  """Packs selected bytes of every two consecutive registers into one."""
   evens, odds = words[::2], words[1::2]
   return [prmt(a, b, selector) for a, b in zip(evens, odds, strict=True)]
 

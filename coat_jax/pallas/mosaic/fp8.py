@@ -3,10 +3,10 @@
 
 Stochastic rounding must decode the two codes next to each value. An E4M3 code
 stands for J 2^e with J in 0..15, and decoding raises this number to a power. So
-the result is a product of two numbers, which can be looked up in tables by J
-and by e. A table has 16 entries. The 16 lanes that share a group compute one
-entry each, and look entries up with shuffles. This saves two logarithms and two
-exponentials per value.
+the result is the product of a power of J and a power of 2^e, which can be
+looked up in tables by J and by e. A table has 16 entries. The 16 lanes that
+share a group compute one entry each, and look entries up with shuffles. This
+saves two logarithms and two exponentials per value.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class _Scaled(FittedCodec):
 
 
 class _Fit(NamedTuple):
-  """The numbers that encoding a group needs, 32 bits each."""
+  """The numbers with which a group's values are encoded, 32 bits each."""
 
   amax: Array  # The codec's statistics, not yet cast to the stored dtypes.
   range: Array
@@ -178,11 +178,11 @@ def _inverse(bound: Array, on: Instructions) -> Array:
 
 
 def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-  """Computes `formats.neighbours`, but the upper one may exceed qmax."""
+  """Computes `formats.neighbours`, but the upper neighbour may exceed qmax."""
   info = jnp.finfo(dtype)
   drop = 23 - info.nmant
   smallest = float(info.smallest_normal)
-  # Subnormals are as far apart as the normals in smallest..2 smallest.
+  # Subnormals are as far apart as the numbers from `smallest` to 2 `smallest`.
   offset = jnp.where(y < smallest, smallest, 0.0)
   lower = as_bits(y + offset) & jnp.uint32(0xFFFFFFFF >> drop << drop)
   upper = lower + jnp.uint32(1 << drop)
@@ -192,9 +192,9 @@ def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
   """Rounds t = magnitude * scale to E4M3 stochastically, given e = t^k.
 
-  `magnitude` and e are f32 tiles. The codes get the signs of x unless it is
-  None. An error of one ulp in e may select different neighbours of t, but does
-  not bias the expectation.
+  `magnitude` and e are f32 tiles. The codes get the signs of x unless x is
+  None. An error of one ulp in e may select other neighbours of t, but does not
+  bias the expectation.
   """
   # Bits 20 and up are the code of the lower neighbour.
   bits = on.e4m3_bits(e, qmax(E4M3))
@@ -208,9 +208,9 @@ def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
     fit.root,
     -fit.scale,
   )
-  # Round up if t - lower > (noise - 1) (upper - lower), which is when `rest`
+  # Round up if t - lower > (noise - 1) (upper - lower), which holds if `rest`
   # below is negative. All its terms are in units of the lower neighbour's power
-  # of two, so that it takes only two fused operations.
+  # of two, so that two fused operations are enough to compute it.
   rest = noise * gap + (rest + magnitude * unit)
   code = code + (as_bits(rest) >> 31)
   return lax.bitcast_convert_type(on.e4m3_codes(code, x), E4M3)

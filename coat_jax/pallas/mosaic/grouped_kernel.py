@@ -2,12 +2,12 @@
 """The GPU kernel that `grouped_product` runs: a grouped (ragged) matmul.
 
 It is built like `block_kernel`. One persistent program (thread block) per
-multiprocessor computes one tile after another: one warpgroup loads blocks, two
-multiply them, and blocks are added in f32. A block is 128 bytes long along the
-summed axis, which is 128 FP8 codes or 64 values of 16 bits. Both take equally
-long to copy and to multiply. Only the GPU knows how many rows a group has, so
-programs read from a table (`Entry`) where tiles are. One launch computes all
-groups.
+multiprocessor computes one tile after another: one warpgroup loads blocks, and
+two warpgroups multiply them and add the results in f32. A block is 128 bytes
+long along the summed axis: 128 FP8 codes or 64 values of 16 bits. Blocks of
+both kinds take equally long to copy and to multiply. Only the GPU knows how
+many rows a group has, so programs read the positions of tiles from a table
+(`Entry`). One launch computes all groups.
 
 FP8 codes must have the summed axis last. Operands of 16 bits may have it first,
 because the tensor cores can transpose them when they read shared memory.
@@ -55,7 +55,7 @@ from coat_jax.pallas.mosaic.persistent import (
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """The shape of a tile and how one program computes it."""
+  """The shape of a tile, and how a program computes it."""
 
   waves: int = 2  # Number of waves (128 rows each) in a tile.
   stages: int = 3  # Number of blocks that shared memory holds.
@@ -92,7 +92,7 @@ class Work:
     return lax.div(left, jnp.int32(self.programs))
 
   def place(self, i: Array, used: Array) -> tuple[Array, Array, Array]:
-    """Returns the entry, tile along m and first column of the i-th tile."""
+    """Returns the i-th tile's entry, index along m and first column."""
     number = i * self.programs + lax.axis_index("program")
     tiles_m, entry = used, jnp.int32(0)
     if self.is_wgrad:
@@ -123,13 +123,13 @@ class Memory(NamedTuple):
   a_smem: Any
   b_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  edge_smem: Any  # For each warpgroup, 64 rows of which only some are written.
-  loaded: Any  # For each wave, one barrier per stage: the stage is filled.
-  free: Any  # One barrier per stage: both warpgroups have read the stage.
+  edge_smem: Any  # For each warpgroup, 64 rows, only some of which are written.
+  loaded: Any  # A barrier per wave and stage: completes when the stage is full.
+  free: Any  # A barrier per stage: completes when both warpgroups have read it.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
-  """Returns shared memory and barriers for these dtypes of a, b and out."""
+  """Returns the types of a program's memory, given dtypes of a, b and out."""
   tile, stages = work.tile, work.tile.stages
   width = in_128_bytes(out)
   a_block = work.a_place(WAVE, work.depth)
@@ -265,8 +265,8 @@ def _sum_blocks(
         _clear_others(work, rows, entry.begin - start, entry.end - start)
       zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
       partial = pl.run_scoped(functools.partial(multiply, slot, wave), zeros)
-      # Tensor cores accumulate with fewer bits than f32 has. So they only sum
-      # within a block, and blocks are added in f32.
+      # Tensor cores accumulate with fewer bits than f32 has. So they sum only
+      # within a block, and the sums of blocks are added in f32.
       new.append(total + partial)
     if work.interpret:
       # Otherwise the interpreter would report a race with the next copy.
@@ -335,7 +335,7 @@ def _write_rows(work: Work, totals, entry: Entry, column, memory, out):
 def _write_all(work: Work, total, column, memory: Memory, place) -> None:
   """Writes 64 rows to `place(columns)`, in pieces that are 128 bytes wide."""
   width, slots = memory.out_smem.shape[-1], work.tile.slots
-  # Then a piece always overwrites the one written `slots` pieces earlier.
+  # So a piece always overwrites the one that was written `slots` pieces before.
   assert (BLOCK // width) % slots == 0
   for i, start in enumerate(range(0, BLOCK, width)):
     smem = memory.out_smem.at[lax.axis_index("warpgroup"), i % slots]
@@ -356,7 +356,7 @@ def _write_some(total, row, begin, end, column, memory: Memory, out) -> None:
   plgpu.commit_smem()
   count, columns = end - begin, pl.ds(column, BLOCK)
   for size in (32, 16, 8, 4, 2, 1):
-    # Number of rows written by copies of larger sizes.
+    # The number of rows that larger copies write.
     done = count & ~(2 * size - 1)
 
     @pl.when(count & size != 0)

@@ -14,29 +14,29 @@ shapes below, M is the number of rows and E the number of groups.
   grouped_dgrad          dx = g w^T    [M, F] x [E, D, F]^T -> [M, D]
   grouped_wgrad          dw = x^T g    [M, D]^T x [M, F], for each group's rows
 
-FP8 codes must have the summed axis last. BF16 and f16 are multiplied as they
-are stored, but if a width is not a multiple of a tile's, both operands are
-copied and padded with zeros.
+FP8 codes must have the summed axis last. BF16 and f16 operands are read as they
+are stored. But if a width is not a multiple of a tile's width, both operands
+are first copied and padded with zeros.
 
 The kernel first multiplies the scales of both FP8 operands with each other. If
-their product is below 1.2e-38, it is inexact or 0; the definition in
-`ops.grouped_linear` has no such limit. In a group's weight gradient, x is set
-to zero in rows of other groups, but g is not. So NaN and infinities in g may
-also reach the previous and the next group.
+the product of these scales is below 1.2e-38, it is inexact or 0; the definition
+in `ops.grouped_linear` has no such limit. To compute a group's weight gradient,
+x is set to zero in rows of other groups, but g is not. So NaN and infinities in
+g may also reach the gradients of the previous and the next group.
 
-`python -m benchmarks.grouped_products` measures the kernels. On an H100, FP8
-reaches 500 to 1030 TFLOP/s for Qwen3-30B-A3B and Mixtral-8x7B, and BF16 reaches
-350 to 490. Without these kernels, XLA multiplies every row by every group's
-weight.
+`python -m benchmarks.grouped_products` measures the kernels. On an H100, the
+FP8 kernels reach 500 to 1030 TFLOP/s for Qwen3-30B-A3B and Mixtral-8x7B, and
+the BF16 kernels 350 to 490. Without these kernels, XLA multiplies every row by
+every group's weight.
 
 If groups are small, writing weight gradients in f32 takes longer than the
-matmul. Take gate and up of Qwen3-30B-A3B, with 512 rows for each of 128
-experts. Their gradient has 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x and g
-have 0.23 GB. At the 3.35 TB/s of an H100, memory takes 0.55 ms, while the
-tensor cores take 0.21 ms for 412 GFLOP at 1979 TFLOP/s. So at most 750 TFLOP/s
-are possible; we measured 490. Gradients in BF16 are half as large, so memory
-takes 0.31 ms. Layers request gradients in the dtype of the weights, or on a
-mesh in `axes.grad_dtype`.
+matmul. An example is gate and up of Qwen3-30B-A3B, with 512 rows for each of
+128 experts. Their gradient takes 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x
+and g take 0.23 GB. An H100 moves these bytes in 0.55 ms at 3.35 TB/s, while its
+tensor cores compute the 412 GFLOP in 0.21 ms at 1979 TFLOP/s. So the matmul can
+reach at most 750 TFLOP/s; we measured 490. Gradients in BF16 are half as large,
+so all bytes are moved in 0.31 ms. Layers request gradients in the dtype of the
+weights, or on a mesh in `axes.grad_dtype`.
 """
 
 import dataclasses
@@ -71,7 +71,8 @@ def pick_tile(rows_each: int) -> Tile:
 def _why_not(a, b, dtype: DTypeLike, multiples: tuple, dtypes) -> str | None:
   """Returns why the kernel cannot multiply a and b, or None.
 
-  The sizes of a and of b's last two axes must be `multiples` of these numbers.
+  The sizes of a's axes and of b's last two axes must be multiples of the
+  numbers in `multiples`.
   """
   reason = device.why_not_hopper()
   if reason is not None:
@@ -177,7 +178,7 @@ def _why_not_16_bits(a, b) -> str | None:
 
 
 def _padded(x: Array, *multiples: int) -> Array:
-  """Pads the last axes with zeros to multiples of these numbers."""
+  """Pads the last axes of x with zeros, to multiples of these numbers."""
   sizes = x.shape[-len(multiples) :]
   ends = [(0, -n % by) for n, by in zip(sizes, multiples, strict=True)]
   if not any(after for _, after in ends):
@@ -252,10 +253,10 @@ class How:
   """How the kernel runs.
 
   Attributes:
-    tile: tile of the result; None to pick one by the sizes. For gradients of
-      weights it must have a single wave. With two waves, ptxas spills registers
-      and an H100 takes three times as long (294 instead of 864 TFLOP/s for gate
-      and up of Mixtral-8x7B).
+    tile: tile of the result; None picks one by the sizes. For gradients of
+      weights it must have a single wave. With two waves, ptxas spills
+      registers, and the kernel takes three times as long on an H100 (294
+      instead of 864 TFLOP/s for gate and up of Mixtral-8x7B).
     programs: number of programs; None for one per multiprocessor.
     interpret: whether to run the kernel on a CPU, and report races.
   """
@@ -268,9 +269,10 @@ class How:
 def rows_product(
   x, w, sizes, dtype, how: How = How(), *, scale=None, k_first=False
 ) -> Array:
-  """Multiplies rows of x [M, K] by their group's w [E, N, K]^T: [M, N].
+  """Multiplies rows of x [M, K] by their group's w^T; returns [M, N].
 
-  With `k_first`, w is [E, K, N]. The result is multiplied by `scale` [E].
+  w is [E, N, K]. With `k_first`, w is [E, K, N] and is not transposed. Each
+  group's result is multiplied by its `scale` [E].
   """
   (m, k), e = x.shape, len(w)
   n = w.shape[2 if k_first else 1]
@@ -304,11 +306,11 @@ def weights_product(
   *,
   scale=None,
 ) -> Array:
-  """Computes x^T g over the rows of each group: [E, D, F].
+  """Computes x^T g over the rows of each group; returns [E, D, F].
 
   x is [M, D] and g is [M, F]. If they are FP8 codes, they are transposed:
-  [D, M] and [F, M]. The result is multiplied by `scale` [E]. With `rows_first`
-  it is [D, E, F].
+  [D, M] and [F, M]. Each group's result is multiplied by its `scale` [E]. With
+  `rows_first`, the result is [D, E, F].
   """
   k_first = not is_fp8(x.dtype)
   axis = 1 if k_first else 0

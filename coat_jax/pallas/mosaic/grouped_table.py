@@ -2,7 +2,7 @@
 """Computes the table that tells `grouped_kernel` which tiles to compute.
 
 The grid cannot depend on the sizes of groups, which are known only on the GPU.
-So XLA computes a table from them before it launches the kernel.
+So XLA computes a table from these sizes before it launches the kernel.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Entry(NamedTuple):
   group: Any  # Index of the group.
   row: Any  # The tile's first row, a multiple of 8.
   # The group's first row (or token), and one past its last. For rows times
-  # weights, only rows within the tile count.
+  # weights, both are limited to the tile.
   begin: Any
   end: Any
   first: Any  # Index of the first block to sum.
@@ -34,7 +34,7 @@ def tiles_of_rows(
 ) -> tuple[Array, Array]:
   """Returns the table for `rows_product`, and the number of entries in use.
 
-  Rows after the last group form one more group. It sums no blocks, so the
+  Rows after the last group form one more group. Its tiles sum no blocks, so the
   result is zero in these rows.
   """
   groups = len(sizes)
@@ -44,8 +44,8 @@ def tiles_of_rows(
   aligned = begins // 8 * 8
   counts = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
   last = jnp.cumsum(counts, dtype=jnp.int32)
-  # An upper bound: each group begins 7 rows early and has only one row in its
-  # last tile.
+  # An upper bound, as if each group began 7 rows early and had only one row in
+  # its last tile.
   entries = pl.cdiv(m + 7 * (groups + 1), tile_m) + groups + 1
   tile = jnp.arange(entries, dtype=jnp.int32)
   group = jnp.searchsorted(last, tile, side="right").astype(jnp.int32)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Concatenates dq, dk and dv into an FP8 operand: `ops.join_heads_operand`.
 
-The backward pass of attention returns dq, dk and dv by head. The next matmul
-reads them as one matrix, rotated (RoPE) and quantized. Two Mosaic GPU kernels
-compute this matrix. The first finds its scale, from values rounded as by
-`ops.join_heads`. In the second, each program writes one tile in the row and the
-column layout. A tile may contain columns of any heads, which `heads_ptx` loads.
-The second kernel also sums the gradient of a bias: each tile writes the sum
-over its rows, and XLA adds these sums up, always in the same order.
+The backward pass of attention returns dq, dk and dv, each split into heads. The
+next matmul reads one matrix, rotated (RoPE) and quantized. Two Mosaic kernels
+compute this matrix. The first one finds its scale, from values rounded as in
+`ops.join_heads`. In the second one, each program writes one tile in the row and
+the column layout. A tile may contain columns of any heads, which `heads_ptx`
+loads. The second kernel also sums the gradient of a bias: each tile writes the
+sum over its rows, and XLA adds up these sums, always in the same order.
 """
 
 import functools
@@ -30,8 +30,8 @@ def _why_not(dq, dk, dv, cos, sin, gradient, **_) -> str | None:
   shape = b * t, (n + 2 * dk.shape[2]) * h
   if h % row_ptx.VECTOR:
     return (
-      "the Mosaic kernel needs heads of a multiple of 8 channels, got heads of "
-      f"{h}"
+      "the Mosaic kernel needs heads whose size is a multiple of 8, got heads "
+      f"of {h}"
     )
   if not dq.dtype == dk.dtype == dv.dtype:
     return (

@@ -3,8 +3,8 @@
 
 The matrix [m, (N + 2 K) H] contains the heads of dq, dk and dv, ordered by key
 head. A tile may contain parts of several heads. A lane holds 8 adjacent
-columns, which belong to one head because H is a multiple of 8. So each lane
-computes from which array, and from where in the array, it must load.
+columns, which belong to one head because H is a multiple of 8. Each lane
+computes which array to load from, and the address in that array.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Heads:
 def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
   """Loads a tile of the result of `ops.join_heads`, and casts it to f32.
 
-  `refs` are those of dq [m, N H], dk and dv [m, K H], cos and sin. The last two
+  `refs` are those of dq [m, N H], dk and dv [m, K H], cos and sin. cos and sin
   are [T, pairs] or [m, pairs], or None if nothing is rotated.
   """
   rows, columns = place
@@ -111,7 +111,7 @@ def _definition(refs, rows, columns, heads: Heads) -> Array:
 
 
 def _number(x):
-  """Returns this thread's number of an array in THREAD_LAYOUT."""
+  """Returns this thread's element of an array in THREAD_LAYOUT."""
   [register] = x.registers.flat
   return emit.element(register, 0)
 
@@ -155,7 +155,8 @@ class _Lane:
     partner = arith.select(
       self._is_first, arith.addi(column, pairs), arith.subi(column, pairs)
     )
-    # Lanes that rotate nothing still load, and must not read past an array.
+    # Lanes that rotate nothing still load. They must not read past the end of
+    # an array.
     self._partner = arith.select(turns, partner, column)
     pair = arith.select(self._is_first, channel, arith.subi(channel, pairs))
     self._pair = arith.select(turns, pair, i32(0))

@@ -4,8 +4,8 @@
 One Mosaic GPU kernel does what `step.step_of` does, for any optimizer. It
 decodes the moments, applies the optimizer's `Rule`, and encodes the moments
 again. It overwrites its inputs, so the step is in place if the caller donates
-its arrays. Each program (thread block) is one warpgroup and steps 8 groups of
-128 values.
+its arrays. Each program (thread block) is one warpgroup and processes 8 groups
+of 128 values.
 """
 
 import dataclasses
@@ -40,19 +40,19 @@ class Rule(Protocol):
   def apply(
     self, g: Array, p: Array | None, old: tuple[Decoded, ...], on: Instructions
   ) -> tuple[Array, tuple[Array, ...]]:
-    """Steps a tile; returns the new parameter, or the update, and new moments.
+    """Returns a tile's new parameter, or the update, and its new moments.
 
-    g is f32 or bf16; p is f32, or None to get the update instead. `old` is one
-    moment, or two of which the second is never negative.
+    g is f32 or bf16; p is f32, or None to get the update instead. `old` has one
+    moment, or two moments, of which the second is never negative.
     """
     ...
 
 
 def why_not(stored, groups, arrays) -> str | None:
   """Returns why the kernel does not support these arguments, or None."""
-  # Before compute capability 8.9, GPUs have no conversions to E4M3. Before
-  # Hopper, they have no `min.u16x2`, which `ptx.e4m3_codes` uses. Codecs that
-  # need neither were not tried on older GPUs.
+  # GPUs before compute capability 8.9 have no conversions to E4M3. GPUs before
+  # Hopper have no `min.u16x2`, which `ptx.e4m3_codes` uses. Codecs that need
+  # neither have not been tried on older GPUs.
   reason = why_not_before(HOPPER, "a Mosaic GPU kernel")
   if reason is not None:
     return reason
@@ -86,10 +86,10 @@ class _Work:
   rule: type[Rule]
   names: tuple[str, ...]  # Names of the rule's scalars that are not None.
   whole: tuple[int, ...] | None  # See `LeafPart`.
-  has_layer: bool  # Whether the kernel steps one layer of the leaf.
+  has_layer: bool  # Whether the kernel updates only one layer of the leaf.
   groups: GroupCodecs
-  # For each moment, which fields of `Encoded` are arrays. The codec does not
-  # store the others, which are scalar zeros.
+  # For each moment, which fields of `Encoded` are arrays. The other fields are
+  # scalar zeros, because the codec does not store them.
   present: tuple[tuple[bool, ...], ...]
   interpret: bool
 
@@ -182,7 +182,7 @@ def _kernel(
   shape: tuple[int, ...],
   num_weights: int,
 ):
-  """Steps one tile.
+  """Computes the step of one tile.
 
   `scalars_gmem` holds the rule's scalars, f32 [names]. `place_gmem` holds the
   part's key, start and layer, uint32. `g_gmem` is the gradient [groups, 128];
@@ -253,6 +253,6 @@ def _parts(xs, counts) -> list:
 
 
 def _encoded(loaded, present: tuple[bool, ...]) -> Encoded:
-  """Returns codes and statistics; one that is not present is None."""
+  """Returns codes and statistics; a statistic that is not present is None."""
   found = iter(loaded)
   return Encoded(*(next(found) if there else None for there in present))  # pyright: ignore[reportArgumentType]

@@ -27,10 +27,10 @@ _JUST_BELOW = 2.0**-16
 
 
 class _Fit(NamedTuple):
-  """The numbers that encoding a group needs."""
+  """The numbers with which a group's values are encoded."""
 
   upper: Array  # Biased exponent of the group's upper bound, int32.
-  lower: Array  # Biased exponent of its lower bound, int32.
+  lower: Array  # Biased exponent of the group's lower bound, int32.
   octaves: Array  # Number of octaves between the bounds.
   inverse: Array  # 1 / octaves.
   base: Array  # The exponent of the lower bound, f32.
@@ -53,8 +53,9 @@ class _Log(FittedCodec):
     upper, lower = from_bytes(encoded)
     bound = exp2_upper(upper)
     half_step = octaves_between(upper, lower) * (0.5 / self._steps)
-    # A value may be 2^-253 of its bound, and 2^-253 underflows to zero. So
-    # multiply the bound, which is up to 2^127, by the factor's root twice.
+    # A value may be 2^-253 times the bound, and 2^-253 underflows to zero. So
+    # multiply the bound, which is up to 2^127, twice by the square root of this
+    # factor.
     root = jnp.exp2((level - (self._steps + 1)) * spread(half_step))
     # Code 0 stands for zero. Multiply by `level` instead of selecting 0, so
     # that code 0 decodes to NaN in a group that contains NaN.
@@ -83,7 +84,7 @@ class _Log(FittedCodec):
       whole, level = on.round(above, spread(inverse))
       # Divide x and its two neighbours by the neighbours' geometric mean,
       # shifted like `above`. Round up if x - lower > (noise - 1) (upper -
-      # lower), which is when `rest` is negative.
+      # lower), which holds if `rest` is negative.
       lower = jnp.exp2(_JUST_BELOW - 0.5 * step)
       gap = jnp.exp2(_JUST_BELOW + 0.5 * step) - lower
       part = jnp.exp2(above + whole * spread(-step))

@@ -2,7 +2,7 @@
 """Computes scales in kernels from the bits of the largest magnitude.
 
 We compare the bits of magnitudes as integers, because a maximum of floats may
-drop NaN. Scales are the same as in `numerics.qtensor`.
+drop NaN. The scales are those of `numerics.qtensor`.
 """
 
 import jax
@@ -32,7 +32,7 @@ def tensor_scale(bits: Array, dtype: DTypeLike) -> Array:
 
 
 def group_scale(bits: Array, dtype: DTypeLike) -> Array:
-  """Returns a group's scale, given the bits of its amax: f32, exact in BF16."""
+  """Returns a group's f32 scale, rounded up to BF16, given its amax's bits."""
   # Round up; infinity stays as it is.
   up = (_scale_bits(bits, dtype) + 0xFFFF) & ~0xFFFF
   up = jnp.where(bits > _INFINITY_BITS, _NAN_BITS, up)

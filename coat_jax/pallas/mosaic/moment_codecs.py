@@ -2,16 +2,16 @@
 """Moment codecs for kernels: a `RegisterCodec` works on a tile in registers.
 
 Register codecs compute almost the same as the definitions in `coat_jax.codecs`.
-The differences are that powers are computed as exp2(root log2 x), that |x| is
-compared by its bits, and that values are multiplied by the reciprocal of a
-statistic, computed once per group, instead of divided by it. So a value close
-to a rounding boundary may get the neighbouring code, and a group whose power k
-is close to a step may get the neighbouring k. Both happen about as often as
-between two backends of XLA.
+There are three differences: powers are computed as exp2(root log2 x),
+magnitudes are compared by their bits, and values are not divided by a statistic
+but multiplied by its reciprocal, which is computed once per group. So a value
+close to a rounding boundary may get the neighbouring code, and a group whose
+power k is close to a step may get the neighbouring k. Both happen about as
+often as between two backends of XLA.
 
-A register codec is found by the exact type of the codec. A subclass may encode
-differently, so it runs in plain JAX until you `register` a register codec for
-it.
+The register codec is looked up by the exact type of the group codec. A subclass
+may encode differently, so it runs in plain JAX until you `register` a register
+codec for it.
 """
 
 import abc
@@ -39,11 +39,11 @@ _SIGN = 0x80000000
 
 
 class Decoded(NamedTuple):
-  """A decoded moment, kept as factors that have not been multiplied yet.
+  """A decoded moment, as factors that have not been multiplied yet.
 
-  The next thing an optimizer does is multiply the moment by a scalar. `times`
-  multiplies that scalar by the group's factor first, which saves one of two
-  multiplications per value.
+  The first thing that an optimizer does with the moment is to multiply it by a
+  scalar. `times` multiplies that scalar by the group's factor first, which
+  saves one of two multiplications per value.
 
   Attributes:
     values: f32 tile.
@@ -67,7 +67,7 @@ class RegisterCodec(Protocol):
   """Encodes and decodes a tile of 8 groups of 128 values in registers.
 
   Statistics are [ROWS], or None if the codec does not store them. Values may be
-  negative if `signed`. `on` computes operations in PTX or in jnp.
+  negative if `signed`. `on` runs operations in PTX or in jnp.
   """
 
   def decode(self, encoded: Encoded, signed: bool, on: Instructions) -> Decoded:
@@ -87,6 +87,7 @@ class RegisterCodec(Protocol):
 class FittedCodec(abc.ABC):
   """A register codec that fits a group before it encodes the group's values.
 
+  To fit a group is to compute the numbers with which its values are encoded.
   Two moments are fitted together if their codecs have the same `fit` (see
   `fits_as` and `encode_moments`).
   """
@@ -170,7 +171,7 @@ def encode_moments(
   noises: Sequence[Array | None],
   on: Instructions,
 ) -> list[Encoded]:
-  """Encodes one moment, or two of which the second is never negative."""
+  """Encodes one moment, or two moments; the second one is never negative."""
   fitted = [codec for codec in codecs if isinstance(codec, FittedCodec)]
   if len(fitted) != 2 or not fitted[0].fits_as(fitted[1]):
     return [
@@ -213,16 +214,16 @@ def extremes(x: Array, signed: bool) -> tuple[Array, Array]:
 def _twice_order(x: Array) -> Array:
   """Returns uint32 that sort like |x|, but zero and subnormals come last.
 
-  They are twice the bits of |x|, minus twice the bits of the smallest normal,
-  modulo 2^32.
+  These are twice the bits of |x|, minus twice the bits of the smallest normal
+  number, modulo 2^32.
   """
   return (as_bits(x) << 1) - jnp.uint32(0x01000000)
 
 
 def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
-  """Replaces a subnormal amax by 0 and an infinite one by NaN; returns amin.
+  """Returns amax and amin; replaces a subnormal amax by 0, infinity by NaN.
 
-  `least` holds the bits of amin minus those of 2^-126.
+  `least` contains the bits of amin minus those of 2^-126.
   """
   amax = jnp.where(amax < SMALLEST_NORMAL, 0.0, amax)
   amax = jnp.where(amax < jnp.inf, amax, jnp.nan)
@@ -232,7 +233,7 @@ def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
 def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
   """Returns biased exponents, int32, of powers of two that bound a group.
 
-  They are the smallest power >= amax and the largest power <= amin.
+  The powers are the smallest one >= amax and the largest one <= amin.
   """
   bits = as_bits(amax)
   upper = (bits >> 23) + jnp.where((bits & 0x7FFFFF) > 0, 1, 0).astype("uint32")

@@ -7,8 +7,8 @@
   norm_fwd    computes y from the codes, mean and rstd, and writes it in E4M3,
               in the row layout, the column layout (transposed) or both.
 
-In `norm_input`, a program holds one row, in groups; `norm_fwd` works in tiles
-(`rows`).
+Each program of `norm_input` processes a row, as groups; each program of
+`norm_fwd` processes a tile. The docstring of `rows` explains both.
 """
 
 import functools

@@ -4,13 +4,13 @@
   dx = (g - xhat mean(xhat g) - mean(g)) rstd [+ add],  g = gamma dy
   dgamma = sum(dy xhat), dbeta = sum(dy), summed over rows
 
-"rms" subtracts neither the mean of x nor mean(g).
+For "rms", neither the mean of x nor mean(g) is subtracted.
 
 Each multiprocessor runs two or three programs. With P programs in all, each
-processes every P-th row. It keeps its sums over rows in registers, or in shared
-memory if rows are wide. If enough registers are left, it loads the next row
-while it works on the current one. XLA then adds up the sums of all programs,
-always in the same order.
+program processes every P-th row. It keeps its sums over rows in registers, or
+in shared memory if rows are wide. If enough registers are left, it loads the
+next row while it processes the current one. XLA then adds up the sums of all
+programs, always in the same order.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ class Share:
 
   Attributes:
     programs: number of programs.
-    ahead: whether a program loads a row while it works on the previous one.
-    sums: whether sums over rows are in registers, not in shared memory.
+    ahead: whether a program loads a row while it processes the previous one.
+    sums: whether sums over rows are in registers; if not, in shared memory.
   """
 
   programs: int
@@ -51,7 +51,7 @@ def pick_share(m: int, n: int) -> Share:
   """Picks as many programs as the GPU has registers for."""
   per_multiprocessor = 3 if n <= 2048 else 2
   programs = min(m, per_multiprocessor * device.multiprocessors())
-  # Registers would spill if rows were wider.
+  # For wider rows, registers would spill.
   return Share(programs, ahead=n <= 4096, sums=n <= 5120)
 
 
@@ -97,8 +97,9 @@ def norm_bwd(
       stats.rstd.reshape(m),
       whole_rows.in_groups(gamma, g),
     ],
-    # A norm without a mean seldom has a beta, so XLA computes dbeta below. It
-    # drops the sum if nothing uses it. In the kernel it would cost registers.
+    # A norm without a mean seldom has a beta. So XLA computes dbeta below, and
+    # drops the sum if nothing uses it. In the kernel, this sum would occupy
+    # registers.
     [
       jax.ShapeDtypeStruct(shape, dtype),
       sums,
@@ -118,7 +119,7 @@ def norm_bwd(
 
 
 def _sums(n: int, size: int, count: int) -> list:
-  """Returns types of shared memory for `count` sums over rows."""
+  """Returns the types of shared memory for `count` sums over rows."""
   shapes = [(part.count, size) for part in whole_rows.row_parts(n, size)]
   return count * [plgpu.SMEM(shape, jnp.float32) for shape in shapes]
 

@@ -26,9 +26,9 @@ def in_band(
 ) -> tuple[Array, Array]:
   """Returns the indices along m and n of the tile with this number.
 
-  Tiles are numbered within bands of `band` tiles along m: down the band first,
-  then along n. So tiles that are computed at the same time read the same
-  operands.
+  A band consists of `band` tiles along m. Within it, tiles are numbered along m
+  first and then along n. So tiles that are computed at the same time read the
+  same parts of both operands.
   """
   per_band = jnp.int32(band * tiles_n)
   first = lax.div(number, per_band) * band

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inlined PTX instructions that Pallas does not expose, for optimizer steps.
 
-`registers.Instructions` calls these functions, and shows next to each call what
-it computes, in jnp.
+`registers.Instructions` calls these functions. For each of them, it also shows
+in jnp what the function computes.
 """
 
 import functools
@@ -71,8 +71,8 @@ def joint_extremes(
   """Computes `Instructions.joint_extremes`.
 
   Both moments are reduced in one butterfly over 16 lanes. In its first step,
-  half of the lanes send their value of one moment, and the other half send
-  their value of the other.
+  half of the lanes send their value of the first moment, and the other half
+  send their value of the second moment.
   """
   pairs = _type((2, ROWS), jnp.float32), _type((2, ROWS), jnp.uint32)
 
@@ -258,7 +258,7 @@ def _type(shape: tuple[int, ...], dtype: DTypeLike) -> plgpu.ShapeDtypeStruct:
 def _on_vectors(convert: Callable, dtype: DTypeLike, *tiles: Array) -> Array:
   """Makes a tile in which each thread holds `convert(*vectors)`.
 
-  `vectors` are what the thread holds of each of `tiles`.
+  `vectors` are the values of each of `tiles` that the thread holds.
   """
   is_signed = False if dtype == jnp.uint8 else None
 
@@ -287,7 +287,7 @@ def _tile(
 
 
 def _statistic(x, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedArray:
-  """Makes statistics from x, the one number of each thread."""
+  """Makes statistics from x, one number per thread."""
   layout = _LAYOUTS[kind.shape].to_mgpu()
   registers = np.empty(layout.registers_shape(kind.shape), dtype=object)
   vector_type = ir.VectorType.get((1,), x.type)

@@ -7,8 +7,8 @@
   quantize_tensor   code = clip(x / scale), in the row layout, the column layout
                     (transposed) or both
 
-Kernels that write only the row layout treat x as one list of groups. The others
-work in tiles (`rows`), and read x once for both layouts.
+Kernels that write only the row layout treat x as one list of groups. The other
+kernels work on tiles (see `rows`), and read x once for both layouts.
 """
 
 import functools
@@ -40,9 +40,9 @@ from coat_jax.pallas.mosaic.scales import (
 
 
 def pick_amax_size(elements: int) -> int:
-  """Picks a program's number of values: 64 per thread, or 8 in small arrays.
+  """Picks how many values a program reads: 64 per thread, 8 in small arrays.
 
-  The more values per program, the fewer maxima `scales` has to read.
+  The more values each program reads, the fewer maxima `scales` must combine.
   """
   return 8 * rows.STEP if elements >= 2**20 else rows.STEP
 
@@ -118,7 +118,7 @@ def tensor_scale(
   scaling: Scaling = VALUES,
   interpret: bool = False,
 ) -> Array:
-  """Computes `ops.tensor_scale`: each program's maximum, then the scale."""
+  """Computes `ops.tensor_scale`, from one maximum per program."""
   return bits_to_scale(_maxima(x, interpret), scaling, interpret)
 
 

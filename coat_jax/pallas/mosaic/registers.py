@@ -9,7 +9,7 @@ two groups each, and each lane holds 8 neighbouring values of one group:
            ---------- group 0 ----------  ---------- group 1 ----------
 
 So each lane loads 8 bytes of codes at a time, a group's statistic (such as its
-amax) takes one register per lane, and reducing a group takes four shuffles
+amax) occupies one register per lane, and reducing a group takes four shuffles
 among 16 lanes.
 """
 
@@ -44,7 +44,7 @@ def spread(x: Array) -> Array:
 
 
 def iota(axis: int) -> Array:
-  """Returns uint32 indices: of groups [ROWS], or of values (a tile)."""
+  """Returns uint32 indices of groups [ROWS] if `axis` is 0, else of values."""
   if axis == 0:
     return plgpu.broadcasted_iota(jnp.uint32, (ROWS,), 0, layout=GROUP_LAYOUT)
   return plgpu.broadcasted_iota(jnp.uint32, TILE, 1, layout=LAYOUT)
@@ -62,8 +62,8 @@ def as_float(x: Array) -> Array:
 class Instructions:
   """Operations that take fewer GPU instructions if written in PTX (`ptx`).
 
-  The interpreter cannot run PTX. With `interpret`, operations use their jnp
-  versions, which also define what the PTX computes.
+  The interpreter cannot run PTX. With `interpret`, these methods run jnp code,
+  which also defines what the PTX computes.
   """
 
   interpret: bool
@@ -87,10 +87,11 @@ class Instructions:
   def e4m3_bits(self, x: Array, factor: float) -> Array:
     """Returns the f32 bits of y = x factor < 512, with E4M3's exponent bias.
 
-    Bits 20 and up are the E4M3 code of y rounded down, even if it is subnormal.
+    Bits 20 and up are the E4M3 code of y rounded down, even if the code is
+    subnormal.
     """
     if not self.interpret:
-      # If y is below 2^-6, the product is a subnormal f32, which the GPU keeps.
+      # If y is below 2^-6, this is a subnormal f32, which the GPU keeps.
       return as_bits(x * (factor * 2.0**-120))
     y = x * factor
     subnormal = (y * 2.0**29).astype(jnp.uint32)
@@ -135,7 +136,7 @@ class Instructions:
   def joint_extremes(
     self, largest: tuple[Array, Array], least: tuple[Array, Array]
   ) -> tuple[Array, Array]:
-    """Reduces the groups of two moments together: maxima and minima, [2, ROWS].
+    """Returns the maxima and minima, [2, ROWS], of the groups of two moments.
 
     The maxima are those of two f32 tiles, `largest`; NaN counts as larger than
     any number. The minima are those of two uint32 tiles, `least`.
@@ -176,12 +177,12 @@ class Instructions:
     """Computes powers of small integers, which a GPU's lanes look up in tables.
 
     Let J = significand, e = exponent and a = root. J and e are int32 tiles of
-    which only the lowest 4 bits count; e = 0 counts as 1. `root` and `scale`
-    are positive, f32 [ROWS]. With p(J) = (J / 8)^a, this returns
+    which only the lowest 4 bits are used; e = 0 is treated as 1. `root` and
+    `scale` are positive, f32 [ROWS]. With p(J) = (J / 8)^a, this returns
 
       2 p(J) - p(J + 1), p(J + 1) - p(J) and scale (448 2^(7 - e))^a.
 
-    The last is infinite only for numbers up to 2^-126 / scale.
+    The last result is infinite only for numbers up to 2^-126 / scale.
     """
     top = 7 + math.log2(qmax(E4M3))
     if not self.interpret:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inlined PTX for `rows`: divides by scales, transposes codes, sums over rows.
 
-`rows` calls these functions, and shows next to each call what it computes, in
-jnp.
+`rows` calls these functions. For each of them, it also shows in jnp what the
+function computes.
 """
 
 import functools
@@ -113,7 +113,8 @@ def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
   )
 
   def divided(value, by):
-    # The compiler emits these once for all values of a lane that share a scale.
+    # The compiler computes both only once for values of a lane that share a
+    # scale.
     by_finite = emit.f32(divisor, by)
     inverse = emit.f32(reciprocal, by, by_finite)
     return emit.f32(divide, value, by_finite, inverse)
@@ -148,9 +149,10 @@ def _base(smem):
 
 
 def _at(base, *terms):
-  """Returns an address in shared memory: base plus each index times `words`.
+  """Adds the offsets of indices to an address in shared memory.
 
-  `terms` are pairs (index, words), with 4 bytes per word.
+  `terms` are pairs (index, words): each step of the index is that many words of
+  4 bytes.
   """
   for index, words in terms:
     base = arith.addi(base, arith.muli(index, emit.i32(4 * words)))
@@ -164,7 +166,7 @@ def split_index(x, size: int):
 
 
 def sum_over_rows(x: Array, smem) -> Array:
-  """Sums each column of a tile: f32 [128]. smem is `SUMS`, used only once."""
+  """Sums each column of a tile: f32 [128]; no two calls may share `smem`."""
   out = plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout=THREAD_LAYOUT)
 
   @plgpu.inline_mgpu(arg_types=(TILE_LAYOUT, plgpu.RefType()), return_type=out)
@@ -225,8 +227,8 @@ def transpose(codes: Array, smem) -> Array:
     i32 = emit.i32_type()
     base = _base(smem)
     warp, lane = split_index(emit.thread(), LANES)
-    # A lane holds 8 bytes of each of four rows. Make 8 words of them, each with
-    # four rows of one column.
+    # A lane holds 8 bytes of each of four rows. Rearrange them into 8 words,
+    # each with the four bytes of one column.
     quad, k = split_index(lane, LANES // 2)
     place = _at(base, (k, stride), (warp, 2), (quad, 1))
     for half, four in enumerate(codes.registers.reshape(-1, 4)):

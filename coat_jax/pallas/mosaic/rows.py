@@ -2,16 +2,16 @@
 """Loads, quantizes and stores groups or tiles, for memory-bound kernels.
 
 Each program (thread block) consists of one warpgroup of 128 threads. It loads
-all of its values into registers before it computes anything. There they form
-one of these:
+all of its values into registers before it computes anything. In registers, the
+values form either groups or a tile:
 
   groups  [count, G], with G = 16 to 128 values per group. A lane holds 8
           adjacent values (16 bytes in BF16), so finding a group's largest
           magnitude takes at most four shuffles. A row consists of whole groups
-          and rows are contiguous, so a matrix is one list of groups. Kernels
-          that need whole rows (`whole_rows`) may also hold 4 or 2 values per
-          lane.
-  tiles   [64, 128], or [32, 128] if the matrix has fewer than 64 rows. A lane
+          and rows are contiguous, so a matrix is one list of groups. In kernels
+          that need whole rows (`whole_rows`), a lane may also hold 4 or 2
+          values.
+  tile    [64, 128], or [32, 128] if the matrix has fewer than 64 rows. A lane
           holds 8 values of each of 4 rows, because four codes of a column fill
           a register. Codes are transposed with byte permutes and through shared
           memory, and written 16 bytes at a time.
@@ -20,7 +20,7 @@ Mosaic has no masked loads or stores. A program that would reach past the end of
 the array starts earlier instead, so some values are written twice.
 
 The interpreter cannot run inlined PTX (`row_ptx`). With `interpret`, functions
-use their jnp versions, which also define what the PTX computes.
+run jnp code instead, which also defines what the PTX computes.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ from coat_jax.pallas.mosaic import row_ptx
 from coat_jax.pallas.mosaic.magnitudes import group_scale, magnitude_bits
 from coat_jax.pallas.mosaic.row_ptx import COLUMNS, LANES, VECTOR, WARPS
 
-STEP = WARPS * LANES * VECTOR  # Number of values per load of a program.
-# The largest size of a GPU's grid along any axis except the last.
+STEP = WARPS * LANES * VECTOR  # Number of values that a program loads at once.
+# The largest size of any axis of a GPU's grid except the last.
 _MAX_ACROSS = 65535
 _LOW, _HIGH = 32, 64  # Tile heights.
 TILE_ROWS = 32  # Number of rows of a tile that a program loads at a time.
@@ -61,8 +61,8 @@ def run(
   """Runs `kernel(*refs)` with a ref per input, output and scratch array.
 
   If an input or output is None, its ref is None too. `scratch` lists types of
-  shared memory. The grid's axes are named "across" and "last", or just "last";
-  programs with consecutive indices along "last" start one after the other.
+  shared memory. The grid's axes are named "across" and "last", or just "last".
+  Programs with consecutive indices along "last" start one after the other.
   """
   present = [x is not None for x in (*inputs, *outputs)]
 
@@ -80,7 +80,7 @@ def run(
     grid_names=("across", "last")[-len(grid) :],
     compiler_params=plgpu.CompilerParams(
       approx_math=True,
-      # Only functions of `row_ptx` share memory between threads. They emit
+      # Only functions in `row_ptx` share memory between threads, and they emit
       # their own barriers.
       unsafe_no_auto_barriers=True,
     ),
@@ -101,19 +101,22 @@ def store(ref, x: Array) -> None:
 
 
 def pick_size(elements: int) -> int:
-  """Picks a program's number of values: 32 per thread, or 8 in small arrays."""
+  """Picks how many values a program loads: 32 per thread, 8 in small arrays."""
   return 4 * STEP if elements >= 2**20 else STEP
 
 
 def part(axis: str, size: int, count: int):
-  """Returns this program's slice: `size` of `count` indices along an axis."""
+  """Returns this program's slice: `size` of `count` indices.
+
+  `axis` is the axis of the grid along which programs split the indices.
+  """
   return part_at(lax.axis_index(axis), size, count)
 
 
 def part_at(index: Array, size: int, count: int):
   """Returns slice number `index` of `size` indices, out of `count` >= size.
 
-  The last slice starts early if a whole one would reach past the end.
+  The last slice starts earlier if it would otherwise reach past the end.
   """
   start = index * size
   if count % size:
@@ -151,7 +154,7 @@ def why_not_tiles(shape: tuple[int, ...]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-  """How a program loads whole groups of `size`, `vector` values per lane."""
+  """How a program loads groups of `size` values: `vector` values per lane."""
 
   size: int
   vector: int = VECTOR
@@ -237,7 +240,7 @@ def quantize(
   if interpret:
     return jnp.clip(x / scale, -limit, limit).astype(dtype)
   scale = plgpu.layout_cast(jnp.broadcast_to(scale, x.shape), layout)
-  # The GPU's cast saturates, so quotients up to 2 * limit need no clipping.
+  # The GPU's cast saturates at `limit`, so it is enough to clip to 2 * limit.
   return row_ptx.quotient(x, scale, 2 * limit, layout).astype(dtype)
 
 
@@ -269,8 +272,8 @@ def operand(
 ) -> list[jax.ShapeDtypeStruct | None]:
   """Returns the types of an operand's row and column layouts.
 
-  The row layout is [m, n] and the column layout its transpose [n, m]. One that
-  `layout` leaves out is None.
+  The row layout is [m, n], and the column layout is its transpose [n, m]. A
+  layout that the kernel does not write is None.
   """
   return [
     None if layout == "columns" else jax.ShapeDtypeStruct((m, n), dtype),
@@ -366,10 +369,10 @@ def store_operand(
 def store_sums(
   sums_gmem, x: Array, place, m: int, smem, interpret: bool
 ) -> None:
-  """Writes the sum over a tile's rows, without rows of an earlier tile.
+  """Writes the sum over a tile's rows, except rows of the previous tile.
 
   `sums_gmem` is [tiles, n]; the matrix has m rows. The last tile overlaps the
-  one before it if m is not a multiple of the height.
+  previous one if m is not a multiple of the height.
   """
   number, height = lax.axis_index("last"), len(x)
   if m % height:

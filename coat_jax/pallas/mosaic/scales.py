@@ -25,17 +25,17 @@ _MOST = 64 * _THREADS  # Each thread loads up to 64 maxima at a time.
 
 
 def maxima(programs: int) -> jax.ShapeDtypeStruct:
-  """Returns the type of the array to which `programs` write their maxima.
+  """Returns the type of the array to which programs write their maxima.
 
   This module's kernel needs at least one maximum per thread. If there are fewer
-  programs than that, each writes its maximum several times.
+  programs than threads, each program writes its maximum several times.
   """
   copies = 1 if programs >= _THREADS else _THREADS
   return jax.ShapeDtypeStruct((programs, copies), jnp.int32)
 
 
 def store_maximum(bits_gmem, program: Array, bits: Array) -> None:
-  """Writes a program's maximum to the array of `maxima`."""
+  """Writes a program's maximum to an array of the type `maxima`."""
   bits_gmem[program] = jnp.full((bits_gmem.shape[1],), bits)
 
 

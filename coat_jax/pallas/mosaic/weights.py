@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and rounds parameters in kernels, as `optimizer.weights` does.
 
-The results have the same bits as in `optimizer.weights`, but take fewer
-instructions. This works because the values to round were just computed, so
-every NaN among them is quiet.
+The results have the same bits as those of `optimizer.weights`, but take fewer
+instructions to compute. This is possible because the values to round have just
+been computed, so every NaN among them is quiet.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _LARGEST = float(np.uint32(0x7F7F7F00).view(np.float32))
 def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
   """Converts a tile of a weight to f32.
 
-  A `SplitWeight` has tiles of two arrays, `high` and `low`.
+  A `SplitWeight` consists of two arrays, so it has two tiles: `high` and `low`.
   """
   x = on.in_f32(high)
   if low is None:

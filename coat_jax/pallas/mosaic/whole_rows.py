@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a row into the loads of a program, for kernels that sum over a row."""
+"""Splits a row into parts to load, for kernels that sum over a row."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from coat_jax.pallas.mosaic.row_ptx import LANES
 from coat_jax.pallas.mosaic.rows import Load, folded
 
-_WIDEST = 8192  # Registers would spill if rows were longer.
+_WIDEST = 8192  # For longer rows, registers would spill.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,8 @@ class RowPart:
     load: how the groups are loaded.
     first: index of the first group in the row.
     count: number of groups.
-    known: number of leading groups that the previous part also contains. It is
-      0 except in the last part, which must be as long as a whole load.
+    known: number of leading groups that the previous part also contains. Only
+      the last part has such groups, because it must fill a whole load.
     groups: number of groups in a row.
   """
 
@@ -56,7 +56,7 @@ def row_parts(n: int, size: int) -> list[RowPart]:
 
 
 def _pick_load(n: int, size: int) -> Load:
-  """Picks the load that reads the fewest values twice, then the largest."""
+  """Picks the largest of the loads that read the fewest values twice."""
   fits = [load for load in _loads(size) if load.count * size <= n]
   return min(fits, key=lambda load: pl.cdiv(n, load.count * size) * load.vector)
 
@@ -73,7 +73,7 @@ def in_groups(vector: Array | None, size: int) -> Array | None:
 
 
 def sum_of_row(parts: list[RowPart], values: list[Array]) -> Array:
-  """Sums a row: f32 []. `values` holds each part's values, [count, G]."""
+  """Returns the sum of a row, f32 []; `values` are [count, G] for each part."""
   total = jnp.float32(0)
   for part, x in zip(parts, values, strict=True):
     if part.known:
@@ -87,7 +87,7 @@ def sum_of_row(parts: list[RowPart], values: list[Array]) -> Array:
 
 
 def why_not_row(shape: tuple[int, ...], size: int) -> str | None:
-  """Returns why a program cannot hold a row in groups of `size`, or None."""
+  """Returns why a program cannot load a row in groups of `size`, or None."""
   smallest = _loads(size)[-1]
   least = smallest.count * size
   if shape and not least <= shape[-1] <= _WIDEST:

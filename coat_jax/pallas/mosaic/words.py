@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes random words in kernels, the same as `stochastic.random_words`.
+"""Computes the random words of `stochastic.random_words` in kernels.
 
-A word is a hash of a key and of the value's row and column in the whole leaf.
+A word is a hash of a key and of a value's row and column in the whole leaf.
 """
 
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from coat_jax.pallas.mosaic.registers import as_float
 def row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:
   """Returns each group's row and first column in the whole leaf.
 
-  The kernel may see only a part of the leaf. `start` is the tile's first group
-  in that part, whose shape is `shape`.
+  `shape` is the shape of the part of the leaf that the kernel sees, and `start`
+  is the index of the tile's first group in this part. `whole` is the shape of
+  the leaf, or None if the kernel sees the whole leaf.
   """
   groups_per_row = shape[-1] // GROUP_SIZE
   row = registers.iota(0) + start.astype(jnp.uint32)
@@ -45,7 +46,7 @@ def random_words(row: Array, column: Array, key) -> Array:
   """Computes `stochastic.random_words` for groups at these rows and columns.
 
   The 8 values of a lane belong to one run of `RUN` values. So the compiler
-  computes everything except the last product once per lane.
+  computes everything except the last multiplication once per lane.
   """
   golden = jnp.uint32(GOLDEN)
   row_word = mix(row * golden + key) + (column // RUN) * golden

@@ -2,7 +2,7 @@
 """Cuts the arrays of a leaf into blocks, in the order in which XLA stores them.
 
 If a kernel read an array in another order, XLA would copy the array first. On a
-TPU, the order of these arrays differs from their axes:
+TPU, XLA may store two kinds of arrays in another order than that of their axes:
 
   pair    [..., D, 2, F], such as the weights of gate and up, which are two
           planes [D, F]. XLA stores f32 or bf16 in tiles of 2 x 128, but bytes
@@ -80,7 +80,7 @@ class Blocks:
   def of(cls, arrays: list[Array]) -> "Blocks":
     """Returns the largest blocks that fit, with one block of each array."""
     shape = arrays[0].shape
-    # Each block counts twice, because Pallas prefetches the next one.
+    # Each block occupies twice its size, because Pallas prefetches the next.
     column_bytes = 2 * _TILE_ROWS * sum(x.dtype.itemsize for x in arrays)
     columns = _VMEM_BYTES // (column_bytes * (2 if is_paired(shape) else 1))
     return cls(

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer step on one leaf with encoded moments, in one pass over memory.
 
-This Pallas kernel does what `step.step_of` does, on TPUs. It needs groups of
-128 values, because a register has 128 lanes: tiles of [rows, 128] then contain
-whole groups, and the kernel calls the codec's and the optimizer's own functions
-on them. It supports every subclass of `codecs.group.Grouped`, including yours.
+This Pallas kernel does what `step.step_of` does, on TPUs. It requires groups of
+128 values, because a register has 128 lanes. Tiles of [rows, 128] then contain
+whole groups, so the kernel can call the codec's and the optimizer's own
+functions on them. It supports every subclass of `codecs.group.Grouped`,
+including yours.
 
 Each program of the grid loops over the groups in a block of rows and columns.
 The statistics of a row stay in VMEM until the row's last block is done.
 Outputs alias inputs, so the step is in place if the caller donates its arrays.
-With two moments, a step reads and writes 16.2 bytes per value if parameters and
-gradients are f32, 10.2 bytes if they are bf16, and 12.2 bytes for 24-bit
-weights with bf16 gradients.
+With two moments, the memory traffic of a step is 16.2 bytes per value if
+parameters and gradients are f32, 10.2 bytes if they are bf16, and 12.2 bytes
+for 24-bit weights with bf16 gradients.
 
-No TPU has run this kernel yet. The tests interpret it on a CPU, and compile it
-for v5e, v5p, v6e and 7x, where it needs no temporary memory.
+No TPU has run this kernel yet. The tests run it in interpret mode on a CPU, and
+compile it for v5e, v5p, v6e and 7x. The compiled programs need no temporary
+memory.
 """
 
 import dataclasses
@@ -49,7 +51,7 @@ def why_not(stored, groups, part, arrays) -> str | None:
   if len(shape) < 2 or shape[-1] % LANES:
     return f"rows must be a multiple of 128 values long, got shape {shape}"
   # If the number of rows is not a multiple of 8, XLA may interleave the layers
-  # of a stack in memory, and would copy the stack before the kernel.
+  # of a stack in memory. It would then copy the stack before the kernel runs.
   in_layer = (
     blocks.num_rows(shape) % 8 == 0 and len(blocks.lead_axes(shape)) > 0
   )
@@ -70,7 +72,7 @@ class Step:
   Attributes:
     arithmetic: `adam.adam` or `lion.lion`.
     groups: the codec of each moment.
-    interpret: whether to run in Pallas' interpreter, on a CPU.
+    interpret: whether to run in the interpreter of Pallas, on a CPU.
   """
 
   arithmetic: Callable[..., tuple[Array, ...]]
@@ -82,8 +84,8 @@ class Step:
   ) -> tuple[Any, tuple[Encoded, ...]]:
     """Returns the new parameter, or the update if p is None, and new moments.
 
-    `scalars` are the scalars of `arithmetic`. With p, it is a pair: these
-    scalars and `StepScalars`.
+    Without p, `scalars` are the scalars of `arithmetic`. With p, it is a pair:
+    these scalars and `StepScalars`.
     """
     whole = _whole(part, g, stored[0].codes)
     axes = tuple(range(g.ndim - 1))
@@ -197,13 +199,13 @@ def _whole(part: LeafPart, g: Array, codes: Array) -> tuple[int, ...]:
 
 
 def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
-  """Steps one block.
+  """Computes the step of one block.
 
   `refs` are the inputs (the parameter's arrays, codes and statistics) and then
   the outputs in the same order. Without a parameter, the first output is the
   update.
   """
-  # If the update is an output, there is one output more than inputs.
+  # If the update is an output, there is one more output than there are inputs.
   ins, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
 
   @pl.when(pl.program_id(2) == 0)
@@ -217,7 +219,7 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
 
 
 def _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work: _Work):
-  """Steps a block [height, width], or plane `plane` of a pair of blocks."""
+  """Computes the step of a block [height, width], or of a plane of a pair."""
   height, width = g_ref.shape[0], g_ref.shape[-1]
   groups, has_weight = work.step.groups, work.num_weights > 0
   weight_refs, ins = ins[: work.num_weights], ins[work.num_weights :]
@@ -240,7 +242,8 @@ def _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work: _Work):
 
   def one_group(j, statistics):
     at = pl.ds(pl.multiple_of(j * LANES, LANES), LANES)
-    # Select a group's statistic with a mask: a lane's index cannot be dynamic.
+    # Select a group's statistic with a mask, because lanes cannot be indexed
+    # dynamically.
     own = lanes == first_group + j
     picked = [
       jnp.sum(jnp.where(own, x, jnp.zeros_like(x)), axis=1, keepdims=True)
@@ -292,7 +295,7 @@ def _widened(x: Array) -> Array:
 
 
 def _fields(present, statistics) -> list[list[Array]]:
-  """Lists each moment's amax and range; one that is not stored is zero."""
+  """Lists each moment's amax and range; those that are not stored are zero."""
   rest = iter(statistics)
   return [
     [next(rest) if there else jnp.int32(0) for there in fields]
@@ -301,7 +304,7 @@ def _fields(present, statistics) -> list[list[Array]]:
 
 
 def _rounded(value, refs, words, is_weight: bool) -> tuple[Array, ...]:
-  """Rounds to the dtypes of `refs`; weights below 32 bits stochastically."""
+  """Rounds to the dtypes of `refs`; stochastically for narrow weights."""
   dtype = refs[0].dtype
   if is_weight and dtype == jnp.bfloat16:
     words = stochastic.parameter_words(words)
@@ -314,7 +317,8 @@ def _rounded(value, refs, words, is_weight: bool) -> tuple[Array, ...]:
 def _rows(place_ref, height: int, plane: int | None, work: _Work) -> Array:
   """Returns the row of each value in the whole leaf: uint32 [height, 1].
 
-  The index is the row-major one over all axes except the last, modulo 2^32.
+  Rows are numbered in row-major order over all axes except the last, modulo
+  2^32.
   """
   matrix = pl.program_id(0)
   local = lax.broadcasted_iota(jnp.int32, (height, 1), 0)

@@ -6,15 +6,15 @@
   p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
   ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
 
-There are three kernels. In the forward kernel and the dq kernel, a program
-loops over the tiles of keys that its tile of queries sees. In the dk and dv
-kernel, it loops over the tiles of queries that see its tile of keys, in all
-query heads that read the key head (if H is 256, dk and dv are separate
-kernels). No sum uses atomics, so the bits are the same every time. `visits.py`
+There are three kernels. In the forward kernel and the kernel for dq, a program
+loops over the tiles of keys that its tile of queries sees. In the kernel for dk
+and dv, a program loops over the tiles of queries that see its tile of keys, in
+all query heads that read the key head. If H is 256, dk and dv have separate
+kernels. No sum uses atomics, so every run returns the same bits. `visits.py`
 determines which tiles are visited.
 
-Inputs are BF16, sums are f32, and [T, T] is never stored. If a soft cap bounds
-the scores, no running maximum is needed, because exp cannot overflow f32.
+Inputs are BF16, sums are f32, and no [T, T] array is stored. If a soft cap
+bounds the scores, no running maximum is needed, because exp cannot overflow.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ from coat_jax.pallas.triton.scores import (
 )
 
 _HEAD_SIZES = (64, 128, 256)
-# Scores of ±55 give exp of 2^±80: a sum of 2^40 of them does not overflow, and
-# the smallest does not underflow.
+# If all scores are within ±55, exp is within 2^±80. Then a sum of 2^40 values
+# does not overflow, and the smallest value does not underflow.
 _NEEDS_NO_MAXIMUM = 55.0
-# The shared memory that these tiles need at most, for each head size; with
-# smaller heads they need less than any GPU has.
+# The most shared memory that the tiles of `pick_tiles` need, by head size. For
+# smaller heads, they need less than any GPU has.
 _FORWARD_BYTES = {256: 147_712}
 _BACKWARD_BYTES = {128: 131_584, 256: 147_968}
 
@@ -54,8 +54,8 @@ class Tiles:
   """The tile of each kernel; if dv is None, the kernel for dk computes dv too.
 
   Two sums of 256 columns fit in registers only with up to 64 rows. With 64
-  rows, eight warps compute the scores twice, because Triton gives all scores
-  to each group of four warps.
+  rows and eight warps, all scores would be computed twice, because Triton gives
+  all of them to each group of four warps.
   """
 
   forward: Tile
@@ -67,8 +67,8 @@ class Tiles:
 def pick_tiles(head_dim: int) -> Tiles:
   """Picks the fastest tiles that fit in registers and shared memory.
 
-  They were tuned on an H200, with and without a cap, on 4 x 2048 tokens: with
-  16 heads of size 256, and with 32 heads of size 128.
+  The tiles were tuned on an H200 with 4 x 2048 tokens, with and without a cap,
+  for 16 heads of size 256 and for 32 heads of size 128.
   """
   square = Tile(64, 64, 4, 2)
   if head_dim == 256:
@@ -111,7 +111,7 @@ def _why_not(
     )
   if q.shape[1] % tile.longest:
     return (
-      "the Triton kernel needs a sequence that is a multiple of "
+      "the Triton kernel needs a sequence length that is a multiple of "
       f"{tile.longest}, got {q.shape[1]}"
     )
   return supported.why_not_shape(q.shape)
@@ -126,7 +126,7 @@ class Work:
   interpret: bool
 
   def run(self, kernel, *args, grid, out_shape, name):
-    """Calls `kernel(*refs, work=self)` for each program of the grid."""
+    """Runs `kernel(*refs, work=self)` in each program of the grid."""
     return pl.pallas_call(
       functools.partial(kernel, work=self),
       grid=grid,
@@ -150,7 +150,7 @@ def attention_fwd(
   kind: AttentionKind,
   interpret: bool = False,
 ) -> AttentionResiduals:
-  """`ops.attention_fwd`."""
+  """Computes `ops.attention_fwd`."""
   b, t, n, h = q.shape
   tile = pick_tiles(h).forward
   out, lse = Work(kind.among(k.shape[1]), tile, interpret).run(
@@ -180,7 +180,7 @@ def attention_bwd(
   kind: AttentionKind,
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-  """`ops.attention_bwd`."""
+  """Computes `ops.attention_bwd`."""
   picked = pick_tiles(q.shape[-1])
   dout = dout.astype(q.dtype)
   delta = jnp.einsum(
@@ -191,7 +191,8 @@ def attention_bwd(
     precision=jax.lax.Precision.HIGHEST,
   )
   lse = jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E
-  # q, k, v and dout are [B, T, N, H], lse (to base 2) and delta [B, N, T].
+  # q and dout are [B, T, N, H], k and v are [B, T, K, H], and lse (to base 2)
+  # and delta are [B, N, T].
   inputs = q, k, v, dout, lse, delta
 
   def work(tile: Tile) -> Work:
@@ -321,7 +322,7 @@ def _dkv_kernel(*refs, work: Work):
   def of_head(i, carry):
     head = kv_head * heads + i
 
-    # Everything is transposed here: rows are keys.
+    # In this kernel, scores are transposed: their rows are keys.
     def step(j, carry, is_masked):
       dk, dv = carry
       others = pl.ds(j * tile.queries, tile.queries)
@@ -350,7 +351,7 @@ def _dkv_kernel(*refs, work: Work):
 
 
 def dot(a: Array, b: Array, summed: tuple[int, int]) -> Array:
-  """Sums products over one axis of a and one of b, in f32."""
+  """Returns the matmul of a and b, f32, summed over an axis of each."""
   return jax.lax.dot_general(
     a,
     b,

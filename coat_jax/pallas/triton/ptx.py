@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exponentials of f32 tiles in fewer instructions than Pallas can express.
+"""Computes exponentials of f32 tiles in fewer instructions than Pallas would.
 
-The interpreter cannot run PTX: with `interpret` the functions use their jnp
-version, which is also their definition.
+The interpreter cannot run PTX. With `interpret`, the functions run jnp code,
+which is also their definition.
 """
 
 import struct
@@ -16,9 +16,9 @@ _LOG2_E = 1.4426950408889634
 
 
 def exp2(x: Array, scale: float, shift: Array, *, interpret: bool) -> Array:
-  """Returns 2^(x * scale - shift), on a GPU to 2 ulp, and 0 below 2^-126.
+  """Returns 2^(x * scale - shift), in which `shift` is broadcast to x.
 
-  x is an f32 tile; `shift` broadcasts to it.
+  On a GPU, the result is accurate to 2 ulp, and 0 if it is below 2^-126.
   """
   if interpret:
     return jnp.exp2(x * scale - shift)
@@ -31,10 +31,11 @@ def exp2(x: Array, scale: float, shift: Array, *, interpret: bool) -> Array:
 
 
 def tanh(x: Array, scale: float, *, interpret: bool) -> Array:
-  """Returns tanh(x * scale), on a GPU off by up to 2^-22; ±1 is exact.
+  """Returns tanh(x * scale), on a GPU with an error up to 2^-22; ±1 is exact.
 
-  It is computed as 1 - 2 / (1 + exp(2 x)): `tanh.approx` is off by 2^-11 of its
-  value, which with a cap of 50 is 0.02 of a score.
+  The PTX computes tanh(x) as 1 - 2 / (1 + exp(2 x)), because the relative error
+  of `tanh.approx` is 2^-11. With a cap of 50, a score would be off by up to
+  0.02.
   """
   if interpret:
     return jnp.tanh(x * scale)
@@ -47,7 +48,7 @@ def tanh(x: Array, scale: float, *, interpret: bool) -> Array:
 
 
 def _inline(code: str, *args: Array) -> Array:
-  """Emits PTX that makes one f32 ($0) from one of each arg ($1, ...)."""
+  """Emits PTX that computes one f32 ($0) from one of each array ($1, ...)."""
   [result] = plt.elementwise_inline_asm(
     code,
     args=args,
@@ -59,5 +60,5 @@ def _inline(code: str, *args: Array) -> Array:
 
 
 def _hex(x: float) -> str:
-  """Formats an f32 as PTX writes it."""
+  """Formats a number as an f32 literal of PTX."""
   return f"0f{struct.pack('>f', x).hex().upper()}"

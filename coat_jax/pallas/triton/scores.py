@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention scores by tiles: how to compute and to mask them."""
+"""Computes and masks attention scores, tile by tile."""
 
 import dataclasses
 import math
@@ -16,31 +16,32 @@ from coat_jax.pallas.triton import ptx
 from coat_jax.pallas.visits import Visits, segment_bounds
 
 MASKED = -1e30
-# The initial maximum: below every score, above every masked one. A row that
-# sees nothing of a tile keeps it, and exp2(MASKED - LEAST) is 0. If the initial
-# maximum were lower, such a row's would be MASKED times the unit, rounded;
-# exp2's fma subtracts it from the unrounded product, which can leave 1e22.
+# The initial maximum is below every score and above every masked score. A row
+# that sees no position of a tile keeps LEAST, and exp2(MASKED - LEAST) is 0. If
+# LEAST were below MASKED times the unit, that product, rounded, would become
+# the row's maximum. The fma of exp2 would then subtract the rounded product
+# from the unrounded one, and the difference can be 1e22.
 LEAST = -1e20
 LOG2_E = 1.0 / math.log(2.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """A program's share of one sequence, and its steps through the other one."""
+  """The sizes of tiles of queries and keys, and how programs process them."""
 
-  queries: int  # A power of two, at least 16; so is `keys`.
+  queries: int  # A power of two, at least 16. The same applies to `keys`.
   keys: int
   warps: int
   stages: int  # The number of loads in flight.
 
   @property
   def longest(self) -> int:
-    """The size that a sequence must be a multiple of."""
+    """The number of which a sequence's length must be a multiple."""
     return max(self.queries, self.keys)
 
 
 def segment_refs(segments: Array | None, own: int, others: int) -> tuple:
-  """Returns segment ids [B, T] and `segment_bounds`, or three times None."""
+  """Returns ids [B, T] and `segment_bounds`; three None without segments."""
   if segments is None:
     return None, None, None
   segments = segments.astype(jnp.int32)
@@ -73,14 +74,15 @@ class Visit:
   ) -> "Visit":
     """Finds the tiles that this program visits.
 
-    `length` is the other sequence's; `segments` are `segment_refs`.
+    `length` is the length of the sequence whose tiles are visited; `segments`
+    are the refs of `segment_refs`.
     """
     own = pl.program_id(0)
     size, step = tile.queries, tile.keys
     if not is_of_queries:
       size, step = step, size
     elif kind.causal:
-      own = pl.num_programs(0) - 1 - own  # The longest rows start first.
+      own = pl.num_programs(0) - 1 - own  # Tiles that visit most start first.
     segments_ref, first_ref, behind_ref = segments
     b, bounds = pl.program_id(2), None
     if segments_ref is not None:
@@ -101,7 +103,7 @@ class Visit:
     return self.tiles.run(step, carry)
 
   def seen(self, other: Array, is_masked: bool) -> Array | None:
-    """Returns which keys of a visited tile its queries see; None for all."""
+    """Returns which keys the queries see in a visited tile; None for all."""
     kind, tile = self.kind, self.tile
     if not is_masked:
       return None
@@ -132,9 +134,11 @@ class Visit:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """Attention scores as multiples of a constant, `unit`.
+  """Computes and masks attention scores.
 
-  log2(exp(score)) = x * unit, where x is q k^T, or its tanh if there is a cap.
+  A score is stored as x, with log2(exp(score)) = x * unit for a constant
+  `unit`. Without a soft cap, x is q k^T. With a cap, x is score / cap, which is
+  a tanh.
   """
 
   kind: AttentionKind
@@ -162,11 +166,11 @@ class Scores:
     return ptx.exp2(x, self.unit, shift, interpret=self.interpret)
 
   def probability(self, x: Array, lse: Array, seen: Array | None) -> Array:
-    """Returns p, given the log-sum-exp to base 2; 0 for keys not seen."""
+    """Returns p, given the log-sum-exp to base 2; 0 for masked scores."""
     return self.exponential(self.masked(x, seen), lse)
 
   def masked(self, x: Array, seen: Array | None) -> Array:
-    """Masks x for keys that are not seen; None means that all are seen."""
+    """Replaces x by `MASKED` where `seen` is False; None means all are seen."""
     return x if seen is None else jnp.where(seen, x, MASKED)
 
   def gradient(self, x: Array, ds: Array) -> Array:

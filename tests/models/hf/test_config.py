@@ -171,7 +171,7 @@ def test_stretched_rope_is_read_in_both_forms_and_written(rope, scaling):
     assert parse_config(FILE, written)[0] == config
   assert parse_config(FILE, new | {"rope_scaling": rope}) == (config, dtype)
   for other in ({**rope, "factor": 64.0}, {"type": "default"}):
-    with pytest.raises(ValueError, match="must be as rope_parameters"):
+    with pytest.raises(ValueError, match="must be equal to rope_parameters"):
       parse_config(FILE, new | {"rope_scaling": other})
 
 
@@ -212,8 +212,8 @@ def test_windows_are_read():
   "text, words",
   [
     ("ntk,factor=2", "must be one of ('linear', 'llama3', 'yarn'), got 'ntk'"),
-    ("linear", "of which factor are needed; wrong are factor"),
-    ("linear,factor=2,base=3", "wrong are base"),
+    ("linear", "of which factor are required; unknown or missing: factor"),
+    ("linear,factor=2,base=3", "unknown or missing: base"),
     ("linear,factor", "fields like factor=4, got 'factor'"),
     ("linear,factor=0.5", "factor must be at least 1 and finite, got 0.5"),
     ("linear,factor=inf", "factor must be at least 1 and finite, got inf"),
@@ -255,7 +255,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
         "max_position_embeddings": None,
         "rope_parameters": {"rope_type": "yarn", "factor": 8.0},
       },
-      "original_max_position_embeddings are needed",
+      "original_max_position_embeddings are required",
     ),
     (
       "llama",

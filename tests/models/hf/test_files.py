@@ -159,7 +159,7 @@ def test_missing_shards_are_refused(folder):
   shard = "model-00002-of-00003.safetensors"
   (split(folder) / shard).unlink()
   assert_refused(
-    folder, f"names {shard}, which is not in the folder; copy all 3"
+    folder, f"lists {shard}, which is not in the folder; copy all 3"
   )
 
 
@@ -182,7 +182,7 @@ def test_index_may_only_name_files_of_its_folder(name, folder):
   places = dict.fromkeys(tensors_of(folder), name)
   (folder / "model.safetensors").unlink()
   write_index(folder, places)
-  assert_refused(folder, f"must name files of its folder, got {name!r}")
+  assert_refused(folder, f"must list files in its folder, got {name!r}")
 
 
 def test_index_must_match_its_shards(folder):

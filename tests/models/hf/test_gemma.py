@@ -158,7 +158,7 @@ def test_period_of_layers_follows_from_the_list():
       "a list of all 2 layers, got full",
     ),
     ("gemma3", {"_sliding_window_pattern": 2.5}, "a whole number from 1 on"),
-    ("gemma2", {"sliding_window": None}, "full_every needs a window that"),
+    ("gemma2", {"sliding_window": None}, "full_every needs a window for"),
     (
       "gemma2",
       {"use_bidirectional_attention": True},

@@ -51,7 +51,7 @@ def check_turned(shape, **options):
 
 def test_kernels_refuse_unsupported_arguments():
   for shape in ((2, 96, 64), (2, 128, 48), (2, 128, 72)):
-    with refused(r"f >= 128 and k >= 64 a multiple of 16, got \(2"):
+    with refused(r"f >= 128, k >= 64 and k a multiple of 16, got \(2"):
       join_columns(parts_of(shape))
   for kernel in (join_columns, turn_codes):
     with refused("moves FP8 codes, got float32"):

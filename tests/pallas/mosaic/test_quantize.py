@@ -143,7 +143,7 @@ def test_operand_kernel_finds_the_scale_and_keeps_the_shape():
       ),
       "float16",
     ),
-    (lambda x: quantize.quantize_tensor(x[:, :40]), "multiple of 16 .* got"),
+    (lambda x: quantize.quantize_tensor(x[:, :40]), "multiple of 16, .* got"),
     (
       lambda x: quantize.quantize_tensor(x[:3], layout="columns"),
       "rows is a multiple of 16, got 3",
