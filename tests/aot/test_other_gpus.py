@@ -114,7 +114,7 @@ def test_operation_compiles_and_explain_is_right(gpu, case):
     expected = WITHOUT_E4M3.get(case.op, "xla")
     why = "needs compute capability 8.9 or newer, got 8.0"
   if case.op.startswith(FOR_HOPPER):
-    expected, why = "xla", "is for Hopper"
+    expected, why = "xla", "needs compute capability 9.0 (Hopper)"
   assert calls == [name for name in CALLS if name == expected]
   if expected == "xla":
     assert said.startswith(f"{case.op}: xla everywhere (") and why in said

@@ -261,7 +261,7 @@ with RunDirectory(config.out).claimed(config):
     for flags in (["--resume"], ["--overwrite"]):
       assert run(copied, *flags, steps=12) == 2
       errors = capsys.readouterr().err
-      assert f"process {process.pid} on {socket.gethostname()}, which" in errors
+      assert f"process {process.pid} on {socket.gethostname()} is" in errors
     assert contents(copied) == before
   finally:
     process.kill()  # Its lock goes with it.
