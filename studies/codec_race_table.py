@@ -32,8 +32,7 @@ def table(rows: list[dict], preset: str) -> str:
     if row["bench"] == f"{BENCH}.errors"
   }
   lines = [
-    "| candidate | bytes | m | sqrt(v) | update | training loss | held-out "
-    "loss |",
+    "| codec | bytes | m | sqrt(v) | update | training loss | held-out loss |",
     "| --- | --- | --- | --- | --- | --- | --- |",
   ]
   for name, size in sizes(rows).items():
