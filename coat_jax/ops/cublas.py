@@ -57,7 +57,8 @@ def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
     return "cuBLASLt needs one scale per tensor, got scales of blocks"
   wrong = {x.dtype.name for x in arrays if not is_fp8(x.dtype)}
   if wrong:
-    return f"this cuBLASLt call multiplies only FP8 operands, got {wrong}"
+    names = " and ".join(sorted(wrong))
+    return f"this cuBLASLt call multiplies only FP8 operands, got {names}"
   (*rows, k), n = arrays[0].shape, arrays[1].shape[0]
   m = math.prod(rows)
   if any(size % 16 or size == 0 for size in (m, n, k)):

@@ -151,7 +151,8 @@ def test_int8_products_are_exact_sums_of_codes():
   # Sums above 2^24 are rounded to f32, and so is the product with the scale.
   np.testing.assert_allclose(y, exact * float(x.scale * w.scale), rtol=2e-7)
   said = ops.explain(ops.linear_fwd, x, w)
-  assert "xla everywhere (linear_fwd: cuBLASLt multiplies FP8" in said
+  why = "this cuBLASLt call multiplies only FP8 operands, got int8"
+  assert f"xla everywhere (linear_fwd: {why}" in said
 
 
 @pytest.mark.parametrize("op", [ops.quantize_tensor, ops.tensor_scale])

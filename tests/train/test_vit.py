@@ -315,7 +315,9 @@ def test_exported_tower_has_names_of_classes_and_preprocessing(
   names.write_text('["cat"')
   again = tmp_path / "again"
   assert convert.main(["export-hf", str(run), "--out", str(again)]) == 2
-  assert f"expected a JSON list of class names in {names}" in capsys.readouterr().err
+  assert (
+    f"expected a JSON list of class names in {names}" in capsys.readouterr().err
+  )
   shutil.rmtree(run / "hf")
   assert convert.main(["export-hf", str(run), "--out", str(again)]) == 0
   config = json.loads((again / "config.json").read_bytes())
