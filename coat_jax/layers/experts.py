@@ -9,7 +9,7 @@
 The matmuls of front and back are grouped. They run in x's dtype (BF16) or, with
 recipe.experts="fp8", in FP8 (`layers.expert_products`). The forward pass saves
 x and, for each of a token's k copies, gate and up, all in 1 x G FP8. It also
-saves the expert numbers, 4 k bytes a token. The backward pass recomputes the
+saves the expert numbers, 4 k bytes per token. The backward pass recomputes the
 rest. recipe.residuals has no effect, because COAT's code has no mixture of
 experts to imitate. recipe.weight_cache has no effect either.
 

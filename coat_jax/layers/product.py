@@ -8,7 +8,7 @@ selects what is computed once for several uses:
   "none"   nothing: a weight's scale is computed at the first use, and its codes
            at each use
   "scale"  the scales of all weights, before the scan over layers
-  "codes"  scales and codes in both layouts. They occupy 2 bytes a parameter
+  "codes"  scales and codes in both layouts. They occupy 2 bytes per parameter
            while the function that cached them runs. This pays off if gradients
            are accumulated over microbatches.
 
@@ -238,7 +238,7 @@ def quantized_weight(
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
     # XLA reads w in place from a stack of layers. For a kernel it would first
-    # copy w out of the stack, 8 bytes a parameter. Reshape codes, not w: on a
+    # copy w out of the stack, 8 bytes per parameter. Reshape codes, not w: on a
     # TPU, a reshape of [D, 2, F] is a copy.
     rows = ops.quantize_rows(
       w,

@@ -61,11 +61,12 @@ def check_tutorial(names, printed, text):
     lambda: names["Model"](names["Layer"], rngs=nnx.Rngs(0))(names["tokens"])
   )
   assert plain.shape == (*names["tokens"].shape, 256)
-  per_param = re.search(r"([\d.]+) bytes a parameter", printed)[1]
-  assert f"prints {per_param} bytes a parameter" in text
-  saved = re.findall(r"(\w+): (\d+) bytes a token", printed)
+  per_param = re.search(r"([\d.]+) bytes per parameter", printed)[1]
+  assert f"prints {per_param} bytes per parameter" in text
+  saved = re.findall(r"(\w+): (\d+) bytes per token", printed)
   assert [name for name, _ in saved] == ["bf16", "coat"]
-  assert f"{saved[0][1]} bytes for `bf16` and {saved[1][1]} for `coat`" in text
+  shown = f"{saved[0][1]} bytes per token for `bf16` and {saved[1][1]} for"
+  assert shown in text
 
 
 def check_checkpoints(names, printed, text):
