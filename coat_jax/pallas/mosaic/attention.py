@@ -27,7 +27,7 @@ from coat_jax.pallas.mosaic.attention_backward import (
   backward_q,
 )
 from coat_jax.pallas.mosaic.attention_forward import forward
-from coat_jax.pallas.mosaic.attention_tiles import LOG2_E, Work
+from coat_jax.pallas.mosaic.attention_tiles import Work, row_terms
 from coat_jax.pallas.mosaic.persistent import ROWS, WAVE
 from coat_jax.pallas.visits import segment_bounds
 
@@ -118,14 +118,7 @@ def attention_bwd(
   """Computes `ops.attention_bwd`."""
   t = q.shape[1]
   dout = dout.astype(q.dtype)
-  delta = jnp.einsum(
-    "btnh,btnh->bnt",
-    residuals.out,
-    dout,
-    preferred_element_type=jnp.float32,
-    precision=jax.lax.Precision.HIGHEST,
-  )
-  lse = jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E
+  lse, delta = row_terms(dout, residuals)
   # Pad with zeros. dout is zero there too, so the padding adds nothing to dk
   # and dv.
   missing = [(0, 0), (0, 0), (0, -t % WAVE)]

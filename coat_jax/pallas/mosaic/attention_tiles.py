@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from coat_jax.ops.types import AttentionKind
+from coat_jax.ops.types import AttentionKind, AttentionResiduals
 from coat_jax.pallas.mosaic.persistent import (
   LAYOUT,
   ROWS,
@@ -38,6 +38,20 @@ LEAST = -1e20
 # Sums of 64 x 256 occupy 128 registers, and scores up to 100 more.
 REGISTERS, REGISTERS_TO_LOAD = 240, 24
 OF_ROWS, OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
+
+
+def row_terms(
+  dout: Array, residuals: AttentionResiduals
+) -> tuple[Array, Array]:
+  """Returns lse to base 2 and delta, f32 [B, N, T], for a backward kernel."""
+  delta = jnp.einsum(
+    "btnh,btnh->bnt",
+    residuals.out,
+    dout,
+    preferred_element_type=jnp.float32,
+    precision=lax.Precision.HIGHEST,
+  )
+  return jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E, delta
 
 
 @dataclasses.dataclass(frozen=True)

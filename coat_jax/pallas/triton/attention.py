@@ -30,9 +30,8 @@ from coat_jax.ops.capability import capability, shared_memory
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import AttentionKind, AttentionResiduals
 from coat_jax.pallas import supported
+from coat_jax.pallas.mosaic.attention_tiles import LEAST, LOG2_E, row_terms
 from coat_jax.pallas.triton.scores import (
-  LEAST,
-  LOG2_E,
   Scores,
   Tile,
   Visit,
@@ -183,14 +182,7 @@ def attention_bwd(
   """Computes `ops.attention_bwd`."""
   picked = pick_tiles(q.shape[-1])
   dout = dout.astype(q.dtype)
-  delta = jnp.einsum(
-    "btnh,btnh->bnt",
-    residuals.out,
-    dout,
-    preferred_element_type=jnp.float32,
-    precision=jax.lax.Precision.HIGHEST,
-  )
-  lse = jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E
+  lse, delta = row_terms(dout, residuals)
   # q and dout are [B, T, N, H], k and v are [B, T, K, H], and lse (to base 2)
   # and delta are [B, N, T].
   inputs = q, k, v, dout, lse, delta

@@ -2,7 +2,6 @@
 """Computes and masks attention scores, tile by tile."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -12,17 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from coat_jax.ops.types import AttentionKind
+from coat_jax.pallas.mosaic.attention_tiles import LOG2_E, MASKED
 from coat_jax.pallas.triton import ptx
 from coat_jax.pallas.visits import Visits, segment_bounds
-
-MASKED = -1e30
-# The initial maximum is below every score and above every masked score. A row
-# that sees no position of a tile keeps LEAST, and exp2(MASKED - LEAST) is 0. If
-# LEAST were below MASKED times the unit, that product, rounded, would become
-# the row's maximum. The fma of exp2 would then subtract the rounded product
-# from the unrounded one, and the difference can be 1e22.
-LEAST = -1e20
-LOG2_E = 1.0 / math.log(2.0)
 
 
 @dataclasses.dataclass(frozen=True)

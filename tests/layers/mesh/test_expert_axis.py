@@ -14,14 +14,15 @@ from jax import P, lax
 from jax.sharding import AxisType
 
 from coat_jax import recipes
-from coat_jax.layers import MoE, exchange, load_balancing_loss, routing
+from coat_jax.layers import MoE, exchange, routing
 from coat_jax.mesh import run_on_shards
 from coat_jax.numerics.recipes import MeshAxes
 from tests.comparing import assert_close, jit
+from tests.layers.mesh.mixtures import D, F, K, build
 from tests.layers.mesh.placing import assert_sharded_like, place
 from tests.matrices import quick
 
-D, F, E, K, B, T = 64, 96, 8, 2, 8, 8
+E, B, T = 8, 8, 8
 NAMES = ("data", "fsdp", "expert", "tensor")
 AXES = MeshAxes(batch=NAMES[:3], tensor="tensor", expert="expert")
 SPECS = {
@@ -35,25 +36,6 @@ def spec_of(path, p):
   return SPECS.get(path[-1].key, P())
 
 
-def build(recipe, dtype=jnp.float32):
-  """The loss with its gradients and all results, and the parameters."""
-
-  def make(recipe):
-    options = dict(normalize=True, norm="layer", use_norm_bias=True)
-    options |= dict(dtype=dtype, recipe=recipe, rngs=nnx.Rngs(0))
-    return MoE(D, F, E, K, **options)
-
-  graph = nnx.split(nnx.eval_shape(lambda: make(recipe)), nnx.Param)[0]
-  single = dataclasses.replace(recipe, axes=None)
-  params = nnx.to_pure_dict(nnx.split(make(single), nnx.Param)[1])
-
-  def loss(params, x, dy):
-    y, stats = nnx.merge(graph, params)(x)
-    return jnp.sum(y * dy) + 3 * load_balancing_loss(stats), (y, stats)
-
-  return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), params
-
-
 def arrays():
   return tuple(jax.random.normal(jax.random.key(i), (B, T, D)) for i in (1, 2))
 
@@ -63,7 +45,7 @@ def make_mesh(sizes, kind=AxisType.Auto):
 
 
 def on_mesh(recipe, sizes, params, x, dy, kind=AxisType.Auto):
-  f, _ = build(dataclasses.replace(recipe, axes=AXES))
+  f, _ = build(dataclasses.replace(recipe, axes=AXES), E)
   mesh = make_mesh(sizes, kind)
   with jax.set_mesh(mesh):
     params = place(mesh, spec_of, params)
@@ -93,7 +75,7 @@ def on_mesh(recipe, sizes, params, x, dy, kind=AxisType.Auto):
 )
 def test_experts_on_several_devices_match_one_device(recipe, sizes, kind):
   x, dy = arrays()
-  f, params = build(recipe)
+  f, params = build(recipe, E)
   wanted = jit(f)(params, x, dy)
   assert_close(on_mesh(recipe, sizes, params, x, dy, kind), wanted, 5e-5)
 
@@ -106,7 +88,7 @@ def without_preference(params):
 @pytest.mark.parametrize("recipe", quick(1, [FP8, recipes.bf16()]))
 def test_all_tokens_may_choose_the_experts_of_one_device(recipe):
   x, dy = arrays()
-  f, params = build(recipe)
+  f, params = build(recipe, E)
   params = without_preference(params)
   wanted = jit(f)(params, x, dy)
   assert wanted[0][1][1].load[:2].tolist() == [1, 1]
@@ -177,7 +159,7 @@ def test_rows_arrive_sorted_by_expert_and_return(how):
 
 def test_ragged_exchange_matches_one_device(monkeypatch):
   x, dy = arrays()
-  f, params = build(FP8)
+  f, params = build(FP8, E)
   wanted = jit(f)(params, x, dy)
   monkeypatch.setattr(exchange, "target", lambda: "cuda")
   monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
@@ -197,7 +179,7 @@ def test_unused_rows_change_nothing(recipe, monkeypatch):
     return jnp.where(is_used, rows, jnp.nan).astype(x.dtype)
 
   x, dy = arrays()
-  _, params = build(recipe)
+  _, params = build(recipe, E)
   wanted = on_mesh(recipe, (2, 1, 4, 1), params, x, dy)
   monkeypatch.setattr(routing, "send_rows", poisoned)
   assert_close(on_mesh(recipe, (2, 1, 4, 1), params, x, dy), wanted, 1e-6)
@@ -205,7 +187,7 @@ def test_unused_rows_change_nothing(recipe, monkeypatch):
 
 def traced(recipe, sizes=(2, 1, 4, 1)):
   """Traces the gradients of a BF16 layer on a mesh."""
-  f, params = build(dataclasses.replace(recipe, axes=AXES), jnp.bfloat16)
+  f, params = build(dataclasses.replace(recipe, axes=AXES), E, jnp.bfloat16)
   mesh = make_mesh(sizes)
   with jax.set_mesh(mesh):
     params = place(mesh, spec_of, params)
@@ -279,7 +261,7 @@ def test_received_rows_are_not_saved(recipe):
 
 
 def test_experts_that_devices_cannot_share_are_refused():
-  f, params = build(dataclasses.replace(recipes.coat(), axes=AXES))
+  f, params = build(dataclasses.replace(recipes.coat(), axes=AXES), E)
   params = jax.tree.map(lambda p: p[:6] if p.shape[0] == E else p, params)
   params |= dict(router=params["router"][:, :6])
   with jax.set_mesh(make_mesh((2, 1, 4, 1))):

@@ -12,13 +12,14 @@ from jax import P
 from jax.sharding import AxisType
 
 from coat_jax import recipes
-from coat_jax.layers import MoE, load_balancing_loss
+from coat_jax.layers import MoE
 from coat_jax.numerics.recipes import MeshAxes
 from tests.comparing import assert_close, jit
+from tests.layers.mesh.mixtures import D, F, K, build
 from tests.layers.mesh.placing import assert_sharded_like, place
 from tests.matrices import quick
 
-D, F, E, K, B, T = 64, 96, 5, 2, 8, 8
+E, B, T = 5, 8, 8
 NAMES = ("data", "fsdp", "tensor")
 # No axis of a mesh divides the five experts.
 SPECS = {
@@ -30,25 +31,6 @@ SPECS = {
 def spec_of(path, p):
   name = jax.tree_util.keystr(path, simple=True, separator="/")
   return next((s for end, s in SPECS.items() if name.endswith(end)), P())
-
-
-def build(recipe):
-  """Returns a function that computes loss and gradients, and parameters."""
-
-  def make(recipe):
-    options = dict(normalize=True, norm="layer", use_norm_bias=True)
-    options |= dict(dtype=jnp.float32, recipe=recipe, rngs=nnx.Rngs(0))
-    return MoE(D, F, E, K, **options)
-
-  graph = nnx.split(nnx.eval_shape(lambda: make(recipe)), nnx.Param)[0]
-  single = dataclasses.replace(recipe, axes=None)
-  params = nnx.to_pure_dict(nnx.split(make(single), nnx.Param)[1])
-
-  def loss(params, x, dy):
-    y, stats = nnx.merge(graph, params)(x)
-    return jnp.sum(y * dy) + 3 * load_balancing_loss(stats), (y, stats)
-
-  return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), params
 
 
 def arrays(shape=(B, T, D)):
@@ -76,9 +58,9 @@ def arrays(shape=(B, T, D)):
 )
 def test_moe_on_a_mesh_matches_one_device(recipe, sizes, kind):
   x, dy = arrays()
-  f, params = build(recipe)
+  f, params = build(recipe, E)
   wanted = jit(f)(params, x, dy)
-  f, _ = build(dataclasses.replace(recipe, axes=MeshAxes(tensor="tensor")))
+  f, _ = build(dataclasses.replace(recipe, axes=MeshAxes(tensor="tensor")), E)
   mesh = jax.make_mesh(sizes, NAMES, axis_types=(kind,) * 3)
   with jax.set_mesh(mesh):
     params = place(mesh, spec_of, params)
@@ -92,7 +74,7 @@ def test_moe_on_a_mesh_matches_one_device(recipe, sizes, kind):
 @pytest.mark.parametrize("recipe", [recipes.coat(), recipes.bf16()])
 def test_moe_without_axes_matches_one_device(recipe):
   x, dy = arrays()
-  f, params = build(recipe)
+  f, params = build(recipe, E)
   wanted = jit(f)(params, x, dy)
   mesh = jax.make_mesh((2, 4), NAMES[:2], axis_types=(AxisType.Explicit,) * 2)
   rows = {"gate_up": P(None, "fsdp"), "down": P(None, "fsdp")}
@@ -124,7 +106,9 @@ def test_a_device_saves_its_share_of_copies():
 
 @pytest.mark.parametrize("recipe", [recipes.coat(), recipes.bf16()])
 def test_a_device_sorts_only_copies_of_its_own_sequences(recipe):
-  f, params = build(dataclasses.replace(recipe, axes=MeshAxes(tensor="tensor")))
+  f, params = build(
+    dataclasses.replace(recipe, axes=MeshAxes(tensor="tensor")), E
+  )
   mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
   with jax.set_mesh(mesh):
     program = str(jax.make_jaxpr(f)(params, *arrays()))
@@ -134,7 +118,7 @@ def test_a_device_sorts_only_copies_of_its_own_sequences(recipe):
 
 def test_unsupported_meshes_are_refused():
   f, params = build(
-    dataclasses.replace(recipes.coat(), axes=MeshAxes(tensor="tensor"))
+    dataclasses.replace(recipes.coat(), axes=MeshAxes(tensor="tensor")), E
   )
   with jax.set_mesh(jax.make_mesh((2, 2, 2), NAMES)):
     x = jnp.ones((B * T, D))
