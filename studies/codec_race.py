@@ -9,8 +9,10 @@
 
 A candidate is an optimizer and a way to store its moments. For AdamW these are
 three codecs of the library, the codecs of `studies.race_codecs`, and first
-moments in a codec with factored second moments (`studies.factored_adam`). For
-Muon they are `coat` and `int8`. f32 moments are the baseline.
+moments in a codec with factored second moments (`studies.factored_adam`).
+Others use Lion, Muon or momentum, or restart their moments
+(`studies.race_candidates`). The baseline of each is its optimizer with f32
+moments.
 
 codec_race.errors: a model is trained with f32 moments, which are then encoded
 and decoded once. The row contains the relative RMS errors of m, of sqrt(v), and
@@ -39,7 +41,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +51,7 @@ from flax import nnx
 
 from benchmarks import arguments as args
 from benchmarks.harness import emit, say
-from coat_jax import coat_adamw, coat_muon, codecs, encoded, recipes
-from coat_jax.models import model_matrices
+from coat_jax import recipes
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.loss import loss_fn
 from coat_jax.numerics import stochastic
@@ -58,106 +59,18 @@ from coat_jax.numerics.formats import array_bytes
 from coat_jax.optimizer import default_quantize_mask, state_bytes
 from coat_jax.optimizer.masks import leaf_paths
 from studies.codec_race_table import BENCH, ROWS, table
-from studies.factored_adam import (
-  bytes_of,
-  factors,
-  product,
-  scale_by_factored_adam,
-)
+from studies.factored_adam import bytes_of, factors, product
 from studies.quantization_error import relative_error
+from studies.race_candidates import CANDIDATES, Candidate, transformation
 from studies.rows import read_rows
 from studies.stability_run import CHUNK, Data
 from studies.trained_moments import EPS, MODEL, Trained, train_model
-from train import step
 from train.config import TrainConfig
 from train.data.tokens import DataConfig, load_tokens
-from train.optimizers import learning_rate
 from train.presets import PRESETS
 
 SEEDS = (0, 1, 2)
 _LAST = 50
-_RACE = "studies.race_codecs"
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-  """An optimizer and how its moments are stored.
-
-  Attributes:
-    codec: name of the codec, for `codecs.build`.
-    options: options of the codec.
-    optimizer: "factored" is AdamW that stores m in the codec, and v as means of
-      rows and columns.
-  """
-
-  codec: str
-  options: dict[str, Any] = dataclasses.field(default_factory=dict)
-  optimizer: Literal["adamw", "factored", "muon"] = "adamw"
-
-  def build(self) -> codecs.MomentCodec:
-    return codecs.build(self.codec, **self.options)
-
-
-CANDIDATES = {
-  "float32": Candidate("float32"),
-  "coat": Candidate("coat"),
-  "log8": Candidate("log8"),
-  "int8": Candidate("int8"),
-  "companded": Candidate(f"{_RACE}:companded"),
-  "log4": Candidate(f"{_RACE}:log4"),
-  "e2m1": Candidate(f"{_RACE}:e2m1"),
-  "coat m, factored v": Candidate("coat", optimizer="factored"),
-  "e2m1 m, factored v": Candidate(f"{_RACE}:e2m1", optimizer="factored"),
-  "companded, nearest": Candidate(
-    f"{_RACE}:companded", {"rounding": "nearest"}
-  ),
-  "muon, float32": Candidate("float32", optimizer="muon"),
-  "muon, coat": Candidate("coat", optimizer="muon"),
-  "muon, int8": Candidate("int8", optimizer="muon"),
-}
-
-
-def transformation(
-  candidate: Candidate, config: TrainConfig, seed: jax.Array
-) -> optax.GradientTransformation:
-  """Builds the optimizer of a candidate, with clipping."""
-  optim, codec = config.optim, candidate.build()
-  rate, decay = learning_rate(config), optim.weight_decay
-  if candidate.optimizer == "factored":
-    adam = scale_by_factored_adam(optim.b1, optim.b2, optim.eps)
-    tx = optax.chain(
-      encoded(adam, codec, fields={"mu": "mu"}.get, seed=seed),
-      optax.add_decayed_weights(decay, step.decays),
-      optax.scale_by_learning_rate(rate),
-    )
-  elif candidate.optimizer == "muon":
-    tx = coat_muon(
-      rate,
-      beta=optim.momentum,
-      eps=optim.eps,
-      weight_decay=decay,
-      weight_decay_mask=step.decays,
-      adam_b1=optim.b1,
-      adam_b2=optim.b2,
-      adam_weight_decay=decay,
-      adam_weight_decay_mask=step.decays,
-      consistent_rms=0.2,
-      matrices=model_matrices(config.model),
-      codec=codec,
-      seed=seed,
-    )
-  else:
-    tx = coat_adamw(
-      rate,
-      optim.b1,
-      optim.b2,
-      optim.eps,
-      weight_decay=decay,
-      mask=step.decays,
-      codec=codec,
-      seed=seed,
-    )
-  return optax.chain(optax.clip_by_global_norm(optim.grad_clip), tx)
 
 
 class Programs:
@@ -359,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = dict(steps=options.steps, batch=8, seq=64)
     trained = train_model(MODEL, tokens, **sizes)
     for name in names:
-      if CANDIDATES[name].optimizer != "muon":
+      if CANDIDATES[name].optimizer in ("adamw", "factored"):
         values = errors_of(CANDIDATES[name], trained)
         case = sizes | dict(candidate=name)
         _append(options.rows, emit(f"{BENCH}.errors", case, **values))

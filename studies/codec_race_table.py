@@ -11,7 +11,10 @@ ROWS = Path("docs/rows/codec_race.jsonl")
 
 def baseline(name: str) -> str:
   """Returns the candidate that has the same optimizer and f32 moments."""
-  return "muon, float32" if name.startswith("muon") else "float32"
+  optimizer = name.split(",")[0]
+  if optimizer in ("lion", "momentum", "muon"):
+    return f"{optimizer}, float32"
+  return "float32"
 
 
 def sizes(rows: list[dict]) -> dict[str, float]:

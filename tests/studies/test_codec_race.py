@@ -51,6 +51,7 @@ def test_differences_pair_seeds_and_leave_out_failures():
   assert codec_race_table.differences(rows, "demo", "int8", "loss") == []
   assert codec_race_table.differences(rows, "demo", "float32", "loss") == []
   assert codec_race_table.baseline("muon, int8") == "muon, float32"
+  assert codec_race_table.baseline("coat, nearest") == "float32"
   lines = codec_race_table.table(rows, "demo").splitlines()
   (coat,) = (line for line in lines if line.startswith("| coat |"))
   # 12.71 is Student's t for two values, whose standard error is 0.125.

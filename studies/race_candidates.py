@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizers that `studies.codec_race` compares, and their codecs.
+
+Learning rates and weight decays come from the preset, which was tuned for
+AdamW. Updates of Lion and of plain momentum have other sizes. Their learning
+rates are therefore multiplied by a factor, and their weight decays are divided
+by it, so that weights shrink as fast as with AdamW.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from coat_jax import (
+  coat_adamw,
+  coat_lion,
+  coat_muon,
+  codecs,
+  encoded,
+)
+from coat_jax.models import model_matrices
+from studies.factored_adam import scale_by_factored_adam
+from train import step
+from train.config import TrainConfig
+from train.optimizers import learning_rate
+
+_RACE = "studies.race_codecs"
+_RESET = 250
+# The factor of the learning rate of each optimizer, if not 1.
+_FACTORS = {"lion": 0.1, "momentum": 100.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """An optimizer and how its moments are stored.
+
+  Attributes:
+    codec: name of the codec, for `codecs.build`.
+    options: options of the codec.
+    optimizer: "factored" is AdamW that stores m in the codec, and v as means of
+      rows and columns. "resets" is AdamW whose moments restart from 0 every 250
+      steps. "lion, encoded" and "momentum" are optimizers of optax in
+      `encoded`.
+  """
+
+  codec: str
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)
+  optimizer: Literal[
+    "adamw", "factored", "resets", "lion", "lion, encoded", "momentum", "muon"
+  ] = "adamw"
+
+  def build(self) -> codecs.MomentCodec:
+    return codecs.build(self.codec, **self.options)
+
+
+CANDIDATES = {
+  "float32": Candidate("float32"),
+  "coat": Candidate("coat"),
+  "log8": Candidate("log8"),
+  "int8": Candidate("int8"),
+  "companded": Candidate(f"{_RACE}:companded"),
+  "log4": Candidate(f"{_RACE}:log4"),
+  "e2m1": Candidate(f"{_RACE}:e2m1"),
+  "coat m, factored v": Candidate("coat", optimizer="factored"),
+  "e2m1 m, factored v": Candidate(f"{_RACE}:e2m1", optimizer="factored"),
+  "companded, nearest": Candidate(
+    f"{_RACE}:companded", {"rounding": "nearest"}
+  ),
+  "coat, nearest": Candidate("coat", {"rounding": "nearest"}),
+  "coat, nearest, resets": Candidate(
+    "coat", {"rounding": "nearest"}, optimizer="resets"
+  ),
+  "float32, resets": Candidate("float32", optimizer="resets"),
+  "muon, float32": Candidate("float32", optimizer="muon"),
+  "muon, coat": Candidate("coat", optimizer="muon"),
+  "muon, int8": Candidate("int8", optimizer="muon"),
+  "lion, float32": Candidate("float32", optimizer="lion"),
+  "lion, coat": Candidate("coat", optimizer="lion"),
+  "lion, encoded coat": Candidate("coat", optimizer="lion, encoded"),
+  "momentum, float32": Candidate("float32", optimizer="momentum"),
+  "momentum, encoded coat": Candidate("coat", optimizer="momentum"),
+}
+
+
+class _Resets(NamedTuple):
+  """The number of steps so far, and the state of the wrapped optimizer."""
+
+  count: jax.Array
+  inner: optax.OptState
+
+
+def with_resets(
+  tx: optax.GradientTransformation, period: int
+) -> optax.GradientTransformation:
+  """Restarts the state of `tx` every `period` steps (arXiv:2603.16731)."""
+
+  def init(params):
+    return _Resets(jnp.zeros([], jnp.int32), tx.init(params))
+
+  def update(grads, state, params=None):
+    restart, fresh = state.count % period == 0, tx.init(params)
+    inner = jax.tree.map(
+      lambda new, old: jnp.where(restart, new, old), fresh, state.inner
+    )
+    updates, inner = tx.update(grads, inner, params)
+    return updates, _Resets(state.count + 1, inner)
+
+  return optax.GradientTransformation(init, update)
+
+
+def transformation(
+  candidate: Candidate, config: TrainConfig, seed: jax.Array
+) -> optax.GradientTransformation:
+  """Builds the optimizer of a candidate, with clipping."""
+  tx = _unclipped(candidate, config, seed)
+  return optax.chain(optax.clip_by_global_norm(config.optim.grad_clip), tx)
+
+
+def _unclipped(
+  candidate: Candidate, config: TrainConfig, seed: jax.Array
+) -> optax.GradientTransformation:
+  optim, codec = config.optim, candidate.build()
+  factor = _FACTORS.get(candidate.optimizer.split(",")[0], 1.0)
+  schedule = learning_rate(config)
+
+  def rate(count):
+    return factor * schedule(count)
+
+  decay = optim.weight_decay / factor
+  if candidate.optimizer == "adamw":
+    return coat_adamw(
+      rate,
+      optim.b1,
+      optim.b2,
+      optim.eps,
+      weight_decay=decay,
+      mask=step.decays,
+      codec=codec,
+      seed=seed,
+    )
+  if candidate.optimizer == "lion":
+    return coat_lion(
+      rate, weight_decay=decay, mask=step.decays, codec=codec, seed=seed
+    )
+  if candidate.optimizer == "muon":
+    return coat_muon(
+      rate,
+      beta=optim.momentum,
+      eps=optim.eps,
+      weight_decay=decay,
+      weight_decay_mask=step.decays,
+      adam_b1=optim.b1,
+      adam_b2=optim.b2,
+      adam_weight_decay=decay,
+      adam_weight_decay_mask=step.decays,
+      consistent_rms=0.2,
+      matrices=model_matrices(config.model),
+      codec=codec,
+      seed=seed,
+    )
+  if candidate.optimizer == "factored":
+    adam = scale_by_factored_adam(optim.b1, optim.b2, optim.eps)
+    scaled = encoded(adam, codec, fields={"mu": "mu"}.get, seed=seed)
+  elif candidate.optimizer == "resets":
+    adam = optax.scale_by_adam(optim.b1, optim.b2, optim.eps)
+    scaled = with_resets(encoded(adam, codec, seed=seed), _RESET)
+  elif candidate.optimizer == "momentum":
+    scaled = encoded(optax.trace(0.9), codec, seed=seed)
+  else:
+    scaled = encoded(optax.scale_by_lion(), codec, seed=seed)
+  return optax.chain(
+    scaled,
+    optax.add_decayed_weights(decay, step.decays),
+    optax.scale_by_learning_rate(rate),
+  )
