@@ -21,12 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.pallas.mosaic import attention_tiles as tiles
-from coat_jax.pallas.mosaic.attention_tiles import Ring, Scores, Work
+from coat_jax.pallas.mosaic.attention_tiles import Scores, Work
 from coat_jax.pallas.mosaic.persistent import (
   ROWS,
   WARPGROUPS,
   rows_of_128_bytes,
 )
+from coat_jax.pallas.mosaic.ring import Ring
 
 
 class Inputs(NamedTuple):
@@ -56,7 +57,7 @@ def backward_q(work: Work, inputs: Inputs, segments: tuple) -> Array:
       "q_smem": own,
       "dout_smem": own,
       "own_loaded": plgpu.Barrier(num_arrivals=2),
-      "ring": Ring.scratch(work, q.dtype),
+      "ring": tiles.ring(work, q.dtype),
     },
     name="attention_dq",
   )
@@ -139,7 +140,7 @@ def backward_kv(
       "k_smem": own,
       "v_smem": own,
       "own_loaded": plgpu.Barrier(num_arrivals=2),
-      "ring": Ring.scratch(work, k.dtype, of_rows),
+      "ring": tiles.ring(work, k.dtype, of_rows),
       "finished": plgpu.Barrier(num_arrivals=WARPGROUPS),
     },
     name="attention_dkv",

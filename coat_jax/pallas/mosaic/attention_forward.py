@@ -18,12 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.pallas.mosaic import attention_tiles as tiles
-from coat_jax.pallas.mosaic.attention_tiles import Ring, Scores, Work
+from coat_jax.pallas.mosaic.attention_tiles import Scores, Work
 from coat_jax.pallas.mosaic.persistent import (
   ROWS,
   WARPGROUPS,
   rows_of_128_bytes,
 )
+from coat_jax.pallas.mosaic.ring import Ring
 
 # If all scores are within ±55, exp is within 2^±80. Then a sum of 2^40 values
 # does not overflow, and the smallest value does not underflow.
@@ -48,7 +49,7 @@ def forward(work: Work, q, k, v, segments: tuple) -> tuple[Array, Array]:
     scratch={
       "q_smem": rows_of_128_bytes(work.own, h, dtype=q.dtype),
       "q_loaded": plgpu.Barrier(),
-      "ring": Ring.scratch(work, q.dtype),
+      "ring": tiles.ring(work, q.dtype),
     },
     name="attention_fwd",
   )

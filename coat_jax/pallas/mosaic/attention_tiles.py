@@ -25,6 +25,7 @@ from coat_jax.pallas.mosaic.persistent import (
   WARPGROUPS,
   rows_of_128_bytes,
 )
+from coat_jax.pallas.mosaic.ring import Ring
 from coat_jax.pallas.visits import Visits
 
 LOG2_E = 1.0 / math.log(2.0)
@@ -119,65 +120,14 @@ class Work:
     return ROWS, self.step
 
 
-class Ring(NamedTuple):
-  """Slots of shared memory that the loading warpgroup fills in turn.
-
-  Loads are numbered from 0. `loaded` completes when a slot is filled, and
-  `free` completes when both other warpgroups have released the slot.
-  """
-
-  slots: tuple[Any, ...]  # Arrays [stages, ...] that are filled together.
-  loaded: Any
-  free: Any
-
-  @classmethod
-  def scratch(cls, work: Work, dtype: DTypeLike, *others) -> "Ring":
-    """Returns the types of a ring for tiles, `others` and segment ids."""
-    stages, step = work.stages, work.step
-    tiles = rows_of_128_bytes(stages, step, work.head_dim, dtype=dtype)
-    slots = tiles, *others
-    if work.has_segments:
-      slots = *slots, plgpu.SMEM((stages, step), jnp.int32)
-    return cls(
-      slots,
-      plgpu.Barrier(num_arrivals=len(slots), num_barriers=stages),
-      plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
-    )
-
-  @property
-  def stages(self) -> int:
-    return self.slots[0].shape[0]
-
-  def load(self, number: Array, *sources) -> None:
-    """Copies arrays of global memory into a slot, as soon as it is free."""
-    slot = lax.rem(number, jnp.int32(self.stages))
-    self.wait_for_free(number)
-    for source, smem in zip(sources, self.slots, strict=True):
-      plgpu.copy_gmem_to_smem(source, smem.at[slot], self.loaded.at[slot])
-
-  def wait_for_free(self, number: Array) -> None:
-    """Waits until the slot for this load has been released."""
-    slot = lax.rem(number, jnp.int32(self.stages))
-    is_used = number >= self.stages
-    pl.when(is_used)(lambda: plgpu.barrier_wait(self.free.at[slot]))
-
-  def drain(self, number: Array) -> None:
-    """Waits until all slots are free, as the interpreter requires."""
-    wait = lambda i, _: self.wait_for_free(number + i)  # noqa: E731
-    lax.fori_loop(0, self.stages, wait, None)
-
-  def read(self, number: Array) -> list:
-    """Waits for a load and returns its arrays."""
-    slot = lax.rem(number, jnp.int32(self.stages))
-    plgpu.barrier_wait(self.loaded.at[slot])
-    return [smem.at[slot] for smem in self.slots]
-
-  def release(self, number: Array, interpret: bool) -> None:
-    """Lets a slot be filled again."""
-    if interpret:
-      # The interpreter would report the next copy as a race.
-      plgpu.commit_smem()
-    plgpu.barrier_arrive(self.free.at[lax.rem(number, jnp.int32(self.stages))])
+def ring(work: Work, dtype: DTypeLike, *others) -> Ring:
+  """Returns the types of a ring for tiles, `others` and segment ids."""
+  stages, step = work.stages, work.step
+  tiles = rows_of_128_bytes(stages, step, work.head_dim, dtype=dtype)
+  slots = tiles, *others
+  if work.has_segments:
+    slots = *slots, plgpu.SMEM((stages, step), jnp.int32)
+  return Ring.types(slots, readers=WARPGROUPS)
 
 
 def load_keys(work: Work, k, v, segments, ring: Ring) -> None:

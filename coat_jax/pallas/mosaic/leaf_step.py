@@ -10,22 +10,35 @@ of 128 values.
 
 import dataclasses
 import functools
+import math
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.codecs.group import Encoded, GroupCodec, Plain
 from coat_jax.numerics.stochastic import LeafPart, next_words, parameter_words
 from coat_jax.ops.capability import HOPPER, why_not_before
 from coat_jax.pallas.mosaic import moment_codecs, registers, weights, words
+from coat_jax.pallas.mosaic.device import multiprocessors
 from coat_jax.pallas.mosaic.moment_codecs import Decoded
-from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
+from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS, TILE
 from coat_jax.pallas.mosaic.registers import Instructions
+from coat_jax.pallas.mosaic.ring import Ring
 
 GroupCodecs = tuple[GroupCodec, ...]
+
+# Registers leave room for four programs on a multiprocessor. While a program
+# computes the tiles of one slot, it loads those of the next slot; otherwise, the
+# multiprocessor would wait for memory half of the time. Two slots of each of
+# four programs must fit in 227 KiB of shared memory.
+_SLOT_BYTES = 24 * 1024
+# A program computes at most this many tiles. Before that, there should be this
+# many programs for each multiprocessor.
+_MOST_TILES, _PROGRAMS = 16, 16
 
 
 @runtime_checkable
@@ -145,14 +158,27 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
   weight, weight_tree = jax.tree.flatten(p)  # An empty list if p is None.
   in_place = (*stored, *weight)
   refs = [jax.new_ref(view(x)) for x in in_place]
+  loaded = [g, *weight, *(x for x in stored if view(x).ndim == 2)]
+  tiles = g.size // (GROUP_SIZE * ROWS)
+  per_slot = math.gcd(tiles, _tiles_per_slot(loaded))
+  num_loads = tiles // per_slot
+  per_program = num_loads // (_PROGRAMS * multiprocessors())
+  per_program = min(max(per_program, 1), _MOST_TILES // per_slot)
   body = functools.partial(
-    _kernel, work=work, shape=codes.shape, num_weights=len(weight)
+    _kernel,
+    work=work,
+    shape=codes.shape,
+    num_weights=len(weight),
+    loads=(num_loads, per_program),
   )
+  slot = (min(per_program, 2), per_slot * ROWS, GROUP_SIZE)
+  slots = tuple(plgpu.SMEM(slot, x.dtype) for x in loaded)
   update = plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct(view(g).shape, g.dtype) if p is None else (),
-    grid=(g.size // (GROUP_SIZE * ROWS),),
+    grid=(pl.cdiv(num_loads, per_program),),
     grid_names=("block",),
+    scratch_types={"ring": Ring.types(slots, readers=1)},
     compiler_params=plgpu.CompilerParams(
       # Exact division, exp2 and log2 would take ten times as long.
       approx_math=True,
@@ -173,6 +199,12 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
   return weight_tree.unflatten(new_weight), tuple(new_stored)
 
 
+def _tiles_per_slot(arrays) -> int:
+  """Returns how many tiles of these arrays are loaded together."""
+  size = sum(math.prod(TILE) * x.dtype.itemsize for x in arrays)
+  return 2 ** int(math.log2(_SLOT_BYTES / size))
+
+
 def _kernel(
   scalars_gmem,
   place_gmem,
@@ -181,29 +213,78 @@ def _kernel(
   work: _Work,
   shape: tuple[int, ...],
   num_weights: int,
+  loads: tuple[int, int],
+  ring: Ring,
 ):
-  """Computes the step of one tile.
+  """Computes the step of the tiles of some consecutive loads.
 
   `scalars_gmem` holds the rule's scalars, f32 [names]. `place_gmem` holds the
   part's key, start and layer, uint32. `g_gmem` is the gradient [groups, 128];
   if the part has a layer, it is the gradient of this layer only. `gmem` holds
   codes [groups, 128] and statistics [groups] of each moment, followed by the
   parameter's `num_weights` arrays or by the update. `shape` is the shape of the
-  leaf, with all layers.
+  leaf, with all layers. `loads` are the number of all loads and the number of
+  one program's loads.
+  """
+  first_group = jnp.int32(0)
+  if work.has_layer:
+    layer = place_gmem[place_gmem.shape[0] - 1].astype(jnp.int32)
+    first_group = layer * g_gmem.shape[0]
+  stored = gmem[: sum(work.counts)]
+  weight = gmem[sum(work.counts) :][:num_weights]
+  of_values = (*weight, *(ref for ref in stored if ref.ndim == 2))
+  of_groups = tuple(ref for ref in stored if ref.ndim == 1)
+  groups_per_slot = ring.slots[0].shape[1]
+  first = lax.axis_index("block") * loads[1]
+  count = jnp.minimum(loads[0] - first, loads[1])
+
+  def load(i):
+    start = (first + i) * groups_per_slot
+    rows = pl.ds(first_group + start, groups_per_slot)
+    of_g = g_gmem.at[pl.ds(start, groups_per_slot)]
+    ring.load(i, of_g, *(ref.at[rows] for ref in of_values))
+    for ref in of_groups:
+      if groups_per_slot * ref.dtype.itemsize % 16 == 0:
+        plgpu.async_prefetch(ref.at[rows])
+
+  def step(i, _):
+    pl.when(i + 1 < count)(lambda: load(i + 1))
+    values_smem = ring.read(i)
+
+    def tile(j, _):
+      start = first_group + (first + i) * groups_per_slot + j * ROWS
+      rows = pl.ds(j * ROWS, ROWS)
+      g, *values = (registers.load_tile(x.at[rows]) for x in values_smem)
+      codes = iter(values[num_weights:])
+      moments = [
+        next(codes) if x.ndim == 2 else registers.load(x, start) for x in stored
+      ]
+      loaded = g, values[:num_weights], moments
+      _tile(scalars_gmem, place_gmem, gmem, start, loaded, work, shape)
+
+    lax.fori_loop(0, groups_per_slot // ROWS, tile, None)
+    ring.release(i, work.interpret)
+
+  load(jnp.int32(0))
+  lax.fori_loop(0, count, step, None)
+  if work.interpret:
+    ring.drain(count)
+
+
+def _tile(
+  scalars_gmem, place_gmem, gmem, start, loaded, work: _Work, shape
+) -> None:
+  """Computes the step of the tile whose first group is `start`.
+
+  `loaded` contains the tile's gradient, the arrays of its parameter, and the
+  arrays of its moments. See `_kernel` for the other arguments.
   """
   groups, on = work.groups, Instructions(work.interpret)
   named = {name: scalars_gmem[i] for i, name in enumerate(work.names)}
   rule = work.rule(**named)
   *moments_gmem, last_gmem = _parts(gmem, work.counts)
-
-  start = lax.axis_index("block") * ROWS
-  g = registers.load(g_gmem, start)
-  if work.has_layer:
-    layer = place_gmem[place_gmem.shape[0] - 1].astype(jnp.int32)
-    start = start + layer * g_gmem.shape[0]
-  refs = (*last_gmem[:num_weights], *gmem[: sum(work.counts)])
-  loaded = [registers.load(ref, start) for ref in refs]
-  weight, *stored, _ = _parts(loaded, [num_weights, *work.counts])
+  g, weight, stored = loaded
+  *stored, _ = _parts(stored, work.counts)
   p = weights.in_f32(on, *weight) if weight else None
   codecs = [moment_codecs.on_registers(codec) for codec in groups]
   old = tuple(

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ring of slots in shared memory, to load tiles before they are needed."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+class Ring(NamedTuple):
+  """Slots of shared memory that one warpgroup fills in turn.
+
+  Loads are numbered from 0. `loaded` completes when a slot is filled, and
+  `free` completes when all warpgroups that read the slot have released it.
+  """
+
+  slots: tuple[Any, ...]  # Arrays [stages, ...] that are filled together.
+  loaded: Any
+  free: Any
+
+  @classmethod
+  def types(cls, slots: tuple, *, readers: int) -> "Ring":
+    """Returns the types of a ring that this number of warpgroups reads."""
+    stages = slots[0].shape[0]
+    return cls(
+      slots,
+      plgpu.Barrier(num_arrivals=len(slots), num_barriers=stages),
+      plgpu.Barrier(num_arrivals=readers, num_barriers=stages),
+    )
+
+  @property
+  def stages(self) -> int:
+    return self.slots[0].shape[0]
+
+  def load(self, number: Array, *sources) -> None:
+    """Copies arrays of global memory into a slot, as soon as it is free."""
+    slot = lax.rem(number, jnp.int32(self.stages))
+    self.wait_for_free(number)
+    for source, smem in zip(sources, self.slots, strict=True):
+      plgpu.copy_gmem_to_smem(source, smem.at[slot], self.loaded.at[slot])
+
+  def wait_for_free(self, number: Array) -> None:
+    """Waits until the slot for this load has been released."""
+    slot = lax.rem(number, jnp.int32(self.stages))
+    is_used = number >= self.stages
+    pl.when(is_used)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+
+  def drain(self, number: Array) -> None:
+    """Waits until all slots are free, as the interpreter requires."""
+    wait = lambda i, _: self.wait_for_free(number + i)  # noqa: E731
+    lax.fori_loop(0, self.stages, wait, None)
+
+  def read(self, number: Array) -> list:
+    """Waits for a load and returns its arrays."""
+    slot = lax.rem(number, jnp.int32(self.stages))
+    plgpu.barrier_wait(self.loaded.at[slot])
+    return [smem.at[slot] for smem in self.slots]
+
+  def release(self, number: Array, interpret: bool) -> None:
+    """Lets a slot be filled again."""
+    if interpret:
+      # The interpreter would report the next copy as a race.
+      plgpu.commit_smem()
+    plgpu.barrier_arrive(self.free.at[lax.rem(number, jnp.int32(self.stages))])
