@@ -235,7 +235,7 @@ def _attention_of(sizes, kind, documents=None):
     shape |= dict(documents=documents)
   # cuDNN supports neither soft caps nor documents.
   others = kind.soft_cap is not None or documents is not None
-  implementations = ("xla", "triton", "mosaic") if others else None
+  implementations = ("xla", "mosaic") if others else None
 
   def segments():
     if documents is None:

@@ -30,8 +30,8 @@ Bytes per parameter are those of the stored arrays: of large leaves for
 `errors`, of the optimizer's whole state for `losses`.
 
 `table` prints all rows of a preset as a table. Losses are differences from the
-loss with f32 moments and the same seed: their mean, and its 95 % confidence
-interval.
+loss with f32 moments and the same seed: their mean and its 95 % confidence
+interval, or each difference if there are fewer than three seeds.
 """
 
 import argparse

@@ -7,6 +7,8 @@ from studies.stability_figure import interval
 
 BENCH = "codec_race"
 ROWS = Path("docs/rows/codec_race.jsonl")
+# The titles of columns by the key of a row of errors.
+_ERRORS = {"m_error": "m", "root_v_error": "sqrt(v)", "update_error": "update"}
 
 
 def baseline(name: str) -> str:
@@ -28,27 +30,34 @@ def sizes(rows: list[dict]) -> dict[str, float]:
 
 
 def table(rows: list[dict], preset: str) -> str:
-  """Formats the table of candidates: bytes, errors and losses."""
+  """Formats the table of a preset's candidates: bytes, errors and losses.
+
+  Errors are left out if some candidates have none. A loss is its difference
+  from the baseline: a mean and its 95 % interval, or, with fewer than three
+  seeds, each seed's difference in the order of the seeds.
+  """
   errors = {
     row["case"]["candidate"]: row
     for row in rows
     if row["bench"] == f"{BENCH}.errors"
   }
-  lines = [
-    "| codec | bytes | m | sqrt(v) | update | training loss | held-out loss |",
-    "| --- | --- | --- | --- | --- | --- | --- |",
-  ]
-  for name, size in sizes(rows).items():
-    own = errors.get(name, {})
-    cells = [name, f"{size:.2f}"]
-    for key in ("m_error", "root_v_error", "update_error"):
-      cells.append(f"{own[key]:.2g}" if key in own else "")
+  names = [name for name in sizes(rows) if runs(rows, preset, name)]
+  keys = _ERRORS if all(name in errors for name in names) else {}
+  titles = ["codec", "bytes", *keys.values(), "training loss", "held-out loss"]
+  lines = [titles, ["---"] * len(titles)]
+  for name in names:
+    cells = [name, f"{sizes(rows)[name]:.2f}"]
+    cells += [f"{errors[name][key]:.2g}" for key in keys]
     for key in ("loss", "held_out_loss"):
-      found = differences(rows, preset, name, key)
-      mean, half = interval(found)
-      cells.append(f"{mean:+.4f} ± {half:.4f}" if len(found) > 1 else "")
-    lines.append("| " + " | ".join(cells) + " |")
-  return "\n".join(lines)
+      cells.append(_shown(differences(rows, preset, name, key)))
+    lines.append(cells)
+  return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _shown(found: list[float]) -> str:
+  if len(found) < 3:
+    return ", ".join(f"{x:+.4f}" for x in found)
+  return "{:+.4f} ± {:.4f}".format(*interval(found))
 
 
 def runs(rows: list[dict], preset: str, name: str) -> dict[int, dict]:

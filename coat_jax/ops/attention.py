@@ -54,9 +54,7 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
     )
 
 
-@op(
-  check=check_attention, cudnn="cudnn", triton="attention", mosaic="attention"
-)
+@op(check=check_attention, cudnn="cudnn", mosaic="attention")
 def attention_fwd(
   q: Array,
   k: Array,
@@ -89,7 +87,7 @@ def attention_fwd(
   return AttentionResiduals(out, lse.reshape(q.shape[:3]))
 
 
-@op(cudnn="cudnn", triton="attention", mosaic="attention")
+@op(cudnn="cudnn", mosaic="attention")
 def attention_bwd(
   dout: Array,
   q: Array,

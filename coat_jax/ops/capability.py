@@ -61,14 +61,6 @@ def why_not_before(least: float, what: str) -> str | None:
   return f"{what} needs compute capability {least} or newer, got {capability()}"
 
 
-def shared_memory() -> int:
-  """Returns how many bytes of shared memory one program can use."""
-  found = capability()
-  if found is None or found in (9.0, 10.0, 10.3, 11.0):
-    return 227 * 1024
-  return (163 if found in (8.0, 8.7) else 99) * 1024
-
-
 def experience() -> str:
   """Returns a note in parentheses if no kernel has ever run on such a GPU."""
   found = capability()

@@ -5,10 +5,10 @@ JAX has no public functions for most of this, so this file, and no other, calls
 private functions of JAX. If the installed JAX lacks one of them, `_why_not`
 reports it, and attention runs in XLA.
 
-XLA also runs attention with soft caps or segments. Before version 0.12, JAX's
-cuDNN call accepts no function that changes the scores. cuDNN's packed layout
-needs a static number of segments, but ids per token allow as many segments as
-tokens.
+Attention with soft caps or segments does not run in cuDNN. Before version 0.12,
+JAX's cuDNN call accepts no function that changes the scores. cuDNN's packed
+layout needs a static number of segments, but ids per token allow as many
+segments as tokens.
 """
 
 import inspect

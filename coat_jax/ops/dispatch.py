@@ -3,8 +3,8 @@
 
 A call passes the definition's arguments, and `implementation`:
 
-  None          runs the first kernel for this GPU or TPU that runs by default
-                and supports these arguments, else "xla"
+  None          runs the first kernel for this GPU or TPU that supports these
+                arguments, else "xla"
   "xla"         runs the definition
   another name  runs that implementation, or raises an `Unsupported` error if it
                 cannot run these arguments
@@ -63,8 +63,7 @@ class Op[R]:
   Attributes:
     definition: the operation in plain jnp; determines the signature.
     kernels: maps an implementation's name to its kernel. The first kernel for
-      the platform that supports the arguments runs; kernels that were made with
-      by_default=False are skipped. You may add your own.
+      the platform that supports the arguments runs. You may add your own.
     check: a function that raises for arguments that no implementation supports,
       or None.
   """
@@ -135,7 +134,7 @@ class Op[R]:
     for name in self.kernels if platform else ():
       if _platform_of(name) != platform:
         continue
-      if self.why_not_chosen(name, args, kwargs):
+      if self.why_not(name, args, kwargs):
         continue
       kernel = functools.partial(self.kernel(name), **kwargs)
       if _is_on_mesh():
@@ -149,13 +148,6 @@ class Op[R]:
         **{platform: kernel},  # pyright: ignore[reportCallIssue]
       )
     return self.definition(*args, **kwargs)
-
-  def why_not_chosen(self, name: str, args, kwargs) -> str | None:
-    """Returns why a kernel does not run by default, or None."""
-    reason = self.why_not(name, args, kwargs)
-    if reason is None and not getattr(self.kernel(name), "by_default", True):
-      return f"{self.name}: {name} runs only with implementation={name!r}"
-    return reason
 
   def why_not(self, implementation: str, args, kwargs) -> str | None:
     """Returns why an implementation cannot run these arguments, or None."""
@@ -193,7 +185,7 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
   reasons: list[str] = []
   for name in op.kernels:
     platform = _platform_of(name)
-    reason = op.why_not_chosen(name, args, kwargs)
+    reason = op.why_not(name, args, kwargs)
     if reason is None:
       chosen.setdefault(platform, f"{name} on {_DEVICES[platform]}")
     else:
@@ -225,15 +217,11 @@ def op[R](
 
 def kernel[**P, R](
   why_not: Callable[..., str | None],
-  *,
-  by_default: bool = True,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
   """Makes an implementation raise `Unsupported` if `why_not` gives a reason.
 
   `why_not` gets all arguments by name and may read shapes and dtypes of arrays.
-  It returns why the implementation cannot run these arguments, or None. With
-  by_default=False, as for a kernel that no GPU has run yet, the implementation
-  runs only if a caller names it.
+  It returns why the implementation cannot run these arguments, or None.
   """
 
   def make(run: Callable[P, R]) -> Callable[P, R]:
@@ -252,7 +240,6 @@ def kernel[**P, R](
       return run(*args, **kwargs)
 
     setattr(checked, "why_not", reason)  # noqa: B010
-    setattr(checked, "by_default", by_default)  # noqa: B010
     return checked
 
   return make

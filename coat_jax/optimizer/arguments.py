@@ -137,9 +137,28 @@ def descend(
   mask = check_decay_mask(op, prefix + mask_name, mask)
   return optax.chain(
     tx,
-    optax.add_decayed_weights(weight_decay, mask),
+    _add_decayed_weights(weight_decay, mask),
     optax.scale_by_learning_rate(learning_rate),
   )
+
+
+def _add_decayed_weights(
+  weight_decay: Any, mask: Any
+) -> optax.GradientTransformation:
+  """Returns `optax.add_decayed_weights`, and counts the steps of a schedule.
+
+  optax 0.2.6 does not count them, so it uses the first value in every step.
+  """
+  tx = optax.add_decayed_weights(weight_decay, mask)
+  if not callable(weight_decay):
+    return tx
+
+  def update_fn(updates, state, params=None):
+    new_updates, _ = tx.update(updates, state, params)
+    # The count is the only leaf of the state.
+    return new_updates, jax.tree.map(optax.safe_increment, state)
+
+  return optax.GradientTransformation(tx.init, update_fn)
 
 
 def _check_bools(op: str, name: str, tree: Any) -> None:

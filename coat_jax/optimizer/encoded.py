@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`encoded` wraps any optax optimizer to store its moments in FP8."""
 
+import functools
 from typing import Any
 
 import jax
@@ -112,8 +113,10 @@ def encoded(
       return zero_moment(field.node, getattr(codec, field.kind), own, where)
 
     like = treedef.unflatten(zeros(x) if x.kind else x.node for x in found)
-    # Without this barrier, XLA spends half a minute on folding constants.
-    barrier = jax.lax.optimization_barrier
+    # Without barriers, XLA spends half a minute on folding constants. In JAX
+    # 0.11.0, each output of a barrier varies over the mesh axes of all inputs,
+    # so each array has a barrier.
+    barrier = functools.partial(jax.tree.map, jax.lax.optimization_barrier)
     nodes = [barrier(x.node) if x.kind else x.node for x in found]
     state = treedef.unflatten(nodes)
     return EncodedState(count, encode_state(op, "state", like, state, seed, 0))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the losses of the longest runs and their differences from BF16.
+"""Draws the losses of the longest runs minus the losses of BF16.
 
   python -m docs.figures.long
 
-Top: held-out losses. Bottom: the training loss minus BF16's training loss at
-the same step. Dots: held-out losses of a second BF16 seed minus the losses of
-the first. All other runs start from the same weights and read the same batches.
-The rows are docs/rows/long.jsonl, from runs of `studies/long.sh`.
+Each panel has one corpus, because losses on different corpora cannot be
+compared. Lines: the training loss minus that of BF16 with seed 0 at the same
+step, a moving mean. Dots: the same for held-out losses. Runs with seed 0 start
+from the same weights and read the same batches. The rows are
+docs/rows/long.jsonl, from runs of `studies/long.sh`.
 """
 
 import json
@@ -19,82 +20,79 @@ from docs.figures.style import FOLDER, Palette, main, style_axes
 
 ROWS = FOLDER.parent / "rows" / "long.jsonl"
 SECOND_SEED = "bf16, seed 1"
-# The variants by the palette's color, in the order of the legend.
-COLORS = {
-  "bf16": "plain",
-  "bf16, coat moments": "saved",
-  "coat": "value",
-  "lean, attention fp8": "gradient",
-  "coat, attention and its output in fp8": "fault",
+# The number of tokens identifies a corpus.
+EARLIER, LATER = 188_411_639, 188_428_388
+# The variants of each panel by the palette's color, in the order of the legend.
+PANELS = {
+  LATER: {"coat": "value", SECOND_SEED: "plain"},
+  EARLIER: {"coat": "value", "lean, attention fp8": "gradient"},
 }
 TOKENS_PER_STEP = 32 * 1024
-# Differences above this are cut off: the run has diverged.
-LARGEST = 0.06
+# The moving mean covers 1,000 steps.
+WINDOW_STEPS = 1000
 
 
-def read_runs() -> dict[str, dict]:
-  """Returns rows by variant; the second BF16 run is called `bf16, seed 1`."""
-  rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-  return {_name(**row["case"]): row for row in rows}
+def read_runs() -> dict[int, dict[str, dict]]:
+  """Returns rows by corpus and variant.
+
+  Runs with another seed than 0 are called `VARIANT, seed SEED`.
+  """
+  found: dict[int, dict[str, dict]] = {}
+  for row in map(json.loads, ROWS.read_text().splitlines()):
+    case = row["case"]
+    name, seed = case["variant"], case["seed"]
+    name = f"{name}, seed {seed}" if seed else name
+    found.setdefault(case["corpus_tokens"], {})[name] = row
+  return found
 
 
-def _name(variant: str, seed: int, **rest: object) -> str:
-  del rest
-  return f"{variant}, seed {seed}" if seed else variant
+def held_out_differences(runs: dict, variant: str) -> dict[int, float]:
+  """Returns the held-out loss minus that of BF16 by step.
 
-
-def held_out_difference(runs: dict, variant: str) -> tuple[int, float]:
-  """Returns tokens and loss minus BF16's loss at the last shared evaluation."""
+  `runs` are the rows of one corpus by variant.
+  """
   plain = dict(runs["bf16"]["held_out"])
-  step, loss = runs[variant]["held_out"][-1]
-  return step * TOKENS_PER_STEP, loss - plain[step]
+  return {step: x - plain[step] for step, x in runs[variant]["held_out"]}
 
 
 def draw(palette: Palette) -> Figure:
-  """Draws losses and differences over tokens."""
+  """Draws the differences over tokens."""
   runs = read_runs()
-  figure = Figure(figsize=(10, 6.4), layout="constrained")
-  top, bottom = figure.subplots(2, 1, sharex=True)
-  for variant, color in COLORS.items():
-    look = dict(color=getattr(palette, color), lw=2)
-    _draw_run(top, bottom, runs, variant, look)
-  plain = dict(runs["bf16"]["held_out"])
-  dots = [(n, loss - plain[n]) for n, loss in runs[SECOND_SEED]["held_out"]]
-  steps, differences = np.array(dots).T
-  bottom.plot(
-    steps * TOKENS_PER_STEP / 1e6,
-    differences,
-    "o",
-    color=palette.plain,
-    label=f"{SECOND_SEED}, held out",
-  )
-  top.set_ylim(1.2, 3)
-  bottom.set_ylim(-0.03, LARGEST)
-  top.set_title("Held-out loss, nats", size=14)
-  bottom.set_title("Training loss minus that of BF16, nats", size=14)
-  bottom.set_xlabel("million tokens", size=12)
-  for axes in (top, bottom):
-    axes.legend(
-      frameon=False, fontsize=12, labelcolor=palette.text, loc="upper right"
+  figure = Figure(figsize=(10, 6.8), layout="constrained")
+  panels = figure.subplots(2, 1, sharex=True, sharey=True)
+  for axes, (corpus, colors) in zip(panels, PANELS.items(), strict=True):
+    for variant, color in colors.items():
+      _draw_run(axes, runs[corpus], variant, getattr(palette, color))
+    axes.axhline(0, color=palette.faint, lw=0.8, zorder=0)
+    date = runs[corpus]["coat"]["date"]
+    axes.set_title(
+      f"Loss minus that of BF16 in nats, corpus of {date}", size=14
     )
-  bottom.axhline(0, color=palette.faint, lw=0.8, zorder=0)
-  for axes in (top, bottom):
+    axes.legend(
+      frameon=False,
+      fontsize=12,
+      labelcolor=palette.text,
+      loc="upper right",
+      ncols=2,
+    )
     style_axes(axes, palette)
+  panels[0].set_ylim(-0.035, 0.05)
+  panels[1].set_xlabel("million tokens", size=12)
   return figure
 
 
-def _draw_run(top: Axes, bottom: Axes, runs: dict, variant: str, look: dict):
+def _draw_run(axes: Axes, runs: dict, variant: str, color: str) -> None:
   run = runs[variant]
-  steps, losses = np.array(run["held_out"]).T
-  top.plot(steps * TOKENS_PER_STEP / 1e6, losses, label=variant, **look)
-  if variant == "bf16":
-    return
-  losses = np.array(run["losses"])
+  count = WINDOW_STEPS // run["mean_of_steps"]
   width = run["mean_of_steps"] * TOKENS_PER_STEP / 1e6
+  losses = np.array(run["losses"])
   plain = np.array(runs["bf16"]["losses"])[: len(losses)]
-  # A mean of five windows, 200 steps.
-  smooth = np.convolve(losses - plain, np.ones(5) / 5, "valid")
-  bottom.plot((np.arange(len(smooth)) + 2.5) * width, smooth, **look)
+  smooth = np.convolve(losses - plain, np.ones(count) / count, "valid")
+  x = (np.arange(len(smooth)) + count / 2) * width
+  axes.plot(x, smooth, color=color, lw=2, label=f"{variant}, training")
+  steps, dots = np.array(list(held_out_differences(runs, variant).items())).T
+  x = steps * TOKENS_PER_STEP / 1e6
+  axes.plot(x, dots, "o", color=color, label=f"{variant}, held out")
 
 
 if __name__ == "__main__":

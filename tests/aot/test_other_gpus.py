@@ -22,9 +22,8 @@ from benchmarks.aot import compile_for
 from benchmarks.cases import OpCase, Sizes
 from benchmarks.ops import all_cases
 from coat_jax import codecs, ops, recipes
-from coat_jax.ops import AttentionKind, capability
+from coat_jax.ops import capability
 from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
-from coat_jax.pallas.triton import attention
 from tests.aot.compiling import (
   custom_calls,
   fp8_matmul_calls,
@@ -41,13 +40,12 @@ CALLS = {
   "cublas": "__cublas$lt$matmul$f8",
   "cudnn": "__cudnn$fmhaSoftmax",
   "mosaic": "mosaic_gpu",
-  "triton": "__gpu$xla.gpu.triton",
 }
 
 
 def key(case: OpCase) -> tuple:
   """Returns the options of a case that change its kernel."""
-  differs = ("layout", "gated", "rotated", "window")
+  differs = ("layout", "gated", "rotated", "window", "soft_cap", "documents")
   return case.op, *map(case.shape.get, differs)
 
 
@@ -68,9 +66,13 @@ WITHOUT_E4M3 = {
   "join_columns": "mosaic",
   "turn_codes": "mosaic",
 }
-# Kernels of operations whose names begin with this use instructions of tensor
-# cores that only Hopper has.
-FOR_HOPPER = "grouped"
+
+
+def is_for_hopper(case: OpCase) -> bool:
+  """Returns whether the kernel uses wgmma, which only Hopper has."""
+  is_attention = case.op.startswith("attention")
+  runs = case.implementations[1]
+  return case.op.startswith("grouped") or is_attention and runs == "mosaic"
 
 
 def compile_operations(gpu: str) -> None:
@@ -113,7 +115,7 @@ def test_operation_compiles_and_explain_is_right(gpu, case):
   if gpu == "a100":
     expected = WITHOUT_E4M3.get(case.op, "xla")
     why = "needs compute capability 8.9 or newer, got 8.0"
-  if case.op.startswith(FOR_HOPPER):
+  if is_for_hopper(case):
     expected, why = "xla", "needs compute capability 9.0 (Hopper)"
   assert calls == [name for name in CALLS if name == expected]
   if expected == "xla":
@@ -134,7 +136,7 @@ def compile_refused(name: str) -> None:
   for case in CASES:
     if case.op in (*WITHOUT_E4M3, "tensor_scale", "quantize_rows"):
       continue  # The last two convert nothing, or XLA emulates the cast.
-    if name != case.implementations[1] or case.op.startswith(FOR_HOPPER):
+    if name != case.implementations[1] or is_for_hopper(case):
       continue
     kernel = functools.partial(case.operation, implementation=name)
     fn = functools.partial(case.call, kernel)
@@ -161,38 +163,6 @@ def test_refused_operations_do_not_compile_for_an_a100(implementation, refusal):
   _, *details = ended.stderr.split(NEXT)
   for error, more in zip(errors, details, strict=True):
     assert error != "none" and re.search(refusal, error + more), error
-
-
-@each_gpu
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("backward", [False, True])
-def test_attention_needs_shared_memory(gpu, head_dim, backward, monkeypatch):
-  kind = AttentionKind(soft_cap=50.0)
-  q = jax.ShapeDtypeStruct((1, 1024, 8, head_dim), jnp.bfloat16)
-  k = jax.ShapeDtypeStruct((1, 1024, 4, head_dim), jnp.bfloat16)
-  lse = jax.ShapeDtypeStruct((1, 1024, 8), jnp.float32)
-  segments = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-  if backward:
-    op, args = ops.attention_bwd, (q, q, k, k)
-    args = *args, ops.AttentionResiduals(q, lse), segments
-  else:
-    op, args = ops.attention_fwd, (q, k, k, segments)
-  said = []
-
-  def fn(*args):
-    said.append(ops.explain(op, *args, kind=kind))
-    return op(*args, kind=kind)
-
-  found = custom_calls(compile_for(gpu, fn, *args))
-  has_enough = gpu in ("a100", "b200") or head_dim + 64 * backward < 192
-  assert (CALLS["triton"] in found) == has_enough
-  assert said[0].startswith(f"{op.name}: {'triton' if has_enough else 'xla'} ")
-  if has_enough:
-    return
-  assert f"KiB of shared memory for heads of {head_dim}" in said[0]
-  monkeypatch.setattr(attention, "shared_memory", lambda: 2**20)
-  with pytest.raises(JaxRuntimeError, match="Shared memory size limit"):
-    compile_for(gpu, functools.partial(op, kind=kind), *args)
 
 
 def compile_layer(gpu: str) -> None:

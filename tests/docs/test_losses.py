@@ -18,18 +18,53 @@ def test_difference_on_the_accuracy_page_equals_the_rows():
 def test_differences_of_long_runs_on_the_accuracy_page_equal_the_rows():
   runs = long.read_runs()
   shown = (DOCS / "accuracy.md").read_text()
-  for label, variant in (
-    ("`coat`", "coat"),
-    (
-      'BF16 weights, optimizer step in the backward pass, `attention="fp8"`',
-      "lean, attention fp8",
-    ),
-    ("BF16 layers with `coat`'s moments, stopped early", "bf16, coat moments"),
-    ("BF16 with seed 1, stopped early", "bf16, seed 1"),
+  lean = 'BF16 weights, optimizer step in the backward pass, `attention="fp8"`'
+  moments = "BF16 layers with `coat`'s moments, stopped early"
+  other = "`coat` on another machine, stopped early"
+  for label, variant, corpus in (
+    ("`coat`", "coat", long.LATER),
+    ("`coat`", "coat", long.EARLIER),
+    (lean, "lean, attention fp8", long.EARLIER),
+    (other, "coat, earlier machine", long.EARLIER),
+    (moments, "bf16, coat moments", long.EARLIER),
   ):
-    _, difference = long.held_out_difference(runs, variant)
-    tokens = runs[variant]["trained_steps"] * long.TOKENS_PER_STEP / 1e6
-    assert f"| {label} | {tokens:.0f} | {difference:+.4f} |" in shown
+    step, difference = last(long.held_out_differences(runs[corpus], variant))
+    seeds = long.held_out_differences(runs[corpus], long.SECOND_SEED)
+    spread = f"{seeds[step]:+.4f}" if step in seeds else "unknown"
+    steps = runs[corpus][variant]["trained_steps"]
+    tokens = steps * long.TOKENS_PER_STEP / 1e6
+    date = runs[corpus]["coat"]["date"]
+    cells = (
+      f"| {label} | {date} | {tokens:.0f} | {difference:+.4f} | {spread} |"
+    )
+    assert cells in shown
+
+
+def last(differences):
+  return max(differences.items())
+
+
+def test_words_about_long_runs_on_the_accuracy_page_equal_the_rows():
+  runs = long.read_runs()
+  shown = " ".join((DOCS / "accuracy.md").read_text().split())
+  pairs = [
+    long.held_out_differences(runs[corpus], "coat")
+    for corpus in (long.LATER, long.EARLIER)
+  ]
+  words = "The loss was {:.4f} and {:.4f} nats higher in FP8."
+  assert words.format(*(last(pair)[1] for pair in pairs)) in shown
+  seeds = long.held_out_differences(runs[long.LATER], long.SECOND_SEED)
+  assert f"two seeds of BF16 differ by only {last(seeds)[1]:.4f}" in shown
+  above = sum(abs(x) > abs(seeds[step]) for step, x in pairs[0].items())
+  assert f"at {above} of {len(seeds)} evaluations" in shown
+  for pair in pairs:
+    late = [x for step, x in pair.items() if step * long.TOKENS_PER_STEP > 15e7]
+    assert 0.007 < min(late) <= max(late) < 0.012
+  for corpus in (long.LATER, long.EARLIER):
+    ends = [runs[corpus][x]["held_out"][-1][1] for x in ("bf16", "coat")]
+    cells = "| {:.4f} | {:.4f} | {:+.4f} |".format(*ends, ends[1] - ends[0])
+    assert cells in shown
+    assert "{1:.4f} instead of {0:.4f}".format(*ends) in shown
 
 
 def test_page_shows_how_much_of_the_grid_was_run():

@@ -33,28 +33,27 @@ def explain(op, *args, **how) -> str:
 
 
 @pytest.mark.parametrize(
-  "kind, found, shared",
+  "kind, found",
   [
-    (A100, 8.0, 163),
-    (L4, 8.9, 99),
-    ("NVIDIA L40S", 8.9, 99),
-    ("NVIDIA GeForce RTX 4090", 8.9, 99),
-    ("NVIDIA RTX 6000 Ada Generation", 8.9, 99),
-    (H200, 9.0, 227),
-    (B200, 10.0, 227),
-    ("NVIDIA GeForce RTX 5090", 12.0, 99),
-    ("NVIDIA H100 80GB HBM3", 9.0, 227),
-    ("NVIDIA A10G", 8.6, 99),
-    ("NVIDIA RTX A6000", 8.6, 99),
-    ("NVIDIA GB300", 10.3, 227),
-    (RTX, 12.0, 99),
-    ("cpu", None, 227),
+    (A100, 8.0),
+    (L4, 8.9),
+    ("NVIDIA L40S", 8.9),
+    ("NVIDIA GeForce RTX 4090", 8.9),
+    ("NVIDIA RTX 6000 Ada Generation", 8.9),
+    (H200, 9.0),
+    (B200, 10.0),
+    ("NVIDIA GeForce RTX 5090", 12.0),
+    ("NVIDIA H100 80GB HBM3", 9.0),
+    ("NVIDIA A10G", 8.6),
+    ("NVIDIA RTX A6000", 8.6),
+    ("NVIDIA GB300", 10.3),
+    (RTX, 12.0),
+    ("cpu", None),
   ],
 )
-def test_described_gpu_has_its_capability(kind, found, shared):
+def test_described_gpu_has_its_capability(kind, found):
   with on(kind):
     assert capability.capability() == found
-    assert capability.shared_memory() == shared * 1024
 
 
 @pytest.mark.parametrize(
@@ -106,18 +105,24 @@ def test_gpu_without_fp8_runs_only_kernels_without_fp8():
     assert said.startswith("cudnn on a GPU")
 
 
-def test_xla_runs_attention_without_enough_shared_memory():
+@pytest.mark.parametrize("soft_cap, is_packed", [(50.0, False), (None, True)])
+def test_caps_and_segments_need_hopper(soft_cap, is_packed):
   q = jnp.zeros((1, 128, 2, 256), jnp.bfloat16)
-  kind = AttentionKind(soft_cap=50.0)
-  for gpu in (A100, H200, B200):
-    with on(gpu):
-      said = explain(ops.attention_fwd, q, q, q, kind=kind)
-      assert said.startswith("triton on a GPU")
-  with on(L4):
-    assert (
-      "needs 144 KiB of shared memory for heads of 256, and a GPU of compute "
-      "capability 8.9 has 99 KiB"
-    ) in explain(ops.attention_fwd, q, q, q, kind=kind)
+  segments = jnp.zeros((1, 128), jnp.int32) if is_packed else None
+  residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
+  why_not_cudnn = "packed sequences" if is_packed else "cannot cap scores"
+  for op, *args in (
+    (ops.attention_fwd, q, q, q, segments),
+    (ops.attention_bwd, q, q, q, q, residuals, segments),
+  ):
+    how = dict(kind=AttentionKind(soft_cap=soft_cap))
+    with on(H200):
+      assert explain(op, *args, **how) == "mosaic on a GPU, xla elsewhere"
+    for kind, found in ((A100, 8.0), (L4, 8.9), (B200, 10.0), (RTX, 12.0)):
+      with on(kind):
+        said = explain(op, *args, **how)
+      assert said.startswith("xla everywhere (") and why_not_cudnn in said
+      assert f"needs compute capability 9.0 (Hopper), got {found})" in said
 
 
 @pytest.mark.parametrize("codec", ["coat", "log8"])

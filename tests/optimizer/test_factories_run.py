@@ -113,6 +113,10 @@ def test_stochastic_rounding_passes_optax_checks(low_bits):
   for wrapper in ("chain", "masked", "partition", "multi_steps"):
     own = optax.with_extra_args_support(WRAPPERS[wrapper](solver, params))
     _, state, new = step(own, params, params)
+    if wrapper == "multi_steps" and optax.__version__ == "0.2.6":
+      # This version casts gradients to the dtype of updates in the first step.
+      assert new.acc_grads == in_f32
+      new = new._replace(acc_grads=state.acc_grads)
     assert state == new
     state = jax.eval_shape(own.init, params)
     mapped = optax.tree.map_params(own, lambda x: x, state)

@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
-from coat_jax import codecs
+from coat_jax import coat_lion, coat_muon, codecs
 from coat_jax.optax_coat import apply_updates, coat_adamw, scale_by_coat_adam
 from tests.matrices import quick
 from tests.optimizer.solvers import (
@@ -169,6 +169,25 @@ def test_inject_hyperparams_works_as_written():
   updates, state = solver.update(params, solver.init(params), params)
   assert state.inner_state[0].mu.codes["w"].dtype == jnp.float8_e4m3fn
   np.testing.assert_allclose(updates["w"], -1e-3 * (1 + 1e-4), rtol=1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("factory", [coat_adamw, coat_lion, coat_muon])
+def test_weight_decay_follows_its_schedule(factory, masked):
+  # Muon needs another name for its mask.
+  name = "weight_decay_mask" if factory is coat_muon else "mask"
+  mask = {name: {"w": True}} if masked else {}
+  decay = optax.linear_schedule(0.4, 0.0, 4)
+  solver = factory(0.5, weight_decay=decay, **mask)
+  params = {"w": jnp.ones((4, 8))}
+  state = solver.init(params)
+  update = jax.jit(solver.update)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  for step in range(4):
+    # With zero gradients, only the weight decay changes the parameters.
+    updates, state = update(zeros, state, params)
+    want = jnp.full((4, 8), -0.5 * decay(step))
+    np.testing.assert_allclose(updates["w"], want, rtol=1e-6)
 
 
 @every_codec

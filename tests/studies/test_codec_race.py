@@ -16,8 +16,8 @@ from tests.docs.pages import DOCS
 COMMON = dict(preset="demo", steps=5, batch=1, seq=16)
 
 
-def row(candidate, seed, loss):
-  case = COMMON | dict(candidate=candidate, seed=seed)
+def row(candidate, seed, loss, **rest):
+  case = COMMON | dict(candidate=candidate, seed=seed) | rest
   values = dict(loss=loss, held_out_loss=loss and loss + 1, bytes_per_param=2.0)
   return dict(bench="codec_race.losses", case=case, **values)
 
@@ -52,15 +52,34 @@ def test_differences_pair_seeds_and_leave_out_failures():
   assert codec_race_table.differences(rows, "demo", "float32", "loss") == []
   assert codec_race_table.baseline("muon, int8") == "muon, float32"
   assert codec_race_table.baseline("coat, nearest") == "float32"
-  lines = codec_race_table.table(rows, "demo").splitlines()
-  (coat,) = (line for line in lines if line.startswith("| coat |"))
-  # 12.71 is Student's t for two values, whose standard error is 0.125.
-  assert f"+0.3750 ± {12.71 * 0.125:.4f}" in coat
 
 
-def test_table_on_the_accuracy_page_equals_the_rows():
+def test_table_shows_an_interval_from_three_seeds_on():
+  def line(name, rows):
+    lines = codec_race_table.table(rows, "demo").splitlines()
+    (found,) = (line for line in lines if line.startswith(f"| {name} |"))
+    return found
+
+  rows = [row("float32", seed, 2.0 + seed) for seed in range(3)]
+  rows += [row("coat", 0, 2.5), row("coat", 2, 4.25), row("log8", 1, 3.125)]
+  assert line("coat", rows) == "| coat | 2.00 |" + " +0.5000, +0.2500 |" * 2
+  assert line("log8", rows) == "| log8 | 2.00 |" + " +0.1250 |" * 2
+  assert line("float32", rows) == "| float32 | 2.00 |  |  |"
+  # 4.303 is Student's t for three values, whose standard deviation is 0.125.
+  shown = f" +0.3750 ± {4.303 * 0.125 / 3**0.5:.4f} |"
+  assert shown * 2 in line("coat", [*rows, row("coat", 1, 3.375)])
+
+
+def test_table_has_only_candidates_of_its_preset():
+  rows = [row("float32", 0, 2.0), row("coat", 0, 2.5, preset="llama_60m")]
+  assert "coat" not in codec_race_table.table(rows, "demo")
+  assert "float32" not in codec_race_table.table(rows, "llama_60m")
+
+
+@pytest.mark.parametrize("preset", ["demo", "llama_60m"])
+def test_table_on_the_accuracy_page_equals_the_rows(preset):
   rows = read_rows(DOCS / "rows" / "codec_race.jsonl", codec_race_table.BENCH)
-  table = codec_race_table.table(rows, "demo")
+  table = codec_race_table.table(rows, preset)
   assert table in (DOCS / "accuracy.md").read_text()
 
 

@@ -27,9 +27,9 @@ from coat_jax.pallas.mosaic.attention_backward import (
   backward_q,
 )
 from coat_jax.pallas.mosaic.attention_forward import forward
-from coat_jax.pallas.mosaic.attention_tiles import Work, row_terms
+from coat_jax.pallas.mosaic.attention_tiles import LOG2_E, Work
+from coat_jax.pallas.mosaic.attention_visits import segment_bounds
 from coat_jax.pallas.mosaic.persistent import ROWS, WAVE
-from coat_jax.pallas.visits import segment_bounds
 
 _HEAD_SIZES = (64, 128, 256)
 
@@ -82,7 +82,7 @@ def _why_not(q, k, v, **_) -> str | None:
   return supported.why_not_shape(q.shape)
 
 
-@kernel(_why_not, by_default=False)
+@kernel(_why_not)
 @jax.jit(static_argnames=("kind", "interpret"))
 def attention_fwd(
   q: Array,
@@ -102,7 +102,7 @@ def attention_fwd(
   return AttentionResiduals(out[:, :t], jnp.swapaxes(lse, 1, 2)[:, :t])
 
 
-@kernel(_why_not, by_default=False)
+@kernel(_why_not)
 @jax.jit(static_argnames=("kind", "interpret"))
 def attention_bwd(
   dout: Array,
@@ -118,7 +118,7 @@ def attention_bwd(
   """Computes `ops.attention_bwd`."""
   t = q.shape[1]
   dout = dout.astype(q.dtype)
-  lse, delta = row_terms(dout, residuals)
+  lse, delta = _row_terms(dout, residuals)
   # Pad with zeros. dout is zero there too, so the padding adds nothing to dk
   # and dv.
   missing = [(0, 0), (0, 0), (0, -t % WAVE)]
@@ -133,6 +133,20 @@ def attention_bwd(
   work = _work(picked.dkv, q, k, segments, kind, interpret, of_queries=False)
   dk, dv = backward_kv(work, inputs, _segments(segments, work))
   return dq[:, :t], dk[:, :t], dv[:, :t]
+
+
+def _row_terms(
+  dout: Array, residuals: AttentionResiduals
+) -> tuple[Array, Array]:
+  """Returns lse to base 2 and delta, f32 [B, N, T], for backward kernels."""
+  delta = jnp.einsum(
+    "btnh,btnh->bnt",
+    residuals.out,
+    dout,
+    preferred_element_type=jnp.float32,
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  return jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E, delta
 
 
 def _work(tile: Tile, q, k, segments, kind, interpret, of_queries=True) -> Work:

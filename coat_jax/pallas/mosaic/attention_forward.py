@@ -29,6 +29,13 @@ from coat_jax.pallas.mosaic.ring import Ring
 # If all scores are within ±55, exp is within 2^±80. Then a sum of 2^40 values
 # does not overflow, and the smallest value does not underflow.
 _NEEDS_NO_MAXIMUM = 55.0
+_MASKED = -1e30
+# The initial maximum is below every score and above every masked score. A row
+# that sees no position of a tile keeps _LEAST, and exp2(_MASKED - _LEAST) is 0.
+# If _LEAST were below _MASKED times the unit, that product, rounded, would
+# become the row's maximum. An fma would then subtract the rounded product from
+# the unrounded one, and the difference can be 1e22.
+_LEAST = -1e20
 
 
 def forward(work: Work, q, k, v, segments: tuple) -> tuple[Array, Array]:
@@ -97,7 +104,7 @@ def _softmax(
     [rows] = work.rows_of(q_smem)
     x = scores.of(tiles.product(rows, k_smem.T))
     if is_masked:
-      x = scores.masked(x, tiles.MASKED, j, ids)
+      x = scores.masked(x, _MASKED, j, ids)
     ring.release(number, work.interpret)
     if has_maximum:
       before = largest
@@ -112,7 +119,7 @@ def _softmax(
     ring.release(number + 1, work.interpret)
     return number + 2, acc, largest, total
 
-  least = tiles.zeros(ROWS) + (tiles.LEAST if has_maximum else 0.0)
+  least = tiles.zeros(ROWS) + (_LEAST if has_maximum else 0.0)
   carry = jnp.int32(0), tiles.zeros(*shape), least, tiles.zeros(ROWS)
   _, acc, largest, total = work.visits(segments).run(step, carry)
   acc = acc * tiles.of_rows(1 / total, shape)

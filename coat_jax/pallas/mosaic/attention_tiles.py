@@ -2,9 +2,9 @@
 """Functions and classes that the attention kernels in Mosaic share.
 
 A program owns a tile of queries or of keys, and visits tiles of the other
-sequence (`visits.py`). One warpgroup loads the visited tiles into a ring of
-slots in shared memory. Each of the other two warpgroups computes 64 rows of
-scores. The rows of scores are always the positions of the own tile.
+sequence (`attention_visits.py`). One warpgroup loads the visited tiles into a
+ring of slots in shared memory. Each of the other two warpgroups computes 64
+rows of scores. The rows of scores are always the positions of the own tile.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from coat_jax.ops.types import AttentionKind, AttentionResiduals
+from coat_jax.ops.types import AttentionKind
+from coat_jax.pallas.mosaic.attention_visits import Visits
 from coat_jax.pallas.mosaic.persistent import (
   LAYOUT,
   ROWS,
@@ -26,33 +27,11 @@ from coat_jax.pallas.mosaic.persistent import (
   rows_of_128_bytes,
 )
 from coat_jax.pallas.mosaic.ring import Ring
-from coat_jax.pallas.visits import Visits
 
 LOG2_E = 1.0 / math.log(2.0)
-MASKED = -1e30
-# The initial maximum is below every score and above every masked score. A row
-# that sees no position of a tile keeps LEAST, and exp2(MASKED - LEAST) is 0. If
-# LEAST were below MASKED times the unit, that product, rounded, would become
-# the row's maximum. An fma would then subtract the rounded product from the
-# unrounded one, and the difference can be 1e22.
-LEAST = -1e20
 # Sums of 64 x 256 occupy 128 registers, and scores up to 100 more.
 REGISTERS, REGISTERS_TO_LOAD = 240, 24
 OF_ROWS, OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
-
-
-def row_terms(
-  dout: Array, residuals: AttentionResiduals
-) -> tuple[Array, Array]:
-  """Returns lse to base 2 and delta, f32 [B, N, T], for a backward kernel."""
-  delta = jnp.einsum(
-    "btnh,btnh->bnt",
-    residuals.out,
-    dout,
-    preferred_element_type=jnp.float32,
-    precision=lax.Precision.HIGHEST,
-  )
-  return jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E, delta
 
 
 @dataclasses.dataclass(frozen=True)

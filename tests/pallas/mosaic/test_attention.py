@@ -14,20 +14,58 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from coat_jax import ops
-from coat_jax.ops import AttentionKind
+from coat_jax.ops import AttentionKind, cudnn
 from coat_jax.pallas.mosaic import attention
 from coat_jax.pallas.mosaic.attention import Tile, Tiles, pick_tiles
 from tests.comparing import assert_close, assert_same_bits
 from tests.matrices import quick
-from tests.ops.naive_attention import exact_attention, seen
-from tests.pallas.attention import arrays, named, oracle, run, segments_of
+from tests.ops.naive_attention import exact_attention, naive_attention, seen
 from tests.pallas.kernels import (
-  for_h200,
   lowered_for_h200,
   needs_interpreter,
   refused,
   with_tile,
 )
+
+B = 2
+
+
+def arrays(heads, kv_heads, t, size, dtype=jnp.bfloat16):
+  rng = np.random.default_rng(0)
+  return [
+    jnp.asarray(rng.normal(size=(B, t, n, size)), dtype)
+    for n in (heads, kv_heads, kv_heads, heads)
+  ]
+
+
+def segments_of(order, t):
+  """Returns ids of packed documents, or ids in any order."""
+  if order == "sorted":
+    ends = np.array([[7, 40, 64], [31, 33, 95]]) * t // 96
+    return np.array([np.searchsorted(x, np.arange(t), "right") for x in ends])
+  return np.random.default_rng(1).integers(-2, 3, (B, t))
+
+
+def run(q, k, v, dout, kind, segments, how):
+  forward, backward = how(ops.attention_fwd), how(ops.attention_bwd)
+  residuals = forward(q, k, v, segments, kind=kind)
+  return residuals, backward(dout, q, k, v, residuals, segments, kind=kind)
+
+
+@functools.cache
+def named(implementation):
+  return lambda op: functools.partial(op, implementation=implementation)
+
+
+def oracle(q, k, v, dout, kind, mask):
+  """Computes gradients in f32 by autodiff through all scores."""
+  scale = kind.scale or q.shape[-1] ** -0.5
+  f = functools.partial(
+    naive_attention, mask=mask, scale=scale, cap=kind.soft_cap
+  )
+  (_, lse), vjp = jax.vjp(f, *(x.astype(jnp.float32) for x in (q, k, v)))
+  return vjp((dout.astype(jnp.float32), jnp.zeros_like(lse)))
+
 
 # Own tiles of both sizes, and rings that wrap around within a tile's visits.
 SHARED = Tiles(Tile(128, 64, 3), Tile(128, 64, 2), Tile(64, 64, 3))
@@ -88,7 +126,7 @@ def test_interpreted_kernels_match_the_softmax(
 
 @needs_interpreter
 def test_f16_needs_a_maximum_even_with_a_cap():
-  q, k, v, _ = arrays(1, 1, 128, dtype=jnp.float16)
+  q, k, v, _ = arrays(1, 1, 128, 64, jnp.float16)
   kind = AttentionKind(soft_cap=40.0, scale=4.0)
   # Scores reach 40, whose exponential is not an f16.
   found = attention.attention_fwd(9 * q, k, v, kind=kind, interpret=True)
@@ -114,6 +152,8 @@ def test_attention_kernels_say_what_they_cannot_take(t, size, dtype, reason):
     attention.attention_fwd(q, q, q, kind=kind)
   with refused(f"attention_bwd: .*{reason}"):
     attention.attention_bwd(q, q, q, q, residuals, kind=kind)
+  said = ops.explain(ops.attention_fwd, q, q, q, kind=kind)
+  assert "xla everywhere" in said and "cannot cap scores" in said
 
 
 def test_attention_kernels_need_as_many_queries_as_keys():
@@ -122,23 +162,35 @@ def test_attention_kernels_need_as_many_queries_as_keys():
     attention.attention_fwd(q, k, k, kind=AttentionKind())
 
 
-def test_attention_kernels_run_only_if_they_are_named():
-  q, k, v, dout = arrays(4, 2, 256)
-  kind = AttentionKind(soft_cap=50.0)
+@pytest.mark.parametrize(
+  "kind, segmented, runs",
+  [
+    (AttentionKind(), False, "cudnn"),
+    (AttentionKind(window=7, scale=0.25), False, "cudnn"),
+    (AttentionKind(soft_cap=50.0), False, "mosaic"),
+    (AttentionKind(window=7), True, "mosaic"),
+  ],
+)
+def test_attention_is_a_kernel_where_cudnn_cannot(
+  kind, segmented, runs, monkeypatch
+):
+  monkeypatch.setattr(cudnn.fmha, "check_cudnn_version", lambda: 91000)
+  # No multiple of a tile.
+  q, k, v, dout = arrays(4, 2, 100, 64)
+  segments = jnp.zeros((B, 100), jnp.int32) if segmented else None
+  residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
+  forward = ops.attention_fwd, q, k, v, segments
+  backward = ops.attention_bwd, dout, q, k, v, residuals, segments
+  for op, *args in (forward, backward):
+    said = ops.explain(op, *args, kind=kind)
+    assert said == f"{op.name}: {runs} on a GPU, xla elsewhere"
 
-  def lowered(implementation):
-    def f(*args):  # A new function, which is traced again.
-      return run(*args, kind, None, named(implementation))
+  def f(q, k, v, dout, segments):
+    return run(q, k, v, dout, kind, segments, lambda op: op)
 
-    return lowered_for_h200(f, q, k, v, dout)
-
-  assert "mosaic_gpu" in lowered("mosaic")
-  assert "mosaic_gpu" not in lowered(None)
-  # The Triton kernel does not take 100 tokens.
-  short = [x[:, :100] for x in (q, k, v)]
-  with for_h200():
-    said = ops.explain(ops.attention_fwd, *short, kind=kind)
-  assert "mosaic runs only with implementation='mosaic'" in said
+  text = lowered_for_h200(f, q, k, v, dout, segments)
+  assert ("mosaic_gpu" in text) == (runs == "mosaic")
+  assert ("__cudnn$fmha" in text) == (runs == "cudnn")
 
 
 @pytest.mark.gpu

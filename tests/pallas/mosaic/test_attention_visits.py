@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coat_jax.ops import AttentionKind
-from coat_jax.pallas.visits import Visits, segment_bounds
+from coat_jax.pallas.mosaic.attention_visits import Visits, segment_bounds
 from tests.ops.naive_attention import seen
 
 T = 96
