@@ -50,7 +50,7 @@ from coat_jax.optimizer.fused import fused_coat_adamw
 from coat_jax.pallas.mosaic import words
 
 VALUES = 8  # Number of values per thread; see `pallas.mosaic.registers`.
-SHAPE = (8192, 8192)
+SHAPE = (64, 1024)
 
 # For each pipe: the number of clocks in which a quarter of a multiprocessor
 # executes an instruction of this pipe for a warp; and prefixes of the pipe's
