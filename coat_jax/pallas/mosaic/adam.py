@@ -9,13 +9,12 @@ and writes p and two codes. With E4M3 codes, the memory traffic per value is
   10.2 bytes for bf16 parameters and gradients,
   12.2 bytes for 24-bit weights and bf16 gradients.
 
-For 2^28 parameters in f32, optax.adamw takes 1.81 ms on an H200 (jax 0.11.2).
-With rounding to nearest, this kernel takes 1.11 ms, limited by memory
-bandwidth. With stochastic rounding it takes 1.56 ms (coat) or 1.29 ms (log8),
-limited by instructions. These times were measured when coat took 108
-instructions per value and log8 took 104. Now coat takes 88, 13 of which are
-special functions that take 8 clocks each, and log8 takes 86. docs/log lists
-attempts that did not help.
+For 2^28 parameters in f32, optax.adamw takes 2.53 ms on an H100 (jax 0.11.2).
+With rounding to nearest, this kernel takes 1.46 ms, limited by memory
+bandwidth. With stochastic rounding it takes 1.64 ms (coat) or 1.46 ms (log8).
+`coat` waits for memory, because its registers leave room for only four programs
+on a multiprocessor (`leaf_step.LOADS_AHEAD`). docs/log lists attempts that did
+not help.
 """
 
 import dataclasses
