@@ -18,7 +18,9 @@ def test_difference_on_the_accuracy_page_equals_the_rows():
 def test_differences_of_long_runs_on_the_accuracy_page_equal_the_rows():
   runs = long.read_runs()
   shown = (DOCS / "accuracy.md").read_text()
-  lean = "`lean`: BF16 weights, optimizer step in the backward pass; stopped early"
+  lean = (
+    "`lean`: BF16 weights, optimizer step in the backward pass; stopped early"
+  )
   with_attention = '`lean` with `attention="fp8"`'
   moments = "BF16 layers with `coat`'s moments, stopped early"
   other = "`coat` on another machine, stopped early"
