@@ -135,8 +135,8 @@ def test_speedup_and_peak_in_the_readme_equal_the_rows():
   bf16, coat = (steps["olmo_1b", variant] for variant in ("bf16", "minimal"))
   speedup = bf16["median_ms"] / coat["median_ms"]
   peaks = [row["peak_bytes"] / 1e9 for row in (coat, bf16)]
-  words = f"is {speedup:.2f} times as fast as in BF16 and takes "
-  words += "{:.0f} GB instead of {:.0f}".format(*peaks)
+  words = f"is {speedup:.2f} times as fast as in BF16, and its peak memory is "
+  words += "{:.0f} GB, compared with {:.0f} GB".format(*peaks)
   assert words in " ".join((ROOT / "README.md").read_text().split())
 
 
