@@ -4,9 +4,10 @@
   python -m docs.figures.long
 
 Each panel has one corpus, because losses on different corpora cannot be
-compared. Lines: the training loss minus that of BF16 with seed 0 at the same
-step, a moving mean. Dots: the same for held-out losses. Runs with seed 0 start
-from the same weights and read the same batches. The rows are
+compared. Lines: the training loss minus that of BF16 with the same seed at the
+same step, a moving mean. Dots: the same for held-out losses. Runs with the same
+seed start from the same weights and read the same batches. BF16 with seed 1 is
+compared with seed 0. The rows are
 docs/rows/long.jsonl, from runs of `studies/long.sh`.
 """
 
@@ -24,7 +25,12 @@ SECOND_SEED = "bf16, seed 1"
 EARLIER, LATER = 188_411_639, 188_428_388
 # The variants of each panel by the palette's color, in the order of the legend.
 PANELS = {
-  LATER: {"coat": "value", SECOND_SEED: "plain"},
+  LATER: {
+    "coat": "value",
+    "coat, seed 1": "saved",
+    "lean": "gradient",
+    SECOND_SEED: "plain",
+  },
   EARLIER: {"coat": "value", "lean, attention fp8": "gradient"},
 }
 TOKENS_PER_STEP = 32 * 1024
@@ -46,12 +52,18 @@ def read_runs() -> dict[int, dict[str, dict]]:
   return found
 
 
+def bf16_run(runs: dict, variant: str) -> dict:
+  """Returns the row of the BF16 run that a variant is compared with."""
+  has_second_seed = variant.endswith(", seed 1") and variant != SECOND_SEED
+  return runs[SECOND_SEED if has_second_seed else "bf16"]
+
+
 def held_out_differences(runs: dict, variant: str) -> dict[int, float]:
   """Returns the held-out loss minus that of BF16 by step.
 
   `runs` are the rows of one corpus by variant.
   """
-  plain = dict(runs["bf16"]["held_out"])
+  plain = dict(bf16_run(runs, variant)["held_out"])
   return {step: x - plain[step] for step, x in runs[variant]["held_out"]}
 
 
@@ -86,7 +98,7 @@ def _draw_run(axes: Axes, runs: dict, variant: str, color: str) -> None:
   count = WINDOW_STEPS // run["mean_of_steps"]
   width = run["mean_of_steps"] * TOKENS_PER_STEP / 1e6
   losses = np.array(run["losses"])
-  plain = np.array(runs["bf16"]["losses"])[: len(losses)]
+  plain = np.array(bf16_run(runs, variant)["losses"])[: len(losses)]
   smooth = np.convolve(losses - plain, np.ones(count) / count, "valid")
   x = (np.arange(len(smooth)) + count / 2) * width
   axes.plot(x, smooth, color=color, lw=2, label=f"{variant}, training")

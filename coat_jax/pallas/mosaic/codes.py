@@ -92,22 +92,23 @@ def turn_codes(codes: Array, *, interpret: bool = False) -> Array:
   """Computes `ops.turn_codes`."""
   *leading, m, n = codes.shape
   matrices = codes.reshape(-1, m, n)
-  across, down = rows.grid_of_tiles(m, n)
+  height = rows.tile_height(m)
+  across, down = rows.grid_of_tiles(m, n, height)
   [turned] = rows.run(
-    lambda *refs: _turn_kernel(*refs, interpret=interpret),
+    lambda *refs: _turn_kernel(*refs, height=height, interpret=interpret),
     [matrices],
     [jax.ShapeDtypeStruct((len(matrices), n, m), codes.dtype)],
     grid=(across, len(matrices) * down),
-    scratch=[row_ptx.scratch(rows.tile_height(m))],
+    scratch=[row_ptx.scratch(height)],
     interpret=interpret,
     name="turn_codes",
   )
   return turned.reshape(*leading, n, m)
 
 
-def _turn_kernel(codes_gmem, turned_gmem, smem, *, interpret):
+def _turn_kernel(codes_gmem, turned_gmem, smem, *, height, interpret):
   _, m, n = codes_gmem.shape
-  matrix, row = _part_of("last", rows.tile_height(m), m)
+  matrix, row = _part_of("last", height, m)
   column = rows.part("across", row_ptx.COLUMNS, n)
   codes = plgpu.load(
     codes_gmem.at[matrix, row, column],

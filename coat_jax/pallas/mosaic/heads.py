@@ -96,8 +96,7 @@ def join_heads_operand(
     angles = [x.reshape(-1, pairs) for x in (cos, sin)]
   inputs, heads = [*inputs, *angles], Heads(n // k, k, h, pairs)
   width, how = heads.joined, dict(heads=heads, interpret=interpret)
-  grid = rows.grid_of_tiles(m, width)
-  low = grid[0], pl.cdiv(m, rows.TILE_ROWS)
+  low = rows.grid_of_tiles(m, width, rows.LOW)
   [bits] = rows.run(
     functools.partial(_amax_kernel, **how),
     inputs,
@@ -107,15 +106,18 @@ def join_heads_operand(
     name="join_heads_amax",
   )
   scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
+  # Rotating takes registers, so high tiles would be slower.
+  height = rows.LOW if pairs else rows.tile_height(m)
+  grid = rows.grid_of_tiles(m, width, height)
   in_rows, columns, sums = rows.run(
-    functools.partial(_operand_kernel, **how),
+    functools.partial(_operand_kernel, height=height, **how),
     [*inputs, read],
     [
       *rows.operand(m, width, E5M2, "both"),
       jax.ShapeDtypeStruct((grid[1], width), jnp.float32) if has_sums else None,
     ],
     grid=grid,
-    scratch=[row_ptx.scratch(rows.tile_height(m))] + [row_ptx.SUMS] * has_sums,
+    scratch=[row_ptx.scratch(height)] + [row_ptx.SUMS] * has_sums,
     interpret=interpret,
     name="join_heads_operand",
   )
@@ -126,7 +128,7 @@ def join_heads_operand(
 
 def _amax_kernel(*refs, heads, interpret):
   *refs, bits_gmem = refs
-  m, height = len(refs[0]), rows.TILE_ROWS
+  m, height = len(refs[0]), rows.LOW
   place = (
     rows.part("last", height, m),
     rows.part("across", row_ptx.COLUMNS, heads.joined),
@@ -137,9 +139,9 @@ def _amax_kernel(*refs, heads, interpret):
   scales.store_maximum(bits_gmem, program, rows.amax_bits(x, height))
 
 
-def _operand_kernel(*refs, heads, interpret):
+def _operand_kernel(*refs, heads, height, interpret):
   *inputs, scale_gmem, rows_gmem, columns_gmem, sums_gmem, smem = refs[:10]
-  place = rows.place_of_tile(rows_gmem.shape)
+  place = rows.place_of_tile(rows_gmem.shape, height)
   x = load_joined(inputs, place, heads, interpret)
   if sums_gmem is not None:
     rows.store_sums(sums_gmem, x, place, len(inputs[0]), refs[10], interpret)

@@ -148,8 +148,9 @@ def norm_fwd(
   assert isinstance(scale, Array) and x.group_size is not None
   n = x.qvalue.shape[-1]
   m = x.qvalue.size // n
+  height = rows.LOW if layout == "rows" else rows.tile_height(m)
   in_rows, columns = rows.run(
-    functools.partial(_fwd_kernel, interpret=interpret),
+    functools.partial(_fwd_kernel, height=height, interpret=interpret),
     [
       x.qvalue.reshape(m, n),
       x.scale.reshape(m, n // x.group_size),
@@ -160,19 +161,19 @@ def norm_fwd(
       scale.reshape(1),
     ],
     rows.operand(m, n, E4M3, layout),
-    grid=rows.grid_of_tiles(m, n),
-    scratch=[row_ptx.scratch(rows.tile_height(m))],
+    grid=rows.grid_of_tiles(m, n, height),
+    scratch=[row_ptx.scratch(height)],
     interpret=interpret,
     name="norm_fwd",
   )
   return Operand(rows.like(in_rows, x.qvalue), columns, scale)
 
 
-def _fwd_kernel(*refs, interpret):
+def _fwd_kernel(*refs, height, interpret):
   *refs, rows_gmem, columns_gmem, smem = refs
   q_gmem, scales_gmem, gamma_gmem, beta_gmem, *refs = refs
   mean_gmem, rstd_gmem, scale_gmem = refs
-  place = rows.place_of_tile(q_gmem.shape)
+  place = rows.place_of_tile(q_gmem.shape, height)
   y = rows.load_quantized_tile(q_gmem, scales_gmem, place, interpret)
   if mean_gmem is not None:
     y = y - rows.load_per_row(mean_gmem, place)

@@ -165,12 +165,13 @@ def quantize_tensor(
     return Operand(_rows(x, read, scaling.dtype, interpret), None, scale)
   n = x.shape[-1]
   m = x.size // n
+  height = rows.tile_height(m)
   in_rows, columns = rows.run(
-    functools.partial(_tiles_kernel, interpret=interpret),
+    functools.partial(_tiles_kernel, height=height, interpret=interpret),
     [x.reshape(m, n), read],
     rows.operand(m, n, scaling.dtype, layout),
-    grid=rows.grid_of_tiles(m, n),
-    scratch=[row_ptx.scratch(rows.tile_height(m))],
+    grid=rows.grid_of_tiles(m, n, height),
+    scratch=[row_ptx.scratch(height)],
     interpret=interpret,
     name="quantize_tiles",
   )
@@ -178,9 +179,9 @@ def quantize_tensor(
 
 
 def _tiles_kernel(
-  x_gmem, scale_gmem, rows_gmem, columns_gmem, smem, *, interpret
+  x_gmem, scale_gmem, rows_gmem, columns_gmem, smem, *, height, interpret
 ):
-  place = rows.place_of_tile(x_gmem.shape)
+  place = rows.place_of_tile(x_gmem.shape, height)
   x = rows.load_tile(x_gmem.at[place])
   written = columns_gmem if rows_gmem is None else rows_gmem
   codes = rows.quantize_tile(x, scale_gmem[0], written.dtype, interpret)

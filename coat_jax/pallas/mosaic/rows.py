@@ -11,10 +11,10 @@ values form either groups or a tile:
           and rows are contiguous, so a matrix is one list of groups. In kernels
           that need whole rows (`whole_rows`), a lane may also hold 4 or 2
           values.
-  tile    [64, 128], or [32, 128] if the matrix has fewer than 64 rows. A lane
-          holds 8 values of each of 4 rows, because four codes of a column fill
-          a register. Codes are transposed with byte permutes and through shared
-          memory, and written 16 bytes at a time.
+  tile    [64, 128] or [32, 128]. A lane holds 8 values of each of 4 rows,
+          because four codes of a column fill a register. Codes are transposed
+          with byte permutes and through shared memory, and written 16 bytes at
+          a time.
 
 Mosaic has no masked loads or stores. A program that would reach past the end of
 the array starts earlier instead, so some values are written twice.
@@ -44,8 +44,7 @@ from coat_jax.pallas.mosaic.row_ptx import COLUMNS, LANES, VECTOR, WARPS
 STEP = WARPS * LANES * VECTOR  # Number of values that a program loads at once.
 # The largest size of any axis of a GPU's grid except the last.
 _MAX_ACROSS = 65535
-_LOW, _HIGH = 32, 64  # Tile heights.
-TILE_ROWS = 32  # Number of rows of a tile that a program loads at a time.
+LOW, HIGH = 32, 64  # Tile heights.
 
 
 def run(
@@ -141,9 +140,9 @@ def why_not_tiles(shape: tuple[int, ...]) -> str | None:
       f"the Mosaic kernel supports at most {COLUMNS * _MAX_ACROSS} columns, "
       f"got {n}"
     )
-  if m < _LOW or n < COLUMNS:
+  if m < LOW or n < COLUMNS:
     return (
-      f"the Mosaic kernel needs a matrix of at least {_LOW} x {COLUMNS}, got "
+      f"the Mosaic kernel needs a matrix of at least {LOW} x {COLUMNS}, got "
       f"[{m}, {n}]"
     )
   return None
@@ -258,13 +257,17 @@ def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
 
 
 def tile_height(m: int) -> int:
-  """Returns the height of tiles of a matrix with m >= 32 rows."""
-  return _HIGH if m >= _HIGH else _LOW
+  """Returns the height of tiles of a matrix with m >= 32 rows.
+
+  With high tiles, the column layout is written in longer pieces. Kernels that
+  need many registers per value are faster with `LOW` tiles.
+  """
+  return HIGH if m >= HIGH else LOW
 
 
-def grid_of_tiles(m: int, n: int) -> tuple[int, int]:
+def grid_of_tiles(m: int, n: int, height: int) -> tuple[int, int]:
   """Returns a grid in which consecutive programs go down the rows."""
-  return pl.cdiv(n, COLUMNS), pl.cdiv(m, tile_height(m))
+  return pl.cdiv(n, COLUMNS), pl.cdiv(m, height)
 
 
 def operand(
@@ -286,10 +289,10 @@ def like(rows: Array | None, x: Array) -> Array | None:
   return None if rows is None else rows.reshape(x.shape)
 
 
-def place_of_tile(shape: tuple[int, int]):
+def place_of_tile(shape: tuple[int, int], height: int):
   """Returns the rows and the columns of this program's tile of a matrix."""
   m, n = shape
-  return part("last", tile_height(m), m), part("across", COLUMNS, n)
+  return part("last", height, m), part("across", COLUMNS, n)
 
 
 def load_tile(ref) -> Array:

@@ -153,9 +153,9 @@ def test_interpreted_kernel_matches_definition(name, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_loading_ahead_changes_no_bit(dtype, monkeypatch):
   codec = CODECS["coat"]
-  args = (*problem(codec, dtype, shape=(18, 1024)), *numbers(1))
+  args = (*problem(codec, dtype, shape=(20, 1024)), *numbers(1))
   want = by_kernel(codec, *args)
-  # Slots hold two tiles. Two programs load four slots each, a third loads one.
+  # Of the 20 tiles, two programs compute seven each, and one computes six.
   monkeypatch.setattr(leaf_step, "LOADS_AHEAD", True)
   monkeypatch.setattr(leaf_step, "_MOST_TILES", 8)
   monkeypatch.setattr(leaf_step, "_PROGRAMS", 1)
