@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the page of all commands and options from what `--help` prints."""
+"""Writes a page of all commands and options from their `--help`."""
 
 import contextlib
 import importlib
@@ -27,7 +27,7 @@ _HEAD = """\
 # Commands and options
 
 Use this page to look up an option without running `--help`. It is generated \
-from the programs themselves. To learn what a program is for, start with the \
+from the programs. To learn what a program is for, start with the \
 page that the table links to.
 
 Run every command in a checkout. Defaults are in parentheses.
@@ -50,7 +50,7 @@ _PAGES = {
 
 
 def on_files(files, config, **_):
-  """MkDocs calls this with the files of the site."""
+  """Adds the page; MkDocs calls this with the files of the site."""
   from mkdocs.structure.files import File
 
   files.append(File.generated(config, PAGE, content=write_page()))
@@ -58,7 +58,7 @@ def on_files(files, config, **_):
 
 
 def commands(folder: str) -> list[str]:
-  """Lists the modules of a folder that run as commands with options."""
+  """Lists the modules of a folder that are commands with options."""
   return sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / folder).rglob("*.py")
@@ -86,7 +86,7 @@ def help_of(command: str, subcommand: str = "") -> str:
 
 
 def write_page() -> str:
-  """Writes the page."""
+  """Returns the text of the page."""
   parts = [_HEAD]
   for folder, title in FOLDERS.items():
     names = commands(folder)

@@ -26,16 +26,16 @@ class Reference(griffe.Extension):
 
   def __init__(self):
     super().__init__()
-    # Objects that packages define themselves, not in their modules.
+    # Objects that are defined in a package's __init__.py.
     self._written: dict[str, griffe.Object] = {}
 
   def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-    """Rewrites a docstring."""
+    """Converts an object's docstring to Markdown."""
     if obj.docstring is not None:
       obj.docstring.value = to_markdown(obj.docstring.value)
 
   def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
-    """Records what a package defines, before its modules are loaded."""
+    """Records what a package's __init__.py defines, before modules load."""
     if mod.is_init_module:
       for member in mod.members.values():
         if not member.is_alias:

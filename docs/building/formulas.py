@@ -12,7 +12,7 @@ _FORMULA = re.compile(
 
 
 def on_page_content(content: str, **_) -> str:
-  """MkDocs calls this with the HTML of each page."""
+  """Converts the formulas in a page's HTML; MkDocs calls this for each page."""
   return _FORMULA.sub(_convert, content)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a page of each notebook: its text, its code and what it printed."""
+"""Converts each notebook to a page with its text, its code and its output."""
 
 import json
 import re
@@ -9,7 +9,7 @@ FOLDER = Path(__file__).parents[1] / "notebooks"
 
 
 def on_files(files, config, **_):
-  """MkDocs calls this before it reads the pages."""
+  """Adds a page for each notebook; MkDocs calls this before it reads pages."""
   from mkdocs.structure.files import File
 
   for path in sorted(FOLDER.glob("*.ipynb")):
@@ -23,7 +23,7 @@ def write_page(path: Path) -> str:
   for cell in json.loads(path.read_text())["cells"]:
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
-      # Links between notebooks lead to their pages.
+      # A link to another notebook must lead to its page.
       parts.append(re.sub(r"\((\w+)\.ipynb\)", r"(\1.md)", source))
       continue
     parts.append(f"```python\n{source}\n```")
