@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 training for JAX, with less memory for optimizer states and activations.
 
-This module exports the optimizers. `coat_jax.optimizer` contains tools for
-their states, and `coat_jax.layers` the Flax layers:
+This module exports the optimizers. Tools for their states are in
+`coat_jax.optimizer`, and the Flax layers are in `coat_jax.layers`:
 
   import coat_jax
   from coat_jax import codecs, layers, recipes

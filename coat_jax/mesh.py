@@ -6,17 +6,18 @@ There are two ways to run a function:
   run_on_shards   each device runs it on its own shards, inside `jax.shard_map`,
                   with explicit collectives. Kernels need this: XLA cannot
                   partition them and would gather their arguments first.
-  run_whole       XLA partitions the function. Meanwhile explicit axes become
-                  automatic; otherwise JAX would require a sharding wherever it
-                  cannot infer one: for a sum over split tokens, a reshape, the
-                  carry of a scan.
+  run_whole       XLA partitions the function. Inside it, explicit axes are
+                  automatic. On explicit axes, JAX would require a sharding
+                  wherever it cannot infer one, as for a sum over sharded
+                  tokens, a reshape or the carry of a scan.
 
-The caller specifies how arrays and results are sharded. Without a mesh, and
-inside a caller's own `jax.shard_map`, both simply call the function.
+The caller specifies how results are sharded, and for `run_on_shards` also how
+arguments are. Without a mesh, and inside a `shard_map` of the caller, both
+functions just call f.
 
-The blocks of a layer shard arrays over `MeshAxes` as follows. The second column
-lists the mesh axes that split each dimension. A table in docs/architecture.md
-lists what devices exchange.
+Blocks shard arrays over `MeshAxes` as follows. The second column lists the mesh
+axes that shard each dimension. A table in docs/architecture.md lists what
+devices exchange.
 
   [B, T, D]            batch, tensor      tokens, between blocks
   [B, T, F]            batch, -, tensor   whole sequences, inside a block
@@ -25,7 +26,8 @@ lists what devices exchange.
   weight [D, ...]      fsdp               split by rows only, in drop-in layers
   weight [E, D, 2, F]  expert, fsdp, -, tensor    experts of a mixture
 
-The collectives here do nothing if `axes` is None or an axis has one device.
+The collectives in this file do nothing if `axes` is None or the mesh axis has
+one device.
 """
 
 import math
@@ -40,9 +42,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, reshard
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
 
-# How a linear layer's kernel is split over the tensor axis: by columns; by
-# inputs (its rows, together with the activations that they multiply); or, for
-# None, not at all: devices along the axis then process different tokens.
+# How the weight of a linear layer is split over the tensor axis: by "columns",
+# or by "inputs" (its rows, and the columns of x). With None, the weight is not
+# split, and devices along the axis process different tokens.
 Split = Literal[None, "columns", "inputs"]
 
 
@@ -56,9 +58,10 @@ def run_on_shards(
 ) -> Any:
   """Runs f(*args) on each device's shards, as `jax.shard_map` does.
 
-  Pass `mesh` only if no mesh is set. On explicit axes, arguments with another
-  sharding are resharded first. Differentiating through f requires `check_vma`.
-  Kernels do not support it: they do not declare over which axes results vary.
+  Pass `mesh` only if no mesh is set. On explicit axes, arguments are first
+  resharded to `in_specs`. Differentiating through f requires `check_vma=True`,
+  which kernels do not support: they do not declare over which mesh axes their
+  results vary.
   """
   if mesh is None or not jax.sharding.get_abstract_mesh().empty:
     args, mesh = place(args, in_specs), None
@@ -72,9 +75,10 @@ def run_on_shards(
 def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
   """Runs f(*args) and lets XLA partition it, even if mesh axes are explicit.
 
-  `out_specs` shards results on explicit axes; an array axis that a spec cannot
-  split evenly stays whole. A spec of None leaves a result on automatic axes;
-  use it for values saved for a backward pass that also runs in `run_whole`.
+  On explicit axes, results are sharded by `out_specs`, except for dimensions
+  that a spec cannot split evenly. A result with spec None stays on automatic
+  axes; use this for values saved for a backward pass that also runs in
+  `run_whole`.
   """
   args = varying(args)
   mesh = jax.sharding.get_abstract_mesh()
@@ -103,7 +107,7 @@ def is_split() -> bool:
 
 
 def place(arrays: Any, specs: Any) -> Any:
-  """Checks that specs can split arrays; reshards them on explicit axes."""
+  """Checks that specs fit arrays; reshards the arrays on explicit axes."""
   mesh = jax.sharding.get_abstract_mesh()
   specs = jax.tree.broadcast(specs, arrays, is_leaf=is_spec)
 
@@ -111,9 +115,9 @@ def place(arrays: Any, specs: Any) -> Any:
     names = axes_in(spec)
     if missing := [name for name in names if name not in mesh.axis_names]:
       raise ValueError(
-        f"layers: recipe.axes names the mesh axis {missing[0]!r}, got "
-        f"{mesh.axis_names or 'no mesh'}; call layers under jax.set_mesh of a "
-        "mesh with these axes, or leave axes out"
+        "layers: recipe.axes must name axes of the current mesh, got "
+        f"{missing[0]!r} for {mesh.axis_names or 'no mesh'}; call layers under "
+        "jax.set_mesh of a mesh with these axes, or leave recipe.axes out"
       )
     if not is_split():
       return x
@@ -122,7 +126,8 @@ def place(arrays: Any, specs: Any) -> Any:
       if size % math.prod(counts.values()):
         raise ValueError(
           f"layers: an array {list(x.shape)} must be split evenly by {spec}, "
-          f"got {size} for {counts}; change the batch, the sequence or the mesh"
+          f"got {size} for mesh axes {counts}; change the batch size, the "
+          "sequence length or the mesh"
         )
     return reshard(x, spec) if mesh.explicit_axes else x
 
@@ -137,7 +142,7 @@ def is_spec(x: Any) -> bool:
 
 
 def spec_of(x: Any) -> P:
-  """Returns the spec in an array's type, with an entry for each axis."""
+  """Returns the spec in an array's type, with an entry for each dimension."""
   kind = jax.typeof(x)
   spec = kind.sharding.spec
   return P(*spec, *(None,) * (kind.ndim - len(spec)))
@@ -153,7 +158,7 @@ def axes_in(*specs: Iterable[Any]) -> tuple[str, ...]:
 
 
 def fitted(spec: Iterable[Any], shape: tuple[int, ...]) -> P:
-  """Returns the spec without the entries that split `shape` unevenly."""
+  """Returns the spec, with None for entries that split `shape` unevenly."""
   sizes = jax.sharding.get_abstract_mesh().shape
 
   def fits(entry, size):
@@ -166,8 +171,8 @@ def fitted(spec: Iterable[Any], shape: tuple[int, ...]) -> P:
 def product_spec(x: Array, w: Array) -> P:
   """Returns the spec of the matmul of x [..., D] and w [D, *F].
 
-  If a mesh axis splits both the rows of x and the columns of w, it splits the
-  rows of the result.
+  A mesh axis that splits both the rows of x and the columns of w splits only
+  the rows of the result.
   """
   rows, columns = spec_of(x)[:-1], spec_of(w)[1:]
   taken = axes_in(rows)
@@ -230,7 +235,7 @@ def tensor_size(axes: MeshAxes | None) -> int:
 
 
 def expert_size(axes: MeshAxes | None) -> int:
-  """Returns how many devices whole experts are split over."""
+  """Returns the number of devices that experts are split over."""
   return 1 if axes is None else size_of(axes.expert)
 
 
@@ -240,7 +245,7 @@ def token_shards(axes: MeshAxes | None) -> int:
 
 
 def scale_axes(axes: MeshAxes | None) -> tuple[str, ...]:
-  """Returns the axes over which all shards of a tensor share one scale."""
+  """Returns the mesh axes over which the shards of a tensor share a scale."""
   if axes is None:
     # In a caller's own `shard_map`, any axis may split the tensor.
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
@@ -248,11 +253,11 @@ def scale_axes(axes: MeshAxes | None) -> tuple[str, ...]:
 
 
 def gather_experts(w: Array, axes: MeshAxes | None) -> Array:
-  """Gathers the rows of experts' weights [E, D, F] from all devices."""
+  """Gathers the rows D of experts' weights [E, D, F] over the FSDP axis."""
   if axes is None or size_of(axes.fsdp) == 1:
     return w
-  # With axis=1, XLA would want D outermost in memory, and would transpose the
-  # weights of all layers before the scan over layers.
+  # With axis=1, XLA would choose a layout with D outermost, and would transpose
+  # the weights of all layers before the scan over layers.
   shards = lax.all_gather(w, axes.fsdp, axis=0)
   experts, _, features = w.shape
   return jnp.moveaxis(shards, 0, 1).reshape(experts, -1, features)
@@ -265,12 +270,13 @@ def reduce_gradient(
   has_columns: bool,
   is_of_experts: bool = False,
 ) -> Array:
-  """Sums a weight's gradient over all tokens; returns the device's rows.
+  """Sums a weight's gradient over devices; returns the device's rows.
 
-  dw [D, ..., F] comes from the device's own tokens. With `has_columns`, devices
-  along the tensor axis have different columns of the same tokens; without it,
-  the same columns of different tokens. Tokens of all devices along the expert
-  axis have already been sent to their experts.
+  dw [D, ..., F] is computed from the device's tokens. If `has_columns`, devices
+  along the tensor axis have different columns for the same tokens; otherwise
+  they have the same columns for different tokens. Gradients of experts are not
+  summed over the expert axis, because experts have already received the tokens
+  of all devices along it.
   """
   if axes is None:
     return dw
@@ -289,8 +295,8 @@ def sum_tokens(
 ) -> Array:
   """Sums the results that devices computed from their own tokens.
 
-  Pass `all_positions` if a device computed x from whole sequences, using its
-  own columns.
+  Pass `all_positions` if each device computed x from whole sequences and its
+  shard of the columns.
   """
   if axes is None:
     return x
@@ -310,25 +316,25 @@ def gather_positions[Tree](tree: Tree, axes: MeshAxes | None) -> Tree:
 
 
 def scatter_sequence(y: Array, axes: MeshAxes | None) -> Array:
-  """Sums partial results [B, T, D] over devices; each keeps its positions."""
+  """Sums partial results [B, T, D]; each device keeps its shard of T."""
   if axes is None or size_of(axes.tensor) == 1:
     return y
   check_has_positions(y)
   devices = size_of(axes.tensor)
   if y.shape[1] % devices:
     raise ValueError(
-      "layers: a sequence's length must be a multiple of the mesh's tensor "
-      f"axis, got {y.shape[1]} positions and {devices} devices; pad sequences"
+      "layers: the sequence length must be a multiple of the tensor axis's "
+      f"size, got {y.shape[1]} positions and {devices} devices; pad sequences"
     )
   return lax.psum_scatter(y, axes.tensor, scatter_dimension=1, tiled=True)
 
 
 def check_has_positions(x: Array) -> None:
-  """Raises if there is no axis of positions for tensor parallelism to split."""
+  """Raises a ValueError if x has no dimension T that the tensor axis splits."""
   if x.ndim < 3:
     raise ValueError(
-      "layers: if the mesh's tensor axis has several devices, blocks take "
-      f"[B, T, D], got rows of {x.shape[-1]}; reshape them into sequences"
+      "layers: with several devices along the tensor axis, x must be "
+      f"[B, T, D], got rows of {x.shape[-1]} values; reshape rows to sequences"
     )
 
 

@@ -2,11 +2,11 @@
 """AdamW with its moments stored in FP8, as an optax transformation.
 
 "COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
-Training" (arXiv:2410.19313), section 4. Between steps, moments are stored in
-the codes of a codec (`codecs`): one byte per value plus up to five bytes per
-group of 128. A step decodes a moment, updates it in f32 and encodes it again.
-Only the stored state is rounded: parameters are updated with the new moments
-before these are encoded.
+Training" (arXiv:2410.19313), section 4. A codec (`codecs`) stores the moments
+between steps: by default in one byte per value plus five bytes per group of 128
+values. A step decodes a moment, updates it in f32 and encodes it again. Only
+the stored state is rounded: parameters are updated with the new moments before
+the moments are encoded.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def coat_adamw(
   implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""AdamW with moments in FP8: a quarter of the memory of `optax.adamw`.
+  r"""AdamW with moments in FP8, in a quarter of the memory of `optax.adamw`.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
   :math:`S_t = (E(m_t), E(v_t))` the state: 2.08 bytes per parameter with the
@@ -73,24 +73,25 @@ def coat_adamw(
     eps: added to the denominator, outside the square root.
     eps_root: added to the second moment, inside the square root.
     weight_decay: a number or a schedule; multiplied by the learning rate.
-    mask: which weights decay: a tree of bools, or a function that computes such
-      a tree from the parameters.
+    mask: selects the weights that decay: a tree of bools, or a function that
+      computes such a tree from the parameters.
     nesterov: whether to use Nesterov momentum.
-    codec: how the moments are stored (format, group size, ...); made by a
-      function of `codecs`.
-    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
-      for `default_quantize_mask`. With `optax.inject_hyperparams`, list it in
-      `static_args`; otherwise optax calls it as a schedule.
+    codec: determines how the moments are stored (format, group size, ...). The
+      functions of `codecs` return codecs.
+    quantize_mask: `(path, leaf) -> bool`, selects the leaves that the codec
+      encodes; None for `default_quantize_mask`. With
+      `optax.inject_hyperparams`, list it in `static_args`; otherwise optax
+      calls it as a schedule.
     seed: seed of the random words for stochastic rounding. Runs of the same
-      compiled program agree bit for bit; an eager call may differ from them by
-      a few ulps.
+      compiled program agree bit for bit. An eager call may differ from a jitted
+      call by a few ulps.
     implementation: "mosaic" for the GPU kernel, "mosaic_tpu" for the TPU
       kernel, "xla" for plain JAX; None for a kernel wherever one supports the
       leaf and the platform.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
-      `NamedSharding`s, so that the kernel can run on each device's shard. None
-      leaves partitioning to XLA, which cannot partition a kernel. On explicit
-      axes leave `shardings` out: arrays' types contain their shardings.
+      `NamedSharding`s. The kernel then runs on each device's shard. With None,
+      XLA partitions the step, and no kernel runs on several devices. On
+      explicit axes leave `shardings` out: arrays' types contain them.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.
@@ -151,7 +152,7 @@ def apply_updates(
       moments, even for the same seed and step.
 
   Returns:
-    Parameters of the same dtypes.
+    The new parameters, in the same dtypes.
 
   Raises:
     TypeError: `step` or `seed` is not a whole number.

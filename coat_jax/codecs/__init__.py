@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs: how an optimizer's moments are stored between steps.
+"""Codecs, which store an optimizer's moments between steps.
 
 A codec encodes f32 values as codes of the same shape, plus at most two
 statistics per group of `group_size` values along the last axis, and decodes
@@ -7,7 +7,7 @@ them. The functions below return a `MomentCodec`: one group codec for the first
 moment (signed) and one for the second (never negative). A codec is a frozen
 dataclass that contains all static choices of storage, so the optimizer's
 remaining hyperparameters are numbers that `jit` and `optax.inject_hyperparams`
-can trace. The last column counts both moments, in groups of 128:
+can trace. The last column is for both moments, with groups of 128:
 
   codec      code                  statistics per group          bytes/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
@@ -64,7 +64,7 @@ def coat(
 
   Args:
     group_size: number of values along the last axis that share statistics.
-    rounding: "stochastic", or "nearest" as in the authors' code. With "nearest"
+    rounding: "stochastic" or, as in the authors' code, "nearest", with which
       second moments freeze if b2 is 0.99 or more.
     second: format of the second moment; the first moment is always in E4M3.
 
@@ -97,8 +97,8 @@ def coat_e8m0(
   """`coat` with power-of-two bounds: 2 + 4 / group_size bytes per parameter.
 
   `coat` explains the arguments. Keep the rounding stochastic: with "nearest",
-  after gradients shrink, v stays 6 times (b2 = 0.95) to 180 times (b2 = 0.99)
-  too large.
+  second moments stay 6 times (b2 = 0.95) or 180 times (b2 = 0.99) too large
+  after gradients shrink.
   """
   group = BoundedFP8(group_size, rounding)
   return MomentCodec(name="coat_e8m0", mu=group, nu=group)
@@ -110,9 +110,9 @@ def log8(
 ) -> MomentCodec:
   """Codes uniform in log x: 2 + 4 / group_size bytes per parameter.
 
-  `coat` explains the arguments. "nearest" raises a ValueError: after gradients
-  shrink, v would stay 200 times too large (b2 = 0.99), because a step changes v
-  by less than the distance to the next code.
+  `coat` explains the arguments. "nearest" raises a ValueError: with b2 = 0.99,
+  second moments would stay 200 times too large after gradients shrink, because
+  a step changes them by less than the distance to the next code.
   """
   if rounding == "nearest":
     raise ValueError(
@@ -144,9 +144,9 @@ def int8(
 ) -> MomentCodec:
   """INT8, linear in x: 2 + 8 / group_size bytes per parameter.
 
-  Use this codec only as a baseline: second moments below 1/255 of their group's
-  largest are rounded either to zero, so that the update is divided by eps, or
-  up to 1/255 of it. `coat` explains the arguments.
+  Use this codec only as a baseline: it rounds second moments below 1/255 of
+  their group's largest to that value or to 0. With 0, the update is divided by
+  eps. `coat` explains the arguments.
   """
   return MomentCodec(
     name="int8",

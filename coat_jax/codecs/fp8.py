@@ -73,7 +73,7 @@ class _FP8(Grouped):
 
 @dataclasses.dataclass(frozen=True)
 class ScaledFP8(_FP8):
-  """x = q amax / qmax: one f32 amax per group, no expansion.
+  """Decodes x = q amax / qmax, with one f32 amax per group and no expansion.
 
   Groups with amax / qmax below 2^-126 may decode to zero.
   """
@@ -88,18 +88,19 @@ class ScaledFP8(_FP8):
     return y * (1 / qmax(self.dtype))
 
   def _values(self, codes, amax, range_):
-    # XLA reorders y / qmax * amax like this in some programs; do it in all.
+    # In some programs, XLA reorders y / qmax * amax like this. Do so in all.
     scale = amax * jnp.float32(1 / qmax(self.dtype))
     return codes.astype(jnp.float32) * scale
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpandedFP8(_FP8):
-  """x = sign(q) (|q| / qmax)^(1/k) amax; amax f32, k in uint8 sixteenths.
+  """Decodes x = sign(q) (|q| / qmax)^(1/k) amax.
 
+  A group stores amax in f32, and k in sixteenths as a uint8:
   k = clip(floor(log2(qmax^2 / 2) / log2(amax / amin) * 16) / 16, 1/16, 255/16)
-  where amin is the smallest nonzero magnitude. The reference defines a format's
-  range as qmax^2 / 2; qmax / smallest subnormal would be 2.3 times larger.
+  where amin is the smallest nonzero magnitude. As in the reference, qmax^2 / 2
+  is the range of the format; qmax / smallest subnormal is 2.3 times larger.
   Magnitudes below amax * 2^-126 count as zero.
   """
 
@@ -118,7 +119,7 @@ class ExpandedFP8(_FP8):
     return range_.astype(jnp.float32) * (1 / _POWER_STEPS)
 
   def root_index(self, amax: Array, range_: Array) -> Array:
-    """Returns an integer below 256 per group, which determines its 1/k."""
+    """Returns for each group the integer below 256 that determines 1/k."""
     del amax
     return range_
 
@@ -136,18 +137,19 @@ class ExpandedFP8(_FP8):
   def contract(self, y: Array, root: Array) -> Array:
     """Maps y to t by the groups' 1/k."""
     # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) is off by
-    # up to five ulps. If the terms of b1 * m + (1 - b1) * g cancel, such an
-    # error changes amin and hence k.
+    # up to five ulps. If the terms of b1 * m + (1 - b1) * g nearly cancel, such
+    # an error changes amin and hence k.
     return jnp.power(y * (1 / qmax(self.dtype)), root)
 
 
 @dataclasses.dataclass(frozen=True)
 class BoundedFP8(ExpandedFP8):
-  """x = sign(q) (|q| / qmax)^(1/k) 2^upper, k from the group's octaves.
+  """Decodes x = sign(q) (|q| / qmax)^(1/k) 2^upper.
 
   The bounds are 2^lower <= amin and amax <= 2^upper; each is stored as a biased
   exponent in one byte. k = log2(qmax^2 / 2) / max(upper - lower, 1) is not
-  rounded, because it takes few values. Magnitudes above 2^127 saturate.
+  rounded, because it changes only if a bound does. Magnitudes above 2^127
+  saturate.
   """
 
   def _statistics(self, magnitude):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of a codec for one moment, and the base class of group codecs.
 
-A moment is encoded as codes of its own shape and at most two statistics per
-group of `group_size` values along the last axis. `coat_jax.codecs` pairs two
-such codecs, one for each of Adam's moments.
+A moment is encoded as codes of the moment's shape and at most two statistics
+per group of `group_size` values along the last axis. `coat_jax.codecs` pairs
+two such codecs, one for each of Adam's moments.
 
-Stochastic rounding compares decoded values: if lower <= x <= upper are the two
-neighbours as `decode` returns them, x is encoded as upper with probability
+Stochastic rounding compares decoded values: if lower <= x <= upper are the
+decoded values of two neighbouring codes, x is encoded as upper with probability
 (x - lower) / (upper - lower).
 """
 
@@ -39,11 +39,11 @@ class Encoded(NamedTuple):
   Attributes:
     codes: [..., n], one byte per value (`Plain`: the value itself). A 4-bit
       codec uses int4; XLA stores two int4 values in a byte.
-    amax: [..., ceil(n / group_size)], the group's upper bound: its largest
+    amax: [..., ceil(n / group_size)], each group's upper bound: its largest
       magnitude in f32, or the biased exponent of a power of two in uint8.
-    range: uint8 of the same shape, how far the group extends below `amax`: the
+    range: uint8 of the same shape, how far each group extends below `amax`: the
       power k in sixteenths, or the biased exponent of the lower bound.
-    If a codec does not use a statistic, the field is a scalar zero.
+    A statistic that a codec does not use is a scalar zero.
   """
 
   codes: Array
@@ -65,11 +65,12 @@ class GroupCodec(Protocol):
     ...
 
   def encode(self, x: Array, noise: Array | None) -> Encoded:
-    """Encodes f32 [..., n], given uniform noise in (0, 1) of the same shape.
+    """Encodes f32 [..., n], given uniform noise in [0, 1) of the same shape.
 
-    All groups of zeros must get the same codes and statistics, whatever the
-    noise; only a short group may differ. Optimizers rely on this: they encode
-    one group of the initial zeros and repeat the result.
+    `noise` is None if `needs_noise` is False. All groups of zeros must get
+    the same codes and statistics, whatever the noise; only a short group may
+    differ. Optimizers rely on this: they encode one group of the initial zeros
+    and repeat the result.
     """
     ...
 
@@ -80,9 +81,9 @@ class GroupCodec(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-  """Stores the values themselves, rounded to nearest in the dtype `dtype`.
+  """Stores the values themselves, rounded to nearest in `dtype`.
 
-  Values decode to f32; complex values stay complex.
+  `decode` casts them to f32, and returns complex values unchanged.
   """
 
   dtype: str
@@ -105,9 +106,9 @@ class Grouped(abc.ABC):
   """Base class of group codecs, such as those in `fp8` and `integers`.
 
   A subclass defines `_statistics` of groups, `_codes` of magnitudes and
-  `_values` of codes. Magnitudes and codes are [..., groups, group_size], and
-  the statistics passed with them [..., groups, 1]. This class splits rows into
-  groups, and adds signs to the codes unless their dtype is unsigned.
+  `_values` of codes. Magnitudes and codes are [..., groups, group_size]; the
+  statistics that are passed with them are [..., groups, 1]. This class splits
+  rows into groups, and adds signs to codes unless their dtype is unsigned.
 
   Attributes:
     group_size: number of values along the last axis that share statistics.
@@ -130,7 +131,7 @@ class Grouped(abc.ABC):
       raise ValueError(
         f"encode: rounding={self.rounding!r} "
         + (
-          "needs noise, got None; pass uniform noise in (0, 1)"
+          "needs noise, got None; pass uniform noise in [0, 1)"
           if noise is None
           else "takes no noise, got some; pass None"
         )
@@ -149,7 +150,7 @@ class Grouped(abc.ABC):
     return Encoded(codes, _without_last(amax), _without_last(range_))
 
   def statistics(self, x: Array) -> tuple[Array, Array]:
-    """Returns amax and range [..., 1] of groups x, f32 [..., group_size]."""
+    """Returns amax and range [..., 1] of x's rows, f32 [..., group_size]."""
     amax, range_ = self._statistics(magnitude_of(x))
     return _with_last(amax), _with_last(range_)
 
@@ -159,9 +160,10 @@ class Grouped(abc.ABC):
     noise: Array | None,
     statistics: tuple[Array, Array] | None = None,
   ) -> Encoded:
-    """Encodes f32 [..., group_size], a group per row; statistics are [..., 1].
+    """Encodes f32 [..., group_size], one group per row.
 
-    Kernels call this method on tiles, so it uses only dtypes that TPUs support.
+    Statistics are [..., 1]. Kernels call this method on tiles, so it uses only
+    dtypes that TPUs support.
     """
     magnitude = magnitude_of(x)
     amax, range_ = statistics or self.statistics(x)
@@ -223,8 +225,8 @@ def share(magnitude: Array, bound: Array) -> Array:
   """
   bound = jnp.where(bound == 0, 1.0, bound)
   # XLA multiplies by 1 / bound. For bounds above 2^126 this factor is subnormal
-  # and may be flushed to zero, so we first scale both down by a power of two,
-  # which is exact.
+  # and may be flushed to zero, so we first scale magnitude and bound down by a
+  # power of two, which is exact.
   down = jnp.where(bound > 2.0**100, 2.0**-64, 1.0)
   quotient = magnitude * down / (bound * down)
   # jnp.minimum propagates NaN.
@@ -239,7 +241,7 @@ def finite_amax(magnitude: Array) -> Array:
   """
   # A maximum of floats need not propagate NaN. The bits of magnitudes are
   # ordered like their values, with NaN above infinity. The mask clears the sign
-  # of a NaN: abs() would clear it too, but XLA drops the abs() of a square.
+  # of a NaN. abs() would too, but XLA drops the abs() of a square.
   bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32) & 0x7FFFFFFF
   amax = jnp.max(bits, axis=-1)
   amax = jax.lax.bitcast_convert_type(amax, jnp.float32)
@@ -274,7 +276,7 @@ def octaves_between(upper: Array, lower: Array) -> Array:
 
 
 def split_float(x: Array) -> tuple[Array, Array]:
-  """Returns biased exponent and fraction bits of a positive f32, as int32."""
+  """Returns the biased exponent and fraction bits of a positive f32, int32."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return bits >> 23, bits & 0x7FFFFF
 

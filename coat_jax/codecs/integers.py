@@ -34,11 +34,12 @@ class _Integer(Grouped):
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform(_Integer):
-  """x = sign 2^(lower + (code - 1) step): codes uniform in log x, 0 for zero.
+  """Decodes |x| = 2^(lower + (|code| - 1) step); code 0 is zero.
 
-  step = (upper - lower) / (levels - 1) octaves. There are 255 levels in a uint8
-  for values that are never negative, and 127 levels in an int8 for signed
-  values. Magnitudes above 2^127 saturate.
+  A group's magnitudes are between 2^lower and 2^upper, and
+  step = (upper - lower) / (levels - 1). A uint8, for values that are never
+  negative, has 255 levels. An int8, for signed values, has 127 levels.
+  Magnitudes above 2^127 saturate.
   """
 
   def _statistics(self, magnitude):
@@ -50,8 +51,8 @@ class LogUniform(_Integer):
     if noise is None:
       level = whole + jnp.round(part)
     else:
-      # Round up if x - lower > noise * (upper - lower), here divided by lower:
-      # x / lower = 2^(part * step) and upper / lower = 2^step.
+      # Let a and b be the levels around x. Round up if x - a > noise * (b - a).
+      # We divide both sides by a: x / a = 2^(part * step) and b / a = 2^step.
       step = octaves * (1 / steps)
       up = jnp.exp2(part * step) - 1 > noise * (jnp.exp2(step) - 1)
       level = whole + up
@@ -59,10 +60,11 @@ class LogUniform(_Integer):
     return self._cast(code)
 
   def _place(self, magnitude, amax, octaves):
-    """Returns the level above the lower bound: a whole number and a fraction.
+    """Returns the whole part and the fraction of a magnitude's level.
 
-    Whole octaves are counted in integers. A single f32 would resolve the
-    fraction only to 2^-16, and backends would round up for different noise.
+    Levels are counted from the lower bound, whole octaves in integers. A single
+    f32 would resolve the fraction only to 2^-16, and backends would then round
+    differently.
     """
     steps = self._levels - 1
     exponent, fraction = split_float(magnitude)
@@ -77,7 +79,7 @@ class LogUniform(_Integer):
     octaves = octaves_between(amax, range_).astype(jnp.int32)
     level = jnp.abs(codes.astype(jnp.int32)) - 1
     steps = self._levels - 1
-    # Divide integers, so that decoding does not depend on floating rounding.
+    # Divide integers, so that decoding does not depend on f32 rounding.
     whole, rest = jnp.divmod(level * octaves, steps)
     # Start from the upper bound, so that the highest level decodes to it. Equal
     # bounds count as one octave apart.
@@ -91,11 +93,12 @@ class LogUniform(_Integer):
 
 @dataclasses.dataclass(frozen=True)
 class LinearInt8(_Integer):
-  """x = code amax / levels, one f32 amax per group: a baseline for FP8.
+  """Decodes x = code amax / levels, with one f32 amax per group.
 
-  Close to amax, codes are 4 to 8 times finer than those of E4M3. But values
-  below half a step are lost, and most second moments of a group are that small:
-  E4M3 represents values down to 2^-19 of amax, this codec only down to 2^-9.
+  This is a baseline for FP8. Rounding to nearest turns values below 2^-9 amax
+  into zero, and most second moments of a group are that small. E4M3 turns only
+  values below 2^-19 amax into zero, but its steps near amax are 9 to 18 times
+  larger.
   """
 
   def _statistics(self, magnitude):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registry of codecs by name, for command lines, benchmarks and tests.
 
-`register` adds a constructor under its own name. You need not register your own
-codec: pass "package.module:function" instead of a name.
+`register` adds a constructor under the function's name. You need not register
+your own codec: pass "package.module:function" instead of a name.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class MomentCodec:
   """A pair of codecs for Adam's two moments, for `coat_adamw(codec=...)`.
 
   Attributes:
-    name: a label for reports. `build` does not use it: it looks codecs up by
-      the name of their constructor.
+    name: a label for reports. It may differ from the name of the constructor,
+      by which `build` finds a codec.
     mu: codec of the first moment.
     nu: codec of the second moment.
 
@@ -46,7 +46,7 @@ class MomentCodec:
     op = "MomentCodec"
     check_kind(op, "name", self.name, str, "pass a label for reports")
     for name in ("mu", "nu"):
-      remedy = f"take one of a codec, as in codecs.coat().{name}"
+      remedy = f"pass one, as in codecs.coat().{name}"
       check_kind(op, name, getattr(self, name), GroupCodec, remedy)
 
   @property
@@ -59,7 +59,7 @@ _REGISTRY: dict[str, Callable[..., MomentCodec]] = {}
 
 
 def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
-  """Registers a constructor under its own name; use it as a decorator.
+  """Decorator that registers a constructor under the function's name.
 
   Args:
     constructor: returns a `MomentCodec`; every argument has a default.
@@ -130,8 +130,8 @@ def build(name: str, **arguments: Any) -> MomentCodec:
   codec = _constructor(name)(**arguments)
   if not isinstance(codec, MomentCodec):
     raise TypeError(
-      f"codecs.build: {name!r} must return a MomentCodec, got {codec!r}; pair "
-      "its group codecs in one"
+      f"codecs.build: {name!r} must return a MomentCodec, got {codec!r}; "
+      "return MomentCodec(name=..., mu=..., nu=...)"
     )
   return codec
 
@@ -143,7 +143,7 @@ def variants(name: str) -> list[dict[str, Any]]:
     name: as for `build`.
 
   Returns:
-    Arguments for `build`; the defaults come first.
+    For each combination, arguments for `build`; the defaults come first.
 
   Examples:
     >>> from coat_jax import codecs

@@ -68,11 +68,11 @@ class CoatConfig(OptimizerConfig):
 
 
 def _name_statistics(state: Any) -> Any:
-  """Corrects the size of the statistics' last axis to the number of groups.
+  """Sets the size of the statistics' last axis to the number of groups.
 
   A state has the structure of its parameters, so haliax assumes that statistics
   have the parameters' axes, and shards them like the parameters. That fails if
-  the number of groups is not a multiple of the devices along the last axis.
+  the devices along the last axis cannot split the groups evenly.
   """
 
   def named(node):

@@ -23,9 +23,9 @@ from coat_jax.numerics import recipes
 class CoatProvider(qwix.QuantizationProvider):
   """Multiplies activations by weights in FP8, forward and backward.
 
-  This changes only x [..., D] times a weight [D, ...], that is, matmuls without
-  batch axes whose right operand has at least two axes. Attention's matmuls have
-  batch axes and stay as they are.
+  Only matmuls without batch axes whose right operand has at least two axes are
+  changed: x [..., D] times a weight [D, ...]. Attention's matmuls have batch
+  axes, so they do not change.
 
   Args:
     rules: `qwix.QuantizationRule`s. Their `module_path` and `op_names` select
@@ -97,9 +97,9 @@ def _is_product(x: Any, w: Any) -> bool:
 def _contracted(
   subscripts: Any, operands: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-  """Returns the axes of x and of w that "btd,dnh->btnh" contracts.
+  """Returns the axes of x and of w that an einsum "btd,dnh->btnh" contracts.
 
-  Returns None unless w is a weight whose axes come last in the result.
+  Returns None unless w is a weight whose other axes come last in the result.
   """
   if len(operands) != 2 or not isinstance(subscripts, str):
     return None

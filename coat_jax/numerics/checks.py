@@ -2,7 +2,7 @@
 """Argument checks with messages "op: name must be rule, got value; remedy".
 
 A wrong type raises a TypeError, a wrong value a ValueError. In every check `op`
-is the public function that was called, `name` and `value` describe its
+is the public function that was called, `name` and `value` are those of its
 argument, and `remedy` tells the caller what to do.
 """
 
@@ -120,8 +120,8 @@ def check_number(
 
   `optax.inject_hyperparams` passes hyperparameters as scalar arrays, and under
   `jit` their values are unknown, so we never read the values of JAX arrays.
-  If `allowed` is None, only the type is checked. The message appends `or_else`,
-  which states what else the argument may be.
+  If `allowed` is None, only the type is checked. `or_else` extends the rule in
+  the message by what else the argument may be.
   """
   if is_array(value):
     kind: Any = jnp.integer if is_whole else jnp.number
@@ -161,8 +161,8 @@ def flatten_like(
 ) -> list[Any]:
   """Lists the nodes of a tree that correspond to the leaves of `treedef`.
 
-  Raises a ValueError if the tree does not have this structure; in the message,
-  `of` names the tree that has it.
+  Raises a ValueError if the structures differ. In the message, `of` names the
+  tree with the structure `treedef`.
   """
   try:
     return treedef.flatten_up_to(tree)
@@ -183,7 +183,7 @@ def check_array(
   kind: Any = jnp.floating,
   remedy: str,
 ) -> None:
-  """Raises unless a value is an array of this kind with this many axes.
+  """Raises unless a value is an array of kind `kind` with `ndim` axes.
 
   `rule` describes the array in the message, as in "int [B, T]". `ndim` is the
   number of axes, a collection of allowed numbers, or () for any number. `kind`

@@ -71,7 +71,8 @@ def array_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
 def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
   """Casts floats to a format: clips them to ±qmax, rounds to nearest even.
 
-  NaN stays NaN. INT8 has no NaN: the code is 0, and only the scale is NaN.
+  NaN stays NaN, except in INT8, which has no NaN: the code is 0, and only the
+  scale is NaN.
   """
   x = jnp.clip(x.astype(jnp.float32), -qmax(dtype), qmax(dtype))
   return _format(dtype).nearest(x).astype(dtype)
@@ -89,7 +90,7 @@ def neighbours(x: Float[Array, "*s"], dtype: DTypeLike) -> tuple[Array, Array]:
   return jnp.where(is_nan, x, lower), jnp.where(is_nan, x, upper)
 
 
-# We clip gradients to this magnitude, so that their squares are finite.
+# Gradients are clipped to this magnitude, so that their squares are finite.
 ROOT_OF_LARGEST = 2.0**63
 
 
@@ -120,7 +121,7 @@ class _FP8:
     """Rounds f32 within ±qmax to the nearest value, ties to even."""
     drop = self._dropped_bits
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # Half a step minus one, plus one if the kept part is odd: ties to even.
+    # Half a step minus 1, plus 1 if the kept part is odd, rounds ties to even.
     half = jnp.uint32((1 << (drop - 1)) - 1) + ((bits >> drop) & jnp.uint32(1))
     normal = _truncated(bits + half, drop)
     step = self._smallest
@@ -129,7 +130,7 @@ class _FP8:
     return jnp.where(jnp.isnan(x), x, rounded)
 
   def around(self, x: Array) -> tuple[Array, Array]:
-    """Returns the largest value not above a nonnegative f32, and the next."""
+    """Returns the format's largest value <= x, and the next; x is f32 >= 0."""
     drop, step = self._dropped_bits, self._smallest
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     is_normal = x >= self._smallest_normal

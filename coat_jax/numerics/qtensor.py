@@ -3,13 +3,14 @@
 
 A `QTensor` is a pair (qvalue, scale) with x ≈ qvalue * scale. Quantizing
 divides by the scale, amax / qmax, and dequantizing multiplies by it. A group is
-`group_size` consecutive values of the last axis, and never crosses rows. So the
-scale has a row for each row of x, and both are sharded alike. The last group of
-a row may be short.
+`group_size` consecutive values of a row (along the last axis). So the scale has
+a row for each row of x, and both are sharded alike. The last group of a row may
+be short.
 
-Two granularities are enough (arXiv:2410.19313, section 5):
-  * Matmul operands have one f32 scale per tensor. Kernels find its amax in two
-    stages (Group Scaling): the maximum of each group, then of all groups.
+COAT uses two granularities (arXiv:2410.19313, section 5):
+  * Matmul operands have one f32 scale per tensor. Kernels find the tensor's
+    amax in two stages (Group Scaling): first each group's amax, then the
+    maximum of these.
   * Inputs of non-linear operations have one BF16 scale per 16 values. We round
     the scale *up* to BF16 and divide by the rounded scale. So no quotient
     exceeds qmax, and dequantizing multiplies by exactly the divisor.
@@ -83,7 +84,8 @@ class QTensor:
     shape, size = self.qvalue.shape, self.group_size
     scale = _checked_scale("dequantize", self.scale, shape, size)
     codes = split_groups(self.qvalue, shape[-1] if size is None else size)
-    # If we repeated the scale to [..., n], XLA for TPUs would store the result.
+    # If we repeated the scale to [..., n], XLA for TPUs would write the result
+    # to memory.
     return codes.astype(jnp.float32) * scale
 
 
@@ -153,7 +155,7 @@ def amax_to_scale(
 
   We do not divide by qmax, because some compilers, but not all, replace such a
   division by this multiplication. A group of zeros has scale 1. `scale_dtype`
-  is float32 or bfloat16; to bfloat16 the scale is rounded up.
+  is float32, or bfloat16, to which the scale is rounded up.
   """
   if dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16):
     rule, remedy = "float32 or bfloat16", "pass one of these"
@@ -221,9 +223,9 @@ def quantize(
   stored in BF16; qvalue = rne(clip(x / scale, ±qmax)).
 
   Args:
-    x: float [..., n]. A NaN turns its own group into NaN, and no other group.
-    group_size: at least 1; the last group may be short. None for one scale for
-      the whole array; inside `jax.shard_map` for each device's shard.
+    x: float [..., n]. A NaN in x makes its group NaN, but no other group.
+    group_size: at least 1; the last group may be short. None for one scale per
+      array or, inside `jax.shard_map`, per shard.
     dtype: E4M3, E5M2 or INT8.
     scale_dtype: float32 or bfloat16.
 
@@ -254,9 +256,8 @@ def quantize(
 def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
   """Returns x * a * b, for a matmul x of codes with scales a and b.
 
-  We compute x * (a * b), unless a * b is below f32's smallest normal number, as
-  for gradients near 1e-34. In that case we multiply x by a * b * 2^64 and then
-  by 2^-64.
+  We compute x * (a * b). If a * b is below f32's smallest normal number, as for
+  gradients near 1e-34, we instead multiply x by a * b * 2^64 and then by 2^-64.
   """
   raised = jnp.minimum(a, b) * 2.0**64 * jnp.maximum(a, b)
   is_raised = raised < 2.0 ** (64 - 126)
@@ -265,7 +266,7 @@ def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
 
 
 def _checked_scale(op, scale, shape, group_size) -> Array:
-  """Checks a scale's shape, and returns it as f32 [] or [..., groups, 1]."""
+  """Checks a scale's shape; returns the scale, f32 [] or [..., groups, 1]."""
   if group_size is None:
     want = ()
   else:

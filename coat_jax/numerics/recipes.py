@@ -14,13 +14,14 @@ activations, w [D, F] weights, g [T, F] gradients):
 Except in `fp8_block`, a matmul operand has one scale per tensor, computed just
 in time. Matmuls accumulate in f32, or in int32 for `int8`. `coat` differs from
 `fp8_linear` in the rest of the layer: norms and activation functions read FP8
-values with one scale per 1 x 16 group, and save these values instead of BF16
-ones (arXiv:2410.19313, section 5). `fp8_block` is `coat` with the matmuls of
+values with one scale per 1 x 16 group, and save these instead of BF16 values
+(arXiv:2410.19313, section 5). `fp8_block` is `coat` with the matmuls of
 DeepSeek-V3: one scale for each block of 128 values along the axis that a matmul
 sums over (`scaling.Blocks`), and gradients in E4M3.
 
-Bytes per token that a Llama layer of width D and MLP width F saves, without
-scales (one BF16 scale per 1 x G group adds 2 / G bytes per value):
+With `residuals` "coat" or "minimal", a Llama layer of width D and MLP width F
+saves these bytes per token. Scales are not included: one BF16 scale per 1 x G
+group adds 2 / G bytes per value.
 
                        coat                  minimal
   norm inputs          2 x D bytes           2 x D bytes
@@ -30,7 +31,7 @@ scales (one BF16 scale per 1 x G group adds 2 / G bytes per value):
   q, k, v              3 x 2 D bytes         3 x 2 D bytes
   attention's output   2 D bytes             2 D bytes
 
-With attention="fp8", q, k and v take 3 x D bytes.
+With attention="fp8", q, k and v are saved in 3 x D bytes.
 """
 
 import dataclasses
@@ -91,7 +92,7 @@ class MeshAxes:
     tensor: the axis that splits heads, an MLP's columns and, between blocks,
       the positions of a sequence; or None.
     expert: the axis of `batch` that splits whole experts of a mixture, or None.
-      Tokens are exchanged over it, and other weights are replicated.
+      Tokens are exchanged along it, and all other weights are replicated.
     grad_dtype: dtype in which gradients of weights are summed over devices.
 
   Raises:
@@ -141,7 +142,7 @@ class MeshAxes:
 
   @property
   def same_experts(self) -> tuple[str, ...]:
-    """The axes over which devices hold copies or shares of the same experts."""
+    """The axes over which devices hold copies or shards of the same experts."""
     return tuple(name for name in self.tokens if name != self.expert)
 
 
@@ -150,7 +151,7 @@ class CoatRecipe:
   """A recipe; build one with a function of this module, such as `coat()`.
 
   Attributes:
-    linear: format of matmul operands.
+    linear: format of the operands of weight matmuls.
     scaling: how operands of FP8 matmuls are scaled: `ops.PerTensor`,
       `ops.Blocks`, or your own subclass of `ops.Scaling`, which runs as plain
       JAX. On a mesh, `Blocks` requires a single device along the tensor axis.
@@ -159,28 +160,30 @@ class CoatRecipe:
     residuals: "coat" saves what the code of COAT's authors saves; "minimal"
       recomputes norm outputs, SiLU and elementwise products in the backward
       pass.
-    attention: format in which q, k and v are saved. With "fp8", the forward
-      pass also computes attention from the dequantized values. The output is
-      saved in BF16: the backward pass of the softmax needs it unrounded.
+    attention: format in which q, k and v are saved. With "fp8", attention is
+      computed from the dequantized values in both passes. The output is saved
+      in BF16, because the softmax's backward pass needs it unrounded.
     group_size: number of values that share a scale in the inputs of norms and
       activation functions.
-    experts: format of the operands of grouped expert matmuls, in recipe `coat`.
-      "fp8" uses one scale per expert for weights.
-    weight_cache: what is computed from a weight once per step and then reused:
-      "none", its "scale", or its "codes" in both layouts (2 bytes per value).
+    experts: format of the operands of grouped expert matmuls. "fp8" requires
+      recipe `coat`, and scales each expert's weight separately.
+    weight_cache: what is computed from each weight once per step and reused:
+      nothing ("none"), its "scale", or its FP8 "codes" in both layouts (2 bytes
+      per value).
     implementation: None for kernels on a GPU, "xla" for plain JAX everywhere.
     evaluation: "same" evaluates with the formats of training; "bf16" evaluates
       without FP8, as the authors' code does.
-    formats: kernels support the default, E4M3 for values and E5M2 for
-      gradients; other formats of `coat_jax.numerics.formats` run as plain JAX.
-    axes: what the axes of a mesh split; FP8 blocks then run on each device's
-      shard (`jax.shard_map`), under `jax.set_mesh`. Pass None on one device, or
-      if the data and FSDP axes are explicit (the arrays' types then contain the
+    formats: formats of values and gradients. Kernels support those of `coat`
+      and `fp8_block`; other formats of `coat_jax.numerics.formats` run as plain
+      JAX.
+    axes: what the axes of a mesh split. FP8 blocks then run on each device's
+      shard (`jax.shard_map`); call them under `jax.set_mesh`. Pass None on one
+      device, on explicit data and FSDP axes (the arrays' types then contain the
       sharding), or to let XLA partition layers, which then use no kernels.
 
   Raises:
     TypeError: a field has the wrong type.
-    ValueError: a field has an unknown value, or fields contradict each other.
+    ValueError: a field has an unknown value, or fields are incompatible.
   """
 
   linear: Kept = "fp8"
@@ -249,7 +252,7 @@ class CoatRecipe:
     return "fp8_linear" if self.nonlinear == "bf16" else "coat"
 
   def describe(self) -> str:
-    """Describes in which formats a layer multiplies and saves values.
+    """Describes the formats in which a layer multiplies and saves values.
 
     Examples:
       >>> from coat_jax import recipes
@@ -279,7 +282,7 @@ class CoatRecipe:
     )
 
   def for_evaluation(self) -> "CoatRecipe":
-    """Returns the recipe to evaluate with."""
+    """Returns the recipe that evaluation uses."""
     if self.evaluation == "same":
       return self
     preset = bf16(implementation=self.implementation)

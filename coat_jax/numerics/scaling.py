@@ -5,15 +5,16 @@
              activation functions read and save
   PerTensor  one f32 scale; an operand's columns are its rows transposed
   Blocks     one scale per 128 values along the axis that a matmul sums over; an
-             operand's rows are quantized along features, columns along tokens
+             operand's rows are quantized along features, its columns along
+             tokens
   Tiles      one scale per 128 x 128 values, for weights that are multiplied by
              an operand with `Blocks`
 
 A recipe chooses the `Scaling` class for the operands of its matmuls; operations
 and layers treat all scalings alike. Scales of blocks and tiles are powers of
-two. So each dequantized value is exact in BF16, and quantizing it again along
-the other axis does not change it, unless it is below 2^-14 times the largest
-value of its block.
+two, so each dequantized value is exact in BF16. Quantizing the value again
+along the other axis changes it only if it is below 2^-14 times the largest
+value of its new block.
 
 Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.
@@ -61,8 +62,8 @@ class BlockScales(NamedTuple):
 class Operand(NamedTuple):
   """A matrix in FP8 with its scales, laid out for the matmuls that read it.
 
-  FP8 matmuls on Hopper require the summed axis last in both operands. A matrix
-  that is summed over its rows is therefore transposed when it is quantized:
+  FP8 matmuls on Hopper require the contracted axis last in both operands. So a
+  matrix whose first axis is contracted is transposed when it is quantized;
   transposing FP8 codes later would cost another pass over memory.
 
   Attributes:
@@ -107,10 +108,10 @@ class Scaling(abc.ABC):
     axis_names: inside `jax.shard_map`, the axes over which all shards of a
       tensor share one scale.
     description: describes the scales in `CoatRecipe.describe`.
-    saves_rows: whether a layer saves an input's rows, so that `turn` computes
-      the columns in the backward pass; otherwise a layer saves columns.
-    saves_scale: whether a layer saves a weight's scale for the backward pass;
-      otherwise the backward pass recomputes it.
+    saves_rows: whether a layer saves its input's rows, from which `turn`
+      computes the columns in the backward pass. Otherwise it saves the columns.
+    saves_scale: whether a layer saves its weight's scale for the backward pass.
+      Otherwise the backward pass recomputes the scale.
   """
 
   dtype: DTypeLike = E4M3
@@ -121,7 +122,7 @@ class Scaling(abc.ABC):
   saves_scale: ClassVar[bool] = True
 
   def find_scale(self, x: Array) -> Scales | None:
-    """Returns the scale of x [..., n], or None if each layout has its own."""
+    """Returns the scale of x; None if layouts are scaled separately."""
     del x
 
   @abc.abstractmethod
@@ -131,7 +132,7 @@ class Scaling(abc.ABC):
     """Quantizes x [..., n]; `scale` is `find_scale(x)`, if already known."""
 
   def find_joined_scale(self, parts: Sequence[Array], n: int) -> Scales | None:
-    """Returns the scale of the values that `quantize_joined` quantizes."""
+    """Returns the scale for `quantize_joined` of the same parts."""
     return self.find_scale(_joined(parts, n))
 
   def quantize_joined(
@@ -141,7 +142,7 @@ class Scaling(abc.ABC):
     scale: Scales | None = None,
     layout: Layout = "rows",
   ) -> Operand:
-    """Quantizes rows that are given in parts, to be concatenated.
+    """Concatenates parts of rows, and quantizes the result.
 
     Each part is [..., groups, group_size] and contains n values of each row; a
     short last group is padded with zeros.
@@ -155,7 +156,7 @@ class Scaling(abc.ABC):
 
   @property
   def of_weights(self) -> "Scaling":
-    """The scaling of the weights that these operands are multiplied by."""
+    """The scaling of weights that these operands are multiplied by."""
     return self
 
 
@@ -244,7 +245,7 @@ class Blocks(Scaling):
 class Tiles(Scaling):
   """A scale per 128 x 128 values of a weight [m, n].
 
-  The columns are the rows transposed, and so are their scales.
+  The columns are the transposed rows, with transposed scales.
   """
 
   saves_scale: ClassVar[bool] = False

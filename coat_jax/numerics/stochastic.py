@@ -2,19 +2,20 @@
 """Random words (uint32) for stochastic rounding.
 
 The generator is stateless: each element of each leaf at each step gets one
-32-bit word, hashed from (seed, step, leaf, row, column). Row and column are
-*global* indices. So words do not depend on the sharding, and a resumed run, or
-a kernel that knows its offsets, draws the same words. Row and column are hashed
-separately because a stacked leaf can have more than 2^32 elements.
+32-bit word, hashed from (seed, step, leaf, row, column). A resumed run draws
+the same words. Row and column are *global* indices, so words do not depend on
+the sharding, and a kernel that knows its offsets draws the same words too. Row
+and column are hashed separately because a stacked leaf can have more than 2^32
+elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
 search), which takes 8 integer operations per word; Threefry takes about 37. We
-hash only once per 8 columns: their words are the hash times powers of one
-multiplier, that is, 8 successive states of a multiplicative generator. Each
-word by itself is uniform, since every step starts from another hash, and any
-two words are uncorrelated. The second moment's word is 8 states after the first
-moment's (`next_words`), and the parameter's word another 8 states later. Use
-the high bits of a word: the low bits of such a generator hardly change.
+hash only once per 8 columns. Their words are the hash times the powers 0 to 7
+of a multiplier, which are successive states of a multiplicative generator. Each
+word is uniform, since every step starts from another hash, and any two words
+are uncorrelated. The second moment's word is 8 states after the first moment's
+(`next_words`), and the parameter's word another 8 states later. Use the high
+bits of a word, because the low bits of such a generator hardly change.
 """
 
 import dataclasses
@@ -29,10 +30,10 @@ from jaxtyping import Float, UInt32
 # 2^32 divided by the golden ratio, made odd. It spreads consecutive rows,
 # columns and steps far apart before they are mixed.
 GOLDEN = 0x9E3779B9
-# Number of neighbouring columns that share a hash. The multiplier is one of
-# Steele and Vigna's for 32 bits ("Computationally easy, spectrally good
-# multipliers", arXiv:2001.05304).
+# The number of neighbouring columns that share a hash.
 RUN = 8
+# A multiplier by Steele and Vigna ("Computationally easy, spectrally good
+# multipliers", arXiv:2001.05304).
 MULTIPLIER = 0x915F77F5
 
 
@@ -67,9 +68,9 @@ def random_words(
   """Returns one uniform, uncorrelated 32-bit word per element: uint32 `shape`.
 
   The index along the last axis is the column; all other indices, combined in
-  row-major order, are the row. To draw the words of a part of an array, pass
-  the indices of its first element as `start`, uint32 [axes], and the shape of
-  the whole array as `whole`.
+  row-major order, are the row. To draw the words for a part of an array, pass
+  the indices of the part's first element as `start`, uint32 [axes], and the
+  shape of the whole array as `whole`.
   """
   if not shape:
     return random_words(key, (1,))[0]
@@ -122,7 +123,7 @@ class LeafPart:
 
 
 def times_power(word: Array, column: Array) -> Array:
-  """Returns word MULTIPLIER^(column modulo RUN), all uint32."""
+  """Returns word * MULTIPLIER^(column modulo RUN), all uint32."""
   # In a kernel, the column of each register, and so its power, is a
   # compile-time constant.
   for bit in range(RUN.bit_length() - 1):
@@ -159,7 +160,7 @@ def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
   """Rounds f32 up or down to bfloat16 at random, so that E[result] = x.
 
   `words` is uint32 of x's shape, of which the high 16 bits are used. NaN,
-  infinities and values that are exact in bfloat16 do not change.
+  infinities and values that bfloat16 represents exactly do not change.
   """
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
   # bfloat16 is the upper half of an f32. Adding a random number to the lower

@@ -2,10 +2,10 @@
 """Every operation of a COAT layer, forward and backward.
 
 Each operation is an `Op`: a definition in plain jnp, which determines the
-numbers, and GPU implementations with the same signature. A call passes the
-definition's arguments, and optionally `implementation` (see `dispatch`).
-Operations have no gradients: `layers` pairs forward and backward operations
-with `jax.custom_vjp`.
+results, and kernels with the same signature. A call passes the definition's
+arguments, and optionally `implementation` (see `dispatch`). Operations are not
+differentiable: `layers` pairs forward and backward operations with
+`jax.custom_vjp`.
 
 Matmuls read `Operand`s: FP8 codes in the layout that the matmul needs, scaled
 by a `Scaling`. Norms and activation functions read `QTensor`s with one BF16
@@ -14,12 +14,12 @@ all arithmetic is f32; nothing is rounded to BF16. `dy` and other gradients that
 are not operands are BF16 or f32; `dx` is returned in `dtype`. A definition
 calls other definitions, never a kernel, so "xla" is plain jnp throughout.
 
-Group Scaling: the operation that produces an operand's values also finds their
-largest magnitude (`norm_input`, `activation_input`). Writing the operand then
-reads the values once in the forward pass and, with the same scale, once in the
-backward pass. Inside `jax.shard_map`, devices along a scaling's `axis_names`
-hold shards of one tensor and share a scale. Without `axis_names`, each device's
-tensor has its own scale.
+Group Scaling: `norm_input` and `activation_input` also find the scale of the
+operand that is later computed from their result. The operations that write the
+operand, in the forward and in the backward pass, then read their input only
+once. Inside `jax.shard_map`, devices along a scaling's `axis_names` hold shards
+of one tensor and share a scale. Without `axis_names`, each device computes a
+scale for its tensor.
 
 Source: arXiv:2410.19313, section 5; backward formulas are the derivatives.
 """

@@ -7,12 +7,12 @@
   activation_bwd_operands  writes operands for the backward passes of the
                            matmuls before and after the function
 
-`parts` is (x,) or (gate, up), arrays [..., F]. `scale` comes from
+`parts` is (x,) or (gate, up), `QTensor`s [..., F]. `scale` comes from
 `activation_input`. The backward pass recomputes the function's output, because
 the weight gradient of the next matmul needs it.
 
-We write (1 + tanh(u)) / 2 as sigmoid(2 u), because 1 + tanh(u) loses its digits
-to cancellation if tanh(u) is near -1.
+We write (1 + tanh(u)) / 2 as sigmoid(2 u), because 1 + tanh(u) cancels if
+tanh(u) is near -1.
 """
 
 from typing import Any, get_args
@@ -78,8 +78,8 @@ def activation_derivative(x: Array, *, activation: Activation) -> Array:
     sigmoid = jax.nn.sigmoid(x)
     return sigmoid * (1 + x * (1 - sigmoid))
   if activation == "gelu_quick":
-    # Clip x for the same reason as below. At the bound, sigmoid(-102) is not
-    # subnormal.
+    # Clip x for the same reason as below. sigmoid(-102), the smallest value
+    # within the bounds, is not subnormal.
     x = jnp.clip(x, -60, 60)
     cdf = jax.nn.sigmoid(_QUICK * x)
     return cdf + _QUICK * x * cdf * (1 - cdf)
@@ -151,8 +151,8 @@ def activation_bwd_operands(
 ) -> tuple[Operand, Operand, Array | None]:
   """Computes x's gradient in both layouts, and the output in columns.
 
-  With `has_sums`, the third result is the gradient of the bias before the
-  function: x's unrounded gradient, summed over rows in f32.
+  If `has_sums`, the third result is the gradient of a bias that was added to x:
+  x's unrounded gradient, summed over rows in f32.
   """
   dx = _gradients(dy, parts, activation)
   sums = None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in plain jnp, forward and backward, in chunks of queries.
 
-Like FlashAttention, it saves q, k, v, the output and each row's log-sum-exp,
+Like FlashAttention, this saves q, k, v, the output and each row's log-sum-exp,
 and recomputes the probabilities of one chunk of queries at a time, so that no
 [T, S] matrix is ever in memory. With a window, a chunk reads only the keys that
 its queries see, so T (window + chunk) scores are computed instead of T S.
@@ -50,7 +50,7 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
     raise ValueError(
       "attention: segments must be integers [B, T] for T queries and T keys, "
       f"got {segments.dtype} {segments.shape} for q {q.shape} and k {k.shape}; "
-      "number the documents, and pass each token's number"
+      "pass the number of each token's document"
     )
 
 
@@ -65,8 +65,8 @@ def attention_fwd(
 ) -> AttentionResiduals:
   """Computes softmax(scale q k^T) v and the log-sum-exp of each query's scores.
 
-  q is [B, T, N, H]; k and v are [B, S, K, H]. With `segments`, int32 [B, T]
-  where S = T, a query sees only keys of its own segment.
+  q is [B, T, N, H]; k and v are [B, S, K, H]. If `segments`, int32 [B, T] where
+  S = T, are passed, a query sees only keys of its segment.
   """
 
   def one_chunk(args):
@@ -137,7 +137,7 @@ def attention_bwd(
 class Chunk(NamedTuple):
   """A chunk of queries [B, chunk, K, R, H], and the keys that it reads.
 
-  The chunk's first query is number `start`, at the same position as key
+  The chunk's first query has index `start` and the same position as key
   `start + offset`. The chunk reads `length` of the `all` keys, beginning with
   key `first`.
   """
@@ -153,7 +153,7 @@ class Chunk(NamedTuple):
 
   @classmethod
   def of(cls, queries, segments, q, k, kind: AttentionKind) -> "Chunk":
-    """Makes a chunk that reads all keys or, with a window, only some of them.
+    """Makes a chunk that reads all keys, or with a window only some of them.
 
     `queries` and `segments` come from `in_chunks`.
     """
@@ -185,10 +185,10 @@ class Chunk(NamedTuple):
     return jax.lax.dynamic_update_slice_in_dim(sums, x, self.first, axis=1)
 
   def scores(self, k: Array, segments: Array | None):
-    """Computes masked scores, and the derivative of each score by q k^T.
+    """Computes masked scores, and their derivatives with respect to q k^T.
 
-    Both are f32 [B, K, R, chunk, length]. If all derivatives are equal, they
-    are returned as one number.
+    Both are f32 [B, K, R, chunk, length], but without a soft cap all
+    derivatives are equal and returned as one number.
     """
     scale, cap = self.kind.scale_of(self.q.shape[-1]), self.kind.soft_cap
     products = einsum_f32("btkrh,bskh->bkrts", self.q, self.read(k))
@@ -232,7 +232,10 @@ def grouped_heads(x: Array, kv_heads: int) -> Array:
 
 
 def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
-  """Splits x [B, T, ...] to [chunks, B, chunk, ...]; also returns starts."""
+  """Splits x [B, T, ...] to [chunks, B, chunk, ...].
+
+  Also returns the index of each chunk's first query.
+  """
   if x is None:
     return None
   chunk = max(min(_CHUNK, x.shape[1]), 1)
@@ -240,8 +243,8 @@ def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
   x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
   x = x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *x.shape[2:])
   x, first = jnp.moveaxis(x, 1, 0), jnp.arange(x.shape[1]) * chunk
-  # Make masks depend on data. Otherwise they are the same in every layer, and
-  # XLA would compute all of them before a scan over layers, and keep them.
+  # Make masks depend on data. Otherwise they would be the same in every layer,
+  # and XLA would compute all of them before a scan over layers, and keep them.
   return jax.lax.optimization_barrier((x, first))
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 matmuls written in the form that XLA compiles to one cuBLASLt call.
 
-XLA compiles a `dot_general` with an FP8 algorithm to one call if it sums over
+XLA compiles a `dot_general` with an FP8 algorithm to one call if it contracts
 the last axis of both operands, and if the `dot_general` and the scalar factor
-that follows already have the result's dtype. Any other form adds a separate
+that follows it already have the result's dtype. Any other form adds a separate
 pass over the result or an operand. An added bias becomes part of the call, and
-so does a matrix that is added after the bias. Inside the call the factor and
-the sums are f32: XLA:GPU drops the roundings to BF16.
+so does a matrix that is added after the bias. Inside the call, the factor and
+the sums are f32, because XLA:GPU drops the roundings to BF16.
 
 The call accepts one factor, so the two scales are multiplied first. If their
 product is below f32's smallest normal number, 1.2e-38, the product and the
@@ -49,12 +49,12 @@ def _matmul(a: QTensor, b: QTensor, dtype: DTypeLike, algorithm) -> Array:
 
 
 def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
-  """Returns why cuBLASLt would need padding or casts for operands, or None."""
+  """Returns why one cuBLASLt call cannot multiply these operands, or None."""
   reason = why_not_before(FP8, "an FP8 matmul of cuBLASLt")
   if reason is not None:
     return reason
   if isinstance(a.scale, BlockScales) or isinstance(b.scale, BlockScales):
-    return "cuBLASLt needs one scale per tensor, got scales of blocks"
+    return "cuBLASLt needs one scale per tensor, got block scales"
   wrong = {x.dtype.name for x in arrays if not is_fp8(x.dtype)}
   if wrong:
     names = " and ".join(sorted(wrong))

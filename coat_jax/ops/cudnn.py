@@ -5,10 +5,10 @@ JAX has no public functions for most of this, so this file, and no other, calls
 private functions of JAX. If the installed JAX lacks one of them, `_why_not`
 reports it, and attention runs in XLA.
 
-Attention with soft caps or segments does not run in cuDNN. Before version 0.12,
-JAX's cuDNN call accepts no function that changes the scores. cuDNN's packed
-layout needs a static number of segments, but ids per token allow as many
-segments as tokens.
+cuDNN does not run attention with soft caps or segments. A soft cap changes the
+scores, and JAX's cuDNN call accepts a function for this only from version 0.12
+on. Segments are ids of tokens, so there may be as many segments as tokens, but
+cuDNN's packed layout needs a static number of segments.
 """
 
 import inspect
@@ -106,8 +106,8 @@ def attention_bwd(
   kind: AttentionKind,
 ) -> tuple[Array, Array, Array]:
   """`ops.attention_bwd`."""
-  # Call the private primitive: here the output and the log-sum-exp of the
-  # forward pass are arguments, and no public function of JAX accepts them.
+  # Call the private primitive, because no public function of JAX accepts the
+  # forward pass's output and log-sum-exp as arguments.
   unused = jnp.zeros(0, q.dtype)
   # From JAX 0.12 on, the call has another required argument: a function that
   # changes the scores, or None.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatches each operation to one of its implementations.
 
-A call passes the definition's arguments, and `implementation`:
+A call passes the arguments of the operation's definition, and `implementation`:
 
   None          runs the first kernel for this GPU or TPU that supports these
                 arguments, else "xla"
@@ -9,13 +9,12 @@ A call passes the definition's arguments, and `implementation`:
   another name  runs that implementation, or raises an `Unsupported` error if it
                 cannot run these arguments
 
-`explain` reports which implementation would run, and why. Nothing else depends
-on the platform.
+`explain` reports which implementation would run, and why.
 
 An implementation has the definition's signature. In `@kernel(why_not)`, the
 function `why_not` returns why the implementation cannot run arguments of these
-shapes, dtypes and options, or None. `op.kernels["name"] = kernel` adds your own
-implementation.
+shapes, dtypes and options, or None. `op.kernels["name"] = kernel` adds an
+implementation of yours.
 """
 
 import dataclasses
@@ -62,8 +61,8 @@ class Op[R]:
 
   Attributes:
     definition: the operation in plain jnp; determines the signature.
-    kernels: maps an implementation's name to its kernel. The first kernel for
-      the platform that supports the arguments runs. You may add your own.
+    kernels: maps an implementation's name to its kernel. The first one that
+      supports the platform and the arguments runs. You may add your own.
     check: a function that raises for arguments that no implementation supports,
       or None.
   """
@@ -86,7 +85,7 @@ class Op[R]:
     return ("xla", *self.kernels)
 
   def require_known(self, implementation: Any, op: str = "") -> None:
-    """Raises a NotImplementedError that names `op` if the name is unknown."""
+    """Raises a NotImplementedError, which names `op`, for an unknown name."""
     if implementation not in (None, *self.implementations):
       raise NotImplementedError(
         f"{op or self.name}: implementation must be one of "
@@ -95,7 +94,7 @@ class Op[R]:
       )
 
   def kernel(self, implementation: str) -> Callable[..., R]:
-    """Returns the function for a name in `implementations` other than "xla"."""
+    """Returns the function for any name in `implementations` but "xla"."""
     found = self.kernels[implementation]
     if not isinstance(found, str):
       return found
@@ -117,7 +116,7 @@ class Op[R]:
       check_choice(self.name, "layout", kwargs["layout"], layouts)
     if self.check is not None:
       self.check(*args, **kwargs)
-    # Inside shard_map, the caller sums gradients over devices.
+    # Inside shard_map, let all arguments vary over the same mesh axes.
     args, kwargs = varying((args, kwargs))
     if implementation is None:
       return self._choose(args, kwargs)
@@ -129,7 +128,7 @@ class Op[R]:
     return self.kernel(implementation)(*args, **kwargs)
 
   def _choose(self, args, kwargs) -> R:
-    """Runs a kernel if the target platform has one, else the definition."""
+    """Runs the first kernel that supports the call, else the definition."""
     platform = target()
     for name in self.kernels if platform else ():
       if _platform_of(name) != platform:
@@ -194,7 +193,7 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
   if "cuda" in chosen:
     return f"{op.name}: {where}{experience()}"
   where = where if chosen else "xla everywhere"
-  # Several kernels may give the same reason.
+  # Several kernels may have the same reason.
   why = list(dict.fromkeys(reasons)) or ["there is no kernel for it"]
   return f"{op.name}: {where} ({'; '.join(why)})"
 
@@ -202,7 +201,7 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
 def op[R](
   check: Callable[..., None] | None = None, **kernels: Kernel
 ) -> Callable[[Callable[..., R]], Op[R]]:
-  """Makes an `Op` from its definition: `@op(mosaic="norm")`.
+  """Decorator that makes an `Op` from a definition: `@op(mosaic="norm")`.
 
   `kernels` maps an implementation's name to a function, or to the name of a
   module that contains a function with the definition's name. The module is in
@@ -220,8 +219,8 @@ def kernel[**P, R](
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
   """Makes an implementation raise `Unsupported` if `why_not` gives a reason.
 
-  `why_not` gets all arguments by name and may read shapes and dtypes of arrays.
-  It returns why the implementation cannot run these arguments, or None.
+  `why_not` receives all arguments by name, and may read shapes and dtypes of
+  arrays. It returns why the implementation cannot run these arguments, or None.
   """
 
   def make(run: Callable[P, R]) -> Callable[P, R]:
@@ -248,9 +247,9 @@ def kernel[**P, R](
 def _is_on_mesh() -> bool:
   """Returns whether code is traced in a shard_map over devices of a known kind.
 
-  If code with a collective chooses its platform at lowering, XLA compiles the
-  choice to a conditional, and the host waits for the device at each one. Code
-  without this choice is lowered for the mesh's platform only.
+  Such code is lowered for the mesh's platform only, so it need not choose the
+  platform at lowering. If code with a collective did so, XLA would compile the
+  choice to a conditional, at which the host would wait for the device.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return bool(mesh.manual_axes) and mesh.abstract_device is not None

@@ -5,7 +5,7 @@ In a mixture of experts, a group is the rows of one expert. The rows of a group
 are contiguous: the first sizes[0] rows belong to group 0, and so on. A group
 may be empty. Rows after the last group belong to no group: their results are
 zero, and they add nothing to a weight's gradient. In `grouped_wgrad`, g must be
-finite in these rows, because kernels set only x to zero.
+finite in these rows, because kernels set only these rows of x to zero.
 """
 
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ def _check_weights(rows, w, sizes, axis: int, needed: str) -> None:
   if not fits or rows.shape[1] != w.shape[axis]:
     raise ValueError(
       f"grouped: needs {needed}, weights [E, D, F] and sizes [E], got "
-      f"{rows.shape}, {w.shape} and {sizes.shape}; pass arrays of equal D, F "
-      "and E"
+      f"{rows.shape}, {w.shape} and {sizes.shape}; pass arrays whose D, F "
+      "and E match"
     )
 
 
@@ -59,7 +59,7 @@ def _product(a, b, sizes, summed, groups, dtype) -> Array:
 def grouped_fwd(
   x: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """Computes y [M, F]: each row of x [M, D] times its group's w [E, D, F]."""
+  """Computes y [M, F]: each row of x [M, D] times its group's weight [D, F]."""
   return _product(x, w, sizes, (1, 1), [0], dtype)
 
 
@@ -82,7 +82,7 @@ def grouped_wgrad(
 ) -> Array:
   """Computes dw [E, D, F]: x^T g of each group's rows, zero for empty groups.
 
-  With `rows_first`, dw is [D, E, F], so that devices can split it by rows.
+  If `rows_first`, dw is [D, E, F], so that devices can split it by rows.
   """
   dw = _product(x, g, sizes, (0, 0), [], dtype)
   return jnp.moveaxis(dw, 0, 1) if rows_first else dw

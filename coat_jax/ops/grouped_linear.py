@@ -11,7 +11,7 @@ after the last group belong to no group, and may contain anything, even NaN.
 they add nothing to a weight's gradient, and their results are zero.
 
 All tokens share a scale, all gradients share a scale, and each group's weight
-has its own. Codes are multiplied exactly, and sums are f32.
+has a separate scale. Codes are multiplied exactly, and sums are f32.
 """
 
 import jax
@@ -74,12 +74,12 @@ def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:
     )
   fits = rows.ndim == 2 and weights.ndim == 3
   fits = fits and rows.shape[1] == weights.shape[2]
-  scales = getattr(w.scale, "shape", None)  # None for scales of blocks.
+  scales = getattr(w.scale, "shape", None)  # None for block scales.
   if not fits or not sizes.shape == scales == weights.shape[:1]:
     raise ValueError(
       "grouped_linear: needs rows [M, K], weights [E, N, K], and scales and "
       f"sizes [E], got {rows.shape}, {weights.shape}, {scales} and "
-      f"{sizes.shape}; pass arrays whose K and E are equal"
+      f"{sizes.shape}; pass arrays whose K and E match"
     )
 
 
@@ -93,7 +93,7 @@ def _check_columns(x: Operand, g: Operand, sizes: Array, **_) -> None:
   if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or sizes.ndim != 1:
     raise ValueError(
       "grouped_linear: needs columns [D, M] and [F, M], and sizes [E], got "
-      f"{a.shape}, {b.shape} and {sizes.shape}; pass arrays whose M is equal"
+      f"{a.shape}, {b.shape} and {sizes.shape}; pass arrays whose M match"
     )
 
 
@@ -103,7 +103,7 @@ def _shapes(x: Operand) -> str:
 
 
 def group_of_rows(sizes: Array, m: int) -> Array:
-  """Returns the group of each of m rows; the last one for rows without one."""
+  """Returns the group of each of m rows; the last one for rows in no group."""
   group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(m), side="right")
   return jnp.minimum(group, len(sizes) - 1)
 
@@ -161,7 +161,7 @@ def grouped_linear_wgrad(
 ) -> Array:
   """Computes dw [E, D, F] from x.columns [D, M] and g.columns [F, M].
 
-  dw is zero for empty groups. With `rows_first`, dw is [D, E, F].
+  dw is zero for empty groups. If `rows_first`, dw is [D, E, F].
   """
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [1]), ([], [])),

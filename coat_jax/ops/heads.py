@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a projection into rotated heads, and joins heads, in plain jnp.
 
-The columns are ordered by key head: for each of the K key heads, the N / K
-query heads that share it, then the key and the value.
+The columns are ordered by key head. For each of the K key heads, they contain
+the N / K query heads that share it, then the key and the value.
 """
 
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def _check_heads(dq, dk, dv, *_, **__) -> None:
 def join_heads(
   dq: Array, dk: Array, dv: Array, cos: Array | None, sin: Array | None
 ) -> Array:
-  """Transposes `split_heads`, which is linear: returns [B, T, (N + 2 K) H]."""
+  """Computes the transpose of `split_heads`: [B, T, (N + 2 K) H]."""
   b, t, kv_heads, h = dk.shape
   heads = dq.shape[2] // kv_heads
   dq, dk = rotate_back(dq, cos, sin), rotate_back(dk, cos, sin)
@@ -91,7 +91,7 @@ def join_heads_operand(
 ) -> tuple[Operand, Array | None]:
   """Quantizes the result of `join_heads` for the projection's backward pass.
 
-  Returns the operand in both layouts. With `has_sums`, also returns the
+  Returns the operand in both layouts. If `has_sums`, also returns the
   unrounded gradient summed over tokens, f32 [(N + 2 K) H], for a bias.
   """
   joined = join_heads.definition(dq, dk, dv, cos, sin)

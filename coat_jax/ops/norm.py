@@ -55,7 +55,7 @@ def norm_values(
   x is [..., D]; gamma and beta are [D] or None. For "rms", no mean is
   subtracted, and rstd = (mean(x^2) + eps)^-1/2. For "layer",
   rstd = (var(x) + eps)^-1/2. Inside `jax.shard_map`, devices along `axis_names`
-  hold equal parts of each row.
+  hold shards of each row.
   """
   check_norm(x, gamma, beta, kind=kind, eps=eps)
   x = x.astype(jnp.float32)
@@ -69,7 +69,7 @@ def norm_values(
 
 
 def _mean(x: Array, axis_names: tuple[str, ...]) -> Array:
-  """Averages whole rows; devices along `axis_names` hold parts of them."""
+  """Averages whole rows, of which devices along `axis_names` hold shards."""
   mean = jnp.mean(x, axis=-1)
   return jax.lax.pmean(mean, axis_names) if axis_names else mean
 

@@ -40,7 +40,7 @@ def quantize_tensor(
 
 @op(mosaic="quantize")
 def tensor_scale(x: Array, *, scaling: Scaling = VALUES) -> Scales | None:
-  """Finds a tensor's scale; returns None if each layout has its own scales."""
+  """Finds a tensor's scale; returns None if layouts are scaled separately."""
   return scaling.find_scale(x)
 
 
@@ -48,7 +48,7 @@ def _why_not_cast(dtype, **_) -> str | None:
   if dtype == E4M3:
     return why_not_before(FP8, "a cast to E4M3 in one instruction")
   return (
-    "only a cast to float8_e4m3fn is one instruction, others may go through "
+    "only a cast to float8_e4m3fn is one instruction; others may go through "
     f"f16, got {jnp.dtype(dtype).name}"
   )
 
@@ -92,5 +92,5 @@ def turn_codes(codes: Array) -> Array:
 
 @op(mosaic="codes")
 def join_columns(parts: Array) -> Array:
-  """Joins the columns of P devices, [P, f, k], into [f, P k]."""
+  """Joins the columns [f, k] of P devices, [P, f, k], to [f, P k]."""
   return jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)

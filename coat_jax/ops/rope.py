@@ -27,7 +27,7 @@ from coat_jax.numerics.checks import (
 
 
 class RopeScaling(abc.ABC):
-  """Base of RoPE scalings: a frozen dataclass that changes frequencies."""
+  """Base class of RoPE scalings: frozen dataclasses that change frequencies."""
 
   @abc.abstractmethod
   def scaled(self, frequency: Array, *, theta: float) -> Array:
@@ -110,8 +110,8 @@ class YarnScaling(RopeScaling):
     factor: divisor of low frequencies.
     original_max_position_embeddings: the original context length.
     beta_fast, beta_slow: numbers of turns.
-    attention_factor: factor of cos and sin. None computes it from `factor`:
-      0.1 log(factor) + 1 or, with both `mscale` and `mscale_all_dim`,
+    attention_factor: factor of cos and sin; None for 0.1 log(factor) + 1 or, if
+      `mscale` and `mscale_all_dim` are set,
       (0.1 mscale log(factor) + 1) / (0.1 mscale_all_dim log(factor) + 1).
     mscale, mscale_all_dim: see `attention_factor`.
 
@@ -142,7 +142,7 @@ class YarnScaling(RopeScaling):
 
     first = max(math.floor(channel(self.beta_fast)), 0)
     last = min(math.ceil(channel(self.beta_slow)), 2 * half - 1)
-    width = last - first or 1  # If both are equal, any width gives a step.
+    width = last - first or 1  # If they are equal, any width gives a step.
     channels = jnp.arange(half, dtype=jnp.float32)
     kept = 1 - jnp.clip((channels - first) / width, 0, 1)
     return frequency * (kept + (1 - kept) / self.factor)
@@ -166,7 +166,7 @@ _RANGES = {
 
 
 def _check_fields(scaling, low: str = "", high: str = "") -> None:
-  """Raises unless fields are in their ranges, and the field `low` below `high`.
+  """Raises unless fields are in their ranges, and field `low` is below `high`.
 
   Fields without an entry in `_RANGES` must be above 0.
   """
@@ -273,7 +273,7 @@ def rotation(
 
 
 def _frequencies(theta, head_dim, kind):
-  """Returns frequencies f32 [R / 2] and the factor of cos and sin, or None."""
+  """Returns frequencies f32 [R / 2], and the factor of cos and sin unless 1."""
   if not isinstance(theta, tuple):
     rotary = as_rotary(theta)
     magnitude = rotary.magnitude
@@ -301,7 +301,7 @@ def as_rotary(theta: float | Rotary) -> Rotary:
 
 
 def rotate_back(x: Array, cos: Array | None, sin: Array | None) -> Array:
-  """Rotates by the opposite angles; this is the transpose of `rotate`."""
+  """Rotates by the opposite angles, which is the transpose of `rotate`."""
   return rotate(x, cos, None if sin is None else -sin)
 
 

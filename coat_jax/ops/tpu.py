@@ -3,9 +3,9 @@
 
 XLA for TPUs does not fuse a reshape from 688 groups of 16 to 11,008 values,
 although it fuses one from 512 groups to 8,192 values. If XLA does not fuse the
-reshape, it stores each value's scale in f32. XLA also stores values that two
-passes read. The functions in this file prevent both and change no values; on
-other platforms they do nothing.
+reshape, it stores an f32 scale for each value. XLA also stores f32 values that
+two passes read. The functions in this file prevent both, and change no values.
+On other platforms they do nothing.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from coat_jax.ops.dispatch import target
 def in_groups(x: Array, group_size: int) -> Array:
   """Makes XLA compute with x [..., n] in the shape [..., groups, group_size].
 
-  Otherwise XLA would reshape the operands of this computation (the scales).
+  Otherwise XLA would reshape the scales to the shape of x.
   """
   n = x.shape[-1]
   if target() != "tpu" or n % group_size:
@@ -29,7 +29,7 @@ def in_groups(x: Array, group_size: int) -> Array:
 
 
 def codes_in_groups(x: QTensor) -> QTensor:
-  """Applies `in_groups` to the codes."""
+  """Applies `in_groups` to the codes of a `QTensor`."""
   if x.group_size is None:
     return x
   return dataclasses.replace(x, qvalue=in_groups(x.qvalue, x.group_size))

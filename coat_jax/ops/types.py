@@ -68,7 +68,7 @@ class AttentionKind:
         check_number(op, name, value, POSITIVE, remedy)
 
   def among(self, keys: int) -> "AttentionKind":
-    """Drops the window if it covers all `keys` keys."""
+    """Drops the window if it covers all keys, of which there are `keys`."""
     if self.window is None or self.window < keys:
       return self
     return dataclasses.replace(self, window=None)

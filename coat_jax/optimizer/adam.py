@@ -114,8 +114,8 @@ def adam(
   nu = s.b2 * nu
   for part in parts:
     nu = nu + s.one_minus_b2 * part * part
-  # Do not divide an array by a scalar here: XLA may instead multiply by the
-  # inverse, and may do so on a single device but not on several.
+  # Do not divide an array by a scalar here. XLA may multiply by the scalar's
+  # inverse instead, and may do so on one device but not on several.
   numerator = mu * s.ratio
   if s.gradient_ratio is not None:
     numerator = numerator + g * s.gradient_ratio

@@ -58,7 +58,7 @@ _OPTIONAL = ("adam_learning_rate", "consistent_rms")
 
 
 def check_hyperparameters(op: str, **values: Any) -> None:
-  """Checks hyperparameters by `_RULES`; ignores a prefix `adam_` of names."""
+  """Checks hyperparameters by `_RULES`; ignores the prefix `adam_` in names."""
   for name, value in values.items():
     short = name.removeprefix("adam_")
     may_be_schedule, may_be_none = short in _SCHEDULES, name in _OPTIONAL
@@ -71,7 +71,7 @@ def check_hyperparameters(op: str, **values: Any) -> None:
 
 def check_coefficients(op: str, values: Any) -> None:
   """Raises unless `values` are three numbers, for a Newton-Schulz iteration."""
-  remedy = "leave ns_coeffs out for Muon's own"
+  remedy = "leave ns_coeffs out for Muon's defaults"
   if is_array(values):
     check_array(op, "ns_coeffs", values, "three numbers", ndim=1, remedy=remedy)
   elif not isinstance(values, tuple | list):
@@ -145,7 +145,7 @@ def descend(
 def _add_decayed_weights(
   weight_decay: Any, mask: Any
 ) -> optax.GradientTransformation:
-  """Returns `optax.add_decayed_weights`, and counts the steps of a schedule.
+  """Returns `optax.add_decayed_weights` that counts the steps of a schedule.
 
   optax 0.2.6 does not count them, so it uses the first value in every step.
   """
@@ -179,7 +179,7 @@ def check_codec(op: str, codec: Any) -> None:
 def choose_leaves(
   op: str, params: Any, mask: QuantizeMask | None
 ) -> list[bool]:
-  """Lists for each leaf whether `mask` selects it to be encoded."""
+  """Lists for each leaf whether `mask` selects it for encoding."""
   mask = default_quantize_mask if mask is None else mask
   if not callable(mask):
     raise TypeError(

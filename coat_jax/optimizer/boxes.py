@@ -5,16 +5,16 @@ Flax stores axis names in boxes around parameters: in the metadata of an
 `nnx.Variable`, or in Linen's `Partitioned`. Functions such as
 `nnx.get_partition_spec` shard an array by the names in its box, and replicate
 arrays without a box. The low bytes of a weight keep all names of their
-parameter. The statistics of a moment keep all names but perhaps the last,
-because their last axis counts groups instead of columns.
+parameter. The statistics of a moment keep all names except perhaps the last,
+because their last axis has one entry per group instead of one per column.
 
 We keep the last name only if the number of devices along it divides both the
 columns and the groups. The number of devices comes from the mesh in the box, or
 else from the current mesh. The logical axis rules of the box and of the context
 map the name to mesh axes. If several rules map the name, all of them must fit.
 If no mesh is known, or the name is neither a mesh axis nor in the rules, the
-name is dropped: replicated statistics work on every mesh, whereas JAX raises an
-error for an uneven split.
+name is dropped, because replicated statistics work on every mesh, whereas JAX
+raises an error for an uneven split.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ class _Context(NamedTuple):
 
   mesh: AnyMesh | None
   rules: Sequence[tuple[Any, Any]]
-  # The number of array axes without a name: 1 if a program adds the name of the
-  # layers' axis only when it reads the box.
+  # The number of array axes without a name. It is 1 if a program adds the name
+  # of the layers' axis only when it reads the box.
   missing: int = 0
 
 
@@ -55,7 +55,7 @@ class _Context(NamedTuple):
 def callers_mesh(mesh: AnyMesh) -> Iterator[None]:
   """Makes `box_like` choose names for `mesh` while tracing under another mesh.
 
-  So an abstract state gets the same names as the state that the caller makes.
+  An abstract state then gets the same names as the state that the caller makes.
   Variables that flax shards on creation still use the mesh of the trace.
   """
   token = _CALLERS_MESH.set(mesh)
@@ -78,9 +78,9 @@ def mesh_of(tree: Any) -> AnyMesh | None:
 def box_like(
   like: Any, arrays: Sequence[Any], mesh: AnyMesh | None = None
 ) -> Any:
-  """Returns one array per leaf of `like`, in the leaves' boxes.
+  """Puts one array per leaf of `like` into the leaf's box.
 
-  An array of its leaf's shape keeps all names; a scalar gets none. If no mesh
+  An array of the leaf's shape keeps all names; a scalar gets none. If no mesh
   is set, `mesh` is used for Variables that flax shards on creation.
   """
   if "flax" not in sys.modules:
@@ -141,7 +141,7 @@ def _metadata(node: Any) -> dict[str, Any]:
   if _is_variable(node):
     return dict(node.get_metadata())
   if isinstance(getattr(node, "metadata", None), dict):
-    # This is a Variable that `nnx.bridge` stores in a Linen model.
+    # The box is a Variable that `nnx.bridge` stores in a Linen model.
     return dict(node.metadata)
   return {
     "out_sharding": getattr(node, "names", None),

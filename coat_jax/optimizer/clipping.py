@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient clipping for steps that run inside the backward pass.
 
-The global norm is only known once all gradients exist. `step_in_backward` uses
+The global norm is known only once all gradients exist. `step_in_backward` uses
 each gradient as soon as it exists, so it must clip by the norms of earlier
 steps. It clips each slice separately. A slice is the gradient of a leaf, or of
 one layer of a stacked leaf.
@@ -54,16 +54,16 @@ class Clipping:
 
   A slice with norm n is scaled by min(1, limit / n):
 
-  share      limit = max_norm * r / N, where r is the norm of the slice and N
-             the global norm in the last step, both before clipping. The squares
-             of all limits add up to max_norm^2, so the clipped global norm does
-             not exceed max_norm.
+  share      limit = max_norm * r / N, where r is the slice's norm and N the
+             global norm, both in the previous step and before clipping. The
+             squares of all limits add up to max_norm^2, so the clipped global
+             norm does not exceed max_norm.
   adaptive   limit = relative * r, where r is the running mean of the slice's
              own clipped norms (AdaGC); like "share" in the first `warmup` steps
 
-  In the first step, and for a slice without a gradient so far, the limit is
-  max_norm. A slice whose norm reaches 3.4e38, f32's largest value, is scaled by
-  0. So finite gradients of any size lead to finite parameters and states.
+  In the first step, and for slices whose r is 0, the limit is max_norm. A slice
+  whose norm reaches 3.4e38, f32's largest value, is scaled by 0. So finite
+  gradients of any size lead to finite parameters and states.
 
   Attributes:
     rule: "share" or "adaptive".
@@ -145,7 +145,7 @@ class Clipping:
 
 
 def global_norm(tree: Any) -> Array:
-  """Returns the Euclidean norm of all leaves, f32 [], finite if the leaves are.
+  """Returns the Euclidean norm of all leaves, f32 []; finite if all leaves are.
 
   A norm above f32's largest value becomes that value. Since squares of values
   above 1.8e19 overflow, large leaves are scaled down first.

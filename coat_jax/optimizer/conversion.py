@@ -99,10 +99,10 @@ def from_plain_state(
   Args:
     opt_state: what `to_plain_state` returned, or a state that optax made.
     like: a state like the one to return, or its shapes, such as
-      `jax.eval_shape(coat_lion(...).init, params)`. This state determines which
-      fields and leaves are encoded, and by which codec.
-    count: for an `EncodedState`, the number of steps so far, which determines
-      its next random words. Other states contain this number.
+      `jax.eval_shape(coat_lion(...).init, params)`. It determines which fields
+      and leaves are encoded, and by which codec.
+    count: number of steps so far, on which the next random words of an
+      `EncodedState` depend. Other states contain this number.
     seed: as for `coat_adamw`.
 
   Returns:
@@ -178,7 +178,7 @@ def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-  """Copies all arrays, so that no buffer is shared and then donated twice."""
+  """Copies all arrays, so that no shared buffer is donated twice."""
   return jax.tree.map(jnp.array, tree)
 
 
@@ -202,9 +202,9 @@ def encode_state(
 ) -> Any:
   """Inverts `decode_state`: encodes `decoded` with the codecs of `like`.
 
-  A leaf's random words depend on the index of its path among all paths (in the
-  order in which they first appear), and on how many earlier moments have a leaf
-  with the same path.
+  A leaf's random words depend on its path's index (paths are numbered in the
+  order of first appearance), and on how many earlier moments have a leaf with
+  this path.
   """
   seen: dict[Any, tuple[int, int]] = {}
 

@@ -44,9 +44,9 @@ def encoded(
 
   The codec encodes the fields of the inner optimizer's state that contain an
   array for every parameter, such as a momentum or second moments. A step
-  decodes these fields to f32, lets the inner optimizer update them, and encodes
-  them again. Gradients and parameters are also cast to f32, so the inner
-  optimizer always computes in f32.
+  decodes these fields to f32, runs the inner optimizer, and encodes the new
+  fields. Gradients and parameters are also cast to f32, so the inner optimizer
+  always computes in f32.
 
   Args:
     inner: any optax optimizer or chain, such as `optax.contrib.muon(1e-2)`. Its
@@ -63,17 +63,17 @@ def encoded(
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `EncodedState`. An update
-    has the dtype to which gradient and parameter promote. Jit `init`: otherwise
-    it makes all fields in f32 before it encodes them.
+    has the dtype to which gradient and parameter promote. Jit `init`, which
+    otherwise allocates all fields in f32 before it encodes them.
 
   Raises:
     TypeError: `inner` is not an optimizer, `codec` is not a `MomentCodec`, or
       `fields` is not a function; otherwise the same as for
       `scale_by_coat_adam`.
-    ValueError: from `init`, if `fields` selects a field that must stay in f32
-      or returns anything but "mu", "nu" or None, if there is no field to
-      encode, or if a field is not in f32. From `update`, if the state was made
-      with another codec or for other parameters.
+    ValueError: (by `init`) `fields` selects a field that must stay in f32, or
+      returns anything but "mu", "nu" or None; there is no field to encode; a
+      field is not in f32; (by `update`) the state was made with another codec
+      or for other parameters.
 
   Examples:
     >>> import jax, optax
@@ -133,7 +133,7 @@ def encoded(
       **extra_args,
     )
     new_inner = encode_state(op, "state", state.inner, new_inner, seed, count)
-    # Cast updates to the dtypes that optax would give them.
+    # Cast updates to the dtypes that they would have in optax.
     like = (updates,) if params is None else (updates, params)
     new_updates = jax.tree.map(
       lambda u, *like: u.astype(jnp.result_type(*like)), new_updates, *like

@@ -64,7 +64,7 @@ def default_field_rule(path: str) -> Kind | None:
 
 @functools.cache
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
-  """Maps states of optax to fields for which the default rule is wrong.
+  """Maps optax's states to kinds of fields for which the default is wrong.
 
   Fields whose rounding errors an update would magnify map to None.
   `scale_by_stddev` computes the square root of nu - mu^2, which may become
@@ -122,7 +122,7 @@ def mark_placeholders(
   codec: MomentCodec,
   rule: FieldRule,
 ) -> Any:
-  """Makes a state from optax's placeholder, with marked fields."""
+  """Makes a state from optax's placeholder; fields become marked moments."""
   state, kind = init(placeholder), placeholder_type()
   kind_at, paths = _checked_rule(op, state, rule), _field_paths(init)
 
@@ -142,9 +142,9 @@ def mark_placeholders(
 
 
 def _field_paths(init: Callable[[Any], Any]) -> set[str] | None:
-  """Returns the paths of the fields in the state that `init` makes of a matrix.
+  """Returns the paths of fields in the state that `init` returns for a matrix.
 
-  We need them because optax's placeholders also replace trees that are not
+  We need the paths because optax's placeholders also replace trees that are not
   fields, such as the norms of NovoGrad or the accumulators of SM3. Returns None
   if `init` fails, as with labels or masks that fit only other parameters.
   """
@@ -168,7 +168,7 @@ class Field(NamedTuple):
 def find_fields(
   op: str, state: Any, params: Any, rule: FieldRule
 ) -> tuple[list[Field], Any]:
-  """Lists the nodes of a state, marking its fields; also returns its treedef.
+  """Lists a state's nodes, and which are fields; also returns its treedef.
 
   A field has the structure and shapes of `params`; some of its leaves may be
   masked, as in `optax.partition`.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused AdamW and Lion with FP8 moments: one call returns new parameters.
 
-In a chain, each optax transformation writes its updates to memory, a value per
-parameter, and the next transformation reads them. Here the whole step of a leaf
-is one computation. On a GPU, one kernel runs this step in a single pass over
-memory, in place if parameters and state are donated.
+In a chain, each optax transformation writes its updates to memory, one value
+per parameter, and the next transformation reads them. Here the whole step of a
+leaf is one computation. On a GPU, a kernel runs it in one pass over memory, and
+in place if parameters and state are donated.
 
-`coat_adamw` and `coat_lion` use the same states, so they can read checkpoints
-of the fused optimizers, and vice versa. With `low_bits` the state also stores
+`coat_adamw` and `coat_lion` have the same states, so they can read checkpoints
+of the fused optimizers, and vice versa. With `low_bits` the state also contains
 one byte per weight (`LowBitsState`).
 """
 
@@ -50,8 +50,8 @@ class LeafSteps(NamedTuple):
       (an array, or a tree of arrays of one shape) and its state (a tree of
       scalars, and of arrays with the leading axes of the weight).
     step: `step(i, leaf, gradient, *, layer=None, grad_scale=None)` returns the
-      new leaf i. With `layer`, int32 [], only this layer of a stacked leaf is
-      updated, and `gradient` is [1, ...].
+      new leaf i. If `layer`, int32 [], is passed, only this layer of a stacked
+      leaf is updated, and `gradient` is [1, ...].
     end: `end(leaves)` returns the new parameters and the new state.
   """
 
@@ -68,8 +68,8 @@ class FusedTransformation(NamedTuple):
     apply: `apply(grads, state, params, *, grad_scale=None)` returns the new
       parameters and the new state. Gradients are first multiplied by the scalar
       `grad_scale`, such as min(1, max_norm / global_norm).
-    begin: `begin(params, state)` returns the same step as `LeafSteps`, which
-      `step_in_backward` runs leaf by leaf.
+    begin: `begin(params, state)` returns the same step in the form `LeafSteps`,
+      which `step_in_backward` runs leaf by leaf.
     explain: `explain(params)` maps each leaf's path to a sentence that states
       which implementation runs on each platform and why, like `ops.explain`.
   """
@@ -101,17 +101,17 @@ def fused_coat_adamw(
   The whole step is computed in f32. At the end, bf16 parameters are rounded
   stochastically: to 24 bits with `low_bits`, otherwise to bf16. Without
   `low_bits`, the new parameters equal those of `apply_updates` with the same
-  seed and the new state's count as `step`, bit for bit, except that different
-  compiled programs may differ by a few ulps, which can change an FP8 code.
+  seed and the new state's count as `step`, bit for bit. But different compiled
+  programs may differ by a few ulps, which can change an FP8 code.
   docs/optimizer.md explains when to use which of the two.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.
     weight_decay, mask, quantize_mask: as for `coat_adamw`.
     low_bits: whether the state stores one more byte for each bf16 parameter,
-      which extends it to 24 bits. From f32 parameters, `init` computes these
-      bytes, and the caller must continue with `split_weights(params)[0]`. For
-      bf16 parameters, the bytes start at zero.
+      which extends it to 24 bits. If `init` is called with f32 parameters, it
+      computes these bytes, and the caller must continue with
+      `split_weights(params)[0]`. With bf16 parameters, the bytes start at zero.
     seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:

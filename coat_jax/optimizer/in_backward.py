@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the optimizer's step inside the backward pass of stacked layers.
 
-In an ordinary step, the gradients of all parameters exist at the same time, 4
-bytes per parameter in f32. Here the backward scan passes each layer's gradients
-to the optimizer immediately, and overwrites the layer's weights and moments (in
-place if the caller donates them). Parameters that only the loss uses are
-updated before the backward scan; parameters that are used before the stack are
-updated after the scan.
+In an ordinary step, the gradients of all parameters are in memory at the same
+time, 4 bytes per parameter in f32. Here the backward scan passes each layer's
+gradients to the optimizer immediately, and overwrites the layer's weights and
+moments (in place if the caller donates them). Parameters that are used only
+after the stack are updated before the backward scan; parameters that are used
+before the stack are updated after the scan.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,10 +64,10 @@ def step_in_backward(
 ) -> BackwardStep:
   """Runs a training step that applies each layer's gradients immediately.
 
-  The new parameters and state are the same as after an ordinary step with these
-  gradients. Two things are impossible: accumulating gradients over microbatches
-  (each microbatch would be a separate step), and clipping by the global norm of
-  this step (which is only known at the end).
+  The new parameters and state are the same as after an ordinary step with the
+  same gradients. Two things are impossible: accumulating gradients over
+  microbatches (each microbatch would be a separate step), and clipping by the
+  global norm of this step (which is known only at the end).
 
   Args:
     optimizer: the result of `fused_coat_adamw`, `fused_coat_lion` or
@@ -79,7 +79,7 @@ def step_in_backward(
       layer's input. `outer` is `params` with None instead of stacked leaves.
     layer: `layer(layer_params, x)` runs one layer and returns the next x, an
       array or a tree of arrays, with the shapes and dtypes of x. If `per_layer`
-      is passed, the layer's slice of it is a third argument. To save less for
+      is passed, its slice for the layer is a third argument. To save less for
       the backward pass, wrap `layer` in `jax.checkpoint`. If the backward pass
       reads an array that `layer` closes over, each layer saves a copy of it.
     after: `after(outer, x)` runs what follows the stack and returns the loss,
@@ -87,8 +87,8 @@ def step_in_backward(
     stack: path of the stacked subtree in `params`, such as `model/layers`.
     per_layer: another tree of arrays [layers, ...], not differentiated.
     clip: clips gradients by the norms of earlier steps; None for no clipping.
-    clip_state: the `clip_state` that the last step returned; in the first step,
-      `clip.init(params, stack=stack)`.
+    clip_state: the `clip_state` that the previous step returned; in the first
+      step, `clip.init(params, stack=stack)`.
 
   Returns:
     A `BackwardStep`.
@@ -129,7 +129,7 @@ def step_in_backward(
   if (clip is None) == isinstance(clip_state, ClipState):
     raise ValueError(
       f"{op}: clip and clip_state must be passed together, got only one; pass "
-      "clip_state=clip.init(params), then the one that the last step returned"
+      "clip_state=clip.init(params), then what the previous step returned"
     )
   steps = optimizer.begin(params, state)
   found = _Stack(params, stack)
@@ -177,7 +177,7 @@ def step_in_backward(
     leaf = steps.step(i, leaf, g, layer=index, grad_scale=scale)
     return (leaf, own), norm
 
-  # First update parameters that only the loss uses, such as an output layer.
+  # First update parameters that only `after` uses, such as an output layer.
   outer_grads = dict(
     zip(found.others, jax.tree.leaves(after_grads), strict=True)
   )
@@ -197,8 +197,8 @@ def step_in_backward(
       [lax.dynamic_index_in_dim(p, index, keepdims=False) for p in weights]
     )
     # The step below overwrites the stacked weights, so all operations that read
-    # them must run first; otherwise XLA would copy the stacks. Current versions
-    # of XLA choose this order even without the barrier.
+    # the weights must run first; otherwise XLA would copy the stacks. Current
+    # versions of XLA choose this order even without the barrier.
     grads, dx = lax.optimization_barrier(
       run.backward(residuals, layer_params, per_layer, dx)
     )
@@ -214,7 +214,7 @@ def step_in_backward(
   for i, of_layers in zip(found.stacked, layer_norms, strict=True):
     norms[i] = global_norm(of_layers)
 
-  # Last, update parameters used before the stack; the loss may use them too.
+  # Last, update parameters that `before` uses; `after` may use them too.
   (before_grads,) = before_vjp(dx)
   for i, g in zip(found.others, jax.tree.leaves(before_grads), strict=True):
     if is_used[i]:
@@ -269,7 +269,7 @@ class _LayerPasses:
   """Runs the forward and the backward pass of one layer separately.
 
   The function that `jax.vjp` returns is a tree of the arrays that the backward
-  pass reads. We save all of them but the layer's parameters and `per_layer`,
+  pass reads. We save all of them except the layer's parameters and `per_layer`,
   which are available anyway.
   """
 
@@ -309,7 +309,7 @@ class _LayerPasses:
 
 _SHARED = (
   "let before return x together with the values that all layers share, and let "
-  "layers pass these on"
+  "each layer return these values too"
 )
 _OUTER = "read it from outer; only layer reads the stack's parameters"
 

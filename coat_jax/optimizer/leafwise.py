@@ -3,9 +3,8 @@
 
 An optimizer can step leaf by leaf if a leaf's update and state depend only on
 that leaf, and if state that all leaves share, such as a step count, depends on
-no leaf. It must not draw random numbers either, because all leaves, and all
-layers of a stack, would draw the same numbers. We check both in the jaxpr of
-the update.
+no leaf. It must not draw random numbers, because all leaves, and all layers of
+a stack, would draw the same numbers. We check this in the jaxpr of the update.
 """
 
 from collections.abc import Sequence
@@ -39,8 +38,8 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
   Args:
     tx: a transformation whose update of a leaf depends on this leaf alone, such
       as `optax.adamw` or `optax.lion`. `tx` is called with one layer of a
-      stacked leaf at a time, [1, ...], so what it computes per leaf (a norm,
-      factored second moments) is computed per layer. Masks must be functions.
+      stacked leaf at a time, [1, ...], so values per leaf (a norm, factored
+      second moments) are computed per layer. Masks must be functions.
 
   Returns:
     An optimizer for `step_in_backward`.
@@ -77,7 +76,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       )
 
     def update(i: int, g: Any, weight: Any, own_state: Sequence[Any]):
-      """Returns the updates of a tree with only leaf i, and its new state."""
+      """Returns the updates of a tree with only leaf i, and the new state."""
       rest = iter(own_state)
       nodes = [
         x if own == _SHARED else next(rest) if own == i else None
@@ -93,8 +92,8 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       if layer is not None and (place := without_layers[i]):
         raise ValueError(
           "leafwise: the state of stacked layers must have an axis of layers, "
-          f"got {place!r} without it; use the optimizer without leafwise, "
-          "which steps all leaves at once"
+          f"got {place!r} without it; use the optimizer without leafwise, in "
+          "an ordinary step"
         )
       weight, own_state = leaf if layer is None else take_layer(leaf, layer)
       updates, nodes = update(i, g, weight, own_state)
@@ -130,7 +129,7 @@ def check_not_encoded(op: str, state: Any) -> None:
 
 
 def _owners(tx: Any, state: Any, indices: Any) -> list[int]:
-  """Lists for each leaf of a state its parameter's index, or `_SHARED`."""
+  """Lists for each leaf of a state the parameter's index, or `_SHARED`."""
   try:
     owners = optax.tree.map_params(
       tx,
@@ -141,9 +140,9 @@ def _owners(tx: Any, state: Any, indices: Any) -> list[int]:
     )
   except ValueError as error:
     raise ValueError(
-      "leafwise: the state of a leaf must be one array, got another structure, "
-      "as in optax.masked, optax.partition and optax.sm3; use the optimizer "
-      "without leafwise, which steps all leaves at once"
+      "leafwise: each field of the state must have the structure of the "
+      "parameters, got another structure, as in optax.masked, optax.partition "
+      "and optax.sm3; use the optimizer without leafwise, in an ordinary step"
     ) from error
   return jax.tree.leaves(owners)
 
@@ -156,9 +155,9 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  Returns a list with one entry per parameter: the path of a leaf of its state
-  that updates change and that lacks the parameter's first axis, such as a norm;
-  None if there is no such leaf.
+  Returns a list with one entry per parameter: the path of a state leaf, such as
+  a norm, that depends on the gradient but lacks the parameter's first axis, or
+  None.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)
@@ -192,7 +191,7 @@ def _check_leaf_by_leaf(
       raise ValueError(
         "leafwise: state must not depend on the gradients of other leaves, got "
         f"{place!r}, {keeper}, that depends on {paths[min(others)][0]!r}; use "
-        "the optimizer without leafwise, which steps all leaves at once"
+        "the optimizer without leafwise, in an ordinary step"
       )
     if i != _SHARED and depends and x.shape[:1] != paths[i][1].shape[:1]:
       without_layers[i] = place
@@ -211,7 +210,7 @@ def _random_primitive(jaxpr) -> str | None:
 
 
 def _dependencies(jaxpr, inputs: list[set[int]]) -> list[set[int]]:
-  """Lists for each result the union of the input sets that it depends on."""
+  """Lists for each result the union of the sets of inputs it depends on."""
   of = {id(v): each for v, each in zip(jaxpr.invars, inputs, strict=True)}
   for equation in jaxpr.eqns:
     mine = [of.get(id(v), set()) for v in equation.invars]

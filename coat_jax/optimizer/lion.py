@@ -2,9 +2,8 @@
 """Lion with its momentum stored in FP8, as an optax transformation.
 
 Lion stores one moment, the momentum, and moves every parameter by the sign of a
-weighted sum of momentum and gradient. With the default codec the state takes
-1.04 bytes per parameter. `fused.fused_coat_lion` runs a whole step in one
-function.
+weighted sum of momentum and gradient. With the default codec, the state is 1.04
+bytes per parameter. `fused.fused_coat_lion` runs a whole step in one function.
 """
 
 import functools
@@ -54,7 +53,7 @@ def lion_scalars(b1: ArrayLike, b2: ArrayLike) -> LionScalars:
 
 @functools.partial(jax.jit, inline=True)
 def lion(g: Array, mu: Array, scalars: LionScalars) -> tuple[Array, Array]:
-  """Returns update and new momentum, f32, or complex64 if g is complex."""
+  """Returns update and new momentum, in f32, or in complex64 for complex g."""
   s = scalars
   update = jnp.sign(s.one_minus_b1 * g + s.b1 * mu)
   return update, s.one_minus_b2 * g + s.b2 * mu
@@ -123,7 +122,7 @@ def coat_lion(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lion with momentum in FP8: a quarter of the memory of `optax.lion`.
+  r"""Lion with momentum in FP8, in a quarter of the memory of `optax.lion`.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
   :math:`S_t = E(m_t)` the state: 1.04 bytes per parameter by default.
@@ -144,7 +143,7 @@ def coat_lion(
     b1: weight of the momentum in the sum whose sign is the update.
     b2: decay rate of the momentum.
     weight_decay, mask, quantize_mask, seed, shardings: as for `coat_adamw`.
-    codec: as for `coat_adamw`; its codec for the first moment is used.
+    codec: as for `coat_adamw`; only its codec for the first moment is used.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.

@@ -34,8 +34,8 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
   """Returns whether a leaf's moments are encoded by default.
 
   A leaf is encoded if it is real, has at least 4096 values and 16 columns, and
-  is not a norm or a bias. All other leaves together hold less than 0.1 % of a
-  model's parameters.
+  is not a norm or a bias. All other leaves together are usually less than 0.1 %
+  of a model's parameters.
 
   Args:
     path: for example "layers/attn/qkv/kernel"; dots separate names too.
@@ -55,9 +55,9 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
 def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   """Decides by shape and name whether a leaf is a norm's parameter or a bias.
 
-  Vectors and scalars count as norms or biases, unless the vector is the whole
-  tree, as `optax.flatten` makes it, or has more than a million values. Arrays
-  with more axes may be norms or biases stacked over layers, so their names
+  Vectors and scalars count as norms or biases. The exceptions are a vector that
+  is the whole tree, as after `optax.flatten`, and vectors of over a million
+  values. Arrays with more axes may be stacked norms or biases, so their names
   decide. A norm's name *ends* in `norm` (`input_layernorm`, `q_norm` or
   `norm_1`, but not `norm_mlp`), begins or ends with the word `ln` (`ln_f`), or
   ends with the word `scale`, `gamma` or `beta`; a bias's name contains the word

@@ -2,7 +2,7 @@
 """Splits parameters into matrices for Muon, and orthogonalizes these.
 
 A leaf may contain many matrices: a stack of layers, gate and up, or q, k and v
-in the columns of one kernel. A function of (path, leaf), such as
+in the columns of one weight. A function of (path, leaf), such as
 `hidden_matrices` or `models.model_matrices(config)`, specifies how a leaf is
 split.
 """
@@ -32,13 +32,13 @@ class MatrixSplit(NamedTuple):
   experts, or gate and up): each index along them selects separate matrices.
 
   Attributes:
-    reduction_axis: axis or axes that a matmul with the weight sums over.
-    output_axis: axis or axes of the matmul's columns; the last one must be
-      the leaf's last axis.
+    reduction_axis: axis or axes that a matmul with the weight contracts.
+    output_axis: axis or axes of the weight's columns; the last one must be the
+      leaf's last axis.
     parts: numbers of consecutive columns that form separate matrices, such as
       q, k and v; () for one matrix.
-    groups: how often `parts` repeats along the columns; part i of all groups
-      together forms one matrix.
+    groups: how often `parts` repeats along the columns. The columns of part i
+      in all groups form one matrix.
   """
 
   reduction_axis: Sequence[int] | int = -2
@@ -66,7 +66,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class NewtonSchulz(NamedTuple):
-  """The arguments of `coat_muon` that determine how it orthogonalizes."""
+  """The arguments of `coat_muon` that control the orthogonalization."""
 
   coefficients: tuple[float, float, float]
   steps: int | Array
@@ -78,7 +78,7 @@ _TABLES = ("embed", "head", "router")
 
 
 def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
-  """Selects every real leaf with two axes as one matrix, except tables.
+  """Treats every real leaf with two axes as one matrix, except tables.
 
   Tables are leaves whose path contains `embed`, `head` or `router`. Stacked
   norms and biases, which also have two axes, are not matrices either.
@@ -110,7 +110,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
 def checked_matrices(
   op: str, matrices: Matrices | None
 ) -> Callable[[str, Any], MatrixSplit | None]:
-  """Returns `matrices`, by default `hidden_matrices`, with checked results."""
+  """Returns `matrices` (default: `hidden_matrices`) with checks of results."""
   matrices = hidden_matrices if matrices is None else matrices
   remedy = "pass a function (path, leaf) -> MatrixSplit | None"
   check_function(op, "matrices", matrices, remedy)
@@ -155,8 +155,8 @@ def check_split(op: str, path: str, leaf: Any, split: MatrixSplit) -> None:
   if min(sizes) < 1 or leaf.shape[-1] % split.groups or not is_whole:
     raise ValueError(
       f"{op}: the parts of all groups must add up to {leaf.shape[-1]} columns, "
-      f"got {split.groups} times {split.parts} at {path!r}; return parts that "
-      "do"
+      f"got {split.groups} times {split.parts} at {path!r}; change parts or "
+      "groups"
     )
 
 
@@ -187,7 +187,7 @@ def _axes_first(split: MatrixSplit, ndim: int) -> tuple[list[int], int]:
 def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
   """Splits a leaf into its matrices [inputs, outputs], in order of batch axes.
 
-  A bias [columns] is split like the columns of its kernel.
+  A bias [columns] is split like the columns of its weight.
   """
   if x.ndim == 1:
     return split_columns(x, split)
@@ -269,7 +269,7 @@ def newton_schulz(
 
   Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where
   A = x x^T. On a mesh, the longer axis is split over all devices that store
-  shards of the leaf; they exchange only sums of x x^T. Without `sharding`, XLA
+  shards of the leaf, and devices only sum their x x^T. Without `sharding`, XLA
   decides how to partition the iteration.
   """
   a, b, c = options.coefficients
@@ -320,6 +320,6 @@ def orthogonalize(
     return scale * newton_schulz(x, options, sharding)
 
   whole = functools.partial(map_matrices, f, split=split, sharding=sharding)
-  # On explicit axes, types would determine which matmuls sum over devices. Our
-  # sharding constraints must determine it, so we make the axes automatic.
+  # On explicit axes, types would determine which matmuls sum over devices. The
+  # sharding constraints above must do so, so we make the axes automatic.
   return run_whole(whole, x, out_specs=spec_of(x))

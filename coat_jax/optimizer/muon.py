@@ -2,8 +2,8 @@
 """Muon with its momentum stored in FP8, as an optax transformation.
 
 Muon updates hidden matrices by their orthogonalized momentum; `coat_adamw`
-updates all other parameters. Like Adam's moments, the momentum is updated on
-each device's shard. `matrices.py` orthogonalizes stacks one layer at a time.
+updates all other parameters. Each device updates its shard of the momentum, as
+of Adam's moments. `matrices.py` orthogonalizes stacks one layer at a time.
 """
 
 import functools
@@ -52,7 +52,7 @@ class MuonScalars(NamedTuple):
   """The scalars of a step of Muon, each f32 [].
 
   Muon orthogonalizes ratio * momentum + gradient_ratio * gradient. Without
-  Nesterov momentum, this is the momentum divided by its bias correction.
+  Nesterov momentum, this sum is the momentum divided by its bias correction.
   """
 
   beta: Array
@@ -115,9 +115,9 @@ def scale_by_coat_muon(
   Args:
     ns_coeffs, ns_steps, beta, eps, nesterov, consistent_rms: as for
       `coat_muon`.
-    matrices: `(path, leaf) -> MatrixSplit`, how a leaf is split into matrices;
-      by default `hidden_matrices`.
-    codec: as for `coat_adamw`; its codec for the first moment is used.
+    matrices: `(path, leaf) -> MatrixSplit`, specifies how a leaf is split into
+      matrices; by default `hidden_matrices`.
+    codec: as for `coat_adamw`; only its codec for the first moment is used.
     quantize_mask, seed: as for `coat_adamw`.
     shardings: as for `coat_muon`.
 
@@ -157,7 +157,7 @@ def scale_by_coat_muon(
       if split is None:
         raise ValueError(
           f"{op}: leaves must be matrices, got {list(leaf.shape)} at {path!r}; "
-          "use coat_muon, which updates the others by AdamW, or pass matrices"
+          "use coat_muon, which updates other leaves by AdamW, or pass matrices"
         )
       check_split(op, path, leaf, split)
       out.append(split)
@@ -205,9 +205,9 @@ def coat_muon(
   """Muon with momentum in FP8 for matrices, `coat_adamw` for all other leaves.
 
   Hidden matrices are updated by their orthogonalized momentum, whose singular
-  values are near 1. With the default codec the momentum takes 1.04 bytes per
+  values are near 1. With the default codec, the momentum is 1.04 bytes per
   parameter, and the two moments of other encoded parameters, such as embeddings
-  and head, take 2.08.
+  and the head, are 2.08.
 
   Args:
     learning_rate: a number or a schedule.
@@ -216,7 +216,7 @@ def coat_muon(
     beta: decay rate of the momentum.
     eps: added to the norm by which a matrix is divided; also AdamW's eps.
     weight_decay: for matrices; multiplied by the learning rate.
-    weight_decay_mask: which matrices decay, like `mask` of `coat_adamw`.
+    weight_decay_mask: selects matrices that decay, like `mask` of `coat_adamw`.
     nesterov: whether Muon and AdamW use Nesterov momentum.
     adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_weight_decay_mask:
       arguments of AdamW.
@@ -224,12 +224,11 @@ def coat_muon(
     consistent_rms: updates are multiplied by this number times
       sqrt(max(inputs, outputs)); with 0.2, they are about as large as AdamW's.
       None multiplies them by sqrt(max(1, outputs / inputs)).
-    matrices: `(path, leaf) -> MatrixSplit | None`, how a leaf is split into
-      matrices; AdamW updates leaves for which the function returns None. Pass
-      `models.model_matrices(config)` for a model of `models`, or your own
-      function; the default is `hidden_matrices`. With
-      `optax.inject_hyperparams`, list it in `static_args`; otherwise optax
-      calls it as a schedule.
+    matrices: `(path, leaf) -> MatrixSplit | None`, specifies how a leaf is
+      split into matrices; AdamW updates leaves for which it returns None.
+      The default is `hidden_matrices`. For a model of `models`, pass
+      `models.model_matrices(config)`. With `optax.inject_hyperparams`, list
+      `matrices` in `static_args`; otherwise optax calls it as a schedule.
     codec, quantize_mask, seed: as for `coat_adamw`.
     shardings: on a mesh of automatic axes, the shardings of all parameters, as
       for `coat_adamw`: each device then updates its own shard of the momentum,

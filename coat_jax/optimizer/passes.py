@@ -4,21 +4,21 @@
 A group's statistics depend on all of its values, so a step must read its inputs
 twice. By default, XLA would store both new moments in f32 after the first read,
 and spend more time on writing and reading them than on the rest of the step.
-Here, instead, each pass computes the new moments again from the stored ones.
-(The values may differ between passes in the last bit, because XLA may fuse
+Here, each pass instead recomputes the new moments from the stored ones. (The
+values may differ between passes in the last bit, because XLA may fuse
 multiplications and additions differently.)
 
-The first pass computes the statistics. The last pass encodes. If a codec with
+The first pass computes the statistics; the last one encodes. If a codec with
 dynamic range expansion rounds stochastically, a pass between them computes each
-value's lower neighbour, called its draft: XLA generates slow code if it fuses
-drafts with the table lookup below. All arrays are split into groups first,
+value's lower neighbour, called its draft, because XLA generates slow code if it
+fuses drafts with the table lookup below. Arrays are split into groups first,
 because XLA counts operations before a reshape twice when it estimates the cost
 of a fusion.
 
-XLA needs about 120 instructions for a power on a GPU, so the six powers per
-parameter took longer than all memory accesses. But there are only 256 powers k
-and 128 magnitudes of an E4M3 code. So we look up the roots in a table, which
-gives the same bits.
+XLA needs about 120 instructions for a power on a GPU, so six powers per
+parameter would take longer than all memory accesses. But k has only 256 values,
+and an E4M3 code 128 magnitudes. So we look up the roots in a table, which gives
+the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ _MAGNITUDES = 128  # The number of codes without a sign; the last is NaN.
 
 
 def can_run(groups: Sequence[Any], shape: tuple[int, ...]) -> bool:
-  """Returns whether all moments have one group size, which divides a row."""
+  """Returns whether all codecs have one group size, which divides a row."""
   sizes = {getattr(x, "group_size", None) for x in groups}
   return (
     all(isinstance(x, Grouped) for x in groups)
@@ -56,7 +56,7 @@ def run(
   stored: Sequence[Encoded],
   noise: Sequence[Array | None],
 ) -> tuple[Any, tuple[Encoded, ...]]:
-  """Runs `compute`; returns its first result finished and the others encoded.
+  """Runs `compute`, finishes its first result, and encodes the others.
 
   `compute(arrays, *moments)` returns a result and the new moments, all f32. It
   must be elementwise, because its arguments are split into groups.
@@ -125,7 +125,7 @@ def _draft(
     return None
   t = share(magnitude_of(x), codec.bound(statistics[0]))
   y = codec.expand(t, *statistics)
-  # E4M3 has 3 mantissa bits. Its exponent bias is 7; f32's is 127. Its values
+  # E4M3 has 3 mantissa bits and exponent bias 7; f32's bias is 127. E4M3 values
   # below 2^-6 are multiples of 2^-9. If 2^23 is added to a smaller integer, the
   # last bits of the f32 are that integer.
   bits = lax.bitcast_convert_type(y, jnp.uint32)
@@ -161,8 +161,8 @@ def _contract(
   """Looks up t for uint32 codes without a sign."""
   codes = lax.iota(jnp.uint8, _MAGNITUDES)
   y = lax.bitcast_convert_type(codes, codec.dtype).astype(jnp.float32)[None]
-  # There are 256 roots, one per row. The additional row lets `_encode` look up
-  # the code after NaN, the last entry of a row, in the last row too.
+  # Each of the 256 roots has a row. `_encode` may look up the code after NaN,
+  # which is the first entry of the next row, so there is one more row.
   root = codec.root_at(lax.iota(jnp.float32, 257)[:, None])
   # Without the barrier, XLA may compute a power for each lookup.
   table = lax.optimization_barrier(codec.contract(y, root).reshape(-1))

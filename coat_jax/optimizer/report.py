@@ -42,14 +42,14 @@ class StateBytes(NamedTuple):
 def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
   """Counts the bytes of an optimizer's state, in total and per parameter.
 
-  With `params`, all arrays of any optax state are counted. Without `params`,
+  If `params` is passed, all arrays of any optax state are counted. Otherwise
   only states of this library ("coat states") are counted, including fields that
-  `encoded` leaves unchanged and the low bits of weights; the average is then
+  `encoded` leaves unchanged and the low bits of weights. The average is then
   over the parameters that have moments in these states.
 
   Args:
     opt_state: an optimizer's state, with arrays or `jax.ShapeDtypeStruct`s;
-      `jax.eval_shape(solver.init, params)` makes the latter without allocating.
+      `jax.eval_shape(solver.init, params)` returns the latter.
     params: the parameters of this state, arrays or `jax.ShapeDtypeStruct`s.
 
   Returns:
@@ -105,7 +105,7 @@ def _state_bytes(arrays: Any, parameters: int) -> StateBytes:
 def state_report(
   opt_state: Any, *, reference: Any = None
 ) -> dict[str, dict[str, Any]]:
-  """Reports for each leaf how accurately codes represent its moments.
+  """Reports for each parameter how accurately codes represent its moments.
 
   Args:
     opt_state: a coat state (of `coat_adamw`, `coat_lion`, `coat_muon` or
@@ -114,9 +114,9 @@ def state_report(
       of the same kind (for `encoded`, of the inner optimizer) in the same run.
 
   Returns:
-    A dict for each leaf's path, which JSON can store, with `parameters`,
-    `encoded` (False for leaves that stay in f32), and for each moment (`mu`,
-    `nu` or the path of an encoded field) a dict with
+    A dict, which JSON can store, from each leaf's path to a dict with
+    `parameters`, `encoded` (False for leaves that stay in f32), and for each
+    moment (`mu`, `nu` or the path of an encoded field) a dict with
       `replicated`: a sentence, only if a flax box shards codes along their last
         axis but statistics are replicated along it, because the groups cannot
         be divided over the devices, or because no mesh was known when the state

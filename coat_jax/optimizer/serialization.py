@@ -3,9 +3,9 @@
 
 NumPy has no FP8 and no int4 dtype: `np.savez` writes such arrays, but `np.load`
 cannot read them. `to_integers` converts them to unsigned integers with the same
-bits, which every format supports. Orbax supports FP8 and int4, but casts arrays
-that it reads to the target's dtypes, which corrupts codes of another codec.
-`check_stored` compares the dtypes first.
+bits, which every file format supports. Orbax supports FP8 and int4, but casts
+arrays that it reads to the target's dtypes, which corrupts codes of another
+codec. `check_stored` compares the dtypes first.
 """
 
 from typing import Any
@@ -85,8 +85,8 @@ def from_integers(tree: Any, like: Any) -> Any:
 def check_stored(stored: Any, target: Any) -> None:
   """Raises if a checkpoint's dtypes or shapes differ from its target's.
 
-  Orbax silently casts to the target's dtypes, so it would restore a state of
-  one codec as a state of another codec, with wrong moments. This check cannot
+  Orbax silently casts to the target's dtypes, so it would restore one codec's
+  state as another codec's state, with wrong moments. This check cannot
   distinguish codecs whose states have the same dtypes and shapes.
 
   Args:
@@ -97,8 +97,8 @@ def check_stored(stored: Any, target: Any) -> None:
       and other leaves.
 
   Raises:
-    ValueError: a leaf of `target` is stored with another dtype or shape, or is
-      not stored; or `stored` is empty.
+    ValueError: a leaf of `target` is not stored, or is stored with another
+      dtype or shape; or `stored` is empty.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -115,7 +115,7 @@ def check_stored(stored: Any, target: Any) -> None:
     # A CheckpointManager has no handler until it has saved or restored.
     raise ValueError(
       "check_stored: stored must have the leaves of a checkpoint, got none in "
-      f"a {type(stored).__name__}; give Orbax's CheckpointManager "
+      f"a {type(stored).__name__}; pass Orbax's CheckpointManager "
       "item_handlers=StandardCheckpointHandler(), without which it finds no "
       "metadata before it restores"
     )

@@ -3,12 +3,12 @@
 
 Codes have the shape and sharding of their parameter. The statistics of groups
 have the same axes, of which the last is shorter, and the same sharding, so a
-step moves nothing between devices. On explicit axes, types contain shardings.
-So we trace `init` on such a mesh, and read the shardings of all results from
-their types, whatever wraps the optimizer. These shardings are valid for
+step moves nothing between devices. We trace `init` on a mesh of explicit axes,
+where types contain shardings, and read the shardings of all results from their
+types. This works whatever wraps the optimizer, and the shardings are valid for
 automatic axes too.
 
-If rows are sharded, the group size must divide each device's part of a row, so
+If rows are sharded, the group size must divide each device's shard of a row, so
 that no group is split (`fit_group_size`). Groups in an `nnx.State`, which
 contains no codec, are not checked.
 """
@@ -50,8 +50,8 @@ def abstract_state(
       None to use the shardings of `params`.
 
   Returns:
-    The result of `jax.eval_shape(init, params)`, in which each
-    `jax.ShapeDtypeStruct` has a `NamedSharding`, as Orbax's restore accepts it.
+    The result of `jax.eval_shape(init, params)`, with a `NamedSharding` in each
+    `jax.ShapeDtypeStruct`. Orbax can restore into it.
 
   Raises:
     TypeError: a sharding is not a `NamedSharding`, or `init` is not a function.
@@ -112,12 +112,12 @@ def fit_group_size(
 
   Returns:
     `codec`, possibly with a smaller group size: one that divides each device's
-    share of the last axis, for every encoded leaf whose last axis is sharded.
+    shard of the last axis, for every encoded leaf whose last axis is sharded.
 
   Raises:
     TypeError: the same as for `abstract_state` and `coat_adamw`.
     ValueError: only groups of fewer than 16 values would fit, whose statistics
-      take too much memory (`coat` stores 5 bytes per group), or `shardings` do
+      need too much memory (`coat` stores 5 bytes per group), or `shardings` do
       not fit `params`.
   """
   op = "fit_group_size"
@@ -141,8 +141,8 @@ def fit_group_size(
     if size < min(_SMALLEST_GROUP, most):
       raise ValueError(
         f"{op}: groups must have at least {_SMALLEST_GROUP} values, got {size} "
-        f"as the most that fits devices' shares of last axes, {shares}; shard "
-        "other axes of these leaves, or leave some out with quantize_mask"
+        f"as the largest size that divides each shard of last axes, {shares}; "
+        "shard other axes of these leaves, or leave some out with quantize_mask"
       )
     return dataclasses.replace(group, group_size=size)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
@@ -230,12 +230,12 @@ def _check_groups(op, path: str, codes: Any, codec: GroupCodec) -> None:
   raise ValueError(
     f"{op}: a device must have whole groups, got groups of {size} at "
     f"{path!r}, whose last axis of {codes.shape[-1]} is sharded over "
-    f"{codes.shape[-1] // share} devices, {share} values each; give the "
-    f"codec a group size that fits ({', '.join(fitting[:5])}), as "
-    "fit_group_size does, or shard other axes"
+    f"{codes.shape[-1] // share} devices, {share} values each; pass a "
+    f"codec whose group size fits ({', '.join(fitting[:5])}), as "
+    "fit_group_size returns it, or shard other axes"
   )
 
 
 def _share(x: Any) -> int:
-  """Returns how many values of a row one device stores."""
+  """Returns how many values of each row a device stores."""
   return x.sharding.shard_shape(x.shape)[-1] if x.ndim else 1

@@ -54,8 +54,7 @@ class Moment:
     codes: shape=leaf.shape, in the codec's dtype.
     amax: shape=(..., ceil(n / group_size)).
     range: shape=(..., ceil(n / group_size)).
-    codec: encodes the leaves. The codec is part of the tree's structure, not a
-      leaf.
+    codec: encodes the leaves. It is part of the tree's structure, not a leaf.
   """
 
   codes: Any
@@ -115,10 +114,10 @@ def zero_moment(
 def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
   """Encodes zeros with the shape and sharding of a leaf, with noise 0.5.
 
-  For the zeros of a whole model, XLA would spend half a minute on constant
+  To encode a whole model's zeros, XLA would spend half a minute on constant
   folding, or use gigabytes at run time. All groups of zeros have the same codes
-  and statistics, so we encode one group and repeat it. Statistics are sharded
-  like the leaf, except along axes that cannot be split evenly.
+  and statistics, so we encode one group and repeat the result. Statistics are
+  sharded like the leaf, except along axes that devices cannot split evenly.
   """
   shape = jnp.shape(leaf)
   n = shape[-1] if shape else 1
@@ -138,8 +137,8 @@ def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
 def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
   """Sets the mesh of a concrete leaf on explicit axes, unless one is set.
 
-  JAX cannot set a mesh while it traces a function. Without a mesh, the result
-  is not sharded, like that of `jnp.zeros_like`.
+  JAX cannot set a mesh while it traces a function. The result is then not
+  sharded, like the result of `jnp.zeros_like`.
   """
   where = getattr(sharding, "mesh", None)
   is_explicit = isinstance(where, Mesh) and where.abstract_mesh.explicit_axes

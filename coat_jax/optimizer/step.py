@@ -6,7 +6,7 @@ The arithmetic is an argument: `adam.adam` or `lion.lion`. `update_of` and
 
 XLA can partition a step in plain JAX, but not a kernel. So if a leaf's sharding
 is known, the step runs on each device's shard, and moves nothing between
-devices. The random words for stochastic rounding depend on a value's row and
+devices. A value's random words for stochastic rounding depend on its row and
 column in the whole leaf, so the result does not depend on the mesh.
 """
 
@@ -73,8 +73,8 @@ def encode(
       for j, (group, x) in enumerate(zip(groups, values, strict=True))
     )
 
-  # On explicit axes, JAX would raise an error for reshaping rows into groups
-  # that are split over devices, and would draw all random words on each device.
+  # On explicit axes, JAX would raise an error for reshaping sharded rows to
+  # groups, and would draw all random words on each device.
   return mesh.run_whole(f, values, part, out_specs=mesh.spec_of(values[0]))
 
 
@@ -115,7 +115,7 @@ def pair_key(key: Array, pair: int) -> Array:
 
 
 def one_body(fn: Callable) -> Callable:
-  """Compiles `fn` once for all leaves of a shape, if `shares_body()`.
+  """Compiles `fn` only once for all leaves of one shape, if `shares_body()`.
 
   If XLA inlines a function late, it optimizes the function's body only once,
   and all calls share temporary memory: on a CPU, AdamW for 196 leaves compiles
@@ -137,7 +137,7 @@ def one_body(fn: Callable) -> Callable:
 
 
 def shares_body() -> bool:
-  """Returns whether to compile one body: on CPUs, with nothing to partition.
+  """Returns whether leaves share a body: on a CPU, with nothing to partition.
 
   XLA's partitioner does not look into a body that is inlined late. On an H200,
   sharing the body does not pay off: for 24 leaves, compiling takes 49 s instead
@@ -224,7 +224,7 @@ def _step(arithmetic, p, g, stored, part, scalars, groups):
 
 
 def _computed(compute, finish, arrays, stored, part, groups):
-  """Finishes the first result of `compute`, and encodes all others."""
+  """Runs `compute`, finishes its first result, and encodes the others."""
   shape = stored[0].codes.shape
   on_gpu = platform() in ("gpu", "cuda", "rocm")
   explicit = jax.sharding.get_abstract_mesh().explicit_axes
@@ -280,9 +280,9 @@ class Leaves:
   ) -> tuple[Any, Stored]:
     """Returns `run(*arrays, stored, part, *scalars, groups=...)` for leaf i.
 
-    `arrays` are arrays of the leaf's shape, or trees of them; with `layer`, all
-    but the first are [1, ...]. If the leaf's sharding is unknown, or devices
-    would split groups, XLA partitions the step.
+    `arrays` are arrays of the leaf's shape, or trees of them. If `layer` is
+    passed, all but the first are [1, ...]. If the leaf's sharding is unknown,
+    or devices would split groups, XLA partitions the step.
     """
     groups, sharding = self._codecs[i], self._shardings[i]
     run = functools.partial(run, groups=groups)
@@ -327,7 +327,7 @@ class Leaves:
 
 
 def _start(spec: P, shape: tuple[int, ...]) -> Array:
-  """Returns the leaf's indices of the shard's first element: uint32 [ndim]."""
+  """Returns the index in the leaf of a shard's first element: uint32 [ndim]."""
   axes = (*spec, *(None,) * (len(shape) - len(spec)))
   starts = [
     0 if names is None else jax.lax.axis_index(names) * size
@@ -368,8 +368,8 @@ def shardings_of(
 ) -> list[NamedSharding | None]:
   """Lists each leaf's sharding, or None if it is unknown.
 
-  `options.shardings` are looked up by path. Without these, explicit axes are
-  read from the types of the moment's codes.
+  `options.shardings` are looked up by path. If they are None, shardings on
+  explicit axes are read from the types of the moment's codes.
   """
   codes = leaf_paths(moment.codes)
   if options.shardings is None:

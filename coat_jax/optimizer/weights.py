@@ -9,13 +9,13 @@ bits. It is stored in two arrays, and can be split and joined exactly:
 
 A step rounds an f32 to W stochastically, so updates below 2^-16 of a weight
 (with bf16 alone, below 2^-8) take effect only on average. The random words are
-`stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, rounding
-to 24 bits their high 8 bits.
+`stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, and
+rounding to 24 bits their high 8 bits.
 
 A trainer that calls `optax.apply_updates` rounds bf16 weights to nearest, and
-loses every update below 1/512 of its weight. If `stochastic_rounding` is the
-last transformation of a chain, it rounds the new weights stochastically, and
-returns updates that the trainer can add without rounding.
+loses every update below 1/512 of its weight. As the last transformation of a
+chain, `stochastic_rounding` rounds the new weights stochastically, and returns
+updates that the trainer can add without rounding.
 """
 
 import functools
@@ -50,8 +50,8 @@ class SplitWeight(NamedTuple):
   Attributes:
     high: bf16 of any shape, nearest to the weight.
     low: int8 of the same shape: the weight minus `high`, in units of 1/256 ulp
-      of `high`. If `high` is a power of two and the weight is smaller, the ulp
-      is that of the numbers just below `high`.
+      of `high`. If `high` is a power of two and the weight is smaller in
+      magnitude, the ulp is that of the numbers just below `high`.
   """
 
   high: Array
@@ -67,10 +67,10 @@ def split(
 ) -> SplitWeight:
   """Rounds f32 of any shape to 24 bits, and splits these into bf16 and a byte.
 
-  With `words` (uint32, of which the high 8 bits are used), rounding is
-  stochastic: E[join(split(x))] is x. Without `words`, x is rounded to nearest,
-  ties to even. A NaN becomes the canonical NaN of its sign. Finite magnitudes
-  above 3.3895e38, whose nearest bf16 would be infinite, become 3.3895e38.
+  If random words are passed, their high 8 bits round x stochastically, so that
+  E[join(split(x))] is x. Otherwise x is rounded to nearest, ties to even. A NaN
+  becomes the canonical NaN of its sign. Finite magnitudes above 3.3895e38,
+  whose nearest bf16 would be infinite, become 3.3895e38.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   sign = bits & jnp.uint32(_SIGN)
@@ -151,13 +151,13 @@ def _rounded(rounding, x, part, shape, arrange):
 
 
 def add_update(weight: Weight, update: Array, key: Array) -> Weight:
-  """Adds an update in f32; rounds the sum with the words of a `leaf_key`."""
+  """Adds an update in f32; rounds the sum with the random words of `key`."""
   total = in_f32(weight) + update.astype(jnp.float32)
   return round_like(weight, total, LeafPart(key))
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-  """Returns whether a leaf is split: it is neither a norm nor a bias.
+  """Returns whether a leaf may be split, that is, is neither a norm nor a bias.
 
   Norms stay in f32: near 1.0, where their scales start, bf16 values are 0.8 %
   apart.
@@ -175,9 +175,9 @@ def split_weights(params: Any) -> tuple[Any, Any]:
   Returns:
     Two trees with the same structure and boxes, so that the same axis names
     shard both. The first contains the parameters, with split leaves in bf16.
-    The second contains for each bf16 leaf of the first an int8 array of the
-    same shape (zeros if the parameter already was bf16), and for other leaves
-    an int8 scalar zero.
+    For each bf16 leaf of the first, the second contains an int8 array of the
+    same shape (zeros if the parameter already was bf16). For other leaves it
+    contains an int8 scalar zero.
 
   Raises:
     TypeError: a leaf is not an array.
@@ -253,7 +253,7 @@ def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
 def _check_arrays(op: str, name: str, tree: Any) -> None:
   for path, leaf in leaf_paths(tree):
     if not hasattr(leaf, "dtype"):
-      remedy = f"pass an array at {path!r} too"
+      remedy = f"pass an array at {path!r}"
       refuse(TypeError, op, name, "a tree of arrays", leaf, remedy)
 
 
@@ -291,8 +291,9 @@ def stochastic_rounding(
   that the expected new weight is p + d. `optax.apply_updates` then computes
   round(p + d) exactly if this value is within a factor of 2^16 of p. With the
   same seed and step, `coat_jax.apply_updates` returns the same weights, bit for
-  bit. Updates of weights of other dtypes are unchanged. Wrap only the optimizer
-  in `optax.apply_if_finite`, which requires updates of the gradients' dtype.
+  bit. Updates of weights of other dtypes do not change. Do not wrap this
+  transformation in `optax.apply_if_finite`, which requires updates in the
+  gradients' dtype; wrap only the optimizer before it.
 
   Args:
     seed: seed of the random words.

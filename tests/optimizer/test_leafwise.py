@@ -51,7 +51,7 @@ def step(optimizer, params, layer=layer, after=after, **options):
       optax.masked(
         optax.adam(1e-2), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
       ),
-      "must be one array, got another structure",
+      "must have the structure of the parameters, got another structure",
     ),
     (coat_adamw(1e-2), "got coat_adamw.* fused_coat_adamw"),
   ],

@@ -122,5 +122,5 @@ def test_unsupported_meshes_are_refused():
   )
   with jax.set_mesh(jax.make_mesh((2, 2, 2), NAMES)):
     x = jnp.ones((B * T, D))
-    with pytest.raises(ValueError, match=r"blocks take \[B, T, D\], got rows"):
+    with pytest.raises(ValueError, match=r"x must be \[B, T, D\], got rows"):
       jax.eval_shape(f, params, x, x)
