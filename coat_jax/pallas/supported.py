@@ -163,7 +163,7 @@ def why_not_activation_input(
   *leading, n = x.shape
   if gated and n % 2:
     return (
-      f"gate and up must have the same width, got a joint width of {n}"
+      f"gate and up must have the same width, got an odd total width of {n}"
     )
   f = n // 2 if gated else n
   return (
