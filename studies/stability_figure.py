@@ -120,7 +120,7 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
       by_variant.setdefault(row["case"]["variant"], []).append(row)
   if not by_variant:
     raise ValueError(
-      f"stability: there must be rows of {preset}, got none; use the command "
+      f"stability: the rows must include {preset}, got none; use the command "
       "`run` first"
     )
   found = {name: summarize(each) for name, each in by_variant.items()}

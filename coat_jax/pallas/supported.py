@@ -72,8 +72,8 @@ def why_not_values(x: QTensor) -> str | None:
     return reason
   if x.scale.shape != (*leading, n // group_size):
     return (
-      f"the kernel needs one scale per {group_size} values of a row, got "
-      f"scales {x.scale.shape} for values {x.qvalue.shape}"
+      f"the kernel needs one scale per {group_size} values, got scales of "
+      f"shape {x.scale.shape} for values of shape {x.qvalue.shape}"
     )
   return None
 
@@ -203,7 +203,7 @@ def why_not_activation_bwd(
   if dy.shape != shape:
     return f"dy must have the input's shape {shape}, got {dy.shape}"
   if has_sums and len(parts) > 1:
-    return "the kernel sums the gradient of x over rows, but not of gate and up"
+    return "the kernel sums the gradient of x, but not those of gate and up"
   return (
     why_not_scaling(gradient, E5M2)
     or _why_not_activation(activation)

@@ -73,8 +73,8 @@ def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
   m = math.prod(rows)
   if any(size % BLOCK or size == 0 for size in (m, n, k)):
     return (
-      f"the Mosaic kernel needs sizes that are multiples of {BLOCK}, got the "
-      f"matmul [{m}, {k}] x [{k}, {n}]"
+      f"the Mosaic kernel needs sizes that are multiples of {BLOCK}, got [{m}, "
+      f"{k}] times [{k}, {n}]"
     )
   return None
 
