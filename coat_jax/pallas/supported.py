@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks whether a kernel supports its arguments.
 
-Each check returns the reason why the kernel does not support the arguments, or
-None if it does.
+Each check returns the reason if it does not, else None.
 """
 
 import math
@@ -126,10 +125,10 @@ def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
 def why_not_read(
   x, shape: tuple[int, ...], groups: Groups, output: Scaling
 ) -> str | None:
-  """Checks the arguments of a kernel that also finds the output's scale.
+  """Checks the arguments of a kernel that quantizes x and computes a scale.
 
-  The kernel quantizes x in groups. `shape` is the shape of x, or of one of its
-  parts if x consists of gate and up.
+  x is quantized in groups, and the scale is that of the output. `shape` is the
+  shape of x, or of one of its parts if x consists of gate and up.
   """
   # With `Blocks`, a later operation computes the scales.
   if type(output) is not Blocks:

@@ -2,9 +2,9 @@
 """The forward kernel of attention, in Pallas for Mosaic GPU.
 
 A program owns 128 queries of one head, and visits tiles of keys. Each of two
-warpgroups computes 64 rows of scores with wgmma, exponentiates them with a
-running maximum, and adds p v to its f32 sums. The exponentials p stay in
-registers. One warpgroup uses the tensor cores while the other exponentiates.
+warpgroups computes 64 rows of scores with wgmma, and then their exponentials p,
+relative to a running maximum. It adds p v to f32 sums. p stays in registers.
+One warpgroup uses the tensor cores while the other computes exponentials.
 """
 
 import functools
@@ -95,7 +95,8 @@ def _softmax(
 ) -> tuple[Array, Array]:
   """Returns a warpgroup's output f32 [64, H] and log-sum-exp [64]."""
   cap, shape = work.kind.soft_cap, (ROWS, work.head_dim)
-  # Unless a maximum is subtracted, p may overflow in f16, but not in BF16.
+  # If scores are bounded, p does not overflow in BF16 without subtracting a
+  # maximum, but it may in f16.
   is_bounded = cap is not None and cap <= _NEEDS_NO_MAXIMUM
   has_maximum = not is_bounded or q_smem.dtype == jnp.float16
 

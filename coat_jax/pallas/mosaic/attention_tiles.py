@@ -64,8 +64,8 @@ class Work:
   def visits(self, segments) -> Visits:
     """Finds the tiles to visit.
 
-    `segments` are the refs of segment ids and of the results of
-    `segment_bounds`. Without segments, it is empty.
+    `segments` contains the refs of segment ids and of the two results of
+    `segment_bounds`, or nothing without segments.
     """
     # Because of the barrier, a loop over heads finds the tiles again for each
     # head. So their bounds occupy no registers in between.
@@ -85,7 +85,7 @@ class Work:
     )
 
   def part(self) -> Array:
-    """Returns which 64 rows of the own tile this warpgroup computes."""
+    """Returns the index of this warpgroup's 64 rows in the own tile."""
     return lax.axis_index("warpgroup") * (0 if self.own == ROWS else 1)
 
   def rows_of(self, *own_smem) -> list:
@@ -105,7 +105,7 @@ class Work:
 
 
 def ring(work: Work, dtype: DTypeLike, *others) -> Ring:
-  """Returns the types of a ring whose slots hold a tile, `others` and ids."""
+  """Returns a ring's types; slots hold a tile, `others` and segment ids."""
   stages, step = work.stages, work.step
   tiles = rows_of_128_bytes(stages, step, work.head_dim, dtype=dtype)
   slots = tiles, *others

@@ -174,7 +174,7 @@ def run(work: Work, *refs, **scratch: Any) -> None:
 
 
 def _load(work: Work, operands, memory: Memory) -> None:
-  """Copies blocks to shared memory as stages become free, for all tiles."""
+  """Copies the blocks of all tiles to shared memory as stages become free."""
   a, a_scale, b, b_scale = operands
   loaded, free = memory.loaded, memory.free
   tile = work.tile

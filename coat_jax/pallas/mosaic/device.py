@@ -12,7 +12,10 @@ def why_not_rows() -> str | None:
 
 
 def why_not_hopper() -> str | None:
-  """Returns why Hopper kernels cannot run, or None; also None without a GPU."""
+  """Returns why kernels for Hopper cannot run on this GPU, or None.
+
+  Without a GPU, it returns None.
+  """
   found = capability()
   is_unknown = found is None and jax.default_backend() == "gpu"
   if found in (HOPPER, None) and not is_unknown:

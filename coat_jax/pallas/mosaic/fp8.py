@@ -3,9 +3,9 @@
 
 For each value, stochastic rounding must decode the two neighbouring codes. An
 E4M3 code stands for J 2^e with J in 0..15, and range expansion decodes it to
-the power (J 2^e)^a. The kernel looks up J^a and 2^(a e) in tables of 16
-entries. The 16 lanes that share a group compute one entry each, and read other
-entries with shuffles. This saves two logarithms and two exponentials per value.
+(J 2^e)^a. The kernel looks up J^a and 2^(a e) in tables of 16 entries. The 16
+lanes that share a group compute one entry each, and read other entries with
+shuffles. This saves two logarithms and two exponentials per value.
 """
 
 import dataclasses
@@ -194,7 +194,7 @@ def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
 
   `magnitude` and e are f32 tiles. The codes get the signs of x unless x is
   None. An error of one ulp in e may select other neighbours of t, but the
-  expected value of the result is still t.
+  expected decoded value is still t.
   """
   # Bits 20 and up are the code of the lower neighbour.
   bits = on.e4m3_bits(e, qmax(E4M3))

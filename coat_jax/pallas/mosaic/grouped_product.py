@@ -18,11 +18,11 @@ FP8 codes must have the summed axis last. BF16 and f16 operands are read as they
 are stored. But if a width is not a multiple of the tile's, both operands are
 first copied and padded with zeros.
 
-The kernel multiplies the scales of both FP8 operands first. If their product is
-below 1.2e-38, it is inexact or 0; the definition in `ops.grouped_linear` has no
-such limit. To compute a group's weight gradient, x is set to zero in rows of
-other groups, but g is not. So NaN and infinities in g may also reach the
-gradients of the previous and the next group.
+The kernel first multiplies the scales of both FP8 operands with each other. If
+this product is below 1.2e-38, it is inexact or 0; the definition in
+`ops.grouped_linear` has no such limit. To compute a group's weight gradient, x
+is set to zero in rows of other groups, but g is not. So NaN and infinities in g
+may also reach the gradients of the previous and the next group.
 
 `python -m benchmarks.grouped_products` measures the kernels. On an H100, the
 FP8 kernels reach 500 to 1030 TFLOP/s for Qwen3-30B-A3B and Mixtral-8x7B, and

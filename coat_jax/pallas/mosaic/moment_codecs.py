@@ -38,7 +38,7 @@ _SIGN = 0x80000000
 
 
 class Decoded(NamedTuple):
-  """A decoded moment, as factors that have not been multiplied yet.
+  """A decoded moment, as factors that are not yet multiplied together.
 
   An optimizer first multiplies the moment by a scalar. `times` multiplies the
   group's factor by this scalar, which saves a multiplication per value.

@@ -107,7 +107,7 @@ def joint_extremes(
 
 
 def part(x: Array, i: int) -> Array:
-  """Computes `Instructions.part`: reads from a lane that holds moment i."""
+  """Computes `Instructions.part`, by reading a lane that holds moment i."""
   one = _type((ROWS,), x.dtype)
 
   @plgpu.inline_mgpu(arg_types=(PAIR_LAYOUT,), return_type=one)
@@ -258,7 +258,7 @@ def _type(shape: tuple[int, ...], dtype: DTypeLike) -> plgpu.ShapeDtypeStruct:
 def _on_vectors(convert: Callable, dtype: DTypeLike, *tiles: Array) -> Array:
   """Returns a tile in which each thread holds `convert(*vectors)`.
 
-  `vectors` contains the thread's values of each of `tiles`.
+  `vectors` contains, for each of `tiles`, a vector of the thread's values.
   """
   is_signed = False if dtype == jnp.uint8 else None
 

@@ -50,7 +50,7 @@ def spread(x: Array) -> Array:
 
 
 def iota(axis: int) -> Array:
-  """Returns indices, uint32: of groups [ROWS] for axis 0, or of values."""
+  """Returns uint32 indices: of groups [ROWS] (axis 0) or of values (axis 1)."""
   if axis == 0:
     return plgpu.broadcasted_iota(jnp.uint32, (ROWS,), 0, layout=GROUP_LAYOUT)
   return plgpu.broadcasted_iota(jnp.uint32, TILE, 1, layout=LAYOUT)

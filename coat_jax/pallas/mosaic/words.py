@@ -56,5 +56,5 @@ def random_words(row: Array, column: Array, key) -> Array:
 
 
 def mantissas(words: Array) -> Array:
-  """Returns 1 + `stochastic.uniform(words)`; the words' bits are mantissas."""
+  """Returns 1 + `stochastic.uniform(words)`, with random bits as mantissas."""
   return as_float((words >> 9) + jnp.uint32(0x3F800000))

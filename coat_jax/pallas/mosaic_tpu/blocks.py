@@ -2,7 +2,7 @@
 """Cuts the arrays of a leaf into blocks, in the order in which XLA stores them.
 
 If a kernel read an array in another order, XLA would copy the array first. On a
-TPU, XLA may store two kinds of arrays in an order that differs from their axes:
+TPU, XLA may not store two kinds of arrays in the order of their axes:
 
   pair    [..., D, 2, F], such as the weights of gate and up, which are two
           planes [D, F]. XLA stores f32 or bf16 in tiles of 2 x 128, but bytes
@@ -71,7 +71,7 @@ def unview(x: Array, like: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-  """The size of blocks; a block of a pair consists of one in each plane."""
+  """The height and width of blocks; a block of a pair spans both planes."""
 
   height: int
   width: int
