@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the cases of `benchmarks.ops` without matmuls, which are memory-bound.
+"""Lists the memory-bound cases of `benchmarks.ops`: those without matmuls.
 
 `num_bytes` counts the bytes of the matrices that an operation must read and
 write, but not those of vectors. An operation reads its input twice if it must

@@ -165,7 +165,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
 
 
 def kinds_of(config: Config) -> dict[str | None, Config]:
-  """Returns the configuration of each kind of layer; the only kind is None."""
+  """Maps kinds of layers to configurations; None stands for the only kind."""
   if isinstance(config, VisionConfig) or config.full_every is None:
     return {None: config}
   window = dataclasses.replace(config, full_every=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes training data from source code: conversations about Python functions.
+"""Builds training data from source code: text, and chats about functions.
 
   python -m studies.docstrings OUT /usr/lib/python3 [DIR ...]
 

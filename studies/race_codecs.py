@@ -28,8 +28,8 @@ class Grid(Grouped):
   """Base class of codecs with a fixed grid of magnitudes.
 
   A code stands for a level 0, 1, ..., and a level for a fraction of the group's
-  amax, called its share. A subclass defines each level's share, and the highest
-  level whose share is not above a given one.
+  amax, called its share. A subclass maps levels to shares, and a fraction of
+  amax to the level below it.
   """
 
   def _statistics(self, magnitude):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executes one run of `studies.stability` and summarizes it in a row.
 
-The compiled program runs CHUNK steps per call. Learning rate and seed are
-arguments of it, so all runs of a variant share one program.
+The compiled program runs CHUNK steps per call. Its arguments include learning
+rate and seed, so all runs of a variant share one program.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 """Reads and rounds parameters in kernels, as `optimizer.weights` does.
 
 The results have the same bits as those of `optimizer.weights`, but need fewer
-instructions. This is possible because every NaN among the values to round is
-quiet, as it has just been computed.
+instructions. This is possible because the values to round have just been
+computed, so every NaN among them is quiet.
 """
 
 from collections.abc import Callable
