@@ -8,11 +8,11 @@ its compute capability, memory and multiprocessors, and the versions of the CUDA
 libraries. h200.txtpb is openxla/xla's `specs/h200.txtpb` (Apache-2.0), to which
 we added these versions.
 
-The compiled programs cannot run here. But their HLO and memory are the same as
-on a GPU, so they show which kernels and FP8 matmuls a step runs, and how much
-memory the step needs. On a real GPU, only the results of XLA's autotuning may
-differ, such as the fastest of several algorithms. A kernel that several
-programs of a process use is compiled only once.
+The compiled programs cannot run here. But they have the same HLO and need the
+same memory as on a GPU, so they show which kernels and FP8 matmuls a step runs,
+and how much memory the step needs. On a real GPU, only XLA's autotuning may
+have other results, such as a faster algorithm. A kernel that several programs
+of a process use is compiled only once.
 """
 
 import atexit
@@ -60,14 +60,14 @@ def available() -> bool:
 
 
 def only_compile() -> None:
-  """Makes this process run JAX on the CPU; call this before using JAX."""
+  """Restricts JAX to the CPU in this process; call this before using JAX."""
   # The plugin would look for libraries that are needed only to run programs.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   jax.config.update("jax_platforms", "cpu")
 
 
 def devices(gpu: str, count: int) -> list[jax.Device]:
-  """Returns `count` GPUs of one host, only to compile programs for them.
+  """Returns `count` GPUs of one host, for which programs can be compiled.
 
   `gpu` is one of `GPUS`.
   """
@@ -137,8 +137,8 @@ def lower_for(
 ) -> jax.stages.Lowered:
   """Lowers `fn` for `device`, or for `mesh` if it is not None.
 
-  While `fn` is traced, code that asks for the current device gets `described`.
-  The other arguments are as in `compile_for`.
+  Code that asks for the current device while `fn` is traced gets `described`.
+  The other arguments are those of `compile_for`.
   """
   if mesh is None:
     out_shardings = sharding = SingleDeviceSharding(device)
@@ -188,7 +188,7 @@ def _host(gpu: str, count: int) -> list[jax.Device]:
 
 
 def _assume_cudnn() -> None:
-  """Makes JAX assume `CUDNN_VERSION`, because cuDNN may not be installed."""
+  """Makes JAX assume `CUDNN_VERSION`, since cuDNN may not be installed."""
   from jax._src.cudnn import fused_attention_stablehlo
 
   fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION

@@ -2,7 +2,7 @@
 """Parses and checks the command-line arguments of benchmarks.
 
 Arguments are checked before anything is timed, so that a benchmark does not run
-for minutes before it reports a wrong argument.
+for minutes before it reports an invalid argument.
 """
 
 import argparse
@@ -20,18 +20,18 @@ _LARGEST = 2**20
 
 
 def count(text: str) -> int:
-  """Parses a size or a number of repeats, as the `type` of an argument."""
+  """Parses a count, for use as the `type` of an argparse argument."""
   number = int(text) if len(text) < 10 else _LARGEST + 1
   if not 1 <= number <= _LARGEST:
     raise argparse.ArgumentTypeError(
-      f"a whole number from 1 to {_LARGEST} is needed, got {text[:40]}"
+      f"must be a whole number from 1 to {_LARGEST}, got {text[:40]}"
     )
   return number
 
 
 @contextlib.contextmanager
 def checked(parser: argparse.ArgumentParser) -> Iterator[None]:
-  """Reports errors inside `with` as usage errors, with exit status 2."""
+  """Turns errors inside `with` into usage errors, which exit with status 2."""
   try:
     yield
   except (OSError, TypeError, ValueError) as error:
@@ -43,8 +43,8 @@ def command[Result](
 ) -> Callable[..., Result]:
   """Wraps `main` to print a message instead of a traceback for two errors.
 
-  If memory runs out, the command exits with status 1. If XLA's compiler for
-  CUDA is needed but not installed, it exits with status 2.
+  The command exits with status 1 if memory runs out, and with status 2 if it
+  needs XLA's compiler for CUDA but the compiler is not installed.
   """
 
   @functools.wraps(main)

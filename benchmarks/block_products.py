@@ -38,8 +38,8 @@ from coat_jax.pallas.mosaic import block_product
 from train.presets import PRESETS
 
 # For each matmul: its two operands among x [t, d], w [d, f] and g [t, f]; the
-# layout of each operand in FP8; the axis of each operand that BF16 contracts;
-# the result's dtype.
+# FP8 layout of each operand; the axis of each BF16 operand that is contracted;
+# and the result's dtype.
 PRODUCTS = {
   "linear_fwd": ("xw", (in_rows, in_columns), (1, 0), jnp.bfloat16),
   "linear_dgrad": ("gw", (in_rows, in_rows), (1, 1), jnp.bfloat16),
@@ -78,7 +78,7 @@ def kernels(
 
 
 def operands(tokens: int, d: int, f: int) -> tuple[dict, dict, dict]:
-  """Makes x, w and g in BF16, and in FP8 with tensor and with block scales."""
+  """Draws x, w and g in BF16, and quantizes them per tensor and per block."""
   sizes = Sizes()
   plain = dict(
     x=sizes.normal(tokens, d),
@@ -126,7 +126,7 @@ def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
       try:
         timing = measure(fn, *arrays, repeats=options.repeats)
       except NotImplementedError as reason:
-        say(f"left out {implementation}: {reason}")
+        say(f"skipped {implementation}: {reason}")
         continue
       found = timing.row | dict(
         tflops=timing.tflops(2 * options.tokens * d * f)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines cases of `benchmarks.ops`, and the sizes of layers.
+"""Defines the cases of `benchmarks.ops`, and the sizes of layers.
 
 A case calls an operation with the arguments that a layer would pass.
 `tests/ops/test_conformance.py` tests the operations with the same cases.
@@ -78,7 +78,7 @@ class Sizes:
 
   @property
   def grouped_bytes(self) -> float:
-    """The number of bytes per FP8 value, including its share of a scale."""
+    """The number of bytes per FP8 value, including its part of a scale."""
     return 1 + 2 / self.group_size
 
   def normal(self, *shape: int, seed: int = 0) -> Array:
@@ -131,7 +131,7 @@ class Case:
     shape: Other values that describe the case. `op` and `shape` together are
       the `case` of a row.
     run: `run(implementation, *arrays)` calls the operation.
-    arrays: Makes the arrays for `run`.
+    arrays: Creates the arrays for `run`.
     implementations: Names of the implementations to measure.
     num_bytes: The fewest bytes that the operation must read and write; used
       only if `flops` is 0.
@@ -171,7 +171,7 @@ def of_op(
   implementations: tuple[str, ...] | None = None,
   **cost,
 ) -> OpCase:
-  """Makes a case of `op`; by default, it measures all implementations."""
+  """Builds a case of `op`, by default with all implementations."""
 
   def run(implementation, *args):
     return call(functools.partial(op, implementation=implementation), *args)
@@ -197,6 +197,6 @@ def _grouped(x: Array, group_size: int) -> QTensor:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def operand(x: Array, dtype: DTypeLike = E4M3) -> Operand:
-  """Quantizes a matrix to an operand in both the row and the column layout."""
+  """Quantizes a matrix to an operand in both layouts."""
   how = dict(layout="both", implementation="xla")
   return ops.quantize_tensor(x, scaling=ops.PerTensor(dtype), **how)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the memory-bound cases of `benchmarks.ops`, which have no matmuls.
+"""Lists the memory-bound cases of `benchmarks.ops`: those without matmuls.
 
-`num_bytes` counts the matrices that an operation must read or write, but not
-vectors. An operation reads its input twice if it must find the result's largest
-magnitude before it can write the result. Examples are `quantize_tensor` without
-a scale and `activation_bwd_operands`.
+`num_bytes` counts the bytes of the matrices that an operation must read and
+write, but not those of vectors. An operation reads its input twice if it must
+find the result's largest magnitude before it can write the result. Examples are
+`quantize_tensor` without a scale and `activation_bwd_operands`.
 """
 
 import functools
@@ -52,7 +52,7 @@ def _quantize(sizes):
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
   # Tests expect that no kernel supports the sizes `ODD`. The kernel of
-  # `quantize_rows` supports all widths, so with these sizes we choose a format
+  # `quantize_rows` supports all widths, so for these sizes we choose a format
   # that it does not support.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
@@ -215,8 +215,8 @@ def _rope(sizes):
     lambda op, *args: op(*args),
     num_bytes=cost,
   )
-  # Gradients are read twice. Each value is written in two layouts, as one byte
-  # in each.
+  # Gradients are read twice. Each value is written as one byte in each of two
+  # layouts.
   yield of_op(
     ops.join_heads_operand,
     shape,
@@ -228,7 +228,7 @@ def _rope(sizes):
 
 
 def _still_heads(sizes, shape, heads):
-  """Lists cases without RoPE; one of them also sums a bias's gradient."""
+  """Lists cases without RoPE; one also computes the gradient of a bias."""
   b, t, n, h = sizes.heads
   k, read = sizes.kv_heads, sizes.value_bytes
   size, shape = b * t * (n + 2 * k) * h, shape | dict(rotated=False)

@@ -20,8 +20,8 @@ are:
 
 A row contains milliseconds and TFLOP/s. For FP8, it also contains `error`, the
 RMS difference from plain JAX's f32 result, relative to the RMS of that result.
-The error is missing if plain JAX runs out of memory. Rounding to BF16 alone
-causes an error of 0.0017.
+Rounding to BF16 alone causes an error of 0.0017. If plain JAX runs out of
+memory, `error` is missing.
 """
 
 import argparse
@@ -73,8 +73,8 @@ IMPLEMENTATIONS = "bf16", "mosaic_bf16", "mosaic", "xla"
 def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
   """Draws the number of rows of each expert, with a fixed seed.
 
-  With "skewed" routing, the r-th largest expected share of the rows is
-  proportional to 1 / r, and one expert gets no rows.
+  With "skewed" routing, the expert of rank r is expected to get a number of
+  rows proportional to 1 / r, and the last one gets none.
   """
   share = np.ones(experts)
   if routing == "skewed":
@@ -85,7 +85,7 @@ def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
 
 
 def arrays(rows: int, d: int, f: int, sizes) -> tuple[dict, dict]:
-  """Makes x, w and g in BF16, and the same as FP8 operands in both layouts."""
+  """Draws x, w and g in BF16, and quantizes them to FP8 in both layouts."""
   make = Sizes().normal
   plain = dict(x=make(rows, d), g=make(rows, f, seed=1))
   plain["w"] = make(len(sizes), d, f, seed=2)
@@ -163,7 +163,7 @@ def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
       definition = functools.partial(op_of(name).definition, dtype=jnp.float32)
       exact = jax.block_until_ready(jax.jit(definition)(a, b, sizes))
     except jax.errors.JaxRuntimeError as reason:
-      say(f"error left out: {str(reason).splitlines()[0]}")
+      say(f"cannot compute the error: {str(reason).splitlines()[0]}")
       exact = None
     for what, fn, given in kernels(name, plain, codes, sizes, options.tiles):
       implementation = what["implementation"]
@@ -174,7 +174,7 @@ def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
       try:
         timing = measure(fn, *given, repeats=options.repeats)
       except (NotImplementedError, jax.errors.JaxRuntimeError) as reason:
-        say(f"left out {implementation}: {str(reason).splitlines()[0]}")
+        say(f"skipped {implementation}: {str(reason).splitlines()[0]}")
         continue
       found = timing.row | dict(tflops=timing.tflops(2 * rows * d * f))
       if given[0] is a and exact is not None:

@@ -8,8 +8,8 @@ device. Progress is printed to standard error.
 `measure` times groups of calls. A GPU runs one call while Python dispatches the
 next call, so a group is timed from the dispatch of its first call to the end of
 its last call. Calls below half a millisecond may run faster than Python can
-dispatch them, so `measure` times their kernels with the profiler instead. Small
-arguments would stay in the L2 cache. So consecutive calls use different copies
+dispatch them, so for these `measure` times the kernels with the profiler. Small
+arguments would stay in the L2 cache. So consecutive calls get different copies
 of the arguments, which they must read from memory.
 """
 
@@ -31,11 +31,11 @@ import numpy as np
 
 from coat_jax.numerics.formats import E4M3
 
-# All copies of arguments together are larger than this size, which is twice an
-# H200's cache.
+# All copies of the arguments together have at least this size, twice an H200's
+# L2 cache.
 _CACHE_BYTES = 2 * 60 * 2**20
-# A group takes about this long. So the GPU's clock settles, and the time of the
-# first dispatch and of the wait at the end is negligible.
+# A group takes about this long, so that the GPU's clock settles, and the times
+# of the first dispatch and of the wait at the end are negligible.
 _GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
 _WARM_UP_CALLS = 3
@@ -73,7 +73,7 @@ def measure(
   donate: tuple[int, ...] = (),
   repeats: int = 20,
 ) -> Timing:
-  """Compiles `fn`, makes some calls to warm up, and times groups of calls.
+  """Compiles `fn`, warms up with a few calls, and times groups of calls.
 
   Args:
     fn: The function. Pass large arrays as arguments, because arrays that `fn`
@@ -108,7 +108,7 @@ def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
   """Measures the TFLOP/s of large square matmuls in the fastest layout.
 
   The keys of the result are "bf16" and "fp8". In FP8, both operands are E4M3
-  with the contracted axis last, and accumulation is fast.
+  with the contracted axis last, and XLA's fast accumulation is on.
   """
   algorithm = None
   if jax.default_backend() == "gpu":
@@ -119,7 +119,7 @@ def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
       a, b, (((1,), (1,)), ((), ())), algorithm, jnp.bfloat16
     )
 
-  # With zeros the GPU would need less power and run at a higher clock.
+  # With zeros, the GPU would need less power and run at a higher clock.
   a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
   found = {}
   for name, fn, dtype in (("fp8", fp8, E4M3), ("bf16", jnp.matmul, a.dtype)):
@@ -129,7 +129,7 @@ def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
 
 
 def device_name() -> str:
-  """Returns the first device's name; for a CPU, with the number of cores."""
+  """Returns the first device's name, and for a CPU the number of cores."""
   kind = jax.devices()[0].device_kind
   if jax.default_backend() == "cpu":
     return f"{kind} {platform.machine()}, {os.cpu_count()} cores"
@@ -235,7 +235,7 @@ def _kernel_seconds(calls: _Calls, count: int, repeats: int) -> list[float]:
         with jax.profiler.TraceAnnotation(f"{_GROUP_NAME}{i}"):
           _group(calls, count)
         # The clocks of GPU and CPU differ by less than this pause, so kernels
-        # can be assigned to groups by time.
+        # can be assigned to groups by their start times.
         time.sleep(1e-3)
     (path,) = Path(folder).rglob("*.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(path))

@@ -17,7 +17,7 @@ rounding and format of weights:
   instructions  number of instructions per value
   by_kind       number of instructions per value for each pipe of the GPU
                 (`KINDS`)
-  hash          number of instructions per value that compute random words
+  hash          number of those instructions that compute random words
   registers     number of registers per thread
   programs      number of programs (thread blocks) that fit on a multiprocessor
                 if each thread uses that many registers
@@ -25,7 +25,7 @@ rounding and format of weights:
                 warp's 32 threads; `issue` is the number of clocks to issue the
                 instructions. These numbers follow from the throughputs of
                 compute capability 9.0 in NVIDIA's CUDA C++ Programming Guide.
-                The largest number is a lower bound for the time.
+                The largest of them is a lower bound for the time.
 """
 
 import argparse
@@ -52,8 +52,8 @@ from coat_jax.pallas.mosaic import words
 VALUES = 8  # Number of values per thread; see `pallas.mosaic.registers`.
 SHAPE = (64, 1024)
 
-# For each pipe: the number of clocks in which a quarter of a multiprocessor
-# executes an instruction of this pipe for a warp; and prefixes of the pipe's
+# For each pipe: the number of clocks that a quarter of a multiprocessor needs
+# to execute an instruction of this pipe for a warp, and the prefixes of these
 # instructions. An instruction belongs to the first pipe with a matching prefix.
 KINDS = {
   "special": (8, ("MUFU", "F2I", "I2F.", "F2F", "FRND", "POPC", "FLO")),
@@ -117,7 +117,7 @@ def by_kind(found: collections.Counter[str]) -> dict[str, float]:
 
 
 def clocks(found: collections.Counter[str]) -> dict[str, float]:
-  """Computes the clocks of each pipe and of issuing, for a value per thread."""
+  """Computes the clocks of each pipe and of issue, for a value per thread."""
   per_value = by_kind(found)
   out = {kind: per_value[kind] * cost for kind, (cost, _) in KINDS.items()}
   # Only one half of the multiply-add pipe multiplies integers.
@@ -133,8 +133,8 @@ def clocks(found: collections.Counter[str]) -> dict[str, float]:
 @contextlib.contextmanager
 def _dump() -> Iterator[Path]:
   """Makes Mosaic write machine code to a temporary folder."""
-  # When Mosaic is imported, it sets its CUDA root to the folder that JAX finds.
-  # Set it to the folder of nvdisasm instead.
+  # On import, Mosaic sets its CUDA root to the folder that JAX finds. Set it to
+  # the folder of nvdisasm.
   with tempfile.TemporaryDirectory() as folder:
     variables = {
       "MOSAIC_GPU_CUDA_ROOT": str(disassembler()),
@@ -151,7 +151,7 @@ def compile_step(
 ) -> tuple[collections.Counter[str], int]:
   """Compiles a fused step; returns its instructions and registers.
 
-  With `mixed=False`, the hash that computes random words is left out.
+  With `mixed=False`, the step does not compute the hash of random words.
   """
   dtype, low_bits = WEIGHTS[kind]
   optimizer = OPTIMIZERS[name][0](

@@ -15,16 +15,16 @@ pass (`mode` forward), and one for the forward and backward pass (`mode` full),
 which returns the output and the gradients of weights and input. FLOPs include
 matmuls and attention (causal in a decoder), but not the second forward pass of
 a checkpoint. `temporary_bytes` is the memory that the compiled program needs in
-addition to its arguments and results. `remembered_units` is the memory that the
-layer saves for its backward pass, in U (`train.memory.count`).
+addition to its arguments and results. `remembered_units` is the size, in U, of
+the arrays that the layer saves for its backward pass (`train.memory.count`).
 
 layer.scan, with --scan-memory: the temporary memory that each further layer of
 a scan adds, in U. This is the memory of 16 layers minus the memory of 8 layers,
-divided by 8. Training needs this much memory per layer, including what
-checkpoints save. Nothing is run.
+divided by 8. It includes what checkpoints save, so training needs this much
+memory per layer. Nothing is run.
 
 If weight_cache is "codes", a training step quantizes the weights once for all
-microbatches. So the codes are arguments here, and quantizing is not timed.
+microbatches. So FP8 weights are arguments here, and quantizing is not timed.
 
 --preset selects a decoder layer (any preset of train.pretrain) or a layer of a
 vision tower: siglip_so400m (384 pixels, 729 tokens per image) or clip_l (336
@@ -62,8 +62,8 @@ from coat_jax.numerics.recipes import CoatRecipe
 from train.memory.count import residual_bytes
 from train.presets import PRESETS
 
-# Policies of jax.checkpoint, by name. A variant may also use "fp8_layer", which
-# applies `fp8_remat` to the whole layer.
+# Policies of jax.checkpoint, by name. A variant may also have the checkpoint
+# "fp8_layer", which applies `fp8_remat` to the whole layer.
 _policies = jax.checkpoint_policies
 CHECKPOINTS = {
   "none": None,
@@ -150,13 +150,13 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
     h, kv_heads = config.head_width, config.num_kv_heads
     of_mlp = 2 + config.choices.is_gated
     of_mlp *= config.experts_per_token or 1
-    # `seen` is the mean number of keys per query. Attention is causal, so half
-    # of q k^T is computed, or less with a window.
+    # `seen` is the mean number of keys that a query sees. Attention is causal,
+    # so it is half of the sequence, or less with a window.
     window = min(config.window or seq, seq)
     seen = window * (1 - window / (2 * seq))
   weights = d * h * (2 * heads + 2 * kv_heads) + of_mlp * d * config.d_ff
   products = 2 * batch * seq * weights
-  # Attention's forward pass has two matmuls, its backward pass has five.
+  # Attention has two matmuls in its forward pass and five in its backward pass.
   attention = 4 * batch * heads * seq * seen * h
   return {
     "forward": products + attention,
@@ -165,7 +165,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
 
 
 def kinds_of(config: Config) -> dict[str | None, Config]:
-  """Returns a configuration per kind of layer; a single kind has key None."""
+  """Maps kinds of layers to configurations; None stands for the only kind."""
   if isinstance(config, VisionConfig) or config.full_every is None:
     return {None: config}
   window = dataclasses.replace(config, full_every=None)
@@ -173,7 +173,7 @@ def kinds_of(config: Config) -> dict[str | None, Config]:
 
 
 def make_layer(config: Config, recipe: CoatRecipe) -> nnx.Module:
-  """Makes a layer with random parameters."""
+  """Creates a layer with random parameters."""
   return TransformerLayer(config, recipe, rngs=nnx.Rngs(0))
 
 
@@ -187,7 +187,7 @@ class Layer:
     self.graph, self.params = nnx.split(layer, nnx.Param)
 
   def forward(self, params, x, codes=None):
-    """Runs the layer on x [B, T, D]; `codes` are from `weight_codes`."""
+    """Runs the layer on x [B, T, D]; `codes` are those of `weight_codes`."""
     graph, state = self._cached(params)
     if codes is not None:
       state = nnx.merge_state(params, codes)
@@ -231,7 +231,7 @@ def with_gradients(forward: Callable) -> Callable:
 
 
 def make_arrays(layer: Layer, config: Config, shape, dtype):
-  """Makes random parameters in `dtype`, and random x and dy [B, T, D]."""
+  """Draws random parameters in `dtype`, and random x and dy [B, T, D]."""
   params = nnx.state(make_layer(config, layer.recipe), nnx.Param)
   keys = jax.random.split(jax.random.key(1))
   x, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
@@ -252,14 +252,14 @@ def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
 
 
 def temporary_bytes(fn: Callable, specs, *, target: str | None) -> int:
-  """Returns the temporary bytes of `fn`; target None means this machine."""
+  """Returns the temporary bytes of `fn` on a target; None is this machine."""
   if target is None:
     return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())
   return aot.temporary_bytes(targets.compile_for(target, fn, *specs))
 
 
 def time_rows(config, variant, case, options) -> list[dict]:
-  """Measures the forward pass, then forward and backward; prints a row each."""
+  """Times a forward pass, and a forward and backward pass; prints two rows."""
   layer = Layer(config, variant)
   shape = (options.batch, options.seq, config.d_model)
   flops = layer_flops(config, options.batch, options.seq)
@@ -275,7 +275,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
     arrays = make_arrays(layer, config, shape, options.param_dtype)
   codes, code_specs = (), ()
   if variant.recipe.weight_cache == "codes":
-    # A training step computes the codes once for all of its microbatches.
+    # A training step computes the codes once for all microbatches.
     code_specs = (jax.eval_shape(layer.weight_codes, specs[0]),)
     if not options.compile_only:
       codes = (jax.jit(layer.weight_codes)(arrays[0]),)
@@ -354,7 +354,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   if options.preset in TOWERS and options.seq is not None:
     parser.error(
       f"--seq is only for decoders, got {options.seq} with {options.preset}, "
-      "whose image size determines the number of tokens; leave --seq out"
+      "where the image size sets the number of tokens; leave --seq out"
     )
   dtypes = {"bf16": jnp.bfloat16, "f32": jnp.float32}
   options.param_dtype = dtypes[options.param_dtype]

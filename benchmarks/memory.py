@@ -10,10 +10,10 @@ No GPU is needed. Each command prints JSON rows:
 
 memory.residuals: the bytes per token that one decoder layer saves for its
 backward pass, by kind. `units` is the total of these bytes divided by
-U = 2 d_model, which is the size of the residual stream in BF16. We count the
-arrays that the layer's own `jax.vjp` saves (`train.memory.count`). In recipe
-bf16, XLA may save slightly less than JAX's autodiff does. Two numbers are
-included for comparison, in U:
+U = 2 d_model, the bytes per token of the residual stream in BF16. We count the
+arrays that `jax.vjp` of the layer saves (`train.memory.count`). In recipe bf16,
+XLA may save slightly less than JAX's autodiff. Two numbers are included for
+comparison, in U:
 
   paper_units      the number in Table 2 of arXiv:2410.19313, which assumes
                    d_ff = 8/3 d_model and does not count scales; for fp8_linear,
@@ -22,9 +22,9 @@ included for comparison, in U:
                    COAT's authors, including scales, with and without the 2 U
                    that the paper counts for RoPE
 
-memory.state: the bytes of parameters (f32 or BF16), gradients and the
-optimizer's state, divided by the number of parameters, for each codec. They are
-computed from shapes.
+memory.state: for each codec, the bytes of parameters (f32 or BF16), gradients
+and the optimizer's state, divided by the number of parameters. They are
+computed from the arrays' shapes.
 
 memory.table7 and memory.plan: the memory of whole training steps compiled for
 H200s; see `benchmarks.table7` and `benchmarks.planned`. Some steps take minutes
@@ -77,7 +77,7 @@ def residuals(preset: str, tokens: int) -> list[dict]:
   rows = []
   for r in RECIPES:
     counted = residual_bytes(config, r, tokens=tokens)
-    # In recipe coat, `residuals` sets what is saved; in others, autodiff does.
+    # In recipe coat, `residuals` sets what is saved; else autodiff does.
     kept = r.residuals if r.name == "coat" else "autodiff"
     case = dict(preset=preset, recipe=r.name, residuals=kept)
     case |= dict(attention=r.attention, tokens=tokens)

@@ -10,13 +10,13 @@ for other operations. FLOPs count matmuls only. Bytes are the fewest bytes that
 a call must read and write (`benchmarks.*_cases`). `share_of_ceiling` is the
 rate divided by this device's best rate: that of a large matmul in FP8 or BF16,
 or that of reading and writing 1 GiB. The best rates are measured in the same
-run and printed as the row `ops.ceilings`. Without a GPU, kernels are left out.
+run and printed as the row `ops.ceilings`. Without a GPU, kernels are skipped.
 
 With `--compare NAME`, each implementation's results are compared with those of
 implementation NAME. Each row then contains two lists with one number per
-result: `unequal`, the share of values whose bits differ (two NaNs count as
-equal), and `largest_difference`, which is relative to the largest finite value
-of NAME's result.
+result: `unequal`, the fraction of values whose bits differ (two NaNs count as
+equal), and `largest_difference`, relative to the largest finite magnitude in
+NAME's result.
 """
 
 import argparse
@@ -66,9 +66,9 @@ def ceilings(*, smoke: bool) -> dict[str, float]:
 
 @jax.jit
 def _compared(actual: Array, wanted: Array) -> tuple[Array, Array]:
-  """Returns the share of unequal values and the largest relative difference."""
+  """Returns the fraction of unequal values, and the largest difference."""
   a, b = (x.astype(jnp.float32) for x in (actual, wanted))
-  # As f32 values, only -0 and 0 compare equal although their bits differ.
+  # In f32, only -0 and 0 compare equal although their bits differ.
   same = (a == b) & (jnp.signbit(a) == jnp.signbit(b))
   same |= jnp.isnan(a) & jnp.isnan(b)
   apart = jnp.where(same, 0, jnp.abs(a - b))
@@ -104,7 +104,7 @@ def run(
 ) -> dict:
   """Measures a case and prints its row.
 
-  `found` is the result of `ceilings`. If `other` is given, the results are
+  `found` is the result of `ceilings`. If `other` is given, results are also
   compared with those of the implementation `other`.
   """
   fn = functools.partial(case.run, implementation)
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         other=options.compare,
       )
     except NotImplementedError as reason:
-      say(f"left out: {reason}")
+      say(f"skipped: {reason}")
     else:
       rows.append(row)
   return rows

@@ -6,18 +6,19 @@
     [--implementations mosaic]
 
 The command prints a JSON row, `optimizer`, for optax.adamw (or optax.lion)
-compiled by XLA with each dtype of weights. It prints another row for the fused
+compiled by XLA with each dtype of weights. It also prints a row for the fused
 step with each combination of codec, rounding, format of weights and
 implementation. --codecs also accepts your own codec as package.module:function.
 
 By default, the leaf is an array of 16384 x 16384 = 2^28 weights. Weights and
-state are donated. Gradients have the weights' dtype. The format bfloat16_low8
-means BF16 weights, for each of which the state stores 8 more bits (`low_bits`).
+state are donated. Gradients have the weights' dtype. With the format
+bfloat16_low8, weights are BF16, and the state stores 8 more bits of each weight
+(`low_bits`).
 
-A row contains the time per step and two rates. A step must read and write the
-weights and the state, and read the gradient; `gbps` is the number of these
-bytes divided by the time. `ceiling_share` is `gbps` divided by the rate at
-which this device reads and writes 1 GiB.
+A row contains the time per step. A step must read and write the weights and the
+state, and read the gradient; `gbps` is the number of these bytes divided by the
+time. `ceiling_share` is `gbps` divided by the rate at which this device reads
+and writes 1 GiB.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from benchmarks.harness import copy_bandwidth, emit, measure, say
 from coat_jax import codecs
 from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
 
-# For each optimizer: its fused version, and optax's version.
+# For each optimizer: the fused version, and optax's version.
 OPTIMIZERS: dict[str, tuple[Callable, Callable]] = {
   "coat_adamw": (fused_coat_adamw, optax.adamw),
   "coat_lion": (fused_coat_lion, optax.lion),
@@ -49,9 +50,9 @@ WEIGHTS = {
 def cases(
   names: Sequence[str] | None = None,
 ) -> dict[tuple[str, str], codecs.MomentCodec]:
-  """Builds all variants of the named codecs; of all codecs if `names` is None.
+  """Builds all variants of the named codecs, or of all codecs.
 
-  The keys are (label, rounding).
+  The keys of the result are (label, rounding).
   """
   found = {}
   for name in codecs.names() if names is None else names:
@@ -69,7 +70,7 @@ def cases(
 
 
 def parameters(shape, dtype):
-  """Makes random weights, and gradients with magnitudes as in training."""
+  """Draws weights, and gradients whose magnitudes vary as in training."""
 
   def draw(key):
     keys = jax.random.split(key, 3)

@@ -2,8 +2,8 @@
 """Compares planned memory (`train.memory`) with the memory that XLA allocates.
 
 Each row describes a whole training step of a preset, compiled for H200s.
-`peak_bytes` is a GPU's peak memory according to XLA. `planned_bytes` is the
-planned peak. `error` is planned_bytes / peak_bytes - 1.
+`peak_bytes` is the peak memory of a GPU according to XLA, and `planned_bytes`
+is the planned peak. `error` is planned_bytes / peak_bytes - 1.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from benchmarks import training_step
 from benchmarks.harness import emit, say
 from train.memory.step import fullest, plan
 
-# For each preset: the number of sequences per GPU, and of tokens per sequence.
+# For each preset: the sequences per GPU, and the tokens per sequence.
 LOADS = {
   "demo": (64, 256),
   "demo_gpu": (4, 2048),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists the cases of `benchmarks.ops` that contain matmuls.
 
-BF16 and Flax's FP8 are timed for comparison. FLOPs count matmuls only; in
-causal attention, they count only the part below the diagonal.
+BF16 and Flax's FP8 are timed for comparison. FLOPs count matmuls only, and only
+the part below the diagonal in causal attention.
 """
 
 import functools
@@ -29,8 +29,8 @@ def product_cases(sizes: Sizes) -> Iterator[Case]:
 def _matmuls(sizes):
   """Lists the matmuls of each linear layer, in FP8 and in BF16."""
   t = sizes.tokens
-  # Each op's two operands among x [t, d], w [d, f] and g [t, f], and the
-  # contracted axis of each operand.
+  # For each op: its two operands among x [t, d], w [d, f] and g [t, f], and the
+  # axis of each operand that is contracted.
   products = (
     (ops.linear_fwd, "x", "w", (1, 0)),
     (ops.linear_dgrad, "g", "w", (1, 1)),
@@ -90,13 +90,13 @@ def _matmuls(sizes):
 
 
 def _grouped(sizes):
-  """Lists the matmuls of an MoE layer, whose rows belong to several experts."""
+  """Lists the grouped matmuls of an MoE layer and their quantization."""
   t, d, f = sizes.tokens, sizes.d_model, sizes.d_ff
   e = sizes.num_experts
   shapes = {"x": (t, d), "w": (e, d, f), "g": (t, f)}
   shape = dict(experts=e, rows=t, in_features=d, out_features=f)
-  # The experts' ends are triangular numbers, so that each expert has a
-  # different number of rows. The first expert has none.
+  # Expert i gets a number of rows proportional to i, so all experts have
+  # different numbers of rows, and the first one has none.
   ends = [t * i * (i + 1) // (e * (e - 1)) for i in range(e)]
   counts = [b - a for a, b in zip([0, *ends], ends, strict=False)]
   for op, a, b in (
@@ -224,7 +224,7 @@ def _attention(sizes):
 
 
 def _attention_of(sizes, kind, documents=None):
-  """Lists attention; `documents` of equal length may form a sequence."""
+  """Lists attention; each sequence may be packed from `documents` documents."""
   b, t, n, h = sizes.heads
   shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
   if kind.window is not None:
@@ -257,8 +257,8 @@ def _attention_of(sizes, kind, documents=None):
     return dout, *heads, attend(*arrays), ids
 
   # Attention needs two multiply-adds per channel for each pair of a query and a
-  # key that the query attends to. There are T^2 / 2 such pairs. A window W
-  # removes (T - W)^2 / 2 of them.
+  # key that the query sees. There are T^2 / 2 such pairs. A window W removes
+  # (T - W)^2 / 2 of them.
   hidden = t - (kind.window or t)
   products = 2 * b * n * (t * t - hidden * hidden) * h // (documents or 1)
   yield of_op(

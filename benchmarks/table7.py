@@ -4,7 +4,7 @@
 Each row describes a whole training step. The step is compiled for H200s, so no
 GPU is needed. The number of GPUs (with FSDP), the batch per GPU and the
 sequence length are those of the paper. Weights and gradients are f32, except in
-the variants "lean" and "leanest": these store BF16 weights, and hold BF16
+the variants "lean" and "leanest". These store BF16 weights, and hold the BF16
 gradients of only one layer at a time. Moments are f32 in recipes bf16 and
 fp8_linear. `python -m benchmarks.memory table7` prints the rows.
 """
@@ -26,8 +26,8 @@ class Case:
     gpus: The number of GPUs.
     batch: The number of sequences on each GPU.
     seq: The number of tokens per sequence.
-    peaks: The peaks in GB that the paper reports, by variant. Variants that ran
-      out of memory are missing.
+    peaks: The peak memory in GB that the paper reports for each variant.
+      Variants that ran out of memory are missing.
   """
 
   preset: str
@@ -39,8 +39,8 @@ class Case:
   def published_ratio(self, variant: str) -> float | None:
     """Returns the ratio of BF16's peak to the variant's peak in the paper.
 
-    For the variants minimal and minimal_attention, the paper's peak of COAT is
-    used. Returns None if the paper does not report one of the two peaks.
+    The variants minimal and minimal_attention are compared with the paper's
+    peak of COAT. Returns None if the paper does not report both peaks.
     """
     reference = {"minimal": "coat", "minimal_attention": "coat"}
     peak = self.peaks.get(reference.get(variant, variant))
@@ -74,8 +74,8 @@ VARIANTS = (
 def rows(cases: Iterable[Case], variants: Iterable[str]) -> Iterator[dict]:
   """Compiles a step for each case and variant, and prints a row for each step.
 
-  `peak_bytes` is the peak memory of one GPU. Subtracting `weight_bytes`,
-  `gradient_bytes` and `optimizer_bytes` from it leaves `activation_bytes`.
+  `peak_bytes` is the peak memory of one GPU, and `activation_bytes` is this
+  peak minus `weight_bytes`, `gradient_bytes` and `optimizer_bytes`.
   `ratio_to_bf16` is the peak of variant bf16 divided by the peak of this row.
   It is null if `variants` does not list bf16 before this row's variant.
   `published_ratio` is the same ratio computed from the peaks in the paper.

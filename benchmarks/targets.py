@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles for a GPU or TPU that the command line selects."""
+"""Compiles functions ahead of time for a GPU or TPU given on a command line."""
 
 import argparse
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def device_kind(target: str) -> str:
 def compile_for(target: str, fn: Callable, *specs) -> jax.stages.Compiled:
   """Compiles `fn` for one device of a target.
 
-  `specs` are the arguments of `fn` or their shapes.
+  `specs` are the arguments of `fn`, or a `jax.ShapeDtypeStruct` for each array.
   """
   if target in aot.GPUS:
     return aot.compile_for(target, fn, *specs)

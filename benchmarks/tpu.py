@@ -10,8 +10,9 @@ there are no times.
 
 The command prints a JSON row, `tpu.optimizer`, for a step of `optax.adamw`
 (variant optax), `coat_adamw` (coat) and `fused_coat_adamw` (fused) on all
-parameters of a preset, in f32. All bytes in a row are per device: `state_bytes`
-of the optimizer's state, `peak_bytes` of all memory including arguments.
+parameters of a preset, in f32. All bytes in a row are per device. `state_bytes`
+is the size of the optimizer's state, and `peak_bytes` is the peak memory
+including arguments.
 """
 
 import argparse
@@ -45,7 +46,7 @@ OPTIMIZERS = ("optax", "coat", "fused")
 
 @functools.cache
 def devices(topology: str) -> list[jax.Device]:
-  """Returns the devices of a TPU topology, only to compile programs for them.
+  """Returns the devices of a TPU topology, for which programs can be compiled.
 
   `topology` is libtpu's name, such as v6e:2x2.
   """

@@ -6,14 +6,15 @@
 
 The command trains a preset from random weights, with the training step of
 `train.pretrain` and `--batch` sequences on each GPU. The data is the source
-code of Python's standard library, as bytes. A JSON row, `training.step`,
-contains milliseconds per step, tokens per second per GPU, and the seconds that
-compiling and initializing took. `peak_bytes` is the largest peak of allocated
-memory on any GPU. `compiled_peak_bytes` is the peak that the compiler reported.
-Each variant runs in its own process, because JAX cannot reset a GPU's peak.
+code of Python's standard library, as bytes. For each variant, the command
+prints a JSON row, `training.step`. It contains milliseconds per step, tokens
+per second per GPU, and the seconds for compiling and initializing. `peak_bytes`
+is the peak of allocated memory, on the GPU where it is highest.
+`compiled_peak_bytes` is the peak that the compiler reported. Each variant runs
+in a separate process, because JAX cannot reset a GPU's peak.
 
 Use --layers to change the number of layers, for example to find the largest
-model that fits. Use --hbm to limit the memory of a GPU, for example to find
+model that fits. Use --hbm to limit the memory of each GPU, for example to find
 what fits on a smaller GPU. Each row contains the environment's XLA_FLAGS.
 """
 
@@ -50,10 +51,9 @@ def measure_steps(
   *,
   steps: int,
 ) -> dict:
-  """Trains a few steps, times them, and returns the values of a row.
+  """Times `steps` training steps after a warm-up; returns the values of a row.
 
-  After a few warm-up steps, `steps` steps are timed. `mesh` is None for one
-  device.
+  `mesh` is None for one device.
   """
   optimizer = step.build_optimizer(config, mesh)
   abstract = step.abstract_state(config, optimizer, mesh)
@@ -139,7 +139,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict:
 
 
 def _fraction(hbm: float) -> str:
-  """Divides `hbm` GB (10^9 bytes) by the memory of a GPU; returns a text."""
+  """Formats `hbm` GB (10^9 bytes) as a fraction of a GPU's memory."""
   query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader"]
   try:
     found = subprocess.run(query, check=True, capture_output=True, text=True)
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     for variant in variants:
       configuration(options, variant)
     if options.hbm is not None:
-      # Remove the variable with the older name, which would conflict.
+      # Remove the same variable's older name, which would conflict.
       environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
       environment["XLA_CLIENT_MEM_FRACTION"] = _fraction(options.hbm)
   failed = 0

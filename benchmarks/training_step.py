@@ -51,7 +51,7 @@ def configure(
 
   Args:
     preset: One of `train.presets.PRESETS`.
-    variant: One of `VARIANTS`. In recipes bf16 and fp8_linear, moments are f32.
+    variant: One of `VARIANTS`. Moments are f32 in recipes bf16 and fp8_linear.
     batch: The number of sequences per device, or per group of devices along the
       mesh axis `tensor`.
     seq: The number of tokens per sequence.

@@ -11,17 +11,17 @@ accuracy.codecs: the error of one step. The trained moments m and v are encoded
 and decoded. The next gradient is drawn from N(m, v - m^2), the distribution
 that the moments describe. Then the Adam update with the decoded moments is
 compared with the exact update. `update_rms_error` is RMS(update - exact) /
-RMS(exact). `max_update` is the largest update: normally about 1, but huge where
-a v became zero. `zeroed_v` is the share of nonzero v that became zero. The
-output layer is the hardest part, because its groups contain columns both of
-very frequent bytes and of bytes that never occur.
+RMS(exact). `max_update` is the largest update. It is normally about 1, but huge
+if a v became zero. `zeroed_v` is the fraction of nonzero v that became zero.
+The output layer is the most difficult part, because its groups contain columns
+both of very frequent bytes and of bytes that never occur.
 
 accuracy.tracking: the drift over many steps. v of 16384 elements is encoded and
-decoded at each of 2000 steps. The sizes of gradients come from the trained v;
-halfway, the gradients of every other element shrink to a tenth. A row contains
-the ratio of stored to exact v at the end: the median and the 10th and 90th
-percentiles over elements whose gradients shrank, and the same over the others
-(`unchanged_`).
+decoded at each of 2000 steps. The magnitudes of gradients come from the trained
+v; halfway, the gradients of every other element shrink to a tenth. A row
+contains percentiles of the ratio of stored to exact v at the end: the median,
+the 10th and the 90th percentile over elements whose gradients shrank, and the
+same over all other elements (`unchanged_`).
 """
 
 import argparse
@@ -57,7 +57,7 @@ SHRINK = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A codec, and how rows and the figure name it."""
+  """A codec, and its name in rows and in the figure."""
 
   codec: codecs.MomentCodec
   rounding: str
@@ -80,8 +80,8 @@ class Case:
 def cases(names: Sequence[str] | None = None) -> list[Case]:
   """Lists codecs with each of their roundings.
 
-  By default these are all registered codecs, and log8 with rounding to nearest,
-  which the library does not offer.
+  The default is all registered codecs, and log8 with rounding to nearest, which
+  the library does not offer.
   """
   found = []
   for name in codecs.names() if names is None else names:
@@ -92,7 +92,7 @@ def cases(names: Sequence[str] | None = None) -> list[Case]:
       found.append(Case(codec, rounding, options.get("second")))
   if names is not None:
     return found
-  # codecs.log8 refuses to round to nearest, so construct its group codecs.
+  # `codecs.log8` rejects rounding to nearest, so construct its group codecs.
   grid = codecs.MomentCodec(
     name="log8",
     mu=LogUniform(GROUP_SIZE, "nearest", signed=True),
@@ -145,10 +145,11 @@ def _encode(group_codec, x, noise):
 
 @jax.jit
 def update_errors(moments: Moments, stored: Moments) -> dict:
-  """Compares the next Adam update, with stored moments, to the exact update.
+  """Compares the next Adam update with stored moments to the exact update.
 
   Returns sums of squares per group, of the "error" and of the "exact" update;
-  "max_update"; and how many v are "nonzero", and of these became "zeroed".
+  "max_update"; the number of v that are "nonzero"; and how many of them became
+  zero, "zeroed".
   """
   spread = jnp.sqrt(jnp.maximum(moments.nu - moments.mu**2, 0))
   normal = jax.random.normal(jax.random.key(0), spread.shape)
@@ -165,7 +166,7 @@ def update_errors(moments: Moments, stored: Moments) -> dict:
 
 
 def _adam(moments: Moments, gradient):
-  # After hundreds of steps the bias corrections are 1.
+  # After hundreds of steps, the bias corrections are close to 1.
   mu = B1 * moments.mu + (1 - B1) * gradient
   nu = B2 * moments.nu + (1 - B2) * gradient**2
   return mu / (jnp.sqrt(nu) + EPS)
@@ -173,7 +174,7 @@ def _adam(moments: Moments, gradient):
 
 def gradient_sizes(moments: Moments) -> jax.Array:
   """Computes sqrt(v) of 128 groups from all parts of the model: [128, 128]."""
-  # Leave out embeddings of bytes that do not occur, which get no gradients.
+  # Skip the embeddings of bytes that do not occur, which get no gradients.
   rows = moments.nu[jnp.all(moments.nu > 0, axis=-1)]
   index = np.linspace(0, len(rows) - 1, TRACKED_GROUPS).astype(int)
   return jnp.sqrt(rows[index])
@@ -185,10 +186,10 @@ def track(codec, sizes: jax.Array, b2, *, steps: int, every: int):
 
   Args:
     codec: group codec of the second moment.
-    sizes: f32 [groups, n], sizes of gradients.
+    sizes: f32 [groups, n], standard deviations of gradients.
     b2: decay of the second moment.
     steps: number of steps; gradients shrink after half of them.
-    every: steps between points of the trace.
+    every: number of steps between points of the trace.
 
   Returns:
     The ratio of stored to exact v at the end, f32 [groups, n], and a trace of
@@ -275,7 +276,7 @@ def draw(one_step: list[dict], traces: dict, out: Path, b2=0.99) -> None:
   figure = Figure(figsize=(13, 5), layout="constrained")
   left, right = figure.subplots(1, 2)
   rows = [row for row in one_step if row["update_rms_error"] > 0]
-  # One color per codec; dashed lines and pale bars mean rounding to nearest.
+  # A codec has one color; rounding to nearest is a dashed line or a pale bar.
   names = [row["label"].split(",")[0] for row in rows]
   palette = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(names))}
   colors = dict(zip([row["label"] for row in rows], names, strict=True))

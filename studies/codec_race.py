@@ -7,31 +7,32 @@
     --batch 32 --data tokens.bin --data-dtype uint16
   python -m studies.codec_race table
 
-A candidate is an optimizer and a way to store its moments. For AdamW these are
-three codecs of the library, the codecs of `studies.race_codecs`, and first
-moments in a codec with factored second moments (`studies.factored_adam`).
-Others use Lion, Muon or momentum, or restart their moments
-(`studies.race_candidates`). The baseline of each is its optimizer with f32
-moments.
+A candidate is an optimizer and a way to store its moments. AdamW runs with
+three codecs of the library, with the codecs of `studies.race_codecs`, and with
+factored second moments and first moments in a codec (`studies.factored_adam`).
+Other candidates use Lion, Muon or momentum, or restart AdamW's moments
+(`studies.race_candidates`). The baseline of a candidate is its optimizer with
+f32 moments.
 
 codec_race.errors: a model is trained with f32 moments, which are then encoded
 and decoded once. The row contains the relative RMS errors of m, of sqrt(v), and
 of the update m / (sqrt(v) + eps).
 
 codec_race.losses: a model in recipe bf16 is trained with each candidate. The
-seed determines weights, data and rounding, so runs with the same seed differ
-only in how moments are stored. `loss` is the mean of the last 50 steps, and
-`held_out_loss` the mean of the held-out batches. All candidates run with one
-seed before the first runs with the next seed. Runs that have a row in --rows
-are skipped, so you can interrupt the command and continue later. With
---minutes, it starts no run that would probably exceed this limit.
+seed determines weights, data and rounding, so runs with the same seed start
+from the same weights and read the same batches. `loss` is the mean over the
+last 50 steps, and `held_out_loss` the mean over the held-out batches. All
+candidates run with one seed before the first runs with the next seed. Runs that
+have a row in --rows are skipped, so you can interrupt the command and continue
+later. With --minutes, the command starts no run that would probably exceed this
+limit.
 
-Bytes per parameter are those of the stored arrays: of large leaves for
-`errors`, of the optimizer's whole state for `losses`.
+Bytes per parameter count the stored arrays: those of large leaves for `errors`,
+and the optimizer's whole state for `losses`.
 
 `table` prints all rows of a preset as a table. Losses are differences from the
-loss with f32 moments and the same seed: their mean and its 95 % confidence
-interval, or each difference if there are fewer than three seeds.
+baseline's loss with the same seed: their mean and its 95 % confidence interval,
+or each difference if there are fewer than three seeds.
 """
 
 import argparse

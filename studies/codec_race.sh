@@ -1,14 +1,15 @@
 #!/bin/sh
-# Lets codecs of moments race on llama_60m: 1,500 steps, on one GPU.
+# Compares codecs of moments in training of llama_60m (1,500 steps), on one GPU.
 #
 #   studies/codec_race.sh DATA OUT SEED [CANDIDATE...]
 #
 # DATA is a folder that `python -m studies.docstrings` wrote. SEED sets the
 # initial weights, the order of the data and the rounding; the race has seeds 0,
-# 1 and 2. Without a CANDIDATE, all of `studies.codec_race` run. Start one process
-# for each GPU, with CUDA_VISIBLE_DEVICES. OUT/SEED.jsonl contains the rows; if
-# the script is interrupted, call it again to continue. At the end it measures
-# the time of a step on 2^28 parameters. To see the result:
+# 1 and 2. Without a CANDIDATE, all candidates of `studies.codec_race` run. To
+# use several GPUs, start one process for each, with CUDA_VISIBLE_DEVICES.
+# OUT/SEED.jsonl contains the rows. If the script is interrupted, call it again
+# to continue. At the end, it times an optimizer step on 2^28 parameters. To see
+# the result:
 #
 #   cat OUT/*.jsonl >> docs/rows/codec_race.jsonl
 #   python -m studies.codec_race table --preset llama_60m

@@ -7,12 +7,12 @@ from studies.stability_figure import interval
 
 BENCH = "codec_race"
 ROWS = Path("docs/rows/codec_race.jsonl")
-# The titles of columns by the key of a row of errors.
+# Maps keys of rows of errors to titles of columns.
 _ERRORS = {"m_error": "m", "root_v_error": "sqrt(v)", "update_error": "update"}
 
 
 def baseline(name: str) -> str:
-  """Returns the candidate that has the same optimizer and f32 moments."""
+  """Returns the candidate with the same optimizer and f32 moments."""
   optimizer = name.split(",")[0]
   if optimizer in ("lion", "momentum", "muon"):
     return f"{optimizer}, float32"
@@ -22,7 +22,8 @@ def baseline(name: str) -> str:
 def sizes(rows: list[dict]) -> dict[str, float]:
   """Returns the bytes per parameter of each candidate, largest first.
 
-  If there is a row of errors, the bytes are those of large leaves.
+  The bytes are those of large leaves if the candidate has a row of errors, and
+  those of the whole state otherwise.
   """
   errors_last = sorted(rows, key=lambda row: row["bench"], reverse=True)
   found = {x["case"]["candidate"]: x["bytes_per_param"] for x in errors_last}
@@ -32,9 +33,9 @@ def sizes(rows: list[dict]) -> dict[str, float]:
 def table(rows: list[dict], preset: str) -> str:
   """Formats the table of a preset's candidates: bytes, errors and losses.
 
-  Errors are left out if some candidates have none. A loss is its difference
-  from the baseline: a mean and its 95 % interval, or, with fewer than three
-  seeds, each seed's difference in the order of the seeds.
+  The table contains no errors if some candidates have none. Losses are
+  differences from the baseline: their mean and its 95 % interval, or each
+  difference in the order of seeds if there are fewer than three seeds.
   """
   errors = {
     row["case"]["candidate"]: row
@@ -73,7 +74,7 @@ def runs(rows: list[dict], preset: str, name: str) -> dict[int, dict]:
 def differences(
   rows: list[dict], preset: str, name: str, key: str
 ) -> list[float]:
-  """Lists, for each seed, a loss minus the loss with f32 moments."""
+  """Lists each seed's loss minus the baseline's loss with the same seed."""
   own, other = (runs(rows, preset, x) for x in (name, baseline(name)))
   if own == other:
     return []

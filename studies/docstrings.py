@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes training data from source code: conversations about Python functions.
+"""Builds training data from source code: text, and chats about functions.
 
   python -m studies.docstrings OUT /usr/lib/python3 [DIR ...]
 
-It reads all .py files in the folders, or with --suffixes also other text files
-such as C++ headers. It writes to the folder OUT:
+The study reads all .py files in the folders, or all files with the suffixes
+that --suffixes lists. It writes to the folder OUT:
 
   tokenizer.json   a byte-level BPE with 32,000 tokens, including ChatML's
   tokens.bin       the text of all files as uint16 token ids, for pretraining
@@ -42,7 +42,7 @@ _LARGEST_FILE, _LARGEST_FUNCTION = 1_000_000, 4_000
 def read_sources(
   folders: Sequence[Path], suffixes: Sequence[str] = (".py",)
 ) -> list[str]:
-  """Reads the files in folders, without duplicates, and shuffles them."""
+  """Reads the files in folders, drops duplicates, and shuffles the texts."""
   found = {}
   for folder in folders:
     for path in sorted(folder.rglob("*")):
@@ -106,7 +106,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def write(texts: Sequence[str], out: Path, vocab_size: int) -> dict[str, int]:
-  """Writes tokenizer, tokens and conversations; returns how many there are."""
+  """Writes tokenizer, tokens and conversations; returns their numbers."""
   # Train on an eighth of the text, which contains nearly all words.
   tokenizer = train_tokenizer(texts[: len(texts) // 8 + 1], vocab_size)
   tokenizer.save(str(out / "tokenizer.json"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares FP8 with f32 states in training with optax's optimizers.
+"""Compares training with FP8 and with f32 states, for optax's optimizers.
 
   python -m studies.encoded [--optimizers lion muon] [--codec coat]
     [--steps 100]
@@ -8,10 +8,10 @@ Each optimizer trains a byte-level Llama on the source text of Python's standard
 library, once with an f32 state and once with `coat_jax.encoded`, on the same
 batches. The gradient's global norm is clipped to 1.
 
-It prints a JSON row, `encoded`, for each optimizer and choice of state fields
-to encode, with the bytes per parameter of both states and the mean losses over
-the last sixth of the steps. The choice "default" is that of `encoded`, and
-"all" also encodes copies of parameters.
+The command prints a JSON row, `encoded`, for each optimizer and each choice of
+state fields to encode. It contains the bytes per parameter of both states and
+the mean losses over the last sixth of the steps. "default" is the choice of
+`encoded`, and "all" also encodes copies of parameters.
 """
 
 import argparse
@@ -95,7 +95,7 @@ class Problem:
     )
 
   def run(self, optimizer: optax.GradientTransformation) -> tuple[float, Any]:
-    """Trains; returns the mean loss of the last sixth of steps, and state."""
+    """Trains; returns the mean loss of the last sixth, and the final state."""
     params = self.params
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
     state = jax.jit(optimizer.init)(params)

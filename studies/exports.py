@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks exported models: compares them with transformers after training.
+"""Checks that this library and transformers run an exported model alike.
 
   python -m studies.exports OUT DIR [DIR ...]
 
-It needs torch and transformers. Each DIR is a Hugging Face checkpoint. The
-study trains it for 10 steps in recipe `coat` with `train.pretrain finetune
---init-from`, on the default text, and exports it to OUT with `train.convert
-export-hf`. Then both `coat_jax.models.load_hf` and transformers read the
-exported folder in f32. transformers runs its `eager` attention, because its
-default attention may ignore soft caps.
+The study requires torch and transformers. Each DIR is a Hugging Face
+checkpoint. The study trains it for 10 steps in recipe `coat` with
+`train.pretrain finetune --init-from`, on the default text, and exports it to
+OUT with `train.convert export-hf`. Then both `coat_jax.models.load_hf` and
+transformers read the exported folder in f32. transformers runs its `eager`
+attention, because its default attention may ignore soft caps.
 
-It prints a JSON row, `exports`, for each folder:
+The command prints a JSON row, `exports`, for each folder:
 
   logits   largest difference between the logits of both libraries, divided by
-           the largest logit
-  greedy   how many tokens, of 16 that both libraries generate greedily after a
-           prompt, are equal before the first difference
+           the largest magnitude of a logit
+  greedy   number of tokens before the first difference, of 16 tokens that both
+           libraries generate greedily after a prompt
   moved    largest change of a weight during training
 """
 
@@ -59,7 +59,7 @@ def train_and_export(source: Path, out: Path) -> None:
 
 
 def theirs(folder: Path, tokens: np.ndarray, prompt: list[int]):
-  """Computes logits, and greedy tokens after a prompt, with transformers."""
+  """Computes logits and greedy tokens after a prompt, with transformers."""
   import torch  # Only this function needs it.
   from transformers import AutoModelForCausalLM
 
@@ -78,7 +78,7 @@ def theirs(folder: Path, tokens: np.ndarray, prompt: list[int]):
 
 
 def compare(source: Path, exported: Path) -> dict[str, float | int]:
-  """Compares both libraries on a trained export; returns a row's values."""
+  """Compares both libraries on an exported model; returns a row's values."""
   model = load_hf(exported, recipe=recipes.bf16(), dtype=jnp.float32)
   size = model.config.vocab_size
   tokens = np.random.default_rng(0).integers(3, size, (2, 48))

@@ -2,9 +2,9 @@
 """Adam that stores second moments as means of rows and columns (factored).
 
 Combine it with `coat_jax.encoded` to store first moments in a codec. The means
-stay in f32 and take 4 (rows + columns) bytes per matrix. Factoring cannot be a
-codec, because a decoded value depends on the whole matrix, and in a codec only
-on its group.
+stay in f32 and occupy 4 (rows + columns) bytes per matrix. Factoring cannot be
+a codec: a value that a codec decodes depends only on its group, but here it
+depends on the whole matrix.
 """
 
 import math
@@ -62,8 +62,8 @@ def scale_by_factored_adam(
 ) -> optax.GradientTransformation:
   """Returns Adam with second moments of rank one, as in Adafactor.
 
-  Unlike Adafactor, it corrects the bias of both moments, as Adam does, and does
-  not clip updates. Source: arXiv:1804.04235, algorithm 4.
+  Unlike Adafactor, it corrects the bias of both moments like Adam, and does not
+  clip updates. Source: arXiv:1804.04235, algorithm 4.
   """
 
   def init(params):
@@ -94,7 +94,7 @@ def scale_by_factored_adam(
 
 
 def bytes_of(shape: tuple[int, ...]) -> int:
-  """Counts the bytes of the factors of a v of this shape."""
+  """Counts the bytes of the means of a second moment of this shape."""
   rows, columns = jax.eval_shape(
     factors, jax.ShapeDtypeStruct(shape, jnp.float32)
   )

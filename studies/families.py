@@ -6,14 +6,15 @@
 For each family, the study builds a model with two layers of width 256. Its
 weights are random, and scaled so that activations neither grow nor shrink. The
 study compares recipe coat with recipe bf16, both with f32 activations, on the
-same weights and tokens (for vision towers, on images of 64 patches):
+same weights and tokens (or for vision towers, on the same images of 64
+patches):
 
   logits_error     relative RMS error of the logits, or of a tower's output
   cosine           cosine between a weight's two gradients, for the worst weight
-  gradient_error   sqrt(2 - 2 cosine), the distance between the two gradients,
-                   each divided by its norm
+  gradient_error   sqrt(2 - 2 cosine), the distance between these two gradients
+                   after each is divided by its norm
   bytes_per_token  bytes that a layer saves for its backward pass in recipe
-                   coat; `bf16_bytes_per_token` is the same for bf16
+                   coat; `bf16_bytes_per_token` is the number in recipe bf16
 """
 
 import argparse
@@ -70,12 +71,12 @@ def _config(family: str) -> ModelConfig | VisionConfig:
 
 
 class Difference(NamedTuple):
-  """How much the results of a recipe differ from those of bf16.
+  """The difference between the results of a recipe and those of bf16.
 
   Attributes:
     logits_error: relative RMS error of the logits, or of a tower's output.
-    cosines: by path of a parameter, the cosine between its gradients in the
-      recipe and in bf16.
+    cosines: for each parameter, by path, the cosine between its gradients in
+      the recipe and in bf16.
   """
 
   logits_error: float
@@ -117,14 +118,14 @@ def difference(
 
 
 def _model(config: Any, recipe: CoatRecipe) -> Any:
-  """Makes an abstract model (shapes only), with f32 activations."""
+  """Creates an abstract model (shapes only) with f32 activations."""
   how: dict[str, Any] = dict(dtype=jnp.float32, recipe=recipe)
   kind = VisionTower if isinstance(config, VisionConfig) else Decoder
   return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0), **how))
 
 
 def _weights(config: Any, seed: int) -> Any:
-  """Makes random parameters that neither amplify nor shrink activations."""
+  """Draws random parameters that neither amplify nor shrink activations."""
   model = _model(config, recipes.bf16())
   rng = np.random.default_rng(seed)
   is_tower = isinstance(config, VisionConfig)
@@ -181,7 +182,7 @@ def _run_tower(config: Any, recipe: CoatRecipe, weights: Any):
 
 def _with_gradients(loss, weights: Any):
   """Returns the auxiliary output of a loss function, and its gradients."""
-  # The function runs only once, so it should compile fast.
+  # The function runs only once, so compile it without optimization.
   run = jax.jit(
     jax.grad(loss, has_aux=True),
     compiler_options={"xla_backend_optimization_level": 0},

@@ -3,16 +3,17 @@
 #
 #   studies/finetuning.sh DATA OUT [SEED ...]
 #
-# DATA is the folder that `python -m studies.docstrings` wrote. First a model of
-# 1.2 B parameters learns to write Python (49 M tokens, BF16). Then it is
-# fine-tuned for 300 steps on conversations about Python, in BF16 with f32 moments
-# and in recipe coat, from the same weights and on the same data for each seed (by
-# default 0 and 1). A batch has 8 x 2048 tokens; this early in training, more steps
-# help more than larger batches. OUT/*/metrics.jsonl contains the held-out loss (in
-# nats per token that the assistant writes), peak memory and tokens/s, and
-# OUT/*/samples.jsonl the answers. Set STEPS and TUNING to change the numbers of
-# steps, and SHAPE to change the model. If the script is interrupted, call it again
-# to continue with the unfinished run.
+# DATA is a folder that `python -m studies.docstrings` wrote. First, a model of
+# 1.2 B parameters is pretrained on Python code (49 M tokens, BF16). Then, for
+# each SEED (by default 0 and 1), it is fine-tuned for 300 steps on
+# conversations about Python: once in BF16 with f32 moments and once in recipe
+# coat, from the same weights and on the same data. A batch has 8 x 2048 tokens;
+# this early in training, more steps help more than larger batches.
+# OUT/*/metrics.jsonl contains the held-out loss (in nats per token that the
+# assistant writes), peak memory and tokens/s. OUT/*/samples.jsonl contains the
+# answers. Set STEPS and TUNING to change the numbers of steps, and SHAPE to
+# change the model. If the script is interrupted, call it again to continue with
+# the unfinished run.
 set -eu
 data=$1 out=$2
 shift 2

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures the activations and gradients inside the layers of a Llama.
 
-This file implements the layer again, in f32, from functions of the library, so
-that it can return each tensor that a recipe would quantize. To get the
-gradients of these tensors, it adds zeros to them and differentiates with
-respect to the zeros.
+This file implements the layer again, in f32 and with functions of the library,
+to return each tensor that a recipe would quantize. To compute the gradients of
+these tensors, it adds zeros to them and differentiates with respect to the
+zeros.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,8 @@ class LayerTensors(NamedTuple):
 def capture(config: ModelConfig, params: Any, tokens: Array) -> LayerTensors:
   """Runs a Llama forward and backward in f32, and returns its layers' tensors.
 
-  `params` are the nested dicts of a Decoder, `tokens` int32 [B, T + 1].
+  `params` are the parameters of a Decoder as nested dicts, and `tokens` is
+  int32 [B, T + 1].
   """
   if config.family != "llama":
     raise ValueError(

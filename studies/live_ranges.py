@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what the memory contains at each instruction of a compiled step.
+"""Draws the contents of memory at each instruction of a compiled step.
 
   XLA_FLAGS="--xla_dump_to=dump/lean --xla_dump_hlo_as_text" python -c "
   from benchmarks import aot, training_step
@@ -10,12 +10,13 @@
   python -m studies.live_ranges dump/minimal dump/lean dump/leanest \\
     --layers 32 --out docs/figures/step_memory.png
 
-The first command makes XLA write the live range, size and offset of each array.
-At each instruction, the sizes of live arrays are added up; the largest sum is
-the peak that the compiler reports. A loop appears once, not once per iteration,
-and the arrays that it stacks live from its start to its end. Arguments are
-weights or optimizer state. Other arrays are classified by shape: those shaped
-like a weight are gradients, and other stacks of layers are activations.
+The first command compiles one of the steps, and makes XLA write the live range,
+size and offset of each array. At each instruction, the sizes of live arrays are
+added up; the largest sum is the peak that the compiler reports. A loop appears
+once, not once per iteration, and the arrays that it stacks live from its start
+to its end. Arguments are weights or optimizer state. Other arrays are
+classified by shape: those with the shape of a weight are gradients, and other
+stacks of layers are activations.
 """
 
 import argparse
@@ -39,7 +40,7 @@ _LIVE = re.compile(r"\s+(\S+?)(\{[\d, ]*\}):(\d+)-(\d+)\s*$")
 
 
 class Timeline(NamedTuple):
-  """How much memory is used at each instruction of a program.
+  """The memory in use at each instruction of a program.
 
   Attributes:
     bytes_of: the bytes of each of `KINDS`, float [instructions].
@@ -64,7 +65,7 @@ class _Array(NamedTuple):
 
 
 def read(folder: Path, layers: int) -> Timeline:
-  """Reads the timeline of the largest program in a folder of --xla_dump_to.
+  """Reads the timeline of the largest program in an --xla_dump_to folder.
 
   `layers` is the number of layers of the model.
   """
@@ -73,7 +74,7 @@ def read(folder: Path, layers: int) -> Timeline:
   )
   if not found:
     raise ValueError(
-      f"live_ranges: {folder} must contain a *-live-range.txt, got none; "
+      f"live_ranges: {folder} must contain a file *-live-range.txt, got none; "
       "compile with XLA_FLAGS=--xla_dump_to and --xla_dump_hlo_as_text"
     )
   live = found[-1].read_text()
@@ -86,7 +87,7 @@ def read(folder: Path, layers: int) -> Timeline:
     if x.argument == "weights" and _dims(x.shape).count(",")
   }
   bytes_of = {kind: np.zeros(count) for kind in KINDS}
-  # An array may have several names, so count memory by place.
+  # An array may have several names, so count each place in memory once.
   places: dict[tuple, np.ndarray] = {}
   kinds: dict[tuple, str] = {}
   loops: dict[int, int] = {}
@@ -118,7 +119,7 @@ def read(folder: Path, layers: int) -> Timeline:
 
 
 def draw(timelines: dict[str, Timeline], out: Path) -> None:
-  """Draws timelines next to each other, with their titles, to a PNG."""
+  """Draws timelines side by side into a PNG; the keys are their titles."""
   figure = Figure(figsize=(4.2 * len(timelines), 4.2), layout="constrained")
   axes = figure.subplots(1, len(timelines), sharey=True, squeeze=False)[0]
   for ax, (title, line) in zip(axes, timelines.items(), strict=True):

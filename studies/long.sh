@@ -3,12 +3,13 @@
 #
 #   studies/long.sh DATA OUT VARIANT [SEED]
 #
-# DATA is a folder that `python -m studies.docstrings` wrote; with --suffixes .py
-# .pyi .h .hpp .cuh .cu .cpp .inl .md .rst .txt, the sources of a machine with
-# PyTorch and CUDA are 188 M tokens. VARIANT is one of those below, and SEED
-# (default 0) sets the initial weights and the order of the data. Start one
-# process for each GPU, with CUDA_VISIBLE_DEVICES. OUT/VARIANT.SEED/metrics.jsonl
-# contains the losses. If the script is interrupted, call it again to continue.
+# DATA is a folder that `python -m studies.docstrings` wrote. With --suffixes
+# .py .pyi .h .hpp .cuh .cu .cpp .inl .md .rst .txt, that command finds 188 M
+# tokens on a machine with PyTorch and CUDA. VARIANT is one of those below, and
+# SEED (default 0) sets the initial weights and the order of the data. To use
+# several GPUs, start one process for each, with CUDA_VISIBLE_DEVICES. The
+# losses are in OUT/VARIANT.SEED/metrics.jsonl. If the script is interrupted,
+# call it again to continue.
 set -eu
 data=$1 out=$2 variant=$3 seed=${4:-0}
 lean="--params bfloat16 --optimizer-in-backward --optim.clip share"

@@ -32,11 +32,11 @@ def build_optimizer(
 ) -> FusedTransformation:
   """Builds AdamW like `train.step.build_optimizer`, but rounds to nearest.
 
-  Only `apply` differs. The state has the same form.
+  Only `apply` differs. The state has the same structure.
   """
   if mesh is not None or config.params == "bfloat16_low8":
     raise ValueError(
-      "nearest_weights: supports params bfloat16 on one device, got params "
+      "nearest_weights: params must be bfloat16 on one device, got params "
       f"{config.params} and mesh {config.mesh!r}; use train.pretrain"
     )
   optim = config.optim

@@ -9,15 +9,15 @@
 `run` trains a Llama on text (by default Python's standard library as bytes)
 with recipe bf16 and f32 moments. Then it measures errors on the model's
 moments, activations, gradients and weights, and writes rows to
-docs/rows/quantization.jsonl, in place of earlier rows of the same preset.
-Activations are BF16 on a GPU, and f32 on a CPU, where BF16 is slow. Errors are
-relative RMS errors, computed in float64.
+docs/rows/quantization.jsonl. They replace earlier rows of the same preset.
+Activations in training are BF16 on a GPU, and f32 on a CPU, where BF16 is slow.
+Errors are relative RMS errors, computed in float64.
 
 quantization.moments   Errors of the first moment m, the second moment v and
   m / (sqrt(v) + eps), as in the paper's table 1. Formats are E4M3 and E5M2,
-  with and without dynamic range expansion, and INT8, rounded to nearest, in
-  groups of 128 and of other sizes.
-quantization.codecs    The same for every registered codec, with its rounding.
+  with and without dynamic range expansion, and INT8. Values are rounded to
+  nearest, in groups of 128 and of other sizes.
+quantization.codecs    The same errors for every registered codec and rounding.
 quantization.tensors   Errors of activations and gradients of all layers on a
   held-out batch, and of weights, in E4M3, E5M2 and INT8, with one scale per
   tensor, per group of 16 to 128 values, or per tile of a weight.
@@ -72,7 +72,7 @@ class Study(NamedTuple):
   """The tensors to measure.
 
   Attributes:
-    case: the values that are the same in all rows.
+    case: the values of `case` that all rows share.
     model: the model's configuration.
     trained: the trained model.
     moments: the model's moments, in groups.

@@ -26,8 +26,8 @@ from studies.layer_tensors import LayerTensors
 from studies.trained_moments import EPS, Moments
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2, "INT8": INT8}
-# Which values share a scale: all values of a tensor, all values of a tile of a
-# weight, or this many adjacent values of a row.
+# The values that share a scale: all values of a tensor, all values of a tile of
+# a weight, or this many adjacent values of a row.
 Shared = Literal["tensor", "tile"] | int
 GROUPS: tuple[Shared, ...] = ("tensor", 128, 64, 32, 16)
 TILE = 128
@@ -43,7 +43,7 @@ RECIPES: dict[str, CoatRecipe] = {
 
 
 def orders(group_size: int) -> dict[str, tuple[GroupCodec, GroupCodec]]:
-  """Returns pairs of codecs for (m, v), by name; they round to nearest."""
+  """Returns pairs of codecs for (m, v) by name; all codecs round to nearest."""
   nearest = group_size, "nearest"
   found: dict[str, tuple[GroupCodec, GroupCodec]] = {}
   for name in ("E4M3", "E5M2"):
@@ -69,11 +69,11 @@ def moment_errors(exact: Moments, stored: Moments) -> dict[str, float]:
 
   Returns:
     mu_error, nu_error: RMS of the error divided by the RMS of the moment.
-    zeroed_mu, zeroed_nu: share of the nonzero values that became zero.
+    zeroed_mu, zeroed_nu: fraction of the nonzero values that became zero.
     update_mse: mean square error of the update m / (sqrt(v) + eps), as the
       paper reports it.
-    update_error: its root, divided by the RMS of the exact update.
-    kept_error: the same over values whose v did not become zero.
+    update_error: RMS error of the update, divided by the RMS of the exact one.
+    kept_error: `update_error` over values whose v did not become zero.
   """
   mu, nu = (np.asarray(x, np.float64) for x in exact)
   mu_s, nu_s = (np.asarray(x, np.float64) for x in stored)
@@ -98,7 +98,7 @@ def relative_error(exact: np.ndarray, found: np.ndarray) -> float:
 
 
 def zeroed(exact: np.ndarray, found: np.ndarray) -> float:
-  """Computes the share of the nonzero values that became zero."""
+  """Computes the fraction of the nonzero values that became zero."""
   nonzero = np.asarray(exact) != 0
   return float(np.mean(np.asarray(found)[nonzero] == 0))
 
@@ -137,8 +137,9 @@ def tensor_errors(
 ) -> dict[str, Any]:
   """Computes the error of a format on one tensor of each layer.
 
-  `by_layer` contains the relative RMS error in each layer, and `error` is their
-  root mean square. `zeroed` is the share of nonzero values that became zero.
+  `by_layer` contains the relative RMS error in each layer, and `error` is the
+  root mean square of these. `zeroed` is the fraction of nonzero values that
+  became zero.
   """
   found = [rounded(x, name, shared) for x in layers]
   errors = [relative_error(x, y) for x, y in zip(layers, found, strict=True)]
@@ -151,7 +152,7 @@ def tensor_errors(
 
 
 def spread(layers: Sequence[np.ndarray]) -> dict[str, float]:
-  """Computes amax / RMS and kurtosis (3 if normal); medians over layers."""
+  """Computes the medians over layers of amax / RMS and kurtosis (normal: 3)."""
   found = []
   for x in layers:
     square = np.asarray(x, np.float64) ** 2
@@ -211,13 +212,13 @@ def layer_errors(
 ) -> dict[str, float]:
   """Compares layers in a recipe with the same layers in f32.
 
-  A layer's input and the gradient of its output were captured in the model, and
-  are rounded to BF16.
+  Both get the layer's input and the gradient of its output as captured in the
+  model, rounded to BF16.
 
   Returns:
     Relative RMS errors of the output (without the residual stream), of the
-    input's gradient, of the gradients of all weights, and of the weight with
-    the largest error. Each is a root mean square over layers.
+    input's gradient, of the gradients of all weights, and of the weight
+    gradient with the largest error. Each is a root mean square over layers.
   """
   x = found.values["attention's norm"].astype(jnp.bfloat16)
   g = found.gradients["down"].astype(jnp.bfloat16)

@@ -19,7 +19,7 @@ _TICKS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 def draw_moments(rows: Rows, out: Path) -> None:
-  """Draws errors by the formats of both moments, and by group size."""
+  """Draws errors by the two moments' formats, and by group size."""
   figure = Figure(figsize=(13, 5.4), layout="constrained")
   pairs, lines = figure.subplots(1, 2, width_ratios=(1.15, 1))
   of_group = select(rows, "moments", group_size=GROUP_SIZE)
@@ -74,7 +74,7 @@ def draw_moments(rows: Rows, out: Path) -> None:
 
 
 def draw_tensors(rows: Rows, out: Path) -> None:
-  """Draws the errors of each tensor, by how many values share a scale."""
+  """Draws the errors of each tensor by the number of values per scale."""
   names = {
     kind: list(
       dict.fromkeys(

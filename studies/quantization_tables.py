@@ -23,7 +23,7 @@ def select(rows: Rows, bench: str, **case: Any) -> list[dict]:
 
 
 def one(rows: Rows, bench: str, **case: Any) -> dict:
-  """Returns the only row that `select` finds; raises ValueError otherwise."""
+  """Returns the row that `select` finds; raises unless there is exactly one."""
   found = select(rows, bench, **case)
   if len(found) != 1:
     raise ValueError(

@@ -2,9 +2,9 @@
 """The optimizers that `studies.codec_race` compares, and their codecs.
 
 Learning rates and weight decays come from the preset, which was tuned for
-AdamW. Updates of Lion and of plain momentum have other sizes. Their learning
-rates are therefore multiplied by a factor, and their weight decays are divided
-by it, so that weights shrink as fast as with AdamW.
+AdamW. The updates of Lion and of plain momentum have other magnitudes. So their
+learning rates are multiplied by a factor. Their weight decays are divided by
+it, so that weights decay as fast as with AdamW.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _FACTORS = {"lion": 0.1, "momentum": 100.0}
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """An optimizer and how its moments are stored.
+  """An optimizer and the codec of its moments.
 
   Attributes:
     codec: name of the codec, for `codecs.build`.

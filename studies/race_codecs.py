@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moment codecs for `studies.codec_race` that are not part of the library.
 
-To train with one of them, use for example `--optim.codec
-studies.race_codecs:log4`. Bytes are per parameter, for both moments.
+To train with one of them, pass for example `--optim.codec
+studies.race_codecs:log4`. Bytes are per parameter, for both moments together.
 
   companded    INT8 codes of softsign(m) and of sqrt(v), f32 amax    2.06 bytes
   log4         4 bits: m in powers of 2, v uniform in its logarithm  1.06 bytes
@@ -27,8 +27,9 @@ from coat_jax.codecs.integers import LogUniform
 class Grid(Grouped):
   """Base class of codecs with a fixed grid of magnitudes.
 
-  A code stands for a level 0, 1, ..., and each level for a share of the group's
-  amax. A subclass converts levels to shares, and shares to the level below.
+  A code stands for a level 0, 1, ..., and a level for a fraction of the group's
+  amax, called its share. A subclass maps levels to shares, and a fraction of
+  amax to the level below it.
   """
 
   def _statistics(self, magnitude):
@@ -53,7 +54,7 @@ class Grid(Grouped):
     return level.astype(jnp.int8)
 
   def _below(self, t: Array) -> Array:
-    """Returns the highest level whose share is <= t, except the last level."""
+    """Returns the highest level with a share <= t, but not the last level."""
     raise NotImplementedError
 
   def _share(self, level: Array) -> Array:
@@ -63,7 +64,7 @@ class Grid(Grouped):
 
 @dataclasses.dataclass(frozen=True)
 class Softsign(Grid):
-  """Stores 127 * 2t / (1 + t), t = |x| / amax, with the sign of x, as int8."""
+  """Stores 127 * 2t / (1 + t) with the sign of x as int8; t = |x| / amax."""
 
   def _below(self, t):
     return jnp.minimum(jnp.floor(127 * (2 * t / (1 + t))), 126)
@@ -74,9 +75,9 @@ class Softsign(Grid):
 
 @dataclasses.dataclass(frozen=True)
 class SquareRoot(Grid):
-  """Stores 255 sqrt(x / amax) as uint8; at least 1 for values above 0.
+  """Stores 255 sqrt(x / amax) as uint8, but at least 1 for values above 0.
 
-  If a second moment became 0, its update would be divided by eps.
+  If a second moment became 0, the update would be divided by eps alone.
   """
 
   def _below(self, t):
@@ -92,7 +93,7 @@ class SquareRoot(Grid):
 
 @dataclasses.dataclass(frozen=True)
 class Table4(Grid):
-  """Stores a level of a table, and a sign, in an int4.
+  """Stores a sign and the index of a level in a table as int4.
 
   amax is rounded up to BF16.
 
@@ -104,7 +105,7 @@ class Table4(Grid):
 
   def _statistics(self, magnitude):
     amax, unused = super()._statistics(magnitude)
-    # The bound must not be below the largest value, so add half an ulp.
+    # The rounded bound must not be below amax, so add half an ulp.
     bound = jnp.minimum(amax * (1 + 2.0**-8), _LARGEST)
     return bound.astype(jnp.bfloat16), unused
 
@@ -121,11 +122,11 @@ class Table4(Grid):
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform4(LogUniform):
-  """`LogUniform` without a sign and with 15 levels, in an int4.
+  """`LogUniform` without a sign and with 15 levels, as int4.
 
   The levels span at most 21 octaves; smaller values get the lowest level. The
-  code of 0 is -8. The dtype is not uint4, because TensorStore, which writes
-  checkpoints, does not support it.
+  code of zero is -8. Codes are not uint4, because TensorStore, which writes
+  checkpoints, does not support this dtype.
   """
 
   signed: bool = False
@@ -158,7 +159,7 @@ def companded(
   """Returns FlashOptim's companded INT8: 2 + 8 / group_size bytes/parameter.
 
   The paper (arXiv:2602.23349) rounds to nearest, in groups of 32 with FP16
-  scales. Like the library's codecs, we use groups of 128 with f32 scales.
+  scales. This codec uses groups of 128 with f32 scales, like the library's.
   """
   return MomentCodec(
     name="companded",
@@ -168,12 +169,12 @@ def companded(
 
 
 def log4(group_size: int = 64) -> MomentCodec:
-  """Returns m in powers of 2, v in `LogUniform4`: 1 + 4 / group_size bytes."""
+  """Stores m in powers of 2, v in `LogUniform4`: 1 + 4 / group_size bytes."""
   return _four_bits("log4", group_size, POWERS)
 
 
 def e2m1(group_size: int = 64) -> MomentCodec:
-  """Returns m in E2M1, v in `LogUniform4`: 1 + 4 / group_size bytes."""
+  """Stores m in E2M1, v in `LogUniform4`: 1 + 4 / group_size bytes."""
   return _four_bits("e2m1", group_size, E2M1)
 
 

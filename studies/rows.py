@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads JSON rows that an earlier run of a study wrote."""
+"""Reads JSON rows that a study wrote earlier."""
 
 import json
 from pathlib import Path

@@ -4,18 +4,18 @@
   python -m studies.scaling [--preset llama_60m] [--batch 1] [--seq 512]
     [--outliers 1 30] [--compile-only] [--repeats 20]
 
-It measures error, memory and time of one decoder layer of a preset, with random
-parameters. The layer's input x and the gradient of its output are normal random
-numbers. Block scales are meant for outliers, so with --outliers K, every 64th
-feature of both arrays and one token in 128 are K times as large.
+The study measures error, memory and time of one decoder layer of a preset, with
+random parameters. The layer's input x and the gradient of its output are normal
+random numbers. Block scales are meant for outliers, so with --outliers K, every
+64th feature and every 128th token of both arrays is K times as large.
 
-scaling.layer: one row per kind of scales. Errors are relative RMS differences
-from BF16.
+scaling.layer: one row per kind of scales and K. Errors are relative RMS
+differences from BF16.
 
   output_error     error of the output minus x
   dx_error         error of the gradient of x minus the incoming gradient
-  dweights_error   error of the gradients of all matrices together
-  bytes_per_token  bytes that the layer saves for the backward pass
+  dweights_error   error of the gradients of all weight matrices together
+  bytes_per_token  bytes that the layer saves for its backward pass
   forward_ms, full_ms (forward and backward pass), temporary_bytes (of both):
                    only on a GPU
 
@@ -24,9 +24,9 @@ matmul (forward, dx and dw), with milliseconds and TFLOP/s. The operands are
 quantized beforehand. Matmuls with block scales run in plain JAX if no kernel
 supports them.
 
-With --compile-only, the layer is compiled for an H200 instead (`make test-aot`
-installs the compiler). Its rows contain temporary bytes, and the number of
-matmuls that cuBLASLt and Mosaic run.
+With --compile-only, the layer is only compiled, for an H200 (`make test-aot`
+installs the compiler). The rows, `scaling.compiled`, contain temporary bytes
+and the numbers of matmuls that cuBLASLt and Mosaic run.
 """
 
 import argparse
@@ -67,7 +67,7 @@ VARIANTS: dict[str, CoatRecipe] = {
 
 
 def arrays_of(config, options, outliers: int):
-  """Makes parameters, x and the output's gradient, with outliers."""
+  """Draws parameters, and x and the output's gradient with outliers."""
   layer = Layer(config, Variant(recipes.bf16()))
   shape = options.batch, options.seq, config.d_model
   params, x, dy = make_arrays(layer, config, shape, jnp.float32)
@@ -105,7 +105,7 @@ def results(config, recipe: CoatRecipe, arrays) -> dict[str, list]:
 
 
 def cost(config, recipe: CoatRecipe, arrays, options) -> dict[str, float]:
-  """Returns saved bytes; on a GPU also milliseconds and temporary bytes."""
+  """Returns saved bytes, and on a GPU milliseconds and temporary bytes."""
   plain = dataclasses.replace(recipe, implementation="xla")
   tokens = min(options.seq, 256)
   saved = residual_bytes(config, plain, tokens=tokens)["total"]
@@ -124,7 +124,7 @@ def cost(config, recipe: CoatRecipe, arrays, options) -> dict[str, float]:
 
 
 def products(config, options, case) -> list[dict]:
-  """Times each matrix's matmuls, with a scale per tensor and per block."""
+  """Times each matrix's matmuls with one scale per tensor and per block."""
   sizes = Sizes(
     batch=options.batch,
     seq=options.seq,
@@ -178,7 +178,7 @@ def compiled(config, recipe: CoatRecipe, options) -> dict:
 
 @args.command
 def main(arguments: list[str] | None = None) -> list[dict]:
-  """Runs the command; returns the rows it printed."""
+  """Runs the command; returns the printed rows."""
   parser = argparse.ArgumentParser(
     prog="python -m studies.scaling", description=__doc__.splitlines()[0]
   )

@@ -3,11 +3,10 @@
 
   python -m studies.shapes FOLDER [--seeds 2]
 
-It writes into FOLDER a LLaVA with random weights (`llava`) and two files of
-conversations: `words.json`, in which pictures are described in words, and
-`shapes.json`, in which a conversation has up to two images instead. Then it
-trains in three stages, the last two in recipes bf16 and coat and with several
-seeds:
+The study writes into FOLDER a LLaVA with random weights (`llava`) and two files
+of conversations. `words.json` describes pictures in words, and `shapes.json`
+shows the pictures, as up to two images per conversation. Then it trains in
+three stages, the last two in recipes bf16 and coat and with several seeds:
 
   words      all parameters, on words.json (only in bf16, with one seed)
   projector  only the projector, on shapes.json
@@ -51,7 +50,8 @@ NUMBERS = "zero one two three four five six seven eight nine ten".split()
 _WORDS = "user assistant system What is it ? are they a the on and . plus which"
 _SPECIAL = ("<image>", "<|im_start|>", "<|im_end|>")
 _SIDE = 32
-# For each stage: the conversations, the trained part, learning rate and epochs.
+# For each stage: the conversations, the trained part, the learning rate and the
+# number of epochs.
 STAGES = {
   "words": ("words.json", "all", 3e-3, 12),
   "projector": ("shapes.json", "projector", 3e-3, 4),
@@ -124,9 +124,9 @@ def write_files(folder: Path, config: VisionLanguageConfig) -> None:
 
 
 def make_rows(folder: Path, count: int, seed: int = 0) -> None:
-  """Writes words.json, shapes.json and their images.
+  """Writes words.json and shapes.json with `count` rows each, and images.
 
-  Every fourth of the `count` rows asks for a sum and has no image.
+  Every fourth row asks for a sum and has no image.
   """
   draw = random.Random(seed)
   (folder / "images").mkdir(parents=True)
@@ -180,7 +180,7 @@ def _picture(color, kind, place, draw: random.Random) -> Image.Image:
 def train(
   folder: Path, start: Path, stage: str, recipe: str, seed: int
 ) -> Path:
-  """Trains a stage, starting from a LLaVA or a run; returns its run's folder.
+  """Trains a stage from a LLaVA or an earlier run; returns the run's folder.
 
   In recipe coat, moments are FP8 too.
   """
@@ -220,7 +220,7 @@ def held_out_loss(run: Path) -> float:
 
 
 def main() -> None:
-  """Makes the data, trains, and prints the table."""
+  """Writes the data, trains, and prints the table."""
   parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
   parser.add_argument("folder", type=Path)
   parser.add_argument("--seeds", type=int, default=2)

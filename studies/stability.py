@@ -6,21 +6,21 @@
     --data FILES --tokenizer FILE
   python -m studies.stability plot
 
-`run` trains a Llama once for every variant, learning rate and seed. By default
-it is the small model: 14.4 M parameters, trained on bytes of Python's standard
-library in batches of 16 x 256, by AdamW with b2 0.95, decay 0.1 and clipping
-at 1. The learning rate warms up over a tenth of the steps, then decays to a
-tenth along a cosine. --best 2 uses only the two rates of each variant that were
-best for the small model.
+`run` trains a Llama once for every variant, learning rate and seed. The default
+is the small model, which has 14.4 M parameters. It is trained on bytes of
+Python's standard library in batches of 16 x 256, by AdamW with b2 0.95, weight
+decay 0.1 and clipping at 1. The learning rate warms up over a tenth of the
+steps, then decays to a tenth along a cosine. --best 2 uses, for each variant,
+only the two rates that were best for the small model.
 
 When a run ends or fails, a row is appended to docs/rows/stability.jsonl. Runs
 that already have a row are skipped, so you can interrupt the command and
-continue later. With --minutes, it starts no run that would probably exceed this
-limit. Set JAX_COMPILATION_CACHE_DIR to compile each program only once for all
-calls of the command.
+continue later. With --minutes, the command starts no run that would probably
+exceed this limit. Set JAX_COMPILATION_CACHE_DIR to compile each program only
+once for all calls of the command.
 
 All runs of a variant share one compiled program of 25 steps, whose arguments
-are the rate and the seed. Runs are not vmapped, because the kernels have no
+include the rate and the seed. Runs are not vmapped, because the kernels have no
 batching rule. The seed determines weights, data and stochastic rounding. So
 runs of different variants with the same seed start from the same weights and
 read the same batches.
@@ -38,7 +38,7 @@ A row contains
   grad_norms          medians over each 25 steps
   largest_grad_norms  maxima over each 25 steps
   watch               values of `train.watch` at ten points of the run: amax for
-                      each layer, the others for the worst layer only
+                      each layer, other values only for the worst layer
 
 `plot` draws docs/figures/stability.png from the rows so far, and prints how
 many of the planned runs have a row.
@@ -93,7 +93,7 @@ def study() -> TrainConfig:
   )
 
 
-# How the configuration of each variant differs from `study`.
+# The changes that each variant makes to the configuration.
 VARIANTS: dict[str, dict[str, Any]] = {
   "bf16": dict(recipe="bf16", **_F32),
   "fp8_linear": dict(recipe="fp8_linear", **_F32),
@@ -122,9 +122,9 @@ def cases(
   done: list[dict],
   case: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-  """Yields the cases of runs that have no row in `done` yet.
+  """Yields the cases of runs that have no row in `done`.
 
-  `case` contains the values that are the same in all cases.
+  `case` contains the values that all cases share.
   """
   known = {json.dumps(row["case"], sort_keys=True) for row in done}
   for variant in variants:
@@ -136,7 +136,7 @@ def cases(
 
 
 def progress(done: list[dict]) -> str:
-  """Returns a sentence on how many planned runs of the small model are done."""
+  """Describes how many planned runs of the small model have a row."""
   rates = dict.fromkeys(VARIANTS, list(RATES))
   case = _common("study", study())
   every = len(VARIANTS) * len(RATES) * len(SEEDS)
@@ -164,11 +164,11 @@ def run(
   """Trains the cases in `todo`, and appends a row to `rows` for each.
 
   It starts no run that would probably end after `minutes`, and returns the
-  number of runs that it did.
+  number of finished runs.
   """
   started, count = time.monotonic(), 0
-  # The longest seconds of a variant's first run (True), which compiles, and of
-  # a later run (False).
+  # The longest time, in seconds, of a variant's first run (True), which
+  # compiles, and of a later run (False).
   longest = {True: 0.0, False: 0.0}
   data, variant = Data(source, base), None
   found = programs = None

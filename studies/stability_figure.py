@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from train.run.metrics import format_table
 
 # The range of the axis for differences, in nats, and the largest learning rate
-# at which differences are drawn. At higher rates all variants learn little, and
-# the losses of seeds are 0.1 nats apart.
+# at which differences are drawn. At higher rates, all variants learn little,
+# and the losses of different seeds are 0.1 nats apart.
 _DIFFERENCE, _COMPARED = 0.04, 0.003
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 _T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
@@ -27,8 +27,8 @@ class Summary(NamedTuple):
       seed.
     spikes: for each rate, the mean number of spikes.
     failed: for each rate, the number of runs that failed.
-    largest: the largest rate such that no run failed at this rate or a smaller
-      one; None if runs failed at the smallest rate.
+    largest: the largest rate for which no run failed at this or at a smaller
+      rate; None if runs failed at the smallest rate.
     best: the rate up to `largest` with the lowest mean loss, or None.
   """
 
@@ -103,7 +103,7 @@ def best_rates(rows: Iterable[dict], variant: str, count: int) -> list[float]:
 def interval(values: Iterable[float]) -> tuple[float, float]:
   """Computes a mean and half the width of its 95 % confidence interval.
 
-  The second is NaN if there are fewer than two values.
+  The half width is NaN if there are fewer than two values.
   """
   x = np.asarray(list(values), float)
   if len(x) < 2:
@@ -120,7 +120,8 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
       by_variant.setdefault(row["case"]["variant"], []).append(row)
   if not by_variant:
     raise ValueError(
-      f"stability: needs rows of {preset}, got none; run it first"
+      f"stability: the rows must include {preset}, got none; use the command "
+      "`run` first"
     )
   found = {name: summarize(each) for name, each in by_variant.items()}
   figure = Figure(figsize=(15, 9), layout="constrained")
@@ -139,7 +140,7 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
       where = largest.get_yaxis_transform()
       largest.text(0.01, i, "none", va="center", transform=where)
     else:
-      # The bar is hatched if larger rates were not run with this variant.
+      # Hatch the bar if this variant was not run at larger rates.
       is_open = summary.largest == summary.rates[-1] < highest
       look = dict(alpha=0.4, hatch="//") if is_open else {}
       largest.barh(i, summary.largest, **style, **look)
@@ -177,8 +178,8 @@ def limits(found: dict[str, Summary]) -> tuple[float, float] | None:
   """Returns the lower and upper end of the loss axis.
 
   The axis covers the losses of bf16, or of all variants if there is no bf16.
-  Variants that diverge end up hundreds of nats higher. If the axis included
-  them, all others would merge into one line.
+  Variants that diverge end up hundreds of nats higher. If the axis covered
+  them, all other variants would merge into one line.
 
   Args:
     found: the summaries by variant.
@@ -251,7 +252,7 @@ def _draw_at_top(axes, rate: float, marker: str, color: str) -> None:
 
 
 def _draw_norms(axes, rows: list[dict], best: float | None, **style) -> None:
-  """Draws gradient norms (medians) at a variant's best rate, for one seed."""
+  """Draws median gradient norms of one seed at a variant's best rate."""
   for row in rows:
     if row["case"]["rate"] == best:
       norms = np.array(row["grad_norms"], float)
@@ -261,7 +262,7 @@ def _draw_norms(axes, rows: list[dict], best: float | None, **style) -> None:
 
 
 def _table(found: dict[str, Summary]) -> str:
-  """Formats the table; differences from bf16 are between equal seeds."""
+  """Formats the table; differences from bf16 pair runs with the same seed."""
   header = ["variant", "runs failed", "largest rate", "best rate", "loss"]
   header += ["spread of seeds", "minus bf16's", "95 %", "spikes"]
   lines = []

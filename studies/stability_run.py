@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains one run of `studies.stability` and summarizes it in a row.
+"""Executes one run of `studies.stability` and summarizes it in a row.
 
-The compiled program runs CHUNK steps per call. Learning rate and seed are its
-arguments, so all runs of a variant share one program.
+The compiled program runs CHUNK steps per call. Its arguments include learning
+rate and seed, so all runs of a variant share one program.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ class Programs:
 
 
 class Data:
-  """The batches of each seed, which are read once for all variants."""
+  """The batches of each seed, which are read only once for all variants."""
 
   def __init__(self, source: TokenSource, config: TrainConfig):
     """Reads the held-out batches."""
@@ -160,7 +160,7 @@ def train_one(
 def _probe(programs: Programs, state: step.TrainState, rows: jax.Array) -> dict:
   """Computes the values of `train.watch`.
 
-  Returns amax for all layers, and the others for the worst layer.
+  Returns amax for all layers, and the other values for the worst layer.
   """
   found = {}
   for name, x in jax.device_get(programs.probe(state, rows)).items():
@@ -178,7 +178,7 @@ def describe(
   Args:
     losses: loss of each step, in nats.
     norms: gradient norm of each step, before clipping.
-    warmup: number of first steps in which no spikes are counted.
+    warmup: number of steps at the start in which no spikes are counted.
   """
   x, norm = np.asarray(losses), np.asarray(norms)
   bad = np.flatnonzero(~np.isfinite(x))

@@ -3,12 +3,13 @@
 #
 #   studies/stored_weights.sh TEXT TOKENIZER OUT
 #
-# First each kind of weights trains on 49 M tokens from scratch, with a schedule
-# that ends at 1e-5, for three seeds: f32, bf16 rounded stochastically, 24 bits,
-# and bf16 rounded to nearest as the negative control. Then each continues from the
-# f32 weights of its seed for 1,000 steps at a constant 1e-5, and at 2e-6, similar
-# to fine-tuning. OUT/*/metrics.jsonl contains the held-out loss (2.1 M tokens) of
-# the last step. If the script is interrupted, call it again to continue with the
+# The kinds of weights are f32, bf16 rounded stochastically, 24 bits, and bf16
+# rounded to nearest as a negative control. First, a model with each kind is
+# trained from scratch on 49 M tokens, with three seeds and a learning rate that
+# decays to 1e-5. Then, similar to fine-tuning, each kind continues from the f32
+# weights of the same seed for 1,000 steps, at a constant rate of 1e-5 and of
+# 2e-6. OUT/*/metrics.jsonl contains the held-out loss (2.1 M tokens) of the
+# last step. If the script is interrupted, call it again to continue with the
 # unfinished run.
 set -eu
 text=$1 tokenizer=$2 out=$3

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small model to get realistic Adam moments, on which to test codecs.
+"""Trains a small model to get realistic Adam moments for tests of codecs.
 
 The model is a byte-level Llama of 2.8 million parameters, trained on the source
-text of Python's standard library with f32 moments. Random numbers would not do,
-because the accuracy of a codec depends on the dynamic range within groups.
+text of Python's standard library with f32 moments. Random numbers would not be
+realistic, because the accuracy of a codec depends on the dynamic range within
+groups.
 """
 
 import functools
@@ -35,7 +36,7 @@ MODEL = ModelConfig(
 B1, B2, EPS = 0.9, 0.95, 1e-8
 # The group size of all codecs. The widths of the model are multiples of 128.
 GROUP_SIZE = 128
-# Leaves smaller than this are not encoded by an optimizer.
+# Optimizers do not encode leaves smaller than this.
 _SMALLEST_LEAF = 4096
 
 
@@ -124,7 +125,7 @@ def train_model(
 
 
 def in_groups(mu, nu) -> tuple[Moments, dict[str, slice]]:
-  """Cuts moments of large leaves into groups; also returns parts' ranges."""
+  """Cuts moments of large leaves into groups; also returns parts' slices."""
   leaves, parts = [], {}
   for (path, mu_leaf), nu_leaf in zip(
     jax.tree.leaves_with_path(mu), jax.tree.leaves(nu), strict=True

@@ -5,9 +5,9 @@
   python -m studies.vision_memory --stages all --batch 4
 
 Weights and gradients are BF16, moments are FP8, and layers run in recipe coat.
-Frozen parts have neither gradients nor moments. A row contains `peak_bytes` of
-the step that XLA compiles for an H200, `planned_bytes` according to
-`train.memory`, and `error`, which is planned / peak - 1.
+Frozen parts have neither gradients nor moments. In a row, `peak_bytes` is the
+peak of the step that XLA compiles for an H200, `planned_bytes` is the peak
+according to `train.memory`, and `error` is planned_bytes / peak_bytes - 1.
 """
 
 import argparse
@@ -56,7 +56,7 @@ LLAVA_7B = VisionLanguageConfig(
   ),
   image_token=32000,
 )
-# Which parts of the model are trained.
+# For each stage, the parts of the model that are trained.
 STAGES: dict[Trained, tuple[str, ...]] = {
   "projector": ("projector",),
   "decoder": ("projector", "decoder"),
@@ -65,7 +65,7 @@ STAGES: dict[Trained, tuple[str, ...]] = {
 
 
 def abstract(stage: Trained):
-  """Builds the graph, abstract parameters and moments, and the optimizer."""
+  """Builds a graph, abstract parameters, abstract moments and an optimizer."""
   model = nnx.eval_shape(
     lambda: VisionLanguageModel(
       LLAVA_7B,
@@ -153,7 +153,7 @@ def row(stage: Trained, *, batch: int, seq: int, images: int) -> dict:
 
 @args.command
 def main(arguments: list[str] | None = None) -> list[dict]:
-  """Runs the command; returns the rows it printed."""
+  """Runs the command; returns the printed rows."""
   parser = argparse.ArgumentParser(prog="python -m studies.vision_memory")
   parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
   parser.add_argument("--batch", type=args.count, default=4)

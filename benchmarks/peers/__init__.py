@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks other libraries in the same way as this project."""
+"""Measures other libraries in the same way as this project is measured."""

@@ -4,9 +4,10 @@
   python -m benchmarks.peers.optimizer [--rows 16384] [--columns 16384]
 
 The optimizers store their states in f32 or in 8 bits. Weights and gradients
-have the same dtype: f32 or BF16. A JSON row, `peers.optimizer`, contains the
-milliseconds of `step()` and `state_bytes`, the size of the optimizer's state in
-bytes per weight. `benchmarks.optimizer` measures the same step in this project.
+have the same dtype: f32 or BF16. The command prints a JSON row,
+`peers.optimizer`, for each optimizer and dtype. It contains the milliseconds of
+`step()`, and `state_bytes`, the size of the optimizer's state in bytes per
+weight. `benchmarks.optimizer` measures the same step in this project.
 """
 
 import argparse

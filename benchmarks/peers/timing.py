@@ -3,7 +3,7 @@
 
 As in `benchmarks.harness.measure`, calls are timed after a warm-up, in groups
 of about 0.1 s and at most 24 calls. This file imports torch but not jax, so
-that only torch allocates a GPU's memory.
+that only torch allocates GPU memory.
 """
 
 import datetime

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks whether a kernel supports its arguments.
 
-Each check returns why the kernel does not support them, or None if it does.
+Each check returns the reason if it does not, else None.
 """
 
 import math
@@ -23,8 +23,8 @@ from coat_jax.numerics.scaling import (
 from coat_jax.ops.activation import Parts
 from coat_jax.ops.types import Activation
 
-# Kernels index in int32. The last tile may reach past the end of the array, so
-# leave room for its indices.
+# Indices are int32. The last tile may reach past the end of the array, so leave
+# room for its indices.
 MAX_ELEMENTS = 2**31 - 2**20
 
 _GROUP_SIZES = (16, 32, 64, 128)
@@ -35,8 +35,8 @@ def why_not_shape(shape: tuple[int, ...]) -> str | None:
   size = math.prod(shape)
   if not shape or shape[-1] % 16 or not size:
     return (
-      "the kernel needs a last axis whose size is a multiple of 16, and no "
-      f"empty axis, got shape {shape}"
+      "the kernel needs a last axis that is a multiple of 16, and no empty "
+      f"axis, got shape {shape}"
     )
   if size > MAX_ELEMENTS:
     return (
@@ -49,12 +49,12 @@ def why_not_shape(shape: tuple[int, ...]) -> str | None:
 def why_not_groups(
   shape: tuple[int, ...], group_size: int | None
 ) -> str | None:
-  """Checks an array's group size, and that whole groups fill its last axis."""
+  """Checks the group size of an array, and that it divides the last axis."""
   if group_size not in _GROUP_SIZES:
-    return f"the kernel needs groups of {_GROUP_SIZES}, got {group_size}"
+    return f"the kernel supports groups of {_GROUP_SIZES}, got {group_size}"
   if shape and shape[-1] % group_size:
     return (
-      "the kernel needs a last axis whose size is a multiple of the group size "
+      "the kernel needs a last axis that is a multiple of the group size "
       f"{group_size}, got {shape[-1]}"
     )
   return why_not_shape(shape)
@@ -81,12 +81,12 @@ def why_not_dtype(*dtypes: DTypeLike) -> str | None:
   """Checks the dtypes of arrays that are not quantized."""
   for dtype in dtypes:
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-      return f"the kernel reads bfloat16 and float32, got {dtype}"
+      return f"the kernel supports bfloat16 and float32, got {dtype}"
   return None
 
 
 def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
-  """Checks that the FP8 format of codes is one that the kernel supports."""
+  """Checks that an FP8 format is one of the `known` formats."""
   if dtype in known:
     return None
   names = " and ".join(jnp.dtype(x).name for x in known)
@@ -94,7 +94,7 @@ def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
 
 
 def why_not_fp8(*dtypes: DTypeLike) -> str | None:
-  """Checks that a matmul's inputs are FP8 codes."""
+  """Checks that the operands of a matmul are FP8."""
   if all(map(is_fp8, dtypes)):
     return None
   names = " and ".join(jnp.dtype(dtype).name for dtype in dtypes)
@@ -102,10 +102,10 @@ def why_not_fp8(*dtypes: DTypeLike) -> str | None:
 
 
 def why_not_scaling(scaling: Scaling, *known: DTypeLike) -> str | None:
-  """Checks the scaling of an operand that a kernel writes."""
+  """Checks the scaling of an operand that the kernel writes."""
   if type(scaling) is not PerTensor:
     return (
-      "kernels write operands with one scale per tensor, got "
+      "the kernel writes operands with one scale per tensor, got "
       f"{type(scaling).__name__}"
     )
   return why_not_format(scaling.dtype, *known)
@@ -125,12 +125,12 @@ def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
 def why_not_read(
   x, shape: tuple[int, ...], groups: Groups, output: Scaling
 ) -> str | None:
-  """Checks the arguments of kernels that quantize x and find an output's scale.
+  """Checks the arguments of a kernel that quantizes x and computes a scale.
 
-  x is quantized in groups. `shape` is the shape of x, or of each part (gate and
-  up) that x consists of.
+  x is quantized in groups, and the scale is that of the output. `shape` is the
+  shape of x, or of one of its parts if x consists of gate and up.
   """
-  # With `Blocks` the kernel computes no scale: blocks get their scales later.
+  # With `Blocks`, a later operation computes the scales.
   if type(output) is not Blocks:
     reason = why_not_scaling(output, E4M3)
     if reason is not None:
@@ -145,10 +145,10 @@ def why_not_read(
 def why_not_written(
   shape: tuple[int, ...], output: Scaling, scale: Scales | None, layout: Layout
 ) -> str | None:
-  """Checks an operand that a kernel writes in E4M3, given its scale."""
+  """Checks an operand that the kernel writes in E4M3 with a known scale."""
   reason = why_not_scaling(output, E4M3) or why_not_columns(shape, layout)
   if reason is None and (scale is None or isinstance(scale, BlockScales)):
-    return "kernels need the operand's scale as an argument, got none"
+    return "the kernel needs the operand's scale as an argument, got none"
   return reason
 
 
@@ -202,7 +202,7 @@ def why_not_activation_bwd(
   if dy.shape != shape:
     return f"dy must have the input's shape {shape}, got {dy.shape}"
   if has_sums and len(parts) > 1:
-    return "kernels sum the gradient of x, but not those of gate and up"
+    return "the kernel sums the gradient of x, but not those of gate and up"
   return (
     why_not_scaling(gradient, E5M2)
     or _why_not_activation(activation)
@@ -217,7 +217,7 @@ def _why_not_activation(activation: Activation) -> str | None:
   if activation != "gelu":
     return None
   return (
-    "kernels support SiLU and GELU's tanh and sigmoid approximations, since "
+    "kernels support SiLU and the tanh and sigmoid approximations of GELU, but "
     "Pallas cannot lower erf for a GPU; got activation='gelu'"
   )
 

@@ -86,7 +86,7 @@ def test_command_line(capsys):
   for bad in (["residuals", "--tokens", "0"], ["state", "--preset", "llama9"]):
     with pytest.raises(SystemExit, match="2"):
       memory.main(bad)
-  assert "from 1 to 1048576 is needed, got 0" in capsys.readouterr().err
+  assert "from 1 to 1048576, got 0" in capsys.readouterr().err
 
 
 class Compiled:

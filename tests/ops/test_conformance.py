@@ -185,7 +185,7 @@ def test_explain_names_the_implementation(case):
   why = "there is no kernel for it"
   if "scaling" in case.shape:
     scaling = case.shape["scaling"].capitalize()
-    rule = "kernels write operands with one scale per tensor"
+    rule = "the kernel writes operands with one scale per tensor"
     why = f"{case.op}: {rule}, got {scaling}"
   assert said == f"{case.op}: xla everywhere ({why})"
 

@@ -181,7 +181,7 @@ def test_rows_are_json_with_all_keys(moments, capsys, tmp_path):
   [
     ([], "required: command"),
     (["codec"], "invalid choice"),
-    (["codecs", "--steps", "0"], "from 1 to 1048576 is needed"),
+    (["codecs", "--steps", "0"], "from 1 to 1048576, got 0"),
     (["codecs", "--out", "."], "got the folder"),
     (["codecs", "--out", "x.y"], "got x.y"),
     (["codecs", "--codecs", "os:getcwd"], "MomentCodec"),

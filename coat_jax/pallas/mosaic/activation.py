@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions that read and write FP8, in Mosaic GPU.
 
-  activation_input         quantizes x in groups; finds amax of y = f(x)
+  activation_input         quantizes x in groups, and finds amax of y = f(x)
   activation_fwd           computes y and quantizes it for the next matmul
   activation_bwd_operands  computes dx = dy f'(x) and quantizes it in the row
-                           and the column layout; recomputes y in the column
-                           layout
+                           and the column layout; recomputes y and quantizes it
+                           in the column layout
 
 A gated function computes y = f(gate) up. Its x is [m, 2 F], so a program of
 `activation_input` loads a block of gate and the block of up that is F columns
-after it. The gradients dgate = dy up f'(gate) and dup = dy f(gate) share one
+further. The gradients dgate = dy up f'(gate) and dup = dy f(gate) share one
 scale.
 
 The backward pass needs the scale of dx before it can write any code, so it
 reads its inputs twice. The first kernel only finds the largest magnitude. The
-second kernel writes the codes. It also sums the gradient of a bias: each tile
-writes the sum over its rows, and XLA adds up these sums, always in the same
-order.
+second kernel writes the codes, and can also compute the gradient of a bias: it
+writes the sum of dx over the rows of each tile, and XLA adds up these sums,
+always in the same order.
 """
 
 import dataclasses
@@ -97,9 +97,9 @@ def _load_tiles(refs, place, interpret: bool) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _BlockLoad(Load):
-  """How a program loads 128 columns, in groups [8, 128 / size, size].
+  """How a program loads 128 columns as groups [8, 128 / size, size].
 
-  Groups of 128 use `Load` instead, because Mosaic supports no axis of size 1.
+  Groups of 128 use `Load`, because Mosaic supports no axis of size 1.
   """
 
   @property

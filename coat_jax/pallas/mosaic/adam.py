@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam's step on one leaf with encoded moments, in one pass over memory.
 
-`adam.adam_update` and `adam.adamw_step` are defined in `coat_jax.optimizer`;
-here one kernel (`leaf_step`) computes either. A step reads p, g and two codes,
-and writes p and two codes. With E4M3 codes, the memory traffic per value is
+One kernel (`leaf_step`) computes `adam_update` or `adamw_step` of
+`coat_jax.optimizer.adam`. `adamw_step` reads the parameter, the gradient and
+two codes, and writes the parameter and two codes. With E4M3 codes, its memory
+traffic per value is
 
   16.2 bytes for f32 parameters and gradients,
   10.2 bytes for bf16 parameters and gradients,
   12.2 bytes for 24-bit weights and bf16 gradients.
 
-For 2^28 parameters in f32, optax.adamw takes 2.53 ms on an H100 (jax 0.11.2).
-With rounding to nearest, this kernel takes 1.46 ms, limited by memory
-bandwidth. With stochastic rounding it takes 1.64 ms (coat) or 1.46 ms (log8).
-`coat` waits for memory, because its registers leave room for only four programs
-on a multiprocessor (`leaf_step.LOADS_AHEAD`). docs/log lists attempts that did
-not help.
+On an H100 (jax 0.11.2), a step on 2^28 parameters in f32 takes 2.53 ms with
+optax.adamw. This kernel takes 1.46 ms if it rounds to nearest, limited by
+memory bandwidth. If it rounds stochastically, it takes 1.64 ms with the codec
+`coat` and 1.46 ms with `log8`. `coat` waits for memory, because its registers
+leave room for only four programs on a multiprocessor (`leaf_step.LOADS_AHEAD`).
+docs/log lists attempts that did not help.
 """
 
 import dataclasses
@@ -76,10 +77,10 @@ class _Adam:
     mu, nu = old
     if self.grad_scale is not None:
       g = on.in_f32(g) * self.grad_scale
-    # Compute `formats.with_finite_square`, but with an FMA instead of a compare
-    # and a select, which run at half the rate. In bf16, each instruction works
-    # on two values. The definition does not use this form, because it would
-    # make XLA keep a copy of all gradients.
+    # This is `formats.with_finite_square`, but with an FMA instead of a compare
+    # and a select, which run at half the rate. In bf16, each instruction
+    # processes two values. The definition does not use an FMA, because XLA
+    # would then keep a copy of all gradients.
     bound = jnp.asarray(ROOT_OF_LARGEST, g.dtype)
     g = jnp.clip(g, -bound, bound) + jnp.zeros([], g.dtype) * g
     g = on.in_f32(g)

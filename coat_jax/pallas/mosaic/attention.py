@@ -6,9 +6,9 @@
   p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
   ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
 
-There are three kernels: `attention_forward.py` contains the forward kernel, and
-`attention_backward.py` the kernel for dq and the kernel for dk and dv.
-Sequences may have any length: copies to shared memory append zeros to them.
+`attention_forward.py` contains the forward kernel. `attention_backward.py`
+contains one kernel for dq, and one for dk and dv. Sequences may have any
+length, because copies to shared memory append zeros to them.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Tile:
 
   own: int  # Positions of the own tile: 128, or 64 if warpgroups share them.
   step: int  # Positions of a visited tile.
-  stages: int  # How many visited tiles, each of one array, are in memory.
+  stages: int  # Number of slots in shared memory; each holds a visited tile.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Tiles:
 
 
 def pick_tiles(head_dim: int) -> Tiles:
-  """Picks tiles that fit in registers and shared memory; none is tuned yet."""
+  """Picks tiles that fit in registers and shared memory; not tuned yet."""
   if head_dim == 256:
     return Tiles(Tile(WAVE, 64, 4), Tile(WAVE, 64, 3), Tile(ROWS, 64, 4))
   if head_dim == 128:
@@ -69,11 +69,13 @@ def _why_not(q, k, v, **_) -> str | None:
   known = q.dtype in (jnp.bfloat16, jnp.float16)
   if not known or not q.dtype == k.dtype == v.dtype:
     return (
-      "the Mosaic kernel reads all in bfloat16 or all in float16, got "
-      f"{q.dtype}, {k.dtype} and {v.dtype}"
+      "the Mosaic kernel needs q, k and v all in bfloat16 or all in float16, "
+      f"got {q.dtype}, {k.dtype} and {v.dtype}"
     )
   if q.shape[-1] not in _HEAD_SIZES:
-    return f"the Mosaic kernel needs heads of {_HEAD_SIZES}, got {q.shape[-1]}"
+    return (
+      f"the Mosaic kernel supports heads of {_HEAD_SIZES}, got {q.shape[-1]}"
+    )
   if q.shape[1] != k.shape[1]:
     return (
       "the Mosaic kernel needs as many queries as keys, got "
@@ -138,7 +140,7 @@ def attention_bwd(
 def _row_terms(
   dout: Array, residuals: AttentionResiduals
 ) -> tuple[Array, Array]:
-  """Returns lse to base 2 and delta, f32 [B, N, T], for backward kernels."""
+  """Returns lse to base 2 and delta, each f32 [B, N, T]."""
   delta = jnp.einsum(
     "btnh,btnh->bnt",
     residuals.out,
@@ -166,14 +168,14 @@ def _work(tile: Tile, q, k, segments, kind, interpret, of_queries=True) -> Work:
 
 
 def _padded(x: Array) -> Array:
-  """Appends zeros to x [B, T, ...], to a multiple of 8 and at least 128."""
+  """Pads T of x [B, T, ...] with zeros to a multiple of 8, at least 128."""
   t = x.shape[1]
   missing = max(-t % 8, WAVE - t)
   return jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else x
 
 
 def _segments(segments: Array | None, work: Work) -> tuple:
-  """Returns padded ids and `segment_bounds`, or nothing without segments."""
+  """Returns padded ids and `segment_bounds`, or () without segments."""
   if segments is None:
     return ()
   segments = segments.astype(jnp.int32)

@@ -2,11 +2,11 @@
 """The backward kernels of attention, in Pallas for Mosaic GPU.
 
 In the kernel for dq, a program owns 128 queries of one head and visits tiles of
-keys. In the kernel for dk and dv, a program owns keys of one key head and
-visits tiles of queries, in all query heads that read the key head. Each of two
-warpgroups computes 64 rows of dq, or of both dk and dv. With heads of 256, two
-sums do not fit in registers, so a program owns 64 keys, the first warpgroup
-computes dv, and the second computes dk.
+keys. In the kernel for dk and dv, a program owns 128 keys of one key head, and
+visits tiles of queries in all query heads that read the key head. Each of two
+warpgroups computes 64 rows of dq, or of both dk and dv. With heads of 256, dk
+and dv do not both fit in a warpgroup's registers. So a program owns 64 keys,
+the first warpgroup computes dv, and the second computes dk.
 
 No sum uses atomics, so every run returns the same bits.
 """
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
   k: Any
   v: Any
   dout: Any
-  lse: Any  # To base 2. f32 [B, N, T] with T padded, like delta.
+  lse: Any  # To base 2; f32 [B, N, padded T], like delta.
   delta: Any
 
 
@@ -95,7 +95,7 @@ def _backward_q(
       k_smem, *ids = ring.read(number)
       x = scores.of(tiles.product(q_rows, k_smem.T))
       p = scores.exponential(x, tiles.of_rows(lse, work.shape))
-      if is_masked:  # For keys that are not seen, p may be infinite.
+      if is_masked:  # For masked keys, p may be infinite.
         p = scores.masked(p, 0.0, j, ids)
       p = scores.slope(x, p)
       v_smem, *_ = ring.read(number + 1)
@@ -183,8 +183,8 @@ def _backward_kv(
     dk_sums, dv_sums = _sum_queries(
       work, segments, scores, (k_smem, v_smem), ring, has_dk, has_dv
     )
-    # Before overwriting the rows, wait for the other warpgroup, which may read
-    # the same rows.
+    # The other warpgroup may still read the same rows, so wait for it before
+    # overwriting them.
     plgpu.barrier_arrive(finished)
     plgpu.barrier_wait(finished)
     k_rows, v_rows = work.rows_of(k_smem, v_smem)
@@ -221,7 +221,7 @@ def _sum_queries(
   has_dk: bool,
   has_dv: bool,
 ) -> tuple[Array | None, Array | None]:
-  """Returns a warpgroup's dk / scale and dv, f32 [64, H]; None if left out."""
+  """Returns a warpgroup's f32 dk / scale and dv [64, H]; None if skipped."""
   add_product = functools.partial(tiles.add_product, interpret=work.interpret)
 
   def step(j, carry, is_masked: bool):
@@ -230,7 +230,7 @@ def _sum_queries(
     q_smem, lse_smem, *ids = ring.read(number)
     x = scores.of(tiles.product(k_rows, q_smem.T))
     p = scores.exponential(x, tiles.load_columns(lse_smem, work.shape))
-    if is_masked:  # For keys that are not seen, p may be infinite.
+    if is_masked:  # For masked keys, p may be infinite.
       p = scores.masked(p, 0.0, j, ids)
     dout_smem, delta_smem, *_ = ring.read(number + 1)
     if has_dv:

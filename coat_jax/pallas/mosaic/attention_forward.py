@@ -2,9 +2,9 @@
 """The forward kernel of attention, in Pallas for Mosaic GPU.
 
 A program owns 128 queries of one head, and visits tiles of keys. Each of two
-warpgroups computes 64 rows of scores with wgmma and their softmax p with a
-running maximum, and adds p v to its f32 sums. p stays in registers. One
-warpgroup uses the tensor cores while the other computes exponentials.
+warpgroups computes 64 rows of scores with wgmma, and then their exponentials p,
+relative to a running maximum. It adds p v to f32 sums. p stays in registers.
+One warpgroup uses the tensor cores while the other computes exponentials.
 """
 
 import functools
@@ -26,22 +26,23 @@ from coat_jax.pallas.mosaic.persistent import (
 )
 from coat_jax.pallas.mosaic.ring import Ring
 
-# If all scores are within ±55, exp is within 2^±80. Then a sum of 2^40 values
-# does not overflow, and the smallest value does not underflow.
+# If scores are within ±55, their exponentials are between 2^-80 and 2^80. Then
+# a sum of 2^40 values does not overflow, and the smallest value does not
+# underflow.
 _NEEDS_NO_MAXIMUM = 55.0
 _MASKED = -1e30
-# The initial maximum is below every score and above every masked score. A row
-# that sees no position of a tile keeps _LEAST, and exp2(_MASKED - _LEAST) is 0.
-# If _LEAST were below _MASKED times the unit, that product, rounded, would
-# become the row's maximum. An fma would then subtract the rounded product from
-# the unrounded one, and the difference can be 1e22.
+# The initial maximum is below every score and above every masked score. If all
+# keys of a tile are masked for a row, the row's maximum stays _LEAST, and
+# exp2(_MASKED - _LEAST) is 0. If _LEAST were below _MASKED times the unit, this
+# product, rounded, would become the row's maximum. An fma would then subtract
+# the rounded product from the exact one, and the difference can be 1e22.
 _LEAST = -1e20
 
 
 def forward(work: Work, q, k, v, segments: tuple) -> tuple[Array, Array]:
   """Returns the output [B, T, N, H] and the log-sum-exp, f32.
 
-  The log-sum-exp is [B, N, tiles * own]. Past `work.length`, it is undefined.
+  The log-sum-exp is [B, N, tiles * own], and undefined past `work.length`.
   """
   b, _, n, h = q.shape
   return tiles.run(
@@ -94,7 +95,8 @@ def _softmax(
 ) -> tuple[Array, Array]:
   """Returns a warpgroup's output f32 [64, H] and log-sum-exp [64]."""
   cap, shape = work.kind.soft_cap, (ROWS, work.head_dim)
-  # If no maximum is subtracted, p fits in BF16, but not in f16.
+  # If scores are bounded, p does not overflow in BF16 without subtracting a
+  # maximum, but it may in f16.
   is_bounded = cap is not None and cap <= _NEEDS_NO_MAXIMUM
   has_maximum = not is_bounded or q_smem.dtype == jnp.float16
 

@@ -4,7 +4,8 @@
 A program owns a tile of queries or of keys, and visits tiles of the other
 sequence (`attention_visits.py`). One warpgroup loads the visited tiles into a
 ring of slots in shared memory. Each of the other two warpgroups computes 64
-rows of scores. The rows of scores are always the positions of the own tile.
+rows of scores. Rows always correspond to positions of the own tile, and columns
+to positions of the visited tile.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from coat_jax.pallas.mosaic.persistent import (
 from coat_jax.pallas.mosaic.ring import Ring
 
 LOG2_E = 1.0 / math.log(2.0)
-# Sums of 64 x 256 occupy 128 registers, and scores up to 100 more.
+# Sums of 64 x 256 occupy 128 registers per thread, and scores up to 100 more.
 REGISTERS, REGISTERS_TO_LOAD = 240, 24
 OF_ROWS, OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
@@ -55,15 +56,19 @@ class Work:
     return pl.cdiv(self.length, self.own)
 
   def tile(self) -> Array:
-    """Returns this program's tile; the tiles that visit most run first."""
+    """Returns this program's own tile; tiles with the most visits run first."""
     tile = lax.axis_index("tile")
     is_reversed = self.of_queries and self.kind.causal
     return self.tiles - 1 - tile if is_reversed else tile
 
   def visits(self, segments) -> Visits:
-    """Finds the tiles to visit; `segments` are refs: ids, first and behind."""
-    # The barrier makes a loop over heads find the tiles again for each head, so
-    # that they occupy no registers in between.
+    """Finds the tiles to visit.
+
+    `segments` contains the refs of segment ids and of the two results of
+    `segment_bounds`, or nothing without segments.
+    """
+    # Because of the barrier, a loop over heads finds the tiles again for each
+    # head. So their bounds occupy no registers in between.
     tile, bounds = lax.optimization_barrier(self.tile()), None
     if self.has_segments:
       _, first, behind = segments
@@ -80,13 +85,13 @@ class Work:
     )
 
   def part(self) -> Array:
-    """Returns the index of the 64 rows that this warpgroup computes."""
+    """Returns the index of this warpgroup's 64 rows in the own tile."""
     return lax.axis_index("warpgroup") * (0 if self.own == ROWS else 1)
 
   def rows_of(self, *own_smem) -> list:
-    """Returns this warpgroup's rows of own tiles.
+    """Returns this warpgroup's rows of each own tile.
 
-    In a loop, call it in each step: the barrier keeps the compiler from
+    In a loop, call this in each step. The barrier keeps the compiler from
     computing all of wgmma's descriptors before the loop, where they would
     occupy up to 64 registers.
     """
@@ -100,7 +105,7 @@ class Work:
 
 
 def ring(work: Work, dtype: DTypeLike, *others) -> Ring:
-  """Returns the types of a ring for tiles, `others` and segment ids."""
+  """Returns a ring's types; slots hold a tile, `others` and segment ids."""
   stages, step = work.stages, work.step
   tiles = rows_of_128_bytes(stages, step, work.head_dim, dtype=dtype)
   slots = tiles, *others
@@ -110,7 +115,7 @@ def ring(work: Work, dtype: DTypeLike, *others) -> Ring:
 
 
 def load_keys(work: Work, k, v, segments, ring: Ring) -> None:
-  """Loads the tiles of k and v that a tile of queries visits, alternately."""
+  """Loads the visited tiles of k and v alternately, for a tile of queries."""
   b, head = lax.axis_index("batch"), lax.axis_index("head")
   kv_head = lax.div(head, jnp.int32(work.heads))
   visits = work.visits(segments)
@@ -129,7 +134,7 @@ def load_keys(work: Work, k, v, segments, ring: Ring) -> None:
 
 
 def product(a_smem, b_smem) -> Array:
-  """Returns the matmul a b, f32 [rows, columns], of arrays in shared memory."""
+  """Returns the matrix product a @ b, f32, of arrays in shared memory."""
 
   def multiply(acc):
     plgpu.wgmma(acc, a_smem, b_smem)
@@ -141,9 +146,10 @@ def product(a_smem, b_smem) -> Array:
 
 
 def add_product(acc: Array, a: Any, b_smem, interpret: bool) -> Array:
-  """Returns acc + a b, f32 [rows, columns].
+  """Returns acc + a @ b, f32 [rows, columns].
 
-  `a` is in shared memory, or in registers, where it is rounded to b's dtype.
+  a is in shared memory or in registers. In registers, it is rounded to b's
+  dtype.
   """
 
   def multiply(acc):
@@ -154,7 +160,8 @@ def add_product(acc: Array, a: Any, b_smem, interpret: bool) -> Array:
   if not interpret:
     sums: Any = plgpu.ACC.init(acc)  # pyright: ignore[reportPrivateImportUsage]
     return pl.run_state(multiply)(sums)
-  # The interpreter has no `run_state`, and multiplies only shared memory.
+  # The interpreter has no `run_state`, and its wgmma reads operands only from
+  # shared memory.
   if isinstance(a, Array):
     b = b_smem[...]
     return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
@@ -184,18 +191,18 @@ def load_columns(smem, shape: tuple[int, int]) -> Array:
 class Scores(NamedTuple):
   """Computes and masks the attention scores of a warpgroup's rows.
 
-  A score is stored as x, with log2(exp(score)) = x * unit for a constant
-  `unit`. Without a soft cap, x is q k^T. With a cap, x is score / cap, which is
-  a tanh.
+  Scores are stored rescaled, as x = score log2(e) / unit, so exp(score) is
+  2^(x unit). Without a soft cap, x is q k^T. With a cap, x is score / cap =
+  tanh(scale q k^T / cap).
   """
 
   work: Work
   start: Array  # The position of the first row.
-  segments: Array | None  # The ids of the rows.
+  segments: Array | None  # The segment ids of the rows; None without segments.
 
   @classmethod
   def of_own(cls, work: Work, segments) -> "Scores":
-    """Makes scores of this warpgroup's rows; `segments` as in `visits`."""
+    """Creates the scores of this warpgroup's rows; see `Work.visits`."""
     start = work.tile() * work.own + work.part() * ROWS
     ids = None
     if work.has_segments:
@@ -213,15 +220,15 @@ class Scores(NamedTuple):
     return (self.scale if cap is None else cap) * LOG2_E
 
   def of(self, products: Array) -> Array:
-    """Computes x from q k^T."""
+    """Computes x from the matmul q k^T."""
     cap = self.work.kind.soft_cap
     return products if cap is None else self._tanh(products, self.scale / cap)
 
   def masked(self, x: Array, hidden: float, tile: Array, ids: list) -> Array:
-    """Returns x, in which `hidden` replaces the scores that are masked.
+    """Replaces masked scores in x by `hidden`.
 
-    `tile` is the visited tile. `ids` contains its segment ids in shared memory,
-    if there are any.
+    `tile` is the index of the visited tile. `ids` contains the ref of its
+    segment ids, or nothing without segments.
     """
     for seen in self._seen(tile, ids):
       x = jnp.where(seen, x, hidden)
@@ -238,15 +245,15 @@ class Scores(NamedTuple):
   def _tanh(self, x: Array, scale: float) -> Array:
     """Returns tanh(x * scale) with an error up to 2^-22; ±1 is exact.
 
-    The relative error of `tanh.approx` is 2^-11. With a cap of 50, a score
-    would be off by up to 0.02.
+    The error of `tanh.approx` is 2^-11, so with a cap of 50, scores would be
+    off by up to 0.02.
     """
     if self.work.interpret:
       return jnp.tanh(x * scale)
     return 1 - 2 * _reciprocal(1 + jnp.exp2(x * (2 * LOG2_E * scale)))
 
   def _seen(self, tile: Array, ids: list) -> Iterator[Array]:
-    """Yields conditions that must all hold if a query attends to a key."""
+    """Yields masks; a query attends to a key where all of them are true."""
     work, kind, shape = self.work, self.work.kind, self.work.shape
     row, column = (
       plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
@@ -283,15 +290,16 @@ def _reciprocal(x: Array) -> Array:
 
 
 def run(work: Work, body, *args, heads: int, out, scratch, name: str) -> Any:
-  """Runs a kernel, with one program for each tile, sequence and head.
+  """Runs a kernel with one program for each tile, sequence and head.
 
-  `scratch` maps arguments of `body` to types of shared memory and barriers.
+  `scratch` maps the names of arguments of `body` to types of shared memory and
+  barriers.
   """
   kernel = plgpu.kernel(
     body,
     out_type=out,
     scratch_types=scratch,
-    # Programs that run at the same time read the same keys.
+    # In this order, programs that run at the same time read the same keys.
     grid=(heads, args[0].shape[0], work.tiles),
     grid_names=("head", "batch", "tile"),
     num_threads=WARPGROUPS + 1,

@@ -14,8 +14,9 @@ shows which tiles of queries a tile of keys visits:
 With segments, a tile visits all tiles from the first to the last that may share
 a segment with it. Two tiles may share a segment if the ranges of their ids
 overlap. In packed documents, ids increase, so a tile visits exactly the tiles
-of the same documents. If ids are in any order, it may visit all tiles. Visited
-tiles are masked value by value, so the result is right for any ids.
+that contain the same documents. If ids do not increase, it may visit more
+tiles. Visited tiles are masked value by value, so the result is correct for any
+ids.
 """
 
 import functools
@@ -53,9 +54,9 @@ def segment_bounds(
 
 
 class Visits(NamedTuple):
-  """The tiles of the other sequence that one tile visits: [first, behind).
+  """The tiles of the other sequence that a tile visits: [first, behind).
 
-  Every position of the tile sees the tiles in [whole, edge) completely.
+  Every position of the tile sees all positions of the tiles [whole, edge).
   """
 
   first: Array | int
@@ -79,8 +80,8 @@ class Visits(NamedTuple):
 
     The tile holds queries if `of_queries`, else keys. Visited tiles have `step`
     positions. `length` is the length of both sequences, and `bounds` is the
-    tile's range of `segment_bounds`. Keys may see queries past the end, which
-    must be zero.
+    tile's range from `segment_bounds`. A tile of keys may visit queries past
+    the end, which must be zero.
     """
     # Position i sees positions i - back to i + ahead of the other sequence.
     # None means no limit.
@@ -92,7 +93,7 @@ class Visits(NamedTuple):
     first = whole = 0
     edge = behind = -(-length // step)
     if of_queries:
-      edge = length // step  # Keys after the last one must be masked.
+      edge = length // step  # Keys past the end must be masked.
     if back is not None:
       first = _quotient(jnp.maximum(start - back, 0), step)
       whole = _quotient(jnp.maximum(last - back, 0) + step - 1, step)
@@ -103,7 +104,7 @@ class Visits(NamedTuple):
       first = jnp.maximum(first, bounds[0])
       behind = jnp.minimum(behind, bounds[1])
       return cls(first, behind, behind, behind)
-    # Keep the same int if there is no edge, so that `run` skips its loop.
+    # Without an edge, keep the same int, so that `run` skips the loop over it.
     if back is not None:
       whole = jnp.minimum(whole, behind)
     if ahead is not None or (back is not None and edge != behind):

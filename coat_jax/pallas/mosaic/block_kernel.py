@@ -5,15 +5,15 @@ The result is cut into tiles, and one persistent program (thread block) per
 multiprocessor computes one tile after another. A tile's rows are split into
 waves of 128. The program has three warpgroups. The third one prefetches blocks
 of a and b and their scales into shared memory. The other two each compute 64
-rows of every wave. To do so, they multiply a block with four wgmma of
-m64n128k32, scale the result by the block's two scales, and add it in f32 to the
-total in their registers. One warpgroup scales and adds while the other uses the
-tensor cores, as in DeepGEMM (arXiv:2412.19437, section 3.3.2).
+rows of every wave. For each block, they run four wgmma of m64n128k32, scale the
+result by the block's two scales, and add it in f32 to the total in their
+registers. One warpgroup scales and adds while the other uses the tensor cores,
+as in DeepGEMM (arXiv:2412.19437, section 3.3.2).
 
-With tiles of 256 rows, the tensor cores spend 1024 clocks on a block, and 48
+With tiles of 256 rows, the tensor cores need 1024 clocks for a block, and 48
 KiB are read from the L2 cache (32 KiB if two programs share a). In that time a
-warpgroup issues 221 instructions, 128 of them multiply-adds. It issues 376
-instructions if b has one scale per row (compiled for an H200, jax 0.11.2).
+warpgroup issues 221 instructions, 128 of them multiply-adds. If b has one scale
+per row, it issues 376 instructions (compiled for an H200, jax 0.11.2).
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ from coat_jax.pallas.mosaic.persistent import (
 )
 
 # If b has one scale per 128 rows, each scale is stored this many times, because
-# a copy to shared memory must be a multiple of 16 bytes.
+# the size of a copy to shared memory must be a multiple of 16 bytes.
 COPIES = 4
-_PADDED = 32  # Length of the copies' buffer in shared memory: 128 bytes.
+_PADDED = 32  # Number of f32 in their buffer in shared memory (128 bytes).
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Tile:
   # The result is written in pieces of 64 rows of 128 bytes. This is the number
   # of pieces that shared memory holds for each warpgroup.
   slots: int = 4
-  # Number of programs that share their copies of a. Their tiles are neighbours
-  # along n.
+  # Number of programs in a cluster, which share copies of a. Their tiles are
+  # neighbours along n.
   cluster: int = 1
   band: int = 8  # See `in_band`.
 
@@ -67,7 +67,7 @@ class Tile:
 
   @property
   def n(self) -> int:
-    """The number of columns of the tiles of one cluster."""
+    """The number of columns of all tiles of a cluster together."""
     return BLOCK * self.cluster
 
   def fits(self, m: int, n: int) -> bool:
@@ -81,7 +81,7 @@ class Work:
 
   tile: Tile
   tiles_m: int  # Number of tiles along m.
-  tiles_n: int  # Number of tiles along n, each as wide as a cluster.
+  tiles_n: int  # Number of tiles along n, each `Tile.n` wide.
   blocks: int  # Number of blocks along k.
   clusters: int  # Number of clusters.
   is_b_tiled: bool  # Whether b has one scale per 128 rows, not one per row.
@@ -174,7 +174,7 @@ def run(work: Work, *refs, **scratch: Any) -> None:
 
 
 def _load(work: Work, operands, memory: Memory) -> None:
-  """Copies blocks to shared memory as stages become free, for all tiles."""
+  """Copies the blocks of all tiles to shared memory as stages become free."""
   a, a_scale, b, b_scale = operands
   loaded, free = memory.loaded, memory.free
   tile = work.tile
@@ -238,8 +238,8 @@ def _sum_blocks(
     step, totals = carry
     slot, new = work.slot(step), []
     for wave, total in enumerate(totals):
-      # Waiting here also keeps the compiler from interleaving instructions of
-      # two waves, which would take too many registers.
+      # Waiting here also keeps the compiler from interleaving the instructions
+      # of two waves, which would need too many registers.
       plgpu.barrier_wait(loaded[wave].at[slot])
       rows = pl.ds(wave * WAVE + warpgroup * ROWS, ROWS)
       scale = plgpu.load(
@@ -267,7 +267,7 @@ def _sum_blocks(
     if work.interpret or work.tile.cluster > 1:
       # In a cluster, one thread arrives for its whole warpgroup, so wait until
       # the other threads have read the scales. Without a cluster, each thread
-      # arrives after its own reads, and only the interpreter would report a
+      # arrives after it has read the scales, but the interpreter would report a
       # race with the next copy.
       plgpu.commit_smem()
     plgpu.barrier_arrive(free.at[slot])

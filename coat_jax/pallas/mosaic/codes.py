@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Concatenates and transposes FP8 codes: `ops.join_columns`, `ops.turn_codes`.
 
-XLA moves one code at a time, and takes at least 1.6 times as long.
+XLA moves one code at a time, which takes at least 1.6 times as long.
 """
 
 import jax
@@ -24,7 +24,7 @@ def _why_not_codes(x: Array) -> str | None:
 
 
 def _part_of(axis: str, size: int, count: int):
-  """Returns this program's matrix (an index) and its slice of that matrix.
+  """Returns the index of this program's matrix, and its slice of the matrix.
 
   Each matrix has `count` rows or columns, cut into slices of `size`.
   """

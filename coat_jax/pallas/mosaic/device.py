@@ -12,7 +12,10 @@ def why_not_rows() -> str | None:
 
 
 def why_not_hopper() -> str | None:
-  """Returns why this GPU is not a Hopper; None if it is or there is no GPU."""
+  """Returns why kernels for Hopper cannot run on this GPU, or None.
+
+  Without a GPU, it returns None.
+  """
   found = capability()
   is_unknown = found is None and jax.default_backend() == "gpu"
   if found in (HOPPER, None) and not is_unknown:
@@ -24,7 +27,7 @@ def why_not_hopper() -> str | None:
 
 
 def multiprocessors() -> int:
-  """Returns the number of multiprocessors of the GPU that we compile for.
+  """Returns the number of multiprocessors of the GPU to compile for.
 
   Without a GPU, it is 132, the number of an H100 or H200.
   """

@@ -33,13 +33,13 @@ def elements(x) -> list:
 
 
 def pairs(words: list, selector: int) -> list:
-  """Packs selected bytes of every two consecutive registers into one."""
+  """Packs bytes of each pair of consecutive registers into one; see `prmt`."""
   evens, odds = words[::2], words[1::2]
   return [prmt(a, b, selector) for a, b in zip(evens, odds, strict=True)]
 
 
 def asm(code: str, *args, result=None):
-  """Emits instructions on 32-bit registers; the result is i32 by default."""
+  """Emits instructions on 32-bit registers, with an i32 result by default."""
   result = i32_type() if result is None else result
   kinds = ["f" if isinstance(a.type, ir.F32Type) else "r" for a in args]
   kinds = ["=f" if isinstance(result, ir.F32Type) else "=r", *kinds]

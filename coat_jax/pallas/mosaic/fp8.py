@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodes and decodes moments in registers with the FP8 codecs.
 
-Stochastic rounding must decode the two codes next to each value. An E4M3 code
-stands for J 2^e with J in 0..15, and decoding raises this number to a power. So
-the result is the product of a power of J and a power of 2^e, which can be
-looked up in tables by J and by e. A table has 16 entries. The 16 lanes that
-share a group compute one entry each, and look entries up with shuffles. This
-saves two logarithms and two exponentials per value.
+For each value, stochastic rounding must decode the two neighbouring codes. An
+E4M3 code stands for J 2^e with J in 0..15, and range expansion decodes it to
+(J 2^e)^a. The kernel looks up J^a and 2^(a e) in tables of 16 entries. The 16
+lanes that share a group compute one entry each, and read other entries with
+shuffles. This saves two logarithms and two exponentials per value.
 """
 
 import dataclasses
@@ -74,12 +73,13 @@ class _Scaled(FittedCodec):
 class _Fit(NamedTuple):
   """The numbers with which a group's values are encoded, 32 bits each."""
 
-  amax: Array  # The codec's statistics, not yet cast to the stored dtypes.
+  # The codec's statistics, before the cast to the stored dtypes.
+  amax: Array
   range: Array
-  power: Array  # x is mapped to 2^(power log2 |x| + shift).
+  power: Array  # k: x is mapped to 2^(k log2 |x| + shift).
   shift: Array
   root: Array  # 1 / k.
-  scale: Array  # 1 / bound.
+  scale: Array  # 1 / the group's upper bound.
 
 
 @register(ExpandedFP8)
@@ -123,8 +123,8 @@ class _Expanded(FittedCodec):
     octaves = jnp.maximum(log2_amax - jnp.log2(amin), 2.0**-24)
     octaves = jnp.where(amax > 0, octaves, 2.0**-24)
     power = on.reciprocal(octaves) * (log2_range(self.codec.dtype) * 16)
-    # The definition rounds down to a multiple of a sixteenth. Subtracting half
-    # a sixteenth and rounding to nearest does the same.
+    # `power` is in sixteenths. The definition rounds it down. Subtracting 0.5
+    # and rounding to nearest does the same.
     power = jnp.clip(power - 0.5, 1.0, 255.0)
     sixteenths, _ = on.round(power, jnp.float32(1.0))
     root = on.reciprocal(sixteenths) * 16.0
@@ -170,7 +170,7 @@ class _Bounded(_Expanded):
 
 
 def _inverse(bound: Array, on: Instructions) -> Array:
-  """Returns 1 / bound, finite if the bound is zero; NaN stays NaN."""
+  """Returns 1 / bound, or a finite number if the bound is 0; NaN stays NaN."""
   # Scale large bounds down by a power of two. Otherwise their reciprocals would
   # be subnormal and flushed to zero.
   down = jnp.where(bound > 2.0**100, 2.0**-64, 1.0)
@@ -182,7 +182,7 @@ def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
   info = jnp.finfo(dtype)
   drop = 23 - info.nmant
   smallest = float(info.smallest_normal)
-  # Subnormals are as far apart as the numbers from `smallest` to 2 `smallest`.
+  # Subnormals have the same spacing as numbers from `smallest` to 2 `smallest`.
   offset = jnp.where(y < smallest, smallest, 0.0)
   lower = as_bits(y + offset) & jnp.uint32(0xFFFFFFFF >> drop << drop)
   upper = lower + jnp.uint32(1 << drop)
@@ -190,17 +190,17 @@ def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 
 def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
-  """Rounds t = magnitude * scale to E4M3 stochastically, given e = t^k.
+  """Stochastically rounds t = magnitude * fit.scale to E4M3, given e = t^k.
 
   `magnitude` and e are f32 tiles. The codes get the signs of x unless x is
-  None. An error of one ulp in e may select other neighbours of t, but does not
-  bias the expectation.
+  None. An error of one ulp in e may select other neighbours of t, but the
+  expected decoded value is still t.
   """
   # Bits 20 and up are the code of the lower neighbour.
   bits = on.e4m3_bits(e, qmax(E4M3))
   code = bits >> 20
-  # The lower neighbour is J 2^e, where J is its lowest 3 bits, plus 8 unless
-  # it is subnormal.
+  # The lower neighbour is J 2^e. J is the lowest 3 bits of its code, plus 8
+  # unless the neighbour is subnormal.
   significand = code | jnp.minimum(code, jnp.uint32(8))
   rest, gap, unit = on.powers(
     significand.astype(jnp.int32),
@@ -208,9 +208,9 @@ def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
     fit.root,
     -fit.scale,
   )
-  # Round up if t - lower > (noise - 1) (upper - lower), which holds if `rest`
-  # below is negative. All its terms are in units of the lower neighbour's power
-  # of two, so that two fused operations are enough to compute it.
+  # Round up if t - lower > (noise - 1) (upper - lower), that is, if `rest`
+  # below is negative. Its terms are in units of the lower neighbour's power of
+  # two, so two fused multiply-adds compute it.
   rest = noise * gap + (rest + magnitude * unit)
   code = code + (as_bits(rest) >> 31)
   return lax.bitcast_convert_type(on.e4m3_codes(code, x), E4M3)

@@ -4,23 +4,23 @@
 It is built like `block_kernel`. One persistent program (thread block) per
 multiprocessor computes one tile after another: one warpgroup loads blocks, and
 two warpgroups multiply them and add the results in f32. A block is 128 bytes
-long along the summed axis: 128 FP8 codes or 64 values of 16 bits. Blocks of
-both kinds take equally long to copy and to multiply. Only the GPU knows how
-many rows a group has, so programs read the positions of tiles from a table
+long along the summed axis: 128 FP8 codes or 64 values of 16 bits. Both kinds of
+blocks take equally long to copy and to multiply. Only the GPU knows how many
+rows a group has, so programs read the positions of tiles from a table
 (`Entry`). One launch computes all groups.
 
 FP8 codes must have the summed axis last. Operands of 16 bits may have it first,
 because the tensor cores can transpose them when they read shared memory.
 
 A group may begin at any row. But copies into swizzled shared memory must begin
-at a multiple of 8 rows, or of a whole block along the summed axis. Therefore:
+at a multiple of 8 rows or, along the summed axis, of a block. Therefore:
 
   rows times weights   A group's first tile begins up to 7 rows before the
                        group. Rows of other groups are computed but not written.
-                       If a group fills all 64 rows that a warpgroup computes,
-                       they are written in one copy, otherwise in copies of 32,
-                       16, ... rows.
-  gradients of weights The summed axis is that of rows, here called tokens. In a
+                       If the 64 rows that a warpgroup computes all belong to
+                       the group, they are written in one copy, otherwise in
+                       copies of 32, 16, ... rows.
+  gradients of weights The matmul sums over rows, here called tokens. In a
                        group's first and last block, tokens of other groups are
                        set to zero in shared memory, in one of the two operands.
                        Tiles with two waves leave too few registers for that.
@@ -123,7 +123,7 @@ class Memory(NamedTuple):
   a_smem: Any
   b_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  edge_smem: Any  # For each warpgroup, 64 rows, only some of which are written.
+  edge_smem: Any  # For each warpgroup, 64 rows of which only some are written.
   loaded: Any  # A barrier per wave and stage: completes when the stage is full.
   free: Any  # A barrier per stage: completes when both warpgroups have read it.
 
@@ -175,7 +175,7 @@ def run(work: Work, *refs, **scratch: Any) -> None:
 
     steps = lax.fori_loop(0, work.count(num_entries), load, jnp.int32(0))
 
-    # The interpreter requires waiting for all arrivals.
+    # The interpreter requires a wait for every arrival.
     def wait(i, _):
       _wait_for_free(work, steps + i, memory)
 
@@ -289,8 +289,8 @@ def _clear_others(work: Work, rows_smem, begin: Array, end: Array) -> None:
       jnp.int32, rows_smem.shape, axis, layout=LAYOUT
     )
     values = plgpu.load(rows_smem, layout=LAYOUT, optimized=False)
-    # Mask the bits as integers: converted to f32, a block of codes would take
-    # 64 registers. Mosaic supports only bitwise operations on bytes.
+    # Mask the bits as integers. Converted to f32, a block of codes would occupy
+    # 64 registers, and on bytes Mosaic supports only bitwise operations.
     bits = jnp.int8 if values.dtype.itemsize == 1 else jnp.int16
     values = lax.bitcast_convert_type(values, bits)
     is_own = (token >= begin) & (token < end)
@@ -335,7 +335,7 @@ def _write_rows(work: Work, totals, entry: Entry, column, memory, out):
 def _write_all(work: Work, total, column, memory: Memory, place) -> None:
   """Writes 64 rows to `place(columns)`, in pieces that are 128 bytes wide."""
   width, slots = memory.out_smem.shape[-1], work.tile.slots
-  # So a piece always overwrites the one that was written `slots` pieces before.
+  # Every piece must overwrite the one that was written `slots` pieces earlier.
   assert (BLOCK // width) % slots == 0
   for i, start in enumerate(range(0, BLOCK, width)):
     smem = memory.out_smem.at[lax.axis_index("warpgroup"), i % slots]
@@ -346,9 +346,9 @@ def _write_all(work: Work, total, column, memory: Memory, place) -> None:
 
 
 def _write_some(total, row, begin, end, column, memory: Memory, out) -> None:
-  """Writes rows [begin, end) of 64 rows that start at `row`.
+  """Writes rows [begin, end) of the 64 rows that start at `row`.
 
-  Each copy has a static size, a power of two.
+  The sizes of copies must be static, so they are powers of two.
   """
   smem = memory.edge_smem.at[lax.axis_index("warpgroup")]
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)

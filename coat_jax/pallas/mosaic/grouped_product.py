@@ -15,14 +15,14 @@ shapes below, M is the number of rows and E the number of groups.
   grouped_wgrad          dw = x^T g    [M, D]^T x [M, F], for each group's rows
 
 FP8 codes must have the summed axis last. BF16 and f16 operands are read as they
-are stored. But if a width is not a multiple of a tile's width, both operands
-are first copied and padded with zeros.
+are stored. But if a width is not a multiple of the tile's, both operands are
+first copied and padded with zeros.
 
 The kernel first multiplies the scales of both FP8 operands with each other. If
-the product of these scales is below 1.2e-38, it is inexact or 0; the definition
-in `ops.grouped_linear` has no such limit. To compute a group's weight gradient,
-x is set to zero in rows of other groups, but g is not. So NaN and infinities in
-g may also reach the gradients of the previous and the next group.
+this product is below 1.2e-38, it is inexact or 0; the definition in
+`ops.grouped_linear` has no such limit. To compute a group's weight gradient, x
+is set to zero in rows of other groups, but g is not. So NaN and infinities in g
+may also reach the gradients of the previous and the next group.
 
 `python -m benchmarks.grouped_products` measures the kernels. On an H100, the
 FP8 kernels reach 500 to 1030 TFLOP/s for Qwen3-30B-A3B and Mixtral-8x7B, and
@@ -31,12 +31,12 @@ every group's weight.
 
 If groups are small, writing weight gradients in f32 takes longer than the
 matmul. An example is gate and up of Qwen3-30B-A3B, with 512 rows for each of
-128 experts. Their gradient takes 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x
-and g take 0.23 GB. An H100 moves these bytes in 0.55 ms at 3.35 TB/s, while its
-tensor cores compute the 412 GFLOP in 0.21 ms at 1979 TFLOP/s. So the matmul can
-reach at most 750 TFLOP/s; we measured 490. Gradients in BF16 are half as large,
-so all bytes are moved in 0.31 ms. Layers request gradients in the dtype of the
-weights, or on a mesh in `axes.grad_dtype`.
+128 experts. Their gradient has 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x and
+g have 0.23 GB. An H100 moves these bytes in 0.55 ms at 3.35 TB/s, while its
+tensor cores could compute the 412 GFLOP in 0.21 ms at 1979 TFLOP/s. So the
+kernel can reach at most 750 TFLOP/s; we measured 490. With gradients in BF16,
+which are half as large, moving all bytes takes 0.31 ms. Layers request
+gradients in the dtype of the weights, or on a mesh in `axes.grad_dtype`.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def _why_not(a, b, dtype: DTypeLike, multiples: tuple, dtypes) -> str | None:
   """Returns why the kernel cannot multiply a and b, or None.
 
   The sizes of a's axes and of b's last two axes must be multiples of the
-  numbers in `multiples`.
+  respective numbers in `multiples`.
   """
   reason = device.why_not_hopper()
   if reason is not None:
@@ -83,7 +83,7 @@ def _why_not(a, b, dtype: DTypeLike, multiples: tuple, dtypes) -> str | None:
   sizes = *a.shape, *b.shape[-2:]
   if any(n % of or n == 0 for n, of in zip(sizes, multiples, strict=True)):
     return (
-      "the Mosaic kernel needs arrays whose sizes are multiples of "
+      "the Mosaic kernel needs array sizes that are multiples of "
       f"{multiples}, got {sizes}"
     )
   return None
@@ -255,10 +255,10 @@ class How:
   Attributes:
     tile: tile of the result; None picks one by the sizes. For gradients of
       weights it must have a single wave. With two waves, ptxas spills
-      registers, and the kernel takes three times as long on an H100 (294
-      instead of 864 TFLOP/s for gate and up of Mixtral-8x7B).
+      registers, and the kernel is a third as fast on an H100 (294 instead of
+      864 TFLOP/s for gate and up of Mixtral-8x7B).
     programs: number of programs; None for one per multiprocessor.
-    interpret: whether to run the kernel on a CPU, and report races.
+    interpret: whether to run the kernel on a CPU and report races.
   """
 
   tile: Tile | None = None

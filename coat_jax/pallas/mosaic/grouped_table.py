@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the table that tells `grouped_kernel` which tiles to compute.
 
-The grid cannot depend on the sizes of groups, which are known only on the GPU.
-So XLA computes a table from these sizes before it launches the kernel.
+The grid cannot depend on the sizes of groups, because only the GPU knows them.
+So XLA computes a table from the sizes before the kernel starts.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 
 class Entry(NamedTuple):
-  """The table's fields, each int32 [entries] (in a kernel, int32 []).
+  """The fields of the table, each int32 [entries], or of one entry, int32 [].
 
   For rows times weights, an entry describes one tile of rows. For gradients of
   weights, it describes one group.
@@ -21,8 +21,8 @@ class Entry(NamedTuple):
 
   group: Any  # Index of the group.
   row: Any  # The tile's first row, a multiple of 8.
-  # The group's first row (or token), and one past its last. For rows times
-  # weights, both are limited to the tile.
+  # The group's first row (or token), and one past its last one. For rows times
+  # weights, both are clipped to the tile.
   begin: Any
   end: Any
   first: Any  # Index of the first block to sum.
@@ -34,8 +34,8 @@ def tiles_of_rows(
 ) -> tuple[Array, Array]:
   """Returns the table for `rows_product`, and the number of entries in use.
 
-  Rows after the last group form one more group. Its tiles sum no blocks, so the
-  result is zero in these rows.
+  The rows after the last group form another group. Its tiles sum no blocks, so
+  the result is zero in these rows.
   """
   groups = len(sizes)
   sizes = jnp.append(sizes, m - jnp.sum(sizes)).astype(jnp.int32)
@@ -44,8 +44,8 @@ def tiles_of_rows(
   aligned = begins // 8 * 8
   counts = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
   last = jnp.cumsum(counts, dtype=jnp.int32)
-  # An upper bound, as if each group began 7 rows early and had only one row in
-  # its last tile.
+  # This is an upper bound: each group begins at most 7 rows early, and its last
+  # tile contains at least one row.
   entries = pl.cdiv(m + 7 * (groups + 1), tile_m) + groups + 1
   tile = jnp.arange(entries, dtype=jnp.int32)
   group = jnp.searchsorted(last, tile, side="right").astype(jnp.int32)

@@ -5,9 +5,10 @@ The backward pass of attention returns dq, dk and dv, each split into heads. The
 next matmul reads one matrix, rotated (RoPE) and quantized. Two Mosaic kernels
 compute this matrix. The first one finds its scale, from values rounded as in
 `ops.join_heads`. In the second one, each program writes one tile in the row and
-the column layout. A tile may contain columns of any heads, which `heads_ptx`
-loads. The second kernel also sums the gradient of a bias: each tile writes the
-sum over its rows, and XLA adds up these sums, always in the same order.
+the column layout. `heads_ptx` loads the tile, which may contain columns of any
+heads. The second kernel can also compute the gradient of a bias: it writes the
+sum over the rows of each tile, and XLA adds up these sums, always in the same
+order.
 """
 
 import functools
@@ -30,8 +31,7 @@ def _why_not(dq, dk, dv, cos, sin, gradient, **_) -> str | None:
   shape = b * t, (n + 2 * dk.shape[2]) * h
   if h % row_ptx.VECTOR:
     return (
-      "the Mosaic kernel needs heads whose size is a multiple of 8, got heads "
-      f"of {h}"
+      f"the Mosaic kernel needs a head size that is a multiple of 8, got {h}"
     )
   if not dq.dtype == dk.dtype == dv.dtype:
     return (
@@ -106,7 +106,7 @@ def join_heads_operand(
     name="join_heads_amax",
   )
   scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
-  # Rotating takes registers, so high tiles would be slower.
+  # Rotation needs registers, so high tiles would be slower.
   height = rows.LOW if pairs else rows.tile_height(m)
   grid = rows.grid_of_tiles(m, width, height)
   in_rows, columns, sums = rows.run(

@@ -4,7 +4,7 @@
 The matrix [m, (N + 2 K) H] contains the heads of dq, dk and dv, ordered by key
 head. A tile may contain parts of several heads. A lane holds 8 adjacent
 columns, which belong to one head because H is a multiple of 8. Each lane
-computes which array to load from, and the address in that array.
+computes from which array and address to load them.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Heads:
     queries: N / K, the number of query heads per key head.
     kv_heads: K, the number of key heads.
     size: H, the number of channels of a head.
-    pairs: number of pairs of channels that are rotated; 0 for none.
+    pairs: number of pairs of channels to rotate in a head; 0 for none.
   """
 
   queries: int
@@ -64,8 +64,8 @@ class Heads:
 def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
   """Loads a tile of the result of `ops.join_heads`, and casts it to f32.
 
-  `refs` are those of dq [m, N H], dk and dv [m, K H], cos and sin. cos and sin
-  are [T, pairs] or [m, pairs], or None if nothing is rotated.
+  `refs` are the refs of dq [m, N H], dk and dv [m, K H], cos and sin. cos and
+  sin are [T, pairs] or [m, pairs], or None if nothing is rotated.
   """
   rows, columns = place
   if interpret:
@@ -96,7 +96,7 @@ def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
 
 
 def _definition(refs, rows, columns, heads: Heads) -> Array:
-  """Does the same in jnp: joins all heads of these rows, and takes a slice."""
+  """Computes the tile in jnp: joins all heads of these rows and slices them."""
   parts = [
     ref[rows, :].reshape(1, rows.size, -1, heads.size) for ref in refs[:3]
   ]
@@ -155,8 +155,8 @@ class _Lane:
     partner = arith.select(
       self._is_first, arith.addi(column, pairs), arith.subi(column, pairs)
     )
-    # Lanes that rotate nothing still load. They must not read past the end of
-    # an array.
+    # Lanes that rotate nothing also load a partner and a pair. These loads must
+    # not read past the end of an array.
     self._partner = arith.select(turns, partner, column)
     pair = arith.select(self._is_first, channel, arith.subi(channel, pairs))
     self._pair = arith.select(turns, pair, i32(0))

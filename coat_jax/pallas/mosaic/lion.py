@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lion's step on one leaf with an encoded moment, in one pass over memory.
 
-`lion.lion_step` is defined in `coat_jax.optimizer`; here one kernel
-(`leaf_step`) computes it. A step reads p, g and the code, and writes p and the
-code. With E4M3 codes, the memory traffic per value is
+One kernel (`leaf_step`) computes `coat_jax.optimizer.lion.lion_step`. It reads
+the parameter, the gradient and the code of the moment, and writes the parameter
+and the code. With E4M3 codes, the memory traffic per value is
 
   14.1 bytes for f32 parameters and gradients,
    8.1 bytes for bf16 parameters and gradients,
   10.1 bytes for 24-bit weights and bf16 gradients.
 
-A step of 2^28 parameters takes 0.91 ms in f32 and 0.78 ms in BF16 on an H200
-(jax 0.11.2).
+On an H200 (jax 0.11.2), a step on 2^28 parameters takes 0.91 ms in f32 and
+0.78 ms in BF16.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes scales in kernels from the bits of the largest magnitude.
 
-We compare the bits of magnitudes as integers, because a maximum of floats may
-drop NaN. The scales are those of `numerics.qtensor`.
+The bits of magnitudes are compared as integers, because a maximum of floats may
+drop NaN. The scales equal those of `numerics.qtensor`.
 """
 
 import jax
@@ -19,7 +19,7 @@ _ONE_BITS = 0x3F800000
 
 
 def magnitude_bits(x: Array) -> Array:
-  """Returns the bits of |x| as int32, which sort as the magnitudes do."""
+  """Returns the bits of |x| as int32, which sort like the magnitudes."""
   return jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
 
 
@@ -33,7 +33,7 @@ def tensor_scale(bits: Array, dtype: DTypeLike) -> Array:
 
 def group_scale(bits: Array, dtype: DTypeLike) -> Array:
   """Returns a group's f32 scale, rounded up to BF16, given its amax's bits."""
-  # Round up; infinity stays as it is.
+  # Round up; infinity does not change.
   up = (_scale_bits(bits, dtype) + 0xFFFF) & ~0xFFFF
   up = jnp.where(bits > _INFINITY_BITS, _NAN_BITS, up)
   return jax.lax.bitcast_convert_type(up, jnp.float32)

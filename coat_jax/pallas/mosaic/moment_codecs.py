@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moment codecs for kernels: a `RegisterCodec` works on a tile in registers.
+"""Moment codecs for kernels: a `RegisterCodec` encodes tiles in registers.
 
-Register codecs compute almost the same as the definitions in `coat_jax.codecs`.
-There are three differences: powers are computed as exp2(root log2 x),
-magnitudes are compared by their bits, and values are not divided by a statistic
-but multiplied by its reciprocal, which is computed once per group. So a value
-close to a rounding boundary may get the neighbouring code, and a group whose
-power k is close to a step may get the neighbouring k. Both happen about as
-often as between two backends of XLA.
+A register codec differs from its definition in `coat_jax.codecs` in three ways.
+It computes powers as exp2(root log2 x), compares magnitudes by their bits, and
+multiplies by the reciprocal of a statistic (computed once per group) instead of
+dividing by the statistic. So a value close to a rounding boundary may get the
+neighbouring code, and a group may get the neighbouring power k. Both happen
+about as often as between two backends of XLA.
 
-The register codec is looked up by the exact type of the group codec. A subclass
-may encode differently, so it runs in plain JAX until you `register` a register
-codec for it.
+A register codec is used only for group codecs of exactly the type for which it
+is registered. A subclass may encode differently, so it runs in plain JAX until
+you `register` a register codec for it.
 """
 
 import abc
@@ -39,11 +38,10 @@ _SIGN = 0x80000000
 
 
 class Decoded(NamedTuple):
-  """A decoded moment, as factors that have not been multiplied yet.
+  """A decoded moment, as factors that are not yet multiplied together.
 
-  The first thing that an optimizer does with the moment is to multiply it by a
-  scalar. `times` multiplies that scalar by the group's factor first, which
-  saves one of two multiplications per value.
+  An optimizer first multiplies the moment by a scalar. `times` multiplies the
+  group's factor by this scalar, which saves a multiplication per value.
 
   Attributes:
     values: f32 tile.
@@ -67,7 +65,7 @@ class RegisterCodec(Protocol):
   """Encodes and decodes a tile of 8 groups of 128 values in registers.
 
   Statistics are [ROWS], or None if the codec does not store them. Values may be
-  negative if `signed`. `on` runs operations in PTX or in jnp.
+  negative only if `signed`. `on` runs operations in PTX or in jnp.
   """
 
   def decode(self, encoded: Encoded, signed: bool, on: Instructions) -> Decoded:
@@ -87,8 +85,8 @@ class RegisterCodec(Protocol):
 class FittedCodec(abc.ABC):
   """A register codec that fits a group before it encodes the group's values.
 
-  To fit a group is to compute the numbers with which its values are encoded.
-  Two moments are fitted together if their codecs have the same `fit` (see
+  Fitting a group computes the parameters with which its values are encoded. If
+  the codecs of two moments have the same `fit`, both are fitted at once (see
   `fits_as` and `encode_moments`).
   """
 
@@ -161,7 +159,10 @@ def with_sign(magnitude: Array, x: Array | None) -> Array:
 
 
 def uniform_times(noise: Array, x: Array) -> Array:
-  """Returns (noise - 1) x in one fused operation, with an error <= 2^-23 x."""
+  """Returns (noise - 1) * x as one fused multiply-add, for noise in [1, 2).
+
+  The absolute error is at most 2^-23 |x|.
+  """
   return noise * x - x
 
 
@@ -171,7 +172,7 @@ def encode_moments(
   noises: Sequence[Array | None],
   on: Instructions,
 ) -> list[Encoded]:
-  """Encodes one moment, or two moments; the second one is never negative."""
+  """Encodes one or two moments. The second must be nonnegative."""
   fitted = [codec for codec in codecs if isinstance(codec, FittedCodec)]
   if len(fitted) != 2 or not fitted[0].fits_as(fitted[1]):
     return [
@@ -197,10 +198,10 @@ def encode_moments(
 
 
 def extremes(x: Array, signed: bool) -> tuple[Array, Array]:
-  """Returns amax and amin, the largest and smallest nonzero magnitudes.
+  """Returns amax and amin: each group's largest and smallest normal magnitude.
 
-  A group's amax is NaN if a value is not finite. Its amin is zero if all its
-  values are zero.
+  Subnormals count as zero. A group's amax is NaN if a value is not finite. Its
+  amin is zero if all its values are zero.
   """
   magnitude = jnp.abs(x) if signed else x
   if signed:
@@ -212,16 +213,16 @@ def extremes(x: Array, signed: bool) -> tuple[Array, Array]:
 
 
 def _twice_order(x: Array) -> Array:
-  """Returns uint32 that sort like |x|, but zero and subnormals come last.
+  """Returns uint32 keys that sort like |x|, but with zero and subnormals last.
 
-  These are twice the bits of |x|, minus twice the bits of the smallest normal
+  A key is twice the bits of |x| minus twice the bits of the smallest normal
   number, modulo 2^32.
   """
   return (as_bits(x) << 1) - jnp.uint32(0x01000000)
 
 
 def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
-  """Returns amax and amin; replaces a subnormal amax by 0, infinity by NaN.
+  """Returns amax, with 0 for subnormals and NaN for infinity, and amin.
 
   `least` contains the bits of amin minus those of 2^-126.
   """
@@ -231,9 +232,10 @@ def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
 
 
 def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
-  """Returns biased exponents, int32, of powers of two that bound a group.
+  """Returns biased exponents, int32, of two powers of two that bound a group.
 
-  The powers are the smallest one >= amax and the largest one <= amin.
+  The upper bound is the smallest power >= amax, and the lower bound is the
+  largest power <= amin.
   """
   bits = as_bits(amax)
   upper = (bits >> 23) + jnp.where((bits & 0x7FFFFF) > 0, 1, 0).astype("uint32")

@@ -3,12 +3,13 @@
 
   norm_input  quantizes x to FP8 codes with one scale per 1 x G group. From the
               quantized values, it computes mean, rstd and amax(y), where
-              y = (x - mean) rstd gamma + beta  (without a mean for "rms").
+              y = (x - mean) rstd gamma + beta  (no mean is subtracted for
+              "rms").
   norm_fwd    computes y from the codes, mean and rstd, and writes it in E4M3,
               in the row layout, the column layout (transposed) or both.
 
-Each program of `norm_input` processes a row, as groups; each program of
-`norm_fwd` processes a tile. The docstring of `rows` explains both.
+A program of `norm_input` processes the groups of a row, and a program of
+`norm_fwd` processes a tile. The docstring of `rows` explains groups and tiles.
 """
 
 import functools

@@ -6,11 +6,11 @@
 
 For "rms", neither the mean of x nor mean(g) is subtracted.
 
-Each multiprocessor runs two or three programs. With P programs in all, each
-program processes every P-th row. It keeps its sums over rows in registers, or
-in shared memory if rows are wide. If enough registers are left, it loads the
-next row while it processes the current one. XLA then adds up the sums of all
-programs, always in the same order.
+Each multiprocessor runs two or three programs. If there are P programs, each
+processes every P-th row. It keeps its sums over rows in registers, or in shared
+memory if rows are wide. If enough registers are left, it loads the next row
+while it processes the current one. XLA then adds up the sums of all programs,
+always in the same order.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ from coat_jax.pallas.mosaic.whole_rows import RowPart
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """How programs share the rows, and what they keep in registers.
+  """The number of programs, and what they keep in registers.
 
   Attributes:
     programs: number of programs.
     ahead: whether a program loads a row while it processes the previous one.
-    sums: whether sums over rows are in registers; if not, in shared memory.
+    sums: whether sums over rows are in registers, not in shared memory.
   """
 
   programs: int
@@ -97,9 +97,9 @@ def norm_bwd(
       stats.rstd.reshape(m),
       whole_rows.in_groups(gamma, g),
     ],
-    # A norm without a mean seldom has a beta. So XLA computes dbeta below, and
-    # drops the sum if nothing uses it. In the kernel, this sum would occupy
-    # registers.
+    # A norm without a mean seldom has a beta. So in this case XLA computes
+    # dbeta below, and drops the sum if nothing uses it. In the kernel, the sum
+    # would occupy registers.
     [
       jax.ShapeDtypeStruct(shape, dtype),
       sums,
@@ -125,7 +125,7 @@ def _sums(n: int, size: int, count: int) -> list:
 
 
 class _Loaded(NamedTuple):
-  """A loaded part of a row, in the dtypes in which memory stores it."""
+  """A loaded part of a row, in the dtypes of the arrays in memory."""
 
   dy: Array
   codes: Array
@@ -187,7 +187,7 @@ def _bwd_kernel(*refs, share: Share):
       terms += dys
     return following, add(sums, terms)
 
-  # There is one sum per output and part of a row.
+  # There is one sum for each output and each part of a row.
   sum_parts = len(outputs) * parts
 
   def add(sums, terms):

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 WARPGROUPS = 2  # Number of warpgroups that multiply. One more loads.
 ROWS = 64  # Number of rows of the result that one wgmma computes.
-WAVE = WARPGROUPS * ROWS  # Number of rows that the two compute at a time.
+WAVE = WARPGROUPS * ROWS  # Number of rows that both compute at a time.
 # Registers per thread in warpgroups that multiply, and in the one that loads.
 # The three warpgroups of 128 threads share 65536 registers. Without these
 # numbers, each thread would get 168.
@@ -26,9 +26,9 @@ def in_band(
 ) -> tuple[Array, Array]:
   """Returns the indices along m and n of the tile with this number.
 
-  A band consists of `band` tiles along m. Within it, tiles are numbered along m
-  first and then along n. So tiles that are computed at the same time read the
-  same parts of both operands.
+  A band is `band` tiles high (along m). Its tiles are numbered along m first
+  and then along n. So tiles that are computed at the same time share parts of
+  both operands.
   """
   per_band = jnp.int32(band * tiles_n)
   first = lax.div(number, per_band) * band

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inlined PTX instructions that Pallas does not expose, for optimizer steps.
 
-`registers.Instructions` calls these functions. For each of them, it also shows
-in jnp what the function computes.
+`registers.Instructions` calls these functions. It also defines in jnp what each
+of them computes.
 """
 
 import functools
@@ -41,8 +41,8 @@ GROUP_LAYOUT = LAYOUT.reduce(1)
 
 TILE = (ROWS, GROUP_SIZE)
 
-# The layout of statistics of two moments, [2, ROWS]. Of a group's 16 lanes, 8
-# hold the first moment's statistic and 8 hold the second's.
+# The layout of statistics of two moments, [2, ROWS]. Of the 16 lanes of a
+# group, 8 hold the first moment's statistic, and 8 hold the second moment's.
 _LANES = 8
 PAIR_LAYOUT = plgpu.Layout.TILED(
   plgpu.Tiling(((2, ROWS), (2, _ROWS_PER_WARP), (1,))),
@@ -70,9 +70,9 @@ def joint_extremes(
 ) -> tuple[Array, Array]:
   """Computes `Instructions.joint_extremes`.
 
-  Both moments are reduced in one butterfly over 16 lanes. In its first step,
-  half of the lanes send their value of the first moment, and the other half
-  send their value of the second moment.
+  One butterfly over 16 lanes reduces both moments. In its first step, half of
+  the lanes send their value of the first moment, and the other half send their
+  value of the second moment.
   """
   pairs = _type((2, ROWS), jnp.float32), _type((2, ROWS), jnp.uint32)
 
@@ -107,7 +107,7 @@ def joint_extremes(
 
 
 def part(x: Array, i: int) -> Array:
-  """Computes `Instructions.part`: reads from a lane that holds moment i."""
+  """Computes `Instructions.part`, by reading a lane that holds moment i."""
   one = _type((ROWS,), x.dtype)
 
   @plgpu.inline_mgpu(arg_types=(PAIR_LAYOUT,), return_type=one)
@@ -163,7 +163,7 @@ def round_to_bfloat16(x: Array, words: Array) -> Array:
   """Computes `Instructions.round_to_bfloat16`, with two values per register."""
 
   def noisy(x, word):
-    # ptxas would compile a shift and a sum to a 64-bit multiply-add.
+    # ptxas would turn a shift and an addition into a 64-bit multiply-add.
     noise = emit.prmt(word, emit.i32(0), 0x4432)
     return emit.asm(
       "{ .reg .pred p; .reg .b32 b, r; mov.b32 b, $1; add.u32 r, b, $2; "
@@ -180,7 +180,7 @@ def round_to_bfloat16(x: Array, words: Array) -> Array:
 
 
 def split(bits: Array) -> tuple[Array, Array]:
-  """Computes `Instructions.split`: two bf16 or four bytes per register."""
+  """Computes `Instructions.split`, with two bf16 or four bytes per register."""
   halves = _type(TILE, jnp.bfloat16), _type(TILE, jnp.int8)
 
   @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=halves)
@@ -230,7 +230,7 @@ def look_up(significand, exponent, root, scale, top: float):
 
     def gather(table):
       def convert(indices):
-        # The shuffle works within 16 lanes and uses only 4 bits of the index.
+        # The shuffle stays within 16 lanes, and uses only 4 bits of the index.
         code = "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;"
         found = [
           emit.asm(code, table, i, result=f32) for i in emit.elements(indices)
@@ -256,9 +256,9 @@ def _type(shape: tuple[int, ...], dtype: DTypeLike) -> plgpu.ShapeDtypeStruct:
 
 
 def _on_vectors(convert: Callable, dtype: DTypeLike, *tiles: Array) -> Array:
-  """Makes a tile in which each thread holds `convert(*vectors)`.
+  """Returns a tile in which each thread holds `convert(*vectors)`.
 
-  `vectors` are the values of each of `tiles` that the thread holds.
+  `vectors` contains, for each of `tiles`, a vector of the thread's values.
   """
   is_signed = False if dtype == jnp.uint8 else None
 
@@ -287,7 +287,7 @@ def _tile(
 
 
 def _statistic(x, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedArray:
-  """Makes statistics from x, one number per thread."""
+  """Converts x, one number per thread, to an array of statistics."""
   layout = _LAYOUTS[kind.shape].to_mgpu()
   registers = np.empty(layout.registers_shape(kind.shape), dtype=object)
   vector_type = ir.VectorType.get((1,), x.type)
@@ -317,7 +317,7 @@ def _as_i32(x):
 
 
 def _packed(words: list, element_type):
-  """Makes a thread's 8 values of a tile from the registers that hold them."""
+  """Combines registers into the vector of a thread's 8 values of a tile."""
   x = vector.from_elements(
     ir.VectorType.get((len(words),), words[0].type), words
   )

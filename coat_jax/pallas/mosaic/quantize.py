@@ -8,7 +8,7 @@
                     (transposed) or both
 
 Kernels that write only the row layout treat x as one list of groups. The other
-kernels work on tiles (see `rows`), and read x once for both layouts.
+kernels process tiles (see `rows`), and read x once for both layouts.
 """
 
 import functools
@@ -42,7 +42,7 @@ from coat_jax.pallas.mosaic.scales import (
 def pick_amax_size(elements: int) -> int:
   """Picks how many values a program reads: 64 per thread, 8 in small arrays.
 
-  The more values each program reads, the fewer maxima `scales` must combine.
+  The more values a program reads, the fewer maxima `scales` must combine.
   """
   return 8 * rows.STEP if elements >= 2**20 else rows.STEP
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads, stores and instructions on tiles in registers, for optimizer steps.
 
-A tile consists of 8 groups (`ROWS`) of 128 values. A warpgroup's 4 warps hold
-two groups each, and each lane holds 8 neighbouring values of one group:
+A tile consists of 8 groups (`ROWS`) of 128 values. Each of a warpgroup's 4
+warps holds two groups, and each of its lanes holds 8 adjacent values of one
+group:
 
   lane       0        1    ...    15       16       17   ...    31
   values   0..7     8..15      120..127   0..7     8..15     120..127
            ---------- group 0 ----------  ---------- group 1 ----------
 
-So each lane loads 8 bytes of codes at a time, a group's statistic (such as its
-amax) occupies one register per lane, and reducing a group takes four shuffles
-among 16 lanes.
+So a lane loads 8 bytes of codes at a time, a group's statistic (such as its
+amax) occupies one register per lane, and a reduction over a group needs four
+shuffles among 16 lanes.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ def spread(x: Array) -> Array:
 
 
 def iota(axis: int) -> Array:
-  """Returns uint32 indices of groups [ROWS] if `axis` is 0, else of values."""
+  """Returns uint32 indices: of groups [ROWS] (axis 0) or of values (axis 1)."""
   if axis == 0:
     return plgpu.broadcasted_iota(jnp.uint32, (ROWS,), 0, layout=GROUP_LAYOUT)
   return plgpu.broadcasted_iota(jnp.uint32, TILE, 1, layout=LAYOUT)
@@ -65,10 +66,10 @@ def as_float(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instructions:
-  """Operations that take fewer GPU instructions if written in PTX (`ptx`).
+  """Operations that need fewer GPU instructions if written in PTX (`ptx`).
 
   The interpreter cannot run PTX. With `interpret`, these methods run jnp code,
-  which also defines what the PTX computes.
+  which also defines the PTX's results.
   """
 
   interpret: bool
@@ -85,27 +86,28 @@ class Instructions:
   def to_fp8(self, x: Array, dtype: DTypeLike) -> Array:
     """Rounds to nearest even, saturating. NaN stays NaN."""
     if self.interpret:
-      # A GPU's conversions saturate by themselves; jnp's do not.
+      # A GPU's conversions saturate, but jnp's do not.
       x = jnp.clip(x, -qmax(dtype), qmax(dtype))
     return x.astype(dtype)
 
   def e4m3_bits(self, x: Array, factor: float) -> Array:
-    """Returns the f32 bits of y = x factor < 512, with E4M3's exponent bias.
+    """Returns the f32 bits of y = x * factor, but with E4M3's exponent bias.
 
-    Bits 20 and up are the E4M3 code of y rounded down, even if the code is
-    subnormal.
+    y must be less than 512. Bits 20 and up are the E4M3 code of y rounded down,
+    even if the code is subnormal.
     """
     if not self.interpret:
-      # If y is below 2^-6, this is a subnormal f32, which the GPU keeps.
+      # If y is below 2^-6, the product is a subnormal f32. The GPU does not
+      # flush it to zero.
       return as_bits(x * (factor * 2.0**-120))
     y = x * factor
     subnormal = (y * 2.0**29).astype(jnp.uint32)
     return jnp.where(y < 2.0**-6, subnormal, as_bits(y) - (120 << 23))
 
   def e4m3_codes(self, code: Array, x: Array | None) -> Array:
-    """Casts uint32 codes 0..0x7F to bytes and adds the signs of x, if given.
+    """Casts uint32 codes 0..0x7F to bytes, with the signs of x if x is given.
 
-    Code 0x7F would be NaN, so it is replaced by 0x7E, the largest number.
+    0x7F, the code of NaN, is replaced by 0x7E, the code of the largest number.
     """
     if not self.interpret:
       return ptx.e4m3_codes(code, x)
@@ -130,21 +132,22 @@ class Instructions:
     return as_float(noisy & jnp.uint32(0xFFFF0000)).astype(jnp.bfloat16)
 
   def split(self, bits: Array) -> tuple[Array, Array]:
-    """Makes a `SplitWeight` from the upper 24 of 32 bits."""
+    """Splits the upper 24 of 32 bits into the two arrays of a `SplitWeight`."""
     if not self.interpret:
       return ptx.split(bits)
     high = as_float((bits + jnp.uint32(0x8000)) & jnp.uint32(0xFFFF0000))
-    # The low byte is W - (high << 8), which is W modulo 256.
+    # Let W be the upper 24 bits. The low byte is W - (high << 8), which is W
+    # modulo 256.
     low = (bits >> 8).astype(jnp.int32).astype(jnp.int8)
     return high.astype(jnp.bfloat16), low
 
   def joint_extremes(
     self, largest: tuple[Array, Array], least: tuple[Array, Array]
   ) -> tuple[Array, Array]:
-    """Returns the maxima and minima, [2, ROWS], of the groups of two moments.
+    """Returns maxima and minima, each [2, ROWS], of two moments' groups.
 
-    The maxima are those of two f32 tiles, `largest`; NaN counts as larger than
-    any number. The minima are those of two uint32 tiles, `least`.
+    The maxima are those of the f32 tiles `largest`, where NaN is larger than
+    any number. The minima are those of the uint32 tiles `least`.
     """
     if not self.interpret:
       return ptx.joint_extremes(largest, least)
@@ -162,16 +165,16 @@ class Instructions:
 
     The product must be below 2^22 in magnitude.
 
-    Apply an integer operation to the int32 before casting it to a byte.
-    Otherwise ptxas 13 converts the f32 sum, from which the int32 is taken,
-    directly to a byte (F2IP), which saturates at 255.
+    Before casting the int32 to a byte, apply an integer operation to it.
+    Otherwise ptxas 13 converts the underlying f32 directly to a byte (F2IP),
+    which saturates at 255.
     """
     if self.interpret:
       whole = jnp.round(x * factor)
       return whole, whole.astype(jnp.int32)
-    # The sum has no bits for a fraction, so it is rounded, and its lowest bits
-    # are the integer. XLA would simplify this away, so the interpreter rounds
-    # explicitly.
+    # The sum is so large that it has no fraction bits, and its lowest bits are
+    # the rounded integer. XLA would simplify this away, so the interpreter
+    # rounds explicitly.
     rounded = x * factor + 1.5 * 2**23
     integer = as_bits(rounded).astype(jnp.int32) - 0x4B400000
     return rounded - 1.5 * 2**23, integer
@@ -179,15 +182,16 @@ class Instructions:
   def powers(
     self, significand: Array, exponent: Array, root: Array, scale: Array
   ) -> tuple[Array, Array, Array]:
-    """Computes powers of small integers, which a GPU's lanes look up in tables.
+    """Computes powers of small integers; on a GPU, lanes look them up.
 
-    Let J = significand, e = exponent and a = root. J and e are int32 tiles of
+    Let J = significand, e = exponent and a = root. J and e are int32 tiles, of
     which only the lowest 4 bits are used; e = 0 is treated as 1. `root` and
-    `scale` are positive, f32 [ROWS]. With p(J) = (J / 8)^a, this returns
+    `scale` are f32 [ROWS], and `root` is positive. With p(J) = (J / 8)^a, this
+    returns
 
       2 p(J) - p(J + 1), p(J + 1) - p(J) and scale (448 2^(7 - e))^a.
 
-    The last result is infinite only for numbers up to 2^-126 / scale.
+    The last result overflows only for magnitudes up to 2^-126 / |scale|.
     """
     top = 7 + math.log2(qmax(E4M3))
     if not self.interpret:

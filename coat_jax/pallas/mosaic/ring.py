@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ring of slots in shared memory, to load tiles before they are needed."""
+"""A ring of slots in shared memory, to load tiles ahead of their use."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class Ring(NamedTuple):
 
   @classmethod
   def types(cls, slots: tuple, *, readers: int) -> "Ring":
-    """Returns the types of a ring that this number of warpgroups reads."""
+    """Returns the types of a ring that `readers` warpgroups read."""
     stages = slots[0].shape[0]
     return cls(
       slots,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inlined PTX for `rows`: divides by scales, transposes codes, sums over rows.
 
-`rows` calls these functions. For each of them, it also shows in jnp what the
-function computes.
+`rows` calls these functions. It also defines in jnp what each of them computes.
 """
 
 import functools
@@ -95,7 +94,7 @@ def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
   unless the scale is NaN or infinite.
   """
   f32 = "{ .reg .f32 q, r; "
-  # Replace an infinite scale by 0. Its reciprocal is set to 0 too, so that the
+  # Replace an infinite scale by 0. Its reciprocal becomes 0 too, so the
   # quotient is 0 * x, which is 0 or NaN.
   divisor = (
     "{ .reg .pred p; testp.infinite.f32 p, $1; "
@@ -113,8 +112,8 @@ def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
   )
 
   def divided(value, by):
-    # The compiler computes both only once for values of a lane that share a
-    # scale.
+    # The compiler computes these two only once for all values of a lane that
+    # share a scale.
     by_finite = emit.f32(divisor, by)
     inverse = emit.f32(reciprocal, by, by_finite)
     return emit.f32(divide, value, by_finite, inverse)
@@ -149,10 +148,9 @@ def _base(smem):
 
 
 def _at(base, *terms):
-  """Adds the offsets of indices to an address in shared memory.
+  """Adds offsets to an address in shared memory.
 
-  `terms` are pairs (index, words): each step of the index is that many words of
-  4 bytes.
+  `terms` are pairs (index, words); each adds index * words words of 4 bytes.
   """
   for index, words in terms:
     base = arith.addi(base, arith.muli(index, emit.i32(4 * words)))
@@ -166,7 +164,10 @@ def split_index(x, size: int):
 
 
 def sum_over_rows(x: Array, smem) -> Array:
-  """Sums each column of a tile: f32 [128]; no two calls may share `smem`."""
+  """Returns the sum of each column of a tile, f32 [128].
+
+  No two calls may share `smem`.
+  """
   out = plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout=THREAD_LAYOUT)
 
   @plgpu.inline_mgpu(arg_types=(TILE_LAYOUT, plgpu.RefType()), return_type=out)
@@ -205,8 +206,8 @@ def scratch(height: int):
 def _word_strides(height: int) -> tuple[int, int]:
   """Returns strides s, t in words: column 8 k + j begins at word k s + j t.
 
-  To avoid bank conflicts, s includes 4 words of padding per column, and t half
-  a column of padding per j.
+  To avoid bank conflicts, s includes 4 words of padding per column, and t
+  includes half a column of padding per j.
   """
   stride = height // 4 + 4
   return stride, LANES // 2 * stride + height // 4

@@ -6,11 +6,10 @@ all of its values into registers before it computes anything. In registers, the
 values form either groups or a tile:
 
   groups  [count, G], with G = 16 to 128 values per group. A lane holds 8
-          adjacent values (16 bytes in BF16), so finding a group's largest
-          magnitude takes at most four shuffles. A row consists of whole groups
-          and rows are contiguous, so a matrix is one list of groups. In kernels
-          that need whole rows (`whole_rows`), a lane may also hold 4 or 2
-          values.
+          adjacent values (16 bytes in BF16), so at most four shuffles find a
+          group's largest magnitude. A row consists of whole groups and rows are
+          contiguous, so a matrix is one list of groups. In kernels that need
+          whole rows (`whole_rows`), a lane may also hold 4 or 2 values.
   tile    [64, 128] or [32, 128]. A lane holds 8 values of each of 4 rows,
           because four codes of a column fill a register. Codes are transposed
           with byte permutes and through shared memory, and written 16 bytes at
@@ -20,7 +19,7 @@ Mosaic has no masked loads or stores. A program that would reach past the end of
 the array starts earlier instead, so some values are written twice.
 
 The interpreter cannot run inlined PTX (`row_ptx`). With `interpret`, functions
-run jnp code instead, which also defines what the PTX computes.
+run jnp code, which also defines the PTX's results.
 """
 
 import dataclasses
@@ -42,7 +41,7 @@ from coat_jax.pallas.mosaic.magnitudes import group_scale, magnitude_bits
 from coat_jax.pallas.mosaic.row_ptx import COLUMNS, LANES, VECTOR, WARPS
 
 STEP = WARPS * LANES * VECTOR  # Number of values that a program loads at once.
-# The largest size of any axis of a GPU's grid except the last.
+# The largest size of each axis of a GPU's grid except "last" (see `run`).
 _MAX_ACROSS = 65535
 LOW, HIGH = 32, 64  # Tile heights.
 
@@ -92,7 +91,7 @@ def run(
 
 def store(ref, x: Array) -> None:
   """Stores x, even if its layout does not fill whole cache lines."""
-  # Since JAX 0.12, an assignment refuses such a layout.
+  # Since JAX 0.12, an assignment rejects such a layout.
   if hasattr(plgpu, "store"):
     plgpu.store(ref, x, optimized=False)  # pyright: ignore
   else:
@@ -209,7 +208,7 @@ def amax_bits(x: Array, count: int) -> Array:
 def folded(op: Callable, x: Array, count: int) -> Array:
   """Reduces x to `count` rows, by combining rows i, i + count, ... with `op`.
 
-  Each lane holds all of these rows, so lanes exchange nothing.
+  Each lane already holds all values that it combines.
   """
   loads = [x[i : i + count] for i in range(0, len(x), count)]
   return functools.reduce(op, loads)
@@ -220,7 +219,7 @@ def quantize_groups(
 ) -> tuple[Array, Array]:
   """Quantizes groups [..., G] to codes and f32 scales [...].
 
-  Scales are rounded up to BF16 values, so no quotient needs clipping.
+  Scales are rounded up to BF16, so no quotient needs clipping.
   """
   bits = magnitude_bits(jnp.max(jnp.abs(x), axis=-1))
   scale = group_scale(bits, dtype)
@@ -239,7 +238,7 @@ def quantize(
   if interpret:
     return jnp.clip(x / scale, -limit, limit).astype(dtype)
   scale = plgpu.layout_cast(jnp.broadcast_to(scale, x.shape), layout)
-  # The GPU's cast saturates at `limit`, so it is enough to clip to 2 * limit.
+  # The GPU's cast saturates at `limit`, so clipping to 2 * limit is enough.
   return row_ptx.quotient(x, scale, 2 * limit, layout).astype(dtype)
 
 
@@ -259,8 +258,8 @@ def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
 def tile_height(m: int) -> int:
   """Returns the height of tiles of a matrix with m >= 32 rows.
 
-  With high tiles, the column layout is written in longer pieces. Kernels that
-  need many registers per value are faster with `LOW` tiles.
+  Higher tiles write the column layout in longer pieces. But kernels that need
+  many registers per value are faster with tiles of height `LOW`.
   """
   return HIGH if m >= HIGH else LOW
 
@@ -351,8 +350,8 @@ def quantize_tile(
 def transpose(codes: Array, smem, interpret: bool) -> Array:
   """Transposes a tile of codes; smem is `row_ptx.scratch`.
 
-  A program may call it only once per `smem`: it waits for all writes, but not
-  for earlier reads.
+  A program may call this only once for each `smem`, because it does not wait
+  for reads of an earlier call.
   """
   return codes.T if interpret else row_ptx.transpose(codes, smem)
 
@@ -372,10 +371,10 @@ def store_operand(
 def store_sums(
   sums_gmem, x: Array, place, m: int, smem, interpret: bool
 ) -> None:
-  """Writes the sum over a tile's rows, except rows of the previous tile.
+  """Writes the sum over a tile's rows, without those of the previous tile.
 
-  `sums_gmem` is [tiles, n]; the matrix has m rows. The last tile overlaps the
-  previous one if m is not a multiple of the height.
+  `sums_gmem` is [tiles, n], and the matrix has m rows. If m is not a multiple
+  of the height, the last tile overlaps the previous one.
   """
   number, height = lax.axis_index("last"), len(x)
   if m % height:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes a tensor's scale from maxima of its parts, in one kernel.
 
-To find a tensor's largest magnitude, a kernel first writes the bits of one
-maximum per program. To compute the scale from these maxima, XLA would launch
+To find a tensor's largest magnitude, each program of another kernel writes the
+bits of its maximum. To compute the scale from these maxima, XLA would launch
 two or three kernels, each of which leaves the GPU idle for some microseconds.
 """
 
@@ -27,25 +27,25 @@ _MOST = 64 * _THREADS  # Each thread loads up to 64 maxima at a time.
 def maxima(programs: int) -> jax.ShapeDtypeStruct:
   """Returns the type of the array to which programs write their maxima.
 
-  This module's kernel needs at least one maximum per thread. If there are fewer
-  programs than threads, each program writes its maximum several times.
+  This module's kernel needs at least one maximum for each of its threads. If
+  there are fewer programs, each program writes its maximum several times.
   """
   copies = 1 if programs >= _THREADS else _THREADS
   return jax.ShapeDtypeStruct((programs, copies), jnp.int32)
 
 
 def store_maximum(bits_gmem, program: Array, bits: Array) -> None:
-  """Writes a program's maximum to an array of the type `maxima`."""
+  """Writes a program's maximum to an array of type `maxima(programs)`."""
   bits_gmem[program] = jnp.full((bits_gmem.shape[1],), bits)
 
 
 def bits_to_scale(bits: Array, scaling: Scaling, interpret: bool) -> Array:
-  """Returns the scale, f32 [], given the maxima's bits as int32."""
+  """Returns the scale, f32 [], given the bits of the maxima, int32."""
   return _scale_and_copies(bits, scaling, 1, interpret)[0]
 
 
 def output_scale(bits: Array, output: Scaling, interpret: bool) -> Array | None:
-  """Returns the scale, or None if the output is scaled per block."""
+  """Returns the output's scale, or None if it has one scale per block."""
   if type(output) is not PerTensor:
     return None
   return bits_to_scale(bits, output, interpret)
@@ -59,7 +59,7 @@ def bits_to_shared_scale(
   The kernel that quantizes the operand reads the array. Two matmuls read the
   operand, and their results are multiplied by the scale. XLA fuses these two
   multiplications into one kernel only if the scale is an element of a larger
-  array, as it is here.
+  array.
   """
   return _scale_and_copies(bits, scaling, _THREADS, interpret)
 

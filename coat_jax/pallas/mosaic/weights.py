@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and rounds parameters in kernels, as `optimizer.weights` does.
 
-The results have the same bits as those of `optimizer.weights`, but take fewer
-instructions to compute. This is possible because the values to round have just
-been computed, so every NaN among them is quiet.
+The results have the same bits as those of `optimizer.weights`, but need fewer
+instructions. This is possible because the values to round have just been
+computed, so every NaN among them is quiet.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _LARGEST = float(np.uint32(0x7F7F7F00).view(np.float32))
 def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
   """Converts a tile of a weight to f32.
 
-  A `SplitWeight` consists of two arrays, so it has two tiles: `high` and `low`.
+  A `SplitWeight` has two tiles, `high` and `low`, one of each of its arrays.
   """
   x = on.in_f32(high)
   if low is None:
@@ -37,8 +37,8 @@ def round_like(
 ) -> tuple[Array, ...]:
   """Rounds an f32 tile to the dtypes of `refs`, like `weights.round_like`.
 
-  `refs` is the ref of an array, or the two refs of a `SplitWeight`. `draw`
-  returns the tile's random words.
+  `refs` contains the ref of an array, or the two refs of a `SplitWeight`.
+  `draw` returns the tile's random words.
   """
   if len(refs) == 2:
     return _split(x, draw(), on)

@@ -22,8 +22,9 @@ class RowPart:
     load: how the groups are loaded.
     first: index of the first group in the row.
     count: number of groups.
-    known: number of leading groups that the previous part also contains. Only
-      the last part has such groups, because it must fill a whole load.
+    known: number of leading groups that the previous part also contains. It is
+      0 except in the last part, which begins early if fewer groups are left
+      than a load reads.
     groups: number of groups in a row.
   """
 
@@ -34,12 +35,12 @@ class RowPart:
   groups: int
 
   def of_row(self, row: Array):
-    """Returns the slice of this part of a row in the list of all groups."""
+    """Returns the slice of this part in the list of all rows' groups."""
     return pl.ds(row * self.groups + self.first, self.count)
 
   @property
   def of_vector(self):
-    """The slice of this part in a vector with one value per column."""
+    """The slice of this part in a vector that `in_groups` has reshaped."""
     return pl.ds(self.first, self.count)
 
 
@@ -56,7 +57,7 @@ def row_parts(n: int, size: int) -> list[RowPart]:
 
 
 def _pick_load(n: int, size: int) -> Load:
-  """Picks the largest of the loads that read the fewest values twice."""
+  """Picks the load that reads the fewest values twice, the largest of ties."""
   fits = [load for load in _loads(size) if load.count * size <= n]
   return min(fits, key=lambda load: pl.cdiv(n, load.count * size) * load.vector)
 

@@ -16,9 +16,9 @@ from coat_jax.pallas.mosaic.registers import as_float
 def row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:
   """Returns each group's row and first column in the whole leaf.
 
-  `shape` is the shape of the part of the leaf that the kernel sees, and `start`
-  is the index of the tile's first group in this part. `whole` is the shape of
-  the leaf, or None if the kernel sees the whole leaf.
+  `shape` is the shape of the kernel's part of the leaf, and `start` is the
+  index of the tile's first group in this part. `whole` is the shape of the
+  leaf, or None if the part is the whole leaf.
   """
   groups_per_row = shape[-1] // GROUP_SIZE
   row = registers.iota(0) + start.astype(jnp.uint32)
@@ -45,8 +45,8 @@ def _divide(x: Array, by: int) -> tuple[Array, Array]:
 def random_words(row: Array, column: Array, key) -> Array:
   """Computes `stochastic.random_words` for groups at these rows and columns.
 
-  The 8 values of a lane belong to one run of `RUN` values. So the compiler
-  computes everything except the last multiplication once per lane.
+  The 8 values of a lane form one run of `RUN` values. So the compiler computes
+  everything except the last multiplication once per lane.
   """
   golden = jnp.uint32(GOLDEN)
   row_word = mix(row * golden + key) + (column // RUN) * golden
@@ -56,5 +56,5 @@ def random_words(row: Array, column: Array, key) -> Array:
 
 
 def mantissas(words: Array) -> Array:
-  """Returns 1 + `stochastic.uniform`, in [1, 2): random bits as mantissas."""
+  """Returns 1 + `stochastic.uniform(words)`, with random bits as mantissas."""
   return as_float((words >> 9) + jnp.uint32(0x3F800000))

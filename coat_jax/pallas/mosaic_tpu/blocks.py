@@ -2,7 +2,7 @@
 """Cuts the arrays of a leaf into blocks, in the order in which XLA stores them.
 
 If a kernel read an array in another order, XLA would copy the array first. On a
-TPU, XLA may store two kinds of arrays in another order than that of their axes:
+TPU, XLA may not store two kinds of arrays in the order of their axes:
 
   pair    [..., D, 2, F], such as the weights of gate and up, which are two
           planes [D, F]. XLA stores f32 or bf16 in tiles of 2 x 128, but bytes
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 LANES = 128
 # A TPU stores bytes in tiles of 32 x 128.
 _TILE_ROWS = 32
-# Blocks may use half of the 16 MiB of VMEM of v5e and v5p. The other half is
+# Blocks may occupy half of the 16 MiB of VMEM of v5e and v5p. The other half is
 # for statistics and for values that the loop computes.
 _VMEM_BYTES = 8 * 2**20
 
@@ -37,7 +37,7 @@ def is_stored_by_rows(shape: tuple[int, ...]) -> bool:
 
 
 def lead_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Returns the axes before the rows and columns of matrices."""
+  """Returns the sizes of the axes before the rows and columns of matrices."""
   return shape[:-3] if is_paired(shape) else shape[:-2]
 
 
@@ -71,16 +71,16 @@ def unview(x: Array, like: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-  """Blocks [height, width] that fit in VMEM; in a pair, one in each plane."""
+  """The height and width of blocks; a block of a pair spans both planes."""
 
   height: int
   width: int
 
   @classmethod
   def of(cls, arrays: list[Array]) -> "Blocks":
-    """Returns the largest blocks that fit, with one block of each array."""
+    """Returns the largest size for which a block of each array fits in VMEM."""
     shape = arrays[0].shape
-    # Each block occupies twice its size, because Pallas prefetches the next.
+    # A block occupies twice its size, because Pallas prefetches the next one.
     column_bytes = 2 * _TILE_ROWS * sum(x.dtype.itemsize for x in arrays)
     columns = _VMEM_BYTES // (column_bytes * (2 if is_paired(shape) else 1))
     return cls(
@@ -97,7 +97,7 @@ class Blocks:
     return self._spec(x, self.width, in_layer)
 
   def whole_rows(self, x: Array, in_layer: int) -> pl.BlockSpec:
-    """Returns the block spec of a statistic; blocks span all columns."""
+    """Returns the block spec of a statistic, with blocks of whole rows."""
     return self._spec(x, x.shape[-1], in_layer)
 
   def _spec(self, x: Array, width: int, in_layer: int) -> pl.BlockSpec:
@@ -120,7 +120,7 @@ class Blocks:
 
 
 def index_of(ref, plane: int | None, columns: Any = slice(None)) -> tuple:
-  """Returns the index of [height, columns] in a block, or in a plane of it."""
+  """Returns the index of these columns in a block, or in one of its planes."""
   if plane is None:
     return slice(None), columns
   if ref.dtype.itemsize == 1:

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer step on one leaf with encoded moments, in one pass over memory.
 
-This Pallas kernel does what `step.step_of` does, on TPUs. It requires groups of
+This Pallas kernel does on TPUs what `step.step_of` does. It requires groups of
 128 values, because a register has 128 lanes. Tiles of [rows, 128] then contain
-whole groups, so the kernel can call the codec's and the optimizer's own
-functions on them. It supports every subclass of `codecs.group.Grouped`,
-including yours.
+whole groups, so the kernel can call the codec's and the optimizer's functions
+on them. It supports every subclass of `codecs.group.Grouped`, including yours.
 
 Each program of the grid loops over the groups in a block of rows and columns.
 The statistics of a row stay in VMEM until the row's last block is done.
 Outputs alias inputs, so the step is in place if the caller donates its arrays.
-With two moments, the memory traffic of a step is 16.2 bytes per value if
-parameters and gradients are f32, 10.2 bytes if they are bf16, and 12.2 bytes
-for 24-bit weights with bf16 gradients.
+With two moments, a step moves 16.2 bytes per value if parameters and gradients
+are f32, 10.2 bytes if they are bf16, and 12.2 bytes for 24-bit weights with
+bf16 gradients.
 
 No TPU has run this kernel yet. The tests run it in interpret mode on a CPU, and
 compile it for v5e, v5p, v6e and 7x. The compiled programs need no temporary
@@ -49,7 +48,7 @@ def why_not(stored, groups, part, arrays) -> str | None:
       return f"the kernel needs groups of 128, got {codec.group_size}"
   shape = stored[0].codes.shape
   if len(shape) < 2 or shape[-1] % LANES:
-    return f"rows must be a multiple of 128 values long, got shape {shape}"
+    return f"the last axis must be a multiple of 128, got shape {shape}"
   # If the number of rows is not a multiple of 8, XLA may interleave the layers
   # of a stack in memory. It would then copy the stack before the kernel runs.
   in_layer = (
@@ -167,7 +166,7 @@ class _Work:
     dims: sizes of the gradient's axes, except the last.
     axes: for each of these axes, its index in the leaf.
     whole: shape of the whole leaf.
-    num_weights: number of arrays of the parameter; 0 to return the update.
+    num_weights: number of the parameter's arrays; 0 if the update is returned.
     present: for each moment, whether its codec stores an amax and a range.
   """
 
@@ -185,7 +184,7 @@ def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
 
 
 def _place(part: LeafPart, ndim: int) -> Array:
-  """Packs a part into one int32 array: key, layer and start along each axis."""
+  """Packs key, layer and start along each axis into one int32 array."""
   layer = jnp.zeros([], jnp.int32) if part.layer is None else part.layer
   start = jnp.zeros(ndim, jnp.uint32) if part.start is None else part.start
   first = jnp.stack([lax.bitcast_convert_type(part.key, jnp.int32), layer])
@@ -201,8 +200,8 @@ def _whole(part: LeafPart, g: Array, codes: Array) -> tuple[int, ...]:
 def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
   """Computes the step of one block.
 
-  `refs` are the inputs (the parameter's arrays, codes and statistics) and then
-  the outputs in the same order. Without a parameter, the first output is the
+  `refs` are the inputs (the parameter's arrays, codes and statistics), followed
+  by the outputs in the same order. Without a parameter, the first output is the
   update.
   """
   # If the update is an output, there is one more output than there are inputs.
@@ -242,8 +241,8 @@ def _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work: _Work):
 
   def one_group(j, statistics):
     at = pl.ds(pl.multiple_of(j * LANES, LANES), LANES)
-    # Select a group's statistic with a mask, because lanes cannot be indexed
-    # dynamically.
+    # Select the group's statistics with a mask, because a TPU cannot index
+    # lanes dynamically.
     own = lanes == first_group + j
     picked = [
       jnp.sum(jnp.where(own, x, jnp.zeros_like(x)), axis=1, keepdims=True)
@@ -304,7 +303,7 @@ def _fields(present, statistics) -> list[list[Array]]:
 
 
 def _rounded(value, refs, words, is_weight: bool) -> tuple[Array, ...]:
-  """Rounds to the dtypes of `refs`; stochastically for narrow weights."""
+  """Rounds to the dtypes of `refs`, stochastically if they are bf16 weights."""
   dtype = refs[0].dtype
   if is_weight and dtype == jnp.bfloat16:
     words = stochastic.parameter_words(words)

@@ -108,7 +108,7 @@ def test_kernel_refuses_unsupported_arguments():
     arrays = case(*shape, **options)
     jax.eval_shape(join_heads_operand, *arrays)
 
-  with refused("size is a multiple of 8, got heads of 12"):
+  with refused("head size that is a multiple of 8, got 12"):
     join(1, 32, 4, 4, 12)
   with refused("multiple of 8 pairs of channels, got 12"):
     join(1, 32, 4, 4, 24, theta=1e4)
