@@ -108,7 +108,6 @@ def error_of(actual, expected) -> float:
 
 def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
   """Measures the matmuls of one weight matrix that the options choose."""
-  on_gpu = jax.default_backend() == "gpu"
   plain, tensor, block = operands(options.tokens, d, f)
   for name in options.products:
     a, b = PRODUCTS[name][0]
@@ -116,30 +115,49 @@ def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
       functools.partial(getattr(ops, name).definition, dtype=jnp.float32)
     )
     exact = definition(block[a], block[b])
-    shape = dict(tokens=options.tokens, in_features=d, out_features=f)
-    for what, fn, arrays in kernels(name, plain, tensor, block, options):
-      implementation = what["implementation"]
-      if implementation not in options.implementations:
-        continue
-      if on_gpu == (implementation == "xla") and implementation != "bf16":
-        continue
-      try:
-        timing = measure(fn, *arrays, repeats=options.repeats)
-      except NotImplementedError as reason:
-        say(f"skipped {implementation}: {reason}")
-        continue
-      found = timing.row | dict(
-        tflops=timing.tflops(2 * options.tokens * d * f)
-      )
-      if arrays[0] is block[a]:
-        found["error"] = error_of(jax.jit(fn)(*arrays), exact)
-      case = dict(matrix=matrix, product=name, **shape)
-      say(
-        f"{matrix:8s} {name:13s} {' '.join(what.values()):18s} "
-        f"{found['tflops']:7.1f} TFLOP/s  {found['median_ms']:.4f} ms  "
-        f"error {found.get('error', np.nan):.2g}"
-      )
-      yield emit("block_products", case, **what, **found)
+    case = dict(matrix=matrix, product=name, tokens=options.tokens)
+    case |= dict(in_features=d, out_features=f)
+    yield from measured_rows(
+      "block_products",
+      case,
+      kernels(name, plain, tensor, block, options),
+      (block[a], exact),
+      2 * options.tokens * d * f,
+      options,
+    )
+
+
+def measured_rows(
+  bench: str, case: dict, candidates, reference, flops: int, options
+) -> Iterator[dict]:
+  """Measures the candidates that the options choose, and prints their rows.
+
+  `candidates` yields the labels of a row, the function to time, and its
+  arguments. `reference` is a first argument and the result that candidates with
+  this argument should compute, or None if it is unknown.
+  """
+  on_gpu = jax.default_backend() == "gpu"
+  first, exact = reference
+  for what, fn, arrays in candidates:
+    implementation = what["implementation"]
+    if implementation not in options.implementations:
+      continue
+    if on_gpu == (implementation == "xla") and implementation != "bf16":
+      continue
+    try:
+      timing = measure(fn, *arrays, repeats=options.repeats)
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as reason:
+      say(f"skipped {implementation}: {str(reason).splitlines()[0]}")
+      continue
+    found = timing.row | dict(tflops=timing.tflops(flops))
+    if arrays[0] is first and exact is not None:
+      found["error"] = error_of(jax.jit(fn)(*arrays), exact)
+    names = (x for x in (*case.values(), *what.values()) if isinstance(x, str))
+    say(
+      f"{' '.join(names):40s} {found['tflops']:7.1f} TFLOP/s  "
+      f"{found['median_ms']:.4f} ms  error {found.get('error', np.nan):.2g}"
+    )
+    yield emit(bench, case, **what, **found)
 
 
 @args.command

@@ -34,9 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import arguments as args
-from benchmarks.block_products import error_of
+from benchmarks.block_products import measured_rows
 from benchmarks.cases import Sizes
-from benchmarks.harness import emit, measure, say
+from benchmarks.harness import say
 from coat_jax import ops
 from coat_jax.numerics.formats import E5M2
 from coat_jax.pallas.mosaic import grouped_product
@@ -150,7 +150,6 @@ def op_of(name: str) -> Any:
 
 def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
   """Measures the matmuls of one weight matrix that the options choose."""
-  on_gpu = jax.default_backend() == "gpu"
   shape = MODELS[model]
   d, f = shape.matrix(matrix)
   rows = options.tokens * shape.experts_per_token
@@ -165,29 +164,17 @@ def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
     except jax.errors.JaxRuntimeError as reason:
       say(f"cannot compute the error: {str(reason).splitlines()[0]}")
       exact = None
-    for what, fn, given in kernels(name, plain, codes, sizes, options.tiles):
-      implementation = what["implementation"]
-      if implementation not in options.implementations:
-        continue
-      if on_gpu == (implementation == "xla") and implementation != "bf16":
-        continue
-      try:
-        timing = measure(fn, *given, repeats=options.repeats)
-      except (NotImplementedError, jax.errors.JaxRuntimeError) as reason:
-        say(f"skipped {implementation}: {str(reason).splitlines()[0]}")
-        continue
-      found = timing.row | dict(tflops=timing.tflops(2 * rows * d * f))
-      if given[0] is a and exact is not None:
-        found["error"] = error_of(jax.jit(fn)(*given), exact)
-      case = dict(model=model, matrix=matrix, routing=routing, product=name)
-      case |= dict(rows=rows, in_features=d, out_features=f)
-      case |= dict(experts=len(counts), largest=int(counts.max()))
-      say(
-        f"{model} {matrix:8s} {routing:8s} {name:6s} "
-        f"{' '.join(what.values()):12s} {found['tflops']:7.1f} TFLOP/s  "
-        f"{found['median_ms']:.4f} ms  error {found.get('error', np.nan):.2g}"
-      )
-      yield emit("grouped_products", case, **what, **found)
+    case = dict(model=model, matrix=matrix, routing=routing, product=name)
+    case |= dict(rows=rows, in_features=d, out_features=f)
+    case |= dict(experts=len(counts), largest=int(counts.max()))
+    yield from measured_rows(
+      "grouped_products",
+      case,
+      kernels(name, plain, codes, sizes, options.tiles),
+      (a, exact),
+      2 * rows * d * f,
+      options,
+    )
 
 
 @args.command

@@ -3,7 +3,6 @@
 
   python -m benchmarks.memory residuals --preset llama2_7b --tokens 256
   python -m benchmarks.memory state --preset llama2_7b
-  python -m benchmarks.memory table7
   python -m benchmarks.memory plan
 
 No GPU is needed. Each command prints JSON rows:
@@ -26,9 +25,8 @@ memory.state: for each codec, the bytes of parameters (f32 or BF16), gradients
 and the optimizer's state, divided by the number of parameters. They are
 computed from the arrays' shapes.
 
-memory.table7 and memory.plan: the memory of whole training steps compiled for
-H200s; see `benchmarks.table7` and `benchmarks.planned`. Some steps take minutes
-to compile.
+memory.plan: the memory of whole training steps compiled for H200s; see
+`benchmarks.planned`. Some steps take minutes to compile.
 """
 
 import argparse
@@ -37,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import aot, planned, table7
+from benchmarks import aot, planned
 from benchmarks import arguments as args
 from benchmarks.harness import emit
 from coat_jax import coat_adamw, codecs, recipes
@@ -148,15 +146,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   if options.command == "residuals":
     return residuals(options.preset, options.tokens)
   aot.only_compile()
-  if options.command == "plan":
-    chosen = options.presets, options.gpus, options.variants
-    return list(planned.rows(*chosen))
-  cases = [
-    case
-    for case in table7.CASES
-    if case.preset in options.presets and case.gpus in options.gpus
-  ]
-  return list(table7.rows(cases, options.variants))
+  chosen = options.presets, options.gpus, options.variants
+  return list(planned.rows(*chosen))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -171,20 +162,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.add_argument("--preset", choices=PRESETS, default="llama2_7b")
     if name == "residuals":
       command.add_argument("--tokens", type=args.count, default=256)
-  presets = list(dict.fromkeys(case.preset for case in table7.CASES))
-  for name, choices in (
-    ("table7", dict(presets=presets, variants=table7.VARIANTS)),
-    ("plan", dict(presets=list(planned.LOADS), variants=planned.VARIANTS)),
+  command = commands.add_parser("plan")
+  for option, values in (
+    ("presets", list(planned.LOADS)),
+    ("gpus", planned.GPUS),
+    ("variants", planned.VARIANTS),
   ):
-    command = commands.add_parser(name)
-    for option, values in (choices | dict(gpus=planned.GPUS)).items():
-      command.add_argument(
-        f"--{option}",
-        nargs="+",
-        type=type(values[0]),
-        choices=values,
-        default=values,
-      )
+    kind = type(values[0])
+    command.add_argument(
+      f"--{option}", nargs="+", type=kind, choices=values, default=values
+    )
   return parser.parse_args(arguments)
 
 

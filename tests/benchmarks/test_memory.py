@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from benchmarks import memory, training_step
+from studies import table7
 from train.presets import PRESETS
 
 KINDS = ["norm", "activation", "rope", "attention", "linear", "total"]
@@ -119,7 +120,7 @@ def not_compiling(monkeypatch):
 def test_table7_rows(not_compiling):
   options = ["--presets", "llama2_7b", "--gpus", "4"]
   variants = ["bf16", "coat", "minimal_attention"]
-  rows = memory.main(["table7", *options, "--variants", *variants])
+  rows = table7.main([*options, "--variants", *variants])
   assert [config.mesh for config in not_compiling] == ["fsdp=4"] * 3
   assert {(c.batch, c.seq) for c in not_compiling} == {(8, 2048)}
   assert [c.optim.codec for c in not_compiling] == ["float32", "coat", "coat"]
@@ -142,7 +143,7 @@ def test_table7_rows(not_compiling):
 
 def test_ratios_need_the_row_of_bf16(not_compiling):
   arguments = ["--presets", "llama2_7b", "--gpus", "1", "--variants", "coat"]
-  (row,) = memory.main(["table7", *arguments])
+  (row,) = table7.main(arguments)
   assert not_compiling[0].mesh == ""
   assert row["ratio_to_bf16"] is row["published_ratio"] is None
 

@@ -6,13 +6,16 @@ GPU is needed. The number of GPUs (with FSDP), the batch per GPU and the
 sequence length are those of the paper. Weights and gradients are f32, except in
 the variants "lean" and "leanest". These store BF16 weights, and hold the BF16
 gradients of only one layer at a time. Moments are f32 in recipes bf16 and
-fp8_linear. `python -m benchmarks.memory table7` prints the rows.
+fp8_linear. `python -m studies.table7` prints the rows. Some steps take minutes
+to compile.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from benchmarks import training_step
+from benchmarks import aot, training_step
+from benchmarks import arguments as args
 from benchmarks.harness import emit, say
 from train.memory.step import device_bytes
 
@@ -138,3 +141,32 @@ def measure(case: Case, variant: str) -> dict[str, int]:
     optimizer_bytes=optimizer,
     activation_bytes=peak - weights - gradients - optimizer,
   )
+
+
+@args.command
+def main(arguments: list[str] | None = None) -> list[dict]:
+  """Runs the command; returns the printed rows."""
+  parser = argparse.ArgumentParser(
+    prog="python -m studies.table7", description=__doc__.splitlines()[0]
+  )
+  for option, values in (
+    ("presets", list(dict.fromkeys(case.preset for case in CASES))),
+    ("gpus", sorted({case.gpus for case in CASES})),
+    ("variants", VARIANTS),
+  ):
+    kind = type(values[0])
+    parser.add_argument(
+      f"--{option}", nargs="+", type=kind, choices=values, default=values
+    )
+  options = parser.parse_args(arguments)
+  aot.only_compile()
+  cases = [
+    case
+    for case in CASES
+    if case.preset in options.presets and case.gpus in options.gpus
+  ]
+  return list(rows(cases, options.variants))
+
+
+if __name__ == "__main__":
+  main()
