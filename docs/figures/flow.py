@@ -36,9 +36,9 @@ def _forward(d: Drawing, p: Palette) -> None:
   y = FORWARD
   for x, text in (
     (NORM, "norm"),
-    (FIRST, "product\ngate, up"),
+    (FIRST, "matmul\ngate, up"),
     (MIDDLE, "SwiGLU"),
-    (SECOND, "product\ndown"),
+    (SECOND, "matmul\ndown"),
   ):
     d.box(x, y, text, color=p.text)
   d.box(ADD, y, "+", width=0.5, height=0.5, color=p.text, size=14)
@@ -73,15 +73,15 @@ def _backward(d: Drawing, p: Palette) -> None:
   y = BACKWARD
   for x, text in (
     (NORM, "norm,\nbackward"),
-    (FIRST, "products"),
+    (FIRST, "matmuls"),
     (MIDDLE, "SwiGLU,\nbackward"),
-    (SECOND, "products"),
+    (SECOND, "matmuls"),
   ):
     d.box(x, y, text, color=p.text)
   d.box(ADD, y, "quantize", width=1.0, color=p.text)
   d.text(11.75, y, "dy", size=13)
   d.text(0.3, y, "dx", size=13)
-  # Gradients run to the left, above what is computed again for the products.
+  # Gradients run to the left, above what is computed again for the matmuls.
   up, down = y + 0.14, y - 0.16
   d.arrow((11.55, y), (ADD + 0.5, y), color=p.plain)
   d.arrow((ADD - 0.5, up), (SECOND + 0.65, up), color=p.gradient, label="E5M2")
