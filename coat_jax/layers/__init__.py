@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flax NNX layers that save activations in FP8, and the functions they call.
 
-Linear, RMSNorm, LayerNorm and `activate` are drop-in replacements of single
+Linear, RMSNorm, LayerNorm and `activate` are drop-in replacements for single
 operations. NormLinear, MLP, MoE and Attention are fused blocks, which account
 for most of the savings in memory and time. All have BF16 inputs and outputs.
-MLP and Attention call `block`, each with its own `Middle`. To make a block of
-your own, write another `Middle`.
+MLP and Attention call `block` with different `Middle`s. To make another block,
+subclass `Middle`.
 """
 
 from coat_jax.layers.activation import activate as activate

@@ -53,8 +53,8 @@ def activate(
     activation: f, one of "silu", "gelu" (by erf), "gelu_tanh" (by the tanh
       formula, the default of `jax.nn.gelu`) and "gelu_quick"
       (x sigmoid(1.702 x), as in CLIP).
-    recipe: if `recipe.nonlinear` is "fp8", x and up are rounded to FP8, and
-      saved in FP8; None for `recipes.coat()`.
+    recipe: if `recipe.nonlinear` is "fp8", x and up are saved in FP8, and f
+      reads the rounded values; None for `recipes.coat()`.
 
   Returns:
     [..., F] in the inputs' dtype.
@@ -83,9 +83,9 @@ def activate(
 def plain_activation(
   parts: Sequence[Array], activation: ops.Activation
 ) -> Array:
-  """Computes f(x) or f(gate) * up in x's dtype, for plain autodiff."""
-  # Name the inputs, so that a checkpoint policy keeps the same arrays as in
-  # FP8.
+  """Computes f(x) or f(gate) * up in the inputs' dtype, for plain autodiff."""
+  # Name the inputs, so that a checkpoint policy keeps the same arrays as with
+  # FP8 recipes.
   x, *others = save_residual("activation", tuple(parts))
   with residual_scope("activation"):
     y = _PLAIN[activation](x)

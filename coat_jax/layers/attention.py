@@ -55,16 +55,16 @@ class Attention(RecipeModule):
     (64, 128)
 
   Attributes:
-    middle: `SelfAttention`, which holds the options of heads, RoPE and masks.
+    middle: `SelfAttention`, which holds the options for heads, RoPE and masks.
     qkv: NormLinear that computes q, k and v. Its columns are ordered by key
-      head: for each one, the N / K query heads that share it, then the key and
-      the value, so that a shard of the columns holds whole groups of heads.
+      head: first the N / K query heads that share it, then its key and its
+      value. A shard of the columns therefore holds whole groups of heads.
     out: Linear [num_heads * head_dim, features].
     post_norm: RMSNorm or LayerNorm, or None.
     q_norm, k_norm: RMSNorms of q and k, or None. With `qk_norm="head"` both
       have a scale [head_dim]. With "all" their scales are
-      [num_heads * head_dim] and [num_kv_heads * head_dim], one head after the
-      other.
+      [num_heads * head_dim] and [num_kv_heads * head_dim], concatenated over
+      heads.
   """
 
   def __init__(
@@ -92,27 +92,27 @@ class Attention(RecipeModule):
 
     Args:
       features: D, width of input and output.
-      num_heads: N, query heads.
-      num_kv_heads: K, key and value heads, each shared by N / K query heads;
-        None for N.
-      head_dim: H, width of a head, even; None for D / N.
+      num_heads: N, number of query heads.
+      num_kv_heads: K, number of key heads and of value heads, each shared by
+        N / K query heads; None for N.
+      head_dim: H, width of a head, an even number; None for D / N.
       causal: whether a query sees only keys up to its own position.
-      window: how many keys a query sees, its own and those before it; None for
-        all. If layers of a stack differ, pass a tuple with one window for each
-        kind of layer, and pass `kind` to each call. The arguments below that
-        accept a tuple work in the same way.
+      window: how many keys a query sees, counting its own; None for all. If
+        layers of a stack differ, pass a tuple with one window for each kind of
+        layer, and pass `kind` to each call. The arguments below that accept a
+        tuple work in the same way.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
         them unchanged.
       query_scale: factor of q k^T; None for 1 / sqrt(H).
       rope_theta: base of RoPE's frequencies; None for no RoPE; or a tuple of
         these.
-      rope_scaling: how frequencies change for longer sequences, such as
-        `Llama3Scaling`; None for no scaling; or a tuple of these.
-      rotary_dim: RoPE rotates this many of a head's first channels; None for
+      rope_scaling: how RoPE's frequencies are scaled for longer sequences, such
+        as `Llama3Scaling`; None for no scaling; or a tuple of these.
+      rotary_dim: how many of a head's first channels RoPE rotates; None for
         all.
       qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head
         separately, "all" normalizes all heads of a token together; None for no
-        norm. FP8 recipes save the inputs of this norm, in FP8.
+        norm. FP8 recipes save this norm's inputs in FP8.
       clip_qkv: largest magnitude of q, k and v; None leaves them unchanged.
       use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for the
         value of `use_bias`.
@@ -142,8 +142,8 @@ class Attention(RecipeModule):
     if num_heads % kv_heads:
       raise ValueError(
         "Attention: num_heads must be a multiple of num_kv_heads, got "
-        f"{num_heads} and {kv_heads}; leave num_kv_heads out for as many key "
-        "heads as query heads"
+        f"{num_heads} and {kv_heads}; leave num_kv_heads out to use as many "
+        "key heads as query heads"
       )
     if head_dim is None and features % num_heads:
       raise ValueError(
@@ -214,8 +214,8 @@ class Attention(RecipeModule):
       positions: the tokens' positions for RoPE, int32 [T], or [..., T] if they
         differ between sequences; None for 0 to T - 1.
       segments: int32 [..., T], such as ids of packed documents or of padding; a
-        query sees only keys of its own segment. None for one segment. (For
-        packed documents, pass `positions` that restart at 0 in each document.)
+        query sees only keys of its segment. None for one segment. (For packed
+        documents, pass `positions` that restart at 0 in each document.)
       kind: int32 scalar, the index of this layer's entry in the constructor's
         tuples; None if no tuple was passed.
       out_sharding: how the output is sharded; None leaves it to JAX.
@@ -224,7 +224,7 @@ class Attention(RecipeModule):
       [..., T, features] in `dtype`.
 
     Raises:
-      ValueError: shapes are inconsistent, or `kind` is missing although a tuple
+      ValueError: shapes are inconsistent, or `kind` is None although a tuple
         was passed to the constructor.
     """
     rule, remedy = "an array [..., T, D]", "pass sequences of activations"
@@ -258,7 +258,7 @@ class Attention(RecipeModule):
 
   @property
   def qk_weights(self) -> QKNormWeights | None:
-    """The weights of the norms of q and k."""
+    """The weights of the norms of q and k; None without these norms."""
     if self.q_norm is None:
       return None
     return QKNormWeights(self.q_norm.gamma, self.k_norm.gamma)

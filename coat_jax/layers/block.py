@@ -12,16 +12,16 @@ operand, the middle writes the second's, and the middle's backward pass writes
 h's gradient as an E5M2 operand.
 
 With residuals="minimal" a block saves the front's input in 1 x G FP8, the
-norm's statistics, what the middle saves, and scales. With "coat" it also saves
+norm's statistics, the middle's residuals, and scales. With "coat" it also saves
 the norm's output, as the reference implementation does. Without a norm, the
-front saves the codes that its matmul read. If the back has a norm, that norm
-reads z as 1 x G FP8 values, and the block saves these values and the norm's
-statistics. Gradients pass straight through the rounding of z.
+front saves the FP8 input of its matmul instead. If the back has a norm, z is
+rounded to 1 x G FP8 before this norm, and the block also saves the rounded z
+and the norm's statistics. Gradients pass straight through the rounding of z.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
-axis; between them each device holds its own columns of whole sequences. The
-back's partial sums are reduce-scattered, and each device normalizes whole rows
-of its own tokens.
+axis; between them each device holds a shard of the columns of whole sequences.
+The back's partial sums are reduce-scattered, and each device normalizes whole
+rows of its shard of the tokens.
 """
 
 from typing import Any, NamedTuple
@@ -89,9 +89,9 @@ def back_forward(
   *,
   after: Array | BlockScales | None = None,
 ) -> tuple[Array, LinearSaved]:
-  """Runs the second matmul and the norm that follows, and adds x in f32.
+  """Runs the second matmul and its norm; with `add_input`, adds x in f32.
 
-  Returns the sum in x's dtype, and the values to save. For `after` see
+  Returns the result in x's dtype, and the values to save. For `after` see
   `quantized_weight`.
   """
   w = weights
@@ -125,7 +125,10 @@ def back_backward(
   *,
   has_bias: bool,
 ) -> tuple[MiddleGradient, LinearWeights]:
-  """Computes the gradients of the middle, and of the back's weights."""
+  """Runs the backward passes of the back and the middle.
+
+  Returns the middle's gradients, and the gradients of the back's weights.
+  """
   w, middle, dgamma, dbeta = weights, static.middle, None, None
   if saved.norm is not None:
     g, dgamma, dbeta = norm_gradients(
@@ -233,11 +236,12 @@ def block(
   check_kind("block", "middle", middle, Middle, remedy)
   middle.check(x, weights, inputs, recipe)
   w = weights.back.w
-  # With mesh axes, a caller's own shard_map may pass shards of other widths.
+  # Skip this check with mesh axes: in a caller's shard_map, widths may differ.
   if add_input and not recipe.axes and w.shape[-1] != x.shape[-1]:
     raise ValueError(
       "block: back.w must be [F, D] to add x [..., D], got "
-      f"{w.shape} for {x.shape}; pass add_input=False for another width"
+      f"{w.shape} for {x.shape}; pass add_input=False for an output of another "
+      "width"
     )
   if recipe.nonlinear == "fp8":
     static = BlockStatic(middle, kind, eps, add_input, post_norm)

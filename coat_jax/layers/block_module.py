@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constructor options of blocks, and the parts built from these options."""
+"""Constructor options of blocks, and the parts built from them."""
 
 import types
 from collections.abc import Collection, Mapping
@@ -30,17 +30,17 @@ class NormLinearOptions(TypedDict, total=False):
   Attributes:
     recipe: what is computed and saved in FP8; `recipes.coat()` by default.
     norm: norm of the input, "rms" (the default) or "layer"; None for no norm.
-    epsilon: what norms add to the mean square or the variance, 1e-6 by default.
+    epsilon: added to the mean square or the variance in norms, 1e-6 by default.
     use_scale: whether norms have a scale [D], True by default.
     scale_plus_one: whether norms, including those of q and k, multiply by 1 +
       scale, as in Gemma; False by default.
     use_norm_bias: whether norms have a bias [D], False by default.
-    dtype: dtype of input, output and everything that is not FP8, bfloat16 by
-      default; None for the common dtype of input and parameters.
+    dtype: dtype of input, output and non-FP8 matmuls, bfloat16 by default;
+      None for the common dtype of input and parameters.
     param_dtype: dtype of the parameters and their gradients, float32 by
       default.
-    kernel_init: initializer of the kernel, called with the shape of a matrix,
-      [D, F]; by default the initializer of `nnx.Linear`.
+    kernel_init: initializer of the kernel, called with a matrix shape [D, F];
+      by default the initializer of `nnx.Linear`.
     kernel_metadata: metadata of the kernel, such as `out_sharding`.
     bias_init, bias_metadata: initializer and metadata of the bias that is added
       after the matmul.
@@ -74,8 +74,8 @@ class BlockOptions(NormLinearOptions, total=False):
 
   Attributes:
     post_norm: norm after the second matmul, before the input is added: "rms" or
-      "layer"; None (the default) for no norm. OLMo 2 uses only this norm, Gemma
-      2 and 3 use `norm` as well.
+      "layer"; None (the default) for no norm. OLMo 2 uses only this norm; Gemma
+      2 and 3 use both this norm and `norm`.
     use_bias: whether biases are added after both matmuls, False by default.
     add_input: whether the block adds its input, the residual stream; True by
       default.
@@ -126,12 +126,12 @@ _NORM = _SHARED | dict(
 )
 _LINEAR = ("kernel_init", "kernel_metadata", "bias_init", "bias_metadata")
 _FRONT = _SHARED | {n: n for n in ("use_bias", *_LINEAR)}
-# If two of these options are set for one argument, the later one wins.
+# The options `out_*` come last, so they override those of the first layer.
 _BACK = _FRONT | {f"out_{n}": n for n in _LINEAR}
 
 
 class Parts(types.SimpleNamespace):
-  """A block's options, and the norms and linear layers that they describe."""
+  """A block's options, with methods that make its norms and linear layers."""
 
   @classmethod
   def of(
@@ -231,7 +231,7 @@ class NormLinear(RecipeModule):
     self.linear = parts.make_front(in_features, out_features)
 
   def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
-    """Normalizes x along its last axis, and multiplies it by the kernel.
+    """Normalizes x along its last axis, and applies the linear layer.
 
     Args:
       x: [..., in_features], cast to `dtype`.

@@ -3,7 +3,7 @@
 
 Each `nnx.Linear`, `nnx.LinearGeneral`, `nnx.RMSNorm` and `nnx.LayerNorm` is
 replaced by a layer of this package that holds the same parameters under the
-same names. `converted.py` makes these layers, and whole blocks.
+same names. `converted.py` makes these layers and whole blocks.
 """
 
 import collections
@@ -40,13 +40,13 @@ class ConversionReport:
 
   Attributes:
     replaced: maps the path of each replaced module or block to its new class.
-    left: maps the path of each module with parameters that was not replaced to
-      the reason.
+    left: maps the path of each module that has parameters but was not replaced
+      to the reason.
     matmuls_only: your classes whose linear layers were replaced one by one. The
       values between these layers are saved as before.
     saved_before, saved_after: how many bytes the model saves for its backward
-      pass before and after the conversion, not counting parameters; None
-      without `inputs`.
+      pass before and after the conversion, not counting parameters; None if
+      `inputs` is None.
   """
 
   replaced: Mapping[str, str]
@@ -83,21 +83,20 @@ def convert[Module: nnx.Module](
   blocks: Mapping[type[nnx.Module], BlockType] = MappingProxyType({}),
   inputs: tuple[Any, ...] | None = None,
 ) -> tuple[Module, ConversionReport]:
-  """Replaces the layers of a Flax NNX model by FP8 layers.
+  """Replaces the layers of a Flax NNX model with FP8 layers.
 
-  The result is a copy of the modules that holds the same `nnx.Param` objects,
-  so no weight is copied, and a step that trains the copy also updates the
-  original. You can therefore compare the two models at any time. If `convert`
-  raises an error, the original is unchanged. `nnx.state` has the same paths,
-  shapes, dtypes and metadata before and after: checkpoints, optimizers and
-  shardings remain valid.
+  The result is a copy of the modules that holds the same `nnx.Param` objects:
+  no weight is copied, and training the copy also updates the original. You can
+  therefore compare the two models at any time. If `convert` raises an error,
+  the original is unchanged. `nnx.state` has the same paths, shapes, dtypes and
+  metadata before and after: checkpoints, optimizers and shardings remain valid.
 
   If a class of yours computes a whole block, name it in `blocks`: most of the
   savings in memory come from replacing whole blocks. We do not infer from its
   attributes what the class computes. We run one of its modules with random
-  parameters on a few random tokens in f32, and replace it only if a block of
-  the named kind, with some activation, computes the same output. Separate gate
-  and up projections stay separate parameters.
+  parameters on a few random tokens in f32, and replace modules of the class
+  only if a block of the given kind computes the same output with one of our
+  activations. Separate gate and up projections stay separate parameters.
 
   Example usage::
 
@@ -132,9 +131,9 @@ def convert[Module: nnx.Module](
     blocks: maps each class of yours that computes a whole block to `MLP` or
       `NormLinear`. A class that is mapped to `MLP` may lack the norm or the
       residual add. Modules of the class must accept a single array.
-    inputs: example arguments of a call of the model, arrays or
-      `jax.ShapeDtypeStruct`s. With them, the report counts the bytes that are
-      saved for the backward pass. To count, the model is only traced.
+    inputs: example arguments for a call of the model, arrays or
+      `jax.ShapeDtypeStruct`s. If given, the report counts the bytes that are
+      saved for the backward pass. The model is only traced, not run.
 
   Returns:
     The converted copy, and a report of what was replaced, what was left and
@@ -204,7 +203,7 @@ class _Converter:
     return self._new[id(copies[-1][1])][1]
 
   def _replace_children(self, path: tuple, node: Any) -> None:
-    """Replaces converted nodes in a node's attributes, also in containers."""
+    """Puts converted children into a node's attributes and containers."""
     for key, value in list(vars(node).items()):
       leaves, tree = jax.tree.flatten(value, is_leaf=_is_leaf)
       if key.startswith("_pytree__") or not any(map(_is_node, leaves)):
@@ -248,7 +247,7 @@ class _Converter:
     return module
 
   def _explain(self, name: str, module: nnx.Module) -> None:
-    """Records why a module with parameters of its own was not replaced."""
+    """Records why a module was not replaced, if it holds parameters itself."""
     if isinstance(module, RecipeModule | FusedBlock):
       return
     if any(isinstance(x, nnx.Variable) for x in vars(module).values()):

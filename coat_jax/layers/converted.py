@@ -2,11 +2,11 @@
 """Makes FP8 layers and blocks from a user's modules, with their parameters.
 
 A replaced module keeps the names of its parameters. `convert_layer` reads the
-options of one of Flax's layers. For a user's own module, `fuse` runs the
-original with random parameters on random tokens in f32, and looks for a block
-with the same output. It tries each linear layer as the gate, each activation,
-and a block with and without the residual add. It refuses a block whose output
-is merely similar.
+options of one of Flax's layers. For other modules, `fuse` runs the original
+with random parameters on random tokens in f32, and looks for a block with the
+same output. It tries all orders of the linear layers and all activations, with
+and without a gate and a residual add. It refuses a block whose output is merely
+similar.
 """
 
 import dataclasses
@@ -44,9 +44,8 @@ _PARAMETERS = ("kernel", "scale", "bias")
 _IGNORED = {"self", "rngs", "use_fast_variance"}
 
 BLOCKS = (MLP, NormLinear)
-# If sums of up to 10,000 f32 products are added in another order, the output
-# changes by 1e-6 of its size. The most similar activations, the two GELUs,
-# differ by 1e-4.
+# Summing up to 10,000 f32 products in another order changes the output by a
+# relative 1e-6. The two most similar activations, the GELUs, differ by 1e-4.
 _TOLERANCE = 1e-5
 _TOKENS = 8
 
@@ -54,8 +53,8 @@ _TOKENS = 8
 def convert_layer(module: Any, recipe: CoatRecipe) -> RecipeModule:
   """Makes an FP8 layer from one of flax's layers, with the same parameters.
 
-  Raises a ValueError with a reason if flax's layer was made with an argument
-  that the FP8 layer does not support.
+  Raises a ValueError if flax's layer has an option or an attribute that the FP8
+  layer does not support.
   """
   kind = type(module)
   for name, value in vars(module).items():
@@ -86,7 +85,7 @@ def convert_layer(module: Any, recipe: CoatRecipe) -> RecipeModule:
     shape = getattr(new, name).shape
     if param.shape[len(param.shape) - len(shape) :] != shape:
       raise ValueError(
-        f"{kind.__name__}: {name} must be {shape} after axes of stacked "
+        f"{kind.__name__}: {name} must be {shape} after the axes that stack "
         f"layers, got {param.shape}; stack layers along the first axis"
       )
     setattr(new, name, param)
@@ -102,20 +101,20 @@ def _refused(kind: type, name: str, value: Any) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-  """A block's options, and the names of the attributes that are its parts."""
+  """A block's options, and which attributes of a module are its parts."""
 
   width: int
   norm: str | None
   front: tuple[str, ...]
   back: str | None = None
-  middle: Elementwise | None = None  # None makes a NormLinear.
+  middle: Elementwise | None = None  # None for a NormLinear.
   add_input: bool = False
 
 
 class FusedBlock(nnx.Module):
-  """Runs a block whose parts have the names that the user's module gave them.
+  """A block whose parts keep the names that they have in the user's module.
 
-  The other attributes of that module are kept as well.
+  Other attributes of that module are kept, too.
   """
 
   def __init__(self, module: nnx.Module, roles: Roles):
@@ -192,7 +191,7 @@ def fuse(
   """Makes a block from `module`, the copy of `original` with converted parts.
 
   Raises a ValueError if no block has the same output. `known` caches the roles
-  found for modules of the same structure.
+  that were found for modules with the same structure.
   """
   _check_state(original, ours)
   for name, part in parts_of(module).items():
@@ -270,8 +269,8 @@ def _roles_of(original: nnx.Module, ours: type) -> Roles:
   if not errors[best] <= _TOLERANCE:
     raise ValueError(
       f"it cannot become {ours.__name__}: with random parameters, its output "
-      f"differs by {errors[best]:.1e} of the largest value from that of the "
-      "most similar block"
+      f"differs by {errors[best]:.1e} of its largest value from the output of "
+      "the most similar block"
     )
   return best
 
@@ -296,7 +295,7 @@ def _with_random_parameters(module: nnx.Module) -> Any:
   def draw(i, leaf):
     shape = leaf.shape[stacked:]
     x = jax.random.normal(jax.random.key(i + 1), shape)
-    # Scales of 1 and biases of 0 would hide parts of the block.
+    # Scales of 1 and biases of 0 would hide whether they are applied.
     return 0.5 + x if len(shape) == 1 else x / math.sqrt(shape[0])
 
   drawn = [draw(i, leaf) for i, leaf in enumerate(leaves)]
@@ -313,7 +312,7 @@ def _sizes(part: Any, side: str) -> tuple[int, ...]:
 
 
 def _candidates(original: nnx.Module, ours: type) -> Iterable[Roles]:
-  """Lists the blocks that fit the widths of a module's parts."""
+  """Yields the blocks that fit the widths of a module's parts."""
   parts = parts_of(original)
   linears = [k for k, v in parts.items() if hasattr(v, "in_features")]
   norms = [k for k, v in parts.items() if hasattr(v, "num_features")]
@@ -339,7 +338,7 @@ def _candidates(original: nnx.Module, ours: type) -> Iterable[Roles]:
 
 
 def _fits(front: list[Any], back: Any, gated: bool) -> bool:
-  """Returns whether the widths of the linear layers fit this order."""
+  """Returns whether linear layers have the widths of an MLP's layers."""
   ends = _sizes(front[0], "in"), _sizes(back, "out")
   inside = {math.prod(_sizes(part, "out")) for part in front}
   hidden = math.prod(_sizes(back, "in"))

@@ -5,11 +5,11 @@ q, k, v and the output are saved in BF16, as attention reads and writes them. In
 blocks with recipe.attention="fp8", q, k and v are saved in 1 x G FP8, and the
 forward pass reads the dequantized values.
 
-The output is never rounded to FP8. The softmax's backward pass subtracts the
-row sums of dout * out from its gradients, so that the gradients of a row's
-scores sum to 0. If `out` has an error e, these gradients sum to -dout . e
-instead. That sum is positive on average if dout is the gradient at the rounded
-output. Training then pushes the log-sum-exp up without limit until it diverges
+The output is never rounded to FP8. The backward pass subtracts the row sums of
+dout * out from the gradients of the softmax's output, so that the gradients of
+a row's scores sum to 0. If `out` has an error e, they sum to -dout . e instead.
+If dout is the gradient at the rounded output, dout . e is positive on average,
+so training increases the log-sum-exp without limit until it diverges
 (docs/stability.md).
 """
 
@@ -38,10 +38,12 @@ class AttentionInputs(NamedTuple):
   """Inputs of attention that have no gradient.
 
   Attributes:
-    positions: int32 [T], or [B, T] if they differ between sequences.
-    segments: int32 [B, T]; a query sees only keys of its own segment. None for
-      one segment.
-    kind: int32 scalar, the layer's kind; None if all layers have one kind.
+    positions: int32 [T], or [B, T] if they differ between sequences; None if
+      the caller applies RoPE.
+    segments: int32 [B, T]; a query sees only keys of its segment. None for one
+      segment.
+    kind: int32 scalar, the index of the layer's kind; None if all layers are of
+      one kind.
   """
 
   positions: Array | None
@@ -99,7 +101,7 @@ def _of_kind(run: Callable, kinds: Kinds, inputs: AttentionInputs) -> Callable:
 def _fwd(q, k, v, inputs, kinds, recipe):
   heads = save_residual("attention", (q, k, v))
   kept = attend(heads, inputs, kinds, recipe)
-  # Return the very array that is saved, so that memory holds one copy.
+  # Return the saved array itself, so that memory holds one copy.
   return kept.out, (heads, kept)
 
 
@@ -156,8 +158,7 @@ def dot_product_attention(
       unchanged.
     scale: factor of q k^T; None for 1 / sqrt(H).
     segments: int32 [B, T], such as ids of packed documents or of padding; a
-      query sees only keys of its own segment. Requires S = T. None for one
-      segment.
+      query sees only keys of its segment. Requires S = T. None for one segment.
     recipe: selects the implementation and the mesh axes; None for the default
       implementation on one device.
 

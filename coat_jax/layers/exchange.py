@@ -2,20 +2,21 @@
 """Exchanges rows of tokens with the devices that hold their experts.
 
 With `MeshAxes.expert`, each of n devices holds E / n whole experts. Before the
-exchange a device has its own T k rows, sorted by expert. Afterwards it has all
-devices' rows for its experts, sorted by expert and then by sending device:
+exchange a device has T k rows, k copies of each of its T tokens, sorted by
+expert. Afterwards it has the rows of all devices for its experts, sorted by
+expert and then by sending device:
 
   sends      | expert 0 | expert 1 | expert 2 | expert 3 |
              to device 0 ----------  to device 1 --------
   receives   | expert 0, from 0 | from 1 | expert 1, from 0 | from 1 | unused
 
-No row is dropped: the buffer of received rows has R = n T k rows, because all
-tokens could choose the experts of one device. Unused rows, after the last
-expert's, are zero.
+No row is dropped: the receive buffer has R = n T k rows, because all tokens
+could choose the experts of one device. Unused rows, after those of the last
+expert, are zero.
 
-GPUs and TPUs send only the rows that exist (`lax.ragged_all_to_all`). On CPUs,
-where XLA cannot do this, each pair of devices exchanges T k rows, padded with
-zeros (`lax.all_to_all`).
+GPUs and TPUs send only used rows (`lax.ragged_all_to_all`). On CPUs, where XLA
+cannot do this, each pair of devices exchanges T k rows, padded with zeros
+(`lax.all_to_all`).
 """
 
 import dataclasses
@@ -32,12 +33,13 @@ from coat_jax.ops.dispatch import target
 class Slices(NamedTuple):
   """E slices of the rows that a device sends or receives.
 
-  They are sorted by the other device, and then by expert. Fields are int32 [E].
+  A slice contains one expert's rows that go to, or come from, one peer device.
+  Slices are sorted by peer, and then by expert. Fields are int32 [E].
 
   Attributes:
     sizes: each slice's number of rows.
     begins: each slice's first row on this device.
-    begins_there: each slice's first row on the other device.
+    begins_there: each slice's first row on the peer.
   """
 
   sizes: Array
@@ -52,7 +54,7 @@ class Slices(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-  """A plan to send a device's own rows to their experts, and back."""
+  """A plan to send a device's rows to their experts, and back."""
 
   own: Slices
   received: Slices
@@ -109,7 +111,7 @@ send_back.defvjp(
 
 
 def _move(x, num_rows: int, sent: Slices, found: Slices, exchange: Exchange):
-  """Moves slices of x to other devices; rows that no device sends are zero."""
+  """Moves slices of x to other devices; rows that receive nothing are zero."""
   out = jnp.zeros((num_rows, *x.shape[1:]), x.dtype)
   if target() is not None:
     return lax.ragged_all_to_all(

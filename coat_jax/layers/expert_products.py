@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls of a mixture of experts, in BF16 or FP8.
 
-Each function handles both formats: an `Operand` holds FP8 codes and is
-multiplied in FP8, and an array is multiplied in its own dtype. In FP8, all
-tokens share a scale, all gradients share a scale, and each expert's weight has
-its own. Tokens are quantized before they are copied to rows, so that only codes
-are copied. On a mesh, devices gather codes of weights, not the weights. The
-forward pass computes each scale once and saves it; the backward pass quantizes
-again with the saved scale.
+Each function handles both formats: `Operand`s hold FP8 codes and are multiplied
+in FP8; arrays are multiplied in their dtype. In FP8, there is one scale for all
+tokens, one for all gradients, and one for each expert's weight. Tokens are
+quantized before they are copied to rows, so that only codes are copied. On a
+mesh, weights are quantized before they are gathered. The forward pass computes
+each scale once and saves it; the backward pass quantizes again with the saved
+scale.
 """
 
 from typing import NamedTuple
@@ -150,8 +150,8 @@ def weight_gradient(
 ) -> Array:
   """Computes x^T g for each expert; on a mesh, returns the device's rows."""
   axes = recipe.axes
-  # XLA scatters along the outermost dimension in memory. To scatter along
-  # another one, it would first copy all of dw.
+  # XLA reduce-scatters along the outermost dimension in memory. For another
+  # dimension, it would first copy all of dw.
   is_scattered = axes is not None and size_of(axes.fsdp) > 1
   op = ops.grouped_wgrad
   if isinstance(x, Operand) and isinstance(g, Operand):

@@ -9,22 +9,22 @@
 The matmuls of front and back are grouped. They run in x's dtype (BF16) or, with
 recipe.experts="fp8", in FP8 (`layers.expert_products`). The forward pass saves
 x and, for each of a token's k copies, gate and up, all in 1 x G FP8. It also
-saves the expert numbers, 4 k bytes per token. The backward pass recomputes the
-rest. recipe.residuals has no effect, because COAT's code has no mixture of
+saves each token's k expert indices, in 4 k bytes. The backward pass recomputes
+the rest. recipe.residuals has no effect, because COAT's code has no mixture of
 experts to imitate. recipe.weight_cache has no effect either.
 
-p multiplies z [T k, F], not the expert's output [T k, D]. The gradient of z,
-dz = dy w_down^T, then also yields the gradient of p,
+p multiplies silu(gate) up [T k, F], not the expert's output [T k, D]. The
+gradient of z, dz = dout w_down^T, then also yields the gradient of p,
 dp = dz . (silu(gate) up), and the output need not be saved or recomputed.
 
-On a mesh every device holds a part of each weight of its experts: rows are
-split over fsdp and gathered before use, in BF16 or as codes; columns F are
-split over tensor. A device computes its columns for all positions of its
+On a mesh every device holds a shard of each weight of its experts: rows are
+split over fsdp and gathered before use, in BF16 or FP8; columns F are split
+over tensor. A device computes its shard of F for all positions of its
 sequences, and partial sums are reduce-scattered.
 
 With a mesh axis `expert` of n devices, each device holds E / n experts, and
-devices exchange rows (`layers.exchange`). They send the values that matmuls
-read or write:
+devices exchange rows (`layers.exchange`) in formats that need no further
+rounding:
 
   tokens, also in the backward pass   codes of x in 1 x G FP8, which the
                                       receiver normalizes; with FP8 experts,
@@ -32,11 +32,11 @@ read or write:
   gradients of outputs                BF16; with FP8 experts, E5M2 codes
   outputs, gradients of tokens        BF16; a token's k rows are summed in f32
 
-The mesh therefore does not change which values are multiplied. A buffer of
-received rows has room for the rows of all n devices (R = n T k), because shapes
-are static, no token is dropped, and all tokens could choose the experts of one
-device. Such buffers are never saved: the backward pass recomputes gate and up
-from tokens, which the weights' gradients need anyway.
+The mesh therefore does not change which values are multiplied. A receive buffer
+has room for the rows of all n devices (R = n T k), because shapes are static,
+no token is dropped, and all tokens could choose the experts of one device. Such
+buffers are never saved: the backward pass exchanges the tokens again, because
+the weights' gradients need them anyway, and recomputes gate and up.
 """
 
 from typing import NamedTuple
@@ -123,7 +123,7 @@ class _Saved(NamedTuple):
   # Gate and up, [..., k, F] for whole sequences, rows sorted by expert; None if
   # rows were exchanged.
   parts: tuple[QTensor, ...] | None
-  scales: Scales  # Of operands that the backward pass quantizes again.
+  scales: Scales  # For operands that the backward pass quantizes again.
 
 
 def _fwd(x, weights, static, recipe):
@@ -171,7 +171,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   def route(y, router):
     return expert_weights(y, router, experts, normalize=static.normalize)
 
-  # Without `varying`, JAX would sum the router's gradient over devices, too.
+  # Without `varying`, JAX would already sum the router's gradient here.
   (p, _), route_backward = jax.vjp(route, *varying((own_y, w.router)))
   experts = gather_positions(experts, axes)
   shape, rows = experts.shape, sort_rows(experts, w.router.shape[-1], axes)
@@ -247,7 +247,7 @@ experts_rule = rule(_fwd, _bwd, moe_specs, reads=(1,), result_spec=moe_types)
 
 
 def _normed(x_q, w, static, dtype):
-  """Dequantizes and normalizes x; also returns the statistics, or None."""
+  """Dequantizes x and applies the norm, if any; also returns its statistics."""
   values = x_q.dequantize()
   if static.kind is None:
     return values.astype(dtype), None
@@ -261,7 +261,7 @@ def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
   """Normalizes x and copies it to the rows that a matmul reads."""
   x_q, k = gather_positions(x_q, recipe.axes), static.experts_per_token
   if rows.exchange is not None and recipe.experts == "bf16":
-    # Exchange codes, which are smaller than y.
+    # Exchange codes of x, which are smaller than y in BF16.
     x_q = jax.tree.map(lambda a: to_rows(a, rows, k), x_q)
     return _normed(x_q, w, static, dtype)[0]
   y, _ = _normed(x_q, w, static, dtype)
@@ -269,9 +269,9 @@ def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
 
 
 def _gate_and_up(h, shape, recipe) -> tuple[QTensor, ...]:
-  """Quantizes rows of gate and up; `shape` is [..., k] of the device's copies.
+  """Quantizes rows of gate and up; `shape` [..., k] is that of expert indices.
 
-  If rows were exchanged, h has as many rows as all devices have copies.
+  If rows were exchanged, h has room for the copies on all devices.
   """
   first, *others = shape
   shape = first * expert_size(recipe.axes), *others, h.shape[-1]

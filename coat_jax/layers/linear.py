@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with three FP8 matmuls, alone or fused with a norm.
+"""Linear layers that multiply in FP8, alone or fused with a norm.
 
 Activations and weights are quantized to E4M3, and gradients to E5M2, with one
 scale per tensor or per block. Scales are always computed from the current
-values. `layers.front` runs the matmuls.
+values. `layers.front` runs the three matmuls: one in the forward pass, and one
+for each gradient.
 """
 
 import dataclasses
@@ -62,13 +63,12 @@ def linear(
   Args:
     x: [..., D], BF16 (or f32).
     w: [D, *F], any float dtype; its gradient has the same dtype.
-    bias: [*F] or None, added in f32; before FP8 matmuls add it, it is rounded
-      to x's dtype.
+    bias: [*F] or None, added in f32; FP8 matmuls first round it to x's dtype.
     recipe: `recipe.linear` selects how y is computed.
     cache: the result of `layers.cache_weight` for w, or None.
     split: how w is split over a mesh's tensor axis if x is [B, T, D]:
-      "columns", "inputs" (rows), or None. Affects only FP8 matmuls; XLA
-      partitions all others.
+      "columns", "inputs" (rows), or None for a replicated w. Affects only FP8
+      matmuls; XLA partitions all others.
 
   Returns:
     [..., *F] in x's dtype.
@@ -81,22 +81,22 @@ def linear(
   check_float("linear", "x", x)
   check_float("linear", "w", w, ndim=range(2, 65))
   check_choice("linear", "split", split, _SPLITS)
-  # With mesh axes, a caller's own shard_map may pass shards of other widths.
+  # Skip this check with mesh axes: in a caller's shard_map, widths may differ.
   if not recipe.axes and x.shape[-1] != w.shape[0]:
     raise ValueError(
       f"linear: x [..., D] needs a weight [D, F], got x {x.shape} and weight "
-      f"{w.shape}; pass an x as wide as the weight"
+      f"{w.shape}; pass an x whose last dimension is {w.shape[0]}"
     )
   if bias is not None and bias.shape != w.shape[1:]:
     raise ValueError(
-      f"linear: bias must have the shape {w.shape[1:]} of the output's "
-      f"columns, got {bias.shape}; pass the bias of this weight"
+      f"linear: bias must have the shape {w.shape[1:]} for this weight, got "
+      f"{bias.shape}; pass the bias of this weight"
     )
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
-      # If x has no dimension of positions, nothing is split over the mesh axis
-      # tensor. Also drop the cached codes: if w has several dimensions of
-      # columns, the cache stores the columns in the order of the devices.
+      # Without a dimension T in x, nothing is split over the mesh axis tensor.
+      # Also drop cached codes: if w is [D, *F] with several dimensions F, the
+      # cache stores columns in the order of the devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)
@@ -173,8 +173,8 @@ class Linear(RecipeModule):
     bias: [*out_features] or None.
     weight_ndim: rank of one layer's `weight`.
     split: how the kernel is split over a mesh's tensor axis.
-    cache: the kernel's cached scale and codes; None except in a copy from
-      `with_weight_cache`.
+    cache: the result of `cache_weight` for the kernel; None except in a copy
+      from `with_weight_cache`.
   """
 
   def __init__(
@@ -256,7 +256,7 @@ class Linear(RecipeModule):
     return w.reshape(*stack, -1, *w.shape[columns:])
 
   def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
-    """Multiplies x by the kernel along its last axes, and adds the bias.
+    """Contracts the last axes of x with the kernel, and adds the bias.
 
     Args:
       x: [..., *in_features], cast to `dtype`.
@@ -284,11 +284,11 @@ class Linear(RecipeModule):
 def with_weight_cache[Module: nnx.Module](
   module: Module, recipe: CoatRecipe
 ) -> Module:
-  """Copies a module without copying its weights, and caches scales or codes.
+  """Copies a module, but not its weights, and caches their scales or codes.
 
-  Make, use and drop the copy inside the function that is differentiated, or
-  around the microbatches of one step: a cache must not be used after an update
-  of its weights.
+  Create, use and discard the copy inside the function that is differentiated,
+  or around the microbatches of one step: do not use a cache after its weights
+  have been updated.
 
   Args:
     module: any module; its linear layers may be stacked for a scan.
@@ -313,13 +313,13 @@ def with_weight_cache[Module: nnx.Module](
 
 
 def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
-  """Computes the cache of one kernel, or of a stack of them."""
+  """Computes the cache of one weight, or of stacked weights."""
   w = jax.lax.stop_gradient(part.weight)
   stack = w.shape[: w.ndim - part.weight_ndim]
 
   def fill(w):
     flat = w.reshape(-1, *w.shape[len(stack) :])
-    # Codes are computed layer by layer: the kernel quantizes a single matrix.
+    # Compute codes layer by layer: the GPU kernel quantizes a single matrix.
     each = jax.lax.map if recipe.weight_cache == "codes" else _vmap
     cache = each(lambda w: cache_weight(w, recipe), flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)

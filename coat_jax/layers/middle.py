@@ -21,8 +21,8 @@ class MiddleOutput(NamedTuple):
     operand: rows of the second matmul's operand.
     saved: values for the backward pass, each passed through `save_residual`.
     after: if the second weight's scale is cached, devices of a mesh gather this
-      weight's codes only after `after` is known (see `quantized_weight`); None
-      for the front's scale.
+      weight's codes only once `after` is computed (see `quantized_weight`);
+      None stands for the front's scale.
   """
 
   operand: Operand
@@ -37,9 +37,9 @@ class MiddleGradient(NamedTuple):
     h: gradient of the middle's input, as `gradient_operand` returns it.
     operand: columns of the second matmul's operand, recomputed; None if
       `Middle.columns` returned them.
-    values: the gradient `h` before it was rounded, [..., *F], or its f32 sum
-      over the device's tokens, [*F]; None unless `has_bias` requests it.
-    weights: gradients of the middle's own weights.
+    values: the unrounded gradient of the middle's input, [..., *F], or its f32
+      sum over the device's tokens, [*F]; None unless `has_bias` requests it.
+    weights: gradients of the middle's weights.
   """
 
   h: Any
@@ -52,7 +52,7 @@ class Middle(abc.ABC):
   """The part between a block's two matmuls: a frozen, hashable dataclass.
 
   It is a static argument of the block's rule, so it holds no arrays. Arrays are
-  passed as `weights` or, if they get no gradient, as `inputs` (positions).
+  passed as `weights` or, if they get no gradient (positions), as `inputs`.
   """
 
   def check(self, x: Array, weights: Any, inputs: Any, recipe: CoatRecipe):
@@ -77,8 +77,8 @@ class Middle(abc.ABC):
   def columns(self, saved: Any, recipe: CoatRecipe) -> Operand | None:
     """Returns the columns of the second matmul's operand from `saved`.
 
-    The block then computes the weight's gradient before it calls `backward`.
-    Returns None if `backward` recomputes the columns.
+    The block then computes the second weight's gradient before it calls
+    `backward`. Returns None if `backward` recomputes the columns.
     """
     del saved, recipe
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MLP block: norm, up, activation, down and residual add.
 
-A gated MLP computes gate and up in one matmul with one weight [D, 2, F]. If the
-last dimension is split, a shard holds the same columns of gate and of up. The
+A gated MLP computes gate and up in one matmul with a weight [D, 2, F]. If the
+last dimension is sharded, a shard holds the same columns of gate and of up. The
 gradients of gate and up share one E5M2 scale.
 
 In addition to what every block saves, the MLP saves the activation's input
@@ -42,7 +42,7 @@ class _Saved(NamedTuple):
   # f(gate), and the rows of f(gate) * up; None if both are recomputed.
   activated: QTensor | None = None
   product: Operand | None = None
-  scale: ops.Scales | None = None  # The scale of a recomputed `product`.
+  scale: ops.Scales | None = None  # For recomputing `product`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Elementwise(Middle):
   Without one, they are [..., F] and [D, F]. The second weight is [F, D].
 
   Attributes:
-    activation: f, see `activate`. With a gate, "silu" makes it a SwiGLU, and
-      "gelu_tanh" and "gelu" make it a GeGLU. "gelu" (erf) has no GPU kernel.
+    activation: f, see `activate`. With a gate, "silu" is SwiGLU, and
+      "gelu_tanh" and "gelu" are GeGLU. "gelu" (erf) has no GPU kernel.
     gated: whether there is a gate.
 
   Raises:
@@ -72,7 +72,7 @@ class Elementwise(Middle):
       return
     front, back = weights.front.w, weights.back.w
     fits = front.ndim == 3 and front.shape[1] == 2
-    # With mesh axes, a caller's own shard_map may pass shards of other widths.
+    # With mesh axes, skip F: in a caller's shard_map, widths may differ.
     if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
       raise ValueError(
         "Elementwise: front.w must be [D, 2, F] and back.w [F, D] with a gate, "
@@ -117,7 +117,7 @@ class Elementwise(Middle):
         gradient=gradient_scaling(recipe),
         output=value_scaling(recipe),
         scale=saved.scale,
-        # The kernel computes bias gradients only without a gate.
+        # The GPU kernel computes bias gradients only without a gate.
         has_sums=has_bias and not self.gated,
         implementation=recipe.implementation,
       )
@@ -192,8 +192,8 @@ class MLP(RecipeModule):
       activation: f, see `Elementwise`.
       gated: whether there is a gate.
       rngs: its stream `params` provides the keys of initializers.
-      **options: see `BlockOptions`; the first bias is [2, F], or [F] without a
-        gate, and the second [D].
+      **options: see `BlockOptions`. The first bias is [2, F], or [F] without a
+        gate; the second is [D].
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.

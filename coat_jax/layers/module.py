@@ -42,7 +42,7 @@ def check_recipe(op: str, recipe: Any) -> None:
 def check_float(
   op: str, name: str, x: Any, *, ndim: int | Collection[int] = ()
 ) -> None:
-  """Raises unless x is a floating-point array with one of these ranks."""
+  """Raises unless x is a floating-point array; `ndim` restricts its rank."""
   rule = "a floating array"
   if isinstance(ndim, int):
     rule += f" of {ndim} axes"
@@ -65,11 +65,11 @@ class RecipeModule(nnx.Module):
   """Base of all modules: holds the recipe and the compute dtype.
 
   Attributes:
-    recipe: selects what training computes and saves for the backward pass.
+    recipe: selects what training computes and saves in FP8.
     dtype: dtype of inputs and outputs; None for the common dtype of inputs and
       parameters.
-    deterministic: `module.eval()` sets it, `module.train()` clears it. If it is
-      set, the module uses `recipe.for_evaluation()`.
+    deterministic: True after `module.eval()`, False after `module.train()`. If
+      it is True, the module uses `recipe.for_evaluation()`.
   """
 
   def __init__(
@@ -83,8 +83,8 @@ class RecipeModule(nnx.Module):
   ):
     """Sets recipe and dtype, and checks the arguments that modules share.
 
-    `sizes` are numbers of features, heads and the like. A size is None if the
-    module derives it from the others.
+    `sizes` are numbers of features, heads and the like; None for a size that
+    the module derives from the others.
     """
     op = type(self).__name__
     self.recipe = recipes.coat() if recipe is None else recipe
@@ -100,7 +100,7 @@ class RecipeModule(nnx.Module):
         check_whole(op, name, size, COUNT, "pass a positive int")
 
   def cast(self, x: Array, *params: nnx.Param | None) -> Array:
-    """Casts x to `dtype` or, if that is None, promotes it with `params`."""
+    """Casts x to `dtype`; None promotes x and `params` to a common dtype."""
     op, remedy = type(self).__name__, "pass activations [..., features]"
     rule, kind = "an array of numbers [..., features]", jnp.number
     check_array(op, "x", x, rule, ndim=_SOME_AXES, kind=kind, remedy=remedy)
@@ -109,7 +109,7 @@ class RecipeModule(nnx.Module):
 
   @property
   def active_recipe(self) -> CoatRecipe:
-    """The recipe of the current mode, training or evaluation."""
+    """The recipe for the current mode, training or evaluation."""
     return self.recipe.for_evaluation() if self.deterministic else self.recipe
 
 

@@ -116,16 +116,16 @@ def _plain_fwd(x, y, w, static, recipe):
   axes = recipe.axes
   mixture = functools.partial(_of_device, static=static, recipe=recipe)
   if expert_size(axes) > 1:
-    # The buffer of received rows has room for the rows of all devices, so the
-    # backward pass recomputes it.
+    # The receive buffer has room for the rows of all devices, so recompute it
+    # in the backward pass instead of saving it.
     mixture = jax.checkpoint(mixture)
   differentiated: Any = jax.vjp(mixture, y, w, has_aux=True)
   (out, probability), backward, load = differentiated
   out = x + out if static.add_input else out
   mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
   stats = RoutingStats(mean(load), mean(probability))
-  # Do not save the weights: `rule` passes them to the backward pass. Save y as
-  # the mixture reads it, in f32.
+  # Don't save the weights: `rule` passes them to the backward pass. Save y in
+  # f32, as the mixture reads it.
   of_y, _ = backward.args_res
   return (out, stats), backward.replace(args_res=[of_y, None])
 
@@ -136,7 +136,7 @@ def _plain_bwd(static, recipe, inputs, backward, cotangents):
   backward = backward.replace(args_res=[of_y, w])
   dy, dw = backward((g, dstats.probability / token_shards(axes)))
   dx = g if static.add_input else jnp.zeros_like(g)
-  # The matmuls' gradients are already summed over devices; the router's is not.
+  # The experts' gradients are already summed over devices; the router's is not.
   return dx, dy, dw._replace(router=sum_tokens(dw.router, axes))
 
 
@@ -161,7 +161,8 @@ def _of_device(y, w, *, static, recipe):
       y, w.router, experts, normalize=static.normalize
     )
     load = load_of(experts, num_experts)
-    # From here on, each device computes its part of F for whole sequences.
+    # From here on, each device has whole sequences, but only its shard of the
+    # hidden dimension F.
     y, experts, p = gather_positions((y, experts, p), axes)
     rows = sort_rows(experts, num_experts, axes)
     p = p_of_rows(p, rows)
@@ -194,7 +195,7 @@ _product.defvjp(_multiply_fwd, _multiply_bwd)
 
 
 def _check(x, w, experts_per_token, recipe) -> None:
-  """Raises for wrong shapes; with axes, F and D may differ between arrays."""
+  """Raises for wrong arguments; with mesh axes, D and F are not checked."""
   check_recipe("moe", recipe)
   check_float("moe", "x", x)
   remedy = "pass one, as in MoEWeights(gamma, None, router, gate_up, down)"
@@ -208,7 +209,8 @@ def _check(x, w, experts_per_token, recipe) -> None:
     raise ValueError(
       "moe: weights must be router [D, E], gate_up [E, D, 2, F] and down "
       f"[E, F, D] for x [..., D], got {w.router.shape}, {gate_up} and {down} "
-      f"for {x.shape}; pass the weights of one MoE, and an x of its width"
+      f"for {x.shape}; pass the weights of one MoE, and an x whose last "
+      "dimension is D"
     )
   _check_experts("moe", experts_per_token, e)
 
@@ -278,8 +280,8 @@ class MoE(RecipeModule):
       rngs: its stream `params` provides the keys of initializers.
       **options: see `NormLinearOptions`. The matmuls have no bias; they run in
         `dtype`, or in FP8 if `recipe.experts` is "fp8". `kernel_init` is called
-        with [E, D, 2 F]. `kernel_metadata` that names axes of gate_up must name
-        all four.
+        with [E, D, 2 F]. If `kernel_metadata` names axes of gate_up, it must
+        name all four.
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.

@@ -2,7 +2,7 @@
 """RMSNorm and LayerNorm that save their input in FP8, in 1 x G groups.
 
 G is `recipe.group_size`. The forward pass quantizes its input, saves the codes,
-and normalizes their values. The backward pass therefore computes the exact
+and normalizes the dequantized values. The backward pass computes the exact
 gradient of the norm at these values. Gradients pass straight through the
 quantizer.
 """
@@ -107,15 +107,15 @@ def norm(
   eps: float,
   recipe: CoatRecipe,
 ) -> Array:
-  """Normalizes the last axis, in f32.
+  """Normalizes x along its last axis, in f32.
 
   Args:
     x: [..., D], BF16 (or f32).
     gamma, beta: [D] or None.
     kind: "rms" or "layer".
     eps: added to the mean square or the variance.
-    recipe: if `recipe.nonlinear` is "fp8", x is rounded to FP8 and saved in
-      FP8.
+    recipe: if `recipe.nonlinear` is "fp8", x is saved in FP8, and the norm
+      reads the rounded values.
 
   Returns:
     [..., D] in x's dtype.
@@ -131,7 +131,8 @@ def norm(
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
 
   def plain(x, gamma, beta):
-    # Name x, so that a checkpoint policy keeps the same arrays as in FP8.
+    # Name x, so that a checkpoint policy keeps the same arrays as with FP8
+    # recipes.
     x = save_residual("norm", x)
     with residual_scope("norm"):
       y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
@@ -173,8 +174,8 @@ class Norm(RecipeModule):
     Args:
       num_features: D, width of the last axis.
       epsilon: added to the mean square or the variance.
-      recipe: selects whether the input is rounded to FP8 and saved in FP8; None
-        for `recipes.coat()`.
+      recipe: selects whether the input is rounded to and saved in FP8; None for
+        `recipes.coat()`.
       use_scale: whether there is a scale [D].
       use_bias: whether there is a bias [D]; None for a bias in LayerNorm only.
       scale_plus_one: whether to multiply by 1 + scale, summed in f32, as Gemma
@@ -208,7 +209,7 @@ class Norm(RecipeModule):
     if scale_plus_one and not use_scale:
       raise ValueError(
         f"{op}: scale_plus_one must come with a scale, got "
-        "use_scale=False; leave one of them out"
+        "use_scale=False; leave one of these arguments out"
       )
     self.use_scale, self.use_bias = use_scale, use_bias
     self.scale_plus_one = scale_plus_one
@@ -249,7 +250,7 @@ class Norm(RecipeModule):
 
 
 class RMSNorm(Norm):
-  """x / sqrt(mean(x^2) + epsilon) * scale; its arguments are those of `Norm`.
+  """x / sqrt(mean(x^2) + epsilon) * scale; see `Norm` for its arguments.
 
   Example usage::
 
@@ -267,7 +268,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-  """(x - mean) / sqrt(var + epsilon) * scale + bias.
+  """(x - mean) / sqrt(var + epsilon) * scale + bias; see `Norm`.
 
   With `use_scale=False, use_bias=False` it is non-parametric, as in OLMo.
 

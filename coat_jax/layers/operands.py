@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizes operands of FP8 matmuls according to the recipe.
 
-An `ops.Scaling` computes scales and codes. A matmul with a weight reads rows,
-and the weight's gradient reads columns. With one scale per tensor, columns are
-the transpose of the rows. With blocks of 128, rows have a scale per 128
-features, and columns have a scale per 128 tokens. The forward pass then saves
-the rows that it read, and the backward pass requantizes them to columns. A
-gradient is quantized from BF16 to both layouts.
+An `ops.Scaling` computes scales and codes. Matmuls with a weight read an
+operand's rows; the matmul for the weight's gradient reads its columns. With one
+scale per tensor, columns are the transpose of the rows. With blocks of 128,
+rows have a scale per 128 features, and columns have a scale per 128 tokens. The
+forward pass then saves the rows that it read, and the backward pass requantizes
+them to columns. A gradient is quantized from BF16 to both layouts.
 """
 
 from typing import Any
@@ -53,8 +53,7 @@ def quantized(
 ) -> Operand:
   """Quantizes [..., n], BF16 or f32, to an operand in `recipe.formats.values`.
 
-  Pass the `scale` that `scale_of` returned for the same values, or None to
-  compute one.
+  `scale` is what `scale_of` returned for the same values; None computes one.
   """
   return ops.quantize_tensor(
     x,
@@ -68,7 +67,7 @@ def quantized(
 def scale_of(x: Operand) -> Array | None:
   """Saves the scale of an operand that the backward pass quantizes again.
 
-  Returns None for blocks: their scales are computed together with their codes.
+  Returns None for block scales, which are recomputed together with the codes.
   """
   if isinstance(x.scale, ops.BlockScales):
     return None
@@ -90,7 +89,7 @@ def keep_input(x: Operand, recipe: CoatRecipe) -> tuple[Operand, Operand]:
 
 
 def input_operand(x: Array, recipe: CoatRecipe) -> tuple[Operand, Operand]:
-  """Quantizes a matmul's input, and passes it to `keep_input`."""
+  """Quantizes a matmul's input, and returns what `keep_input` returns."""
   layout = layout_of_input(recipe)
   return keep_input(quantized(x, recipe, layout=layout), recipe)
 
@@ -121,8 +120,8 @@ def check_scaling(recipe: CoatRecipe) -> None:
   if recipe.in_blocks and tensor_size(recipe.axes) > 1:
     raise ValueError(
       "layers: recipe fp8_block needs one device along the tensor axis, got "
-      f"{tensor_size(recipe.axes)}; split weights over fsdp, or use "
-      "recipes.coat(), whose scales do not depend on how a weight is split"
+      f"{tensor_size(recipe.axes)}; shard weights over fsdp, or use "
+      "recipes.coat(), whose scales do not depend on the sharding"
     )
 
 
@@ -158,9 +157,9 @@ def _check_tiles(w: Operand) -> None:
 
 
 def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
-  """Gathers the codes of all positions of a device's sequences.
+  """Gathers the codes for all positions of a device's sequences.
 
-  x contains rows [B, T, D] and columns [D, B T] of the device's own positions.
+  x contains rows [B, T, D] and columns [D, B T] of the device's positions.
   """
   axes = recipe.axes
   if axes is None or size_of(axes.tensor) == 1:

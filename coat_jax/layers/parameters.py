@@ -56,7 +56,7 @@ def make_param(
   if len(names) > len(shape):
     raise ValueError(
       "metadata: out_sharding must have at most one entry for each axis, got "
-      f"{names} for a parameter {shape}; pass a name for each of these axes"
+      f"{names} for a parameter {shape}; pass one name for each array axis"
     )
   array = value.raw_value.reshape(shape)
   return nnx.Param(dataclasses.replace(value, raw_value=array), **metadata)
@@ -65,8 +65,7 @@ def make_param(
 def stack_options(options: Mapping[str, Any]) -> dict[str, Any]:
   """Converts options for a kernel [D, F] to options for [D, count, F].
 
-  If the sharding has names for the axes of [D, F] only, the new axis is not
-  split.
+  A sharding that names only D and F does not split the new axis.
   """
   out = dict(options)
   for name, axis in (("kernel", 1), ("bias", 0)):
@@ -96,12 +95,12 @@ def _names(metadata: Metadata) -> tuple[Any, ...]:
 
 
 def _boxed(value: Any) -> nnx.VariableMetadata:
-  """Wraps what an initializer returned, with the metadata of flax's boxes."""
+  """Wraps an initializer's result; keeps the metadata if flax boxed it."""
   if isinstance(value, nnx.VariableMetadata):
     return value
   if isinstance(value, Partitioned):
-    # A box of linen.with_partitioning, from a module under nnx.bridge. As in
-    # Linen, its names are only looked up and need no mesh.
+    # linen.with_partitioning boxed the value, in a module under nnx.bridge. As
+    # in Linen, the names are only looked up and need no mesh.
     metadata = value.to_nnx_metadata()
     metadata |= dict(linen_meta_type=type(value), eager_sharding=False)
     return nnx.VariableMetadata(metadata.pop("value"), metadata=metadata)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 matmuls of a linear layer or a block: weights, forward, gradients.
+"""FP8 matmuls of a linear layer or a block: forward pass and gradients.
 
 The forward pass reads a weight's columns and the backward pass its rows, in
-E4M3 with one scale, or with one per tile of 128 x 128. recipe.weight_cache
-selects what is computed once for several uses:
+E4M3 with one scale per weight or per tile of 128 x 128. recipe.weight_cache
+selects what is computed once and used several times:
 
   "none"   nothing: a weight's scale is computed at the first use, and its codes
            at each use
@@ -14,11 +14,12 @@ selects what is computed once for several uses:
 
 A cache is computed from the weights and discarded after use. It is not part of
 any state, so no cache outlives an update of its weights. On a mesh a device
-caches its own rows, and gathers the codes of all other rows at each use.
+caches its shard of the rows, and gathers the codes of all other rows at each
+use.
 
 On a mesh a weight is split over the tensor axis by columns or by inputs (rows).
-A matmul split by columns reads whole sequences. A matmul split by inputs
-reads the device's own columns of whole sequences, and its partial sums are
+A matmul split by columns reads whole sequences. A matmul split by inputs reads
+the device's shard of the features of whole sequences, and its partial sums are
 reduce-scattered over positions.
 """
 
@@ -52,7 +53,7 @@ from coat_jax.ops import BlockScales, Operand
 
 
 class LinearWeights(NamedTuple):
-  """Parameters of a matmul and its norm; None for one that does not exist.
+  """Parameters of a matmul and its norm; missing ones are None.
 
   The norm precedes a block's first matmul, or follows its second matmul.
 
@@ -114,7 +115,7 @@ def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
       implementation=recipe.implementation,
     )
   if recipe.weight_cache == "scale":
-    # XLA is as fast as the kernel, and copies no weights out of a stack.
+    # XLA is as fast as the GPU kernel, and reads weights in a stack in place.
     scale: Any = ops.tensor_scale(w, scaling=scaling, implementation="xla")
     return Operand(None, None, scale)
   return None
@@ -202,7 +203,7 @@ def bias_gradient(
   """Sums g [..., F] over all tokens in f32; None without a bias.
 
   g is [F] if it is already summed over the device's tokens. With `has_columns`,
-  g contains the device's own columns for all positions.
+  g contains the device's shard of the columns for all positions.
   """
   if bias is None:
     return None
@@ -223,7 +224,7 @@ def quantized_weight(
   """Quantizes all rows of w [D, *F], reusing cached scales and codes.
 
   On a mesh, w contains only the device's rows. With a cached scale, codes are
-  gathered only after `after` is known: devices run one collective at a time,
+  gathered only once `after` is computed: devices run one collective at a time,
   and the amax that a matmul needs should not wait for the codes of the whole
   layer.
   """
@@ -237,9 +238,9 @@ def quantized_weight(
     # the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
-    # XLA reads w in place from a stack of layers. For a kernel it would first
-    # copy w out of the stack, 8 bytes per parameter. Reshape codes, not w: on a
-    # TPU, a reshape of [D, 2, F] is a copy.
+    # XLA reads w in place from a stack of layers. For a GPU kernel it would
+    # first copy w out of the stack, which moves 8 bytes per parameter. Reshape
+    # codes, not w: on a TPU, a reshape of [D, 2, F] is a copy.
     rows = ops.quantize_rows(
       w,
       scale=scale,
@@ -262,8 +263,8 @@ def _scale_to_save(
 ) -> Operand | None:
   """Returns the weight's scale to save; None if it is cached or per tile.
 
-  The backward pass recomputes the scales of tiles. It reads codes of weights
-  only if they are cached, because cached codes stay in memory anyway.
+  The backward pass recomputes the scales of tiles. A weight's codes are not
+  saved: the backward pass reads cached codes, or quantizes the weight again.
   """
   if cache is not None or not value_scaling(recipe).of_weights.saves_scale:
     return None

@@ -2,9 +2,9 @@
 """RMSNorm of queries and keys, after their projection and before RoPE.
 
 FP8 blocks save codes of this norm's inputs, not the q and k that attention
-reads. Both passes compute the q and k for attention from these codes. The
-backward pass therefore recomputes exactly the scores from which the forward
-pass computed the saved log-sum-exp.
+reads. Both passes compute attention's q and k from these codes. The backward
+pass therefore recomputes exactly the scores whose log-sum-exp the forward pass
+saved.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ class QKNormWeights(NamedTuple):
   """Weights of the norms of q and k.
 
   Attributes:
-    q: [H] if each head has its own statistics; [N H], one head after the other,
-      if all heads share them.
+    q: [H] if each head is normalized separately; [N H], concatenated over
+      heads, if all heads are normalized together.
     k: [H] or [K H].
   """
 
@@ -66,14 +66,14 @@ class QKNorm:
   def gradients(
     self, dy: Array, x: Array, weight: Array, axes: MeshAxes | None
   ) -> tuple[Array, Array]:
-    """Returns dx in f32, and dweight, summed over tokens, in its own dtype."""
+    """Returns dx in f32, and dweight, summed over tokens, in weight's dtype."""
     rows = self._rows(x)
     _, stats = self._values(rows, weight, axes)
     names = self._axis_names(axes)
     dx, dweight, _ = ops.norm_gradients(
       self._rows(dy), rows, weight, stats, axis_names=names
     )
-    # With "all", each device holds only its own heads' part of the weight.
+    # With "all", each device holds only the part of the weight for its heads.
     dweight = sum_tokens(dweight, axes, all_positions=self.over == "all")
     return dx.reshape(x.shape), cotangent(dweight, weight)
 
@@ -96,7 +96,7 @@ class QKNorm:
     )
 
   def _axis_names(self, axes):
-    """Returns the mesh axes along which devices hold equal parts of a row."""
+    """Returns the mesh axes that split each row into shards of equal size."""
     if self.over == "head" or axes is None or axes.tensor is None:
       return ()
     return (axes.tensor,)

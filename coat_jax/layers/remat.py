@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 rematerialization: `jax.checkpoint` that keeps activations in FP8.
 
-A function and a policy do this. Both keep codes of 1 x G groups and their
+There is a function transformation and a policy. Both keep 1 x G codes and their
 scales. For each token of width D they keep:
 
   fp8_remat               a function's argument, D + 2 D / G bytes
   block_inputs_saveable   the input and the statistics of each block's norm,
                           2.25 D + 8 bytes for a layer's two blocks if G = 16
 
-`fp8_remat` rounds the residual stream itself, once per call. The policy rounds
-nothing more, because a block's norm, matmuls and middle read only the norm's
-codes anyway. The second forward pass therefore repeats the first, but leaves
-out the block's second matmul. If a norm follows that matmul, the input of this
-norm is kept as well. If a layer's first block has no norm, the layer's input is
-kept too, in BF16.
+`fp8_remat` rounds the residual stream itself, once per call. The policy adds no
+rounding, because a block's norm, matmuls and middle read only the norm's codes
+anyway. The second forward pass therefore repeats the first, except for the
+block's second matmul, which it skips. If a norm follows that matmul, this
+norm's input is kept as well. If a layer's first block has no norm, the layer's
+input is kept too, in BF16.
 """
 
 import functools
@@ -40,9 +40,9 @@ codes_saveable = jax.checkpoint_policies.save_only_these_names(_INPUT)
 def block_inputs_saveable(primitive, *avals, name: str = "", **others) -> bool:
   """A policy for `jax.checkpoint` that keeps the inputs of FP8 blocks' norms.
 
-  It keeps the codes and statistics of every norm that runs in FP8, and all
-  scalar scales of operands. (Without these scales, the second forward pass
-  would need the norm's input in BF16 to compute them.)
+  It keeps the codes and statistics of every norm that saves its input in FP8,
+  and all scalar scales of operands. (Without these scales, the second forward
+  pass would need the norm's input in BF16 to compute them.)
 
   Args:
     primitive: the primitive of the equation that JAX asks about.
@@ -85,10 +85,10 @@ def fp8_remat(
 
   Like `jax.checkpoint(f)`, it keeps f's arguments and recomputes the rest in
   the backward pass. Of the arguments in `argnums`, it keeps only 1 x G codes
-  and their scales: about 1.13 bytes a value with G = 16. Both forward passes
+  and their scales: about 1.13 bytes per value with G = 16. Both forward passes
   read the dequantized values. The gradient is that of f at those values and
   passes straight through the rounding. Other arguments (weights), and arrays
-  that f closes over, are kept unchanged and have the same gradients as with
+  that f closes over, are kept unchanged and get the same gradients as with
   `jax.checkpoint`.
 
   Args:
@@ -137,7 +137,8 @@ def fp8_remat(
   places: Any = (argnums,) if is_one else tuple(argnums)
   if not places:
     needs = "at least one index"
-    refuse(ValueError, op, "argnums", needs, argnums, "or use jax.checkpoint")
+    remedy = "pass one, or use jax.checkpoint"
+    refuse(ValueError, op, "argnums", needs, argnums, remedy)
   for place in places:
     check_whole(op, "argnums", place, ANY, "0 is the first argument")
   recipe = recipe_of(op, recipe)
@@ -158,7 +159,7 @@ def fp8_remat(
     if not all(-len(args) <= i < len(args) for i in places):
       raise ValueError(
         f"fp8_remat: argnums {places} must be indices of positional arguments, "
-        f"got {len(args)} of them; pass rounded arguments by position"
+        f"got {len(args)} of them; pass the arguments to round by position"
       )
     return saving(*args, **kwargs)
 

@@ -4,9 +4,9 @@
 The forward pass calls `save_residual` on each array that it saves, before it
 uses the array. `jax.checkpoint` policies such as `save_only_these_names` can
 then keep or offload it, and recomputation starts from what the policy kept.
-Scalar scales are named too, because recomputing a scale would require the
-operation that computes the values. Weights are saved without a name, because
-they stay in memory anyway.
+Scalar scales are named too: recomputing a scale would mean recomputing the
+values that it scales. Weights are saved without a name, because they stay in
+memory anyway.
 """
 
 import re
@@ -43,7 +43,7 @@ def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
 
 
 def name_residual[Tree](name: str, tree: Tree) -> Tree:
-  """Names every array of `tree`, codes as bytes (see `protect_codes`)."""
+  """Names every array of `tree`; FP8 arrays as bytes (see `protect_codes`)."""
 
   def named(x):
     if not is_fp8(x.dtype):
@@ -86,13 +86,13 @@ def kind_of_scope(name_stack: str) -> str | None:
 
 
 def protect_codes[Tree](residuals: Tree) -> Tree:
-  """Copies a forward pass's residuals into new variables, with equal bytes.
+  """Copies a forward pass's residuals, bit by bit, into new variables.
 
   With a policy, `jax.checkpoint` applies `lax.reduce_precision` to each
   floating-point array that it keeps and that the forward pass also reads. That
   operation treats E4M3 as a format with infinities: values of 256 and above
-  would become NaN, in the forward pass too (JAX 0.11.2). It does not change
-  bytes, nor arrays that only the backward pass reads. XLA removes the
+  would become NaN, in the forward pass too (JAX 0.11.2). It changes neither
+  bytes nor arrays that only the backward pass reads. XLA removes the
   conversions to bytes and back.
   """
 

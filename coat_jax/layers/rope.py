@@ -4,7 +4,7 @@
 The rotation is linear and its transpose is the opposite rotation, so the
 backward pass needs no activation. Among the first R channels of a head, i and
 i + R/2 form a pair, as in Hugging Face Transformers. R is H unless a `Rotary`
-sets fewer.
+sets a smaller `rotary_dim`.
 """
 
 import functools
@@ -65,7 +65,7 @@ def rope(
   theta: float | Rotary | tuple[Theta, ...],
   kind: Array | None = None,
 ) -> Array:
-  """Rotates each pair of channels by position * theta^(-2 i / H).
+  """Rotates the i-th pair of channels by position * theta^(-2 i / H).
 
   Args:
     x: [B, T, N, H], H even.
@@ -140,7 +140,7 @@ class Heads(NamedTuple):
       )
 
   def of_device(self, axes: MeshAxes | None) -> "Heads":
-    """Returns a device's share of the heads, inside a block."""
+    """Returns the heads that each device computes inside a block."""
     count = tensor_size(axes)
     n, k, theta = self
     if n % count or k % count:
@@ -196,13 +196,13 @@ def split_heads(
   kind: Array | None = None,
   recipe: CoatRecipe | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Splits qkv into q, k and v and rotates q and k, all in one pass.
+  """Splits qkv into q, k and v, and rotates q and k, in a single pass.
 
   Args:
-    qkv: [B, T, (N + 2 K) H], ordered by key head: for each one, the N / K query
-      heads that share it, then the key and the value. H is even.
+    qkv: [B, T, (N + 2 K) H], ordered by key head: first the N / K query heads
+      that share it, then its key and its value. H is even.
     positions: int32 [T], or [B, T] if they differ between sequences.
-    heads: N, K and theta.
+    heads: N, K and theta, as in `Heads(32, 8, 1e4)`.
     kind: int32 scalar, the index into `heads.theta` if that is a tuple.
     recipe: sets the mesh axes; None for no mesh axes.
 

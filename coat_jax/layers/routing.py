@@ -45,10 +45,11 @@ class Rows(NamedTuple):
   Attributes:
     copy: [T k], the copy in each row; it belongs to token `copy // k`.
     row: [T k], the row of each copy: the inverse of `copy`.
-    sizes: [E], the number of rows of each expert that the device holds.
+    sizes: the number of rows of each expert on this device: [E], or [E / n]
+      with an exchange.
     exchange: the plan by which rows reach their experts; None if the device
-      holds all experts. Otherwise there are R rows, as many as all devices have
-      copies. The rows after the last expert's rows are unused.
+      holds all experts. With an exchange, a device has R = n T k rows, and
+      those after its last expert's rows are unused.
   """
 
   copy: Array
@@ -98,7 +99,7 @@ def choose_experts(y: Array, w: Array, experts_per_token: int) -> Array:
 def expert_weights(
   y: Array, w: Array, experts: Array, *, normalize: bool
 ) -> tuple[Array, Array]:
-  """Computes the weights of chosen experts [..., k], f32 [..., k].
+  """Computes the weights p, f32 [..., k], of the chosen experts [..., k].
 
   Also returns the mean probability of every expert, f32 [E]. Both are
   differentiable in y [..., D] and w [D, E].
@@ -114,14 +115,14 @@ def expert_weights(
 
 def _logits(y: Array, w: Array) -> Array:
   # Use full f32: a GPU's default (TF32, a mantissa of 10 bits) would route
-  # tokens differently. Full f32 costs little, because the router computes only
-  # E / (3 k F) of the experts' operations, less than a hundredth.
+  # tokens differently. Full f32 costs little: the router's operations are
+  # E / (3 k F) of the experts', less than a hundredth.
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
 
 
 def sort_rows(experts: Array, num_experts: int, axes: MeshAxes | None) -> Rows:
-  """Sorts the copies of all tokens [..., k] by expert, and then by token."""
+  """Sorts tokens' copies by expert, then by token; `experts` is [..., k]."""
   experts = experts.reshape(-1)
   copy = jnp.argsort(experts, stable=True)
   places = jnp.arange(experts.size, dtype=copy.dtype)
@@ -135,7 +136,7 @@ def sort_rows(experts: Array, num_experts: int, axes: MeshAxes | None) -> Rows:
 
 
 def to_rows(x: Array, rows: Rows, experts_per_token: int) -> Array:
-  """Copies tokens [..., n] to rows [T k, n]; after an exchange, to [R, n]."""
+  """Copies tokens [..., n] to rows [T k, n]; with an exchange, to [R, n]."""
   x = x.reshape(-1, x.shape[-1])
   return _sent(_take(x, rows.copy // experts_per_token), rows)
 
@@ -165,7 +166,7 @@ def load_of(experts: Array, num_experts: int) -> Array:
 
 
 def _num_tokens(experts: Array) -> int:
-  """Counts the tokens of experts [..., k]; returns at least 1, as a divisor."""
+  """Counts the tokens of experts [..., k]; at least 1, to divide by it."""
   return max(experts.size // experts.shape[-1], 1)
 
 

@@ -43,7 +43,7 @@ class _Saved:
 
 
 class _Scalar(NamedTuple):
-  """One device's scalar as [1], so that devices' values can be concatenated."""
+  """A device's scalar as an array [1], so that shards can be concatenated."""
 
   value: Array
 
@@ -64,12 +64,12 @@ def rule(
   the arguments whose indices `reads` lists: weights, which stay in memory
   anyway.
 
-  `specs(*arrays, *static, recipe)` defines shardings with `recipe.axes`. It
-  returns a tuple with a tree of `PartitionSpec` for each array (one spec may
-  stand for a whole tree), and the specs of the results. By default all arrays
-  and results are sharded as tokens, like the first array. Without
+  With `recipe.axes`, `specs(*arrays, *static, recipe)` defines the shardings.
+  It returns a tuple with a tree of `PartitionSpec`s for each array (one spec
+  may stand for a whole tree), and the specs of the results. By default all
+  arrays and results are sharded as tokens, like the first array. Without
   `recipe.axes`, `result_spec(*arrays)` returns the specs of the results on
-  explicit mesh axes; by default, they are the first array's.
+  explicit mesh axes; by default, each is the first array's spec.
 
   The returned `f(arrays, *static, recipe)` is differentiable in its tuple of
   arrays.
@@ -142,7 +142,7 @@ def rule(
 
 
 def _tokens_specs(*arguments):
-  """Returns specs for elementwise functions: all arrays are tokens."""
+  """Returns specs for elementwise functions: all are sharded as tokens."""
   first, *_, recipe = arguments
   each = mesh.tokens(recipe.axes, first)
   num_arrays = sum(isinstance(x, Array) for x in arguments)
@@ -159,9 +159,9 @@ def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
 def _only_saved[Tree](read: Tree) -> Tree:
   """Makes `bwd` wait for the incoming gradient, and use only saved values.
 
-  Otherwise, if no scan separates layers, XLA notices that `fwd` computed the
-  same f32 values as `bwd` recomputes, and keeps them in memory. Programs for
-  NVIDIA GPUs with FP8 need no barrier, because kernels compute these values.
+  Otherwise, if no scan separates layers, XLA notices that `bwd` recomputes f32
+  values of `fwd`, and keeps those in memory instead. Programs for NVIDIA GPUs
+  with FP8 need no barrier, because kernels compute these values.
   """
   if target() == "cuda" and not is_before(FP8):
     return read
@@ -179,8 +179,8 @@ def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
   """Returns a function that shards saved values like the first array's tokens.
 
   Features are split over the mesh axes that split the other arrays. XLA alone
-  would lose these axes when a weight [D, 2, F] is reshaped, and would save
-  features unsplit.
+  would lose this split when a weight [D, 2, F] is reshaped, and each device
+  would save all features.
   """
   first = jax.tree.leaves(arrays)[0]
   leaves = jax.tree.leaves(specs)
@@ -217,8 +217,8 @@ def _first_spec(arrays: tuple) -> P:
 def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
   """Returns the static arguments, with mesh axes inferred from arrays' types.
 
-  Devices can then run kernels on their own shards and gather codes even if
-  `recipe.axes` is None. Only explicit mesh axes for data and FSDP are
+  Devices can then run kernels on their shards and gather codes even if the
+  user's `recipe.axes` is None. Only explicit mesh axes for data and FSDP are
   recognized.
   """
   *others, recipe = static
@@ -248,7 +248,7 @@ def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
 
 
 def _cotangent_specs(specs: tuple, arrays: tuple) -> tuple:
-  """Replaces specs of caches and integers, which have no cotangent, by None."""
+  """Replaces specs of caches and integers with None: they have no cotangent."""
 
   def of(x, spec):
     is_float = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)

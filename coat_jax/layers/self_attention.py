@@ -2,8 +2,9 @@
 """The middle of an attention block: heads, their norm, RoPE and attention.
 
 q, k and v come from one matmul. `ops.join_heads_operand` writes their gradients
-as that matmul's E5M2 operand. With clipping, or with a scale for each block of
-128 values, the gradients are first joined in the dtype of q, k and v.
+as the E5M2 operand of its backward pass. With clipping, or with a scale for
+each block of 128 values, the gradients are first joined in the dtype of q, k
+and v, and then quantized.
 """
 
 import dataclasses
@@ -71,15 +72,15 @@ class SelfAttention(Middle):
 
   The first weight is [D, (N + 2 K) H], ordered by key head (see
   `layers.split_heads`); the second is [N H, D]. `weights` are `QKNormWeights`,
-  or None without that norm; `inputs` are `AttentionInputs`.
+  or None if q and k are not normalized; `inputs` are `AttentionInputs`.
 
   If layers of a stack differ in RoPE or in the keys that queries see,
   `heads.theta` or `kind` is a tuple. `inputs.kind` then selects an entry in
   both passes: for RoPE a row of a table, for attention a branch of a
   `lax.switch`.
 
-  If q and k are normalized, the codes of the norm's inputs are saved, not the
-  norm's outputs, and recipe.attention selects only how v is saved.
+  If q and k are normalized, FP8 codes of the norm's inputs are saved, not its
+  outputs, and recipe.attention selects only how v is saved.
 
   Attributes:
     heads: the numbers of heads, N and K, and RoPE's options.
@@ -168,9 +169,9 @@ class SelfAttention(Middle):
       num_kv_heads=k,
     )
     in_fp8 = recipe.attention == "fp8"
-    # The name is "attention" even if q and k are normalized. Policies that keep
-    # the inputs of norms mean the norms of blocks, from whose inputs these
-    # codes are recomputed.
+    # Use the name "attention" even if q and k are normalized. Policies that
+    # keep residuals named "norm" are meant for the norms of blocks, from whose
+    # inputs these codes are recomputed.
     saved = save_residual(
       "attention",
       (
@@ -222,7 +223,7 @@ class SelfAttention(Middle):
     return of_weights, inputs_specs(axes, inputs)
 
   def _read(self, saved, weights, inputs, dtype, recipe):
-    """Computes the q, k and v that attention reads from what is saved."""
+    """Computes attention's q, k and v from the saved values."""
 
     def read(x):
       return x.dequantize(dtype) if isinstance(x, QTensor) else x
@@ -353,5 +354,5 @@ def rotaries(
 
 
 def _one_or_each(choices: tuple):
-  """Returns the choice if all kinds make the same one, else the tuple."""
+  """Returns one choice if it is the same for all kinds, else the tuple."""
   return choices[0] if len(set(choices)) == 1 else choices

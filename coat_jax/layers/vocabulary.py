@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two ends of a decoder that use the vocabulary: embedding and loss.
 
-On a mesh (`axes`) each device works on its own tokens. Collectives are
-explicit. Otherwise XLA would exchange logits, or reduce the gradients of each
-chunk of the loss separately:
+On a mesh (`axes`) each device works on its shard of the tokens. XLA alone would
+exchange logits, or reduce the gradients of each chunk of the loss separately.
+Collectives are therefore explicit:
 
   embedding   All rows are gathered once, in the dtype of activations.
   head        Rows split over fsdp are gathered too. Along tensor, each device
-              keeps its part of the vocabulary and gathers whole sequences. For
+              keeps its shard of the vocabulary and gathers whole sequences. For
               each token, devices combine only a maximum, a sum of exponentials
               and the target's logit.
   gradients   They are summed once, in `axes.grad_dtype`; each device keeps its
-              part.
+              shard.
 """
 
 import functools
@@ -34,14 +34,14 @@ from coat_jax.mesh import (
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
 
-# The most bytes of f32 logits that a device holds at a time.
+# The largest size in bytes of the f32 logits that a device holds at a time.
 LOGITS_BYTES = 2**28
 
 
 def embed(
   tokens: Array, table: Array, *, dtype: DTypeLike, axes: MeshAxes | None
 ) -> Array:
-  """Looks up tokens [B, T] in a table [V, D]: [B, T, D] in `dtype`.
+  """Looks up tokens [B, T] in a table [V, D]; returns [B, T, D] in `dtype`.
 
   On a mesh, the table's rows are split over tensor and fsdp.
   """
@@ -108,14 +108,14 @@ def mean_loss(
   """Computes the mean cross-entropy of the next token, f32, in nats per token.
 
   hidden is [B, T, D], targets int32 [B, T], weight [D, V], or [V, D] if it is
-  the embedding's (`is_tied`). `shares`, f32 [B, T], are the factors of the
+  the embedding (`is_tied`). `shares`, f32 [B, T], are the weights of the
   tokens' losses in the sum, treated as constants; None means 1 / (B T) for all
   tokens. With `soft_cap`, logits become soft_cap * tanh(logits / soft_cap).
 
-  All logits [B, T, V] are never in memory together. The forward pass computes
-  them for one chunk of positions after the other and, when differentiated,
-  computes each chunk's gradients right away. The backward pass then only scales
-  these gradients.
+  The logits [B, T, V] are never all in memory at once. The forward pass
+  computes them for one chunk of positions after the other and, when
+  differentiated, computes each chunk's gradients right away. The backward pass
+  then only scales these gradients.
   """
   if targets.size == 0:
     raise ValueError(
@@ -133,7 +133,7 @@ def mean_loss(
     unit = jnp.ldexp(0.5, jnp.frexp(largest)[1])
     shares = shares / unit
   # Cast a float16 weight to f32, so that dweight is f32 too. In float16, the
-  # sum of dweight over so many tokens could overflow.
+  # sum of dweight over many tokens could overflow.
   weight = weight.astype(jnp.promote_types(weight.dtype, jnp.bfloat16))
   arrays = hidden, targets, weight, shares
   if axes is None:
@@ -153,7 +153,7 @@ def logits(
   """Computes f32 logits [B, T, V], sharded over the batch and the vocabulary.
 
   The arguments are those of `mean_loss`. Unlike `mean_loss`, this function
-  holds all logits in memory together.
+  holds all logits in memory at once.
   """
 
   def product(hidden, weight):
@@ -215,7 +215,10 @@ _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 
 def _on_devices(hidden, targets, weight, shares, head, *, has_gradients):
-  """Computes the loss summed over all devices, and its gradients on request."""
+  """Computes the loss, summed over all devices, and its gradients.
+
+  The gradients are () without `has_gradients`, else those of hidden and weight.
+  """
   arrays, axes = (hidden, targets, weight, shares), head.axes
   local = functools.partial(
     _loss_of_shard, head=head, has_gradients=has_gradients
@@ -236,7 +239,7 @@ def _on_devices(hidden, targets, weight, shares, head, *, has_gradients):
 
 
 def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
-  """Does the work of `_on_devices` on one device's shards."""
+  """Computes what `_on_devices` returns, from one device's shards."""
   axes, weight_dtype = head.axes, weight.dtype
   weight = weight.astype(hidden.dtype)
   if axes is not None:
@@ -311,7 +314,7 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
   loss = loss + jnp.sum((log_sum - at_target) * counted)
   if not has_gradients:
     return (loss, dweight), None
-  # Matmuls read dlogits, so it is rounded to their dtype below.
+  # dlogits is rounded below to the dtype in which matmuls read it.
   softmax = jnp.exp(logits - log_sum[..., None])
   dlogits = (softmax - is_target) * counted[..., None]
   if soft_cap is not None:
@@ -332,8 +335,8 @@ def _gather_rows(
 ) -> Array:
   """Casts each device's f32 rows to `dtype` and gathers them."""
   rows = lax.all_gather(weight.astype(dtype), names, axis=0, tiled=True)
-  # Mark each device's copy as its own. JAX would otherwise sum the gradient
-  # where the copy is first used, and not in `_gather_rows_bwd`.
+  # Mark the copies as varying. Otherwise JAX would sum the gradient where a
+  # copy is first used, and not in `_gather_rows_bwd`.
   return lax.pcast(rows, _others(names, axes), to="varying")
 
 
