@@ -15,7 +15,7 @@ from coat_jax.numerics.checks import (
   refuse,
 )
 
-# For each array that is passed with tokens: its kind, and the kind in words.
+# Maps arrays that are passed with tokens to their dtypes, also in words.
 _KINDS = {
   "segments": (jnp.integer, "integers"),
   "shares": (jnp.floating, "floats"),
@@ -48,7 +48,7 @@ def check_tokens(op: str, tokens: Any, segments: Any = None) -> None:
 
 
 def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
-  """Raises an error unless x has one entry per token."""
+  """Raises an error unless x has the shape of tokens and its name's dtype."""
   kind, words = _KINDS[name]
   remedy = "pass one value for each token"
   rule = f"{words} with the shape of tokens"

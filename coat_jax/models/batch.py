@@ -16,10 +16,11 @@ class Batch(NamedTuple):
   """Sequences, each with one document or several packed documents.
 
   Attributes:
-    tokens: int32 [B, T + 1]; each is predicted from the tokens before it.
+    tokens: int32 [B, T + 1]; each token but the first is predicted from those
+      before it.
     segments: int32 [B, T + 1], the number of each token's document in its row;
       padding gets a number too. None if each row is one document. Tokens attend
-      only to their own document. A document's first token is not a target.
+      only to their document. A document's first token is not a target.
     shares: f32 [B, T + 1], the weight of each target in the loss; None if all
       targets have the same weight. The first column is ignored.
   """
@@ -99,7 +100,7 @@ class Batch(NamedTuple):
 
 def _check(tokens: Any, **others: Any) -> None:
   """Raises an error unless the arrays form a batch."""
-  remedy = "pass at least two token ids per sequence: the first is no target"
+  remedy = "pass at least two tokens per sequence: the first is not a target"
   rule = "[B, T + 1] with T at least 1"
   check_array("Batch", "tokens", tokens, rule, kind=jnp.integer, remedy=remedy)
   if tokens.ndim != 2 or tokens.shape[1] < 2:

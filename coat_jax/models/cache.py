@@ -14,10 +14,10 @@ and their positions count from the first token of their prompt.
   padding 0     a   b   c   d  (e)               padding 2: slots 0 and 1
   padding 2     -   -   a   b  (c)               step 4 writes slot 4
 
-The layers are the model's own modules, in recipe bf16, without a scan. Only two
+The layers are the model's modules, in recipe bf16, without a scan. Only two
 functions differ from training: `_heads` rotates each token by its position in
-its own row, and `_attend` reads the cache. On a mesh, all mesh axes are
-automatic: XLA partitions the computation.
+its row, and `_attend` reads the cache. On a mesh, all mesh axes are automatic:
+XLA partitions the computation.
 """
 
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ def cached_forward(
   layers: Sequence[Any] | None = None,
   placed: Placed | None = None,
 ) -> tuple[Array, KVCache]:
-  """Runs the next tokens of all rows, without FP8.
+  """Runs a decoder on the next tokens of all rows, without FP8.
 
   On a mesh, call it in a `jit` under `jax.set_mesh`. B must be a multiple of
   the number of devices that split the batch.
@@ -101,8 +101,8 @@ def cached_forward(
     tokens: int32 [B, T], where T is at most 256 or a multiple of 256. They fill
       the slots from `cache.filled` on; the cache must have room for them.
     cache: the keys and values of all earlier tokens.
-    layers: the result of `unstacked`, computed before a loop of calls; None
-      cuts the stacks in this call.
+    layers: the result of `unstacked`, computed once before a loop of calls;
+      None cuts the stacks in each call.
     placed: features that replace the embeddings of some tokens.
 
   Returns:
@@ -116,7 +116,7 @@ def cached_forward(
     layers = unstacked(model.layers, model.config.num_layers)
 
   def sharded(x: Array, *others: str | None) -> Array:
-    """Shards x [B, ...] over the batch axes, and its other axes by `others`."""
+    """Shards x [B, ...]: B over the batch axes, the rest over `others`."""
     if axes is None:
       return x
     return jax.lax.with_sharding_constraint(x, P(axes.batch, *others))

@@ -33,9 +33,10 @@ Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 
 "none" recomputes nothing. "dots" recomputes everything except matmuls. "full"
 saves only each layer's input, in BF16, and recomputes everything. "fp8" works
-only in recipe coat: it saves the FP8 inputs of both norms, and recomputes
-everything except the last matmul of each block. "fp8_layer" rounds each layer's
-input to FP8, saves only this input, and recomputes everything.
+only in recipes like coat, whose norms save their inputs in FP8: it saves these
+inputs, and recomputes everything except the last matmul of each block.
+"fp8_layer" rounds each layer's input to FP8, saves only this input, and
+recomputes everything.
 """
 
 
@@ -45,12 +46,13 @@ class Family:
 
   Attributes:
     norm: "rms" for RMSNorm, "layer" for LayerNorm.
-    norm_has_scale: whether norms have weights.
+    norm_has_scale: whether norms have scales.
     qkv_bias: whether q, k and v have biases.
     pre_norm: whether blocks start with a norm.
     post_norm: whether blocks end with a norm, before the residual add.
     qk_norm: how q and k are normalized, as for `layers.Attention`.
-    activation: activation of the MLP's gate.
+    activation: activation of the MLP; decoders whose MLP has no gate use
+      `ModelConfig.gelu` instead.
     scale_plus_one: whether norms multiply by 1 + scale instead of scale.
     scales_embedding: whether embeddings are multiplied by sqrt(d_model).
     norm_has_bias: whether norms have biases.
@@ -122,19 +124,19 @@ class ModelConfig:
     num_heads: Number of query heads.
     num_kv_heads: Number of key heads, and of value heads. Divides `num_heads`.
     vocab_size: Number of tokens in the vocabulary.
-    rope_theta: Base of RoPE.
+    rope_theta: Base of RoPE's frequencies.
     norm_eps: Epsilon that norms add to the mean square or the variance.
     tied_embeddings: Whether the output projection is the transposed embedding.
     clip_qkv: Largest magnitude of q, k and v; None does not clip them.
     head_dim: Width of a head; None for d_model / num_heads.
     window: How many keys a query attends to, including its own; None for all.
-    rope_scaling: How RoPE's frequencies are stretched, such as
+    rope_scaling: How RoPE's frequencies are scaled, such as
       `llama3,factor=8,low_freq_factor=1,...`; see `models.parse_scaling`. None
-      does not stretch them.
+      leaves them unchanged.
     full_every: Every `full_every`-th layer attends to all keys, and the other
       layers to the window. None if all layers are the same.
-    window_rope_theta: Base of RoPE in layers with a window; the frequencies of
-      these layers are not stretched. None if RoPE is the same in all layers.
+    window_rope_theta: Base of RoPE's frequencies in layers with a window, where
+      `rope_scaling` does not apply. None if RoPE is the same in all layers.
     query_scalar: q k^T is divided by the square root of this; None for
       head_dim.
     attention_soft_cap: Attention scores become
@@ -153,7 +155,7 @@ class ModelConfig:
 
   Raises:
     ValueError: the family is unknown, a number is outside its range, a value
-      has the wrong type, or sizes do not divide each other.
+      has the wrong type, or a size is not divisible as required.
   """
 
   family: str
@@ -196,7 +198,7 @@ class ModelConfig:
       raise ValueError(
         "ModelConfig: window_rope_theta needs full_every, without which all "
         f"layers are the same, got {self.window_rope_theta} alone; pass "
-        "full_every, or rope_theta alone"
+        "full_every too, or only rope_theta"
       )
     self._check_choices()
     if self.head_dim is None and self.d_model % (2 * self.num_heads):
@@ -220,7 +222,7 @@ class ModelConfig:
       raise ValueError(
         "ModelConfig: num_heads must be a multiple of num_kv_heads, got "
         f"{self.num_heads} and {self.num_kv_heads}; pass num_kv_heads equal to "
-        "num_heads for attention without sharing"
+        "num_heads for multi-head attention"
       )
 
   def _check_choices(self):

@@ -45,7 +45,7 @@ class Decoder(nnx.Module):
     config: the model's shape.
     embedding: [V, D].
     position_embedding: [max_positions, D], or None without learned positions.
-    layers: a `TransformerLayer` whose parameters start with an axis of layers.
+    layers: a `TransformerLayer` whose parameters have a leading axis of layers.
     norm: the final norm.
     head: [D, V], or None if the embedding is also the output projection.
   """
@@ -69,14 +69,14 @@ class Decoder(nnx.Module):
       dtype: dtype of activations.
       remat: what layers recompute in the backward pass; see `Remat`.
       store: `(path, array) -> array`, converts a parameter from f32 to the form
-        in which it is stored. With `store`, layers are initialized one at a
-        time, and each call converts a parameter of one layer, so that the whole
-        stack never exists in f32. None keeps f32.
+        in which it is stored. If given, layers are initialized one at a time,
+        and each call converts a parameter of one layer, so that the whole stack
+        never exists in f32. None keeps f32.
       rngs: parameters are drawn from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: `remat` is unknown, or is "fp8" though the recipe is not coat.
+      ValueError: `remat` is unknown, or does not fit the recipe (see `Remat`).
     """
     check_model("Decoder", config, ModelConfig, recipe, dtype, store, rngs)
     check_remat(remat, recipe)
@@ -104,8 +104,8 @@ class Decoder(nnx.Module):
     Args:
       tokens: int32 [B, T].
       segments: int32 [B, T], the number of each token's document; padding gets
-        a number too. Tokens attend only to their own document, and positions
-        start at 0 in each document. None if each row is one document.
+        a number too. Tokens attend only to their document, and positions start
+        at 0 in each document. None if each row is one document.
 
     Returns:
       Hidden states [B, T, D] in `dtype`.
@@ -151,7 +151,7 @@ class Decoder(nnx.Module):
     segments: Array | None = None,
     placed: Placed | None = None,
   ) -> Carry:
-    """Returns the first layer's input, and routing statistics that are 0."""
+    """Returns the first layer's input, and zeros for routing statistics."""
     check_tokens("Decoder", tokens, segments)
     shape = list(tokens.shape)
     self.config.check_length(f"Decoder: tokens {shape}", shape[-1])

@@ -48,8 +48,7 @@ class _Options(NamedTuple):
   """Options that determine each row's next token, and when rows end.
 
   A row ends after one of `stops`, int32 [n], or after `most` new tokens. `keys`
-  [B] are random keys. `is_row` [B] is False for rows that only fill up the
-  batch.
+  [B] are random keys. `is_row` [B] is False for rows that only pad the batch.
   """
 
   sampling: Sampling
@@ -123,11 +122,11 @@ def generate(
     top_k: draws from the k most probable tokens; None for all.
     top_p: of these, draws from the most probable tokens until their normalized
       probabilities add up to at least `top_p`; None for all.
-    stop_tokens: the new tokens of a prompt end after any of these.
+    stop_tokens: a prompt gets no more tokens after any of these.
     seed: seed of the draws. A row's draws depend on its index, not on the
       number of prompts.
     cache_size: number of tokens per row, including padding, that the KV cache
-      can hold. If all calls pass the same size, decoding is compiled once.
+      can hold. If all calls pass the same size, decoding is compiled only once.
       None for the longest prompt plus `max_new_tokens`, each rounded up.
 
   Returns:
@@ -247,9 +246,9 @@ def _decode(
   cache: KVCache,
   options: _Options,
 ) -> tuple[Array, Array, KVCache]:
-  """Returns new tokens [B, room], the most that a row has, and the cache.
+  """Returns new tokens [B, room], how many columns are used, and the cache.
 
-  The new tokens include `first`.
+  The first column is `first`.
   """
   params = _in_dtype(graph, params)
   room = cache.k[0].shape[1]

@@ -40,7 +40,7 @@ class Start(NamedTuple):
     return shared | dict(kernel_init=init) | others
 
   def param(self, *shape: int) -> nnx.Param:
-    """Initializes a parameter in f32, at random."""
+    """Draws a random parameter in f32."""
     init = nnx.initializers.normal(STDDEV)
     return nnx.Param(init(self.rngs.params(), shape, jnp.float32))
 

@@ -47,7 +47,7 @@ def loss_fn(
   if pixel_values is not None:
     raise ValueError(
       "loss_fn: images need a VisionLanguageModel, got a Decoder with images; "
-      "leave them out"
+      "leave pixel_values out"
     )
   hidden, routing = model.routed(batch.inputs, batch.input_segments)
   return loss_of_hidden(model, hidden, batch, routing)
@@ -63,8 +63,8 @@ def loss_of_hidden(
 
   As in Hugging Face Transformers, there is one load-balancing loss, over the
   tokens (including padding) of all layers, instead of one loss for each layer.
-  Both losses are weighted by the batch's shares, so the losses of microbatches
-  add up to the loss of the whole batch.
+  Both losses are multiplied by the batch's shares, so the losses of
+  microbatches can be added.
   """
   config, shares = model.config, batch.target_shares
   loss = vocabulary.mean_loss(

@@ -37,10 +37,10 @@ Role = Literal[
 ]
 # How an array axis is split: "rows" by mesh axis fsdp, "columns" by tensor,
 # "experts" by expert, and "rows of columns" by both fsdp and tensor. "Rows of
-# columns" are rows that belong to a device's own heads, to its own columns of
-# the MLP or to its own part of the vocabulary. Of the mesh axes, only tensor
-# splits the last array axis of a weight: groups of values that share a scale
-# run along that array axis, and each device must store whole groups.
+# columns" are rows that belong to a device's heads, to its columns of the MLP
+# or to its shard of the vocabulary. Of the mesh axes, only tensor splits the
+# last array axis of a weight: groups of values that share a scale run along
+# that array axis, and each device must store whole groups.
 Axis = Literal["rows", "columns", "rows of columns", "experts"]
 
 
@@ -89,7 +89,7 @@ PARAMETERS: dict[str, Parameter] = {
   "mlp/down": Parameter("matrix", ("experts", *_SECOND), _ONE),
 }
 # The ends of a vision tower and the projector are not sharded: they are small,
-# and the sizes of mesh axes do not divide most of their dimensions.
+# and most of their dimensions are not divisible by the sizes of mesh axes.
 _ENDS = ("patches", "pool", "projector")
 _AT_ENDS: dict[str, Parameter] = {
   "kernel": Parameter("matrix"),
@@ -123,9 +123,10 @@ def is_stacked(path: str) -> bool:
 def matrix_split(
   path: str, config: ModelConfig | VisionConfig | None
 ) -> MatrixSplit | None:
-  """Returns how a parameter, or the bias of q, k and v, is cut into matrices.
+  """Returns how a parameter is cut into matrices; None if it is not cut.
 
-  `config` is None for the projector's parameters.
+  The bias of q, k and v is cut like their kernel. `config` is None for the
+  projector's parameters.
   """
   is_qkv = path.endswith((_QKV + "kernel", _QKV + "bias"))
   if config is None or not is_qkv:
@@ -140,9 +141,8 @@ def matrix_split(
 def model_matrices(config: ModelConfig | VisionConfig) -> Matrices:
   """Returns how Muon cuts the parameters of a model into matrices.
 
-  Each layer of a stack and each expert has its own matrices; q, k, v, gate and
-  up are separate matrices. Embeddings, the head, routers, norms and biases are
-  not matrices.
+  Layers of a stack and experts have separate matrices, and so have q, k, v,
+  gate and up. Embeddings, the head, routers, norms and biases are not matrices.
 
   Args:
     config: the shape of a `Decoder` or a `VisionTower`.
@@ -200,7 +200,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
   if missing := [name for name in wanted if name not in mesh.shape]:
     raise ValueError(
       f"{op}: mesh must have the axes {', '.join(wanted)}, got none named "
-      f"{missing[0]}; axes that are not needed have size 1"
+      f"{missing[0]}; give unused axes size 1"
     )
   axes = _with_experts(mesh.shape)
   return jax.tree.map_with_path(
@@ -225,11 +225,11 @@ def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
 def mesh_axes(
   sizes: Mapping[Any, int], *, grad_dtype: GradDtype = "float32"
 ) -> MeshAxes:
-  """Returns a mesh's axes for a recipe, without `tensor` if its size is 1."""
+  """Returns a recipe's axes for a mesh, without `tensor` if its size is 1."""
   if {*sizes} - {EXPERT} != {*AXES.tokens}:
     raise ValueError(
       f"mesh: its axes must be {', '.join(AXES.tokens)}, got "
-      f"{', '.join(sizes)}; axes that are not needed have size 1"
+      f"{', '.join(sizes)}; give unused axes size 1"
     )
   axes = _with_experts(sizes)
   tensor = axes.tensor if sizes["tensor"] > 1 else None

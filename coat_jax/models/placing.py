@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the embeddings of some tokens with features, e.g. of an image."""
+"""Replaces the embeddings of some tokens with features of images."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class Placed(NamedTuple):
   Attributes:
     features: [B, M, D], M features for each sequence.
     rows: int32 [B, T], the index of the feature that replaces each token;
-      negative for tokens that keep their own embedding.
+      negative for tokens that keep their embedding.
   """
 
   features: Array

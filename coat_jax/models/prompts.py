@@ -40,7 +40,7 @@ def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_ids(name: str, tokens: Any, model: Decoder) -> int:
-  """Counts token ids; raises an error if `tokens` are anything else."""
+  """Returns the number of tokens; raises an error unless they are token ids."""
   remedy, vocab_size = "use the model's own tokenizer", model.embedding.shape[0]
   try:
     found = np.asarray(tokens)
@@ -74,7 +74,7 @@ def padded(
 
 
 def _rows(model: Decoder, count: int) -> int:
-  """Rounds `count` rows up to a multiple of the devices that split them."""
+  """Rounds `count` rows up to a multiple of the number of batch shards."""
   if (axes := model.axes) is None:
     return count
   shape = jax.sharding.get_abstract_mesh().shape
@@ -82,7 +82,7 @@ def _rows(model: Decoder, count: int) -> int:
     raise ValueError(
       f"generate: the model's recipe names the axis {missing[0]!r} of a mesh, "
       f"got {tuple(shape) or 'no mesh'}; call generate under jax.set_mesh of a "
-      "mesh with this axis, or make the model without axes"
+      "mesh with this axis, or make the model with a recipe without axes"
     )
   devices = math.prod(shape[name] for name in axes.batch)
   return -(-count // devices) * devices
@@ -116,14 +116,14 @@ def check_images(
   if not isinstance(model, VisionLanguageModel):
     raise ValueError(
       "generate: images need a VisionLanguageModel, got pixel_values with a "
-      "Decoder; leave them out"
+      "Decoder; leave pixel_values out"
     )
   check_pixels("generate", pixel_values)
   if pixel_values.ndim != 5 or len(pixel_values) != len(prompts):
     raise ValueError(
       "generate: pixel_values must be [B, I, C, H, W], one row per prompt, got "
-      f"{pixel_values.shape} for {len(prompts)} prompts; pass zeros if a "
-      "prompt has fewer images"
+      f"{pixel_values.shape} for {len(prompts)} prompts; pad prompts that have "
+      "fewer images with zeros"
     )
   each, room = model.config.tokens_each, pixel_values.shape[1]
   for i, prompt in enumerate(prompts):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the fields of a configuration against their types.
 
-The type of a number contains its range, as in `steps: Count` or
+The type of a number includes its range, as in `steps: Count` or
 `b1: Annotated[float, Range(0, 1)]`. NaN, infinity and absurdly large numbers
 are therefore refused before they reach JAX.
 """
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from coat_jax.numerics.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
-# A number that int32 can hold, such as a step.
+# A positive number that int32 can hold, such as a number of steps.
 Count = Annotated[int, COUNT]
 # A width, limited so that the size of a weight in bytes fits in int64.
 Width = Annotated[int, Range(1, 2**20)]
@@ -24,7 +24,7 @@ NotNegative = Annotated[float, NOT_NEGATIVE]
 
 
 def range_of(hint: Any) -> tuple[type, Range] | None:
-  """Returns a number's class (int or float) and range; None for other types."""
+  """Returns the class and the range of a type of numbers; None for others."""
   found = [hint, *get_args(hint)]
   for each in found:
     if allowed := _range_in(each):
@@ -45,7 +45,7 @@ def check_fields(config: Any) -> None:
   for field in dataclasses.fields(config):
     value, hints = getattr(config, field.name), _alternatives(field.type)
     rules = [rule for hint in hints if (rule := _broken_rule(hint, value))]
-    if len(rules) == len(hints):  # No type of the union allows it.
+    if len(rules) == len(hints):  # No member of the union allows the value.
       text = repr(value)
       text = text if len(text) < 40 else f"{text[:30]}..."
       raise ValueError(

@@ -2,7 +2,7 @@
 """Runs a stack of layers, and applies the policy that selects what they save.
 
 `models.config.Remat` lists the policies. On a mesh, XLA partitions layers in
-recipe bf16. It would split some of their matmuls badly, so we gather their
+recipe bf16. It would partition some of their matmuls badly, so we gather their
 weights first.
 """
 
@@ -37,9 +37,9 @@ def _all_but_gathered(
 ) -> bool:
   """Checkpoint policy: save what autodiff saves, except gathered weights.
 
-  It saves neither the weight that `_constrained` gathers nor the reshape of
-  this weight before a matmul, which is only a view. (A policy that uses
-  `checkpoint_name` would save the array to which the name is applied.)
+  It saves neither a weight that `_constrained` gathers nor a reshaped view of
+  it. (A policy that excludes a `checkpoint_name` would save the unnamed array,
+  to which the name is applied.)
   """
   del arrays, options
   names = {primitive.name}
@@ -59,7 +59,7 @@ _POLICIES = {
 
 
 def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
-  """Raises ValueError if `remat` is unknown or does not work in a recipe."""
+  """Raises ValueError if `remat` is unknown, or does not fit the recipe."""
   check_choice("remat", "remat", remat, tuple(_POLICIES))
   if remat == "fp8" and recipe.nonlinear != "fp8":
     raise ValueError(
@@ -72,7 +72,7 @@ def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
 def layer_forward(
   model: Any, segments: Array | None = None
 ) -> Callable[[Carry, Any, Array | None], Carry]:
-  """Returns the function of (carry, layer, kind) that scans run on each layer.
+  """Returns the function of (carry, layer, kind) that a scan runs on layers.
 
   `model` is a `Decoder` or a `VisionTower`; `segments` are as for `Decoder`.
   """
@@ -149,8 +149,8 @@ def gather_weights[L: nnx.Module](
 
   Otherwise XLA may split a matmul along the rows and exchange activations, or
   gather weights in f32. In the backward pass, each device gets the summed
-  gradients of its own rows. The weights of experts are left out, because `MoE`
-  gathers them itself.
+  gradients of its rows. Experts' weights are not gathered here, because `MoE`
+  gathers them.
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 

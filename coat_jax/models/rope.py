@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts scalings of RoPE to the text in `ModelConfig.rope_scaling` and back.
+"""Converts RoPE scalings to the text in `ModelConfig.rope_scaling` and back.
 
 The text consists of a type and its fields, named as in transformers:
 `llama3,factor=8,low_freq_factor=1,high_freq_factor=4,...`.
@@ -73,7 +73,7 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
       f"rope_scaling: {name} has the fields {', '.join(known)}, of which "
       f"{', '.join(sorted(needed))} are required; unknown or missing: "
       f"{', '.join(sorted(wrong))}, got {', '.join(values) or 'none'}; copy "
-      "them from the model's config.json"
+      "the fields from the model's config.json"
     )
   length = "original_max_position_embeddings"
   if length in values:
@@ -87,7 +87,7 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
 
 
 def write_scaling(scaling: RopeScaling | None) -> str | None:
-  """Writes a scaling as text, without the fields that have default values."""
+  """Converts a scaling to text, which omits fields with default values."""
   if scaling is None:
     return None
   name, fields = scaling_fields(scaling)
@@ -95,7 +95,7 @@ def write_scaling(scaling: RopeScaling | None) -> str | None:
 
 
 def scaling_fields(scaling: RopeScaling) -> tuple[str, dict[str, float]]:
-  """Returns a scaling's type, and its fields that differ from the default."""
+  """Returns a scaling's type, and the fields that differ from the defaults."""
   (name,) = (name for name, kind in SCALINGS.items() if type(scaling) is kind)
   return name, {
     field.name: getattr(scaling, field.name)

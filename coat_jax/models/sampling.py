@@ -4,7 +4,7 @@
 Logits are divided by `temperature`. `top_k` keeps the k most probable tokens.
 Then the probabilities of these tokens are normalized, and `top_p` keeps the
 most probable tokens until their probabilities add up to at least p. One of the
-kept tokens is drawn. Temperature 0 chooses the most probable token instead.
+kept tokens is drawn. At temperature 0, the most probable token is chosen.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,8 @@ NO_TOKEN = -1
 class Sampling(NamedTuple):
   """Sampling options, as arrays so that new values cause no recompilation.
 
-  None turns an option off; temperature None chooses the most probable token.
+  None turns an option off. With temperature None, the most probable token is
+  chosen.
   """
 
   temperature: Array | None = None
@@ -50,7 +51,7 @@ def make_sampling(
   if temperature == 0 and not (top_k is None and top_p is None):
     raise ValueError(
       "generate: top_k and top_p apply to sampling, got temperature 0, which "
-      "chooses the most probable token; leave them out, or raise temperature"
+      "chooses the most probable token; leave both out, or raise temperature"
     )
   if temperature < _SMALLEST:  # f32 would divide by a subnormal or by 0.
     return Sampling()
@@ -84,7 +85,7 @@ def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
     logits = jnp.where(rank < sampling.top_k, logits, -jnp.inf)
   if sampling.top_p is not None:
     p = jax.nn.softmax(logits, axis=-1)
-    # Exclude each token from its own sum, so that the first is always kept.
+    # Sum only the tokens before each one, so that the first is always kept.
     before = jnp.cumsum(p, axis=-1) - p
     logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)
   return logits, tokens

@@ -2,9 +2,9 @@
 """LLaVA, a vision-language model: a decoder that also reads image features.
 
 A vision tower computes features of an image. Two linear layers with GELU
-between them project the features to the decoder's width. The results replace
-the embeddings of image tokens; a text contains one image token per feature.
-A sequence may contain several images, or none.
+between them project the features to the decoder's width. The projected features
+replace the embeddings of image tokens; a text contains one image token per
+feature. A sequence may contain several images, or none.
 
 The recipe applies to the layers of the tower and of the decoder. The projector
 and everything before and after those layers stay in BF16.
@@ -39,7 +39,7 @@ class VisionLanguageConfig:
   Attributes:
     text: shape of the decoder.
     vision: shape of the tower.
-    image_token: the token whose embedding is replaced by an image feature.
+    image_token: the token whose embeddings are replaced by image features.
     feature_layer: the layer of the tower whose hidden states are projected,
       numbered like `layer` in `VisionTower.features`.
     feature_select: "default" drops the first hidden state of an image, which is
@@ -49,7 +49,7 @@ class VisionLanguageConfig:
   Raises:
     TypeError: `text` or `vision` has the wrong class.
     ValueError: a number is outside its range, or the decoder's family scales
-      its embeddings, so that it is unclear whether to scale image features too.
+      its embeddings (it is unclear whether to scale image features too).
   """
 
   text: ModelConfig
@@ -79,17 +79,17 @@ class VisionLanguageConfig:
 
   @property
   def family(self) -> str:
-    """The family of vision-language models."""
+    """The name of the family of vision-language models."""
     return "llava"
 
   @property
   def tokens_each(self) -> int:
-    """The number of image tokens that stand for an image."""
+    """The number of image tokens for each image."""
     return self.vision.num_tokens - (self.feature_select == "default")
 
 
 class Projector(nnx.Module):
-  """Maps features of images to the width of a decoder, in BF16.
+  """Projects image features to the decoder's width, in BF16.
 
   Attributes:
     linear_1: `Linear` from the tower's width to the decoder's.
@@ -168,8 +168,8 @@ class VisionLanguageModel(nnx.Module):
     """Initializes the parameters; arguments and errors as for `Decoder`.
 
     `remat` applies to the decoder's layers; the tower's layers recompute
-    nothing. The paths passed to `store` are relative to the tower or the
-    decoder, or start with "projector".
+    nothing. The paths that `store` receives are relative to the tower or the
+    decoder; those of the projector start with "projector".
     """
     op = "VisionLanguageModel"
     check_model(op, config, VisionLanguageConfig, recipe, dtype, store, rngs)
@@ -193,12 +193,12 @@ class VisionLanguageModel(nnx.Module):
 
     Args:
       tokens: int32 [B, T], with `config.tokens_each` image tokens for each
-        image, in the order of the images. If a sequence contains more image
-        tokens, those in excess keep their own embedding.
+        image, in the order of the images. Excess image tokens keep their
+        embeddings.
       pixel_values: [B, I, C, H, W], the images of each sequence, BF16 or f32,
         resized and normalized. Images without image tokens have no effect, so
-        sequences with fewer images can be filled up with images of zeros. None
-        for text alone.
+        sequences with fewer images can be padded with all-zero images. None for
+        text alone.
       segments: as for `Decoder`.
 
     Returns:
@@ -216,13 +216,13 @@ class VisionLanguageModel(nnx.Module):
     pixel_values: Array | None = None,
     segments: Array | None = None,
   ) -> Carry:
-    """Runs the model; also returns the statistics of `Decoder.routed`."""
+    """Runs the model; also returns routing statistics, as `Decoder.routed`."""
     check_tokens("VisionLanguageModel", tokens, segments)
     placed = None if pixel_values is None else self.place(tokens, pixel_values)
     return self.decoder.routed(tokens, segments, placed)
 
   def place(self, tokens: Array, pixel_values: Array) -> Placed:
-    """Computes the features that replace the image tokens of tokens [B, T]."""
+    """Computes the features that replace image tokens in tokens [B, T]."""
     check_pixels("VisionLanguageModel", pixel_values)
     if len(pixel_values) != len(tokens):
       raise ValueError(

@@ -110,12 +110,12 @@ def test_images_that_prompts_do_not_have_are_refused():
     (
       prompt,
       IMAGES[:, None],
-      r"got \(2, 1, 3, 28, 28\) for 1 prompts; pass",
+      r"got \(2, 1, 3, 28, 28\) for 1 prompts; pad",
     ),
     (prompt[:4], images, "must have 4 image tokens .* got 2 in prompt 0"),
     (prompt * 2, images, "at most 1 images, got 8 in prompt 0; repeat"),
   ):
     with pytest.raises(ValueError, match=f"generate: .*{message}"):
       generate(model, [given], max_new_tokens=1, pixel_values=pixels)
-  with pytest.raises(ValueError, match="with a Decoder; leave them out"):
+  with pytest.raises(ValueError, match="with a Decoder; leave pixel_values"):
     generate(model.decoder, [prompt], max_new_tokens=1, pixel_values=images)

@@ -242,7 +242,7 @@ def test_missing_parts_of_a_tower_are_refused():
   for f, words in (
     (lambda tower: tower.features(images, layer=3), "must be at most 2, got 3"),
     (lambda tower: tower.features(images, layer=-4), "from -3 to 2, got -4"),
-    (lambda tower: tower(last), "resize them, channels first"),
+    (lambda tower: tower(last), "put channels first"),
     (lambda tower: tower.pooled(images), "has_pool=False; pool the hidden"),
   ):
     with pytest.raises(ValueError, match=words):

@@ -64,7 +64,7 @@ def write_config(
     raise ValueError(
       f"save_hf: labels must be {count} different names, one for each class, "
       f"got {len(labels)}, of which {len(set(labels))} are different; leave "
-      "them out"
+      "labels out for default names"
     )
   return found | (labeled(labels) if count else {})
 
@@ -115,7 +115,7 @@ def _object(file: Path, found: dict, key: str, default: Any = None) -> dict:
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
-  """Makes a configuration; replaces default widths of a decoder by None."""
+  """Makes a configuration; replaces default widths of a decoder with None."""
   if kind is not ModelConfig:
     return kind(**values)
   share = values.pop(PARTIAL, None)
@@ -153,6 +153,6 @@ def _write(config: Any, dtype: np.dtype, like: dict) -> dict:
     if value != written[name]:
       raise ValueError(
         f"save_hf: in a {config.family}, {name} must be {written[name]}, got "
-        f"{value}; the config.json of Hugging Face cannot store other values"
+        f"{value}; Hugging Face's config.json cannot store other values"
       )
   return found

@@ -43,8 +43,8 @@ class SubConfig:
     field: field of the outer configuration.
     kind: class of the inner configuration.
     defaults: the model_type to assume if the file states none, and the values
-      that transformers assumes for absent keys of a model of that type.
-    inherited: keys that the outer configuration may state for the inner one.
+      that transformers assumes for absent keys if the model has that type.
+    inherited: keys that the outer configuration may contain for the inner one.
   """
 
   field: str
@@ -175,7 +175,7 @@ _QWEN3_MOE = {
   **ignored(
     "num_local_experts",  # `Renamed` reads it.
     "intermediate_size",  # The width of MLPs in layers without experts.
-    # Whether transformers adds the auxiliary loss; we always add it.
+    # Selects whether transformers adds the auxiliary loss; we always add it.
     "output_router_logits",
   ),
 }

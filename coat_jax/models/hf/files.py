@@ -109,7 +109,7 @@ def check_folder(folder: Path) -> None:
 def split_experts(
   tensors: dict[str, StoredTensor],
 ) -> dict[str, StoredTensor]:
-  """Splits tensors that stack a layer's experts into tensors of single experts.
+  """Splits tensors that stack a layer's experts into one tensor per expert.
 
   `experts.gate_up_proj` [E, 2 F, D], gate first, and `experts.down_proj`
   [E, D, F] become `experts.0.gate_proj.weight` [F, D] and so on.
@@ -210,7 +210,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _entry(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
-  """Parses an entry of a header, in which offsets count from `start`."""
+  """Parses an entry of a header, whose offsets count from `start`."""
   entry = entry if isinstance(entry, dict) else {}
   kind, shape = entry.get("dtype"), entry.get("shape")
   offsets = entry.get("data_offsets")

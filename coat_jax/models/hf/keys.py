@@ -3,8 +3,7 @@
 
 A family's table maps each key to a `Key`, which reads and writes it. The keys
 in `WITHOUT_EFFECT` do not change what any model computes. Any other key raises
-an error that names it, because the loaded model could be wrong if the key were
-ignored.
+an error, because the loaded model could be wrong if the key were ignored.
 """
 
 import dataclasses
@@ -74,7 +73,7 @@ def check_known(file: Path, found: dict, known: Iterable[str]) -> None:
     meant = f"did you mean {near[0]}? " if near else ""
     raise ValueError(
       f"load_hf: {file}: {key} is not supported, got {str(value)[:40]}; {meant}"
-      "if it does not change what the model computes, delete it from a copy"
+      "if it does not change what the model computes, load a copy without it"
     )
 
 
@@ -136,7 +135,7 @@ class UnlessDefault(Field):
 
 
 class HeadWidth(Field):
-  """A key for a width; if the field is None, the width of a head is written."""
+  """A key for a width; a field of None is written as the width of a head."""
 
   def write(self, key: str, config: Any, found: dict) -> None:
     width = getattr(config, self.name)
@@ -205,7 +204,7 @@ class Choice(Key):
 
 @dataclasses.dataclass(frozen=True)
 class Derived(Key):
-  """A key that states a property of the configuration; reading ignores it."""
+  """A key that stores a property of the configuration; reading ignores it."""
 
   name: str
 

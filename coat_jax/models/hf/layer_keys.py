@@ -33,7 +33,7 @@ _WINDOW_BASE = "rope_local_base_freq"
 
 
 def _are_full(types: Any) -> bool:
-  """Returns whether a list states that all layers attend to all keys."""
+  """Returns whether `layer_types` lists only layers that attend to all keys."""
   return isinstance(types, list) and all(x == _FULL for x in types)
 
 
@@ -63,7 +63,7 @@ class _LayerTypes(Key):
     stated = [x for key in _PATTERNS if (x := found.get(key))]
     pattern = stated[0] if stated else self.default
     if type(pattern) is not int or pattern < 1:
-      raise wrong(file, _PATTERNS[0], "a whole number from 1 on", pattern)
+      raise wrong(file, _PATTERNS[0], "a whole number above 0", pattern)
     types = found.get(_LAYER_TYPES)
     if types is None:
       return {"full_every": pattern}
@@ -95,7 +95,7 @@ def _layer_types(full_every: int, num_layers: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rope(Key):
-  """RoPE that all layers share; `has_partial` if only part may be rotated."""
+  """RoPE that all layers share; `has_partial` permits rotating only a part."""
 
   has_partial: bool = False
 
@@ -203,7 +203,7 @@ def _read_rope(
 
 
 def _with_type(file: Path, key: str, rope: Any) -> dict[str, Any]:
-  """Copies RoPE's object; transformers 4 may write `type` for `rope_type`."""
+  """Copies RoPE's object; transformers 4 may call its `rope_type` `type`."""
   rope = rope or {}
   if not isinstance(rope, dict):
     raise wrong(file, key, "an object", rope)

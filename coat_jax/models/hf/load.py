@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads safetensors checkpoints straight onto the devices of their parameters.
 
-The host reads one tensor of one layer at a time, and only the part that its own
-devices need. The tensor moves to the devices in the dtype in which the
-checkpoint stores it, sharded like the parameter. The devices then transpose,
-pack and cast it, and write it into one layer of the stacked parameter in place.
+The host reads one tensor of one layer at a time, and only the shards for its
+devices. The tensor moves to the devices in the dtype in which the checkpoint
+stores it, sharded like the parameter. The devices then transpose, pack and cast
+it, and write it into one layer of the stacked parameter in place.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.optimizer.masks import leaf_path
 
 Model = Decoder | VisionTower | VisionLanguageModel
-# The number of rows of two tensors that are compared at a time.
+# How many rows of two tensors are compared at a time.
 _ROWS = 4096
 
 
@@ -69,8 +69,8 @@ def load_hf(
     model.logits(tokens)  # f32 [B, T, V]
 
   Args:
-    folder: a folder with config.json and model.safetensors, or with shards and
-      their index.
+    folder: a folder with config.json and either model.safetensors or shards
+      with their index.
     recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
       its `axes` are None, the axes of the mesh are used.
     mesh: a mesh with axes data, fsdp and tensor, on which `param_shardings`
@@ -82,12 +82,12 @@ def load_hf(
       of norms are always f32.
 
   Returns:
-    The model with these weights.
+    The model with the checkpoint's weights.
 
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: the folder contains no such checkpoint, the model in it is not
-      supported, a weight is not finite, or `param_dtype` is another dtype. The
+      supported, a weight is not finite, or `param_dtype` is not supported. The
       message states what was found.
   """
   op = "load_hf"
@@ -224,7 +224,7 @@ class _Parameter:
   def __init__(
     self, part: Part, leaf: jax.ShapeDtypeStruct, store: Store | None
   ):
-    """Prepares the conversion; `part` describes any layer of the parameter."""
+    """Prepares the conversion; `part` may be any layer of the parameter."""
     shape, where = leaf.shape[is_stacked(part.path) :], leaf.sharding
     self.sharding = None
     if where is not None:

@@ -33,7 +33,7 @@ from coat_jax.numerics.checks import COUNT, Range, check_kind, check_whole
 from coat_jax.optimizer.masks import leaf_path
 from coat_jax.optimizer.matrices import MatrixSplit
 
-# Files that transformers reads to tokenize and generate text.
+# The files that transformers reads to tokenize and generate text.
 CARRIED = (
   "tokenizer.json",
   "tokenizer.model",
@@ -90,7 +90,7 @@ def save_hf(
       or, without `like`, for LABEL_0, LABEL_1 and so on.
     max_shard_size: largest size of the tensors in one file, in bytes. A larger
       model is split into several files with an index. Each parameter of a layer
-      stays in one file, even if it is larger.
+      stays in one file, even if it is larger than this.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -145,7 +145,7 @@ def _check(model, folder, like, max_length, labels, max_shard_size) -> None:
   ):
     if value is not None and not isinstance(model, owner):
       raise ValueError(
-        f"{op}: {name} needs a {owner.__name__}, got a {own}; leave it out"
+        f"{op}: {name} needs a {owner.__name__}, got a {own}; leave {name} out"
       )
   if max_length is not None:
     check_whole(op, "max_length", max_length, COUNT, "None leaves it out")
@@ -238,8 +238,8 @@ def _write_file(
       if not is_finite:
         raise ValueError(
           f"save_hf: weights must be finite in {dtype}, got NaN or infinity in "
-          f"{', '.join(part.tensors)}; if the model has diverged, save an "
-          "earlier state; if it has not, pass another dtype"
+          f"{', '.join(part.tensors)}; save an earlier state if the model has "
+          "diverged, else pass another dtype"
         )
       for x in tensors:
         opened.write(np.ascontiguousarray(x).view(np.uint8).data)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps each family's parameters to tensor names of Hugging Face checkpoints.
 
-A table maps a module, such as `layers/mlp/down`, to the start of its tensors'
-names, to which `.weight` or `.bias` is added. It maps a single parameter, such
-as `embedding`, to the whole name of its tensor. If a parameter combines several
+A table maps a module, such as `layers/mlp/down`, to the prefix of its tensors'
+names; `.weight` or `.bias` is appended. It maps a single parameter, such as
+`embedding`, to the full name of its tensor. If a parameter combines several
 tensors, a tuple lists them. `{i}` stands for the index of the layer, and `{e}`
 for the index of the expert. A model need not use all entries of its table.
 """
@@ -158,6 +158,6 @@ PREFIXES = {
   "clip_vision": "vision_model.",
   "siglip_vision": "vision_model.",
 }
-# Buffers in old checkpoints that the configuration determines: Llama's RoPE
+# Buffers in old checkpoints that follow from the configuration: Llama's RoPE
 # frequencies, and GPT-2's causal masks.
 IGNORED_ENDS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")

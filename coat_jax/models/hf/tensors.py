@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the tensors of each parameter, and converts between the two.
+"""Lists each parameter's tensors, and converts between parameters and tensors.
 
 A parameter is cut into matrices (`MatrixSplit`). A checkpoint stores each
 matrix as a tensor, usually transposed as in PyTorch, or concatenates all
@@ -143,7 +143,7 @@ class Section(NamedTuple):
     return (name, *(self.prefix + other for other in others))
 
   def foreign(self, names: Collection[str]) -> set[str]:
-    """Selects the tensors of the text model in a full CLIP or SigLIP."""
+    """Selects the text model's tensors in a CLIP or SigLIP that has one."""
     if self.family is None or CONFIGS[self.family].whole is None:
       return set()
     own = self.prefix + self.optional

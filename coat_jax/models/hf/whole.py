@@ -2,9 +2,9 @@
 """Writes a folder completely or not at all.
 
 FOLDER is written inside FOLDER.unfinished and moved out at the end. If writing
-fails, FOLDER.unfinished is removed. Only a killed process leaves it behind.
-In that case, the next attempt to write FOLDER raises an error instead of
-removing FOLDER.unfinished, where another process might still be writing.
+fails, FOLDER.unfinished is removed. Only a killed process leaves it behind. The
+next attempt to write FOLDER then raises an error. It does not remove
+FOLDER.unfinished, because another process might still be writing there.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path) -> Iterator[Path]:
-  """Yields a path at which to create the folder, and moves it at the end."""
+  """Yields a path to write the folder to; moves the folder at the end."""
   folder = Path(folder)
   # Resolve ".." first: for "a/../folder", mkdir would create "a" too.
   folder = folder.parent.resolve() / folder.name

@@ -61,7 +61,7 @@ class VisionConfig:
     d_ff: width of the MLPs.
     num_heads: number of attention heads.
     image_size: height and width of images. If it is not a multiple of
-      `patch_size`, the last rows and columns are ignored.
+      `patch_size`, the last rows and columns of pixels are ignored.
     patch_size: height and width of a patch.
     num_channels: number of channels of images.
     norm_eps: epsilon that norms add to the variance.
@@ -71,8 +71,8 @@ class VisionConfig:
       for pooling. Leave it True for all other towers.
 
   Raises:
-    ValueError: the family is unknown, a number is outside its range, sizes do
-      not divide each other, or a field applies only to other families.
+    ValueError: the family is unknown, a number is outside its range, a size is
+      not divisible as required, or a field applies only to other families.
   """
 
   family: str
@@ -107,9 +107,9 @@ class VisionConfig:
       )
     if not self.has_pool and (self.num_classes or self.choices.pool is None):
       raise ValueError(
-        "VisionConfig: has_pool=False applies to towers with pooling weights "
-        f"only, got family {self.family} and num_classes {self.num_classes}; "
-        "leave it out"
+        "VisionConfig: has_pool=False applies only to towers whose pooling has "
+        f"weights, got family {self.family} and num_classes "
+        f"{self.num_classes}; leave has_pool out"
       )
 
   @property

@@ -40,7 +40,7 @@ class PatchEmbedding(nnx.Module):
     if pixel_values.ndim != 4 or pixel_values.shape[1:] != wanted:
       raise ValueError(
         f"VisionTower: images must be [B, C, H, W] with C, H, W {wanted}, got "
-        f"{pixel_values.shape}; resize them, channels first"
+        f"{pixel_values.shape}; resize them, and put channels first"
       )
     x = self.linear(patches(pixel_values, c.patch_size))
     dtype, x = x.dtype, x.astype(jnp.float32)
@@ -69,7 +69,7 @@ def patches(images: Array, size: int) -> Array:
 class ClassPool(nnx.Module):
   """ViT's pooling: projects the class token.
 
-  The result is class logits, or a vector to which tanh is applied.
+  The result is class logits or, without classes, a vector after tanh.
   """
 
   def __init__(self, config: VisionConfig, start: Start):

@@ -51,7 +51,7 @@ class VisionTower(nnx.Module):
     config: the tower's shape.
     patches: `PatchEmbedding`.
     pre_norm: LayerNorm before the first layer, in CLIP; otherwise None.
-    layers: a `TransformerLayer` whose parameters start with an axis of layers.
+    layers: a `TransformerLayer` whose parameters have a leading axis of layers.
     norm: LayerNorm after the last layer.
     pool: `ClassPool` or `AttentionPool`; None if pooling has no weights.
   """
@@ -128,7 +128,7 @@ class VisionTower(nnx.Module):
       pixel_values: as for the call.
       layer: 0 for the input of the first layer, 1 for its output, and so on.
         Negative values count from the end: -1 is the last layer's output, -2 is
-        LLaVA's `vision_feature_layer`. Later layers do not run.
+        LLaVA's `vision_feature_layer`. Layers after this one do not run.
 
     Returns:
       [B, N, D] in `dtype`; if there is a class token, it comes first.
@@ -164,7 +164,7 @@ class VisionTower(nnx.Module):
     devices = mesh.shape.get(self.axes.tensor, 1)
     if self.config.num_tokens % devices:
       raise ValueError(
-        "VisionTower: a mesh's tensor axis must divide an image's "
+        "VisionTower: a mesh's tensor axis must evenly divide an image's "
         f"{self.config.num_tokens} tokens, got {devices} devices; pass a mesh "
         "with tensor=1"
       )

@@ -157,7 +157,7 @@ def test_period_of_layers_follows_from_the_list():
       {"layer_types": "full"},
       "a list of all 2 layers, got full",
     ),
-    ("gemma3", {"_sliding_window_pattern": 2.5}, "a whole number from 1 on"),
+    ("gemma3", {"_sliding_window_pattern": 2.5}, "a whole number above 0"),
     ("gemma2", {"sliding_window": None}, "full_every needs a window for"),
     (
       "gemma2",
