@@ -137,8 +137,9 @@ def fp8_remat(
   places: Any = (argnums,) if is_one else tuple(argnums)
   if not places:
     needs = "at least one index"
-    remedy = "pass one, or use jax.checkpoint"
-    refuse(ValueError, op, "argnums", needs, argnums, remedy)
+    refuse(
+      ValueError, op, "argnums", needs, argnums, "pass 0, or use jax.checkpoint"
+    )
   for place in places:
     check_whole(op, "argnums", place, ANY, "0 is the first argument")
   recipe = recipe_of(op, recipe)
