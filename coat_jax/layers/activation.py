@@ -50,8 +50,8 @@ def activate(
   Args:
     x: [..., F], BF16 (or f32).
     up: an array of the same shape and dtype, or None.
-    activation: f, one of "silu", "gelu" (exact, with erf), "gelu_tanh" (the tanh
-      approximation, the default of `jax.nn.gelu`) and "gelu_quick"
+    activation: f, one of "silu", "gelu" (exact, with erf), "gelu_tanh" (the
+      tanh approximation, the default of `jax.nn.gelu`) and "gelu_quick"
       (x sigmoid(1.702 x), as in CLIP).
     recipe: if `recipe.nonlinear` is "fp8", x and up are quantized to FP8
       and saved; None for `recipes.coat()`.
@@ -83,7 +83,7 @@ def activate(
 def plain_activation(
   parts: Sequence[Array], activation: ops.Activation
 ) -> Array:
-  """Computes f(x) of one part, or f(gate) * up of two; JAX differentiates it."""
+  """Computes f(x), or f(gate) * up for two parts, differentiated by JAX."""
   # Name the inputs, so that a checkpoint policy saves the same arrays as with
   # FP8.
   x, *others = save_residual("activation", tuple(parts))

@@ -6,10 +6,10 @@
   back     operand --matmul, bias--> z --norm or none--> + x (`add_input`)
 
 The front (`layers.front`) and the back are the same in every block; the
-`Middle` is an activation or attention. All three share a custom_vjp so that they can
-pass FP8 operands to each other: the norm writes the first matmul's E4M3
-operand, the middle writes the second's, and the middle's backward pass writes
-h's gradient as an E5M2 operand.
+`Middle` is an activation or attention. All three share a custom_vjp so that
+they can pass FP8 operands to each other: the norm writes the first matmul's
+E4M3 operand, the middle writes the second's, and the middle's backward pass
+writes h's gradient as an E5M2 operand.
 
 With residuals="minimal" a block saves the front's input in 1 x G FP8, the
 norm's statistics, what the middle saves, and scales. With "coat" it also saves
@@ -19,9 +19,9 @@ reads z as 1 x G FP8 values, and the block saves these values and the norm's
 statistics. The rounding of z has a straight-through gradient.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
-axis; between them each device holds a shard of the columns for whole sequences. The
-back's partial sums are reduce-scattered, and each device normalizes whole rows
-of its own tokens.
+axis; between them each device holds a shard of the columns for whole sequences.
+The back's partial sums are reduce-scattered, and each device normalizes whole
+rows of its own tokens.
 """
 
 from typing import Any, NamedTuple

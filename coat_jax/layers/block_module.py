@@ -24,8 +24,8 @@ class NormLinearOptions(TypedDict, total=False):
   """Options of `NormLinear`; `BlockOptions` extends them for blocks.
 
   Initializers are called with a key, a shape and a dtype; metadata is passed to
-  `nnx.Param`. By default biases are initialized to zeros and scales to ones (zeros
-  with `scale_plus_one`), without consuming a key.
+  `nnx.Param`. By default biases are initialized to zeros and scales to ones
+  (zeros with `scale_plus_one`), without consuming a key.
 
   Attributes:
     recipe: what is computed and saved in FP8; `recipes.coat()` by default.
@@ -126,8 +126,7 @@ _NORM = _SHARED | dict(
 )
 _LINEAR = ("kernel_init", "kernel_metadata", "bias_init", "bias_metadata")
 _FRONT = _SHARED | {n: n for n in ("use_bias", *_LINEAR)}
-# If `kernel_init` and `out_kernel_init` are both set, the latter wins; so do all
-# options that begin with `out_`.
+# If an option is set with and without `out_`, the one with `out_` wins.
 _BACK = _FRONT | {f"out_{n}": n for n in _LINEAR}
 
 
@@ -165,7 +164,7 @@ class Parts(types.SimpleNamespace):
     return make_norm(kind, num_features, **self._named(_NORM))
 
   def make_front(self, in_features: int, out_features: Any) -> Linear:
-    """Makes the first linear layer; (2, F) makes a gate and an up projection."""
+    """Makes the first linear layer; `out_features` is (2, F) with a gate."""
     options = self._named(_FRONT)
     if isinstance(out_features, tuple):
       options = stack_options(options)

@@ -88,12 +88,12 @@ def convert[Module: nnx.Module](
 
   The result is a copy of the modules that shares the `nnx.Param` objects. No
   weight is copied, and training the copy also updates the original, so you can
-  compare the two models at any time. The original's modules never change. `nnx.state` has the same paths,
-  shapes, dtypes and metadata before and after: checkpoints, optimizers and
-  shardings remain valid.
+  compare the two models at any time. If `convert` raises an error, the original
+  is unchanged. `nnx.state` has the same paths, shapes, dtypes and metadata
+  before and after: checkpoints, optimizers and shardings remain valid.
 
-  If one of your classes computes a whole block, name it in `blocks`: most of the
-  memory is saved by replacing whole blocks. To check what the class computes,
+  If one of your classes computes a whole block, name it in `blocks`: replacing
+  whole blocks saves the most memory. To check what the class computes,
   `convert` runs one of its modules with random parameters on a few random
   tokens in f32. It replaces the module only if a block of the named kind, with
   one of the supported activations, computes the same output. Separate gate and
