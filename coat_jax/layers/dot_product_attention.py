@@ -2,8 +2,8 @@
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
 q, k, v and the output are saved in BF16, the format that attention reads and
-writes. In blocks with recipe.attention="fp8", q, k and v are saved in 1 x G FP8, and the
-forward pass reads the dequantized values.
+writes. In blocks with recipe.attention="fp8", q, k and v are saved in 1 x G
+FP8, and the forward pass reads the dequantized values.
 
 The output is never rounded to FP8. The softmax's backward pass subtracts
 dout . out from the gradients of a row's probabilities, so that the gradients of

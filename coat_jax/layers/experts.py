@@ -9,7 +9,7 @@
 The matmuls of front and back are grouped. They run in x's dtype (BF16) or, with
 recipe.experts="fp8", in FP8 (`layers.expert_products`). The forward pass saves
 x and, for each of a token's k copies, gate and up, all in 1 x G FP8. It also
-saves the expert numbers, 4 k bytes per token. The backward pass recomputes the
+saves the expert indices, 4 k bytes per token. The backward pass recomputes the
 rest. recipe.residuals has no effect, because the reference implementation has
 no mixture of experts. recipe.weight_cache has no effect either.
 
@@ -35,8 +35,9 @@ read and write:
 The mesh therefore does not change which values are multiplied. A buffer of
 received rows has room for the rows of all n devices (R = n T k), because shapes
 are static, no token is dropped, and all tokens could choose the experts of one
-device. Such buffers are never saved: the backward pass receives the tokens again, which
-it needs anyway for the weights' gradients, and recomputes gate and up.
+device. Such buffers are never saved: the backward pass receives the tokens
+again, which it needs anyway for the weights' gradients, and recomputes gate and
+up.
 """
 
 from typing import NamedTuple

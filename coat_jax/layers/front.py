@@ -4,8 +4,9 @@
 The norm reads 1 x G FP8 values and writes the E4M3 operand of the matmul,
 without a BF16 array in between. It saves its input in 1 x G FP8 and its
 statistics. With residuals="coat" it also saves its output; with "minimal" the
-backward pass recomputes it. Without a norm, the matmul's FP8 operand is saved. The quantized weight is not saved: the backward pass
-quantizes the parameter again.
+backward pass recomputes it. Without a norm, the matmul's FP8 operand is saved.
+The quantized weight is not saved: the backward pass quantizes the parameter
+again.
 """
 
 import math
@@ -102,8 +103,8 @@ def front_backward(
   """Computes dx in `like`'s dtype, and gradients of all weights but the bias.
 
   g, from `gradient_operand`, is the gradient of h. `like` is any array with
-  the device's batch size and dx's dtype. `add`, the gradient that bypasses the block, is
-  added to dx in f32.
+  the device's batch size and dx's dtype. `add`, the gradient that bypasses the
+  block, is added to dx in f32.
   """
   w, has_columns = weights, split == "columns"
   y = _columns_of(saved, w, recipe)

@@ -2,7 +2,8 @@
 """The MLP block: norm, up, activation, down and residual add.
 
 A gated MLP computes gate and up in one matmul with one weight [D, 2, F]. A
-shard of the last dimension holds the same columns of gate and up. The gradients of gate and up share one E5M2 scale.
+shard of the last dimension holds the same columns of gate and up. The gradients
+of gate and up share one E5M2 scale.
 
 In addition to what every block saves, the MLP saves the activation's input
 (gate and up) in 1 x G FP8. With residuals="coat" a gated MLP also saves f(gate)
