@@ -2,8 +2,8 @@
 """Activation functions that save their inputs in FP8, in 1 x G groups.
 
 G is `recipe.group_size`. Nothing else is saved, because an elementwise function
-is cheap to recompute. As in all layers, the forward and the
-backward pass both read the dequantized values.
+is cheap to recompute. As in all layers, the forward and the backward pass both
+read the dequantized values.
 """
 
 import functools
@@ -83,7 +83,7 @@ def activate(
 def plain_activation(
   parts: Sequence[Array], activation: ops.Activation
 ) -> Array:
-  """Computes f(x), or f(gate) * up for two parts, differentiated by JAX."""
+  """Computes f(x) or f(gate) * up in x's dtype; JAX differentiates it."""
   # Name the inputs, so that a checkpoint policy saves the same arrays as with
   # FP8.
   x, *others = save_residual("activation", tuple(parts))

@@ -64,8 +64,8 @@ class ConversionReport:
     if self.matmuls_only:
       lines.append(
         f"matmuls only: {', '.join(self.matmuls_only)}; activations between "
-        "matmuls are saved as before; to save them in FP8, map the class to a "
-        "block in `blocks`"
+        "matmuls are saved as before; if a class computes a whole block, name "
+        "it in `blocks`"
       )
     before, after = self.saved_before, self.saved_after
     if before is not None and after is not None:
@@ -203,7 +203,7 @@ class _Converter:
     return self._new[id(copies[-1][1])][1]
 
   def _replace_children(self, path: tuple, node: Any) -> None:
-    """Replaces a node's children by their converted versions."""
+    """Replaces a node's converted children, also those in containers."""
     for key, value in list(vars(node).items()):
       leaves, tree = jax.tree.flatten(value, is_leaf=_is_leaf)
       if key.startswith("_pytree__") or not any(map(_is_node, leaves)):

@@ -164,8 +164,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
   axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
   if expert_size(axes) > 1:
-    # If layers are not scanned, XLA would otherwise reuse the forward pass's
-    # buffers, and keep them in memory.
+    # If layers are not scanned, XLA would otherwise keep the forward pass's
+    # buffers.
     saved, g = jax.lax.optimization_barrier((saved, g))
   x_q, experts, parts, scales = saved
   own_y, norm_stats = _normed(x_q, w, static, dtype)

@@ -117,8 +117,8 @@ def _plain_fwd(x, y, w, static, recipe):
   axes = recipe.axes
   mixture = functools.partial(_of_device, static=static, recipe=recipe)
   if expert_size(axes) > 1:
-    # The buffer of received rows has room for the rows of all devices. Recompute
-    # it in the backward pass.
+    # Recompute the buffer of received rows, which has room for the rows of all
+    # devices, in the backward pass.
     mixture = jax.checkpoint(mixture)
   differentiated: Any = jax.vjp(mixture, y, w, has_aux=True)
   (out, probability), backward, load = differentiated
