@@ -56,9 +56,9 @@ class Attention(RecipeModule):
 
   Attributes:
     middle: `SelfAttention`, which holds the options for heads, RoPE and masks.
-    qkv: NormLinear that computes q, k and v. Its columns are grouped by
-      key head: the query heads that share it, then its key and its value. A
-      shard of the columns therefore holds whole groups of heads.
+    qkv: NormLinear that computes q, k and v. Its columns are grouped by key
+      head: the query heads that share it, then its key and its value. A shard
+      of the columns therefore holds whole groups of heads.
     out: Linear [num_heads * head_dim, features].
     post_norm: RMSNorm or LayerNorm, or None.
     q_norm, k_norm: RMSNorms of q and k, or None. With `qk_norm="head"` both

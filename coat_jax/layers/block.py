@@ -14,9 +14,9 @@ writes h's gradient as an E5M2 operand.
 With residuals="minimal" a block saves the front's input in 1 x G FP8, the
 norm's statistics, what the middle saves, and scales. With "coat" it also saves
 the norm's output, as the reference implementation does. Without a norm, the
-front saves its matmul's FP8 operand. If the back has a norm, that norm
-reads z as 1 x G FP8 values, and the block saves these values and the norm's
-statistics. The rounding of z has a straight-through gradient.
+front saves its matmul's FP8 operand. If the back has a norm, that norm reads z
+as 1 x G FP8 values, and the block saves these values and the norm's statistics.
+The rounding of z has a straight-through gradient.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
 axis; between them each device holds a shard of the columns for whole sequences.

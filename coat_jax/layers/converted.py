@@ -2,11 +2,10 @@
 """Makes FP8 layers and blocks from a user's modules, with their parameters.
 
 Parameters keep their names. `convert_layer` makes an FP8 layer with the options
-of a Flax layer. For a user's own module, `fuse` runs the
-original with random parameters on random tokens in f32, and looks for a block
-with the same output. It tries each linear layer as the gate, each activation,
-and a block with and without the residual add. It rejects a block whose output
-is merely similar.
+of a Flax layer. For a user's own module, `fuse` runs the original with random
+parameters on random tokens in f32, and looks for a block with the same output.
+It tries each linear layer as the gate, each activation, and a block with and
+without the residual add. It rejects a block whose output is merely similar.
 """
 
 import dataclasses
@@ -270,8 +269,8 @@ def _roles_of(original: nnx.Module, ours: type) -> Roles:
   if not errors[best] <= _TOLERANCE:
     raise ValueError(
       f"it cannot become {ours.__name__}: with random parameters, its output "
-      f"differs by {errors[best]:.1e} of the largest value from that of the "
-      "most similar block"
+      f"differs by {errors[best]:.1e} from the most similar block's, relative "
+      "to the largest value"
     )
   return best
 

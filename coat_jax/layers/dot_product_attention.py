@@ -5,9 +5,9 @@ q, k, v and the output are saved in BF16, the format that attention reads and
 writes. In blocks with recipe.attention="fp8", q, k and v are saved in 1 x G
 FP8, and the forward pass reads the dequantized values.
 
-The output is never rounded to FP8. The softmax's backward pass subtracts
-dout . out from the gradients of a row's probabilities, so that the gradients of
-the row's scores sum to 0. If `out` has an error e, they sum to -dout . e
+The output is never rounded to FP8. In each row, the softmax's backward pass
+subtracts dout . out from the gradients of the probabilities, so that the
+gradients of the scores sum to 0. If `out` has an error e, they sum to -dout . e
 instead. dout . e is positive on average if dout is the gradient at the rounded
 output. Training then increases the log-sum-exp without limit until it diverges
 (docs/stability.md).

@@ -3,8 +3,8 @@
 
 With `MeshAxes.expert`, each of n devices holds E / n of the E experts. Before
 the exchange a device has T k rows, k copies of each of its T tokens, sorted by
-expert. Afterwards it has all
-devices' rows for its experts, sorted by expert and then by sending device:
+expert. Afterwards it has all devices' rows for its experts, sorted by expert
+and then by sending device:
 
   sends      | expert 0 | expert 1 | expert 2 | expert 3 |
              to device 0 ----------  to device 1 --------

@@ -5,9 +5,9 @@ Each function handles both formats: an `Operand` holds FP8 values and is
 multiplied in FP8, and an array is multiplied in its dtype. In FP8, all tokens
 share a scale, all gradients share a scale, and each expert's weight has a
 separate scale. Tokens are quantized before they are copied to rows, so that
-only FP8 values are copied. On a mesh, devices gather FP8 weights. The
-forward pass computes each scale once and saves it; the backward pass quantizes
-again with the saved scale.
+only FP8 values are copied. On a mesh, devices gather FP8 weights. The forward
+pass computes each scale once and saves it; the backward pass quantizes again
+with the saved scale.
 """
 
 from typing import NamedTuple

@@ -102,8 +102,8 @@ def front_backward(
 ) -> tuple[Array, LinearWeights]:
   """Computes dx in `like`'s dtype, and gradients of all weights but the bias.
 
-  g, from `gradient_operand`, is the gradient of h. `like` is any array with
-  the device's batch size and dx's dtype. `add`, the gradient that bypasses the
+  g, from `gradient_operand`, is the gradient of h. `like` is any array with the
+  device's batch size and dx's dtype. `add`, the gradient that bypasses the
   block, is added to dx in f32.
   """
   w, has_columns = weights, split == "columns"
