@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions that save their inputs in FP8, in 1 x G groups.
 
-G is `recipe.group_size`. Nothing else is saved, because the function is
-elementwise and cheap to recompute. As in all layers, the forward and the
-backward pass both read the dequantized values.
+G is `recipe.group_size`. Nothing else is saved, because an elementwise function
+is cheap to recompute. As in all layers, the forward and the backward pass both
+read the dequantized values.
 """
 
 import functools
@@ -50,11 +50,11 @@ def activate(
   Args:
     x: [..., F], BF16 (or f32).
     up: an array of the same shape and dtype, or None.
-    activation: f, one of "silu", "gelu" (by erf), "gelu_tanh" (by the tanh
-      formula, the default of `jax.nn.gelu`) and "gelu_quick"
+    activation: f, one of "silu", "gelu" (exact, with erf), "gelu_tanh" (the
+      tanh approximation, the default of `jax.nn.gelu`) and "gelu_quick"
       (x sigmoid(1.702 x), as in CLIP).
-    recipe: if `recipe.nonlinear` is "fp8", x and up are saved in FP8, and f
-      reads the rounded values; None for `recipes.coat()`.
+    recipe: if `recipe.nonlinear` is "fp8", x and up are quantized to FP8
+      and saved; None for `recipes.coat()`.
 
   Returns:
     [..., F] in the inputs' dtype.
@@ -83,9 +83,9 @@ def activate(
 def plain_activation(
   parts: Sequence[Array], activation: ops.Activation
 ) -> Array:
-  """Computes f(x) or f(gate) * up in the inputs' dtype, for plain autodiff."""
-  # Name the inputs, so that a checkpoint policy keeps the same arrays as with
-  # FP8 recipes.
+  """Computes f(x) or f(gate) * up in x's dtype; JAX differentiates it."""
+  # Name the inputs, so that a checkpoint policy saves the same arrays as with
+  # FP8.
   x, *others = save_residual("activation", tuple(parts))
   with residual_scope("activation"):
     y = _PLAIN[activation](x)

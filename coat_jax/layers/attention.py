@@ -56,15 +56,14 @@ class Attention(RecipeModule):
 
   Attributes:
     middle: `SelfAttention`, which holds the options for heads, RoPE and masks.
-    qkv: NormLinear that computes q, k and v. Its columns are ordered by key
-      head: first the N / K query heads that share it, then its key and its
-      value. A shard of the columns therefore holds whole groups of heads.
+    qkv: NormLinear that computes q, k and v. Its columns are grouped by key
+      head: the query heads that share it, then its key and its value. A shard
+      of the columns therefore holds whole groups of heads.
     out: Linear [num_heads * head_dim, features].
     post_norm: RMSNorm or LayerNorm, or None.
     q_norm, k_norm: RMSNorms of q and k, or None. With `qk_norm="head"` both
       have a scale [head_dim]. With "all" their scales are
-      [num_heads * head_dim] and [num_kv_heads * head_dim], concatenated over
-      heads.
+      [num_heads * head_dim] and [num_kv_heads * head_dim], ordered by head.
   """
 
   def __init__(
@@ -97,23 +96,25 @@ class Attention(RecipeModule):
         N / K query heads; None for N.
       head_dim: H, width of a head, an even number; None for D / N.
       causal: whether a query sees only keys up to its own position.
-      window: how many keys a query sees, counting its own; None for all. If
-        layers of a stack differ, pass a tuple with one window for each kind of
-        layer, and pass `kind` to each call. The arguments below that accept a
-        tuple work in the same way.
+      window: number of keys that a query sees, at its own position and before
+        it; None for all. If the layers of a stack differ, pass a tuple with one
+        window for each kind of layer, and pass `kind` to each call. Tuples work
+        in the same way for `rope_theta` and `rope_scaling`.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
         them unchanged.
       query_scale: factor of q k^T; None for 1 / sqrt(H).
-      rope_theta: base of RoPE's frequencies; None for no RoPE; or a tuple of
-        these.
-      rope_scaling: how RoPE's frequencies are scaled for longer sequences, such
-        as `Llama3Scaling`; None for no scaling; or a tuple of these.
-      rotary_dim: how many of a head's first channels RoPE rotates; None for
+      rope_theta: base of RoPE's frequencies; None for no RoPE; or a tuple with
+        one entry for each kind of layer.
+      rope_scaling: how frequencies change for longer sequences, such as
+        `Llama3Scaling`; None for no scaling; or a tuple with one entry for each
+        kind of layer.
+      rotary_dim: RoPE rotates this many of a head's first channels; None for
         all.
       qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head
         separately, "all" normalizes all heads of a token together; None for no
-        norm. FP8 recipes save this norm's inputs in FP8.
-      clip_qkv: largest magnitude of q, k and v; None leaves them unchanged.
+        norm. FP8 recipes save the inputs of this norm, in FP8.
+      clip_qkv: q, k and v are clipped to [-clip_qkv, clip_qkv]; None for no
+        clipping.
       use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for the
         value of `use_bias`.
       use_out_bias: whether the output projection has a bias [D]; None for the
@@ -148,13 +149,14 @@ class Attention(RecipeModule):
     if head_dim is None and features % num_heads:
       raise ValueError(
         "Attention: features must be a multiple of num_heads, got "
-        f"{features} and {num_heads}; or pass head_dim"
+        f"{features} and {num_heads}; change one of them, or pass head_dim"
       )
     self.head_dim = head_dim or features // num_heads
     if self.head_dim % 2:
       raise ValueError(
-        "Attention: heads must have an even size, because RoPE rotates pairs, "
-        f"got {self.head_dim}; pass an even head_dim, or another num_heads"
+        "Attention: the head size must be even, because RoPE rotates pairs of "
+        f"channels, got {self.head_dim}; pass an even head_dim, or another "
+        "num_heads"
       )
     check_choice("Attention", "qk_norm", qk_norm, ("head", "all", None))
     self.num_heads, self.num_kv_heads = num_heads, kv_heads
@@ -207,15 +209,15 @@ class Attention(RecipeModule):
     *,
     out_sharding: Sharding = None,
   ) -> Array:
-    """Attends within each sequence, or within its segments.
+    """Computes attention within each sequence, or within each segment.
 
     Args:
       x: [..., T, features], cast to `dtype`.
       positions: the tokens' positions for RoPE, int32 [T], or [..., T] if they
         differ between sequences; None for 0 to T - 1.
-      segments: int32 [..., T], such as ids of packed documents or of padding; a
-        query sees only keys of its segment. None for one segment. (For packed
-        documents, pass `positions` that restart at 0 in each document.)
+      segments: segment ids, int32 [..., T], for packed documents or padding; a
+        query sees only keys of its own segment. None for one segment. For
+        packed documents, pass `positions` that restart at 0 in each document.
       kind: int32 scalar, the index of this layer's entry in the constructor's
         tuples; None if no tuple was passed.
       out_sharding: how the output is sharded; None leaves it to JAX.

@@ -5,23 +5,23 @@
   middle   h --elementwise or attention--> operand of the second matmul
   back     operand --matmul, bias--> z --norm or none--> + x (`add_input`)
 
-Front (`layers.front`) and back are the same in every block. Between them is a
-`Middle`: activation or attention. All three share a custom_vjp so that they can
-pass FP8 operands to each other: the norm writes the first matmul's E4M3
-operand, the middle writes the second's, and the middle's backward pass writes
-h's gradient as an E5M2 operand.
+The front (`layers.front`) and the back are the same in every block; the
+`Middle` is an activation or attention. All three share a custom_vjp so that
+they can pass FP8 operands to each other: the norm writes the first matmul's
+E4M3 operand, the middle writes the second's, and the middle's backward pass
+writes h's gradient as an E5M2 operand.
 
 With residuals="minimal" a block saves the front's input in 1 x G FP8, the
 norm's statistics, the middle's residuals, and scales. With "coat" it also saves
 the norm's output, as the reference implementation does. Without a norm, the
-front saves the FP8 input of its matmul instead. If the back has a norm, z is
-rounded to 1 x G FP8 before this norm, and the block also saves the rounded z
-and the norm's statistics. Gradients pass straight through the rounding of z.
+front saves its matmul's FP8 operand. If the back has a norm, that norm reads z
+as 1 x G FP8 values, and the block saves these values and the norm's statistics.
+The rounding of z has a straight-through gradient.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
-axis; between them each device holds a shard of the columns of whole sequences.
+axis; between them each device holds a shard of the columns for whole sequences.
 The back's partial sums are reduce-scattered, and each device normalizes whole
-rows of its shard of the tokens.
+rows of its own tokens.
 """
 
 from typing import Any, NamedTuple
@@ -212,13 +212,14 @@ def block(
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
     weights: see `BlockWeights`; their shapes depend on the middle.
-    inputs: other arrays that the middle reads; they get no gradient.
+    inputs: other arrays that the middle reads, such as positions; they get no
+      gradient.
     middle: the part between the two matmuls.
     kind: norm of x, "rms" or "layer"; None for no norm.
     eps: epsilon of both norms.
     post_norm: norm after the second matmul, "rms" or "layer"; None for no norm.
     add_input: whether to add x.
-    recipe: the block is fused if both `linear` and `nonlinear` are "fp8".
+    recipe: the block is fused if `nonlinear` is "fp8".
 
   Returns:
     [..., D] in x's dtype.
@@ -236,7 +237,7 @@ def block(
   check_kind("block", "middle", middle, Middle, remedy)
   middle.check(x, weights, inputs, recipe)
   w = weights.back.w
-  # Skip this check with mesh axes: in a caller's shard_map, widths may differ.
+  # With mesh axes, the caller may run this in shard_map, where w is a shard.
   if add_input and not recipe.axes and w.shape[-1] != x.shape[-1]:
     raise ValueError(
       "block: back.w must be [F, D] to add x [..., D], got "

@@ -24,8 +24,8 @@ class NormLinearOptions(TypedDict, total=False):
   """Options of `NormLinear`; `BlockOptions` extends them for blocks.
 
   Initializers are called with a key, a shape and a dtype; metadata is passed to
-  `nnx.Param`. By default biases start as zeros and scales as ones (zeros with
-  `scale_plus_one`), and neither consumes a key.
+  `nnx.Param`. By default biases are initialized to zeros and scales to ones
+  (zeros with `scale_plus_one`), without consuming a key.
 
   Attributes:
     recipe: what is computed and saved in FP8; `recipes.coat()` by default.
@@ -35,8 +35,8 @@ class NormLinearOptions(TypedDict, total=False):
     scale_plus_one: whether norms, including those of q and k, multiply by 1 +
       scale, as in Gemma; False by default.
     use_norm_bias: whether norms have a bias [D], False by default.
-    dtype: dtype of input, output and non-FP8 matmuls, bfloat16 by default;
-      None for the common dtype of input and parameters.
+    dtype: dtype of input, output and activations that are not FP8, bfloat16 by
+      default; None for the common dtype of input and parameters.
     param_dtype: dtype of the parameters and their gradients, float32 by
       default.
     kernel_init: initializer of the kernel, called with a matrix shape [D, F];
@@ -75,8 +75,8 @@ class BlockOptions(NormLinearOptions, total=False):
   Attributes:
     post_norm: norm after the second matmul, before the input is added: "rms" or
       "layer"; None (the default) for no norm. OLMo 2 uses only this norm; Gemma
-      2 and 3 use both this norm and `norm`.
-    use_bias: whether biases are added after both matmuls, False by default.
+      2 and 3 also use `norm`.
+    use_bias: whether both matmuls add a bias, False by default.
     add_input: whether the block adds its input, the residual stream; True by
       default.
     out_kernel_init, out_kernel_metadata: initializer and metadata of the second
@@ -126,7 +126,7 @@ _NORM = _SHARED | dict(
 )
 _LINEAR = ("kernel_init", "kernel_metadata", "bias_init", "bias_metadata")
 _FRONT = _SHARED | {n: n for n in ("use_bias", *_LINEAR)}
-# The options `out_*` come last, so they override those of the first layer.
+# If an option is set with and without `out_`, the one with `out_` wins.
 _BACK = _FRONT | {f"out_{n}": n for n in _LINEAR}
 
 
@@ -164,7 +164,7 @@ class Parts(types.SimpleNamespace):
     return make_norm(kind, num_features, **self._named(_NORM))
 
   def make_front(self, in_features: int, out_features: Any) -> Linear:
-    """Makes the first linear layer; `out_features` may be (count, F)."""
+    """Makes the first linear layer; `out_features` is (2, F) with a gate."""
     options = self._named(_FRONT)
     if isinstance(out_features, tuple):
       options = stack_options(options)
@@ -231,7 +231,7 @@ class NormLinear(RecipeModule):
     self.linear = parts.make_front(in_features, out_features)
 
   def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
-    """Normalizes x along its last axis, and applies the linear layer.
+    """Computes norm(x) kernel + bias; the norm is over the last axis.
 
     Args:
       x: [..., in_features], cast to `dtype`.
@@ -254,7 +254,7 @@ def block_arguments(
 ) -> dict[str, Any]:
   """Returns the arguments of `block` that a module and its parts determine.
 
-  `own` contains the weights of the middle. Both norms have the same epsilon.
+  `own` contains the middle's weights. Both norms must have the same epsilon.
   """
   post_norm = module.post_norm
   options = norm_options(norm) | dict(post_norm=None)

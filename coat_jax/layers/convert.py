@@ -43,10 +43,10 @@ class ConversionReport:
     left: maps the path of each module that has parameters but was not replaced
       to the reason.
     matmuls_only: your classes whose linear layers were replaced one by one. The
-      values between these layers are saved as before.
-    saved_before, saved_after: how many bytes the model saves for its backward
-      pass before and after the conversion, not counting parameters; None if
-      `inputs` is None.
+      activations between these layers are saved as before.
+    saved_before, saved_after: bytes that the model saves for its backward pass,
+      excluding parameters, before and after the conversion; None without
+      `inputs`.
   """
 
   replaced: Mapping[str, str]
@@ -63,8 +63,9 @@ class ConversionReport:
     lines += [f"left {path}: {why}" for path, why in self.left.items()]
     if self.matmuls_only:
       lines.append(
-        f"matmuls only: {', '.join(self.matmuls_only)}; values between matmuls "
-        "are saved as before, unless `blocks` maps the class to a block"
+        f"matmuls only: {', '.join(self.matmuls_only)}; activations between "
+        "matmuls are saved as before; if a class computes a whole block, name "
+        "it in `blocks`"
       )
     before, after = self.saved_before, self.saved_after
     if before is not None and after is not None:
@@ -85,18 +86,18 @@ def convert[Module: nnx.Module](
 ) -> tuple[Module, ConversionReport]:
   """Replaces the layers of a Flax NNX model with FP8 layers.
 
-  The result is a copy of the modules that holds the same `nnx.Param` objects:
-  no weight is copied, and training the copy also updates the original. You can
-  therefore compare the two models at any time. If `convert` raises an error,
-  the original is unchanged. `nnx.state` has the same paths, shapes, dtypes and
-  metadata before and after: checkpoints, optimizers and shardings remain valid.
+  The result is a copy of the modules that shares the `nnx.Param` objects. No
+  weight is copied, and training the copy also updates the original, so you can
+  compare the two models at any time. If `convert` raises an error, the original
+  is unchanged. `nnx.state` has the same paths, shapes, dtypes and metadata
+  before and after: checkpoints, optimizers and shardings remain valid.
 
-  If a class of yours computes a whole block, name it in `blocks`: most of the
-  savings in memory come from replacing whole blocks. We do not infer from its
-  attributes what the class computes. We run one of its modules with random
-  parameters on a few random tokens in f32, and replace modules of the class
-  only if a block of the given kind computes the same output with one of our
-  activations. Separate gate and up projections stay separate parameters.
+  If one of your classes computes a whole block, name it in `blocks`: replacing
+  whole blocks saves the most memory. To check what the class computes,
+  `convert` runs one of its modules with random parameters on a few random
+  tokens in f32. It replaces the module only if a block of the named kind, with
+  one of the supported activations, computes the same output. Separate gate and
+  up projections stay separate parameters.
 
   Example usage::
 
@@ -128,12 +129,12 @@ def convert[Module: nnx.Module](
   Args:
     model: the model, with arrays or abstract (from `nnx.eval_shape`).
     recipe: what is computed and saved in FP8; None for `recipes.coat()`.
-    blocks: maps each class of yours that computes a whole block to `MLP` or
+    blocks: maps each of your classes that compute a whole block to `MLP` or
       `NormLinear`. A class that is mapped to `MLP` may lack the norm or the
-      residual add. Modules of the class must accept a single array.
-    inputs: example arguments for a call of the model, arrays or
-      `jax.ShapeDtypeStruct`s. If given, the report counts the bytes that are
-      saved for the backward pass. The model is only traced, not run.
+      residual add. Its modules must be callable with a single array.
+    inputs: example arguments of a call of the model, arrays or
+      `jax.ShapeDtypeStruct`s. With them, the report counts the bytes that are
+      saved for the backward pass. The model is traced but not run.
 
   Returns:
     The converted copy, and a report of what was replaced, what was left and
@@ -142,8 +143,7 @@ def convert[Module: nnx.Module](
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: `blocks` contains a class that the model does not contain, or
-      maps a class to anything but a block; or modules contain each other in a
-      cycle.
+      maps a class to anything but a block; or modules form a cycle.
   """
   op = "convert"
   remedy = "pass a model or a layer of Flax NNX"
@@ -203,7 +203,7 @@ class _Converter:
     return self._new[id(copies[-1][1])][1]
 
   def _replace_children(self, path: tuple, node: Any) -> None:
-    """Puts converted children into a node's attributes and containers."""
+    """Replaces a node's converted children, also those in containers."""
     for key, value in list(vars(node).items()):
       leaves, tree = jax.tree.flatten(value, is_leaf=_is_leaf)
       if key.startswith("_pytree__") or not any(map(_is_node, leaves)):
@@ -247,7 +247,7 @@ class _Converter:
     return module
 
   def _explain(self, name: str, module: nnx.Module) -> None:
-    """Records why a module was not replaced, if it holds parameters itself."""
+    """Records why a module that directly holds parameters was not replaced."""
     if isinstance(module, RecipeModule | FusedBlock):
       return
     if any(isinstance(x, nnx.Variable) for x in vars(module).values()):

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes FP8 layers and blocks from a user's modules, with their parameters.
 
-A replaced module keeps the names of its parameters. `convert_layer` reads the
-options of one of Flax's layers. For other modules, `fuse` runs the original
-with random parameters on random tokens in f32, and looks for a block with the
-same output. It tries all orders of the linear layers and all activations, with
-and without a gate and a residual add. It refuses a block whose output is merely
-similar.
+Parameters keep their names. `convert_layer` makes an FP8 layer with the options
+of a Flax layer. For a user's own module, `fuse` runs the original with random
+parameters on random tokens in f32, and looks for a block with the same output.
+It tries each linear layer as the gate, each activation, and a block with and
+without the residual add. It rejects a block whose output is merely similar.
 """
 
 import dataclasses
@@ -40,21 +39,21 @@ COUNTERPARTS: dict[type, type[RecipeModule]] = {
   nnx.LayerNorm: LayerNorm,
 }
 _PARAMETERS = ("kernel", "scale", "bias")
-# `use_fast_variance` has no effect: our norms always use the accurate formula.
+# `use_fast_variance` is ignored: our norms always use the accurate formula.
 _IGNORED = {"self", "rngs", "use_fast_variance"}
 
 BLOCKS = (MLP, NormLinear)
-# Summing up to 10,000 f32 products in another order changes the output by a
-# relative 1e-6. The two most similar activations, the GELUs, differ by 1e-4.
+# Adding up to 10,000 f32 products in another order changes the output by 1e-6,
+# relative to its size. The most similar activations, the two GELUs, differ by
+# 1e-4.
 _TOLERANCE = 1e-5
 _TOKENS = 8
 
 
 def convert_layer(module: Any, recipe: CoatRecipe) -> RecipeModule:
-  """Makes an FP8 layer from one of flax's layers, with the same parameters.
+  """Makes an FP8 layer from a Flax layer, with the same parameters.
 
-  Raises a ValueError if flax's layer has an option or an attribute that the FP8
-  layer does not support.
+  Raises a ValueError with a reason if the FP8 layer cannot replace it.
   """
   kind = type(module)
   for name, value in vars(module).items():
@@ -85,8 +84,9 @@ def convert_layer(module: Any, recipe: CoatRecipe) -> RecipeModule:
     shape = getattr(new, name).shape
     if param.shape[len(param.shape) - len(shape) :] != shape:
       raise ValueError(
-        f"{kind.__name__}: {name} must be {shape} after the axes that stack "
-        f"layers, got {param.shape}; stack layers along the first axis"
+        f"{kind.__name__}: {name} must have the shape {shape} after the axes "
+        f"of stacked layers, got {param.shape}; stack layers along the first "
+        "axis"
       )
     setattr(new, name, param)
   return new
@@ -101,7 +101,7 @@ def _refused(kind: type, name: str, value: Any) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-  """A block's options, and which attributes of a module are its parts."""
+  """A block's options, and the attribute names of its parts."""
 
   width: int
   norm: str | None
@@ -112,7 +112,7 @@ class Roles:
 
 
 class FusedBlock(nnx.Module):
-  """A block whose parts keep the names that they have in the user's module.
+  """A block whose parts keep their attribute names in the user's module.
 
   Other attributes of that module are kept, too.
   """
@@ -269,8 +269,8 @@ def _roles_of(original: nnx.Module, ours: type) -> Roles:
   if not errors[best] <= _TOLERANCE:
     raise ValueError(
       f"it cannot become {ours.__name__}: with random parameters, its output "
-      f"differs by {errors[best]:.1e} of its largest value from the output of "
-      "the most similar block"
+      f"differs by {errors[best]:.1e} from the most similar block's, relative "
+      "to the largest value"
     )
   return best
 
@@ -295,7 +295,7 @@ def _with_random_parameters(module: nnx.Module) -> Any:
   def draw(i, leaf):
     shape = leaf.shape[stacked:]
     x = jax.random.normal(jax.random.key(i + 1), shape)
-    # Scales of 1 and biases of 0 would hide whether they are applied.
+    # Scales of 1 or biases of 0 would not affect the output.
     return 0.5 + x if len(shape) == 1 else x / math.sqrt(shape[0])
 
   drawn = [draw(i, leaf) for i, leaf in enumerate(leaves)]
@@ -312,7 +312,7 @@ def _sizes(part: Any, side: str) -> tuple[int, ...]:
 
 
 def _candidates(original: nnx.Module, ours: type) -> Iterable[Roles]:
-  """Yields the blocks that fit the widths of a module's parts."""
+  """Yields the roles that fit the widths of a module's parts."""
   parts = parts_of(original)
   linears = [k for k, v in parts.items() if hasattr(v, "in_features")]
   norms = [k for k, v in parts.items() if hasattr(v, "num_features")]
@@ -338,7 +338,7 @@ def _candidates(original: nnx.Module, ours: type) -> Iterable[Roles]:
 
 
 def _fits(front: list[Any], back: Any, gated: bool) -> bool:
-  """Returns whether linear layers have the widths of an MLP's layers."""
+  """Returns whether linear layers of these widths can form a block."""
   ends = _sizes(front[0], "in"), _sizes(back, "out")
   inside = {math.prod(_sizes(part, "out")) for part in front}
   hidden = math.prod(_sizes(back, "in"))

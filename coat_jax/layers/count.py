@@ -28,7 +28,7 @@ _ALIASES = {
 
 
 def saved_bytes(model: nnx.Module, inputs: tuple[Any, ...]) -> int:
-  """Counts the bytes that a call saves to compute all parameters' gradients."""
+  """Counts the bytes that a call saves to compute the parameters' gradients."""
   graph, params, others = nnx.split(model, nnx.Param, ...)
   leaves, tree = jax.tree.flatten(inputs)
   is_traced = [is_array(leaf) for leaf in leaves]
@@ -69,7 +69,7 @@ def _count(jaxpr: Any, num_params: int) -> int:
 
 
 def _original(var: Any, equations: dict) -> Any:
-  """Follows reshapes and copies of an array back to the original array."""
+  """Traces a reshaped or copied array back to its source."""
   while (equation := equations.get(var)) is not None:
     is_named = name_of(equation) is not None
     if equation.primitive.name not in _ALIASES and not is_named:

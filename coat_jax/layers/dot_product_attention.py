@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
-q, k, v and the output are saved in BF16, as attention reads and writes them. In
-blocks with recipe.attention="fp8", q, k and v are saved in 1 x G FP8, and the
-forward pass reads the dequantized values.
+q, k, v and the output are saved in BF16, the format that attention reads and
+writes. In blocks with recipe.attention="fp8", q, k and v are saved in 1 x G
+FP8, and the forward pass reads the dequantized values.
 
-The output is never rounded to FP8. The backward pass subtracts the row sums of
-dout * out from the gradients of the softmax's output, so that the gradients of
-a row's scores sum to 0. If `out` has an error e, they sum to -dout . e instead.
-If dout is the gradient at the rounded output, dout . e is positive on average,
-so training increases the log-sum-exp without limit until it diverges
+The output is never rounded to FP8. In each row, the softmax's backward pass
+subtracts dout . out from the gradients of the probabilities, so that the
+gradients of the scores sum to 0. If `out` has an error e, they sum to -dout . e
+instead. dout . e is positive on average if dout is the gradient at the rounded
+output. Training then increases the log-sum-exp without limit until it diverges
 (docs/stability.md).
 """
 
@@ -38,12 +38,11 @@ class AttentionInputs(NamedTuple):
   """Inputs of attention that have no gradient.
 
   Attributes:
-    positions: int32 [T], or [B, T] if they differ between sequences; None if
-      the caller applies RoPE.
-    segments: int32 [B, T]; a query sees only keys of its segment. None for one
-      segment.
-    kind: int32 scalar, the index of the layer's kind; None if all layers are of
-      one kind.
+    positions: int32 [T], or [B, T] if they differ between sequences.
+    segments: int32 [B, T]; a query sees only keys of its own segment. None for
+      one segment.
+    kind: int32 scalar, the index of the layer's kind; None if all layers have
+      the same kind.
   """
 
   positions: Array | None
@@ -136,7 +135,7 @@ def dot_product_attention(
   Saves q, k, v, the output and the log-sum-exp for the backward pass.
 
   Example usage, with packed documents of three and five tokens, where a query
-  sees three keys::
+  sees up to three keys::
 
     >>> from coat_jax.layers import dot_product_attention
     >>> import jax.numpy as jnp
@@ -151,14 +150,15 @@ def dot_product_attention(
   Args:
     q: [B, T, N, H].
     k, v: [B, S, K, H], N a multiple of K.
-    causal: query t sees keys up to t + S - T.
+    causal: whether query t sees only keys up to t + S - T.
     window: a query sees only the last `window` of these keys, including its
       own, like `sliding_window` in Hugging Face Transformers; None for all.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them
       unchanged.
     scale: factor of q k^T; None for 1 / sqrt(H).
-    segments: int32 [B, T], such as ids of packed documents or of padding; a
-      query sees only keys of its segment. Requires S = T. None for one segment.
+    segments: segment ids, int32 [B, T], for packed documents or padding; a
+      query sees only keys of its own segment. Requires S = T. None for one
+      segment.
     recipe: selects the implementation and the mesh axes; None for the default
       implementation on one device.
 

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges rows of tokens with the devices that hold their experts.
 
-With `MeshAxes.expert`, each of n devices holds E / n whole experts. Before the
-exchange a device has T k rows, k copies of each of its T tokens, sorted by
-expert. Afterwards it has the rows of all devices for its experts, sorted by
-expert and then by sending device:
+With `MeshAxes.expert`, each of n devices holds E / n of the E experts. Before
+the exchange a device has T k rows, k copies of each of its T tokens, sorted by
+expert. Afterwards it has all devices' rows for its experts, sorted by expert
+and then by sending device:
 
   sends      | expert 0 | expert 1 | expert 2 | expert 3 |
              to device 0 ----------  to device 1 --------
   receives   | expert 0, from 0 | from 1 | expert 1, from 0 | from 1 | unused
 
-No row is dropped: the receive buffer has R = n T k rows, because all tokens
-could choose the experts of one device. Unused rows, after those of the last
-expert, are zero.
+No row is dropped: the receive buffer has R = n T k rows, enough if all tokens
+choose experts of one device. Unused rows, after the last expert's, are zero.
 
-GPUs and TPUs send only used rows (`lax.ragged_all_to_all`). On CPUs, where XLA
-cannot do this, each pair of devices exchanges T k rows, padded with zeros
-(`lax.all_to_all`).
+GPUs and TPUs send only actual rows (`lax.ragged_all_to_all`). On CPUs,
+where XLA cannot do this, each pair of devices exchanges T k rows, padded with
+zeros (`lax.all_to_all`).
 """
 
 import dataclasses
@@ -33,8 +32,7 @@ from coat_jax.ops.dispatch import target
 class Slices(NamedTuple):
   """E slices of the rows that a device sends or receives.
 
-  A slice contains one expert's rows that go to, or come from, one peer device.
-  Slices are sorted by peer, and then by expert. Fields are int32 [E].
+  They are sorted by the other device, then by expert. Fields are int32 [E].
 
   Attributes:
     sizes: each slice's number of rows.
@@ -111,7 +109,7 @@ send_back.defvjp(
 
 
 def _move(x, num_rows: int, sent: Slices, found: Slices, exchange: Exchange):
-  """Moves slices of x to other devices; rows that receive nothing are zero."""
+  """Moves slices of x to other devices; unused rows of the result are zero."""
   out = jnp.zeros((num_rows, *x.shape[1:]), x.dtype)
   if target() is not None:
     return lax.ragged_all_to_all(
@@ -130,7 +128,7 @@ def _move(x, num_rows: int, sent: Slices, found: Slices, exchange: Exchange):
 
 
 def _padded_index(slices: Slices, exchange: Exchange, num_rows: int) -> Array:
-  """Returns row numbers for each device, [n, T k]; `num_rows` means no row."""
+  """Returns each device's row indices, [n, T k], padded with `num_rows`."""
   devices = lax.axis_size(exchange.axis)
   sizes, begins = (a.reshape(devices, -1) for a in slices[:2])
   places = jnp.arange(exchange.num_own, dtype=jnp.int32)

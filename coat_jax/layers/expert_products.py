@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls of a mixture of experts, in BF16 or FP8.
 
-Each function handles both formats: `Operand`s hold FP8 codes and are multiplied
-in FP8; arrays are multiplied in their dtype. In FP8, there is one scale for all
-tokens, one for all gradients, and one for each expert's weight. Tokens are
-quantized before they are copied to rows, so that only codes are copied. On a
-mesh, weights are quantized before they are gathered. The forward pass computes
-each scale once and saves it; the backward pass quantizes again with the saved
-scale.
+Each function handles both formats: an `Operand` holds FP8 values and is
+multiplied in FP8, and an array is multiplied in its dtype. In FP8, all tokens
+share a scale, all gradients share a scale, and each expert's weight has a
+separate scale. Tokens are quantized before they are copied to rows, so that
+only FP8 values are copied. On a mesh, devices gather FP8 weights. The forward
+pass computes each scale once and saves it; the backward pass quantizes again
+with the saved scale.
 """
 
 from typing import NamedTuple
@@ -57,7 +57,7 @@ def copies_in_rows(
   recipe: CoatRecipe,
   scale: Array | None = None,
 ) -> Array | Operand:
-  """Copies tokens [..., n] to rows [T k, n], in FP8 if experts run in FP8."""
+  """Copies tokens [..., D] to rows [T k, D], in FP8 if experts run in FP8."""
   if recipe.experts == "bf16":
     return to_rows(x, rows, experts_per_token)
   q = ops.quantize_tensor(
@@ -107,7 +107,7 @@ def multiply_rows(
 ) -> tuple[Array, Array | None]:
   """Multiplies rows by their experts' w [E, D, *F]; also returns w's scales.
 
-  If an earlier call returned these scales, pass them as `scale`.
+  Pass an earlier call's scales as `scale` to reuse them.
   """
   how = recipe.implementation
   if isinstance(x, Operand):
@@ -148,7 +148,7 @@ def weight_gradient(
   rows: Rows,
   recipe: CoatRecipe,
 ) -> Array:
-  """Computes x^T g for each expert; on a mesh, returns the device's rows."""
+  """Computes x^T g for each expert; on a mesh, returns the device's shard."""
   axes = recipe.axes
   # XLA reduce-scatters along the outermost dimension in memory. For another
   # dimension, it would first copy all of dw.
@@ -189,7 +189,7 @@ def _weight(w: Array, dtype: DTypeLike, recipe: CoatRecipe) -> Array:
 def _weight_codes(
   w: Array, layout: ops.Layout, scale: Array | None, recipe: CoatRecipe
 ) -> Operand:
-  """Quantizes w [E, D, *F] and gathers the codes of all its rows."""
+  """Quantizes w [E, D, *F], and gathers all its rows in FP8."""
   axes = recipe.axes
   shards = scale_axes(None) if axes is None else axes.same_experts
   codes = ops.quantize_experts(

@@ -9,22 +9,22 @@
 The matmuls of front and back are grouped. They run in x's dtype (BF16) or, with
 recipe.experts="fp8", in FP8 (`layers.expert_products`). The forward pass saves
 x and, for each of a token's k copies, gate and up, all in 1 x G FP8. It also
-saves each token's k expert indices, in 4 k bytes. The backward pass recomputes
-the rest. recipe.residuals has no effect, because COAT's code has no mixture of
-experts to imitate. recipe.weight_cache has no effect either.
+saves the expert indices, 4 k bytes per token. The backward pass recomputes the
+rest. recipe.residuals has no effect, because the reference implementation has
+no mixture of experts. recipe.weight_cache has no effect either.
 
-p multiplies silu(gate) up [T k, F], not the expert's output [T k, D]. The
-gradient of z, dz = dout w_down^T, then also yields the gradient of p,
-dp = dz . (silu(gate) up), and the output need not be saved or recomputed.
+p is a factor of z [T k, F], not of the expert's output [T k, D]. The gradient
+of z, dz = dout w_down^T, then also yields the gradient of p,
+dp = dz . (silu(gate) up), without saving or recomputing the output.
 
 On a mesh every device holds a shard of each weight of its experts: rows are
-split over fsdp and gathered before use, in BF16 or FP8; columns F are split
-over tensor. A device computes its shard of F for all positions of its
+split over fsdp and gathered before use, in BF16 or FP8; the dimension F is
+split over tensor. A device computes its shard of F for all positions of its
 sequences, and partial sums are reduce-scattered.
 
 With a mesh axis `expert` of n devices, each device holds E / n experts, and
-devices exchange rows (`layers.exchange`) in formats that need no further
-rounding:
+devices exchange rows (`layers.exchange`). They send the values that matmuls
+read and write:
 
   tokens, also in the backward pass   codes of x in 1 x G FP8, which the
                                       receiver normalizes; with FP8 experts,
@@ -32,11 +32,12 @@ rounding:
   gradients of outputs                BF16; with FP8 experts, E5M2 codes
   outputs, gradients of tokens        BF16; a token's k rows are summed in f32
 
-The mesh therefore does not change which values are multiplied. A receive buffer
-has room for the rows of all n devices (R = n T k), because shapes are static,
-no token is dropped, and all tokens could choose the experts of one device. Such
-buffers are never saved: the backward pass exchanges the tokens again, because
-the weights' gradients need them anyway, and recomputes gate and up.
+The mesh therefore does not change which values are multiplied. A buffer of
+received rows has room for the rows of all n devices (R = n T k), because shapes
+are static, no token is dropped, and all tokens could choose the experts of one
+device. Such buffers are never saved: the backward pass receives the tokens
+again, which it needs anyway for the weights' gradients, and recomputes gate and
+up.
 """
 
 from typing import NamedTuple
@@ -123,7 +124,7 @@ class _Saved(NamedTuple):
   # Gate and up, [..., k, F] for whole sequences, rows sorted by expert; None if
   # rows were exchanged.
   parts: tuple[QTensor, ...] | None
-  scales: Scales  # For operands that the backward pass quantizes again.
+  scales: Scales  # The backward pass quantizes with these scales again.
 
 
 def _fwd(x, weights, static, recipe):
@@ -163,7 +164,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
   axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
   if expert_size(axes) > 1:
-    # Without a scan over layers, XLA would keep the forward pass's buffers.
+    # If layers are not scanned, XLA would otherwise keep the forward pass's
+    # buffers.
     saved, g = jax.lax.optimization_barrier((saved, g))
   x_q, experts, parts, scales = saved
   own_y, norm_stats = _normed(x_q, w, static, dtype)
@@ -171,7 +173,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   def route(y, router):
     return expert_weights(y, router, experts, normalize=static.normalize)
 
-  # Without `varying`, JAX would already sum the router's gradient here.
+  # Without `varying`, JAX would sum the router's gradient over devices, as
+  # `sum_tokens` does below.
   (p, _), route_backward = jax.vjp(route, *varying((own_y, w.router)))
   experts = gather_positions(experts, axes)
   shape, rows = experts.shape, sort_rows(experts, w.router.shape[-1], axes)
@@ -269,9 +272,9 @@ def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
 
 
 def _gate_and_up(h, shape, recipe) -> tuple[QTensor, ...]:
-  """Quantizes rows of gate and up; `shape` [..., k] is that of expert indices.
+  """Quantizes rows of gate and up; `shape` is that of the experts, [..., k].
 
-  If rows were exchanged, h has room for the copies on all devices.
+  After an exchange, h has R rows, as many as all devices have copies.
   """
   first, *others = shape
   shape = first * expert_size(recipe.axes), *others, h.shape[-1]

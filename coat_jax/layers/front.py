@@ -4,7 +4,7 @@
 The norm reads 1 x G FP8 values and writes the E4M3 operand of the matmul,
 without a BF16 array in between. It saves its input in 1 x G FP8 and its
 statistics. With residuals="coat" it also saves its output; with "minimal" the
-backward pass recomputes it. Without a norm, the matmul's FP8 input is saved.
+backward pass recomputes it. Without a norm, the matmul's FP8 operand is saved.
 The quantized weight is not saved: the backward pass quantizes the parameter
 again.
 """
@@ -77,7 +77,7 @@ def front_forward(
 ) -> tuple[Array, Array | BlockScales, LinearSaved]:
   """Returns h [..., F], the operand's scales, and the values to save.
 
-  With split="columns", h contains all positions of the device's sequences.
+  With split="columns", h has all positions of the device's sequences.
   """
   if static.kind is None:
     normed, (y, kept) = None, input_operand(x, recipe)
@@ -102,8 +102,8 @@ def front_backward(
 ) -> tuple[Array, LinearWeights]:
   """Computes dx in `like`'s dtype, and gradients of all weights but the bias.
 
-  g is h's gradient, as `gradient_operand` returns it. `like` is any array
-  [B, ...] of the device's sequences. `add`, the gradient that bypasses the
+  g, from `gradient_operand`, is the gradient of h. `like` is any array with the
+  device's batch size and dx's dtype. `add`, the gradient that bypasses the
   block, is added to dx in f32.
   """
   w, has_columns = weights, split == "columns"

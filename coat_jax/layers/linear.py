@@ -81,11 +81,11 @@ def linear(
   check_float("linear", "x", x)
   check_float("linear", "w", w, ndim=range(2, 65))
   check_choice("linear", "split", split, _SPLITS)
-  # Skip this check with mesh axes: in a caller's shard_map, widths may differ.
+  # With mesh axes, the caller may run this in shard_map, where w is a shard.
   if not recipe.axes and x.shape[-1] != w.shape[0]:
     raise ValueError(
       f"linear: x [..., D] needs a weight [D, F], got x {x.shape} and weight "
-      f"{w.shape}; pass an x whose last dimension is {w.shape[0]}"
+      f"{w.shape}; pass an x whose last dimension is D"
     )
   if bias is not None and bias.shape != w.shape[1:]:
     raise ValueError(
@@ -94,9 +94,9 @@ def linear(
     )
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
-      # Without a dimension T in x, nothing is split over the mesh axis tensor.
-      # Also drop cached codes: if w is [D, *F] with several dimensions F, the
-      # cache stores columns in the order of the devices.
+      # Unless x is [B, T, D], nothing is split over the mesh axis tensor. Also
+      # drop the cached codes: for w [D, 2, F], they store the columns in the
+      # order of the devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)
@@ -124,8 +124,7 @@ def norm_linear(
     weights: see `LinearWeights`; w is [D, *F].
     kind: "rms" or "layer"; None for no norm.
     eps: epsilon of the norm.
-    recipe: norm and matmul are fused if both `linear` and `nonlinear` are
-      "fp8".
+    recipe: norm and matmul are fused if `nonlinear` is "fp8".
 
   Returns:
     [..., *F] in x's dtype.
@@ -226,8 +225,8 @@ class Linear(RecipeModule):
     check_choice("Linear", "split", split, _SPLITS)
     rows = sizes_of("Linear", "in_features", in_features)
     columns = sizes_of("Linear", "out_features", out_features)
-    # Initialize the kernel as a matrix, so that its fan-in and fan-out are the
-    # matmul's.
+    # Initialize the kernel as a matrix, so that initializers see the matmul's
+    # fan-in and fan-out.
     drawn = math.prod(rows), math.prod(columns)
     self.kernel = make_param(
       kernel_init or default_kernel_init,
@@ -284,11 +283,11 @@ class Linear(RecipeModule):
 def with_weight_cache[Module: nnx.Module](
   module: Module, recipe: CoatRecipe
 ) -> Module:
-  """Copies a module, but not its weights, and caches their scales or codes.
+  """Returns a copy that shares the module's weights and caches scales or codes.
 
-  Create, use and discard the copy inside the function that is differentiated,
-  or around the microbatches of one step: do not use a cache after its weights
-  have been updated.
+  Make the copy inside the differentiated function, or once per step before the
+  microbatches. Drop it before the weights are updated, because the cache does
+  not follow updates.
 
   Args:
     module: any module; its linear layers may be stacked for a scan.
@@ -319,7 +318,7 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
 
   def fill(w):
     flat = w.reshape(-1, *w.shape[len(stack) :])
-    # Compute codes layer by layer: the GPU kernel quantizes a single matrix.
+    # The quantization kernel accepts one matrix, so codes need a loop.
     each = jax.lax.map if recipe.weight_cache == "codes" else _vmap
     cache = each(lambda w: cache_weight(w, recipe), flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)

@@ -20,9 +20,9 @@ class MiddleOutput(NamedTuple):
   Attributes:
     operand: rows of the second matmul's operand.
     saved: values for the backward pass, each passed through `save_residual`.
-    after: if the second weight's scale is cached, devices of a mesh gather this
-      weight's codes only once `after` is computed (see `quantized_weight`);
-      None stands for the front's scale.
+    after: on a mesh, if the second weight's scale is cached, its FP8 values are
+      gathered only after this array is known (see `quantized_weight`); None to
+      wait for the scale of the front's operand.
   """
 
   operand: Operand
@@ -37,9 +37,9 @@ class MiddleGradient(NamedTuple):
     h: gradient of the middle's input, as `gradient_operand` returns it.
     operand: columns of the second matmul's operand, recomputed; None if
       `Middle.columns` returned them.
-    values: the unrounded gradient of the middle's input, [..., *F], or its f32
-      sum over the device's tokens, [*F]; None unless `has_bias` requests it.
-    weights: gradients of the middle's weights.
+    values: the gradient of h before quantization, [..., *F], or its f32 sum
+      over the device's tokens, [*F]; None unless `has_bias` requests it.
+    weights: gradients of the middle's own weights.
   """
 
   h: Any
@@ -49,10 +49,11 @@ class MiddleGradient(NamedTuple):
 
 
 class Middle(abc.ABC):
-  """The part between a block's two matmuls: a frozen, hashable dataclass.
+  """The part between a block's two matmuls.
 
-  It is a static argument of the block's rule, so it holds no arrays. Arrays are
-  passed as `weights` or, if they get no gradient (positions), as `inputs`.
+  Subclasses are frozen dataclasses without arrays, because a middle is a static
+  argument and must be hashable. Arrays are passed as `weights` or, if they get
+  no gradient, as `inputs` (such as positions).
   """
 
   def check(self, x: Array, weights: Any, inputs: Any, recipe: CoatRecipe):
@@ -65,7 +66,7 @@ class Middle(abc.ABC):
   ) -> Array:
     """Computes the second matmul's input [..., F] from h [..., *F].
 
-    Runs in h's dtype, for recipes without FP8 nonlinear operations.
+    Runs in h's dtype, for recipes with nonlinear="bf16".
     """
 
   @abc.abstractmethod

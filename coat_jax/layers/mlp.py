@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MLP block: norm, up, activation, down and residual add.
 
-A gated MLP computes gate and up in one matmul with a weight [D, 2, F]. If the
-last dimension is sharded, a shard holds the same columns of gate and of up. The
-gradients of gate and up share one E5M2 scale.
+A gated MLP computes gate and up in one matmul with one weight [D, 2, F]. A
+shard of the last dimension holds the same columns of gate and up. The gradients
+of gate and up share one E5M2 scale.
 
 In addition to what every block saves, the MLP saves the activation's input
 (gate and up) in 1 x G FP8. With residuals="coat" a gated MLP also saves f(gate)
@@ -72,7 +72,7 @@ class Elementwise(Middle):
       return
     front, back = weights.front.w, weights.back.w
     fits = front.ndim == 3 and front.shape[1] == 2
-    # With mesh axes, skip F: in a caller's shard_map, widths may differ.
+    # With mesh axes, the caller may run this in shard_map, on shards.
     if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
       raise ValueError(
         "Elementwise: front.w must be [D, 2, F] and back.w [F, D] with a gate, "
@@ -145,7 +145,7 @@ class Elementwise(Middle):
 
 
 class MLP(RecipeModule):
-  """The MLP half of a layer: norm, up, activation (gated or not), down, add.
+  """The MLP half of a transformer layer, with or without a gate.
 
   x + post_norm((f(norm(x) w_gate) * (norm(x) w_up)) w_down), or without a gate
   x + post_norm(f(norm(x) w_up) w_down).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of all modules, and the checks that modules and functions share."""
+"""The base class of all modules, and checks of shared arguments."""
 
 from collections.abc import Collection
 from typing import Any
@@ -62,10 +62,10 @@ def sizes_of(op: str, name: str, value: Any) -> tuple[int, ...]:
 
 
 class RecipeModule(nnx.Module):
-  """Base of all modules: holds the recipe and the compute dtype.
+  """The base class of all modules: holds the recipe and the compute dtype.
 
   Attributes:
-    recipe: selects what training computes and saves in FP8.
+    recipe: selects what is computed and saved in FP8.
     dtype: dtype of inputs and outputs; None for the common dtype of inputs and
       parameters.
     deterministic: True after `module.eval()`, False after `module.train()`. If
@@ -83,8 +83,8 @@ class RecipeModule(nnx.Module):
   ):
     """Sets recipe and dtype, and checks the arguments that modules share.
 
-    `sizes` are numbers of features, heads and the like; None for a size that
-    the module derives from the others.
+    `sizes` are positive ints, such as the number of features or heads. A size
+    is None if the module derives it from the others.
     """
     op = type(self).__name__
     self.recipe = recipes.coat() if recipe is None else recipe
@@ -121,8 +121,8 @@ def value_of(param: nnx.Param | None) -> Array | None:
 def reshard(y: Array, out_sharding: Sharding) -> Array:
   """Shards y as `out_sharding` specifies; None leaves y unchanged.
 
-  On explicit mesh axes this changes y's type; on automatic axes it constrains
-  XLA.
+  On explicit mesh axes this changes y's type; on automatic axes it is a
+  constraint for XLA.
   """
   if out_sharding is None:
     return y

@@ -78,10 +78,11 @@ def moe(
   add_input: bool = True,
   recipe: CoatRecipe,
 ) -> tuple[Array, RoutingStats]:
-  """x + sum_e p_e (silu(norm(x) w_gate_e) * (norm(x) w_up_e)) w_down_e.
+  """Runs a mixture of experts on norm(x), and adds x.
 
-  The sum is over a token's k experts, those with the largest p =
-  softmax(norm(x) w_router). No token is dropped.
+  Computes x + sum_e p_e (silu(norm(x) w_gate_e) * (norm(x) w_up_e)) w_down_e.
+  The sum is over the k experts of a token with the largest
+  p = softmax(norm(x) w_router). No token is dropped.
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
@@ -116,8 +117,8 @@ def _plain_fwd(x, y, w, static, recipe):
   axes = recipe.axes
   mixture = functools.partial(_of_device, static=static, recipe=recipe)
   if expert_size(axes) > 1:
-    # The receive buffer has room for the rows of all devices, so recompute it
-    # in the backward pass instead of saving it.
+    # Recompute the buffer of received rows, which has room for the rows of all
+    # devices, in the backward pass.
     mixture = jax.checkpoint(mixture)
   differentiated: Any = jax.vjp(mixture, y, w, has_aux=True)
   (out, probability), backward, load = differentiated
@@ -161,7 +162,7 @@ def _of_device(y, w, *, static, recipe):
       y, w.router, experts, normalize=static.normalize
     )
     load = load_of(experts, num_experts)
-    # From here on, each device has whole sequences, but only its shard of the
+    # From here on, each device has whole sequences but only its shard of the
     # hidden dimension F.
     y, experts, p = gather_positions((y, experts, p), axes)
     rows = sort_rows(experts, num_experts, axes)
@@ -195,7 +196,7 @@ _product.defvjp(_multiply_fwd, _multiply_bwd)
 
 
 def _check(x, w, experts_per_token, recipe) -> None:
-  """Raises for wrong arguments; with mesh axes, D and F are not checked."""
+  """Raises for wrong shapes; with mesh axes, F and D may be those of shards."""
   check_recipe("moe", recipe)
   check_float("moe", "x", x)
   remedy = "pass one, as in MoEWeights(gamma, None, router, gate_up, down)"
@@ -209,8 +210,7 @@ def _check(x, w, experts_per_token, recipe) -> None:
     raise ValueError(
       "moe: weights must be router [D, E], gate_up [E, D, 2, F] and down "
       f"[E, F, D] for x [..., D], got {w.router.shape}, {gate_up} and {down} "
-      f"for {x.shape}; pass the weights of one MoE, and an x whose last "
-      "dimension is D"
+      f"for {x.shape}; pass one MoE's weights, and an x whose last axis is D"
     )
   _check_experts("moe", experts_per_token, e)
 
@@ -269,8 +269,8 @@ class MoE(RecipeModule):
     Args:
       features: D, width of input and output.
       hidden_features: F, width of an expert's gate and up.
-      num_experts: E.
-      experts_per_token: k, how many experts each token goes to.
+      num_experts: E, number of experts.
+      experts_per_token: k, number of experts that each token goes to.
       normalize: whether a token's k weights are divided by their sum
         (`norm_topk_prob` in Hugging Face Transformers).
       add_input: whether the block adds its input, the residual stream.

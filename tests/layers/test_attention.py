@@ -230,6 +230,6 @@ def test_an_empty_batch_has_gradients_of_zero(recipe):
 def test_heads_of_an_odd_size_are_refused(sizes):
   arguments = dict(num_heads=4, rope_theta=None) | sizes
   odd = sizes.get("head_dim", 3)
-  message = f"heads must have an even size.*got {odd}; pass an even head_dim"
+  message = f"the head size must be even.*got {odd}; pass an even head_dim"
   with pytest.raises(ValueError, match=message):
     Attention(24, **arguments, rngs=nnx.Rngs(0))
