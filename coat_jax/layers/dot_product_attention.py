@@ -38,7 +38,8 @@ class AttentionInputs(NamedTuple):
   """Inputs of attention that have no gradient.
 
   Attributes:
-    positions: int32 [T], or [B, T] if they differ between sequences.
+    positions: int32 [T], or [B, T] if they differ between sequences; None if
+      the caller applies RoPE.
     segments: int32 [B, T]; a query sees only keys of its own segment. None for
       one segment.
     kind: int32 scalar, the index of the layer's kind; None if all layers have

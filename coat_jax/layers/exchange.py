@@ -32,7 +32,8 @@ from coat_jax.ops.dispatch import target
 class Slices(NamedTuple):
   """E slices of the rows that a device sends or receives.
 
-  They are sorted by the other device, then by expert. Fields are int32 [E].
+  A slice contains one expert's rows that go to, or come from, one peer device.
+  Slices are sorted by peer, then by expert. Fields are int32 [E].
 
   Attributes:
     sizes: each slice's number of rows.

@@ -23,8 +23,8 @@ split over tensor. A device computes its shard of F for all positions of its
 sequences, and partial sums are reduce-scattered.
 
 With a mesh axis `expert` of n devices, each device holds E / n experts, and
-devices exchange rows (`layers.exchange`). They send the values that matmuls
-read and write:
+devices exchange rows (`layers.exchange`) in formats that need no further
+rounding:
 
   tokens, also in the backward pass   codes of x in 1 x G FP8, which the
                                       receiver normalizes; with FP8 experts,
