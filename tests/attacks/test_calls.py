@@ -22,7 +22,7 @@ def test_every_command_line_has_wrong_calls():
     "train.generate",
     *(f"benchmarks.{name}" for name in ("layer", "memory", "ops", "optimizer")),
     "benchmarks.training",
-    "studies.accuracy",
+    *(f"studies.{name}" for name in ("accuracy", "table7")),
   }
 
 
