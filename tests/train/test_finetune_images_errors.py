@@ -77,9 +77,7 @@ def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
   with pytest.raises(ValueError, match=words) as raised:
     load_rows(*good, images="")
   assert "correct the row" not in str(raised.value)
-  with pytest.raises(
-    ValueError, match=f"{words}.* instead of .*/images, or skip"
-  ):
+  with pytest.raises(ValueError, match=f"{words}.*, not .*/images, or skip"):
     load_rows(asked("<image> What", image="none.png"))
 
 

@@ -148,10 +148,10 @@ def held_out_batches(
   process_index: int = 0,
   process_count: int = 1,
 ) -> grain.MapDataset:
-  """Returns batches of all held-out rows, or of evenly spaced held-out rows.
+  """Returns batches of all held-out rows.
 
-  `max_batches` limits the number of batches. Every call returns the same
-  batches. The last one may be padded.
+  If they fill more than `max_batches` batches, only evenly spaced rows are
+  used. Every call returns the same batches. The last batch may be padded.
   """
   own = _own_rows(batch_size, process_index, process_count)
   if max_batches is not None and max_batches < 1:

@@ -3,7 +3,7 @@
 
   python -m train.data.digits FOLDER
 
-These 1797 grey images of 8 x 8 pixels come from the test set of E. Alpaydin and
+These 1797 gray images of 8 x 8 pixels come from the test set of E. Alpaydin and
 C. Kaynak, "Optical Recognition of Handwritten Digits" (1998), UCI Machine
 Learning Repository, doi:10.24432/C50P49. The scikit-learn package contains the
 images, so nothing is downloaded. Every fifth image of each digit is held out.

@@ -2,10 +2,10 @@
 """Reads image files as the pixels that a vision tower expects.
 
 The steps are those of transformers' processors, with the settings in a
-checkpoint's preprocessor_config.json. An image is converted to RGB. Pillow
-resizes it in 8 bits: for CLIP the shorter side, after which the center is
-cropped; for SigLIP both sides. The values are then scaled and normalized in
-f32.
+checkpoint's preprocessor_config.json. An image is converted to RGB and resized
+by Pillow, with 8 bits per channel. For CLIP, the shorter side gets the given
+length, and the center is cropped. For SigLIP, both sides get the given lengths.
+The values are then scaled and normalized in f32.
 
 Files may come from untrusted sources, so we check each header first: the
 format, and the number of pixels before and after resizing. No image needs more
@@ -149,7 +149,7 @@ class Preprocessing:
     return size
 
   def check(self, files: Iterable[Path], *, threads: int = 1) -> None:
-    """Checks the headers of images in `threads` threads."""
+    """Checks the headers of images, in `threads` threads at once."""
 
     def check_one(file: Path) -> None:
       with _opened(file) as image:
@@ -185,7 +185,7 @@ class Preprocessing:
     return np.ascontiguousarray(normalized.transpose(2, 0, 1))
 
   def _check_size(self, image: Image.Image) -> tuple[int, int]:
-    """Returns the width and height of the resized image."""
+    """Checks an image's size; returns the width and height after resizing."""
     width, height = image.size
     if min(width, height) < _MIN_SIDE:
       raise BadData(
@@ -200,7 +200,10 @@ class Preprocessing:
         new if side == short else int(new * side / short)
         for side in (height, width)
       )
-    for what, pixels in (("", width * height), ("resized, ", new[0] * new[1])):
+    for what, pixels in (
+      ("", width * height),
+      ("resized to ", new[0] * new[1]),
+    ):
       if pixels > MAX_PIXELS:
         raise BadData(
           "large image",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a folder of images for each class, like torchvision's ImageFolder.
+"""Reads images from one folder per class, like torchvision's ImageFolder.
 
   FOLDER/train/CLASS/*.png   images to train on
   FOLDER/test/CLASS/*.png    held-out images; test may also be named val or
@@ -36,7 +36,7 @@ _IN_MEMORY = 3 * 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-  """Images with their classes, decoded when read or once for all (`pixels`)."""
+  """Images with their classes; decoded when read, unless `pixels` is set."""
 
   has_padding: ClassVar[bool] = True
 
@@ -49,7 +49,7 @@ class Images:
     return len(self.files)
 
   def read(self, row: int | None) -> dict[str, np.ndarray]:
-    """Reads an image and its label; padding (`row` None) has label -1."""
+    """Reads an image and its label; returns zeros and -1 if `row` is None."""
     if row is None:
       pixels = np.zeros((3, *self.preprocessing.shape), np.float32)
       return {"images": pixels, "labels": np.asarray(-1, np.int32)}
@@ -118,7 +118,7 @@ def load_labelled(
 
 
 def held_out_folder(folder: Path) -> Path | None:
-  """Finds the held-out folder next to `train`; None if there is none."""
+  """Finds the held-out folder next to `train`; None if either is missing."""
   found = [folder / name for name in _HELD_OUT if (folder / name).is_dir()]
   return found[0] if found and (folder / _TRAIN).is_dir() else None
 
@@ -172,7 +172,7 @@ def _images_in(folder: Path) -> Iterator[Path]:
 
 
 def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
-  """Holds out a share of each class: at least one image, but not all."""
+  """Holds out a share of each class: at least one image, but never all."""
   held_out = []
   draw = np.random.default_rng(seed)
   for label in np.unique(images.labels):

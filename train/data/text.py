@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes and decodes text as the data of a run was encoded.
+"""Encodes and decodes text in the same way as the data of a run.
 
 `open_text` returns a `ByteText`, whose ids are bytes, or a `TokenizerText`,
 which uses a `tokenizers` JSON file. `FolderText` reads a Hugging Face folder:
@@ -67,8 +67,8 @@ class Text(abc.ABC):
   def stops_after(self, lasts: Iterable[int]) -> list[int]:
     """Returns `stop_tokens`, plus each token of `lasts` that decodes to "".
 
-    `lasts` are the last tokens of turns in the data. Such a token may not be
-    one of the stop tokens yet.
+    `lasts` are the last tokens of turns in the data. Such a token may be
+    missing from the stop tokens.
     """
     return sorted({*self.stop_tokens, *self.without_text(lasts)})
 
@@ -210,6 +210,6 @@ def open_text(data: DataConfig, tokenizer: str | None) -> Text:
     raise ValueError(
       "generate: expected a tokenizer, got a run that was trained on token ids "
       f"(dtype {data.dtype}) and stores none; pass --tokenizer with the "
-      "tokenizer.json that made the ids"
+      "tokenizer.json that produced the ids"
     )
   return ByteText()

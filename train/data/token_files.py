@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads flat files of token ids a batch at a time, and fingerprints them.
 
-Files are not memory-mapped: if a mapped file is cut short or its disk fails,
+Files are not memory-mapped: if a mapped file is truncated or its disk fails,
 reading it ends the process with SIGBUS, without an error message.
 
 A fingerprint shows whether a resumed run reads the same tokens. Arrays in
 memory are hashed whole, and so are files that have at most 256 MiB in total. Of
 larger files, only blocks of 64 KiB are hashed: the first and last block of each
 file, and about 4096 evenly spaced blocks. A change that is longer than the
-spacing is always noticed. A shorter change may be missed, but `change_times`
-hints at it.
+distance between blocks is always noticed. A shorter change may be missed, but
+`change_times` hints at it.
 """
 
 import dataclasses
@@ -139,7 +139,8 @@ def is_read_whole(parts: Parts) -> bool:
 def change_times(parts: Parts) -> str | None:
   """Hashes the files' change times; None if the fingerprint hashes every token.
 
-  A copy of a file has another change time, so a new hash is only a hint.
+  A copy of a file has another change time, so a different hash is only a hint
+  that the contents differ.
   """
   if is_read_whole(parts):
     return None

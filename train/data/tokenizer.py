@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts text to tokens and back with a `tokenizers` JSON file.
 
-The library raises bare Exception; panics in its Rust code are not even
+The library raises plain `Exception`, and panics in its Rust code are not even
 subclasses of it. Both are converted to a ValueError that names the file. As in
-transformers, truncation and padding that the file asks for are ignored.
+transformers, the file's settings for truncation and padding are ignored.
 
 The library needs up to 240 bytes of memory per character that it tokenizes.
 Hence long texts are split into pieces, and only a few pieces are tokenized at a
@@ -66,7 +66,7 @@ class Tokenizer:
 
   @property
   def end_of_text(self) -> int | None:
-    """The id of the end-of-text token; None if no usual name has an id."""
+    """The id of the end-of-text token; None if no common name has an id."""
     known = map(self.id_of, _END_OF_TEXT)
     return next((id for id in known if id is not None), None)
 

@@ -45,7 +45,7 @@ class DataConfig:
       end. At least one sequence is held out.
 
   Raises:
-    ValueError: Options exclude each other, or `held_out` is outside (0, 1).
+    ValueError: Options are incompatible, or `held_out` is outside (0, 1).
   """
 
   path: str | None = None
@@ -123,11 +123,11 @@ class TokenSource:
 
 
 def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
-  """Opens the data, sorted by path.
+  """Opens the data; the stream contains files in the order of their paths.
 
-  This function reads and tokenizes all text; without a tokenizer, its bytes use
-  the first 256 ids of the vocabulary. It checks only 64 short samples of token
-  files; their other tokens are checked when a batch reads them.
+  All text is read and tokenized here; without a tokenizer, its bytes use the
+  first 256 ids of the vocabulary. Of token files, only 64 short samples are
+  checked here; their other tokens are checked when a batch reads them.
   """
   if config.dtype != "text":
     assert config.path is not None  # `DataConfig` checks it.

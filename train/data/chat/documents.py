@@ -29,7 +29,7 @@ _SKIP = ", or skip bad rows with skip_bad=True (on a command line --skip-bad)"
 
 @dataclasses.dataclass
 class Counts:
-  """Counts what was read, left out and truncated."""
+  """Counts rows that were read or left out, and truncated documents."""
 
   rows: int = 0
   # Numbers of rows that `skip_bad` left out, by reason.

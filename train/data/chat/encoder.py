@@ -83,5 +83,5 @@ class ChatEncoder:
         if len(places):  # A span may have no token.
           mask[places] = True
           ends.append(int(places[-1]) + 1)
-      mask[:1] = False  # Nothing precedes the first token to predict it from.
+      mask[:1] = False  # The first token is never predicted.
       yield ids, mask, ends

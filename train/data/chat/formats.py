@@ -39,7 +39,7 @@ class Row:
 
 
 def find_row_files(paths: Sequence[str]) -> list[Path]:
-  """Lists the files of paths, folders and globs, each once, in that order."""
+  """Lists the files that `paths` match, each once, in the order of `paths`."""
   if not paths:
     raise ValueError(
       "chat: expected files of conversations, got none; pass paths of such "
@@ -155,7 +155,7 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """A prompt, and the text that follows it and is trained on."""
+  """A prompt, and the completion to train on."""
 
   prompt: str
   completion: str

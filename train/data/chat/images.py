@@ -66,7 +66,7 @@ class ChatImages:
         self.preprocessing.check([image.path])
       except BadData as error:
         if error.reason == "missing image":
-          got = f" instead of {self.folder}" if self.folder else ""
+          got = f", not {self.folder}" if self.folder else ""
           error.remedy = (
             "pass --images with the folder that image names are relative "
             f"to{got}"
@@ -133,7 +133,7 @@ def _names(row: dict[str, Any]) -> list[str]:
 
 
 def _texts(parsed: Conversation | Completion) -> tuple[str, str]:
-  """Returns the text of all other roles, and the assistant's text."""
+  """Returns the text of all roles but the assistant, and the assistant's."""
   if isinstance(parsed, Completion):
     return parsed.prompt, parsed.completion
   asked, answered = [], []

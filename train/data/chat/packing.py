@@ -7,8 +7,8 @@ padding. The seed sets the order of documents of equal length. Segment numbers
 keep attention within one document: 1 for the first document in a row, 2 for the
 second, and so on; 0 for padding.
 
-All rows have room for the same number of images. So arrays have the same shape
-in all batches, and each device gets the images of its own rows.
+All rows have room for the same number of images, so all batches have the same
+shapes. Images are stored by row, so each device gets the images of its rows.
 """
 
 import bisect
@@ -42,7 +42,7 @@ class PackedRows:
     return used / (len(self) * (self.seq + 1))
 
   def read(self, row: int | None) -> dict[str, np.ndarray]:
-    """Assembles a row; `row` None returns a row of padding."""
+    """Assembles a row; returns a row of padding if `row` is None."""
     members = () if row is None else self.members[row]
     tokens = np.zeros(self.seq + 1, np.int32)
     segments, mask = np.zeros_like(tokens), np.zeros(self.seq + 1, bool)
@@ -69,7 +69,7 @@ def pack(
   seed: int,
   is_packed: bool = True,
 ) -> PackedRows:
-  """Packs the documents with these indices into rows.
+  """Packs the documents whose indices are `numbers` into rows.
 
   If `is_packed` is false, each row contains one document. The number of image
   slots in a row is the largest number of images in any document.

@@ -36,7 +36,7 @@ class _Renderer:
     """Sends a request and returns the answer.
 
     Raises EOFError(exit status) if the process ended. After any other exception
-    we kill the process, because a late answer would be taken for the answer to
+    we kill the process, because a late answer would be read as the answer to
     the next request.
     """
     with self._lock:

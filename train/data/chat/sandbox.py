@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders chat templates; `rendering` runs this program in a new process.
 
-A template is a program that came with a tokenizer. Jinja's sandbox gives the
+A template is a program that comes with a tokenizer. Jinja's sandbox gives the
 template access to text only. The operating system kills the process if the
 template needs too much time or memory. Python could not do that, because it
 cannot interrupt a single expression such as 10 ** 10 ** 10.

@@ -103,7 +103,7 @@ class TargetFinder:
   def _all_by_contents(
     self, text: str, chat: Conversation
   ) -> list[Span] | None:
-    """Finds all turns by contents; None if the template changes a content."""
+    """Finds all turns by contents; None if the template changes a turn."""
     changed, others = list(chat.messages), [_other(i) for i in chat.trained]
     for i, other in zip(chat.trained, others, strict=True):
       if changed[i].keys() != {"role", "content"}:

@@ -3,9 +3,9 @@
 
 A template comes from chat_template.jinja, from `chat_template` in
 tokenizer_config.json, or by its name from `PUBLISHED`. A template is a program
-that came with a tokenizer. So it runs in Jinja's sandbox, in a process of its
-own that is killed if the template does not end (`rendering`). The template can
-use what transformers provides: messages, tools, special tokens by name,
+that comes with a tokenizer. So it runs in Jinja's sandbox, in a separate
+process that is killed if the template does not end (`rendering`). The template
+can use what transformers provides: messages, tools, special tokens by name,
 `raise_exception` and `strftime_now`.
 """
 
@@ -53,7 +53,7 @@ class ChatTemplate:
   special_tokens: dict[str, str]  # Maps names such as bos_token to tokens.
   # The template for conversations with tools; if None, `source` is used.
   tool_use: str | None = None
-  # The date that templates write. If None, this is the current time, as in
+  # The date that templates insert. If None, this is the current time, as in
   # transformers. Set `now` if rendered texts must not change from day to day.
   now: datetime.datetime | None = None
 
@@ -63,7 +63,7 @@ class ChatTemplate:
   ) -> "ChatTemplate | None":
     """Loads the published template `name`, or the template in a folder.
 
-    The special tokens come from the folder, which is a tokenizer's folder.
+    The special tokens come from `folder`, which is the tokenizer's folder.
     Returns None if `name` is None and the folder contains no template.
     """
     folder = Path(folder).expanduser()
