@@ -54,9 +54,9 @@ def _documents_of(file: Path) -> Iterator[str]:
 def _opened(
   file: Path, compressed: str
 ) -> tuple[Any, tuple[type[Exception], ...]]:
-  """Opens a file; returns it and the errors that reading a damaged one raises.
+  """Opens a file; returns it and the errors that reading damaged data raises.
 
-  A file that is not compressed raises none.
+  The errors are () if the file is not compressed.
   """
   if compressed == ".gz":
     return gzip.open(file), (EOFError, zlib.error, gzip.BadGzipFile)

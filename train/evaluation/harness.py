@@ -160,7 +160,7 @@ class DecoderLM(TemplateLM):
         "larger --length, or change a copy of the task and pass --task-dir"
       )
     kept = [tokens[-(self.max_length - most) :] for tokens in contexts]
-    # Pad the last batch, so that no other program is compiled for it.
+    # Pad the last batch, so that no second program is compiled for it.
     rows = kept + kept[-1:] * (self._batch - len(kept))
     added = generate(
       self._model,
@@ -206,7 +206,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _longest_first(items: Sequence, size: Any) -> list[tuple[int, Any]]:
-  """Numbers and sorts items, largest first, so that memory runs out early."""
+  """Returns (index, item), largest first, so that memory runs out early."""
   return sorted(enumerate(items), key=lambda one: -size(one[1]))
 
 

@@ -60,7 +60,7 @@ def _is_shown(turn: Sequence[Answer]) -> bool:
 
 
 def _thumbnail(file: Path) -> str:
-  """Makes a small JPEG as a data URI; like the model, ignores EXIF rotation."""
+  """Returns a small JPEG as a data URI; ignores EXIF rotation, as models do."""
   from PIL import Image  # Needs the extra vision, like all code for images.
 
   with Image.open(file) as image:

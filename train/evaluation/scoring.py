@@ -32,8 +32,8 @@ class Request(NamedTuple):
   # Ids of the tokens before the continuation, at least one.
   context: Sequence[int]
   continuation: Sequence[int]  # Ids of the tokens to score, at least one.
-  # f32 [I, C, H, W], with the same I in all requests; None for text only. A row
-  # with images must fit without truncation.
+  # f32 [images, C, H, W], with equally many images in all requests; None for
+  # text only. A row with images must fit without truncation.
   images: np.ndarray | None = None
 
 
@@ -41,7 +41,7 @@ class Score(NamedTuple):
   """The score of a continuation."""
 
   logprobs: np.ndarray  # f32 [n], the log-probability of each token, in nats.
-  is_greedy: bool  # Whether each token is the most probable next token.
+  is_greedy: bool  # Whether every token is the most probable next token.
 
   @property
   def total(self) -> float:
@@ -55,7 +55,7 @@ class Scorer:
   def __init__(
     self, model: Decoder | VisionLanguageModel, *, length: int, batch: int
   ):
-    """Takes a model, which will read at most `length` tokens at once."""
+    """Wraps a model that reads at most `length` tokens at once."""
     for name, value in (("length", length), ("batch", batch)):
       if value < 1:
         raise ValueError(
@@ -102,7 +102,7 @@ class Scorer:
       yield from zip((key for key, _ in some), scores, strict=True)
 
   def _row(self, request: Request) -> list[int]:
-    """Checks a request; returns its last `length + 1` tokens or fewer."""
+    """Checks a request; returns at most its last `length + 1` tokens."""
     context, continuation = map(list, request[:2])
     if not context or not continuation:
       raise ValueError(

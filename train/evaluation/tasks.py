@@ -19,7 +19,7 @@ from train.options import first_line
 if TYPE_CHECKING:
   from lm_eval.api.model import LM
 
-# Environment variables that are set unless the user sets them. Without
+# Environment variables to set unless the user has set them. Without
 # DISABLE_MULTIPROC, the harness forks a pool of processes, which is unsafe with
 # JAX's threads.
 _ENVIRONMENT = {
@@ -29,8 +29,8 @@ _ENVIRONMENT = {
   "HF_HUB_DISABLE_TELEMETRY": "1",
   "DISABLE_MULTIPROC": "1",
 }
-# The number of bootstrap samples. They estimate the standard error of metrics
-# for which no formula exists.
+# The number of bootstrap samples for the standard error of metrics for which no
+# formula exists.
 _BOOTSTRAPS = 1000
 
 

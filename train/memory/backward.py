@@ -198,15 +198,15 @@ def _coat_on_mesh(layer: Layer) -> float:
   if layer.is_recomputed:
     mlp += 0.5 * unit + layer.saved()
   elif not layer.recomputes_experts:
-    # On a mesh, of what the layer saved XLA copies only gate and up at this
+    # On a mesh, gate and up are the only saved arrays that XLA copies at this
     # point.
     mlp += 2.25 * inner + 0.5 * unit
   if not layer.optimizer_in_backward:
     # XLA sums the weights' gradients over GPUs while the next layer runs, so
     # all four gradients are alive throughout.
     return mlp + layer.grad_value * every
-  # Two gradients before they are summed over GPUs, and the GPU's share of the
-  # other gradients; also the operands of the matmuls that compute them.
+  # Two gradients before they are summed over GPUs, and the GPU's shards of the
+  # other gradients; also the operands of the matmuls that compute gradients.
   whole, operands = gate_up + weights["qkv"], 2 * inner
   if layer.experts:
     whole, operands = gate_up + weights["down"], 4 * inner + layer.rows

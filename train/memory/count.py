@@ -51,10 +51,10 @@ def saved_bytes(
   We count the arrays of `residual_arrays` that grow with the number of tokens,
   except the positions, which all layers share. What XLA keeps differs from what
   autodiff saves in two ways. First, BF16 layers keep attention's output twice:
-  in its own layout, and as the operand of the next matmul. Second, if autodiff
-  differentiates LayerNorm, XLA merges two of the saved arrays. The result is
-  for one of `tensor` GPUs along the mesh's tensor axis. Each of these GPUs
-  stores the whole residual stream of BF16 layers.
+  in attention's layout, and as the operand of the next matmul. Second, if
+  autodiff differentiates LayerNorm, XLA merges two of the saved arrays. The
+  result is for one of `tensor` GPUs along the mesh's tensor axis. Each of these
+  GPUs stores the whole residual stream of BF16 layers.
   """
   recipe = dataclasses.replace(recipe, axes=None)
   arrays = [
@@ -189,7 +189,7 @@ class _Program:
     return of_params and var.aval.size > 1
 
   def _aliases(self, var):
-    """Lists an array, the array of which it is an alias, and so on."""
+    """Lists an array, the array that it is an alias of, and so on."""
     found = [var]
     while (equation := self.equation_of.get(found[-1])) is not None:
       is_named = residuals.name_of(equation) is not None
@@ -220,7 +220,7 @@ class _Program:
     return kind
 
 
-# Operations whose output is an alias of the input if the sizes are equal.
+# Operations whose output is an alias of their input if both sizes are equal.
 _ALIASES = {
   "bitcast_convert_type",
   "broadcast_in_dim",

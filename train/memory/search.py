@@ -3,16 +3,16 @@
 
 We plan every run that `candidates` yields, at the largest batch that fits, and
 rank the runs by estimated speed. Only ratios of speeds matter. The unit of time
-is what BF16 layers need for one token. In this unit, a microbatch of n tokens
-on a GPU takes
+is the time per token of BF16 layers. In this unit, a microbatch of n tokens on
+a GPU takes
 
   n * LAYER[recipe][remat] + STEP[params] + IN_BACKWARD
 
 IN_BACKWARD is added only if the optimizer runs in the backward pass. The last
-two terms are the fixed cost of a step, which runs the optimizer, and reads and
-quantizes the weights. We measured this cost with Llama-2-7B on an H200. It is
-about the same for 13B, because the time per token and the fixed cost both grow
-with the weights. tests/train/memory/test_search.py compares the estimate with
+two terms are the fixed cost of a step: running the optimizer, and reading and
+quantizing the weights. We measured this cost with Llama-2-7B on an H200. In
+this unit it is about the same for 13B, because the time per token grows with
+the weights too. tests/train/memory/test_search.py compares the estimate with
 measured steps.
 """
 
@@ -75,7 +75,7 @@ class Found(NamedTuple):
 def candidates(
   config: TrainConfig, params: Stored | None, remat: Remat | None
 ) -> Iterator[TrainConfig]:
-  """Yields the runs to compare, which train a model in all recipes.
+  """Yields the runs to compare: a model in bf16, fp8_linear and coat.
 
   Recipes bf16 and fp8_linear store weights and moments in f32, as is usual.
   Recipe coat is combined with each kind of `params` and `remat`, and with the
@@ -143,7 +143,7 @@ def _rank(found: Found) -> float:
 
 
 def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
-  """Splits a run's batch into as few microbatches as fit.
+  """Splits a run's batch into the fewest microbatches that fit.
 
   If none fit, the microbatches are as small as possible.
   """

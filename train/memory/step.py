@@ -191,13 +191,13 @@ def _plan_decoder(
     kept += BF16 * linear  # Autodiff keeps the casts of weights.
   cached = 0
   if recipe.linear == "fp8" and recipe.weight_cache == "codes":
-    # Weights are cached in row-major and in column-major layout. If a step runs
-    # only one forward pass, the column-major codes are dead after it. The
-    # backward pass still needs the row-major codes.
+    # FP8 weights are cached in row-major and in column-major layout. If a step
+    # runs only one forward pass, the column-major copy is dead after it. The
+    # backward pass still needs the row-major copy.
     layouts = 1 if config.accumulate == 1 else 2
     cached = layouts * _FP8 * linear / layer.fsdp
   summed = 0
-  if config.accumulate > 1:  # The sum exists between microbatches.
+  if config.accumulate > 1:  # Gradient sums exist between microbatches.
     itemsize = jnp.dtype(config.grad_accumulate).itemsize
     summed = weights * max(1, itemsize / value)
   of_layers, of_all = value * layers / layer.fsdp, weights
@@ -230,7 +230,7 @@ def _head(layer: Layer) -> int:
 
 
 def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
-  """Counts the bytes of arrays that only the loss needs, at the loss's peak."""
+  """Counts the bytes of the loss's temporary arrays at their peak."""
   model: Any = layer.model
   head, columns = _head(layer), model.vocab_size // layer.tensor
   unit = BF16 * model.d_model * layer.tokens

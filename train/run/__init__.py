@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manages a run: its folder, checkpoints, metrics, processes, comparisons."""
+"""Manages a run's folder, checkpoints, metrics, processes and comparisons."""

@@ -178,7 +178,7 @@ def latest_step(path: Path) -> int | None:
 
 
 def newest_whole_step(path: Path) -> tuple[int, list[str]]:
-  """Returns the newest undamaged checkpoint's step, and what is damaged.
+  """Returns the newest undamaged checkpoint's step, and lists damaged ones.
 
   The second result describes the damage of each newer checkpoint. Only the
   primary process reads the files; the others get the step from it.
@@ -201,7 +201,7 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
 
 
 def _find_other_step(folder: Path) -> str | None:
-  """Returns None if a checkpoint is named by its step; else what is wrong."""
+  """Describes a mismatch of a checkpoint's name and step, or returns None."""
   try:
     step = _read_json(folder, "run")["step"]
   except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes and checks checksums of a checkpoint's files.
 
-Orbax and TensorStore check only their indices, so without checksums a run would
+Orbax and TensorStore check only their indices, so without checksums a run could
 resume from an array with a flipped bit. We store each file's SHA-256 before
 Orbax renames the temporary folder. A checkpoint is restored only if all its
 files match.

@@ -78,7 +78,7 @@ class RunData[Config: TrainConfig]:
     return read_ahead(found, threads=self.threads)
 
   def keep_files(self, run: RunDirectory) -> None:
-    """Writes files that the data need, if any, into a new run's folder."""
+    """Writes the data's files, if any, into a new run's folder."""
     del run
 
   def open_samples(

@@ -93,7 +93,7 @@ def check_same(
   if fixed or (converted and not config.convert_state):
     convert = ""
     if config.optim.optimizer == "coat_adamw" and not fixed:
-      convert = "--convert-state to convert its state, "
+      convert = "--convert-state to convert its state, or pass "
     raise ValueError(
       f"resume: {where} was trained with other options: "
       f"{'; '.join(fixed + converted)}; pass {convert}the options with which "

@@ -93,11 +93,11 @@ class RunDirectory:
     return step, configuration(saved), damaged
 
   def twin(self, name: str) -> "RunDirectory":
-    """Returns the folder of a run with which this run is compared."""
+    """Returns the folder of the twin `name`."""
     return RunDirectory(self.path / "twins" / name)
 
   def twins(self) -> list["RunDirectory"]:
-    """Returns the runs with which this run was compared."""
+    """Lists the twins with which this run was compared."""
     found = sorted((self.path / "twins").glob("*"))
     return [run for run in map(RunDirectory, found) if run.is_run()]
 
@@ -203,7 +203,7 @@ class RunDirectory:
       self.write_description(description)
 
   def put_back(self) -> None:
-    """Puts an old run back that was moved aside and not yet removed."""
+    """Puts back the old run if it was moved aside and not yet removed."""
     was_aside = replacing.is_aside(self.path)
     replacing.put_back(self.path, self._own_files())
     if was_aside:
@@ -214,7 +214,7 @@ class RunDirectory:
     replacing.remove_old(self.path)
 
   def remove(self) -> None:
-    """Removes the run's files, and the folder if it is empty then."""
+    """Removes the run's files, and then the folder if it is empty."""
     replacing.remove(self.path, self._own_files())
     self._unlock()
 

@@ -2,7 +2,7 @@
 """Ends a command early, with an exit status and a one-line error.
 
 A training command may run as several processes. Context managers turn errors
-into `Stop`, which carries the exit status and the text to print. They make sure
+into `Stop`, which contains the exit status and the text to print, and make sure
 that no process waits for a process that has ended. Commands that do not train
 run as a single process, in `exit_status`.
 """
@@ -160,7 +160,7 @@ def describe_shortage(error: BaseException) -> str | None:
 
 
 def is_received(signals: Signals) -> bool:
-  """Returns whether any process received a signal; sets it in all processes."""
+  """Returns whether a process received a signal; sets `received` in all."""
   received = max(processes.gather(signals.received or 0))
   if received:  # A signal that arrives after `gather` counts next time.
     signals.received = received

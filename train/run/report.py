@@ -36,7 +36,7 @@ def describe_sizes(config: TrainConfig, params) -> str:
 
 
 def held_out_means(found: list[Evaluation]) -> dict[str, float]:
-  """Averages the metrics of held-out batches, weighted by their targets."""
+  """Averages metrics over held-out batches, weighted by numbers of targets."""
   counts = [1 if x.targets is None else int(x.targets) for x in found]
 
   def mean(values: list) -> float:

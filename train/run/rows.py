@@ -51,7 +51,7 @@ def read_rows(path: Path) -> MetricsRows:
 
 
 def summarize(rows: list[dict]) -> dict[str, float]:
-  """Computes a run's values for the table of comparisons."""
+  """Computes a run's values for the comparison table."""
 
   def values(key: str) -> list[float]:
     return [row[key] for row in rows if key in row]

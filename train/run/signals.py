@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles SIGINT and SIGTERM; saves a checkpoint first if steps would be lost.
+"""Handles SIGINT and SIGTERM, so that a run can save before it stops.
 
 Python runs signal handlers only between bytecode instructions, so Ctrl-C would
 do nothing during a long compilation. Here a pipe passes the signal's number to

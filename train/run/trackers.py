@@ -2,7 +2,7 @@
 """Copies metrics to TensorBoard's event files and to Weights & Biases.
 
 Both trackers get the numbers of metrics.jsonl under the same names and steps;
-metrics.jsonl remains the run's own record. A resumed run continues in both.
+only metrics.jsonl is read again. A resumed run continues both logs.
 
 We write event files with tensorboardX, because it depends only on NumPy and
 protobuf. TensorBoard itself installs a web server and gRPC; `clu` and
