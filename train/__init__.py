@@ -2,14 +2,14 @@
 """Training programs to read, to run from the clone, and to copy.
 
   commands       pretrain, finetune, vit, convert, generate, evaluate, plan and
-                 plot, each in its own file; finetune also uses conversations,
-                 and convert uses convert_adamw and convert_hf
+                 plot, one file each; conversations.py is part of finetune, and
+                 convert_adamw.py and convert_hf.py are parts of convert
   loop           the training loop of pretrain, finetune and vit
-  step, update   one training step; it uses objective for the loss, optimizers
-                 for the learning rate, and weights for how weights are stored
-  config         the options of a run; more of them are in optim_config,
-                 finetune_config and vit_config
-  presets        published shapes and settings
+  step, update   one training step; objective computes its loss and optimizers
+                 its learning rate, and weights converts weights for storage
+  config         the options of a run; optim_config, finetune_config and
+                 vit_config define more options
+  presets        published model shapes and settings
   options, mesh  helpers and checks for options
   source         opens the model of a run or of a Hugging Face folder
   pretrained     starts a run from the weights of a checkpoint
@@ -19,7 +19,7 @@
   memory/        computes how much memory a step needs
   watch          checks for early signs that low precision will harm training
 
-A training program of your own needs `step`, `update`, `objective`, `weights`,
+Your own training program needs `step`, `update`, `objective`, `weights`,
 `optimizers`, `config`, `optim_config`, `finetune_config`, `options`, `mesh`,
 `presets` and `data`. This example trains on one device:
 

@@ -3,8 +3,8 @@
 
 Options are dataclasses, which check their values when they are created. Their
 error messages begin with the dataclass's name, which means nothing to users of
-a command, and tyro would print each message in a box under another name. The
-functions here print the message alone, as one line.
+a command. tyro would also put each message into a box. The functions here print
+only the message, as one line.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def one_of(
   presets: Mapping[str, Callable[[], Any]],
   adapt: Callable[[Any], Any] = lambda config: config,
 ) -> Any:
-  """Builds the type of command lines whose first word names a preset."""
+  """Builds a type for `read_options`; the first word selects a preset."""
   return tyro.extras.subcommand_type_from_defaults(
     {name: adapt(preset()) for name, preset in presets.items()},
     {name: inspect.getdoc(preset) or "" for name, preset in presets.items()},
@@ -98,18 +98,17 @@ def plain_errors() -> Iterator[None]:
 
 
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
-  """Formats the error that tyro printed, if a dataclass raised it."""
+  """Formats the error that tyro printed; None if no dataclass raised it."""
   # tyro raises SystemExit while it handles the dataclass's error, which it may
-  # have wrapped in errors of its own. Each of these has an `arg`: the name of a
-  # part of the configuration, or an object for an option whose value could not
-  # be parsed.
+  # have wrapped in other errors. Each wrapper's `arg` is the name of a part of
+  # the configuration, or an object if an option's value could not be parsed.
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:
     if not isinstance(arg, str):
       return None
     words = arg.split(".")
-    # Drop the name of the whole configuration, a class or a name that tyro
-    # made up. Neither begins with a lowercase letter.
+    # Drop the name of the whole configuration: a class's name, or one that
+    # tyro made up. Neither begins with a lowercase letter.
     part = ".".join(word for word in words if word[:1].islower())
     error = error.__context__
   if isinstance(error, ValueError) and _letters(str(error)) in _letters(shown):

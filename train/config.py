@@ -3,8 +3,8 @@
 
 `python -m train.pretrain PRESET` reads a `TrainConfig` from the command line.
 Options of the run itself have no prefix (`--steps 100`). Options of a part such
-as `optim` begin with its name (`--optim.codec log8`). If the chosen recipe,
-optimizer or codec would ignore an option, an error is raised.
+as `optim` begin with its name (`--optim.codec log8`). An option that the chosen
+recipe, optimizer or codec would ignore is an error.
 
 Annotations from `coat_jax.models.ranges` limit numbers to a range, and
 `train.options` defines which options a resumed run may change.
@@ -43,7 +43,8 @@ from train.options import (
 )
 from train.weights import Stored
 
-# The options that each recipe accepts. Any others must keep their defaults.
+# The options that each recipe accepts. Options that only other recipes accept
+# must keep their defaults.
 _CACHED = ("weight_cache", "evaluation")
 _COAT = ("residuals", "attention", "activation_group_size", *_CACHED)
 _RECIPES = {
@@ -73,7 +74,7 @@ class TrainConfig:
     recipe: Selects the formats of the layers' matmuls and of saved activations;
       int8 is only for comparisons.
     residuals: What layers save for the backward pass, with recipes coat,
-      fp8_block and int8; minimal stores less and recomputes more.
+      fp8_block and int8; minimal stores less than coat and recomputes more.
     attention: The format in which layers save q, k and v for the backward pass,
       with recipes coat, fp8_block and int8; bf16 is recommended.
     activation_group_size: How many saved activations share a scale, with
@@ -83,8 +84,8 @@ class TrainConfig:
     weight_cache: What to compute from the weights once per step, with FP8
       recipes: nothing (none), their scales (scale), or scales and FP8 codes
       (codes).
-    evaluation: The recipe to evaluate with, with FP8 recipes: the same as in
-      training, or bf16.
+    evaluation: The recipe of evaluations if an FP8 recipe is used for training:
+      the same, or bf16.
     compute: The dtype of activations, with recipe bf16. A run in float32 shows
       how much rounding to BF16 matters.
     remat: What jax.checkpoint saves for each layer; the backward pass
@@ -95,11 +96,11 @@ class TrainConfig:
     params: How weights are stored. bfloat16 rounds stochastically;
       bfloat16_low8 stores 8 more bits per weight. Norms and biases are always
       f32.
-    implementation: auto uses GPU kernels if there is a GPU; xla never does.
+    implementation: auto uses GPU kernels if there is a GPU; xla uses none.
     optim: The optimizer and the learning rate.
     steps: Number of optimizer steps of the whole run.
     accumulate: Microbatches per step. They go through the model one after
-      another, so that a step needs less memory, and their gradients are added.
+      another, which needs less memory, and their gradients are added.
     grad_accumulate: The dtype in which gradients of bfloat16 weights are summed
       over microbatches.
     optimizer_in_backward: Update each layer's parameters as soon as the layer's
@@ -110,9 +111,9 @@ class TrainConfig:
     distributed: Join the other processes of the run, which are found through
       SLURM, Open MPI or environment variables; see docs/sharding.md.
     resume: Continue the run in `out` from its last checkpoint.
-    convert_state: With resume, convert a checkpoint that was saved with another
-      params, optim.codec, optim.rounding, optim.group_size, optim.second or
-      optim.clip.
+    convert_state: With resume, convert a checkpoint that was saved with other
+      values of params, optim.codec, optim.rounding, optim.group_size,
+      optim.second or optim.clip.
     overwrite: Replace the run in `out`.
     save_every: Steps between checkpoints; the last step is always saved.
     keep: How many of the newest checkpoints to keep.
@@ -120,13 +121,13 @@ class TrainConfig:
     eval_batches: Held-out batches per evaluation.
     compare: Also train a twin with BF16 layers and f32 moments, and compare the
       losses.
-    compare_seeds: How many twins to train, each with another seed; the table
-      shows their spread.
+    compare_seeds: How many twins to train, each with a different seed; the
+      table shows their spread.
     report_state: Report the error of the stored moments at each evaluation. For
       this the run also stores f32 moments (8 bytes per parameter).
     watch: Steps between checks for early signs that low precision will harm
-      training, such as outliers; see `train.watch`. 0 turns the checks off. 100
-      is often enough and costs 0.3 % of the time.
+      training, such as outliers; see `train.watch`. 0 turns the checks off. A
+      check every 100 steps is often enough and costs 0.3 % of the time.
     tensorboard: Also write metrics to TensorBoard event files.
     wandb: Also write metrics to Weights & Biases, which reads WANDB_PROJECT and
       its other environment variables.
@@ -134,7 +135,7 @@ class TrainConfig:
       five steps after the first hundred.
 
   Raises:
-    ValueError: a value is outside its range, or options exclude each other.
+    ValueError: a value is outside its range, or options are incompatible.
   """
 
   # Options of the data come first, then the model, optimization, and the run.
@@ -193,7 +194,7 @@ class TrainConfig:
     self._check_steps()
 
   def check_mesh(self):
-    """Checks that `seq` fits the model, and that the mesh can split both."""
+    """Checks that the model accepts `seq`, and that the mesh fits the run."""
     self.model.check_length(
       "TrainConfig: seq", self.seq, remedy="pass a smaller --seq"
     )
@@ -219,7 +220,7 @@ class TrainConfig:
     return parse_mesh(self.mesh)
 
   def coat_recipe(self) -> CoatRecipe:
-    """Builds the recipe that the layers are created with."""
+    """Builds the recipe of the layers."""
     arguments = {name: getattr(self, name) for name in _RECIPES[self.recipe]}
     arguments.pop("compute", None)
     if "activation_group_size" in arguments:
@@ -270,7 +271,7 @@ class TrainConfig:
 
 
 def _check_combinations(config: TrainConfig) -> None:
-  """Raises ValueError if options of a `TrainConfig` exclude each other."""
+  """Raises ValueError if options of a `TrainConfig` are incompatible."""
   for name in ("grad_reduce", "distributed"):
     if not config.mesh and getattr(config, name) != getattr(type(config), name):
       raise ValueError(
@@ -283,12 +284,13 @@ def _check_combinations(config: TrainConfig) -> None:
     raise ValueError(
       "TrainConfig: grad_accumulate applies to runs with several microbatches "
       f"and bfloat16 weights, got accumulate {config.accumulate} and params "
-      f"{config.params}; leave grad_accumulate out, or change these two"
+      f"{config.params}; leave grad_accumulate out, or pass accumulate 2 or "
+      "more and params bfloat16"
     )
   if config.resume and config.overwrite:
     raise ValueError(
-      "TrainConfig: resume and overwrite exclude each other, got both; pass "
-      "resume to continue the run, or overwrite to replace it"
+      "TrainConfig: resume and overwrite are mutually exclusive, got both; "
+      "pass resume to continue the run, or overwrite to replace it"
     )
   if config.convert_state and not config.resume:
     raise ValueError(
@@ -299,8 +301,9 @@ def _check_combinations(config: TrainConfig) -> None:
   own = (config.recipe, config.compute, config.optim.codec, config.params)
   if config.compare and own == twin and config.remat != "fp8_layer":
     raise ValueError(
-      "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
-      "recipe bf16 with codec float32 and params float32; change one of them"
+      "TrainConfig: compare=bf16 would train the same run twice, got recipe "
+      "bf16 with codec float32 and params float32; leave compare out, or pass "
+      "another recipe"
     )
   _check_optimizer(config)
   if config.optimizer_in_backward:
@@ -320,18 +323,18 @@ def _check_optimizer(config: TrainConfig) -> None:
     if is_set and config.optim.optimizer not in optimizers:
       raise ValueError(
         f"TrainConfig: {option} needs optim.optimizer "
-        f"{' or '.join(optimizers)}, got {config.optim.optimizer}; change one "
-        "of the two"
+        f"{' or '.join(optimizers)}, got {config.optim.optimizer}; leave "
+        f"{option} out, or pass --optim.optimizer coat_adamw"
       )
 
 
 def _check_in_backward(config: TrainConfig) -> None:
-  """Raises ValueError if an option needs all gradients at once."""
+  """Raises ValueError if an option rules out optimizer_in_backward."""
   impossible = {
     f"accumulate {config.accumulate}": (
       config.accumulate > 1,
-      "each microbatch would be a step of its own; lower batch instead, and "
-      "raise optim.b2 for the smaller steps",
+      "each microbatch would be a separate step; lower batch instead, and "
+      "raise optim.b2 for the smaller batches",
     ),
     "optim.clip global": (
       config.optim.clip == "global",
@@ -347,8 +350,8 @@ def _check_in_backward(config: TrainConfig) -> None:
   for option, (is_set, reason) in impossible.items():
     if is_set:
       raise ValueError(
-        "TrainConfig: optimizer_in_backward uses each gradient as soon as it "
-        f"exists, got {option}: {reason}"
+        "TrainConfig: optimizer_in_backward cannot be combined with "
+        f"{option}: {reason}"
       )
 
 
@@ -356,8 +359,7 @@ def resume_rule(name: str, kind: type = TrainConfig) -> str:
   """Looks up whether a resumed run may change a field.
 
   The rule is fixed, converted, silent or (by default) reported. The rule of a
-  part such as `optim` applies to each of its fields that has no rule of its
-  own.
+  part such as `optim` applies to each of its fields without a separate rule.
   """
   rule, part = "reported", kind
   for word in name.split("."):

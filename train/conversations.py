@@ -39,7 +39,7 @@ from train.source import decoder_of
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
-# Print this many characters: the last of a prompt, the first of an answer.
+# The number of printed characters: a prompt's last and an answer's first.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 # The number of threads that read images. Each thread reads a batch at a time.
@@ -49,7 +49,7 @@ _EPOCHS = 3
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
-  """Reads the conversations; also returns the run with its number of steps."""
+  """Reads the conversations; sets `steps` in the returned configuration."""
   folder, data = pretrained.source_of(config), config.data
   if folder is None:
     raise ValueError(

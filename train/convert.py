@@ -125,7 +125,7 @@ class ImportHF(Import):
   """Turns a Hugging Face folder into a run at step 0.
 
   Attributes:
-    source: The folder.
+    source: The Hugging Face folder.
     config: The options of the new run. The model's shape comes from the folder.
   """
 

@@ -69,5 +69,5 @@ def _labels(source: Path) -> list[str] | None:
     return found
   raise ValueError(
     f"export-hf: expected a JSON list of class names in {file}, got something "
-    "else; repair it, or remove it to export without names"
+    "else; repair the file, or remove it to export without names"
   )

@@ -64,23 +64,23 @@ class EvaluateConfig:
     stride: Number of tokens by which the windows over a long text advance. A
       smaller stride gives each token more context.
     task: A task of lm-evaluation-harness. Repeat the option for more tasks.
-    task_dir: Folder with your own tasks; paths in these are relative to it.
+    task_dir: Folder with your own tasks; paths in them are relative to it.
     shots: How many examples to put before each question.
     conversations: A file of conversations, in a format of `train.finetune`. The
-      model predicts the answers in it, and also generates its own. Repeat the
-      option for more files.
+      command measures how well the model predicts the answers in the file, and
+      generates the model's answers. Repeat the option for more files.
     images: Folder that image names in conversations are relative to.
     template: Name of a published chat template to use.
     max_tokens: Maximum number of tokens in an answer.
     beside: A second model that answers the same questions.
     page: An HTML file to write, with questions, images and answers.
-    limit: Use only this many documents of each text, examples of each task, and
+    limit: Maximum number of documents per text, of examples per task, and of
       conversations.
     length: Maximum number of tokens that the model sees at a time.
-    batch: How many sequences to compute at once.
+    batch: How many sequences to process at once.
     tokenizer: A tokenizer.json to use.
     compute: The dtype to compute in.
-    out: A JSON file to write, with all figures, versions and options.
+    out: A JSON file to write, with all results, versions and options.
   """
 
   model: Annotated[Positional[str], arg(metavar="RUN_OR_DIR")]

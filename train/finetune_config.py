@@ -7,7 +7,7 @@ peak learning rate of 2e-5 and the cosine schedule come from arXiv:2307.09288
 (Llama 2), section 3.1; here the cosine ends at a tenth of the peak.
 (docs/optimizer.md shows that BF16 weights do as well as f32 weights at constant
 rates of 1e-5 and 2e-6.) The reasons for other defaults are:
-  * warmup over 3 % of the steps, because moments start at zero;
+  * warmup over 3 % of the steps, because early moments average few gradients;
   * no weight decay: at a rate of 2e-5, a decay of 0.1 would shrink the
     pretrained weights by a thousandth in 500 steps;
   * b2 of 0.95 instead of 0.999: a run of a few hundred steps is shorter than
@@ -52,8 +52,8 @@ class ChatData:
     held_out: Share of the conversations to hold out for evaluation; at least
       one conversation is held out.
     packing: Put as many conversations into a sequence as fit; they do not
-      attend to each other. --no-packing pads each one to a whole sequence.
-    skip_bad: Leave out rows that cannot be learned from, and count them.
+      attend to each other. --no-packing puts one, with padding, into each.
+    skip_bad: Skip rows that cannot be trained on, and print how many.
     images: With a LLaVA, the folder that image names are relative to.
   """
 
@@ -79,7 +79,7 @@ class ChatData:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(TrainConfig):
-  """A fine-tuning run: all options of a training run, and these.
+  """A fine-tuning run: all options of a training run, plus these.
 
   Attributes:
     init_from: The checkpoint to start from: a Hugging Face checkpoint, or a run
@@ -88,13 +88,14 @@ class FinetuneConfig(TrainConfig):
     data: Conversations to learn from.
     trained: Which parts of a LLaVA to train. projector (the first stage) trains
       only the projector. decoder (the second stage) also trains the decoder.
-      all also trains the vision tower. Parts that are not trained need no
-      gradients and no moments.
-    steps: Number of optimizer steps of the whole run; with 0, epochs determines
-      this number.
-    epochs: How often to learn from each conversation; excludes steps.
-    samples: How many held-out prompts each evaluation answers, for a person to
-      read; 0 for none.
+      all also trains the vision tower. Frozen parts have no gradients and no
+      moments.
+    steps: Number of optimizer steps of the whole run; if 0, epochs determines
+      it.
+    epochs: How often to train on each conversation; cannot be combined with
+      steps.
+    samples: How many held-out prompts the model answers at each evaluation, for
+      a person to read; 0 for none.
     sample_tokens: Maximum number of tokens in a sample's answer.
   """
 
@@ -123,8 +124,8 @@ class FinetuneConfig(TrainConfig):
     super().__post_init__()
     if self.steps and self.epochs is not None:
       raise ValueError(
-        "FinetuneConfig: epochs and steps exclude each other, got both; leave "
-        "one out"
+        "FinetuneConfig: epochs and steps are mutually exclusive, got both; "
+        "leave one out"
       )
     if not self.samples and self.sample_tokens != type(self).sample_tokens:
       raise ValueError(
@@ -151,7 +152,8 @@ class FinetuneConfig(TrainConfig):
         kinds = ("a text-only model", "a model that sees images")
         raise ValueError(
           f"FinetuneConfig: {name} needs {kinds[needs_images]}, got "
-          f"{kinds[sees_images]}; leave it out, or pass another folder"
+          f"{kinds[sees_images]}; leave {name} out, or start from another "
+          "checkpoint"
         )
     if not isinstance(model, VisionLanguageConfig):
       super().check_mesh()

@@ -8,8 +8,8 @@
 The first argument is a run's folder, whose newest checkpoint is read, or a
 Hugging Face folder. The model continues all prompts at once, on one device.
 
-Texts are printed to standard output, and speeds to standard error. A first call
-generates one token and compiles; only the second call is timed.
+Texts are printed to standard output, and speeds to standard error. The first
+call compiles and generates one token; only the second call is timed.
 
 The exit status is 0 on success, 1 if there was too little memory, 2 if the
 input was wrong, and 130 or 143 after SIGINT or SIGTERM.
@@ -151,7 +151,7 @@ def run(config: GenerateConfig) -> None:
 def describe_speed(
   prompts: list[list[int]], found: Generation, compiled_s: float
 ) -> str:
-  """Describes the speeds. Reading a prompt includes its first new token."""
+  """Describes the speeds; `prefill_s` includes the first new token."""
   read = sum(map(len, prompts))
   added = sum(map(len, found.tokens)) - len(prompts)
   speeds = [f"prompts: {read} tokens, {read / found.prefill_s:,.0f} tokens/s"]

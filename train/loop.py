@@ -76,7 +76,8 @@ def run_command[Config: TrainConfig](
           runs = [config, *compare.twins(config)]
         for each in runs:
           with stop_on_failure(), contextlib.ExitStack() as opened:
-            with stop_on_failure():  # Closing files after a failure may wait.
+            # Exit here, because closing files after a failure may block.
+            with stop_on_failure():
               train(each, data, signals, opened)
         if processes.is_primary():
           compare.finish(runs)
@@ -122,7 +123,7 @@ def train[Config: TrainConfig](
   say(report.describe_sizes(config, abstract.params))
   pretrained.warn_of_length(config)
 
-  # The run's folder: one with a checkpoint, or a new one.
+  # The run's folder: an old one with a checkpoint, or a new one.
   done, lines = 0, []
   if config.resume:
     done, lines = _find_checkpoint(run, config, data)
@@ -195,7 +196,7 @@ def train[Config: TrainConfig](
   def not_finite(text: str) -> Stop:
     checkpoints.wait()
     last = run.latest_step()
-    kept = "no checkpoint was saved before; lower --optim.lr and start again"
+    kept = "there is no earlier checkpoint; lower --optim.lr and start again"
     if last is not None:
       kept = f"the last good checkpoint is {run.checkpoints / str(last)}"
     return Stop(1, f"{config.out}: {text}; {kept}")
@@ -204,13 +205,13 @@ def train[Config: TrainConfig](
     if fault := in_flight.read(leave=leave):
       raise not_finite(fault)
 
-  # The loop. While devices run a step, the host reads metrics of the last one.
+  # The loop. While devices run a step, the host reads the previous metrics.
   signals.is_deferred = True
   is_stopping = False
   first = done + 1
   train_rows = read_or_stop(batches)
   while done < config.steps and not is_stopping:
-    # Run a step. Read its metrics at once if the host uses its state below.
+    # Run a step. Read its metrics at once if code below uses its state.
     if profiler.is_at_edge:
       read_steps()
     profiler.before_step()

@@ -205,7 +205,7 @@ def _check_tiles(model: Any, fsdp: int) -> None:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Returns the sharding of tokens [B, T + 1]: axes except `tensor` split B."""
+  """Returns the sharding of tokens [B, T + 1]; `tensor` does not split B."""
   return NamedSharding(mesh, PartitionSpec(mesh_axes(mesh.shape).batch))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives: how each kind of model is built, and its loss.
+"""Defines how each kind of model is built, and its loss.
 
 The type of a run's `model` selects the run's `Objective`. (The built model
 stores the run's `model` as its `config`.) Objectives contain everything that
@@ -41,10 +41,9 @@ class AnyBatch(Protocol):
 
   @property
   def shares(self) -> jax.Array | None:
-    """The share of each target in the loss, f32 [B, ...]; shares add up to 1.
+    """The weight of each target in the loss, f32 [B, ...]; the sum is 1.
 
-    None if all rows have the same number of targets, and all targets count the
-    same.
+    None if all rows have the same number of targets, all with the same weight.
     """
 
 
@@ -80,9 +79,9 @@ class Objective(abc.ABC):
   def loss(self, model: Any, batch: Any) -> jax.Array:
     """Computes the loss of a batch or a microbatch, f32.
 
-    Without shares, this is the mean loss of the targets. With shares, it is the
-    sum of each target's loss times its share, so that the losses of
-    microbatches add up to the loss of the batch.
+    If `batch.shares` is None, this is the mean loss of the targets. Otherwise
+    it is the sum of the targets' losses times their shares, so that the losses
+    of microbatches add up to the loss of the batch.
     """
 
   def measure(self, model: Any, batch: Any) -> dict[str, jax.Array]:
@@ -90,18 +89,18 @@ class Objective(abc.ABC):
     return {"loss": self.loss(model, batch)}
 
   def padding(self, batch: Any) -> jax.Array | None:
-    """Computes the share of padding; None if batches cannot contain any."""
+    """Computes the share of the inputs that is padding; None if always 0."""
     del batch
 
 
 class NextToken(Objective):
-  """A decoder, which predicts each token from the tokens before it."""
+  """Trains a decoder to predict each token from the tokens before it."""
 
   model = Decoder
 
   def batch_of(self, rows: Rows) -> Batch:
-    # `Batch.make` gives all targets of the batch the same share, whichever
-    # microbatch they are in.
+    # `Batch.make` gives all targets of the batch the same loss weight, in every
+    # microbatch.
     return Batch.make(**rows) if isinstance(rows, Mapping) else Batch.of(rows)
 
   def loss(self, model: Decoder, batch: Batch) -> jax.Array:
@@ -117,11 +116,13 @@ class LabelledBatch(NamedTuple):
 
   images: jax.Array  # f32 [B, C, H, W].
   labels: jax.Array  # int32 [B]; -1 for rows of padding.
-  shares: jax.Array  # f32 [B]; equal for all images, 0 for padding.
+  # f32 [B], the weight of each row in the loss; equal for images, 0 for
+  # padding.
+  shares: jax.Array
 
 
 class ImageClass(Objective):
-  """A vision tower that classifies images."""
+  """Trains a vision tower to classify images."""
 
   model = VisionTower
 
@@ -157,12 +158,12 @@ class ImageBatch(NamedTuple):
 
   @property
   def shares(self) -> jax.Array | None:
-    """Returns the shares of the text's targets."""
+    """Returns the loss weights of the text's targets."""
     return self.text.shares
 
 
 class TokensAfterImages(Objective):
-  """A LLaVA, which predicts text and sees images at image tokens."""
+  """Trains a LLaVA to predict text; image tokens stand for images."""
 
   stacks = ("tower/layers", "decoder/layers")
   model = VisionLanguageModel

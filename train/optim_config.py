@@ -21,7 +21,7 @@ from train.options import check_unused, converted, fixed, unused
 # Options that are passed to the codec if it accepts them.
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
 
-# Maps each optimizer to the options that it accepts and some others do not.
+# Options that only some optimizers accept, by optimizer.
 OPTIMIZERS = {
   "coat_adamw": ("eps", "second"),
   "coat_lion": (),
@@ -43,10 +43,10 @@ class OptimConfig:
   Attributes:
     lr: The peak learning rate.
     optimizer: How weights are updated. coat_muon orthogonalizes the updates of
-      hidden matrices and scales them to the size of AdamW's updates. All other
-      parameters are updated by AdamW.
+      hidden matrices and scales them to the size of AdamW's updates. It updates
+      all other parameters with AdamW.
     codec: How moments are stored between steps; package.module:function calls
-      your function, which returns a MomentCodec.
+      your function, which must return a MomentCodec.
     rounding: How 8-bit codecs round. With nearest, second moments stop changing
       if b2 is close to 1.
     group_size: How many values share a scale (and other statistics) in 8-bit
@@ -64,13 +64,13 @@ class OptimConfig:
       and embeddings.
     grad_clip: Maximum global norm of the clipped gradients.
     clip: How gradients are clipped. global scales all gradients by one factor.
-      share and adaptive scale the gradient of each parameter in each layer by
-      its own factor. share limits each of these gradients to grad_clip times
-      its share of the global norm in the previous step. adaptive limits each to
-      1.05 times the running mean of its norms.
+      share and adaptive scale the gradient of each parameter in each layer by a
+      separate factor. share limits the norm of each of these gradients to
+      grad_clip times its share of the global norm in the previous step.
+      adaptive limits each norm to 1.05 times its running mean.
 
   Raises:
-    ValueError: a value is outside its range, or the codec refuses it.
+    ValueError: a value is outside its range, or the codec rejects it.
   """
 
   lr: Positive
@@ -125,7 +125,7 @@ class OptimConfig:
 
 
 def options_of_codecs(names: Iterable[str] = ()) -> dict[str, list[str]]:
-  """Lists the options that each known codec, and each of `names`, accepts."""
+  """Lists the options that each known codec and each of `names` accepts."""
   return {
     name: [x for x in _CODEC_OPTIONS if x in codecs.options(name)]
     for name in (*codecs.names(), *names)

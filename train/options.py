@@ -17,10 +17,10 @@ import tyro
 
 from coat_jax.models.ranges import Range
 
-# An option that is off by default. Other booleans have two flags, --x and
-# --no-x.
+# An option that is off by default, with one flag, --x. Other booleans have two
+# flags, --x and --no-x.
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-# The held-out share of the data, which is neither 0 nor 1.
+# The held-out share of the data, strictly between 0 and 1.
 Share = Annotated[float, Range(1e-6, 0.999999)]
 
 
@@ -34,7 +34,7 @@ silent = functools.partial(_field, "silent")
 
 
 def shown(hint: str, **options: Any) -> Any:
-  """Replaces the default by a hint at the end of an option's `--help`."""
+  """Shows a hint instead of the default value in an option's `--help`."""
   return tyro.conf.arg(help_behavior_hint=f"({hint})", **options)
 
 
@@ -44,7 +44,7 @@ def type_of(field: dataclasses.Field) -> Any:
 
 
 def part_of(field: dataclasses.Field, values: Any) -> type | None:
-  """Returns the dataclass that a field's values belong to, or None."""
+  """Returns the dataclass in a field's type that has these values, or None."""
   kind = type_of(field)
   kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
   for kind in kinds:
@@ -55,7 +55,10 @@ def part_of(field: dataclasses.Field, values: Any) -> type | None:
 
 
 def unused(config: Any, taken: dict, choice: str) -> dict:
-  """Returns the defaults of the options that only other choices accept."""
+  """Returns the defaults of the options that `choice` ignores, by name.
+
+  `taken` maps each choice to the options that it accepts.
+  """
   others = {name for options in taken.values() for name in options}
   others -= set(taken[choice])
   fields = dataclasses.fields(config)
@@ -63,7 +66,7 @@ def unused(config: Any, taken: dict, choice: str) -> dict:
 
 
 def check_unused(config: Any, chosen: str, taken: dict) -> None:
-  """Checks that all options that the choice ignores have their defaults."""
+  """Raises ValueError if an option is set that the choice ignores."""
   choice = getattr(config, chosen)
   for name, default in unused(config, taken, choice).items():
     if getattr(config, name) != default:
@@ -75,7 +78,7 @@ def check_unused(config: Any, chosen: str, taken: dict) -> None:
 
 
 def first_line(error: Exception | str, most: int = 200) -> str:
-  """Returns the first line of an error; its type if it has no message."""
+  """Returns the first line of a message; the error's type if it is empty."""
   lines = str(error).strip().splitlines()
   return lines[0][:most] if lines else type(error).__name__
 
@@ -90,7 +93,7 @@ def read_path(option: str, path: str | Path) -> Path:
     return Path(path).expanduser()
   except RuntimeError as error:
     raise ValueError(
-      f"{option}: ~ must be followed by / or by a user of this machine, got "
+      f"{option}: ~ must be followed by / or by the name of a user, got "
       f"{path}; write the whole path, or ./~ if a name begins with ~"
     ) from error
 

@@ -8,7 +8,7 @@
 
 Options mean the same as in `train.pretrain`, or in `train.finetune` if the
 model sees images. The table has a column for each usual way to train; the
-columns BF16 and FP8 linears assume f32 weights and moments. The unit is GB
+columns "BF16" and "FP8 linears" assume f32 weights and moments. The unit is GB
 (10^9 bytes), or MB for small models. With --gpus, the command prints the
 settings that fit, from the fastest to the slowest, and the command line for the
 fastest. Nothing is compiled and no device is used. docs/plan.md describes what
@@ -69,7 +69,7 @@ COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "leanest": lambda run: _lean(run, remat="fp8"),
 }
 _WITH_IMAGES = ("COAT", "COAT minimal")
-# These step in the backward pass, so they cannot use microbatches.
+# The optimizer runs in the backward pass, so microbatches are not supported.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")
 
 
@@ -106,17 +106,19 @@ class PlanConfig:
   """Plans the memory of a training run on each GPU, without running it.
 
   Attributes:
-    preset: The run to plan. Each column of the table replaces its recipe.
+    preset: The run to plan. Each column of the table uses another recipe or
+      other options.
     hbm: Memory of each GPU, such as 80, 80GB or 74.5GiB.
-    gpus: Search for the fastest settings that fit on this number of GPUs (as
-      mesh fsdp): recipe, params, remat, batch and optimizer_in_backward.
+    gpus: Search for the recipe, params, remat, batch and optimizer_in_backward
+      that fit and train fastest on this number of GPUs (as mesh fsdp).
     mesh: Devices to train on, as in train.pretrain: data=2,fsdp=4,tensor=1.
     batch: Sequences per step on all GPUs together; with --gpus, by default as
       many as fit, up to the preset's batch.
     seq: Tokens per sequence.
     accumulate: Microbatches, as in train.pretrain.
     params: How weights are stored in the COAT and lean columns, as in
-      train.pretrain. any means float32; with --gpus, any tries all choices.
+      train.pretrain. any means float32; with --gpus, any tries all choices. The
+      lean columns store bfloat16 instead of float32.
     remat: What is saved for each layer, as in train.pretrain. any means none;
       with --gpus, any tries all choices.
     attention: The format in which layers save q, k and v, as in train.pretrain.
@@ -132,8 +134,8 @@ class PlanConfig:
     init_from: Folder of a Hugging Face checkpoint, or of a run that started
       from one. The plan uses the shape of this model, which may be a LLaVA.
     trained: Which parts of a LLaVA to train, as in train.finetune.
-    images_each: Number of images that a sequence of a LLaVA has room for.
-      train.finetune finds this number in its data.
+    images_each: Number of images for which a sequence of a LLaVA has room.
+      train.finetune derives this number from its data.
   """
 
   preset: tyro.conf.Positional[_Preset]  # pyright: ignore
@@ -207,7 +209,7 @@ class PlanConfig:
     if (needed := self.images_each * shape.tokens_each) > run.seq:
       raise ValueError(
         f"plan: the images of a sequence must fit into {run.seq} tokens, got "
-        f"{self.images_each} of {shape.tokens_each} tokens, {needed} in all; "
+        f"{self.images_each} * {shape.tokens_each} = {needed} tokens; "
         "pass a larger --seq or a smaller --images-each"
       )
     if self.gpus:
@@ -275,7 +277,7 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
   options = read_options(PlanConfig, "plan", arguments)
-  # Planning needs no GPU, and others may be using it.
+  # Planning needs no GPU, and other programs may be using it.
   jax.config.update("jax_platforms", "cpu")
   return exit_status(lambda: show(options))
 

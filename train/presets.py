@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presets: functions that return published shapes and settings.
+"""Defines presets: functions that return published shapes and settings.
 
 All models except gpt2 have a gated MLP and no biases. All runs clip gradients
 at a norm of 1, and do not decay norms, biases or embeddings. Batch sizes and
-numbers of steps are those of the papers; with fewer devices, lower `--batch`
-and `--steps`.
+numbers of steps are those of the papers; lower `--batch` and `--steps` if you
+have fewer devices.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ _OLMO: dict[str, Any] = dict(family="olmo", vocab_size=50304)
 
 
 def demo() -> TrainConfig:
-  """A model small enough to learn in a minute or two on two CPU cores.
+  """A model small enough to train in a minute or two on two CPU cores.
 
   The warmup is long and the learning rate is low, so that runs can be compared.
   With a rate of 3e-3 and 20 steps of warmup, changing eps from 1e-8 to 0.9e-8
@@ -42,8 +42,8 @@ def demo_gpu() -> TrainConfig:
   """A demo for a GPU: wide enough for FP8 to pay off, done in a few minutes.
 
   Its layers are as wide as those of a model of 1.3 billion parameters. It
-  trains on less than half of Python's standard library, and needs 17 GB in
-  BF16.
+  trains on less than half of Python's standard library, and needs 17 GB of
+  memory in BF16.
   """
   model = _llama(8, 2048, 5504, 16, vocab_size=256)
   optim = OptimConfig(lr=3e-4, warmup=0.25)
@@ -105,7 +105,7 @@ def olmo_7b() -> TrainConfig:
 
 
 def gpt2() -> TrainConfig:
-  """The smallest GPT-2, trained as GPT-3 small: arXiv:2005.14165, table 2.1.
+  """The smallest GPT-2, trained like GPT-3 small: arXiv:2005.14165, table 2.1.
 
   300 billion tokens. The vocabulary of 50257 is rounded up to 50304 so that
   devices can split it. There is no dropout.

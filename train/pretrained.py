@@ -97,8 +97,8 @@ def initial_state(
 ) -> TrainState:
   """Builds the state before the first step, like `step.initial_state`.
 
-  The weights of a checkpoint are read onto their devices. They are rounded to
-  nearest if the run's `params` stores fewer bits.
+  A checkpoint's weights are read directly onto the run's devices, and rounded
+  to nearest if `params` stores fewer bits.
   """
   if not config.init_from:
     return steps.initial_state(config, optimizer, mesh)

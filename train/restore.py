@@ -46,12 +46,12 @@ def restore(
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
     # A `Moment` contains its codec. If the codes stay the same, restore them
-    # with the new codec, which may round in another way.
+    # with the new codec, which may round differently.
     optim = config.optim if same_codes else saved.optim
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params
     )
-  # The rule `global` stores no norms; all other rules store the same norms.
+  # The clipping rule global stores no norms. Other rules store the same norms.
   clip = () if saved.optim.clip == "global" else abstract.clip
   state = checkpoints.restore(
     step,
@@ -75,7 +75,7 @@ def restore(
 def _stored_anew(
   state: TrainState, config: TrainConfig, abstract: TrainState
 ) -> TrainState:
-  """Stores the weights as `config.params` requires; moments do not change."""
+  """Converts the weights to `config.params`; moments do not change."""
   adam, low = weights.without_low(state.optimizer)
   where = abstract.params, weights.without_low(abstract.optimizer)[1]
 

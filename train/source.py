@@ -153,7 +153,7 @@ def _open_run(
 def _restore(
   run: RunDirectory, step: int, abstract: TrainState, **others: Any
 ) -> TrainState:
-  """Restores a checkpoint except its exact moments, norms and `others`."""
+  """Restores a checkpoint without `exact`, `clip` and the fields `others`."""
   abstract = abstract._replace(exact=(), clip=(), **others)
   return restore_state(run.checkpoints, step, abstract)
 

@@ -67,20 +67,20 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-  """Scalars of one step, computed with the parameters before its update."""
+  """Metrics of a step, computed with the parameters before its update."""
 
   loss: jax.Array  # f32, mean loss of the batch's targets, in nats.
   grad_norm: jax.Array  # f32, global norm of the gradients before clipping.
   lr: jax.Array  # f32, learning rate of the update.
   is_finite: jax.Array  # bool [leaves], for gradients in `leaf_names` order.
-  # int32, the number of targets that count; None if all do.
+  # int32, the number of targets in the loss; None if all positions are targets.
   targets: jax.Array | None = None
   # f32, the share of the input that is padding; None if rows have no padding.
   padding: jax.Array | None = None
 
 
 class Evaluation(NamedTuple):
-  """Scalars of a held-out batch."""
+  """Metrics of a held-out batch."""
 
   loss: jax.Array  # f32, mean loss of its targets, in nats.
   targets: jax.Array | None  # As in `StepMetrics`.
@@ -89,7 +89,7 @@ class Evaluation(NamedTuple):
 
 
 def decays(params) -> Any:
-  """Selects leaves with weight decay: all but norms, biases and embeddings."""
+  """Builds the weight decay mask: all but norms, biases and embeddings."""
   others = ("norm", "bias", "embedding", "positions")
   decayed = [parameter(x).role not in others for x in leaf_names(params)]
   return jax.tree.unflatten(jax.tree.structure(params), decayed)
@@ -180,7 +180,7 @@ def initializer(
   """Builds the jitted function that returns the state before the first step.
 
   Weights that are not stored in f32 are rounded to nearest. They are drawn one
-  layer at a time, so that drawing them needs no more memory than a step.
+  layer at a time, which needs no more memory than a training step.
   """
   out_shardings = shardings(abstract_state(config, optimizer, mesh))
 
@@ -196,7 +196,7 @@ def initializer(
 
 
 def initial_clip(config: TrainConfig, abstract: TrainState) -> Any:
-  """Builds the state of clipping before the first step."""
+  """Builds the clipping state before the first step."""
   make = jax.jit(
     lambda: _no_norms(config, trained(config, abstract.params)),
     out_shardings=shardings(abstract.clip),
@@ -225,7 +225,7 @@ def _initial_params(config: TrainConfig, store: Callable | None = None) -> Any:
 def with_moments(
   config: TrainConfig, optimizer: FusedTransformation, params: Any
 ) -> TrainState:
-  """Builds the state before the first step, with these weights."""
+  """Builds the state before the first step from these weights."""
   stored, _ = weights.store(config.params, params)
   params = trained(config, params)
   exact, norms = (), _no_norms(config, params)

@@ -116,7 +116,7 @@ def _mean_gradients(config, graph, mesh, params, batch):
   @jax.value_and_grad
   def share_of(own, batch):
     loss = objective.loss(nnx.merge(graph, params | own, cache), batch)
-    # Shares are relative to the whole batch, so losses simply add up.
+    # `shares` add up to 1 over the whole batch, so microbatches' losses add up.
     return loss / config.accumulate if batch.shares is None else loss
 
   own = trained(config, params)
@@ -164,5 +164,5 @@ def exact_adam(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def finite_leaves(tree) -> jax.Array:
-  """Checks each leaf for inf and NaN: bool [leaves], in tree order."""
+  """Returns whether each leaf is finite: bool [leaves], in tree order."""
   return jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)])

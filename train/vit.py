@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
-  """Reads the images; also returns the run with its number of classes."""
+  """Reads the images; sets `num_classes` in the returned configuration."""
   model = config.model
   if (model.family, model.num_channels) != ("vit", 3):
     raise ValueError(
-      "model: images of three colors need family vit and 3 channels, got "
+      "model: RGB images need family vit and num_channels 3, got "
       f"{model.family} with num_channels {model.num_channels}; leave both "
       "options out"
     )
@@ -65,7 +65,7 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
   own = held_out_folder(folder)
   if own is not None and share != ImageData.held_out:
     raise ValueError(
-      "data: held_out applies if there is no folder of held-out images, got "
+      "data: held_out applies only without a folder of held-out images, got "
       f"{share} and {own}; leave --held-out out, or remove the folder"
     )
   found = load_labelled(
@@ -82,8 +82,8 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
     )
   if len(found.rows) < config.batch:
     raise ValueError(
-      f"batch: must be at most the {len(found.rows)} images to train on, got "
-      f"{config.batch}; lower --batch, or add images"
+      f"batch: must be at most {len(found.rows)}, the number of training "
+      f"images, got {config.batch}; lower --batch, or add images"
     )
   say(
     f"{config.out}: {len(found.rows)} images of {count} classes to train on, "
@@ -110,7 +110,7 @@ def _preprocessing(size: int) -> Preprocessing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ImageFolder(RunData[VitConfig]):
-  """A folder of images by class."""
+  """The images of a run, and the names of their classes."""
 
   rows: Images
   held_out: Images

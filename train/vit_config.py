@@ -17,7 +17,7 @@ from train.mesh import check_fits
 from train.optim_config import OptimConfig
 from train.options import Share, fixed, shown, silent
 
-# A run stores the list of its classes' names in this file.
+# The file in which a run stores the names of its classes.
 CLASSES = "classes.json"
 
 
@@ -29,8 +29,8 @@ class ImageData:
     folder: A folder that contains one folder of images for each class, or that
       contains `train` and `test` (or `val`), each with such folders; see
       `train.data.labelled`.
-    held_out: If there is no folder of held-out images, the share of each class
-      to hold out for evaluation; at least one image is held out.
+    held_out: Share of each class to hold out for evaluation, but at least one
+      image; applies if there is no folder of held-out images.
   """
 
   folder: Annotated[str, shown("required", name="data", metavar="FOLDER")] = ""
@@ -42,7 +42,7 @@ class ImageData:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VitConfig(TrainConfig):
-  """A run that classifies images: all options of a training run, and these.
+  """A run that classifies images: all options of a training run, plus these.
 
   Attributes:
     data: Images to learn from.
@@ -55,13 +55,13 @@ class VitConfig(TrainConfig):
   data: OmitArgPrefixes[ImageData] = silent(ImageData())  # pyright: ignore[reportIncompatibleVariableOverride]
   # Derived from the model.
   seq: Suppress[Fixed[Count]] = fixed(1)
-  # These three options work for decoders only.
+  # The next three options apply to decoders only.
   init_from: Suppress[Fixed[str]] = silent("")
   optimizer_in_backward: Suppress[Fixed[bool]] = False
   watch: Suppress[Fixed[Annotated[int, Range(0, 0)]]] = silent(0)
 
   def __post_init__(self):
-    # The loop counts tokens by `seq`. A frozen dataclass refuses assignment.
+    # The loop counts `seq` tokens per row. Frozen classes refuse assignment.
     object.__setattr__(self, "seq", self.model.num_tokens)
     super().__post_init__()
 
@@ -70,9 +70,9 @@ class VitConfig(TrainConfig):
 
 
 def vit_digits() -> VitConfig:
-  """Handwritten digits of 8 x 8 pixels, in a minute or two on two CPU cores.
+  """A small ViT that learns digits in a minute or two on two CPU cores.
 
-  `python -m train.data.digits FOLDER` writes the images, from scikit-learn.
+  `python -m train.data.digits FOLDER` writes the 8 x 8 images of scikit-learn.
   """
   return VitConfig(
     out="runs/vit_digits",

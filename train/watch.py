@@ -20,8 +20,8 @@ does not change. These values are written to metrics.jsonl as `watch`:
                          zero, the update is divided by eps
   grad_norm              global norm of the step's gradients
 
-coat_lion has no second moments, and coat_muon has second moments only of the
-parameters that AdamW updates. A forward pass takes a third of a step, so
+coat_lion has no second moments, and coat_muon has them only for the parameters
+that AdamW updates. A forward pass takes a third of a step's time, so
 `--watch 100` costs 0.3 % of the time.
 
 After three probes, each value is compared with its median over up to ten
@@ -61,7 +61,7 @@ class Rule(NamedTuple):
   """The limit of a value: `factor` * median + `plus`."""
 
   text: str  # The printed explanation.
-  factor: float = 1.0  # If below 1, values must not be below the limit.
+  factor: float = 1.0  # If below 1, the limit is a lower bound.
   plus: float = 0.0
 
   def is_broken(self, value: float, usual: float) -> bool:
@@ -92,7 +92,7 @@ _COMPARED, _FEWEST = 10, 3
 def probe(
   config: TrainConfig, graph: nnx.GraphDef
 ) -> Callable[[step.TrainState, step.Rows], dict[str, jax.Array]]:
-  """Builds the probe of (state, rows), which computes all but `grad_norm`."""
+  """Builds the probe, a function of (state, rows); omits `grad_norm`."""
 
   def find(state, rows):
     batch: Any = objective_of(config.model).batch_of(rows)

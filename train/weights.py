@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage of a run's weights: in f32, in bf16, or in bf16 plus a low byte.
+"""Converts weights between f32, bf16, and bf16 plus a low byte.
 
-The option `params` of `train.config` selects one of these. It applies to
-matrices and embeddings; norm scales and biases are f32 in every run. The low
-bytes are in the optimizer's state, `LowBitsState`: the optimizer reads both
-parts of a weight, but layers read only bf16 (`coat_jax.optimizer.weights`).
+The option `params` of `train.config` selects how a run stores its weights. It
+applies to matrices and embeddings; norm scales and biases are f32 in every run.
+The low bytes are in the optimizer's state, `LowBitsState`. The optimizer reads
+both parts of a weight; layers read only bf16 (`coat_jax.optimizer.weights`).
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def low_of(path: str, x: jax.Array) -> jax.Array:
 
 
 def store(stored: Stored, params: Any) -> tuple[Any, Any]:
-  """Rounds f32 weights to nearest; returns them, and low bytes or None."""
+  """Rounds f32 weights to nearest; returns (weights, low bytes or None)."""
   if stored == "bfloat16_low8":
     return split_weights(params)
   high = high_of(stored)

@@ -114,7 +114,7 @@ def test_unknown_preset_is_named_with_the_known_presets(
     (
       finetune,
       ["a", "--out", "b", "--epochs", "3", "--steps", "9"],
-      "error: epochs and steps exclude each other, got both; leave one out",
+      "error: epochs and steps are mutually exclusive, got both; leave one out",
     ),
     (
       finetune,

@@ -167,7 +167,7 @@ def replace(config, **values):
     (dict(profile="0"), "such as 5, or 5:100 for five .*, got '0'"),
     (dict(profile="5:"), "such as 5, or 5:100 for five .*, got '5:'"),
     (dict(optim__warmup=201), "warmup must fit into 200 steps, got 201"),
-    (dict(resume=True, overwrite=True), "exclude each other"),
+    (dict(resume=True, overwrite=True), "are mutually exclusive"),
     (dict(convert_state=True), "pass resume too, or leave convert_state out"),
     (dict(recipe="bf16", residuals="coat"), "residuals applies to recipe coat"),
     (dict(residuals="coat", recipe="fp8_linear"), "got recipe fp8_linear"),
@@ -317,7 +317,7 @@ def test_twin_keeps_no_fp8_for_a_second_forward(remat, of_twin):
 
 def test_comparison_of_a_run_with_itself_is_rejected():
   plain = demo().bf16_twin(seed=0, out="x")
-  with pytest.raises(ValueError, match="differs from its twin"):
+  with pytest.raises(ValueError, match="would train the same run twice"):
     dataclasses.replace(plain, compare="bf16")
   # Its layers' inputs are rounded, the twin's are not.
   dataclasses.replace(plain, compare="bf16", remat="fp8_layer")

@@ -310,7 +310,7 @@ def test_images_must_fit(llava_7b, monkeypatch, capsys):
     "1 sequence of 2048 tokens, 1 image each, trained: decoder"
   )
   assert plan.main([*line, "--images-each", "4"]) == 2
-  assert "got 4 of 576 tokens, 2304 in all" in capsys.readouterr().err
+  assert "got 4 * 576 = 2304 tokens" in capsys.readouterr().err
   assert plan.main([*line, "--images-each", "4", "--seq", "2304"]) == 0
 
 

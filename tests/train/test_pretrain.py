@@ -112,7 +112,7 @@ def test_finished_run_can_be_extended(finished, tmp_path, capsys):
     (["--resume"], dict(optim__codec="log8"), "optim.codec: coat -> log8"),
     (["--resume"], dict(model__d_ff=64), "model.d_ff: 128 -> 64"),
     (["--resume"], dict(data__held_out=0.2), "data.held_out: 0.05 -> 0.2"),
-    (["--resume", "--overwrite"], {}, "exclude each other"),
+    (["--resume", "--overwrite"], {}, "are mutually exclusive"),
     (["--overwrite"], dict(data__path="missing"), "path must exist"),
     (["--overwrite"], dict(data__path="empty"), "data must not be empty"),
     (["--overwrite"], dict(data__path="short"), "at least 33 tokens each"),
@@ -183,8 +183,8 @@ def test_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
   assert run(out, optim__lr=1e37, save_every=3, optim__warmup=0) == 1
   errors = capsys.readouterr().err
   assert "step 2 has loss nan" in errors
-  assert "not finite in embedding, " in errors and "mlp/down" in errors
-  assert "no checkpoint was saved before" in errors
+  assert "not finite: embedding, " in errors and "mlp/down" in errors
+  assert "there is no earlier checkpoint" in errors
   rows = list(read_metrics(out / "metrics.jsonl"))
   assert [row["step"] for row in rows] == [1, 2]
 

@@ -108,7 +108,7 @@ def _few(folder):
   for i in range(5):
     (folder / f"train/cat/{i}.png").unlink()
     (folder / f"train/dog/{i}.png").unlink()
-  return "must be at most the 6 images to train on, got 8; lower --batch"
+  return "at most 6, the number of training images, got 8; lower --batch"
 
 
 def _alone(folder):
@@ -142,7 +142,7 @@ def test_held_out_share_is_refused_if_the_folder_decides(tmp_path, capsys):
   folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
   assert vit.main(line(folder, out, held_out=0.3)) == 2
   words = (
-    "held_out applies if there is no folder of held-out images, got 0.3 and "
+    "held_out applies only without a folder of held-out images, got 0.3 and "
     f"{folder}/test; "
   )
   assert words in capsys.readouterr().err
@@ -156,7 +156,7 @@ def test_models_of_other_images_are_refused(option, value, tmp_path, capsys):
   folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
   words = [f"--model.{option}", str(value)]
   assert vit.main([*line(folder, out), *words]) == 2
-  assert "need family vit and 3 channels, got" in capsys.readouterr().err
+  assert "need family vit and num_channels 3, got" in capsys.readouterr().err
   assert not out.exists()
 
 

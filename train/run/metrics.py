@@ -223,15 +223,15 @@ class StepsInFlight:
       leaves = zip(self._leaf_names, metrics.is_finite, strict=True)
       bad = ", ".join(name for name, is_finite in leaves if not is_finite)
       return (
-        f"step {step} has loss {loss}, and its gradients are not finite in "
-        f"{bad or 'no leaf'}"
+        f"step {step} has loss {loss}; gradients that are not finite: "
+        f"{bad or 'none'}"
       )
     self._progress.step(step, loss, speed)
     return None
 
 
 def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
-  """Returns what a step logs about its rows; {} if it counts no targets."""
+  """Returns the values to log about targets and padding; {} without both."""
   if metrics.targets is None or metrics.padding is None:
     return {}
   padding = float(metrics.padding)

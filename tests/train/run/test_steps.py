@@ -57,7 +57,7 @@ def test_nothing_is_read_after_a_step_that_is_not_finite(in_flight, tmp_path):
   in_flight.add(2, 0.0, metrics(np.nan, is_finite=(True, False)))
   in_flight.add(3, 0.0, metrics(np.nan, is_finite=(False, False)))
   assert in_flight.read() == (
-    "step 2 has loss nan, and its gradients are not finite in head"
+    "step 2 has loss nan; gradients that are not finite: head"
   )
   assert [row["step"] for row in logged(tmp_path)] == [1, 2]
 
