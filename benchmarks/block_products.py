@@ -26,11 +26,10 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks import arguments as args
 from benchmarks.cases import Sizes, operand
-from benchmarks.harness import emit, measure, say
+from benchmarks.harness import measured_rows
 from coat_jax import ops
 from coat_jax.numerics.formats import E5M2
 from coat_jax.ops.linear import in_columns, in_rows
@@ -100,12 +99,6 @@ def operands(tokens: int, d: int, f: int) -> tuple[dict, dict, dict]:
   return plain, tensor, block
 
 
-def error_of(actual, expected) -> float:
-  """Computes the RMS difference, relative to the RMS of `expected`."""
-  norm = jax.jit(lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype("float32")))))
-  return float(norm(actual.astype("float32") - expected) / norm(expected))
-
-
 def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
   """Measures the matmuls of one weight matrix that the options choose."""
   plain, tensor, block = operands(options.tokens, d, f)
@@ -121,43 +114,11 @@ def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
       "block_products",
       case,
       kernels(name, plain, tensor, block, options),
-      (block[a], exact),
-      2 * options.tokens * d * f,
-      options,
+      block[a],
+      exact,
+      flops=2 * options.tokens * d * f,
+      options=options,
     )
-
-
-def measured_rows(
-  bench: str, case: dict, candidates, reference, flops: int, options
-) -> Iterator[dict]:
-  """Measures the candidates that the options choose, and prints their rows.
-
-  `candidates` yields the labels of a row, the function to time, and its
-  arguments. `reference` is a first argument and the result that candidates with
-  this argument should compute, or None if it is unknown.
-  """
-  on_gpu = jax.default_backend() == "gpu"
-  first, exact = reference
-  for what, fn, arrays in candidates:
-    implementation = what["implementation"]
-    if implementation not in options.implementations:
-      continue
-    if on_gpu == (implementation == "xla") and implementation != "bf16":
-      continue
-    try:
-      timing = measure(fn, *arrays, repeats=options.repeats)
-    except (NotImplementedError, jax.errors.JaxRuntimeError) as reason:
-      say(f"skipped {implementation}: {str(reason).splitlines()[0]}")
-      continue
-    found = timing.row | dict(tflops=timing.tflops(flops))
-    if arrays[0] is first and exact is not None:
-      found["error"] = error_of(jax.jit(fn)(*arrays), exact)
-    names = (x for x in (*case.values(), *what.values()) if isinstance(x, str))
-    say(
-      f"{' '.join(names):40s} {found['tflops']:7.1f} TFLOP/s  "
-      f"{found['median_ms']:.4f} ms  error {found.get('error', np.nan):.2g}"
-    )
-    yield emit(bench, case, **what, **found)
 
 
 @args.command

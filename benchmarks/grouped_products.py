@@ -34,9 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import arguments as args
-from benchmarks.block_products import measured_rows
 from benchmarks.cases import Sizes
-from benchmarks.harness import say
+from benchmarks.harness import measured_rows, say
 from coat_jax import ops
 from coat_jax.numerics.formats import E5M2
 from coat_jax.pallas.mosaic import grouped_product
@@ -171,9 +170,10 @@ def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
       "grouped_products",
       case,
       kernels(name, plain, codes, sizes, options.tiles),
-      (a, exact),
-      2 * rows * d * f,
-      options,
+      a,
+      exact,
+      flops=2 * rows * d * f,
+      options=options,
     )
 
 

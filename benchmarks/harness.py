@@ -22,7 +22,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -257,3 +257,41 @@ def _kernel_seconds(calls: _Calls, count: int, repeats: int) -> list[float]:
     * 1e-9
     for first, last in groups.values()
   ]
+
+
+def error_of(actual, expected) -> float:
+  """Computes the RMS difference, relative to the RMS of `expected`."""
+  norm = jax.jit(lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype("float32")))))
+  return float(norm(actual.astype("float32") - expected) / norm(expected))
+
+
+def measured_rows(
+  bench: str, case: dict, candidates, reference, exact, *, flops: int, options
+) -> Iterator[dict]:
+  """Measures the implementations of a matmul that the options choose.
+
+  Prints and yields a row for each. `candidates` yields the labels of a row, the
+  function to time, and its arguments. If the first argument is `reference`, the
+  row contains the error from `exact`, unless `exact` is None.
+  """
+  on_gpu = jax.default_backend() == "gpu"
+  for labels, fn, arrays in candidates:
+    implementation = labels["implementation"]
+    if implementation not in options.implementations:
+      continue
+    if on_gpu == (implementation == "xla") and implementation != "bf16":
+      continue
+    try:
+      timing = measure(fn, *arrays, repeats=options.repeats)
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as reason:
+      say(f"skipped {implementation}: {str(reason).splitlines()[0]}")
+      continue
+    found = timing.row | dict(tflops=timing.tflops(flops))
+    if arrays[0] is reference and exact is not None:
+      found["error"] = error_of(jax.jit(fn)(*arrays), exact)
+    words = [x for x in (case | labels).values() if isinstance(x, str)]
+    say(
+      f"{' '.join(words):40s} {found['tflops']:7.1f} TFLOP/s  "
+      f"{found['median_ms']:.4f} ms  error {found.get('error', np.nan):.2g}"
+    )
+    yield emit(bench, case, **labels, **found)

@@ -7,8 +7,8 @@ Each panel has one corpus, because losses on different corpora cannot be
 compared. Lines: the training loss minus that of BF16 with the same seed at the
 same step, a moving mean. Dots: the same for held-out losses. Runs with the same
 seed start from the same weights and read the same batches. BF16 with seed 1 is
-compared with seed 0. The rows are
-docs/rows/long.jsonl, from runs of `studies/long.sh`.
+compared with seed 0. The rows are docs/rows/long.jsonl, from runs of
+`studies/long.sh`.
 """
 
 import json

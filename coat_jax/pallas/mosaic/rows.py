@@ -256,10 +256,10 @@ def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
 
 
 def tile_height(m: int) -> int:
-  """Returns the height of tiles of a matrix with m >= 32 rows.
+  """Returns the usual height of tiles of a matrix with m >= 32 rows.
 
-  Higher tiles write the column layout in longer pieces. But kernels that need
-  many registers per value are faster with tiles of height `LOW`.
+  Higher tiles write the column layout in longer pieces. Some kernels use tiles
+  of height `LOW` anyway, because they are faster.
   """
   return HIGH if m >= HIGH else LOW
 
