@@ -35,7 +35,8 @@ def table(rows: list[dict], preset: str) -> str:
 
   The table contains no errors if some candidates have none. Losses are
   differences from the baseline: their mean and its 95 % interval, or each
-  difference in the order of seeds if there are fewer than three seeds.
+  difference in the order of seeds if there are fewer than three seeds. The
+  baselines' rows contain the losses themselves.
   """
   errors = {
     row["case"]["candidate"]: row
@@ -50,7 +51,11 @@ def table(rows: list[dict], preset: str) -> str:
     cells = [name, f"{sizes(rows)[name]:.2f}"]
     cells += [f"{errors[name][key]:.2g}" for key in keys]
     for key in ("loss", "held_out_loss"):
-      cells.append(_shown(differences(rows, preset, name, key)))
+      if name == baseline(name):
+        by_seed = sorted(runs(rows, preset, name).items())
+        cells.append(", ".join(f"{row[key]:.4f}" for _, row in by_seed))
+      else:
+        cells.append(_shown(differences(rows, preset, name, key)))
     lines.append(cells)
   return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 

@@ -36,8 +36,7 @@ def test_differences_of_long_runs_on_the_accuracy_page_equal_the_rows():
     step, difference = last(long.held_out_differences(runs[corpus], variant))
     seeds = long.held_out_differences(runs[corpus], long.SECOND_SEED)
     spread = f"{seeds[step]:+.4f}" if step in seeds else "unknown"
-    steps = runs[corpus][variant]["trained_steps"]
-    tokens = steps * long.TOKENS_PER_STEP / 1e6
+    tokens = step * long.TOKENS_PER_STEP / 1e6
     date = runs[corpus]["coat"]["date"]
     cells = (
       f"| {label} | {date} | {tokens:.0f} | {difference:+.4f} | {spread} |"
@@ -53,22 +52,18 @@ def test_words_about_long_runs_on_the_accuracy_page_equal_the_rows():
   runs = long.read_runs()
   shown = " ".join((DOCS / "accuracy.md").read_text().split())
   pairs = [
-    long.held_out_differences(runs[corpus], variant)
-    for corpus, variant in (
-      (long.LATER, "coat"),
-      (long.EARLIER, "coat"),
-      (long.LATER, "coat, seed 1"),
-    )
+    long.held_out_differences(runs[corpus], "coat")
+    for corpus in (long.LATER, long.EARLIER)
   ]
   words = "The loss was {:.4f} and {:.4f} nats higher in FP8."
-  assert words.format(*(last(pair)[1] for pair in pairs[:2])) in shown
+  assert words.format(*(last(pair)[1] for pair in pairs)) in shown
   seeds = long.held_out_differences(runs[long.LATER], long.SECOND_SEED)
   assert f"two seeds of BF16 differ by only {last(seeds)[1]:.4f}" in shown
   above = sum(abs(x) > abs(seeds[step]) for step, x in pairs[0].items())
-  assert f"At {above} of {len(seeds)} evaluations" in shown
+  assert f"at {above} of {len(seeds)} evaluations" in shown
   for pair in pairs:
     late = [x for step, x in pair.items() if step * long.TOKENS_PER_STEP > 15e7]
-    assert 0.005 < min(late) <= max(late) < 0.012
+    assert 0.007 < min(late) <= max(late) < 0.012
   for corpus in (long.LATER, long.EARLIER):
     ends = [runs[corpus][x]["held_out"][-1][1] for x in ("bf16", "coat")]
     cells = "| {:.4f} | {:.4f} | {:+.4f} |".format(*ends, ends[1] - ends[0])

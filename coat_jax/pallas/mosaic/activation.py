@@ -301,7 +301,7 @@ def activation_bwd_operands(
     name="activation_bwd_amax",
   )
   dx_scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
-  # On an H100, low tiles are 3 % faster without a gate, and 6 % slower with one.
+  # On an H100, low tiles are 3 % faster without a gate, 6 % slower with one.
   height = rows.tile_height(m) if len(parts) == 2 else rows.LOW
   grid = rows.grid_of_tiles(m, f, height)
   in_rows, columns, y, sums = rows.run(

@@ -33,9 +33,9 @@ GroupCodecs = tuple[GroupCodec, ...]
 # Whether programs load their next tile while they compute one. Registers leave
 # room for only four programs on a multiprocessor. While all of them wait for
 # memory, it issues nothing: on an H100, 44 to 56 % of the time, if they do not
-# load ahead. An earlier form of loading ahead, in which each program loaded
-# consecutive tiles, saved 5 to 8 % of most stochastic steps there. Loading ahead
-# is off because its results have not been compared on a GPU yet.
+# load ahead. An earlier form, in which each program loaded consecutive tiles,
+# saved 5 to 8 % of most stochastic steps there. Loading ahead is off until its
+# results have been compared on a GPU.
 LOADS_AHEAD = False
 # A program computes at most this many tiles. Before that, there should be this
 # many programs for each multiprocessor.
