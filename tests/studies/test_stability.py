@@ -138,7 +138,7 @@ def test_table_pairs_losses_by_seed(tmp_path):
   bf16, coat = table.splitlines()[2:]
   assert bf16.split()[1:5] == ["3", "0.01", "0.01", "1.1000"]
   assert "+0.2000  ±0.0000" in coat
-  with pytest.raises(ValueError, match="rows of llama_60m, got none"):
+  with pytest.raises(ValueError, match="rows must include llama_60m, got none"):
     stability_figure.draw(ROWS, "llama_60m", tmp_path / "figure.png")
 
 
