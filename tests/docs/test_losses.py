@@ -15,9 +15,9 @@ def test_difference_on_the_accuracy_page_equals_the_rows():
   assert shown in (DOCS / "accuracy.md").read_text()
 
 
-def test_differences_of_long_runs_on_the_accuracy_page_equal_the_rows():
+def test_differences_of_long_runs_equal_the_rows():
   runs = long.read_runs()
-  shown = (DOCS / "accuracy.md").read_text()
+  shown = (DOCS / "long_runs.md").read_text()
   lean = (
     "`lean`: BF16 weights, optimizer step in the backward pass; stopped early"
   )
@@ -48,17 +48,14 @@ def last(differences):
   return max(differences.items())
 
 
-def test_words_about_long_runs_on_the_accuracy_page_equal_the_rows():
+def test_words_about_long_runs_equal_the_rows():
   runs = long.read_runs()
-  shown = " ".join((DOCS / "accuracy.md").read_text().split())
+  shown = " ".join((DOCS / "long_runs.md").read_text().split())
   pairs = [
     long.held_out_differences(runs[corpus], "coat")
     for corpus in (long.LATER, long.EARLIER)
   ]
-  words = "The loss was {:.4f} and {:.4f} nats higher in FP8."
-  assert words.format(*(last(pair)[1] for pair in pairs)) in shown
   seeds = long.held_out_differences(runs[long.LATER], long.SECOND_SEED)
-  assert f"two seeds of BF16 differ by only {last(seeds)[1]:.4f}" in shown
   above = sum(abs(x) > abs(seeds[step]) for step, x in pairs[0].items())
   assert f"at {above} of {len(seeds)} evaluations" in shown
   for pair in pairs:
@@ -68,6 +65,7 @@ def test_words_about_long_runs_on_the_accuracy_page_equal_the_rows():
     ends = [runs[corpus][x]["held_out"][-1][1] for x in ("bf16", "coat")]
     cells = "| {:.4f} | {:.4f} | {:+.4f} |".format(*ends, ends[1] - ends[0])
     assert cells in shown
+    assert cells in (DOCS / "accuracy.md").read_text()
 
 
 def test_page_shows_how_much_of_the_grid_was_run():
