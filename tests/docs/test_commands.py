@@ -10,8 +10,6 @@ def test_programs_are_found():
   programs = commands.commands("train")
   assert {*commands._PAGES} == {*programs}
   assert {*commands._SUBCOMMANDS} <= {*programs}
-  # This module reads requests, not options.
-  assert "train.data.chat.sandbox" not in programs
   assert "benchmarks.ops" in commands.commands("benchmarks")
 
 

@@ -17,8 +17,7 @@ def test_commands_are_the_modules_that_run_as_programs():
     for file in folder.rglob("*.py")
     if '\nif __name__ == "__main__":\n' in file.read_text()
   }
-  # The sandbox of templates is started by its path, for a process of its own.
-  assert programs - {"data.chat.sandbox"} == {*train.COMMANDS}
+  assert programs == {*train.COMMANDS}
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 """Turns files of conversations into rows of tokens to train on.
 
 * `formats` reads JSON files as conversations.
-* `template` turns a conversation into text, in a separate process that can be
-  killed (`rendering`, `sandbox`).
+* `template` finds a chat template, and turns a conversation into text.
+* `rendering` runs the template in Jinja's sandbox.
 * `targets` finds the characters that the assistant wrote.
 * `encoder` turns text into token ids and a mask of target tokens.
 * `images` finds a conversation's images and adds the tokens for them.

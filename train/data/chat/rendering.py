@@ -1,102 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders chat templates in a process that can be killed; see `sandbox`.
+"""Renders chat templates in Jinja's sandbox, as transformers does.
 
-Rendering the first template starts the process, which then renders all later
-templates too. The process ends when the main process ends, whatever the reason.
+A template is a program that comes with a tokenizer. The sandbox gives it access
+to text only. It does not limit time or memory, so use templates of tokenizers
+that you trust.
 """
 
-import atexit
-import contextlib
-import signal
-import subprocess
-import sys
-import threading
-from pathlib import Path
+import datetime
+import functools
+import json
 from typing import Any
 
-from train.data.chat import sandbox
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Limits for rendering one text; real templates need milliseconds and megabytes.
-# We limit CPU time, which does not depend on how busy the machine is.
-SECONDS, MEMORY = 10, 2 * 2**30
-
-
-class TemplateLimit(ValueError):
-  """Raised if a template exceeds the limits on time, memory or output."""
-
-
-class _Renderer:
-  """The rendering process, which is restarted after it was killed."""
-
-  def __init__(self):
-    self._process: subprocess.Popen | None = None
-    self._lock = threading.Lock()
-
-  def ask(self, request: dict[str, Any]) -> dict[str, str]:
-    """Sends a request and returns the answer.
-
-    Raises EOFError(exit status) if the process ended. After any other exception
-    we kill the process, because a late answer would be read as the answer to
-    the next request.
-    """
-    with self._lock:
-      if self._process is None:
-        # -P: modules in sandbox.py's folder must not shadow Python's modules.
-        self._process = subprocess.Popen(
-          [sys.executable, "-P", str(Path(sandbox.__file__))],
-          stdin=subprocess.PIPE,
-          stdout=subprocess.PIPE,
-          stderr=subprocess.DEVNULL,
-        )
-      process = self._process
-      assert process.stdin is not None and process.stdout is not None
-      try:
-        sandbox.send(process.stdin, request)
-        answer, _ = sandbox.receive(process.stdout)
-      except (EOFError, BrokenPipeError):
-        raise EOFError(self._stop()) from None
-      except BaseException:
-        self.close()
-        raise
-      if "limit" in answer:
-        self.close()  # The process may still hold the memory that it used.
-      return answer
-
-  def _stop(self) -> int:
-    process, self._process = self._process, None
-    assert process is not None
-    for file in (process.stdin, process.stdout):
-      with contextlib.suppress(
-        BrokenPipeError
-      ):  # Part of a request was unsent.
-        file.close()  # pyright: ignore
-    return process.wait()
-
-  def close(self) -> None:
-    """Kills the process."""
-    if self._process is not None:
-      self._process.kill()
-      self._stop()
+# Marks around {% generation %} blocks. Text does not contain the noncharacter
+# U+FDD0.
+BEGIN, END = "\ufdd0(", "\ufdd0)"
 
 
-_RENDERER = _Renderer()
-atexit.register(_RENDERER.close)
+def render(
+  source: str,
+  variables: dict[str, Any],
+  *,
+  is_marked: bool = False,
+  now: datetime.datetime | None = None,
+) -> str:
+  """Renders a template; raises what the template raises.
+
+  If `is_marked`, marks surround the text of {% generation %} blocks. `now` is
+  the time that `strftime_now` formats; None for the current time.
+  """
+  now = datetime.datetime.now() if now is None else now
+  template = _compile(source, is_marked)
+  return template.render(strftime_now=now.strftime, **variables)
 
 
-def ask(source: str, **options: Any) -> dict[str, str]:
-  """Renders a template; `sandbox` documents the options and the answer."""
-  request = {"source": source, **options}
-  try:
-    answer = _RENDERER.ask({**request, "seconds": SECONDS, "memory": MEMORY})
-  except EOFError as error:
-    (status,) = error.args
-    is_late = status == -signal.SIGXCPU
-    late = f"it needs more than {SECONDS} seconds"
-    died = f"it ended the Python process with exit status {status}"
-    answer = {"limit": late if is_late else died}
-  if "limit" in answer:
-    raise TemplateLimit(
-      f"chat: the template rendered no text: {answer['limit']}; use another "
-      "template"
-    )
-  return answer
+class _Generation(Extension):
+  """Implements {% generation %}, which marks an answer for training."""
+
+  tags = {"generation"}
+  is_marked = False
+
+  def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
+    line = next(parser.stream).lineno
+    body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    # As in transformers, variables that a block sets exist only in the block.
+    call = self.call_method("_write")
+    return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+  def _write(self, caller: Any) -> str:
+    return f"{BEGIN}{caller()}{END}" if self.is_marked else caller()
+
+
+class _MarkedGeneration(_Generation):
+  is_marked = True
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str, is_marked: bool) -> jinja2.Template:
+  environment = ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[
+      loopcontrols,
+      _MarkedGeneration if is_marked else _Generation,
+    ],
+  )
+  environment.filters["tojson"] = _to_json
+  environment.globals["raise_exception"] = _raise
+  return environment.from_string(source)
+
+
+def _to_json(
+  x: Any,
+  ensure_ascii: bool = False,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  """Writes JSON; Jinja's own `tojson` would escape characters for HTML."""
+  return json.dumps(
+    x,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
+  )
+
+
+def _raise(message: str) -> None:
+  raise jinja2.TemplateError(message)

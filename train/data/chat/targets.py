@@ -24,7 +24,6 @@ import re
 from collections.abc import Sequence
 
 from train.data.chat.formats import Conversation
-from train.data.chat.rendering import TemplateLimit
 from train.data.chat.template import ChatTemplate, Message, MissingToken
 from train.data.sources import BadData
 
@@ -63,7 +62,7 @@ class TargetFinder:
       text = self._template.render(chat.messages, tools=chat.tools)
       if self._template.has_generation(chat.tools):
         return text, self._marked(chat)
-    except (MissingToken, TemplateLimit):  # These affect every row.
+    except MissingToken:  # This affects every row.
       raise
     except ValueError as error:
       raise BadData("template", str(error).removeprefix("chat: ")) from error
@@ -182,8 +181,6 @@ class TargetFinder:
       return self._template.render(
         messages, tools=tools, add_generation_prompt=add_generation_prompt
       )
-    except TemplateLimit:
-      raise
     except ValueError:
       return None
 

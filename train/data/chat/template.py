@@ -2,11 +2,9 @@
 """Reads and renders chat templates as transformers does.
 
 A template comes from chat_template.jinja, from `chat_template` in
-tokenizer_config.json, or by its name from `PUBLISHED`. A template is a program
-that comes with a tokenizer. So it runs in Jinja's sandbox, in a separate
-process that is killed if the template does not end (`rendering`). The template
-can use what transformers provides: messages, tools, special tokens by name,
-`raise_exception` and `strftime_now`.
+tokenizer_config.json, or by its name from `PUBLISHED`. `rendering` runs it in
+Jinja's sandbox. The template can use what transformers provides: messages,
+tools, special tokens by name, `raise_exception` and `strftime_now`.
 """
 
 import dataclasses
@@ -16,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from coat_jax.models.hf.files import read_json
-from train.data.chat import rendering
-from train.data.chat.sandbox import BEGIN, END
+from train.data.chat.rendering import BEGIN, END, render
 from train.options import first_line
 
 # Published templates of known models, for tokenizers without a template:
@@ -135,29 +134,23 @@ class ChatTemplate:
       **self.special_tokens,
     }
     try:
-      answer = rendering.ask(
-        self._choose(tools),
-        is_marked=is_marked,
-        now=None if self.now is None else self.now.isoformat(),
-        variables=variables,
+      return render(
+        self._choose(tools), variables, is_marked=is_marked, now=self.now
       )
-    except rendering.TemplateLimit:
-      raise
-    except (TypeError, ValueError, RecursionError) as error:
-      raise _failed(str(error)) from error
-    if name := _TOKEN_NAME.search(answer.get("undefined", "")):
-      raise MissingToken(
-        f"chat: the template uses the tokenizer's {name[1]}, got none in "
-        f"{_CONFIG}; add {name[1]} to that file, or use another template"
-      )
-    if "text" not in answer:
-      raise _failed(*answer.values())
-    return answer["text"]
+    except jinja2.UndefinedError as error:
+      if name := _TOKEN_NAME.search(str(error)):
+        raise MissingToken(
+          f"chat: the template uses the tokenizer's {name[1]}, got none in "
+          f"{_CONFIG}; add {name[1]} to that file, or use another template"
+        ) from error
+      raise _failed(error) from error
+    except Exception as error:  # A template can raise anything.
+      raise _failed(error) from error
 
 
-def _failed(message: str) -> ValueError:
+def _failed(error: Exception) -> ValueError:
   return ValueError(
-    f"chat: the template failed: {first_line(message)}; correct the "
+    f"chat: the template failed: {first_line(error)}; correct the "
     "conversation, or use another template"
   )
 
