@@ -27,7 +27,7 @@ from train.command_line import read_options
 from train.options import read_path, shown
 from train.run.directory import RunDirectory
 from train.run.exits import exit_status
-from train.run.rows import read_rows
+from train.run.metrics import read_metrics
 from train.run.writing import save_errors
 
 # Smoothed losses are means of this many steps (of all if a run is shorter).
@@ -232,11 +232,9 @@ class PlotConfig:
   )
 
 
-def load(
-  paths: tuple[Path, ...],
-) -> tuple[dict[str, list[dict]], list[str]]:
-  """Reads the rows of runs and their twins, and reports damaged rows."""
-  runs, damaged = {}, []
+def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
+  """Reads the metrics of runs and their twins."""
+  runs = {}
   for path in paths:
     run = RunDirectory(path)
     if not run.is_started():
@@ -247,10 +245,8 @@ def load(
     for each in (run, *run.twins()):
       is_twin = each is not run
       name = f"{path.name} {each.path.name}" if is_twin else path.name
-      read = read_rows(each.metrics)
-      runs[name] = read.rows
-      damaged += [read.damaged] if read.damaged else []
-  return runs, damaged
+      runs[name] = list(read_metrics(each.metrics))
+  return runs
 
 
 def run(config: PlotConfig) -> None:
@@ -260,10 +256,9 @@ def run(config: PlotConfig) -> None:
   out = RunDirectory(config.runs[0]).plot
   if config.out is not None:
     out = read_path("out", config.out)
-  runs, damaged = load(config.runs)
+  runs = load(config.runs)
   check_figure(out)
   draw(runs, out)
-  print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
   print(out)
 
 

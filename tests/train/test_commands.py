@@ -22,7 +22,7 @@ def test_commands_are_the_modules_that_run_as_programs():
 
 @pytest.mark.parametrize(
   "name",
-  ["train", "train.watch", "train.run.rows", "train.data", "train.wtch"],
+  ["train", "train.watch", "train.run.metrics", "train.data", "train.wtch"],
 )
 def test_module_that_is_no_command_lists_the_commands(name, capsys):
   with pytest.raises(SystemExit) as stopped:

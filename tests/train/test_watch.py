@@ -14,7 +14,7 @@ from tests.train.runs import losses, run
 from tests.train.steps import SMALL, TOKENS
 from train import step, watch
 from train.run.directory import RunDirectory
-from train.run.rows import read_rows
+from train.run.metrics import read_metrics
 
 CONFIG = dataclasses.replace(SMALL, watch=2)
 
@@ -180,9 +180,9 @@ def test_a_watched_run_is_the_same_run(tmp_path, capsys, monkeypatch):
   assert run(tmp_path / "a", optim__codec="int8") == 0
   assert run(tmp_path / "b", optim__codec="int8", watch=2) == 0
   assert losses(tmp_path / "a") == losses(tmp_path / "b")
-  rows = read_rows(RunDirectory(tmp_path / "b").metrics)
-  found = [row for row in rows.rows if "watch" in row]
-  assert [row["step"] for row in found] == [2, 4, 6, 8] and not rows.damaged
+  rows = read_metrics(RunDirectory(tmp_path / "b").metrics)
+  found = [row for row in rows if "watch" in row]
+  assert [row["step"] for row in found] == [2, 4, 6, 8]
   assert "nu_power" not in found[0]["watch"]  # int8 has none.
   assert 0 < found[0]["watch"]["nu_zeroed"][0] < 1
   # Three probes before it.

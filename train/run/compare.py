@@ -2,6 +2,8 @@
 """Configures BF16 runs as baselines for a run, and prints the comparison."""
 
 import dataclasses
+import math
+import statistics
 from collections.abc import Sequence
 
 from coat_jax.models.vision_language import VisionLanguageConfig
@@ -10,13 +12,13 @@ from train.config import TrainConfig
 from train.memory.count import residual_bytes
 from train.run import report
 from train.run.directory import RunDirectory
-from train.run.exits import say
-from train.run.metrics import format_table
-from train.run.rows import LAST, read_rows, summarize
+from train.run.metrics import format_table, read_metrics
 
+# Training losses are noisy, so tables show the mean over this many last steps.
+_LAST = 50
 # Rows of the table: key, label, number format.
 _ROWS = (
-  ("train_loss", f"training loss, mean of last {LAST} steps", ".4f"),
+  ("train_loss", f"training loss, mean of last {_LAST} steps", ".4f"),
   ("held_out_loss", "held-out loss", ".4f"),
   ("held_out_accuracy", "held-out accuracy", ".4f"),
   ("perplexity", "held-out perplexity", ".3f"),
@@ -43,9 +45,9 @@ def finish(runs: Sequence[TrainConfig]) -> None:
   """Prints a table that compares finished runs, and draws their losses."""
   folders = [RunDirectory(config.out) for config in runs]
   names = [_name(config, runs[0]) for config in runs]
-  read = [read_rows(folder.metrics) for folder in folders]
+  read = [list(read_metrics(folder.metrics)) for folder in folders]
   results = []
-  for config, (rows, _) in zip(runs, read, strict=True):
+  for config, rows in zip(runs, read, strict=True):
     result = summarize(rows)
     result["state"] = report.state_bytes_per_param(config)
     recipe = dataclasses.replace(config.coat_recipe(), axes=None)
@@ -61,12 +63,30 @@ def finish(runs: Sequence[TrainConfig]) -> None:
     result["residuals"] = residuals["total"]
     results.append(result)
   print(_table(names, results))
-  for _, damaged in read:
-    if damaged:
-      say(damaged)
-  lines = {name: rows for name, (rows, _) in zip(names, read, strict=True)}
-  plot.draw(lines, folders[0].plot)
+  plot.draw(dict(zip(names, read, strict=True)), folders[0].plot)
   print(f"\nloss curves: {folders[0].plot}")
+
+
+def summarize(rows: list[dict]) -> dict[str, float]:
+  """Computes a run's values for the comparison table."""
+
+  def values(key: str) -> list[float]:
+    return [row[key] for row in rows if key in row]
+
+  summary = {}
+  if losses := values("loss"):
+    summary["train_loss"] = statistics.fmean(losses[-_LAST:])
+  if speeds := values("tokens_per_s"):
+    summary["tokens_per_s"] = statistics.median(speeds)
+  if held_out := values("held_out_loss"):
+    summary["held_out_loss"] = held_out[-1]
+  if shares := values("held_out_accuracy"):
+    summary["held_out_accuracy"] = shares[-1]
+  elif held_out:
+    summary["perplexity"] = math.exp(min(held_out[-1], 700.0))
+  if sizes := values("step_bytes"):
+    summary["step_megabytes"] = sizes[-1] / 1e6
+  return summary
 
 
 def _table(names: list[str], results: list[dict[str, float]]) -> str:

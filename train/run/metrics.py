@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from tqdm import tqdm
@@ -86,22 +86,19 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict]:
-  """Yields the undamaged lines of a metrics.jsonl."""
-  for row in parse_lines(path):
-    if isinstance(row, dict) and isinstance(row.get("step"), int):
-      yield row
+  """Yields the lines of a metrics.jsonl, without their null values.
 
-
-def parse_lines(path: Path) -> Iterator[Any]:
-  """Yields the value of each line; None for a line that cannot be parsed."""
+  Skips lines that are not JSON, such as a line that a kill cut short.
+  """
   if not path.exists():
     return
   for line in path.read_bytes().splitlines():
     try:
-      yield json.loads(line)
-    # Not JSON, not UTF-8, or nested too deeply.
-    except (ValueError, RecursionError):
-      yield None
+      row = json.loads(line)
+    except ValueError:
+      continue
+    if isinstance(row, dict) and isinstance(row.get("step"), int):
+      yield {name: x for name, x in row.items() if x is not None}
 
 
 class Progress:

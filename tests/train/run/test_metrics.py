@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from train.run import metrics, processes, rows
+from train.run import compare, metrics, processes
 from train.run.writing import SaveError
 
 
@@ -90,7 +90,9 @@ def test_summary_uses_the_last_steps(tmp_path):
   log.write(step=50, held_out_loss=9.0)
   log.write(step=100, held_out_loss=1.0)
   log.close()
-  assert rows.summarize(rows.read_rows(tmp_path / "m.jsonl").rows) == {
+  assert compare.summarize(
+    list(metrics.read_metrics(tmp_path / "m.jsonl"))
+  ) == {
     "train_loss": pytest.approx(75.5),
     "held_out_loss": 1.0,
     "perplexity": pytest.approx(math.e),

@@ -3,7 +3,7 @@
 
 import json
 
-from train.run import metrics, rows
+from train.run import compare, metrics
 
 
 def test_speed_is_the_median_of_steps(tmp_path):
@@ -13,7 +13,9 @@ def test_speed_is_the_median_of_steps(tmp_path):
     for i, speed in enumerate([1.0, 300.0, 310.0, 320.0, 900.0])
   ]
   path.write_text("".join(json.dumps(row) + "\n" for row in lines))
-  assert rows.summarize(rows.read_rows(path).rows)["tokens_per_s"] == 310
+  assert (
+    compare.summarize(list(metrics.read_metrics(path)))["tokens_per_s"] == 310
+  )
 
 
 def test_time_left_follows_the_steps_since_the_run_was_resumed(
