@@ -11,9 +11,11 @@ import qwix
 from flax import nnx
 
 import coat_jax.integrations.qwix
-from coat_jax import recipes
+from coat_jax import layers, recipes
 from coat_jax.integrations.qwix import CoatProvider
 from coat_jax.layers import linear
+from coat_jax.layers.count import saved_bytes
+from tests.docs.pages import DOCS
 
 BF16 = jnp.bfloat16
 
@@ -120,3 +122,46 @@ def test_other_einsums_are_left_alone(subscripts, shapes):
 
 def test_example_runs():
   assert doctest.testmod(coat_jax.integrations.qwix).failed == 0
+
+
+class MLP(nnx.Module):
+  """The MLP of docs/howto/qwix.md's table."""
+
+  def __init__(self, rngs):
+    options = dict(use_bias=False, dtype=BF16, rngs=rngs)
+    self.norm = nnx.RMSNorm(256, dtype=BF16, rngs=rngs)
+    self.gate = nnx.Linear(256, 1024, **options)
+    self.up = nnx.Linear(256, 1024, **options)
+    self.down = nnx.Linear(1024, 256, **options)
+
+  def __call__(self, x):
+    y = self.norm(x)
+    return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+
+class Stack(nnx.Module):
+  def __init__(self):
+    self.mlp = MLP(nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.mlp(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # From qwix.
+def test_page_shows_what_each_version_saves():
+  x = jnp.zeros((1, 512, 256), BF16)
+  e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+  rule = qwix.QtRule(
+    module_path=".*", weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2
+  )
+  converted, _ = layers.convert(Stack(), blocks={MLP: layers.MLP}, inputs=(x,))
+  page = (DOCS / "howto/qwix.md").read_text()
+  for row, model in {
+    "BF16": Stack(),
+    "qwix 0.1.8": qwix.quantize_model(Stack(), qwix.QtProvider([rule]), x),
+    "`CoatProvider`": qwix.quantize_model(Stack(), CoatProvider(), x),
+    "`layers.convert(": converted,
+  }.items():
+    cells = next(x for x in page.splitlines() if x.startswith(f"| {row}"))
+    saved = round(saved_bytes(model, (x,)) / 512)
+    assert cells.split("|")[3].strip() == f"{saved:,}", row
