@@ -53,8 +53,8 @@ def of_transformation(
 
   def refuse(*args):
     raise NotImplementedError(
-      "train: only the optimizers coat_adamw and coat_lion can update one leaf "
-      "at a time, got another optimizer; pass --optim.optimizer coat_adamw"
+      "train: only coat_adamw and coat_lion can update parameters in the "
+      "backward pass, got another optimizer; pass --optim.optimizer coat_adamw"
     )
 
   return FusedTransformation(tx.init, apply, refuse, refuse)

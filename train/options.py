@@ -44,7 +44,10 @@ def type_of(field: dataclasses.Field) -> Any:
 
 
 def part_of(field: dataclasses.Field, values: Any) -> type | None:
-  """Returns the dataclass in a field's type that has these values, or None."""
+  """Returns the dataclass in a field's type that has these keys, or None.
+
+  If the type contains only one dataclass, its keys are not compared.
+  """
   kind = type_of(field)
   kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
   for kind in kinds:
@@ -94,7 +97,7 @@ def read_path(option: str, path: str | Path) -> Path:
   except RuntimeError as error:
     raise ValueError(
       f"{option}: ~ must be followed by / or by the name of a user, got "
-      f"{path}; write the whole path, or ./~ if a name begins with ~"
+      f"{path}; write the whole path, or ./{path} if it begins with a real ~"
     ) from error
 
 
