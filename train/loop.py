@@ -123,31 +123,19 @@ def train[Config: TrainConfig](
   say(report.describe_sizes(config, abstract.params))
   pretrained.warn_of_length(config)
 
-  # The run's folder: an old one with a checkpoint, or a new one.
-  done, lines = 0, []
+  # The state: from a checkpoint, or the initial one.
+  done = 0
   if config.resume:
     done, lines = _find_checkpoint(run, config, data)
     if done >= config.steps:
       say(f"{config.out}: all {config.steps} steps are already done")
       return
-  else:
-    _create_folder(run, config, data, description, opened)
-
-  # The state: from the checkpoint, or the initial one.
-  checkpoints = Checkpoints(run.checkpoints, keep=config.keep)
-  opened.enter_context(contextlib.closing(checkpoints))
-  with stop_on_bad_input():
-    if config.resume:
-      state = restore(checkpoints, done, config, abstract, batches)
-    else:
-      state = pretrained.initial_state(config, optimizer, mesh)
-  if config.resume:
-    checkpoints.set_aside(after=done)
-    if processes.is_primary():
-      run.write_description(description)
+    with stop_on_bad_input():
+      state = restore(run.checkpoints, done, config, abstract, batches)
     say(f"{config.out}: resumed at step {done}", *lines)
-  log = _open_log(run, config, description, done)
-  opened.enter_context(contextlib.closing(log))
+  else:
+    with stop_on_bad_input():
+      state = pretrained.initial_state(config, optimizer, mesh)
 
   # The programs, compiled here so that the loop only runs them.
   say(f"{config.out}: compiling")
@@ -166,7 +154,19 @@ def train[Config: TrainConfig](
     watcher = Watcher(config, graph, mesh, abstract, batch)
   say(f"{config.out}: compiled in {time.monotonic() - started:.0f} s")
 
+  # The folder. A new run replaces an old one only now, when it is compiled.
+  if not config.resume:
+    _create_folder(run, config, data, description)
+  checkpoints = Checkpoints(run.checkpoints, keep=config.keep)
+  opened.enter_context(contextlib.closing(checkpoints))
+  if config.resume:
+    checkpoints.set_aside(after=done)
+    if processes.is_primary():
+      run.write_description(description)
+
   # The files and helpers of the loop.
+  log = _open_log(run, config, description, done)
+  opened.enter_context(contextlib.closing(log))
   samples = data.open_samples(config, graph, mesh, resumed_step=done)
   if samples is not None:
     opened.enter_context(contextlib.closing(samples))
@@ -225,8 +225,6 @@ def train[Config: TrainConfig](
     is_watched = watcher is not None and done % config.watch == 0
     is_read = is_evaluated or is_watched or done == first
     read_steps(leave=0 if is_read else 1)
-    if done == 1 and processes.is_primary():
-      run.remove_replaced()
 
     # Check for early signs that low precision will harm training.
     if is_watched:
@@ -286,11 +284,9 @@ def _create_folder(
   config: TrainConfig,
   data: RunData,
   description: dict,
-  opened: contextlib.ExitStack,
 ) -> None:
-  """Creates the folder of a new run."""
+  """Creates the folder of a new run, and removes an old run from it."""
   if processes.is_primary():
-    opened.callback(run.put_back)  # Restores the old run if no step is done.
     run.create(description)
     with save_errors(run.path):
       pretrained.keep_files(config, run)

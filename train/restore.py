@@ -7,6 +7,7 @@ stored, and its clipping rule. It may always change its mesh.
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -19,7 +20,7 @@ from train import step as steps
 from train import weights
 from train.config import TrainConfig
 from train.objective import trained
-from train.run.checkpoint import Checkpoints, read_description
+from train.run import checkpoint
 from train.run.description import configuration
 from train.step import TrainState
 
@@ -28,14 +29,14 @@ _LAYOUT = ("codec", "group_size", "second")
 
 
 def restore(
-  checkpoints: Checkpoints,
+  path: Path,
   step: int,
   config: TrainConfig,
   abstract: TrainState,
   batches: grain.DatasetIterator,
 ) -> TrainState:
-  """Restores a checkpoint, and converts its state to the run's options."""
-  saved = configuration(read_description(checkpoints.path, step))
+  """Restores a checkpoint in `path`, and converts its state to the options."""
+  saved = configuration(checkpoint.read_description(path, step))
   params = abstract.params
   if saved.params != config.params:
     params = weights.abstract(saved.params, params)
@@ -53,7 +54,8 @@ def restore(
     )
   # The clipping rule global stores no norms. Other rules store the same norms.
   clip = () if saved.optim.clip == "global" else abstract.clip
-  state = checkpoints.restore(
+  state = checkpoint.restore(
+    path,
     step,
     abstract._replace(params=params, optimizer=optimizer, clip=clip),
     batches,

@@ -64,10 +64,8 @@ def saved_state(path, config):
 
 
 def restored(path, config, mesh=None):
-  checkpoints = Checkpoints(path, keep=3)
   abstract = abstract_state(config, mesh)
-  state = restore.restore(checkpoints, 3, config, abstract, Batches())
-  checkpoints.close()
+  state = restore.restore(path, 3, config, abstract, Batches())
   for leaf, want in zip(
     jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True
   ):

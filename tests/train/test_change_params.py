@@ -105,9 +105,7 @@ def test_weights_are_stored_again_and_moments_keep_their_bits(
   saved = save(tmp_path, config_of(before))
   after = config_of(now)
   abstract = abstract_state(after)
-  checkpoints = Checkpoints(tmp_path, keep=3)
-  state = restore.restore(checkpoints, 3, after, abstract, Batches())
-  checkpoints.close()
+  state = restore.restore(tmp_path, 3, after, abstract, Batches())
   assert jax.tree.structure(state) == jax.tree.structure(abstract)
   for x, want in zip(
     jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True
@@ -125,10 +123,8 @@ def test_weights_are_stored_again_and_moments_keep_their_bits(
 def test_codec_and_weights_change_together(tmp_path):
   save(tmp_path, config_of("float32", codec="float32"))
   after = config_of("bfloat16_low8", codec="log8")
-  checkpoints = Checkpoints(tmp_path, keep=3)
   abstract = abstract_state(after)
-  state = restore.restore(checkpoints, 3, after, abstract, Batches())
-  checkpoints.close()
+  state = restore.restore(tmp_path, 3, after, abstract, Batches())
   want = encoded(moments(values()), after)
   assert_same_bits(state.optimizer.inner, want)
   for name, x in values().items():

@@ -16,7 +16,7 @@ from train import plot, step, update
 from train.data.batches import train_iterator
 from train.data.tokens import DataConfig, load_tokens
 from train.presets import demo
-from train.run import report
+from train.run import checkpoint, report
 from train.run.checkpoint import Checkpoints, latest_step, read_description
 
 SMALL = dataclasses.replace(
@@ -107,7 +107,7 @@ def test_checkpoint_restores_the_saved_bytes(trained, tmp_path):
     checkpoints.wait()
     assert latest_step(folder) == 20
     assert not (folder / "10").exists(), "only two are kept"
-    restored = checkpoints.restore(20, abstract, again)
+  restored = checkpoint.restore(folder, 20, abstract, again)
   assert read_description(folder, 20) == {"step": 20, "config": 20}
   assert jax.tree.structure(restored) == jax.tree.structure(state)
   before, after = jax.tree.leaves(state), jax.tree.leaves(restored)

@@ -83,14 +83,6 @@ class Checkpoints:
 
     self._write(save)
 
-  def restore(
-    self, step: int, abstract: TrainState, batches: grain.DatasetIterator
-  ) -> TrainState:
-    """Returns a checkpoint's state, and restores the position of `batches`."""
-    state = restore_state(self.path, step, abstract)
-    batches.set_state(_read_json(self.path / str(step), "data"))
-    return state
-
   def set_aside(self, after: int) -> None:
     """Renames checkpoints later than step `after`; they will be saved again."""
     if processes.is_primary():
@@ -209,6 +201,15 @@ def _find_other_step(folder: Path) -> str | None:
   if folder.name == str(step):
     return None
   return f"contains step {step}; rename it to {step} to use it"
+
+
+def restore(
+  path: Path, step: int, abstract: TrainState, batches: grain.DatasetIterator
+) -> TrainState:
+  """Returns a checkpoint's state, and restores the position of `batches`."""
+  state = restore_state(path, step, abstract)
+  batches.set_state(_read_json(path / str(step), "data"))
+  return state
 
 
 def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:

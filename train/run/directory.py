@@ -12,7 +12,6 @@ wandb/          see `trackers`
 hf/             files of the Hugging Face checkpoint that the run started from;
                 see `pretrained`
 twins/          runs that this run was compared with
-replaced_run/   see `replacing`
 lock            locked by the command that trains here; stores its process id
 """
 
@@ -20,6 +19,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ import filelock
 
 from train.config import TrainConfig
 from train.options import read_path
-from train.run import checkpoint, processes, replacing
+from train.run import checkpoint, processes
 from train.run.description import configuration, is_described
 from train.run.exits import say
 from train.run.writing import replace_file, save_errors
@@ -140,15 +140,12 @@ class RunDirectory:
     """Locks the folder against other commands, and checks that it may be used.
 
     Only the primary process of a run locks the folder. The operating system
-    releases the lock even if the process is killed. If an earlier command was
-    killed while it replaced a run, the old run is put back first.
+    releases the lock even if the process is killed.
     """
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
-        if not replacing.is_aside(self.path):
-          self.check(config)  # Check before anything is written.
+        self.check(config)  # Check before anything is written.
         self._lock(opened)
-        self.put_back()
         self.check(config)  # Another command may have run before the lock.
       yield
 
@@ -184,7 +181,7 @@ class RunDirectory:
 
   def _unlock(self) -> None:
     """If no run was created, removes the lock, and the folder if empty."""
-    if not (self.is_run() or replacing.is_aside(self.path)):
+    if not self.is_run():
       self.lock.unlink(missing_ok=True)
       if self.path.is_dir() and not any(self.path.iterdir()):
         self.path.rmdir()
@@ -192,34 +189,35 @@ class RunDirectory:
   def create(self, description: dict) -> None:
     """Creates the run's folder and config.json; call `check` first.
 
-    If the folder contains a run, the files of this old run are moved aside
-    until `remove_replaced` or `put_back` is called. Other files stay.
+    If the folder contains a run, its files are removed. Other files stay.
     """
     with save_errors(self.path):
-      self.put_back()  # `claimed` puts back only the main run, not its twins.
-      if self.is_run():
-        replacing.move_aside(self.path, self._own_files())
+      self._remove_files()
       self.path.mkdir(parents=True, exist_ok=True)
       self.write_description(description)
 
-  def put_back(self) -> None:
-    """Puts back the old run if it was moved aside and not yet removed."""
-    was_aside = replacing.is_aside(self.path)
-    replacing.put_back(self.path, self._own_files())
-    if was_aside:
-      say(f"{self.path}: put back the old run, which was being replaced")
-
-  def remove_replaced(self) -> None:
-    """Removes the old run; call this after the new run's first step."""
-    replacing.remove_old(self.path)
-
   def remove(self) -> None:
     """Removes the run's files, and then the folder if it is empty."""
-    replacing.remove(self.path, self._own_files())
+    self._remove_files()
     self._unlock()
 
+  def _remove_files(self) -> None:
+    """Removes the run's files, and parent folders that become empty.
+
+    A link is removed, not the file that it leads to.
+    """
+    for item in self._own_files():
+      if item.is_dir() and not item.is_symlink():
+        shutil.rmtree(item)
+      else:
+        item.unlink(missing_ok=True)
+      parent = item.parent
+      while parent != self.path and not any(parent.iterdir()):
+        parent.rmdir()
+        parent = parent.parent
+
   def _own_files(self) -> list[Path]:
-    """Lists the run's files as paths relative to the folder."""
+    """Lists the run's files and folders."""
     own = [self.path / name for name in _CONTENTS]
     saved = list(self.checkpoints.glob("*"))
     if self.checkpoints.is_symlink() or not saved:
@@ -227,13 +225,11 @@ class RunDirectory:
     else:
       own += [item for item in saved if _CHECKPOINT.fullmatch(item.name)]
     for twin in self.twins():
-      own += [twin.path / name for name in twin._own_files()]
+      own += twin._own_files()
     # config.json is last, so that the folder counts as a run until all other
     # files are removed.
     own.append(self.config)
-    return [
-      item.relative_to(self.path) for item in own if os.path.lexists(item)
-    ]
+    return [item for item in own if os.path.lexists(item)]
 
   def write_description(self, description: dict) -> None:
     """Writes config.json atomically; raises SaveError if that fails."""

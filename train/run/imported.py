@@ -47,8 +47,8 @@ def create_run(
     batches.set_state({**batches.get_state(), "next_index": step})
     description = describe(config, tokens)
     with contextlib.ExitStack() as failed:
-      failed.callback(run.put_back if run.is_run() else run.remove)
       run.create(description)
+      failed.callback(run.remove)
       with save_errors(run.path):
         pretrained.keep_files(config, run)
 
@@ -60,7 +60,6 @@ def create_run(
 
       uninterrupted(save)
       failed.pop_all()  # The checkpoint is saved.
-    run.remove_replaced()
   return step
 
 

@@ -92,10 +92,8 @@ def test_data_resume_with_any_number_of_processes(tmp_path, before, after):
   abstract = abstract_state("")
   save(tmp_path, random_state(abstract), first[0])
   then = [batches(i, after) for i in range(after)]
-  checkpoints = Checkpoints(tmp_path, keep=3)
   for iterator in then:
-    checkpoints.restore(3, abstract, iterator)
-  checkpoints.close()
+    checkpoint.restore(tmp_path, 3, abstract, iterator)
   for _ in range(3):
     rows = np.concatenate([next(iterator)["tokens"] for iterator in then])
     np.testing.assert_array_equal(rows, next(whole)["tokens"])

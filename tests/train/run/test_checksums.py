@@ -12,7 +12,6 @@ import pytest
 from tests.matrices import quick
 from tests.train.run.states import abstract_state, batches, bytes_of
 from train.run import checkpoint, checksums
-from train.run.checkpoint import Checkpoints
 
 
 def damages(data):
@@ -117,9 +116,7 @@ def test_files_without_a_checksum_are_not_needed(saved, copied, name):
     if damaged is not None:
       (copied / "5" / name).write_bytes(damaged)
     assert checkpoint.newest_whole_step(copied) == (5, [])
-    checkpoints = Checkpoints(copied, keep=3)
-    state = checkpoints.restore(5, abstract_state(""), batches())
-    checkpoints.close()
+    state = checkpoint.restore(copied, 5, abstract_state(""), batches())
     assert state.step == 5
     assert bytes_of(state)[1:] == bytes_of(saved[1])[1:]
 

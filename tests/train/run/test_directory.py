@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 
 import pytest
 
@@ -89,7 +90,6 @@ def test_resume_without_a_checkpoint_raises(run, tmp_path):
 
 def test_overwrite_removes_only_files_of_the_run(run):
   run.create(describe(demo(), OTHERS))
-  run.remove_replaced()
   assert set(contents(run.path)) == {"config.json", "notes.txt"}
   assert json.loads(run.config.read_text())["fingerprint"] == OTHERS.fingerprint
 
@@ -105,10 +105,23 @@ def test_files_that_the_user_added_to_a_run_stay(run):
     (run.path / folder / "file").write_text("mine")
     mine.add(f"{folder}/file")
   run.create(describe(demo(), OTHERS))
-  run.remove_replaced()
   assert set(contents(run.path)) == mine | {"config.json", "notes.txt"}
   run.remove()
   assert set(contents(run.path)) == mine | {"notes.txt"}
+
+
+def test_run_whose_removal_was_killed_is_still_a_run(run, monkeypatch):
+  def killed(*_):
+    raise KeyboardInterrupt
+
+  (run.checkpoints / "10").mkdir(parents=True)
+  with monkeypatch.context() as patched:
+    patched.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+      run.create(describe(demo(), OTHERS))
+  run.check(config(overwrite=True))
+  run.create(describe(demo(), OTHERS))
+  assert set(contents(run.path)) == {"config.json", "notes.txt"}
 
 
 def test_symbolic_link_is_removed_and_not_followed(run, tmp_path):
@@ -202,7 +215,6 @@ def test_run_with_a_damaged_description_is_a_run(saved, damage):
   saved.check(config(resume=True))
   saved.check(config(overwrite=True))
   saved.create(describe(demo(), OTHERS))
-  saved.remove_replaced()
   assert set(contents(saved.path)) == {"config.json", "notes.txt"}
 
 
