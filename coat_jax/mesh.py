@@ -185,7 +185,7 @@ def tokens(axes: MeshAxes, x: Array) -> P:
   if x.ndim < 2:
     raise ValueError(
       "layers: on a mesh, inputs must be [..., T, D], got one token of "
-      f"{x.shape[-1]}; vmap over sequences, not over tokens"
+      f"{x.shape[-1]} values; vmap over sequences, not over tokens"
     )
   if x.ndim < 3:
     return P(axes.tokens)

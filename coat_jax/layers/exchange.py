@@ -86,7 +86,7 @@ def plan_exchange(
 
 @jax.custom_vjp
 def send_rows(x: Array, exchange: Exchange) -> Array:
-  """Sends a device's rows [T k, ...]; returns its experts' rows [R, ...]."""
+  """Sends a device's rows [T k, ...]; returns the rows it receives [R, ...]."""
   rows = exchange.num_own * lax.axis_size(exchange.axis)
   return _move(x, rows, exchange.own, exchange.received, exchange)
 

@@ -5,7 +5,8 @@ The operands determine the formats; `dtype` is the dtype of the result. Either
 both operands have one scale, or both have block scales. With block scales, the
 sum over each block of 128 is multiplied by the block's two scales, and these
 results are added in f32. Since block scales are powers of two, the definition
-multiplies the codes by them first, exactly in BF16, so only sums are rounded.
+instead multiplies the codes by them first, which is exact in BF16, and only
+sums are rounded.
 """
 
 import jax
