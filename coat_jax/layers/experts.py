@@ -15,7 +15,7 @@ no mixture of experts. recipe.weight_cache has no effect either.
 
 p is a factor of z [T k, F], not of the expert's output [T k, D]. The gradient
 of z, dz = dout w_down^T, then also yields the gradient of p,
-dp = dz . (silu(gate) up), without saving or recomputing the output.
+dp = dz . (silu(gate) up), so the output is neither saved nor recomputed.
 
 On a mesh every device holds a shard of each weight of its experts: rows are
 split over fsdp and gathered before use, in BF16 or FP8; the dimension F is

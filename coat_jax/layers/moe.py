@@ -81,8 +81,8 @@ def moe(
   """Runs a mixture of experts on norm(x), and adds x.
 
   Computes x + sum_e p_e (silu(norm(x) w_gate_e) * (norm(x) w_up_e)) w_down_e.
-  The sum is over the k experts of a token with the largest
-  p = softmax(norm(x) w_router). No token is dropped.
+  The sum is over the k experts e with the largest p = softmax(norm(x) w_router)
+  for the token. No token is dropped.
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).

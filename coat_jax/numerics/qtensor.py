@@ -219,8 +219,8 @@ def quantize(
 ) -> QTensor:
   """Quantizes with one scale per `group_size` values of the last axis.
 
-  scale = amax * float32(1 / qmax), 1 for a group of zeros, rounded up if it is
-  stored in BF16; qvalue = rne(clip(x / scale, ±qmax)).
+  scale = amax * float32(1 / qmax), or 1 for a group of zeros; a BF16 scale is
+  rounded up. qvalue = rne(clip(x / scale, ±qmax)).
 
   Args:
     x: float [..., n]. A NaN in x makes its group NaN, but no other group.

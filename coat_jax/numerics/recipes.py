@@ -178,7 +178,7 @@ class CoatRecipe:
     formats: the formats of values and gradients that "fp8" stands for. Kernels
       support those of `coat` and `fp8_block`; other formats of
       `coat_jax.numerics.formats` run as plain JAX.
-    axes: what the axes of a mesh split. FP8 blocks then run on each device's
+    axes: what the axes of a mesh split. If set, FP8 blocks run on each device's
       shard (`jax.shard_map`); call them under `jax.set_mesh`. Pass None on one
       device, on explicit data and FSDP axes (the arrays' types then contain the
       sharding), or to let XLA partition layers, which then use no kernels.
