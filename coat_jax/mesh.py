@@ -15,9 +15,9 @@ The caller specifies how results are sharded, and for `run_on_shards` also how
 arguments are. Without a mesh, and inside a `shard_map` of the caller, both
 functions just call f.
 
-Blocks shard arrays over `MeshAxes` as follows. The second column lists the mesh
-axes that shard each dimension. A table in docs/architecture.md lists what
-devices exchange.
+Blocks shard arrays over the axes of `MeshAxes` as follows. The second column
+lists the mesh axes that shard each dimension. A table in docs/architecture.md
+lists what devices exchange.
 
   [B, T, D]            batch, tensor      tokens, between blocks
   [B, T, F]            batch, -, tensor   whole sequences, inside a block
@@ -185,7 +185,7 @@ def tokens(axes: MeshAxes, x: Array) -> P:
   if x.ndim < 2:
     raise ValueError(
       "layers: on a mesh, inputs must be [..., T, D], got one token of "
-      f"{x.shape[-1]}; vmap over sequences, not over tokens"
+      f"{x.shape[-1]} values; vmap over sequences, not over tokens"
     )
   if x.ndim < 3:
     return P(axes.tokens)

@@ -57,8 +57,8 @@ class Attention(RecipeModule):
   Attributes:
     middle: `SelfAttention`, which holds the options for heads, RoPE and masks.
     qkv: NormLinear that computes q, k and v. Its columns are grouped by key
-      head: the query heads that share it, then its key and its value. A shard
-      of the columns therefore holds whole groups of heads.
+      head. A group holds the query heads that share the key head, then the key
+      and the value. A shard of the columns holds whole groups.
     out: Linear [num_heads * head_dim, features].
     post_norm: RMSNorm or LayerNorm, or None.
     q_norm, k_norm: RMSNorms of q and k, or None. With `qk_norm="head"` both
@@ -108,11 +108,11 @@ class Attention(RecipeModule):
       rope_scaling: how frequencies change for longer sequences, such as
         `Llama3Scaling`; None for no scaling; or a tuple with one entry for each
         kind of layer.
-      rotary_dim: RoPE rotates this many of a head's first channels; None for
+      rotary_dim: number of a head's first channels that RoPE rotates; None for
         all.
       qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head
         separately, "all" normalizes all heads of a token together; None for no
-        norm. FP8 recipes save the inputs of this norm, in FP8.
+        norm. FP8 recipes save the inputs of this norm in FP8.
       clip_qkv: q, k and v are clipped to [-clip_qkv, clip_qkv]; None for no
         clipping.
       use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for the

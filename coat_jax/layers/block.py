@@ -218,7 +218,7 @@ def block(
     kind: norm of x, "rms" or "layer"; None for no norm.
     eps: epsilon of both norms.
     post_norm: norm after the second matmul, "rms" or "layer"; None for no norm.
-    add_input: whether to add x.
+    add_input: whether to add x to the result.
     recipe: the block is fused if `nonlinear` is "fp8".
 
   Returns:

@@ -28,7 +28,8 @@ class NormLinearOptions(TypedDict, total=False):
   (zeros with `scale_plus_one`), without consuming a key.
 
   Attributes:
-    recipe: what is computed and saved in FP8; `recipes.coat()` by default.
+    recipe: selects what is computed and saved in FP8; `recipes.coat()` by
+      default.
     norm: norm of the input, "rms" (the default) or "layer"; None for no norm.
     epsilon: added to the mean square or the variance in norms, 1e-6 by default.
     use_scale: whether norms have a scale [D], True by default.

@@ -127,8 +127,9 @@ def convert[Module: nnx.Module](
     True
 
   Args:
-    model: the model, with arrays or abstract (from `nnx.eval_shape`).
-    recipe: what is computed and saved in FP8; None for `recipes.coat()`.
+    model: the model; its arrays may be abstract (from `nnx.eval_shape`).
+    recipe: selects what is computed and saved in FP8; None for
+      `recipes.coat()`.
     blocks: maps each of your classes that compute a whole block to `MLP` or
       `NormLinear`. A class that is mapped to `MLP` may lack the norm or the
       residual add. Its modules must be callable with a single array.

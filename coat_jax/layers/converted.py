@@ -43,9 +43,9 @@ _PARAMETERS = ("kernel", "scale", "bias")
 _IGNORED = {"self", "rngs", "use_fast_variance"}
 
 BLOCKS = (MLP, NormLinear)
-# Adding up to 10,000 f32 products in another order changes the output by 1e-6,
-# relative to its size. The most similar activations, the two GELUs, differ by
-# 1e-4.
+# With sums of up to 10,000 f32 products, another order of addition changes the
+# output by 1e-6, relative to its size. The most similar activations, the two
+# GELUs, differ by 1e-4.
 _TOLERANCE = 1e-5
 _TOKENS = 8
 
@@ -147,7 +147,7 @@ class FusedBlock(nnx.Module):
       return block(x, weights, **how)
 
     if len(fronts) > 1 and recipe.nonlinear == "fp8":
-      # Otherwise the joined copy of gate and up would be saved.
+      # Otherwise the joined copy of the gate and up kernels would be saved.
       policy = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
       run = jax.checkpoint(run, policy=policy)
     return run(

@@ -10,12 +10,13 @@ and then by sending device:
              to device 0 ----------  to device 1 --------
   receives   | expert 0, from 0 | from 1 | expert 1, from 0 | from 1 | unused
 
-No row is dropped: the receive buffer has R = n T k rows, enough if all tokens
-choose experts of one device. Unused rows, after the last expert's, are zero.
+No row is dropped: the receive buffer has R = n T k rows, which suffices even
+if all tokens choose experts of one device. Unused rows, after the last
+expert's, are zero.
 
-GPUs and TPUs send only actual rows (`lax.ragged_all_to_all`). On CPUs,
-where XLA cannot do this, each pair of devices exchanges T k rows, padded with
-zeros (`lax.all_to_all`).
+GPUs and TPUs send only actual rows (`lax.ragged_all_to_all`). On CPUs, where
+XLA cannot do this, each pair of devices exchanges T k rows, padded with zeros
+(`lax.all_to_all`).
 """
 
 import dataclasses
@@ -86,7 +87,7 @@ def plan_exchange(
 
 @jax.custom_vjp
 def send_rows(x: Array, exchange: Exchange) -> Array:
-  """Sends a device's rows [T k, ...]; returns its experts' rows [R, ...]."""
+  """Sends a device's rows [T k, ...]; returns the rows it receives [R, ...]."""
   rows = exchange.num_own * lax.axis_size(exchange.axis)
   return _move(x, rows, exchange.own, exchange.received, exchange)
 

@@ -15,7 +15,7 @@ no mixture of experts. recipe.weight_cache has no effect either.
 
 p is a factor of z [T k, F], not of the expert's output [T k, D]. The gradient
 of z, dz = dout w_down^T, then also yields the gradient of p,
-dp = dz . (silu(gate) up), without saving or recomputing the output.
+dp = dz . (silu(gate) up), so the output is neither saved nor recomputed.
 
 On a mesh every device holds a shard of each weight of its experts: rows are
 split over fsdp and gathered before use, in BF16 or FP8; the dimension F is
@@ -173,8 +173,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   def route(y, router):
     return expert_weights(y, router, experts, normalize=static.normalize)
 
-  # Without `varying`, JAX would sum the router's gradient over devices, as
-  # `sum_tokens` does below.
+  # Without `varying`, JAX would sum the router's gradient over devices, and
+  # `sum_tokens` below would sum it again.
   (p, _), route_backward = jax.vjp(route, *varying((own_y, w.router)))
   experts = gather_positions(experts, axes)
   shape, rows = experts.shape, sort_rows(experts, w.router.shape[-1], axes)
@@ -272,9 +272,10 @@ def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
 
 
 def _gate_and_up(h, shape, recipe) -> tuple[QTensor, ...]:
-  """Quantizes rows of gate and up; `shape` is that of the experts, [..., k].
+  """Quantizes rows of gate and up.
 
-  After an exchange, h has R rows, as many as all devices have copies.
+  `shape` is the shape [..., k] of the expert indices. After an exchange, h has
+  R rows, one for each copy on any device.
   """
   first, *others = shape
   shape = first * expert_size(recipe.axes), *others, h.shape[-1]

@@ -20,9 +20,9 @@ class MiddleOutput(NamedTuple):
   Attributes:
     operand: rows of the second matmul's operand.
     saved: values for the backward pass, each passed through `save_residual`.
-    after: on a mesh, if the second weight's scale is cached, its FP8 values are
-      gathered only after this array is known (see `quantized_weight`); None to
-      wait for the scale of the front's operand.
+    after: on a mesh, if the second weight's scale is cached, the weight's FP8
+      values are gathered only after this array is computed (see
+      `quantized_weight`); None to wait for the scale of the front's operand.
   """
 
   operand: Operand
@@ -39,7 +39,7 @@ class MiddleGradient(NamedTuple):
       `Middle.columns` returned them.
     values: the gradient of h before quantization, [..., *F], or its f32 sum
       over the device's tokens, [*F]; None unless `has_bias` requests it.
-    weights: gradients of the middle's own weights.
+    weights: gradients of the middle's weights.
   """
 
   h: Any

@@ -81,8 +81,8 @@ def moe(
   """Runs a mixture of experts on norm(x), and adds x.
 
   Computes x + sum_e p_e (silu(norm(x) w_gate_e) * (norm(x) w_up_e)) w_down_e.
-  The sum is over the k experts of a token with the largest
-  p = softmax(norm(x) w_router). No token is dropped.
+  The sum is over the k experts e with the largest p = softmax(norm(x) w_router)
+  for the token. No token is dropped.
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
@@ -117,16 +117,16 @@ def _plain_fwd(x, y, w, static, recipe):
   axes = recipe.axes
   mixture = functools.partial(_of_device, static=static, recipe=recipe)
   if expert_size(axes) > 1:
-    # Recompute the buffer of received rows, which has room for the rows of all
-    # devices, in the backward pass.
+    # In the backward pass, recompute the buffer of received rows, which has
+    # room for the rows of all devices.
     mixture = jax.checkpoint(mixture)
   differentiated: Any = jax.vjp(mixture, y, w, has_aux=True)
   (out, probability), backward, load = differentiated
   out = x + out if static.add_input else out
   mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
   stats = RoutingStats(mean(load), mean(probability))
-  # Don't save the weights: `rule` passes them to the backward pass. Save y in
-  # f32, as the mixture reads it.
+  # Don't save the weights: `rule` passes them to the backward pass. JAX saves
+  # y in f32, because the router reads it in f32.
   of_y, _ = backward.args_res
   return (out, stats), backward.replace(args_res=[of_y, None])
 

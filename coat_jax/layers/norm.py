@@ -46,7 +46,7 @@ def norm_forward(
   eps: float,
   recipe: CoatRecipe,
 ) -> tuple[Array, NormSaved]:
-  """Computes y, f32 [..., D]; also returns what `norm_gradients` needs."""
+  """Computes y, f32 [..., D]; also returns what `norm_gradients` reads."""
   x_q = save_residual("norm", in_groups(x, recipe))
   y, stats = ops.norm_values(x_q.dequantize(), gamma, beta, kind=kind, eps=eps)
   stats = save_residual("norm", stats)
@@ -174,8 +174,8 @@ class Norm(RecipeModule):
     Args:
       num_features: D, width of the last axis.
       epsilon: added to the mean square or the variance.
-      recipe: selects whether the input is rounded to and saved in FP8; None for
-        `recipes.coat()`.
+      recipe: selects whether the norm rounds its input to FP8 and saves the
+        codes; None for `recipes.coat()`.
       use_scale: whether there is a scale [D].
       use_bias: whether there is a bias [D]; None for a bias in LayerNorm only.
       scale_plus_one: whether to multiply by 1 + scale, summed in f32, as Gemma

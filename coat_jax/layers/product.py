@@ -12,7 +12,7 @@ selects what is computed once and used several times:
            while the function that cached them runs. This pays off if gradients
            are accumulated over microbatches.
 
-A cache is computed from the weights and discarded after use. It is not part of
+A cache is computed from the weights in each training step and is not part of
 any state, so no cache outlives an update of its weights. On a mesh a device
 caches its shard of the rows, and gathers the codes of all other rows at each
 use.

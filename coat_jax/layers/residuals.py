@@ -91,9 +91,9 @@ def protect_codes[Tree](residuals: Tree) -> Tree:
   With a policy, `jax.checkpoint` applies `lax.reduce_precision` to each
   floating-point array that it keeps and that the forward pass also reads. That
   operation treats E4M3 as a format with infinities: values of 256 and above
-  would become NaN, in the forward pass too (JAX 0.11.2). It changes neither
-  bytes nor arrays that only the backward pass reads. XLA removes the
-  conversions to bytes and back.
+  would become NaN, in the forward pass too (JAX 0.11.2). JAX applies it
+  neither to bytes nor to arrays that only the backward pass reads. XLA removes
+  the conversions to bytes and back.
   """
 
   def again(x):

@@ -65,7 +65,9 @@ def rope(
   theta: float | Rotary | tuple[Theta, ...],
   kind: Array | None = None,
 ) -> Array:
-  """Rotates the i-th pair of channels by position * theta^(-2 i / H).
+  """Rotates the i-th pair of channels by position * theta^(-2 i / R).
+
+  R is H unless a `Rotary` sets a smaller `rotary_dim`.
 
   Args:
     x: [B, T, N, H], H even.

@@ -115,8 +115,8 @@ def expert_weights(
 
 def _logits(y: Array, w: Array) -> Array:
   # Use full f32: a GPU's default (TF32, a mantissa of 10 bits) would route
-  # tokens differently. Full f32 costs little: the router's operations are
-  # E / (3 k F) of the experts', less than a hundredth.
+  # tokens differently. Full f32 costs little: the router needs E / (3 k F)
+  # times as many operations as the experts, less than a hundredth.
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
 

@@ -2,9 +2,9 @@
 """The middle of an attention block: heads, their norm, RoPE and attention.
 
 q, k and v come from one matmul. `ops.join_heads_operand` writes their gradients
-as the E5M2 operand of its backward pass. With clipping, or with a scale for
-each block of 128 values, the gradients are first joined in the dtype of q, k
-and v, and then quantized.
+as the E5M2 operand of that matmul's backward pass. With clipping, or with a
+scale for each block of 128 values, the gradients are first joined in the dtype
+of q, k and v, and then quantized.
 """
 
 import dataclasses

@@ -98,7 +98,7 @@ def with_finite_square(x: Array) -> Array:
   """Clips f32 to ±2^63; the result is NaN where x is not finite.
 
   Squares of the results are at most 2^126, so a sum of a few of them does not
-  overflow in any codec.
+  overflow.
   """
   bound = jnp.clip(x, -ROOT_OF_LARGEST, ROOT_OF_LARGEST)
   return jnp.where(jnp.abs(x) < jnp.inf, bound, jnp.nan)
@@ -121,7 +121,8 @@ class _FP8:
     """Rounds f32 within ±qmax to the nearest value, ties to even."""
     drop = self._dropped_bits
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # Half a step minus 1, plus 1 if the kept part is odd, rounds ties to even.
+    # Adding half a step minus 1, and 1 if the kept part is odd, rounds ties to
+    # even.
     half = jnp.uint32((1 << (drop - 1)) - 1) + ((bits >> drop) & jnp.uint32(1))
     normal = _truncated(bits + half, drop)
     step = self._smallest

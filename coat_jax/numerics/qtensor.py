@@ -3,9 +3,9 @@
 
 A `QTensor` is a pair (qvalue, scale) with x ≈ qvalue * scale. Quantizing
 divides by the scale, amax / qmax, and dequantizing multiplies by it. A group is
-`group_size` consecutive values of a row (along the last axis). So the scale has
-a row for each row of x, and both are sharded alike. The last group of a row may
-be short.
+`group_size` consecutive values of a row (along the last axis). So the
+groups' scales have a row for each row of x, and are sharded like x. The last
+group of a row may be short.
 
 COAT uses two granularities (arXiv:2410.19313, section 5):
   * Matmul operands have one f32 scale per tensor. Kernels find the tensor's
@@ -127,7 +127,7 @@ def tensor_amax(
 
   Inside `jax.shard_map`, `axis_names` are the axes over which the tensor is
   split; devices along them exchange one number each. Along other axes, such as
-  pipeline stages, each device has its own tensor.
+  pipeline stages, devices hold different tensors.
   """
   return bits_to_amax(_magnitude_bits(x), axis_names)
 
@@ -219,8 +219,8 @@ def quantize(
 ) -> QTensor:
   """Quantizes with one scale per `group_size` values of the last axis.
 
-  scale = amax * float32(1 / qmax), 1 for a group of zeros, rounded up if it is
-  stored in BF16; qvalue = rne(clip(x / scale, ±qmax)).
+  scale = amax * float32(1 / qmax), or 1 for a group of zeros; a BF16 scale is
+  rounded up. qvalue = rne(clip(x / scale, ±qmax)).
 
   Args:
     x: float [..., n]. A NaN in x makes its group NaN, but no other group.
@@ -254,7 +254,7 @@ def quantize(
 
 
 def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
-  """Returns x * a * b, for a matmul x of codes with scales a and b.
+  """Returns x * a * b, where x is a matmul of codes with scales a and b.
 
   We compute x * (a * b). If a * b is below f32's smallest normal number, as for
   gradients near 1e-34, we instead multiply x by a * b * 2^64 and then by 2^-64.

@@ -91,8 +91,9 @@ class MeshAxes:
     fsdp: the axis of `batch` that also splits weights, or None.
     tensor: the axis that splits heads, an MLP's columns and, between blocks,
       the positions of a sequence; or None.
-    expert: the axis of `batch` that splits whole experts of a mixture, or None.
-      Tokens are exchanged along it, and all other weights are replicated.
+    expert: the axis of `batch` over which the experts of a mixture are
+      distributed, or None. Along it, tokens are exchanged, and all other
+      weights are replicated.
     grad_dtype: dtype in which gradients of weights are summed over devices.
 
   Raises:
@@ -122,7 +123,8 @@ class MeshAxes:
     if self.tensor in self.batch:
       raise ValueError(
         "MeshAxes: tensor must not be one of the axes that the batch is split "
-        f"over, {self.batch}, got {self.tensor!r}; leave it out of one of them"
+        f"over, {self.batch}, got {self.tensor!r}; remove it from tensor or "
+        "from batch"
       )
     if self.expert is not None and (
       self.expert not in self.batch or self.expert == self.fsdp
@@ -173,10 +175,10 @@ class CoatRecipe:
     implementation: None for kernels on a GPU, "xla" for plain JAX everywhere.
     evaluation: "same" evaluates with the formats of training; "bf16" evaluates
       without FP8, as the authors' code does.
-    formats: formats of values and gradients. Kernels support those of `coat`
-      and `fp8_block`; other formats of `coat_jax.numerics.formats` run as plain
-      JAX.
-    axes: what the axes of a mesh split. FP8 blocks then run on each device's
+    formats: the formats of values and gradients that "fp8" stands for. Kernels
+      support those of `coat` and `fp8_block`; other formats of
+      `coat_jax.numerics.formats` run as plain JAX.
+    axes: what the axes of a mesh split. If set, FP8 blocks run on each device's
       shard (`jax.shard_map`); call them under `jax.set_mesh`. Pass None on one
       device, on explicit data and FSDP axes (the arrays' types then contain the
       sharding), or to let XLA partition layers, which then use no kernels.

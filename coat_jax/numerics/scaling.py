@@ -122,7 +122,7 @@ class Scaling(abc.ABC):
   saves_scale: ClassVar[bool] = True
 
   def find_scale(self, x: Array) -> Scales | None:
-    """Returns the scale of x; None if layouts are scaled separately."""
+    """Returns the scale of x; None if rows and columns have separate scales."""
     del x
 
   @abc.abstractmethod
@@ -282,7 +282,8 @@ def block_values(
 ) -> Array:
   """Dequantizes codes [m, n] in blocks or tiles; the result is exact in BF16.
 
-  `scale` is [m, ceil(n / 128)], for tiles [ceil(m / 128), ceil(n / 128)].
+  `scale` is [m, ceil(n / 128)] for blocks, and [ceil(m / 128), ceil(n / 128)]
+  for tiles.
   """
   values = codes.astype(jnp.float32) * _spread(scale, codes.shape)
   return values.astype(dtype)

@@ -12,10 +12,10 @@ The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
 search), which takes 8 integer operations per word; Threefry takes about 37. We
 hash only once per 8 columns. Their words are the hash times the powers 0 to 7
 of a multiplier, which are successive states of a multiplicative generator. Each
-word is uniform, since every step starts from another hash, and any two words
-are uncorrelated. The second moment's word is 8 states after the first moment's
-(`next_words`), and the parameter's word another 8 states later. Use the high
-bits of a word, because the low bits of such a generator hardly change.
+word is uniform, because each training step computes other hashes, and any two
+words are uncorrelated. The second moment's word is 8 states after the first
+moment's (`next_words`), and the parameter's word another 8 states later. Use
+the high bits of a word, because the low bits of such a generator hardly change.
 """
 
 import dataclasses
@@ -151,8 +151,8 @@ def parameter_words(words: Array) -> Array:
 
 def uniform(words: Array) -> Array:
   """Returns the high 23 bits as f32 in [0, 1), in multiples of 2^-23."""
-  # This is exact in f32. The result is less than p with probability p, rounded
-  # up to a multiple of 2^-23.
+  # This is exact in f32. The result is less than p with a probability of p
+  # rounded up to a multiple of 2^-23.
   return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
 
 

@@ -78,8 +78,8 @@ def activation_derivative(x: Array, *, activation: Activation) -> Array:
     sigmoid = jax.nn.sigmoid(x)
     return sigmoid * (1 + x * (1 - sigmoid))
   if activation == "gelu_quick":
-    # Clip x for the same reason as below. sigmoid(-102), the smallest value
-    # within the bounds, is not subnormal.
+    # Clip x for the same reason as below. Beyond the bounds, the sigmoid is 0
+    # or 1 in f32.
     x = jnp.clip(x, -60, 60)
     cdf = jax.nn.sigmoid(_QUICK * x)
     return cdf + _QUICK * x * cdf * (1 - cdf)

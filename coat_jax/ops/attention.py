@@ -41,7 +41,7 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
   if s < fewest:
     raise ValueError(
       f"attention: with causal={kind.causal}, {t} queries need at least "
-      f"{fewest} keys, so that each query sees one, got {s}; pass fewer queries"
+      f"{fewest} keys, so that each query sees one, got {s}; pass more keys"
     )
   if segments is None:
     return

@@ -94,7 +94,7 @@ class Op[R]:
       )
 
   def kernel(self, implementation: str) -> Callable[..., R]:
-    """Returns the function for any name in `implementations` but "xla"."""
+    """Returns the function for any name in `implementations` except "xla"."""
     found = self.kernels[implementation]
     if not isinstance(found, str):
       return found
@@ -201,7 +201,7 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
 def op[R](
   check: Callable[..., None] | None = None, **kernels: Kernel
 ) -> Callable[[Callable[..., R]], Op[R]]:
-  """Decorator that makes an `Op` from a definition: `@op(mosaic="norm")`.
+  """Returns a decorator that makes a definition an `Op`: `@op(mosaic="norm")`.
 
   `kernels` maps an implementation's name to a function, or to the name of a
   module that contains a function with the definition's name. The module is in

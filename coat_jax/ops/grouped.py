@@ -5,7 +5,7 @@ In a mixture of experts, a group is the rows of one expert. The rows of a group
 are contiguous: the first sizes[0] rows belong to group 0, and so on. A group
 may be empty. Rows after the last group belong to no group: their results are
 zero, and they add nothing to a weight's gradient. In `grouped_wgrad`, g must be
-finite in these rows, because kernels set only these rows of x to zero.
+finite in these rows, because kernels set these rows to zero only in x.
 """
 
 import jax.numpy as jnp

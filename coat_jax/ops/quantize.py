@@ -40,7 +40,7 @@ def quantize_tensor(
 
 @op(mosaic="quantize")
 def tensor_scale(x: Array, *, scaling: Scaling = VALUES) -> Scales | None:
-  """Finds a tensor's scale; returns None if layouts are scaled separately."""
+  """Finds a tensor's scale; None if rows and columns have separate scales."""
   return scaling.find_scale(x)
 
 

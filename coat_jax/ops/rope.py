@@ -296,7 +296,7 @@ def _frequencies(theta, head_dim, kind):
 
 
 def as_rotary(theta: float | Rotary) -> Rotary:
-  """Wraps a base as a `Rotary` without other options."""
+  """Returns a `Rotary` unchanged, and wraps a base as one."""
   return theta if isinstance(theta, Rotary) else Rotary(theta)
 
 

@@ -39,8 +39,8 @@ class AttentionKind:
   Attributes:
     causal: query t sees keys up to t + S - T; S must be at least T.
     window: a query sees only the last `window` of these keys, including its
-      own, that is, keys > query - window; None for all keys. Hugging Face
-      Transformers calls this `sliding_window`.
+      own; None for all keys. Hugging Face Transformers calls this
+      `sliding_window`.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
       them unchanged.
     scale: factor of q k^T; None for 1 / sqrt(H).
