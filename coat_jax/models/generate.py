@@ -120,8 +120,8 @@ def generate(
       all its images. None for text alone.
     temperature: divides the logits; 0 chooses the most probable token.
     top_k: draws from the k most probable tokens; None for all.
-    top_p: of these, draws from the most probable tokens until their normalized
-      probabilities add up to at least `top_p`; None for all.
+    top_p: of these, draws from the smallest set of most probable tokens whose
+      normalized probabilities add up to at least `top_p`; None for all.
     stop_tokens: a prompt gets no more tokens after any of these.
     seed: seed of the draws. A row's draws depend on its index, not on the
       number of prompts.
