@@ -104,10 +104,10 @@ def generate(
   would depend on the other prompts. Without FP8, a prompt's result is the same
   as if it were the only prompt, up to the order of summation.
 
-  While tokens are added, memory holds a second copy of the layers' weights, and
-  of all other weights that are stored in a wider dtype than the model reads
-  them in. The copy is in the model's `dtype`, or in f32 for norms, biases,
-  routers and learned positions that are stored in f32.
+  While tokens are added, memory holds a second copy of the layers' weights. In
+  this copy, weights in a wider dtype are cast to the model's `dtype`, except
+  norms, biases and routers. An embedding or head in a wider dtype is copied and
+  cast too.
 
   On a mesh, shard the parameters, and call `generate` under `jax.set_mesh`. The
   model's recipe determines which mesh axes are used.

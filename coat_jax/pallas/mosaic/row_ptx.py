@@ -94,8 +94,8 @@ def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
   unless the scale is NaN or infinite.
   """
   f32 = "{ .reg .f32 q, r; "
-  # Replace an infinite scale by 0, but compute its reciprocal (0) before that.
-  # The quotient is then 0 * x, which is 0 or NaN.
+  # Divide by 0 instead of an infinite scale, but multiply by the reciprocal of
+  # infinity, 0. So the quotient is 0 * x, which is 0 or NaN.
   divisor = (
     "{ .reg .pred p; testp.infinite.f32 p, $1; "
     f"selp.f32 $0, {number(0.0)}, $1, p; }}"
