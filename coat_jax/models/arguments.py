@@ -15,7 +15,8 @@ from coat_jax.numerics.checks import (
   refuse,
 )
 
-# Maps arrays that are passed with tokens to their dtypes, also in words.
+# The dtypes of arguments that are passed with tokens, and the words that error
+# messages use for these dtypes.
 _KINDS = {
   "segments": (jnp.integer, "integers"),
   "shares": (jnp.floating, "floats"),
@@ -48,7 +49,7 @@ def check_tokens(op: str, tokens: Any, segments: Any = None) -> None:
 
 
 def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
-  """Raises an error unless x has the shape of tokens and its name's dtype."""
+  """Raises an error unless x has the dtype in `_KINDS` and tokens' shape."""
   kind, words = _KINDS[name]
   remedy = "pass one value for each token"
   rule = f"{words} with the shape of tokens"

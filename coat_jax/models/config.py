@@ -155,7 +155,8 @@ class ModelConfig:
 
   Raises:
     ValueError: the family is unknown, a number is outside its range, a value
-      has the wrong type, or a size is not divisible as required.
+      has the wrong type, a size is not divisible as required, or a field does
+      not fit the family or another field.
   """
 
   family: str
@@ -264,7 +265,7 @@ class ModelConfig:
 
   @property
   def kinds_of_layers(self) -> tuple[int, ...] | None:
-    """Kinds of layers, 0 with a window, 1 without; None if all are the same."""
+    """Each layer's kind: 0 with a window, 1 without; None if all are alike."""
     if self.full_every is None:
       return None
     return tuple(

@@ -68,10 +68,10 @@ class Decoder(nnx.Module):
         the mesh on which the model is called.
       dtype: dtype of activations.
       remat: what layers recompute in the backward pass; see `Remat`.
-      store: `(path, array) -> array`, converts a parameter from f32 to the form
-        in which it is stored. If given, layers are initialized one at a time,
-        and each call converts a parameter of one layer, so that the whole stack
-        never exists in f32. None keeps f32.
+      store: a function `(path, array) -> array` that converts a parameter from
+        f32 to the form in which it is stored. If given, layers are initialized
+        one at a time, and each call converts a parameter of one layer, so that
+        the whole stack never exists in f32. None keeps f32.
       rngs: parameters are drawn from its stream `params`.
 
     Raises:

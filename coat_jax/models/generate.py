@@ -104,8 +104,10 @@ def generate(
   would depend on the other prompts. Without FP8, a prompt's result is the same
   as if it were the only prompt, up to the order of summation.
 
-  While tokens are added, memory holds a second copy of the layers' weights, in
-  the model's `dtype` or, for weights that layers read in f32, in f32.
+  While tokens are added, memory holds a second copy of the layers' weights. In
+  this copy, weights in a wider dtype are cast to the model's `dtype`, except
+  norms, biases and routers. An embedding or head in a wider dtype is copied and
+  cast too.
 
   On a mesh, shard the parameters, and call `generate` under `jax.set_mesh`. The
   model's recipe determines which mesh axes are used.
@@ -120,8 +122,8 @@ def generate(
       all its images. None for text alone.
     temperature: divides the logits; 0 chooses the most probable token.
     top_k: draws from the k most probable tokens; None for all.
-    top_p: of these, draws from the most probable tokens until their normalized
-      probabilities add up to at least `top_p`; None for all.
+    top_p: of these, draws from the smallest set of most probable tokens whose
+      normalized probabilities add up to at least `top_p`; None for all.
     stop_tokens: a prompt gets no more tokens after any of these.
     seed: seed of the draws. A row's draws depend on its index, not on the
       number of prompts.

@@ -22,7 +22,7 @@ from coat_jax.optimizer.matrices import Matrices, MatrixSplit
 
 # The mesh axes that models use.
 AXES = MeshAxes(batch=("data", "fsdp"), fsdp="fsdp", tensor="tensor")
-# The mesh axis that splits the experts; only models with experts use it.
+# The optional mesh axis that splits the experts and, like `data`, the batch.
 EXPERT = "expert"
 
 Role = Literal[

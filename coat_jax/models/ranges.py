@@ -24,7 +24,7 @@ NotNegative = Annotated[float, NOT_NEGATIVE]
 
 
 def range_of(hint: Any) -> tuple[type, Range] | None:
-  """Returns the class and the range of a type of numbers; None for others."""
+  """Returns a numeric type's class and range; None for any other type."""
   found = [hint, *get_args(hint)]
   for each in found:
     if allowed := _range_in(each):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks whether a kernel supports its arguments.
 
-Each check returns the reason if it does not, else None.
+Each check returns None if it does, and otherwise the reason why it does not.
 """
 
 import math
@@ -202,7 +202,7 @@ def why_not_activation_bwd(
   if dy.shape != shape:
     return f"dy must have the input's shape {shape}, got {dy.shape}"
   if has_sums and len(parts) > 1:
-    return "the kernel sums the gradient of x, but not those of gate and up"
+    return "the kernel computes a bias gradient for x, but not for gate and up"
   return (
     why_not_scaling(gradient, E5M2)
     or _why_not_activation(activation)

@@ -135,7 +135,7 @@ class UnlessDefault(Field):
 
 
 class HeadWidth(Field):
-  """A key for a width; a field of None is written as the width of a head."""
+  """A key for a width; if the field is None, stores the width of a head."""
 
   def write(self, key: str, config: Any, found: dict) -> None:
     width = getattr(config, self.name)

@@ -95,7 +95,7 @@ def _layer_types(full_every: int, num_layers: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rope(Key):
-  """RoPE that all layers share; `has_partial` permits rotating only a part."""
+  """RoPE that all layers share; `has_partial` permits `PARTIAL` below 1."""
 
   has_partial: bool = False
 
@@ -189,8 +189,8 @@ def _read_rope(
     return fields
   if name not in SCALINGS:
     raise ValueError(
-      f"load_hf: {file}: {key} of type {name[:40]!r} is not supported yet; "
-      f"plain RoPE (type 'default') is, and {', '.join(SCALINGS)}"
+      f"load_hf: {file}: {key} of type {name[:40]!r} is not supported yet; the "
+      f"supported types are 'default' (plain RoPE), {', '.join(SCALINGS)}"
     )
   longest = found.get(LONGEST)
   if name == "yarn" and type(longest) is int:  # The default of transformers.

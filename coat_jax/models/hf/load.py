@@ -78,8 +78,8 @@ def load_hf(
       device.
     dtype: dtype of activations.
     param_dtype: dtype in which weights are stored: bfloat16, float16, or
-      float32, which represents all values of the other two. Scales and biases
-      of norms are always f32.
+      float32, which represents all values of the other two. Norms' scales and
+      all biases are always f32.
 
   Returns:
     The model with the checkpoint's weights.

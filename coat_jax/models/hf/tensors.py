@@ -4,8 +4,8 @@
 A parameter is cut into matrices (`MatrixSplit`). A checkpoint stores each
 matrix as a tensor, usually transposed as in PyTorch, or concatenates all
 matrices of the parameter into one tensor. `load` packs the tensors of a `Part`
-into a parameter, and `save` unpacks the parameter into tensors. Both only move
-values, so they are exact in every dtype.
+into a parameter, and `save` unpacks the parameter into tensors. Packing and
+unpacking only move values, so they are exact in every dtype.
 """
 
 from collections.abc import Collection, Iterator, Sequence

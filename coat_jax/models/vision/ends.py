@@ -18,8 +18,8 @@ class PatchEmbedding(nnx.Module):
   """Embeds the patches of images, prepends the class token, adds positions.
 
   `linear` has a kernel [C P P, D]; a patch's pixels are ordered by channel, row
-  and column. If there is a class token, it comes first in `position_embed`
-  [N, D].
+  and column. If there is a class token, row 0 of `position_embed` [N, D] is its
+  position.
   """
 
   def __init__(self, config: VisionConfig, start: Start):

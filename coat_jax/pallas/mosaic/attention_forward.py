@@ -95,8 +95,8 @@ def _softmax(
 ) -> tuple[Array, Array]:
   """Returns a warpgroup's output f32 [64, H] and log-sum-exp [64]."""
   cap, shape = work.kind.soft_cap, (ROWS, work.head_dim)
-  # If scores are bounded, p does not overflow in BF16 without subtracting a
-  # maximum, but it may in f16.
+  # If scores are bounded, p cannot overflow in BF16 even if no maximum is
+  # subtracted, but it can in f16.
   is_bounded = cap is not None and cap <= _NEEDS_NO_MAXIMUM
   has_maximum = not is_bounded or q_smem.dtype == jnp.float16
 

@@ -43,7 +43,7 @@ from coat_jax.pallas.mosaic.persistent import (
 # If b has one scale per 128 rows, each scale is stored this many times, because
 # the size of a copy to shared memory must be a multiple of 16 bytes.
 COPIES = 4
-_PADDED = 32  # Number of f32 in their buffer in shared memory (128 bytes).
+_PADDED = 32  # Number of f32 in the buffer for these copies (128 bytes).
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ matmul. An example is gate and up of Qwen3-30B-A3B, with 512 rows for each of
 128 experts. Their gradient has 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x and
 g have 0.23 GB. An H100 moves these bytes in 0.55 ms at 3.35 TB/s, while its
 tensor cores could compute the 412 GFLOP in 0.21 ms at 1979 TFLOP/s. So the
-kernel can reach at most 750 TFLOP/s; we measured 490. With gradients in BF16,
+kernel can reach at most 750 TFLOP/s; we measured 497. With gradients in BF16,
 which are half as large, moving all bytes takes 0.31 ms. Layers request
 gradients in the dtype of the weights, or on a mesh in `axes.grad_dtype`.
 """

@@ -31,14 +31,15 @@ from coat_jax.pallas.mosaic.ring import Ring
 GroupCodecs = tuple[GroupCodec, ...]
 
 # Whether programs load their next tile while they compute one. Registers leave
-# room for only four programs on a multiprocessor. While all of them wait for
-# memory, it issues nothing: on an H100, 44 to 56 % of the time, if they do not
-# load ahead. An earlier form, in which each program loaded consecutive tiles,
-# saved 5 to 8 % of most stochastic steps there. Loading ahead is off until its
-# results have been compared on a GPU.
+# room for only four or five programs on a multiprocessor. Without loading
+# ahead, a scheduler of an H100 issues nothing in 44 to 56 % of all clocks of
+# stochastic steps, because all its warps wait for memory. An earlier form, in
+# which each program loaded consecutive tiles, made most stochastic steps 5 to
+# 8 % shorter there. Loading ahead is off until its results have been checked on
+# a GPU.
 LOADS_AHEAD = False
-# A program computes at most this many tiles. Before that, there should be this
-# many programs for each multiprocessor.
+# The largest number of tiles per program. Each program gets more than one tile
+# only if there are then at least this many programs for each multiprocessor.
 _MOST_TILES, _PROGRAMS = 16, 16
 
 

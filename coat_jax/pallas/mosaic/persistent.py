@@ -11,9 +11,9 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-WARPGROUPS = 2  # Number of warpgroups that multiply. One more loads.
+WARPGROUPS = 2  # Number of warpgroups that multiply. A third one loads.
 ROWS = 64  # Number of rows of the result that one wgmma computes.
-WAVE = WARPGROUPS * ROWS  # Number of rows that both compute at a time.
+WAVE = WARPGROUPS * ROWS  # Number of rows that these two compute at a time.
 # Registers per thread in warpgroups that multiply, and in the one that loads.
 # The three warpgroups of 128 threads share 65536 registers. Without these
 # numbers, each thread would get 168.

@@ -191,7 +191,8 @@ class Instructions:
 
       2 p(J) - p(J + 1), p(J + 1) - p(J) and scale (448 2^(7 - e))^a.
 
-    The last result overflows only for magnitudes up to 2^-126 / |scale|.
+    When a value x is encoded, the last result overflows only for
+    |x| <= 2^(a - 128) max(1, 1 / |scale|).
     """
     top = 7 + math.log2(qmax(E4M3))
     if not self.interpret:

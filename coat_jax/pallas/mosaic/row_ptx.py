@@ -94,8 +94,8 @@ def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
   unless the scale is NaN or infinite.
   """
   f32 = "{ .reg .f32 q, r; "
-  # Replace an infinite scale by 0. Its reciprocal becomes 0 too, so the
-  # quotient is 0 * x, which is 0 or NaN.
+  # Divide by 0 instead of an infinite scale, but multiply by the reciprocal of
+  # infinity, 0. So the quotient is 0 * x, which is 0 or NaN.
   divisor = (
     "{ .reg .pred p; testp.infinite.f32 p, $1; "
     f"selp.f32 $0, {number(0.0)}, $1, p; }}"
@@ -207,7 +207,7 @@ def _word_strides(height: int) -> tuple[int, int]:
   """Returns strides s, t in words: column 8 k + j begins at word k s + j t.
 
   To avoid bank conflicts, s includes 4 words of padding per column, and t
-  includes half a column of padding per j.
+  includes as much padding per j as a column has words, height / 4.
   """
   stride = height // 4 + 4
   return stride, LANES // 2 * stride + height // 4

@@ -112,9 +112,10 @@ def part(axis: str, size: int, count: int):
 
 
 def part_at(index: Array, size: int, count: int):
-  """Returns slice number `index` of `size` indices, out of `count` >= size.
+  """Cuts `count` indices into slices of `size`; returns slice number `index`.
 
-  The last slice starts earlier if it would otherwise reach past the end.
+  `count` is at least `size`. The last slice starts earlier if it would
+  otherwise reach past the end.
   """
   start = index * size
   if count % size:
@@ -350,8 +351,8 @@ def quantize_tile(
 def transpose(codes: Array, smem, interpret: bool) -> Array:
   """Transposes a tile of codes; smem is `row_ptx.scratch`.
 
-  A program may call this only once for each `smem`, because it does not wait
-  for reads of an earlier call.
+  A program may call this only once for each `smem`, because a call does not
+  wait for the reads of an earlier call.
   """
   return codes.T if interpret else row_ptx.transpose(codes, smem)
 
@@ -371,7 +372,7 @@ def store_operand(
 def store_sums(
   sums_gmem, x: Array, place, m: int, smem, interpret: bool
 ) -> None:
-  """Writes the sum over a tile's rows, without those of the previous tile.
+  """Writes the sum over a tile's rows, except rows of the previous tile.
 
   `sums_gmem` is [tiles, n], and the matrix has m rows. If m is not a multiple
   of the height, the last tile overlaps the previous one.

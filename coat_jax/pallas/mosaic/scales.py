@@ -28,7 +28,7 @@ def maxima(programs: int) -> jax.ShapeDtypeStruct:
   """Returns the type of the array to which programs write their maxima.
 
   This module's kernel needs at least one maximum for each of its threads. If
-  there are fewer programs, each program writes its maximum several times.
+  there are fewer programs than threads, each writes its maximum several times.
   """
   copies = 1 if programs >= _THREADS else _THREADS
   return jax.ShapeDtypeStruct((programs, copies), jnp.int32)

@@ -57,7 +57,7 @@ def row_parts(n: int, size: int) -> list[RowPart]:
 
 
 def _pick_load(n: int, size: int) -> Load:
-  """Picks the load that reads the fewest values twice, the largest of ties."""
+  """Picks the largest of the loads that read the fewest values twice."""
   fits = [load for load in _loads(size) if load.count * size <= n]
   return min(fits, key=lambda load: pl.cdiv(n, load.count * size) * load.vector)
 

@@ -20,8 +20,9 @@ from jax.experimental import pallas as pl
 LANES = 128
 # A TPU stores bytes in tiles of 32 x 128.
 _TILE_ROWS = 32
-# Blocks may occupy half of the 16 MiB of VMEM of v5e and v5p. The other half is
-# for statistics and for values that the loop computes.
+# Blocks may occupy half of the 16 MiB of VMEM that a kernel may use by default
+# on v5e and v5p. The other half is for statistics and for values that the loop
+# computes.
 _VMEM_BYTES = 8 * 2**20
 
 

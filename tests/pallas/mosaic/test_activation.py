@@ -234,7 +234,7 @@ def test_kernels_refuse_saved_arrays_of_wrong_shapes():
       bwd(dy.astype(jnp.float16), *[q(32, 96)] * count)
   with refused("same shape"):
     kernels.activation_fwd((q(32, 96), q(32, 48)), **how)
-  with refused("not those of gate and up"):
+  with refused("not for gate and up"):
     bwd(dy, q(32, 96), q(32, 96), has_sums=True)
 
 
