@@ -299,13 +299,13 @@ def test_unfinished_commands_leave_nothing(
   assert [signal.getsignal(x) for x in numbers] == handlers
 
 
-def test_unfinished_import_keeps_the_old_run(tmp_path, monkeypatch, capsys):
+def test_import_that_cannot_be_read_keeps_the_old_run(tmp_path, monkeypatch):
   run = tmp_path / "run"
   assert import_hf(run) == 0
   before = contents(run)
   with monkeypatch.context() as patched:
     fails(patched, "train.pretrained.load_params", full)
-    assert import_hf(run, "--overwrite") == 1
+    assert import_hf(run, "--overwrite") == 2
   assert contents(run) == before
 
 

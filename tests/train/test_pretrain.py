@@ -287,7 +287,7 @@ def test_overwriting_run_that_fails_early_leaves_the_old_one(
 def test_overwriting_run_replaces_the_old_one(copied):
   assert run(copied, "--overwrite", steps=2, optim__lr=1e-4) == 0
   assert RunDirectory(copied).latest_step() == 2
-  assert len(losses(copied)) == 2
+  assert {step for step, _ in losses(copied)} == {1, 2}
 
 
 @pytest.mark.slow
