@@ -71,8 +71,8 @@ class ConversionReport:
     if before is not None and after is not None:
       share = f" ({after / before:.0%})" if before else ""
       lines.append(
-        f"saved for the backward pass: {before:,} bytes before, {after:,} "
-        f"after{share}"
+        f"stored for the backward pass: {before:,} bytes before the "
+        f"conversion, {after:,} after it{share}"
       )
     return "\n".join(lines)
 
@@ -132,7 +132,7 @@ def convert[Module: nnx.Module](
       `recipes.coat()`.
     blocks: maps each of your classes that compute a whole block to `MLP` or
       `NormLinear`. A class that is mapped to `MLP` may lack the norm or the
-      residual add. Its modules must be callable with a single array.
+      residual add. Modules of these classes must accept a single array.
     inputs: example arguments of a call of the model, arrays or
       `jax.ShapeDtypeStruct`s. With them, the report counts the bytes that are
       saved for the backward pass. The model is traced but not run.

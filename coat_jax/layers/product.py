@@ -90,14 +90,16 @@ def weights_specs(axes: MeshAxes, weights: LinearWeights, split: Split) -> Any:
 def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
   """Computes what `recipe.weight_cache` keeps for a weight [D, *F].
 
-  If weights are scaled in tiles, "scale" keeps only the scales of the rows.
+  If weights are scaled in tiles, "scale" keeps only the scales of the row
+  layout.
 
   Args:
     w: the weight.
     recipe: selects what is cached.
 
   Returns:
-    The scale, with codes for "codes"; None if nothing is cached.
+    An `Operand` with the scale, and for "codes" also the codes; None if nothing
+    is cached.
 
   Raises:
     TypeError: w is not a floating-point array, or `recipe` is not a CoatRecipe.
@@ -115,7 +117,8 @@ def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
       implementation=recipe.implementation,
     )
   if recipe.weight_cache == "scale":
-    # XLA is as fast as the GPU kernel, and reads weights in a stack in place.
+    # XLA is as fast as the GPU kernel, and reads a layer of stacked weights
+    # without copying it.
     scale: Any = ops.tensor_scale(w, scaling=scaling, implementation="xla")
     return Operand(None, None, scale)
   return None

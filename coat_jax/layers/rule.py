@@ -60,14 +60,14 @@ def rule(
 
   `fwd(*arrays, *static, recipe)` returns its results and `own`, a tree of
   values for `bwd`. `bwd(*static, recipe, inputs, own, g)` returns a cotangent
-  for each array, or None for integers and for caches (`Operand`s). `inputs` are
-  the arguments whose indices `reads` lists: weights, which stay in memory
-  anyway.
+  for each array, or None for integer arrays and for caches (`Operand`s).
+  `inputs` contains the arguments at the indices in `reads`. Only weights should
+  be listed there, because they stay in memory anyway.
 
   With `recipe.axes`, `specs(*arrays, *static, recipe)` defines the shardings.
-  It returns a tuple with a tree of `PartitionSpec`s for each array (one spec
-  may stand for a whole tree), and the specs of the results. By default all
-  arrays and results are sharded as tokens, like the first array. Without
+  It returns a pair: a tuple with a tree of `PartitionSpec`s for each array (one
+  spec may stand for a whole tree), and the specs of the results. By default,
+  all arrays and results are sharded like the first array's tokens. Without
   `recipe.axes`, `result_spec(*arrays)` returns the specs of the results on
   explicit mesh axes; by default, each is the first array's spec.
 
@@ -142,7 +142,7 @@ def rule(
 
 
 def _tokens_specs(*arguments):
-  """Returns specs for elementwise functions: all are sharded as tokens."""
+  """Returns specs for elementwise functions: all like the first array."""
   first, *_, recipe = arguments
   each = mesh.tokens(recipe.axes, first)
   num_arrays = sum(isinstance(x, Array) for x in arguments)

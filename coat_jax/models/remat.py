@@ -147,10 +147,10 @@ def gather_weights[L: nnx.Module](
 ) -> L:
   """Casts the kernels of a layer, and gathers their rows from all devices.
 
-  Otherwise XLA may split a matmul along the rows and exchange activations, or
-  gather weights in f32. In the backward pass, each device gets the summed
-  gradients of its rows. Experts' weights are not gathered here, because `MoE`
-  gathers them.
+  Otherwise XLA may split a matmul along its contracting dimension and exchange
+  activations, or gather weights in f32. In the backward pass, each device gets
+  the summed gradients of its rows. Experts' weights are not gathered here,
+  because `MoE` gathers them.
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 

@@ -68,12 +68,13 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
   needed = {
     key for key, field in known.items() if field.default is dataclasses.MISSING
   }
-  if wrong := (values.keys() - known.keys()) | (needed - values.keys()):
+  if values.keys() - known.keys() or needed - values.keys():
+    optional = sorted(known.keys() - needed)
+    may = f", may have {', '.join(optional)}," if optional else ""
     raise ValueError(
-      f"rope_scaling: {name} has the fields {', '.join(known)}, of which "
-      f"{', '.join(sorted(needed))} are required; unknown or missing: "
-      f"{', '.join(sorted(wrong))}, got {', '.join(values) or 'none'}; copy "
-      "the fields from the model's config.json"
+      f"rope_scaling: {name} must have {', '.join(sorted(needed))}{may} and no "
+      f"other fields, got {', '.join(values) or 'none'}; copy the fields from "
+      "the model's config.json"
     )
   length = "original_max_position_embeddings"
   if length in values:

@@ -42,8 +42,7 @@ def as_format(dtype: DTypeLike) -> DTypeLike:
   names = ", ".join(known.name for known in _FORMATS)
   got = repr(dtype) if found is None else found.name
   raise ValueError(
-    f"formats: values are quantized to one of {names}, got {got}; to "
-    "support another format, define it in formats._FORMATS"
+    f"formats: the dtype must be one of {names}, got {got}; pass one of these"
   )
 
 
@@ -71,8 +70,8 @@ def array_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
 def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
   """Casts floats to a format: clips them to ±qmax, rounds to nearest even.
 
-  NaN stays NaN, except in INT8, which has no NaN: the code is 0, and only the
-  scale is NaN.
+  NaN stays NaN, except in INT8, which has no NaN. There it becomes 0, and the
+  scale, which is then NaN, preserves it.
   """
   x = jnp.clip(x.astype(jnp.float32), -qmax(dtype), qmax(dtype))
   return _format(dtype).nearest(x).astype(dtype)
@@ -97,8 +96,8 @@ ROOT_OF_LARGEST = 2.0**63
 def with_finite_square(x: Array) -> Array:
   """Clips f32 to ±2^63; the result is NaN where x is not finite.
 
-  Squares of the results are at most 2^126, so a sum of a few of them does not
-  overflow.
+  Squares of the results are at most 2^126, so a sum of up to three of them is
+  finite.
   """
   bound = jnp.clip(x, -ROOT_OF_LARGEST, ROOT_OF_LARGEST)
   return jnp.where(jnp.abs(x) < jnp.inf, bound, jnp.nan)

@@ -212,8 +212,8 @@ def test_windows_are_read():
   "text, words",
   [
     ("ntk,factor=2", "must be one of ('linear', 'llama3', 'yarn'), got 'ntk'"),
-    ("linear", "of which factor are required; unknown or missing: factor"),
-    ("linear,factor=2,base=3", "unknown or missing: base"),
+    ("linear", "must have factor and no other fields, got none"),
+    ("linear,factor=2,base=3", "no other fields, got factor, base"),
     ("linear,factor", "fields like factor=4, got 'factor'"),
     ("linear,factor=0.5", "factor must be at least 1 and finite, got 0.5"),
     ("linear,factor=inf", "factor must be at least 1 and finite, got inf"),
@@ -247,7 +247,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     (
       "llama",
       {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
-      "llama3 has the fields factor, low_freq_factor",
+      "llama3 must have factor, high_freq_factor, low_freq_factor",
     ),
     (
       "llama",
@@ -255,7 +255,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
         "max_position_embeddings": None,
         "rope_parameters": {"rope_type": "yarn", "factor": 8.0},
       },
-      "original_max_position_embeddings are required",
+      "factor, original_max_position_embeddings",
     ),
     (
       "llama",
