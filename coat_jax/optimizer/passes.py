@@ -16,9 +16,9 @@ because XLA counts operations before a reshape twice when it estimates the cost
 of a fusion.
 
 XLA needs about 120 instructions for a power on a GPU, so six powers per
-parameter would take longer than all memory accesses. But k has only 256 values,
-and an E4M3 code 128 magnitudes. So we look up the roots in a table, which gives
-the same bits.
+parameter would take longer than all memory accesses. But the expansion's
+exponent k has only 256 values, and an E4M3 code 128 magnitudes. So we look up
+the roots in a table, which gives the same bits.
 """
 
 from collections.abc import Callable, Sequence
