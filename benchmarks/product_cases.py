@@ -224,7 +224,7 @@ def _attention(sizes):
 
 
 def _attention_of(sizes, kind, documents=None):
-  """Lists cases of attention; `documents` is how many a sequence contains."""
+  """Lists cases of one kind of attention, with `documents` per sequence."""
   b, t, n, h = sizes.heads
   shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
   if kind.window is not None:

@@ -30,7 +30,8 @@ A row contains
   train_loss          mean loss of the last 50 steps
   held_out_loss       mean loss of 16 held-out batches
   failed              "not finite" (the run ends there), "diverged" (train_loss
-                      is half a nat above the best mean of 50 steps), or null
+                      is more than half a nat above the lowest mean of 50
+                      steps), or null
   spikes              number of losses after the warmup that exceed the mean of
                       the previous 50 losses by four standard deviations and by
                       0.1 nats; adjacent spikes count as one
