@@ -88,7 +88,7 @@ class Clipping:
   warmup: int = 100
 
   def __post_init__(self):
-    remedy = "pass 'share', which bounds the global norm too"
+    remedy = "pass 'share', which bounds the global norm"
     check_choice("Clipping", "rule", self.rule, get_args(Rule), remedy)
     nothing = "to clip nothing pass clip=None"
     for name, allowed, remedy in (
