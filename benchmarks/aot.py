@@ -61,7 +61,7 @@ def available() -> bool:
 
 def only_compile() -> None:
   """Restricts JAX to the CPU in this process; call this before using JAX."""
-  # The plugin would look for libraries that are needed only to run programs.
+  # Otherwise the plugin would look for libraries that only running requires.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   jax.config.update("jax_platforms", "cpu")
 
