@@ -11,7 +11,7 @@ we added these versions.
 The compiled programs cannot run here. But they have the same HLO and need the
 same memory as on a GPU, so they show which kernels and FP8 matmuls a step runs,
 and how much memory the step needs. On a real GPU, only XLA's autotuning may
-have other results, such as a faster algorithm. A kernel that several programs
+choose differently, such as a faster algorithm. A kernel that several programs
 of a process use is compiled only once.
 """
 
@@ -61,7 +61,7 @@ def available() -> bool:
 
 def only_compile() -> None:
   """Restricts JAX to the CPU in this process; call this before using JAX."""
-  # The plugin would look for libraries that are needed only to run programs.
+  # Otherwise the plugin would look for libraries that only running requires.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   jax.config.update("jax_platforms", "cpu")
 

@@ -268,7 +268,7 @@ def error_of(actual, expected) -> float:
 def measured_rows(
   bench: str, case: dict, candidates, reference, exact, *, flops: int, options
 ) -> Iterator[dict]:
-  """Measures the implementations of a matmul that the options choose.
+  """Measures the chosen implementations of a matmul.
 
   Prints and yields a row for each. `candidates` yields the labels of a row, the
   function to time, and its arguments. If the first argument is `reference`, the

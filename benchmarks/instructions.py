@@ -17,7 +17,7 @@ rounding and format of weights:
   instructions  number of instructions per value
   by_kind       number of instructions per value for each pipe of the GPU
                 (`KINDS`)
-  hash          number of those instructions that compute random words
+  hash          number of instructions per value that compute random words
   registers     number of registers per thread
   programs      number of programs (thread blocks) that fit on a multiprocessor
                 if each thread uses that many registers

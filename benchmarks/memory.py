@@ -11,8 +11,8 @@ memory.residuals: the bytes per token that one decoder layer saves for its
 backward pass, by kind. `units` is the total of these bytes divided by
 U = 2 d_model, the bytes per token of the residual stream in BF16. We count the
 arrays that `jax.vjp` of the layer saves (`train.memory.count`). In recipe bf16,
-XLA may save slightly less than JAX's autodiff. Two numbers are included for
-comparison, in U:
+XLA may save slightly less than JAX's autodiff. For comparison, rows contain
+these numbers too, in U:
 
   paper_units      the number in Table 2 of arXiv:2410.19313, which assumes
                    d_ff = 8/3 d_model and does not count scales; for fp8_linear,
@@ -75,7 +75,7 @@ def residuals(preset: str, tokens: int) -> list[dict]:
   rows = []
   for r in RECIPES:
     counted = residual_bytes(config, r, tokens=tokens)
-    # In recipe coat, `residuals` sets what is saved; else autodiff does.
+    # Only in recipe coat, `residuals` determines what is saved.
     kept = r.residuals if r.name == "coat" else "autodiff"
     case = dict(preset=preset, recipe=r.name, residuals=kept)
     case |= dict(attention=r.attention, tokens=tokens)

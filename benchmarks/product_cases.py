@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists the cases of `benchmarks.ops` that contain matmuls.
 
-BF16 and Flax's FP8 are timed for comparison. FLOPs count matmuls only, and only
-the part below the diagonal in causal attention.
+BF16 and Flax's FP8 are timed for comparison. FLOPs count matmuls only. They
+include only the part of causal attention below the diagonal.
 """
 
 import functools
@@ -224,7 +224,7 @@ def _attention(sizes):
 
 
 def _attention_of(sizes, kind, documents=None):
-  """Lists attention; each sequence may be packed from `documents` documents."""
+  """Lists cases of one kind of attention, with `documents` per sequence."""
   b, t, n, h = sizes.heads
   shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
   if kind.window is not None:

@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     for variant in variants:
       configuration(options, variant)
     if options.hbm is not None:
-      # Remove the same variable's older name, which would conflict.
+      # Remove the variable's older name, which would conflict with it.
       environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
       environment["XLA_CLIENT_MEM_FRACTION"] = _fraction(options.hbm)
   failed = 0

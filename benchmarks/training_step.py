@@ -51,7 +51,8 @@ def configure(
 
   Args:
     preset: One of `train.presets.PRESETS`.
-    variant: One of `VARIANTS`. Moments are f32 in recipes bf16 and fp8_linear.
+    variant: One of `VARIANTS`. Moments are f32 if its recipe is bf16 or
+      fp8_linear, and FP8 otherwise.
     batch: The number of sequences per device, or per group of devices along the
       mesh axis `tensor`.
     seq: The number of tokens per sequence.

@@ -9,7 +9,7 @@
 
 A candidate is an optimizer and a way to store its moments. AdamW runs with
 three codecs of the library, with the codecs of `studies.race_codecs`, and with
-factored second moments and first moments in a codec (`studies.factored_adam`).
+factored second moments and encoded first moments (`studies.factored_adam`).
 Other candidates use Lion, Muon or momentum, or restart AdamW's moments
 (`studies.race_candidates`). The baseline of a candidate is its optimizer with
 f32 moments.

@@ -10,8 +10,8 @@ batches. The gradient's global norm is clipped to 1.
 
 The command prints a JSON row, `encoded`, for each optimizer and each choice of
 state fields to encode. It contains the bytes per parameter of both states and
-the mean losses over the last sixth of the steps. "default" is the choice of
-`encoded`, and "all" also encodes copies of parameters.
+the mean losses over the last sixth of the steps. "default" encodes the fields
+that `encoded` selects by default, and "all" also copies of parameters.
 """
 
 import argparse

@@ -5,11 +5,11 @@
 #
 # DATA is a folder that `python -m studies.docstrings` wrote. With --suffixes
 # .py .pyi .h .hpp .cuh .cu .cpp .inl .md .rst .txt, that command finds 188 M
-# tokens on a machine with PyTorch and CUDA. VARIANT is one of those below, and
-# SEED (default 0) sets the initial weights and the order of the data. To use
-# several GPUs, start one process for each, with CUDA_VISIBLE_DEVICES. The
-# losses are in OUT/VARIANT.SEED/metrics.jsonl. If the script is interrupted,
-# call it again to continue.
+# tokens on a machine with PyTorch and CUDA. A run reads some of them twice.
+# VARIANT is one of those below, and SEED (default 0) sets the initial weights
+# and the order of the data. To use several GPUs, start one process for each,
+# with CUDA_VISIBLE_DEVICES. The losses are in OUT/VARIANT.SEED/metrics.jsonl.
+# If the script is interrupted, call it again to continue.
 set -eu
 data=$1 out=$2 variant=$3 seed=${4:-0}
 lean="--params bfloat16 --optimizer-in-backward --optim.clip share"

@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
   command.add_argument("--batch", type=args.count, help="default: the preset's")
   command.add_argument("--seq", type=args.count, help="default: the preset's")
   command.add_argument("--data", help="see --data.path of train.pretrain")
-  command.add_argument("--tokenizer", help="see --data.tokenizer")
+  command.add_argument("--tokenizer", help="see train.pretrain --help")
   command.add_argument("--rows", type=Path, default=ROWS)
   command = commands.add_parser(
     "plot", help="draw the figures and print the tables"

@@ -30,7 +30,8 @@ A row contains
   train_loss          mean loss of the last 50 steps
   held_out_loss       mean loss of 16 held-out batches
   failed              "not finite" (the run ends there), "diverged" (train_loss
-                      is half a nat above the best mean of 50 steps), or null
+                      is more than half a nat above the lowest mean of 50
+                      steps), or null
   spikes              number of losses after the warmup that exceed the mean of
                       the previous 50 losses by four standard deviations and by
                       0.1 nats; adjacent spikes count as one
@@ -215,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
   command.add_argument("--batch", type=args.count, help="default: the preset's")
   command.add_argument("--seq", type=args.count, help="default: the preset's")
   command.add_argument("--data", help="see --data.path of train.pretrain")
-  command.add_argument("--tokenizer", help="see --data.tokenizer")
+  command.add_argument("--tokenizer", help="see train.pretrain --help")
   command.add_argument("--minutes", type=float, default=1e9)
   command.add_argument("--rows", type=Path, default=ROWS)
   command = commands.add_parser("plot", help="draw the rows")

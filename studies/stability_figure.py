@@ -78,7 +78,7 @@ def best_rates(rows: Iterable[dict], variant: str, count: int) -> list[float]:
   """Returns the `count` rates of the small model with the lowest losses.
 
   Raises:
-    ValueError: fewer rates train with every seed.
+    ValueError: there are fewer than `count` rates at which no run failed.
   """
   found = summarize(
     row

@@ -144,9 +144,9 @@ def int8(
 ) -> MomentCodec:
   """INT8, linear in x: 2 + 8 / group_size bytes per parameter.
 
-  Use this codec only as a baseline: it rounds second moments below 1/255 of
-  their group's largest to that value or to 0. With 0, the update is divided by
-  eps. `coat` explains the arguments.
+  Use this codec only as a baseline. If a is the largest second moment of a
+  group, those below a/255 become a/255 or 0. If one becomes 0, the update is
+  divided by eps. `coat` explains the arguments.
   """
   return MomentCodec(
     name="int8",

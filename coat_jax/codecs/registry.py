@@ -59,7 +59,7 @@ _REGISTRY: dict[str, Callable[..., MomentCodec]] = {}
 
 
 def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
-  """Decorator that registers a constructor under the function's name.
+  """Registers a constructor under its name; use it as a decorator.
 
   Args:
     constructor: returns a `MomentCodec`; every argument has a default.

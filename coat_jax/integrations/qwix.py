@@ -3,8 +3,8 @@
 
 qwix calls a provider wherever a model calls `jax.lax.dot_general` or
 `jnp.einsum`, so the model's code stays as it is. The provider does not change
-what norms and activation functions save. To save their inputs in FP8 too, use
-the blocks of `coat_jax.layers`.
+what norms and activation functions save for the backward pass. To save their
+inputs in FP8 too, use the blocks of `coat_jax.layers`.
 """
 
 import math
@@ -30,7 +30,7 @@ class CoatProvider(qwix.QuantizationProvider):
   Args:
     rules: `qwix.QuantizationRule`s. Their `module_path` and `op_names` select
       matmuls; other fields are ignored. By default all matmuls are selected.
-    recipe: how matmuls are computed and what they save.
+    recipe: how matmuls are computed, and what they save for the backward pass.
 
   Examples:
     >>> import jax.numpy as jnp, qwix

@@ -109,8 +109,8 @@ def check_decay_mask(
       jax.tree.map(lambda chosen, part: None, tree, params)
     except ValueError as error:
       raise ValueError(
-        f"{op}: {name} must have the structure of the parameters, or of the "
-        f"tree's upper part, got {jax.tree.structure(tree)} for "
+        f"{op}: {name} must have the structure of the parameters or a prefix "
+        f"of it, got {jax.tree.structure(tree)} for "
         f"{jax.tree.structure(params)}; pass a function of the parameters"
       ) from error
     return tree
@@ -184,7 +184,7 @@ def choose_leaves(
   if not callable(mask):
     raise TypeError(
       f"{op}: quantize_mask must be a function (path, leaf) -> bool, got "
-      f"{mask!r}; to encode every leaf that can be encoded, leave it out"
+      f"{mask!r}; leave it out to use default_quantize_mask"
     )
   out = []
   for path, leaf in leaf_paths(params):

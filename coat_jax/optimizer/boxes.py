@@ -11,7 +11,7 @@ because their last axis has one entry per group instead of one per column.
 We keep the last name only if the number of devices along it divides both the
 columns and the groups. The number of devices comes from the mesh in the box, or
 else from the current mesh. The logical axis rules of the box and of the context
-map the name to mesh axes. If several rules map the name, all of them must fit.
+map the name to mesh axes. If several rules match, each must pass this test.
 If no mesh is known, or the name is neither a mesh axis nor in the rules, the
 name is dropped, because replicated statistics work on every mesh, whereas JAX
 raises an error for an uneven split.

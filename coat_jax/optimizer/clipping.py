@@ -29,7 +29,7 @@ Rule = Literal["share", "adaptive"]
 
 _LARGEST = float(jnp.finfo("float32").max)
 # If any value exceeds `_LARGE`, all values are divided by `_RATIO` before they
-# are squared. Otherwise the sum of up to 2^48 squares fits in f32.
+# are squared. If none does, the sum of almost 2^48 squares fits in f32.
 _LARGE, _RATIO = 2.0**40, 2.0**80
 
 
@@ -39,8 +39,8 @@ class ClipState(NamedTuple):
   Attributes:
     steps: int32 [], the number of finished steps.
     norm: f32 [], the global norm of the last step's gradients before clipping.
-    own: the norms of all slices, a tree with the parameters' structure: f32 []
-      per leaf, or [layers] for a stacked leaf.
+    own: r of each slice (see `Clipping`), a tree with the parameters'
+      structure: f32 [] per leaf, or [layers] for a stacked leaf.
   """
 
   steps: Array
@@ -73,7 +73,8 @@ class Clipping:
     warmup: number of steps before "adaptive" uses running means.
 
   Raises:
-    TypeError: a limit is not a number, or `warmup` is not a whole number.
+    TypeError: `max_norm`, `relative` or `decay` is not a number, or `warmup` is
+      not a whole number.
     ValueError: the rule is unknown, or a number is outside its range.
 
   Source: arXiv:2502.11034, algorithm 1, which clips by the global norm during
@@ -87,7 +88,7 @@ class Clipping:
   warmup: int = 100
 
   def __post_init__(self):
-    remedy = "pass 'share', which bounds the global norm too"
+    remedy = "pass 'share', which bounds the global norm"
     check_choice("Clipping", "rule", self.rule, get_args(Rule), remedy)
     nothing = "to clip nothing pass clip=None"
     for name, allowed, remedy in (
@@ -116,10 +117,10 @@ class Clipping:
   def scale(
     self, state: ClipState, own: Array, norm: Array
   ) -> tuple[Array, Array]:
-    """Returns the factor of a slice's gradient, and the norm to store for it.
+    """Returns the factor of a slice's gradient, and the slice's next r.
 
-    `own` is the slice's norm in the state; `norm` is the gradient's
-    `global_norm` over all devices. For several slices, both are arrays.
+    `own` is the slice's r in the state; `norm` is the gradient's `global_norm`
+    over all devices. For several slices, both are arrays.
     """
     # Divide first, because max_norm * own may overflow.
     limit, is_warm = self.max_norm * (own / state.norm), False

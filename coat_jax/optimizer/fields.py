@@ -64,7 +64,7 @@ def default_field_rule(path: str) -> Kind | None:
 
 @functools.cache
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
-  """Maps optax's states to kinds of fields for which the default is wrong.
+  """Maps optax's states to those fields whose default kind is wrong.
 
   Fields whose rounding errors an update would magnify map to None.
   `scale_by_stddev` computes the square root of nu - mu^2, which may become
@@ -108,7 +108,7 @@ def _checked_rule(op: str, state: Any, rule: FieldRule) -> FieldRule:
       raise ValueError(
         f"{op}: fields of {owner.__name__} must stay in f32, because its "
         "update magnifies their rounding errors, got a rule that encodes "
-        f"{path!r}; leave it out of fields"
+        f"{path!r}; let fields return None for it"
       )
     return kind
 
@@ -168,7 +168,7 @@ class Field(NamedTuple):
 def find_fields(
   op: str, state: Any, params: Any, rule: FieldRule
 ) -> tuple[list[Field], Any]:
-  """Lists a state's nodes, and which are fields; also returns its treedef.
+  """Lists a state's nodes with their kinds; also returns the state's treedef.
 
   A field has the structure and shapes of `params`; some of its leaves may be
   masked, as in `optax.partition`.
@@ -186,7 +186,7 @@ def find_fields(
         raise ValueError(
           f"{op}: the inner optimizer must keep its fields in f32, got "
           f"{x.dtype} at {path!r}; leave its mu_dtype out, because the codec "
-          "determines how fields are stored, or leave this field out of fields"
+          "determines how fields are stored, or let fields return None for it"
         )
   if shapes and not any(field.kind for field in found):
     raise ValueError(

@@ -6,9 +6,9 @@ per parameter, and the next transformation reads them. Here the whole step of a
 leaf is one computation. On a GPU, a kernel runs it in one pass over memory, and
 in place if parameters and state are donated.
 
-`coat_adamw` and `coat_lion` have the same states, so they can read checkpoints
-of the fused optimizers, and vice versa. With `low_bits` the state also contains
-one byte per weight (`LowBitsState`).
+The states are those of `coat_adamw` and `coat_lion`, so each optimizer can read
+the other's checkpoints. With `low_bits`, the state also contains one byte per
+weight (`LowBitsState`).
 """
 
 import functools
@@ -68,8 +68,8 @@ class FusedTransformation(NamedTuple):
     apply: `apply(grads, state, params, *, grad_scale=None)` returns the new
       parameters and the new state. Gradients are first multiplied by the scalar
       `grad_scale`, such as min(1, max_norm / global_norm).
-    begin: `begin(params, state)` returns the same step in the form `LeafSteps`,
-      which `step_in_backward` runs leaf by leaf.
+    begin: `begin(params, state)` returns the same step as `LeafSteps`, which
+      `step_in_backward` runs leaf by leaf.
     explain: `explain(params)` maps each leaf's path to a sentence that states
       which implementation runs on each platform and why, like `ops.explain`.
   """
@@ -100,10 +100,10 @@ def fused_coat_adamw(
 
   The whole step is computed in f32. At the end, bf16 parameters are rounded
   stochastically: to 24 bits with `low_bits`, otherwise to bf16. Without
-  `low_bits`, the new parameters equal those of `apply_updates` with the same
-  seed and the new state's count as `step`, bit for bit. But different compiled
-  programs may differ by a few ulps, which can change an FP8 code.
-  docs/optimizer.md explains when to use which of the two.
+  `low_bits`, the operations are those of `coat_adamw` and of `apply_updates`
+  with the same seed and the new state's count as `step`. Results of different
+  compiled programs may still differ by a few ulps, which can change an FP8
+  code. docs/optimizer.md explains when to use `coat_adamw` instead.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.

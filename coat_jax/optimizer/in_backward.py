@@ -79,9 +79,9 @@ def step_in_backward(
       layer's input. `outer` is `params` with None instead of stacked leaves.
     layer: `layer(layer_params, x)` runs one layer and returns the next x, an
       array or a tree of arrays, with the shapes and dtypes of x. If `per_layer`
-      is passed, its slice for the layer is a third argument. To save less for
-      the backward pass, wrap `layer` in `jax.checkpoint`. If the backward pass
-      reads an array that `layer` closes over, each layer saves a copy of it.
+      is passed, its slice for the layer is a third argument. To store fewer
+      activations, wrap `layer` in `jax.checkpoint`. If the backward pass reads
+      an array that `layer` closes over, each layer stores a copy of it.
     after: `after(outer, x)` runs what follows the stack and returns the loss,
       f32 []. It may use the same parameters as `before`, such as an embedding.
     stack: path of the stacked subtree in `params`, such as `model/layers`.
@@ -98,9 +98,10 @@ def step_in_backward(
       `before`, `layer` or `after` is not a function; `clip` is not a
       `Clipping`.
     ValueError: the optimizer cannot step leaf by leaf; no leaf is below
-      `stack`, or the leaves below it differ in their first axis; only one of
-      `clip` and `clip_state` is passed; a layer changes the shape or dtype of
-      x; the loss is not a scalar; a function closes over a parameter.
+      `stack`, or the leaves below it differ in the length of their first axis;
+      only one of `clip` and `clip_state` is passed; a layer changes the shape
+      or dtype of x; the loss is not a scalar; a function closes over a
+      parameter.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -156,7 +157,7 @@ def step_in_backward(
     )
   after_grads, dx = after_vjp(jnp.ones_like(loss))
 
-  # A pair for each leaf: its weight and state; its norms, or None.
+  # Pair each leaf (its weight and state) with its r for clipping, or None.
   last: Any = clip_state
   owns = [None] * len(steps.leaves)
   if clip is not None:

@@ -2,9 +2,9 @@
 """Runs optax transformations leaf by leaf, for `step_in_backward`.
 
 An optimizer can step leaf by leaf if a leaf's update and state depend only on
-that leaf, and if state that all leaves share, such as a step count, depends on
-no leaf. It must not draw random numbers, because all leaves, and all layers of
-a stack, would draw the same numbers. We check this in the jaxpr of the update.
+that leaf, and if shared state, such as a step count, depends on no leaf. It
+must not draw random numbers, because all leaves, and all layers of a stack,
+would draw the same numbers. We check both in the jaxpr of the update.
 """
 
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       return new if layer is None else put_layer(leaf, new, layer)
 
     def end(new):
-      # Update state that all leaves share by updating a tree without leaves.
+      # Update the shared state by updating a tree without leaves.
       _, shared = update(_SHARED, None, None, ())
       of_leaves = [iter(own_state) for _, own_state in new]
       nodes = [
@@ -129,7 +129,7 @@ def check_not_encoded(op: str, state: Any) -> None:
 
 
 def _owners(tx: Any, state: Any, indices: Any) -> list[int]:
-  """Lists for each leaf of a state the parameter's index, or `_SHARED`."""
+  """Lists for each leaf of a state its parameter's index, or `_SHARED`."""
   try:
     owners = optax.tree.map_params(
       tx,

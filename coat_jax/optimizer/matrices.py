@@ -88,7 +88,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
     leaf: array or `jax.ShapeDtypeStruct`.
 
   Returns:
-    One matrix [inputs, outputs], or None.
+    One matrix [inputs, outputs], or None for all other leaves.
 
   Raises:
     TypeError: `path` is not a string, or `leaf` is not an array.
@@ -269,8 +269,8 @@ def newton_schulz(
 
   Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where
   A = x x^T. On a mesh, the longer axis is split over all devices that store
-  shards of the leaf, and devices only sum their x x^T. Without `sharding`, XLA
-  decides how to partition the iteration.
+  shards of the leaf, so devices communicate only to sum their x x^T. Without
+  `sharding`, XLA decides how to partition the iteration.
   """
   a, b, c = options.coefficients
   is_tall = x.shape[-2] > x.shape[-1]
@@ -310,7 +310,7 @@ def orthogonalize(
   sharding: NamedSharding | None,
   options: NewtonSchulz,
 ) -> Array:
-  """Orthogonalizes a leaf's matrices, and scales each by its shape."""
+  """Orthogonalizes a leaf's matrices; scales each as its shape requires."""
 
   def f(x):
     rows, columns = x.shape[-2:]

@@ -2,8 +2,8 @@
 """Muon with its momentum stored in FP8, as an optax transformation.
 
 Muon updates hidden matrices by their orthogonalized momentum; `coat_adamw`
-updates all other parameters. Each device updates its shard of the momentum, as
-of Adam's moments. `matrices.py` orthogonalizes stacks one layer at a time.
+updates all other parameters. Each device updates its own shard of the momentum.
+`matrices.py` orthogonalizes stacks one layer at a time.
 """
 
 import functools
@@ -205,9 +205,9 @@ def coat_muon(
   """Muon with momentum in FP8 for matrices, `coat_adamw` for all other leaves.
 
   Hidden matrices are updated by their orthogonalized momentum, whose singular
-  values are near 1. With the default codec, the momentum is 1.04 bytes per
-  parameter, and the two moments of other encoded parameters, such as embeddings
-  and the head, are 2.08.
+  values are near 1. With the default codec, the momentum takes 1.04 bytes per
+  parameter. For other encoded parameters, such as embeddings and the head, the
+  two moments of AdamW take 2.08.
 
   Args:
     learning_rate: a number or a schedule.

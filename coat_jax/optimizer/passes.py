@@ -9,16 +9,16 @@ values may differ between passes in the last bit, because XLA may fuse
 multiplications and additions differently.)
 
 The first pass computes the statistics; the last one encodes. If a codec with
-dynamic range expansion rounds stochastically, a pass between them computes each
-value's lower neighbour, called its draft, because XLA generates slow code if it
-fuses drafts with the table lookup below. Arrays are split into groups first,
-because XLA counts operations before a reshape twice when it estimates the cost
-of a fusion.
+dynamic range expansion rounds stochastically, a pass between them computes
+drafts, which are codes of values rounded toward zero. XLA generates slow code
+if it fuses drafts with the table lookup below. Arrays are split into groups
+first, because XLA counts operations before a reshape twice when it estimates
+the cost of a fusion.
 
 XLA needs about 120 instructions for a power on a GPU, so six powers per
-parameter would take longer than all memory accesses. But k has only 256 values,
-and an E4M3 code 128 magnitudes. So we look up the roots in a table, which gives
-the same bits.
+parameter would take longer than all memory accesses. But the expansion's
+exponent k has only 256 values, and an E4M3 code 128 magnitudes. So we look up
+the roots in a table, which gives the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,8 +62,8 @@ def run(
   must be elementwise, because its arguments are split into groups.
   `finish(result, split)` returns a tree of arrays of the result's shape;
   `split` splits other arrays of the leaf's shape into groups. `arrays` is a
-  tree of arrays of the leaf's shape. `noise` contains one such array per
-  moment, or None.
+  tree of arrays of the leaf's shape. `noise` contains for each moment such an
+  array, or None.
   """
   size, n = groups[0].group_size, stored[0].codes.shape[-1]
 
@@ -120,7 +120,7 @@ def _decode(codec: Grouped, encoded: Encoded) -> Array:
 def _draft(
   codec: Grouped, x: Array, statistics: tuple[Array, Array]
 ) -> Array | None:
-  """Returns uint8 codes of x rounded down, or None if `_encode` needs none."""
+  """Rounds x toward zero to uint8 codes; None if `_encode` needs no draft."""
   if not (_uses_table(codec) and codec.needs_noise):
     return None
   t = share(magnitude_of(x), codec.bound(statistics[0]))

@@ -125,8 +125,8 @@ def state_report(
         groups with a nonzero value (only for codecs with an expansion);
       `codes_used`: fraction of the 256 codes (16 for int4) that occur (only for
         codecs with at most 8 bits);
-      `zeroed`: fraction of values that are 0; with a reference, that are 0 but
-        not 0 in the reference. If a second moment is 0, the update is divided
+      `zeroed`: fraction of values that are 0; with a reference, values that are
+        0 there too do not count. If a second moment is 0, the update is divided
         by eps;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
         with Euclidean norms over the leaf.

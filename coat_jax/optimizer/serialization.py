@@ -71,12 +71,12 @@ def from_integers(tree: Any, like: Any) -> Any:
       raise ValueError(
         f"from_integers: {want.dtype}{list(want.shape)} must be stored as "
         f"{_unsigned(want)}, got {x.dtype}{list(x.shape)} at "
-        f"{node_path(keys)!r}; pass as like the tree that to_integers got, or "
+        f"{node_path(keys)!r}; for like, pass what to_integers was given, or "
         "its shapes"
       )
     return _view(x, want.dtype)
 
-  remedy = "pass as like the tree that to_integers got, or its shapes"
+  remedy = "for like, pass what to_integers was given, or its shapes"
   treedef = jax.tree.structure(like)
   found = flatten_like("from_integers", "tree", tree, "like", treedef, remedy)
   return jax.tree.map_with_path(view, like, treedef.unflatten(found))
@@ -115,7 +115,7 @@ def check_stored(stored: Any, target: Any) -> None:
     # A CheckpointManager has no handler until it has saved or restored.
     raise ValueError(
       "check_stored: stored must have the leaves of a checkpoint, got none in "
-      f"a {type(stored).__name__}; pass Orbax's CheckpointManager "
+      f"a {type(stored).__name__}; make Orbax's CheckpointManager with "
       "item_handlers=StandardCheckpointHandler(), without which it finds no "
       "metadata before it restores"
     )
@@ -128,8 +128,8 @@ def check_stored(stored: Any, target: Any) -> None:
     if want != found:
       raise ValueError(
         "check_stored: target must have the dtypes and shapes that are stored, "
-        f"got {want} for {found} at {path!r}; make the target of the same "
-        "parameters and with the codec of the state that was saved"
+        f"got {want} for {found} at {path!r}; make the target for the same "
+        "parameters, with the codec of the saved state"
       )
 
 

@@ -94,8 +94,8 @@ def zero_moment(
   """Makes a moment of zeros with the structure and boxes of `like`.
 
   `codec` encodes the chosen leaves. The other leaves are stored in f32, or in
-  complex64 if they are complex and not `is_real`. `mesh` is the mesh in the
-  parameters' types, or None.
+  complex64 if they are complex and `is_real` is False. `mesh` is the mesh in
+  the parameters' types, or None.
   """
 
   def zeros(leaf, is_chosen):
