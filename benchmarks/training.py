@@ -51,7 +51,7 @@ def measure_steps(
   *,
   steps: int,
 ) -> dict:
-  """Times `steps` training steps after a warm-up; returns the values of a row.
+  """Times `steps` training steps after a warm-up; returns a row's figures.
 
   `mesh` is None for one device.
   """

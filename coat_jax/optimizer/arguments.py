@@ -145,7 +145,7 @@ def descend(
 def _add_decayed_weights(
   weight_decay: Any, mask: Any
 ) -> optax.GradientTransformation:
-  """Returns `optax.add_decayed_weights` that counts the steps of a schedule.
+  """Makes `optax.add_decayed_weights` count the steps of a schedule.
 
   optax 0.2.6 does not count them, so it uses the first value in every step.
   """
@@ -172,7 +172,7 @@ def _check_bools(op: str, name: str, tree: Any) -> None:
 
 def check_codec(op: str, codec: Any) -> None:
   """Raises a TypeError if `codec` is not a `MomentCodec`."""
-  remedy = "call a function of codecs, as in codec=codecs.coat()"
+  remedy = "pass what a function in codecs returns, as in codec=codecs.coat()"
   check_kind(op, "codec", codec, MomentCodec, remedy)
 
 
@@ -236,7 +236,7 @@ def gradients_like(op: str, updates: optax.Updates, codes: Any) -> list[Array]:
   if wrong:
     raise ValueError(
       f"{op}: gradients must have the shapes of the parameters given to init, "
-      f"got {wrong[0]}; initialize the state with these parameters"
+      f"got {wrong[0]}; call init with the parameters of these gradients"
     )
   return [g for _, g in grads]
 

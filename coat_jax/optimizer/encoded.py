@@ -151,8 +151,8 @@ def _check_leaves(op: str, updates: Any, state: EncodedState) -> None:
       if (got := shapes.get(keys, "no leaf")) != x.shape:
         raise ValueError(
           f"{op}: gradients must have the shapes of the parameters given to "
-          f"init, got {got} for {x.shape} at {node_path(keys)!r}; initialize "
-          "the state with these parameters"
+          f"init, got {got} for {x.shape} at {node_path(keys)!r}; call init "
+          "with the parameters of these gradients"
         )
 
 

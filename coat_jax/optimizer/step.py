@@ -281,8 +281,9 @@ class Leaves:
     """Returns `run(*arrays, stored, part, *scalars, groups=...)` for leaf i.
 
     `arrays` are arrays of the leaf's shape, or trees of them. If `layer` is
-    passed, all but the first are [1, ...]. If the leaf's sharding is unknown,
-    or devices would split groups, XLA partitions the step.
+    passed, only the first has this shape, and the others contain one layer, [1,
+    ...]. Each device steps its own shard, unless the leaf's sharding is unknown
+    or would split a group of values. Then XLA partitions the step.
     """
     groups, sharding = self._codecs[i], self._shardings[i]
     run = functools.partial(run, groups=groups)
@@ -327,7 +328,7 @@ class Leaves:
 
 
 def _start(spec: P, shape: tuple[int, ...]) -> Array:
-  """Returns the index in the leaf of a shard's first element: uint32 [ndim]."""
+  """Returns where in the leaf this device's shard begins: uint32 [ndim]."""
   axes = (*spec, *(None,) * (len(shape) - len(spec)))
   starts = [
     0 if names is None else jax.lax.axis_index(names) * size
