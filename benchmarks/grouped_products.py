@@ -148,7 +148,7 @@ def op_of(name: str) -> Any:
 
 
 def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
-  """Measures the matmuls of one weight matrix that the options choose."""
+  """Measures the matmuls that the options choose, for one weight matrix."""
   shape = MODELS[model]
   d, f = shape.matrix(matrix)
   rows = options.tokens * shape.experts_per_token
@@ -161,7 +161,7 @@ def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
       definition = functools.partial(op_of(name).definition, dtype=jnp.float32)
       exact = jax.block_until_ready(jax.jit(definition)(a, b, sizes))
     except jax.errors.JaxRuntimeError as reason:
-      say(f"cannot compute the error: {str(reason).splitlines()[0]}")
+      say(f"no exact result to compare with: {str(reason).splitlines()[0]}")
       exact = None
     case = dict(model=model, matrix=matrix, routing=routing, product=name)
     case |= dict(rows=rows, in_features=d, out_features=f)

@@ -83,7 +83,7 @@ class ExportHF:
   out: Annotated[Path, arg(metavar="DIR")]
   dtype: Annotated[
     convert_hf.Dtype | None,
-    shown("default: as in the initial checkpoint, else as in the run"),
+    shown("default: that of the --init-from checkpoint, or else of the run"),
   ] = None
 
   def convert(self, out: Path) -> str:

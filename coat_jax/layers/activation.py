@@ -45,7 +45,7 @@ def activate(
   activation: ops.Activation,
   recipe: CoatRecipe | None = None,
 ) -> Array:
-  """Computes f(x), or f(x) * up as in a SwiGLU MLP, in f32.
+  """Computes f(x), or f(x) * up as in a SwiGLU MLP.
 
   Args:
     x: [..., F], BF16 (or f32).
@@ -53,8 +53,9 @@ def activate(
     activation: f, one of "silu", "gelu" (exact, with erf), "gelu_tanh" (the
       tanh approximation, the default of `jax.nn.gelu`) and "gelu_quick"
       (x sigmoid(1.702 x), as in CLIP).
-    recipe: if `recipe.nonlinear` is "fp8", x and up are quantized to FP8
-      and saved; None for `recipes.coat()`.
+    recipe: if `recipe.nonlinear` is "fp8", x and up are quantized to FP8 and
+      saved, and the arithmetic is in f32. Otherwise it is in x's dtype. None
+      means `recipes.coat()`.
 
   Returns:
     [..., F] in the inputs' dtype.
@@ -83,7 +84,7 @@ def activate(
 def plain_activation(
   parts: Sequence[Array], activation: ops.Activation
 ) -> Array:
-  """Computes f(x) or f(gate) * up in x's dtype; JAX differentiates it."""
+  """Computes f(x), or f(x) * up, in x's dtype; JAX differentiates it."""
   # Name the inputs, so that a checkpoint policy saves the same arrays as with
   # FP8.
   x, *others = save_residual("activation", tuple(parts))

@@ -90,16 +90,16 @@ def weights_specs(axes: MeshAxes, weights: LinearWeights, split: Split) -> Any:
 def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
   """Computes what `recipe.weight_cache` keeps for a weight [D, *F].
 
-  If weights are scaled in tiles, "scale" keeps only the scales of the row
-  layout.
+  With weights that are scaled in tiles, `weight_cache="scale"` keeps only the
+  scales of the row layout.
 
   Args:
     w: the weight.
     recipe: selects what is cached.
 
   Returns:
-    An `Operand` with the scale, and for "codes" also the codes; None if nothing
-    is cached.
+    An `Operand` with the scale, and with `weight_cache="codes"` also the codes;
+    None if nothing is cached.
 
   Raises:
     TypeError: w is not a floating-point array, or `recipe` is not a CoatRecipe.
@@ -134,12 +134,12 @@ def multiply(
   add: Array | None = None,
   after: Array | BlockScales | None = None,
 ) -> tuple[Array, Operand | None]:
-  """Computes x w + bias + add in `dtype`, and the weight's scale to save.
+  """Returns x w + bias + add in `dtype`, and the weight's scale to save.
 
-  x contains rows, of whole sequences unless `split` is None. The bias is
-  rounded to `dtype` if one device computes the whole sum. `add`, the residual
-  stream of a matmul split by inputs, is added in f32. For `after` see
-  `quantized_weight`.
+  x is in the row layout. Unless `split` is None, its rows are whole sequences.
+  `bias` and `add`, the residual stream, are added in f32. If several devices
+  sum the product (`split` is "inputs"), it is rounded to `dtype` before they
+  are added. For `after` see `quantized_weight`.
   """
   w, how = weights, recipe.implementation
   w_q = quantized_weight(w.w, w.cache, "columns", recipe, after=after)

@@ -36,7 +36,7 @@ _PRECISE = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
 def _matmul(a: QTensor, b: QTensor, dtype: DTypeLike, algorithm) -> Array:
-  """Computes a [m, k] b [n, k]^T in one cuBLASLt call: [m, n]."""
+  """Returns `a @ b.T` [m, n] from one cuBLASLt call: a [m, k], b [n, k]."""
   scale = a.scale * b.scale
   product = jax.lax.dot_general(
     a.qvalue,

@@ -56,7 +56,7 @@ def _matmul(
   add: Array | None = None,
   bias: Array | None = None,
 ) -> Array:
-  """Computes a [m, k] b [n, k]^T plus `add` and `bias` in f32: [m, n]."""
+  """Returns `a @ b.T + bias + add` [m, n]; sums in f32, rounds to `dtype`."""
   if a.scale.ndim != b.scale.ndim:
     raise ValueError(
       "linear: operands must both have one scale, or both have block scales, "
@@ -72,7 +72,10 @@ def _matmul(
 def in_sum(
   out: Array, dtype: DTypeLike, add: Array | None, bias: Array | None
 ) -> Array:
-  """Adds a bias [n], rounded to `dtype`, and `add` [m, n] to f32 [m, n]."""
+  """Returns out + bias + add in `dtype`, summed in f32.
+
+  `out` is f32 [m, n]; `bias` [n] is first rounded to `dtype`.
+  """
   if bias is not None:
     out = out + bias.astype(dtype).astype(jnp.float32)[None]
   if add is not None:
@@ -81,7 +84,7 @@ def in_sum(
 
 
 def _dot(a: Array, b: Array) -> Array:
-  """Computes a [m, k] b [n, k]^T in f32: [m, n]."""
+  """Returns `a @ b.T` in f32 [m, n], for a [m, k] and b [n, k]."""
   total = jnp.float32 if a.dtype == jnp.bfloat16 else accumulator(a.dtype)
   out = jax.lax.dot_general(
     a, b, (((1,), (1,)), ((), ())), preferred_element_type=total

@@ -25,7 +25,7 @@ from train.data.batches import (
 )
 from train.run.directory import RunDirectory
 
-if TYPE_CHECKING:  # It imports this module.
+if TYPE_CHECKING:  # `train.conversations` imports this module.
   from train.conversations import HeldOutSamples
 
 
@@ -34,8 +34,8 @@ class RunData[Config: TrainConfig]:
   """The data of a run.
 
   Attributes:
-    rows: Rows to train on. `batch_of` of the run's `train.objective` defines
-      the names of their arrays.
+    rows: Rows to train on. Their arrays have the names that the objective's
+      `batch_of` expects (`train.objective`).
     held_out: Rows to evaluate on.
     fingerprint: A hash of the data, which must be the same when a run resumes.
     change_times: A hash of the files' change times if the fingerprint does not
@@ -89,5 +89,5 @@ class RunData[Config: TrainConfig]:
     *,
     resumed_step: int,
   ) -> "HeldOutSamples | None":
-    """Opens a writer of generated samples; None if the data have no samples."""
+    """Opens a writer of generated answers; None if none are generated."""
     del config, graph, mesh, resumed_step

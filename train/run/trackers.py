@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies metrics to TensorBoard's event files and to Weights & Biases.
 
-Both trackers get the numbers of metrics.jsonl under the same names and steps;
-only metrics.jsonl is read again. A resumed run continues both logs.
+Both trackers receive the numbers in metrics.jsonl, with the same names and
+steps. The run itself reads only metrics.jsonl. A resumed run continues both
+logs.
 
 We write event files with tensorboardX, because it depends only on NumPy and
 protobuf. TensorBoard itself installs a web server and gRPC; `clu` and
@@ -20,7 +21,7 @@ from typing import Any
 from train.config import TrainConfig
 from train.run.writing import replace_file
 
-# Maps options to their package and the command that installs it.
+# Maps each option to its package and the command that installs it.
 _PACKAGES = {
   "tensorboard": ("tensorboardX", "pip install '.[tensorboard]'"),
   "wandb": ("wandb", "pip install wandb"),
@@ -33,8 +34,8 @@ def check_installed(config: TrainConfig) -> None:
   for option, (package, command) in _PACKAGES.items():
     if getattr(config, option) and importlib.util.find_spec(package) is None:
       raise ValueError(
-        f"{option}: the package {package} must be installed, got no such "
-        f"package; run {command}, or leave --{option} out"
+        f"{option}: the package {package} is not installed; run {command}, or "
+        f"leave --{option} out"
       )
 
 

@@ -34,7 +34,7 @@ type AnyConfig = ModelConfig | VisionConfig | VisionLanguageConfig
 
 
 def read_config(folder: Path) -> tuple[Any, np.dtype]:
-  """Reads a folder's config.json; returns the model's shape and its dtype."""
+  """Reads a folder's config.json; returns the configuration and the dtype."""
   check_folder(folder)
   return parse_config(folder / CONFIG, read_json(folder / CONFIG))
 
@@ -62,9 +62,9 @@ def write_config(
   count = isinstance(config, VisionConfig) and config.num_classes or 0
   if not len(set(labels)) == len(labels) == count:
     raise ValueError(
-      f"save_hf: labels must be {count} different names, one for each class, "
-      f"got {len(labels)}, of which {len(set(labels))} are different; leave "
-      "labels out for default names"
+      f"save_hf: labels must be one name for each of {count} classes, all "
+      f"different, got {len(labels)} names, {len(set(labels))} of them "
+      "different; leave labels out for default names"
     )
   return found | (labeled(labels) if count else {})
 
@@ -115,7 +115,11 @@ def _object(file: Path, found: dict, key: str, default: Any = None) -> dict:
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
-  """Makes a configuration; replaces default widths of a decoder with None."""
+  """Makes a configuration.
+
+  If a decoder's `head_dim` or `query_scalar` is the default for its widths, it
+  becomes None.
+  """
   if kind is not ModelConfig:
     return kind(**values)
   share = values.pop(PARTIAL, None)

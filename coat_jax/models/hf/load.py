@@ -151,7 +151,7 @@ def check_tensors(
 ) -> dict[str, StoredTensor]:
   """Opens a checkpoint; raises ValueError unless its tensors fit `config`."""
   stored = split_experts(open_tensors(folder))
-  where = f"load_hf: {folder} must have the tensors of its {CONFIG}"
+  where = f"load_hf: {folder} must have the tensors that its {CONFIG} describes"
   remedy = "pass a folder whose files belong together"
   wanted: dict[str, tuple[int, ...]] = {}
   found: dict[str, StoredTensor] = {}

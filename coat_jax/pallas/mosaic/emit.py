@@ -90,7 +90,7 @@ def load_shared(address, offset: int) -> list:
 
 
 def load_global(address, offset: int) -> list:
-  """Reads 16 bytes that the kernel never writes, as four words."""
+  """Reads 16 bytes of global memory as four words; no thread may write them."""
   return _load("ld.global.nc.v4.b32", address, "l", offset)
 
 

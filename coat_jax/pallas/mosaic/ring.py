@@ -10,10 +10,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 class Ring(NamedTuple):
-  """Slots of shared memory that one warpgroup fills in turn.
+  """Slots of shared memory that one warpgroup fills in round-robin order.
 
-  Loads are numbered from 0. `loaded` completes when a slot is filled, and
-  `free` completes when all warpgroups that read the slot have released it.
+  Loads are numbered from 0. `loaded` and `free` contain one barrier per slot:
+  `loaded` completes when the slot is filled, and `free` completes when all
+  warpgroups that read the slot have released it.
   """
 
   slots: tuple[Any, ...]  # Arrays [stages, ...] that are filled together.
@@ -48,7 +49,10 @@ class Ring(NamedTuple):
     pl.when(is_used)(lambda: plgpu.barrier_wait(self.free.at[slot]))
 
   def drain(self, number: Array) -> None:
-    """Waits until all slots are free, as the interpreter requires."""
+    """Waits until all slots are free; `number` is that of the next load.
+
+    The interpreter requires this before a kernel ends.
+    """
     wait = lambda i, _: self.wait_for_free(number + i)  # noqa: E731
     lax.fori_loop(0, self.stages, wait, None)
 
@@ -61,6 +65,6 @@ class Ring(NamedTuple):
   def release(self, number: Array, interpret: bool) -> None:
     """Lets a slot be filled again."""
     if interpret:
-      # The interpreter would report the next copy as a race.
+      # Without this, the interpreter reports the next copy as a race.
       plgpu.commit_smem()
     plgpu.barrier_arrive(self.free.at[lax.rem(number, jnp.int32(self.stages))])

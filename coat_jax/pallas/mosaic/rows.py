@@ -259,7 +259,7 @@ def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
 def tile_height(m: int) -> int:
   """Returns the usual height of tiles of a matrix with m >= 32 rows.
 
-  Higher tiles write the column layout in longer pieces. Some kernels use tiles
+  Taller tiles write the column layout in longer runs. Some kernels use tiles
   of height `LOW` anyway, because they are faster.
   """
   return HIGH if m >= HIGH else LOW
@@ -325,12 +325,12 @@ def load_quantized_tile(q_gmem, scale_gmem, place, interpret: bool) -> Array:
 
 
 def load_per_row(ref, place) -> Array:
-  """Loads one value per row and broadcasts them to a tile, in f32."""
+  """Loads one value per row and broadcasts the values to a tile, in f32."""
   return _load_along(ref, place, 0)
 
 
 def load_per_column(ref, place) -> Array:
-  """Loads one value per column and broadcasts them to a tile, in f32."""
+  """Loads one value per column; broadcasts the values to a tile, in f32."""
   return _load_along(ref, place, 1)
 
 
