@@ -35,7 +35,7 @@ def restore(
   abstract: TrainState,
   batches: grain.DatasetIterator,
 ) -> TrainState:
-  """Restores a checkpoint in `path`, and converts its state to the options."""
+  """Restores a checkpoint in `path`, and converts its state for `config`."""
   saved = configuration(checkpoint.read_description(path, step))
   params = abstract.params
   if saved.params != config.params:
@@ -46,13 +46,13 @@ def restore(
   )
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
-    # A `Moment` contains its codec. If the codes stay the same, restore them
-    # with the new codec, which may round differently.
+    # A `Moment` contains its codec, so the abstract state determines it. If the
+    # codes stay the same, take the new codec: only its rounding may differ.
     optim = config.optim if same_codes else saved.optim
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params
     )
-  # The clipping rule global stores no norms. Other rules store the same norms.
+  # Only the clipping rule "global" stores no norms; others store the same ones.
   clip = () if saved.optim.clip == "global" else abstract.clip
   state = checkpoint.restore(
     path,
@@ -77,7 +77,7 @@ def restore(
 def _stored_anew(
   state: TrainState, config: TrainConfig, abstract: TrainState
 ) -> TrainState:
-  """Converts the weights to `config.params`; moments do not change."""
+  """Converts the weights to the format `config.params`; keeps the moments."""
   adam, low = weights.without_low(state.optimizer)
   where = abstract.params, weights.without_low(abstract.optimizer)[1]
 
@@ -98,8 +98,8 @@ def _abstract_optimizer(config: TrainConfig, params: Any):
   codec = config.optim.moment_codec()
   size = getattr(codec.mu, "group_size", 1)  # Plain moments have no groups.
 
-  # This mesh may split groups that the checkpoint's mesh did not split. Then
-  # each device gets all columns.
+  # This mesh may split groups that the checkpoint's mesh did not split. In that
+  # case, each device gets all columns of the moments.
   def with_whole_groups(p):
     mesh, spec = p.sharding.mesh, p.sharding.spec
     if p.sharding.shard_shape(p.shape)[-1] % size == 0:

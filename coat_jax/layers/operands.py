@@ -65,7 +65,7 @@ def quantized(
 
 
 def scale_of(x: Operand) -> Array | None:
-  """Saves the scale of an operand that the backward pass quantizes again.
+  """Saves an operand's scale; the backward pass quantizes again with it.
 
   Returns None for block scales, which are recomputed together with the codes.
   """
@@ -80,7 +80,7 @@ def layout_of_input(recipe: CoatRecipe) -> ops.Layout:
 
 
 def keep_input(x: Operand, recipe: CoatRecipe) -> tuple[Operand, Operand]:
-  """Returns rows for a matmul, and the operand to save for `columns_of`."""
+  """Saves a matmul's input; returns rows, and what `columns_of` needs."""
   if value_scaling(recipe).saves_rows:
     kept = save_residual("linear", x)
     return kept, kept

@@ -145,7 +145,7 @@ def cached_forward(
 
 
 def without_fp8[Model: nnx.Module](model: Model) -> Model:
-  """Copies a model or layer; the copy has the same weights and recipe bf16."""
+  """Copies a model or layer, with the same weights but with recipe bf16."""
   copy = nnx.merge(*nnx.split(model))
   for _, part in nnx.iter_modules(copy):
     if isinstance(part, Decoder | VisionTower):

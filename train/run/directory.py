@@ -111,7 +111,7 @@ class RunDirectory:
     if config.resume and self.config.exists() and not self.is_run():
       raise ValueError(
         f"resume: neither {self.config} nor a checkpoint describes a run; "
-        "restore them from a copy, or pass another --out to start a run"
+        "restore one from a copy, or leave --resume out and pass another --out"
       )
     if config.resume and not (self.is_run() and step is not None):
       raise ValueError(

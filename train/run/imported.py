@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds a run's checkpoint to export, and creates a run from an import."""
+"""Finds a run's checkpoint to export; creates a run from imported weights."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from train.step import TrainState
 def create_run(
   config: TrainConfig, make: Callable[[TrainState], TrainState]
 ) -> int:
-  """Creates a run with one checkpoint on one device; returns the step.
+  """Creates, on one device, a run with one checkpoint; returns its step.
 
   `make` returns the checkpoint's state, given the run's abstract state.
   """
@@ -28,7 +28,7 @@ def create_run(
   if config.resume:  # `claimed` would accept an existing run.
     raise ValueError(
       "import: --resume does not apply, because import creates a run; leave "
-      "--resume out, or pass --overwrite to replace an existing run"
+      "--resume out, and pass --overwrite if a run exists that you replace"
     )
   if run.is_started() and not config.overwrite:
     raise ValueError(
@@ -72,7 +72,7 @@ def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
   if source.latest_step() is None or not source.is_run():
     raise ValueError(
       f"export: expected a run with a checkpoint in {run}, got none; pass the "
-      "--out of a run"
+      "folder of a run, which was its --out"
     )
   check_out("export", out)
   step, config, _ = source.newest()

@@ -65,7 +65,7 @@ class Work:
     """Finds the tiles to visit.
 
     `segments` contains the refs of segment ids and of the two results of
-    `segment_bounds`, or nothing without segments.
+    `segment_bounds`; it is empty if there are no segments.
     """
     # Because of the barrier, a loop over heads finds the tiles again for each
     # head. So their bounds occupy no registers in between.
@@ -191,9 +191,9 @@ def load_columns(smem, shape: tuple[int, int]) -> Array:
 class Scores(NamedTuple):
   """Computes and masks the attention scores of a warpgroup's rows.
 
-  Scores are stored rescaled, as x = score log2(e) / unit, so exp(score) is
-  2^(x unit). Without a soft cap, x is q k^T. With a cap, x is score / cap =
-  tanh(scale q k^T / cap).
+  Scores are stored rescaled, as x = score * log2(e) / unit, so exp(score) is
+  2^(x * unit). Without a soft cap, x is q k^T. With a cap, x is score / cap =
+  tanh(scale * q k^T / cap).
   """
 
   work: Work
@@ -228,7 +228,7 @@ class Scores(NamedTuple):
     """Replaces masked scores in x by `hidden`.
 
     `tile` is the index of the visited tile. `ids` contains the ref of its
-    segment ids, or nothing without segments.
+    segment ids; it is empty if there are no segments.
     """
     for seen in self._seen(tile, ids):
       x = jnp.where(seen, x, hidden)
@@ -239,11 +239,11 @@ class Scores(NamedTuple):
     return jnp.exp2(x * self.unit - shift)
 
   def slope(self, x: Array, p: Array) -> Array:
-    """Multiplies p by the derivative of scores with respect to scale q k^T."""
+    """Multiplies p by the derivative of scores by `scale * q k^T`."""
     return p if self.work.kind.soft_cap is None else p * (1 - x * x)
 
   def _tanh(self, x: Array, scale: float) -> Array:
-    """Returns tanh(x * scale) with an error up to 2^-22; ±1 is exact.
+    """Returns tanh(x * scale), within 2^-22, and exactly ±1 where it saturates.
 
     The error of `tanh.approx` is 2^-11, so with a cap of 50, scores would be
     off by up to 0.02.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and rounds parameters in kernels, as `optimizer.weights` does.
 
-The results have the same bits as those of `optimizer.weights`, but need fewer
+The functions return the same bits as those of `optimizer.weights`, with fewer
 instructions. This is possible because the values to round have just been
 computed, so every NaN among them is quiet.
 """
@@ -21,7 +21,7 @@ _LARGEST = float(np.uint32(0x7F7F7F00).view(np.float32))
 def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
   """Converts a tile of a weight to f32.
 
-  A `SplitWeight` has two tiles, `high` and `low`, one of each of its arrays.
+  For a `SplitWeight`, pass two tiles, `high` and `low`, one from each array.
   """
   x = on.in_f32(high)
   if low is None:
@@ -51,7 +51,7 @@ def _split(x: Array, words: Array, on: Instructions) -> tuple[Array, Array]:
   """Splits an f32 tile like `weights.split`."""
   bounded = jnp.clip(x, -_LARGEST, _LARGEST)
   noisy = as_bits(bounded) + (words >> 24)
-  # Non-finite values become an infinity or the canonical NaN.
+  # Infinities stay as they are, and NaNs keep only their sign.
   other = as_bits(x) & jnp.uint32(0xFFC00000)
   bits = jnp.where(jnp.abs(x) < jnp.inf, noisy, other)
   return on.split(bits)
