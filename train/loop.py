@@ -128,7 +128,10 @@ def train[Config: TrainConfig](
   if config.resume:
     done, lines = _find_checkpoint(run, config, data)
     if done >= config.steps:
-      say(f"{config.out}: all {config.steps} steps are already done")
+      say(
+        f"{config.out}: all {config.steps} steps are already done; the newest "
+        f"checkpoint is of step {done}"
+      )
       return
     with stop_on_bad_input():
       state = restore(run.checkpoints, done, config, abstract, batches)

@@ -246,6 +246,11 @@ def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
       is_twin = each is not run
       name = f"{path.name} {each.path.name}" if is_twin else path.name
       runs[name] = list(read_metrics(each.metrics))
+      if not runs[name]:
+        raise ValueError(
+          f"plot: {each.metrics} must have lines with a step, got none; "
+          "restore the file, or name other runs"
+        )
   return runs
 
 

@@ -58,14 +58,13 @@ def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
   found = sorted(file for file in found if file.is_file())
   if not found and not root.exists() and not glob.has_magic(path):
     raise FileNotFoundError(
-      f"load_tokens: the path must exist, got {path}; give an existing file or "
-      "folder, or a glob, or leave the path out to read Python's standard "
-      "library"
+      f"data: the path must exist, got {path}; pass an existing file or "
+      "folder, or a glob"
     )
   if not found:
     kind = " or ".join(suffixes) or "any"
     raise FileNotFoundError(
-      f"load_tokens: {path} must match at least one file ({kind} suffix), got "
+      f"data: {path} must match at least one file ({kind} suffix), got "
       "none; check the folder or the glob"
     )
   return found

@@ -163,6 +163,15 @@ def _folders(path: Path) -> list[Path]:
   return sorted(found, key=lambda item: int(item.name))
 
 
+def hide_all(path: Path) -> None:
+  """Renames all checkpoints, the newest first, so that none can be resumed."""
+  for folder in reversed(_folders(path)):
+    hidden = folder.with_name(f"{folder.name}.removed")
+    if hidden.exists():  # An earlier removal was killed.
+      shutil.rmtree(hidden)
+    folder.rename(hidden)
+
+
 def latest_step(path: Path) -> int | None:
   """Returns the newest checkpoint's step without checking its files."""
   folders = _folders(path)

@@ -18,7 +18,7 @@ from train.run.metrics import format_table, read_metrics
 _LAST = 50
 # Rows of the table: key, label, number format.
 _ROWS = (
-  ("train_loss", f"training loss, mean of last {_LAST} steps", ".4f"),
+  ("train_loss", "training loss, mean of last {} steps", ".4f"),
   ("held_out_loss", "held-out loss", ".4f"),
   ("held_out_accuracy", "held-out accuracy", ".4f"),
   ("perplexity", "held-out perplexity", ".3f"),
@@ -46,9 +46,11 @@ def finish(runs: Sequence[TrainConfig]) -> None:
   folders = [RunDirectory(config.out) for config in runs]
   names = [_name(config, runs[0]) for config in runs]
   read = [list(read_metrics(folder.metrics)) for folder in folders]
+  counts = [sum("loss" in row for row in rows) for rows in read]
+  last = min([_LAST, *filter(None, counts)])
   results = []
   for config, rows in zip(runs, read, strict=True):
-    result = summarize(rows)
+    result = summarize(rows, last)
     result["state"] = report.state_bytes_per_param(config)
     recipe = dataclasses.replace(config.coat_recipe(), axes=None)
     shape = config.model
@@ -62,20 +64,23 @@ def finish(runs: Sequence[TrainConfig]) -> None:
     )
     result["residuals"] = residuals["total"]
     results.append(result)
-  print(_table(names, results))
+  print(_table(names, results).replace("{}", str(last).ljust(2)))
   plot.draw(dict(zip(names, read, strict=True)), folders[0].plot)
   print(f"\nloss curves: {folders[0].plot}")
 
 
-def summarize(rows: list[dict]) -> dict[str, float]:
-  """Computes a run's values for the comparison table."""
+def summarize(rows: list[dict], last: int = _LAST) -> dict[str, float]:
+  """Computes a run's values for the comparison table.
+
+  The training loss is the mean over the `last` steps.
+  """
 
   def values(key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
 
   summary = {}
   if losses := values("loss"):
-    summary["train_loss"] = statistics.fmean(losses[-_LAST:])
+    summary["train_loss"] = statistics.fmean(losses[-last:])
   if speeds := values("tokens_per_s"):
     summary["tokens_per_s"] = statistics.median(speeds)
   if held_out := values("held_out_loss"):

@@ -46,7 +46,7 @@ _CONTENTS = (
   "wandb",
 )
 # Names of finished, set-aside and unfinished checkpoints.
-_CHECKPOINT = re.compile(r"\d+(\.damaged|\.orbax-checkpoint-tmp.*)?")
+_CHECKPOINT = re.compile(r"\d+(\.damaged|\.removed|\.orbax-checkpoint-tmp.*)?")
 
 
 class RunDirectory:
@@ -144,9 +144,12 @@ class RunDirectory:
     """
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
-        self.check(config)  # Check before anything is written.
+        # Lock a run first, because the command that trains there changes it.
+        # Check any other folder before anything is written into it.
+        if not self.is_run():
+          self.check(config)
         self._lock(opened)
-        self.check(config)  # Another command may have run before the lock.
+        self.check(config)
       yield
 
   def _lock(self, opened: contextlib.ExitStack) -> None:
@@ -204,8 +207,11 @@ class RunDirectory:
   def _remove_files(self) -> None:
     """Removes the run's files, and parent folders that become empty.
 
-    A link is removed, not the file that it leads to.
+    A link is removed, not the file that it leads to. Checkpoints are hidden
+    first, because one that has lost some of its files must not be resumed.
     """
+    if not self.checkpoints.is_symlink():
+      checkpoint.hide_all(self.checkpoints)
     for item in self._own_files():
       if item.is_dir() and not item.is_symlink():
         shutil.rmtree(item)

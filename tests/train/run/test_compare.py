@@ -135,3 +135,14 @@ def test_twins_are_the_plain_run_from_the_same_seed_and_the_next(tmp_path):
       getattr(config, name) for name in same
     ]
   assert compare.twins(dataclasses.replace(config, compare=None)) == []
+
+
+def test_training_loss_is_over_as_many_steps_as_every_run_has(runs, capsys):
+  file = RunDirectory(runs[1].out).metrics
+  file.write_text("".join(file.read_text().splitlines(keepends=True)[50:]))
+  compare.finish(runs)
+  rows = table(capsys.readouterr().out)
+  assert rows["training loss, mean of last 10 steps"][:2] == [
+    "2.5000",
+    "2.3000",
+  ]

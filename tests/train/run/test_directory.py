@@ -119,6 +119,7 @@ def test_run_whose_removal_was_killed_is_still_a_run(run, monkeypatch):
     patched.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
       run.create(describe(demo(), OTHERS))
+  assert run.is_run() and run.latest_step() is None
   run.check(config(overwrite=True))
   run.create(describe(demo(), OTHERS))
   assert set(contents(run.path)) == {"config.json", "notes.txt"}
@@ -136,11 +137,12 @@ def test_symbolic_link_is_removed_and_not_followed(run, tmp_path):
 def test_folder_is_claimed_while_it_is_entered(run):
   wanted = config(overwrite=True)
   with run.claimed(wanted):
-    with pytest.raises(
-      ValueError, match=f"process {os.getpid()} on .* is already"
-    ):
-      with run.claimed(wanted):
-        raise AssertionError
+    for options in (dict(overwrite=True), dict(resume=True), {}):
+      with pytest.raises(
+        ValueError, match=f"process {os.getpid()} on .* is already"
+      ):
+        with run.claimed(config(**options)):
+          raise AssertionError
     run.create(describe(demo(), OTHERS))
     assert run.lock.exists(), "it is not one of the run's files"
     with pytest.raises(

@@ -61,6 +61,9 @@ def test_table_and_figures_show_the_rest(runs, capsys, monkeypatch):  # noqa: F8
   assert capsys.readouterr().out.strip() == str(folder.plot)
 
 
-def test_run_without_a_line_is_drawn_empty(tmp_path):
-  plot.draw({"run": []}, tmp_path / "plot.png")
-  assert (tmp_path / "plot.png").stat().st_size > 1000
+def test_run_without_a_line_is_not_drawn(runs, capsys):  # noqa: F811
+  folder = RunDirectory(runs[1].out)
+  folder.write_description(describe(runs[1], numbered(1000)))
+  write(folder.metrics, *NONSENSE.values())
+  assert plot.main([str(folder.path)]) == 2
+  assert "must have lines with a step, got none" in capsys.readouterr().err

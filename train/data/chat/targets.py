@@ -24,7 +24,7 @@ import re
 from collections.abc import Sequence
 
 from train.data.chat.formats import Conversation
-from train.data.chat.template import ChatTemplate, Message, MissingToken
+from train.data.chat.template import ChatTemplate, Message, TemplateFault
 from train.data.sources import BadData
 
 Span = tuple[int, int]
@@ -62,7 +62,7 @@ class TargetFinder:
       text = self._template.render(chat.messages, tools=chat.tools)
       if self._template.has_generation(chat.tools):
         return text, self._marked(chat)
-    except MissingToken:  # This affects every row.
+    except TemplateFault:  # This affects every row.
       raise
     except ValueError as error:
       raise BadData("template", str(error).removeprefix("chat: ")) from error
@@ -75,8 +75,9 @@ class TargetFinder:
         raise BadData(
           "no mask",
           f"cannot find turn {i + 1} in the rendered text, because the "
-          "template changes or omits the turn; put {% generation %} into the "
-          "template, or use another template",
+          "template changes or omits the turn; check that it writes each "
+          "message's content, put {% generation %} around the assistant's, or "
+          "use another template",
         )
       end = span[1]
     return text, [span for span in spans if span]
@@ -210,8 +211,8 @@ class TargetFinder:
         return Shape((last, other), prompt != plain, ends, tail)
     raise ValueError(
       "chat: cannot find where a turn of the assistant begins and ends in the "
-      "template's text; put {% generation %} into the template, or use another "
-      "template"
+      "template's text; check that the template writes each message's content, "
+      "put {% generation %} around the assistant's, or use another template"
     )
 
   def _start_of(

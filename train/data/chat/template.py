@@ -40,8 +40,11 @@ _TOKEN_NAME = re.compile(r"^'(\w+_token)' is undefined")
 Message = dict[str, Any]
 
 
-class MissingToken(ValueError):
-  """Raised if a template uses a special token that the tokenizer lacks."""
+class TemplateFault(ValueError):
+  """Raised for a template that cannot render any conversation.
+
+  It is not valid Jinja, or uses a special token that the tokenizer lacks.
+  """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +142,16 @@ class ChatTemplate:
       )
     except jinja2.UndefinedError as error:
       if name := _TOKEN_NAME.search(str(error)):
-        raise MissingToken(
+        raise TemplateFault(
           f"chat: the template uses the tokenizer's {name[1]}, got none in "
           f"{_CONFIG}; add {name[1]} to that file, or use another template"
         ) from error
       raise _failed(error) from error
+    except jinja2.TemplateSyntaxError as error:
+      raise TemplateFault(
+        f"chat: the template must be valid Jinja, got {first_line(error)} in "
+        f"line {error.lineno}; correct the template"
+      ) from error
     except Exception as error:  # A template can raise anything.
       raise _failed(error) from error
 
