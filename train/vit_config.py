@@ -42,11 +42,12 @@ class ImageData:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VitConfig(TrainConfig):
-  """A run that classifies images: all options of a training run, plus these.
+  """A run that trains an image classifier: a training run's options, and these.
 
   Attributes:
     data: Images to learn from.
-    model: The tower's shape. The number of classes comes from the data.
+    model: The vision transformer's shape. The number of classes comes from the
+      data.
     batch: Images per step, over all devices.
     seq: Tokens per image.
   """
@@ -72,7 +73,7 @@ class VitConfig(TrainConfig):
 def vit_digits() -> VitConfig:
   """A small ViT that learns digits in a minute or two on two CPU cores.
 
-  `python -m train.data.digits FOLDER` writes the 8 x 8 images of scikit-learn.
+  `python -m train.data.digits FOLDER` writes scikit-learn's 8 x 8 images.
   """
   return VitConfig(
     out="runs/vit_digits",

@@ -136,7 +136,7 @@ class Grouped(abc.ABC):
           else "takes no noise, got some; pass None"
         )
       )
-    check_array("encode", "x", x, "a floating array", remedy="cast it")
+    check_array("encode", "x", x, "a floating-point array", remedy="cast it")
     if noise is not None and noise.shape != x.shape:
       raise ValueError(
         f"encode: noise must have the shape of x, {x.shape}, got "

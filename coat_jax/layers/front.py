@@ -61,9 +61,9 @@ class LinearSaved(NamedTuple):
 
   Attributes:
     norm: input and statistics of the norm; None without a norm.
-    x: for a front, the matmul's operand (see `keep_input`), or only the
-      operand's scale if the backward pass recomputes the operand; for a back,
-      what the middle saves.
+    x: the matmul's operand (see `keep_input`), or only its scale if the
+      backward pass recomputes the operand. For a back, whose operand comes from
+      the middle, what the middle saves.
     w_scale: the weight's scale that `multiply` returned.
   """
 
@@ -75,9 +75,10 @@ class LinearSaved(NamedTuple):
 def front_forward(
   x: Array, weights: LinearWeights, static: FrontStatic, recipe: CoatRecipe
 ) -> tuple[Array, Array | BlockScales, LinearSaved]:
-  """Returns h [..., F], the operand's scales, and the values to save.
+  """Returns the matmul's output h [..., F], scales, and the values to save.
 
-  With split="columns", h has all positions of the device's sequences.
+  The scales are those of the matmul's operand. With split="columns", sequences
+  are gathered, so h has all their positions, though x has only some.
   """
   if static.kind is None:
     normed, (y, kept) = None, input_operand(x, recipe)
@@ -102,9 +103,9 @@ def front_backward(
 ) -> tuple[Array, LinearWeights]:
   """Computes dx in `like`'s dtype, and gradients of all weights but the bias.
 
-  g, from `gradient_operand`, is the gradient of h. `like` is any array with the
-  device's batch size and dx's dtype. `add`, the gradient that bypasses the
-  block, is added to dx in f32.
+  g, from `gradient_operand`, is the gradient of h. `like`, any
+  array, has the device's batch size and the dtype that dx gets. `add`, the
+  gradient that bypasses the block, is added to dx in f32.
   """
   w, has_columns = weights, split == "columns"
   y = _columns_of(saved, w, recipe)

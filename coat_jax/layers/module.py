@@ -43,12 +43,12 @@ def check_float(
   op: str, name: str, x: Any, *, ndim: int | Collection[int] = ()
 ) -> None:
   """Raises unless x is a floating-point array; `ndim` restricts its rank."""
-  rule = "a floating array"
+  rule = "a floating-point array"
   if isinstance(ndim, int):
-    rule += f" of {ndim} axes"
+    rule += f" with {ndim} axes"
   elif ndim:
-    rule += f" of at least {min(ndim)} axes"
-  remedy = "pass activations, in bfloat16 or float32"
+    rule += f" with at least {min(ndim)} axes"
+  remedy = "pass a bfloat16 or float32 array"
   ranks = ndim or _SOME_AXES
   check_array(op, name, x, rule, ndim=ranks, remedy=remedy)
 
@@ -100,7 +100,7 @@ class RecipeModule(nnx.Module):
         check_whole(op, name, size, COUNT, "pass a positive int")
 
   def cast(self, x: Array, *params: nnx.Param | None) -> Array:
-    """Casts x to `dtype`, or if None to the common dtype of x and `params`."""
+    """Casts x to `dtype`, or to the common dtype of x and `params` if None."""
     op, remedy = type(self).__name__, "pass activations [..., features]"
     rule, kind = "an array of numbers [..., features]", jnp.number
     check_array(op, "x", x, rule, ndim=_SOME_AXES, kind=kind, remedy=remedy)

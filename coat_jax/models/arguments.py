@@ -62,8 +62,8 @@ def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_hidden(op: str, hidden: Any, width: int) -> None:
-  """Raises an error unless `hidden` is a floating array [B, T, width]."""
-  rule = f"a floating array [B, T, {width}]"
+  """Raises an error unless `hidden` is a floating-point array [B, T, width]."""
+  rule = f"a floating-point array [B, T, {width}]"
   remedy = "pass what the model returned"
   check_array(op, "hidden", hidden, rule, ndim=3, remedy=remedy)
   if hidden.shape[-1] != width:
@@ -71,6 +71,9 @@ def check_hidden(op: str, hidden: Any, width: int) -> None:
 
 
 def check_pixels(op: str, pixel_values: Any) -> None:
-  """Raises a TypeError unless images are a floating array."""
-  rule, remedy = "a floating array", "normalize them like the model's processor"
+  """Raises a TypeError unless images are a floating-point array."""
+  rule, remedy = (
+    "a floating-point array",
+    "normalize them like the model's processor",
+  )
   check_array(op, "pixel_values", pixel_values, rule, remedy=remedy)

@@ -234,13 +234,14 @@ def quantize(
     or [] if group_size is None.
 
   Raises:
-    TypeError: x is not a floating array, or group_size is not a whole number.
+    TypeError: x is not a floating-point array, or group_size is not a whole
+      number.
     ValueError: group_size is below 1 or given for a scalar x, or `dtype` or
       `scale_dtype` is not one of those listed above.
 
   Source: arXiv:2410.19313, section 5; docs/deviations.md 1 and 2.
   """
-  check_array("quantize", "x", x, "a floating array", remedy="cast it")
+  check_array("quantize", "x", x, "a floating-point array", remedy="cast it")
   if group_size is None:
     amax = tensor_amax(x)
   else:

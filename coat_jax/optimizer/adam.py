@@ -147,7 +147,7 @@ def adamw_step(
   *,
   groups: GroupCodecs,
 ) -> tuple[Weight, Stored]:
-  """Applies AdamW to a leaf, or to one layer of it (`step.step_of`)."""
+  """Applies AdamW to a leaf, or to a layer of a stacked leaf, by `step_of`."""
   return step_of(adam, p, g, stored, part, (scalars, step), groups)
 
 

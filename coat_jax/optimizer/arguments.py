@@ -34,9 +34,9 @@ from coat_jax.optimizer.masks import (
 
 # A decay closer to 1 rounds to 1 in f32: the bias correction would divide by 0,
 # and the moment would never change.
-_DECAY = check_number, Range(0, 0.9999999), "0.9 to 0.999 are usual"
-_SCHEDULE = "a schedule is a function of the step"
-_RMS = "0.2 is near AdamW's; None scales by shapes"
+_DECAY = check_number, Range(0, 0.9999999), "values from 0.9 to 0.999 are usual"
+_SCHEDULE = "pass a number, or a schedule: a function of the step"
+_RMS = "0.2 is near that of AdamW's updates; None scales by shapes"
 _STEPS = Range(0, 2**31 - 1)
 # Each hyperparameter's check, range and remedy.
 _RULES = {
@@ -83,11 +83,11 @@ def check_coefficients(op: str, values: Any) -> None:
 
 
 def check_optimizer(op: str, name: str, tx: Any) -> None:
-  """Raises a TypeError if `tx` has no `init` and `update`."""
+  """Raises a TypeError unless `tx` has both `init` and `update`."""
   if all(callable(getattr(tx, part, None)) for part in ("init", "update")):
     return
   made = callable(tx) and getattr(tx, "__name__", None)
-  remedy = "pass what a function of optax returns, such as optax.lion(1e-3)"
+  remedy = "pass an optax optimizer, such as optax.lion(1e-3)"
   if made:
     remedy = f"call it, as in {made}(1e-3)"
   refuse(TypeError, op, name, "an optimizer with init and update", tx, remedy)
@@ -96,7 +96,7 @@ def check_optimizer(op: str, name: str, tx: Any) -> None:
 def check_decay_mask(
   op: str, name: str, mask: Any
 ) -> Callable[[Any], Any] | None:
-  """Returns a weight-decay mask as a function with checks; None stays None."""
+  """Wraps a mask in a function that checks its bools and structure, or None."""
   if mask is None:
     return None
   if not callable(mask):

@@ -70,7 +70,7 @@ def lion_step(
   *,
   groups: GroupCodecs,
 ) -> tuple[Weight, Stored]:
-  """Applies Lion to a leaf, or to one layer of it (`step.step_of`)."""
+  """Applies Lion to a leaf, or to one layer of a stacked leaf, by `step_of`."""
   return step_of(lion, p, g, stored, part, (scalars, step), groups)
 
 
@@ -122,7 +122,7 @@ def coat_lion(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lion with momentum in FP8, in a quarter of the memory of `optax.lion`.
+  r"""Lion with momentum in FP8: a quarter of the state of `optax.lion`.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
   :math:`S_t = E(m_t)` the state: 1.04 bytes per parameter by default.

@@ -7,7 +7,7 @@ questions. The model decodes greedily until the answer ends. The cross-entropy
 of the data's answers is computed for all turns of a conversation at once.
 
 Short answers are compared as in VQA v2: in lower case, without punctuation,
-articles and line ends, and with number words up to ten as digits. There is one
+articles or line breaks, and with number words up to ten as digits. There is one
 difference: `vqaEval.py` of github.com/GT-Vision-Lab/VQA restores missing
 apostrophes, whereas we ignore apostrophes.
 """
@@ -65,17 +65,17 @@ def is_short(reference: str) -> bool:
 
 
 def is_match(answer: str, reference: str) -> bool:
-  """Returns whether both texts are equal after `normalized`."""
+  """Returns whether both texts are equal once normalized."""
   return normalized(answer) == normalized(reference)
 
 
 class Question(NamedTuple):
-  """A turn that the model is asked to write."""
+  """A prompt, and the turn that the model is asked to write after it."""
 
   conversation: int  # The conversation's index in the data.
   prompt: list[int]  # All tokens before the turn.
   new: list[int]  # The tokens between the previous answer and the turn.
-  reference: list[int]  # The turn in the data.
+  reference: list[int]  # The turn as it is in the data.
   images: int  # Number of images in the prompt.
 
 
@@ -88,7 +88,7 @@ class Answer(NamedTuple):
   answer: str  # The model's answer.
   images: tuple[Path, ...]  # Files of the images before the answer.
   is_short: bool  # Whether the reference is a short answer.
-  is_match: bool  # Whether both texts are equal after `normalized`.
+  is_match: bool  # Whether both texts are equal once normalized.
 
 
 class Answers(NamedTuple):
