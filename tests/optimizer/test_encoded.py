@@ -235,7 +235,7 @@ def test_arguments_of_the_wrong_type_are_refused():
   make = inspect.unwrap(encoded)
   for match, f in (
     ("got lion; call it, as in lion", lambda: make(optax.lion)),
-    ("got 'lion'; pass what a function of", lambda: make("lion")),
+    ("got 'lion'; pass an optax optimizer", lambda: make("lion")),
   ):
     with pytest.raises(TypeError, match=match):
       f()
