@@ -45,7 +45,6 @@ from train import convert_hf
 from train.command_line import one_of, read_options
 from train.config import TrainConfig
 from train.convert_adamw import export_adamw, import_adamw
-from train.data.text import has_tokenizer
 from train.options import read_path, shown
 from train.presets import PRESETS, finetune
 from train.run.exits import exit_status, stop_on_signal
@@ -89,11 +88,7 @@ class ExportHF:
 
   def convert(self, out: Path) -> str:
     step = convert_hf.export_hf(self.run, out, self.dtype)
-    text = f"weights of step {step}, for transformers"
-    is_of_text = not (out / "preprocessor_config.json").is_file()
-    if is_of_text and not has_tokenizer(out):
-      text += "; without a tokenizer, because the run has none in that format"
-    return text
+    return f"weights of step {step}, for transformers"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,9 @@ from coat_jax.models.hf.whole import written_whole
 from train import pretrained
 from train import step as steps
 from train.config import TrainConfig
+from train.data.text import has_tokenizer
 from train.run.directory import RunDirectory
+from train.run.exits import say
 from train.run.imported import create_run, newest_checkpoint
 from train.run.writing import save_errors
 from train.source import read_weights
@@ -54,6 +56,8 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
     )
     if isinstance(config, VitConfig):  # Otherwise `like` provides them.
       carry(source, written, *PROCESSORS)
+  if not (isinstance(config, VitConfig) or has_tokenizer(out)):
+    say(f"{out}: no tokenizer was written, because the run keeps none")
   return step
 
 

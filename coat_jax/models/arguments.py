@@ -72,8 +72,6 @@ def check_hidden(op: str, hidden: Any, width: int) -> None:
 
 def check_pixels(op: str, pixel_values: Any) -> None:
   """Raises a TypeError unless images are a floating-point array."""
-  rule, remedy = (
-    "a floating-point array",
-    "normalize them like the model's processor",
-  )
+  rule = "a floating-point array"
+  remedy = "normalize them like the model's processor"
   check_array(op, "pixel_values", pixel_values, rule, remedy=remedy)

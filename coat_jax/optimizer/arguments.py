@@ -96,7 +96,7 @@ def check_optimizer(op: str, name: str, tx: Any) -> None:
 def check_decay_mask(
   op: str, name: str, mask: Any
 ) -> Callable[[Any], Any] | None:
-  """Wraps a mask in a function that checks its bools and structure, or None."""
+  """Wraps a mask in a function that checks it; None stays None."""
   if mask is None:
     return None
   if not callable(mask):

@@ -88,9 +88,7 @@ class Checkpoints:
     if processes.is_primary():
       for folder in _folders(self.path):
         if int(folder.name) > after or folder.name != str(int(folder.name)):
-          aside = folder.with_name(f"{folder.name}.damaged")
-          shutil.rmtree(aside, ignore_errors=True)
-          folder.rename(aside)
+          _rename_aside(folder)
     processes.gather(after)  # The other processes wait for the primary one.
     self._manager.reload()
 
@@ -163,13 +161,18 @@ def _folders(path: Path) -> list[Path]:
   return sorted(found, key=lambda item: int(item.name))
 
 
-def hide_all(path: Path) -> None:
-  """Renames all checkpoints, the newest first, so that none can be resumed."""
+def _rename_aside(folder: Path) -> None:
+  """Renames a checkpoint, so that it cannot be resumed."""
+  aside = folder.with_name(f"{folder.name}.damaged")
+  if aside.exists():
+    shutil.rmtree(aside, ignore_errors=True)
+  folder.rename(aside)
+
+
+def set_all_aside(path: Path) -> None:
+  """Renames all checkpoints, the newest first, before they are removed."""
   for folder in reversed(_folders(path)):
-    hidden = folder.with_name(f"{folder.name}.removed")
-    if hidden.exists():  # An earlier removal was killed.
-      shutil.rmtree(hidden)
-    folder.rename(hidden)
+    _rename_aside(folder)
 
 
 def latest_step(path: Path) -> int | None:

@@ -64,7 +64,7 @@ def finish(runs: Sequence[TrainConfig]) -> None:
     )
     result["residuals"] = residuals["total"]
     results.append(result)
-  print(_table(names, results).replace("{}", str(last).ljust(2)))
+  print(_table(names, results, last))
   plot.draw(dict(zip(names, read, strict=True)), folders[0].plot)
   print(f"\nloss curves: {folders[0].plot}")
 
@@ -94,9 +94,10 @@ def summarize(rows: list[dict], last: int = _LAST) -> dict[str, float]:
   return summary
 
 
-def _table(names: list[str], results: list[dict[str, float]]) -> str:
+def _table(names: list[str], results: list[dict[str, float]], last: int) -> str:
   """Formats a table with a column for each run.
 
+  `last` is the number of steps over which the training losses are averaged.
   If there are BF16 runs, another column shows the difference of the first run
   from the first BF16 run. If there are several BF16 runs, the last column shows
   their spread.
@@ -112,7 +113,7 @@ def _table(names: list[str], results: list[dict[str, float]]) -> str:
     values = [_rounded(form, result.get(key)) for result in results]
     if all(value is None for value in values):
       continue
-    row = [words, *(_cell(form, value) for value in values)]
+    row = [words.format(last), *(_cell(form, value) for value in values)]
     if has_twin:
       difference = None if None in values[:2] else values[0] - values[1]
       row.append(_cell("+" + form, difference))

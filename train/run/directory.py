@@ -46,7 +46,7 @@ _CONTENTS = (
   "wandb",
 )
 # Names of finished, set-aside and unfinished checkpoints.
-_CHECKPOINT = re.compile(r"\d+(\.damaged|\.removed|\.orbax-checkpoint-tmp.*)?")
+_CHECKPOINT = re.compile(r"\d+(\.damaged|\.orbax-checkpoint-tmp.*)?")
 
 
 class RunDirectory:
@@ -207,11 +207,11 @@ class RunDirectory:
   def _remove_files(self) -> None:
     """Removes the run's files, and parent folders that become empty.
 
-    A link is removed, not the file that it leads to. Checkpoints are hidden
+    A link is removed, not the file that it leads to. Checkpoints are renamed
     first, because one that has lost some of its files must not be resumed.
     """
     if not self.checkpoints.is_symlink():
-      checkpoint.hide_all(self.checkpoints)
+      checkpoint.set_all_aside(self.checkpoints)
     for item in self._own_files():
       if item.is_dir() and not item.is_symlink():
         shutil.rmtree(item)

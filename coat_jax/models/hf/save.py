@@ -197,7 +197,7 @@ def _unpack(
   split: MatrixSplit | None,
   dtype: np.dtype,
 ) -> tuple[list[Array], Array]:
-  """Unpacks a parameter or a layer of it; also returns if it is all finite."""
+  """Unpacks a parameter or one layer; also tells if all values are finite."""
   if layer is not None:
     x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
   x = x.astype(dtype)

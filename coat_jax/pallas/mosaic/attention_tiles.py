@@ -239,7 +239,7 @@ class Scores(NamedTuple):
     return jnp.exp2(x * self.unit - shift)
 
   def slope(self, x: Array, p: Array) -> Array:
-    """Multiplies p by the derivative of scores by `scale * q k^T`."""
+    """Multiplies p by d(score) / d(scale * q k^T)."""
     return p if self.work.kind.soft_cap is None else p * (1 - x * x)
 
   def _tanh(self, x: Array, scale: float) -> Array:
