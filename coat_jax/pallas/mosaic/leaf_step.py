@@ -15,32 +15,17 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.codecs.group import Encoded, GroupCodec, Plain
 from coat_jax.numerics.stochastic import LeafPart, next_words, parameter_words
 from coat_jax.ops.capability import HOPPER, why_not_before
 from coat_jax.pallas.mosaic import moment_codecs, registers, weights, words
-from coat_jax.pallas.mosaic.device import multiprocessors
 from coat_jax.pallas.mosaic.moment_codecs import Decoded
-from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS, TILE
+from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
 from coat_jax.pallas.mosaic.registers import Instructions
-from coat_jax.pallas.mosaic.ring import Ring
 
 GroupCodecs = tuple[GroupCodec, ...]
-
-# Whether programs load their next tile while they compute one. Registers leave
-# room for only four or five programs on a multiprocessor. Without loading
-# ahead, a scheduler of an H100 issues nothing in 44 to 56 % of all clocks of
-# stochastic steps, because all its warps wait for memory. An earlier form, in
-# which each program loaded consecutive tiles, made most stochastic steps 5 to
-# 8 % shorter there. Loading ahead is off until its results have been checked on
-# a GPU.
-LOADS_AHEAD = False
-# The largest number of tiles per program. Each program gets more than one tile
-# only if there are then at least this many programs for each multiprocessor.
-_MOST_TILES, _PROGRAMS = 16, 16
 
 
 @runtime_checkable
@@ -106,7 +91,6 @@ class _Work:
   # For each moment, which fields of `Encoded` are arrays. The other fields are
   # scalar zeros, because the codec does not store them.
   present: tuple[tuple[bool, ...], ...]
-  loads_ahead: bool
   interpret: bool
 
   @property
@@ -138,7 +122,6 @@ def run(
     has_layer=part.layer is not None,
     groups=groups,
     present=tuple(tuple(x.ndim > 0 for x in moment) for moment in stored),
-    loads_ahead=LOADS_AHEAD,
     interpret=interpret,
   )
   arrays = tuple(x for x in flat if x.ndim)
@@ -162,24 +145,13 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
   weight, weight_tree = jax.tree.flatten(p)  # An empty list if p is None.
   in_place = (*stored, *weight)
   refs = [jax.new_ref(view(x)) for x in in_place]
-  tiles = g.size // (GROUP_SIZE * ROWS)
-  known = dict(work=work, shape=codes.shape, num_weights=len(weight))
-  body, grid, scratch = functools.partial(_kernel, **known), tiles, {}
-  if work.loads_ahead:
-    loaded = [g, *weight, *(x for x in stored if view(x).ndim == 2)]
-    per_program = tiles // (_PROGRAMS * multiprocessors())
-    per_program = min(max(per_program, 1), _MOST_TILES)
-    grid = pl.cdiv(tiles, per_program)
-    body = functools.partial(_kernel_loading_ahead, **known, programs=grid)
-    slot = (min(per_program, 2), *TILE)
-    slots = tuple(plgpu.SMEM(slot, x.dtype) for x in loaded)
-    scratch = {"ring": Ring.types(slots, readers=1)}
   update = plgpu.kernel(
-    body,
+    functools.partial(
+      _kernel, work=work, shape=codes.shape, num_weights=len(weight)
+    ),
     out_type=jax.ShapeDtypeStruct(view(g).shape, g.dtype) if p is None else (),
-    grid=(grid,),
+    grid=(g.size // (GROUP_SIZE * ROWS),),
     grid_names=("block",),
-    scratch_types=scratch,
     compiler_params=plgpu.CompilerParams(
       # Exact division, exp2 and log2 would take ten times as long.
       approx_math=True,
@@ -220,90 +192,17 @@ def _kernel(
   """
   start = lax.axis_index("block") * ROWS
   g = registers.load(g_gmem, start)
-  start = start + _first_group(place_gmem, g_gmem, work)
-  stored = sum(work.counts)
-  refs = (*gmem[stored:][:num_weights], *gmem[:stored])
-  values = [registers.load(ref, start) for ref in refs]
-  loaded = g, values[:num_weights], values[num_weights:]
-  _tile(scalars_gmem, place_gmem, gmem, start, loaded, work, shape)
-
-
-def _first_group(place_gmem, g_gmem, work: _Work) -> Array:
-  """Returns the index of the first group of the part's layer in the leaf."""
-  if not work.has_layer:
-    return jnp.int32(0)
-  layer = place_gmem[place_gmem.shape[0] - 1].astype(jnp.int32)
-  return layer * g_gmem.shape[0]
-
-
-def _kernel_loading_ahead(
-  scalars_gmem,
-  place_gmem,
-  g_gmem,
-  *gmem,
-  work: _Work,
-  shape: tuple[int, ...],
-  num_weights: int,
-  programs: int,
-  ring: Ring,
-):
-  """Computes what `_kernel` computes, for every `programs`-th tile.
-
-  Programs with consecutive indices load consecutive tiles at about the same
-  time.
-  """
-  first_group = _first_group(place_gmem, g_gmem, work)
-  stored = gmem[: sum(work.counts)]
-  weight = gmem[sum(work.counts) :][:num_weights]
-  of_values = (*weight, *(ref for ref in stored if ref.ndim == 2))
-  program = lax.axis_index("block")
-  tiles = g_gmem.shape[0] // ROWS
-  count = lax.div(tiles - program + programs - 1, jnp.int32(programs))
-
-  def start_of(i):
-    return (program + i * programs) * ROWS
-
-  def load(i):
-    rows = pl.ds(first_group + start_of(i), ROWS)
-    of_g = g_gmem.at[pl.ds(start_of(i), ROWS)]
-    ring.load(i, of_g, *(ref.at[rows] for ref in of_values))
-    for ref in stored:
-      # Mosaic prefetches multiples of 16 bytes.
-      if ref.ndim == 1 and ROWS * ref.dtype.itemsize % 16 == 0:
-        plgpu.async_prefetch(ref.at[rows])
-
-  def step(i, _):
-    pl.when(i + 1 < count)(lambda: load(i + 1))
-    start = first_group + start_of(i)
-    g, *values = (registers.load_tile(x) for x in ring.read(i))
-    codes = iter(values[num_weights:])
-    moments = [
-      next(codes) if x.ndim == 2 else registers.load(x, start) for x in stored
-    ]
-    loaded = g, values[:num_weights], moments
-    _tile(scalars_gmem, place_gmem, gmem, start, loaded, work, shape)
-    ring.release(i, work.interpret)
-
-  load(jnp.int32(0))
-  lax.fori_loop(0, count, step, None)
-  if work.interpret:
-    ring.drain(count)
-
-
-def _tile(
-  scalars_gmem, place_gmem, gmem, start, loaded, work: _Work, shape
-) -> None:
-  """Computes the step of the tile whose first group is `start`.
-
-  `loaded` contains the tile's gradient, the arrays of its parameter, and the
-  arrays of its moments. See `_kernel` for the other arguments.
-  """
+  if work.has_layer:
+    layer = place_gmem[place_gmem.shape[0] - 1].astype(jnp.int32)
+    start = start + layer * g_gmem.shape[0]
   groups, on = work.groups, Instructions(work.interpret)
   named = {name: scalars_gmem[i] for i, name in enumerate(work.names)}
   rule = work.rule(**named)
   *moments_gmem, last_gmem = _parts(gmem, work.counts)
-  g, weight, stored = loaded
-  *stored, _ = _parts(stored, work.counts)
+  weight = [registers.load(ref, start) for ref in last_gmem[:num_weights]]
+  stored = [
+    [registers.load(ref, start) for ref in refs] for refs in moments_gmem
+  ]
   p = weights.in_f32(on, *weight) if weight else None
   codecs = [moment_codecs.on_registers(codec) for codec in groups]
   old = tuple(

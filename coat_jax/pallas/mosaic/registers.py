@@ -35,11 +35,6 @@ def load(ref, start) -> Array:
   return plgpu.load(rows, layout=layout, optimized=False)
 
 
-def load_tile(ref) -> Array:
-  """Loads a tile from shared memory."""
-  return plgpu.load(ref, layout=LAYOUT, optimized=False)
-
-
 def store(ref, start, x: Array) -> None:
   ref[pl.ds(start, ROWS)] = x
 

@@ -23,10 +23,8 @@ from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import adam
 from coat_jax.optimizer import step as steps
 from coat_jax.pallas.mosaic import adam as kernel
-from coat_jax.pallas.mosaic import leaf_step
 from tests import cases
 from tests.codecs import oracles as codec_oracles
-from tests.comparing import assert_same_bits
 from tests.matrices import quick
 
 CODECS = {
@@ -148,19 +146,6 @@ def test_interpreted_kernel_matches_definition(name, dtype):
   apart = np.concatenate(apart)
   assert other == 0 and total == 2 * 2 * 32
   assert np.mean(apart != 0) <= 1e-3 and np.max(apart) <= 1
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_loading_ahead_changes_no_bit(dtype, monkeypatch):
-  codec = CODECS["coat"]
-  args = (*problem(codec, dtype, shape=(20, 1024)), *numbers(1))
-  want = by_kernel(codec, *args)
-  # Of the 20 tiles, two programs compute seven each, and one computes six.
-  monkeypatch.setattr(leaf_step, "LOADS_AHEAD", True)
-  monkeypatch.setattr(leaf_step, "_MOST_TILES", 8)
-  monkeypatch.setattr(leaf_step, "_PROGRAMS", 1)
-  monkeypatch.setattr(leaf_step, "multiprocessors", lambda: 1)
-  assert_same_bits(by_kernel(codec, *args), want)
 
 
 @pytest.mark.parametrize("grad_dtype", [jnp.float32, jnp.bfloat16])
