@@ -4,7 +4,7 @@
 #   studies/finetuning.sh DATA OUT [SEED ...]
 #
 # DATA is a folder that `python -m studies.docstrings` wrote. First, a model of
-# 1.2 B parameters is pretrained on Python code (49 M tokens, BF16). Then, for
+# 1.1 B parameters is pretrained on Python code (49 M tokens, BF16). Then, for
 # each SEED (by default 0 and 1), it is fine-tuned for 300 steps on
 # conversations about Python: once in BF16 with f32 moments and once in recipe
 # coat, from the same weights and on the same data. A batch has 8 x 2048 tokens;

@@ -18,16 +18,14 @@ def test_difference_on_the_accuracy_page_equals_the_rows():
 def test_differences_of_long_runs_equal_the_rows():
   runs = long.read_runs()
   shown = (DOCS / "long_runs.md").read_text()
-  lean = (
-    "`lean`: BF16 weights, optimizer step in the backward pass; stopped early"
-  )
+  lean = "`lean`: BF16 weights, optimizer step in the backward pass"
   with_attention = '`lean` with `attention="fp8"`'
   moments = "BF16 layers with `coat`'s moments, stopped early"
   other = "`coat` on another machine, stopped early"
   for label, variant, corpus in (
     ("`coat`", "coat", long.LATER),
     ("`coat`", "coat", long.EARLIER),
-    ("`coat`, seed 1, stopped early", "coat, seed 1", long.LATER),
+    ("`coat`, seed 1", "coat, seed 1", long.LATER),
     (lean, "lean", long.LATER),
     (with_attention, "lean, attention fp8", long.EARLIER),
     (other, "coat, earlier machine", long.EARLIER),
@@ -51,21 +49,42 @@ def last(differences):
 def test_words_about_long_runs_equal_the_rows():
   runs = long.read_runs()
   shown = " ".join((DOCS / "long_runs.md").read_text().split())
-  pairs = [
-    long.held_out_differences(runs[corpus], "coat")
-    for corpus in (long.LATER, long.EARLIER)
-  ]
   seeds = long.held_out_differences(runs[long.LATER], long.SECOND_SEED)
-  above = sum(abs(x) > abs(seeds[step]) for step, x in pairs[0].items())
-  assert f"at {above} of {len(seeds)} evaluations" in shown
-  for pair in pairs:
+  above = []
+  for variant, corpus, least, most in (
+    ("coat", long.LATER, 0.007, 0.012),
+    ("coat, seed 1", long.LATER, 0.002, 0.006),
+    ("coat", long.EARLIER, 0.007, 0.012),
+  ):
+    pair = long.held_out_differences(runs[corpus], variant)
     late = [x for step, x in pair.items() if step * long.TOKENS_PER_STEP > 15e7]
-    assert 0.007 < min(late) <= max(late) < 0.012
-  for corpus in (long.LATER, long.EARLIER):
-    ends = [runs[corpus][x]["held_out"][-1][1] for x in ("bf16", "coat")]
+    assert least < min(late) <= max(late) < most
+    if corpus == long.LATER:
+      above.append(sum(abs(x) > abs(seeds[step]) for step, x in pair.items()))
+    plain = long.bf16_run(runs[corpus], variant)
+    ends = [x["held_out"][-1][1] for x in (plain, runs[corpus][variant])]
     cells = "| {:.4f} | {:.4f} | {:+.4f} |".format(*ends, ends[1] - ends[0])
     assert cells in shown
     assert cells in (DOCS / "accuracy.md").read_text()
+  first, second = above
+  assert (
+    f"at {first} of 20 evaluations with seed 0, and at {second} of 20" in shown
+  )
+
+
+def test_fine_tuning_on_the_accuracy_page_equals_the_rows():
+  ends = {
+    (row["case"]["variant"], row["case"]["seed"]): row["held_out"][-1][1]
+    for row in measured("finetuning")
+  }
+  plain, fp8 = ([ends[x, seed] for seed in (0, 1)] for x in ("bf16", "coat"))
+  differences = [y - x for x, y in zip(plain, fp8, strict=True)]
+  cells = (
+    f"| {sum(plain) / 2:.4f} | {sum(fp8) / 2:.4f} "
+    f"| {differences[0]:+.4f}, {differences[1]:+.4f} "
+    f"| {abs(plain[1] - plain[0]):.3f} |"
+  )
+  assert cells in (DOCS / "accuracy.md").read_text()
 
 
 def test_page_shows_how_much_of_the_grid_was_run():
