@@ -216,6 +216,8 @@ def _parser() -> argparse.ArgumentParser:
   command.add_argument("--batch", type=args.count, help="default: the preset's")
   command.add_argument("--seq", type=args.count, help="default: the preset's")
   command.add_argument("--data", help="see --data.path of train.pretrain")
+  dtypes = ("text", "uint16", "uint32")
+  command.add_argument("--data-dtype", choices=dtypes, default="text")
   command.add_argument("--tokenizer", help="see train.pretrain --help")
   command.add_argument("--minutes", type=float, default=1e9)
   command.add_argument("--rows", type=Path, default=ROWS)
@@ -255,7 +257,9 @@ def main(arguments: list[str] | None = None) -> int:
         name: stability_figure.best_rates(done, name, options.best)
         for name in variants
       }
-    config = DataConfig(path=options.data, tokenizer=options.tokenizer)
+    config = DataConfig(
+      path=options.data, tokenizer=options.tokenizer, dtype=options.data_dtype
+    )
     source = load_tokens(config, base.model.vocab_size)
     options.rows.parent.mkdir(parents=True, exist_ok=True)
   case = _common(options.preset, base)

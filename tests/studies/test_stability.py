@@ -223,6 +223,18 @@ TOY = dataclasses.replace(
 
 
 @pytest.mark.slow
+def test_data_can_be_token_files(tmp_path, monkeypatch):
+  found = []
+  monkeypatch.setattr(
+    stability, "run", lambda base, todo, source, *_, **__: found.append(source)
+  )
+  tokens = np.arange(2000, dtype=np.uint16) % 256
+  tokens.tofile(tmp_path / "tokens.bin")
+  line = ["run", "--data", tmp_path / "tokens.bin", "--rows", tmp_path / "rows"]
+  stability.main([*map(str, line), "--data-dtype", "uint16"])
+  np.testing.assert_array_equal(found[0].read(0, 2000), tokens)
+
+
 def test_runs_share_a_program_and_match_training(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(stability, "study", lambda: TOY)
   monkeypatch.setattr(stability_run, "CHUNK", 5)
