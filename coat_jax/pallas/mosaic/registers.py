@@ -90,7 +90,8 @@ class Instructions:
     even if that code is subnormal.
     """
     if not self.interpret:
-      # For y below 2^-6 the product is subnormal; this multiplication keeps it.
+      # If y is below 2^-6, the product is a subnormal f32. The GPU does not
+      # flush it to zero.
       return as_bits(x * (factor * 2.0**-120))
     y = x * factor
     subnormal = (y * 2.0**29).astype(jnp.uint32)
