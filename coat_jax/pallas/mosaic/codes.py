@@ -14,7 +14,7 @@ from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import row_ptx, rows
 
-_WIDTH = 64  # Number of codes that a program copies from each of 128 columns.
+_WIDTH = 64  # Number of codes that a program copies of each of 128 columns.
 
 
 def _why_not_codes(x: Array) -> str | None:
@@ -24,10 +24,7 @@ def _why_not_codes(x: Array) -> str | None:
 
 
 def _part_of(axis: str, size: int, count: int):
-  """Returns the index of this program's matrix, and its slice of the matrix.
-
-  Each matrix has `count` rows or columns, cut into slices of `size`.
-  """
+  """Returns the index of this program's matrix, and its slice of `count`."""
   number, parts = lax.axis_index(axis), jnp.int32(pl.cdiv(count, size))
   part = rows.part_at(lax.rem(number, parts), size, count)
   return lax.div(number, parts), part

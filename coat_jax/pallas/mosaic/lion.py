@@ -26,7 +26,7 @@ from coat_jax.pallas.mosaic.registers import Instructions
 
 
 def _why_not(p, g, stored, groups, **_) -> str | None:
-  # Don't check the low bytes of a `SplitWeight`: they are int8.
+  # Leave out the low bytes of a `SplitWeight`.
   return leaf_step.why_not(stored, groups, (jax.tree.leaves(p)[0], g))
 
 

@@ -39,7 +39,7 @@ _SIGN = 0x80000000
 class Decoded(NamedTuple):
   """A decoded moment, as factors that are not yet multiplied together.
 
-  `times` multiplies the group's factor by the scalar, which saves a
+  `times` multiplies the group's factor by a scalar, which saves a
   multiplication per value.
 
   Attributes:

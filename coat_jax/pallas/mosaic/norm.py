@@ -9,7 +9,7 @@
               in the row layout, the column layout (transposed) or both.
 
 A program of `norm_input` processes the groups of a row, and a program of
-`norm_fwd` processes a tile. The docstring of `rows` explains groups and tiles.
+`norm_fwd` processes a tile (see `rows`).
 """
 
 import functools

@@ -195,7 +195,7 @@ def split(bits: Array) -> tuple[Array, Array]:
 
 
 def powers(significand, exponent, root, scale, top: float):
-  """Computes `Instructions.powers`; lane j of 16 holds entry j of the tables."""
+  """Computes `Instructions.powers`; lane j of 16 holds entry j of tables."""
 
   @plgpu.inline_mgpu(
     arg_types=(LAYOUT, LAYOUT, GROUP_LAYOUT, GROUP_LAYOUT),
