@@ -78,7 +78,8 @@ class _Adam:
       g = on.in_f32(g) * self.grad_scale
     # This is `formats.with_finite_square`, but with an FMA instead of a compare
     # and a select, which run at half the rate. In bf16, each instruction
-    # processes two values.
+    # processes two values. If the definition used an FMA too, XLA would keep a
+    # copy of all gradients.
     bound = jnp.asarray(ROOT_OF_LARGEST, g.dtype)
     g = jnp.clip(g, -bound, bound) + jnp.zeros([], g.dtype) * g
     g = on.in_f32(g)

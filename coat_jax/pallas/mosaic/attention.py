@@ -28,7 +28,7 @@ from coat_jax.pallas.mosaic.attention_backward import (
 from coat_jax.pallas.mosaic.attention_forward import forward
 from coat_jax.pallas.mosaic.attention_tiles import LOG2_E, Work
 from coat_jax.pallas.mosaic.attention_visits import segment_bounds
-from coat_jax.pallas.mosaic.persistent import ROWS, WAVE
+from coat_jax.pallas.mosaic.wgmma import ROWS, WAVE
 
 _HEAD_SIZES = (64, 128, 256)
 

@@ -19,12 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.pallas.mosaic import attention_tiles as tiles
 from coat_jax.pallas.mosaic.attention_tiles import Scores, Work
-from coat_jax.pallas.mosaic.persistent import (
+from coat_jax.pallas.mosaic.ring import Ring
+from coat_jax.pallas.mosaic.wgmma import (
   ROWS,
   WARPGROUPS,
   rows_of_128_bytes,
 )
-from coat_jax.pallas.mosaic.ring import Ring
 
 # If scores are within ±55, their exponentials are between 2^-80 and 2^80. So a
 # sum of 2^40 of them does not overflow, and none underflows.

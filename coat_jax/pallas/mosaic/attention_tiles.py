@@ -21,13 +21,13 @@ from jax.typing import DTypeLike
 
 from coat_jax.ops.types import AttentionKind
 from coat_jax.pallas.mosaic.attention_visits import Visits
-from coat_jax.pallas.mosaic.persistent import (
+from coat_jax.pallas.mosaic.ring import Ring
+from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
   ROWS,
   WARPGROUPS,
   rows_of_128_bytes,
 )
-from coat_jax.pallas.mosaic.ring import Ring
 
 LOG2_E = 1.0 / math.log(2.0)
 # Sums of 64 x 256 occupy 128 registers per thread, and scores up to 100 more.

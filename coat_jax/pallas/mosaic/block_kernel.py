@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.scaling import BLOCK
-from coat_jax.pallas.mosaic.persistent import (
+from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
   REGISTERS,
   REGISTERS_TO_LOAD,

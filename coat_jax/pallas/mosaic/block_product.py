@@ -32,7 +32,7 @@ from coat_jax.ops.linear import in_columns, in_rows, in_sum
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import block_kernel, device
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
-from coat_jax.pallas.mosaic.persistent import WARPGROUPS
+from coat_jax.pallas.mosaic.wgmma import WARPGROUPS
 
 TILES = {
   "paired": Tile(cluster=2),

@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.numerics.scaling import BLOCK
 from coat_jax.pallas.mosaic.grouped_table import Entry
-from coat_jax.pallas.mosaic.persistent import (
+from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
   REGISTERS,
   REGISTERS_TO_LOAD,

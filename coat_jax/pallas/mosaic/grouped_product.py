@@ -51,7 +51,7 @@ from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import device, grouped_kernel
 from coat_jax.pallas.mosaic.grouped_kernel import Tile, Work
 from coat_jax.pallas.mosaic.grouped_table import blocks_of_tokens, tiles_of_rows
-from coat_jax.pallas.mosaic.persistent import WARPGROUPS, in_128_bytes
+from coat_jax.pallas.mosaic.wgmma import WARPGROUPS, in_128_bytes
 
 TILES = {"tall": Tile(), "low": Tile(waves=1, stages=5, band=16)}
 

@@ -56,8 +56,8 @@ class _Log(FittedCodec):
     # A value may be 2^-253 times the bound, and this factor would underflow. So
     # multiply the bound, up to 2^127, twice by the factor's square root.
     root = jnp.exp2((level - (self._steps + 1)) * spread(half_step))
-    # Code 0 stands for zero. Multiply by 0 instead of selecting 0, so that code 0
-    # decodes to NaN in a group that contains NaN.
+    # Code 0 stands for zero. Multiply by 0 instead of selecting 0, so that
+    # code 0 decodes to NaN in a group that contains NaN.
     last = with_sign(root * jnp.minimum(level, 1.0), sign)
     return Decoded(root, bound, last)
 
