@@ -5,11 +5,11 @@ Each row below shows which tiles of keys a tile of queries visits. Each column
 shows which tiles of queries a tile of keys visits:
 
              keys                     keys
-           0 1 2 3 4 5              0 1 2 3 4 5
+           0 1 2 3                  0 1 2 3
          0 e                      0 e                 .  is not visited
- queries 1 f e                    1 e e               e  is masked (an edge)
-         2 f f e                  2 . e e             f  is seen completely
-         3 f f f e   causal       3 . f e e   window
+ queries 1 f e                    1 f e               e  is masked (an edge)
+         2 f f e                  2 e f e             f  is seen completely
+         3 f f f e   causal       3 . e f e   window of two tiles
 
 With segments, a tile visits all tiles from the first to the last that may share
 a segment with it: those whose range of ids overlaps its own range. In packed

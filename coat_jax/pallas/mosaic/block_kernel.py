@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU kernel that `block_product` runs: a block-scaled FP8 matmul.
 
-The result is cut into tiles, and one persistent program (thread block) per
-multiprocessor computes one tile after another. A tile's rows are split into
-waves of 128. The program has three warpgroups. The third one prefetches blocks
-of a and b and their scales into shared memory. The other two each compute 64
-rows of every wave. For each block, they run four wgmma of m64n128k32, scale the
-result by the block's two scales, and add it in f32 to the total in their
-registers. One warpgroup scales and adds while the other uses the tensor cores,
-as in DeepGEMM (arXiv:2412.19437, section 3.3.2).
+One persistent program (thread block) per multiprocessor computes one tile of
+the result after another. A tile's rows are split into waves of 128. One of the
+program's three warpgroups prefetches blocks of a and b and their scales into
+shared memory. Each of the other two computes 64 rows of every wave: for each
+block, it runs four wgmma of m64n128k32, scales the result by the block's two
+scales, and adds it in f32 to the total in its registers. One warpgroup scales
+and adds while the other uses the tensor cores, as in DeepGEMM
+(arXiv:2412.19437, section 3.3.2).
 
 With tiles of 256 rows, the tensor cores need 1024 clocks for a block. In that
 time, 48 KiB are read from the L2 cache (32 KiB if two programs share a), and
@@ -266,9 +266,8 @@ def _sum_blocks(
       new.append(total + partial)
     if work.interpret or work.tile.cluster > 1:
       # In a cluster, one thread arrives for its whole warpgroup, so wait until
-      # the other threads have read the scales. Without a cluster, each thread
-      # arrives after it has read the scales, but the interpreter would report a
-      # race with the next copy.
+      # the other threads have read the scales. Without a cluster, this only
+      # keeps the interpreter from reporting a race with the next copy.
       plgpu.commit_smem()
     plgpu.barrier_arrive(free.at[slot])
     return step + 1, tuple(new)

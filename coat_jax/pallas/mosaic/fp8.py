@@ -73,7 +73,7 @@ class _Scaled(FittedCodec):
 class _Fit(NamedTuple):
   """The parameters with which a group's values are encoded, 32 bits each."""
 
-  amax: Array  # Like `range`, before the cast to the dtype of `Encoded`.
+  amax: Array  # Before the cast to the stored dtype, like `range`.
   range: Array
   power: Array  # k: x is mapped to 2^(k log2 |x| + shift).
   shift: Array

@@ -44,7 +44,7 @@ class Decoded(NamedTuple):
 
   Attributes:
     values: f32 tile.
-    factor: f32 [ROWS], one per group; None means 1.
+    factor: f32 [8], one per group; None means 1.
     last: f32 tile that is multiplied last; None means 1.
   """
 

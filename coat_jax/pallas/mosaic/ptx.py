@@ -126,7 +126,7 @@ def e4m3_codes(code: Array, x: Array | None) -> Array:
     words = emit.pairs(pairs, 0x6420)
     for sign in signs:
       bytes_ = emit.pairs(
-        emit.pairs(emit.elements(_as_i32(sign)), 0x0073), 0x5410
+        emit.pairs(emit.elements(_bits(sign)), 0x0073), 0x5410
       )
       words = [
         arith.ori(word, arith.andi(x, emit.i32(0x80808080)))
@@ -195,7 +195,7 @@ def split(bits: Array) -> tuple[Array, Array]:
 
 
 def powers(significand, exponent, root, scale, top: float):
-  """Computes `Instructions.powers`; lane j of 16 holds entry j of tables."""
+  """Computes `Instructions.powers`; lane j of 16 holds each table's entry j."""
 
   @plgpu.inline_mgpu(
     arg_types=(LAYOUT, LAYOUT, GROUP_LAYOUT, GROUP_LAYOUT),
@@ -251,7 +251,7 @@ def _type(shape: tuple[int, ...], dtype: DTypeLike) -> plgpu.ShapeDtypeStruct:
 
 
 def _on_vectors(convert: Callable, dtype: DTypeLike, *tiles: Array) -> Array:
-  """Calls `convert` with a vector of each thread's values in each tile."""
+  """Converts tiles: each thread calls `convert` on its vectors of values."""
   is_signed = False if dtype == jnp.uint8 else None
 
   @plgpu.inline_mgpu(
@@ -301,10 +301,8 @@ def _only(x: mgpu.FragmentedArray):
   return register
 
 
-def _as_i32(x):
-  """Returns the bits of an f32 number or of a vector of f32, as i32."""
-  if not isinstance(x.type, ir.VectorType):
-    return arith.bitcast(emit.i32_type(), x)
+def _bits(x):
+  """Returns the bits of a vector of f32, as i32."""
   return arith.bitcast(ir.VectorType.get(x.type.shape, emit.i32_type()), x)
 
 

@@ -249,7 +249,7 @@ def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
 
 
 def tile_height(m: int) -> int:
-  """Returns the height of tiles that write the column layout in long runs."""
+  """Picks the taller tiles, which write the column layout in longer runs."""
   return HIGH if m >= HIGH else LOW
 
 

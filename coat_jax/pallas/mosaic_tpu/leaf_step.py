@@ -65,16 +65,10 @@ def why_not(stored, groups, part, arrays) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """An optimizer's step on TPUs.
+  """An optimizer's step on TPUs."""
 
-  Attributes:
-    arithmetic: `adam.adam` or `lion.lion`.
-    groups: the codec of each moment.
-    interpret: whether to run in the interpreter of Pallas, on a CPU.
-  """
-
-  arithmetic: Callable[..., tuple[Array, ...]]
-  groups: tuple[Grouped, ...]
+  arithmetic: Callable[..., tuple[Array, ...]]  # `adam.adam` or `lion.lion`.
+  groups: tuple[Grouped, ...]  # The codec of each moment.
   interpret: bool
 
   def __call__(
@@ -157,24 +151,15 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-  """The static parameters of a kernel.
-
-  Attributes:
-    step: the optimizer's step.
-    scalars: tree structure of the scalars, which are packed into one array.
-    dims: sizes of the gradient's axes, except the last.
-    axes: for each of these axes, its index in the leaf.
-    whole: shape of the whole leaf.
-    num_weights: number of the parameter's arrays; 0 if the update is returned.
-    present: for each moment, whether its codec stores an amax and a range.
-  """
+  """The static parameters of a kernel."""
 
   step: Step
-  scalars: Any
-  dims: tuple[int, ...]
-  axes: tuple[int, ...]
-  whole: tuple[int, ...]
-  num_weights: int
+  scalars: Any  # Tree structure of the scalars, which are packed in one array.
+  dims: tuple[int, ...]  # Sizes of the gradient's axes, except the last.
+  axes: tuple[int, ...]  # For each of these axes, its index in the leaf.
+  whole: tuple[int, ...]  # Shape of the whole leaf.
+  num_weights: int  # Number of the parameter's arrays; 0 without a parameter.
+  # For each moment, whether its codec stores an amax and a range.
   present: tuple[tuple[bool, ...], ...]
 
 
