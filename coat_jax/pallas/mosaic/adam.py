@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam's step on one leaf with encoded moments, in one pass over memory.
 
-One kernel (`leaf_step`) computes `adam_update` or `adamw_step` of
-`coat_jax.optimizer.adam`. `adamw_step` reads the parameter, the gradient and
-two codes, and writes the parameter and two codes. With E4M3 codes, its memory
-traffic per value is
+With E4M3 codes, `adamw_step` reads and writes per value
 
   16.2 bytes for f32 parameters and gradients,
   10.2 bytes for bf16 parameters and gradients,

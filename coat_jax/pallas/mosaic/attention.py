@@ -61,7 +61,6 @@ def pick_tiles(head_dim: int) -> Tiles:
 
 
 def _why_not(q, k, v, **_) -> str | None:
-  """Returns why the kernels do not support these arguments, or None."""
   reason = device.why_not_hopper()
   if reason is not None:
     return reason

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lion's step on one leaf with an encoded moment, in one pass over memory.
 
-One kernel (`leaf_step`) computes `coat_jax.optimizer.lion.lion_step`. It reads
-the parameter, the gradient and the code of the moment, and writes the parameter
-and the code. With E4M3 codes, the memory traffic per value is
+With E4M3 codes, it reads and writes per value
 
   14.1 bytes for f32 parameters and gradients,
    8.1 bytes for bf16 parameters and gradients,

@@ -82,10 +82,9 @@ class RegisterCodec(Protocol):
 
 
 class FittedCodec(abc.ABC):
-  """A register codec that first fits groups, and then encodes their values.
+  """A register codec that first fits parameters to each group.
 
-  Fitting a group computes the parameters with which its values are encoded. If
-  the codecs of two moments have the same `fit`, both are fitted at once.
+  If the codecs of two moments have the same `fit`, both are fitted at once.
   """
 
   def encode(
@@ -101,7 +100,7 @@ class FittedCodec(abc.ABC):
 
   @abc.abstractmethod
   def fit(self, amax: Array, amin: Array, on: Instructions) -> Any:
-    """Returns the groups' fit, a pytree of 32-bit arrays shaped like amax."""
+    """Returns the groups' parameters, a pytree of 32-bit arrays like amax."""
 
   @abc.abstractmethod
   def codes(
@@ -112,7 +111,7 @@ class FittedCodec(abc.ABC):
     signed: bool,
     on: Instructions,
   ) -> Encoded:
-    """Encodes a tile like `RegisterCodec.encode`, given the groups' fit."""
+    """Encodes a tile like `RegisterCodec.encode`, given `fit`'s result."""
 
 
 # Maps a group codec's type to the constructor of its register codec.

@@ -54,7 +54,7 @@ def output_scale(bits: Array, output: Scaling, interpret: bool) -> Array | None:
 def bits_to_shared_scale(
   bits: Array, scaling: Scaling, interpret: bool
 ) -> tuple[Array, Array]:
-  """Returns the scale, f32 [], and an array f32 [k] that begins with it.
+  """Returns the scale, f32 [], and an array, f32 [k], that begins with it.
 
   Kernels read the scale from the array. The results of two matmuls are
   multiplied by the scale, and XLA fuses these multiplications into one kernel

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 WARPGROUPS = 2  # Number of warpgroups that multiply.
 ROWS = 64  # Number of rows of the result that one wgmma computes.
 WAVE = WARPGROUPS * ROWS  # Number of rows that these two compute at a time.
-# In matmuls, registers per thread of warpgroups that multiply, and of the one
-# that loads. By default, each thread of the three would get 168 of the 65536.
+# Registers per thread in matmuls: of warpgroups that multiply, and of the one
+# that loads. The default is 168 for all three, which share 65536 registers.
 REGISTERS, REGISTERS_TO_LOAD = 232, 40
 LAYOUT = plgpu.Layout.WGMMA
 
