@@ -226,7 +226,7 @@ def quantize_groups(
 def quantize(
   x: Array, scale: Array, dtype: DTypeLike, layout, interpret: bool
 ) -> Array:
-  """Quantizes x with one scale []: rne(clip(x / scale, ±qmax))."""
+  """Rounds clip(x / scale, ±qmax) to nearest even; the scale is []."""
   limit = qmax(dtype)
   if interpret:
     return jnp.clip(x / scale, -limit, limit).astype(dtype)
@@ -290,7 +290,7 @@ def load_tile(ref) -> Array:
 
 
 def load_quantized_tile(q_gmem, scale_gmem, place, interpret: bool) -> Array:
-  """Dequantizes a tile of codes [m, n] with scales [m, groups] to f32."""
+  """Loads and dequantizes a tile; refs are [m, n] and [m, groups]."""
   size = q_gmem.shape[1] // scale_gmem.shape[1]
   row, column = place
   group = lax.div(column.start, jnp.int32(size))
@@ -359,7 +359,7 @@ def store_sums(
 ) -> None:
   """Writes the sum over a tile's rows to `sums_gmem` [tiles, n]."""
   number, height = lax.axis_index("last"), len(x)
-  if m % height:  # Leave out rows that the previous tile contains, too.
+  if m % height:  # Leave out rows that the previous tile also contains.
     layout = row_ptx.TILE_LAYOUT
     row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
     known = jnp.maximum((number + 1) * height - m, 0)
