@@ -4,6 +4,5 @@
 A kernel computes the same result as its definition in plain JAX, up to
 rounding. It has the definition's name and signature, and an additional argument
 `interpret` that runs the kernel on a CPU. The `_why_not` function above each
-kernel returns the reason why the kernel does not support its arguments, or None
-if it does.
+kernel returns why the kernel does not support its arguments, or None.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether a kernel supports its arguments.
+"""Checks of a kernel's arguments.
 
-Each check returns None if it does, and otherwise the reason why it does not.
+Each returns why the kernel does not support them, or None.
 """
 
 import math
@@ -23,8 +23,7 @@ from coat_jax.numerics.scaling import (
 from coat_jax.ops.activation import Parts
 from coat_jax.ops.types import Activation
 
-# Indices are int32. The last tile may reach past the end of the array, so leave
-# room for its indices.
+# Indices are int32. Leave room for tiles that reach past the end of the array.
 MAX_ELEMENTS = 2**31 - 2**20
 
 _GROUP_SIZES = (16, 32, 64, 128)
@@ -49,7 +48,7 @@ def why_not_shape(shape: tuple[int, ...]) -> str | None:
 def why_not_groups(
   shape: tuple[int, ...], group_size: int | None
 ) -> str | None:
-  """Checks the group size of an array, and that it divides the last axis."""
+  """Checks the group size and shape of an array."""
   if group_size not in _GROUP_SIZES:
     return f"the kernel supports groups of {_GROUP_SIZES}, got {group_size}"
   if shape and shape[-1] % group_size:
@@ -61,7 +60,7 @@ def why_not_groups(
 
 
 def why_not_values(x: QTensor) -> str | None:
-  """Checks an input that is quantized in groups."""
+  """Checks an input that was quantized in groups."""
   *leading, n = x.qvalue.shape
   group_size = x.group_size
   reason = why_not_format(x.qvalue.dtype, E4M3, E5M2) or why_not_groups(
@@ -86,7 +85,7 @@ def why_not_dtype(*dtypes: DTypeLike) -> str | None:
 
 
 def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
-  """Checks that an FP8 format is one of the `known` formats."""
+  """Checks an FP8 format."""
   if dtype in known:
     return None
   names = " and ".join(jnp.dtype(x).name for x in known)
@@ -125,12 +124,11 @@ def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
 def why_not_read(
   x, shape: tuple[int, ...], groups: Groups, output: Scaling
 ) -> str | None:
-  """Checks the arguments of a kernel that quantizes x and computes a scale.
+  """Checks a kernel that quantizes x in groups and computes the output's scale.
 
-  x is quantized in groups, and the scale is that of the output. `shape` is the
-  shape of x, or of one of its parts if x consists of gate and up.
+  `shape` is the shape of x, or of one of its parts if x is gate and up.
   """
-  # With `Blocks`, a later operation computes the scales.
+  # With `Blocks`, a later operation computes the output's scales.
   if type(output) is not Blocks:
     reason = why_not_scaling(output, E4M3)
     if reason is not None:
@@ -147,9 +145,12 @@ def why_not_written(
 ) -> str | None:
   """Checks an operand that the kernel writes in E4M3 with a known scale."""
   reason = why_not_scaling(output, E4M3) or why_not_columns(shape, layout)
-  if reason is None and (scale is None or isinstance(scale, BlockScales)):
-    return "the kernel needs the operand's scale as an argument, got none"
-  return reason
+  if reason is not None:
+    return reason
+  if scale is None or isinstance(scale, BlockScales):
+    got = "none" if scale is None else "one scale per block"
+    return f"the kernel needs one scale for the operand, got {got}"
+  return None
 
 
 # --- Activation functions ----------------------------------------------------
@@ -217,8 +218,8 @@ def _why_not_activation(activation: Activation) -> str | None:
   if activation != "gelu":
     return None
   return (
-    "kernels support SiLU and the tanh and sigmoid approximations of GELU, but "
-    "Pallas cannot lower erf for a GPU; got activation='gelu'"
+    "Pallas cannot lower erf for a GPU, so the kernel supports 'silu', "
+    "'gelu_tanh' and 'gelu_quick', got 'gelu'"
   )
 
 

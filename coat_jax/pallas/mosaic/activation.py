@@ -7,16 +7,14 @@
                            and the column layout; recomputes y and quantizes it
                            in the column layout
 
-A gated function computes y = f(gate) up. Its x is [m, 2 F], so a program of
-`activation_input` loads a block of gate and the block of up that is F columns
-further. The gradients dgate = dy up f'(gate) and dup = dy f(gate) share one
+A gated function computes y = f(gate) up from x [m, 2 F], which contains gate
+and then up. The gradients dgate = dy up f'(gate) and dup = dy f(gate) share one
 scale.
 
 The backward pass needs the scale of dx before it can write any code, so it
 reads its inputs twice. The first kernel only finds the largest magnitude. The
-second kernel writes the codes, and can also compute the gradient of a bias: it
-writes the sum of dx over the rows of each tile, and XLA adds up these sums,
-always in the same order.
+second kernel writes the codes and, for the gradient of a bias, the sum of dx
+over the rows of each tile. XLA adds up these sums, always in the same order.
 """
 
 import dataclasses
@@ -58,7 +56,7 @@ def _activated(parts: list[Array], activation, layout, interpret) -> Array:
 def _gradients(
   dy: Array, parts: list[Array], activation, layout, interpret
 ) -> tuple[list[Array], Array]:
-  """Computes the gradient of each part, and y."""
+  """Computes the gradient of each part and y."""
   x, *others = parts
   y, slope = activation_ptx.values_and_slopes(x, activation, layout, interpret)
   if not others:
@@ -73,7 +71,7 @@ def _as_groups(x: QTensor) -> list[Array]:
 
 
 def _as_matrix(x: QTensor) -> list[Array]:
-  """Reshapes quantized values to a matrix of codes and one of scales."""
+  """Reshapes quantized values to matrices of codes and of scales."""
   return [a.reshape(-1, a.shape[-1]) for a in (x.qvalue, x.scale)]
 
 
@@ -97,10 +95,7 @@ def _load_tiles(refs, place, interpret: bool) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _BlockLoad(Load):
-  """How a program loads 128 columns as groups [8, 128 / size, size].
-
-  Groups of 128 use `Load`, because Mosaic supports no axis of size 1.
-  """
+  """How a program loads 128 columns as groups [8, 128 / size, size]."""
 
   @property
   def count(self) -> int:
@@ -149,6 +144,7 @@ def activation_input(
   *leading, n = x.shape
   count, g = 1 + gated, groups.size
   m, f = x.size // n, n // count
+  # Mosaic supports no axis of size 1, so a group of 128 needs another layout.
   load = Load(g) if g == COLUMNS else _BlockLoad(g)
   height = (2 if gated else 4) * load.count  # 32 values per thread.
   programs = pl.cdiv(m, height) * pl.cdiv(f, COLUMNS)
@@ -301,7 +297,7 @@ def activation_bwd_operands(
     name="activation_bwd_amax",
   )
   dx_scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
-  # On an H100, low tiles are 3 % faster without a gate, 6 % slower with one.
+  # On an H100, low tiles are 3 % faster without a gate and 6 % slower with one.
   height = rows.tile_height(m) if len(parts) == 2 else rows.LOW
   grid = rows.grid_of_tiles(m, f, height)
   in_rows, columns, y, sums = rows.run(

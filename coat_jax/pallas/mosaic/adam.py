@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam's step on one leaf with encoded moments, in one pass over memory.
 
-One kernel (`leaf_step`) computes `adam_update` or `adamw_step` of
-`coat_jax.optimizer.adam`. `adamw_step` reads the parameter, the gradient and
-two codes, and writes the parameter and two codes. With E4M3 codes, its memory
-traffic per value is
+With E4M3 codes, `adamw_step` reads and writes per value
 
   16.2 bytes for f32 parameters and gradients,
   10.2 bytes for bf16 parameters and gradients,
@@ -13,9 +10,8 @@ traffic per value is
 On an H100 (jax 0.11.2), a step on 2^28 parameters in f32 takes 2.53 ms with
 optax.adamw. This kernel takes 1.46 ms if it rounds to nearest, limited by
 memory bandwidth. If it rounds stochastically, it takes 1.64 ms with the codec
-`coat` and 1.46 ms with `log8`. `coat` waits for memory, because its registers
-leave room for only four programs on a multiprocessor. docs/log lists attempts
-that did not help, among them loading the next tile while one is computed.
+`coat` and 1.46 ms with `log8`. With `coat`, registers leave room for only four
+programs on a multiprocessor, which wait for memory.
 """
 
 import dataclasses
@@ -33,7 +29,7 @@ from coat_jax.pallas.mosaic.registers import Instructions
 def _why_not(g, stored, groups, scalars, p=None, **_) -> str | None:
   if scalars.gradient_ratio is not None:
     return "the kernel does not support Nesterov momentum"
-  # Don't check the low bytes of a `SplitWeight`: they are int8.
+  # Leave out the low bytes of a `SplitWeight`.
   return leaf_step.why_not(stored, groups, (*jax.tree.leaves(p)[:1], g))
 
 
@@ -79,8 +75,8 @@ class _Adam:
       g = on.in_f32(g) * self.grad_scale
     # This is `formats.with_finite_square`, but with an FMA instead of a compare
     # and a select, which run at half the rate. In bf16, each instruction
-    # processes two values. The definition does not use an FMA, because XLA
-    # would then keep a copy of all gradients.
+    # processes two values. If the definition used an FMA too, XLA would keep a
+    # copy of all gradients.
     bound = jnp.asarray(ROOT_OF_LARGEST, g.dtype)
     g = jnp.clip(g, -bound, bound) + jnp.zeros([], g.dtype) * g
     g = on.in_f32(g)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention with soft caps, windows and segments, in Pallas Mosaic GPU.
+"""FlashAttention with soft caps, windows and segments, in Mosaic GPU.
 
   x = q k^T scale, or tanh(q k^T scale / cap) cap
   out = softmax(x) v,  lse = log sum exp(x)
   p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
   ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
 
-`attention_forward.py` contains the forward kernel. `attention_backward.py`
-contains one kernel for dq, and one for dk and dv. Sequences may have any
-length, because copies to shared memory append zeros to them.
+Sequences may have any length, because copies to shared memory fill the last
+tile with zeros.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ from coat_jax.pallas.mosaic.attention_backward import (
 from coat_jax.pallas.mosaic.attention_forward import forward
 from coat_jax.pallas.mosaic.attention_tiles import LOG2_E, Work
 from coat_jax.pallas.mosaic.attention_visits import segment_bounds
-from coat_jax.pallas.mosaic.persistent import ROWS, WAVE
+from coat_jax.pallas.mosaic.wgmma import ROWS, WAVE
 
 _HEAD_SIZES = (64, 128, 256)
 
@@ -40,7 +39,7 @@ class Tile:
 
   own: int  # Positions of the own tile: 128, or 64 if warpgroups share them.
   step: int  # Positions of a visited tile.
-  stages: int  # Number of slots in shared memory; each holds a visited tile.
+  stages: int  # Number of visited tiles that shared memory holds.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,6 @@ def pick_tiles(head_dim: int) -> Tiles:
 
 
 def _why_not(q, k, v, **_) -> str | None:
-  """Returns why the kernels cannot compute this attention, or None."""
   reason = device.why_not_hopper()
   if reason is not None:
     return reason
@@ -121,8 +119,7 @@ def attention_bwd(
   t = q.shape[1]
   dout = dout.astype(q.dtype)
   lse, delta = _row_terms(dout, residuals)
-  # Pad with zeros. dout is zero there too, so the padding adds nothing to dk
-  # and dv.
+  # Past the end, dout is zero too, so these positions add nothing to dk and dv.
   missing = [(0, 0), (0, 0), (0, -t % WAVE)]
   inputs = Inputs(
     *map(_padded, (q, k, v, dout)),

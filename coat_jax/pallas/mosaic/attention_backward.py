@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward kernels of attention, in Pallas for Mosaic GPU.
+"""The backward kernels of attention.
 
 In the kernel for dq, a program owns 128 queries of one head and visits tiles of
 keys. In the kernel for dk and dv, a program owns 128 keys of one key head, and
@@ -22,23 +22,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.pallas.mosaic import attention_tiles as tiles
 from coat_jax.pallas.mosaic.attention_tiles import Scores, Work
-from coat_jax.pallas.mosaic.persistent import (
+from coat_jax.pallas.mosaic.ring import Ring
+from coat_jax.pallas.mosaic.wgmma import (
   ROWS,
   WARPGROUPS,
   rows_of_128_bytes,
 )
-from coat_jax.pallas.mosaic.ring import Ring
 
 
 class Inputs(NamedTuple):
   """Arrays that both kernels read."""
 
-  q: Any  # [B, T, N, H], like dout; k and v are [B, T, K, H].
-  k: Any
-  v: Any
-  dout: Any
-  lse: Any  # To base 2; f32 [B, N, padded T], like delta.
-  delta: Any
+  q: Any  # [B, T, N, H]
+  k: Any  # [B, T, K, H]
+  v: Any  # [B, T, K, H]
+  dout: Any  # [B, T, N, H]
+  lse: Any  # To base 2, f32 [B, N, padded T]
+  delta: Any  # f32 [B, N, padded T]
 
 
 def backward_q(work: Work, inputs: Inputs, segments: tuple) -> Array:

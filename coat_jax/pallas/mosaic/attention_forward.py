@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward kernel of attention, in Pallas for Mosaic GPU.
+"""The forward kernel of attention.
 
 A program owns 128 queries of one head, and visits tiles of keys. Each of two
 warpgroups computes 64 rows of scores with wgmma, and then their exponentials p,
-relative to a running maximum. It adds p v to f32 sums. p stays in registers.
-One warpgroup uses the tensor cores while the other computes exponentials.
+relative to a running maximum. p stays in registers, and p v is added to f32
+sums. One warpgroup uses the tensor cores while the other computes exponentials.
 """
 
 import functools
@@ -19,30 +19,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.pallas.mosaic import attention_tiles as tiles
 from coat_jax.pallas.mosaic.attention_tiles import Scores, Work
-from coat_jax.pallas.mosaic.persistent import (
+from coat_jax.pallas.mosaic.ring import Ring
+from coat_jax.pallas.mosaic.wgmma import (
   ROWS,
   WARPGROUPS,
   rows_of_128_bytes,
 )
-from coat_jax.pallas.mosaic.ring import Ring
 
-# If scores are within ±55, their exponentials are between 2^-80 and 2^80. Then
-# a sum of 2^40 values does not overflow, and the smallest value does not
-# underflow.
+# If scores are within ±55, their exponentials are between 2^-80 and 2^80. So a
+# sum of 2^40 of them does not overflow, and none underflows.
 _NEEDS_NO_MAXIMUM = 55.0
 _MASKED = -1e30
-# The initial maximum is below every score and above every masked score. If all
-# keys of a tile are masked for a row, the row's maximum stays _LEAST, and
-# exp2(_MASKED - _LEAST) is 0. If _LEAST were below _MASKED times the unit, this
-# product, rounded, would become the row's maximum. An fma would then subtract
-# the rounded product from the exact one, and the difference can be 1e22.
+# The initial maximum is below every score and above every masked score. While a
+# row has only masked keys, its maximum stays _LEAST, so p is 0. If the maximum
+# were _MASKED * unit, rounded, an fma would subtract it from the exact product,
+# and the difference can be 1e22.
 _LEAST = -1e20
 
 
 def forward(work: Work, q, k, v, segments: tuple) -> tuple[Array, Array]:
-  """Returns the output [B, T, N, H] and the log-sum-exp, f32.
+  """Returns the output [B, T, N, H] and lse, f32 [B, N, tiles * own].
 
-  The log-sum-exp is [B, N, tiles * own], and undefined past `work.length`.
+  lse is undefined past `work.length`.
   """
   b, _, n, h = q.shape
   return tiles.run(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions and classes that the attention kernels in Mosaic share.
+"""Functions and classes that the attention kernels share.
 
 A program owns a tile of queries or of keys, and visits tiles of the other
-sequence (`attention_visits.py`). One warpgroup loads the visited tiles into a
-ring of slots in shared memory. Each of the other two warpgroups computes 64
-rows of scores. Rows always correspond to positions of the own tile, and columns
-to positions of the visited tile.
+sequence (`attention_visits`). One warpgroup loads the visited tiles into a ring
+of slots in shared memory. Each of the other two warpgroups computes 64 rows of
+scores. Rows are positions of the own tile, and columns are positions of the
+visited tile.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from jax.typing import DTypeLike
 
 from coat_jax.ops.types import AttentionKind
 from coat_jax.pallas.mosaic.attention_visits import Visits
-from coat_jax.pallas.mosaic.persistent import (
+from coat_jax.pallas.mosaic.ring import Ring
+from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
   ROWS,
   WARPGROUPS,
   rows_of_128_bytes,
 )
-from coat_jax.pallas.mosaic.ring import Ring
 
 LOG2_E = 1.0 / math.log(2.0)
 # Sums of 64 x 256 occupy 128 registers per thread, and scores up to 100 more.
@@ -40,12 +40,12 @@ class Work:
   """Static parameters that all programs of a kernel share."""
 
   kind: AttentionKind
-  length: int  # The length of both sequences.
-  of_queries: bool  # Whether the own tile holds queries.
-  own: int  # The number of positions of the own tile.
-  step: int  # The number of positions of a visited tile.
-  stages: int  # The number of slots of the ring.
-  heads: int  # The number of query heads that read one key head.
+  length: int  # Length of both sequences.
+  of_queries: bool  # Whether the own tile holds queries, not keys.
+  own: int  # Number of positions of the own tile.
+  step: int  # Number of positions of a visited tile.
+  stages: int  # Number of slots of the ring.
+  heads: int  # Number of query heads that read one key head.
   head_dim: int
   has_segments: bool
   interpret: bool
@@ -67,8 +67,8 @@ class Work:
     `segments` contains the refs of segment ids and of the two results of
     `segment_bounds`; it is empty if there are no segments.
     """
-    # Because of the barrier, a loop over heads finds the tiles again for each
-    # head. So their bounds occupy no registers in between.
+    # The barrier makes a loop over heads find the tiles again for each head, so
+    # that their bounds occupy no registers in between.
     tile, bounds = lax.optimization_barrier(self.tile()), None
     if self.has_segments:
       _, first, behind = segments
@@ -89,12 +89,9 @@ class Work:
     return lax.axis_index("warpgroup") * (0 if self.own == ROWS else 1)
 
   def rows_of(self, *own_smem) -> list:
-    """Returns this warpgroup's rows of each own tile.
-
-    In a loop, call this in each step. The barrier keeps the compiler from
-    computing all of wgmma's descriptors before the loop, where they would
-    occupy up to 64 registers.
-    """
+    """Returns this warpgroup's rows of each own tile; call it in every step."""
+    # The barrier keeps the compiler from computing all of wgmma's descriptors
+    # before the loop, where they would occupy up to 64 registers.
     part = lax.optimization_barrier(self.part())
     return [x.at[pl.ds(part * ROWS, ROWS)] for x in own_smem]
 
@@ -115,7 +112,7 @@ def ring(work: Work, dtype: DTypeLike, *others) -> Ring:
 
 
 def load_keys(work: Work, k, v, segments, ring: Ring) -> None:
-  """Loads the visited tiles of k and v alternately, for a tile of queries."""
+  """Loads the visited tiles of k and v, alternately."""
   b, head = lax.axis_index("batch"), lax.axis_index("head")
   kv_head = lax.div(head, jnp.int32(work.heads))
   visits = work.visits(segments)
@@ -146,11 +143,7 @@ def product(a_smem, b_smem) -> Array:
 
 
 def add_product(acc: Array, a: Any, b_smem, interpret: bool) -> Array:
-  """Returns acc + a @ b, f32 [rows, columns].
-
-  a is in shared memory or in registers. In registers, it is rounded to b's
-  dtype.
-  """
+  """Returns acc + a @ b in f32; an a in registers is rounded to b's dtype."""
 
   def multiply(acc):
     plgpu.wgmma(acc, a, b_smem)
@@ -191,18 +184,17 @@ def load_columns(smem, shape: tuple[int, int]) -> Array:
 class Scores(NamedTuple):
   """Computes and masks the attention scores of a warpgroup's rows.
 
-  Scores are stored rescaled, as x = score * log2(e) / unit, so exp(score) is
-  2^(x * unit). Without a soft cap, x is q k^T. With a cap, x is score / cap =
-  tanh(scale * q k^T / cap).
+  Scores are kept as x = score * log2(e) / unit, so exp(score) = 2^(x * unit).
+  Without a soft cap, x is q k^T. With a cap, x is tanh(scale * q k^T / cap).
   """
 
   work: Work
-  start: Array  # The position of the first row.
-  segments: Array | None  # The segment ids of the rows; None without segments.
+  start: Array  # Position of the first row.
+  segments: Array | None  # Segment ids of the rows; None without segments.
 
   @classmethod
   def of_own(cls, work: Work, segments) -> "Scores":
-    """Creates the scores of this warpgroup's rows; see `Work.visits`."""
+    """Creates the scores of this warpgroup's rows."""
     start = work.tile() * work.own + work.part() * ROWS
     ids = None
     if work.has_segments:
@@ -220,15 +212,14 @@ class Scores(NamedTuple):
     return (self.scale if cap is None else cap) * LOG2_E
 
   def of(self, products: Array) -> Array:
-    """Computes x from the matmul q k^T."""
+    """Computes x from q k^T."""
     cap = self.work.kind.soft_cap
     return products if cap is None else self._tanh(products, self.scale / cap)
 
   def masked(self, x: Array, hidden: float, tile: Array, ids: list) -> Array:
     """Replaces masked scores in x by `hidden`.
 
-    `tile` is the index of the visited tile. `ids` contains the ref of its
-    segment ids; it is empty if there are no segments.
+    `ids` contains the ref of the visited tile's segment ids, if there are any.
     """
     for seen in self._seen(tile, ids):
       x = jnp.where(seen, x, hidden)
@@ -290,11 +281,7 @@ def _reciprocal(x: Array) -> Array:
 
 
 def run(work: Work, body, *args, heads: int, out, scratch, name: str) -> Any:
-  """Runs a kernel with one program for each tile, sequence and head.
-
-  `scratch` maps the names of arguments of `body` to types of shared memory and
-  barriers.
-  """
+  """Runs a kernel with one program for each tile, sequence and head."""
   kernel = plgpu.kernel(
     body,
     out_type=out,

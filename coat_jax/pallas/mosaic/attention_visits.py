@@ -5,18 +5,17 @@ Each row below shows which tiles of keys a tile of queries visits. Each column
 shows which tiles of queries a tile of keys visits:
 
              keys                     keys
-           0 1 2 3 4 5              0 1 2 3 4 5
+           0 1 2 3                  0 1 2 3
          0 e                      0 e                 .  is not visited
- queries 1 f e                    1 e e               e  is masked (an edge)
-         2 f f e                  2 . e e             f  is seen completely
-         3 f f f e   causal       3 . f e e   window
+ queries 1 f e                    1 f e               e  is masked (an edge)
+         2 f f e                  2 e f e             f  is seen completely
+         3 f f f e   causal       3 . e f e   window of two tiles
 
 With segments, a tile visits all tiles from the first to the last that may share
-a segment with it. Two tiles may share a segment if the ranges of their ids
-overlap. In packed documents, ids increase, so a tile visits exactly the tiles
-that contain the same documents. If ids do not increase, it may visit more
-tiles. Visited tiles are masked value by value, so the result is correct for any
-ids.
+a segment with it: those whose range of ids overlaps its own range. In packed
+documents, ids increase, so these are exactly the tiles that contain the same
+documents. If ids do not increase, a tile may visit more tiles, but scores are
+masked one by one, so the result is correct for any ids.
 """
 
 import functools
@@ -32,11 +31,11 @@ from coat_jax.ops.types import AttentionKind
 def segment_bounds(
   segments: Array, own: int, others: int
 ) -> tuple[Array, Array]:
-  """Returns the range of tiles that each tile of `own` positions visits.
+  """Returns the range of tiles that may share an id with each own tile.
 
-  The range starts at the first tile of `others` positions that may share an id
-  with the own tile, and ends one past the last such tile. Start and end are
-  int32 [B, tiles]; `segments` are [B, T].
+  The range starts at the first such tile and ends one past the last. Start and
+  end are int32 [B, tiles]; `segments` are [B, T]. Own tiles have `own`
+  positions, and the other tiles have `others`.
   """
 
   def least_and_largest(size):
@@ -79,9 +78,9 @@ class Visits(NamedTuple):
     """Finds the tiles that a tile with positions [start, start + size) visits.
 
     The tile holds queries if `of_queries`, else keys. Visited tiles have `step`
-    positions. `length` is the length of both sequences, and `bounds` is the
-    tile's range from `segment_bounds`. A tile of keys may visit queries past
-    the end, which must be zero.
+    positions. `length` is the length of both sequences. `bounds` is the tile's
+    range from `segment_bounds`. A tile of keys may visit queries past the end,
+    where dout and delta must be zero.
     """
     # Position i sees positions i - back to i + ahead of the other sequence.
     # None means no limit.
@@ -104,7 +103,7 @@ class Visits(NamedTuple):
       first = jnp.maximum(first, bounds[0])
       behind = jnp.minimum(behind, bounds[1])
       return cls(first, behind, behind, behind)
-    # Without an edge, keep the same int, so that `run` skips the loop over it.
+    # If there is no edge, keep equal ints, so that `run` skips the loop.
     if back is not None:
       whole = jnp.minimum(whole, behind)
     if ahead is not None or (back is not None and edge != behind):

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU kernel that `block_product` runs: a block-scaled FP8 matmul.
 
-The result is cut into tiles, and one persistent program (thread block) per
-multiprocessor computes one tile after another. A tile's rows are split into
-waves of 128. The program has three warpgroups. The third one prefetches blocks
-of a and b and their scales into shared memory. The other two each compute 64
-rows of every wave. For each block, they run four wgmma of m64n128k32, scale the
-result by the block's two scales, and add it in f32 to the total in their
-registers. One warpgroup scales and adds while the other uses the tensor cores,
-as in DeepGEMM (arXiv:2412.19437, section 3.3.2).
+One persistent program (thread block) per multiprocessor computes one tile of
+the result after another. A tile's rows are split into waves of 128. One of the
+program's three warpgroups prefetches blocks of a and b and their scales into
+shared memory. Each of the other two computes 64 rows of every wave: for each
+block, it runs four wgmma of m64n128k32, scales the result by the block's two
+scales, and adds it in f32 to the total in its registers. One warpgroup scales
+and adds while the other uses the tensor cores, as in DeepGEMM
+(arXiv:2412.19437, section 3.3.2).
 
-With tiles of 256 rows, the tensor cores need 1024 clocks for a block, and 48
-KiB are read from the L2 cache (32 KiB if two programs share a). In that time a
-warpgroup issues 221 instructions, 128 of them multiply-adds. If b has one scale
-per row, it issues 376 instructions (compiled for an H200, jax 0.11.2).
+With tiles of 256 rows, the tensor cores need 1024 clocks for a block. In that
+time, 48 KiB are read from the L2 cache (32 KiB if two programs share a), and
+each warp issues 221 instructions, of which 128 are multiply-adds. If b has one
+scale per row, it issues 376 (compiled for an H200, jax 0.11.2).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.scaling import BLOCK
-from coat_jax.pallas.mosaic.persistent import (
+from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
   REGISTERS,
   REGISTERS_TO_LOAD,
@@ -55,8 +55,8 @@ class Tile:
   # The result is written in pieces of 64 rows of 128 bytes. This is the number
   # of pieces that shared memory holds for each warpgroup.
   slots: int = 4
-  # Number of programs in a cluster, which share copies of a. Their tiles are
-  # neighbours along n.
+  # Number of programs in a cluster. Their tiles are neighbours along n, so they
+  # share copies of a.
   cluster: int = 1
   band: int = 8  # See `in_band`.
 
@@ -145,7 +145,7 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
 
 
 def run(work: Work, *refs, **scratch: Any) -> None:
-  """Runs the kernel on arrays in global memory.
+  """Runs the kernel.
 
   `refs` are a, a's scales, b, b's scales, optionally `add`, and the result;
   scales are transposed. `scratch` holds the fields of `Memory`.
@@ -251,7 +251,7 @@ def _sum_blocks(
         scale = scale * memory.b_scale_smem[slot, 0]
       scale = lax.broadcast_in_dim(scale, shape, (0,))
       if not work.is_b_tiled and work.tile.waves == 1:
-        # With one wave there are enough registers to multiply the scales while
+        # With one wave, there are enough registers to multiply the scales while
         # the tensor cores work.
         scale = scale * _load_column_scales(memory.b_scale_smem, slot, shape)
       zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
@@ -266,9 +266,8 @@ def _sum_blocks(
       new.append(total + partial)
     if work.interpret or work.tile.cluster > 1:
       # In a cluster, one thread arrives for its whole warpgroup, so wait until
-      # the other threads have read the scales. Without a cluster, each thread
-      # arrives after it has read the scales, but the interpreter would report a
-      # race with the next copy.
+      # the other threads have read the scales. Without a cluster, this only
+      # keeps the interpreter from reporting a race with the next copy.
       plgpu.commit_smem()
     plgpu.barrier_arrive(free.at[slot])
     return step + 1, tuple(new)
@@ -289,7 +288,7 @@ def _load_column_scales(b_scale_smem, slot, shape) -> Array:
 def _write(
   work: Work, totals: tuple[Array, ...], place, out_smem, out, add=None
 ) -> None:
-  """Copies a tile, piece by piece, to `out` at `place` (row, column)."""
+  """Copies a tile, piece by piece, to a place (row, column) of `out`."""
   (row, column), warpgroup = place, lax.axis_index("warpgroup")
   width = out_smem.shape[-1]
   pieces = [

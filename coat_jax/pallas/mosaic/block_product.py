@@ -7,9 +7,10 @@ m, n and k are multiples of 128. In each block, a has one scale per row, and b
 has one scale per row or per 128 rows. The kernel (`block_kernel`) reads
 transposed scales, so that one copy fetches the scales of all rows of a tile.
 
-The kernel first multiplies the two scales of a block with each other. If this
-product is below 1.2e-38, it is inexact or 0, so the result differs from that of
-the definition in `ops.linear`.
+Except in tiles of 256 rows with one scale per row of b, the kernel multiplies
+the two scales of a block with each other first. If their product is below
+1.2e-38, it is inexact or 0, so the result differs from that of the definition
+in `ops.linear`.
 
 On an H200 (jax 0.11.2) the kernel reaches 860 to 1180 TFLOP/s at the shapes of
 Llama-2-7B.
@@ -31,7 +32,7 @@ from coat_jax.ops.linear import in_columns, in_rows, in_sum
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import block_kernel, device
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
-from coat_jax.pallas.mosaic.persistent import WARPGROUPS
+from coat_jax.pallas.mosaic.wgmma import WARPGROUPS
 
 TILES = {
   "paired": Tile(cluster=2),
@@ -52,10 +53,7 @@ def pick_tile(m: int, n: int) -> Tile:
 
 
 def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
-  """Returns why the kernel does not support these operands, or None.
-
-  `arrays` are the codes to multiply, in one layout of each operand.
-  """
+  """Checks operands; `arrays` are the codes of each that the kernel reads."""
   if not all(isinstance(x.scale, BlockScales) for x in (a, b)):
     return (
       f"the Mosaic kernel needs one scale per block of {BLOCK}, got one scale "
@@ -139,9 +137,9 @@ def product(
   """Computes a b^T [m, n], plus `add` if given, from a [m, k] and b [n, k].
 
   Scales are f32: [m, k / 128] for a; [n, k / 128] for b, or [n / 128, k / 128]
-  if b has one scale per 128 x 128 tile. `add` is added in f32. `programs` is
-  the number of programs, by default one per multiprocessor. With `interpret`,
-  the kernel runs on a CPU and reports races.
+  if b has one scale per 128 x 128 tile. `add` is added in f32. By default, one
+  program runs per multiprocessor. With `interpret`, the kernel runs on a CPU
+  and reports races.
   """
   (m, k), n = a.qvalue.shape, len(b.qvalue)
   tile = tile or pick_tile(m, n)

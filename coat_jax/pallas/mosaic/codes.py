@@ -14,7 +14,7 @@ from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import row_ptx, rows
 
-_WIDTH = 64  # Number of codes that a program copies from each of 128 columns.
+_WIDTH = 64  # Number of codes that a program copies of each of 128 columns.
 
 
 def _why_not_codes(x: Array) -> str | None:
@@ -23,12 +23,9 @@ def _why_not_codes(x: Array) -> str | None:
   return supported.why_not_shape(x.shape)
 
 
-def _part_of(axis: str, size: int, count: int):
-  """Returns the index of this program's matrix, and its slice of the matrix.
-
-  Each matrix has `count` rows or columns, cut into slices of `size`.
-  """
-  number, parts = lax.axis_index(axis), jnp.int32(pl.cdiv(count, size))
+def _part_of_matrix(size: int, count: int):
+  """Returns the index of this program's matrix, and its slice of `count`."""
+  number, parts = lax.axis_index("last"), jnp.int32(pl.cdiv(count, size))
   part = rows.part_at(lax.rem(number, parts), size, count)
   return lax.div(number, parts), part
 
@@ -64,7 +61,7 @@ def join_columns(parts: Array, *, interpret: bool = False) -> Array:
 
 def _join_kernel(parts_gmem, joined_gmem):
   _, f, k = parts_gmem.shape
-  device, row = _part_of("last", _WIDTH, k)
+  device, row = _part_of_matrix(_WIDTH, k)
   column = rows.part("across", row_ptx.COLUMNS, f)
   codes = plgpu.load(
     parts_gmem.at[device, column, row],
@@ -108,7 +105,7 @@ def turn_codes(codes: Array, *, interpret: bool = False) -> Array:
 
 def _turn_kernel(codes_gmem, turned_gmem, smem, *, height, interpret):
   _, m, n = codes_gmem.shape
-  matrix, row = _part_of("last", height, m)
+  matrix, row = _part_of_matrix(height, m)
   column = rows.part("across", row_ptx.COLUMNS, n)
   codes = plgpu.load(
     codes_gmem.at[matrix, row, column],

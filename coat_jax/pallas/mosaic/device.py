@@ -14,7 +14,7 @@ def why_not_rows() -> str | None:
 def why_not_hopper() -> str | None:
   """Returns why kernels for Hopper cannot run on this GPU, or None.
 
-  Without a GPU, it returns None.
+  Returns None without a GPU, too.
   """
   found = capability()
   is_unknown = found is None and jax.default_backend() == "gpu"
@@ -29,7 +29,7 @@ def why_not_hopper() -> str | None:
 def multiprocessors() -> int:
   """Returns the number of multiprocessors of the GPU to compile for.
 
-  Without a GPU, it is 132, the number of an H100 or H200.
+  Without a GPU, this is 132, as on an H100 or H200.
   """
   described = jax.sharding.get_abstract_mesh().abstract_device
   if described is not None and described.num_cores:

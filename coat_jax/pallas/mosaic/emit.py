@@ -39,7 +39,7 @@ def pairs(words: list, selector: int) -> list:
 
 
 def asm(code: str, *args, result=None):
-  """Emits instructions on 32-bit registers, with an i32 result by default."""
+  """Emits PTX on 32-bit registers, with an i32 result by default."""
   result = i32_type() if result is None else result
   kinds = ["f" if isinstance(a.type, ir.F32Type) else "r" for a in args]
   kinds = ["=f" if isinstance(result, ir.F32Type) else "=r", *kinds]
@@ -47,12 +47,12 @@ def asm(code: str, *args, result=None):
 
 
 def f32(code: str, *args):
-  """Emits instructions whose result is an f32."""
+  """Emits PTX whose result is an f32."""
   return asm(code, *args, result=ir.F32Type.get())
 
 
 def number(x: float) -> str:
-  """Formats a number as an f32 literal of PTX."""
+  """Formats a number as an f32 literal in PTX."""
   return f"0f{struct.pack('>f', x).hex().upper()}"
 
 

@@ -3,9 +3,9 @@
 
 For each value, stochastic rounding must decode the two neighbouring codes. An
 E4M3 code stands for J 2^e with J in 0..15, and range expansion decodes it to
-(J 2^e)^a. The kernel looks up J^a and 2^(a e) in tables of 16 entries. The 16
-lanes that share a group compute one entry each, and read other entries with
-shuffles. This saves two logarithms and two exponentials per value.
+(J 2^e)^a. The kernel looks up J^a and 2^(a e) in tables of 16 entries, which
+saves two logarithms and two exponentials per value. Each of the 16 lanes that
+share a group computes one entry, and they read the others with shuffles.
 """
 
 import dataclasses
@@ -71,10 +71,9 @@ class _Scaled(FittedCodec):
 
 
 class _Fit(NamedTuple):
-  """The numbers with which a group's values are encoded, 32 bits each."""
+  """The parameters with which a group's values are encoded, 32 bits each."""
 
-  # The codec's statistics, before the cast to the stored dtypes.
-  amax: Array
+  amax: Array  # Before the cast to the stored dtype, like `range`.
   range: Array
   power: Array  # k: x is mapped to 2^(k log2 |x| + shift).
   shift: Array
@@ -118,13 +117,13 @@ class _Expanded(FittedCodec):
 
   def fit(self, amax, amin, on):
     log2_amax = jnp.log2(amax)
-    # A group gets the largest power if all its magnitudes are equal, if all are
-    # zero, or if it contains NaN.
+    # A group gets the largest power if its magnitudes are equal or all zero, or
+    # if it contains NaN.
     octaves = jnp.maximum(log2_amax - jnp.log2(amin), 2.0**-24)
     octaves = jnp.where(amax > 0, octaves, 2.0**-24)
     power = on.reciprocal(octaves) * (log2_range(self.codec.dtype) * 16)
-    # `power` is in sixteenths. The definition rounds it down. Subtracting 0.5
-    # and rounding to nearest does the same.
+    # In sixteenths, the definition rounds the power down. Subtracting 0.5 and
+    # rounding to nearest does the same.
     power = jnp.clip(power - 0.5, 1.0, 255.0)
     sixteenths, _ = on.round(power, jnp.float32(1.0))
     root = on.reciprocal(sixteenths) * 16.0
@@ -139,7 +138,7 @@ class _Expanded(FittedCodec):
     )
 
   def _stored(self, fit: _Fit) -> tuple[Array, Array]:
-    # Convert via int32, as `on.round` requires before a cast to a byte.
+    # `on.round` requires an integer operation before the cast to a byte.
     return fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8)
 
   def _bound_and_root(self, encoded: Encoded, on):
@@ -171,8 +170,7 @@ class _Bounded(_Expanded):
 
 def _inverse(bound: Array, on: Instructions) -> Array:
   """Returns 1 / bound, or a finite number if the bound is 0; NaN stays NaN."""
-  # Scale large bounds down by a power of two. Otherwise their reciprocals would
-  # be subnormal and flushed to zero.
+  # Scale large bounds down, because subnormal reciprocals are flushed to zero.
   down = jnp.where(bound > 2.0**100, 2.0**-64, 1.0)
   return jnp.minimum(on.reciprocal(bound * down), 2.0**127) * down
 
@@ -192,15 +190,13 @@ def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
   """Stochastically rounds t = magnitude * fit.scale to E4M3, given e = t^k.
 
-  `magnitude` and e are f32 tiles. The codes get the signs of x unless x is
-  None. An error of one ulp in e may select other neighbours of t, but the
-  expected decoded value is still t.
+  The codes get the signs of x unless x is None. An error of one ulp in e may
+  select other neighbours of t, but the expected decoded value is still t.
   """
   # Bits 20 and up are the code of the lower neighbour.
   bits = on.e4m3_bits(e, qmax(E4M3))
   code = bits >> 20
-  # The lower neighbour is J 2^e. J is the lowest 3 bits of its code, plus 8
-  # unless the neighbour is subnormal.
+  # J is the lowest 3 bits of that code, plus 8 unless the code is subnormal.
   significand = code | jnp.minimum(code, jnp.uint32(8))
   rest, gap, unit = on.powers(
     significand.astype(jnp.int32),
@@ -208,9 +204,8 @@ def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
     fit.root,
     -fit.scale,
   )
-  # Round up if t - lower > (noise - 1) (upper - lower), that is, if `rest`
-  # below is negative. Its terms are in units of the lower neighbour's power of
-  # two, so two fused multiply-adds compute it.
+  # Round up if t - lower > (noise - 1) (upper - lower), that is, if the new
+  # `rest` is negative. In units of (2^e)^a, two fused multiply-adds compute it.
   rest = noise * gap + (rest + magnitude * unit)
   code = code + (as_bits(rest) >> 31)
   return lax.bitcast_convert_type(on.e4m3_codes(code, x), E4M3)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU kernel that `grouped_product` runs: a grouped (ragged) matmul.
 
-It is built like `block_kernel`. One persistent program (thread block) per
-multiprocessor computes one tile after another: one warpgroup loads blocks, and
-two warpgroups multiply them and add the results in f32. A block is 128 bytes
-long along the summed axis: 128 FP8 codes or 64 values of 16 bits. Both kinds of
-blocks take equally long to copy and to multiply. Only the GPU knows how many
+As in `block_kernel`, one persistent program (thread block) per multiprocessor
+computes one tile after another: one warpgroup loads blocks, and two warpgroups
+multiply them and add the results in f32. A block is 128 bytes long along the
+summed axis: 128 FP8 codes or 64 values of 16 bits. Only the GPU knows how many
 rows a group has, so programs read the positions of tiles from a table
-(`Entry`). One launch computes all groups.
+(`Entry`).
 
 FP8 codes must have the summed axis last. Operands of 16 bits may have it first,
 because the tensor cores can transpose them when they read shared memory.
@@ -17,15 +16,9 @@ at a multiple of 8 rows or, along the summed axis, of a block. Therefore:
 
   rows times weights   A group's first tile begins up to 7 rows before the
                        group. Rows of other groups are computed but not written.
-                       If the 64 rows that a warpgroup computes all belong to
-                       the group, they are written in one copy, otherwise in
-                       copies of 32, 16, ... rows.
   gradients of weights The matmul sums over rows, here called tokens. In a
                        group's first and last block, tokens of other groups are
                        set to zero in shared memory, in one of the two operands.
-                       Tiles with two waves leave too few registers for that.
-
-So no rows are padded or moved in memory.
 """
 
 import dataclasses
@@ -40,7 +33,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.numerics.scaling import BLOCK
 from coat_jax.pallas.mosaic.grouped_table import Entry
-from coat_jax.pallas.mosaic.persistent import (
+from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
   REGISTERS,
   REGISTERS_TO_LOAD,
@@ -76,7 +69,7 @@ class Work:
 
   tile: Tile
   is_wgrad: bool  # Whether the result is the gradient of weights.
-  rows_first: bool  # Whether this gradient is [D, E, F], not [E, D, F].
+  rows_first: bool  # Whether that gradient is [D, E, F], not [E, D, F].
   tiles_m: int  # Number of tiles along m per group, for gradients of weights.
   tiles_n: int  # Number of tiles along n.
   depth: int  # Length of a block along the summed axis k.
@@ -92,7 +85,7 @@ class Work:
     return lax.div(left, jnp.int32(self.programs))
 
   def place(self, i: Array, used: Array) -> tuple[Array, Array, Array]:
-    """Returns the i-th tile's entry, index along m and first column."""
+    """Returns the table entry, index along m and first column of a tile."""
     number = i * self.programs + lax.axis_index("program")
     tiles_m, entry = used, jnp.int32(0)
     if self.is_wgrad:
@@ -104,11 +97,11 @@ class Work:
     return (entry, tile, column) if self.is_wgrad else (tile, entry, column)
 
   def a_place(self, rows: Any, block: Any) -> tuple[Any, Any]:
-    """Returns the index into a for a block of these rows."""
+    """Returns the index of a block in a."""
     return (block, rows) if self.a_k_first else (rows, block)
 
   def b_place(self, columns: Any, block: Any) -> tuple[Any, Any]:
-    """Returns the index into b for a block of these columns."""
+    """Returns the index of a block in b."""
     return (block, columns) if self.b_k_first else (columns, block)
 
   def slot(self, step: Array) -> Array:
@@ -150,11 +143,11 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
 
 
 def run(work: Work, *refs, **scratch: Any) -> None:
-  """Runs the kernel on arrays in global memory.
+  """Runs the kernel.
 
   `refs` are a table [6, entries] with the fields of `Entry`, the number of
-  entries in use [1], a factor per group [E] (the product of both operands'
-  scales), a, b, and the result. `scratch` holds the fields of `Memory`.
+  entries in use [1], a factor per group [E], a, b, and the result. `scratch`
+  holds the fields of `Memory`.
   """
   table, used, scale, a, b, out = refs
   memory = Memory(**scratch)
@@ -208,7 +201,7 @@ def _wait_for_free(work: Work, step: Array, memory: Memory) -> None:
 def _load_tile(
   work: Work, entry: Entry, column, step, a, b, memory: Memory
 ) -> Array:
-  """Copies a tile's blocks to shared memory as stages become free."""
+  """Copies a tile's blocks to shared memory; returns the next step."""
   loaded = memory.loaded
   row = pl.multiple_of(entry.row, WAVE if work.is_wgrad else 8)
   columns = pl.ds(column, BLOCK)
@@ -269,7 +262,7 @@ def _sum_blocks(
       # within a block, and the sums of blocks are added in f32.
       new.append(total + partial)
     if work.interpret:
-      # Otherwise the interpreter would report a race with the next copy.
+      # Without this, the interpreter reports a race with the next copy.
       plgpu.commit_smem()
     plgpu.barrier_arrive(free.at[slot])
     return step + 1, tuple(new)
@@ -300,7 +293,7 @@ def _clear_others(work: Work, rows_smem, begin: Array, end: Array) -> None:
 
 
 def _write_gradient(work: Work, totals, entry: Entry, column, memory, out):
-  """Writes a tile of a group's weight gradient to `out`."""
+  """Writes a tile of a group's weight gradient."""
   for wave, total in enumerate(totals):
     row = entry.row + wave * WAVE + lax.axis_index("warpgroup") * ROWS
 
@@ -314,7 +307,7 @@ def _write_gradient(work: Work, totals, entry: Entry, column, memory, out):
 
 
 def _write_rows(work: Work, totals, entry: Entry, column, memory, out):
-  """Writes the rows of a tile that belong to its group to `out`."""
+  """Writes those rows of a tile that belong to its group."""
   for wave, total in enumerate(totals):
     row = entry.row + wave * WAVE + lax.axis_index("warpgroup") * ROWS
     begin = jnp.maximum(entry.begin, row)
@@ -335,7 +328,7 @@ def _write_rows(work: Work, totals, entry: Entry, column, memory, out):
 def _write_all(work: Work, total, column, memory: Memory, place) -> None:
   """Writes 64 rows to `place(columns)`, in pieces that are 128 bytes wide."""
   width, slots = memory.out_smem.shape[-1], work.tile.slots
-  # Every piece must overwrite the one that was written `slots` pieces earlier.
+  # Each piece overwrites the one `slots` pieces earlier, even of another call.
   assert (BLOCK // width) % slots == 0
   for i, start in enumerate(range(0, BLOCK, width)):
     smem = memory.out_smem.at[lax.axis_index("warpgroup"), i % slots]
@@ -348,7 +341,7 @@ def _write_all(work: Work, total, column, memory: Memory, place) -> None:
 def _write_some(total, row, begin, end, column, memory: Memory, out) -> None:
   """Writes rows [begin, end) of the 64 rows that start at `row`.
 
-  The sizes of copies must be static, so they are powers of two.
+  The sizes of copies must be static, so it copies 32, 16, ..., 1 rows.
   """
   smem = memory.edge_smem.at[lax.axis_index("warpgroup")]
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -356,8 +349,7 @@ def _write_some(total, row, begin, end, column, memory: Memory, out) -> None:
   plgpu.commit_smem()
   count, columns = end - begin, pl.ds(column, BLOCK)
   for size in (32, 16, 8, 4, 2, 1):
-    # The number of rows that larger copies write.
-    done = count & ~(2 * size - 1)
+    done = count & ~(2 * size - 1)  # Rows that larger copies write.
 
     @pl.when(count & size != 0)
     def _(size=size, done=done):

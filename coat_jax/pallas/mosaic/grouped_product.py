@@ -14,29 +14,25 @@ shapes below, M is the number of rows and E the number of groups.
   grouped_dgrad          dx = g w^T    [M, F] x [E, D, F]^T -> [M, D]
   grouped_wgrad          dw = x^T g    [M, D]^T x [M, F], for each group's rows
 
-FP8 codes must have the summed axis last. BF16 and f16 operands are read as they
-are stored. But if a width is not a multiple of the tile's, both operands are
-first copied and padded with zeros.
+A BF16 or f16 operand whose sizes are not multiples of a block's is first copied
+and padded with zeros.
 
 The kernel first multiplies the scales of both FP8 operands with each other. If
 this product is below 1.2e-38, it is inexact or 0; the definition in
 `ops.grouped_linear` has no such limit. To compute a group's weight gradient, x
 is set to zero in rows of other groups, but g is not. So NaN and infinities in g
-may also reach the gradients of the previous and the next group.
+reach the gradients of all groups in the same block of 128 rows (64 rows for
+BF16 and f16).
 
-`python -m benchmarks.grouped_products` measures the kernels. On an H100, the
-FP8 kernels reach 500 to 1030 TFLOP/s for Qwen3-30B-A3B and Mixtral-8x7B, and
-the BF16 kernels 350 to 490. Without these kernels, XLA multiplies every row by
-every group's weight.
+On an H100, the FP8 kernels reach 500 to 1030 TFLOP/s for Qwen3-30B-A3B and
+Mixtral-8x7B, and the BF16 kernels 350 to 490. Without these kernels, XLA
+multiplies every row by every group's weight.
 
 If groups are small, writing weight gradients in f32 takes longer than the
-matmul. An example is gate and up of Qwen3-30B-A3B, with 512 rows for each of
-128 experts. Their gradient has 128 x 2048 x 1536 x 4 bytes = 1.61 GB, and x and
-g have 0.23 GB. An H100 moves these bytes in 0.55 ms at 3.35 TB/s, while its
-tensor cores could compute the 412 GFLOP in 0.21 ms at 1979 TFLOP/s. So the
-kernel can reach at most 750 TFLOP/s; we measured 497. With gradients in BF16,
-which are half as large, moving all bytes takes 0.31 ms. Layers request
-gradients in the dtype of the weights, or on a mesh in `axes.grad_dtype`.
+matmul. With 512 rows for each of the 128 experts of Qwen3-30B-A3B, the
+gradients of gate and up take 1.61 GB. An H100 reads and writes all bytes in
+0.55 ms, while its tensor cores could compute the matmul in 0.21 ms. With
+gradients in BF16, moving all bytes takes 0.31 ms.
 """
 
 import dataclasses
@@ -55,7 +51,7 @@ from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import device, grouped_kernel
 from coat_jax.pallas.mosaic.grouped_kernel import Tile, Work
 from coat_jax.pallas.mosaic.grouped_table import blocks_of_tokens, tiles_of_rows
-from coat_jax.pallas.mosaic.persistent import WARPGROUPS, in_128_bytes
+from coat_jax.pallas.mosaic.wgmma import WARPGROUPS, in_128_bytes
 
 TILES = {"tall": Tile(), "low": Tile(waves=1, stages=5, band=16)}
 
@@ -63,17 +59,13 @@ TILES = {"tall": Tile(), "low": Tile(waves=1, stages=5, band=16)}
 def pick_tile(rows_each: int) -> Tile:
   """Picks a tile, given the average number of rows per group."""
   # A group's last tile is half empty on average. On an H100, the FP8 forward
-  # pass is faster with "low" at 512 rows per group (802 against 696 TFLOP/s)
-  # and with "tall" at 2048 rows (990 against 928 TFLOP/s).
+  # pass reaches 802 TFLOP/s with "low" and 696 with "tall" at 512 rows per
+  # group, and 928 and 990 at 2048 rows.
   return TILES["tall" if rows_each >= 4 * TILES["tall"].m else "low"]
 
 
 def _why_not(a, b, dtype: DTypeLike, multiples: tuple, dtypes) -> str | None:
-  """Returns why the kernel cannot multiply a and b, or None.
-
-  The sizes of a's axes and of b's last two axes must be multiples of the
-  respective numbers in `multiples`.
-  """
+  """Checks a and b; `multiples` apply to a's axes and b's last two axes."""
   reason = device.why_not_hopper()
   if reason is not None:
     return reason
@@ -168,7 +160,7 @@ def grouped_linear_wgrad(
 
 # --- BF16 and f16 ------------------------------------------------------------
 
-_HALF = BLOCK // 2  # Length of a block along the summed axis.
+_DEPTH = BLOCK // 2  # Length of a block along the summed axis.
 
 
 def _why_not_16_bits(a, b) -> str | None:
@@ -178,7 +170,7 @@ def _why_not_16_bits(a, b) -> str | None:
 
 
 def _padded(x: Array, *multiples: int) -> Array:
-  """Pads the last axes of x with zeros, to multiples of these numbers."""
+  """Pads the last axes of x with zeros to multiples of these numbers."""
   sizes = x.shape[-len(multiples) :]
   ends = [(0, -n % by) for n, by in zip(sizes, multiples, strict=True)]
   if not any(after for _, after in ends):
@@ -201,7 +193,7 @@ def grouped_fwd(
 ) -> Array:
   """Computes `ops.grouped_fwd`."""
   how, n = How(interpret=interpret), w.shape[2]
-  x, w = _padded(x, _HALF), _padded(w, _HALF, BLOCK)
+  x, w = _padded(x, _DEPTH), _padded(w, _DEPTH, BLOCK)
   return rows_product(x, w, sizes, dtype, how, k_first=True)[:, :n]
 
 
@@ -220,7 +212,7 @@ def grouped_dgrad(
 ) -> Array:
   """Computes `ops.grouped_dgrad`."""
   how, n = How(interpret=interpret), w.shape[1]
-  g, w = _padded(g, _HALF), _padded(w, BLOCK, _HALF)
+  g, w = _padded(g, _DEPTH), _padded(w, BLOCK, _DEPTH)
   return rows_product(g, w, sizes, dtype, how)[:, :n]
 
 
@@ -240,7 +232,7 @@ def grouped_wgrad(
 ) -> Array:
   """Computes `ops.grouped_wgrad`."""
   how, d, f = How(interpret=interpret), x.shape[1], g.shape[1]
-  x, g = _padded(x, _HALF, BLOCK), _padded(g, _HALF, BLOCK)
+  x, g = _padded(x, _DEPTH, BLOCK), _padded(g, _DEPTH, BLOCK)
   dw = weights_product(x, g, sizes, dtype, rows_first, how)
   return dw[:d, :, :f] if rows_first else dw[:, :d, :f]
 
@@ -253,11 +245,11 @@ class How:
   """How the kernel runs.
 
   Attributes:
-    tile: tile of the result; None picks one by the sizes. For gradients of
-      weights it must have a single wave. With two waves, ptxas spills
-      registers, and the kernel is a third as fast on an H100 (294 instead of
-      864 TFLOP/s for gate and up of Mixtral-8x7B).
-    programs: number of programs; None for one per multiprocessor.
+    tile: tile of the result; None picks one by the sizes. Gradients of weights
+      support only tiles with one wave. With two waves, ptxas spills registers,
+      and the kernel reaches 294 instead of 864 TFLOP/s on an H100 (gate and up
+      of Mixtral-8x7B).
+    programs: number of programs; None starts one per multiprocessor.
     interpret: whether to run the kernel on a CPU and report races.
   """
 
@@ -308,9 +300,9 @@ def weights_product(
 ) -> Array:
   """Computes x^T g over the rows of each group; returns [E, D, F].
 
-  x is [M, D] and g is [M, F]. If they are FP8 codes, they are transposed:
-  [D, M] and [F, M]. Each group's result is multiplied by its `scale` [E]. With
-  `rows_first`, the result is [D, E, F].
+  x is [M, D] and g is [M, F]; FP8 codes are [D, M] and [F, M]. Each group's
+  result is multiplied by its `scale` [E]. With `rows_first`, the result is
+  [D, E, F].
   """
   k_first = not is_fp8(x.dtype)
   axis = 1 if k_first else 0

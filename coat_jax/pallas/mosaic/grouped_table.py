@@ -13,16 +13,16 @@ from jax.experimental import pallas as pl
 
 
 class Entry(NamedTuple):
-  """The fields of the table, each int32 [entries], or of one entry, int32 [].
+  """Fields of the table, int32 [entries], or of one of its entries, int32 [].
 
-  For rows times weights, an entry describes one tile of rows. For gradients of
-  weights, it describes one group.
+  An entry describes a tile of rows if rows are multiplied by weights, and a
+  group if gradients of weights are computed.
   """
 
   group: Any  # Index of the group.
   row: Any  # The tile's first row, a multiple of 8.
-  # The group's first row (or token), and one past its last one. For rows times
-  # weights, both are clipped to the tile.
+  # The group's first row (or token), and one past its last. In an entry for a
+  # tile, both are clipped to the tile.
   begin: Any
   end: Any
   first: Any  # Index of the first block to sum.
@@ -34,7 +34,7 @@ def tiles_of_rows(
 ) -> tuple[Array, Array]:
   """Returns the table for `rows_product`, and the number of entries in use.
 
-  The rows after the last group form another group. Its tiles sum no blocks, so
+  The rows after the last group form another group whose tiles sum no blocks, so
   the result is zero in these rows.
   """
   groups = len(sizes)

@@ -2,13 +2,11 @@
 """Concatenates dq, dk and dv into an FP8 operand: `ops.join_heads_operand`.
 
 The backward pass of attention returns dq, dk and dv, each split into heads. The
-next matmul reads one matrix, rotated (RoPE) and quantized. Two Mosaic kernels
-compute this matrix. The first one finds its scale, from values rounded as in
-`ops.join_heads`. In the second one, each program writes one tile in the row and
-the column layout. `heads_ptx` loads the tile, which may contain columns of any
-heads. The second kernel can also compute the gradient of a bias: it writes the
-sum over the rows of each tile, and XLA adds up these sums, always in the same
-order.
+next matmul reads one matrix, rotated (RoPE) and quantized. The first kernel
+finds the largest magnitude of this matrix, rounded as in `ops.join_heads`. The
+second kernel writes the matrix in the row and the column layout and, for the
+gradient of a bias, the sum over the rows of each tile. XLA adds up these sums,
+always in the same order.
 """
 
 import functools
@@ -38,7 +36,7 @@ def _why_not(dq, dk, dv, cos, sin, gradient, **_) -> str | None:
       "dq, dk and dv must have the same dtype, got "
       f"{dq.dtype}, {dk.dtype} and {dv.dtype}"
     )
-  # The kernel computes byte offsets in 32 bits. dq is the largest array.
+  # Byte offsets are computed in 32 bits. dq is the largest array.
   num_bytes = dq.size * dq.dtype.itemsize
   if num_bytes > 2**32:
     return (
@@ -106,7 +104,7 @@ def join_heads_operand(
     name="join_heads_amax",
   )
   scale, read = scales.bits_to_shared_scale(bits, gradient, interpret)
-  # On an H100, low tiles are 11 % faster with rotation, and 2 % slower without.
+  # On an H100, low tiles are 11 % faster with rotation and 2 % slower without.
   height = rows.LOW if pairs else rows.tile_height(m)
   grid = rows.grid_of_tiles(m, width, height)
   in_rows, columns, sums = rows.run(

@@ -4,7 +4,7 @@
 The matrix [m, (N + 2 K) H] contains the heads of dq, dk and dv, ordered by key
 head. A tile may contain parts of several heads. A lane holds 8 adjacent
 columns, which belong to one head because H is a multiple of 8. Each lane
-computes from which array and address to load them.
+computes from which array and address it loads them.
 """
 
 import dataclasses
@@ -36,19 +36,12 @@ _ROWS = 4  # Number of adjacent rows that a lane holds.
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-  """The sizes of heads.
+  """The numbers and the size of heads."""
 
-  Attributes:
-    queries: N / K, the number of query heads per key head.
-    kv_heads: K, the number of key heads.
-    size: H, the number of channels of a head.
-    pairs: number of pairs of channels to rotate in a head; 0 for none.
-  """
-
-  queries: int
-  kv_heads: int
-  size: int
-  pairs: int
+  queries: int  # N / K, the number of query heads per key head.
+  kv_heads: int  # K, the number of key heads.
+  size: int  # H, the number of channels of a head.
+  pairs: int  # Number of pairs of channels to rotate in a head.
 
   @property
   def width(self) -> int:
@@ -64,8 +57,8 @@ class Heads:
 def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
   """Loads a tile of the result of `ops.join_heads`, and casts it to f32.
 
-  `refs` are the refs of dq [m, N H], dk and dv [m, K H], cos and sin. cos and
-  sin are [T, pairs] or [m, pairs], or None if nothing is rotated.
+  `refs` are dq [m, N H], dk and dv [m, K H], cos and sin. cos and sin are
+  [T, pairs] or [m, pairs], or None if nothing is rotated.
   """
   rows, columns = place
   if interpret:
@@ -96,7 +89,7 @@ def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
 
 
 def _definition(refs, rows, columns, heads: Heads) -> Array:
-  """Computes the tile in jnp: joins all heads of these rows and slices them."""
+  """Computes the tile in jnp, from all heads of these rows."""
   parts = [
     ref[rows, :].reshape(1, rows.size, -1, heads.size) for ref in refs[:3]
   ]
@@ -111,7 +104,7 @@ def _definition(refs, rows, columns, heads: Heads) -> Array:
 
 
 def _number(x):
-  """Returns this thread's element of an array in THREAD_LAYOUT."""
+  """Returns this thread's number in an array in `THREAD_LAYOUT`."""
   [register] = x.registers.flat
   return emit.element(register, 0)
 
@@ -121,7 +114,7 @@ def _is(kind: arith.CmpIPredicate, a, b: int):
 
 
 class _Lane:
-  """Loads and rotates the values of one lane: 8 columns of each of its rows."""
+  """Loads and rotates the values of one lane."""
 
   def __init__(self, refs, row, column, heads: Heads):
     less = arith.CmpIPredicate.slt
@@ -199,7 +192,7 @@ class _Lane:
 
 
 def _divided(x, by: int):
-  """Returns quotient and remainder of x >= 0."""
+  """Returns the quotient and the remainder of x >= 0."""
   return arith.divui(x, i32(by)), arith.remui(x, i32(by))
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer step on one leaf with encoded moments, in one pass over memory.
 
-One Mosaic GPU kernel does what `step.step_of` does, for any optimizer. It
-decodes the moments, applies the optimizer's `Rule`, and encodes the moments
-again. It overwrites its inputs, so the step is in place if the caller donates
-its arrays. Each program (thread block) is one warpgroup and processes 8 groups
-of 128 values.
+One kernel does what `step.step_of` does, for any optimizer: it decodes the
+moments, applies the optimizer's `Rule`, and encodes the moments again. It
+overwrites its inputs, so the step is in place if the caller donates its arrays.
+Each program (thread block) is one warpgroup and processes 8 groups of 128
+values.
 """
 
 import dataclasses
@@ -43,16 +43,15 @@ class Rule(Protocol):
     """Returns a tile's new parameter, or the update, and its new moments.
 
     g is f32 or bf16; p is f32, or None to get the update instead. `old` has one
-    moment, or two moments, of which the second is never negative.
+    or two moments, of which the second is never negative.
     """
     ...
 
 
 def why_not(stored, groups, arrays) -> str | None:
   """Returns why the kernel does not support these arguments, or None."""
-  # GPUs before compute capability 8.9 have no conversions to E4M3. GPUs before
-  # Hopper have no `min.u16x2`, which `ptx.e4m3_codes` uses. Codecs that need
-  # neither have not been tried on older GPUs.
+  # GPUs before compute capability 8.9 have no conversions to E4M3, and GPUs
+  # before Hopper have no `min.u16x2`, which `ptx.e4m3_codes` uses.
   reason = why_not_before(HOPPER, "a Mosaic GPU kernel")
   if reason is not None:
     return reason
@@ -102,10 +101,9 @@ class _Work:
 def run(
   rule: Rule, part: LeafPart, g, p, stored, groups: GroupCodecs, interpret: bool
 ):
-  """Runs the kernel; returns the new parameter (or the update) and moments.
+  """Returns the new parameter and moments.
 
   If p is None, the first result is the update, in the gradient's dtype.
-  `stored` contains one or two encoded moments, and `groups` their codecs.
   """
   names = tuple(k for k, v in vars(rule).items() if v is not None)
   scalars = jnp.stack([getattr(rule, name) for name in names])
@@ -155,9 +153,9 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
     compiler_params=plgpu.CompilerParams(
       # Exact division, exp2 and log2 would take ten times as long.
       approx_math=True,
-      # No barriers are needed: each thread reads only what it writes itself.
-      # The exception is a statistic, which 16 lanes share. Before any of them
-      # writes it, they exchange values that depend on it, so all have read it.
+      # No barriers are needed: each thread reads only what it writes itself,
+      # except for statistics, which 16 lanes share. Before any of them writes a
+      # statistic, they exchange values that depend on it, so all have read it.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if work.interpret else False,
@@ -183,12 +181,11 @@ def _kernel(
 ):
   """Computes the step of one tile.
 
-  `scalars_gmem` holds the rule's scalars, f32 [names]. `place_gmem` holds the
-  part's key, start and layer, uint32. `g_gmem` is the gradient [groups, 128];
-  if the part has a layer, it is the gradient of this layer only. `gmem` holds
+  `place_gmem` holds the part's key, start and layer, uint32. `g_gmem` is the
+  gradient [groups, 128], of one layer if the part has a layer. `gmem` holds
   codes [groups, 128] and statistics [groups] of each moment, followed by the
   parameter's `num_weights` arrays or by the update. `shape` is the shape of the
-  leaf, with all layers.
+  codes, with all layers.
   """
   start = lax.axis_index("block") * ROWS
   g = registers.load(g_gmem, start)
@@ -215,7 +212,7 @@ def _kernel(
 
   @functools.cache
   def draw():
-    # Called only if words are needed, because Mosaic cannot infer a layout for
+    # Call this only if words are needed: Mosaic cannot infer a layout for
     # unused values.
     place = words.row_and_column(start, shape, work.whole, place_gmem)
     return words.random_words(*place, place_gmem[0])
@@ -243,7 +240,7 @@ def _kernel(
 
 
 def _parts(xs, counts) -> list:
-  """Splits xs into parts of `counts[i]` items and a part with the rest."""
+  """Splits xs into parts of `counts[i]` items and the rest."""
   parts = []
   for count in counts:
     part, xs = xs[:count], xs[count:]
@@ -252,6 +249,6 @@ def _parts(xs, counts) -> list:
 
 
 def _encoded(loaded, present: tuple[bool, ...]) -> Encoded:
-  """Returns codes and statistics; a statistic that is not present is None."""
+  """Replaces the fields that are not present by None."""
   found = iter(loaded)
   return Encoded(*(next(found) if there else None for there in present))  # pyright: ignore[reportArgumentType]

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lion's step on one leaf with an encoded moment, in one pass over memory.
 
-One kernel (`leaf_step`) computes `coat_jax.optimizer.lion.lion_step`. It reads
-the parameter, the gradient and the code of the moment, and writes the parameter
-and the code. With E4M3 codes, the memory traffic per value is
+With E4M3 codes, it reads and writes per value
 
   14.1 bytes for f32 parameters and gradients,
    8.1 bytes for bf16 parameters and gradients,
@@ -26,7 +24,7 @@ from coat_jax.pallas.mosaic.registers import Instructions
 
 
 def _why_not(p, g, stored, groups, **_) -> str | None:
-  # Don't check the low bytes of a `SplitWeight`: they are int8.
+  # Leave out the low bytes of a `SplitWeight`.
   return leaf_step.why_not(stored, groups, (jax.tree.leaves(p)[0], g))
 
 

@@ -22,7 +22,7 @@ from coat_jax.pallas.mosaic.moment_codecs import (
 )
 from coat_jax.pallas.mosaic.registers import as_bits, spread
 
-# Values within this many octaves below a level always round up to that level.
+# Values at most this many octaves below a level always round up to that level.
 _JUST_BELOW = 2.0**-16
 
 
@@ -53,9 +53,8 @@ class _Log(FittedCodec):
     upper, lower = from_bytes(encoded)
     bound = exp2_upper(upper)
     half_step = octaves_between(upper, lower) * (0.5 / self._steps)
-    # A value may be 2^-253 times the bound, and this factor underflows to zero.
-    # So multiply the bound, which is up to 2^127, twice by the factor's square
-    # root.
+    # A value may be 2^-253 times the bound, and this factor would underflow. So
+    # multiply the bound, up to 2^127, twice by the factor's square root.
     root = jnp.exp2((level - (self._steps + 1)) * spread(half_step))
     # Code 0 stands for zero. Multiply by 0 instead of selecting 0, so that
     # code 0 decodes to NaN in a group that contains NaN.
@@ -76,15 +75,14 @@ class _Log(FittedCodec):
       above = jnp.log2(magnitude) - spread(base)
       _, level = on.round(above, spread(inverse))
     else:
-      # Subtract half a step, so that rounding to nearest rounds down. The
-      # logarithm is off by up to 2^-17, so a value just below a level counts as
-      # that level. Otherwise a value equal to the first level might get the
-      # code of zero.
+      # Subtract half a step, so that rounding to nearest rounds down. Because
+      # the logarithm is off by up to 2^-17, a value just below a level counts
+      # as that level. Otherwise the first level might get the code of zero.
       above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
       whole, level = on.round(above, spread(inverse))
-      # Divide x and its two neighbours by the neighbours' geometric mean times
-      # 2^-_JUST_BELOW. Round up if x - lower > (noise - 1) (upper - lower),
-      # that is, if `rest` is negative.
+      # Round up if x - lower > (noise - 1) (upper - lower), that is, if `rest`
+      # is negative. All terms are divided by the neighbours' geometric mean
+      # times 2^-_JUST_BELOW.
       lower = jnp.exp2(_JUST_BELOW - 0.5 * step)
       gap = jnp.exp2(_JUST_BELOW + 0.5 * step) - lower
       part = jnp.exp2(above + whole * spread(-step))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes scales in kernels from the bits of the largest magnitude.
+"""Computes the scales of `numerics.qtensor` from the bits of an amax.
 
 The bits of magnitudes are compared as integers, because a maximum of floats may
-drop NaN. The scales equal those of `numerics.qtensor`.
+drop NaN.
 """
 
 import jax
@@ -33,7 +33,6 @@ def tensor_scale(bits: Array, dtype: DTypeLike) -> Array:
 
 def group_scale(bits: Array, dtype: DTypeLike) -> Array:
   """Returns a group's f32 scale, rounded up to BF16, given its amax's bits."""
-  # Round up; infinity does not change.
   up = (_scale_bits(bits, dtype) + 0xFFFF) & ~0xFFFF
   up = jnp.where(bits > _INFINITY_BITS, _NAN_BITS, up)
   return jax.lax.bitcast_convert_type(up, jnp.float32)

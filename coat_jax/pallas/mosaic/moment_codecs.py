@@ -8,9 +8,8 @@ dividing by the statistic. So a value close to a rounding boundary may get the
 neighbouring code, and a group may get the neighbouring power k. Both happen
 about as often as between two backends of XLA.
 
-A register codec is used only for group codecs of exactly the type for which it
-is registered. A subclass may encode differently, so it runs in plain JAX until
-you `register` a register codec for it.
+A subclass of a registered codec may encode differently, so it runs in plain JAX
+until you `register` it too.
 """
 
 import abc
@@ -40,12 +39,12 @@ _SIGN = 0x80000000
 class Decoded(NamedTuple):
   """A decoded moment, as factors that are not yet multiplied together.
 
-  An optimizer first multiplies the moment by a scalar. `times` multiplies the
-  group's factor by this scalar, which saves a multiplication per value.
+  `times` multiplies the group's factor by a scalar, which saves a
+  multiplication per value.
 
   Attributes:
     values: f32 tile.
-    factor: f32 [ROWS], one per group; None means 1.
+    factor: f32 [8], one per group; None means 1.
     last: f32 tile that is multiplied last; None means 1.
   """
 
@@ -64,7 +63,7 @@ class Decoded(NamedTuple):
 class RegisterCodec(Protocol):
   """Encodes and decodes a tile of 8 groups of 128 values in registers.
 
-  Statistics are [ROWS], or None if the codec does not store them. Values may be
+  Statistics are [8], or None if the codec does not store them. Values may be
   negative only if `signed`. `on` runs operations in PTX or in jnp.
   """
 
@@ -75,19 +74,17 @@ class RegisterCodec(Protocol):
   def encode(
     self, x: Array, noise: Array | None, signed: bool, on: Instructions
   ) -> Encoded:
-    """Encodes an f32 tile; `noise` is a tile, uniform in [1, 2), or None.
+    """Encodes an f32 tile to the dtypes in which it is stored.
 
-    Returns codes and statistics in the dtypes in which they are stored.
+    `noise` is a tile, uniform in [1, 2), or None.
     """
     ...
 
 
 class FittedCodec(abc.ABC):
-  """A register codec that fits a group before it encodes the group's values.
+  """A register codec that first fits parameters to each group.
 
-  Fitting a group computes the parameters with which its values are encoded. If
-  the codecs of two moments have the same `fit`, both are fitted at once (see
-  `fits_as` and `encode_moments`).
+  If the codecs of two moments have the same `fit`, both are fitted at once.
   """
 
   def encode(
@@ -103,7 +100,7 @@ class FittedCodec(abc.ABC):
 
   @abc.abstractmethod
   def fit(self, amax: Array, amin: Array, on: Instructions) -> Any:
-    """Fits groups; returns a pytree of 32-bit arrays shaped like amax."""
+    """Returns the groups' parameters, a pytree of 32-bit arrays like amax."""
 
   @abc.abstractmethod
   def codes(
@@ -114,7 +111,7 @@ class FittedCodec(abc.ABC):
     signed: bool,
     on: Instructions,
   ) -> Encoded:
-    """Encodes a tile like `RegisterCodec.encode`, given the groups' fit."""
+    """Encodes a tile like `RegisterCodec.encode`, given `fit`'s result."""
 
 
 # Maps a group codec's type to the constructor of its register codec.
@@ -124,7 +121,7 @@ _REGISTER_CODECS: dict[type, Callable[[Any], RegisterCodec]] = {}
 def register(group_codec: type) -> Callable[[type], type]:
   """Registers a `RegisterCodec` class for group codecs of exactly this type.
 
-  Its constructor must accept the group codec:
+  The constructor of the class must accept the group codec:
 
     @moment_codecs.register(MyGroupCodec)
     @dataclasses.dataclass(frozen=True)
@@ -172,7 +169,7 @@ def encode_moments(
   noises: Sequence[Array | None],
   on: Instructions,
 ) -> list[Encoded]:
-  """Encodes one or two moments. The second must be nonnegative."""
+  """Encodes one or two moments, of which the second is never negative."""
   fitted = [codec for codec in codecs if isinstance(codec, FittedCodec)]
   if len(fitted) != 2 or not fitted[0].fits_as(fitted[1]):
     return [
@@ -215,8 +212,7 @@ def extremes(x: Array, signed: bool) -> tuple[Array, Array]:
 def _twice_order(x: Array) -> Array:
   """Returns uint32 keys that sort like |x|, but with zero and subnormals last.
 
-  A key is twice the bits of |x| minus twice the bits of the smallest normal
-  number, modulo 2^32.
+  Half of a key is the bits of |x| minus those of 2^-126, modulo 2^31.
   """
   return (as_bits(x) << 1) - jnp.uint32(0x01000000)
 
@@ -232,10 +228,10 @@ def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
 
 
 def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
-  """Returns biased exponents, int32, of two powers of two that bound a group.
+  """Returns the biased exponents, int32, of a group's bounds.
 
-  The upper bound is the smallest power >= amax, and the lower bound is the
-  largest power <= amin.
+  The upper bound is the smallest power of two >= amax, and the lower bound is
+  the largest power of two <= amin.
   """
   bits = as_bits(amax)
   upper = (bits >> 23) + jnp.where((bits & 0x7FFFFF) > 0, 1, 0).astype("uint32")

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward pass of norms in FP8, in Mosaic GPU: `ops.norm_input`, `norm_fwd`.
 
-  norm_input  quantizes x to FP8 codes with one scale per 1 x G group. From the
-              quantized values, it computes mean, rstd and amax(y), where
-              y = (x - mean) rstd gamma + beta  (no mean is subtracted for
-              "rms").
+  norm_input  quantizes x in groups, and computes mean, rstd and amax(y) from
+              the quantized values, where y = (x - mean) rstd gamma + beta (no
+              mean is subtracted for "rms")
   norm_fwd    computes y from the codes, mean and rstd, and writes it in E4M3,
-              in the row layout, the column layout (transposed) or both.
+              in the row layout, the column layout (transposed) or both
 
 A program of `norm_input` processes the groups of a row, and a program of
-`norm_fwd` processes a tile. The docstring of `rows` explains groups and tiles.
+`norm_fwd` processes a tile (see `rows`).
 """
 
 import functools

@@ -6,11 +6,10 @@
 
 For "rms", neither the mean of x nor mean(g) is subtracted.
 
-Each multiprocessor runs two or three programs. If there are P programs, each
-processes every P-th row. It keeps its sums over rows in registers, or in shared
-memory if rows are wide. If enough registers are left, it loads the next row
-while it processes the current one. XLA then adds up the sums of all programs,
-always in the same order.
+Each of P programs processes every P-th row. It keeps its sums over rows in
+registers, or in shared memory if rows are wide. If enough registers are left,
+it loads the next row while it processes the current one. XLA then adds up the
+sums of all programs, always in the same order.
 """
 
 import dataclasses
@@ -34,17 +33,11 @@ from coat_jax.pallas.mosaic.whole_rows import RowPart
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """The number of programs, and what they keep in registers.
-
-  Attributes:
-    programs: number of programs.
-    ahead: whether a program loads a row while it processes the previous one.
-    sums: whether sums over rows are in registers, not in shared memory.
-  """
+  """The number of programs, and what they keep in registers."""
 
   programs: int
-  ahead: bool
-  sums: bool
+  ahead: bool  # Whether a program loads a row while it processes another one.
+  sums: bool  # Whether sums over rows are in registers, not in shared memory.
 
 
 def pick_share(m: int, n: int) -> Share:
@@ -97,9 +90,8 @@ def norm_bwd(
       stats.rstd.reshape(m),
       whole_rows.in_groups(gamma, g),
     ],
-    # A norm without a mean seldom has a beta. So in this case XLA computes
-    # dbeta below, and drops the sum if nothing uses it. In the kernel, the sum
-    # would occupy registers.
+    # A norm without a mean seldom has a beta, and the sum for dbeta would take
+    # registers. So XLA computes it below, and drops it if nothing uses it.
     [
       jax.ShapeDtypeStruct(shape, dtype),
       sums,
@@ -125,7 +117,7 @@ def _sums(n: int, size: int, count: int) -> list:
 
 
 class _Loaded(NamedTuple):
-  """A loaded part of a row, in the dtypes of the arrays in memory."""
+  """A part of a row, in the dtypes of the arrays in memory."""
 
   dy: Array
   codes: Array
@@ -152,7 +144,7 @@ def _bwd_kernel(*refs, share: Share):
     loaded, sums = carry
     row = program + i * programs
     if share.ahead:
-      # After its last row, a program loads row m - 1, which it does not use.
+      # After its last row, a program loads row m - 1 without using it.
       following = load(jnp.minimum(row + programs, m - 1))
     else:
       loaded, following = load(row), None
@@ -187,8 +179,7 @@ def _bwd_kernel(*refs, share: Share):
       terms += dys
     return following, add(sums, terms)
 
-  # There is one sum for each output and each part of a row.
-  sum_parts = len(outputs) * parts
+  sum_parts = len(outputs) * parts  # Each output has a sum per part of a row.
 
   def add(sums, terms):
     if share.sums:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inlined PTX instructions that Pallas does not expose, for optimizer steps.
-
-`registers.Instructions` calls these functions. It also defines in jnp what each
-of them computes.
-"""
+"""Inlined PTX for the methods of `registers.Instructions`."""
 
 import functools
 from collections.abc import Callable
@@ -41,8 +37,8 @@ GROUP_LAYOUT = LAYOUT.reduce(1)
 
 TILE = (ROWS, GROUP_SIZE)
 
-# The layout of statistics of two moments, [2, ROWS]. Of the 16 lanes of a
-# group, 8 hold the first moment's statistic, and 8 hold the second moment's.
+# The layout of statistics of two moments, [2, ROWS]. Of a group's 16 lanes, 8
+# hold the first moment's statistic, and 8 hold the second moment's.
 _LANES = 8
 PAIR_LAYOUT = plgpu.Layout.TILED(
   plgpu.Tiling(((2, ROWS), (2, _ROWS_PER_WARP), (1,))),
@@ -68,11 +64,10 @@ def inline(instruction: str, x: Array) -> Array:
 def joint_extremes(
   largest: tuple[Array, Array], least: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-  """Computes `Instructions.joint_extremes`.
+  """Computes `Instructions.joint_extremes`, with one butterfly over 16 lanes.
 
-  One butterfly over 16 lanes reduces both moments. In its first step, half of
-  the lanes send their value of the first moment, and the other half send their
-  value of the second moment.
+  In its first step, half of the lanes send their value of the first moment, and
+  the other half send their value of the second moment.
   """
   pairs = _type((2, ROWS), jnp.float32), _type((2, ROWS), jnp.uint32)
 
@@ -131,7 +126,7 @@ def e4m3_codes(code: Array, x: Array | None) -> Array:
     words = emit.pairs(pairs, 0x6420)
     for sign in signs:
       bytes_ = emit.pairs(
-        emit.pairs(emit.elements(_as_i32(sign)), 0x0073), 0x5410
+        emit.pairs(emit.elements(_bits(sign)), 0x0073), 0x5410
       )
       words = [
         arith.ori(word, arith.andi(x, emit.i32(0x80808080)))
@@ -199,8 +194,8 @@ def split(bits: Array) -> tuple[Array, Array]:
   return apply(bits)  # pyright: ignore
 
 
-def look_up(significand, exponent, root, scale, top: float):
-  """Computes `Instructions.powers`; lane j of 16 holds entry j of a table."""
+def powers(significand, exponent, root, scale, top: float):
+  """Computes `Instructions.powers`; lane j of 16 holds each table's entry j."""
 
   @plgpu.inline_mgpu(
     arg_types=(LAYOUT, LAYOUT, GROUP_LAYOUT, GROUP_LAYOUT),
@@ -256,10 +251,7 @@ def _type(shape: tuple[int, ...], dtype: DTypeLike) -> plgpu.ShapeDtypeStruct:
 
 
 def _on_vectors(convert: Callable, dtype: DTypeLike, *tiles: Array) -> Array:
-  """Returns a tile in which each thread holds `convert(*vectors)`.
-
-  `vectors` contains, for each of `tiles`, a vector of the thread's values.
-  """
+  """Converts tiles: each thread calls `convert` on its vectors of values."""
   is_signed = False if dtype == jnp.uint8 else None
 
   @plgpu.inline_mgpu(
@@ -276,7 +268,7 @@ def _tile(
 ) -> mgpu.FragmentedArray:
   """Does the same as `_on_vectors`, but within inlined code.
 
-  `is_signed` must be given for integers except i32.
+  Integers other than i32 require `is_signed`.
   """
   registers = np.empty_like(tiles[0].registers)
   for i in np.ndindex(registers.shape):
@@ -287,7 +279,7 @@ def _tile(
 
 
 def _statistic(x, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedArray:
-  """Converts x, one number per thread, to an array of statistics."""
+  """Converts one number per thread to an array of statistics."""
   layout = _LAYOUTS[kind.shape].to_mgpu()
   registers = np.empty(layout.registers_shape(kind.shape), dtype=object)
   vector_type = ir.VectorType.get((1,), x.type)
@@ -309,10 +301,8 @@ def _only(x: mgpu.FragmentedArray):
   return register
 
 
-def _as_i32(x):
-  """Returns the bits of an f32 number or of a vector of f32, as i32."""
-  if not isinstance(x.type, ir.VectorType):
-    return arith.bitcast(emit.i32_type(), x)
+def _bits(x):
+  """Returns the bits of a vector of f32, as i32."""
   return arith.bitcast(ir.VectorType.get(x.type.shape, emit.i32_type()), x)
 
 

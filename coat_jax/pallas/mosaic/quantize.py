@@ -8,7 +8,7 @@
                     (transposed) or both
 
 Kernels that write only the row layout treat x as one list of groups. The other
-kernels process tiles (see `rows`), and read x once for both layouts.
+kernels process tiles (see `rows`).
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads, stores and instructions on tiles in registers, for optimizer steps.
+"""Operations on tiles in registers, for optimizer steps.
 
 A tile consists of 8 groups (`ROWS`) of 128 values. Each of a warpgroup's 4
 warps holds two groups, and each of its lanes holds 8 adjacent values of one
@@ -9,9 +9,8 @@ group:
   values   0..7     8..15      120..127   0..7     8..15     120..127
            ---------- group 0 ----------  ---------- group 1 ----------
 
-So a lane loads 8 bytes of codes at a time, a group's statistic (such as its
-amax) occupies one register per lane, and a reduction over a group needs four
-shuffles among 16 lanes.
+So a lane loads 8 bytes of codes at a time, and a reduction over a group needs
+four shuffles among 16 lanes.
 """
 
 import dataclasses
@@ -61,10 +60,9 @@ def as_float(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instructions:
-  """Operations that need fewer GPU instructions if written in PTX (`ptx`).
+  """Operations that take fewer GPU instructions if written in PTX.
 
-  The interpreter cannot run PTX. With `interpret`, these methods run jnp code,
-  which also defines the PTX's results.
+  The interpreter cannot run PTX, so with `interpret` these methods run jnp.
   """
 
   interpret: bool
@@ -79,7 +77,7 @@ class Instructions:
     )
 
   def to_fp8(self, x: Array, dtype: DTypeLike) -> Array:
-    """Rounds to nearest even, saturating. NaN stays NaN."""
+    """Rounds to nearest even and saturates; NaN stays NaN."""
     if self.interpret:
       # A GPU's conversions saturate, but jnp's do not.
       x = jnp.clip(x, -qmax(dtype), qmax(dtype))
@@ -89,7 +87,7 @@ class Instructions:
     """Returns the f32 bits of y = x * factor, but with E4M3's exponent bias.
 
     y must be less than 512. Bits 20 and up are the E4M3 code of y rounded down,
-    even if the code is subnormal.
+    even if that code is subnormal.
     """
     if not self.interpret:
       # If y is below 2^-6, the product is a subnormal f32. The GPU does not
@@ -100,7 +98,7 @@ class Instructions:
     return jnp.where(y < 2.0**-6, subnormal, as_bits(y) - (120 << 23))
 
   def e4m3_codes(self, code: Array, x: Array | None) -> Array:
-    """Casts uint32 codes 0..0x7F to bytes, with the signs of x if x is given.
+    """Casts uint32 codes 0..0x7F to bytes, and adds the signs of x if given.
 
     0x7F, the code of NaN, is replaced by 0x7E, the code of the largest number.
     """
@@ -127,22 +125,21 @@ class Instructions:
     return as_float(noisy & jnp.uint32(0xFFFF0000)).astype(jnp.bfloat16)
 
   def split(self, bits: Array) -> tuple[Array, Array]:
-    """Splits the upper 24 of 32 bits into the two arrays of a `SplitWeight`."""
+    """Splits the upper 24 bits into the two arrays of a `SplitWeight`."""
     if not self.interpret:
       return ptx.split(bits)
     high = as_float((bits + jnp.uint32(0x8000)) & jnp.uint32(0xFFFF0000))
-    # Let W be the upper 24 bits. The low byte is W - (high << 8), which is W
-    # modulo 256.
+    # With W the upper 24 bits, the low byte is W - (high << 8) = W modulo 256.
     low = (bits >> 8).astype(jnp.int32).astype(jnp.int8)
     return high.astype(jnp.bfloat16), low
 
   def joint_extremes(
     self, largest: tuple[Array, Array], least: tuple[Array, Array]
   ) -> tuple[Array, Array]:
-    """Returns maxima and minima, each [2, ROWS], of two moments' groups.
+    """Returns each group's maxima of `largest` and minima of `least`.
 
-    The maxima are those of the f32 tiles `largest`, where NaN is larger than
-    any number. The minima are those of the uint32 tiles `least`.
+    Both results are [2, ROWS], for the tiles of two moments. `largest` is f32,
+    where NaN is larger than any number, and `least` is uint32.
     """
     if not self.interpret:
       return ptx.joint_extremes(largest, least)
@@ -158,18 +155,15 @@ class Instructions:
   def round(self, x: Array, factor: Array) -> tuple[Array, Array]:
     """Rounds x * factor to the nearest integer; returns it as f32 and int32.
 
-    The product must be below 2^22 in magnitude.
-
-    Before casting the int32 to a byte, apply an integer operation to it.
-    Otherwise ptxas 13 converts the underlying f32 directly to a byte (F2IP),
-    which saturates at 255.
+    The product must be below 2^22 in magnitude. Before casting the int32 to a
+    byte, apply an integer operation to it. Otherwise ptxas 13 converts the f32
+    directly to a byte (F2IP), which saturates at 255.
     """
     if self.interpret:
       whole = jnp.round(x * factor)
       return whole, whole.astype(jnp.int32)
-    # The sum is so large that it has no fraction bits, and its lowest bits are
-    # the rounded integer. XLA would simplify this away, so the interpreter
-    # rounds explicitly.
+    # The sum has no fraction bits, and its lowest bits are the rounded integer.
+    # XLA would simplify this away, so the interpreter rounds explicitly.
     rounded = x * factor + 1.5 * 2**23
     integer = as_bits(rounded).astype(jnp.int32) - 0x4B400000
     return rounded - 1.5 * 2**23, integer
@@ -179,19 +173,19 @@ class Instructions:
   ) -> tuple[Array, Array, Array]:
     """Computes powers of small integers; on a GPU, lanes look them up.
 
-    Let J = significand, e = exponent and a = root. J and e are int32 tiles, of
-    which only the lowest 4 bits are used; e = 0 is treated as 1. `root` and
-    `scale` are f32 [ROWS], and `root` is positive. With p(J) = (J / 8)^a, this
+    With J = significand, e = exponent, a = root and p(J) = (J / 8)^a, this
     returns
 
       2 p(J) - p(J + 1), p(J + 1) - p(J) and scale (448 2^(7 - e))^a.
 
-    When a value x is encoded, the last result overflows only for
+    J and e are int32 tiles, of which only the lowest 4 bits are used; e = 0 is
+    treated as 1. `root` and `scale` are f32 [ROWS], and `root` is positive. The
+    last result may overflow, but in the encoder of x only for
     |x| <= 2^(a - 128) max(1, 1 / |scale|).
     """
     top = 7 + math.log2(qmax(E4M3))
     if not self.interpret:
-      return ptx.look_up(significand, exponent, root, scale, top)
+      return ptx.powers(significand, exponent, root, scale, top)
     root = spread(root)
     j = (significand & 15).astype(jnp.float32)
     e = jnp.maximum(exponent & 15, 1).astype(jnp.float32)

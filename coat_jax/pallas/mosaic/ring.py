@@ -12,14 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 class Ring(NamedTuple):
   """Slots of shared memory that one warpgroup fills in round-robin order.
 
-  Loads are numbered from 0. `loaded` and `free` contain one barrier per slot:
-  `loaded` completes when the slot is filled, and `free` completes when all
-  warpgroups that read the slot have released it.
+  Loads are numbered from 0.
   """
 
   slots: tuple[Any, ...]  # Arrays [stages, ...] that are filled together.
-  loaded: Any
-  free: Any
+  loaded: Any  # A barrier per slot: completes when the slot is filled.
+  free: Any  # A barrier per slot: completes when all readers have released it.
 
   @classmethod
   def types(cls, slots: tuple, *, readers: int) -> "Ring":
@@ -49,10 +47,7 @@ class Ring(NamedTuple):
     pl.when(is_used)(lambda: plgpu.barrier_wait(self.free.at[slot]))
 
   def drain(self, number: Array) -> None:
-    """Waits until all slots are free; `number` is that of the next load.
-
-    The interpreter requires this before a kernel ends.
-    """
+    """Waits for all slots before a kernel ends, as the interpreter requires."""
     wait = lambda i, _: self.wait_for_free(number + i)  # noqa: E731
     lax.fori_loop(0, self.stages, wait, None)
 
@@ -65,6 +60,6 @@ class Ring(NamedTuple):
   def release(self, number: Array, interpret: bool) -> None:
     """Lets a slot be filled again."""
     if interpret:
-      # Without this, the interpreter reports the next copy as a race.
+      # Without this, the interpreter reports a race with the next copy.
       plgpu.commit_smem()
     plgpu.barrier_arrive(self.free.at[lax.rem(number, jnp.int32(self.stages))])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inlined PTX for `rows`: divides by scales, transposes codes, sums over rows.
 
-`rows` calls these functions. It also defines in jnp what each of them computes.
+`rows` defines in jnp what these functions compute.
 """
 
 import functools
@@ -42,9 +42,9 @@ SUMS = plgpu.SMEM((2 * WARPS * COLUMNS,), jnp.float32)
 
 
 def scales_layout(size: int):
-  """Returns the layout of a tile's scales, [height, 128 / size].
+  """Returns the layout of a tile's scales [height, 128 / size].
 
-  A lane holds the scale of each 8-value vector that it holds in `TILE_LAYOUT`.
+  A lane holds the scale of each vector of 8 values that it holds of the tile.
   """
   groups = COLUMNS // size
   return plgpu.Layout.TILED(
@@ -148,26 +148,20 @@ def _base(smem):
 
 
 def _at(base, *terms):
-  """Adds offsets to an address in shared memory.
-
-  `terms` are pairs (index, words); each adds index * words words of 4 bytes.
-  """
+  """Adds index * words words of 4 bytes for each (index, words) in `terms`."""
   for index, words in terms:
     base = arith.addi(base, arith.muli(index, emit.i32(4 * words)))
   return base
 
 
 def split_index(x, size: int):
-  """Returns x // size and x % size; `size` is a power of two."""
+  """Returns x // size and x % size, for a power of two."""
   bits = emit.i32(size.bit_length() - 1)
   return arith.shrui(x, bits), arith.andi(x, emit.i32(size - 1))
 
 
 def sum_over_rows(x: Array, smem) -> Array:
-  """Returns the sum of each column of a tile, f32 [128].
-
-  No two calls may share `smem`.
-  """
+  """Returns each column's sum, f32 [128]; no two calls may share `smem`."""
   out = plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout=THREAD_LAYOUT)
 
   @plgpu.inline_mgpu(arg_types=(TILE_LAYOUT, plgpu.RefType()), return_type=out)
@@ -214,10 +208,7 @@ def _word_strides(height: int) -> tuple[int, int]:
 
 
 def transpose(codes: Array, smem) -> Array:
-  """Transposes blocks of 4 x 4 bytes in registers, then through shared memory.
-
-  See `rows.transpose`.
-  """
+  """Transposes 4 x 4 bytes in registers, and the tile through shared memory."""
   height, columns = codes.shape
   layout = columns_layout(height)
   out = plgpu.ShapeDtypeStruct((columns, height), codes.dtype, layout=layout)

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads, quantizes and stores groups or tiles, for memory-bound kernels.
 
-Each program (thread block) consists of one warpgroup of 128 threads. It loads
-all of its values into registers before it computes anything. In registers, the
-values form either groups or a tile:
+Each program (thread block) consists of one warpgroup of 128 threads. In its
+registers, values form either groups or a tile:
 
   groups  [count, G], with G = 16 to 128 values per group. A lane holds 8
           adjacent values (16 bytes in BF16), so at most four shuffles find a
           group's largest magnitude. A row consists of whole groups and rows are
           contiguous, so a matrix is one list of groups. In kernels that need
           whole rows (`whole_rows`), a lane may also hold 4 or 2 values.
-  tile    [64, 128] or [32, 128]. A lane holds 8 values of each of 4 rows,
-          because four codes of a column fill a register. Codes are transposed
-          with byte permutes and through shared memory, and written 16 bytes at
-          a time.
+  tile    [64, 128] or [32, 128]. Of every 32 rows, a lane holds 8 columns of
+          4 adjacent rows, because four codes of a column fill a register. Codes
+          are transposed with byte permutes and through shared memory, and
+          written 16 bytes at a time.
 
 Mosaic has no masked loads or stores. A program that would reach past the end of
 the array starts earlier instead, so some values are written twice.
@@ -40,9 +39,8 @@ from coat_jax.pallas.mosaic import row_ptx
 from coat_jax.pallas.mosaic.magnitudes import group_scale, magnitude_bits
 from coat_jax.pallas.mosaic.row_ptx import COLUMNS, LANES, VECTOR, WARPS
 
-STEP = WARPS * LANES * VECTOR  # Number of values that a program loads at once.
-# The largest size of each axis of a GPU's grid except "last" (see `run`).
-_MAX_ACROSS = 65535
+STEP = WARPS * LANES * VECTOR  # Number of values per load.
+_MAX_ACROSS = 65535  # The largest size of the grid's axis "across".
 LOW, HIGH = 32, 64  # Tile heights.
 
 
@@ -58,9 +56,9 @@ def run(
 ) -> list:
   """Runs `kernel(*refs)` with a ref per input, output and scratch array.
 
-  If an input or output is None, its ref is None too. `scratch` lists types of
-  shared memory. The grid's axes are named "across" and "last", or just "last".
-  Programs with consecutive indices along "last" start one after the other.
+  If an input or output is None, its ref is None too. The grid's axes are named
+  "across" and "last", or just "last". Programs with consecutive indices along
+  "last" start one after the other.
   """
   present = [x is not None for x in (*inputs, *outputs)]
 
@@ -104,18 +102,15 @@ def pick_size(elements: int) -> int:
 
 
 def part(axis: str, size: int, count: int):
-  """Returns this program's slice: `size` of `count` indices.
-
-  `axis` is the axis of the grid along which programs split the indices.
-  """
+  """Returns this program's slice along a grid axis; see `part_at`."""
   return part_at(lax.axis_index(axis), size, count)
 
 
 def part_at(index: Array, size: int, count: int):
   """Cuts `count` indices into slices of `size`; returns slice number `index`.
 
-  `count` is at least `size`. The last slice starts earlier if it would
-  otherwise reach past the end.
+  The last slice starts earlier if it would otherwise reach past the end, so
+  `count` must be at least `size`.
   """
   start = index * size
   if count % size:
@@ -194,11 +189,8 @@ def load_groups(ref, load: Load) -> Array:
 
 
 def amax_bits(x: Array, count: int) -> Array:
-  """Returns the f32 bits of the largest magnitude, as int32 [].
-
-  `count` is the number of rows of x that a program loads at a time.
-  """
-  # In each lane, compare as f32, which takes one instruction and keeps NaN.
+  """Returns the f32 bits of the largest magnitude, as int32 []."""
+  # Within a lane, compare as f32, which takes one instruction and keeps NaN.
   # Comparing bits would take two.
   bits = magnitude_bits(folded(jnp.maximum, jnp.abs(x), count))
   while bits.ndim:
@@ -209,7 +201,7 @@ def amax_bits(x: Array, count: int) -> Array:
 def folded(op: Callable, x: Array, count: int) -> Array:
   """Reduces x to `count` rows, by combining rows i, i + count, ... with `op`.
 
-  Each lane already holds all values that it combines.
+  If a load reads `count` rows, each lane already holds the values to combine.
   """
   loads = [x[i : i + count] for i in range(0, len(x), count)]
   return functools.reduce(op, loads)
@@ -220,7 +212,7 @@ def quantize_groups(
 ) -> tuple[Array, Array]:
   """Quantizes groups [..., G] to codes and f32 scales [...].
 
-  Scales are rounded up to BF16, so no quotient needs clipping.
+  Scales are rounded up to BF16, so quotients need no clipping.
   """
   bits = magnitude_bits(jnp.max(jnp.abs(x), axis=-1))
   scale = group_scale(bits, dtype)
@@ -234,7 +226,7 @@ def quantize_groups(
 def quantize(
   x: Array, scale: Array, dtype: DTypeLike, layout, interpret: bool
 ) -> Array:
-  """Quantizes x with one scale []: rne(clip(x / scale, ±qmax))."""
+  """Rounds clip(x / scale, ±qmax) to nearest even; the scale is []."""
   limit = qmax(dtype)
   if interpret:
     return jnp.clip(x / scale, -limit, limit).astype(dtype)
@@ -257,11 +249,7 @@ def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
 
 
 def tile_height(m: int) -> int:
-  """Returns the usual height of tiles of a matrix with m >= 32 rows.
-
-  Taller tiles write the column layout in longer runs. Some kernels use tiles
-  of height `LOW` anyway, because they are faster.
-  """
+  """Picks the taller tiles, which write the column layout in longer runs."""
   return HIGH if m >= HIGH else LOW
 
 
@@ -302,10 +290,7 @@ def load_tile(ref) -> Array:
 
 
 def load_quantized_tile(q_gmem, scale_gmem, place, interpret: bool) -> Array:
-  """Loads a tile of codes and its scales, and dequantizes it to f32.
-
-  `q_gmem` is [m, n] and `scale_gmem` is [m, groups].
-  """
+  """Loads and dequantizes a tile; refs are [m, n] and [m, groups]."""
   size = q_gmem.shape[1] // scale_gmem.shape[1]
   row, column = place
   group = lax.div(column.start, jnp.int32(size))
@@ -325,12 +310,12 @@ def load_quantized_tile(q_gmem, scale_gmem, place, interpret: bool) -> Array:
 
 
 def load_per_row(ref, place) -> Array:
-  """Loads one value per row and broadcasts the values to a tile, in f32."""
+  """Loads one value per row and broadcasts it along the row, in f32."""
   return _load_along(ref, place, 0)
 
 
 def load_per_column(ref, place) -> Array:
-  """Loads one value per column; broadcasts the values to a tile, in f32."""
+  """Loads one value per column and broadcasts it along the column, in f32."""
   return _load_along(ref, place, 1)
 
 
@@ -349,10 +334,10 @@ def quantize_tile(
 
 
 def transpose(codes: Array, smem, interpret: bool) -> Array:
-  """Transposes a tile of codes; smem is `row_ptx.scratch`.
+  """Transposes a tile of codes through shared memory (`row_ptx.scratch`).
 
-  A program may call this only once for each `smem`, because a call does not
-  wait for the reads of an earlier call.
+  A program may use each `smem` only once, because a call does not wait for the
+  reads of an earlier call.
   """
   return codes.T if interpret else row_ptx.transpose(codes, smem)
 
@@ -372,13 +357,9 @@ def store_operand(
 def store_sums(
   sums_gmem, x: Array, place, m: int, smem, interpret: bool
 ) -> None:
-  """Writes the sum over a tile's rows, except rows of the previous tile.
-
-  `sums_gmem` is [tiles, n], and the matrix has m rows. If m is not a multiple
-  of the height, the last tile overlaps the previous one.
-  """
+  """Writes the sum over a tile's rows to `sums_gmem` [tiles, n]."""
   number, height = lax.axis_index("last"), len(x)
-  if m % height:
+  if m % height:  # Leave out rows that the previous tile also contains.
     layout = row_ptx.TILE_LAYOUT
     row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
     known = jnp.maximum((number + 1) * height - m, 0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes a tensor's scale from maxima of its parts, in one kernel.
 
-To find a tensor's largest magnitude, each program of another kernel writes the
-bits of its maximum. To compute the scale from these maxima, XLA would launch
-two or three kernels, each of which leaves the GPU idle for some microseconds.
+Each program of another kernel has written the bits of its maximum. XLA would
+launch two or three kernels to compute the scale from them, each of which leaves
+the GPU idle for some microseconds.
 """
 
 import functools
@@ -27,8 +27,8 @@ _MOST = 64 * _THREADS  # Each thread loads up to 64 maxima at a time.
 def maxima(programs: int) -> jax.ShapeDtypeStruct:
   """Returns the type of the array to which programs write their maxima.
 
-  This module's kernel needs at least one maximum for each of its threads. If
-  there are fewer programs than threads, each writes its maximum several times.
+  The kernel that reads it needs at least one maximum per thread. If there are
+  fewer programs than threads, each writes its maximum several times.
   """
   copies = 1 if programs >= _THREADS else _THREADS
   return jax.ShapeDtypeStruct((programs, copies), jnp.int32)
@@ -54,12 +54,11 @@ def output_scale(bits: Array, output: Scaling, interpret: bool) -> Array | None:
 def bits_to_shared_scale(
   bits: Array, scaling: Scaling, interpret: bool
 ) -> tuple[Array, Array]:
-  """Returns the scale, f32 [], and an array f32 [k] that begins with it.
+  """Returns the scale, f32 [], and an array, f32 [k], that begins with it.
 
-  The kernel that quantizes the operand reads the array. Two matmuls read the
-  operand, and their results are multiplied by the scale. XLA fuses these two
-  multiplications into one kernel only if the scale is an element of a larger
-  array.
+  Kernels read the scale from the array. The results of two matmuls are
+  multiplied by the scale, and XLA fuses these multiplications into one kernel
+  only if the scale is an element of a larger array.
   """
   return _scale_and_copies(bits, scaling, _THREADS, interpret)
 

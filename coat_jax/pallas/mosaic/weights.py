@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and rounds parameters in kernels, as `optimizer.weights` does.
 
-The functions return the same bits as those of `optimizer.weights`, with fewer
-instructions. This is possible because the values to round have just been
-computed, so every NaN among them is quiet.
+The results have the same bits. Fewer instructions suffice, because the values
+to round have just been computed, so every NaN among them is quiet.
 """
 
 from collections.abc import Callable
@@ -19,10 +18,7 @@ _LARGEST = float(np.uint32(0x7F7F7F00).view(np.float32))
 
 
 def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
-  """Converts a tile of a weight to f32.
-
-  For a `SplitWeight`, pass two tiles, `high` and `low`, one from each array.
-  """
+  """Converts a tile of a weight to f32; a `SplitWeight` has a `low` tile."""
   x = on.in_f32(high)
   if low is None:
     return x
@@ -37,8 +33,8 @@ def round_like(
 ) -> tuple[Array, ...]:
   """Rounds an f32 tile to the dtypes of `refs`, like `weights.round_like`.
 
-  `refs` contains the ref of an array, or the two refs of a `SplitWeight`.
-  `draw` returns the tile's random words.
+  `refs` contains one ref, or the two of a `SplitWeight`. `draw` returns the
+  tile's random words.
   """
   if len(refs) == 2:
     return _split(x, draw(), on)

@@ -16,23 +16,15 @@ _WIDEST = 8192  # For longer rows, registers would spill.
 
 @dataclasses.dataclass(frozen=True)
 class RowPart:
-  """Consecutive groups of a row that a program loads together.
-
-  Attributes:
-    load: how the groups are loaded.
-    first: index of the first group in the row.
-    count: number of groups.
-    known: number of leading groups that the previous part also contains. It is
-      0 except in the last part, which begins early if fewer groups are left
-      than a load reads.
-    groups: number of groups in a row.
-  """
+  """Consecutive groups of a row that a program loads together."""
 
   load: Load
-  first: int
-  count: int
+  first: int  # Index of the first group in the row.
+  count: int  # Number of groups in this part.
+  # Number of leading groups that the previous part also contains. The last part
+  # begins early if fewer groups are left than a load reads.
   known: int
-  groups: int
+  groups: int  # Number of groups in the row.
 
   def of_row(self, row: Array):
     """Returns the slice of this part in the list of all rows' groups."""
@@ -40,12 +32,12 @@ class RowPart:
 
   @property
   def of_vector(self):
-    """The slice of this part in a vector that `in_groups` has reshaped."""
+    """The slice of this part in a vector from `in_groups`."""
     return pl.ds(self.first, self.count)
 
 
 def row_parts(n: int, size: int) -> list[RowPart]:
-  """Splits a row of n values, in groups of `size`, into parts to load."""
+  """Splits a row of n values in groups of `size`."""
   load = _pick_load(n, size)
   groups = n // size
   whole = groups // load.count * load.count
@@ -57,7 +49,7 @@ def row_parts(n: int, size: int) -> list[RowPart]:
 
 
 def _pick_load(n: int, size: int) -> Load:
-  """Picks the largest of the loads that read the fewest values twice."""
+  """Picks the largest load among those that read the fewest values twice."""
   fits = [load for load in _loads(size) if load.count * size <= n]
   return min(fits, key=lambda load: pl.cdiv(n, load.count * size) * load.vector)
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the random words of `stochastic.random_words` in kernels.
-
-A word is a hash of a key and of a value's row and column in the whole leaf.
-"""
+"""Computes the random words of `stochastic.random_words` in kernels."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -16,9 +13,8 @@ from coat_jax.pallas.mosaic.registers import as_float
 def row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:
   """Returns each group's row and first column in the whole leaf.
 
-  `shape` is the shape of the kernel's part of the leaf, and `start` is the
-  index of the tile's first group in this part. `whole` is the shape of the
-  leaf, or None if the part is the whole leaf.
+  `shape` is the shape of the kernel's part of the leaf, `start` is the index of
+  the tile's first group in this part, and `whole` is `LeafPart.whole`.
   """
   groups_per_row = shape[-1] // GROUP_SIZE
   row = registers.iota(0) + start.astype(jnp.uint32)
@@ -43,11 +39,9 @@ def _divide(x: Array, by: int) -> tuple[Array, Array]:
 
 
 def random_words(row: Array, column: Array, key) -> Array:
-  """Computes `stochastic.random_words` for groups at these rows and columns.
-
-  The 8 values of a lane form one run of `RUN` values. So the compiler computes
-  everything except the last multiplication once per lane.
-  """
+  """Computes `stochastic.random_words` for groups at these rows and columns."""
+  # A lane's 8 values form one run of `RUN` values, so the compiler computes
+  # everything except the last multiplication once per lane.
   golden = jnp.uint32(GOLDEN)
   row_word = mix(row * golden + key) + (column // RUN) * golden
   inside = registers.iota(1)
@@ -56,5 +50,5 @@ def random_words(row: Array, column: Array, key) -> Array:
 
 
 def mantissas(words: Array) -> Array:
-  """Returns 1 + `stochastic.uniform(words)`, with random bits as mantissas."""
+  """Returns 1 + `stochastic.uniform(words)`."""
   return as_float((words >> 9) + jnp.uint32(0x3F800000))

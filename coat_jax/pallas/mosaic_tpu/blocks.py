@@ -4,9 +4,9 @@
 If a kernel read an array in another order, XLA would copy the array first. On a
 TPU, XLA may not store two kinds of arrays in the order of their axes:
 
-  pair    [..., D, 2, F], such as the weights of gate and up, which are two
-          planes [D, F]. XLA stores f32 or bf16 in tiles of 2 x 128, but bytes
-          as [..., 2, D, F] in tiles of 32 x 128.
+  pair    [..., D, 2, F], such as the weights of gate and up: two planes
+          [D, F]. XLA stores f32 or bf16 in tiles of 2 x 128, but bytes as
+          [..., 2, D, F] in tiles of 32 x 128.
   stack   [L, D, n], such as the weights of L layers. XLA stores it as
           [D, L, n] if L fills tiles and D does not.
 """
@@ -18,11 +18,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 LANES = 128
-# A TPU stores bytes in tiles of 32 x 128.
-_TILE_ROWS = 32
-# Blocks may occupy half of the 16 MiB of VMEM that a kernel may use by default
-# on v5e and v5p. The other half is for statistics and for values that the loop
-# computes.
+_TILE_ROWS = 32  # A TPU stores bytes in tiles of 32 x 128.
+# Half of the VMEM that a kernel may use by default on v5e and v5p. The other
+# half is for statistics and for values that the loop computes.
 _VMEM_BYTES = 8 * 2**20
 
 
@@ -72,14 +70,14 @@ def unview(x: Array, like: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-  """The height and width of blocks; a block of a pair spans both planes."""
+  """The height and width of blocks. A block of a pair spans both planes."""
 
   height: int
   width: int
 
   @classmethod
   def of(cls, arrays: list[Array]) -> "Blocks":
-    """Returns the largest size for which a block of each array fits in VMEM."""
+    """Returns blocks of up to 32 rows, as wide as VMEM allows."""
     shape = arrays[0].shape
     # A block occupies twice its size, because Pallas prefetches the next one.
     column_bytes = 2 * _TILE_ROWS * sum(x.dtype.itemsize for x in arrays)
@@ -90,10 +88,10 @@ class Blocks:
     )
 
   def spec(self, x: Array, in_layer: int = 0) -> pl.BlockSpec:
-    """Returns the block spec of an array that has the gradient's shape.
+    """Returns the block spec of a gradient, a weight or codes.
 
     `in_layer` is the number of matrices per layer if the array stacks all
-    layers, and 0 otherwise.
+    layers, and 0 for the gradient, which may be that of one layer.
     """
     return self._spec(x, self.width, in_layer)
 

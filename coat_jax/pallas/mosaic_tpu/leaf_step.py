@@ -9,9 +9,6 @@ on them. It supports every subclass of `codecs.group.Grouped`, including yours.
 Each program of the grid loops over the groups in a block of rows and columns.
 The statistics of a row stay in VMEM until the row's last block is done.
 Outputs alias inputs, so the step is in place if the caller donates its arrays.
-With two moments, a step moves 16.2 bytes per value if parameters and gradients
-are f32, 10.2 bytes if they are bf16, and 12.2 bytes for 24-bit weights with
-bf16 gradients.
 
 No TPU has run this kernel yet. The tests run it in interpret mode on a CPU, and
 compile it for v5e, v5p, v6e and 7x. The compiled programs need no temporary
@@ -47,7 +44,9 @@ def why_not(stored, groups, part, arrays) -> str | None:
     if codec.group_size != LANES:
       return f"the kernel needs groups of 128, got {codec.group_size}"
   shape = stored[0].codes.shape
-  if len(shape) < 2 or shape[-1] % LANES:
+  if len(shape) < 2:
+    return f"the kernel needs at least two axes, got shape {shape}"
+  if shape[-1] % LANES:
     return f"the last axis must be a multiple of 128, got shape {shape}"
   # If the number of rows is not a multiple of 8, XLA may interleave the layers
   # of a stack in memory. It would then copy the stack before the kernel runs.
@@ -66,16 +65,10 @@ def why_not(stored, groups, part, arrays) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """An optimizer's step on TPUs.
+  """An optimizer's step on TPUs."""
 
-  Attributes:
-    arithmetic: `adam.adam` or `lion.lion`.
-    groups: the codec of each moment.
-    interpret: whether to run in the interpreter of Pallas, on a CPU.
-  """
-
-  arithmetic: Callable[..., tuple[Array, ...]]
-  groups: tuple[Grouped, ...]
+  arithmetic: Callable[..., tuple[Array, ...]]  # `adam.adam` or `lion.lion`.
+  groups: tuple[Grouped, ...]  # The codec of each moment.
   interpret: bool
 
   def __call__(
@@ -83,8 +76,8 @@ class Step:
   ) -> tuple[Any, tuple[Encoded, ...]]:
     """Returns the new parameter, or the update if p is None, and new moments.
 
-    Without p, `scalars` are the scalars of `arithmetic`. With p, it is a pair:
-    these scalars and `StepScalars`.
+    Without p, `scalars` are those of `arithmetic`. With p, `scalars` is a pair
+    of these and `StepScalars`.
     """
     whole = _whole(part, g, stored[0].codes)
     axes = tuple(range(g.ndim - 1))
@@ -158,24 +151,15 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-  """The static parameters of a kernel.
-
-  Attributes:
-    step: the optimizer's step.
-    scalars: tree structure of the scalars, which are packed into one array.
-    dims: sizes of the gradient's axes, except the last.
-    axes: for each of these axes, its index in the leaf.
-    whole: shape of the whole leaf.
-    num_weights: number of the parameter's arrays; 0 if the update is returned.
-    present: for each moment, whether its codec stores an amax and a range.
-  """
+  """The static parameters of a kernel."""
 
   step: Step
-  scalars: Any
-  dims: tuple[int, ...]
-  axes: tuple[int, ...]
-  whole: tuple[int, ...]
-  num_weights: int
+  scalars: Any  # Tree structure of the scalars, which are packed in one array.
+  dims: tuple[int, ...]  # Sizes of the gradient's axes, except the last.
+  axes: tuple[int, ...]  # For each of these axes, its index in the leaf.
+  whole: tuple[int, ...]  # Shape of the whole leaf.
+  num_weights: int  # Number of the parameter's arrays; 0 without a parameter.
+  # For each moment, whether its codec stores an amax and a range.
   present: tuple[tuple[bool, ...], ...]
 
 
@@ -201,10 +185,9 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
   """Computes the step of one block.
 
   `refs` are the inputs (the parameter's arrays, codes and statistics), followed
-  by the outputs in the same order. Without a parameter, the first output is the
-  update.
+  by the outputs in the same order. Without a parameter, there is one output
+  more: the update comes first.
   """
-  # If the update is an output, there is one more output than there are inputs.
   ins, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
 
   @pl.when(pl.program_id(2) == 0)
@@ -294,7 +277,7 @@ def _widened(x: Array) -> Array:
 
 
 def _fields(present, statistics) -> list[list[Array]]:
-  """Lists each moment's amax and range; those that are not stored are zero."""
+  """Returns each moment's amax and range, or zeros for those not stored."""
   rest = iter(statistics)
   return [
     [next(rest) if there else jnp.int32(0) for there in fields]
@@ -314,10 +297,10 @@ def _rounded(value, refs, words, is_weight: bool) -> tuple[Array, ...]:
 
 
 def _rows(place_ref, height: int, plane: int | None, work: _Work) -> Array:
-  """Returns the row of each value in the whole leaf: uint32 [height, 1].
+  """Returns each row's number in the whole leaf, modulo 2^32.
 
-  Rows are numbered in row-major order over all axes except the last, modulo
-  2^32.
+  The numbers are uint32 [height, 1], in row-major order over all axes except
+  the last.
   """
   matrix = pl.program_id(0)
   local = lax.broadcasted_iota(jnp.int32, (height, 1), 0)

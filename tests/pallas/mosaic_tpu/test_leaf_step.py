@@ -186,7 +186,7 @@ def test_a_group_with_a_nan_does_not_affect_others():
     (Case(codec=codecs.coat(group_size=64)), "needs groups of 128, got 64"),
     (Case(codec=codecs.float32()), "encoded in groups"),
     (Case(shape=(8, 100)), "multiple of 128"),
-    (Case(shape=(128,)), "multiple of 128"),
+    (Case(shape=(128,)), "at least two axes"),
     (Case(shape=(4, 128), layer=1), "a multiple of 8 rows"),
     (Case(shape=(32, 2, 128), layer=1), "a multiple of 8 rows"),
     (Case(shape=(3, 12, 128), layer=1), "a multiple of 8"),

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constants and helpers shared by `block_kernel` and `grouped_kernel`.
+"""Constants and helpers of kernels that multiply with wgmma.
 
-Both are matmul kernels for Hopper. They run one persistent program (thread
-block) per multiprocessor. One warpgroup loads blocks into shared memory, and
-two warpgroups multiply them.
+In these kernels (matmuls and attention), one warpgroup loads blocks or tiles
+into shared memory, and two warpgroups multiply them.
 """
 
 import jax.numpy as jnp
@@ -11,12 +10,11 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-WARPGROUPS = 2  # Number of warpgroups that multiply. A third one loads.
+WARPGROUPS = 2  # Number of warpgroups that multiply.
 ROWS = 64  # Number of rows of the result that one wgmma computes.
 WAVE = WARPGROUPS * ROWS  # Number of rows that these two compute at a time.
-# Registers per thread in warpgroups that multiply, and in the one that loads.
-# The three warpgroups of 128 threads share 65536 registers. Without these
-# numbers, each thread would get 168.
+# Registers per thread in matmuls: of warpgroups that multiply, and of the one
+# that loads. The default is 168 for all three, which share 65536 registers.
 REGISTERS, REGISTERS_TO_LOAD = 232, 40
 LAYOUT = plgpu.Layout.WGMMA
 
@@ -26,9 +24,8 @@ def in_band(
 ) -> tuple[Array, Array]:
   """Returns the indices along m and n of the tile with this number.
 
-  A band is `band` tiles high (along m). Its tiles are numbered along m first
-  and then along n. So tiles that are computed at the same time share parts of
-  both operands.
+  A band is `band` tiles high (along m). Its tiles are numbered along m first,
+  so tiles that are computed at the same time share parts of both operands.
   """
   per_band = jnp.int32(band * tiles_n)
   first = lax.div(number, per_band) * band
