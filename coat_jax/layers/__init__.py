@@ -3,9 +3,8 @@
 
 Linear, RMSNorm, LayerNorm and `activate` are drop-in replacements for single
 operations. NormLinear, MLP, MoE and Attention are fused blocks, which account
-for most of the savings in memory and time. All have BF16 inputs and outputs.
-MLP and Attention call `block` with different `Middle`s. To make another block,
-subclass `Middle`.
+for most of the savings in memory and time. To make another block, subclass
+`Middle`.
 """
 
 from coat_jax.layers.activation import activate as activate

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions that save their inputs in FP8, in 1 x G groups.
 
-G is `recipe.group_size`. Nothing else is saved, because an elementwise function
-is cheap to recompute. As in all layers, the forward and the backward pass both
-read the dequantized values.
+G is `recipe.group_size`. Both passes read the dequantized values.
 """
 
 import functools
@@ -85,8 +83,7 @@ def plain_activation(
   parts: Sequence[Array], activation: ops.Activation
 ) -> Array:
   """Computes f(x), or f(x) * up, in x's dtype; JAX differentiates it."""
-  # Name the inputs, so that a checkpoint policy saves the same arrays as with
-  # FP8.
+  # Name the inputs as with FP8 recipes, for checkpoint policies.
   x, *others = save_residual("activation", tuple(parts))
   with residual_scope("activation"):
     y = _PLAIN[activation](x)

@@ -98,8 +98,7 @@ class Attention(RecipeModule):
       causal: whether a query sees only keys up to its own position.
       window: number of keys that a query sees, at its own position and before
         it; None for all. If the layers of a stack differ, pass a tuple with one
-        window for each kind of layer, and pass `kind` to each call. Tuples work
-        in the same way for `rope_theta` and `rope_scaling`.
+        window for each kind of layer, and pass `kind` to each call.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
         them unchanged.
       query_scale: factor of q k^T; None for 1 / sqrt(H).
@@ -112,7 +111,7 @@ class Attention(RecipeModule):
         all.
       qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head
         separately, "all" normalizes all heads of a token together; None for no
-        norm. FP8 recipes save the inputs of this norm in FP8.
+        norm. FP8 recipes save the norm's inputs in FP8.
       clip_qkv: q, k and v are clipped to [-clip_qkv, clip_qkv]; None for no
         clipping.
       use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for the

@@ -5,23 +5,20 @@
   middle   h --elementwise or attention--> operand of the second matmul
   back     operand --matmul, bias--> z --norm or none--> + x (`add_input`)
 
-The front (`layers.front`) and the back are the same in every block; the
-`Middle` is an activation or attention. All three share a custom_vjp so that
-they can pass FP8 operands to each other: the norm writes the first matmul's
-E4M3 operand, the middle writes the second's, and the middle's backward pass
-writes h's gradient as an E5M2 operand.
+The front and the back are the same in every block. They share a custom_vjp with
+the middle, so that the parts can pass FP8 operands to each other: the norm
+writes the first matmul's E4M3 operand, the middle writes the second's, and the
+middle's backward pass writes h's gradient as an E5M2 operand.
 
-With residuals="minimal" a block saves the front's input in 1 x G FP8, the
-norm's statistics, the middle's residuals, and scales. With "coat" it also saves
-the norm's output, as the reference implementation does. Without a norm, the
-front saves its matmul's FP8 operand. If the back has a norm, that norm reads z
-as 1 x G FP8 values, and the block saves these values and the norm's statistics.
-The rounding of z has a straight-through gradient.
+A block saves what its front (`layers.front`) and its middle save, and scales.
+If the back has a norm, that norm reads z as 1 x G FP8 values. The block saves
+these values and the norm's statistics, and gradients pass straight through the
+rounding of z.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
-axis; between them each device holds a shard of the columns for whole sequences.
-The back's partial sums are reduce-scattered, and each device normalizes whole
-rows of its own tokens.
+axis. Between them each device holds a shard of the columns for whole sequences.
+The back's partial sums are reduce-scattered over positions, so the norms of x
+and z read whole rows of a device's own tokens.
 """
 
 from typing import Any, NamedTuple
@@ -57,7 +54,7 @@ from coat_jax.ops import BlockScales
 
 
 class BlockWeights(NamedTuple):
-  """Parameters of a block, or their gradients (which have no caches).
+  """Parameters of a block, or their gradients.
 
   Attributes:
     front: weights of the norm and the first matmul.
@@ -89,11 +86,7 @@ def back_forward(
   *,
   after: Array | BlockScales | None = None,
 ) -> tuple[Array, LinearSaved]:
-  """Runs the second matmul and its norm; with `add_input`, adds x in f32.
-
-  Returns the result in x's dtype, and the values to save. For `after` see
-  `quantized_weight`.
-  """
+  """Runs the back; returns its output in x's dtype, and the values to save."""
   w = weights
   add = x if static.add_input else None
   z, w_scale = multiply(
@@ -125,10 +118,7 @@ def back_backward(
   *,
   has_bias: bool,
 ) -> tuple[MiddleGradient, LinearWeights]:
-  """Runs the backward passes of the back and the middle.
-
-  Returns the middle's gradients, and the gradients of the back's weights.
-  """
+  """Returns the middle's gradients, and those of the back's weights."""
   w, middle, dgamma, dbeta = weights, static.middle, None, None
   if saved.norm is not None:
     g, dgamma, dbeta = norm_gradients(
@@ -222,7 +212,7 @@ def block(
     recipe: the block is fused if `nonlinear` is "fp8".
 
   Returns:
-    [..., D] in x's dtype.
+    [..., D] in x's dtype; without `add_input`, the width is that of `back.w`.
 
   Raises:
     TypeError: an argument has the wrong type.

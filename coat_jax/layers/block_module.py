@@ -21,7 +21,7 @@ from coat_jax.numerics.recipes import CoatRecipe
 
 
 class NormLinearOptions(TypedDict, total=False):
-  """Options of `NormLinear`; `BlockOptions` extends them for blocks.
+  """Options of `NormLinear` and `MoE`; `BlockOptions` extends them.
 
   Initializers are called with a key, a shape and a dtype; metadata is passed to
   `nnx.Param`. By default biases are initialized to zeros and scales to ones
@@ -95,8 +95,8 @@ class BlockOptions(NormLinearOptions, total=False):
   out_bias_metadata: Metadata
 
 
-# Defaults that differ from those of norms and linear layers, and defaults of
-# options that blocks read themselves.
+# Defaults of options that blocks read, and defaults that differ from those of
+# norms and linear layers.
 _DEFAULTS: dict[str, Any] = dict(
   recipe=None,
   norm="rms",
@@ -112,8 +112,8 @@ _DEFAULTS: dict[str, Any] = dict(
   kernel_metadata=NO_METADATA,
 )
 
-# Map the names of a block's options to the names that the constructors of norms
-# and linear layers use.
+# Map a block's options to arguments of the constructors of norms and linear
+# layers.
 _SHARED = {n: n for n in ("recipe", "dtype", "param_dtype", "rngs")}
 _NORM = _SHARED | dict(
   epsilon="epsilon",
@@ -132,7 +132,7 @@ _BACK = _FRONT | {f"out_{n}": n for n in _LINEAR}
 
 
 class Parts(types.SimpleNamespace):
-  """A block's options, with methods that make its norms and linear layers."""
+  """A block's options, and methods that make its norms and linear layers."""
 
   @classmethod
   def of(
@@ -253,10 +253,7 @@ class NormLinear(RecipeModule):
 def block_arguments(
   module: Any, norm: Norm | None, front: Linear, back: Linear, own: Any = None
 ) -> dict[str, Any]:
-  """Returns the arguments of `block` that a module and its parts determine.
-
-  `own` contains the middle's weights. Both norms must have the same epsilon.
-  """
+  """Returns arguments of `block`; `own` contains the middle's weights."""
   post_norm = module.post_norm
   options = norm_options(norm) | dict(post_norm=None)
   if post_norm is not None:

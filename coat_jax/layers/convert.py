@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts an existing Flax NNX model to FP8 layers, and reports the changes.
 
-Each `nnx.Linear`, `nnx.LinearGeneral`, `nnx.RMSNorm` and `nnx.LayerNorm` is
-replaced by a layer of this package that holds the same parameters under the
-same names. `converted.py` makes these layers and whole blocks.
+`converted.py` makes the new layers and blocks.
 """
 
 import collections
@@ -86,18 +84,18 @@ def convert[Module: nnx.Module](
 ) -> tuple[Module, ConversionReport]:
   """Replaces the layers of a Flax NNX model with FP8 layers.
 
-  The result is a copy of the modules that shares the `nnx.Param` objects. No
-  weight is copied, and training the copy also updates the original, so you can
-  compare the two models at any time. If `convert` raises an error, the original
-  is unchanged. `nnx.state` has the same paths, shapes, dtypes and metadata
-  before and after: checkpoints, optimizers and shardings remain valid.
+  Each `nnx.Linear`, `nnx.LinearGeneral`, `nnx.RMSNorm` and `nnx.LayerNorm` is
+  replaced. The result is a copy of the modules that shares the `nnx.Param`
+  objects. No weight is copied, and training the copy also updates the original.
+  If `convert` raises an error, the original is unchanged. `nnx.state` has the
+  same paths, shapes, dtypes and metadata before and after: checkpoints,
+  optimizers and shardings remain valid.
 
   If one of your classes computes a whole block, name it in `blocks`: replacing
-  whole blocks saves the most memory. To check what the class computes,
-  `convert` runs one of its modules with random parameters on a few random
-  tokens in f32. It replaces the module only if a block of the named kind, with
-  one of the supported activations, computes the same output. Separate gate and
-  up projections stay separate parameters.
+  whole blocks saves the most memory. `convert` runs a module of the class with
+  random parameters on a few random tokens in f32. It replaces the module only
+  if a block of the named kind, with one of the supported activations, computes
+  the same output. Separate gate and up projections stay separate parameters.
 
   Example usage::
 
@@ -130,7 +128,7 @@ def convert[Module: nnx.Module](
     model: the model; its arrays may be abstract (from `nnx.eval_shape`).
     recipe: selects what is computed and saved in FP8; None for
       `recipes.coat()`.
-    blocks: maps each of your classes that compute a whole block to `MLP` or
+    blocks: maps your classes that compute a whole block to `MLP` or
       `NormLinear`. A class that is mapped to `MLP` may lack the norm or the
       residual add. Modules of these classes must accept a single array.
     inputs: example arguments of a call of the model, arrays or
@@ -138,8 +136,7 @@ def convert[Module: nnx.Module](
       saved for the backward pass. The model is traced but not run.
 
   Returns:
-    The converted copy, and a report of what was replaced, what was left and
-    why, and how many bytes are saved for the backward pass.
+    The converted copy, and a report.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -181,7 +178,7 @@ def _check_blocks(op: str, blocks: Any, model: nnx.Module) -> None:
 
 
 class _Converter:
-  """Replaces modules in a copy of a model, and records what it does."""
+  """Replaces modules in a copy of a model, and records the changes."""
 
   def __init__(self, recipe: CoatRecipe, blocks: Mapping[type, type]):
     self.recipe, self.blocks = recipe, blocks

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes FP8 layers and blocks from a user's modules, with their parameters.
 
-Parameters keep their names. `convert_layer` makes an FP8 layer with the options
-of a Flax layer. For a user's own module, `fuse` runs the original with random
-parameters on random tokens in f32, and looks for a block with the same output.
-It tries each linear layer as the gate, each activation, and a block with and
-without the residual add. It rejects a block whose output is merely similar.
+`convert_layer` makes an FP8 layer with the options of a Flax layer. For a
+user's own module, `fuse` looks for a block with the same output for random
+parameters and tokens, in f32. It tries all orders of the linear layers, all
+activations, and blocks with and without the residual add.
 """
 
 import dataclasses
@@ -26,7 +25,13 @@ from coat_jax.layers.block_module import NormLinear
 from coat_jax.layers.linear import Linear, norm_linear
 from coat_jax.layers.mlp import MLP, Elementwise
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.norm import LayerNorm, Norm, RMSNorm
+from coat_jax.layers.norm import (
+  LayerNorm,
+  Norm,
+  RMSNorm,
+  norm_options,
+  weights_of_norm,
+)
 from coat_jax.layers.product import LinearWeights
 from coat_jax.layers.residuals import RESIDUAL_NAMES
 from coat_jax.numerics import recipes
@@ -44,8 +49,8 @@ _IGNORED = {"self", "rngs", "use_fast_variance"}
 
 BLOCKS = (MLP, NormLinear)
 # With sums of up to 10,000 f32 products, another order of addition changes the
-# output by 1e-6, relative to its size. The most similar activations, the two
-# GELUs, differ by 1e-4.
+# output by a relative 1e-6. The most similar activations, the two GELUs, differ
+# by 1e-4.
 _TOLERANCE = 1e-5
 _TOKENS = 8
 
@@ -112,10 +117,7 @@ class Roles:
 
 
 class FusedBlock(nnx.Module):
-  """A block whose parts keep their attribute names in the user's module.
-
-  Other attributes of that module are kept, too.
-  """
+  """A block with all attributes of the user's module that it replaces."""
 
   def __init__(self, module: nnx.Module, roles: Roles):
     for name, value in vars(module).items():
@@ -134,12 +136,11 @@ class FusedBlock(nnx.Module):
     back: Linear | None = getattr(self, roles.back) if roles.back else None
     recipe = fronts[0].active_recipe
     x = fronts[0].cast(x, fronts[0].kernel, fronts[0].bias)
-    gamma, beta = (norm.gamma, value_of(norm.bias)) if norm else (None, None)
-    kind, eps = (norm.kind, norm.epsilon) if norm else (None, 0.0)
+    gamma, beta = weights_of_norm(norm)
 
     def run(x, gamma, beta, kernels, biases, out):
       front = LinearWeights(*_joined(kernels, biases, roles), gamma, beta)
-      how: Any = dict(kind=kind, eps=eps, recipe=recipe)
+      how: Any = norm_options(norm) | dict(recipe=recipe)
       if roles.middle is None:
         return norm_linear(x, front, **how)
       weights = BlockWeights(front, LinearWeights(*out))
@@ -190,8 +191,7 @@ def fuse(
 ) -> FusedBlock:
   """Makes a block from `module`, the copy of `original` with converted parts.
 
-  Raises a ValueError if no block has the same output. `known` caches the roles
-  that were found for modules with the same structure.
+  `known` caches the roles of modules with the same structure.
   """
   _check_state(original, ours)
   for name, part in parts_of(module).items():
@@ -233,7 +233,7 @@ def _is_variable(x: Any) -> bool:
 
 
 def _roles_of(original: nnx.Module, ours: type) -> Roles:
-  """Finds the block with the same output for random parameters and tokens."""
+  """Finds the block that computes the same output as the original."""
   candidates = list(_candidates(original, ours))
   if not candidates:
     raise ValueError(
@@ -338,7 +338,7 @@ def _candidates(original: nnx.Module, ours: type) -> Iterable[Roles]:
 
 
 def _fits(front: list[Any], back: Any, gated: bool) -> bool:
-  """Returns whether linear layers of these widths can form a block."""
+  """Returns whether these linear layers' widths fit a block."""
   ends = _sizes(front[0], "in"), _sizes(back, "out")
   inside = {math.prod(_sizes(part, "out")) for part in front}
   hidden = math.prod(_sizes(back, "in"))

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the bytes that a model saves for its backward pass, by tracing it.
 
-The jaxpr of `jax.vjp` shows which arrays the backward pass reads. Each array
-counts once, even if it is also saved in another shape. Arrays that are computed
-from parameters alone do not count, because their size does not depend on the
-number of tokens.
+Each array that the backward pass reads counts once, even if it is also saved in
+another shape. Arrays that are computed from parameters alone do not count,
+because their size does not depend on the number of tokens.
 """
 
 from typing import Any
@@ -54,7 +53,7 @@ def saved_bytes(model: nnx.Module, inputs: tuple[Any, ...]) -> int:
 def _count(jaxpr: Any, num_params: int) -> int:
   params = set(jaxpr.invars[:num_params])
   equations = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-  # Arrays that depend on parameters and constants only.
+  # Arrays that are computed from parameters alone.
   fixed = set(params)
   for equation in jaxpr.eqns:
     inputs = [var for var in equation.invars if isinstance(var, Var)]

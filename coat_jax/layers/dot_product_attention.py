@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
-q, k, v and the output are saved in BF16, the format that attention reads and
-writes. In blocks with recipe.attention="fp8", q, k and v are saved in 1 x G
-FP8, and the forward pass reads the dequantized values.
-
-The output is never rounded to FP8. In each row, the softmax's backward pass
-subtracts dout . out from the gradients of the probabilities, so that the
-gradients of the scores sum to 0. If `out` has an error e, they sum to -dout . e
-instead. dout . e is positive on average if dout is the gradient at the rounded
-output. Training then increases the log-sum-exp without limit until it diverges
+The output is never rounded to FP8. The gradients of a row's scores would then
+not sum to 0, and training would increase the log-sum-exp until it diverges
 (docs/stability.md).
 """
 
@@ -52,7 +45,7 @@ class AttentionInputs(NamedTuple):
 
 
 def inputs_specs(axes: MeshAxes, inputs: AttentionInputs) -> Any:
-  """Returns how inputs are sharded: over the batch only."""
+  """Returns the specs of inputs, which are split over the batch only."""
   positions: Any = P()
   if inputs.positions is not None:
     positions = positions_spec(axes, inputs.positions)
@@ -101,7 +94,6 @@ def _of_kind(run: Callable, kinds: Kinds, inputs: AttentionInputs) -> Callable:
 def _fwd(q, k, v, inputs, kinds, recipe):
   heads = save_residual("attention", (q, k, v))
   kept = attend(heads, inputs, kinds, recipe)
-  # Return the saved array itself, so that memory holds one copy.
   return kept.out, (heads, kept)
 
 
@@ -151,7 +143,7 @@ def dot_product_attention(
   Args:
     q: [B, T, N, H].
     k, v: [B, S, K, H], N a multiple of K.
-    causal: whether query t sees only keys up to t + S - T.
+    causal: whether query t sees only keys up to t + S - T. Requires S >= T.
     window: a query sees only the last `window` of these keys, including its
       own, like `sliding_window` in Hugging Face Transformers; None for all.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them

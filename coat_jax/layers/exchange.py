@@ -10,9 +10,8 @@ and then by sending device:
              to device 0 ----------  to device 1 --------
   receives   | expert 0, from 0 | from 1 | expert 1, from 0 | from 1 | unused
 
-No row is dropped: the receive buffer has R = n T k rows, which suffices even
-if all tokens choose experts of one device. Unused rows, after the last
-expert's, are zero.
+The receive buffer has R = n T k rows, which suffices even if all tokens choose
+experts of one device. Unused rows, after the last expert's, are zero.
 
 GPUs and TPUs send only actual rows (`lax.ragged_all_to_all`). On CPUs, where
 XLA cannot do this, each pair of devices exchanges T k rows, padded with zeros
@@ -76,7 +75,7 @@ def plan_exchange(
   begins_sent = _before(each, axis=1).reshape(1, -1) + _before(counts, axis=0)
 
   def from_all(a):
-    """Selects the columns of this device's experts: [n, E] to [E]."""
+    """Selects the columns [n, E / n] of this device's experts, as [E]."""
     a = a.reshape(devices, devices, -1)
     return lax.dynamic_index_in_dim(a, device, 1, keepdims=False).reshape(-1)
 
@@ -99,7 +98,7 @@ def send_back(x: Array, exchange: Exchange) -> Array:
   return _move(x, rows, exchange.received, exchange.own, exchange)
 
 
-# Both only move rows, so each function is the other's transpose.
+# Each function is the other's transpose.
 send_rows.defvjp(
   lambda x, exchange: (send_rows(x, exchange), exchange),
   lambda exchange, g: (send_back(g, exchange), None),
@@ -111,7 +110,7 @@ send_back.defvjp(
 
 
 def _move(x, num_rows: int, sent: Slices, found: Slices, exchange: Exchange):
-  """Moves slices of x to other devices; unused rows of the result are zero."""
+  """Moves slices of x to other devices."""
   out = jnp.zeros((num_rows, *x.shape[1:]), x.dtype)
   if target() is not None:
     return lax.ragged_all_to_all(

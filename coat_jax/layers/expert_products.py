@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls of a mixture of experts, in BF16 or FP8.
 
-Each function handles both formats: an `Operand` holds FP8 values and is
-multiplied in FP8, and an array is multiplied in its dtype. In FP8, all tokens
+An `Operand` is multiplied in FP8, an array in its dtype. In FP8, all tokens
 share a scale, all gradients share a scale, and each expert's weight has a
-separate scale. Tokens are quantized before they are copied to rows, so that
-only FP8 values are copied. On a mesh, devices gather FP8 weights. The forward
-pass computes each scale once and saves it; the backward pass quantizes again
-with the saved scale.
+separate scale. The forward pass saves its scales, and the backward pass
+quantizes with them again.
 """
 
 from typing import NamedTuple
@@ -17,7 +14,6 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax.layers.operands import gradient_scaling, value_scaling
 from coat_jax.layers.residuals import cotangent
 from coat_jax.layers.routing import Rows, to_rows
 from coat_jax.mesh import (
@@ -58,6 +54,7 @@ def copies_in_rows(
   scale: Array | None = None,
 ) -> Array | Operand:
   """Copies tokens [..., D] to rows [T k, D], in FP8 if experts run in FP8."""
+  # Quantize first, so that only FP8 values are copied.
   if recipe.experts == "bf16":
     return to_rows(x, rows, experts_per_token)
   q = ops.quantize_tensor(
@@ -70,22 +67,12 @@ def copies_in_rows(
 def rows_operand(
   x: Array,
   rows: Rows,
+  scaling: Scaling,
   recipe: CoatRecipe,
   dtype: DTypeLike,
   scale: Array | None = None,
 ) -> Array | Operand:
-  """Casts or quantizes f32 rows of activations for a matmul."""
-  return _in_rows(x, rows, value_scaling(recipe), recipe, dtype, scale)
-
-
-def gradient_in_rows(
-  x: Array, rows: Rows, recipe: CoatRecipe, dtype: DTypeLike
-) -> Array | Operand:
-  """Casts or quantizes f32 rows of gradients for a matmul."""
-  return _in_rows(x, rows, gradient_scaling(recipe), recipe, dtype)
-
-
-def _in_rows(x, rows, scaling, recipe, dtype, scale=None):
+  """Casts or quantizes f32 rows for a matmul."""
   if recipe.experts == "bf16":
     return x.astype(dtype)
   return ops.quantize_grouped(
@@ -105,10 +92,7 @@ def multiply_rows(
   dtype: DTypeLike,
   scale: Array | None = None,
 ) -> tuple[Array, Array | None]:
-  """Multiplies rows by their experts' w [E, D, *F]; also returns w's scales.
-
-  Pass an earlier call's scales as `scale` to reuse them.
-  """
+  """Multiplies rows by their experts' w [E, D, *F]; also returns w's scales."""
   how = recipe.implementation
   if isinstance(x, Operand):
     w_q = _weight_codes(w, "columns", scale, recipe)
@@ -148,7 +132,7 @@ def weight_gradient(
   rows: Rows,
   recipe: CoatRecipe,
 ) -> Array:
-  """Computes x^T g for each expert; on a mesh, returns the device's shard."""
+  """Computes x^T g for each expert; on a mesh, a device's shard of it."""
   axes = recipe.axes
   # XLA reduce-scatters along the outermost dimension in memory. For another
   # dimension, it would first copy all of dw.

@@ -7,20 +7,18 @@
   back     z --matmul, summed over a token's copies--> + x (`add_input`)
 
 The matmuls of front and back are grouped. They run in x's dtype (BF16) or, with
-recipe.experts="fp8", in FP8 (`layers.expert_products`). The forward pass saves
-x and, for each of a token's k copies, gate and up, all in 1 x G FP8. It also
-saves the expert indices, 4 k bytes per token. The backward pass recomputes the
-rest. recipe.residuals has no effect, because the reference implementation has
-no mixture of experts. recipe.weight_cache has no effect either.
+recipe.experts="fp8", in FP8. The forward pass saves x and, for each of a
+token's k copies, gate and up, all in 1 x G FP8. It also saves the expert
+indices, 4 k bytes per token. The backward pass recomputes the rest.
+recipe.residuals and recipe.weight_cache have no effect.
 
 p is a factor of z [T k, F], not of the expert's output [T k, D]. The gradient
 of z, dz = dout w_down^T, then also yields the gradient of p,
 dp = dz . (silu(gate) up), so the output is neither saved nor recomputed.
 
-On a mesh every device holds a shard of each weight of its experts: rows are
-split over fsdp and gathered before use, in BF16 or FP8; the dimension F is
-split over tensor. A device computes its shard of F for all positions of its
-sequences, and partial sums are reduce-scattered.
+On a mesh the rows of weights are split over fsdp, and gathered in BF16 or FP8
+before use. The dimension F is split over tensor. A device computes its shard of
+F for all positions of its sequences, and partial sums are reduce-scattered.
 
 With a mesh axis `expert` of n devices, each device holds E / n experts, and
 devices exchange rows (`layers.exchange`) in formats that need no further
@@ -32,12 +30,9 @@ rounding:
   gradients of outputs                BF16; with FP8 experts, E5M2 codes
   outputs, gradients of tokens        BF16; a token's k rows are summed in f32
 
-The mesh therefore does not change which values are multiplied. A buffer of
-received rows has room for the rows of all n devices (R = n T k), because shapes
-are static, no token is dropped, and all tokens could choose the experts of one
-device. Such buffers are never saved: the backward pass receives the tokens
-again, which it needs anyway for the weights' gradients, and recomputes gate and
-up.
+The buffers of received rows are large and therefore not saved. The backward
+pass receives the tokens again, which the weights' gradients need anyway, and
+recomputes gate and up.
 """
 
 from typing import NamedTuple
@@ -50,7 +45,6 @@ from coat_jax import ops
 from coat_jax.layers.expert_products import (
   Scales,
   copies_in_rows,
-  gradient_in_rows,
   input_gradient,
   multiply_rows,
   rows_operand,
@@ -71,6 +65,7 @@ from coat_jax.layers.routing import (
   copies_of,
   expert_weights,
   load_of,
+  mean_over_devices,
   p_of_rows,
   sort_rows,
   sum_of_copies,
@@ -124,7 +119,7 @@ class _Saved(NamedTuple):
   # Gate and up, [..., k, F] for whole sequences, rows sorted by expert; None if
   # rows were exchanged.
   parts: tuple[QTensor, ...] | None
-  scales: Scales  # The backward pass quantizes with these scales again.
+  scales: Scales
 
 
 def _fwd(x, weights, static, recipe):
@@ -148,24 +143,24 @@ def _fwd(x, weights, static, recipe):
   if rows.exchange is None:
     parts = saved = save_residual("activation", parts)
   z = p * ops.activated(_flat(parts), activation="silu")
-  z = rows_operand(z, rows, recipe, dtype)
+  z = rows_operand(z, rows, value_scaling(recipe), recipe, dtype)
   out, down_scale = multiply_rows(z, w.down, rows, recipe, dtype)
   out = sum_of_copies(out, rows, all_experts.shape).astype(dtype)
   out = scatter_sequence(out, axes)
   if static.add_input:
     out = _sum(x, out)
-  mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
   scales = Scales(scale_of(y_rows), gate_up_scale, scale_of(z), down_scale)
   scales = save_residual("linear", scales)
-  return (out, jax.tree.map(mean, stats)), _Saved(x_q, experts, saved, scales)
+  stats = mean_over_devices(stats, axes)
+  return (out, stats), _Saved(x_q, experts, saved, scales)
 
 
 def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
   axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
   if expert_size(axes) > 1:
-    # If layers are not scanned, XLA would otherwise keep the forward pass's
-    # buffers.
+    # Without a scan over layers, XLA would otherwise keep the forward pass's
+    # buffers of received rows.
     saved, g = jax.lax.optimization_barrier((saved, g))
   x_q, experts, parts, scales = saved
   own_y, norm_stats = _normed(x_q, w, static, dtype)
@@ -195,12 +190,14 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   dp = copies_of(jnp.sum(dz * product, axis=-1, keepdims=True), rows)
   dp = dp.reshape(shape)
   dp = scatter_sequence(dp, axes)
-  z = rows_operand(p * product, rows, recipe, dtype, scales.z)
+  z = rows_operand(
+    p * product, rows, value_scaling(recipe), recipe, dtype, scales.z
+  )
   ddown = weight_gradient(z, dout, w.down, rows, recipe)
 
   dgate_and_up = ops.activation_bwd(p * dz, parts, activation="silu")
   dh = jnp.concatenate(dgate_and_up, axis=-1)
-  dh = gradient_in_rows(dh, rows, recipe, dtype)
+  dh = rows_operand(dh, rows, gradient_scaling(recipe), recipe, dtype)
   if y_rows is None:
     y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
   dgate_up = weight_gradient(y_rows, dh, w.gate_up, rows, recipe)
@@ -226,7 +223,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
 
 
 def moe_specs(x, weights, static, recipe):
-  """Returns how a mixture's arguments and results are sharded, for `rule`."""
+  """Returns the specs of a mixture's arguments and results, for `rule`."""
   del weights, static
   axes = recipe.axes
   of_weights = MoEWeights(
@@ -241,7 +238,7 @@ def moe_specs(x, weights, static, recipe):
 
 
 def moe_types(x, *others):
-  """Returns how results are sharded on explicit axes, for `rule`."""
+  """Returns the specs of results on explicit mesh axes, for `rule`."""
   del others
   return spec_of(x), P()
 
@@ -272,14 +269,10 @@ def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
 
 
 def _gate_and_up(h, shape, recipe) -> tuple[QTensor, ...]:
-  """Quantizes rows of gate and up.
-
-  `shape` is the shape [..., k] of the expert indices. After an exchange, h has
-  R rows, one for each copy on any device.
-  """
+  """Quantizes rows of gate and up; expert indices have the shape [..., k]."""
   first, *others = shape
+  # After an exchange there are n T k rows instead of T k.
   shape = first * expert_size(recipe.axes), *others, h.shape[-1]
-  # The second result, the scale of an FP8 operand, is not needed.
   parts, _ = ops.activation_input(
     h.reshape(shape),
     activation="silu",

@@ -3,10 +3,10 @@
 
 The norm reads 1 x G FP8 values and writes the E4M3 operand of the matmul,
 without a BF16 array in between. It saves its input in 1 x G FP8 and its
-statistics. With residuals="coat" it also saves its output; with "minimal" the
-backward pass recomputes it. Without a norm, the matmul's FP8 operand is saved.
-The quantized weight is not saved: the backward pass quantizes the parameter
-again.
+statistics. With residuals="coat" it also saves its output, as the reference
+implementation does; with "minimal" the backward pass recomputes it. Without a
+norm, the matmul's FP8 operand is saved. Weights are quantized in both passes,
+unless their codes are cached.
 """
 
 import math
@@ -57,13 +57,13 @@ class FrontStatic(NamedTuple):
 
 
 class LinearSaved(NamedTuple):
-  """Values that a block's front or back saves for its backward pass.
+  """The values that a front or back saves for its backward pass.
 
   Attributes:
     norm: input and statistics of the norm; None without a norm.
-    x: the matmul's operand (see `keep_input`), or only its scale if the
-      backward pass recomputes the operand. For a back, whose operand comes from
-      the middle, what the middle saves.
+    x: for a front, the matmul's operand (see `keep_input`), or only its scale
+      if the backward pass recomputes the operand; for a back, the values that
+      the middle saves.
     w_scale: the weight's scale that `multiply` returned.
   """
 
@@ -75,10 +75,9 @@ class LinearSaved(NamedTuple):
 def front_forward(
   x: Array, weights: LinearWeights, static: FrontStatic, recipe: CoatRecipe
 ) -> tuple[Array, Array | BlockScales, LinearSaved]:
-  """Returns the matmul's output h [..., F], scales, and the values to save.
+  """Returns h [..., F], the scale of the matmul's operand, and `LinearSaved`.
 
-  The scales are those of the matmul's operand. With split="columns", sequences
-  are gathered, so h has all their positions, though x has only some.
+  x has a device's positions; with split="columns", h has whole sequences.
   """
   if static.kind is None:
     normed, (y, kept) = None, input_operand(x, recipe)
@@ -101,10 +100,9 @@ def front_backward(
   like: Array,
   add: Array | None = None,
 ) -> tuple[Array, LinearWeights]:
-  """Computes dx in `like`'s dtype, and gradients of all weights but the bias.
+  """Computes dx from h's gradient g, and gradients of all weights but the bias.
 
-  g, from `gradient_operand`, is the gradient of h. `like`, any
-  array, has the device's batch size and the dtype that dx gets. `add`, the
+  dx has the dtype of `like`, any array with the device's batch size. `add`, the
   gradient that bypasses the block, is added to dx in f32.
   """
   w, has_columns = weights, split == "columns"
@@ -126,7 +124,7 @@ def front_backward(
 
 
 def _norm_to_operand(x, weights, static, recipe):
-  """Returns the norm's saved values, the operand, and `LinearSaved.x`."""
+  """Returns `LinearSaved.norm`, the matmul's operand, and `LinearSaved.x`."""
   gamma, beta = weights.gamma, weights.beta
   scaling, how = value_scaling(recipe), recipe.implementation
   x_q, stats, scale = ops.norm_input(
@@ -158,7 +156,7 @@ def _norm_to_operand(x, weights, static, recipe):
 
 
 def _columns_of(saved: LinearSaved, weights: LinearWeights, recipe) -> Operand:
-  """Returns the columns of the front's operand, saved or recomputed."""
+  """Returns the saved or recomputed columns of the front's operand."""
   if isinstance(saved.x, Operand):
     return columns_of(saved.x, recipe)
   assert saved.norm is not None

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that multiply in FP8, alone or fused with a norm.
-
-Activations and weights are quantized to E4M3, and gradients to E5M2, with one
-scale per tensor or per block. Scales are always computed from the current
-values. `layers.front` runs the three matmuls: one in the forward pass, and one
-for each gradient.
-"""
+"""Linear layers that multiply in FP8, alone or fused with a norm."""
 
 import dataclasses
 import functools
@@ -67,7 +61,7 @@ def linear(
     recipe: `recipe.linear` selects how y is computed.
     cache: the result of `layers.cache_weight` for w, or None.
     split: how w is split over a mesh's tensor axis if x is [B, T, D]:
-      "columns", "inputs" (rows), or None for a replicated w. Affects only FP8
+      "columns", "inputs" (rows), or None if it is not. Affects only FP8
       matmuls; XLA partitions all others.
 
   Returns:
@@ -94,9 +88,8 @@ def linear(
     )
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
-      # Unless x is [B, T, D], nothing is split over the mesh axis tensor. Also
-      # drop the cached codes: for w [D, 2, F], they store the columns in the
-      # order of the devices.
+      # w is split over the mesh axis tensor only for x [B, T, D]. Drop cached
+      # codes: those of w [D, 2, F] have columns in the order of the devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)
@@ -208,8 +201,8 @@ class Linear(RecipeModule):
         zeros, which consume no PRNG key.
       kernel_metadata: metadata of the kernel, such as `out_sharding`.
       bias_metadata: metadata of the bias.
-      split: on a mesh with a tensor axis: "columns" for a column-parallel
-        kernel, "inputs" for a row-parallel one, None for a replicated one.
+      split: how the kernel is split over a mesh's tensor axis: "columns" if it
+        is column-parallel, "inputs" if it is row-parallel, None if it is not.
       rngs: its stream `params` provides the keys of initializers.
 
     Raises:
@@ -286,8 +279,8 @@ def with_weight_cache[Module: nnx.Module](
   """Returns a copy that shares the module's weights and caches scales or codes.
 
   Make the copy inside the differentiated function, or once per step before the
-  microbatches. Drop it before the weights are updated, because the cache does
-  not follow updates.
+  microbatches. Drop it before the weights are updated: an update does not
+  change the cache.
 
   Args:
     module: any module; its linear layers may be stacked for a scan.
@@ -318,12 +311,13 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
 
   def fill(w):
     flat = w.reshape(-1, *w.shape[len(stack) :])
+    one = functools.partial(cache_weight, recipe=recipe)
     # The quantization kernel accepts one matrix, so codes need a loop.
-    each = jax.lax.map if recipe.weight_cache == "codes" else _vmap
-    cache = each(lambda w: cache_weight(w, recipe), flat)
+    has_codes = recipe.weight_cache == "codes"
+    cache = jax.lax.map(one, flat) if has_codes else jax.vmap(one)(flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)
 
-  # Only the structure of the cache matters here; it is the same on a mesh.
+  # Only the cache's structure matters here; it does not depend on the mesh.
   like = functools.partial(
     cache_weight, recipe=dataclasses.replace(recipe, axes=None)
   )
@@ -337,7 +331,3 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
   specs = cache_specs(cache, kernel, len(stack))
   stacked = P(*(None,) * len(stack), *kernel)
   return run_on_shards(fill, w, in_specs=(stacked,), out_specs=specs)
-
-
-def _vmap(f, x):
-  return jax.vmap(f)(x)

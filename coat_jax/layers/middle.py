@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The middle of a block: the part between its two matmuls.
-
-Subclass `Middle` for a new kind of block. `layers.mlp` and
-`layers.self_attention` contain the existing subclasses.
-"""
+"""The interface of a block's middle, the part between its two matmuls."""
 
 import abc
 from typing import Any, NamedTuple
@@ -21,8 +17,8 @@ class MiddleOutput(NamedTuple):
     operand: rows of the second matmul's operand.
     saved: values for the backward pass, each passed through `save_residual`.
     after: on a mesh, if the second weight's scale is cached, the weight's FP8
-      values are gathered only after this array is computed (see
-      `quantized_weight`); None to wait for the scale of the front's operand.
+      values are gathered only after this array is computed; None to wait for
+      the scale of the front's operand.
   """
 
   operand: Operand
@@ -37,8 +33,8 @@ class MiddleGradient(NamedTuple):
     h: gradient of the middle's input, as `gradient_operand` returns it.
     operand: columns of the second matmul's operand, recomputed; None if
       `Middle.columns` returned them.
-    values: the gradient of h before quantization, [..., *F], or its f32 sum
-      over the device's tokens, [*F]; None unless `has_bias` requests it.
+    values: the gradient of h before quantization, [..., F], or its f32 sum over
+      the device's tokens, [F]; may be None without `has_bias`.
     weights: gradients of the middle's weights.
   """
 
@@ -64,22 +60,21 @@ class Middle(abc.ABC):
   def plain(
     self, h: Any, weights: Any, inputs: Any, recipe: CoatRecipe
   ) -> Array:
-    """Computes the second matmul's input [..., F] from h [..., *F].
+    """Computes the second matmul's input from h [..., *F], in h's dtype.
 
-    Runs in h's dtype, for recipes with nonlinear="bf16".
+    It runs for recipes with nonlinear="bf16".
     """
 
   @abc.abstractmethod
   def forward(
     self, h: Any, weights: Any, inputs: Any, recipe: CoatRecipe
   ) -> MiddleOutput:
-    """Computes the second matmul's operand from h [..., F]."""
+    """Computes the second matmul's operand from h, flattened to [..., F]."""
 
   def columns(self, saved: Any, recipe: CoatRecipe) -> Operand | None:
     """Returns the columns of the second matmul's operand from `saved`.
 
-    The block then computes the second weight's gradient before it calls
-    `backward`. Returns None if `backward` recomputes the columns.
+    Returns None if `backward` recomputes them.
     """
     del saved, recipe
 
@@ -93,7 +88,7 @@ class Middle(abc.ABC):
     *,
     has_bias: bool,
   ) -> MiddleGradient:
-    """Computes the gradient of h from dout [..., F], the operand's gradient.
+    """Computes the gradient of h from dout, the gradient of the operand.
 
     `saved` comes from `forward`. With `has_bias`, the block computes the front
     bias's gradient from `MiddleGradient.values`.

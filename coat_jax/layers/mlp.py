@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MLP block: norm, up, activation, down and residual add.
 
-A gated MLP computes gate and up in one matmul with one weight [D, 2, F]. A
-shard of the last dimension holds the same columns of gate and up. The gradients
-of gate and up share one E5M2 scale.
+A gated MLP computes gate and up in one matmul with one weight [D, 2, F], so
+that a shard of F holds the same columns of both.
 
-In addition to what every block saves, the MLP saves the activation's input
-(gate and up) in 1 x G FP8. With residuals="coat" a gated MLP also saves f(gate)
-and f(gate) * up, as the reference implementation does; f(gate) * up is then
-computed from the saved FP8 f(gate).
+The middle saves the activation's input (gate and up) in 1 x G FP8. With
+residuals="coat" a gated MLP also saves f(gate) and, computed from its FP8
+values, f(gate) * up, as the reference implementation does.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
@@ -49,8 +48,8 @@ class _Saved(NamedTuple):
 class Elementwise(Middle):
   """Computes f(gate) * up, or f(h) without a gate.
 
-  With a gate, h is [..., 2, F], gate first, and the first weight is [D, 2, F].
-  Without one, they are [..., F] and [D, F]. The second weight is [F, D].
+  With a gate, the first weight is [D, 2, F], gate first; without one, [D, F].
+  The second weight is [F, D].
 
   Attributes:
     activation: f, see `activate`. With a gate, "silu" is SwiGLU, and
@@ -125,22 +124,21 @@ class Elementwise(Middle):
         return MiddleGradient(dh, product, self._gradient(saved, dout))
       return MiddleGradient(dh, product, sums)
     values = self._gradient(saved, dout)
-    # Save rows and transpose them here. If columns were saved, XLA would stack
-    # the rows of all layers, transpose the whole stack before the backward
-    # pass, and hold both stacks in memory at once.
+    # Save rows and transpose them here. If columns were saved, XLA would hold
+    # the stacked rows of all layers and their transpose in memory at once.
     product = columns_of(saved.product, recipe)
     return MiddleGradient(gradient_operand(values, recipe), product, values)
 
   def _gradient(self, saved, dout) -> Array:
     """Computes the gradient of a gated h, f32 [..., 2 F]."""
-    how: Any = dict(activation=self.activation)
+    backward = functools.partial(ops.activation_bwd, activation=self.activation)
     if saved.activated is None:
-      gradients = ops.activation_bwd(dout, saved.parts, **how)
+      gradients = backward(dout, saved.parts)
     else:
       (gate, up), dout = saved.parts, dout.astype(jnp.float32)
       dup = dout * saved.activated.dequantize()
       dactivated = dout * up.dequantize()
-      gradients = *ops.activation_bwd(dactivated, (gate,), **how), dup
+      gradients = *backward(dactivated, (gate,)), dup
     return jnp.concatenate(gradients, axis=-1)
 
 

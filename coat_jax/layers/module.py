@@ -83,12 +83,10 @@ class RecipeModule(nnx.Module):
   ):
     """Sets recipe and dtype, and checks the arguments that modules share.
 
-    `sizes` are positive ints, such as the number of features or heads. A size
-    is None if the module derives it from the others.
+    `sizes`, such as the number of heads, must be positive ints or None.
     """
     op = type(self).__name__
-    self.recipe = recipes.coat() if recipe is None else recipe
-    check_recipe(op, self.recipe)
+    self.recipe = recipe_of(op, recipe)
     if dtype is not None:
       check_float_dtype(op, "dtype", dtype)
     self.dtype = dtype
@@ -119,11 +117,7 @@ def value_of(param: nnx.Param | None) -> Array | None:
 
 
 def reshard(y: Array, out_sharding: Sharding) -> Array:
-  """Shards y as `out_sharding` specifies; None leaves y unchanged.
-
-  On explicit mesh axes this changes y's type; on automatic axes it is a
-  constraint for XLA.
-  """
+  """Shards y as `out_sharding` specifies; None leaves y unchanged."""
   if out_sharding is None:
     return y
   mesh = jax.sharding.get_abstract_mesh()

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mixture-of-experts block: norm, router, gated experts, residual add.
 
-It is the MLP half of a decoder layer: each token goes to k of E gated MLPs, and
-no token is dropped. `layers.experts` documents the computation and what is
-saved in FP8; `layers.routing` contains the router and the auxiliary loss.
+`layers.experts` documents the computation and what is saved in FP8.
 """
 
 import functools
@@ -45,6 +43,7 @@ from coat_jax.layers.routing import (
   choose_experts,
   expert_weights,
   load_of,
+  mean_over_devices,
   p_of_rows,
   sort_rows,
   sum_of_copies,
@@ -61,7 +60,7 @@ from coat_jax.mesh import (
 from coat_jax.numerics.checks import Range, check_kind, check_whole
 from coat_jax.numerics.recipes import CoatRecipe
 
-# Initializes each expert as `Linear` would: the fan-in does not include E.
+# The fan-in does not include E, so each expert is initialized like a `Linear`.
 default_experts_init = nnx.initializers.variance_scaling(
   1.0, "fan_in", "truncated_normal", batch_axis=(0,)
 )
@@ -81,8 +80,8 @@ def moe(
   """Runs a mixture of experts on norm(x), and adds x.
 
   Computes x + sum_e p_e (silu(norm(x) w_gate_e) * (norm(x) w_up_e)) w_down_e.
-  The sum is over the k experts e with the largest p = softmax(norm(x) w_router)
-  for the token. No token is dropped.
+  The sum is over the k experts with the token's largest probabilities
+  p = softmax(norm(x) w_router). No token is dropped.
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
@@ -117,16 +116,14 @@ def _plain_fwd(x, y, w, static, recipe):
   axes = recipe.axes
   mixture = functools.partial(_of_device, static=static, recipe=recipe)
   if expert_size(axes) > 1:
-    # In the backward pass, recompute the buffer of received rows, which has
-    # room for the rows of all devices.
+    # Recompute the large buffer of received rows in the backward pass.
     mixture = jax.checkpoint(mixture)
   differentiated: Any = jax.vjp(mixture, y, w, has_aux=True)
   (out, probability), backward, load = differentiated
   out = x + out if static.add_input else out
-  mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
-  stats = RoutingStats(mean(load), mean(probability))
-  # Don't save the weights: `rule` passes them to the backward pass. JAX saves
-  # y in f32, because the router reads it in f32.
+  stats = mean_over_devices(RoutingStats(load, probability), axes)
+  # Don't save the weights, which `rule` passes to the backward pass. y is saved
+  # in f32, because the router reads it in f32.
   of_y, _ = backward.args_res
   return (out, stats), backward.replace(args_res=[of_y, None])
 
@@ -153,7 +150,7 @@ _plain = rule(
 
 
 def _of_device(y, w, *, static, recipe):
-  """Runs the mixture on a device's tokens; matmuls have custom gradients."""
+  """Runs the mixture on a device's tokens."""
   axes, k = recipe.axes, static.experts_per_token
   num_experts = w.router.shape[-1]
   with residual_scope("linear"):
@@ -162,8 +159,7 @@ def _of_device(y, w, *, static, recipe):
       y, w.router, experts, normalize=static.normalize
     )
     load = load_of(experts, num_experts)
-    # From here on, each device has whole sequences but only its shard of the
-    # hidden dimension F.
+    # From here on, a device has whole sequences and its shard of dimension F.
     y, experts, p = gather_positions((y, experts, p), axes)
     rows = sort_rows(experts, num_experts, axes)
     p = p_of_rows(p, rows)
@@ -221,9 +217,7 @@ def _check_experts(op: str, experts_per_token: Any, num_experts: int) -> None:
 
 
 class MoE(RecipeModule):
-  """The MLP half of a decoder layer as a mixture of experts.
-
-  See `layers.moe` for the formula.
+  """The MLP half of a decoder layer as a mixture of experts; see `layers.moe`.
 
   Example usage::
 
@@ -280,8 +274,8 @@ class MoE(RecipeModule):
       rngs: its stream `params` provides the keys of initializers.
       **options: see `NormLinearOptions`. The matmuls have no bias; they run in
         `dtype`, or in FP8 if `recipe.experts` is "fp8". `kernel_init` is called
-        with [E, D, 2 F]. If `kernel_metadata` names axes of gate_up, it must
-        name all four.
+        with [E, D, 2 F]. `out_sharding` in `kernel_metadata` refers to the four
+        axes of gate_up.
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.

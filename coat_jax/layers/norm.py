@@ -32,7 +32,7 @@ from coat_jax.numerics.recipes import CoatRecipe
 
 
 class NormSaved(NamedTuple):
-  """Values that a norm saves for its backward pass."""
+  """The values that a norm saves for its backward pass."""
 
   x: QTensor
   stats: ops.NormStats
@@ -131,8 +131,7 @@ def norm(
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
 
   def plain(x, gamma, beta):
-    # Name x, so that a checkpoint policy keeps the same arrays as with FP8
-    # recipes.
+    # Name x as with FP8 recipes, for checkpoint policies.
     x = save_residual("norm", x)
     with residual_scope("norm"):
       y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
@@ -192,8 +191,8 @@ class Norm(RecipeModule):
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: a width is below 1, `epsilon` is negative, or `scale_plus_one`
-        is set without a scale.
+      ValueError: `num_features` is below 1, `epsilon` is negative, or
+        `scale_plus_one` is set without a scale.
     """
     super().__init__(
       recipe=recipe,
@@ -298,7 +297,7 @@ def make_norm(
 
 
 def weights_of_norm(norm: Norm | None) -> tuple[Array | None, Array | None]:
-  """Returns a norm module's gamma and beta; either may be None."""
+  """Returns the gamma and beta of a norm module."""
   if norm is None:
     return None, None
   return norm.gamma, value_of(norm.bias)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizes operands of FP8 matmuls according to the recipe.
 
-An `ops.Scaling` computes scales and codes. Matmuls with a weight read an
-operand's rows; the matmul for the weight's gradient reads its columns. With one
-scale per tensor, columns are the transpose of the rows. With blocks of 128,
-rows have a scale per 128 features, and columns have a scale per 128 tokens. The
-forward pass then saves the rows that it read, and the backward pass requantizes
-them to columns. A gradient is quantized from BF16 to both layouts.
+Matmuls with a weight read an operand's rows; the matmul for the weight's
+gradient reads its columns. With one scale per tensor, columns are the transpose
+of the rows. With blocks of 128, rows have a scale per 128 features, and columns
+have a scale per 128 tokens. The forward pass then saves the rows that it read,
+and the backward pass requantizes them to columns.
 """
 
 from typing import Any
@@ -51,10 +50,7 @@ def quantized(
   layout: ops.Layout = "rows",
   scale: Array | None = None,
 ) -> Operand:
-  """Quantizes [..., n], BF16 or f32, to an operand in `recipe.formats.values`.
-
-  `scale` is what `scale_of` returned for the same values; None computes one.
-  """
+  """Quantizes a matmul's operand [..., n]; `scale` is from `scale_of`."""
   return ops.quantize_tensor(
     x,
     scaling=value_scaling(recipe),
@@ -65,10 +61,7 @@ def quantized(
 
 
 def scale_of(x: Operand) -> Array | None:
-  """Saves an operand's scale; the backward pass quantizes again with it.
-
-  Returns None for block scales, which are recomputed together with the codes.
-  """
+  """Saves and returns an operand's scale; None for scales of blocks."""
   if isinstance(x.scale, ops.BlockScales):
     return None
   return save_residual("linear", x.scale)
@@ -89,7 +82,7 @@ def keep_input(x: Operand, recipe: CoatRecipe) -> tuple[Operand, Operand]:
 
 
 def input_operand(x: Array, recipe: CoatRecipe) -> tuple[Operand, Operand]:
-  """Quantizes a matmul's input, and returns what `keep_input` returns."""
+  """Quantizes a matmul's input, and saves it as `keep_input` does."""
   layout = layout_of_input(recipe)
   return keep_input(quantized(x, recipe, layout=layout), recipe)
 
@@ -116,7 +109,7 @@ def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
 
 
 def check_scaling(recipe: CoatRecipe) -> None:
-  """Raises if a tensor axis would split matmuls with block scales."""
+  """Raises if a tensor axis would split blocks that share a scale."""
   if recipe.in_blocks and tensor_size(recipe.axes) > 1:
     raise ValueError(
       "layers: recipe fp8_block needs one device along the tensor axis, got "
@@ -157,10 +150,7 @@ def _check_tiles(w: Operand) -> None:
 
 
 def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
-  """Gathers the codes for all positions of a device's sequences.
-
-  x contains rows [B, T, D] and columns [D, B T] of the device's positions.
-  """
+  """Gathers rows [B, T, D] and columns [D, B T] of whole sequences."""
   axes = recipe.axes
   if axes is None or size_of(axes.tensor) == 1:
     return x
@@ -182,10 +172,9 @@ def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
 
 
 def cache_specs(cache: Operand | None, w: P, num_stacked: int = 0) -> Any:
-  """Returns a cache's specs: rows like the weight [D, F], columns transposed.
+  """Returns a cache's specs, from the spec of its weight [D, ..., F].
 
-  w is the spec of the weight [D, ..., F]. Scales of tiles are sharded like the
-  tiles. All arrays have `num_stacked` leading axes of layers.
+  The cache's arrays have `num_stacked` leading axes of layers.
   """
   if cache is None:
     return None

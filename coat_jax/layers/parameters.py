@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes parameters from initializers and metadata, as flax does.
 
-Metadata includes how an array is sharded: `out_sharding` names a mesh axis or a
-logical axis for each dimension of the array. A layer gets metadata from an
-argument such as `kernel_metadata`, or from an initializer (with
-`nnx.with_partitioning`). Tools such as `nnx.get_named_sharding` read it from
-the parameter.
+`out_sharding` in the metadata names a mesh axis or a logical axis for each
+dimension of an array. A layer gets metadata from an argument such as
+`kernel_metadata`, or from an initializer (with `nnx.with_partitioning`).
 """
 
 import dataclasses
@@ -38,10 +36,9 @@ def make_param(
 ) -> nnx.Param:
   """Makes a parameter, sharded on the current mesh according to its metadata.
 
-  `init` is called with a key from the stream `params`, the shape `drawn` (or
-  `shape`) and a dtype. Without `init`, `default` is called with a shape and a
-  dtype, and no key is drawn. As in flax, an initializer's metadata overrides
-  `metadata`.
+  `init` is called with the shape `drawn`, or with `shape`. Without `init`,
+  `default` makes the array without a key. As in flax, an initializer's metadata
+  overrides `metadata`.
   """
   op, remedy = "parameters", "pass one, as in dict(out_sharding=...)"
   check_kind(op, "metadata", metadata, Mapping, remedy)
@@ -65,7 +62,7 @@ def make_param(
 def stack_options(options: Mapping[str, Any]) -> dict[str, Any]:
   """Converts options for a kernel [D, F] to options for [D, count, F].
 
-  A sharding that names only D and F does not split the new axis.
+  A sharding of [D, F] leaves the new axis whole.
   """
   out = dict(options)
   for name, axis in (("kernel", 1), ("bias", 0)):
@@ -89,7 +86,7 @@ def _stack_names(metadata: Metadata, axis: int) -> dict[str, Any]:
 
 
 def _names(metadata: Metadata) -> tuple[Any, ...]:
-  """Returns the names in the metadata's `out_sharding`; () without names."""
+  """Returns the names in the metadata's `out_sharding`."""
   names = metadata.get("out_sharding")
   return tuple(names) if isinstance(names, tuple | list | P) else ()
 
@@ -99,8 +96,8 @@ def _boxed(value: Any) -> nnx.VariableMetadata:
   if isinstance(value, nnx.VariableMetadata):
     return value
   if isinstance(value, Partitioned):
-    # linen.with_partitioning boxed the value, in a module under nnx.bridge. As
-    # in Linen, the names are only looked up and need no mesh.
+    # In a module under nnx.bridge, linen.with_partitioning boxed the value. As
+    # in Linen, the names need no mesh.
     metadata = value.to_nnx_metadata()
     metadata |= dict(linen_meta_type=type(value), eager_sharding=False)
     return nnx.VariableMetadata(metadata.pop("value"), metadata=metadata)

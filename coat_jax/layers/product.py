@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 matmuls of a linear layer or a block: forward pass and gradients.
 
-The forward pass reads a weight's columns and the backward pass its rows, in
-E4M3 with one scale per weight or per tile of 128 x 128. recipe.weight_cache
-selects what is computed once and used several times:
+The forward pass reads a weight's columns and the backward pass its rows, in FP8
+with one scale per weight or per tile of 128 x 128. recipe.weight_cache selects
+what is computed once and used several times:
 
   "none"   nothing: a weight's scale is computed at the first use, and its codes
            at each use
@@ -12,15 +12,8 @@ selects what is computed once and used several times:
            while the function that cached them runs. This pays off if gradients
            are accumulated over microbatches.
 
-A cache is computed from the weights in each training step and is not part of
-any state, so no cache outlives an update of its weights. On a mesh a device
-caches its shard of the rows, and gathers the codes of all other rows at each
-use.
-
-On a mesh a weight is split over the tensor axis by columns or by inputs (rows).
-A matmul split by columns reads whole sequences. A matmul split by inputs reads
-the device's shard of the features of whole sequences, and its partial sums are
-reduce-scattered over positions.
+On a mesh a device caches only its shard of the rows, and gathers the codes of
+the other rows at each use.
 """
 
 from typing import Any, NamedTuple
@@ -79,7 +72,7 @@ class LinearWeights(NamedTuple):
 
 
 def weights_specs(axes: MeshAxes, weights: LinearWeights, split: Split) -> Any:
-  """Returns the specs of the weights; the norm's weights are replicated."""
+  """Returns the specs of a matmul's and its norm's weights."""
   kernel: Any = split_kernel(axes, split, weights.w.ndim)
   bias = P(*kernel[1:]) if split == "columns" else P()
   cache = cache_specs(weights.cache, kernel)
@@ -134,16 +127,16 @@ def multiply(
   add: Array | None = None,
   after: Array | BlockScales | None = None,
 ) -> tuple[Array, Operand | None]:
-  """Returns x w + bias + add in `dtype`, and the weight's scale to save.
+  """Returns x w + bias + add in `dtype`, and the weight's saved scale.
 
-  x is in the row layout. Unless `split` is None, its rows are whole sequences.
-  `bias` and `add`, the residual stream, are added in f32. If several devices
-  sum the product (`split` is "inputs"), it is rounded to `dtype` before they
-  are added. For `after` see `quantized_weight`.
+  x is in the row layout; unless `split` is None, it has whole sequences. The
+  bias and `add`, the residual stream, are added in f32. With split="inputs",
+  partial products are rounded to `dtype` before devices sum them. For `after`
+  see `quantized_weight`.
   """
   w, how = weights, recipe.implementation
   w_q = quantized_weight(w.w, w.cache, "columns", recipe, after=after)
-  saved = _scale_to_save(w.cache, w_q, recipe)
+  saved = _saved_scale(w.cache, w_q, recipe)
   bias = None if w.bias is None else w.bias.reshape(-1)
   if split != "inputs" or tensor_size(recipe.axes) == 1:
     y = ops.linear_fwd(
@@ -165,7 +158,7 @@ def input_gradient(
   recipe: CoatRecipe,
   dtype: DTypeLike,
 ) -> Array:
-  """Computes g w^T in `dtype`; `scale` is what `multiply` saved."""
+  """Computes g w^T in `dtype`; `scale` is from `multiply`."""
   w_q = quantized_weight(weights.w, weights.cache or scale, "rows", recipe)
   return ops.linear_dgrad(
     g, w_q, dtype=dtype, implementation=recipe.implementation
@@ -180,10 +173,9 @@ def weight_gradient(
   *,
   has_columns: bool = True,
 ) -> Array:
-  """Computes dw [D, *F] = x^T g; on a mesh, returns only the device's rows.
+  """Computes dw [D, *F] from columns of x and g; on a mesh, a device's rows.
 
-  x is the matmul's input and g its output's gradient, both in columns. For
-  `has_columns` see `mesh.reduce_gradient`.
+  For `has_columns` see `mesh.reduce_gradient`.
   """
   dtype = w.dtype if recipe.axes is None else recipe.axes.grad_dtype
   dw = ops.linear_wgrad(x, g, dtype=dtype, implementation=recipe.implementation)
@@ -205,8 +197,8 @@ def bias_gradient(
 ) -> Array | None:
   """Sums g [..., F] over all tokens in f32; None without a bias.
 
-  g is [F] if it is already summed over the device's tokens. With `has_columns`,
-  g contains the device's shard of the columns for all positions.
+  g may be summed over the device's tokens already, [F]. With `has_columns`, it
+  contains the device's shard of the columns for all positions.
   """
   if bias is None:
     return None
@@ -227,23 +219,22 @@ def quantized_weight(
   """Quantizes all rows of w [D, *F], reusing cached scales and codes.
 
   On a mesh, w contains only the device's rows. With a cached scale, codes are
-  gathered only once `after` is computed: devices run one collective at a time,
-  and the amax that a matmul needs should not wait for the codes of the whole
-  layer.
+  gathered only after `after` is computed. Devices run one collective at a time,
+  so earlier gathers would delay the amax that the first matmul needs.
   """
   check_scaling(recipe)
   if cache is not None and cache.rows is not None:
     return gather_weight(_in_layout(cache, layout), recipe)
   scale: Any = None if cache is None else cache.scale
   if scale is not None and recipe.axes is not None:
-    # Otherwise XLA would read the scale from its stack only when it multiplies
-    # the scales of both operands, so the codes and their gathers would wait for
-    # the input's amax.
+    # Use the barrier also if `after` is None. XLA would otherwise read the
+    # scale from its stack where it multiplies the scales of both operands, and
+    # the weight's codes would wait for the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
-    # XLA reads w in place from a stack of layers. For a GPU kernel it would
-    # first copy w out of the stack, which moves 8 bytes per parameter. Reshape
-    # codes, not w: on a TPU, a reshape of [D, 2, F] is a copy.
+    # `quantize_rows` reads w in place from a stack of layers. XLA would first
+    # copy w for a kernel, which moves 8 bytes per parameter. Reshape codes, not
+    # w, because on a TPU a reshape of [D, 2, F] is a copy.
     rows = ops.quantize_rows(
       w,
       scale=scale,
@@ -261,21 +252,17 @@ def quantized_weight(
   return gather_weight(codes, recipe)
 
 
-def _scale_to_save(
+def _saved_scale(
   cache: Operand | None, w: Operand, recipe: CoatRecipe
 ) -> Operand | None:
-  """Returns the weight's scale to save; None if it is cached or per tile.
-
-  The backward pass recomputes the scales of tiles. A weight's codes are not
-  saved: the backward pass reads cached codes, or quantizes the weight again.
-  """
+  """Saves the weight's scale; returns None if it is cached or recomputed."""
   if cache is not None or not value_scaling(recipe).of_weights.saves_scale:
     return None
   return Operand(None, None, save_residual("linear", w.scale))
 
 
 def _in_layout(x: Operand, layout: ops.Layout) -> Operand:
-  """Returns an operand with only one of its two layouts."""
+  """Drops the other layout of an operand."""
   is_rows, scale = layout == "rows", x.scale
   if isinstance(scale, BlockScales):
     without = dict(columns=None) if is_rows else dict(rows=None)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm of queries and keys, after their projection and before RoPE.
 
-FP8 blocks save codes of this norm's inputs, not the q and k that attention
-reads. Both passes compute attention's q and k from these codes. The backward
-pass therefore recomputes exactly the scores whose log-sum-exp the forward pass
-saved.
+FP8 blocks save codes of this norm's inputs. Both passes compute attention's q
+and k from these codes, so the backward pass recomputes exactly the scores whose
+log-sum-exp the forward pass saved.
 """
 
 import dataclasses
@@ -18,7 +17,6 @@ from coat_jax.mesh import sum_tokens
 from coat_jax.numerics.checks import NOT_NEGATIVE, check_choice, check_number
 from coat_jax.numerics.recipes import MeshAxes
 
-# The channels that one mean square covers: those of a head, or of all heads.
 NormedOver = Literal["head", "all"]
 
 
@@ -40,9 +38,8 @@ class QKNorm:
   """x / sqrt(mean(x^2) + eps) * weight for heads x [B, T, N, H].
 
   Attributes:
-    over: which channels the mean is taken over: "head" for the H channels of
-      each head, as in Qwen3; "all" for the N H channels of a token, as in
-      OLMo 2.
+    over: the channels that a mean covers: "head" for the H channels of each
+      head, as in Qwen3; "all" for the N H channels of a token, as in OLMo 2.
     eps: added to the mean of x^2.
 
   Raises:

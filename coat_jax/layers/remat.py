@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 rematerialization: `jax.checkpoint` that keeps activations in FP8.
 
-There is a function transformation and a policy. Both keep 1 x G codes and their
-scales. For each token of width D they keep:
+`fp8_remat` transforms a function, and `block_inputs_saveable` is a policy. Both
+keep 1 x G codes and their scales. For each token of width D they keep:
 
   fp8_remat               a function's argument, D + 2 D / G bytes
-  block_inputs_saveable   the input and the statistics of each block's norm,
-                          2.25 D + 8 bytes for a layer's two blocks if G = 16
+  block_inputs_saveable   the input and the statistics of each block's norm; for
+                          two blocks with RMSNorms and G = 16, 2.25 D + 8 bytes
 
 `fp8_remat` rounds the residual stream itself, once per call. The policy adds no
-rounding, because a block's norm, matmuls and middle read only the norm's codes
-anyway. The second forward pass therefore repeats the first, except for the
-block's second matmul, which it skips. If a norm follows that matmul, this
-norm's input is kept as well. If a layer's first block has no norm, the layer's
-input is kept too, in BF16.
+rounding, because the rest of a block reads only the norm's codes anyway. The
+second forward pass skips the block's second matmul. If a norm follows that
+matmul, this norm's input is kept too. If a layer's first block has no norm, the
+layer's input is kept too, in BF16.
 """
 
 import functools
@@ -41,8 +40,8 @@ def block_inputs_saveable(primitive, *avals, name: str = "", **others) -> bool:
   """A policy for `jax.checkpoint` that keeps the inputs of FP8 blocks' norms.
 
   It keeps the codes and statistics of every norm that saves its input in FP8,
-  and all scalar scales of operands. (Without these scales, the second forward
-  pass would need the norm's input in BF16 to compute them.)
+  and all scalar scales of operands, which the second forward pass could
+  otherwise compute only from the norm's input in BF16.
 
   Args:
     primitive: the primitive of the equation that JAX asks about.
@@ -87,13 +86,12 @@ def fp8_remat(
   the backward pass. Of the arguments in `argnums`, it keeps only 1 x G codes
   and their scales: about 1.13 bytes per value with G = 16. Both forward passes
   read the dequantized values. The gradient is that of f at those values and
-  passes straight through the rounding. Other arguments (weights), and arrays
-  that f closes over, are kept unchanged and get the same gradients as with
-  `jax.checkpoint`.
+  passes straight through the rounding. Other arguments, such as weights, and
+  arrays that f closes over are kept unchanged.
 
   Args:
-    f: a function of arrays and trees of arrays. (Bind other arguments with
-      `functools.partial`.)
+    f: a function of arrays and trees of arrays. Bind other arguments with
+      `functools.partial`.
     argnums: indices of the arguments to round. In trees, every float array
       [..., n] is rounded; scalars and integers are kept unchanged.
     recipe: selects the group size, the format, the implementation and the mesh

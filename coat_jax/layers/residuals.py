@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names for saved residuals, and small helpers for all custom_vjps.
 
-The forward pass calls `save_residual` on each array that it saves, before it
-uses the array. `jax.checkpoint` policies such as `save_only_these_names` can
-then keep or offload it, and recomputation starts from what the policy kept.
-Scalar scales are named too: recomputing a scale would mean recomputing the
-values that it scales. Weights are saved without a name, because they stay in
-memory anyway.
+The forward pass calls `save_residual` on each array that it saves, except
+weights, before it uses the array. `jax.checkpoint` policies such as
+`save_only_these_names` can then keep or offload the array, and recomputation
+starts from what the policy kept. Scalar scales are named too, because
+recomputing one would mean recomputing the values that it scales.
 """
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args, overload
 
@@ -20,9 +20,8 @@ from jax import Array
 from coat_jax.numerics.formats import is_fp8
 
 try:
-  # This function names arrays that a custom gradient saves. With jax_remat3, an
-  # array that only `checkpoint_name` names is recomputed, even if the policy
-  # says to save it.
+  # With jax_remat3, an array that a custom gradient saves is recomputed even if
+  # the policy keeps it, unless this function names it.
   from jax.ad_checkpoint import checkpoint_name_fwd
 
   # `jax.custom_vjp` reads this option when our functions are defined.
@@ -45,14 +44,19 @@ def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
 def name_residual[Tree](name: str, tree: Tree) -> Tree:
   """Names every array of `tree`; FP8 arrays as bytes (see `protect_codes`)."""
 
-  def named(x):
+  return _map_bytes(lambda x: checkpoint_name_fwd(x, name), tree)
+
+
+def _map_bytes[Tree](f: Callable[[Array], Array], tree: Tree) -> Tree:
+  """Applies f to all arrays; f sees FP8 arrays as bytes."""
+
+  def of(x):
     if not is_fp8(x.dtype):
-      return checkpoint_name_fwd(x, name)
-    codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    codes = checkpoint_name_fwd(codes, name)
+      return f(x)
+    codes = f(jax.lax.bitcast_convert_type(x, jnp.uint8))
     return jax.lax.bitcast_convert_type(codes, x.dtype)
 
-  return jax.tree.map(named, tree)
+  return jax.tree.map(of, tree)
 
 
 def name_of(equation: Any) -> str | None:
@@ -66,10 +70,11 @@ def name_of(equation: Any) -> str | None:
 def check_names_are_read(op: str) -> None:
   """Raises ValueError if `jax.checkpoint` ignores names in custom gradients."""
   if getattr(jax.config, "jax_remat3", False) and not _HAS_CUSTOM_VJP3:
+    option = getattr(jax.config, "jax_custom_vjp3", False)
     raise ValueError(
       f"{op}: jax_remat3 needs jax_custom_vjp3 and JAX 0.11.2 or newer "
       "(otherwise jax.checkpoint ignores the names of saved arrays), got JAX "
-      f"{jax.__version__} with jax_custom_vjp3={jax.config.jax_custom_vjp3}; "
+      f"{jax.__version__} with jax_custom_vjp3={option}; "
       "set both options before you import coat_jax, or leave jax_remat3 off"
     )
 
@@ -86,23 +91,17 @@ def kind_of_scope(name_stack: str) -> str | None:
 
 
 def protect_codes[Tree](residuals: Tree) -> Tree:
-  """Copies a forward pass's residuals, bit by bit, into new variables.
+  """Copies a forward pass's FP8 residuals, as bytes, into new variables.
 
   With a policy, `jax.checkpoint` applies `lax.reduce_precision` to each
-  floating-point array that it keeps and that the forward pass also reads. That
-  operation treats E4M3 as a format with infinities: values of 256 and above
-  would become NaN, in the forward pass too (JAX 0.11.2). JAX applies it
-  neither to bytes nor to arrays that only the backward pass reads. XLA removes
-  the conversions to bytes and back.
+  floating-point array that it keeps and that the forward pass also reads. In
+  JAX 0.11.2, that operation treats E4M3 as a format with infinities, so values
+  of 256 and above would become NaN, in the forward pass too. It is not applied
+  to bytes, nor to arrays that only the backward pass reads. XLA removes the
+  conversions to bytes and back.
   """
 
-  def again(x):
-    if not is_fp8(x.dtype):
-      return x
-    codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    return jax.lax.bitcast_convert_type(codes, x.dtype)
-
-  return jax.tree.map(again, residuals)
+  return _map_bytes(lambda x: x, residuals)
 
 
 @overload
@@ -110,7 +109,7 @@ def cotangent(gradient: Array, primal: Array) -> Array: ...
 @overload
 def cotangent(gradient: Array, primal: None) -> None: ...
 def cotangent(gradient: Array, primal: Array | None) -> Array | None:
-  """Reshapes and casts a gradient to match its primal; None without one."""
+  """Reshapes and casts a gradient like its primal; None without a primal."""
   if primal is None:
     return None
   return gradient.reshape(primal.shape).astype(primal.dtype)

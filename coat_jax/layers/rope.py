@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding (RoPE) that saves only the positions.
 
-The rotation is linear and its transpose is the opposite rotation, so the
-backward pass needs no activation. Among the first R channels of a head, i and
-i + R/2 form a pair, as in Hugging Face Transformers. R is H unless a `Rotary`
-sets a smaller `rotary_dim`.
+The backward pass is the opposite rotation and needs no activation.
 """
 
 import functools
@@ -67,14 +64,15 @@ def rope(
 ) -> Array:
   """Rotates the i-th pair of channels by position * theta^(-2 i / R).
 
-  R is H unless a `Rotary` sets a smaller `rotary_dim`.
+  Channels i and i + R / 2 form a pair, as in Hugging Face Transformers. R is H
+  unless a `Rotary` sets a smaller `rotary_dim`.
 
   Args:
     x: [B, T, N, H], H even.
     positions: int32 [T], or [B, T] if they differ between sequences.
-    theta: base of the frequencies, 1e4 for Llama 2; or a `Rotary`; or a tuple
-      with one of these for each kind of layer in a stack, where None rotates
-      nothing.
+    theta: base of the frequencies, 1e4 for Llama 2; or a `Rotary`; or, for a
+      stack with several kinds of layers, a tuple with one of these or None (no
+      rotation) for each kind.
     kind: int32 scalar, the index into such a tuple.
 
   Returns:
@@ -106,7 +104,7 @@ def rope(
 
 
 def check_positions(op: str, positions: Any, x: Array) -> None:
-  """Raises a ValueError unless positions are integers, [T] or [B, T] like x."""
+  """Raises unless positions are integers, [T] or [B, T] like x."""
   is_whole = is_array(positions) and jnp.issubdtype(
     positions.dtype, jnp.integer
   )
@@ -123,8 +121,8 @@ class Heads(NamedTuple):
   Attributes:
     num_heads: N, query heads.
     num_kv_heads: K, key and value heads.
-    theta: RoPE's base or a `Rotary`; None for no RoPE; or a tuple with one of
-      these for each kind of layer in a stack.
+    theta: RoPE's base, or a `Rotary`, or None for no RoPE; or a tuple with one
+      of these for each kind of layer in a stack.
   """
 
   num_heads: int
@@ -132,7 +130,7 @@ class Heads(NamedTuple):
   theta: Thetas
 
   def check_columns(self, op: str, columns: int) -> None:
-    """Raises a ValueError unless q, k and v of these heads fill the columns."""
+    """Raises unless q, k and v of these heads fill the columns."""
     n, k, _ = self
     if min(n, k) < 1 or n % k or columns % (2 * (n + 2 * k)):
       raise ValueError(
@@ -176,7 +174,7 @@ def _split_heads_bwd(heads, recipe, inputs, saved, g):
 
 
 def positions_spec(axes: MeshAxes, positions: Array) -> P:
-  """Returns how positions [T] or [B, T] are sharded: over the batch only."""
+  """Returns the spec of positions [T] or [B, T]: split over the batch only."""
   return P() if positions.ndim == 1 else P(axes.batch)
 
 

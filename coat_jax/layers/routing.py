@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the experts of each token, and sorts tokens by expert.
 
-The router computes logits with one matmul, and probabilities with a softmax
-over all experts, both in f32. Each token goes to the k most probable experts.
-No token is dropped: the T k copies of tokens are sorted by expert into rows
-[T k, D]. The experts' groups of rows differ in size, but no shape depends on
-the routing. If experts are split over devices, devices then exchange rows
-(`layers.exchange`), so that each receives all rows of its experts.
+Each token goes to the k most probable experts. No token is dropped: the T k
+copies of tokens are sorted by expert into rows [T k, D]. The experts' groups of
+rows differ in size, but no shape depends on the routing. If experts are split
+over devices, devices then exchange rows (`layers.exchange`).
 """
 
 from typing import NamedTuple
@@ -21,7 +19,7 @@ from coat_jax.layers.exchange import (
   send_back,
   send_rows,
 )
-from coat_jax.mesh import size_of
+from coat_jax.mesh import size_of, sum_tokens, token_shards
 from coat_jax.numerics.checks import check_kind
 from coat_jax.numerics.recipes import MeshAxes
 
@@ -44,12 +42,11 @@ class Rows(NamedTuple):
 
   Attributes:
     copy: [T k], the copy in each row; it belongs to token `copy // k`.
-    row: [T k], the row of each copy: the inverse of `copy`.
+    row: [T k], the row of each copy.
     sizes: the number of rows of each expert on this device: [E], or [E / n]
       with an exchange.
     exchange: the plan by which rows reach their experts; None if the device
-      holds all experts. With an exchange, a device has R = n T k rows, and
-      those after its last expert's rows are unused.
+      holds all experts. After an exchange, a device has R = n T k rows.
   """
 
   copy: Array
@@ -101,8 +98,7 @@ def expert_weights(
 ) -> tuple[Array, Array]:
   """Computes the weights p, f32 [..., k], of the chosen experts [..., k].
 
-  Also returns the mean probability of every expert, f32 [E]. Both are
-  differentiable in y [..., D] and w [D, E].
+  Also returns the mean probability of every expert, f32 [E].
   """
   probabilities = jax.nn.softmax(_logits(y, w), axis=-1)
   chosen = jnp.take_along_axis(probabilities, experts, axis=-1)
@@ -114,8 +110,8 @@ def expert_weights(
 
 
 def _logits(y: Array, w: Array) -> Array:
-  # Use full f32: a GPU's default (TF32, a mantissa of 10 bits) would route
-  # tokens differently. Full f32 costs little: the router needs E / (3 k F)
+  # Use full f32, because a GPU's default (TF32, a mantissa of 10 bits) would
+  # route tokens differently. It costs little: the router needs E / (3 k F)
   # times as many operations as the experts, less than a hundredth.
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
@@ -165,8 +161,16 @@ def load_of(experts: Array, num_experts: int) -> Array:
   return counts.astype(jnp.float32) / _num_tokens(experts)
 
 
+def mean_over_devices(
+  stats: RoutingStats, axes: MeshAxes | None
+) -> RoutingStats:
+  """Averages statistics that devices computed from their own tokens."""
+  shards = token_shards(axes)
+  return jax.tree.map(lambda x: sum_tokens(x, axes) / shards, stats)
+
+
 def _num_tokens(experts: Array) -> int:
-  """Counts the tokens of experts [..., k]; at least 1, to divide by it."""
+  """Counts tokens; at least 1, to divide by it."""
   return max(experts.size // experts.shape[-1], 1)
 
 

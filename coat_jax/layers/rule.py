@@ -2,10 +2,9 @@
 """Custom gradients that run on each device's shards.
 
 With `recipe.axes`, a forward pass and its backward pass each run inside
-`jax.shard_map` over all axes of the mesh (`mesh.run_on_shards`). `shard_map`
-itself is never differentiated, and what is saved for the backward pass stays on
-the device that computed it. Without `recipe.axes`, XLA partitions both passes
-(`mesh.run_whole`).
+`jax.shard_map` over all axes of the mesh. `shard_map` itself is never
+differentiated, and what is saved for the backward pass stays on the device that
+computed it. Without `recipe.axes`, XLA partitions both passes.
 """
 
 import dataclasses
@@ -36,7 +35,7 @@ from coat_jax.ops.dispatch import target
 class _Saved:
   """The values that a forward pass saves for its backward pass."""
 
-  inputs: tuple  # Arguments that `bwd` reads; they stay in memory anyway.
+  inputs: tuple  # Arguments that `bwd` reads.
   own: Any  # From `fwd`; devices' shards are concatenated along dimension 0.
   # The specs for `bwd`, flattened because static fields must be hashable.
   specs: tuple[tuple[P, ...], Any]
@@ -61,15 +60,15 @@ def rule(
   `fwd(*arrays, *static, recipe)` returns its results and `own`, a tree of
   values for `bwd`. `bwd(*static, recipe, inputs, own, g)` returns a cotangent
   for each array, or None for integer arrays and for caches (`Operand`s).
-  `inputs` contains the arguments at the indices in `reads`. Only weights should
-  be listed there, because they stay in memory anyway.
+  `inputs` contains the arguments at the indices in `reads`. List only arguments
+  that stay in memory anyway, such as weights.
 
-  With `recipe.axes`, `specs(*arrays, *static, recipe)` defines the shardings.
-  It returns a pair: a tuple with a tree of `PartitionSpec`s for each array (one
-  spec may stand for a whole tree), and the specs of the results. By default,
-  all arrays and results are sharded like the first array's tokens. Without
-  `recipe.axes`, `result_spec(*arrays)` returns the specs of the results on
-  explicit mesh axes; by default, each is the first array's spec.
+  With `recipe.axes`, `specs(*arrays, *static, recipe)` returns the shardings: a
+  tuple with a tree of `PartitionSpec`s for each array (one spec may stand for a
+  whole tree), and the specs of the results. By default, all arrays and results
+  are sharded like the first array's tokens. Without `recipe.axes`,
+  `result_spec(*arrays)` returns the specs of the results on explicit mesh axes;
+  by default, each is the first array's spec.
 
   The returned `f(arrays, *static, recipe)` is differentiable in its tuple of
   arrays.
@@ -130,8 +129,7 @@ def rule(
 
   def f(arrays: tuple, *static: Any) -> Any:
     static = _with_axes_of_types(arrays, static, specs)
-    # Place arrays outside the custom gradient, so that JAX also transposes the
-    # placement.
+    # Outside the custom gradient, JAX also transposes this placement.
     if static[-1].axes is None:
       arrays = mesh.varying(arrays)
     else:
@@ -150,7 +148,7 @@ def _tokens_specs(*arguments):
 
 
 def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
-  """Runs f on shards if there are `axes`, otherwise on whole arrays."""
+  """Runs f on shards if there are `axes`, else on whole arrays."""
   if axes is None:
     return mesh.run_whole(f, *args, out_specs=out_specs)
   return mesh.run_on_shards(f, *args, in_specs=in_specs, out_specs=out_specs)
@@ -159,9 +157,9 @@ def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
 def _only_saved[Tree](read: Tree) -> Tree:
   """Makes `bwd` wait for the incoming gradient, and use only saved values.
 
-  Otherwise, if no scan separates layers, XLA notices that `bwd` recomputes f32
-  values of `fwd`, and keeps those in memory instead. Programs for NVIDIA GPUs
-  with FP8 need no barrier, because kernels compute these values.
+  Otherwise, without a scan over layers, XLA notices that `bwd` recomputes f32
+  values of `fwd`, and keeps those in memory. NVIDIA GPUs with FP8 need no
+  barrier, because kernels compute these values.
   """
   if target() == "cuda" and not is_before(FP8):
     return read
@@ -178,9 +176,8 @@ def _own_spec(axes: MeshAxes | None) -> P | None:
 def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
   """Returns a function that shards saved values like the first array's tokens.
 
-  Features are split over the mesh axes that split the other arrays. XLA alone
-  would lose this split when a weight [D, 2, F] is reshaped, and each device
-  would save all features.
+  Features are split over the mesh axes that only other arrays have. XLA alone
+  would lose this split where a weight [D, 2, F] is reshaped.
   """
   first = jax.tree.leaves(arrays)[0]
   leaves = jax.tree.leaves(specs)
@@ -215,11 +212,10 @@ def _first_spec(arrays: tuple) -> P:
 
 
 def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
-  """Returns the static arguments, with mesh axes inferred from arrays' types.
+  """Sets the recipe's mesh axes if arrays' types have explicit axes.
 
-  Devices can then run kernels on their shards and gather codes even if the
-  user's `recipe.axes` is None. Only explicit mesh axes for data and FSDP are
-  recognized.
+  Devices can then run kernels on their shards, and gather codes. Only mesh axes
+  for data and FSDP are recognized.
   """
   *others, recipe = static
   types = jax.sharding.get_abstract_mesh()

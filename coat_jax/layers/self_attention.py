@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The middle of an attention block: heads, their norm, RoPE and attention.
-
-q, k and v come from one matmul. `ops.join_heads_operand` writes their gradients
-as the E5M2 operand of that matmul's backward pass. With clipping, or with a
-scale for each block of 128 values, the gradients are first joined in the dtype
-of q, k and v, and then quantized.
-"""
+"""The middle of an attention block: heads, their norm, RoPE and attention."""
 
 import dataclasses
 import functools
@@ -50,9 +44,8 @@ from coat_jax.ops.rope import (
   rotation,
 )
 
-# Scanned layers share one program. An option that differs between layers is
-# therefore a tuple with one entry for each kind of layer, and an int32 selects
-# the entry.
+# Scanned layers share one program. An option that differs between them is
+# therefore a tuple with one entry for each kind of layer; an int32 selects one.
 type Windows = int | tuple[int | None, ...] | None
 type Bases = float | tuple[float | None, ...] | None
 type Scalings = RopeScaling | tuple[RopeScaling | None, ...] | None
@@ -75,12 +68,10 @@ class SelfAttention(Middle):
   or None if q and k are not normalized; `inputs` are `AttentionInputs`.
 
   If layers of a stack differ in RoPE or in the keys that queries see,
-  `heads.theta` or `kind` is a tuple. `inputs.kind` then selects an entry in
-  both passes: for RoPE a row of a table, for attention a branch of a
-  `lax.switch`.
+  `heads.theta` or `kind` is a tuple, and `inputs.kind` selects an entry.
 
-  If q and k are normalized, FP8 codes of the norm's inputs are saved, not its
-  outputs, and recipe.attention selects only how v is saved.
+  If q and k are normalized, their values before the norm are saved in FP8, and
+  recipe.attention selects only how v is saved.
 
   Attributes:
     heads: the numbers of heads, N and K, and RoPE's options.
@@ -169,9 +160,8 @@ class SelfAttention(Middle):
       num_kv_heads=k,
     )
     in_fp8 = recipe.attention == "fp8"
-    # Use the name "attention" even if q and k are normalized. Policies that
-    # keep residuals named "norm" are meant for the norms of blocks, from whose
-    # inputs these codes are recomputed.
+    # Don't name normalized q and k "norm": a policy that keeps the inputs of
+    # blocks' norms can recompute these codes from them.
     saved = save_residual(
       "attention",
       (
@@ -184,7 +174,7 @@ class SelfAttention(Middle):
     kept = attend(heads, inputs, self.kind, recipe)
     out = quantized(_merge_heads(kept.out), recipe)
     saved = _Saved(saved, kept, scale_of(out), inputs, inside)
-    # Let the weight's codes wait for q itself, not for the codes of q.
+    # The gather of the weight's codes need not wait for the codes of q.
     return MiddleOutput(out, saved, after=q)
 
   def columns(self, saved, recipe):
@@ -203,6 +193,7 @@ class SelfAttention(Middle):
       )
     angles = self._joined_angles(inputs, dout.shape[-1])
     scaling = gradient_scaling(recipe)
+    # The kernel neither clips nor supports other scalings.
     if self.clip is None and type(scaling) is ops.PerTensor:
       dh, sums = ops.join_heads_operand(
         *gradients,
@@ -241,7 +232,7 @@ class SelfAttention(Middle):
     return turned(q, weights.q), turned(k, weights.k), read(v)
 
   def _norm_gradients(self, saved, gradients, weights, recipe):
-    """Computes the gradients of the norm's inputs, and of its weights."""
+    """Computes the gradients of the norm's inputs and weights."""
     norm = self.qk_norm
     assert norm is not None
     dq, dk, dv = gradients
@@ -263,8 +254,7 @@ class SelfAttention(Middle):
     )
 
   def _joined_angles(self, inputs, head_dim):
-    """Returns the angles that `split_heads` and `join_heads` rotate by."""
-    # If q and k are normalized, RoPE comes after the norm instead.
+    """Returns the angles for `split_heads`; None if a norm precedes RoPE."""
     return (None, None) if self.qk_norm else self._angles(inputs, head_dim)
 
 
@@ -282,8 +272,7 @@ def _clip(x, limit):
 def _clip_fwd(x, limit):
   if limit is None:
     return x, None
-  # One bit per value. Autodiff would save two BF16 arrays: 6 U for q, k and v,
-  # where U is one BF16 copy of a layer's input.
+  # Save one bit per value. Autodiff would save two BF16 arrays.
   inside = jnp.packbits(jnp.abs(x) <= limit, axis=-1)
   return jnp.clip(x, -limit, limit), save_residual("attention", inside)
 
@@ -299,15 +288,12 @@ _clip.defvjp(_clip_fwd, _clip_bwd)
 
 
 def count_kinds(**choices) -> int:
-  """Counts the kinds of layers: the length of the tuples, or 1 without tuples.
-
-  Raises a ValueError if tuples differ in length or are empty.
-  """
+  """Returns the length that all tuples must have; 1 without tuples."""
   lengths = {n: len(x) for n, x in choices.items() if isinstance(x, tuple)}
   if len(set(lengths.values())) > 1 or 0 in lengths.values():
     raise ValueError(
       "attention: tuples must have one entry for each kind of layer, got "
-      f"{lengths} entries; pass tuples of the same length"
+      f"{lengths} entries; pass nonempty tuples of the same length"
     )
   return max(lengths.values(), default=1)
 
@@ -328,11 +314,7 @@ def attention_kinds(
 def rotaries(
   theta: Bases, scaling: Scalings, rotary_dim: int | None, *, head_dim: int
 ) -> Thetas:
-  """Makes one `Rotary`, or one for each kind of layer.
-
-  Raises a ValueError for RoPE options without a base, and for a `rotary_dim`
-  above `head_dim`.
-  """
+  """Makes one `Rotary`, or one for each kind of layer if they differ."""
   count = count_kinds(rope_theta=theta, rope_scaling=scaling)
   thetas = theta if isinstance(theta, tuple) else (theta,) * count
   scalings = scaling if isinstance(scaling, tuple) else (scaling,) * count
@@ -354,5 +336,5 @@ def rotaries(
 
 
 def _one_or_each(choices: tuple):
-  """Returns one choice if it is the same for all kinds, else the tuple."""
+  """Returns the choice that all kinds share, or the tuple."""
   return choices[0] if len(set(choices)) == 1 else choices

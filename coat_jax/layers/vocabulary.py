@@ -5,13 +5,13 @@ On a mesh (`axes`) each device works on its shard of the tokens. XLA alone would
 exchange logits, or reduce the gradients of each chunk of the loss separately.
 Collectives are therefore explicit:
 
-  embedding   All rows are gathered once, in the dtype of activations.
-  head        Rows split over fsdp are gathered too. Along tensor, each device
-              keeps its shard of the vocabulary and gathers whole sequences. For
-              each token, devices combine only a maximum, a sum of exponentials
-              and the target's logit.
-  gradients   They are summed once, in `axes.grad_dtype`; each device keeps its
-              shard.
+  tables      All rows are gathered once.
+  head        Rows that are split over fsdp are gathered. Along the tensor axis,
+              each device keeps its shard of the vocabulary and gathers whole
+              sequences. For each token, devices combine only a maximum, a sum
+              of exponentials and the target's logit.
+  gradients   Those of tables and the head are summed once, in
+              `axes.grad_dtype`. Each device keeps its shard.
 """
 
 import functools
@@ -41,10 +41,7 @@ LOGITS_BYTES = 2**28
 def embed(
   tokens: Array, table: Array, *, dtype: DTypeLike, axes: MeshAxes | None
 ) -> Array:
-  """Looks up tokens [B, T] in a table [V, D]; returns [B, T, D] in `dtype`.
-
-  On a mesh, the table's rows are split over tensor and fsdp.
-  """
+  """Looks up tokens [B, T] in a table [V, D]; returns [B, T, D] in `dtype`."""
   look_up = lambda rows, tokens: rows[tokens]  # noqa: E731
   return _with_rows(look_up, table, dtype, (tokens,), axes)
 
@@ -55,7 +52,7 @@ def add_positions(
   """Adds learned position embeddings, table[places], to x [B, T, D].
 
   `places` is int32, [T] or [B, T]. The sum is computed in f32 and returned in
-  x's dtype. On a mesh the table's rows are split over tensor and fsdp.
+  x's dtype.
   """
 
   def added(rows, x, places):
@@ -72,7 +69,10 @@ def _with_rows(
   arrays: tuple[Array, ...],
   axes: MeshAxes | None,
 ) -> Array:
-  """Runs f(rows, *arrays) on all rows of a table; the result is [B, T, D]."""
+  """Runs f on all rows of a table and the arrays; the result is [B, T, D].
+
+  On a mesh the table's rows are split over tensor and fsdp.
+  """
   if axes is None:
     local = lambda table, *arrays: f(table.astype(dtype), *arrays)  # noqa: E731
     return run_whole(local, table, *arrays, out_specs=spec_of(arrays[0]))
@@ -108,23 +108,22 @@ def mean_loss(
   """Computes the mean cross-entropy of the next token, f32, in nats per token.
 
   hidden is [B, T, D], targets int32 [B, T], weight [D, V], or [V, D] if it is
-  the embedding (`is_tied`). `shares`, f32 [B, T], are the weights of the
-  tokens' losses in the sum, treated as constants; None means 1 / (B T) for all
-  tokens. With `soft_cap`, logits become soft_cap * tanh(logits / soft_cap).
+  the embedding (`is_tied`). `shares`, f32 [B, T], are constant factors of the
+  tokens' losses; None means 1 / (B T) for all tokens. With `soft_cap`, logits
+  become soft_cap * tanh(logits / soft_cap).
 
   The logits [B, T, V] are never all in memory at once. The forward pass
-  computes them for one chunk of positions after the other and, when
-  differentiated, computes each chunk's gradients right away. The backward pass
-  then only scales these gradients.
+  computes one chunk of positions at a time, including the chunk's gradients if
+  the loss is differentiated. The backward pass only scales these gradients.
   """
   if targets.size == 0:
     raise ValueError(
       "mean_loss: the mean needs at least one target, got targets of shape "
       f"{targets.shape}; skip such a batch"
     )
-  # Differentiate a sum in which each token has a weight of about 1, and scale
-  # at the end. The gradients of a mean over many tokens would underflow in
-  # float16 whatever the loss scale, which the backward pass applies only later.
+  # Differentiate a sum in which each token's factor is about 1, and scale at
+  # the end. The gradients of a mean over many tokens could underflow in
+  # float16. A loss scale would be applied too late, in the backward pass.
   if shares is None:
     unit = 1 / targets.size
   else:
@@ -132,8 +131,8 @@ def mean_loss(
     largest = jnp.max(jnp.abs(shares), initial=0)
     unit = jnp.ldexp(0.5, jnp.frexp(largest)[1])
     shares = shares / unit
-  # Cast a float16 weight to f32, so that dweight is f32 too. In float16, the
-  # sum of dweight over many tokens could overflow.
+  # Cast a float16 weight to f32, so that dweight is f32 too: its sum over many
+  # tokens could overflow in float16.
   weight = weight.astype(jnp.promote_types(weight.dtype, jnp.bfloat16))
   arrays = hidden, targets, weight, shares
   if axes is None:
@@ -152,8 +151,7 @@ def logits(
 ) -> Array:
   """Computes f32 logits [B, T, V], sharded over the batch and the vocabulary.
 
-  The arguments are those of `mean_loss`. Unlike `mean_loss`, this function
-  holds all logits in memory at once.
+  The arguments are those of `mean_loss`.
   """
 
   def product(hidden, weight):
@@ -176,7 +174,7 @@ class _Head(NamedTuple):
 
   @property
   def weight_axes(self) -> str:
-    """The letters of the weight's axes in an einsum."""
+    """The weight's axes in an einsum."""
     return "vd" if self.is_tied else "dv"
 
 
@@ -215,10 +213,7 @@ _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 
 def _on_devices(hidden, targets, weight, shares, head, *, has_gradients):
-  """Computes the loss, summed over all devices, and its gradients.
-
-  The gradients are () without `has_gradients`, else those of hidden and weight.
-  """
+  """Returns the loss over all devices, and (dhidden, dweight) or ()."""
   arrays, axes = (hidden, targets, weight, shares), head.axes
   local = functools.partial(
     _loss_of_shard, head=head, has_gradients=has_gradients
@@ -239,7 +234,7 @@ def _on_devices(hidden, targets, weight, shares, head, *, has_gradients):
 
 
 def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
-  """Computes what `_on_devices` returns, from one device's shards."""
+  """Runs `_on_devices` on a device's shards."""
   axes, weight_dtype = head.axes, weight.dtype
   weight = weight.astype(hidden.dtype)
   if axes is not None:
@@ -291,10 +286,7 @@ def _chunks(hidden: Array, targets: Array, counted: Array, vocab_size: int):
 
 
 def _add_chunk(weight, total, chunk, *, head, has_gradients):
-  """Adds a chunk's loss and weight gradient to `total`.
-
-  Returns the new total, and the chunk's dhidden.
-  """
+  """Adds a chunk's loss and dweight to `total`; also returns its dhidden."""
   (loss, dweight), (hidden, targets, counted) = total, chunk
   is_tied, mesh_axes, soft_cap = head
   tensor = None if mesh_axes is None else mesh_axes.tensor
@@ -314,7 +306,6 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
   loss = loss + jnp.sum((log_sum - at_target) * counted)
   if not has_gradients:
     return (loss, dweight), None
-  # dlogits is rounded below to the dtype in which matmuls read it.
   softmax = jnp.exp(logits - log_sum[..., None])
   dlogits = (softmax - is_target) * counted[..., None]
   if soft_cap is not None:
@@ -335,8 +326,8 @@ def _gather_rows(
 ) -> Array:
   """Casts each device's f32 rows to `dtype` and gathers them."""
   rows = lax.all_gather(weight.astype(dtype), names, axis=0, tiled=True)
-  # Mark the copies as varying. Otherwise JAX would sum the gradient where a
-  # copy is first used, and not in `_gather_rows_bwd`.
+  # Mark the copies as varying. Otherwise JAX would sum the gradient before
+  # `_gather_rows_bwd`.
   return lax.pcast(rows, _others(names, axes), to="varying")
 
 
