@@ -15,8 +15,7 @@ from coat_jax.numerics.checks import (
   refuse,
 )
 
-# The dtypes of arguments that are passed with tokens, and the words that error
-# messages use for these dtypes.
+# The dtypes of arrays that are passed with tokens, and words for errors.
 _KINDS = {
   "segments": (jnp.integer, "integers"),
   "shares": (jnp.floating, "floats"),

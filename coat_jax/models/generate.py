@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates text: adds tokens to prompts.
 
-`generate` compiles two programs. One runs the prompts and chooses the first new
-token of each row. The other adds tokens until all rows have ended. Sizes are
-rounded up, so that calls with other prompts, lengths, seeds or temperatures
-reuse both programs.
+`_prefill` runs the prompts and chooses the first new token of each row.
+`_decode` adds tokens until all rows have ended. Lengths are rounded up so that
+most calls reuse both compiled programs.
 """
 
 import functools
@@ -47,8 +46,8 @@ _READ_IN_F32 = ("norm", "bias", "router", "positions")
 class _Options(NamedTuple):
   """Options that determine each row's next token, and when rows end.
 
-  A row ends after one of `stops`, int32 [n], or after `most` new tokens. `keys`
-  [B] are random keys. `is_row` [B] is False for rows that only pad the batch.
+  A row ends after one of `stops`, int32 [n], or after `most` new tokens. Each
+  row has its random key. `is_row` is False for rows that only pad the batch.
   """
 
   sampling: Sampling
@@ -125,8 +124,8 @@ def generate(
     top_p: of these, draws from the smallest set of most probable tokens whose
       normalized probabilities add up to at least `top_p`; None for all.
     stop_tokens: a prompt gets no more tokens after any of these.
-    seed: seed of the draws. A row's draws depend on its index, not on the
-      number of prompts.
+    seed: seed of the draws. The draws for a prompt depend on its index, not on
+      the number of prompts.
     cache_size: number of tokens per row, including padding, that the KV cache
       can hold. If all calls pass the same size, decoding is compiled only once.
       None for the longest prompt plus `max_new_tokens`, each rounded up.
@@ -201,9 +200,8 @@ def generate(
     if NO_TOKEN in row:
       raise ValueError(
         "generate: logits must be finite, got NaN or infinity for token "
-        f"{row.index(NO_TOKEN) + 1} after prompt {i}; the model's weights hold "
-        "NaN or infinity, or its activations overflow: use an earlier "
-        "checkpoint, or activations in f32"
+        f"{row.index(NO_TOKEN) + 1} after prompt {i}; the model's weights or "
+        "activations are not finite: use an earlier checkpoint"
       )
   return Generation(
     tokens=found,

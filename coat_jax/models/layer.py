@@ -104,7 +104,7 @@ def stack_layers(
   start: Start,
   store: Store | None,
 ) -> TransformerLayer:
-  """Makes layers, one at a time if `store` is given, and stacks them."""
+  """Makes and stacks layers, one at a time if `store` is given."""
   one_by_one = functools.partial(nnx.scan, in_axes=0, out_axes=0)
 
   @nnx.split_rngs(splits=config.num_layers)

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a stack of layers, and applies the policy that selects what they save.
-
-`models.config.Remat` lists the policies. On a mesh, XLA partitions layers in
-recipe bf16. It would partition some of their matmuls badly, so we gather their
-weights first.
-"""
+"""Runs a stack of layers with a policy that selects what they save: `Remat`."""
 
 import dataclasses
 import functools
@@ -37,9 +32,9 @@ def _all_but_gathered(
 ) -> bool:
   """Checkpoint policy: save what autodiff saves, except gathered weights.
 
-  It saves neither a weight that `_constrained` gathers nor a reshaped view of
-  it. (A policy that excludes a `checkpoint_name` would save the unnamed array,
-  to which the name is applied.)
+  It excludes primitives: a policy that excludes a `checkpoint_name` would save
+  the array before it gets the name. A reshape may be a view of a gathered
+  weight.
   """
   del arrays, options
   names = {primitive.name}
@@ -127,8 +122,7 @@ def checkpointed(
 ) -> Callable:
   """Wraps a layer's forward pass so that it saves only what `remat` selects.
 
-  If `forward` gathers weights (`is_gathering`), the backward pass gathers them
-  again. With "fp8_layer", x is first rounded to FP8.
+  If `is_gathering`, the backward pass gathers weights again.
   """
   if remat == "none" and not is_gathering:
     return forward
@@ -145,12 +139,11 @@ def checkpointed(
 def gather_weights[L: nnx.Module](
   layer: L, dtype: DTypeLike, axes: MeshAxes
 ) -> L:
-  """Casts the kernels of a layer, and gathers their rows from all devices.
+  """Casts a layer's kernels, and gathers the rows that fsdp splits.
 
-  Otherwise XLA may split a matmul along its contracting dimension and exchange
-  activations, or gather weights in f32. In the backward pass, each device gets
-  the summed gradients of its rows. Experts' weights are not gathered here,
-  because `MoE` gathers them.
+  In recipe bf16, XLA partitions the layer. Without this it may split a matmul
+  along its contracting dimension and exchange activations, or gather weights in
+  f32. `MoE` gathers the weights of experts.
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 

@@ -3,9 +3,8 @@
 
 A parameter is cut into matrices (`MatrixSplit`). A checkpoint stores each
 matrix as a tensor, usually transposed as in PyTorch, or concatenates all
-matrices of the parameter into one tensor. `load` packs the tensors of a `Part`
-into a parameter, and `save` unpacks the parameter into tensors. Packing and
-unpacking only move values, so they are exact in every dtype.
+matrices of the parameter into one tensor. Conversion only moves values, so it
+is exact in every dtype.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -143,7 +142,7 @@ class Section(NamedTuple):
     return (name, *(self.prefix + other for other in others))
 
   def foreign(self, names: Collection[str]) -> set[str]:
-    """Selects the text model's tensors in a CLIP or SigLIP that has one."""
+    """Selects the text model's tensors of a whole CLIP or SigLIP."""
     if self.family is None or CONFIGS[self.family].whole is None:
       return set()
     own = self.prefix + self.optional

@@ -336,7 +336,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     (
       "qwen2",
       {"layer_types": ["full_attention", "sliding_attention"]},
-      "layer_types must be None, got ['full_attention', 'sliding",
+      "layer_types must be all full_attention, got ['full_attention', 'sl",
     ),
     (
       "llama",
