@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a decoder, and the choices of each family of decoders.
 
-A family is a row of `FAMILIES`. To add a family, add a row. If the family needs
-an option that `Family` lacks, add a field too.
+To add a family, add a row to `FAMILIES`, and a field to `Family` if it lacks an
+option that the family needs.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ _OF_EXPERTS = [
   *("num_experts", "experts_per_token"),
   *("normalize_experts", "auxiliary_loss"),
 ]
+
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 """Selects what layers recompute in the backward pass.
 

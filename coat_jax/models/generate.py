@@ -126,9 +126,10 @@ def generate(
     stop_tokens: a prompt gets no more tokens after any of these.
     seed: seed of the draws. The draws for a prompt depend on its index, not on
       the number of prompts.
-    cache_size: number of tokens per row, including padding, that the KV cache
-      can hold. If all calls pass the same size, decoding is compiled only once.
-      None for the longest prompt plus `max_new_tokens`, each rounded up.
+    cache_size: number of tokens per prompt, including padding, that the KV
+      cache can hold. Calls with the same size, and as many prompts and stop
+      tokens, share the compiled program for decoding. None for the longest
+      prompt plus `max_new_tokens`, each rounded up.
 
   Returns:
     A `Generation`.

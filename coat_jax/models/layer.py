@@ -42,8 +42,7 @@ class TransformerLayer(nnx.Module):
     remedy = "pass the config of a model"
     check_kind("TransformerLayer", "config", config, kinds, remedy)
     choices = config.choices
-    # Projections that write to the residual stream start with smaller weights,
-    # so that the stream's variance does not grow with depth.
+    # Keeps the residual stream's variance from growing with depth.
     small = nnx.initializers.normal(STDDEV * (2 * config.num_layers) ** -0.5)
     shared = Start(dtype, rngs).options(
       out_kernel_init=small,

@@ -22,8 +22,8 @@ from coat_jax.numerics.checks import check_choice
 from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.optimizer.masks import leaf_path
 
-# Each layer passes on hidden states [B, T, D] and, if there are experts, the
-# routing statistics summed over the layers so far.
+# Hidden states [B, T, D] and, if there are experts, their routing statistics,
+# summed over the layers so far.
 Carry = tuple[Array, RoutingStats | None]
 
 
@@ -58,9 +58,9 @@ def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
   check_choice("remat", "remat", remat, tuple(_POLICIES))
   if remat == "fp8" and recipe.nonlinear != "fp8":
     raise ValueError(
-      "remat: 'fp8' saves the FP8 inputs of norms, which only recipe coat has, "
-      f"got recipe {recipe.name}; pass 'fp8_layer', which rounds each layer's "
-      "input, or 'full'"
+      "remat: 'fp8' needs a recipe whose norms save their inputs in FP8, such "
+      f"as coat, got recipe {recipe.name}; pass 'fp8_layer', which rounds each "
+      "layer's input, or 'full'"
     )
 
 
@@ -78,9 +78,7 @@ def layer_forward(
   where_seen = positions(segments), segments
 
   def forward(x, layer, kind):
-    where = None
-    if axes is not None:
-      where = P(axes.batch, axes.tensor)
+    where = None if axes is None else P(axes.batch, axes.tensor)
     if axes is not None and is_gathering:
       # If the sequence were split, XLA would exchange the MLP's activations.
       where = P(axes.batch)
@@ -131,8 +129,7 @@ def checkpointed(
   rounded = forward
   if remat == "fp8_layer":
     rounded = lambda x, *args: forward(through_codes(x, recipe), *args)  # noqa: E731
-  # prevent_cse is not needed: in a scan, XLA cannot merge the recomputation
-  # with the first forward pass.
+  # In a scan, XLA cannot merge the recomputation with the first forward pass.
   return nnx.remat(rounded, prevent_cse=False, policy=_POLICIES[remat])
 
 

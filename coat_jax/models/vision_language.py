@@ -5,8 +5,7 @@ A vision tower computes features of an image. Two linear layers with GELU
 between them project the features to the decoder's width. The result replaces
 the embeddings of image tokens, of which a text contains one per feature.
 
-The recipe applies to the layers of the tower and of the decoder. The projector
-and everything before and after those layers stay in BF16.
+The recipe applies only to the layers of the tower and of the decoder.
 """
 
 import dataclasses

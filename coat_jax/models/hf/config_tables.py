@@ -39,12 +39,8 @@ from coat_jax.models.vision_language import VisionLanguageConfig
 class SubConfig:
   """A configuration inside another one, such as LLaVA's `text_config`.
 
-  Attributes:
-    field: the outer configuration's field for it.
-    kind: its class.
-    defaults: its default model_type, and the values of keys that models of this
-      type may omit.
-    inherited: its keys that the outer configuration may contain instead.
+  `defaults` contains the model_type to assume, and the values of keys that
+  models of this type may omit. The outer file may contain the keys `inherited`.
   """
 
   field: str

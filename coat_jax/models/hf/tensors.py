@@ -36,7 +36,7 @@ from coat_jax.optimizer.matrices import (
   split_matrices,
 )
 
-# How the names of a module's tensors end.
+# Ends of tensor names.
 _ENDS = {"kernel": ".weight", "scale": ".weight", "bias": ".bias"}
 _TRANSPOSED = ("matrix", "output", "router")
 
@@ -97,12 +97,8 @@ class Layout(NamedTuple):
 class Part(NamedTuple):
   """One parameter, or one layer of a stacked parameter, and its tensors.
 
-  Attributes:
-    path: the parameter's path, such as `layers/mlp/gate_up/kernel`.
-    layer: index of the layer; None for parameters that are not stacked.
-    layout: how the tensors store the parameter.
-    split: how the parameter is cut into matrices; None if it is not cut.
-    tensors: maps tensor names to the tensors' shapes and the parameter's dtype.
+  `layer` is None if the parameter is not stacked, `split` if it is not cut.
+  `tensors` maps names to the tensors' shapes and the parameter's dtype.
   """
 
   path: str
@@ -115,10 +111,8 @@ class Part(NamedTuple):
 class Section(NamedTuple):
   """A whole model, or the tower, projector or decoder of a LLaVA.
 
-  Attributes:
-    path: prefix of the paths of its parameters, such as "decoder/", or empty.
-    prefix: prefix of the names of its tensors.
-    config: the section's configuration; None for the projector.
+  Its parameters' paths start with `path`, such as "decoder/", and its tensors'
+  names with `prefix`. `config` is None for the projector.
   """
 
   path: str

@@ -51,11 +51,7 @@ class PatchEmbedding(nnx.Module):
 
 
 def patches(images: Array, size: int) -> Array:
-  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P].
-
-  Patches are in row order. Pixels at the right and bottom that do not fill a
-  patch are dropped.
-  """
+  """Cuts images [B, C, H, W] into patches [B, (H // P) (W // P), C P P]."""
   b, c, *sides = images.shape
   h, w = (side // size for side in sides)
   x = images[:, :, : h * size, : w * size].reshape(b, c, h, size, w, size)

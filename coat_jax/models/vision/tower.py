@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vision tower for several families, made of COAT's blocks.
 
-As in a decoder, a scan runs the layers, and everything else stays in BF16: the
-patch projection, the norms outside the layers, and pooling.
+As in a decoder, everything outside the layers stays in BF16: the patch
+projection, the outer norms, and pooling.
 """
 
 import jax
