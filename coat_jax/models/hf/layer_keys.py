@@ -43,7 +43,8 @@ class _FullLayers(Key):
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     types = found.get(_LAYER_TYPES)
     if types and not _are_full(types):
-      raise wrong(file, _LAYER_TYPES, f"all {_FULL}", types, NOT_SUPPORTED)
+      rule = f"absent or all {_FULL}"
+      raise wrong(file, _LAYER_TYPES, rule, types, NOT_SUPPORTED)
     return {}
 
 
