@@ -72,5 +72,5 @@ def check_hidden(op: str, hidden: Any, width: int) -> None:
 def check_pixels(op: str, pixel_values: Any) -> None:
   """Raises a TypeError unless images are a floating-point array."""
   rule = "a floating-point array"
-  remedy = "normalize them like the model's processor"
+  remedy = "normalize them as the model's processor does"
   check_array(op, "pixel_values", pixel_values, rule, remedy=remedy)

@@ -36,7 +36,7 @@ def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
 
 def check_ids(name: str, tokens: Any, model: Decoder) -> int:
   """Returns the number of tokens; raises an error unless they are token ids."""
-  remedy, vocab_size = "use the model's own tokenizer", model.embedding.shape[0]
+  remedy, vocab_size = "use the model's tokenizer", model.embedding.shape[0]
   try:
     found = np.asarray(tokens)
   except (TypeError, ValueError):  # Nested lists of different lengths.
@@ -126,5 +126,6 @@ def check_images(
     if count % each or count > room * each:
       raise ValueError(
         f"generate: a prompt must have {each} image tokens for each of at most "
-        f"{room} images, got {count} in prompt {i}; repeat the image token"
+        f"{room} images, got {count} in prompt {i}; repeat the image token "
+        f"{each} times per image"
       )

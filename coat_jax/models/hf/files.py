@@ -72,7 +72,7 @@ def read_json(file: Path) -> dict:
 
 
 def _parse_object(data: bytes) -> dict:
-  """Parses a JSON object; raises ValueError if a name occurs twice."""
+  """Parses a JSON object; raises ValueError if a key occurs twice."""
 
   def pairs(found):
     names = [name for name, _ in found]

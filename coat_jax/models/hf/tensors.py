@@ -57,7 +57,7 @@ class Layout(NamedTuple):
 
   @property
   def is_of_experts(self) -> bool:
-    """Returns whether each expert has its own tensors."""
+    """Returns whether each expert has separate tensors."""
     return "{e}" in self.names[0]
 
   def spec(self, spec: P) -> P:
