@@ -32,10 +32,10 @@ Role = Literal[
   "probe",
 ]
 # How an array axis is split: "rows" by mesh axis fsdp, "columns" by tensor,
-# "experts" by expert, and "rows of columns" by both fsdp and tensor. "Rows of
-# columns" are rows that belong to a device's heads, to its columns of the MLP
-# or to its shard of the vocabulary. fsdp never splits a weight's last array
-# axis, along which each device must store whole groups of values.
+# "experts" by expert. "Rows of columns" are split by tensor, into those of each
+# device's heads, columns of the MLP or shard of the vocabulary, and then by
+# fsdp. fsdp never splits a weight's last array axis, along which each device
+# must store whole groups of values.
 Axis = Literal["rows", "columns", "rows of columns", "experts"]
 
 
