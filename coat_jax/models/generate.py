@@ -139,8 +139,8 @@ def generate(
       whole number.
     ValueError: there is no prompt, a prompt is empty, a token is outside the
       vocabulary, there are more tokens than learned positions, images do not
-      match the image tokens, an option is outside its range, or the model
-      computes NaN.
+      match the image tokens, an option is outside its range, or logits are NaN
+      or infinite.
 
   Examples:
     >>> from coat_jax import recipes
@@ -202,7 +202,8 @@ def generate(
       raise ValueError(
         "generate: logits must be finite, got NaN or infinity for token "
         f"{row.index(NO_TOKEN) + 1} after prompt {i}; the model's weights or "
-        "activations are not finite: use an earlier checkpoint"
+        "activations are not finite: use an earlier checkpoint, or another "
+        "dtype if the model's dtype is float16"
       )
   return Generation(
     tokens=found,

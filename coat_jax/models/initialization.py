@@ -52,7 +52,7 @@ def check_dtype(where: str, dtype: Any) -> np.dtype:
 
 
 def stored_in(op: str, param_dtype: DTypeLike) -> Store | None:
-  """Returns a `Store` that casts weights, but not norms and biases."""
+  """Returns a `Store` that casts weights, but not norms, biases and vectors."""
   dtype = check_dtype(f"{op}: param_dtype", param_dtype)
   if dtype == jnp.float32:  # Parameters are drawn in f32.
     return None
