@@ -2,7 +2,7 @@
 """Adds `optimizer.type: coat` to Levanter's configuration.
 
 Importing this module registers `CoatConfig`. Levanter's commands do not import
-this module, so start them through it:
+it, so start them through this module:
 
   python -m coat_jax.integrations.levanter levanter.main.train_lm \
     --config_path config.yaml --optimizer.type coat
@@ -43,7 +43,7 @@ class CoatConfig(OptimizerConfig):
   def build(
     self, num_train_steps: int
   ) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer; Levanter passes the number of steps to train."""
+    """Returns the optimizer."""
 
     def make(learning_rate):
       optimizer = coat_adamw(
@@ -68,11 +68,10 @@ class CoatConfig(OptimizerConfig):
 
 
 def _name_statistics(state: Any) -> Any:
-  """Sets the size of the statistics' last axis to the number of groups.
+  """Corrects the named axes of statistics, which haliax copies from parameters.
 
-  A state has the structure of its parameters, so haliax assumes that statistics
-  have the parameters' axes, and shards them like the parameters. That fails if
-  the devices along the last axis cannot split the groups evenly.
+  Their last axis has one entry per group. haliax shards it like the
+  parameter's, which fails if devices cannot split the groups evenly.
   """
 
   def named(node):
@@ -99,8 +98,7 @@ def _name_groups(statistics: Any) -> Any:
       return NamedArray(array, ())
     *axes, last = x.axes
     groups = array.shape[-1]
-    # Levanter maps names of array axes to mesh axes. It does not know the new
-    # name, so this axis is not split.
+    # Levanter does not split an axis whose name it does not know.
     devices = physical_axis_size(last) or 1
     name = last.name if groups % devices == 0 else f"{last.name}_groups"
     return NamedArray(array, (*axes, haliax.Axis(name, groups)))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds the optimizer `coat_adamw` and FP8 matmuls to MaxText.
 
-MaxText selects both by name in its configuration. The patches in this folder
-add the options `opt_type=coat_adamw` and `quantization=coat`, which call the
-two functions in this file. Apply the patches with:
+The patches in this folder add the options `opt_type=coat_adamw` and
+`quantization=coat`, which call the functions in this file. Apply them with:
 
   cd SITE_PACKAGES && cat coat_jax/integrations/maxtext_*.patch | patch -p1
 """
@@ -17,8 +16,7 @@ import qwix
 from coat_jax import coat_adamw
 from coat_jax.integrations.qwix import CoatProvider
 
-# Selects the decoder's layers except the router of experts, as MaxText's other
-# providers do.
+# As MaxText's other providers, selects the decoder's layers without routers.
 _LAYERS = r"decoder/.*layers(?!.*/gate$).*"
 
 
@@ -30,9 +28,8 @@ def get_optimizer(
   """Returns `coat_adamw` with MaxText's settings for AdamW.
 
   Args:
-    config: MaxText's configuration, of which the settings `adam_*` are used.
-      `mu_dtype` is ignored, because the codec determines how moments are
-      stored.
+    config: MaxText's configuration. The settings `adam_*` are used; `mu_dtype`
+      is ignored, because moments are stored in FP8.
     learning_rate_schedule: MaxText's schedule.
     mask: selects the weights that decay; from MaxText's `get_adamw_mask`.
   """

@@ -2,9 +2,9 @@
 """Runs the matmuls of any flax model in coat_jax's FP8, through qwix.
 
 qwix calls a provider wherever a model calls `jax.lax.dot_general` or
-`jnp.einsum`, so the model's code stays as it is. The provider does not change
-what norms and activation functions save for the backward pass. To save their
-inputs in FP8 too, use the blocks of `coat_jax.layers`.
+`jnp.einsum`, so the model's code stays as it is. What norms and activation
+functions save for the backward pass does not change; the blocks of
+`coat_jax.layers` save that in FP8 too.
 """
 
 import math
@@ -64,18 +64,18 @@ class CoatProvider(qwix.QuantizationProvider):
 
   def _dot_general(self, lhs, rhs, dimension_numbers, *args, **kwargs):
     (axes, w_axes), (batch, _) = dimension_numbers
-    if batch or not _is_product(lhs, rhs) or not self._selects("dot_general"):
+    if batch or not _is_matmul(lhs, rhs) or not self._selects("dot_general"):
       return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **kwargs)
-    return self._product(lhs, rhs, tuple(axes), tuple(w_axes), kwargs)
+    return self._matmul(lhs, rhs, tuple(axes), tuple(w_axes), kwargs)
 
   def _einsum(self, subscripts, *operands, **kwargs):
     axes = _contracted(subscripts, operands)
     if axes is None or not self._selects("einsum"):
       return jnp.einsum(subscripts, *operands, **kwargs)
     x, w = operands
-    return self._product(x, w, *axes, kwargs)
+    return self._matmul(x, w, *axes, kwargs)
 
-  def _product(
+  def _matmul(
     self, x: Array, w: Array, axes: tuple, w_axes: tuple, options: dict
   ) -> Array:
     """Contracts `axes` of x with `w_axes` of w; other axes keep their order."""
@@ -89,7 +89,7 @@ class CoatProvider(qwix.QuantizationProvider):
     return y if dtype is None else y.astype(dtype)
 
 
-def _is_product(x: Any, w: Any) -> bool:
+def _is_matmul(x: Any, w: Any) -> bool:
   dtypes = (jnp.bfloat16, jnp.float32)
   return x.dtype in dtypes and w.dtype in dtypes and w.ndim > 1
 
@@ -110,7 +110,7 @@ def _contracted(
   ellipsis = x.startswith("...")
   if not arrow or not letters or "." in w or any(c in out for c in letters):
     return None
-  if "".join(kept) != out or not _is_product(*operands):
+  if "".join(kept) != out or not _is_matmul(*operands):
     return None
   named = x.removeprefix("...")
   offset = operands[0].ndim - len(named) if ellipsis else 0

@@ -17,10 +17,7 @@ from coat_jax import coat_adamw, coat_lion, coat_muon
 
 
 def register() -> None:
-  """Makes `opt_type` accept "coat_adamw", "coat_lion" and "coat_muon".
-
-  It adds these names to the module `optax`, where Tunix's commands find them.
-  """
+  """Adds "coat_adamw", "coat_lion" and "coat_muon" to `opt_type` via optax."""
   for optimizer in (coat_adamw, coat_lion, coat_muon):
     setattr(optax, optimizer.__name__, optimizer)
 

@@ -15,8 +15,7 @@ from coat_jax.numerics.checks import (
   refuse,
 )
 
-# The dtypes of arguments that are passed with tokens, and the words that error
-# messages use for these dtypes.
+# The dtypes of arrays that are passed with tokens, and words for errors.
 _KINDS = {
   "segments": (jnp.integer, "integers"),
   "shares": (jnp.floating, "floats"),
@@ -73,5 +72,5 @@ def check_hidden(op: str, hidden: Any, width: int) -> None:
 def check_pixels(op: str, pixel_values: Any) -> None:
   """Raises a TypeError unless images are a floating-point array."""
   rule = "a floating-point array"
-  remedy = "normalize them like the model's processor"
+  remedy = "normalize them as the model's processor does"
   check_array(op, "pixel_values", pixel_values, rule, remedy=remedy)

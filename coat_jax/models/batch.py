@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
   @classmethod
   def of(cls, batch: "Batch | Array") -> "Batch":
-    """Makes a batch of tokens or a batch; adds shares if segments lack them."""
+    """Converts tokens to a batch; adds shares to a batch with only segments."""
     tokens, segments, shares = batch if isinstance(batch, Batch) else cls(batch)
     _check(tokens, segments=segments, shares=shares)
     if shares is None and segments is not None:

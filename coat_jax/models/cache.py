@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a decoder on the next tokens of several texts, with a KV cache.
 
-Everything runs in the model's `dtype`, BF16 or f32, and never in FP8, whatever
-the recipe: an FP8 matmul uses one scale for all its tokens, so a token's result
-would depend on the other rows and on how many tokens are computed at once.
-
 A slot of the cache stores the key and value of one token in one layer. Prompts
 of different lengths are padded on the left, so they all end in the same slot,
 and each step writes the same slot in every row. Tokens never attend to padding,
@@ -14,10 +10,8 @@ and their positions count from the first token of their prompt.
   padding 0     a   b   c   d  (e)               padding 2: slots 0 and 1
   padding 2     -   -   a   b  (c)               step 4 writes slot 4
 
-The layers are the model's modules, in recipe bf16, without a scan. Only two
-functions differ from training: `_heads` rotates each token by its position in
-its row, and `_attend` reads the cache. On a mesh, all mesh axes are automatic:
-XLA partitions the computation.
+The layers run in recipe bf16: in FP8, all tokens of a matmul share a scale, so
+a token's result would depend on the other rows. All mesh axes are automatic.
 """
 
 from collections.abc import Sequence
@@ -38,7 +32,7 @@ from coat_jax.numerics import recipes
 from coat_jax.ops import AttentionKind
 from coat_jax.ops.rope import rotate, rotation
 
-# The number of queries whose scores are in memory at the same time.
+# The number of queries per row whose scores are in memory at the same time.
 CHUNK = 256
 _MASKED = -1e30
 # No kernels, because XLA cannot partition them.
@@ -75,10 +69,8 @@ def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
 def unstacked(layers: nnx.Module, num_layers: int) -> list[Any]:
   """Cuts stacked parameters into one tree of parameters per layer.
 
-  A scan over layers copies each layer's weights, keys and values out of their
-  stacks before every matmul. Decoding runs each layer once per token, so these
-  copies would triple its memory traffic. Cutting the stacks once, before
-  decoding, avoids them.
+  A scan over layers would copy each layer's weights, keys and values out of
+  their stacks for every token, and so triple the memory traffic of decoding.
   """
   stack = nnx.split(layers)[1]
   return [jax.tree.map(lambda x: x[i], stack) for i in range(num_layers)]  # noqa: B023
@@ -91,23 +83,14 @@ def cached_forward(
   layers: Sequence[Any] | None = None,
   placed: Placed | None = None,
 ) -> tuple[Array, KVCache]:
-  """Runs a decoder on the next tokens of all rows, without FP8.
+  """Runs a decoder on the next tokens int32 [B, T] of all rows, without FP8.
 
-  On a mesh, call it in a `jit` under `jax.set_mesh`. B must be a multiple of
-  the number of devices that split the batch.
+  T must be at most `CHUNK` or a multiple of it, and fit in the free slots. On a
+  mesh, the devices that split the batch must divide B. `layers` are those of
+  `unstacked`; None cuts the stacks in each call.
 
-  Args:
-    model: a decoder in any recipe.
-    tokens: int32 [B, T], where T is at most 256 or a multiple of 256. They fill
-      the slots from `cache.filled` on; the cache must have room for them.
-    cache: the keys and values of all earlier tokens.
-    layers: the result of `unstacked`, computed once before a loop of calls;
-      None cuts the stacks in each call.
-    placed: features that replace the embeddings of some tokens.
-
-  Returns:
-    Hidden states [B, T, D], which are meaningless for padding, and the cache
-    including these tokens.
+  Returns hidden states [B, T, D], which are meaningless for padding, and the
+  cache with these tokens.
   """
   axes, model = model.axes, without_fp8(model)
   slots = cache.filled + jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -145,7 +128,7 @@ def cached_forward(
 
 
 def without_fp8[Model: nnx.Module](model: Model) -> Model:
-  """Copies a model or layer, with the same weights but with recipe bf16."""
+  """Copies a model, with the same weights but with recipe bf16."""
   copy = nnx.merge(*nnx.split(model))
   for _, part in nnx.iter_modules(copy):
     if isinstance(part, Decoder | VisionTower):

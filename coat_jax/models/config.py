@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a decoder, and the choices of each family of decoders.
 
-A family is a row of `FAMILIES`. To add a family, add a row. If the family needs
-an option that `Family` lacks, add a field too.
+To add a family, add a row to `FAMILIES`, and a field to `Family` if it lacks an
+option that the family needs.
 """
 
 import dataclasses
@@ -21,22 +21,21 @@ from coat_jax.models.rope import parse_scaling
 from coat_jax.ops import Activation, NormKind
 from coat_jax.ops.rope import RopeScaling
 
-# Fields of `ModelConfig` that apply only to families with RoPE, and those that
-# apply only to families with experts.
+# Fields of `ModelConfig` that apply only to families with RoPE or experts.
 _OF_ROPE = ["rope_theta", "rope_scaling", "window_rope_theta", "rotary_dim"]
 _OF_EXPERTS = [
   *("num_experts", "experts_per_token"),
   *("normalize_experts", "auxiliary_loss"),
 ]
+
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 """Selects what layers recompute in the backward pass.
 
 "none" recomputes nothing. "dots" recomputes everything except matmuls. "full"
-saves only each layer's input, in BF16, and recomputes everything. "fp8" works
-only in recipes like coat, whose norms save their inputs in FP8: it saves these
-inputs, and recomputes everything except the last matmul of each block.
-"fp8_layer" rounds each layer's input to FP8, saves only this input, and
-recomputes everything.
+saves only each layer's input and recomputes everything. "fp8_layer" does the
+same, but rounds this input to FP8. "fp8" needs a recipe whose norms save their
+inputs in FP8, such as coat: it saves these inputs, and recomputes everything
+except the last matmul of each block.
 """
 
 
@@ -150,8 +149,8 @@ class ModelConfig:
       has one MLP.
     experts_per_token: How many experts each token is sent to.
     normalize_experts: Whether the weights of a token's experts add up to 1.
-    auxiliary_loss: Coefficient of the load-balancing loss, which is added in
-      training; 0 for none.
+    auxiliary_loss: Coefficient of the load-balancing loss that `loss_fn` adds
+      in training; 0 for none.
 
   Raises:
     ValueError: the family is unknown, a number is outside its range, a value
@@ -189,7 +188,7 @@ class ModelConfig:
   def __post_init__(self):
     check_fields(self)
     check_family(self, FAMILIES)
-    parse_scaling(self.rope_scaling)  # Raises an error if it is invalid.
+    parse_scaling(self.rope_scaling)  # Checks it.
     if self.full_every is not None and self.window is None:
       raise ValueError(
         "ModelConfig: full_every needs a window for the other layers, got "
@@ -199,7 +198,7 @@ class ModelConfig:
       raise ValueError(
         "ModelConfig: window_rope_theta needs full_every, without which all "
         f"layers are the same, got {self.window_rope_theta} alone; pass "
-        "full_every too, or only rope_theta"
+        "full_every too, or use rope_theta instead"
       )
     self._check_choices()
     if self.head_dim is None and self.d_model % (2 * self.num_heads):

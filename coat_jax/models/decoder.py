@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder language model for several families, made of COAT's blocks.
 
-`models.config.FAMILIES` describes how families differ. A scan runs the layers,
-so each parameter of the layers is one array [num_layers, ...]. As in the paper,
-the embedding, the final norm and the output projection stay in BF16, and the
-loss stays in f32.
+As in the paper, the embedding, the final norm and the output projection stay in
+BF16, and the loss stays in f32.
 """
 
 import jax.numpy as jnp

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates text: adds tokens to prompts.
 
-`generate` compiles two programs. One runs the prompts and chooses the first new
-token of each row. The other adds tokens until all rows have ended. Sizes are
-rounded up, so that calls with other prompts, lengths, seeds or temperatures
-reuse both programs.
+`_prefill` runs the prompts and chooses the first new token of each row.
+`_decode` adds tokens until all rows have ended. Lengths are rounded up so that
+most calls reuse both compiled programs.
 """
 
 import functools
@@ -47,8 +46,8 @@ _READ_IN_F32 = ("norm", "bias", "router", "positions")
 class _Options(NamedTuple):
   """Options that determine each row's next token, and when rows end.
 
-  A row ends after one of `stops`, int32 [n], or after `most` new tokens. `keys`
-  [B] are random keys. `is_row` [B] is False for rows that only pad the batch.
+  A row ends after one of `stops`, int32 [n], or after `most` new tokens. Each
+  row has its random key. `is_row` is False for rows that only pad the batch.
   """
 
   sampling: Sampling
@@ -125,11 +124,12 @@ def generate(
     top_p: of these, draws from the smallest set of most probable tokens whose
       normalized probabilities add up to at least `top_p`; None for all.
     stop_tokens: a prompt gets no more tokens after any of these.
-    seed: seed of the draws. A row's draws depend on its index, not on the
-      number of prompts.
-    cache_size: number of tokens per row, including padding, that the KV cache
-      can hold. If all calls pass the same size, decoding is compiled only once.
-      None for the longest prompt plus `max_new_tokens`, each rounded up.
+    seed: seed of the draws. The draws for a prompt depend on its index, not on
+      the number of prompts.
+    cache_size: number of tokens per prompt, including padding, that the KV
+      cache can hold. Calls with the same size, and as many prompts and stop
+      tokens, share the compiled program for decoding. None for the longest
+      prompt plus `max_new_tokens`, each rounded up.
 
   Returns:
     A `Generation`.
@@ -139,8 +139,8 @@ def generate(
       whole number.
     ValueError: there is no prompt, a prompt is empty, a token is outside the
       vocabulary, there are more tokens than learned positions, images do not
-      match the image tokens, an option is outside its range, or the model
-      computes NaN.
+      match the image tokens, an option is outside its range, or logits are NaN
+      or infinite.
 
   Examples:
     >>> from coat_jax import recipes
@@ -201,9 +201,9 @@ def generate(
     if NO_TOKEN in row:
       raise ValueError(
         "generate: logits must be finite, got NaN or infinity for token "
-        f"{row.index(NO_TOKEN) + 1} after prompt {i}; the model's weights hold "
-        "NaN or infinity, or its activations overflow: use an earlier "
-        "checkpoint, or activations in f32"
+        f"{row.index(NO_TOKEN) + 1} after prompt {i}; the model's weights or "
+        "activations are not finite: use an earlier checkpoint, or another "
+        "dtype if the model's dtype is float16"
       )
   return Generation(
     tokens=found,

@@ -16,19 +16,13 @@ from coat_jax.optimizer.weights import is_matrix
 
 # Converts the parameter at a path to the form in which it is stored.
 Store = Callable[[str, Array], Array]
-# The dtypes that stored weights and saved checkpoints can have.
+# The dtypes of weights, also in checkpoints.
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
-# The standard deviation of random weights.
-STDDEV = 0.02
+STDDEV = 0.02  # Of random weights.
 
 
 class Start(NamedTuple):
-  """Options for initializing the parameters of a model.
-
-  Attributes:
-    dtype: dtype of activations.
-    rngs: parameters are drawn from its stream `params`.
-  """
+  """The dtype of activations, and the keys for random parameters."""
 
   dtype: DTypeLike
   rngs: nnx.Rngs
@@ -58,7 +52,7 @@ def check_dtype(where: str, dtype: Any) -> np.dtype:
 
 
 def stored_in(op: str, param_dtype: DTypeLike) -> Store | None:
-  """Returns a `Store` that casts weights, but not norms and biases."""
+  """Returns a `Store` that casts weights, but not norms, biases and vectors."""
   dtype = check_dtype(f"{op}: param_dtype", param_dtype)
   if dtype == jnp.float32:  # Parameters are drawn in f32.
     return None

@@ -42,8 +42,7 @@ class TransformerLayer(nnx.Module):
     remedy = "pass the config of a model"
     check_kind("TransformerLayer", "config", config, kinds, remedy)
     choices = config.choices
-    # Projections that write to the residual stream start with smaller weights,
-    # so that the stream's variance does not grow with depth.
+    # Keeps the residual stream's variance from growing with depth.
     small = nnx.initializers.normal(STDDEV * (2 * config.num_layers) ** -0.5)
     shared = Start(dtype, rngs).options(
       out_kernel_init=small,
@@ -104,7 +103,7 @@ def stack_layers(
   start: Start,
   store: Store | None,
 ) -> TransformerLayer:
-  """Makes layers, one at a time if `store` is given, and stacks them."""
+  """Makes and stacks layers, one at a time if `store` is given."""
   one_by_one = functools.partial(nnx.scan, in_axes=0, out_axes=0)
 
   @nnx.split_rngs(splits=config.num_layers)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes each parameter of a model: its role, its sharding, its matrices.
-
-The code for sharding, Muon, weight decay, generation and Hugging Face
-checkpoints looks parameters up here by their paths.
-"""
+"""Describes each parameter of a model: its role, its sharding, its matrices."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -36,11 +32,10 @@ Role = Literal[
   "probe",
 ]
 # How an array axis is split: "rows" by mesh axis fsdp, "columns" by tensor,
-# "experts" by expert, and "rows of columns" by both fsdp and tensor. "Rows of
-# columns" are rows that belong to a device's heads, to its columns of the MLP
-# or to its shard of the vocabulary. Of the mesh axes, only tensor splits the
-# last array axis of a weight: groups of values that share a scale run along
-# that array axis, and each device must store whole groups.
+# "experts" by expert. "Rows of columns" are split by tensor, into those of each
+# device's heads, columns of the MLP or shard of the vocabulary, and then by
+# fsdp. fsdp never splits a weight's last array axis, along which each device
+# must store whole groups of values.
 Axis = Literal["rows", "columns", "rows of columns", "experts"]
 
 
@@ -49,12 +44,11 @@ class Parameter(NamedTuple):
 
   Attributes:
     role: how the model uses the parameter. A "matrix" is the weight of a linear
-      layer; only the output projection has the role "output" instead.
+      layer except the output projection.
     axes: how a mesh splits each array axis except the axis of layers; () if
       each device stores the whole parameter.
-    split: how the parameter is cut into matrices, with array axes counted from
-      the end; None if it is never cut. The split of q, k and v depends on the
-      number of heads: see `matrix_split`.
+    split: how the parameter is cut into matrices; None if it is never cut. For
+      q, k and v, `matrix_split` replaces it.
   """
 
   role: Role
@@ -125,8 +119,7 @@ def matrix_split(
 ) -> MatrixSplit | None:
   """Returns how a parameter is cut into matrices; None if it is not cut.
 
-  The bias of q, k and v is cut like their kernel. `config` is None for the
-  projector's parameters.
+  `config` is None for the projector's parameters.
   """
   is_qkv = path.endswith((_QKV + "kernel", _QKV + "bias"))
   if config is None or not is_qkv:

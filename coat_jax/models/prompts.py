@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and pads the prompts of `generate`, and computes image features.
-
-The vision tower runs once for all prompts. Like the rest of `generate`, it runs
-without FP8: if all images shared a scale, a prompt's result would depend on the
-images of other prompts.
-"""
+"""Checks and pads the prompts of `generate`, and computes image features."""
 
 import functools
 import math
@@ -41,10 +36,10 @@ def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
 
 def check_ids(name: str, tokens: Any, model: Decoder) -> int:
   """Returns the number of tokens; raises an error unless they are token ids."""
-  remedy, vocab_size = "use the model's own tokenizer", model.embedding.shape[0]
+  remedy, vocab_size = "use the model's tokenizer", model.embedding.shape[0]
   try:
     found = np.asarray(tokens)
-  except (TypeError, ValueError):  # Rows differ in length.
+  except (TypeError, ValueError):  # Nested lists of different lengths.
     found = np.asarray("")
   if found.ndim != 1 or found.size and found.dtype.kind not in "iu":
     refuse(TypeError, "generate", name, "token ids", tokens, remedy)
@@ -59,10 +54,10 @@ def check_ids(name: str, tokens: Any, model: Decoder) -> int:
 def padded(
   prompts: Sequence[Sequence[int]], length: int, model: Decoder
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Pads prompts on the left.
+  """Pads prompts on the left with -1.
 
-  Returns tokens int32 [rows, length], in which padding is -1, and the number of
-  padding tokens int32 [rows].
+  Returns tokens int32 [rows, length] and the number of padding tokens int32
+  [rows].
   """
   rows = _rows(model, len(prompts))
   tokens = np.full((rows, length), -1, np.int32)
@@ -131,5 +126,6 @@ def check_images(
     if count % each or count > room * each:
       raise ValueError(
         f"generate: a prompt must have {each} image tokens for each of at most "
-        f"{room} images, got {count} in prompt {i}; repeat the image token"
+        f"{room} images, got {count} in prompt {i}; repeat the image token "
+        f"{each} times per image"
       )

@@ -2,8 +2,7 @@
 """Checks the fields of a configuration against their types.
 
 The type of a number includes its range, as in `steps: Count` or
-`b1: Annotated[float, Range(0, 1)]`. NaN, infinity and absurdly large numbers
-are therefore refused before they reach JAX.
+`b1: Annotated[float, Range(0, 1)]`.
 """
 
 import dataclasses
@@ -15,9 +14,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from coat_jax.numerics.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
-# A positive number that int32 can hold, such as a number of steps.
+# A positive whole number that int32 can hold, such as a number of steps.
 Count = Annotated[int, COUNT]
-# A width, limited so that the size of a weight in bytes fits in int64.
+# Limited so that the size of a weight in bytes fits in int64.
 Width = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
@@ -38,10 +37,7 @@ def range_of(hint: Any) -> tuple[type, Range] | None:
 
 
 def check_fields(config: Any) -> None:
-  """Raises ValueError if a field has the wrong type or is outside its `Range`.
-
-  Checks numbers, strings, bools and Literals, and no other types.
-  """
+  """Raises ValueError if a number, string, bool or Literal breaks its type."""
   for field in dataclasses.fields(config):
     value, hints = getattr(config, field.name), _alternatives(field.type)
     rules = [rule for hint in hints if (rule := _broken_rule(hint, value))]

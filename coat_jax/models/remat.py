@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a stack of layers, and applies the policy that selects what they save.
-
-`models.config.Remat` lists the policies. On a mesh, XLA partitions layers in
-recipe bf16. It would partition some of their matmuls badly, so we gather their
-weights first.
-"""
+"""Runs a stack of layers with a policy that selects what they save: `Remat`."""
 
 import dataclasses
 import functools
@@ -27,8 +22,8 @@ from coat_jax.numerics.checks import check_choice
 from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.optimizer.masks import leaf_path
 
-# Each layer passes on hidden states [B, T, D] and, if there are experts, the
-# routing statistics summed over the layers so far.
+# Hidden states [B, T, D] and, if there are experts, their routing statistics,
+# summed over the layers so far.
 Carry = tuple[Array, RoutingStats | None]
 
 
@@ -37,9 +32,9 @@ def _all_but_gathered(
 ) -> bool:
   """Checkpoint policy: save what autodiff saves, except gathered weights.
 
-  It saves neither a weight that `_constrained` gathers nor a reshaped view of
-  it. (A policy that excludes a `checkpoint_name` would save the unnamed array,
-  to which the name is applied.)
+  It selects by primitive, because a policy that excludes a `checkpoint_name`
+  would save the array before it gets the name. It does not save reshapes, which
+  may be views of gathered weights.
   """
   del arrays, options
   names = {primitive.name}
@@ -63,9 +58,9 @@ def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
   check_choice("remat", "remat", remat, tuple(_POLICIES))
   if remat == "fp8" and recipe.nonlinear != "fp8":
     raise ValueError(
-      "remat: 'fp8' saves the FP8 inputs of norms, which only recipe coat has, "
-      f"got recipe {recipe.name}; pass 'fp8_layer', which rounds each layer's "
-      "input, or 'full'"
+      "remat: 'fp8' needs a recipe whose norms save their inputs in FP8, such "
+      f"as coat, got recipe {recipe.name}; pass 'fp8_layer', which rounds each "
+      "layer's input, or 'full'"
     )
 
 
@@ -83,9 +78,7 @@ def layer_forward(
   where_seen = positions(segments), segments
 
   def forward(x, layer, kind):
-    where = None
-    if axes is not None:
-      where = P(axes.batch, axes.tensor)
+    where = None if axes is None else P(axes.batch, axes.tensor)
     if axes is not None and is_gathering:
       # If the sequence were split, XLA would exchange the MLP's activations.
       where = P(axes.batch)
@@ -127,8 +120,7 @@ def checkpointed(
 ) -> Callable:
   """Wraps a layer's forward pass so that it saves only what `remat` selects.
 
-  If `forward` gathers weights (`is_gathering`), the backward pass gathers them
-  again. With "fp8_layer", x is first rounded to FP8.
+  If `is_gathering`, the backward pass gathers weights again.
   """
   if remat == "none" and not is_gathering:
     return forward
@@ -137,20 +129,18 @@ def checkpointed(
   rounded = forward
   if remat == "fp8_layer":
     rounded = lambda x, *args: forward(through_codes(x, recipe), *args)  # noqa: E731
-  # prevent_cse is not needed: in a scan, XLA cannot merge the recomputation
-  # with the first forward pass.
+  # In a scan, XLA cannot merge the recomputation with the first forward pass.
   return nnx.remat(rounded, prevent_cse=False, policy=_POLICIES[remat])
 
 
 def gather_weights[L: nnx.Module](
   layer: L, dtype: DTypeLike, axes: MeshAxes
 ) -> L:
-  """Casts the kernels of a layer, and gathers their rows from all devices.
+  """Casts a layer's kernels, and gathers the rows that fsdp splits.
 
-  Otherwise XLA may split a matmul along its contracting dimension and exchange
-  activations, or gather weights in f32. In the backward pass, each device gets
-  the summed gradients of its rows. Experts' weights are not gathered here,
-  because `MoE` gathers them.
+  In recipe bf16, XLA partitions the layer. Without this it may split a matmul
+  along its contracting dimension and exchange activations, or gather weights in
+  f32. `MoE` gathers the weights of experts.
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 

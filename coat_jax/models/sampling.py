@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the next token from its logits.
-
-Logits are divided by `temperature`. `top_k` keeps the k most probable tokens.
-Then the probabilities of these tokens are normalized, and `top_p` keeps the
-most probable tokens until their probabilities add up to at least p. One of the
-kept tokens is drawn. At temperature 0, the most probable token is chosen.
-"""
+"""Chooses the next token: applies the temperature, then top_k, then top_p."""
 
 from typing import NamedTuple
 
@@ -22,15 +16,14 @@ from coat_jax.numerics.checks import (
 )
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
-# The result if the largest logit is NaN or infinite.
+# What is chosen if the largest logit is NaN or infinite.
 NO_TOKEN = -1
 
 
 class Sampling(NamedTuple):
   """Sampling options, as arrays so that new values cause no recompilation.
 
-  None turns an option off. With temperature None, the most probable token is
-  chosen.
+  None turns an option off; without a temperature, argmax chooses the token.
   """
 
   temperature: Array | None = None

@@ -2,12 +2,10 @@
 """LLaVA, a vision-language model: a decoder that also reads image features.
 
 A vision tower computes features of an image. Two linear layers with GELU
-between them project the features to the decoder's width. The projected features
-replace the embeddings of image tokens; a text contains one image token per
-feature. A sequence may contain several images, or none.
+between them project the features to the decoder's width. The result replaces
+the embeddings of image tokens, of which a text contains one per feature.
 
-The recipe applies to the layers of the tower and of the decoder. The projector
-and everything before and after those layers stay in BF16.
+The recipe applies only to the layers of the tower and of the decoder.
 """
 
 import dataclasses
@@ -42,7 +40,7 @@ class VisionLanguageConfig:
     image_token: the token whose embeddings are replaced by image features.
     feature_layer: the layer of the tower whose hidden states are projected,
       numbered like `layer` in `VisionTower.features`.
-    feature_select: "default" drops the first hidden state of an image, which is
+    feature_select: "default" drops an image's first hidden state, such as
       CLIP's class token; "full" keeps all.
     projector_bias: whether the projector's layers have biases.
 
@@ -167,9 +165,9 @@ class VisionLanguageModel(nnx.Module):
   ):
     """Initializes the parameters; arguments and errors as for `Decoder`.
 
-    `remat` applies to the decoder's layers; the tower's layers recompute
-    nothing. The paths that `store` receives are relative to the tower or the
-    decoder; those of the projector start with "projector".
+    `remat` applies only to the decoder; the tower's layers recompute nothing.
+    The paths that `store` receives are relative to the tower or the decoder;
+    those of the projector start with "projector".
     """
     op = "VisionLanguageModel"
     check_model(op, config, VisionLanguageConfig, recipe, dtype, store, rngs)

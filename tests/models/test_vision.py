@@ -200,7 +200,7 @@ def test_tensor_axis_must_divide_the_tokens():
 def test_remat_changes_no_gradient():
   want = gradients(CONFIG, recipes.coat())
   assert_close(gradients(CONFIG, recipes.coat(), remat="full"), want, 0)
-  with pytest.raises(ValueError, match="saves the FP8 inputs of norms"):
+  with pytest.raises(ValueError, match="norms save their inputs in FP8"):
     gradients(CONFIG, recipes.bf16(), remat="fp8")
 
 

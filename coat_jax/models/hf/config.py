@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts between a Hugging Face config.json and a model's configuration.
 
-The same functions handle decoders, towers and LLaVA; `config_tables.CONFIGS`
-describes how families differ. transformers 4 and 5 use different keys for RoPE
-and the dtype. We read and write the keys of both versions.
+transformers 4 and 5 use different keys for RoPE and the dtype. We read and
+write the keys of both versions.
 """
 
 import dataclasses
@@ -115,11 +114,7 @@ def _object(file: Path, found: dict, key: str, default: Any = None) -> dict:
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
-  """Makes a configuration.
-
-  If a decoder's `head_dim` or `query_scalar` is the default for its widths, it
-  becomes None.
-  """
+  """Makes a configuration, in which None stands for default widths."""
   if kind is not ModelConfig:
     return kind(**values)
   share = values.pop(PARTIAL, None)

@@ -39,12 +39,8 @@ from coat_jax.models.vision_language import VisionLanguageConfig
 class SubConfig:
   """A configuration inside another one, such as LLaVA's `text_config`.
 
-  Attributes:
-    field: field of the outer configuration.
-    kind: class of the inner configuration.
-    defaults: the model_type to assume if the file states none, and the values
-      that transformers assumes for absent keys if the model has that type.
-    inherited: keys that the outer configuration may contain for the inner one.
+  `defaults` contains the model_type to assume, and the values of keys that
+  models of this type may omit. The outer file may contain the keys `inherited`.
   """
 
   field: str
@@ -91,7 +87,7 @@ _LLAMA = {
   "hidden_act": Fixed("silu"),
   "attention_dropout": Fixed(0),
   **_ONE_STACK,
-  **ignored(LONGEST),  # RoPE without scaling has no maximum position.
+  **ignored(LONGEST),  # Only YaRN depends on it: `ROPE` reads it.
   **ROPE,
 }
 
@@ -99,7 +95,7 @@ _LLAMA = {
 def decoder_table(
   architecture: str, keys: Mapping[str, Key] | None = None
 ) -> ConfigTable:
-  """Makes a decoder's row from the keys that distinguish it from Llama."""
+  """Makes a decoder's row from the keys in which it differs from Llama."""
   return ConfigTable(
     kind=ModelConfig,
     architectures=(architecture,),
@@ -108,7 +104,7 @@ def decoder_table(
 
 
 _NO_BIAS = {"attention_bias": Fixed(False)}
-# Qwen's files state a window that the model does not use.
+# Qwen's files may state a window that the model does not use.
 _NO_WINDOW = {
   "use_sliding_window": Fixed(False),
   **ignored("sliding_window", "max_window_layers"),
@@ -130,7 +126,7 @@ _GEMMA2 = {
   **layer_types(2),
 }
 _GEMMA3 = _GEMMA2 | {
-  # transformers' Gemma 3 models do not read this key.
+  # transformers ignores this key in Gemma 3.
   "attn_logit_softcapping": Fixed(None),
   "final_logit_softcapping": Field("logits_soft_cap", float, None),
   **WINDOW_ROPE,
@@ -153,9 +149,9 @@ _GPT2 = {
   "reorder_and_upcast_attn": Fixed(False),
   **_ONE_STACK,
   **ignored(
-    # Dropout matters only in training, and our layers have none.
+    # Our layers have no dropout.
     *("attn_pdrop", "embd_pdrop", "resid_pdrop"),
-    # Keys for classifiers, and keys of older versions.
+    # Keys for classifiers, and of older versions of transformers.
     *("summary_activation", "summary_first_dropout", "summary_type"),
     *("summary_proj_to_labels", "summary_use_proj"),
     *("n_ctx", "task_specific_params"),
@@ -189,8 +185,7 @@ _TOWER = {
   **ignored(
     LONGEST,
     "vocab_size",  # In a LLaVA's file this belongs to the text model.
-    # Keys for the initialization of new weights, for parts of the model that a
-    # tower lacks, and for dropout, which only matters in training.
+    # Keys for new weights, for parts that a tower lacks, and for dropout.
     *("initializer_factor", "projection_dim", "encoder_stride"),
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"),
     *("num_labels", "pooler_output_size"),
@@ -265,7 +260,7 @@ _LLAVA = ConfigTable(
     "text_config": SubConfig(
       field="text",
       kind=ModelConfig,
-      # The values of Llama 7B: LLaVA 1.5's files omit only these keys.
+      # Llama 7B's values, which LLaVA 1.5's files omit.
       defaults={
         "model_type": "llama",
         "hidden_size": 4096,
@@ -304,7 +299,7 @@ CONFIGS: dict[str, ConfigTable] = {
       "embd_pdrop": Fixed(0),
       "resid_pdrop": Fixed(0),
       **_NO_BIAS,
-      # Only longrope uses this context length, and longrope is refused.
+      # Only longrope uses this key, and longrope is refused.
       **ignored("original_max_position_embeddings"),
       **PARTIAL_ROPE,
     },

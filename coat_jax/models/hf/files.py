@@ -2,12 +2,11 @@
 """Reads folders of safetensors, one tensor at a time.
 
 A file consists of 8 bytes with the header's length, the header (JSON that
-states each tensor's offset), and the tensors. When a folder is opened, all
-headers are read and checked. A tensor is mapped into memory only while it is
-read.
+states each tensor's offset), and the tensors. All headers are checked before a
+tensor is read.
 
-An index lists the shards, which must be in the index's folder. Shards may be
-links to files elsewhere, as in the cache of huggingface_hub.
+An index lists the shards, which must be in its folder. They may be links to
+files elsewhere, as in the cache of huggingface_hub.
 """
 
 import dataclasses
@@ -43,7 +42,7 @@ def _refusal(
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A tensor in a file; `offset` is the position of its first byte."""
+  """A tensor in a file, which starts at byte `offset`."""
 
   file: Path
   name: str
@@ -73,7 +72,7 @@ def read_json(file: Path) -> dict:
 
 
 def _parse_object(data: bytes) -> dict:
-  """Parses a JSON object; raises ValueError if a name occurs twice."""
+  """Parses a JSON object; raises ValueError if a key occurs twice."""
 
   def pairs(found):
     names = [name for name, _ in found]
@@ -131,7 +130,7 @@ def split_experts(
 
 
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
-  """Reads the headers of a checkpoint's files; returns tensors by name."""
+  """Reads the headers of a checkpoint; returns its tensors by name."""
   check_folder(folder)
   if (folder / MODEL).is_file():
     return read_header(folder / MODEL)
@@ -158,7 +157,7 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
     raise _refusal(index, rule, str(places)[:40])
   files = list(dict.fromkeys(map(str, places.values())))
   for name in files:
-    # Refuse names that contain a folder, so that no file outside is read.
+    # A name that contains a folder could point outside the checkpoint.
     is_name = name.endswith(".safetensors") and name.isprintable()
     if not is_name or Path(name).name != name or "\\" in name:
       remedy = "shards are called NAME.safetensors, without folders"

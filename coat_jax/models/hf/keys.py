@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes single keys of a config.json.
 
-A family's table maps each key to a `Key`, which reads and writes it. The keys
-in `WITHOUT_EFFECT` do not change what any model computes. Any other key raises
-an error, because the loaded model could be wrong if the key were ignored.
+A key that is neither in the family's table nor in `WITHOUT_EFFECT` raises an
+error, because the loaded model could be wrong if the key were ignored.
 """
 
 import dataclasses
@@ -20,6 +19,7 @@ CONFIG = "config.json"
 DTYPE_KEYS = ("dtype", "torch_dtype")
 # The context length that the model was trained with.
 LONGEST = "max_position_embeddings"
+# Keys that do not change what any model computes.
 WITHOUT_EFFECT = {
   # The file's origin.
   *("model_type", "architectures", "_name_or_path", "transformers_version"),
@@ -100,12 +100,9 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Field(Key):
-  """A key that sets a field of the configuration, which checks its range.
+  """A key that sets the field `name`; `kind` is bool, int or float.
 
-  Attributes:
-    name: the field's name.
-    kind: bool, int or float.
-    default: what transformers assumes if the key is absent.
+  `default` is what transformers assumes if the key is absent.
   """
 
   name: str
@@ -135,7 +132,7 @@ class UnlessDefault(Field):
 
 
 class HeadWidth(Field):
-  """A key for a width; if the field is None, stores the width of a head."""
+  """A width; None becomes the width of a head unless None is the default."""
 
   def write(self, key: str, config: Any, found: dict) -> None:
     width = getattr(config, self.name)
@@ -155,7 +152,7 @@ class Renamed(Field):
       return super().read(file, key, found)
     value = found[self.new]
     if key in found and found[key] != value:
-      rule = f"{key}, which is {found[key]}"
+      rule = f"equal to {key}, {found[key]}"
       raise wrong(file, self.new, rule, value, "correct the wrong one")
     return super().read(file, self.new, found)
 
@@ -167,8 +164,7 @@ class Renamed(Field):
 class Fixed(Key):
   """A key that must have a certain value or be absent.
 
-  The key is written unless the value is false, because transformers assumes
-  false anyway.
+  False, 0, None and [] are not written, because transformers assumes them.
   """
 
   value: Any
@@ -204,7 +200,7 @@ class Choice(Key):
 
 @dataclasses.dataclass(frozen=True)
 class Derived(Key):
-  """A key that stores a property of the configuration; reading ignores it."""
+  """A key that stores a property of the configuration, and is never read."""
 
   name: str
 

@@ -5,9 +5,9 @@ transformers 5 lists in `layer_types` which layers have a sliding window. It
 stores RoPE's base and scaling in `rope_parameters`, with one object per kind of
 layer if RoPE differs between kinds. transformers 4 may store only
 `sliding_window_pattern`, and stores RoPE in `rope_theta`, `rope_scaling` and
-`rope_local_base_freq` (the base in layers with a window). We read and write
-both forms. `layer_types` must be periodic: every n-th layer attends to all
-keys, and the others to a window.
+`rope_local_base_freq` (the base in layers with a window). We read both forms,
+and write both for RoPE. `layer_types` must be periodic: every n-th layer
+attends to all keys, and the others to a window.
 """
 
 import dataclasses
@@ -43,22 +43,22 @@ class _FullLayers(Key):
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     types = found.get(_LAYER_TYPES)
     if types and not _are_full(types):
-      raise wrong(file, _LAYER_TYPES, "None", types, NOT_SUPPORTED)
+      rule = f"absent or all {_FULL}"
+      raise wrong(file, _LAYER_TYPES, rule, types, NOT_SUPPORTED)
     return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class _LayerTypes(Key):
-  """Keys for windows in all layers but every n-th; `default` is the usual n."""
+  """Keys for windows in all layers but every n-th; n is usually `default`."""
 
   default: int
 
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     """Reads `full_every` of a `ModelConfig`.
 
-    If `layer_types` is too short to show its period, the period is read from
-    `sliding_window_pattern`, or is the default. If no layer attends to all
-    keys, the period is the number of layers plus 1.
+    `sliding_window_pattern` or the default is tried first, because a short
+    `layer_types` may not show the period.
     """
     stated = [x for key in _PATTERNS if (x := found.get(key))]
     pattern = stated[0] if stated else self.default
@@ -149,14 +149,13 @@ def _read_rope(
   """Reads `rope_theta` and `rope_scaling`, and `PARTIAL` if it is below 1."""
   key = _ROPE if found.get(_ROPE) else _SCALING
   rope, old = (_with_type(file, x, found.get(x)) for x in (key, _SCALING))
-  # A file of transformers 5 may also have the key of transformers 4. If it
-  # does, both keys must agree.
+  # A file may have the keys of both versions of transformers.
   if found.get(_SCALING) and any(rope.get(x) != old[x] for x in old):
     remedy = "delete the one that is wrong"
     raise wrong(file, _SCALING, f"equal to {_ROPE}", old, remedy)
 
   def number(name: str, default: float) -> float:
-    """Reads a number from `rope` or `found`, which must not disagree."""
+    """Reads a number from `rope` or `found`, which must not differ."""
     values: list[Any] = [x[name] for x in (rope, found) if name in x]
     values = values or [default]
     if not all(type(x) in (int, float) and x == values[0] for x in values):

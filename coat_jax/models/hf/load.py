@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads safetensors checkpoints straight onto the devices of their parameters.
 
-The host reads one tensor of one layer at a time, and only the shards for its
-devices. The tensor moves to the devices in the dtype in which the checkpoint
-stores it, sharded like the parameter. The devices then transpose, pack and cast
-it, and write it into one layer of the stacked parameter in place.
+The host reads the tensors of one parameter of one layer at a time, and only the
+shards for its devices. Tensors move to the devices in the checkpoint's dtype,
+sharded like the parameter. The devices then transpose, pack and cast them, and
+write the result into one layer of the stacked parameter in place.
 """
 
 import dataclasses
@@ -42,8 +42,7 @@ from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.optimizer.masks import leaf_path
 
 Model = Decoder | VisionTower | VisionLanguageModel
-# How many rows of two tensors are compared at a time.
-_ROWS = 4096
+_ROWS = 4096  # How many rows of two tensors are compared at a time.
 
 
 def load_hf(
@@ -62,7 +61,7 @@ def load_hf(
 
   Example usage::
 
-    from coat_jax.numerics import recipes
+    from coat_jax import recipes
     from coat_jax.models import load_hf
 
     model = load_hf("Llama-2-7b-hf", recipe=recipes.coat())
@@ -73,22 +72,20 @@ def load_hf(
       with their index.
     recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
       its `axes` are None, the axes of the mesh are used.
-    mesh: a mesh with axes data, fsdp and tensor, on which `param_shardings`
-      shards the parameters; call the model under `jax.set_mesh`. None for one
-      device.
+    mesh: a mesh for `param_shardings`, with axes data, fsdp, tensor and
+      possibly expert; call the model under `jax.set_mesh`. None for one device.
     dtype: dtype of activations.
     param_dtype: dtype in which weights are stored: bfloat16, float16, or
-      float32, which represents all values of the other two. Norms' scales and
-      all biases are always f32.
+      float32, which represents all values of the other two. Norms' scales,
+      biases, and a tower's class token and probe are always f32.
 
   Returns:
     The model with the checkpoint's weights.
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: the folder contains no such checkpoint, the model in it is not
-      supported, a weight is not finite, or `param_dtype` is not supported. The
-      message states what was found.
+    ValueError: the folder contains no complete checkpoint, its model is not
+      supported, a weight is not finite, or `param_dtype` is not supported.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
@@ -99,7 +96,7 @@ def load_hf(
   recipe = recipe_of(op, recipe)
   if mesh is not None and recipe.axes is None:
     recipe = dataclasses.replace(recipe, axes=mesh_axes(mesh.shape))
-  store = stored_in("load_hf", param_dtype)
+  store = stored_in(op, param_dtype)
   config, _ = read_config(folder)
   abstract = nnx.eval_shape(
     lambda: model_of(config, recipe=recipe, dtype=dtype, store=store)
@@ -128,10 +125,10 @@ def load_params(
   abstract: Any,
   store: Store | None = None,
 ) -> Any:
-  """Loads the parameters of a checkpoint, as nested dicts like `abstract`.
+  """Loads a checkpoint's parameters, with the tree and shardings of `abstract`.
 
-  Parameters without a sharding go to the default device. `store` is as for
-  `Decoder`; None casts parameters to the dtypes in `abstract`.
+  `store` is as for `Decoder`; None casts parameters to the dtypes in
+  `abstract`.
   """
   tensors = check_tensors(folder, config, abstract)
   leaves = {leaf_path(k): x for k, x in jax.tree.leaves_with_path(abstract)}
@@ -200,7 +197,7 @@ def _drop_tied_head(
   stored: dict[str, StoredTensor],
   found: Mapping[str, StoredTensor],
 ) -> None:
-  """Drops a stored output projection; it must be equal to the embedding."""
+  """Drops a stored output projection, which must be equal to the embedding."""
   head, embedding = (
     section.layout(path).names[0] for path in ("head", "embedding")
   )
@@ -214,7 +211,7 @@ def _drop_tied_head(
   ):
     raise ValueError(
       f"{where}, got different {head} and {embedding} though "
-      "tie_word_embeddings is true; correct the one that is wrong"
+      "tie_word_embeddings is true; set it to false if both were trained"
     )
 
 
@@ -252,14 +249,14 @@ class _Parameter:
     tensors = [_place(tensor, self.sharding) for tensor in stored]
     i = None if layer is None else np.int32(layer)
     self.array, is_finite = self.update(self.array, i, *tensors)
-    # Reading `is_finite` waits for the devices, so that the host holds the
-    # tensors of only one layer.
+    # Reading `is_finite` waits for the devices. Otherwise the host would hold
+    # the tensors of several layers.
     if not is_finite:
       raise _not_finite(stored, self.dtype)
 
 
 def _not_finite(stored: list[StoredTensor], dtype: np.dtype) -> ValueError:
-  """Makes the error for a parameter whose values are not finite."""
+  """Makes the error for a parameter that is not finite in `dtype`."""
   for tensor in stored:
     if not np.all(np.isfinite(tensor.read())):
       return ValueError(
@@ -275,7 +272,7 @@ def _not_finite(stored: list[StoredTensor], dtype: np.dtype) -> ValueError:
 
 
 def _place(tensor: StoredTensor, sharding: NamedSharding | None) -> Array:
-  """Moves a tensor to its devices; reads only the part for each device."""
+  """Moves a tensor to its devices; reads only the shards for this host."""
   if sharding is None:
     return jnp.asarray(tensor.read())
   return jax.make_array_from_callback(tensor.shape, sharding, tensor.read)

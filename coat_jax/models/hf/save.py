@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves models as checkpoints that transformers reads.
 
-Parameters are unpacked and cast on their devices, layer by layer; the host
-holds one parameter of one layer at a time.
+Devices cast and unpack the parameters. The host holds one parameter of one
+layer at a time.
 """
 
 import functools
@@ -80,25 +80,27 @@ def save_hf(
       of this process.
     folder: the folder to create.
     like: a folder whose config.json describes this model, or None. We copy its
-      tokenizer files, its generation settings, and those keys of its
-      config.json that the model's shape does not determine.
+      tokenizer files, generation settings, settings of the image processor, and
+      those keys of its config.json that the model's shape does not determine.
     dtype: dtype of the tensors: float32, bfloat16 or float16; None for the
       dtype of `like` or, without `like`, the dtype of the model's weights.
-    max_length: the context length with which a Decoder was trained. It is
-      written to config.json if `like` does not state one. None leaves it out.
+    max_length: the context length with which a Decoder was trained, written to
+      config.json unless `like` states one. Ignored if the model's config has
+      `max_positions`.
     labels: the names of a VisionTower's classes; None for the names in `like`,
       or, without `like`, for LABEL_0, LABEL_1 and so on.
     max_shard_size: largest size of the tensors in one file, in bytes. A larger
-      model is split into several files with an index. Each parameter of a layer
-      stays in one file, even if it is larger than this.
+      model is split into several files with an index. A layer's parameter is
+      never split.
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: `max_length` or `max_shard_size` is below 1; the folder exists;
-      another process is writing it (or was killed while writing it, and left
-      FOLDER.unfinished); `like` belongs to another model; transformers has no
-      such model; the number of labels is not the number of classes; or a weight
-      is not finite in `dtype` (in float16, weights above 65504 are infinite).
+    ValueError: an option is outside its range, or does not apply to the class
+      of the model; the folder exists; FOLDER.unfinished exists, because another
+      process is writing the folder or was killed while writing it; `like`
+      belongs to another model; transformers has no such model; labels are not
+      unique, or not one per class; or a weight is not finite in `dtype` (in
+      float16, weights above 65504 are infinite).
     OSError: the checkpoint cannot be written; no part of it is left behind.
   """
   _check(model, folder, like, max_length, labels, max_shard_size)
@@ -197,7 +199,7 @@ def _unpack(
   split: MatrixSplit | None,
   dtype: np.dtype,
 ) -> tuple[list[Array], Array]:
-  """Unpacks a parameter or one layer; also tells if all values are finite."""
+  """Unpacks a parameter or one layer; also returns if all values are finite."""
   if layer is not None:
     x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
   x = x.astype(dtype)

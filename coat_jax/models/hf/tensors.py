@@ -3,9 +3,8 @@
 
 A parameter is cut into matrices (`MatrixSplit`). A checkpoint stores each
 matrix as a tensor, usually transposed as in PyTorch, or concatenates all
-matrices of the parameter into one tensor. `load` packs the tensors of a `Part`
-into a parameter, and `save` unpacks the parameter into tensors. Packing and
-unpacking only move values, so they are exact in every dtype.
+matrices of the parameter into one tensor. Conversion only moves values, so it
+is exact in every dtype.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -37,7 +36,7 @@ from coat_jax.optimizer.matrices import (
   split_matrices,
 )
 
-# How the names of a module's tensors end.
+# Ends of tensor names.
 _ENDS = {"kernel": ".weight", "scale": ".weight", "bias": ".bias"}
 _TRANSPOSED = ("matrix", "output", "router")
 
@@ -58,7 +57,7 @@ class Layout(NamedTuple):
 
   @property
   def is_of_experts(self) -> bool:
-    """Returns whether each expert has its own tensors."""
+    """Returns whether each expert has separate tensors."""
     return "{e}" in self.names[0]
 
   def spec(self, spec: P) -> P:
@@ -98,12 +97,8 @@ class Layout(NamedTuple):
 class Part(NamedTuple):
   """One parameter, or one layer of a stacked parameter, and its tensors.
 
-  Attributes:
-    path: the parameter's path, such as `layers/mlp/gate_up/kernel`.
-    layer: index of the layer; None for parameters that are not stacked.
-    layout: how the tensors store the parameter.
-    split: how the parameter is cut into matrices; None if it is not cut.
-    tensors: maps tensor names to the tensors' shapes and the parameter's dtype.
+  `layer` is None if the parameter is not stacked, `split` if it is not cut.
+  `tensors` maps names to the tensors' shapes and the parameter's dtype.
   """
 
   path: str
@@ -116,10 +111,8 @@ class Part(NamedTuple):
 class Section(NamedTuple):
   """A whole model, or the tower, projector or decoder of a LLaVA.
 
-  Attributes:
-    path: prefix of the paths of its parameters, such as "decoder/", or empty.
-    prefix: prefix of the names of its tensors.
-    config: the section's configuration; None for the projector.
+  Its parameters' paths start with `path`, such as "decoder/", and its tensors'
+  names with `prefix`. `config` is None for the projector.
   """
 
   path: str
@@ -143,7 +136,7 @@ class Section(NamedTuple):
     return (name, *(self.prefix + other for other in others))
 
   def foreign(self, names: Collection[str]) -> set[str]:
-    """Selects the text model's tensors in a CLIP or SigLIP that has one."""
+    """Selects the text model's tensors of a whole CLIP or SigLIP."""
     if self.family is None or CONFIGS[self.family].whole is None:
       return set()
     own = self.prefix + self.optional

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ends of a vision tower: patch embedding before the layers, pooling after.
-
-Both ends run in BF16, as in a decoder.
-"""
+"""The ends of a vision tower, in BF16: patch embedding and pooling."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,8 +15,7 @@ class PatchEmbedding(nnx.Module):
   """Embeds the patches of images, prepends the class token, adds positions.
 
   `linear` has a kernel [C P P, D]; a patch's pixels are ordered by channel, row
-  and column. If there is a class token, row 0 of `position_embed` [N, D] is its
-  position.
+  and column. The class token, if any, has row 0 of `position_embed` [N, D].
   """
 
   def __init__(self, config: VisionConfig, start: Start):
@@ -55,11 +51,7 @@ class PatchEmbedding(nnx.Module):
 
 
 def patches(images: Array, size: int) -> Array:
-  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P].
-
-  Patches are in row order. Pixels at the right and bottom that do not fill a
-  patch are dropped.
-  """
+  """Cuts images [B, C, H, W] into patches [B, (H // P) (W // P), C P P]."""
   b, c, *sides = images.shape
   h, w = (side // size for side in sides)
   x = images[:, :, : h * size, : w * size].reshape(b, c, h, size, w, size)
@@ -67,10 +59,7 @@ def patches(images: Array, size: int) -> Array:
 
 
 class ClassPool(nnx.Module):
-  """ViT's pooling: projects the class token.
-
-  The result is class logits or, without classes, a vector after tanh.
-  """
+  """ViT's pooling: projects the class token, with tanh unless to classes."""
 
   def __init__(self, config: VisionConfig, start: Start):
     self.classifies = config.num_classes is not None
@@ -86,7 +75,7 @@ class ClassPool(nnx.Module):
 class AttentionPool(nnx.Module):
   """SigLIP's pooling: a learned query that attends to all tokens, and an MLP.
 
-  The columns of `qkv` are q, then k, then v, each with its heads in order.
+  The columns of `qkv` are all heads of q, then of k, then of v.
   """
 
   def __init__(self, config: VisionConfig, start: Start):

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vision tower for several families, made of COAT's blocks.
 
-Each patch becomes a token. The layers have non-causal attention, GELU MLPs,
-LayerNorms and biases. As in a decoder, a scan runs them, and everything else
-stays in BF16: the patch projection, the norms before the first layer and after
-the last layer, and pooling.
+As in a decoder, everything outside the layers stays in BF16: the patch
+projection, the outer norms, and pooling.
 """
 
 import jax

@@ -309,7 +309,11 @@ def test_scaling_of_a_configuration_is_checked(text, words):
       "attention_dropout must be 0, got 0.1",
     ),
     ("mistral", {"sliding_window": 0}, "window must be a whole number"),
-    ("mistral", {"layer_types": ["sliding_attention"]}, "must be None, got"),
+    (
+      "mistral",
+      {"layer_types": ["sliding_attention"]},
+      "or all full_attention, got",
+    ),
     ("olmo2", {"attention_bias": True}, "attention_bias must be False"),
     ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop must be 0, got 0.1"),
     (
@@ -336,7 +340,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     (
       "qwen2",
       {"layer_types": ["full_attention", "sliding_attention"]},
-      "layer_types must be None, got ['full_attention', 'sliding",
+      "layer_types must be absent or all full_attention, got ['full",
     ),
     (
       "llama",
