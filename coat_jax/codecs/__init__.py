@@ -4,10 +4,8 @@
 A codec encodes f32 values as codes of the same shape, plus at most two
 statistics per group of `group_size` values along the last axis, and decodes
 them. The functions below return a `MomentCodec`: one group codec for the first
-moment (signed) and one for the second (never negative). A codec is a frozen
-dataclass that contains all static choices of storage, so the optimizer's
-remaining hyperparameters are numbers that `jit` and `optax.inject_hyperparams`
-can trace. The last column is for both moments, with groups of 128:
+moment (signed) and one for the second (never negative). The last column is for
+both moments, with groups of 128:
 
   codec      code                  statistics per group          bytes/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08

@@ -128,10 +128,7 @@ def descend(
   prefix: str = "",
   mask_name: str = "mask",
 ) -> optax.GradientTransformationExtraArgs:
-  """Chains `tx` with weight decay and a learning rate, after checking both.
-
-  In error messages, names of arguments begin with `prefix`.
-  """
+  """Chains `tx` with weight decay and a learning rate, after checking both."""
   numbers = {"learning_rate": learning_rate, "weight_decay": weight_decay}
   check_hyperparameters(op, **{prefix + k: x for k, x in numbers.items()})
   mask = check_decay_mask(op, prefix + mask_name, mask)

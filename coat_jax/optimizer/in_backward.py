@@ -4,9 +4,7 @@
 In an ordinary step, the gradients of all parameters are in memory at the same
 time, 4 bytes per parameter in f32. Here the backward scan passes each layer's
 gradients to the optimizer immediately, and overwrites the layer's weights and
-moments (in place if the caller donates them). Parameters that are used only
-after the stack are updated before the backward scan; parameters that are used
-before the stack are updated after the scan.
+moments (in place if the caller donates them).
 """
 
 from collections.abc import Callable, Mapping
@@ -198,8 +196,7 @@ def step_in_backward(
       [lax.dynamic_index_in_dim(p, index, keepdims=False) for p in weights]
     )
     # The step below overwrites the stacked weights, so all operations that read
-    # the weights must run first; otherwise XLA would copy the stacks. Current
-    # versions of XLA choose this order even without the barrier.
+    # the weights must run first; otherwise XLA might copy the stacks.
     grads, dx = lax.optimization_barrier(
       run.backward(residuals, layer_params, per_layer, dx)
     )
@@ -233,13 +230,7 @@ def step_in_backward(
 
 
 class _Stack:
-  """The stacked layers among the parameters.
-
-  Attributes:
-    stacked, others: indices of stacked leaves, and of all other leaves.
-    layers, structure: the stacked subtree and its structure.
-    outer: the parameters with None instead of stacked leaves.
-  """
+  """The stacked layers, and the indices of stacked and of other leaves."""
 
   def __init__(self, params: Any, stack: str):
     below = is_stacked(params, stack)
@@ -323,7 +314,8 @@ def _trace(name: str, f: Callable[..., Any], params: Any, *args: Any) -> Any:
     if id(leaf) in constants:
       raise ValueError(
         f"step_in_backward: {name} must read parameters from its arguments, "
-        f"got one that closes over {path!r}, which would get no gradient; "
+        f"got a function that closes over {path!r}, which would get no "
+        "gradient; "
         f"{_SHARED if name == 'layer' else _OUTER}"
       )
   return closed.jaxpr

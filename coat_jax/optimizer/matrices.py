@@ -2,9 +2,7 @@
 """Splits parameters into matrices for Muon, and orthogonalizes these.
 
 A leaf may contain many matrices: a stack of layers, gate and up, or q, k and v
-in the columns of one weight. A function of (path, leaf), such as
-`hidden_matrices` or `models.model_matrices(config)`, specifies how a leaf is
-split.
+in the columns of one weight.
 """
 
 import functools
@@ -49,14 +47,16 @@ class MatrixSplit(NamedTuple):
   @property
   def inputs(self) -> tuple[int, ...]:
     """`reduction_axis` as a tuple."""
-    axes = self.reduction_axis
-    return (axes,) if isinstance(axes, int) else tuple(axes)
+    return _as_tuple(self.reduction_axis)
 
   @property
   def outputs(self) -> tuple[int, ...]:
     """`output_axis` as a tuple."""
-    axes = self.output_axis
-    return (axes,) if isinstance(axes, int) else tuple(axes)
+    return _as_tuple(self.output_axis)
+
+
+def _as_tuple(axes: Sequence[int] | int) -> tuple[int, ...]:
+  return (axes,) if isinstance(axes, int) else tuple(axes)
 
 
 Matrices = Callable[[str, Any], MatrixSplit | MuonDimensionNumbers | None]
@@ -268,9 +268,8 @@ def newton_schulz(
   """Orthogonalizes f32 [..., m, n]: moves singular values close to 1.
 
   Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where
-  A = x x^T. On a mesh, the longer axis is split over all devices that store
-  shards of the leaf, so devices communicate only to sum their x x^T. Without
-  `sharding`, XLA decides how to partition the iteration.
+  A = x x^T. With `sharding`, the longer axis is split over all devices that
+  store shards of the leaf, so devices communicate only to sum their x x^T.
   """
   a, b, c = options.coefficients
   is_tall = x.shape[-2] > x.shape[-1]
@@ -310,7 +309,7 @@ def orthogonalize(
   sharding: NamedSharding | None,
   options: NewtonSchulz,
 ) -> Array:
-  """Orthogonalizes a leaf's matrices; scales each as its shape requires."""
+  """Orthogonalizes a leaf's matrices, and scales each by its shape."""
 
   def f(x):
     rows, columns = x.shape[-2:]

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon with its momentum stored in FP8, as an optax transformation.
-
-Muon updates hidden matrices by their orthogonalized momentum; `coat_adamw`
-updates all other parameters. Each device updates its own shard of the momentum.
-`matrices.py` orthogonalizes stacks one layer at a time.
-"""
+"""Muon with its momentum stored in FP8, as an optax transformation."""
 
 import functools
 from collections.abc import Callable
