@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW with its moments stored in FP8, as an optax transformation.
-
-"COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
-Training" (arXiv:2410.19313), section 4. A codec (`codecs`) stores the moments
-between steps: by default in one byte per value plus five bytes per group of 128
-values. A step decodes a moment, updates it in f32 and encodes it again. Only
-the stored state is rounded: parameters are updated with the new moments before
-the moments are encoded.
-"""
+"""AdamW with its moments stored in FP8, as an optax transformation."""
 
 from collections.abc import Callable
 from typing import Any

@@ -2,7 +2,6 @@
 """Converts optimizer states between FP8 and optax's f32, in both directions.
 
 A plain state is the state of an optax optimizer, with moments in f32.
-`decode_state` and `encode_state` convert any tree that contains `Moment`s.
 """
 
 from collections.abc import Callable
@@ -228,10 +227,7 @@ def encode_state(
 def pair_nodes(
   op: str, name: str, like: Any, decoded: Any
 ) -> list[tuple[Any, Any]]:
-  """Pairs each moment or other leaf of `like` with its part of `decoded`.
-
-  If structures or shapes differ, raises a ValueError that names `name`.
-  """
+  """Pairs each moment or other leaf of `like` with its part of `decoded`."""
   nodes, treedef = jax.tree.flatten(like, is_leaf=is_moment)
   found = flatten_like(op, name, decoded, _PLAIN, treedef, _REMEDY)
   pairs = list(zip(nodes, found, strict=True))

@@ -2,8 +2,7 @@
 """Finds the fields in an optax state that `encoded` stores in FP8.
 
 A field is a tree in a state with the structure and shapes of the parameters,
-such as a momentum or second moments. `encoded` replaces each field by a
-`Moment`, and leaves the rest of the state unchanged.
+such as a momentum or second moments.
 """
 
 import functools
@@ -168,11 +167,7 @@ class Field(NamedTuple):
 def find_fields(
   op: str, state: Any, params: Any, rule: FieldRule
 ) -> tuple[list[Field], Any]:
-  """Lists a state's nodes with their kinds; also returns the state's treedef.
-
-  A field has the structure and shapes of `params`; some of its leaves may be
-  masked, as in `optax.partition`.
-  """
+  """Lists a state's nodes with their kinds; also returns its treedef."""
   shapes = _shapes(params)
   flat, treedef = _flatten(state, shapes)
   kind_at = _checked_rule(op, state, rule)

@@ -4,7 +4,7 @@
 An optimizer can step leaf by leaf if a leaf's update and state depend only on
 that leaf, and if shared state, such as a step count, depends on no leaf. It
 must not draw random numbers, because all leaves, and all layers of a stack,
-would draw the same numbers. We check both in the jaxpr of the update.
+would draw the same numbers. We check this in the jaxpr of the update.
 """
 
 from collections.abc import Sequence
@@ -155,9 +155,8 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  Returns a list with one entry per parameter: the path of a state leaf, such as
-  a norm, that depends on the gradient but lacks the parameter's first axis, or
-  None.
+  Lists for each parameter the path of a leaf of its state, such as a norm, that
+  depends on the gradient but lacks the parameter's first axis, or None.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)
