@@ -16,8 +16,8 @@ def to_integers(tree: Any) -> Any:
   """Converts FP8 and bfloat16 arrays to uint8 and uint16 with the same bits.
 
   Arrays of int4 also become uint8: each byte contains the four bits of a value.
-  Every file format supports unsigned integers, whereas `np.load` cannot read
-  FP8, bfloat16 or int4 arrays that `np.savez` wrote.
+  Every file format supports unsigned integers, whereas `np.savez` and `np.load`
+  lose the dtypes FP8, bfloat16 and int4.
 
   Args:
     tree: a tree of arrays or `jax.ShapeDtypeStruct`s, such as a train state.
