@@ -199,12 +199,8 @@ def decode_state(state: Any, other: Callable[[Any], Any] = lambda x: x) -> Any:
 def encode_state(
   op: str, name: str, like: Any, decoded: Any, seed: ArrayLike, count: ArrayLike
 ) -> Any:
-  """Inverts `decode_state`: encodes `decoded` with the codecs of `like`.
-
-  A leaf's random words depend on its path's index (paths are numbered in the
-  order of first appearance), and on how many earlier moments have a leaf with
-  this path.
-  """
+  """Inverts `decode_state`: encodes `decoded` with the codecs of `like`."""
+  # Moments of one parameter share its key; `place` counts them.
   seen: dict[Any, tuple[int, int]] = {}
 
   def encode_moment(old: Moment, tree: Any) -> Moment:

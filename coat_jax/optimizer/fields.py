@@ -203,7 +203,6 @@ def _flatten(
   """Lists the nodes of a state with their paths; a whole field is one node."""
   return jax.tree_util.tree_flatten_with_path(
     state,
-    # Factored moments are not fields, even if v has a parameter's shape.
     is_leaf=lambda node: (
       isinstance(node, optax.FactoredState) or _is_like(node, shapes)
     ),

@@ -35,8 +35,8 @@ class BackwardStep(NamedTuple):
     clip_state: the new state of `Clipping`; () without clipping.
     loss: f32 [], computed with the parameters before the step.
     grad_norm: f32 [], the global norm of the gradients before clipping.
-    is_finite: bool [leaves], in the order of the tree: whether the leaf's
-      gradient is finite.
+    is_finite: bool [leaves], whether each leaf's gradient is finite, in the
+      order of the tree.
   """
 
   params: Any
@@ -97,9 +97,9 @@ def step_in_backward(
       `Clipping`.
     ValueError: the optimizer cannot step leaf by leaf; no leaf is below
       `stack`, or the leaves below it differ in the length of their first axis;
-      only one of `clip` and `clip_state` is passed; a layer changes the shape
-      or dtype of x; the loss is not a scalar; a function closes over a
-      parameter.
+      only one of `clip` and `clip_state` is passed; `per_layer` has another
+      number of layers; a layer changes the shape or dtype of x; the loss is not
+      a scalar; a function closes over a parameter.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -128,7 +128,8 @@ def step_in_backward(
   if (clip is None) == isinstance(clip_state, ClipState):
     raise ValueError(
       f"{op}: clip and clip_state must be passed together, got only one; pass "
-      "clip_state=clip.init(params), then what the previous step returned"
+      "both (in the first step, clip_state=clip.init(params, stack=stack)), or "
+      "neither"
     )
   steps = optimizer.begin(params, state)
   found = _Stack(params, stack)

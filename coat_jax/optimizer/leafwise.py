@@ -39,7 +39,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     tx: a transformation whose update of a leaf depends on this leaf alone, such
       as `optax.adamw` or `optax.lion`. `tx` is called with one layer of a
       stacked leaf at a time, [1, ...], so values per leaf (a norm, factored
-      second moments) are computed per layer. Masks must be functions.
+      second moments) are computed per layer.
 
   Returns:
     An optimizer for `step_in_backward`.

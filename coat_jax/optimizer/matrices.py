@@ -78,10 +78,9 @@ _TABLES = ("embed", "head", "router")
 
 
 def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
-  """Treats every real leaf with two axes as one matrix, except tables.
+  """Treats real leaves with two axes as matrices: no tables, norms or biases.
 
-  Tables are leaves whose path contains `embed`, `head` or `router`. Stacked
-  norms and biases, which also have two axes, are not matrices either.
+  Tables are leaves whose path contains `embed`, `head` or `router`.
 
   Args:
     path: the leaf's path, such as "blocks/0/attn/out/kernel".
@@ -110,7 +109,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
 def checked_matrices(
   op: str, matrices: Matrices | None
 ) -> Callable[[str, Any], MatrixSplit | None]:
-  """Returns `matrices` (default: `hidden_matrices`) with checks of results."""
+  """Wraps `matrices` (default: `hidden_matrices`) in checks of its results."""
   matrices = hidden_matrices if matrices is None else matrices
   remedy = "pass a function (path, leaf) -> MatrixSplit | None"
   check_function(op, "matrices", matrices, remedy)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -344,12 +344,12 @@ def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:
 def find_states(
   op: str, opt_state: Any, kind: Any, remedy: str = ""
 ) -> list[Any]:
-  """Lists all states of a type or union; raises a ValueError if none exists."""
+  """Lists all states of a union; raises a ValueError if there are none."""
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
   found = [leaf for leaf in leaves if isinstance(leaf, kind)]
   if not found:
-    kinds = getattr(kind, "__args__", (kind,))
-    makers = [_MAKERS.get(x.__name__, "optax.adamw") for x in kinds]
+    kinds = get_args(kind)
+    makers = [_MAKERS[x.__name__] for x in kinds]
     raise ValueError(
       f"{op}: the optimizer state must contain "
       f"{' or '.join(map(a, kinds))}, got "

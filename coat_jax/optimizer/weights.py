@@ -88,11 +88,7 @@ def split(
 
 
 def join(weight: SplitWeight) -> Float32[Array, "*s"]:
-  """Inverts `split`: returns the f32 values that a `SplitWeight` represents.
-
-  If `high` is infinite, so is the result, whatever `low` is. If `high` is zero,
-  the result is a subnormal f32 for a positive `low`, and zero otherwise.
-  """
+  """Inverts `split`: returns the f32 values that a `SplitWeight` represents."""
   high, low = weight
   upper = high.astype(jnp.float32)
   bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
@@ -278,13 +274,14 @@ def stochastic_rounding(
   """Changes updates so that `optax.apply_updates` rounds bf16 stochastically.
 
   Use this as the last transformation of a chain. For a bf16 weight p and its
-  update d it returns round(p + d) - p in f32, where round is stochastic, so
-  that the expected new weight is p + d. `optax.apply_updates` then computes
+  update d it returns round(p + d) - p in f32, where round is stochastic and has
+  the expected value p + d. `optax.apply_updates` then computes
   round(p + d) exactly if this value is within a factor of 2^16 of p. With the
   same seed and step, `coat_jax.apply_updates` returns the same weights, bit for
-  bit. Updates of weights of other dtypes do not change. Do not wrap this
-  transformation in `optax.apply_if_finite`, which requires updates in the
-  gradients' dtype; wrap only the optimizer before it.
+  bit. Updates of weights of other dtypes do not change.
+
+  Do not wrap this transformation in `optax.apply_if_finite`, which requires
+  updates in the gradients' dtype. Wrap only the optimizer before it.
 
   Args:
     seed: seed of the random words.
