@@ -47,8 +47,8 @@ class Encoded(NamedTuple):
 class GroupCodec(Protocol):
   """Encodes and decodes one moment; implementations are frozen dataclasses.
 
-  A codec with statistics per group must have an attribute `group_size`; a leaf
-  is then split over devices only between groups.
+  A codec with statistics per group must have an attribute `group_size`, so that
+  devices do not split groups.
   """
 
   @property

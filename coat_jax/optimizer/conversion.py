@@ -46,11 +46,10 @@ def to_plain_state(
 ) -> Any:
   """Converts our states to states of optax's optimizers, with f32 moments.
 
-  An `EncodedState` becomes the state of its inner optimizer; states of
-  `coat_adamw`, `coat_lion` and `coat_muon` become states of optax's optimizers
-  of the same kind. For Muon, the arrays are those of `optax.contrib.muon`, in
-  the same order, but the tree has a different structure; docs/optimizer.md
-  shows how to convert it.
+  An `EncodedState` becomes the state of its inner optimizer. States of
+  `coat_adamw`, `coat_lion` and `coat_muon` become those of optax's AdamW, Lion
+  and Muon. Muon's arrays are in optax's order, but in another tree;
+  docs/optimizer.md shows how to convert it.
 
   Args:
     opt_state: one of these states, or an optimizer state that contains one.
@@ -100,8 +99,8 @@ def from_plain_state(
     like: a state like the one to return, or its shapes, such as
       `jax.eval_shape(coat_lion(...).init, params)`. It determines which fields
       and leaves are encoded, and by which codec.
-    count: number of steps so far, on which the next random words of an
-      `EncodedState` depend. Other states contain this number.
+    count: number of steps so far. Only an `EncodedState` uses it, for random
+      words.
     seed: as for `coat_adamw`.
 
   Returns:

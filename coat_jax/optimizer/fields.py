@@ -22,7 +22,7 @@ from coat_jax.optimizer.state import marked_moment, placeholder_type
 Kind = Literal["mu", "nu"]
 FieldRule = Callable[[str], Kind | None]
 
-# Optax's names of fields that are never negative: sums and means of squares.
+# Optax's names of fields that are never negative.
 _NONNEGATIVE = frozenset(
   ("nu", "nu_max", "n", "exp_avg_sq", "sum_of_squares", "grad_sum_sq")
   + ("e_g", "e_x", "step_sizes")
