@@ -16,7 +16,8 @@ both moments, with groups of 128:
   bfloat16   x                     none                          4
   float32    x                     none                          8
 
-Why a power: a group of second moments spans a wider range than E4M3 does. With
+Why a power: if a group spans a wider range than E4M3, small values become 0; if
+it spans a narrower range, many codes are never used. With
 k = log(range of E4M3) / log(range of the group), x^k spans exactly the range of
 E4M3 (dynamic range expansion, arXiv:2410.19313, section 4). Decoding computes
 x = sign(q) (|q|/qmax)^(1/k) amax from the code q, amax and k. We restrict k to

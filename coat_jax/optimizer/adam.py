@@ -179,9 +179,8 @@ def scale_by_coat_adam(
       (by `init`) a leaf is neither floating nor complex, or `quantize_mask`
       selects a complex leaf; (by `update`) the state has the wrong type.
     ValueError: a hyperparameter is negative or not finite; a decay rate exceeds
-      0.9999999, which f32 would round to 1; (by `init`) `quantize_mask` selects
-      a scalar; (by `update`) the state was made with another codec or for other
-      parameters.
+      0.9999999; (by `init`) `quantize_mask` selects a scalar; (by `update`) the
+      state was made with another codec or for other parameters.
 
   Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 9.
   """

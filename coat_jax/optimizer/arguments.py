@@ -32,8 +32,8 @@ from coat_jax.optimizer.masks import (
   leaf_paths,
 )
 
-# A decay closer to 1 rounds to 1 in f32: the bias correction would divide by 0,
-# and the moment would never change.
+# In f32, a decay closer to 1 may become 1: the bias correction would divide by
+# 0, and the moment would never change.
 _DECAY = check_number, Range(0, 0.9999999), "values from 0.9 to 0.999 are usual"
 _SCHEDULE = "pass a number, or a schedule: a function of the step"
 _RMS = "0.2 is near that of AdamW's updates; None scales by shapes"

@@ -61,9 +61,10 @@ class Clipping:
   adaptive   limit = relative * r, where r is the running mean of the slice's
              own clipped norms (AdaGC); like "share" in the first `warmup` steps
 
-  In the first step, and for slices whose r is 0, the limit is max_norm. A slice
-  whose norm reaches 3.4e38, f32's largest value, is scaled by 0. So finite
-  gradients of any size lead to finite parameters and states.
+  In the first step, and for slices whose r is 0, the limit is max_norm, so the
+  clipped global norm may exceed max_norm. A slice whose norm reaches 3.4e38,
+  f32's largest value, is scaled by 0. So finite gradients of any size lead to
+  finite parameters and states.
 
   Attributes:
     rule: "share" or "adaptive".

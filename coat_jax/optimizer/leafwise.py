@@ -155,8 +155,9 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  Lists for each parameter the path of a leaf of its state, such as a norm, that
-  depends on the gradient but lacks the parameter's first axis, or None.
+  Returns for each parameter the path of a leaf of its state that depends on the
+  gradient but has no axis of layers, such as a norm; None if there is no such
+  leaf.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)
