@@ -55,8 +55,8 @@ def run_on_shards(
 ) -> Any:
   """Runs f(*args) on each device's shards, as `jax.shard_map` does.
 
-  Pass `mesh` only if no mesh is set. On explicit axes, arguments are first
-  resharded to `in_specs`. Differentiating through f requires `check_vma=True`,
+  On explicit axes, arguments are first resharded to `in_specs`. `mesh` is used
+  only if no mesh is set. Differentiating through f requires `check_vma=True`,
   which kernels do not support: they do not declare over which mesh axes their
   results vary.
   """

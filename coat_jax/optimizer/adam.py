@@ -42,15 +42,8 @@ class AdamScalars(NamedTuple):
   The update is optax's mu / c1 / (sqrt(nu / c2 + eps_root) + eps) with the bias
   corrections c1 and c2. We multiply numerator and denominator by sqrt(c2),
   because nu / c2 would overflow for a large nu and a small c2, such as 1 - b2
-  in the first step.
-
-  Attributes:
-    ratio: factor of mu: sqrt(c2) / c1, or with Nesterov momentum
-      b1 sqrt(c2) / c1', where c1' is c1 of the next step.
-    gradient_ratio: factor of the gradient, (1 - b1) sqrt(c2) / c1, with
-      Nesterov momentum; otherwise None.
-    eps_root: eps_root * c2; None if eps_root is 0.
-    eps: eps * sqrt(c2).
+  in the first step. `ratio` is the factor of mu; with Nesterov momentum,
+  `gradient_ratio` is the factor of the gradient.
   """
 
   b1: Array

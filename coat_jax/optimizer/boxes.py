@@ -4,11 +4,10 @@
 Flax stores axis names in boxes around parameters: in the metadata of an
 `nnx.Variable`, or in Linen's `Partitioned`. Functions such as
 `nnx.get_partition_spec` shard an array by the names in its box, and replicate
-arrays without a box. The low bytes of a weight keep all names of their
-parameter. The statistics of a moment keep all names except perhaps the last,
-because their last axis has one entry per group instead of one per column.
+arrays without a box.
 
-We keep the last name only if the number of devices along it divides both the
+The statistics of a moment have one entry per group instead of one per column.
+They keep the last name only if the number of devices along it divides both the
 columns and the groups, for each logical axis rule that maps the name to mesh
 axes. If the number is unknown, we drop the name: replicated statistics work on
 every mesh, whereas JAX raises an error for an uneven split.

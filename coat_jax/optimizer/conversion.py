@@ -31,6 +31,7 @@ from coat_jax.optimizer.state import (
 from coat_jax.optimizer.step import decode, encode
 from coat_jax.optimizer.weights import in_f32
 
+_OURS = EncodedState | MomentState
 # Maps our types of states to optax's.
 _THEIRS = {
   ScaleByCoatAdamState: optax.ScaleByAdamState,
@@ -74,12 +75,11 @@ def to_plain_state(
   """
   op = "to_plain_state"
   arguments.check_coefficients(op, ns_coeffs)
-  kinds = EncodedState | MomentState
-  find_states(op, opt_state, kinds)
+  find_states(op, opt_state, _OURS)
   return jax.tree.map(
-    lambda x: _decoded(x, ns_coeffs) if isinstance(x, kinds) else x,
+    lambda x: _decoded(x, ns_coeffs) if _is_ours(x) else x,
     opt_state,
-    is_leaf=lambda x: isinstance(x, kinds),
+    is_leaf=_is_ours,
   )
 
 
@@ -123,11 +123,8 @@ def from_plain_state(
   """
   op, name = "from_plain_state", "opt_state"
   arguments.check_hyperparameters(op, count=count, seed=seed)
-  kinds = EncodedState | MomentState
-  find_states(op, like, kinds)
-  states, treedef = jax.tree.flatten(
-    like, is_leaf=lambda x: isinstance(x, kinds)
-  )
+  find_states(op, like, _OURS)
+  states, treedef = jax.tree.flatten(like, is_leaf=_is_ours)
   out = []
   plain_states = flatten_like(op, name, opt_state, _PLAIN, treedef, _REMEDY)
   for want, plain in zip(states, plain_states, strict=True):
@@ -139,6 +136,10 @@ def from_plain_state(
     else:
       out.append(jnp.array(plain))
   return treedef.unflatten(out)
+
+
+def _is_ours(x: Any) -> bool:
+  return isinstance(x, _OURS)
 
 
 def _decoded(

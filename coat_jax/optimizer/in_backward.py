@@ -261,9 +261,8 @@ class _Stack:
 class _LayerPasses:
   """Runs the forward and the backward pass of one layer separately.
 
-  The function that `jax.vjp` returns is a tree of the arrays that the backward
-  pass reads. We save all of them except the layer's parameters and `per_layer`,
-  which are available anyway.
+  Saves the arrays that the backward pass reads (the leaves of what `jax.vjp`
+  returns), except the layer's parameters and `per_layer`.
   """
 
   def __init__(self, layer: Callable[..., Any], params: Any):

@@ -232,11 +232,11 @@ def map_matrices(
     where = *spec[:lead], spec[lead], spec[-1]
 
     def of_matrix(matrix):
-      return place(f(place(matrix, sharding, where)), sharding, where)
+      return constrain(f(constrain(matrix, sharding, where)), sharding, where)
 
     parts = split_columns(x.reshape(*x.shape[:lead], rows, -1), split)
     whole = join_columns([of_matrix(part) for part in parts], split)
-    return place(whole.reshape(x.shape), sharding, spec)
+    return constrain(whole.reshape(x.shape), sharding, spec)
 
   axes = (None,) * x.ndim
   if sharding is not None:
@@ -250,7 +250,7 @@ def map_matrices(
   return x.transpose([order.index(i) for i in range(x.ndim)])
 
 
-def place(x: Array, sharding: NamedSharding | None, spec: tuple) -> Array:
+def constrain(x: Array, sharding: NamedSharding | None, spec: tuple) -> Array:
   """Constrains x to `spec` on the mesh of `sharding`."""
   if sharding is None:
     return x
@@ -282,17 +282,17 @@ def newton_schulz(
       names = ()
   by_columns = (*lead, None, names)
   if names:
-    x = place(x, sharding, by_columns)
+    x = constrain(x, sharding, by_columns)
   norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
   x = x / (norm + options.eps)
 
   def step(x):
     gram = x @ x.mT
     if names:
-      gram = place(gram, sharding, (*lead, None, None))
+      gram = constrain(gram, sharding, (*lead, None, None))
     x = a * x + (b * gram + c * gram @ gram) @ x
     # Without this, XLA would split the last matmul by rows, and gather x.
-    return place(x, sharding, by_columns) if names else x
+    return constrain(x, sharding, by_columns) if names else x
 
   if isinstance(options.steps, jax.Array):
     x = jax.lax.fori_loop(0, options.steps, lambda _, x: step(x), x)

@@ -2,18 +2,15 @@
 """Runs a leaf's optimizer step on a GPU in plain JAX, in two or three passes.
 
 A group's statistics depend on all of its values, so a step must read its inputs
-twice. By default, XLA would store both new moments in f32 after the first read,
-and spend more time on writing and reading them than on the rest of the step.
-Here, each pass instead recomputes the new moments from the stored ones. Their
-last bits may differ between passes, because XLA may fuse multiplications and
-additions differently.
+twice. XLA would store both new moments in f32 after the first read, and spend
+more time on them than on the rest of the step. Here, each pass instead
+recomputes the new moments from the stored ones. Their last bits may differ
+between passes, because XLA may fuse multiplications and additions differently.
 
 The first pass computes the statistics; the last one encodes. If a codec with
 dynamic range expansion rounds stochastically, a pass between them computes
 drafts, which are codes of values rounded toward zero. XLA generates slow code
-if it fuses drafts with the table lookup below. Arrays are split into groups
-first, because XLA counts operations before a reshape twice when it estimates
-the cost of a fusion.
+if it fuses drafts with the table lookup below.
 
 XLA needs about 120 instructions for a power on a GPU, so six powers per
 parameter would take longer than all memory accesses. But there are at most 256
@@ -72,6 +69,8 @@ def run(
     arrays, stored = inputs
     return compute(arrays, *map(_decode, groups, stored))
 
+  # Split first: XLA counts operations before a reshape twice when it estimates
+  # the cost of a fusion.
   stored = [
     Encoded(split(codes), *(x[..., None] if x.ndim else x for x in statistics))
     for codes, *statistics in stored
