@@ -49,9 +49,9 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     ValueError: (by `begin`) an update depends on other leaves, as after
       clipping by the global norm; shared state depends on gradients, as in
       `optax.contrib.dadapt_adamw`; `tx` draws random numbers, as in
-      `optax.noisy_sgd`; or the state belongs to `coat_adamw`, `coat_lion` or
-      `encoded` (use `fused_coat_adamw` or `fused_coat_lion` instead); (by
-      `step_in_backward`) the state of stacked layers has no axis of layers.
+      `optax.noisy_sgd`; or the state contains encoded moments (instead of
+      `coat_adamw` or `coat_lion`, use `fused_coat_adamw` or `fused_coat_lion`);
+      (by `step_in_backward`) the state of stacked layers has no axis of layers.
 
   Examples:
     >>> optimizer = leafwise(optax.adamw(3e-4))
@@ -123,8 +123,9 @@ def check_not_encoded(op: str, state: Any) -> None:
   if moments_in(state):
     raise ValueError(
       f"{op}: the optimizer must not encode its state, got coat_adamw, "
-      "coat_lion or encoded; pass fused_coat_adamw or fused_coat_lion (without "
-      "leafwise), or leafwise of the unencoded optimizer"
+      "coat_lion, coat_muon or encoded; pass fused_coat_adamw or "
+      "fused_coat_lion (without leafwise), or leafwise of an optimizer such as "
+      "optax.adamw"
     )
 
 
