@@ -147,10 +147,8 @@ class Clipping:
 
 
 def global_norm(tree: Any) -> Array:
-  """Returns the Euclidean norm of all leaves, f32 []; finite if all leaves are.
-
-  A norm above f32's largest value becomes that value.
-  """
+  """Returns the Euclidean norm of all leaves, finite for finite leaves."""
+  # A norm above f32's largest value becomes that value.
   leaves = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(tree)]
   amax = jnp.float32(0)
   for x in leaves:

@@ -103,8 +103,8 @@ def pair_key(key: Array, pair: int) -> Array:
 def one_body(fn: Callable) -> Callable:
   """Compiles `fn` only once for all leaves of one shape, if `shares_body()`.
 
-  XLA optimizes a function that it inlines late only once: on a CPU, AdamW for
-  196 leaves compiles in 8 s instead of 55 s.
+  XLA optimizes a function that it inlines late only once: on a CPU, an update of
+  196 leaves compiles in 9 s instead of 55 s.
   """
   jitted = functools.partial(
     jax.jit, fn, static_argnames=("arithmetic", "groups")
@@ -237,12 +237,7 @@ def put_layer(stacked: Any, new: Any, layer: Array) -> Any:
 
 
 class Leaves:
-  """The leaves of an optimizer state during one step.
-
-  Attributes:
-    count: number of this step, counted from 1.
-    stored: the moments of each leaf.
-  """
+  """The leaves of an optimizer state during one step, number `count`."""
 
   def __init__(self, options: MomentOptions, state: Any):
     check_state(options.op, state, options.state_type, options.codec)
