@@ -42,7 +42,7 @@ class _Context(NamedTuple):
 
   mesh: AnyMesh | None
   rules: Sequence[tuple[Any, Any]]
-  missing: int = 0  # The number of leading array axes without a name.
+  missing: int = 0  # The number of array axes without a name.
 
 
 @contextlib.contextmanager

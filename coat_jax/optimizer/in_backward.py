@@ -315,8 +315,7 @@ def _trace(name: str, f: Callable[..., Any], params: Any, *args: Any) -> Any:
       raise ValueError(
         f"step_in_backward: {name} must read parameters from its arguments, "
         f"got a function that closes over {path!r}, which would get no "
-        "gradient; "
-        f"{_SHARED if name == 'layer' else _OUTER}"
+        f"gradient; {_SHARED if name == 'layer' else _OUTER}"
       )
   return closed.jaxpr
 

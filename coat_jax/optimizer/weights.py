@@ -146,7 +146,7 @@ def add_update(weight: Weight, update: Array, key: Array) -> Weight:
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-  """Returns whether a leaf may be split: whether it is no norm and no bias."""
+  """Returns whether a leaf may be split: norms and biases may not."""
   # Norms stay in f32: near 1.0, where their scales start, bf16 values are 0.8 %
   # apart.
   return not is_norm_or_bias(path, leaf)
