@@ -124,8 +124,8 @@ def check_not_encoded(op: str, state: Any) -> None:
     raise ValueError(
       f"{op}: the optimizer must not encode its state, got coat_adamw, "
       "coat_lion, coat_muon or encoded; pass fused_coat_adamw or "
-      "fused_coat_lion (without leafwise), or leafwise of an optimizer such as "
-      "optax.adamw"
+      "fused_coat_lion (without leafwise), or leafwise of an unencoded "
+      "optimizer such as optax.adamw"
     )
 
 
