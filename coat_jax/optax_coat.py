@@ -65,8 +65,8 @@ def coat_adamw(
     eps: added to the denominator, outside the square root.
     eps_root: added to the second moment, inside the square root.
     weight_decay: a number or a schedule; multiplied by the learning rate.
-    mask: selects the weights that decay: a tree of bools, or a function that
-      computes such a tree from the parameters.
+    mask: a tree of bools that selects the weights that decay, or a function
+      that computes such a tree from the parameters.
     nesterov: whether to use Nesterov momentum.
     codec: determines how the moments are stored (format, group size, ...). The
       functions of `codecs` return codecs.

@@ -297,7 +297,7 @@ def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
   if not isinstance(state, kind):
     raise TypeError(
       f"{op}: state must be {a(kind)}, got {a(type(state))}; "
-      "pass the state that its init or update returned, or convert optax's "
+      "pass the state that its init or last step returned, or convert optax's "
       "state with from_plain_state"
     )
   for moment in moments_in(state):
