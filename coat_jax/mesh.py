@@ -11,13 +11,10 @@ There are two ways to run a function:
                   wherever it cannot infer one, as for a sum over sharded
                   tokens, a reshape or the carry of a scan.
 
-The caller specifies how results are sharded, and for `run_on_shards` also how
-arguments are. Without a mesh, and inside a `shard_map` of the caller, both
-functions just call f.
+Without a mesh or inside the caller's `shard_map`, both functions just call f.
 
 Blocks shard arrays over the axes of `MeshAxes` as follows. The second column
-lists the mesh axes that shard each dimension. A table in docs/architecture.md
-lists what devices exchange.
+lists the mesh axes that shard each dimension.
 
   [B, T, D]            batch, tensor      tokens, between blocks
   [B, T, F]            batch, -, tensor   whole sequences, inside a block
@@ -58,8 +55,8 @@ def run_on_shards(
 ) -> Any:
   """Runs f(*args) on each device's shards, as `jax.shard_map` does.
 
-  Pass `mesh` only if no mesh is set. On explicit axes, arguments are first
-  resharded to `in_specs`. Differentiating through f requires `check_vma=True`,
+  On explicit axes, arguments are first resharded to `in_specs`. `mesh` is used
+  only if no mesh is set. Differentiating through f requires `check_vma=True`,
   which kernels do not support: they do not declare over which mesh axes their
   results vary.
   """
@@ -215,7 +212,7 @@ def split_inputs(axes: MeshAxes) -> P:
 
 
 def split_kernel(axes: MeshAxes, split: Split, ndim: int) -> P:
-  """Returns the spec of a linear layer's kernel [D, ..., F]."""
+  """Returns the spec of a linear layer's weight [D, ..., F]."""
   if split == "columns":
     return split_columns(axes, ndim)
   return split_inputs(axes) if split == "inputs" else P(axes.fsdp)

@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW with its moments stored in FP8, as an optax transformation.
-
-"COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
-Training" (arXiv:2410.19313), section 4. A codec (`codecs`) stores the moments
-between steps: by default in one byte per value plus five bytes per group of 128
-values. A step decodes a moment, updates it in f32 and encodes it again. Only
-the stored state is rounded: parameters are updated with the new moments before
-the moments are encoded.
-"""
+"""AdamW with its moments stored in FP8, as an optax transformation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,8 +65,8 @@ def coat_adamw(
     eps: added to the denominator, outside the square root.
     eps_root: added to the second moment, inside the square root.
     weight_decay: a number or a schedule; multiplied by the learning rate.
-    mask: selects the weights that decay: a tree of bools, or a function that
-      computes such a tree from the parameters.
+    mask: a tree of bools that selects the weights that decay, or a function
+      that computes such a tree from the parameters.
     nesterov: whether to use Nesterov momentum.
     codec: determines how the moments are stored (format, group size, ...). The
       functions of `codecs` return codecs.

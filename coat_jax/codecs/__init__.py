@@ -4,10 +4,8 @@
 A codec encodes f32 values as codes of the same shape, plus at most two
 statistics per group of `group_size` values along the last axis, and decodes
 them. The functions below return a `MomentCodec`: one group codec for the first
-moment (signed) and one for the second (never negative). A codec is a frozen
-dataclass that contains all static choices of storage, so the optimizer's
-remaining hyperparameters are numbers that `jit` and `optax.inject_hyperparams`
-can trace. The last column is for both moments, with groups of 128:
+moment (signed) and one for the second (never negative). The last column is for
+both moments, with groups of 128:
 
   codec      code                  statistics per group          bytes/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
@@ -18,7 +16,8 @@ can trace. The last column is for both moments, with groups of 128:
   bfloat16   x                     none                          4
   float32    x                     none                          8
 
-Why a power: a group of second moments spans a wider range than E4M3 does. With
+Why a power: if a group spans a wider range than E4M3, small values become 0; if
+it spans a narrower range, many codes are never used. With
 k = log(range of E4M3) / log(range of the group), x^k spans exactly the range of
 E4M3 (dynamic range expansion, arXiv:2410.19313, section 4). Decoding computes
 x = sign(q) (|q|/qmax)^(1/k) amax from the code q, amax and k. We restrict k to

@@ -106,8 +106,7 @@ class ExpandedFP8(_FP8):
 
   def _statistics(self, magnitude):
     amax, amin = finite_amax(magnitude), nonzero_amin(magnitude)
-    # A group of zeros gets ratio 1 and so the largest power, like a group whose
-    # magnitudes are all equal.
+    # A group of zeros gets the largest power.
     ratio = jnp.where(amax > 0, amax / amin, 1.0)
     power = jnp.floor(log2_range(self.dtype) / jnp.log2(ratio) * _POWER_STEPS)
     power = jnp.clip(power, _SMALLEST_POWER, _LARGEST_POWER)

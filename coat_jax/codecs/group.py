@@ -1,14 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of a codec for one moment, and the base class of group codecs.
-
-A moment is encoded as codes of the moment's shape and at most two statistics
-per group of `group_size` values along the last axis. `coat_jax.codecs` pairs
-two such codecs, one for each of Adam's moments.
-
-Stochastic rounding compares decoded values: if lower <= x <= upper are the
-decoded values of two neighbouring codes, x is encoded as upper with probability
-(x - lower) / (upper - lower).
-"""
+"""Interface of a codec for one moment, and the base class of group codecs."""
 
 import abc
 import dataclasses
@@ -36,6 +27,8 @@ NAN_EXPONENT = 255
 class Encoded(NamedTuple):
   """An encoded moment, as it is stored.
 
+  A statistic that a codec does not use is a scalar zero.
+
   Attributes:
     codes: [..., n], one byte per value (`Plain`: the value itself). A 4-bit
       codec uses int4; XLA stores two int4 values in a byte.
@@ -43,7 +36,6 @@ class Encoded(NamedTuple):
       magnitude in f32, or the biased exponent of a power of two in uint8.
     range: uint8 of the same shape, how far each group extends below `amax`: the
       power k in sixteenths, or the biased exponent of the lower bound.
-    A statistic that a codec does not use is a scalar zero.
   """
 
   codes: Array
@@ -55,8 +47,8 @@ class Encoded(NamedTuple):
 class GroupCodec(Protocol):
   """Encodes and decodes one moment; implementations are frozen dataclasses.
 
-  A codec with statistics per group must have an attribute `group_size`; a leaf
-  is then split over devices only between groups.
+  A codec with statistics per group must have an attribute `group_size`, so that
+  devices do not split groups.
   """
 
   @property
@@ -257,8 +249,8 @@ def exponent_bounds(magnitude: Array) -> tuple[Array, Array]:
   """Returns powers of two that bound the nonzero magnitudes of each group.
 
   Magnitudes are f32 [..., group_size]. The results are biased exponents, uint8
-  [...], of 2^upper >= amax and 2^lower <= nonzero amin. If a magnitude is not
-  finite, upper is NAN_EXPONENT.
+  [...], of 2^upper >= amax (but at most 2^127) and 2^lower <= nonzero amin. If
+  a magnitude is not finite, upper is NAN_EXPONENT.
   """
   amax = finite_amax(magnitude)
   upper, fraction = split_float(amax)

@@ -93,13 +93,7 @@ class LogUniform(_Integer):
 
 @dataclasses.dataclass(frozen=True)
 class LinearInt8(_Integer):
-  """Decodes x = code amax / levels, with one f32 amax per group.
-
-  This is a baseline for FP8. Rounding to nearest turns values below 2^-9 amax
-  into zero, and most second moments of a group are that small. E4M3 turns only
-  values below 2^-19 amax into zero, but its steps near amax are 9 to 18 times
-  larger.
-  """
+  """Decodes x = code amax / levels, with one f32 amax per group."""
 
   def _statistics(self, magnitude):
     return finite_amax(magnitude), jnp.uint8(0)

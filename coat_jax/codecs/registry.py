@@ -23,8 +23,7 @@ class MomentCodec:
   """A pair of codecs for Adam's two moments, for `coat_adamw(codec=...)`.
 
   Attributes:
-    name: a label for reports. It may differ from the name of the constructor,
-      by which `build` finds a codec.
+    name: a label for reports; `build` does not use it.
     mu: codec of the first moment.
     nu: codec of the second moment.
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam with moments stored in FP8: the arithmetic and an optax transformation.
 
-`adam_update` computes a leaf's update for optax; `adamw_step` also applies it.
-A kernel does either in one pass over memory. Hyperparameters are passed as f32
-scalars, so that one compiled program serves all steps and leaves.
+Hyperparameters are passed as f32 scalars, so that one compiled program serves
+all steps and leaves.
 """
 
 import functools
@@ -43,15 +42,8 @@ class AdamScalars(NamedTuple):
   The update is optax's mu / c1 / (sqrt(nu / c2 + eps_root) + eps) with the bias
   corrections c1 and c2. We multiply numerator and denominator by sqrt(c2),
   because nu / c2 would overflow for a large nu and a small c2, such as 1 - b2
-  in the first step.
-
-  Attributes:
-    ratio: factor of mu: sqrt(c2) / c1, or with Nesterov momentum
-      b1 sqrt(c2) / c1', where c1' is c1 of the next step.
-    gradient_ratio: factor of the gradient, (1 - b1) sqrt(c2) / c1, with
-      Nesterov momentum; otherwise None.
-    eps_root: eps_root * c2; None if eps_root is 0.
-    eps: eps * sqrt(c2).
+  in the first step. `ratio` is the factor of mu; with Nesterov momentum,
+  `gradient_ratio` is the factor of the gradient.
   """
 
   b1: Array
@@ -103,8 +95,7 @@ def adam(
 ) -> tuple[Array, Array, Array]:
   """Returns the update and the new moments, in f32 like the arguments.
 
-  All arrays have the same shape. If the gradient is complex, the update and mu
-  are complex64, and nu is f32.
+  If the gradient is complex, the update and mu are complex64, and nu is f32.
   """
   s = scalars
   parts = [g.real, g.imag] if jnp.iscomplexobj(g) else [g]
@@ -175,13 +166,14 @@ def scale_by_coat_adam(
     and parameter promote, such as f32 for a BF16 gradient of an f32 parameter.
 
   Raises:
-    NotImplementedError: `implementation` is unknown.
+    NotImplementedError: `implementation` is unknown; (by `update`) the named
+      implementation cannot run for a leaf.
     TypeError: `codec` is not a `MomentCodec`; a hyperparameter is not a number;
       (by `init`) a leaf is neither floating nor complex, or `quantize_mask`
       selects a complex leaf; (by `update`) the state has the wrong type.
-    ValueError: a hyperparameter is negative or not finite; a decay is not below
-      1; (by `update`) the state was made with another codec or for other
-      parameters.
+    ValueError: a hyperparameter is negative or not finite; a decay rate exceeds
+      0.9999999; (by `init`) `quantize_mask` selects a scalar; (by `update`) the
+      state was made with another codec or for other parameters.
 
   Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 9.
   """

@@ -32,8 +32,8 @@ from coat_jax.optimizer.masks import (
   leaf_paths,
 )
 
-# A decay closer to 1 rounds to 1 in f32: the bias correction would divide by 0,
-# and the moment would never change.
+# In f32, a decay closer to 1 may become 1: the bias correction would divide by
+# 0, and the moment would never change.
 _DECAY = check_number, Range(0, 0.9999999), "values from 0.9 to 0.999 are usual"
 _SCHEDULE = "pass a number, or a schedule: a function of the step"
 _RMS = "0.2 is near that of AdamW's updates; None scales by shapes"
@@ -128,10 +128,7 @@ def descend(
   prefix: str = "",
   mask_name: str = "mask",
 ) -> optax.GradientTransformationExtraArgs:
-  """Chains `tx` with weight decay and a learning rate, after checking both.
-
-  In error messages, names of arguments begin with `prefix`.
-  """
+  """Chains `tx` with weight decay and a learning rate, after checking both."""
   numbers = {"learning_rate": learning_rate, "weight_decay": weight_decay}
   check_hyperparameters(op, **{prefix + k: x for k, x in numbers.items()})
   mask = check_decay_mask(op, prefix + mask_name, mask)

@@ -4,17 +4,13 @@
 Flax stores axis names in boxes around parameters: in the metadata of an
 `nnx.Variable`, or in Linen's `Partitioned`. Functions such as
 `nnx.get_partition_spec` shard an array by the names in its box, and replicate
-arrays without a box. The low bytes of a weight keep all names of their
-parameter. The statistics of a moment keep all names except perhaps the last,
-because their last axis has one entry per group instead of one per column.
+arrays without a box.
 
-We keep the last name only if the number of devices along it divides both the
-columns and the groups. The number of devices comes from the mesh in the box, or
-else from the current mesh. The logical axis rules of the box and of the context
-map the name to mesh axes. If several rules match, each must pass this test.
-If no mesh is known, or the name is neither a mesh axis nor in the rules, the
-name is dropped, because replicated statistics work on every mesh, whereas JAX
-raises an error for an uneven split.
+The statistics of a moment have one entry per group instead of one per column.
+They keep the last name only if the number of devices along it divides both the
+columns and the groups, for each logical axis rule that maps the name to mesh
+axes. If the number is unknown, we drop the name: replicated statistics work on
+every mesh, whereas JAX raises an error for an uneven split.
 """
 
 import contextlib
@@ -46,18 +42,12 @@ class _Context(NamedTuple):
 
   mesh: AnyMesh | None
   rules: Sequence[tuple[Any, Any]]
-  # The number of array axes without a name. It is 1 if a program adds the name
-  # of the layers' axis only when it reads the box.
-  missing: int = 0
+  missing: int = 0  # The number of array axes without a name.
 
 
 @contextlib.contextmanager
 def callers_mesh(mesh: AnyMesh) -> Iterator[None]:
-  """Makes `box_like` choose names for `mesh` while tracing under another mesh.
-
-  An abstract state then gets the same names as the state that the caller makes.
-  Variables that flax shards on creation still use the mesh of the trace.
-  """
+  """Makes `box_like` choose names for `mesh`, whatever mesh is set."""
   token = _CALLERS_MESH.set(mesh)
   try:
     yield

@@ -3,8 +3,7 @@
 
 The global norm is known only once all gradients exist. `step_in_backward` uses
 each gradient as soon as it exists, so it must clip by the norms of earlier
-steps. It clips each slice separately. A slice is the gradient of a leaf, or of
-one layer of a stacked leaf.
+steps.
 """
 
 import dataclasses
@@ -50,9 +49,10 @@ class ClipState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Clipping:
-  """Clips each slice of the gradients by the norms of earlier steps.
+  """Clips gradients by the norms of earlier steps, for `step_in_backward`.
 
-  A slice with norm n is scaled by min(1, limit / n):
+  A slice is the gradient of a leaf, or of one layer of a stacked leaf. A slice
+  with norm n is scaled by min(1, limit / n):
 
   share      limit = max_norm * r / N, where r is the slice's norm and N the
              global norm, both in the previous step and before clipping. The
@@ -61,9 +61,10 @@ class Clipping:
   adaptive   limit = relative * r, where r is the running mean of the slice's
              own clipped norms (AdaGC); like "share" in the first `warmup` steps
 
-  In the first step, and for slices whose r is 0, the limit is max_norm. A slice
-  whose norm reaches 3.4e38, f32's largest value, is scaled by 0. So finite
-  gradients of any size lead to finite parameters and states.
+  In the first step, and for slices whose r is 0, the limit is max_norm, so the
+  clipped global norm may exceed max_norm. A slice whose norm reaches 3.4e38,
+  f32's largest value, is scaled by 0. So finite gradients of any size lead to
+  finite parameters and states.
 
   Attributes:
     rule: "share" or "adaptive".
@@ -146,11 +147,8 @@ class Clipping:
 
 
 def global_norm(tree: Any) -> Array:
-  """Returns the Euclidean norm of all leaves, f32 []; finite if all leaves are.
-
-  A norm above f32's largest value becomes that value. Since squares of values
-  above 1.8e19 overflow, large leaves are scaled down first.
-  """
+  """Returns the Euclidean norm of all leaves, finite for finite leaves."""
+  # A norm above f32's largest value becomes that value.
   leaves = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(tree)]
   amax = jnp.float32(0)
   for x in leaves:

@@ -2,7 +2,6 @@
 """Converts optimizer states between FP8 and optax's f32, in both directions.
 
 A plain state is the state of an optax optimizer, with moments in f32.
-`decode_state` and `encode_state` convert any tree that contains `Moment`s.
 """
 
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from coat_jax.optimizer.state import (
 from coat_jax.optimizer.step import decode, encode
 from coat_jax.optimizer.weights import in_f32
 
+_OURS = EncodedState | MomentState
 # Maps our types of states to optax's.
 _THEIRS = {
   ScaleByCoatAdamState: optax.ScaleByAdamState,
@@ -47,11 +47,10 @@ def to_plain_state(
 ) -> Any:
   """Converts our states to states of optax's optimizers, with f32 moments.
 
-  An `EncodedState` becomes the state of its inner optimizer; states of
-  `coat_adamw`, `coat_lion` and `coat_muon` become states of optax's optimizers
-  of the same kind. For Muon, the arrays are those of `optax.contrib.muon`, in
-  the same order, but the tree has a different structure; docs/optimizer.md
-  shows how to convert it.
+  An `EncodedState` becomes the state of its inner optimizer. States of
+  `coat_adamw`, `coat_lion` and `coat_muon` become those of optax's AdamW, Lion
+  and Muon. Muon's arrays are in optax's order, but in another tree;
+  docs/optimizer.md shows how to convert it.
 
   Args:
     opt_state: one of these states, or an optimizer state that contains one.
@@ -76,12 +75,11 @@ def to_plain_state(
   """
   op = "to_plain_state"
   arguments.check_coefficients(op, ns_coeffs)
-  kinds = EncodedState | MomentState
-  find_states(op, opt_state, kinds)
+  find_states(op, opt_state, _OURS)
   return jax.tree.map(
-    lambda x: _decoded(x, ns_coeffs) if isinstance(x, kinds) else x,
+    lambda x: _decoded(x, ns_coeffs) if _is_ours(x) else x,
     opt_state,
-    is_leaf=lambda x: isinstance(x, kinds),
+    is_leaf=_is_ours,
   )
 
 
@@ -101,8 +99,8 @@ def from_plain_state(
     like: a state like the one to return, or its shapes, such as
       `jax.eval_shape(coat_lion(...).init, params)`. It determines which fields
       and leaves are encoded, and by which codec.
-    count: number of steps so far, on which the next random words of an
-      `EncodedState` depend. Other states contain this number.
+    count: number of steps so far. Only an `EncodedState` uses it, for random
+      words.
     seed: as for `coat_adamw`.
 
   Returns:
@@ -125,11 +123,8 @@ def from_plain_state(
   """
   op, name = "from_plain_state", "opt_state"
   arguments.check_hyperparameters(op, count=count, seed=seed)
-  kinds = EncodedState | MomentState
-  find_states(op, like, kinds)
-  states, treedef = jax.tree.flatten(
-    like, is_leaf=lambda x: isinstance(x, kinds)
-  )
+  find_states(op, like, _OURS)
+  states, treedef = jax.tree.flatten(like, is_leaf=_is_ours)
   out = []
   plain_states = flatten_like(op, name, opt_state, _PLAIN, treedef, _REMEDY)
   for want, plain in zip(states, plain_states, strict=True):
@@ -141,6 +136,10 @@ def from_plain_state(
     else:
       out.append(jnp.array(plain))
   return treedef.unflatten(out)
+
+
+def _is_ours(x: Any) -> bool:
+  return isinstance(x, _OURS)
 
 
 def _decoded(
@@ -200,12 +199,8 @@ def decode_state(state: Any, other: Callable[[Any], Any] = lambda x: x) -> Any:
 def encode_state(
   op: str, name: str, like: Any, decoded: Any, seed: ArrayLike, count: ArrayLike
 ) -> Any:
-  """Inverts `decode_state`: encodes `decoded` with the codecs of `like`.
-
-  A leaf's random words depend on its path's index (paths are numbered in the
-  order of first appearance), and on how many earlier moments have a leaf with
-  this path.
-  """
+  """Inverts `decode_state`: encodes `decoded` with the codecs of `like`."""
+  # Moments of one parameter share its key; `place` counts them.
   seen: dict[Any, tuple[int, int]] = {}
 
   def encode_moment(old: Moment, tree: Any) -> Moment:
@@ -228,10 +223,7 @@ def encode_state(
 def pair_nodes(
   op: str, name: str, like: Any, decoded: Any
 ) -> list[tuple[Any, Any]]:
-  """Pairs each moment or other leaf of `like` with its part of `decoded`.
-
-  If structures or shapes differ, raises a ValueError that names `name`.
-  """
+  """Pairs each moment or other leaf of `like` with its part of `decoded`."""
   nodes, treedef = jax.tree.flatten(like, is_leaf=is_moment)
   found = flatten_like(op, name, decoded, _PLAIN, treedef, _REMEDY)
   pairs = list(zip(nodes, found, strict=True))

@@ -2,8 +2,7 @@
 """Finds the fields in an optax state that `encoded` stores in FP8.
 
 A field is a tree in a state with the structure and shapes of the parameters,
-such as a momentum or second moments. `encoded` replaces each field by a
-`Moment`, and leaves the rest of the state unchanged.
+such as a momentum or second moments.
 """
 
 import functools
@@ -23,7 +22,7 @@ from coat_jax.optimizer.state import marked_moment, placeholder_type
 Kind = Literal["mu", "nu"]
 FieldRule = Callable[[str], Kind | None]
 
-# Optax's names of fields that are never negative: sums and means of squares.
+# Optax's names of fields that are never negative.
 _NONNEGATIVE = frozenset(
   ("nu", "nu_max", "n", "exp_avg_sq", "sum_of_squares", "grad_sum_sq")
   + ("e_g", "e_x", "step_sizes")
@@ -168,11 +167,7 @@ class Field(NamedTuple):
 def find_fields(
   op: str, state: Any, params: Any, rule: FieldRule
 ) -> tuple[list[Field], Any]:
-  """Lists a state's nodes with their kinds; also returns the state's treedef.
-
-  A field has the structure and shapes of `params`; some of its leaves may be
-  masked, as in `optax.partition`.
-  """
+  """Lists a state's nodes with their kinds; also returns its treedef."""
   shapes = _shapes(params)
   flat, treedef = _flatten(state, shapes)
   kind_at = _checked_rule(op, state, rule)
@@ -208,7 +203,6 @@ def _flatten(
   """Lists the nodes of a state with their paths; a whole field is one node."""
   return jax.tree_util.tree_flatten_with_path(
     state,
-    # Factored moments are not fields, even if v has a parameter's shape.
     is_leaf=lambda node: (
       isinstance(node, optax.FactoredState) or _is_like(node, shapes)
     ),

@@ -3,12 +3,8 @@
 
 In a chain, each optax transformation writes its updates to memory, one value
 per parameter, and the next transformation reads them. Here the whole step of a
-leaf is one computation. On a GPU, a kernel runs it in one pass over memory, and
-in place if parameters and state are donated.
-
-The states are those of `coat_adamw` and `coat_lion`, so each optimizer can read
-the other's checkpoints. With `low_bits`, the state also contains one byte per
-weight (`LowBitsState`).
+leaf is one computation. A kernel runs it in one pass over memory, and in place
+if parameters and state are donated.
 """
 
 import functools

@@ -4,9 +4,7 @@
 In an ordinary step, the gradients of all parameters are in memory at the same
 time, 4 bytes per parameter in f32. Here the backward scan passes each layer's
 gradients to the optimizer immediately, and overwrites the layer's weights and
-moments (in place if the caller donates them). Parameters that are used only
-after the stack are updated before the backward scan; parameters that are used
-before the stack are updated after the scan.
+moments (in place if the caller donates them).
 """
 
 from collections.abc import Callable, Mapping
@@ -37,8 +35,8 @@ class BackwardStep(NamedTuple):
     clip_state: the new state of `Clipping`; () without clipping.
     loss: f32 [], computed with the parameters before the step.
     grad_norm: f32 [], the global norm of the gradients before clipping.
-    is_finite: bool [leaves], in the order of the tree: whether the leaf's
-      gradient is finite.
+    is_finite: bool [leaves], whether each leaf's gradient is finite, in the
+      order of the tree.
   """
 
   params: Any
@@ -99,9 +97,9 @@ def step_in_backward(
       `Clipping`.
     ValueError: the optimizer cannot step leaf by leaf; no leaf is below
       `stack`, or the leaves below it differ in the length of their first axis;
-      only one of `clip` and `clip_state` is passed; a layer changes the shape
-      or dtype of x; the loss is not a scalar; a function closes over a
-      parameter.
+      only one of `clip` and `clip_state` is passed; `per_layer` has another
+      number of layers; a layer changes the shape or dtype of x; the loss is not
+      a scalar; a function closes over a parameter.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -130,7 +128,8 @@ def step_in_backward(
   if (clip is None) == isinstance(clip_state, ClipState):
     raise ValueError(
       f"{op}: clip and clip_state must be passed together, got only one; pass "
-      "clip_state=clip.init(params), then what the previous step returned"
+      "both (in the first step, clip_state=clip.init(params, stack=stack)), or "
+      "neither"
     )
   steps = optimizer.begin(params, state)
   found = _Stack(params, stack)
@@ -198,8 +197,7 @@ def step_in_backward(
       [lax.dynamic_index_in_dim(p, index, keepdims=False) for p in weights]
     )
     # The step below overwrites the stacked weights, so all operations that read
-    # the weights must run first; otherwise XLA would copy the stacks. Current
-    # versions of XLA choose this order even without the barrier.
+    # the weights must run first; otherwise XLA might copy the stacks.
     grads, dx = lax.optimization_barrier(
       run.backward(residuals, layer_params, per_layer, dx)
     )
@@ -233,13 +231,7 @@ def step_in_backward(
 
 
 class _Stack:
-  """The stacked layers among the parameters.
-
-  Attributes:
-    stacked, others: indices of stacked leaves, and of all other leaves.
-    layers, structure: the stacked subtree and its structure.
-    outer: the parameters with None instead of stacked leaves.
-  """
+  """The stacked layers, and the indices of stacked and of other leaves."""
 
   def __init__(self, params: Any, stack: str):
     below = is_stacked(params, stack)
@@ -269,9 +261,8 @@ class _Stack:
 class _LayerPasses:
   """Runs the forward and the backward pass of one layer separately.
 
-  The function that `jax.vjp` returns is a tree of the arrays that the backward
-  pass reads. We save all of them except the layer's parameters and `per_layer`,
-  which are available anyway.
+  Saves the arrays that the backward pass reads (the leaves of what `jax.vjp`
+  returns), except the layer's parameters and `per_layer`.
   """
 
   def __init__(self, layer: Callable[..., Any], params: Any):
@@ -323,8 +314,8 @@ def _trace(name: str, f: Callable[..., Any], params: Any, *args: Any) -> Any:
     if id(leaf) in constants:
       raise ValueError(
         f"step_in_backward: {name} must read parameters from its arguments, "
-        f"got one that closes over {path!r}, which would get no gradient; "
-        f"{_SHARED if name == 'layer' else _OUTER}"
+        f"got a function that closes over {path!r}, which would get no "
+        f"gradient; {_SHARED if name == 'layer' else _OUTER}"
       )
   return closed.jaxpr
 

@@ -4,7 +4,7 @@
 An optimizer can step leaf by leaf if a leaf's update and state depend only on
 that leaf, and if shared state, such as a step count, depends on no leaf. It
 must not draw random numbers, because all leaves, and all layers of a stack,
-would draw the same numbers. We check both in the jaxpr of the update.
+would draw the same numbers. We check this in the jaxpr of the update.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     tx: a transformation whose update of a leaf depends on this leaf alone, such
       as `optax.adamw` or `optax.lion`. `tx` is called with one layer of a
       stacked leaf at a time, [1, ...], so values per leaf (a norm, factored
-      second moments) are computed per layer. Masks must be functions.
+      second moments) are computed per layer.
 
   Returns:
     An optimizer for `step_in_backward`.
@@ -49,9 +49,9 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     ValueError: (by `begin`) an update depends on other leaves, as after
       clipping by the global norm; shared state depends on gradients, as in
       `optax.contrib.dadapt_adamw`; `tx` draws random numbers, as in
-      `optax.noisy_sgd`; or the state belongs to `coat_adamw`, `coat_lion` or
-      `encoded` (use `fused_coat_adamw` or `fused_coat_lion` instead); (by
-      `step_in_backward`) the state of stacked layers has no axis of layers.
+      `optax.noisy_sgd`; or the state contains encoded moments (instead of
+      `coat_adamw` or `coat_lion`, use `fused_coat_adamw` or `fused_coat_lion`);
+      (by `step_in_backward`) the state of stacked layers has no axis of layers.
 
   Examples:
     >>> optimizer = leafwise(optax.adamw(3e-4))
@@ -123,8 +123,9 @@ def check_not_encoded(op: str, state: Any) -> None:
   if moments_in(state):
     raise ValueError(
       f"{op}: the optimizer must not encode its state, got coat_adamw, "
-      "coat_lion or encoded; pass fused_coat_adamw or fused_coat_lion (without "
-      "leafwise), or leafwise of the unencoded optimizer"
+      "coat_lion, coat_muon or encoded; pass fused_coat_adamw or "
+      "fused_coat_lion (without leafwise), or leafwise of an unencoded "
+      "optimizer such as optax.adamw"
     )
 
 
@@ -155,9 +156,9 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  Returns a list with one entry per parameter: the path of a state leaf, such as
-  a norm, that depends on the gradient but lacks the parameter's first axis, or
-  None.
+  Returns for each parameter the path of a leaf of its state that depends on the
+  gradient but has no axis of layers, such as a norm; None if there is no such
+  leaf.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)

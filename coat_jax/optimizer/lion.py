@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lion with its momentum stored in FP8, as an optax transformation.
-
-Lion stores one moment, the momentum, and moves every parameter by the sign of a
-weighted sum of momentum and gradient. With the default codec, the state is 1.04
-bytes per parameter. `fused.fused_coat_lion` runs a whole step in one function.
-"""
+"""Lion with its momentum stored in FP8, as an optax transformation."""
 
 import functools
 from collections.abc import Callable

@@ -55,14 +55,16 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
 def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   """Decides by shape and name whether a leaf is a norm's parameter or a bias.
 
-  Vectors and scalars count as norms or biases. The exceptions are a vector that
-  is the whole tree, as after `optax.flatten`, and vectors of over a million
-  values. Arrays with more axes may be stacked norms or biases, so their names
-  decide. A norm's name *ends* in `norm` (`input_layernorm`, `q_norm` or
-  `norm_1`, but not `norm_mlp`), begins or ends with the word `ln` (`ln_f`), or
-  ends with the word `scale`, `gamma` or `beta`; a bias's name contains the word
-  `bias`. For `norm` and `ln`, the name of the leaf's parent counts too. A
-  `kernel` or an `embedding` is always a matrix.
+  Vectors and scalars count as norms or biases, except vectors of over a million
+  values, and a vector that is the whole tree, as after `optax.flatten`. Arrays
+  with more axes may be stacked norms or biases, so their names decide:
+
+  - A `kernel` or an `embedding` is neither.
+  - A bias's name contains the word `bias`.
+  - A norm's name ends in `norm` (`input_layernorm`, `q_norm` or `norm_1`, but
+    not `norm_mlp`), begins or ends with the word `ln` (`ln_f`), or ends with
+    the word `scale`, `gamma` or `beta`. For `norm` and `ln`, the name of the
+    leaf's parent counts too.
 
   Args:
     path: for example "layers/attn/norm/scale"; dots separate names too.

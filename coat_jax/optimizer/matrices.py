@@ -2,9 +2,7 @@
 """Splits parameters into matrices for Muon, and orthogonalizes these.
 
 A leaf may contain many matrices: a stack of layers, gate and up, or q, k and v
-in the columns of one weight. A function of (path, leaf), such as
-`hidden_matrices` or `models.model_matrices(config)`, specifies how a leaf is
-split.
+in the columns of one weight.
 """
 
 import functools
@@ -49,14 +47,16 @@ class MatrixSplit(NamedTuple):
   @property
   def inputs(self) -> tuple[int, ...]:
     """`reduction_axis` as a tuple."""
-    axes = self.reduction_axis
-    return (axes,) if isinstance(axes, int) else tuple(axes)
+    return _as_tuple(self.reduction_axis)
 
   @property
   def outputs(self) -> tuple[int, ...]:
     """`output_axis` as a tuple."""
-    axes = self.output_axis
-    return (axes,) if isinstance(axes, int) else tuple(axes)
+    return _as_tuple(self.output_axis)
+
+
+def _as_tuple(axes: Sequence[int] | int) -> tuple[int, ...]:
+  return (axes,) if isinstance(axes, int) else tuple(axes)
 
 
 Matrices = Callable[[str, Any], MatrixSplit | MuonDimensionNumbers | None]
@@ -78,10 +78,9 @@ _TABLES = ("embed", "head", "router")
 
 
 def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
-  """Treats every real leaf with two axes as one matrix, except tables.
+  """Treats real leaves with two axes as matrices: no tables, norms or biases.
 
-  Tables are leaves whose path contains `embed`, `head` or `router`. Stacked
-  norms and biases, which also have two axes, are not matrices either.
+  Tables are leaves whose path contains `embed`, `head` or `router`.
 
   Args:
     path: the leaf's path, such as "blocks/0/attn/out/kernel".
@@ -110,7 +109,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
 def checked_matrices(
   op: str, matrices: Matrices | None
 ) -> Callable[[str, Any], MatrixSplit | None]:
-  """Returns `matrices` (default: `hidden_matrices`) with checks of results."""
+  """Wraps `matrices` (default: `hidden_matrices`) in checks of its results."""
   matrices = hidden_matrices if matrices is None else matrices
   remedy = "pass a function (path, leaf) -> MatrixSplit | None"
   check_function(op, "matrices", matrices, remedy)
@@ -233,11 +232,11 @@ def map_matrices(
     where = *spec[:lead], spec[lead], spec[-1]
 
     def of_matrix(matrix):
-      return place(f(place(matrix, sharding, where)), sharding, where)
+      return constrain(f(constrain(matrix, sharding, where)), sharding, where)
 
     parts = split_columns(x.reshape(*x.shape[:lead], rows, -1), split)
     whole = join_columns([of_matrix(part) for part in parts], split)
-    return place(whole.reshape(x.shape), sharding, spec)
+    return constrain(whole.reshape(x.shape), sharding, spec)
 
   axes = (None,) * x.ndim
   if sharding is not None:
@@ -251,7 +250,7 @@ def map_matrices(
   return x.transpose([order.index(i) for i in range(x.ndim)])
 
 
-def place(x: Array, sharding: NamedSharding | None, spec: tuple) -> Array:
+def constrain(x: Array, sharding: NamedSharding | None, spec: tuple) -> Array:
   """Constrains x to `spec` on the mesh of `sharding`."""
   if sharding is None:
     return x
@@ -268,9 +267,8 @@ def newton_schulz(
   """Orthogonalizes f32 [..., m, n]: moves singular values close to 1.
 
   Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where
-  A = x x^T. On a mesh, the longer axis is split over all devices that store
-  shards of the leaf, so devices communicate only to sum their x x^T. Without
-  `sharding`, XLA decides how to partition the iteration.
+  A = x x^T. With `sharding`, the longer axis is split over all devices that
+  store shards of the leaf, so devices communicate only to sum their x x^T.
   """
   a, b, c = options.coefficients
   is_tall = x.shape[-2] > x.shape[-1]
@@ -284,17 +282,17 @@ def newton_schulz(
       names = ()
   by_columns = (*lead, None, names)
   if names:
-    x = place(x, sharding, by_columns)
+    x = constrain(x, sharding, by_columns)
   norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
   x = x / (norm + options.eps)
 
   def step(x):
     gram = x @ x.mT
     if names:
-      gram = place(gram, sharding, (*lead, None, None))
+      gram = constrain(gram, sharding, (*lead, None, None))
     x = a * x + (b * gram + c * gram @ gram) @ x
     # Without this, XLA would split the last matmul by rows, and gather x.
-    return place(x, sharding, by_columns) if names else x
+    return constrain(x, sharding, by_columns) if names else x
 
   if isinstance(options.steps, jax.Array):
     x = jax.lax.fori_loop(0, options.steps, lambda _, x: step(x), x)
@@ -310,7 +308,7 @@ def orthogonalize(
   sharding: NamedSharding | None,
   options: NewtonSchulz,
 ) -> Array:
-  """Orthogonalizes a leaf's matrices; scales each as its shape requires."""
+  """Orthogonalizes a leaf's matrices, and scales each by its shape."""
 
   def f(x):
     rows, columns = x.shape[-2:]

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon with its momentum stored in FP8, as an optax transformation.
-
-Muon updates hidden matrices by their orthogonalized momentum; `coat_adamw`
-updates all other parameters. Each device updates its own shard of the momentum.
-`matrices.py` orthogonalizes stacks one layer at a time.
-"""
+"""Muon with its momentum stored in FP8, as an optax transformation."""
 
 import functools
 from collections.abc import Callable
@@ -128,9 +123,9 @@ def scale_by_coat_muon(
     TypeError: `codec` is not a `MomentCodec`; a hyperparameter is not a number;
       `matrices` returns neither a `MatrixSplit` nor None; (by `update`) the
       state belongs to another optimizer.
-    ValueError: a hyperparameter is outside its range; a leaf is not a matrix,
-      or cannot be split as `matrices` specifies; the state was made with
-      another codec or for other parameters.
+    ValueError: a hyperparameter is outside its range; (by `update`) a leaf is
+      not a matrix, or cannot be split as `matrices` specifies; the state was
+      made with another codec or for other parameters.
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.scale_by_muon`.
   """

@@ -2,23 +2,20 @@
 """Runs a leaf's optimizer step on a GPU in plain JAX, in two or three passes.
 
 A group's statistics depend on all of its values, so a step must read its inputs
-twice. By default, XLA would store both new moments in f32 after the first read,
-and spend more time on writing and reading them than on the rest of the step.
-Here, each pass instead recomputes the new moments from the stored ones. (The
-values may differ between passes in the last bit, because XLA may fuse
-multiplications and additions differently.)
+twice. XLA would store both new moments in f32 after the first read, and spend
+more time on them than on the rest of the step. Here, each pass instead
+recomputes the new moments from the stored ones. Their last bits may differ
+between passes, because XLA may fuse multiplications and additions differently.
 
 The first pass computes the statistics; the last one encodes. If a codec with
 dynamic range expansion rounds stochastically, a pass between them computes
 drafts, which are codes of values rounded toward zero. XLA generates slow code
-if it fuses drafts with the table lookup below. Arrays are split into groups
-first, because XLA counts operations before a reshape twice when it estimates
-the cost of a fusion.
+if it fuses drafts with the table lookup below.
 
 XLA needs about 120 instructions for a power on a GPU, so six powers per
-parameter would take longer than all memory accesses. But the expansion's
-exponent k has only 256 values, and an E4M3 code 128 magnitudes. So we look up
-the roots in a table, which gives the same bits.
+parameter would take longer than all memory accesses. But there are at most 256
+values of the expansion's exponent k, and 128 magnitudes of an E4M3 code. So we
+look up the roots in a table, which gives the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,9 +58,7 @@ def run(
   `compute(arrays, *moments)` returns a result and the new moments, all f32. It
   must be elementwise, because its arguments are split into groups.
   `finish(result, split)` returns a tree of arrays of the result's shape;
-  `split` splits other arrays of the leaf's shape into groups. `arrays` is a
-  tree of arrays of the leaf's shape. `noise` contains for each moment such an
-  array, or None.
+  `split` splits other arrays of the leaf's shape into groups.
   """
   size, n = groups[0].group_size, stored[0].codes.shape[-1]
 
@@ -74,6 +69,8 @@ def run(
     arrays, stored = inputs
     return compute(arrays, *map(_decode, groups, stored))
 
+  # Split first: XLA counts operations before a reshape twice when it estimates
+  # the cost of a fusion.
   stored = [
     Encoded(split(codes), *(x[..., None] if x.ndim else x for x in statistics))
     for codes, *statistics in stored

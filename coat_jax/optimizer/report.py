@@ -129,7 +129,7 @@ def state_report(
         0 there too do not count. If a second moment is 0, the update is divided
         by eps;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
-        with Euclidean norms over the leaf.
+        with Euclidean norms over the leaf; |decoded| if the reference is 0.
 
   Raises:
     TypeError: `reference` does not contain the moments of `opt_state`.

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts and checks states with FP8 arrays, to save and restore them.
-
-NumPy has no FP8 and no int4 dtype: `np.savez` writes such arrays, but `np.load`
-cannot read them. `to_integers` converts them to unsigned integers with the same
-bits, which every file format supports. Orbax supports FP8 and int4, but casts
-arrays that it reads to the target's dtypes, which corrupts codes of another
-codec. `check_stored` compares the dtypes first.
-"""
+"""Converts and checks states with FP8 arrays, to save and restore them."""
 
 from typing import Any
 
@@ -23,6 +16,8 @@ def to_integers(tree: Any) -> Any:
   """Converts FP8 and bfloat16 arrays to uint8 and uint16 with the same bits.
 
   Arrays of int4 also become uint8: each byte contains the four bits of a value.
+  Every file format supports unsigned integers, whereas `np.savez` and `np.load`
+  lose the dtypes FP8, bfloat16 and int4.
 
   Args:
     tree: a tree of arrays or `jax.ShapeDtypeStruct`s, such as a train state.

@@ -1,16 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes how an optimizer's FP8 state is sharded: like its parameters.
 
-Codes have the shape and sharding of their parameter. The statistics of groups
-have the same axes, of which the last is shorter, and the same sharding, so a
-step moves nothing between devices. We trace `init` on a mesh of explicit axes,
-where types contain shardings, and read the shardings of all results from their
-types. This works whatever wraps the optimizer, and the shardings are valid for
-automatic axes too.
-
-If rows are sharded, the group size must divide each device's shard of a row, so
-that no group is split (`fit_group_size`). Groups in an `nnx.State`, which
-contains no codec, are not checked.
+We trace `init` on a mesh of explicit axes, where types contain shardings. This
+works whatever wraps the optimizer, and the shardings are valid for automatic
+axes too.
 """
 
 import dataclasses
@@ -55,7 +48,8 @@ def abstract_state(
 
   Raises:
     TypeError: a sharding is not a `NamedSharding`, or `init` is not a function.
-    ValueError: `shardings` do not fit `params`, or devices would split a group.
+    ValueError: `shardings` do not fit `params`, or devices would split a group
+      (in an `nnx.State`, groups are not checked).
 
   Examples:
     >>> import jax, optax
@@ -172,6 +166,7 @@ def _abstract_state(op, init, params, shardings) -> Any:
       init, jax.tree.map(lambda x: on(explicit, x), placed)
     )
   state = jax.tree.map(lambda x: on(mesh, x), state)
+  # An `nnx.State` contains no codecs, so we cannot check its groups.
   for moment in moments_in(state):
     leaves = zip(leaf_paths(moment.codes), moment.leaves(), strict=True)
     for (path, codes), encoded in leaves:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer states with FP8 moments: the classes, and functions that make them.
-
-A codec encodes one array; a `Moment` contains one moment of all parameters.
-"""
+"""Optimizer states with FP8 moments."""
 
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +41,10 @@ _MAKERS = {
 class Moment:
   """One moment of all parameters, as a state stores it.
 
-  `codes`, `amax` and `range` are the fields of `codecs.Encoded`, as trees with
-  the parameters' structure and boxes (`nnx.Variable`, Linen's `Partitioned`);
-  `boxes.py` explains which axis names the boxes keep. If a leaf is not encoded,
-  `codes` contains its values in f32 or complex64, and its statistics are scalar
-  zeros.
+  `codes`, `amax` and `range` are trees with the structure and boxes
+  (`nnx.Variable`, Linen's `Partitioned`) of the parameters, and contain the
+  fields of `codecs.Encoded`. For a leaf that is not encoded, `codes` contains
+  the values in f32 or complex64; `amax` and `range` contain scalar zeros.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype.
@@ -93,9 +89,8 @@ def zero_moment(
 ) -> Moment:
   """Makes a moment of zeros with the structure and boxes of `like`.
 
-  `codec` encodes the chosen leaves. The other leaves are stored in f32, or in
-  complex64 if they are complex and `is_real` is False. `mesh` is the mesh in
-  the parameters' types, or None.
+  Leaves that are not chosen are stored in f32, or in complex64 if they are
+  complex and `is_real` is False.
   """
 
   def zeros(leaf, is_chosen):
@@ -112,12 +107,11 @@ def zero_moment(
 
 
 def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
-  """Encodes zeros with the shape and sharding of a leaf, with noise 0.5.
+  """Encodes zeros with the shape and sharding of a leaf.
 
   To encode a whole model's zeros, XLA would spend half a minute on constant
   folding, or use gigabytes at run time. All groups of zeros have the same codes
-  and statistics, so we encode one group and repeat the result. Statistics are
-  sharded like the leaf, except along axes that devices cannot split evenly.
+  and statistics, so we encode one group and repeat the result.
   """
   shape = jnp.shape(leaf)
   n = shape[-1] if shape else 1
@@ -137,8 +131,8 @@ def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
 def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
   """Sets the mesh of a concrete leaf on explicit axes, unless one is set.
 
-  JAX cannot set a mesh while it traces a function. The result is then not
-  sharded, like the result of `jnp.zeros_like`.
+  JAX cannot set a mesh while it traces a function. The zeros are then not
+  sharded, as with `jnp.zeros_like`.
   """
   where = getattr(sharding, "mesh", None)
   is_explicit = isinstance(where, Mesh) and where.abstract_mesh.explicit_axes
@@ -266,11 +260,7 @@ FusedState = MomentState | LowBitsState
 
 @dataclasses.dataclass(frozen=True)
 class MomentOptions:
-  """The options that our optimizers share; see `coat_adamw`.
-
-  `op` is the public function's name, for error messages. If `state_type` has
-  only one moment, `codec.mu` encodes it.
-  """
+  """The options that our optimizers share; see `coat_adamw`."""
 
   op: str
   state_type: type[MomentState]
@@ -307,8 +297,8 @@ def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
   if not isinstance(state, kind):
     raise TypeError(
       f"{op}: state must be {a(kind)}, got {a(type(state))}; "
-      "pass what its init or update returned, or convert optax's state with "
-      "from_plain_state"
+      "pass the state that its init or last step returned, or convert optax's "
+      "state with from_plain_state"
     )
   for moment in moments_in(state):
     if moment.codec not in codec.groups:
@@ -354,12 +344,12 @@ def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:
 def find_states(
   op: str, opt_state: Any, kind: Any, remedy: str = ""
 ) -> list[Any]:
-  """Lists all states of a type or union; raises a ValueError if none exists."""
+  """Lists all states of a union; raises a ValueError if there are none."""
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
   found = [leaf for leaf in leaves if isinstance(leaf, kind)]
   if not found:
-    kinds = getattr(kind, "__args__", (kind,))
-    makers = [_MAKERS.get(x.__name__, "optax.adamw") for x in kinds]
+    kinds = get_args(kind)
+    makers = [_MAKERS[x.__name__] for x in kinds]
     raise ValueError(
       f"{op}: the optimizer state must contain "
       f"{' or '.join(map(a, kinds))}, got "

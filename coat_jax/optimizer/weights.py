@@ -8,14 +8,7 @@ bits. It is stored in two arrays, and can be split and joined exactly:
   low  = W - (high << 8)    int8; only the optimizer's step reads this array
 
 A step rounds an f32 to W stochastically, so updates below 2^-16 of a weight
-(with bf16 alone, below 2^-8) take effect only on average. The random words are
-`stochastic.parameter_words`: rounding to bf16 uses their high 16 bits, and
-rounding to 24 bits their high 8 bits.
-
-A trainer that calls `optax.apply_updates` rounds bf16 weights to nearest, and
-loses every update below 1/512 of its weight. As the last transformation of a
-chain, `stochastic_rounding` rounds the new weights stochastically, and returns
-updates that the trainer can add without rounding.
+(with bf16 alone, below 2^-8) take effect only on average.
 """
 
 import functools
@@ -67,10 +60,10 @@ def split(
 ) -> SplitWeight:
   """Rounds f32 of any shape to 24 bits, and splits these into bf16 and a byte.
 
-  If random words are passed, their high 8 bits round x stochastically, so that
-  E[join(split(x))] is x. Otherwise x is rounded to nearest, ties to even. A NaN
-  becomes the canonical NaN of its sign. Finite magnitudes above 3.3895e38,
-  whose nearest bf16 would be infinite, become 3.3895e38.
+  With random words, it rounds stochastically, so that E[join(split(x))] is x;
+  otherwise to nearest, ties to even. A NaN becomes the canonical NaN of its
+  sign. Finite magnitudes above 3.3895e38, whose nearest bf16 would be infinite,
+  become 3.3895e38.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   sign = bits & jnp.uint32(_SIGN)
@@ -95,11 +88,7 @@ def split(
 
 
 def join(weight: SplitWeight) -> Float32[Array, "*s"]:
-  """Inverts `split`: returns the f32 values that a `SplitWeight` represents.
-
-  If `high` is infinite, so is the result, whatever `low` is. If `high` is zero,
-  the result is a subnormal f32 for a positive `low`, and zero otherwise.
-  """
+  """Inverts `split`: returns the f32 values that a `SplitWeight` represents."""
   high, low = weight
   upper = high.astype(jnp.float32)
   bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
@@ -157,11 +146,9 @@ def add_update(weight: Weight, update: Array, key: Array) -> Weight:
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-  """Returns whether a leaf may be split, that is, is neither a norm nor a bias.
-
-  Norms stay in f32: near 1.0, where their scales start, bf16 values are 0.8 %
-  apart.
-  """
+  """Returns whether a leaf may be split: norms and biases may not."""
+  # Norms stay in f32: near 1.0, where their scales start, bf16 values are 0.8 %
+  # apart.
   return not is_norm_or_bias(path, leaf)
 
 
@@ -287,13 +274,14 @@ def stochastic_rounding(
   """Changes updates so that `optax.apply_updates` rounds bf16 stochastically.
 
   Use this as the last transformation of a chain. For a bf16 weight p and its
-  update d it returns round(p + d) - p in f32, where round is stochastic, so
-  that the expected new weight is p + d. `optax.apply_updates` then computes
+  update d it returns round(p + d) - p in f32, where round is stochastic and has
+  the expected value p + d. `optax.apply_updates` then computes
   round(p + d) exactly if this value is within a factor of 2^16 of p. With the
   same seed and step, `coat_jax.apply_updates` returns the same weights, bit for
-  bit. Updates of weights of other dtypes do not change. Do not wrap this
-  transformation in `optax.apply_if_finite`, which requires updates in the
-  gradients' dtype; wrap only the optimizer before it.
+  bit. Updates of weights of other dtypes do not change.
+
+  Do not wrap this transformation in `optax.apply_if_finite`, which requires
+  updates in the gradients' dtype. Wrap only the optimizer before it.
 
   Args:
     seed: seed of the random words.

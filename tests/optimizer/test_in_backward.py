@@ -285,11 +285,15 @@ def test_optax_transformations_step_leaf_by_leaf(is_tied):
   ("optimizer", "error", "said"),
   [
     (coat_adamw(1e-2), ValueError, "got coat_adamw, .*pass fused_coat_adamw"),
-    (coat_lion(1e-2), ValueError, "got .*coat_lion .*fused_coat_lion .without"),
+    (
+      coat_lion(1e-2),
+      ValueError,
+      "got .*coat_lion, .*fused_coat_lion .without",
+    ),
     (
       encoded(optax.lion(1e-2), codecs.coat()),
       ValueError,
-      "got .* or encoded; .*leafwise of the unencoded optimizer",
+      "got .* or encoded; .*leafwise of an unencoded optimizer",
     ),
     (optax.sgd(1e-2), TypeError, "without begin; pass .*leafwise"),
   ],

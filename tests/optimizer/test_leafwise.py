@@ -69,9 +69,18 @@ def test_state_without_an_axis_of_layers_is_refused():
     step(optimizer, initial())
 
 
-def test_schedules_and_counts_are_shared():
-  # Injected hyperparameters are state that all leaves share.
-  tx = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0, 9))
+@pytest.mark.parametrize(
+  "tx",
+  [
+    # Injected hyperparameters are state that all leaves share.
+    optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0, 9)),
+    # A mask may be a tree, or a prefix of one.
+    optax.adamw(
+      1e-2, weight_decay=0.5, mask={"embedding": False, "layers": True}
+    ),
+  ],
+)
+def test_leaves_share_schedules_counts_and_masks(tx):
   params = initial()
   got = step(leafwise(tx), params)
   grads = jax.grad(loss_fn)(params)
