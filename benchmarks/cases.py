@@ -107,8 +107,8 @@ UNEVEN = Sizes(
   quantized=(48, 672),
   group_sizes=(32,),
 )
-# No kernel supports this case: `grouped_wgrad` supports all sizes but not f32,
-# and the other kernels do not support these sizes.
+# No kernel supports these sizes, except that of `grouped_wgrad`, which does not
+# support f32, and that of `quantize_rows` (see `elementwise_cases`).
 ODD = Sizes(
   batch=1,
   seq=3,

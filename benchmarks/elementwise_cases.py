@@ -52,8 +52,7 @@ def _quantize(sizes):
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
   # Tests expect that no kernel supports the sizes `ODD`. The kernel of
-  # `quantize_rows` supports all widths, so for these sizes we choose a format
-  # that it does not support.
+  # `quantize_rows` supports all widths, but not E5M2.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,
@@ -147,8 +146,8 @@ def _norm(sizes):
   has_mean = kind == "layer"
 
   def x(seed=0):
-    # The values are far from zero, so that a test fails if a kernel includes
-    # values of other rows in a mean or variance.
+    # Values far from zero show if a kernel includes values of other rows in a
+    # mean or variance.
     return sizes.normal(t, d, seed=seed) + (7 if has_mean else 0)
 
   def parameters():

@@ -133,8 +133,8 @@ def clocks(found: collections.Counter[str]) -> dict[str, float]:
 @contextlib.contextmanager
 def _dump() -> Iterator[Path]:
   """Makes Mosaic write machine code to a temporary folder."""
-  # On import, Mosaic sets its CUDA root to the folder that JAX finds. Set it to
-  # the folder of nvdisasm.
+  # On import, Mosaic sets its CUDA root to the folder that JAX finds, which may
+  # not contain nvdisasm.
   with tempfile.TemporaryDirectory() as folder:
     variables = {
       "MOSAIC_GPU_CUDA_ROOT": str(disassembler()),

@@ -51,10 +51,7 @@ def measure_steps(
   *,
   steps: int,
 ) -> dict:
-  """Times `steps` training steps after a warm-up; returns a row's figures.
-
-  `mesh` is None for one device.
-  """
+  """Times `steps` training steps after a warm-up; returns a row's figures."""
   optimizer = step.build_optimizer(config, mesh)
   abstract = step.abstract_state(config, optimizer, mesh)
   where = meshes.batch_sharding(mesh) if mesh else None

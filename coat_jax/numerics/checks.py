@@ -161,8 +161,7 @@ def flatten_like(
 ) -> list[Any]:
   """Lists the nodes of a tree that correspond to the leaves of `treedef`.
 
-  Raises a ValueError if the structures differ. In the message, `of` names the
-  tree with the structure `treedef`.
+  In the error's message, `of` names the tree with the structure `treedef`.
   """
   try:
     return treedef.flatten_up_to(tree)
@@ -185,9 +184,9 @@ def check_array(
 ) -> None:
   """Raises unless a value is an array of kind `kind` with `ndim` axes.
 
-  `rule` describes the array in the message, as in "int [B, T]". `ndim` is the
-  number of axes, a collection of allowed numbers, or () for any number. `kind`
-  is a dtype class for `jnp.issubdtype`, or a tuple of such classes.
+  `rule` describes the array in the message, as in "int [B, T]". If `ndim` is
+  (), any number of axes is allowed. `kind` is a dtype class for
+  `jnp.issubdtype`, or a tuple of such classes.
   """
   kinds = kind if isinstance(kind, tuple) else (kind,)
   if not is_array(value) or not any(

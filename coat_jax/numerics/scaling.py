@@ -10,11 +10,9 @@
   Tiles      one scale per 128 x 128 values, for weights that are multiplied by
              an operand with `Blocks`
 
-A recipe chooses the `Scaling` class for the operands of its matmuls; operations
-and layers treat all scalings alike. Scales of blocks and tiles are powers of
-two, so each dequantized value is exact in BF16. Quantizing the value again
-along the other axis changes it only if it is below 2^-14 times the largest
-value of its new block.
+Scales of blocks and tiles are powers of two, so each dequantized value is exact
+in BF16. Quantizing an E4M3 value again along the other axis changes it only if
+it is at most 2^-14 times the largest value of its new block.
 
 Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.

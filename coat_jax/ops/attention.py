@@ -7,8 +7,8 @@ and recomputes the probabilities of one chunk of queries at a time, so that no
 its queries see, so T (window + chunk) scores are computed instead of T S.
 
 Shapes: q [B, T, N, H]; k, v [B, S, K, H]. N is a multiple of K, and query head
-n reads key head n // (N / K). Matmuls read operands in their own dtype and
-accumulate in f32; the softmax is computed in f32.
+n reads key head n // (N / K). Matmuls accumulate in f32; the softmax is
+computed in f32.
 """
 
 from typing import NamedTuple
@@ -153,10 +153,7 @@ class Chunk(NamedTuple):
 
   @classmethod
   def of(cls, queries, segments, q, k, kind: AttentionKind) -> "Chunk":
-    """Makes a chunk that reads all keys, or with a window only some of them.
-
-    `queries` and `segments` come from `in_chunks`.
-    """
+    """Makes a chunk from an element of `in_chunks` of queries and segments."""
     x, start = queries
     own = None if segments is None else segments[0]
     s, size = k.shape[1], x.shape[1]

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls of FP8 operands: each row times the weight of its group.
 
-  grouped_linear_fwd     y  = x w      x.rows [M, D], w.columns [E, F, D]
-  grouped_linear_dgrad   dx = g w^T    g.rows [M, F], w.rows [E, D, F]
-  grouped_linear_wgrad   dw = x^T g    x.columns [D, M], g.columns [F, M]
-
-Rows are sorted by group, as in `ops.grouped`, and groups are not padded. Rows
-after the last group belong to no group, and may contain anything, even NaN.
-`quantize_grouped` leaves them out of the scale and sets their codes to zero, so
-they add nothing to a weight's gradient, and their results are zero.
+Rows are sorted by group, as in `ops.grouped`. Rows after the last group may
+contain anything, even NaN. `quantize_grouped` leaves them out of the scale and
+sets their codes to zero, so they add nothing to a weight's gradient, and their
+results are zero.
 
 All tokens share a scale, all gradients share a scale, and each group's weight
 has a separate scale. Codes are multiplied exactly, and sums are f32.
