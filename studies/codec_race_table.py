@@ -33,10 +33,8 @@ def sizes(rows: list[dict]) -> dict[str, float]:
 def table(rows: list[dict], preset: str) -> str:
   """Formats the table of a preset's candidates: bytes, errors and losses.
 
-  The table contains no errors if some candidates have none. Losses are
-  differences from the baseline: their mean and its 95 % interval, or each
-  difference in the order of seeds if there are fewer than three seeds. The
-  baselines' rows contain the losses themselves.
+  The table contains no errors if some candidates have none. Baselines' rows
+  contain losses instead of differences.
   """
   errors = {
     row["case"]["candidate"]: row

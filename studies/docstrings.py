@@ -15,8 +15,7 @@ that --suffixes lists. It writes to the folder OUT:
 
 The order is the same in every run, and duplicate files are used only once.
 Losses are comparable only if they come from the same data, so record
-source.json with them. `studies/finetuning.sh` and `studies/long.sh` train on
-this data.
+source.json with them.
 """
 
 import argparse
@@ -106,7 +105,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def write(texts: Sequence[str], out: Path, vocab_size: int) -> dict[str, int]:
-  """Writes tokenizer, tokens and conversations; returns their numbers."""
+  """Writes tokenizer, tokens and conversations; returns the counts."""
   # Train on an eighth of the text, which contains nearly all words.
   tokenizer = train_tokenizer(texts[: len(texts) // 8 + 1], vocab_size)
   tokenizer.save(str(out / "tokenizer.json"))

@@ -75,11 +75,7 @@ def summarize(rows: Iterable[dict]) -> Summary:
 
 
 def best_rates(rows: Iterable[dict], variant: str, count: int) -> list[float]:
-  """Returns the `count` rates of the small model with the lowest losses.
-
-  Raises:
-    ValueError: there are fewer than `count` rates at which no run failed.
-  """
+  """Returns the `count` rates of the small model with the lowest losses."""
   found = summarize(
     row
     for row in rows
@@ -101,10 +97,7 @@ def best_rates(rows: Iterable[dict], variant: str, count: int) -> list[float]:
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
-  """Computes a mean and half the width of its 95 % confidence interval.
-
-  The half width is NaN if there are fewer than two values.
-  """
+  """Computes a mean and half the width of its 95 % confidence interval."""
   x = np.asarray(list(values), float)
   if len(x) < 2:
     return float(x.mean()) if len(x) else float("nan"), float("nan")
@@ -175,17 +168,11 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
 
 
 def limits(found: dict[str, Summary]) -> tuple[float, float] | None:
-  """Returns the lower and upper end of the loss axis.
+  """Returns the ends of the loss axis; None if no rate trained with all seeds.
 
   The axis covers the losses of bf16, or of all variants if there is no bf16.
   Variants that diverge end up hundreds of nats higher. If the axis covered
   them, all other variants would merge into one line.
-
-  Args:
-    found: the summaries by variant.
-
-  Returns:
-    The two ends, or None if no rate trained with every seed.
   """
   losses, whole = [], []
   for name, summary in found.items():
