@@ -2,9 +2,9 @@
 """Lists the memory-bound cases of `benchmarks.ops`: those without matmuls.
 
 `num_bytes` counts the bytes of the matrices that an operation must read and
-write, but not those of vectors. An operation reads its input twice if it must
-find the result's largest magnitude before it can write the result. Examples are
-`quantize_tensor` without a scale and `activation_bwd_operands`.
+write, but not those of vectors. Inputs count twice if an operation must find
+the result's largest magnitude before it can write the result, as
+`quantize_tensor` without a scale and `activation_bwd_operands` do.
 """
 
 import functools

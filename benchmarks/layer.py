@@ -27,9 +27,8 @@ microbatches. So FP8 weights are arguments here, and quantizing is not timed.
 
 --preset selects a decoder layer (`train.presets`) or a layer of a vision tower:
 siglip_so400m (384 pixels, 729 tokens per image) or clip_l (336 pixels, 577
-tokens per image). If a model alternates two kinds of layers
-(gemma2_2b), there are rows for a layer with a sliding window and for a layer
-without one (`kind`).
+tokens per image). If a model alternates two kinds of layers (gemma2_2b), there
+are rows for a layer with a sliding window and for a layer without one (`kind`).
 
 --compile-only compiles everything without running it, by default for an H200.
 Pass another GPU (`benchmarks.aot`) or a TPU topology (`benchmarks.tpu`) as the

@@ -105,14 +105,20 @@ def plain(name: str, shape, dtype, ceiling: float) -> dict:
   return report(case, "xla", timing, size, ceiling)
 
 
-def implementations(name: str, codec, shape, dtype) -> list[str]:
-  """Lists the implementations that can run the fused step here."""
-  if jax.default_backend() != "gpu":
-    return ["xla"]
+def has_kernel(name: str, codec, shape, dtype) -> bool:
+  """Returns whether Mosaic has a kernel for the fused step."""
   said = OPTIMIZERS[name][0](1e-3, codec=codec).explain(
     {"p": jax.ShapeDtypeStruct(shape, dtype)}
   )
-  return ["xla", "mosaic"] if "mosaic on a GPU" in said["p"] else ["xla"]
+  return "mosaic on a GPU" in said["p"]
+
+
+def implementations(name: str, codec, shape, dtype) -> list[str]:
+  """Lists the implementations that can run the fused step here."""
+  on_gpu = jax.default_backend() == "gpu"
+  if on_gpu and has_kernel(name, codec, shape, dtype):
+    return ["xla", "mosaic"]
+  return ["xla"]
 
 
 def fused(

@@ -26,9 +26,8 @@ class Summary(NamedTuple):
     losses: for each rate, the held-out losses of runs that did not fail, by
       seed.
     spikes: for each rate, the mean number of spikes.
-    failed: for each rate, the number of runs that failed.
-    largest: the largest rate for which no run failed at this or at a smaller
-      rate; None if runs failed at the smallest rate.
+    failed: for each rate, the number of failed runs.
+    largest: the largest rate up to which no run failed, or None.
     best: the rate up to `largest` with the lowest mean loss, or None.
   """
 

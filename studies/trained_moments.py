@@ -48,13 +48,7 @@ class Moments(NamedTuple):
 
 
 class Trained(NamedTuple):
-  """A model and its moments after the last step.
-
-  Attributes:
-    params: f32 parameters, as nested dicts.
-    mu, nu: f32 moments, with the same structure.
-    loss: loss of the last step, in nats.
-  """
+  """Parameters and moments, f32 in nested dicts, and the last step's loss."""
 
   params: Any
   mu: Any

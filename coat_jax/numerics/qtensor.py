@@ -121,8 +121,7 @@ def tensor_amax(
   """Returns a tensor's largest magnitude, f32 []; NaN if any value is NaN.
 
   Inside `jax.shard_map`, `axis_names` are the axes over which the tensor is
-  split; devices along them exchange one number each. Along other axes, such as
-  pipeline stages, devices hold different tensors.
+  split; devices along them exchange one number each.
   """
   return bits_to_amax(_magnitude_bits(x), axis_names)
 

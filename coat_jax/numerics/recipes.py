@@ -179,9 +179,10 @@ class CoatRecipe:
       support those of `coat` and `fp8_block`; other formats of
       `coat_jax.numerics.formats` run as plain JAX.
     axes: what the axes of a mesh split. If set, FP8 blocks run on each device's
-      shard (`jax.shard_map`); call them under `jax.set_mesh`. Pass None on one
-      device, on explicit data and FSDP axes (the arrays' types then contain the
-      sharding), or to let XLA partition layers, which then use no kernels.
+      shard (`jax.shard_map`); call them under `jax.set_mesh`. None is for one
+      device, for meshes with explicit data and FSDP axes (arrays' types then
+      contain the sharding), and for layers that XLA partitions, which use no
+      kernels.
 
   Raises:
     TypeError: a field has the wrong type.

@@ -8,13 +8,13 @@ the sharding. They are hashed separately because a stacked leaf can have more
 than 2^32 elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
-search), which takes 8 integer operations per word; Threefry takes about 37. We
-hash only once per 8 columns. Their words are the hash times the powers 0 to 7
-of a multiplier, which are successive states of a multiplicative generator. Over
-the steps, each word is uniform, and any two words are uncorrelated. The second
-moment's word is 8 states after the first
-moment's (`next_words`), and the parameter's word another 8 states later. Use
-the high bits of a word, because the low bits of such a generator hardly change.
+search), which takes 8 integer operations per word; Threefry takes about 37.
+Eight neighbouring columns share a hash; a word is the hash times
+MULTIPLIER^(column modulo 8). The second moment's word is the first moment's
+times MULTIPLIER^8 (`next_words`), and the parameter's word is that times
+MULTIPLIER^8. Over the steps, each word is uniform, and any two words are
+uncorrelated. Use the high bits of a word, because multiplying hardly changes
+the low bits.
 """
 
 import dataclasses

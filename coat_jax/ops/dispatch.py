@@ -11,8 +11,9 @@ A call passes the arguments of the operation's definition, and `implementation`:
 
 `explain` reports which implementation would run, and why.
 
-An implementation has the definition's signature, and is decorated with
-`@kernel(why_not)`. `op.kernels["name"] = function` adds yours.
+An implementation has the definition's signature. Decorate it with
+`@kernel(why_not)` unless it can run all arguments. `op.kernels["name"] =
+function` adds yours.
 """
 
 import dataclasses
@@ -201,9 +202,8 @@ def op[R](
 ) -> Callable[[Callable[..., R]], Op[R]]:
   """Returns a decorator that makes a definition an `Op`: `@op(mosaic="norm")`.
 
-  `kernels` maps an implementation's name to a function, or to the name of a
-  module that contains a function with the definition's name. The module is in
-  `ops` for `cublas` and `cudnn`, else in `pallas.<implementation>`.
+  Modules of kernels are in `ops` for `cublas` and `cudnn`, else in
+  `pallas.<implementation>`.
   """
 
   def make(definition: Callable[..., R]) -> Op[R]:
@@ -217,8 +217,8 @@ def kernel[**P, R](
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
   """Makes an implementation raise `Unsupported` if `why_not` gives a reason.
 
-  `why_not` receives all arguments by name. From shapes, dtypes and options it
-  finds why the implementation cannot run them, and returns the reason or None.
+  `why_not` receives all arguments by name, and returns the reason or None. It
+  may depend on shapes, dtypes and options, but not on values of arrays.
   """
 
   def make(run: Callable[P, R]) -> Callable[P, R]:
