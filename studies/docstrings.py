@@ -154,13 +154,13 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
     if options.vocab_size > 2**16:
       raise ValueError(
         "--vocab-size must be at most 65536, because ids have 16 bits, "
-        f"got {options.vocab_size}"
+        f"got {options.vocab_size}; pass a smaller size"
       )
     texts = read_sources(options.folders, options.suffixes)
     if not texts:
       raise ValueError(
         f"folders must contain {' or '.join(options.suffixes)} files, got "
-        f"none in {', '.join(map(str, options.folders))}"
+        f"none in {', '.join(map(str, options.folders))}; pass other folders"
       )
     options.out.mkdir(parents=True)
     counts = write(texts, options.out, options.vocab_size)

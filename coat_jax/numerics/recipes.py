@@ -222,7 +222,7 @@ class CoatRecipe:
       raise ValueError(
         "CoatRecipe: linear='bf16' requires nonlinear='bf16' and "
         f"attention='bf16', got {self.nonlinear!r} and {self.attention!r}; "
-        "FP8 residuals pay off only if matmuls read them"
+        "leave all three out, or pass recipes.bf16()"
       )
     if self.experts == "fp8" and (self.name, self.scaling) != (
       "coat",

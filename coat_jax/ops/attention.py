@@ -33,8 +33,8 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
   if not fits or q.shape[2] % k.shape[2]:
     raise ValueError(
       "attention: needs q [B, T, N, H] and k, v [B, S, K, H] with N a "
-      f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}; add batch "
-      "and head axes"
+      f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}; pass arrays "
+      "of these shapes"
     )
   t, s = q.shape[1], k.shape[1]
   fewest = t if kind.causal else min(t, 1)

@@ -24,7 +24,7 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
   if x.rows is None or w.columns is None or w.columns.ndim != 2:
     raise ValueError(
       "linear: needs x in rows and a weight [D, F] in columns, got "
-      f"{_layout_of(x)} and {_layout_of(w)}; quantize them in these layouts"
+      f"{shapes_of(x)} and {shapes_of(w)}; quantize them in these layouts"
     )
   if x.rows.shape[-1] != w.columns.shape[1]:
     raise ValueError(
@@ -44,7 +44,8 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
       )
 
 
-def _layout_of(operand: Operand) -> str:
+def shapes_of(operand: Operand) -> str:
+  """Describes the shapes of an operand's layouts for an error message."""
   shapes = [None if x is None else x.shape for x in operand[:2]]
   return f"rows {shapes[0]} and columns {shapes[1]}"
 
