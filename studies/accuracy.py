@@ -267,10 +267,9 @@ def draw(one_step: list[dict], traces: dict, out: Path, b2=0.99) -> None:
   left, right = figure.subplots(1, 2)
   rows = [row for row in one_step if row["update_rms_error"] > 0]
   # A codec has one color; rounding to nearest is a dashed line or a pale bar.
-  names = [row["label"].split(",")[0] for row in rows]
-  palette = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(names))}
-  colors = dict(zip([row["label"] for row in rows], names, strict=True))
-  colors = {label: palette[name] for label, name in colors.items()}
+  names = {row["label"]: row["label"].split(",")[0] for row in rows}
+  palette = {x: f"C{i}" for i, x in enumerate(dict.fromkeys(names.values()))}
+  colors = {label: palette[name] for label, name in names.items()}
   for row in rows:
     label = row["label"]
     alpha = 1.0 if "stochastic" in label else 0.5

@@ -153,7 +153,7 @@ class Chunk(NamedTuple):
 
   @classmethod
   def of(cls, queries, segments, q, k, kind: AttentionKind) -> "Chunk":
-    """Makes a chunk from an element of `in_chunks` of queries and segments."""
+    """Makes a chunk; `queries` and `segments` are elements of `in_chunks`."""
     x, start = queries
     own = None if segments is None else segments[0]
     s, size = k.shape[1], x.shape[1]
