@@ -121,7 +121,7 @@ def cases(
   done: list[dict],
   case: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-  """Yields the cases, extensions of `case`, that have no row in `done`."""
+  """Extends `case` to the cases of all runs that have no row in `done`."""
   known = {json.dumps(row["case"], sort_keys=True) for row in done}
   for variant in variants:
     for rate in rates[variant]:
