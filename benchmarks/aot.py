@@ -62,10 +62,7 @@ def only_compile() -> None:
 
 
 def devices(gpu: str, count: int) -> list[jax.Device]:
-  """Returns `count` GPUs of one host, for which programs can be compiled.
-
-  `gpu` is one of `GPUS`.
-  """
+  """Returns `count` GPUs of one host, of a kind in `GPUS`, to compile for."""
   if not available():
     raise CompilerMissing(
       "devices: XLA's compiler for CUDA must be installed, got no module "

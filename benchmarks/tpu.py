@@ -5,8 +5,7 @@
   export PYTHONPATH=.:.venv/libtpu JAX_PLATFORMS=cpu
   python -m benchmarks.tpu --topology v5p:4x4x4 --mesh fsdp=64
 
-The first command installs libtpu, XLA's compiler for TPUs. Nothing is run, so
-there are no times.
+The first command installs libtpu, XLA's compiler for TPUs.
 
 The command prints a JSON row, `tpu.optimizer`, for a step of `optax.adamw`
 (variant optax), `coat_adamw` (coat) and `fused_coat_adamw` (fused) on all

@@ -22,8 +22,7 @@ def baseline(name: str) -> str:
 def sizes(rows: list[dict]) -> dict[str, float]:
   """Returns the bytes per parameter of each candidate, largest first.
 
-  The bytes are those of large leaves if the candidate has a row of errors, and
-  those of the whole state otherwise.
+  Rows of errors, which count only large leaves, take precedence.
   """
   errors_last = sorted(rows, key=lambda row: row["bench"], reverse=True)
   found = {x["case"]["candidate"]: x["bytes_per_param"] for x in errors_last}

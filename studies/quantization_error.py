@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the errors of 8-bit formats and codecs on given tensors.
-
-Errors are computed in float64.
-"""
+"""Computes the errors of 8-bit formats and codecs on given tensors."""
 
 import functools
 from collections.abc import Iterator, Sequence

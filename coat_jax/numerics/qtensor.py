@@ -74,7 +74,7 @@ class QTensor:
   def dequantize_groups(self) -> Array:
     """Dequantizes to f32 [..., groups, group_size]; pads a short last group.
 
-    The padding is zeros. If the tensor has one scale, each row is one group.
+    If the tensor has one scale, each row is one group.
     """
     shape, size = self.qvalue.shape, self.group_size
     scale = _checked_scale("dequantize", self.scale, shape, size)
@@ -107,10 +107,7 @@ def join_groups(x: Array, n: int) -> Array:
 
 
 def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
-  """Returns each group's largest magnitude: f32 [..., ceil(n / group_size)].
-
-  The result is NaN for a group that contains a NaN.
-  """
+  """Returns the largest magnitudes, f32 [..., groups]; propagates NaN."""
   bits = _magnitude_bits(split_groups(x, group_size))
   return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 

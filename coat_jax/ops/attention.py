@@ -65,8 +65,8 @@ def attention_fwd(
 ) -> AttentionResiduals:
   """Computes softmax(scale q k^T) v and the log-sum-exp of each query's scores.
 
-  q is [B, T, N, H]; k and v are [B, S, K, H]. If `segments`, int32 [B, T] where
-  S = T, are passed, a query sees only keys of its segment.
+  If `segments`, int32 [B, T] where S = T, are passed, a query sees only keys of
+  its segment.
   """
 
   def one_chunk(args):

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of operands in plain jnp, forward and backward.
 
-The operands determine the formats; `dtype` is the dtype of the result. Either
-both operands have one scale, or both have block scales. With block scales,
-kernels multiply the sum over each block of 128 by the block's two scales, and
-add these results in f32. The definition multiplies the codes by the scales
-first. This is exact in BF16, because block scales are powers of two, so only
-sums are rounded.
+With block scales, kernels multiply the sum over each block of 128 by the
+block's two scales, and add these results in f32. The definition multiplies the
+codes by the scales first. This is exact in BF16, because block scales are
+powers of two, so only sums are rounded.
 """
 
 import jax
