@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands that measure speed and memory; rerun them after the code changes.
 
-Each command prints JSON rows, one per line. `studies/` contains experiments on
-accuracy and stability that were run once.
+Each command prints JSON rows, one per line. `studies/` contains experiments
+that were run once.
 """

@@ -3,16 +3,11 @@
 
 XLA's compiler for CUDA comes in two wheels, jax-cuda13-plugin and
 jax-cuda13-pjrt, which `make test-aot` installs. They compile without CUDA's
-libraries and driver. Each file in `gpus/` describes one GPU to the compiler:
-its compute capability, memory and multiprocessors, and the versions of the CUDA
-libraries. h200.txtpb is openxla/xla's `specs/h200.txtpb` (Apache-2.0), to which
-we added these versions.
+libraries and driver. Each file in `gpus/` describes one GPU to the compiler.
 
-The compiled programs cannot run here. But they have the same HLO and need the
-same memory as on a GPU, so they show which kernels and FP8 matmuls a step runs,
-and how much memory the step needs. On a real GPU, only XLA's autotuning may
-choose differently, such as a faster algorithm. A kernel that several programs
-of a process use is compiled only once.
+The compiled programs show which kernels and FP8 matmuls a step runs, and how
+much memory it needs. On a real GPU, only XLA's autotuning may choose
+differently, such as a faster algorithm.
 """
 
 import atexit
@@ -67,10 +62,7 @@ def only_compile() -> None:
 
 
 def devices(gpu: str, count: int) -> list[jax.Device]:
-  """Returns `count` GPUs of one host, for which programs can be compiled.
-
-  `gpu` is one of `GPUS`.
-  """
+  """Returns `count` GPUs of one host, of a kind in `GPUS`, to compile for."""
   if not available():
     raise CompilerMissing(
       "devices: XLA's compiler for CUDA must be installed, got no module "
@@ -92,17 +84,10 @@ def compile_for(
   donate: tuple[int, ...] = (),
   options: dict[str, bool | int | str] | None = None,
 ) -> jax.stages.Compiled:
-  """Compiles `fn` for one GPU or for a mesh of GPUs.
+  """Compiles `fn` for one GPU or for a mesh of `devices`.
 
-  Args:
-    gpu: One of `GPUS`.
-    fn: A function without static arguments.
-    *specs: The arguments of `fn`, as trees of arrays or
-      `jax.ShapeDtypeStruct`. With a mesh, each struct must have a sharding.
-    mesh: A mesh of `devices`; None for one GPU.
-    out_shardings: Shardings of the results on the mesh, as for `jax.jit`.
-    donate: Positions of the arguments that `fn` may overwrite.
-    options: XLA's compiler options, by name.
+  `specs` are arrays or `jax.ShapeDtypeStruct`s. With a mesh, each struct must
+  have a sharding. `options` are XLA's compiler options.
   """
   [device] = devices(gpu, 1)
   lowered = lower_for(
@@ -138,7 +123,6 @@ def lower_for(
   """Lowers `fn` for `device`, or for `mesh` if it is not None.
 
   Code that asks for the current device while `fn` is traced gets `described`.
-  The other arguments are those of `compile_for`.
   """
   if mesh is None:
     out_shardings = sharding = SingleDeviceSharding(device)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses and checks the command-line arguments of benchmarks.
-
-Arguments are checked before anything is timed, so that a benchmark does not run
-for minutes before it reports an invalid argument.
-"""
+"""Parses and checks the command-line arguments of benchmarks."""
 
 import argparse
 import contextlib

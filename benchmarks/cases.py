@@ -24,16 +24,9 @@ from coat_jax.ops import Operand
 class Sizes:
   """The sizes of a layer; the defaults are those of Llama-2-7B.
 
-  Attributes:
-    batch, seq, d_model, d_ff, num_heads: As in a model's configuration.
-    num_kv_heads: Number of key heads; None if it equals `num_heads`.
-    num_experts: Number of experts in an MoE layer; each expert is as wide as
-      the MLP.
-    norm: Kind of norm; a layer norm has a beta.
-    dtype: Dtype of activations, gradients and the norms' parameters.
-    group_size: Group size of the FP8 inputs of norms and activation functions.
-    quantized: Shape of the matrix in the cases of `quantize_*`.
-    group_sizes: Group sizes with which `quantize_groups` quantizes this matrix.
+  Experts are as wide as the MLP. `dtype` is that of activations, gradients and
+  the norms' parameters. The cases of `quantize_*` quantize a matrix of shape
+  `quantized`, those of `quantize_groups` with each of `group_sizes`.
   """
 
   batch: int = 4
@@ -107,8 +100,8 @@ UNEVEN = Sizes(
   quantized=(48, 672),
   group_sizes=(32,),
 )
-# No kernel supports this case: `grouped_wgrad` supports all sizes but not f32,
-# and the other kernels do not support these sizes.
+# No kernel supports these sizes, except that of `grouped_wgrad`, which does not
+# support f32, and that of `quantize_rows` (see `elementwise_cases`).
 ODD = Sizes(
   batch=1,
   seq=3,
@@ -127,12 +120,8 @@ class Case:
   """An operation to measure at one shape.
 
   Attributes:
-    op: The operation's name.
-    shape: Other values that describe the case. `op` and `shape` together are
-      the `case` of a row.
+    op, shape: The operation's name and other values of the row's `case`.
     run: `run(implementation, *arrays)` calls the operation.
-    arrays: Creates the arrays for `run`.
-    implementations: Names of the implementations to measure.
     num_bytes: The fewest bytes that the operation must read and write; used
       only if `flops` is 0.
     flops: Number of floating-point operations in matmuls; 0 if there are none.
@@ -151,15 +140,10 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpCase(Case):
-  """A case of an `ops.Op`.
-
-  Attributes:
-    operation: The operation.
-    call: `call(fn, *arrays)` calls `fn`, a function with the signature of
-      `operation`.
-  """
+  """A case of an `ops.Op`."""
 
   operation: ops.Op
+  # `call(fn, *arrays)` calls a function with the signature of `operation`.
   call: Callable
 
 

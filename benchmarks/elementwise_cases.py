@@ -2,9 +2,9 @@
 """Lists the memory-bound cases of `benchmarks.ops`: those without matmuls.
 
 `num_bytes` counts the bytes of the matrices that an operation must read and
-write, but not those of vectors. An operation reads its input twice if it must
-find the result's largest magnitude before it can write the result. Examples are
-`quantize_tensor` without a scale and `activation_bwd_operands`.
+write, but not those of vectors. Inputs count twice if an operation must find
+the result's largest magnitude before it can write the result, as
+`quantize_tensor` without a scale and `activation_bwd_operands` do.
 """
 
 import functools
@@ -52,8 +52,7 @@ def _quantize(sizes):
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
   # Tests expect that no kernel supports the sizes `ODD`. The kernel of
-  # `quantize_rows` supports all widths, so for these sizes we choose a format
-  # that it does not support.
+  # `quantize_rows` supports all widths, but not E5M2.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,
@@ -147,8 +146,8 @@ def _norm(sizes):
   has_mean = kind == "layer"
 
   def x(seed=0):
-    # The values are far from zero, so that a test fails if a kernel includes
-    # values of other rows in a mean or variance.
+    # Values far from zero show if a kernel includes values of other rows in a
+    # mean or variance.
     return sizes.normal(t, d, seed=seed) + (7 if has_mean else 0)
 
   def parameters():

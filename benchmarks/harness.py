@@ -8,9 +8,9 @@ device. Progress is printed to standard error.
 `measure` times groups of calls. A GPU runs one call while Python dispatches the
 next call, so a group is timed from the dispatch of its first call to the end of
 its last call. Calls below half a millisecond may run faster than Python can
-dispatch them, so for these `measure` times the kernels with the profiler. Small
-arguments would stay in the L2 cache. So consecutive calls get different copies
-of the arguments, which they must read from memory.
+dispatch them, so for these `measure` times the kernels with the profiler.
+Consecutive calls get different copies of the arguments, because small arguments
+would stay in the L2 cache.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ import numpy as np
 
 from coat_jax.numerics.formats import E4M3
 
-# All copies of the arguments together have at least this size, twice an H200's
-# L2 cache.
+# The copies of the arguments together have at least this size, which is more
+# than twice an H200's L2 cache, unless that takes over `_MOST_CALLS` copies.
 _CACHE_BYTES = 2 * 60 * 2**20
 # A group takes about this long, so that the GPU's clock settles, and the times
 # of the first dispatch and of the wait at the end are negligible.
@@ -73,17 +73,11 @@ def measure(
   donate: tuple[int, ...] = (),
   repeats: int = 20,
 ) -> Timing:
-  """Compiles `fn`, warms up with a few calls, and times groups of calls.
+  """Compiles `fn`, warms up with a few calls, and times `repeats` groups.
 
-  Args:
-    fn: The function. Pass large arrays as arguments, because arrays that `fn`
-      closes over would become constants of the program.
-    *args: The arguments of `fn`, as trees of arrays.
-    donate: Positions of the arguments that a call may overwrite. `fn` must
-      return a tuple that starts with the new values of these arguments, in the
-      same order. The next call gets the new values. The donated arrays in
-      `args` cannot be used afterwards.
-    repeats: Number of groups of calls.
+  `donate` lists the positions of arguments that a call may overwrite. `fn` must
+  return a tuple that starts with the new values of these arguments, which the
+  next call gets.
   """
   calls = _Calls(fn, args, donate)
   _group(calls, _WARM_UP_CALLS)
@@ -107,8 +101,8 @@ def copy_bandwidth(num_bytes: int = 2**30, *, repeats: int = 20) -> float:
 def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
   """Measures the TFLOP/s of large square matmuls in the fastest layout.
 
-  The keys of the result are "bf16" and "fp8". In FP8, both operands are E4M3
-  with the contracted axis last, and XLA's fast accumulation is on.
+  The keys of the result are "bf16" and "fp8", which is E4M3 with XLA's fast
+  accumulation.
   """
   algorithm = None
   if jax.default_backend() == "gpu":
@@ -137,11 +131,7 @@ def device_name() -> str:
 
 
 def emit(bench: str, case: dict, **values) -> dict:
-  """Prints one row and returns it.
-
-  Floats are rounded to six digits. NaN and infinity raise a ValueError, because
-  JSON cannot represent them.
-  """
+  """Prints one row and returns it; rounds floats to six digits."""
   row = {
     "bench": bench,
     "case": case,
@@ -272,7 +262,8 @@ def measured_rows(
 
   Prints and yields a row for each. `candidates` yields the labels of a row, the
   function to time, and its arguments. If the first argument is `reference`, the
-  row contains the error from `exact`, unless `exact` is None.
+  row contains the error of the result relative to `exact`, unless `exact` is
+  None.
   """
   on_gpu = jax.default_backend() == "gpu"
   for labels, fn, arrays in candidates:

@@ -20,21 +20,19 @@ the arrays that the layer saves for its backward pass (`train.memory.count`).
 
 layer.scan, with --scan-memory: the temporary memory that each further layer of
 a scan adds, in U. This is the memory of 16 layers minus the memory of 8 layers,
-divided by 8. It includes what checkpoints save, so training needs this much
-memory per layer. Nothing is run.
+divided by 8. Nothing is run.
 
 If weight_cache is "codes", a training step quantizes the weights once for all
 microbatches. So FP8 weights are arguments here, and quantizing is not timed.
 
---preset selects a decoder layer (any preset of train.pretrain) or a layer of a
-vision tower: siglip_so400m (384 pixels, 729 tokens per image) or clip_l (336
-pixels, 577 tokens per image). If a model alternates two kinds of layers
-(gemma2_2b), there are rows for a layer with a sliding window and for a layer
-without one (`kind`).
+--preset selects a decoder layer (`train.presets`) or a layer of a vision tower:
+siglip_so400m (384 pixels, 729 tokens per image) or clip_l (336 pixels, 577
+tokens per image). If a model alternates two kinds of layers (gemma2_2b), there
+are rows for a layer with a sliding window and for a layer without one (`kind`).
 
---compile-only compiles everything without running it, so there are no times.
-The target is an H200 by default. Pass another GPU (`benchmarks.aot`) or a TPU
-topology (`benchmarks.tpu`) as the value of the option.
+--compile-only compiles everything without running it, by default for an H200.
+Pass another GPU (`benchmarks.aot`) or a TPU topology (`benchmarks.tpu`) as the
+value of the option.
 """
 
 import argparse
@@ -239,10 +237,7 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 
 
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
-  """Returns the shapes of the results of `make_arrays`.
-
-  If `layers` is given, parameters are stacked for that many layers.
-  """
+  """Returns the shapes of `make_arrays`, or with stacks of `layers` layers."""
   stack = () if layers is None else (layers,)
   params = jax.tree.map(
     lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params
@@ -275,7 +270,6 @@ def time_rows(config, variant, case, options) -> list[dict]:
     arrays = make_arrays(layer, config, shape, options.param_dtype)
   codes, code_specs = (), ()
   if variant.recipe.weight_cache == "codes":
-    # A training step computes the codes once for all microbatches.
     code_specs = (jax.eval_shape(layer.weight_codes, specs[0]),)
     if not options.compile_only:
       codes = (jax.jit(layer.weight_codes)(arrays[0]),)

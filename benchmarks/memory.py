@@ -17,9 +17,9 @@ these numbers too, in U:
   paper_units      the number in Table 2 of arXiv:2410.19313, which assumes
                    d_ff = 8/3 d_model and does not count scales; for fp8_linear,
                    the table's number for TransformerEngine
-  reference_units  our count for a Llama layer of the same sizes in the code of
-                   COAT's authors, including scales, with and without the 2 U
-                   that the paper counts for RoPE
+  reference_units  only in recipe coat: our count for a Llama layer of the same
+                   sizes in the code of COAT's authors, including scales, with
+                   and without the 2 U that the paper counts for RoPE
 
 memory.state: for each codec, the bytes of parameters (f32 or BF16), gradients
 and the optimizer's state, divided by the number of parameters. They are

@@ -102,10 +102,9 @@ def run(
   repeats: int,
   other: str | None = None,
 ) -> dict:
-  """Measures a case and prints its row.
+  """Measures a case, compares it with `other`, and prints its row.
 
-  `found` is the result of `ceilings`. If `other` is given, results are also
-  compared with those of the implementation `other`.
+  `found` is the result of `ceilings`.
   """
   fn = functools.partial(case.run, implementation)
   timing = measure(fn, *case.arrays(), repeats=repeats)

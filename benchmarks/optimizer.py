@@ -6,14 +6,13 @@
     [--implementations mosaic]
 
 The command prints a JSON row, `optimizer`, for optax.adamw (or optax.lion)
-compiled by XLA with each dtype of weights. It also prints a row for the fused
-step with each combination of codec, rounding, format of weights and
-implementation. --codecs also accepts your own codec as package.module:function.
+with each dtype of weights, and for the fused step with each combination of
+codec, rounding, format of weights and implementation. --codecs also accepts
+your own codec as package.module:function.
 
-By default, the leaf is an array of 16384 x 16384 = 2^28 weights. Weights and
-state are donated. Gradients have the weights' dtype. With the format
-bfloat16_low8, weights are BF16, and the state stores 8 more bits of each weight
-(`low_bits`).
+By default, the leaf is an array of 16384 x 16384 = 2^28 weights. Gradients have
+the weights' dtype. With the format bfloat16_low8, weights are BF16, and the
+state stores 8 more bits of each weight (`low_bits`).
 
 A row contains the time per step. A step must read and write the weights and the
 state, and read the gradient; `gbps` is the number of these bytes divided by the
@@ -83,8 +82,8 @@ def parameters(shape, dtype):
 
 def num_bytes(p, g, state) -> int:
   """Counts the bytes that a step reads and writes."""
-  moments = [x for x in jax.tree.leaves(state) if x.ndim]
-  return 2 * p.nbytes + g.nbytes + 2 * sum(x.nbytes for x in moments)
+  arrays = [x for x in jax.tree.leaves(state) if x.ndim]
+  return 2 * p.nbytes + g.nbytes + 2 * sum(x.nbytes for x in arrays)
 
 
 def plain(name: str, shape, dtype, ceiling: float) -> dict:
@@ -106,14 +105,20 @@ def plain(name: str, shape, dtype, ceiling: float) -> dict:
   return report(case, "xla", timing, size, ceiling)
 
 
-def implementations(name: str, codec, shape, dtype) -> list[str]:
-  """Lists the implementations that can run the fused step here."""
-  if jax.default_backend() != "gpu":
-    return ["xla"]
+def has_kernel(name: str, codec, shape, dtype) -> bool:
+  """Returns whether Mosaic has a kernel for the fused step."""
   said = OPTIMIZERS[name][0](1e-3, codec=codec).explain(
     {"p": jax.ShapeDtypeStruct(shape, dtype)}
   )
-  return ["xla", "mosaic"] if "mosaic on a GPU" in said["p"] else ["xla"]
+  return "mosaic on a GPU" in said["p"]
+
+
+def implementations(name: str, codec, shape, dtype) -> list[str]:
+  """Lists the implementations that can run the fused step here."""
+  on_gpu = jax.default_backend() == "gpu"
+  if on_gpu and has_kernel(name, codec, shape, dtype):
+    return ["xla", "mosaic"]
+  return ["xla"]
 
 
 def fused(

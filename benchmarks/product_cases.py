@@ -256,9 +256,8 @@ def _attention_of(sizes, kind, documents=None):
     *heads, ids = arrays
     return dout, *heads, attend(*arrays), ids
 
-  # Attention needs two multiply-adds per channel for each pair of a query and a
-  # key that the query sees. There are T^2 / 2 such pairs. A window W removes
-  # (T - W)^2 / 2 of them.
+  # Attention does two multiply-adds per channel for each pair of a query and a
+  # key that the query sees: T^2 / 2 pairs, less (T - W)^2 / 2 for a window W.
   hidden = t - (kind.window or t)
   products = 2 * b * n * (t * t - hidden * hidden) * h // (documents or 1)
   yield of_op(

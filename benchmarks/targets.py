@@ -27,10 +27,7 @@ def device_kind(target: str) -> str:
 
 
 def compile_for(target: str, fn: Callable, *specs) -> jax.stages.Compiled:
-  """Compiles `fn` for one device of a target.
-
-  `specs` are the arguments of `fn`, or a `jax.ShapeDtypeStruct` for each array.
-  """
+  """Compiles `fn` for one device of a target."""
   if target in aot.GPUS:
     return aot.compile_for(target, fn, *specs)
   return tpu.compile_for_tpu(target, fn, *specs)

@@ -5,8 +5,7 @@
   export PYTHONPATH=.:.venv/libtpu JAX_PLATFORMS=cpu
   python -m benchmarks.tpu --topology v5p:4x4x4 --mesh fsdp=64
 
-The first command installs libtpu, XLA's compiler for TPUs. Nothing is run, so
-there are no times.
+The first command installs libtpu, XLA's compiler for TPUs.
 
 The command prints a JSON row, `tpu.optimizer`, for a step of `optax.adamw`
 (variant optax), `coat_adamw` (coat) and `fused_coat_adamw` (fused) on all
@@ -46,10 +45,7 @@ OPTIMIZERS = ("optax", "coat", "fused")
 
 @functools.cache
 def devices(topology: str) -> list[jax.Device]:
-  """Returns the devices of a TPU topology, for which programs can be compiled.
-
-  `topology` is libtpu's name, such as v6e:2x2.
-  """
+  """Returns the devices of a TPU topology, such as v6e:2x2, to compile for."""
   # Otherwise libtpu would ask a server which TPU this machine has.
   os.environ["TPU_SKIP_MDS_QUERY"] = "1"
   found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
@@ -66,14 +62,7 @@ def compile_for_tpu(
 ) -> jax.stages.Compiled:
   """Compiles `fn` for one device of a topology or for a mesh of its devices.
 
-  Args:
-    topology: The topology's name, such as "v6e:2x2".
-    fn: A function without static arguments.
-    *specs: The arguments of `fn`, as trees of arrays or
-      `jax.ShapeDtypeStruct`. With a mesh, each struct must have a sharding.
-    mesh: A mesh of `devices(topology)`; None for one device.
-    out_shardings: Shardings of the results on the mesh, as for `jax.jit`.
-    donate: Positions of the arguments that `fn` may overwrite.
+  The arguments are those of `aot.compile_for`.
   """
   device = devices(topology)[0]
   described: Any = Mesh([device], ("device",)).abstract_mesh.abstract_device

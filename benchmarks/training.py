@@ -15,7 +15,7 @@ in a separate process, because JAX cannot reset a GPU's peak.
 
 Use --layers to change the number of layers, for example to find the largest
 model that fits. Use --hbm to limit the memory of each GPU, for example to find
-what fits on a smaller GPU. Each row contains the environment's XLA_FLAGS.
+what fits on a smaller GPU.
 """
 
 import argparse
@@ -51,10 +51,7 @@ def measure_steps(
   *,
   steps: int,
 ) -> dict:
-  """Times `steps` training steps after a warm-up; returns a row's figures.
-
-  `mesh` is None for one device.
-  """
+  """Times `steps` training steps after a warm-up; returns a row's figures."""
   optimizer = step.build_optimizer(config, mesh)
   abstract = step.abstract_state(config, optimizer, mesh)
   where = meshes.batch_sharding(mesh) if mesh else None

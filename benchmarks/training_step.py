@@ -47,18 +47,12 @@ def configure(
   mesh: str = "",
   **options,
 ) -> TrainConfig:
-  """Builds a preset's configuration with the options of a variant.
+  """Builds a preset's configuration with the options of one of `VARIANTS`.
 
-  Args:
-    preset: One of `train.presets.PRESETS`.
-    variant: One of `VARIANTS`. Moments are f32 if its recipe is bf16 or
-      fp8_linear, and FP8 otherwise.
-    batch: The number of sequences per device, or per group of devices along the
-      mesh axis `tensor`.
-    seq: The number of tokens per sequence.
-    mesh: The value of the option `--mesh`.
-    **options: `optimizer`, or fields of `TrainConfig`; they override the
-      variant's options.
+  Moments are f32 if the variant's recipe is bf16 or fp8_linear, and FP8
+  otherwise. `batch` is the number of sequences per device, or per group of
+  devices along the mesh axis `tensor`. `options`, which are `optimizer` or
+  fields of `TrainConfig`, override those of the variant.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options
@@ -81,10 +75,7 @@ def configure(
 def compile_step(
   config: TrainConfig,
 ) -> tuple[jax.stages.Compiled, step.TrainState]:
-  """Compiles a run's training step for H200s.
-
-  Returns the compiled step, and its abstract state.
-  """
+  """Compiles a run's training step for H200s; returns it and its state."""
   sizes = config.mesh_sizes
   mesh = None
   if sizes:

@@ -4,17 +4,14 @@
   python -m studies.accuracy codecs [--steps 300] [--out PICTURE.png]
     [--codecs coat package.module:function]
 
-The study first trains a byte-level Llama of 2.8 million parameters on the
-source text of Python's standard library, with f32 moments. Then it measures:
+The moments come from a small model (`studies.trained_moments`).
 
 accuracy.codecs: the error of one step. The trained moments m and v are encoded
 and decoded. The next gradient is drawn from N(m, v - m^2), the distribution
 that the moments describe. Then the Adam update with the decoded moments is
 compared with the exact update. `update_rms_error` is RMS(update - exact) /
-RMS(exact). `max_update` is the largest update. It is normally about 1, but huge
-if a v became zero. `zeroed_v` is the fraction of nonzero v that became zero.
-The output layer is the most difficult part, because its groups contain columns
-both of very frequent bytes and of bytes that never occur.
+RMS(exact). `max_update` is the largest update, which is about 1 unless a v
+became zero. `zeroed_v` is the fraction of nonzero v that became zero.
 
 accuracy.tracking: the drift over many steps. v of 16384 elements is encoded and
 decoded at each of 2000 steps. The magnitudes of gradients come from the trained
@@ -38,6 +35,7 @@ from matplotlib.figure import Figure
 from benchmarks import arguments as args
 from benchmarks.harness import emit, say
 from coat_jax import codecs
+from coat_jax.codecs.group import GroupCodec
 from coat_jax.codecs.integers import LogUniform
 from coat_jax.numerics import stochastic
 from studies.trained_moments import (
@@ -147,9 +145,8 @@ def _encode(group_codec, x, noise):
 def update_errors(moments: Moments, stored: Moments) -> dict:
   """Compares the next Adam update with stored moments to the exact update.
 
-  Returns sums of squares per group, of the "error" and of the "exact" update;
-  "max_update"; the number of v that are "nonzero"; and how many of them became
-  zero, "zeroed".
+  "error" and "exact" are sums of squares per group. "zeroed" is the number of
+  "nonzero" v that became zero.
   """
   spread = jnp.sqrt(jnp.maximum(moments.nu - moments.mu**2, 0))
   normal = jax.random.normal(jax.random.key(0), spread.shape)
@@ -181,19 +178,12 @@ def gradient_sizes(moments: Moments) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("codec", "steps", "every"))
-def track(codec, sizes: jax.Array, b2, *, steps: int, every: int):
-  """Encodes and decodes v at each of many steps; see the module's docstring.
+def track(codec: GroupCodec, sizes: jax.Array, b2, *, steps: int, every: int):
+  """Encodes and decodes v at each step; gradients shrink halfway.
 
-  Args:
-    codec: group codec of the second moment.
-    sizes: f32 [groups, n], standard deviations of gradients.
-    b2: decay of the second moment.
-    steps: number of steps; gradients shrink after half of them.
-    every: number of steps between points of the trace.
-
-  Returns:
-    The ratio of stored to exact v at the end, f32 [groups, n], and a trace of
-    its median over elements whose gradients shrink, f32 [steps / every].
+  `sizes` [groups, n] are standard deviations of gradients. Returns the ratio of
+  stored to exact v at the end, f32 [groups, n], and its median over elements
+  whose gradients shrink, at every `every`-th step.
   """
   shrinks = jnp.arange(sizes.shape[-1]) % 2 == 0
 
@@ -277,10 +267,9 @@ def draw(one_step: list[dict], traces: dict, out: Path, b2=0.99) -> None:
   left, right = figure.subplots(1, 2)
   rows = [row for row in one_step if row["update_rms_error"] > 0]
   # A codec has one color; rounding to nearest is a dashed line or a pale bar.
-  names = [row["label"].split(",")[0] for row in rows]
-  palette = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(names))}
-  colors = dict(zip([row["label"] for row in rows], names, strict=True))
-  colors = {label: palette[name] for label, name in colors.items()}
+  names = {row["label"]: row["label"].split(",")[0] for row in rows}
+  palette = {x: f"C{i}" for i, x in enumerate(dict.fromkeys(names.values()))}
+  colors = {label: palette[name] for label, name in names.items()}
   for row in rows:
     label = row["label"]
     alpha = 1.0 if "stochastic" in label else 0.5

@@ -7,16 +7,13 @@
     --batch 32 --data tokens.bin --data-dtype uint16
   python -m studies.codec_race table
 
-A candidate is an optimizer and a way to store its moments. AdamW runs with
-three codecs of the library, with the codecs of `studies.race_codecs`, and with
-factored second moments and encoded first moments (`studies.factored_adam`).
-Other candidates use Lion, Muon or momentum, or restart AdamW's moments
-(`studies.race_candidates`). The baseline of a candidate is its optimizer with
-f32 moments.
+A candidate is an optimizer and a way to store its moments; see
+`studies.race_candidates`. The baseline of a candidate is its optimizer with f32
+moments.
 
-codec_race.errors: a model is trained with f32 moments, which are then encoded
-and decoded once. The row contains the relative RMS errors of m, of sqrt(v), and
-of the update m / (sqrt(v) + eps).
+codec_race.errors, for candidates with AdamW: a model is trained with f32
+moments, which are then encoded and decoded once. The row contains the relative
+RMS errors of m, of sqrt(v), and of the update m / (sqrt(v) + eps).
 
 codec_race.losses: a model in recipe bf16 is trained with each candidate. The
 seed determines weights, data and rounding, so runs with the same seed start

@@ -22,8 +22,7 @@ def baseline(name: str) -> str:
 def sizes(rows: list[dict]) -> dict[str, float]:
   """Returns the bytes per parameter of each candidate, largest first.
 
-  The bytes are those of large leaves if the candidate has a row of errors, and
-  those of the whole state otherwise.
+  Rows of errors, which count only large leaves, take precedence.
   """
   errors_last = sorted(rows, key=lambda row: row["bench"], reverse=True)
   found = {x["case"]["candidate"]: x["bytes_per_param"] for x in errors_last}
@@ -33,10 +32,8 @@ def sizes(rows: list[dict]) -> dict[str, float]:
 def table(rows: list[dict], preset: str) -> str:
   """Formats the table of a preset's candidates: bytes, errors and losses.
 
-  The table contains no errors if some candidates have none. Losses are
-  differences from the baseline: their mean and its 95 % interval, or each
-  difference in the order of seeds if there are fewer than three seeds. The
-  baselines' rows contain the losses themselves.
+  The table contains no errors if some candidates have none. Baselines' rows
+  contain losses instead of differences.
   """
   errors = {
     row["case"]["candidate"]: row

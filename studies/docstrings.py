@@ -15,8 +15,7 @@ that --suffixes lists. It writes to the folder OUT:
 
 The order is the same in every run, and duplicate files are used only once.
 Losses are comparable only if they come from the same data, so record
-source.json with them. `studies/finetuning.sh` and `studies/long.sh` train on
-this data.
+source.json with them.
 """
 
 import argparse
@@ -106,7 +105,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def write(texts: Sequence[str], out: Path, vocab_size: int) -> dict[str, int]:
-  """Writes tokenizer, tokens and conversations; returns their numbers."""
+  """Writes tokenizer, tokens and conversations; returns the counts."""
   # Train on an eighth of the text, which contains nearly all words.
   tokenizer = train_tokenizer(texts[: len(texts) // 8 + 1], vocab_size)
   tokenizer.save(str(out / "tokenizer.json"))
@@ -155,13 +154,13 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
     if options.vocab_size > 2**16:
       raise ValueError(
         "--vocab-size must be at most 65536, because ids have 16 bits, "
-        f"got {options.vocab_size}"
+        f"got {options.vocab_size}; pass a smaller size"
       )
     texts = read_sources(options.folders, options.suffixes)
     if not texts:
       raise ValueError(
         f"folders must contain {' or '.join(options.suffixes)} files, got "
-        f"none in {', '.join(map(str, options.folders))}"
+        f"none in {', '.join(map(str, options.folders))}; pass other folders"
       )
     options.out.mkdir(parents=True)
     counts = write(texts, options.out, options.vocab_size)

@@ -2,9 +2,8 @@
 """Adam that stores second moments as means of rows and columns (factored).
 
 Combine it with `coat_jax.encoded` to store first moments in a codec. The means
-stay in f32 and occupy 4 (rows + columns) bytes per matrix. Factoring cannot be
-a codec: a value that a codec decodes depends only on its group, but here it
-depends on the whole matrix.
+are f32 and occupy 4 (rows + columns) bytes per matrix. Factoring cannot be a
+codec, because each decoded value depends on the whole matrix, not on a group.
 """
 
 import math

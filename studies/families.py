@@ -71,16 +71,10 @@ def _config(family: str) -> ModelConfig | VisionConfig:
 
 
 class Difference(NamedTuple):
-  """The difference between the results of a recipe and those of bf16.
-
-  Attributes:
-    logits_error: relative RMS error of the logits, or of a tower's output.
-    cosines: for each parameter, by path, the cosine between its gradients in
-      the recipe and in bf16.
-  """
+  """The difference between the results of a recipe and those of bf16."""
 
   logits_error: float
-  cosines: dict[str, float]
+  cosines: dict[str, float]  # Of each parameter's two gradients, by path.
 
   @property
   def worst(self) -> str:

@@ -65,10 +65,7 @@ class _Array(NamedTuple):
 
 
 def read(folder: Path, layers: int) -> Timeline:
-  """Reads the timeline of the largest program in an --xla_dump_to folder.
-
-  `layers` is the number of layers of the model.
-  """
+  """Reads the timeline of the largest program in an --xla_dump_to folder."""
   found = sorted(
     folder.glob("*-live-range.txt"), key=lambda path: path.stat().st_size
   )

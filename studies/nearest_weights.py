@@ -30,10 +30,7 @@ _build_optimizer = step.build_optimizer
 def build_optimizer(
   config: TrainConfig, mesh: Mesh | None = None
 ) -> FusedTransformation:
-  """Builds AdamW like `train.step.build_optimizer`, but rounds to nearest.
-
-  Only `apply` differs. The state has the same structure.
-  """
+  """Builds AdamW like `train.step.build_optimizer`, but rounds to nearest."""
   if mesh is not None or config.params == "bfloat16_low8":
     raise ValueError(
       "nearest_weights: params must be bfloat16 on one device, got params "

@@ -69,22 +69,13 @@ _SEQUENCES = 4
 
 
 class Study(NamedTuple):
-  """The tensors to measure.
+  """The tensors to measure."""
 
-  Attributes:
-    case: the values of `case` that all rows share.
-    model: the model's configuration.
-    trained: the trained model.
-    moments: the model's moments, in groups.
-    parts: the range of groups that belong to each part of the model.
-    found: activations and gradients of the model's layers.
-  """
-
-  case: dict[str, Any]
+  case: dict[str, Any]  # The values of `case` that all rows share.
   model: ModelConfig
   trained: Trained
   moments: Moments
-  parts: dict[str, slice]
+  parts: dict[str, slice]  # The groups of `moments` of each part of the model.
   found: LayerTensors
 
 

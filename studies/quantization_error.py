@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the errors of 8-bit formats and codecs on given tensors.
-
-Errors are computed in float64.
-"""
+"""Computes the errors of 8-bit formats and codecs on given tensors."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -61,11 +58,7 @@ def through(codec: GroupCodec, x: jax.Array) -> jax.Array:
 
 
 def moment_errors(exact: Moments, stored: Moments) -> dict[str, float]:
-  """Computes errors of stored moments and of the update computed from them.
-
-  Args:
-    exact: both moments.
-    stored: both moments, encoded and decoded.
+  """Computes errors of moments that were encoded and decoded.
 
   Returns:
     mu_error, nu_error: RMS of the error divided by the RMS of the moment.
@@ -212,13 +205,9 @@ def layer_errors(
 ) -> dict[str, float]:
   """Compares layers in a recipe with the same layers in f32.
 
-  Both get the layer's input and the gradient of its output as captured in the
-  model, rounded to BF16.
-
-  Returns:
-    Relative RMS errors of the output (without the residual stream), of the
-    input's gradient, of the gradients of all weights, and of the weight
-    gradient with the largest error. Each is a root mean square over layers.
+  Both get the captured input and output gradient, rounded to BF16. Outputs are
+  compared without the residual stream. Errors are root mean squares over
+  layers.
   """
   x = found.values["attention's norm"].astype(jnp.bfloat16)
   g = found.gradients["down"].astype(jnp.bfloat16)

@@ -2,9 +2,9 @@
 """The optimizers that `studies.codec_race` compares, and their codecs.
 
 Learning rates and weight decays come from the preset, which was tuned for
-AdamW. The updates of Lion and of plain momentum have other magnitudes. So their
-learning rates are multiplied by a factor. Their weight decays are divided by
-it, so that weights decay as fast as with AdamW.
+AdamW. The updates of Lion and momentum have other magnitudes, so their learning
+rates are multiplied by a factor. Their weight decays are divided by it, so that
+weights decay as fast as with AdamW.
 """
 
 import dataclasses
@@ -37,13 +37,9 @@ _FACTORS = {"lion": 0.1, "momentum": 100.0}
 class Candidate:
   """An optimizer and the codec of its moments.
 
-  Attributes:
-    codec: name of the codec, for `codecs.build`.
-    options: options of the codec.
-    optimizer: "factored" is AdamW that stores m in the codec, and v as means of
-      rows and columns. "resets" is AdamW whose moments restart from 0 every 250
-      steps. "lion, encoded" and "momentum" are optimizers of optax in
-      `encoded`.
+  "factored" is AdamW that stores m in the codec, and v as means of rows and
+  columns. "resets" is AdamW whose moments restart from 0 every 250 steps.
+  "lion, encoded" and "momentum" are optimizers of optax in `encoded`.
   """
 
   codec: str

@@ -28,8 +28,7 @@ class Grid(Grouped):
   """Base class of codecs with a fixed grid of magnitudes.
 
   A code stands for a level 0, 1, ..., and a level for a fraction of the group's
-  amax, called its share. A subclass maps levels to shares, and a fraction of
-  amax to the level below it.
+  amax, called its share.
   """
 
   def _statistics(self, magnitude):

@@ -6,10 +6,7 @@ from pathlib import Path
 
 
 def read_rows(path: Path, bench: str) -> list[dict]:
-  """Reads the rows of a file; returns no rows if the file does not exist.
-
-  The key `bench` of each row must start with the argument `bench`.
-  """
+  """Reads the rows of a study; returns none if the file does not exist."""
   if not path.exists():
     return []
   name = bench.strip(".")

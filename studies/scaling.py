@@ -15,9 +15,10 @@ differences from BF16.
   output_error     error of the output minus x
   dx_error         error of the gradient of x minus the incoming gradient
   dweights_error   error of the gradients of all weight matrices together
-  bytes_per_token  bytes that the layer saves for its backward pass
+  bytes_per_token  bytes that the layer saves for its backward pass; only for
+                   the first K
   forward_ms, full_ms (forward and backward pass), temporary_bytes (of both):
-                   only on a GPU
+                   only for the first K and on a GPU
 
 scaling.product, only on a GPU: one row per weight matrix, kind of scales and
 matmul (forward, dx and dw), with milliseconds and TFLOP/s. The operands are

@@ -180,10 +180,7 @@ def _picture(color, kind, place, draw: random.Random) -> Image.Image:
 def train(
   folder: Path, start: Path, stage: str, recipe: str, seed: int
 ) -> Path:
-  """Trains a stage from a LLaVA or an earlier run; returns the run's folder.
-
-  In recipe coat, moments are FP8 too.
-  """
+  """Trains a stage from a LLaVA or an earlier run; returns the run's folder."""
   rows, trained, rate, epochs = STAGES[stage]
   out = folder / f"{stage}_{recipe}_{seed}"
   options: dict[str, Any] = {

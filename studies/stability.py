@@ -19,11 +19,9 @@ continue later. With --minutes, the command starts no run that would probably
 exceed this limit. Set JAX_COMPILATION_CACHE_DIR to compile each program only
 once for all calls of the command.
 
-All runs of a variant share one compiled program of 25 steps, whose arguments
-include the rate and the seed. Runs are not vmapped, because the kernels have no
-batching rule. The seed determines weights, data and stochastic rounding. So
-runs of different variants with the same seed start from the same weights and
-read the same batches.
+The seed determines weights, data and stochastic rounding. So runs of different
+variants with the same seed start from the same weights and read the same
+batches.
 
 A row contains
 
@@ -123,10 +121,7 @@ def cases(
   done: list[dict],
   case: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-  """Yields the cases of runs that have no row in `done`.
-
-  `case` contains the values that all cases share.
-  """
+  """Extends `case` to the cases of all runs that have no row in `done`."""
   known = {json.dumps(row["case"], sort_keys=True) for row in done}
   for variant in variants:
     for rate in rates[variant]:
@@ -162,11 +157,7 @@ def run(
   *,
   minutes: float,
 ) -> int:
-  """Trains the cases in `todo`, and appends a row to `rows` for each.
-
-  It starts no run that would probably end after `minutes`, and returns the
-  number of finished runs.
-  """
+  """Trains the cases in `todo`; returns the number of finished runs."""
   started, count = time.monotonic(), 0
   # The longest time, in seconds, of a variant's first run (True), which
   # compiles, and of a later run (False).

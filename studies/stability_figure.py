@@ -26,9 +26,8 @@ class Summary(NamedTuple):
     losses: for each rate, the held-out losses of runs that did not fail, by
       seed.
     spikes: for each rate, the mean number of spikes.
-    failed: for each rate, the number of runs that failed.
-    largest: the largest rate for which no run failed at this or at a smaller
-      rate; None if runs failed at the smallest rate.
+    failed: for each rate, the number of failed runs.
+    largest: the largest rate up to which no run failed, or None.
     best: the rate up to `largest` with the lowest mean loss, or None.
   """
 
@@ -75,11 +74,7 @@ def summarize(rows: Iterable[dict]) -> Summary:
 
 
 def best_rates(rows: Iterable[dict], variant: str, count: int) -> list[float]:
-  """Returns the `count` rates of the small model with the lowest losses.
-
-  Raises:
-    ValueError: there are fewer than `count` rates at which no run failed.
-  """
+  """Returns the `count` rates of the small model with the lowest losses."""
   found = summarize(
     row
     for row in rows
@@ -101,10 +96,7 @@ def best_rates(rows: Iterable[dict], variant: str, count: int) -> list[float]:
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
-  """Computes a mean and half the width of its 95 % confidence interval.
-
-  The half width is NaN if there are fewer than two values.
-  """
+  """Computes a mean and half the width of its 95 % confidence interval."""
   x = np.asarray(list(values), float)
   if len(x) < 2:
     return float(x.mean()) if len(x) else float("nan"), float("nan")
@@ -175,17 +167,11 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
 
 
 def limits(found: dict[str, Summary]) -> tuple[float, float] | None:
-  """Returns the lower and upper end of the loss axis.
+  """Returns the ends of the loss axis; None if no rate trained with all seeds.
 
   The axis covers the losses of bf16, or of all variants if there is no bf16.
   Variants that diverge end up hundreds of nats higher. If the axis covered
   them, all other variants would merge into one line.
-
-  Args:
-    found: the summaries by variant.
-
-  Returns:
-    The two ends, or None if no rate trained with every seed.
   """
   losses, whole = [], []
   for name, summary in found.items():

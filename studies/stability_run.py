@@ -2,7 +2,8 @@
 """Executes one run of `studies.stability` and summarizes it in a row.
 
 The compiled program runs CHUNK steps per call. Its arguments include learning
-rate and seed, so all runs of a variant share one program.
+rate and seed, so all runs of a variant share one program. They are not vmapped,
+because kernels have no batching rule.
 """
 
 import dataclasses
@@ -30,22 +31,16 @@ _LAST, _PROBES = 50, 10
 
 
 class Setup(NamedTuple):
-  """The configuration of a variant.
-
-  Attributes:
-    config: configuration of a run; its learning rate and seed are ignored.
-    formats: number formats to use instead of the recipe's, or None.
-  """
+  """The configuration of a variant; its learning rate and seed are ignored."""
 
   config: TrainConfig
-  formats: Formats | None
+  formats: Formats | None  # Replaces the formats of the recipe.
 
 
 class Programs:
   """Jitted functions that train and evaluate a variant."""
 
   def __init__(self, found: Setup):
-    """Builds the functions. They are compiled when they are first called."""
     config, formats = found
     recipe = config.coat_recipe()
     if formats is not None:
@@ -97,7 +92,6 @@ class Data:
   """The batches of each seed, which are read only once for all variants."""
 
   def __init__(self, source: TokenSource, config: TrainConfig):
-    """Reads the held-out batches."""
     self._source, self._config = source, config
     self._batches: dict[int, np.ndarray] = {}
     sizes = dict(seq_len=config.seq, batch_size=config.batch)
@@ -122,11 +116,7 @@ class Data:
 def train_one(
   programs: Programs, config: TrainConfig, data: Data, rate: float, seed: int
 ) -> dict[str, Any]:
-  """Trains once; returns the values of a row.
-
-  `rate` is the peak learning rate. `seed` determines weights, data and
-  rounding.
-  """
+  """Trains once with the peak learning rate `rate`; returns a row's values."""
   started = time.monotonic()
   tokens = data.train(seed)
   state = programs.initial(seed)
@@ -173,13 +163,7 @@ def _probe(programs: Programs, state: step.TrainState, rows: jax.Array) -> dict:
 def describe(
   losses: list[float], norms: list[float], *, warmup: int
 ) -> dict[str, Any]:
-  """Summarizes a run, as documented in `studies.stability`.
-
-  Args:
-    losses: loss of each step, in nats.
-    norms: gradient norm of each step, before clipping.
-    warmup: number of steps at the start in which no spikes are counted.
-  """
+  """Summarizes the losses and gradient norms of a run's steps."""
   x, norm = np.asarray(losses), np.asarray(norms)
   bad = np.flatnonzero(~np.isfinite(x))
   finite = x[: bad[0]] if bad.size else x

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the memory of the training steps in Table 7 of arXiv:2410.19313.
 
+  python -m studies.table7
+
 Each row describes a whole training step. The step is compiled for H200s, so no
-GPU is needed. The number of GPUs (with FSDP), the batch per GPU and the
-sequence length are those of the paper. Weights and gradients are f32, except in
-the variants "lean" and "leanest". These store BF16 weights, and hold the BF16
-gradients of only one layer at a time. Moments are f32 in recipes bf16 and
-fp8_linear. `python -m studies.table7` prints the rows. Some steps take minutes
-to compile.
+GPU is needed. Some steps take minutes to compile. The number of GPUs (with
+FSDP), the batch per GPU and the sequence length are those of the paper, except
+in one case. Weights and gradients are f32, except in the variants "lean" and
+"leanest". These store BF16 weights, and hold the BF16 gradients of only one
+layer at a time. Moments are f32 in recipes bf16 and fp8_linear.
 """
 
 import argparse
@@ -22,21 +23,14 @@ from train.memory.step import device_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A setup of the paper's table.
-
-  Attributes:
-    preset: The model.
-    gpus: The number of GPUs.
-    batch: The number of sequences on each GPU.
-    seq: The number of tokens per sequence.
-    peaks: The peak memory in GB that the paper reports for each variant.
-      Variants that ran out of memory are missing.
-  """
+  """A setup of the paper's table, with `batch` sequences on each GPU."""
 
   preset: str
   gpus: int
   batch: int
   seq: int = 2048
+  # The peak memory in GB that the paper reports for each variant. Variants that
+  # ran out of memory are missing.
   peaks: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def published_ratio(self, variant: str) -> float | None:

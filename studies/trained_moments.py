@@ -48,13 +48,7 @@ class Moments(NamedTuple):
 
 
 class Trained(NamedTuple):
-  """A model and its moments after the last step.
-
-  Attributes:
-    params: f32 parameters, as nested dicts.
-    mu, nu: f32 moments, with the same structure.
-    loss: loss of the last step, in nats.
-  """
+  """Parameters and moments, f32 in nested dicts, and the last step's loss."""
 
   params: Any
   mu: Any
@@ -65,10 +59,7 @@ class Trained(NamedTuple):
 def train_moments(
   steps: int, *, model: ModelConfig = MODEL, batch: int = 8, seq: int = 64
 ) -> tuple[Moments, dict[str, slice]]:
-  """Trains a byte-level model; returns the moments of its large leaves.
-
-  Also returns the range of groups that belong to each part of the model.
-  """
+  """Trains a byte-level model; returns its `in_groups`."""
   tokens = load_tokens(DataConfig(), model.vocab_size)
   trained = train_model(model, tokens, steps=steps, batch=batch, seq=seq)
   return in_groups(trained.mu, trained.nu)
@@ -84,11 +75,7 @@ def train_model(
   rate: float = 2e-3,
   dtype: DTypeLike = jnp.bfloat16,
 ) -> Trained:
-  """Trains a model with recipe bf16 and f32 moments.
-
-  AdamW uses b1 0.9, b2 0.95, decay 0.1 and clipping at 1. The learning rate
-  warms up over a tenth of the steps, then decays to a tenth along a cosine.
-  """
+  """Trains a model with recipe bf16 and f32 moments."""
   graph, params = nnx.split(
     Decoder(model, recipes.bf16(), dtype=dtype, rngs=nnx.Rngs(0)), nnx.Param
   )

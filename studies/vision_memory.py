@@ -84,7 +84,7 @@ def abstract(stage: Trained):
 def compile_step(stage: Trained, *, batch: int, seq: int, images: int):
   """Compiles a step; also returns abstract parameters and moments.
 
-  Each of the `batch` sequences has `seq` tokens and up to `images` images.
+  Each sequence has up to `images` images.
   """
   graph, params, moments, optimizer = abstract(stage)
   names = STAGES[stage]

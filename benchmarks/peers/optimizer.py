@@ -3,8 +3,8 @@
 
   python -m benchmarks.peers.optimizer [--rows 16384] [--columns 16384]
 
-The optimizers store their states in f32 or in 8 bits. Weights and gradients
-have the same dtype: f32 or BF16. The command prints a JSON row,
+The optimizers store their moments in the weights' dtype or in 8 bits. Weights
+and gradients have the same dtype: f32 or BF16. The command prints a JSON row,
 `peers.optimizer`, for each optimizer and dtype. It contains the milliseconds of
 `step()`, and `state_bytes`, the size of the optimizer's state in bytes per
 weight. `benchmarks.optimizer` measures the same step in this project.
@@ -70,10 +70,7 @@ PEERS: dict[str, Callable] = {
 
 
 def run(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-  """Measures one optimizer and prints its row.
-
-  Prints nothing if the optimizer does not support the dtype.
-  """
+  """Measures one optimizer and prints its row, if it supports the dtype."""
   before = torch.cuda.memory_allocated()
   weight = torch.nn.Parameter(torch.randn(shape, dtype=dtype, device="cuda"))
   # Gradients vary in magnitude, as they do in training.

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times PyTorch calls on a GPU and prints rows like `benchmarks.harness`.
 
-As in `benchmarks.harness.measure`, calls are timed after a warm-up, in groups
-of about 0.1 s and at most 24 calls. This file imports torch but not jax, so
-that only torch allocates GPU memory.
+This file imports torch but not jax, so that only torch allocates GPU memory.
 """
 
 import datetime
@@ -21,14 +19,9 @@ _WARM_UP_CALLS = 10
 
 
 def measure(fn: Callable[[], object], repeats: int = 20) -> dict[str, float]:
-  """Times groups of calls of a function.
+  """Computes percentiles, over groups of calls, of the milliseconds per call.
 
-  Args:
-    fn: The function. It must not wait for the GPU.
-    repeats: The number of groups of calls.
-
-  Returns:
-    Percentiles, over the groups, of the milliseconds per call.
+  `fn` must not wait for the GPU.
   """
   _group(fn, _WARM_UP_CALLS)
   once = _group(fn, _WARM_UP_CALLS) / _WARM_UP_CALLS

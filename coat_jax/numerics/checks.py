@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Argument checks with messages "op: name must be rule, got value; remedy".
 
-A wrong type raises a TypeError, a wrong value a ValueError. In every check `op`
-is the public function that was called, `name` and `value` are those of its
-argument, and `remedy` tells the caller what to do.
+A wrong type raises a TypeError, a wrong value a ValueError. `op` is the public
+function that was called, and `remedy` tells the caller what to do.
 """
 
 import dataclasses
@@ -120,8 +119,7 @@ def check_number(
 
   `optax.inject_hyperparams` passes hyperparameters as scalar arrays, and under
   `jit` their values are unknown, so we never read the values of JAX arrays.
-  If `allowed` is None, only the type is checked. `or_else` extends the rule in
-  the message by what else the argument may be.
+  `or_else` extends the rule in the message by what else the argument may be.
   """
   if is_array(value):
     kind: Any = jnp.integer if is_whole else jnp.number
@@ -161,8 +159,7 @@ def flatten_like(
 ) -> list[Any]:
   """Lists the nodes of a tree that correspond to the leaves of `treedef`.
 
-  Raises a ValueError if the structures differ. In the message, `of` names the
-  tree with the structure `treedef`.
+  In the error's message, `of` names the tree with the structure `treedef`.
   """
   try:
     return treedef.flatten_up_to(tree)
@@ -185,9 +182,8 @@ def check_array(
 ) -> None:
   """Raises unless a value is an array of kind `kind` with `ndim` axes.
 
-  `rule` describes the array in the message, as in "int [B, T]". `ndim` is the
-  number of axes, a collection of allowed numbers, or () for any number. `kind`
-  is a dtype class for `jnp.issubdtype`, or a tuple of such classes.
+  `rule` describes the array in the message, as in "int [B, T]". `kind` is a
+  dtype class for `jnp.issubdtype`, or a tuple of such classes.
   """
   kinds = kind if isinstance(kind, tuple) else (kind,)
   if not is_array(value) or not any(

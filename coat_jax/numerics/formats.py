@@ -120,8 +120,8 @@ class _FP8:
     """Rounds f32 within ±qmax to the nearest value, ties to even."""
     drop = self._dropped_bits
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # Adding half a step minus 1, and 1 if the kept part is odd, rounds ties to
-    # even.
+    # Add half a step minus 1, plus 1 if the last kept bit is 1. So ties round
+    # to even.
     half = jnp.uint32((1 << (drop - 1)) - 1) + ((bits >> drop) & jnp.uint32(1))
     normal = _truncated(bits + half, drop)
     step = self._smallest

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized arrays with one scale per tensor or per group of a row.
 
-A `QTensor` is a pair (qvalue, scale) with x ≈ qvalue * scale. Quantizing
-divides by the scale, amax / qmax, and dequantizing multiplies by it. A group is
-`group_size` consecutive values of a row (along the last axis). So the
-groups' scales have a row for each row of x, and are sharded like x. The last
-group of a row may be short.
+Quantizing divides by the scale, amax / qmax; dequantizing multiplies by it. A
+group is `group_size` consecutive values along the last axis; the last group may
+be short.
 
 COAT uses two granularities (arXiv:2410.19313, section 5):
-  * Matmul operands have one f32 scale per tensor. Kernels find the tensor's
-    amax in two stages (Group Scaling): first each group's amax, then the
-    maximum of these.
-  * Inputs of non-linear operations have one BF16 scale per 16 values. We round
-    the scale *up* to BF16 and divide by the rounded scale. So no quotient
-    exceeds qmax, and dequantizing multiplies by exactly the divisor.
+  * Matmul operands have one f32 scale per tensor.
+  * Inputs of non-linear operations have one BF16 scale per 16 values. The scale
+    is rounded *up* to BF16 before the division, so no quotient exceeds qmax.
 """
 
 import dataclasses
@@ -79,7 +74,7 @@ class QTensor:
   def dequantize_groups(self) -> Array:
     """Dequantizes to f32 [..., groups, group_size]; pads a short last group.
 
-    The padding is zeros. If the tensor has one scale, each row is one group.
+    If the tensor has one scale, each row is one group.
     """
     shape, size = self.qvalue.shape, self.group_size
     scale = _checked_scale("dequantize", self.scale, shape, size)
@@ -112,10 +107,7 @@ def join_groups(x: Array, n: int) -> Array:
 
 
 def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
-  """Returns each group's largest magnitude: f32 [..., ceil(n / group_size)].
-
-  The result is NaN for a group that contains a NaN.
-  """
+  """Returns the largest magnitudes, f32 [..., groups]; propagates NaN."""
   bits = _magnitude_bits(split_groups(x, group_size))
   return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
@@ -126,8 +118,7 @@ def tensor_amax(
   """Returns a tensor's largest magnitude, f32 []; NaN if any value is NaN.
 
   Inside `jax.shard_map`, `axis_names` are the axes over which the tensor is
-  split; devices along them exchange one number each. Along other axes, such as
-  pipeline stages, devices hold different tensors.
+  split; devices along them exchange one number each.
   """
   return bits_to_amax(_magnitude_bits(x), axis_names)
 
@@ -153,9 +144,9 @@ def amax_to_scale(
 ) -> Array:
   """Returns the scale of a group from its amax: amax * float32(1 / qmax).
 
-  We do not divide by qmax, because some compilers, but not all, replace such a
-  division by this multiplication. A group of zeros has scale 1. `scale_dtype`
-  is float32, or bfloat16, to which the scale is rounded up.
+  We do not divide by qmax, because only some compilers replace such a division
+  by this multiplication. A group of zeros has scale 1. A bfloat16 scale is
+  rounded up.
   """
   if dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16):
     rule, remedy = "float32 or bfloat16", "pass one of these"
@@ -197,11 +188,7 @@ def quantize_with_scale(
   group_size: int | None,
   dtype: DTypeLike = E4M3,
 ) -> QTensor:
-  """Quantizes with known scales: qvalue = rne(clip(x / scale, ±qmax)).
-
-  x is [..., n]; scale is [] if group_size is None, else [..., ceil(n /
-  group_size)].
-  """
+  """Quantizes with known scales: qvalue = rne(clip(x / scale, ±qmax))."""
   divisor = _checked_scale("quantize_with_scale", scale, x.shape, group_size)
   groups = x if group_size is None else split_groups(x, group_size)
   codes = saturating_cast(groups.astype(jnp.float32) / divisor, dtype)
@@ -280,6 +267,4 @@ def _checked_scale(op, scale, shape, group_size) -> Array:
       "they were quantized with"
     )
   scale = scale.astype(jnp.float32)
-  if group_size is None:
-    return scale
-  return scale[..., None]
+  return scale if group_size is None else scale[..., None]

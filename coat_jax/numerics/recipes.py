@@ -11,13 +11,13 @@ activations, w [D, F] weights, g [T, F] gradients):
   int8        INT8 * INT8        INT8 * INT8        INT8 * INT8
   fp8_block   E4M3 * E4M3        E4M3 * E4M3        E4M3 * E4M3
 
-Except in `fp8_block`, a matmul operand has one scale per tensor, computed just
-in time. Matmuls accumulate in f32, or in int32 for `int8`. `coat` differs from
-`fp8_linear` in the rest of the layer: norms and activation functions read FP8
-values with one scale per 1 x 16 group, and save these instead of BF16 values
-(arXiv:2410.19313, section 5). `fp8_block` is `coat` with the matmuls of
-DeepSeek-V3: one scale for each block of 128 values along the axis that a matmul
-sums over (`scaling.Blocks`), and gradients in E4M3.
+Except in `fp8_block`, a matmul operand has one scale per tensor, computed from
+its current values. Matmuls accumulate in f32, or in int32 for `int8`. `coat`
+differs from `fp8_linear` in the rest of the layer: norms and activation
+functions read FP8 values with one scale per 1 x 16 group, and save these
+instead of BF16 values (arXiv:2410.19313, section 5). `fp8_block` is `coat` with
+the matmuls of DeepSeek-V3: one scale for each block of 128 values along the
+axis that a matmul sums over (`scaling.Blocks`), and gradients in E4M3.
 
 With `residuals` "coat" or "minimal", a Llama layer of width D and MLP width F
 saves these bytes per token. Scales are not included: one BF16 scale per 1 x G
@@ -165,8 +165,8 @@ class CoatRecipe:
     attention: format in which q, k and v are saved. With "fp8", attention is
       computed from the dequantized values in both passes. The output is saved
       in BF16, because the softmax's backward pass needs it unrounded.
-    group_size: number of values that share a scale in the inputs of norms and
-      activation functions.
+    group_size: number of values that share a scale in FP8 inputs of norms and
+      activation functions, and in FP8 q, k and v.
     experts: format of the operands of grouped expert matmuls. "fp8" requires
       recipe `coat`, and scales each expert's weight separately.
     weight_cache: what is computed from each weight once per step and reused:
@@ -179,9 +179,10 @@ class CoatRecipe:
       support those of `coat` and `fp8_block`; other formats of
       `coat_jax.numerics.formats` run as plain JAX.
     axes: what the axes of a mesh split. If set, FP8 blocks run on each device's
-      shard (`jax.shard_map`); call them under `jax.set_mesh`. Pass None on one
-      device, on explicit data and FSDP axes (the arrays' types then contain the
-      sharding), or to let XLA partition layers, which then use no kernels.
+      shard (`jax.shard_map`); call them under `jax.set_mesh`. None is for one
+      device, for meshes with explicit data and FSDP axes (arrays' types then
+      contain the sharding), and for layers that XLA partitions, which use no
+      kernels.
 
   Raises:
     TypeError: a field has the wrong type.
@@ -221,7 +222,7 @@ class CoatRecipe:
       raise ValueError(
         "CoatRecipe: linear='bf16' requires nonlinear='bf16' and "
         f"attention='bf16', got {self.nonlinear!r} and {self.attention!r}; "
-        "FP8 residuals pay off only if matmuls read them"
+        "leave all three out, or pass recipes.bf16()"
       )
     if self.experts == "fp8" and (self.name, self.scaling) != (
       "coat",

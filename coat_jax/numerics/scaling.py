@@ -1,20 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scalings: which values of a tensor share a scale when it is quantized.
 
-  Groups     one BF16 scale per 1 x G values, for the inputs that norms and
-             activation functions read and save
-  PerTensor  one f32 scale; an operand's columns are its rows transposed
-  Blocks     one scale per 128 values along the axis that a matmul sums over; an
-             operand's rows are quantized along features, its columns along
-             tokens
-  Tiles      one scale per 128 x 128 values, for weights that are multiplied by
-             an operand with `Blocks`
-
-A recipe chooses the `Scaling` class for the operands of its matmuls; operations
-and layers treat all scalings alike. Scales of blocks and tiles are powers of
-two, so each dequantized value is exact in BF16. Quantizing the value again
-along the other axis changes it only if it is below 2^-14 times the largest
-value of its new block.
+Scales of blocks and tiles are powers of two, so each dequantized value is exact
+in BF16. Quantizing an E4M3 value again along the other axis changes it only if
+it is at most 2^-14 times the largest value of its new block.
 
 Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.
@@ -84,7 +73,10 @@ type Scales = Array | BlockScales
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-  """One BF16 scale, rounded up, per group of 1 x `size` values."""
+  """One BF16 scale, rounded up, per group of 1 x `size` values.
+
+  Norms and activation functions read and save their inputs in groups.
+  """
 
   size: int
   dtype: DTypeLike = E4M3
@@ -243,7 +235,7 @@ class Blocks(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(Scaling):
-  """A scale per 128 x 128 values of a weight [m, n].
+  """A scale per 128 x 128 values of a weight that `Blocks` are multiplied by.
 
   The columns are the transposed rows, with transposed scales.
   """

@@ -2,20 +2,19 @@
 """Random words (uint32) for stochastic rounding.
 
 The generator is stateless: each element of each leaf at each step gets one
-32-bit word, hashed from (seed, step, leaf, row, column). A resumed run draws
+32-bit word, hashed from (seed, step, leaf, row, column). So a resumed run draws
 the same words. Row and column are *global* indices, so words do not depend on
-the sharding, and a kernel that knows its offsets draws the same words too. Row
-and column are hashed separately because a stacked leaf can have more than 2^32
-elements.
+the sharding. They are hashed separately because a stacked leaf can have more
+than 2^32 elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
-search), which takes 8 integer operations per word; Threefry takes about 37. We
-hash only once per 8 columns. Their words are the hash times the powers 0 to 7
-of a multiplier, which are successive states of a multiplicative generator. Each
-word is uniform, because each training step computes other hashes, and any two
-words are uncorrelated. The second moment's word is 8 states after the first
-moment's (`next_words`), and the parameter's word another 8 states later. Use
-the high bits of a word, because the low bits of such a generator hardly change.
+search), which takes 8 integer operations per word; Threefry takes about 37.
+Eight neighbouring columns share a hash; a word is the hash times
+MULTIPLIER^(column modulo 8). The second moment's word is the first moment's
+times MULTIPLIER^8 (`next_words`), and the parameter's word is that times
+MULTIPLIER^8. Over the steps, each word is uniform, and any two words are
+uncorrelated. Use the high bits of a word, because multiplying hardly changes
+the low bits.
 """
 
 import dataclasses
@@ -65,7 +64,7 @@ def random_words(
   start: Array | None = None,
   whole: tuple[int, ...] | None = None,
 ) -> UInt32[Array, "..."]:
-  """Returns one uniform, uncorrelated 32-bit word per element: uint32 `shape`.
+  """Returns one random 32-bit word per element: uint32 `shape`.
 
   The index along the last axis is the column; all other indices, combined in
   row-major order, are the row. To draw the words for a part of an array, pass
@@ -151,8 +150,8 @@ def parameter_words(words: Array) -> Array:
 
 def uniform(words: Array) -> Array:
   """Returns the high 23 bits as f32 in [0, 1), in multiples of 2^-23."""
-  # This is exact in f32. The result is less than p with a probability of p
-  # rounded up to a multiple of 2^-23.
+  # The result is less than p with a probability of p rounded up to a multiple
+  # of 2^-23.
   return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
 
 

@@ -5,7 +5,8 @@ Each operation is an `Op`: a definition in plain jnp, which determines the
 results, and kernels with the same signature. A call passes the definition's
 arguments, and optionally `implementation` (see `dispatch`). Operations are not
 differentiable: `layers` pairs forward and backward operations with
-`jax.custom_vjp`.
+`jax.custom_vjp`. `activated`, `activation_values`, `activation_derivative`,
+`norm_values` and `norm_gradients` are not `Op`s but functions in plain jnp.
 
 Matmuls read `Operand`s: FP8 codes in the layout that the matmul needs, scaled
 by a `Scaling`. Norms and activation functions read `QTensor`s with one BF16

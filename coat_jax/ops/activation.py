@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions of FP8 values in plain jnp: f(x), and gated f(gate) up.
 
-  activation_input         quantizes the function's input, which layers save
-  activation_fwd           writes the operand of the next matmul
-  activation_bwd           computes the gradient in f32
-  activation_bwd_operands  writes operands for the backward passes of the
-                           matmuls before and after the function
-
 `parts` is (x,) or (gate, up), `QTensor`s [..., F]. `scale` comes from
 `activation_input`. The backward pass recomputes the function's output, because
 the weight gradient of the next matmul needs it.
@@ -78,14 +72,14 @@ def activation_derivative(x: Array, *, activation: Activation) -> Array:
     sigmoid = jax.nn.sigmoid(x)
     return sigmoid * (1 + x * (1 - sigmoid))
   if activation == "gelu_quick":
-    # Clip x for the same reason as below. Beyond the bounds, the sigmoid is 0
-    # or 1 in f32.
+    # Beyond these bounds, the sigmoid is 0 or 1 in f32. Without clipping, 0
+    # times an infinite x would be NaN.
     x = jnp.clip(x, -60, 60)
     cdf = jax.nn.sigmoid(_QUICK * x)
     return cdf + _QUICK * x * cdf * (1 - cdf)
   if activation == "gelu_tanh":
-    # Beyond +-20, the sigmoid is 0 or 1, so clipping changes nothing. Without
-    # clipping, 0 times an overflowing slope would be NaN.
+    # Beyond these bounds, the sigmoid is 0 or 1 in f32. Without clipping, 0
+    # times an infinite slope would be NaN.
     x = jnp.clip(x, -20, 20)
     inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
     slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)

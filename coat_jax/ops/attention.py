@@ -7,8 +7,8 @@ and recomputes the probabilities of one chunk of queries at a time, so that no
 its queries see, so T (window + chunk) scores are computed instead of T S.
 
 Shapes: q [B, T, N, H]; k, v [B, S, K, H]. N is a multiple of K, and query head
-n reads key head n // (N / K). Matmuls read operands in their own dtype and
-accumulate in f32; the softmax is computed in f32.
+n reads key head n // (N / K). Matmuls accumulate in f32; the softmax is
+computed in f32.
 """
 
 from typing import NamedTuple
@@ -33,8 +33,8 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
   if not fits or q.shape[2] % k.shape[2]:
     raise ValueError(
       "attention: needs q [B, T, N, H] and k, v [B, S, K, H] with N a "
-      f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}; add batch "
-      "and head axes"
+      f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}; pass arrays "
+      "of these shapes"
     )
   t, s = q.shape[1], k.shape[1]
   fewest = t if kind.causal else min(t, 1)
@@ -65,8 +65,8 @@ def attention_fwd(
 ) -> AttentionResiduals:
   """Computes softmax(scale q k^T) v and the log-sum-exp of each query's scores.
 
-  q is [B, T, N, H]; k and v are [B, S, K, H]. If `segments`, int32 [B, T] where
-  S = T, are passed, a query sees only keys of its segment.
+  If `segments`, int32 [B, T] where S = T, are passed, a query sees only keys of
+  its segment.
   """
 
   def one_chunk(args):
@@ -153,10 +153,7 @@ class Chunk(NamedTuple):
 
   @classmethod
   def of(cls, queries, segments, q, k, kind: AttentionKind) -> "Chunk":
-    """Makes a chunk that reads all keys, or with a window only some of them.
-
-    `queries` and `segments` come from `in_chunks`.
-    """
+    """Makes a chunk; `queries` and `segments` are elements of `in_chunks`."""
     x, start = queries
     own = None if segments is None else segments[0]
     s, size = k.shape[1], x.shape[1]

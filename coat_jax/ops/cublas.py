@@ -12,7 +12,7 @@ The call accepts one factor, so the two scales are multiplied first. If their
 product is below f32's smallest normal number, 1.2e-38, the product and the
 result are inexact or 0. (This happens to gradients whose largest value is below
 about 1e-29.) For a float16 result the factor is float16 too: inexact below
-6e-5, and 0 below 6e-8. The definition in `ops.linear` has no such limit.
+6e-5, and 0 below 3e-8. The definition in `ops.linear` has no such limit.
 """
 
 import math

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN, forward and backward, in BF16 or f16.
 
-JAX has no public functions for most of this, so this file, and no other, calls
-private functions of JAX. If the installed JAX lacks one of them, `_why_not`
-reports it, and attention runs in XLA.
+JAX has no public functions for most of this, so only this file calls private
+functions of JAX. If the installed JAX lacks one of them, `_why_not` reports it,
+and attention runs in another implementation.
 
-cuDNN does not run attention with soft caps or segments. A soft cap changes the
-scores, and JAX's cuDNN call accepts a function for this only from version 0.12
-on. Segments are ids of tokens, so there may be as many segments as tokens, but
-cuDNN's packed layout needs a static number of segments.
+JAX's cuDNN call accepts a function that changes scores, such as a soft cap,
+only from version 0.12 on. Our segments are ids of tokens, but cuDNN's packed
+layout needs a static number of segments.
 """
 
 import inspect

@@ -11,10 +11,9 @@ A call passes the arguments of the operation's definition, and `implementation`:
 
 `explain` reports which implementation would run, and why.
 
-An implementation has the definition's signature. In `@kernel(why_not)`, the
-function `why_not` returns why the implementation cannot run arguments of these
-shapes, dtypes and options, or None. `op.kernels["name"] = kernel` adds an
-implementation of yours.
+An implementation has the definition's signature. Decorate it with
+`@kernel(why_not)` unless it can run all arguments. `op.kernels["name"] =
+function` adds yours.
 """
 
 import dataclasses
@@ -98,8 +97,8 @@ class Op[R]:
     found = self.kernels[implementation]
     if not isinstance(found, str):
       return found
-    own = implementation in _PARTITIONED
-    folder = "ops" if own else f"pallas.{implementation}"
+    is_in_ops = implementation in _PARTITIONED
+    folder = "ops" if is_in_ops else f"pallas.{implementation}"
     module = importlib.import_module(f"coat_jax.{folder}.{found}")
     return getattr(module, self.name)
 
@@ -203,9 +202,8 @@ def op[R](
 ) -> Callable[[Callable[..., R]], Op[R]]:
   """Returns a decorator that makes a definition an `Op`: `@op(mosaic="norm")`.
 
-  `kernels` maps an implementation's name to a function, or to the name of a
-  module that contains a function with the definition's name. The module is in
-  `ops` for `cublas` and `cudnn`, else in `pallas.<implementation>`.
+  Modules of kernels are in `ops` for `cublas` and `cudnn`, else in
+  `pallas.<implementation>`.
   """
 
   def make(definition: Callable[..., R]) -> Op[R]:
@@ -219,8 +217,8 @@ def kernel[**P, R](
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
   """Makes an implementation raise `Unsupported` if `why_not` gives a reason.
 
-  `why_not` receives all arguments by name, and may read shapes and dtypes of
-  arrays. It returns why the implementation cannot run these arguments, or None.
+  `why_not` receives all arguments by name, and returns the reason or None. It
+  may depend on shapes, dtypes and options, but not on values of arrays.
   """
 
   def make(run: Callable[P, R]) -> Callable[P, R]:

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls of FP8 operands: each row times the weight of its group.
 
-  grouped_linear_fwd     y  = x w      x.rows [M, D], w.columns [E, F, D]
-  grouped_linear_dgrad   dx = g w^T    g.rows [M, F], w.rows [E, D, F]
-  grouped_linear_wgrad   dw = x^T g    x.columns [D, M], g.columns [F, M]
-
-Rows are sorted by group, as in `ops.grouped`, and groups are not padded. Rows
-after the last group belong to no group, and may contain anything, even NaN.
-`quantize_grouped` leaves them out of the scale and sets their codes to zero, so
-they add nothing to a weight's gradient, and their results are zero.
+Rows are sorted by group, as in `ops.grouped`. Rows after the last group may
+contain anything, even NaN. `quantize_grouped` leaves them out of the scale and
+sets their codes to zero, so they add nothing to a weight's gradient, and their
+results are zero.
 
 All tokens share a scale, all gradients share a scale, and each group's weight
 has a separate scale. Codes are multiplied exactly, and sums are f32.
@@ -27,6 +23,7 @@ from coat_jax.numerics.scaling import (
   PerTensor,
 )
 from coat_jax.ops.dispatch import op
+from coat_jax.ops.linear import shapes_of
 
 
 @op()
@@ -70,7 +67,7 @@ def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:
   if rows is None or weights is None:
     raise ValueError(
       f"grouped_linear: needs rows of tokens and {codes} of weights, got "
-      f"{_shapes(x)} and {_shapes(w)}; quantize them in these layouts"
+      f"{shapes_of(x)} and {shapes_of(w)}; quantize them in these layouts"
     )
   fits = rows.ndim == 2 and weights.ndim == 3
   fits = fits and rows.shape[1] == weights.shape[2]
@@ -88,18 +85,13 @@ def _check_columns(x: Operand, g: Operand, sizes: Array, **_) -> None:
   if a is None or b is None:
     raise ValueError(
       "grouped_linear: needs columns of tokens and of gradients, got "
-      f"{_shapes(x)} and {_shapes(g)}; quantize both in this layout"
+      f"{shapes_of(x)} and {shapes_of(g)}; quantize both in this layout"
     )
   if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or sizes.ndim != 1:
     raise ValueError(
       "grouped_linear: needs columns [D, M] and [F, M], and sizes [E], got "
       f"{a.shape}, {b.shape} and {sizes.shape}; pass arrays whose M match"
     )
-
-
-def _shapes(x: Operand) -> str:
-  shapes = [None if codes is None else codes.shape for codes in x[:2]]
-  return f"rows {shapes[0]} and columns {shapes[1]}"
 
 
 def group_of_rows(sizes: Array, m: int) -> Array:

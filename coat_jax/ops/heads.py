@@ -38,8 +38,7 @@ def split_heads(
 ) -> tuple[Array, Array, Array]:
   """Splits qkv [B, T, (N + 2 K) H] into q, k and v; rotates q and k.
 
-  For cos and sin see `rope.rotate`. q is [B, T, N, H]; k and v are
-  [B, T, K, H].
+  q is [B, T, N, H]; k and v are [B, T, K, H].
   """
   b, t, columns = qkv.shape
   h = columns // (num_heads + 2 * num_kv_heads)

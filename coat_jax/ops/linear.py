@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of operands in plain jnp, forward and backward.
 
-The operands determine the formats; `dtype` is the dtype of the result. Either
-both operands have one scale, or both have block scales. With block scales,
-kernels multiply the sum over each block of 128 by the block's two scales, and
-add these results in f32. The definition multiplies the codes by the scales
-first. This is exact in BF16, because block scales are powers of two, so only
-sums are rounded.
+With block scales, kernels multiply the sum over each block of 128 by the
+block's two scales, and add these results in f32. The definition multiplies the
+codes by the scales first. This is exact in BF16, because block scales are
+powers of two, so only sums are rounded.
 """
 
 import jax
@@ -24,7 +22,7 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
   if x.rows is None or w.columns is None or w.columns.ndim != 2:
     raise ValueError(
       "linear: needs x in rows and a weight [D, F] in columns, got "
-      f"{_layout_of(x)} and {_layout_of(w)}; quantize them in these layouts"
+      f"{shapes_of(x)} and {shapes_of(w)}; quantize them in these layouts"
     )
   if x.rows.shape[-1] != w.columns.shape[1]:
     raise ValueError(
@@ -44,7 +42,8 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
       )
 
 
-def _layout_of(operand: Operand) -> str:
+def shapes_of(operand: Operand) -> str:
+  """Describes the shapes of an operand's layouts for an error message."""
   shapes = [None if x is None else x.shape for x in operand[:2]]
   return f"rows {shapes[0]} and columns {shapes[1]}"
 

@@ -246,7 +246,6 @@ type Theta = float | Rotary | None
 # A tuple has one entry for each kind of layer in a stack.
 type Thetas = Theta | tuple[Theta, ...]
 
-
 type Angles = tuple[Array, Array] | tuple[None, None]
 
 
@@ -255,10 +254,9 @@ def rotation(
 ) -> Angles:
   """Computes cos and sin of position * theta^(-2 i / R): f32 [T, R / 2] each.
 
-  For positions [B, T] the results are [B, T, R / 2]. R is `head_dim` unless a
-  `Rotary` sets `rotary_dim`. A tuple `theta` has one entry for each kind of
-  layer, all with the same R; `kind`, an int32 scalar, selects one. Without
-  RoPE, `theta` and both results are None.
+  For positions [B, T] the results are [B, T, R / 2]. If `theta` is a tuple,
+  `kind`, an int32 scalar, selects an entry; all entries have the same R. If
+  `theta` is None, both results are None.
   """
   if theta is None:
     return None, None
@@ -273,7 +271,7 @@ def rotation(
 
 
 def _frequencies(theta, head_dim, kind):
-  """Returns frequencies f32 [R / 2], and the factor of cos and sin unless 1."""
+  """Returns f32 [R / 2], and the factor of cos and sin, or None for 1."""
   if not isinstance(theta, tuple):
     rotary = as_rotary(theta)
     magnitude = rotary.magnitude
@@ -313,7 +311,6 @@ def rotate(x: Array, cos: Array | None, sin: Array | None) -> Array:
   if cos is None or sin is None:
     return x
   if cos.ndim == 2:
-    # All sequences and heads share the angles.
     cos, sin = cos[None, :, None], sin[None, :, None]
   else:
     cos, sin = cos[:, :, None], sin[:, :, None]

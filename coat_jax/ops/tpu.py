@@ -4,8 +4,8 @@
 XLA for TPUs does not fuse a reshape from 688 groups of 16 to 11,008 values,
 although it fuses one from 512 groups to 8,192 values. If XLA does not fuse the
 reshape, it stores an f32 scale for each value. XLA also stores f32 values that
-two passes read. The functions in this file prevent both, and change no values.
-On other platforms they do nothing.
+two passes read. The functions in this file prevent both. On other platforms
+they do nothing.
 """
 
 import dataclasses
