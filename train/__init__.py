@@ -57,11 +57,7 @@ COMMANDS = (
 
 
 def check_command(line: list[str]) -> None:
-  """Ends `python -m train.NAME` with status 2 if NAME is not a command.
-
-  Otherwise Python would run the module, which prints nothing, and exit with
-  status 0.
-  """
+  """Exits with status 2 if `python -m train.NAME` would run no command."""
   _, _, rest = " ".join(line).partition(" -m ")
   name = rest.split(" ")[0]
   commands = [f"train.{command}" for command in COMMANDS]

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop, which pretrain, finetune and vit share.
 
-`run_command` claims the run's folder and trains the run and its twins; `train`
-trains one run, from data to checkpoints. Commands differ in their configuration
-and in their data (`train.run.data`).
-
 If a run has several processes, all of them write checkpoints, but only the
 first one writes other files. At the end of each `with stop_on_bad_input` the
 processes wait for each other, and all of them stop if one has failed.

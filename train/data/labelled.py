@@ -7,10 +7,10 @@
   FOLDER/CLASS/*.png         without train and test, a share of each class is
                              held out
 
-A class has the name of its folder. Classes are numbered in the order of their
-names. Images may also be in subfolders of a class. All headers are read at the
-start. If the pixels of all images fit into `_IN_MEMORY` bytes, they are read at
-the start too and stay in memory. Otherwise they are read a batch at a time.
+Classes are numbered in the order of their names. Images may also be in
+subfolders of a class. All headers are read at the start. If the pixels of all
+images fit into `_IN_MEMORY` bytes, they are read at the start too and stay in
+memory. Otherwise they are read a batch at a time.
 """
 
 import dataclasses

@@ -15,14 +15,16 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from coat_jax.models.hf.files import read_json
 from coat_jax.models.hf.keys import CONFIG
 from train.data.chat.documents import Documents
-from train.data.chat.template import ChatTemplate, read_special_tokens
+from train.data.chat.template import (
+  ChatTemplate,
+  read_if_present,
+  read_special_tokens,
+)
 from train.data.tokenizer import Tokenizer
 from train.data.tokens import DataConfig
 
@@ -54,22 +56,15 @@ class Text(abc.ABC):
     return tokens if tokens[: len(first)] == first else first + tokens
 
   def decode_after(self, before: list[int], tokens: list[int]) -> str:
-    """Decodes `tokens`, which follow the tokens `before`.
-
-    This keeps the space before the first word. Many tokenizers would drop that
-    space if `tokens` were decoded alone.
-    """
+    """Decodes `tokens`, which follow the tokens `before`."""
+    # Decoded alone, many tokenizers drop the space before the first word.
     head, whole = self.decode(before), self.decode(before + tokens)
     if whole.startswith(head):
       return whole[len(head) :]
     return self.decode(tokens)  # The tokens begin inside a character.
 
   def stops_after(self, lasts: Iterable[int]) -> list[int]:
-    """Returns `stop_tokens`, plus each token of `lasts` that decodes to "".
-
-    `lasts` are the last tokens of turns in the data. Such a token may be
-    missing from the stop tokens.
-    """
+    """Adds to `stop_tokens` the `lasts` tokens of turns that decode to ""."""
     return sorted({*self.stop_tokens, *self.without_text(lasts)})
 
   def without_text(self, tokens: Iterable[int]) -> set[int]:
@@ -144,7 +139,7 @@ class FolderText(TokenizerText):
     known = read_ids(folder / CONFIG, "bos_token_id")
     if begin is None and tokenizer is None:
       begin = known[0] if known else None
-    adds = _read(own / _TOKENIZER_CONFIG).get("add_bos_token")
+    adds = read_if_present(own / _TOKENIZER_CONFIG).get("add_bos_token")
     self.first_tokens = tuple(self._tokenizer.first_tokens())
     if isinstance(adds, bool) and begin is not None:
       self.first_tokens = (begin,) if adds else ()
@@ -157,13 +152,9 @@ def has_tokenizer(folder: Path) -> bool:
   return (folder / _TOKENIZER).is_file()
 
 
-def _read(file: Path) -> dict[str, Any]:
-  return read_json(file) if file.is_file() else {}
-
-
 def read_ids(file: Path, name: str) -> list[int]:
   """Reads the token ids under key `name` of a JSON file; [] if it is unset."""
-  value = _read(file).get(name)
+  value = read_if_present(file).get(name)
   found = value if isinstance(value, list) else [value]
   found = [x for x in found if x is not None]
   if any(type(x) is not int or x < 0 for x in found):
@@ -177,11 +168,9 @@ def read_ids(file: Path, name: str) -> list[int]:
 def write_stop_tokens(folder: Path, documents: Documents) -> None:
   """Adds the tokens that end turns to a folder's generation_config.json.
 
-  transformers stops at the tokens that generation_config.json lists. If that
-  file is missing, transformers reads config.json. If config.json lists none
-  either, the default of the model's class applies (token 2 for Llama), never
-  the tokenizer's token. Nothing is written if the tokens are listed already, or
-  if turns end with visible text.
+  transformers stops at the tokens that this file or else config.json lists,
+  never at the tokenizer's token. Nothing is written if the tokens are listed
+  already, or if turns end with visible text.
   """
   text = FolderText(folder)
   ends = text.without_text(last_tokens(documents))

@@ -30,7 +30,7 @@ class Perplexity(NamedTuple):
   """Counts for a text, and measures that are computed from the counts."""
 
   documents: int  # Documents with at least one token.
-  tokens: int  # Number of tokens; every token is predicted.
+  tokens: int
   bytes: int  # Size of the texts in UTF-8.
   words: int  # Parts between white space, as in lm-evaluation-harness.
   nats: float  # Total cross-entropy of all tokens.

@@ -7,6 +7,5 @@
                shapes of the training state
   search.py    finds the settings that fit and train fastest
 
-`python -m train.plan` prints plans, and `python -m benchmarks.memory plan`
-compares them with compiled steps. docs/plan.md describes what is counted.
+docs/plan.md describes what is counted.
 """

@@ -9,9 +9,7 @@ were compiled for H200s. The sums assume that
   * on one GPU, XLA computes the gradients of all weights at a layer's end;
   * on a mesh, XLA sums these gradients over GPUs while the next layer runs.
 
-tests/train/memory/test_terms.py lists the arrays of each sum one by one, and
-compares plans with stored peaks of compiled steps. `python -m benchmarks.memory
-plan` and tests/aot/test_plan.py compile the steps anew.
+tests/train/memory/test_terms.py lists the arrays of each sum one by one.
 """
 
 import dataclasses
@@ -74,11 +72,9 @@ class Layer:
 
   @property
   def inner(self) -> float:
-    """Counts the values of gate (and as many of up) for all copies of tokens.
-
-    A token has one copy for each of its experts. If experts are distributed,
-    each GPU reserves memory for the copies of all GPUs' tokens.
-    """
+    """Counts the values of gate, or of up, for all copies of tokens."""
+    # A token has one copy for each of its experts. If experts are distributed,
+    # each GPU reserves memory for the copies of all GPUs' tokens.
     copies = (self.copies or 1) * self.expert
     return self.tokens * self.model.d_ff * copies / self.tensor
 

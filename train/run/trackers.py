@@ -2,12 +2,9 @@
 """Copies metrics to TensorBoard's event files and to Weights & Biases.
 
 Both trackers receive the numbers in metrics.jsonl, with the same names and
-steps. The run itself reads only metrics.jsonl. A resumed run continues both
-logs.
+steps. A resumed run continues both logs.
 
-We write event files with tensorboardX, because it depends only on NumPy and
-protobuf. TensorBoard itself installs a web server and gRPC; `clu` and
-`flax.metrics.tensorboard` install TensorFlow. We use tensorboardX's writer
+We use tensorboardX, which depends only on NumPy and protobuf, and its writer
 without a thread, because the threaded writer blocks forever if the disk is
 full.
 """
@@ -21,7 +18,6 @@ from typing import Any
 from train.config import TrainConfig
 from train.run.writing import replace_file
 
-# Maps each option to its package and the command that installs it.
 _PACKAGES = {
   "tensorboard": ("tensorboardX", "pip install '.[tensorboard]'"),
   "wandb": ("wandb", "pip install wandb"),

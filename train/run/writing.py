@@ -102,9 +102,8 @@ def uninterrupted(write: Callable[[], None]) -> None:
 def join_writers() -> None:
   """Waits for Orbax's threads after one of them has failed.
 
-  Orbax raises the first error while other threads still write into the folder,
-  and has no function that waits for these threads. Their classes are private,
-  so we recognize the threads by the module of their class.
+  Orbax raises the first error while other threads still write into the folder.
+  Their classes are private, so we recognize them by the class's module.
   """
   for thread in threading.enumerate():
     if type(thread).__module__.startswith("orbax."):
@@ -122,9 +121,8 @@ def _is_of_no_dropped_task(record: logging.LogRecord) -> bool:
 def quietly() -> Iterator[None]:
   """Silences Orbax's logs about failed writes; `SaveError` reports the failure.
 
-  For each failed array, Orbax logs a traceback, and logs it again when the
-  error is garbage-collected. TensorStore reports to an event loop that is
-  already closed, which raises another error.
+  TensorStore reports to an event loop that is already closed, which raises
+  another error.
   """
   loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
   levels = [logger.level for logger in loggers]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads conversations from files in the common formats.
 
-A file contains either JSON lines, which are read one at a time, or one JSON
-array of rows, which is read as a whole.
+A file contains either JSON lines or one JSON array of rows.
 
 | format | keys of a row |
 | --- | --- |
@@ -65,8 +64,7 @@ def read_rows(file: Path) -> Iterator[Row]:
     if first.startswith(b"["):
       yield from _read_array(file, opened.read())
       return
-    # Read bytes, so that only newlines end a line. A decoded text would also be
-    # split at Unicode's line separators.
+    # A decoded text would also be split at Unicode's line separators.
     for number, line in enumerate(opened, 1):
       if number == 1:
         line = line.removeprefix(b"\xef\xbb\xbf")
@@ -76,8 +74,7 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 def _parse(line: bytes) -> Any:
   try:
-    # Strip the newline, so that an error at the end shows a position in this
-    # line.
+    # With the newline, an error at the end would show the next line.
     return json.loads(line.decode("utf-8").rstrip("\r\n"))
   except UnicodeDecodeError as error:
     return BadData("not UTF-8", f"byte {error.start} of the row is not UTF-8")
@@ -206,7 +203,7 @@ def _read_prompt(row: Mapping[str, Any]) -> Completion:
 
 
 _Read = Callable[[Mapping[str, Any]], Conversation | Completion]
-# The keys that rows of a format must have, and the function that reads them.
+# The required keys of each format, and the function that reads a row.
 FORMATS: dict[str, tuple[tuple[str, ...], _Read]] = {
   "messages": (("messages",), lambda row: _read_turns(row["messages"], row)),
   "sharegpt": (

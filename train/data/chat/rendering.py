@@ -16,8 +16,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Marks around {% generation %} blocks. Text does not contain the noncharacter
-# U+FDD0.
+# Marks around {% generation %} blocks; U+FDD0 is a noncharacter.
 BEGIN, END = "\ufdd0(", "\ufdd0)"
 
 
@@ -28,11 +27,7 @@ def render(
   is_marked: bool = False,
   now: datetime.datetime | None = None,
 ) -> str:
-  """Renders a template; raises what the template raises.
-
-  If `is_marked`, marks surround the text of {% generation %} blocks. `now` is
-  the time that `strftime_now` formats; None for the current time.
-  """
+  """Renders a template; `now`, by default the current time, is for tests."""
   now = datetime.datetime.now() if now is None else now
   template = _compile(source, is_marked)
   return template.render(strftime_now=now.strftime, **variables)
