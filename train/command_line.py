@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads command lines, and prints their errors as plain sentences.
 
-Options are dataclasses, which check their values when they are created. Their
-error messages begin with the dataclass's name, which means nothing to users of
-a command. tyro would also put each message into a box. The functions here print
-only the message, as one line.
+Options are dataclasses, which check their values when they are created. The
+functions here print an error as one line, without the name of the dataclass and
+without tyro's box.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ from typing import Any
 
 import tyro
 
-# Messages may begin with the name of a dataclass or of a function in coat_jax.
 _OF_CLASS = re.compile(r"[A-Z]\w*(?:Config|Data): ")
 _OF_FUNCTION = re.compile(r"^(?:load|save)_hf: ")
 
@@ -75,11 +73,7 @@ def error_line(error: BaseException | None, part: str = "") -> str:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-  """Prints a ValueError as one line, and exits with status 2.
-
-  This includes errors that a dataclass raises inside `tyro.cli`. tyro's own
-  messages, such as those about unknown options, are printed unchanged.
-  """
+  """Prints a ValueError, even inside `tyro.cli`, and exits with status 2."""
   held = io.StringIO()
   try:
     with contextlib.redirect_stderr(held):

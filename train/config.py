@@ -43,8 +43,7 @@ from train.options import (
 )
 from train.weights import Stored
 
-# The options that each recipe accepts. Options that only other recipes accept
-# must keep their defaults.
+# The options that each recipe accepts.
 _CACHED = ("weight_cache", "evaluation")
 _COAT = ("residuals", "attention", "activation_group_size", *_CACHED)
 _RECIPES = {
@@ -236,8 +235,7 @@ class TrainConfig:
   def with_f32_moments(self, recipe: str) -> Self:
     """Returns the run with another recipe, f32 weights and f32 moments.
 
-    Options that the recipe does not accept get their defaults. If `remat` saves
-    inputs in FP8, it becomes full, which saves inputs in BF16. The result has
+    Options that the recipe does not accept get their defaults. The result has
     no twin.
     """
     reset = unused(self, _RECIPES, recipe)
@@ -271,7 +269,6 @@ class TrainConfig:
 
 
 def _check_combinations(config: TrainConfig) -> None:
-  """Raises ValueError if options of a `TrainConfig` are incompatible."""
   for name in ("grad_reduce", "distributed"):
     if not config.mesh and getattr(config, name) != getattr(type(config), name):
       raise ValueError(
@@ -311,7 +308,6 @@ def _check_combinations(config: TrainConfig) -> None:
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-  """Raises ValueError if the run's optimizer does not support an option."""
   adamw, both = ("coat_adamw",), ("coat_adamw", "coat_lion")
   needs = {
     "optimizer_in_backward": (config.optimizer_in_backward, both),
@@ -329,7 +325,6 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 def _check_in_backward(config: TrainConfig) -> None:
-  """Raises ValueError if an option rules out optimizer_in_backward."""
   impossible = {
     f"accumulate {config.accumulate}": (
       config.accumulate > 1,
@@ -358,8 +353,8 @@ def _check_in_backward(config: TrainConfig) -> None:
 def resume_rule(name: str, kind: type = TrainConfig) -> str:
   """Looks up whether a resumed run may change a field.
 
-  The rule is fixed, converted, silent or (by default) reported. The rule of a
-  part such as `optim` applies to each of its fields without a separate rule.
+  The rule of a part such as `optim` applies to each of its fields that has no
+  rule.
   """
   rule, part = "reported", kind
   for word in name.split("."):

@@ -135,7 +135,6 @@ class ImportHF(Import):
 
 
 def _run(command: Export | ExportHF | Import | ImportHF) -> None:
-  """Runs a command, and prints what it wrote."""
   out = read_path("out", command.out)
   with stop_on_signal(out):
     text = command.convert(out)

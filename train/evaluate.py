@@ -45,7 +45,6 @@ from train.run.signals import Signals
 from train.run.writing import check_out
 from train.source import Compute, Source, decoder_of, open_source
 
-# An option that may be given several times.
 _Repeated = UseAppendAction[tuple[str, ...]]
 _Path = Annotated[str | None, shown("optional", metavar="PATH")]
 
@@ -208,7 +207,6 @@ def _open(config: EvaluateConfig, folder: str) -> Source:
 def _predict_texts(
   config: EvaluateConfig, text: Text, model: Decoder, length: int
 ) -> list[dict[str, Any]]:
-  """Measures how well the model predicts each text; returns table rows."""
   rows = []
   for data in config.data:
     started = time.monotonic()

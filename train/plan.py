@@ -204,7 +204,6 @@ class PlanConfig:
     return run
 
   def _check_images(self, run: TrainConfig):
-    """Raises ValueError if images don't fit, or if --gpus is set."""
     shape: Any = run.model
     if (needed := self.images_each * shape.tokens_each) > run.seq:
       raise ValueError(
@@ -219,7 +218,6 @@ class PlanConfig:
       )
 
   def _check_text(self):
-    """Raises ValueError if an option needs a model that sees images."""
     for name in ("trained", "images_each"):
       if (got := getattr(self, name)) != getattr(type(self), name):
         raise ValueError(

@@ -3,12 +3,11 @@
 
   python -m train.plot RUN... [--out FIGURE.png]
 
-The figure shows the loss curves of all runs. Curves that are close hide each
-other, so the figure also shows the first run's loss minus each other run's loss
-at the same steps. For runs with --report-state, it shows a histogram of the
-powers k of dynamic range expansion and the relative errors of the stored
-moments. For runs with --watch, it shows the watched values. The BF16 twins of
-runs with --compare are drawn too.
+The figure shows the loss curves of all runs and of their BF16 twins, and the
+first run's loss minus each other run's loss at the same steps. For runs with
+--report-state, it shows a histogram of the powers k of dynamic range expansion
+and the relative errors of the stored moments. For runs with --watch, it shows
+the watched values.
 """
 
 import dataclasses
@@ -130,7 +129,6 @@ def _draw_differences(axes, runs: dict[str, list[dict]]) -> None:
 def _difference(
   rows: list[dict], others: list[dict], key: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the steps that both runs logged, and the losses' differences."""
   ours, theirs = (
     dict(zip(*_series(each, key), strict=True)) for each in (rows, others)
   )

@@ -4,8 +4,7 @@
   python -m train.pretrain PRESET [options]      PRESET --help shows the options
   python -m train.pretrain demo --compare bf16   what `make train` runs
 
-`train.loop` runs the training, from data to checkpoints. `train/__init__.py`
-lists the files that your own training program needs.
+`train/__init__.py` lists the files that your own training program needs.
 
 The exit status is 0 if training finished; 1 if a loss or a gradient was not
 finite, a file could not be written, or a device ran out of memory; 2 if the

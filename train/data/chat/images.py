@@ -76,7 +76,7 @@ class ChatImages:
   def expand(
     self, tokens: np.ndarray, mask: np.ndarray, ends: list[int], *, images: int
   ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Repeats `<image>` in tokens and mask; adjusts the ends of target spans."""
+    """Repeats `<image>` in tokens and mask, and moves the ends of targets."""
     is_image = tokens == self.token
     if (count := int(is_image.sum())) != images:
       raise BadData(

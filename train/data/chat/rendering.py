@@ -24,11 +24,10 @@ def render(
   source: str,
   variables: dict[str, Any],
   *,
-  is_marked: bool = False,
-  now: datetime.datetime | None = None,
+  is_marked: bool,
+  now: datetime.datetime,
 ) -> str:
-  """Renders a template; `now`, by default the current time, is for tests."""
-  now = datetime.datetime.now() if now is None else now
+  """Renders a template; `now` is the time that `strftime_now` formats."""
   template = _compile(source, is_marked)
   return template.render(strftime_now=now.strftime, **variables)
 

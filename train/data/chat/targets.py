@@ -35,8 +35,9 @@ class Shape:
   """The text that a template writes around a turn of the assistant.
 
   Before its content, a turn has a header, which is not a target, and then a
-  lead, which is a target. The header is what the turn shares with the generation
-  prompt. Without a generation prompt, it is all text before the content.
+  lead, which is a target. The header is the text that the turn shares with the
+  generation prompt. Without a generation prompt, it is all text before the
+  content, unless this text is white space.
   """
 
   # (header, lead) of the last turn, and of other turns.

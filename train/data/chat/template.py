@@ -130,10 +130,10 @@ class ChatTemplate:
       "documents": None,
       **self.special_tokens,
     }
+    now = self.now or datetime.datetime.now()
+    source = self._choose(tools)
     try:
-      return render(
-        self._choose(tools), variables, is_marked=is_marked, now=self.now
-      )
+      return render(source, variables, is_marked=is_marked, now=now)
     except jinja2.UndefinedError as error:
       if name := _TOKEN_NAME.search(str(error)):
         raise TemplateFault(
