@@ -12,11 +12,7 @@ Hugging Face folder. The model runs on one device, in BF16 or f32, without FP8.
 `train.evaluation.perplexity` explains how texts are scored. Tasks come from
 lm-evaluation-harness (pip install 'coat_jax[eval]'); the command downloads
 nothing. Conversations may contain images if the model sees images, and `--page`
-writes the model's answers to a web page. Tables are printed to standard output.
-
-The exit status is 0 on success, 1 if a file could not be written or there was
-too little memory, 2 if the input was wrong, and 130 or 143 after SIGINT or
-SIGTERM.
+writes the model's answers to a web page.
 """
 
 import dataclasses

@@ -11,10 +11,8 @@ ShareGPT conversations, Alpaca instructions, or prompts with completions. The
 loss covers only what the assistant writes. If DIR is a LLaVA, rows may have
 images (`--images`), and `--trained` selects the parts to train.
 
-Options and exit status are the same as in `train.pretrain`. If a damaged image
-is found only when its batch is read, the status is also 2, and earlier
-checkpoints are kept. docs/finetune.md shows all steps from DIR to an exported,
-evaluated model, and docs/vision.md shows the two stages of LLaVA.
+docs/finetune.md shows all steps from DIR to an exported, evaluated model, and
+docs/vision.md shows the two stages of LLaVA.
 """
 
 import sys

@@ -9,9 +9,6 @@ The first argument is a run's folder, whose newest checkpoint is read, or a
 Hugging Face folder. The model continues all prompts at once, on one device.
 
 Texts are printed to standard output, and speeds to standard error.
-
-The exit status is 0 on success, 1 if there was too little memory, 2 if the
-input was wrong, and 130 or 143 after SIGINT or SIGTERM.
 """
 
 import dataclasses

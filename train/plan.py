@@ -48,14 +48,10 @@ _LARGEST_HBM = 10**6
 _Preset = tyro.extras.literal_type_from_choices(PRESETS)
 
 
-def _coat(run: TrainConfig, **options: Any) -> TrainConfig:
-  return dataclasses.replace(run, recipe="coat", **options)
-
-
 def _lean(run: TrainConfig, **options: Any) -> TrainConfig:
   params = "bfloat16" if run.params == "float32" else run.params
   clip = dataclasses.replace(run.optim, clip="share")
-  return _coat(
+  return dataclasses.replace(
     run, params=params, optimizer_in_backward=True, optim=clip, **options
   )
 
@@ -63,13 +59,13 @@ def _lean(run: TrainConfig, **options: Any) -> TrainConfig:
 COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "BF16": lambda run: run.with_f32_moments("bf16"),
   "FP8 linears": lambda run: run.with_f32_moments("fp8_linear"),
-  "COAT": lambda run: _coat(run, residuals="coat"),
-  "COAT minimal": lambda run: _coat(run, residuals="minimal"),
+  "COAT": lambda run: dataclasses.replace(run, residuals="coat"),
+  "COAT minimal": lambda run: dataclasses.replace(run, residuals="minimal"),
   "lean": _lean,
   "leanest": lambda run: _lean(run, remat="fp8"),
 }
 _WITH_IMAGES = ("COAT", "COAT minimal")
-# The optimizer runs in the backward pass, so microbatches are not supported.
+# Microbatches do not support the optimizer in the backward pass.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")
 
 

@@ -6,16 +6,7 @@
 
 `train/__init__.py` lists the files that your own training program needs.
 
-The exit status is 0 if training finished; 1 if a loss or a gradient was not
-finite, a file could not be written, or a device ran out of memory; 2 if the
-input was wrong, in which case nothing was changed; 130 or 143 after SIGINT or
-SIGTERM, once the state was saved. All processes of a run (`--distributed`) exit
-with the same status. But if one of them could not write a file or ran out of
-memory, JAX ends the other processes, possibly with another status.
-
-Training programs let JAX use 93.5 % of a GPU's memory instead of the usual
-75 %, unless XLA_CLIENT_MEM_FRACTION is set. On an H100, which has 85.5 GB, this
-is 80 GB, the nominal size.
+docs/training.md lists the exit statuses.
 """
 
 import argparse

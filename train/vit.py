@@ -5,9 +5,7 @@
   python -m train.vit vit_digits --data digits --out RUN [options]
   python -m train.vit vit_digits --data digits --out RUN --resume
 
-`--data` names a folder that contains one folder of images for each class
-(`train.data.labelled`). Nearly all options, and the exit status, are the same
-as in `train.pretrain`. See docs/vision.md.
+Nearly all options are the same as in `train.pretrain`. See docs/vision.md.
 """
 
 import dataclasses

@@ -51,7 +51,6 @@ def saved_bytes(
   these GPUs stores the whole residual stream of BF16 layers. All layers share
   the positions, which do not count.
   """
-  recipe = dataclasses.replace(recipe, axes=None)
   arrays = [
     (aval, kind)
     for aval, kind in residual_arrays(
@@ -112,6 +111,7 @@ def residual_arrays(
   Set `saves_copies` to False if the experts of an MoE layer are distributed
   over GPUs. The layer then saves no arrays with a row for each copy of a token.
   """
+  recipe = dataclasses.replace(recipe, axes=None)  # Trace for one device.
   options = {}
   if isinstance(config, ModelConfig) and config.kinds_of_layers is not None:
     options = dict(kind=jnp.int32(0))  # All kinds save the same arrays.

@@ -5,6 +5,7 @@ A checkpoint is a folder with these items:
   `params`     arrays
   `optimizer`  arrays; FP8 moments are stored as FP8
   `exact`      arrays, only if the run reports on its moments
+  `clip`       arrays, only with clip share or adaptive
   `data`       JSON: the position of the data iterator
   `run`        JSON: the step, the configuration, a fingerprint of the data
 

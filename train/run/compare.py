@@ -52,13 +52,12 @@ def finish(runs: Sequence[TrainConfig]) -> None:
   for config, rows in zip(runs, read, strict=True):
     result = summarize(rows, last)
     result["state"] = report.state_bytes_per_param(config)
-    recipe = dataclasses.replace(config.coat_recipe(), axes=None)
     shape = config.model
     if isinstance(shape, VisionLanguageConfig):
       shape = shape.text
     residuals = residual_bytes(
       shape,
-      recipe,
+      config.coat_recipe(),
       tokens=config.seq,
       saves_copies=config.mesh_sizes.get("expert", 1) == 1,
     )

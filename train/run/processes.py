@@ -29,10 +29,9 @@ def reserve_gpu_memory() -> None:
 def join() -> None:
   """Joins the other processes of a run; call this before using JAX.
 
-  JAX finds the other processes itself under SLURM and Open MPI. Otherwise each
-  process's environment must set JAX_COORDINATOR_ADDRESS (host and port of
-  process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. If process 0 does not answer
-  within five minutes, JAX ends this process.
+  JAX finds the other processes itself under SLURM and Open MPI, or through
+  environment variables. If process 0 does not answer within five minutes, JAX
+  ends this process.
   """
   try:
     count, index = (

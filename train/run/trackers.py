@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config import TrainConfig
-from train.run.writing import replace_file
+from train.run import processes
+from train.run.writing import replace_file, save_errors
 
 _PACKAGES = {
   "tensorboard": ("tensorboardX", "pip install '.[tensorboard]'"),
@@ -102,10 +103,14 @@ Tracker = TensorBoard | WeightsAndBiases
 def open_trackers(
   config: TrainConfig, path: Path, description: dict, *, resumed_step: int
 ) -> list[Tracker]:
-  """Opens the trackers that the run's options select."""
+  """Opens the trackers that the run's options select, in the first process."""
   opened: list[Tracker] = []
-  if config.tensorboard:
-    opened.append(TensorBoard(path / "tensorboard", resumed_step=resumed_step))
-  if config.wandb:
-    opened.append(WeightsAndBiases(path, config.out, description))
+  if not processes.is_primary():
+    return opened
+  with save_errors(path):
+    if config.tensorboard:
+      folder = path / "tensorboard"
+      opened.append(TensorBoard(folder, resumed_step=resumed_step))
+    if config.wandb:
+      opened.append(WeightsAndBiases(path, config.out, description))
   return opened
