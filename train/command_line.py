@@ -93,9 +93,9 @@ def plain_errors() -> Iterator[None]:
 
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
   """Formats the error that tyro printed; None if no dataclass raised it."""
-  # tyro raises SystemExit while it handles the dataclass's error, which it may
-  # have wrapped in other errors. Each wrapper's `arg` is the name of a part of
-  # the configuration, or an object if an option's value could not be parsed.
+  # tyro may have wrapped the dataclass's error in others. Each wrapper's `arg`
+  # is the name of a part of the configuration, or an object if an option's
+  # value could not be parsed.
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:
     if not isinstance(arg, str):

@@ -135,7 +135,6 @@ def _run(command: Export | ExportHF | Import | ImportHF) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, converts, and returns the exit status."""
   command = read_options(
     Annotated[Export, subcommand("export")]
     | Annotated[Import, subcommand("import")]

@@ -275,7 +275,6 @@ def _ask(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, evaluates, and returns the exit status."""
   with Signals():
     config = read_options(EvaluateConfig, "evaluate", arguments)
     return exit_status(

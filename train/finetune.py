@@ -30,7 +30,6 @@ Fine-tunes a Hugging Face checkpoint on conversations.
 
 
 def read(words: Sequence[str]) -> FinetuneConfig:
-  """Reads the command line."""
   if times_given("data", words) > 1:
     # tyro would use only the last --data.
     raise ValueError(
@@ -41,7 +40,6 @@ def read(words: Sequence[str]) -> FinetuneConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Trains, and returns the exit status."""
   return run_command(read, load, arguments)
 
 

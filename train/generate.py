@@ -157,7 +157,6 @@ def describe_speed(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, generates, and returns the exit status."""
   with Signals():
     config = read_options(GenerateConfig, "generate", arguments)
     return exit_status(

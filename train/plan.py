@@ -269,7 +269,6 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs the command; returns the exit status."""
   options = read_options(PlanConfig, "plan", arguments)
   # Planning needs no GPU, and other programs may be using it.
   jax.config.update("jax_platforms", "cpu")

@@ -266,7 +266,6 @@ def run(config: PlotConfig) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs the command; returns the exit status."""
   config = read_options(PlotConfig, "plot", arguments)
   return exit_status(lambda: run(config), smaller="name fewer runs")
 

@@ -30,13 +30,11 @@ Trains a language model; each preset's --help lists its options.
 
 
 def read(words: Sequence[str]) -> TrainConfig:
-  """Reads the command line."""
   presets = one_of(PRESETS, _for_optimizer(words))
   return read_options(presets, "pretrain", words, _DESCRIPTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Trains, and returns the exit status."""
   return run_command(read, load, arguments)
 
 

@@ -37,12 +37,10 @@ Trains a vision transformer to classify images.
 
 
 def read(words: Sequence[str]) -> VitConfig:
-  """Reads the command line."""
   return read_options(one_of(PRESETS), "vit", words, _DESCRIPTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Trains, and returns the exit status."""
   return run_command(read, load, arguments)
 
 

@@ -150,7 +150,7 @@ def _of_codes(
   group: GroupCodec, encoded: list[Encoded]
 ) -> dict[str, jax.Array]:
   """Computes statistics of a moment's codes; {} if it has no 8-bit codes."""
-  if not encoded or encoded[0].codes.dtype.itemsize > 1:
+  if encoded[0].codes.dtype.itemsize > 1:
     return {}
   dtype = encoded[0].codes.dtype
   largest = qmax(dtype) if is_fp8(dtype) else float(jnp.iinfo(dtype).max)

@@ -122,9 +122,8 @@ def train_batches(
       "sequence length, or give more data"
     )
   numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
-  # An endless dataset has 2^63 - 1 rows. With drop_remainder=False, grain would
-  # compute the number of batches in floating point. For a batch size of 1 the
-  # result is 2^63, and len() raises OverflowError.
+  # An endless dataset has 2^63 - 1 rows. With drop_remainder=False and batches
+  # of 1, grain would round this number to 2^63, and len() raise OverflowError.
   groups = numbers.batch(batch_size, drop_remainder=True)
   return groups.map(lambda group: _read(rows, group[own]))
 

@@ -7,6 +7,7 @@ which uses a `tokenizers` JSON file. `FolderText` reads a Hugging Face folder:
 tokenizer.json          the tokenizer
 tokenizer_config.json   the special tokens, and whether texts begin with BOS
 generation_config.json  the tokens that end a text; config.json may list more
+                        (the tokenizer's end-of-text token if there are none)
 chat_template.jinja     the chat template; see `data.chat`
 """
 
@@ -114,9 +115,7 @@ class FolderText(TokenizerText):
 
   `add_bos_token` in tokenizer_config.json sets whether a text begins with the
   BOS token. Without that key, a text begins with the tokens that the
-  tokenizer's post-processor adds. A text ends with any `eos_token_id` of
-  generation_config.json or config.json. If neither file sets `eos_token_id`, a
-  text ends with the tokenizer's own end-of-text token.
+  tokenizer's post-processor adds.
   """
 
   def __init__(self, folder: Path, tokenizer: str | None = None):

@@ -130,7 +130,6 @@ def fingerprint(parts: Parts) -> str:
 
 
 def is_read_whole(parts: Parts) -> bool:
-  """Returns whether the fingerprint hashes every token."""
   return _distance(parts) == _BLOCK_BYTES
 
 

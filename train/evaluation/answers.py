@@ -101,7 +101,6 @@ class Answers(NamedTuple):
 
   @property
   def nats_per_token(self) -> float:
-    """The mean cross-entropy per reference-answer token."""
     return self.nats / self.tokens
 
   @property
@@ -111,7 +110,6 @@ class Answers(NamedTuple):
 
   @property
   def short(self) -> int:
-    """Number of references that are short answers."""
     return sum(answer.is_short for answer in self.answers)
 
   @property

@@ -26,9 +26,7 @@ from train.data.text import Text
 from train.evaluation.perplexity import prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
-# Maximum number of tokens to generate, unless a task sets another maximum.
-_MOST = 256
-# Tasks use one of these names for the maximum; the first name found is used.
+_MOST = 256  # Tokens to generate, unless a task sets another maximum.
 _MOST_NAMES = (
   "max_gen_toks",
   "max_new_tokens",
@@ -52,17 +50,14 @@ class DecoderLM(TemplateLM):
 
   @property
   def eot_token_id(self) -> int:
-    """The token that is put before a text without context."""
     return self._prefix
 
   @property
   def max_length(self) -> int:
-    """The maximum number of tokens that the model reads at a time."""
     return self._scorer.length
 
   @property
   def max_gen_toks(self) -> int:
-    """The maximum number of tokens to generate if a task sets no maximum."""
     return min(_MOST, self.max_length // 2)
 
   def tok_encode(

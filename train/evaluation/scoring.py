@@ -45,7 +45,6 @@ class Score(NamedTuple):
 
   @property
   def total(self) -> float:
-    """The log-probability of the whole continuation, in nats."""
     return float(np.sum(self.logprobs, dtype=np.float64))
 
 

@@ -39,12 +39,10 @@ class Layer:
 
   @property
   def experts(self) -> int:
-    """Returns the number of experts; 0 for a single MLP."""
     return getattr(self.model, "num_experts", None) or 0
 
   @property
   def copies(self) -> int:
-    """Returns the number of experts per token; 0 for a single MLP."""
     return getattr(self.model, "experts_per_token", None) or 0
 
   @property
@@ -103,11 +101,9 @@ class Layer:
 
   @property
   def gathered(self) -> float:
-    """Returns the memory for a gathered weight, relative to the whole weight.
-
-    On a mesh, this memory stores the gathered rows plus a copy of the GPU's own
-    rows. On one GPU, no memory is needed: XLA reads weights in place.
-    """
+    """Returns the memory for a gathered weight, relative to its size."""
+    # On a mesh: the gathered rows and a copy of the GPU's own rows. On one GPU,
+    # XLA reads weights in place.
     return 1 + 1 / self.fsdp if self.is_on_mesh else 0
 
   @property

@@ -37,11 +37,10 @@ LAYER: dict[str, dict[Remat, float]] = {
   "fp8_linear": {"none": 0.68, "full": 0.90},
   "coat": {"none": 0.66, "fp8": 0.81, "full": 0.83, "fp8_layer": 0.83},
 }
-# The fixed cost of a step, by the dtype of the weights. The unit is the time of
-# a token in BF16 layers. For float32, the cost follows from steps of 2 and 4
-# sequences on one H200, which take 304 and 491 ms. With bfloat16, the step of 4
-# sequences is 20 ms faster. bfloat16_low8 was not measured; we chose a value in
-# between.
+# The fixed cost of a step, by the dtype of the weights. For float32, it follows
+# from steps of 2 and 4 sequences on one H200, which take 304 and 491 ms. With
+# bfloat16, the step of 4 sequences is 20 ms faster. bfloat16_low8 was not
+# measured; we chose a value in between.
 STEP: dict[Stored, float] = {
   "float32": 1500,
   "bfloat16_low8": 1300,
@@ -132,10 +131,7 @@ def _rank(found: Found) -> float:
 
 
 def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
-  """Splits a run's batch into the fewest microbatches that fit.
-
-  If none fit, the microbatches are as small as possible.
-  """
+  """Splits a run's batch into the fewest microbatches that fit, if any do."""
   if run.optimizer_in_backward:
     return run
   sequences = run.batch // batch_devices(run.mesh_sizes)

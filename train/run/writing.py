@@ -2,7 +2,6 @@
 """Writes files completely or not at all; reports failures in one line."""
 
 import contextlib
-import functools
 import logging
 import os
 import sys
@@ -74,19 +73,19 @@ def replace_file(file: Path, text: str) -> None:
 def write_tree(path: Path, tree: Any) -> None:
   """Writes arrays as an Orbax checkpoint, completely or not at all."""
   check_free("save", path)
+
+  def write():
+    try:
+      with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(written, tree)
+    finally:
+      join_writers()
+
   try:
     with quietly(), written_whole(path) as written:
-      uninterrupted(functools.partial(_write_tree, written, tree))
+      uninterrupted(write)
   except Exception as error:  # Orbax and TensorStore raise many types.
     raise _failure(path, error) from error
-
-
-def _write_tree(path: Path, tree: Any) -> None:
-  try:
-    with ocp.StandardCheckpointer() as checkpointer:
-      checkpointer.save(path, tree)
-  finally:
-    join_writers()
 
 
 def uninterrupted(write: Callable[[], None]) -> None:
