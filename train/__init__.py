@@ -43,9 +43,8 @@ for _ in range(config.steps):
   state, metrics = train_step(state, next(batches)["tokens"])
 ```
 
-To save and resume, you also need `run.checkpoint`, `run.checksums` and
-`run.processes`. You don't need `presets` if you build a `TrainConfig` yourself,
-nor `mesh` if you remove its checks from `config`.
+To save and resume, you also need `run.checkpoint`, `run.checksums`,
+`run.processes` and `run.writing`.
 """
 
 import sys

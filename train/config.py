@@ -351,11 +351,7 @@ def _check_in_backward(config: TrainConfig) -> None:
 
 
 def resume_rule(name: str, kind: type = TrainConfig) -> str:
-  """Looks up whether a resumed run may change a field.
-
-  The rule of a part such as `optim` applies to each of its fields that has no
-  rule.
-  """
+  """Looks up a field's rule, or else the rule of the part that contains it."""
   rule, part = "reported", kind
   for word in name.split("."):
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()

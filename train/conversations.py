@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # Needs Pillow.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _THREADS = 8  # Each thread reads the images of a batch.
-_EPOCHS = 3  # Of a run without --steps and --epochs.
+_EPOCHS = 3  # If neither --steps nor --epochs is set.
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
@@ -115,7 +115,7 @@ def open_images(
     from train.data.images import Preprocessing
   except ImportError as error:
     raise ValueError(
-      f"images: could not import Pillow ({error}); install coat_jax[vision]"
+      f"images: could not import Pillow ({error}); run pip install '.[vision]'"
     ) from error
   preprocessing = Preprocessing.load(folder)
   size = shape.vision.image_size

@@ -10,9 +10,9 @@
 The first argument is a run's folder, whose newest checkpoint is read, or a
 Hugging Face folder. The model runs on one device, in BF16 or f32, without FP8.
 `train.evaluation.perplexity` explains how texts are scored. Tasks come from
-lm-evaluation-harness (pip install 'coat_jax[eval]'); the command downloads
-nothing. Conversations may contain images if the model sees images, and `--page`
-writes the model's answers to a web page.
+lm-evaluation-harness (pip install '.[eval]'); the command downloads nothing.
+Conversations may contain images if the model sees images, and `--page` writes
+the model's answers to a web page.
 """
 
 import dataclasses

@@ -11,8 +11,7 @@ ShareGPT conversations, Alpaca instructions, or prompts with completions. The
 loss covers only what the assistant writes. If DIR is a LLaVA, rows may have
 images (`--images`), and `--trained` selects the parts to train.
 
-docs/finetune.md shows all steps from DIR to an exported, evaluated model, and
-docs/vision.md shows the two stages of LLaVA.
+See docs/finetune.md, and docs/vision.md for the two stages of LLaVA.
 """
 
 import sys

@@ -20,7 +20,7 @@ from train.data.tokens import TokenSource
 class Rows(Protocol):
   """Rows from which batches are made."""
 
-  # Whether an incomplete last batch of held-out rows is padded or dropped.
+  # Whether an incomplete last batch of held-out rows is padded, not dropped.
   has_padding: ClassVar[bool]
 
   def __len__(self) -> int: ...

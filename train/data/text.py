@@ -65,7 +65,7 @@ class Text(abc.ABC):
     return self.decode(tokens)  # The tokens begin inside a character.
 
   def stops_after(self, lasts: Iterable[int]) -> list[int]:
-    """Adds to `stop_tokens` the `lasts` tokens of turns that decode to ""."""
+    """Returns `stop_tokens`, and those of `lasts` that decode to ""."""
     return sorted({*self.stop_tokens, *self.without_text(lasts)})
 
   def without_text(self, tokens: Iterable[int]) -> set[int]:

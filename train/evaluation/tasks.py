@@ -50,7 +50,7 @@ class Tasks:
     except ModuleNotFoundError as error:
       raise ValueError(
         f"evaluate: --task needs the extra eval, got no module {error.name}; "
-        "pip install 'coat_jax[eval]', or measure perplexity with --data"
+        "pip install '.[eval]', or measure perplexity with --data"
       ) from error
     self._manager = self._find()
     try:

@@ -12,8 +12,7 @@ IN_BACKWARD is added only if the optimizer runs in the backward pass. The last
 two terms are the fixed cost of a step: running the optimizer, and reading and
 quantizing the weights. We measured this cost with Llama-2-7B on an H200. In
 this unit it is about the same for 13B, because the time per token grows with
-the weights too. tests/train/memory/test_search.py compares the estimate with
-measured steps.
+the weights too.
 """
 
 import dataclasses

@@ -104,13 +104,9 @@ def plan(
   config: TrainConfig,
   state: AbstractState | None = None,
   *,
-  images_each: int = 1,
+  images_each: int = 1,  # Image slots in a sequence.
 ) -> dict[str, Memory]:
-  """Plans a run's memory at each point of a step on one of its GPUs.
-
-  `images_each` is the number of image slots in a sequence of a vision-language
-  model.
-  """
+  """Plans a run's memory at each point of a step on one of its GPUs."""
   state = state or state_of(config)
   if isinstance(config.model, VisionLanguageConfig):
     return _plan_vision(config, state, images_each)

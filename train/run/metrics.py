@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs a run: metrics.jsonl, progress on standard error, tables.
 
-Each line of metrics.jsonl is a JSON object with the key `step`. There are three
+Each line of metrics.jsonl is a JSON object with the key `step`. There are four
 kinds of lines:
   * a step: loss, grad_norm, lr, tokens_per_s; for documents also targets,
     padding (a share) and unpadded_tokens_per_s;
@@ -9,7 +9,8 @@ kinds of lines:
     step_bytes, the memory of the compiled step on a device (see
     `train.run.report.step_bytes`);
   * a report: state (`state_report` of each leaf) and, with codec coat, powers
-    (how many groups use each power k, in sixteenths).
+    (how many groups use each power k, in sixteenths);
+  * a probe: watch (see `train.watch`).
 Every line is written immediately, in a single write, so a killed run loses no
 line. A resumed run first drops the lines that it will write again.
 """

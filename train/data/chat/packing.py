@@ -68,10 +68,7 @@ def pack(
   seed: int,
   is_packed: bool = True,
 ) -> PackedRows:
-  """Packs the documents whose indices are `numbers` into rows.
-
-  If `is_packed` is false, each row contains one document.
-  """
+  """Packs the documents `numbers` into rows; one in each unless `is_packed`."""
   lengths = documents.lengths
   longest = int(lengths[numbers].max(initial=0))
   if longest > seq + 1:
