@@ -219,7 +219,6 @@ class TrainConfig:
     return parse_mesh(self.mesh)
 
   def coat_recipe(self) -> CoatRecipe:
-    """Builds the recipe of the layers."""
     arguments = {name: getattr(self, name) for name in _RECIPES[self.recipe]}
     arguments.pop("compute", None)
     if "activation_group_size" in arguments:

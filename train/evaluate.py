@@ -187,7 +187,6 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _path_of(option: str, path: str | None) -> Path | None:
-  """Reads the path of a file to write, and checks that it can be written."""
   if path is None:
     return None
   check_out(f"evaluate: --{option}", read := read_path(option, path))

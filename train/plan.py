@@ -276,7 +276,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(options: PlanConfig) -> None:
-  """Plans a run, and prints the plan."""
   hbm, config = read_bytes(options.hbm), options.run()
   gpus = math.prod(config.mesh_sizes.values())
   step = f"a step of {_count(config.batch, 'sequence')} of {config.seq} tokens"

@@ -253,7 +253,6 @@ def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
 
 
 def run(config: PlotConfig) -> None:
-  """Draws the figure, and prints its path."""
   if not config.runs:
     raise ValueError("plot: name at least one run, got none; pass its folder")
   out = RunDirectory(config.runs[0]).plot

@@ -151,7 +151,7 @@ def held_out_batches(
   if len(rows) < least:
     raise ValueError(
       f"eval_batches: at least {least} rows must be held out, got {len(rows)}; "
-      "raise held_out, lower the evaluation batch, or give more data"
+      "raise held_out, lower the batch size, or give more data"
     )
   count = len(rows)
   if max_batches is not None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads image files as the pixels that a vision tower expects.
 
-The steps are those of transformers' processors, with the settings in a
-checkpoint's preprocessor_config.json. An image is converted to RGB and resized
-by Pillow, with 8 bits per channel. For CLIP, the shorter side gets the given
-length, and the center is cropped. For SigLIP, both sides get the given lengths.
-The values are then scaled and normalized in f32.
+As in transformers, an image is converted to RGB and resized by Pillow, with 8
+bits per channel. For CLIP, the shorter side gets the given length, and the
+center is cropped. For SigLIP, both sides get the given lengths. The values are
+then scaled and normalized in f32.
 
 Files may come from untrusted sources, so we check each header first: the
 format, and the number of pixels before and after resizing.

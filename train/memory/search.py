@@ -51,7 +51,8 @@ IN_BACKWARD = -200
 # 5 % of the compiler's peak, and mostly within 1 %.
 _MARGIN = 0.02
 _SHOWN = 6
-# fp8_layer is ranked first only if it is faster by more than this factor.
+# fp8_layer rounds the residual stream, so it is ranked first only if it is
+# faster by more than this factor.
 _ROUNDED = 1.02
 
 
@@ -124,8 +125,6 @@ def search(
 
 
 def _rank(found: Found) -> float:
-  # fp8_layer rounds the residual stream, so to be ranked first it must be
-  # clearly faster.
   return found.cost * (_ROUNDED if found.run.remat == "fp8_layer" else 1)
 
 

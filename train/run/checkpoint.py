@@ -91,7 +91,6 @@ class Checkpoints:
     self._manager.reload()
 
   def wait(self) -> None:
-    """Waits until all files are written."""
     self._write(self._manager.wait_until_finished)
 
   def close(self) -> None:

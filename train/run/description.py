@@ -24,7 +24,6 @@ _COMMANDS = {
 
 
 def describe(config: TrainConfig, data: "RunData | TokenSource") -> dict:
-  """Returns the description of a run."""
   commands = {kind: command for command, kind in _COMMANDS.items()}
   return {
     "format": _FORMAT,

@@ -75,7 +75,6 @@ class RunDirectory:
     return self.is_run() and (has_steps or self.latest_step() is not None)
 
   def latest_step(self) -> int | None:
-    """Returns the step of the newest checkpoint."""
     return checkpoint.latest_step(self.checkpoints)
 
   def newest(self) -> tuple[int, TrainConfig, list[str]]:
@@ -85,7 +84,6 @@ class RunDirectory:
     return step, configuration(saved), damaged
 
   def twin(self, name: str) -> "RunDirectory":
-    """Returns the folder of the twin `name`."""
     return RunDirectory(self.path / "twins" / name)
 
   def twins(self) -> list["RunDirectory"]:
@@ -205,7 +203,6 @@ class RunDirectory:
         parent = parent.parent
 
   def _own_files(self) -> list[Path]:
-    """Lists the run's files and folders."""
     own = [self.path / name for name in _CONTENTS]
     saved = list(self.checkpoints.glob("*"))
     if self.checkpoints.is_symlink() or not saved:

@@ -115,7 +115,6 @@ class Progress:
       )
 
   def step(self, step: int, loss: float, tokens_per_s: float) -> None:
-    """Shows a finished step."""
     text = f"loss {loss:.4f}{self._held_out}, {tokens_per_s:,.0f} tokens/s"
     if self._bar:
       self._bar.set_postfix_str(text, refresh=False)
@@ -181,7 +180,7 @@ class StepsInFlight:
     self._started.append((step, seconds, metrics))
 
   def read(self, *, leave: int = 0) -> str | None:
-    """Logs all but the newest `leave` steps; stops at the first fault."""
+    """Logs all but the newest `leave` steps; stops at, and returns, a fault."""
     while len(self._started) > leave:
       if fault := self._read(*self._started.popleft()):
         return fault

@@ -39,7 +39,6 @@ class Profiler:
       self.close()
 
   def close(self) -> None:
-    """Ends the trace if it is running."""
     if self._is_on:
       self._is_on = False
       jax.profiler.stop_trace()

@@ -89,11 +89,8 @@ def write_tree(path: Path, tree: Any) -> None:
 
 
 def uninterrupted(write: Callable[[], None]) -> None:
-  """Calls `write` and waits until it ends, even after Ctrl-C.
-
-  `write` uses Orbax. If we did not wait, threads of Orbax and TensorStore would
-  still write into a folder while the folder is removed.
-  """
+  """Calls `write` and waits until it ends, even after Ctrl-C."""
+  # Otherwise Orbax's threads would write into a folder while it is removed.
   with ThreadPoolExecutor(1) as pool:  # Leaving the pool waits for the write.
     pool.submit(write).result()
 
@@ -118,11 +115,7 @@ def _is_of_no_dropped_task(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-  """Silences Orbax's logs about failed writes; `SaveError` reports the failure.
-
-  TensorStore reports to an event loop that is already closed, which raises
-  another error.
-  """
+  """Silences Orbax's logs about failed writes, which `SaveError` reports."""
   loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
   levels = [logger.level for logger in loggers]
   for logger in loggers:
@@ -130,6 +123,7 @@ def quietly() -> Iterator[None]:
   hook = sys.unraisablehook
 
   def report(unraisable):
+    # TensorStore reports failures to an event loop that is already closed.
     if str(unraisable.exc_value) != "Event loop is closed":
       hook(unraisable)
 

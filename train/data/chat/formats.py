@@ -57,7 +57,6 @@ def find_row_files(paths: Sequence[str]) -> list[Path]:
 
 
 def read_rows(file: Path) -> Iterator[Row]:
-  """Yields the rows of a file."""
   with file.open("rb") as opened:
     first = opened.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()
     opened.seek(0)
