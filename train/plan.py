@@ -9,10 +9,9 @@
 Options mean the same as in `train.pretrain`, or in `train.finetune` if the
 model sees images. The table has a column for each usual way to train; the
 columns "BF16" and "FP8 linears" assume f32 weights and moments. The unit is GB
-(10^9 bytes), or MB for small models. With --gpus, the command prints the
-settings that fit, from the fastest to the slowest, and the command line for the
-fastest. Nothing is compiled and no device is used. docs/plan.md describes what
-is counted.
+(10^9 bytes), or MB for small models. With --gpus, the command ranks settings
+that fit by speed, and prints the command line for the fastest. Nothing is
+compiled and no device is used. docs/plan.md describes what is counted.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines presets: functions that return published shapes and settings.
 
-Batch sizes and numbers of steps are those of the papers; lower `--batch` and
-`--steps` if you have fewer devices.
+The papers used many devices: lower `--batch` and `--steps` if you have few.
 """
 
 import dataclasses

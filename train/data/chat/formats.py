@@ -5,14 +5,14 @@ A file contains either JSON lines or one JSON array of rows.
 
 | format | keys of a row |
 | --- | --- |
-| messages | `messages` (a list of `role` and `content`), `tools` |
-| sharegpt | `conversations` (a list of `from` and `value`), `system`, `tools` |
+| messages | `messages`: a list of `role` and `content` |
+| sharegpt | `conversations`: a list of `from` and `value` |
 | alpaca | `instruction`, `input`, `output` |
 | prompt | `prompt`, `completion`: plain text that needs no template |
 
-OpenAI and Hugging Face use `messages`; ToolBench uses `sharegpt`. Other keys
-are ignored. Roles are renamed to those that templates use: system, developer,
-user, assistant and tool.
+Rows of the first three formats may also have `system` and `tools`. Other keys
+are ignored, except images (`images`). Roles are renamed to those that templates
+use: system, developer, user, assistant and tool.
 """
 
 import dataclasses
