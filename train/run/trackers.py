@@ -4,9 +4,8 @@
 Both trackers receive the numbers in metrics.jsonl, with the same names and
 steps. A resumed run continues both logs.
 
-We use tensorboardX, which depends only on NumPy and protobuf, and its writer
-without a thread, because the threaded writer blocks forever if the disk is
-full.
+We use tensorboardX, because it has few dependencies, and its writer without a
+thread, because the threaded writer blocks forever if the disk is full.
 """
 
 import importlib.util
