@@ -43,9 +43,8 @@ for _ in range(config.steps):
   state, metrics = train_step(state, next(batches)["tokens"])
 ```
 
-To save and resume, you also need `run.checkpoint`, `run.checksums` and
-`run.processes`. You don't need `presets` if you build a `TrainConfig` yourself,
-nor `mesh` if you remove its checks from `config`.
+To save and resume, you also need `run.checkpoint`, `run.checksums`,
+`run.processes` and `run.writing`.
 """
 
 import sys
@@ -57,11 +56,7 @@ COMMANDS = (
 
 
 def check_command(line: list[str]) -> None:
-  """Ends `python -m train.NAME` with status 2 if NAME is not a command.
-
-  Otherwise Python would run the module, which prints nothing, and exit with
-  status 0.
-  """
+  """Exits with status 2 if `python -m train.NAME` would run no command."""
   _, _, rest = " ".join(line).partition(" -m ")
   name = rest.split(" ")[0]
   commands = [f"train.{command}" for command in COMMANDS]

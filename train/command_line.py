@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads command lines, and prints their errors as plain sentences.
 
-Options are dataclasses, which check their values when they are created. Their
-error messages begin with the dataclass's name, which means nothing to users of
-a command. tyro would also put each message into a box. The functions here print
-only the message, as one line.
+Options are dataclasses, which check their values when they are created. The
+functions here print an error as one line, without the name of the dataclass and
+without tyro's box.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ from typing import Any
 
 import tyro
 
-# Messages may begin with the name of a dataclass or of a function in coat_jax.
 _OF_CLASS = re.compile(r"[A-Z]\w*(?:Config|Data): ")
 _OF_FUNCTION = re.compile(r"^(?:load|save)_hf: ")
 
@@ -75,11 +73,7 @@ def error_line(error: BaseException | None, part: str = "") -> str:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-  """Prints a ValueError as one line, and exits with status 2.
-
-  This includes errors that a dataclass raises inside `tyro.cli`. tyro's own
-  messages, such as those about unknown options, are printed unchanged.
-  """
+  """Prints a ValueError, even inside `tyro.cli`, and exits with status 2."""
   held = io.StringIO()
   try:
     with contextlib.redirect_stderr(held):
@@ -99,9 +93,9 @@ def plain_errors() -> Iterator[None]:
 
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
   """Formats the error that tyro printed; None if no dataclass raised it."""
-  # tyro raises SystemExit while it handles the dataclass's error, which it may
-  # have wrapped in other errors. Each wrapper's `arg` is the name of a part of
-  # the configuration, or an object if an option's value could not be parsed.
+  # tyro may have wrapped the dataclass's error in others. Each wrapper's `arg`
+  # is the name of a part of the configuration, or an object if an option's
+  # value could not be parsed.
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:
     if not isinstance(arg, str):

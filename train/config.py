@@ -43,8 +43,7 @@ from train.options import (
 )
 from train.weights import Stored
 
-# The options that each recipe accepts. Options that only other recipes accept
-# must keep their defaults.
+# The options that each recipe accepts.
 _CACHED = ("weight_cache", "evaluation")
 _COAT = ("residuals", "attention", "activation_group_size", *_CACHED)
 _RECIPES = {
@@ -220,7 +219,6 @@ class TrainConfig:
     return parse_mesh(self.mesh)
 
   def coat_recipe(self) -> CoatRecipe:
-    """Builds the recipe of the layers."""
     arguments = {name: getattr(self, name) for name in _RECIPES[self.recipe]}
     arguments.pop("compute", None)
     if "activation_group_size" in arguments:
@@ -236,8 +234,7 @@ class TrainConfig:
   def with_f32_moments(self, recipe: str) -> Self:
     """Returns the run with another recipe, f32 weights and f32 moments.
 
-    Options that the recipe does not accept get their defaults. If `remat` saves
-    inputs in FP8, it becomes full, which saves inputs in BF16. The result has
+    Options that the recipe does not accept get their defaults. The result has
     no twin.
     """
     reset = unused(self, _RECIPES, recipe)
@@ -271,7 +268,6 @@ class TrainConfig:
 
 
 def _check_combinations(config: TrainConfig) -> None:
-  """Raises ValueError if options of a `TrainConfig` are incompatible."""
   for name in ("grad_reduce", "distributed"):
     if not config.mesh and getattr(config, name) != getattr(type(config), name):
       raise ValueError(
@@ -311,7 +307,6 @@ def _check_combinations(config: TrainConfig) -> None:
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-  """Raises ValueError if the run's optimizer does not support an option."""
   adamw, both = ("coat_adamw",), ("coat_adamw", "coat_lion")
   needs = {
     "optimizer_in_backward": (config.optimizer_in_backward, both),
@@ -329,7 +324,6 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 def _check_in_backward(config: TrainConfig) -> None:
-  """Raises ValueError if an option rules out optimizer_in_backward."""
   impossible = {
     f"accumulate {config.accumulate}": (
       config.accumulate > 1,
@@ -356,11 +350,7 @@ def _check_in_backward(config: TrainConfig) -> None:
 
 
 def resume_rule(name: str, kind: type = TrainConfig) -> str:
-  """Looks up whether a resumed run may change a field.
-
-  The rule is fixed, converted, silent or (by default) reported. The rule of a
-  part such as `optim` applies to each of its fields without a separate rule.
-  """
+  """Looks up a field's rule, or else the rule of the part that contains it."""
   rule, part = "reported", kind
   for word in name.split("."):
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()

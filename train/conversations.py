@@ -42,10 +42,8 @@ if TYPE_CHECKING:  # Needs Pillow.
 # The number of printed characters: a prompt's last and an answer's first.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
-# The number of threads that read images. Each thread reads a batch at a time.
-_THREADS = 8
-# The number of epochs of a run without --steps and --epochs.
-_EPOCHS = 3
+_THREADS = 8  # Each thread reads the images of a batch.
+_EPOCHS = 3  # If neither --steps nor --epochs is set.
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
@@ -117,7 +115,7 @@ def open_images(
     from train.data.images import Preprocessing
   except ImportError as error:
     raise ValueError(
-      f"images: could not import Pillow ({error}); install coat_jax[vision]"
+      f"images: could not import Pillow ({error}); run pip install '.[vision]'"
     ) from error
   preprocessing = Preprocessing.load(folder)
   size = shape.vision.image_size
@@ -158,7 +156,6 @@ class HeldOutSamples:
     most: int,
     resumed_step: int,
   ):
-    """Opens samples.jsonl."""
     self._prompts, self._text = prompts, text
     self._graph, self._mesh, self._most = graph, mesh, most
     self._stops = text.stops_after(x.reference[-1] for x in prompts)
@@ -193,7 +190,6 @@ class HeldOutSamples:
     return lines
 
   def close(self) -> None:
-    """Closes the file."""
     self._log.close()
 
 

@@ -19,18 +19,11 @@ folder: config.json, safetensors, and the tokenizer's files if the run started
 from a Hugging Face folder. `import-hf` turns a Hugging Face folder into a run
 at step 0, with the settings of the preset finetune, which the options may
 change. `python -m train.pretrain finetune --out RUN [options] --resume` trains
-this run. (`python -m train.pretrain finetune --init-from DIR` imports and
-trains at once, also on a mesh.)
+this run.
 
 All four commands run on one device. With JAX_PLATFORMS=cpu they need only host
-memory: 12 bytes per parameter plus the bytes of the encoded moments. An
-imported run can be resumed on any mesh. A command that fails or is stopped
-removes what it wrote. Only a command that is killed (SIGKILL) leaves
-OUT.unfinished or a run without a step.
-
-The exit status is 0 on success, 1 if a checkpoint could not be written or there
-was too little memory, 2 if the input was wrong, and 130 or 143 after SIGINT or
-SIGTERM.
+memory: 12 bytes per parameter plus the bytes of the encoded moments. A command
+that fails or is stopped removes what it wrote.
 """
 
 import dataclasses
@@ -135,7 +128,6 @@ class ImportHF(Import):
 
 
 def _run(command: Export | ExportHF | Import | ImportHF) -> None:
-  """Runs a command, and prints what it wrote."""
   out = read_path("out", command.out)
   with stop_on_signal(out):
     text = command.convert(out)
@@ -143,7 +135,6 @@ def _run(command: Export | ExportHF | Import | ImportHF) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, converts, and returns the exit status."""
   command = read_options(
     Annotated[Export, subcommand("export")]
     | Annotated[Import, subcommand("import")]

@@ -10,13 +10,9 @@
 The first argument is a run's folder, whose newest checkpoint is read, or a
 Hugging Face folder. The model runs on one device, in BF16 or f32, without FP8.
 `train.evaluation.perplexity` explains how texts are scored. Tasks come from
-lm-evaluation-harness (pip install 'coat_jax[eval]'); the command downloads
-nothing. Conversations may contain images if the model sees images, and `--page`
-writes the model's answers to a web page. Tables are printed to standard output.
-
-The exit status is 0 on success, 1 if a file could not be written or there was
-too little memory, 2 if the input was wrong, and 130 or 143 after SIGINT or
-SIGTERM.
+lm-evaluation-harness (pip install '.[eval]'); the command downloads nothing.
+Conversations may contain images if the model sees images, and `--page` writes
+the model's answers to a web page.
 """
 
 import dataclasses
@@ -45,7 +41,6 @@ from train.run.signals import Signals
 from train.run.writing import check_out
 from train.source import Compute, Source, decoder_of, open_source
 
-# An option that may be given several times.
 _Repeated = UseAppendAction[tuple[str, ...]]
 _Path = Annotated[str | None, shown("optional", metavar="PATH")]
 
@@ -192,7 +187,6 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _path_of(option: str, path: str | None) -> Path | None:
-  """Reads the path of a file to write, and checks that it can be written."""
   if path is None:
     return None
   check_out(f"evaluate: --{option}", read := read_path(option, path))
@@ -208,7 +202,6 @@ def _open(config: EvaluateConfig, folder: str) -> Source:
 def _predict_texts(
   config: EvaluateConfig, text: Text, model: Decoder, length: int
 ) -> list[dict[str, Any]]:
-  """Measures how well the model predicts each text; returns table rows."""
   rows = []
   for data in config.data:
     started = time.monotonic()
@@ -281,7 +274,6 @@ def _ask(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, evaluates, and returns the exit status."""
   with Signals():
     config = read_options(EvaluateConfig, "evaluate", arguments)
     return exit_status(

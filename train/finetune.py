@@ -11,10 +11,7 @@ ShareGPT conversations, Alpaca instructions, or prompts with completions. The
 loss covers only what the assistant writes. If DIR is a LLaVA, rows may have
 images (`--images`), and `--trained` selects the parts to train.
 
-Options and exit status are the same as in `train.pretrain`. If a damaged image
-is found only when its batch is read, the status is also 2, and earlier
-checkpoints are kept. docs/finetune.md shows all steps from DIR to an exported,
-evaluated model, and docs/vision.md shows the two stages of LLaVA.
+See docs/finetune.md, and docs/vision.md for the two stages of LLaVA.
 """
 
 import sys
@@ -32,7 +29,6 @@ Fine-tunes a Hugging Face checkpoint on conversations.
 
 
 def read(words: Sequence[str]) -> FinetuneConfig:
-  """Reads the command line."""
   if times_given("data", words) > 1:
     # tyro would use only the last --data.
     raise ValueError(
@@ -43,7 +39,6 @@ def read(words: Sequence[str]) -> FinetuneConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Trains, and returns the exit status."""
   return run_command(read, load, arguments)
 
 

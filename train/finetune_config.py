@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a fine-tuning run, which `train.finetune` reads.
 
-It extends `train.config`: the data are conversations, the length of a run may
-be set in epochs, and some defaults differ. We tuned none of these defaults. The
-peak learning rate of 2e-5 and the cosine schedule come from arXiv:2307.09288
-(Llama 2), section 3.1; here the cosine ends at a tenth of the peak.
-(docs/optimizer.md shows that BF16 weights do as well as f32 weights at constant
-rates of 1e-5 and 2e-6.) The reasons for other defaults are:
+We tuned none of the defaults that differ from `train.config`. The peak learning
+rate of 2e-5 and the cosine schedule come from arXiv:2307.09288 (Llama 2),
+section 3.1; here the cosine ends at a tenth of the peak. The reasons for other
+defaults are:
   * warmup over 3 % of the steps, because early moments average few gradients;
   * no weight decay: at a rate of 2e-5, a decay of 0.1 would shrink the
     pretrained weights by a thousandth in 500 steps;

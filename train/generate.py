@@ -8,11 +8,7 @@
 The first argument is a run's folder, whose newest checkpoint is read, or a
 Hugging Face folder. The model continues all prompts at once, on one device.
 
-Texts are printed to standard output, and speeds to standard error. The first
-call compiles and generates one token; only the second call is timed.
-
-The exit status is 0 on success, 1 if there was too little memory, 2 if the
-input was wrong, and 130 or 143 after SIGINT or SIGTERM.
+Texts are printed to standard output, and speeds to standard error.
 """
 
 import dataclasses
@@ -105,7 +101,6 @@ def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
 
 
 def run(config: GenerateConfig) -> None:
-  """Generates texts, and prints them."""
   make_sampling(config.temperature, config.top_k, config.top_p)
   if config.max_tokens < 1:
     raise ValueError(
@@ -162,7 +157,6 @@ def describe_speed(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, generates, and returns the exit status."""
   with Signals():
     config = read_options(GenerateConfig, "generate", arguments)
     return exit_status(

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop, which pretrain, finetune and vit share.
 
-`run_command` claims the run's folder and trains the run and its twins; `train`
-trains one run, from data to checkpoints. Commands differ in their configuration
-and in their data (`train.run.data`).
-
 If a run has several processes, all of them write checkpoints, but only the
 first one writes other files. At the end of each `with stop_on_bad_input` the
 processes wait for each other, and all of them stop if one has failed.
@@ -126,7 +122,11 @@ def train[Config: TrainConfig](
   # The state: from a checkpoint, or the initial one.
   done = 0
   if config.resume:
-    done, lines = _find_checkpoint(run, config, data)
+    with stop_on_bad_input():
+      done, damaged = newest_whole_step(run.checkpoints)
+      saved = read_description(run.checkpoints, done)
+      where = run.checkpoints / str(done)
+      changed = check_same(where, saved, config, data)
     if done >= config.steps:
       say(
         f"{config.out}: all {config.steps} steps are already done; the newest "
@@ -135,7 +135,7 @@ def train[Config: TrainConfig](
       return
     with stop_on_bad_input():
       state = restore(run.checkpoints, done, config, abstract, batches)
-    say(f"{config.out}: resumed at step {done}", *lines)
+    say(f"{config.out}: resumed at step {done}", *damaged, *changed)
   else:
     with stop_on_bad_input():
       state = pretrained.initial_state(config, optimizer, mesh)
@@ -159,7 +159,12 @@ def train[Config: TrainConfig](
 
   # The folder. A new run replaces an old one only now, when it is compiled.
   if not config.resume:
-    _create_folder(run, config, data, description)
+    with stop_on_bad_input():
+      if processes.is_primary():
+        run.create(description)
+        with save_errors(run.path):
+          pretrained.keep_files(config, run)
+          data.keep_files(run)
   checkpoints = Checkpoints(run.checkpoints, keep=config.keep)
   opened.enter_context(contextlib.closing(checkpoints))
   if config.resume:
@@ -168,7 +173,9 @@ def train[Config: TrainConfig](
       run.write_description(description)
 
   # The files and helpers of the loop.
-  log = _open_log(run, config, description, done)
+  with stop_on_bad_input():
+    trackers = open_trackers(config, run.path, description, resumed_step=done)
+    log = MetricsLog(run.metrics, resumed_step=done, trackers=trackers)
   opened.enter_context(contextlib.closing(log))
   samples = data.open_samples(config, graph, mesh, resumed_step=done)
   if samples is not None:
@@ -268,43 +275,3 @@ def train[Config: TrainConfig](
       f"{config.out}: saved step {done} of {config.steps}; pass --resume to "
       "continue",
     )
-
-
-@stop_on_bad_input()
-def _find_checkpoint(
-  run: RunDirectory, config: TrainConfig, data: RunData
-) -> tuple[int, list[str]]:
-  """Returns the step to resume from, and lines to print about it."""
-  done, damaged = newest_whole_step(run.checkpoints)
-  saved = read_description(run.checkpoints, done)
-  where = run.checkpoints / str(done)
-  return done, damaged + check_same(where, saved, config, data)
-
-
-@stop_on_bad_input()
-def _create_folder(
-  run: RunDirectory,
-  config: TrainConfig,
-  data: RunData,
-  description: dict,
-) -> None:
-  """Creates the folder of a new run, and removes an old run from it."""
-  if processes.is_primary():
-    run.create(description)
-    with save_errors(run.path):
-      pretrained.keep_files(config, run)
-      data.keep_files(run)
-
-
-@stop_on_bad_input()
-def _open_log(
-  run: RunDirectory, config: TrainConfig, description: dict, resumed_step: int
-) -> MetricsLog:
-  """Opens metrics.jsonl and the trackers."""
-  trackers = []
-  if processes.is_primary():
-    with save_errors(run.path):
-      trackers = open_trackers(
-        config, run.path, description, resumed_step=resumed_step
-      )
-  return MetricsLog(run.metrics, resumed_step=resumed_step, trackers=trackers)

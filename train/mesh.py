@@ -76,7 +76,7 @@ def make_mesh(
       f"{format_mesh(_fitting(sizes, len(devices)))} would fit"
     )
   # Neighbours along the last axis exchange the most data, so they should be on
-  # one host. jax.make_mesh would refuse hosts that have no NVLink between them.
+  # one host. jax.make_mesh refuses hosts that have no NVLink between them.
   order = sorted(devices, key=lambda device: (device.process_index, device.id))
   return Mesh(
     np.array(order).reshape(tuple(sizes.values())),
@@ -135,7 +135,6 @@ def check_fits(run: Any) -> None:
 
 
 def _check_experts(model: Any, expert: int) -> None:
-  """Checks that each device can hold whole experts."""
   num_experts = getattr(model, "num_experts", None)
   if num_experts is None:
     raise ValueError(

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines how each kind of model is built, and its loss.
 
-The type of a run's `model` selects the run's `Objective`. (The built model
-stores the run's `model` as its `config`.) Objectives contain everything that
-the loop, `train.step` and `train.update` need to know about models. Rows come
-from `train.run.data.RunData`.
+The type of a run's `model` selects the run's `Objective`. Rows come from
+`train.run.data.RunData`.
 """
 
 import abc
@@ -41,10 +39,7 @@ class AnyBatch(Protocol):
 
   @property
   def shares(self) -> jax.Array | None:
-    """The weight of each target in the loss, f32 [B, ...]; the sum is 1.
-
-    None if all rows have the same number of targets, all with the same weight.
-    """
+    """The weight of each target in the loss, f32 [B, ...]; None if equal."""
 
 
 class Objective(abc.ABC):
@@ -99,8 +94,6 @@ class NextToken(Objective):
   model = Decoder
 
   def batch_of(self, rows: Rows) -> Batch:
-    # `Batch.make` gives all targets of the batch the same loss weight, in every
-    # microbatch.
     return Batch.make(**rows) if isinstance(rows, Mapping) else Batch.of(rows)
 
   def loss(self, model: Decoder, batch: Batch) -> jax.Array:
@@ -116,9 +109,7 @@ class LabelledBatch(NamedTuple):
 
   images: jax.Array  # f32 [B, C, H, W].
   labels: jax.Array  # int32 [B]; -1 for rows of padding.
-  # f32 [B], the weight of each row in the loss; equal for images, 0 for
-  # padding.
-  shares: jax.Array
+  shares: jax.Array  # f32 [B]; equal for images, 0 for padding.
 
 
 class ImageClass(Objective):
@@ -158,7 +149,6 @@ class ImageBatch(NamedTuple):
 
   @property
   def shares(self) -> jax.Array | None:
-    """Returns the loss weights of the text's targets."""
     return self.text.shares
 
 

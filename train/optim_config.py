@@ -18,7 +18,6 @@ from coat_jax.models.ranges import (
 from coat_jax.optimizer import Clipping
 from train.options import check_unused, converted, fixed, unused
 
-# Options that are passed to the codec if it accepts them.
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
 
 # Options that only some optimizers accept, by optimizer.

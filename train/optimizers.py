@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning rate schedule, and an adapter for optimizers from optax.
-
-`train.step` uses optimizers through `FusedTransformation`, the interface of
-`fused_coat_adamw`. `of_transformation` wraps an optax transformation in this
-interface. A wrapped optimizer cannot update layers inside the backward pass.
-"""
+"""The learning rate schedule, and an adapter for optimizers from optax."""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +16,8 @@ from train.config import TrainConfig
 def learning_rate(config: TrainConfig) -> optax.Schedule:
   """Builds the schedule: a linear warmup, then a cosine or linear decay.
 
-  The decay ends with the run. The warmup of n steps begins at 1 / n of the peak
-  instead of 0, because a step with a rate of 0 would waste a batch.
+  The warmup of n steps begins at 1 / n of the peak instead of 0, because a step
+  with a rate of 0 would waste a batch.
   """
   optim = config.optim
   warmup = optim.warmup_steps(config.steps)

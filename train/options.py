@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers for the options of all commands.
 
-`fixed`, `converted` and `silent` create dataclass fields, and define whether a
-resumed run may change them (`train.config.resume_rule`). A `fixed` field must
-stay the same. A `converted` field may change if the run sets `convert_state`. A
-`silent` field may change without a report. The run reports changes of all other
-fields.
+`fixed`, `converted` and `silent` create dataclass fields. When a run resumes, a
+`fixed` field must stay the same, a `converted` field may change if
+`convert_state` is set, and a `silent` field may change without a report. The
+run reports changes of all other fields.
 """
 
 import dataclasses
@@ -44,10 +43,7 @@ def type_of(field: dataclasses.Field) -> Any:
 
 
 def part_of(field: dataclasses.Field, values: Any) -> type | None:
-  """Returns the dataclass in a field's type that has these keys, or None.
-
-  If the type contains only one dataclass, its keys are not compared.
-  """
+  """Returns the dataclass in a field's type that has these keys, or None."""
   kind = type_of(field)
   kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
   for kind in kinds:
@@ -58,10 +54,7 @@ def part_of(field: dataclasses.Field, values: Any) -> type | None:
 
 
 def unused(config: Any, taken: dict, choice: str) -> dict:
-  """Returns the defaults of the options that `choice` ignores, by name.
-
-  `taken` maps each choice to the options that it accepts.
-  """
+  """Returns the defaults of the options that `choice` ignores, by name."""
   others = {name for options in taken.values() for name in options}
   others -= set(taken[choice])
   fields = dataclasses.fields(config)

@@ -9,10 +9,9 @@
 Options mean the same as in `train.pretrain`, or in `train.finetune` if the
 model sees images. The table has a column for each usual way to train; the
 columns "BF16" and "FP8 linears" assume f32 weights and moments. The unit is GB
-(10^9 bytes), or MB for small models. With --gpus, the command prints the
-settings that fit, from the fastest to the slowest, and the command line for the
-fastest. Nothing is compiled and no device is used. docs/plan.md describes what
-is counted.
+(10^9 bytes), or MB for small models. With --gpus, the command ranks settings
+that fit by speed, and prints the command line for the fastest. Nothing is
+compiled and no device is used. docs/plan.md describes what is counted.
 """
 
 import dataclasses
@@ -48,14 +47,10 @@ _LARGEST_HBM = 10**6
 _Preset = tyro.extras.literal_type_from_choices(PRESETS)
 
 
-def _coat(run: TrainConfig, **options: Any) -> TrainConfig:
-  return dataclasses.replace(run, recipe="coat", **options)
-
-
 def _lean(run: TrainConfig, **options: Any) -> TrainConfig:
   params = "bfloat16" if run.params == "float32" else run.params
   clip = dataclasses.replace(run.optim, clip="share")
-  return _coat(
+  return dataclasses.replace(
     run, params=params, optimizer_in_backward=True, optim=clip, **options
   )
 
@@ -63,13 +58,13 @@ def _lean(run: TrainConfig, **options: Any) -> TrainConfig:
 COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "BF16": lambda run: run.with_f32_moments("bf16"),
   "FP8 linears": lambda run: run.with_f32_moments("fp8_linear"),
-  "COAT": lambda run: _coat(run, residuals="coat"),
-  "COAT minimal": lambda run: _coat(run, residuals="minimal"),
+  "COAT": lambda run: dataclasses.replace(run, residuals="coat"),
+  "COAT minimal": lambda run: dataclasses.replace(run, residuals="minimal"),
   "lean": _lean,
   "leanest": lambda run: _lean(run, remat="fp8"),
 }
 _WITH_IMAGES = ("COAT", "COAT minimal")
-# The optimizer runs in the backward pass, so microbatches are not supported.
+# Microbatches do not support the optimizer in the backward pass.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")
 
 
@@ -204,7 +199,6 @@ class PlanConfig:
     return run
 
   def _check_images(self, run: TrainConfig):
-    """Raises ValueError if images don't fit, or if --gpus is set."""
     shape: Any = run.model
     if (needed := self.images_each * shape.tokens_each) > run.seq:
       raise ValueError(
@@ -219,7 +213,6 @@ class PlanConfig:
       )
 
   def _check_text(self):
-    """Raises ValueError if an option needs a model that sees images."""
     for name in ("trained", "images_each"):
       if (got := getattr(self, name)) != getattr(type(self), name):
         raise ValueError(
@@ -275,7 +268,6 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs the command; returns the exit status."""
   options = read_options(PlanConfig, "plan", arguments)
   # Planning needs no GPU, and other programs may be using it.
   jax.config.update("jax_platforms", "cpu")
@@ -283,7 +275,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(options: PlanConfig) -> None:
-  """Plans a run, and prints the plan."""
   hbm, config = read_bytes(options.hbm), options.run()
   gpus = math.prod(config.mesh_sizes.values())
   step = f"a step of {_count(config.batch, 'sequence')} of {config.seq} tokens"

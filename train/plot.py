@@ -3,12 +3,11 @@
 
   python -m train.plot RUN... [--out FIGURE.png]
 
-The figure shows the loss curves of all runs. Curves that are close hide each
-other, so the figure also shows the first run's loss minus each other run's loss
-at the same steps. For runs with --report-state, it shows a histogram of the
-powers k of dynamic range expansion and the relative errors of the stored
-moments. For runs with --watch, it shows the watched values. The BF16 twins of
-runs with --compare are drawn too.
+The figure shows the loss curves of all runs and of their BF16 twins, and the
+first run's loss minus each other run's loss at the same steps. For runs with
+--report-state, it shows a histogram of the powers k of dynamic range expansion
+and the relative errors of the stored moments. For runs with --watch, it shows
+the watched values.
 """
 
 import dataclasses
@@ -130,7 +129,6 @@ def _draw_differences(axes, runs: dict[str, list[dict]]) -> None:
 def _difference(
   rows: list[dict], others: list[dict], key: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the steps that both runs logged, and the losses' differences."""
   ours, theirs = (
     dict(zip(*_series(each, key), strict=True)) for each in (rows, others)
   )
@@ -255,7 +253,6 @@ def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
 
 
 def run(config: PlotConfig) -> None:
-  """Draws the figure, and prints its path."""
   if not config.runs:
     raise ValueError("plot: name at least one run, got none; pass its folder")
   out = RunDirectory(config.runs[0]).plot
@@ -268,7 +265,6 @@ def run(config: PlotConfig) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs the command; returns the exit status."""
   config = read_options(PlotConfig, "plot", arguments)
   return exit_status(lambda: run(config), smaller="name fewer runs")
 

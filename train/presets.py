@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines presets: functions that return published shapes and settings.
 
-All models except gpt2 have a gated MLP and no biases. All runs clip gradients
-at a norm of 1, and do not decay norms, biases or embeddings. Batch sizes and
-numbers of steps are those of the papers; lower `--batch` and `--steps` if you
-have fewer devices.
+The papers used many devices: lower `--batch` and `--steps` if you have few.
 """
 
 import dataclasses

@@ -4,19 +4,8 @@
   python -m train.pretrain PRESET [options]      PRESET --help shows the options
   python -m train.pretrain demo --compare bf16   what `make train` runs
 
-`train.loop` runs the training, from data to checkpoints. `train/__init__.py`
-lists the files that your own training program needs.
-
-The exit status is 0 if training finished; 1 if a loss or a gradient was not
-finite, a file could not be written, or a device ran out of memory; 2 if the
-input was wrong, in which case nothing was changed; 130 or 143 after SIGINT or
-SIGTERM, once the state was saved. All processes of a run (`--distributed`) exit
-with the same status. But if one of them could not write a file or ran out of
-memory, JAX ends the other processes, possibly with another status.
-
-Training programs let JAX use 93.5 % of a GPU's memory instead of the usual
-75 %, unless XLA_CLIENT_MEM_FRACTION is set. On an H100, which has 85.5 GB, this
-is 80 GB, the nominal size.
+`train/__init__.py` lists the files that your own training program needs, and
+docs/training.md the exit statuses.
 """
 
 import argparse
@@ -40,13 +29,11 @@ Trains a language model; each preset's --help lists its options.
 
 
 def read(words: Sequence[str]) -> TrainConfig:
-  """Reads the command line."""
   presets = one_of(PRESETS, _for_optimizer(words))
   return read_options(presets, "pretrain", words, _DESCRIPTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Trains, and returns the exit status."""
   return run_command(read, load, arguments)
 
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts runs from the weights of a checkpoint.
 
-The option `init_from` of `train.config` names a Hugging Face folder, or a run
-that started from one. The shape in the folder's config.json replaces the
-preset's shape. The run's folder `hf` contains copies of config.json, the
-tokenizer and the image preprocessing. So you can resume the run, export it, and
-start other runs from it even if the original folder is gone.
+The run's folder `hf` contains copies of the checkpoint's config.json, tokenizer
+and image preprocessing. So you can resume the run, export it, and start other
+runs from it even if the original folder is gone.
 """
 
 import dataclasses
@@ -70,10 +68,7 @@ def check(config: TrainConfig, abstract: TrainState) -> None:
 
 
 def warn_of_length(config: TrainConfig) -> None:
-  """Warns if sequences are longer than the checkpoint's training sequences.
-
-  If the model has learned positions, `with_shape` refuses such sequences.
-  """
+  """Warns if sequences are longer than the checkpoint's training sequences."""
   source = source_of(config)
   longest = None if source is None else read_length(source)
   if type(longest) is int and config.seq > longest:
@@ -95,11 +90,7 @@ def keep_files(config: TrainConfig, run: RunDirectory) -> None:
 def initial_state(
   config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-  """Builds the state before the first step, like `step.initial_state`.
-
-  A checkpoint's weights are read directly onto the run's devices, and rounded
-  to nearest if `params` stores fewer bits.
-  """
+  """Builds the state before the first step, from `init_from` if it is set."""
   if not config.init_from:
     return steps.initial_state(config, optimizer, mesh)
   abstract = steps.abstract_state(config, optimizer, mesh)

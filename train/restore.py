@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restores checkpoints of runs that are resumed with other options.
-
-With `convert_state`, a resumed run may change its codec, how its weights are
-stored, and its clipping rule. It may always change its mesh.
-"""
+"""Restores checkpoints of runs that are resumed with other options."""
 
 import dataclasses
 import functools

@@ -47,8 +47,7 @@ from train.vit_config import VitConfig
 
 Compute = Literal["bfloat16", "float32"]
 Shape = ModelConfig | VisionLanguageConfig
-# The context length that transformers assumes if config.json sets none.
-_LENGTH = 2048
+_LENGTH = 2048  # As in transformers, if config.json sets no context length.
 
 
 class Source(NamedTuple):
@@ -67,7 +66,6 @@ class Source(NamedTuple):
 
   @property
   def family(self) -> str:
-    """Returns the family of the model."""
     return getattr(self.config, "family", "llava")
 
 

@@ -153,10 +153,7 @@ def build_graph(config: TrainConfig) -> nnx.GraphDef:
 def abstract_state(
   config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-  """Builds the state's shapes, dtypes and, on a mesh, shardings.
-
-  Raises a ValueError if the mesh would split a group of moments.
-  """
+  """Builds the state's shapes, dtypes and, on a mesh, shardings."""
   params = jax.eval_shape(lambda: _initial_params(config))
   make = functools.partial(with_moments, config, optimizer)
   if mesh is None:
@@ -177,11 +174,7 @@ def initial_state(
 def initializer(
   config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
 ) -> jax.stages.Wrapped:
-  """Builds the jitted function that returns the state before the first step.
-
-  Weights that are not stored in f32 are rounded to nearest. They are drawn one
-  layer at a time, which needs no more memory than a training step.
-  """
+  """Builds the jitted function that returns the state before the first step."""
   out_shardings = shardings(abstract_state(config, optimizer, mesh))
 
   @functools.partial(jax.jit, out_shardings=out_shardings)
@@ -271,11 +264,7 @@ def train_step(
 def eval_step(
   graph: nnx.GraphDef, *, accumulate: int = 1
 ) -> Callable[[Any, Rows], Evaluation]:
-  """Builds the evaluation, a function of (params, rows).
-
-  It splits a batch into `accumulate` microbatches, as training does, because
-  evaluating a whole batch at once could need more memory than a training step.
-  """
+  """Builds the evaluation, a function of (params, rows)."""
 
   def evaluate(params, rows):
     model = nnx.merge(graph, params)

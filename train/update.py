@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a training step: gradients, clipping and the optimizer.
 
-`update` computes all gradients and then updates all parameters.
-`update_in_backward` updates each layer as soon as its gradients exist. Both
-return the results of the step and the new `exact` moments.
+`update` and `update_in_backward` return the results of the step and the new
+`exact` moments.
 """
 
 from typing import Any

@@ -5,9 +5,7 @@
   python -m train.vit vit_digits --data digits --out RUN [options]
   python -m train.vit vit_digits --data digits --out RUN --resume
 
-`--data` names a folder that contains one folder of images for each class
-(`train.data.labelled`). Nearly all options, and the exit status, are the same
-as in `train.pretrain`. See docs/vision.md.
+Nearly all options are the same as in `train.pretrain`. See docs/vision.md.
 """
 
 import dataclasses
@@ -39,12 +37,10 @@ Trains a vision transformer to classify images.
 
 
 def read(words: Sequence[str]) -> VitConfig:
-  """Reads the command line."""
   return read_options(one_of(PRESETS), "vit", words, _DESCRIPTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Trains, and returns the exit status."""
   return run_command(read, load, arguments)
 
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a run that classifies images, and its presets.
-
-It extends `train.config`: the model is a vision tower and the data are images.
-`python -m train.vit PRESET` reads the configuration from the command line.
-"""
+"""The configuration of a run that classifies images, and its presets."""
 
 import dataclasses
 from typing import Annotated

@@ -25,9 +25,8 @@ that AdamW updates. A forward pass takes a third of a step's time, so
 `--watch 100` costs 0.3 % of the time.
 
 After three probes, each value is compared with its median over up to ten
-earlier probes (`RULES`). The run prints a line, which names the worst layer, if
-amax or kurtosis is above twice the median, grad_norm is above four times the
-median, k is below half the median, or a share is more than 0.05 above it.
+earlier probes. The run prints a line, which names the worst layer, for each of
+the `RULES` that is broken.
 """
 
 import statistics
@@ -151,7 +150,7 @@ def _of_codes(
   group: GroupCodec, encoded: list[Encoded]
 ) -> dict[str, jax.Array]:
   """Computes statistics of a moment's codes; {} if it has no 8-bit codes."""
-  if not encoded or encoded[0].codes.dtype.itemsize > 1:
+  if encoded[0].codes.dtype.itemsize > 1:
     return {}
   dtype = encoded[0].codes.dtype
   largest = qmax(dtype) if is_fp8(dtype) else float(jnp.iinfo(dtype).max)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts weights between f32, bf16, and bf16 plus a low byte.
 
-The option `params` of `train.config` selects how a run stores its weights. It
-applies to matrices and embeddings; norm scales and biases are f32 in every run.
-The low bytes are in the optimizer's state, `LowBitsState`. The optimizer reads
-both parts of a weight; layers read only bf16 (`coat_jax.optimizer.weights`).
+The option `params` applies to matrices and embeddings; norm scales and biases
+are f32 in every run. The optimizer's state stores the low bytes
+(`LowBitsState`); layers read only bf16.
 """
 
 from collections.abc import Callable
@@ -101,11 +100,7 @@ def abstract(stored: Stored, params: Any) -> Any:
 
 
 def without_low(optimizer: FusedState) -> tuple[Any, Any]:
-  """Separates the low bytes from an optimizer's state.
-
-  Returns the state without low bytes, and the low bytes (None if the run stores
-  none).
-  """
+  """Returns the state without low bytes, and the low bytes or None."""
   if isinstance(optimizer, LowBitsState):
     return optimizer.inner, optimizer.low
   return optimizer, None

@@ -137,7 +137,7 @@ def test_options_that_do_not_fit_the_model_are_refused(
   with pytest.raises(ValueError, match=words):
     check_tower_fits({"fsdp": 16}, vision)
   monkeypatch.setitem(sys.modules, "train.data.chat.images", None)
-  with pytest.raises(ValueError, match=r"install coat_jax\[vision\]"):
+  with pytest.raises(ValueError, match=r"pip install '\.\[vision\]'"):
     load(config_of(folder))
 
 

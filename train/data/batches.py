@@ -3,10 +3,9 @@
 
 Rows are packed documents, images, or windows of a token stream. Each epoch
 visits every row once, in an order drawn from the seed and the epoch. A batch
-may contain the end of one epoch and the beginning of the next. grain shuffles
-row *numbers*, so a row is read only when a batch needs it. For given rows and
-batch size, batch i depends only on the seed and i, so the state of an iterator
-is a single integer.
+may contain the end of one epoch and the beginning of the next. Batch i depends
+only on the rows, the batch size, the seed and i, so the state of an iterator is
+a single integer.
 """
 
 import dataclasses
@@ -21,8 +20,7 @@ from train.data.tokens import TokenSource
 class Rows(Protocol):
   """Rows from which batches are made."""
 
-  # Whether the model ignores padding rows. If so, an incomplete last batch of
-  # held-out rows is padded; otherwise it is dropped.
+  # Whether an incomplete last batch of held-out rows is padded, not dropped.
   has_padding: ClassVar[bool]
 
   def __len__(self) -> int: ...
@@ -34,16 +32,12 @@ class Rows(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-  """Windows of `seq + 1` tokens in a stream; the first begins at `start`.
-
-  A model reads the first `seq` tokens of a window and predicts the last `seq`
-  tokens, so neighbouring windows overlap by one token.
-  """
+  """Windows of `seq + 1` tokens of a stream; neighbours overlap by a token."""
 
   has_padding: ClassVar[bool] = False
 
   tokens: TokenSource
-  start: int
+  start: int  # Where the first window begins.
   count: int
   seq: int
 
@@ -60,11 +54,7 @@ class Windows:
 def train_iterator(
   tokens: TokenSource, *, seq_len: int, batch_size: int, seed: int
 ) -> grain.DatasetIterator:
-  """Iterates endlessly over {"tokens": int32 [batch_size, seq_len + 1]}.
-
-  Save and restore the iterator's position with `grain.checkpoint`'s
-  `CheckpointSave` and `CheckpointRestore`.
-  """
+  """Iterates endlessly over {"tokens": int32 [batch_size, seq_len + 1]}."""
   rows, _ = split_windows(tokens, seq_len)
   batches = train_batches(rows, batch_size=batch_size, seed=seed)
   return to_iterator(batches, threads=tokens.threads)
@@ -77,7 +67,7 @@ def eval_batches(
   batch_size: int,
   max_batches: int | None = None,
 ) -> grain.IterDataset:
-  """Returns a stream's held-out batches, the same ones in every evaluation."""
+  """Returns a stream's held-out batches, the same in every evaluation."""
   _, rows = split_windows(tokens, seq_len)
   batches = held_out_batches(
     rows, batch_size=batch_size, max_batches=max_batches
@@ -117,8 +107,7 @@ def train_batches(
   """Returns an endless dataset of batches; pass it to `to_iterator`.
 
   Element i of the dataset holds this process's rows of batch i. `batch_size` is
-  the number of rows in all processes together. The order of the rows does not
-  depend on the number of processes.
+  the number of rows in all processes together.
   """
   own = _own_rows(batch_size, process_index, process_count)
   if not 0 <= seed < 2**32:
@@ -133,9 +122,8 @@ def train_batches(
       "sequence length, or give more data"
     )
   numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
-  # An endless dataset has 2^63 - 1 rows. With drop_remainder=False, grain would
-  # compute the number of batches in floating point. For a batch size of 1 the
-  # result is 2^63, and len() raises OverflowError.
+  # An endless dataset has 2^63 - 1 rows. With drop_remainder=False and batches
+  # of 1, grain would round this number to 2^63, and len() raise OverflowError.
   groups = numbers.batch(batch_size, drop_remainder=True)
   return groups.map(lambda group: _read(rows, group[own]))
 
@@ -151,7 +139,7 @@ def held_out_batches(
   """Returns batches of all held-out rows.
 
   If they fill more than `max_batches` batches, only evenly spaced rows are
-  used. Every call returns the same batches. The last batch may be padded.
+  used. The last batch may be padded.
   """
   own = _own_rows(batch_size, process_index, process_count)
   if max_batches is not None and max_batches < 1:
@@ -163,7 +151,7 @@ def held_out_batches(
   if len(rows) < least:
     raise ValueError(
       f"eval_batches: at least {least} rows must be held out, got {len(rows)}; "
-      "raise held_out, lower the evaluation batch, or give more data"
+      "raise held_out, lower the batch size, or give more data"
     )
   count = len(rows)
   if max_batches is not None:
@@ -188,11 +176,7 @@ def to_iterator(
 
 
 def read_ahead(batches: grain.MapDataset, *, threads: int) -> grain.IterDataset:
-  """Prefetches one batch per thread; with 0 threads, nothing is prefetched.
-
-  Threads are fast enough for images too, because Pillow releases the GIL while
-  it decodes and resizes. Worker processes would copy each batch twice.
-  """
+  """Prefetches one batch per thread; with 0 threads, nothing is prefetched."""
   # grain's default buffer of 500 batches could hold gigabytes.
   options = grain.ReadOptions(
     num_threads=threads, prefetch_buffer_size=threads or 16

@@ -25,7 +25,6 @@ _HELD_OUT = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, and returns the exit status."""
 
   def read(folder: Positional[Path]) -> Path:
     """Writes handwritten digits to FOLDER/{train,test}/DIGIT/*.png.

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads image files as the pixels that a vision tower expects.
 
-The steps are those of transformers' processors, with the settings in a
-checkpoint's preprocessor_config.json. An image is converted to RGB and resized
-by Pillow, with 8 bits per channel. For CLIP, the shorter side gets the given
-length, and the center is cropped. For SigLIP, both sides get the given lengths.
-The values are then scaled and normalized in f32.
+As in transformers, an image is converted to RGB and resized by Pillow, with 8
+bits per channel. For CLIP, the shorter side gets the given length, and the
+center is cropped. For SigLIP, both sides get the given lengths. The values are
+then scaled and normalized in f32.
 
 Files may come from untrusted sources, so we check each header first: the
-format, and the number of pixels before and after resizing. No image needs more
-memory than twice `MAX_PIXELS` pixels of three bytes.
+format, and the number of pixels before and after resizing.
 """
 
 import dataclasses
@@ -30,7 +28,7 @@ from train.options import first_line
 
 # The maximum size of an image. Pillow warns about slightly larger images.
 MAX_PIXELS = 89_000_000
-# The minimum size. Tracking pixels and failed downloads have a single pixel.
+# Tracking pixels and failed downloads have a single pixel.
 _MIN_SIDE = 2
 # Only raster formats. Pillow also reads PostScript, whose files are programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -115,10 +113,7 @@ class Preprocessing:
     )
 
   def save(self, folder: Path) -> None:
-    """Writes the settings as preprocessor_config.json, which `load` reads.
-
-    With this file, transformers' AutoImageProcessor computes the same pixels.
-    """
+    """Writes preprocessor_config.json, for `load` and for transformers."""
     size, crop = self.size, self.crop
     names = "height", "width"
     found: dict[str, Any] = {
@@ -155,8 +150,8 @@ class Preprocessing:
       with _opened(file) as image:
         self._check_size(image)
 
-    # All threads share the warning filters, so we set them here. We need no
-    # warnings from Pillow, because we refuse the images that it warns about.
+    # All threads share the warning filters. We refuse the images that Pillow
+    # warns about.
     with warnings.catch_warnings():
       warnings.simplefilter("ignore", Image.DecompressionBombWarning)
       with ThreadPoolExecutor(threads) as pool:

@@ -7,10 +7,10 @@
   FOLDER/CLASS/*.png         without train and test, a share of each class is
                              held out
 
-A class has the name of its folder. Classes are numbered in the order of their
-names. Images may also be in subfolders of a class. All headers are read at the
-start. If the pixels of all images fit into `_IN_MEMORY` bytes, they are read at
-the start too and stay in memory. Otherwise they are read a batch at a time.
+Classes are numbered in the order of their names. Images may also be in
+subfolders of a class. All headers are read at the start. If the pixels of all
+images fit into `_IN_MEMORY` bytes, they are read at the start too and stay in
+memory. Otherwise they are read a batch at a time.
 """
 
 import dataclasses
@@ -26,10 +26,8 @@ from train.data.images import Preprocessing
 from train.data.token_files import hash_change_times
 
 _TRAIN, _HELD_OUT = "train", ("test", "val", "validation")
-# Files with other suffixes are ignored: lists, licenses, thumbnail caches.
 _ENDS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-# Threads help, because Pillow releases the GIL while it decodes.
-THREADS = 8
+THREADS = 8  # They help, because Pillow releases the GIL while it decodes.
 # 5000 images of 224 x 224 pixels in f32, or four million of 8 x 8 pixels.
 _IN_MEMORY = 3 * 2**30
 
@@ -58,7 +56,6 @@ class Images:
     return {"images": pixels, "labels": np.asarray(self.labels[row])}
 
   def in_memory(self) -> "Images":
-    """Decodes all images and keeps their pixels in memory."""
     with ThreadPoolExecutor(THREADS) as pool:
       pixels = list(pool.map(self._decode, range(len(self))))
     return dataclasses.replace(self, pixels=np.stack(pixels))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads text files into one flat array of token ids in memory.
 
-The ids are bytes, or come from a `tokenizers` JSON file. This code is simple on
-purpose, and tokenizes again at every start. Tokenize a corpus of more than a
-few gigabytes once, before training, into flat files: see `token_files`.
+The ids are bytes, or come from a `tokenizers` JSON file. Text is tokenized at
+every start. Tokenize a corpus of more than a few gigabytes once, before
+training, into flat files: see `token_files`.
 """
 
 import glob
@@ -22,12 +22,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class BadData(ValueError):
-  """Raised for a row or an image that cannot be trained on.
-
-  Attributes:
-    reason: A short name of the fault; errors are counted by this name.
-    remedy: Advice to print after the message.
-  """
+  """Raised for a row or image that cannot be used; counted by `reason`."""
 
   def __init__(
     self, reason: str, message: str, remedy: str = "correct the row"
@@ -39,9 +34,8 @@ class BadData(ValueError):
 def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
   """Lists the files of a path, sorted; raises FileNotFoundError if none exist.
 
-  The path is a file, a folder or a glob. A folder is searched recursively for
-  files with these suffixes (() for all); hidden files and folders are skipped.
-  In a glob, `**` matches any number of folders.
+  A folder is searched recursively for files with these suffixes (() for all);
+  hidden files and folders are skipped.
   """
   root = read_path("data.path", path)
   if root.is_file():
@@ -74,7 +68,7 @@ def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
   """Yields (name, content) of each text file, sorted by path.
 
   If `path` is None, the files are the source code of Python's standard library.
-  A file with a zero byte near its start is not text and is skipped.
+  A file with a zero byte near its start is skipped.
   """
   root = Path(sysconfig.get_paths()["stdlib"])
   if path is None:
@@ -138,7 +132,6 @@ def read_tokenized(
   end_of_text = tokenizer.end_of_text
   arrays = [np.empty(0, np.uint32)]
   with tqdm(desc="tokenizing", unit="char", unit_scale=True, delay=2) as bar:
-    # Batches are large enough to occupy all of the tokenizer's threads.
     pieces = (
       (name, piece, is_last)
       for name, content in documents(path)

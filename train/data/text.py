@@ -7,6 +7,7 @@ which uses a `tokenizers` JSON file. `FolderText` reads a Hugging Face folder:
 tokenizer.json          the tokenizer
 tokenizer_config.json   the special tokens, and whether texts begin with BOS
 generation_config.json  the tokens that end a text; config.json may list more
+                        (the tokenizer's end-of-text token if there are none)
 chat_template.jinja     the chat template; see `data.chat`
 """
 
@@ -15,14 +16,16 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from coat_jax.models.hf.files import read_json
 from coat_jax.models.hf.keys import CONFIG
 from train.data.chat.documents import Documents
-from train.data.chat.template import ChatTemplate, read_special_tokens
+from train.data.chat.template import (
+  ChatTemplate,
+  read_if_present,
+  read_special_tokens,
+)
 from train.data.tokenizer import Tokenizer
 from train.data.tokens import DataConfig
 
@@ -54,22 +57,15 @@ class Text(abc.ABC):
     return tokens if tokens[: len(first)] == first else first + tokens
 
   def decode_after(self, before: list[int], tokens: list[int]) -> str:
-    """Decodes `tokens`, which follow the tokens `before`.
-
-    This keeps the space before the first word. Many tokenizers would drop that
-    space if `tokens` were decoded alone.
-    """
+    """Decodes `tokens`, which follow the tokens `before`."""
+    # Decoded alone, many tokenizers drop the space before the first word.
     head, whole = self.decode(before), self.decode(before + tokens)
     if whole.startswith(head):
       return whole[len(head) :]
     return self.decode(tokens)  # The tokens begin inside a character.
 
   def stops_after(self, lasts: Iterable[int]) -> list[int]:
-    """Returns `stop_tokens`, plus each token of `lasts` that decodes to "".
-
-    `lasts` are the last tokens of turns in the data. Such a token may be
-    missing from the stop tokens.
-    """
+    """Returns `stop_tokens`, and those of `lasts` that decode to ""."""
     return sorted({*self.stop_tokens, *self.without_text(lasts)})
 
   def without_text(self, tokens: Iterable[int]) -> set[int]:
@@ -119,9 +115,7 @@ class FolderText(TokenizerText):
 
   `add_bos_token` in tokenizer_config.json sets whether a text begins with the
   BOS token. Without that key, a text begins with the tokens that the
-  tokenizer's post-processor adds. A text ends with any `eos_token_id` of
-  generation_config.json or config.json. If neither file sets `eos_token_id`, a
-  text ends with the tokenizer's own end-of-text token.
+  tokenizer's post-processor adds.
   """
 
   def __init__(self, folder: Path, tokenizer: str | None = None):
@@ -144,7 +138,7 @@ class FolderText(TokenizerText):
     known = read_ids(folder / CONFIG, "bos_token_id")
     if begin is None and tokenizer is None:
       begin = known[0] if known else None
-    adds = _read(own / _TOKENIZER_CONFIG).get("add_bos_token")
+    adds = read_if_present(own / _TOKENIZER_CONFIG).get("add_bos_token")
     self.first_tokens = tuple(self._tokenizer.first_tokens())
     if isinstance(adds, bool) and begin is not None:
       self.first_tokens = (begin,) if adds else ()
@@ -157,13 +151,9 @@ def has_tokenizer(folder: Path) -> bool:
   return (folder / _TOKENIZER).is_file()
 
 
-def _read(file: Path) -> dict[str, Any]:
-  return read_json(file) if file.is_file() else {}
-
-
 def read_ids(file: Path, name: str) -> list[int]:
   """Reads the token ids under key `name` of a JSON file; [] if it is unset."""
-  value = _read(file).get(name)
+  value = read_if_present(file).get(name)
   found = value if isinstance(value, list) else [value]
   found = [x for x in found if x is not None]
   if any(type(x) is not int or x < 0 for x in found):
@@ -177,11 +167,9 @@ def read_ids(file: Path, name: str) -> list[int]:
 def write_stop_tokens(folder: Path, documents: Documents) -> None:
   """Adds the tokens that end turns to a folder's generation_config.json.
 
-  transformers stops at the tokens that generation_config.json lists. If that
-  file is missing, transformers reads config.json. If config.json lists none
-  either, the default of the model's class applies (token 2 for Llama), never
-  the tokenizer's token. Nothing is written if the tokens are listed already, or
-  if turns end with visible text.
+  transformers stops at the tokens that this file or else config.json lists,
+  never at the tokenizer's token. Nothing is written if the tokens are listed
+  already, or if turns end with visible text.
   """
   text = FolderText(folder)
   ends = text.without_text(last_tokens(documents))

@@ -4,12 +4,11 @@
 Files are not memory-mapped: if a mapped file is truncated or its disk fails,
 reading it ends the process with SIGBUS, without an error message.
 
-A fingerprint shows whether a resumed run reads the same tokens. Arrays in
-memory are hashed whole, and so are files that have at most 256 MiB in total. Of
-larger files, only blocks of 64 KiB are hashed: the first and last block of each
-file, and about 4096 evenly spaced blocks. A change that is longer than the
-distance between blocks is always noticed. A shorter change may be missed, but
-`change_times` hints at it.
+Arrays in memory are hashed whole, and so are files that have at most 256 MiB in
+total. Of larger files, only blocks of 64 KiB are hashed: the first and last
+block of each file, and about 4096 evenly spaced blocks. A change that is
+shorter than the distance between blocks may be missed, but `change_times` hints
+at it.
 """
 
 import dataclasses
@@ -30,13 +29,12 @@ class TokenFile:
   """A flat file of token ids; `len` and slicing work as for an array."""
 
   path: str
-  dtype: str  # The type of the ids, uint16 or uint32.
+  dtype: str  # uint16 or uint32.
   size: int  # Number of ids.
   offset: int  # Number of bytes before the first id.
 
   @property
   def itemsize(self) -> int:
-    """Bytes per id."""
     return np.dtype(self.dtype).itemsize
 
   def __len__(self) -> int:
@@ -47,7 +45,7 @@ class TokenFile:
     start, stop, _ = where.indices(self.size)
     wanted = max(stop - start, 0) * self.itemsize
     place = self.offset + start * self.itemsize
-    file = _opened(self.path)  # This reference keeps the file open.
+    file = _opened(self.path)  # Keeps the file open.
     read = os.pread(file.number, wanted, place)
     if len(read) < wanted:
       raise ValueError(
@@ -132,16 +130,11 @@ def fingerprint(parts: Parts) -> str:
 
 
 def is_read_whole(parts: Parts) -> bool:
-  """Returns whether the fingerprint hashes every token."""
   return _distance(parts) == _BLOCK_BYTES
 
 
 def change_times(parts: Parts) -> str | None:
-  """Hashes the files' change times; None if the fingerprint hashes every token.
-
-  A copy of a file has another change time, so a different hash is only a hint
-  that the contents differ.
-  """
+  """Hashes the files' change times; None if the fingerprint covers all data."""
   if is_read_whole(parts):
     return None
   return hash_change_times(part.path for part in _files(parts))

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts text to tokens and back with a `tokenizers` JSON file.
 
-The library raises plain `Exception`, and panics in its Rust code are not even
-subclasses of it. Both are converted to a ValueError that names the file. As in
-transformers, the file's settings for truncation and padding are ignored.
-
+As in transformers, the file's settings for truncation and padding are ignored.
 The library needs up to 240 bytes of memory per character that it tokenizes.
 Hence long texts are split into pieces, and only a few pieces are tokenized at a
 time.
@@ -20,11 +17,10 @@ from train.options import first_line, read_path
 
 # Common names of the end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-# The length of the longest piece, in characters. Longer texts are split at line
-# ends, because few tokenizers merge across them. The library tokenizes pieces
-# in parallel; with larger pieces it would use fewer cores.
+# The length of the longest piece, in characters. Pieces are tokenized in
+# parallel; with larger pieces the library would use fewer cores.
 PIECE = 1 << 18
-# The largest number of pieces, and of characters, that are tokenized at once.
+# The most pieces, and characters, that are tokenized at once.
 _TEXTS, _CHARACTERS = 256, 1 << 20
 
 
@@ -54,7 +50,7 @@ class Tokenizer:
       yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
       raise
-    except BaseException as error:  # See the module's docstring.
+    except BaseException as error:  # Panics in Rust are no `Exception`.
       raise ValueError(
         f"load_tokens: {self._path} {problem} ({first_line(error)}); give the "
         "model's tokenizer.json"
@@ -121,7 +117,8 @@ class Tokenizer:
   ) -> Iterator[tuple[str, int, bool]]:
     """Yields (piece, start of the piece, whether it is the last) for a text.
 
-    Pieces end at line ends if possible, and never inside an added token.
+    Pieces end at line ends if possible, because few tokenizers merge across
+    them, and never inside an added token.
     """
     most = max(PIECE, 16 * kept)
     start, is_last = 0, False

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads one flat stream of token ids from text or from token files.
 
-The end of the stream is held out for evaluation. `DataConfig` offers three
-kinds of data:
-  * by default, the source code of Python's standard library, with bytes as ids,
-    because every machine has this text;
-  * text: a file, folder or glob, which is tokenized at the start and kept in
-    memory; its ids are bytes or come from a `tokenizers` JSON file;
-  * tokens: flat files of uint16 or uint32, which are read a batch at a time,
-    with or without NumPy's header (OLMo publishes Dolma without the header).
+The end of the stream is held out for evaluation. Text is tokenized at the start
+and kept in memory. Token files are flat files of uint16 or uint32, with or
+without NumPy's header, which are read a batch at a time.
 """
 
 import bisect
@@ -26,9 +21,8 @@ from train.data import sources, token_files
 from train.data.token_files import TokenFile, open_tokens
 from train.options import Share, fixed
 
-# Threads hide the latency of disks. Data in memory have no latency to hide.
 _THREADS = 16
-# The number of samples to check before training, and of tokens in each sample.
+# The samples to check before training, and the tokens in each sample.
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
 
 
@@ -73,8 +67,7 @@ class TokenSource:
   """A flat stream of token ids below `vocab_size`; see `load_tokens`."""
 
   name: str  # Where the tokens come from; errors show it.
-  # Flat integer arrays or files, which form the stream in this order.
-  parts: Sequence[np.ndarray | TokenFile]
+  parts: Sequence[np.ndarray | TokenFile]  # Flat parts, in the stream's order.
   vocab_size: int  # `read` checks that every id is below `vocab_size`.
   held_out: float  # The share held out for evaluation, at the stream's end.
 
@@ -114,7 +107,6 @@ class TokenSource:
 
   @functools.cached_property
   def change_times(self) -> str | None:
-    """A hash of the files' change times; see `token_files.change_times`."""
     return token_files.change_times(self.parts)
 
   def train_size(self, seq_len: int) -> int:
@@ -125,9 +117,8 @@ class TokenSource:
 def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
   """Opens the data; the stream contains files in the order of their paths.
 
-  All text is read and tokenized here; without a tokenizer, its bytes use the
-  first 256 ids of the vocabulary. Of token files, only 64 short samples are
-  checked here; their other tokens are checked when a batch reads them.
+  Of token files, only 64 short samples are checked here; other tokens are
+  checked when a batch reads them.
   """
   if config.dtype != "text":
     assert config.path is not None  # `DataConfig` checks it.

@@ -3,8 +3,7 @@
 
 Each turn of the assistant that is marked as a target poses one question. The
 prompt is everything before that turn, including the data's answers to earlier
-questions. The model decodes greedily until the answer ends. The cross-entropy
-of the data's answers is computed for all turns of a conversation at once.
+questions. The model decodes greedily until the answer ends.
 
 Short answers are compared as in VQA v2: in lower case, without punctuation,
 articles or line breaks, and with number words up to ten as digits. There is one
@@ -72,7 +71,7 @@ def is_match(answer: str, reference: str) -> bool:
 class Question(NamedTuple):
   """A prompt, and the turn that the model is asked to write after it."""
 
-  conversation: int  # The conversation's index in the data.
+  conversation: int  # Its index in the data.
   prompt: list[int]  # All tokens before the turn.
   new: list[int]  # The tokens between the previous answer and the turn.
   reference: list[int]  # The turn as it is in the data.
@@ -82,7 +81,7 @@ class Question(NamedTuple):
 class Answer(NamedTuple):
   """A model's answer, with the reference answer."""
 
-  conversation: int  # The conversation's index in the data.
+  conversation: int  # Its index in the data.
   question: str  # The text since the previous answer.
   reference: str  # The answer in the data.
   answer: str  # The model's answer.
@@ -97,14 +96,11 @@ class Answers(NamedTuple):
   conversations: int  # Number of conversations.
   tokens: int  # Number of reference-answer tokens scored.
   nats: float  # Total cross-entropy of these tokens.
-  # Number of questions that were not asked, because the prompt and an answer
-  # would exceed the context length.
-  left_out: int
+  left_out: int  # Number of questions that would exceed the context length.
   answers: list[Answer]  # In the order of the data.
 
   @property
   def nats_per_token(self) -> float:
-    """The mean cross-entropy per reference-answer token."""
     return self.nats / self.tokens
 
   @property
@@ -114,7 +110,6 @@ class Answers(NamedTuple):
 
   @property
   def short(self) -> int:
-    """Number of references that are short answers."""
     return sum(answer.is_short for answer in self.answers)
 
   @property
@@ -130,9 +125,7 @@ class _Exam(NamedTuple):
   model: Decoder | VisionLanguageModel
   documents: Documents
   count: int  # Only the first `count` conversations are used.
-  # Number of images for which each row has room; 0 for text only. All rows have
-  # the same number, so that each length needs only one compiled program.
-  slots: int
+  slots: int  # Number of images for which each row has room.
   batch: int  # Number of rows that are computed at once.
 
   def pixels(self, conversation: int, count: int) -> np.ndarray:
@@ -155,7 +148,7 @@ def ask(
   """Asks a model all questions of the first `limit` conversations.
 
   The model reads at most `length` tokens at a time, and an answer has at most
-  `max_tokens` tokens. If `limit` is None, all conversations are used.
+  `max_tokens` tokens.
   """
   count = min(len(documents), limit or len(documents))
   images = (len(documents.images_of(i)) for i in range(count))
@@ -168,7 +161,6 @@ def ask(
 
 
 def _questions(documents: Documents, number: int) -> list[Question]:
-  """Lists the questions of a conversation."""
   tokens, mask = documents.tokens_of(number)
   edges = np.flatnonzero(np.diff(np.r_[False, mask, False]))
   found, before, count = [], 0, 0
@@ -209,7 +201,6 @@ def _score(exam: _Exam, length: int) -> tuple[int, float]:
 def _generate(
   exam: _Exam, text: Text, asked: Sequence[Question], max_tokens: int
 ) -> list[Answer]:
-  """Generates the answer to each question."""
   stops = text.stops_after(question.reference[-1] for question in asked)
   order = sorted(range(len(asked)), key=lambda i: -len(asked[i].prompt))
   found: dict[int, Answer] = {}

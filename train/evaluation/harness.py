@@ -6,9 +6,9 @@ that is too long loses its beginning. An empty context is replaced by the token
 that texts begin or end with. Generated text is cut before the first stop
 string.
 
-There is one difference, for texts that are scored as a whole. We put exactly
-one token before such a text, and do not score it. The harness also scores a
-token that the tokenizer itself adds at the start.
+There is one difference: before a text that is scored as a whole, we put exactly
+one token, which is not scored. The harness also scores a token that the
+tokenizer adds at the start.
 
   lm = DecoderLM(model, text, length=2048)
   lm_eval.simple_evaluate(lm, tasks=["hellaswag"])
@@ -26,9 +26,7 @@ from train.data.text import Text
 from train.evaluation.perplexity import prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
-# Maximum number of tokens to generate, unless a task sets another maximum.
-_MOST = 256
-# Tasks use one of these names for the maximum; the first name found is used.
+_MOST = 256  # Tokens to generate, unless a task sets another maximum.
 _MOST_NAMES = (
   "max_gen_toks",
   "max_new_tokens",
@@ -52,17 +50,14 @@ class DecoderLM(TemplateLM):
 
   @property
   def eot_token_id(self) -> int:
-    """The token that is put before a text without context."""
     return self._prefix
 
   @property
   def max_length(self) -> int:
-    """The maximum number of tokens that the model reads at a time."""
     return self._scorer.length
 
   @property
   def max_gen_toks(self) -> int:
-    """The maximum number of tokens to generate if a task sets no maximum."""
     return min(_MOST, self.max_length // 2)
 
   def tok_encode(
@@ -94,7 +89,6 @@ class DecoderLM(TemplateLM):
   def loglikelihood_rolling(
     self, requests: list, disable_tqdm: bool = False
   ) -> list[float]:
-    """Scores whole texts in windows of `max_length` tokens."""
     strings = [request.args[0] for request in requests]
     found = [0.0] * len(strings)
     with _progress("loglikelihood_rolling", len(strings), disable_tqdm) as bar:
@@ -116,7 +110,6 @@ class DecoderLM(TemplateLM):
   def generate_until(
     self, requests: list, disable_tqdm: bool = False
   ) -> list[str]:
-    """Continues each text until one of its task's stop strings."""
     asked = [(request.args[0], dict(request.args[1])) for request in requests]
     encoded = [
       self.tok_encode(context) or [self._prefix] for context, _ in asked
@@ -141,7 +134,6 @@ class DecoderLM(TemplateLM):
   def _generate(
     self, contexts: Sequence[list[int]], options: dict[str, Any], seed: int
   ) -> list[str]:
-    """Continues at most one batch of contexts with a task's options."""
     until = options.pop("until", None) or []
     until = tuple([until] if isinstance(until, str) else until)
     given = [options.pop(name, None) for name in _MOST_NAMES]

@@ -49,11 +49,7 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
 
 
 def _is_shown(turn: Sequence[Answer]) -> bool:
-  """Returns whether the page's checkbox keeps a turn's conversation visible.
-
-  With several models, it keeps turns with different answers; with one model,
-  turns with a short answer that does not match.
-  """
+  """Returns whether the page's checkbox keeps a turn's conversation visible."""
   if len(turn) > 1:
     return len({each.answer for each in turn}) > 1
   return turn[0].is_short and not turn[0].is_match

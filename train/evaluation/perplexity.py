@@ -30,14 +30,13 @@ class Perplexity(NamedTuple):
   """Counts for a text, and measures that are computed from the counts."""
 
   documents: int  # Documents with at least one token.
-  tokens: int  # Number of tokens; every token is predicted.
+  tokens: int
   bytes: int  # Size of the texts in UTF-8.
   words: int  # Parts between white space, as in lm-evaluation-harness.
   nats: float  # Total cross-entropy of all tokens.
 
   @property
   def nats_per_token(self) -> float:
-    """The mean cross-entropy per token."""
     return self.nats / self.tokens
 
   @property
@@ -117,10 +116,7 @@ def perplexity(
 def windows(
   count: int, length: int, stride: int
 ) -> Iterator[tuple[int, int, int]]:
-  """Yields (start, middle, end) of each window.
-
-  Tokens `start` to `end - 2` are read, and `middle` to `end - 1` are counted.
-  """
+  """Yields (start, middle, end): a window counts tokens middle to end - 1."""
   done, step = 1, length
   while done < count:
     end = min(count, done + step)

@@ -25,7 +25,6 @@ _PACKAGES = ("jax", "tokenizers", "lm_eval", "datasets")
 def text_row(
   data: str, kind: Documents, found: Perplexity, seconds: float
 ) -> dict[str, Any]:
-  """Builds the row of results for the texts in `data`."""
   return {
     "data": data,
     "documents_are": kind,
@@ -39,7 +38,6 @@ def text_row(
 
 
 def text_table(rows: list[dict[str, Any]]) -> str:
-  """Formats the results for texts as a table."""
   kind = rows[0]["documents_are"]
   header = [f"text, documents {kind}", "documents", "tokens", "nats/token"]
   header += ["perplexity", "bits/byte", "word perplexity"]
@@ -76,7 +74,6 @@ def task_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def task_table(rows: list[dict[str, Any]]) -> str:
-  """Formats the metrics of tasks as a table."""
   header = ["task", "metric", "filter", "examples", "shots", "value", "stderr"]
   return format_table(
     header, [[_number(row[key]) for key in header] for row in rows]
@@ -124,7 +121,6 @@ def answer_figures(
 
 
 def answer_table(models: Sequence[tuple[str, Answers]]) -> str:
-  """Formats a table that compares models on the same questions."""
   return format_table(*answer_figures(models))
 
 

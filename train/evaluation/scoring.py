@@ -32,8 +32,8 @@ class Request(NamedTuple):
   # Ids of the tokens before the continuation, at least one.
   context: Sequence[int]
   continuation: Sequence[int]  # Ids of the tokens to score, at least one.
-  # f32 [images, C, H, W], with equally many images in all requests; None for
-  # text only. A row with images must fit without truncation.
+  # f32 [images, C, H, W], with equally many images in all requests. A row with
+  # images must fit without truncation.
   images: np.ndarray | None = None
 
 
@@ -45,7 +45,6 @@ class Score(NamedTuple):
 
   @property
   def total(self) -> float:
-    """The log-probability of the whole continuation, in nats."""
     return float(np.sum(self.logprobs, dtype=np.float64))
 
 

@@ -19,9 +19,8 @@ from train.options import first_line
 if TYPE_CHECKING:
   from lm_eval.api.model import LM
 
-# Environment variables to set unless the user has set them. Without
-# DISABLE_MULTIPROC, the harness forks a pool of processes, which is unsafe with
-# JAX's threads.
+# Without DISABLE_MULTIPROC, the harness forks a pool of processes, which is
+# unsafe with JAX's threads.
 _ENVIRONMENT = {
   "HF_DATASETS_OFFLINE": "1",
   "HF_HUB_OFFLINE": "1",
@@ -29,8 +28,7 @@ _ENVIRONMENT = {
   "HF_HUB_DISABLE_TELEMETRY": "1",
   "DISABLE_MULTIPROC": "1",
 }
-# The number of bootstrap samples for the standard error of metrics for which no
-# formula exists.
+# Bootstrap samples, for standard errors that have no formula.
 _BOOTSTRAPS = 1000
 
 
@@ -52,7 +50,7 @@ class Tasks:
     except ModuleNotFoundError as error:
       raise ValueError(
         f"evaluate: --task needs the extra eval, got no module {error.name}; "
-        "pip install 'coat_jax[eval]', or measure perplexity with --data"
+        "pip install '.[eval]', or measure perplexity with --data"
       ) from error
     self._manager = self._find()
     try:
@@ -90,11 +88,10 @@ class Tasks:
 
   @contextlib.contextmanager
   def _inside(self) -> Iterator[None]:
-    """Runs code with the tasks' folder as the working directory."""
+    """Enters the tasks' folder, and keeps standard output for the results."""
     folder = contextlib.nullcontext()
     if self._folder is not None:
       folder = contextlib.chdir(self._folder)
-    # Standard output is reserved for the table of results.
     with contextlib.redirect_stdout(sys.stderr), folder:
       yield
 

@@ -9,9 +9,7 @@ were compiled for H200s. The sums assume that
   * on one GPU, XLA computes the gradients of all weights at a layer's end;
   * on a mesh, XLA sums these gradients over GPUs while the next layer runs.
 
-tests/train/memory/test_terms.py lists the arrays of each sum one by one, and
-compares plans with stored peaks of compiled steps. `python -m benchmarks.memory
-plan` and tests/aot/test_plan.py compile the steps anew.
+tests/train/memory/test_terms.py lists the arrays of each sum one by one.
 """
 
 import dataclasses
@@ -41,12 +39,10 @@ class Layer:
 
   @property
   def experts(self) -> int:
-    """Returns the number of experts; 0 for a single MLP."""
     return getattr(self.model, "num_experts", None) or 0
 
   @property
   def copies(self) -> int:
-    """Returns the number of experts per token; 0 for a single MLP."""
     return getattr(self.model, "experts_per_token", None) or 0
 
   @property
@@ -74,11 +70,9 @@ class Layer:
 
   @property
   def inner(self) -> float:
-    """Counts the values of gate (and as many of up) for all copies of tokens.
-
-    A token has one copy for each of its experts. If experts are distributed,
-    each GPU reserves memory for the copies of all GPUs' tokens.
-    """
+    """Counts the values of gate, or of up, for all copies of tokens."""
+    # A token has one copy for each of its experts. If experts are distributed,
+    # each GPU reserves memory for the copies of all GPUs' tokens.
     copies = (self.copies or 1) * self.expert
     return self.tokens * self.model.d_ff * copies / self.tensor
 
@@ -107,11 +101,9 @@ class Layer:
 
   @property
   def gathered(self) -> float:
-    """Returns the memory for a gathered weight, relative to the whole weight.
-
-    On a mesh, this memory stores the gathered rows plus a copy of the GPU's own
-    rows. On one GPU, no memory is needed: XLA reads weights in place.
-    """
+    """Returns the memory for a gathered weight, relative to its size."""
+    # On a mesh: the gathered rows and a copy of the GPU's own rows. On one GPU,
+    # XLA reads weights in place.
     return 1 + 1 / self.fsdp if self.is_on_mesh else 0
 
   @property

@@ -32,8 +32,7 @@ from coat_jax.models.remat import checkpointed
 from coat_jax.numerics.recipes import CoatRecipe
 
 KINDS = get_args(residuals.Kind)
-# The length of the traced sequence. With so many tokens, the scales of whole
-# tensors are negligible.
+# The length of the traced sequence; scales of whole tensors are negligible.
 _TOKENS = 256
 
 
@@ -48,15 +47,10 @@ def saved_bytes(
 ) -> float:
   """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
-  We count the arrays of `residual_arrays` that grow with the number of tokens,
-  except the positions, which all layers share. What XLA keeps differs from what
-  autodiff saves in two ways. First, BF16 layers keep attention's output twice:
-  in attention's layout, and as the operand of the next matmul. Second, if
-  autodiff differentiates LayerNorm, XLA merges two of the saved arrays. The
-  result is for one of `tensor` GPUs along the mesh's tensor axis. Each of these
-  GPUs stores the whole residual stream of BF16 layers.
+  The result is for one of `tensor` GPUs along the mesh's tensor axis. Each of
+  these GPUs stores the whole residual stream of BF16 layers. All layers share
+  the positions, which do not count.
   """
-  recipe = dataclasses.replace(recipe, axes=None)
   arrays = [
     (aval, kind)
     for aval, kind in residual_arrays(
@@ -77,6 +71,8 @@ def saved_bytes(
     total += aval.size * aval.dtype.itemsize / parts / _TOKENS
   if remat != "none":
     return total
+  # XLA keeps attention's output twice: in attention's layout, and as the
+  # operand of the next matmul. It merges two arrays that LayerNorm saves.
   if recipe.linear == "bf16":
     total += 2 * config.num_heads * config.head_width / tensor
   if recipe.nonlinear == "bf16" and config.choices.norm == "layer":
@@ -91,12 +87,7 @@ def residual_bytes(
   tokens: int,
   saves_copies: bool = True,
 ) -> dict[str, float]:
-  """Counts the bytes per token that one layer saves, by kind and in total.
-
-  `tokens` is the length of the sequence that is traced. With a few hundred
-  tokens or more, the scales of whole tensors are negligible. `saves_copies` is
-  as in `residual_arrays`.
-  """
+  """Counts the bytes per token that one layer saves, by kind and in total."""
   totals = dict.fromkeys(KINDS, 0)
   arrays = residual_arrays(
     config, recipe, tokens=tokens, saves_copies=saves_copies
@@ -120,6 +111,7 @@ def residual_arrays(
   Set `saves_copies` to False if the experts of an MoE layer are distributed
   over GPUs. The layer then saves no arrays with a row for each copy of a token.
   """
+  recipe = dataclasses.replace(recipe, axes=None)  # Trace for one device.
   options = {}
   if isinstance(config, ModelConfig) and config.kinds_of_layers is not None:
     options = dict(kind=jnp.int32(0))  # All kinds save the same arrays.

@@ -12,8 +12,7 @@ IN_BACKWARD is added only if the optimizer runs in the backward pass. The last
 two terms are the fixed cost of a step: running the optimizer, and reading and
 quantizing the weights. We measured this cost with Llama-2-7B on an H200. In
 this unit it is about the same for 13B, because the time per token grows with
-the weights too. tests/train/memory/test_search.py compares the estimate with
-measured steps.
+the weights too.
 """
 
 import dataclasses
@@ -23,26 +22,24 @@ from typing import NamedTuple
 
 from coat_jax.models.config import Remat
 from train.config import TrainConfig
-from train.memory.step import batch_shards, largest, peak_bytes
+from train.memory.step import largest, peak_bytes
+from train.mesh import batch_devices
 from train.run.metrics import format_table
 from train.weights import Stored
 
 GB = 10**9
 # Time of a layer's forward and backward pass, relative to 16.73 ms in BF16
-# (docs/performance.md, "One decoder layer"). In recipe coat, remat fp8, full
-# and fp8_layer take 1.22, 1.26 and 1.26 times as long as none. We did not
-# measure remat full in recipe fp8_linear; our estimate is the time of none plus
-# another forward pass.
+# (docs/performance.md, "One decoder layer"). We did not measure remat full in
+# recipe fp8_linear; our estimate is the time of none plus another forward pass.
 LAYER: dict[str, dict[Remat, float]] = {
   "bf16": {"none": 1.0, "dots": 1.04, "full": 1.27},
   "fp8_linear": {"none": 0.68, "full": 0.90},
   "coat": {"none": 0.66, "fp8": 0.81, "full": 0.83, "fp8_layer": 0.83},
 }
-# The fixed cost of a step, by the dtype of the weights. The unit is the time of
-# a token in BF16 layers. For float32, the cost follows from steps of 2 and 4
-# sequences on one H200, which take 304 and 491 ms. With bfloat16, the step of 4
-# sequences is 20 ms faster. bfloat16_low8 was not measured; we chose a value in
-# between.
+# The fixed cost of a step, by the dtype of the weights. For float32, it follows
+# from steps of 2 and 4 sequences on one H200, which take 304 and 491 ms. With
+# bfloat16, the step of 4 sequences is 20 ms faster. bfloat16_low8 was not
+# measured; we chose a value in between.
 STEP: dict[Stored, float] = {
   "float32": 1500,
   "bfloat16_low8": 1300,
@@ -54,22 +51,17 @@ IN_BACKWARD = -200
 # 5 % of the compiler's peak, and mostly within 1 %.
 _MARGIN = 0.02
 _SHOWN = 6
-# fp8_layer is ranked first only if it is faster by more than this factor.
+# fp8_layer rounds the residual stream, so it is ranked first only if it is
+# faster by more than this factor.
 _ROUNDED = 1.02
 
 
 class Found(NamedTuple):
-  """A planned run.
-
-  Attributes:
-    run: The configuration of the run.
-    peak_bytes: The planned peak on one GPU.
-    cost: The estimated time per token, relative to BF16 layers.
-  """
+  """A planned run."""
 
   run: TrainConfig
-  peak_bytes: int
-  cost: float
+  peak_bytes: int  # The planned peak on one GPU.
+  cost: float  # The estimated time per token, relative to BF16 layers.
 
 
 def candidates(
@@ -78,10 +70,8 @@ def candidates(
   """Yields the runs to compare: a model in bf16, fp8_linear and coat.
 
   Recipes bf16 and fp8_linear store weights and moments in f32, as is usual.
-  Recipe coat is combined with each kind of `params` and `remat`, and with the
-  optimizer's step after and in the backward pass. `params` and `remat` restrict
-  the runs to one kind; None allows all. `config` is a run in recipe coat
-  without options that rule out any of these combinations.
+  `params` and `remat` restrict the runs to one kind; None allows all. `config`
+  is a run in recipe coat without options that rule out any combination.
   """
   for recipe in ("bf16", "fp8_linear"):
     for kept in LAYER[recipe]:
@@ -105,7 +95,7 @@ def candidates(
 
 def cost(run: TrainConfig) -> float:
   """Estimates the time per token, relative to BF16 layers."""
-  sequences = run.batch / batch_shards(run) / run.accumulate
+  sequences = run.batch / batch_devices(run.mesh_sizes) / run.accumulate
   fixed = STEP[run.params] + IN_BACKWARD * run.optimizer_in_backward
   return LAYER[run.recipe][run.remat] + fixed / (sequences * run.seq)
 
@@ -117,8 +107,7 @@ def search(
 
   Each run gets the largest batch that fits, but at most its configured batch.
   If `is_batch_fixed` is true, each run keeps its batch and is split into
-  microbatches if necessary. The smallest run is the one that needs the least
-  memory; an error can show it if no run fits.
+  microbatches if necessary.
   """
   allowed = int(hbm_bytes / (1 + _MARGIN))
   found = []
@@ -126,7 +115,7 @@ def search(
     if is_batch_fixed:
       run = _in_microbatches(run, allowed)
     elif peak_bytes(run) > allowed:
-      shards = batch_shards(run) * run.accumulate
+      shards = batch_devices(run.mesh_sizes) * run.accumulate
       most = largest(run, allowed)
       run = dataclasses.replace(run, batch=max(shards, most))
     found.append(Found(run, peak_bytes(run), cost(run)))
@@ -136,20 +125,14 @@ def search(
 
 
 def _rank(found: Found) -> float:
-  """Returns the cost by which runs are sorted."""
-  # fp8_layer rounds the residual stream, so to be ranked first it must be
-  # clearly faster.
   return found.cost * (_ROUNDED if found.run.remat == "fp8_layer" else 1)
 
 
 def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
-  """Splits a run's batch into the fewest microbatches that fit.
-
-  If none fit, the microbatches are as small as possible.
-  """
+  """Splits a run's batch into the fewest microbatches that fit, if any do."""
   if run.optimizer_in_backward:
     return run
-  sequences = run.batch // batch_shards(run)
+  sequences = run.batch // batch_devices(run.mesh_sizes)
   for count in range(run.accumulate, sequences + 1):
     if sequences % count == 0:
       run = dataclasses.replace(run, accumulate=count)
@@ -159,12 +142,8 @@ def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
 
 
 def command(run: TrainConfig, preset: str, plain: TrainConfig) -> str:
-  """Returns the command line for a run, starting from a preset.
-
-  `plain` is the preset's configuration; options that equal it are left out.
-  """
+  """Returns a run's command line, without options that equal `plain`'s."""
   words = ["python -m train.pretrain", preset]
-  # --init-from sets the model's shape; plans have neither data nor a folder.
   left_out = ("out", "data", "model", "optim")
   for prefix, ours, theirs in (
     ("", run, plain),

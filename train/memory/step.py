@@ -37,7 +37,6 @@ from train.config import TrainConfig
 from train.memory.backward import BF16, F32, Layer, layer_backward
 from train.mesh import batch_devices
 
-_FP8 = 1  # Bytes per FP8 value.
 # For a vision-language model, only runs with these options can be planned.
 _WITH_IMAGES: dict[str, Any] = {
   "recipe": "coat",
@@ -56,13 +55,12 @@ class Memory(NamedTuple):
   # Gradients, and their sums over microbatches. If the optimizer runs in the
   # backward pass, the gradients of a layer count as temporary.
   gradients: int
-  optimizer: int  # The optimizer's state.
+  optimizer: int
   activations: int  # Arrays that layers saved for the backward pass.
   temporary: int  # All other arrays.
 
   @property
   def total(self) -> int:
-    """Returns the total number of bytes."""
     return sum(self)
 
 
@@ -77,10 +75,7 @@ _STATES: dict[tuple, AbstractState] = {}
 
 
 def state_of(config: TrainConfig) -> AbstractState:
-  """Returns a run's abstract state; caches it for runs with the same state.
-
-  Raises a ValueError if a group of moments would be split over devices.
-  """
+  """Returns a run's abstract state; caches it for runs with the same state."""
   key = config.model, config.mesh, config.params, config.report_state
   key += config.optim, getattr(config, "trained", None)
   if key not in _STATES:
@@ -105,23 +100,13 @@ def device_bytes(tree: Any) -> int:
   return sum(count(x) for x in jax.tree.leaves(tree))
 
 
-def batch_shards(config: TrainConfig) -> int:
-  """Counts the devices over which a batch's sequences are split."""
-  return batch_devices(config.mesh_sizes)
-
-
 def plan(
   config: TrainConfig,
   state: AbstractState | None = None,
   *,
-  images_each: int = 1,
+  images_each: int = 1,  # Image slots in a sequence.
 ) -> dict[str, Memory]:
-  """Plans a run's memory at each point of a step on one of its GPUs.
-
-  `images_each` is the number of image slots in a sequence of a vision-language
-  model. Raises a ValueError if a group of moments would be split over devices,
-  or if a vision-language model is trained with options that cannot be planned.
-  """
+  """Plans a run's memory at each point of a step on one of its GPUs."""
   state = state or state_of(config)
   if isinstance(config.model, VisionLanguageConfig):
     return _plan_vision(config, state, images_each)
@@ -142,7 +127,7 @@ def largest(
   config: TrainConfig, memory_bytes: int, *, images_each: int = 1
 ) -> int:
   """Finds the largest batch that fits into memory; 0 if none fits."""
-  shards = batch_shards(config) * config.accumulate
+  shards = batch_devices(config.mesh_sizes) * config.accumulate
 
   def fits(sequences: int) -> bool:
     run = dataclasses.replace(config, batch=sequences * shards)
@@ -164,7 +149,7 @@ def _plan_decoder(
 ) -> dict[str, Memory]:
   """Plans a step of a decoder, possibly within a vision-language model."""
   sizes, recipe = config.mesh_sizes, config.coat_recipe()
-  batch = config.batch // batch_shards(config) // config.accumulate
+  batch = config.batch // batch_devices(sizes) // config.accumulate
   layer = Layer(
     model=model,
     recipe=recipe,
@@ -180,8 +165,7 @@ def _plan_decoder(
   weights, value = device_bytes(state.params), layer.value
   matrices = layer.weights
   layers = model.num_layers * sum(matrices.values())
-  # `linear` counts values of weights whose FP8 copies or casts may be kept.
-  # Copies of experts' weights are not kept.
+  # The values of weights whose FP8 copies or casts may be kept.
   linear = layers
   if layer.experts:
     linear = model.num_layers * (matrices["qkv"] + matrices["out"])
@@ -195,7 +179,7 @@ def _plan_decoder(
     # runs only one forward pass, the column-major copy is dead after it. The
     # backward pass still needs the row-major copy.
     layouts = 1 if config.accumulate == 1 else 2
-    cached = layouts * _FP8 * linear / layer.fsdp
+    cached = layouts * linear / layer.fsdp  # One byte per value.
   summed = 0
   if config.accumulate > 1:  # Gradient sums exist between microbatches.
     itemsize = jnp.dtype(config.grad_accumulate).itemsize

@@ -5,19 +5,17 @@ A checkpoint is a folder with these items:
   `params`     arrays
   `optimizer`  arrays; FP8 moments are stored as FP8
   `exact`      arrays, only if the run reports on its moments
+  `clip`       arrays, only with clip share or adaptive
   `data`       JSON: the position of the data iterator
   `run`        JSON: the step, the configuration, a fingerprint of the data
 
-A checkpoint can be restored with any number of devices and processes. The
-caller passes an abstract state. Arrays are restored bit for bit, with the
-shardings of that state. All processes continue with the same batch, and no
+Arrays are restored bit for bit, on any number of devices and processes, and no
 batch is repeated or skipped. So a resumed run is bit-identical to a run that
 never stopped, if both use the same compiled program.
 
-A checkpoint's folder is named by its step, but gets this name only after all
-files and checksums are written. Checksums detect files that were damaged later.
-The step in `run` detects a folder that was renamed. In both cases, an earlier
-checkpoint is used.
+The folder gets its name, the step, only after all files and checksums are
+written. A checkpoint is not used if a checksum or the step in `run` does not
+match.
 """
 
 import contextlib
@@ -93,7 +91,6 @@ class Checkpoints:
     self._manager.reload()
 
   def wait(self) -> None:
-    """Waits until all files are written."""
     self._write(self._manager.wait_until_finished)
 
   def close(self) -> None:
@@ -182,11 +179,7 @@ def latest_step(path: Path) -> int | None:
 
 
 def newest_whole_step(path: Path) -> tuple[int, list[str]]:
-  """Returns the newest undamaged checkpoint's step, and lists damaged ones.
-
-  The second result describes the damage of each newer checkpoint. Only the
-  primary process reads the files; the others get the step from it.
-  """
+  """Returns the newest undamaged step, and the damage of newer checkpoints."""
   found, damaged = -1, []
   if processes.is_primary():
     for folder in reversed(_folders(path)):

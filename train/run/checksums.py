@@ -2,13 +2,8 @@
 """Writes and checks checksums of a checkpoint's files.
 
 Orbax and TensorStore check only their indices, so without checksums a run could
-resume from an array with a flipped bit. We store each file's SHA-256 before
-Orbax renames the temporary folder. A checkpoint is restored only if all its
-files match.
-
-TensorStore's own crc32c is not enough. Orbax writes Zarr version 2, which does
-not support crc32c. With Zarr version 3, Orbax can check only the index of
-shards, not the arrays. Neither version covers JSON items or missing files.
+resume from an array with a flipped bit. Orbax writes Zarr version 2, which does
+not support TensorStore's crc32c.
 """
 
 import hashlib
@@ -35,11 +30,9 @@ def write(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-  """Reads a checkpoint's files; describes the first damage, or returns None.
-
-  Only plain files in the folder are read. A link or `..` could lead to an
-  endless device such as /dev/zero, or to a file outside the folder.
-  """
+  """Reads a checkpoint's files; describes the first damage, or returns None."""
+  # Read only plain files. A link or `..` could lead to an endless device such
+  # as /dev/zero, or to a file outside the folder.
   own = set(_plain_files(folder))
   others = [name for name in _WRITTEN_LATER if os.path.lexists(folder / name)]
   for name in (NAME, *others):

@@ -52,13 +52,12 @@ def finish(runs: Sequence[TrainConfig]) -> None:
   for config, rows in zip(runs, read, strict=True):
     result = summarize(rows, last)
     result["state"] = report.state_bytes_per_param(config)
-    recipe = dataclasses.replace(config.coat_recipe(), axes=None)
     shape = config.model
     if isinstance(shape, VisionLanguageConfig):
       shape = shape.text
     residuals = residual_bytes(
       shape,
-      recipe,
+      config.coat_recipe(),
       tokens=config.seq,
       saves_copies=config.mesh_sizes.get("expert", 1) == 1,
     )
@@ -70,10 +69,7 @@ def finish(runs: Sequence[TrainConfig]) -> None:
 
 
 def summarize(rows: list[dict], last: int = _LAST) -> dict[str, float]:
-  """Computes a run's values for the comparison table.
-
-  The training loss is the mean over the `last` steps.
-  """
+  """Computes a run's values for the comparison table."""
 
   def values(key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
@@ -95,13 +91,7 @@ def summarize(rows: list[dict], last: int = _LAST) -> dict[str, float]:
 
 
 def _table(names: list[str], results: list[dict[str, float]], last: int) -> str:
-  """Formats a table with a column for each run.
-
-  `last` is the number of steps over which the training losses are averaged.
-  If there are BF16 runs, another column shows the difference of the first run
-  from the first BF16 run. If there are several BF16 runs, the last column shows
-  their spread.
-  """
+  """Formats a column for each run, and columns that compare the runs."""
   header, has_twin, has_spread = [*names], len(names) > 1, len(names) > 2
   if has_twin:
     header.append("difference")

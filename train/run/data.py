@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the interface between the training loop and a command's data.
-
-`train.loop` is the same for all commands; each command provides a configuration
-and a `RunData`.
-"""
+"""Defines the interface between the training loop and a command's data."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -31,23 +27,16 @@ if TYPE_CHECKING:  # `train.conversations` imports this module.
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RunData[Config: TrainConfig]:
-  """The data of a run.
+  """The data of a run."""
 
-  Attributes:
-    rows: Rows to train on. Their arrays have the names that the objective's
-      `batch_of` expects (`train.objective`).
-    held_out: Rows to evaluate on.
-    fingerprint: A hash of the data, which must be the same when a run resumes.
-    change_times: A hash of the files' change times if the fingerprint does not
-      read whole files; otherwise None.
-    threads: Number of threads that prefetch batches; 0 for data in memory.
-  """
-
+  # Rows to train on. Their arrays have the names that the objective's
+  # `batch_of` expects (`train.objective`).
   rows: Rows
   held_out: Rows
-  fingerprint: str
+  fingerprint: str  # A hash of the data, which must not change on resuming.
+  # A hash of the files' change times; None if the fingerprint covers all data.
   change_times: str | None = None
-  threads: int = 0
+  threads: int = 0  # Threads that prefetch batches; 0 for data in memory.
 
   def batch_shapes(self, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes and dtypes of a global batch's arrays."""
@@ -68,7 +57,7 @@ class RunData[Config: TrainConfig]:
   def eval_batches(
     self, config: Config, **own_rows: int
   ) -> Iterable[dict[str, np.ndarray]]:
-    """Returns the held-out batches, the same ones in every evaluation."""
+    """Returns the held-out batches, the same in every evaluation."""
     found = held_out_batches(
       self.held_out,
       batch_size=config.batch,

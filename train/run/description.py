@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a run in config.json and in each checkpoint.
-
-The description contains the configuration and a fingerprint of the data. They
-decide whether a run may continue from a checkpoint.
-"""
+"""Describes a run in config.json and in each checkpoint."""
 
 import dataclasses
 import json
@@ -28,7 +24,6 @@ _COMMANDS = {
 
 
 def describe(config: TrainConfig, data: "RunData | TokenSource") -> dict:
-  """Returns the description of a run."""
   commands = {kind: command for command, kind in _COMMANDS.items()}
   return {
     "format": _FORMAT,

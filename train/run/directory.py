@@ -65,11 +65,7 @@ class RunDirectory:
     self.lock = self.path / "lock"
 
   def is_run(self) -> bool:
-    """Returns whether the folder contains a run of this program.
-
-    A description in config.json or in a checkpoint is enough. So the folder
-    still counts as a run if config.json is damaged or lost.
-    """
+    """Returns whether config.json or a checkpoint describes a run."""
     saved = self.checkpoints.glob("*/run/metadata")
     return any(map(is_described, (self.config, *saved)))
 
@@ -79,21 +75,15 @@ class RunDirectory:
     return self.is_run() and (has_steps or self.latest_step() is not None)
 
   def latest_step(self) -> int | None:
-    """Returns the step of the newest checkpoint."""
     return checkpoint.latest_step(self.checkpoints)
 
   def newest(self) -> tuple[int, TrainConfig, list[str]]:
-    """Finds the newest undamaged checkpoint.
-
-    Returns its step, the configuration that it was trained with, and a
-    description of the damage of each newer checkpoint.
-    """
+    """Reads the newest undamaged checkpoint; lists the damage of newer ones."""
     step, damaged = checkpoint.newest_whole_step(self.checkpoints)
     saved = checkpoint.read_description(self.checkpoints, step)
     return step, configuration(saved), damaged
 
   def twin(self, name: str) -> "RunDirectory":
-    """Returns the folder of the twin `name`."""
     return RunDirectory(self.path / "twins" / name)
 
   def twins(self) -> list["RunDirectory"]:
@@ -137,11 +127,7 @@ class RunDirectory:
 
   @contextlib.contextmanager
   def claimed(self, config: TrainConfig) -> Iterator[None]:
-    """Locks the folder against other commands, and checks that it may be used.
-
-    Only the primary process of a run locks the folder. The operating system
-    releases the lock even if the process is killed.
-    """
+    """Locks the folder against other commands, and runs `check`."""
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
         # Lock a run first, because the command that trains there changes it.
@@ -190,10 +176,7 @@ class RunDirectory:
         self.path.rmdir()
 
   def create(self, description: dict) -> None:
-    """Creates the run's folder and config.json; call `check` first.
-
-    If the folder contains a run, its files are removed. Other files stay.
-    """
+    """Creates a run, and removes an old run; call `check` first."""
     with save_errors(self.path):
       self._remove_files()
       self.path.mkdir(parents=True, exist_ok=True)
@@ -205,11 +188,8 @@ class RunDirectory:
     self._unlock()
 
   def _remove_files(self) -> None:
-    """Removes the run's files, and parent folders that become empty.
-
-    A link is removed, not the file that it leads to. Checkpoints are renamed
-    first, because one that has lost some of its files must not be resumed.
-    """
+    """Removes the run's files, and parent folders that become empty."""
+    # A checkpoint that has lost some of its files must not be resumed.
     if not self.checkpoints.is_symlink():
       checkpoint.set_all_aside(self.checkpoints)
     for item in self._own_files():
@@ -223,7 +203,6 @@ class RunDirectory:
         parent = parent.parent
 
   def _own_files(self) -> list[Path]:
-    """Lists the run's files and folders."""
     own = [self.path / name for name in _CONTENTS]
     saved = list(self.checkpoints.glob("*"))
     if self.checkpoints.is_symlink() or not saved:

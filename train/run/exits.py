@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends a command early, with an exit status and a one-line error.
 
-A training command may run as several processes. Context managers turn errors
-into `Stop`, which contains the exit status and the text to print, and make sure
-that no process waits for a process that has ended. Commands that do not train
-run as a single process, in `exit_status`.
+Training commands may run as several processes, which raise `Stop` together, so
+that none waits for a process that has ended. Other commands run in
+`exit_status`.
 """
 
 import contextlib
@@ -23,11 +22,7 @@ from train.run.writing import SaveError
 
 
 class Stop(Exception):
-  """Ends the command with an exit status and a text on standard error.
-
-  All processes of a run raise this exception together. The process with index
-  `process` prints the text.
-  """
+  """Ends the command; the process with index `process` prints the text."""
 
   def __init__(self, status: int, text: str, process: int = 0):
     super().__init__(text)
@@ -72,9 +67,8 @@ def _status(error: Exception) -> int:
 def stop_on_failure() -> Iterator[None]:
   """Turns a failed write or an out-of-memory error into exit status 1.
 
-  If there are several processes, the process that failed exits immediately. A
-  normal exit would wait forever for the other processes, which do not know
-  about the error and wait for this process. JAX then ends them too.
+  If there are several processes, the process that failed exits immediately, and
+  JAX then ends the others. A normal exit would wait for them forever.
   """
   try:
     yield
@@ -97,11 +91,7 @@ def stop_on_failure() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_on_signal(out: Path) -> Iterator[None]:
-  """Lets a command remove unfinished files before a signal stops it.
-
-  Use `Signals` for commands without such files. The second signal stops the
-  command immediately.
-  """
+  """Lets a command remove unfinished files before the first signal stops it."""
   received = []
 
   def interrupt(number, frame):
@@ -126,11 +116,7 @@ def stop_on_signal(out: Path) -> Iterator[None]:
 
 
 def exit_status(command: Callable[[], object], *, smaller: str = "") -> int:
-  """Runs a command that does not train, and returns its exit status.
-
-  Errors are printed as one line. If memory runs out, this line ends with
-  `smaller`, which tells the user how to use less memory.
-  """
+  """Runs a command; `smaller` tells the user how to use less memory."""
   try:
     command()
   except Stop as stop:
@@ -148,10 +134,8 @@ def exit_status(command: Callable[[], object], *, smaller: str = "") -> int:
 
 
 def describe_shortage(error: BaseException) -> str | None:
-  """Describes an out-of-memory error in one line; None for other errors.
-
-  We check the message, because JAX raises the same type for all device errors.
-  """
+  """Describes an out-of-memory error in one line; None for other errors."""
+  # JAX raises the same type for all device errors.
   lines = str(error).splitlines()
   if isinstance(error, MemoryError):
     return f"Out of memory. {lines[0] if lines else ''}".strip(" .")

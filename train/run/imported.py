@@ -20,10 +20,7 @@ from train.step import TrainState
 def create_run(
   config: TrainConfig, make: Callable[[TrainState], TrainState]
 ) -> int:
-  """Creates, on one device, a run with one checkpoint; returns its step.
-
-  `make` returns the checkpoint's state, given the run's abstract state.
-  """
+  """Creates a run with one checkpoint, on one device; returns its step."""
   run = RunDirectory(config.out)
   if config.resume:  # `claimed` would accept an existing run.
     raise ValueError(
@@ -64,10 +61,7 @@ def create_run(
 
 
 def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
-  """Finds a run's newest undamaged checkpoint, to export it to `out`.
-
-  Returns the folder of the run's checkpoints, the step, and the configuration.
-  """
+  """Returns the folder, step and configuration of the newest checkpoint."""
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
     raise ValueError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs a run: metrics.jsonl, progress on standard error, tables.
 
-Each line of metrics.jsonl is a JSON object with the key `step`. There are three
+Each line of metrics.jsonl is a JSON object with the key `step`. There are four
 kinds of lines:
   * a step: loss, grad_norm, lr, tokens_per_s; for documents also targets,
     padding (a share) and unpadded_tokens_per_s;
@@ -9,14 +9,10 @@ kinds of lines:
     step_bytes, the memory of the compiled step on a device (see
     `train.run.report.step_bytes`);
   * a report: state (`state_report` of each leaf) and, with codec coat, powers
-    (how many groups use each power k, in sixteenths).
+    (how many groups use each power k, in sixteenths);
+  * a probe: watch (see `train.watch`).
 Every line is written immediately, in a single write, so a killed run loses no
-line. A resumed run first drops the lines that it will write again. Only the
-primary process writes and prints.
-
-Without a terminal we do not use tqdm. It separates updates by carriage returns,
-so a log would contain one endless line, whatever `mininterval` is. We do not
-use rich's tables, because without a terminal they are cut to 80 columns.
+line. A resumed run first drops the lines that it will write again.
 """
 
 import collections
@@ -26,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 from tqdm import tqdm
@@ -76,7 +71,6 @@ class MetricsLog:
         tracker.write(step, values)
 
   def close(self) -> None:
-    """Closes the file and the trackers."""
     if self._file is None:
       return
     with save_errors(self._folder):
@@ -109,6 +103,7 @@ class Progress:
     self._done = self._first = done
     self._start = self._printed = time.monotonic()
     self._bar = None
+    # Without a terminal, tqdm would write one endless line.
     if sys.stderr.isatty() and processes.is_primary():
       self._bar = tqdm(
         total=steps,
@@ -120,7 +115,6 @@ class Progress:
       )
 
   def step(self, step: int, loss: float, tokens_per_s: float) -> None:
-    """Shows a finished step."""
     text = f"loss {loss:.4f}{self._held_out}, {tokens_per_s:,.0f} tokens/s"
     if self._bar:
       self._bar.set_postfix_str(text, refresh=False)
@@ -154,24 +148,16 @@ class Progress:
       print(text, file=sys.stderr, flush=True)
 
   def close(self) -> None:
-    """Closes the bar."""
     if self._bar:
       self._bar.close()
-
-
-class _Started(NamedTuple):
-  step: int
-  seconds: float  # Monotonic time before the step's batch was read.
-  metrics: StepMetrics
 
 
 class StepsInFlight:
   """Steps that were started, but whose metrics were not read yet.
 
-  Reading a step's loss waits until the step ends. If the loop read each loss
-  before it starts the next step, the device would be idle for 2 to 3 ms per
-  step, while the host logs and prepares a batch. So a step's metrics are read
-  after the next step has started.
+  Reading a step's metrics waits until the step ends. We read them after the
+  next step has started. Otherwise the device would be idle for 2 to 3 ms per
+  step.
   """
 
   def __init__(
@@ -184,28 +170,27 @@ class StepsInFlight:
   ):
     self._log, self._progress = log, progress
     self._tokens, self._leaf_names = tokens_a_step, leaf_names
-    self._started: collections.deque[_Started] = collections.deque()
+    self._started: collections.deque[tuple[int, float, StepMetrics]] = (
+      collections.deque()
+    )
     self._last_end = 0.0
 
   def add(self, step: int, seconds: float, metrics: StepMetrics) -> None:
     """Adds a started step; `seconds` is the time before its batch was read."""
-    self._started.append(_Started(step, seconds, metrics))
+    self._started.append((step, seconds, metrics))
 
   def read(self, *, leave: int = 0) -> str | None:
-    """Logs all but the newest `leave` steps.
-
-    Stops at the first step with values that are not finite, and describes it.
-    """
+    """Logs all but the newest `leave` steps; stops at, and returns, a fault."""
     while len(self._started) > leave:
-      if fault := self._read(self._started.popleft()):
+      if fault := self._read(*self._started.popleft()):
         return fault
     return None
 
-  def _read(self, started: _Started) -> str | None:
-    step, metrics = started.step, jax.device_get(started.metrics)
+  def _read(self, step: int, start: float, metrics: StepMetrics) -> str | None:
+    metrics = jax.device_get(metrics)
     end = time.monotonic()
     # The device was busy until the previous step ended.
-    seconds = end - max(started.seconds, self._last_end)
+    seconds = end - max(start, self._last_end)
     self._last_end = end
     speed, loss = self._tokens / seconds, float(metrics.loss)
     self._log.write(

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coordinates the processes of a run, for example one process on each host.
 
-All processes run the same program and must call the same collective operations
-in the same order. If one process receives a signal or cannot read its data, it
-tells the other processes before any process reacts. The primary process prints
-and writes metrics. In a run with one process, these functions do not
-communicate.
+All processes must call the same collective operations in the same order. If one
+process receives a signal or cannot read its data, it tells the other processes
+before any process reacts.
 """
 
 import os
@@ -22,11 +20,7 @@ _GPU_SHARE = "0.935"
 
 
 def reserve_gpu_memory() -> None:
-  """Lets JAX use as much GPU memory as `train.plan` assumes.
-
-  Call this function before JAX looks for devices. It does not change a share
-  that the user has set in the environment.
-  """
+  """Raises JAX's share of GPU memory; call this before using JAX."""
   names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
   if not any(name in os.environ for name in names):
     os.environ[names[0]] = _GPU_SHARE
@@ -35,10 +29,9 @@ def reserve_gpu_memory() -> None:
 def join() -> None:
   """Joins the other processes of a run; call this before using JAX.
 
-  JAX finds the other processes itself under SLURM and Open MPI. Otherwise each
-  process's environment must set JAX_COORDINATOR_ADDRESS (host and port of
-  process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. If process 0 does not answer
-  within five minutes, JAX ends this process.
+  JAX finds the other processes itself under SLURM and Open MPI, or through
+  environment variables. If process 0 does not answer within five minutes, JAX
+  ends this process.
   """
   try:
     count, index = (

@@ -20,8 +20,7 @@ class Profiler:
   def __init__(self, text: str, folder: Path):
     self._folder, self._is_on = folder, False
     count, wait = read_profile(text) if processes.is_primary() else (0, 0)
-    # The steps to trace. Steps are counted from 0 when the run starts or
-    # resumes.
+    # Steps are counted from 0 when the run starts or resumes.
     self._steps, self._seen = range(wait, wait + count), 0
 
   @property
@@ -40,7 +39,6 @@ class Profiler:
       self.close()
 
   def close(self) -> None:
-    """Ends the trace if it is running."""
     if self._is_on:
       self._is_on = False
       jax.profiler.stop_trace()

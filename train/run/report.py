@@ -53,12 +53,10 @@ def held_out_means(found: list[Evaluation]) -> dict[str, float]:
 def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
   """Counts the bytes that a compiled step needs on each device.
 
-  The sum covers the step's arguments, its temporary arrays, and results that do
-  not reuse an argument's buffer. It excludes the arguments `exact`, which only
-  reports need. Returns None if the compiler does not report sizes.
-
-  We do not use `peak_memory_in_bytes`, which excludes temporary arrays on CPUs.
+  The sum excludes the arguments `exact`, which only reports need. Returns None
+  if the compiler does not report sizes.
   """
+  # On CPUs, `peak_memory_in_bytes` excludes temporary arrays.
   memory = compiled.memory_analysis()
   if memory is None:
     return None

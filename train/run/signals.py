@@ -5,10 +5,8 @@ Python runs signal handlers only between bytecode instructions, so Ctrl-C would
 do nothing during a long compilation. Here a pipe passes the signal's number to
 a thread, which reacts immediately.
 
-We do not use Orbax's `reached_preemption`. It needs JAX's coordination service
-and so `--distributed`, handles only SIGTERM, and stops some steps later. Our
-check costs an all-gather of one integer per step, or nothing in a run with a
-single process.
+Orbax's `reached_preemption` would need JAX's coordination service, handle only
+SIGTERM, and stop some steps later.
 """
 
 import os

@@ -2,14 +2,10 @@
 """Copies metrics to TensorBoard's event files and to Weights & Biases.
 
 Both trackers receive the numbers in metrics.jsonl, with the same names and
-steps. The run itself reads only metrics.jsonl. A resumed run continues both
-logs.
+steps. A resumed run continues both logs.
 
-We write event files with tensorboardX, because it depends only on NumPy and
-protobuf. TensorBoard itself installs a web server and gRPC; `clu` and
-`flax.metrics.tensorboard` install TensorFlow. We use tensorboardX's writer
-without a thread, because the threaded writer blocks forever if the disk is
-full.
+We use tensorboardX, because it has few dependencies, and its writer without a
+thread, because the threaded writer blocks forever if the disk is full.
 """
 
 import importlib.util
@@ -19,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from train.config import TrainConfig
-from train.run.writing import replace_file
+from train.run import processes
+from train.run.writing import replace_file, save_errors
 
-# Maps each option to its package and the command that installs it.
 _PACKAGES = {
   "tensorboard": ("tensorboardX", "pip install '.[tensorboard]'"),
   "wandb": ("wandb", "pip install wandb"),
@@ -106,10 +102,14 @@ Tracker = TensorBoard | WeightsAndBiases
 def open_trackers(
   config: TrainConfig, path: Path, description: dict, *, resumed_step: int
 ) -> list[Tracker]:
-  """Opens the trackers that the run's options select."""
+  """Opens the trackers that the run's options select, in the first process."""
   opened: list[Tracker] = []
-  if config.tensorboard:
-    opened.append(TensorBoard(path / "tensorboard", resumed_step=resumed_step))
-  if config.wandb:
-    opened.append(WeightsAndBiases(path, config.out, description))
+  if not processes.is_primary():
+    return opened
+  with save_errors(path):
+    if config.tensorboard:
+      folder = path / "tensorboard"
+      opened.append(TensorBoard(folder, resumed_step=resumed_step))
+    if config.wandb:
+      opened.append(WeightsAndBiases(path, config.out, description))
   return opened

@@ -2,7 +2,6 @@
 """Writes files completely or not at all; reports failures in one line."""
 
 import contextlib
-import functools
 import logging
 import os
 import sys
@@ -74,27 +73,24 @@ def replace_file(file: Path, text: str) -> None:
 def write_tree(path: Path, tree: Any) -> None:
   """Writes arrays as an Orbax checkpoint, completely or not at all."""
   check_free("save", path)
+
+  def write():
+    try:
+      with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(written, tree)
+    finally:
+      join_writers()
+
   try:
     with quietly(), written_whole(path) as written:
-      uninterrupted(functools.partial(_write_tree, written, tree))
+      uninterrupted(write)
   except Exception as error:  # Orbax and TensorStore raise many types.
     raise _failure(path, error) from error
 
 
-def _write_tree(path: Path, tree: Any) -> None:
-  try:
-    with ocp.StandardCheckpointer() as checkpointer:
-      checkpointer.save(path, tree)
-  finally:
-    join_writers()
-
-
 def uninterrupted(write: Callable[[], None]) -> None:
-  """Calls `write` and waits until it ends, even after Ctrl-C.
-
-  `write` uses Orbax. If we did not wait, threads of Orbax and TensorStore would
-  still write into a folder while the folder is removed.
-  """
+  """Calls `write` and waits until it ends, even after Ctrl-C."""
+  # Otherwise Orbax's threads would write into a folder while it is removed.
   with ThreadPoolExecutor(1) as pool:  # Leaving the pool waits for the write.
     pool.submit(write).result()
 
@@ -102,9 +98,8 @@ def uninterrupted(write: Callable[[], None]) -> None:
 def join_writers() -> None:
   """Waits for Orbax's threads after one of them has failed.
 
-  Orbax raises the first error while other threads still write into the folder,
-  and has no function that waits for these threads. Their classes are private,
-  so we recognize the threads by the module of their class.
+  Orbax raises the first error while other threads still write into the folder.
+  Their classes are private, so we recognize them by the class's module.
   """
   for thread in threading.enumerate():
     if type(thread).__module__.startswith("orbax."):
@@ -120,12 +115,7 @@ def _is_of_no_dropped_task(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-  """Silences Orbax's logs about failed writes; `SaveError` reports the failure.
-
-  For each failed array, Orbax logs a traceback, and logs it again when the
-  error is garbage-collected. TensorStore reports to an event loop that is
-  already closed, which raises another error.
-  """
+  """Silences Orbax's logs about failed writes, which `SaveError` reports."""
   loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
   levels = [logger.level for logger in loggers]
   for logger in loggers:
@@ -133,6 +123,7 @@ def quietly() -> Iterator[None]:
   hook = sys.unraisablehook
 
   def report(unraisable):
+    # TensorStore reports failures to an event loop that is already closed.
     if str(unraisable.exc_value) != "Event loop is closed":
       hook(unraisable)
 

@@ -35,13 +35,12 @@ class Counts:
   # Numbers of rows that `skip_bad` left out, by reason.
   bad: dict[str, int] = dataclasses.field(default_factory=dict)
   without_target: int = 0  # Rows left out because no target token fits.
-  truncated: int = 0  # Documents that were truncated.
+  truncated: int = 0
   # Target tokens that truncation removed, including those of rows left out.
   lost_targets: int = 0
   longest: int = 0  # The shortest sequence length that truncates no document.
 
   def describe(self) -> str:
-    """Formats the counts as one line."""
     parts = [f"{self.rows} rows"]
     if self.bad:
       kinds = ", ".join(f"{n} {x}" for x, n in sorted(self.bad.items()))
@@ -61,9 +60,7 @@ class DocumentImages:
 
   reader: "ChatImages"
   found: list["RowImage"]  # In the order of the documents.
-  # int64 [documents + 1]: document i has the images starts[i] to
-  # starts[i + 1] - 1.
-  starts: np.ndarray
+  starts: np.ndarray  # As in `Documents`, for images.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,15 +68,12 @@ class Documents:
   """Tokenized conversations, concatenated."""
 
   tokens: np.ndarray  # int32 [n].
-  # bool [n], True for target tokens. A document's first token is never a
-  # target.
-  mask: np.ndarray
+  mask: np.ndarray  # bool [n], True for targets; never for a first token.
   # int64 [documents + 1]: document i has the tokens starts[i] to
   # starts[i + 1] - 1.
   starts: np.ndarray
   counts: Counts
-  # None if the model accepts no images.
-  images: DocumentImages | None = None
+  images: DocumentImages | None = None  # None if the model accepts no images.
 
   def __len__(self) -> int:
     return len(self.starts) - 1
@@ -90,12 +84,10 @@ class Documents:
     return np.diff(self.starts)
 
   def tokens_of(self, document: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens and the mask of a document."""
     here = slice(*self.starts[document : document + 2])
     return self.tokens[here], self.mask[here]
 
   def images_of(self, document: int) -> list["RowImage"]:
-    """Returns the images of a document."""
     if self.images is None:
       return []
     return self.images.found[
@@ -142,10 +134,9 @@ def load_documents(
 
   A document has at most `seq + 1` tokens. A longer conversation is cut after
   the last turn of the assistant that fits, or after `seq + 1` tokens if no such
-  turn fits. `format` is one of `formats.FORMATS`. If `format` is None, it is
-  recognized from the first row of each file. If `skip_bad` is true, bad rows
-  are only counted. Otherwise a bad row raises a ValueError. The error suggests
-  `skip_bad` if it is False, but not if it is None.
+  turn fits. If `format` is None, it is recognized from the first row of each
+  file. If `skip_bad` is true, bad rows are only counted. Otherwise a bad row
+  raises a ValueError, which suggests `skip_bad` unless it is None.
   """
   counts = Counts()
   reader = _Reader(encoder, format, skip_bad, images, counts)
@@ -240,7 +231,6 @@ class _Reader:
   def read(
     self, paths: list[str], seq: int, vocab_size: int
   ) -> Iterator[_Document]:
-    """Yields each valid row as a document."""
     rows, again = itertools.tee(self._rows(paths))
     encoded = self.encoder.encode(
       (each.rendered for each in rows), kept=seq + 1

@@ -23,7 +23,7 @@ Rendered = tuple[str, list[Span], list[int]]
 
 
 class ChatEncoder:
-  """Turns conversations into token ids and masks of the target tokens."""
+  """Renders and tokenizes conversations."""
 
   def __init__(self, tokenizer_path: str | Path, template: ChatTemplate | None):
     """Reads a tokenizer.json, and the special tokens from the same folder."""
@@ -66,10 +66,7 @@ class ChatEncoder:
   def encode(
     self, rows: Iterable[Rendered], *, kept: int = 0
   ) -> Iterator[tuple[np.ndarray, np.ndarray, list[int]]]:
-    """Yields each text's ids, its target mask, and the ends of target spans.
-
-    `kept` is as in `Tokenizer.encode_each`.
-    """
+    """Yields each text's ids, its target mask, and the ends of target spans."""
     rows, again = itertools.tee(rows)
     found = self._tokenizer.encode_each(
       (text for text, _, _ in rows), kept=kept

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads conversations from files in the common formats.
 
-A file contains either JSON lines, which are read one at a time, or one JSON
-array of rows, which is read as a whole.
+A file contains either JSON lines or one JSON array of rows.
 
 | format | keys of a row |
 | --- | --- |
-| messages | `messages` (a list of `role` and `content`), `tools` |
-| sharegpt | `conversations` (a list of `from` and `value`), `system`, `tools` |
+| messages | `messages`: a list of `role` and `content` |
+| sharegpt | `conversations`: a list of `from` and `value` |
 | alpaca | `instruction`, `input`, `output` |
 | prompt | `prompt`, `completion`: plain text that needs no template |
 
-OpenAI and Hugging Face use `messages`; ToolBench uses `sharegpt`. Other keys
-are ignored. Roles are renamed to those that templates use: system, developer,
-user, assistant and tool.
+Rows of the first three formats may also have `system` and `tools`. Other keys
+are ignored, except images (`images`). Roles are renamed to those that templates
+use: system, developer, user, assistant and tool.
 """
 
 import dataclasses
@@ -58,15 +57,13 @@ def find_row_files(paths: Sequence[str]) -> list[Path]:
 
 
 def read_rows(file: Path) -> Iterator[Row]:
-  """Yields the rows of a file."""
   with file.open("rb") as opened:
     first = opened.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()
     opened.seek(0)
     if first.startswith(b"["):
       yield from _read_array(file, opened.read())
       return
-    # Read bytes, so that only newlines end a line. A decoded text would also be
-    # split at Unicode's line separators.
+    # A decoded text would also be split at Unicode's line separators.
     for number, line in enumerate(opened, 1):
       if number == 1:
         line = line.removeprefix(b"\xef\xbb\xbf")
@@ -76,8 +73,7 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 def _parse(line: bytes) -> Any:
   try:
-    # Strip the newline, so that an error at the end shows a position in this
-    # line.
+    # With the newline, an error at the end would show the next line.
     return json.loads(line.decode("utf-8").rstrip("\r\n"))
   except UnicodeDecodeError as error:
     return BadData("not UTF-8", f"byte {error.start} of the row is not UTF-8")
@@ -206,7 +202,7 @@ def _read_prompt(row: Mapping[str, Any]) -> Completion:
 
 
 _Read = Callable[[Mapping[str, Any]], Conversation | Completion]
-# The keys that rows of a format must have, and the function that reads them.
+# The required keys of each format, and the function that reads a row.
 FORMATS: dict[str, tuple[tuple[str, ...], _Read]] = {
   "messages": (("messages",), lambda row: _read_turns(row["messages"], row)),
   "sharegpt": (

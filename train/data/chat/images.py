@@ -3,9 +3,8 @@
 
 The key `image` or `images` of a row contains a path or a list of paths. The
 user's text contains one `<image>` for each path, in the same order. The
-tokenizer turns `<image>` into a single token. We repeat this token, so that
-there is one token for each feature vector that the model computes from an
-image. Rows without these keys are plain text.
+tokenizer turns `<image>` into a single token, which we repeat for each feature
+vector that the model computes from an image.
 """
 
 import dataclasses
@@ -77,10 +76,7 @@ class ChatImages:
   def expand(
     self, tokens: np.ndarray, mask: np.ndarray, ends: list[int], *, images: int
   ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Repeats `<image>` in tokens and mask; adjusts the ends of target spans.
-
-    Raises BadData unless `tokens` contain exactly one `<image>` per image.
-    """
+    """Repeats `<image>` in tokens and mask, and moves the ends of targets."""
     is_image = tokens == self.token
     if (count := int(is_image.sum())) != images:
       raise BadData(
@@ -133,7 +129,7 @@ def _names(row: dict[str, Any]) -> list[str]:
 
 
 def _texts(parsed: Conversation | Completion) -> tuple[str, str]:
-  """Returns the text of all roles but the assistant, and the assistant's."""
+  """Returns the text of other roles, and the assistant's text."""
   if isinstance(parsed, Completion):
     return parsed.prompt, parsed.completion
   asked, answered = [], []

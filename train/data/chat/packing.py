@@ -2,13 +2,12 @@
 """Packs documents into rows of `seq + 1` tokens.
 
 Documents are placed in order of decreasing length, each into the fullest row
-that still has room for it. This method (best-fit decreasing) leaves little
-padding. The seed sets the order of documents of equal length. Segment numbers
-keep attention within one document: 1 for the first document in a row, 2 for the
-second, and so on; 0 for padding.
+that still has room for it (best-fit decreasing). The seed sets the order of
+documents of equal length. Segment numbers keep attention within one document: 1
+for the first document in a row, 2 for the second, and so on; 0 for padding.
 
-All rows have room for the same number of images, so all batches have the same
-shapes. Images are stored by row, so each device gets the images of its rows.
+All rows have room for the same number of images, so that all batches have the
+same shapes.
 """
 
 import bisect
@@ -69,11 +68,7 @@ def pack(
   seed: int,
   is_packed: bool = True,
 ) -> PackedRows:
-  """Packs the documents whose indices are `numbers` into rows.
-
-  If `is_packed` is false, each row contains one document. The number of image
-  slots in a row is the largest number of images in any document.
-  """
+  """Packs the documents `numbers` into rows; one in each unless `is_packed`."""
   lengths = documents.lengths
   longest = int(lengths[numbers].max(initial=0))
   if longest > seq + 1:
@@ -92,8 +87,7 @@ def pack(
     return PackedRows(documents, [(int(i),) for i in numbers], seq, images)
   order = np.random.default_rng(seed).permutation(numbers)
   order = order[np.argsort(-lengths[order], kind="stable")]
-  # rooms[i]: (free tokens, row number) of each row with i free image slots,
-  # sorted.
+  # rooms[i]: sorted (free tokens, row) of the rows with i free image slots.
   rooms: list[list[tuple[int, int]]] = [[] for _ in range(images + 1)]
   members: list[list[int]] = []
   for i in order.tolist():

@@ -16,8 +16,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Marks around {% generation %} blocks. Text does not contain the noncharacter
-# U+FDD0.
+# Marks around {% generation %} blocks; U+FDD0 is a noncharacter.
 BEGIN, END = "\ufdd0(", "\ufdd0)"
 
 
@@ -25,15 +24,10 @@ def render(
   source: str,
   variables: dict[str, Any],
   *,
-  is_marked: bool = False,
-  now: datetime.datetime | None = None,
+  is_marked: bool,
+  now: datetime.datetime,
 ) -> str:
-  """Renders a template; raises what the template raises.
-
-  If `is_marked`, marks surround the text of {% generation %} blocks. `now` is
-  the time that `strftime_now` formats; None for the current time.
-  """
-  now = datetime.datetime.now() if now is None else now
+  """Renders a template; `now` is the time that `strftime_now` formats."""
   template = _compile(source, is_marked)
   return template.render(strftime_now=now.strftime, **variables)
 

@@ -36,8 +36,8 @@ class Shape:
 
   Before its content, a turn has a header, which is not a target, and then a
   lead, which is a target. The header is the text that the turn shares with the
-  generation prompt. If the template has no generation prompt, the header is all
-  text before the content, unless this text is white space.
+  generation prompt. Without a generation prompt, it is all text before the
+  content, unless this text is white space.
   """
 
   # (header, lead) of the last turn, and of other turns.
@@ -219,8 +219,8 @@ class TargetFinder:
     self, before: str, prompt: str, plain: str
   ) -> tuple[str, str] | None:
     """Returns the header and the lead of a turn; None if they are uncertain."""
-    # The generation prompt may continue differently from the turn, for example
-    # with the start of a reasoning block. The header is what they share.
+    # The prompt may continue differently from the turn, for example with the
+    # start of a reasoning block.
     common = self._common(prompt, before)
     header = common[len(self._common(prompt, plain)) :]
     lead = before[len(common) :]
@@ -230,11 +230,7 @@ class TargetFinder:
     return (lead, "") if prompt == plain else None
 
   def _ends(self, after: str, following: str) -> tuple[str, str] | None:
-    """Finds the texts that end the last turn and other turns; None if unsure.
-
-    `after` and `following` are the texts after the content of the last turn,
-    and after the content of another turn.
-    """
+    """Finds the ends of the last and of other turns in the texts after them."""
     if end := self._common(after, following).rstrip():
       return end, end
     firsts = []

@@ -2,9 +2,9 @@
 """Reads and renders chat templates as transformers does.
 
 A template comes from chat_template.jinja, from `chat_template` in
-tokenizer_config.json, or by its name from `PUBLISHED`. `rendering` runs it in
-Jinja's sandbox. The template can use what transformers provides: messages,
-tools, special tokens by name, `raise_exception` and `strftime_now`.
+tokenizer_config.json, or by its name from `PUBLISHED`. It can use what
+transformers provides: messages, tools, special tokens by name,
+`raise_exception` and `strftime_now`.
 """
 
 import dataclasses
@@ -41,10 +41,7 @@ Message = dict[str, Any]
 
 
 class TemplateFault(ValueError):
-  """Raised for a template that cannot render any conversation.
-
-  It is not valid Jinja, or uses a special token that the tokenizer lacks.
-  """
+  """Raised for a template that cannot render any conversation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +62,8 @@ class ChatTemplate:
   ) -> "ChatTemplate | None":
     """Loads the published template `name`, or the template in a folder.
 
-    The special tokens come from `folder`, which is the tokenizer's folder.
-    Returns None if `name` is None and the folder contains no template.
+    The special tokens always come from the folder. Returns None if `name` is
+    None and the folder contains no template.
     """
     folder = Path(folder).expanduser()
     if name is not None:
@@ -77,7 +74,7 @@ class ChatTemplate:
           "tokenizer's own"
         )
       return cls(PUBLISHED[name], read_special_tokens(folder))
-    source = _read_config(folder / _CONFIG).get("chat_template")
+    source = read_if_present(folder / _CONFIG).get("chat_template")
     named = {}
     if isinstance(source, list):  # Several templates, each with a name.
       several = [x for x in source if isinstance(x, dict)]
@@ -125,10 +122,7 @@ class ChatTemplate:
     add_generation_prompt: bool = False,
     is_marked: bool = False,
   ) -> str:
-    """Renders messages as text.
-
-    If `is_marked`, marks surround the text of {% generation %} blocks.
-    """
+    """Renders messages; `is_marked` puts marks around {% generation %}."""
     variables = {
       "messages": [_as_shown(message) for message in messages],
       "add_generation_prompt": add_generation_prompt,
@@ -136,10 +130,10 @@ class ChatTemplate:
       "documents": None,
       **self.special_tokens,
     }
+    now = self.now or datetime.datetime.now()
+    source = self._choose(tools)
     try:
-      return render(
-        self._choose(tools), variables, is_marked=is_marked, now=self.now
-      )
+      return render(source, variables, is_marked=is_marked, now=now)
     except jinja2.UndefinedError as error:
       if name := _TOKEN_NAME.search(str(error)):
         raise TemplateFault(
@@ -165,9 +159,9 @@ def _failed(error: Exception) -> ValueError:
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
   """Reads a tokenizer's special tokens by name, such as bos_token."""
-  config = _read_config(folder / _OLD_CONFIG) | {
+  config = read_if_present(folder / _OLD_CONFIG) | {
     name: token
-    for name, token in _read_config(folder / _CONFIG).items()
+    for name, token in read_if_present(folder / _CONFIG).items()
     if token is not None
   }
   tokens = {
@@ -179,11 +173,7 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _as_shown(message: Message) -> Message:
-  """Prepares a message for a template as transformers does.
-
-  Drops values that are None, and stores reasoning under each key that templates
-  may read.
-  """
+  """Drops None values, and stores reasoning under each usual key."""
   message = {key: x for key, x in message.items() if x is not None}
   names = ("reasoning_content", "thinking", "reasoning")
   reasoning = next((message[x] for x in names if x in message), None)
@@ -192,5 +182,6 @@ def _as_shown(message: Message) -> Message:
   return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def read_if_present(file: Path) -> dict[str, Any]:
+  """Reads a JSON object; {} if there is no such file."""
   return read_json(file) if file.is_file() else {}
