@@ -37,9 +37,9 @@ from coat_jax.ops.activation import check_activation
 
 
 class _Saved(NamedTuple):
-  parts: tuple[QTensor, ...]  # (x,) or (gate, up).
-  # f(gate), and the rows of f(gate) * up; None if both are recomputed.
-  activated: QTensor | None = None
+  parts: tuple[QTensor, ...]  # (h,) or (gate, up).
+  activated: QTensor | None = None  # f(gate); None if it is recomputed.
+  # f(gate) * up in row layout; None if it is recomputed.
   product: Operand | None = None
   scale: ops.Scales | None = None  # For recomputing `product`.
 

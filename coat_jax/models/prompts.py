@@ -45,7 +45,7 @@ def check_ids(name: str, tokens: Any, model: Decoder) -> int:
     refuse(TypeError, "generate", name, "token ids", tokens, remedy)
   if found.size and not 0 <= found.min() <= found.max() < vocab_size:
     raise ValueError(
-      f"generate: {name} must be at least 0 and below the vocabulary of "
+      f"generate: {name} must be at least 0 and below the vocabulary size "
       f"{vocab_size}, got {found.min()} to {found.max()}; {remedy}"
     )
   return found.size

@@ -270,7 +270,7 @@ def test_nothing_to_learn_is_a_sentence(tmp_path, encoder):
   file = write(tmp_path / "a.jsonl", ["", "{"])
   with pytest.raises(ValueError, match="bad rows left out: 1 .1 broken JSON"):
     load_documents([str(file)], encoder, seq=64, vocab_size=400, skip_bad=True)
-  with pytest.raises(ValueError, match="below the vocabulary of 300, got"):
+  with pytest.raises(ValueError, match="below the vocabulary size 300, got"):
     load_documents([str(write(file, [GOOD]))], encoder, seq=64, vocab_size=300)
 
 

@@ -119,7 +119,7 @@ def test_finished_run_can_be_extended(finished, tmp_path, capsys):
     (
       ["--overwrite"],
       dict(data__path="ids", data__dtype="uint16"),
-      "below the vocabulary of 256, got 300",
+      "below the vocabulary size 256, got 300",
     ),
     (["--overwrite"], dict(recipee="bf16"), "--recipe {coat,bf16,fp8_linear"),
     (["--overwrite"], dict(recipe="bf17"), "'coat', 'bf16', 'fp8_linear'"),

@@ -90,7 +90,7 @@ def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
     yield str(file), content
   if not found and len(candidates) == 1:
     raise ValueError(
-      f"load_tokens: {path} must be text, got a binary file; pass dtype uint16 "
+      f"load_tokens: {candidates[0]} must be text, got a binary file; pass dtype uint16 "
       "or uint32 if the file holds token ids, or convert the file to UTF-8"
     )
   if not found:
@@ -105,7 +105,7 @@ def check_ids(ids: np.ndarray, name: str, vocab_size: int) -> None:
   largest = int(ids.max(initial=0))
   if largest >= vocab_size:
     raise ValueError(
-      f"load_tokens: token ids must be below the vocabulary of {vocab_size}, "
+      f"load_tokens: token ids must be below the vocabulary size {vocab_size}, "
       f"got {largest} in {name}; use a model with a larger vocabulary or this "
       "model's tokenizer, and check the dtype of token files"
     )

@@ -117,7 +117,7 @@ class Scorer:
     row = (context + continuation)[-(self.length + 1) :]
     if not 0 <= min(row) <= max(row) < self._vocab_size:
       raise ValueError(
-        "evaluate: token ids must be at least 0 and below the vocabulary of "
+        "evaluate: token ids must be at least 0 and below the vocabulary size "
         f"{self._vocab_size}, got {min(row)} to {max(row)}; use the model's "
         "own tokenizer"
       )

@@ -2,8 +2,8 @@
 """Writes and checks checksums of a checkpoint's files.
 
 Orbax and TensorStore check only their indices, so without checksums a run could
-resume from an array with a flipped bit. Orbax writes Zarr version 2, which does
-not support TensorStore's crc32c.
+resume from an array with a flipped bit. TensorStore's own checksums (crc32c)
+require Zarr version 3, but Orbax writes version 2.
 """
 
 import hashlib

@@ -44,8 +44,8 @@ def check_free(op: str, folder: Path) -> None:
     )
   if os.path.lexists(unfinished := _unfinished(folder)):
     raise ValueError(
-      f"{op}: another process is writing {folder}: {unfinished} exists; wait "
-      "for the process or, if it was killed, remove that folder"
+      f"{op}: {unfinished} must not exist, because another process may be "
+      f"writing {folder}; wait for it or, if it was killed, remove {unfinished}"
     )
 
 

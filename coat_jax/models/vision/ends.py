@@ -29,7 +29,7 @@ class PatchEmbedding(nnx.Module):
     self.position_embed = start.param(config.num_tokens, config.d_model)
 
   def __call__(self, pixel_values: Array) -> Array:
-    """Maps images [B, C, H, W] to [B, N, D] in `dtype`."""
+    """Maps images [B, C, H, W] to [B, N, D]."""
     check_pixels("VisionTower", pixel_values)
     c = self.config
     wanted = (c.num_channels, c.image_size, c.image_size)
@@ -59,7 +59,7 @@ def patches(images: Array, size: int) -> Array:
 
 
 class ClassPool(nnx.Module):
-  """ViT's pooling: projects the class token, with tanh unless to classes."""
+  """Projects ViT's class token, to logits or with tanh to a pooled state."""
 
   def __init__(self, config: VisionConfig, start: Start):
     self.classifies = config.num_classes is not None

@@ -59,8 +59,8 @@ def number(x: float) -> str:
 def prmt(a, b, selector: int):
   """Selects 4 of the 8 bytes in two registers.
 
-  Each hexadecimal digit of `selector` is the number of a byte, from 0 (lowest
-  of a) to 7 (highest of b).
+  Each hexadecimal digit of `selector` selects a byte of the result (the lowest
+  digit the lowest byte): from 0 (lowest of a) to 7 (highest of b).
   """
   return asm(f"prmt.b32 $0, $1, $2, {selector};", a, b)
 
@@ -90,7 +90,7 @@ def load_shared(address, offset: int) -> list:
 
 
 def load_global(address, offset: int) -> list:
-  """Reads 16 bytes of global memory as four words; no thread may write them."""
+  """Reads 16 bytes, which the kernel must not write, as four words."""
   return _load("ld.global.nc.v4.b32", address, "l", offset)
 
 

@@ -109,8 +109,8 @@ def test_logits_are_computed_in_chunks(model, score, monkeypatch):
       [2] * 97,
       "must have at most 96 tokens, got 97; pass a larger --length",
     ),
-    ([1], [256], "below the vocabulary of 256, got 1 to 256"),
-    ([-1], [2], "below the vocabulary of 256, got -1 to 2"),
+    ([1], [256], "below the vocabulary size 256, got 1 to 256"),
+    ([-1], [2], "below the vocabulary size 256, got -1 to 2"),
   ],
 )
 def test_requests_that_cannot_be_scored_are_refused(
