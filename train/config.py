@@ -120,13 +120,13 @@ class TrainConfig:
     eval_batches: Held-out batches per evaluation.
     compare: Also train a twin with BF16 layers and f32 moments, and compare the
       losses.
-    compare_seeds: How many twins to train, each with a different seed; the
-      table shows their spread.
+    compare_seeds: How many twins to train, with seeds `seed`, `seed + 1` and so
+      on. The table at the end shows the spread of their losses.
     report_state: Report the error of the stored moments at each evaluation. For
       this the run also stores f32 moments (8 bytes per parameter).
     watch: Steps between checks for early signs that low precision will harm
-      training, such as outliers; see `train.watch`. 0 turns the checks off. A
-      check every 100 steps is often enough and costs 0.3 % of the time.
+      training, such as outliers; see `train.watch`. 0 turns the checks off.
+      With 100, they cost 0.3 % of the time.
     tensorboard: Also write metrics to TensorBoard event files.
     wandb: Also write metrics to Weights & Biases, which reads WANDB_PROJECT and
       its other environment variables.
@@ -137,7 +137,7 @@ class TrainConfig:
     ValueError: a value is outside its range, or options are incompatible.
   """
 
-  # Options of the data come first, then the model, optimization, and the run.
+  # The order of --help: data, model, optimization, and the rest.
   out: Annotated[str, tyro.conf.arg(metavar="RUN")] = silent()
   data: DataConfig = silent(DataConfig())
   seq: Count = fixed()
@@ -200,7 +200,7 @@ class TrainConfig:
     check_fits(self)
 
   def _check_steps(self):
-    """Checks that the warmup and the profile end before the run does."""
+    """Checks that the warmup and the profile fit into the run's steps."""
     if self.optim.warmup_steps(self.steps) > self.steps:
       raise ValueError(
         f"TrainConfig: warmup must fit into {self.steps} steps, got "

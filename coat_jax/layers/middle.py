@@ -14,11 +14,11 @@ class MiddleOutput(NamedTuple):
   """The result of a middle's forward pass.
 
   Attributes:
-    operand: rows of the second matmul's operand.
+    operand: the second matmul's operand, in row layout.
     saved: values for the backward pass, each passed through `save_residual`.
-    after: on a mesh, if the second weight's scale is cached, the weight's FP8
-      values are gathered only after this array is computed; None to wait for
-      the scale of the front's operand.
+    after: an array that must be computed before the second weight's FP8 values
+      are gathered; None for the scale of the first matmul's operand. It is used
+      only on a mesh, and if the weight's scale is cached.
   """
 
   operand: Operand
@@ -31,8 +31,8 @@ class MiddleGradient(NamedTuple):
 
   Attributes:
     h: gradient of the middle's input, as `gradient_operand` returns it.
-    operand: columns of the second matmul's operand, recomputed; None if
-      `Middle.columns` returned them.
+    operand: the second matmul's operand, recomputed in column layout; None if
+      `Middle.columns` returned it.
     values: the gradient of h before quantization, [..., F], or its f32 sum over
       the device's tokens, [F]; may be None without `has_bias`.
     weights: gradients of the middle's weights.
@@ -72,9 +72,9 @@ class Middle(abc.ABC):
     """Computes the second matmul's operand from h, flattened to [..., F]."""
 
   def columns(self, saved: Any, recipe: CoatRecipe) -> Operand | None:
-    """Returns the columns of the second matmul's operand from `saved`.
+    """Returns the second matmul's operand in column layout, from `saved`.
 
-    Returns None if `backward` recomputes them.
+    Returns None if `backward` recomputes it.
     """
     del saved, recipe
 

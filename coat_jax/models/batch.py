@@ -21,8 +21,8 @@ class Batch(NamedTuple):
     segments: int32 [B, T + 1], the number of each token's document in its row;
       padding gets a number too. None if each row is one document. Tokens attend
       only to their document. A document's first token is not a target.
-    shares: f32 [B, T + 1], the weight of each target in the loss; None if all
-      targets have the same weight. The first column is ignored.
+    shares: f32 [B, T + 1], the weight of each token as a target in the loss.
+      The first column is ignored. None if all other tokens have equal weights.
   """
 
   tokens: Array

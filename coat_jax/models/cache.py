@@ -86,8 +86,8 @@ def cached_forward(
   """Runs a decoder on the next tokens int32 [B, T] of all rows, without FP8.
 
   T must be at most `CHUNK` or a multiple of it, and fit in the free slots. On a
-  mesh, the devices that split the batch must divide B. `layers` are those of
-  `unstacked`; None cuts the stacks in each call.
+  mesh, B must be a multiple of the number of devices over which the batch is
+  sharded. `layers` is the result of `unstacked`, which is called if it is None.
 
   Returns hidden states [B, T, D], which are meaningless for padding, and the
   cache with these tokens.
@@ -128,7 +128,7 @@ def cached_forward(
 
 
 def without_fp8[Model: nnx.Module](model: Model) -> Model:
-  """Copies a model, with the same weights but with recipe bf16."""
+  """Copies a model with the same weights, but recipe bf16 and no mesh axes."""
   copy = nnx.merge(*nnx.split(model))
   for _, part in nnx.iter_modules(copy):
     if isinstance(part, Decoder | VisionTower):
@@ -146,7 +146,7 @@ def _of_kind(options: Any, kind: int) -> Any:
 def _heads(
   attention: Attention, h: Array, positions: Array, kind: int
 ) -> tuple[Array, Array, Array]:
-  """Splits h into q [B, T, N, H], k and v [B, T, K, H]; rotates q and k."""
+  """Computes q [B, T, N, H], k and v [B, T, K, H] of attention from h."""
   middle, weights = attention.middle, attention.qk_weights
   if (limit := middle.clip) is not None:
     h = jnp.clip(h, -limit, limit)
@@ -173,7 +173,7 @@ def _attend(
   slots: Array,
   padding: Array,
 ) -> Array:
-  """Returns softmax(scores) v [B, T, N H] over all slots of the cache."""
+  """Returns softmax(scores) v [B, T, N H] over the slots that a query sees."""
   b, t, n, h = q.shape
   kv_heads = k.shape[2]
   key = jnp.arange(k.shape[1])

@@ -37,7 +37,7 @@ def range_of(hint: Any) -> tuple[type, Range] | None:
 
 
 def check_fields(config: Any) -> None:
-  """Raises ValueError if a number, string, bool or Literal breaks its type."""
+  """Raises ValueError if a field's type does not allow its value."""
   for field in dataclasses.fields(config):
     value, hints = getattr(config, field.name), _alternatives(field.type)
     rules = [rule for hint in hints if (rule := _broken_rule(hint, value))]
@@ -46,7 +46,7 @@ def check_fields(config: Any) -> None:
       text = text if len(text) < 40 else f"{text[:30]}..."
       raise ValueError(
         f"{type(config).__name__}: {field.name} must be {' or '.join(rules)}, "
-        f"got {text}; pass such a value"
+        f"got {text}; pass an allowed value"
       )
 
 
@@ -93,4 +93,4 @@ def _broken_rule(hint: Any, value: Any) -> str:
   if is_number and value in allowed:
     return ""
   words = "a whole number" if kind is int else "a number"
-  return f"{words} from {allowed.lowest} to {allowed.highest}"
+  return f"{words} {allowed}"

@@ -69,12 +69,11 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
     key for key, field in known.items() if field.default is dataclasses.MISSING
   }
   if values.keys() - known.keys() or needed - values.keys():
-    optional = sorted(known.keys() - needed)
-    may = f", may have {', '.join(optional)}," if optional else ""
+    optional = ", ".join(sorted(known.keys() - needed)) or "none"
     raise ValueError(
-      f"rope_scaling: {name} must have {', '.join(sorted(needed))}{may} and no "
-      f"other fields, got {', '.join(values) or 'none'}; copy the fields from "
-      "the model's config.json"
+      f"rope_scaling: {name} must have the fields {', '.join(sorted(needed))} "
+      f"(optional: {optional}), got {', '.join(values) or 'none'}; copy the "
+      "fields from the model's config.json"
     )
   length = "original_max_position_embeddings"
   if length in values:

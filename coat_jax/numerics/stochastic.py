@@ -123,8 +123,8 @@ class LeafPart:
 
 def times_power(word: Array, column: Array) -> Array:
   """Returns word * MULTIPLIER^(column modulo RUN), all uint32."""
-  # In a kernel, the column of each register, and so its power, is a
-  # compile-time constant.
+  # In a kernel, each register's column modulo RUN, and so its power of
+  # MULTIPLIER, is a compile-time constant.
   for bit in range(RUN.bit_length() - 1):
     factor = jnp.uint32(pow(MULTIPLIER, 1 << bit, 2**32))
     word = word * jnp.where((column >> bit) & 1 == 1, factor, jnp.uint32(1))

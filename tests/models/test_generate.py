@@ -274,7 +274,7 @@ def test_tokens_on_a_mesh_match_one_device(small, sizes):
   [
     ([], {}, "at least one prompt, got none"),
     ([[1], []], {}, "got none in prompt 1"),
-    ([[1, 40]], {}, "below the vocabulary of 40, got 1 to 40"),
+    ([[1, 40]], {}, "below the vocabulary size 40, got 1 to 40"),
     ([[-1]], {}, "prompt 0 must be at least 0 and below"),
     ([[1]], dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
     ([[1]], dict(stop_tokens=[40]), "stop_tokens must be at least 0 and below"),

@@ -316,8 +316,9 @@ def test_leftovers_of_a_killed_command_are_named_or_replaced(
   (tmp_path / "out.unfinished").mkdir()
   assert command("export-hf", imported, "--out", out) == 2
   said = capsys.readouterr().err
-  assert f"{tmp_path / 'out.unfinished'} exists; wait" in said
-  assert "if it was killed, remove that folder" in said
+  unfinished = tmp_path / "out.unfinished"
+  assert f"{unfinished} must not exist" in said
+  assert f"if it was killed, remove {unfinished}" in said
   # An import that was killed has described its run and begun a checkpoint.
   run = shutil.copytree(imported, tmp_path / "run")
   (run / "checkpoints/0").rename(run / "checkpoints/0.orbax-checkpoint-tmp")

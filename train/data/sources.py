@@ -90,8 +90,8 @@ def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
     yield str(file), content
   if not found and len(candidates) == 1:
     raise ValueError(
-      f"load_tokens: {candidates[0]} must be text, got a binary file; pass dtype uint16 "
-      "or uint32 if the file holds token ids, or convert the file to UTF-8"
+      f"load_tokens: {candidates[0]} must be text, got a binary file; pass "
+      "dtype uint16 or uint32 if it holds token ids, or convert it to UTF-8"
     )
   if not found:
     raise FileNotFoundError(

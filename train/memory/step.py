@@ -147,7 +147,7 @@ def largest(
 def _plan_decoder(
   config: TrainConfig, model: ModelConfig, state: AbstractState
 ) -> dict[str, Memory]:
-  """Plans a step of a decoder, possibly within a vision-language model."""
+  """Estimates the memory of a decoder's step, also in a VisionLanguageModel."""
   sizes, recipe = config.mesh_sizes, config.coat_recipe()
   batch = config.batch // batch_devices(sizes) // config.accumulate
   layer = Layer(
@@ -165,7 +165,7 @@ def _plan_decoder(
   weights, value = device_bytes(state.params), layer.value
   matrices = layer.weights
   layers = model.num_layers * sum(matrices.values())
-  # The values of weights whose FP8 copies or casts may be kept.
+  # The number of values of weights that may be kept in FP8 or in BF16.
   linear = layers
   if layer.experts:
     linear = model.num_layers * (matrices["qkv"] + matrices["out"])
@@ -175,9 +175,9 @@ def _plan_decoder(
     kept += BF16 * linear  # Autodiff keeps the casts of weights.
   cached = 0
   if recipe.linear == "fp8" and recipe.weight_cache == "codes":
-    # FP8 weights are cached in row-major and in column-major layout. If a step
-    # runs only one forward pass, the column-major copy is dead after it. The
-    # backward pass still needs the row-major copy.
+    # FP8 weights are cached in row layout and in column layout. If a step runs
+    # only one forward pass, the copy in column layout is dead after it. The
+    # backward pass still needs the other copy.
     layouts = 1 if config.accumulate == 1 else 2
     cached = layouts * linear / layer.fsdp  # One byte per value.
   summed = 0

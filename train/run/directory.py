@@ -130,8 +130,8 @@ class RunDirectory:
     """Locks the folder against other commands, and runs `check`."""
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
-        # Lock a run first, because the command that trains there changes it.
-        # Check any other folder before anything is written into it.
+        # A command that trains in a run could change it during the check, so
+        # lock it first. The lock is a file, so check any other folder first.
         if not self.is_run():
           self.check(config)
         self._lock(opened)
@@ -154,7 +154,7 @@ class RunDirectory:
       opened.enter_context(lock)
     except filelock.Timeout:
       raise ValueError(
-        f"out: {self.lock.read_text()} is already training in {self.path}; "
+        f"out: {self.lock.read_text()} is already writing to {self.path}; "
         "wait until it ends, stop it, or pass another --out"
       ) from None
     except OSError as error:  # Some cluster file systems have no locks.
@@ -176,7 +176,7 @@ class RunDirectory:
         self.path.rmdir()
 
   def create(self, description: dict) -> None:
-    """Creates a run, and removes an old run; call `check` first."""
+    """Removes any old run, then creates a run; call `check` first."""
     with save_errors(self.path):
       self._remove_files()
       self.path.mkdir(parents=True, exist_ok=True)

@@ -31,9 +31,9 @@ class _Fit(NamedTuple):
 
   upper: Array  # Biased exponent of the group's upper bound, int32.
   lower: Array  # Biased exponent of the group's lower bound, int32.
-  octaves: Array  # Number of octaves between the bounds.
+  octaves: Array  # Octaves between the bounds; 1 if they are equal.
   inverse: Array  # 1 / octaves.
-  base: Array  # Exponent of the lower bound, without bias, f32.
+  base: Array  # Unbiased exponent of the upper bound, minus octaves, f32.
 
 
 @register(LogUniform)
@@ -54,7 +54,7 @@ class _Log(FittedCodec):
     bound = exp2_upper(upper)
     half_step = octaves_between(upper, lower) * (0.5 / self._steps)
     # A value may be 2^-253 times the bound, and this factor would underflow. So
-    # multiply the bound, up to 2^127, twice by the factor's square root.
+    # the bound (at most 2^127) is multiplied by its square root, twice.
     root = jnp.exp2((level - (self._steps + 1)) * spread(half_step))
     # Code 0 stands for zero. Multiply by 0 instead of selecting 0, so that
     # code 0 decodes to NaN in a group that contains NaN.
@@ -80,9 +80,9 @@ class _Log(FittedCodec):
       # as that level. Otherwise the first level might get the code of zero.
       above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
       whole, level = on.round(above, spread(inverse))
-      # Round up if x - lower > (noise - 1) (upper - lower), that is, if `rest`
-      # is negative. All terms are divided by the neighbours' geometric mean
-      # times 2^-_JUST_BELOW.
+      # x is between the levels a and b. Round up if
+      # x - a > (noise - 1) (b - a), that is, if `rest` is negative. All terms
+      # are divided by sqrt(a b) 2^-_JUST_BELOW.
       lower = jnp.exp2(_JUST_BELOW - 0.5 * step)
       gap = jnp.exp2(_JUST_BELOW + 0.5 * step) - lower
       part = jnp.exp2(above + whole * spread(-step))

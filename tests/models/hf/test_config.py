@@ -212,8 +212,8 @@ def test_windows_are_read():
   "text, words",
   [
     ("ntk,factor=2", "must be one of ('linear', 'llama3', 'yarn'), got 'ntk'"),
-    ("linear", "must have factor and no other fields, got none"),
-    ("linear,factor=2,base=3", "no other fields, got factor, base"),
+    ("linear", "fields factor (optional: none), got none"),
+    ("linear,factor=2,base=3", "(optional: none), got factor, base"),
     ("linear,factor", "fields like factor=4, got 'factor'"),
     ("linear,factor=0.5", "factor must be at least 1 and finite, got 0.5"),
     ("linear,factor=inf", "factor must be at least 1 and finite, got inf"),
@@ -247,7 +247,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     (
       "llama",
       {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
-      "llama3 must have factor, high_freq_factor, low_freq_factor",
+      "llama3 must have the fields factor, high_freq_factor, low_freq_factor",
     ),
     (
       "llama",

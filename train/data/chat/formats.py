@@ -63,7 +63,7 @@ def read_rows(file: Path) -> Iterator[Row]:
     if first.startswith(b"["):
       yield from _read_array(file, opened.read())
       return
-    # A decoded text would also be split at Unicode's line separators.
+    # Iterate over bytes, because text would also be split at a lone \r.
     for number, line in enumerate(opened, 1):
       if number == 1:
         line = line.removeprefix(b"\xef\xbb\xbf")
@@ -73,7 +73,7 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 def _parse(line: bytes) -> Any:
   try:
-    # With the newline, an error at the end would show the next line.
+    # With the newline, an error at the end would be reported on line 2.
     return json.loads(line.decode("utf-8").rstrip("\r\n"))
   except UnicodeDecodeError as error:
     return BadData("not UTF-8", f"byte {error.start} of the row is not UTF-8")
