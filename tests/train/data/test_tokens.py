@@ -136,12 +136,12 @@ def test_unreadable_tokenizers_raise_with_the_path(
   with pytest.raises(ValueError, match="could not be read"):
     load(text_file, tokenizer=str(text_file))
   (tmp_path / "b.txt").write_text("three")
-  with pytest.raises(ValueError, match="vocabulary of 4, got 4 in .*b.txt"):
+  with pytest.raises(ValueError, match="vocabulary size 4, got 4 in .*b.txt"):
     load(tmp_path / "b.txt", 4, tokenizer=str(tokenizer_file))
 
 
 def test_ids_beyond_the_vocabulary_raise_with_id_and_file(tmp_path, text_file):
-  with pytest.raises(ValueError, match="vocabulary of 100, got 117 in .*text"):
+  with pytest.raises(ValueError, match="vocabulary size 100, got 117 in .*text"):
     load(text_file, 100)
   ids = np.ones(2**20, np.uint32)
   ids[-1] = 2**31
@@ -155,7 +155,7 @@ def test_wrong_ids_between_the_samples_raise_when_read(tmp_path):
   ids[5000:9000] = 300
   ids.tofile(tmp_path / "tokens.bin")
   tokens = load(tmp_path / "tokens.bin", dtype="uint16")
-  with pytest.raises(ValueError, match="vocabulary of 256, got 300 in .*tok"):
+  with pytest.raises(ValueError, match="vocabulary size 256, got 300 in .*tok"):
     tokens.read(4096, 8192)
 
 
