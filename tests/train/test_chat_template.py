@@ -115,7 +115,7 @@ def test_generation_marks_the_contents_of_its_blocks():
   # A change to the text of a block would shift later places.
   source = "{% set x %}{% generation %}ab{% endgeneration %}{% endset %}"
   cut = ChatTemplate(source + "{{ x[1:] }}", {})
-  with pytest.raises(ValueError, match="must not change the text of a"):
+  with pytest.raises(ValueError, match="must write the text of each"):
     cut.generated(messages, None)
 
 

@@ -90,12 +90,13 @@ def columns_layout(height: int):
 def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
   """Returns x / scale, correctly rounded if |x / scale| is at most `limit`.
 
-  Beyond the limit, only the sign is correct. Without a limit, x must be finite
-  unless the scale is NaN or infinite.
+  Beyond the limit, the result has the right sign and is about `limit` or more.
+  Without a limit, an infinite x or a quotient that overflows gives NaN.
   """
   f32 = "{ .reg .f32 q, r; "
-  # Divide by 0 instead of an infinite scale, but multiply by the reciprocal of
-  # infinity, 0. So the quotient is 0 * x, which is 0 or NaN.
+  # If the scale is infinite, the divisor in the remainder is 0, because inf * 0
+  # would be NaN. The reciprocal is still 0. So the quotient is x * 0, which is 0,
+  # or NaN if x is not finite.
   divisor = (
     "{ .reg .pred p; testp.infinite.f32 p, $1; "
     f"selp.f32 $0, {number(0.0)}, $1, p; }}"
@@ -148,7 +149,7 @@ def _base(smem):
 
 
 def _at(base, *terms):
-  """Adds index * words words of 4 bytes for each (index, words) in `terms`."""
+  """Adds index * words * 4 bytes for each (index, words) in `terms`."""
   for index, words in terms:
     base = arith.addi(base, arith.muli(index, emit.i32(4 * words)))
   return base

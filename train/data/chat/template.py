@@ -106,8 +106,8 @@ class ChatTemplate:
     text = self.render(messages, tools=tools)
     if begun or _MARK.search(text) or _MARK.sub("", marked) != text:
       raise ValueError(
-        "chat: the template must not change the text of a rendered "
-        "{% generation %} block, got a changed text; correct the template"
+        "chat: the template must write the text of each {% generation %} block "
+        "unchanged, got another text; correct the template"
       )
     return sorted(span for span in spans if span[0] < span[1])
 
