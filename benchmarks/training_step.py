@@ -49,10 +49,10 @@ def configure(
 ) -> TrainConfig:
   """Builds a preset's configuration with the options of one of `VARIANTS`.
 
-  Moments are f32 if the recipe is bf16 or fp8_linear, and FP8 otherwise. `batch`
-  is the number of sequences per device, or per group of devices along the mesh
-  axis `tensor`. `options` may include `optimizer` and fields of `TrainConfig`
-  that are not set here. They override those of the variant.
+  Moments are f32 if the recipe is bf16 or fp8_linear, and FP8 otherwise.
+  `batch` is the number of sequences per device, or per group of devices along
+  the mesh axis `tensor`. `options` may include `optimizer` and fields of
+  `TrainConfig` that are not set here. They override those of the variant.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options

@@ -95,8 +95,8 @@ def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
   """
   f32 = "{ .reg .f32 q, r; "
   # If the scale is infinite, the divisor in the remainder is 0, because inf * 0
-  # would be NaN. The reciprocal is still 0. So the quotient is x * 0, which is 0,
-  # or NaN if x is not finite.
+  # would be NaN. The reciprocal is still 0. So the quotient is x * 0, which is
+  # 0, or NaN if x is not finite.
   divisor = (
     "{ .reg .pred p; testp.infinite.f32 p, $1; "
     f"selp.f32 $0, {number(0.0)}, $1, p; }}"

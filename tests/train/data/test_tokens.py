@@ -141,7 +141,9 @@ def test_unreadable_tokenizers_raise_with_the_path(
 
 
 def test_ids_beyond_the_vocabulary_raise_with_id_and_file(tmp_path, text_file):
-  with pytest.raises(ValueError, match="vocabulary size 100, got 117 in .*text"):
+  with pytest.raises(
+    ValueError, match="vocabulary size 100, got 117 in .*text"
+  ):
     load(text_file, 100)
   ids = np.ones(2**20, np.uint32)
   ids[-1] = 2**31
