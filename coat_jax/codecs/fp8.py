@@ -88,7 +88,8 @@ class ScaledFP8(_FP8):
     return y * (1 / qmax(self.dtype))
 
   def _values(self, codes, amax, range_):
-    # In some programs, XLA reorders y / qmax * amax like this. Do so in all.
+    # In some programs, XLA rewrites y / qmax * amax to this. With it written
+    # out, all programs round alike.
     scale = amax * jnp.float32(1 / qmax(self.dtype))
     return codes.astype(jnp.float32) * scale
 
@@ -99,9 +100,9 @@ class ExpandedFP8(_FP8):
 
   A group stores amax in f32, and k in sixteenths as a uint8:
   k = clip(floor(log2(qmax^2 / 2) / log2(amax / amin) * 16) / 16, 1/16, 255/16)
-  where amin is the smallest nonzero magnitude. As in the reference, qmax^2 / 2
-  is the range of the format; qmax / smallest subnormal is 2.3 times larger.
-  Magnitudes below amax * 2^-126 count as zero.
+  where amin is the smallest nonzero magnitude. Like the reference, this takes
+  qmax^2 / 2 as the range of the format; qmax / smallest subnormal is 2.3 times
+  larger. Magnitudes below amax * 2^-126 are encoded as zero.
   """
 
   def _statistics(self, magnitude):
@@ -136,8 +137,8 @@ class ExpandedFP8(_FP8):
   def contract(self, y: Array, root: Array) -> Array:
     """Maps y to t by the groups' 1/k."""
     # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) is off by
-    # up to five ulps. If the terms of b1 * m + (1 - b1) * g nearly cancel, such
-    # an error changes amin and hence k.
+    # tens of ulps for small y. If the terms of the next moment nearly cancel,
+    # such an error can change its amin, and so its k.
     return jnp.power(y * (1 / qmax(self.dtype)), root)
 
 

@@ -9,9 +9,9 @@ def varying[Tree](tree: Tree) -> Tree:
   """Casts all arrays to vary over the union of their `shard_map` axes.
 
   The gradient of an array that does not vary over an axis must be summed over
-  that axis. The transpose of this cast computes the sum, in the array's dtype,
-  so a custom gradient returns only each device's own contribution. The cast
-  does nothing outside `shard_map` or with check_vma=False.
+  that axis. The transpose of this cast computes the sum, in the array's dtype.
+  So a custom gradient must return only its device's contribution. The cast does
+  nothing outside `shard_map` or with check_vma=False.
   """
 
   def axes_of(x) -> frozenset[str]:

@@ -151,7 +151,7 @@ class Op[R]:
     """Returns why an implementation cannot run these arguments, or None."""
     if implementation not in _PARTITIONED and may_be_partitioned():
       return (
-        f"{self.name}: with several devices a kernel can run only inside "
+        f"{self.name}: with several devices, {implementation} can run only inside "
         "jax.shard_map, which layers use with recipe.axes=MeshAxes(...)"
       )
     if _platform_of(implementation) == "cuda":
@@ -164,16 +164,16 @@ class Op[R]:
 
 
 def explain(op: Op, *args: Any, **kwargs) -> str:
-  """Explains which implementation an op runs for these arguments, and why.
+  """Tells which implementation an op runs for these arguments.
 
   Args:
     op: an operation, such as `ops.norm_fwd`.
     *args, **kwargs: the arguments of the call; traced arrays work too.
 
   Returns:
-    One sentence, such as "quantize_groups: mosaic on a GPU, xla elsewhere". For
-    a GPU that is not of the Hopper generation, the sentence adds that the
-    kernel has never run on such a GPU.
+    One line, such as "quantize_groups: mosaic on a GPU, xla elsewhere". If no
+    kernel for GPUs can run, the reasons follow. For a GPU that is not of the
+    Hopper generation, the line adds that the kernel has never run on one.
 
   Raises:
     TypeError: `op` is not an `Op`.

@@ -114,7 +114,7 @@ def round_like(
   part: LeafPart,
   arrange: Callable[[Array], Array] = lambda words: words,
 ) -> Weight:
-  """Rounds x to the format of `weight`; to bf16 and 24 bits stochastically.
+  """Rounds x to the format of `weight`: stochastically to bf16 or 24 bits.
 
   If x was reshaped, `arrange` reshapes the random words in the same way.
   """
@@ -160,8 +160,9 @@ def split_weights(params: Any) -> tuple[Any, Any]:
       biases (`is_norm_or_bias`).
 
   Returns:
-    Two trees with the same structure and boxes, so that the same axis names
-    shard both. The first contains the parameters, with split leaves in bf16.
+    Two trees with the structure of `params`. If Flax boxes hold names of axes,
+    both trees have them. The first contains the parameters, with split leaves
+    in bf16.
     For each bf16 leaf of the first, the second contains an int8 array of the
     same shape (zeros if the parameter already was bf16). For other leaves it
     contains an int8 scalar zero.

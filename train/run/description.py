@@ -61,7 +61,7 @@ def _rebuild(kind: type, values: dict) -> Any:
 def check_same(
   where: Path, saved: dict, config: TrainConfig, data: "RunData"
 ) -> list[str]:
-  """Checks that a run can continue a checkpoint; returns allowed changes."""
+  """Checks that a run can continue a checkpoint; returns changes to report."""
   if _COMMANDS[saved["command"]] is not type(config):
     raise ValueError(
       f"resume: {where} was written by train.{saved['command']}; continue the "
@@ -97,8 +97,8 @@ def check_same(
   allowed = changes("converted", "reported")
   if saved["change_times"] != data.change_times:
     allowed.append(
-      "data: the files were changed or copied since then; the fingerprint is "
-      "the same, but covers only parts of such large files"
+      "data: files were changed or copied after the checkpoint was saved; the "
+      "fingerprint is the same, but does not cover all of their contents"
     )
   return allowed
 
