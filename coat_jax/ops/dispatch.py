@@ -151,8 +151,8 @@ class Op[R]:
     """Returns why an implementation cannot run these arguments, or None."""
     if implementation not in _PARTITIONED and may_be_partitioned():
       return (
-        f"{self.name}: with several devices, {implementation} can run only inside "
-        "jax.shard_map, which layers use with recipe.axes=MeshAxes(...)"
+        f"{self.name}: with several devices, {implementation} can run only "
+        "inside jax.shard_map, which layers use with recipe.axes=MeshAxes(...)"
       )
     if _platform_of(implementation) == "cuda":
       reason = why_not_before(OLDEST, "a kernel")
