@@ -26,7 +26,7 @@ _SOME_AXES = range(1, 65)
 type Sharding = NamedSharding | PartitionSpec | None
 
 
-def recipe_of(op: str, recipe: CoatRecipe | None) -> CoatRecipe:
+def recipe_of(op: str, recipe: Any) -> CoatRecipe:
   """Checks and returns a recipe; None stands for `recipes.coat()`."""
   recipe = recipes.coat() if recipe is None else recipe
   check_recipe(op, recipe)

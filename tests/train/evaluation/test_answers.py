@@ -198,7 +198,7 @@ def test_answers_and_their_loss_match_the_model(
     (["--conversations", "none.json"], "found no files of conversations"),
     (
       ["--conversations", "{data}", "--max-tokens", 0],
-      "max_tokens must be a whole number from 1",
+      "max_tokens must be a whole number at least 1",
     ),
     (
       ["--conversations", "{data}", "--page", "{data}/x.html"],
