@@ -225,8 +225,8 @@ class Attention(RecipeModule):
       [..., T, features] in `dtype`.
 
     Raises:
-      ValueError: shapes are inconsistent, or `kind` is None although a tuple
-        was passed to the constructor.
+      TypeError: x is not an array of numbers.
+      ValueError: shapes are inconsistent, or a required `kind` is None.
     """
     rule, remedy = "an array [..., T, D]", "pass sequences of activations"
     ranks = range(2, 65)

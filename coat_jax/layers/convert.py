@@ -40,7 +40,7 @@ class ConversionReport:
     replaced: maps the path of each replaced module or block to its new class.
     left: for each module that has parameters but was not replaced, maps its
       path to the reason.
-    matmuls_only: your classes whose linear layers were replaced one by one. The
+    matmuls_only: classes whose linear layers were replaced one by one. The
       activations between these layers are saved as before.
     saved_before, saved_after: bytes that the model saves for its backward pass,
       excluding parameters, before and after the conversion; None without
@@ -85,11 +85,11 @@ def convert[Module: nnx.Module](
   """Replaces the layers of a Flax NNX model with FP8 layers.
 
   Each `nnx.Linear`, `nnx.LinearGeneral`, `nnx.RMSNorm` and `nnx.LayerNorm` is
-  replaced. The result is a copy of the modules that shares the `nnx.Param`
-  objects. No weight is copied, and training the copy also updates the original.
-  `convert` itself does not change the original. `nnx.state` has the same paths,
-  shapes, dtypes and metadata before and after: checkpoints, optimizers and
-  shardings remain valid.
+  replaced if FP8 layers support its options. The result is a copy of the
+  modules that shares the `nnx.Param` objects: training it also updates the
+  original. `convert` itself does not change the original. `nnx.state` has the
+  same paths, shapes, dtypes and metadata before and after, so checkpoints,
+  optimizers and shardings remain valid.
 
   If one of your classes computes a whole block, name it in `blocks`: replacing
   whole blocks saves the most memory. `convert` runs a module of the class with

@@ -61,7 +61,7 @@ class _Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SelfAttention(Middle):
-  """Splits h into q, k and v, clips, normalizes and rotates them, and attends.
+  """Clips q, k and v, normalizes and rotates q and k, and runs attention.
 
   The first weight is [D, (N + 2 K) H], ordered by key head (see
   `layers.split_heads`); the second is [N H, D]. `weights` are `QKNormWeights`,
