@@ -111,7 +111,7 @@ class Attention(RecipeModule):
         all.
       qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head
         separately, "all" normalizes all heads of a token together; None for no
-        norm. FP8 recipes save the norm's inputs in FP8.
+        norm. If `recipe.nonlinear` is "fp8", its inputs are saved in FP8.
       clip_qkv: q, k and v are clipped to [-clip_qkv, clip_qkv]; None for no
         clipping.
       use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for the
@@ -225,8 +225,8 @@ class Attention(RecipeModule):
       [..., T, features] in `dtype`.
 
     Raises:
-      ValueError: shapes are inconsistent, or `kind` is None although a tuple
-        was passed to the constructor.
+      TypeError: x is not an array of numbers.
+      ValueError: shapes are inconsistent, or a required `kind` is None.
     """
     rule, remedy = "an array [..., T, D]", "pass sequences of activations"
     ranks = range(2, 65)

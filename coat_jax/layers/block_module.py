@@ -71,7 +71,7 @@ class NormLinearOptions(TypedDict, total=False):
 class BlockOptions(NormLinearOptions, total=False):
   """Options of `MLP` and `Attention`.
 
-  The options of `NormLinearOptions` apply to the norms and the first matmul.
+  In `NormLinearOptions`, the kernel and its bias are those of the first matmul.
 
   Attributes:
     post_norm: norm after the second matmul, before the input is added: "rms" or

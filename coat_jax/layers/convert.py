@@ -38,9 +38,9 @@ class ConversionReport:
 
   Attributes:
     replaced: maps the path of each replaced module or block to its new class.
-    left: maps the path of each module that has parameters but was not replaced
-      to the reason.
-    matmuls_only: your classes whose linear layers were replaced one by one. The
+    left: for each module that has parameters but was not replaced, maps its
+      path to the reason.
+    matmuls_only: classes whose linear layers were replaced one by one. The
       activations between these layers are saved as before.
     saved_before, saved_after: bytes that the model saves for its backward pass,
       excluding parameters, before and after the conversion; None without
@@ -85,10 +85,10 @@ def convert[Module: nnx.Module](
   """Replaces the layers of a Flax NNX model with FP8 layers.
 
   Each `nnx.Linear`, `nnx.LinearGeneral`, `nnx.RMSNorm` and `nnx.LayerNorm` is
-  replaced. The result is a copy of the modules that shares the `nnx.Param`
-  objects. No weight is copied, and training the copy also updates the original.
-  If `convert` raises an error, the original is unchanged. `nnx.state` has the
-  same paths, shapes, dtypes and metadata before and after: checkpoints,
+  replaced if FP8 layers support its options. The result is a copy of the
+  modules that shares the `nnx.Param` objects: training it also updates the
+  original. `convert` itself does not change the original. `nnx.state` has the
+  same paths, shapes, dtypes and metadata before and after, so checkpoints,
   optimizers and shardings remain valid.
 
   If one of your classes computes a whole block, name it in `blocks`: replacing
@@ -140,8 +140,8 @@ def convert[Module: nnx.Module](
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: `blocks` contains a class that the model does not contain, or
-      maps a class to anything but a block; or modules form a cycle.
+    ValueError: a key of `blocks` is not a class of your own in the model, a
+      value is neither `MLP` nor `NormLinear`, or modules form a cycle.
   """
   op = "convert"
   remedy = "pass a model or a layer of Flax NNX"
@@ -174,7 +174,7 @@ def _check_blocks(op: str, blocks: Any, model: nnx.Module) -> None:
       refuse(ValueError, op, name, rule, theirs, remedy)
     if ours not in BLOCKS:
       rule, name = "MLP or NormLinear", "values of blocks"
-      refuse(ValueError, op, name, rule, ours, "pass the class of a block")
+      refuse(ValueError, op, name, rule, ours, "pass one of these classes")
 
 
 class _Converter:
@@ -258,7 +258,7 @@ class _Converter:
 
 
 def _nodes(model: nnx.Module) -> list[tuple[tuple, Any]]:
-  """Lists modules and their containers by path, children first."""
+  """Lists modules and their containers with paths, children first."""
   return [(path, x) for path, x in nnx.iter_graph(model) if _is_node(x)]
 
 

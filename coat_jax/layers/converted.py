@@ -4,7 +4,7 @@
 `convert_layer` makes an FP8 layer with the options of a Flax layer. For a
 user's own module, `fuse` looks for a block with the same output for random
 parameters and tokens, in f32. It tries all orders of the linear layers, all
-activations, and blocks with and without the residual add.
+activations, and blocks with and without a gate and the residual add.
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ _IGNORED = {"self", "rngs", "use_fast_variance"}
 
 BLOCKS = (MLP, NormLinear)
 # With sums of up to 10,000 f32 products, another order of addition changes the
-# output by a relative 1e-6. The most similar activations, the two GELUs, differ
-# by 1e-4.
+# output by a relative 1e-6. The most similar activations, "gelu" and
+# "gelu_tanh", differ by 1e-4.
 _TOLERANCE = 1e-5
 _TOKENS = 8
 
@@ -148,7 +148,7 @@ class FusedBlock(nnx.Module):
       return block(x, weights, **how)
 
     if len(fronts) > 1 and recipe.nonlinear == "fp8":
-      # Otherwise the joined copy of the gate and up kernels would be saved.
+      # Recompute the joined copy of the gate and up kernels; don't save it.
       policy = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
       run = jax.checkpoint(run, policy=policy)
     return run(

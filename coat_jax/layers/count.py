@@ -15,7 +15,7 @@ from jax.extend.core import Var
 from coat_jax.layers.residuals import name_of
 from coat_jax.numerics.checks import is_array
 
-# Operations whose output shares its input's memory if the sizes are equal.
+# Operations whose output has the bytes of their input if the sizes are equal.
 _ALIASES = {
   "bitcast_convert_type",
   "broadcast_in_dim",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
-The output is never rounded to FP8. The gradients of a row's scores would then
-not sum to 0, and training would increase the log-sum-exp until it diverges
-(docs/stability.md).
+The output is never rounded to FP8. If it were, the gradients of a row's scores
+would not sum to 0, and training would increase the log-sum-exp until it
+diverges (docs/stability.md).
 """
 
 import functools

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls of a mixture of experts, in BF16 or FP8.
 
-An `Operand` is multiplied in FP8, an array in its dtype. In FP8, all tokens
-share a scale, all gradients share a scale, and each expert's weight has a
+An `Operand` is multiplied in FP8, an array in its dtype. In an FP8 matmul, all
+rows of tokens or gradients share a scale, and each expert's weight has a
 separate scale. The forward pass saves its scales, and the backward pass
 quantizes with them again.
 """
@@ -54,9 +54,9 @@ def copies_in_rows(
   scale: Array | None = None,
 ) -> Array | Operand:
   """Copies tokens [..., D] to rows [T k, D], in FP8 if experts run in FP8."""
-  # Quantize first, so that only FP8 values are copied.
   if recipe.experts == "bf16":
     return to_rows(x, rows, experts_per_token)
+  # Quantize first, so that only FP8 values are copied.
   q = ops.quantize_tensor(
     x, scaling=scaling, scale=scale, implementation=recipe.implementation
   )

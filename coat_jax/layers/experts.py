@@ -24,11 +24,10 @@ With a mesh axis `expert` of n devices, each device holds E / n experts, and
 devices exchange rows (`layers.exchange`) in formats that need no further
 rounding:
 
-  tokens, also in the backward pass   codes of x in 1 x G FP8, which the
-                                      receiver normalizes; with FP8 experts,
-                                      codes of y
-  gradients of outputs                BF16; with FP8 experts, E5M2 codes
-  outputs, gradients of tokens        BF16; a token's k rows are summed in f32
+  tokens, in both passes          codes of x in 1 x G FP8, which the receiver
+                                  normalizes; with FP8 experts, codes of y
+  gradients of outputs            BF16; with FP8 experts, E5M2 codes
+  outputs, gradients of tokens    BF16; a token's k rows are summed in f32
 
 The buffers of received rows are large and therefore not saved. The backward
 pass receives the tokens again, which the weights' gradients need anyway, and
@@ -269,7 +268,7 @@ def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
 
 
 def _gate_and_up(h, shape, recipe) -> tuple[QTensor, ...]:
-  """Quantizes rows of gate and up; expert indices have the shape [..., k]."""
+  """Quantizes rows of gate and up; `shape` is [..., k], of expert indices."""
   first, *others = shape
   # After an exchange there are n T k rows instead of T k.
   shape = first * expert_size(recipe.axes), *others, h.shape[-1]

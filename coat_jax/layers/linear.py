@@ -57,7 +57,7 @@ def linear(
   Args:
     x: [..., D], BF16 (or f32).
     w: [D, *F], any float dtype; its gradient has the same dtype.
-    bias: [*F] or None, added in f32; FP8 matmuls first round it to x's dtype.
+    bias: [*F] or None, added in f32; FP8 matmuls may round it to x's dtype.
     recipe: `recipe.linear` selects how y is computed.
     cache: the result of `layers.cache_weight` for w, or None.
     split: how w is split over a mesh's tensor axis if x is [B, T, D]:

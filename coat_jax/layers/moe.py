@@ -89,8 +89,8 @@ def moe(
     experts_per_token: k.
     normalize: whether a token's k weights p are divided by their sum.
     kind, eps, add_input: see `layers.block`.
-    recipe: residuals are saved in FP8 if `nonlinear` is "fp8"; the matmuls run
-      in x's dtype, or in FP8 if `experts` is "fp8".
+    recipe: residuals are saved in FP8 if `nonlinear` is "fp8". The matmuls of
+      experts run in x's dtype, or in FP8 if `experts` is "fp8".
 
   Returns:
     [..., D] in x's dtype, and the statistics for `load_balancing_loss`.
@@ -272,10 +272,10 @@ class MoE(RecipeModule):
       out_kernel_init, out_kernel_metadata: initializer and metadata of down;
         the initializer is called with [E, F, D]; None for `kernel_init`.
       rngs: its stream `params` provides the keys of initializers.
-      **options: see `NormLinearOptions`. The matmuls have no bias; they run in
-        `dtype`, or in FP8 if `recipe.experts` is "fp8". `kernel_init` is called
-        with [E, D, 2 F]. `out_sharding` in `kernel_metadata` refers to the four
-        axes of gate_up.
+      **options: see `NormLinearOptions`. No matmul has a bias. Those of experts
+        run in `dtype`, or in FP8 if `recipe.experts` is "fp8". `kernel_init` is
+        called with [E, D, 2 F]. `out_sharding` in `kernel_metadata` refers to
+        the four axes of gate_up.
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.

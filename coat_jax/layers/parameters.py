@@ -36,7 +36,7 @@ def make_param(
 ) -> nnx.Param:
   """Makes a parameter, sharded on the current mesh according to its metadata.
 
-  `init` is called with the shape `drawn`, or with `shape`. Without `init`,
+  `init` is called with the shape `drawn`, by default `shape`. Without `init`,
   `default` makes the array without a key. As in flax, an initializer's metadata
   overrides `metadata`.
   """

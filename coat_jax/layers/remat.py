@@ -39,7 +39,7 @@ codes_saveable = jax.checkpoint_policies.save_only_these_names(_INPUT)
 def block_inputs_saveable(primitive, *avals, name: str = "", **others) -> bool:
   """A policy for `jax.checkpoint` that keeps the inputs of FP8 blocks' norms.
 
-  It keeps the codes and statistics of every norm that saves its input in FP8,
+  It keeps the codes and statistics that norms save, except norms of q and k,
   and all scalar scales of operands, which the second forward pass could
   otherwise compute only from the norm's input in BF16.
 

@@ -80,8 +80,8 @@ def rope(
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: shapes are inconsistent, H is odd, a base is not above 0,
-      `rotary_dim` is above H, or there is a tuple but no `kind`.
+    ValueError: H is odd, positions are not integers [T] or [B, T], a base is
+      not above 0, `rotary_dim` is above H, or there is a tuple but no `kind`.
   """
   check_float("rope", "x", x, ndim=4)
   check_positions("rope", positions, x)
@@ -211,8 +211,8 @@ def split_heads(
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: the number of columns does not match the heads, or the number of
-      positions does not match qkv.
+    ValueError: the number of columns does not match the heads, or positions are
+      not integers [T] or [B, T].
   """
   op = "split_heads"
   check_float(op, "qkv", qkv, ndim=3)

@@ -176,8 +176,8 @@ def _own_spec(axes: MeshAxes | None) -> P | None:
 def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
   """Returns a function that shards saved values like the first array's tokens.
 
-  Features are split over the mesh axes that only other arrays have. XLA alone
-  would lose this split where a weight [D, 2, F] is reshaped.
+  Features are split over the mesh axes that do not split these tokens. XLA
+  alone would lose this split where a weight [D, 2, F] is reshaped.
   """
   first = jax.tree.leaves(arrays)[0]
   leaves = jax.tree.leaves(specs)

@@ -61,7 +61,7 @@ class _Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SelfAttention(Middle):
-  """Splits h into q, k and v, clips, normalizes and rotates them, and attends.
+  """Clips q, k and v, normalizes and rotates q and k, and runs attention.
 
   The first weight is [D, (N + 2 K) H], ordered by key head (see
   `layers.split_heads`); the second is [N H, D]. `weights` are `QKNormWeights`,
@@ -160,8 +160,8 @@ class SelfAttention(Middle):
       num_kv_heads=k,
     )
     in_fp8 = recipe.attention == "fp8"
-    # Don't name normalized q and k "norm": a policy that keeps the inputs of
-    # blocks' norms can recompute these codes from them.
+    # Don't name inputs of the norms of q and k "norm": a policy that keeps the
+    # inputs of blocks' norms can recompute these codes from them.
     saved = save_residual(
       "attention",
       (

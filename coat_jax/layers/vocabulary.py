@@ -34,7 +34,7 @@ from coat_jax.mesh import (
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
 
-# The largest size in bytes of the f32 logits that a device holds at a time.
+# Limits the f32 logits of a chunk with more than one position, in bytes.
 LOGITS_BYTES = 2**28
 
 
@@ -112,8 +112,8 @@ def mean_loss(
   tokens' losses; None means 1 / (B T) for all tokens. With `soft_cap`, logits
   become soft_cap * tanh(logits / soft_cap).
 
-  The logits [B, T, V] are never all in memory at once. The forward pass
-  computes one chunk of positions at a time, including the chunk's gradients if
+  If the logits [B, T, V] are large, they are never all in memory at once. The
+  forward pass computes one chunk of positions at a time, with its gradients if
   the loss is differentiated. The backward pass only scales these gradients.
   """
   if targets.size == 0:
