@@ -12,10 +12,10 @@ shows which tiles of queries a tile of keys visits:
          3 f f f e   causal       3 . e f e   window of two tiles
 
 Two tiles may share a segment if their ranges of ids overlap. With segments, a
-tile visits only those of the above tiles that lie from the first to the last
-that may share a segment with it. In packed documents, ids increase, so all of
-these do share one. If ids do not increase, a tile may visit more tiles, but
-scores are masked one by one, so the result is correct for any ids.
+tile visits only those of the above tiles from the first to the last that may
+share a segment with it. In packed documents, ids increase, so all of these do
+share one. If ids do not increase, a tile may visit more tiles, but scores are
+masked one by one, so the result is correct for any ids.
 """
 
 import functools
