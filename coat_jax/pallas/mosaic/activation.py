@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions that read and write FP8, in Mosaic GPU.
 
-  activation_input         quantizes x in groups, and finds amax of y = f(x)
+  activation_input         quantizes x in groups, and finds the scale of f(x)
   activation_fwd           computes y and quantizes it for the next matmul
   activation_bwd_operands  computes dx = dy f'(x) and quantizes it in the row
                            and the column layout; recomputes y and quantizes it
@@ -56,7 +56,7 @@ def _activated(parts: list[Array], activation, layout, interpret) -> Array:
 def _gradients(
   dy: Array, parts: list[Array], activation, layout, interpret
 ) -> tuple[list[Array], Array]:
-  """Computes the gradient of each part and y."""
+  """Returns the gradients of all parts, and y."""
   x, *others = parts
   y, slope = activation_ptx.values_and_slopes(x, activation, layout, interpret)
   if not others:

@@ -6,8 +6,8 @@
   p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
   ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
 
-Sequences may have any length, because copies to shared memory fill the last
-tile with zeros.
+Sequences may have any length: we pad them to a multiple of 8, at least 128, and
+copies to shared memory fill the last tile with zeros.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ def attention_bwd(
   t = q.shape[1]
   dout = dout.astype(q.dtype)
   lse, delta = _row_terms(dout, residuals)
-  # Past the end, dout is zero too, so these positions add nothing to dk and dv.
+  # Past the end, dout and delta are zero, so they add nothing to dk and dv.
   missing = [(0, 0), (0, 0), (0, -t % WAVE)]
   inputs = Inputs(
     *map(_padded, (q, k, v, dout)),

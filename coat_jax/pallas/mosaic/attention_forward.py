@@ -3,8 +3,8 @@
 
 A program owns 128 queries of one head, and visits tiles of keys. Each of two
 warpgroups computes 64 rows of scores with wgmma, and then their exponentials p,
-relative to a running maximum. p stays in registers, and p v is added to f32
-sums. One warpgroup uses the tensor cores while the other computes exponentials.
+relative to a running maximum (if needed). p stays in registers, and p v is
+added to f32 sums. While one computes exponentials, the other uses tensor cores.
 """
 
 import functools
@@ -31,9 +31,9 @@ from coat_jax.pallas.mosaic.wgmma import (
 _NEEDS_NO_MAXIMUM = 55.0
 _MASKED = -1e30
 # The initial maximum is below every score and above every masked score. While a
-# row has only masked keys, its maximum stays _LEAST, so p is 0. If the maximum
-# were _MASKED * unit, rounded, an fma would subtract it from the exact product,
-# and the difference can be 1e22.
+# row has only masked keys, its maximum stays _LEAST, so p is 0. An initial -inf
+# would become _MASKED * unit, rounded. An fma would subtract it from the exact
+# product, and the difference can be 1e22, so p could be infinite.
 _LEAST = -1e20
 
 

@@ -56,7 +56,7 @@ class Work:
     return pl.cdiv(self.length, self.own)
 
   def tile(self) -> Array:
-    """Returns this program's own tile; tiles with the most visits run first."""
+    """Returns the own tile's index; tiles with the most visits run first."""
     tile = lax.axis_index("tile")
     is_reversed = self.of_queries and self.kind.causal
     return self.tiles - 1 - tile if is_reversed else tile
@@ -234,7 +234,7 @@ class Scores(NamedTuple):
     return p if self.work.kind.soft_cap is None else p * (1 - x * x)
 
   def _tanh(self, x: Array, scale: float) -> Array:
-    """Returns tanh(x * scale), within 2^-22, and exactly ±1 where it saturates.
+    """Returns tanh(x * scale), within 2^-21, and exactly ±1 where it saturates.
 
     The error of `tanh.approx` is 2^-11, so with a cap of 50, scores would be
     off by up to 0.02.
@@ -286,7 +286,7 @@ def run(work: Work, body, *args, heads: int, out, scratch, name: str) -> Any:
     body,
     out_type=out,
     scratch_types=scratch,
-    # In this order, programs that run at the same time read the same keys.
+    # In this order, programs that run at the same time visit the same tiles.
     grid=(heads, args[0].shape[0], work.tiles),
     grid_names=("head", "batch", "tile"),
     num_threads=WARPGROUPS + 1,

@@ -11,10 +11,10 @@ shows which tiles of queries a tile of keys visits:
          2 f f e                  2 e f e             f  is seen completely
          3 f f f e   causal       3 . e f e   window of two tiles
 
-With segments, a tile visits all tiles from the first to the last that may share
-a segment with it: those whose range of ids overlaps its own range. In packed
-documents, ids increase, so these are exactly the tiles that contain the same
-documents. If ids do not increase, a tile may visit more tiles, but scores are
+Two tiles may share a segment if their ranges of ids overlap. With segments, a
+tile visits only those of the above tiles from the first to the last that may
+share a segment with it. In packed documents, ids increase, so all of these do
+share one. If ids do not increase, a tile may visit more tiles, but scores are
 masked one by one, so the result is correct for any ids.
 """
 
@@ -103,7 +103,7 @@ class Visits(NamedTuple):
       first = jnp.maximum(first, bounds[0])
       behind = jnp.minimum(behind, bounds[1])
       return cls(first, behind, behind, behind)
-    # If there is no edge, keep equal ints, so that `run` skips the loop.
+    # Where no tile is masked, bounds stay equal ints, so `run` skips the loop.
     if back is not None:
       whole = jnp.minimum(whole, behind)
     if ahead is not None or (back is not None and edge != behind):

@@ -5,8 +5,8 @@ One persistent program (thread block) per multiprocessor computes one tile of
 the result after another. A tile's rows are split into waves of 128. One of the
 program's three warpgroups prefetches blocks of a and b and their scales into
 shared memory. Each of the other two computes 64 rows of every wave: for each
-block, it runs four wgmma of m64n128k32, scales the result by the block's two
-scales, and adds it in f32 to the total in its registers. One warpgroup scales
+block, it runs four wgmma of m64n128k32, multiplies the result by the scales of
+a and b, and adds it in f32 to the total in its registers. One warpgroup scales
 and adds while the other uses the tensor cores, as in DeepGEMM
 (arXiv:2412.19437, section 3.3.2).
 
@@ -114,8 +114,8 @@ class Memory(NamedTuple):
   a_scale_smem: Any
   b_scale_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  loaded: Any  # A barrier per wave and stage: completes when the stage is full.
-  free: Any  # A barrier per stage: completes when both warpgroups have read it.
+  loaded: Any  # A barrier per wave and stage: completes when its copies end.
+  free: Any  # A barrier per stage: completes when all its readers have read it.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
@@ -288,7 +288,7 @@ def _load_column_scales(b_scale_smem, slot, shape) -> Array:
 def _write(
   work: Work, totals: tuple[Array, ...], place, out_smem, out, add=None
 ) -> None:
-  """Copies a tile, piece by piece, to a place (row, column) of `out`."""
+  """Writes a tile, plus `add` if given, to a place (row, column) of `out`."""
   (row, column), warpgroup = place, lax.axis_index("warpgroup")
   width = out_smem.shape[-1]
   pieces = [

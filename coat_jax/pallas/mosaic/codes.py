@@ -14,7 +14,7 @@ from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import row_ptx, rows
 
-_WIDTH = 64  # Number of codes that a program copies of each of 128 columns.
+_WIDTH = 64  # A program copies this many codes of each of 128 columns.
 
 
 def _why_not_codes(x: Array) -> str | None:
@@ -24,7 +24,7 @@ def _why_not_codes(x: Array) -> str | None:
 
 
 def _part_of_matrix(size: int, count: int):
-  """Returns the index of this program's matrix, and its slice of `count`."""
+  """Returns this program's matrix (an index) and slice of its `count` rows."""
   number, parts = lax.axis_index("last"), jnp.int32(pl.cdiv(count, size))
   part = rows.part_at(lax.rem(number, parts), size, count)
   return lax.div(number, parts), part

@@ -7,7 +7,7 @@ from coat_jax.ops.capability import FP8, HOPPER, capability, why_not_before
 
 
 def why_not_rows() -> str | None:
-  """Returns why kernels that use `rows` cannot run on this GPU, or None."""
+  """Returns why kernels that convert to FP8 cannot run on this GPU, or None."""
   return why_not_before(FP8, "a Mosaic kernel that converts to FP8")
 
 

@@ -59,8 +59,8 @@ def number(x: float) -> str:
 def prmt(a, b, selector: int):
   """Selects 4 of the 8 bytes in two registers.
 
-  Each hexadecimal digit of `selector` selects a byte of the result (the lowest
-  digit the lowest byte): from 0 (lowest of a) to 7 (highest of b).
+  Each hexadecimal digit of `selector` selects one byte, from 0 (lowest of a) to
+  7 (highest of b). The lowest digit determines the lowest byte of the result.
   """
   return asm(f"prmt.b32 $0, $1, $2, {selector};", a, b)
 

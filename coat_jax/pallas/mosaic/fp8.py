@@ -3,9 +3,9 @@
 
 For each value, stochastic rounding must decode the two neighbouring codes. An
 E4M3 code stands for J 2^e with J in 0..15, and range expansion decodes it to
-(J 2^e)^a. The kernel looks up J^a and 2^(a e) in tables of 16 entries, which
-saves two logarithms and two exponentials per value. Each of the 16 lanes that
-share a group computes one entry, and they read the others with shuffles.
+(J 2^e)^a, where a = 1 / k. The kernel looks up J^a and 2^(a e) in tables of 16
+entries, which saves two logarithms and two exponentials per value. Each of the
+16 lanes that share a group computes one entry per table; shuffles read them.
 """
 
 import dataclasses
@@ -138,7 +138,7 @@ class _Expanded(FittedCodec):
     )
 
   def _stored(self, fit: _Fit) -> tuple[Array, Array]:
-    # `on.round` requires an integer operation before the cast to a byte.
+    # The int32 that `on.round` returns must not be cast to a byte directly.
     return fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8)
 
   def _bound_and_root(self, encoded: Encoded, on):

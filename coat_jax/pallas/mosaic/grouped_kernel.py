@@ -12,10 +12,10 @@ FP8 codes must have the summed axis last. Operands of 16 bits may have it first,
 because the tensor cores can transpose them when they read shared memory.
 
 A group may begin at any row. But copies into swizzled shared memory must begin
-at a multiple of 8 rows or, along the summed axis, of a block. Therefore:
+at a multiple of 8 rows or, along the summed axis, at a block's edge. Therefore:
 
-  rows times weights   A group's first tile begins up to 7 rows before the
-                       group. Rows of other groups are computed but not written.
+  rows times weights   A tile may begin before its group, at a multiple of 8.
+                       Rows of other groups are computed but not written.
   gradients of weights The matmul sums over rows, here called tokens. In a
                        group's first and last block, tokens of other groups are
                        set to zero in shared memory, in one of the two operands.
@@ -117,7 +117,7 @@ class Memory(NamedTuple):
   b_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
   edge_smem: Any  # For each warpgroup, 64 rows of which only some are written.
-  loaded: Any  # A barrier per wave and stage: completes when the stage is full.
+  loaded: Any  # A barrier per wave and stage: completes when its copies end.
   free: Any  # A barrier per stage: completes when both warpgroups have read it.
 
 
@@ -328,7 +328,7 @@ def _write_rows(work: Work, totals, entry: Entry, column, memory, out):
 def _write_all(work: Work, total, column, memory: Memory, place) -> None:
   """Writes 64 rows to `place(columns)`, in pieces that are 128 bytes wide."""
   width, slots = memory.out_smem.shape[-1], work.tile.slots
-  # Each piece overwrites the one `slots` pieces earlier, even of another call.
+  # A piece overwrites the one `slots` pieces earlier, even one of another call.
   assert (BLOCK // width) % slots == 0
   for i, start in enumerate(range(0, BLOCK, width)):
     smem = memory.out_smem.at[lax.axis_index("warpgroup"), i % slots]
@@ -341,7 +341,7 @@ def _write_all(work: Work, total, column, memory: Memory, place) -> None:
 def _write_some(total, row, begin, end, column, memory: Memory, out) -> None:
   """Writes rows [begin, end) of the 64 rows that start at `row`.
 
-  The sizes of copies must be static, so it copies 32, 16, ..., 1 rows.
+  Copies must have static sizes, so it copies 32, 16, ..., 1 rows as needed.
   """
   smem = memory.edge_smem.at[lax.axis_index("warpgroup")]
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)

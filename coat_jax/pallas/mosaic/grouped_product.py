@@ -17,12 +17,11 @@ shapes below, M is the number of rows and E the number of groups.
 A BF16 or f16 operand whose sizes are not multiples of a block's is first copied
 and padded with zeros.
 
-The kernel first multiplies the scales of both FP8 operands with each other. If
-this product is below 1.2e-38, it is inexact or 0; the definition in
-`ops.grouped_linear` has no such limit. To compute a group's weight gradient, x
-is set to zero in rows of other groups, but g is not. So NaN and infinities in g
-reach the gradients of all groups in the same block of 128 rows (64 rows for
-BF16 and f16).
+The kernel gets the product of both FP8 operands' scales. If this product is
+below 1.2e-38, it is inexact or 0; the definition in `ops.grouped_linear` has no
+such limit. To compute a group's weight gradient, x is set to zero in rows of
+other groups, but g is not. So NaN and infinities in g reach the gradients of
+all groups in the same block of 128 rows (64 rows for BF16 and f16).
 
 On an H100, the FP8 kernels reach 500 to 1030 TFLOP/s for Qwen3-30B-A3B and
 Mixtral-8x7B, and the BF16 kernels 350 to 490. Without these kernels, XLA
