@@ -23,7 +23,7 @@ from coat_jax.numerics.scaling import (
 from coat_jax.ops.activation import Parts
 from coat_jax.ops.types import Activation
 
-# Indices are int32. Leave room for tiles that reach past the end of the array.
+# Indices are int32. Leave room for tiles that would reach past the array's end.
 MAX_ELEMENTS = 2**31 - 2**20
 
 _GROUP_SIZES = (16, 32, 64, 128)

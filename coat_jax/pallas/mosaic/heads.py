@@ -3,10 +3,10 @@
 
 The backward pass of attention returns dq, dk and dv, each split into heads. The
 next matmul reads one matrix, rotated (RoPE) and quantized. The first kernel
-finds the largest magnitude of this matrix, rounded as in `ops.join_heads`. The
-second kernel writes the matrix in the row and the column layout and, for the
-gradient of a bias, the sum over the rows of each tile. XLA adds up these sums,
-always in the same order.
+finds the largest magnitude of this matrix, rounded as in `ops.join_heads`, from
+which `scales` computes the scale. The last kernel writes the matrix in the row
+and the column layout and, for the gradient of a bias, the sum over the rows of
+each tile. XLA adds up these sums, always in the same order.
 """
 
 import functools
@@ -65,8 +65,8 @@ def _why_not_angles(b: int, t: int, cos, sin) -> str | None:
   for x in (cos, sin):
     if x.dtype != jnp.float32 or x.shape not in ((t, pairs), (b, t, pairs)):
       return (
-        f"the Mosaic kernel needs float32 angles {[t, pairs]} or "
-        f"{[b, t, pairs]}, got {x.dtype} {x.shape}"
+        "the Mosaic kernel needs float32 cos and sin of shape "
+        f"{(t, pairs)} or {(b, t, pairs)}, got {x.dtype} {x.shape}"
       )
   return None
 
@@ -84,7 +84,7 @@ def join_heads_operand(
   has_sums: bool = False,
   interpret: bool = False,
 ) -> tuple[Operand, Array | None]:
-  """Computes `ops.join_heads_operand`, in two kernels."""
+  """Computes `ops.join_heads_operand`."""
   b, t, n, h = dq.shape
   k, m = dk.shape[2], b * t
   inputs = [x.reshape(m, -1) for x in (dq, dk, dv)]

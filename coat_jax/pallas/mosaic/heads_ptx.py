@@ -148,8 +148,8 @@ class _Lane:
     partner = arith.select(
       self._is_first, arith.addi(column, pairs), arith.subi(column, pairs)
     )
-    # Lanes that rotate nothing also load a partner and a pair. These loads must
-    # not read past the end of an array.
+    # Lanes that rotate nothing also load a partner, cos and sin. These loads
+    # must not read past the end of an array.
     self._partner = arith.select(turns, partner, column)
     pair = arith.select(self._is_first, channel, arith.subi(channel, pairs))
     self._pair = arith.select(turns, pair, i32(0))

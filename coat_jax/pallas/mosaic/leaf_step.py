@@ -3,9 +3,9 @@
 
 One kernel does what `step.step_of` does, for any optimizer: it decodes the
 moments, applies the optimizer's `Rule`, and encodes the moments again. It
-overwrites its inputs, so the step is in place if the caller donates its arrays.
-Each program (thread block) is one warpgroup and processes 8 groups of 128
-values.
+overwrites moments and parameters, so the step is in place if the caller donates
+these. Each program (thread block) is one warpgroup and processes 8 groups of
+128 values.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def why_not(stored, groups, arrays) -> str | None:
   if not count or count % ROWS:
     return (
       f"the number of groups must be a multiple of {ROWS}, got {count} in "
-      f"shape {shape}"
+      f"shape {arrays[-1].shape}"
     )
   wrong = {x.dtype.name for x in arrays} - {"float32", "bfloat16"}
   if wrong:
@@ -153,7 +153,7 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
     compiler_params=plgpu.CompilerParams(
       # Exact division, exp2 and log2 would take ten times as long.
       approx_math=True,
-      # No barriers are needed: each thread reads only what it writes itself,
+      # No barriers are needed: no thread reads what another thread writes,
       # except for statistics, which 16 lanes share. Before any of them writes a
       # statistic, they exchange values that depend on it, so all have read it.
       unsafe_no_auto_barriers=True,
@@ -181,11 +181,11 @@ def _kernel(
 ):
   """Computes the step of one tile.
 
-  `place_gmem` holds the part's key, start and layer, uint32. `g_gmem` is the
-  gradient [groups, 128], of one layer if the part has a layer. `gmem` holds
-  codes [groups, 128] and statistics [groups] of each moment, followed by the
-  parameter's `num_weights` arrays or by the update. `shape` is the shape of the
-  codes, with all layers.
+  `place_gmem` holds the part's key and, unless they are None, its start and
+  layer, uint32. `g_gmem` is the gradient [groups, 128], of one layer if the
+  part has a layer. `gmem` holds codes [groups, 128] and statistics [groups] of
+  each moment, followed by the parameter's `num_weights` arrays or by the
+  update. `shape` is the shape of the codes, with all layers.
   """
   start = lax.axis_index("block") * ROWS
   g = registers.load(g_gmem, start)

@@ -54,7 +54,7 @@ class _Log(FittedCodec):
     bound = exp2_upper(upper)
     half_step = octaves_between(upper, lower) * (0.5 / self._steps)
     # A value may be 2^-253 times the bound, and this factor would underflow. So
-    # the bound (at most 2^127) is multiplied by its square root, twice.
+    # the bound (at most 2^127) is multiplied twice by the factor's square root.
     root = jnp.exp2((level - (self._steps + 1)) * spread(half_step))
     # Code 0 stands for zero. Multiply by 0 instead of selecting 0, so that
     # code 0 decodes to NaN in a group that contains NaN.

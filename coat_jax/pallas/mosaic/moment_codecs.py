@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moment codecs for kernels: a `RegisterCodec` encodes tiles in registers.
 
-A register codec differs from its definition in `coat_jax.codecs` in three ways.
-It computes powers as exp2(root log2 x), compares magnitudes by their bits, and
+A register codec has other rounding errors than its definition in
+`coat_jax.codecs`. For example, it computes powers as exp2(root log2 x), and
 multiplies by the reciprocal of a statistic (computed once per group) instead of
 dividing by the statistic. So a value close to a rounding boundary may get the
 neighbouring code, and a group may get the neighbouring power k. Both happen
@@ -230,8 +230,8 @@ def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
 def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
   """Returns the biased exponents, int32, of a group's bounds.
 
-  The upper bound is the smallest power of two >= amax, and the lower bound is
-  the largest power of two <= amin.
+  The upper bound is the smallest power of two >= amax (but at most 2^127), or
+  NaN if amax is NaN. The lower bound is the largest power of two <= amin.
   """
   bits = as_bits(amax)
   upper = (bits >> 23) + jnp.where((bits & 0x7FFFFF) > 0, 1, 0).astype("uint32")

@@ -41,7 +41,7 @@ class Share:
 
 
 def pick_share(m: int, n: int) -> Share:
-  """Picks as many programs as the GPU has registers for."""
+  """Picks as many programs as the GPU has registers for, but at most m."""
   per_multiprocessor = 3 if n <= 2048 else 2
   programs = min(m, per_multiprocessor * device.multiprocessors())
   # For wider rows, registers would spill.

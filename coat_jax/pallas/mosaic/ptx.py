@@ -64,10 +64,10 @@ def inline(instruction: str, x: Array) -> Array:
 def joint_extremes(
   largest: tuple[Array, Array], least: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-  """Computes `Instructions.joint_extremes`, with one butterfly over 16 lanes.
+  """Computes `Instructions.joint_extremes`, with one butterfly for two moments.
 
-  In its first step, half of the lanes send their value of the first moment, and
-  the other half send their value of the second moment.
+  In its first step, half of a group's 16 lanes send their value of the first
+  moment, and the other half send their value of the second moment.
   """
   pairs = _type((2, ROWS), jnp.float32), _type((2, ROWS), jnp.uint32)
 
@@ -268,7 +268,7 @@ def _tile(
 ) -> mgpu.FragmentedArray:
   """Does the same as `_on_vectors`, but within inlined code.
 
-  Integers other than i32 require `is_signed`.
+  Integers require `is_signed`.
   """
   registers = np.empty_like(tiles[0].registers)
   for i in np.ndindex(registers.shape):

@@ -7,8 +7,8 @@
   quantize_tensor   code = clip(x / scale), in the row layout, the column layout
                     (transposed) or both
 
-Kernels that write only the row layout treat x as one list of groups. The other
-kernels process tiles (see `rows`).
+Kernels that do not write the column layout treat x as one list of groups. The
+others process tiles (see `rows`).
 """
 
 import functools

@@ -60,9 +60,9 @@ def as_float(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instructions:
-  """Operations that take fewer GPU instructions if written in PTX.
+  """Operations that take fewer instructions on a GPU than plain jnp would.
 
-  The interpreter cannot run PTX, so with `interpret` these methods run jnp.
+  The interpreter cannot run PTX, so with `interpret` all run plain jnp.
   """
 
   interpret: bool
@@ -86,7 +86,7 @@ class Instructions:
   def e4m3_bits(self, x: Array, factor: float) -> Array:
     """Returns the f32 bits of y = x * factor, but with E4M3's exponent bias.
 
-    y must be less than 512. Bits 20 and up are the E4M3 code of y rounded down,
+    y must be in [0, 512). Bits 20 and up are the E4M3 code of y rounded down,
     even if that code is subnormal.
     """
     if not self.interpret:
@@ -180,7 +180,7 @@ class Instructions:
 
     J and e are int32 tiles, of which only the lowest 4 bits are used; e = 0 is
     treated as 1. `root` and `scale` are f32 [ROWS], and `root` is positive. The
-    last result may overflow, but in the encoder of x only for
+    last result may overflow. When `fp8` encodes x, it does so only if
     |x| <= 2^(a - 128) max(1, 1 / |scale|).
     """
     top = 7 + math.log2(qmax(E4M3))

@@ -183,7 +183,7 @@ ANY = Load(16)  # For arrays that are not quantized in groups.
 
 
 def load_groups(ref, load: Load) -> Array:
-  """Loads groups [c, ...] as f32, where c is a multiple of `load.count`."""
+  """Loads groups [c, G] as f32, where c is a multiple of `load.count`."""
   x = plgpu.load(ref, layout=load.layout, optimized=False)
   return x.astype(jnp.float32)
 
@@ -249,7 +249,7 @@ def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
 
 
 def tile_height(m: int) -> int:
-  """Picks the taller tiles, which write the column layout in longer runs."""
+  """Picks taller tiles for longer runs in the column layout, if they fit."""
   return HIGH if m >= HIGH else LOW
 
 

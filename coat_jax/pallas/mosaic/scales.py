@@ -27,8 +27,8 @@ _MOST = 64 * _THREADS  # Each thread loads up to 64 maxima at a time.
 def maxima(programs: int) -> jax.ShapeDtypeStruct:
   """Returns the type of the array to which programs write their maxima.
 
-  The kernel that reads it needs at least one maximum per thread. If there are
-  fewer programs than threads, each writes its maximum several times.
+  The kernel that reads it needs at least one maximum for each of 128 threads.
+  If there are fewer programs, each writes its maximum 128 times.
   """
   copies = 1 if programs >= _THREADS else _THREADS
   return jax.ShapeDtypeStruct((programs, copies), jnp.int32)
@@ -66,7 +66,7 @@ def bits_to_shared_scale(
 def _scale_and_copies(
   bits: Array, scaling: Scaling, copies: int, interpret: bool
 ) -> tuple[Array, Array]:
-  # On a mesh, first find the largest of all devices' maxima.
+  # On a mesh, XLA finds the largest of all devices' maxima, and the scale.
   if scaling.axis_names:
     amax = bits_to_amax(bits, scaling.axis_names)
     scale = amax_to_scale(amax, scaling.dtype)

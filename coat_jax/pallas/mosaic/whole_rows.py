@@ -37,7 +37,7 @@ class RowPart:
 
 
 def row_parts(n: int, size: int) -> list[RowPart]:
-  """Splits a row of n values in groups of `size`."""
+  """Splits a row of n values, in groups of `size`, into parts to load."""
   load = _pick_load(n, size)
   groups = n // size
   whole = groups // load.count * load.count

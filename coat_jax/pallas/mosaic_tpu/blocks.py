@@ -2,7 +2,7 @@
 """Cuts the arrays of a leaf into blocks, in the order in which XLA stores them.
 
 If a kernel read an array in another order, XLA would copy the array first. On a
-TPU, XLA may not store two kinds of arrays in the order of their axes:
+TPU, XLA may store two kinds of arrays in another order than that of their axes:
 
   pair    [..., D, 2, F], such as the weights of gate and up: two planes
           [D, F]. XLA stores f32 or bf16 in tiles of 2 x 128, but bytes as
@@ -88,10 +88,10 @@ class Blocks:
     )
 
   def spec(self, x: Array, in_layer: int = 0) -> pl.BlockSpec:
-    """Returns the block spec of a gradient, a weight or codes.
+    """Returns the block spec of a gradient, an update, a weight or codes.
 
     `in_layer` is the number of matrices per layer if the array stacks all
-    layers, and 0 for the gradient, which may be that of one layer.
+    layers. It is 0 for a gradient or update, which may be that of one layer.
     """
     return self._spec(x, self.width, in_layer)
 

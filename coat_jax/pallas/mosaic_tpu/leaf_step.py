@@ -11,8 +11,8 @@ The statistics of a row stay in VMEM until the row's last block is done.
 Outputs alias inputs, so the step is in place if the caller donates its arrays.
 
 No TPU has run this kernel yet. The tests run it in interpret mode on a CPU, and
-compile it for v5e, v5p, v6e and 7x. The compiled programs need no temporary
-memory.
+compile it for v5e, v5p, v6e and 7x. The compiled programs need hardly any
+temporary memory, except on v5p, where XLA may copy statistics.
 """
 
 import dataclasses
@@ -286,7 +286,7 @@ def _fields(present, statistics) -> list[list[Array]]:
 
 
 def _rounded(value, refs, words, is_weight: bool) -> tuple[Array, ...]:
-  """Rounds to the dtypes of `refs`, stochastically if they are bf16 weights."""
+  """Rounds to the dtypes of `refs`; bf16 and 24-bit weights stochastically."""
   dtype = refs[0].dtype
   if is_weight and dtype == jnp.bfloat16:
     words = stochastic.parameter_words(words)

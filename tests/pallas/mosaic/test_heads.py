@@ -136,7 +136,7 @@ def test_kernel_refuses_angles_that_it_cannot_read():
     (cos[:, :1], r"float32 \(2, 1, 8"),
   ):
     for angles in ((wrong, sin), (cos, wrong)):
-      with refused(rf"\[32, 8\] or \[2, 32, 8\], got {got}"):
+      with refused(rf"\(32, 8\) or \(2, 32, 8\), got {got}"):
         join_heads_operand(dq, dk, dv, *angles)
 
 
