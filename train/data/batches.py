@@ -136,10 +136,10 @@ def held_out_batches(
   process_index: int = 0,
   process_count: int = 1,
 ) -> grain.MapDataset:
-  """Returns batches of all held-out rows.
+  """Returns at most `max_batches` batches of held-out rows.
 
-  If they fill more than `max_batches` batches, only evenly spaced rows are
-  used. The last batch may be padded.
+  An incomplete last batch is padded, or dropped if `rows.has_padding` is false.
+  If the batches cannot hold all rows, they contain evenly spaced rows.
   """
   own = _own_rows(batch_size, process_index, process_count)
   if max_batches is not None and max_batches < 1:
@@ -200,7 +200,7 @@ def _own_rows(batch_size: int, index: int, count: int) -> slice:
   if batch_size < 1 or batch_size % count:
     raise ValueError(
       f"batches: the global batch size must be a positive multiple of {count}, "
-      f"the number of processes, got {batch_size}; pass such a batch size"
+      f"the number of processes, got {batch_size}; pass a multiple"
     )
   size = batch_size // count
   return slice(index * size, (index + 1) * size)

@@ -4,7 +4,7 @@
 As in transformers, an image is converted to RGB and resized by Pillow, with 8
 bits per channel. For CLIP, the shorter side gets the given length, and the
 center is cropped. For SigLIP, both sides get the given lengths. The values are
-then scaled and normalized in f32.
+then scaled in f64 and normalized in f32.
 
 Files may come from untrusted sources, so we check each header first: the
 format, and the number of pixels before and after resizing.
@@ -150,8 +150,8 @@ class Preprocessing:
       with _opened(file) as image:
         self._check_size(image)
 
-    # All threads share the warning filters. We refuse the images that Pillow
-    # warns about.
+    # Set the filter once, because all threads share it. `_check_size` refuses
+    # the images that Pillow warns about.
     with warnings.catch_warnings():
       warnings.simplefilter("ignore", Image.DecompressionBombWarning)
       with ThreadPoolExecutor(threads) as pool:

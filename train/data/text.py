@@ -58,7 +58,7 @@ class Text(abc.ABC):
 
   def decode_after(self, before: list[int], tokens: list[int]) -> str:
     """Decodes `tokens`, which follow the tokens `before`."""
-    # Decoded alone, many tokenizers drop the space before the first word.
+    # Many tokenizers drop the space before the first word that they decode.
     head, whole = self.decode(before), self.decode(before + tokens)
     if whole.startswith(head):
       return whole[len(head) :]

@@ -20,7 +20,7 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # The length of the longest piece, in characters. Pieces are tokenized in
 # parallel; with larger pieces the library would use fewer cores.
 PIECE = 1 << 18
-# The most pieces, and characters, that are tokenized at once.
+# The most pieces, and characters, that `encode_each` tokenizes at once.
 _TEXTS, _CHARACTERS = 256, 1 << 20
 
 
@@ -93,8 +93,8 @@ class Tokenizer:
   ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields each text's ids, int32 [n], and character offsets, int32 [n, 2].
 
-    Splitting does not change a text's first `kept` tokens if they have at most
-    16 characters each.
+    If a text's first `kept` tokens have at most 16 characters each, the text is
+    split between them only at line ends or before added tokens.
     """
     ids, offsets = [], []
     pieces = (piece for text in texts for piece in self.split(text, kept=kept))

@@ -39,7 +39,7 @@ class DataConfig:
       end. At least one sequence is held out.
 
   Raises:
-    ValueError: Options are incompatible, or `held_out` is outside (0, 1).
+    ValueError: Options are incompatible or out of range.
   """
 
   path: str | None = None
@@ -153,6 +153,6 @@ def _check_samples(tokens: TokenSource, dtype: str) -> None:
   has_ids = any(ids.any() for ids in samples)
   if dtype == "uint16" and is_half_zero and has_ids:
     raise ValueError(
-      f"load_tokens: every other uint16 in {tokens.name} is zero, so its ids "
-      "are probably uint32; pass dtype uint32"
+      f"load_tokens: every other uint16 in samples of {tokens.name} is zero, "
+      "so its ids are probably uint32; pass dtype uint32"
     )

@@ -145,10 +145,10 @@ def ask(
   batch: int = 8,
   limit: int | None = None,
 ) -> Answers:
-  """Asks a model all questions of the first `limit` conversations.
+  """Asks a model the questions of the first `limit` conversations.
 
-  The model reads at most `length` tokens at a time, and an answer has at most
-  `max_tokens` tokens.
+  An answer has at most `max_tokens` tokens. A question is left out if its
+  prompt and such an answer could exceed `length` tokens together.
   """
   count = min(len(documents), limit or len(documents))
   images = (len(documents.images_of(i)) for i in range(count))

@@ -100,7 +100,7 @@ def _texts(file: Path, opened: IO[bytes]) -> Iterator[str]:
       if isinstance(found, dict):
         got = f"the keys {', '.join(found)[:60]}"
       raise _bad_line(file, number, got)
-    # A JSON string can contain half of a surrogate pair; replace it by U+FFFD.
+    # A JSON string can contain half of a surrogate pair, which becomes U+FFFD.
     yield text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how well a model predicts texts.
 
-A text that exceeds the model's length is read in windows. Each window is as
-long as the model allows, begins `stride` tokens after the previous window, and
-counts only the tokens that no earlier window counted. If the stride equals the
-length, each token is read once, as in lm-evaluation-harness. A shorter stride
-gives tokens more context, but needs more windows.
+A text that exceeds the model's length is read in windows of that length. Each
+window begins `stride` tokens after the previous window (the last one: at most
+`stride`), and counts only the tokens that no earlier window counted. As in
+lm-evaluation-harness, the stride may equal the length: then only the last two
+windows overlap. A shorter stride gives more context, but needs more windows.
 
   length 4, stride 2      read      a b c d | c d e f | e f g h
                           counted   b c d e |     f g |     h i
@@ -77,7 +77,7 @@ def perplexity(
   if not 1 <= stride <= length:
     raise ValueError(
       f"evaluate: stride must be 1 to {length}, the length of a window, got "
-      f"{stride}; pass such a stride, or leave it out"
+      f"{stride}; pass a stride in this range, or leave it out"
     )
   scorer, prefix = Scorer(model, length=length, batch=batch), prefix_token(text)
   counts = np.zeros(4, np.int64)

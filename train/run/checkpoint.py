@@ -75,9 +75,9 @@ class Checkpoints:
     items["run"] = args.JsonSave({"step": step, **description})
 
     def save():
-      # Orbax returns False if a checkpoint of a later step exists.
+      # Orbax returns False if a checkpoint of this or a later step exists.
       if not self._manager.save(step, args=args.Composite(**items)):
-        raise ValueError(f"{self.path} has a checkpoint later than step {step}")
+        raise ValueError(f"a checkpoint of step {step} or later exists")
 
     self._write(save)
 
@@ -198,7 +198,7 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
 
 
 def _find_other_step(folder: Path) -> str | None:
-  """Describes a mismatch of a checkpoint's name and step, or returns None."""
+  """Describes the step in a checkpoint if its name differs; otherwise None."""
   try:
     step = _read_json(folder, "run")["step"]
   except (OSError, ValueError, LookupError, TypeError, RecursionError):

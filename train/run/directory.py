@@ -130,8 +130,8 @@ class RunDirectory:
     """Locks the folder against other commands, and runs `check`."""
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
-        # A command that trains in a run could change it during the check, so
-        # lock it first. The lock is a file, so check any other folder first.
+        # Another command could change a run during the check, so lock it first.
+        # In a folder that is not a run, check before writing the lock file.
         if not self.is_run():
           self.check(config)
         self._lock(opened)

@@ -61,7 +61,7 @@ def create_run(
 
 
 def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
-  """Returns the folder, step and configuration of the newest checkpoint."""
+  """Finds the newest undamaged checkpoint: its folder, step, configuration."""
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
     raise ValueError(

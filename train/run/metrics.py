@@ -82,7 +82,7 @@ class MetricsLog:
 def read_metrics(path: Path) -> Iterator[dict]:
   """Yields the lines of a metrics.jsonl, without their null values.
 
-  Skips lines that are not JSON, such as a line that a kill cut short.
+  Skips lines that are not JSON, such as a line that a full disk cut short.
   """
   if not path.exists():
     return
@@ -175,9 +175,9 @@ class StepsInFlight:
     )
     self._last_end = 0.0
 
-  def add(self, step: int, seconds: float, metrics: StepMetrics) -> None:
-    """Adds a started step; `seconds` is the time before its batch was read."""
-    self._started.append((step, seconds, metrics))
+  def add(self, step: int, start: float, metrics: StepMetrics) -> None:
+    """Adds a started step; `start` is the clock before its batch was read."""
+    self._started.append((step, start, metrics))
 
   def read(self, *, leave: int = 0) -> str | None:
     """Logs all but the newest `leave` steps; stops at, and returns, a fault."""
@@ -213,7 +213,7 @@ class StepsInFlight:
 
 
 def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
-  """Returns the values to log about targets and padding; {} without both."""
+  """Returns the values to log about targets and padding; {} without either."""
   if metrics.targets is None or metrics.padding is None:
     return {}
   padding = float(metrics.padding)

@@ -76,7 +76,7 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
-  """Counts how many groups of each moment use each power k, in sixteenths."""
+  """Counts each moment's nonzero groups by their power k, in sixteenths."""
   adam, _ = weights.without_low(state.optimizer)
   counts = {}
   for name in ("mu", "nu"):

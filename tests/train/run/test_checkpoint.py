@@ -132,7 +132,7 @@ def test_file_named_like_a_step_is_not_a_checkpoint(saved, copied):
 
 def test_saving_an_earlier_step_raises(saved, copied):
   checkpoints = Checkpoints(copied, keep=3)
-  with pytest.raises(SaveError, match="has a checkpoint later than step 4"):
+  with pytest.raises(SaveError, match="a checkpoint of step 4 or later exists"):
     checkpoints.save(4, saved[1], batches(), {"config": {}})
   checkpoints.close()
 

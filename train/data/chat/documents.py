@@ -96,7 +96,7 @@ class Documents:
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """A hash of tokens and image names, which must match when a run resumes."""
+    """A hash of all but the pixels, which must match when a run resumes."""
     digest = hashlib.sha256()
     for array in (self.tokens, self.mask, self.starts):
       digest.update(np.ascontiguousarray(array))
@@ -132,9 +132,9 @@ def load_documents(
 ) -> Documents:
   """Reads files of conversations.
 
-  A document has at most `seq + 1` tokens. A longer conversation is cut after
-  the last turn of the assistant that fits, or after `seq + 1` tokens if no such
-  turn fits. If `format` is None, it is recognized from the first row of each
+  A conversation of more than `seq + 1` tokens is cut after the last target span
+  that fits, or after `seq + 1` tokens if none fits. Documents without a target
+  are left out. If `format` is None, it is recognized from the first row of each
   file. If `skip_bad` is true, bad rows are only counted. Otherwise a bad row
   raises a ValueError, which suggests `skip_bad` unless it is None.
   """

@@ -11,8 +11,8 @@ A file contains either JSON lines or one JSON array of rows.
 | prompt | `prompt`, `completion`: plain text that needs no template |
 
 Rows of the first three formats may also have `system` and `tools`. Other keys
-are ignored, except images (`images`). Roles are renamed to those that templates
-use: system, developer, user, assistant and tool.
+are ignored, except `image` and `images`. Roles are renamed to those that
+templates use: system, developer, user, assistant and tool.
 """
 
 import dataclasses
