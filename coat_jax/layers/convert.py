@@ -239,9 +239,11 @@ class _Converter:
       self.left[name] = str(error)
     else:
       self._explain(name, module)
-    if any(isinstance(x, Linear) for x in parts_of(module).values()):
-      if kind.__name__ not in self.matmuls_only:
-        self.matmuls_only.append(kind.__name__)
+    holds_linear = any(isinstance(x, Linear) for x in parts_of(module).values())
+    is_container = isinstance(module, nnx.List | nnx.Dict)
+    name = kind.__name__
+    if holds_linear and not is_container and name not in self.matmuls_only:
+      self.matmuls_only.append(name)
     return module
 
   def _explain(self, name: str, module: nnx.Module) -> None:

@@ -128,7 +128,7 @@ class Tokenizer:
         end = text.rfind("\n", start, start + most) + 1 or start + most
         for token in self.added_tokens:
           reach = len(token) - 1
-          place = text.find(token, end - reach, end + reach)
+          place = text.find(token, max(end - reach, start), end + reach)
           if start < place < end:
             end = place
       is_last = end == len(text)

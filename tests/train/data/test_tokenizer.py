@@ -58,6 +58,15 @@ def test_pieces_give_the_same_tokens_as_the_whole_text(name, monkeypatch):
   assert (offsets[1:, 0] == offsets[:-1, 1]).all()
 
 
+def test_pieces_end_before_an_added_token_at_the_start(monkeypatch):
+  monkeypatch.setattr(tokenizer, "PIECE", 8)
+  made = Tokenizer(str(CHAT / "qwen2_5" / "tokenizer.json"))
+  made.added_tokens = ["<line\nbreak>"]
+  text = "a<line\nbreak>" + 20 * "b"
+  pieces = [piece for piece, _, _ in made.split(text)]
+  assert pieces[0] == "a" and "".join(pieces) == text
+
+
 def test_kept_tokens_do_not_depend_on_splitting(monkeypatch):
   # Its normalizer adds a token before each text, so before each piece too.
   file = str(CHAT / "llama2" / "tokenizer.json")
