@@ -16,7 +16,7 @@ import qwix
 from coat_jax import coat_adamw
 from coat_jax.integrations.qwix import CoatProvider
 
-# As MaxText's other providers, selects the decoder's layers without routers.
+# Like MaxText's other providers, selects the decoder's layers, but no routers.
 _LAYERS = r"decoder/.*layers(?!.*/gate$).*"
 
 

@@ -97,7 +97,7 @@ def _is_matmul(x: Any, w: Any) -> bool:
 def _contracted(
   subscripts: Any, operands: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-  """Returns the axes of x and of w that an einsum "btd,dnh->btnh" contracts.
+  """Returns the axes of x and w that an einsum like "btd,dnh->btnh" contracts.
 
   Returns None unless w is a weight whose other axes come last in the result.
   """

@@ -17,7 +17,7 @@ from coat_jax import coat_adamw, coat_lion, coat_muon
 
 
 def register() -> None:
-  """Adds "coat_adamw", "coat_lion" and "coat_muon" to `opt_type` via optax."""
+  """Adds coat_adamw, coat_lion and coat_muon to optax, for `opt_type`."""
   for optimizer in (coat_adamw, coat_lion, coat_muon):
     setattr(optax, optimizer.__name__, optimizer)
 

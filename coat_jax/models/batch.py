@@ -101,7 +101,7 @@ class Batch(NamedTuple):
 def _check(tokens: Any, **others: Any) -> None:
   """Raises an error unless the arrays form a batch."""
   remedy = "pass at least two tokens per sequence: the first is not a target"
-  rule = "[B, T + 1] with T at least 1"
+  rule = "int [B, T + 1] with T at least 1"
   check_array("Batch", "tokens", tokens, rule, kind=jnp.integer, remedy=remedy)
   if tokens.ndim != 2 or tokens.shape[1] < 2:
     raise ValueError(

@@ -87,7 +87,7 @@ def cached_forward(
 
   T must be at most `CHUNK` or a multiple of it, and fit in the free slots. On a
   mesh, B must be a multiple of the number of devices over which the batch is
-  sharded. `layers` is the result of `unstacked`, which is called if it is None.
+  sharded. `layers` is the result of `unstacked`; None computes it.
 
   Returns hidden states [B, T, D], which are meaningless for padding, and the
   cache with these tokens.

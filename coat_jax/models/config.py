@@ -31,11 +31,11 @@ _OF_EXPERTS = [
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 """Selects what layers recompute in the backward pass.
 
-"none" recomputes nothing. "dots" recomputes everything except matmuls. "full"
-saves only each layer's input and recomputes everything. "fp8_layer" does the
-same, but rounds this input to FP8. "fp8" needs a recipe whose norms save their
-inputs in FP8, such as coat: it saves these inputs, and recomputes everything
-except the last matmul of each block.
+"none" recomputes nothing. "dots" recomputes everything except the matmuls of
+linear layers. "full" saves only each layer's input and recomputes everything.
+"fp8_layer" does the same, but rounds this input to FP8. "fp8" needs a recipe
+whose norms save their inputs in FP8, such as coat: it saves these inputs, and
+recomputes everything except the last matmul of each block.
 """
 
 
@@ -208,8 +208,8 @@ class ModelConfig:
       )
     if self.head_width % 2:
       raise ValueError(
-        "ModelConfig: head_dim must be even, because RoPE rotates pairs, got "
-        f"{self.head_dim}; pass an even number"
+        f"ModelConfig: head_dim must be even, got {self.head_dim}; pass an "
+        "even number"
       )
     size = self.rotary_dim
     if size is not None and (size % 2 or size > self.head_width):

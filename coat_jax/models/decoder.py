@@ -68,8 +68,8 @@ class Decoder(nnx.Module):
       remat: what layers recompute in the backward pass; see `Remat`.
       store: a function `(path, array) -> array` that converts a parameter from
         f32 to the form in which it is stored. If given, layers are initialized
-        one at a time, and each call converts a parameter of one layer, so that
-        the whole stack never exists in f32. None keeps f32.
+        and converted one at a time, so that the whole stack never exists in
+        f32. None keeps f32.
       rngs: parameters are drawn from its stream `params`.
 
     Raises:

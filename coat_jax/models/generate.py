@@ -98,9 +98,9 @@ def generate(
 ) -> Generation:
   """Adds tokens to several prompts at once.
 
-  Runs in the model's `dtype`, BF16 or f32, and never in FP8, whatever the
-  recipe: an FP8 matmul uses one scale for all its tokens, so a prompt's result
-  would depend on the other prompts. Without FP8, a prompt's result is the same
+  Runs in the model's `dtype` and never in FP8, whatever the recipe: an FP8
+  matmul uses one scale for all its tokens, so a prompt's result would depend on
+  the other prompts. Without FP8, a prompt's result is the same
   as if it were the only prompt, up to the order of summation.
 
   While tokens are added, memory holds a second copy of the layers' weights. In

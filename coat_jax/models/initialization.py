@@ -52,7 +52,7 @@ def check_dtype(where: str, dtype: Any) -> np.dtype:
 
 
 def stored_in(op: str, param_dtype: DTypeLike) -> Store | None:
-  """Returns a `Store` that casts weights, but not norms, biases and vectors."""
+  """Returns a `Store` that casts all but norms and vectors; None for f32."""
   dtype = check_dtype(f"{op}: param_dtype", param_dtype)
   if dtype == jnp.float32:  # Parameters are drawn in f32.
     return None

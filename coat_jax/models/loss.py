@@ -61,9 +61,9 @@ def loss_of_hidden(
 ) -> Array:
   """Computes `loss_fn` from the model's hidden states [B, T, D].
 
-  As in transformers, one load-balancing loss covers all layers and all tokens,
-  including padding. It is multiplied by the sum of the batch's shares, so that
-  the losses of microbatches can be added.
+  As in transformers, one load-balancing loss covers all layers. It counts all
+  tokens, including padding. It is multiplied by the sum of the batch's shares,
+  so that the losses of microbatches can be added.
   """
   config, shares = model.config, batch.target_shares
   loss = vocabulary.mean_loss(

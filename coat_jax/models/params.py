@@ -32,10 +32,10 @@ Role = Literal[
   "probe",
 ]
 # How an array axis is split: "rows" by mesh axis fsdp, "columns" by tensor,
-# "experts" by expert. "Rows of columns" are split by tensor, into those of each
-# device's heads, columns of the MLP or shard of the vocabulary, and then by
-# fsdp. fsdp never splits a weight's last array axis, along which each device
-# must store whole groups of values.
+# "experts" by expert. "rows of columns" is split by tensor and then by fsdp. By
+# tensor, each device gets the rows for its heads, its columns of the MLP or its
+# part of the vocabulary. fsdp never splits a weight's last array axis, along
+# which each device must store whole groups of values.
 Axis = Literal["rows", "columns", "rows of columns", "experts"]
 
 
@@ -83,7 +83,7 @@ PARAMETERS: dict[str, Parameter] = {
   "mlp/down": Parameter("matrix", ("experts", *_SECOND), _ONE),
 }
 # The ends of a vision tower and the projector are not sharded: they are small,
-# and most of their dimensions are not divisible by the sizes of mesh axes.
+# and a mesh cannot evenly split some of their dimensions, such as 577 tokens.
 _ENDS = ("patches", "pool", "projector")
 _AT_ENDS: dict[str, Parameter] = {
   "kernel": Parameter("matrix"),
@@ -95,7 +95,7 @@ _AT_ENDS: dict[str, Parameter] = {
 }
 
 
-def parameter(path: str) -> Parameter:
+def parameter(path: str, op: str = "param_shardings") -> Parameter:
   """Looks up a parameter by its path, such as "layers/mlp/gate_up/kernel"."""
   names = path.split("/")
   if any(end in names for end in _ENDS) and names[-1] in _AT_ENDS:
@@ -103,7 +103,7 @@ def parameter(path: str) -> Parameter:
   found = [end for end in PARAMETERS if path.endswith(end)]
   if not found:
     raise ValueError(
-      f"param_shardings: params must be a model's, got {path!r}, which no "
+      f"{op}: params must be a model's, got {path!r}, which no "
       "model has; pass nnx.to_pure_dict(nnx.state(model, nnx.Param))"
     )
   return PARAMETERS[max(found, key=len)]
@@ -135,7 +135,8 @@ def model_matrices(config: ModelConfig | VisionConfig) -> Matrices:
   """Returns how Muon cuts the parameters of a model into matrices.
 
   Layers of a stack and experts have separate matrices, and so have q, k, v,
-  gate and up. Embeddings, the head, routers, norms and biases are not matrices.
+  gate and up. Other parameters are not matrices: embeddings, the head, routers,
+  norms, biases, and a tower's patch embedding and pooling.
 
   Args:
     config: the shape of a `Decoder` or a `VisionTower`.
@@ -165,7 +166,7 @@ def model_matrices(config: ModelConfig | VisionConfig) -> Matrices:
 
   def matrices(path: str, leaf: Any) -> MatrixSplit | None:
     check_leaf(op, path, leaf)
-    is_matrix = parameter(path).role == "matrix"
+    is_matrix = parameter(path, op).role == "matrix"
     return matrix_split(path, config) if is_matrix else None
 
   return matrices

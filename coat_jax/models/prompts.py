@@ -20,7 +20,7 @@ from coat_jax.numerics.checks import refuse
 
 
 def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
-  """Raises an error if there are no prompts, or a prompt is empty."""
+  """Raises an error if there are no prompts, or one is empty or invalid."""
   if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
     remedy = "pass a list of token ids for each prompt"
     refuse(TypeError, "generate", "prompts", "several prompts", prompts, remedy)
@@ -117,8 +117,8 @@ def check_images(
   if pixel_values.ndim != 5 or len(pixel_values) != len(prompts):
     raise ValueError(
       "generate: pixel_values must be [B, I, C, H, W], one row per prompt, got "
-      f"{pixel_values.shape} for {len(prompts)} prompts; pad prompts that have "
-      "fewer images with zeros"
+      f"{pixel_values.shape} for {len(prompts)} prompts; if some have fewer "
+      "images, add all-zero images"
     )
   each, room = model.config.tokens_each, pixel_values.shape[1]
   for i, prompt in enumerate(prompts):

@@ -60,9 +60,9 @@ def make_sampling(
 def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
   """Masks the tokens that cannot be drawn.
 
-  Returns logits f32 [B, V] divided by the temperature, -inf for masked tokens,
-  and the token id of each logit, int32 [B, V]. With top_k or top_p, the most
-  probable tokens come first, and equal logits are ordered by token id.
+  Returns logits f32 [B, V], minus the largest and divided by the temperature,
+  -inf for masked tokens, and each logit's token id, int32 [B, V]. With top_k or
+  top_p, the largest logits come first, and equal ones are ordered by token id.
   """
   assert sampling.temperature is not None
   largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -70,7 +70,7 @@ def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
   tokens = jnp.broadcast_to(jnp.arange(logits.shape[-1])[None], logits.shape)
   if sampling.top_k is None and sampling.top_p is None:
     return logits / sampling.temperature, tokens
-  # Sort before dividing: a temperature of 1e38 would make all logits equal.
+  # Sort before dividing: a temperature of 1e38 makes close logits equal.
   tokens = jnp.argsort(logits, axis=-1, stable=True, descending=True)
   logits = jnp.take_along_axis(logits, tokens, axis=-1) / sampling.temperature
   if sampling.top_k is not None:

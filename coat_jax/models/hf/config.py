@@ -62,8 +62,8 @@ def write_config(
   if not len(set(labels)) == len(labels) == count:
     raise ValueError(
       f"save_hf: labels must be one name for each of {count} classes, all "
-      f"different, got {len(labels)} names, {len(set(labels))} of them "
-      "different; leave labels out for default names"
+      f"different, got {len(labels)} names, {len(set(labels))} distinct; "
+      "leave labels out for default names"
     )
   return found | (labeled(labels) if count else {})
 

@@ -42,7 +42,7 @@ def _refusal(
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A tensor in a file, which starts at byte `offset`."""
+  """A tensor that starts at byte `offset` of a file."""
 
   file: Path
   name: str

@@ -84,8 +84,8 @@ def load_hf(
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: the folder contains no complete checkpoint, its model is not
-      supported, a weight is not finite, or `param_dtype` is not supported.
+    ValueError: the folder contains no complete checkpoint, a weight is not
+      finite, or the model, `mesh` or `param_dtype` is not supported.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")

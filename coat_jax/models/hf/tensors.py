@@ -136,7 +136,7 @@ class Section(NamedTuple):
     return (name, *(self.prefix + other for other in others))
 
   def foreign(self, names: Collection[str]) -> set[str]:
-    """Selects the text model's tensors of a whole CLIP or SigLIP."""
+    """Selects the tensors of a whole CLIP or SigLIP outside its tower."""
     if self.family is None or CONFIGS[self.family].whole is None:
       return set()
     own = self.prefix + self.optional

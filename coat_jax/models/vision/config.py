@@ -107,8 +107,8 @@ class VisionConfig:
       )
     if not self.has_pool and (self.num_classes or self.choices.pool is None):
       raise ValueError(
-        "VisionConfig: has_pool=False applies only to towers whose pooling has "
-        f"weights, got family {self.family} and num_classes "
+        "VisionConfig: has_pool=False applies only to a siglip_vision and to a "
+        f"vit without classes, got family {self.family} and num_classes "
         f"{self.num_classes}; leave has_pool out"
       )
 
