@@ -55,8 +55,8 @@ def from_integers(tree: Any, like: Any) -> Any:
     `tree` with the dtypes of `like`.
 
   Raises:
-    ValueError: the trees' structures differ, or an array differs in shape or
-      number of bits from its leaf in `like`.
+    ValueError: the trees' structures differ, or an array of unsigned integers
+      does not fit its FP8, bfloat16 or int4 leaf in `like`.
   """
 
   def view(keys, want, x):
