@@ -20,9 +20,9 @@ Why a power: if a group spans a wider range than E4M3, small values become 0; if
 it spans a narrower range, many codes are never used. With
 k = log(range of E4M3) / log(range of the group), x^k spans exactly the range of
 E4M3 (dynamic range expansion, arXiv:2410.19313, section 4). Decoding computes
-x = sign(q) (|q|/qmax)^(1/k) amax from the code q, amax and k. `coat` rounds k to
-multiples of 1/16: an exact k would change at every step, so all codes would be
-rounded again and the moments would drift.
+x = sign(q) (|q|/qmax)^(1/k) amax from the code q, amax and k. In `coat`, k
+is a multiple of 1/16: an exact k would change at every step, so all codes would
+be rounded again and the moments would drift.
 
 Why stochastic rounding: with b2 = 0.999 a step changes v by about 0.1 %, but
 the next FP8 code is 6 % away. Rounding to nearest would leave v unchanged. We
