@@ -20,9 +20,9 @@ Why a power: if a group spans a wider range than E4M3, small values become 0; if
 it spans a narrower range, many codes are never used. With
 k = log(range of E4M3) / log(range of the group), x^k spans exactly the range of
 E4M3 (dynamic range expansion, arXiv:2410.19313, section 4). Decoding computes
-x = sign(q) (|q|/qmax)^(1/k) amax from the code q, amax and k. We restrict k to
-multiples of 1/16: an exact k would change at every step, so all codes would be
-rounded again and the moments would drift.
+x = sign(q) (|q|/qmax)^(1/k) amax from the code q, amax and k. In `coat`, k
+is a multiple of 1/16: an exact k would change at every step, so all codes would
+be rounded again and the moments would drift.
 
 Why stochastic rounding: with b2 = 0.999 a step changes v by about 0.1 %, but
 the next FP8 code is 6 % away. Rounding to nearest would leave v unchanged. We
@@ -30,7 +30,7 @@ round up with probability (x - lower) / (upper - lower), where lower and upper
 are the *decoded* neighbours. This keeps E[decode(encode(x))] = x.
 
 If a group contains a NaN or an infinity, the whole group decodes to NaN; other
-groups are unaffected. Magnitudes below 2^-126 count as zero on every backend.
+groups are unaffected. Codecs with groups treat magnitudes below 2^-126 as zero.
 
 To add your own codec, define group codecs (`codecs.group`) and a function that
 returns a `MomentCodec` and has a default for every argument.
@@ -144,8 +144,8 @@ def int8(
   """INT8, linear in x: 2 + 8 / group_size bytes per parameter.
 
   Use this codec only as a baseline. If a is the largest second moment of a
-  group, those below a/255 become a/255 or 0. If one becomes 0, the update is
-  divided by eps. `coat` explains the arguments.
+  group, those below a/255 become a/255 or 0. If one becomes 0, a small gradient
+  in the next step leads to a huge update. `coat` explains the arguments.
   """
   return MomentCodec(
     name="int8",

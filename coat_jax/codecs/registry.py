@@ -110,7 +110,8 @@ def build(name: str, **arguments: Any) -> MomentCodec:
     **arguments: values for any of `options(name)`.
 
   Raises:
-    TypeError: the function does not return a `MomentCodec`.
+    TypeError: an argument has the wrong type, or the function does not return a
+      `MomentCodec`.
     ValueError: there is no such codec, it has no such option, or it does not
       accept the option's value.
 

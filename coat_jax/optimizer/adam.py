@@ -37,7 +37,7 @@ from coat_jax.optimizer.weights import Weight
 
 
 class AdamScalars(NamedTuple):
-  """The scalars of one step of Adam, each f32 [].
+  """The scalars of one step of Adam, each f32 [], or None for an absent term.
 
   The update is optax's mu / c1 / (sqrt(nu / c2 + eps_root) + eps) with the bias
   corrections c1 and c2. We multiply numerator and denominator by sqrt(c2),

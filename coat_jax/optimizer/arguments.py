@@ -208,20 +208,24 @@ def choose_leaves(
   return out
 
 
-def check_gradients(op: str, grads: Sequence[tuple[str, Any]]) -> None:
+def check_gradients(
+  op: str, grads: Sequence[tuple[str, Any]], name: str = "gradients"
+) -> None:
   """Raises a TypeError if a gradient is neither floating nor complex."""
   for path, g in grads:
     if not is_array(g) or not jnp.issubdtype(g.dtype, jnp.inexact):
       raise TypeError(
-        f"{op}: gradients must be floating or complex, got {described(g)} at "
+        f"{op}: {name} must be floating or complex, got {described(g)} at "
         f"{path!r}; cast it"
       )
 
 
-def gradients_like(op: str, updates: optax.Updates, codes: Any) -> list[Array]:
+def gradients_like(
+  op: str, updates: optax.Updates, codes: Any, name: str = "gradients"
+) -> list[Array]:
   """Lists the gradients; raises if their shapes differ from those of codes."""
   grads = leaf_paths(updates)
-  check_gradients(op, grads)
+  check_gradients(op, grads, name)
   shapes = [x.shape for x in jax.tree.leaves(codes)]
   wrong = [
     f"{g.shape} for {shape} at {path!r}"
@@ -232,8 +236,8 @@ def gradients_like(op: str, updates: optax.Updates, codes: Any) -> list[Array]:
     wrong = [f"{len(grads)} leaves for {len(shapes)}"]
   if wrong:
     raise ValueError(
-      f"{op}: gradients must have the shapes of the parameters given to init, "
-      f"got {wrong[0]}; call init with the parameters of these gradients"
+      f"{op}: {name} must have the shapes of the parameters given to init, got "
+      f"{wrong[0]}; call init with parameters of these shapes"
     )
   return [g for _, g in grads]
 

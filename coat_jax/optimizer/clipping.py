@@ -141,7 +141,7 @@ class Clipping:
   def next_state(
     self, state: ClipState, own: Sequence[Any], norm: Array
   ) -> ClipState:
-    """Returns the next state, given the slices' norms and the global norm."""
+    """Returns the next state, given the slices' next r and the global norm."""
     tree = jax.tree.structure(state.own).unflatten(own)
     return ClipState(state.steps + 1, norm, tree)
 

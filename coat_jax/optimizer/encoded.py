@@ -57,8 +57,8 @@ def encoded(
       None. It chooses which part of the codec encodes the field; None leaves
       the field unchanged. By default, every field with the structure and shapes
       of the parameters is encoded. The exceptions are copies of the parameters,
-      and the fields of COCOB, MADGRAD and `rmsprop(centered=True)` that must
-      stay in f32.
+      Adafactor's second moments, and the fields of COCOB, MADGRAD and
+      `rmsprop(centered=True)` that must stay in f32.
     quantize_mask, seed: as for `coat_adamw`.
 
   Returns:
@@ -115,7 +115,7 @@ def encoded(
     like = treedef.unflatten(zeros(x) if x.kind else x.node for x in found)
     # Without barriers, XLA spends half a minute on folding constants. In JAX
     # 0.11.0, each output of a barrier varies over the mesh axes of all inputs,
-    # so each array has a barrier.
+    # so each array gets a separate barrier.
     barrier = functools.partial(jax.tree.map, jax.lax.optimization_barrier)
     nodes = [barrier(x.node) if x.kind else x.node for x in found]
     state = treedef.unflatten(nodes)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused AdamW and Lion with FP8 moments: one call returns new parameters.
 
-In a chain, each optax transformation writes its updates to memory, one value
-per parameter, and the next transformation reads them. Here the whole step of a
-leaf is one computation. A kernel runs it in one pass over memory, and in place
-if parameters and state are donated.
+In a chain, the kernel of `coat_adamw` writes updates to memory, one value per
+parameter, and the next transformation reads them. Here the whole step of a leaf
+is one computation. A kernel runs it in one pass over memory, and in place if
+parameters and state are donated.
 """
 
 import functools
@@ -265,7 +265,7 @@ def _fused(
     weights, treedef = jax.tree.flatten(params)
     if low is not None:
       weights = pair_weights(op, params, low)
-    arguments.gradients_like(op, params, state.mu.codes)
+    arguments.gradients_like(op, params, state.mu.codes, "params")
     run = functools.partial(step_leaf, implementation=options.implementation)
 
     def step(i, leaf, g, *, layer=None, grad_scale=None):

@@ -93,8 +93,8 @@ def step_in_backward(
 
   Raises:
     TypeError: `optimizer` has no `begin` (optax's optimizers have none);
-      `before`, `layer` or `after` is not a function; `clip` is not a
-      `Clipping`.
+      `before`, `layer` or `after` is not a function; `stack` is not a string;
+      `clip` is not a `Clipping`.
     ValueError: the optimizer cannot step leaf by leaf; no leaf is below
       `stack`, or the leaves below it differ in the length of their first axis;
       only one of `clip` and `clip_state` is passed; `per_layer` has another
@@ -123,6 +123,7 @@ def step_in_backward(
     )
   for name, part in (("before", before), ("layer", layer), ("after", after)):
     check_function(op, name, part, "pass that part of the model's forward")
+  check_kind(op, "stack", stack, str, "pass a path in params")
   if clip is not None:
     check_kind(op, "clip", clip, Clipping, "pass Clipping(), or None")
   if (clip is None) == isinstance(clip_state, ClipState):

@@ -56,8 +56,8 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   """Decides by shape and name whether a leaf is a norm's parameter or a bias.
 
   Vectors and scalars count as norms or biases, except vectors of over a million
-  values, and a vector that is the whole tree, as after `optax.flatten`. Arrays
-  with more axes may be stacked norms or biases, so their names decide:
+  values, and a vector that is the whole tree, as after `optax.flatten`. Names
+  decide for these, and for arrays with more axes, which may be stacked:
 
   - A `kernel` or an `embedding` is neither.
   - A bias's name contains the word `bias`.

@@ -78,7 +78,7 @@ _TABLES = ("embed", "head", "router")
 
 
 def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
-  """Treats real leaves with two axes as matrices: no tables, norms or biases.
+  """Treats real 2D leaves as matrices, except tables, norms and biases.
 
   Tables are leaves whose path contains `embed`, `head` or `router`.
 
@@ -268,7 +268,8 @@ def newton_schulz(
 
   Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where
   A = x x^T. With `sharding`, the longer axis is split over all devices that
-  store shards of the leaf, so devices communicate only to sum their x x^T.
+  store shards of the leaf, if its size allows. Then a step communicates only to
+  sum the devices' x x^T.
   """
   a, b, c = options.coefficients
   is_tall = x.shape[-2] > x.shape[-1]
@@ -318,6 +319,6 @@ def orthogonalize(
     return scale * newton_schulz(x, options, sharding)
 
   whole = functools.partial(map_matrices, f, split=split, sharding=sharding)
-  # On explicit axes, types would determine which matmuls sum over devices. The
-  # sharding constraints above must do so, so we make the axes automatic.
+  # On explicit axes, types would determine which matmuls sum over devices. We
+  # make the axes automatic, so that the sharding constraints above decide this.
   return run_whole(whole, x, out_specs=spec_of(x))

@@ -126,8 +126,8 @@ def state_report(
       `codes_used`: fraction of the 256 codes (16 for int4) that occur (only for
         codecs with at most 8 bits);
       `zeroed`: fraction of values that are 0; with a reference, values that are
-        0 there too do not count. If a second moment is 0, the update is divided
-        by eps;
+        0 there too do not count. If a second moment is 0, a small gradient in
+        the next step leads to a huge update;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
         with Euclidean norms over the leaf; |decoded| if the reference is 0.
 

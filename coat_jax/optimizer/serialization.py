@@ -55,8 +55,8 @@ def from_integers(tree: Any, like: Any) -> Any:
     `tree` with the dtypes of `like`.
 
   Raises:
-    ValueError: the trees' structures differ, or an array differs in shape or
-      number of bits from its leaf in `like`.
+    ValueError: the trees' structures differ, or an array of unsigned integers
+      does not fit its FP8, bfloat16 or int4 leaf in `like`.
   """
 
   def view(keys, want, x):
@@ -110,9 +110,9 @@ def check_stored(stored: Any, target: Any) -> None:
     # A CheckpointManager has no handler until it has saved or restored.
     raise ValueError(
       "check_stored: stored must have the leaves of a checkpoint, got none in "
-      f"a {type(stored).__name__}; make Orbax's CheckpointManager with "
-      "item_handlers=StandardCheckpointHandler(), without which it finds no "
-      "metadata before it restores"
+      f"a {type(stored).__name__}; if it is from Orbax's CheckpointManager, "
+      "pass that item_handlers=StandardCheckpointHandler(), without which it "
+      "finds no metadata before it restores"
     )
   for keys, leaf in tree_leaves_with_path(target):
     dtype = getattr(leaf, "dtype", None)

@@ -186,8 +186,8 @@ def _placed(
   )
   if not leaves or len(where) != len(leaves):
     raise ValueError(
-      f"{op}: there must be a sharding for each parameter, got {len(where)} "
-      f"for {len(leaves)}; pass trees of one structure"
+      f"{op}: there must be parameters, and a sharding for each, got "
+      f"{len(leaves)} and {len(where)}; pass trees of one structure"
     )
   out = []
   for (path, leaf), sharding in zip(leaves, where, strict=True):

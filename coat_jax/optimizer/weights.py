@@ -42,9 +42,9 @@ class SplitWeight(NamedTuple):
 
   Attributes:
     high: bf16 of any shape, nearest to the weight.
-    low: int8 of the same shape: the weight minus `high`, in units of 1/256 ulp
-      of `high`. If `high` is a power of two and the weight is smaller in
-      magnitude, the ulp is that of the numbers just below `high`.
+    low: int8 of the same shape: |weight| - |high|, in units of 1/256 ulp of
+      `high`. If |high| is a power of two and |weight| is smaller, the ulp is
+      that of the numbers just below |high|.
   """
 
   high: Array
@@ -62,8 +62,8 @@ def split(
 
   With random words, it rounds stochastically, so that E[join(split(x))] is x;
   otherwise to nearest, ties to even. A NaN becomes the canonical NaN of its
-  sign. Finite magnitudes above 3.3895e38, whose nearest bf16 would be infinite,
-  become 3.3895e38.
+  sign. Finite magnitudes above 3.3961e38, whose nearest bf16 would be infinite,
+  become 3.3961e38.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   sign = bits & jnp.uint32(_SIGN)
@@ -162,10 +162,9 @@ def split_weights(params: Any) -> tuple[Any, Any]:
   Returns:
     Two trees with the structure of `params`. If Flax boxes hold names of axes,
     both trees have them. The first contains the parameters, with split leaves
-    in bf16.
-    For each bf16 leaf of the first, the second contains an int8 array of the
-    same shape (zeros if the parameter already was bf16). For other leaves it
-    contains an int8 scalar zero.
+    in bf16. For each bf16 leaf of the first, the second contains an int8 array
+    of the same shape (zeros if the parameter already was bf16). For other
+    leaves it contains an int8 scalar zero.
 
   Raises:
     TypeError: a leaf is not an array.

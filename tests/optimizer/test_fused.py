@@ -129,6 +129,8 @@ def test_fused_step_refuses_wrong_arguments():
   fused = fused_coat_adamw(1e-3)
   with pytest.raises(ValueError, match="fused_coat_adamw: gradients must have"):
     fused.apply({"w": params["w"]}, fused.init(params), params)
+  with pytest.raises(ValueError, match="fused_coat_adamw: params must have"):
+    fused.apply(params, fused.init(params), {"w": params["w"]})
 
 
 def test_states_of_other_optimizers_are_named():

@@ -367,7 +367,7 @@ def test_sharding_errors_name_the_leaf_and_the_remedy():
     state_shardings(init, params, {"a": good, "b": P()})
   with pytest.raises(TypeError, match="got SingleDeviceSharding.* at 'a'"):
     state_shardings(init, {"a": jnp.ones((64, 512))})
-  with pytest.raises(ValueError, match="got 1 for 2; pass trees of one"):
+  with pytest.raises(ValueError, match="got 2 and 1; pass trees of one"):
     state_shardings(init, params, {"a": good})
   uneven = NamedSharding(mesh, P("fsdp"))
   with pytest.raises(ValueError, match=r"shape \(6, 512\) at 'b', mesh {'fsdp"):
