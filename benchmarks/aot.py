@@ -122,7 +122,7 @@ def lower_for(
 ) -> jax.stages.Lowered:
   """Lowers `fn` for `device`, or for `mesh` if it is not None.
 
-  Code that asks for the current device while `fn` is traced gets `described`.
+  Without a mesh, traced code that asks for the current device gets `described`.
   """
   if mesh is None:
     out_shardings = sharding = SingleDeviceSharding(device)

@@ -25,8 +25,8 @@ class Sizes:
   """The sizes of a layer; the defaults are those of Llama-2-7B.
 
   Experts are as wide as the MLP. `dtype` is that of activations, gradients and
-  the norms' parameters. The cases of `quantize_*` quantize a matrix of shape
-  `quantized`, those of `quantize_groups` with each of `group_sizes`.
+  the norms' parameters. `elementwise_cases` quantizes a matrix of shape
+  `quantized`, with `quantize_groups` in groups of each of `group_sizes`.
   """
 
   batch: int = 4

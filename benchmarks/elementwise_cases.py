@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the memory-bound cases of `benchmarks.ops`: those without matmuls.
+"""Lists the memory-bound cases of `benchmarks.ops`, except those of MoE layers.
 
 `num_bytes` counts the bytes of the matrices that an operation must read and
 write, but not those of vectors. Inputs count twice if an operation must find
@@ -24,7 +24,7 @@ _LAYOUTS = {"rows": 1, "columns": 1, "both": 2}
 
 
 def elementwise_cases(sizes: Sizes) -> Iterator[OpCase]:
-  """Lists the cases of all operations without matmuls."""
+  """Lists the cases of operations without matmuls, except for MoE layers."""
   yield from _quantize(sizes)
   yield from _blocks(sizes)
   yield from _codes(sizes)

@@ -31,11 +31,11 @@ import numpy as np
 
 from coat_jax.numerics.formats import E4M3
 
-# The copies of the arguments together have at least this size, which is more
-# than twice an H200's L2 cache, unless that takes over `_MOST_CALLS` copies.
+# The copies of arguments and results together have at least this size, more
+# than twice an H200's L2 cache. But there are at most `_MOST_CALLS` copies.
 _CACHE_BYTES = 2 * 60 * 2**20
-# A group takes about this long, so that the GPU's clock settles, and the times
-# of the first dispatch and of the wait at the end are negligible.
+# A group takes about this long or has `_MOST_CALLS` calls, so that the GPU's
+# clock settles, and the first dispatch and the final wait are negligible.
 _GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
 _WARM_UP_CALLS = 3

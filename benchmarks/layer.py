@@ -15,8 +15,8 @@ pass (`mode` forward), and one for the forward and backward pass (`mode` full),
 which returns the output and the gradients of weights and input. FLOPs include
 matmuls and attention (causal in a decoder), but not the second forward pass of
 a checkpoint. `temporary_bytes` is the memory that the compiled program needs in
-addition to its arguments and results. `remembered_units` is the size, in U, of
-the arrays that the layer saves for its backward pass (`train.memory.count`).
+addition to its arguments and results. `remembered_units`, in mode full without
+a checkpoint, is the size of the arrays saved for the backward pass, in U.
 
 layer.scan, with --scan-memory: the temporary memory that each further layer of
 a scan adds, in U. This is the memory of 16 layers minus the memory of 8 layers,

@@ -62,7 +62,7 @@ def compile_for_tpu(
 ) -> jax.stages.Compiled:
   """Compiles `fn` for one device of a topology or for a mesh of its devices.
 
-  The arguments are those of `aot.compile_for`.
+  The arguments after `topology` are explained in `aot.compile_for`.
   """
   device = devices(topology)[0]
   described: Any = Mesh([device], ("device",)).abstract_mesh.abstract_device

@@ -5,11 +5,12 @@
   python -m benchmarks.training --mesh fsdp=4 --batch 6 --variant minimal
 
 The command trains a preset from random weights, with the training step of
-`train.pretrain` and `--batch` sequences on each GPU. The data is the source
-code of Python's standard library, as bytes. For each variant, the command
-prints a JSON row, `training.step`. It contains milliseconds per step, tokens
-per second per GPU, and the seconds for compiling and initializing. `peak_bytes`
-is the peak of allocated memory, on the GPU where it is highest.
+`train.pretrain` and `--batch` sequences on each GPU, or on each group of GPUs
+along the mesh axis `tensor`. The data is the source code of Python's standard
+library, as bytes. For each variant, the command prints a JSON row,
+`training.step`, with milliseconds per step, tokens per second per GPU, and
+seconds for compiling and initializing. `peak_bytes` is the peak of allocated
+memory, on the GPU where it is highest.
 `compiled_peak_bytes` is the peak that the compiler reported. Each variant runs
 in a separate process, because JAX cannot reset a GPU's peak.
 

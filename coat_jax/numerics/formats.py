@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 and INT8 formats: their limits, saturating casts, neighbouring values.
 
-E4M3 (4 exponent bits, 3 mantissa bits, no infinity) is for activations and
-weights, E5M2 (more range, less precision) for gradients. No kernel supports
-INT8.
+By default, E4M3 (4 exponent bits, 3 mantissa bits, no infinity) is for
+activations and weights, and E5M2 (more range, less precision) for gradients. No
+kernel supports INT8.
 
 A plain cast to FP8 has two traps:
   * A JAX cast does not saturate: 465 becomes NaN in E4M3, 61440 inf in E5M2.

@@ -61,7 +61,7 @@ class QTensor:
     """Returns qvalue * scale, computed in f32 and cast to `dtype`.
 
     Raises:
-      TypeError: `dtype` is not a floating dtype.
+      TypeError: `dtype` is not a floating dtype of 16 bits or more.
       ValueError: the scale's shape does not fit qvalue and group_size.
     """
     op, shape = "dequantize", self.qvalue.shape
@@ -145,8 +145,8 @@ def amax_to_scale(
   """Returns the scale of a group from its amax: amax * float32(1 / qmax).
 
   We do not divide by qmax, because only some compilers replace such a division
-  by this multiplication. A group of zeros has scale 1. A bfloat16 scale is
-  rounded up.
+  by this multiplication. The scale is at least f32's smallest normal number. A
+  group of zeros has scale 1. A bfloat16 scale is rounded up.
   """
   if dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16):
     rule, remedy = "float32 or bfloat16", "pass one of these"
@@ -159,7 +159,7 @@ def amax_to_scale(
 
 
 def power_of_two_scale(amax: Array, dtype: DTypeLike = E4M3) -> Array:
-  """Returns the smallest power of two with amax / scale <= qmax, as f32.
+  """Returns the smallest normal f32 power of two with amax / scale <= qmax.
 
   A group of zeros has scale 1. If amax is NaN or infinite, so is the scale.
   """
@@ -206,11 +206,11 @@ def quantize(
 ) -> QTensor:
   """Quantizes with one scale per `group_size` values of the last axis.
 
-  scale = amax * float32(1 / qmax), or 1 for a group of zeros; a BF16 scale is
-  rounded up. qvalue = rne(clip(x / scale, ±qmax)).
+  scale = max(amax * float32(1 / qmax), 2^-126), or 1 for a group of zeros; a
+  BF16 scale is rounded up. qvalue = rne(clip(x / scale, ±qmax)).
 
   Args:
-    x: float [..., n]. A NaN in x makes its group NaN, but no other group.
+    x: float [..., n]. A NaN or infinity makes its group NaN, but no other.
     group_size: at least 1; the last group may be short. None for one scale per
       array or, inside `jax.shard_map`, per shard.
     dtype: E4M3, E5M2 or INT8.

@@ -11,17 +11,17 @@ activations, w [D, F] weights, g [T, F] gradients):
   int8        INT8 * INT8        INT8 * INT8        INT8 * INT8
   fp8_block   E4M3 * E4M3        E4M3 * E4M3        E4M3 * E4M3
 
-Except in `fp8_block`, a matmul operand has one scale per tensor, computed from
-its current values. Matmuls accumulate in f32, or in int32 for `int8`. `coat`
-differs from `fp8_linear` in the rest of the layer: norms and activation
+Except in `fp8_block`, a quantized operand has one scale per tensor, computed
+from its current values. Matmuls accumulate in f32, or in int32 for `int8`.
+`coat` differs from `fp8_linear` in the rest of the layer: norms and activation
 functions read FP8 values with one scale per 1 x 16 group, and save these
 instead of BF16 values (arXiv:2410.19313, section 5). `fp8_block` is `coat` with
-the matmuls of DeepSeek-V3: one scale for each block of 128 values along the
-axis that a matmul sums over (`scaling.Blocks`), and gradients in E4M3.
+the matmuls of DeepSeek-V3: gradients in E4M3, and one scale per 128 values that
+a matmul sums over, or per 128 x 128 values of a weight (`scaling.Blocks`).
 
-With `residuals` "coat" or "minimal", a Llama layer of width D and MLP width F
-saves these bytes per token. Scales are not included: one BF16 scale per 1 x G
-group adds 2 / G bytes per value.
+With `residuals` "coat" or "minimal", a Llama layer of width D and MLP width F,
+with as many key heads as query heads, saves these bytes per token, plus scales
+(2 / G bytes per value in 1 x G groups) and statistics of rows.
 
                        coat                  minimal
   norm inputs          2 x D bytes           2 x D bytes
@@ -108,7 +108,7 @@ class MeshAxes:
 
   def __post_init__(self):
     op, remedy = "MeshAxes", "pass names of a mesh's axes, as in ('data',)"
-    named = "a tuple of different names"
+    named = "a tuple of one or more different names"
     if not isinstance(self.batch, tuple):
       refuse(TypeError, op, "batch", named, self.batch, remedy)
     if len({*self.batch}) < max(len(self.batch), 1):

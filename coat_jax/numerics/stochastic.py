@@ -8,7 +8,7 @@ the sharding. They are hashed separately because a stacked leaf can have more
 than 2^32 elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
-search), which takes 8 integer operations per word; Threefry takes about 37.
+search), which takes 8 integer operations; Threefry takes about 37 per word.
 Eight neighbouring columns share a hash; a word is the hash times
 MULTIPLIER^(column modulo 8). The second moment's word is the first moment's
 times MULTIPLIER^8 (`next_words`), and the parameter's word is that times

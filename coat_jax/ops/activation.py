@@ -2,8 +2,8 @@
 """Activation functions of FP8 values in plain jnp: f(x), and gated f(gate) up.
 
 `parts` is (x,) or (gate, up), `QTensor`s [..., F]. `scale` comes from
-`activation_input`. The backward pass recomputes the function's output, because
-the weight gradient of the next matmul needs it.
+`activation_input`. `activation_bwd_operands` recomputes the function's output,
+because the weight gradient of the next matmul needs it.
 
 We write (1 + tanh(u)) / 2 as sigmoid(2 u), because 1 + tanh(u) cancels if
 tanh(u) is near -1.

@@ -3,8 +3,8 @@
 
 Like FlashAttention, this saves q, k, v, the output and each row's log-sum-exp,
 and recomputes the probabilities of one chunk of queries at a time, so that no
-[T, S] matrix is ever in memory. With a window, a chunk reads only the keys that
-its queries see, so T (window + chunk) scores are computed instead of T S.
+[T, S] matrix is ever in memory. With a window, a chunk reads window + chunk
+keys, so T (window + chunk) scores are computed instead of T S.
 
 Shapes: q [B, T, N, H]; k, v [B, S, K, H]. N is a multiple of K, and query head
 n reads key head n // (N / K). Matmuls accumulate in f32; the softmax is

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN, forward and backward, in BF16 or f16.
 
-JAX has no public functions for most of this, so only this file calls private
-functions of JAX. If the installed JAX lacks one of them, `_why_not` reports it,
-and attention runs in another implementation.
+JAX has no public functions for most of this, so this file, unlike all others,
+calls private functions of JAX. If the installed JAX lacks one of them,
+`_why_not` reports it, and attention runs in another implementation.
 
 JAX's cuDNN call accepts a function that changes scores, such as a soft cap,
-only from version 0.12 on. Our segments are ids of tokens, but cuDNN's packed
-layout needs a static number of segments.
+only from version 0.12 on; we never pass one. Our segments are ids of tokens,
+but cuDNN's packed layout needs a static number of segments.
 """
 
 import inspect
@@ -43,7 +43,7 @@ def _why_not(q, k, segments, kind, **_) -> str | None:
       "the version of JAX in constraints.txt"
     )
   if kind.soft_cap is not None:
-    return f"JAX's cuDNN call cannot cap scores, got soft_cap={kind.soft_cap}"
+    return f"this cuDNN call cannot cap scores, got soft_cap={kind.soft_cap}"
   if segments is not None:
     return (
       "cuDNN reads packed sequences as offsets and lengths of a fixed number "

@@ -66,7 +66,7 @@ def _check_rows(x: Operand, w: Operand, sizes: Array, codes: str) -> None:
   rows, weights = x.rows, getattr(w, codes)
   if rows is None or weights is None:
     raise ValueError(
-      f"grouped_linear: needs rows of tokens and {codes} of weights, got "
+      f"grouped_linear: needs rows of x or g, and {codes} of weights, got "
       f"{shapes_of(x)} and {shapes_of(w)}; quantize them in these layouts"
     )
   fits = rows.ndim == 2 and weights.ndim == 3

@@ -90,8 +90,8 @@ def join_heads_operand(
 ) -> tuple[Operand, Array | None]:
   """Quantizes the result of `join_heads` for the projection's backward pass.
 
-  Returns the operand in both layouts. If `has_sums`, also returns the
-  unrounded gradient summed over tokens, f32 [(N + 2 K) H], for a bias.
+  Returns the operand in both layouts. If `has_sums`, also returns the result of
+  `join_heads` summed over tokens, f32 [(N + 2 K) H], for a bias.
   """
   joined = join_heads.definition(dq, dk, dv, cos, sin)
   sums = None

@@ -27,8 +27,8 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
   if x.rows.shape[-1] != w.columns.shape[1]:
     raise ValueError(
       "linear: x [..., D] needs a weight [D, F], got x "
-      f"{x.rows.shape} and weight {w.columns.shape[::-1]}; pass an x as wide "
-      "as the weight"
+      f"{x.rows.shape} and weight {w.columns.shape[::-1]}; pass arrays whose D "
+      "match"
     )
   columns = w.columns.shape[:1]
   for name, other, want in (
@@ -37,7 +37,7 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
   ):
     if other is not None and other.shape != want:
       raise ValueError(
-        f"linear: {name} must have the output's shape, {want}, got "
+        f"linear: {name} must have shape {want} to be added to the output, got "
         f"{other.shape}; pass one of this shape"
       )
 

@@ -30,7 +30,7 @@ from coat_jax.ops.types import NormKind, NormStats
 def check_norm(x, gamma, beta, *, kind, eps, **_) -> None:
   """Raises if arguments of a norm are invalid."""
   check_numeric("norm", "x", x, "pass the norm's input")
-  remedy = "pass kind=None to a block without a norm"
+  remedy = "pass one of these, since only a block accepts None"
   check_choice("norm", "kind", kind, get_args(NormKind), remedy)
   check_number("norm", "eps", eps, NOT_NEGATIVE, "1e-6 is usual")
   for name, row in (("gamma", gamma), ("beta", beta)):
@@ -100,7 +100,7 @@ def norm_gradients(
   g = gamma dy, and the term mean(g) exists only for "layer".
   """
   for name, each in (("dy", dy), ("x", x)):
-    check_numeric("norm", name, each, "pass an array like x")
+    check_numeric("norm", name, each, "pass an array [..., D]")
   dy = dy.astype(jnp.float32)
   x = x.astype(jnp.float32)
   if stats.mean is not None:

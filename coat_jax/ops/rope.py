@@ -111,7 +111,7 @@ class YarnScaling(RopeScaling):
     original_max_position_embeddings: the original context length.
     beta_fast, beta_slow: numbers of turns.
     attention_factor: factor of cos and sin; None for 0.1 log(factor) + 1 or, if
-      `mscale` and `mscale_all_dim` are set,
+      `mscale` and `mscale_all_dim` are above 0,
       (0.1 mscale log(factor) + 1) / (0.1 mscale_all_dim log(factor) + 1).
     mscale, mscale_all_dim: see `attention_factor`.
 
@@ -142,7 +142,7 @@ class YarnScaling(RopeScaling):
 
     first = max(math.floor(channel(self.beta_fast)), 0)
     last = min(math.ceil(channel(self.beta_slow)), 2 * half - 1)
-    width = last - first or 1  # If they are equal, any width gives a step.
+    width = last - first or 1  # If they are equal, 1 gives a step.
     channels = jnp.arange(half, dtype=jnp.float32)
     kept = 1 - jnp.clip((channels - first) / width, 0, 1)
     return frequency * (kept + (1 - kept) / self.factor)
