@@ -81,9 +81,7 @@ class EvaluateConfig:
   model: Annotated[Positional[str], arg(metavar="RUN_OR_DIR")]
   data: _Repeated = ()
   documents: Documents = "apart"
-  stride: Annotated[Count | None, shown("default: a window")] = (
-    None
-  )
+  stride: Annotated[Count | None, shown("default: a window")] = None
   task: _Repeated = ()
   task_dir: _Path = None
   shots: Annotated[

@@ -113,7 +113,9 @@ class MeshAxes:
       refuse(TypeError, op, "batch", named, self.batch, remedy)
     if len({*self.batch}) < max(len(self.batch), 1):
       refuse(ValueError, op, "batch", named, self.batch, remedy)
-    for name in (*self.batch, self.fsdp, self.tensor, self.expert):
+    for name in self.batch:
+      check_kind(op, "an axis of batch", name, str, remedy)
+    for name in (self.fsdp, self.tensor, self.expert):
       check_kind(op, "an axis", name, (str, type(None)), remedy)
     if self.fsdp is not None and self.fsdp not in self.batch:
       raise ValueError(

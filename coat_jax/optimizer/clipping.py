@@ -59,7 +59,8 @@ class Clipping:
              squares of all limits add up to max_norm^2, so the clipped global
              norm does not exceed max_norm.
   adaptive   limit = relative * r, where r is the running mean of the slice's
-             own clipped norms (AdaGC); like "share" in the first `warmup` steps
+             own clipped norms since the first above 0 (AdaGC); like "share" in
+             the first `warmup` steps
 
   In the first step, and for slices whose r is 0, the limit is max_norm, so the
   clipped global norm may exceed max_norm. A slice whose norm reaches 3.4e38,
@@ -135,6 +136,7 @@ class Clipping:
       return scale, norm
     clipped = scale * norm
     mean = self.decay * own + (1 - self.decay) * clipped
+    mean = jnp.where(own > 0, mean, clipped)  # The first norm above 0.
     first = jnp.where(state.steps == self.warmup - 1, clipped, norm)
     return scale, jnp.where(is_warm, mean, first)
 

@@ -141,6 +141,25 @@ def test_first_step_clips_a_norm_whose_square_overflows():
   np.testing.assert_allclose(clipped["a"], [1.2, -1.6], rtol=1e-6)
 
 
+def test_running_mean_begins_at_the_first_norm_above_0():
+  # As of an expert that got no token until now.
+  clip = Clipping(
+    "adaptive", MAX, relative=RELATIVE, decay=DECAY, warmup=WARMUP
+  )
+  state = clip.init(gradients(0))
+  for step in range(WARMUP + 1):
+    _, state, _ = clip_gradients(
+      clip, state, gradients(step) | {"a": np.zeros(3, "float32")}
+    )
+  for scale in (0.5, 0.55):
+    a = np.array([0, 0, scale * MAX], "float32")
+    clipped, state, _ = clip_gradients(clip, state, gradients(9) | {"a": a})
+  limit = RELATIVE * 0.5 * MAX
+  np.testing.assert_allclose(clipped["a"], a * min(1, limit / a[2]), rtol=1e-5)
+  mean = DECAY * 0.5 * MAX + (1 - DECAY) * clipped["a"][2]
+  np.testing.assert_allclose(state.own["a"], mean, rtol=1e-5)
+
+
 def test_norm_that_is_not_finite_is_not_hidden():
   clip = Clipping("adaptive", 1.0)
   grads = {"a": jnp.array([jnp.nan])}

@@ -177,7 +177,10 @@ def test_table_says_what_fits(capsys, hbm, fits):
     (["demo", "--mesh", "fsdp=3"], "fsdp must divide d_model"),
     (["demo", "--mesh", "fsdp=4", "--batch", "3"], "4 would fit"),
     (["demo", "--batch", "0"], "batch must be a whole number at least 1"),
-    (["demo", "--accumulate", "0"], "accumulate must be a whole number at least 1"),
+    (
+      ["demo", "--accumulate", "0"],
+      "accumulate must be a whole number at least 1",
+    ),
     (["demo", "--mesh", "tensor=2"], "a device must have whole groups"),
     (["demo", "--trained", "all"], "trained applies to models that see images"),
     (

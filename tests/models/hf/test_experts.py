@@ -88,7 +88,7 @@ def test_experts_are_read_under_both_names_and_written():
     ({"num_experts": 8}, "must be equal to num_experts, 8, got 4; correct the"),
     ({"num_experts_per_tok": 5}, "which must be at most num_experts, got 4"),
     ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
-    ({"router_aux_loss_coef": -1}, "auxiliary_loss must be a number at least 0"),
+    ({"router_aux_loss_coef": -1}, "must be a number at least 0"),
   ],
 )
 def test_unsupported_mixtures_are_refused_by_name(keys, words):
