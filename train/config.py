@@ -206,10 +206,11 @@ class TrainConfig:
         f"{self.optim.warmup:g}; lower optim.warmup, or pass a share of all "
         "steps, such as 0.1"
       )
-    if sum(read_profile(self.profile)) > self.steps:
+    if (last := sum(read_profile(self.profile))) > self.steps:
       raise ValueError(
         f"TrainConfig: profile must fit into {self.steps} steps, got "
-        f"{self.profile}; trace fewer steps, or earlier ones"
+        f"{self.profile}, which ends at step {last}; trace fewer steps, or "
+        "earlier ones"
       )
 
   @property
