@@ -10,13 +10,14 @@
   config         the options of a run; optim_config, finetune_config and
                  vit_config define more options
   presets        published model shapes and settings
-  options, mesh  helpers and checks for options
+  options, mesh  helpers and checks for options; command_line reads them
   source         opens the model of a run or of a Hugging Face folder
   pretrained     starts a run from the weights of a checkpoint
   restore        restores the checkpoint of a resumed run
   data/          turns files into batches
   run/           the folder, checkpoints, log, signals and processes of a run
   memory/        computes how much memory a step needs
+  evaluation/    scores texts, answers and tasks for evaluate
   watch          checks for early signs that low precision will harm training
 
 Your own training program needs `step`, `update`, `objective`, `weights`,

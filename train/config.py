@@ -80,18 +80,17 @@ class TrainConfig:
       recipes coat, fp8_block and int8.
     experts: The format of the operands of expert matmuls, with recipe coat; fp8
       is slow without a Hopper GPU.
-    weight_cache: What to compute from the weights once per step, with FP8
-      recipes: nothing (none), their scales (scale), or scales and FP8 codes
-      (codes).
-    evaluation: The recipe of evaluations if an FP8 recipe is used for training:
-      the same, or bf16.
+    weight_cache: What to compute from the weights once per step, except with
+      recipe bf16: nothing (none), their scales (scale), or scales and 8-bit
+      codes (codes).
+    evaluation: The recipe of evaluations: the same as in training, or bf16.
     compute: The dtype of activations, with recipe bf16. A run in float32 shows
       how much rounding to BF16 matters.
     remat: What jax.checkpoint saves for each layer; the backward pass
       recomputes the rest. none saves all that the recipe saves. dots saves the
       results of matmuls. full saves only the layer's input. fp8 (only with
-      recipe coat) saves the inputs of both norms in FP8. fp8_layer saves the
-      layer's input, rounded to FP8.
+      recipes coat, fp8_block and int8) saves the inputs of both norms in FP8,
+      or in INT8 with int8. fp8_layer saves the layer's input, rounded likewise.
     params: How weights are stored. bfloat16 rounds stochastically;
       bfloat16_low8 stores 8 more bits per weight. Norms and biases are always
       f32.
@@ -130,8 +129,8 @@ class TrainConfig:
     tensorboard: Also write metrics to TensorBoard event files.
     wandb: Also write metrics to Weights & Biases, which reads WANDB_PROJECT and
       its other environment variables.
-    profile: Number of steps to trace with jax.profiler, such as 5; 5:100 traces
-      five steps after the first hundred.
+    profile: Number of steps to trace with jax.profiler after the first five,
+      such as 5; 5:100 traces five steps after the first hundred.
 
   Raises:
     ValueError: a value is outside its range, or options are incompatible.
@@ -207,10 +206,11 @@ class TrainConfig:
         f"{self.optim.warmup:g}; lower optim.warmup, or pass a share of all "
         "steps, such as 0.1"
       )
-    if sum(read_profile(self.profile)) > self.steps:
+    if (last := sum(read_profile(self.profile))) > self.steps:
       raise ValueError(
         f"TrainConfig: profile must fit into {self.steps} steps, got "
-        f"{self.profile}; trace fewer steps, or earlier ones"
+        f"{self.profile}, which ends at step {last}; trace fewer steps, or "
+        "earlier ones"
       )
 
   @property
@@ -234,8 +234,8 @@ class TrainConfig:
   def with_f32_moments(self, recipe: str) -> Self:
     """Returns the run with another recipe, f32 weights and f32 moments.
 
-    Options that the recipe does not accept get their defaults. The result has
-    no twin.
+    Options that the recipe does not accept get their defaults; remat fp8 and
+    fp8_layer become full. The result has no twin.
     """
     reset = unused(self, _RECIPES, recipe)
     if self.remat in ("fp8", "fp8_layer"):

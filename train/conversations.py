@@ -39,7 +39,7 @@ from train.source import decoder_of
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
-# The number of printed characters: a prompt's last and an answer's first.
+# Print this many characters: the last of a prompt, the first of an answer.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _THREADS = 8  # Each thread reads the images of a batch.

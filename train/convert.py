@@ -22,8 +22,9 @@ change. `python -m train.pretrain finetune --out RUN [options] --resume` trains
 this run.
 
 All four commands run on one device. With JAX_PLATFORMS=cpu they need only host
-memory: 12 bytes per parameter plus the bytes of the encoded moments. A command
-that fails or is stopped removes what it wrote.
+memory: 12 bytes per parameter plus the bytes of the encoded moments for export
+and import, less for the others. A command that fails or is stopped removes what
+it wrote.
 """
 
 import dataclasses

@@ -37,7 +37,7 @@ def export_adamw(run: Path, out: Path) -> int:
   adam, low = weights.without_low(state.optimizer)
   adam = jax.jit(to_plain_state)(adam)
   params = jax.jit(weights.load)(state.params, low)
-  # With a schedule and a mask, the state of optax.adamw has another structure.
+  # The structure of optax.adamw's state depends on the schedule and the mask.
   adamw = optax.adamw(learning_rate(config), mask=steps.decays)
   opt_state = jax.eval_shape(adamw.init, params)
   schedule = optax.ScaleByScheduleState(adam.count)

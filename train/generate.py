@@ -114,7 +114,6 @@ def run(config: GenerateConfig) -> None:
   prompts = encode(config, source)
   model = decoder_of(source.load())
 
-  # The first call compiles, so the time of the second excludes compilation.
   def call(most: int) -> Generation:
     return generate(
       model,
@@ -128,6 +127,7 @@ def run(config: GenerateConfig) -> None:
       cache_size=bucket(max(map(len, prompts))) + bucket(config.max_tokens),
     )
 
+  # The first call compiles, so the time of the second excludes compilation.
   started = time.monotonic()
   call(1)
   compiled_s = time.monotonic() - started

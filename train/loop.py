@@ -221,7 +221,7 @@ def train[Config: TrainConfig](
   first = done + 1
   train_rows = read_or_stop(batches)
   while done < config.steps and not is_stopping:
-    # Run a step. Read its metrics at once if code below uses its state.
+    # Run a step. Read its metrics at once if it is the first or used below.
     if profiler.is_at_edge:
       read_steps()
     profiler.before_step()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines how each kind of model is built, and its loss.
 
-The type of a run's `model` selects the run's `Objective`. Rows come from
-`train.run.data.RunData`.
+The type of a run's `model` selects the run's `Objective`. The rows of batches
+come from `train.run.data.RunData`.
 """
 
 import abc

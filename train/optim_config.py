@@ -31,7 +31,7 @@ OPTIMIZERS = {
 Codec = Annotated[
   str, tyro.conf.arg(metavar=f"{{{','.join(codecs.names())}}}|MODULE:FN")
 ]
-# f32 rounds larger decays to 1, and the bias correction would divide by 0.
+# f32 rounds 0.99999998 to 1, and the bias correction would then divide by 0.
 Decay = Annotated[float, Range(0, 0.9999999)]
 
 
@@ -55,21 +55,23 @@ class OptimConfig:
     warmup: Number of steps in which the learning rate rises, or a share of all
       steps if below 1.
     min_lr_ratio: The final learning rate, as a share of lr.
-    b1: Decay of the first moment.
-    b2: Decay of the second moment.
+    b1: Decay of the first moment; with coat_lion, its weight in the update.
+    b2: Decay of the second moment; with coat_lion, of its only moment.
     eps: Added to the square root of the second moment.
     momentum: Decay of the momentum of matrices in coat_muon.
     weight_decay: Decoupled weight decay of all parameters except norms, biases
       and embeddings.
-    grad_clip: Maximum global norm of the clipped gradients.
+    grad_clip: Maximum global norm of the clipped gradients; see clip.
     clip: How gradients are clipped. global scales all gradients by one factor.
       share and adaptive scale the gradient of each parameter in each layer by a
       separate factor. share limits the norm of each of these gradients to
       grad_clip times its share of the global norm in the previous step.
-      adaptive limits each norm to 1.05 times its running mean.
+      adaptive does the same in the first 100 steps, and then limits each norm
+      to 1.05 times its running mean.
 
   Raises:
-    ValueError: a value is outside its range, or the codec rejects it.
+    ValueError: a value is outside its range, or the optimizer or the codec does
+      not accept it.
   """
 
   lr: Positive

@@ -43,7 +43,7 @@ def type_of(field: dataclasses.Field) -> Any:
 
 
 def part_of(field: dataclasses.Field, values: Any) -> type | None:
-  """Returns the dataclass in a field's type that has these keys, or None."""
+  """Returns a field's dataclass (of several, one with these keys), or None."""
   kind = type_of(field)
   kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
   for kind in kinds:

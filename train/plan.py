@@ -137,7 +137,7 @@ class PlanConfig:
   hbm: str = "80GB"
   gpus: Annotated[Count | None, shown("default: no search")] = None
   mesh: Annotated[str, shown("default: one device")] = ""
-  batch: Annotated[Count | None, shown("default: one for each device")] = None
+  batch: Annotated[Count | None, shown("default: the smallest possible")] = None
   seq: Annotated[
     Count | None, shown("default: the preset's; 2048 for a LLaVA")
   ] = None

@@ -114,7 +114,7 @@ def _draw_differences(axes, runs: dict[str, list[dict]]) -> None:
         label = f"{name}, held out"
         axes.plot(steps, losses, "o", color=color, label=label)
         continue
-      # Noise in single steps is larger than the differences between runs.
+      # The noise of steps exceeds the differences, so average over more steps.
       window = max(min(_WINDOW, len(losses)), len(losses) // 10)
       label = f"{name}, mean of {window}"
       axes.plot(*_smoothed(steps, losses, window), color=color, label=label)
@@ -214,7 +214,7 @@ def _series(rows: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlotConfig:
-  """Draws the losses of runs, their powers k and the errors of their moments.
+  """Draws the losses of runs, and what --report-state and --watch recorded.
 
   Attributes:
     runs: Folders of runs.

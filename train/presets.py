@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines presets: functions that return published shapes and settings.
+"""Defines presets, functions that return published settings or demos.
 
 The papers used many devices: lower `--batch` and `--steps` if you have few.
 """

@@ -2,7 +2,7 @@
 """Trains a language model, from random weights or from a checkpoint.
 
   python -m train.pretrain PRESET [options]      PRESET --help shows the options
-  python -m train.pretrain demo --compare bf16   what `make train` runs
+  python -m train.pretrain demo --compare bf16   `make train` without a GPU
 
 `train/__init__.py` lists the files that your own training program needs, and
 docs/training.md the exit statuses.

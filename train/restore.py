@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restores checkpoints of runs that are resumed with other options."""
+"""Restores the checkpoint of a resumed run, whose options may have changed."""
 
 import dataclasses
 import functools
@@ -42,8 +42,8 @@ def restore(
   )
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
-    # A `Moment` contains its codec, so the abstract state determines it. If the
-    # codes stay the same, take the new codec: only its rounding may differ.
+    # The abstract state determines the codec of each restored `Moment`. If the
+    # codes stay the same, use the new codec: only its rounding may differ.
     optim = config.optim if same_codes else saved.optim
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params

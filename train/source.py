@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the model of a run or of a Hugging Face folder.
 
-The model is read onto one device and runs in recipe bf16. In FP8, all tokens of
-a matmul share one scale, so the prediction for a text would depend on the other
-texts in its batch.
+The model is read onto one device and runs in recipe bf16. In most FP8 recipes,
+all tokens of a matmul share one scale, so the prediction for a text would
+depend on the other texts in its batch.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from train.vit_config import VitConfig
 
 Compute = Literal["bfloat16", "float32"]
 Shape = ModelConfig | VisionLanguageConfig
-_LENGTH = 2048  # As in transformers, if config.json sets no context length.
+_LENGTH = 2048  # Llama's default in transformers, if config.json has none.
 
 
 class Source(NamedTuple):

@@ -2,5 +2,5 @@
 """Plans the memory of training steps without compiling them.
 
 `step` computes the peak of a whole step from `count` and `backward`. `search`
-finds the settings that fit. docs/plan.md describes what is counted.
+finds the fastest settings that fit. docs/plan.md describes what is counted.
 """

@@ -156,8 +156,8 @@ def _bf16_backward(layer: Layer) -> float:
 
 def _fp8_linear_backward(layer: Layer) -> float:
   inner, unit, weights = layer.inner, layer.unit, layer.weights
-  # Gradients of gate and up, each in BF16 and twice in E5M2: in row-major and
-  # in column-major layout.
+  # Gradients of gate and up, each in BF16 and twice in E5M2: in row layout
+  # and in column layout.
   mlp = 8 * inner + 1.5 * unit
   if layer.is_on_mesh:
     gradients = layer.grad_value * sum(weights.values())
@@ -221,7 +221,7 @@ def _coat_mlp(layer: Layer) -> float:
     # router's share of that gradient, and both blocks' inputs in FP8.
     return (2 * layer.code + 8) * inner + 2 * rows + (3 + layer.code) * unit
   # The product's gradient in BF16; the gradients of gate and up in E5M2, in
-  # row-major and in column-major layout; and the recomputed product in FP8.
+  # row layout and in column layout; and the recomputed product in FP8.
   values = 7 * inner
   if layer.recipe.residuals == "coat" and not layer.experts:
     # The gradients of gate and up in f32 replace the product and its gradient.

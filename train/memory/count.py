@@ -32,7 +32,7 @@ from coat_jax.models.remat import checkpointed
 from coat_jax.numerics.recipes import CoatRecipe
 
 KINDS = get_args(residuals.Kind)
-# The length of the traced sequence; scales of whole tensors are negligible.
+# The length of the traced sequence.
 _TOKENS = 256
 
 
@@ -48,8 +48,8 @@ def saved_bytes(
   """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
   The result is for one of `tensor` GPUs along the mesh's tensor axis. Each of
-  these GPUs stores the whole residual stream of BF16 layers. All layers share
-  the positions, which do not count.
+  these GPUs stores the whole residual stream of BF16 layers. Positions, which
+  all layers share, and scales of whole tensors do not count.
   """
   arrays = [
     (aval, kind)

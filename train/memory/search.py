@@ -10,9 +10,10 @@ a GPU takes
 
 IN_BACKWARD is added only if the optimizer runs in the backward pass. The last
 two terms are the fixed cost of a step: running the optimizer, and reading and
-quantizing the weights. We measured this cost with Llama-2-7B on an H200. In
-this unit it is about the same for 13B, because the time per token grows with
-the weights too.
+quantizing the weights. Each microbatch is charged all of it, although the
+optimizer runs only once per step. We measured this cost with Llama-2-7B on an
+H200. In this unit it is about the same for 13B, because the time per token
+grows with the weights too.
 """
 
 import dataclasses
@@ -28,17 +29,17 @@ from train.run.metrics import format_table
 from train.weights import Stored
 
 GB = 10**9
-# Time of a layer's forward and backward pass, relative to 16.73 ms in BF16
-# (docs/performance.md, "One decoder layer"). We did not measure remat full in
-# recipe fp8_linear; our estimate is the time of none plus another forward pass.
+# Time of a layer's forward and backward pass, relative to 16.73 ms in BF16;
+# docs/performance.md, "One decoder layer", has newer times. We did not measure
+# remat full in recipe fp8_linear; we add a forward pass to the time of none.
 LAYER: dict[str, dict[Remat, float]] = {
   "bf16": {"none": 1.0, "dots": 1.04, "full": 1.27},
   "fp8_linear": {"none": 0.68, "full": 0.90},
   "coat": {"none": 0.66, "fp8": 0.81, "full": 0.83, "fp8_layer": 0.83},
 }
-# The fixed cost of a step, by the dtype of the weights. For float32, it follows
-# from steps of 2 and 4 sequences on one H200, which take 304 and 491 ms. With
-# bfloat16, the step of 4 sequences is 20 ms faster. bfloat16_low8 was not
+# The fixed cost of a step, by the dtype of the weights. On one H200, steps of 2
+# and 4 sequences take 304 and 491 ms in float32, and 4 take 471 ms in bfloat16.
+# The estimated ratios of these times are within 2 %. bfloat16_low8 was not
 # measured; we chose a value in between.
 STEP: dict[Stored, float] = {
   "float32": 1500,
@@ -162,7 +163,7 @@ def command(run: TrainConfig, preset: str, plain: TrainConfig) -> str:
 
 
 def report(fitting: list[Found]) -> str:
-  """Formats a table of the fastest run for each kind of settings."""
+  """Formats the fastest runs as a table, one for each kind of settings."""
   rows: dict[tuple, list[str]] = {}
   for run, peak, cost_of_token in fitting:
     where = "in backward" if run.optimizer_in_backward else "after"
