@@ -182,10 +182,13 @@ def _constructor(name: str) -> Callable[..., MomentCodec]:
       + (f"; did you mean {near[0]!r}?" if near else "; pass one of these")
     )
   try:
-    return getattr(importlib.import_module(module), function)
+    found = getattr(importlib.import_module(module), function)
   except (ImportError, AttributeError) as error:
     raise ValueError(
       f"codecs: {name!r} must name a function as package.module:function, got "
       f"{type(error).__name__}: {error}; check the spelling, and that the "
       "package can be imported here"
     ) from error
+  remedy = "name a function that returns a MomentCodec"
+  check_function("codecs", repr(name), found, remedy)
+  return found
