@@ -56,13 +56,13 @@ def available() -> bool:
 
 def only_compile() -> None:
   """Restricts JAX to the CPU in this process; call this before using JAX."""
-  # Otherwise the plugin would look for libraries that only running requires.
+  # Otherwise the plugin would look for libraries that are needed only to run.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   jax.config.update("jax_platforms", "cpu")
 
 
 def devices(gpu: str, count: int) -> list[jax.Device]:
-  """Returns `count` GPUs of one host, of a kind in `GPUS`, to compile for."""
+  """Returns `count` GPUs of one host to compile for; `gpu` is one of `GPUS`."""
   if not available():
     raise CompilerMissing(
       "devices: XLA's compiler for CUDA must be installed, got no module "
@@ -84,7 +84,7 @@ def compile_for(
   donate: tuple[int, ...] = (),
   options: dict[str, bool | int | str] | None = None,
 ) -> jax.stages.Compiled:
-  """Compiles `fn` for one GPU or for a mesh of `devices`.
+  """Compiles `fn` for one GPU, or for a mesh of GPUs that `devices` returned.
 
   `specs` are arrays or `jax.ShapeDtypeStruct`s. With a mesh, each struct must
   have a sharding. `options` are XLA's compiler options.

@@ -50,9 +50,9 @@ from coat_jax.pallas.mosaic import words
 VALUES = 8  # Number of values per thread; see `pallas.mosaic.registers`.
 SHAPE = (64, 1024)
 
-# For each pipe: the number of clocks that a quarter of a multiprocessor needs
-# to execute an instruction of this pipe for a warp, and the prefixes of these
-# instructions. An instruction belongs to the first pipe with a matching prefix.
+# For each kind of instruction: the number of clocks that a quarter of a
+# multiprocessor needs to execute one for a warp, and prefixes. An instruction
+# is of the first kind with a matching prefix.
 KINDS = {
   "special": (8, ("MUFU", "F2I", "I2F.", "F2F", "FRND", "POPC", "FLO")),
   "shuffle": (4, ("SHFL",)),
@@ -115,7 +115,7 @@ def by_kind(found: collections.Counter[str]) -> dict[str, float]:
 
 
 def clocks(found: collections.Counter[str]) -> dict[str, float]:
-  """Computes the clocks of each pipe and of issue, for a value per thread."""
+  """Computes the clocks per kind, and for issue, of one value per thread."""
   per_value = by_kind(found)
   out = {kind: per_value[kind] * cost for kind, (cost, _) in KINDS.items()}
   # Only one half of the multiply-add pipe multiplies integers.

@@ -151,7 +151,7 @@ def _open_run(
 def _restore(
   run: RunDirectory, step: int, abstract: TrainState, **others: Any
 ) -> TrainState:
-  """Restores a checkpoint without `exact`, `clip` and the fields `others`."""
+  """Restores a state, except `exact`, `clip` and the fields in `others`."""
   abstract = abstract._replace(exact=(), clip=(), **others)
   return restore_state(run.checkpoints, step, abstract)
 
@@ -160,8 +160,8 @@ def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
   """Opens the tokenizer of a run's data, or of its initial checkpoint."""
-  # The initial checkpoint's tokenizer is used if the data are token ids or
-  # conversations, or if the run has no step yet and names no tokenizer.
+  # Without `tokenizer`, that of the initial checkpoint is used if the data are
+  # token ids or conversations, or if the run has no step yet and names none.
   data = config.data
   if isinstance(data, DataConfig):
     is_kept = data.dtype != "text" or (not done and data.tokenizer is None)

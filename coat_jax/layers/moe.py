@@ -87,7 +87,8 @@ def moe(
     x: [..., D], the residual stream, BF16 (or f32).
     weights: see `MoEWeights`.
     experts_per_token: k.
-    normalize: whether a token's k weights p are divided by their sum.
+    normalize: whether the probabilities of a token's k experts are divided by
+      their sum.
     kind, eps, add_input: see `layers.block`.
     recipe: residuals are saved in FP8 if `nonlinear` is "fp8". The matmuls of
       experts run in x's dtype, or in FP8 if `experts` is "fp8".
@@ -97,8 +98,8 @@ def moe(
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: shapes are inconsistent, k is above E, the norm is unknown or
-      `eps` is negative.
+    ValueError: shapes are inconsistent, k is not from 1 to E, the norm is
+      unknown or `eps` is negative.
   """
   _check(x, weights, experts_per_token, recipe)
   static = MoEKind(kind, eps, experts_per_token, normalize, add_input)
@@ -279,8 +280,8 @@ class MoE(RecipeModule):
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.
-      ValueError: a number is outside its range, k is above E, or the norm is
-        unknown.
+      ValueError: a number is outside its range, k is not from 1 to E, or the
+        norm is unknown.
     """
     known = NormLinearOptions.__annotations__.keys()
     known -= {"bias_init", "bias_metadata"}

@@ -23,7 +23,7 @@ def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
   """Raises an error if there are no prompts, or one is empty or invalid."""
   if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
     remedy = "pass a list of token ids for each prompt"
-    refuse(TypeError, "generate", "prompts", "several prompts", prompts, remedy)
+    refuse(TypeError, "generate", "prompts", "a list", prompts, remedy)
   if not len(prompts):
     raise ValueError("generate: needs at least one prompt, got none; pass one")
   for i, prompt in enumerate(prompts):
@@ -45,8 +45,9 @@ def check_ids(name: str, tokens: Any, model: Decoder) -> int:
     refuse(TypeError, "generate", name, "token ids", tokens, remedy)
   if found.size and not 0 <= found.min() <= found.max() < vocab_size:
     raise ValueError(
-      f"generate: {name} must be at least 0 and below the vocabulary size "
-      f"{vocab_size}, got {found.min()} to {found.max()}; {remedy}"
+      f"generate: the ids of {name} must be at least 0 and below the "
+      f"vocabulary size {vocab_size}, got {found.min()} to {found.max()}; "
+      f"{remedy}"
     )
   return found.size
 
@@ -54,10 +55,10 @@ def check_ids(name: str, tokens: Any, model: Decoder) -> int:
 def padded(
   prompts: Sequence[Sequence[int]], length: int, model: Decoder
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Pads prompts on the left with -1.
+  """Pads prompts on the left with -1, and adds rows if a mesh requires them.
 
   Returns tokens int32 [rows, length] and the number of padding tokens int32
-  [rows].
+  [rows]. Of an added row, one token does not count as padding.
   """
   rows = _rows(model, len(prompts))
   tokens = np.full((rows, length), -1, np.int32)
@@ -107,7 +108,7 @@ def check_images(
   prompts: Sequence[Sequence[int]],
   pixel_values: Array | np.ndarray,
 ) -> None:
-  """Raises ValueError if images and image tokens do not match."""
+  """Raises an error unless images are valid and match the image tokens."""
   if not isinstance(model, VisionLanguageModel):
     raise ValueError(
       "generate: images need a VisionLanguageModel, got pixel_values with a "

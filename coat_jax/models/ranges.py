@@ -16,14 +16,14 @@ from coat_jax.numerics.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
 # A positive whole number that int32 can hold, such as a number of steps.
 Count = Annotated[int, COUNT]
-# Limited so that the size of a weight in bytes fits in int64.
+# Limited so that a product of three widths fits in int64.
 Width = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 
 
 def range_of(hint: Any) -> tuple[type, Range] | None:
-  """Returns a numeric type's class and range; None for any other type."""
+  """Returns the class and range of a number's type; None for other types."""
   found = [hint, *get_args(hint)]
   for each in found:
     if allowed := _range_in(each):

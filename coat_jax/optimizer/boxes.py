@@ -131,7 +131,7 @@ def _metadata(node: Any) -> dict[str, Any]:
   if _is_variable(node):
     return dict(node.get_metadata())
   if isinstance(getattr(node, "metadata", None), dict):
-    # The box is a Variable that `nnx.bridge` stores in a Linen model.
+    # The box stands for a Variable that `nnx.bridge` stores in a Linen model.
     return dict(node.metadata)
   return {
     "out_sharding": getattr(node, "names", None),

@@ -26,9 +26,9 @@ from PIL import Image, UnidentifiedImageError
 from train.data.sources import BadData
 from train.options import first_line
 
-# The maximum size of an image. Pillow warns about slightly larger images.
+# The maximum number of pixels, just below that above which Pillow warns.
 MAX_PIXELS = 89_000_000
-# Tracking pixels and failed downloads have a single pixel.
+# Tracking pixels and placeholders for failed downloads often have one pixel.
 _MIN_SIDE = 2
 # Only raster formats. Pillow also reads PostScript, whose files are programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -75,7 +75,7 @@ class Preprocessing:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
       raise ValueError(
         f"images: expected a processor like CLIP's or SigLIP's in {file}, got "
-        f"{error}; correct the setting in a copy of the file"
+        f"{error}; correct the file in a copy of its folder"
       ) from error
 
   @classmethod

@@ -48,7 +48,8 @@ def normalized(answer: str) -> str:
   has_thousands = re.search(r"\d,\d", text) is not None
   out = text
   for mark in _PUNCTUATION:
-    # A mark next to a space is punctuation; other marks separate two words.
+    # As in VQA v2, a mark that is next to a space anywhere is removed
+    # everywhere; other marks become spaces.
     is_beside = f"{mark} " in text or f" {mark}" in text
     out = out.replace(mark, "" if is_beside or has_thousands else " ")
   # Remove full stops, but not decimal points.
@@ -59,7 +60,7 @@ def normalized(answer: str) -> str:
 
 
 def is_short(reference: str) -> bool:
-  """Returns whether a reference has 1 to `SHORT_WORDS` words."""
+  """Returns whether a normalized reference has 1 to `SHORT_WORDS` words."""
   return 1 <= len(normalized(reference).split()) <= SHORT_WORDS
 
 
@@ -96,7 +97,7 @@ class Answers(NamedTuple):
   conversations: int  # Number of conversations.
   tokens: int  # Number of reference-answer tokens scored.
   nats: float  # Total cross-entropy of these tokens.
-  left_out: int  # Number of questions that would exceed the context length.
+  left_out: int  # Number of questions that leave too little room to answer.
   answers: list[Answer]  # In the order of the data.
 
   @property
@@ -114,7 +115,7 @@ class Answers(NamedTuple):
 
   @property
   def exact_match(self) -> float | None:
-    """The share of short references that answers match; None without any."""
+    """The share of short references that are matched; None without any."""
     matches = sum(x.is_match for x in self.answers if x.is_short)
     return matches / self.short if self.short else None
 

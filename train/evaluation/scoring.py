@@ -32,8 +32,8 @@ class Request(NamedTuple):
   # Ids of the tokens before the continuation, at least one.
   context: Sequence[int]
   continuation: Sequence[int]  # Ids of the tokens to score, at least one.
-  # f32 [images, C, H, W], with equally many images in all requests. A row with
-  # images must fit without truncation.
+  # f32 [images, C, H, W], with equally many images in all requests. Requests
+  # with images must not be too long, because truncation could remove images.
   images: np.ndarray | None = None
 
 
@@ -68,8 +68,8 @@ class Scorer:
   def score(self, requests: Sequence[Request]) -> list[Score]:
     """Scores continuations; the longest rows are computed first.
 
-    A context that is too long for the model loses its beginning. Scores are
-    returned in the order of the requests.
+    If a context and its continuation together are too long, the context loses
+    its beginning. Scores are returned in the order of the requests.
     """
     rows = [self._row(request) for request in requests]
     found: dict[int, Score] = {}

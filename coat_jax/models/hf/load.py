@@ -76,8 +76,8 @@ def load_hf(
       possibly expert; call the model under `jax.set_mesh`. None for one device.
     dtype: dtype of activations.
     param_dtype: dtype in which weights are stored: bfloat16, float16, or
-      float32, which represents all values of the other two. Norms' scales,
-      biases, and a tower's class token and probe are always f32.
+      float32, which represents all values of the other two. Biases, the
+      scales of norms, and a tower's class token and probe are always f32.
 
   Returns:
     The model with the checkpoint's weights.
