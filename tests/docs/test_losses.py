@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that losses in pages match the measured rows."""
 
+import numpy as np
+
 from docs.figures import long, losses
 from studies import stability, stability_figure
 from tests.docs.pages import DOCS, measured
@@ -87,6 +89,31 @@ def test_pairs_on_the_accuracy_page_equal_the_rows():
     plain, fp8 = (row["held_out"][-1][1] for row in pair)
     cells = f"| {plain:.4f} | {fp8 - plain:+.4f} |"
     assert cells in (DOCS / "accuracy.md").read_text()
+
+
+def test_sums_equal_the_rows():
+  found: dict[str, list[float]] = {}
+  for row in measured("sums"):
+    if row["case"]["steps"] == 600:
+      share = 100 * row["exact_match"]
+      found.setdefault(row["case"]["variant"], []).append(share)
+  shown = (DOCS / "runs.md").read_text()
+  for name, cells in (
+    ("bf16", "| BF16 | f32 |"),
+    ("moments", "| BF16 | FP8 |"),
+    ("layers", "| FP8 | f32 |"),
+    ("coat", "| FP8 | FP8 |"),
+  ):
+    *seeds, mean = *found[name], np.mean(found[name])
+    assert (
+      f"{cells} {' | '.join(f'{x:.1f}' for x in (*seeds, mean))} |" in shown
+    )
+  plain, moments, layers, coat = map(np.array, found.values())
+  both = (layers + coat - plain - moments) / 2
+  mean, half = stability_figure.interval(both)
+  assert f"{-mean:.1f} ± {half:.1f} percentage points" in " ".join(
+    shown.split()
+  )
 
 
 def test_page_shows_how_much_of_the_grid_was_run():
