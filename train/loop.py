@@ -124,6 +124,8 @@ def train[Config: TrainConfig](
   if config.resume:
     with stop_on_bad_input():
       done, damaged = newest_whole_step(run.checkpoints)
+      if damaged:
+        say(*damaged)
       saved = read_description(run.checkpoints, done)
       where = run.checkpoints / str(done)
       changed = check_same(where, saved, config, data)
@@ -135,7 +137,7 @@ def train[Config: TrainConfig](
       return
     with stop_on_bad_input():
       state = restore(run.checkpoints, done, config, abstract, batches)
-    say(f"{config.out}: resumed at step {done}", *damaged, *changed)
+    say(f"{config.out}: resumed at step {done}", *changed)
   else:
     with stop_on_bad_input():
       state = pretrained.initial_state(config, optimizer, mesh)

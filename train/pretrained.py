@@ -116,7 +116,7 @@ def _params_of_run(
   store: Store | None = None,
 ) -> Any:
   """Reads the weights of another run's newest undamaged checkpoint."""
-  step, saved, _ = run.newest()
+  step, saved = run.newest()
   saved = dataclasses.replace(
     saved, mesh=config.mesh, grad_reduce=config.grad_reduce, distributed=False
   )

@@ -117,7 +117,7 @@ def open_source(
 def _open_run(
   run: RunDirectory, tokenizer: str | None, compute: Compute | None
 ) -> Source:
-  done, config, damaged = run.newest()
+  done, config = run.newest()
   config = dataclasses.replace(
     config, mesh="", distributed=False, grad_reduce="float32"
   )
@@ -131,7 +131,7 @@ def _open_run(
   def load() -> Any:
     abstract = steps.abstract_state(config, steps.build_optimizer(config))
     params = _restore(run, done, abstract, optimizer=()).params
-    say(f"{run.path}: weights of step {done}", *damaged)
+    say(f"{run.path}: weights of step {done}")
     shown = dataclasses.replace(
       config.with_f32_moments("bf16"), compute=compute
     )

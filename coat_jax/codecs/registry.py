@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from coat_jax.codecs.group import GroupCodec
-from coat_jax.numerics.checks import check_function, check_kind
+from coat_jax.numerics.checks import check_function, check_kind, refuse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,6 +189,7 @@ def _constructor(name: str) -> Callable[..., MomentCodec]:
       f"{type(error).__name__}: {error}; check the spelling, and that the "
       "package can be imported here"
     ) from error
-  remedy = "name a function that returns a MomentCodec"
-  check_function("codecs", repr(name), found, remedy)
+  if not callable(found):
+    remedy = "name a function that returns a MomentCodec"
+    refuse(ValueError, "codecs", repr(name), "a function", found, remedy)
   return found

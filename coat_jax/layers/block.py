@@ -231,8 +231,8 @@ def block(
   if add_input and not recipe.axes and w.shape[-1] != x.shape[-1]:
     raise ValueError(
       "block: back.w must be [F, D] to add x [..., D], got "
-      f"{w.shape} for {x.shape}; pass add_input=False for an output of another "
-      "width"
+      f"{w.shape} for {x.shape}; pass an x as wide as the module's "
+      "features, or add_input=False for an output of another width"
     )
   if recipe.nonlinear == "fp8":
     static = BlockStatic(middle, kind, eps, add_input, post_norm)

@@ -124,7 +124,7 @@ def check_stored(stored: Any, target: Any) -> None:
       raise ValueError(
         "check_stored: target must have the dtypes and shapes that are stored, "
         f"got {want} for {found} at {path!r}; make the target for the same "
-        "parameters, with the codec of the saved state"
+        "parameters, with the optimizer and codec of the saved state"
       )
 
 

@@ -206,13 +206,14 @@ def _placed(
       )
     try:
       sharding.shard_shape(leaf.shape)
-    except ValueError as error:
+      struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    except (ValueError, IndexError) as error:  # IndexError: a spec is too long.
       raise ValueError(
         f"{op}: a sharding must split its parameter evenly, got "
         f"{sharding.spec} for shape {leaf.shape} at {path!r}, mesh "
         f"{dict(sharding.mesh.shape)}; shard other axes or pad this one"
       ) from error
-    out.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
+    out.append(struct)
   return jax.tree.structure(params).unflatten(out), where[0].mesh
 
 

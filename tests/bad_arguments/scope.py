@@ -46,6 +46,7 @@ AXES = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"))
 WHERE = {"w": NamedSharding(MESH, P())}
 _PAIR = AbstractMesh((2,), ("data",))
 ROWS = {"w": NamedSharding(_PAIR, P("data"))}
+LONG = {"w": NamedSharding(MESH, P(None, None, "data"))}
 COLUMNS = {"w": NamedSharding(_PAIR, P(None, "data"))}
 
 

@@ -24,6 +24,7 @@ from tests.train.runs import (
   run,
   start,
 )
+from train import convert
 from train.run import checkpoint
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDirectory
@@ -153,11 +154,17 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_resumed(
   data = bytearray(file.read_bytes())
   data[len(data) // 2] ^= 1
   file.write_bytes(data)
+  name = file.relative_to(folder)
+  said = f"{folder}: {name} does not match its checksum"
+  # The damage is named even if the checkpoint before does not fit.
+  assert run(copied, "--resume", "--optim.codec", "log8") == 2
+  assert said in capsys.readouterr().err
+  arguments = ["export-hf", copied, "--out", copied.with_name("exported")]
+  assert convert.main([*map(str, arguments)]) == 0
+  assert said in capsys.readouterr().err
   assert run(copied, "--resume") == 0
   errors = capsys.readouterr().err
-  assert "resumed at step 4" in errors
-  name = file.relative_to(folder)
-  assert f"{folder}: {name} does not match its checksum" in errors
+  assert "resumed at step 4" in errors and said in errors
   assert losses(copied) == losses(finished)
   assert checkpoint.newest_whole_step(copied / "checkpoints") == (8, [])
   assert (copied / "checkpoints" / "8.damaged" / name).read_bytes() == data

@@ -77,11 +77,13 @@ class RunDirectory:
   def latest_step(self) -> int | None:
     return checkpoint.latest_step(self.checkpoints)
 
-  def newest(self) -> tuple[int, TrainConfig, list[str]]:
-    """Reads the newest undamaged checkpoint; lists the damage of newer ones."""
+  def newest(self) -> tuple[int, TrainConfig]:
+    """Reads the newest undamaged checkpoint; names damaged ones."""
     step, damaged = checkpoint.newest_whole_step(self.checkpoints)
+    if damaged:
+      say(*damaged)
     saved = checkpoint.read_description(self.checkpoints, step)
-    return step, configuration(saved), damaged
+    return step, configuration(saved)
 
   def twin(self, name: str) -> "RunDirectory":
     return RunDirectory(self.path / "twins" / name)

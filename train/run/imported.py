@@ -69,5 +69,5 @@ def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
       "folder of a run, which was its --out"
     )
   check_out("export", out)
-  step, config, _ = source.newest()
+  step, config = source.newest()
   return source.checkpoints, step, config

@@ -50,8 +50,8 @@ class ChatEncoder:
     elif self._template is None:
       raise ValueError(
         "chat: the tokenizer must have a chat template, got none; put "
-        "chat_template.jinja next to tokenizer.json, or choose a published "
-        "template"
+        "chat_template.jinja next to tokenizer.json, or pass a published one, "
+        "such as --template chatml"
       )
     else:
       (text, spans), front = self._finder.find(row), []
