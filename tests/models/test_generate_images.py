@@ -110,7 +110,7 @@ def test_images_that_prompts_do_not_have_are_refused():
     (
       prompt,
       IMAGES[:, None],
-      r"got \(2, 1, 3, 28, 28\) for 1 prompts; pad",
+      r"got \(2, 1, 3, 28, 28\) for 1 prompts; if",
     ),
     (prompt[:4], images, "must have 4 image tokens .* got 2 in prompt 0"),
     (prompt * 2, images, "at most 1 images, got 8 in prompt 0; repeat"),

@@ -112,7 +112,7 @@ def test_checkpoint_of_another_codec_is_refused(tmp_path):
       check_stored(stored.item_metadata["opt"], states[name])
       # Rounding is not part of a format.
       for other in set(CODECS) - {name, "coat_nearest"}:
-        with pytest.raises(ValueError, match="at 'opt/0/[mn]u/.*the codec"):
+        with pytest.raises(ValueError, match="at 'opt/0/[mn]u/.*and codec"):
           check_stored(stored, {"opt": states[other], **extra})
     checkpointer.restore(path, {"opt": states["coat"], **extra})
   wider = jax.eval_shape(make("log8").init, {**params, "y": jnp.ones(3)})
