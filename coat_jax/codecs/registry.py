@@ -182,7 +182,7 @@ def _constructor(name: str) -> Callable[..., MomentCodec]:
       + (f"; did you mean {near[0]!r}?" if near else "; pass one of these")
     )
   try:
-    found = getattr(importlib.import_module(module), function)
+    found: Any = getattr(importlib.import_module(module), function)
   except (ImportError, AttributeError) as error:
     raise ValueError(
       f"codecs: {name!r} must name a function as package.module:function, got "
