@@ -12,7 +12,7 @@ import inspect
 import itertools
 import typing
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import check_function, check_kind, refuse
@@ -182,7 +182,7 @@ def _constructor(name: str) -> Callable[..., MomentCodec]:
       + (f"; did you mean {near[0]!r}?" if near else "; pass one of these")
     )
   try:
-    found: Any = getattr(importlib.import_module(module), function)
+    found = getattr(importlib.import_module(module), function)
   except (ImportError, AttributeError) as error:
     raise ValueError(
       f"codecs: {name!r} must name a function as package.module:function, got "
@@ -192,4 +192,4 @@ def _constructor(name: str) -> Callable[..., MomentCodec]:
   if not callable(found):
     remedy = "name a function that returns a MomentCodec"
     refuse(ValueError, "codecs", repr(name), "a function", found, remedy)
-  return found
+  return cast(Callable[..., MomentCodec], found)
