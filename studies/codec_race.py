@@ -64,7 +64,7 @@ from studies.rows import read_rows
 from studies.stability_run import CHUNK, Data
 from studies.trained_moments import EPS, MODEL, Trained, train_model
 from train.config import TrainConfig
-from train.data.tokens import DataConfig, load_tokens
+from train.data.tokens import DTYPES, DataConfig, load_tokens
 from train.presets import PRESETS
 
 SEEDS = (0, 1, 2)
@@ -248,8 +248,7 @@ def _parser() -> argparse.ArgumentParser:
   command.add_argument("--batch", type=args.count, help="default: the preset's")
   command.add_argument("--seq", type=args.count, help="default: the preset's")
   command.add_argument("--data", help="see --data.path of train.pretrain")
-  dtypes = ("text", "uint16", "uint32")
-  command.add_argument("--data-dtype", choices=dtypes, default="text")
+  command.add_argument("--data-dtype", choices=DTYPES, default="text")
   command.add_argument("--minutes", type=float, default=1e9)
   return parser
 

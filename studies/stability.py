@@ -61,7 +61,7 @@ from studies import stability_figure
 from studies.rows import read_rows
 from studies.stability_run import Data, Programs, Setup, train_one
 from train.config import OptimConfig, TrainConfig
-from train.data.tokens import DataConfig, TokenSource, load_tokens
+from train.data.tokens import DTYPES, DataConfig, TokenSource, load_tokens
 from train.plot import check_figure
 from train.presets import PRESETS
 
@@ -207,8 +207,7 @@ def _parser() -> argparse.ArgumentParser:
   command.add_argument("--batch", type=args.count, help="default: the preset's")
   command.add_argument("--seq", type=args.count, help="default: the preset's")
   command.add_argument("--data", help="see --data.path of train.pretrain")
-  dtypes = ("text", "uint16", "uint32")
-  command.add_argument("--data-dtype", choices=dtypes, default="text")
+  command.add_argument("--data-dtype", choices=DTYPES, default="text")
   command.add_argument("--tokenizer", help="see train.pretrain --help")
   command.add_argument("--minutes", type=float, default=1e9)
   command.add_argument("--rows", type=Path, default=ROWS)

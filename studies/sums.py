@@ -15,8 +15,6 @@ CPU cores.
 import argparse
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 from flax import nnx
@@ -25,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from benchmarks import arguments as args
 from coat_jax import recipes
 from coat_jax.models import Decoder, ModelConfig, save_hf
+from train import evaluate, finetune
 
 QUESTIONS = ("{} + {}?", "What is {} plus {}?", "Add {} to {}.", "{} and {}?")
 # Recipe and codec of each variant.
@@ -77,12 +76,6 @@ def write_conversations(folder: Path) -> None:
     (folder / f"{name}.jsonl").write_text(lines)
 
 
-def run(module: str, *arguments) -> None:
-  subprocess.run(
-    [sys.executable, "-m", module, *map(str, arguments)], check=True
-  )
-
-
 def main() -> None:
   parser = argparse.ArgumentParser(prog="python -m studies.sums")
   parser.add_argument("out", type=Path)
@@ -105,14 +98,21 @@ def train_one(folder: Path, variant: str, seed: int, steps: int) -> dict:
   tuned = folder / f"{variant}_{seed}"
   report = folder / f"{variant}_{seed}.json"
   # fmt: off
-  run("train.finetune", folder / f"start_{seed}",
-      "--data", folder / "train.jsonl", "--template", "chatml",
-      "--recipe", recipe, "--optim.codec", codec, "--seed", seed,
-      "--steps", steps, "--batch", 8, "--seq", 256, "--optim.lr", 3e-3,
-      "--eval-every", steps, "--out", tuned)
-  run("train.evaluate", tuned, "--conversations", folder / "test.jsonl",
-      "--max-tokens", 16, "--batch", 50, "--out", report)
+  training = [
+    folder / f"start_{seed}",
+    "--data", folder / "train.jsonl", "--template", "chatml",
+    "--recipe", recipe, "--optim.codec", codec, "--seed", seed,
+    "--steps", steps, "--batch", 8, "--seq", 256, "--optim.lr", 3e-3,
+    "--eval-every", steps, "--out", tuned,
+  ]
+  evaluation = [
+    tuned, "--conversations", folder / "test.jsonl",
+    "--max-tokens", 16, "--batch", 50, "--out", report,
+  ]
   # fmt: on
+  for program, options in ((finetune, training), (evaluate, evaluation)):
+    if program.main([*map(str, options)]):
+      raise SystemExit(1)  # The program has printed the error.
   found = json.loads(report.read_text())["conversations"][0]
   keys = "nats_per_token", "questions", "exact_match"
   case = {"variant": variant, "seed": seed, "steps": steps}

@@ -22,11 +22,7 @@ from train.mesh import batch_sharding, make_mesh
 from train.objective import trained
 from train.restore import restore
 from train.run import compare, processes, report
-from train.run.checkpoint import (
-  Checkpoints,
-  newest_whole_step,
-  read_description,
-)
+from train.run.checkpoint import Checkpoints
 from train.run.data import RunData
 from train.run.description import check_same, describe
 from train.run.directory import RunDirectory
@@ -123,10 +119,7 @@ def train[Config: TrainConfig](
   done = 0
   if config.resume:
     with stop_on_bad_input():
-      done, damaged = newest_whole_step(run.checkpoints)
-      if damaged:
-        say(*damaged)
-      saved = read_description(run.checkpoints, done)
+      done, saved = run.newest_description()
       where = run.checkpoints / str(done)
       changed = check_same(where, saved, config, data)
     if done >= config.steps:

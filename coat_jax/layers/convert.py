@@ -241,9 +241,9 @@ class _Converter:
       self._explain(name, module)
     holds_linear = any(isinstance(x, Linear) for x in parts_of(module).values())
     is_container = isinstance(module, nnx.List | nnx.Dict)
-    name = kind.__name__
-    if holds_linear and not is_container and name not in self.matmuls_only:
-      self.matmuls_only.append(name)
+    if holds_linear and not is_container:
+      if kind.__name__ not in self.matmuls_only:
+        self.matmuls_only.append(kind.__name__)
     return module
 
   def _explain(self, name: str, module: nnx.Module) -> None:

@@ -75,14 +75,6 @@ class FusedTransformation(NamedTuple):
   begin: Callable[[optax.Params, FusedState], LeafSteps]
   explain: Callable[[optax.Params], dict[str, str]]
 
-  def update(self, *_, **__):
-    """Raises a TypeError: optax and `nnx.Optimizer` need updates."""
-    raise TypeError(
-      "FusedTransformation: optax and nnx.Optimizer need a transformation with "
-      "updates, got one that returns new parameters; call apply(grads, state, "
-      "params), or use coat_adamw or coat_lion"
-    )
-
 
 def fused_coat_adamw(
   learning_rate: optax.ScalarOrSchedule,

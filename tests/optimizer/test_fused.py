@@ -43,13 +43,6 @@ def test_type_annotation_lists_the_implementations(make, step):
   assert {*typing.get_args(names)} == {*step.implementations}
 
 
-def test_fused_optimizers_have_no_updates():
-  tx = optax.chain(optax.clip(1.0), fused_coat_adamw(1e-3))
-  params = tree(0)
-  with pytest.raises(TypeError, match=r"call apply\(grads, state, params\)"):
-    tx.update(params, tx.init(params), params)
-
-
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 5)
 SETTINGS = {
   "defaults": {},

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from train.data import sources, token_files
 from train.data.token_files import TokenFile, open_tokens
 from train.options import Share, fixed
 
+Dtype = Literal["text", "uint16", "uint32"]
+DTYPES = get_args(Dtype)
 _THREADS = 16
 # The samples to check before training, and the tokens in each sample.
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
@@ -44,7 +46,7 @@ class DataConfig:
 
   path: str | None = None
   tokenizer: str | None = None
-  dtype: Literal["text", "uint16", "uint32"] = "text"
+  dtype: Dtype = "text"
   held_out: Share = fixed(0.05)
 
   def __post_init__(self):

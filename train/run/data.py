@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import grain
 import jax
@@ -21,8 +21,15 @@ from train.data.batches import (
 )
 from train.run.directory import RunDirectory
 
-if TYPE_CHECKING:  # `train.conversations` imports this module.
-  from train.conversations import HeldOutSamples
+
+class Samples(Protocol):
+  """Generates answers during a run and writes them to a file."""
+
+  def write(self, step: int, params: Any) -> list[str]:
+    """Generates answers with these parameters; returns lines to print."""
+    ...
+
+  def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +84,6 @@ class RunData[Config: TrainConfig]:
     mesh: Mesh | None,
     *,
     resumed_step: int,
-  ) -> "HeldOutSamples | None":
+  ) -> Samples | None:
     """Opens a writer of generated answers; None if none are generated."""
     del config, graph, mesh, resumed_step

@@ -77,12 +77,19 @@ class RunDirectory:
   def latest_step(self) -> int | None:
     return checkpoint.latest_step(self.checkpoints)
 
-  def newest(self) -> tuple[int, TrainConfig]:
-    """Reads the newest undamaged checkpoint; names damaged ones."""
+  def newest_description(self) -> tuple[int, dict]:
+    """Reads the newest undamaged checkpoint's step; prints newer ones' damage.
+
+    Also returns the description of the run in this checkpoint.
+    """
     step, damaged = checkpoint.newest_whole_step(self.checkpoints)
     if damaged:
       say(*damaged)
-    saved = checkpoint.read_description(self.checkpoints, step)
+    return step, checkpoint.read_description(self.checkpoints, step)
+
+  def newest(self) -> tuple[int, TrainConfig]:
+    """Reads the newest undamaged checkpoint's step and configuration."""
+    step, saved = self.newest_description()
     return step, configuration(saved)
 
   def twin(self, name: str) -> "RunDirectory":
