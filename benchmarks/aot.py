@@ -6,8 +6,8 @@ jax-cuda13-pjrt, which `make test-aot` installs. They compile without CUDA's
 libraries and driver. Each file in `gpus/` describes one GPU to the compiler.
 
 The compiled programs show which kernels and FP8 matmuls a step runs, and how
-much memory it needs. On a real GPU, only XLA's autotuning may choose
-differently, such as a faster algorithm.
+much memory it needs. On a real GPU, only the algorithms that XLA's autotuning
+chooses may differ.
 """
 
 import atexit
@@ -86,8 +86,9 @@ def compile_for(
 ) -> jax.stages.Compiled:
   """Compiles `fn` for one GPU, or for a mesh of GPUs that `devices` returned.
 
-  `specs` are arrays or `jax.ShapeDtypeStruct`s. With a mesh, each struct must
-  have a sharding. `options` are XLA's compiler options.
+  `specs` are trees of arrays or `jax.ShapeDtypeStruct`s. With a mesh, each
+  struct must have a sharding. Without one, `out_shardings` is ignored. `donate`
+  lists the positions of donated specs; `options` are XLA's compiler options.
   """
   [device] = devices(gpu, 1)
   lowered = lower_for(

@@ -39,8 +39,8 @@ def command[Result](
 ) -> Callable[..., Result]:
   """Wraps `main` to print a message instead of a traceback for two errors.
 
-  The command exits with status 1 if memory runs out, and with status 2 if it
-  needs XLA's compiler for CUDA but the compiler is not installed.
+  The command exits with status 1 if memory runs out, and with status 2 if XLA's
+  compiler for CUDA or nvdisasm is needed but not installed.
   """
 
   @functools.wraps(main)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the cases of `benchmarks.ops`, and the sizes of layers.
+"""Defines classes for the cases of `benchmarks.ops` and for sizes of layers.
 
 A case calls an operation with the arguments that a layer would pass.
 `tests/ops/test_conformance.py` tests the operations with the same cases.
@@ -25,8 +25,8 @@ class Sizes:
   """The sizes of a layer; the defaults are those of Llama-2-7B.
 
   Experts are as wide as the MLP. `dtype` is that of activations, gradients and
-  the norms' parameters. `elementwise_cases` quantizes a matrix of shape
-  `quantized`, with `quantize_groups` in groups of each of `group_sizes`.
+  the norms' parameters. `quantized` and `group_sizes` are the matrix shape and
+  the group sizes with which `elementwise_cases` measures quantization.
   """
 
   batch: int = 4
@@ -121,7 +121,7 @@ class Case:
 
   Attributes:
     op, shape: The operation's name and other values of the row's `case`.
-    run: `run(implementation, *arrays)` calls the operation.
+    run: `run(implementation, *arrays())` calls the operation.
     num_bytes: The fewest bytes that the operation must read and write; used
       only if `flops` is 0.
     flops: Number of floating-point operations in matmuls; 0 if there are none.

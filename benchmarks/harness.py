@@ -9,8 +9,8 @@ device. Progress is printed to standard error.
 next call, so a group is timed from the dispatch of its first call to the end of
 its last call. Calls below half a millisecond may run faster than Python can
 dispatch them, so for these `measure` times the kernels with the profiler.
-Consecutive calls get different copies of the arguments, because small arguments
-would stay in the L2 cache.
+Consecutive calls get different copies of small arguments, which would otherwise
+stay in the L2 cache.
 """
 
 import dataclasses
@@ -258,7 +258,7 @@ def error_of(actual, expected) -> float:
 def measured_rows(
   bench: str, case: dict, candidates, reference, exact, *, flops: int, options
 ) -> Iterator[dict]:
-  """Measures the chosen implementations of a matmul.
+  """Measures the chosen implementations of a matmul that run on this device.
 
   Prints and yields a row for each. `candidates` yields the labels of a row, the
   function to time, and its arguments. If the first argument is `reference`, the

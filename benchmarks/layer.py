@@ -237,7 +237,7 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 
 
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
-  """Returns the shapes of `make_arrays`, or with stacks of `layers` layers."""
+  """Returns the shapes of `make_arrays`, for a stack of `layers` if given."""
   stack = () if layers is None else (layers,)
   params = jax.tree.map(
     lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params
@@ -254,7 +254,7 @@ def temporary_bytes(fn: Callable, specs, *, target: str | None) -> int:
 
 
 def time_rows(config, variant, case, options) -> list[dict]:
-  """Times a forward pass, and a forward and backward pass; prints two rows."""
+  """Measures the modes forward and full; prints a row for each."""
   layer = Layer(config, variant)
   shape = (options.batch, options.seq, config.d_model)
   flops = layer_flops(config, options.batch, options.seq)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times an optimizer's in-place step on one large leaf.
 
-  python -m benchmarks.optimizer [--rows 16384] [--codecs coat log8]
-    [--weights float32 bfloat16 bfloat16_low8] [--optimizer coat_lion]
-    [--implementations mosaic]
+  python -m benchmarks.optimizer [--rows 16384] [--columns 16384]
+    [--codecs coat log8] [--weights float32 bfloat16 bfloat16_low8]
+    [--optimizer coat_lion] [--implementations mosaic]
 
 The command prints a JSON row, `optimizer`, for optax.adamw (or optax.lion)
 with each dtype of weights, and for the fused step with each combination of
@@ -87,7 +87,7 @@ def num_bytes(p, g, state) -> int:
 
 
 def plain(name: str, shape, dtype, ceiling: float) -> dict:
-  """Times optax's optimizer, with moments in the dtype of the weights."""
+  """Times optax's optimizer, with moments in `dtype`; prints a row."""
   p, g = parameters(shape, dtype)
   make = OPTIMIZERS[name][1]
   optimizer = make(1e-3, weight_decay=0.1)

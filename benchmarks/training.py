@@ -10,9 +10,9 @@ along the mesh axis `tensor`. The data is the source code of Python's standard
 library, as bytes. For each variant, the command prints a JSON row,
 `training.step`, with milliseconds per step, tokens per second per GPU, and
 seconds for compiling and initializing. `peak_bytes` is the peak of allocated
-memory, on the GPU where it is highest.
-`compiled_peak_bytes` is the peak that the compiler reported. Each variant runs
-in a separate process, because JAX cannot reset a GPU's peak.
+memory, on the GPU where it is highest. `compiled_peak_bytes` is the peak that
+the compiler reported. Each variant runs in a separate process, because JAX
+cannot reset a GPU's peak.
 
 Use --layers to change the number of layers, for example to find the largest
 model that fits. Use --hbm to limit the memory of each GPU, for example to find
@@ -157,7 +157,7 @@ def _fraction(hbm: float) -> str:
 
 @args.command
 def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns 1 if a variant failed."""
+  """Runs the command; returns 0 unless a variant failed."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.training",
     description="Measures speed and memory of whole training steps.",
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     for variant in variants:
       configuration(options, variant)
     if options.hbm is not None:
-      # Remove the variable's older name, which would conflict with it.
+      # This is the older name of XLA_CLIENT_MEM_FRACTION; the two conflict.
       environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
       environment["XLA_CLIENT_MEM_FRACTION"] = _fraction(options.hbm)
   failed = 0

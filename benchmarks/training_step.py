@@ -75,7 +75,7 @@ def configure(
 def compile_step(
   config: TrainConfig,
 ) -> tuple[jax.stages.Compiled, step.TrainState]:
-  """Compiles a run's training step for H200s; returns it and its state."""
+  """Compiles a run's step for H200s; returns it and its state's shapes."""
   sizes = config.mesh_sizes
   mesh = None
   if sizes:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 training for JAX, with less memory for optimizer states and activations.
 
-This module exports the optimizers. Tools for their states are in
-`coat_jax.optimizer`, and the Flax layers are in `coat_jax.layers`:
+This module exports the optax optimizers. Fused optimizers and tools for states
+are in `coat_jax.optimizer`, and the Flax layers are in `coat_jax.layers`:
 
   import coat_jax
   from coat_jax import codecs, layers, recipes
+  from flax import nnx
 
   optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.coat())
   mlp = layers.MLP(4096, 11008, recipe=recipes.coat(), rngs=nnx.Rngs(0))

@@ -25,9 +25,9 @@ is a multiple of 1/16: an exact k would change at every step, so all codes would
 be rounded again and the moments would drift.
 
 Why stochastic rounding: with b2 = 0.999 a step changes v by about 0.1 %, but
-the next FP8 code is 6 % away. Rounding to nearest would leave v unchanged. We
-round up with probability (x - lower) / (upper - lower), where lower and upper
-are the *decoded* neighbours. This keeps E[decode(encode(x))] = x.
+the next E4M3 value is 6 to 12.5 % away. Rounding to nearest would leave v
+unchanged. We round up with probability (x - lower) / (upper - lower), where
+lower and upper are the *decoded* neighbours. So E[decode(encode(x))] = x.
 
 If a group contains a NaN or an infinity, the whole group decodes to NaN; other
 groups are unaffected. Codecs with groups treat magnitudes below 2^-126 as zero.
@@ -78,7 +78,7 @@ def coat(
     >>> from coat_jax import codecs
     >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.coat(group_size=64))
 
-  Source: arXiv:2410.19313, section 4; docs/deviations.md 3 to 6.
+  Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 8.
   """
   formats = {"e4m3": E4M3, "e5m2": E5M2}
   check_choice("coat", "second", second, tuple(formats))

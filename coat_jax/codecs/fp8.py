@@ -136,8 +136,8 @@ class ExpandedFP8(_FP8):
 
   def contract(self, y: Array, root: Array) -> Array:
     """Maps y to t by the groups' 1/k."""
-    # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) is off by
-    # tens of ulps for small y. If the terms of the next moment nearly cancel,
+    # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) can be
+    # off by more than 100 ulps. If the terms of the next moment nearly cancel,
     # such an error can change its amin, and so its k.
     return jnp.power(y * (1 / qmax(self.dtype)), root)
 

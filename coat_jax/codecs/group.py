@@ -274,7 +274,7 @@ def split_float(x: Array) -> tuple[Array, Array]:
 
 
 def exp2_biased(exponent: Array) -> Array:
-  """Returns 2^(exponent - 127) exactly, built from its bits; NaN for 255."""
+  """Returns 2^(exponent - 127) exactly; 0 for exponent 0, and NaN for 255."""
   bits = exponent.astype(jnp.int32) << 23
   value = jax.lax.bitcast_convert_type(bits, jnp.float32)
   return jnp.where(exponent == NAN_EXPONENT, jnp.nan, value)

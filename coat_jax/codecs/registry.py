@@ -90,6 +90,7 @@ def options(name: str) -> dict[str, Any]:
     name: as for `build`.
 
   Raises:
+    TypeError: `name` is not a string.
     ValueError: there is no such codec, or one of its arguments has no default.
   """
   parameters = inspect.signature(_constructor(name)).parameters

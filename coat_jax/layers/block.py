@@ -7,8 +7,8 @@
 
 The front and the back are the same in every block. They share a custom_vjp with
 the middle, so that the parts can pass FP8 operands to each other: the norm
-writes the first matmul's E4M3 operand, the middle writes the second's, and the
-middle's backward pass writes h's gradient as an E5M2 operand.
+writes the first matmul's operand, the middle writes the second's, and the
+middle's backward pass writes h's gradient as an operand.
 
 A block saves what its front (`layers.front`) and its middle save, and the scale
 of the second weight. If the back has a norm, that norm reads z as 1 x G FP8

@@ -44,7 +44,7 @@ class NormLinearOptions(TypedDict, total=False):
       by default the initializer of `nnx.Linear`.
     kernel_metadata: metadata of the kernel, such as `out_sharding`.
     bias_init, bias_metadata: initializer and metadata of the bias that is added
-      after the matmul.
+      after the matmul; not accepted by `MoE`, which has none.
     scale_init, scale_metadata: initializer and metadata of the norm's scale.
     norm_bias_init, norm_bias_metadata: initializer and metadata of the norm's
       bias.
