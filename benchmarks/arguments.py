@@ -27,7 +27,7 @@ def count(text: str) -> int:
 
 @contextlib.contextmanager
 def checked(parser: argparse.ArgumentParser) -> Iterator[None]:
-  """Turns errors inside `with` into usage errors, which exit with status 2."""
+  """Turns OSError, TypeError and ValueError into usage errors (status 2)."""
   try:
     yield
   except (OSError, TypeError, ValueError) as error:

@@ -102,7 +102,7 @@ def run(
   repeats: int,
   other: str | None = None,
 ) -> dict:
-  """Measures a case, compares it with `other`, and prints its row.
+  """Measures a case, compares it with `other` if given, and prints its row.
 
   `found` is the result of `ceilings`.
   """

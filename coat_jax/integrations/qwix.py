@@ -23,9 +23,9 @@ from coat_jax.numerics import recipes
 class CoatProvider(qwix.QuantizationProvider):
   """Multiplies activations by weights in FP8, forward and backward.
 
-  Only matmuls of BF16 or f32 arrays without batch axes are changed, if the right
-  operand has at least two axes: x [..., D] times a weight [D, ...]. Attention's
-  matmuls have batch axes, so they do not change.
+  Only matmuls of BF16 or f32 arrays without batch axes change, and only if the
+  right operand has at least two axes: x [..., D] times a weight [D, ...]. So
+  attention's matmuls, which have batch axes, do not change.
 
   Args:
     rules: `qwix.QuantizationRule`s. Their `module_path` and `op_names` select

@@ -216,7 +216,7 @@ def block(
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: shapes are inconsistent, a norm is unknown, or `eps` is
+    ValueError: shapes are inconsistent, a norm is unknown, or a norm's `eps` is
       negative.
   """
   check_recipe("block", recipe)
