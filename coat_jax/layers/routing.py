@@ -38,7 +38,7 @@ class RoutingStats(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """The order that sorts tokens' copies by expert, and its inverse; int32.
+  """How tokens' copies are sorted by expert and exchanged; arrays are int32.
 
   Attributes:
     copy: [T k], the copy in each row; it belongs to token `copy // k`.
