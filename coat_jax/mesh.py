@@ -270,10 +270,10 @@ def reduce_gradient(
   """Sums a weight's gradient over devices; returns the device's rows.
 
   dw [D, ..., F] is computed from the device's tokens. If `has_columns`, devices
-  along the tensor axis have different columns for the same tokens; otherwise
-  they have the same columns for different tokens. Gradients of experts are not
-  summed over the expert axis, because experts have already received the tokens
-  of all devices along it.
+  along the tensor axis have different columns or rows of dw for the same
+  tokens; otherwise they have all of dw for different tokens. Gradients of
+  experts are not summed over the expert axis, because experts have already
+  received the tokens of all devices along it.
   """
   if axes is None:
     return dw

@@ -38,8 +38,8 @@ class ConversionReport:
 
   Attributes:
     replaced: maps the path of each replaced module or block to its new class.
-    left: for each module that has parameters but was not replaced, maps its
-      path to the reason.
+    left: maps the path of each module that was not replaced to the reason, if
+      it holds parameters directly or its class is in `blocks`.
     matmuls_only: classes whose linear layers were replaced one by one. The
       activations between these layers are saved as before.
     saved_before, saved_after: bytes that the model saves for its backward pass,

@@ -162,7 +162,7 @@ class FusedBlock(nnx.Module):
 
 
 def _joined(kernels, biases, roles: Roles) -> tuple[Array, Array | None]:
-  """Joins the kernels and biases of gate and up into [D, 2, F] and [2, F]."""
+  """Returns the front's kernel and bias; with a gate, [D, 2, F] and [2, F]."""
   if len(kernels) > 1:
     bias = None if biases[0] is None else jnp.stack(biases)
     return jnp.stack(kernels, axis=1), bias
@@ -191,7 +191,8 @@ def fuse(
 ) -> FusedBlock:
   """Makes a block from `module`, the copy of `original` with converted parts.
 
-  `known` caches the roles of modules with the same structure.
+  Raises a ValueError with a reason if no block of the class `ours` computes the
+  same output. `known` caches the roles of modules with the same structure.
   """
   _check_state(original, ours)
   for name, part in parts_of(module).items():
@@ -233,12 +234,12 @@ def _is_variable(x: Any) -> bool:
 
 
 def _roles_of(original: nnx.Module, ours: type) -> Roles:
-  """Finds the block that computes the same output as the original."""
+  """Finds the block with the original's output; raises if there is none."""
   candidates = list(_candidates(original, ours))
   if not candidates:
     raise ValueError(
       f"it cannot become {ours.__name__}: its linear layers and norms differ "
-      "from the block's in number or width"
+      "from the block's in number, width or bias"
     )
   with (
     jax.ensure_compile_time_eval(),

@@ -161,7 +161,7 @@ def dot_product_attention(
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: shapes are inconsistent; `window` is below 1 or set without
-      `causal`; `soft_cap` or `scale` is not above 0.
+      `causal`; `soft_cap` or `scale` is not finite and above 0.
   """
   op = "dot_product_attention"
   recipe = recipes.bf16() if recipe is None else recipe

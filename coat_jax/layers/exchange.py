@@ -13,9 +13,9 @@ and then by sending device:
 The receive buffer has R = n T k rows, which suffices even if all tokens choose
 experts of one device. Unused rows, after the last expert's, are zero.
 
-GPUs and TPUs send only actual rows (`lax.ragged_all_to_all`). On CPUs, where
-XLA cannot do this, each pair of devices exchanges T k rows, padded with zeros
-(`lax.all_to_all`).
+TPUs and supported GPUs send only actual rows (`lax.ragged_all_to_all`). On
+other devices, such as CPUs, where XLA cannot do this, each pair exchanges T k
+rows, padded with zeros (`lax.all_to_all`).
 """
 
 import dataclasses

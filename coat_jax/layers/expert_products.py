@@ -157,7 +157,7 @@ def weight_gradient(
 
 
 def _turned(x: Operand, recipe: CoatRecipe) -> Operand:
-  """Transposes the rows of an operand to columns."""
+  """Transposes an operand from row layout to column layout."""
   assert x.rows is not None
   how = recipe.implementation
   columns = ops.turn_codes(x.rows, implementation=how)
@@ -173,7 +173,7 @@ def _weight(w: Array, dtype: DTypeLike, recipe: CoatRecipe) -> Array:
 def _weight_codes(
   w: Array, layout: ops.Layout, scale: Array | None, recipe: CoatRecipe
 ) -> Operand:
-  """Quantizes w [E, D, *F], and gathers all its rows in FP8."""
+  """Quantizes w [E, D, *F], gathers all its rows, and returns one layout."""
   axes = recipe.axes
   shards = scale_axes(None) if axes is None else axes.same_experts
   codes = ops.quantize_experts(

@@ -2,8 +2,8 @@
 """A matmul and the norm before it: a linear layer, or the front of a block.
 
 The norm reads 1 x G FP8 values and writes the E4M3 operand of the matmul,
-without a BF16 array in between. It saves its input in 1 x G FP8 and its
-statistics. With residuals="coat" it also saves its output, as the reference
+without a BF16 array in between. It saves its statistics, and its input in 1 x G
+FP8. With residuals="coat" it also saves its output, as the reference
 implementation does; with "minimal" the backward pass recomputes it. Without a
 norm, the matmul's FP8 operand is saved. Weights are quantized in both passes,
 unless their codes are cached.
@@ -75,7 +75,7 @@ class LinearSaved(NamedTuple):
 def front_forward(
   x: Array, weights: LinearWeights, static: FrontStatic, recipe: CoatRecipe
 ) -> tuple[Array, Array | BlockScales, LinearSaved]:
-  """Returns h [..., F], the scale of the matmul's operand, and `LinearSaved`.
+  """Computes h [..., F], the scale of the matmul's operand, and `LinearSaved`.
 
   x has a device's positions; with split="columns", h has whole sequences.
   """
@@ -156,7 +156,7 @@ def _norm_to_operand(x, weights, static, recipe):
 
 
 def _columns_of(saved: LinearSaved, weights: LinearWeights, recipe) -> Operand:
-  """Returns the saved or recomputed columns of the front's operand."""
+  """Returns the front's operand in column layout, saved or recomputed."""
   if isinstance(saved.x, Operand):
     return columns_of(saved.x, recipe)
   assert saved.norm is not None

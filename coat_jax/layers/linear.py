@@ -68,7 +68,7 @@ def linear(
     [..., *F] in x's dtype.
 
   Raises:
-    TypeError: x is not a floating-point array, or `recipe` is not a CoatRecipe.
+    TypeError: x or w is not a float array, or `recipe` is not a CoatRecipe.
     ValueError: shapes are inconsistent, or `split` is unknown.
   """
   check_recipe("linear", recipe)

@@ -17,8 +17,8 @@ class MiddleOutput(NamedTuple):
     operand: the second matmul's operand, in row layout.
     saved: values for the backward pass, each passed through `save_residual`.
     after: an array that must be computed before the second weight's FP8 values
-      are gathered; None for the scale of the first matmul's operand. It is used
-      only on a mesh, and if the weight's scale is cached.
+      are gathered; None for the scale of the first matmul's operand. It has an
+      effect only on a mesh, with a cached scale of the weight.
   """
 
   operand: Operand

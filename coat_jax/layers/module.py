@@ -98,7 +98,7 @@ class RecipeModule(nnx.Module):
         check_whole(op, name, size, COUNT, "pass a positive int")
 
   def cast(self, x: Array, *params: nnx.Param | None) -> Array:
-    """Casts x to `dtype`, or to the common dtype of x and `params` if None."""
+    """Casts x to `dtype`; None means the common dtype of x and `params`."""
     op, remedy = type(self).__name__, "pass activations [..., features]"
     rule, kind = "an array of numbers [..., features]", jnp.number
     check_array(op, "x", x, rule, ndim=_SOME_AXES, kind=kind, remedy=remedy)

@@ -193,7 +193,7 @@ _product.defvjp(_multiply_fwd, _multiply_bwd)
 
 
 def _check(x, w, experts_per_token, recipe) -> None:
-  """Raises for wrong shapes; with mesh axes, F and D may be those of shards."""
+  """Raises for wrong types or shapes; with mesh axes, w may contain shards."""
   check_recipe("moe", recipe)
   check_float("moe", "x", x)
   remedy = "pass one, as in MoEWeights(gamma, None, router, gate_up, down)"

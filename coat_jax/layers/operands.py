@@ -73,7 +73,7 @@ def layout_of_input(recipe: CoatRecipe) -> ops.Layout:
 
 
 def keep_input(x: Operand, recipe: CoatRecipe) -> tuple[Operand, Operand]:
-  """Saves a matmul's input; returns rows, and what `columns_of` needs."""
+  """Saves a matmul's input; returns its rows, and what `columns_of` needs."""
   if value_scaling(recipe).saves_rows:
     kept = save_residual("linear", x)
     return kept, kept
@@ -119,7 +119,7 @@ def check_scaling(recipe: CoatRecipe) -> None:
 
 
 def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
-  """Gathers a weight's codes [D, F] if each device holds only some rows."""
+  """Gathers a weight's codes and tiles' scales if rows are split over fsdp."""
   axes = recipe.axes
   if axes is None or size_of(axes.fsdp) == 1:
     return w

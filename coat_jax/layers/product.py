@@ -5,8 +5,8 @@ The forward pass reads a weight's columns and the backward pass its rows, in FP8
 with one scale per weight or per tile of 128 x 128. recipe.weight_cache selects
 what is computed once and used several times:
 
-  "none"   nothing: a weight's scale is computed at the first use, and its codes
-           at each use
+  "none"   nothing: codes and scales of tiles are computed at each use, but the
+           one scale of a weight only in the forward pass
   "scale"  the scales of all weights, before the scan over layers
   "codes"  scales and codes in both layouts. They occupy 2 bytes per parameter
            while the function that cached them runs. This pays off if gradients
@@ -127,7 +127,7 @@ def multiply(
   add: Array | None = None,
   after: Array | BlockScales | None = None,
 ) -> tuple[Array, Operand | None]:
-  """Returns x w + bias + add in `dtype`, and the weight's saved scale.
+  """Returns x w + bias + add in `dtype`, and the weight's scale if it is saved.
 
   x is in the row layout; unless `split` is None, it has whole sequences. The
   bias and `add`, the residual stream, are added in f32. With split="inputs",
@@ -232,8 +232,8 @@ def quantized_weight(
     # the weight's codes would wait for the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
-    # `quantize_rows` reads w in place from a stack of layers. XLA would first
-    # copy w for a kernel, which moves 8 bytes per parameter. Reshape codes, not
+    # `quantize_rows` reads w in place from a stack of layers. For a kernel, XLA
+    # would first copy w, which moves 8 bytes per parameter. Reshape codes, not
     # w, because on a TPU a reshape of [D, 2, F] is a copy.
     rows = ops.quantize_rows(
       w,

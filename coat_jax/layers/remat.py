@@ -39,9 +39,9 @@ codes_saveable = jax.checkpoint_policies.save_only_these_names(_INPUT)
 def block_inputs_saveable(primitive, *avals, name: str = "", **others) -> bool:
   """A policy for `jax.checkpoint` that keeps the inputs of FP8 blocks' norms.
 
-  It keeps the codes and statistics that norms save, except norms of q and k,
-  and all scalar scales of operands, which the second forward pass could
-  otherwise compute only from the norm's input in BF16.
+  It keeps the codes and statistics that norms save, except norms of q and k. It
+  also keeps all scalar scales of operands: without them, the second forward
+  pass would need the norm's input in BF16.
 
   Args:
     primitive: the primitive of the equation that JAX asks about.

@@ -38,7 +38,7 @@ class RoutingStats(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """The order that sorts tokens' copies by expert, and its inverse; int32.
+  """How tokens' copies are sorted by expert and exchanged; arrays are int32.
 
   Attributes:
     copy: [T k], the copy in each row; it belongs to token `copy // k`.
@@ -112,7 +112,7 @@ def expert_weights(
 def _logits(y: Array, w: Array) -> Array:
   # Use full f32, because a GPU's default (TF32, a mantissa of 10 bits) would
   # route tokens differently. It costs little: the router needs E / (3 k F)
-  # times as many operations as the experts, less than a hundredth.
+  # times as many operations as the experts, usually less than a hundredth.
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
 
@@ -143,7 +143,7 @@ def p_of_rows(p: Array, rows: Rows) -> Array:
 
 
 def copies_of(x: Array, rows: Rows) -> Array:
-  """Reorders rows [T k, ...] so that a token's k copies are adjacent."""
+  """Undoes the exchange, if any, and the sorting; returns copies [T k, ...]."""
   if rows.exchange is not None:
     x = send_back(x, rows.exchange)
   return _take(x, rows.row)
@@ -156,7 +156,7 @@ def sum_of_copies(x: Array, rows: Rows, shape: tuple[int, ...]) -> Array:
 
 
 def load_of(experts: Array, num_experts: int) -> Array:
-  """Computes the fraction of all tokens that go to each expert, f32 [E]."""
+  """Computes the fraction of the tokens that go to each expert, f32 [E]."""
   counts = jnp.bincount(experts.reshape(-1), length=num_experts)
   return counts.astype(jnp.float32) / _num_tokens(experts)
 

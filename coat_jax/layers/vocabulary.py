@@ -69,7 +69,7 @@ def _with_rows(
   arrays: tuple[Array, ...],
   axes: MeshAxes | None,
 ) -> Array:
-  """Runs f on all rows of a table and the arrays; the result is [B, T, D].
+  """Runs f(rows, *arrays) with all rows of a table; returns [B, T, D].
 
   On a mesh the table's rows are split over tensor and fsdp.
   """
@@ -149,9 +149,9 @@ def logits(
   axes: MeshAxes | None,
   soft_cap: float | None = None,
 ) -> Array:
-  """Computes f32 logits [B, T, V], sharded over the batch and the vocabulary.
+  """Computes f32 logits [B, T, V]; the arguments are those of `mean_loss`.
 
-  The arguments are those of `mean_loss`.
+  With `axes`, the logits are sharded over the batch and the vocabulary.
   """
 
   def product(hidden, weight):
@@ -179,7 +179,7 @@ class _Head(NamedTuple):
 
 
 def _logits(hidden: Array, weight: Array, head: _Head) -> Array:
-  """Computes capped logits in f32 from operands of one dtype."""
+  """Computes logits in f32 from operands of one dtype; applies the cap."""
   # Read a tied weight as it is stored. Otherwise the scan over chunks would
   # copy its transpose to memory.
   logits = jnp.einsum(
@@ -234,7 +234,7 @@ def _on_devices(hidden, targets, weight, shares, head, *, has_gradients):
 
 
 def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
-  """Runs `_on_devices` on a device's shards."""
+  """Computes the results of `_on_devices` from a device's shards."""
   axes, weight_dtype = head.axes, weight.dtype
   weight = weight.astype(hidden.dtype)
   if axes is not None:
@@ -271,7 +271,7 @@ def loss_positions(batch: int, length: int, vocab_size: int) -> int:
 
 
 def _chunks(hidden: Array, targets: Array, counted: Array, vocab_size: int):
-  """Splits hidden, targets and their shares: [chunks, B, positions, ...]."""
+  """Pads and splits arrays [B, T, ...] into [chunks, B, positions, ...]."""
   batch, length = targets.shape
   positions = loss_positions(batch, length, vocab_size)
   count = -(-length // positions)

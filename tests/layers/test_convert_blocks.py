@@ -113,7 +113,7 @@ def test_matmuls_with_several_axes_are_not_part_of_a_block():
   model = Heads(rngs=nnx.Rngs(0))
   new, report = convert(model, blocks={Heads: layers.NormLinear})
   assert type(new) is Heads and type(new.up) is layers.Linear
-  assert "in number or width" in report.left["."]
+  assert "in number, width or bias" in report.left["."]
 
 
 class Refused(nnx.Module):
@@ -129,7 +129,7 @@ class Refused(nnx.Module):
       self.gain = nnx.Param(jnp.ones(()))
     if why == "`up` was not replaced":
       self.up.precision = "highest"
-    if why == "in number or width":
+    if why == "in number, width or bias":
       self.third = nnx.Linear(D, D, rngs=rngs)
 
   def __call__(self, x, *others):
@@ -147,7 +147,7 @@ REASONS = [
   "drops 0.5",
   "variables outside",
   "`up` was not replaced",
-  "in number or width",
+  "in number, width or bias",
   "callable with one array",
   "output differs",
   "differs by",
