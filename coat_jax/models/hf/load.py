@@ -146,7 +146,7 @@ def load_params(
 def check_tensors(
   folder: Path, config: AnyConfig, params: Any
 ) -> dict[str, StoredTensor]:
-  """Opens a checkpoint; raises ValueError unless its tensors fit `config`."""
+  """Returns a checkpoint's tensors; raises ValueError unless they fit."""
   stored = split_experts(open_tensors(folder))
   where = f"load_hf: {folder} must have the tensors that its {CONFIG} describes"
   remedy = "pass a folder whose files belong together"
@@ -187,7 +187,7 @@ def check_tensors(
 
 def _some(names: list[str]) -> str:
   """Lists the first two names, and counts the others."""
-  more = f" and {len(names) - 2} others" if len(names) > 2 else ""
+  more = f" and {len(names) - 2} more" if len(names) > 2 else ""
   return ", ".join(names[:2]) + more
 
 
