@@ -156,7 +156,7 @@ def generate(
     [5, 5]
   """
   op, kinds = "generate", (Decoder, VisionLanguageModel)
-  check_kind(op, "model", model, kinds, "a tower alone generates no tokens")
+  check_kind(op, "model", model, kinds, "pass a model that reads tokens")
   sampling = make_sampling(temperature, top_k, top_p)
   decoder = model.decoder if isinstance(model, VisionLanguageModel) else model
   check_prompts(decoder, prompts)

@@ -37,7 +37,7 @@ def loss_fn(
       Decoder.
   """
   op, kinds = "loss_fn", (Decoder, VisionLanguageModel)
-  check_kind(op, "model", model, kinds, "a vision tower predicts no tokens")
+  check_kind(op, "model", model, kinds, "pass a model that reads tokens")
   batch = Batch.of(batch)
   if isinstance(model, VisionLanguageModel):
     hidden, routing = model.routed(
