@@ -22,8 +22,8 @@ class Batch(NamedTuple):
       padding gets a number too. None if each row is one document. Tokens attend
       only to their document.
     shares: f32 [B, T + 1], the weight of each token as a target in the loss.
-      The first column is ignored. None for equal weights of all tokens except
-      the first of each document, which are not targets.
+      The first column is ignored. None for equal weights of all tokens but the
+      first of each document.
   """
 
   tokens: Array

@@ -72,8 +72,8 @@ def load_hf(
       with their index.
     recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
       its `axes` are None, the axes of the mesh are used.
-    mesh: a mesh with automatic axes data, fsdp, tensor and possibly expert; call
-      the model under `jax.set_mesh`. None for one device.
+    mesh: a mesh with automatic axes data, fsdp, tensor and possibly expert.
+      Call the model under `jax.set_mesh`. None for one device.
     dtype: dtype of activations.
     param_dtype: dtype in which weights are stored: bfloat16, float16, or
       float32, which represents all values of the other two. Biases, the
