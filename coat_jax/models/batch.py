@@ -20,9 +20,10 @@ class Batch(NamedTuple):
       before it.
     segments: int32 [B, T + 1], the number of each token's document in its row;
       padding gets a number too. None if each row is one document. Tokens attend
-      only to their document. A document's first token is not a target.
+      only to their document.
     shares: f32 [B, T + 1], the weight of each token as a target in the loss.
-      The first column is ignored. None if all other tokens have equal weights.
+      The first column is ignored. None for equal weights of all tokens but the
+      first of each document.
   """
 
   tokens: Array
@@ -100,9 +101,9 @@ class Batch(NamedTuple):
 
 def _check(tokens: Any, **others: Any) -> None:
   """Raises an error unless the arrays form a batch."""
-  remedy = "pass at least two tokens per sequence: the first is not a target"
-  rule = "int [B, T + 1] with T at least 1"
+  rule, remedy = "int [B, T + 1] with T at least 1", "pass token ids"
   check_array("Batch", "tokens", tokens, rule, kind=jnp.integer, remedy=remedy)
+  remedy = "pass at least two tokens per sequence: the first is not a target"
   if tokens.ndim != 2 or tokens.shape[1] < 2:
     raise ValueError(
       f"Batch: tokens must be {rule}, got {tokens.shape}; {remedy}"

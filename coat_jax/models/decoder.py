@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
     segments: Array | None = None,
     placed: Placed | None = None,
   ) -> Carry:
-    """Runs the model; also returns routing statistics for `auxiliary_loss`."""
+    """Returns hidden states and, with experts, routing statistics."""
     start = self.start(tokens, segments, placed)
     x, routing = run_layers(
       self, self.layers, start, self.kinds_of_layers, segments
@@ -149,7 +149,7 @@ class Decoder(nnx.Module):
     segments: Array | None = None,
     placed: Placed | None = None,
   ) -> Carry:
-    """Returns the first layer's input, and zeros for routing statistics."""
+    """Returns the first layer's input and, with experts, zero statistics."""
     check_tokens("Decoder", tokens, segments)
     shape = list(tokens.shape)
     self.config.check_length(f"Decoder: tokens {shape}", shape[-1])

@@ -47,7 +47,7 @@ class _Options(NamedTuple):
   """Options that determine each row's next token, and when rows end.
 
   A row ends after one of `stops`, int32 [n], or after `most` new tokens. Each
-  row has its random key. `is_row` is False for rows that only pad the batch.
+  row has one of `keys`. `is_row` is False for rows that only pad the batch.
   """
 
   sampling: Sampling
@@ -100,16 +100,16 @@ def generate(
 
   Runs in the model's `dtype` and never in FP8, whatever the recipe: an FP8
   matmul uses one scale for all its tokens, so a prompt's result would depend on
-  the other prompts. Without FP8, a prompt's result is the same
-  as if it were the only prompt, up to the order of summation.
+  the other prompts. Without FP8, a prompt's result is the same as if it were
+  the only prompt, up to the order of summation.
 
   While tokens are added, memory holds a second copy of the layers' weights. In
   this copy, weights in a wider dtype are cast to the model's `dtype`, except
   norms, biases and routers. An embedding or head in a wider dtype is copied and
   cast too.
 
-  On a mesh, shard the parameters, and call `generate` under `jax.set_mesh`. The
-  model's recipe determines which mesh axes are used.
+  On a mesh with automatic axes, shard the parameters, and call `generate` under
+  `jax.set_mesh`. The model's recipe determines which mesh axes are used.
 
   Args:
     model: a Decoder, or a VisionLanguageModel.
@@ -127,9 +127,9 @@ def generate(
     seed: seed of the draws. The draws for a prompt depend on its index, not on
       the number of prompts.
     cache_size: number of tokens per prompt, including padding, that the KV
-      cache can hold. Calls with the same size, and as many prompts and stop
-      tokens, share the compiled program for decoding. None for the longest
-      prompt plus `max_new_tokens`, each rounded up.
+      cache can hold. None for the longest prompt plus `max_new_tokens`, each
+      rounded up. Calls with the same size, as many prompts and stop tokens, and
+      the same choice of sampling options share the program for decoding.
 
   Returns:
     A `Generation`.
@@ -156,7 +156,7 @@ def generate(
     [5, 5]
   """
   op, kinds = "generate", (Decoder, VisionLanguageModel)
-  check_kind(op, "model", model, kinds, "a tower alone generates no tokens")
+  check_kind(op, "model", model, kinds, "pass a model that reads tokens")
   sampling = make_sampling(temperature, top_k, top_p)
   decoder = model.decoder if isinstance(model, VisionLanguageModel) else model
   check_prompts(decoder, prompts)
@@ -278,9 +278,9 @@ def _decode(
 
 
 def _in_dtype(graph: Any, params: Any) -> Any:
-  """Casts weights once, to the dtype in which every step reads them.
+  """Casts wider weights once, except those that every step reads in f32.
 
-  Routers stay in f32: rounded weights would send some tokens to other experts.
+  These include routers: if rounded, they would send tokens to other experts.
   """
   dtype = nnx.merge(graph, params).dtype
 

@@ -40,7 +40,7 @@ class Start(NamedTuple):
 
 
 def check_dtype(where: str, dtype: Any) -> np.dtype:
-  """Checks a dtype for weights; raises ValueError if it is not supported."""
+  """Returns a dtype for weights; raises ValueError if it is not supported."""
   found = dtype_of(dtype)
   if found not in _DTYPES:
     got = repr(dtype) if found is None else found.name

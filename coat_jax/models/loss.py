@@ -23,9 +23,9 @@ def loss_fn(
   Args:
     model: a Decoder or VisionLanguageModel. After `model.eval()` the result is
       the cross-entropy alone.
-    batch: a `Batch`, or int32 [B, T + 1] if all tokens are targets. If you
-      split a batch into microbatches whose shares together add up to 1, their
-      losses add up to the mean over the whole batch.
+    batch: a `Batch`, or int32 [B, T + 1] if all tokens but each row's first are
+      targets. If you split a batch into microbatches whose shares together add
+      up to 1, their losses add up to the mean over the whole batch.
     pixel_values: images, as for `VisionLanguageModel`; None for text alone.
 
   Returns:
@@ -37,7 +37,7 @@ def loss_fn(
       Decoder.
   """
   op, kinds = "loss_fn", (Decoder, VisionLanguageModel)
-  check_kind(op, "model", model, kinds, "a vision tower predicts no tokens")
+  check_kind(op, "model", model, kinds, "pass a model that reads tokens")
   batch = Batch.of(batch)
   if isinstance(model, VisionLanguageModel):
     hidden, routing = model.routed(

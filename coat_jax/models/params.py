@@ -32,10 +32,10 @@ Role = Literal[
   "probe",
 ]
 # How an array axis is split: "rows" by mesh axis fsdp, "columns" by tensor,
-# "experts" by expert. "rows of columns" is split by tensor and then by fsdp. By
-# tensor, each device gets the rows for its heads, its columns of the MLP or its
-# part of the vocabulary. fsdp never splits a weight's last array axis, along
-# which each device must store whole groups of values.
+# "experts" by expert. "rows of columns" is split by tensor, then by fsdp. The
+# mesh axis tensor gives a device some heads, channels of the MLP, or tokens of
+# the vocabulary. fsdp never splits a weight's last array axis, along which each
+# device must store whole groups of values.
 Axis = Literal["rows", "columns", "rows of columns", "experts"]
 
 

@@ -58,7 +58,7 @@ def padded(
   """Pads prompts on the left with -1, and adds rows if a mesh requires them.
 
   Returns tokens int32 [rows, length] and the number of padding tokens int32
-  [rows]. Of an added row, one token does not count as padding.
+  [rows], which is length - 1 for added rows.
   """
   rows = _rows(model, len(prompts))
   tokens = np.full((rows, length), -1, np.int32)

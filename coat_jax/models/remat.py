@@ -120,7 +120,8 @@ def checkpointed(
 ) -> Callable:
   """Wraps a layer's forward pass so that it saves only what `remat` selects.
 
-  If `is_gathering`, the backward pass gathers weights again.
+  "fp8_layer" also rounds the layer's input to FP8. If `is_gathering`, the
+  backward pass gathers weights again.
   """
   if remat == "none" and not is_gathering:
     return forward

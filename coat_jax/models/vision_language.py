@@ -214,7 +214,7 @@ class VisionLanguageModel(nnx.Module):
     pixel_values: Array | None = None,
     segments: Array | None = None,
   ) -> Carry:
-    """Runs the model; also returns routing statistics, as `Decoder.routed`."""
+    """Returns hidden states and routing statistics, as `Decoder.routed`."""
     check_tokens("VisionLanguageModel", tokens, segments)
     placed = None if pixel_values is None else self.place(tokens, pixel_values)
     return self.decoder.routed(tokens, segments, placed)

@@ -48,7 +48,7 @@ COUNT = Range(1, 2**31 - 1)
 
 
 def is_array(x: Any) -> bool:
-  """Returns whether x is an array, a tracer or a `jax.ShapeDtypeStruct`."""
+  """Returns whether x is an array, a NumPy scalar or a `ShapeDtypeStruct`."""
   return isinstance(x, _ARRAYS)
 
 
@@ -145,7 +145,7 @@ def check_number(
 def check_whole(
   op: str, name: str, value: Any, allowed: Range | None, remedy: str, **options
 ) -> None:
-  """Raises unless a value is a whole number; see `check_number`."""
+  """Raises unless a value is a whole number in a range; see `check_number`."""
   check_number(op, name, value, allowed, remedy, is_whole=True, **options)
 
 
@@ -183,7 +183,7 @@ def check_array(
   """Raises unless a value is an array of kind `kind` with `ndim` axes.
 
   `rule` describes the array in the message, as in "int [B, T]". `kind` is a
-  dtype class for `jnp.issubdtype`, or a tuple of such classes.
+  dtype class for `jnp.issubdtype`, or a tuple of these. () allows any `ndim`.
   """
   kinds = kind if isinstance(kind, tuple) else (kind,)
   if not is_array(value) or not any(

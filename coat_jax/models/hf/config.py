@@ -39,7 +39,7 @@ def read_config(folder: Path) -> tuple[Any, np.dtype]:
 
 
 def parse_config(file: Path, found: dict) -> tuple[Any, np.dtype]:
-  """Parses the content of a config.json; errors mention `file`."""
+  """Parses a config.json as `read_config` does; errors mention `file`."""
   return _parse(file, found, None), dtype_of(file, found)
 
 

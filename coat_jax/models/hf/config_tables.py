@@ -171,7 +171,7 @@ _QWEN3_MOE = {
   **ignored(
     "num_local_experts",  # `Renamed` reads it.
     "intermediate_size",  # The width of MLPs in layers without experts.
-    # Selects whether transformers adds the auxiliary loss; we always add it.
+    # Whether transformers adds the auxiliary loss; `loss_fn` ignores this key.
     "output_router_logits",
   ),
 }
@@ -189,7 +189,7 @@ _TOWER = {
     *("initializer_factor", "projection_dim", "encoder_stride"),
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"),
     *("num_labels", "pooler_output_size"),
-    # Keys for text generation, which version 4 wrote for every model.
+    # Keys of text models, which transformers 4 wrote for every model.
     *("add_cross_attention", "bad_words_ids", "begin_suppress_tokens"),
     *("cross_attention_hidden_size", "decoder_start_token_id"),
     *("diversity_penalty", "early_stopping", "encoder_no_repeat_ngram_size"),

@@ -72,7 +72,7 @@ def read_json(file: Path) -> dict:
 
 
 def _parse_object(data: bytes) -> dict:
-  """Parses a JSON object; raises ValueError if a key occurs twice."""
+  """Parses a JSON object; raises ValueError for bad JSON or a repeated key."""
 
   def pairs(found):
     names = [name for name, _ in found]

@@ -146,7 +146,7 @@ def _read_rope(
   *,
   has_partial: bool = False,
 ) -> dict[str, Any]:
-  """Reads `rope_theta` and `rope_scaling`, and `PARTIAL` if it is below 1."""
+  """Reads RoPE's base, scaling and, if permitted, a `PARTIAL` below 1."""
   key = _ROPE if found.get(_ROPE) else _SCALING
   rope, old = (_with_type(file, x, found.get(x)) for x in (key, _SCALING))
   # A file may have the keys of both versions of transformers.
@@ -202,7 +202,7 @@ def _read_rope(
 
 
 def _with_type(file: Path, key: str, rope: Any) -> dict[str, Any]:
-  """Copies RoPE's object; transformers 4 may call its `rope_type` `type`."""
+  """Copies RoPE's object without nulls; renames `type` to `rope_type`."""
   rope = rope or {}
   if not isinstance(rope, dict):
     raise wrong(file, key, "an object", rope)

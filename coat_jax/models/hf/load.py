@@ -72,8 +72,8 @@ def load_hf(
       with their index.
     recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
       its `axes` are None, the axes of the mesh are used.
-    mesh: a mesh for `param_shardings`, with axes data, fsdp, tensor and
-      possibly expert; call the model under `jax.set_mesh`. None for one device.
+    mesh: a mesh with automatic axes data, fsdp, tensor and possibly expert.
+      Call the model under `jax.set_mesh`. None for one device.
     dtype: dtype of activations.
     param_dtype: dtype in which weights are stored: bfloat16, float16, or
       float32, which represents all values of the other two. Biases, the
@@ -146,7 +146,7 @@ def load_params(
 def check_tensors(
   folder: Path, config: AnyConfig, params: Any
 ) -> dict[str, StoredTensor]:
-  """Opens a checkpoint; raises ValueError unless its tensors fit `config`."""
+  """Returns a checkpoint's tensors; raises ValueError unless they fit."""
   stored = split_experts(open_tensors(folder))
   where = f"load_hf: {folder} must have the tensors that its {CONFIG} describes"
   remedy = "pass a folder whose files belong together"
@@ -187,7 +187,7 @@ def check_tensors(
 
 def _some(names: list[str]) -> str:
   """Lists the first two names, and counts the others."""
-  more = f" and {len(names) - 2} others" if len(names) > 2 else ""
+  more = f" and {len(names) - 2} more" if len(names) > 2 else ""
   return ", ".join(names[:2]) + more
 
 

@@ -199,7 +199,7 @@ def _unpack(
   split: MatrixSplit | None,
   dtype: np.dtype,
 ) -> tuple[list[Array], Array]:
-  """Unpacks a parameter or one layer; also returns whether it is finite."""
+  """Returns the tensors of a parameter or layer, and whether all are finite."""
   if layer is not None:
     x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
   x = x.astype(dtype)

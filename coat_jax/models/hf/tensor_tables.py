@@ -136,7 +136,7 @@ TENSORS: dict[str, Table | Callable[[Any], Table]] = {
 # store [outputs, inputs].
 INPUTS_FIRST = {"gpt2"}
 # Shapes of tensors that have more axes than their parameters; a string is the
-# name of a field of the configuration.
+# name of an attribute of the configuration.
 type Shapes = dict[str, tuple[int | str, ...]]
 _IMAGE = ("d_model", "num_channels", "patch_size", "patch_size")
 _PATCHES: Shapes = {"patches/linear/kernel": _IMAGE}

@@ -97,7 +97,7 @@ class Layout(NamedTuple):
 class Part(NamedTuple):
   """One parameter, or one layer of a stacked parameter, and its tensors.
 
-  `layer` is None if the parameter is not stacked, `split` if it is not cut.
+  `layer` is None if the parameter is not stacked; `split` is None if not cut.
   `tensors` maps names to the tensors' shapes and the parameter's dtype.
   """
 

@@ -36,7 +36,7 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
 
 
 def check_free(op: str, folder: Path) -> None:
-  """Raises ValueError if a folder exists or a process is writing it."""
+  """Raises ValueError if a folder or its FOLDER.unfinished exists."""
   if os.path.lexists(folder):
     raise ValueError(
       f"{op}: {folder} must not exist, because nothing is overwritten, got an "

@@ -107,7 +107,7 @@ class VisionTower(nnx.Module):
       [B, D] in `dtype`, or logits [B, classes] if the tower has classes.
 
     Raises:
-      ValueError: the tower has no weights for pooling.
+      ValueError: the configuration has `has_pool=False`.
     """
     hidden = self.features(pixel_values)
     if self.config.choices.pool is None:
