@@ -63,10 +63,10 @@ def attention_fwd(
   *,
   kind: AttentionKind,
 ) -> AttentionResiduals:
-  """Computes softmax(scale q k^T) v and the log-sum-exp of each query's scores.
+  """Computes softmax(scores) v and the log-sum-exp of each query's scores.
 
-  If `segments`, int32 [B, T] where S = T, are passed, a query sees only keys of
-  its segment.
+  `kind` determines the scores. If `segments`, integers [B, T] where S = T, are
+  passed, a query sees only keys of its segment.
   """
 
   def one_chunk(args):

@@ -274,7 +274,7 @@ def target() -> str | None:
 
 
 def may_be_partitioned() -> bool:
-  """Returns whether XLA may partition this code, so that no kernel can run."""
+  """Returns whether XLA may partition this code; no Pallas kernel then runs."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.auto_axes or mesh.explicit_axes:
     return mesh.size > 1
