@@ -87,7 +87,7 @@ def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
 
 
 def _checked_rule(op: str, state: Any, rule: FieldRule) -> FieldRule:
-  """Returns a rule whose results are checked, and corrected by _known_states."""
+  """Returns a rule whose results are checked and fit `_known_states`."""
   known = _known_states()
   nodes = tree_leaves_with_path(state, is_leaf=lambda x: type(x) in known)
   corrected = {
