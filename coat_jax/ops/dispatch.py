@@ -84,7 +84,7 @@ class Op[R]:
     return ("xla", *self.kernels)
 
   def require_known(self, implementation: Any, op: str = "") -> None:
-    """Raises a NotImplementedError, which names `op`, for an unknown name."""
+    """Raises a NotImplementedError from `op` if `implementation` is unknown."""
     if implementation not in (None, *self.implementations):
       raise NotImplementedError(
         f"{op or self.name}: implementation must be one of "
