@@ -11,8 +11,8 @@ A plain cast to FP8 has two traps:
     function ("excess precision"), and may convert through f16, which rounds
     twice. The values that a function saves for the backward pass would then
     differ from those that it computes with.
-So `saturating_cast` first rounds to the format's grid in f32, which makes the
-cast exact. All casts in this package use it, except in kernels and in
+So `saturating_cast` first clips, and rounds to the format's grid in f32, which
+makes the cast exact. All casts in this package use it, except in kernels and in
 `ops.quantize`, where neither trap can occur.
 """
 

@@ -166,7 +166,7 @@ class CoatRecipe:
       pass.
     attention: format in which q, k and v are saved. With "fp8", attention is
       computed from the dequantized values in both passes. The output is saved
-      in BF16, because the softmax's backward pass needs it unrounded.
+      in BF16, because training diverges if it is rounded to FP8.
     group_size: number of values that share a scale in FP8 inputs of norms and
       activation functions, and in FP8 q, k and v.
     experts: format of the operands of grouped expert matmuls. "fp8" requires

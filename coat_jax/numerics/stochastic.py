@@ -4,7 +4,7 @@
 The generator is stateless: each element of each leaf at each step gets one
 32-bit word, hashed from (seed, step, leaf, row, column). So a resumed run draws
 the same words. Row and column are *global* indices, so words do not depend on
-the sharding. They are hashed separately because a stacked leaf can have more
+the sharding. The two are hashed separately because a stacked leaf can have more
 than 2^32 elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector

@@ -63,10 +63,10 @@ def attention_fwd(
   *,
   kind: AttentionKind,
 ) -> AttentionResiduals:
-  """Computes softmax(scale q k^T) v and the log-sum-exp of each query's scores.
+  """Computes softmax(scores) v and the log-sum-exp of each query's scores.
 
-  If `segments`, int32 [B, T] where S = T, are passed, a query sees only keys of
-  its segment.
+  `kind` determines the scores. If `segments`, integers [B, T] where S = T, are
+  passed, a query sees only keys of its segment.
   """
 
   def one_chunk(args):
@@ -153,7 +153,7 @@ class Chunk(NamedTuple):
 
   @classmethod
   def of(cls, queries, segments, q, k, kind: AttentionKind) -> "Chunk":
-    """Makes a chunk; `queries` and `segments` are elements of `in_chunks`."""
+    """Makes a chunk; `queries` and `segments` are slices from `in_chunks`."""
     x, start = queries
     own = None if segments is None else segments[0]
     s, size = k.shape[1], x.shape[1]
@@ -229,7 +229,7 @@ def grouped_heads(x: Array, kv_heads: int) -> Array:
 
 
 def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
-  """Splits x [B, T, ...] to [chunks, B, chunk, ...].
+  """Splits x [B, T, ...], padded with zeros, to [chunks, B, chunk, ...].
 
   Also returns the index of each chunk's first query.
   """

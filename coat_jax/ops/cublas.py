@@ -5,8 +5,8 @@ XLA compiles a `dot_general` with an FP8 algorithm to one call if it contracts
 the last axis of both operands, and if the `dot_general` and the scalar factor
 that follows it already have the result's dtype. Any other form adds a separate
 pass over the result or an operand. An added bias becomes part of the call, and
-so does a matrix that is added after the bias. Inside the call, the factor and
-the sums are f32, because XLA:GPU drops the roundings to BF16.
+so does a matrix that is added after the bias. For a BF16 result, the factor and
+the sums are f32 inside the call, because XLA:GPU drops the roundings to BF16.
 
 The call accepts one factor, so the two scales are multiplied first. If their
 product is below f32's smallest normal number, 1.2e-38, the product and the

@@ -6,7 +6,7 @@ calls private functions of JAX. If the installed JAX lacks one of them,
 `_why_not` reports it, and attention runs in another implementation.
 
 JAX's cuDNN call accepts a function that changes scores, such as a soft cap,
-only from version 0.12 on; we never pass one. Our segments are ids of tokens,
+only from version 0.12 on; we never pass one. Our segments are one id per token,
 but cuDNN's packed layout needs a static number of segments.
 """
 

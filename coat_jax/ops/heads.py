@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a projection into rotated heads, and joins heads, in plain jnp.
+"""Splits a projection into heads with RoPE, and joins heads, in plain jnp.
 
-The columns are ordered by key head. For each of the K key heads, they contain
-the N / K query heads that share it, then the key and the value.
+The projection's columns are ordered by key head. For each of the K key heads,
+they contain the N / K query heads that share it, then the key and the value.
 """
 
 import jax.numpy as jnp

@@ -252,11 +252,11 @@ type Angles = tuple[Array, Array] | tuple[None, None]
 def rotation(
   positions: Array, *, head_dim: int, theta: Thetas, kind: Array | None = None
 ) -> Angles:
-  """Computes cos and sin of position * theta^(-2 i / R): f32 [T, R / 2] each.
+  """Computes cos and sin of position * frequency, times `Rotary.magnitude`.
 
-  For positions [B, T] the results are [B, T, R / 2]. If `theta` is a tuple,
-  `kind`, an int32 scalar, selects an entry; all entries have the same R. If
-  `theta` is None, both results are None.
+  Both are f32 [T, R / 2], or [B, T, R / 2] for positions [B, T]. If `theta` is
+  a tuple, `kind`, an int32 scalar, selects an entry; all entries have the same
+  R. If `theta` is None, both results are None.
   """
   if theta is None:
     return None, None

@@ -2,7 +2,7 @@
 """Adam with moments stored in FP8: the arithmetic and an optax transformation.
 
 Hyperparameters are passed as f32 scalars, so that one compiled program serves
-all steps and leaves.
+all steps.
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a state's arrays into flax boxes with their parameter's axis names.
+"""Puts a state's arrays into flax boxes with their parameters' axis names.
 
 Flax stores axis names in boxes around parameters: in the metadata of an
 `nnx.Variable`, or in Linen's `Partitioned`. Functions such as

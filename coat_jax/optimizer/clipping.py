@@ -58,9 +58,9 @@ class Clipping:
              global norm, both in the previous step and before clipping. The
              squares of all limits add up to max_norm^2, so the clipped global
              norm does not exceed max_norm.
-  adaptive   limit = relative * r, where r is the running mean of the slice's
-             own clipped norms since the first above 0 (AdaGC); like "share" in
-             the first `warmup` steps
+  adaptive   like "share" in the first `warmup` steps. Then limit = relative *
+             r, where r is the running mean of the slice's clipped norms from
+             the last of these steps on, or from the first norm above 0 (AdaGC).
 
   In the first step, and for slices whose r is 0, the limit is max_norm, so the
   clipped global norm may exceed max_norm. A slice whose norm reaches 3.4e38,

@@ -63,7 +63,7 @@ def default_field_rule(path: str) -> Kind | None:
 
 @functools.cache
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
-  """Maps optax's states to those fields whose default kind is wrong.
+  """Maps optax's state types to the fields that `default_field_rule` misjudges.
 
   Fields whose rounding errors an update would magnify map to None.
   `scale_by_stddev` computes the square root of nu - mu^2, which may become
@@ -87,7 +87,7 @@ def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
 
 
 def _checked_rule(op: str, state: Any, rule: FieldRule) -> FieldRule:
-  """Returns a rule with checks of its results, corrected by `_known_states`."""
+  """Returns a rule whose results are checked and fit `_known_states`."""
   known = _known_states()
   nodes = tree_leaves_with_path(state, is_leaf=lambda x: type(x) in known)
   corrected = {

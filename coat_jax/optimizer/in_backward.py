@@ -178,7 +178,7 @@ def step_in_backward(
     leaf = steps.step(i, leaf, g, layer=index, grad_scale=scale)
     return (leaf, own), norm
 
-  # First update parameters that only `after` uses, such as an output layer.
+  # First update what `before` does not use, such as an output layer's weight.
   outer_grads = dict(
     zip(found.others, jax.tree.leaves(after_grads), strict=True)
   )
@@ -308,7 +308,7 @@ _OUTER = "read it from outer; only layer reads the stack's parameters"
 
 
 def _trace(name: str, f: Callable[..., Any], params: Any, *args: Any) -> Any:
-  """Traces a user's function; raises if it closes over a leaf of `params`."""
+  """Returns a user function's jaxpr; raises if it closes over a parameter."""
   closed = jax.make_jaxpr(f)(*args)
   constants = {id(x) for x in _constants(closed)}
   for path, leaf in leaf_paths(params):
