@@ -157,7 +157,7 @@ def _check_leaf_by_leaf(
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
   Returns for each parameter the path of a leaf of its state without an axis of
-  layers, such as a norm; None if all have this axis or are constants.
+  layers, such as a norm; None if each leaf has this axis or depends on nothing.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)
