@@ -2,9 +2,9 @@
 """Runs optax transformations leaf by leaf, for `step_in_backward`.
 
 An optimizer can step leaf by leaf if a leaf's update and state depend only on
-that leaf, and if shared state, such as a step count, depends on no leaf. It
-must not draw random numbers, because all leaves, and all layers of a stack,
-would draw the same numbers. We check this in the jaxpr of the update.
+that leaf, and if shared state, such as a step count, depends on no leaf. The
+optimizer must not draw random numbers, because all leaves, and all layers of a
+stack, would draw the same ones. We check this in the jaxpr of the update.
 """
 
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
 
   Raises:
     TypeError: `tx` is not an optimizer.
-    ValueError: (by `begin`) an update depends on other leaves, as after
-      clipping by the global norm; shared state depends on gradients, as in
-      `optax.contrib.dadapt_adamw`; `tx` draws random numbers, as in
-      `optax.noisy_sgd`; or the state contains encoded moments (instead of
-      `coat_adamw` or `coat_lion`, use `fused_coat_adamw` or `fused_coat_lion`);
-      (by `step_in_backward`) the state of stacked layers has no axis of layers.
+    ValueError: (by `begin`) an update or state depends on other leaves, as with
+      clipping by the global norm or `optax.contrib.dadapt_adamw`; a field of
+      the state lacks the parameters' structure, as in `optax.masked`; `tx`
+      draws random numbers, as in `optax.noisy_sgd`; or it encodes moments
+      (instead of `coat_adamw`, use `fused_coat_adamw`); (by `step_in_backward`)
+      the state of stacked layers has no axis of layers.
 
   Examples:
     >>> optimizer = leafwise(optax.adamw(3e-4))
@@ -119,7 +119,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
 
 
 def check_not_encoded(op: str, state: Any) -> None:
-  """Raises a ValueError if a codec encodes moments in `state`."""
+  """Raises a ValueError if `state` contains a `Moment`."""
   if moments_in(state):
     raise ValueError(
       f"{op}: the optimizer must not encode its state, got coat_adamw, "
@@ -156,9 +156,8 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  Returns for each parameter the path of a leaf of its state that depends on the
-  gradient but has no axis of layers, such as a norm; None if there is no such
-  leaf.
+  Returns for each parameter the path of a leaf of its state without an axis of
+  layers, such as a norm; None if each leaf has this axis or depends on nothing.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)
@@ -211,7 +210,7 @@ def _random_primitive(jaxpr) -> str | None:
 
 
 def _dependencies(jaxpr, inputs: list[set[int]]) -> list[set[int]]:
-  """Lists for each result the union of the sets of inputs it depends on."""
+  """Lists for each result the union of the `inputs` that it depends on."""
   of = {id(v): each for v, each in zip(jaxpr.invars, inputs, strict=True)}
   for equation in jaxpr.eqns:
     mine = [of.get(id(v), set()) for v in equation.invars]

@@ -86,7 +86,7 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
 
 
 def check_leaf(op: str, path: Any, leaf: Any) -> None:
-  """Raises a TypeError unless a path is a string and a leaf is an array."""
+  """Raises a TypeError unless `path` is a string, `leaf` an array or None."""
   check_kind(op, "path", path, str, "pass a leaf's path, such as 'norm/scale'")
   if leaf is not None and not hasattr(leaf, "dtype"):
     refuse(TypeError, op, "leaf", "an array", leaf, f"pass what is at {path!r}")
@@ -103,7 +103,7 @@ def _words(name: str) -> list[str]:
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-  """Lists a tree's leaves with their paths, such as "layers/mlp/kernel"."""
+  """Lists paths, such as "mlp/kernel", with leaves; makes floats arrays."""
   out = []
   for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     leaf = jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf

@@ -109,7 +109,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
 def checked_matrices(
   op: str, matrices: Matrices | None
 ) -> Callable[[str, Any], MatrixSplit | None]:
-  """Wraps `matrices` (default: `hidden_matrices`) in checks of its results."""
+  """Returns `matrices` (default: `hidden_matrices`) with checked results."""
   matrices = hidden_matrices if matrices is None else matrices
   remedy = "pass a function (path, leaf) -> MatrixSplit | None"
   check_function(op, "matrices", matrices, remedy)
@@ -228,7 +228,7 @@ def map_matrices(
     """Applies f to one index of the first batch axis, or to a whole leaf."""
     lead = x.ndim - len(split.inputs + split.outputs)
     # Shard rows like the first input axis, and columns like the last output
-    # axis, so that reshaping moves nothing between devices.
+    # axis. If there is one of each, reshaping moves nothing between devices.
     where = *spec[:lead], spec[lead], spec[-1]
 
     def of_matrix(matrix):

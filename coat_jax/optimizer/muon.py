@@ -121,8 +121,8 @@ def scale_by_coat_muon(
 
   Raises:
     TypeError: `codec` is not a `MomentCodec`; a hyperparameter is not a number;
-      `matrices` returns neither a `MatrixSplit` nor None; (by `update`) the
-      state belongs to another optimizer.
+      `matrices` is not a function; (by `update`) it returns neither a
+      `MatrixSplit` nor None, or the state belongs to another optimizer.
     ValueError: a hyperparameter is outside its range; (by `update`) a leaf is
       not a matrix, or cannot be split as `matrices` specifies; the state was
       made with another codec or for other parameters.
@@ -233,7 +233,7 @@ def coat_muon(
     An `optax.GradientTransformationExtraArgs`.
 
   Raises:
-    TypeError, ValueError: the same as for `scale_by_coat_muon`.
+    TypeError, ValueError: as for `coat_adamw` and `scale_by_coat_muon`.
 
   Examples:
     >>> import jax, jax.numpy as jnp

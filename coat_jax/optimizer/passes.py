@@ -7,10 +7,10 @@ more time on them than on the rest of the step. Here, each pass instead
 recomputes the new moments from the stored ones. Their last bits may differ
 between passes, because XLA may fuse multiplications and additions differently.
 
-The first pass computes the statistics; the last one encodes. If a codec with
-dynamic range expansion rounds stochastically, a pass between them computes
-drafts, which are codes of values rounded toward zero. XLA generates slow code
-if it fuses drafts with the table lookup below.
+The first pass computes the statistics; the last one encodes. If an E4M3 codec
+with range expansion rounds stochastically, a pass between them computes drafts,
+which are codes of values rounded toward zero. XLA generates slow code if it
+fuses drafts with the table lookup below.
 
 XLA needs about 120 instructions for a power on a GPU, so six powers per
 parameter would take longer than all memory accesses. But there are at most 256
@@ -35,7 +35,7 @@ _MAGNITUDES = 128  # The number of codes without a sign; the last is NaN.
 
 
 def can_run(groups: Sequence[Any], shape: tuple[int, ...]) -> bool:
-  """Returns whether all codecs have one group size, which divides a row."""
+  """Returns whether all are `Grouped`, with one size that divides a row."""
   sizes = {getattr(x, "group_size", None) for x in groups}
   return (
     all(isinstance(x, Grouped) for x in groups)
@@ -155,7 +155,7 @@ def _encode(
 def _contract(
   codec: ExpandedFP8, code: Array, amax: Array, range_: Array
 ) -> Array:
-  """Looks up t for uint32 codes without a sign."""
+  """Looks up |value| / bound for uint32 codes without a sign."""
   codes = lax.iota(jnp.uint8, _MAGNITUDES)
   y = lax.bitcast_convert_type(codes, codec.dtype).astype(jnp.float32)[None]
   # Each of the 256 roots has a row. `_encode` may look up the code after NaN,

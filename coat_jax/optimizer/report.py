@@ -108,14 +108,15 @@ def state_report(
   """Reports for each parameter how accurately codes represent its moments.
 
   Args:
-    opt_state: a coat state (of `coat_adamw`, `coat_lion`, `coat_muon` or
-      `encoded`), or an optimizer state that contains exactly one.
+    opt_state: an optimizer state that contains exactly one state of this
+      library ("coat state"), of `coat_adamw`, `coat_lion` or `encoded`. That of
+      `coat_muon` contains two: pass `state.inner_states["muon"]` or `["adam"]`.
     reference: exact moments to compare with: the f32 state of optax's optimizer
       of the same kind (for `encoded`, of the inner optimizer) in the same run.
 
   Returns:
     A dict, which JSON can store, from each leaf's path to a dict with
-    `parameters`, `encoded` (False for leaves that stay in f32), and for each
+    `parameters`, `encoded` (False for leaves stored unencoded), and for each
     moment (`mu`, `nu` or the path of an encoded field) a dict with
       `replicated`: a sentence, only if a flax box shards codes along their last
         axis but statistics are replicated along it, because the groups cannot

@@ -16,8 +16,8 @@ def to_integers(tree: Any) -> Any:
   """Converts FP8 and bfloat16 arrays to uint8 and uint16 with the same bits.
 
   Arrays of int4 also become uint8: each byte contains the four bits of a value.
-  Every file format supports unsigned integers, whereas `np.savez` and `np.load`
-  lose the dtypes FP8, bfloat16 and int4.
+  File formats support unsigned integers, whereas `np.savez` and `np.load` lose
+  the dtypes FP8, bfloat16 and int4.
 
   Args:
     tree: a tree of arrays or `jax.ShapeDtypeStruct`s, such as a train state.
@@ -78,7 +78,7 @@ def from_integers(tree: Any, like: Any) -> Any:
 
 
 def check_stored(stored: Any, target: Any) -> None:
-  """Raises if a checkpoint's dtypes or shapes differ from its target's.
+  """Raises unless a checkpoint has its target's leaves, dtypes and shapes.
 
   Orbax silently casts to the target's dtypes, so it would restore one codec's
   state as another codec's state, with wrong moments. This check cannot
@@ -111,8 +111,8 @@ def check_stored(stored: Any, target: Any) -> None:
     raise ValueError(
       "check_stored: stored must have the leaves of a checkpoint, got none in "
       f"a {type(stored).__name__}; if it is from Orbax's CheckpointManager, "
-      "pass that item_handlers=StandardCheckpointHandler(), without which it "
-      "finds no metadata before it restores"
+      "create that with item_handlers=StandardCheckpointHandler(); otherwise "
+      "it finds no metadata before it restores"
     )
   for keys, leaf in tree_leaves_with_path(target):
     dtype = getattr(leaf, "dtype", None)

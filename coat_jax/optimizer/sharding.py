@@ -47,7 +47,7 @@ def abstract_state(
     `jax.ShapeDtypeStruct`. Orbax can restore into it.
 
   Raises:
-    TypeError: a sharding is not a `NamedSharding`, or `init` is not a function.
+    TypeError: a sharding, a leaf of `params` or `init` has the wrong type.
     ValueError: `shardings` do not fit `params`, or devices would split a group
       (in an `nnx.State`, groups are not checked).
 

@@ -44,12 +44,12 @@ class Moment:
   `codes`, `amax` and `range` are trees with the structure and boxes
   (`nnx.Variable`, Linen's `Partitioned`) of the parameters, and contain the
   fields of `codecs.Encoded`. For a leaf that is not encoded, `codes` contains
-  the values in f32 or complex64; `amax` and `range` contain scalar zeros.
+  the values in f32 or complex64. Statistics that are not used are scalar zeros.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype.
-    amax: shape=(..., ceil(n / group_size)).
-    range: shape=(..., ceil(n / group_size)).
+    amax: shape=(..., ceil(n / group_size)), or () if it is not used.
+    range: shape=(..., ceil(n / group_size)), or () if it is not used.
     codec: encodes the leaves. It is part of the tree's structure, not a leaf.
   """
 
@@ -344,7 +344,7 @@ def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:
 def find_states(
   op: str, opt_state: Any, kind: Any, remedy: str = ""
 ) -> list[Any]:
-  """Lists all states of a union; raises a ValueError if there are none."""
+  """Lists all states of type `kind`; raises a ValueError if there are none."""
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
   found = [leaf for leaf in leaves if isinstance(leaf, kind)]
   if not found:

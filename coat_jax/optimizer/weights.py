@@ -114,7 +114,7 @@ def round_like(
   part: LeafPart,
   arrange: Callable[[Array], Array] = lambda words: words,
 ) -> Weight:
-  """Rounds x to the format of `weight`: stochastically to bf16 or 24 bits.
+  """Rounds x to the format of `weight`, to bf16 and 24 bits stochastically.
 
   If x was reshaped, `arrange` reshapes the random words in the same way.
   """
@@ -273,9 +273,9 @@ def stochastic_rounding(
 ) -> optax.GradientTransformationExtraArgs:
   """Changes updates so that `optax.apply_updates` rounds bf16 stochastically.
 
-  Use this as the last transformation of a chain. For a bf16 weight p and its
-  update d it returns round(p + d) - p in f32, where round is stochastic and has
-  the expected value p + d. `optax.apply_updates` then computes
+  Use this as the last transformation of a chain. Without `low_bits`, a bf16
+  weight p's update d becomes round(p + d) - p in f32, where round is stochastic
+  and has the expected value p + d. `optax.apply_updates` then computes
   round(p + d) exactly if this value is within a factor of 2^16 of p. With the
   same seed and step, `coat_jax.apply_updates` returns the same weights, bit for
   bit. Updates of weights of other dtypes do not change.

@@ -30,7 +30,7 @@ _LINEAR = 2 * 0.7978845608028654  # 2 sqrt(2 / pi)
 _CUBIC = 0.044715 * _LINEAR
 _QUICK = 1.702
 # Derivatives are computed at x clipped to these limits, beyond which s is 0 or
-# 1. Otherwise x or x^3 could be infinite, and 0 times infinity is NaN.
+# 1. Otherwise 1.702 x or x^3 could be infinite, and 0 times infinity is NaN.
 _LIMITS = {"gelu_tanh": 20.0, "gelu_quick": 60.0}
 
 

@@ -2,9 +2,9 @@
 """The forward kernel of attention.
 
 A program owns 128 queries of one head, and visits tiles of keys. Each of two
-warpgroups computes 64 rows of scores with wgmma, and then their exponentials p,
-relative to a running maximum (if needed). p stays in registers, and p v is
-added to f32 sums. While one computes exponentials, the other uses tensor cores.
+warpgroups computes 64 rows of scores, and then their exponentials p, relative
+to a running maximum (if needed). p stays in registers, and p v is added to f32
+sums. While one warpgroup computes exponentials, the other uses tensor cores.
 """
 
 import functools

@@ -81,7 +81,7 @@ class Work:
 
   tile: Tile
   tiles_m: int  # Number of tiles along m.
-  tiles_n: int  # Number of tiles along n, each `Tile.n` wide.
+  tiles_n: int  # n / `Tile.n`: the tiles of a cluster count as one.
   blocks: int  # Number of blocks along k.
   clusters: int  # Number of clusters.
   is_b_tiled: bool  # Whether b has one scale per 128 rows, not one per row.
@@ -115,7 +115,7 @@ class Memory(NamedTuple):
   b_scale_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
   loaded: Any  # A barrier per wave and stage: completes when its copies end.
-  free: Any  # A barrier per stage: completes when all its readers have read it.
+  free: Any  # A barrier per stage: completes when all readers are done.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:

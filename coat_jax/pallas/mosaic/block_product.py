@@ -53,7 +53,7 @@ def pick_tile(m: int, n: int) -> Tile:
 
 
 def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
-  """Checks operands; `arrays` are the codes of each that the kernel reads."""
+  """Returns why the kernel, which reads codes `arrays`, cannot run, or None."""
   if not all(isinstance(x.scale, BlockScales) for x in (a, b)):
     return (
       f"the Mosaic kernel needs one scale per block of {BLOCK}, got one scale "

@@ -2,8 +2,8 @@
 """Encodes and decodes moments in registers with the FP8 codecs.
 
 For each value, stochastic rounding must decode the two neighbouring codes. An
-E4M3 code stands for J 2^e with J in 0..15, and range expansion decodes it to
-(J 2^e)^a, where a = 1 / k. The kernel looks up J^a and 2^(a e) in tables of 16
+E4M3 code stands for J 2^i with J in 0..15, and range expansion decodes it to
+(J 2^i)^a, where a = 1 / k. The kernel looks up J^a and 2^(a i) in tables of 16
 entries, which saves two logarithms and two exponentials per value. Each of the
 16 lanes that share a group computes one entry per table; shuffles read them.
 """
@@ -123,7 +123,7 @@ class _Expanded(FittedCodec):
     octaves = jnp.where(amax > 0, octaves, 2.0**-24)
     power = on.reciprocal(octaves) * (log2_range(self.codec.dtype) * 16)
     # In sixteenths, the definition rounds the power down. Subtracting 0.5 and
-    # rounding to nearest does the same.
+    # rounding to nearest does the same, except for odd integers above 1.
     power = jnp.clip(power - 0.5, 1.0, 255.0)
     sixteenths, _ = on.round(power, jnp.float32(1.0))
     root = on.reciprocal(sixteenths) * 16.0
@@ -138,7 +138,7 @@ class _Expanded(FittedCodec):
     )
 
   def _stored(self, fit: _Fit) -> tuple[Array, Array]:
-    # The int32 that `on.round` returns must not be cast to a byte directly.
+    # `on.round` states why its int32 must not be cast to a byte directly.
     return fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8)
 
   def _bound_and_root(self, encoded: Encoded, on):
@@ -205,7 +205,7 @@ def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
     -fit.scale,
   )
   # Round up if t - lower > (noise - 1) (upper - lower), that is, if the new
-  # `rest` is negative. In units of (2^e)^a, two fused multiply-adds compute it.
+  # `rest` is negative. In units of (2^i)^a, two fused multiply-adds compute it.
   rest = noise * gap + (rest + magnitude * unit)
   code = code + (as_bits(rest) >> 31)
   return lax.bitcast_convert_type(on.e4m3_codes(code, x), E4M3)
