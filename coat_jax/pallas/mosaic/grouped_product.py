@@ -165,7 +165,8 @@ _DEPTH = BLOCK // 2  # Length of a block along the summed axis.
 def _why_not_16_bits(a, b) -> str | None:
   if a.dtype == b.dtype and a.dtype in (jnp.bfloat16, jnp.float16):
     return None
-  return f"the kernel multiplies BF16 or f16, got {a.dtype} and {b.dtype}"
+  got = f"{a.dtype} and {b.dtype}"
+  return f"the kernel multiplies two BF16 or two f16 arrays, got {got}"
 
 
 def _padded(x: Array, *multiples: int) -> Array:
