@@ -5,8 +5,8 @@
                  plot, one file each; conversations.py is part of finetune, and
                  convert_adamw.py and convert_hf.py are parts of convert
   loop           the training loop of pretrain, finetune and vit
-  step, update   one training step; objective computes its loss and optimizers
-                 its learning rate, and weights converts weights for storage
+  step, update   one training step; objective.py computes its loss,
+                 optimizers.py its learning rate; weights.py converts weights
   config         the options of a run; optim_config, finetune_config and
                  vit_config define more options
   presets        published model shapes and settings

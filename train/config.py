@@ -94,7 +94,7 @@ class TrainConfig:
     params: How weights are stored. bfloat16 rounds stochastically;
       bfloat16_low8 stores 8 more bits per weight. Norms and biases are always
       f32.
-    implementation: auto uses GPU kernels if there is a GPU; xla uses none.
+    implementation: auto uses kernels for the GPU or TPU, if any; xla uses none.
     optim: The optimizer and the learning rate.
     steps: Number of optimizer steps of the whole run.
     accumulate: Microbatches per step. They go through the model one after

@@ -47,7 +47,7 @@ _EPOCHS = 3  # If neither --steps nor --epochs is set.
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
-  """Reads the conversations; sets `steps` in the returned configuration."""
+  """Reads and reports the conversations; replaces `epochs` by `steps`."""
   folder, data = pretrained.source_of(config), config.data
   if folder is None:
     raise ValueError(
@@ -104,7 +104,7 @@ def open_images(
   """Opens the reader for the images in conversations."""
   source = read_path("images", images) if images else None
   if source is not None and not source.is_dir():
-    # With --skip-bad, all rows with images would be skipped without an error.
+    # With --skip-bad, all conversations with images would be skipped.
     raise ValueError(
       "images: expected the folder that image names are relative to, got "
       f"{source}, which is not a folder; pass another --images, or leave it "
@@ -162,7 +162,7 @@ class HeldOutSamples:
     self._log = MetricsLog(path, resumed_step=resumed_step)
 
   def write(self, step: int, params: Any) -> list[str]:
-    """Generates answers with these parameters; returns lines to print."""
+    """Generates and writes a step's answers; returns lines to print."""
     context = contextlib.nullcontext()
     if self._mesh is not None:
       context = jax.set_mesh(self._mesh)
@@ -176,7 +176,7 @@ class HeldOutSamples:
           max_new_tokens=self._most,
           stop_tokens=self._stops,
         )
-    except ValueError as error:  # The logits contain NaN.
+    except ValueError as error:  # The logits are not finite.
       return [f"  samples: {error}"]
     lines, decode = [], self._text.decode
     for i, prompt in enumerate(self._prompts):

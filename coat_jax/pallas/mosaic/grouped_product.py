@@ -14,8 +14,8 @@ shapes below, M is the number of rows and E the number of groups.
   grouped_dgrad          dx = g w^T    [M, F] x [E, D, F]^T -> [M, D]
   grouped_wgrad          dw = x^T g    [M, D]^T x [M, F], for each group's rows
 
-A BF16 or f16 operand whose sizes are not multiples of a block's is first copied
-and padded with zeros.
+A BF16 or f16 operand is first copied and padded with zeros if an axis that is
+cut into blocks is not a multiple of a block.
 
 The kernel gets the product of both FP8 operands' scales. If this product is
 below 1.2e-38, it is inexact or 0; the definition in `ops.grouped_linear` has no
@@ -165,7 +165,8 @@ _DEPTH = BLOCK // 2  # Length of a block along the summed axis.
 def _why_not_16_bits(a, b) -> str | None:
   if a.dtype == b.dtype and a.dtype in (jnp.bfloat16, jnp.float16):
     return None
-  return f"the kernel multiplies BF16 or f16, got {a.dtype} and {b.dtype}"
+  got = f"{a.dtype} and {b.dtype}"
+  return f"the kernel multiplies two BF16 or two f16 arrays, got {got}"
 
 
 def _padded(x: Array, *multiples: int) -> Array:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concatenates dq, dk and dv into an FP8 operand: `ops.join_heads_operand`.
+"""Rotates, joins and quantizes dq, dk and dv: `ops.join_heads_operand`.
 
 The backward pass of attention returns dq, dk and dv, each split into heads. The
-next matmul reads one matrix, rotated (RoPE) and quantized. The first kernel
-finds the largest magnitude of this matrix, rounded as in `ops.join_heads`, from
-which `scales` computes the scale. The last kernel writes the matrix in the row
-and the column layout and, for the gradient of a bias, the sum over the rows of
-each tile. XLA adds up these sums, always in the same order.
+next matmul reads one matrix, rotated back (RoPE) and quantized. The first
+kernel finds the largest magnitude of this matrix, rounded as in
+`ops.join_heads`, from which `scales` computes the scale. The last kernel writes
+the matrix in the row and the column layout and, for the gradient of a bias, the
+sum over the rows of each tile. XLA adds them up, always in the same order.
 """
 
 import functools

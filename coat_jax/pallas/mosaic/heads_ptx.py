@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inlined PTX for `heads`: loads a tile of concatenated heads and rotates it.
+"""Inlined PTX for `heads`: loads a tile of joined heads, rotated back.
 
 The matrix [m, (N + 2 K) H] contains the heads of dq, dk and dv, ordered by key
 head. A tile may contain parts of several heads. A lane holds 8 adjacent
@@ -55,7 +55,7 @@ class Heads:
 
 
 def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
-  """Loads a tile of the result of `ops.join_heads`, and casts it to f32.
+  """Computes a tile of the result of `ops.join_heads`, cast to f32.
 
   `refs` are dq [m, N H], dk and dv [m, K H], cos and sin. cos and sin are
   [T, pairs] or [m, pairs], or None if nothing is rotated.

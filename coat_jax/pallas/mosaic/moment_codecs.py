@@ -198,7 +198,7 @@ def extremes(x: Array, signed: bool) -> tuple[Array, Array]:
   """Returns amax and amin: each group's largest and smallest normal magnitude.
 
   Subnormals count as zero. A group's amax is NaN if a value is not finite. Its
-  amin is zero if all its values are zero.
+  amin is below 2^-126 if all its values count as zero.
   """
   magnitude = jnp.abs(x) if signed else x
   if signed:
@@ -230,8 +230,8 @@ def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
 def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
   """Returns the biased exponents, int32, of a group's bounds.
 
-  The upper bound is the smallest power of two >= amax (but at most 2^127), or
-  NaN if amax is NaN. The lower bound is the largest power of two <= amin.
+  The upper bound is the smallest power of two >= amax (at most 2^127), or NaN
+  if amax is NaN. The lower is the largest one <= amin (at least 2^-126).
   """
   bits = as_bits(amax)
   upper = (bits >> 23) + jnp.where((bits & 0x7FFFFF) > 0, 1, 0).astype("uint32")

@@ -155,9 +155,9 @@ class Instructions:
   def round(self, x: Array, factor: Array) -> tuple[Array, Array]:
     """Rounds x * factor to the nearest integer; returns it as f32 and int32.
 
-    The product must be below 2^22 in magnitude. Before casting the int32 to a
-    byte, apply an integer operation to it. Otherwise ptxas 13 converts the f32
-    directly to a byte (F2IP), which saturates at 255.
+    The product must be below 2^22 in magnitude, or -inf, which gives a negative
+    int32. Before casting it to a byte, apply an integer operation to it, or
+    ptxas 13 converts the f32 directly to a byte (F2IP), which saturates at 255.
     """
     if self.interpret:
       whole = jnp.round(x * factor)
@@ -180,7 +180,7 @@ class Instructions:
 
     J and e are int32 tiles, of which only the lowest 4 bits are used; e = 0 is
     treated as 1. `root` and `scale` are f32 [ROWS], and `root` is positive. The
-    last result may overflow. When `fp8` encodes x, it does so only if
+    last result may overflow. When `fp8` encodes x, this happens only if
     |x| <= 2^(a - 128) max(1, 1 / |scale|).
     """
     top = 7 + math.log2(qmax(E4M3))

@@ -54,9 +54,10 @@ def run(
   interpret: bool,
   name: str,
 ) -> list:
-  """Runs `kernel(*refs)` with a ref per input, output and scratch array.
+  """Runs `kernel(*refs)`; returns the outputs.
 
-  If an input or output is None, its ref is None too. The grid's axes are named
+  `refs` are those of inputs, outputs and scratch arrays, in this order. An
+  input or output that is None stays None. The grid's axes are named
   "across" and "last", or just "last". Programs with consecutive indices along
   "last" start one after the other.
   """
@@ -249,7 +250,7 @@ def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
 
 
 def tile_height(m: int) -> int:
-  """Picks taller tiles for longer runs in the column layout, if they fit."""
+  """Picks high tiles if they fit: they store longer runs of a column."""
   return HIGH if m >= HIGH else LOW
 
 

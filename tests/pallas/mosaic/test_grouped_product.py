@@ -288,7 +288,7 @@ def test_kernel_refuses_unsupported_arguments(monkeypatch):
   with refused("at least 128 rows, got 96"):
     trace(kernel.grouped_dgrad, g_16, w_16, sizes)
   x_16, _, w_16, _ = specs_of_16_bits(jnp.float32)
-  with refused("multiplies BF16 or f16, got float32 and float32"):
+  with refused("two BF16 or two f16 arrays, got float32 and float32"):
     trace(kernel.grouped_fwd, x_16, w_16, sizes)
   odd = specs(m=192)
   with refused(r"multiples of \(128, 128, 128, 128\), got \(256, 192, 384, 19"):
