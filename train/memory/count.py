@@ -72,7 +72,7 @@ def saved_bytes(
   if remat != "none":
     return total
   # XLA keeps attention's output twice: in attention's layout, and as the
-  # operand of the next matmul. It merges two arrays that LayerNorm saves.
+  # operand of the next matmul. It merges two arrays that each LayerNorm saves.
   if recipe.linear == "bf16":
     total += 2 * config.num_heads * config.head_width / tensor
   if recipe.nonlinear == "bf16" and config.choices.norm == "layer":

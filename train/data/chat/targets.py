@@ -13,8 +13,8 @@ a turn with certainty, an error is raised.
     turns.
   * By beginnings: render the messages before a turn plus the generation prompt,
     and also the messages up to the turn's end. The whole text must begin with
-    both of these texts. This method works even if the template raises an error
-    when other words replace a tool call.
+    both of these texts, up to the turn's end. This method works even if the
+    template raises an error when other words replace a tool call.
 """
 
 import dataclasses
