@@ -11,8 +11,8 @@ computes nothing, so counting takes a fraction of a second for any layer width.
 
 The kind of an array is the name that `coat_jax.layers` gives it for checkpoint
 policies. Arrays that plain autodiff saves (recipes bf16 and fp8_linear) have no
-name. Then operands of linear layers have the kind `linear`, the layer's input
-has `norm`, and any other array that of its `residual_scope`.
+name. Without a name, an operand of a linear layer has the kind `linear`, the
+layer's input has `norm`, and any other array has that of its `residual_scope`.
 """
 
 import dataclasses
