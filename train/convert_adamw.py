@@ -24,7 +24,7 @@ from train.step import TrainState
 
 
 def export_adamw(run: Path, out: Path) -> int:
-  """Exports a run's newest undamaged checkpoint; returns its step."""
+  """Exports a run's newest undamaged checkpoint for optax; returns its step."""
   path, step, config = newest_checkpoint(run, out)
   if config.optim.optimizer != "coat_adamw":
     raise ValueError(

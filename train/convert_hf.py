@@ -39,7 +39,7 @@ def import_hf(source: Path, config: TrainConfig) -> int:
 
 
 def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
-  """Exports a run's newest undamaged checkpoint; returns its step."""
+  """Exports the newest undamaged checkpoint's weights; returns its step."""
   _, step, config = newest_checkpoint(run, out)
   params = read_weights(RunDirectory(run), step, config)
   model = nnx.merge(steps.build_graph(config), params)

@@ -128,7 +128,7 @@ class EvaluateConfig:
 
 
 def run(config: EvaluateConfig) -> dict[str, Any]:
-  """Evaluates a model and prints tables; returns the contents of --out."""
+  """Evaluates a model; prints tables, writes files, and returns the report."""
   out, written = (
     _path_of(option, getattr(config, option)) for option in ("out", "page")
   )
@@ -163,6 +163,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
 
     lm = DecoderLM(decoder, source.text, length=length, batch=config.batch)
     results = tasks.run(lm, shots=config.shots, limit=config.limit)
+    del lm  # It holds the model, which `--beside` replaces below.
     found["tasks"] = report.task_rows(results)
     print(report.task_table(found["tasks"]))
   columns = []

@@ -47,7 +47,7 @@ def run_command[Config: TrainConfig](
   load: Callable[[Config], tuple[Config, RunData[Config]]],
   arguments: Sequence[str] | None,
 ) -> int:
-  """Trains a command line's run and its twins; returns the exit status."""
+  """Trains a run and its BF16 baselines; returns the command's exit status."""
   words = sys.argv[1:] if arguments is None else arguments
   with Signals() as signals:
     processes.reserve_gpu_memory()
@@ -216,7 +216,7 @@ def train[Config: TrainConfig](
   first = done + 1
   train_rows = read_or_stop(batches)
   while done < config.steps and not is_stopping:
-    # Run a step. Read its metrics at once if it is the first or used below.
+    # Run a step. Read its metrics at once in the first step or if used below.
     if profiler.is_at_edge:
       read_steps()
     profiler.before_step()

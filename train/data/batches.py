@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns rows into batches that are deterministic, sharded and resumable.
 
-Rows are packed documents, images, or windows of a token stream. Each epoch
-visits every row once, in an order drawn from the seed and the epoch. A batch
-may contain the end of one epoch and the beginning of the next. Batch i depends
-only on the rows, the batch size, the seed and i, so the state of an iterator is
-a single integer.
+Rows are packed documents, images, or windows of a token stream. Each epoch of
+training visits every row once, in an order drawn from the seed and the epoch. A
+batch may contain the end of one epoch and the beginning of the next. Batch i
+depends only on the rows, the batch size, the seed and i, so the state of an
+iterator is a single integer.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ def train_batches(
     )
   numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
   # An endless dataset has 2^63 - 1 rows. With drop_remainder=False and batches
-  # of 1, grain would round this number to 2^63, and len() raise OverflowError.
+  # of 1, grain would round this to 2^63, and len() would raise OverflowError.
   groups = numbers.batch(batch_size, drop_remainder=True)
   return groups.map(lambda group: _read(rows, group[own]))
 

@@ -26,7 +26,7 @@ from PIL import Image, UnidentifiedImageError
 from train.data.sources import BadData
 from train.options import first_line
 
-# The maximum number of pixels, just below that above which Pillow warns.
+# The maximum number of pixels; Pillow warns above 89,478,485.
 MAX_PIXELS = 89_000_000
 # Tracking pixels and placeholders for failed downloads often have one pixel.
 _MIN_SIDE = 2

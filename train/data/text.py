@@ -169,7 +169,7 @@ def write_stop_tokens(folder: Path, documents: Documents) -> None:
 
   transformers stops at the tokens that this file or else config.json lists,
   never at the tokenizer's token. Nothing is written if the tokens are listed
-  already, or if turns end with visible text.
+  already, or if all turns end with visible text.
   """
   text = FolderText(folder)
   ends = text.without_text(last_tokens(documents))
@@ -190,7 +190,7 @@ def last_tokens(documents: Documents) -> list[int]:
 
 
 def open_text(data: DataConfig, tokenizer: str | None) -> Text:
-  """Opens `tokenizer`, or the tokenizer of a run's data if it is None."""
+  """Opens `tokenizer`, else that of a run's data; bytes if both are None."""
   tokenizer = data.tokenizer if tokenizer is None else tokenizer
   if tokenizer is not None:
     return TokenizerText(tokenizer)

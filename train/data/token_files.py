@@ -141,7 +141,7 @@ def change_times(parts: Parts) -> str | None:
 
 
 def hash_change_times(files: Iterable[str | os.PathLike]) -> str:
-  """Hashes the times at which files were last changed."""
+  """Hashes the times at which files were last modified."""
   times = [os.stat(file).st_mtime_ns for file in files]
   return hashlib.sha256(str(times).encode()).hexdigest()[:16]
 

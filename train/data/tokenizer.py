@@ -3,8 +3,8 @@
 
 As in transformers, the file's settings for truncation and padding are ignored.
 The library needs up to 240 bytes of memory per character that it tokenizes.
-Hence long texts are split into pieces, and only a few pieces are tokenized at a
-time.
+Hence long texts are split into pieces, and a limited number of pieces is
+tokenized at a time.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from train.options import first_line, read_path
 
 # Common names of the end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-# The length of the longest piece, in characters. Pieces are tokenized in
-# parallel; with larger pieces the library would use fewer cores.
+# The length of the longest piece, in characters, unless `kept` needs more.
+# Pieces are tokenized in parallel; larger pieces would use fewer cores.
 PIECE = 1 << 18
 # The most pieces, and characters, that `encode_each` tokenizes at once.
 _TEXTS, _CHARACTERS = 256, 1 << 20

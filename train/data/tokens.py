@@ -3,7 +3,7 @@
 
 The end of the stream is held out for evaluation. Text is tokenized at the start
 and kept in memory. Token files are flat files of uint16 or uint32, with or
-without NumPy's header, which are read a batch at a time.
+without NumPy's header. They are read a batch at a time.
 """
 
 import bisect

@@ -30,8 +30,8 @@ from train.evaluation.perplexity import exp
 from train.evaluation.scoring import Request, Scorer
 from train.source import Source
 
-# The longest reference, in words, that answers are compared with. An answer
-# hardly ever matches a longer reference exactly.
+# The longest reference, in words, that `exact_match` counts. An answer hardly
+# ever matches a longer reference exactly.
 SHORT_WORDS = 5
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _ARTICLES = {"a", "an", "the"}
@@ -48,8 +48,8 @@ def normalized(answer: str) -> str:
   has_thousands = re.search(r"\d,\d", text) is not None
   out = text
   for mark in _PUNCTUATION:
-    # As in VQA v2, a mark that is next to a space anywhere is removed
-    # everywhere; other marks become spaces.
+    # As in VQA v2, a mark next to a space anywhere is removed everywhere, and
+    # so are all marks if a comma is between digits; other marks become spaces.
     is_beside = f"{mark} " in text or f" {mark}" in text
     out = out.replace(mark, "" if is_beside or has_thousands else " ")
   # Remove full stops, but not decimal points.
@@ -115,7 +115,7 @@ class Answers(NamedTuple):
 
   @property
   def exact_match(self) -> float | None:
-    """The share of short references that are matched; None without any."""
+    """The share of short references that are matched; None if none exist."""
     matches = sum(x.is_match for x in self.answers if x.is_short)
     return matches / self.short if self.short else None
 
@@ -255,7 +255,7 @@ def read_conversations(
   template: str | None = None,
   images: Path | None = None,
 ) -> Documents:
-  """Reads conversations with a model's tokenizer, chat template and images."""
+  """Reads conversations for a model; `images` is the folder of image files."""
   file = Path(tokenizer or source.files / "tokenizer.json").expanduser()
   if not file.is_file():
     raise FileNotFoundError(

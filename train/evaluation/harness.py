@@ -26,7 +26,7 @@ from train.data.text import Text
 from train.evaluation.perplexity import prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
-_MOST = 256  # Tokens to generate, unless a task sets another maximum.
+_MOST = 256  # Maximum number of tokens to generate if a task sets none.
 _MOST_NAMES = (
   "max_gen_toks",
   "max_new_tokens",

@@ -88,7 +88,7 @@ class Tasks:
 
   @contextlib.contextmanager
   def _inside(self) -> Iterator[None]:
-    """Enters the tasks' folder, and keeps standard output for the results."""
+    """Enters the tasks' folder, and sends standard output to standard error."""
     folder = contextlib.nullcontext()
     if self._folder is not None:
       folder = contextlib.chdir(self._folder)

@@ -9,7 +9,7 @@ were compiled for H200s. The sums assume that
   * on one GPU, XLA computes the gradients of all weights at a layer's end;
   * on a mesh, XLA sums these gradients over GPUs while the next layer runs.
 
-tests/train/memory/test_terms.py lists the arrays of each sum one by one.
+The tests in tests/train/memory list the arrays of these sums one by one.
 """
 
 import dataclasses
@@ -197,8 +197,8 @@ def _coat_on_mesh(layer: Layer) -> float:
     # XLA sums the weights' gradients over GPUs while the next layer runs, so
     # all four gradients are alive throughout.
     return mlp + layer.grad_value * every
-  # Two gradients before they are summed over GPUs, and the GPU's shards of the
-  # other gradients; also the operands of the matmuls that compute gradients.
+  # Two gradients before they are summed over GPUs, and the GPU's shards of all
+  # but gate_up's; also the operands of the matmuls that compute gradients.
   whole, operands = gate_up + weights["qkv"], 2 * inner
   if layer.experts:
     whole, operands = gate_up + weights["down"], 4 * inner + layer.rows

@@ -11,8 +11,8 @@ computes nothing, so counting takes a fraction of a second for any layer width.
 
 The kind of an array is the name that `coat_jax.layers` gives it for checkpoint
 policies. Arrays that plain autodiff saves (recipes bf16 and fp8_linear) have no
-name. In this case, operands of linear layers have the kind `linear`, and any
-other array has the kind of the `residual_scope` in which it was computed.
+name. Without a name, an operand of a linear layer has the kind `linear`, the
+layer's input has `norm`, and any other array has that of its `residual_scope`.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ def saved_bytes(
   """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
   The result is for one of `tensor` GPUs along the mesh's tensor axis. Each of
-  these GPUs stores the whole residual stream of BF16 layers. Positions, which
-  all layers share, and scales of whole tensors do not count.
+  these GPUs stores the whole residual stream of BF16 layers, unless `remat` is
+  fp8_layer. Positions (shared by all layers) and scalars do not count.
   """
   arrays = [
     (aval, kind)
@@ -72,7 +72,7 @@ def saved_bytes(
   if remat != "none":
     return total
   # XLA keeps attention's output twice: in attention's layout, and as the
-  # operand of the next matmul. It merges two arrays that LayerNorm saves.
+  # operand of the next matmul. It merges two arrays that each LayerNorm saves.
   if recipe.linear == "bf16":
     total += 2 * config.num_heads * config.head_width / tensor
   if recipe.nonlinear == "bf16" and config.choices.norm == "layer":

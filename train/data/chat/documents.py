@@ -96,7 +96,7 @@ class Documents:
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """A hash of all but the pixels, which must match when a run resumes."""
+    """A hash of all but the pixels; a resumed run must have the same hash."""
     digest = hashlib.sha256()
     for array in (self.tokens, self.mask, self.starts):
       digest.update(np.ascontiguousarray(array))
@@ -130,13 +130,13 @@ def load_documents(
   skip_bad: bool | None = False,
   images: "ChatImages | None" = None,
 ) -> Documents:
-  """Reads files of conversations.
+  """Reads, tokenizes and truncates the conversations in files.
 
   A conversation of more than `seq + 1` tokens is cut after the last target span
   that fits, or after `seq + 1` tokens if none fits. Documents without a target
-  are left out. If `format` is None, it is recognized from the first row of each
-  file. If `skip_bad` is true, bad rows are only counted. Otherwise a bad row
-  raises a ValueError, which suggests `skip_bad` unless it is None.
+  are left out. If `format` is None, the first row of a known format decides for
+  each file. If `skip_bad` is true, bad rows are only counted. Otherwise they
+  raise a ValueError, which suggests `skip_bad` unless this option is None.
   """
   counts = Counts()
   reader = _Reader(encoder, format, skip_bad, images, counts)
@@ -199,7 +199,7 @@ class _Document(NamedTuple):
   images: "Sequence[RowImage]"
 
   def cut(self, size: int) -> "_Document":
-    """Cuts a document after the last target span that fits into `size`."""
+    """Cuts after the last target span that fits into `size`, or at `size`."""
     if len(self.tokens) <= size:
       return self
     fitting = bisect.bisect_right(self.ends, size)

@@ -7,7 +7,7 @@ A file contains either JSON lines or one JSON array of rows.
 | --- | --- |
 | messages | `messages`: a list of `role` and `content` |
 | sharegpt | `conversations`: a list of `from` and `value` |
-| alpaca | `instruction`, `input`, `output` |
+| alpaca | `instruction`, `output`, and optionally `input` |
 | prompt | `prompt`, `completion`: plain text that needs no template |
 
 Rows of the first three formats may also have `system` and `tools`. Other keys
@@ -73,7 +73,7 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 def _parse(line: bytes) -> Any:
   try:
-    # With the newline, an error at the end would be reported on line 2.
+    # With the newline, the end of the row would be character 1 of line 2.
     return json.loads(line.decode("utf-8").rstrip("\r\n"))
   except UnicodeDecodeError as error:
     return BadData("not UTF-8", f"byte {error.start} of the row is not UTF-8")
@@ -215,7 +215,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], _Read]] = {
 
 
 def _read_turns(turns: Any, row: Mapping[str, Any]) -> Conversation:
-  """Checks the turns, and adds the row's system text and tools to them."""
+  """Parses turns into a conversation with the row's system text and tools."""
   is_list = isinstance(turns, list) and len(turns) > 0
   _check(is_list, "no turns", "expected a list of turns", turns)
   messages = [_message(turn, i) for i, turn in enumerate(turns, 1)]
@@ -242,7 +242,7 @@ def _read_turns(turns: Any, row: Mapping[str, Any]) -> Conversation:
 
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
-  """Checks a turn; errors show its number, which starts at 1."""
+  """Converts a turn to a message; errors show `number`, counted from 1."""
   is_object = isinstance(turn, dict)
   _check(
     is_object, "wrong format", f"expected an object as turn {number}", turn

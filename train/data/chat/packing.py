@@ -68,7 +68,7 @@ def pack(
   seed: int,
   is_packed: bool = True,
 ) -> PackedRows:
-  """Packs the documents `numbers` into rows; one in each unless `is_packed`."""
+  """Packs documents `numbers` into rows; without `is_packed`, one per row."""
   lengths = documents.lengths
   longest = int(lengths[numbers].max(initial=0))
   if longest > seq + 1:

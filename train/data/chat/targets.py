@@ -13,8 +13,8 @@ a turn with certainty, an error is raised.
     turns.
   * By beginnings: render the messages before a turn plus the generation prompt,
     and also the messages up to the turn's end. The whole text must begin with
-    both of these texts. This method works even if the template raises an error
-    when other words replace a tool call.
+    both of these texts, up to the turn's end. This method works even if the
+    template raises an error when other words replace a tool call.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Shape:
   Before its content, a turn has a header, which is not a target, and then a
   lead, which is a target. The header is the text that the turn shares with the
   generation prompt. Without a generation prompt, it is all text before the
-  content, unless this text is white space.
+  content, unless this text is white space, which is then the lead.
   """
 
   # (header, lead) of the last turn, and of other turns.
@@ -103,7 +103,7 @@ class TargetFinder:
   def _all_by_contents(
     self, text: str, chat: Conversation
   ) -> list[Span] | None:
-    """Finds all turns by contents; None if the template changes a turn."""
+    """Finds all turns by contents; None if any of them is uncertain."""
     changed, others = list(chat.messages), [_other(i) for i in chat.trained]
     for i, other in zip(chat.trained, others, strict=True):
       if changed[i].keys() != {"role", "content"}:
@@ -230,7 +230,7 @@ class TargetFinder:
     return (lead, "") if prompt == plain else None
 
   def _ends(self, after: str, following: str) -> tuple[str, str] | None:
-    """Finds the ends of the last and of other turns in the texts after them."""
+    """Finds how the last turn and other turns end after their contents."""
     if end := self._common(after, following).rstrip():
       return end, end
     firsts = []
