@@ -264,7 +264,7 @@ def train_step(
 def eval_step(
   graph: nnx.GraphDef, *, accumulate: int = 1
 ) -> Callable[[Any, Rows], Evaluation]:
-  """Builds the evaluation, a function of (params, rows)."""
+  """Builds the evaluation of (params, rows), in `accumulate` microbatches."""
 
   def evaluate(params, rows):
     model = nnx.merge(graph, params)
