@@ -75,8 +75,8 @@ class Objective(abc.ABC):
     """Computes the loss of a batch or a microbatch, f32.
 
     If `batch.shares` is None, this is the mean loss of the targets. Otherwise
-    it is the sum of the targets' losses times their shares, so that the losses
-    of microbatches add up to the loss of the batch.
+    it is the sum of their losses times their shares, so that microbatches add
+    up to the batch. Experts in training add their load-balancing loss.
     """
 
   def measure(self, model: Any, batch: Any) -> dict[str, jax.Array]:

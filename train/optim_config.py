@@ -61,7 +61,7 @@ class OptimConfig:
     momentum: Decay of the momentum of matrices in coat_muon.
     weight_decay: Decoupled weight decay of all parameters except norms, biases
       and embeddings.
-    grad_clip: Maximum global norm of the clipped gradients; see clip.
+    grad_clip: Limit for the global norm of the gradients; see clip.
     clip: How gradients are clipped. global scales all gradients by one factor.
       share and adaptive scale the gradient of each parameter in each layer by a
       separate factor. share limits the norm of each of these gradients to

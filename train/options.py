@@ -2,9 +2,9 @@
 """Helpers for the options of all commands.
 
 `fixed`, `converted` and `silent` create dataclass fields. When a run resumes, a
-`fixed` field must stay the same, a `converted` field may change if
-`convert_state` is set, and a `silent` field may change without a report. The
-run reports changes of all other fields.
+`fixed` field must stay the same, and a `converted` field may change only if
+`convert_state` is set. All other fields may change. The run reports changes,
+except those of `silent` fields.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def type_of(field: dataclasses.Field) -> Any:
 
 
 def part_of(field: dataclasses.Field, values: Any) -> type | None:
-  """Returns a field's dataclass (of several, one with these keys), or None."""
+  """Returns a field's dataclass, or None; of several, one with these keys."""
   kind = type_of(field)
   kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
   for kind in kinds:

@@ -9,8 +9,8 @@
 Options mean the same as in `train.pretrain`, or in `train.finetune` if the
 model sees images. The table has a column for each usual way to train; the
 columns "BF16" and "FP8 linears" assume f32 weights and moments. The unit is GB
-(10^9 bytes), or MB for small models. With --gpus, the command ranks settings
-that fit by speed, and prints the command line for the fastest. Nothing is
+(10^9 bytes), or MB for small models. With --gpus, the command lists the fastest
+settings that fit, and prints the command line for the first. Nothing is
 compiled and no device is used. docs/plan.md describes what is counted.
 """
 
@@ -247,10 +247,14 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
 
   params = None if options.params == "any" else options.params
   remat = None if options.remat == "any" else options.remat
+  runs = list(search.candidates(config, params, remat))
+  if not runs:
+    raise ValueError(
+      f"plan: gpus compares no runs with params {params} and remat {remat}; "
+      "leave --params or --remat out"
+    )
   fitting, smallest = search.search(
-    search.candidates(config, params, remat),
-    hbm_bytes,
-    is_batch_fixed=options.batch is not None,
+    runs, hbm_bytes, is_batch_fixed=options.batch is not None
   )
   if not fitting:
     raise ValueError(

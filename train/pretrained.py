@@ -81,7 +81,7 @@ def warn_of_length(config: TrainConfig) -> None:
 
 
 def keep_files(config: TrainConfig, run: RunDirectory) -> None:
-  """Copies the initial checkpoint's configuration and processors to a run."""
+  """Copies the initial checkpoint's files, except its weights, to a run."""
   if config.init_from and (source := source_of(config)):
     run.source.mkdir()
     carry(source, run.source, CONFIG, *PROCESSORS)

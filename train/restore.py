@@ -31,7 +31,7 @@ def restore(
   abstract: TrainState,
   batches: grain.DatasetIterator,
 ) -> TrainState:
-  """Restores a checkpoint in `path`, and converts its state for `config`."""
+  """Restores a state, converted for `config`, and the position of `batches`."""
   saved = configuration(checkpoint.read_description(path, step))
   params = abstract.params
   if saved.params != config.params:

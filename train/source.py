@@ -160,8 +160,8 @@ def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
   """Opens the tokenizer of a run's data, or of its initial checkpoint."""
-  # Without `tokenizer`, that of the initial checkpoint is used if the data are
-  # token ids or conversations, or if the run has no step yet and names none.
+  # Without `tokenizer`, use the initial checkpoint's (if it has one) for token
+  # ids, for conversations, and at step 0 if the data's options name none.
   data = config.data
   if isinstance(data, DataConfig):
     is_kept = data.dtype != "text" or (not done and data.tokenizer is None)

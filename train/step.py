@@ -69,7 +69,7 @@ class TrainState(NamedTuple):
 class StepMetrics(NamedTuple):
   """Metrics of a step, computed with the parameters before its update."""
 
-  loss: jax.Array  # f32, mean loss of the batch's targets, in nats.
+  loss: jax.Array  # f32, `Objective.loss` of the batch, in nats per target.
   grad_norm: jax.Array  # f32, global norm of the gradients before clipping.
   lr: jax.Array  # f32, learning rate of the update.
   is_finite: jax.Array  # bool [leaves], for gradients in `leaf_names` order.
@@ -145,7 +145,7 @@ def build_optimizer(
 
 
 def build_graph(config: TrainConfig) -> nnx.GraphDef:
-  """Builds the model without its weights."""
+  """Builds the model's graph definition, which contains no weights."""
   build = objective_of(config.model).build
   return nnx.split(nnx.eval_shape(lambda: build(config)), nnx.Param)[0]
 
@@ -264,7 +264,7 @@ def train_step(
 def eval_step(
   graph: nnx.GraphDef, *, accumulate: int = 1
 ) -> Callable[[Any, Rows], Evaluation]:
-  """Builds the evaluation, a function of (params, rows)."""
+  """Builds the evaluation of (params, rows), in `accumulate` microbatches."""
 
   def evaluate(params, rows):
     model = nnx.merge(graph, params)

@@ -52,7 +52,7 @@ class VitConfig(TrainConfig):
   data: OmitArgPrefixes[ImageData] = silent(ImageData())  # pyright: ignore[reportIncompatibleVariableOverride]
   # Derived from the model.
   seq: Suppress[Fixed[Count]] = fixed(1)
-  # The next three options apply to decoders only.
+  # Image classifiers do not support the next three options.
   init_from: Suppress[Fixed[str]] = silent("")
   optimizer_in_backward: Suppress[Fixed[bool]] = False
   watch: Suppress[Fixed[Annotated[int, Range(0, 0)]]] = silent(0)

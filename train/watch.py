@@ -25,8 +25,8 @@ that AdamW updates. A forward pass takes a third of a step's time, so
 `--watch 100` costs 0.3 % of the time.
 
 After three probes, each value is compared with its median over up to ten
-earlier probes. The run prints a line, which names the worst layer, for each of
-the `RULES` that is broken.
+earlier probes. For each broken rule in `RULES`, the run prints a line, which
+names the worst layer if there is a value for each layer.
 """
 
 import statistics

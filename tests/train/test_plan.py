@@ -256,6 +256,12 @@ def test_options_that_are_not_planned_with_images_are_refused(
   assert said in capsys.readouterr().err
 
 
+def test_search_without_runs_is_refused(capsys):
+  line = ["demo", "--gpus", "1", "--remat", "dots", "--params", "bfloat16"]
+  assert plan.main(line) == 2
+  assert "leave --params or --remat out" in capsys.readouterr().err
+
+
 def test_shape_of_a_checkpoint_of_text_is_planned(tmp_path):
   shape = dataclasses.replace(PRESETS["demo"]().model, num_layers=3)
   keys = write_config(shape, np.dtype("float32"))

@@ -104,7 +104,7 @@ def cost(run: TrainConfig) -> float:
 def search(
   runs: Iterable[TrainConfig], hbm_bytes: int, *, is_batch_fixed: bool
 ) -> tuple[list[Found], Found]:
-  """Plans runs; returns the runs that fit, fastest first, and the smallest run.
+  """Returns the runs that fit, fastest first, and the run of the lowest peak.
 
   Each run gets the largest batch that fits, but at most its configured batch.
   If `is_batch_fixed` is true, each run keeps its batch and is split into
@@ -130,7 +130,7 @@ def _rank(found: Found) -> float:
 
 
 def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
-  """Splits a run's batch into the fewest microbatches that fit, if any do."""
+  """Splits a batch into the fewest microbatches that fit, or else the most."""
   if run.optimizer_in_backward:
     return run
   sequences = run.batch // batch_devices(run.mesh_sizes)
@@ -163,7 +163,7 @@ def command(run: TrainConfig, preset: str, plain: TrainConfig) -> str:
 
 
 def report(fitting: list[Found]) -> str:
-  """Formats the fastest runs as a table, one for each kind of settings."""
+  """Formats a table: the fastest run for each recipe, params and optimizer."""
   rows: dict[tuple, list[str]] = {}
   for run, peak, cost_of_token in fitting:
     where = "in backward" if run.optimizer_in_backward else "after"

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config import TrainConfig, resume_rule
+from train.data.tokens import TokenSource
 from train.finetune_config import FinetuneConfig
 from train.options import part_of
 from train.vit_config import VitConfig
 
-if TYPE_CHECKING:  # They import this module.
-  from train.data.tokens import TokenSource
+if TYPE_CHECKING:  # It imports this module.
   from train.run.data import RunData
 
 _FORMAT = "coat_jax run 1"

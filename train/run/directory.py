@@ -78,9 +78,9 @@ class RunDirectory:
     return checkpoint.latest_step(self.checkpoints)
 
   def newest_description(self) -> tuple[int, dict]:
-    """Reads the newest undamaged checkpoint's step; prints newer ones' damage.
+    """Reads the newest undamaged checkpoint's step and description.
 
-    Also returns the description of the run in this checkpoint.
+    Prints the damage of newer checkpoints.
     """
     step, damaged = checkpoint.newest_whole_step(self.checkpoints)
     if damaged:

@@ -116,7 +116,10 @@ def stop_on_signal(out: Path) -> Iterator[None]:
 
 
 def exit_status(command: Callable[[], object], *, smaller: str = "") -> int:
-  """Runs a command; `smaller` tells the user how to use less memory."""
+  """Runs a command and returns its exit status; prints errors in one line.
+
+  `smaller` tells the user how to use less memory.
+  """
   try:
     command()
   except Stop as stop:
@@ -128,7 +131,8 @@ def exit_status(command: Callable[[], object], *, smaller: str = "") -> int:
   except (MemoryError, jax.errors.JaxRuntimeError) as error:
     if (shortage := describe_shortage(error)) is None:
       raise
-    print(f"error: {shortage}; {smaller}", file=sys.stderr)
+    text = f"error: {shortage}; {smaller}" if smaller else f"error: {shortage}"
+    print(text, file=sys.stderr)
     return 1
   return 0
 
@@ -144,7 +148,7 @@ def describe_shortage(error: BaseException) -> str | None:
 
 
 def is_received(signals: Signals) -> bool:
-  """Returns whether a process received a signal; sets `received` in all."""
+  """Returns whether any process received a signal; tells all processes."""
   received = max(processes.gather(signals.received or 0))
   if received:  # A signal that arrives after `gather` counts next time.
     signals.received = received

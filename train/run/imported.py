@@ -61,7 +61,7 @@ def create_run(
 
 
 def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
-  """Finds the newest undamaged checkpoint: its folder, step, configuration."""
+  """Checks `out`; returns the checkpoints' folder, newest step and options."""
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
     raise ValueError(

@@ -3,7 +3,7 @@
 
 Each line of metrics.jsonl is a JSON object with the key `step`. There are four
 kinds of lines:
-  * a step: loss, grad_norm, lr, tokens_per_s; for documents also targets,
+  * a step: loss, grad_norm, lr, tokens_per_s; in train.finetune also targets,
     padding (a share) and unpadded_tokens_per_s;
   * an evaluation: held_out_loss, held_out_accuracy for classified images, and
     step_bytes, the memory of the compiled step on a device (see
@@ -35,7 +35,7 @@ _SECONDS_BETWEEN_LINES = 10
 
 
 class MetricsLog:
-  """Appends lines to a run's metrics.jsonl."""
+  """Appends lines to a run's metrics.jsonl; copies numbers to trackers."""
 
   def __init__(
     self,
@@ -82,7 +82,7 @@ class MetricsLog:
 def read_metrics(path: Path) -> Iterator[dict]:
   """Yields the lines of a metrics.jsonl, without their null values.
 
-  Skips lines that are not JSON, such as a line that a full disk cut short.
+  Skips lines without a step, such as a line that a full disk cut short.
   """
   if not path.exists():
     return
@@ -180,7 +180,7 @@ class StepsInFlight:
     self._started.append((step, start, metrics))
 
   def read(self, *, leave: int = 0) -> str | None:
-    """Logs all but the newest `leave` steps; stops at, and returns, a fault."""
+    """Logs all but the newest `leave` steps, or up to a fault; returns it."""
     while len(self._started) > leave:
       if fault := self._read(*self._started.popleft()):
         return fault
@@ -213,7 +213,7 @@ class StepsInFlight:
 
 
 def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
-  """Returns the values to log about targets and padding; {} without either."""
+  """Returns the values to log about targets and padding; {} if one is None."""
   if metrics.targets is None or metrics.padding is None:
     return {}
   padding = float(metrics.padding)

@@ -20,7 +20,7 @@ _GPU_SHARE = "0.935"
 
 
 def reserve_gpu_memory() -> None:
-  """Raises JAX's share of GPU memory; call this before using JAX."""
+  """Raises JAX's default share of GPU memory; call this before using JAX."""
   names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
   if not any(name in os.environ for name in names):
     os.environ[names[0]] = _GPU_SHARE

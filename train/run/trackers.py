@@ -2,7 +2,7 @@
 """Copies metrics to TensorBoard's event files and to Weights & Biases.
 
 Both trackers receive the numbers in metrics.jsonl, with the same names and
-steps. A resumed run continues both logs.
+steps, but no lists or objects. A resumed run continues both logs.
 
 We use tensorboardX, because it has few dependencies, and its writer without a
 thread, because the threaded writer blocks forever if the disk is full.

@@ -115,7 +115,7 @@ def _is_of_no_dropped_task(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-  """Silences Orbax's logs about failed writes, which `SaveError` reports."""
+  """Silences Orbax's logs, because `SaveError` reports failed writes."""
   loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
   levels = [logger.level for logger in loggers]
   for logger in loggers:
