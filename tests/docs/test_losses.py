@@ -119,3 +119,30 @@ def test_sums_equal_the_rows():
 def test_page_shows_how_much_of_the_grid_was_run():
   said = stability.progress(measured("stability"))
   assert said in " ".join((DOCS / "stability.md").read_text().split())
+
+
+def test_grid_of_the_larger_model_equals_the_rows():
+  found: dict[tuple[str, float], dict[int, float]] = {}
+  for row in measured("stability"):
+    case = row["case"]
+    if case["preset"] == "llama_60m":
+      key = case["variant"], case["rate"]
+      found.setdefault(key, {})[case["seed"]] = row["held_out_loss"]
+  shown = (DOCS / "stability.md").read_text()
+  for rate in (0.0003, 0.001):
+    plain = found["bf16", rate]
+    losses = ", ".join(f"{plain[seed]:.4f}" for seed in range(3))
+    mean = np.mean(list(plain.values()))
+    assert f"| BF16 | {rate:g} | {losses} | {mean:.4f} |" in shown
+    for variant, name in (
+      ("coat", "`coat`"),
+      ("coat, nearest", "`coat`, rounded to nearest"),
+    ):
+      differences = [
+        found[variant, rate][seed] - plain[seed] for seed in range(3)
+      ]
+      mean, half = stability_figure.interval(differences)
+      cells = ", ".join(f"{x:+.4f}" for x in differences)
+      assert f"| {name} | {rate:g} | {cells} | {mean:+.4f} ± {half:.4f} |" in (
+        shown
+      )
