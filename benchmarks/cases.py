@@ -100,8 +100,9 @@ UNEVEN = Sizes(
   quantized=(48, 672),
   group_sizes=(32,),
 )
-# No kernel supports these sizes, except that of `grouped_wgrad`, which does not
-# support f32, and that of `quantize_rows` (see `elementwise_cases`).
+# No kernel supports the cases with these sizes. The kernels of `grouped_wgrad`
+# and `quantize_rows` support the sizes, but the former does not support f32
+# inputs, and the latter does not support E5M2, which `elementwise_cases` uses.
 ODD = Sizes(
   batch=1,
   seq=3,
@@ -120,7 +121,8 @@ class Case:
   """An operation to measure at one shape.
 
   Attributes:
-    op, shape: The operation's name and other values of the row's `case`.
+    op, shape: The operation's name and its labels. Together they become `case`
+      in the benchmark's output row.
     run: `run(implementation, *arrays())` calls the operation.
     num_bytes: The fewest bytes that the operation must read and write; used
       only if `flops` is 0.

@@ -51,8 +51,8 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # Tests expect that no kernel supports the sizes `ODD`. The kernel of
-  # `quantize_rows` supports all widths, but not E5M2.
+  # Tests expect that no kernel supports the cases with the sizes `ODD`. The
+  # kernel of `quantize_rows` supports all widths, but not E5M2.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,

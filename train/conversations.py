@@ -92,7 +92,7 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
   say(
     f"{config.out}: {documents.counts.describe()}; {len(own)} sequences of "
     f"{config.seq} tokens{room} to train on, {1 - own.filled:.1%} padding; "
-    f"{len(held_out)} held out; {steps} steps are "
+    f"{len(held_out)} sequences held out; {steps} steps are "
     f"{steps * config.batch / len(own):.3g} epochs"
   )
   return dataclasses.replace(config, steps=steps, epochs=None), found

@@ -94,6 +94,7 @@ class Import:
     config: The options of the new run, as in train.pretrain.
   """
 
+  name: ClassVar[str] = "import"
   make: ClassVar[Callable[[Path, TrainConfig], int]] = import_adamw
 
   source: Annotated[Positional[Path], arg(metavar="DIR")]
@@ -107,7 +108,7 @@ class Import:
     source = read_path("source", self.source)
     if self.config.init_from:
       raise ValueError(
-        f"import: weights come from {source}, got --init-from too; leave "
+        f"{self.name}: weights come from {source}, got --init-from too; leave "
         "--init-from out"
       )
     step = type(self).make(source, self.config)
@@ -123,6 +124,7 @@ class ImportHF(Import):
     config: The options of the new run. The model's shape comes from the folder.
   """
 
+  name: ClassVar[str] = "import-hf"
   make: ClassVar[Callable[[Path, TrainConfig], int]] = convert_hf.import_hf
 
   config: Annotated[TrainConfig, arg(name="")] = finetune()

@@ -25,7 +25,7 @@ from train.step import TrainState
 
 def export_adamw(run: Path, out: Path) -> int:
   """Exports a run's newest undamaged checkpoint for optax; returns its step."""
-  path, step, config = newest_checkpoint(run, out)
+  path, step, config = newest_checkpoint("export", run, out)
   if config.optim.optimizer != "coat_adamw":
     raise ValueError(
       "export: needs a run with optim.optimizer coat_adamw, got "
@@ -68,7 +68,7 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
       clip=steps.initial_clip(config, abstract),
     )
 
-  return create_run(config, make)
+  return create_run("import", config, make)
 
 
 def _read_adamw(

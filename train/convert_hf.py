@@ -35,12 +35,12 @@ def import_hf(source: Path, config: TrainConfig) -> int:
     pretrained.check(config, abstract)
     return pretrained.initial_state(config, steps.build_optimizer(config))
 
-  return create_run(config, make)
+  return create_run("import-hf", config, make)
 
 
 def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
   """Exports the newest undamaged checkpoint's weights; returns its step."""
-  _, step, config = newest_checkpoint(run, out)
+  _, step, config = newest_checkpoint("export-hf", run, out)
   params = read_weights(RunDirectory(run), step, config)
   model = nnx.merge(steps.build_graph(config), params)
   source = RunDirectory(run).source

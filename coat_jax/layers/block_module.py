@@ -41,7 +41,8 @@ class NormLinearOptions(TypedDict, total=False):
     param_dtype: dtype of the parameters and their gradients, float32 by
       default.
     kernel_init: initializer of the kernel, called with a matrix shape [D, F];
-      by default the initializer of `nnx.Linear`.
+      by default the initializer of `nnx.Linear`. `MoE` calls it with a shape
+      that starts with the number of experts, and has another default.
     kernel_metadata: metadata of the kernel, such as `out_sharding`.
     bias_init, bias_metadata: initializer and metadata of the bias that is added
       after the matmul; not accepted by `MoE`, which has none.
@@ -71,7 +72,7 @@ class NormLinearOptions(TypedDict, total=False):
 class BlockOptions(NormLinearOptions, total=False):
   """Options of `MLP` and `Attention`.
 
-  In `NormLinearOptions`, the kernel and its bias are those of the first matmul.
+  The inherited options `kernel_*` and `bias_*` apply to the first matmul.
 
   Attributes:
     post_norm: norm after the second matmul, before the input is added: "rms" or

@@ -254,7 +254,10 @@ class SelfAttention(Middle):
     )
 
   def _joined_angles(self, inputs, head_dim):
-    """Returns the angles for `split_heads`; None if a norm precedes RoPE."""
+    """Returns the angles for splitting and joining heads.
+
+    They are (None, None) if a norm precedes RoPE.
+    """
     return (None, None) if self.qk_norm else self._angles(inputs, head_dim)
 
 

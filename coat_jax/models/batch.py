@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
   @classmethod
   def of(cls, batch: "Batch | Array") -> "Batch":
-    """Converts tokens to a batch; adds shares to a batch with only segments."""
+    """Converts tokens to a batch; adds missing shares if it has segments."""
     tokens, segments, shares = batch if isinstance(batch, Batch) else cls(batch)
     _check(tokens, segments=segments, shares=shares)
     if shares is None and segments is not None:

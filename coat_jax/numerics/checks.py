@@ -119,7 +119,8 @@ def check_number(
 
   `optax.inject_hyperparams` passes hyperparameters as scalar arrays, and under
   `jit` their values are unknown, so we never read the values of JAX arrays.
-  `or_else` extends the rule in the message by what else the argument may be.
+  `or_else` is appended to the rule in the message. It names what else the
+  argument may be, for example "or None".
   """
   if is_array(value):
     kind: Any = jnp.integer if is_whole else jnp.number

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN, forward and backward, in BF16 or f16.
 
-JAX has no public functions for most of this, so this file, unlike all others,
-calls private functions of JAX. If the installed JAX lacks one of them,
-`_why_not` reports it, and attention runs in another implementation.
+JAX has no public functions for most of this, so this file calls private
+functions of JAX; no other file in `coat_jax` does. If the installed JAX lacks
+one of them, `_why_not` reports it, and attention runs in another
+implementation.
 
 JAX's cuDNN call accepts a function that changes scores, such as a soft cap,
-only from version 0.12 on; we never pass one. Our segments are one id per token,
-but cuDNN's packed layout needs a static number of segments.
+only from version 0.12 on; we never pass one. Segments are not supported:
+cuDNN's packed layout needs offsets and lengths of a fixed number of segments,
+and we have only an id for each token.
 """
 
 import inspect
@@ -56,8 +58,8 @@ def _why_not(q, k, segments, kind, **_) -> str | None:
     )
   if kind.causal and q.shape[1] != k.shape[1]:
     return (
-      "cuDNN aligns a causal mask with the first key and needs as many "
-      f"queries as keys, got {q.shape[1]} and {k.shape[1]}"
+      "cuDNN aligns a causal mask with the first key, not the last, so it "
+      f"needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}"
     )
   if q.dtype not in (jnp.bfloat16, jnp.float16):
     return f"cuDNN computes in bfloat16 or float16, got {q.dtype}"

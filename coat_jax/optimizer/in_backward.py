@@ -157,7 +157,8 @@ def step_in_backward(
     )
   after_grads, dx = after_vjp(jnp.ones_like(loss))
 
-  # Pair each leaf (its weight and state) with its r for clipping, or None.
+  # Pair each leaf (its weight and state) with its running norm for clipping (r
+  # in `Clipping`), or with None.
   last: Any = clip_state
   owns = [None] * len(steps.leaves)
   if clip is not None:

@@ -62,7 +62,7 @@ def test_words_about_long_runs_equal_the_rows():
     late = [x for step, x in pair.items() if step * long.TOKENS_PER_STEP > 15e7]
     assert least < min(late) <= max(late) < most
     if corpus == long.LATER:
-      above.append(sum(abs(x) > abs(seeds[step]) for step, x in pair.items()))
+      above.append(sum(x > abs(seeds[step]) for step, x in pair.items()))
     plain = long.bf16_run(runs[corpus], variant)
     ends = [x["held_out"][-1][1] for x in (plain, runs[corpus][variant])]
     cells = "| {:.4f} | {:.4f} | {:+.4f} |".format(*ends, ends[1] - ends[0])
@@ -109,11 +109,11 @@ def test_sums_equal_the_rows():
       f"{cells} {' | '.join(f'{x:.1f}' for x in (*seeds, mean))} |" in shown
     )
   plain, moments, layers, coat = map(np.array, found.values())
-  both = (layers + coat - plain - moments) / 2
-  mean, half = stability_figure.interval(both)
-  assert f"{-mean:.1f} ± {half:.1f} percentage points" in " ".join(
-    shown.split()
-  )
+  words = " ".join(shown.split())
+  mean, half = stability_figure.interval((layers + coat - plain - moments) / 2)
+  assert f"{-mean:.1f} ± {half:.1f} percentage points" in words
+  mean, half = stability_figure.interval((moments + coat - plain - layers) / 2)
+  assert f"{mean:+.1f} ± {half:.1f} points" in words
 
 
 def test_page_shows_how_much_of_the_grid_was_run():

@@ -207,7 +207,9 @@ def test_options_that_would_be_ignored_are_refused(tmp_path, capsys):
     "leave the options --model.* out" in errors
     and errors.count("got --init-from") == 2
   )
-  assert "--resume does not apply" in errors
+  for op in ("import", "import-hf"):
+    assert f"error: {op}: weights come from" in errors
+  assert "error: import-hf: --resume does not apply" in errors
 
 
 @pytest.mark.slow
@@ -233,7 +235,9 @@ def test_export_that_cannot_be_written_says_so(tmp_path, capsys, monkeypatch):
   assert "already contains a run; pass --overwrite" in capsys.readouterr().err
   before = contents(run)
   assert command("export-hf", run / "none", "--out", tmp_path / "out") == 2
-  assert "expected a run with a checkpoint in" in capsys.readouterr().err
+  assert (
+    "export-hf: expected a run with a checkpoint in" in capsys.readouterr().err
+  )
 
   def full(*_):
     raise OSError(28, "No space left on device")

@@ -122,8 +122,9 @@ def train_batches(
       "sequence length, or give more data"
     )
   numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
-  # An endless dataset has 2^63 - 1 rows. With drop_remainder=False and batches
-  # of 1, grain would round this to 2^63, and len() would raise OverflowError.
+  # grain gives an endless dataset the length 2^63 - 1. Without drop_remainder,
+  # it would compute the number of batches in floating point. For batches of 1,
+  # this rounds up to 2^63, and len() would raise OverflowError.
   groups = numbers.batch(batch_size, drop_remainder=True)
   return groups.map(lambda group: _read(rows, group[own]))
 

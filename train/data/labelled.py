@@ -80,7 +80,7 @@ class Labelled:
   # A hash of the names, classes and sizes of all files, of the preprocessing,
   # and of the pixels if they are in memory.
   fingerprint: str
-  # A hash of the files' change times; None if the pixels are in memory.
+  # A hash of the files' modification times; None if the pixels are in memory.
   change_times: str | None
 
 

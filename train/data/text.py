@@ -167,9 +167,10 @@ def read_ids(file: Path, name: str) -> list[int]:
 def write_stop_tokens(folder: Path, documents: Documents) -> None:
   """Adds the tokens that end turns to a folder's generation_config.json.
 
-  transformers stops at the tokens that this file or else config.json lists,
-  never at the tokenizer's token. Nothing is written if the tokens are listed
-  already, or if all turns end with visible text.
+  transformers stops at the `eos_token_id` of this file, or of config.json if
+  there is no such file. It ignores the tokenizer's EOS token. Nothing is
+  written if the tokens are listed already, or if all turns end with visible
+  text.
   """
   text = FolderText(folder)
   ends = text.without_text(last_tokens(documents))

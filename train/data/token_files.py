@@ -49,8 +49,9 @@ class TokenFile:
     read = os.pread(file.number, wanted, place)
     if len(read) < wanted:
       raise ValueError(
-        f"load_tokens: {self.path} held {self.size} ids when the run started, "
-        f"but now ends after {place + len(read)} bytes; restore the file, and "
+        f"load_tokens: {self.path} must have at least "
+        f"{self.offset + self.size * self.itemsize} bytes, as when the run "
+        f"started, got {os.fstat(file.number).st_size}; restore the file, and "
         "pass --resume"
       )
     return np.frombuffer(read, self.dtype)
@@ -134,14 +135,14 @@ def is_read_whole(parts: Parts) -> bool:
 
 
 def change_times(parts: Parts) -> str | None:
-  """Hashes the files' change times; None if the fingerprint covers all data."""
+  """Hashes modification times; None if the fingerprint covers all data."""
   if is_read_whole(parts):
     return None
   return hash_change_times(part.path for part in _files(parts))
 
 
 def hash_change_times(files: Iterable[str | os.PathLike]) -> str:
-  """Hashes the times at which files were last modified."""
+  """Hashes the files' modification times."""
   times = [os.stat(file).st_mtime_ns for file in files]
   return hashlib.sha256(str(times).encode()).hexdigest()[:16]
 

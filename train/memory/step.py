@@ -165,7 +165,8 @@ def _plan_decoder(
   weights, value = device_bytes(state.params), layer.value
   matrices = layer.weights
   layers = model.num_layers * sum(matrices.values())
-  # The number of values of weights that may be kept in FP8 or in BF16.
+  # The number of weights of which FP8 or BF16 copies may be kept. Experts'
+  # weights have no such copies.
   linear = layers
   if layer.experts:
     linear = model.num_layers * (matrices["qkv"] + matrices["out"])

@@ -146,7 +146,10 @@ def _array_items(state: TrainState):
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """Adds a sharding if there is none; else Orbax would need the old devices."""
+  """Adds a sharding if there is none.
+
+  Without one, Orbax would need the devices that saved the checkpoint.
+  """
   if leaf.sharding is not None:
     return leaf
   return leaf.update(sharding=SingleDeviceSharding(jax.local_devices()[0]))
@@ -198,7 +201,7 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
 
 
 def _find_other_step(folder: Path) -> str | None:
-  """Describes the step in a checkpoint if its name differs; otherwise None."""
+  """Returns what is wrong with the step in a checkpoint's files, or None."""
   try:
     step = _read_json(folder, "run")["step"]
   except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -229,9 +232,9 @@ def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
       restored = checkpointer.restore(folder, args=args.Composite(**items))
   except Exception as error:  # Orbax and TensorStore raise many types.
     raise ValueError(
-      f"resume: could not read this run's state from the checkpoint "
-      f"{path / str(step)}: {describe_error(error)}; pass the options with "
-      "which the checkpoint was trained"
+      f"checkpoint: could not read the state in {path / str(step)}: "
+      f"{describe_error(error)}; read it with the version of the code that "
+      "saved it"
     ) from error
   return abstract._replace(
     step=jax.device_put(np.int32(step), abstract.step.sharding),

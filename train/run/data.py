@@ -41,7 +41,7 @@ class RunData[Config: TrainConfig]:
   rows: Rows
   held_out: Rows
   fingerprint: str  # A hash of the data, which must not change on resuming.
-  # A hash of the files' change times; None if the fingerprint covers all data.
+  # A hash of modification times; None if the fingerprint covers all data.
   change_times: str | None = None
   threads: int = 0  # Threads that prefetch batches; 0 for data in memory.
 

@@ -18,18 +18,18 @@ from train.step import TrainState
 
 
 def create_run(
-  config: TrainConfig, make: Callable[[TrainState], TrainState]
+  op: str, config: TrainConfig, make: Callable[[TrainState], TrainState]
 ) -> int:
   """Creates a run with one checkpoint, on one device; returns its step."""
   run = RunDirectory(config.out)
   if config.resume:  # `claimed` would accept an existing run.
     raise ValueError(
-      "import: --resume does not apply, because import creates a run; leave "
+      f"{op}: --resume does not apply, because {op} creates a run; leave "
       "--resume out, and pass --overwrite if a run exists that you replace"
     )
   if run.is_started() and not config.overwrite:
     raise ValueError(
-      f"import: {config.out} already contains a run; pass --overwrite to "
+      f"{op}: {config.out} already contains a run; pass --overwrite to "
       "replace it, or another --out"
     )
   with contextlib.ExitStack() as opened:
@@ -60,14 +60,16 @@ def create_run(
   return step
 
 
-def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
+def newest_checkpoint(
+  op: str, run: Path, out: Path
+) -> tuple[Path, int, TrainConfig]:
   """Checks `out`; returns the checkpoints' folder, newest step and options."""
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
     raise ValueError(
-      f"export: expected a run with a checkpoint in {run}, got none; pass the "
+      f"{op}: expected a run with a checkpoint in {run}, got none; pass the "
       "folder of a run, which was its --out"
     )
-  check_out("export", out)
+  check_out(op, out)
   step, config = source.newest()
   return source.checkpoints, step, config

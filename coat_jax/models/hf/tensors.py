@@ -97,8 +97,9 @@ class Layout(NamedTuple):
 class Part(NamedTuple):
   """One parameter, or one layer of a stacked parameter, and its tensors.
 
-  `layer` is None if the parameter is not stacked; `split` is None if not cut.
-  `tensors` maps names to the tensors' shapes and the parameter's dtype.
+  `layer` is None if the parameter is not stacked, and `split` is None if it is
+  not cut into matrices. `tensors` maps names to the tensors' shapes and the
+  parameter's dtype.
   """
 
   path: str
@@ -136,7 +137,10 @@ class Section(NamedTuple):
     return (name, *(self.prefix + other for other in others))
 
   def foreign(self, names: Collection[str]) -> set[str]:
-    """Selects the tensors of a whole CLIP or SigLIP outside its tower."""
+    """Selects the tensors to skip.
+
+    If a checkpoint holds a whole CLIP or SigLIP, these are all but the tower's.
+    """
     if self.family is None or CONFIGS[self.family].whole is None:
       return set()
     own = self.prefix + self.optional

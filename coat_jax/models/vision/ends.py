@@ -59,7 +59,10 @@ def patches(images: Array, size: int) -> Array:
 
 
 class ClassPool(nnx.Module):
-  """Projects ViT's class token, to logits or with tanh to a pooled state."""
+  """Projects ViT's class token to logits.
+
+  Without classes, computes a pooled state: tanh of the projection.
+  """
 
   def __init__(self, config: VisionConfig, start: Start):
     self.classifies = config.num_classes is not None

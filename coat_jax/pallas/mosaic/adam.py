@@ -35,7 +35,7 @@ def _why_not(g, stored, groups, scalars, p=None, **_) -> str | None:
 
 @kernel(_why_not)
 def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
-  """Computes `adam.adam_update`; with `interpret`, on a CPU (slowly)."""
+  """Computes `optimizer.adam.adam_update`; with `interpret`, on a CPU."""
   return leaf_step.run(_rule(scalars), part, g, None, stored, groups, interpret)
 
 
@@ -43,7 +43,7 @@ def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
 def adamw_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """Computes `adam.adamw_step`; with `interpret`, on a CPU (slowly)."""
+  """Computes `optimizer.adam.adamw_step`; with `interpret`, on a CPU."""
   rule = dataclasses.replace(
     _rule(scalars),
     grad_scale=step.grad_scale,
@@ -55,7 +55,7 @@ def adamw_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Adam:
-  """Computes `adam.adam` and, given a parameter, updates it."""
+  """Computes `optimizer.adam.adam` and, given a parameter, updates it."""
 
   b1: Array
   one_minus_b1: Array

@@ -31,9 +31,10 @@ from coat_jax.pallas.mosaic.wgmma import (
 _NEEDS_NO_MAXIMUM = 55.0
 _MASKED = -1e30
 # The initial maximum is below every score and above every masked score. While a
-# row has only masked keys, its maximum stays _LEAST, so p is 0. An initial -inf
-# would become _MASKED * unit, rounded. An fma would subtract it from the exact
-# product, and the difference can be 1e22, so p could be infinite.
+# row has only masked keys, its maximum stays _LEAST, so p is 0. If the maximum
+# started at -inf, such a row would set it to _MASKED * unit, rounded to f32.
+# But `Scores.exponential` computes x * unit - maximum with an fma, which does
+# not round x * unit. The exponent could be 1e22 instead of 0, and p infinite.
 _LEAST = -1e20
 
 

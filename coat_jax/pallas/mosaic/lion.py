@@ -32,7 +32,7 @@ def _why_not(p, g, stored, groups, **_) -> str | None:
 def lion_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """Computes `lion.lion_step`; with `interpret`, on a CPU (slowly)."""
+  """Computes `optimizer.lion.lion_step`; with `interpret`, on a CPU."""
   rule = _Lion(
     **scalars._asdict(),
     grad_scale=step.grad_scale,
@@ -44,7 +44,7 @@ def lion_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Lion:
-  """Computes `lion.lion` and updates the parameter."""
+  """Computes `optimizer.lion.lion` and updates the parameter."""
 
   b1: Array
   one_minus_b1: Array

@@ -14,7 +14,7 @@ def _why_not(g, stored, groups, part, p=None, **_) -> str | None:
 
 @kernel(_why_not)
 def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
-  """Computes `adam.adam_update`; with `interpret`, on a CPU (slowly)."""
+  """Computes `optimizer.adam.adam_update`; with `interpret`, on a CPU."""
   run = leaf_step.Step(adam, groups, interpret)
   return run(part, g, None, stored, scalars)
 
@@ -23,6 +23,6 @@ def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
 def adamw_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """Computes `adam.adamw_step`; with `interpret`, on a CPU (slowly)."""
+  """Computes `optimizer.adam.adamw_step`; with `interpret`, on a CPU."""
   run = leaf_step.Step(adam, groups, interpret)
   return run(part, g, p, stored, (scalars, step))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lion's step on a leaf with encoded moments, as a TPU kernel (`leaf_step`)."""
+"""Lion's step on a leaf with an encoded moment, as a TPU kernel."""
 
 import jax
 
@@ -16,6 +16,6 @@ def _why_not(p, g, stored, groups, part, **_) -> str | None:
 def lion_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
-  """Computes `lion.lion_step`; with `interpret`, on a CPU (slowly)."""
+  """Computes `optimizer.lion.lion_step`; with `interpret`, on a CPU."""
   run = leaf_step.Step(lion, groups, interpret)
   return run(part, g, p, stored, (scalars, step))

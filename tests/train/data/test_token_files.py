@@ -38,8 +38,11 @@ def test_file_cut_short_while_it_is_read_raises(tmp_path, has_header):
   np.testing.assert_array_equal(file[4000:], ids[4000:])
   os.truncate(path, 4096)
   np.testing.assert_array_equal(file[:1000], ids[:1000])
-  with pytest.raises(ValueError, match="ids.npy held 5000 ids .* 4096"):
+  words = f"must have at least {file.offset + 10000} bytes, .* got 4096;"
+  with pytest.raises(ValueError, match=f"ids.npy {words}"):
     file[1900:3000]
+  with pytest.raises(ValueError, match=f"ids.npy {words}"):
+    file[4000:]  # Begins after the end of the file.
 
 
 def test_replaced_file_is_read_when_opened_again(tmp_path):

@@ -175,7 +175,7 @@ def test_steps_after_a_damaged_one_are_set_aside_and_saved_again(saved, copied):
 def test_checkpoint_of_another_state_is_rejected(saved):
   abstract = abstract_state("")
   params = {"other": jax.ShapeDtypeStruct((3,), jnp.float32)}
-  with pytest.raises(ValueError, match="could not read this run's state"):
+  with pytest.raises(ValueError, match="could not read the state in"):
     checkpoint.restore_state(saved[0], 3, abstract._replace(params=params))
 
 

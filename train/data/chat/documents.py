@@ -134,9 +134,10 @@ def load_documents(
 
   A conversation of more than `seq + 1` tokens is cut after the last target span
   that fits, or after `seq + 1` tokens if none fits. Documents without a target
-  are left out. If `format` is None, the first row of a known format decides for
-  each file. If `skip_bad` is true, bad rows are only counted. Otherwise they
-  raise a ValueError, which suggests `skip_bad` unless this option is None.
+  are left out. If `format` is None, each file's format is that of its first row
+  whose format is recognized. If `skip_bad` is true, bad rows are only counted.
+  Otherwise they raise a ValueError, which suggests `skip_bad` unless this
+  option is None.
   """
   counts = Counts()
   reader = _Reader(encoder, format, skip_bad, images, counts)

@@ -68,7 +68,10 @@ def pack(
   seed: int,
   is_packed: bool = True,
 ) -> PackedRows:
-  """Packs documents `numbers` into rows; without `is_packed`, one per row."""
+  """Packs the documents with the indices `numbers` into rows.
+
+  If `is_packed` is false, each row contains only one document.
+  """
   lengths = documents.lengths
   longest = int(lengths[numbers].max(initial=0))
   if longest > seq + 1:
