@@ -35,6 +35,7 @@ VARIANTS = {
   "lean": _LEAN,
   "leanest": _LEAN | dict(remat="fp8"),
   "leanest_lion": _LEAN | dict(remat="fp8", optimizer="coat_lion"),
+  "leanest_factored": _LEAN | dict(remat="fp8", second="factored"),
 }
 
 
@@ -57,6 +58,7 @@ def configure(
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options
   optimizer = options.pop("optimizer", config.optim.optimizer)
+  of_codec = {k: options.pop(k) for k in ("second",) if k in options}
   codec = "coat" if options["recipe"] in ("coat", "fp8_block") else "float32"
   in_backward = options.get("optimizer_in_backward", False)
   clip = "share" if in_backward else "global"
@@ -66,7 +68,9 @@ def configure(
     batch=batch * parts,
     seq=seq,
     mesh=mesh,
-    optim=config.optim.with_optimizer(optimizer, codec=codec, clip=clip),
+    optim=config.optim.with_optimizer(
+      optimizer, codec=codec, clip=clip, **of_codec
+    ),
     report_state=False,
     **options,
   )

@@ -38,7 +38,9 @@ class Candidate:
   """An optimizer and the codec of its moments.
 
   "factored" is AdamW that stores m in the codec, and v as means of rows and
-  columns. "resets" is AdamW whose moments restart from 0 every 250 steps.
+  columns. Unlike in `coat(second="factored")`, the update divides by the root
+  of these means. "resets" is AdamW whose moments restart from 0 every 250
+  steps.
   "lion, encoded" and "momentum" are optimizers of optax in `encoded`.
   """
 
@@ -60,6 +62,7 @@ CANDIDATES = {
   "companded": Candidate(f"{_RACE}:companded"),
   "log4": Candidate(f"{_RACE}:log4"),
   "e2m1": Candidate(f"{_RACE}:e2m1"),
+  "coat, factored": Candidate("coat", {"second": "factored"}),
   "coat m, factored v": Candidate("coat", optimizer="factored"),
   "e2m1 m, factored v": Candidate(f"{_RACE}:e2m1", optimizer="factored"),
   "companded, nearest": Candidate(

@@ -51,6 +51,7 @@ NOT_CALLED = {
   "magnitude_of": _HELPER,
   "octaves_between": _HELPER,
   "share": _HELPER,
+  "divided": _HELPER,
   "split_float": _HELPER,
   "names": "takes no arguments",
   "float32": "takes no arguments",

@@ -31,6 +31,7 @@ OPTIMIZERS = {
 Codec = Annotated[
   str, tyro.conf.arg(metavar=f"{{{','.join(codecs.names())}}}|MODULE:FN")
 ]
+Second = Literal["e4m3", "e5m2", "factored"]
 # f32 rounds 0.99999998 to 1, and the bias correction would then divide by 0.
 Decay = Annotated[float, Range(0, 0.9999999)]
 
@@ -50,7 +51,8 @@ class OptimConfig:
       if b2 is close to 1.
     group_size: How many values share a scale (and other statistics) in 8-bit
       codecs.
-    second: The format of the second moment in codec coat.
+    second: The format of the second moment in codec coat. factored stores the
+      means of its rows and columns, and so halves the state.
     schedule: How the learning rate falls after the warmup.
     warmup: Number of steps in which the learning rate rises, or a share of all
       steps if below 1.
@@ -81,7 +83,7 @@ class OptimConfig:
   codec: Codec = converted("coat")
   rounding: Literal["stochastic", "nearest"] = converted("stochastic")
   group_size: Width = converted(128)
-  second: Literal["e4m3", "e5m2"] = converted("e4m3")
+  second: Second = converted("e4m3")
   schedule: Literal["cosine", "linear"] = "cosine"
   warmup: Annotated[float, Range(0, 2**31 - 1)] = 2000
   min_lr_ratio: Annotated[float, Range(0, 1)] = 0.0

@@ -35,7 +35,7 @@ from train.finetune_config import ChatData, FinetuneConfig, Trained
 from train.memory import search
 from train.memory.search import GB
 from train.memory.step import fullest, largest, plan
-from train.optim_config import Codec, OptimConfig
+from train.optim_config import Codec, OptimConfig, Second
 from train.options import shown
 from train.presets import PRESETS
 from train.run.exits import exit_status
@@ -126,6 +126,7 @@ class PlanConfig:
     codec: Codec of the moments in the COAT and lean columns, as in
       --optim.codec.
     group_size: How many moments share a scale, as in --optim.group-size.
+    second: The format of the second moment, as in --optim.second.
     init_from: Folder of a Hugging Face checkpoint, or of a run that started
       from one. The plan uses the shape of this model, which may be a LLaVA.
     trained: Which parts of a LLaVA to train, as in train.finetune.
@@ -150,6 +151,7 @@ class PlanConfig:
   optimizer: Literal["coat_adamw", "coat_lion"] = "coat_adamw"
   codec: Codec = OptimConfig.codec
   group_size: Width = OptimConfig.group_size
+  second: Second = OptimConfig.second
   init_from: Annotated[str, shown("default: the preset's shape")] = ""
   trained: Trained = FinetuneConfig.trained
   images_each: Count = 1
@@ -180,7 +182,10 @@ class PlanConfig:
       weight_cache=self.weight_cache,
       grad_reduce=self.grad_reduce,
       optim=preset.optim.with_optimizer(
-        self.optimizer, codec=self.codec, group_size=self.group_size
+        self.optimizer,
+        codec=self.codec,
+        group_size=self.group_size,
+        second=self.second,
       ),
       report_state=False,
       init_from=self.init_from,

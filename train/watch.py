@@ -150,7 +150,8 @@ def _of_codes(
   group: GroupCodec, encoded: list[Encoded]
 ) -> dict[str, jax.Array]:
   """Computes statistics of a moment's codes; {} if it has no 8-bit codes."""
-  if encoded[0].codes.dtype.itemsize > 1:
+  encoded = [x for x in encoded if x.codes.ndim]
+  if not encoded or encoded[0].codes.dtype.itemsize > 1:
     return {}
   dtype = encoded[0].codes.dtype
   largest = qmax(dtype) if is_fp8(dtype) else float(jnp.iinfo(dtype).max)

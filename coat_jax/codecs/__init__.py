@@ -9,6 +9,7 @@ both moments, with groups of 128:
 
   codec      code                  statistics per group          bytes/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
+    second="factored"              v: means of rows and columns  1.04
   coat_e8m0  E4M3 of a power of x  two powers of two, uint8      2.03
   log8       uniform in log x      two powers of two, uint8      2.03
   fp8        E4M3 of x             amax f32                      2.06
@@ -38,6 +39,7 @@ returns a `MomentCodec` and has a default for every argument.
 
 from typing import Literal
 
+from coat_jax.codecs.factored import Factored
 from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8, ScaledFP8
 from coat_jax.codecs.group import Encoded as Encoded
 from coat_jax.codecs.group import GroupCodec as GroupCodec
@@ -57,7 +59,7 @@ from coat_jax.numerics.formats import E4M3, E5M2
 def coat(
   group_size: int = 128,
   rounding: Rounding = "stochastic",
-  second: Literal["e4m3", "e5m2"] = "e4m3",
+  second: Literal["e4m3", "e5m2", "factored"] = "e4m3",
 ) -> MomentCodec:
   """FP8 with dynamic range expansion, the method of the COAT paper.
 
@@ -66,9 +68,12 @@ def coat(
     rounding: "stochastic" or, as in the authors' code, "nearest", with which
       second moments freeze if b2 is 0.99 or more.
     second: format of the second moment; the first moment is always in E4M3.
+      "factored" stores only the means of its rows and columns, as Adafactor
+      does.
 
   Returns:
-    A codec that stores 2 + 10 / group_size bytes per parameter.
+    A codec that stores 2 + 10 / group_size bytes per parameter; with
+    second="factored" 1 + 5 / group_size, and a few bytes per row and column.
 
   Raises:
     TypeError, ValueError: an argument has the wrong type or value.
@@ -81,12 +86,11 @@ def coat(
   Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 8.
   """
   formats = {"e4m3": E4M3, "e5m2": E5M2}
-  check_choice("coat", "second", second, tuple(formats))
-  return MomentCodec(
-    name="coat",
-    mu=ExpandedFP8(group_size, rounding),
-    nu=ExpandedFP8(group_size, rounding, formats[second]),
-  )
+  check_choice("coat", "second", second, (*formats, "factored"))
+  nu = Factored()
+  if second != "factored":
+    nu = ExpandedFP8(group_size, rounding, formats[second])
+  return MomentCodec(name="coat", mu=ExpandedFP8(group_size, rounding), nu=nu)
 
 
 @register

@@ -215,14 +215,19 @@ def share(magnitude: Array, bound: Array) -> Array:
 
   The result is at most 1. A quotient below 2^-126 becomes 0; so does 0 / 0.
   """
-  bound = jnp.where(bound == 0, 1.0, bound)
-  # XLA multiplies by 1 / bound. For bounds above 2^126 this factor is subnormal
-  # and may be flushed to zero, so we first scale magnitude and bound down by a
-  # power of two, which is exact.
-  down = jnp.where(bound > 2.0**100, 2.0**-64, 1.0)
-  quotient = magnitude * down / (bound * down)
+  quotient = divided(magnitude, bound)
   # jnp.minimum propagates NaN.
   return jnp.where(quotient < SMALLEST_NORMAL, 0.0, jnp.minimum(quotient, 1.0))
+
+
+def divided(x: Array, by: Array) -> Array:
+  """Divides f32 arrays that are not negative; x / 0 is x."""
+  by = jnp.where(by == 0, 1.0, by)
+  # XLA multiplies by 1 / by. If `by` is above 2^126, this factor is subnormal
+  # and may be flushed to zero, so we first scale both numbers down by a power
+  # of two, which is exact.
+  down = jnp.where(by > 2.0**100, 2.0**-64, 1.0)
+  return x * down / (by * down)
 
 
 def finite_amax(magnitude: Array) -> Array:

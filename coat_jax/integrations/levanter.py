@@ -70,15 +70,16 @@ class CoatConfig(OptimizerConfig):
 def _name_statistics(state: Any) -> Any:
   """Corrects the named axes of statistics, which haliax copies from parameters.
 
-  Their last axis has one entry per group. haliax shards it like the
-  parameter's, which fails if devices cannot split the groups evenly.
+  Some of their axes are shorter, such as the last one, which has one entry per
+  group. haliax shards them like the parameter's, which fails if devices cannot
+  split them evenly.
   """
 
   def named(node):
     if not is_moment(node):
       return node
     return Moment(
-      node.codes,
+      _name_groups(node.codes),
       _name_groups(node.amax),
       _name_groups(node.range),
       node.codec,
@@ -88,7 +89,7 @@ def _name_statistics(state: Any) -> Any:
 
 
 def _name_groups(statistics: Any) -> Any:
-  """Resizes last axes, and renames those that devices cannot split evenly."""
+  """Resizes axes, and renames those that devices cannot split evenly."""
 
   def named(x):
     if not haliax.is_named_array(x):
@@ -96,12 +97,15 @@ def _name_groups(statistics: Any) -> Any:
     array = x.array
     if array.ndim == 0:
       return NamedArray(array, ())
-    *axes, last = x.axes
-    groups = array.shape[-1]
+    return NamedArray(array, tuple(map(resized, x.axes, array.shape)))
+
+  def resized(axis, size):
+    if axis.size == size:
+      return axis
     # Levanter does not split an axis whose name it does not know.
-    devices = physical_axis_size(last) or 1
-    name = last.name if groups % devices == 0 else f"{last.name}_groups"
-    return NamedArray(array, (*axes, haliax.Axis(name, groups)))
+    devices = physical_axis_size(axis) or 1
+    name = axis.name if size % devices == 0 else f"{axis.name}_groups"
+    return haliax.Axis(name, size)
 
   return jax.tree.map(named, statistics, is_leaf=haliax.is_named_array)
 

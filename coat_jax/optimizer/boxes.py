@@ -6,11 +6,11 @@ Flax stores axis names in boxes around parameters: in the metadata of an
 `nnx.get_partition_spec` shard an array by the names in its box, and replicate
 arrays without a box.
 
-The statistics of a moment have one entry per group instead of one per column.
-They keep the last name only if the number of devices along it divides both the
-columns and the groups, for each logical axis rule that maps the name to mesh
-axes. If the number is unknown, we drop the name: replicated statistics work on
-every mesh, whereas JAX raises an error for an uneven split.
+The statistics of a moment have one entry per group instead of one per column,
+or means along an axis. They keep the name of such an axis only if the number of
+devices along it divides both sizes, for each logical axis rule that maps the
+name to mesh axes. If the number is unknown, we drop the name: replicated
+statistics work on every mesh, whereas JAX raises an error for an uneven split.
 """
 
 import contextlib
@@ -148,7 +148,7 @@ def _box_array(node: Any, x: Any, mesh: AnyMesh | None) -> Any:
     if key in metadata and x.shape != shape:
       names = metadata[key]
       context = _context(metadata, names, mesh)
-      metadata[key] = _fit(names, shape[-1:], x.shape, context)
+      metadata[key] = _fit(names, shape, x.shape, context)
   if _is_variable(node):
     return type(node).from_metadata(x, metadata)
   if isinstance(getattr(node, "metadata", None), dict):
@@ -194,25 +194,27 @@ def _entries(names: Any) -> tuple[Any, ...]:
 
 def _fit(
   names: Any,
-  columns: tuple[int, ...],
+  like: tuple[int, ...],
   shape: tuple[int, ...],
   context: _Context,
 ) -> Any:
-  """Returns the names for a statistic of this shape, in the type of `names`."""
+  """Returns the names for a statistic of this shape, in the type of `names`.
+
+  `like` is the shape of the parameter.
+  """
   if isinstance(names, Format):
     names = names.sharding
   if isinstance(names, NamedSharding):
-    spec = _fit(names.spec, columns, shape, context._replace(mesh=names.mesh))
+    spec = _fit(names.spec, like, shape, context._replace(mesh=names.mesh))
     return NamedSharding(names.mesh, spec or P())
   entries = list(_entries(names)[: len(shape)])
   if not entries:
     return None
-  last = len(shape) - 1 - context.missing
-  if last < len(entries):
-    counts = _device_counts(entries[last], context)
-    sizes = (*columns, shape[-1])
-    if any(size % count for count in counts or [math.inf] for size in sizes):
-      entries[last] = None
+  sizes = [*zip(like, shape, strict=False)][context.missing :]
+  for axis, (old, new) in enumerate(sizes[: len(entries)]):
+    counts = {1} if old == new else _device_counts(entries[axis], context)
+    if any(x % count for count in counts or [math.inf] for x in (old, new)):
+      entries[axis] = None
   return P(*entries) if isinstance(names, P) else type(names)(entries)
 
 

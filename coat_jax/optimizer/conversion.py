@@ -231,7 +231,7 @@ def pair_nodes(
   for old, new in pairs:
     if is_moment(old):
       got += [jnp.shape(x) for x in jax.tree.leaves(new)]
-      want += [jnp.shape(x) for x in jax.tree.leaves(old.codes)]
+      want += old.shapes()
   if got != want:
     raise ValueError(
       f"{op}: {name} must have leaves of shapes {want}, got {got}; pass a "

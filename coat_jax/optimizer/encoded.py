@@ -147,11 +147,12 @@ def _check_leaves(op: str, updates: Any, state: EncodedState) -> None:
   """Raises a ValueError if gradients do not have the shapes in the state."""
   shapes = {keys: g.shape for keys, g in tree_leaves_with_path(updates)}
   for moment in moments_in(state):
-    for keys, x in tree_leaves_with_path(moment.codes):
-      if (got := shapes.get(keys, "no leaf")) != x.shape:
+    paths = tree_leaves_with_path(moment.codes)
+    for (keys, _), shape in zip(paths, moment.shapes(), strict=True):
+      if (got := shapes.get(keys, "no leaf")) != shape:
         raise ValueError(
           f"{op}: gradients must have the shapes of the parameters given to "
-          f"init, got {got} for {x.shape} at {node_path(keys)!r}; call init "
+          f"init, got {got} for {shape} at {node_path(keys)!r}; call init "
           "with the parameters of these gradients"
         )
 

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from coat_jax.codecs.factored import Factored, product
 from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8
 from coat_jax.codecs.group import Encoded, Grouped, magnitude_of, share
 from coat_jax.numerics.formats import E4M3
@@ -56,14 +57,15 @@ def run(
   """Runs `compute`, finishes its first result, and encodes the others.
 
   `compute(arrays, *moments)` returns a result and the new moments, all f32. It
-  must be elementwise, because its arguments are split into groups.
+  must be elementwise, because its arguments are split into groups. `arrays` may
+  have axes of size 1, which it broadcasts.
   `finish(result, split)` returns a tree of arrays of the result's shape;
   `split` splits other arrays of the leaf's shape into groups.
   """
   size, n = groups[0].group_size, stored[0].codes.shape[-1]
 
   def split(x):
-    return split_groups(x, size)
+    return split_groups(x, size) if x.shape[-1] == n else x[..., None]
 
   def new(inputs):
     arrays, stored = inputs
@@ -95,6 +97,28 @@ def run(
   ]
   finished = jax.tree.map(lambda x: join_groups(x, n), finish(result, split))
   return finished, tuple(encoded)
+
+
+def run_factored(
+  groups: tuple[Grouped, Factored],
+  compute: Callable[..., tuple[Array, ...]],
+  finish: Callable[[Array, Callable[[Array], Array]], Any],
+  arrays: Any,
+  stored: Sequence[Encoded],
+  noise: Sequence[Array | None],
+) -> tuple[Any, tuple[Encoded, ...]]:
+  """Does what `run` does, for a second moment that is factored."""
+  mu, nu = groups
+
+  def of_groups(inputs, first):
+    arrays, factors = inputs
+    return compute(arrays, first, product(*factors))[:2]
+
+  inputs = arrays, nu.factors(stored[1])
+  finished, new = run([mu], of_groups, finish, inputs, stored[:1], noise)
+  # XLA computes only the second moment, for which it need not decode the first.
+  *_, value = compute(arrays, mu.decode(stored[0]), nu.decode(stored[1]))
+  return finished, (*new, nu.encode(value, None))
 
 
 def _uses_table(codec: Grouped) -> TypeGuard[ExpandedFP8]:

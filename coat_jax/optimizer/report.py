@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports the memory of an optimizer state, and the error of its moments."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -88,8 +89,14 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
   parameters = 0
   for state in states:
     moments = moments_in(state)
-    leaves = [x for m in moments for x in tree_leaves_with_path(m.codes)]
-    parameters += sum({keys: x.size for keys, x in leaves}.values())
+    sizes = {
+      keys: math.prod(shape)
+      for moment in moments
+      for (keys, _), shape in zip(
+        tree_leaves_with_path(moment.codes), moment.shapes(), strict=True
+      )
+    }
+    parameters += sum(sizes.values())
   kinds = LowBitsState | StochasticRoundingState
   nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
   low = [x.low for x in nodes if isinstance(x, kinds)]
@@ -186,11 +193,12 @@ def state_report(
     for (keys, codes), encoded, values, want, name, kept in rows:
       leaf = out.setdefault(
         leaf_path(keys),
-        {"parameters": int(codes.size), "encoded": is_encoded(encoded)},
+        {"parameters": int(values.size), "encoded": is_encoded(encoded)},
       )
       codec = moment.codec_of(encoded)
       report = _report_moment(codec, encoded, values, want)
-      if encoded.amax.ndim and name is not None and kept is None:
+      is_grouped = codes.ndim > 0 and encoded.amax.ndim > 0
+      if is_grouped and name is not None and kept is None:
         report["replicated"] = (
           f"statistics are replicated along {name!r}, which shards codes: "
           f"{codes.shape[-1]} columns are {encoded.amax.shape[-1]} groups"
@@ -212,7 +220,7 @@ def _report_moment(group: GroupCodec, encoded: Encoded, decoded, exact) -> dict:
       }
       report["power"]["mean"] = float(powers.mean())
   bits = array_bytes((8,), encoded.codes.dtype)
-  if bits <= 8:
+  if bits <= 8 and encoded.codes.ndim:
     codes = np.asarray(encoded.codes).view(np.uint8)
     report["codes_used"] = len(np.unique(codes)) / 2**bits
   if exact is None:

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from coat_jax import mesh as meshes
 from coat_jax.codecs import Encoded, MomentCodec
+from coat_jax.codecs.factored import Factored, factored_axes
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import a
 from coat_jax.optimizer import arguments, boxes
@@ -69,6 +70,12 @@ class Moment:
       return self.codec
     return plain_codec(jnp.iscomplexobj(encoded.codes))
 
+  def shapes(self) -> list[tuple[int, ...]]:
+    """Lists each parameter's shape, in the order of the tree."""
+    return [
+      jax.eval_shape(self.codec_of(x).decode, x).shape for x in self.leaves()
+    ]
+
   def replace(self, leaves: Sequence[Encoded]) -> "Moment":
     """Replaces the leaves, and keeps their boxes under any mesh."""
     return Moment(
@@ -98,8 +105,12 @@ def zero_moment(
     return encode_zeros(codec if is_chosen else plain, leaf)
 
   leaves = list(map(zeros, jax.tree.leaves(like), chosen))
+  codes = [x.codes for x in leaves]
+  in_boxes = jax.tree.structure(like).unflatten(codes)
+  if any(not x.ndim for x in codes):
+    in_boxes = boxes.box_like(like, codes, mesh)
   return Moment(
-    jax.tree.structure(like).unflatten([x.codes for x in leaves]),
+    in_boxes,
     boxes.box_like(like, [x.amax for x in leaves], mesh),
     boxes.box_like(like, [x.range for x in leaves], mesh),
     codec,
@@ -168,6 +179,8 @@ def _encode_zeros(
     return jnp.broadcast_to(row, (*shape[:-1], row.shape[-1]))
 
   def f(zeros):
+    if isinstance(group, Factored):
+      return group.zeros(shape)
     noise = jnp.full_like(zeros, 0.5) if group.needs_noise else None
     codes, amax, range_ = group.encode(zeros, noise)
     return Encoded(
@@ -193,9 +206,12 @@ def _placed(x: Array, sharding: Sharding | None) -> Array:
 def splits_groups(
   sharding: Sharding, shape: tuple[int, ...], codec: GroupCodec
 ) -> bool:
-  """Returns whether devices would split the groups of an array."""
+  """Returns whether devices would split groups, or rows that have a mean."""
   if not shape:
     return False
+  if isinstance(codec, Factored):
+    local = sharding.shard_shape(shape)
+    return any(local[i] < shape[i] for i in factored_axes(shape) or ())
   columns = sharding.shard_shape(shape)[-1]
   size = getattr(codec, "group_size", 1)
   return columns < shape[-1] and columns % size != 0
@@ -329,7 +345,8 @@ def marked_moment(placeholder: Any, codec: GroupCodec) -> Moment:
   a single leaf each, to which `transform_non_params` applies.
   """
   leaf = jnp.zeros([], jnp.int32)
-  return Moment(placeholder, leaf, leaf, codec)
+  codes = leaf if isinstance(codec, Factored) else placeholder
+  return Moment(codes, leaf, leaf, codec)
 
 
 def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from coat_jax import mesh
-from coat_jax.codecs.group import GroupCodec
+from coat_jax.codecs.factored import Factored
+from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments, passes, weights
@@ -89,8 +90,16 @@ def decode(groups: GroupCodecs, stored: Stored) -> tuple[Array, ...]:
       for group, encoded in zip(groups, stored, strict=True)
     )
 
-  spec = mesh.spec_of(stored[0].codes)
-  return mesh.run_whole(f, stored, out_specs=spec)
+  return mesh.run_whole(f, stored, out_specs=_spec_of(stored[0]))
+
+
+def _spec_of(encoded: Encoded) -> P:
+  """Returns the spec of the leaf that was encoded."""
+  if encoded.codes.ndim:
+    return mesh.spec_of(encoded.codes)
+  # The means of rows and of columns have an axis of size 1 each.
+  specs = map(mesh.spec_of, (encoded.amax, encoded.range))
+  return P(*(row or column for row, column in zip(*specs, strict=True)))
 
 
 def pair_key(key: Array, pair: int) -> Array:
@@ -212,9 +221,13 @@ def _computed(compute, finish, arrays, stored, part, groups):
   shape = stored[0].codes.shape
   on_gpu = platform() in ("gpu", "cuda", "rocm")
   explicit = jax.sharding.get_abstract_mesh().explicit_axes
-  if on_gpu and not explicit and passes.can_run(groups, shape):
-    noise = [noise_of(x, i, part, shape) for i, x in enumerate(groups)]
-    return passes.run(groups, compute, finish, arrays, stored, noise)
+  # A factored moment has no groups.
+  run, grouped = passes.run, groups
+  if groups[1:] == (Factored(),):
+    run, grouped = passes.run_factored, groups[:1]
+  if on_gpu and not explicit and passes.can_run(grouped, shape):
+    noise = [noise_of(x, i, part, shape) for i, x in enumerate(grouped)]
+    return run(groups, compute, finish, arrays, stored, noise)
   result, *values = compute(arrays, *decode(groups, stored))
   finished = finish(result, lambda x: x)
   return finished, encode(groups, tuple(values), part)
@@ -266,6 +279,14 @@ class Leaves:
     run = functools.partial(run, groups=groups)
     part = LeafPart(stochastic.leaf_key(self._seed, self.count, i), layer=layer)
     whole = jax.tree.leaves(arrays)[0].shape
+    if layer is not None and any(
+      x.ndim and x.shape[0] != whole[0] for x in jax.tree.leaves(stored)
+    ):
+      raise ValueError(
+        "step_in_backward: layers must not share second moments, got a stacked "
+        f"leaf {list(whole)} whose means all layers share; leave it out with "
+        "quantize_mask"
+      )
     spec = P() if sharding is None else sharding.spec
     if sharding is None or any(
       splits_groups(sharding, whole, group) for group in groups

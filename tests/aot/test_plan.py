@@ -50,8 +50,9 @@ def test_7b_trains_on_one_gpu_of_80_gb_or_of_32(variant, most):
 
 
 @pytest.mark.slow
-def test_7b_trains_on_one_gpu_of_24_gb_and_is_planned():
-  row = planned.row("llama2_7b", "leanest_lion", gpus=1, batch=1, seq=2048)
+@pytest.mark.parametrize("variant", ["leanest_lion", "leanest_factored"])
+def test_7b_trains_on_one_gpu_of_24_gb_and_is_planned(variant):
+  row = planned.row("llama2_7b", variant, gpus=1, batch=2, seq=2048)
   assert row["peak_bytes"] <= 23.5e9
   assert abs(row["error"]) <= 0.05
 

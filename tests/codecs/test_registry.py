@@ -49,7 +49,7 @@ def test_build_passes_options_on():
 def test_variants_are_accepted_by_the_constructor():
   found = codecs.variants("coat")
   assert found[0] == {"rounding": "stochastic", "second": "e4m3"}
-  assert len(found) == 4
+  assert len(found) == 6
   assert codecs.variants("log8") == [{"rounding": "stochastic"}]
   assert codecs.variants("float32") == [{}]
   assert len(codecs.variants(OWN)) == 2
@@ -122,6 +122,6 @@ def accuracy_labels(names=None):
 
 
 def test_benchmarks_list_every_registered_codec():
-  assert set(optimizer_labels()) == {*OURS, "coat_e5m2"}
+  assert set(optimizer_labels()) == {*OURS, "coat_e5m2", "coat_factored"}
   assert set(accuracy_labels()) == {*OURS}
   assert set(memory.CODECS) == {*OURS}

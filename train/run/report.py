@@ -82,7 +82,7 @@ def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
   for name in ("mu", "nu"):
     total = np.zeros(256, np.int64)
     for encoded in getattr(adam, name).leaves():
-      if is_encoded(encoded):
+      if is_encoded(encoded) and encoded.codes.ndim:
         used = np.asarray(encoded.range)[np.asarray(encoded.amax) > 0]
         total += np.bincount(used.ravel(), minlength=256)
     counts[name] = {int(k): int(total[k]) for k in np.flatnonzero(total)}

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares factored second moments with NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import codecs
+from coat_jax.codecs.factored import Factored, factored_axes
+
+CODEC = Factored()
+
+
+def second_moments(shape, seed=0):
+  return np.square(np.random.default_rng(seed).normal(size=shape)).astype("f")
+
+
+def roundtrip(v):
+  encoded = jax.jit(CODEC.encode)(v, None)
+  return encoded, np.asarray(jax.jit(CODEC.decode)(encoded))
+
+
+@pytest.mark.parametrize(
+  "shape, axes",
+  [
+    ((64, 96), (0, 1)),
+    ((96, 64), (0, 1)),
+    ((32, 32), (0, 1)),
+    ((3, 64, 96), (1, 2)),
+    ((500, 64, 96), (1, 2)),  # Even if there are many layers.
+    ((3, 64, 2, 96), (1, 3)),
+    ((4, 8, 96, 64), (2, 3)),
+    ((31, 96), None),
+    ((96, 31), None),
+    ((64, 2, 96), None),
+    ((4096,), None),
+    ((), None),
+  ],
+)
+def test_the_two_longest_axes_are_factored_but_not_the_first_of_three(
+  shape, axes
+):
+  assert factored_axes(shape) == axes
+
+
+@pytest.mark.parametrize("shape", [(40, 64), (2, 64, 40), (2, 64, 3, 40)])
+def test_codec_stores_means_of_rows_and_columns(shape):
+  v = second_moments(shape)
+  row, column = factored_axes(shape)
+  encoded, decoded = roundtrip(v)
+  rows = v.astype(float).mean(column, keepdims=True)
+  columns = v.astype(float).mean(row, keepdims=True)
+  assert encoded.codes.shape == ()
+  np.testing.assert_allclose(encoded.amax, rows, rtol=1e-6)
+  np.testing.assert_allclose(encoded.range, columns, rtol=1e-6)
+  want = rows * columns / rows.mean(row, keepdims=True)
+  np.testing.assert_allclose(decoded, want, rtol=2e-6)
+  # The means of what was decoded are the same.
+  np.testing.assert_allclose(roundtrip(decoded)[1], decoded, rtol=2e-6)
+
+
+def test_a_matrix_of_rank_one_is_exact_whatever_its_range():
+  rng = np.random.default_rng(0)
+  v = np.exp2(rng.uniform(-60, 50, (40, 1)) + rng.uniform(-60, 50, (1, 64)))
+  np.testing.assert_allclose(roundtrip(v.astype("f"))[1], v, rtol=2e-6)
+
+
+def test_extremes_stay_finite_and_zeros_stay_zero():
+  v = np.zeros((3, 40, 64), "f")
+  v[1] = 2.0**126
+  v[2, 5, 7] = 2.0**126
+  encoded, decoded = roundtrip(v)
+  assert np.all(np.isfinite(encoded.amax)) and np.all(np.isfinite(decoded))
+  np.testing.assert_allclose(decoded, v, rtol=2e-6)
+
+
+def test_a_nan_spoils_its_matrix_only():
+  v = second_moments((2, 40, 64))
+  v[1, 3, 5] = np.nan
+  _, decoded = roundtrip(v)
+  assert np.all(np.isfinite(decoded[0])) and np.all(np.isnan(decoded[1]))
+
+
+@pytest.mark.parametrize("shape", [(40,), (16, 64)])
+def test_leaves_that_are_not_factored_are_stored_in_f32(shape):
+  v = second_moments(shape)
+  encoded, decoded = roundtrip(v)
+  assert encoded.codes.shape == shape and encoded.amax.ndim == 0
+  np.testing.assert_array_equal(decoded, v)
+
+
+@pytest.mark.parametrize("shape", [(40, 64), (2, 64, 3, 40), (40,)])
+def test_zeros_are_the_encoding_of_zeros(shape):
+  got = CODEC.zeros(shape)
+  want = CODEC.encode(jnp.zeros(shape), None)
+  for a, b in zip(got, want, strict=True):
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    np.testing.assert_array_equal(a, b)
+
+
+def test_option_of_coat():
+  codec = codecs.build("coat", second="factored")
+  assert codec.mu == codecs.coat().mu and codec.nu == CODEC

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests optimizers whose second moments are factored."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax import P
+from jax.sharding import AxisType, NamedSharding
+
+from coat_jax import coat_adamw, codecs, encoded
+from coat_jax.codecs.factored import Factored
+from coat_jax.optimizer import (
+  abstract_state,
+  check_stored,
+  from_plain_state,
+  fused_coat_adamw,
+  passes,
+  state_bytes,
+  state_report,
+  step_in_backward,
+  to_plain_state,
+)
+from coat_jax.optimizer import step as steps
+from tests.comparing import assert_same_bits
+
+CODEC = codecs.coat(second="factored")
+EXACT = codecs.MomentCodec(name="exact", mu=codecs.float32().mu, nu=Factored())
+# Rows of w and columns of c are sharded; s is too short to be factored.
+LEAVES = {
+  "layers/w": ((3, 64, 512), P(None, "x", "y")),
+  "layers/c": ((3, 128, 2, 512), P(None, "x", None, "y")),
+  "e": ((96, 128), P(("x", "y"))),
+  "s": ((16, 512), P("x")),
+  "norm": ((64,), P()),
+}
+
+
+def tree(seed, mesh=None):
+  rng = np.random.default_rng(seed)
+
+  def leaf(shape, spec):
+    columns = np.exp(rng.normal(size=shape[-1]))
+    x = jnp.asarray(rng.normal(size=shape) * columns, jnp.float32)
+    return jax.device_put(x, NamedSharding(mesh, spec)) if mesh else x
+
+  return {name: leaf(*where) for name, where in LEAVES.items()}
+
+
+def make_mesh(kind=AxisType.Auto, shape=(4, 2)):
+  return jax.make_mesh(shape, ("x", "y"), axis_types=(kind,) * 2)
+
+
+def run(optimizer, mesh=None, steps=3, **kwargs):
+  """Takes steps; returns parameters and state."""
+  params = tree(0, mesh)
+  state = jax.jit(optimizer.init)(params)
+  for seed in range(1, steps + 1):
+    params, state = step_of(optimizer)(params, state, tree(seed, mesh))
+  return params, state
+
+
+@functools.cache
+def step_of(optimizer):
+  def step(params, state, grads):
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return jax.jit(step)
+
+
+def test_steps_equal_adam_in_numpy_with_second_moments_of_rank_one():
+  b1, b2, rate, eps = 0.9, 0.95, 1e-2, 1e-8
+  optimizer = coat_adamw(rate, b1, b2, eps, weight_decay=0.0, codec=EXACT)
+  got, _ = run(optimizer, steps=5)
+  for name, axes in (("layers/w", (1, 2)), ("layers/c", (1, 3)), ("s", None)):
+    p = np.asarray(tree(0)[name], float)
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for count in range(1, 6):
+      g = np.asarray(tree(count)[name], float)
+      m = b1 * m + (1 - b1) * g
+      v = b2 * v + (1 - b2) * g**2
+      root = np.sqrt(v / (1 - b2**count))
+      p = p - rate * m / (1 - b1**count) / (root + eps)
+      if axes is not None:
+        rows, columns = (v.mean(axis, keepdims=True) for axis in axes[::-1])
+        v = rows * columns / v.mean(axes, keepdims=True)
+    np.testing.assert_allclose(got[name], p, rtol=1e-4, atol=1e-5)
+
+
+def test_bytes_per_parameter():
+  params = {"w": jax.ShapeDtypeStruct((32, 4096, 2, 11008), "float32")}
+  optimizer = coat_adamw(1e-3, codec=CODEC)
+  size = state_bytes(jax.eval_shape(optimizer.init, params))
+  assert size.bytes_per_param == pytest.approx(1 + 5 / 128, abs=2e-3)
+  assert size.parameters == params["w"].size
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("fused", [False, True])
+def test_step_on_eight_devices_equals_one_device(kind, fused):
+  make = fused_coat_adamw if fused else coat_adamw
+  # Without expansion, codes do not depend on the last bits of m.
+  codec = codecs.MomentCodec(name="f", mu=codecs.float32().mu, nu=Factored())
+  plain = make(1e-2, codec=codec)
+  mesh = make_mesh(kind)
+  where = None
+  if kind == AxisType.Auto:
+    where = jax.tree.map(lambda x: x.sharding, tree(0, mesh))
+  sharded = make(1e-2, codec=codec, shardings=where)
+  step = step_of if not fused else applied
+  want = train(plain, step)
+  with jax.set_mesh(mesh):
+    params = tree(0, mesh)
+    expected = abstract_state(sharded.init, params)
+    got = train(sharded, step, mesh)
+  for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  for a, b in zip(*map(jax.tree.leaves, (got[1], expected)), strict=True):
+    assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+  moment = got[1][0].nu if not fused else got[1].nu
+  local = moment.amax["layers/w"].sharding.shard_shape((3, 64, 1))
+  assert local == (3, 16, 1)
+  local = moment.range["layers/w"].sharding.shard_shape((3, 1, 512))
+  assert local == (3, 1, 256)
+
+
+@functools.cache
+def applied(optimizer):
+  return jax.jit(lambda p, s, g: optimizer.apply(g, s, p))
+
+
+def train(optimizer, step, mesh=None):
+  params = tree(0, mesh)
+  state = jax.jit(optimizer.init)(params)
+  for seed in (1, 2, 3):
+    params, state = step(optimizer)(params, state, tree(seed, mesh))
+  return params, state
+
+
+def test_checkpoint_is_restored_on_another_mesh(tmp_path):
+  optimizer = coat_adamw(1e-2, codec=CODEC)
+  _, state = run(optimizer, make_mesh())
+  other = abstract_state(optimizer.init, tree(0, make_mesh(shape=(2, 4))))
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", state)
+    checkpointer.wait_until_finished()
+    check_stored(checkpointer.metadata(tmp_path / "state"), other)
+    restored = checkpointer.restore(tmp_path / "state", other)
+  assert_same_bits(restored, state)
+  for a, b in zip(*map(jax.tree.leaves, (restored, other)), strict=True):
+    assert a.sharding == b.sharding
+
+
+def test_conversion_to_optax_and_back():
+  optimizer = coat_adamw(1e-2, codec=EXACT)
+  _, state = run(optimizer)
+  plain = to_plain_state(state)
+  nu = plain[0].nu
+  assert jax.tree.map(jnp.shape, nu) == jax.tree.map(jnp.shape, tree(0))
+  again = from_plain_state(plain, jax.eval_shape(lambda: state))
+  for a, b in zip(*map(jax.tree.leaves, (again, state)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=2e-6)
+  with pytest.raises(ValueError, match="must have leaves of shapes"):
+    wrong = jax.tree.map(lambda x: x[:1] if x.ndim else x, plain)
+    from_plain_state(wrong, state)
+
+
+def test_wrapped_optimizer_and_report():
+  optimizer = encoded(optax.scale_by_adam(), EXACT)
+  state = jax.jit(optimizer.init)(tree(0))
+  _, state = jax.jit(optimizer.update)(tree(1), state)
+  report = state_report(state)
+  assert report["e"]["parameters"] == 96 * 128
+  assert report["e"]["nu"] == {"zeroed": 0.0}
+  with pytest.raises(ValueError, match="gradients must have the shapes"):
+    optimizer.update({**tree(1), "e": jnp.ones((96, 64))}, state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_passes_do_the_same(monkeypatch, dtype):
+  calls = []
+  kept = passes.run_factored
+  monkeypatch.setattr(
+    passes, "run_factored", lambda *x: calls.append(x) or kept(*x)
+  )
+  found = {}
+  for platform in ("cpu", "gpu"):
+    monkeypatch.setattr(steps, "platform", lambda name=platform: name)
+    jax.clear_caches()
+    optimizer = fused_coat_adamw(1e-3, codec=CODEC)
+    params = jax.tree.map(lambda x: x.astype(dtype), tree(0))
+    state = optimizer.init(params)
+    step = jax.jit(lambda p, s, g, o=optimizer: o.apply(g, s, p))
+    for seed in (1, 2):
+      params, state = step(params, state, tree(seed))
+    found[platform] = params, to_plain_state(state)
+    assert bool(calls) == (platform == "gpu")
+  pairs = zip(*map(jax.tree.leaves, found.values()), strict=True)
+  for a, b in pairs:
+    a, b = (np.asarray(x, float) for x in (a, b))
+    # A code at a rounding boundary may be the neighbouring one.
+    is_near = np.isclose(a, b, rtol=1e-5, atol=1e-9)
+    assert np.mean(is_near) > 0.999
+    np.testing.assert_allclose(a, b, rtol=0.15, atol=1e-3)
+
+
+def layer(params, x):
+  return x + jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+def test_step_in_backward_equals_an_ordinary_step():
+  rng = np.random.default_rng(0)
+  params = {
+    "in": jnp.asarray(0.1 * rng.normal(size=(40, 128)), jnp.float32),
+    "layers": {
+      "up": jnp.asarray(0.1 * rng.normal(size=(3, 128, 256)), jnp.float32),
+      "down": jnp.asarray(0.1 * rng.normal(size=(3, 256, 128)), jnp.float32),
+    },
+  }
+  inputs = jnp.asarray(rng.normal(size=(8, 40)), jnp.float32)
+  optimizer = fused_coat_adamw(1e-2, codec=CODEC)
+
+  def before(outer):
+    return inputs @ outer["in"]
+
+  def after(outer, x):
+    return jnp.mean(jnp.square(x - 1))
+
+  def loss(params):
+    x = before(params)
+    for i in range(3):
+      x = layer(jax.tree.map(lambda w, i=i: w[i], params["layers"]), x)
+    return after(params, x)
+
+  @jax.jit
+  def ordinary(params, state):
+    return optimizer.apply(jax.grad(loss)(params), state, params)
+
+  @jax.jit
+  def in_backward(params, state):
+    done = step_in_backward(
+      optimizer, params, state, before=before, layer=layer, after=after
+    )
+    return done.params, done.state
+
+  want = got = params, optimizer.init(params)
+  for _ in range(5):
+    want, got = ordinary(*want), in_backward(*got)
+  for a, b in zip(*map(jax.tree.leaves, (got[0], want[0])), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+  nu = got[1].nu.amax["layers"]["up"], want[1].nu.amax["layers"]["up"]
+  np.testing.assert_allclose(*nu, rtol=1e-3)
+  assert loss(got[0]) < 0.9 * loss(params)
+
+
+def test_step_in_backward_refuses_layers_that_share_a_factored_leaf():
+  params = {"in": jnp.ones(64), "layers": {"w": jnp.ones((32, 64))}}
+  optimizer = fused_coat_adamw(
+    1e-2, codec=CODEC, quantize_mask=lambda path, leaf: leaf.ndim > 1
+  )
+  with pytest.raises(ValueError, match="all layers share"):
+    step_in_backward(
+      optimizer,
+      params,
+      optimizer.init(params),
+      before=lambda outer: outer["in"],
+      layer=lambda p, x: x * p["w"],
+      after=lambda outer, x: jnp.sum(x),
+    )
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_boxes_drop_the_names_of_means(kind):
+  names = ("layers", "x", "y")
+  x = jnp.ones((3, 64, 256))
+  param = (
+    nnx.Param(x, out_sharding=names, eager_sharding=False)
+    if kind == "nnx"
+    else nn.Partitioned(x, names)
+  )
+  with jax.set_mesh(make_mesh()), nn.logical_axis_rules([("layers", None)]):
+    nu = coat_adamw(1e-2, codec=CODEC).init({"w": param})[0].nu
+
+  def names_of(box):
+    if kind == "linen":
+      return box.names
+    return box.get_metadata()["out_sharding"]
+
+  assert not names_of(nu.codes["w"])
+  assert names_of(nu.amax["w"]) == ("layers", "x", None)
+  assert names_of(nu.range["w"]) == ("layers", None, "y")
