@@ -106,6 +106,8 @@ NAMES = "coat", "coat_e8m0", "log8", "fp8"
 STEPS = (
   *((name, *dtype) for name, dtype in itertools.product(NAMES, DTYPES)),
   ("lion", "bfloat16", True),
+  ("factored", "float32", False),
+  ("factored", "bfloat16", True),
 )
 
 
@@ -122,7 +124,11 @@ def compile_one(name: str, dtype: str, low_bits: bool) -> None:
   if name == "lion":
     optimizer = fused_coat_lion(1e-3, low_bits=low_bits)
   else:
-    codec = getattr(codecs, name)()
+    codec = (
+      codecs.coat(second=name)
+      if name == "factored"
+      else getattr(codecs, name)()
+    )
     optimizer = fused_coat_adamw(1e-3, codec=codec, low_bits=low_bits)
   p = jax.ShapeDtypeStruct((4096, 1024), dtype)
   state = jax.eval_shape(optimizer.init, p)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks import aot
 from coat_jax.pallas.mosaic import leaf_step
 from tests.aot.ptx_machine import Machine
-from tests.pallas.mosaic import test_adam, test_lion
+from tests.pallas.mosaic import test_adam, test_factored, test_lion
 from tests.pallas.mosaic.test_adam import CODECS
 
 pytestmark = pytest.mark.aot
@@ -105,6 +105,14 @@ def test_adam_matches_its_definition(on_machine, name, dtype):
   _, (other, total, apart) = test_adam.compare(codec, 1, args, interpret=False)
   assert other <= 1e-3 * total
   assert np.mean(apart != 0) <= 1e-3 and np.max(apart) <= 1
+
+
+@pytest.mark.parametrize("shape", [(64, 384), (2, 64, 2, 128)])
+def test_adam_with_a_factored_moment_matches_its_definition(on_machine, shape):
+  different, apart = test_factored.compare(
+    test_factored.CODEC, jnp.bfloat16, shape, interpret=False
+  )
+  assert max(different, apart) <= 1e-3
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ With E4M3 codes, `adamw_step` reads and writes per value
 
   16.2 bytes for f32 parameters and gradients,
   10.2 bytes for bf16 parameters and gradients,
-  12.2 bytes for 24-bit weights and bf16 gradients.
+  12.2 bytes for 24-bit weights and bf16 gradients,
+
+and 2 bytes less if the second moment is factored. XLA then averages the columns
+of the new second moment, for which it reads the gradient again.
 
 On an H100 (jax 0.11.2), a step on 2^28 parameters in f32 takes 2.53 ms with
 optax.adamw. This kernel takes 1.46 ms if it rounds to nearest, limited by
@@ -20,9 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.numerics.formats import ROOT_OF_LARGEST
+from coat_jax.codecs.factored import Factored, product
+from coat_jax.numerics.formats import ROOT_OF_LARGEST, with_finite_square
 from coat_jax.ops.dispatch import kernel
+from coat_jax.optimizer.step import put_layer, take_layer
+from coat_jax.optimizer.weights import in_f32
 from coat_jax.pallas.mosaic import leaf_step
+from coat_jax.pallas.mosaic.factors import Factors
 from coat_jax.pallas.mosaic.registers import Instructions
 
 
@@ -30,13 +37,17 @@ def _why_not(g, stored, groups, scalars, p=None, **_) -> str | None:
   if scalars.gradient_ratio is not None:
     return "the kernel does not support Nesterov momentum"
   # Leave out the low bytes of a `SplitWeight`.
-  return leaf_step.why_not(stored, groups, (*jax.tree.leaves(p)[:1], g))
+  arrays = *jax.tree.leaves(p)[:1], g
+  if not _is_factored(groups):
+    return leaf_step.why_not(stored, groups, arrays)
+  why_not = leaf_step.why_not(stored[:1], groups[:1], arrays)
+  return why_not or _factors(stored, groups).why_not()
 
 
 @kernel(_why_not)
 def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
   """Computes `optimizer.adam.adam_update`; with `interpret`, on a CPU."""
-  return leaf_step.run(_rule(scalars), part, g, None, stored, groups, interpret)
+  return _run(_rule(scalars), part, g, None, stored, groups, interpret)
 
 
 @kernel(_why_not)
@@ -50,7 +61,38 @@ def adamw_step(
     update_rate=-step.learning_rate * scalars.ratio,
     decay_rate=-step.learning_rate * step.weight_decay,
   )
-  return leaf_step.run(rule, part, g, p, stored, groups, interpret)
+  return _run(rule, part, g, p, stored, groups, interpret)
+
+
+def _run(rule: "_Adam", part, g, p, stored, groups, interpret: bool):
+  """Runs the kernel; XLA averages the columns of a factored moment."""
+  if not _is_factored(groups):
+    return leaf_step.run(rule, part, g, p, stored, groups, interpret)
+  layer, nu = part.layer, groups[1]
+  mean = stored[1] if layer is None else take_layer(stored[1], layer)
+  factors = Factors(*nu.factors(mean))
+  first, new, means = leaf_step.run_factored(
+    rule, part, g, p, stored[:1], groups[:1], factors, interpret
+  )
+  g = in_f32(g) if rule.grad_scale is None else in_f32(g) * rule.grad_scale
+  g = with_finite_square(g)
+  value = rule.b2 * product(*factors) + rule.one_minus_b2 * g * g
+  mean = nu.encode(value, None)
+  # The kernel has averaged rows already. This spares XLA from reading g again.
+  rows = means.reshape(*g.shape[:-1], -1)
+  mean = mean._replace(amax=jnp.mean(rows, axis=-1, keepdims=True))
+  if layer is not None:
+    mean = put_layer(stored[1], mean, layer)
+  return first, (*new, mean)
+
+
+def _is_factored(groups) -> bool:
+  return groups[1:] == (Factored(),)
+
+
+def _factors(stored, groups) -> Factors:
+  """Returns the shapes of the factors of a second moment."""
+  return Factors(*jax.eval_shape(groups[1].factors, stored[1]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

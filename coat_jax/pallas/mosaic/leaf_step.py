@@ -20,7 +20,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from coat_jax.codecs.group import Encoded, GroupCodec, Plain
 from coat_jax.numerics.stochastic import LeafPart, next_words, parameter_words
 from coat_jax.ops.capability import HOPPER, why_not_before
-from coat_jax.pallas.mosaic import moment_codecs, registers, weights, words
+from coat_jax.pallas.mosaic import (
+  factors,
+  moment_codecs,
+  registers,
+  weights,
+  words,
+)
+from coat_jax.pallas.mosaic.factors import Factors
 from coat_jax.pallas.mosaic.moment_codecs import Decoded
 from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
 from coat_jax.pallas.mosaic.registers import Instructions
@@ -87,6 +94,7 @@ class _Work:
   whole: tuple[int, ...] | None  # See `LeafPart`.
   has_layer: bool  # Whether the kernel updates only one layer of the leaf.
   groups: GroupCodecs
+  factors: factors.Sizes | None
   # For each moment, which fields of `Encoded` are arrays. The other fields are
   # scalar zeros, because the codec does not store them.
   present: tuple[tuple[bool, ...], ...]
@@ -105,6 +113,24 @@ def run(
 
   If p is None, the first result is the update, in the gradient's dtype.
   """
+  return run_factored(rule, part, g, p, stored, groups, None, interpret)[:2]
+
+
+def run_factored(
+  rule: Rule,
+  part: LeafPart,
+  g,
+  p,
+  stored,
+  groups: GroupCodecs,
+  factored: Factors | None,
+  interpret: bool,
+):
+  """Does what `run` does; the rule gets a factored moment as well.
+
+  The third result contains the means of this moment's new value in each group,
+  f32 [groups]; None if `factored` is None.
+  """
   names = tuple(k for k, v in vars(rule).items() if v is not None)
   scalars = jnp.stack([getattr(rule, name) for name in names])
   place = [part.key[None]]
@@ -113,27 +139,29 @@ def run(
   if part.layer is not None:
     place.append(part.layer.astype(jnp.uint32)[None])
   flat, treedef = jax.tree.flatten(stored)
+  read, sizes = ((), None) if factored is None else factored.in_groups()
   work = _Work(
     rule=type(rule),
     names=names,
     whole=part.whole,
     has_layer=part.layer is not None,
     groups=groups,
+    factors=sizes,
     present=tuple(tuple(x.ndim > 0 for x in moment) for moment in stored),
     interpret=interpret,
   )
   arrays = tuple(x for x in flat if x.ndim)
-  first, arrays = _step(
-    scalars, jnp.concatenate(place), g, p, arrays, work=work
+  first, arrays, means = _step(
+    scalars, jnp.concatenate(place), g, p, arrays, tuple(read), work=work
   )
   new = iter(arrays)
   flat = [next(new) if x.ndim else x for x in flat]
-  return first, treedef.unflatten(flat)
+  return first, treedef.unflatten(flat), means
 
 
 # With this jit, leaves of the same shape are lowered and compiled only once.
 @functools.partial(jax.jit, static_argnames="work")
-def _step(scalars, place, g, p, stored, *, work: _Work):
+def _step(scalars, place, g, p, stored, read, *, work: _Work):
   codes = stored[0]
 
   def view(x):
@@ -142,6 +170,7 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
 
   weight, weight_tree = jax.tree.flatten(p)  # An empty list if p is None.
   in_place = (*stored, *weight)
+  factored = [jax.new_ref(x) for x in read]
   refs = [jax.new_ref(view(x)) for x in in_place]
   update = plgpu.kernel(
     functools.partial(
@@ -159,15 +188,16 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if work.interpret else False,
-  )(scalars, place, view(g), *refs)
+  )(scalars, place, view(g), *factored, *refs)
   new = [
     jax.freeze(ref).reshape(x.shape)
     for ref, x in zip(refs, in_place, strict=True)
   ]
+  new_stored, new_weight = tuple(new[: len(stored)]), new[len(stored) :]
+  means = jax.freeze(factored[0]) if factored else None
   if p is None:
-    return update.reshape(g.shape), tuple(new)
-  new_stored, new_weight = new[: len(stored)], new[len(stored) :]
-  return weight_tree.unflatten(new_weight), tuple(new_stored)
+    return update.reshape(g.shape), new_stored, means
+  return weight_tree.unflatten(new_weight), new_stored, means
 
 
 def _kernel(
@@ -183,12 +213,16 @@ def _kernel(
 
   `place_gmem` holds the part's key and, unless they are None, its start and
   layer, uint32. `g_gmem` is the gradient [groups, 128], of one layer if the
-  part has a layer. `gmem` holds codes [groups, 128] and statistics [groups] of
-  each moment, followed by the parameter's `num_weights` arrays or by the
-  update. `shape` is the shape of the codes, with all layers.
+  part has a layer. `gmem` holds factors, if there are any, codes [groups, 128]
+  and statistics [groups] of each moment, and the parameter's `num_weights`
+  arrays or the update. `shape` is the shape of the codes, with all layers.
   """
   start = lax.axis_index("block") * ROWS
   g = registers.load(g_gmem, start)
+  factored, in_layer, rows_gmem = (), start, None
+  if work.factors is not None:
+    rows_gmem, columns_gmem, *gmem = gmem
+    factored = (factors.load(rows_gmem, columns_gmem, work.factors, start),)
   if work.has_layer:
     layer = place_gmem[place_gmem.shape[0] - 1].astype(jnp.int32)
     start = start + layer * g_gmem.shape[0]
@@ -208,7 +242,7 @@ def _kernel(
       zip(codecs, stored, work.present, strict=True)
     )
   )
-  value, new = rule.apply(g, p, old, on)
+  value, new = rule.apply(g, p, (*old, *factored), on)
 
   @functools.cache
   def draw():
@@ -232,6 +266,9 @@ def _kernel(
       words.mantissas(word) if codec.needs_noise else None
       for codec, word in zip(groups, both, strict=False)
     ]
+  if rows_gmem is not None:
+    factors.store_means(rows_gmem, in_layer, new[-1])
+  new = new[: len(codecs)]
   encoded = moment_codecs.encode_moments(codecs, new, noises, on)
   for refs, moment in zip(moments_gmem, encoded, strict=True):
     written = [x for x in moment if x is not None]

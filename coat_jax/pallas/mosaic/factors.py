@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The factors of a second moment, as kernels on groups read them."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from coat_jax.pallas.mosaic import registers
+from coat_jax.pallas.mosaic.moment_codecs import Decoded
+from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
+
+
+class Sizes(NamedTuple):
+  """Numbers of groups: of all columns, and of a matrix."""
+
+  columns: int
+  matrix: int
+
+
+class Factors(NamedTuple):
+  """Two arrays whose product is a moment.
+
+  Attributes:
+    rows: f32 [..., rows, 1].
+    columns: f32 [..., 1, n]; both may have the same axes between these.
+  """
+
+  rows: Array
+  columns: Array
+
+  def why_not(self) -> str | None:
+    """Returns why kernels do not support these factors, or None."""
+    if self.columns.shape[-1] == 1:
+      return "a factored moment's columns must be its last axis"
+    count = self._sizes().matrix
+    if count % ROWS:
+      return (
+        f"a factored matrix must have a multiple of {ROWS} groups, got {count}"
+      )
+    return None
+
+  def in_groups(self) -> tuple["Factors", Sizes]:
+    """Returns a factor per group [groups], and those of columns [..., 128].
+
+    A tile may begin in one row and end in the next, so the columns of each
+    matrix are followed by their first 7 groups again.
+    """
+    shape, sizes = self._shape(), self._sizes()
+    columns = self.columns.reshape(-1, sizes.columns, GROUP_SIZE)
+    places = jnp.arange(sizes.columns + ROWS - 1) % sizes.columns
+    rows = jnp.broadcast_to(self.rows, (*shape[:-1], shape[-1] // GROUP_SIZE))
+    columns = columns[:, places].reshape(-1, GROUP_SIZE)
+    return Factors(rows.reshape(-1), columns), sizes
+
+  def _shape(self) -> tuple[int, ...]:
+    return jnp.broadcast_shapes(self.rows.shape, self.columns.shape)
+
+  def _sizes(self) -> Sizes:
+    shape = self._shape()
+    row = next(i for i, n in enumerate(shape) if n > self.columns.shape[i])
+    columns, matrix = math.prod(shape[row + 1 :]), math.prod(shape[row:])
+    return Sizes(columns // GROUP_SIZE, matrix // GROUP_SIZE)
+
+
+def store_means(rows_gmem, start, moment: Array) -> None:
+  """Replaces the factors of a tile's groups by the means of the new moment."""
+  means = jnp.sum(moment * (1 / GROUP_SIZE), axis=1)
+  registers.store(rows_gmem, start, means)
+
+
+def load(rows_gmem, columns_gmem, sizes: Sizes, start) -> Decoded:
+  """Loads the moment of the tile at group `start`."""
+  matrix = start // sizes.matrix
+  place = matrix * (sizes.columns + ROWS - 1) + start % sizes.columns
+  return Decoded(
+    values=registers.load(columns_gmem, place),
+    factor=registers.load(rows_gmem, start),
+  )

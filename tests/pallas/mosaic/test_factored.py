@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares Adam's kernel with its definition for factored second moments."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import codecs
+from coat_jax.pallas.mosaic.factors import Factors
+from tests.matrices import quick
+from tests.pallas.mosaic import test_adam
+
+CODEC = codecs.coat(second="factored")
+NEAREST = codecs.coat(second="factored", rounding="nearest")
+# Rows of 3 groups, so tiles contain ends and beginnings of rows; two matrices
+# of which each column belongs to one of two parts; rows of one group.
+SHAPES = (64, 384), (2, 64, 2, 128), (2, 32, 128)
+
+
+def compare(codec, dtype, shape, *, interpret, **part):
+  """Returns the shares of parameters and codes that differ."""
+  g_shape = shape
+  if "layer" in part:
+    g_shape = (1, *shape[1:])
+  p, g, stored = test_adam.problem(codec, dtype, shape=shape)
+  args = p, g[: g_shape[0]], stored, *test_adam.numbers(3, **part)
+  want = test_adam.by_definition(codec, *args)
+  got = test_adam.by_kernel(codec, *args, interpret=interpret)
+  for a, b in zip(got[1][1], want[1][1], strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+  other, total, apart = test_adam.differences(
+    codecs.MomentCodec(name="mu", mu=codec.mu, nu=codec.mu),
+    (want[1][0],) * 2,
+    (got[1][0],) * 2,
+  )
+  assert other <= 1e-3 * total
+  a, b = (np.asarray(x[0], np.float32) for x in (got, want))
+  tolerance = 2.0**-7 if dtype == jnp.bfloat16 else 1e-5
+  np.testing.assert_allclose(a, b, rtol=tolerance, atol=1e-2 * tolerance)
+  return np.mean(a != b), np.mean(apart != 0)
+
+
+@pytest.mark.parametrize(("shape",), quick(2, [(x,) for x in SHAPES]))
+@pytest.mark.parametrize(
+  "codec, dtype", quick(1, [(CODEC, jnp.bfloat16), (NEAREST, jnp.float32)])
+)
+def test_interpreted_kernel_matches_definition(codec, dtype, shape):
+  different, apart = compare(codec, dtype, shape, interpret=True)
+  assert apart <= 1e-3
+  assert different <= (1e-3 if dtype == jnp.bfloat16 else 1)
+
+
+def test_interpreted_kernel_steps_one_layer():
+  compare(NEAREST, jnp.float32, SHAPES[1], interpret=True, layer=jnp.int32(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+  "codec, dtype", [(CODEC, jnp.bfloat16), (NEAREST, jnp.float32)]
+)
+def test_kernel_matches_definition(codec, dtype, shape):
+  different, apart = compare(codec, dtype, shape, interpret=False)
+  assert apart <= 1e-3
+  assert different <= (1e-3 if dtype == jnp.bfloat16 else 1)
+
+
+@pytest.mark.parametrize(
+  "shape, reason",
+  [
+    ((128, 3, 40, 1), "columns must be its last axis"),
+    ((3, 33, 128), "multiple of 8 groups, got 33"),
+    ((64, 384), None),
+  ],
+)
+def test_factors_that_kernels_do_not_support(shape, reason):
+  rows, columns = list(shape), list(shape)
+  row = len(shape) - 2 if shape[-1] > 1 else 0
+  column = len(shape) - 1 if shape[-1] > 1 else 2
+  rows[column], columns[row] = 1, 1
+  found = Factors(jnp.ones(rows), jnp.ones(columns)).why_not()
+  assert found is None if reason is None else reason in found
