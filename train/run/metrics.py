@@ -9,7 +9,7 @@ kinds of lines:
     step_bytes, the memory of the compiled step on a device (see
     `train.run.report.step_bytes`);
   * a report: state (`state_report` of each leaf) and, with codec coat, powers
-    (the number of groups for each 16 k, where k is the power);
+    (the number of groups with each power k; the keys are 16 k);
   * a probe: watch (see `train.watch`).
 Every line is written immediately, in a single write, so a killed run loses no
 line. A resumed run first drops the lines that it will write again.
@@ -180,7 +180,7 @@ class StepsInFlight:
     self._started.append((step, start, metrics))
 
   def read(self, *, leave: int = 0) -> str | None:
-    """Logs all but the newest `leave` steps; if one has a fault, returns it."""
+    """Logs all but the newest `leave` steps; returns the first fault, if any."""
     while len(self._started) > leave:
       if fault := self._read(*self._started.popleft()):
         return fault

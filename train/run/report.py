@@ -76,7 +76,7 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
-  """Counts each moment's nonzero groups for each 16 k, where k is the power."""
+  """Counts each moment's nonzero groups by power k; the keys are 16 k."""
   adam, _ = weights.without_low(state.optimizer)
   counts = {}
   for name in ("mu", "nu"):
