@@ -107,8 +107,8 @@ class PlanConfig:
     gpus: Number of GPUs, used as mesh axis fsdp. Search for the recipe, params,
       remat, batch and optimizer_in_backward that fit and train fastest on them.
     mesh: Devices to train on, as in train.pretrain: data=2,fsdp=4,tensor=1.
-    batch: Sequences per step on all GPUs together. With --gpus, the default is
-      as many as fit, but at most the preset's batch.
+    batch: Sequences per step on all GPUs together. --gpus without --batch
+      uses as many as fit, but at most the preset's batch.
     seq: Tokens per sequence.
     accumulate: Microbatches, as in train.pretrain.
     params: How weights are stored in the COAT and lean columns, as in

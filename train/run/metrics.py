@@ -180,7 +180,7 @@ class StepsInFlight:
     self._started.append((step, start, metrics))
 
   def read(self, *, leave: int = 0) -> str | None:
-    """Logs all but the newest `leave` steps; returns the first fault, if any."""
+    """Logs all but the newest `leave` steps; returns the first fault found."""
     while len(self._started) > leave:
       if fault := self._read(*self._started.popleft()):
         return fault
