@@ -145,7 +145,7 @@ def _check_experts(model: Any, expert: int) -> None:
 
 
 def _check_groups(d_ff: int, tensor: int, group: int) -> None:
-  """Checks that no group is split, as scales would then depend on the mesh."""
+  """Checks that no group is split, so that scales do not depend on the mesh."""
   columns = d_ff // tensor
   if columns % group:
     raise ValueError(

@@ -62,7 +62,7 @@ class Objective(abc.ABC):
     )
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
-    """Selects the trained parts; others have no gradients and no moments."""
+    """Selects the trained parts; only they have gradients and moments."""
     del config
     return tree
 
@@ -76,7 +76,7 @@ class Objective(abc.ABC):
 
     If `batch.shares` is None, this is the mean loss of the targets. Otherwise
     it is the sum of their losses times their shares, so that microbatches add
-    up to the batch. Experts in training add their load-balancing loss.
+    up to the batch. In training, experts add their load-balancing loss.
     """
 
   def measure(self, model: Any, batch: Any) -> dict[str, jax.Array]:
@@ -194,5 +194,5 @@ def objective_of(shape: Any) -> Objective:
 
 
 def trained(config: TrainConfig, tree: Tree) -> Tree:
-  """Selects a run's trained parts from a tree like the parameters."""
+  """Selects a run's trained parts from a tree of the parameters' structure."""
   return objective_of(config.model).trained(config, tree)

@@ -57,8 +57,8 @@ class OptimConfig:
     warmup: Number of steps in which the learning rate rises, or a share of all
       steps if below 1.
     min_lr_ratio: The final learning rate, as a share of lr.
-    b1: Decay of the first moment; with coat_lion, its weight in the update.
-    b2: Decay of the second moment; with coat_lion, of its only moment.
+    b1: Decay of the first moment; in coat_lion, the moment's weight in updates.
+    b2: Decay of the second moment; in coat_lion, decay of the only moment.
     eps: Added to the square root of the second moment.
     momentum: Decay of the momentum of matrices in coat_muon.
     weight_decay: Decoupled weight decay of all parameters except norms, biases

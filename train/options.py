@@ -43,7 +43,7 @@ def type_of(field: dataclasses.Field) -> Any:
 
 
 def part_of(field: dataclasses.Field, values: Any) -> type | None:
-  """Returns a field's dataclass, or None; of several, one with these keys."""
+  """Finds a field's dataclass; in a union, the first with `values`' keys."""
   kind = type_of(field)
   kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
   for kind in kinds:
@@ -54,7 +54,7 @@ def part_of(field: dataclasses.Field, values: Any) -> type | None:
 
 
 def unused(config: Any, taken: dict, choice: str) -> dict:
-  """Returns the defaults of the options that `choice` ignores, by name."""
+  """Maps the names of the options that `choice` ignores to their defaults."""
   others = {name for options in taken.values() for name in options}
   others -= set(taken[choice])
   fields = dataclasses.fields(config)
@@ -74,7 +74,7 @@ def check_unused(config: Any, chosen: str, taken: dict) -> None:
 
 
 def first_line(error: Exception | str, most: int = 200) -> str:
-  """Returns the first line of a message; the error's type if it is empty."""
+  """Returns the first line of a message; if it is empty, the error's type."""
   lines = str(error).strip().splitlines()
   return lines[0][:most] if lines else type(error).__name__
 

@@ -101,21 +101,21 @@ class PlanConfig:
   """Plans the memory of a training run on each GPU, without running it.
 
   Attributes:
-    preset: The run to plan. Each column of the table uses another recipe or
-      other options.
+    preset: The run to plan. The columns of the table differ in the recipe and
+      in other options.
     hbm: Memory of each GPU, such as 80, 80GB or 74.5GiB.
-    gpus: Search for the recipe, params, remat, batch and optimizer_in_backward
-      that fit and train fastest on this number of GPUs (as mesh fsdp).
+    gpus: Number of GPUs, used as mesh axis fsdp. Search for the recipe, params,
+      remat, batch and optimizer_in_backward that fit and train fastest on them.
     mesh: Devices to train on, as in train.pretrain: data=2,fsdp=4,tensor=1.
-    batch: Sequences per step on all GPUs together; with --gpus, by default as
-      many as fit, up to the preset's batch.
+    batch: Sequences per step on all GPUs together. --gpus without --batch
+      uses as many as fit, but at most the preset's batch.
     seq: Tokens per sequence.
     accumulate: Microbatches, as in train.pretrain.
     params: How weights are stored in the COAT and lean columns, as in
-      train.pretrain. any means float32; with --gpus, any tries all choices. The
-      lean columns store bfloat16 instead of float32.
-    remat: What is saved for each layer, as in train.pretrain. any means none;
-      with --gpus, any tries all choices.
+      train.pretrain. With --gpus, "any" tries all choices; otherwise it is the
+      same as float32. The lean columns store bfloat16 instead of float32.
+    remat: What is saved for each layer, as in train.pretrain. With --gpus,
+      "any" tries all choices; otherwise it is the same as "none".
     attention: The format in which layers save q, k and v, as in train.pretrain.
     weight_cache: What to compute from the weights once per step, as in
       train.pretrain.
@@ -191,7 +191,7 @@ class PlanConfig:
       init_from=self.init_from,
     )
     if self.init_from:
-      # `out` must not be `init_from`, and no folder has this name.
+      # `out` must differ from `init_from`, so use a name that no folder has.
       others: dict[str, Any] = dict(out="no run", data=ChatData(), samples=0)
       run = FinetuneConfig(**vars(run) | others, trained=self.trained)
       run = pretrained.with_shape(run)

@@ -38,7 +38,7 @@ def demo() -> TrainConfig:
 def demo_gpu() -> TrainConfig:
   """A demo for a GPU: wide enough for FP8 to pay off, done in a few minutes.
 
-  Its layers are as wide as those of a model of 1.3 billion parameters. It
+  Its layers have the width of a model with 1.3 billion parameters. It
   trains on less than half of Python's standard library, and needs 17 GB of
   memory in BF16.
   """

@@ -4,8 +4,8 @@
   python -m train.pretrain PRESET [options]      PRESET --help shows the options
   python -m train.pretrain demo --compare bf16   `make train` without a GPU
 
-`train/__init__.py` lists the files that your own training program needs, and
-docs/training.md the exit statuses.
+`train/__init__.py` lists the files that your own training program needs.
+docs/training.md lists the exit statuses.
 """
 
 import argparse

@@ -45,7 +45,7 @@ def source_of(config: TrainConfig) -> Path | None:
 
 
 def with_shape[Config: TrainConfig](config: Config) -> Config:
-  """Replaces the model's shape by that of the run's initial checkpoint."""
+  """Takes the model's shape from the run's initial checkpoint, if any."""
   if (source := source_of(config)) is None:
     return config
   if all(config.model != preset().model for preset in PRESETS.values()):

@@ -43,12 +43,12 @@ def restore(
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
     # The abstract state determines the codec of each restored `Moment`. If the
-    # codes stay the same, use the new codec: only its rounding may differ.
+    # codes stay the same, use the new codec, which can differ only in rounding.
     optim = config.optim if same_codes else saved.optim
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params
     )
-  # Only the clipping rule "global" stores no norms; others store the same ones.
+  # Clipping rule "global" stores no norms. The others store the same norms.
   clip = () if saved.optim.clip == "global" else abstract.clip
   state = checkpoint.restore(
     path,

@@ -47,7 +47,7 @@ from train.vit_config import VitConfig
 
 Compute = Literal["bfloat16", "float32"]
 Shape = ModelConfig | VisionLanguageConfig
-_LENGTH = 2048  # Llama's default in transformers, if config.json has none.
+_LENGTH = 2048  # Llama's default context length, if config.json has none.
 
 
 class Source(NamedTuple):
@@ -159,9 +159,9 @@ def _restore(
 def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
-  """Opens the tokenizer of a run's data, or of its initial checkpoint."""
-  # Without `tokenizer`, use the initial checkpoint's (if it has one) for token
-  # ids, for conversations, and at step 0 if the data's options name none.
+  """Opens the tokenizer of a run's data, or of the initial checkpoint."""
+  # Without `tokenizer`, use the one in `run.source` for conversations and token
+  # ids. At step 0, use it for text too, if the data's options name none.
   data = config.data
   if isinstance(data, DataConfig):
     is_kept = data.dtype != "text" or (not done and data.tokenizer is None)

@@ -60,7 +60,7 @@ class TrainState(NamedTuple):
   # The moments of the trained parts (`train.objective.trained`), and the number
   # of updates; with params bfloat16_low8 also the weights' low bytes.
   optimizer: FusedState
-  # f32 moments of the same gradients, for report_state; otherwise ().
+  # f32 moments, with which report_state compares the stored ones; else ().
   exact: optax.ScaleByAdamState | tuple[()]
   # Gradient norms of earlier steps; () with clip global.
   clip: ClipState | tuple[()] = ()
@@ -264,7 +264,7 @@ def train_step(
 def eval_step(
   graph: nnx.GraphDef, *, accumulate: int = 1
 ) -> Callable[[Any, Rows], Evaluation]:
-  """Builds the evaluation of (params, rows), in `accumulate` microbatches."""
+  """Builds a function of (params, rows) that evaluates in microbatches."""
 
   def evaluate(params, rows):
     model = nnx.merge(graph, params)

@@ -46,7 +46,7 @@ def update(
       clip, state.clip, grads, stack=stacks
     )
   else:
-    # The optimizer multiplies gradients by `scale` in its own pass over them.
+    # Only compute `scale` here; `optimizer.apply` multiplies gradients by it.
     norm = global_norm(grads)
     largest = config.optim.grad_clip
     scale = jnp.where(norm < largest, 1.0, largest / norm)
@@ -115,7 +115,7 @@ def _mean_gradients(config, graph, mesh, params, batch):
   @jax.value_and_grad
   def share_of(own, batch):
     loss = objective.loss(nnx.merge(graph, params | own, cache), batch)
-    # `shares` add up to 1 over the whole batch, so microbatches' losses add up.
+    # With `shares`, which add up to 1 over the batch, losses just add up.
     return loss / config.accumulate if batch.shares is None else loss
 
   own = trained(config, params)

@@ -22,11 +22,11 @@ class ImageData:
   """Images to learn from.
 
   Attributes:
-    folder: A folder that contains one folder of images for each class, or that
-      contains `train` and `test` (or `val`), each with such folders; see
+    folder: A folder with one folder of images per class. It may instead contain
+      `train` and `test` (or `val`), which each have one folder per class; see
       `train.data.labelled`.
-    held_out: Share of each class to hold out for evaluation, but at least one
-      image; applies if there is no folder of held-out images.
+    held_out: Share of each class's images to hold out for evaluation, at least
+      one image. It applies if there is no folder of held-out images.
   """
 
   folder: Annotated[str, shown("required", name="data", metavar="FOLDER")] = ""
@@ -38,7 +38,7 @@ class ImageData:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VitConfig(TrainConfig):
-  """A run that trains an image classifier: a training run's options, and these.
+  """The options of a run that trains an image classifier.
 
   Attributes:
     data: Images to learn from.
@@ -58,7 +58,7 @@ class VitConfig(TrainConfig):
   watch: Suppress[Fixed[Annotated[int, Range(0, 0)]]] = silent(0)
 
   def __post_init__(self):
-    # The loop counts `seq` tokens per row. Frozen classes refuse assignment.
+    # The loop needs `seq`. In a frozen class, `self.seq = ...` would raise.
     object.__setattr__(self, "seq", self.model.num_tokens)
     super().__post_init__()
 

@@ -14,7 +14,7 @@ does not change. These values are written to metrics.jsonl as `watch`:
   mu_saturated           share of the first moments' codes that have the largest
                          magnitude
   mu_zeroed              share of the first moments' codes that are zero
-  mu_power               smallest power k of a group, for codecs with powers
+  mu_power               smallest power k of dynamic range expansion
   nu_saturated, nu_zeroed, nu_power
                          the same for second moments; where a second moment is
                          zero, the update is divided by eps
@@ -25,8 +25,8 @@ that AdamW updates. A forward pass takes a third of a step's time, so
 `--watch 100` costs 0.3 % of the time.
 
 After three probes, each value is compared with its median over up to ten
-earlier probes. For each broken rule in `RULES`, the run prints a line, which
-names the worst layer if there is a value for each layer.
+earlier probes. For each broken rule in `RULES`, the run prints a line. If
+the value exists for each layer, the line names the worst layer.
 """
 
 import statistics
@@ -52,7 +52,7 @@ from train.config import TrainConfig
 from train.objective import objective_of
 from train.update import microbatches
 
-# Maps a name to a list of one value, or of one value per layer.
+# Maps each name to its values: a single value, or one per layer.
 Found = dict[str, list[float | None]]
 
 
@@ -91,7 +91,7 @@ _COMPARED, _FEWEST = 10, 3
 def probe(
   config: TrainConfig, graph: nnx.GraphDef
 ) -> Callable[[step.TrainState, step.Rows], dict[str, jax.Array]]:
-  """Builds the probe, a function of (state, rows); omits `grad_norm`."""
+  """Builds the probe, a function of (state, rows); it finds no `grad_norm`."""
 
   def find(state, rows):
     batch: Any = objective_of(config.model).batch_of(rows)

@@ -107,5 +107,5 @@ def without_low(optimizer: FusedState) -> tuple[Any, Any]:
 
 
 def with_low(inner: Any, low: Any) -> Any:
-  """Adds low bytes, unless they are None, to an optimizer's state."""
+  """Adds low bytes to an optimizer's state; with None, changes nothing."""
   return inner if low is None else LowBitsState(low, inner)

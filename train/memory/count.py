@@ -11,8 +11,8 @@ computes nothing, so counting takes a fraction of a second for any layer width.
 
 The kind of an array is the name that `coat_jax.layers` gives it for checkpoint
 policies. Arrays that plain autodiff saves (recipes bf16 and fp8_linear) have no
-name. Without a name, an operand of a linear layer has the kind `linear`, the
-layer's input has `norm`, and any other array has that of its `residual_scope`.
+name. Among them, operands of linear layers have the kind `linear`, and the
+input of the whole layer has `norm`. Others have the kind of `residual_scope`.
 """
 
 import dataclasses
@@ -48,8 +48,9 @@ def saved_bytes(
   """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
   The result is for one of `tensor` GPUs along the mesh's tensor axis. Each of
-  these GPUs stores the whole residual stream of BF16 layers, unless `remat` is
-  fp8_layer. Positions (shared by all layers) and scalars do not count.
+  these GPUs stores the whole residual stream of BF16 layers; with remat
+  fp8_layer, only a part. Scalars do not count, nor do positions, which all
+  layers share.
   """
   arrays = [
     (aval, kind)
@@ -114,7 +115,7 @@ def residual_arrays(
   recipe = dataclasses.replace(recipe, axes=None)  # Trace for one device.
   options = {}
   if isinstance(config, ModelConfig) and config.kinds_of_layers is not None:
-    options = dict(kind=jnp.int32(0))  # All kinds save the same arrays.
+    options = dict(kind=jnp.int32(0))  # All kinds of layers save the same.
   layer = nnx.eval_shape(
     lambda: TransformerLayer(config, recipe, rngs=nnx.Rngs(0))
   )

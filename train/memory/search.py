@@ -31,16 +31,16 @@ from train.weights import Stored
 GB = 10**9
 # Time of a layer's forward and backward pass, relative to 16.73 ms in BF16;
 # docs/performance.md, "One decoder layer", has newer times. We did not measure
-# remat full in recipe fp8_linear; we add a forward pass to the time of none.
+# remat full in recipe fp8_linear; we add a forward pass to the time of `none`.
 LAYER: dict[str, dict[Remat, float]] = {
   "bf16": {"none": 1.0, "dots": 1.04, "full": 1.27},
   "fp8_linear": {"none": 0.68, "full": 0.90},
   "coat": {"none": 0.66, "fp8": 0.81, "full": 0.83, "fp8_layer": 0.83},
 }
-# The fixed cost of a step, by the dtype of the weights. On one H200, steps of 2
-# and 4 sequences take 304 and 491 ms in float32, and 4 take 471 ms in bfloat16.
-# The estimated ratios of these times are within 2 %. bfloat16_low8 was not
-# measured; we chose a value in between.
+# The fixed cost of a step, by the dtype of the weights. On one H200 in float32,
+# a step takes 304 ms with 2 sequences and 491 ms with 4. In bfloat16, it takes
+# 471 ms with 4. Our estimates of the ratios of these times are within 2 %.
+# bfloat16_low8 was not measured; we chose a value in between.
 STEP: dict[Stored, float] = {
   "float32": 1500,
   "bfloat16_low8": 1300,
@@ -72,7 +72,7 @@ def candidates(
 
   Recipes bf16 and fp8_linear store weights and moments in f32, as is usual.
   `params` and `remat` restrict the runs to one kind; None allows all. `config`
-  is a run in recipe coat without options that rule out any combination.
+  is a run in recipe coat, with options that are valid for all of these runs.
   """
   for recipe in ("bf16", "fp8_linear"):
     for kept in LAYER[recipe]:
@@ -130,7 +130,7 @@ def _rank(found: Found) -> float:
 
 
 def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
-  """Splits a batch into the fewest microbatches that fit, or else the most."""
+  """Splits a batch into the fewest microbatches that fit; if none, the most."""
   if run.optimizer_in_backward:
     return run
   sequences = run.batch // batch_devices(run.mesh_sizes)
@@ -143,7 +143,7 @@ def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
 
 
 def command(run: TrainConfig, preset: str, plain: TrainConfig) -> str:
-  """Returns a run's command line, without options that equal `plain`'s."""
+  """Returns a run's command line; omits options with the value in `plain`."""
   words = ["python -m train.pretrain", preset]
   left_out = ("out", "data", "model", "optim")
   for prefix, ours, theirs in (

@@ -147,7 +147,7 @@ def largest(
 def _plan_decoder(
   config: TrainConfig, model: ModelConfig, state: AbstractState
 ) -> dict[str, Memory]:
-  """Estimates the memory of a decoder's step, also in a VisionLanguageModel."""
+  """Plans the step of a decoder, alone or in a `VisionLanguageModel`."""
   sizes, recipe = config.mesh_sizes, config.coat_recipe()
   batch = config.batch // batch_devices(sizes) // config.accumulate
   layer = Layer(
@@ -165,7 +165,7 @@ def _plan_decoder(
   weights, value = device_bytes(state.params), layer.value
   matrices = layer.weights
   layers = model.num_layers * sum(matrices.values())
-  # The number of weights of which FP8 or BF16 copies may be kept. Experts'
+  # `linear` is the number of weights that may have FP8 or BF16 copies. Experts'
   # weights have no such copies.
   linear = layers
   if layer.experts:
@@ -237,9 +237,9 @@ def _head_in_backward(layer: Layer) -> float:
   summed = layer.value * head / layer.fsdp  # Summed over devices.
   if not layer.optimizer_in_backward:
     return summed
-  # The optimizer has already used this gradient, unless the embedding is tied
-  # and its gradient must be added. XLA may allocate zeros for the embedding's
-  # gradient before it differentiates the layers.
+  # The optimizer has already used this gradient. A tied embedding still needs
+  # it, to add the gradient of its lookup. XLA may allocate zeros for the
+  # embedding's gradient before it differentiates the layers.
   model: Any = layer.model
   return summed * model.tied_embeddings + BF16 * head
 

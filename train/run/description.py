@@ -12,7 +12,7 @@ from train.finetune_config import FinetuneConfig
 from train.options import part_of
 from train.vit_config import VitConfig
 
-if TYPE_CHECKING:  # It imports this module.
+if TYPE_CHECKING:  # train.run.data imports this module.
   from train.run.data import RunData
 
 _FORMAT = "coat_jax run 1"

@@ -139,8 +139,8 @@ class RunDirectory:
     """Locks the folder against other commands, and runs `check`."""
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
-        # Another command could change a run during the check, so lock it first.
-        # In a folder that is not a run, check before writing the lock file.
+        # A folder that is not a run is checked before a lock file is written.
+        # Check again when no other command can change the folder.
         if not self.is_run():
           self.check(config)
         self._lock(opened)
@@ -178,7 +178,7 @@ class RunDirectory:
       )
 
   def _unlock(self) -> None:
-    """If no run was created, removes the lock, and the folder if empty."""
+    """If there is no run, removes the lock, and the folder if it is empty."""
     if not self.is_run():
       self.lock.unlink(missing_ok=True)
       if self.path.is_dir() and not any(self.path.iterdir()):
@@ -198,7 +198,7 @@ class RunDirectory:
 
   def _remove_files(self) -> None:
     """Removes the run's files, and parent folders that become empty."""
-    # A checkpoint that has lost some of its files must not be resumed.
+    # If this is interrupted, no checkpoint with missing files may be resumed.
     if not self.checkpoints.is_symlink():
       checkpoint.set_all_aside(self.checkpoints)
     for item in self._own_files():

@@ -25,7 +25,7 @@ def create_run(
   if config.resume:  # `claimed` would accept an existing run.
     raise ValueError(
       f"{op}: --resume does not apply, because {op} creates a run; leave "
-      "--resume out, and pass --overwrite if a run exists that you replace"
+      "--resume out, and pass --overwrite to replace an existing run"
     )
   if run.is_started() and not config.overwrite:
     raise ValueError(

@@ -9,7 +9,7 @@ kinds of lines:
     step_bytes, the memory of the compiled step on a device (see
     `train.run.report.step_bytes`);
   * a report: state (`state_report` of each leaf) and, with codec coat, powers
-    (how many groups use each power k, in sixteenths);
+    (the number of groups with each power k; the keys are 16 k);
   * a probe: watch (see `train.watch`).
 Every line is written immediately, in a single write, so a killed run loses no
 line. A resumed run first drops the lines that it will write again.
@@ -180,7 +180,7 @@ class StepsInFlight:
     self._started.append((step, start, metrics))
 
   def read(self, *, leave: int = 0) -> str | None:
-    """Logs all but the newest `leave` steps, or up to a fault; returns it."""
+    """Logs all but the newest `leave` steps; returns the first fault found."""
     while len(self._started) > leave:
       if fault := self._read(*self._started.popleft()):
         return fault
@@ -189,7 +189,7 @@ class StepsInFlight:
   def _read(self, step: int, start: float, metrics: StepMetrics) -> str | None:
     metrics = jax.device_get(metrics)
     end = time.monotonic()
-    # The device was busy until the previous step ended.
+    # The device could not start this step before the previous step ended.
     seconds = end - max(start, self._last_end)
     self._last_end = end
     speed, loss = self._tokens / seconds, float(metrics.loss)
@@ -213,7 +213,7 @@ class StepsInFlight:
 
 
 def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
-  """Returns the values to log about targets and padding; {} if one is None."""
+  """Returns values about targets and padding to log; {} if either is None."""
   if metrics.targets is None or metrics.padding is None:
     return {}
   padding = float(metrics.padding)

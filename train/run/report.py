@@ -56,7 +56,7 @@ def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
   Arrays of `exact` are not counted, because only a report of the state needs
   them. Returns None if the compiler does not report sizes.
   """
-  # On CPUs, `peak_memory_in_bytes` excludes temporary arrays.
+  # We add sizes, because `peak_memory_in_bytes` lacks temporaries on CPUs.
   memory = compiled.memory_analysis()
   if memory is None:
     return None
@@ -66,7 +66,7 @@ def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:
-  """Measures the error of encoded moments; counts coat's powers k."""
+  """Measures the error of encoded moments; with coat, counts powers k."""
   codec = config.optim.moment_codec()
   state = processes.gather_arrays(state._replace(params=()))
   row: dict = {"state": state_report(state.optimizer, reference=state.exact)}
@@ -76,7 +76,7 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
-  """Counts each moment's nonzero groups by 16 k, where k is their power."""
+  """Counts each moment's nonzero groups by power k; the keys are 16 k."""
   adam, _ = weights.without_low(state.optimizer)
   counts = {}
   for name in ("mu", "nu"):

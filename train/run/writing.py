@@ -104,8 +104,8 @@ def join_writers() -> None:
   for thread in threading.enumerate():
     if type(thread).__module__.startswith("orbax."):
       threading.Thread.join(thread)  # Orbax's own join would raise.
-  # asyncio logs other failed tasks when they are garbage-collected, which may
-  # happen only when the process ends.
+  # asyncio logs other failed tasks when they are garbage-collected. This may
+  # happen after `quietly` has ended, so the filter stays.
   logging.getLogger("asyncio").addFilter(_is_of_no_dropped_task)
 
 
