@@ -17,14 +17,13 @@ becomes the run's step, and the resumed run skips that many batches.
 `export-hf` writes the weights of the newest checkpoint as a Hugging Face
 folder: config.json, safetensors, and the tokenizer's files if the run started
 from a Hugging Face folder. `import-hf` turns a Hugging Face folder into a run
-at step 0, with the settings of the preset finetune, which the options may
-change. `python -m train.pretrain finetune --out RUN [options] --resume` trains
-this run.
+at step 0. The options change the settings of the preset finetune. `python -m
+train.pretrain finetune --out RUN [options] --resume` trains this run.
 
 All four commands run on one device. With JAX_PLATFORMS=cpu they need only host
-memory: 12 bytes per parameter plus the bytes of the encoded moments for export
-and import, less for the others. A command that fails or is stopped removes what
-it wrote.
+memory: `export` and `import` need 12 bytes per parameter plus the encoded
+moments; the other commands need less. A command that fails or is stopped
+removes what it wrote.
 """
 
 import dataclasses
@@ -77,7 +76,7 @@ class ExportHF:
   out: Annotated[Path, arg(metavar="DIR")]
   dtype: Annotated[
     convert_hf.Dtype | None,
-    shown("default: that of the --init-from checkpoint, or else of the run"),
+    shown("default: the --init-from checkpoint's, or else the run's"),
   ] = None
 
   def convert(self, out: Path) -> str:

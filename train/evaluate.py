@@ -7,12 +7,12 @@
   python -m train.evaluate llava-1.5-7b-hf --conversations vqa.json \
     --images images --template vicuna --page answers.html
 
-The first argument is a run's folder, whose newest checkpoint is read, or a
-Hugging Face folder. The model runs on one device, in BF16 or f32, without FP8.
+The first argument is a Hugging Face folder, or a run's folder, whose newest
+checkpoint is read. The model runs on one device, in BF16 or f32, without FP8.
 `train.evaluation.perplexity` explains how texts are scored. Tasks come from
 lm-evaluation-harness (pip install '.[eval]'); the command downloads nothing.
-Conversations may contain images if the model sees images, and `--page` writes
-the model's answers to a web page.
+Conversations may contain images if the model sees images. `--page` writes the
+model's answers to a web page.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ class EvaluateConfig:
   model: Annotated[Positional[str], arg(metavar="RUN_OR_DIR")]
   data: _Repeated = ()
   documents: Documents = "apart"
-  stride: Annotated[Count | None, shown("default: a window")] = None
+  stride: Annotated[Count | None, shown("default: the length")] = None
   task: _Repeated = ()
   task_dir: _Path = None
   shots: Annotated[

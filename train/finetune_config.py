@@ -50,7 +50,7 @@ class ChatData:
     held_out: Share of the conversations to hold out for evaluation; at least
       one conversation is held out.
     packing: Put as many conversations into a sequence as fit; they do not
-      attend to each other. --no-packing puts one, with padding, into each.
+      attend to each other. --no-packing pads each conversation to a sequence.
     skip_bad: Skip rows that cannot be trained on, and print how many.
     images: With a LLaVA, the folder that image names are relative to.
   """
@@ -85,8 +85,8 @@ class FinetuneConfig(TrainConfig):
       chat template.
     data: Conversations to learn from.
     trained: Which parts of a LLaVA to train. projector (the first stage) trains
-      only the projector. decoder (the second stage) also trains the decoder.
-      all also trains the vision tower. Frozen parts have no gradients and no
+      only the projector. decoder (the second stage) trains the decoder too.
+      all trains the vision tower too. Frozen parts have no gradients and no
       moments.
     steps: Number of optimizer steps of the whole run; if 0, epochs determines
       it.

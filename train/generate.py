@@ -5,8 +5,8 @@
   python -m train.generate RUN --prompt "One" --prompt "Two" --temperature 0
   python -m train.generate Llama-3.2-1B-Instruct --prompt "Who?" --chat
 
-The first argument is a run's folder, whose newest checkpoint is read, or a
-Hugging Face folder. The model continues all prompts at once, on one device.
+The first argument is a Hugging Face folder, or a run's folder, whose newest
+checkpoint is read. The model continues all prompts at once, on one device.
 
 Texts are printed to standard output, and speeds to standard error.
 """

@@ -62,7 +62,7 @@ def run_command[Config: TrainConfig](
           config = pretrained.with_shape(config)
           check_installed(config)
           claimed.enter_context(RunDirectory(config.out).claimed(config))
-        with stop_on_bad_input():  # Begins once the folder is claimed.
+        with stop_on_bad_input():  # The folder is claimed by now.
           say(f"{config.out}: reading data")
           config, data = load(config)
           runs = [config, *compare.twins(config)]
@@ -216,7 +216,8 @@ def train[Config: TrainConfig](
   first = done + 1
   train_rows = read_or_stop(batches)
   while done < config.steps and not is_stopping:
-    # Run a step. Read its metrics at once in the first step or if used below.
+    # Run a step. If it is the first, or if the code below needs its metrics,
+    # wait for them now.
     if profiler.is_at_edge:
       read_steps()
     profiler.before_step()

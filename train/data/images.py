@@ -2,8 +2,8 @@
 """Reads image files as the pixels that a vision tower expects.
 
 As in transformers, an image is converted to RGB and resized by Pillow, with 8
-bits per channel. For CLIP, the shorter side gets the given length, and the
-center is cropped. For SigLIP, both sides get the given lengths. The values are
+bits per channel. For CLIP, the shorter side gets the given length, and only the
+center is kept. For SigLIP, both sides get the given lengths. The values are
 then scaled in f64 and normalized in f32.
 
 Files may come from untrusted sources, so we check each header first: the

@@ -22,7 +22,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class BadData(ValueError):
-  """Raised for a row or image that cannot be used; counted by `reason`."""
+  """Raised for an unusable row or image; `reason` groups the skipped rows."""
 
   def __init__(
     self, reason: str, message: str, remedy: str = "correct the row"
@@ -34,8 +34,8 @@ class BadData(ValueError):
 def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
   """Lists the files of a path, sorted; raises FileNotFoundError if none exist.
 
-  A folder is searched recursively for files with these suffixes (() for all);
-  hidden files and folders are skipped.
+  A folder is searched recursively for files with these suffixes, or for all
+  files if there are no suffixes. Hidden files and folders are skipped.
   """
   root = read_path("data.path", path)
   if root.is_file():

@@ -6,8 +6,8 @@ which uses a `tokenizers` JSON file. `FolderText` reads a Hugging Face folder:
 
 tokenizer.json          the tokenizer
 tokenizer_config.json   the special tokens, and whether texts begin with BOS
-generation_config.json  the tokens that end a text; config.json may list more
-                        (the tokenizer's end-of-text token if there are none)
+generation_config.json  the tokens that end a text; config.json may list more.
+                        Default: the tokenizer's end-of-text token
 chat_template.jinja     the chat template; see `data.chat`
 """
 
@@ -65,7 +65,7 @@ class Text(abc.ABC):
     return self.decode(tokens)  # The tokens begin inside a character.
 
   def stops_after(self, lasts: Iterable[int]) -> list[int]:
-    """Returns `stop_tokens`, and those of `lasts` that decode to ""."""
+    """Returns `stop_tokens`, and the tokens in `lasts` that decode to ""."""
     return sorted({*self.stop_tokens, *self.without_text(lasts)})
 
   def without_text(self, tokens: Iterable[int]) -> set[int]:
@@ -191,7 +191,7 @@ def last_tokens(documents: Documents) -> list[int]:
 
 
 def open_text(data: DataConfig, tokenizer: str | None) -> Text:
-  """Opens `tokenizer`, else that of a run's data; bytes if both are None."""
+  """Opens `tokenizer` or `data.tokenizer`; uses bytes if both are None."""
   tokenizer = data.tokenizer if tokenizer is None else tokenizer
   if tokenizer is not None:
     return TokenizerText(tokenizer)

@@ -2,9 +2,9 @@
 """Converts text to tokens and back with a `tokenizers` JSON file.
 
 As in transformers, the file's settings for truncation and padding are ignored.
-The library needs up to 240 bytes of memory per character that it tokenizes.
-Hence long texts are split into pieces, and a limited number of pieces is
-tokenized at a time.
+The package `tokenizers` needs up to 240 bytes of memory per character. Hence
+long texts are split into pieces, and a limited number of pieces is tokenized at
+a time.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from train.options import first_line, read_path
 
 # Common names of the end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-# The length of the longest piece, in characters, unless `kept` needs more.
-# Pieces are tokenized in parallel; larger pieces would use fewer cores.
+# Maximum length of a piece, in characters; a large `kept` raises it. Pieces are
+# tokenized in parallel, and larger pieces would use fewer cores.
 PIECE = 1 << 18
-# The most pieces, and characters, that `encode_each` tokenizes at once.
+# Maximum numbers of pieces and characters that `encode_each` tokenizes at once.
 _TEXTS, _CHARACTERS = 256, 1 << 20
 
 
@@ -93,8 +93,8 @@ class Tokenizer:
   ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields each text's ids, int32 [n], and character offsets, int32 [n, 2].
 
-    If a text's first `kept` tokens have at most 16 characters each, the text is
-    split between them only at line ends or before added tokens.
+    A text is split inside a line only before an added token, or after
+    16 * `kept` characters, which usually contain more than `kept` tokens.
     """
     ids, offsets = [], []
     pieces = (piece for text in texts for piece in self.split(text, kept=kept))
@@ -117,8 +117,8 @@ class Tokenizer:
   ) -> Iterator[tuple[str, int, bool]]:
     """Yields (piece, start of the piece, whether it is the last) for a text.
 
-    Pieces end at line ends if possible, because few tokenizers merge across
-    them, and never inside an added token.
+    Pieces end at line ends if possible, because few tokenizers merge across a
+    line end. A piece never ends inside an added token.
     """
     most = max(PIECE, 16 * kept)
     start, is_last = 0, False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks a model the questions of conversations and scores the answers.
 
-Each turn of the assistant that is marked as a target poses one question. The
-prompt is everything before that turn, including the data's answers to earlier
-questions. The model decodes greedily until the answer ends.
+Each turn of the assistant that the loss would cover is the reference answer to
+one question. The prompt is everything before that turn, including the data's
+answers to earlier questions. The model decodes greedily until the answer ends.
 
 Short answers are compared as in VQA v2: in lower case, without punctuation,
 articles or line breaks, and with number words up to ten as digits. There is one
@@ -48,8 +48,8 @@ def normalized(answer: str) -> str:
   has_thousands = re.search(r"\d,\d", text) is not None
   out = text
   for mark in _PUNCTUATION:
-    # As in VQA v2, a mark next to a space anywhere is removed everywhere, and
-    # so are all marks if a comma is between digits; other marks become spaces.
+    # As in VQA v2, each mark becomes a space. But it is removed if the text has
+    # this mark next to a space anywhere, or a comma between digits.
     is_beside = f"{mark} " in text or f" {mark}" in text
     out = out.replace(mark, "" if is_beside or has_thousands else " ")
   # Remove full stops, but not decimal points.
@@ -95,7 +95,7 @@ class Answers(NamedTuple):
   """A model's answers, and how well the model predicts the references."""
 
   conversations: int  # Number of conversations.
-  tokens: int  # Number of reference-answer tokens scored.
+  tokens: int  # Number of scored tokens in reference answers.
   nats: float  # Total cross-entropy of these tokens.
   left_out: int  # Number of questions that leave too little room to answer.
   answers: list[Answer]  # In the order of the data.
@@ -115,7 +115,7 @@ class Answers(NamedTuple):
 
   @property
   def exact_match(self) -> float | None:
-    """The share of short references that are matched; None if none exist."""
+    """The share of short references matched; None if no reference is short."""
     matches = sum(x.is_match for x in self.answers if x.is_short)
     return matches / self.short if self.short else None
 
@@ -149,7 +149,7 @@ def ask(
   """Asks a model the questions of the first `limit` conversations.
 
   An answer has at most `max_tokens` tokens. A question is left out if its
-  prompt and such an answer could exceed `length` tokens together.
+  prompt has more than `length - max_tokens` tokens.
   """
   count = min(len(documents), limit or len(documents))
   images = (len(documents.images_of(i)) for i in range(count))
@@ -178,7 +178,7 @@ def _questions(documents: Documents, number: int) -> list[Question]:
 
 
 def _score(exam: _Exam, length: int) -> tuple[int, float]:
-  """Returns the number of reference-answer tokens and their total nats."""
+  """Returns the number of scored tokens and their cross-entropy in nats."""
   documents, total, nats = exam.documents, 0, 0.0
   scorer = Scorer(exam.model, length=length, batch=exam.batch)
   lengths = documents.lengths[: exam.count]

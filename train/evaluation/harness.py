@@ -6,9 +6,9 @@ that is too long loses its beginning. An empty context is replaced by the token
 that texts begin or end with. Generated text is cut before the first stop
 string.
 
-There is one difference: before a text that is scored as a whole, we put exactly
-one token, which is not scored. The harness also scores a token that the
-tokenizer adds at the start.
+There is one difference in texts that are scored as a whole. We put exactly one
+token before the text and do not score this token. The harness also scores a
+token that the tokenizer adds at the start.
 
   lm = DecoderLM(model, text, length=2048)
   lm_eval.simple_evaluate(lm, tasks=["hellaswag"])

@@ -32,7 +32,7 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
     raise ValueError(
       "evaluate: cannot compare the models, because their questions "
       f"({' and '.join(str(len(column)) for column in asked)}) or references "
-      "differ; pass models with the same tokenizer, and a --length for all"
+      "differ; pass models with the same tokenizer, and set --length"
     )
   turns = zip(*answers, strict=True)
   conversations = itertools.groupby(turns, lambda turn: turn[0].conversation)

@@ -2,10 +2,10 @@
 """Measures how well a model predicts texts.
 
 A text that exceeds the model's length is read in windows of that length. Each
-window begins `stride` tokens after the previous window (the last one: at most
-`stride`), and counts only the tokens that no earlier window counted. As in
-lm-evaluation-harness, the stride may equal the length: then only the last two
-windows overlap. A shorter stride gives more context, but needs more windows.
+window begins `stride` tokens after the previous window, or fewer at the end of
+the text. A window counts only the tokens that no earlier window counted. By
+default, as in lm-evaluation-harness, the stride equals the length, and only the
+last two windows overlap. A shorter stride gives more context in more windows.
 
   length 4, stride 2      read      a b c d | c d e f | e f g h
                           counted   b c d e |     f g |     h i
@@ -137,5 +137,5 @@ def prefix_token(text: Text) -> int:
 
 
 def exp(x: float) -> float:
-  """Computes exp(x); infinity if it overflows."""
+  """Returns exp(x), or infinity if it overflows."""
   return math.inf if x >= 709 else math.exp(x)

@@ -32,8 +32,8 @@ class Request(NamedTuple):
   # Ids of the tokens before the continuation, at least one.
   context: Sequence[int]
   continuation: Sequence[int]  # Ids of the tokens to score, at least one.
-  # f32 [images, C, H, W], with equally many images in all requests. Requests
-  # with images must not be too long, because truncation could remove images.
+  # f32 [images, C, H, W], with the same number of images in all requests. A
+  # request with images must not be too long: truncation could remove images.
   images: np.ndarray | None = None
 
 

@@ -28,7 +28,7 @@ _ENVIRONMENT = {
   "HF_HUB_DISABLE_TELEMETRY": "1",
   "DISABLE_MULTIPROC": "1",
 }
-# Bootstrap samples, for standard errors that have no formula.
+# Number of bootstrap samples for standard errors that have no formula.
 _BOOTSTRAPS = 1000
 
 

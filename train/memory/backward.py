@@ -70,7 +70,7 @@ class Layer:
 
   @property
   def inner(self) -> float:
-    """Counts the values of gate, or of up, for all copies of tokens."""
+    """Counts the values of gate for all copies of tokens; up has as many."""
     # A token has one copy for each of its experts. If experts are distributed,
     # each GPU reserves memory for the copies of all GPUs' tokens.
     copies = (self.copies or 1) * self.expert
@@ -78,7 +78,7 @@ class Layer:
 
   @property
   def rows(self) -> int:
-    """Counts the bytes of the copies of tokens in BF16; 0 without experts."""
+    """Counts the bytes of all copies of tokens in BF16; 0 without experts."""
     copies = self.copies * self.expert
     return BF16 * self.model.d_model * self.tokens * copies
 
@@ -133,8 +133,8 @@ def layer_backward(layer: Layer) -> float:
 
 
 # The coefficients below are for a gated MLP. GPT-2's MLP has no gate, but its
-# plan is within 1 % of the compiled peak too: instead of the gate's arrays,
-# there is a gradient in BF16, from which a bias's gradient is summed.
+# plan is within 1 % of the compiled peak too: instead of the gate's arrays, XLA
+# keeps a gradient in BF16, to sum a bias's gradient from it.
 #
 # "Product" below is the elementwise product of the activated gate and up.
 
@@ -147,8 +147,8 @@ def _bf16_backward(layer: Layer) -> float:
     # v and the output, and the gradients of these four.
     mlp = BF16 * (3 * inner + weights["gate_up"]) + 2 * unit + 2 * layer.rows
     return max(mlp, BF16 * 3 * inner + 12 * unit)
-  # As on one GPU, but copies of what matmuls save and gathered weights add to
-  # the sum.
+  # The arrays are the same as on one GPU, plus gathered weights and copies of
+  # the operands that matmuls save.
   mlp = BF16 * (4 * inner + layer.gathered * weights["gate_up"])
   attention = BF16 * (3 * inner + layer.gathered * weights["qkv"])
   return max(mlp, attention + 6 * unit) + 10 * unit
@@ -162,8 +162,8 @@ def _fp8_linear_backward(layer: Layer) -> float:
   if layer.is_on_mesh:
     gradients = layer.grad_value * sum(weights.values())
     return mlp + gradients + layer.gathered * weights["gate_up"]
-  # The peak also includes either copies of what matmuls save, or a weight's
-  # gradient.
+  # The peak also includes either copies of the operands that matmuls save, or a
+  # weight's gradient.
   last = layer.value * weights["gate_up"] + 4 * inner + 2 * unit
   return max(mlp + inner + 3.5 * unit, last)
 
@@ -175,8 +175,8 @@ def _coat_backward(layer: Layer) -> float:
   mlp = _coat_mlp(layer)
   if not layer.recomputes_experts:
     mlp += _saved_in_mlp(layer)
-  # XLA computes the gradients of all four weights last. The experts' gradients
-  # also exist in BF16, and are the largest arrays.
+  # XLA computes the gradients of all four weights last. With experts, the
+  # gradient of gate_up also exists in BF16, and is the largest other array.
   last = 2 * layer.inner + stream
   if layer.experts:
     last = BF16 * layer.weights["gate_up"]
@@ -197,8 +197,8 @@ def _coat_on_mesh(layer: Layer) -> float:
     # XLA sums the weights' gradients over GPUs while the next layer runs, so
     # all four gradients are alive throughout.
     return mlp + layer.grad_value * every
-  # Two gradients before they are summed over GPUs, and the GPU's shards of all
-  # but gate_up's; also the operands of the matmuls that compute gradients.
+  # The peak holds two gradients that are not summed over GPUs yet, the GPU's
+  # shards of three summed gradients, and operands of the gradients' matmuls.
   whole, operands = gate_up + weights["qkv"], 2 * inner
   if layer.experts:
     whole, operands = gate_up + weights["down"], 4 * inner + layer.rows
@@ -210,14 +210,14 @@ def _coat_mlp(layer: Layer) -> float:
   """Counts the bytes at the MLP's peak, excluding what the layer saved."""
   inner, unit, rows = layer.inner, layer.unit, layer.rows
   if layer.expert > 1:
-    # Either gate and up in FP8, and 9 bytes for each value of gate (counted in
-    # compiled steps); or the product's gradient and arrays computed from it,
-    # and all copies of tokens and of their gradients.
+    # Either gate and up in FP8, and 9 bytes for each value of gate, as counted
+    # in compiled steps. Or the product's gradient and arrays computed from it,
+    # all copies of tokens, and the gradients of these copies.
     return max((2 * layer.code + 9) * inner, 7 * inner + 1.5 * unit + 2 * rows)
   if layer.recomputes_experts:
     # Gate and up in FP8; their gradients in BF16; the recomputed product and
-    # its gradient; all copies of tokens and of their gradients. The size of
-    # other arrays grows with the residual stream: the input, its gradient, the
+    # its gradient; all copies of tokens, and their gradients. The size of other
+    # arrays grows with the residual stream: the input, its gradient, the
     # router's share of that gradient, and both blocks' inputs in FP8.
     return (2 * layer.code + 8) * inner + 2 * rows + (3 + layer.code) * unit
   # The product's gradient in BF16; the gradients of gate and up in E5M2, in

@@ -60,7 +60,7 @@ class DocumentImages:
 
   reader: "ChatImages"
   found: list["RowImage"]  # In the order of the documents.
-  starts: np.ndarray  # As in `Documents`, for images.
+  starts: np.ndarray  # Document i has found[starts[i] : starts[i + 1]].
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,10 +134,10 @@ def load_documents(
 
   A conversation of more than `seq + 1` tokens is cut after the last target span
   that fits, or after `seq + 1` tokens if none fits. Documents without a target
-  are left out. If `format` is None, each file's format is that of its first row
-  whose format is recognized. If `skip_bad` is true, bad rows are only counted.
-  Otherwise they raise a ValueError, which suggests `skip_bad` unless this
-  option is None.
+  are left out. If `format` is None, the first row with a known format sets the
+  format of its file. If `skip_bad` is true, bad rows are only counted.
+  Otherwise they raise a ValueError. If `skip_bad` is None, the error does not
+  suggest this option.
   """
   counts = Counts()
   reader = _Reader(encoder, format, skip_bad, images, counts)

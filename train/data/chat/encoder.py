@@ -3,7 +3,7 @@
 
 The whole text of a conversation is tokenized at once, so that its tokens are
 the same as at inference. A token is a target if any of its characters is part
-of a target span, unless it is the first token.
+of a target span. The first token is never a target.
 """
 
 import itertools

@@ -11,7 +11,7 @@ A file contains either JSON lines or one JSON array of rows.
 | prompt | `prompt`, `completion`: plain text that needs no template |
 
 Rows of the first three formats may also have `system` and `tools`. Other keys
-are ignored, except `image` and `images`. Roles are renamed to those that
+are ignored, except `image` and `images`. Roles get the names that
 templates use: system, developer, user, assistant and tool.
 """
 
@@ -73,7 +73,7 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 def _parse(line: bytes) -> Any:
   try:
-    # With the newline, the end of the row would be character 1 of line 2.
+    # With the newline, an error at the end would be in line 2, character 1.
     return json.loads(line.decode("utf-8").rstrip("\r\n"))
   except UnicodeDecodeError as error:
     return BadData("not UTF-8", f"byte {error.start} of the row is not UTF-8")

@@ -37,7 +37,7 @@ class ChatImages:
   preprocessing: Preprocessing
   token: int  # The id of `<image>`.
   tokens_each: int  # Number of tokens per image.
-  # Paths in rows are relative to this folder; None uses the row file's folder.
+  # Paths in rows are relative to this folder; if None, to their file's folder.
   folder: str | Path | None = None
 
   def of_row(
@@ -129,7 +129,7 @@ def _names(row: dict[str, Any]) -> list[str]:
 
 
 def _texts(parsed: Conversation | Completion) -> tuple[str, str]:
-  """Returns the text of other roles, and the assistant's text."""
+  """Returns the text that others wrote, and the text of the assistant."""
   if isinstance(parsed, Completion):
     return parsed.prompt, parsed.completion
   asked, answered = [], []

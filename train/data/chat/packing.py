@@ -90,7 +90,7 @@ def pack(
     return PackedRows(documents, [(int(i),) for i in numbers], seq, images)
   order = np.random.default_rng(seed).permutation(numbers)
   order = order[np.argsort(-lengths[order], kind="stable")]
-  # rooms[i]: sorted (free tokens, row) of the rows with i free image slots.
+  # rooms[i] lists (free tokens, row), sorted, for rows with i free image slots.
   rooms: list[list[tuple[int, int]]] = [[] for _ in range(images + 1)]
   members: list[list[int]] = []
   for i in order.tolist():

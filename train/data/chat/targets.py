@@ -11,10 +11,10 @@ a turn with certainty, an error is raised.
     assistant's turns. The text that differs is what the assistant wrote. This
     method is fast, and works for templates that drop the reasoning of earlier
     turns.
-  * By beginnings: render the messages before a turn plus the generation prompt,
-    and also the messages up to the turn's end. The whole text must begin with
-    both of these texts, up to the turn's end. This method works even if the
-    template raises an error when other words replace a tool call.
+  * By beginnings: render the messages before a turn with the generation prompt,
+    to find the turn's start. Render these messages and the turn, to find its
+    end. The whole text must begin with both texts up to these places. This
+    method works even if a template fails when other words replace a tool call.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ class Shape:
 
   Before its content, a turn has a header, which is not a target, and then a
   lead, which is a target. The header is the text that the turn shares with the
-  generation prompt. Without a generation prompt, it is all text before the
-  content, unless this text is white space, which is then the lead.
+  generation prompt. If there is no generation prompt, all text before the
+  content is the header, or the lead if it is only white space.
   """
 
   # (header, lead) of the last turn, and of other turns.
@@ -83,7 +83,7 @@ class TargetFinder:
     return text, [span for span in spans if span]
 
   def _marked(self, chat: Conversation) -> list[Span]:
-    """Returns the spans of {% generation %} blocks of turns to train on."""
+    """Returns the spans of {% generation %} blocks in the turns to train on."""
     spans = self._template.generated(chat.messages, chat.tools)
     turns = [i for i, x in enumerate(chat.messages) if x["role"] == "assistant"]
     chosen = []

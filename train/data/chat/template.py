@@ -173,7 +173,7 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _as_shown(message: Message) -> Message:
-  """Drops None; stores reasoning as `thinking` and as `reasoning_content`."""
+  """Drops None; copies reasoning to `thinking` and `reasoning_content`."""
   message = {key: x for key, x in message.items() if x is not None}
   names = ("reasoning_content", "thinking", "reasoning")
   reasoning = next((message[x] for x in names if x in message), None)
