@@ -123,7 +123,7 @@ class _Expanded(FittedCodec):
     octaves = jnp.maximum(log2_amax - jnp.log2(amin), 2.0**-24)
     octaves = jnp.where(amax > 0, octaves, 2.0**-24)
     power = on.reciprocal(octaves) * (log2_range(self.codec.dtype) * 16)
-    # `power` is in sixteenths. The definition rounds it down. Subtracting 0.5 and
+    # The definition rounds this power, in sixteenths, down. Subtracting 0.5 and
     # rounding to nearest does the same, except for odd integers above 1.
     power = jnp.clip(power - 0.5, 1.0, 255.0)
     sixteenths, _ = on.round(power, jnp.float32(1.0))

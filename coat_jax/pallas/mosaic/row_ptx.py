@@ -90,8 +90,8 @@ def columns_layout(height: int):
 def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
   """Returns x / scale, correctly rounded if |x / scale| is at most `limit`.
 
-  Beyond it, the result has the right sign and a magnitude of about `limit` or
-  more. Without a limit, an infinite x or a quotient that overflows gives NaN.
+  Beyond `limit`, the result has the right sign and a magnitude of about `limit`
+  or more. Without a limit, an infinite x or an overflowing quotient gives NaN.
   """
   f32 = "{ .reg .f32 q, r; "
   # If the scale is infinite, its reciprocal is 0, so the quotient is x * 0: 0,
