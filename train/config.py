@@ -72,17 +72,17 @@ class TrainConfig:
       replaces the preset's; see docs/models.md.
     recipe: Selects the formats of the layers' matmuls and of saved activations;
       int8 is only for comparisons.
-    residuals: What layers save for the backward pass, with recipes coat,
-      fp8_block and int8; minimal stores less than coat and recomputes more.
+    residuals: How much layers save for the backward pass, with recipes coat,
+      fp8_block and int8; minimal saves less and recomputes more.
     attention: The format in which layers save q, k and v for the backward pass,
       with recipes coat, fp8_block and int8; bf16 is recommended.
     activation_group_size: How many saved activations share a scale, with
       recipes coat, fp8_block and int8.
     experts: The format of the operands of expert matmuls, with recipe coat; fp8
       is slow without a Hopper GPU.
-    weight_cache: What to compute from the weights once per step, except with
-      recipe bf16: nothing (none), their scales (scale), or scales and 8-bit
-      codes (codes).
+    weight_cache: What to compute from the weights only once per step: nothing
+      (none), their scales (scale), or scales and 8-bit codes (codes). Recipe
+      bf16 does not accept this option.
     evaluation: The recipe of evaluations: the same as in training, or bf16.
     compute: The dtype of activations, with recipe bf16. A run in float32 shows
       how much rounding to BF16 matters.
@@ -90,7 +90,7 @@ class TrainConfig:
       recomputes the rest. none saves all that the recipe saves. dots saves the
       results of matmuls. full saves only the layer's input. fp8 (only with
       recipes coat, fp8_block and int8) saves the inputs of both norms in FP8,
-      or in INT8 with int8. fp8_layer saves the layer's input, rounded likewise.
+      or in INT8 with int8. fp8_layer saves the layer's input, in FP8 or INT8.
     params: How weights are stored. bfloat16 rounds stochastically;
       bfloat16_low8 stores 8 more bits per weight. Norms and biases are always
       f32.
@@ -129,8 +129,8 @@ class TrainConfig:
     tensorboard: Also write metrics to TensorBoard event files.
     wandb: Also write metrics to Weights & Biases, which reads WANDB_PROJECT and
       its other environment variables.
-    profile: Number of steps to trace with jax.profiler after the first five,
-      such as 5; 5:100 traces five steps after the first hundred.
+    profile: Number of steps to trace with jax.profiler. 3 traces three steps
+      after the first five, and 3:100 traces three after the first hundred.
 
   Raises:
     ValueError: a value is outside its range, or options are incompatible.
@@ -350,7 +350,7 @@ def _check_in_backward(config: TrainConfig) -> None:
 
 
 def resume_rule(name: str, kind: type = TrainConfig) -> str:
-  """Looks up a field's rule, or else the rule of the part that contains it."""
+  """Returns a field's rule (see `train.options`), or else its part's rule."""
   rule, part = "reported", kind
   for word in name.split("."):
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()

@@ -39,7 +39,7 @@ from train.source import decoder_of
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
-# Print this many characters: the last of a prompt, the first of an answer.
+# How many characters to print: a prompt's last ones and an answer's first.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _THREADS = 8  # Each thread reads the images of a batch.
@@ -47,7 +47,7 @@ _EPOCHS = 3  # If neither --steps nor --epochs is set.
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
-  """Reads and reports the conversations; replaces `epochs` by `steps`."""
+  """Reads the conversations, prints counts; replaces `epochs` by `steps`."""
   folder, data = pretrained.source_of(config), config.data
   if folder is None:
     raise ValueError(
@@ -104,7 +104,7 @@ def open_images(
   """Opens the reader for the images in conversations."""
   source = read_path("images", images) if images else None
   if source is not None and not source.is_dir():
-    # With --skip-bad, all conversations with images would be skipped.
+    # Otherwise, --skip-bad would skip all conversations with images.
     raise ValueError(
       "images: expected the folder that image names are relative to, got "
       f"{source}, which is not a folder; pass another --images, or leave it "
@@ -166,7 +166,7 @@ class HeldOutSamples:
     context = contextlib.nullcontext()
     if self._mesh is not None:
       context = jax.set_mesh(self._mesh)
-    # No prompt has images, so the decoder of a LLaVA answers alone.
+    # No prompt has images, so of a LLaVA only the decoder is needed.
     model = decoder_of(nnx.merge(self._graph, params))
     try:
       with context:

@@ -124,9 +124,9 @@ def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
 def why_not_read(
   x, shape: tuple[int, ...], groups: Groups, output: Scaling
 ) -> str | None:
-  """Checks a kernel that quantizes x in groups and computes the output's scale.
+  """Checks an x that a kernel quantizes in groups, and the output's scaling.
 
-  `shape` is the shape of x, or of one of its parts if x is gate and up.
+  `shape` is the shape of x, or of gate if x contains gate and up.
   """
   # With `Blocks`, a later operation computes the output's scales.
   if type(output) is not Blocks:

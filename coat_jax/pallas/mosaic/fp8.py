@@ -5,7 +5,8 @@ For each value, stochastic rounding must decode the two neighbouring codes. An
 E4M3 code stands for J 2^i with J in 0..15, and range expansion decodes it to
 (J 2^i)^a, where a = 1 / k. The kernel looks up J^a and 2^(a i) in tables of 16
 entries, which saves two logarithms and two exponentials per value. Each of the
-16 lanes that share a group computes one entry per table; shuffles read them.
+16 lanes that share a group computes one entry of each table. Lanes read the
+entries of other lanes with shuffles.
 """
 
 import dataclasses
@@ -73,8 +74,8 @@ class _Scaled(FittedCodec):
 class _Fit(NamedTuple):
   """The parameters with which a group's values are encoded, 32 bits each."""
 
-  amax: Array  # Before the cast to the stored dtype, like `range`.
-  range: Array
+  amax: Array  # The amax to store, not yet cast to its dtype in memory.
+  range: Array  # The range to store, not yet cast either.
   power: Array  # k: x is mapped to 2^(k log2 |x| + shift).
   shift: Array
   root: Array  # 1 / k.
@@ -122,7 +123,7 @@ class _Expanded(FittedCodec):
     octaves = jnp.maximum(log2_amax - jnp.log2(amin), 2.0**-24)
     octaves = jnp.where(amax > 0, octaves, 2.0**-24)
     power = on.reciprocal(octaves) * (log2_range(self.codec.dtype) * 16)
-    # In sixteenths, the definition rounds the power down. Subtracting 0.5 and
+    # The definition rounds this power, in sixteenths, down. Subtracting 0.5 and
     # rounding to nearest does the same, except for odd integers above 1.
     power = jnp.clip(power - 0.5, 1.0, 255.0)
     sixteenths, _ = on.round(power, jnp.float32(1.0))
@@ -138,7 +139,7 @@ class _Expanded(FittedCodec):
     )
 
   def _stored(self, fit: _Fit) -> tuple[Array, Array]:
-    # `on.round` states why its int32 must not be cast to a byte directly.
+    # The int32 from `on.round` must not be cast to a byte, so `range` is f32.
     return fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8)
 
   def _bound_and_root(self, encoded: Encoded, on):

@@ -85,7 +85,7 @@ class Work:
     return lax.div(left, jnp.int32(self.programs))
 
   def place(self, i: Array, used: Array) -> tuple[Array, Array, Array]:
-    """Returns the table entry, index along m and first column of a tile."""
+    """Returns the i-th tile's table entry, index along m and first column."""
     number = i * self.programs + lax.axis_index("program")
     tiles_m, entry = used, jnp.int32(0)
     if self.is_wgrad:
@@ -328,7 +328,7 @@ def _write_rows(work: Work, totals, entry: Entry, column, memory, out):
 def _write_all(work: Work, total, column, memory: Memory, place) -> None:
   """Writes 64 rows to `place(columns)`, in pieces that are 128 bytes wide."""
   width, slots = memory.out_smem.shape[-1], work.tile.slots
-  # A piece overwrites the one `slots` pieces earlier, even one of another call.
+  # Slots are reused in turn, and the next call starts with slot 0 again.
   assert (BLOCK // width) % slots == 0
   for i, start in enumerate(range(0, BLOCK, width)):
     smem = memory.out_smem.at[lax.axis_index("warpgroup"), i % slots]

@@ -44,8 +44,8 @@ def tiles_of_rows(
   aligned = begins // 8 * 8
   counts = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
   last = jnp.cumsum(counts, dtype=jnp.int32)
-  # This is an upper bound: each group begins at most 7 rows early, and its last
-  # tile contains at least one row.
+  # An upper bound of the number of tiles: each group begins at most 7 rows
+  # early, and its last tile contains at least one row.
   entries = pl.cdiv(m + 7 * (groups + 1), tile_m) + groups + 1
   tile = jnp.arange(entries, dtype=jnp.int32)
   group = jnp.searchsorted(last, tile, side="right").astype(jnp.int32)

@@ -3,10 +3,11 @@
 
 The backward pass of attention returns dq, dk and dv, each split into heads. The
 next matmul reads one matrix, rotated back (RoPE) and quantized. The first
-kernel finds the largest magnitude of this matrix, rounded as in
-`ops.join_heads`, from which `scales` computes the scale. The last kernel writes
-the matrix in the row and the column layout and, for the gradient of a bias, the
-sum over the rows of each tile. XLA adds them up, always in the same order.
+kernel computes the matrix as `ops.join_heads` does, and writes each tile's
+largest magnitude, from which `scales` computes the scale. The last kernel
+writes the matrix in the row and the column layout. For the gradient of a bias,
+it also writes each tile's sums over rows, which XLA adds up, always in the same
+order.
 """
 
 import functools

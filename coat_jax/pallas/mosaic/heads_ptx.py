@@ -104,7 +104,7 @@ def _definition(refs, rows, columns, heads: Heads) -> Array:
 
 
 def _number(x):
-  """Returns this thread's number in an array in `THREAD_LAYOUT`."""
+  """Returns this thread's value of an array in `THREAD_LAYOUT`."""
   [register] = x.registers.flat
   return emit.element(register, 0)
 

@@ -47,10 +47,10 @@ class Rule(Protocol):
   def apply(
     self, g: Array, p: Array | None, old: tuple[Decoded, ...], on: Instructions
   ) -> tuple[Array, tuple[Array, ...]]:
-    """Returns a tile's new parameter, or the update, and its new moments.
+    """Returns a tile's new parameter (its update if p is None) and new moments.
 
-    g is f32 or bf16; p is f32, or None to get the update instead. `old` has one
-    or two moments, of which the second is never negative.
+    g is f32 or bf16, and p is f32. `old` has one or two moments, of which the
+    second is never negative.
     """
     ...
 
@@ -182,9 +182,9 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
     compiler_params=plgpu.CompilerParams(
       # Exact division, exp2 and log2 would take ten times as long.
       approx_math=True,
-      # No barriers are needed: no thread reads what another thread writes,
-      # except for statistics, which 16 lanes share. Before any of them writes a
-      # statistic, they exchange values that depend on it, so all have read it.
+      # No barriers are needed: threads share only statistics, each among the 16
+      # lanes of a group. All 16 have read the old statistic before one writes
+      # the new one, because they first exchange values that depend on the old.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if work.interpret else False,
@@ -211,11 +211,12 @@ def _kernel(
 ):
   """Computes the step of one tile.
 
-  `place_gmem` holds the part's key and, unless they are None, its start and
-  layer, uint32. `g_gmem` is the gradient [groups, 128], of one layer if the
-  part has a layer. `gmem` holds factors, if there are any, codes [groups, 128]
-  and statistics [groups] of each moment, and the parameter's `num_weights`
-  arrays or the update. `shape` is the shape of the codes, with all layers.
+  `place_gmem` is uint32 and contains the part's key, start and layer, without
+  those that are None. `g_gmem` is the gradient [groups, 128], of one layer if
+  the part has a layer. `gmem` holds factors (if there are any), the codes
+  [groups, 128] and statistics [groups] of each moment, and the parameter's
+  `num_weights` arrays or the update. `shape` is the shape of the codes, with
+  all layers.
   """
   start = lax.axis_index("block") * ROWS
   g = registers.load(g_gmem, start)
@@ -277,7 +278,7 @@ def _kernel(
 
 
 def _parts(xs, counts) -> list:
-  """Splits xs into parts of `counts[i]` items and the rest."""
+  """Returns one part of xs per count, with as many items, and then the rest."""
   parts = []
   for count in counts:
     part, xs = xs[:count], xs[count:]
@@ -286,6 +287,6 @@ def _parts(xs, counts) -> list:
 
 
 def _encoded(loaded, present: tuple[bool, ...]) -> Encoded:
-  """Replaces the fields that are not present by None."""
+  """Returns `Encoded` with the loaded fields, and None for the others."""
   found = iter(loaded)
   return Encoded(*(next(found) if there else None for there in present))  # pyright: ignore[reportArgumentType]

@@ -75,9 +75,9 @@ class _Log(FittedCodec):
       above = jnp.log2(magnitude) - spread(base)
       _, level = on.round(above, spread(inverse))
     else:
-      # Subtract half a step, so that rounding to nearest rounds down. Because
-      # the logarithm is off by up to 2^-17, a value just below a level counts
-      # as that level. Otherwise the first level might get the code of zero.
+      # Subtract half a step, so that rounding to nearest rounds down. The
+      # logarithm is off by up to 2^-17. If values just below a level did not
+      # count as that level, the first level might get the code of zero.
       above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
       whole, level = on.round(above, spread(inverse))
       # x is between the levels a and b. Round up if

@@ -8,8 +8,8 @@ dividing by the statistic. So a value close to a rounding boundary may get the
 neighbouring code, and a group may get the neighbouring power k. Both happen
 about as often as between two backends of XLA.
 
-A subclass of a registered codec may encode differently, so it runs in plain JAX
-until you `register` it too.
+A subclass of a registered group codec may encode differently, so it runs in
+plain JAX until you `register` a register codec for the subclass.
 """
 
 import abc
@@ -100,7 +100,7 @@ class FittedCodec(abc.ABC):
 
   @abc.abstractmethod
   def fit(self, amax: Array, amin: Array, on: Instructions) -> Any:
-    """Returns the groups' parameters, a pytree of 32-bit arrays like amax."""
+    """Returns a pytree of parameters: 32-bit arrays of the shape of amax."""
 
   @abc.abstractmethod
   def codes(
@@ -212,15 +212,15 @@ def extremes(x: Array, signed: bool) -> tuple[Array, Array]:
 def _twice_order(x: Array) -> Array:
   """Returns uint32 keys that sort like |x|, but with zero and subnormals last.
 
-  Half of a key is the bits of |x| minus those of 2^-126, modulo 2^31.
+  A key is 2 (bits of |x| - bits of 2^-126), modulo 2^32.
   """
   return (as_bits(x) << 1) - jnp.uint32(0x01000000)
 
 
 def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
-  """Returns amax, with 0 for subnormals and NaN for infinity, and amin.
+  """Returns amax and amin; an amax is 0 if subnormal, and NaN if infinite.
 
-  `least` contains the bits of amin minus those of 2^-126.
+  `least` contains the bits of amin minus the bits of 2^-126.
   """
   amax = jnp.where(amax < SMALLEST_NORMAL, 0.0, amax)
   amax = jnp.where(amax < jnp.inf, amax, jnp.nan)
@@ -231,7 +231,7 @@ def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
   """Returns the biased exponents, int32, of a group's bounds.
 
   The upper bound is the smallest power of two >= amax (at most 2^127), or NaN
-  if amax is NaN. The lower is the largest one <= amin (at least 2^-126).
+  if amax is NaN. The lower is the largest power <= amin (at least 2^-126).
   """
   bits = as_bits(amax)
   upper = (bits >> 23) + jnp.where((bits & 0x7FFFFF) > 0, 1, 0).astype("uint32")

@@ -307,7 +307,7 @@ def _bits(x):
 
 
 def _packed(words: list, element_type):
-  """Combines registers into the vector of a thread's 8 values of a tile."""
+  """Combines registers into one vector of the thread's 8 values."""
   x = vector.from_elements(
     ir.VectorType.get((len(words),), words[0].type), words
   )

@@ -156,8 +156,9 @@ class Instructions:
     """Rounds x * factor to the nearest integer; returns it as f32 and int32.
 
     The product must be below 2^22 in magnitude, or -inf, which gives a negative
-    int32. Before casting it to a byte, apply an integer operation to it, or
-    ptxas 13 converts the f32 directly to a byte (F2IP), which saturates at 255.
+    int32. If the int32 is cast to a byte, it must pass through another integer
+    operation first. Otherwise ptxas 13 converts the f32 to a byte (F2IP), which
+    saturates at 255.
     """
     if self.interpret:
       whole = jnp.round(x * factor)

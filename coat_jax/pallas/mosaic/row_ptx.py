@@ -44,7 +44,7 @@ SUMS = plgpu.SMEM((2 * WARPS * COLUMNS,), jnp.float32)
 def scales_layout(size: int):
   """Returns the layout of a tile's scales [height, 128 / size].
 
-  A lane holds the scale of each vector of 8 values that it holds of the tile.
+  A lane holds one scale for each of its vectors of 8 values.
   """
   groups = COLUMNS // size
   return plgpu.Layout.TILED(
@@ -90,13 +90,13 @@ def columns_layout(height: int):
 def quotient(x: Array, scale: Array, limit: float | None, layout) -> Array:
   """Returns x / scale, correctly rounded if |x / scale| is at most `limit`.
 
-  Beyond it, the result has the right sign and a magnitude of about `limit` or
-  more. Without a limit, an infinite x or a quotient that overflows gives NaN.
+  Beyond `limit`, the result has the right sign and a magnitude of about `limit`
+  or more. Without a limit, an infinite x or an overflowing quotient gives NaN.
   """
   f32 = "{ .reg .f32 q, r; "
-  # If the scale is infinite, the divisor in the remainder is 0, because inf * 0
-  # would be NaN. The reciprocal is still 0. So the quotient is x * 0, which is
-  # 0, or NaN if x is not finite.
+  # If the scale is infinite, its reciprocal is 0, so the quotient is x * 0: 0,
+  # or NaN if x is not finite. The remainder, x - quotient * scale, would be NaN
+  # (0 * inf), so there an infinite scale is replaced by 0.
   divisor = (
     "{ .reg .pred p; testp.infinite.f32 p, $1; "
     f"selp.f32 $0, {number(0.0)}, $1, p; }}"
@@ -156,7 +156,7 @@ def _at(base, *terms):
 
 
 def split_index(x, size: int):
-  """Returns x // size and x % size, for a power of two."""
+  """Returns x // size and x % size; `size` is a power of two."""
   bits = emit.i32(size.bit_length() - 1)
   return arith.shrui(x, bits), arith.andi(x, emit.i32(size - 1))
 
@@ -201,8 +201,8 @@ def scratch(height: int):
 def _word_strides(height: int) -> tuple[int, int]:
   """Returns strides s, t in words: column 8 k + j begins at word k s + j t.
 
-  To avoid bank conflicts, s includes 4 words of padding per column, and t
-  includes as much padding per j as a column has words, height / 4.
+  A column has w = height / 4 words. To avoid bank conflicts, s is w + 4 instead
+  of w, and t is 16 s + w instead of 16 s.
   """
   stride = height // 4 + 4
   return stride, LANES // 2 * stride + height // 4

@@ -9,8 +9,8 @@ registers, values form either groups or a tile:
           group's largest magnitude. A row consists of whole groups and rows are
           contiguous, so a matrix is one list of groups. In kernels that need
           whole rows (`whole_rows`), a lane may also hold 4 or 2 values.
-  tile    [64, 128] or [32, 128]. Of every 32 rows, a lane holds 8 columns of
-          4 adjacent rows, because four codes of a column fill a register. Codes
+  tile    [64, 128] or [32, 128]. In every 32 rows, a lane holds 4 adjacent rows
+          of 8 columns, because four codes of a column fill a register. Codes
           are transposed with byte permutes and through shared memory, and
           written 16 bytes at a time.
 
@@ -56,10 +56,10 @@ def run(
 ) -> list:
   """Runs `kernel(*refs)`; returns the outputs.
 
-  `refs` are those of inputs, outputs and scratch arrays, in this order. An
-  input or output that is None stays None. The grid's axes are named
-  "across" and "last", or just "last". Programs with consecutive indices along
-  "last" start one after the other.
+  `refs` refer to the inputs, outputs and scratch arrays, in this order. If an
+  input or output is None, its ref is None, and so is the returned output. The
+  grid's axes are named "across" and "last", or just "last". Programs with
+  consecutive indices along "last" start one after the other.
   """
   present = [x is not None for x in (*inputs, *outputs)]
 
@@ -161,7 +161,7 @@ class Load:
 
   @property
   def layout(self):
-    """The layout of groups [count, size]; `.reduce(1)` is that of scales."""
+    """The layout of groups [count, size]; scales have `layout.reduce(1)`."""
     groups = LANES * self.vector // self.size  # Per warp.
     if groups == 1:
       return plgpu.Layout.TILED(
@@ -227,7 +227,7 @@ def quantize_groups(
 def quantize(
   x: Array, scale: Array, dtype: DTypeLike, layout, interpret: bool
 ) -> Array:
-  """Rounds clip(x / scale, ±qmax) to nearest even; the scale is []."""
+  """Rounds clip(x / scale, ±qmax) to nearest even; `scale` is a scalar."""
   limit = qmax(dtype)
   if interpret:
     return jnp.clip(x / scale, -limit, limit).astype(dtype)

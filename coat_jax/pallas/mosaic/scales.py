@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes a tensor's scale from maxima of its parts, in one kernel.
 
-Each program of another kernel has written the bits of its maximum. XLA would
-launch two or three kernels to compute the scale from them, each of which leaves
+An earlier kernel has written the bits of each program's maximum. To compute the
+scale from these, XLA would launch two or three kernels, and each launch leaves
 the GPU idle for some microseconds.
 """
 
@@ -66,7 +66,7 @@ def bits_to_shared_scale(
 def _scale_and_copies(
   bits: Array, scaling: Scaling, copies: int, interpret: bool
 ) -> tuple[Array, Array]:
-  # On a mesh, XLA finds the largest of all devices' maxima, and the scale.
+  # On a mesh, XLA computes the maximum over all devices, and the scale.
   if scaling.axis_names:
     amax = bits_to_amax(bits, scaling.axis_names)
     scale = amax_to_scale(amax, scaling.dtype)

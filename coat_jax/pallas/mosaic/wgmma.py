@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 
 WARPGROUPS = 2  # Number of warpgroups that multiply.
 ROWS = 64  # Number of rows of the result that one wgmma computes.
-WAVE = WARPGROUPS * ROWS  # Number of rows that these two compute at a time.
-# Registers per thread in matmuls: of warpgroups that multiply, and of the one
-# that loads. The default is 168 for all three, which share 65536 registers.
+WAVE = WARPGROUPS * ROWS  # Number of rows that both compute at a time.
+# Registers per thread in matmuls, for the two warpgroups that multiply and for
+# the one that loads. By default, each of the three gets 168 (of 65536 in all).
 REGISTERS, REGISTERS_TO_LOAD = 232, 40
 LAYOUT = plgpu.Layout.WGMMA
 

@@ -90,8 +90,8 @@ class Blocks:
   def spec(self, x: Array, in_layer: int = 0) -> pl.BlockSpec:
     """Returns the block spec of a gradient, an update, a weight or codes.
 
-    `in_layer` is the number of matrices per layer if the array stacks all
-    layers. It is 0 for a gradient or update, which may be that of one layer.
+    `in_layer` is the number of matrices per layer in an array that contains all
+    layers. It is 0 for gradients and updates, which may contain only one layer.
     """
     return self._spec(x, self.width, in_layer)
 

@@ -74,10 +74,10 @@ class Step:
   def __call__(
     self, part: LeafPart, g: Array, p: Weight | None, stored, scalars
   ) -> tuple[Any, tuple[Encoded, ...]]:
-    """Returns the new parameter, or the update if p is None, and new moments.
+    """Returns (new parameter, new moments), or (update, new moments) without p.
 
-    Without p, `scalars` are those of `arithmetic`. With p, `scalars` is a pair
-    of these and `StepScalars`.
+    Without p, `scalars` is the last argument of `arithmetic`. With p, it is a
+    pair: that argument and a `StepScalars`.
     """
     whole = _whole(part, g, stored[0].codes)
     axes = tuple(range(g.ndim - 1))
@@ -168,7 +168,7 @@ def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
 
 
 def _place(part: LeafPart, ndim: int) -> Array:
-  """Packs key, layer and start along each axis into one int32 array."""
+  """Packs the part's key, layer, and start along each axis, as int32."""
   layer = jnp.zeros([], jnp.int32) if part.layer is None else part.layer
   start = jnp.zeros(ndim, jnp.uint32) if part.start is None else part.start
   first = jnp.stack([lax.bitcast_convert_type(part.key, jnp.int32), layer])
@@ -185,8 +185,8 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
   """Computes the step of one block.
 
   `refs` are the inputs (the parameter's arrays, codes and statistics), followed
-  by the outputs in the same order. Without a parameter, there is one output
-  more: the update comes first.
+  by the outputs in the same order. Without a parameter, the first output is the
+  update, which has no corresponding input.
   """
   ins, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
 
@@ -201,7 +201,7 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
 
 
 def _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work: _Work):
-  """Computes the step of a block [height, width], or of a plane of a pair."""
+  """Computes the step of a block [height, width], or of one plane of a pair."""
   height, width = g_ref.shape[0], g_ref.shape[-1]
   groups, has_weight = work.step.groups, work.num_weights > 0
   weight_refs, ins = ins[: work.num_weights], ins[work.num_weights :]
@@ -277,7 +277,7 @@ def _widened(x: Array) -> Array:
 
 
 def _fields(present, statistics) -> list[list[Array]]:
-  """Returns each moment's amax and range, or zeros for those not stored."""
+  """Returns each moment's amax and range; one that is not stored is 0."""
   rest = iter(statistics)
   return [
     [next(rest) if there else jnp.int32(0) for there in fields]
