@@ -67,7 +67,7 @@ def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
 def layer_forward(
   model: Any, segments: Array | None = None
 ) -> Callable[[Carry, Any, Array | None], Carry]:
-  """Returns the function of (carry, layer, kind) that a scan runs on layers.
+  """Returns the function of (carry, layer, kind) that runs one layer in a scan.
 
   `model` is a `Decoder` or a `VisionTower`; `segments` are as for `Decoder`.
   """
@@ -137,11 +137,11 @@ def checkpointed(
 def gather_weights[L: nnx.Module](
   layer: L, dtype: DTypeLike, axes: MeshAxes
 ) -> L:
-  """Casts a layer's kernels, and gathers the rows that fsdp splits.
+  """Casts the kernels whose rows fsdp splits, and gathers these rows.
 
-  In recipe bf16, XLA partitions the layer. Without this it may split a matmul
-  along its contracting dimension and exchange activations, or gather weights in
-  f32. `MoE` gathers the weights of experts.
+  In recipe bf16, XLA partitions the layer. If weights were not gathered here,
+  XLA might split a matmul along its contracting dimension and exchange
+  activations, or gather weights in f32. `MoE` gathers the weights of experts.
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 

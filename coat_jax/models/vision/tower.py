@@ -51,7 +51,7 @@ class VisionTower(nnx.Module):
     pre_norm: LayerNorm before the first layer, in CLIP; otherwise None.
     layers: a `TransformerLayer` whose parameters have a leading axis of layers.
     norm: LayerNorm after the last layer.
-    pool: `ClassPool` or `AttentionPool`; None without weights for pooling.
+    pool: `ClassPool` or `AttentionPool`; None if pooling has no weights.
   """
 
   def __init__(
