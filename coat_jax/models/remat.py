@@ -32,9 +32,9 @@ def _all_but_gathered(
 ) -> bool:
   """Checkpoint policy: save what autodiff saves, except gathered weights.
 
-  It selects by primitive, because a policy that excludes a `checkpoint_name`
-  would save the array before it gets the name. It does not save reshapes, which
-  may be views of gathered weights.
+  It selects by primitive. If it excluded a `checkpoint_name` instead, autodiff
+  would still save the array that the name was given to. It does not save
+  reshapes, which may be views of gathered weights.
   """
   del arrays, options
   names = {primitive.name}
