@@ -6,9 +6,9 @@ There are two ways to run a function:
   run_on_shards   each device runs it on its own shards, inside `jax.shard_map`,
                   with explicit collectives. Kernels need this: XLA cannot
                   partition them and would gather their arguments first.
-  run_whole       XLA partitions the function. Inside it, explicit axes are
-                  automatic. On explicit axes, JAX would require a sharding
-                  wherever it cannot infer one, as for a sum over sharded
+  run_whole       XLA partitions the function. Inside it, explicit axes become
+                  automatic. Otherwise, f would have to state a sharding
+                  wherever JAX cannot infer one, as for a sum over sharded
                   tokens, a reshape or the carry of a scan.
 
 Without a mesh or inside the caller's `shard_map`, both functions just call f.
@@ -39,9 +39,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, reshard
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
 
-# How the weight of a linear layer is split over the tensor axis: by "columns",
-# or by "inputs" (its rows, and the columns of x). With None, the weight is not
-# split, and devices along the axis process different tokens.
+# How the tensor axis splits the weight of a linear layer: by "columns", or by
+# "inputs", which are the rows of the weight and the columns of x. If None, it
+# does not split the weight, and devices along it process different tokens.
 Split = Literal[None, "columns", "inputs"]
 
 

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
   @classmethod
   def of(cls, batch: "Batch | Array") -> "Batch":
-    """Converts tokens to a batch; adds missing shares if it has segments."""
+    """Converts tokens to a batch; adds missing shares if there are segments."""
     tokens, segments, shares = batch if isinstance(batch, Batch) else cls(batch)
     _check(tokens, segments=segments, shares=shares)
     if shares is None and segments is not None:

@@ -146,7 +146,7 @@ def _of_kind(options: Any, kind: int) -> Any:
 def _heads(
   attention: Attention, h: Array, positions: Array, kind: int
 ) -> tuple[Array, Array, Array]:
-  """Computes q [B, T, N, H], k and v [B, T, K, H] of attention from h."""
+  """Computes q [B, T, N, H] and k, v [B, T, K, H] from h, the output of qkv."""
   middle, weights = attention.middle, attention.qk_weights
   if (limit := middle.clip) is not None:
     h = jnp.clip(h, -limit, limit)

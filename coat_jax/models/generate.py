@@ -128,8 +128,9 @@ def generate(
       the number of prompts.
     cache_size: number of tokens per prompt, including padding, that the KV
       cache can hold. None for the longest prompt plus `max_new_tokens`, each
-      rounded up. Calls with the same size, as many prompts and stop tokens, and
-      the same choice of sampling options share the program for decoding.
+      rounded up. A call reuses the compiled program for decoding if the cache
+      size, the number of prompts, the number of stop tokens and the choice of
+      sampling options are unchanged.
 
   Returns:
     A `Generation`.
@@ -278,7 +279,7 @@ def _decode(
 
 
 def _in_dtype(graph: Any, params: Any) -> Any:
-  """Casts wider weights once, except those that every step reads in f32.
+  """Casts weights wider than `dtype`, except those that steps read in f32.
 
   These include routers: if rounded, they would send tokens to other experts.
   """

@@ -134,9 +134,9 @@ def matrix_split(
 def model_matrices(config: ModelConfig | VisionConfig) -> Matrices:
   """Returns how Muon cuts the parameters of a model into matrices.
 
-  Layers of a stack and experts have separate matrices, and so have q, k, v,
-  gate and up. Other parameters are not matrices: embeddings, the head, routers,
-  norms, biases, and a tower's patch embedding and pooling.
+  Layers of a stack, experts, q, k, v, gate and up become separate matrices.
+  Some parameters are not matrices: embeddings, the head, routers, norms,
+  biases, and a tower's patch embedding and pooling.
 
   Args:
     config: the shape of a `Decoder` or a `VisionTower`.

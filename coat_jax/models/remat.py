@@ -32,9 +32,9 @@ def _all_but_gathered(
 ) -> bool:
   """Checkpoint policy: save what autodiff saves, except gathered weights.
 
-  It selects by primitive, because a policy that excludes a `checkpoint_name`
-  would save the array before it gets the name. It does not save reshapes, which
-  may be views of gathered weights.
+  It selects by primitive. If it excluded a `checkpoint_name` instead, autodiff
+  would still save the array that the name was given to. It does not save
+  reshapes, which may be views of gathered weights.
   """
   del arrays, options
   names = {primitive.name}
@@ -67,7 +67,7 @@ def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
 def layer_forward(
   model: Any, segments: Array | None = None
 ) -> Callable[[Carry, Any, Array | None], Carry]:
-  """Returns the function of (carry, layer, kind) that a scan runs on layers.
+  """Returns the function of (carry, layer, kind) that runs one layer in a scan.
 
   `model` is a `Decoder` or a `VisionTower`; `segments` are as for `Decoder`.
   """
@@ -137,11 +137,11 @@ def checkpointed(
 def gather_weights[L: nnx.Module](
   layer: L, dtype: DTypeLike, axes: MeshAxes
 ) -> L:
-  """Casts a layer's kernels, and gathers the rows that fsdp splits.
+  """Casts the kernels whose rows fsdp splits, and gathers these rows.
 
-  In recipe bf16, XLA partitions the layer. Without this it may split a matmul
-  along its contracting dimension and exchange activations, or gather weights in
-  f32. `MoE` gathers the weights of experts.
+  In recipe bf16, XLA partitions the layer. If weights were not gathered here,
+  XLA might split a matmul along its contracting dimension and exchange
+  activations, or gather weights in f32. `MoE` gathers the weights of experts.
   """
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 

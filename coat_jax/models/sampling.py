@@ -60,9 +60,9 @@ def make_sampling(
 def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
   """Masks the tokens that cannot be drawn.
 
-  Returns logits f32 [B, V], minus the largest and divided by the temperature,
-  -inf for masked tokens, and each logit's token id, int32 [B, V]. With top_k or
-  top_p, the largest logits come first, and equal ones are ordered by token id.
+  Returns logits f32 [B, V] and their token ids, int32 [B, V]. The largest logit
+  is subtracted, all are divided by the temperature, and masked tokens get -inf.
+  With top_k or top_p, logits are in descending order, equal ones by token id.
   """
   assert sampling.temperature is not None
   largest = jnp.max(logits, axis=-1, keepdims=True)

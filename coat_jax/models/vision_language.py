@@ -2,8 +2,8 @@
 """LLaVA, a vision-language model: a decoder that also reads image features.
 
 A vision tower computes features of an image. Two linear layers with GELU
-between them project the features to the decoder's width. The result replaces
-the embeddings of image tokens, of which a text contains one per feature.
+between them project the features to the decoder's width. A text contains one
+image token per feature, and each feature replaces the embedding of its token.
 
 The recipe applies only to the layers of the tower and of the decoder.
 """
@@ -166,8 +166,8 @@ class VisionLanguageModel(nnx.Module):
     """Initializes the parameters; arguments and errors as for `Decoder`.
 
     `remat` applies only to the decoder; the tower's layers recompute nothing.
-    The paths that `store` receives are relative to the tower or the decoder;
-    those of the projector start with "projector".
+    The paths passed to `store` are relative to the tower or the decoder; the
+    projector's paths start with "projector".
     """
     op = "VisionLanguageModel"
     check_model(op, config, VisionLanguageConfig, recipe, dtype, store, rngs)

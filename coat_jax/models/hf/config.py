@@ -114,7 +114,7 @@ def _object(file: Path, found: dict, key: str, default: Any = None) -> dict:
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
-  """Makes a configuration, in which None stands for default widths."""
+  """Makes a configuration; replaces widths equal to the defaults by None."""
   if kind is not ModelConfig:
     return kind(**values)
   share = values.pop(PARTIAL, None)

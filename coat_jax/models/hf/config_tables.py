@@ -40,7 +40,8 @@ class SubConfig:
   """A configuration inside another one, such as LLaVA's `text_config`.
 
   `defaults` contains the model_type to assume, and the values of keys that
-  models of this type may omit. The outer file may contain the keys `inherited`.
+  models of this type may omit. The outer configuration may hold the keys
+  `inherited` instead.
   """
 
   field: str

@@ -209,7 +209,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _entry(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
-  """Parses an entry of a header, whose offsets count from `start`."""
+  """Parses an entry of a header; offsets in it count from byte `start`."""
   entry = entry if isinstance(entry, dict) else {}
   kind, shape = entry.get("dtype"), entry.get("shape")
   offsets = entry.get("data_offsets")

@@ -132,7 +132,7 @@ class UnlessDefault(Field):
 
 
 class HeadWidth(Field):
-  """A width; for None, a head's width is written unless None is the default."""
+  """A width; None stands for the width of a head."""
 
   def write(self, key: str, config: Any, found: dict) -> None:
     width = getattr(config, self.name)

@@ -50,15 +50,15 @@ class _FullLayers(Key):
 
 @dataclasses.dataclass(frozen=True)
 class _LayerTypes(Key):
-  """Keys for windows in all layers but every n-th; n is usually `default`."""
+  """The key `layer_types` in families where every n-th layer has no window."""
 
-  default: int
+  default: int  # The value of n if the file states none.
 
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     """Reads `full_every` of a `ModelConfig`.
 
-    `sliding_window_pattern` or the default is tried first, because a short
-    `layer_types` may not show the period.
+    `sliding_window_pattern` or the default is tried first, because
+    `layer_types` may be shorter than the period.
     """
     stated = [x for key in _PATTERNS if (x := found.get(key))]
     pattern = stated[0] if stated else self.default
@@ -233,5 +233,5 @@ WINDOW_ROPE = {_ROPE: _WindowRope(), **_OLD, **ignored(_WINDOW_BASE)}
 
 
 def layer_types(default: int) -> dict[str, Key]:
-  """Returns the keys for windows in all layers except every n-th."""
+  """Returns the keys of a family where every n-th layer has no window."""
   return {_LAYER_TYPES: _LayerTypes(default), **ignored(*_PATTERNS)}

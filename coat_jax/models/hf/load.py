@@ -146,7 +146,7 @@ def load_params(
 def check_tensors(
   folder: Path, config: AnyConfig, params: Any
 ) -> dict[str, StoredTensor]:
-  """Returns a checkpoint's tensors; raises ValueError unless they fit."""
+  """Returns the stored tensors; raises ValueError unless they fit the model."""
   stored = split_experts(open_tensors(folder))
   where = f"load_hf: {folder} must have the tensors that its {CONFIG} describes"
   remedy = "pass a folder whose files belong together"

@@ -61,7 +61,7 @@ class Layout(NamedTuple):
     return "{e}" in self.names[0]
 
   def spec(self, spec: P) -> P:
-    """Converts a parameter's sharding to that of its tensors."""
+    """Converts a parameter's sharding to the sharding of its tensors."""
     spec = P(*spec[1:]) if self.is_of_experts else spec
     return P(spec[-1], spec[0]) if self.is_transposed else spec
 
@@ -97,9 +97,9 @@ class Layout(NamedTuple):
 class Part(NamedTuple):
   """One parameter, or one layer of a stacked parameter, and its tensors.
 
-  `layer` is None if the parameter is not stacked, and `split` is None if it is
-  not cut into matrices. `tensors` maps names to the tensors' shapes and the
-  parameter's dtype.
+  `layer` is None if the parameter is not stacked. `split` is None if the
+  parameter is not cut into matrices. `tensors` maps each tensor's name to its
+  shape and the parameter's dtype.
   """
 
   path: str
@@ -139,7 +139,7 @@ class Section(NamedTuple):
   def foreign(self, names: Collection[str]) -> set[str]:
     """Selects the tensors to skip.
 
-    If a checkpoint holds a whole CLIP or SigLIP, these are all but the tower's.
+    In a whole CLIP or SigLIP, these are the tensors outside the tower.
     """
     if self.family is None or CONFIGS[self.family].whole is None:
       return set()

@@ -78,7 +78,7 @@ class ClassPool(nnx.Module):
 class AttentionPool(nnx.Module):
   """SigLIP's pooling: a learned query that attends to all tokens, and an MLP.
 
-  The columns of `qkv` are all heads of q, then of k, then of v.
+  The columns of `qkv` are q of all heads, then k, then v.
   """
 
   def __init__(self, config: VisionConfig, start: Start):

@@ -51,7 +51,7 @@ class VisionTower(nnx.Module):
     pre_norm: LayerNorm before the first layer, in CLIP; otherwise None.
     layers: a `TransformerLayer` whose parameters have a leading axis of layers.
     norm: LayerNorm after the last layer.
-    pool: `ClassPool` or `AttentionPool`; None without weights for pooling.
+    pool: `ClassPool` or `AttentionPool`; None if pooling has no weights.
   """
 
   def __init__(
@@ -91,7 +91,7 @@ class VisionTower(nnx.Module):
 
     Returns:
       Logits f32 [B, classes] if the tower has classes; otherwise hidden states
-      [B, N, D] in `dtype`, after the last norm except in CLIP.
+      [B, N, D] in `dtype`. In CLIP, the last norm is not applied to them.
     """
     if self.config.num_classes is not None:
       return self.pooled(pixel_values).astype(jnp.float32)
