@@ -111,8 +111,8 @@ def fp8_remat(
       `argnums` requires; or JAX's option `jax_remat3` is on without
       `jax_custom_vjp3` (JAX would then keep the arguments, not their codes).
 
-  Source: the groups are those of arXiv:2410.19313, which does not use FP8 at
-    the boundary of a checkpoint.
+  Source: the 1 x G groups are from arXiv:2410.19313. That paper does not round
+    the arguments of a checkpoint.
 
   Examples:
     >>> import jax

@@ -129,7 +129,7 @@ def rule(
 
   def f(arrays: tuple, *static: Any) -> Any:
     static = _with_axes_of_types(arrays, static, specs)
-    # Place arrays outside the custom gradient, so that JAX transposes this too.
+    # Place arrays outside the custom gradient, so that JAX transposes `place`.
     if static[-1].axes is None:
       arrays = mesh.varying(arrays)
     else:
