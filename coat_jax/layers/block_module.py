@@ -113,8 +113,7 @@ _DEFAULTS: dict[str, Any] = dict(
   kernel_metadata=NO_METADATA,
 )
 
-# Map a block's options to arguments of the constructors of norms and linear
-# layers.
+# Map a block's options to constructor arguments of norms and linear layers.
 _SHARED = {n: n for n in ("recipe", "dtype", "param_dtype", "rngs")}
 _NORM = _SHARED | dict(
   epsilon="epsilon",

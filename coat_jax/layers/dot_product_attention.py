@@ -84,7 +84,7 @@ def attend_backward(
 
 
 def _of_kind(run: Callable, kinds: Kinds, inputs: AttentionInputs) -> Callable:
-  """Returns `run` for one kind, or a switch with one static kind per branch."""
+  """Binds `run` to the layer's kind; a tuple of kinds needs a switch."""
   if isinstance(kinds, AttentionKind):
     return functools.partial(run, kind=kinds)
   branches = [functools.partial(run, kind=each) for each in kinds]

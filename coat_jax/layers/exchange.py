@@ -13,9 +13,9 @@ and then by sending device. For device 0 of n = 2:
 The receive buffer has R = n T k rows, which suffices even if all tokens choose
 experts of one device. Unused rows at the end are zero.
 
-TPUs and supported GPUs send only actual rows (`lax.ragged_all_to_all`). On
-other devices, such as CPUs, where XLA cannot do this, each pair exchanges T k
-rows, padded with zeros (`lax.all_to_all`).
+TPUs and supported GPUs send only actual rows (`lax.ragged_all_to_all`). XLA
+cannot do this on other devices, such as CPUs: there each device sends T k rows,
+padded with zeros, to each device (`lax.all_to_all`).
 """
 
 import dataclasses

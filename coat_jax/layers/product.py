@@ -72,7 +72,7 @@ class LinearWeights(NamedTuple):
 
 
 def weights_specs(axes: MeshAxes, weights: LinearWeights, split: Split) -> Any:
-  """Returns the specs of a matmul's and its norm's weights."""
+  """Returns `LinearWeights` that contain the specs of `weights`."""
   kernel: Any = split_kernel(axes, split, weights.w.ndim)
   bias = P(*kernel[1:]) if split == "columns" else P()
   cache = cache_specs(weights.cache, kernel)

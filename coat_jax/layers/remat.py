@@ -85,8 +85,8 @@ def fp8_remat(
   Like `jax.checkpoint(f)`, it keeps f's arguments and recomputes the rest in
   the backward pass. Of the arguments in `argnums`, it keeps only 1 x G codes
   and their scales: about 1.13 bytes per value with G = 16. Both forward passes
-  read the dequantized values. The gradient is that of f at those values and
-  passes straight through the rounding. Other arguments, such as weights, and
+  read the dequantized values. Gradients of f are computed at these values, and
+  pass straight through the rounding. Other arguments, such as weights, and
   arrays that f closes over are kept unchanged.
 
   Args:

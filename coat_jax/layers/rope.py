@@ -81,7 +81,7 @@ def rope(
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: H is odd, positions are not integers [T] or [B, T], a base is
-      not above 0, `rotary_dim` is above H, or `theta` is a tuple without `kind`.
+      not above 0, `rotary_dim` is above H, or a tuple of bases has no `kind`.
   """
   check_float("rope", "x", x, ndim=4)
   check_positions("rope", positions, x)

@@ -170,7 +170,7 @@ def mean_over_devices(
 
 
 def _num_tokens(experts: Array) -> int:
-  """Counts tokens; at least 1, to divide by it."""
+  """Counts tokens; returns at least 1, so that callers can divide by it."""
   return max(experts.size // experts.shape[-1], 1)
 
 

@@ -160,8 +160,8 @@ class SelfAttention(Middle):
       num_kv_heads=k,
     )
     in_fp8 = recipe.attention == "fp8"
-    # Don't name these codes "norm", even if a norm reads them: a policy that
-    # keeps the inputs of blocks' norms need not keep them too.
+    # Don't name these codes "norm", even if a norm reads them: policies that
+    # keep the inputs of blocks' norms should not keep these codes.
     saved = save_residual(
       "attention",
       (
