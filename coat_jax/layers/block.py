@@ -118,7 +118,7 @@ def back_backward(
   *,
   has_bias: bool,
 ) -> tuple[MiddleGradient, LinearWeights]:
-  """Returns the middle's gradients, and those of the back's weights."""
+  """Returns the gradients of the middle and of the back's weights."""
   w, middle, dgamma, dbeta = weights, static.middle, None, None
   if saved.norm is not None:
     g, dgamma, dbeta = norm_gradients(
@@ -212,7 +212,7 @@ def block(
     recipe: the block is fused if `nonlinear` is "fp8".
 
   Returns:
-    [..., D] in x's dtype; without `add_input`, the width is that of `back.w`.
+    [..., D] in x's dtype; without `add_input`, [..., back.w.shape[-1]].
 
   Raises:
     TypeError: an argument has the wrong type.

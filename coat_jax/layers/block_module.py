@@ -82,9 +82,9 @@ class BlockOptions(NormLinearOptions, total=False):
     add_input: whether the block adds its input, the residual stream; True by
       default.
     out_kernel_init, out_kernel_metadata: initializer and metadata of the second
-      matmul's kernel; by default those of the first.
+      matmul's kernel; by default, `kernel_init` and `kernel_metadata`.
     out_bias_init, out_bias_metadata: initializer and metadata of the second
-      bias; by default those of the first.
+      bias; by default, `bias_init` and `bias_metadata`.
   """
 
   post_norm: ops.NormKind | None
@@ -96,8 +96,8 @@ class BlockOptions(NormLinearOptions, total=False):
   out_bias_metadata: Metadata
 
 
-# Defaults of options that blocks read, and defaults that differ from those of
-# norms and linear layers.
+# Defaults of options that blocks read, and of options with other defaults in
+# norms or linear layers.
 _DEFAULTS: dict[str, Any] = dict(
   recipe=None,
   norm="rms",
@@ -113,8 +113,7 @@ _DEFAULTS: dict[str, Any] = dict(
   kernel_metadata=NO_METADATA,
 )
 
-# Map a block's options to arguments of the constructors of norms and linear
-# layers.
+# Map a block's options to constructor arguments of norms and linear layers.
 _SHARED = {n: n for n in ("recipe", "dtype", "param_dtype", "rngs")}
 _NORM = _SHARED | dict(
   epsilon="epsilon",

@@ -38,8 +38,8 @@ class ConversionReport:
 
   Attributes:
     replaced: maps the path of each replaced module or block to its new class.
-    left: maps the path of each module that was not replaced to the reason, if
-      it holds parameters directly or its class is in `blocks`.
+    left: maps the paths of modules that were not replaced to reasons. Contains
+      modules that hold parameters directly or whose class is in `blocks`.
     matmuls_only: classes whose linear layers were replaced one by one. The
       activations between these layers are saved as before.
     saved_before, saved_after: bytes that the model saves for its backward pass,
@@ -140,8 +140,8 @@ def convert[Module: nnx.Module](
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: a key of `blocks` is not a class of your own in the model, a
-      value is neither `MLP` nor `NormLinear`, or modules form a cycle.
+    ValueError: a key of `blocks` is not one of your classes in the model, a
+      value is not `MLP` or `NormLinear`, or modules contain each other.
   """
   op = "convert"
   remedy = "pass a model or a layer of Flax NNX"

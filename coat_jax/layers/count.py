@@ -15,7 +15,7 @@ from jax.extend.core import Var
 from coat_jax.layers.residuals import name_of
 from coat_jax.numerics.checks import is_array
 
-# Operations whose output has the bytes of their input if the sizes are equal.
+# These operations keep their input's bytes if they do not change its size.
 _ALIASES = {
   "bitcast_convert_type",
   "broadcast_in_dim",

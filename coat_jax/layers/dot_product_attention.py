@@ -2,8 +2,8 @@
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
 The output is never rounded to FP8. If it were, the gradients of a row's scores
-would not sum to 0, and training would increase the log-sum-exp until it
-diverges (docs/stability.md).
+would not sum to 0, and the log-sum-exp would grow until training diverges
+(docs/stability.md).
 """
 
 import functools
@@ -84,7 +84,7 @@ def attend_backward(
 
 
 def _of_kind(run: Callable, kinds: Kinds, inputs: AttentionInputs) -> Callable:
-  """Returns `run` for one kind, or a switch with one static kind per branch."""
+  """Binds `run` to the layer's kind; a tuple of kinds needs a switch."""
   if isinstance(kinds, AttentionKind):
     return functools.partial(run, kind=kinds)
   branches = [functools.partial(run, kind=each) for each in kinds]

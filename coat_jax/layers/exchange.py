@@ -4,18 +4,18 @@
 With `MeshAxes.expert`, each of n devices holds E / n of the E experts. Before
 the exchange a device has T k rows, k copies of each of its T tokens, sorted by
 expert. Afterwards it has all devices' rows for its experts, sorted by expert
-and then by sending device:
+and then by sending device. For device 0 of n = 2:
 
   sends      | expert 0 | expert 1 | expert 2 | expert 3 |
              to device 0 ----------  to device 1 --------
   receives   | expert 0, from 0 | from 1 | expert 1, from 0 | from 1 | unused
 
 The receive buffer has R = n T k rows, which suffices even if all tokens choose
-experts of one device. Unused rows, after the last expert's, are zero.
+experts of one device. Unused rows at the end are zero.
 
-TPUs and supported GPUs send only actual rows (`lax.ragged_all_to_all`). On
-other devices, such as CPUs, where XLA cannot do this, each pair exchanges T k
-rows, padded with zeros (`lax.all_to_all`).
+TPUs and supported GPUs send only actual rows (`lax.ragged_all_to_all`). XLA
+cannot do this on other devices, such as CPUs: there each device sends T k rows,
+padded with zeros, to each device (`lax.all_to_all`).
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def plan_exchange(
   begins_sent = _before(each, axis=1).reshape(1, -1) + _before(counts, axis=0)
 
   def from_all(a):
-    """Selects the columns [n, E / n] of this device's experts, as [E]."""
+    """Selects this device's experts in a [n, E]; flattens [n, E / n] to [E]."""
     a = a.reshape(devices, devices, -1)
     return lax.dynamic_index_in_dim(a, device, 1, keepdims=False).reshape(-1)
 
@@ -129,7 +129,7 @@ def _move(x, num_rows: int, sent: Slices, found: Slices, exchange: Exchange):
 
 
 def _padded_index(slices: Slices, exchange: Exchange, num_rows: int) -> Array:
-  """Returns each device's row indices, [n, T k], padded with `num_rows`."""
+  """Returns the indices of each peer's rows, [n, T k]; pads with `num_rows`."""
   devices = lax.axis_size(exchange.axis)
   sizes, begins = (a.reshape(devices, -1) for a in slices[:2])
   places = jnp.arange(exchange.num_own, dtype=jnp.int32)

@@ -268,7 +268,7 @@ def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
 
 
 def _gate_and_up(h, shape, recipe) -> tuple[QTensor, ...]:
-  """Quantizes rows of gate and up; the expert indices' `shape` is [..., k]."""
+  """Quantizes rows of gate and up; `shape` is [..., k] (`experts.shape`)."""
   first, *others = shape
   # After an exchange there are n T k rows instead of T k.
   shape = first * expert_size(recipe.axes), *others, h.shape[-1]

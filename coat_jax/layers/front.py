@@ -3,9 +3,9 @@
 
 The norm reads 1 x G FP8 values and writes the E4M3 operand of the matmul,
 without a BF16 array in between. It saves its statistics, and its input in 1 x G
-FP8. With residuals="coat" it also saves its output, as the reference
-implementation does; with "minimal" the backward pass recomputes it. Without a
-norm, the matmul's FP8 operand is saved. Weights are quantized in both passes,
+FP8. With residuals="coat" it also saves this operand, as the reference
+implementation does; with "minimal" the backward pass recomputes the operand.
+Without a norm, the operand is saved. Weights are quantized in both passes,
 unless their codes are cached.
 """
 
@@ -77,7 +77,7 @@ def front_forward(
 ) -> tuple[Array, Array | BlockScales, LinearSaved]:
   """Computes h [..., F], the scale of the matmul's operand, and `LinearSaved`.
 
-  x has a device's positions; with split="columns", h has whole sequences.
+  x has the device's positions; with split="columns", h has whole sequences.
   """
   if static.kind is None:
     normed, (y, kept) = None, input_operand(x, recipe)

@@ -61,7 +61,7 @@ def linear(
     recipe: `recipe.linear` selects how y is computed.
     cache: the result of `layers.cache_weight` for w, or None.
     split: how w is split over a mesh's tensor axis if x is [B, T, D]:
-      "columns", "inputs" (rows), or None if it is not. Affects only FP8
+      "columns", "inputs" (rows), or None for no split. Affects only FP8
       matmuls; XLA partitions all others.
 
   Returns:
@@ -89,7 +89,7 @@ def linear(
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
       # w is split over the mesh axis tensor only for x [B, T, D]. Drop cached
-      # codes: those of w [D, 2, F] have columns in the order of the devices.
+      # codes: if w is [D, 2, F], their columns are in the order of the devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)
@@ -202,7 +202,7 @@ class Linear(RecipeModule):
       kernel_metadata: metadata of the kernel, such as `out_sharding`.
       bias_metadata: metadata of the bias.
       split: how the kernel is split over a mesh's tensor axis: "columns" if it
-        is column-parallel, "inputs" if it is row-parallel, None if it is not.
+        is column-parallel, "inputs" if it is row-parallel, None for no split.
       rngs: its stream `params` provides the keys of initializers.
 
     Raises:

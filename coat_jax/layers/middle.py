@@ -18,7 +18,7 @@ class MiddleOutput(NamedTuple):
     saved: values for the backward pass, each passed through `save_residual`.
     after: an array that must be computed before the second weight's FP8 values
       are gathered; None for the scale of the first matmul's operand. It has an
-      effect only on a mesh, with a cached scale of the weight.
+      effect only on a mesh, if the weight's scale is cached.
   """
 
   operand: Operand
@@ -69,7 +69,7 @@ class Middle(abc.ABC):
   def forward(
     self, h: Any, weights: Any, inputs: Any, recipe: CoatRecipe
   ) -> MiddleOutput:
-    """Computes the second matmul's operand from h, flattened to [..., F]."""
+    """Computes the second matmul's operand; h is flattened to [..., F]."""
 
   def columns(self, saved: Any, recipe: CoatRecipe) -> Operand | None:
     """Returns the second matmul's operand in column layout, from `saved`.

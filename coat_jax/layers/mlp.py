@@ -5,8 +5,8 @@ A gated MLP computes gate and up in one matmul with one weight [D, 2, F], so
 that a shard of F holds the same columns of both.
 
 The middle saves the activation's input (gate and up) in 1 x G FP8. With
-residuals="coat" a gated MLP also saves f(gate) and, computed from its FP8
-values, f(gate) * up, as the reference implementation does.
+residuals="coat" a gated MLP also saves f(gate) in FP8, and the product of these
+rounded values and up, as the reference implementation does.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of all modules, and checks of shared arguments."""
+"""The base class of layers and blocks, and checks of shared arguments."""
 
 from collections.abc import Collection
 from typing import Any
@@ -62,7 +62,7 @@ def sizes_of(op: str, name: str, value: Any) -> tuple[int, ...]:
 
 
 class RecipeModule(nnx.Module):
-  """The base class of all modules: holds the recipe and the compute dtype.
+  """The base class of layers and blocks; has the recipe and the compute dtype.
 
   Attributes:
     recipe: selects what is computed and saved in FP8.

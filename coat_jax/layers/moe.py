@@ -273,8 +273,8 @@ class MoE(RecipeModule):
       out_kernel_init, out_kernel_metadata: initializer and metadata of down;
         the initializer is called with [E, F, D]; None for `kernel_init`.
       rngs: its stream `params` provides the keys of initializers.
-      **options: see `NormLinearOptions`. No matmul has a bias. Those of experts
-        run in `dtype`, or in FP8 if `recipe.experts` is "fp8". `kernel_init` is
+      **options: see `NormLinearOptions`. Matmuls have no bias. Experts multiply
+        in `dtype`, or in FP8 if `recipe.experts` is "fp8". `kernel_init` is
         called with [E, D, 2 F]. `out_sharding` in `kernel_metadata` refers to
         the four axes of gate_up.
 

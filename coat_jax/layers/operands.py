@@ -2,7 +2,7 @@
 """Quantizes operands of FP8 matmuls according to the recipe.
 
 Matmuls with a weight read an operand's rows; the matmul for the weight's
-gradient reads its columns. With one scale per tensor, columns are the transpose
+gradient reads the columns. With one scale per tensor, columns are the transpose
 of the rows. With blocks of 128, rows have a scale per 128 features, and columns
 have a scale per 128 tokens. The forward pass then saves the rows that it read,
 and the backward pass requantizes them to columns.

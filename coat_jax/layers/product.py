@@ -5,8 +5,8 @@ The forward pass reads a weight's columns and the backward pass its rows, in FP8
 with one scale per weight or per tile of 128 x 128. recipe.weight_cache selects
 what is computed once and used several times:
 
-  "none"   nothing: codes and scales of tiles are computed at each use, but the
-           one scale of a weight only in the forward pass
+  "none"   nothing. Codes and scales of tiles are computed at each use. If a
+           weight has one scale, the forward pass computes and saves it.
   "scale"  the scales of all weights, before the scan over layers
   "codes"  scales and codes in both layouts. They occupy 2 bytes per parameter
            while the function that cached them runs. This pays off if gradients
@@ -72,7 +72,7 @@ class LinearWeights(NamedTuple):
 
 
 def weights_specs(axes: MeshAxes, weights: LinearWeights, split: Split) -> Any:
-  """Returns the specs of a matmul's and its norm's weights."""
+  """Returns `LinearWeights` that contain the specs of `weights`."""
   kernel: Any = split_kernel(axes, split, weights.w.ndim)
   bias = P(*kernel[1:]) if split == "columns" else P()
   cache = cache_specs(weights.cache, kernel)
@@ -129,10 +129,10 @@ def multiply(
 ) -> tuple[Array, Operand | None]:
   """Returns x w + bias + add in `dtype`, and the weight's scale if it is saved.
 
-  x is in the row layout; unless `split` is None, it has whole sequences. The
-  bias and `add`, the residual stream, are added in f32. With split="inputs",
-  partial products are rounded to `dtype` before devices sum them. For `after`
-  see `quantized_weight`.
+  x is in the row layout. If `split` is not None, it contains whole sequences.
+  The bias and `add`, the residual stream, are added in f32. With
+  split="inputs", partial products are rounded to `dtype` before devices sum
+  them. For `after` see `quantized_weight`.
   """
   w, how = weights, recipe.implementation
   w_q = quantized_weight(w.w, w.cache, "columns", recipe, after=after)
@@ -173,7 +173,7 @@ def weight_gradient(
   *,
   has_columns: bool = True,
 ) -> Array:
-  """Computes dw [D, *F] from columns of x and g; on a mesh, a device's rows.
+  """Computes dw [D, *F] from columns of x and g; on a mesh, the device's rows.
 
   For `has_columns` see `mesh.reduce_gradient`.
   """
@@ -197,8 +197,8 @@ def bias_gradient(
 ) -> Array | None:
   """Sums g [..., F] over all tokens in f32; None without a bias.
 
-  g may be summed over the device's tokens already, [F]. With `has_columns`, it
-  contains the device's shard of the columns for all positions.
+  g may also be [F], already summed over the device's tokens. With
+  `has_columns`, g contains the device's shard of the columns for all positions.
   """
   if bias is None:
     return None
@@ -227,9 +227,9 @@ def quantized_weight(
     return gather_weight(_in_layout(cache, layout), recipe)
   scale: Any = None if cache is None else cache.scale
   if scale is not None and recipe.axes is not None:
-    # Use the barrier also if `after` is None. XLA would otherwise read the
-    # scale from its stack where it multiplies the scales of both operands, and
-    # the weight's codes would wait for the input's amax.
+    # Use the barrier also if `after` is None. XLA would otherwise not read the
+    # scale from its stack until it multiplies both operands' scales, and the
+    # weight's codes would wait for the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
     # `quantize_rows` reads w in place from a stack of layers. For a kernel, XLA
@@ -262,7 +262,7 @@ def _saved_scale(
 
 
 def _in_layout(x: Operand, layout: ops.Layout) -> Operand:
-  """Drops the other layout of an operand."""
+  """Keeps only this layout of an operand."""
   is_rows, scale = layout == "rows", x.scale
   if isinstance(scale, BlockScales):
     without = dict(columns=None) if is_rows else dict(rows=None)

@@ -85,8 +85,8 @@ def fp8_remat(
   Like `jax.checkpoint(f)`, it keeps f's arguments and recomputes the rest in
   the backward pass. Of the arguments in `argnums`, it keeps only 1 x G codes
   and their scales: about 1.13 bytes per value with G = 16. Both forward passes
-  read the dequantized values. The gradient is that of f at those values and
-  passes straight through the rounding. Other arguments, such as weights, and
+  read the dequantized values. Gradients of f are computed at these values, and
+  pass straight through the rounding. Other arguments, such as weights, and
   arrays that f closes over are kept unchanged.
 
   Args:
@@ -111,8 +111,8 @@ def fp8_remat(
       `argnums` requires; or JAX's option `jax_remat3` is on without
       `jax_custom_vjp3` (JAX would then keep the arguments, not their codes).
 
-  Source: the groups are those of arXiv:2410.19313, which does not use FP8 at
-    the boundary of a checkpoint.
+  Source: the 1 x G groups are from arXiv:2410.19313. That paper does not round
+    the arguments of a checkpoint.
 
   Examples:
     >>> import jax

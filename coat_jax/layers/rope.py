@@ -70,10 +70,10 @@ def rope(
   Args:
     x: [B, T, N, H], H even.
     positions: int32 [T], or [B, T] if they differ between sequences.
-    theta: base of the frequencies, 1e4 for Llama 2; or a `Rotary`; or, for a
-      stack with several kinds of layers, a tuple with one of these or None (no
-      rotation) for each kind.
-    kind: int32 scalar, the index into such a tuple.
+    theta: base of the frequencies (1e4 for Llama 2), or a `Rotary`. For a stack
+      with several kinds of layers, a tuple with an entry for each kind; None
+      means no rotation.
+    kind: int32 scalar, the index into `theta` if that is a tuple.
 
   Returns:
     Array of x's shape and dtype; angles and rotation are computed in f32.
@@ -81,7 +81,7 @@ def rope(
   Raises:
     TypeError: an argument has the wrong type.
     ValueError: H is odd, positions are not integers [T] or [B, T], a base is
-      not above 0, `rotary_dim` is above H, or there is a tuple but no `kind`.
+      not above 0, `rotary_dim` is above H, or a tuple of bases has no `kind`.
   """
   check_float("rope", "x", x, ndim=4)
   check_positions("rope", positions, x)
@@ -104,7 +104,7 @@ def rope(
 
 
 def check_positions(op: str, positions: Any, x: Array) -> None:
-  """Raises unless positions are integers, [T] or [B, T] like x."""
+  """Raises unless positions are integers [T] or [B, T]; x is [B, T, ...]."""
   is_whole = is_array(positions) and jnp.issubdtype(
     positions.dtype, jnp.integer
   )

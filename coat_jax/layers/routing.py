@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     copy: [T k], the copy in each row; it belongs to token `copy // k`.
     row: [T k], the row of each copy.
     sizes: the number of rows of each expert on this device: [E], or [E / n]
-      with an exchange.
+      if n devices exchange rows.
     exchange: the plan by which rows reach their experts; None if the device
       holds all experts. After an exchange, a device has R = n T k rows.
   """
@@ -73,9 +73,9 @@ def load_balancing_loss(stats: RoutingStats) -> Array:
     TypeError: `stats` is not a RoutingStats.
     ValueError: the shapes of its fields differ.
 
-  Source: arXiv:2101.03961, section 2.2, for k experts per token.
+  Source: arXiv:2101.03961, section 2.2, extended to k experts per token.
   """
-  op, remedy = "load_balancing_loss", "pass what MoE returned"
+  op, remedy = "load_balancing_loss", "pass the statistics from MoE"
   check_kind(op, "stats", stats, RoutingStats, remedy)
   if stats.load.shape != stats.probability.shape:
     raise ValueError(
@@ -138,7 +138,7 @@ def to_rows(x: Array, rows: Rows, experts_per_token: int) -> Array:
 
 
 def p_of_rows(p: Array, rows: Rows) -> Array:
-  """Reorders the copies' weights [..., k] into the order of rows, [T k, 1]."""
+  """Moves copies' weights [..., k] to rows [T k, 1]; with exchange, [R, 1]."""
   return _sent(_take(p.reshape(-1, 1), rows.copy), rows)
 
 
@@ -170,7 +170,7 @@ def mean_over_devices(
 
 
 def _num_tokens(experts: Array) -> int:
-  """Counts tokens; at least 1, to divide by it."""
+  """Counts tokens; returns at least 1, so that callers can divide by it."""
   return max(experts.size // experts.shape[-1], 1)
 
 

@@ -129,7 +129,7 @@ def rule(
 
   def f(arrays: tuple, *static: Any) -> Any:
     static = _with_axes_of_types(arrays, static, specs)
-    # Place arrays outside the custom gradient, so that JAX transposes this too.
+    # Place arrays outside the custom gradient, so that JAX transposes `place`.
     if static[-1].axes is None:
       arrays = mesh.varying(arrays)
     else:
@@ -158,7 +158,7 @@ def _only_saved[Tree](read: Tree) -> Tree:
   """Makes `bwd` wait for the incoming gradient, and use only saved values.
 
   Otherwise, without a scan over layers, XLA notices that `bwd` recomputes f32
-  values of `fwd`, and keeps those in memory. NVIDIA GPUs with FP8 need no
+  values of `fwd`, and keeps them in memory. NVIDIA GPUs with FP8 need no
   barrier, because kernels compute these values.
   """
   if target() == "cuda" and not is_before(FP8):

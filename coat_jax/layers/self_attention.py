@@ -52,7 +52,7 @@ type Scalings = RopeScaling | tuple[RopeScaling | None, ...] | None
 
 
 class _Saved(NamedTuple):
-  heads: tuple[Array | QTensor, ...]  # q, k, v; q and k before their norm.
+  heads: tuple[Array | QTensor, ...]  # q, k and v; q and k not yet normalized.
   kept: AttentionResiduals
   out_scale: Array | None  # See `scale_of`.
   inputs: AttentionInputs
@@ -160,8 +160,8 @@ class SelfAttention(Middle):
       num_kv_heads=k,
     )
     in_fp8 = recipe.attention == "fp8"
-    # Don't name these codes "norm", even if a norm reads them: a policy that
-    # keeps the inputs of blocks' norms need not keep them too.
+    # Don't name these codes "norm", even if a norm reads them: policies that
+    # keep the inputs of blocks' norms should not keep these codes.
     saved = save_residual(
       "attention",
       (
@@ -174,7 +174,7 @@ class SelfAttention(Middle):
     kept = attend(heads, inputs, self.kind, recipe)
     out = quantized(_merge_heads(kept.out), recipe)
     saved = _Saved(saved, kept, scale_of(out), inputs, inside)
-    # The gather of the weight's codes need not wait for the codes of q.
+    # The second weight's codes may be gathered before q is quantized.
     return MiddleOutput(out, saved, after=q)
 
   def columns(self, saved, recipe):
@@ -193,7 +193,7 @@ class SelfAttention(Middle):
       )
     angles = self._joined_angles(inputs, dout.shape[-1])
     scaling = gradient_scaling(recipe)
-    # The kernel neither clips nor supports other scalings.
+    # `join_heads_operand` cannot clip, and supports only `PerTensor`.
     if self.clip is None and type(scaling) is ops.PerTensor:
       dh, sums = ops.join_heads_operand(
         *gradients,
@@ -291,7 +291,7 @@ _clip.defvjp(_clip_fwd, _clip_bwd)
 
 
 def count_kinds(**choices) -> int:
-  """Returns the length that all tuples must have; 1 without tuples."""
+  """Returns the common length of the tuples in `choices`; 1 without tuples."""
   lengths = {n: len(x) for n, x in choices.items() if isinstance(x, tuple)}
   if len(set(lengths.values())) > 1 or 0 in lengths.values():
     raise ValueError(

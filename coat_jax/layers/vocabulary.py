@@ -10,7 +10,7 @@ Collectives are therefore explicit:
               each device keeps its shard of the vocabulary and gathers whole
               sequences. For each token, devices combine only a maximum, a sum
               of exponentials and the target's logit.
-  gradients   Those of tables and the head are summed once, in
+  gradients   The gradients of the tables and the head are summed once, in
               `axes.grad_dtype`. Each device keeps its shard.
 """
 
@@ -34,7 +34,7 @@ from coat_jax.mesh import (
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
 
-# Limits the f32 logits of a chunk with more than one position, in bytes.
+# The most bytes of f32 logits in a chunk, unless it has a single position.
 LOGITS_BYTES = 2**28
 
 
@@ -123,7 +123,7 @@ def mean_loss(
     )
   # Differentiate a sum in which each token's factor is about 1, and scale at
   # the end. The gradients of a mean over many tokens could underflow in
-  # float16. A loss scale would be applied too late, in the backward pass.
+  # float16. A loss scale would come too late: the forward pass computes them.
   if shares is None:
     unit = 1 / targets.size
   else:
@@ -149,7 +149,7 @@ def logits(
   axes: MeshAxes | None,
   soft_cap: float | None = None,
 ) -> Array:
-  """Computes f32 logits [B, T, V]; the arguments are those of `mean_loss`.
+  """Computes f32 logits [B, T, V]; for the arguments see `mean_loss`.
 
   With `axes`, the logits are sharded over the batch and the vocabulary.
   """
@@ -213,7 +213,7 @@ _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 
 def _on_devices(hidden, targets, weight, shares, head, *, has_gradients):
-  """Returns the loss over all devices, and (dhidden, dweight) or ()."""
+  """Returns the loss of all devices' tokens, and (dhidden, dweight) or ()."""
   arrays, axes = (hidden, targets, weight, shares), head.axes
   local = functools.partial(
     _loss_of_shard, head=head, has_gradients=has_gradients
