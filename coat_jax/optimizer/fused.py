@@ -44,7 +44,7 @@ class LeafSteps(NamedTuple):
   Attributes:
     leaves: pairs of a weight and its state, in the order of the parameters. A
       weight is an array, or a tree of arrays of one shape. A state is a tree of
-      scalars and of arrays with the weight's leading axes.
+      scalars and arrays. If the weight is stacked, the arrays are, too.
     step: `step(i, leaf, gradient, *, layer=None, grad_scale=None)` returns the
       new leaf i. If `layer`, int32 [], is passed, only this layer of a stacked
       leaf is updated, and `gradient` is [1, ...].
