@@ -140,7 +140,7 @@ def apply_updates(
     params: tree of parameters.
     updates: tree of the same structure, preferably in f32.
     step: number of this step, such as the state's `count`.
-    seed: seed of the random words, which are uncorrelated with those of the
+    seed: seed of the random words. They are uncorrelated with the words of the
       moments, even for the same seed and step.
 
   Returns:

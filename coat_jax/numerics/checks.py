@@ -184,7 +184,8 @@ def check_array(
   """Raises unless a value is an array of kind `kind` with `ndim` axes.
 
   `rule` describes the array in the message, as in "int [B, T]". `kind` is a
-  dtype class for `jnp.issubdtype`, or a tuple of these. () allows any `ndim`.
+  dtype class for `jnp.issubdtype`, or a tuple of these. `ndim` may be several
+  numbers; () allows any number of axes.
   """
   kinds = kind if isinstance(kind, tuple) else (kind,)
   if not is_array(value) or not any(

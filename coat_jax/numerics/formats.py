@@ -70,8 +70,8 @@ def array_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
 def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
   """Casts floats to a format: clips them to ±qmax, rounds to nearest even.
 
-  NaN stays NaN, except in INT8, which has no NaN. There it becomes 0, and the
-  scale, which is then NaN, preserves it.
+  NaN stays NaN. INT8 has no NaN, so there it becomes 0. The dequantized value
+  is still NaN, because a group with a NaN has the scale NaN.
   """
   x = jnp.clip(x.astype(jnp.float32), -qmax(dtype), qmax(dtype))
   return _format(dtype).nearest(x).astype(dtype)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized arrays with one scale per tensor or per group of a row.
 
-Quantizing divides by the scale, amax / qmax; dequantizing multiplies by it. A
+Quantizing divides by the scale; dequantizing multiplies by it. The scale is
+amax / qmax: the largest magnitude, divided by the format's largest number. A
 group is `group_size` consecutive values along the last axis; the last group may
 be short.
 
@@ -134,7 +135,7 @@ def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
 def _magnitude_bits(x: Array) -> Array:
   """Returns the f32 bits of |x| as int32, which are ordered like magnitudes."""
   # As an integer, NaN is larger than infinity, so the maximum of integers
-  # propagates NaN. For the maximum of floats, backends disagree.
+  # propagates NaN. The maximum of floats does so only on some backends.
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
   return bits & 0x7FFFFFFF
 
@@ -144,9 +145,9 @@ def amax_to_scale(
 ) -> Array:
   """Returns the scale of a group from its amax: amax * float32(1 / qmax).
 
-  We do not divide by qmax, because only some compilers replace such a division
-  by this multiplication. The scale is at least f32's smallest normal number. A
-  group of zeros has scale 1. A bfloat16 scale is rounded up.
+  A division by qmax would give different scales, because only some compilers
+  replace it by this multiplication. The scale is at least f32's smallest normal
+  number. A group of zeros has scale 1. A bfloat16 scale is rounded up.
   """
   if dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16):
     rule, remedy = "float32 or bfloat16", "pass one of these"

@@ -19,11 +19,11 @@ instead of BF16 values (arXiv:2410.19313, section 5). `fp8_block` is `coat` with
 the matmuls of DeepSeek-V3: gradients in E4M3, and one scale per 128 values that
 a matmul sums over, or per 128 x 128 values of a weight (`scaling.Blocks`).
 
-With `residuals` "coat" or "minimal", a Llama layer of width D and MLP width F,
-with as many key heads as query heads, saves these bytes per token, plus scales
-(2 / G bytes per value in 1 x G groups) and statistics of rows.
+With recipe `coat`, a Llama layer of width D and MLP width F, with as many key
+heads as query heads, saves the following bytes per token. Scales of 1 x G
+groups add 2 / G bytes per value, and there are also statistics of rows.
 
-                       coat                  minimal
+  residuals            "coat"                "minimal"
   norm inputs          2 x D bytes           2 x D bytes
   norm outputs         2 x D bytes           recomputed
   gate, up             2 x F bytes           2 x F bytes
@@ -178,13 +178,13 @@ class CoatRecipe:
     evaluation: "same" evaluates with the formats of training; "bf16" evaluates
       without FP8, as the authors' code does.
     formats: the formats of values and gradients that "fp8" stands for. Kernels
-      support those of `coat` and `fp8_block`; other formats of
+      support the formats of `coat` and `fp8_block`; other formats of
       `coat_jax.numerics.formats` run as plain JAX.
     axes: what the axes of a mesh split. If set, FP8 blocks run on each device's
       shard (`jax.shard_map`); call them under `jax.set_mesh`. None is for one
       device, for meshes with explicit data and FSDP axes (arrays' types then
-      contain the sharding), and for layers that XLA partitions, which use no
-      kernels.
+      contain the sharding), and for layers that XLA partitions. Layers that XLA
+      partitions use no kernels.
 
   Raises:
     TypeError: a field has the wrong type.

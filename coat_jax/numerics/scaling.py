@@ -57,8 +57,7 @@ class Operand(NamedTuple):
 
   Attributes:
     rows: FP8 [..., n], or None if no matmul reads this layout.
-    columns: FP8 [n, m], where m is the number of rows (all axes but the last);
-      or None.
+    columns: FP8 [n, m], where x [..., n] has m rows in total; or None.
     scale: f32 scalar with x ≈ rows * scale, or `BlockScales`, which hold the
       scales of rows and of columns.
   """

@@ -10,11 +10,11 @@ than 2^32 elements.
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
 search), which takes 8 integer operations; Threefry takes about 37 per word.
 Eight neighbouring columns share a hash; a word is the hash times
-MULTIPLIER^(column modulo 8). The second moment's word is the first moment's
-times MULTIPLIER^8 (`next_words`), and the parameter's word is that times
-MULTIPLIER^8. Over the steps, each word is uniform, and any two words are
-uncorrelated. Use the high bits of a word, because multiplying hardly changes
-the low bits.
+MULTIPLIER^(column modulo 8). This is the first moment's word. The second
+moment's word is MULTIPLIER^8 times this word, and the parameter's word is
+MULTIPLIER^16 times this word (`next_words`). Over the steps, each word is
+uniform, and any two words are uncorrelated. Use the high bits of a word,
+because multiplying hardly changes the low bits.
 """
 
 import dataclasses
@@ -150,15 +150,15 @@ def parameter_words(words: Array) -> Array:
 
 def uniform(words: Array) -> Array:
   """Returns the high 23 bits as f32 in [0, 1), in multiples of 2^-23."""
-  # The result is less than p with a probability of p rounded up to a multiple
-  # of 2^-23.
+  # The probability that the result is less than p is p, rounded up to a
+  # multiple of 2^-23.
   return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
 
 
 def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
   """Rounds f32 up or down to bfloat16 at random, so that E[result] = x.
 
-  `words` is uint32 of x's shape, of which the high 16 bits are used. NaN,
+  `words` is uint32 of x's shape; only the high 16 bits are used. NaN,
   infinities and values that bfloat16 represents exactly do not change.
   """
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)

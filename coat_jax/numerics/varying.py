@@ -10,7 +10,7 @@ def varying[Tree](tree: Tree) -> Tree:
 
   The gradient of an array that does not vary over an axis must be summed over
   that axis. The transpose of this cast computes the sum, in the array's dtype.
-  So a custom gradient must return only its device's contribution. The cast does
+  So a custom gradient must return only the device's contribution. The cast does
   nothing outside `shard_map` or with check_vma=False.
   """
 

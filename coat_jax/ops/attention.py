@@ -138,8 +138,8 @@ class Chunk(NamedTuple):
   """A chunk of queries [B, chunk, K, R, H], and the keys that it reads.
 
   The chunk's first query has index `start` and the same position as key
-  `start + offset`. The chunk reads `length` of the `all` keys, beginning with
-  key `first`.
+  `start + offset`. There are `all` keys in total. The chunk reads `length` of
+  them, beginning with key `first`.
   """
 
   q: Array

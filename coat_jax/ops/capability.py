@@ -62,7 +62,7 @@ def why_not_before(least: float, what: str) -> str | None:
 
 
 def experience() -> str:
-  """Returns a note in parentheses if no kernel has ever run on such a GPU."""
+  """Returns a note in parentheses if kernels never ran at this capability."""
   found = capability()
   if found is None or found in RUN:
     return ""

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 matmuls written in the form that XLA compiles to one cuBLASLt call.
 
-XLA compiles a `dot_general` with an FP8 algorithm to one call if it contracts
-the last axis of both operands, and if the `dot_general` and the scalar factor
-that follows it already have the result's dtype. Any other form adds a separate
-pass over the result or an operand. An added bias becomes part of the call, and
-so does a matrix that is added after the bias. For a BF16 result, the factor and
-the sums are f32 inside the call, because XLA:GPU drops the roundings to BF16.
+XLA compiles a `dot_general` with an FP8 algorithm and a multiplication by a
+scalar to one call under two conditions. The `dot_general` must contract the
+last axis of both operands, and both steps must be in the result's dtype. Any
+other form adds a separate pass over the result or an operand. An added bias
+becomes part of the call, and so does a matrix that is added after the bias. For
+a BF16 result, the scalar and the sums are f32 inside the call, because XLA:GPU
+drops the roundings to BF16.
 
-The call accepts one factor, so the two scales are multiplied first. If their
+The call accepts one scalar, so the two scales are multiplied first. If their
 product is below f32's smallest normal number, 1.2e-38, the product and the
 result are inexact or 0. (This happens to gradients whose largest value is below
-about 1e-29.) For a float16 result the factor is float16 too: inexact below
+about 1e-29.) For a float16 result the scalar is float16 too: inexact below
 6e-5, and 0 below 3e-8. The definition in `ops.linear` has no such limit.
 """
 

@@ -11,9 +11,9 @@ A call passes the arguments of the operation's definition, and `implementation`:
 
 `explain` reports which implementation would run, and why.
 
-An implementation has the definition's signature. Decorate it with
-`@kernel(why_not)` unless it can run all arguments. `op.kernels["name"] =
-function` adds yours.
+To add your implementation, set `op.kernels["name"] = function`. The function
+needs the definition's signature. Decorate it with `@kernel(why_not)` if it
+cannot run all arguments.
 """
 
 import dataclasses
@@ -172,8 +172,8 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
 
   Returns:
     One line, such as "quantize_groups: mosaic on a GPU, xla elsewhere". If no
-    kernel for GPUs can run, the reasons follow. For a GPU that is not of the
-    Hopper generation, the line adds that the kernel has never run on one.
+    kernel for GPUs can run, the reasons follow. If the GPU is known not to be a
+    Hopper GPU, the line adds that the kernel has never run on such a GPU.
 
   Raises:
     TypeError: `op` is not an `Op`.
@@ -246,8 +246,8 @@ def _is_on_mesh() -> bool:
   """Returns whether code is traced in a shard_map over devices of a known kind.
 
   Such code is lowered for the mesh's platform only, so it need not choose the
-  platform at lowering. If code with a collective did so, XLA would compile the
-  choice to a conditional, at which the host would wait for the device.
+  platform at lowering. In code with a collective, XLA would compile this choice
+  to a conditional, at which the host would wait for the device.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return bool(mesh.manual_axes) and mesh.abstract_device is not None

@@ -95,7 +95,7 @@ def _check_columns(x: Operand, g: Operand, sizes: Array, **_) -> None:
 
 
 def group_of_rows(sizes: Array, m: int) -> Array:
-  """Returns the group of each of m rows; the last one for rows in no group."""
+  """Returns the group of each of m rows; rows in no group get the last one."""
   group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(m), side="right")
   return jnp.minimum(group, len(sizes) - 1)
 

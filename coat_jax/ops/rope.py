@@ -271,7 +271,7 @@ def rotation(
 
 
 def _frequencies(theta, head_dim, kind):
-  """Returns f32 [R / 2], and the factor of cos and sin, or None for 1."""
+  """Returns frequencies f32 [R / 2], and the magnitude, which is None for 1."""
   if not isinstance(theta, tuple):
     rotary = as_rotary(theta)
     magnitude = rotary.magnitude

@@ -38,8 +38,8 @@ class AttentionKind:
 
   Attributes:
     causal: query t sees keys up to t + S - T; S must be at least T.
-    window: a query sees only the last `window` of these keys, including its
-      own; None for all keys. Hugging Face Transformers calls this
+    window: a query sees only the last `window` of these keys, including the key
+      at its position; None for all keys. Hugging Face Transformers calls this
       `sliding_window`.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
       them unchanged.
@@ -68,7 +68,7 @@ class AttentionKind:
         check_number(op, name, value, POSITIVE, remedy)
 
   def among(self, keys: int) -> "AttentionKind":
-    """Drops the window if it covers all keys, of which there are `keys`."""
+    """Drops the window if it covers all keys; `keys` is their number."""
     if self.window is None or self.window < keys:
       return self
     return dataclasses.replace(self, window=None)

@@ -36,7 +36,7 @@ from coat_jax.optimizer.masks import (
 # 0, and the moment would never change.
 _DECAY = check_number, Range(0, 0.9999999), "values from 0.9 to 0.999 are usual"
 _SCHEDULE = "pass a number, or a schedule: a function of the step"
-_RMS = "0.2 is near that of AdamW's updates; None scales by shapes"
+_RMS = "0.2 is near the RMS of AdamW's updates; None scales by shapes"
 _STEPS = Range(0, 2**31 - 1)
 # Each hyperparameter's check, range and remedy.
 _RULES = {
@@ -223,7 +223,7 @@ def check_gradients(
 def gradients_like(
   op: str, updates: optax.Updates, codes: Any, name: str = "gradients"
 ) -> list[Array]:
-  """Lists the gradients; raises if their shapes differ from those of codes."""
+  """Lists the gradients; raises if they and `codes` differ in shapes."""
   grads = leaf_paths(updates)
   check_gradients(op, grads, name)
   shapes = [x.shape for x in jax.tree.leaves(codes)]

@@ -6,11 +6,12 @@ Flax stores axis names in boxes around parameters: in the metadata of an
 `nnx.get_partition_spec` shard an array by the names in its box, and replicate
 arrays without a box.
 
-The statistics of a moment have one entry per group instead of one per column,
-or means along an axis. They keep the name of such an axis only if the number of
-devices along it divides both sizes, for each logical axis rule that maps the
-name to mesh axes. If the number is unknown, we drop the name: replicated
-statistics work on every mesh, whereas JAX raises an error for an uneven split.
+A moment's statistics have an axis that is shorter than the parameter's axis: it
+has one entry per group, or one mean. Such an axis keeps its name only if the
+number of devices along it divides the sizes of both axes. This must be true for
+each logical axis rule that applies to the name. If the number is unknown, we
+drop the name: replicated statistics work on every mesh, whereas JAX raises an
+error for an uneven split.
 """
 
 import contextlib

@@ -59,8 +59,9 @@ class Clipping:
              squares of all limits add up to max_norm^2, so the clipped global
              norm does not exceed max_norm.
   adaptive   like "share" in the first `warmup` steps. Then limit = relative *
-             r, where r is the running mean of the slice's clipped norms from
-             the last of these steps on, or from the first norm above 0 (AdaGC).
+             r, where r is the running mean of the slice's clipped norms. It
+             begins in the last of these steps or, if the slice's norm is 0
+             there, with the next norm above 0 (AdaGC).
 
   In the first step, and for slices whose r is 0, the limit is max_norm, so the
   clipped global norm may exceed max_norm. A slice whose norm reaches 3.4e38,
@@ -156,7 +157,7 @@ def global_norm(tree: Any) -> Array:
   for x in leaves:
     amax = jnp.maximum(amax, jnp.max(jnp.abs(x), initial=0))
   is_large = (amax > _LARGE) & jnp.isfinite(amax)
-  # If this were a constant c, XLA would turn (x c)(x c) into x x c^2.
+  # With a constant c, XLA would turn (x c)(x c) into x x c^2, and overflow.
   smaller = jnp.where(is_large, 1 / _RATIO, 1)
   square = jnp.float32(0)
   for x in leaves:

@@ -50,7 +50,7 @@ def to_plain_state(
   An `EncodedState` becomes the state of its inner optimizer. States of
   `coat_adamw`, `coat_lion` and `coat_muon` become those of optax's AdamW, Lion
   and Muon. Muon's arrays are in optax's order, but in another tree;
-  docs/optimizer.md shows how to convert it.
+  docs/optimizer.md shows how to convert that tree.
 
   Args:
     opt_state: one of these states, or an optimizer state that contains one.
@@ -200,7 +200,7 @@ def encode_state(
   op: str, name: str, like: Any, decoded: Any, seed: ArrayLike, count: ArrayLike
 ) -> Any:
   """Inverts `decode_state`: encodes `decoded` with the codecs of `like`."""
-  # Moments of one parameter share its key; `place` counts them.
+  # Moments with equal paths belong to one parameter; `place` numbers them.
   seen: dict[Any, tuple[int, int]] = {}
 
   def encode_moment(old: Moment, tree: Any) -> Moment:

@@ -114,8 +114,8 @@ def encoded(
 
     like = treedef.unflatten(zeros(x) if x.kind else x.node for x in found)
     # Without barriers, XLA spends half a minute on folding constants. In JAX
-    # 0.11.0, each output of a barrier varies over the mesh axes of all inputs,
-    # so each array gets a separate barrier.
+    # 0.11.0, each output of a barrier varies over the mesh axes of all its
+    # inputs, so each array gets a separate barrier.
     barrier = functools.partial(jax.tree.map, jax.lax.optimization_barrier)
     nodes = [barrier(x.node) if x.kind else x.node for x in found]
     state = treedef.unflatten(nodes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the fields in an optax state that `encoded` stores in FP8.
 
-A field is a tree in a state with the structure and shapes of the parameters,
-such as a momentum or second moments.
+A field is a part of a state that has the structure and shapes of the
+parameters, such as a momentum or second moments.
 """
 
 import functools
@@ -65,7 +65,7 @@ def default_field_rule(path: str) -> Kind | None:
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
   """Maps optax's state types to the fields that `default_field_rule` misjudges.
 
-  Fields whose rounding errors an update would magnify map to None.
+  A field maps to None if an update would magnify its rounding errors.
   `scale_by_stddev` computes the square root of nu - mu^2, which may become
   negative if nu and mu are rounded. COCOB and MADGRAD compute parameters from
   sums over all steps.
@@ -87,7 +87,7 @@ def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
 
 
 def _checked_rule(op: str, state: Any, rule: FieldRule) -> FieldRule:
-  """Returns a rule whose results are checked and fit `_known_states`."""
+  """Wraps a rule to check its results and correct them by `_known_states`."""
   known = _known_states()
   nodes = tree_leaves_with_path(state, is_leaf=lambda x: type(x) in known)
   corrected = {
@@ -121,7 +121,7 @@ def mark_placeholders(
   codec: MomentCodec,
   rule: FieldRule,
 ) -> Any:
-  """Makes a state from optax's placeholder; fields become marked moments."""
+  """Calls `init` with a placeholder; replaces fields with marked moments."""
   state, kind = init(placeholder), placeholder_type()
   kind_at, paths = _checked_rule(op, state, rule), _field_paths(init)
 
@@ -135,7 +135,7 @@ def mark_placeholders(
   return jax.tree.map_with_path(
     mark,
     state,
-    # Factored moments are never fields, even if v has a parameter's shape.
+    # Adafactor's moments are never fields, even with a parameter's shape.
     is_leaf=lambda x: isinstance(x, kind | optax.FactoredState),
   )
 
@@ -186,8 +186,8 @@ def find_fields(
   if shapes and not any(field.kind for field in found):
     raise ValueError(
       f"{op}: the inner optimizer must keep a field of the parameters' "
-      "structure and shapes, got a state without one to encode; use it as it "
-      "is, without encoded, or pass fields, a rule that chooses a field"
+      "structure and shapes, got a state without one to encode; use the inner "
+      "optimizer without encoded, or pass fields, a rule that chooses a field"
     )
   return found, treedef
 
@@ -223,7 +223,7 @@ def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
       present[keys] = x.shape
     else:
       return False
-  # A single masked leaf counts only if the parameters are a single array.
+  # A lone masked leaf is a field only if the parameters are a single array.
   if not flat or (() in masked and () not in shapes):
     return False
   return present.keys() <= shapes.keys() and all(

@@ -42,9 +42,9 @@ class LeafSteps(NamedTuple):
   """One step of an optimizer, to be run leaf by leaf.
 
   Attributes:
-    leaves: for each parameter, in the order of the tree, a pair of its weight
-      (an array, or a tree of arrays of one shape) and its state (a tree of
-      scalars, and of arrays with the leading axes of the weight).
+    leaves: pairs of a weight and its state, in the order of the parameters. A
+      weight is an array, or a tree of arrays of one shape. A state is a tree of
+      scalars and arrays. If the weight is stacked, the arrays are, too.
     step: `step(i, leaf, gradient, *, layer=None, grad_scale=None)` returns the
       new leaf i. If `layer`, int32 [], is passed, only this layer of a stacked
       leaf is updated, and `gradient` is [1, ...].
@@ -64,8 +64,8 @@ class FusedTransformation(NamedTuple):
     apply: `apply(grads, state, params, *, grad_scale=None)` returns the new
       parameters and the new state. Gradients are first multiplied by the scalar
       `grad_scale`, such as min(1, max_norm / global_norm).
-    begin: `begin(params, state)` returns the same step as `LeafSteps`, which
-      `step_in_backward` runs leaf by leaf.
+    begin: `begin(params, state)` returns the step as `LeafSteps`, so that
+      `step_in_backward` can run it leaf by leaf.
     explain: `explain(params)` maps each leaf's path to a sentence that states
       which implementation runs on each platform and why, like `ops.explain`.
   """
@@ -96,10 +96,10 @@ def fused_coat_adamw(
 
   The whole step is computed in f32. At the end, bf16 parameters are rounded
   stochastically: to 24 bits with `low_bits`, otherwise to bf16. Without
-  `low_bits`, the operations are those of `coat_adamw` and of `apply_updates`
-  with the same seed and the new state's count as `step`. Results of different
-  compiled programs may still differ by a few ulps, which can change an FP8
-  code. docs/optimizer.md explains when to use `coat_adamw` instead.
+  `low_bits`, the step runs the operations of `coat_adamw` and then of
+  `apply_updates`, with the same seed and the new count as `step`. Results of
+  different compiled programs may still differ by a few ulps, which can change
+  an FP8 code. docs/optimizer.md explains when to use `coat_adamw` instead.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.

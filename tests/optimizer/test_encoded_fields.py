@@ -72,7 +72,7 @@ def test_rules_that_encode_such_fields_are_refused(inner, name):
   ):
     with pytest.raises(ValueError, match="fields of .*f32.*return None for it"):
       wrap(inner, fields=fields).init(PARAMS)
-  with pytest.raises(ValueError, match="without one to encode; use it as it"):
+  with pytest.raises(ValueError, match="without one to encode; use the inner"):
     wrap(inner).init(PARAMS)
 
 
