@@ -78,7 +78,7 @@ def from_integers(tree: Any, like: Any) -> Any:
 
 
 def check_stored(stored: Any, target: Any) -> None:
-  """Raises unless a checkpoint has its target's leaves, dtypes and shapes.
+  """Raises unless a checkpoint has the target's leaves, dtypes and shapes.
 
   Orbax silently casts to the target's dtypes, so it would restore one codec's
   state as another codec's state, with wrong moments. This check cannot

@@ -97,7 +97,8 @@ def _spec_of(encoded: Encoded) -> P:
   """Returns the spec of the leaf that was encoded."""
   if encoded.codes.ndim:
     return mesh.spec_of(encoded.codes)
-  # The means of rows and of columns have an axis of size 1 each.
+  # A factored moment has no codes. Its means of rows and its means of columns
+  # are sharded like the leaf, except along an axis of size 1.
   specs = map(mesh.spec_of, (encoded.amax, encoded.range))
   return P(*(row or column for row, column in zip(*specs, strict=True)))
 
@@ -250,7 +251,7 @@ def put_layer(stacked: Any, new: Any, layer: Array) -> Any:
 
 
 class Leaves:
-  """The leaves of an optimizer state during one step, number `count`."""
+  """The leaves of an optimizer state during step `count`."""
 
   def __init__(self, options: MomentOptions, state: Any):
     check_state(options.op, state, options.state_type, options.codec)
