@@ -36,7 +36,7 @@ _MAGNITUDES = 128  # The number of codes without a sign; the last is NaN.
 
 
 def can_run(groups: Sequence[Any], shape: tuple[int, ...]) -> bool:
-  """Returns whether all are `Grouped`, and their one group size divides a row."""
+  """Returns whether all are `Grouped`, and one group size divides each row."""
   sizes = {getattr(x, "group_size", None) for x in groups}
   return (
     all(isinstance(x, Grouped) for x in groups)

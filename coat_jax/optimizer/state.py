@@ -280,7 +280,7 @@ class MomentOptions:
 
   op: str
   state_type: type[MomentState]
-  # User input has type Any, because our own checks raise clearer errors.
+  # User input has type Any: our checks raise clearer errors than beartype.
   codec: Any
   quantize_mask: Any
   seed: Any

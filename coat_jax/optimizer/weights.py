@@ -33,7 +33,7 @@ from coat_jax.optimizer.masks import is_norm_or_bias, leaf_paths
 _SIGN = 0x80000000
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
-# The bits of the largest f32 whose W still has a finite nearest bf16.
+# The bits of the largest f32 for which `high` is finite.
 _LARGEST = 0x7F7F7FFF
 
 
@@ -60,10 +60,10 @@ def split(
 ) -> SplitWeight:
   """Rounds f32 of any shape to 24 bits, and splits these into bf16 and a byte.
 
-  With random words, it rounds stochastically, so that E[join(split(x))] is x;
-  otherwise to nearest, ties to even. A NaN becomes the canonical NaN of its
-  sign. Finite magnitudes above 3.3961e38, whose nearest bf16 would be infinite,
-  become 3.3961e38.
+  With random words, it rounds stochastically: the mean of join(split(x)) is x.
+  Otherwise it rounds to nearest, ties to even. A NaN becomes the canonical NaN
+  of its sign. Finite magnitudes above 3.3961e38, whose nearest bf16 would be
+  infinite, become 3.3961e38.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   sign = bits & jnp.uint32(_SIGN)
@@ -160,10 +160,11 @@ def split_weights(params: Any) -> tuple[Any, Any]:
       biases (`is_norm_or_bias`).
 
   Returns:
-    Two trees with the structure and Flax boxes of `params`. The first contains
-    the parameters, with split leaves in bf16. For each bf16 leaf of the first,
-    the second contains an int8 array of the same shape (zeros if the parameter
-    already was bf16). For other leaves it contains an int8 scalar zero.
+    Two trees with the structure of `params`. Both keep Flax boxes that hold
+    names of axes. The first contains the parameters, with split leaves in bf16.
+    For each bf16 leaf of the first, the second contains an int8 array of the
+    same shape (zeros if the parameter already was bf16). For other leaves it
+    contains an int8 scalar zero.
 
   Raises:
     TypeError: a leaf is not an array.

@@ -38,7 +38,7 @@ _HEAD_SIZES = (64, 128, 256)
 class Tile:
   """The sizes of a program's own tile and of the tiles that it visits."""
 
-  own: int  # Positions of the own tile: 128, or 64 if warpgroups share them.
+  own: int  # Positions of the own tile: 128, or 64 that warpgroups share.
   step: int  # Positions of a visited tile.
   stages: int  # Number of visited tiles that shared memory holds.
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions and classes that the attention kernels share.
 
-A program computes the results of one tile of queries or of keys, called its own
-tile, and visits tiles of the other sequence (`attention_visits`). One warpgroup
-loads the visited tiles into a ring of slots in shared memory. Each of the other
-two computes 64 rows of scores. Rows are positions of the own tile, and columns
-are positions of the visited tile.
+A program computes the results of one tile of queries or of keys (the own tile).
+It visits tiles of the other sequence (`attention_visits`). One warpgroup loads
+the visited tiles into a ring of slots in shared memory. Each of the other two
+warpgroups computes 64 rows of scores. Rows are positions of the own tile, and
+columns are positions of the visited tile.
 """
 
 import dataclasses
