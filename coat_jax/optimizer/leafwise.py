@@ -156,8 +156,8 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  Returns for each parameter the path of a leaf of its state without an axis of
-  layers, such as a norm; None if each leaf has this axis or depends on nothing.
+  Returns for each parameter the path of a leaf of its state that has no axis of
+  layers, such as a norm, or None if there is none. Constants do not count.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)
@@ -210,7 +210,7 @@ def _random_primitive(jaxpr) -> str | None:
 
 
 def _dependencies(jaxpr, inputs: list[set[int]]) -> list[set[int]]:
-  """Lists for each result the union of the `inputs` that it depends on."""
+  """Returns for each result the union of the sets of the arguments it uses."""
   of = {id(v): each for v, each in zip(jaxpr.invars, inputs, strict=True)}
   for equation in jaxpr.eqns:
     mine = [of.get(id(v), set()) for v in equation.invars]

@@ -55,9 +55,9 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
 def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   """Decides by shape and name whether a leaf is a norm's parameter or a bias.
 
-  Vectors and scalars count as norms or biases, except vectors of over a million
-  values, and a vector that is the whole tree, as after `optax.flatten`. Names
-  decide for these, and for arrays with more axes, which may be stacked:
+  Vectors and scalars count as norms or biases. The name decides instead for
+  arrays with more axes (which may be stacked norms), for vectors of over a
+  million values, and for a vector that is the whole tree (`optax.flatten`):
 
   - A `kernel` or an `embedding` is neither.
   - A bias's name contains the word `bias`.
@@ -86,7 +86,7 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
 
 
 def check_leaf(op: str, path: Any, leaf: Any) -> None:
-  """Raises a TypeError unless `path` is a string, `leaf` an array or None."""
+  """Raises a TypeError if `path` is not a string, or a `leaf` not an array."""
   check_kind(op, "path", path, str, "pass a leaf's path, such as 'norm/scale'")
   if leaf is not None and not hasattr(leaf, "dtype"):
     refuse(TypeError, op, "leaf", "an array", leaf, f"pass what is at {path!r}")
@@ -103,7 +103,7 @@ def _words(name: str) -> list[str]:
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-  """Lists paths, such as "mlp/kernel", with leaves; makes floats arrays."""
+  """Lists leaves with paths like "mlp/kernel"; turns floats into arrays."""
   out = []
   for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     leaf = jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
@@ -112,7 +112,7 @@ def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def leaf_path(keys: Sequence[Any]) -> str:
-  """Joins a leaf's keys to a path, without an `nnx.Variable`'s "value"."""
+  """Joins a leaf's keys to a path; drops the "value" of an `nnx.Variable`."""
   if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
     keys = keys[:-1]
   return node_path(keys)

@@ -15,7 +15,7 @@ fuses drafts with the table lookup below.
 XLA needs about 120 instructions for a power on a GPU, so six powers per
 parameter would take longer than all memory accesses. But there are at most 256
 values of the expansion's exponent k, and 128 magnitudes of an E4M3 code. So we
-look up the roots in a table, which gives the same bits.
+look up the decoded values in a table, which gives the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ _MAGNITUDES = 128  # The number of codes without a sign; the last is NaN.
 
 
 def can_run(groups: Sequence[Any], shape: tuple[int, ...]) -> bool:
-  """Returns whether all are `Grouped`, with one size that divides a row."""
+  """Returns whether all are `Grouped`, and one group size divides each row."""
   sizes = {getattr(x, "group_size", None) for x in groups}
   return (
     all(isinstance(x, Grouped) for x in groups)
@@ -107,7 +107,7 @@ def run_factored(
   stored: Sequence[Encoded],
   noise: Sequence[Array | None],
 ) -> tuple[Any, tuple[Encoded, ...]]:
-  """Does what `run` does, for a second moment that is factored."""
+  """Does the same as `run`, but the second moment is factored."""
   mu, nu = groups
 
   def of_groups(inputs, first):
@@ -116,7 +116,7 @@ def run_factored(
 
   inputs = arrays, nu.factors(stored[1])
   finished, new = run([mu], of_groups, finish, inputs, stored[:1], noise)
-  # XLA computes only the second moment, for which it need not decode the first.
+  # Only the new second moment is used, so XLA does not decode the first moment.
   *_, value = compute(arrays, mu.decode(stored[0]), nu.decode(stored[1]))
   return finished, (*new, nu.encode(value, None))
 

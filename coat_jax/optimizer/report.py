@@ -49,8 +49,8 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
   over the parameters that have moments in these states.
 
   Args:
-    opt_state: an optimizer's state, with arrays or `jax.ShapeDtypeStruct`s;
-      `jax.eval_shape(solver.init, params)` returns the latter.
+    opt_state: an optimizer's state, with arrays or `jax.ShapeDtypeStruct`s, for
+      example `jax.eval_shape(solver.init, params)`.
     params: the parameters of this state, arrays or `jax.ShapeDtypeStruct`s.
 
   Returns:
@@ -116,8 +116,8 @@ def state_report(
 
   Args:
     opt_state: an optimizer state that contains exactly one state of this
-      library ("coat state"), of `coat_adamw`, `coat_lion` or `encoded`. That of
-      `coat_muon` contains two: pass `state.inner_states["muon"]` or `["adam"]`.
+      library ("coat state"), such as the state of `coat_adamw`. For
+      `coat_muon`, pass `state.inner_states["muon"]` or `["adam"]`.
     reference: exact moments to compare with: the f32 state of optax's optimizer
       of the same kind (for `encoded`, of the inner optimizer) in the same run.
 
@@ -126,9 +126,8 @@ def state_report(
     `parameters`, `encoded` (False for leaves stored unencoded), and for each
     moment (`mu`, `nu` or the path of an encoded field) a dict with
       `replicated`: a sentence, only if a flax box shards codes along their last
-        axis but statistics are replicated along it, because the groups cannot
-        be divided over the devices, or because no mesh was known when the state
-        was made;
+        axis, but not statistics. Then the groups cannot be divided evenly over
+        the devices, or no mesh was known when the state was made;
       `power`: min, p10, median, p90, max and mean of the expansion's k over all
         groups with a nonzero value (only for codecs with an expansion);
       `codes_used`: fraction of the 256 codes (16 for int4) that occur (only for

@@ -78,7 +78,7 @@ def from_integers(tree: Any, like: Any) -> Any:
 
 
 def check_stored(stored: Any, target: Any) -> None:
-  """Raises unless a checkpoint has its target's leaves, dtypes and shapes.
+  """Raises unless a checkpoint has the target's leaves, dtypes and shapes.
 
   Orbax silently casts to the target's dtypes, so it would restore one codec's
   state as another codec's state, with wrong moments. This check cannot
@@ -111,8 +111,8 @@ def check_stored(stored: Any, target: Any) -> None:
     raise ValueError(
       "check_stored: stored must have the leaves of a checkpoint, got none in "
       f"a {type(stored).__name__}; if it is from Orbax's CheckpointManager, "
-      "create that with item_handlers=StandardCheckpointHandler(); otherwise "
-      "it finds no metadata before it restores"
+      "create the manager with item_handlers=StandardCheckpointHandler() "
+      "(without it, metadata can be read only after a save or a restore)"
     )
   for keys, leaf in tree_leaves_with_path(target):
     dtype = getattr(leaf, "dtype", None)

@@ -110,9 +110,9 @@ def fit_group_size(
 
   Raises:
     TypeError: the same as for `abstract_state` and `coat_adamw`.
-    ValueError: only groups of fewer than 16 values would fit, whose statistics
-      need too much memory (`coat` stores 5 bytes per group), or `shardings` do
-      not fit `params`.
+    ValueError: `shardings` do not fit `params`, or only groups of fewer than 16
+      values would fit (their statistics would need too much memory: `coat`
+      stores 5 bytes per group).
   """
   op = "fit_group_size"
   arguments.check_codec(op, codec)

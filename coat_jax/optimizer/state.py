@@ -48,9 +48,9 @@ class Moment:
   the values in f32 or complex64. Statistics that are not used are scalar zeros.
 
   Attributes:
-    codes: shape=leaf.shape, in the codec's dtype.
-    amax: shape=(..., ceil(n / group_size)), or () if it is not used.
-    range: shape=(..., ceil(n / group_size)), or () if it is not used.
+    codes: shape=leaf.shape, in the codec's dtype; () for a factored leaf.
+    amax, range: shape=(..., ceil(n / group_size)), or () if not used; for a
+      factored leaf, the means of its rows and of its columns.
     codec: encodes the leaves. It is part of the tree's structure, not a leaf.
   """
 
@@ -126,7 +126,7 @@ def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
   """
   shape = jnp.shape(leaf)
   n = shape[-1] if shape else 1
-  # If the codec has no group size, codes may depend on their column.
+  # Without a group size, codes may depend on the column, so encode a whole row.
   size = max(1, min(n, getattr(group, "group_size", n)))
   # The sample is one group, and the short group that ends a row, if any.
   sample = (*(1 for _ in shape[:-1]), min(n, size + n % size)) if shape else ()
@@ -140,7 +140,7 @@ def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
 
 
 def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
-  """Sets the mesh of a concrete leaf on explicit axes, unless one is set.
+  """Sets the mesh of a concrete leaf on explicit axes, if no mesh is set.
 
   JAX cannot set a mesh while it traces a function. The zeros are then not
   sharded, as with `jnp.zeros_like`.
@@ -206,7 +206,7 @@ def _placed(x: Array, sharding: Sharding | None) -> Array:
 def splits_groups(
   sharding: Sharding, shape: tuple[int, ...], codec: GroupCodec
 ) -> bool:
-  """Returns whether devices would split groups, or rows that have a mean."""
+  """Returns whether devices would split a group, or values of one mean."""
   if not shape:
     return False
   if isinstance(codec, Factored):
@@ -280,7 +280,7 @@ class MomentOptions:
 
   op: str
   state_type: type[MomentState]
-  # User input has type Any, because our own checks raise clearer errors.
+  # User input has type Any: our checks raise clearer errors than beartype.
   codec: Any
   quantize_mask: Any
   seed: Any
@@ -309,7 +309,7 @@ class MomentOptions:
 
 
 def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
-  """Raises unless `state` has type `kind`, and its moments have this codec."""
+  """Raises if `state` has another type, or its moments have another codec."""
   if not isinstance(state, kind):
     raise TypeError(
       f"{op}: state must be {a(kind)}, got {a(type(state))}; "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains bf16 weights without an f32 copy, with an optional byte of low bits.
+"""Trains bf16 weights without an f32 copy, optionally with 8 more bits each.
 
 A 24-bit weight W is the upper 24 bits of an f32: sign, exponent and 15 mantissa
 bits. It is stored in two arrays, and can be split and joined exactly:
@@ -33,7 +33,7 @@ from coat_jax.optimizer.masks import is_norm_or_bias, leaf_paths
 _SIGN = 0x80000000
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
-# The bits of the largest f32 whose W still has a finite nearest bf16.
+# The bits of the largest f32 for which `high` is finite.
 _LARGEST = 0x7F7F7FFF
 
 
@@ -43,8 +43,8 @@ class SplitWeight(NamedTuple):
   Attributes:
     high: bf16 of any shape, nearest to the weight.
     low: int8 of the same shape: |weight| - |high|, in units of 1/256 ulp of
-      `high`. If |high| is a power of two and |weight| is smaller, the ulp is
-      that of the numbers just below |high|.
+      `high`. If |high| is a power of two and |weight| is smaller, the unit is
+      half as large.
   """
 
   high: Array
@@ -60,10 +60,10 @@ def split(
 ) -> SplitWeight:
   """Rounds f32 of any shape to 24 bits, and splits these into bf16 and a byte.
 
-  With random words, it rounds stochastically, so that E[join(split(x))] is x;
-  otherwise to nearest, ties to even. A NaN becomes the canonical NaN of its
-  sign. Finite magnitudes above 3.3961e38, whose nearest bf16 would be infinite,
-  become 3.3961e38.
+  With random words, it rounds stochastically: the mean of join(split(x)) is x.
+  Otherwise it rounds to nearest, ties to even. A NaN becomes the canonical NaN
+  of its sign. Finite magnitudes above 3.3961e38, whose nearest bf16 would be
+  infinite, become 3.3961e38.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   sign = bits & jnp.uint32(_SIGN)
@@ -72,8 +72,8 @@ def split(
     rounding = ((size >> 8) & 1) + jnp.uint32(0x7F)
   else:
     rounding = words >> 24
-  # TPUs have no minimum of unsigned integers. In signed integers, only the bits
-  # of a NaN can overflow, and these are replaced below.
+  # TPUs have no minimum of unsigned integers, so make them signed. Only the
+  # bits of a NaN can overflow, and these are replaced below.
   kept = lax.bitcast_convert_type(size + rounding, jnp.int32)
   kept = jnp.minimum(kept, jnp.int32(_LARGEST)).astype(jnp.uint32)
   kept = jnp.where(size < _INFINITY, kept, size)
@@ -114,7 +114,7 @@ def round_like(
   part: LeafPart,
   arrange: Callable[[Array], Array] = lambda words: words,
 ) -> Weight:
-  """Rounds x to the format of `weight`, to bf16 and 24 bits stochastically.
+  """Rounds x to the format of `weight`: stochastically to bf16 and 24 bits.
 
   If x was reshaped, `arrange` reshapes the random words in the same way.
   """
@@ -160,11 +160,11 @@ def split_weights(params: Any) -> tuple[Any, Any]:
       biases (`is_norm_or_bias`).
 
   Returns:
-    Two trees with the structure of `params`. If Flax boxes hold names of axes,
-    both trees have them. The first contains the parameters, with split leaves
-    in bf16. For each bf16 leaf of the first, the second contains an int8 array
-    of the same shape (zeros if the parameter already was bf16). For other
-    leaves it contains an int8 scalar zero.
+    Two trees with the structure of `params`. Both keep Flax boxes that hold
+    names of axes. The first contains the parameters, with split leaves in bf16.
+    For each bf16 leaf of the first, the second contains an int8 array of the
+    same shape (zeros if the parameter already was bf16). For other leaves it
+    contains an int8 scalar zero.
 
   Raises:
     TypeError: a leaf is not an array.
@@ -213,7 +213,7 @@ def join_weights(params: Any, low: Any) -> Any:
 
 
 def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
-  """Lists the leaves of `params`; those with low bytes as `SplitWeight`."""
+  """Lists the leaves of `params`, as a `SplitWeight` if one has low bytes."""
   _check_arrays(op, "params", params)
   _check_arrays(op, "low", low)
   leaves, parts = leaf_paths(params), jax.tree.leaves(low)

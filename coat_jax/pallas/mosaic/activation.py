@@ -95,7 +95,7 @@ def _load_tiles(refs, place, interpret: bool) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _BlockLoad(Load):
-  """How a program loads 8 rows of 128 columns: as [8, 128 / size, size]."""
+  """Loads 8 rows of 128 columns as [8, 128 / size, size]."""
 
   @property
   def count(self) -> int:

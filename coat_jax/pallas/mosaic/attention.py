@@ -4,7 +4,8 @@
   x = q k^T scale, or tanh(q k^T scale / cap) cap
   out = softmax(x) v,  lse = log sum exp(x)
   p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
-  ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
+  ds = p (dp - delta), times 1 - tanh^2 if there is a cap
+  dq = scale ds k,  dk = scale ds^T q
 
 Sequences may have any length: we pad them to a multiple of 8, at least 128, and
 copies to shared memory fill the last tile with zeros.
@@ -37,7 +38,7 @@ _HEAD_SIZES = (64, 128, 256)
 class Tile:
   """The sizes of a program's own tile and of the tiles that it visits."""
 
-  own: int  # Positions of the own tile: 128, or 64 if warpgroups share them.
+  own: int  # Positions of the own tile: 128, or 64 that warpgroups share.
   step: int  # Positions of a visited tile.
   stages: int  # Number of visited tiles that shared memory holds.
 
@@ -137,7 +138,7 @@ def attention_bwd(
 def _row_terms(
   dout: Array, residuals: AttentionResiduals
 ) -> tuple[Array, Array]:
-  """Returns lse to base 2 and delta, each f32 [B, N, T]."""
+  """Returns lse * log2(e) and delta, each f32 [B, N, T]."""
   delta = jnp.einsum(
     "btnh,btnh->bnt",
     residuals.out,

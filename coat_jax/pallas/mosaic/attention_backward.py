@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
   k: Any  # [B, T, K, H]
   v: Any  # [B, T, K, H]
   dout: Any  # [B, T, N, H]
-  lse: Any  # To base 2, f32 [B, N, padded T]
+  lse: Any  # lse * log2(e), f32 [B, N, padded T]
   delta: Any  # f32 [B, N, padded T]
 
 

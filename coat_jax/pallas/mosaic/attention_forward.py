@@ -30,11 +30,11 @@ from coat_jax.pallas.mosaic.wgmma import (
 # sum of 2^40 of them does not overflow, and none underflows.
 _NEEDS_NO_MAXIMUM = 55.0
 _MASKED = -1e30
-# The initial maximum is below every score and above every masked score. While a
-# row has only masked keys, its maximum stays _LEAST, so p is 0. If the maximum
-# started at -inf, such a row would set it to _MASKED * unit, rounded to f32.
-# But `Scores.exponential` computes x * unit - maximum with an fma, which does
-# not round x * unit. The exponent could be 1e22 instead of 0, and p infinite.
+# The running maximum starts below every score and above every masked score.
+# While a row has only masked keys, its maximum stays _LEAST, so p is 0. If it
+# started at -inf, p could be infinite: the maximum would be _MASKED * unit
+# rounded to f32, and `Scores.exponential` would subtract it from the unrounded
+# product (by an fma). Their difference, up to 1e22, would be the exponent of p.
 _LEAST = -1e20
 
 
@@ -94,8 +94,8 @@ def _softmax(
 ) -> tuple[Array, Array]:
   """Returns a warpgroup's output f32 [64, H] and log-sum-exp [64]."""
   cap, shape = work.kind.soft_cap, (ROWS, work.head_dim)
-  # If scores are bounded, p cannot overflow in BF16 even if no maximum is
-  # subtracted, but it can in f16.
+  # If scores are bounded, p fits in BF16 without subtracting a maximum. In f16,
+  # p could overflow.
   is_bounded = cap is not None and cap <= _NEEDS_NO_MAXIMUM
   has_maximum = not is_bounded or q_smem.dtype == jnp.float16
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions and classes that the attention kernels share.
 
-A program owns a tile of queries or of keys, and visits tiles of the other
-sequence (`attention_visits`). One warpgroup loads the visited tiles into a ring
-of slots in shared memory. Each of the other two warpgroups computes 64 rows of
-scores. Rows are positions of the own tile, and columns are positions of the
-visited tile.
+A program computes the results of one tile of queries or of keys (the own tile).
+It visits tiles of the other sequence (`attention_visits`). One warpgroup loads
+the visited tiles into a ring of slots in shared memory. Each of the other two
+warpgroups computes 64 rows of scores. Rows are positions of the own tile, and
+columns are positions of the visited tile.
 """
 
 import dataclasses
@@ -143,7 +143,7 @@ def product(a_smem, b_smem) -> Array:
 
 
 def add_product(acc: Array, a: Any, b_smem, interpret: bool) -> Array:
-  """Returns acc + a @ b in f32; an a in registers is rounded to b's dtype."""
+  """Returns acc + a @ b in f32; rounds a to b's dtype if a is in registers."""
 
   def multiply(acc):
     plgpu.wgmma(acc, a, b_smem)

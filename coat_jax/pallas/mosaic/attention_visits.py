@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of attention scores that a kernel visits.
+"""Finds the tiles of attention scores that a kernel visits.
 
 Each row below shows which tiles of keys a tile of queries visits. Each column
 shows which tiles of queries a tile of keys visits:
@@ -11,11 +11,11 @@ shows which tiles of queries a tile of keys visits:
          2 f f e                  2 e f e             f  is seen completely
          3 f f f e   causal       3 . e f e   window of two tiles
 
-Two tiles may share a segment if their ranges of ids overlap. With segments, a
-tile visits only those of the above tiles from the first to the last that may
-share a segment with it. In packed documents, ids increase, so all of these do
-share one. If ids do not increase, a tile may visit more tiles, but scores are
-masked one by one, so the result is correct for any ids.
+With segments, a tile visits fewer of these tiles: from the first to the last
+whose range of ids overlaps the tile's range. In packed documents, ids increase,
+so each visited tile shares a segment with the tile. If ids do not increase,
+some visited tiles may share none. The result is still correct, because scores
+are masked one by one.
 """
 
 import functools
@@ -31,11 +31,11 @@ from coat_jax.ops.types import AttentionKind
 def segment_bounds(
   segments: Array, own: int, others: int
 ) -> tuple[Array, Array]:
-  """Returns the range of tiles that may share an id with each own tile.
+  """Returns for each tile which tiles of the other sequence may share its ids.
 
-  The range starts at the first such tile and ends one past the last. Start and
-  end are int32 [B, tiles]; `segments` are [B, T]. Own tiles have `own`
-  positions, and the other tiles have `others`.
+  Both sequences have the ids `segments` [B, T]. A tile has `own` positions, and
+  a tile of the other sequence has `others`. The results, int32 [B, tiles], are
+  the index of the first such tile, and the index after the last.
   """
 
   def least_and_largest(size):
@@ -103,7 +103,7 @@ class Visits(NamedTuple):
       first = jnp.maximum(first, bounds[0])
       behind = jnp.minimum(behind, bounds[1])
       return cls(first, behind, behind, behind)
-    # Where no tile is masked, bounds stay equal ints, so `run` skips the loop.
+    # If no tile is masked, begin and end stay equal ints: `run` skips the loop.
     if back is not None:
       whole = jnp.minimum(whole, behind)
     if ahead is not None or (back is not None and edge != behind):

@@ -13,7 +13,7 @@ and adds while the other uses the tensor cores, as in DeepGEMM
 With tiles of 256 rows, the tensor cores need 1024 clocks for a block. In that
 time, 48 KiB are read from the L2 cache (32 KiB if two programs share a), and
 each warp issues 221 instructions, of which 128 are multiply-adds. If b has one
-scale per row, it issues 376 (compiled for an H200, jax 0.11.2).
+scale per row, each warp issues 376 (compiled for an H200, jax 0.11.2).
 """
 
 import dataclasses
@@ -296,8 +296,8 @@ def _write(
     for wave in range(work.tile.waves)
     for start in range(0, BLOCK, width)
   ]
-  # A piece overwrites the one that was written `slots` pieces earlier, even if
-  # that piece belongs to the previous tile.
+  # The number of slots divides the number of pieces, so all tiles use the slots
+  # in the same order, and a piece always overwrites the oldest one.
   slots = math.gcd(work.tile.slots, len(pieces))
   for i, (wave, start) in enumerate(pieces):
     rows = pl.ds(row + wave * WAVE + warpgroup * ROWS, ROWS)

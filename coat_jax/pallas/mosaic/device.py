@@ -14,7 +14,7 @@ def why_not_rows() -> str | None:
 def why_not_hopper() -> str | None:
   """Returns why kernels for Hopper cannot run on this GPU, or None.
 
-  Returns None without a GPU, too.
+  Without a GPU, returns None.
   """
   found = capability()
   is_unknown = found is None and jax.default_backend() == "gpu"

@@ -33,7 +33,7 @@ def elements(x) -> list:
 
 
 def pairs(words: list, selector: int) -> list:
-  """Packs bytes of each pair of consecutive registers into one; see `prmt`."""
+  """Applies `prmt` to each pair of consecutive registers."""
   evens, odds = words[::2], words[1::2]
   return [prmt(a, b, selector) for a, b in zip(evens, odds, strict=True)]
 
@@ -66,7 +66,7 @@ def prmt(a, b, selector: int):
 
 
 def transposed(words: Sequence) -> list:
-  """Transposes 4 x 4 bytes in four registers."""
+  """Transposes the 4 x 4 bytes in four registers."""
   (a, b), (c, d) = (
     [prmt(first, second, selector) for selector in (0x5140, 0x7362)]
     for first, second in (words[:2], words[2:])
@@ -90,7 +90,7 @@ def load_shared(address, offset: int) -> list:
 
 
 def load_global(address, offset: int) -> list:
-  """Reads 16 bytes, which the kernel must not write, as four words."""
+  """Reads 16 bytes that the kernel never writes, as four words."""
   return _load("ld.global.nc.v4.b32", address, "l", offset)
 
 
