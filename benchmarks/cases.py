@@ -86,7 +86,7 @@ class Sizes:
 SMOKE = Sizes(
   batch=2, seq=16, d_model=64, d_ff=96, num_heads=4, quantized=(32, 128)
 )
-# Kernels support these sizes, although most are not multiples of a tile.
+# Most of these sizes are not multiples of a kernel's tile.
 UNEVEN = Sizes(
   batch=1,
   seq=48,
