@@ -87,8 +87,8 @@ def compile_for(
   """Compiles `fn` for one GPU, or for a mesh of GPUs that `devices` returned.
 
   `specs` are trees of arrays or `jax.ShapeDtypeStruct`s. With a mesh, each
-  struct must have a sharding. Without one, `out_shardings` is ignored. `donate`
-  lists the positions of donated specs; `options` are XLA's compiler options.
+  struct must have a sharding. Without a mesh, `out_shardings` is ignored.
+  `donate` lists the positions of donated specs. `options` are XLA's options.
   """
   [device] = devices(gpu, 1)
   lowered = lower_for(

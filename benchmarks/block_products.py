@@ -100,7 +100,7 @@ def operands(tokens: int, d: int, f: int) -> tuple[dict, dict, dict]:
 
 
 def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
-  """Measures the matmuls of one weight matrix that the options choose."""
+  """Measures the matmuls that the options choose, for one weight matrix."""
   plain, tensor, block = operands(options.tokens, d, f)
   for name in options.products:
     a, b = PRODUCTS[name][0]

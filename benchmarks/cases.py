@@ -22,11 +22,11 @@ from coat_jax.ops import Operand
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """The sizes of a layer; the defaults are those of Llama-2-7B.
+  """The sizes of a layer, by default of Llama-2-7B.
 
-  Experts are as wide as the MLP. `dtype` is that of activations, gradients and
-  the norms' parameters. `quantized` and `group_sizes` are the matrix shape and
-  the group sizes with which `elementwise_cases` measures quantization.
+  Experts are as wide as the MLP. Activations, gradients and the parameters of
+  norms have dtype `dtype`. `elementwise_cases` quantizes a matrix of shape
+  `quantized`, with groups of each size in `group_sizes`.
   """
 
   batch: int = 4
@@ -86,7 +86,7 @@ class Sizes:
 SMOKE = Sizes(
   batch=2, seq=16, d_model=64, d_ff=96, num_heads=4, quantized=(32, 128)
 )
-# These sizes are multiples of a kernel's tile only if the kernel requires that.
+# Most of these sizes are not multiples of a kernel's tile.
 UNEVEN = Sizes(
   batch=1,
   seq=48,
@@ -100,9 +100,9 @@ UNEVEN = Sizes(
   quantized=(48, 672),
   group_sizes=(32,),
 )
-# No kernel supports the cases with these sizes. The kernels of `grouped_wgrad`
-# and `quantize_rows` support the sizes, but the former does not support f32
-# inputs, and the latter does not support E5M2, which `elementwise_cases` uses.
+# No kernel supports the cases with these sizes. Two kernels support the sizes,
+# but not the dtypes: `grouped_wgrad` does not support f32, and `quantize_rows`
+# does not support E5M2, which `elementwise_cases` uses.
 ODD = Sizes(
   batch=1,
   seq=3,

@@ -2,9 +2,9 @@
 """Lists the memory-bound cases of `benchmarks.ops`, except those of MoE layers.
 
 `num_bytes` counts the bytes of the matrices that an operation must read and
-write, but not those of vectors. Inputs count twice if an operation must find
-the result's largest magnitude before it can write the result, as
-`quantize_tensor` without a scale and `activation_bwd_operands` do.
+write, but not the bytes of vectors. Inputs count twice if an operation must
+find the result's largest magnitude before it can write the result. Examples are
+`quantize_tensor` without a scale and `activation_bwd_operands`.
 """
 
 import functools
@@ -51,8 +51,8 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # Tests expect that no kernel supports the cases with the sizes `ODD`. The
-  # kernel of `quantize_rows` supports all widths, but not E5M2.
+  # With the sizes `ODD`, tests need cases without a kernel. The kernel of
+  # `quantize_rows` supports all widths, but not E5M2.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,

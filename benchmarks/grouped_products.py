@@ -73,7 +73,7 @@ def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
   """Draws the number of rows of each expert, with a fixed seed.
 
   With "skewed" routing, the expert of rank r is expected to get a number of
-  rows proportional to 1 / r, and the last one gets none.
+  rows proportional to 1 / r, and the expert of the last rank gets none.
   """
   share = np.ones(experts)
   if routing == "skewed":

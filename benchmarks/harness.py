@@ -7,8 +7,8 @@ device. Progress is printed to standard error.
 
 `measure` times groups of calls. A GPU runs one call while Python dispatches the
 next call, so a group is timed from the dispatch of its first call to the end of
-its last call. Calls below half a millisecond may run faster than Python can
-dispatch them, so for these `measure` times the kernels with the profiler.
+its last call. Python may need longer to dispatch a call than the call takes. So
+if calls take less than half a millisecond, the profiler times their kernels.
 Consecutive calls get different copies of small arguments, which would otherwise
 stay in the L2 cache.
 """
@@ -34,7 +34,7 @@ from coat_jax.numerics.formats import E4M3
 # The copies of arguments and results together have at least this size, more
 # than twice an H200's L2 cache. But there are at most `_MOST_CALLS` copies.
 _CACHE_BYTES = 2 * 60 * 2**20
-# A group takes about this long or has `_MOST_CALLS` calls, so that the GPU's
+# A group takes this long, but has at most `_MOST_CALLS` calls. Then the GPU's
 # clock settles, and the first dispatch and the final wait are negligible.
 _GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
@@ -47,7 +47,7 @@ _GROUP_NAME = "measured group "
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """Percentiles, over groups of calls, of the milliseconds per call."""
+  """Milliseconds per call: the median and percentiles over groups of calls."""
 
   median_ms: float
   p20_ms: float
@@ -166,8 +166,8 @@ class _Calls:
     results = jax.eval_shape(fn, *args)
     if donate:
       self._check(results, args)
-    # Keep a call's result until its copy is used again. Otherwise the next call
-    # could write its result to the same addresses, which are in the cache.
+    # Keep a call's result until its arguments are used again. Otherwise, the
+    # next call could write to the same addresses, which are in the cache.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]
@@ -261,9 +261,9 @@ def measured_rows(
   """Measures the chosen implementations of a matmul that run on this device.
 
   Prints and yields a row for each. `candidates` yields the labels of a row, the
-  function to time, and its arguments. If the first argument is `reference`, the
-  row contains the error of the result relative to `exact`, unless `exact` is
-  None.
+  function to time, and its arguments. If `exact` is given and the function's
+  first argument is `reference`, the row contains the error of the result
+  relative to `exact`.
   """
   on_gpu = jax.default_backend() == "gpu"
   for labels, fn, arrays in candidates:

@@ -20,12 +20,12 @@ rounding and format of weights:
   hash          number of instructions per value that compute random words
   registers     number of registers per thread
   programs      number of programs (thread blocks) that fit on a multiprocessor
-                if each thread uses that many registers
-  clocks        number of clocks that each pipe needs for one value of each of a
-                warp's 32 threads; `issue` is the number of clocks to issue the
+                with this number of registers per thread
+  clocks        number of clocks that each pipe needs to process one value per
+                thread of a warp; `issue` is the number of clocks to issue the
                 instructions. These numbers follow from the throughputs of
                 compute capability 9.0 in NVIDIA's CUDA C++ Programming Guide.
-                The largest of them is a lower bound for the time.
+                The largest number is a lower bound for the time.
 """
 
 import argparse
@@ -51,8 +51,8 @@ VALUES = 8  # Number of values per thread; see `pallas.mosaic.registers`.
 SHAPE = (64, 1024)
 
 # For each kind of instruction: the number of clocks that a quarter of a
-# multiprocessor needs to execute one for a warp, and prefixes. An instruction
-# is of the first kind with a matching prefix.
+# multiprocessor needs to execute one instruction of a warp, and prefixes of
+# opcodes. An instruction is of the first kind with a matching prefix.
 KINDS = {
   "special": (8, ("MUFU", "F2I", "I2F.", "F2F", "FRND", "POPC", "FLO")),
   "shuffle": (4, ("SHFL",)),
@@ -115,7 +115,7 @@ def by_kind(found: collections.Counter[str]) -> dict[str, float]:
 
 
 def clocks(found: collections.Counter[str]) -> dict[str, float]:
-  """Computes the clocks per kind, and for issue, of one value per thread."""
+  """Computes the clocks for one value per thread, by kind and for issue."""
   per_value = by_kind(found)
   out = {kind: per_value[kind] * cost for kind, (cost, _) in KINDS.items()}
   # Only one half of the multiply-add pipe multiplies integers.

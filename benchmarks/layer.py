@@ -149,7 +149,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
     of_mlp = 2 + config.choices.is_gated
     of_mlp *= config.experts_per_token or 1
     # `seen` is the mean number of keys that a query sees. Attention is causal,
-    # so it is half of the sequence, or less with a window.
+    # so this is half of the sequence, or less with a window.
     window = min(config.window or seq, seq)
     seen = window * (1 - window / (2 * seq))
   weights = d * h * (2 * heads + 2 * kv_heads) + of_mlp * d * config.d_ff
@@ -185,7 +185,7 @@ class Layer:
     self.graph, self.params = nnx.split(layer, nnx.Param)
 
   def forward(self, params, x, codes=None):
-    """Runs the layer on x [B, T, D]; `codes` are those of `weight_codes`."""
+    """Runs the layer on x [B, T, D]; `codes` come from `weight_codes`."""
     graph, state = self._cached(params)
     if codes is not None:
       state = nnx.merge_state(params, codes)
@@ -262,7 +262,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
   further = {}
   if variant.checkpoint == "none":
     tokens = min(_RESIDUAL_TOKENS, options.seq)
-    # Count what plain JAX saves, because kernels save the same arrays.
+    # Plain JAX saves the same arrays as kernels, and needs no GPU.
     recipe = dataclasses.replace(variant.recipe, implementation="xla")
     counted = residual_bytes(config, recipe, tokens=tokens)
     further["remembered_units"] = counted["total"] / (2 * config.d_model)

@@ -18,8 +18,8 @@ these numbers too, in U:
                    d_ff = 8/3 d_model and does not count scales; for fp8_linear,
                    the table's number for TransformerEngine
   reference_units  only in recipe coat: our count for a Llama layer of the same
-                   sizes in the code of COAT's authors, including scales, with
-                   and without the 2 U that the paper counts for RoPE
+                   sizes in the code of COAT's authors, including scales; with
+                   and without q and k for RoPE, which the paper counts
 
 memory.state: for each codec, the bytes of parameters (f32 or BF16), gradients
 and the optimizer's state, divided by the number of parameters. They are

@@ -8,14 +8,14 @@
 A row contains the milliseconds per call and a rate: TFLOP/s for matmuls, GB/s
 for other operations. FLOPs count matmuls only. Bytes are the fewest bytes that
 a call must read and write (`benchmarks.*_cases`). `share_of_ceiling` is the
-rate divided by this device's best rate: that of a large matmul in FP8 or BF16,
-or that of reading and writing 1 GiB. The best rates are measured in the same
-run and printed as the row `ops.ceilings`. Without a GPU, kernels are skipped.
+rate divided by this device's best rate. The same run measures the best rates,
+with a large matmul in FP8, one in BF16, and reading and writing 1 GiB, and
+prints them as the row `ops.ceilings`. Without a GPU, kernels are skipped.
 
-With `--compare NAME`, each implementation's results are compared with those of
-implementation NAME. Each row then contains two lists with one number per
-result: `unequal`, the fraction of values whose bits differ (two NaNs count as
-equal), and `largest_difference`, relative to the largest finite magnitude in
+With `--compare NAME`, the results of each implementation are compared with the
+results of implementation NAME. Each row then contains two lists with one number
+per result. `unequal` is the fraction of values whose bits differ; two NaNs are
+equal. `largest_difference` is relative to the largest finite magnitude in
 NAME's result.
 """
 
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   parser.add_argument(
     "--compare",
     metavar="IMPLEMENTATION",
-    help="also compare the results with those of this implementation",
+    help="also compare results with the results of this implementation",
   )
   parser.add_argument(
     "--smoke", action="store_true", help="use tiny shapes for a quick test"

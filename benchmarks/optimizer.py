@@ -5,8 +5,8 @@
     [--codecs coat log8] [--weights float32 bfloat16 bfloat16_low8]
     [--optimizer coat_lion] [--implementations mosaic]
 
-The command prints a JSON row, `optimizer`, for optax.adamw (or optax.lion)
-with each dtype of weights, and for the fused step with each combination of
+The command prints JSON rows, `optimizer`: one for optax.adamw (or optax.lion)
+with each dtype of weights, and one for the fused step with each combination of
 codec, rounding, format of weights and implementation. --codecs also accepts
 your own codec as package.module:function.
 

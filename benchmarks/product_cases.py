@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the cases of `benchmarks.ops` with matmuls, and all of MoE layers.
+"""Lists the cases of `benchmarks.ops` for matmuls and for MoE layers.
 
-BF16 and Flax's FP8 are timed for comparison. FLOPs count matmuls only. They
-include only the part of causal attention below the diagonal.
+BF16 and Flax's FP8 are timed for comparison. FLOPs count matmuls only. In
+causal attention, only the part below the diagonal counts.
 """
 
 import functools
@@ -19,7 +19,7 @@ from coat_jax.numerics.formats import E4M3, E5M2
 
 
 def product_cases(sizes: Sizes) -> Iterator[Case]:
-  """Lists the cases that contain matmuls, and all cases of MoE layers."""
+  """Lists the cases for matmuls and for MoE layers."""
   yield from _matmuls(sizes)
   yield from _grouped(sizes)
   yield from _linear(sizes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles whole training steps of a preset for H200s, without a GPU.
 
-The step is that of `train.pretrain`: forward and backward pass, clipping and
-optimizer, with a donated state.
+As in `train.pretrain`, a step consists of forward and backward pass, clipping
+and optimizer. The state is donated.
 """
 
 import dataclasses
@@ -52,8 +52,8 @@ def configure(
 
   Moments are f32 if the recipe is bf16 or fp8_linear, and FP8 otherwise.
   `batch` is the number of sequences per device, or per group of devices along
-  the mesh axis `tensor`. `options` may include `optimizer` and fields of
-  `TrainConfig` that are not set here. They override those of the variant.
+  the mesh axis `tensor`. `options` override the variant's options. They may be
+  `optimizer`, `second` and fields of `TrainConfig` that are not set here.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options
@@ -79,7 +79,7 @@ def configure(
 def compile_step(
   config: TrainConfig,
 ) -> tuple[jax.stages.Compiled, step.TrainState]:
-  """Compiles a run's step for H200s; returns it and its state's shapes."""
+  """Compiles a run's step for H200s; also returns the shapes of the state."""
   sizes = config.mesh_sizes
   mesh = None
   if sizes:

@@ -19,7 +19,7 @@ _WARM_UP_CALLS = 10
 
 
 def measure(fn: Callable[[], object], repeats: int = 20) -> dict[str, float]:
-  """Computes percentiles, over groups of calls, of the milliseconds per call.
+  """Times groups of calls; returns percentiles of the milliseconds per call.
 
   `fn` must not wait for the GPU.
   """

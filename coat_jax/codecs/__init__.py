@@ -65,15 +65,15 @@ def coat(
 
   Args:
     group_size: number of values along the last axis that share statistics.
-    rounding: "stochastic" or, as in the authors' code, "nearest", with which
-      second moments freeze if b2 is 0.99 or more.
+    rounding: "stochastic", or "nearest" as in the authors' code. With
+      "nearest", second moments freeze if b2 is 0.99 or more.
     second: format of the second moment; the first moment is always in E4M3.
-      "factored" stores only the means of its rows and columns, as Adafactor
-      does.
+      Like Adafactor, "factored" stores only the means of rows and columns.
 
   Returns:
-    A codec that stores 2 + 10 / group_size bytes per parameter; with
-    second="factored" 1 + 5 / group_size, and a few bytes per row and column.
+    A codec that stores 2 + 10 / group_size bytes per parameter. With
+    second="factored", it stores 1 + 5 / group_size bytes per parameter, plus 4
+    bytes per row and per column.
 
   Raises:
     TypeError, ValueError: an argument has the wrong type or value.
@@ -147,9 +147,9 @@ def int8(
 ) -> MomentCodec:
   """INT8, linear in x: 2 + 8 / group_size bytes per parameter.
 
-  Use this codec only as a baseline. If a is the largest second moment of a
-  group, those below a/255 become a/255 or 0. If one becomes 0, a small gradient
-  in the next step leads to a huge update. `coat` explains the arguments.
+  Use this codec only as a baseline. If a second moment is less than 1/255 of
+  the largest one in its group, it may become 0. Then a small gradient in the
+  next step leads to a huge update. `coat` explains the arguments.
   """
   return MomentCodec(
     name="int8",

@@ -10,7 +10,7 @@ from jax import Array
 
 from coat_jax.codecs.group import Encoded, Plain, divided
 
-# A leaf is not factored if the shorter of its two axes is shorter than this.
+# A leaf is factored only if its rows and its columns are at least this long.
 _SHORTEST = 32
 _PLAIN = Plain("float32")
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -21,14 +21,14 @@ class Factored:
   """Stores v [..., n] as f32 means of its rows and of its columns.
 
   v[i, j] decodes to rows[i] columns[j] / mean(rows), which is exact if v has
-  rank one. Rows and columns are the two longest axes, not counting the first of
-  three or more axes, which may be that of stacked layers. `Encoded.amax`
-  contains the means of rows, and `range` those of columns; both keep axes of
-  size 1. There are no codes. Leaves without two axes of at least 32 are stored
-  like `Plain`.
+  rank one. The two longest axes are rows and columns. If there are three or
+  more axes, the first one is never chosen, because layers may be stacked along
+  it. `Encoded.amax` contains the means of rows, and `range` the means of
+  columns, both with size 1 along the averaged axis. `codes` is a scalar zero.
+  Leaves without two such axes of at least 32 are stored by `Plain` in f32.
 
-  A decay of v and its encoding commute, so an optimizer's step rounds v only to
-  f32. A NaN makes the whole matrix NaN.
+  Encoding the decoded v gives the same means again, up to f32 rounding. So
+  errors do not accumulate over steps. A NaN makes the whole matrix NaN.
 
   Source: arXiv:1804.04235, section 3.
   """
@@ -45,16 +45,16 @@ class Factored:
     return Encoded(jnp.uint8(0), _mean(x, column), _mean(x, row))
 
   def zeros(self, shape: tuple[int, ...]) -> Encoded:
-    """Encodes zeros of this shape, without computing them."""
+    """Returns the encoding of zeros, without allocating zeros of `shape`."""
     like = jax.eval_shape(
       lambda: self.encode(jnp.zeros(shape, jnp.float32), None)
     )
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
   def factors(self, encoded: Encoded) -> tuple[Array, Array]:
-    """Returns two arrays whose product is v, if it was factored."""
+    """Returns two arrays whose product is the decoded v; v must be factored."""
     _, rows, columns = encoded
-    # Both axes are longer than 1, but the means of columns have one row.
+    # Along the axis of rows, `rows` is long, but `columns` has size 1.
     row = max(range(rows.ndim), key=lambda i: rows.shape[i] - columns.shape[i])
     return rows, divided(columns, _mean(rows, row))
 

@@ -88,8 +88,8 @@ class ScaledFP8(_FP8):
     return y * (1 / qmax(self.dtype))
 
   def _values(self, codes, amax, range_):
-    # In some programs, XLA rewrites y / qmax * amax to this. With it written
-    # out, all programs round alike.
+    # In some programs, XLA would rewrite y / qmax * amax to this formula. We
+    # use the formula ourselves, so that all programs round alike.
     scale = amax * jnp.float32(1 / qmax(self.dtype))
     return codes.astype(jnp.float32) * scale
 

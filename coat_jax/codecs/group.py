@@ -27,11 +27,12 @@ NAN_EXPONENT = 255
 class Encoded(NamedTuple):
   """An encoded moment, as it is stored.
 
-  A statistic that a codec does not use is a scalar zero.
+  A field that a codec does not use is a scalar zero. The attributes below are
+  for codecs with groups; `Factored` stores means of rows and columns instead.
 
   Attributes:
-    codes: [..., n], one byte per value (`Plain`: the value itself). A 4-bit
-      codec uses int4; XLA stores two int4 values in a byte.
+    codes: [..., n], one byte per value. A 4-bit codec uses int4; XLA stores two
+      int4 values in a byte. `Plain` stores the values themselves.
     amax: [..., ceil(n / group_size)], each group's upper bound: its largest
       magnitude in f32, or the biased exponent of a power of two in uint8.
     range: uint8 of the same shape, how far each group extends below `amax`: the
@@ -60,9 +61,9 @@ class GroupCodec(Protocol):
     """Encodes f32 [..., n], given uniform noise in [0, 1) of the same shape.
 
     `noise` is None if `needs_noise` is False. All groups of zeros must get
-    the same codes and statistics, whatever the noise; only a short group may
-    differ. Optimizers rely on this: they encode one group of the initial zeros
-    and repeat the result.
+    the same codes and statistics, whatever the noise; only the short group at
+    the end of a row may differ. Optimizers rely on this: they encode one group
+    of the initial zeros and repeat the result.
     """
     ...
 
@@ -97,10 +98,10 @@ class Plain:
 class Grouped(abc.ABC):
   """Base class of group codecs, such as those in `fp8` and `integers`.
 
-  A subclass defines `_statistics` of groups, `_codes` of magnitudes and
-  `_values` of codes. Magnitudes and codes are [..., groups, group_size]; the
-  statistics that are passed with them are [..., groups, 1]. This class splits
-  rows into groups, and adds signs to codes unless their dtype is unsigned.
+  A subclass computes `_statistics`, encodes magnitudes (`_codes`) and decodes
+  codes (`_values`). These get magnitudes and codes [..., groups, group_size]
+  and statistics [..., groups, 1]. This class splits rows into groups, and adds
+  signs to codes of signed dtypes.
 
   Attributes:
     group_size: number of values along the last axis that share statistics.
@@ -236,9 +237,9 @@ def finite_amax(magnitude: Array) -> Array:
   If any magnitude is not finite, the result is NaN, and so the whole group
   decodes to NaN.
   """
-  # A maximum of floats need not propagate NaN. The bits of magnitudes are
-  # ordered like their values, with NaN above infinity. The mask clears the sign
-  # of a NaN. abs() would too, but XLA drops the abs() of a square.
+  # A maximum of floats may drop a NaN. So take the maximum of the bits, which
+  # are ordered like the magnitudes, with NaN above infinity. The mask clears
+  # the sign of a NaN: abs() may not, because XLA drops the abs() of a square.
   bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32) & 0x7FFFFFFF
   amax = jnp.max(bits, axis=-1)
   amax = jax.lax.bitcast_convert_type(amax, jnp.float32)

@@ -62,9 +62,9 @@ class LogUniform(_Integer):
   def _place(self, magnitude, amax, octaves):
     """Returns the whole part and the fraction of a magnitude's level.
 
-    Levels are counted from the lower bound, whole octaves in integers. A single
-    f32 would resolve the fraction only to 2^-16, and backends would then round
-    differently.
+    Levels are counted from the lower bound. Whole octaves are computed in
+    integers, because a level in f32 would have only 16 bits of fraction, and
+    backends would round it differently.
     """
     steps = self._levels - 1
     exponent, fraction = split_float(magnitude)
@@ -81,12 +81,12 @@ class LogUniform(_Integer):
     steps = self._levels - 1
     # Divide integers, so that decoding does not depend on f32 rounding.
     whole, rest = jnp.divmod(level * octaves, steps)
-    # Start from the upper bound, so that the highest level decodes to it. Equal
-    # bounds count as one octave apart.
+    # `octaves` is at least 1, even if both bounds are equal. So count from the
+    # upper bound: the highest level must decode to it.
     exponent = amax.astype(jnp.int32) - octaves + whole
     magnitude = jnp.exp2(rest * jnp.float32(1 / steps)) * exp2_biased(exponent)
     magnitude = jnp.where(level < 0, 0.0, magnitude)
-    # This adds 0 to a finite group, and NaN to a group that contains a NaN.
+    # This adds NaN if the group's upper bound is NaN, and 0 otherwise.
     magnitude += 0 * exp2_biased(amax)
     return jnp.where(codes < 0, -magnitude, magnitude)
 

@@ -68,11 +68,11 @@ class CoatConfig(OptimizerConfig):
 
 
 def _name_statistics(state: Any) -> Any:
-  """Corrects the named axes of statistics, which haliax copies from parameters.
+  """Gives the arrays of moments named axes with the arrays' sizes.
 
-  Some of their axes are shorter, such as the last one, which has one entry per
-  group. haliax shards them like the parameter's, which fails if devices cannot
-  split them evenly.
+  haliax copies a parameter's axes to its moments. But in statistics, some axes
+  are shorter: the last one has one entry per group. If devices cannot split the
+  shorter axis evenly, sharding it like the parameter's axis fails.
   """
 
   def named(node):
@@ -89,7 +89,7 @@ def _name_statistics(state: Any) -> Any:
 
 
 def _name_groups(statistics: Any) -> Any:
-  """Resizes axes, and renames those that devices cannot split evenly."""
+  """Corrects the sizes of axes, and renames axes that do not split evenly."""
 
   def named(x):
     if not haliax.is_named_array(x):

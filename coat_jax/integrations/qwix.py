@@ -2,9 +2,9 @@
 """Runs the matmuls of any flax model in coat_jax's FP8, through qwix.
 
 qwix calls a provider wherever a model calls `jax.lax.dot_general` or
-`jnp.einsum`, so the model's code stays as it is. What norms and activation
-functions save for the backward pass does not change; the blocks of
-`coat_jax.layers` save that in FP8 too.
+`jnp.einsum`, so the model's code stays as it is. Norms and activation functions
+do not change, and save their inputs in the model's dtype. To save these inputs
+in FP8 too, use the blocks of `coat_jax.layers`.
 """
 
 import math
@@ -23,9 +23,9 @@ from coat_jax.numerics import recipes
 class CoatProvider(qwix.QuantizationProvider):
   """Multiplies activations by weights in FP8, forward and backward.
 
-  Only matmuls of BF16 or f32 arrays without batch axes change, and only if the
-  right operand has at least two axes: x [..., D] times a weight [D, ...]. So
-  attention's matmuls, which have batch axes, do not change.
+  A matmul is replaced if it multiplies x [..., D] by a weight [D, ...] with at
+  least two axes, x and the weight are BF16 or f32, and there are no batch axes.
+  Attention's matmuls have batch axes, so they are not replaced.
 
   Args:
     rules: `qwix.QuantizationRule`s. Their `module_path` and `op_names` select
@@ -99,7 +99,8 @@ def _contracted(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
   """Returns the axes of x and w that an einsum like "btd,dnh->btnh" contracts.
 
-  Returns None unless w is a weight whose other axes come last in the result.
+  Returns None if the einsum is not x times a weight w, or if the other axes of
+  w do not come last in the result.
   """
   if len(operands) != 2 or not isinstance(subscripts, str):
     return None

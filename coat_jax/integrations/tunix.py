@@ -17,7 +17,7 @@ from coat_jax import coat_adamw, coat_lion, coat_muon
 
 
 def register() -> None:
-  """Adds coat_adamw, coat_lion and coat_muon to optax, for `opt_type`."""
+  """Adds our optimizers to optax, where Tunix looks up `opt_type`."""
   for optimizer in (coat_adamw, coat_lion, coat_muon):
     setattr(optax, optimizer.__name__, optimizer)
 

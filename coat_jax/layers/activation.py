@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions that save their inputs in FP8, in 1 x G groups.
 
-G is `recipe.group_size`. Both passes read the dequantized values.
+G is `recipe.group_size`. Forward and backward passes read dequantized values.
 """
 
 import functools
@@ -46,14 +46,14 @@ def activate(
   """Computes f(x), or f(x) * up as in a SwiGLU MLP.
 
   Args:
-    x: [..., F], BF16 (or f32).
+    x: [..., F], BF16 or f32.
     up: an array of the same shape and dtype, or None.
     activation: f, one of "silu", "gelu" (exact, with erf), "gelu_tanh" (the
       tanh approximation, the default of `jax.nn.gelu`) and "gelu_quick"
       (x sigmoid(1.702 x), as in CLIP).
     recipe: if `recipe.nonlinear` is "fp8", x and up are quantized to FP8 and
-      saved, and the arithmetic is in f32. Otherwise it is in x's dtype. None
-      means `recipes.coat()`.
+      saved, and f is computed in f32. Otherwise f is computed in x's dtype.
+      None means `recipes.coat()`.
 
   Returns:
     [..., F] in the inputs' dtype.
@@ -83,7 +83,7 @@ def plain_activation(
   parts: Sequence[Array], activation: ops.Activation
 ) -> Array:
   """Computes f(x), or f(x) * up, in x's dtype; JAX differentiates it."""
-  # Name the inputs as with FP8 recipes, for checkpoint policies.
+  # Checkpoint policies find the inputs by the same names as in FP8 recipes.
   x, *others = save_residual("activation", tuple(parts))
   with residual_scope("activation"):
     y = _PLAIN[activation](x)

@@ -56,9 +56,9 @@ class Attention(RecipeModule):
 
   Attributes:
     middle: `SelfAttention`, which holds the options for heads, RoPE and masks.
-    qkv: NormLinear that computes q, k and v. Its columns are grouped by key
-      head. A group holds the query heads that share the key head, then the key
-      and the value. A shard of the columns holds whole groups.
+    qkv: NormLinear that computes q, k and v. Its columns form one group per key
+      head: the query heads that share this key head, then the key head and the
+      value head. A shard of the columns holds whole groups.
     out: Linear [num_heads * head_dim, features].
     post_norm: RMSNorm or LayerNorm, or None.
     q_norm, k_norm: RMSNorms of q and k, or None. With `qk_norm="head"` both
@@ -111,7 +111,7 @@ class Attention(RecipeModule):
         all.
       qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head
         separately, "all" normalizes all heads of a token together; None for no
-        norm. If `recipe.nonlinear` is "fp8", its inputs are saved in FP8.
+        norm. If `recipe.nonlinear` is "fp8", RMSNorm's inputs are saved in FP8.
       clip_qkv: q, k and v are clipped to [-clip_qkv, clip_qkv]; None for no
         clipping.
       use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for the
