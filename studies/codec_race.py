@@ -269,8 +269,9 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = dict(steps=options.steps, batch=8, seq=64)
     trained = train_model(MODEL, tokens, **sizes)
     for name in names:
-      if CANDIDATES[name].optimizer in ("adamw", "factored"):
-        values = errors_of(CANDIDATES[name], trained)
+      found = CANDIDATES[name]
+      if found.optimizer in ("adamw", "factored") and found.weights is None:
+        values = errors_of(found, trained)
         case = sizes | dict(candidate=name)
         _append(options.rows, emit(f"{BENCH}.errors", case, **values))
     return 0

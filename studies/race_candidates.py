@@ -22,6 +22,7 @@ from coat_jax import (
   encoded,
 )
 from coat_jax.models import model_matrices
+from studies import race_weights
 from studies.factored_adam import scale_by_factored_adam
 from train import step
 from train.config import TrainConfig
@@ -41,7 +42,8 @@ class Candidate:
   columns. Unlike in `coat(second="factored")`, the update divides by the root
   of these means. "resets" is AdamW whose moments restart from 0 every 250
   steps.
-  "lion, encoded" and "momentum" are optimizers of optax in `encoded`.
+  "lion, encoded" and "momentum" are optimizers of optax in `encoded`. `weights`
+  is how AdamW stores its weights; None for f32.
   """
 
   codec: str
@@ -49,6 +51,7 @@ class Candidate:
   optimizer: Literal[
     "adamw", "factored", "resets", "lion", "lion, encoded", "momentum", "muon"
   ] = "adamw"
+  weights: race_weights.Storage | None = None
 
   def build(self) -> codecs.MomentCodec:
     return codecs.build(self.codec, **self.options)
@@ -73,6 +76,9 @@ CANDIDATES = {
     "coat", {"rounding": "nearest"}, optimizer="resets"
   ),
   "float32, resets": Candidate("float32", optimizer="resets"),
+  "E4M3 weights, fed back": Candidate("float32", weights="E4M3, fed back"),
+  "E4M3 weights, stochastic": Candidate("float32", weights="E4M3, stochastic"),
+  "BF16 weights, stochastic": Candidate("float32", weights="BF16, stochastic"),
   "muon, float32": Candidate("float32", optimizer="muon"),
   "muon, coat": Candidate("coat", optimizer="muon"),
   "muon, int8": Candidate("int8", optimizer="muon"),
@@ -129,6 +135,17 @@ def _unclipped(
     return factor * schedule(count)
 
   decay = optim.weight_decay / factor
+  if candidate.weights is not None:
+    return race_weights.adamw(
+      rate,
+      optim.b1,
+      optim.b2,
+      optim.eps,
+      weight_decay=decay,
+      decays=step.decays,
+      storage=candidate.weights,
+      seed=seed,
+    )
   if candidate.optimizer == "adamw":
     return coat_adamw(
       rate,
