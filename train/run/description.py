@@ -4,16 +4,12 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from train.config import TrainConfig, resume_rule
-from train.data.tokens import TokenSource
 from train.finetune_config import FinetuneConfig
 from train.options import part_of
 from train.vit_config import VitConfig
-
-if TYPE_CHECKING:  # train.run.data imports this module.
-  from train.run.data import RunData
 
 _FORMAT = "coat_jax run 1"
 _COMMANDS = {
@@ -23,7 +19,16 @@ _COMMANDS = {
 }
 
 
-def describe(config: TrainConfig, data: "RunData | TokenSource") -> dict:
+class Data(Protocol):
+  """What a description says of a run's data; see `run.data.RunData`."""
+
+  @property
+  def fingerprint(self) -> str: ...
+  @property
+  def change_times(self) -> str | None: ...
+
+
+def describe(config: TrainConfig, data: Data) -> dict:
   commands = {kind: command for command, kind in _COMMANDS.items()}
   return {
     "format": _FORMAT,
@@ -59,7 +64,7 @@ def _rebuild(kind: type, values: dict) -> Any:
 
 
 def check_same(
-  where: Path, saved: dict, config: TrainConfig, data: "RunData"
+  where: Path, saved: dict, config: TrainConfig, data: Data
 ) -> list[str]:
   """Checks that a run can continue a checkpoint; returns changes to report."""
   if _COMMANDS[saved["command"]] is not type(config):
