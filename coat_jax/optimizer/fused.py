@@ -75,6 +75,14 @@ class FusedTransformation(NamedTuple):
   begin: Callable[[optax.Params, FusedState], LeafSteps]
   explain: Callable[[optax.Params], dict[str, str]]
 
+  @property
+  def update(self) -> Any:
+    # optax looks it up only when a chain is updated. hasattr() is still False.
+    raise AttributeError(
+      "FusedTransformation: optax.chain needs an optimizer with update, got a "
+      "fused one, which returns new parameters; use coat_adamw or coat_lion"
+    )
+
 
 def fused_coat_adamw(
   learning_rate: optax.ScalarOrSchedule,

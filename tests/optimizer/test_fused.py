@@ -161,3 +161,12 @@ def test_explain_names_the_implementation_of_each_leaf():
   )
   assert "last axis must be a multiple of 128" in said["odd"]
   assert "encoded in groups" in said["norm"]
+
+
+def test_fused_optimizer_in_a_chain_says_which_one_to_use():
+  params = {"w": jnp.ones((64, 128))}
+  optimizer = fused_coat_adamw(1e-3)
+  assert not hasattr(optimizer, "update")
+  chain = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+  with pytest.raises(AttributeError, match="use coat_adamw or coat_lion"):
+    chain.update(params, chain.init(params), params)
