@@ -165,6 +165,6 @@ class BoundedFP8(ExpandedFP8):
     return octaves_between(amax, range_)
 
   def root_at(self, index):
-    # This rounds once. 1 / power(...) would round twice, or once if XLA rewrote
-    # the expression.
+    # This rounds once. 1 / power(...) would round once or twice, depending on
+    # whether XLA rewrites the expression.
     return index * (1 / log2_range(self.dtype))

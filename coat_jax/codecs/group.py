@@ -68,7 +68,7 @@ class GroupCodec(Protocol):
     ...
 
   def decode(self, encoded: Encoded) -> Array:
-    """Decodes to f32, in the shape of the codes."""
+    """Decodes to f32, in the shape of the array that was encoded."""
     ...
 
 
@@ -143,7 +143,7 @@ class Grouped(abc.ABC):
     return Encoded(codes, _without_last(amax), _without_last(range_))
 
   def statistics(self, x: Array) -> tuple[Array, Array]:
-    """Returns amax and range [..., 1] of x's rows, f32 [..., group_size]."""
+    """Returns amax and range [..., 1] of the groups in x, [..., group_size]."""
     amax, range_ = self._statistics(magnitude_of(x))
     return _with_last(amax), _with_last(range_)
 
@@ -155,8 +155,8 @@ class Grouped(abc.ABC):
   ) -> Encoded:
     """Encodes f32 [..., group_size], one group per row.
 
-    Statistics are [..., 1]. Kernels call this method on tiles, so it uses only
-    dtypes that TPUs support.
+    `statistics`, [..., 1] each, are computed by default. Kernels call this
+    method on tiles, so it uses only dtypes that TPUs support.
     """
     magnitude = magnitude_of(x)
     amax, range_ = statistics or self.statistics(x)
@@ -174,7 +174,7 @@ class Grouped(abc.ABC):
 
   @abc.abstractmethod
   def _statistics(self, magnitude: Array) -> tuple[Array, Array]:
-    """Returns amax and range of each group, [..., groups]."""
+    """Returns amax and range, [..., groups]; an unused range is a scalar."""
 
   @abc.abstractmethod
   def _codes(
@@ -239,7 +239,7 @@ def finite_amax(magnitude: Array) -> Array:
   """
   # A maximum of floats may drop a NaN. So take the maximum of the bits, which
   # are ordered like the magnitudes, with NaN above infinity. The mask clears
-  # the sign of a NaN: abs() may not, because XLA drops the abs() of a square.
+  # the sign of a NaN, which may be set: XLA removes the abs() of a square.
   bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32) & 0x7FFFFFFF
   amax = jnp.max(bits, axis=-1)
   amax = jax.lax.bitcast_convert_type(amax, jnp.float32)
@@ -256,7 +256,7 @@ def exponent_bounds(magnitude: Array) -> tuple[Array, Array]:
 
   Magnitudes are f32 [..., group_size]. The results are biased exponents, uint8
   [...], of 2^upper >= amax (but at most 2^127) and 2^lower <= nonzero amin. If
-  a magnitude is not finite, upper is NAN_EXPONENT.
+  a magnitude is not finite, the first result is NAN_EXPONENT.
   """
   amax = finite_amax(magnitude)
   upper, fraction = split_float(amax)

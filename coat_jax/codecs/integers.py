@@ -51,8 +51,9 @@ class LogUniform(_Integer):
     if noise is None:
       level = whole + jnp.round(part)
     else:
-      # Let a and b be the levels around x. Round up if x - a > noise * (b - a).
-      # We divide both sides by a: x / a = 2^(part * step) and b / a = 2^step.
+      # Let a and b be the decoded values of the levels around a magnitude x.
+      # Round up if x - a > noise * (b - a). We divide both sides by a:
+      # x / a = 2^(part * step) and b / a = 2^step.
       step = octaves * (1 / steps)
       up = jnp.exp2(part * step) - 1 > noise * (jnp.exp2(step) - 1)
       level = whole + up

@@ -68,7 +68,7 @@ class CoatConfig(OptimizerConfig):
 
 
 def _name_statistics(state: Any) -> Any:
-  """Gives the arrays of moments named axes with the arrays' sizes.
+  """Corrects the named axes of moments to the sizes of the moments' arrays.
 
   haliax copies a parameter's axes to its moments. But in statistics, some axes
   are shorter: the last one has one entry per group. If devices cannot split the

@@ -16,7 +16,7 @@ import qwix
 from coat_jax import coat_adamw
 from coat_jax.integrations.qwix import CoatProvider
 
-# Like MaxText's other providers, selects the decoder's layers, but no routers.
+# Selects the decoder's layers except routers, as MaxText's other providers do.
 _LAYERS = r"decoder/.*layers(?!.*/gate$).*"
 
 

@@ -99,8 +99,8 @@ def _contracted(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
   """Returns the axes of x and w that an einsum like "btd,dnh->btnh" contracts.
 
-  Returns None if the einsum is not x times a weight w, or if the other axes of
-  w do not come last in the result.
+  Returns None if the einsum is not x times a weight w, or if the result's axes
+  are not the other axes of x followed by the other axes of w.
   """
   if len(operands) != 2 or not isinstance(subscripts, str):
     return None

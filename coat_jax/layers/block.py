@@ -11,9 +11,9 @@ writes the first matmul's operand, the middle writes the second's, and the
 middle's backward pass writes h's gradient as an operand.
 
 A block saves what its front (`layers.front`) and its middle save, and the scale
-of the second weight. If the back has a norm, that norm reads z as 1 x G FP8
-values. The block saves these values and the norm's statistics, and gradients
-pass straight through the rounding of z.
+of the second weight if `multiply` returns it. If the back has a norm, that norm
+reads z as 1 x G FP8 values. The block saves these values and the norm's
+statistics, and gradients pass straight through the rounding of z.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
 axis. Between them each device holds a shard of the columns for whole sequences.

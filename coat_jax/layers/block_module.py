@@ -33,8 +33,8 @@ class NormLinearOptions(TypedDict, total=False):
     norm: norm of the input, "rms" (the default) or "layer"; None for no norm.
     epsilon: added to the mean square or the variance in norms, 1e-6 by default.
     use_scale: whether norms have a scale [D], True by default.
-    scale_plus_one: whether norms, including those of q and k, multiply by 1 +
-      scale, as in Gemma; False by default.
+    scale_plus_one: whether norms, including the norms of q and k, multiply by
+      1 + scale, as in Gemma; False by default.
     use_norm_bias: whether norms have a bias [D], False by default.
     dtype: dtype of input, output and activations that are not FP8, bfloat16 by
       default; None for the common dtype of input and parameters.
@@ -96,8 +96,8 @@ class BlockOptions(NormLinearOptions, total=False):
   out_bias_metadata: Metadata
 
 
-# Defaults of options that blocks read, and of options with other defaults in
-# norms or linear layers.
+# Defaults of the options that blocks read, and of options whose defaults differ
+# from the defaults of norms or linear layers.
 _DEFAULTS: dict[str, Any] = dict(
   recipe=None,
   norm="rms",

@@ -38,8 +38,8 @@ class ConversionReport:
 
   Attributes:
     replaced: maps the path of each replaced module or block to its new class.
-    left: maps the paths of modules that were not replaced to reasons. Contains
-      modules that hold parameters directly or whose class is in `blocks`.
+    left: for each module that was not replaced, maps its path to the reason.
+      Lists only modules that hold variables directly, or are named in `blocks`.
     matmuls_only: classes whose linear layers were replaced one by one. The
       activations between these layers are saved as before.
     saved_before, saved_after: bytes that the model saves for its backward pass,
@@ -247,7 +247,7 @@ class _Converter:
     return module
 
   def _explain(self, name: str, module: nnx.Module) -> None:
-    """Records why a module that directly holds parameters was not replaced."""
+    """Records why a module that directly holds variables was not replaced."""
     if isinstance(module, RecipeModule | FusedBlock):
       return
     if any(isinstance(x, nnx.Variable) for x in vars(module).values()):

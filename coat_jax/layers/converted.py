@@ -339,7 +339,7 @@ def _candidates(original: nnx.Module, ours: type) -> Iterable[Roles]:
 
 
 def _fits(front: list[Any], back: Any, gated: bool) -> bool:
-  """Returns whether these linear layers' widths fit a block."""
+  """Returns whether these linear layers' widths and biases fit a block."""
   ends = _sizes(front[0], "in"), _sizes(back, "out")
   inside = {math.prod(_sizes(part, "out")) for part in front}
   hidden = math.prod(_sizes(back, "in"))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that saves q, k, v, its output and the log-sum-exp.
 
-The output is never rounded to FP8. If it were, the gradients of a row's scores
-would not sum to 0, and the log-sum-exp would grow until training diverges
-(docs/stability.md).
+The saved output is never rounded to FP8. If it were, the gradients of a row's
+scores would not sum to 0, and the log-sum-exp would grow until training
+diverges (docs/stability.md).
 """
 
 import functools
@@ -153,7 +153,7 @@ def dot_product_attention(
       query sees only keys of its own segment. Requires S = T. None for one
       segment.
     recipe: selects the implementation and the mesh axes; None for the default
-      implementation on one device.
+      implementation and no mesh axes.
 
   Returns:
     [B, T, N, H] in q's dtype.

@@ -75,7 +75,7 @@ def plan_exchange(
   begins_sent = _before(each, axis=1).reshape(1, -1) + _before(counts, axis=0)
 
   def from_all(a):
-    """Selects this device's experts in a [n, E]; flattens [n, E / n] to [E]."""
+    """Selects the columns of this device's experts in [n, E]; returns [E]."""
     a = a.reshape(devices, devices, -1)
     return lax.dynamic_index_in_dim(a, device, 1, keepdims=False).reshape(-1)
 

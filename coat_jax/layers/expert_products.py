@@ -53,7 +53,7 @@ def copies_in_rows(
   recipe: CoatRecipe,
   scale: Array | None = None,
 ) -> Array | Operand:
-  """Copies tokens [..., D] to rows [T k, D], in FP8 if experts run in FP8."""
+  """Copies tokens with `to_rows`; quantizes them first if experts use FP8."""
   if recipe.experts == "bf16":
     return to_rows(x, rows, experts_per_token)
   # Quantize first, so that only FP8 values are copied.
@@ -92,7 +92,10 @@ def multiply_rows(
   dtype: DTypeLike,
   scale: Array | None = None,
 ) -> tuple[Array, Array | None]:
-  """Multiplies rows by their experts' w [E, D, *F]; also returns w's scales."""
+  """Multiplies rows by their experts' w [E, D, *F].
+
+  Also returns the scales of w in FP8; None in BF16.
+  """
   how = recipe.implementation
   if isinstance(x, Operand):
     w_q = _weight_codes(w, "columns", scale, recipe)

@@ -8,13 +8,13 @@
 
 The matmuls of front and back are grouped. They run in x's dtype (BF16) or, with
 recipe.experts="fp8", in FP8. The forward pass saves x and, for each of a
-token's k copies, gate and up, all in 1 x G FP8. It also saves the expert
-indices, 4 k bytes per token. The backward pass recomputes the rest.
+token's k copies, gate and up, all in 1 x G FP8. It also saves the index of each
+copy's expert in 4 bytes. The backward pass recomputes the rest.
 recipe.residuals and recipe.weight_cache have no effect.
 
 p is a factor of z [T k, F], not of the expert's output [T k, D]. The gradient
 of z, dz = dout w_down^T, then also yields the gradient of p,
-dp = dz . (silu(gate) up), so the output is neither saved nor recomputed.
+dp = dz . (silu(gate) up), so the expert's output is not saved or recomputed.
 
 On a mesh the rows of weights are split over fsdp, and gathered in BF16 or FP8
 before use. The dimension F is split over tensor. A device computes its shard of
@@ -115,8 +115,8 @@ class MoEKind(NamedTuple):
 class _Saved(NamedTuple):
   x: QTensor
   experts: Array  # int32 [..., k], for the device's positions.
-  # Gate and up, [..., k, F] for whole sequences, rows sorted by expert; None if
-  # rows were exchanged.
+  # Gate and up of whole sequences: rows sorted by expert, reshaped to
+  # [..., k, F]. None if rows were exchanged.
   parts: tuple[QTensor, ...] | None
   scales: Scales
 
@@ -158,8 +158,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
   axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
   if expert_size(axes) > 1:
-    # Without a scan over layers, XLA would otherwise keep the forward pass's
-    # buffers of received rows.
+    # If layers are not scanned, XLA would keep the forward pass's buffers of
+    # received rows without this barrier.
     saved, g = jax.lax.optimization_barrier((saved, g))
   x_q, experts, parts, scales = saved
   own_y, norm_stats = _normed(x_q, w, static, dtype)

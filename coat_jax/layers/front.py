@@ -77,7 +77,8 @@ def front_forward(
 ) -> tuple[Array, Array | BlockScales, LinearSaved]:
   """Computes h [..., F], the scale of the matmul's operand, and `LinearSaved`.
 
-  x has the device's positions; with split="columns", h has whole sequences.
+  On a mesh, x and h have the device's positions, with two exceptions: h has
+  whole sequences with split="columns", and x with split="inputs".
   """
   if static.kind is None:
     normed, (y, kept) = None, input_operand(x, recipe)

@@ -89,7 +89,7 @@ def linear(
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
       # w is split over the mesh axis tensor only for x [B, T, D]. Drop cached
-      # codes: if w is [D, 2, F], their columns are in the order of the devices.
+      # codes: if w is [D, 2, F], they are sorted by device, not by gate and up.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)

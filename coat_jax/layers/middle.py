@@ -31,7 +31,7 @@ class MiddleGradient(NamedTuple):
 
   Attributes:
     h: gradient of the middle's input, as `gradient_operand` returns it.
-    operand: the second matmul's operand, recomputed in column layout; None if
+    operand: the second matmul's operand in column layout; None if
       `Middle.columns` returned it.
     values: the gradient of h before quantization, [..., F], or its f32 sum over
       the device's tokens, [F]; may be None without `has_bias`.
@@ -74,7 +74,7 @@ class Middle(abc.ABC):
   def columns(self, saved: Any, recipe: CoatRecipe) -> Operand | None:
     """Returns the second matmul's operand in column layout, from `saved`.
 
-    Returns None if `backward` recomputes it.
+    Returns None if `backward` returns this operand instead.
     """
     del saved, recipe
 

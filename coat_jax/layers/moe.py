@@ -124,7 +124,7 @@ def _plain_fwd(x, y, w, static, recipe):
   out = x + out if static.add_input else out
   stats = mean_over_devices(RoutingStats(load, probability), axes)
   # Don't save the weights, which `rule` passes to the backward pass. y is saved
-  # in f32, because the router reads it in f32.
+  # as the router reads it, in f32.
   of_y, _ = backward.args_res
   return (out, stats), backward.replace(args_res=[of_y, None])
 

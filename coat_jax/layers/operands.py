@@ -119,7 +119,7 @@ def check_scaling(recipe: CoatRecipe) -> None:
 
 
 def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
-  """Gathers a weight's codes and tiles' scales if rows are split over fsdp."""
+  """Gathers codes and tiles' scales of a weight with rows split over fsdp."""
   axes = recipe.axes
   if axes is None or size_of(axes.fsdp) == 1:
     return w
@@ -166,7 +166,7 @@ def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
 
 
 def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
-  """Gathers arrays [f, k] of P devices into [f, P k]."""
+  """Gathers arrays [f, k] of n devices into [f, n k]."""
   shards = lax.all_gather(x, axis)
   return ops.join_columns(shards, implementation=recipe.implementation)
 

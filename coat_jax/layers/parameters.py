@@ -60,9 +60,9 @@ def make_param(
 
 
 def stack_options(options: Mapping[str, Any]) -> dict[str, Any]:
-  """Converts options for a kernel [D, F] to options for [D, count, F].
+  """Converts options for a kernel [D, F] to options for [D, 2, F].
 
-  A sharding of [D, F] leaves the new axis whole.
+  A sharding of [D, F] does not split the new axis.
   """
   out = dict(options)
   for name, axis in (("kernel", 1), ("bias", 0)):

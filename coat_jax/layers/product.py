@@ -5,7 +5,7 @@ The forward pass reads a weight's columns and the backward pass its rows, in FP8
 with one scale per weight or per tile of 128 x 128. recipe.weight_cache selects
 what is computed once and used several times:
 
-  "none"   nothing. Codes and scales of tiles are computed at each use. If a
+  "none"   nothing. Each use computes codes and, with tiles, their scales. If a
            weight has one scale, the forward pass computes and saves it.
   "scale"  the scales of all weights, before the scan over layers
   "codes"  scales and codes in both layouts. They occupy 2 bytes per parameter
@@ -227,14 +227,14 @@ def quantized_weight(
     return gather_weight(_in_layout(cache, layout), recipe)
   scale: Any = None if cache is None else cache.scale
   if scale is not None and recipe.axes is not None:
-    # Use the barrier also if `after` is None. XLA would otherwise not read the
-    # scale from its stack until it multiplies both operands' scales, and the
-    # weight's codes would wait for the input's amax.
+    # Use the barrier also if `after` is None. XLA would otherwise read the
+    # scale from the stack of layers only to multiply both operands' scales, so
+    # the weight's codes would wait for the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
-    # `quantize_rows` reads w in place from a stack of layers. For a kernel, XLA
-    # would first copy w, which moves 8 bytes per parameter. Reshape codes, not
-    # w, because on a TPU a reshape of [D, 2, F] is a copy.
+    # `quantize_rows` reads w in place from a stack of layers. A Pallas kernel
+    # would make XLA copy w first, which moves 8 bytes per parameter. Reshape
+    # codes, not w, because on a TPU a reshape of [D, 2, F] is a copy.
     rows = ops.quantize_rows(
       w,
       scale=scale,

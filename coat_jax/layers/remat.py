@@ -9,10 +9,10 @@ keep 1 x G codes and their scales. For each token of width D they keep:
                           two blocks with RMSNorms and G = 16, 2.25 D + 8 bytes
 
 `fp8_remat` rounds the residual stream itself, once per call. The policy adds no
-rounding, because the rest of a block reads only the norm's codes anyway. The
-second forward pass skips the block's second matmul. If a norm follows that
-matmul, this norm's input is kept too. If a layer's first block has no norm, the
-layer's input is kept too, in BF16.
+rounding, because the rest of a block reads only the norm's codes anyway. With
+the policy, the second forward pass skips each block's second matmul. If a norm
+follows that matmul, this norm's input is kept too. If a layer's first block has
+no norm, the layer's input is kept too, in BF16.
 """
 
 import functools

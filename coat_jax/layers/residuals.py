@@ -20,8 +20,8 @@ from jax import Array
 from coat_jax.numerics.formats import is_fp8
 
 try:
-  # With jax_remat3, a policy can keep an array that a custom gradient saves if
-  # this function names the array, and only then.
+  # With jax_remat3, a policy can keep an array that a custom gradient saves
+  # only if this function names the array.
   from jax.ad_checkpoint import checkpoint_name_fwd
 
   # `jax.custom_vjp` reads this option when our functions are defined.

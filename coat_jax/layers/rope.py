@@ -71,8 +71,8 @@ def rope(
     x: [B, T, N, H], H even.
     positions: int32 [T], or [B, T] if they differ between sequences.
     theta: base of the frequencies (1e4 for Llama 2), or a `Rotary`. For a stack
-      with several kinds of layers, a tuple with an entry for each kind; None
-      means no rotation.
+      with several kinds of layers, a tuple with an entry for each kind, where
+      None means no rotation.
     kind: int32 scalar, the index into `theta` if that is a tuple.
 
   Returns:

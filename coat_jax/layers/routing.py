@@ -150,7 +150,10 @@ def copies_of(x: Array, rows: Rows) -> Array:
 
 
 def sum_of_copies(x: Array, rows: Rows, shape: tuple[int, ...]) -> Array:
-  """Sums rows [T k, n] over each token's copies in f32; `shape` is [..., k]."""
+  """Sums each token's k rows in f32, to [..., n]; `shape` is [..., k].
+
+  x is [T k, n] (with an exchange, [R, n]), in the order of `to_rows`.
+  """
   x = copies_of(x, rows).reshape(*shape, x.shape[-1])
   return jnp.sum(x.astype(jnp.float32), axis=-2)
 

@@ -63,12 +63,12 @@ def rule(
   `inputs` contains the arguments at the indices in `reads`. List only arguments
   that stay in memory anyway, such as weights.
 
-  With `recipe.axes`, `specs(*arrays, *static, recipe)` returns the shardings: a
-  tuple with a tree of `PartitionSpec`s for each array (one spec may stand for a
-  whole tree), and the specs of the results. By default, all arrays and results
-  are sharded like the first array's tokens. Without `recipe.axes`,
-  `result_spec(*arrays)` returns the specs of the results on explicit mesh axes;
-  by default, each is the first array's spec.
+  With `recipe.axes`, `specs(*arrays, *static, recipe)` returns a pair: a tuple
+  of specs, one for each array, and the specs of the results. A spec is a tree
+  of `PartitionSpec`s, or one `PartitionSpec` for a whole tree. By default, all
+  arrays and results are sharded like the first array's tokens. Without
+  `recipe.axes`, `result_spec(*arrays)` returns the specs of the results on
+  explicit mesh axes; by default, each is the first array's spec.
 
   The returned `f(arrays, *static, recipe)` is differentiable in its tuple of
   arrays.
@@ -157,8 +157,8 @@ def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
 def _only_saved[Tree](read: Tree) -> Tree:
   """Makes `bwd` wait for the incoming gradient, and use only saved values.
 
-  Otherwise, without a scan over layers, XLA notices that `bwd` recomputes f32
-  values of `fwd`, and keeps them in memory. NVIDIA GPUs with FP8 need no
+  If layers are not scanned, XLA would otherwise notice that `bwd` recomputes
+  f32 values of `fwd`, and keep them in memory. NVIDIA GPUs with FP8 need no
   barrier, because kernels compute these values.
   """
   if target() == "cuda" and not is_before(FP8):

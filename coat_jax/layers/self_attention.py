@@ -174,7 +174,7 @@ class SelfAttention(Middle):
     kept = attend(heads, inputs, self.kind, recipe)
     out = quantized(_merge_heads(kept.out), recipe)
     saved = _Saved(saved, kept, scale_of(out), inputs, inside)
-    # The second weight's codes may be gathered before q is quantized.
+    # Gathering the second weight's codes waits for q, not for codes of q.
     return MiddleOutput(out, saved, after=q)
 
   def columns(self, saved, recipe):

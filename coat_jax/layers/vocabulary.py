@@ -34,7 +34,7 @@ from coat_jax.mesh import (
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
 
-# The most bytes of f32 logits in a chunk, unless it has a single position.
+# Limits the bytes of f32 logits in a chunk; one position is always allowed.
 LOGITS_BYTES = 2**28
 
 
@@ -108,9 +108,9 @@ def mean_loss(
   """Computes the mean cross-entropy of the next token, f32, in nats per token.
 
   hidden is [B, T, D], targets int32 [B, T], weight [D, V], or [V, D] if it is
-  the embedding (`is_tied`). `shares`, f32 [B, T], are constant factors of the
-  tokens' losses; None means 1 / (B T) for all tokens. With `soft_cap`, logits
-  become soft_cap * tanh(logits / soft_cap).
+  the embedding (`is_tied`). The result is the sum of the tokens' losses times
+  `shares`, constants f32 [B, T]; None means 1 / (B T) for all tokens. With
+  `soft_cap`, logits become soft_cap * tanh(logits / soft_cap).
 
   If the logits [B, T, V] are large, they are never all in memory at once. The
   forward pass computes one chunk of positions at a time, with its gradients if
@@ -123,7 +123,8 @@ def mean_loss(
     )
   # Differentiate a sum in which each token's factor is about 1, and scale at
   # the end. The gradients of a mean over many tokens could underflow in
-  # float16. A loss scale would come too late: the forward pass computes them.
+  # float16. A loss scale would come too late: the forward pass has already
+  # computed them.
   if shares is None:
     unit = 1 / targets.size
   else:
