@@ -21,7 +21,7 @@ lists the mesh axes that shard each dimension.
   weight [D, ..., F]   fsdp, ..., tensor  split by columns
   weight [F, D]        tensor and fsdp    split by inputs
   weight [D, ...]      fsdp               split by rows only, in drop-in layers
-  weight [E, D, 2, F]  expert, fsdp, -, tensor    experts of a mixture
+  weight [E, D, 2, F]  expert, fsdp, -, tensor    gate and up of experts
 
 The collectives in this file do nothing if `axes` is None or the mesh axis has
 one device.
