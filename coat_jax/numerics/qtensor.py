@@ -146,8 +146,9 @@ def amax_to_scale(
   """Returns the scale of a group from its amax: amax * float32(1 / qmax).
 
   A division by qmax would give different scales on different devices, because
-  only some compilers replace it by this multiplication. The scale is at least f32's smallest normal
-  number. A group of zeros has scale 1. A bfloat16 scale is rounded up.
+  only some compilers replace it by this multiplication. The scale is at least
+  f32's smallest normal number. A group of zeros has scale 1. A bfloat16 scale
+  is rounded up.
   """
   if dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16):
     rule, remedy = "float32 or bfloat16", "pass one of these"
