@@ -40,8 +40,8 @@ from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
 
 # How the tensor axis splits the weight of a linear layer: by "columns", or by
-# "inputs", which are the rows of the weight and the columns of x. If None, it
-# does not split the weight, and devices along it process different tokens.
+# "inputs", which are the rows of the weight and the columns of x. If None, the
+# weight is not split, and devices along the axis process different tokens.
 Split = Literal[None, "columns", "inputs"]
 
 

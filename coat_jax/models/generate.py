@@ -105,8 +105,8 @@ def generate(
 
   While tokens are added, memory holds a second copy of the layers' weights. In
   this copy, weights in a wider dtype are cast to the model's `dtype`, except
-  norms, biases and routers. An embedding or head in a wider dtype is copied and
-  cast too.
+  norms, biases and routers. A token embedding or head in a wider dtype is
+  copied and cast too.
 
   On a mesh with automatic axes, shard the parameters, and call `generate` under
   `jax.set_mesh`. The model's recipe determines which mesh axes are used.

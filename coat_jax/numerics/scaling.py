@@ -234,7 +234,7 @@ class Blocks(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(Scaling):
-  """A scale per 128 x 128 values of a weight that `Blocks` are multiplied by.
+  """A scale per 128 x 128 values of a weight, for matmuls with `Blocks`.
 
   The columns are the transposed rows, with transposed scales.
   """
