@@ -21,7 +21,7 @@ lists the mesh axes that shard each dimension.
   weight [D, ..., F]   fsdp, ..., tensor  split by columns
   weight [F, D]        tensor and fsdp    split by inputs
   weight [D, ...]      fsdp               split by rows only, in drop-in layers
-  weight [E, D, 2, F]  expert, fsdp, -, tensor    experts of a mixture
+  weight [E, D, 2, F]  expert, fsdp, -, tensor    gate and up of experts
 
 The collectives in this file do nothing if `axes` is None or the mesh axis has
 one device.
@@ -40,8 +40,8 @@ from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.numerics.varying import varying
 
 # How the tensor axis splits the weight of a linear layer: by "columns", or by
-# "inputs", which are the rows of the weight and the columns of x. If None, it
-# does not split the weight, and devices along it process different tokens.
+# "inputs", which are the rows of the weight and the columns of x. If None, the
+# weight is not split, and devices along the axis process different tokens.
 Split = Literal[None, "columns", "inputs"]
 
 

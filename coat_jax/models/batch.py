@@ -16,8 +16,8 @@ class Batch(NamedTuple):
   """Sequences, each with one document or several packed documents.
 
   Attributes:
-    tokens: int32 [B, T + 1]; each token but the first is predicted from those
-      before it.
+    tokens: int32 [B, T + 1]; each token but the first is predicted from the
+      tokens before it.
     segments: int32 [B, T + 1], the number of each token's document in its row;
       padding gets a number too. None if each row is one document. Tokens attend
       only to their document.

@@ -134,8 +134,9 @@ class ModelConfig:
       leaves them unchanged.
     full_every: Every `full_every`-th layer attends to all keys, and the other
       layers to the window. None if all layers are the same.
-    window_rope_theta: Base of RoPE's frequencies in layers with a window, where
-      `rope_scaling` does not apply. None if RoPE is the same in all layers.
+    window_rope_theta: Base of RoPE's frequencies in layers with a window; then
+      `rope_scaling` applies only to the other layers. None if RoPE is the same
+      in all layers.
     query_scalar: q k^T is divided by the square root of this; None for
       head_dim.
     attention_soft_cap: Attention scores become

@@ -105,8 +105,8 @@ def generate(
 
   While tokens are added, memory holds a second copy of the layers' weights. In
   this copy, weights in a wider dtype are cast to the model's `dtype`, except
-  norms, biases and routers. An embedding or head in a wider dtype is copied and
-  cast too.
+  norms, biases and routers. A token embedding or head in a wider dtype is
+  copied and cast too.
 
   On a mesh with automatic axes, shard the parameters, and call `generate` under
   `jax.set_mesh`. The model's recipe determines which mesh axes are used.
@@ -249,9 +249,9 @@ def _decode(
   cache: KVCache,
   options: _Options,
 ) -> tuple[Array, Array, KVCache]:
-  """Returns new tokens [B, room], how many columns are used, and the cache.
+  """Returns new tokens [B, S], how many columns are used, and the cache.
 
-  The first column is `first`.
+  The first column is `first`. S is the number of slots in the cache.
   """
   params = _in_dtype(graph, params)
   room = cache.k[0].shape[1]
@@ -279,9 +279,9 @@ def _decode(
 
 
 def _in_dtype(graph: Any, params: Any) -> Any:
-  """Casts weights wider than `dtype`, except those that steps read in f32.
+  """Casts weights wider than the model's dtype to it, except `_READ_IN_F32`.
 
-  These include routers: if rounded, they would send tokens to other experts.
+  A rounded router, for example, would send some tokens to other experts.
   """
   dtype = nnx.merge(graph, params).dtype
 

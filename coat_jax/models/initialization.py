@@ -18,7 +18,7 @@ from coat_jax.optimizer.weights import is_matrix
 Store = Callable[[str, Array], Array]
 # The dtypes of weights, also in checkpoints.
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
-STDDEV = 0.02  # Of random weights.
+STDDEV = 0.02  # The standard deviation of random weights.
 
 
 class Start(NamedTuple):
@@ -52,7 +52,7 @@ def check_dtype(where: str, dtype: Any) -> np.dtype:
 
 
 def stored_in(op: str, param_dtype: DTypeLike) -> Store | None:
-  """Returns a `Store` that casts all but norms and vectors; None for f32."""
+  """Returns a `Store` that casts all but norms and biases; None for f32."""
   dtype = check_dtype(f"{op}: param_dtype", param_dtype)
   if dtype == jnp.float32:  # Parameters are drawn in f32.
     return None

@@ -204,7 +204,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
 
 
 def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
-  """Returns a parameter's sharding, with an entry for its axis of layers."""
+  """Returns a parameter's spec; P() if each device stores all of it."""
   names = {
     None: None,
     "rows": axes.fsdp,
@@ -213,6 +213,7 @@ def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
     "experts": axes.expert,
   }
   own = [names[axis] for axis in parameter(path).axes]
+  # The axis of layers is never split.
   return PartitionSpec(*([None] if own and is_stacked(path) else []), *own)
 
 

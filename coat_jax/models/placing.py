@@ -45,7 +45,7 @@ def place_features(x: Array, placed: Placed, *, axes: MeshAxes | None) -> Array:
 
 
 def token_rows(tokens: Array, token: int, count: int) -> Array:
-  """Returns `Placed.rows` to replace the first `count` copies of `token`."""
+  """Returns `Placed.rows` for a sequence's first `count` copies of `token`."""
   is_placed = tokens == token
   row = jnp.cumsum(is_placed, axis=1, dtype=jnp.int32) - 1
   return jnp.where(is_placed & (row < count), row, -1)

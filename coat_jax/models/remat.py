@@ -32,9 +32,9 @@ def _all_but_gathered(
 ) -> bool:
   """Checkpoint policy: save what autodiff saves, except gathered weights.
 
-  It selects by primitive. If it excluded a `checkpoint_name` instead, autodiff
-  would still save the array that the name was given to. It does not save
-  reshapes, which may be views of gathered weights.
+  It selects by primitive: if it excluded a `checkpoint_name`, autodiff would
+  still save the array that got this name. It does not save reshapes, which may
+  be views of gathered weights.
   """
   del arrays, options
   names = {primitive.name}

@@ -162,8 +162,8 @@ class CoatRecipe:
     nonlinear: format of the inputs that norms and activation functions read and
       save.
     residuals: "coat" saves what the code of COAT's authors saves; "minimal"
-      recomputes norm outputs, SiLU and elementwise products in the backward
-      pass.
+      recomputes norm outputs, the activation of the gate and its product with
+      up in the backward pass.
     attention: format in which q, k and v are saved. With "fp8", attention is
       computed from the dequantized values in both passes. The output is saved
       in BF16, because training diverges if it is rounded to FP8.

@@ -2,8 +2,8 @@
 """Scalings: which values of a tensor share a scale when it is quantized.
 
 Scales of blocks and tiles are powers of two, so each dequantized value is exact
-in BF16. Quantizing an E4M3 value again along the other axis changes it only if
-it is at most 2^-14 times the largest value of its new block.
+in BF16. If E4M3 values are quantized again along the other axis, only those up
+to 2^-14 times the largest value in their new block can change.
 
 Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.
@@ -41,7 +41,8 @@ class BlockScales(NamedTuple):
   Attributes:
     rows: scales of `Operand.rows` [..., n]: [..., ceil(n / 128)], or for a
       weight [ceil(m / 128), ceil(n / 128)].
-    columns: the same for `Operand.columns` [n, m].
+    columns: scales of `Operand.columns` [n, m]: [n, ceil(m / 128)], or for a
+      weight [ceil(n / 128), ceil(m / 128)].
   """
 
   rows: Array | None
@@ -234,7 +235,7 @@ class Blocks(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(Scaling):
-  """A scale per 128 x 128 values of a weight that `Blocks` are multiplied by.
+  """A scale per 128 x 128 values of a weight, for matmuls with `Blocks`.
 
   The columns are the transposed rows, with transposed scales.
   """

@@ -26,8 +26,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, UInt32
 
-# 2^32 divided by the golden ratio, made odd. It spreads consecutive rows,
-# columns and steps far apart before they are mixed.
+# 2^32 divided by the golden ratio, rounded to an odd number. It spreads
+# consecutive rows, columns and steps far apart before they are mixed.
 GOLDEN = 0x9E3779B9
 # The number of neighbouring columns that share a hash.
 RUN = 8

@@ -143,10 +143,10 @@ def activation_bwd_operands(
   scale: Scales | None = None,
   has_sums: bool = False,
 ) -> tuple[Operand, Operand, Array | None]:
-  """Computes x's gradient in both layouts, and the output in columns.
+  """Computes the input's gradient in both layouts, and the output in columns.
 
-  If `has_sums`, the third result is the gradient of a bias that was added to x:
-  x's unrounded gradient, summed over rows in f32.
+  The input is x or [gate, up]. If `has_sums`, the third result is the gradient
+  of a bias of the input: its unrounded gradient, summed over rows in f32.
   """
   dx = _gradients(dy, parts, activation)
   sums = None

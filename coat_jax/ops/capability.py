@@ -14,7 +14,7 @@ FP8 = 8.9  # Ada is the first GPU that converts and multiplies E4M3.
 HOPPER = 9.0
 
 # All GPU tests pass on Hopper. For other GPUs, tests/aot/test_other_gpus.py
-# compiles the kernels, but none has ever run on one.
+# compiles the kernels, but no kernel has ever run there.
 RUN = (HOPPER,)
 COMPILED = (8.0, 8.9, 10.0, 12.0)
 
@@ -33,8 +33,8 @@ _KINDS = {
 def capability() -> float | None:
   """Returns the capability of the GPU that traced code is for.
 
-  Returns None for GPUs of other vendors, and if the capability is unknown, as
-  for a described GPU that `_KINDS` does not list. In the second case, kernels
+  Returns None without an NVIDIA GPU. Also returns None if the capability is
+  unknown, as for a described GPU that `_KINDS` does not list; kernels then
   assume Hopper.
   """
   device = jax.sharding.get_abstract_mesh().abstract_device

@@ -51,7 +51,7 @@ def write_config(
   max_length: int | None = None,
   labels: Sequence[str] | None = None,
 ) -> dict:
-  """Returns the content of a config.json; arguments as for `save_hf`."""
+  """Returns a config.json's content; `like` contains other keys."""
   found = _write(config, dtype, like or {})
   is_limited = isinstance(config, ModelConfig) and config.max_positions is None
   if max_length is not None and is_limited:

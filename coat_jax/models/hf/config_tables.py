@@ -40,8 +40,8 @@ class SubConfig:
   """A configuration inside another one, such as LLaVA's `text_config`.
 
   `defaults` contains the model_type to assume, and the values of keys that
-  models of this type may omit. The outer configuration may hold the keys
-  `inherited` instead.
+  models of this type may omit. Keys in `inherited` may be stored in the outer
+  configuration instead.
   """
 
   field: str
@@ -57,7 +57,7 @@ class ConfigTable:
   Attributes:
     kind: class of the configuration.
     architectures: names of classes in transformers; the first one is written.
-    keys: all keys of this family, except those of `keys.WITHOUT_EFFECT`.
+    keys: this family's keys, in addition to `parts` and `keys.WITHOUT_EFFECT`.
     model_type: the file's model_type; None for the family's name.
     whole: model_type of the full model whose `vision_config` is this tower.
     parts: configurations inside this one, by key.

@@ -108,7 +108,7 @@ def check_folder(folder: Path) -> None:
 def split_experts(
   tensors: dict[str, StoredTensor],
 ) -> dict[str, StoredTensor]:
-  """Splits tensors that stack a layer's experts into one tensor per expert.
+  """Splits tensors of all experts of a layer into one tensor per matrix.
 
   `experts.gate_up_proj` [E, 2 F, D], gate first, and `experts.down_proj`
   [E, D, F] become `experts.0.gate_proj.weight` [F, D] and so on.

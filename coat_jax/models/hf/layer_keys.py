@@ -57,8 +57,8 @@ class _LayerTypes(Key):
   def read(self, file: Path, key: str, found: dict) -> dict[str, Any]:
     """Reads `full_every` of a `ModelConfig`.
 
-    `sliding_window_pattern` or the default is tried first, because
-    `layer_types` may be shorter than the period.
+    `sliding_window_pattern` or the default is tried first: if there are fewer
+    than n layers, `layer_types` does not show n.
     """
     stated = [x for key in _PATTERNS if (x := found.get(key))]
     pattern = stated[0] if stated else self.default

@@ -87,8 +87,8 @@ def save_hf(
     max_length: the context length with which a Decoder was trained, written to
       config.json unless `like` states one. Ignored if the model's config has
       `max_positions`.
-    labels: the names of a VisionTower's classes; None for the names in `like`,
-      or, without `like`, for LABEL_0, LABEL_1 and so on.
+    labels: the names of a VisionTower's classes; None for the names in `like`
+      or, if there are none, LABEL_0, LABEL_1 and so on.
     max_shard_size: largest size of the tensors in one file, in bytes. A larger
       model is split into several files with an index. A layer's parameter is
       never split.

@@ -137,9 +137,9 @@ class Section(NamedTuple):
     return (name, *(self.prefix + other for other in others))
 
   def foreign(self, names: Collection[str]) -> set[str]:
-    """Selects the tensors to skip.
+    """Selects the tensors to skip: those of a CLIP or SigLIP outside its tower.
 
-    In a whole CLIP or SigLIP, these are the tensors outside the tower.
+    Other checkpoints have no such tensors.
     """
     if self.family is None or CONFIGS[self.family].whole is None:
       return set()
