@@ -4,7 +4,7 @@
 An optimizer can step leaf by leaf if a leaf's update and state depend only on
 that leaf, and if shared state, such as a step count, depends on no leaf. The
 optimizer must not draw random numbers, because all leaves, and all layers of a
-stack, would draw the same ones. We check this in the jaxpr of the update.
+stack, would draw the same ones. We check all of this in the update's jaxpr.
 """
 
 from collections.abc import Sequence

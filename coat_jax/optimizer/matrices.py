@@ -33,8 +33,8 @@ class MatrixSplit(NamedTuple):
     reduction_axis: axis or axes that a matmul with the weight contracts.
     output_axis: axis or axes of the weight's columns; the last one must be the
       leaf's last axis.
-    parts: numbers of consecutive columns that form separate matrices, such as
-      q, k and v; () for one matrix.
+    parts: how many consecutive columns of a group belong to each matrix, such
+      as q, k and v; () for one matrix.
     groups: how often `parts` repeats along the columns. The columns of part i
       in all groups form one matrix.
   """
