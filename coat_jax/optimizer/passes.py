@@ -182,8 +182,8 @@ def _contract(
   """Looks up |value| / bound for uint32 codes without a sign."""
   codes = lax.iota(jnp.uint8, _MAGNITUDES)
   y = lax.bitcast_convert_type(codes, codec.dtype).astype(jnp.float32)[None]
-  # Each of the 256 roots has a row. `_encode` may look up the code after NaN,
-  # which is the first entry of the next row, so there is one more row.
+  # Each of the 256 roots 1/k has a row. `_encode` may look up the code after
+  # NaN, which is the first entry of the next row, so there is one more row.
   root = codec.root_at(lax.iota(jnp.float32, 257)[:, None])
   # Without the barrier, XLA may compute a power for each lookup.
   table = lax.optimization_barrier(codec.contract(y, root).reshape(-1))
