@@ -90,7 +90,7 @@ def coat_adamw(
 
   Raises:
     ValueError: a number is outside its range, or the mask does not fit the
-      parameters.
+      parameters; for other causes, see `scale_by_coat_adam`.
     TypeError, NotImplementedError: see `scale_by_coat_adam`.
 
   Examples:

@@ -5,9 +5,9 @@ XLA compiles a `dot_general` with an FP8 algorithm and a multiplication by a
 scalar to one call under two conditions. The `dot_general` must contract the
 last axis of both operands, and both steps must be in the result's dtype. Any
 other form adds a separate pass over the result or an operand. An added bias
-becomes part of the call, and so does a matrix that is added after the bias. For
-a BF16 result, the scalar and the sums are f32 inside the call, because XLA:GPU
-drops the roundings to BF16.
+becomes part of the call, and so does a matrix that is added after the bias. If
+the result is BF16, XLA:GPU drops the roundings of the scalar and the sums to
+BF16, so inside the call these are f32.
 
 The call accepts one scalar, so the two scales are multiplied first. If their
 product is below f32's smallest normal number, 1.2e-38, the product and the

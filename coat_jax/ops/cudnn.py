@@ -7,9 +7,9 @@ one of them, `_why_not` reports it, and attention runs in another
 implementation.
 
 JAX's cuDNN call accepts a function that changes scores, such as a soft cap,
-only from version 0.12 on; we never pass one. Segments are not supported:
-cuDNN's packed layout needs offsets and lengths of a fixed number of segments,
-and we have only an id for each token.
+only from version 0.12 on. We never pass one, so soft caps are not supported.
+Segments are not supported either: cuDNN's packed layout needs offsets and
+lengths of a fixed number of segments, and we have only an id for each token.
 """
 
 import inspect

@@ -258,7 +258,7 @@ def _platform_of(kernel: str) -> str:
 
 
 def target() -> str | None:
-  """Guesses the platform that traced code is for: "cuda", "tpu" or None."""
+  """Guesses the platform of traced code: "cuda", "tpu", or None for others."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   # In JAX 0.10, abstract devices have no attribute `platform`.
   platform = getattr(device, "platform", jax.default_backend())

@@ -101,7 +101,7 @@ def group_of_rows(sizes: Array, m: int) -> Array:
 
 
 def _rows_times(x: Array, w: Array, sizes: Array, x_scale, w_scale, dtype):
-  """Multiplies codes [M, K] by their groups' [E, N, K]^T and by both scales."""
+  """Multiplies codes x [M, K] by w^T, of w [E, N, K], and by both scales."""
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [2]), ([], [])),
     lhs_ragged_dimensions=[0],

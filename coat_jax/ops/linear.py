@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of operands in plain jnp, forward and backward.
 
-With block scales, kernels multiply the sum over each block of 128 by the
-block's two scales, and add these results in f32. The definition multiplies the
-codes by the scales first. This is exact in BF16, because block scales are
+With block scales, kernels sum 128 products of codes, multiply the sum by the
+scales of both blocks, and add these results in f32. The definition multiplies
+the codes by the scales first. This is exact in BF16, because block scales are
 powers of two, so only sums are rounded.
 """
 

@@ -60,9 +60,9 @@ def _cast_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
   `formats.saturating_cast` rounds to the format's grid in f32 before it casts,
   because XLA may split a cast or drop it. A cast to E4M3 is neither split nor
   dropped if the fusion that computes the codes also writes them to memory. The
-  whole cast is then one instruction, `cvt.rn.satfinite.e4m3x2.f32`. Rounding
-  first would take 12 of 24 instructions per value, and keep the fusion far
-  below memory bandwidth.
+  whole cast is then one instruction, `cvt.rn.satfinite.e4m3x2.f32`. With the
+  rounding in f32, the fusion would need 24 instructions per value, 12 of them
+  to round, and would run far below memory bandwidth.
   """
   values = x.astype(jnp.float32) / scale
   return jnp.clip(values, -qmax(dtype), qmax(dtype)).astype(dtype)
@@ -72,8 +72,8 @@ def _cast_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
 def quantize_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
   """Quantizes [..., n] like `quantize_tensor`'s rows, in one XLA pass.
 
-  XLA reads x in place, even in a stack of layers. For a kernel, it would first
-  copy x out of the stack.
+  XLA reads x in place, even in a stack of layers. Before a Pallas kernel, XLA
+  would copy x out of the stack.
   """
   return quantize_with_scale(x, scale, group_size=None, dtype=dtype).qvalue
 

@@ -3,8 +3,8 @@
 
 Among the first R channels of a head, i and i + R/2 form a pair, as in Hugging
 Face Transformers. R is the head's size H unless RoPE is partial. The scalings
-for longer sequences compute what Transformers computes, and their fields have
-the names that its configurations use.
+for longer sequences compute the same as in Transformers, and their fields have
+the same names as in its configurations.
 """
 
 import abc
@@ -99,7 +99,7 @@ class Llama3Scaling(RopeScaling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-  """Divides low frequencies by a factor, keeps high ones; scales cos and sin.
+  """Divides low frequencies, keeps high ones, and multiplies cos and sin.
 
   Channels that turn fewer than `beta_slow` times within the original length
   have low frequencies, and those that turn more than `beta_fast` times have

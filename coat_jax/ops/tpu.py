@@ -20,7 +20,7 @@ from coat_jax.ops.dispatch import target
 def in_groups(x: Array, group_size: int) -> Array:
   """Makes XLA compute with x [..., n] in the shape [..., groups, group_size].
 
-  Otherwise XLA would reshape the scales to the shape of x.
+  Otherwise XLA might store an f32 scale for each value of x.
   """
   n = x.shape[-1]
   if target() != "tpu" or n % group_size:

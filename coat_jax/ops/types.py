@@ -37,10 +37,10 @@ class AttentionKind:
   """Selects the keys that a query sees, and how scores are scaled and capped.
 
   Attributes:
-    causal: query t sees keys up to t + S - T; S must be at least T.
+    causal: of T queries and S >= T keys, query t sees keys 0 to t + S - T.
     window: a query sees only the last `window` of these keys, including the key
-      at its position; None for all keys. Hugging Face Transformers calls this
-      `sliding_window`.
+      at the query's position; None for all keys. Hugging Face Transformers
+      calls this `sliding_window`.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
       them unchanged.
     scale: factor of q k^T; None for 1 / sqrt(H).

@@ -59,9 +59,9 @@ class Clipping:
              squares of all limits add up to max_norm^2, so the clipped global
              norm does not exceed max_norm.
   adaptive   like "share" in the first `warmup` steps. Then limit = relative *
-             r, where r is the running mean of the slice's clipped norms. It
-             begins in the last of these steps or, if the slice's norm is 0
-             there, with the next norm above 0 (AdaGC).
+             r, where r is the running mean of the slice's clipped norms. The
+             mean begins with the norm in the last warmup step or, if this norm
+             is 0, with the next norm above 0 (AdaGC).
 
   In the first step, and for slices whose r is 0, the limit is max_norm, so the
   clipped global norm may exceed max_norm. A slice whose norm reaches 3.4e38,

@@ -49,8 +49,8 @@ def to_plain_state(
 
   An `EncodedState` becomes the state of its inner optimizer. States of
   `coat_adamw`, `coat_lion` and `coat_muon` become those of optax's AdamW, Lion
-  and Muon. Muon's arrays are in optax's order, but in another tree;
-  docs/optimizer.md shows how to convert that tree.
+  and Muon. Muon's arrays are in optax's order, but the tree's structure
+  differs; docs/optimizer.md shows how to restore optax's structure.
 
   Args:
     opt_state: one of these states, or an optimizer state that contains one.

@@ -104,10 +104,11 @@ def fused_coat_adamw(
 
   The whole step is computed in f32. At the end, bf16 parameters are rounded
   stochastically: to 24 bits with `low_bits`, otherwise to bf16. Without
-  `low_bits`, the step runs the operations of `coat_adamw` and then of
-  `apply_updates`, with the same seed and the new count as `step`. Results of
-  different compiled programs may still differ by a few ulps, which can change
-  an FP8 code. docs/optimizer.md explains when to use `coat_adamw` instead.
+  `low_bits`, the step runs the operations of `coat_adamw`, and then those of
+  `apply_updates(..., step=count, seed=seed)`, where `count` is the new count.
+  Results of different compiled programs may still differ by a few ulps, which
+  can change an FP8 code. docs/optimizer.md explains when to use `coat_adamw`
+  instead.
 
   Args:
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.

@@ -157,8 +157,7 @@ def step_in_backward(
     )
   after_grads, dx = after_vjp(jnp.ones_like(loss))
 
-  # Pair each leaf (its weight and state) with its running norm for clipping (r
-  # in `Clipping`), or with None.
+  # Pair each leaf (its weight and state) with its r (see `Clipping`), or None.
   last: Any = clip_state
   owns = [None] * len(steps.leaves)
   if clip is not None:

@@ -4,7 +4,7 @@
 An optimizer can step leaf by leaf if a leaf's update and state depend only on
 that leaf, and if shared state, such as a step count, depends on no leaf. The
 optimizer must not draw random numbers, because all leaves, and all layers of a
-stack, would draw the same ones. We check this in the jaxpr of the update.
+stack, would draw the same ones. We check all of this in the update's jaxpr.
 """
 
 from collections.abc import Sequence
@@ -157,7 +157,8 @@ def _check_leaf_by_leaf(
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
   Returns for each parameter the path of a leaf of its state that has no axis of
-  layers, such as a norm, or None if there is none. Constants do not count.
+  layers, such as a norm, or None if there is none. Leaves that an update sets
+  to a constant do not count.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)
@@ -210,7 +211,7 @@ def _random_primitive(jaxpr) -> str | None:
 
 
 def _dependencies(jaxpr, inputs: list[set[int]]) -> list[set[int]]:
-  """Returns for each result the union of the sets of the arguments it uses."""
+  """Returns for each result the union of `inputs` of the arguments it uses."""
   of = {id(v): each for v, each in zip(jaxpr.invars, inputs, strict=True)}
   for equation in jaxpr.eqns:
     mine = [of.get(id(v), set()) for v in equation.invars]

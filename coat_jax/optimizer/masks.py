@@ -86,7 +86,7 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
 
 
 def check_leaf(op: str, path: Any, leaf: Any) -> None:
-  """Raises a TypeError if `path` is not a string, or a `leaf` not an array."""
+  """Raises a TypeError if `path` is not a string or `leaf` is not an array."""
   check_kind(op, "path", path, str, "pass a leaf's path, such as 'norm/scale'")
   if leaf is not None and not hasattr(leaf, "dtype"):
     refuse(TypeError, op, "leaf", "an array", leaf, f"pass what is at {path!r}")

@@ -33,8 +33,8 @@ class MatrixSplit(NamedTuple):
     reduction_axis: axis or axes that a matmul with the weight contracts.
     output_axis: axis or axes of the weight's columns; the last one must be the
       leaf's last axis.
-    parts: numbers of consecutive columns that form separate matrices, such as
-      q, k and v; () for one matrix.
+    parts: how many consecutive columns of a group belong to each matrix, such
+      as q, k and v; () for one matrix.
     groups: how often `parts` repeats along the columns. The columns of part i
       in all groups form one matrix.
   """
@@ -87,7 +87,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
     leaf: array or `jax.ShapeDtypeStruct`.
 
   Returns:
-    One matrix [inputs, outputs], or None for all other leaves.
+    `MatrixSplit()`, one matrix [inputs, outputs]; None for all other leaves.
 
   Raises:
     TypeError: `path` is not a string, or `leaf` is not an array.
@@ -309,7 +309,7 @@ def orthogonalize(
   sharding: NamedSharding | None,
   options: NewtonSchulz,
 ) -> Array:
-  """Orthogonalizes a leaf's matrices, and scales each by its shape."""
+  """Orthogonalizes a leaf's matrices; scales each depending on its shape."""
 
   def f(x):
     rows, columns = x.shape[-2:]

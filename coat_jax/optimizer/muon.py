@@ -47,7 +47,8 @@ class MuonScalars(NamedTuple):
   """The scalars of a step of Muon, each f32 [].
 
   Muon orthogonalizes ratio * momentum + gradient_ratio * gradient. Without
-  Nesterov momentum, this sum is the momentum divided by its bias correction.
+  Nesterov momentum, `gradient_ratio` is None, and `ratio` is the inverse of the
+  momentum's bias correction.
   """
 
   beta: Array

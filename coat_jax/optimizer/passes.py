@@ -36,7 +36,7 @@ _MAGNITUDES = 128  # The number of codes without a sign; the last is NaN.
 
 
 def can_run(groups: Sequence[Any], shape: tuple[int, ...]) -> bool:
-  """Returns whether all are `Grouped`, and one group size divides each row."""
+  """Returns whether all codecs have groups of one size that divides a row."""
   sizes = {getattr(x, "group_size", None) for x in groups}
   return (
     all(isinstance(x, Grouped) for x in groups)
@@ -57,8 +57,8 @@ def run(
   """Runs `compute`, finishes its first result, and encodes the others.
 
   `compute(arrays, *moments)` returns a result and the new moments, all f32. It
-  must be elementwise, because its arguments are split into groups. `arrays` may
-  have axes of size 1, which it broadcasts.
+  must be elementwise, because its arguments are split into groups. It may
+  broadcast axes of size 1 in `arrays`.
   `finish(result, split)` returns a tree of arrays of the result's shape;
   `split` splits other arrays of the leaf's shape into groups.
   """
@@ -122,7 +122,7 @@ def run_factored(
 
 
 def _uses_table(codec: Grouped) -> TypeGuard[ExpandedFP8]:
-  """Returns whether a codec's roots are looked up in a table."""
+  """Returns whether a codec's decoded values are looked up in a table."""
   # A user's subclass may decode differently.
   is_known = type(codec) in (ExpandedFP8, BoundedFP8)
   return is_known and isinstance(codec, ExpandedFP8) and codec.dtype == E4M3
@@ -182,8 +182,8 @@ def _contract(
   """Looks up |value| / bound for uint32 codes without a sign."""
   codes = lax.iota(jnp.uint8, _MAGNITUDES)
   y = lax.bitcast_convert_type(codes, codec.dtype).astype(jnp.float32)[None]
-  # Each of the 256 roots has a row. `_encode` may look up the code after NaN,
-  # which is the first entry of the next row, so there is one more row.
+  # Each of the 256 roots 1/k has a row. `_encode` may look up the code after
+  # NaN, which is the first entry of the next row, so there is one more row.
   root = codec.root_at(lax.iota(jnp.float32, 257)[:, None])
   # Without the barrier, XLA may compute a power for each lookup.
   table = lax.optimization_barrier(codec.contract(y, root).reshape(-1))

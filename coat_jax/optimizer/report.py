@@ -126,15 +126,16 @@ def state_report(
     `parameters`, `encoded` (False for leaves stored unencoded), and for each
     moment (`mu`, `nu` or the path of an encoded field) a dict with
       `replicated`: a sentence, only if a flax box shards codes along their last
-        axis, but not statistics. Then the groups cannot be divided evenly over
-        the devices, or no mesh was known when the state was made;
+        axis, but not statistics. It does so if devices cannot share the groups
+        evenly, or if no mesh was known when the state was made;
       `power`: min, p10, median, p90, max and mean of the expansion's k over all
-        groups with a nonzero value (only for codecs with an expansion);
+        groups with a nonzero value (only for codecs with an expansion, and if
+        there are such groups);
       `codes_used`: fraction of the 256 codes (16 for int4) that occur (only for
         codecs with at most 8 bits);
-      `zeroed`: fraction of values that are 0; with a reference, values that are
-        0 there too do not count. If a second moment is 0, a small gradient in
-        the next step leads to a huge update;
+      `zeroed`: fraction of values that are 0 (with a reference, only those that
+        are not 0 there count as zeroed). If a second moment is 0, a small
+        gradient in the next step leads to a huge update;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
         with Euclidean norms over the leaf; |decoded| if the reference is 0.
 

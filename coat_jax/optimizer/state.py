@@ -142,8 +142,8 @@ def encode_zeros(group: GroupCodec, leaf: Any) -> Encoded:
 def _mesh_for(sharding: Sharding | None) -> AbstractContextManager[Any]:
   """Sets the mesh of a concrete leaf on explicit axes, if no mesh is set.
 
-  JAX cannot set a mesh while it traces a function. The zeros are then not
-  sharded, as with `jnp.zeros_like`.
+  JAX cannot set a mesh while it traces a function, so zeros made in a trace are
+  not sharded, as with `jnp.zeros_like`.
   """
   where = getattr(sharding, "mesh", None)
   is_explicit = isinstance(where, Mesh) and where.abstract_mesh.explicit_axes
@@ -206,7 +206,7 @@ def _placed(x: Array, sharding: Sharding | None) -> Array:
 def splits_groups(
   sharding: Sharding, shape: tuple[int, ...], codec: GroupCodec
 ) -> bool:
-  """Returns whether devices would split a group, or values of one mean."""
+  """Returns whether devices would split a group, or the values of one mean."""
   if not shape:
     return False
   if isinstance(codec, Factored):

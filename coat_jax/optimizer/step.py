@@ -64,8 +64,8 @@ def encode(
       for j, (group, x) in enumerate(zip(groups, values, strict=True))
     )
 
-  # On explicit axes, JAX would raise an error for reshaping sharded rows to
-  # groups, and would draw all random words on each device.
+  # `run_whole` avoids explicit axes, on which JAX would raise an error for
+  # reshaping sharded rows, and would draw all random words on each device.
   return mesh.run_whole(f, values, part, out_specs=mesh.spec_of(values[0]))
 
 

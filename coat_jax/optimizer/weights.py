@@ -114,7 +114,7 @@ def round_like(
   part: LeafPart,
   arrange: Callable[[Array], Array] = lambda words: words,
 ) -> Weight:
-  """Rounds x to the format of `weight`: stochastically to bf16 and 24 bits.
+  """Rounds x to the format of `weight`, stochastically for bf16 and 24 bits.
 
   If x was reshaped, `arrange` reshapes the random words in the same way.
   """
