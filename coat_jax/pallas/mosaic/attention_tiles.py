@@ -67,8 +67,8 @@ class Work:
     `segments` contains the refs of segment ids and of the two results of
     `segment_bounds`; it is empty if there are no segments.
     """
-    # The barrier makes a loop over heads find the tiles again for each head, so
-    # that their bounds occupy no registers in between.
+    # Without the barrier, the compiler would find the tiles once for all heads,
+    # and keep their bounds in registers.
     tile, bounds = lax.optimization_barrier(self.tile()), None
     if self.has_segments:
       _, first, behind = segments

@@ -124,7 +124,7 @@ class _Expanded(FittedCodec):
     octaves = jnp.where(amax > 0, octaves, 2.0**-24)
     power = on.reciprocal(octaves) * (log2_range(self.codec.dtype) * 16)
     # The definition rounds this power, in sixteenths, down. Subtracting 0.5 and
-    # rounding to nearest does the same, except for odd integers above 1.
+    # rounding to nearest does the same, but also lowers odd integers above 1.
     power = jnp.clip(power - 0.5, 1.0, 255.0)
     sixteenths, _ = on.round(power, jnp.float32(1.0))
     root = on.reciprocal(sixteenths) * 16.0
