@@ -102,7 +102,7 @@ class Work:
 
 
 def ring(work: Work, dtype: DTypeLike, *others) -> Ring:
-  """Returns the types of a ring; a slot holds a tile, `others` and ids."""
+  """Returns a ring's types; slots hold a tile, `others` and any segment ids."""
   stages, step = work.stages, work.step
   tiles = rows_of_128_bytes(stages, step, work.head_dim, dtype=dtype)
   slots = tiles, *others
