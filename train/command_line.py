@@ -73,7 +73,7 @@ def error_line(error: BaseException | None, part: str = "") -> str:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-  """Prints a ValueError, even inside `tyro.cli`, and exits with status 2."""
+  """Prints a ValueError, also one that tyro caught, and exits with status 2."""
   held = io.StringIO()
   try:
     with contextlib.redirect_stderr(held):

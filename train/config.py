@@ -350,7 +350,7 @@ def _check_in_backward(config: TrainConfig) -> None:
 
 
 def resume_rule(name: str, kind: type = TrainConfig) -> str:
-  """Returns a field's rule (see `train.options`), or else its part's rule."""
+  """Returns a field's rule, or else its part's rule, or else "reported"."""
   rule, part = "reported", kind
   for word in name.split("."):
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()

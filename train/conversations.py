@@ -47,7 +47,7 @@ _EPOCHS = 3  # If neither --steps nor --epochs is set.
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
-  """Reads the conversations, prints counts; replaces `epochs` by `steps`."""
+  """Reads conversations, prints counts, and replaces `epochs` by `steps`."""
   folder, data = pretrained.source_of(config), config.data
   if folder is None:
     raise ValueError(
@@ -166,7 +166,7 @@ class HeldOutSamples:
     context = contextlib.nullcontext()
     if self._mesh is not None:
       context = jax.set_mesh(self._mesh)
-    # No prompt has images, so of a LLaVA only the decoder is needed.
+    # No prompt has images, so a LLaVA needs only its decoder here.
     model = decoder_of(nnx.merge(self._graph, params))
     try:
       with context:

@@ -50,7 +50,8 @@ def why_not_groups(
 ) -> str | None:
   """Checks the group size and shape of an array."""
   if group_size not in _GROUP_SIZES:
-    return f"the kernel supports groups of {_GROUP_SIZES}, got {group_size}"
+    sizes = ", ".join(map(str, _GROUP_SIZES))
+    return f"the kernel supports group sizes {sizes}, got {group_size}"
   if shape and shape[-1] % group_size:
     return (
       "the kernel needs a last axis that is a multiple of the group size "
@@ -124,7 +125,7 @@ def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
 def why_not_read(
   x, shape: tuple[int, ...], groups: Groups, output: Scaling
 ) -> str | None:
-  """Checks an x that a kernel quantizes in groups, and the output's scaling.
+  """Checks an input that a kernel quantizes in groups, and `output`.
 
   `shape` is the shape of x, or of gate if x contains gate and up.
   """

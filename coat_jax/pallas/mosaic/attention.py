@@ -38,7 +38,9 @@ _HEAD_SIZES = (64, 128, 256)
 class Tile:
   """The sizes of a program's own tile and of the tiles that it visits."""
 
-  own: int  # Positions of the own tile: 128, or 64 that warpgroups share.
+  # Positions of the program's own tile: 128 (64 per warpgroup), or 64 (both
+  # warpgroups process all 64).
+  own: int
   step: int  # Positions of a visited tile.
   stages: int  # Number of visited tiles that shared memory holds.
 
@@ -72,9 +74,8 @@ def _why_not(q, k, v, **_) -> str | None:
       f"got {q.dtype}, {k.dtype} and {v.dtype}"
     )
   if q.shape[-1] not in _HEAD_SIZES:
-    return (
-      f"the Mosaic kernel supports heads of {_HEAD_SIZES}, got {q.shape[-1]}"
-    )
+    sizes = ", ".join(map(str, _HEAD_SIZES))
+    return f"the Mosaic kernel supports head sizes {sizes}, got {q.shape[-1]}"
   if q.shape[1] != k.shape[1]:
     return (
       "the Mosaic kernel needs as many queries as keys, got "

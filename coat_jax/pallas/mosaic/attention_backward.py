@@ -4,9 +4,9 @@
 In the kernel for dq, a program owns 128 queries of one head and visits tiles of
 keys. In the kernel for dk and dv, a program owns 128 keys of one key head, and
 visits tiles of queries in all query heads that read the key head. Each of two
-warpgroups computes 64 rows of dq, or of both dk and dv. With heads of 256, dk
-and dv do not both fit in a warpgroup's registers. So a program owns 64 keys,
-the first warpgroup computes dv, and the second computes dk.
+warpgroups computes 64 rows of dq, or of both dk and dv. With head size 256,
+dk and dv do not both fit in a warpgroup's registers. A program then owns only
+64 keys, the first warpgroup computes dv, and the second computes dk.
 
 No sum uses atomics, so every run returns the same bits.
 """
@@ -221,7 +221,7 @@ def _sum_queries(
   has_dk: bool,
   has_dv: bool,
 ) -> tuple[Array | None, Array | None]:
-  """Returns a warpgroup's f32 dk / scale and dv [64, H]; None if skipped."""
+  """Returns a warpgroup's dk / scale and dv, f32 [64, H]; None if skipped."""
   add_product = functools.partial(tiles.add_product, interpret=work.interpret)
 
   def step(j, carry, is_masked: bool):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions and classes that the attention kernels share.
 
-A program computes the results of one tile of queries or of keys (the own tile).
+A program owns one tile of queries or of keys, and computes the results for it.
 It visits tiles of the other sequence (`attention_visits`). One warpgroup loads
 the visited tiles into a ring of slots in shared memory. Each of the other two
-warpgroups computes 64 rows of scores. Rows are positions of the own tile, and
-columns are positions of the visited tile.
+warpgroups computes 64 rows of scores. Rows are positions of the program's own
+tile, and columns are positions of the visited tile.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ class Work:
 
   kind: AttentionKind
   length: int  # Length of both sequences.
-  of_queries: bool  # Whether the own tile holds queries, not keys.
-  own: int  # Number of positions of the own tile.
+  of_queries: bool  # Whether programs own tiles of queries, not of keys.
+  own: int  # Number of positions of the tile that a program owns.
   step: int  # Number of positions of a visited tile.
   stages: int  # Number of slots of the ring.
   heads: int  # Number of query heads that read one key head.
@@ -52,11 +52,11 @@ class Work:
 
   @property
   def tiles(self) -> int:
-    """The number of own tiles."""
+    """The number of programs per head, each with its own tile."""
     return pl.cdiv(self.length, self.own)
 
   def tile(self) -> Array:
-    """Returns the own tile's index; tiles with the most visits run first."""
+    """Returns this program's tile; tiles with the most visits run first."""
     tile = lax.axis_index("tile")
     is_reversed = self.of_queries and self.kind.causal
     return self.tiles - 1 - tile if is_reversed else tile
@@ -67,8 +67,8 @@ class Work:
     `segments` contains the refs of segment ids and of the two results of
     `segment_bounds`; it is empty if there are no segments.
     """
-    # The barrier makes a loop over heads find the tiles again for each head, so
-    # that their bounds occupy no registers in between.
+    # Without the barrier, the compiler would find the tiles once for all heads,
+    # and keep their bounds in registers.
     tile, bounds = lax.optimization_barrier(self.tile()), None
     if self.has_segments:
       _, first, behind = segments
@@ -85,11 +85,11 @@ class Work:
     )
 
   def part(self) -> Array:
-    """Returns the index of this warpgroup's 64 rows in the own tile."""
+    """Returns the index of this warpgroup's 64 rows in the program's tile."""
     return lax.axis_index("warpgroup") * (0 if self.own == ROWS else 1)
 
   def rows_of(self, *own_smem) -> list:
-    """Returns this warpgroup's rows of each own tile; call it in every step."""
+    """Returns this warpgroup's rows of each array; call it in every step."""
     # The barrier keeps the compiler from computing all of wgmma's descriptors
     # before the loop, where they would occupy up to 64 registers.
     part = lax.optimization_barrier(self.part())
@@ -102,7 +102,7 @@ class Work:
 
 
 def ring(work: Work, dtype: DTypeLike, *others) -> Ring:
-  """Returns a ring's types; slots hold a tile, `others` and segment ids."""
+  """Returns a ring's types; slots hold a tile, `others` and any segment ids."""
   stages, step = work.stages, work.step
   tiles = rows_of_128_bytes(stages, step, work.head_dim, dtype=dtype)
   slots = tiles, *others

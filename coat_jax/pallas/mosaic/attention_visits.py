@@ -103,7 +103,7 @@ class Visits(NamedTuple):
       first = jnp.maximum(first, bounds[0])
       behind = jnp.minimum(behind, bounds[1])
       return cls(first, behind, behind, behind)
-    # If no tile is masked, begin and end stay equal ints: `run` skips the loop.
+    # Keep ints where possible, because `run` skips a loop between equal ints.
     if back is not None:
       whole = jnp.minimum(whole, behind)
     if ahead is not None or (back is not None and edge != behind):

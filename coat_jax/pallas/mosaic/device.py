@@ -7,14 +7,14 @@ from coat_jax.ops.capability import FP8, HOPPER, capability, why_not_before
 
 
 def why_not_rows() -> str | None:
-  """Returns why kernels that convert to FP8 cannot run on this GPU, or None."""
+  """Returns why the GPU cannot run kernels that convert to FP8, or None."""
   return why_not_before(FP8, "a Mosaic kernel that converts to FP8")
 
 
 def why_not_hopper() -> str | None:
-  """Returns why kernels for Hopper cannot run on this GPU, or None.
+  """Returns why the GPU that traced code is for cannot run Hopper's kernels.
 
-  Without a GPU, returns None.
+  Returns None if it can, or if it is unknown and this host has no GPU.
   """
   found = capability()
   is_unknown = found is None and jax.default_backend() == "gpu"

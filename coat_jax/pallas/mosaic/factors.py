@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factors of a second moment, as kernels on groups read them."""
+"""The factors of a second moment, in the form that optimizer kernels read."""
 
 import math
 from typing import NamedTuple
@@ -13,18 +13,18 @@ from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
 
 
 class Sizes(NamedTuple):
-  """Numbers of groups: of all columns, and of a matrix."""
+  """Numbers of groups of 128 values in a factored moment."""
 
-  columns: int
-  matrix: int
+  columns: int  # Groups in one row of a matrix.
+  matrix: int  # Groups in one matrix.
 
 
 class Factors(NamedTuple):
   """Two arrays whose product is a moment.
 
   Attributes:
-    rows: f32 [..., rows, 1].
-    columns: f32 [..., 1, n]; both may have the same axes between these.
+    rows: f32 [..., R, A, 1]. A stands for any number of axes, or none.
+    columns: f32 [..., 1, A, n].
   """
 
   rows: Array
@@ -42,10 +42,10 @@ class Factors(NamedTuple):
     return None
 
   def in_groups(self) -> tuple["Factors", Sizes]:
-    """Returns a factor per group [groups], and those of columns [..., 128].
+    """Returns each group's row factor [groups], and column factors [..., 128].
 
-    A tile may begin in one row and end in the next, so the columns of each
-    matrix are followed by their first 7 groups again.
+    A tile may begin in one row and end in the next, so each matrix's column
+    factors are followed by a copy of their first 7 groups.
     """
     shape, sizes = self._shape(), self._sizes()
     columns = self.columns.reshape(-1, sizes.columns, GROUP_SIZE)
@@ -65,7 +65,7 @@ class Factors(NamedTuple):
 
 
 def store_means(rows_gmem, start, moment: Array) -> None:
-  """Replaces the factors of a tile's groups by the means of the new moment."""
+  """Overwrites the row factors of a tile's groups with the new means."""
   means = jnp.sum(moment * (1 / GROUP_SIZE), axis=1)
   registers.store(rows_gmem, start, means)
 

@@ -124,7 +124,7 @@ class _Expanded(FittedCodec):
     octaves = jnp.where(amax > 0, octaves, 2.0**-24)
     power = on.reciprocal(octaves) * (log2_range(self.codec.dtype) * 16)
     # The definition rounds this power, in sixteenths, down. Subtracting 0.5 and
-    # rounding to nearest does the same, except for odd integers above 1.
+    # rounding to nearest does the same, but also lowers odd integers above 1.
     power = jnp.clip(power - 0.5, 1.0, 255.0)
     sixteenths, _ = on.round(power, jnp.float32(1.0))
     root = on.reciprocal(sixteenths) * 16.0
@@ -139,7 +139,8 @@ class _Expanded(FittedCodec):
     )
 
   def _stored(self, fit: _Fit) -> tuple[Array, Array]:
-    # The int32 from `on.round` must not be cast to a byte, so `range` is f32.
+    # `Instructions.round` explains why its int32 must not be cast to a byte. So
+    # `range` is its f32 result.
     return fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8)
 
   def _bound_and_root(self, encoded: Encoded, on):
@@ -206,7 +207,7 @@ def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
     -fit.scale,
   )
   # Round up if t - lower > (noise - 1) (upper - lower), that is, if the new
-  # `rest` is negative. In units of (2^i)^a, two fused multiply-adds compute it.
+  # `rest` is negative. Two fused multiply-adds compute it, divided by (2^i)^a.
   rest = noise * gap + (rest + magnitude * unit)
   code = code + (as_bits(rest) >> 31)
   return lax.bitcast_convert_type(on.e4m3_codes(code, x), E4M3)

@@ -85,7 +85,10 @@ class Work:
     return lax.div(left, jnp.int32(self.programs))
 
   def place(self, i: Array, used: Array) -> tuple[Array, Array, Array]:
-    """Returns the i-th tile's table entry, index along m and first column."""
+    """Returns the i-th tile's table entry, index along m and first column.
+
+    If a table entry is a tile of rows, the index along m is 0.
+    """
     number = i * self.programs + lax.axis_index("program")
     tiles_m, entry = used, jnp.int32(0)
     if self.is_wgrad:

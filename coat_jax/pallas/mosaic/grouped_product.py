@@ -245,10 +245,10 @@ class How:
   """How the kernel runs.
 
   Attributes:
-    tile: tile of the result; None picks one by the sizes. Gradients of weights
-      support only tiles with one wave. With two waves, ptxas spills registers,
-      and the kernel reaches 294 instead of 864 TFLOP/s on an H100 (gate and up
-      of Mixtral-8x7B).
+    tile: tile of the result. By default, `rows_product` calls `pick_tile`, and
+      `weights_product` takes "low", because it supports only tiles with one
+      wave. With two, ptxas spills registers, and the kernel reaches 294 instead
+      of 864 TFLOP/s on an H100 (gate and up of Mixtral-8x7B).
     programs: number of programs; None starts one per multiprocessor.
     interpret: whether to run the kernel on a CPU and report races.
   """

@@ -20,7 +20,7 @@ class Entry(NamedTuple):
   """
 
   group: Any  # Index of the group.
-  row: Any  # The tile's first row, a multiple of 8.
+  row: Any  # The tile's first row, a multiple of 8; 0 for a group.
   # The group's first row (or token), and one past its last. In an entry for a
   # tile, both are clipped to the tile.
   begin: Any

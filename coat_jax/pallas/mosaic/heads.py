@@ -3,11 +3,11 @@
 
 The backward pass of attention returns dq, dk and dv, each split into heads. The
 next matmul reads one matrix, rotated back (RoPE) and quantized. The first
-kernel computes the matrix as `ops.join_heads` does, and writes each tile's
+kernel computes the matrix as `ops.join_heads` does, but writes only each tile's
 largest magnitude, from which `scales` computes the scale. The last kernel
-writes the matrix in the row and the column layout. For the gradient of a bias,
-it also writes each tile's sums over rows, which XLA adds up, always in the same
-order.
+computes the matrix again, and writes it in the row and the column layout. For
+the gradient of a bias, it also writes each tile's sums over rows, which XLA
+adds up, always in the same order.
 """
 
 import functools

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inlined PTX for `heads`: loads a tile of joined heads, rotated back.
 
-The matrix [m, (N + 2 K) H] contains the heads of dq, dk and dv, ordered by key
-head. A tile may contain parts of several heads. A lane holds 8 adjacent
-columns, which belong to one head because H is a multiple of 8. Each lane
-computes from which array and address it loads them.
+The matrix [m, (N + 2 K) H] contains, for each key head, its N / K heads of dq,
+then its heads of dk and dv. A tile may contain parts of several heads. A lane
+holds 8 adjacent columns, which belong to one head because H is a multiple of 8.
+Each lane computes from which array and address it loads them.
 """
 
 import dataclasses

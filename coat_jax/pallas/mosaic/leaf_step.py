@@ -126,10 +126,10 @@ def run_factored(
   factored: Factors | None,
   interpret: bool,
 ):
-  """Does what `run` does; the rule gets a factored moment as well.
+  """Does what `run` does, but passes `factored` to the rule as the last moment.
 
-  The third result contains the means of this moment's new value in each group,
-  f32 [groups]; None if `factored` is None.
+  The third result contains the mean of this moment's new values in each group,
+  f32 [groups]. It is None if `factored` is None.
   """
   names = tuple(k for k, v in vars(rule).items() if v is not None)
   scalars = jnp.stack([getattr(rule, name) for name in names])
@@ -183,8 +183,8 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
       # Exact division, exp2 and log2 would take ten times as long.
       approx_math=True,
       # No barriers are needed: threads share only statistics, each among the 16
-      # lanes of a group. All 16 have read the old statistic before one writes
-      # the new one, because they first exchange values that depend on the old.
+      # lanes of a group. A lane overwrites a statistic only after it has got
+      # values that the other 15 lanes have computed from the old one.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if work.interpret else False,
@@ -278,7 +278,7 @@ def _kernel(
 
 
 def _parts(xs, counts) -> list:
-  """Returns one part of xs per count, with as many items, and then the rest."""
+  """Cuts parts with these counts of items off xs; returns them and the rest."""
   parts = []
   for count in counts:
     part, xs = xs[:count], xs[count:]

@@ -75,14 +75,14 @@ class _Log(FittedCodec):
       above = jnp.log2(magnitude) - spread(base)
       _, level = on.round(above, spread(inverse))
     else:
-      # Subtract half a step, so that rounding to nearest rounds down. The
-      # logarithm is off by up to 2^-17. If values just below a level did not
-      # count as that level, the first level might get the code of zero.
+      # Subtract half a step, so that rounding to nearest rounds down. Because
+      # the logarithm is off by up to 2^-17, also add `_JUST_BELOW`. Otherwise a
+      # value of the lowest level could be rounded down to zero.
       above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
       whole, level = on.round(above, spread(inverse))
-      # x is between the levels a and b. Round up if
-      # x - a > (noise - 1) (b - a), that is, if `rest` is negative. All terms
-      # are divided by sqrt(a b) 2^-_JUST_BELOW.
+      # Let a and b be the values of the levels around |x|. Round up if
+      # |x| - a > (noise - 1) (b - a), that is, if `rest` is negative. All terms
+      # are multiplied by exp2(_JUST_BELOW) / sqrt(a b).
       lower = jnp.exp2(_JUST_BELOW - 0.5 * step)
       gap = jnp.exp2(_JUST_BELOW + 0.5 * step) - lower
       part = jnp.exp2(above + whole * spread(-step))

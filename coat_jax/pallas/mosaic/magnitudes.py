@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the scales of `numerics.qtensor` from the bits of an amax.
 
-Magnitudes are compared by their bits, as integers, which order NaN last.
+Magnitudes are compared by their bits, as integers, so NaN is the largest.
 """
 
 import jax
@@ -38,7 +38,7 @@ def group_scale(bits: Array, dtype: DTypeLike) -> Array:
 
 
 def _scale_bits(bits: Array, dtype: DTypeLike) -> Array:
-  """Returns the bits of max(amax (1 / qmax), 2^-126), or of 1 if amax is 0."""
+  """Returns the bits of max(amax / qmax, 2^-126), or of 1 if amax is 0."""
   amax = jax.lax.bitcast_convert_type(bits, jnp.float32)
   scale = amax * jnp.float32(1 / qmax(dtype))
   scale_bits = jax.lax.bitcast_convert_type(scale, jnp.int32)

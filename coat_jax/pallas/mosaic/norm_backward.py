@@ -91,7 +91,7 @@ def norm_bwd(
       whole_rows.in_groups(gamma, g),
     ],
     # A norm without a mean seldom has a beta, and the sum for dbeta would take
-    # registers. So XLA computes dbeta below, unless nothing uses it.
+    # registers. So XLA computes dbeta below, if anything uses it.
     [
       jax.ShapeDtypeStruct(shape, dtype),
       sums,

@@ -129,7 +129,7 @@ class Instructions:
     if not self.interpret:
       return ptx.split(bits)
     high = as_float((bits + jnp.uint32(0x8000)) & jnp.uint32(0xFFFF0000))
-    # With W the upper 24 bits, the low byte is W - (high << 8) = W modulo 256.
+    # Let W be the upper 24 bits. W - (high << 8) has the bits of W's last byte.
     low = (bits >> 8).astype(jnp.int32).astype(jnp.int8)
     return high.astype(jnp.bfloat16), low
 

@@ -34,7 +34,7 @@ class Ring(NamedTuple):
     return self.slots[0].shape[0]
 
   def load(self, number: Array, *sources) -> None:
-    """Waits until a slot is free; starts to copy arrays from global memory."""
+    """Waits until the slot is free, then starts to copy arrays into it."""
     slot = lax.rem(number, jnp.int32(self.stages))
     self.wait_for_free(number)
     for source, smem in zip(sources, self.slots, strict=True):

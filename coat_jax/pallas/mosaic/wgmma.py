@@ -14,7 +14,7 @@ WARPGROUPS = 2  # Number of warpgroups that multiply.
 ROWS = 64  # Number of rows of the result that one wgmma computes.
 WAVE = WARPGROUPS * ROWS  # Number of rows that both compute at a time.
 # Registers per thread in matmuls, for the two warpgroups that multiply and for
-# the one that loads. By default, each of the three gets 168 (of 65536 in all).
+# the one that loads. By default, every thread would get 168.
 REGISTERS, REGISTERS_TO_LOAD = 232, 40
 LAYOUT = plgpu.Layout.WGMMA
 

@@ -2,7 +2,7 @@
 """Cuts the arrays of a leaf into blocks, in the order in which XLA stores them.
 
 If a kernel read an array in another order, XLA would copy the array first. On a
-TPU, XLA may store two kinds of arrays in another order than that of their axes:
+TPU, XLA may reorder the axes of two kinds of arrays when it stores them:
 
   pair    [..., D, 2, F], such as the weights of gate and up: two planes
           [D, F]. XLA stores f32 or bf16 in tiles of 2 x 128, but bytes as
