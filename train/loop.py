@@ -216,8 +216,8 @@ def train[Config: TrainConfig](
   first = done + 1
   train_rows = read_or_stop(batches)
   while done < config.steps and not is_stopping:
-    # Run a step. If it is the first, or if the code below needs its metrics,
-    # wait for them now.
+    # Run a step. Wait for its metrics now if it is the first step, or if the
+    # code below needs them.
     if profiler.is_at_edge:
       read_steps()
     profiler.before_step()

@@ -213,7 +213,7 @@ class PlanConfig:
       )
     if self.gpus:
       raise ValueError(
-        "plan: gpus cannot be planned for a model that sees images, got gpus "
+        "plan: plans of models that see images do not support gpus, got gpus "
         f"{self.gpus}; leave --gpus out"
       )
 

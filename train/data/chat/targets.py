@@ -13,8 +13,9 @@ a turn with certainty, an error is raised.
     turns.
   * By beginnings: render the messages before a turn with the generation prompt,
     to find the turn's start. Render these messages and the turn, to find its
-    end. The whole text must begin with both texts up to these places. This
-    method works even if a template fails when other words replace a tool call.
+    end. The whole text must begin with the first of these texts, and with the
+    second up to the turn's end. This method works even if a template fails when
+    other words replace a tool call.
 """
 
 import dataclasses
