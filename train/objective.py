@@ -194,5 +194,5 @@ def objective_of(shape: Any) -> Objective:
 
 
 def trained(config: TrainConfig, tree: Tree) -> Tree:
-  """Selects a run's trained parts from a tree of the parameters' structure."""
+  """Selects a run's trained parts from a tree like that of the parameters."""
   return objective_of(config.model).trained(config, tree)

@@ -211,9 +211,10 @@ def _coat_mlp(layer: Layer) -> float:
   """Counts the bytes at the MLP's peak, excluding what the layer saved."""
   inner, unit, rows = layer.inner, layer.unit, layer.rows
   if layer.expert > 1:
-    # Either gate and up in FP8, and 9 bytes for each value of gate, as counted
-    # in compiled steps. Or the product's gradient and arrays computed from it,
-    # all copies of tokens, and the gradients of these copies.
+    # The peak is one of two sums. The first has gate and up in FP8, and 9 bytes
+    # for each value of gate, as counted in compiled steps. The second has the
+    # product's gradient, arrays computed from it, all copies of tokens, and the
+    # gradients of these copies.
     return max((2 * layer.code + 9) * inner, 7 * inner + 1.5 * unit + 2 * rows)
   if layer.recomputes_experts:
     # Gate and up in FP8; their gradients in BF16; the recomputed product and

@@ -37,8 +37,8 @@ class Shape:
 
   Before its content, a turn has a header, which is not a target, and then a
   lead, which is a target. The header is the text that the turn shares with the
-  generation prompt. If there is no generation prompt, all text before the
-  content is the header, or the lead if it is only white space.
+  generation prompt. Without a generation prompt, white space before the content
+  is the lead, and any other text before it is the header.
   """
 
   # (header, lead) of the last turn, and of other turns.
