@@ -152,7 +152,7 @@ def train[Config: TrainConfig](
     watcher = Watcher(config, graph, mesh, abstract, batch)
   say(f"{config.out}: compiled in {time.monotonic() - started:.0f} s")
 
-  # The folder. A new run replaces an old one only now, when it is compiled.
+  # The folder. A new run replaces an old one only after its programs compiled.
   if not config.resume:
     with stop_on_bad_input():
       if processes.is_primary():

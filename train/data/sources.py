@@ -22,7 +22,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class BadData(ValueError):
-  """Raised for unusable rows or images; skipped rows are counted by `reason`."""
+  """Raised for an unusable row or image; `reason` names the kind of fault."""
 
   def __init__(
     self, reason: str, message: str, remedy: str = "correct the row"
