@@ -156,7 +156,7 @@ class FinetuneConfig(TrainConfig):
     if not isinstance(model, VisionLanguageConfig):
       super().check_mesh()
       return
-    # Check the decoder as a text-only model, so that the errors are the same.
+    # Check the decoder like a text-only model, with the same error messages.
     text: dict[str, Any] = dict(model=model.text, trained="decoder")
     data = dataclasses.replace(self.data, images="")
     dataclasses.replace(self, data=data, **text).check_mesh()

@@ -152,7 +152,7 @@ def train[Config: TrainConfig](
     watcher = Watcher(config, graph, mesh, abstract, batch)
   say(f"{config.out}: compiled in {time.monotonic() - started:.0f} s")
 
-  # The folder. A new run replaces an old one only now, when it is compiled.
+  # The folder. A new run replaces an old one only after its programs compiled.
   if not config.resume:
     with stop_on_bad_input():
       if processes.is_primary():
@@ -216,8 +216,8 @@ def train[Config: TrainConfig](
   first = done + 1
   train_rows = read_or_stop(batches)
   while done < config.steps and not is_stopping:
-    # Run a step. If it is the first, or if the code below needs its metrics,
-    # wait for them now.
+    # Run a step. Wait for its metrics now if it is the first step, or if the
+    # code below needs them.
     if profiler.is_at_edge:
       read_steps()
     profiler.before_step()

@@ -39,7 +39,7 @@ class AnyBatch(Protocol):
 
   @property
   def shares(self) -> jax.Array | None:
-    """The weight of each target in the loss, f32 [B, ...]; None if equal."""
+    """The targets' weights in the loss, f32 [B, ...]; None if all are equal."""
 
 
 class Objective(abc.ABC):
@@ -166,7 +166,7 @@ class TokensAfterImages(Objective):
   }
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
-    assert isinstance(config, FinetuneConfig)  # Only these runs have images.
+    assert isinstance(config, FinetuneConfig)  # Only these runs train a LLaVA.
     return {name: tree[name] for name in self._PARTS[config.trained]}
 
   def batch_of(self, rows: Rows) -> ImageBatch:
@@ -194,5 +194,5 @@ def objective_of(shape: Any) -> Objective:
 
 
 def trained(config: TrainConfig, tree: Tree) -> Tree:
-  """Selects a run's trained parts from a tree of the parameters' structure."""
+  """Selects a run's trained parts from a tree like that of the parameters."""
   return objective_of(config.model).trained(config, tree)

@@ -213,7 +213,7 @@ class PlanConfig:
       )
     if self.gpus:
       raise ValueError(
-        "plan: gpus cannot be planned for a model that sees images, got gpus "
+        "plan: plans of models that see images do not support gpus, got gpus "
         f"{self.gpus}; leave --gpus out"
       )
 
@@ -255,7 +255,7 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
   runs = list(search.candidates(config, params, remat))
   if not runs:
     raise ValueError(
-      f"plan: gpus compares no runs with params {params} and remat {remat}; "
+      f"plan: the search has no runs with params {params} and remat {remat}; "
       "leave --params or --remat out"
     )
   fitting, smallest = search.search(

@@ -216,7 +216,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, folder, encoder, images):
   rows = [*BAD.values(), *ROWS]
   counts = load(tmp_path, rows, encoder, images, skip_bad=True).counts
   assert sum(counts.bad.values()) == len(BAD)
-  assert counts.bad["other images than text"] == 3
+  assert counts.bad["wrong number of images"] == 3
   assert counts.bad["missing image"] == counts.bad["tiny image"] == 1
 
 

@@ -34,7 +34,7 @@ _IN_MEMORY = 3 * 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-  """Images with their classes; decoded when read, unless `pixels` is set."""
+  """Images with their classes; if `pixels` is None, `read` decodes files."""
 
   has_padding: ClassVar[bool] = True
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads text files into one flat array of token ids in memory.
 
-The ids are bytes, or come from a `tokenizers` JSON file. Text is tokenized at
-every start. Tokenize a corpus of more than a few gigabytes once, before
-training, into flat files: see `token_files`.
+Each byte is an id, or a tokenizer computes the ids. Text is tokenized at every
+start. Tokenize a corpus of more than a few gigabytes once, before training,
+into flat files: see `token_files`.
 """
 
 import glob
@@ -22,7 +22,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class BadData(ValueError):
-  """Raised for an unusable row or image; `reason` groups the skipped rows."""
+  """Raised for an unusable row or image; `reason` names the kind of fault."""
 
   def __init__(
     self, reason: str, message: str, remedy: str = "correct the row"

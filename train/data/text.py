@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes and decodes text in the same way as the data of a run.
+"""Encodes and decodes text as in the training data of a model.
 
 `open_text` returns a `ByteText`, whose ids are bytes, or a `TokenizerText`,
 which uses a `tokenizers` JSON file. `FolderText` reads a Hugging Face folder:
@@ -7,7 +7,8 @@ which uses a `tokenizers` JSON file. `FolderText` reads a Hugging Face folder:
 tokenizer.json          the tokenizer
 tokenizer_config.json   the special tokens, and whether texts begin with BOS
 generation_config.json  the tokens that end a text; config.json may list more.
-                        Default: the tokenizer's end-of-text token
+                        Default: the tokenizer's end-of-text token and, if there
+                        is a chat template, its eos_token
 chat_template.jinja     the chat template; see `data.chat`
 """
 
@@ -114,8 +115,8 @@ class FolderText(TokenizerText):
   """Tokenizes as transformers does with a Hugging Face folder.
 
   `add_bos_token` in tokenizer_config.json sets whether a text begins with the
-  BOS token. Without that key, a text begins with the tokens that the
-  tokenizer's post-processor adds.
+  BOS token. Without that key, or without a BOS token, a text begins with the
+  tokens that the tokenizer's post-processor adds.
   """
 
   def __init__(self, folder: Path, tokenizer: str | None = None):

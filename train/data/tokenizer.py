@@ -17,8 +17,8 @@ from train.options import first_line, read_path
 
 # Common names of the end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-# Maximum length of a piece, in characters; a large `kept` raises it. Pieces are
-# tokenized in parallel, and larger pieces would use fewer cores.
+# Maximum length of a piece, in characters, if the argument `kept` is small.
+# Pieces are tokenized in parallel, and larger pieces would use fewer cores.
 PIECE = 1 << 18
 # Maximum numbers of pieces and characters that `encode_each` tokenizes at once.
 _TEXTS, _CHARACTERS = 256, 1 << 20
@@ -93,7 +93,7 @@ class Tokenizer:
   ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields each text's ids, int32 [n], and character offsets, int32 [n, 2].
 
-    A text is split inside a line only before an added token, or after
+    A text is split inside a line only before an added token, or after at least
     16 * `kept` characters, which usually contain more than `kept` tokens.
     """
     ids, offsets = [], []

@@ -49,7 +49,7 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
 
 
 def _is_shown(turn: Sequence[Answer]) -> bool:
-  """Returns whether the page's checkbox keeps a turn's conversation visible."""
+  """Returns whether the page shows a turn when it shows only differences."""
   if len(turn) > 1:
     return len({each.answer for each in turn}) > 1
   return turn[0].is_short and not turn[0].is_match

@@ -132,9 +132,9 @@ def layer_backward(layer: Layer) -> float:
   return again + _fp8_linear_backward(layer)
 
 
-# The coefficients below are for a gated MLP. GPT-2's MLP has no gate, but its
-# plan is within 1 % of the compiled peak too: instead of the gate's arrays, XLA
-# keeps a gradient in BF16, to sum a bias's gradient from it.
+# The coefficients below are for a gated MLP. GPT-2's MLP has no gate, but the
+# sums still predict its compiled peak within 1 %. XLA has no arrays for a gate,
+# but it keeps a BF16 gradient, from which it later sums a bias's gradient.
 #
 # "Product" below is the elementwise product of the activated gate and up.
 
@@ -142,13 +142,14 @@ def layer_backward(layer: Layer) -> float:
 def _bf16_backward(layer: Layer) -> float:
   inner, unit, weights = layer.inner, layer.unit, layer.weights
   if not layer.is_on_mesh:
-    # At the MLP's peak: the gradients of gate, up and product, and a weight.
-    # At attention's peak: gate, up and product, which are not freed yet; q, k,
-    # v and the output, and the gradients of these four.
+    # The MLP's peak has, in BF16: the gradients of gate, up and product; an
+    # array like gate_up; two like the residual stream; and the copies of tokens
+    # and their gradients. Attention's peak has gate, up and product, which are
+    # not freed yet, and q, k, v, the output and their gradients (12 * unit).
     mlp = BF16 * (3 * inner + weights["gate_up"]) + 2 * unit + 2 * layer.rows
     return max(mlp, BF16 * 3 * inner + 12 * unit)
-  # The arrays are the same as on one GPU, plus gathered weights and copies of
-  # the operands that matmuls save.
+  # On a mesh, the sums contain gathered weights, and copies of the operands
+  # that matmuls save. They contain no copies of tokens.
   mlp = BF16 * (4 * inner + layer.gathered * weights["gate_up"])
   attention = BF16 * (3 * inner + layer.gathered * weights["qkv"])
   return max(mlp, attention + 6 * unit) + 10 * unit
@@ -162,8 +163,8 @@ def _fp8_linear_backward(layer: Layer) -> float:
   if layer.is_on_mesh:
     gradients = layer.grad_value * sum(weights.values())
     return mlp + gradients + layer.gathered * weights["gate_up"]
-  # The peak also includes either copies of the operands that matmuls save, or a
-  # weight's gradient.
+  # The peak is either here, with copies of the operands that matmuls save, or
+  # at the layer's end, with the gradient of gate_up and fewer other arrays.
   last = layer.value * weights["gate_up"] + 4 * inner + 2 * unit
   return max(mlp + inner + 3.5 * unit, last)
 
@@ -210,9 +211,10 @@ def _coat_mlp(layer: Layer) -> float:
   """Counts the bytes at the MLP's peak, excluding what the layer saved."""
   inner, unit, rows = layer.inner, layer.unit, layer.rows
   if layer.expert > 1:
-    # Either gate and up in FP8, and 9 bytes for each value of gate, as counted
-    # in compiled steps. Or the product's gradient and arrays computed from it,
-    # all copies of tokens, and the gradients of these copies.
+    # The peak is one of two sums. The first has gate and up in FP8, and 9 bytes
+    # for each value of gate, as counted in compiled steps. The second has the
+    # product's gradient, arrays computed from it, all copies of tokens, and the
+    # gradients of these copies.
     return max((2 * layer.code + 9) * inner, 7 * inner + 1.5 * unit + 2 * rows)
   if layer.recomputes_experts:
     # Gate and up in FP8; their gradients in BF16; the recomputed product and

@@ -12,7 +12,8 @@ computes nothing, so counting takes a fraction of a second for any layer width.
 The kind of an array is the name that `coat_jax.layers` gives it for checkpoint
 policies. Arrays that plain autodiff saves (recipes bf16 and fp8_linear) have no
 name. Among them, operands of linear layers have the kind `linear`, and the
-input of the whole layer has `norm`. Others have the kind of `residual_scope`.
+input of the whole layer has `norm`. Others get the kind of the
+`residual_scope` that encloses them.
 """
 
 import dataclasses
@@ -47,10 +48,10 @@ def saved_bytes(
 ) -> float:
   """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
-  The result is for one of `tensor` GPUs along the mesh's tensor axis. Each of
-  these GPUs stores the whole residual stream of BF16 layers; with remat
-  fp8_layer, only a part. Scalars do not count, nor do positions, which all
-  layers share.
+  The result is for one of `tensor` GPUs along the mesh's tensor axis. In recipe
+  bf16, each of these GPUs stores the whole residual stream. In other recipes,
+  and with remat fp8_layer, each stores only a part of it. Scalars do not count,
+  nor do positions, which all layers share.
   """
   arrays = [
     (aval, kind)
@@ -73,7 +74,7 @@ def saved_bytes(
   if remat != "none":
     return total
   # XLA keeps attention's output twice: in attention's layout, and as the
-  # operand of the next matmul. It merges two arrays that each LayerNorm saves.
+  # operand of the next matmul. XLA merges the two arrays of each LayerNorm.
   if recipe.linear == "bf16":
     total += 2 * config.num_heads * config.head_width / tensor
   if recipe.nonlinear == "bf16" and config.choices.norm == "layer":

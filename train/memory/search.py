@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the settings that train a model fastest on a number of GPUs.
 
-We plan every run that `candidates` yields, at the largest batch that fits, and
-rank the runs by estimated speed. Only ratios of speeds matter. The unit of time
-is the time per token of BF16 layers. In this unit, a microbatch of n tokens on
-a GPU takes
+We plan every run that `candidates` yields, and rank the runs that fit by
+estimated speed. Only ratios of speeds matter. The unit of time is the time per
+token of BF16 layers. In this unit, a microbatch of n tokens on a GPU takes
 
   n * LAYER[recipe][remat] + STEP[params] + IN_BACKWARD
 
@@ -107,8 +106,9 @@ def search(
   """Returns the runs that fit, fastest first, and the run of the lowest peak.
 
   Each run gets the largest batch that fits, but at most its configured batch.
-  If `is_batch_fixed` is true, each run keeps its batch and is split into
-  microbatches if necessary.
+  If `is_batch_fixed` is true, each run keeps its batch, and is split into
+  microbatches if necessary. Runs with the optimizer in the backward pass are
+  not split.
   """
   allowed = int(hbm_bytes / (1 + _MARGIN))
   found = []
@@ -130,7 +130,7 @@ def _rank(found: Found) -> float:
 
 
 def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
-  """Splits a batch into the fewest microbatches that fit; if none, the most."""
+  """Splits a batch into the fewest microbatches that fit, if any fit."""
   if run.optimizer_in_backward:
     return run
   sequences = run.batch // batch_devices(run.mesh_sizes)

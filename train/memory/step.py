@@ -5,8 +5,9 @@ Peak memory occurs at one of these points. The list shows which arrays exist at
 each point, in addition to the weights and the optimizer's state:
 
   loss       everything that layers save, and a chunk of logits
-  backward   everything that layers save, the layers' gradients, and the arrays
-             of the one layer that is being differentiated
+  backward   everything that layers save, the gradients of the layers and of the
+             output weights, and the arrays of the one layer that is being
+             differentiated
   embedding  all gradients; the embedding's gradient is not yet summed over
              GPUs. The optimizer works in place and needs no more memory.
   tower      (if a vision tower is trained) all gradients, what the tower's
@@ -15,9 +16,9 @@ each point, in addition to the weights and the optimizer's state:
 
 We plan the step of `train.step`. It scans the layers, stores gradients in the
 dtypes of the parameters, computes the loss in chunks of logits and donates its
-state. Frozen parts have no gradients. A frozen tower saves nothing for the
-backward pass. A frozen decoder does save arrays, because the gradients of the
-projector pass through its layers.
+state. An optimizer in the backward pass frees each layer's gradients. Frozen
+parts have no gradients. A frozen tower saves nothing for the backward pass. A
+frozen decoder does, because the projector's gradients pass through its layers.
 """
 
 import dataclasses
@@ -251,7 +252,7 @@ def _plan_vision(
   for name, planned in _WITH_IMAGES.items():
     if (got := getattr(config, name)) != planned:
       raise ValueError(
-        f"plan: {name} cannot be planned for a model that sees images, got "
+        f"plan: plans of models that see images do not support {name}, got "
         f"{name} {got}; leave {name} out"
       )
   model: Any = config.model

@@ -156,8 +156,8 @@ def load_documents(
         continue
       counts.truncated += len(document.tokens) < len(whole.tokens)
       if images is not None:
-        # The cut never splits an image. A target fits, so the cut is inside a
-        # target span or at its end, and target spans contain no images.
+        # At least one target token is kept, so the cut is at the end of a
+        # target span or inside one. Target spans contain no images.
         count = images.count(document.tokens)
         document = document._replace(images=document.images[:count])
       kept.append(document)

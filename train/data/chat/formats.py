@@ -10,9 +10,9 @@ A file contains either JSON lines or one JSON array of rows.
 | alpaca | `instruction`, `output`, and optionally `input` |
 | prompt | `prompt`, `completion`: plain text that needs no template |
 
-Rows of the first three formats may also have `system` and `tools`. Other keys
-are ignored, except `image` and `images`. Roles get the names that
-templates use: system, developer, user, assistant and tool.
+Rows of the first three formats may also have `system` and `tools`. The module
+`images` reads the keys `image` and `images`. Other keys are ignored. Roles get
+the names that templates use: system, developer, user, assistant and tool.
 """
 
 import dataclasses

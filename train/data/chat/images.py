@@ -37,7 +37,7 @@ class ChatImages:
   preprocessing: Preprocessing
   token: int  # The id of `<image>`.
   tokens_each: int  # Number of tokens per image.
-  # Paths in rows are relative to this folder; if None, to their file's folder.
+  # Paths in rows are relative to this folder; None for the folder of the rows.
   folder: str | Path | None = None
 
   def of_row(
@@ -53,7 +53,7 @@ class ChatImages:
       )
     if (count := asked.count(TOKEN)) != len(names):
       raise BadData(
-        "other images than text",
+        "wrong number of images",
         f"expected one {TOKEN} for each image of the row, got {count} in the "
         f"text for {len(names)} images",
       )

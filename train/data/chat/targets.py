@@ -13,8 +13,9 @@ a turn with certainty, an error is raised.
     turns.
   * By beginnings: render the messages before a turn with the generation prompt,
     to find the turn's start. Render these messages and the turn, to find its
-    end. The whole text must begin with both texts up to these places. This
-    method works even if a template fails when other words replace a tool call.
+    end. The whole text must begin with the first of these texts, and with the
+    second up to the turn's end. This method works even if a template fails when
+    other words replace a tool call.
 """
 
 import dataclasses
@@ -36,8 +37,8 @@ class Shape:
 
   Before its content, a turn has a header, which is not a target, and then a
   lead, which is a target. The header is the text that the turn shares with the
-  generation prompt. If there is no generation prompt, all text before the
-  content is the header, or the lead if it is only white space.
+  generation prompt. Without a generation prompt, white space before the content
+  is the lead, and any other text before it is the header.
   """
 
   # (header, lead) of the last turn, and of other turns.

@@ -107,7 +107,8 @@ class ChatTemplate:
     if begun or _MARK.search(text) or _MARK.sub("", marked) != text:
       raise ValueError(
         "chat: the template must write the text of each {% generation %} block "
-        "unchanged, got another text; correct the template"
+        "unchanged, got changed text, or text with the reserved character "
+        "U+FDD0; correct the template, or remove U+FDD0"
       )
     return sorted(span for span in spans if span[0] < span[1])
 
@@ -122,7 +123,7 @@ class ChatTemplate:
     add_generation_prompt: bool = False,
     is_marked: bool = False,
   ) -> str:
-    """Renders messages; `is_marked` puts marks around {% generation %}."""
+    """Renders messages; `is_marked` puts marks around generation blocks."""
     variables = {
       "messages": [_as_shown(message) for message in messages],
       "add_generation_prompt": add_generation_prompt,
@@ -173,7 +174,7 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _as_shown(message: Message) -> Message:
-  """Drops None; copies reasoning to `thinking` and `reasoning_content`."""
+  """Drops None values; puts reasoning under both names that templates read."""
   message = {key: x for key, x in message.items() if x is not None}
   names = ("reasoning_content", "thinking", "reasoning")
   reasoning = next((message[x] for x in names if x in message), None)
