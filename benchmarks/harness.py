@@ -8,7 +8,7 @@ device. Progress is printed to standard error.
 `measure` times groups of calls. A GPU runs one call while Python dispatches the
 next call, so a group is timed from the dispatch of its first call to the end of
 its last call. Python may need longer to dispatch a call than the call takes. So
-if calls take less than half a millisecond, the profiler times their kernels.
+if calls on a GPU take less than half a millisecond, the profiler times kernels.
 Consecutive calls get different copies of small arguments, which would otherwise
 stay in the L2 cache.
 """
@@ -39,7 +39,7 @@ _CACHE_BYTES = 2 * 60 * 2**20
 _GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
 _WARM_UP_CALLS = 3
-# Calls that take less time than this are timed with the profiler.
+# Calls on a GPU that take less time than this are timed with the profiler.
 _SHORTEST_SECONDS = 5e-4
 _PROFILED_CALLS = 10
 _GROUP_NAME = "measured group "

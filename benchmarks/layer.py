@@ -238,7 +238,7 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 
 
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
-  """Returns the shapes of `make_arrays`; `layers` is the length of a stack."""
+  """Returns the shapes of `make_arrays`, with parameters of `layers` layers."""
   stack = () if layers is None else (layers,)
   params = jax.tree.map(
     lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params
