@@ -37,8 +37,8 @@ from coat_jax.pallas.mosaic import block_product
 from train.presets import PRESETS
 
 # For each matmul: its two operands among x [t, d], w [d, f] and g [t, f]; the
-# FP8 layout of each operand; the axis of each BF16 operand that is contracted;
-# and the result's dtype.
+# FP8 layout of each operand; the contracted axis of each BF16 operand; and the
+# result's dtype.
 PRODUCTS = {
   "linear_fwd": ("xw", (in_rows, in_columns), (1, 0), jnp.bfloat16),
   "linear_dgrad": ("gw", (in_rows, in_rows), (1, 1), jnp.bfloat16),

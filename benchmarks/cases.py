@@ -86,7 +86,7 @@ class Sizes:
 SMOKE = Sizes(
   batch=2, seq=16, d_model=64, d_ff=96, num_heads=4, quantized=(32, 128)
 )
-# Most of these sizes are not multiples of a kernel's tile.
+# Most of these sizes are not multiples of a kernel's tile size.
 UNEVEN = Sizes(
   batch=1,
   seq=48,

@@ -215,7 +215,7 @@ def _rope(sizes):
     num_bytes=cost,
   )
   # Gradients are read twice. Each value is written as one byte in each of two
-  # layouts.
+  # layouts. The angles are not counted.
   yield of_op(
     ops.join_heads_operand,
     shape,

@@ -8,8 +8,7 @@
     [--tiles tall low] [--repeats 5]
 
 The command prints a JSON row, `grouped_products`, for each combination of
-model, weight matrix, routing, matmul and implementation. The implementations
-are:
+model, weight matrix, routing, matmul and implementation, which is one of:
 
   bf16              BF16, computed by XLA's `ragged_dot`
   mosaic, TILE      FP8, computed by the Mosaic kernel with one of the tiles in
@@ -72,8 +71,8 @@ IMPLEMENTATIONS = "bf16", "mosaic_bf16", "mosaic", "xla"
 def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
   """Draws the number of rows of each expert, with a fixed seed.
 
-  With "skewed" routing, the expert of rank r is expected to get a number of
-  rows proportional to 1 / r, and the expert of the last rank gets none.
+  With "skewed" routing, experts are ranked at random. The expected number of
+  rows of rank r is proportional to 1 / r, but the last rank gets no rows.
   """
   share = np.ones(experts)
   if routing == "skewed":

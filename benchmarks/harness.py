@@ -8,7 +8,7 @@ device. Progress is printed to standard error.
 `measure` times groups of calls. A GPU runs one call while Python dispatches the
 next call, so a group is timed from the dispatch of its first call to the end of
 its last call. Python may need longer to dispatch a call than the call takes. So
-if calls take less than half a millisecond, the profiler times their kernels.
+if calls on a GPU take less than half a millisecond, the profiler times kernels.
 Consecutive calls get different copies of small arguments, which would otherwise
 stay in the L2 cache.
 """
@@ -34,12 +34,12 @@ from coat_jax.numerics.formats import E4M3
 # The copies of arguments and results together have at least this size, more
 # than twice an H200's L2 cache. But there are at most `_MOST_CALLS` copies.
 _CACHE_BYTES = 2 * 60 * 2**20
-# A group takes this long, but has at most `_MOST_CALLS` calls. Then the GPU's
-# clock settles, and the first dispatch and the final wait are negligible.
+# A group takes this long, but has at most `_MOST_CALLS` calls. In a long group,
+# the GPU's clock settles, and the first dispatch and final wait are negligible.
 _GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
 _WARM_UP_CALLS = 3
-# Calls that take less time than this are timed with the profiler.
+# Calls on a GPU that take less time than this are timed with the profiler.
 _SHORTEST_SECONDS = 5e-4
 _PROFILED_CALLS = 10
 _GROUP_NAME = "measured group "
@@ -158,7 +158,7 @@ def _rounded(values):
 
 
 class _Calls:
-  """Calls a jitted function with one of several copies of its arguments."""
+  """Calls a jitted function with several copies of its arguments in turn."""
 
   def __init__(self, fn, args, donate):
     self.jitted = jax.jit(fn, donate_argnums=donate)
@@ -166,8 +166,8 @@ class _Calls:
     results = jax.eval_shape(fn, *args)
     if donate:
       self._check(results, args)
-    # Keep a call's result until its arguments are used again. Otherwise, the
-    # next call could write to the same addresses, which are in the cache.
+    # Keep each result until the same copy of the arguments is used again.
+    # Otherwise, the next call could write to its addresses, which are cached.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]

@@ -15,8 +15,7 @@ The command prints a JSON row, `optimizer.instructions`, for each codec,
 rounding and format of weights:
 
   instructions  number of instructions per value
-  by_kind       number of instructions per value for each pipe of the GPU
-                (`KINDS`)
+  by_kind       number of instructions per value, for each kind in `KINDS`
   hash          number of instructions per value that compute random words
   registers     number of registers per thread
   programs      number of programs (thread blocks) that fit on a multiprocessor
@@ -149,7 +148,7 @@ def compile_step(
 ) -> tuple[collections.Counter[str], int]:
   """Compiles a fused step; returns its instructions and registers.
 
-  With `mixed=False`, the step does not compute the hash of random words.
+  With `mixed=False`, the step leaves out the hash that makes random words.
   """
   dtype, low_bits = WEIGHTS[kind]
   optimizer = OPTIMIZERS[name][0](

@@ -7,8 +7,8 @@
   python -m benchmarks.layer --compile-only l4 --variants bf16 minimal
   python -m benchmarks.layer --compile-only tpu7x:2x2x1 --variants bf16 minimal
 
-The command prints JSON rows. U stands for 2 D bytes per token, which is the
-size of the residual stream in BF16.
+The command prints JSON rows. U stands for 2 d_model bytes per token, which is
+the size of the residual stream in BF16.
 
 layer.time: milliseconds and TFLOP/s. There are two rows: one for the forward
 pass (`mode` forward), and one for the forward and backward pass (`mode` full),
@@ -23,7 +23,8 @@ a scan adds, in U. This is the memory of 16 layers minus the memory of 8 layers,
 divided by 8. Nothing is run.
 
 If weight_cache is "codes", a training step quantizes the weights once for all
-microbatches. So FP8 weights are arguments here, and quantizing is not timed.
+microbatches. So layer.time passes FP8 weights to the layer, and does not time
+their quantization.
 
 --preset selects a decoder layer (`train.presets`) or a layer of a vision tower:
 siglip_so400m (384 pixels, 729 tokens per image) or clip_l (336 pixels, 577
@@ -163,7 +164,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
 
 
 def kinds_of(config: Config) -> dict[str | None, Config]:
-  """Maps kinds of layers to configurations; None stands for the only kind."""
+  """Maps kinds of layers to configurations; an only kind has the key None."""
   if isinstance(config, VisionConfig) or config.full_every is None:
     return {None: config}
   window = dataclasses.replace(config, full_every=None)
@@ -237,7 +238,7 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 
 
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
-  """Returns the shapes of `make_arrays`, for a stack of `layers` if given."""
+  """Returns the shapes of `make_arrays`, with parameters of `layers` layers."""
   stack = () if layers is None else (layers,)
   params = jax.tree.map(
     lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params

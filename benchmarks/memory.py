@@ -18,8 +18,8 @@ these numbers too, in U:
                    d_ff = 8/3 d_model and does not count scales; for fp8_linear,
                    the table's number for TransformerEngine
   reference_units  only in recipe coat: our count for a Llama layer of the same
-                   sizes in the code of COAT's authors, including scales; with
-                   and without q and k for RoPE, which the paper counts
+                   sizes in the code of COAT's authors, including scales; once
+                   with q and k for RoPE, as in the paper, and once without
 
 memory.state: for each codec, the bytes of parameters (f32 or BF16), gradients
 and the optimizer's state, divided by the number of parameters. They are
@@ -60,7 +60,8 @@ def reference_bytes(config: ModelConfig) -> int:
   """Counts the bytes per token that the authors' layer saves, without RoPE."""
   d, f, h = config.d_model, config.d_ff, config.head_width
   n, kv = config.num_heads, config.num_kv_heads
-  norm = 2 * (d + 2 * d // 16 + 4) + 2 * d  # Inputs and outputs of two norms.
+  # For each of two norms: its input, scales, a statistic in f32; its output.
+  norm = 2 * (d + 2 * d // 16 + 4) + 2 * d
   attention = 2 * (2 * n + 2 * kv) * h + 4 * n  # q, k, v, output; log-sum-exp.
   activation = 3 * (f + 2 * f // 16)  # Gate, up and SiLU(gate), with scales.
   return norm + attention + activation + f  # The last f: SiLU(gate) * up.
@@ -75,7 +76,7 @@ def residuals(preset: str, tokens: int) -> list[dict]:
   rows = []
   for r in RECIPES:
     counted = residual_bytes(config, r, tokens=tokens)
-    # Only in recipe coat, `residuals` determines what is saved.
+    # The option `residuals` determines what is saved only in recipe coat.
     kept = r.residuals if r.name == "coat" else "autodiff"
     case = dict(preset=preset, recipe=r.name, residuals=kept)
     case |= dict(attention=r.attention, tokens=tokens)

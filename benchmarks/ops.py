@@ -8,9 +8,9 @@
 A row contains the milliseconds per call and a rate: TFLOP/s for matmuls, GB/s
 for other operations. FLOPs count matmuls only. Bytes are the fewest bytes that
 a call must read and write (`benchmarks.*_cases`). `share_of_ceiling` is the
-rate divided by this device's best rate. The same run measures the best rates,
-with a large matmul in FP8, one in BF16, and reading and writing 1 GiB, and
-prints them as the row `ops.ceilings`. Without a GPU, kernels are skipped.
+rate divided by this device's best rate. The command first measures three best
+rates and prints them as the row `ops.ceilings`: for a large matmul in FP8, for
+one in BF16, and for copying 1 GiB. Without a GPU, kernels are skipped.
 
 With `--compare NAME`, the results of each implementation are compared with the
 results of implementation NAME. Each row then contains two lists with one number

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares planned memory (`train.memory`) with the memory that XLA allocates.
+"""Compares planned memory (`train.memory`) with the peak that XLA reports.
 
 Each row describes a whole training step of a preset, compiled for H200s.
 `peak_bytes` is the peak memory of a GPU according to XLA, and `planned_bytes`

@@ -30,7 +30,7 @@ def _matmuls(sizes):
   """Lists the matmuls of each linear layer, in FP8 and in BF16."""
   t = sizes.tokens
   # For each op: its two operands among x [t, d], w [d, f] and g [t, f], and the
-  # axis of each operand that is contracted.
+  # contracted axis of each operand.
   products = (
     (ops.linear_fwd, "x", "w", (1, 0)),
     (ops.linear_dgrad, "g", "w", (1, 1)),
@@ -257,7 +257,8 @@ def _attention_of(sizes, kind, documents=None):
     return dout, *heads, attend(*arrays), ids
 
   # Attention does two multiply-adds per channel for each pair of a query and a
-  # key that the query sees: T^2 / 2 pairs, less (T - W)^2 / 2 for a window W.
+  # key that the query sees. There are T^2 / 2 pairs without a window, and
+  # (T^2 - (T - W)^2) / 2 with a window W. D documents have T^2 / (2 D) pairs.
   hidden = t - (kind.window or t)
   products = 2 * b * n * (t * t - hidden * hidden) * h // (documents or 1)
   yield of_op(

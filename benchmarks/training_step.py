@@ -53,7 +53,7 @@ def configure(
   Moments are f32 if the recipe is bf16 or fp8_linear, and FP8 otherwise.
   `batch` is the number of sequences per device, or per group of devices along
   the mesh axis `tensor`. `options` override the variant's options. They may be
-  `optimizer`, `second` and fields of `TrainConfig` that are not set here.
+  `optimizer`, `second` and fields of `TrainConfig` that no argument sets.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options

@@ -5,9 +5,9 @@
 
 The figure shows the loss curves of all runs and of their BF16 twins, and the
 first run's loss minus each other run's loss at the same steps. For runs with
---report-state, it shows a histogram of the powers k of dynamic range expansion
-and the relative errors of the stored moments. For runs with --watch, it shows
-the watched values.
+--report-state, it shows the relative errors of the stored moments and, with
+codec coat, a histogram of the powers k of dynamic range expansion. For runs
+with --watch, it shows some of the watched values.
 """
 
 import dataclasses

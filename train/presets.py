@@ -150,7 +150,7 @@ def llama_30b() -> TrainConfig:
 
 
 def llama3_8b() -> TrainConfig:
-  """arXiv:2407.21783, table 3; 15 trillion tokens; the batch stays constant."""
+  """arXiv:2407.21783, table 3; 15 trillion tokens; the batch does not grow."""
   model = _llama(
     32, 4096, 14336, 32, num_kv_heads=8, vocab_size=128256, rope_theta=5e5
   )

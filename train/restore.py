@@ -48,7 +48,8 @@ def restore(
     optimizer = _abstract_optimizer(
       dataclasses.replace(saved, optim=optim), params
     )
-  # Clipping rule "global" stores no norms. The others store the same norms.
+  # Clipping rule "global" has no state. The states of the other two rules have
+  # the same structure.
   clip = () if saved.optim.clip == "global" else abstract.clip
   state = checkpoint.restore(
     path,

@@ -160,8 +160,8 @@ def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
   """Opens the tokenizer of a run's data, or of the initial checkpoint."""
-  # Without `tokenizer`, use the one in `run.source` for conversations and token
-  # ids. At step 0, use it for text too, if the data's options name none.
+  # If `tokenizer` is None, conversations and token ids use the tokenizer in
+  # `run.source`. At step 0, so does text, if the data's options name none.
   data = config.data
   if isinstance(data, DataConfig):
     is_kept = data.dtype != "text" or (not done and data.tokenizer is None)

@@ -60,7 +60,7 @@ class TrainState(NamedTuple):
   # The moments of the trained parts (`train.objective.trained`), and the number
   # of updates; with params bfloat16_low8 also the weights' low bytes.
   optimizer: FusedState
-  # f32 moments, with which report_state compares the stored ones; else ().
+  # With report_state, f32 moments to compare the stored moments with; else ().
   exact: optax.ScaleByAdamState | tuple[()]
   # Gradient norms of earlier steps; () with clip global.
   clip: ClipState | tuple[()] = ()

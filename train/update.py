@@ -36,7 +36,7 @@ def update(
   state,
   batch: AnyBatch,
 ) -> tuple[BackwardStep, Any]:
-  """Computes the gradients of all trained parameters, then updates these."""
+  """Computes all gradients, and then updates all trained parameters."""
   loss, grads = _mean_gradients(config, graph, mesh, state.params, batch)
   is_finite = finite_leaves(grads)
   scale, clip_state, exact = jnp.float32(1), state.clip, state.exact

@@ -21,8 +21,8 @@ does not change. These values are written to metrics.jsonl as `watch`:
   grad_norm              global norm of the step's gradients
 
 coat_lion has no second moments, and coat_muon has them only for the parameters
-that AdamW updates. A forward pass takes a third of a step's time, so
-`--watch 100` costs 0.3 % of the time.
+that AdamW updates. Only codec coat has powers. A forward pass takes a third of
+a step's time, so `--watch 100` costs 0.3 % of the time.
 
 After three probes, each value is compared with its median over up to ten
 earlier probes. For each broken rule in `RULES`, the run prints a line. If

@@ -48,7 +48,7 @@ def low_of(path: str, x: jax.Array) -> jax.Array:
 
 
 def store(stored: Stored, params: Any) -> tuple[Any, Any]:
-  """Rounds f32 weights to nearest; returns (weights, low bytes or None)."""
+  """Converts f32 weights to `stored`; returns (weights, low bytes or None)."""
   if stored == "bfloat16_low8":
     return split_weights(params)
   high = high_of(stored)
@@ -75,7 +75,7 @@ def draw(
   draw_params: Callable[..., Any],
   with_moments: Callable[[Any], Any],
 ) -> Any:
-  """Draws weights, rounds them to nearest, and builds the initial state."""
+  """Draws weights in the format `stored`, and builds the initial state."""
   if stored == "float32":
     return with_moments(draw_params())
   state = with_moments(draw_params(high_of(stored)))

@@ -139,7 +139,7 @@ class RunDirectory:
     """Locks the folder against other commands, and runs `check`."""
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
-        # A folder that is not a run is checked before a lock file is written.
+        # Before a lock file is written to a folder that is not a run, check it.
         # Check again when no other command can change the folder.
         if not self.is_run():
           self.check(config)
@@ -198,7 +198,7 @@ class RunDirectory:
 
   def _remove_files(self) -> None:
     """Removes the run's files, and parent folders that become empty."""
-    # If this is interrupted, no checkpoint with missing files may be resumed.
+    # Rename checkpoints first, so that none with missing files can be resumed.
     if not self.checkpoints.is_symlink():
       checkpoint.set_all_aside(self.checkpoints)
     for item in self._own_files():

@@ -20,9 +20,9 @@ from train.step import TrainState
 def create_run(
   op: str, config: TrainConfig, make: Callable[[TrainState], TrainState]
 ) -> int:
-  """Creates a run with one checkpoint, on one device; returns its step."""
+  """Creates a run with one checkpoint on one device; returns the step."""
   run = RunDirectory(config.out)
-  if config.resume:  # `claimed` would accept an existing run.
+  if config.resume:  # Then `claimed` would accept an existing run.
     raise ValueError(
       f"{op}: --resume does not apply, because {op} creates a run; leave "
       "--resume out, and pass --overwrite to replace an existing run"

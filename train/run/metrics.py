@@ -9,7 +9,7 @@ kinds of lines:
     step_bytes, the memory of the compiled step on a device (see
     `train.run.report.step_bytes`);
   * a report: state (`state_report` of each leaf) and, with codec coat, powers
-    (the number of groups with each power k; the keys are 16 k);
+    (the number of groups with each power k; a key is 16 times its power);
   * a probe: watch (see `train.watch`).
 Every line is written immediately, in a single write, so a killed run loses no
 line. A resumed run first drops the lines that it will write again.

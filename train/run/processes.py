@@ -94,7 +94,7 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
 def to_devices(
   rows: np.ndarray, sharding: NamedSharding | None, batch: int
 ) -> jax.Array | np.ndarray:
-  """Assembles a global array from each process's rows of a batch."""
+  """Joins all processes' rows to a global array, unless `sharding` is None."""
   if sharding is None:
     return rows
   shape = (batch, *rows.shape[1:])

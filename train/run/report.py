@@ -30,7 +30,7 @@ def describe_sizes(config: TrainConfig, params) -> str:
   some = "" if own == count else f", of which {own / 1e6:,.2f} M are trained"
   return (
     f"{config.out}: {count / 1e6:,.2f} M parameters{some}, {state:.2f} bytes "
-    f"per parameter in the optimizer; {tokens:,} tokens per step, "
+    f"per trained parameter in the optimizer; {tokens:,} tokens per step, "
     f"{tokens * config.steps:,} in total"
   )
 
@@ -66,7 +66,7 @@ def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:
-  """Measures the error of encoded moments; with coat, counts powers k."""
+  """Measures the error of encoded moments; with codec coat, counts powers."""
   codec = config.optim.moment_codec()
   state = processes.gather_arrays(state._replace(params=()))
   row: dict = {"state": state_report(state.optimizer, reference=state.exact)}
@@ -76,7 +76,7 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
-  """Counts each moment's nonzero groups by power k; the keys are 16 k."""
+  """Counts each moment's nonzero groups by 16 times their power."""
   adam, _ = weights.without_low(state.optimizer)
   counts = {}
   for name in ("mu", "nu"):
@@ -90,6 +90,6 @@ def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
 
 
 def state_bytes_per_param(config: TrainConfig) -> float:
-  """Computes the optimizer's bytes per parameter from abstract shapes."""
+  """Computes the optimizer's bytes per trained parameter, from shapes."""
   state = abstract_state(config, build_optimizer(config))
   return state_bytes(state.optimizer).bytes_per_param

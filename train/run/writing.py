@@ -18,7 +18,7 @@ from train.options import first_line
 
 
 def check_out(op: str, path: Path) -> None:
-  """Raises ValueError if `written_whole` could not write to `path`."""
+  """Raises ValueError if `path` is not free, or would be inside a file."""
   check_free(op, path)
   above = next(x for x in path.resolve().parents if x.exists())
   if not above.is_dir():
