@@ -138,9 +138,10 @@ def progress(done: list[dict]) -> str:
   every = len(VARIANTS) * len(RATES) * len(SEEDS)
   count = every - len([*cases(VARIANTS, rates, SEEDS, done, case)])
   others = sum(row["case"]["preset"] == "study" for row in done) - count
+  share = f"All {every}" if count == every else f"{count} of {every}"
   return (
-    f"The rows contain {count} of the grid's {every} runs, and {others} at "
-    "other rates."
+    f"{share} runs of the grid are complete. {others} more runs used other "
+    "rates."
   )
 
 

@@ -128,7 +128,7 @@ def test_progress_counts_only_planned_runs():
   for each in rows:
     each["case"] |= case
   said = stability.progress(rows)
-  assert said.startswith("The rows contain 1 of the grid's 162 runs, and 1 at")
+  assert said.startswith("1 of 162 runs of the grid are complete. 1 more")
 
 
 @pytest.mark.slow
