@@ -39,6 +39,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from coat_jax.codecs.factored import Factored
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.models.batch import Batch
@@ -150,8 +151,7 @@ def _of_codes(
   group: GroupCodec, encoded: list[Encoded]
 ) -> dict[str, jax.Array]:
   """Computes statistics of a moment's codes; {} if it has no 8-bit codes."""
-  encoded = [x for x in encoded if x.codes.ndim]
-  if not encoded or encoded[0].codes.dtype.itemsize > 1:
+  if isinstance(group, Factored) or encoded[0].codes.dtype.itemsize > 1:
     return {}
   dtype = encoded[0].codes.dtype
   largest = qmax(dtype) if is_fp8(dtype) else float(jnp.iinfo(dtype).max)

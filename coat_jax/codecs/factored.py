@@ -11,9 +11,9 @@ from jax import Array
 from coat_jax.codecs.group import Encoded, Plain, divided
 
 # A leaf is factored only if its rows and its columns are at least this long.
-_SHORTEST = 32
+_SHORTEST = 8
 _PLAIN = Plain("float32")
-_LARGEST = float(jnp.finfo(jnp.float32).max)
+LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +25,11 @@ class Factored:
   more axes, the first one is never chosen, because layers may be stacked along
   it. `Encoded.amax` contains the means of rows, and `range` the means of
   columns, both with size 1 along the averaged axis. `codes` is a scalar zero.
-  Leaves without two such axes of at least 32 are stored by `Plain` in f32.
+  Leaves without two such axes of at least 8 are stored by `Plain` in f32.
 
   Encoding the decoded v gives the same means again, up to f32 rounding. So
-  errors do not accumulate over steps. A NaN makes the whole matrix NaN.
+  errors of averages do not accumulate over steps. Those of maxima do, as of the
+  `nu_max` of AMSGrad. A NaN makes the whole matrix NaN.
 
   Source: arXiv:1804.04235, section 3.
   """
@@ -42,7 +43,7 @@ class Factored:
     if axes is None:
       return _PLAIN.encode(x, noise)
     row, column = axes
-    return Encoded(jnp.uint8(0), _mean(x, column), _mean(x, row))
+    return Encoded(jnp.uint8(0), mean(x, column), mean(x, row))
 
   def zeros(self, shape: tuple[int, ...]) -> Encoded:
     """Returns the encoding of zeros, without allocating zeros of `shape`."""
@@ -56,10 +57,10 @@ class Factored:
     _, rows, columns = encoded
     # Along the axis of rows, `rows` is long, but `columns` has size 1.
     row = max(range(rows.ndim), key=lambda i: rows.shape[i] - columns.shape[i])
-    return rows, divided(columns, _mean(rows, row))
+    return rows, divided(columns, mean(rows, row))
 
   def decode(self, encoded: Encoded) -> Array:
-    if encoded.codes.ndim:
+    if encoded.codes.dtype != jnp.uint8:
       return _PLAIN.decode(encoded)
     rows, columns = self.factors(encoded)
     return product(rows, columns)
@@ -67,7 +68,7 @@ class Factored:
 
 def product(rows: Array, columns: Array) -> Array:
   """Multiplies `Factored.factors`; the largest f32 replaces infinity."""
-  return jnp.minimum(rows * columns, _LARGEST)
+  return jnp.minimum(rows * columns, LARGEST)
 
 
 def factored_axes(shape: tuple[int, ...]) -> tuple[int, int] | None:
@@ -80,6 +81,7 @@ def factored_axes(shape: tuple[int, ...]) -> tuple[int, int] | None:
   return row, column
 
 
-def _mean(x: Any, axis: int) -> Array:
+def mean(x: Any, axis: int) -> Array:
+  """Averages f32 along an axis, which stays, with size 1."""
   # Dividing before the sum avoids an overflow.
   return jnp.sum(x * (1 / x.shape[axis]), axis, keepdims=True)

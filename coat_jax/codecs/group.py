@@ -222,8 +222,9 @@ def share(magnitude: Array, bound: Array) -> Array:
 
 
 def divided(x: Array, by: Array) -> Array:
-  """Divides f32 arrays that are not negative; x / 0 is x."""
-  by = jnp.where(by == 0, 1.0, by)
+  """Divides f32 arrays that are not negative; if `by` is subnormal, by 1."""
+  # A GPU may not flush subnormals to zero, and 1 / by would be infinite.
+  by = jnp.where(by < SMALLEST_NORMAL, 1.0, by)
   # XLA multiplies by 1 / by. If `by` is above 2^126, this factor is subnormal
   # and may be flushed to zero, so we first scale both numbers down by a power
   # of two, which is exact.

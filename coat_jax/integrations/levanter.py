@@ -83,6 +83,7 @@ def _name_statistics(state: Any) -> Any:
       _name_groups(node.amax),
       _name_groups(node.range),
       node.codec,
+      node.structure,
     )
 
   return jax.tree.map(named, state, is_leaf=is_moment)

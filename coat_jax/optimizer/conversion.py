@@ -184,7 +184,7 @@ def _copied(tree: Any) -> Any:
 def decode_moment(moment: Moment) -> Any:
   """Decodes a moment to a tree of f32 arrays."""
   values = [decode((moment.codec_of(x),), (x,))[0] for x in moment.leaves()]
-  return jax.tree.structure(moment.codes).unflatten(values)
+  return moment.decoded(values)
 
 
 def decode_state(state: Any, other: Callable[[Any], Any] = lambda x: x) -> Any:

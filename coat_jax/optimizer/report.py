@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
+from coat_jax.codecs.factored import Factored
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.numerics.checks import refuse
@@ -197,7 +198,7 @@ def state_report(
       )
       codec = moment.codec_of(encoded)
       report = _report_moment(codec, encoded, values, want)
-      is_grouped = codes.ndim > 0 and encoded.amax.ndim > 0
+      is_grouped = encoded.amax.ndim > 0 and not isinstance(codec, Factored)
       if is_grouped and name is not None and kept is None:
         report["replicated"] = (
           f"statistics are replicated along {name!r}, which shards codes: "
@@ -220,7 +221,7 @@ def _report_moment(group: GroupCodec, encoded: Encoded, decoded, exact) -> dict:
       }
       report["power"]["mean"] = float(powers.mean())
   bits = array_bytes((8,), encoded.codes.dtype)
-  if bits <= 8 and encoded.codes.ndim:
+  if bits <= 8 and not isinstance(group, Factored):
     codes = np.asarray(encoded.codes).view(np.uint8)
     report["codes_used"] = len(np.unique(codes)) / 2**bits
   if exact is None:

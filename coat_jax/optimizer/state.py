@@ -58,6 +58,16 @@ class Moment:
   amax: Any
   range: Any
   codec: GroupCodec = dataclasses.field(metadata={"static": True})
+  # The parameters' structure, if their boxes differ from those of `codes`.
+  structure: "_Structure | None" = dataclasses.field(
+    default=None, metadata={"static": True}
+  )
+
+  def decoded(self, values: Sequence[Any]) -> Any:
+    """Makes a tree with the parameters' structure from its leaves."""
+    if self.structure is not None:
+      return self.structure.treedef.unflatten(values)
+    return jax.tree.structure(self.codes).unflatten(values)
 
   def leaves(self) -> list[Encoded]:
     """Lists each parameter's encoded moment, in the order of the tree."""
@@ -73,7 +83,10 @@ class Moment:
   def shapes(self) -> list[tuple[int, ...]]:
     """Lists each parameter's shape, in the order of the tree."""
     return [
-      jax.eval_shape(self.codec_of(x).decode, x).shape for x in self.leaves()
+      jnp.broadcast_shapes(x.amax.shape, x.range.shape)
+      if isinstance(self.codec_of(x), Factored)
+      else x.codes.shape
+      for x in self.leaves()
     ]
 
   def replace(self, leaves: Sequence[Encoded]) -> "Moment":
@@ -83,7 +96,21 @@ class Moment:
       jax.tree.structure(self.amax).unflatten([x.amax for x in leaves]),
       jax.tree.structure(self.range).unflatten([x.range for x in leaves]),
       self.codec,
+      self.structure,
     )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Structure:
+  """A structure that equals all others, as optax's placeholders require."""
+
+  treedef: Any
+
+  def __eq__(self, other: Any) -> bool:
+    return isinstance(other, _Structure)
+
+  def __hash__(self) -> int:
+    return 0
 
 
 def zero_moment(
@@ -105,15 +132,18 @@ def zero_moment(
     return encode_zeros(codec if is_chosen else plain, leaf)
 
   leaves = list(map(zeros, jax.tree.leaves(like), chosen))
-  codes = [x.codes for x in leaves]
-  in_boxes = jax.tree.structure(like).unflatten(codes)
-  if any(not x.ndim for x in codes):
-    in_boxes = boxes.box_like(like, codes, mesh)
+  codes = jax.tree.structure(like).unflatten([x.codes for x in leaves])
+  structure = None
+  if isinstance(codec, Factored):
+    # Scalars need boxes without axis names.
+    structure = _Structure(jax.tree.structure(like))
+    codes = boxes.box_like(like, [x.codes for x in leaves], mesh)
   return Moment(
-    in_boxes,
+    codes,
     boxes.box_like(like, [x.amax for x in leaves], mesh),
     boxes.box_like(like, [x.range for x in leaves], mesh),
     codec,
+    structure,
   )
 
 
@@ -316,8 +346,12 @@ def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
       "pass the state that its init or last step returned, or convert optax's "
       "state with from_plain_state"
     )
-  for moment in moments_in(state):
-    if moment.codec not in codec.groups:
+  for i, moment in enumerate(moments_in(state)):
+    # The moments of an `EncodedState` may be in any order.
+    groups = codec.groups
+    if isinstance(state, MomentState):
+      groups = groups[i : i + 1]
+    if moment.codec not in groups:
       raise ValueError(
         f"{op}: codec {codec.name!r} must be the one that the state was made "
         f"with, got a moment of {moment.codec}; pass that codec (to change it, "
@@ -345,8 +379,9 @@ def marked_moment(placeholder: Any, codec: GroupCodec) -> Moment:
   a single leaf each, to which `transform_non_params` applies.
   """
   leaf = jnp.zeros([], jnp.int32)
-  codes = leaf if isinstance(codec, Factored) else placeholder
-  return Moment(codes, leaf, leaf, codec)
+  if isinstance(codec, Factored):
+    return Moment(leaf, leaf, leaf, codec, _Structure(None))
+  return Moment(placeholder, leaf, leaf, codec)
 
 
 def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:

@@ -37,7 +37,7 @@ LEAVES = {
   "layers/w": ((3, 64, 512), P(None, "x", "y")),
   "layers/c": ((3, 128, 2, 512), P(None, "x", None, "y")),
   "e": ((96, 128), P(("x", "y"))),
-  "s": ((16, 512), P("x")),
+  "s": ((4, 2048), P("x")),
   "norm": ((64,), P()),
 }
 
@@ -296,3 +296,43 @@ def test_boxes_drop_the_names_of_means(kind):
   assert not names_of(nu.codes["w"])
   assert names_of(nu.amax["w"]) == ("layers", "x", None)
   assert names_of(nu.range["w"]) == ("layers", None, "y")
+  # Decoded, it has the parameter's names again.
+  with jax.set_mesh(make_mesh()), nn.logical_axis_rules([("layers", None)]):
+    plain = to_plain_state(coat_adamw(1e-2, codec=CODEC).init({"w": param}))
+    assert names_of(plain[0].nu["w"]) == names
+    wrapped = encoded(optax.scale_by_rms(), CODEC)
+    updates, _ = wrapped.update({"w": param}, wrapped.init({"w": param}))
+    assert names_of(updates["w"]) == names
+
+
+def test_states_of_vmap_decode():
+  params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 64)))}
+  optimizer = coat_adamw(
+    1e-2, codec=EXACT, quantize_mask=lambda path, leaf: True
+  )
+  state = jax.vmap(optimizer.init)(params)
+  _, state = jax.vmap(optimizer.update)(params, state, params)
+  nu = to_plain_state(state)[0].nu["w"]
+  squares = np.square(np.asarray(params["w"], float))
+  rows, columns = (squares.mean(i, keepdims=True) for i in (2, 1))
+  want = 0.001 * rows * columns / rows.mean(1, keepdims=True)
+  np.testing.assert_allclose(nu, want, rtol=1e-4)
+  assert state_bytes(state).parameters == params["w"].size
+
+
+def test_state_of_another_second_moment_is_refused():
+  params = {"w": jnp.ones((64, 128))}
+  for own, other in ((codecs.coat(), CODEC), (CODEC, codecs.coat())):
+    state = coat_adamw(1e-2, codec=other).init(params)
+    with pytest.raises(ValueError, match="must be the one that the state"):
+      coat_adamw(1e-2, codec=own).update(params, state, params)
+
+
+def test_groups_that_explicit_axes_split_can_be_wrapped_and_converted():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+  with jax.set_mesh(mesh):
+    w = jax.device_put(jnp.ones((64, 512)), NamedSharding(mesh, P(None, "x")))
+    assert encoded(optax.scale_by_adam()).init({"w": w})
+    like = coat_adamw(1e-2).init({"w": w})
+    plain = optax.adamw(1e-2).init({"w": w})
+    assert from_plain_state(plain, like)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.optimizer.masks import is_encoded
 from coat_jax.optimizer.report import state_bytes, state_report
 from train import weights
@@ -81,8 +82,9 @@ def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
   counts = {}
   for name in ("mu", "nu"):
     total = np.zeros(256, np.int64)
-    for encoded in getattr(adam, name).leaves():
-      if is_encoded(encoded) and encoded.codes.ndim:
+    moment = getattr(adam, name)
+    for encoded in moment.leaves():
+      if isinstance(moment.codec, ExpandedFP8) and is_encoded(encoded):
         used = np.asarray(encoded.range)[np.asarray(encoded.amax) > 0]
         total += np.bincount(used.ravel(), minlength=256)
     counts[name] = {int(k): int(total[k]) for k in np.flatnonzero(total)}

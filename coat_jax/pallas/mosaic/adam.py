@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.codecs.factored import Factored, product
+from coat_jax.codecs.factored import Factored, mean, product
 from coat_jax.numerics.formats import ROOT_OF_LARGEST, with_finite_square
 from coat_jax.ops.dispatch import kernel
 from coat_jax.optimizer.step import put_layer, take_layer
@@ -69,21 +69,22 @@ def _run(rule: "_Adam", part, g, p, stored, groups, interpret: bool):
   if not _is_factored(groups):
     return leaf_step.run(rule, part, g, p, stored, groups, interpret)
   layer, nu = part.layer, groups[1]
-  mean = stored[1] if layer is None else take_layer(stored[1], layer)
-  factors = Factors(*nu.factors(mean))
+  old = stored[1] if layer is None else take_layer(stored[1], layer)
+  factors = Factors(*nu.factors(old))
   first, new, means = leaf_step.run_factored(
     rule, part, g, p, stored[:1], groups[:1], factors, interpret
   )
   g = in_f32(g) if rule.grad_scale is None else in_f32(g) * rule.grad_scale
   g = with_finite_square(g)
   value = rule.b2 * product(*factors) + rule.one_minus_b2 * g * g
-  mean = nu.encode(value, None)
-  # The kernel has averaged the rows. To do so itself, XLA would read g twice.
+  encoded = nu.encode(value, None)
+  # The kernel has averaged each group of a row, so that XLA reads g only once,
+  # for the columns.
   rows = means.reshape(*g.shape[:-1], -1)
-  mean = mean._replace(amax=jnp.mean(rows, axis=-1, keepdims=True))
+  encoded = encoded._replace(amax=mean(rows, -1))
   if layer is not None:
-    mean = put_layer(stored[1], mean, layer)
-  return first, (*new, mean)
+    encoded = put_layer(stored[1], encoded, layer)
+  return first, (*new, encoded)
 
 
 def _is_factored(groups) -> bool:

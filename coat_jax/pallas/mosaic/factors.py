@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.codecs.factored import LARGEST
 from coat_jax.pallas.mosaic import registers
 from coat_jax.pallas.mosaic.moment_codecs import Decoded
 from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
@@ -66,7 +67,7 @@ class Factors(NamedTuple):
 
 def store_means(rows_gmem, start, moment: Array) -> None:
   """Overwrites the row factors of a tile's groups with the new means."""
-  means = jnp.sum(moment * (1 / GROUP_SIZE), axis=1)
+  means = jnp.sum(jnp.minimum(moment, LARGEST) * (1 / GROUP_SIZE), axis=1)
   registers.store(rows_gmem, start, means)
 
 

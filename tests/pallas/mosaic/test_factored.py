@@ -54,6 +54,18 @@ def test_interpreted_kernel_steps_one_layer():
   compare(NEAREST, jnp.float32, SHAPES[1], interpret=True, layer=jnp.int32(1))
 
 
+def test_interpreted_kernel_stays_finite():
+  shape = (64, 384)
+  p, _, stored = test_adam.problem(NEAREST, jnp.float32, shape=shape)
+  stored = stored[0], NEAREST.nu.encode(jnp.full(shape, 3e38), None)
+  args = p, jnp.full(shape, 1.8e19), stored, *test_adam.numbers(3)
+  got = test_adam.by_kernel(NEAREST, *args)
+  want = test_adam.by_definition(NEAREST, *args)
+  for a, b in zip(got[1][1], want[1][1], strict=True):
+    assert np.all(np.isfinite(a))
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
