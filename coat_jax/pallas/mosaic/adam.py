@@ -78,7 +78,8 @@ def _run(rule: "_Adam", part, g, p, stored, groups, interpret: bool):
   g = with_finite_square(g)
   value = rule.b2 * product(*factors) + rule.one_minus_b2 * g * g
   mean = nu.encode(value, None)
-  # The kernel has averaged the rows. To do so itself, XLA would read g twice.
+  # The kernel has averaged each group of a row, and XLA averages these means.
+  # If XLA averaged the rows of `value`, it would read g twice.
   rows = means.reshape(*g.shape[:-1], -1)
   mean = mean._replace(amax=jnp.mean(rows, axis=-1, keepdims=True))
   if layer is not None:
