@@ -76,7 +76,7 @@ def residuals(preset: str, tokens: int) -> list[dict]:
   rows = []
   for r in RECIPES:
     counted = residual_bytes(config, r, tokens=tokens)
-    # The option `residuals` determines what is saved only in recipe coat.
+    # In recipes other than coat, the option `residuals` has no effect.
     kept = r.residuals if r.name == "coat" else "autodiff"
     case = dict(preset=preset, recipe=r.name, residuals=kept)
     case |= dict(attention=r.attention, tokens=tokens)

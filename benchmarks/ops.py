@@ -66,7 +66,10 @@ def ceilings(*, smoke: bool) -> dict[str, float]:
 
 @jax.jit
 def _compared(actual: Array, wanted: Array) -> tuple[Array, Array]:
-  """Returns the fraction of unequal values, and the largest difference."""
+  """Returns the fraction of unequal values, and the largest difference.
+
+  The difference is relative to the largest finite magnitude in `wanted`.
+  """
   a, b = (x.astype(jnp.float32) for x in (actual, wanted))
   # In f32, only -0 and 0 compare equal although their bits differ.
   same = (a == b) & (jnp.signbit(a) == jnp.signbit(b))

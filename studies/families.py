@@ -13,8 +13,9 @@ patches):
   cosine           cosine between a weight's two gradients, for the worst weight
   gradient_error   sqrt(2 - 2 cosine), the distance between these two gradients
                    after each is divided by its norm
-  bytes_per_token  bytes that a layer saves for its backward pass in recipe
-                   coat; `bf16_bytes_per_token` is the number in recipe bf16
+  bytes_per_token  bytes that a layer with BF16 activations saves for its
+                   backward pass in recipe coat; `bf16_bytes_per_token` is the
+                   number in recipe bf16
 """
 
 import argparse

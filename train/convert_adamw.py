@@ -28,7 +28,7 @@ def export_adamw(run: Path, out: Path) -> int:
   path, step, config = newest_checkpoint("export", run, out)
   if config.optim.optimizer != "coat_adamw":
     raise ValueError(
-      "export: needs a run with optim.optimizer coat_adamw, got "
+      "export: the run's optim.optimizer must be coat_adamw, got "
       f"{config.optim.optimizer}; use export-hf to export only its weights"
     )
   optimizer = steps.build_optimizer(config)
@@ -50,7 +50,7 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
   """Turns a checkpoint of optax's AdamW into a run; returns its step."""
   if config.optim.optimizer != "coat_adamw":
     raise ValueError(
-      "import: needs a run with optim.optimizer coat_adamw, got "
+      "import: optim.optimizer must be coat_adamw, got "
       f"{config.optim.optimizer}; leave --optim.optimizer out"
     )
 

@@ -70,9 +70,10 @@ class CoatConfig(OptimizerConfig):
 def _name_statistics(state: Any) -> Any:
   """Corrects the named axes of moments to the sizes of the moments' arrays.
 
-  haliax copies a parameter's axes to its moments. But in statistics, some axes
-  are shorter: the last one has one entry per group. If devices cannot split the
-  shorter axis evenly, sharding it like the parameter's axis fails.
+  haliax copies a parameter's axes to its moments. But axes of `amax` and
+  `range` may be shorter: in most codecs, the last axis has one entry per group.
+  If devices cannot split the shorter axis evenly, sharding it like the
+  parameter's axis fails.
   """
 
   def named(node):

@@ -88,8 +88,9 @@ def linear(
     )
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
-      # w is split over the mesh axis tensor only for x [B, T, D]. Drop cached
-      # codes: if w is [D, 2, F], they are sorted by device, not by gate and up.
+      # w is split over the mesh axis tensor only for x [B, T, D]. For a weight
+      # [D, 2, F], the columns of the cached codes are sorted by device, so only
+      # a split matmul can use them. Keep only the cached scale.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)
@@ -117,7 +118,8 @@ def norm_linear(
     weights: see `LinearWeights`; w is [D, *F].
     kind: "rms" or "layer"; None for no norm.
     eps: epsilon of the norm.
-    recipe: norm and matmul are fused if `nonlinear` is "fp8".
+    recipe: if `nonlinear` is "fp8", norm and matmul share one custom gradient,
+      and the norm writes the matmul's FP8 operand.
 
   Returns:
     [..., *F] in x's dtype.

@@ -124,13 +124,14 @@ class Elementwise(Middle):
         return MiddleGradient(dh, product, self._gradient(saved, dout))
       return MiddleGradient(dh, product, sums)
     values = self._gradient(saved, dout)
-    # Save rows and transpose them here. If columns were saved, XLA would hold
-    # the stacked rows of all layers and their transpose in memory at once.
+    # `forward` saves the product in row layout, and it is transposed here. If
+    # the column layout were saved, XLA would hold the rows of all layers and
+    # their transpose in memory at once.
     product = columns_of(saved.product, recipe)
     return MiddleGradient(gradient_operand(values, recipe), product, values)
 
   def _gradient(self, saved, dout) -> Array:
-    """Computes the gradient of a gated h, f32 [..., 2 F]."""
+    """With a gate, computes the gradient of gate and up, f32 [..., 2 F]."""
     backward = functools.partial(ops.activation_bwd, activation=self.activation)
     if saved.activated is None:
       gradients = backward(dout, saved.parts)

@@ -65,10 +65,10 @@ def rule(
 
   With `recipe.axes`, `specs(*arrays, *static, recipe)` returns a pair: a tuple
   of specs, one for each array, and the specs of the results. A spec is a tree
-  of `PartitionSpec`s, or one `PartitionSpec` for a whole tree. By default, all
-  arrays and results are sharded like the first array's tokens. Without
-  `recipe.axes`, `result_spec(*arrays)` returns the specs of the results on
-  explicit mesh axes; by default, each is the first array's spec.
+  of `PartitionSpec`s, or one `PartitionSpec` for a whole tree. By default, each
+  is `mesh.tokens` of the first array. Without `recipe.axes`,
+  `result_spec(*arrays)` returns the specs of the results on explicit mesh axes;
+  by default, each is the first array's spec.
 
   The returned `f(arrays, *static, recipe)` is differentiable in its tuple of
   arrays.
@@ -174,10 +174,11 @@ def _own_spec(axes: MeshAxes | None) -> P | None:
 
 
 def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
-  """Returns a function that shards saved values like the first array's tokens.
+  """Returns a function that shards a saved value.
 
-  Features are split over the mesh axes that do not split these tokens. XLA
-  alone would lose this split where a weight [D, 2, F] is reshaped.
+  Its tokens are split like the first array's tokens, and its features over the
+  other mesh axes. XLA alone would lose the split of features where a weight
+  [D, 2, F] is reshaped.
   """
   first = jax.tree.leaves(arrays)[0]
   leaves = jax.tree.leaves(specs)

@@ -204,8 +204,9 @@ class ModelConfig:
     self._check_choices()
     if self.head_dim is None and self.d_model % (2 * self.num_heads):
       raise ValueError(
-        "ModelConfig: d_model must be an even multiple of num_heads, got "
-        f"{self.d_model} and {self.num_heads}; change one, or pass head_dim"
+        "ModelConfig: d_model must be a multiple of 2 * num_heads, got d_model "
+        f"{self.d_model} and num_heads {self.num_heads}; change one, or pass "
+        "head_dim"
       )
     if self.head_width % 2:
       raise ValueError(

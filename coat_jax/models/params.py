@@ -47,8 +47,8 @@ class Parameter(NamedTuple):
       layer except the output projection.
     axes: how a mesh splits each array axis except the axis of layers; () if
       each device stores the whole parameter.
-    split: how the parameter is cut into matrices; None if it is never cut. For
-      q, k and v, `matrix_split` replaces it.
+    split: how the parameter is split into matrices, `MatrixSplit()` if it is
+      one matrix; None for no split. For q, k and v, `matrix_split` replaces it.
   """
 
   role: Role
@@ -117,9 +117,11 @@ def is_stacked(path: str) -> bool:
 def matrix_split(
   path: str, config: ModelConfig | VisionConfig | None
 ) -> MatrixSplit | None:
-  """Returns how a parameter is cut into matrices; None if it is not cut.
+  """Returns how a parameter is split into matrices; None for no split.
 
-  `config` is None for the projector's parameters.
+  A parameter that is one matrix has the split `MatrixSplit()`. Most biases,
+  norms and embeddings have no split. `config` is None for the projector's
+  parameters.
   """
   is_qkv = path.endswith((_QKV + "kernel", _QKV + "bias"))
   if config is None or not is_qkv:

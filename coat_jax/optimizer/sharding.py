@@ -134,9 +134,10 @@ def fit_group_size(
     size = next(fit for fit in range(most, 0, -1) if common % fit == 0)
     if size < min(_SMALLEST_GROUP, most):
       raise ValueError(
-        f"{op}: groups must have at least {_SMALLEST_GROUP} values, got {size} "
-        f"as the largest size that divides each shard of last axes, {shares}; "
-        "shard other axes of these leaves, or leave some out with quantize_mask"
+        f"{op}: groups must have at least {_SMALLEST_GROUP} values, got "
+        f"{size}, the largest size that divides each device's part of the last "
+        f"axis (values by leaf: {shares}); shard other axes of these leaves, "
+        "or leave some out with quantize_mask"
       )
     return dataclasses.replace(group, group_size=size)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
@@ -209,9 +210,10 @@ def _placed(
       struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     except (ValueError, IndexError) as error:  # IndexError: a spec is too long.
       raise ValueError(
-        f"{op}: a sharding must split its parameter evenly, got "
-        f"{sharding.spec} for shape {leaf.shape} at {path!r}, mesh "
-        f"{dict(sharding.mesh.shape)}; shard other axes or pad this one"
+        f"{op}: a spec must have at most one entry per axis and split each "
+        f"axis evenly, got {sharding.spec} for shape {leaf.shape} at {path!r}, "
+        f"mesh {dict(sharding.mesh.shape)}; shorten the spec, shard other "
+        "axes, or pad the axis"
       ) from error
     out.append(struct)
   return jax.tree.structure(params).unflatten(out), where[0].mesh

@@ -253,10 +253,7 @@ def test_missing_parts_of_a_tower_are_refused():
   "change, words",
   [
     (dict(family="sigllip_vision"), "did you mean 'siglip_vision'"),
-    (
-      dict(num_heads=64),
-      "an even multiple of num_heads, got 64 and 64",
-    ),
+    (dict(num_heads=64), "got d_model 64 and num_heads 64"),
     (dict(patch_size=29), "at most image_size, got 29 and 28"),
     (
       dict(num_classes=5),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that are no commands say so when they are run."""
+"""Modules that are not commands say so when they are run."""
 
 import subprocess
 import sys

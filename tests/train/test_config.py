@@ -133,7 +133,7 @@ def replace(config, **values):
 @pytest.mark.parametrize(
   "values, words",
   [
-    (dict(model__d_model=130), "even multiple of num_heads, got 130 and 4"),
+    (dict(model__d_model=130), "got d_model 130 and num_heads 4"),
     (dict(model__num_kv_heads=3), "multiple of num_kv_heads, got 4 and 3"),
     (
       dict(model__d_ff=0),

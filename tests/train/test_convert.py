@@ -247,7 +247,7 @@ def test_runs_of_other_optimizers_are_refused(
   out, options = tmp_path / "run", dict(optim__optimizer=optimizer)
   line = arguments(out, "--no-report-state", **options)
   assert command("import", tmp_path / "in", *line) == 2
-  words = f"needs a run with optim.optimizer coat_adamw, got {optimizer}; "
+  words = f"optim.optimizer must be coat_adamw, got {optimizer}; "
   assert f"import: {words}leave" in capsys.readouterr().err
   assert not out.exists()
   made = dataclasses.replace(demo(), report_state=False)
@@ -256,7 +256,7 @@ def test_runs_of_other_optimizers_are_refused(
     convert_adamw, "newest_checkpoint", lambda *_: (out, 8, made)
   )
   assert command("export", out, tmp_path / "out") == 2
-  assert f"export: {words}use export-hf" in capsys.readouterr().err
+  assert f"export: the run's {words}use export-hf" in capsys.readouterr().err
 
 
 def test_export_needs_a_run_and_replaces_nothing(halfway, tmp_path, capsys):

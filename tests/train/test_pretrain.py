@@ -124,7 +124,7 @@ def test_finished_run_can_be_extended(finished, tmp_path, capsys):
     (["--overwrite"], dict(recipee="bf16"), "--recipe {coat,bf16,fp8_linear"),
     (["--overwrite"], dict(recipe="bf17"), "'coat', 'bf16', 'fp8_linear'"),
     (["--overwrite"], dict(optim__codec="caot"), "did you mean 'coat'?"),
-    (["--overwrite"], dict(model__d_model=65), "even multiple of num_heads"),
+    (["--overwrite"], dict(model__d_model=65), "a multiple of 2 * num_heads"),
   ],
 )
 def test_bad_input_is_reported_and_changes_nothing(

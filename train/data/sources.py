@@ -105,7 +105,7 @@ def check_ids(ids: np.ndarray, name: str, vocab_size: int) -> None:
   largest = int(ids.max(initial=0))
   if largest >= vocab_size:
     raise ValueError(
-      f"load_tokens: token ids must be below the vocabulary size {vocab_size}, "
+      f"data: token ids must be below the vocabulary size {vocab_size}, "
       f"got {largest} in {name}; use a model with a larger vocabulary or this "
       "model's tokenizer, and check the dtype of token files"
     )

@@ -49,7 +49,7 @@ class TokenFile:
     read = os.pread(file.number, wanted, place)
     if len(read) < wanted:
       raise ValueError(
-        f"load_tokens: {self.path} must have at least "
+        f"data: {self.path} must have at least "
         f"{self.offset + self.size * self.itemsize} bytes, as when the run "
         f"started, got {os.fstat(file.number).st_size}; restore the file, and "
         "pass --resume"

@@ -31,8 +31,8 @@ class Tokenizer:
     file = read_path("data.tokenizer", path)
     if not file.is_file():
       raise FileNotFoundError(
-        f"load_tokens: the tokenizer must be a JSON file, got {path}, which is "
-        "not a file; give the model's tokenizer.json"
+        f"tokenizer: expected a JSON file, got {path}, which is not a file; "
+        "give the model's tokenizer.json"
       )
     self._path = path
     with self._errors("could not be read as a `tokenizers` JSON file"):
@@ -50,9 +50,9 @@ class Tokenizer:
       yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
       raise
-    except BaseException as error:  # Panics in Rust are no `Exception`.
+    except BaseException as error:  # A Rust panic is not an `Exception`.
       raise ValueError(
-        f"load_tokens: {self._path} {problem} ({first_line(error)}); give the "
+        f"tokenizer: {self._path} {problem} ({first_line(error)}); give the "
         "model's tokenizer.json"
       ) from error
 
@@ -85,7 +85,7 @@ class Tokenizer:
 
   def decode(self, ids: list[int]) -> str:
     """Converts ids to text, without special tokens."""
-    with self._errors():
+    with self._errors("failed to decode tokens"):
       return self._whole.decode(ids, skip_special_tokens=True)
 
   def encode_each(
@@ -93,8 +93,10 @@ class Tokenizer:
   ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields each text's ids, int32 [n], and character offsets, int32 [n, 2].
 
-    A text is split inside a line only before an added token, or after at least
-    16 * `kept` characters, which usually contain more than `kept` tokens.
+    `kept` is how many tokens of each text the caller uses. So that these do not
+    depend on the split, a text is split inside a line only before an added
+    token, or after at least 16 * `kept` characters, which usually contain more
+    than `kept` tokens.
     """
     ids, offsets = [], []
     pieces = (piece for text in texts for piece in self.split(text, kept=kept))

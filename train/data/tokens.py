@@ -54,8 +54,8 @@ class DataConfig:
     if self.dtype != "text" and self.path is None:
       raise ValueError(
         f"DataConfig: dtype {self.dtype} needs a path, got none; give the path "
-        "of the token files, or leave dtype out to read Python's standard "
-        "library"
+        "of the token files, or leave dtype out to use the default text, the "
+        "source code of Python's standard library"
       )
     if self.dtype != "text" and self.tokenizer is not None:
       raise ValueError(
@@ -104,7 +104,10 @@ class TokenSource:
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """A hash of the tokens, which must not change when a run is resumed."""
+    """A hash of the tokens; a resumed run must have the same hash.
+
+    Only sampled blocks of large token files are hashed.
+    """
     return token_files.fingerprint(self.parts)
 
   @functools.cached_property

@@ -121,7 +121,8 @@ class Checkpoints:
       then = f"and pass --resume, which continues from {self.path / str(last)}"
     raise SaveError(
       f"save: could not write a checkpoint in {self.path}: "
-      f"{describe_error(error)}; free some disk space {then}"
+      f"{describe_error(error)}; fix the cause (if the disk is full, free some "
+      f"space) {then}"
     ) from error
 
   def _is_in_place(self) -> bool:

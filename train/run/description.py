@@ -20,7 +20,7 @@ _COMMANDS = {
 
 
 class Data(Protocol):
-  """What a description says of a run's data; see `run.data.RunData`."""
+  """The part of a run's data that is described; see `run.data.RunData`."""
 
   @property
   def fingerprint(self) -> str: ...

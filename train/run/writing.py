@@ -45,8 +45,8 @@ def save_errors(path: Path) -> Iterator[None]:
 
 def _failure(path: Path, error: Exception) -> SaveError:
   return SaveError(
-    f"save: could not write {path}: {describe_error(error)}; free some disk "
-    "space, or pass a folder on another disk"
+    f"save: could not write {path}: {describe_error(error)}; fix the cause (if "
+    "the disk is full, free some space), or pass another folder"
   )
 
 

@@ -98,8 +98,8 @@ class Part(NamedTuple):
   """One parameter, or one layer of a stacked parameter, and its tensors.
 
   `layer` is None if the parameter is not stacked. `split` is None if the
-  parameter is not cut into matrices. `tensors` maps each tensor's name to its
-  shape and the parameter's dtype.
+  parameter has no split (see `matrix_split`). `tensors` maps each tensor's name
+  to its shape and the parameter's dtype.
   """
 
   path: str

@@ -57,7 +57,7 @@ class VisionConfig:
   Attributes:
     family: a row of `VISION_FAMILIES`: "vit", "clip_vision", "siglip_vision".
     num_layers: number of layers of the encoder.
-    d_model: width of the residual stream, an even multiple of `num_heads`.
+    d_model: width of the residual stream, a multiple of 2 * `num_heads`.
     d_ff: width of the MLPs.
     num_heads: number of attention heads.
     image_size: height and width of images. If it is not a multiple of
@@ -92,8 +92,9 @@ class VisionConfig:
     check_family(self, VISION_FAMILIES)
     if self.d_model % (2 * self.num_heads):
       raise ValueError(
-        "VisionConfig: d_model must be an even multiple of num_heads, got "
-        f"{self.d_model} and {self.num_heads}; change one of them"
+        "VisionConfig: d_model must be a multiple of 2 * num_heads, got "
+        f"d_model {self.d_model} and num_heads {self.num_heads}; change one of "
+        "them"
       )
     if self.patch_size > self.image_size:
       raise ValueError(

@@ -139,8 +139,9 @@ class _Expanded(FittedCodec):
     )
 
   def _stored(self, fit: _Fit) -> tuple[Array, Array]:
-    # `Instructions.round` explains why its int32 must not be cast to a byte. So
-    # `range` is its f32 result.
+    # `range` is the f32 result of `Instructions.round`. A saturating cast to a
+    # byte is correct for this result, which is at most 255, but not for the
+    # int32 result.
     return fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8)
 
   def _bound_and_root(self, encoded: Encoded, on):

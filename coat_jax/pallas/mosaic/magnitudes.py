@@ -38,7 +38,10 @@ def group_scale(bits: Array, dtype: DTypeLike) -> Array:
 
 
 def _scale_bits(bits: Array, dtype: DTypeLike) -> Array:
-  """Returns the bits of max(amax / qmax, 2^-126), or of 1 if amax is 0."""
+  """Returns the bits of the scale max(amax * float32(1 / qmax), 2^-126).
+
+  If amax is 0, the scale is 1.
+  """
   amax = jax.lax.bitcast_convert_type(bits, jnp.float32)
   scale = amax * jnp.float32(1 / qmax(dtype))
   scale_bits = jax.lax.bitcast_convert_type(scale, jnp.int32)

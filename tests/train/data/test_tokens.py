@@ -131,7 +131,7 @@ def test_binary_files_are_rejected_as_text(tmp_path):
 def test_unreadable_tokenizers_raise_with_the_path(
   tmp_path, text_file, tokenizer_file
 ):
-  with pytest.raises(FileNotFoundError, match="tokenizer must be a JSON file"):
+  with pytest.raises(FileNotFoundError, match="expected a JSON file"):
     load(text_file, tokenizer=str(tmp_path / "none.json"))
   with pytest.raises(ValueError, match="could not be read"):
     load(text_file, tokenizer=str(text_file))
