@@ -325,7 +325,9 @@ def test_tokens_cut_short_in_mid_run_are_reported(
   options = dict(data__path=ids, data__dtype="uint16", steps=60)
   assert run(tmp_path / "out", **options) == 2
   errors = capsys.readouterr().err.splitlines()
-  assert "ids held 2000000 ids when the run started" in errors[-1]
+  assert (
+    "must have at least 4000000 bytes, as when the run started" in errors[-1]
+  )
 
 
 def test_other_device_errors_are_not_reported_as_memory(tmp_path, monkeypatch):
