@@ -263,14 +263,16 @@ def main(arguments: list[str] | None = None) -> int:
   if options.command == "table":
     print(table(done, options.preset))
     return 0
-  names = options.candidates or list(CANDIDATES)
+  names = options.candidates or [
+    name for name, found in CANDIDATES.items() if found.weights is None
+  ]
   if options.command == "errors":
     tokens = load_tokens(DataConfig(), MODEL.vocab_size)
     sizes = dict(steps=options.steps, batch=8, seq=64)
     trained = train_model(MODEL, tokens, **sizes)
     for name in names:
       found = CANDIDATES[name]
-      if found.optimizer in ("adamw", "factored") and found.weights is None:
+      if found.optimizer in ("adamw", "factored"):
         values = errors_of(found, trained)
         case = sizes | dict(candidate=name)
         _append(options.rows, emit(f"{BENCH}.errors", case, **values))

@@ -4,7 +4,7 @@
 import numpy as np
 
 from docs.figures import long, losses
-from studies import stability, stability_figure
+from studies import codec_race_table, stability, stability_figure
 from tests.docs.pages import DOCS, measured
 
 
@@ -146,3 +146,9 @@ def test_grid_of_the_larger_model_equals_the_rows():
       assert f"| {name} | {rate:g} | {cells} | {mean:+.4f} ± {half:.4f} |" in (
         shown
       )
+
+
+def test_table_of_longer_races_equals_the_rows():
+  rows = measured("codec_race_1000")
+  shown = (DOCS / "codec_race.md").read_text()
+  assert codec_race_table.table(rows, "demo") in shown
