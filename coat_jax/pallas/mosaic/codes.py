@@ -24,7 +24,10 @@ def _why_not_codes(x: Array) -> str | None:
 
 
 def _part_of_matrix(size: int, count: int):
-  """Returns the index of the program's matrix, and a slice of its rows."""
+  """Returns the index of the program's matrix, and `size` of its `count` rows.
+
+  In `join_columns`, rows are along the last axis.
+  """
   number, parts = lax.axis_index("last"), jnp.int32(pl.cdiv(count, size))
   part = rows.part_at(lax.rem(number, parts), size, count)
   return lax.div(number, parts), part
