@@ -32,9 +32,9 @@ Role = Literal[
   "probe",
 ]
 # How an array axis is split: "rows" by mesh axis fsdp, "columns" by tensor,
-# "experts" by expert. "rows of columns" is split by tensor, then by fsdp, such as
-# the input axis of a weight that reads another weight's columns. The mesh axis
-# tensor gives a device some heads, channels of the MLP, tokens of the
+# "experts" by expert. "rows of columns" is split by tensor, then by fsdp; the
+# input axis of a weight that reads another weight's columns is one. The mesh
+# axis tensor gives a device some heads, channels of the MLP, tokens of the
 # vocabulary, or positions. fsdp never splits a weight's last array axis, along
 # which each device must store whole groups of values.
 Axis = Literal["rows", "columns", "rows of columns", "experts"]

@@ -14,7 +14,8 @@ from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas import supported
 from coat_jax.pallas.mosaic import row_ptx, rows
 
-_WIDTH = 64  # A program copies this many codes of each of 128 columns.
+# A program of `join_columns` copies this many codes of each of 128 columns.
+_WIDTH = 64
 
 
 def _why_not_codes(x: Array) -> str | None:
