@@ -50,7 +50,7 @@ class Shape(NamedTuple):
   experts_per_token: int
 
   def matrix(self, name: str) -> tuple[int, int]:
-    """Returns the shape [D, F] of an expert's weight matrix."""
+    """Returns how many inputs and outputs an expert's weight matrix has."""
     if name == "gate_up":
       return self.d_model, 2 * self.d_ff
     return self.d_ff, self.d_model

@@ -67,9 +67,9 @@ class OptimConfig:
     clip: How gradients are clipped. global scales all gradients by one factor.
       share and adaptive scale the gradient of each parameter in each layer by a
       separate factor. share limits the norm of each of these gradients to
-      grad_clip * r / N, where r is this norm and N the global norm, both in the
-      previous step. adaptive does the same in the first 100 steps, and then
-      limits each norm to 1.05 times its running mean.
+      grad_clip * r / N, where r is the gradient's norm and N the global norm,
+      both from the previous step. adaptive does the same in the first 100
+      steps, and then limits each norm to 1.05 times its running mean.
 
   Raises:
     ValueError: a value is outside its range, or the optimizer or the codec does

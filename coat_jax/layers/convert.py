@@ -162,7 +162,7 @@ def convert[Module: nnx.Module](
 
 
 def _check_blocks(op: str, blocks: Any, model: nnx.Module) -> None:
-  remedy = "pass {class of your model: layers.MLP}"
+  remedy = "pass {Block: layers.MLP}, where Block is a class in your model"
   check_kind(op, "blocks", blocks, Mapping, remedy)
   classes = {type(module) for _, module in nnx.iter_modules(model)}
   for theirs, ours in blocks.items():
@@ -201,7 +201,7 @@ class _Converter:
     return self._new[id(copies[-1][1])][1]
 
   def _replace_children(self, path: tuple, node: Any) -> None:
-    """Replaces a node's converted children, also those in containers."""
+    """Replaces a node's children, also in containers, by converted ones."""
     for key, value in list(vars(node).items()):
       leaves, tree = jax.tree.flatten(value, is_leaf=_is_leaf)
       if key.startswith("_pytree__") or not any(map(_is_node, leaves)):

@@ -103,8 +103,10 @@ def _check(tokens: Any, **others: Any) -> None:
   """Raises an error unless the arrays form a batch."""
   rule, remedy = "int [B, T + 1] with T at least 1", "pass token ids"
   check_array("Batch", "tokens", tokens, rule, kind=jnp.integer, remedy=remedy)
-  remedy = "pass at least two tokens per sequence: the first is not a target"
   if tokens.ndim != 2 or tokens.shape[1] < 2:
+    remedy = "pass at least two tokens per sequence: the first is not a target"
+    if tokens.ndim != 2:
+      remedy = "pass one row per sequence, as in tokens[None] for one sequence"
     raise ValueError(
       f"Batch: tokens must be {rule}, got {tokens.shape}; {remedy}"
     )
@@ -123,7 +125,7 @@ def _as_array(name: str, x: Any) -> Any:
     except ValueError as error:  # Rows differ in length.
       raise ValueError(
         f"Batch: {name} must be [B, T + 1], got rows of different lengths; pad "
-        "the rows, and mark the padding in segments"
+        "them to the same length, and set is_target to False for the padding"
       ) from error
     if found.dtype.kind not in "biuf":
       return x  # `_check` refuses it.

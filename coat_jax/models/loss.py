@@ -25,7 +25,8 @@ def loss_fn(
       the cross-entropy alone.
     batch: a `Batch`, or int32 [B, T + 1] if all tokens but each row's first are
       targets. If you split a batch into microbatches whose shares together add
-      up to 1, their losses add up to the mean over the whole batch.
+      up to 1, their cross-entropies add up to the mean over the whole batch,
+      and their load-balancing losses to an average over the microbatches.
     pixel_values: images, as for `VisionLanguageModel`; None for text alone.
 
   Returns:
@@ -61,9 +62,9 @@ def loss_of_hidden(
 ) -> Array:
   """Computes `loss_fn` from the model's hidden states [B, T, D].
 
-  As in transformers, one load-balancing loss covers all layers. It counts all
-  tokens, including padding. It is multiplied by the sum of the batch's shares,
-  so that the losses of microbatches can be added.
+  As in Hugging Face Transformers, one load-balancing loss covers all layers. It
+  counts all tokens, including padding. It is multiplied by the sum of the
+  batch's shares, so that adding the losses of microbatches averages it.
   """
   config, shares = model.config, batch.target_shares
   loss = vocabulary.mean_loss(

@@ -32,10 +32,11 @@ Role = Literal[
   "probe",
 ]
 # How an array axis is split: "rows" by mesh axis fsdp, "columns" by tensor,
-# "experts" by expert. "rows of columns" is split by tensor, then by fsdp. The
-# mesh axis tensor gives a device some heads, channels of the MLP, or tokens of
-# the vocabulary. fsdp never splits a weight's last array axis, along which each
-# device must store whole groups of values.
+# "experts" by expert. "rows of columns" is split by tensor, then by fsdp; the
+# input axis of a weight that reads another weight's columns is one. The mesh
+# axis tensor gives a device some heads, channels of the MLP, tokens of the
+# vocabulary, or positions. fsdp never splits a weight's last array axis, along
+# which each device must store whole groups of values.
 Axis = Literal["rows", "columns", "rows of columns", "experts"]
 
 
@@ -44,11 +45,12 @@ class Parameter(NamedTuple):
 
   Attributes:
     role: how the model uses the parameter. A "matrix" is the weight of a linear
-      layer except the output projection.
+      layer other than the head and the router.
     axes: how a mesh splits each array axis except the axis of layers; () if
       each device stores the whole parameter.
-    split: how the parameter is split into matrices, `MatrixSplit()` if it is
-      one matrix; None for no split. For q, k and v, `matrix_split` replaces it.
+    split: the matrices that the parameter contains, `MatrixSplit()` for one per
+      layer or expert; None if the parameter is not split, such as a norm. For
+      q, k and v, `matrix_split` replaces it.
   """
 
   role: Role
@@ -119,9 +121,9 @@ def matrix_split(
 ) -> MatrixSplit | None:
   """Returns how a parameter is split into matrices; None for no split.
 
-  A parameter that is one matrix has the split `MatrixSplit()`. Most biases,
-  norms and embeddings have no split. `config` is None for the projector's
-  parameters.
+  A parameter with one matrix per layer or expert has the split `MatrixSplit()`.
+  Norms, embeddings, and biases other than that of q, k and v have no split.
+  `config` is None for the projector's parameters.
   """
   is_qkv = path.endswith((_QKV + "kernel", _QKV + "bias"))
   if config is None or not is_qkv:

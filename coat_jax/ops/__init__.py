@@ -10,17 +10,18 @@ differentiable: `layers` pairs forward and backward operations with
 
 Matmuls read `Operand`s: FP8 codes in the layout that the matmul needs, scaled
 by a `Scaling`. Norms and activation functions read `QTensor`s with one BF16
-scale per 1 x G group of the last axis. Between reading codes and writing codes,
-all arithmetic is f32; nothing is rounded to BF16. `dy` and other gradients that
-are not operands are BF16 or f32; `dx` is returned in `dtype`. A definition
-calls other definitions, never a kernel, so "xla" is plain jnp throughout.
+scale per 1 x G group of the last axis. They compute in f32, and do not round to
+BF16 between reading and writing codes. Matmuls accumulate in f32, and return
+`dtype`. `dy` and other gradients that are not operands are BF16 or f32; `dx` is
+returned in `dtype`. A definition calls other definitions, never a kernel, so
+"xla" is plain jnp throughout.
 
 Group Scaling: `norm_input` and `activation_input` also find the scale of the
-operand that is later computed from their result. The operations that write the
-operand, in the forward and in the backward pass, then read their input only
-once. Inside `jax.shard_map`, devices along a scaling's `axis_names` hold shards
-of one tensor and share a scale. Without `axis_names`, each device computes a
-scale for its tensor.
+norm's or activation function's output. So the operations that later write this
+output as an operand need no extra pass over their input to find the scale.
+Inside `jax.shard_map`, devices along a scaling's `axis_names` hold shards of
+one tensor and share a scale. Without `axis_names`, each device computes a scale
+for its tensor.
 
 Source: arXiv:2410.19313, section 5; backward formulas are the derivatives.
 """

@@ -82,7 +82,7 @@ def grouped_wgrad(
 ) -> Array:
   """Computes dw [E, D, F]: x^T g of each group's rows, zero for empty groups.
 
-  If `rows_first`, dw is [D, E, F], so that devices can split it by rows.
+  If `rows_first`, dw is [D, E, F], so that devices can split its first axis.
   """
   dw = _product(x, g, sizes, (0, 0), [], dtype)
   return jnp.moveaxis(dw, 0, 1) if rows_first else dw

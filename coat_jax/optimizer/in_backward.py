@@ -241,10 +241,12 @@ class _Stack:
     self.others = [i for i, is_below in enumerate(below) if not is_below]
     sizes = {leaves[i].shape[:1] for i in self.stacked}
     if len(sizes) != 1 or sizes == {()}:
+      found = ["none" if size == () else str(*size) for size in sorted(sizes)]
       raise ValueError(
-        "step_in_backward: parameters of the stack must have layers as their "
-        f"first axis, got {sorted(sizes) or 'no parameters'} below {stack!r}; "
-        "pass stack, the path of the stacked layers' subtree"
+        "step_in_backward: parameters of the stack must have first axes of the "
+        "same length, the number of layers, got "
+        f"{', '.join(found) or 'no parameters'} below {stack!r}; set stack to "
+        "the path of the stacked layers' subtree"
       )
     [[self.num_layers]] = sizes
     self.layers = params
@@ -282,8 +284,9 @@ class _LayerPasses:
     given, found = (jax.tree.map(jax.typeof, each) for each in (x, y))
     if jax.tree.flatten(found) != jax.tree.flatten(given):
       raise ValueError(
-        "step_in_backward: a layer must return x with its shape and dtype, got "
-        f"{found} for {given}; cast the result"
+        "step_in_backward: a layer must return the next x with the structure, "
+        f"shapes and dtypes of x, got {found} for {given}; change the layer's "
+        "result (cast it if only the dtype differs)"
       )
     leaves, self._structure = jax.tree.flatten(vjp)
     known = jax.tree.leaves((layer_params, per_layer))

@@ -138,7 +138,7 @@ def coat_lion(
     b1: weight of the momentum in the sum whose sign is the update.
     b2: decay rate of the momentum.
     weight_decay, mask, quantize_mask, seed, shardings: as for `coat_adamw`.
-    codec: as for `coat_adamw`; only its codec for the first moment is used.
+    codec: as for `coat_adamw`. The momentum is stored like a first moment.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.

@@ -213,7 +213,7 @@ def join_weights(params: Any, low: Any) -> Any:
 
 
 def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
-  """Lists the leaves of `params`, as a `SplitWeight` if one has low bytes."""
+  """Lists the parameters, each as a `SplitWeight` if it has low bytes."""
   _check_arrays(op, "params", params)
   _check_arrays(op, "low", low)
   leaves, parts = leaf_paths(params), jax.tree.leaves(low)
@@ -229,9 +229,10 @@ def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
       continue
     if (leaf.dtype, leaf.shape) != (jnp.bfloat16, part.shape):
       raise ValueError(
-        f"{op}: a parameter with low bytes {list(part.shape)} must be bfloat16 "
-        f"of their shape, got {leaf.dtype}{list(leaf.shape)} at {path!r}; pass "
-        "the parameters that split_weights returned"
+        f"{op}: a parameter whose low bytes have shape {list(part.shape)} must "
+        f"be a bfloat16 array of this shape, got {leaf.dtype}"
+        f"{list(leaf.shape)} at {path!r}; pass the parameters that "
+        "split_weights returned"
       )
     out.append(SplitWeight(leaf, part))
   return out

@@ -3,12 +3,11 @@
 
 `DecoderLM` follows the harness's own rules for Hugging Face models. A context
 that is too long loses its beginning. An empty context is replaced by the token
-that texts begin or end with. Generated text is cut before the first stop
-string.
+that `prefix_token` returns. Generated text is cut before the first stop string.
 
-There is one difference in texts that are scored as a whole. We put exactly one
-token before the text and do not score this token. The harness also scores a
-token that the tokenizer adds at the start.
+Only texts that are scored as a whole are treated differently. `DecoderLM` puts
+exactly one token before the text and does not score this token. The harness
+also scores a token that the tokenizer adds at the start.
 
   lm = DecoderLM(model, text, length=2048)
   lm_eval.simple_evaluate(lm, tasks=["hellaswag"])

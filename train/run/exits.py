@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends a command early, with an exit status and a one-line error.
 
-Training commands may run as several processes, which raise `Stop` together, so
-that none waits for a process that has ended. Other commands run in
-`exit_status`.
+Training commands may run as several processes. On bad input, these raise `Stop`
+together, so that none waits for a process that has ended. After other failures,
+the failed process exits immediately (`stop_on_failure`). Commands that do not
+train run in `exit_status`.
 """
 
 import contextlib
