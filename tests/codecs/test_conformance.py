@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from coat_jax import codecs
+from coat_jax.codecs.factored import Factored
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics import stochastic
 from tests import cases
@@ -88,8 +89,9 @@ def test_codec_keeps_values_finite_and_signs(variant):
   for group, x in zip(codec.groups, moments(), strict=True):
     _, decoded = roundtrip(group, jnp.asarray(x))
     assert np.all(np.isfinite(decoded))
-    assert np.all((decoded == 0) | (np.sign(decoded) == np.sign(x)))
-    assert not np.any(decoded[x == 0])
+    assert np.all((x == 0) | (decoded == 0) | (np.sign(decoded) == np.sign(x)))
+    # Where rows and columns have means, a zero decodes to their product.
+    assert group == Factored() or not np.any(decoded[x == 0])
 
 
 @every_variant

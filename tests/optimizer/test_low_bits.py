@@ -164,7 +164,7 @@ def test_weights_of_another_kind_are_refused():
   params = tree(0)
   optimizer = fused_coat_adamw(1e-2, low_bits=True)
   with pytest.raises(
-    ValueError, match="fused_coat_adamw: a parameter with low"
+    ValueError, match="fused_coat_adamw: a parameter whose low"
   ):
     optimizer.apply(tree(1), optimizer.init(params), params)
 

@@ -166,7 +166,7 @@ def test_nnx_parameters_are_split_in_their_boxes():
 
 def test_mismatches_are_refused():
   params, low = split_weights(tree())
-  with pytest.raises(ValueError, match=r"must be bfloat16.*float32\[4, 16\]"):
+  with pytest.raises(ValueError, match=r"must be a bfloat16.*float32\[4, 16\]"):
     join_weights(tree(), low)
   with pytest.raises(ValueError, match="got 1 for 5"):
     join_weights(params, {"kernel": low["kernel"]})

@@ -177,7 +177,7 @@ def test_kernels_refuse_small_arrays():
   [
     ((32, 100), 16, BF16, "multiple of"),
     ((32, 96), 64, BF16, "multiple of the group size"),
-    ((32, 96), 8, BF16, "groups of"),
+    ((32, 96), 8, BF16, "group sizes"),
     ((32, 96), 16, jnp.float16, "float16"),
     ((2**16, 2**16), 16, BF16, "int32"),
   ],

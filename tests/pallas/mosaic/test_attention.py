@@ -140,7 +140,7 @@ def test_f16_needs_a_maximum_even_with_a_cap():
   "t, size, dtype, reason",
   [
     (256, 128, jnp.float32, "in bfloat16 or all in float16, got float32"),
-    (256, 80, jnp.bfloat16, r"heads of .64, 128, 256., got 80"),
+    (256, 80, jnp.bfloat16, r"head sizes 64, 128, 256, got 80"),
     (0, 64, jnp.bfloat16, "no empty axis"),
   ],
 )

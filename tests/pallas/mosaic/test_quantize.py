@@ -135,7 +135,7 @@ def test_operand_kernel_finds_the_scale_and_keeps_the_shape():
     ),
     (
       lambda x: quantize.quantize_groups(x, groups=Groups(8)),
-      r"groups of \(16, 32, 64, 128\), got 8",
+      r"group sizes 16, 32, 64, 128, got 8",
     ),
     (
       lambda x: quantize.quantize_groups(
