@@ -184,7 +184,7 @@ def test_wrapped_optimizer_and_report():
     optimizer.update({**tree(1), "e": jnp.ones((96, 64))}, state)
 
 
-@pytest.mark.parametrize("dtype", quick(1, ["float32", "bfloat16"]))
+@pytest.mark.parametrize("dtype", quick(0, ["float32", "bfloat16"]))
 def test_passes_do_the_same(monkeypatch, dtype):
   calls = []
   kept = passes.run_factored
