@@ -57,7 +57,6 @@ from coat_jax.numerics.formats import array_bytes
 from coat_jax.optimizer import default_quantize_mask, state_bytes
 from coat_jax.optimizer.masks import leaf_paths
 from studies.codec_race_table import BENCH, ROWS, table
-from studies.factored_adam import bytes_of, factors, product
 from studies.quantization_error import relative_error
 from studies.race_candidates import CANDIDATES, Candidate, transformation
 from studies.rows import read_rows
@@ -173,10 +172,6 @@ def stored(
   codec, size, decoded = candidate.build(), 0, []
   words = stochastic.random_words(stochastic.leaf_key(0, 0, index), m.shape)
   for place, (x, group) in enumerate(zip((m, v), codec.groups, strict=True)):
-    if place and candidate.optimizer == "factored":
-      decoded.append(product(*factors(v)))
-      size += bytes_of(v.shape)
-      continue
     noise = stochastic.uniform(stochastic.next_words(words, place))
     found = group.encode(x, noise if group.needs_noise else None)
     size += sum(array_bytes(a.shape, a.dtype) for a in found if a.ndim)
@@ -272,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     trained = train_model(MODEL, tokens, **sizes)
     for name in names:
       found = CANDIDATES[name]
-      if found.optimizer in ("adamw", "factored"):
+      if found.optimizer == "adamw":
         values = errors_of(found, trained)
         case = sizes | dict(candidate=name)
         _append(options.rows, emit(f"{BENCH}.errors", case, **values))

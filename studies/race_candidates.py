@@ -23,7 +23,6 @@ from coat_jax import (
 )
 from coat_jax.models import model_matrices
 from studies import race_weights
-from studies.factored_adam import scale_by_factored_adam
 from train import step
 from train.config import TrainConfig
 from train.optimizers import learning_rate
@@ -38,10 +37,7 @@ _FACTORS = {"lion": 0.1, "momentum": 100.0}
 class Candidate:
   """An optimizer and the codec of its moments.
 
-  "factored" is AdamW that stores m in the codec, and v as means of rows and
-  columns. Unlike in `coat(second="factored")`, the update divides by the root
-  of these means. "resets" is AdamW whose moments restart from 0 every 250
-  steps.
+  "resets" is AdamW whose moments restart from 0 every 250 steps.
   "lion, encoded" and "momentum" are optimizers of optax in `encoded`. `weights`
   is how AdamW stores its weights; None for f32.
   """
@@ -49,7 +45,7 @@ class Candidate:
   codec: str
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
   optimizer: Literal[
-    "adamw", "factored", "resets", "lion", "lion, encoded", "momentum", "muon"
+    "adamw", "resets", "lion", "lion, encoded", "momentum", "muon"
   ] = "adamw"
   weights: race_weights.Storage | None = None
 
@@ -66,8 +62,7 @@ CANDIDATES = {
   "log4": Candidate(f"{_RACE}:log4"),
   "e2m1": Candidate(f"{_RACE}:e2m1"),
   "coat, factored": Candidate("coat", {"second": "factored"}),
-  "coat m, factored v": Candidate("coat", optimizer="factored"),
-  "e2m1 m, factored v": Candidate(f"{_RACE}:e2m1", optimizer="factored"),
+  "e2m1 m, factored v": Candidate(f"{_RACE}:e2m1_factored"),
   "companded, nearest": Candidate(
     f"{_RACE}:companded", {"rounding": "nearest"}
   ),
@@ -177,10 +172,7 @@ def _unclipped(
       codec=codec,
       seed=seed,
     )
-  if candidate.optimizer == "factored":
-    adam = scale_by_factored_adam(optim.b1, optim.b2, optim.eps)
-    scaled = encoded(adam, codec, fields={"mu": "mu"}.get, seed=seed)
-  elif candidate.optimizer == "resets":
+  if candidate.optimizer == "resets":
     adam = optax.scale_by_adam(optim.b1, optim.b2, optim.eps)
     scaled = with_resets(encoded(adam, codec, seed=seed), _RESET)
   elif candidate.optimizer == "momentum":

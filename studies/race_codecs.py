@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from coat_jax.codecs import MomentCodec
+from coat_jax.codecs.factored import Factored
 from coat_jax.codecs.group import Grouped, Rounding, finite_amax, share
 from coat_jax.codecs.integers import LogUniform
 
@@ -175,6 +176,11 @@ def log4(group_size: int = 64) -> MomentCodec:
 def e2m1(group_size: int = 64) -> MomentCodec:
   """Stores m in E2M1, v in `LogUniform4`: 1 + 4 / group_size bytes."""
   return _four_bits("e2m1", group_size, E2M1)
+
+
+def e2m1_factored() -> MomentCodec:
+  """Stores m in E2M1, and v as means of rows and columns."""
+  return MomentCodec(name="e2m1_factored", mu=e2m1().mu, nu=Factored())
 
 
 def _four_bits(name: str, group_size: int, shares: Any) -> MomentCodec:

@@ -6,6 +6,7 @@ all steps.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
+from coat_jax.codecs.group import Encoded
 from coat_jax.numerics.formats import with_finite_square
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.ops.dispatch import op
@@ -29,11 +31,14 @@ from coat_jax.optimizer.state import (
 )
 from coat_jax.optimizer.step import (
   StepScalars,
+  is_factored,
+  put_layer,
   step_of,
+  take_layer,
   transformation,
   update_of,
 )
-from coat_jax.optimizer.weights import Weight
+from coat_jax.optimizer.weights import Weight, in_f32
 
 
 class AdamScalars(NamedTuple):
@@ -114,6 +119,48 @@ def adam(
   return numerator / (jnp.sqrt(inner) + s.eps), mu, nu
 
 
+def without_second() -> dict[str, Array]:
+  """Returns decay rates with which `adam` keeps the second moment."""
+  return dict(b2=jnp.float32(1), one_minus_b2=jnp.float32(0))
+
+
+def with_means(old: Encoded, means: Sequence[Array], scalars: Any) -> Encoded:
+  """Adds the means of the rows and columns of g^2 to a factored moment."""
+  codes, *old_means = old
+  return Encoded(
+    codes,
+    *(
+      scalars.b2 * x + scalars.one_minus_b2 * y
+      for x, y in zip(old_means, means, strict=True)
+    ),
+  )
+
+
+def _second_first(
+  g: Array,
+  stored: Stored,
+  layer: Array | None,
+  scalars: AdamScalars,
+  grad_scale: Array | None,
+  groups: GroupCodecs,
+) -> tuple[Stored, AdamScalars]:
+  """Updates a factored second moment before the step, as Adafactor does.
+
+  Returns the moments and scalars for the step, which then only reads it. Other
+  moments are returned unchanged.
+  """
+  if not is_factored(groups):
+    return stored, scalars
+  g = in_f32(g) if grad_scale is None else in_f32(g) * grad_scale
+  g = with_finite_square(g)
+  _, *means = groups[1].encode(g * g, None)
+  mu, nu = stored
+  old = nu if layer is None else take_layer(nu, layer)
+  new = with_means(old, means, scalars)
+  new = new if layer is None else put_layer(nu, new, layer)
+  return (mu, new), scalars._replace(**without_second())
+
+
 @op(mosaic="adam", mosaic_tpu="adam")
 def adam_update(
   g: Array,
@@ -124,6 +171,7 @@ def adam_update(
   groups: GroupCodecs,
 ) -> tuple[Array, Stored]:
   """Returns Adam's update of a leaf and its new moments (`step.update_of`)."""
+  stored, scalars = _second_first(g, stored, part.layer, scalars, None, groups)
   return update_of(adam, g, stored, part, scalars, groups)
 
 
@@ -139,6 +187,9 @@ def adamw_step(
   groups: GroupCodecs,
 ) -> tuple[Weight, Stored]:
   """Applies AdamW to a leaf, or to a layer of a stacked leaf, by `step_of`."""
+  stored, scalars = _second_first(
+    g, stored, part.layer, scalars, step.grad_scale, groups
+  )
   return step_of(adam, p, g, stored, part, (scalars, step), groups)
 
 

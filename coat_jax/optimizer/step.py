@@ -217,21 +217,31 @@ def _step(arithmetic, p, g, stored, part, scalars, groups):
   return _computed(compute, finish, (p, g), stored, part, groups)
 
 
+def is_factored(groups: GroupCodecs) -> bool:
+  """Returns whether a leaf's second moment is factored."""
+  return groups[1:] == (Factored(),)
+
+
 def _computed(compute, finish, arrays, stored, part, groups):
-  """Runs `compute`, finishes its first result, and encodes the others."""
+  """Runs `compute`, finishes its first result, and encodes the others.
+
+  A factored second moment is only read: the optimizer must update it before.
+  """
   shape = stored[0].codes.shape
   on_gpu = platform() in ("gpu", "cuda", "rocm")
   explicit = jax.sharding.get_abstract_mesh().explicit_axes
   # A factored moment has no groups.
-  run, grouped = passes.run, groups
-  if groups[1:] == (Factored(),):
-    run, grouped = passes.run_factored, groups[:1]
+  run, grouped, kept = passes.run, groups, ()
+  if is_factored(groups):
+    run, grouped, kept = passes.run_factored, groups[:1], stored[1:]
   if on_gpu and not explicit and passes.can_run(grouped, shape):
     noise = [noise_of(x, i, part, shape) for i, x in enumerate(grouped)]
-    return run(groups, compute, finish, arrays, stored, noise)
-  result, *values = compute(arrays, *decode(groups, stored))
-  finished = finish(result, lambda x: x)
-  return finished, encode(groups, tuple(values), part)
+    finished, new = run(groups, compute, finish, arrays, stored, noise)
+  else:
+    result, *values = compute(arrays, *decode(groups, stored))
+    finished = finish(result, lambda x: x)
+    new = encode(grouped, tuple(values[: len(grouped)]), part)
+  return finished, (*new, *kept)
 
 
 def take_layer(stacked: Any, layer: Array) -> Any:

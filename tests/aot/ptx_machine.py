@@ -2,10 +2,10 @@
 """Executes the PTX of a kernel in NumPy, for tests without a GPU.
 
 Pallas' interpreter runs neither inlined PTX nor the compiled kernel. This
-machine executes the PTX that the compiler passes to ptxas, which must have no
-loops or branches. All threads execute an instruction before the next one, so
-the machine cannot find a missing barrier. Instructions that none of our kernels
-uses so far raise an error.
+machine executes the PTX that the compiler passes to ptxas, in which all threads
+must take the same branches. All threads execute an instruction before the next
+one, so the machine cannot find a missing barrier. Instructions that none of our
+kernels uses so far raise an error.
 
 Approximate instructions (lg2, ex2, rcp, sqrt, div) are rounded correctly to f32
 here. The machine does not run ptxas, but refuses code that ptxas is known to
@@ -72,11 +72,28 @@ class Machine:
   def run(self) -> None:
     for base, x in zip(self._bases, self._arrays, strict=True):
       self._memory[base : base + x.nbytes] = x.reshape(-1).view(np.uint8)
+    statements, labels = _statements(self._body)
+    place = 0
     with np.errstate(all="ignore"):
-      for statement in _statements(self._body):
-        self._execute(statement)
+      while place < len(statements):
+        statement = statements[place]
+        place += 1
+        guard, branch = re.fullmatch(
+          r"(?:@(!?%\w+) )?(bra\S* \S+)?.*", statement
+        ).groups()
+        if branch is None:
+          assert guard is None, statement
+          self._execute(statement)
+        elif guard is None or self._all(guard):
+          place = labels[branch.split()[-1]]
     for base, x in zip(self._bases, self._arrays, strict=True):
       x.reshape(-1).view(np.uint8)[:] = self._memory[base : base + x.nbytes]
+
+  def _all(self, guard: str) -> bool:
+    """Returns a predicate's value, which must be the same in all threads."""
+    values = self._get(guard.lstrip("!"), bool) ^ guard.startswith("!")
+    assert np.all(values == values[0]), guard
+    return bool(values[0])
 
   def _execute(self, statement: str) -> None:
     opcode, _, rest = statement.partition(" ")
@@ -356,23 +373,29 @@ def _permuted(a, b, selector) -> np.ndarray:
   return out
 
 
-def _statements(body: str) -> list[str]:
-  """Returns instructions as text, without scopes, labels and directives."""
+def _statements(body: str) -> tuple[list[str], dict[str, int]]:
+  """Returns instructions as text, and the index that each label stands for.
+
+  Scopes and directives are left out.
+  """
   lines = [_COMMENT.sub("", line).strip() for line in body.split("\n")]
   kept = [
     line
     for line in lines
-    if line and not line.startswith(("$", ".loc", ".file", ".section"))
+    if line and not line.startswith((".loc", ".file", ".section"))
   ]
-  out = []
+  out, labels = [], {}
   for statement in " ".join(kept).split(";"):
     statement = " ".join(statement.split())
     while statement.startswith(("{", "}")):
       statement = statement[1:].strip()
+    while found := re.match(r"(\$\w+):\s*", statement):
+      labels[found[1]] = len(out)
+      statement = statement[found.end() :]
     if statement and not statement.startswith("."):
       out.append(statement)
     if statement == "ret":
-      return out
+      return out, labels
   raise ValueError("ptx_machine: the program does not end")
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
-from coat_jax import coat_adamw, codecs, encoded
+from coat_jax import coat_adamw
 from coat_jax.numerics.formats import array_bytes
 from coat_jax.optimizer import (
   from_plain_state,
@@ -18,7 +18,7 @@ from coat_jax.optimizer import (
   state_shardings,
   to_plain_state,
 )
-from studies import factored_adam, race_codecs
+from studies import race_codecs
 from tests import cases
 from tests.optimizer.test_sharding import assert_bits, make_mesh, step_of
 
@@ -160,34 +160,3 @@ def test_sharded_step_of_4_bits_equals_unsharded():
     got = step(*step(draws[0], state, draws[1]), draws[2])
   assert got[1][0].nu.codes["columns"].sharding == where["columns"]
   assert_bits(got, want)
-
-
-def test_factored_adam_equals_adam_if_squares_have_rank_one():
-  rng = np.random.default_rng(0)
-  a, b = rng.normal(size=(2, 3, 40, 1)), rng.normal(size=(2, 3, 1, 64))
-  params = {"w": jnp.zeros((3, 40, 64)), "scale": jnp.zeros(40)}
-  ours = factored_adam.scale_by_factored_adam(0.9, 0.99, 1e-8)
-  adam = optax.scale_by_adam(0.9, 0.99, 1e-8)
-  state, exact = ours.init(params), adam.init(params)
-  for scale in (1.0, -0.3):
-    # Use the same factors in each step, so that the mean has rank one too.
-    grads = {"w": scale * jnp.asarray(a[0] * b[0]), "scale": jnp.arange(40.0)}
-    got, state = ours.update(grads, state)
-    want, exact = adam.update(grads, exact)
-    for name in params:
-      np.testing.assert_allclose(got[name], want[name], rtol=2e-4, atol=1e-6)
-  assert state.rows["w"].shape == (3, 40, 1)
-  assert state.columns["w"].shape == (3, 1, 64)
-  size = sum(4 * x["w"].size for x in (state.rows, state.columns))
-  assert factored_adam.bytes_of((3, 40, 64)) == size == 4 * 3 * (40 + 64)
-
-
-def test_encoded_stores_only_the_first_moment_of_factored_adam():
-  params = {"w": jnp.ones((128, 256))}
-  adam = factored_adam.scale_by_factored_adam(0.9, 0.99, 1e-8)
-  solver = encoded(adam, codecs.coat(), fields={"mu": "mu"}.get)
-  state = jax.jit(solver.init)(params)
-  assert state.inner.mu.codes["w"].dtype == jnp.float8_e4m3fn
-  assert state.inner.rows["w"].dtype == jnp.float32
-  updates, state = jax.jit(solver.update)(params, state, params)
-  np.testing.assert_allclose(updates["w"], 1, rtol=1e-4)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.codecs.factored import LARGEST
 from coat_jax.pallas.mosaic import registers
 from coat_jax.pallas.mosaic.moment_codecs import Decoded
 from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
@@ -18,6 +17,11 @@ class Sizes(NamedTuple):
 
   columns: int  # Groups in one row of a matrix.
   matrix: int  # Groups in one matrix.
+
+  @property
+  def period(self) -> int:
+    """Tiles that are this many groups apart contain the same columns."""
+    return math.lcm(self.columns, ROWS)
 
 
 class Factors(NamedTuple):
@@ -35,10 +39,12 @@ class Factors(NamedTuple):
     """Returns why kernels do not support these factors, or None."""
     if self.columns.shape[-1] == 1:
       return "a factored moment's columns must be its last axis"
-    count = self._sizes().matrix
-    if count % ROWS:
+    sizes = self.sizes()
+    if sizes.matrix % sizes.period:
+      rows = sizes.period // sizes.columns
       return (
-        f"a factored matrix must have a multiple of {ROWS} groups, got {count}"
+        f"a factored matrix must have a multiple of {rows} rows, got "
+        f"{sizes.matrix // sizes.columns}"
       )
     return None
 
@@ -48,7 +54,7 @@ class Factors(NamedTuple):
     A tile may begin in one row and end in the next, so each matrix's column
     factors are followed by a copy of their first 7 groups.
     """
-    shape, sizes = self._shape(), self._sizes()
+    shape, sizes = self._shape(), self.sizes()
     columns = self.columns.reshape(-1, sizes.columns, GROUP_SIZE)
     places = jnp.arange(sizes.columns + ROWS - 1) % sizes.columns
     rows = jnp.broadcast_to(self.rows, (*shape[:-1], shape[-1] // GROUP_SIZE))
@@ -58,17 +64,11 @@ class Factors(NamedTuple):
   def _shape(self) -> tuple[int, ...]:
     return jnp.broadcast_shapes(self.rows.shape, self.columns.shape)
 
-  def _sizes(self) -> Sizes:
+  def sizes(self) -> Sizes:
     shape = self._shape()
     row = next(i for i, n in enumerate(shape) if n > self.columns.shape[i])
     columns, matrix = math.prod(shape[row + 1 :]), math.prod(shape[row:])
     return Sizes(columns // GROUP_SIZE, matrix // GROUP_SIZE)
-
-
-def store_means(rows_gmem, start, moment: Array) -> None:
-  """Overwrites the row factors of a tile's groups with the new means."""
-  means = jnp.sum(jnp.minimum(moment, LARGEST) * (1 / GROUP_SIZE), axis=1)
-  registers.store(rows_gmem, start, means)
 
 
 def load(rows_gmem, columns_gmem, sizes: Sizes, start) -> Decoded:

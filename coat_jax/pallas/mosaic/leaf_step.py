@@ -107,29 +107,20 @@ class _Work:
 
 
 def run(
-  rule: Rule, part: LeafPart, g, p, stored, groups: GroupCodecs, interpret: bool
-):
-  """Returns the new parameter and moments.
-
-  If p is None, the first result is the update, in the gradient's dtype.
-  """
-  return run_factored(rule, part, g, p, stored, groups, None, interpret)[:2]
-
-
-def run_factored(
   rule: Rule,
   part: LeafPart,
   g,
   p,
   stored,
   groups: GroupCodecs,
-  factored: Factors | None,
   interpret: bool,
+  factored: Factors | None = None,
 ):
-  """Does what `run` does, but passes `factored` to the rule as the last moment.
+  """Returns the new parameter and moments.
 
-  The third result contains the mean of this moment's new values in each group,
-  f32 [groups]. It is None if `factored` is None.
+  If p is None, the first result is the update, in the gradient's dtype. The
+  rule gets the moment `factored` (if not None) after the stored ones, and its
+  new value for this moment is ignored.
   """
   names = tuple(k for k, v in vars(rule).items() if v is not None)
   scalars = jnp.stack([getattr(rule, name) for name in names])
@@ -151,12 +142,12 @@ def run_factored(
     interpret=interpret,
   )
   arrays = tuple(x for x in flat if x.ndim)
-  first, arrays, means = _step(
+  first, arrays = _step(
     scalars, jnp.concatenate(place), g, p, arrays, tuple(read), work=work
   )
   new = iter(arrays)
   flat = [next(new) if x.ndim else x for x in flat]
-  return first, treedef.unflatten(flat), means
+  return first, treedef.unflatten(flat)
 
 
 # With this jit, leaves of the same shape are lowered and compiled only once.
@@ -170,7 +161,6 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
 
   weight, weight_tree = jax.tree.flatten(p)  # An empty list if p is None.
   in_place = (*stored, *weight)
-  factored = [jax.new_ref(x) for x in read]
   refs = [jax.new_ref(view(x)) for x in in_place]
   update = plgpu.kernel(
     functools.partial(
@@ -188,16 +178,15 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if work.interpret else False,
-  )(scalars, place, view(g), *factored, *refs)
+  )(scalars, place, view(g), *read, *refs)
   new = [
     jax.freeze(ref).reshape(x.shape)
     for ref, x in zip(refs, in_place, strict=True)
   ]
   new_stored, new_weight = tuple(new[: len(stored)]), new[len(stored) :]
-  means = jax.freeze(factored[0]) if factored else None
   if p is None:
-    return update.reshape(g.shape), new_stored, means
-  return weight_tree.unflatten(new_weight), new_stored, means
+    return update.reshape(g.shape), new_stored
+  return weight_tree.unflatten(new_weight), new_stored
 
 
 def _kernel(
@@ -220,7 +209,7 @@ def _kernel(
   """
   start = lax.axis_index("block") * ROWS
   g = registers.load(g_gmem, start)
-  factored, in_layer, rows_gmem = (), start, None
+  factored = ()
   if work.factors is not None:
     rows_gmem, columns_gmem, *gmem = gmem
     factored = (factors.load(rows_gmem, columns_gmem, work.factors, start),)
@@ -267,8 +256,6 @@ def _kernel(
       words.mantissas(word) if codec.needs_noise else None
       for codec, word in zip(groups, both, strict=False)
     ]
-  if rows_gmem is not None:
-    factors.store_means(rows_gmem, in_layer, new[-1])
   new = new[: len(codecs)]
   encoded = moment_codecs.encode_moments(codecs, new, noises, on)
   for refs, moment in zip(moments_gmem, encoded, strict=True):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from coat_jax import codecs
+from coat_jax.pallas.mosaic import square_means
 from coat_jax.pallas.mosaic.factors import Factors
 from tests.matrices import quick
 from tests.pallas.mosaic import test_adam
@@ -15,6 +16,12 @@ NEAREST = codecs.coat(second="factored", rounding="nearest")
 # Rows of 3 groups, so tiles contain ends and beginnings of rows; two matrices
 # of which each column belongs to one of two parts; rows of one group.
 SHAPES = (64, 384), (2, 64, 2, 128), (2, 32, 128)
+
+
+@pytest.fixture(autouse=True)
+def many_tiles(monkeypatch):
+  """Lets a program process as many tiles as it would with large arrays."""
+  monkeypatch.setattr(square_means, "_LEAST_PROGRAMS", 1)
 
 
 def compare(codec, dtype, shape, *, interpret, **part):
@@ -51,7 +58,8 @@ def test_interpreted_kernel_matches_definition(codec, dtype, shape):
 
 
 def test_interpreted_kernel_steps_one_layer():
-  compare(NEAREST, jnp.float32, SHAPES[1], interpret=True, layer=jnp.int32(1))
+  part = dict(layer=jnp.int32(1), grad_scale=0.5)
+  compare(NEAREST, jnp.float32, SHAPES[1], interpret=True, **part)
 
 
 def test_interpreted_kernel_stays_finite():
@@ -81,7 +89,8 @@ def test_kernel_matches_definition(codec, dtype, shape):
   "shape, reason",
   [
     ((128, 3, 40, 1), "columns must be its last axis"),
-    ((3, 33, 128), "multiple of 8 groups, got 33"),
+    ((3, 33, 128), "multiple of 8 rows, got 33"),
+    ((6, 384), "multiple of 8 rows, got 6"),
     ((64, 384), None),
   ],
 )

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Means of the rows and of the columns of g^2, in one pass over memory.
+
+XLA would read g twice. A program adds up tiles that contain the same columns,
+and writes the mean of each group and one tile of sums; XLA adds these.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from coat_jax.codecs.factored import mean
+from coat_jax.numerics.formats import with_finite_square
+from coat_jax.pallas.mosaic import registers
+from coat_jax.pallas.mosaic.factors import Factors, Sizes
+from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, LAYOUT, ROWS, TILE
+from coat_jax.pallas.mosaic.registers import Instructions
+
+# More tiles per program mean fewer sums, but too few programs would leave
+# multiprocessors idle at the end.
+_MOST_TILES = 32
+_LEAST_PROGRAMS = 2048
+
+
+def run(
+  g: Array, grad_scale: Array | None, like: Factors, interpret: bool
+) -> tuple[Array, Array]:
+  """Returns the means of the rows and of the columns of (g * grad_scale)^2.
+
+  They are f32, with the shapes of the arrays of `like`.
+  """
+  sizes = like.sizes()
+  tiles = math.gcd(sizes.matrix // sizes.period, _MOST_TILES)
+  count = g.size // (GROUP_SIZE * ROWS)
+  while tiles > 1 and count < tiles * _LEAST_PROGRAMS:
+    tiles //= 2
+  scale = None if grad_scale is None else grad_scale[None]
+  groups, sums = _means(
+    g.reshape(-1, GROUP_SIZE), scale, sizes, tiles, interpret
+  )
+  rows = mean(groups.reshape(*like.rows.shape[:-1], -1), -1)
+  matrices = g.size // (sizes.matrix * GROUP_SIZE)
+  columns = sums.reshape(matrices, -1, sizes.columns * GROUP_SIZE).sum(1)
+  return rows, columns.reshape(like.columns.shape)
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "tiles", "interpret"))
+def _means(g, scale, sizes: Sizes, tiles: int, interpret: bool):
+  programs = g.shape[0] // (ROWS * tiles)
+  out = (g.shape[0],), (programs * ROWS, GROUP_SIZE)
+  return plgpu.kernel(
+    functools.partial(
+      _kernel, sizes=sizes, tiles=tiles, on=Instructions(interpret)
+    ),
+    out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in out],
+    grid=(programs,),
+    grid_names=("program",),
+    compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    interpret=plgpu.InterpretGPUParams() if interpret else False,
+  )(g, *([] if scale is None else [scale]))
+
+
+def _kernel(g_gmem, *gmem, sizes: Sizes, tiles: int, on: Instructions) -> None:
+  """Adds up a program's tiles.
+
+  `g_gmem` is [groups, 128]. `gmem` holds the gradient's factor (if any), the
+  means [groups] and the sums [programs * 8, 128].
+  """
+  *scale_gmem, means_gmem, sums_gmem = gmem
+  program = lax.axis_index("program")
+  turn, tile = divmod(program, sizes.period // ROWS)
+  first = turn * tiles * sizes.period + tile * ROWS
+
+  def add(i, total):
+    start = first + i * sizes.period
+    g = on.in_f32(registers.load(g_gmem, start))
+    for ref in scale_gmem:
+      g = g * ref[0]
+    g = with_finite_square(g)
+    # Divide before the sum, to avoid an overflow.
+    means = jnp.sum(g * g * (1 / GROUP_SIZE), axis=1)
+    registers.store(means_gmem, start, means)
+    return total + g * g * (sizes.columns / sizes.matrix)
+
+  zeros = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), LAYOUT)
+  total = lax.fori_loop(0, tiles, add, zeros)
+  registers.store(sums_gmem, program * ROWS, total)
