@@ -135,8 +135,12 @@ def test_grid_of_the_larger_model_equals_the_rows():
     mean = np.mean(list(plain.values()))
     assert f"| BF16 | {rate:g} | {losses} | {mean:.4f} |" in shown
     for variant, name in (
+      ("fp8_linear", "`fp8_linear`"),
       ("coat", "`coat`"),
       ("coat, nearest", "`coat`, rounded to nearest"),
+      ("coat, E4M3 gradients", "`coat`, E4M3 gradients"),
+      ("coat, BF16 weights", "`coat`, BF16 weights"),
+      ("fp8_block", "`fp8_block`"),
     ):
       differences = [
         found[variant, rate][seed] - plain[seed] for seed in range(3)
