@@ -228,9 +228,9 @@ def _check_groups(op, path: str, codes: Any, codec: GroupCodec) -> None:
   raise ValueError(
     f"{op}: a device must have whole groups, got groups of {size} at "
     f"{path!r}, whose last axis of {codes.shape[-1]} is sharded over "
-    f"{codes.shape[-1] // share} devices, {share} values each; pass a "
-    f"codec whose group size fits ({', '.join(fitting[:5])}), as "
-    "fit_group_size returns it, or shard other axes"
+    f"{codes.shape[-1] // share} devices, {share} values each; use a "
+    f"codec whose group size is one of {', '.join(fitting[:5])} "
+    "(fit_group_size chooses the largest), or shard other axes"
   )
 
 
