@@ -13,9 +13,9 @@ patches):
   cosine           cosine between a weight's two gradients, for the worst weight
   gradient_error   sqrt(2 - 2 cosine), the distance between these two gradients
                    after each is divided by its norm
-  bytes_per_token  bytes that a layer with BF16 activations saves for its
-                   backward pass in recipe coat; `bf16_bytes_per_token` is the
-                   number in recipe bf16
+  bytes_per_token  bytes that a layer saves for its backward pass with recipe
+                   coat; `bf16_bytes_per_token` is the same with recipe bf16.
+                   Both are counted with BF16 activations.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Difference(NamedTuple):
 
   @property
   def gradient_error(self) -> float:
-    """The relative error of the worst gradient, sqrt(2 - 2 cosine)."""
+    """The distance between the worst weight's two normalized gradients."""
     return (2 - 2 * self.cosines[self.worst]) ** 0.5
 
 

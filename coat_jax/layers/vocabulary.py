@@ -180,7 +180,7 @@ class _Head(NamedTuple):
 
 
 def _logits(hidden: Array, weight: Array, head: _Head) -> Array:
-  """Computes logits in f32 from operands of one dtype; applies the cap."""
+  """Computes logits in f32 and, if there is a soft cap, applies it."""
   # Read a tied weight as it is stored. Otherwise the scan over chunks would
   # copy its transpose to memory.
   logits = jnp.einsum(

@@ -102,7 +102,10 @@ def activation_input(
   groups: Groups,
   output: Scaling = VALUES,
 ) -> tuple[Parts, Scales | None]:
-  """Quantizes x [..., F] or [gate, up] [..., 2 F]; finds the output's scale."""
+  """Quantizes the input; finds the output's scale.
+
+  x has the shape [..., F], or [..., 2 F] if gate and up are concatenated.
+  """
   halves = jnp.split(x, 2, axis=-1) if gated else [x]
   halves = [in_groups(half, groups.size) for half in halves]
   parts = tuple(map(groups.quantize, halves))
@@ -118,7 +121,7 @@ def activation_fwd(
   output: Scaling = VALUES,
   scale: Scales | None = None,
 ) -> Operand:
-  """Computes f(x) or f(gate) up as the rows of an operand."""
+  """Computes f(x) or f(gate) * up as an operand, in rows only."""
   y, n = _activated(parts, activation)
   return output.quantize_joined([y], n, scale, "rows")
 
@@ -145,8 +148,9 @@ def activation_bwd_operands(
 ) -> tuple[Operand, Operand, Array | None]:
   """Computes the input's gradient in both layouts, and the output in columns.
 
-  The input is x or [gate, up]. If `has_sums`, the third result is the gradient
-  of a bias of the input: its unrounded gradient, summed over rows in f32.
+  The input is x, or gate and up concatenated. If `has_sums`, the third result
+  is the gradient of a bias that was added to the input: the input's gradient
+  before rounding, summed over rows in f32.
   """
   dx = _gradients(dy, parts, activation)
   sums = None
@@ -166,7 +170,7 @@ def activation_bwd_operands(
 
 
 def activated(parts: Parts, *, activation: Activation) -> Array:
-  """Computes f(x) or f(gate) up in f32."""
+  """Computes f(x) or f(gate) * up in f32."""
   return join_groups(*_activated(parts, activation))
 
 

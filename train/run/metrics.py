@@ -4,12 +4,12 @@
 Each line of metrics.jsonl is a JSON object with the key `step`. There are four
 kinds of lines:
   * a step: loss, grad_norm, lr, tokens_per_s; in train.finetune also targets,
-    padding (a share) and unpadded_tokens_per_s;
-  * an evaluation: held_out_loss, held_out_accuracy for classified images, and
+    padding (a fraction of all tokens) and unpadded_tokens_per_s;
+  * an evaluation: held_out_loss, held_out_accuracy in train.vit, and
     step_bytes, the memory of the compiled step on a device (see
     `train.run.report.step_bytes`);
-  * a report: state (`state_report` of each leaf) and, with codec coat, powers
-    (the number of groups with each power k; a key is 16 times its power);
+  * a report: state (`state_report` of each leaf) and, with codec coat, powers,
+    an object that maps 16 k to the number of groups with the power k;
   * a probe: watch (see `train.watch`).
 Every line is written immediately, in a single write, so a killed run loses no
 line. A resumed run first drops the lines that it will write again.

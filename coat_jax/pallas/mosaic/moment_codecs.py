@@ -140,7 +140,7 @@ def register(group_codec: type) -> Callable[[type], type]:
 
 
 def is_registered(codec: GroupCodec) -> bool:
-  """Returns whether kernels support a group codec of exactly this type."""
+  """Returns whether the codec's exact type is registered."""
   return type(codec) in _REGISTER_CODECS
 
 
@@ -212,7 +212,7 @@ def extremes(x: Array, signed: bool) -> tuple[Array, Array]:
 def _twice_order(x: Array) -> Array:
   """Returns uint32 keys that sort like |x|, but with zero and subnormals last.
 
-  A key is 2 (bits of |x| - bits of 2^-126), modulo 2^32.
+  A key is 2 * (bits of |x| - bits of 2^-126), modulo 2^32.
   """
   return (as_bits(x) << 1) - jnp.uint32(0x01000000)
 
