@@ -60,21 +60,6 @@ def train_iterator(
   return to_iterator(batches, threads=tokens.threads)
 
 
-def eval_batches(
-  tokens: TokenSource,
-  *,
-  seq_len: int,
-  batch_size: int,
-  max_batches: int | None = None,
-) -> grain.IterDataset:
-  """Returns a stream's held-out batches, the same in every evaluation."""
-  _, rows = split_windows(tokens, seq_len)
-  batches = held_out_batches(
-    rows, batch_size=batch_size, max_batches=max_batches
-  )
-  return read_ahead(batches, threads=tokens.threads)
-
-
 def split_windows(tokens: TokenSource, seq_len: int) -> tuple[Windows, Windows]:
   """Cuts the training part and the held-out part of a stream into windows."""
   if seq_len < 1:
