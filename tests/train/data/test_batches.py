@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.train.data.streams import numbered
 from train.data.batches import (
   held_out_batches,
+  read_ahead,
   split_windows,
-  to_iterator,
   train_batches,
   train_iterator,
 )
@@ -32,7 +32,7 @@ def take(iterator, count):
 def batches(tokens, count, *, seed=0, **kwargs):
   rows, _ = split_windows(tokens, SEQ_LEN)
   found = train_batches(rows, batch_size=BATCH, seed=seed, **kwargs)
-  return take(to_iterator(found), count)
+  return take(read_ahead(found), count)
 
 
 def held_out(tokens, batch_size=BATCH, **kwargs):
