@@ -54,7 +54,7 @@ from studies.layer_tensors import LayerTensors, capture
 from studies.rows import read_rows
 from studies.trained_moments import GROUP_SIZE, Moments, Trained
 from train.config import TrainConfig
-from train.data.batches import eval_batches
+from train.data.batches import held_out_batches, split_windows
 from train.data.tokens import DataConfig, TokenSource, load_tokens
 from train.plot import check_figure
 from train.presets import PRESETS
@@ -91,8 +91,8 @@ def prepare(preset: str, config: TrainConfig, tokens: TokenSource) -> Study:
     rate=config.optim.lr,
     dtype=jnp.bfloat16 if on_gpu else jnp.float32,
   )
-  sizes = dict(batch_size=_SEQUENCES, seq_len=config.seq)
-  (rows,) = eval_batches(tokens, max_batches=1, **sizes)
+  _, held_out = split_windows(tokens, config.seq)
+  (rows,) = held_out_batches(held_out, batch_size=_SEQUENCES, max_batches=1)
   found = capture(config.model, trained.params, jnp.asarray(rows["tokens"]))
   say(f"loss of the held-out batch: {float(found.loss):.3f}")
   sizes = dict(steps=config.steps, batch=config.batch, seq=config.seq)

@@ -20,7 +20,11 @@ from coat_jax.models.decoder import Decoder
 from coat_jax.numerics.recipes import Formats
 from train import step, watch
 from train.config import TrainConfig
-from train.data.batches import eval_batches, train_iterator
+from train.data.batches import (
+  held_out_batches,
+  split_windows,
+  train_iterator,
+)
 from train.data.tokens import TokenSource
 from train.objective import objective_of
 from train.optimizers import learning_rate
@@ -94,8 +98,10 @@ class Data:
   def __init__(self, source: TokenSource, config: TrainConfig):
     self._source, self._config = source, config
     self._batches: dict[int, np.ndarray] = {}
-    sizes = dict(seq_len=config.seq, batch_size=config.batch)
-    found = eval_batches(source, max_batches=config.eval_batches, **sizes)
+    _, rows = split_windows(source, config.seq)
+    found = held_out_batches(
+      rows, batch_size=config.batch, max_batches=config.eval_batches
+    )
     self.held_out = [jnp.asarray(rows["tokens"]) for rows in found]
 
   def train(self, seed: int) -> np.ndarray:

@@ -241,8 +241,7 @@ class Conversations(RunData[FinetuneConfig]):
     for number in sorted(itertools.chain(*self.held_out.members)):
       if documents.images_of(number):
         continue
-      start, end = documents.starts[number : number + 2]
-      tokens, mask = documents.tokens[start:end], documents.mask[start:end]
+      tokens, mask = documents.tokens_of(number)
       first = int(np.argmax(mask))
       count = int(np.argmin([*mask[first:], False]))
       yield Prompt(

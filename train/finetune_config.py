@@ -47,8 +47,8 @@ class ChatData:
       globs work too.
     format: The format of the rows.
     template: Name of a published chat template to use.
-    held_out: Share of the conversations to hold out for evaluation; at least
-      one conversation is held out.
+    held_out: Share of the conversations to hold out for evaluation: at most a
+      half, and at least one conversation.
     packing: Put as many conversations into a sequence as fit; they do not
       attend to each other. --no-packing pads each conversation to a sequence.
     skip_bad: Skip rows that cannot be trained on, and print how many.

@@ -98,6 +98,13 @@ def train[Config: TrainConfig](
   run = RunDirectory(config.out)
 
   with stop_on_bad_input():
+    # Other options than before may cause errors below, so check them first.
+    done, changed = 0, []
+    if config.resume:
+      done, saved = run.newest_description()
+      where = run.checkpoints / str(done)
+      changed = check_same(where, saved, config, data)
+
     # The data: an iterator whose position is saved, and a fixed held-out set.
     mesh = make_mesh(config.mesh_sizes)
     sharding = batch_sharding(mesh) if mesh else None
@@ -116,12 +123,7 @@ def train[Config: TrainConfig](
   pretrained.warn_of_length(config)
 
   # The state: from a checkpoint, or the initial one.
-  done = 0
   if config.resume:
-    with stop_on_bad_input():
-      done, saved = run.newest_description()
-      where = run.checkpoints / str(done)
-      changed = check_same(where, saved, config, data)
     if done >= config.steps:
       say(
         f"{config.out}: all {config.steps} steps are already done; the newest "

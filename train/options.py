@@ -19,8 +19,9 @@ from coat_jax.models.ranges import Range
 # An option that is off by default, with one flag, --x. Other booleans have two
 # flags, --x and --no-x.
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-# The held-out share of the data, strictly between 0 and 1.
-Share = Annotated[float, Range(1e-6, 0.999999)]
+# The held-out share of the data. A share above a half is probably a mistake,
+# such as the share to train on.
+Share = Annotated[float, Range(1e-6, 0.5)]
 
 
 def _field(rule: str, default: Any = dataclasses.MISSING) -> Any:

@@ -25,8 +25,9 @@ class ImageData:
     folder: A folder with one folder of images per class. It may instead contain
       `train` and `test` (or `val`), which each have one folder per class; see
       `train.data.labelled`.
-    held_out: Share of each class's images to hold out for evaluation, at least
-      one image. It applies if there is no folder of held-out images.
+    held_out: Share of each class's images to hold out for evaluation: at most
+      a half, and at least one image. It applies if there is no folder of
+      held-out images.
   """
 
   folder: Annotated[str, shown("required", name="data", metavar="FOLDER")] = ""

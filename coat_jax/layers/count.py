@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the bytes that a model saves for its backward pass, by tracing it.
+"""Finds the arrays that a model saves for its backward pass, by tracing it.
 
 Each array that the backward pass reads counts once, even if it is also saved in
 another shape. Arrays that are computed from parameters alone do not count,
 because their size does not depend on the number of tokens.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,12 +16,12 @@ from jax.extend.core import Var
 from coat_jax.layers.residuals import name_of
 from coat_jax.numerics.checks import is_array
 
-# These operations keep their input's bytes if they do not change its size.
+# Operations whose output is an alias of their input if both sizes are equal.
 _ALIASES = {
   "bitcast_convert_type",
   "broadcast_in_dim",
   "copy",
-  "reduce_precision",
+  "reduce_precision",  # jax.checkpoint applies this to arrays that it keeps.
   "reshape",
   "squeeze",
 }
@@ -33,7 +34,7 @@ def saved_bytes(model: nnx.Module, inputs: tuple[Any, ...]) -> int:
   is_traced = [is_array(leaf) for leaf in leaves]
   arrays = [x for x, traced in zip(leaves, is_traced, strict=True) if traced]
 
-  def residuals_of(params, others, arrays):
+  def backward_of(params, others, arrays):
     found = iter(arrays)
     args = [
       next(found) if traced else leaf
@@ -44,40 +45,55 @@ def saved_bytes(model: nnx.Module, inputs: tuple[Any, ...]) -> int:
       model = nnx.merge(graph, params, others)
       return model(*jax.tree.unflatten(tree, args))
 
-    return jax.tree.leaves(jax.vjp(call, params)[1])
+    return jax.vjp(call, params)[1]
 
-  jaxpr = jax.make_jaxpr(residuals_of)(params, others, arrays).jaxpr
-  return _count(jaxpr, len(jax.tree.leaves(params)))
-
-
-def _count(jaxpr: Any, num_params: int) -> int:
-  params = set(jaxpr.invars[:num_params])
-  equations = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-  # Arrays that are computed from parameters alone.
-  fixed = set(params)
-  for equation in jaxpr.eqns:
-    inputs = [var for var in equation.invars if isinstance(var, Var)]
-    if inputs and all(var in fixed for var in inputs):
-      fixed.update(equation.outvars)
-  kept: dict[Any, Any] = {}
-  for var in jaxpr.outvars:
-    if isinstance(var, Var) and var not in fixed:
-      kept.setdefault(_original(var, equations), var.aval)
-  arrays: list[Any] = list(kept.values())
-  return sum(x.size * x.dtype.itemsize for x in arrays)
+  saved = SavedArrays(backward_of, params, others, arrays).variables()
+  return sum(var.aval.size * var.aval.dtype.itemsize for var in saved)
 
 
-def _original(var: Any, equations: dict) -> Any:
-  """Traces a reshaped or copied array back to its source."""
-  while (equation := equations.get(var)) is not None:
-    is_named = name_of(equation) is not None
-    if equation.primitive.name not in _ALIASES and not is_named:
-      break
-    source = equation.invars[0]
-    if not isinstance(source, Var):
-      break
-    aval: Any = source.aval
-    if aval.size != var.aval.size:
-      break
-    var = source
-  return var
+class SavedArrays:
+  """The arrays that a traced function saves for its backward pass."""
+
+  def __init__(self, backward_of: Callable, params: Any, *inputs: Any):
+    """Traces a function that returns the backward pass, as `jax.vjp` does."""
+    trace = jax.make_jaxpr(lambda *args: jax.tree.leaves(backward_of(*args)))
+    self.jaxpr: Any = trace(params, *inputs).jaxpr
+    self.equation_of: dict[Any, Any] = {
+      var: equation for equation in self.jaxpr.eqns for var in equation.outvars
+    }
+    count = len(jax.tree.leaves(params))
+    self._of_params = self._reached_from(self.jaxpr.invars[:count])
+    self._of_inputs = self._reached_from(self.jaxpr.invars[count:])
+
+  def variables(self) -> list[Any]:
+    """Returns a variable of each distinct saved array, except parameters."""
+    kept: dict[Any, Any] = {}
+    for var in self.jaxpr.outvars:
+      if isinstance(var, Var) and not self._is_parameter(var):
+        kept.setdefault(self.aliases(var)[-1], var)
+    return list(kept.values())
+
+  def aliases(self, var: Any) -> list[Any]:
+    """Lists an array, the array that it is an alias of, and so on."""
+    found = [var]
+    while (equation := self.equation_of.get(found[-1])) is not None:
+      is_named = name_of(equation) is not None
+      if equation.primitive.name not in _ALIASES and not is_named:
+        break
+      source, alias = equation.invars[0], found[-1]
+      if not isinstance(source, Var) or source.aval.size != alias.aval.size:  # pyright: ignore
+        break
+      found.append(source)
+    return found
+
+  def _reached_from(self, start: Iterable[Any]) -> set[Any]:
+    """Returns the arrays in `start` and all arrays that depend on them."""
+    reached = set(start)
+    for equation in self.jaxpr.eqns:
+      if any(isinstance(v, Var) and v in reached for v in equation.invars):
+        reached.update(equation.outvars)
+    return reached
+
+  def _is_parameter(self, var: Any) -> bool:
+    """Returns whether `var` depends on parameters, but not on inputs."""
+    return var in self._of_params and var not in self._of_inputs

@@ -123,8 +123,9 @@ def _plain_fwd(x, y, w, static, recipe):
   (out, probability), backward, load = differentiated
   out = x + out if static.add_input else out
   stats = mean_over_devices(RoutingStats(load, probability), axes)
-  # Don't save the weights, which `rule` passes to the backward pass. y is saved
-  # as the router reads it, in f32.
+  # Don't save the weights, which `rule` passes to the backward pass. Without
+  # the checkpoint above, y is saved as the router reads it, in f32. In BF16, a
+  # layer of Qwen3-30B-A3B would save only 2 % less.
   of_y, _ = backward.args_res
   return (out, stats), backward.replace(args_res=[of_y, None])
 

@@ -11,7 +11,7 @@ import pytest
 
 from train.data.batches import (
   held_out_batches,
-  to_iterator,
+  read_ahead,
   train_batches,
 )
 from train.data.chat.documents import Counts, Documents, load_documents
@@ -112,7 +112,7 @@ def test_epochs_visit_each_row_once_in_their_own_order():
 
 def test_batches_depend_on_the_seed_and_the_step_alone():
   batches = train_batches(rows_of(), batch_size=4, seed=3)
-  iterator = to_iterator(batches)
+  iterator = iter(read_ahead(batches))
   for i in range(30):
     batch = next(iterator)
     again = batches[i]
@@ -121,7 +121,7 @@ def test_batches_depend_on_the_seed_and_the_step_alone():
       np.testing.assert_array_equal(x, again[key])
     if i == 20:
       state = iterator.get_state()
-  other = to_iterator(train_batches(rows_of(), batch_size=4, seed=3))
+  other = iter(read_ahead(train_batches(rows_of(), batch_size=4, seed=3)))
   assert isinstance(other, grain.DatasetIterator)
   other.set_state(state)
   np.testing.assert_array_equal(next(other)["tokens"], batches[21]["tokens"])

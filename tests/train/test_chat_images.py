@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from train.data.batches import held_out_batches, to_iterator, train_batches
+from train.data.batches import held_out_batches, read_ahead, train_batches
 from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder
 from train.data.chat.images import ChatImages
@@ -158,12 +158,12 @@ def test_batches_with_images_resume_and_threads_read_them_in_order(
   documents = load(tmp_path, ROWS * 3, encoder, images)
   rows = pack(documents, np.arange(12), seq=SEQ, seed=0)
   batches = train_batches(rows, batch_size=2, seed=3)
-  iterator = to_iterator(batches, threads=3)
+  iterator = iter(read_ahead(batches, threads=3))
   for _ in range(2):
     next(iterator)
   state = iterator.get_state()
   expected = [next(iterator) for _ in range(3)]
-  again = to_iterator(batches, threads=3)
+  again = iter(read_ahead(batches, threads=3))
   again.set_state(state)
   for i, batch in enumerate(expected):
     assert batch["images"].shape == (2, 2, 3, 4, 6)
@@ -238,7 +238,9 @@ def test_a_damaged_image_is_named_when_it_is_read(
   rows = [*ROWS, {**ROWS[0], "image": "cut.jpg"}]
   documents = load(tmp_path, rows, encoder, images)
   packed = pack(documents, np.arange(5), seq=SEQ, seed=0, is_packed=False)
-  iterator = to_iterator(train_batches(packed, batch_size=5, seed=0), threads=1)
+  iterator = iter(
+    read_ahead(train_batches(packed, batch_size=5, seed=0), threads=1)
+  )
   with pytest.raises(
     ValueError, match=r"rows\.json line 5: Pillow .*cut\.jpg: "
   ):

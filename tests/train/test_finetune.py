@@ -185,6 +185,19 @@ def test_interrupted_run_resumes_bit_for_bit(
   assert "was written by train.finetune" in capsys.readouterr().err
 
 
+def test_resume_with_another_seq_names_both_values(
+  finished, checkpoint, data, capsys
+):
+  # The longer sequences also have other tokens, and are too few for a batch.
+  before = contents(finished)
+  assert run(checkpoint, data, finished, "--resume", seq=None) == 2
+  errors = capsys.readouterr().err
+  assert "other options (saved -> given): " in errors
+  assert "seq: 96 -> 2048; pass the options with which" in errors
+  assert "fingerprint" not in errors and "at least" not in errors
+  assert contents(finished) == before
+
+
 def test_epochs_determine_the_number_of_steps(checkpoint, data):
   config, source = source_of(checkpoint, data)
   assert config.steps == -(-3 * len(source.rows) // 8) > 3

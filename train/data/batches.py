@@ -57,22 +57,7 @@ def train_iterator(
   """Iterates endlessly over {"tokens": int32 [batch_size, seq_len + 1]}."""
   rows, _ = split_windows(tokens, seq_len)
   batches = train_batches(rows, batch_size=batch_size, seed=seed)
-  return to_iterator(batches, threads=tokens.threads)
-
-
-def eval_batches(
-  tokens: TokenSource,
-  *,
-  seq_len: int,
-  batch_size: int,
-  max_batches: int | None = None,
-) -> grain.IterDataset:
-  """Returns a stream's held-out batches, the same in every evaluation."""
-  _, rows = split_windows(tokens, seq_len)
-  batches = held_out_batches(
-    rows, batch_size=batch_size, max_batches=max_batches
-  )
-  return read_ahead(batches, threads=tokens.threads)
+  return iter(read_ahead(batches, threads=tokens.threads))
 
 
 def split_windows(tokens: TokenSource, seq_len: int) -> tuple[Windows, Windows]:
@@ -104,7 +89,7 @@ def train_batches(
   process_index: int = 0,
   process_count: int = 1,
 ) -> grain.MapDataset:
-  """Returns an endless dataset of batches; pass it to `to_iterator`.
+  """Returns an endless dataset of batches; pass it to `read_ahead`.
 
   Element i of the dataset holds this process's rows of batch i. `batch_size` is
   the number of rows in all processes together.
@@ -169,15 +154,13 @@ def held_out_batches(
   )
 
 
-def to_iterator(
+def read_ahead(
   batches: grain.MapDataset, *, threads: int = 0
-) -> grain.DatasetIterator:
-  """Iterates over batches; grain can save and restore the position."""
-  return iter(read_ahead(batches, threads=threads))
+) -> grain.IterDataset:
+  """Prefetches one batch per thread; with 0 threads, nothing is prefetched.
 
-
-def read_ahead(batches: grain.MapDataset, *, threads: int) -> grain.IterDataset:
-  """Prefetches one batch per thread; with 0 threads, nothing is prefetched."""
+  grain can save and restore the position of the result's iterator.
+  """
   # grain's default buffer of 500 batches could hold gigabytes.
   options = grain.ReadOptions(
     num_threads=threads, prefetch_buffer_size=threads or 16

@@ -38,7 +38,7 @@ class DataConfig:
     tokenizer: A `tokenizers` JSON file for text; None to use bytes as ids.
     dtype: The content of the files: text, or token ids of this type.
     held_out: Share of the stream to hold out for evaluation, at the stream's
-      end. At least one sequence is held out.
+      end: at most a half, and at least one sequence.
 
   Raises:
     ValueError: Options are incompatible or out of range.

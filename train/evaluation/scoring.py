@@ -158,24 +158,15 @@ def _token_scores(
   seen = () if images is None else (images,)
   hidden, targets = model(tokens[:, :-1], *seen), tokens[:, 1:]
   decoder = decoder_of(model)
-  batch, length = targets.shape
-  positions = loss_positions(batch, length, decoder.config.vocab_size)
-  count = -(-length // positions)
+  positions = loss_positions(*targets.shape, decoder.config.vocab_size)
 
-  def split(x):
-    padding = [(0, 0), (0, count * positions - length)]
-    x = jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(batch, count, positions, *x.shape[2:]), 1, 0)
-
-  def score_chunk(chunk):
-    hidden, targets = chunk
-    logits = decoder.logits_of_hidden(hidden)
-    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+  def score_position(at_position):
+    hidden, targets = at_position  # [B, D] and [B].
+    logits = decoder.logits_of_hidden(hidden[:, None])[:, 0]
+    at_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     logprobs = at_target - jax.nn.logsumexp(logits, axis=-1)
     return logprobs, jnp.argmax(logits, axis=-1) == targets
 
-  def joined(x):
-    return jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length]
-
-  scored = jax.lax.map(score_chunk, (split(hidden), split(targets)))
-  return joined(scored[0]), joined(scored[1])
+  by_position = jnp.moveaxis(hidden, 1, 0), targets.T
+  scored = jax.lax.map(score_position, by_position, batch_size=positions)
+  return scored[0].T, scored[1].T

@@ -2,12 +2,9 @@
 """Counts the bytes that a layer saves for its backward pass.
 
 We trace `jax.vjp` of one layer, under the `jax.checkpoint` policy of `remat`,
-and find the arrays in the traced program that the backward pass reads. Tracing
-computes nothing, so counting takes a fraction of a second for any layer width.
-  * Each array counts once, even if it is also saved in another shape.
-  * Parameters and casts of parameters do not count, because their size does not
-    grow with the number of tokens.
-  * Scales and statistics count.
+and count the arrays in the traced program that the backward pass reads, as
+`coat_jax.layers.count` does. Tracing computes nothing, so counting takes a
+fraction of a second for any layer width.
 
 The kind of an array is the name that `coat_jax.layers` gives it for checkpoint
 policies. Arrays that plain autodiff saves (recipes bf16 and fp8_linear) have no
@@ -23,9 +20,9 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import Var
 
 from coat_jax.layers import residuals
+from coat_jax.layers.count import SavedArrays
 from coat_jax.models import VisionConfig
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.layer import TransformerLayer
@@ -125,12 +122,21 @@ def residual_arrays(
   run = lambda x, layer: layer(x, **options)  # noqa: E731
   run = checkpointed(run, remat, recipe, is_gathering=False)
 
-  def residuals_of(params, x):
+  def backward_of(params, x):
     layer_of = lambda params, x: run(x, nnx.merge(graph, params))  # noqa: E731
-    return jax.tree.leaves(jax.vjp(layer_of, params, x)[1])
+    return jax.vjp(layer_of, params, x)[1]
 
-  jaxpr = jax.make_jaxpr(residuals_of)(params, x).jaxpr
-  arrays = _Program(jaxpr).arrays()
+  saved = SavedArrays(backward_of, params, x)
+  operands = {
+    saved.aliases(var)[-1]
+    for equation in saved.jaxpr.eqns
+    if equation.primitive.name == "dot_general"
+    and _kind_of_scope(equation) == "linear"
+    for var in equation.invars
+  }
+  arrays = [
+    (var.aval, _kind_of(var, saved, operands)) for var in saved.variables()
+  ]
   if saves_copies:
     return arrays
   copies = tokens * config.experts_per_token  # pyright: ignore
@@ -141,88 +147,25 @@ def residual_arrays(
   ]
 
 
-class _Program:
-  """A traced forward pass whose results are the arrays that a layer saves."""
-
-  def __init__(self, jaxpr):
-    self.jaxpr = jaxpr
-    self.equation_of = {
-      var: equation for equation in jaxpr.eqns for var in equation.outvars
-    }
-    *params, x = jaxpr.invars
-    self.of_params = self._reached_from(params)
-    self.of_x = self._reached_from([x])
-    self.operands = {
-      self._aliases(var)[-1]
-      for equation in jaxpr.eqns
-      if equation.primitive.name == "dot_general"
-      and _kind_of_scope(equation) == "linear"
-      for var in equation.invars
-    }
-
-  def arrays(self):
-    """Returns the shape and kind of each distinct result, except parameters."""
-    kept = {}
-    for var in self.jaxpr.outvars:
-      if isinstance(var, Var) and not self._is_parameter(var):
-        array = self._aliases(var)[-1]
-        kept.setdefault(array, (var.aval, self._kind(var)))
-    return list(kept.values())
-
-  def _reached_from(self, start):
-    """Returns the arrays in `start` and all arrays that depend on them."""
-    reached = set(start)
-    for equation in self.jaxpr.eqns:
-      if any(isinstance(v, Var) and v in reached for v in equation.invars):
-        reached.update(equation.outvars)
-    return reached
-
-  def _is_parameter(self, var):
-    """Returns whether `var` depends only on parameters and is not a scale."""
-    of_params = var in self.of_params and var not in self.of_x
-    return of_params and var.aval.size > 1
-
-  def _aliases(self, var):
-    """Lists an array, the array that it is an alias of, and so on."""
-    found = [var]
-    while (equation := self.equation_of.get(found[-1])) is not None:
-      is_named = residuals.name_of(equation) is not None
-      if equation.primitive.name not in _ALIASES and not is_named:
-        break
-      source, alias = equation.invars[0], found[-1]
-      if not isinstance(source, Var) or source.aval.size != alias.aval.size:
-        break
-      found.append(source)
-    return found
-
-  def _kind(self, var):
-    equations = [self.equation_of.get(alias) for alias in self._aliases(var)]
-    for equation in equations:
-      if equation is not None and (name := residuals.name_of(equation)):
-        return name.removeprefix("coat_")
-    if self._aliases(var)[-1] in self.operands:
-      return "linear"
-    if equations[-1] is None:
-      return "norm"  # The layer's input, which the first norm saves.
-    kind = _kind_of_scope(equations[-1])
-    if kind is None:
-      raise ValueError(
-        f"memory: every array that is saved for the backward pass must have a "
-        f"kind, got {var.aval} without one; pass it to save_residual, or "
-        f"compute it under residual_scope: {equations[-1]}"
-      )
-    return kind
-
-
-# Operations whose output is an alias of their input if both sizes are equal.
-_ALIASES = {
-  "bitcast_convert_type",
-  "broadcast_in_dim",
-  "copy",
-  "reduce_precision",  # jax.checkpoint applies this to arrays that it keeps.
-  "reshape",
-  "squeeze",
-}
+def _kind_of(var, saved: SavedArrays, operands: set) -> str:
+  """Returns the kind of a saved array; linear layers multiply `operands`."""
+  aliases = saved.aliases(var)
+  equations = [saved.equation_of.get(alias) for alias in aliases]
+  for equation in equations:
+    if equation is not None and (name := residuals.name_of(equation)):
+      return name.removeprefix("coat_")
+  if aliases[-1] in operands:
+    return "linear"
+  if equations[-1] is None:
+    return "norm"  # The layer's input, which the first norm saves.
+  kind = _kind_of_scope(equations[-1])
+  if kind is None:
+    raise ValueError(
+      f"memory: every array that is saved for the backward pass must have a "
+      f"kind, got {var.aval} without one; pass it to save_residual, or "
+      f"compute it under residual_scope: {equations[-1]}"
+    )
+  return kind
 
 
 def _kind_of_scope(equation) -> str | None:

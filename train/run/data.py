@@ -16,7 +16,6 @@ from train.data.batches import (
   Rows,
   held_out_batches,
   read_ahead,
-  to_iterator,
   train_batches,
 )
 from train.run.directory import RunDirectory
@@ -59,7 +58,7 @@ class RunData[Config: TrainConfig]:
     found = train_batches(
       self.rows, batch_size=config.batch, seed=config.seed, **own_rows
     )
-    return to_iterator(found, threads=self.threads)
+    return iter(read_ahead(found, threads=self.threads))
 
   def eval_batches(
     self, config: Config, **own_rows: int

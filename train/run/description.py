@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
+from flax.traverse_util import flatten_dict
+
 from train.config import TrainConfig, resume_rule
 from train.finetune_config import FinetuneConfig
 from train.options import part_of
@@ -72,8 +74,8 @@ def check_same(
       f"resume: {where} was written by train.{saved['command']}; continue the "
       "run with that command, or pass another --out to start a run"
     )
-  before = _flatten(saved["config"])
-  now = _flatten(dataclasses.asdict(config))
+  before = flatten_dict(saved["config"], sep=".")
+  now = flatten_dict(dataclasses.asdict(config), sep=".")
   changed = {
     name: f"{name}: {before.get(name)} -> {now.get(name)}"
     for name in {**before, **now}
@@ -88,14 +90,15 @@ def check_same(
     ]
 
   fixed, converted = changes("fixed"), changes("converted")
-  if saved["fingerprint"] != data.fingerprint:
+  # The data's fingerprint may depend on other options, such as seq.
+  if saved["fingerprint"] != data.fingerprint and not fixed:
     fixed.append("data: the fingerprint differs")
   if fixed or (converted and not config.convert_state):
     convert = ""
     if config.optim.optimizer == "coat_adamw" and not fixed:
       convert = "--convert-state to convert its state, or pass "
     raise ValueError(
-      f"resume: {where} was trained with other options: "
+      f"resume: {where} was trained with other options (saved -> given): "
       f"{'; '.join(fixed + converted)}; pass {convert}the options with which "
       "it was trained, or another --out to start a run"
     )
@@ -106,13 +109,3 @@ def check_same(
       "fingerprint is the same, but does not cover all of their contents"
     )
   return allowed
-
-
-def _flatten(tree: dict, prefix: str = "") -> dict:
-  flat = {}
-  for name, value in tree.items():
-    if isinstance(value, dict):
-      flat |= _flatten(value, f"{prefix}{name}.")
-    else:
-      flat[prefix + name] = value
-  return flat

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tests.train.data.streams import numbered
 from train.data.batches import (
-  eval_batches,
+  held_out_batches,
+  read_ahead,
   split_windows,
-  to_iterator,
   train_batches,
   train_iterator,
 )
@@ -32,7 +32,12 @@ def take(iterator, count):
 def batches(tokens, count, *, seed=0, **kwargs):
   rows, _ = split_windows(tokens, SEQ_LEN)
   found = train_batches(rows, batch_size=BATCH, seed=seed, **kwargs)
-  return take(to_iterator(found), count)
+  return take(read_ahead(found), count)
+
+
+def held_out(tokens, batch_size=BATCH, **kwargs):
+  _, rows = split_windows(tokens, SEQ_LEN)
+  return held_out_batches(rows, batch_size=batch_size, **kwargs)
 
 
 def test_a_token_file_larger_than_memory_yields_batches(tmp_path):
@@ -79,7 +84,8 @@ def test_an_epoch_visits_each_window_once_and_no_held_out_token(
   assert (counts == BATCH).all()
   assert rows.max() < stop
 
-  held = take(eval_batches(tokens, seq_len=SEQ_LEN, batch_size=1), windows)
+  _, others = split_windows(tokens, SEQ_LEN)
+  held = take(held_out_batches(others, batch_size=1), windows)
   assert np.min(held) == stop
 
 
@@ -102,15 +108,15 @@ def test_processes_read_disjoint_rows_of_one_batch(embedded, process_count):
   np.testing.assert_array_equal(whole, batches(embedded, 3))
 
 
-def test_eval_batches_repeat_and_cover_the_held_out_share():
+def test_held_out_batches_repeat_and_cover_the_held_out_share():
   tokens = numbered(2000, held_out=0.5)
-  read = eval_batches(tokens, seq_len=SEQ_LEN, batch_size=BATCH, max_batches=2)
+  read = held_out(tokens, max_batches=2)
   first, again = take(read, 9), take(read, 9)
   assert len(first) == 2
   np.testing.assert_array_equal(first, again)
   starts = np.concatenate(first)[:, 0]
   assert starts[0] == 1000 and starts[-1] > 1800
-  whole = take(eval_batches(tokens, seq_len=SEQ_LEN, batch_size=BATCH), 99)
+  whole = take(held_out(tokens), 99)
   assert len(whole) == 999 // SEQ_LEN // BATCH
 
 
@@ -158,8 +164,7 @@ def test_sizes_that_do_not_fit_raise_with_the_sizes():
     return train_iterator(numbered(size), **options)
 
   def evaluate(size=1000, **kwargs):
-    options = dict(seq_len=SEQ_LEN, batch_size=BATCH) | kwargs
-    return eval_batches(numbered(size), **options)
+    return held_out(numbered(size), **kwargs)
 
   def split(**kwargs):
     rows, _ = split_windows(numbered(1000), SEQ_LEN)

@@ -50,7 +50,8 @@ def test_training_reads_no_held_out_token(size, held_out, start, windows):
 def test_evaluation_reads_whole_windows_of_the_held_out_tokens(size, windows):
   tokens = source(size, 0.5)
   start = size // 2
-  held_out = data.eval_batches(tokens, seq_len=SEQ_LEN, batch_size=1)
+  _, rows = data.split_windows(tokens, SEQ_LEN)
+  held_out = data.held_out_batches(rows, batch_size=1)
   read = [batch["tokens"][0] for batch in itertools.islice(held_out, 99)]
   assert [rows[0] for rows in read] == [
     start + SEQ_LEN * i for i in range(windows)

@@ -94,7 +94,7 @@ def load(path, vocab_size=256, **kwargs):
 def test_data_config_rejects_contradicting_options():
   for kwargs, words in [
     (dict(held_out=0.0), "held_out must be a number from 1e-06"),
-    (dict(held_out=1.0), "held_out must be a number from 1e-06"),
+    (dict(held_out=0.99), "held_out must be a number from 1e-06 to 0.5, got"),
     (dict(dtype="int64", path="x"), "dtype must be one of text, uint16"),
     (dict(dtype="uint16"), "needs a path"),
     (dict(dtype="uint16", path="x", tokenizer="t.json"), "requires dtype text"),

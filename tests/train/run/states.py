@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train import step
-from train.data.batches import split_windows, to_iterator, train_batches
+from train.data.batches import read_ahead, split_windows, train_batches
 from train.data.tokens import TokenSource
 from train.mesh import make_mesh, parse_mesh
 from train.presets import demo
@@ -64,7 +64,7 @@ def batches(index=0, count=1):
   found = train_batches(
     rows, batch_size=4, seed=0, process_index=index, process_count=count
   )
-  return to_iterator(found)
+  return iter(read_ahead(found))
 
 
 def save(path, state, iterator=None, step=3, **options):

@@ -72,6 +72,12 @@ def test_checkpoint_of_other_data_is_rejected():
     compare(described(demo()), demo(), tokens=numbered(1001))
 
 
+def test_data_are_not_blamed_for_another_option():
+  other = numbered(1001)
+  with pytest.raises(ValueError, match="given.: seq: 256 -> 128; pass the opt"):
+    compare(described(demo()), config(seq=128), tokens=other)
+
+
 def test_changed_file_times_are_reported():
   other = described(demo(), change_times="others")
   (hint,) = compare(other, demo())
