@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles functions ahead of time for a GPU or TPU given on a command line."""
+"""Compiles functions for the GPU or TPU given on the command line."""
 
 import argparse
 from collections.abc import Callable

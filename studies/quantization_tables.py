@@ -13,7 +13,7 @@ Rows = Sequence[dict]
 
 
 def select(rows: Rows, bench: str, **case: Any) -> list[dict]:
-  """Selects the rows of quantization.`bench` whose case has these values."""
+  """Selects the rows of `bench` whose case contains these values."""
   return [
     row
     for row in rows
@@ -27,8 +27,8 @@ def one(rows: Rows, bench: str, **case: Any) -> dict:
   found = select(rows, bench, **case)
   if len(found) != 1:
     raise ValueError(
-      f"quantization: exactly one row of {bench} must match {case}, got "
-      f"{len(found)}; use the command `run` again"
+      f"quantization: expected exactly one row of {bench} with {case}, got "
+      f"{len(found)}; run the command `run` again"
     )
   return found[0]
 
@@ -40,7 +40,7 @@ def tables(rows: Rows) -> dict[str, str]:
     "Codecs": _codecs(rows),
     "Activations, gradients and weights": _tensors(rows),
     "A layer in each recipe": _layers(rows),
-    "INT8 compared with FP8 at the same bytes": _integers(rows),
+    "INT8 compared with FP8 at the same size": _integers(rows),
   }
 
 
@@ -54,7 +54,9 @@ def _pairs(rows: Rows) -> str:
   found = [one(of_group, "moments", first=x, second=x) for x in names]
   lines.append(["v that became 0", *(_share(x["zeroed_nu"]) for x in found)])
   kept = [digits(x["kept_error"]) for x in found]
-  lines.append(["column's format for m and v, without v that became 0", *kept])
+  lines.append(
+    ["m and v in the column's format, without values whose v became 0", *kept]
+  )
   return _markdown(["first \\ second", *names], lines)
 
 
@@ -93,8 +95,8 @@ def _tensors(rows: Rows) -> str:
 _OF_LAYER = {
   "output": "output",
   "input_gradient": "gradient of the input",
-  "weight_gradient": "gradients of weights",
-  "worst_weight_gradient": "worst gradient of a weight",
+  "weight_gradient": "weight gradients",
+  "worst_weight_gradient": "worst weight gradient",
 }
 
 

@@ -29,7 +29,7 @@ from train.optimizers import learning_rate
 
 _RACE = "studies.race_codecs"
 _RESET = 250
-# The factor of the learning rate of each optimizer, if not 1.
+# Factors of the learning rate of optimizers; 1 for the others.
 _FACTORS = {"lion": 0.1, "momentum": 100.0}
 
 
@@ -38,7 +38,7 @@ class Candidate:
   """An optimizer and the codec of its moments.
 
   "resets" is AdamW whose moments restart from 0 every 250 steps.
-  "lion, encoded" and "momentum" are optimizers of optax in `encoded`. `weights`
+  "lion, encoded" and "momentum" are optax optimizers in `encoded`. `weights`
   is how AdamW stores its weights; None for f32.
   """
 
@@ -95,7 +95,7 @@ class _Resets(NamedTuple):
 def with_resets(
   tx: optax.GradientTransformation, period: int
 ) -> optax.GradientTransformation:
-  """Restarts the state of `tx` every `period` steps (arXiv:2603.16731)."""
+  """Resets the state of `tx` every `period` steps (arXiv:2603.16731)."""
 
   def init(params):
     return _Resets(jnp.zeros([], jnp.int32), tx.init(params))

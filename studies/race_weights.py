@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW whose weights are stored in E4M3 or in BF16, without an f32 copy.
 
-`studies.codec_race` compares it with f32 weights. Parameters are f32 arrays of
-values that the format can represent. Moments are f32.
+`studies.codec_race` compares it with AdamW on f32 weights. The storage is
+simulated: parameters are f32 arrays, but large matrices contain only values
+that the format can represent. Moments are f32.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -40,9 +41,9 @@ def adamw(
   """Returns AdamW that rounds large matrices after each step.
 
   "fed back" rounds to nearest, in groups of 128 with one scale each, and adds
-  the rounding error e to the first moment as e (1 - 1 / b1) / (the step's
-  learning rate of the value), so that later steps make up for it. Source: ECO,
-  arXiv:2601.22101.
+  e (1 - 1 / b1) / r to the first moment, so that later steps compensate for the
+  rounding error e. r is the factor of the first moment in this step's update.
+  Source: ECO, arXiv:2601.22101.
   """
 
   def init(params):
@@ -67,7 +68,6 @@ def adamw(
         key = stochastic.leaf_key(seed, count, i)
         stored = _stored(new, storage, key)
         if storage == "E4M3, fed back":
-          # own_rate is 0 where no gradient has been seen.
           m += (1 - 1 / b1) * (new - stored) / own_rate
         new = stored
       out.append((new - p, m, v))
@@ -78,7 +78,7 @@ def adamw(
 
 
 def _stored(x: Array, storage: Storage, key: Array) -> Array:
-  """Rounds to what is stored, and casts back to f32."""
+  """Rounds x to the storage format, and casts it back to f32."""
   words = stochastic.random_words(key, x.shape)
   if storage == "BF16, stochastic":
     return stochastic.round_to_bfloat16(x, words).astype(jnp.float32)

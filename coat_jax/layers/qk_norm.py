@@ -57,7 +57,7 @@ class QKNorm:
   def normalized(
     self, x: Array, weight: Array, axes: MeshAxes | None = None
   ) -> Array:
-    """Normalizes x in f32; with mesh axes, x contains only a device's heads."""
+    """Normalizes x in f32; with mesh axes, x has only one device's heads."""
     return self._values(self._rows(x), weight, axes)[0].reshape(x.shape)
 
   def gradients(

@@ -16,7 +16,7 @@ from coat_jax.ops.rope import rotate, rotate_back
 
 def _check_columns(qkv, cos, sin, *, num_heads, num_kv_heads, **_) -> None:
   del cos, sin
-  remedy = "pass the weight's numbers of heads"
+  remedy = "pass the numbers of heads for which the weight was made"
   check_whole("split_heads", "num_heads", num_heads, COUNT, remedy)
   check_whole("split_heads", "num_kv_heads", num_kv_heads, COUNT, remedy)
   count = num_heads + 2 * num_kv_heads

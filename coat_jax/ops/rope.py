@@ -179,8 +179,8 @@ def _check_fields(scaling, low: str = "", high: str = "") -> None:
       check_number(op, name, value, _RANGES.get(name, POSITIVE), remedy)
   if low and not getattr(scaling, low) < getattr(scaling, high):
     raise ValueError(
-      f"{op}: {low} must be between 0 and {high}, got {getattr(scaling, low)} "
-      f"and {getattr(scaling, high)}; {remedy}"
+      f"{op}: {low} must be below {high}, got {low}={getattr(scaling, low)} "
+      f"and {high}={getattr(scaling, high)}; {remedy}"
     )
 
 
@@ -191,12 +191,12 @@ class Rotary:
   Attributes:
     theta: base of the frequencies theta^(-2 i / R).
     scaling: how frequencies change for longer sequences, or None.
-    rotary_dim: R, the number of a head's first channels that RoPE rotates; None
-      for all. The other channels stay unchanged.
+    rotary_dim: RoPE rotates the first R = `rotary_dim` channels of each head;
+      None for all. The other channels stay unchanged.
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: `rotary_dim` is odd or below 2, or the base is not above 0.
+    ValueError: `rotary_dim` is odd or below 2, or `theta` is not above 0.
   """
 
   theta: float
@@ -205,7 +205,7 @@ class Rotary:
 
   def __post_init__(self):
     op, size = "Rotary", self.rotary_dim
-    check_number(op, "theta", self.theta, POSITIVE, "1e4 is Llama 2's")
+    check_number(op, "theta", self.theta, POSITIVE, "Llama 2 uses 1e4")
     if self.scaling is not None:
       remedy = "pass one, as in LinearScaling(factor=2)"
       check_kind(op, "scaling", self.scaling, RopeScaling, remedy)
@@ -219,10 +219,10 @@ class Rotary:
       )
 
   def check(self, head_dim: int) -> None:
-    """Raises a ValueError if `rotary_dim` is above the heads' size."""
+    """Raises a ValueError if `rotary_dim` is larger than `head_dim`."""
     if self.rotary_dim is not None and self.rotary_dim > head_dim:
       raise ValueError(
-        f"Rotary: rotary_dim must be at most the heads' size {head_dim}, got "
+        f"Rotary: rotary_dim must be at most head_dim={head_dim}, got "
         f"{self.rotary_dim}; pass None for all channels"
       )
 
@@ -271,7 +271,7 @@ def rotation(
 
 
 def _frequencies(theta, head_dim, kind):
-  """Returns frequencies f32 [R / 2], and the magnitude, which is None for 1."""
+  """Returns frequencies f32 [R / 2], and the magnitude, or None if it is 1."""
   if not isinstance(theta, tuple):
     rotary = as_rotary(theta)
     magnitude = rotary.magnitude

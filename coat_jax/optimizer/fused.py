@@ -114,17 +114,17 @@ def fused_coat_adamw(
     learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.
     weight_decay, mask, quantize_mask: as for `coat_adamw`.
     low_bits: whether the state stores one more byte for each bf16 parameter,
-      which extends it to 24 bits. If `init` is called with f32 parameters, it
-      computes these bytes, and the caller must continue with
-      `split_weights(params)[0]`. With bf16 parameters, the bytes start at zero.
+      which extends it to 24 bits. With bf16 parameters, these bytes start at
+      zero. `init` also accepts f32 parameters and takes the bytes from them;
+      then pass `split_weights(params)[0]` to `apply`.
     seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:
     A `FusedTransformation`.
 
   Raises:
-    NotImplementedError: `implementation` is unknown; (by `apply`) the named
-      implementation cannot run for a leaf.
+    NotImplementedError: `implementation` is unknown, or (raised by `apply`)
+      does not support a leaf.
     TypeError, ValueError: the same as for `coat_adamw`.
 
   Examples:

@@ -14,12 +14,20 @@ compile wrongly.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import ml_dtypes
 import numpy as np
 
-_E4M3, _E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+from tests.aot.ptx_instructions import (
+  COMPARISONS,
+  FP8,
+  HALVES,
+  TYPES,
+  apply,
+  permuted,
+  to_fp8,
+)
+
 _WIDTHS = {"p": bool, "rs": np.uint16, "rd": np.uint64, "r": np.uint32}
 _COMMENT = re.compile(r"//.*")
 _THREADS = 128  # Threads of a block, which is one warpgroup.
@@ -215,22 +223,22 @@ class Machine:
     if name == "cvt":
       return self._converted(modifiers, operands)
     if name == "setp":
-      a, b = (self._get(x, _TYPES[kind]) for x in operands)
-      return _COMPARISONS[modifiers[0]](a, b)
+      a, b = (self._get(x, TYPES[kind]) for x in operands)
+      return COMPARISONS[modifiers[0]](a, b)
     if name == "testp":
       assert modifiers[0] == "infinite"
       return np.isinf(self._get(operands[0], np.float32))
     if name == "redux":
       assert modifiers[1] == "max"
-      x = self._get(operands[0], _TYPES[kind]).reshape(-1, 32)
+      x = self._get(operands[0], TYPES[kind]).reshape(-1, 32)
       return np.repeat(np.max(x, axis=1), 32)
     if name in ("selp", "copysign"):
-      a, b = (self._get(x, _TYPES[kind]) for x in operands[:2])
+      a, b = (self._get(x, TYPES[kind]) for x in operands[:2])
       if name == "copysign":
         return np.copysign(b, a)
       return np.where(self._get(operands[2], bool), a, b)
     if name == "prmt":
-      return _permuted(*(self._get(x, np.uint32) for x in operands))
+      return permuted(*(self._get(x, np.uint32) for x in operands))
     if name == "cvta":
       return self._get(operands[0], np.uint64)
     if name == "bfe":
@@ -245,132 +253,34 @@ class Machine:
       return a * b + c
     if name == "mul" and modifiers[0] == "wide":
       wide = np.dtype(f"{'iu'[kind[0] == 'u']}{2 * int(kind[1:]) // 8}")
-      a, b = (self._get(x, _TYPES[kind]).astype(wide) for x in operands)
+      a, b = (self._get(x, TYPES[kind]).astype(wide) for x in operands)
       return a * b
     if name == "mul" and modifiers[0] == "hi":
-      a, b = (self._get(x, _TYPES[kind]).astype(np.uint64) for x in operands)
-      return (a * b >> int(kind[1:])).astype(_TYPES[kind])
-    args = [self._get(x, _TYPES[kind]) for x in operands]
+      a, b = (self._get(x, TYPES[kind]).astype(np.uint64) for x in operands)
+      return (a * b >> int(kind[1:])).astype(TYPES[kind])
+    args = [self._get(x, TYPES[kind]) for x in operands]
     if kind.endswith("x2"):
-      args = [np.ascontiguousarray(x).view(_HALVES[kind]) for x in args]
-      return np.ascontiguousarray(_apply(name, modifiers, args)).view(np.uint32)
-    return _apply(name, modifiers, args)
+      args = [np.ascontiguousarray(x).view(HALVES[kind]) for x in args]
+      return np.ascontiguousarray(apply(name, modifiers, args)).view(np.uint32)
+    return apply(name, modifiers, args)
 
   def _converted(self, modifiers, operands) -> np.ndarray:
     to, source = [m for m in modifiers if m not in ("rn", "rzi", "satfinite")]
-    if to in _FP8:
+    if to in FP8:
       high, low = (self._get(x, np.float32) for x in operands)
-      high, low = (_to_fp8(x, _FP8[to]).astype(np.uint16) for x in (high, low))
+      high, low = (to_fp8(x, FP8[to]).astype(np.uint16) for x in (high, low))
       return high << 8 | low
-    if source in _FP8:
+    if source in FP8:
       pair = np.ascontiguousarray(self._get(operands[0], np.uint16))
-      return pair.view(_FP8[source]).astype(np.float16).view(np.uint32)
+      return pair.view(FP8[source]).astype(np.float16).view(np.uint32)
     if to == "s8":  # The register has 16 bits.
       return self._get(operands[0], np.int8).astype(np.int16)
-    x = self._get(operands[0], _TYPES[source])
+    x = self._get(operands[0], TYPES[source])
     if "rzi" in modifiers:
       x = np.where(
         np.isnan(x), 0, np.clip(np.trunc(x), -(2.0**31), 2.0**31 - 128)
       )
-    return x.astype(_TYPES[to])
-
-
-_TYPES = {
-  "f16": np.float16, "f32": np.float32, "pred": bool,
-  "bf16": ml_dtypes.bfloat16,
-  "u8": np.uint8, "s8": np.int8, "b8": np.uint8,
-  "u16": np.uint16, "s16": np.int16, "b16": np.uint16,
-  "u32": np.uint32, "s32": np.int32, "b32": np.uint32,
-  "u64": np.uint64, "s64": np.int64, "b64": np.uint64,
-  "bf16x2": np.uint32, "u16x2": np.uint32, "f16x2": np.uint32,
-}  # fmt: skip
-_HALVES = {
-  "bf16x2": ml_dtypes.bfloat16,
-  "u16x2": np.uint16,
-  "f16x2": np.float16,
-}
-_FP8 = {"e4m3x2": _E4M3, "e5m2x2": _E5M2}
-_COMPARISONS: dict[str, Callable] = {
-  "eq": np.equal,
-  "ne": lambda a, b: (a != b) & (a == a) & (b == b),
-  "neu": np.not_equal,
-  "lt": np.less,
-  "le": np.less_equal,
-  "gt": np.greater,
-  "ge": np.greater_equal,
-  "num": lambda a, b: (a == a) & (b == b),
-  "nan": lambda a, b: (a != a) | (b != b),
-}
-_FUNCTIONS: dict[str, Callable] = {
-  "add": np.add,
-  "sub": np.subtract,
-  "mul": np.multiply,
-  "div": np.divide,
-  "and": np.bitwise_and,
-  "or": np.bitwise_or,
-  "xor": np.bitwise_xor,
-  "not": np.invert,
-  "shl": lambda a, b: np.where(b < 32, a << (b & 31), 0).astype(a.dtype),
-  "shr": lambda a, b: np.where(b < 32, a >> (b & 31), 0).astype(a.dtype),
-  "neg": np.negative,
-  "abs": np.abs,
-  "mov": lambda a: a,
-  "lg2": np.log2,
-  "ex2": np.exp2,
-  "rcp": np.reciprocal,
-  "sqrt": np.sqrt,
-  "rsqrt": lambda x: 1 / np.sqrt(x),
-}
-
-
-def _apply(name: str, modifiers: list[str], args: list) -> np.ndarray:
-  """Applies an instruction to numbers of one type."""
-  if "xorsign" in modifiers:
-    sign = np.signbit(args[0]) ^ np.signbit(args[1])
-    args = [np.abs(x) for x in args]
-    out = _apply(name, [m for m in modifiers if m != "xorsign"], args)
-    return np.where(sign, -out, out)
-  if name in ("min", "max"):
-    carries = "NaN" in modifiers or args[0].dtype.kind not in "fV"
-    with_nan, without = {
-      "min": (np.minimum, np.fmin),
-      "max": (np.maximum, np.fmax),
-    }[name]
-    return (with_nan if carries else without)(*args)
-  if name == "fma":
-    a, b, c = (x.astype(np.float64) for x in args)
-    return (a * b + c).astype(args[0].dtype)
-  if "ftz" in modifiers:
-    args = [_flushed(x) for x in args]
-  if name in ("lg2", "ex2", "rcp", "sqrt", "rsqrt"):
-    out = _FUNCTIONS[name](args[0].astype(np.float64)).astype(np.float32)
-  else:
-    out = _FUNCTIONS[name](*args)
-  return _flushed(out) if "ftz" in modifiers else out
-
-
-def _flushed(x: np.ndarray) -> np.ndarray:
-  return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
-
-
-def _to_fp8(x: np.ndarray, dtype) -> np.ndarray:
-  """Rounds to nearest even, saturating; returns codes."""
-  largest = float(ml_dtypes.finfo(dtype).max)
-  clipped = np.clip(x, -largest, largest).astype(dtype).view(np.uint8)
-  return np.where(np.isnan(x), np.uint8(0x7F), clipped)
-
-
-def _permuted(a, b, selector) -> np.ndarray:
-  """Selects each byte by 4 bits; the highest bit replicates the byte's sign."""
-  both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-  out = np.zeros_like(a)
-  for i in range(4):
-    nibble = selector >> (4 * i)
-    byte = both >> ((nibble & 7) * 8).astype(np.uint64)
-    byte = (byte & np.uint64(0xFF)).astype(np.uint32)
-    byte = np.where(nibble & 8, (byte >> 7) * 0xFF, byte).astype(np.uint32)
-    out |= byte << (8 * i)
-  return out
+    return x.astype(TYPES[to])
 
 
 def _statements(body: str) -> tuple[list[str], dict[str, int]]:
@@ -408,4 +318,4 @@ def _operands(text: str) -> list[str]:
 def _vector(modifiers: list[str], operand: str) -> tuple[np.dtype, list[str]]:
   """Returns the type that is loaded or stored, and the registers."""
   registers = _operands(operand[1:-1]) if operand.startswith("{") else [operand]
-  return np.dtype(_TYPES[modifiers[-1]]), registers
+  return np.dtype(TYPES[modifiers[-1]]), registers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the step in plain JAX for an H200, and counts the bytes it moves."""
+"""Compiles the plain-JAX step for an H200, and counts the bytes it moves."""
 
 import jax
 import jax.numpy as jnp
@@ -28,23 +28,23 @@ def compiled_step(rounding, dtype):
   return compile_for_h200(step, p, state, p, donate=(0, 1))
 
 
-# By itself, XLA would write and read both moments in f32 (16 bytes) and a byte
-# or two for every comparison. A bf16 step moved 41 bytes per parameter, and an
-# f32 step 47.
+# Without barriers between passes, XLA wrote both moments to memory in f32 and
+# read them again (16 bytes), and a byte or two for every comparison: 41 bytes
+# per parameter in bf16, and 47 in f32.
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_step_moves_few_bytes(rounding, dtype):
   compiled = compiled_step(rounding, dtype)
   size, drafted = jnp.dtype(dtype).itemsize, rounding == "stochastic"
   expected = (
-    (3 if drafted else 2) * (size + CODES)  # Each pass reads both.
+    (3 if drafted else 2) * (size + CODES)  # Each pass reads them.
     + 2 * CODES * drafted
     + 2 * size  # The parameter is read and written.
     + CODES
     + 2 * CODES  # XLA copies the old codes before it overwrites them.
-    + (size + 2)  # XLA tests the gradient in a separate pass.
+    + (size + 2)  # XLA checks the gradient for NaN separately.
   )
   count = SHAPE[0] * SHAPE[1]
-  # Statistics have 10 bytes per group of 128, and some are read 12 times.
+  # Statistics take 10 bytes per group of 128, and some are read 12 times.
   assert bytes_moved(compiled) / count < expected + 2
   assert temporary_bytes(compiled) / count < CODES * (1 + drafted) + 0.5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the page of commands shows the options of every program."""
+"""Tests the commands page, which shows the options of every program."""
 
 import pytest
 

@@ -178,7 +178,7 @@ def test_positions_and_segments_are_broadcast_to_the_axes_of_x():
       dict(rope_theta=None, rope_scaling=LinearScaling(factor=2.0)),
       "need RoPE.*pass rope_theta",
     ),
-    (dict(rotary_dim=8), "at most the heads' size 6, got 8"),
+    (dict(rotary_dim=8), "at most head_dim=6, got 8"),
   ],
 )
 def test_invalid_kinds_are_refused(options, message):

@@ -229,7 +229,7 @@ def test_other_metadata_is_kept_too():
   assert layer.kernel.role == "projection"
 
 
-def test_kernel_with_several_axes_has_names_as_in_flax():
+def test_axes_of_several_outputs_have_names_as_in_flax():
   options = dict(
     kernel_init=nnx.with_partitioning(INIT, ("data", None, "fsdp")),
     bias_metadata=at(None, "fsdp"),
@@ -246,7 +246,7 @@ def test_kernel_with_several_axes_has_names_as_in_flax():
   assert specs(Linear)["kernel"] == P("data", None, "fsdp")
 
 
-def test_gate_and_up_accept_names_of_the_whole_array():
+def test_kernel_of_gate_and_up_accepts_a_name_for_each_axis():
   with jax.set_mesh(make_mesh()):
     block = nnx.eval_shape(
       lambda: make(

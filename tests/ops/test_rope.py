@@ -198,19 +198,19 @@ def test_layers_of_several_kinds_choose_by_number(kind):
     ),
     (
       lambda: Llama3Scaling(**LLAMA | {"low_freq_factor": 4.0}),
-      "low_freq_factor must be between 0 and high_freq_factor, got 4.0 and 4.0",
+      "low_freq_factor must be below high_freq_factor, got low_freq_factor=4.0",
     ),
     (
       lambda: YarnScaling(
         factor=2.0, original_max_position_embeddings=8, beta_fast=0.5
       ),
-      "beta_slow must be between 0 and beta_fast, got 1.0 and 0.5",
+      "beta_slow must be below beta_fast, got beta_slow=1.0 and beta_fast=0.5",
     ),
     (lambda: Rotary(1e4, rotary_dim=5), "rotary_dim must be even.*got 5"),
     (lambda: Rotary(1e4, rotary_dim=0), "at least 2, got 0"),
     (
       lambda: Rotary(1e4, rotary_dim=18).frequencies(16),
-      "rotary_dim must be at most the heads' size 16, got 18",
+      "rotary_dim must be at most head_dim=16, got 18",
     ),
     (
       lambda: rotation(

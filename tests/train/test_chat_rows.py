@@ -149,7 +149,7 @@ BAD = [
   (
     {"messages": [{**ASKED, "content": " \n"}, ANSWERED]},
     "empty turn",
-    "turn 1 of the user is empty",
+    r"turn 1 \(user\) is empty",
   ),
   (
     {"messages": [ASKED, {"role": "assistant"}]},

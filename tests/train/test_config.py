@@ -20,8 +20,8 @@ _GPT2 = PRESETS["gpt2"]().model
 OWN = "tests.train.own_codec:scaled"
 
 # Layers, h, f, heads, kv, vocabulary, tied, sequence, theta, norm eps; then lr,
-# schedule, its end, warmup in steps, eps.
-PUBLISHED = {
+# schedule, last lr / peak lr, warmup in steps, eps.
+EXPECTED = {
   "gpt2": (
     "12 768 3072 12 12 50304 True 1024 1e4 1e-5",
     "6e-4 cosine .1 715 1e-8",
@@ -85,14 +85,14 @@ PUBLISHED = {
 }
 
 
-def test_all_presets_have_published_numbers():
-  # The model of finetune is that of the checkpoint.
-  assert PRESETS.keys() - {"finetune"} == PUBLISHED.keys()
+def test_all_presets_have_expected_numbers():
+  # `finetune` takes the shape of its model from a checkpoint.
+  assert PRESETS.keys() - {"finetune"} == EXPECTED.keys()
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_preset_matches_its_publication(name):
-  expected = " ".join(PUBLISHED[name]).split()
+@pytest.mark.parametrize("name", EXPECTED)
+def test_preset_has_the_expected_numbers(name):
+  expected = " ".join(EXPECTED[name]).split()
   config = PRESETS[name]()
   model, optim = config.model, config.optim
   got = [

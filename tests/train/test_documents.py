@@ -16,7 +16,7 @@ from flax import nnx
 from tests.train.steps import EXACT, SMALL, STEPS, TOKENS, Trained, on
 from train import step
 
-# tests/train/test_finetune.py has a short run of the same in every run.
+# tests/train/test_finetune.py has a short version that is not slow.
 pytestmark = pytest.mark.slow
 
 MESH = "data=2,fsdp=2,tensor=2"
@@ -25,12 +25,13 @@ LENGTHS = [
   *([33], [20, 13], [11, 11, 11], [5, 9, 3, 16]),
   *([30], [2, 2, 12], [17, 8], [7]),
 ]
-# As a chat's answers: of each document the second half, and of one nothing.
+# As in a chat, the second half of each document is an answer. The documents in
+# this row have no targets.
 WITHOUT_TARGETS = 3
 
 
 def packed():
-  """Rows of documents, each with targets of its own."""
+  """Returns rows of packed documents, with their targets."""
   draw = np.random.default_rng(1)
   tokens = np.zeros((8, 33), np.int32)
   segments, is_target = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
@@ -49,7 +50,7 @@ ROWS = packed()
 
 
 def one_a_row():
-  """The documents alone: tokens and targets [N, 33], and where each was."""
+  """Returns one document per row, and each one's old row and number."""
   tokens, is_target, places = [], [], []
   for row in range(8):
     for number in range(1, ROWS["segments"][row].max() + 1):
@@ -63,7 +64,7 @@ def one_a_row():
 
 @pytest.fixture(scope="module")
 def alone():
-  """Of each document its place, sum of nats, and how many targets it has."""
+  """For each document: its place, its loss in nats, its number of targets."""
   tokens, is_target, places = one_a_row()
   run = Trained(EXACT)
   params = step.initial_state(EXACT, run.optimizer).params
@@ -78,7 +79,7 @@ def alone():
 
 
 def of_document(row, number):
-  """The same batch, of which one document alone has targets."""
+  """Returns the rows, with the targets of only this document."""
   where = np.zeros((8, 1), bool)
   where[row] = True
   own = where & (ROWS["segments"] == number)

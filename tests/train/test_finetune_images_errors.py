@@ -64,7 +64,7 @@ def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
     where = re.escape(f"chat: {file} line 3: ")
     with pytest.raises(ValueError, match=f"^{where}.*{words}"):
       load_rows(*good, row)
-  # As the command says it, of the last.
+  # The file still ends with the last bad row.
   assert run(folder / "llava", file, out) == 2
   errors = capsys.readouterr().err
   assert f"{file} line 3: " in errors and words in errors
@@ -81,14 +81,15 @@ def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
     load_rows(asked("<image> What", image="none.png"))
 
 
-def test_images_that_are_no_folder_are_refused_at_once(
+def test_images_path_that_is_not_a_folder_is_refused_at_once(
   folder, tmp_path, capsys
 ):
   start, data, out = folder / "llava", folder / "shapes.json", tmp_path / "run"
   file = tmp_path / "file"
   file.touch()
   for images in (tmp_path / "nowhere", file):
-    for flags in ([], ["--skip-bad"]):  # Which would leave all images out.
+    # --skip-bad must not skip all rows with images.
+    for flags in ([], ["--skip-bad"]):
       assert run(start, data, out, *flags, images=images) == 2
       errors = capsys.readouterr().err
       assert (
@@ -141,7 +142,9 @@ def test_options_that_do_not_fit_the_model_are_refused(
     load(config_of(folder))
 
 
-def test_a_run_to_begin_with_must_be_one(folder, tmp_path, capsys):
+def test_run_without_checkpoint_or_start_folder_is_refused(
+  folder, tmp_path, capsys
+):
   data, out = folder / "shapes.json", tmp_path / "run"
   config, source = load(config_of(folder))
   start = tmp_path / "start"

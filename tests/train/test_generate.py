@@ -32,7 +32,7 @@ PROMPT = "def main("
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-  """A run's folder with a checkpoint of weights that were drawn."""
+  """A run's folder with a checkpoint of random weights."""
   folder = RunDirectory(tmp_path_factory.mktemp("runs") / "finished")
   demo = PRESETS["demo"]()
   config = dataclasses.replace(
@@ -44,7 +44,7 @@ def finished(tmp_path_factory):
     report_state=False,
   )
   state = step.initial_state(config, step.build_optimizer(config))
-  # Larger ones, with which the most probable token is no near thing.
+  # Larger weights, so that one token is by far the most probable.
   larger = jax.tree.map(lambda x: 5 * x, state.params)
   data = TokenSource(
     name="x", parts=[np.zeros(9, np.uint8)], vocab_size=256, held_out=0.5
@@ -66,7 +66,7 @@ def command(*words):
 
 
 def greedy(path, prompt, count):
-  """Greedy bytes by the run's own model, restored whole, without a cache."""
+  """Decodes greedily with the run's own model, without a cache."""
   folder = RunDirectory(path)
   found = folder.latest_step()
   saved = checkpoint.read_description(folder.checkpoints, found)
@@ -100,7 +100,7 @@ def test_text_of_prompts_is_printed_with_speeds(finished, capsys):
 
 
 @pytest.mark.slow
-def test_text_is_drawn_by_the_seed(finished, capsys):
+def test_seed_determines_sampled_text(finished, capsys):
   line = [finished, "--prompt", PROMPT, "--max-tokens", 8, "--temperature", 5]
   line += ["--top-k", 50, "--top-p", 0.9]
   drawn = []
@@ -108,7 +108,7 @@ def test_text_is_drawn_by_the_seed(finished, capsys):
     assert command(*line, "--seed", seed) == 0
     drawn.append(capsys.readouterr().out)
   assert drawn[0] == drawn[1] != drawn[2]
-  # But of one token there is no choice, nor below a tiny share.
+  # The most probable token alone remains.
   line = [finished, "--prompt", PROMPT, "--max-tokens", 8, "--temperature", 5]
   want = greedy(finished, PROMPT, 8) + "\n"
   for narrow in (
@@ -132,7 +132,7 @@ def test_generation_reads_stored_weights_as_layers_do(params, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_run_of_a_mesh_generates_on_one_device(tmp_path, capsys):
+def test_run_trained_on_a_mesh_generates_on_one_device(tmp_path, capsys):
   out = tmp_path / "run"
   mesh = dict(mesh="data=2,fsdp=2,tensor=2", batch=4, grad_reduce="bfloat16")
   mesh |= dict(model__num_kv_heads=2, optim__group_size=32)
@@ -143,7 +143,7 @@ def test_run_of_a_mesh_generates_on_one_device(tmp_path, capsys):
 
 
 def save_tokenizer(folder):
-  """Words of one letter, and a template that puts one behind a prompt."""
+  """Saves a tokenizer of letters, and a template that appends b and c."""
   folder.mkdir()
   letters = "abcdefghijklmnopqrstuvwxyz"
   model = tokenizers.models.WordLevel(

@@ -35,7 +35,7 @@ def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
   """Lists the files of a path, sorted; raises FileNotFoundError if none exist.
 
   A folder is searched recursively for files with these suffixes, or for all
-  files if there are no suffixes. Hidden files and folders are skipped.
+  files if `suffixes` is empty. Hidden files and folders are skipped.
   """
   root = read_path("data.path", path)
   if root.is_file():

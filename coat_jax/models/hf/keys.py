@@ -234,7 +234,7 @@ class Labels(Key):
     count = found.get("num_labels", 2)  # The default of transformers.
     if names is None and type(count) is int:
       return {"num_classes": count}
-    raise wrong(file, key, "names of the classes", names)
+    raise wrong(file, key, "an object of class names by number", names)
 
   def write(self, key: str, config: Any, found: dict) -> None:
     if config.num_classes is None:

@@ -55,7 +55,7 @@ def test_import_and_export_gives_the_same_bytes(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip_vision", "siglip_vision"])
 def test_tower_is_read_out_of_a_whole_model(name, tmp_path):
-  """CLIP and SigLIP are published together with their text models."""
+  """Published checkpoints also contain the text model."""
   tower, folder = loaded(DATA / name), tmp_path / "m"
   folder.mkdir()
   tensors = {f"vision_model.{k}": x for k, x in tensors_of(DATA / name).items()}
@@ -116,7 +116,7 @@ def test_vit_without_classes_is_loaded_and_saved(tmp_path):
 
 
 @pytest.mark.slow
-def test_tower_may_lack_the_weights_of_its_pool(tmp_path):
+def test_tower_may_have_no_pool(tmp_path):
   kept = [
     k for k in tensors_of(DATA / "siglip_vision") if k.startswith("head.")
   ]
@@ -141,7 +141,7 @@ def test_tower_may_lack_the_weights_of_its_pool(tmp_path):
     (
       "vit",
       dict(id2label=[]),
-      r"must be names of the classes, got \[\]",
+      r"id2label must be an object of class names by number, got \[\]",
     ),
     ("vit", dict(patch_sise=8), "did you mean patch_size"),
     ("vit", dict(patch_size=8.5), "patch_size must be a whole number, got 8.5"),
@@ -164,7 +164,7 @@ def test_config_decides_the_class(tmp_path):
     assert type(load_hf(DATA / name)) is kind
 
 
-def test_classes_are_named(tmp_path):
+def test_image_classes_have_names(tmp_path):
   config = VisionConfig(
     family="vit",
     num_layers=1,

@@ -128,7 +128,7 @@ def test_interpreted_operation_matches_definition(name, dtype):
   operands = operands_of_op(name, dtype)()
   op: Op = getattr(ops, f"linear_{name}")
   out = getattr(kernel, op.name)(*operands, dtype=jnp.float32, interpret=True)
-  # Both add the same values, but in another order.
+  # Both add the same values, but in different orders.
   assert_close(out, op.definition(*operands, dtype=jnp.float32), 2e-6)
 
 
@@ -192,9 +192,10 @@ def test_block_scaled_matmul_runs_on_mosaic_or_xla(rows, name):
 @pytest.mark.parametrize("b_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("form", DTYPES)
 @pytest.mark.parametrize("name", TILES)
-def test_kernel_is_the_product_on_a_gpu(name, form, b_dtype):
+def test_kernel_computes_the_product_on_a_gpu(name, form, b_dtype):
   tile = TILES[name]
-  # More tiles than programs, but not a multiple, and bands of unequal heights.
+  # The number of tiles is larger than the number of programs, but not a
+  # multiple of it. Bands have unequal heights.
   m, n, k = 19 * tile.m, 18 * BLOCK, 33 * BLOCK
   a, b = exact_operands(form, m, n, k, b_dtype)
   add = None if form == "wgrad" else jnp.ones((m, n), jnp.bfloat16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's report on its moments, from a known state."""
+"""Tests the reports of a run: held-out means, moments, bytes of a step."""
 
 import dataclasses
 from typing import Any
@@ -23,16 +23,17 @@ def test_held_out_batches_are_weighted_by_their_targets():
   # (30 + 30) / 40 nats; 15 + 1 of 40 targets are right.
   found = report.held_out_means([one, other, none])
   assert found == pytest.approx(dict(held_out_loss=1.5, held_out_accuracy=0.4))
-  # Batches of plain tokens all have the same number.
+  # Batches of plain tokens all have the same number of targets.
   alike = [Evaluation(np.float32(x), None) for x in (1, 3)]
   assert report.held_out_means(alike) == {"held_out_loss": 2.0}
 
 
-def test_powers_are_counted_by_sixteenths_without_groups_of_zeros():
+def test_powers_are_counted_in_sixteenths_and_skip_groups_of_zeros():
   config = dataclasses.replace(
     demo(), optim=dataclasses.replace(demo().optim, group_size=64)
   )
-  # k is 2 if a group spans sqrt(448) to 2 / 448; two groups per row.
+  # k is 2 if the largest value is sqrt(448 * 448 / 2) times the smallest.
+  # A row has two groups.
   span = np.geomspace(1e-4, 1e-4 * np.sqrt(448**2 / 2), 64)
   rows = np.tile(span, (64, 2)).astype(np.float32)
   rows[:24] = 0
@@ -68,11 +69,11 @@ def test_step_bytes_are_arguments_temporaries_and_new_results():
   temporary, results = 64 * 1024, 64 * 8
   found = report.step_bytes(compiled, exact)
   assert found is not None
-  # The results' tuple has a few pointers.
+  # The tuple of results adds a few pointers.
   assert 0 <= found - 4 * (arguments + temporary + results) < 100
 
 
-def test_step_bytes_are_unknown_if_the_compiler_does_not_tell():
+def test_step_bytes_are_none_if_the_compiler_reports_none():
   class Compiled:
     def memory_analysis(self):
       return None

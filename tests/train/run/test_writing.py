@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees that Orbax writes completely, or not at all with one error line."""
+"""A tree is either written completely, or not at all, with a one-line error."""
 
 import resource
 
@@ -20,9 +20,9 @@ def test_tree_is_written_into_new_folders(tmp_path):
   assert [path.name for path in (tmp_path / "new").iterdir()] == ["tree"]
 
 
-def test_full_disk_leaves_nothing_and_no_traceback(tmp_path, capfd):
+def test_failed_write_leaves_no_files_and_no_traceback(tmp_path, capfd):
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  # Enough for the indices, and for pytest's own output.
+  # Enough for Orbax's index files and pytest's output, but not for the array.
   resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
   try:
     with pytest.raises(SaveError, match="could not write .*tree: .* too large"):
@@ -33,7 +33,7 @@ def test_full_disk_leaves_nothing_and_no_traceback(tmp_path, capfd):
   assert not any(tmp_path.iterdir())
 
 
-def test_file_in_place_of_a_folder_is_named(tmp_path):
+def test_error_names_a_file_where_a_folder_should_be(tmp_path):
   (tmp_path / "file").write_text("mine")
   with pytest.raises(SaveError, match="could not write .*sub: .*file"):
     write_tree(tmp_path / "file" / "sub", TREE)

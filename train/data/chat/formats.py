@@ -226,9 +226,8 @@ def _read_turns(turns: Any, row: Mapping[str, Any]) -> Conversation:
   if not any(trained):
     raise BadData(
       "no assistant turn",
-      "expected a turn of the assistant with a weight other than 0, got the "
-      "roles "
-      f"{_short([x['role'] for x in messages])}",
+      "expected an assistant turn whose weight is not 0, got turns with the "
+      f"roles {_short([x['role'] for x in messages])}",
     )
   system = row.get("system")
   if isinstance(system, str) and system and messages[0]["role"] != "system":
@@ -266,12 +265,12 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
     why = ""
     if message["content"] is None:
       why = " (null content requires tool_calls)"
-    raise BadData("empty turn", f"turn {number} of the {role} is empty{why}")
+    raise BadData("empty turn", f"turn {number} ({role}) is empty{why}")
   return message
 
 
 def _content(content: Any, number: int) -> str | None:
-  """Returns a turn's text; joins the parts that OpenAI's format may use."""
+  """Returns a turn's text, which OpenAI's format may split into parts."""
   if isinstance(content, list) and all(
     isinstance(part, dict) and isinstance(part.get("text"), str)
     for part in content
