@@ -112,7 +112,7 @@ def test_weight_zero_leaves_a_turn_out():
   found = parse({"messages": messages}, "messages")
   assert found.trained == (3,)
   assert "weight" not in found.messages[1]
-  with pytest.raises(BadData, match="expected a turn of the assistant"):
+  with pytest.raises(BadData, match="expected an assistant turn"):
     parse({"messages": [ASKED, left_out]}, "messages")
 
 
@@ -154,14 +154,14 @@ BAD = [
   (
     {"messages": [ASKED, {"role": "assistant"}]},
     "empty turn",
-    "of the assistant",
+    r"turn 2 \(assistant\) is empty",
   ),
   (
     {"messages": [ASKED, {**ANSWERED, "content": None, "tool_calls": []}]},
     "empty turn",
     r"is empty .null content requires tool_calls.",
   ),
-  ({"messages": [ASKED]}, "no assistant turn", 'got the roles ."user"'),
+  ({"messages": [ASKED]}, "no assistant turn", 'with the roles ."user"'),
   ({"messages": [{**ASKED, "content": 1}, ANSWERED]}, "not text", "got 1"),
   (
     {"messages": [{**ASKED, "content": [{"type": "image"}]}, ANSWERED]},
