@@ -37,7 +37,7 @@ class Factors(NamedTuple):
 
   def why_not(self) -> str | None:
     """Returns why kernels do not support these factors, or None."""
-    if self.columns.shape[-1] == 1:
+    if self.rows.shape[-1] != 1:
       return "a factored moment's columns must be its last axis"
     sizes = self.sizes()
     if sizes.matrix % sizes.period:
