@@ -6,7 +6,6 @@ and writes the mean of each group and one tile of sums; XLA adds these.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +33,9 @@ def run(
   They are f32, with the shapes of the arrays of `like`.
   """
   sizes = like.sizes()
-  tiles = math.gcd(sizes.matrix // sizes.period, _MOST_TILES)
-  count = g.size // (GROUP_SIZE * ROWS)
-  while tiles > 1 and count < tiles * _LEAST_PROGRAMS:
-    tiles //= 2
+  periods, count = sizes.matrix // sizes.period, g.size // (GROUP_SIZE * ROWS)
+  most = max(1, min(_MOST_TILES, count // _LEAST_PROGRAMS))
+  tiles = max(i for i in range(1, most + 1) if periods % i == 0)
   scale = None if grad_scale is None else grad_scale[None]
   groups, sums = _means(
     g.reshape(-1, GROUP_SIZE), scale, sizes, tiles, interpret

@@ -16,8 +16,9 @@ from tests.pallas.mosaic import test_adam
 CODEC = codecs.coat(second="factored")
 NEAREST = codecs.coat(second="factored", rounding="nearest")
 # Rows of 3 groups, so tiles contain ends and beginnings of rows; two matrices
-# of which each column belongs to one of two parts; rows of one group.
-SHAPES = (64, 384), (2, 64, 2, 128), (2, 32, 128)
+# of which each column belongs to one of two parts; rows of one group. A program
+# of the first shape processes 5 tiles.
+SHAPES = (40, 384), (2, 64, 2, 128), (2, 32, 128)
 
 
 @pytest.fixture(autouse=True)
