@@ -12,7 +12,7 @@ VOCAB_SIZE = 384
 
 
 def words(ids):
-  """Returns the text that `with_tokenizer`'s tokenizer gives these ids."""
+  """Returns the text that `with_tokenizer`'s tokenizer encodes as these ids."""
   return " ".join(f"t{i}" for i in ids)
 
 

@@ -19,8 +19,8 @@ _GPT2 = PRESETS["gpt2"]().model
 
 OWN = "tests.train.own_codec:scaled"
 
-# Layers, d_model, d_ff, heads, KV heads, vocabulary, tied, sequence, theta, norm
-# eps; then lr, schedule, last lr / peak lr, warmup steps, eps.
+# Layers, d_model, d_ff, heads, KV heads, vocabulary, tied, sequence, theta and
+# norm eps; then lr, schedule, last lr / peak lr, warmup steps and eps.
 EXPECTED = {
   "gpt2": (
     "12 768 3072 12 12 50304 True 1024 1e4 1e-5",
@@ -222,7 +222,7 @@ def test_ends_of_ranges_are_allowed_and_values_beyond_are_not(name):
       (allowed.highest * 2, False),
       (math.nan, False),
     ):
-      # Bypass __init__, which also checks whether fields fit together.
+      # Bypass __post_init__, which also checks whether fields fit together.
       changed = copy.copy(config)
       object.__setattr__(changed, field.name, value)
       with (

@@ -41,7 +41,7 @@ def programs(tmp_path_factory):
 
 @contextlib.contextmanager
 def processes(out, *flags, environment, others=None, all_of_them=None):
-  """Starts two processes; kills them in the end."""
+  """Starts two processes; kills what is left of them in the end."""
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]

@@ -50,7 +50,7 @@ ROWS = packed()
 
 
 def one_per_row():
-  """Returns one document per row, and each document's row and number before."""
+  """Returns one document per row, and the (row, number) it was packed as."""
   tokens, is_target, places = [], [], []
   for row in range(8):
     for number in range(1, ROWS["segments"][row].max() + 1):
