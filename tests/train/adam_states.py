@@ -13,7 +13,7 @@ from train import step
 
 
 def moments(like):
-  """Moments of Adam as they may be: over many orders of magnitude."""
+  """Returns random Adam moments that span many orders of magnitude."""
   rng = np.random.default_rng(0)
 
   def draw(leaf):

@@ -12,17 +12,17 @@ VOCAB_SIZE = 384
 
 
 def words(ids):
-  """Returns the text of token ids in the tokenizer of `with_tokenizer`."""
+  """Returns the text that `with_tokenizer`'s tokenizer encodes as these ids."""
   return " ".join(f"t{i}" for i in ids)
 
 
 def with_tokenizer(path, name="llama", *, begin=None, config=None, **keys):
-  """Copies a checkpoint and gives it a tokenizer of words: t5 has the id 5.
+  """Copies a checkpoint and adds a word tokenizer; the word t5 has id 5.
 
   Args:
     path: The folder to create.
     name: The name of the checkpoint.
-    begin: The id that the post-processor adds before a text; None adds none.
+    begin: The id that the post-processor adds before a text, if any.
     config: The contents of tokenizer_config.json.
     **keys: Keys of config.json, as in `copied`.
   """

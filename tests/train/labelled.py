@@ -8,14 +8,14 @@ CLASSES = ("cat", "dog")
 
 
 def write_image(file, seed, *, brightness=0):
-  """Writes 8 x 8 pixels of noise, of which classes differ in brightness."""
+  """Writes 8 x 8 pixels of noise; each class has its own brightness."""
   pixels = np.random.default_rng(seed).integers(0, 100, (8, 8, 3))
   file.parent.mkdir(parents=True, exist_ok=True)
   Image.fromarray((pixels + brightness).astype(np.uint8)).save(file)
 
 
 def write_folder(folder, *, parts=("train", "test"), count=8):
-  """Writes 16 images of two classes to train on, and 4 that are held out."""
+  """Writes 16 training images and 4 held-out images of two classes."""
   for part in parts:
     for label, name in enumerate(CLASSES):
       for i in range(2 if part in ("test", "val") else count):

@@ -18,7 +18,7 @@ from train.finetune_config import ChatData, FinetuneConfig
 from train.optim_config import OptimConfig
 from train.pretrained import with_shape
 
-# Sizes that tell each matrix's gradient by its shape.
+# With these sizes, a gradient's shape shows which part it belongs to.
 CONFIG = dataclasses.replace(
   shapes.CONFIG,
   text=dataclasses.replace(
@@ -42,7 +42,7 @@ OPTIONS = {
 
 
 def make(folder):
-  """Writes llava, a model without weights, and shapes.json with its images."""
+  """Writes llava/ (a model without weights), shapes.json and its images."""
   shapes.make_rows(folder, 64)
   start = folder / "llava"
   start.mkdir()
@@ -53,7 +53,7 @@ def make(folder):
 
 
 def add_weights(start):
-  """Adds random weights to a model, drawn by NumPy: JAX compiles for longer."""
+  """Adds random weights, made by NumPy because JAX would have to compile."""
   make = lambda: VisionLanguageModel(  # noqa: E731
     CONFIG, recipes.bf16(), rngs=nnx.Rngs(0)
   )
@@ -68,7 +68,7 @@ def add_weights(start):
 
 
 def line(start, data, out, *flags, **options):
-  """Command line of a tiny run; `optim__lr=1` is `--optim.lr 1`."""
+  """Returns a tiny run's command line; `optim__lr=1` is `--optim.lr 1`."""
   options = {
     name.replace("__", ".").replace("_", "-"): x for name, x in options.items()
   }
@@ -79,11 +79,11 @@ def line(start, data, out, *flags, **options):
 
 
 def run(start, data, out, *flags, **options):
-  """Runs it in this process; returns the exit status."""
+  """Fine-tunes in this process; returns the exit status."""
   options = {"images": data.parent / "images"} | options
   try:
     return finetune.main(line(start, data, out, *flags, **options))
-  except SystemExit as exit:  # tyro's own errors
+  except SystemExit as exit:  # raised by tyro
     return exit.code
 
 

@@ -5,10 +5,10 @@ from coat_jax import codecs
 
 
 def scaled(group_size: int = 128) -> codecs.MomentCodec:
-  """The codec fp8 under another name; it takes no other option."""
+  """Returns the codec fp8 under another name, with only this option."""
   plain = codecs.fp8(group_size)
   return codecs.MomentCodec(name="scaled", mu=plain.mu, nu=plain.nu)
 
 
 def nothing() -> None:
-  """No codec."""
+  """Returns no codec, which is an error."""

@@ -17,7 +17,7 @@ from train.run.metrics import read_metrics
 ROOT = Path(__file__).parent.parent.parent
 
 MODEL = dict(num_layers=2, d_model=64, d_ff=128, num_heads=2, num_kv_heads=1)
-# Leaves of 4096 values and more, so that the codec encodes some.
+# Some leaves have at least 4096 values, so the codec encodes them.
 OPTIONS = {
   **{f"model.{name.replace('_', '-')}": value for name, value in MODEL.items()},
   "batch": 2,
@@ -28,12 +28,12 @@ OPTIONS = {
   "eval-every": 4,
   "save-every": 4,
 }
-# Long enough to be killed in its middle.
+# Long enough that tests can stop the run before it ends.
 LONG = dict(steps=120, eval_every=30, save_every=20)
 
 
 def arguments(out, *flags, **options):
-  """Command line of a tiny run; `optim__lr=1` is `--optim.lr 1`."""
+  """Returns a tiny run's command line; `optim__lr=1` is `--optim.lr 1`."""
   options = {
     name.replace("__", ".").replace("_", "-"): value
     for name, value in options.items()
@@ -45,15 +45,15 @@ def arguments(out, *flags, **options):
 
 
 def run(out, *flags, **options):
-  """Runs it in this process; returns the exit status."""
+  """Trains in this process; returns the exit status."""
   try:
     return pretrain.main(arguments(out, *flags, **options))
-  except SystemExit as exit:  # tyro's own errors
+  except SystemExit as exit:  # raised by tyro
     return exit.code
 
 
 def start(out, *flags, environment, **options):
-  """Starts a long run in a process of its own, with one device."""
+  """Starts a long run in a separate process; returns the process."""
   command = [sys.executable, "-m", "train.pretrain"]
   return subprocess.Popen(
     command + arguments(out, *flags, **{**LONG, **options}),
@@ -66,7 +66,7 @@ def start(out, *flags, environment, **options):
 
 
 def wait_for_step(process, out, step):
-  """Waits until a run that was started has logged a step."""
+  """Waits until a started run has logged a step."""
   while process.poll() is None:
     rows = list(read_metrics(Path(out) / "metrics.jsonl"))
     if rows and rows[-1]["step"] >= step:
@@ -85,7 +85,7 @@ def contents(path):
 
 
 def losses(out):
-  """Returns the losses of a run, by step; JSON keeps all bits of a float."""
+  """Returns a run's logged numbers, bit for bit, by step and name."""
   rows = list(read_metrics(Path(out) / "metrics.jsonl"))
   keys = ("loss", "held_out_loss", "grad_norm", "state", "powers")
   return {
@@ -95,12 +95,12 @@ def losses(out):
 
 @contextlib.contextmanager
 def programs_on_disk(folder):
-  """Caches compiled programs in a folder, for the runs of a test's module.
+  """Caches compiled programs in a folder, for all runs of a test module.
 
-  Where there is a cache already, as in `make test`, it is that one, which other
-  modules and processes of the suite have filled.
+  If there is a cache already, as in `make test`, uses it instead of the folder,
+  because other modules and processes of the suite have filled it.
 
-  Yields the environment with which processes share them too.
+  Yields the environment variables with which processes use the same cache.
   """
   options = {
     "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some steps of a tiny run on a mesh, without its files."""
+"""Trains a tiny model for a few steps on a mesh, without writing files."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from train.presets import demo
 
 STEPS = 5
 MESHES = ("fsdp=8", "data=2,fsdp=2,tensor=2")
-# Of the second mesh a device has 64 columns of q, k and v.
+# On the second mesh, each device has 64 columns of q, k and v.
 SMALL = dataclasses.replace(
   demo(),
   model=dataclasses.replace(
@@ -23,7 +23,7 @@ SMALL = dataclasses.replace(
   seq=32,
   report_state=False,
 )
-# Rounding is as small as it gets: what is left are faults.
+# Computes in f32, so that only faults cause large differences.
 EXACT = dataclasses.replace(
   SMALL.bf16_twin(seed=0, out="exact"), compute="float32"
 )
@@ -31,9 +31,9 @@ TOKENS = np.random.default_rng(0).integers(0, 256, (8, 33), np.int32)
 
 
 class Trained:
-  """Some steps of a run, all with one batch, which it learns.
+  """Trains for a few steps, all on the same batch.
 
-  The batch is tokens, or a dict of what `Batch.make` takes.
+  The batch is an array of tokens or a dict of arguments of `Batch.make`.
   """
 
   def __init__(self, config, rows=TOKENS):
@@ -74,7 +74,7 @@ def on(config, mesh, **options):
 
 
 def gpt2(config):
-  """The run with a GPT-2 of its size, not tied: a CPU has no such product."""
+  """Replaces the model by a GPT-2 of the same size with untied embeddings."""
   model = dataclasses.replace(
     config.model, family="gpt2", max_positions=config.seq
   )

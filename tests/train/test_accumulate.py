@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Microbatches: the same step, with weights' codes computed once."""
+"""Microbatches give the same step and compute weights' codes only once."""
 
 import dataclasses
 
@@ -33,20 +33,20 @@ def test_microbatches_and_whole_batches_have_equal_losses(
   whole, mesh, accumulate
 ):
   parts = Trained(on(EXACT, mesh, accumulate=accumulate)).run()
-  # Sums in another order, as in test_mesh.
+  # As in test_mesh, sums are in another order.
   assert largest_difference(whole, parts) <= 1e-5
 
 
-def test_losses_of_some_targets_do_not_grow_with_the_number_of_microbatches():
-  # With the same two sequences in each microbatch the experts' load is the same
-  # in all of them, so the gradients must be those of the whole batch.
+def test_masked_losses_do_not_depend_on_the_number_of_microbatches():
+  # All microbatches have the same two sequences, so their experts have the same
+  # load, and the gradients must equal those of the whole batch.
   model = dataclasses.replace(
     EXACT.model,
     family="qwen3_moe",
     num_layers=1,
     num_experts=4,
     experts_per_token=2,
-    auxiliary_loss=10.0,  # The router's gradient is nearly all of the norm.
+    auxiliary_loss=10.0,  # The router dominates the norm.
   )
   tokens = np.repeat(TOKENS[:2], 4, axis=0)
   is_target = np.arange(33)[None] > np.int32([[5], [20]]).repeat(4, axis=0)
@@ -63,7 +63,7 @@ def test_losses_of_some_targets_do_not_grow_with_the_number_of_microbatches():
     found = metrics.loss, metrics.grad_norm, held_out.loss
     return [float(x) for x in found]
 
-  # The sums are in another order, as above.
+  # As above, sums are in another order.
   assert first_step(4) == pytest.approx(first_step(1), rel=1e-5)
 
 
@@ -86,7 +86,8 @@ def test_evaluation_runs_one_microbatch_at_a_time(mesh, accumulate):
 
   (whole, most), (mean, less) = evaluate(1), evaluate(accumulate)
   assert mean == pytest.approx(whole, abs=1e-6)
-  if not mesh:  # Elsewhere weights, gathered, are the most of so small a step.
+  # On a mesh, gathered weights take most of the memory of so small a step.
+  if not mesh:
     assert less < most / 2
 
 
@@ -103,7 +104,7 @@ def equations(jaxpr):
 
 
 def quantized_weights(cache):
-  """Counts conversions of down [F, D] to FP8 in a microbatch."""
+  """Counts conversions of `down` [F, D] to FP8 in a microbatch."""
   config = dataclasses.replace(SMALL, accumulate=4, weight_cache=cache)
   (loop,) = (
     equation
@@ -119,7 +120,7 @@ def quantized_weights(cache):
 
 
 def test_weight_codes_are_computed_once_for_all_microbatches():
-  assert quantized_weights("scale") >= 2, "a forward's and a backward's"
+  assert quantized_weights("scale") >= 2, "one forward, one backward"
   assert quantized_weights("codes") == 0
 
 

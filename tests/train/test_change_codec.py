@@ -25,12 +25,12 @@ SPECS = {"up": P(None, "fsdp", "tensor"), "down": P("fsdp"), "norm": P()}
 
 def config(**optim):
   optim = dataclasses.replace(demo().optim, **optim)
-  # Another seed than the default of what draws random words.
+  # Not the default seed, so that tests notice if the default is used.
   return dataclasses.replace(demo(), optim=optim, seed=3, report_state=False)
 
 
 def abstract_state(config, mesh=None):
-  """Of a few leaves in place of the model's many."""
+  """Returns the abstract state of a model with only a few leaves."""
   init = step.build_optimizer(config).init
   params = {
     name: jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -52,7 +52,7 @@ class Batches:
 
 
 def saved_state(path, config):
-  """Saves a state of such moments; Adam's, as it reads once it is encoded."""
+  """Saves a state with `moments`; returns them encoded and decoded."""
   abstract = abstract_state(config)
   params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), abstract.params)
   optimizer = encoded(moments(params), config)
@@ -88,7 +88,7 @@ def restored(path, config, mesh=None):
     ],
   ),
 )
-def test_moments_are_decoded_and_encoded_by_the_other_codec(
+def test_moments_are_decoded_and_encoded_with_the_new_codec(
   tmp_path, before, now
 ):
   _, adam = saved_state(tmp_path, config(**before))
@@ -96,7 +96,7 @@ def test_moments_are_decoded_and_encoded_by_the_other_codec(
   assert_same_bytes(restored(tmp_path, after), encoded(adam, after))
 
 
-def test_codes_do_not_change_with_the_rounding(tmp_path):
+def test_new_rounding_mode_keeps_the_codes(tmp_path):
   optimizer, _ = saved_state(tmp_path, config())
   after = config(rounding="nearest")
   found = restored(tmp_path, after)
@@ -114,7 +114,7 @@ def test_moments_on_a_mesh_are_converted_as_on_one_device(tmp_path):
 
 
 @pytest.mark.slow
-def test_groups_that_do_not_fit_the_mesh_are_converted_whole(tmp_path):
+def test_moments_whose_groups_do_not_fit_the_mesh_are_converted(tmp_path):
   saved_state(tmp_path, config(codec="log8", group_size=96))
   after = config(codec="coat", group_size=16)
   expected = restored(tmp_path, after)

@@ -66,7 +66,7 @@ def abstract_state(config):
 
 
 def save(path, config):
-  """Saves these values, stored as `config` says, and moments."""
+  """Saves `values`, stored as in `config`, and moments; returns the state."""
   params, low = weights.store(
     config.params, jax.tree.map(jnp.asarray, values())
   )
@@ -79,7 +79,7 @@ def save(path, config):
 
 
 def stored_values(kind, x):
-  """What a kind of storage keeps of f32, in f32: an oracle in NumPy."""
+  """Rounds f32 values as this kind of storage does: an oracle in NumPy."""
   if kind == "float32":
     return x
   if kind == "bfloat16":
@@ -99,7 +99,7 @@ def stored_values(kind, x):
     ),
   ),
 )
-def test_weights_are_stored_again_and_moments_keep_their_bits(
+def test_weights_are_converted_and_moments_keep_their_bits(
   tmp_path, before, now
 ):
   saved = save(tmp_path, config_of(before))
@@ -120,7 +120,7 @@ def test_weights_are_stored_again_and_moments_keep_their_bits(
     assert_same_bits(got[name], x)
 
 
-def test_codec_and_weights_change_together(tmp_path):
+def test_codec_and_params_can_change_at_once(tmp_path):
   save(tmp_path, config_of("float32", codec="float32"))
   after = config_of("bfloat16_low8", codec="log8")
   abstract = abstract_state(after)
@@ -140,7 +140,7 @@ PLAIN = dict(recipe="bf16", optim__codec="log8")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-  """A run of 8 steps with 24 bits, and checkpoints of 4 and 8."""
+  """Trains for 8 steps with 24-bit weights; saves checkpoints 4 and 8."""
   out = tmp_path_factory.mktemp("runs") / "finished"
   assert run(out, params="bfloat16_low8", **PLAIN) == 0
   return out
@@ -148,7 +148,7 @@ def finished(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_run_resumes_with_other_weights_when_asked(
+def test_run_resumes_with_other_params_only_with_convert_state(
   finished, tmp_path, capsys, kind
 ):
   halfway = shutil.copytree(finished, tmp_path / "halfway")
@@ -159,7 +159,7 @@ def test_run_resumes_with_other_weights_when_asked(
   assert f"params: bfloat16_low8 -> {kind}; pass --convert-state to" in errors
   assert run(halfway, "--resume", "--convert-state", **options) == 0
   before, after = losses(finished), losses(halfway)
-  # Layers read the same bf16, or f32 that are rounded to it.
+  # Layers compute with BF16 weights, or with f32 weights rounded to BF16.
   assert after[5, "loss"] == pytest.approx(before[5, "loss"], rel=1e-3)
   assert after[8, "loss"] == pytest.approx(before[8, "loss"], rel=1e-2)
   assert run(halfway, "--resume", **options) == 0
@@ -184,7 +184,7 @@ def test_exports_join_weights_and_imports_split_them(finished, tmp_path):
     if not name.endswith("norm/scale"):
       assert np.any(np.asarray(x).view(np.uint32) & 0xFF00), name
   assert_same_bits(tree["params"], weights.load(state.params, low))
-  # And back: 24 bits are split into the same two.
+  # Importing splits the 24 bits into the same two parts.
   out = tmp_path / "imported"
   line = arguments(out, params="bfloat16_low8", **PLAIN)
   assert convert.main(["import", str(exported), *line]) == 0
@@ -201,6 +201,6 @@ def test_run_resumes_bit_for_bit(finished, tmp_path, kind):
     whole = tmp_path / "whole"
     assert run(whole, **options) == 0
   shutil.copytree(whole, parts)
-  shutil.rmtree(parts / "checkpoints" / "8")  # As of a run that was killed.
+  shutil.rmtree(parts / "checkpoints" / "8")  # As if it had been killed.
   assert run(parts, "--resume", **options) == 0
   check_runs(parts, whole)

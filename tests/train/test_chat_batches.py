@@ -25,7 +25,7 @@ SEQ = 31
 
 
 def make(lengths):
-  """Makes documents of distinct tokens; all but each first one are learned."""
+  """Makes documents of distinct tokens; all but the first are targets."""
   starts = np.cumsum([0, *lengths])
   mask = np.ones(starts[-1], bool)
   mask[starts[:-1]] = False
@@ -79,26 +79,26 @@ def test_rows_hold_each_document_once(is_packed):
   assert sorted(found) == whole
 
 
-def test_packing_leaves_little_room_and_depends_on_the_seed_alone():
+def test_packing_leaves_little_padding_and_depends_only_on_the_seed():
   rows = rows_of()
   least = -(-sum(LENGTHS) // (SEQ + 1))
   assert least <= len(rows) <= least + 2
   assert rows.filled == sum(LENGTHS) / (len(rows) * (SEQ + 1)) > 0.95
   assert rows_of().members == rows.members
   assert rows_of(seed=1).members != rows.members
-  # A row is filled to its last token.
+  # Documents may fill a row to its last token.
   assert len(rows_of([SEQ, 1, SEQ - 4, 5])) == 2
   with pytest.raises(ValueError, match=f"at most {SEQ} . 1 tokens, got 40"):
     rows_of([40])
 
 
 def number_rows(rows, batch):
-  """Finds the rows of a batch by their first tokens."""
+  """Returns the numbers of a batch's rows, known by their first tokens."""
   firsts = {rows.read(i)["tokens"][0]: i for i in range(len(rows))}
   return [firsts[x] for x in batch["tokens"][:, 0]]
 
 
-def test_epochs_visit_each_row_once_in_their_own_order():
+def test_each_epoch_visits_all_rows_once_in_a_new_order():
   rows = rows_of(is_packed=False)
   batches = train_batches(rows, batch_size=7, seed=3)
   seen = [number_rows(rows, batches[i]) for i in range(43)]
@@ -110,7 +110,7 @@ def test_epochs_visit_each_row_once_in_their_own_order():
   assert other != seen[0][:7].tolist()
 
 
-def test_batches_depend_on_the_seed_and_the_step_alone():
+def test_batches_depend_only_on_the_seed_and_the_step():
   batches = train_batches(rows_of(), batch_size=4, seed=3)
   iterator = iter(read_ahead(batches))
   for i in range(30):
@@ -128,7 +128,7 @@ def test_batches_depend_on_the_seed_and_the_step_alone():
 
 
 @pytest.mark.parametrize("make_batches", [train_batches, held_out_batches])
-def test_processes_together_read_what_one_would(make_batches):
+def test_processes_together_read_the_batches_of_one(make_batches):
   rows = rows_of()
   options = {"seed": 2} if make_batches is train_batches else {}
   whole = make_batches(rows, batch_size=8, **options)
@@ -145,7 +145,7 @@ def test_processes_together_read_what_one_would(make_batches):
     make_batches(rows, batch_size=8, process_count=3, **options)
 
 
-def test_evaluation_reads_every_row_or_as_many_as_asked():
+def test_evaluation_reads_every_row_or_max_batches():
   rows = rows_of(is_packed=False)
   batches = list(held_out_batches(rows, batch_size=8))
   assert len(batches) == 13
@@ -164,7 +164,7 @@ def test_evaluation_reads_every_row_or_as_many_as_asked():
     train_batches(rows, batch_size=1, seed=-1)
 
 
-def test_held_out_documents_are_drawn_from_the_seed():
+def test_seed_determines_held_out_documents():
   documents = make(LENGTHS)
   train, held_out = documents.split(0.07, seed=1)
   assert len(held_out) == 7
@@ -178,7 +178,7 @@ def test_held_out_documents_are_drawn_from_the_seed():
     make([2]).split(0.5, seed=0)
 
 
-def test_fingerprint_sees_tokens_masks_and_where_documents_end():
+def test_fingerprint_depends_on_tokens_masks_and_document_ends():
   documents = make([3, 4])
   assert documents.fingerprint == make([3, 4]).fingerprint
   others = [make([4, 3]), make([3, 5])]
@@ -200,7 +200,7 @@ def encode(tmp_path, rows, seq):
   return load_documents([str(file)], encoder, seq=seq, vocab_size=400)
 
 
-def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
+def test_long_conversations_are_cut_after_a_turn_if_one_fits(tmp_path):
   def row(*contents):
     roles = ("user", "assistant")
     messages = [
@@ -217,8 +217,8 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
   assert whole.lengths[0] > first + 1
   for seq in (first - 1, whole.lengths[0] - 2):
     cut = encode(tmp_path, rows, seq=int(seq))
-    # The first ends with its first answer, the second is cut, and the third
-    # is left out because its answer is too far away.
+    # The first conversation ends with its first answer, the second is cut, and
+    # the third is left out because its answer comes too late.
     assert cut.lengths.tolist() == [first, seq + 1]
     np.testing.assert_array_equal(cut.tokens[:first], whole.tokens[:first])
     part = whole.tokens[whole.starts[1] :][: seq + 1]
@@ -234,7 +234,7 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
     assert "2 truncated and 1 left out" in cut.counts.describe()
     assert f"removes {lost} target tokens" in cut.counts.describe()
     assert f"sequences of {longest} tokens" in cut.counts.describe()
-  # A row ends with the second answer, without the question after it.
+  # The row ends with the second answer and omits the question after it.
   asked = [row("0", "1", "2", "3", "7")]
   long = encode(tmp_path, asked, seq=200)
   end = int(np.flatnonzero(long.mask)[-1]) + 1
@@ -259,7 +259,7 @@ def test_error_names_the_shortest_length_that_works(tmp_path):
   assert encode(tmp_path, rows, seq=int(longest) - 1).counts.truncated == 1
 
 
-def test_plain_completions_begin_and_end_as_the_tokenizer_says(tmp_path):
+def test_plain_completions_get_the_tokenizers_first_and_last_tokens(tmp_path):
   rows = [
     {"prompt": "What is ", "completion": "this?"},
     {"prompt": "", "completion": "five<|eot_id|>"},
@@ -278,9 +278,9 @@ def test_plain_completions_begin_and_end_as_the_tokenizer_says(tmp_path):
   assert documents.mask[documents.starts[1] + 1 :].all()
 
 
-def test_spaces_and_tokens_cut_by_a_turn_are_learned():
+def test_spaces_and_tokens_partly_in_an_answer_are_learned():
   encoder = ChatEncoder(LLAMA3 / "tokenizer.json", None)
-  # Its post-processor would give a token of spaces no characters.
+  # The tokenizer's post-processor would report that spaces have no length.
   texts = [("a \n\n  b", [(1, 7)], []), ("x the", [(2, 5)], [])]
   for ids, mask, ends in encoder.encode(texts):
     assert len(ids) > 1 and not mask[0] and mask[1:].all()
@@ -289,8 +289,8 @@ def test_spaces_and_tokens_cut_by_a_turn_are_learned():
   assert mask.tolist() == [False, True, True, False]
 
 
-def test_the_first_token_of_a_document_is_never_learned():
-  folder = LLAMA3.parent / "qwen2_5"  # Adds nothing before a text.
+def test_first_token_of_a_document_is_never_learned():
+  folder = LLAMA3.parent / "qwen2_5"  # Adds no first token.
   encoder = ChatEncoder(folder / "tokenizer.json", None)
   rendered = encoder.render(Completion("", "five"))
   ((ids, mask, _),) = encoder.encode([rendered])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that end turns, in transformers' generation settings."""
+"""Tests that generation_config.json names the tokens that end turns."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ ROWS = [
 
 
 def conversations(folder):
-  """Encodes in template chatml, whose turns end with the text <|im_end|>."""
+  """Encodes with the template chatml, whose turns end with <|im_end|>."""
   rows = ([{"role": role, "content": x} for role, x in row] for row in ROWS)
   lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
   (folder / "rows.jsonl").write_text("".join(lines))
@@ -41,7 +41,7 @@ def conversations(folder):
   "eos_token, config, before, after",
   [
     ("<|endoftext|>", {}, None, {"eos_token_id": [END_OF_TEXT, IM_END]}),
-    # transformers ignores the tokenizer's own token.
+    # transformers ignores the tokenizer's eos_token.
     ("<|im_end|>", {}, None, {"eos_token_id": [END_OF_TEXT, IM_END]}),
     ("<|im_end|>", {"eos_token_id": IM_END}, None, None),
     (
@@ -64,7 +64,7 @@ def conversations(folder):
     ),
   ],
 )
-def test_end_of_a_turn_stops_transformers(
+def test_generation_config_names_the_token_that_ends_turns(
   eos_token, config, before, after, tmp_path
 ):
   shutil.copy(f"{QWEN}/tokenizer.json", tmp_path)
@@ -79,13 +79,13 @@ def test_end_of_a_turn_stops_transformers(
   assert found == after
 
 
-def test_turn_that_ends_with_text_names_no_token(tmp_path):
+def test_end_of_turns_that_is_not_one_token_is_not_written(tmp_path):
   shutil.copy(f"{LLAMA}/tokenizer.json", tmp_path)
   write_stop_tokens(tmp_path, conversations(tmp_path))
   assert not (tmp_path / "generation_config.json").exists()
 
 
-def test_last_tokens_end_the_learned_parts(tmp_path):
+def test_last_tokens_are_the_last_of_each_answer(tmp_path):
   shutil.copy(f"{LLAMA}/tokenizer.json", tmp_path)
   found, want = conversations(tmp_path), set()
   for number in range(len(found)):

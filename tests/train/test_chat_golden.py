@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids and masks of chats, compared with transformers.
+"""Compares token ids and masks of chats with those of transformers.
 
-tests/data/chat/make_chat.py made them; the masks are of {% generation %}, which
-the templates here do not have.
+tests/data/chat/make_chat.py writes the expected values. Its masks come from
+{% generation %} blocks, which most templates tested here do not have.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def test_named_templates_are_the_published_ones(name):
     assert own.source == PUBLISHED[name]
     assert own == ChatTemplate.load(DATA / name, name)
     return
-  # Qwen's is ChatML if there is a system turn and no tool.
+  # Qwen's template equals ChatML if there is a system turn and no tool.
   folder = "qwen2_5"
   rows = json.loads((DATA / folder / "golden.json").read_text())
   rows = [
@@ -69,7 +69,7 @@ def templates():
   return module
 
 
-def test_generation_in_the_template_gives_the_same_masks(templates):
+def test_generation_blocks_give_the_same_masks(templates):
   marked = templates.with_generation(templates.QWEN3, templates.QWEN3_EDITS)
   own = ChatTemplate.load(DATA / "qwen3")
   assert own.source == templates.QWEN3
@@ -95,13 +95,15 @@ PIECES += ["user", "<tool_call>", "<|eot_id|>", "<|end_header_id|>\n\n", "é"]
 
 
 def draw(random):
-  """Draws words that templates write and search for."""
+  """Samples text from the words that templates write and search for."""
   text = "".join(random.choices(PIECES, k=random.randint(1, 6)))
   return text if text.strip() else "x" + text
 
 
 @pytest.mark.parametrize("name", ["LLAMA3", "LLAMA2", "QWEN2_5", "QWEN3"])
-def test_any_contents_give_the_mask_of_generation(templates, name):
+def test_masks_of_random_chats_equal_those_of_generation_blocks(
+  templates, name
+):
   source = getattr(templates, name)
   marked = templates.with_generation(
     source, getattr(templates, f"{name}_EDITS")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaVA's JSON: images in conversations, from rows to batches."""
+"""Conversations with images (LLaVA's JSON), from rows to batches."""
 
 import json
 import re
@@ -50,7 +50,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """A folder with a tokenizer that knows <image>, and two images."""
+  """Makes a folder with two images and a tokenizer that knows <image>."""
   folder = tmp_path_factory.mktemp("vision")
   for file in LLAMA3.iterdir():
     if file.is_file():
@@ -107,7 +107,7 @@ def test_images_become_tokens_and_answers_are_learned(
     assert found.tokens[here].tolist() == tokens
     assert found.mask[here].tolist() == is_target
   assert not found.mask[found.tokens == images.token].any()
-  # Other images are other data, even with equal tokens.
+  # Other images change the fingerprint, even if the tokens are equal.
   other = [{**ROWS[0], "image": "blue.png"}, *ROWS[1:]]
   assert load(tmp_path, other, encoder, images).fingerprint != found.fingerprint
 
@@ -146,13 +146,13 @@ def test_rows_contain_the_images_of_their_documents(
     seen += members
   assert sorted(seen) == list(range(len(documents)))
   assert not rows.read(None)["images"].any()
-  # Plain text has room for one image, so that shapes stay the same.
+  # Rows of plain text also have room for one image.
   of_text = load(tmp_path, ROWS[1:2], encoder, images)
   of_text = pack(of_text, np.arange(1), seq=SEQ, seed=0)
   assert of_text.read(0)["images"].shape == (1, 3, 4, 6)
 
 
-def test_batches_with_images_resume_and_threads_read_them_in_order(
+def test_batches_with_images_resume_and_keep_their_order_with_threads(
   tmp_path, encoder, images
 ):
   documents = load(tmp_path, ROWS * 3, encoder, images)
@@ -220,7 +220,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, folder, encoder, images):
   assert counts.bad["missing image"] == counts.bad["tiny image"] == 1
 
 
-def test_a_tokenizer_without_image_tokens_is_refused(tmp_path, images):
+def test_tokenizer_without_image_tokens_is_refused(tmp_path, images):
   plain = ChatEncoder(LLAMA3 / "tokenizer.json", ChatTemplate.load(LLAMA3))
   with pytest.raises(
     ValueError, match="line 1: .* one token .* of 1 <image>, got 0"
@@ -228,7 +228,7 @@ def test_a_tokenizer_without_image_tokens_is_refused(tmp_path, images):
     load(tmp_path, ROWS, plain, images)
 
 
-def test_a_damaged_image_is_named_when_it_is_read(
+def test_damaged_image_is_named_when_it_is_read(
   tmp_path, folder, encoder, images
 ):
   noise = np.random.default_rng(0).integers(0, 256, (60, 60, 3), np.uint8)

@@ -70,7 +70,7 @@ def test_all_formats_give_the_same_conversation():
   assert parse(row, "prompt") == Completion("What?", " That.")
 
 
-def test_toolbench_has_functions():
+def test_toolbench_functions_become_tool_turns():
   said = ["Use f.", "\nWhat?\nBegin!\n", "\nAction: f", "", "\nAction: Finish"]
   roles = ["system", "user", "assistant", "function", "assistant"]
   pairs = zip(roles, said, strict=True)
@@ -82,7 +82,7 @@ def test_toolbench_has_functions():
   assert found.trained == (2, 4)
 
 
-def test_sharegpt_calls_functions_in_turns_of_their_own():
+def test_sharegpt_function_calls_become_assistant_turns():
   said = [("human", "a"), ("function_call", "f"), ("observation", "t")]
   said = [{"from": role, "value": x} for role, x in [*said, ("gpt", "b")]]
   found = parse({"conversations": said}, "sharegpt")
@@ -91,7 +91,7 @@ def test_sharegpt_calls_functions_in_turns_of_their_own():
   assert found.trained == (1, 3)
 
 
-def test_calls_and_tools_become_objects():
+def test_json_texts_in_calls_and_tools_are_parsed():
   function = {"name": "f", "arguments": '{"x": 1}'}
   call = {"id": "1", "type": "function", "function": function}
   message = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -184,7 +184,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("row, reason, message", BAD)
-def test_bad_row_is_a_sentence_with_its_line(
+def test_bad_row_is_reported_with_its_line(
   tmp_path, encoder, row, reason, message
 ):
   rows = [*[GOOD] * 15, "", row, GOOD]  # On line 17, because one line is blank.
@@ -216,7 +216,7 @@ def test_template_that_raises_is_a_bad_row(tmp_path):
   assert found.counts.bad == {"template": 1} and len(found) == 1
 
 
-def test_files_are_lines_or_arrays_and_know_their_format(tmp_path, encoder):
+def test_formats_of_json_lines_and_arrays_are_detected(tmp_path, encoder):
   lines = tmp_path / "a.jsonl"
   # A Unicode line separator does not end a line here.
   text = json.dumps(GOOD).replace("That.", "\u2028That.")
@@ -226,7 +226,7 @@ def test_files_are_lines_or_arrays_and_know_their_format(tmp_path, encoder):
   array = write(tmp_path / "b.json", rows, array=True)
   write(tmp_path / "c.txt", ["not looked at"])
   assert [row.line for row in read_rows(lines)] == [1, 2]
-  # Each row has 12 lines, and the next begins on the line after.
+  # The first row takes lines 2 to 13.
   assert [row.line for row in read_rows(array)] == [2, 14]
   found = load_documents([str(tmp_path)], encoder, seq=64, vocab_size=400)
   assert len(found) == 4
@@ -252,13 +252,13 @@ def test_files_are_lines_or_arrays_and_know_their_format(tmp_path, encoder):
     (b"[1,\n\xff]", 2),
   ],
 )
-def test_damaged_array_is_a_sentence_with_its_line(tmp_path, content, line):
+def test_damaged_array_is_reported_with_its_line(tmp_path, content, line):
   file = write(tmp_path / "a.json", [content])
   with pytest.raises(ValueError, match=f"^chat: .*a.json line {line}: "):
     list(read_rows(file))
 
 
-def test_nothing_to_learn_is_a_sentence(tmp_path, encoder):
+def test_files_with_nothing_to_learn_are_reported(tmp_path, encoder):
   with pytest.raises(
     ValueError, match="^chat: expected files .* got none; .*--data"
   ):

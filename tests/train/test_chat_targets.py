@@ -40,7 +40,7 @@ def chat(*contents):
 @pytest.mark.parametrize(
   "source, targets",
   [
-    # The end in the middle of a chat differs from the last: Phi 3, gpt-oss.
+    # The last turn may end differently from the others: Phi 3, gpt-oss.
     (
       LOOP + ANSWER + "A:{{ m.content }}<|end|>\n" + END + PROMPT
       + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
@@ -64,13 +64,13 @@ def chat(*contents):
       + "{% if add_generation_prompt %}A:<think>\n{% endif %}",
       ["b</s>", "\n</think>\nd</s>"],
     ),
-    # A header, but no generation prompt.
+    # Turns have a header, but there is no generation prompt.
     (LOOP + "{{ m.role }}:\n{{ m.content }}<|im_end|>\n{% endfor %}",
      ["b<|im_end|>", "d<|im_end|>"]),
-    # Ends that are not single tokens.
+    # The text that ends a turn is not a single token.
     (LOOP + ANSWER + "A: {{ m.content }} ###\n\n" + END + PROMPT,
      [" b ###", " d ###"]),
-    # A system turn must come first.
+    # The template adds a system turn if there is none.
     (
       "{% if messages[0].role != 'system' %}"
       "{% set messages = [{'role': 'system', 'content': 'S'}] + messages %}"
@@ -78,7 +78,7 @@ def chat(*contents):
       ["b</s>", "d</s>"],
     ),
     (PUBLISHED["vicuna"], [" b</s>", " d</s>"]),
-    # Contents in capitals: still certain, because the rest is unchanged.
+    # Contents change to capitals, but turns are found by the rest of the text.
     (LOOP + ANSWER + "A:{{ m.content | upper }}</s>" + END + PROMPT,
      ["B</s>", "D</s>"]),
   ],
@@ -116,7 +116,7 @@ def test_alpaca_has_an_instruction_and_may_have_an_input():
 
 
 def test_reasoning_that_is_dropped_is_not_learned():
-  """Drops reasoning before the last question, like Qwen 3 and DeepSeek R1."""
+  """Uses a template that drops earlier reasoning (Qwen 3, DeepSeek R1)."""
   source = (
     "{% for m in messages %}" + PLAIN + "{% else %}A:"
     "{{ m.content if loop.last else m.content.split('</think>')[-1] }}</s>"
@@ -165,7 +165,7 @@ def test_reasoning_that_is_dropped_is_not_learned():
      + LOOP + ANSWER + "A:{{ m.content }}</s>" + END + PROMPT, "template"),
   ],
 )  # fmt: skip
-def test_uncertain_turns_are_an_error(source, reason):
+def test_turns_that_cannot_be_found_are_refused(source, reason):
   with pytest.raises(
     ValueError, match="(cannot find|failed:|got) .*;"
   ) as raised:
@@ -174,7 +174,7 @@ def test_uncertain_turns_are_an_error(source, reason):
   assert getattr(raised.value, "reason", None) == reason
 
 
-def test_generation_blocks_decide_if_there_are_any():
+def test_generation_blocks_decide_what_is_learned():
   source = (
     LOOP + ANSWER + "A:{% generation %}{{ m.content }}{% endgeneration %}"
     "</s>" + END
@@ -188,7 +188,7 @@ def test_generation_blocks_decide_if_there_are_any():
 
 
 def calling(header="A:", last="", ends=PROMPT):
-  """Uses a template that refuses a tool's answer without a call (Mistral)."""
+  """Returns a template that refuses tool turns without a call (Mistral)."""
   return (
     "{% for m in messages %}{% if m.role == 'tool' and not "
     "loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"
@@ -203,9 +203,9 @@ def test_turns_that_cannot_be_replaced_are_found():
   messages = [user, call, {"role": "tool", "content": "t"}, *chat("c", "d")]
   expected = ['["f"]<|im_end|>', "d<|im_end|>"]
   assert found(calling(), messages) == expected
-  # Without a generation prompt.
+  # The same holds without a generation prompt.
   assert found(calling(ends=""), messages) == expected
-  # The text before or inside the turn differs in the whole text.
+  # The text before or inside a turn depends on the number of messages.
   mark = "{{ '!' if messages | length > 4 }}"
   for changed in (calling(last=mark), calling(header=mark + "A:")):
     with pytest.raises(BadData, match="cannot find turn 2 in the rendered"):

@@ -22,7 +22,7 @@ def prompt(template, text):
   return template.render(messages, add_generation_prompt=True)
 
 
-# In the style of Llama 2, Qwen and Gemma, shortened.
+# A short template in the style of Llama 2, Qwen and Gemma.
 TEMPLATE = """\
 {% for message in messages %}
   {% if message['role'] == 'assistant' %}
@@ -44,14 +44,14 @@ TEMPLATE = """\
 def test_template_is_rendered_as_in_transformers(tmp_path):
   configure(tmp_path, chat_template=TEMPLATE, bos_token={"content": "<s>"})
   chat = ChatTemplate.load(tmp_path)
-  # Blocks leave neither lines nor indentation.
+  # Block tags leave no empty lines and no indentation.
   assert prompt(chat, " hello ") == "<s>[USER] hello\n[ASSISTANT]\n"
   # chat_template.jinja has priority.
   (tmp_path / "chat_template.jinja").write_text("{{ {'a': 'é'} | tojson }}")
   assert prompt(ChatTemplate.load(tmp_path), "x") == '{"a": "é"}'
 
 
-def test_default_is_chosen_among_several_templates(tmp_path):
+def test_default_template_is_chosen_among_several(tmp_path):
   named = [dict(name="rag", template="r"), dict(name="default", template="d")]
   configure(tmp_path, chat_template=named)
   assert prompt(ChatTemplate.load(tmp_path), "x") == "d"
@@ -112,7 +112,7 @@ def test_generation_marks_the_contents_of_its_blocks():
   text = chat.render(messages)
   spans = chat.generated(messages, None)
   assert [text[start:end] for start, end in spans] == ["b é\n", "c\n"]
-  # A change to the text of a block would shift later places.
+  # If a template changes a block's text, all later positions are wrong.
   source = "{% set x %}{% generation %}ab{% endgeneration %}{% endset %}"
   cut = ChatTemplate(source + "{{ x[1:] }}", {})
   with pytest.raises(ValueError, match="must write the text of each"):
@@ -132,13 +132,13 @@ def test_generation_marks_the_contents_of_its_blocks():
     ("{{ strftime_now(1) }}", "must be str"),
   ],
 )
-def test_template_that_fails_is_a_sentence(source, reason):
+def test_template_that_fails_is_reported(source, reason):
   with pytest.raises(ValueError, match=f"^chat: .*({reason})"):
     prompt(ChatTemplate(source, {}), "x")
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000])
-def test_config_that_is_damaged_is_a_sentence(tmp_path, content):
+def test_damaged_tokenizer_config_is_reported(tmp_path, content):
   (tmp_path / "tokenizer_config.json").write_text(content)
   with pytest.raises(
     ValueError, match="tokenizer_config.json must hold a JSON object, got"

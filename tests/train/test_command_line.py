@@ -35,7 +35,7 @@ COMMANDS = [*WHOLE, digits]
 
 
 def said(command, line, tmp_path, capsys):
-  """What a wrong call prints, in one line without frames."""
+  """Returns what a wrong command line prints, on one line without frames."""
   out = tmp_path / "out"
   try:
     status = command.main([word.format(out=out) for word in line])
@@ -43,7 +43,7 @@ def said(command, line, tmp_path, capsys):
     status = stop.code
   assert status == 2 and not out.exists()
   text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().err).split())
-  # Names of ours, and of tyro's.
+  # Errors must not contain names from the code or from tyro.
   assert not re.search(r"tyro|Traceback|\w+Config\b", text), text
   return text
 
@@ -142,7 +142,7 @@ def test_impossible_values_are_reported_with_their_option(
   assert words in said(command, line, tmp_path, capsys)
 
 
-def test_other_errors_keep_their_words(capsys):
+def test_other_errors_are_unchanged(capsys):
   assert error_line(ValueError("op: got 3")) == "error: op: got 3"
   with pytest.raises(SystemExit), plain_errors():
     tyro.cli(int, args=["x"], prog="p")

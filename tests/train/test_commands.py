@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that are not commands say so when they are run."""
+"""Running a module that is not a command is an error with a remedy."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def test_commands_are_the_modules_that_run_as_programs():
   "name",
   ["train", "train.watch", "train.run.metrics", "train.data", "train.wtch"],
 )
-def test_module_that_is_no_command_lists_the_commands(name, capsys):
+def test_error_lists_the_commands_if_a_module_is_not_one(name, capsys):
   with pytest.raises(SystemExit) as stopped:
     train.check_command(["python", "-X", "dev", "-m", name, "--help"])
   assert stopped.value.code == 2
@@ -42,16 +42,16 @@ def test_module_that_is_no_command_lists_the_commands(name, capsys):
     "python -m train.pretrain demo",
     "python -m train.data.digits",
     "python -m cProfile -m train.watch",
-    "python -mtrain.watch",  # Not found, and no harm.
+    "python -mtrain.watch",  # Not recognized.
     "python train/watch.py -m",
   ],
 )
-def test_other_command_lines_are_left_alone(line):
+def test_other_command_lines_are_accepted(line):
   train.check_command(line.split())
 
 
 @pytest.mark.slow
-def test_python_says_it():
+def test_python_prints_the_error():
   def run(*line):
     done = subprocess.run(
       [sys.executable, *line], cwd=ROOT, capture_output=True, text=True

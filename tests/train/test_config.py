@@ -19,8 +19,8 @@ _GPT2 = PRESETS["gpt2"]().model
 
 OWN = "tests.train.own_codec:scaled"
 
-# Layers, h, f, heads, kv, vocabulary, tied, sequence, theta, norm eps; then lr,
-# schedule, last lr / peak lr, warmup in steps, eps.
+# Layers, d_model, d_ff, heads, KV heads, vocabulary, tied, sequence, theta and
+# norm eps; then lr, schedule, last lr / peak lr, warmup steps and eps.
 EXPECTED = {
   "gpt2": (
     "12 768 3072 12 12 50304 True 1024 1e4 1e-5",
@@ -121,7 +121,7 @@ def test_preset_has_the_expected_numbers(name):
 
 
 def replace(config, **values):
-  """Replaces fields, those of parts by `optim__lr`."""
+  """Replaces fields; `optim__lr` is the field lr of optim."""
   for name, value in values.items():
     part, _, field = name.rpartition("__")
     if part:
@@ -189,7 +189,7 @@ def replace(config, **values):
 def test_config_rejects_values_out_of_range(values, words):
   with pytest.raises(ValueError, match=words):
     for name, value in values.items():
-      # In two steps, for the first of two may be fine by itself.
+      # If there are two values, one may be valid without the other.
       if len(values) == 1 or "__" in name:
         replace(demo(), **{name: value})
     dataclasses.replace(demo(), **values)
@@ -222,7 +222,7 @@ def test_ends_of_ranges_are_allowed_and_values_beyond_are_not(name):
       (allowed.highest * 2, False),
       (math.nan, False),
     ):
-      # Of other fields' rules, such as a batch for its mesh, nothing is asked.
+      # Bypass __post_init__, which also checks whether fields fit together.
       changed = copy.copy(config)
       object.__setattr__(changed, field.name, value)
       with (
@@ -290,7 +290,7 @@ def test_recipe_gets_its_options():
     assert config.coat_recipe() == preset(implementation="xla")
 
 
-def test_twin_is_the_plain_run_whatever_the_options_were():
+def test_twin_computes_in_bf16_whatever_the_options():
   config = dataclasses.replace(
     demo(),
     residuals="coat",
@@ -312,7 +312,7 @@ def test_twin_is_the_plain_run_whatever_the_options_were():
   "remat, of_twin",
   [("fp8", "full"), ("fp8_layer", "full"), ("full", "full"), ("dots", "dots")],
 )
-def test_twin_keeps_no_fp8_for_a_second_forward(remat, of_twin):
+def test_twin_replaces_fp8_remat_with_full_remat(remat, of_twin):
   config = dataclasses.replace(demo(), remat=remat)
   assert config.bf16_twin(seed=0, out="twin").remat == of_twin
   assert config.with_f32_moments("fp8_linear").remat == of_twin
@@ -322,7 +322,7 @@ def test_comparison_of_a_run_with_itself_is_rejected():
   plain = demo().bf16_twin(seed=0, out="x")
   with pytest.raises(ValueError, match="would train the same run twice"):
     dataclasses.replace(plain, compare="bf16")
-  # Its layers' inputs are rounded, the twin's are not.
+  # This run differs from its twin: it rounds its layers' inputs to FP8.
   dataclasses.replace(plain, compare="bf16", remat="fp8_layer")
 
 
@@ -361,11 +361,11 @@ def test_learning_rate_without_warmup_starts_at_its_peak():
     ("an_option_of_long_ago", "reported"),
   ],
 )
-def test_resume_rule_belongs_to_the_field_or_its_part(name, rule):
+def test_field_or_its_part_determines_the_resume_rule(name, rule):
   assert resume_rule(name) == rule
 
 
-def test_head_width_is_head_dim_or_that_of_d_model():
+def test_head_width_is_head_dim_or_follows_from_d_model():
   shape = vars(demo().model)
   assert ModelConfig(**shape).head_width == 32
   assert ModelConfig(**{**shape, "head_dim": 48}).head_width == 48

@@ -22,7 +22,7 @@ from train.run import checkpoint
 from train.run.description import configuration
 from train.run.directory import RunDirectory
 
-# Compiles fast, and computes with what it keeps.
+# Compiles fast and stores moments without rounding.
 PLAIN = dict(recipe="bf16", optim__codec="float32")
 
 
@@ -34,7 +34,7 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-  """A run of 8 steps with f32 moments and checkpoints of 4 and 8."""
+  """Trains for 8 steps with f32 moments; saves checkpoints 4 and 8."""
   out = tmp_path_factory.mktemp("runs") / "finished"
   assert run(out, **PLAIN) == 0
   return out
@@ -42,14 +42,16 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def halfway(finished, tmp_path):
-  """The same, when it had done 4 steps."""
+  """Returns a copy of the run as it was after 4 steps."""
   out = shutil.copytree(finished, tmp_path / "halfway")
   shutil.rmtree(out / "checkpoints" / "8")
   return out
 
 
 @pytest.mark.slow
-def test_run_resumes_with_another_codec_when_asked(finished, halfway, capsys):
+def test_run_resumes_with_another_codec_only_with_convert_state(
+  finished, halfway, capsys
+):
   options = dict(recipe="bf16", optim__codec="log8", eval_every=8)
   assert run(halfway, "--resume", **options) == 2
   errors = capsys.readouterr().err
@@ -62,12 +64,12 @@ def test_run_resumes_with_another_codec_when_asked(finished, halfway, capsys):
   saved = checkpoint.read_description(folder.checkpoints, 8)
   for described in (saved, json.loads(folder.config.read_text())):
     assert described["config"]["optim"]["codec"] == "log8"
-  # The fifth loss is that of the same parameters; then moments count.
+  # Step 5 has the same parameters; later losses also depend on moments.
   before, after = losses(finished), losses(halfway)
   assert after[5, "loss"] == before[5, "loss"]
   assert after[8, "loss"] != before[8, "loss"]
   assert after[8, "loss"] == pytest.approx(before[8, "loss"], rel=1e-2)
-  # It is a run like any other now, also with --convert-state once more.
+  # After the conversion, the run resumes with or without --convert-state.
   assert run(halfway, "--resume", **options) == 0
   assert run(halfway, "--resume", "--convert-state", **options) == 0
 
@@ -87,7 +89,7 @@ def test_exported_and_imported_run_resumes_bit_for_bit(
   assert command("import", exported, *line) == 0
   assert "--resume continues from step 4" in capsys.readouterr().err
   assert run(out, "--resume", **PLAIN) == 0
-  # But for its report: what it compares with begins anew.
+  # Leave out the state reports: their exact moments begin anew.
   before, after = losses(finished), losses(out)
   after = {key: x for key, x in after.items() if key[1] != "state"}
   assert {number for number, _ in after} == {5, 6, 7, 8}
@@ -95,12 +97,12 @@ def test_exported_and_imported_run_resumes_bit_for_bit(
 
 
 def model_state(config):
-  """The abstract state of a run of `OPTIONS`."""
+  """Returns the abstract state of a run with this configuration."""
   return step.abstract_state(config, step.build_optimizer(config))
 
 
 def described(path):
-  """The newest step of a run, and its configuration."""
+  """Returns the newest step of a run, and its configuration."""
   folder = RunDirectory(path)
   found, _ = checkpoint.newest_whole_step(folder.checkpoints)
   description = checkpoint.read_description(folder.checkpoints, found)
@@ -113,7 +115,7 @@ def test_exported_state_equals_the_state_of_optax_adamw(halfway, tmp_path):
   state = checkpoint.restore_state(
     RunDirectory(halfway).checkpoints, found, model_state(made)
   )
-  # What a user of optax writes, who has the parameters' shapes.
+  # A user of optax who knows the parameters' shapes would write this.
   schedule = optax.cosine_decay_schedule(1e-3, 100)
   optimizer = optax.adamw(schedule, mask=step.decays)
   target = {
@@ -150,7 +152,7 @@ def test_exports_decode_moments(halfway, tmp_path):
 
 
 def imported(tmp_path, tree):
-  """Imports a tree; the run's configuration, and the state it has then."""
+  """Imports a tree; returns the run's configuration and its state."""
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "adamw", tree)
   line = arguments(tmp_path / "run")
@@ -178,7 +180,7 @@ def imported(tmp_path, tree):
     ],
   ),
 )
-def test_chain_with_one_state_of_adam_is_imported(
+def test_chain_with_one_adam_state_is_imported(
   finished, tmp_path, optimizer, kind
 ):
   params = model_state(described(finished)[1]).params
@@ -195,7 +197,7 @@ def test_chain_with_one_state_of_adam_is_imported(
   assert_same_bytes(state.params, params)
   adam = jax.tree.map(jnp.float32, adam)._replace(count=adam.count)
   assert_same_bytes(state.optimizer, encoded(adam, made))
-  # The preset reports on its state, so it keeps the true one.
+  # The preset reports errors of its moments, so it also stores exact ones.
   assert_same_bytes(state.exact, adam)
   path = RunDirectory(tmp_path / "run").checkpoints / "3" / "data" / "metadata"
   assert json.loads(path.read_text()) == {"next_index": 3}

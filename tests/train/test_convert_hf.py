@@ -56,13 +56,13 @@ def train(out, *flags, preset="finetune", **others):
   return pretrain.main([preset, *options(out, *flags, **others)])
 
 
-def test_imported_run_is_exported_as_it_was(tmp_path, capsys):
+def test_imported_run_is_exported_unchanged(tmp_path, capsys):
   source = copied(tmp_path / "hf", cast=ml_dtypes.bfloat16, dtype="bfloat16")
   (source / "tokenizer.json").write_text("{}")
   run, out = tmp_path / "run", tmp_path / "out"
   assert command("import-hf", source, *options(run)) == 0
   assert "run: --resume continues from step 0" in capsys.readouterr().err
-  shutil.move(source, tmp_path / "moved")  # The run does without it.
+  shutil.move(source, tmp_path / "moved")  # The run does not need it.
   assert command("export-hf", run, "--out", out) == 0
   assert "out: weights of step 0, for transformers" in capsys.readouterr().err
   found, want = tensors_of(out), tensors_of(tmp_path / "moved")
@@ -79,9 +79,7 @@ def test_imported_run_is_exported_as_it_was(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("params", ["float32", "bfloat16", "bfloat16_low8"])
-def test_every_command_begins_runs_with_the_same_weights(
-  params, tmp_path, capsys
-):
+def test_import_hf_and_init_from_give_the_same_run(params, tmp_path, capsys):
   source = DATA / "qwen2"
   kind = {"params": params}
   made, started = tmp_path / "made", tmp_path / "started"
@@ -90,7 +88,7 @@ def test_every_command_begins_runs_with_the_same_weights(
   assert train(started, "--init-from", str(source), **kind) == 0
   assert losses(made) == losses(started)
   assert "2" in {f.name for f in (started / "checkpoints").iterdir()}
-  # Resumed without the option, and with other presets, it is the same model.
+  # A resumed run keeps its model, with another preset or without the option.
   for flags in ([], ["--init-from", str(source)]):
     assert train(started, "--resume", *flags, preset="demo_gpu", **kind) == 0
   out = tmp_path / "out"
@@ -99,7 +97,7 @@ def test_every_command_begins_runs_with_the_same_weights(
   assert before.keys() == after.keys()
   for name, x in after.items():
     assert x.shape == before[name].shape and x.dtype == np.float32
-    # Two steps at 2e-5, each of which rounds to one of two neighbours.
+    # Two steps with lr 2e-5; in BF16 each also rounds up or down.
     bound = 1e-4 + (2**-5 * np.abs(x) if params == "bfloat16" else 0)
     assert np.all(np.abs(x - before[name]) < bound)
     assert np.any(x != before[name])
@@ -153,7 +151,7 @@ def test_runs_have_the_shape_of_the_checkpoint(tmp_path):
   assert demo_of("").model == demo().model
   with pytest.raises(ValueError, match="tensor must divide num_kv_heads"):
     demo_of(DATA / "qwen2", mesh="tensor=4")
-  # A mesh that the preset's model could not be split over.
+  # The preset's model could not be split over this mesh.
   folder = copied(tmp_path / "wide", num_key_value_heads=4)
   assert demo_of(folder, mesh="tensor=4", recipe="bf16").model.num_kv_heads == 4
 
@@ -228,7 +226,9 @@ def test_run_from_random_weights_is_exported_too(tmp_path, capsys):
   assert written["max_position_embeddings"] == OPTIONS["seq"]
 
 
-def test_export_that_cannot_be_written_says_so(tmp_path, capsys, monkeypatch):
+def test_export_that_cannot_be_written_is_reported(
+  tmp_path, capsys, monkeypatch
+):
   run, source = tmp_path / "run", DATA / "llama"
   assert command("import-hf", source, *options(run)) == 0
   assert command("import-hf", source, *options(run)) == 2
@@ -250,12 +250,12 @@ def test_export_that_cannot_be_written_says_so(tmp_path, capsys, monkeypatch):
 
 
 def import_hf(run, *flags):
-  """Imports the llama; the exit status."""
+  """Imports the llama checkpoint; returns the exit status."""
   return command("import-hf", DATA / "llama", *options(run, *flags))
 
 
 def fails(monkeypatch, name, act):
-  """Has a function of ours do something else."""
+  """Replaces the function of this name by `act`."""
   monkeypatch.setattr(name, lambda *_, **__: act())
 
 
@@ -265,13 +265,13 @@ def full():
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-  """A run; tests read it."""
+  """Makes a run that tests only read."""
   run = tmp_path_factory.mktemp("runs") / "run"
   assert import_hf(run) == 0
   return run
 
 
-def test_unfinished_commands_leave_nothing(
+def test_commands_that_fail_or_are_stopped_leave_nothing(
   imported, tmp_path, monkeypatch, capsys
 ):
   out = tmp_path / "out"
@@ -323,7 +323,7 @@ def test_leftovers_of_a_killed_command_are_named_or_replaced(
   unfinished = tmp_path / "out.unfinished"
   assert f"{unfinished} must not exist" in said
   assert f"if it was killed, remove {unfinished}" in said
-  # An import that was killed has described its run and begun a checkpoint.
+  # A killed import leaves a described run with an unfinished checkpoint.
   run = shutil.copytree(imported, tmp_path / "run")
   (run / "checkpoints/0").rename(run / "checkpoints/0.orbax-checkpoint-tmp")
   assert import_hf(run) == 0
@@ -331,7 +331,7 @@ def test_leftovers_of_a_killed_command_are_named_or_replaced(
   assert {x.name for x in run.iterdir()} == {x.name for x in imported.iterdir()}
 
 
-def test_folders_that_a_path_only_leads_through_are_not_made(
+def test_folders_before_dots_in_a_path_are_not_made(
   imported, tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)

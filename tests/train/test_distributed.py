@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of two processes on this machine, each with a device of its own.
+"""Runs of two processes on this machine, each with one device.
 
-A sum of two is the same in any order, so it equals, bit for bit, the run of one
-process with two devices. (Of four, a loss is off by a last bit now and then.)
+The sum of two numbers does not depend on their order, so such a run equals, bit
+for bit, that of one process with two devices. (With four devices, a loss
+sometimes differs in its last bit.)
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from tests.train import runs
 from train.run.directory import RunDirectory
 from train.run.processes import own_rows
 
-# Each starts programs; make test-all runs them.
+# These tests start programs; make test-all runs them.
 pytestmark = pytest.mark.slow
 
 OPTIONS = dict(
@@ -26,7 +27,7 @@ OPTIONS = dict(
   steps=40,
   save_every=20,
   eval_every=20,
-  # Nothing here depends on these, and they compile the fastest.
+  # No test depends on these two options; these values compile fastest.
   recipe="bf16",
   optim__codec="float32",
 )
@@ -40,7 +41,7 @@ def programs(tmp_path_factory):
 
 @contextlib.contextmanager
 def processes(out, *flags, environment, others=None, all_of_them=None):
-  """Starts both; in the end none is left."""
+  """Starts two processes; kills what is left of them in the end."""
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
@@ -71,7 +72,7 @@ def processes(out, *flags, environment, others=None, all_of_them=None):
 
 
 def run_alone(out, *flags, environment):
-  """Runs one process with both devices; what it printed."""
+  """Runs one process with two devices; returns what it printed."""
   environment = {"JAX_NUM_CPU_DEVICES": "2", **environment}
   process = runs.start(out, *flags, environment=environment, **OPTIONS)
   output = process.communicate(timeout=120)[0]
@@ -81,19 +82,19 @@ def run_alone(out, *flags, environment):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, programs):
-  """The folder of one process's run; tests leave it as it is."""
+  """Returns the folder of a run of one process; tests do not change it."""
   out = tmp_path_factory.mktemp("runs") / "alone"
   run_alone(out, environment=programs)
   return out
 
 
 def finish(started):
-  """Waits for both; their exit statuses and what they printed."""
+  """Waits for both processes; returns their exit statuses and outputs."""
   outputs = [process.communicate(timeout=120)[0] for process in started]
   return [process.returncode for process in started], outputs
 
 
-def test_signal_to_one_of_two_stops_both_and_they_resume_bit_for_bit(
+def test_signal_to_one_process_stops_both_and_they_resume_bit_for_bit(
   tmp_path, programs, alone
 ):
   out = tmp_path / "two"
@@ -119,7 +120,7 @@ def test_signal_to_one_of_two_stops_both_and_they_resume_bit_for_bit(
   assert max(runs.losses(out)) >= (40, "loss")
 
 
-def test_another_number_of_processes_resumes_bit_for_bit(
+def test_run_resumes_bit_for_bit_with_another_number_of_processes(
   tmp_path, programs, alone
 ):
   expected = runs.losses(alone)
@@ -140,7 +141,7 @@ def test_another_number_of_processes_resumes_bit_for_bit(
   assert runs.losses(one) == expected
 
 
-def test_data_that_one_of_two_cannot_read_stop_both(tmp_path):
+def test_data_that_one_process_cannot_read_stops_both(tmp_path):
   others = dict(data__path=tmp_path / "missing")
   with processes(tmp_path / "out", environment={}, others=others) as started:
     statuses, outputs = finish(started)
@@ -159,7 +160,7 @@ def test_distributed_run_without_its_environment_is_rejected(tmp_path):
 
 
 class Shards:
-  """A sharding of which this process has some devices."""
+  """Stands for a sharding; `bounds` are those of this process's devices."""
 
   def __init__(self, *bounds):
     self.bounds = bounds
@@ -179,7 +180,7 @@ class Shards:
     (Shards((None, None), (None, None)), 0, 1),
     (Shards((0, 6), (6, 12)), 0, 2),
     (Shards((12, 18), (18, 24)), 1, 2),
-    # Devices along tensor, of this process or of others.
+    # Devices along the axis tensor read the same rows.
     (Shards((8, 12), (8, 12)), 2, 6),
     (Shards((6, 12)), 1, 4),
   ],
@@ -189,7 +190,7 @@ def test_own_rows_belong_to_the_devices_of_a_process(sharding, index, count):
   assert rows == dict(process_index=index, process_count=count)
 
 
-def test_own_rows_that_overlap_in_part_raise():
-  # Three pairs along tensor on two processes of three devices.
+def test_own_rows_that_overlap_partly_raise():
+  # Two processes of three devices share three pairs along the axis tensor.
   with pytest.raises(ValueError, match="got sequences 8 to 23 of 24 for"):
     own_rows(Shards((8, 16), (16, 24), (16, 24)), 24)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps over documents that are packed into sequences.
+"""Training steps on documents that are packed into sequences.
 
-The oracle has one document a row, padded behind, and sums the log-softmax of
-the decoder's logits in NumPy.
+The oracle has one document per row, followed by padding, and sums the
+log-softmax of the decoder's logits in NumPy.
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ def packed():
 ROWS = packed()
 
 
-def one_a_row():
-  """Returns one document per row, and each one's old row and number."""
+def one_per_row():
+  """Returns one document per row, and the (row, number) it was packed as."""
   tokens, is_target, places = [], [], []
   for row in range(8):
     for number in range(1, ROWS["segments"][row].max() + 1):
@@ -64,8 +64,8 @@ def one_a_row():
 
 @pytest.fixture(scope="module")
 def alone():
-  """For each document: its place, its loss in nats, its number of targets."""
-  tokens, is_target, places = one_a_row()
+  """Returns each document's place, loss in nats and number of targets."""
+  tokens, is_target, places = one_per_row()
   run = Trained(EXACT)
   params = step.initial_state(EXACT, run.optimizer).params
   graph = step.build_graph(EXACT)
@@ -105,11 +105,11 @@ def test_packed_and_single_documents_have_equal_losses(mesh, parts, alone):
     assert int(one.targets) == count
     assert float(one.loss) == pytest.approx(nats / max(count, 1), abs=1e-5)
   assert min(alone[2]) == 0 < max(alone[2])
-  # Targets count alike, in whatever microbatch they are.
+  # All targets have equal weight, whichever microbatch they are in.
   assert float(found(ROWS).loss) == pytest.approx(mean(alone), abs=1e-5)
 
 
-# No gradient is as large: every scale is 1, whatever the rule of clipping.
+# No gradient is that large, so nothing is clipped.
 UNCLIPPED = dataclasses.replace(EXACT.optim, grad_clip=1e9)
 GLOBAL = dataclasses.replace(EXACT, optim=UNCLIPPED)
 LEAN = dataclasses.replace(
@@ -134,7 +134,9 @@ def trained():
     on(LEAN, MESH),
   ],
 )
-def test_steps_equal_one_microbatch_on_one_device(config, alone, trained):
+def test_steps_equal_those_of_one_microbatch_on_one_device(
+  config, alone, trained
+):
   run = Trained(config, ROWS).run()
   assert run.losses[0] == pytest.approx(mean(alone), abs=1e-5)
   np.testing.assert_allclose(run.losses, trained.losses, rtol=0, atol=1e-5)
@@ -144,11 +146,11 @@ def test_steps_equal_one_microbatch_on_one_device(config, alone, trained):
   assert float(run.metrics.padding) == pytest.approx(padding)
 
 
-def test_plain_tokens_keep_their_program():
+def test_tokens_in_a_dict_give_the_program_of_plain_tokens():
   run, named = (Trained(EXACT, rows) for rows in (TOKENS, dict(tokens=TOKENS)))
   program = run.jaxpr()
   assert str(program) == str(named.jaxpr())
-  # All but the four of the metrics is the state.
+  # The outputs are the state and four metrics.
   assert len(program.outvars) == len(jax.tree.leaves(run.abstract)) + 4
   evaluate = step.eval_step(step.build_graph(EXACT))
   out = jax.eval_shape(evaluate, run.abstract.params, run.batch)
@@ -161,5 +163,5 @@ def test_fp8_learns_packed_documents_as_f32_does(mesh, trained):
   config = dataclasses.replace(on(SMALL, mesh), optim=optim)
   run = Trained(config, ROWS).run()
   assert len(run.losses) == STEPS
-  # The bound of plain tokens on a mesh, in test_mesh.
+  # test_mesh has this bound for plain tokens on a mesh.
   np.testing.assert_allclose(run.losses, trained.losses, rtol=0, atol=3e-3)

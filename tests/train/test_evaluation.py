@@ -16,7 +16,7 @@ from train.presets import demo
   [("coat", "none"), ("fp8_linear", "none"), ("coat", "fp8_layer")],
 )
 @pytest.mark.parametrize("evaluation", ["same", "bf16"])
-def test_evaluation_computes_in_fp8_only_if_it_is_the_same_as_training(
+def test_evaluation_computes_in_fp8_unless_bf16_is_requested(
   recipe, remat, evaluation
 ):
   config = dataclasses.replace(

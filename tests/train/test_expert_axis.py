@@ -35,7 +35,7 @@ def test_losses_equal_those_of_one_device_and_of_fsdp():
   for mesh in MESHES:
     got = Trained(on(EXACT, mesh)).run()
     assert_same_bits(got.initial.params, want.initial.params)
-    # As in test_mesh: sums over devices in f32, in another order.
+    # As in test_mesh, f32 sums over devices are in another order.
     assert largest_difference(got, want) <= 1e-5
     assert largest_difference(got, fsdp) <= 1e-5
 
@@ -47,7 +47,7 @@ def test_fp8_trains_as_on_one_device(experts):
   assert want.losses[0] - want.losses[-1] > 0.1
   for mesh in ("fsdp=8", *MESHES):
     got = Trained(on(config, mesh)).run()
-    # As in test_mixture: BF16 sums in another order, so that codes differ.
+    # As in test_mixture, BF16 sums are in another order, so codes differ.
     assert largest_difference(got, want) <= 1e-3
 
 
@@ -68,7 +68,7 @@ def test_state_of_experts_is_sharded_like_experts():
 
 
 @pytest.mark.slow
-def test_steps_in_the_backward_equal_ordinary_steps():
+def test_steps_with_optimizer_in_backward_equal_ordinary_steps():
   optim = dataclasses.replace(FP8.optim, clip="share", grad_clip=1e9)
   config = on(FP8, "fsdp=2,expert=4", optim=optim)
   ordinary = Trained(config).run()
@@ -87,7 +87,7 @@ MOE = {
 
 
 @pytest.mark.slow
-def test_run_is_continued_on_another_mesh(tmp_path, capfd):
+def test_run_resumes_on_another_mesh(tmp_path, capfd):
   options = dict(batch=8, steps=8, save_every=4, eval_every=8, **MOE)
   whole, moved = tmp_path / "whole", tmp_path / "moved"
   assert run(whole, mesh="fsdp=4,expert=2", **options) == 0
@@ -102,8 +102,8 @@ def test_run_is_continued_on_another_mesh(tmp_path, capfd):
   output = "".join(capfd.readouterr())
   assert "resumed at step 4" in output
   assert "fsdp=4,expert=2 -> data=2,expert=4" in output
-  # The first loss after the checkpoint is of the same weights, summed in
-  # another order; codes at a border may differ later.
+  # The first loss after the checkpoint has the same weights but sums in another
+  # order; later, values at a rounding border may get other codes.
   np.testing.assert_array_equal(found[:4], want[:4])
   apart = np.abs(found - want)[4:]
   assert apart[0] <= 1e-5 and apart.max() <= 1e-2

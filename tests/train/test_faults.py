@@ -30,10 +30,10 @@ from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDirectory
 from train.step import TrainState
 
-# Each starts programs; make test-all runs them.
+# These tests start programs; make test-all runs them.
 pytestmark = pytest.mark.slow
 
-# Saves states that are known from their step, without end.
+# Saves states in an endless loop; all parameters equal the step.
 SAVER = """
 import itertools, pathlib, sys
 import jax.numpy as jnp
@@ -54,13 +54,13 @@ for step in itertools.count(1):
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory):
   with programs_on_disk(tmp_path_factory.mktemp("programs")) as environment:
-    # As in this process, whose programs they are then.
+    # With as many devices as this process, they use its compiled programs.
     yield {**environment, "JAX_NUM_CPU_DEVICES": str(jax.device_count())}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-  """A run of 8 steps with checkpoints of 4 and 8; tests copy it."""
+  """Trains for 8 steps and saves checkpoints 4 and 8; tests copy the run."""
   out = tmp_path_factory.mktemp("runs") / "finished"
   assert run(out) == 0
   return out
@@ -72,7 +72,7 @@ def copied(finished, tmp_path):
 
 
 def saving(path):
-  """Whether a checkpoint is being written."""
+  """Returns whether a checkpoint is being written."""
   return any(path.glob("*.orbax-checkpoint-tmp"))
 
 
@@ -83,7 +83,7 @@ class Batches:
 
 @pytest.fixture
 def saver(tmp_path):
-  """A process that saves without end, and its folder."""
+  """Starts a process that saves in a loop; yields it and its folder."""
   command = [sys.executable, "-c", SAVER, tmp_path / "saver"]
   with subprocess.Popen(
     command, cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -101,7 +101,7 @@ def test_interrupted_save_leaves_a_whole_checkpoint(saver, tmp_path):
   wait, amid = random.Random(0), 0
   for i in range(30):
     time.sleep(wait.uniform(0, 0.1))
-    # What is there while the process stands still is what a kill would leave.
+    # While the process is stopped, its folder is what a kill would leave.
     process.send_signal(signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
     left = shutil.copytree(path, tmp_path / str(i))
@@ -111,7 +111,7 @@ def test_interrupted_save_leaves_a_whole_checkpoint(saver, tmp_path):
     assert checkpoint.newest_whole_step(left) == (newest, [])
     state = checkpoint.restore_state(left, newest, abstract)
     assert all(np.all(x == newest) for x in state.params.values())
-    # Saving continues from it, and what was interrupted is removed.
+    # The next save succeeds and removes what was interrupted.
     checkpoints = Checkpoints(left, keep=2)
     checkpoints.save(newest + 1, state, Batches(), {})
     checkpoints.close()
@@ -121,7 +121,7 @@ def test_interrupted_save_leaves_a_whole_checkpoint(saver, tmp_path):
 
 
 def start_saving(out, environment):
-  """Starts the run of `finished`, saved at every step; waits for the first."""
+  """Starts the run of `finished`, saving each step; waits for a checkpoint."""
   options = dict(steps=8, eval_every=4, save_every=1)
   process = start(out, environment=environment, **options)
   while not checkpoint.latest_step(RunDirectory(out).checkpoints):
@@ -149,14 +149,14 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_resumed(
   finished, copied, capsys
 ):
   folder = copied / "checkpoints" / "8"
-  # A flipped bit in what the embedding's bytes are, which Orbax restores.
+  # Flips a bit of the embedding; Orbax would restore it without an error.
   file = max((folder / "params").rglob("d/*"), key=lambda x: x.stat().st_size)
   data = bytearray(file.read_bytes())
   data[len(data) // 2] ^= 1
   file.write_bytes(data)
   name = file.relative_to(folder)
   said = f"{folder}: {name} does not match its checksum"
-  # The damage is named even if the checkpoint before does not fit.
+  # The damage is reported even if the checkpoint before does not fit.
   assert run(copied, "--resume", "--optim.codec", "log8") == 2
   assert said in capsys.readouterr().err
   arguments = ["export-hf", copied, "--out", copied.with_name("exported")]
@@ -211,7 +211,7 @@ def test_full_disk_ends_the_run_and_leaves_its_checkpoints(
   out = tmp_path / "run"
   run_directory = RunDirectory(out)
   process = start_saving(out, compiled_once)
-  # Enough for the log and for half of the parameters.
+  # This limit is enough for the log and for half of the parameters.
   resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
   output = process.communicate(timeout=120)[0]
   assert process.returncode == 1, output
@@ -227,7 +227,7 @@ def test_full_disk_ends_the_run_and_leaves_its_checkpoints(
   assert checkpoint.newest_whole_step(run_directory.checkpoints) == (8, [])
 
 
-def test_run_whose_replacement_was_killed_while_it_compiled_is_kept(
+def test_run_is_kept_if_its_replacement_is_killed_while_compiling(
   finished, copied, compiled_once
 ):
   process = start(copied, "--overwrite", environment=compiled_once, steps=8)
@@ -268,6 +268,6 @@ with RunDirectory(config.out).claimed(config):
       assert f"process {process.pid} on {socket.gethostname()} is" in errors
     assert contents(copied) == before
   finally:
-    process.kill()  # Its lock goes with it.
+    process.kill()  # This releases the lock.
     process.communicate()
   assert run(copied, "--resume") == 0

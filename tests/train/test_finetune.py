@@ -38,7 +38,7 @@ OPTIONS = {
   "compute": "float32",
   "optim.codec": "float32",
   "optim.lr": 3e-3,
-  # No gradient is as large, so that all rules of clipping do the same.
+  # No gradient is that large, so nothing is clipped.
   "optim.grad-clip": 1e9,
 }
 
@@ -69,16 +69,16 @@ def line(checkpoint, data, out, *flags, **others):
 
 
 def run(*arguments, **options):
-  """Runs it in this process; returns the exit status."""
+  """Fine-tunes in this process; returns the exit status."""
   try:
     return finetune.main(line(*arguments, **options))
-  except SystemExit as exit:  # tyro's own errors
+  except SystemExit as exit:  # raised by tyro
     return exit.code
 
 
 @pytest.fixture(scope="module")
 def finished(checkpoint, data, tmp_path_factory):
-  """A run that has finished; tests leave it as it is."""
+  """Returns the folder of a finished run; tests do not change it."""
   out = tmp_path_factory.mktemp("runs") / "finished"
   assert run(checkpoint, data, out) == 0
   return out
@@ -97,7 +97,7 @@ def source_of(checkpoint, data):
 
 
 def held_out_loss(model, documents, numbers):
-  """Nats of each target, one document at a time, in NumPy."""
+  """Returns nats per target, summing one document at a time in NumPy."""
   logits = jax.jit(lambda model, tokens: model.logits(tokens))
   nats, count = 0.0, 0
   for number in numbers:
@@ -175,8 +175,8 @@ def test_interrupted_run_resumes_bit_for_bit(
   out = tmp_path / "copy"
   shutil.copytree(finished, out)
   before, samples = losses(out), RunDirectory(out).samples.read_bytes()
-  shutil.rmtree(out / "checkpoints" / "8")  # As of a run that was killed.
-  # The run does without the checkpoint that it began with.
+  shutil.rmtree(out / "checkpoints" / "8")  # As if it had been killed.
+  # A resumed run does not need the checkpoint that it began with.
   assert run(checkpoint / "gone", data, out, "--resume") == 0
   assert "resumed at step 4" in capsys.readouterr().err
   assert losses(out) == before
@@ -188,7 +188,7 @@ def test_interrupted_run_resumes_bit_for_bit(
 def test_resume_with_another_seq_names_both_values(
   finished, checkpoint, data, capsys
 ):
-  # The longer sequences also have other tokens, and are too few for a batch.
+  # Longer sequences also change the data and give too few rows for a batch.
   before = contents(finished)
   assert run(checkpoint, data, finished, "--resume", seq=None) == 2
   errors = capsys.readouterr().err
@@ -231,7 +231,7 @@ def test_bad_input_is_reported_and_nothing_is_written(
 
 
 def test_run_keeps_the_token_that_ends_turns(checkpoint, data, tmp_path):
-  """Of the checkpoint's own template; its config.json names token 2 alone."""
+  """Uses the checkpoint's template; its config.json names only token 2."""
   config, source = source_of(checkpoint, data)
   run = RunDirectory(tmp_path)
   run.source.mkdir()
@@ -250,7 +250,7 @@ def test_checkpoint_without_a_tokenizer_is_refused(data, tmp_path, capsys):
   assert not out.exists()
 
 
-def test_towers_alone_are_refused(data, tmp_path, capsys):
+def test_vision_tower_alone_is_refused(data, tmp_path, capsys):
   out = tmp_path / "run"
   assert run("tests/data/hf/vit", data, out) == 2
   errors = " ".join(capsys.readouterr().err.split())
@@ -349,5 +349,5 @@ def test_fp8_run_learns_as_f32_does(
     ("samples", "silent"),
   ],
 )
-def test_resume_rules_are_those_of_the_options(name, rule):
+def test_options_have_the_expected_resume_rules(name, rule):
   assert resume_rule(name, FinetuneConfig) == rule

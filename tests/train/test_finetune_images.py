@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m train.finetune` of a model that sees images, in its two stages."""
+"""`python -m train.finetune` of a model that sees images, in two stages."""
 
 import dataclasses
 import json
@@ -75,7 +75,7 @@ def test_frozen_parts_have_no_state(folder):
       adam = adam.inner
     for tree in (adam.mu.codes, adam.nu.codes, state.exact.mu, state.clip.own):
       assert tree.keys() == {*parts}
-    # Weights of all are stored alike.
+    # Trained and frozen parts store their weights in the same dtype.
     dtype = "float32" if params == "float32" else "bfloat16"
     for part in PARTS:
       kernels = [
@@ -101,7 +101,7 @@ def test_gradients_are_clipped_layer_by_layer(folder):
   assert of_layers == {name for name in shapes if "/layers/" in name}
   assert {name.split("/")[0] for name in of_layers} == {"tower", "decoder"}
   assert all(shapes[name].shape == () for name in shapes.keys() - of_layers)
-  # A step clips by these norms and keeps those of its own gradients.
+  # A step clips by these norms, then stores those of its gradients.
   rows = load(config)[1].batch_shapes(config)
   run = step.train_step(config, step.build_graph(config), optimizer)
   assert jax.eval_shape(run, state, rows)[0].clip == state.clip
@@ -126,7 +126,7 @@ def test_trained_parts_keep_low_bytes():
   assert state.optimizer.low.keys() == {"own"}
   found = weights.load(state.params, state.optimizer.low)
   exact = {name: x["kernel"] for name, x in whole.items()}
-  # 8 bits of mantissa, and 16, rounded to nearest.
+  # Frozen parts have 8 bits of mantissa, trained ones 16.
   frozen = found["frozen"]["kernel"]
   np.testing.assert_array_equal(frozen, frozen.astype("bfloat16"))
   np.testing.assert_allclose(frozen, exact["frozen"], rtol=2**-8)
@@ -134,8 +134,8 @@ def test_trained_parts_keep_low_bytes():
   assert (found["own"]["kernel"] != exact["own"].astype("bfloat16")).any()
 
 
-def a_step_by_hand(start, config, rows):
-  """Loss and gradients' norm of a run's first step, in plain JAX."""
+def first_step(start, config, rows):
+  """Returns the loss and gradient norm of a run's first step, in plain JAX."""
   model = load_hf(start, recipe=recipes.bf16(), dtype="float32")
   graph, params = nnx.split(model, nnx.Param)
   params = nnx.to_pure_dict(params)
@@ -154,7 +154,7 @@ def a_step_by_hand(start, config, rows):
 
 @pytest.fixture(scope="module")
 def projected(folder, tmp_path_factory):
-  """A run of the projector alone, in FP8; tests leave it as it is."""
+  """Trains only the projector, in FP8; tests do not change the run."""
   llava.add_weights(folder / "llava")
   out = tmp_path_factory.mktemp("runs") / "projected"
   data = folder / "shapes.json"
@@ -163,13 +163,12 @@ def projected(folder, tmp_path_factory):
 
 
 def products(text, name, result):
-  """Shapes of the results of all products in a program, axes sorted."""
+  """Returns the result shapes of all products in a program, axes sorted."""
   found = re.findall(rf"{result}\w+\[([\d,]+)\]\S* {name}[(\[]", text)
   return {tuple(sorted(map(int, x.split(",")))) for x in found}
 
 
-# Shapes of the gradients of the tower's, and of the decoder's and the head's
-# weights.
+# Shapes of weight gradients, of the tower and of the decoder with its head.
 TOWER = {(48, 144), (48, 192), (48, 48)}
 DECODER = {(64, 176), (64, 352), (64, 80)}
 
@@ -189,15 +188,15 @@ def test_frozen_parts_have_no_gradients(folder, trained, absent, present):
   rows = load(config)[1].batch_shapes(config)
   train_step = step.train_step(config, step.build_graph(config), optimizer)
   traced = jax.make_jaxpr(train_step)(state, rows).jaxpr
-  # Without what no result depends on, as the compiler leaves it out.
+  # Removes what no result depends on, as the compiler does.
   used, _ = pe.dce_jaxpr(traced, [True] * len(traced.outvars))
   found = products(str(used), "= dot_general", ":")
   assert present <= found and not absent & found
 
 
 @pytest.mark.slow
-def test_compiled_projector_has_no_gradients_of_the_others(projected):
-  # The program that the run compiled, out of the cache.
+def test_compiled_projector_run_has_no_gradients_of_other_parts(projected):
+  # The run compiled this program, so it comes from the cache.
   config = configuration(json.loads((projected / "config.json").read_text()))
   rows = load(config)[1].batch_shapes(config)
   optimizer = step.build_optimizer(config)
@@ -225,9 +224,7 @@ def parts_that_differ(a, b):
 
 
 @pytest.mark.slow
-def test_stages_train_their_parts_from_runs_and_folders(
-  projected, folder, tmp_path, capsys
-):
+def test_each_stage_changes_only_its_parts(projected, folder, tmp_path, capsys):
   first = exported(projected, tmp_path / "first")
   before = tensors_of(folder / "llava")
   assert parts_that_differ(first, before) == {"projector"}
@@ -240,8 +237,8 @@ def test_stages_train_their_parts_from_runs_and_folders(
   keys = json.loads((tmp_path / "first" / "config.json").read_text())
   assert keys["architectures"] == ["LlavaForConditionalGeneration"]
   assert keys["image_token_index"] == 0 and keys["image_seq_length"] == 16
-  # The second begins with the run, or with its folder, alike; on a mesh, in
-  # microbatches.
+  # The second stage begins with the run, on a mesh and in microbatches. The
+  # oracle in plain JAX begins with the exported folder.
   plain = {"recipe": "bf16", "compute": "float32", "optim.codec": "float32"}
   plain |= {"optim.group-size": None, "batch": 16, "steps": 2, "held-out": 0.1}
   plain |= {"optim.grad-clip": 1e9}
@@ -255,14 +252,14 @@ def test_stages_train_their_parts_from_runs_and_folders(
   config, source = load(dataclasses.replace(config, data=own))
   rows = next(source.train_batches(config, process_index=0, process_count=1))
   assert rows["images"].any() and 1 < rows["segments"].max()
-  loss, norm = a_step_by_hand(tmp_path / "first", config, rows)
+  loss, norm = first_step(tmp_path / "first", config, rows)
   found = losses(out)
-  # Sums over devices and microbatches in another order, in f32.
+  # f32 sums over devices and microbatches are in another order.
   assert found[1, "loss"] == pytest.approx(loss, rel=1e-5)
   assert found[1, "grad_norm"] == pytest.approx(norm, rel=1e-4)
   second = exported(out, tmp_path / "out")
   assert parts_that_differ(second, first) == {"projector", "decoder"}
-  # Read as a whole model, and its decoder alone as that of text.
+  # The run can be read as a whole model, or its decoder as a text model.
   opened = open_source(out)
   assert opened.config == config.model and opened.family == "llava"
   assert (opened.files / "preprocessor_config.json").is_file()
@@ -279,20 +276,20 @@ def test_killed_run_resumes_bit_for_bit(projected, folder, tmp_path, capsys):
   out = tmp_path / "copy"
   shutil.copytree(projected, out)
   before = losses(out)
-  shutil.rmtree(out / "checkpoints" / "4")  # As of a run that was killed.
+  shutil.rmtree(out / "checkpoints" / "4")  # As if it had been killed.
   data = folder / "shapes.json"
-  # The run does without the model that it began with.
+  # A resumed run does not need the model that it began with.
   start = folder / "gone"
   assert run(start, data, out, "--resume", trained="projector") == 0
   assert "resumed at step 2" in capsys.readouterr().err
   assert losses(out) == before
-  # What is trained is of the run.
+  # A resumed run must train the same parts.
   assert run(start, data, out, "--resume", trained="decoder", steps=6) == 2
   assert "trained: projector -> decoder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_damage_behind_a_header_ends_the_run_when_it_is_read(
+def test_image_damaged_after_its_header_ends_the_run_when_it_is_read(
   projected, folder, tmp_path, capsys
 ):
   rows = json.loads((folder / "shapes.json").read_text())
@@ -301,7 +298,6 @@ def test_damage_behind_a_header_ends_the_run_when_it_is_read(
     file.write_bytes(file.read_bytes()[:-40])
   data, out = tmp_path / "shapes.json", tmp_path / "run"
   data.write_text("\n".join(map(json.dumps, rows)))
-  # From that of the run before.
   assert run(projected, data, out, trained="projector") == 2
   errors = capsys.readouterr().err
   assert re.search(
@@ -309,13 +305,13 @@ def test_damage_behind_a_header_ends_the_run_when_it_is_read(
   )
   assert "Traceback" not in errors
   assert RunDirectory(out).latest_step() is None
-  # Once the image is mended, the same command begins anew.
+  # Once the images are repaired, the same command works.
   shutil.rmtree(tmp_path / "images")
   shutil.copytree(folder / "images", tmp_path / "images")
   assert run(projected, data, out, trained="projector") == 0
 
 
-def test_descriptions_and_resume_rules_know_the_whole_model(folder):
+def test_description_and_resume_rules_cover_the_whole_model(folder):
   config, source = load(config_of(folder))
   description = json.loads(json.dumps(describe(config, source)))
   again = configuration(description)
@@ -323,6 +319,6 @@ def test_descriptions_and_resume_rules_know_the_whole_model(folder):
   assert resume_rule("model.vision.d_ff", FinetuneConfig) == "fixed"
   assert resume_rule("trained", FinetuneConfig) == "fixed"
   assert resume_rule("data.images", FinetuneConfig) == "silent"
-  # Samples are answers to prompts of text alone.
+  # Samples answer only prompts without images.
   prompts = [*source._prompts()]
   assert prompts and all(0 not in prompt.tokens for prompt in prompts)
