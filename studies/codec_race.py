@@ -21,8 +21,8 @@ from the same weights and read the same batches. `loss` is the mean over the
 last 50 steps, and `held_out_loss` the mean over the held-out batches. All
 candidates run with one seed before the first runs with the next seed. Runs that
 have a row in --rows are skipped, so you can interrupt the command and continue
-later. With --minutes, the command starts no run that would probably exceed this
-limit.
+later. With --minutes, the command stops before a run that would probably exceed
+this limit.
 
 Bytes per parameter count the stored arrays: those of large leaves for `errors`,
 and the optimizer's whole state for `losses`.

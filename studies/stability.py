@@ -15,9 +15,9 @@ only the two rates that were best for the small model.
 
 When a run ends or fails, a row is appended to docs/rows/stability.jsonl. Runs
 that already have a row are skipped, so you can interrupt the command and
-continue later. With --minutes, the command starts no run that would probably
-exceed this limit. Set JAX_COMPILATION_CACHE_DIR to compile each program only
-once for all calls of the command.
+continue later. With --minutes, the command stops before a run that would
+probably exceed this limit. Set JAX_COMPILATION_CACHE_DIR to compile each
+program only once for all calls of the command.
 
 The seed determines weights, data and stochastic rounding. So runs of different
 variants with the same seed start from the same weights and read the same
