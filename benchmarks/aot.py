@@ -32,7 +32,7 @@ from jax.sharding import (
 
 _DESCRIPTIONS = Path(__file__).parent / "gpus"
 GPUS = tuple(sorted(path.stem for path in _DESCRIPTIONS.glob("*.txtpb")))
-CUDNN_VERSION = 91000  # The cuDNN version in the descriptions.
+CUDNN_VERSION = 91000  # The cuDNN version in the files of `gpus/`.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -77,7 +77,7 @@ def kernels(
 
 
 def operands(tokens: int, d: int, f: int) -> tuple[dict, dict, dict]:
-  """Draws x, w and g in BF16, and quantizes them per tensor and per block."""
+  """Samples x, w and g in BF16, and quantizes them per tensor and per block."""
   sizes = Sizes()
   plain = dict(
     x=sizes.normal(tokens, d),
@@ -100,7 +100,7 @@ def operands(tokens: int, d: int, f: int) -> tuple[dict, dict, dict]:
 
 
 def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
-  """Measures the matmuls that the options choose, for one weight matrix."""
+  """Measures the matmuls that the options select, for one weight matrix."""
   plain, tensor, block = operands(options.tokens, d, f)
   for name in options.products:
     a, b = PRODUCTS[name][0]

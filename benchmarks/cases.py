@@ -75,11 +75,11 @@ class Sizes:
     return 1 + 2 / self.group_size
 
   def normal(self, *shape: int, seed: int = 0) -> Array:
-    """Draws values from a normal distribution, similar to activations."""
+    """Samples values from a normal distribution, similar to activations."""
     return jax.random.normal(jax.random.key(seed), shape, self.dtype)
 
   def grouped(self, *shape: int, seed: int = 0) -> QTensor:
-    """Draws FP8 values with one scale per group of 1 x `group_size`."""
+    """Samples FP8 values with one scale per group of 1 x `group_size`."""
     return _grouped(self.normal(*shape, seed=seed), self.group_size)
 
 

@@ -51,8 +51,9 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # With the sizes `ODD`, tests need cases without a kernel. The kernel of
-  # `quantize_rows` supports all widths, but not E5M2.
+  # Tests need cases with the sizes `ODD` that no kernel supports. The kernel of
+  # `quantize_rows` supports all widths, so these cases use E5M2, which it does
+  # not support.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,
@@ -146,8 +147,8 @@ def _norm(sizes):
   has_mean = kind == "layer"
 
   def x(seed=0):
-    # Values far from zero show if a kernel includes values of other rows in a
-    # mean or variance.
+    # With values far from zero, a mean or variance is visibly wrong if a kernel
+    # includes values of other rows.
     return sizes.normal(t, d, seed=seed) + (7 if has_mean else 0)
 
   def parameters():

@@ -69,7 +69,7 @@ IMPLEMENTATIONS = "bf16", "mosaic_bf16", "mosaic", "xla"
 
 
 def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
-  """Draws the number of rows of each expert, with a fixed seed.
+  """Samples the number of rows of each expert, with a fixed seed.
 
   With "skewed" routing, experts are ranked at random. The expected number of
   rows of rank r is proportional to 1 / r, but the last rank gets no rows.
@@ -83,7 +83,7 @@ def sizes_of(routing: str, rows: int, experts: int) -> np.ndarray:
 
 
 def arrays(rows: int, d: int, f: int, sizes) -> tuple[dict, dict]:
-  """Draws x, w and g in BF16, and quantizes them to FP8 in both layouts."""
+  """Samples x, w and g in BF16, and quantizes them to FP8 in both layouts."""
   make = Sizes().normal
   plain = dict(x=make(rows, d), g=make(rows, f, seed=1))
   plain["w"] = make(len(sizes), d, f, seed=2)
@@ -147,7 +147,7 @@ def op_of(name: str) -> Any:
 
 
 def rows_of(model: str, matrix: str, routing: str, options) -> Iterator[dict]:
-  """Measures the matmuls that the options choose, for one weight matrix."""
+  """Measures the matmuls that the options select, for one weight matrix."""
   shape = MODELS[model]
   d, f = shape.matrix(matrix)
   rows = options.tokens * shape.experts_per_token

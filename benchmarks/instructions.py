@@ -51,7 +51,7 @@ SHAPE = (64, 1024)
 
 # For each kind of instruction: the number of clocks that a quarter of a
 # multiprocessor needs to execute one instruction of a warp, and prefixes of
-# opcodes. An instruction is of the first kind with a matching prefix.
+# opcodes. An instruction belongs to the first kind with a matching prefix.
 KINDS = {
   "special": (8, ("MUFU", "F2I", "I2F.", "F2F", "FRND", "POPC", "FLO")),
   "shuffle": (4, ("SHFL",)),
@@ -114,7 +114,7 @@ def by_kind(found: collections.Counter[str]) -> dict[str, float]:
 
 
 def clocks(found: collections.Counter[str]) -> dict[str, float]:
-  """Computes the clocks for one value per thread, by kind and for issue."""
+  """Computes the clocks of each pipe and of issue, for one value per thread."""
   per_value = by_kind(found)
   out = {kind: per_value[kind] * cost for kind, (cost, _) in KINDS.items()}
   # Only one half of the multiply-add pipe multiplies integers.

@@ -7,7 +7,7 @@
   python -m benchmarks.layer --compile-only l4 --variants bf16 minimal
   python -m benchmarks.layer --compile-only tpu7x:2x2x1 --variants bf16 minimal
 
-The command prints JSON rows. U stands for 2 d_model bytes per token, which is
+The command prints JSON rows. U stands for 2 * d_model bytes per token, which is
 the size of the residual stream in BF16.
 
 layer.time: milliseconds and TFLOP/s. There are two rows: one for the forward
@@ -18,9 +18,9 @@ a checkpoint. `temporary_bytes` is the memory that the compiled program needs in
 addition to its arguments and results. `remembered_units`, in mode full without
 a checkpoint, is the size of the arrays saved for the backward pass, in U.
 
-layer.scan, with --scan-memory: the temporary memory that each further layer of
-a scan adds, in U. This is the memory of 16 layers minus the memory of 8 layers,
-divided by 8. Nothing is run.
+layer.scan, with --scan-memory: the temporary memory that each additional layer
+of a scan adds, in U. This is the memory of 16 layers minus the memory of 8
+layers, divided by 8. Nothing is run.
 
 If weight_cache is "codes", a training step quantizes the weights once for all
 microbatches. So layer.time passes FP8 weights to the layer, and does not time
@@ -28,8 +28,9 @@ their quantization.
 
 --preset selects a decoder layer (`train.presets`) or a layer of a vision tower:
 siglip_so400m (384 pixels, 729 tokens per image) or clip_l (336 pixels, 577
-tokens per image). If a model alternates two kinds of layers (gemma2_2b), there
-are rows for a layer with a sliding window and for a layer without one (`kind`).
+tokens per image). If a model alternates between two kinds of layers
+(gemma2_2b), there are rows for a layer with a sliding window and for a layer
+without one (`kind`).
 
 --compile-only compiles everything without running it, by default for an H200.
 Pass another GPU (`benchmarks.aot`) or a TPU topology (`benchmarks.tpu`) as the
@@ -164,7 +165,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
 
 
 def kinds_of(config: Config) -> dict[str | None, Config]:
-  """Maps kinds of layers to configurations; an only kind has the key None."""
+  """Maps kinds of layers to configurations; a single kind has the key None."""
   if isinstance(config, VisionConfig) or config.full_every is None:
     return {None: config}
   window = dataclasses.replace(config, full_every=None)
@@ -230,7 +231,7 @@ def with_gradients(forward: Callable) -> Callable:
 
 
 def make_arrays(layer: Layer, config: Config, shape, dtype):
-  """Draws random parameters in `dtype`, and random x and dy [B, T, D]."""
+  """Creates random parameters in `dtype`, and random x and dy [B, T, D]."""
   params = nnx.state(make_layer(config, layer.recipe), nnx.Param)
   keys = jax.random.split(jax.random.key(1))
   x, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
@@ -294,7 +295,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
 
 
 def scan_row(config, variant, case, options) -> dict:
-  """Prints a row with the memory that each further layer of a scan adds."""
+  """Prints a row with the memory that each additional layer of a scan adds."""
   layer = Layer(config, variant)
   shape = (options.batch, options.seq, config.d_model)
   few, many = (

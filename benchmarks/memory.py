@@ -9,17 +9,17 @@ No GPU is needed. Each command prints JSON rows:
 
 memory.residuals: the bytes per token that one decoder layer saves for its
 backward pass, by kind. `units` is the total of these bytes divided by
-U = 2 d_model, the bytes per token of the residual stream in BF16. We count the
-arrays that `jax.vjp` of the layer saves (`train.memory.count`). In recipe bf16,
-XLA may save slightly less than JAX's autodiff. For comparison, rows contain
-these numbers too, in U:
+U = 2 * d_model, the bytes per token of the residual stream in BF16. We count
+the arrays that `jax.vjp` of the layer saves (`train.memory.count`). In recipe
+bf16, XLA may save slightly less than JAX's autodiff. For comparison, rows
+contain these numbers too, in U:
 
   paper_units      the number in Table 2 of arXiv:2410.19313, which assumes
-                   d_ff = 8/3 d_model and does not count scales; for fp8_linear,
-                   the table's number for TransformerEngine
-  reference_units  only in recipe coat: our count for a Llama layer of the same
-                   sizes in the code of COAT's authors, including scales; once
-                   with q and k for RoPE, as in the paper, and once without
+                   d_ff = 8/3 * d_model and does not count scales; for
+                   fp8_linear, the table's number for TransformerEngine
+  reference_units  only in recipe coat: our count, including scales, of what the
+                   COAT authors' code saves for a Llama layer of these sizes;
+                   once with q and k for RoPE, as in the paper, and once without
 
 memory.state: for each codec, the bytes of parameters (f32 or BF16), gradients
 and the optimizer's state, divided by the number of parameters. They are
@@ -60,11 +60,11 @@ def reference_bytes(config: ModelConfig) -> int:
   """Counts the bytes per token that the authors' layer saves, without RoPE."""
   d, f, h = config.d_model, config.d_ff, config.head_width
   n, kv = config.num_heads, config.num_kv_heads
-  # For each of two norms: its input, scales, a statistic in f32; its output.
+  # For each of two norms: input, scales, an f32 statistic, and output.
   norm = 2 * (d + 2 * d // 16 + 4) + 2 * d
   attention = 2 * (2 * n + 2 * kv) * h + 4 * n  # q, k, v, output; log-sum-exp.
   activation = 3 * (f + 2 * f // 16)  # Gate, up and SiLU(gate), with scales.
-  return norm + attention + activation + f  # The last f: SiLU(gate) * up.
+  return norm + attention + activation + f  # The last f is SiLU(gate) * up.
 
 
 def residuals(preset: str, tokens: int) -> list[dict]:

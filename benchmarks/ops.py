@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   parser.add_argument(
     "--cases",
     nargs="+",
-    help="measure only operations whose names contain one of these texts",
+    help="measure only operations whose names contain one of these strings",
   )
   parser.add_argument(
     "--implementations",

@@ -69,7 +69,7 @@ def cases(
 
 
 def parameters(shape, dtype):
-  """Draws weights, and gradients whose magnitudes vary as in training."""
+  """Samples weights, and gradients whose magnitudes vary as in training."""
 
   def draw(key):
     keys = jax.random.split(key, 3)

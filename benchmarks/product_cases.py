@@ -258,7 +258,7 @@ def _attention_of(sizes, kind, documents=None):
 
   # Attention does two multiply-adds per channel for each pair of a query and a
   # key that the query sees. There are T^2 / 2 pairs without a window, and
-  # (T^2 - (T - W)^2) / 2 with a window W. D documents have T^2 / (2 D) pairs.
+  # (T^2 - (T - W)^2) / 2 with a window W. D documents have T^2 / (2 * D) pairs.
   hidden = t - (kind.window or t)
   products = 2 * b * n * (t * t - hidden * hidden) * h // (documents or 1)
   yield of_op(

@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   )
   add = parser.add_argument
   add("--preset", choices=PRESETS, default="llama2_7b")
-  add("--topology", default="v5p:4x4x4", help="a topology as libtpu names it")
+  add("--topology", default="v5p:4x4x4", help="such as v6e:2x2")
   add("--mesh", default="fsdp=64", help="mesh axes, as in train.pretrain")
   add("--variants", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
   options = parser.parse_args(arguments)

@@ -52,7 +52,7 @@ def measure_steps(
   *,
   steps: int,
 ) -> dict:
-  """Times `steps` training steps after a warm-up; returns a row's figures."""
+  """Times `steps` training steps after a warm-up; returns a row's values."""
   optimizer = step.build_optimizer(config, mesh)
   abstract = step.abstract_state(config, optimizer, mesh)
   where = meshes.batch_sharding(mesh) if mesh else None

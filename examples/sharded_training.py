@@ -31,7 +31,7 @@ SHAPES = {
   "bias": (LAYERS, HIDDEN),
 }
 # One matrix is split along its rows, the other along its last axis, which the
-# codec cuts into groups. A shard of 128 n columns holds whole groups.
+# codec cuts into groups. A shard of 128 * n columns holds whole groups.
 SPECS = {"up": P(None, None, "fsdp"), "down": P(None, "fsdp"), "bias": P()}
 
 OPTIMIZER = optax.chain(
@@ -100,7 +100,7 @@ def train(state, mesh: Mesh, steps: range) -> tuple[dict, list[float]]:
 
 
 def main(folder: str | pathlib.Path, steps: int = STEPS):
-  """Trains on two meshes; returns both states at the change and the losses."""
+  """Trains on two meshes; returns the saved and restored state, and losses."""
   mesh = make_mesh(data=2)
   where = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
   params = jax.jit(make_params, out_shardings=where)(jax.random.key(0))

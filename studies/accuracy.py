@@ -175,7 +175,7 @@ def _adam(moments: Moments, gradient):
 
 def gradient_sizes(moments: Moments) -> jax.Array:
   """Computes sqrt(v) of 128 groups from all parts of the model: [128, 128]."""
-  # Skip the embeddings of bytes that do not occur, which get no gradients.
+  # Bytes that do not occur get no gradients, so skip their embeddings.
   rows = moments.nu[jnp.all(moments.nu > 0, axis=-1)]
   index = np.linspace(0, len(rows) - 1, TRACKED_GROUPS).astype(int)
   return jnp.sqrt(rows[index])
@@ -270,7 +270,7 @@ def draw(one_step: list[dict], traces: dict, out: Path, b2=0.99) -> None:
   figure = Figure(figsize=(13, 5), layout="constrained")
   left, right = figure.subplots(1, 2)
   rows = [row for row in one_step if row["update_rms_error"] > 0]
-  # A codec has one color; rounding to nearest is a dashed line or a pale bar.
+  # Rounding to nearest gets the codec's color, in a pale bar and a dashed line.
   names = {row["label"]: row["label"].split(",")[0] for row in rows}
   palette = {x: f"C{i}" for i, x in enumerate(dict.fromkeys(names.values()))}
   colors = {label: palette[name] for label, name in names.items()}
@@ -305,9 +305,11 @@ def main(arguments: list[str] | None = None) -> None:
     prog="python -m studies.accuracy", description=__doc__.splitlines()[0]
   )
   commands = parser.add_subparsers(dest="command", required=True)
-  command = commands.add_parser("codecs", help="measure one and many steps")
+  command = commands.add_parser(
+    "codecs", help="measure the error of one step and the drift over many"
+  )
   command.add_argument(
-    "--steps", type=args.count, default=300, help="steps of training"
+    "--steps", type=args.count, default=300, help="number of training steps"
   )
   command.add_argument(
     "--codecs", nargs="+", help="names of codecs; default: all registered"

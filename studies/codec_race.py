@@ -21,8 +21,8 @@ from the same weights and read the same batches. `loss` is the mean over the
 last 50 steps, and `held_out_loss` the mean over the held-out batches. All
 candidates run with one seed before the first runs with the next seed. Runs that
 have a row in --rows are skipped, so you can interrupt the command and continue
-later. With --minutes, the command starts no run that would probably exceed this
-limit.
+later. With --minutes, the command stops before a run that would probably exceed
+this limit.
 
 Bytes per parameter count the stored arrays: those of large leaves for `errors`,
 and the optimizer's whole state for `losses`.
@@ -168,7 +168,7 @@ def cases(
 def stored(
   candidate: Candidate, m: jax.Array, v: jax.Array, index: int
 ) -> tuple[jax.Array, jax.Array, int]:
-  """Encodes and decodes both moments of a leaf; also returns stored bytes."""
+  """Encodes and decodes both moments of a leaf; also counts stored bytes."""
   codec, size, decoded = candidate.build(), 0, []
   words = stochastic.random_words(stochastic.leaf_key(0, 0, index), m.shape)
   for place, (x, group) in enumerate(zip((m, v), codec.groups, strict=True)):
@@ -226,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
   )
   commands = parser.add_subparsers(dest="command", required=True)
   for name, help_ in (
-    ("errors", "measure errors of trained moments"),
+    ("errors", "measure the errors of trained moments"),
     ("losses", "train with each candidate"),
     ("table", "print the rows as a table"),
   ):

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Compares codecs of moments in training of llama_60m (1,500 steps), on one GPU.
+# Compares codecs of moments by training llama_60m for 1,500 steps, on one GPU.
 #
 #   studies/codec_race.sh DATA OUT SEED [CANDIDATE...]
 #

@@ -7,7 +7,7 @@ from studies.stability_figure import interval
 
 BENCH = "codec_race"
 ROWS = Path("docs/rows/codec_race.jsonl")
-# Maps keys of rows of errors to titles of columns.
+# Maps keys of error rows to column titles.
 _ERRORS = {"m_error": "m", "root_v_error": "sqrt(v)", "update_error": "update"}
 
 

@@ -74,7 +74,7 @@ def conversations(text: str) -> Iterator[dict]:
     first, end = node.body[0], node.end_lineno
     head = lines[node.lineno - 1 : first.lineno - 1]
     tail = lines[first.end_lineno : end]
-    if not head or not tail:  # The function is on one line.
+    if not head or not tail:  # The whole function is on one line.
       continue
     indent = " " * first.col_offset
     source = textwrap.dedent("\n".join([*head, f"{indent}...", *tail]))

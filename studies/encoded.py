@@ -11,7 +11,7 @@ batches. The gradient's global norm is clipped to 1.
 The command prints a JSON row, `encoded`, for each optimizer and each choice of
 state fields to encode. It contains the bytes per parameter of both states and
 the mean losses over the last sixth of the steps. "default" encodes the fields
-that `encoded` selects by default, and "all" also copies of parameters.
+that `encoded` selects by default, and "all" also encodes copies of parameters.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def compare(
     solver = encoded(inner, codec, fields=rule)
     shapes = jax.eval_shape(solver.init, problem.params)
     if (total := state_bytes(shapes).total) in seen:
-      continue  # Without copies of the parameters, "all" changes nothing.
+      continue  # Without copies of parameters, "all" is the same as "default".
     seen.append(total)
     loss, _ = problem.run(solver)
     emit(

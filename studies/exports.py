@@ -14,8 +14,8 @@ The command prints a JSON row, `exports`, for each folder:
 
   logits   largest difference between the logits of both libraries, divided by
            the largest magnitude of a logit
-  greedy   number of tokens before the first difference, of 16 tokens that both
-           libraries generate greedily after a prompt
+  greedy   number of equal tokens before the first difference, when both
+           libraries generate 16 tokens greedily after a prompt
   moved    largest change of a weight during training
 """
 
@@ -60,7 +60,7 @@ def train_and_export(source: Path, out: Path) -> None:
 
 def theirs(folder: Path, tokens: np.ndarray, prompt: list[int]):
   """Computes logits and greedy tokens after a prompt, with transformers."""
-  import torch  # Only this function needs it.
+  import torch  # Only this function needs torch.
   from transformers import AutoModelForCausalLM
 
   model = AutoModelForCausalLM.from_pretrained(

@@ -11,8 +11,8 @@ patches):
 
   logits_error     relative RMS error of the logits, or of a tower's output
   cosine           cosine between a weight's two gradients, for the worst weight
-  gradient_error   sqrt(2 - 2 cosine), the distance between these two gradients
-                   after each is divided by its norm
+  gradient_error   sqrt(2 - 2 * cosine), the distance between these two
+                   gradients after each is divided by its norm
   bytes_per_token  bytes that a layer saves for its backward pass with recipe
                    coat; `bf16_bytes_per_token` is the same with recipe bf16.
                    Both are counted with BF16 activations.
@@ -75,7 +75,7 @@ class Difference(NamedTuple):
   """The difference between the results of a recipe and those of bf16."""
 
   logits_error: float
-  cosines: dict[str, float]  # Of each parameter's two gradients, by path.
+  cosines: dict[str, float]  # Keys are paths of parameters.
 
   @property
   def worst(self) -> str:
@@ -120,7 +120,7 @@ def _model(config: Any, recipe: CoatRecipe) -> Any:
 
 
 def _weights(config: Any, seed: int) -> Any:
-  """Draws random parameters that neither amplify nor shrink activations."""
+  """Creates random parameters that neither amplify nor shrink activations."""
   model = _model(config, recipes.bf16())
   rng = np.random.default_rng(seed)
   is_tower = isinstance(config, VisionConfig)

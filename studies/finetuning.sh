@@ -21,7 +21,7 @@ shift 2
 : "${SHAPE:=--model.num-layers 16 --model.d-model 2048 --model.d-ff 8192
   --model.num-heads 32 --model.num-kv-heads 8 --model.vocab-size 32000}"
 
-run() { # a module, a folder, options
+run() { # MODULE FOLDER [OPTION ...]
   module=$1 folder=$2
   shift 2
   [ -e "$folder/finished" ] && return
@@ -30,7 +30,7 @@ run() { # a module, a folder, options
   touch "$folder/finished"
 }
 
-# SHAPE is options.
+# SHAPE is several words.
 # shellcheck disable=SC2086
 run train.pretrain "$out/pretrained" llama_130m $SHAPE --recipe bf16 \
   --optim.codec float32 --data.path "$data/tokens.bin" --data.dtype uint16 \

@@ -125,5 +125,5 @@ def _layer(x: Array, weights: Any, model: Decoder, tap: Callable) -> Array:
 
 
 def _merged(x: Array) -> Array:
-  """Reshapes [B, T, n, m] to [B, T, n m]."""
+  """Reshapes [B, T, n, m] to [B, T, n * m]."""
   return x.reshape(*x.shape[:2], -1)

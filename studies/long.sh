@@ -28,7 +28,7 @@ esac
 folder=$out/$variant.$seed
 [ -e "$folder/config.json" ] && options="$options --resume"
 
-# options are several words.
+# $options is several words.
 # shellcheck disable=SC2086
 exec python -m train.pretrain llama_130m --out "$folder" --seed "$seed" \
   --data.path "$data/tokens.bin" --data.dtype uint16 --steps "${STEPS:-9200}" \

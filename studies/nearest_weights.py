@@ -5,8 +5,8 @@
 
 This shows why `train.pretrain` rounds stochastically: rounding to nearest loses
 every update that is smaller than half an ulp of its weight. Do not train this
-way. The options are those of `train.pretrain`, and each of the two commands can
-resume a run of the other.
+way. The command takes the options of `train.pretrain`, and each of the two
+commands can resume runs of the other.
 """
 
 import sys

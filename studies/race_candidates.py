@@ -29,7 +29,7 @@ from train.optimizers import learning_rate
 
 _RACE = "studies.race_codecs"
 _RESET = 250
-# Factors of the learning rate of optimizers; 1 for the others.
+# Factors of optimizers' learning rates; other optimizers have the factor 1.
 _FACTORS = {"lion": 0.1, "momentum": 100.0}
 
 

@@ -28,8 +28,8 @@ from coat_jax.codecs.integers import LogUniform
 class Grid(Grouped):
   """Base class of codecs with a fixed grid of magnitudes.
 
-  A code stands for a level 0, 1, ..., and a level for a fraction of the group's
-  amax, called its share.
+  Each code stands for a level 0, 1, ..., and each level stands for a fraction
+  of the group's amax, called its share.
   """
 
   def _statistics(self, magnitude):
@@ -64,7 +64,7 @@ class Grid(Grouped):
 
 @dataclasses.dataclass(frozen=True)
 class Softsign(Grid):
-  """Stores 127 * 2t / (1 + t) with the sign of x as int8; t = |x| / amax."""
+  """Stores 127 * 2 * t / (1 + t), signed like x, as int8; t = |x| / amax."""
 
   def _below(self, t):
     return jnp.minimum(jnp.floor(127 * (2 * t / (1 + t))), 126)
@@ -75,7 +75,7 @@ class Softsign(Grid):
 
 @dataclasses.dataclass(frozen=True)
 class SquareRoot(Grid):
-  """Stores 255 sqrt(x / amax) as uint8, but at least 1 for values above 0.
+  """Stores 255 * sqrt(x / amax) as uint8, but at least 1 for values above 0.
 
   If a second moment became 0, the update would be divided by eps alone.
   """

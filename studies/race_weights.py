@@ -41,8 +41,8 @@ def adamw(
   """Returns AdamW that rounds large matrices after each step.
 
   "fed back" rounds to nearest, in groups of 128 with one scale each, and adds
-  e (1 - 1 / b1) / r to the first moment, so that later steps compensate for the
-  rounding error e. r is the factor of the first moment in this step's update.
+  e * (1 - 1 / b1) / r to the first moment, so that later steps compensate for
+  the rounding error e. This step subtracts r times the first moment.
   Source: ECO, arXiv:2601.22101.
   """
 

@@ -17,7 +17,7 @@ differences from BF16.
   dweights_error   error of the gradients of all weight matrices together
   bytes_per_token  bytes that the layer saves for its backward pass; only for
                    the first K
-  forward_ms, full_ms (forward and backward pass), temporary_bytes (of both):
+  forward_ms, full_ms (forward and backward pass), temporary_bytes (of full):
                    only for the first K and on a GPU
 
 scaling.product, only on a GPU: one row per weight matrix, kind of scales and
@@ -68,7 +68,7 @@ VARIANTS: dict[str, CoatRecipe] = {
 
 
 def arrays_of(config, options, outliers: int):
-  """Draws parameters, and x and the output's gradient with outliers."""
+  """Creates random parameters, and random x and dy with outliers."""
   layer = Layer(config, Variant(recipes.bf16()))
   shape = options.batch, options.seq, config.d_model
   params, x, dy = make_arrays(layer, config, shape, jnp.float32)

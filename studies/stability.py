@@ -15,9 +15,9 @@ only the two rates that were best for the small model.
 
 When a run ends or fails, a row is appended to docs/rows/stability.jsonl. Runs
 that already have a row are skipped, so you can interrupt the command and
-continue later. With --minutes, the command starts no run that would probably
-exceed this limit. Set JAX_COMPILATION_CACHE_DIR to compile each program only
-once for all calls of the command.
+continue later. With --minutes, the command stops before a run that would
+probably exceed this limit. Set JAX_COMPILATION_CACHE_DIR to compile each
+program only once for all calls of the command.
 
 The seed determines weights, data and stochastic rounding. So runs of different
 variants with the same seed start from the same weights and read the same
@@ -160,8 +160,8 @@ def run(
 ) -> int:
   """Trains the cases in `todo`; returns the number of finished runs."""
   started, count = time.monotonic(), 0
-  # The longest time, in seconds, of a variant's first run (True), which
-  # compiles, and of a later run (False).
+  # The longest times so far, in seconds, of variants' first runs (True), which
+  # include compiling, and of later runs (False).
   longest = {True: 0.0, False: 0.0}
   data, variant = Data(source, base), None
   found = programs = None
@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
   command.add_argument("--tokenizer", help="see train.pretrain --help")
   command.add_argument("--minutes", type=float, default=1e9)
   command.add_argument("--rows", type=Path, default=ROWS)
-  command = commands.add_parser("plot", help="draw the rows")
+  command = commands.add_parser("plot", help="draw the figure")
   command.add_argument("--preset", choices=["study", *PRESETS], default="study")
   command.add_argument("--rows", type=Path, default=ROWS)
   command.add_argument("--out", type=Path, default=FIGURE)

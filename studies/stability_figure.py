@@ -248,7 +248,7 @@ def _draw_norms(axes, rows: list[dict], best: float | None, **style) -> None:
 
 
 def _table(found: dict[str, Summary]) -> str:
-  """Formats the table; differences from bf16 pair runs with the same seed."""
+  """Formats the table; differences are between runs with the same seed."""
   header = ["variant", "runs failed", "largest rate", "best rate", "loss"]
   header += ["spread of seeds", "minus bf16's", "95 %", "spikes"]
   lines = []

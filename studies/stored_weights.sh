@@ -7,14 +7,14 @@
 # rounded to nearest as a negative control. First, a model with each kind is
 # trained from scratch on 49 M tokens, with three seeds and a learning rate that
 # decays to 1e-5. Then, similar to fine-tuning, each kind continues from the f32
-# weights of the same seed for 1,000 steps, at a constant rate of 1e-5 and of
-# 2e-6. OUT/*/metrics.jsonl contains the held-out loss (2.1 M tokens) of the
-# last step. If the script is interrupted, call it again to continue with the
-# unfinished run.
+# weights of the same seed for 1,000 steps, once at a constant rate of 1e-5 and
+# once at 2e-6. OUT/*/metrics.jsonl contains the held-out loss (on 2.1 M tokens)
+# after the last step. If the script is interrupted, call it again to continue
+# with the unfinished run.
 set -eu
 text=$1 tokenizer=$2 out=$3
 
-train() { # a kind of weights, a folder, options
+train() { # KIND FOLDER [OPTION ...]
   module=train.pretrain params=$1 run=$2
   shift 2
   if [ "$params" = nearest ]; then

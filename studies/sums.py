@@ -4,12 +4,12 @@
   python -m studies.sums OUT [--steps 600] [--seeds 0 1 2]
 
 For each seed, a Llama of 0.45 million parameters with random weights learns to
-add two numbers up to 19, for which conversations ask in four wordings. A
-quarter of the 1,600 questions are held out, chosen at random, so a held-out sum
-was usually seen in another wording. Each of `VARIANTS` starts from the same
-weights and reads the same data. `train.evaluate` scores its greedy answers, and
-a row is added to OUT/rows.jsonl. A run of 600 steps takes about a minute on two
-CPU cores.
+add two numbers from 0 to 19. Conversations ask for each sum in four wordings. A
+quarter of the 1,600 questions, chosen at random, is held out, so the model has
+usually seen a held-out sum in another wording. Each of `VARIANTS` starts from
+the same weights and reads the same data. `train.evaluate` scores its greedy
+answers, and a row is added to OUT/rows.jsonl. A run of 600 steps takes about a
+minute on two CPU cores.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def train_one(folder: Path, variant: str, seed: int, steps: int) -> dict:
   # fmt: on
   for program, options in ((finetune, training), (evaluate, evaluation)):
     if program.main([*map(str, options)]):
-      raise SystemExit(1)  # The program has printed the error.
+      raise SystemExit(1)  # The program has already printed the error.
   found = json.loads(report.read_text())["conversations"][0]
   keys = "nats_per_token", "questions", "exact_match"
   case = {"variant": variant, "seed": seed, "steps": steps}

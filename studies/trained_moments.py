@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small model to get realistic Adam moments for tests of codecs.
+"""Trains a small model to get realistic Adam moments for studies of codecs.
 
 The model is a byte-level Llama of 2.8 million parameters, trained on the source
 text of Python's standard library with f32 moments. Random numbers would not be
@@ -59,7 +59,7 @@ class Trained(NamedTuple):
 def train_moments(
   steps: int, *, model: ModelConfig = MODEL, batch: int = 8, seq: int = 64
 ) -> tuple[Moments, dict[str, slice]]:
-  """Trains a byte-level model; returns its `in_groups`."""
+  """Trains a byte-level model; returns its moments like `in_groups`."""
   tokens = load_tokens(DataConfig(), model.vocab_size)
   trained = train_model(model, tokens, steps=steps, batch=batch, seq=seq)
   return in_groups(trained.mu, trained.nu)
@@ -112,7 +112,7 @@ def train_model(
 
 
 def in_groups(mu, nu) -> tuple[Moments, dict[str, slice]]:
-  """Cuts moments of large leaves into groups; also returns parts' slices."""
+  """Cuts moments of large leaves into groups; also returns slices of parts."""
   leaves, parts = [], {}
   for (path, mu_leaf), nu_leaf in zip(
     jax.tree.leaves_with_path(mu), jax.tree.leaves(nu), strict=True

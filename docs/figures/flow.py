@@ -81,7 +81,7 @@ def _backward(d: Drawing, p: Palette) -> None:
   d.box(ADD, y, "quantize", width=1.0, color=p.text)
   d.text(11.75, y, "dy", size=13)
   d.text(0.3, y, "dx", size=13)
-  # Gradients run to the left, above what is computed again for the matmuls.
+  # Gradients flow to the left, above operands that are computed again.
   up, down = y + 0.14, y - 0.16
   d.arrow((11.55, y), (ADD + 0.5, y), color=p.plain)
   d.arrow((ADD - 0.5, up), (SECOND + 0.65, up), color=p.gradient, label="E5M2")

@@ -3,12 +3,12 @@
 
   python -m docs.figures.long
 
-Each panel has one corpus, because losses on different corpora cannot be
-compared. Lines: the training loss minus that of BF16 with the same seed at the
-same step, a moving mean. Dots: the same for held-out losses. Runs with the same
-seed start from the same weights and read the same batches. BF16 with seed 1 is
-compared with seed 0. The rows are docs/rows/long.jsonl, from runs of
-`studies/long.sh`.
+Each panel shows one corpus, because losses on different corpora cannot be
+compared. Lines show the training loss minus that of BF16 with the same seed at
+the same step, as a moving mean. Dots show the same difference for held-out
+losses. Runs with the same seed start from the same weights and read the same
+batches. BF16 with seed 1 is compared with seed 0. The rows are in
+docs/rows/long.jsonl, from runs of `studies/long.sh`.
 """
 
 import json
@@ -23,7 +23,7 @@ ROWS = FOLDER.parent / "rows" / "long.jsonl"
 SECOND_SEED = "bf16, seed 1"
 # The number of tokens identifies a corpus.
 EARLIER, LATER = 188_411_639, 188_428_388
-# The variants of each panel by the palette's color, in the order of the legend.
+# For each panel: variants and their palette colors, in the legend's order.
 PANELS = {
   LATER: {
     "coat": "value",
@@ -41,7 +41,7 @@ WINDOW_STEPS = 1000
 def read_runs() -> dict[int, dict[str, dict]]:
   """Returns rows by corpus and variant.
 
-  Runs with another seed than 0 are called `VARIANT, seed SEED`.
+  Runs with a seed other than 0 are called `VARIANT, seed SEED`.
   """
   found: dict[int, dict[str, dict]] = {}
   for row in map(json.loads, ROWS.read_text().splitlines()):
@@ -59,7 +59,7 @@ def bf16_run(runs: dict, variant: str) -> dict:
 
 
 def held_out_differences(runs: dict, variant: str) -> dict[int, float]:
-  """Returns the held-out loss minus that of BF16 by step.
+  """Returns the held-out loss minus that of BF16, by step.
 
   `runs` are the rows of one corpus by variant.
   """

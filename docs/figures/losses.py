@@ -3,10 +3,11 @@
 
   python -m docs.figures.losses
 
-Left: the training loss of coat minus the loss of BF16, over the steps of runs
-with the same seed. For comparison, the difference between BF16 runs with
-different seeds. Right: the held-out loss at the end, for each learning rate.
-The runs come from `studies.stability`, in docs/rows/stability.jsonl.
+The left panel shows the training loss of coat minus the loss of BF16, over the
+steps of runs with the same seed, and for comparison the difference between BF16
+runs with different seeds. The right panel shows the held-out loss at the end,
+for each learning rate. The rows are in docs/rows/stability.jsonl, from
+`studies.stability`.
 """
 
 import itertools

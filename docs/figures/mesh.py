@@ -82,7 +82,7 @@ def _devices(d: Drawing, columns: list[float]) -> None:
 
 
 def _array(d, x, y, count, filled, color, *, across) -> None:
-  """Draws an array of `count` parts, of which a device has the filled ones."""
+  """Draws an array of `count` parts; a device stores those in `filled`."""
   p, low, left = d.palette, y - HEIGHT / 2, x - WIDTH / 2
   for i in range(count):
     width, height = WIDTH, HEIGHT / count
@@ -112,7 +112,7 @@ def _exchange(d, columns, y, text, color, p) -> None:
     d.arrow((x, y - 0.2), (x, y - 0.42), color=color)
   middle = (columns[0] + columns[-1]) / 2
   for end in (y + 0.2, y - 0.2):
-    if color != p.faint:  # Between devices.
+    if color != p.faint:  # The devices exchange data.
       ends = columns[0], columns[-1]
       d.axes.plot(ends, (end, end), color=color, linewidth=1.8)
   d.text(middle, y, text, size=11, color=color)

@@ -5,8 +5,8 @@
 
 Each point is a way to store Adam's moments. It shows the held-out loss minus
 the loss of f32 moments with the same seed: the mean and its 95 % interval.
-Points of the same size are drawn next to each other. The rows are
-docs/rows/codec_race.jsonl, from `studies.codec_race`.
+Candidates with the same bytes per parameter are drawn next to each other. The
+rows are in docs/rows/codec_race.jsonl, from `studies.codec_race`.
 """
 
 import json
@@ -19,9 +19,9 @@ from studies.stability_figure import interval
 
 ROWS = FOLDER.parent / "rows" / "codec_race.jsonl"
 PRESET = "demo"
-# Points above this are drawn at the top with their value.
+# Points above this loss are drawn at the top with their value.
 LARGEST = 0.1
-# The codecs of the library are blue, the others green.
+# Points of the library's codecs are blue, and the others are green.
 _OURS = ("coat", "log8", "int8")
 
 
@@ -36,7 +36,7 @@ def draw(palette: Palette) -> Figure:
     if not found:
       continue
     mean, half = interval(found)
-    # Spread candidates of the same size.
+    # Shift candidates with the same bytes, so that they do not overlap.
     place = places[round(size, 1)] = places.get(round(size, 1), -1) + 1
     x = size + 0.07 * place
     color = palette.value if name in _OURS else palette.saved

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Palettes, boxes and arrows for the drawn figures.
+"""Defines palettes, boxes and arrows for figures.
 
 Each figure is written twice, NAME.light.svg and NAME.dark.svg, with a
 transparent background. Pages show the one for their color scheme. `--png` also
@@ -176,7 +176,7 @@ class Drawing:
 
 
 def style_axes(axes: Axes, palette: Palette) -> None:
-  """Gives axes with data the palette's colors, and only two spines."""
+  """Sets the palette's colors on axes with data, and hides two spines."""
   axes.set_facecolor("none")
   axes.title.set_color(palette.text)
   axes.xaxis.label.set_color(palette.text)
