@@ -66,7 +66,7 @@ def compiled(operands: str, form: str, **options) -> jax.stages.Compiled:
 def test_grouped_product_is_one_kernel(operands, form):
   program = compiled(operands, form)
   assert custom_calls(program) == {"mosaic_gpu_v2": 1}
-  # Temporary memory has only the table of tiles.
+  # Temporary memory holds only the table of tiles.
   assert temporary_bytes(program) < 2**17
 
 

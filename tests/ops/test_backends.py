@@ -107,7 +107,7 @@ def test_quantize(group_size, scale_dtype):
     inputs.append(("degenerate", awkward[names != "subnormal"]))
   for name, x in inputs:
     (cpu, _), (gpu, _) = on_both(quantize, x)
-    # A scale is exact: a product with a constant, rounded up with integers.
+    # Scales are exact: products with a constant, rounded up in integers.
     # Compare as f32, because NumPy treats two bfloat16 NaNs as different.
     scales = [np.asarray(q.scale, np.float32) for q in (cpu, gpu)]
     np.testing.assert_array_equal(*scales, name)
@@ -192,7 +192,8 @@ def test_decode(build, rounding, request):
     cpu, gpu = on_both(codec.decode, encoded)
     np.testing.assert_array_equal(np.isnan(cpu), np.isnan(gpu), label)
     normal = np.abs(cpu) >= oracles.SMALLEST_NORMAL
-    if isinstance(codec, ScaledFP8):  # Two products; subnormals may be zero.
+    if isinstance(codec, ScaledFP8):
+      # Decoding is two products, so only subnormals may differ.
       lowest = oracles.QMAX[codec.dtype] * oracles.SMALLEST_NORMAL
       amax = np.repeat(encoded.amax, GROUP_SIZE, -1)[..., : x.shape[-1]]
       normal &= amax > lowest
