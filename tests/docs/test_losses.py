@@ -91,7 +91,7 @@ def test_pairs_on_the_accuracy_page_equal_the_rows():
     assert cells in (DOCS / "accuracy.md").read_text()
 
 
-def test_sums_equal_the_rows():
+def test_exact_matches_of_sums_equal_the_rows():
   found: dict[str, list[float]] = {}
   for row in measured("sums"):
     if row["case"]["steps"] == 600:
