@@ -156,7 +156,7 @@ U = 4 * 2048 * 4096 * 2  # Bytes of [B, T, D] in BF16, with B = 4, T = 2048.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention, limit", [("bf16", 8.9), ("fp8", 7.4)])
-def test_memory_per_layer_of_a_scan(attention, limit):
+def test_scan_saves_little_memory_per_layer(attention, limit):
   recipe = recipes.coat(attention=attention)
   few, many = (
     temporary_bytes(compiled_layers(LLAMA2_7B, recipe, (4, 2048), depth))
@@ -180,7 +180,7 @@ def test_second_forward_has_no_unused_matmul(remat, again):
 @pytest.mark.parametrize(
   "remat, limit", [("full", 1.01), ("fp8_layer", 0.57), ("fp8", 1.14)]
 )
-def test_memory_per_layer_of_a_scan_with_remat(remat, limit):
+def test_scan_with_remat_saves_little_memory_per_layer(remat, limit):
   few, many = (
     temporary_bytes(
       compiled_layers(LLAMA2_7B, recipes.coat(), (4, 2048), depth, remat=remat)

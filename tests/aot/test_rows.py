@@ -71,7 +71,7 @@ def test_quantization_matches_its_definition(on_machine, shape, dtype):
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.013, 0.3])
-def test_quotients_between_two_codes(on_machine, scale):
+def test_quotients_between_two_codes_are_rounded_correctly(on_machine, scale):
   test_quantize.check_ties(scale)
 
 
@@ -107,7 +107,9 @@ def test_activations_match_their_definitions(
 
 
 @test_activation.ALL
-def test_activations_of_large_values(on_machine, activation, gated):
+def test_activations_of_large_values_match_their_definitions(
+  on_machine, activation, gated
+):
   test_activation.check_far_values(activation, gated)
 
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import block_products
 
 
-def test_rows_of_products(capsys):
+def test_rows_state_speed_and_error(capsys):
   rows = block_products.main(
     [
       *("--preset=llama_60m", "--tokens=128", "--repeats=1"),

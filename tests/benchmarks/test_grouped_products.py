@@ -8,7 +8,7 @@ import pytest
 from benchmarks import grouped_products
 
 
-def test_rows_of_grouped_products(capsys):
+def test_grouped_rows_state_speed_and_error(capsys):
   rows = grouped_products.main(
     [
       *("--models=demo_moe", "--tokens=64", "--repeats=1"),

@@ -41,7 +41,7 @@ def test_rates_follow_from_the_median():
   assert timing.tflops(2e12) == pytest.approx(1000)
 
 
-def test_arguments_and_results_take_turns():
+def test_calls_alternate_between_copies_of_arguments():
   x = jnp.ones((8, 2**21), jnp.float32)  # 64 MiB, so two copies are needed.
   calls = harness._Calls(lambda x: x.sum(), (x,), ())
   assert len(calls.args) == 2

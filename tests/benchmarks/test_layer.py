@@ -24,7 +24,7 @@ def run(*arguments):
 
 
 @pytest.mark.slow
-def test_rows_of_time(capsys):
+def test_timed_rows_state_speed_and_memory(capsys):
   rows = run("--variants", "minimal")
   printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
   assert printed == rows
@@ -41,7 +41,7 @@ def test_rows_of_time(capsys):
   assert full["case"]["weight_cache"] == "scale"
 
 
-def test_rows_of_the_scan():
+def test_row_of_a_scan_states_memory_per_layer():
   (row,) = run("--scan-memory", "--variants=bf16_nothing", "--param-dtype=f32")
   assert row["bench"] == "layer.scan"
   assert row["case"]["param_dtype"] == "float32"
@@ -162,7 +162,7 @@ def test_wrong_arguments_exit_with_2(wrong, capsys):
 
 
 @pytest.mark.tpu
-def test_rows_compiled_for_a_tpu():
+def test_rows_can_be_compiled_for_a_tpu():
   sizes = ["--preset", "llama_60m", "--batch", "4", "--seq", "1024"]
   rows = layer.main([*sizes, "--compile-only", "v6e:2x2", "--variants", "bf16"])
   assert [row["case"]["compiled_for"] for row in rows] == ["TPU v6 lite"] * 2

@@ -79,7 +79,7 @@ def test_state_rows_are_within_their_bounds(capsys):
   assert {row["case"]["codec"] for row in rows} == memory.CODECS.keys()
 
 
-def test_command_line(capsys):
+def test_command_line_sets_tokens_and_refuses_bad_values(capsys):
   rows = memory.main(["residuals", "--preset", "demo", "--tokens", "64"])
   assert len(rows) == len(memory.RECIPES)
   assert all(row["case"]["tokens"] == 64 for row in rows)
@@ -117,7 +117,7 @@ def not_compiling(monkeypatch):
   return configs
 
 
-def test_table7_rows(not_compiling):
+def test_table7_rows_compare_variants_with_the_paper(not_compiling):
   options = ["--presets", "llama2_7b", "--gpus", "4"]
   variants = ["bf16", "coat", "minimal_attention"]
   rows = table7.main([*options, "--variants", *variants])
@@ -148,7 +148,7 @@ def test_ratios_need_the_row_of_bf16(not_compiling):
   assert row["ratio_to_bf16"] is row["published_ratio"] is None
 
 
-def test_plan_rows(not_compiling):
+def test_plan_row_states_the_error_of_the_plan(not_compiling):
   (row,) = memory.main(
     ["plan", "--presets", "demo", "--gpus", "2", "--variants", "minimal"]
   )

@@ -62,7 +62,7 @@ def test_flops_of_matmuls_add_up_to_the_layer():
     assert case.flops == share * whole[case.op]
 
 
-def test_rows(capsys):
+def test_rows_state_speed_and_share_of_ceiling(capsys):
   arguments = ["--smoke", "--repeats=2", "--cases", "norm_bwd", "linear_wgrad"]
   rows = benchmark.main(arguments)
   first, *printed = map(json.loads, capsys.readouterr().out.splitlines())

@@ -48,7 +48,7 @@ def last(differences):
   return max(differences.items())
 
 
-def test_words_about_long_runs_equal_the_rows():
+def test_text_about_long_runs_equals_the_rows():
   runs = long.read_runs()
   shown = " ".join((DOCS / "runs.md").read_text().split())
   seeds = long.held_out_differences(runs[long.LATER], long.SECOND_SEED)

@@ -179,7 +179,7 @@ def test_activation_backward_operands_are_the_gradients_with_one_scale(width):
     assert_same_bits(y.columns, np.asarray(again.rows).T)
 
 
-def test_activations_on_degenerate_groups():
+def test_activations_equal_float64_on_degenerate_groups():
   names = sorted(cases.finite_groups(1))
   x, values = degenerate(names)
   dy = jnp.ones(values.shape)  # Then dx is the derivative.

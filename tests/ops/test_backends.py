@@ -95,7 +95,7 @@ def test_casts_are_the_same_bits(dtype):
 
 @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("group_size", [16, 128, None])
-def test_quantize(group_size, scale_dtype):
+def test_quantize_agrees(group_size, scale_dtype):
   def quantize(x):
     q = qtensor.quantize(x, group_size=group_size, scale_dtype=scale_dtype)
     return q, q.dequantize()
@@ -155,7 +155,7 @@ def compare_codecs(codec, x, label):
 
 
 @pytest.mark.parametrize("build, rounding", CODECS)
-def test_encode_of_trained_moments(build, rounding, request):
+def test_encode_agrees_on_trained_moments(build, rounding, request):
   codec = build(GROUP_SIZE, rounding)
   label = request.node.callspec.id
   _, same, apart = compare_codecs(codec, realistic(codec), label)
@@ -164,7 +164,7 @@ def test_encode_of_trained_moments(build, rounding, request):
 
 
 @pytest.mark.parametrize("build, rounding", CODECS)
-def test_encode_of_degenerate_groups(build, rounding, request):
+def test_encode_agrees_on_degenerate_groups(build, rounding, request):
   codec = build(GROUP_SIZE, rounding)
   names, x = degenerate(codec)
   for name in np.unique(names):
@@ -180,7 +180,7 @@ def test_encode_of_degenerate_groups(build, rounding, request):
 
 
 @pytest.mark.parametrize("build, rounding", CODECS)
-def test_decode(build, rounding, request):
+def test_decode_agrees(build, rounding, request):
   codec = build(GROUP_SIZE, rounding)
   label = request.node.callspec.id
   for name, x in (

@@ -235,7 +235,7 @@ TOO_LARGE = {"large", "largest", "huge_ratio"}
 @pytest.mark.parametrize(
   "name", sorted(set(cases.finite_groups(1)) - TOO_LARGE)
 )
-def test_norms_on_degenerate_groups(name, kind):
+def test_norms_equal_float64_on_degenerate_groups(name, kind):
   x, values = degenerate([name])
   y, stats = ops.norm_values(values, None, None, kind=kind, eps=1e-5)
   values64 = np.asarray(values, np.float64)
