@@ -123,7 +123,7 @@ KERNELS = [
 
 
 def compile_all(folder: str) -> None:
-  """Compiles all of KERNELS; run in a process of its own."""
+  """Compiles all of KERNELS; run in a new process."""
   # A length of 2056 is not a multiple of a tile.
   b, t, n, kv_heads = 2, 2056, 8, 4
   for i, (h, kind, segmented, name) in enumerate(KERNELS):

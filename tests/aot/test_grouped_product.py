@@ -71,7 +71,7 @@ def test_grouped_product_is_one_kernel(operands, form):
 
 
 def compile_all(folder: str) -> None:
-  """Compiles all of COMPILED; must run in a process of its own."""
+  """Compiles all of COMPILED; must run in a new process."""
   for i, (tile, operands, form, options) in enumerate(COMPILED):
     kernels.TILES = dict.fromkeys(TILES, TILES[tile])
     os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{i}-{tile}-{operands}-{form}"

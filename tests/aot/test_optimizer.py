@@ -112,7 +112,7 @@ STEPS = (
 
 
 def compile_all(folder: str) -> None:
-  """Compiles steps of one leaf; must run in a process of its own."""
+  """Compiles steps of one leaf; must run in a new process."""
   for name, dtype, low_bits in STEPS:
     os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{name}-{dtype}-{low_bits}"
     os.mkdir(os.environ["MOSAIC_GPU_DUMP_TO"])

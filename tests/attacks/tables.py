@@ -252,7 +252,7 @@ def bad_calls() -> Iterator[tuple[str, list[str], bool]]:
     *_benchmarks(),
   ]
   yield from ((*each, False) for each in found)
-  # Call each program once in a process of its own, as a person would.
+  # Call each program once in a new process, as a person would.
   seen = set()
   for program, line in reversed(found):
     if program not in seen:

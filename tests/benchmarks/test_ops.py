@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the benchmark of operations: its rows and counts, tiny shapes."""
+"""Tests of the benchmark of operations, with tiny shapes: rows and counts."""
 
 import json
 
