@@ -13,7 +13,7 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 QMAX = {E4M3: 448.0, E5M2: 57344.0}
 SUBNORMAL_STEP = {E4M3: 2.0**-9, E5M2: 2.0**-16}
 MANTISSA_BITS = {E4M3: 3, E5M2: 2}
-SMALLEST_NORMAL = 2.0**-126  # Of f32. Smaller magnitudes count as zero.
+SMALLEST_NORMAL = 2.0**-126  # Of f32. Subnormals count as zero.
 
 
 def fp8_values(dtype) -> np.ndarray:
@@ -49,7 +49,7 @@ def codes_apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def fp8_error_bound(y: np.ndarray, dtype) -> np.ndarray:
   """Bounds the error of rounding |y| <= qmax to nearest by half a step.
 
-  A step is at most 2^-mantissa_bits |y|, or the subnormal step if that is
+  A step is at most 2^-mantissa_bits * |y|, or the subnormal step if that is
   larger.
   """
   relative = 2.0 ** -(MANTISSA_BITS[dtype] + 1)
@@ -64,7 +64,7 @@ def bfloat16_at_least(x: np.ndarray) -> np.ndarray:
 
 
 def split(x: np.ndarray, group_size: int) -> list[np.ndarray]:
-  """Splits a row into groups, of which the last may be short."""
+  """Splits a row into groups; the last one may be short."""
   return [x[i : i + group_size] for i in range(0, len(x), group_size)]
 
 
@@ -126,7 +126,7 @@ def exponent_bounds(magnitude: np.ndarray):
 
 
 class Expansion:
-  """Encodes magnitudes as FP8 codes of (|x| / bound)^k qmax; decodes them."""
+  """Encodes magnitudes as FP8 codes of (|x| / bound)^k * qmax; decodes them."""
 
   def __init__(self, bound, k, dtype):
     self.bound, self.k, self.dtype = bound[..., None], k[..., None], dtype

@@ -28,7 +28,7 @@ TRACED = ("layers", "ops")
 # A message consists of the op, the rule, what it got, and a remedy, which the
 # tables leave out.
 FORM = r"[\w.]+: .*\bgot\b.*[;:] .*"
-# Functions of `scope` that call a public function.
+# Maps functions of `scope` to the public functions that they call.
 CALLED = {
   "applied": "apply_updates",
   "attend": "dot_product_attention",
@@ -123,7 +123,7 @@ def test_bad_arguments_are_refused_clearly(table, monkeypatch):
   assert not (found := list(faults)), "\n".join(found)
 
 
-def test_there_is_one_row_for_each_call():
+def test_tables_contain_no_call_twice():
   calls = [row.call for row in ROWS]
   assert len(calls) == len(set(calls)) >= 222
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what `make train` and `make test` install and run.
 
-The Makefile runs in an empty folder, with fakes instead of Python, which
-records its arguments, and nvidia-smi, which may be missing.
+The Makefile runs in an empty folder. A fake Python records its arguments, and a
+fake nvidia-smi may be missing.
 """
 
 import shutil
@@ -85,7 +85,7 @@ def test_with_a_gpu_make_train_installs_cuda_and_trains_on_it(make):
 
 
 @pytest.mark.parametrize("nvidia_smi", [None, 9])
-def test_without_a_gpu_nothing_of_cuda_is_installed(make, nvidia_smi):
+def test_without_a_gpu_make_train_does_not_install_cuda(make, nvidia_smi):
   done, (pip, train) = make("train", nvidia_smi=nvidia_smi)
   assert done.returncode == 0 and "NVIDIA" not in done.stdout
   assert installed(pip) == {"train", "vision", "test", "lint", "docs"}
@@ -98,7 +98,7 @@ def test_make_train_can_ignore_the_gpu(make):
   assert train == "cpu -m train.pretrain demo --compare bf16 --overwrite"
 
 
-def test_error_if_jax_does_not_find_the_gpu(make):
+def test_make_train_fails_if_jax_does_not_find_the_gpu(make):
   done, calls = make("train", nvidia_smi=0, finds_gpu=False)
   assert done.returncode and "needs a driver of version 580" in done.stdout
   assert not any("train.pretrain" in call for call in calls)

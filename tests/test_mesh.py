@@ -84,7 +84,7 @@ def test_results_are_sharded_as_declared():
     jax.eval_shape(check, array((8, 16, 64), "data"), w, fsdp)
 
 
-def test_without_explicit_axes_nothing_is_added():
+def test_program_is_unchanged_without_explicit_axes():
   def program(f):
     return str(jax.make_jaxpr(f)(jnp.ones((8, 16))))
 

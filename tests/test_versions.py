@@ -80,7 +80,7 @@ def test_versions_after_a_failure_are_tested(versions, step):
   assert sum("-m pytest" in call for call in calls) == 3 + (step == "pytest")
 
 
-def test_failure_with_the_new_checkpoint_is_named(versions):
+def test_failure_with_remat3_is_named(versions):
   status, errors, _ = versions(fails="tests/models/test_remat.py remat3=11")
   assert (status, errors) == (1, "failed: newest-remat3\n")
 

@@ -195,7 +195,7 @@ def check_wgmma(folder: Path, shape: str = "m64n128k32") -> None:
   The last number of `shape` is 32 for FP8, and 16 for BF16 and f16.
   """
   [report] = folder.glob("*.ptxas")
-  # ptxas warns about wgmma that it must wait for.
+  # ptxas warns if it serializes wgmma instructions.
   assert "serialized" not in report.read_text(), folder.name
   [program] = folder.glob("*.ptx")
   assert f"wgmma.mma_async.sync.aligned.{shape}." in program.read_text()

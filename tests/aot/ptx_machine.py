@@ -30,9 +30,9 @@ from tests.aot.ptx_instructions import (
 
 _WIDTHS = {"p": bool, "rs": np.uint16, "rd": np.uint64, "r": np.uint32}
 _COMMENT = re.compile(r"//.*")
-_THREADS = 128  # Threads of a block, which is one warpgroup.
+_THREADS = 128  # Threads per block, which is one warpgroup.
 _PARAMETER = 8  # Bytes of a parameter, which is a pointer.
-_SHARED = 2**16  # Bytes of shared memory of a block.
+_SHARED = 2**16  # Bytes of shared memory per block.
 
 
 class Machine:
@@ -70,7 +70,7 @@ class Machine:
     for name in re.findall(r"\.shared [^;]* (\w+)(?:\[\d*\])?;", ptx):
       self._registers[name] = threads.astype(np.uint64) * np.uint64(0)
     self._arrays = arrays
-    self._bases, size = [], 256  # A null pointer points to nothing.
+    self._bases, size = [], 256  # Address 0 is the null pointer.
     for x in arrays:
       self._bases.append(size)
       size += -(-x.nbytes // 256) * 256
@@ -159,7 +159,7 @@ class Machine:
         return x
       return x.astype(bits).view(dtype)
     if found := re.search(r"_param_(\d+)$", operand):
-      x = np.uint64(_PARAMETER * int(found[1]))  # Its address.
+      x = np.uint64(_PARAMETER * int(found[1]))  # The parameter's address.
     elif operand.startswith("0f"):
       x = np.uint32(int(operand[2:], 16))
     else:
@@ -193,7 +193,7 @@ class Machine:
   def _places(
     self, modifiers, operand: str, dtype: np.dtype, count: int
   ) -> tuple[np.ndarray, list]:
-    """Returns a memory, and indices of `count` adjacent bytes per thread."""
+    """Returns a memory, and the indices of the bytes of `count` values."""
     size, first = dtype.itemsize, self._address(operand)
     is_shared = modifiers[0].startswith("shared")
     if is_shared:

@@ -93,8 +93,8 @@ def test_caps_and_segments_are_kernels(heads, kind, segmented):
   # Forward, dq, and both dk and dv.
   assert custom_calls(compiled) == {"mosaic_gpu_v2": 3}
   assert not [x for x in instructions(compiled) if f"{t},{t}]" in x.shape]
-  # These are the output and, for each row, lse, lse in octaves, delta, and an
-  # intermediate value.
+  # Temporary memory holds the output and, for each row, lse, lse in octaves,
+  # delta, and an intermediate value.
   rows = b * t * n
   assert temporary_bytes(compiled) <= 2 * rows * h + 4 * 4 * rows + 2**20
 
@@ -109,7 +109,8 @@ def run_kernel(kind, name, q, k, v, dout, lse, segments):
   return dq if name == "dq" else dkv
 
 
-# Masks at both edges, with segments everywhere. A cap of 50 needs no maximum.
+# A window masks tiles at both of its edges, and segments mask every tile. With
+# a cap of 50, softmax needs no maximum.
 KERNELS = [
   (head_dim, kind, segmented, name)
   for head_dim in (64, 128, 256)
@@ -122,8 +123,8 @@ KERNELS = [
 
 
 def compile_all(folder: str) -> None:
-  """Compiles all of KERNELS; run in a process of its own."""
-  # No multiple of a tile.
+  """Compiles all of KERNELS; run in a new process."""
+  # A length of 2056 is not a multiple of a tile.
   b, t, n, kv_heads = 2, 2056, 8, 4
   for i, (h, kind, segmented, name) in enumerate(KERNELS):
     q, kv = (
@@ -142,7 +143,7 @@ def test_kernels_spill_no_registers(tmp_path):
   folders = ptxas_reports(__name__, tmp_path)
   assert len(folders) == len(KERNELS)
   for folder in folders:
-    # Scores of 64 or 128 keys, and sums of as many columns as a head has.
+    # Matmuls compute scores of 64 or 128 keys, and sums with h columns.
     name, h = folder.name.split("-")[1:]
     step = 128 if name == "fwd" and h != "256" else 64
     check_wgmma(folder, f"m64n{step}k16")

@@ -56,7 +56,7 @@ def test_product_is_one_kernel(form):
 
 
 def compile_all(folder: str) -> None:
-  """Compiles every tile and form; must run in a process of its own."""
+  """Compiles every tile and form; must run in a new process."""
   for name in TILES:
     for form in FORMS:
       os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{name}-{form}"

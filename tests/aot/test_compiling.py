@@ -49,7 +49,7 @@ def test_matmul_is_one_call_and_a_transpose_per_wrong_layout(summed, moved):
     call.shape.startswith(f"(bf16[{M},{N}]") and call.opcode == "custom-call"
   )
   assert [x.opcode for x in fp8_moves(compiled)] == ["fusion"] * moved
-  # Besides cuBLASLt's workspace, temporary memory has only transposed operands.
+  # Temporary memory holds only cuBLASLt's workspace and transposed operands.
   arguments = (M + N) * K + 4
   assert temporary_bytes(compiled) < 2**25
   assert peak_bytes(compiled) > arguments + 2 * M * N

@@ -21,7 +21,8 @@ from tests.aot.compiling import compile_for_h200, instructions
 
 pytestmark = pytest.mark.aot
 
-# A device has a sequence. No array of rows is as large as all experts' weights.
+# Each device has one sequence. No array of rows is as large as the weights of
+# all experts.
 D, F, E, K, B, T, DEVICES = 256, 384, 8, 2, 4, 640, 4
 
 
@@ -61,7 +62,8 @@ def exchanged(compiled):
   return found
 
 
-# Tokens each way, gradients of outputs, outputs and gradients of tokens.
+# Both passes send tokens. Outputs, their gradients and the gradients of tokens
+# are sent once.
 WANTED = {
   "fp8": {("f8e4m3fn", D): 2, ("f8e5m2", D): 1, ("bf16", D): 2},
   "bf16": {("f8e4m3fn", D): 2, ("bf16", D // 16): 2, ("bf16", D): 3},
@@ -71,7 +73,8 @@ WANTED = {
 @pytest.mark.parametrize("experts", ["fp8", "bf16"])
 def test_rows_are_sent_as_codes_and_experts_stay(experts):
   compiled = compiled_gradients(recipes.coat(experts=experts))
-  # And a token's weights, in f32: forward, backward, and their gradient.
+  # Both passes also send the tokens' weights in f32, and the backward pass
+  # sends their gradients.
   assert exchanged(compiled) == {**WANTED[experts], ("f32", 1): 3}
   # No device has all experts' weights or gradients, in any format.
   whole = {E * D * 2 * F, E * D * F}

@@ -34,7 +34,7 @@ CONFIG = ModelConfig(
 BATCH, ROOM = 8, 256
 
 
-def test_no_weight_and_no_cache_is_copied_for_a_token():
+def test_generating_a_token_copies_no_weights_or_caches():
   model = nnx.eval_shape(
     lambda: Decoder(CONFIG, recipes.coat(), rngs=nnx.Rngs(0))
   )
@@ -67,7 +67,7 @@ def test_no_weight_and_no_cache_is_copied_for_a_token():
     if "region" in x.computation
     and x.opcode in ("fusion", "copy", "slice", "dynamic-slice", "transpose")
     and elements(x.shape) >= smallest
-    # This writes a token into its slot.
+    # Writing a token into its slot is no copy.
     and "dynamic_update_slice" not in x.name
   ]
   assert not found, found

@@ -46,12 +46,12 @@ def test_grouped_product_is_one_kernel(kernel, a, b, e, d, f, m):
     product, *specs, jax.ShapeDtypeStruct((e,), jnp.int32)
   )
   assert custom_calls(compiled)["mosaic_gpu_v2"] == 1
-  # Temporary memory has only the table of tiles. XLA alone would expand x to
+  # Temporary memory holds only the table of tiles. XLA alone would expand x to
   # [m, e, d].
   assert temporary_bytes(compiled) < 2**17
 
 
-def test_kernels_write_gradients_of_experts_ready_to_scatter():
+def test_expert_gradients_are_scattered_without_a_transpose():
   e, d, f, devices = 8, 256, 384, 4
   mesh = jax.make_mesh(
     (devices,), ("fsdp",), (AxisType.Auto,), devices=h200_devices(devices)
@@ -88,6 +88,6 @@ def test_kernels_write_gradients_of_experts_ready_to_scatter():
     if (shape := re.match(r"f32\[([\d,]+)\]", each.shape))
     and math.prod(map(int, shape[1].split(","))) in sizes
   )
-  # Only two kernels write whole gradients: of gate_up and of down.
+  # Only two kernels write whole gradients: those of gate_up and down.
   assert found.pop("custom-call") == 2
   assert not found.keys() - {"bitcast", "parameter", "get-tuple-element"}

@@ -66,12 +66,12 @@ def compiled(operands: str, form: str, **options) -> jax.stages.Compiled:
 def test_grouped_product_is_one_kernel(operands, form):
   program = compiled(operands, form)
   assert custom_calls(program) == {"mosaic_gpu_v2": 1}
-  # Temporary memory has only the table of tiles.
+  # Temporary memory holds only the table of tiles.
   assert temporary_bytes(program) < 2**17
 
 
 def compile_all(folder: str) -> None:
-  """Compiles all of COMPILED; must run in a process of its own."""
+  """Compiles all of COMPILED; must run in a new process."""
   for i, (tile, operands, form, options) in enumerate(COMPILED):
     kernels.TILES = dict.fromkeys(TILES, TILES[tile])
     os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{i}-{tile}-{operands}-{form}"

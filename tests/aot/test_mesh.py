@@ -88,7 +88,7 @@ def test_bf16_gathers_rows_of_weights_but_not_columns(fsdp, tensor, batch):
   mesh = f"fsdp={fsdp},tensor={tensor}"
   found = list(moved(compiled_step(mesh, batch, is_twin=True)))
   gathered = [array for opcode, array in found if opcode == "all-gather"]
-  # All rows of a device's columns are gathered, and in the backward pass again.
+  # All rows of a device's columns are gathered, once in each pass.
   gate_up = ("bf16", *sorted((D, 2, F // tensor)))
   assert gathered.count(gate_up) == 2
   if tensor > 1:
@@ -103,8 +103,8 @@ def test_coat_gathers_codes_and_runs_its_kernels(fsdp, tensor, batch):
   compiled = compiled_step(mesh, batch, is_twin=False)
   found = list(moved(compiled))
   gathered = [array for opcode, array in found if opcode == "all-gather"]
-  # All rows of a device's columns are gathered as codes in each pass; in the
-  # forward pass, one device after the other.
+  # In each pass, all rows of a device's columns are gathered as codes. In the
+  # forward pass, the parts from each device are stacked along axis 0.
   assert ("f8e4m3fn", *sorted((D, 2 * F // tensor))) in gathered
   parts = fsdp, 2 * F // tensor, D // fsdp
   assert ("f8e4m3fn", *sorted(parts)) in gathered
@@ -114,13 +114,12 @@ def test_coat_gathers_codes_and_runs_its_kernels(fsdp, tensor, batch):
   assert not [array for array in others if of_layers & set(array[1:])]
   assert not [array for opcode, array in found if opcode == "all-to-all"]
   assert "join_columns" in compiled.as_text()
-  # The scan has a body for each pass. There are four weights with three
-  # matmuls.
+  # The scan has a body for each pass. Each of four weights has three matmuls.
   assert len(fp8_matmul_calls(compiled)) >= 4 * 3
-  # The optimizer's kernel steps a device's part of six matrices.
+  # The optimizer's kernel runs once for each of six matrices.
   mosaic = [x.text for x in instructions(compiled) if "mosaic_gpu" in x.text]
   assert sum("jit(_step)" in text for text in mosaic) == 6
-  # The layers have these kernels.
+  # The other kernels belong to the layers.
   assert len(mosaic) - 6 > 40
 
 
@@ -155,9 +154,9 @@ def test_gathers_do_not_wait_unnecessarily():
         amaxes_before(everything, each)
       )
   backward, forward = sorted(waits.values(), key=max)
-  # The gather of the first weight waits for no amax, that of the last weight
-  # for all others. Those between, which XLA may combine, wait for some.
+  # The first weight's gather waits for no amax, and the last weight's for the
+  # amaxes of all others. XLA may combine the gathers between.
   assert min(forward) == 0 and max(forward) == 3
-  # In the backward pass, XLA computes the index into stacks with the first
-  # scale.
+  # In the backward pass, XLA computes the index into stacks together with the
+  # first scale, so gathers wait for that scale's amax.
   assert max(backward) <= 1

@@ -94,7 +94,7 @@ def test_first_state_is_made_without_encoding_whole_leaves(solver):
   compiled = compile_for_h200(solver.init, params)
   memory = compiled.memory_analysis()
   assert peak_bytes(compiled) <= memory.output_size_in_bytes + 2**20
-  # Only one group is reduced, and the short group at the end of a row.
+  # Only two groups are reduced: a full one, and the short one that ends a row.
   reduces = [i for i in instructions(compiled) if i.opcode == "reduce"]
   assert reduces
   for i in reduces:
@@ -112,7 +112,7 @@ STEPS = (
 
 
 def compile_all(folder: str) -> None:
-  """Compiles steps of one leaf; must run in a process of its own."""
+  """Compiles steps of one leaf; must run in a new process."""
   for name, dtype, low_bits in STEPS:
     os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{name}-{dtype}-{low_bits}"
     os.mkdir(os.environ["MOSAIC_GPU_DUMP_TO"])

@@ -135,7 +135,8 @@ def compile_refused(name: str) -> None:
   capability.capability = lambda: None  # Now nothing is refused.
   for case in CASES:
     if case.op in (*WITHOUT_E4M3, "tensor_scale", "quantize_rows"):
-      continue  # The last two convert nothing, or XLA emulates the cast.
+      # The last two compile: they convert nothing, or XLA emulates the cast.
+      continue
     if name != case.implementations[1] or is_for_hopper(case):
       continue
     kernel = functools.partial(case.operation, implementation=name)

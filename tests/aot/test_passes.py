@@ -28,16 +28,16 @@ def compiled_step(rounding, dtype):
   return compile_for_h200(step, p, state, p, donate=(0, 1))
 
 
-# Without barriers between passes, XLA wrote both moments to memory in f32 and
-# read them again (16 bytes), and a byte or two for every comparison: 41 bytes
-# per parameter in bf16, and 47 in f32.
+# Without barriers between passes, XLA would write both moments to memory in
+# f32, read them again (16 bytes), and write a byte or two for every comparison.
+# It would move 41 bytes per parameter in bf16, and 47 in f32.
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_step_moves_few_bytes(rounding, dtype):
   compiled = compiled_step(rounding, dtype)
   size, drafted = jnp.dtype(dtype).itemsize, rounding == "stochastic"
   expected = (
-    (3 if drafted else 2) * (size + CODES)  # Each pass reads them.
+    (3 if drafted else 2) * (size + CODES)  # Passes read gradients and codes.
     + 2 * CODES * drafted
     + 2 * size  # The parameter is read and written.
     + CODES

@@ -45,13 +45,13 @@ def peak(preset, gpus, batch, variant):
 @pytest.mark.parametrize(
   "variant, most", [("minimal", 76e9), ("leanest", 31e9)]
 )
-def test_7b_trains_on_one_gpu_of_80_gb_or_of_32(variant, most):
+def test_7b_trains_on_one_gpu_with_80_or_32_gb(variant, most):
   assert peak("llama2_7b", 1, 1, variant) <= most
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["leanest_lion", "leanest_factored"])
-def test_7b_trains_on_one_gpu_of_24_gb_and_is_planned(variant):
+def test_7b_trains_on_one_gpu_with_24_gb_as_planned(variant):
   row = planned.row("llama2_7b", variant, gpus=1, batch=2, seq=2048)
   assert row["peak_bytes"] <= 23.5e9
   assert abs(row["error"]) <= 0.05
@@ -67,6 +67,8 @@ def test_7b_trains_on_one_gpu_of_24_gb_and_is_planned(variant):
     ("minimal", "bf16_dots", 1.35),
   ],
 )
-def test_four_gpus_take_less_than_bf16(variant, baseline, times_less):
+def test_variant_needs_less_memory_than_bf16_on_four_gpus(
+  variant, baseline, times_less
+):
   found = peak("llama2_7b", 4, 2, variant)
   assert peak("llama2_7b", 4, 2, baseline) >= times_less * found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executes the PTX of the optimizer's kernels in NumPy.
 
-These tests also run on a GPU. Here `ptx_machine` executes the kernels' PTX,
-which the interpreter cannot do: inlined instructions, and the rest as compiled.
+These tests also run on a GPU. Here `ptx_machine` executes the compiled PTX,
+including inlined instructions, which Pallas' interpreter cannot run.
 """
 
 import re

@@ -71,7 +71,7 @@ def test_quantization_matches_its_definition(on_machine, shape, dtype):
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.013, 0.3])
-def test_quotients_between_two_codes(on_machine, scale):
+def test_quotients_between_two_codes_are_rounded_correctly(on_machine, scale):
   test_quantize.check_ties(scale)
 
 
@@ -107,7 +107,9 @@ def test_activations_match_their_definitions(
 
 
 @test_activation.ALL
-def test_activations_of_large_values(on_machine, activation, gated):
+def test_activations_of_large_values_match_their_definitions(
+  on_machine, activation, gated
+):
   test_activation.check_far_values(activation, gated)
 
 
@@ -192,7 +194,7 @@ def test_quantization_needs_few_registers(fn, most, dtype, tmp_path):
 def test_norm_input_needs_few_registers(n, kind, most, tmp_path):
   x, _, gamma, beta, _ = test_norm.specs(M, n, kind)
   registers, spills = report(
-    # With block scales there is only one kernel, because it finds no scale.
+    # Block scales need no second kernel, which would find the tensor's scale.
     lambda x, gamma, beta: norm.norm_input(
       x,
       gamma,
@@ -243,5 +245,5 @@ def test_norm_backward_does_not_spill(n, kind, tmp_path):
     x,
     folder=tmp_path,
   )
-  # With a mean, rows of the largest width need ten registers too many.
+  # A layer norm of the widest rows needs ten registers too many.
   assert spills == (40 if (n, kind) == (8192, "layer") else 0)

@@ -19,7 +19,7 @@ from tests.aot.compiling import (
 
 pytestmark = pytest.mark.aot
 
-# Images have 729 or 577 tokens, and matmuls need a multiple of 16 in all.
+# Matmuls need a multiple of 16 tokens, but an image has 729 or 577.
 IMAGES = 16
 OPERATIONS = {
   *("norm_input", "norm_fwd", "norm_bwd"),
@@ -40,7 +40,7 @@ def compiled(tower, recipe, depth=None):
 
 @pytest.mark.parametrize("tower", layer.TOWERS)
 def test_layer_runs_on_kernels_and_fp8_matmuls(tower):
-  """Checks quick GELU, and cuDNN attention with heads of 72, not causal."""
+  """Checks quick GELU, and non-causal cuDNN attention with heads of size 72."""
   found = compiled(tower, recipes.coat())
   assert len(fp8_matmul_calls(found)) == 4 * 3
   assert not [x for x in instructions(found) if x.opcode == "dot"]
@@ -48,7 +48,7 @@ def test_layer_runs_on_kernels_and_fp8_matmuls(tower):
   assert calls["__cudnn$fmhaSoftmax"] == 1
   assert calls["__cudnn$fmhaSoftmaxBackward"] == 1
   text = found.as_text()
-  # A Mosaic GPU kernel has the name of a function's jit.
+  # A Mosaic GPU kernel has the name of its jitted function.
   names = set(re.findall(r"jit\((\w+)\)/[^/]*/mpmd_map", text))
   assert names >= OPERATIONS, OPERATIONS - names
   assert "CAUSAL" not in text
@@ -56,7 +56,7 @@ def test_layer_runs_on_kernels_and_fp8_matmuls(tower):
 
 @pytest.mark.parametrize("tower", layer.TOWERS)
 def test_xla_only_splits_heads(tower):
-  """Matmuls add biases and the residual stream."""
+  """Checks that matmuls add biases and the residual stream."""
   config, found = layer.TOWERS[tower], compiled(tower, recipes.coat())
   biased = [x for x in fp8_matmul_calls(found) if '"epilogue":"BIAS"' in x.text]
   assert len(biased) == 4

@@ -6,9 +6,9 @@
 
 A run has two checkpoints, of which the newer one is damaged. Each of its files
 is truncated, emptied, removed, swapped, gets flipped bits, or is replaced by a
-folder, a link or a device. Whole checkpoints are renamed and exchanged too.
-(With --every 4, each file gets only a fourth of the damages, in turn.) In each
-case the damage must be reported, unless it changed nothing. In some cases,
+folder, a link or a device. Whole checkpoints are renamed and swapped too.
+(With --every 4, each file gets only every fourth kind of damage.) In each case
+the damage must be reported, unless it changed nothing. In some cases,
 chosen at random, the program (one of `tests.attacks.programs`) continues with
 --resume, and must end with the same result as the undamaged run. The exit
 status is 0 if all of this is true.
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import tests.conftest  # noqa: F401, says how programs are compiled
+import tests.conftest  # noqa: F401, sets how programs are compiled
 from tests.attacks.equality import Lost, check_checkpoints, check_runs
 from tests.attacks.programs import PROGRAMS, Program
 from tests.train.runs import contents, programs_on_disk
@@ -37,7 +37,7 @@ Case = tuple[str, Damage]
 
 
 def damages_of_file(name: str, rng: random.Random) -> Iterator[Case]:
-  """Yields damages of one file of the newest checkpoint."""
+  """Yields ways to damage one file of the newest checkpoint."""
 
   def rewritten(change: Callable[[bytes], bytes]) -> Damage:
     def damage(path: Path):
@@ -89,7 +89,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def damages_of_files(path: Path, rng: random.Random) -> Iterator[Case]:
-  """Yields damages of each file of the newest checkpoint, and of pairs."""
+  """Yields ways to damage or swap each file of the newest checkpoint."""
   names = sorted(contents(path / NEWEST))
   for name in names:
     for words, damage in damages_of_file(name, rng):
@@ -112,7 +112,7 @@ def damages_of_files(path: Path, rng: random.Random) -> Iterator[Case]:
 
 
 def damages_of_checkpoints() -> Iterator[Case]:
-  """Yields damages of whole checkpoints."""
+  """Yields ways to damage whole checkpoints."""
   for name in ("15", "5", "000008", "8.bak", "08"):
     yield (
       f"renamed {name}",
@@ -164,7 +164,7 @@ def check(path: Path, original: Path) -> str:
     The text that was reported.
 
   Raises:
-    Lost: it is damaged, or of another step.
+    Lost: the checkpoint is damaged, or of another step.
   """
   try:
     found, damaged = checkpoint.newest_whole_step(path)

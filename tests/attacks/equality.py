@@ -19,10 +19,10 @@ class Lost(Exception):
 
 
 def check_runs(out: Path, expected: Path) -> None:
-  """Compares metrics.jsonl, the last checkpoint, and the answers of samples.
+  """Compares metrics.jsonl, the last checkpoint, and the sampled answers.
 
   Raises:
-    Lost: they differ; the message says in what.
+    Lost: they differ; the message says how.
   """
   rows, want = (_rows(path) for path in (out, expected))
   if rows != want:

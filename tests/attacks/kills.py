@@ -39,7 +39,7 @@ from pathlib import Path
 
 import jax
 
-import tests.conftest  # noqa: F401, says how programs are compiled
+import tests.conftest  # noqa: F401, sets how programs are compiled
 from tests.attacks.equality import Lost, check_runs
 from tests.attacks.programs import PROGRAMS
 from train.run import checkpoint
@@ -52,7 +52,7 @@ STEPS = 24
 OPTIONS = dict(batch=4, steps=STEPS, save_every=4, eval_every=3, eval_batches=1)
 # Share of kills that come before the first step after a start.
 EARLY = 0.3
-# If one of two processes was killed, the other is killed after so many seconds,
+# If one of two processes was killed, the other is killed GRACE seconds later,
 # as launchers do.
 GRACE, TIMEOUT = 2, 600
 
@@ -135,7 +135,7 @@ class Attempt:
   def wait_for_a_step(self) -> bool:
     """Waits for a step; returns False if the run ends before it."""
     while not self.finish(0.01):
-      # A start replaces the file, and leaves out steps that were not saved.
+      # A start rewrites the file without the steps that were not saved.
       is_new = _inode(RunDirectory(self.out).metrics) != self.metrics
       if is_new and _last_step(self.out) > self.before:
         return True
@@ -233,8 +233,8 @@ def _check_kill(attempt: Attempt, victims: list[int]) -> None:
   attempt.finish(GRACE)
   attempt.kill()
   _check_start(attempt)
-  # Python reports Ctrl-C before `main` with a traceback. With two processes,
-  # the other one fails.
+  # For Ctrl-C before `main`, Python prints a traceback. If there are two
+  # processes, the one that was not killed may fail with a traceback.
   output = attempt.output()
   is_python = output.rstrip().endswith("KeyboardInterrupt")
   if len(attempt.processes) == 1 and "Traceback" in output and not is_python:

@@ -25,7 +25,7 @@ _USER = "~nosuchuser/x"
 
 
 def _pretrain() -> Iterator[list[str]]:
-  """Yields calls of train.pretrain, whose folder has a run or not."""
+  """Yields calls of train.pretrain, in folders with and without a run."""
   counts = (
     *("steps", "batch", "accumulate", "seq", "compare-seeds", "eval-every"),
     *("eval-batches", "save-every", "keep", "activation-group-size"),
@@ -242,7 +242,7 @@ def _benchmarks() -> Iterator[tuple[str, list[str]]]:
 
 
 def bad_calls() -> Iterator[tuple[str, list[str], bool]]:
-  """Yields program, arguments, and whether it gets a process of its own."""
+  """Yields a program, its arguments, and whether it gets its own process."""
   found = [
     *(("train.pretrain", x) for x in _pretrain()),
     *(("train.plan", x) for x in _plan()),
@@ -252,7 +252,7 @@ def bad_calls() -> Iterator[tuple[str, list[str], bool]]:
     *_benchmarks(),
   ]
   yield from ((*each, False) for each in found)
-  # Call each program once in a process of its own, as a person would.
+  # Call each program once in a new process, as a person would.
   seen = set()
   for program, line in reversed(found):
     if program not in seen:

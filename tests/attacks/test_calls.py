@@ -37,7 +37,7 @@ def test_every_command_line_has_wrong_calls():
     (2, "error", ["changed run/config.json"], ["changed run/config.json"]),
   ],
 )
-def test_faults_of_a_call(status, output, changed, faults):
+def test_each_fault_of_a_call_is_named(status, output, changed, faults):
   assert Outcome(status, output, 1.0, changed).faults == faults
 
 

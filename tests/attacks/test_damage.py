@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("program", ["pretrain", "finetune"])
 def test_no_damaged_checkpoint_is_trained_on(program, capsys):
-  # A file has 15 damages. Eight files together try each of them.
+  # There are 15 ways to damage a file. Eight files together try all of them.
   line = ["--resume", "2", "--every", "8", "--program", program]
   assert damage.main(line) == 0
   assert "damages, 0 trained on, 0 wrong steps" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import grouped_products
 
 
-def test_rows_of_grouped_products(capsys):
+def test_grouped_rows_state_speed_and_error(capsys):
   rows = grouped_products.main(
     [
       *("--models=demo_moe", "--tokens=64", "--repeats=1"),
@@ -27,7 +27,7 @@ def test_rows_of_grouped_products(capsys):
   for row in rows:
     tflops = 2 * 128 * 192 * 128 / row["median_ms"] * 1e-9
     assert row["tflops"] == pytest.approx(tflops, rel=1e-4)
-  # One result is rounded to BF16, and one is not rounded.
+  # The first result is rounded to BF16, the second is not rounded.
   errors = [row["error"] for row in rows if row["implementation"] == "xla"]
   assert 0.001 < errors[0] < 0.003 and errors[1] == 0
 

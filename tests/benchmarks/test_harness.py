@@ -29,7 +29,7 @@ def test_times_are_those_of_one_call():
 def test_short_calls_are_timed_by_their_kernels():
   x = jax.random.normal(jax.random.key(0), (8192, 8192))
   timing = harness.measure(jnp.negative, x, repeats=3)
-  # 512 MiB take at least as long as at 4.8 TB/s, and at most twice as long.
+  # At 4.8 TB/s, 512 MiB take 0.11 ms. Slower GPUs may take up to 0.3 ms.
   assert 0.11 <= timing.median_ms <= 0.3
   small = harness.measure(jnp.negative, x[:256], repeats=3)
   assert 0.002 <= small.median_ms <= 0.02
@@ -41,7 +41,7 @@ def test_rates_follow_from_the_median():
   assert timing.tflops(2e12) == pytest.approx(1000)
 
 
-def test_arguments_and_results_take_turns():
+def test_calls_alternate_between_copies_of_arguments():
   x = jnp.ones((8, 2**21), jnp.float32)  # 64 MiB, so two copies are needed.
   calls = harness._Calls(lambda x: x.sum(), (x,), ())
   assert len(calls.args) == 2

@@ -47,7 +47,7 @@ def test_instructions_are_sorted_by_their_pipe():
     "multiply-add": 2,
   }
   busy = instructions.clocks(found)
-  # Two clocks on half of a pipe, and eight for a logarithm.
+  # Half of a pipe takes two clocks per instruction, and eight per logarithm.
   assert busy["integer, compare"] * 8 == 4
   assert busy["multiply-add"] * 8 == 4
   assert busy["special"] * 8 == 8

@@ -24,7 +24,7 @@ def run(*arguments):
 
 
 @pytest.mark.slow
-def test_rows_of_time(capsys):
+def test_timed_rows_state_speed_and_memory(capsys):
   rows = run("--variants", "minimal")
   printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
   assert printed == rows
@@ -41,11 +41,11 @@ def test_rows_of_time(capsys):
   assert full["case"]["weight_cache"] == "scale"
 
 
-def test_rows_of_the_scan():
+def test_row_of_a_scan_states_memory_per_layer():
   (row,) = run("--scan-memory", "--variants=bf16_nothing", "--param-dtype=f32")
   assert row["bench"] == "layer.scan"
   assert row["case"]["param_dtype"] == "float32"
-  # A recomputed layer saves its input, 1 U.
+  # A recomputed layer saves only its input, 1 U.
   assert row["units_per_layer"] == pytest.approx(1, abs=0.1)
 
 
@@ -53,7 +53,7 @@ def test_flops_count_the_matmuls():
   config = PRESETS["llama2_7b"]().model
   found = layer.layer_flops(config, batch=4, seq=2048)
   weights = 4 * 4096**2 + 3 * 4096 * 11008
-  attention = 4 * 32 * 2048**2 * 128 * 2  # Half of two matmuls.
+  attention = 4 * 32 * 2048**2 * 128 * 2  # Causality halves two matmuls.
   assert found["forward"] == 2 * 8192 * weights + attention
   assert found["full"] == 6 * 8192 * weights + 3.5 * attention
 
@@ -79,7 +79,7 @@ def test_alternating_layers_have_rows_of_each_kind():
     ]
   )
   assert [row["case"]["kind"] for row in rows] == ["window", "full"]
-  for row in rows:  # A recomputed layer saves its input, 1 U.
+  for row in rows:  # A recomputed layer saves only its input, 1 U.
     assert row["units_per_layer"] == pytest.approx(1, abs=0.1)
 
 
@@ -162,7 +162,7 @@ def test_wrong_arguments_exit_with_2(wrong, capsys):
 
 
 @pytest.mark.tpu
-def test_rows_compiled_for_a_tpu():
+def test_rows_can_be_compiled_for_a_tpu():
   sizes = ["--preset", "llama_60m", "--batch", "4", "--seq", "1024"]
   rows = layer.main([*sizes, "--compile-only", "v6e:2x2", "--variants", "bf16"])
   assert [row["case"]["compiled_for"] for row in rows] == ["TPU v6 lite"] * 2

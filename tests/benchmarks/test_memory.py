@@ -46,24 +46,24 @@ def test_coat_saves_no_more_than_its_bound(residuals, kept, attention, bound):
   assert bound - 0.3 < row["units"] <= bound
 
 
-def test_counts_of_the_paper_and_the_reference(residuals):
+def test_counts_match_the_paper_and_the_reference(residuals):
   bf16 = residuals["bf16", "autodiff", "bf16"]
   fp8_linear = residuals["fp8_linear", "autodiff", "bf16"]
   coat = residuals["coat", "coat", "bf16"]
   assert bf16["paper_units"] == 22.66 and coat["paper_units"] == 13.33
   assert bf16["units"] > fp8_linear["units"] > 2 * coat["units"]
   # Bytes per token of the tensors that the reference's Llama layer saves at
-  # this shape, added up by hand: 98472 without RoPE's inputs, 114856 with.
+  # this shape, added up by hand: 98472 without RoPE's inputs, 114856 with them.
   config = PRESETS["llama2_7b"]().model
   assert memory.reference_bytes(config) == 98472
   reference = coat["reference_units"]
   assert reference["without_rope"] == pytest.approx(98472 / 8192, rel=1e-5)
   assert reference["with_rope"] == pytest.approx(114856 / 8192, rel=1e-5)
-  # We save the same tensors, and positions and scales of weights.
+  # We save the same tensors, plus positions and scales of weights.
   assert coat["units"] == pytest.approx(reference["without_rope"], rel=1e-3)
 
 
-def test_state_rows_and_their_bounds(capsys):
+def test_state_rows_are_within_their_bounds(capsys):
   rows = memory.main(["state", "--preset", "llama2_7b"])
   printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
   assert printed == rows
@@ -79,7 +79,7 @@ def test_state_rows_and_their_bounds(capsys):
   assert {row["case"]["codec"] for row in rows} == memory.CODECS.keys()
 
 
-def test_command_line(capsys):
+def test_command_line_sets_tokens_and_refuses_bad_values(capsys):
   rows = memory.main(["residuals", "--preset", "demo", "--tokens", "64"])
   assert len(rows) == len(memory.RECIPES)
   assert all(row["case"]["tokens"] == 64 for row in rows)
@@ -117,7 +117,7 @@ def not_compiling(monkeypatch):
   return configs
 
 
-def test_table7_rows(not_compiling):
+def test_table7_rows_compare_variants_with_the_paper(not_compiling):
   options = ["--presets", "llama2_7b", "--gpus", "4"]
   variants = ["bf16", "coat", "minimal_attention"]
   rows = table7.main([*options, "--variants", *variants])
@@ -148,7 +148,7 @@ def test_ratios_need_the_row_of_bf16(not_compiling):
   assert row["ratio_to_bf16"] is row["published_ratio"] is None
 
 
-def test_plan_rows(not_compiling):
+def test_plan_row_states_the_error_of_the_plan(not_compiling):
   (row,) = memory.main(
     ["plan", "--presets", "demo", "--gpus", "2", "--variants", "minimal"]
   )

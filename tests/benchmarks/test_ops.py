@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the benchmark of operations: its rows and counts, tiny shapes."""
+"""Tests of the benchmark of operations, with tiny shapes: rows and counts."""
 
 import json
 
@@ -23,7 +23,7 @@ def test_cases_differ():
     case
     for case in benchmark.all_cases(shapes.SMOKE)
     if case.num_bytes
-    # These read an argument twice.
+    # Leave out cases that read an argument twice.
     and case.shape.get("scale") != "found"
     and case.op != "join_heads_operand"
     and not case.op.endswith("_bwd_operands")
@@ -33,7 +33,7 @@ def test_cases_differ():
 def test_bytes_count_arguments_and_results(case):
   args = jax.eval_shape(case.arrays)
   results = jax.eval_shape(lambda *args: case.run("xla", *args), *args)
-  # Vectors are not counted, such as statistics, parameters of norms and scales.
+  # Vectors (statistics, parameters of norms and scales) are not counted.
   matrices = [x for x in jax.tree.leaves((args, results)) if x.ndim > 1]
   assert case.num_bytes == sum(x.size * x.dtype.itemsize for x in matrices)
 
@@ -62,7 +62,7 @@ def test_flops_of_matmuls_add_up_to_the_layer():
     assert case.flops == share * whole[case.op]
 
 
-def test_rows(capsys):
+def test_rows_state_speed_and_share_of_ceiling(capsys):
   arguments = ["--smoke", "--repeats=2", "--cases", "norm_bwd", "linear_wgrad"]
   rows = benchmark.main(arguments)
   first, *printed = map(json.loads, capsys.readouterr().out.splitlines())

@@ -197,7 +197,7 @@ def test_page_is_legible(address, scheme, viewport, open_page):
     "img", "images => images.filter(x => !x.naturalWidth).map(x => x.src)"
   )
   assert missing == []
-  # No scrolling sideways.
+  # The page does not scroll sideways.
   width = page.evaluate("() => document.documentElement.scrollWidth")
   assert width <= viewport["width"]
 

@@ -244,7 +244,7 @@ def test_training_table_equals_the_rows():
   for variant, batch in cases:
     row = training_row(variant, batch)
     rate = row["tokens_per_s_per_gpu"]
-    # One sequence fits into 80 GB in BF16.
+    # In BF16, only one sequence fits into 80 GB.
     base = training_row("bf16", 1 if batch == 9 else batch)
     of_bf16 = round(rate / base["tokens_per_s_per_gpu"], 2)
     peak = round(row["peak_bytes"] / 1e9, 1)

@@ -48,7 +48,7 @@ def last(differences):
   return max(differences.items())
 
 
-def test_words_about_long_runs_equal_the_rows():
+def test_text_about_long_runs_equals_the_rows():
   runs = long.read_runs()
   shown = " ".join((DOCS / "runs.md").read_text().split())
   seeds = long.held_out_differences(runs[long.LATER], long.SECOND_SEED)
@@ -91,7 +91,7 @@ def test_pairs_on_the_accuracy_page_equal_the_rows():
     assert cells in (DOCS / "accuracy.md").read_text()
 
 
-def test_sums_equal_the_rows():
+def test_exact_matches_of_sums_equal_the_rows():
   found: dict[str, list[float]] = {}
   for row in measured("sums"):
     if row["case"]["steps"] == 600:

@@ -37,7 +37,7 @@ def test_bytes_per_token_equal_the_counts():
 
 def test_whole_steps_equal_the_rows():
   rows = measured("lean")
-  # docs/plan.md gives the errors of all steps, and of half of them.
+  # docs/plan.md states the largest and the median error.
   errors = sorted(abs(row["error"]) for row in rows)
   assert errors[-1] <= 0.04 and errors[len(errors) // 2] <= 0.003
   known = [

@@ -110,8 +110,8 @@ def test_zero_1_shards_state_and_weights_over_data(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["optimizer", "quantization"])
-def test_patch_applied(name):
-  """`patch --reverse` would succeed, so the patch has been applied."""
+def test_patch_is_applied(name):
+  """Checks that `patch --reverse` would succeed."""
   patch = files("coat_jax.integrations") / f"maxtext_{name}.patch"
   assert len(patch.read_text().splitlines()) <= 30
   subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CoatProvider, which makes qwix run a model's products in FP8."""
+"""Tests CoatProvider, which makes qwix run a model's matmuls in FP8."""
 
 import doctest
 
@@ -125,7 +125,7 @@ def test_example_runs():
 
 
 class MLP(nnx.Module):
-  """The MLP of docs/howto/qwix.md's table."""
+  """The MLP in the table of docs/howto/qwix.md."""
 
   def __init__(self, rngs):
     options = dict(use_bias=False, dtype=BF16, rngs=rngs)

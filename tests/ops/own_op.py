@@ -51,7 +51,7 @@ def _kernel(x_gmem, y_gmem):
 
 @op(mosaic=_double_by_mosaic)
 def double(x: Array) -> Array:
-  """Computes 2 x."""
+  """Computes 2 * x."""
   return x * 2
 
 

@@ -56,7 +56,7 @@ FUNCTIONS = {
 
 
 def gelu_slope64(x):
-  """Computes the derivative of the tanh approximation."""
+  """Computes the derivative of GELU's tanh approximation."""
   c = (2 / np.pi) ** 0.5
   tanh = np.tanh(c * (x + 0.044715 * x**3))
   slope = c * (1 + 3 * 0.044715 * x**2)
@@ -65,7 +65,7 @@ def gelu_slope64(x):
 
 @jax.custom_jvp
 def gelu_of_slope64(x):
-  """Computes GELU, with the derivative in float64; in f32 it is off by 2e-6."""
+  """Computes GELU, with a float64 derivative: in f32 it is off by 2e-6."""
   return jnp.float32(gelu64(np.asarray(x, np.float64), True))
 
 
@@ -120,7 +120,7 @@ def test_gelu_is_near_float64_at_every_value():
   assert np.all(np.abs(slope - gelu_slope64(x64)) <= 5e-6 * terms)
 
 
-def test_activation_operands_are_written_with_the_scale_given():
+def test_activation_operands_use_the_given_scale():
   a, _ = in_groups((ROWS, 43), 1)
   b, _ = in_groups((ROWS, 43), 2)
   for parts in ((a,), (a, b)):
@@ -156,7 +156,7 @@ def test_activation_backward_operands_are_the_gradients_with_one_scale(width):
   b, b_values = in_groups((ROWS, width), 2)
   dy = gradient((ROWS, width))
   scale = jnp.float32(1 / 64)
-  # In f32 the gradient of tanh is off by 2e-6 of the largest.
+  # In f32, GELU's gradient is off by 2e-6 of its largest value.
   slope = gelu_slope64(np.asarray(a_values, np.float64))
   exact = np.asarray(dy, np.float64) * slope
 
@@ -179,7 +179,7 @@ def test_activation_backward_operands_are_the_gradients_with_one_scale(width):
     assert_same_bits(y.columns, np.asarray(again.rows).T)
 
 
-def test_activations_on_degenerate_groups():
+def test_activations_equal_float64_on_degenerate_groups():
   names = sorted(cases.finite_groups(1))
   x, values = degenerate(names)
   dy = jnp.ones(values.shape)  # Then dx is the derivative.
@@ -201,8 +201,8 @@ def test_activations_on_degenerate_groups():
     # Far from zero the derivative is 0 or 1.
     far = np.abs(values64) > (200 if activation == "silu" else 20)
     assert far.any() and np.all(np.isfinite(slope))
-    # With the sigmoid approximation it differs from that by at most
-    # 1.702 * 20 exp(-1.702 * 20).
+    # With the sigmoid approximation, it differs from 0 or 1 by at most
+    # 1.702 * 20 * exp(-1.702 * 20).
     off = 0 if activation == "silu" else 1e-13
     np.testing.assert_allclose(slope[far], values64[far] > 0, rtol=0, atol=off)
     ones, _ = in_groups(values.shape)

@@ -55,7 +55,7 @@ def run(q, k, v, dout, kind=CAUSAL, segments=None, chunk=None):
 
 
 # (T, S, query heads, key heads, chunk): one chunk, several chunks, a short last
-# chunk, more keys than queries (a causal offset), and without causality fewer.
+# chunk, more keys than queries (a causal offset), and fewer (not causal).
 CASES = [
   (16, 16, 4, 2, 4),
   (13, 13, 4, 1, 256),
@@ -109,7 +109,9 @@ T, CHUNK = 21, 4
 
 
 @pytest.mark.parametrize("kind, segmented, heads, kv_heads", quick(6, kinds()))
-def test_attention_of_every_kind(kind, segmented, heads, kv_heads, monkeypatch):
+def test_attention_of_every_kind_equals_the_softmax(
+  kind, segmented, heads, kv_heads, monkeypatch
+):
   monkeypatch.setattr(attention, "_CHUNK", CHUNK)
   q, k, v, dout = case(T, T, heads, kv_heads)
   segments = segments_of(T) if segmented else None
@@ -152,7 +154,7 @@ def test_window_covers_the_last_keys(t, s, chunk, window, monkeypatch):
     AttentionKind(causal=False),
   ],
 )
-def test_attention_in_several_chunks_of_real_size(kind):
+def test_attention_in_chunks_of_real_size_equals_the_softmax(kind):
   t = 700
   q, k, v, dout = case(t, t, 4, 2)
   segments = segments_of(t)

@@ -95,7 +95,7 @@ def test_casts_are_the_same_bits(dtype):
 
 @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("group_size", [16, 128, None])
-def test_quantize(group_size, scale_dtype):
+def test_quantize_agrees(group_size, scale_dtype):
   def quantize(x):
     q = qtensor.quantize(x, group_size=group_size, scale_dtype=scale_dtype)
     return q, q.dequantize()
@@ -107,7 +107,7 @@ def test_quantize(group_size, scale_dtype):
     inputs.append(("degenerate", awkward[names != "subnormal"]))
   for name, x in inputs:
     (cpu, _), (gpu, _) = on_both(quantize, x)
-    # A scale is exact: a product with a constant, rounded up with integers.
+    # Scales are exact: products with a constant, rounded up in integers.
     # Compare as f32, because NumPy treats two bfloat16 NaNs as different.
     scales = [np.asarray(q.scale, np.float32) for q in (cpu, gpu)]
     np.testing.assert_array_equal(*scales, name)
@@ -155,7 +155,7 @@ def compare_codecs(codec, x, label):
 
 
 @pytest.mark.parametrize("build, rounding", CODECS)
-def test_encode_of_trained_moments(build, rounding, request):
+def test_encode_agrees_on_trained_moments(build, rounding, request):
   codec = build(GROUP_SIZE, rounding)
   label = request.node.callspec.id
   _, same, apart = compare_codecs(codec, realistic(codec), label)
@@ -164,7 +164,7 @@ def test_encode_of_trained_moments(build, rounding, request):
 
 
 @pytest.mark.parametrize("build, rounding", CODECS)
-def test_encode_of_degenerate_groups(build, rounding, request):
+def test_encode_agrees_on_degenerate_groups(build, rounding, request):
   codec = build(GROUP_SIZE, rounding)
   names, x = degenerate(codec)
   for name in np.unique(names):
@@ -180,7 +180,7 @@ def test_encode_of_degenerate_groups(build, rounding, request):
 
 
 @pytest.mark.parametrize("build, rounding", CODECS)
-def test_decode(build, rounding, request):
+def test_decode_agrees(build, rounding, request):
   codec = build(GROUP_SIZE, rounding)
   label = request.node.callspec.id
   for name, x in (
@@ -192,7 +192,8 @@ def test_decode(build, rounding, request):
     cpu, gpu = on_both(codec.decode, encoded)
     np.testing.assert_array_equal(np.isnan(cpu), np.isnan(gpu), label)
     normal = np.abs(cpu) >= oracles.SMALLEST_NORMAL
-    if isinstance(codec, ScaledFP8):  # Two products; subnormals may be zero.
+    if isinstance(codec, ScaledFP8):
+      # Decoding is two products, so only subnormals may differ.
       lowest = oracles.QMAX[codec.dtype] * oracles.SMALLEST_NORMAL
       amax = np.repeat(encoded.amax, GROUP_SIZE, -1)[..., : x.shape[-1]]
       normal &= amax > lowest

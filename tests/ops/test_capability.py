@@ -137,7 +137,7 @@ def test_step_needs_hopper_or_newer(codec):
     assert (why in said) != has_kernel
 
 
-def test_optimization_barrier_where_xla_computes_saved_values():
+def test_saved_values_have_a_barrier_where_xla_computes_them():
   for kind, has_barrier in ((A100, True), (L4, False), (H200, False)):
     with on(kind):
       program = str(jax.make_jaxpr(lambda x: rule._only_saved(x))(X))

@@ -114,7 +114,7 @@ def test_window_of_jax_equals_ours(kind):
   ],
 )
 def test_explain_says_whether_cudnn_runs(kind, segmented, reason):
-  q, k, v = attention_arrays(h=80)  # Our kernel needs other heads.
+  q, k, v = attention_arrays(h=80)  # Our kernel refuses heads of 80.
   segments = jnp.zeros(q.shape[:2], jnp.int32) if segmented else None
   residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
   forward = ops.attention_fwd, q, k, v, segments
@@ -128,7 +128,7 @@ def test_explain_says_whether_cudnn_runs(kind, segmented, reason):
 
 
 @pytest.mark.parametrize("segmented", [True, False])
-def test_cudnn_does_not_run_what_it_cannot_do(segmented):
+def test_cudnn_does_not_run_unsupported_attention(segmented):
   kind = AttentionKind(window=7, soft_cap=None if segmented else 50.0)
   q, k, v = attention_arrays(h=80)
   segments = jnp.zeros(q.shape[:2], jnp.int32) if segmented else None

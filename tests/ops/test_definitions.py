@@ -87,7 +87,7 @@ def test_linear_products_equal_float64_of_the_operands(rows, x_size, g_size):
 
   def within(actual, a, b, terms):
     # Products of two FP8 values are exact in f32. A sum of `terms` of them is
-    # off by (terms - 1) 2^-24 of the sum of magnitudes, and multiplying it by
+    # off by (terms - 1) * 2^-24 of the sum of magnitudes, and multiplying it by
     # two scales rounds twice more.
     bound = (terms + 2) * 2.0**-24 * (np.abs(a) @ np.abs(b))
     assert np.all(np.abs(np.asarray(actual, np.float64) - a @ b) <= bound)
@@ -235,7 +235,7 @@ TOO_LARGE = {"large", "largest", "huge_ratio"}
 @pytest.mark.parametrize(
   "name", sorted(set(cases.finite_groups(1)) - TOO_LARGE)
 )
-def test_norms_on_degenerate_groups(name, kind):
+def test_norms_equal_float64_on_degenerate_groups(name, kind):
   x, values = degenerate([name])
   y, stats = ops.norm_values(values, None, None, kind=kind, eps=1e-5)
   values64 = np.asarray(values, np.float64)

@@ -39,7 +39,7 @@ def primitives(f, *args):
   return names
 
 
-def test_op_for_a_gpu_is_chosen_when_it_is_lowered():
+def test_implementation_is_chosen_when_an_op_is_lowered():
   x, w = operands()
   with jax.sharding.use_abstract_mesh(H200):
     assert "platform_index" in primitives(ops.linear_fwd, x, w)
@@ -54,7 +54,7 @@ def test_op_for_a_gpu_is_chosen_when_it_is_lowered():
   assert "algorithm" in text["cuda"] and "algorithm" not in text["cpu"]
 
 
-def test_op_on_a_mesh_of_gpus_has_no_choice_of_platform():
+def test_op_on_a_mesh_of_gpus_does_not_branch_on_the_platform():
   devices = AbstractMesh(
     (2,), ("fsdp",), (AxisType.Auto,), abstract_device=H200.abstract_device
   )
@@ -104,7 +104,7 @@ def test_kernel_is_traced_once():
   assert len(traces) == 1
 
 
-def test_other_errors_than_unsupported_are_raised():
+def test_errors_other_than_unsupported_are_raised():
   traces = []
 
   def doubled(x):

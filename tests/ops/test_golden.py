@@ -123,7 +123,7 @@ def test_our_operations_are_as_accurate_as_the_reference(arrays):
 
   ours = error(ours.rows, ours.scale)
   assert ours <= 1.02 * error(golden_codes, jnp.float32(arrays["mul_s"]))
-  # Ours quantizes one time less.
+  # residuals="minimal" quantizes one time less.
   assert error(minimal.rows, minimal.scale) < ours
 
 

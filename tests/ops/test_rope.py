@@ -61,8 +61,8 @@ LLAMA = dict(
   high_freq_factor=4.0,
   original_max_position_embeddings=8192,
 )
-# In float32, a power of a base up to 1e6 has the error of its logarithm, some
-# ulp.
+# In float32, powers of a base up to 1e6 are off by a few ulp, because they are
+# computed from its rounded logarithm.
 ROUNDING = 2e-6
 
 
@@ -120,7 +120,7 @@ def test_frequencies_are_those_of_transformers(rotary, wanted):
   np.testing.assert_allclose(found, wanted, rtol=ROUNDING)
 
 
-def test_known_frequencies_of_llama_3_1():
+def test_frequencies_of_llama_3_1_equal_known_values():
   """Checks channels 0, 63 and, in the interpolated range, 32."""
   found = frequencies(Rotary(5e5, Llama3Scaling(**LLAMA)))
   # The first channel turns fastest and is not scaled. The last one is
@@ -163,7 +163,7 @@ def test_rotary_without_options_equals_its_base():
   )
 
 
-def test_sequences_can_have_positions_of_their_own():
+def test_positions_can_differ_between_sequences():
   positions = jnp.int32([[0, 1, 2, 3], [0, 1, 0, 1]])
   found = rotation(positions, head_dim=16, theta=1e4)
   rows = [rotation(row, head_dim=16, theta=1e4) for row in positions]
@@ -171,7 +171,7 @@ def test_sequences_can_have_positions_of_their_own():
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
-def test_layers_of_several_kinds_choose_by_number(kind):
+def test_kind_of_a_layer_selects_its_rotation(kind):
   thetas = (
     1e4,
     Rotary(1e6, YarnScaling(factor=4.0, original_max_position_embeddings=64)),

@@ -34,7 +34,7 @@ def one_step(moments):
   }
 
 
-def test_the_model_is_as_large_as_promised():
+def test_model_has_a_million_parameters():
   model = trained_moments.MODEL
   layer = 4 * model.d_model**2 + 3 * model.d_model * model.d_ff
   assert model.num_kv_heads == model.num_heads
@@ -119,7 +119,7 @@ def test_one_step_error_equals_a_known_error():
 
 
 @pytest.mark.slow
-def test_stochastic_rounding_tracks_and_nearest_freezes():
+def test_stochastic_rounding_tracks_v_and_nearest_freezes_it():
   _, nu = cases.moments((32, 128))
   sizes = jnp.sqrt(jnp.asarray(nu))
 
@@ -140,7 +140,7 @@ def test_stochastic_rounding_tracks_and_nearest_freezes():
 
 
 @pytest.mark.slow
-def test_stochastic_rounding_tracks_at_the_default_b2():
+def test_stochastic_rounding_tracks_v_at_the_default_b2():
   _, nu = cases.moments((32, 128))
   sizes = jnp.sqrt(jnp.asarray(nu))
   for codec in (codecs.coat(), codecs.coat_e8m0(), codecs.log8()):

@@ -71,7 +71,7 @@ def test_files_contain_each_text_once(tmp_path, capsys):
   assert source["folders"] == arguments[1:] and source["suffixes"] == [".py"]
   assert source["tokens"] == counts["tokens"]
   with pytest.raises(SystemExit):
-    docstrings.main(arguments)  # Nothing is replaced.
+    docstrings.main(arguments)  # Existing files are kept.
   assert "File exists" in capsys.readouterr().err
 
 

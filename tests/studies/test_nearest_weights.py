@@ -62,7 +62,7 @@ def test_meshes_and_low_bits_are_refused():
     nearest_weights.build_optimizer(config)
 
 
-def test_training_uses_it_only_during_the_command(monkeypatch):
+def test_training_rounds_to_nearest_only_during_the_command(monkeypatch):
   found = []
   monkeypatch.setattr(
     nearest_weights.pretrain,

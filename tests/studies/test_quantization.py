@@ -160,7 +160,7 @@ def test_captured_tensors_match_the_model():
 
 
 @pytest.mark.slow
-def test_rows_are_drawn_and_tabled(tmp_path, monkeypatch, capsys):
+def test_rows_become_figures_and_tables(tmp_path, monkeypatch, capsys):
   demo = dataclasses.replace(PRESETS["demo"](), model=TINY, batch=2, seq=16)
   monkeypatch.setitem(PRESETS, "demo", lambda: demo)
   chosen = ("bf16", "coat", "int8")
@@ -180,7 +180,8 @@ def test_rows_are_drawn_and_tabled(tmp_path, monkeypatch, capsys):
     name: quantization_tables.one(printed, "layer", recipe=name)
     for name in chosen
   }
-  # BF16 rounds to 2^-9, E4M3 to 2^-4, INT8 to 2^-8 of the largest value.
+  # Rounding errors are at most 2^-9 (BF16) and 2^-4 (E4M3) of a value, and 2^-8
+  # of the largest value (INT8).
   assert by_recipe["bf16"]["output"] < 0.01 < by_recipe["coat"]["output"] < 0.1
   assert by_recipe["int8"]["output"] < by_recipe["coat"]["output"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares AdamW with rounded weights with NumPy."""
+"""Compares AdamW on rounded weights with a NumPy version."""
 
 import jax
 import jax.numpy as jnp

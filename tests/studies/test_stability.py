@@ -78,7 +78,7 @@ ROWS = [
 def test_every_seed_must_train_at_the_largest_and_best_rates():
   rows = [row for row in ROWS if row["case"]["variant"] == "coat"]
   found = stability_figure.summarize(rows)
-  # Rate 1 is above a rate that failed, because one seed failed at 0.1.
+  # Rate 1 does not count, because one seed failed at 0.1, a lower rate.
   assert (found.largest, found.best) == (1e-2, 1e-2)
   assert found.failed == {1e-3: 0, 1e-2: 0, 1e-1: 1, 1: 0}
   assert found.losses[1e-1] == {1: 0.5}
