@@ -90,7 +90,8 @@ def test_codec_keeps_values_finite_and_signs(variant):
     _, decoded = roundtrip(group, jnp.asarray(x))
     assert np.all(np.isfinite(decoded))
     assert np.all((x == 0) | (decoded == 0) | (np.sign(decoded) == np.sign(x)))
-    # Where rows and columns have means, a zero decodes to their product.
+    # A factored codec decodes a zero to the product of its row's and column's
+    # means.
     assert group == Factored() or not np.any(decoded[x == 0])
 
 

@@ -28,7 +28,7 @@ def roundtrip(v):
     ((96, 64), (0, 1)),
     ((32, 32), (0, 1)),
     ((3, 64, 96), (1, 2)),
-    ((500, 64, 96), (1, 2)),  # Even if there are many layers.
+    ((500, 64, 96), (1, 2)),  # This holds even for many layers.
     ((3, 64, 2, 96), (1, 3)),
     ((4, 8, 96, 64), (2, 3)),
     ((8, 96), (0, 1)),
@@ -83,7 +83,7 @@ def test_matrices_of_subnormal_means_are_finite():
   assert np.all(decoded >= 0) and np.max(decoded) <= 1e-38
 
 
-def test_a_nan_spoils_its_matrix_only():
+def test_a_nan_affects_only_its_matrix():
   v = second_moments((2, 40, 64))
   v[1, 3, 5] = np.nan
   _, decoded = roundtrip(v)
@@ -107,6 +107,6 @@ def test_zeros_are_the_encoding_of_zeros(shape):
     np.testing.assert_array_equal(a, b)
 
 
-def test_option_of_coat():
+def test_coat_accepts_factored_second_moments():
   codec = codecs.build("coat", second="factored")
   assert codec.mu == codecs.coat().mu and codec.nu == CODEC

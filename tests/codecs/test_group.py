@@ -231,7 +231,7 @@ def test_stochastic_rounding_is_unbiased(name):
   error = np.divide(decoded - x, gap, out=np.zeros_like(decoded), where=gap > 0)
   error *= np.sign(x)
   assert np.max(np.abs(error)) < 1 + 1e-3
-  # f32 rounds t, its image and the neighbours, which adds 2^-17 of a gap.
+  # Rounding t, its image and the neighbours to f32 adds 2^-17 of a gap.
   rest = 2**-17 + 2**-14
   assert np.max(np.abs(error.mean(0))) < 6 * 0.5 / np.sqrt(draws) + rest
   assert abs(error.mean()) < 5 * 0.5 / np.sqrt(error.size) + rest
@@ -270,7 +270,7 @@ def test_codec_under_jit_agrees_with_eager(name):
   apart = agreeing(codec, eager.codes, jitted.codes, same_range)
   assert np.mean(apart == 0) >= 0.99999 and np.max(apart) <= 1
   eagerly_decoded = codec.decode(jitted)
-  if name.startswith("fp8"):  # There are two products.
+  if name.startswith("fp8"):  # Decoding only multiplies.
     np.testing.assert_array_equal(eagerly_decoded, decoded)
   # XLA may merge log8's 1 / steps with the ln 2 of exp2, which changes an ulp.
   np.testing.assert_allclose(eagerly_decoded, decoded, rtol=2**-22)

@@ -96,16 +96,17 @@ def refused_module():
     ("refused_codecs:returns", {}, TypeError, "a MomentCodec, got 'coat'"),
   ],
 )
-def test_build_refuses_by_name(name, options, error, message, monkeypatch):
+def test_build_refuses_wrong_names_and_options(
+  name, options, error, message, monkeypatch
+):
   monkeypatch.setitem(sys.modules, "refused_codecs", refused_module())
   with pytest.raises(error, match=message):
     codecs.build(name, **options)
 
 
 def test_register_refuses_a_name_twice(registered):
-  codecs.register(
-    own_codec.make
-  )  # Registering the same codec again is allowed.
+  # Registering the same codec again is allowed.
+  codecs.register(own_codec.make)
   with pytest.raises(ValueError, match="must be unique, got 'coat' twice"):
 
     @codecs.register

@@ -62,7 +62,7 @@ def test_row_is_an_index_over_all_axes_except_the_last(shape):
   np.testing.assert_array_equal(flat, np.array(want, np.uint32))
 
 
-def test_part_of_an_array_draws_the_same_words():
+def test_part_of_an_array_gets_the_same_words():
   whole = words(7, 8, 9)
   start = jnp.uint32([40, 96])
   block = words(7, 8, 9, shape=(16, 32), start=start, whole=whole.shape)
@@ -82,7 +82,7 @@ def test_part_of_an_array_draws_the_same_words():
 
 @pytest.mark.parametrize("first", [2**31 - 2, 2**32 - 2])
 def test_offsets_are_32_bit_words_and_wrap(first):
-  # These are the last rows or columns of a leaf that has 2^32.
+  # Start near row and column 2^31 or 2^32.
   key = stochastic.leaf_key(1, 1, 1)
   start = jnp.asarray(np.uint32([first, first]))
   got = stochastic.random_words(key, (4, 3), start=start)

@@ -86,7 +86,7 @@ def test_last_name_needs_whole_groups_on_the_mesh(kind):
       "fsdp",
       None,
     )
-    # Names that are not on the mesh, too few names, too many names, no names.
+    # Test names that are not on the mesh, too few or too many names, no names.
     assert statistic_names(boxed(kind, ("fsdp", "heads"))) == ("fsdp", None)
     assert statistic_names(boxed(kind, ("fsdp",))) == ("fsdp",)
     many = boxed(kind, ("fsdp", "tensor", "data"))
@@ -133,7 +133,7 @@ def test_logical_names_go_through_rules(kind):
       assert statistic_names(param) == names
 
 
-def test_specs_keep_their_form():
+def test_sharding_or_spec_keeps_its_type():
   mesh = make_mesh()
   where = NamedSharding(mesh, P("fsdp", "tensor"))
   assert statistic_names(boxed("nnx", where)) == where

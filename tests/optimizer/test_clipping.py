@@ -142,7 +142,7 @@ def test_first_step_clips_a_norm_whose_square_overflows():
 
 
 def test_running_mean_begins_at_the_first_norm_above_0():
-  # As of an expert that got no token until now.
+  # For example, an expert may get its first token late in training.
   clip = Clipping(
     "adaptive", MAX, relative=RELATIVE, decay=DECAY, warmup=WARMUP
   )

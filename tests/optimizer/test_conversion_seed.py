@@ -33,11 +33,11 @@ def share_that_differs(xs, ys):
   return min(np.mean(x != y) for x, y in zip(xs, ys, strict=True))
 
 
-def test_conversion_draws_words_of_seed_count_and_leaf():
+def test_random_words_depend_on_seed_count_and_leaf():
   first = codes(3, 5)
   assert share_that_differs(first, codes(3, 5)) == 0
-  # Nearly all values are between two codes, so with other words, many are
-  # rounded differently.
+  # Nearly all values are between two codes, so with other random words, many
+  # are rounded differently.
   assert share_that_differs(first, codes(4, 5)) > 0.1
   assert share_that_differs(first, codes(3, 6)) > 0.1
   assert share_that_differs(first[:2], first[2:]) > 0.1

@@ -154,9 +154,9 @@ def test_fields_of_a_partitioned_state_are_found():
   }
   size = state_bytes(state)
   assert size.parameters == sum(x.size for x in jax.tree.leaves(params))
-  # The state contains codes and five bytes per group, both moments of the
-  # norm's scale in f32 with two scalars each, our count and optax's, and Muon's
-  # coefficients.
+  # The state contains codes and five bytes per group. It also contains both
+  # moments of the norm's scale in f32 with two scalars each, our count and
+  # optax's, and Muon's coefficients.
   codes = 80 + 5 * 8 * 3 + 128 + 5 * 16 * 2
   others = [
     x
@@ -296,7 +296,7 @@ def test_wrapped_optimizer_conforms(name, wrapper):
   assert types(mapped) == types(state)
   shapes = {(8, 10), (16, 8), (6,)}
   if name == "adafactor":
-    shapes.add((1,))  # A placeholder for moments that are factored, or are not.
+    shapes.add((1,))  # Placeholders have this shape.
   assert seen and {x.shape for x in seen} <= shapes
   new, _ = run(solver, params)
   assert types(new) == types(params)

@@ -133,8 +133,8 @@ def test_leaf_recovers_from_one_huge_gradient(name):
   largest = jax.jit(lambda s: jax.lax.scan(step, s, grads)[1])(
     solver.init(params)
   )
-  # At the spike the update is (1 - b1) / sqrt(1 - b2) = 0.45, and later less.
-  # The first steps are up to 1.
+  # At the spike the update is (1 - b1) / sqrt(1 - b2) = 0.45, and later it is
+  # smaller. In the first steps it is up to 1.
   assert np.all(np.asarray(largest) < 4)
   assert np.all(np.asarray(largest[40:]) < 1)
 

@@ -185,7 +185,7 @@ def test_wrapped_optimizer_and_report():
 
 
 @pytest.mark.parametrize("dtype", quick(0, ["float32", "bfloat16"]))
-def test_passes_do_the_same(monkeypatch, dtype):
+def test_step_in_passes_gives_the_same_result(monkeypatch, dtype):
   calls = []
   kept = passes.run_factored
   monkeypatch.setattr(
@@ -299,7 +299,7 @@ def test_boxes_drop_the_names_of_means(kind):
   assert not names_of(nu.codes["w"])
   assert names_of(nu.amax["w"]) == ("layers", "x", None)
   assert names_of(nu.range["w"]) == ("layers", None, "y")
-  # Decoded, it has the parameter's names again.
+  # The decoded moment has the parameter's names again.
   with jax.set_mesh(make_mesh()), nn.logical_axis_rules([("layers", None)]):
     plain = to_plain_state(coat_adamw(1e-2, codec=CODEC).init({"w": param}))
     assert names_of(plain[0].nu["w"]) == names

@@ -9,8 +9,8 @@ from coat_jax import codecs
 from coat_jax.optimizer import fit_group_size
 
 
-# For each leaf, how many values of a row each of four devices holds; and the
-# group size that divides them all.
+# `shares`: for each leaf, the length of each device's share of a row. `size` is
+# the largest group size up to `most` that divides all shares.
 @pytest.mark.parametrize(
   "shares, most, size",
   [

@@ -95,7 +95,7 @@ def test_fused_step_of_complex_leaves_matches_the_chain():
 @pytest.mark.parametrize("name", SETTINGS)
 def test_fused_step_matches_the_chain(name):
   a, state, b, other = run(SETTINGS[name], jnp.float32)
-  # XLA may fuse p + (-rate) u into one operation in only one of the programs.
+  # XLA may fuse p + (-rate) * u in only one of the two programs.
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-8), a, b
   )
@@ -103,11 +103,11 @@ def test_fused_step_matches_the_chain(name):
   assert_same_bits(state, other)
 
 
-def test_fused_step_draws_the_words_of_apply_updates():
+def test_fused_step_uses_the_random_words_of_apply_updates():
   a, state, b, other = run({"weight_decay": 0.0}, jnp.bfloat16, steps=1)
   assert_same_bits(state, other)
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    # With other words, a third of the weights would be rounded differently.
+    # With other random words, a third of the weights would differ.
     assert x.dtype == y.dtype == jnp.bfloat16
     assert np.mean(np.asarray(x != y)) < 1e-3
 
@@ -148,7 +148,9 @@ def test_states_of_other_optimizers_are_named():
 
 
 def test_quantize_mask_must_be_a_function():
-  choose = inspect.unwrap(choose_leaves)  # Without beartype, as for users.
+  choose = inspect.unwrap(
+    choose_leaves
+  )  # Call without beartype, which users do not have.
   with pytest.raises(TypeError, match="must be a function .* got True"):
     choose("coat_adamw", tree(0), True)
 

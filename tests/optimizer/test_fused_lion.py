@@ -60,7 +60,7 @@ def test_step_in_f32_has_the_bits_of_the_chain():
 
 
 @pytest.mark.slow
-def test_step_of_bf16_draws_the_words_of_apply_updates():
+def test_step_in_bf16_uses_the_random_words_of_apply_updates():
   options = OPTIONS | dict(weight_decay=0.0)
   chain = coat_lion(1e-2, **options)
   fused = fused_coat_lion(1e-2, **options)

@@ -27,11 +27,11 @@ from coat_jax.optax_coat import coat_adamw
 
 DATA = Path(__file__).parent.parent / "data"
 
-# Number of codes that differ, by case and step: one of 184,320. At element 4916
-# of step 5, y = 448 (v / amax)^0.8125 is 1.0625003 in float64, which is two ulp
-# of f32 above the midpoint of the codes 1 and 1.125. The GPU's powf returned a
-# value below it. If XLA's exp2 rounds differently, other codes this close to a
-# midpoint may differ, so tests do not require equality.
+# Elements whose codes differ, by case, step and moment: one of 184,320. For
+# element 4916 in step 5, y = 448 * (v / amax)^0.8125 is 1.0625003 in float64,
+# two ulp of f32 above the midpoint of the codes 1 and 1.125. The GPU's powf
+# returned a value below the midpoint. If XLA's exp2 rounds differently, other
+# codes this close to a midpoint may differ, so tests do not require equality.
 KNOWN = {("outlier", 5, "v"): [4916]}
 
 
@@ -74,10 +74,10 @@ def test_coat_adamw_matches_the_reference(name):
     np.testing.assert_array_equal(state.nu.range / 16, golden[f"v_k{step}"])
     error = np.abs(params - golden[f"p{step}"])
     assert np.mean(error <= 1e-6) >= 0.9995
-    # |p| < 0.125, so each step rounds p by up to half an ulp, 3.7e-9, in both
-    # programs: 3.7e-8 in 5 steps. About ten roundings of the update, 1e-3, add
-    # 5 * 1e-3 * 10 * 2^-24 = 3e-9. The code that differs does so only after the
-    # last step.
+    # |p| < 0.125, so each step rounds p by up to half an ulp, 3.7e-9, in each
+    # program. This adds up to 3.7e-8 in 5 steps. About ten roundings of the
+    # update, 1e-3, add 5 * 1e-3 * 10 * 2^-24 = 3e-9. The one code that differs
+    # does so only after the last step.
     assert error.max() <= 4.1e-8
 
 

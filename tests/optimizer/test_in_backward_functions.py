@@ -21,7 +21,7 @@ def test_functions_that_close_over_parameters_are_refused(name, is_jitted):
     functions = dict(
       before=lambda outer: outer["embedding"], layer=layer, after=after
     )
-    # A jitted function has a jaxpr of its own, with its own constants.
+    # A jitted function has a separate jaxpr, with separate constants.
     functions[name] = {
       "before": lambda outer: outer["embedding"] * jnp.sum(stacked),
       "layer": jax.checkpoint(lambda params, x: layer(params, x) + gate),

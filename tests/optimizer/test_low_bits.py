@@ -69,7 +69,7 @@ def test_step_is_the_f32_step_rounded_to_24_bits():
     in_f32 = join_weights(params, state.low)
     for i, name in enumerate(sorted(SHAPES)):
       if name == "norm":
-        # XLA may fuse p + (-rate) u into one operation in only one of them.
+        # XLA may fuse p + (-rate) * u in only one of the two programs.
         np.testing.assert_allclose(in_f32[name], want[name], rtol=1e-6)
         continue
       key = stochastic.leaf_key(3, step, i)
@@ -97,7 +97,7 @@ def distance_from_f32(low_bits, rate=2e-6, steps=64):
     params, state = apply(grads, state, params)
   if low_bits:
     params = join_weights(params, state.low)
-  # A constant gradient moves a weight by the rate, except for rounded moments.
+  # A constant gradient changes a weight by the rate, up to rounding of moments.
   return np.asarray(params["w"].astype(jnp.float32) - start, np.float64)
 
 
@@ -107,12 +107,13 @@ def test_small_steps_are_less_noisy_in_24_bits_than_in_bf16():
   for got in (moved, walked):
     error = got.std() / np.sqrt(got.size)
     assert abs(got.mean() - want) < 5 * error + 0.02 * abs(want)
-  # The variance of a random walk is proportional to the unit, so 256 to 1.
+  # The variance of a random walk is proportional to the rounding unit, which is
+  # 256 times as large in bf16.
   assert walked.std() > 10 * moved.std()
 
 
 @pytest.mark.slow
-def test_bf16_weights_accept_gradients_of_both_dtypes():
+def test_bf16_weights_accept_gradients_in_bf16_and_f32():
   params, _ = split_weights({"w": tree(0)["w"]})
   grads = {"w": tree(1, 1e-2)["w"]}
   for low_bits in (False, True):

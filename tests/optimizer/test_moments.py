@@ -79,8 +79,8 @@ def test_each_moment_rounds_with_its_own_words(count):
   key = stochastic.leaf_key(1, 2, 3)
   x = values(count)
   stored = encode((codec,) * count, x, LeafPart(key))
-  # A resumed run must draw the same words: two at each position from the key
-  # itself, and further ones from another key.
+  # A resumed run must use the same words. The first two at each position come
+  # from the key itself, and each further pair from another key.
   for i, encoded in enumerate(stored):
     pair = (
       key
@@ -94,8 +94,9 @@ def test_each_moment_rounds_with_its_own_words(count):
   decoded = decode((codec,) * count, stored)
   assert len(decoded) == count
   for a, b in zip(decoded, x, strict=True):
-    # The smallest magnitude of a group has a code of 2.3 subnormal steps. With
-    # k = 1 (here k is larger) it may be off by 1 / 2.3, others by 1 / 8.
+    # The code of a group's smallest magnitude is 2.3 subnormal steps. With k = 1,
+    # the relative error of this magnitude is at most 1 / 2.3, and that of others
+    # is at most 1 / 8. Here k is larger.
     np.testing.assert_allclose(a, b, rtol=1 / 2.3)
     assert np.quantile(np.abs(a - b) / np.abs(b), 0.99) < 1 / 8
 
@@ -107,7 +108,7 @@ def test_keys_of_pairs_of_moments_are_all_different():
   assert int(pair_key(key, 0)) == int(key)
 
 
-def test_rounding_to_nearest_draws_no_words():
+def test_rounding_to_nearest_uses_no_random_words():
   nearest, stochastic_ = codecs.coat(rounding="nearest").nu, codecs.coat().nu
   x = values(3)
   groups = (nearest, stochastic_, Plain("bfloat16"))

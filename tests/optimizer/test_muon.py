@@ -120,7 +120,7 @@ def test_float32_codec_matches_optax_muon_on_separate_matrices(options):
   want, *_ = run(
     optax.contrib.muon(**options), [apart(params) for params in trees]
   )
-  # Weights have a size of 1, and each update has a size of 0.1.
+  # Weights are about 1, and each update is about 0.1.
   for x, y in zip(
     jax.tree.leaves(apart(got)), jax.tree.leaves(want), strict=True
   ):
@@ -148,14 +148,16 @@ def test_state_converts_to_optax_and_back():
   got = jax.tree.unflatten(jax.tree.structure(want), jax.tree.leaves(plain))
   for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     assert x.dtype == y.dtype and x.shape == y.shape
-    np.testing.assert_allclose(x, y, rtol=2**-22)  # There are two roundings.
+    np.testing.assert_allclose(x, y, rtol=2**-22)  # Two roundings.
   # The next update is the same.
   updates = [
     solver.update(params, state, params)[0]
     for solver, state in ((ours, state), (theirs, got))
   ]
   for x, y in zip(*map(jax.tree.leaves, updates), strict=True):
-    np.testing.assert_allclose(x, y, atol=1e-6, rtol=0)  # The size is 0.02.
+    np.testing.assert_allclose(
+      x, y, atol=1e-6, rtol=0
+    )  # Updates are near 0.02.
   like = jax.eval_shape(ours.init, params)
   back = from_plain_state(
     jax.tree.unflatten(jax.tree.structure(plain), jax.tree.leaves(got)),
@@ -165,8 +167,9 @@ def test_state_converts_to_optax_and_back():
   assert_same_bits(back, state)
 
 
-def test_momentum_and_adam_s_moments_draw_different_words():
-  # Leaves of each optimizer are counted from 0, and both moments are equal.
+def test_momentum_and_adam_moments_use_different_words():
+  # Both optimizers number their leaves from 0, and both moments are equal, so
+  # only the random words can differ.
   grads = jnp.asarray(np.random.default_rng(0).normal(size=(64, 128)), "f4")
   params = {"up": grads, "embedding": grads}
   solver = coat_muon(1e-2, beta=0.9, adam_b1=0.9, ns_steps=1)

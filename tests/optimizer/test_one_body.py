@@ -46,7 +46,7 @@ def take_a_step(optimizer):
   ],
   ids=["coat", "nearest", "lion", "fused"],
 )
-def test_bits_do_not_depend_on_the_body(monkeypatch, optimizer):
+def test_bits_do_not_depend_on_sharing(monkeypatch, optimizer):
   found = []
   for shared in (True, False):
     monkeypatch.setattr(steps, "shares_body", lambda s=shared: s)
@@ -54,7 +54,7 @@ def test_bits_do_not_depend_on_the_body(monkeypatch, optimizer):
   assert_same_bits(*found)
 
 
-# Without a shared function, each leaf would take temporary memory.
+# Without a shared function, all leaves would take temporary memory at once.
 def test_temporary_memory_is_that_of_one_leaf(monkeypatch):
   optimizer = coat_adamw(1e-3)
 
@@ -69,7 +69,7 @@ def test_temporary_memory_is_that_of_one_leaf(monkeypatch):
 
 
 def test_leaves_that_may_be_partitioned_share_no_body():
-  assert not steps.shares_body()  # Leaves may be on 8 devices.
+  assert not steps.shares_body()  # Leaves may be split over 8 devices.
   found = []
 
   def body(x):

@@ -111,7 +111,7 @@ CHOOSERS = ("none", "multi_steps", "apply_if_finite")
     + [(wrapper, name) for wrapper in CHOOSERS for name in LAYOUTS[1:]],
   ),
 )
-def test_optimizer_works_inside(wrapper, name):
+def test_optimizer_works_in_wrappers(wrapper, name):
   solver = WRAPPERS[wrapper](make(name))
   params = tree()
   abstract = jax.eval_shape(solver.init, params)
@@ -122,7 +122,7 @@ def test_optimizer_works_inside(wrapper, name):
   # `map_params` must find the moments inside the wrapper.
   state = optax.tree.map_params(solver, lambda x: x, state)
   before = types(state), types(params)
-  # No container of ours takes these: they go through to the others.
+  # `coat_adamw` must ignore extra arguments.
   extra = {"unexpected": 1} if wrapper in ("none", "chain") else {}
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -137,7 +137,7 @@ def test_optimizer_works_inside(wrapper, name):
   assert step._cache_size() == 1  # Nothing compiles again after the first call.
   assert (types(state), types(params)) == before
   moved = jax.tree.map(lambda a, b: bool(np.all(a != b)), params, start)
-  # masked hands the raw gradients of f32 on, which moves it too.
+  # `optax.masked` returns the gradient of leaf f32 unchanged, so f32 moves too.
   assert all(jax.tree.leaves(moved))
 
 
@@ -157,13 +157,13 @@ def test_inject_hyperparams_reaches_the_optimizer(name):
   assert types(got) == types(want[0])
   if name != "coat":
     return
-  # A new learning rate needs no new compilation, and no noise moves with it.
+  # With a learning rate of zero, nothing changes.
   state.hyperparams["learning_rate"] = jnp.float32(0)
   updates, _ = injected.update(tree(1), state, params)
   assert not any(np.any(x) for x in jax.tree.leaves(updates))
 
 
-def test_inject_hyperparams_works_as_written():
+def test_inject_hyperparams_needs_no_static_args():
   solver = optax.inject_hyperparams(coat_adamw)(learning_rate=1e-3)
   params = {"w": jnp.ones((32, 128))}
   updates, state = solver.update(params, solver.init(params), params)
@@ -206,7 +206,7 @@ def test_multi_steps_equals_one_step_of_the_mean():
   params, solver = tree(), scale_by_coat_adam(codec=CODECS["coat"])
   multi = optax.MultiSteps(solver, every_k_schedule=2)
   state = multi.init(params)
-  # Integers, of which any mean is exact.
+  # Gradients are integers, so their mean is exact.
   grads = [jax.tree.map(lambda x: jnp.round(9 * x), tree(i)) for i in (1, 2)]
   for g in grads:
     _, state = multi.update(g, state, params)
@@ -300,7 +300,7 @@ def test_nnx_optimizer_follows_adam(name, jit):
   assert state["mu"]["amax"]["up"]["kernel"].shape == (64, 1)
 
 
-def test_nnx_model_in_bf16_moves():
+def test_step_changes_an_nnx_model_in_bf16():
   model = nnx.Linear(64, 64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
   solver = coat_adamw(1e-3)
   state = solver.init(nnx.state(model, nnx.Param))

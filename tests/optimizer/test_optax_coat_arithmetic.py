@@ -50,13 +50,13 @@ def test_float32_codec_equals_optax_adamw(hyper):
     grads = {"w": 1e-3 * normal(step, (64, 100)), "bias": normal(-step, (5,))}
     updates, state = update(grads, state, params)
     want, their_state = their_update(grads, their_state, params)
-    # Only the order of operations differs: ours computes (1 - b2) g g instead
-    # of (1 - b2) (g g), and sqrt(v) / sqrt(c) instead of sqrt(v / c). The error
-    # of v is at most 1 ulp per step. After 20 steps it is 20 ulps of v, 10 of
-    # its root, and quotients and roots add 4: rtol is 14 * 2^-23. Terms of m
-    # may also cancel. Each step adds an error of half an ulp of the largest
-    # term, which then decays by b1. These sum to 2^-24 / (1 - b1) <= 20 * 2^-24
-    # relative to the largest m.
+    # Only the order of operations differs: ours computes ((1 - b2) * g) * g
+    # instead of (1 - b2) * (g * g), and sqrt(v) / sqrt(c) instead of sqrt(v /
+    # c). The error of v is at most 1 ulp per step. After 20 steps it is 20 ulps
+    # of v, 10 of its root, and quotients and roots add 4: rtol is 14 * 2^-23.
+    # Terms of m may also cancel. Each step adds an error of half an ulp of the
+    # largest term, which then decays by b1. These sum to 2^-24 / (1 - b1) <= 20
+    # * 2^-24 relative to the largest m.
     check(updates, want, rtol=14 * 2.0**-23, atol=1e-2 * 20 * 2.0**-24)
     params = optax.apply_updates(params, want)
   check(state[0].nu.codes, their_state[0].nu, rtol=20 * 2.0**-23, atol=0)
@@ -190,7 +190,7 @@ def test_small_updates_of_bf16_parameters_do_not_vanish():
   np.testing.assert_array_equal(ours["b"], nearest["b"])
 
 
-def test_parameters_and_moments_draw_independent_words():
+def test_parameters_and_moments_use_independent_words():
   shape = (64, 1024)
   params = jnp.ones(shape, jnp.bfloat16)
   half = jnp.full(shape, 2.0**-8)  # Rounds up with probability 1/2.

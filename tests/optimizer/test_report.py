@@ -97,7 +97,7 @@ def test_state_bytes_of_any_state_are_divided_by_the_parameters():
   ):
     size = state_bytes(solver.init(params), shapes)
     assert size == (want, 4160, want / 4160)
-  # Masked parameters have no moments, so without `params` they do not count.
+  # Masked parameters have no moments, so they count only if `params` is passed.
   solver = optax.chain(
     optax.masked(coat_adamw(1e-3), {"w": True, "b": False}),
     optax.trace(0.9),

@@ -57,8 +57,8 @@ def quantize_mask(path, leaf):
 
 
 def where(mesh, names=tuple(LEAVES)):
-  # An explicit mesh has an entry for each axis. Elsewhere, jit leaves out None
-  # at the end. If specs follow these rules, nothing is compiled twice.
+  # On an explicit mesh, a spec has an entry for each axis. On others, jit drops
+  # trailing None. If specs follow these rules, nothing is compiled twice.
   def spec(name):
     shape, spec = LEAVES[name]
     if mesh.axis_types[0] == AxisType.Explicit:

@@ -172,8 +172,8 @@ def test_each_device_stores_its_share_of_low_bytes(kind):
       assert max(bytes_on_devices(optimizer.opt_state)) <= most
       assert state_bytes(optimizer.opt_state).bytes_per_param > 3.07
       low = optimizer.opt_state[1].low
-      # Each weight's byte is on one device; those of the bias are on all of
-      # fsdp.
+      # Each weight's byte is on one device. Bytes of the bias are replicated
+      # along fsdp.
       share = 2 * 512 * 1024 // DEVICES + 1024 // 2
       assert set(bytes_on_devices(low)) == {share}
       for name, names in (

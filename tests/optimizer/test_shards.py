@@ -87,7 +87,7 @@ def run(name, codec, dtype, mesh=None, **options):
     params, _ = jax.jit(split_weights)(params)
   first, second = (tree(seed, mesh, dtype) for seed in (1, 2))
   lowered = jax.jit(step_of(optimizer)).lower(params, state, first)
-  # It refuses arguments that are sharded differently from the first.
+  # The compiled step refuses arguments with other shardings than the first.
   step = lowered.compile()
   params, state = step(*step(params, state, first), second)
   return (params, state), step.as_text()

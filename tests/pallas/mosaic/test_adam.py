@@ -200,7 +200,7 @@ def check_awkward(name, interpret):
   groups = codec.groups
   for group, a, b in zip(groups, want[1], got[1], strict=True):
     decoded = [np.asarray(group.decode(x)) for x in (a, b)]
-    # Gradients whose squares would overflow are clipped.
+    # Gradients whose squares would overflow are clipped, so moments are finite.
     for x in decoded:
       assert np.all(np.isnan(x[bad])) and np.all(np.isfinite(x[~bad]))
     nan = np.isnan(decoded[0])
@@ -271,7 +271,7 @@ def test_kernel_rounding_is_unbiased(name):
   check_unbiased(name, 48, interpret=True)
 
 
-def test_kernel_draws_words_by_row_and_column():
+def test_kernel_uses_the_random_words_of_row_and_column():
   # Each value is halfway between two codes, so with other random words, half of
   # the values would be rounded differently.
   codec = CODECS["fp8"]

@@ -67,13 +67,15 @@ def oracle(q, k, v, dout, kind, mask):
   return vjp((dout.astype(jnp.float32), jnp.zeros_like(lse)))
 
 
-# Own tiles of both sizes, and rings that wrap around within a tile's visits.
+# These have both sizes of a program's own tile, 64 and 128, and so few stages
+# that a program reuses them while it visits tiles.
 SHARED = Tiles(Tile(128, 64, 3), Tile(128, 64, 2), Tile(64, 64, 3))
 SMALL = Tiles(Tile(128, 64, 3), Tile(128, 64, 2), Tile(128, 64, 3))
 LARGE = Tiles(Tile(128, 128, 2), Tile(128, 64, 3), Tile(64, 64, 4))
 
-# (kind, segments, heads, key heads, head size, length, tiles): all there is
-# together first, then one by one. A cap of 60 has a running maximum.
+# (kind, segments, heads, key heads, head size, length, tiles). The first case
+# combines all features, and most others test one at a time. A cap of 60 is so
+# large that the kernel needs a running maximum.
 CASES = [
   (AttentionKind(True, 77, 3.0, 0.5), "sorted", 2, 1, 64, 150, SHARED),
   (AttentionKind(False), None, 1, 1, 64, 203, LARGE),
@@ -116,10 +118,11 @@ def test_interpreted_kernels_match_the_softmax(
   exact = exact_attention(q, k, v, kind, segments)
   # Products of BF16 are exact in f32.
   assert_close(residuals.lse, exact[1], 2e-6)
-  # p and out are rounded to BF16, 2^-9 each: of sums of up to |v|.
+  # p and out are each rounded to BF16, with a relative error of 2^-9.
   assert_close(residuals.out, exact[0], 2.0**-7)
-  # In the backward p and ds, and with out delta. Of all three: a window of one
-  # key leaves rounding errors alone in dq and dk.
+  # The backward pass also rounds ds, and computes delta from the rounded out.
+  # Compare dq, dk and dv together, because with a window of one key, dq and dk
+  # contain only rounding errors.
   flat = lambda tree: np.concatenate([np.ravel(x) for x in tree])  # noqa: E731
   assert_close(flat(gradients), flat(want), 2.0**-6)
 
@@ -128,7 +131,7 @@ def test_interpreted_kernels_match_the_softmax(
 def test_f16_needs_a_maximum_even_with_a_cap():
   q, k, v, _ = arrays(1, 1, 128, 64, jnp.float16)
   kind = AttentionKind(soft_cap=40.0, scale=4.0)
-  # Scores reach 40, whose exponential is not an f16.
+  # Scores reach 40, and exp(40) overflows in f16.
   found = attention.attention_fwd(9 * q, k, v, kind=kind, interpret=True)
   out, lse = exact_attention(9 * q, k, v, kind)
   assert found.out.dtype == jnp.float16 and np.max(lse) > 39
@@ -144,7 +147,7 @@ def test_f16_needs_a_maximum_even_with_a_cap():
     (0, 64, jnp.bfloat16, "no empty axis"),
   ],
 )
-def test_attention_kernels_say_what_they_cannot_take(t, size, dtype, reason):
+def test_attention_kernels_refuse_unsupported_arguments(t, size, dtype, reason):
   q = jnp.zeros((1, t, 2, size), dtype)
   residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
   kind = AttentionKind(soft_cap=50.0)
@@ -171,11 +174,11 @@ def test_attention_kernels_need_as_many_queries_as_keys():
     (AttentionKind(window=7), True, "mosaic"),
   ],
 )
-def test_attention_is_a_kernel_where_cudnn_cannot(
+def test_attention_runs_on_mosaic_if_cudnn_cannot(
   kind, segmented, runs, monkeypatch
 ):
   monkeypatch.setattr(cudnn.fmha, "check_cudnn_version", lambda: 91000)
-  # No multiple of a tile.
+  # 100 is not a multiple of a tile.
   q, k, v, dout = arrays(4, 2, 100, 64)
   segments = jnp.zeros((B, 100), jnp.int32) if segmented else None
   residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
@@ -200,7 +203,7 @@ def test_attention_is_a_kernel_where_cudnn_cannot(
   [
     (AttentionKind(True, 300, 50.0, 0.07), "sorted", (4, 2), 256, 1024),
     (AttentionKind(soft_cap=50.0), None, (4, 2), 256, 1024),
-    # Rows that see nothing of the first tile.
+    # Some rows see nothing of the first tile.
     (AttentionKind(window=300), None, (4, 2), 256, 1024),
     (AttentionKind(), "sorted", (4, 2), 256, 1003),
     (AttentionKind(soft_cap=80.0), "any", (8, 2), 128, 1024),
@@ -224,7 +227,7 @@ def test_attention_kernels_on_a_gpu_match_definition(
     for how in (named("mosaic"), named("mosaic"), named("xla"))
   )
   assert_same_bits(found, again)
-  # As in the interpreter; sums of both sides are rounded here.
+  # See the interpreted test. Here, the sums of both sides are rounded too.
   assert_close(found[0].lse, want[0].lse, 1e-5)
   assert_close(found[0].out, want[0].out, 2.0**-7)
   assert_close(found[1], want[1], 2.0**-6)

@@ -12,7 +12,8 @@ from tests.ops.naive_attention import seen
 T = 96
 KINDS = [
   AttentionKind(False),
-  # Around a tile of 16, of 32 and of two of 32, and all of the sequence.
+  # Windows of about 16, 32 and 64 keys (tiles have 16 or 32), and the whole
+  # sequence.
   *(
     AttentionKind(window=window)
     for window in (1, 2, 15, 16, 17, 18, 31, 33, 34, 63, 65, 95, None)
@@ -21,10 +22,10 @@ KINDS = [
 
 
 def tiles_of(mask, rows, columns, of_queries):
-  """Returns which tiles of a mask are seen, and which are seen whole.
+  """Returns which tiles of a mask are partly seen, and which are fully seen.
 
-  Keys after the last one are not seen by queries. Nothing else after the end of
-  the sequence counts.
+  If rows are queries (`of_queries`), no query sees the keys after the last one,
+  so a tile that reaches past it is not fully seen. Other padding is ignored.
   """
   ends = [(0, -mask.shape[0] % rows), (0, -mask.shape[1] % columns)]
   shape = -(-mask.shape[0] // rows), rows, -1, columns
@@ -56,7 +57,7 @@ def test_visited_and_masked_tiles_are_those_of_the_mask(kind, length):
         visited = (others >= visits.first) & (others < visits.behind)
         unmasked = (others >= visits.whole) & (others < visits.edge)
         np.testing.assert_array_equal(visited, seen_tiles)
-        # Tiles that reach past the end may be masked without need.
+        # Tiles that reach past the end may be masked unnecessarily.
         assert not np.any(unmasked & ~whole_tiles)
         if length == T:
           np.testing.assert_array_equal(unmasked, whole_tiles)

@@ -88,7 +88,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, tile", quick(1, CASES))
-def test_interpreted_rows_times_weights(name, tile):
+def test_interpreted_kernel_multiplies_rows_by_weights(name, tile):
   x, g, w, sizes = arrays(name, d=256, f=128)
   wanted = by_hand(x, g, w, sizes)
   interpret_pallas_call.reset_gpu_interpret_mode_state()
@@ -105,7 +105,7 @@ def test_interpreted_rows_times_weights(name, tile):
 
 
 @pytest.mark.parametrize("name, tile", quick(1, CASES[: len(SIZES)]))
-def test_interpreted_gradients_of_weights(name, tile):
+def test_interpreted_kernel_computes_weight_gradients(name, tile):
   x, g, w, sizes = arrays(name, d=256, f=128)
   wanted = by_hand(x, g, w, sizes)
   interpret_pallas_call.reset_gpu_interpret_mode_state()
@@ -141,7 +141,7 @@ def in_16_bits(operands, dtype):
     ],
   ),
 )
-def test_interpreted_products_of_16_bits(name, tile, dtype):
+def test_interpreted_kernel_multiplies_16_bit_operands(name, tile, dtype):
   *operands, sizes = arrays(name, d=256, f=128)
   y, dx, dw = by_hand(*operands, sizes)
   x, g, w = in_16_bits(operands, dtype)
@@ -325,7 +325,7 @@ def test_kernel_is_the_product_on_a_gpu(tile):
   first = products(x, g, w, sizes)
   for found, wanted in zip(first, (y, dx, dw), strict=True):
     assert_is(found, wanted)
-  for _ in range(20):  # A race would show now and then.
+  for _ in range(20):  # A race would cause an error only now and then.
     again = products(x, g, w, sizes)
     jax.tree.map(np.testing.assert_array_equal, again, first)
 
@@ -361,6 +361,6 @@ def test_kernel_of_16_bits_is_the_product_on_a_gpu(dtype, tile):
   first = products(*args)
   for found, each in zip(first, wanted, strict=True):
     assert_is(found, each)
-  for _ in range(20):  # A race would show now and then.
+  for _ in range(20):  # A race would cause an error only now and then.
     again = products(*args)
     jax.tree.map(np.testing.assert_array_equal, again, first)

@@ -44,7 +44,8 @@ def check(shape, dtype, share, *, theta=None, own=False, **options):
     lambda *args: ops.join_heads_operand.definition(*args, has_sums=True)
   )(*arrays)
   found, sums = join_heads_operand(*arrays, has_sums=True, **options)
-  # XLA may round a product and a sum only once, so the largest may differ.
+  # XLA may round a product and a sum only once, so the largest value, which
+  # determines the scale, may differ.
   if share == 1:
     assert_same_operand(found, want)
   else:
@@ -63,8 +64,8 @@ def check(shape, dtype, share, *, theta=None, own=False, **options):
       np.asarray(found.columns, np.float32),
       np.asarray(found.rows, np.float32).reshape(-1, found.rows.shape[-1]).T,
     )
-  # m values are added in another order, where each addition rounds by 2^-24. A
-  # rotated value may be rounded to a neighbour in `dtype`.
+  # The kernel adds m values in another order, and each addition rounds by
+  # 2^-24. A rotated value may be rounded to a neighbour in `dtype`.
   magnitudes = sum(
     np.sum(np.abs(np.float64(x)), axis=(0, 1)).max() for x in arrays[:3]
   )

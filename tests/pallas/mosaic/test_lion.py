@@ -64,7 +64,10 @@ def numbers(step, grad_scale=0.5, **part):
 
 
 def terms(codec, p, g, stored):
-  """Returns the old parameter, the sum whose sign is the update, its terms."""
+  """Returns the old parameter and the sum whose sign is the update.
+
+  Also returns the sum of the magnitudes of its terms.
+  """
   [mu] = (np.asarray(x, np.float64) for x in steps.decode(codec, stored))
   g = 0.5 * np.asarray(g, np.float64)
   size = B1 * np.abs(mu) + (1 - B1) * np.abs(g)
@@ -90,7 +93,7 @@ def check(codec, args, want, got):
     error = np.abs(x - exact)[~undecided]
     limit = unit * (np.abs(exact) + np.abs(old) + RATE)[~undecided]
     assert np.all(error <= limit)
-  # Rounding differs only if the noise is that close.
+  # Stochastic rounding differs only if the noise is close to the threshold.
   if kind == jnp.bfloat16:
     assert np.mean((p != q)[~undecided]) < 0.02
   other, total, apart = differences(Mu(codec), want[1], got[1])

@@ -21,9 +21,9 @@ DRAWS = 512
   "name", ["coat", "coat_e5m2", "coat_e8m0", "log8", "fp8"]
 )
 def test_mean_over_evenly_spaced_noise_is_the_value(name):
-  # Rounding with n evenly spaced noises gives the value on average, up to
+  # Rounding with n evenly spaced noise values gives the value on average, up to
   # 1 / 2n of the gap between its neighbours. Averaged over 1024 values, the
-  # error is 2^-10 / 500 of a gap, which is at most 0.3 of a value (E5M2).
+  # error is 2^-10 / 500 of a gap, and a gap is at most 0.3 of a value (E5M2).
   codec = CODECS[name]
   moments = cases.moments(ptx.TILE)
   for i, (group, x) in enumerate(zip(codec.groups, moments, strict=True)):
@@ -42,7 +42,7 @@ def test_mean_over_evenly_spaced_noise_is_the_value(name):
     gap, size = codec_oracles.gap(group, x), np.abs(x)
     error = (means - x) * np.sign(x)
     # f32 adds an error of 2^-13 of a gap, as in `test_adam.check_unbiased`. The
-    # largest value of a group has no gap, but the error of decoding it.
+    # largest value of a group has no gap, but it has the error of decoding.
     limit = (0.5 / DRAWS + 2**-13) * gap + 2**-19 * size
     assert np.all(np.abs(error) < limit)
     assert abs(np.mean(error / (size + gap))) < 5e-6

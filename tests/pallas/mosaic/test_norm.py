@@ -53,8 +53,8 @@ def vectors(kind, n, dtype=F32):
 
 
 def inputs(shape, kind, dtype=BF16, group_size=16):
-  # Values are far from zero, so that a column that should be masked would
-  # change mean and variance.
+  # Values are far from zero, so that a column that the kernel forgets to mask
+  # changes mean and variance.
   x = jnp.asarray(cases.activations(shape) + 7, dtype)
   gamma, beta = vectors(kind, shape[-1])
   options = dict(kind=kind, eps=EPS, groups=Groups(group_size))

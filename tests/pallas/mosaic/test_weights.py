@@ -46,7 +46,7 @@ def check_units(got, want, old):
   A unit is the last of the 24 bits. Rounding errors of f32 may add to that.
   """
   apart = np.abs(units(got) - units(want))
-  # If a parameter is off by an ulp of f32, that is 1/256 of a unit.
+  # An ulp of f32, by which a parameter may be off, is only 1/256 of a unit.
   assert np.mean(apart != 0) < 0.02
   # Rounding errors of a GPU's quotient and root, of three products and a sum
   # are relative to the weight and its change, which may nearly cancel.
@@ -120,7 +120,7 @@ def test_kernel_supports_f32_gradients_of_bf16_weights():
 
 def test_split_and_join_match_the_definition():
   bits = every_end()
-  # Values to round are computed ones, so their NaNs are quiet.
+  # Only computed values are rounded, so their NaNs are quiet.
   quiet = (bits & 0x7FFFFFFF <= 0x7F800000) | (bits & 0x00400000 > 0)
   x = as_f32(bits[quiet])
   words = jnp.asarray(

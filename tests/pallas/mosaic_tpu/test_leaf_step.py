@@ -160,8 +160,8 @@ def test_linear_codes_differ_by_the_rounding_of_a_product():
     case.run(f)(*arrays) for f in (kernel, case.op.definition)
   )
   jax.tree.map(np.testing.assert_array_equal, stored, other)
-  # One fused product and sum changes p or the update by half an ulp; in all, by
-  # at most 2.
+  # One fused product and sum changes p or the update by half an ulp. All of
+  # them together change p by at most 2 ulp.
   np.testing.assert_array_max_ulp(np.asarray(p), np.asarray(want), 2)
 
 
@@ -249,7 +249,7 @@ def test_compiled_step_needs_no_temporary_memory(case, name):
   # not fill registers of 128 lanes.
   is_copied = name.startswith("v5p") and case.shape[-1] % 128**2
   assert memory.temp_size_in_bytes < 2**19 + (0.4 * size if is_copied else 0)
-  # In f32, parameter and gradient have 8 bytes per value, and the state 2.08.
+  # In f32, parameter and gradient take 8 bytes per value, and the state 2.08.
   bound = (10.3 if case.dtype == F32 else 6.3) + case.is_split
   assert memory.argument_size_in_bytes / size < bound
   assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1
