@@ -148,9 +148,8 @@ def test_states_of_other_optimizers_are_named():
 
 
 def test_quantize_mask_must_be_a_function():
-  choose = inspect.unwrap(
-    choose_leaves
-  )  # Call without beartype, which users do not have.
+  # Call without beartype, which users do not have.
+  choose = inspect.unwrap(choose_leaves)
   with pytest.raises(TypeError, match="must be a function .* got True"):
     choose("coat_adamw", tree(0), True)
 

@@ -94,9 +94,9 @@ def test_each_moment_rounds_with_its_own_words(count):
   decoded = decode((codec,) * count, stored)
   assert len(decoded) == count
   for a, b in zip(decoded, x, strict=True):
-    # The code of a group's smallest magnitude is 2.3 subnormal steps. With k = 1,
-    # the relative error of this magnitude is at most 1 / 2.3, and that of others
-    # is at most 1 / 8. Here k is larger.
+    # The code of a group's smallest magnitude is 2.3 subnormal steps. With
+    # k = 1, the relative error of this magnitude is at most 1 / 2.3, and that
+    # of others is at most 1 / 8. Here k is larger, so errors are smaller.
     np.testing.assert_allclose(a, b, rtol=1 / 2.3)
     assert np.quantile(np.abs(a - b) / np.abs(b), 0.99) < 1 / 8
 

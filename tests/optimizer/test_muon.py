@@ -149,15 +149,13 @@ def test_state_converts_to_optax_and_back():
   for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     assert x.dtype == y.dtype and x.shape == y.shape
     np.testing.assert_allclose(x, y, rtol=2**-22)  # Two roundings.
-  # The next update is the same.
+  # The next update, which is about 0.02, is the same.
   updates = [
     solver.update(params, state, params)[0]
     for solver, state in ((ours, state), (theirs, got))
   ]
   for x, y in zip(*map(jax.tree.leaves, updates), strict=True):
-    np.testing.assert_allclose(
-      x, y, atol=1e-6, rtol=0
-    )  # Updates are near 0.02.
+    np.testing.assert_allclose(x, y, atol=1e-6, rtol=0)
   like = jax.eval_shape(ours.init, params)
   back = from_plain_state(
     jax.tree.unflatten(jax.tree.structure(plain), jax.tree.leaves(got)),

@@ -51,12 +51,12 @@ def test_float32_codec_equals_optax_adamw(hyper):
     updates, state = update(grads, state, params)
     want, their_state = their_update(grads, their_state, params)
     # Only the order of operations differs: ours computes ((1 - b2) * g) * g
-    # instead of (1 - b2) * (g * g), and sqrt(v) / sqrt(c) instead of sqrt(v /
-    # c). The error of v is at most 1 ulp per step. After 20 steps it is 20 ulps
-    # of v, 10 of its root, and quotients and roots add 4: rtol is 14 * 2^-23.
-    # Terms of m may also cancel. Each step adds an error of half an ulp of the
-    # largest term, which then decays by b1. These sum to 2^-24 / (1 - b1) <= 20
-    # * 2^-24 relative to the largest m.
+    # instead of (1 - b2) * (g * g), and sqrt(v) / sqrt(c) instead of
+    # sqrt(v / c). The error of v is at most 1 ulp per step. After 20 steps it
+    # is 20 ulps of v, or 10 of its root. Quotients and roots add 4, so rtol is
+    # 14 * 2^-23. Terms of m may also cancel. Each step adds an error of half an
+    # ulp of the largest term, which then decays by b1. These errors sum to
+    # 2^-24 / (1 - b1) <= 20 * 2^-24 relative to the largest m.
     check(updates, want, rtol=14 * 2.0**-23, atol=1e-2 * 20 * 2.0**-24)
     params = optax.apply_updates(params, want)
   check(state[0].nu.codes, their_state[0].nu, rtol=20 * 2.0**-23, atol=0)
