@@ -71,12 +71,13 @@ def test_linear_products_of_a_decoder_layer_read_fp8_on_7x():
   compiled = tpu.compile_for_tpu("tpu7x:2x2x1", full, *specs)
   counted = tpu.products(compiled.as_text())
   del counted["bf16 * bf16"]  # These belong to attention.
-  # qkv, out, gate and up together, down; each has two in the backward pass.
+  # The weights qkv, out, gate_up and down have one product each in the forward
+  # pass, and two in the backward pass.
   assert counted == {"f8e4m3fn * f8e4m3fn": 4, "f8e4m3fn * f8e5m2": 8}
 
 
 @pytest.mark.tpu
-def test_a_sharded_step_needs_little_more_than_its_arguments():
+def test_sharded_step_needs_little_memory_beyond_its_arguments():
   config = ModelConfig(
     family="llama",
     num_layers=32,
@@ -97,7 +98,7 @@ def test_a_sharded_step_needs_little_more_than_its_arguments():
 
 
 def activation_specs(rows: int, width: int):
-  """Returns the shapes of dy, gate or up, and a scale."""
+  """Returns the shapes of dy, of gate (like up), and of a scale."""
   codes = jax.ShapeDtypeStruct((1, rows, width), E4M3)
   scales = jax.ShapeDtypeStruct((1, rows, width // 16), jnp.bfloat16)
   dy = jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)
@@ -106,7 +107,7 @@ def activation_specs(rows: int, width: int):
 
 
 # XLA copies dy, codes and results to another layout, but stores nothing in f32.
-# It fuses a reshape of 512 groups, but not of 688.
+# It does not fuse the reshape of a width of 11008, which has 688 groups.
 @pytest.mark.tpu
 @pytest.mark.parametrize("name", ["tpu7x:2x2x1", "v6e:2x2"])
 def test_a_gated_activation_stores_nothing_in_f32(name):

@@ -8,7 +8,7 @@ from studies import codec_race_table, stability, stability_figure
 from tests.docs.pages import DOCS, measured
 
 
-def test_difference_on_the_accuracy_page_equals_the_rows():
+def test_accuracy_page_shows_the_measured_difference():
   differences = losses.held_out_differences(
     losses.read_runs(), losses.BEST_RATE
   )
@@ -17,7 +17,7 @@ def test_difference_on_the_accuracy_page_equals_the_rows():
   assert shown in (DOCS / "accuracy.md").read_text()
 
 
-def test_differences_of_long_runs_equal_the_rows():
+def test_runs_page_shows_the_measured_differences_of_long_runs():
   runs = long.read_runs()
   shown = (DOCS / "runs.md").read_text()
   lean = "`lean`: BF16 weights, optimizer step in the backward pass"
@@ -48,7 +48,7 @@ def last(differences):
   return max(differences.items())
 
 
-def test_text_about_long_runs_equals_the_rows():
+def test_text_about_long_runs_agrees_with_measurements():
   runs = long.read_runs()
   shown = " ".join((DOCS / "runs.md").read_text().split())
   seeds = long.held_out_differences(runs[long.LATER], long.SECOND_SEED)
@@ -73,7 +73,7 @@ def test_text_about_long_runs_equals_the_rows():
   )
 
 
-def test_pairs_on_the_accuracy_page_equal_the_rows():
+def test_accuracy_page_shows_the_measured_pairs():
   runs = long.read_runs()
   pairs = [
     (long.bf16_run(runs[corpus], name), runs[corpus][name])
@@ -91,7 +91,7 @@ def test_pairs_on_the_accuracy_page_equal_the_rows():
     assert cells in (DOCS / "accuracy.md").read_text()
 
 
-def test_exact_matches_of_sums_equal_the_rows():
+def test_runs_page_shows_the_measured_scores_of_sums():
   found: dict[str, list[float]] = {}
   for row in measured("sums"):
     if row["case"]["steps"] == 600:
@@ -121,7 +121,7 @@ def test_page_shows_how_much_of_the_grid_was_run():
   assert said in " ".join((DOCS / "stability.md").read_text().split())
 
 
-def test_grid_of_the_larger_model_equals_the_rows():
+def test_pages_show_the_measured_grid_of_the_larger_model():
   found: dict[tuple[str, float], dict[int, float]] = {}
   for row in measured("stability"):
     case = row["case"]
@@ -156,7 +156,7 @@ def test_grid_of_the_larger_model_equals_the_rows():
         assert cells in (DOCS / "accuracy.md").read_text()
 
 
-def test_table_of_longer_races_equals_the_rows():
+def test_page_shows_the_measured_losses_of_longer_races():
   rows = measured("codec_race_1000")
   shown = (DOCS / "codec_race.md").read_text()
   assert codec_race_table.table(rows, "demo") in shown

@@ -38,7 +38,7 @@ def test_only_init_calls_quantize_mask():
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
-def test_integer_leaves_are_refused(dtype):
+def test_leaves_that_are_not_floating_are_refused(dtype):
   params = {"ok": jnp.ones(3), "deep": [jnp.ones((64, 64), dtype)]}
   with pytest.raises(
     TypeError, match=f"{jnp.dtype(dtype)} at 'deep/0'.*masked"
@@ -94,9 +94,9 @@ def test_each_moment_rounds_with_its_own_words(count):
   decoded = decode((codec,) * count, stored)
   assert len(decoded) == count
   for a, b in zip(decoded, x, strict=True):
-    # The code of a group's smallest magnitude is 2.3 subnormal steps. With
-    # k = 1, the relative error of this magnitude is at most 1 / 2.3, and that
-    # of others is at most 1 / 8. Here k is larger, so errors are smaller.
+    # Scaled, a group's smallest magnitude is 2.3 subnormal steps. If k were 1,
+    # its relative error would be at most 1 / 2.3, and that of nearly all other
+    # values at most 1 / 8. Here k is larger, so errors are smaller.
     np.testing.assert_allclose(a, b, rtol=1 / 2.3)
     assert np.quantile(np.abs(a - b) / np.abs(b), 0.99) < 1 / 8
 

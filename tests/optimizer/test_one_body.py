@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that leaves of one shape share a compiled function on a CPU.
+"""Tests that leaves of the same shape share a compiled function on a CPU.
 
-They do so only if no leaf can be sharded. Tests run on 8 devices, so they
-replace `shares_body`.
+Leaves share it only if none of them can be sharded. With the 8 devices of these
+tests, they could be, so the tests replace `shares_body`.
 """
 
 import jax

@@ -40,12 +40,14 @@ def test_resumed_and_uninterrupted_runs_have_equal_bits(
   out, whole = tmp_path / "out", tmp_path / "whole"
   assert run(out, *flags, **options) == 0
   shutil.copytree(out, whole)
-  shutil.rmtree(out / "checkpoints" / "8")  # As of a run that was killed.
+  # As if the run had been killed before it wrote this checkpoint.
+  shutil.rmtree(out / "checkpoints" / "8")
   assert run(out, *flags, "--resume", **options) == 0
   check_runs(out, whole)
   held_out = losses(out)
   assert held_out[8, "held_out_loss"] < held_out[4, "held_out_loss"]
-  # Their states are not converted, and nothing says that they can be.
+  # States of these optimizers cannot be converted to another codec, so the
+  # error must not suggest it.
   options |= dict(optim__codec="log8", steps=9)
   assert run(out, *flags, "--resume", **options) == 2
   errors = capsys.readouterr().err
@@ -58,11 +60,12 @@ def test_plan_counts_one_moment(optimizer):
     state = state_of(config(optimizer)).optimizer
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
-  # Small leaves are f32, tables of Muon AdamW's.
+  # This is not exactly half: small leaves are f32, and Muon leaves embeddings
+  # to AdamW.
   assert 0.45 < state_bytes(optimizer) / state_bytes("coat_adamw") < 0.95
 
 
-def test_presets_follow_the_optimizer_and_given_options_are_refused(
+def test_presets_adapt_to_the_optimizer_and_unused_options_are_refused(
   monkeypatch, capsys
 ):
   def only_read(read, load, words):
@@ -70,7 +73,8 @@ def test_presets_follow_the_optimizer_and_given_options_are_refused(
 
   monkeypatch.setattr(pretrain, "run_command", only_read)
   some = {name: PRESETS[name] for name in ("demo", "olmo_1b")}
-  monkeypatch.setattr(pretrain, "PRESETS", some)  # tyro reads each of them.
+  # tyro parses every preset, which takes long.
+  monkeypatch.setattr(pretrain, "PRESETS", some)
 
   def read(*words):
     return pretrain.main(words)
@@ -111,16 +115,16 @@ def test_the_same_leaves_decay_whatever_the_optimizer_is(optimizer):
   state = tx.init(params)
   new, new_state = tx.apply(zeros, state, params)
   assert jax.tree.structure(new_state) == jax.tree.structure(state)
-  # 1 - 0.5 * 0.1: gradients of zero move nothing.
   means = [float(jnp.mean(x)) for x in jax.tree.leaves(new)]
   got = dict(zip(step.leaf_names(new), means, strict=True))
   decayed = {"head", "layers/mlp/up/kernel"}
   assert {k for k, x in got.items() if x != 1} == decayed
+  # Gradients are zero, so weights only decay, to 1 - 0.5 * 0.1.
   assert [got[k] for k in decayed] == pytest.approx([0.95, 0.95])
 
 
 def test_muon_steps_as_optax_does_with_clipped_gradients():
-  # Muon moves alike whatever the gradient's size is, but for eps.
+  # Muon's update depends on the scale of the gradient only because of eps.
   rate, eps = 0.5, 0.05
   muon = config("coat_muon")
   optim = dataclasses.replace(

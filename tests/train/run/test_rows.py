@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of metrics.jsonl that are not JSON do not hide the others."""
+"""Tests that bad lines of metrics.jsonl are skipped."""
 
 import json
 
@@ -19,7 +19,7 @@ NONSENSE = {
   "a loss without a step": b'{"loss": 2.0}',
   "a list": b"[2.0]",
   "null": b"null",
-  "no JSON": b'{"step": 5, "los',
+  "truncated JSON": b'{"step": 5, "los',
   "not UTF-8": b'{"step": 5, "loss": "\xff"}',
   "words for a step": b'{"step": "five", "loss": 2.0}',
 }
@@ -30,7 +30,7 @@ def write(path, *lines):
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_nonsense_is_left_out(name, tmp_path):
+def test_bad_line_is_skipped(name, tmp_path):
   path = tmp_path / "metrics.jsonl"
   lines = [json.dumps(row).encode() for row in GOOD]
   lines.insert(2, NONSENSE[name])
@@ -38,7 +38,7 @@ def test_nonsense_is_left_out(name, tmp_path):
   assert list(read_metrics(path)) == GOOD
 
 
-def test_null_values_are_left_out(tmp_path):
+def test_null_values_are_skipped(tmp_path):
   path = tmp_path / "metrics.jsonl"
   write(path, b'{"step": 5, "loss": null, "lr": 0.5}')
   assert list(read_metrics(path)) == [dict(step=5, lr=0.5)]
@@ -46,7 +46,7 @@ def test_null_values_are_left_out(tmp_path):
 
 
 def test_table_and_figures_show_the_rest(runs, capsys, monkeypatch):  # noqa: F811
-  monkeypatch.undo()  # The picture is drawn here.
+  monkeypatch.undo()  # The fixture replaced what draws the figure.
   folder = RunDirectory(runs[1].out)
   lines = folder.metrics.read_bytes().splitlines()
   held_out = [line for line in lines if b"held_out_loss" not in line]
@@ -61,7 +61,7 @@ def test_table_and_figures_show_the_rest(runs, capsys, monkeypatch):  # noqa: F8
   assert capsys.readouterr().out.strip() == str(folder.plot)
 
 
-def test_run_without_a_line_is_not_drawn(runs, capsys):  # noqa: F811
+def test_run_without_valid_lines_is_not_plotted(runs, capsys):  # noqa: F811
   folder = RunDirectory(runs[1].out)
   folder.write_description(describe(runs[1], numbered(1000)))
   write(folder.metrics, *NONSENSE.values())
