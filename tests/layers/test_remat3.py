@@ -16,7 +16,7 @@ from tests.docs.pages import ROOT
 
 PROGRAM = """
 from tests.layers import test_remat as tests
-tests.test_codes_and_scales_are_kept_and_other_arguments()
+tests.test_saved_arrays_are_codes_scales_and_other_arguments()
 tests.test_block_inputs_include_those_of_post_norms("rms")
 """
 # Before 0.11.2, JAX cannot name the arrays that a custom gradient saves.
