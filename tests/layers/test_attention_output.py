@@ -28,7 +28,7 @@ RECIPES = {
   "fp8": recipes.coat(attention="fp8"),
 }
 OPTIONS = dict(window=3, soft_cap=0.8, scale=0.7)
-# Two documents, padding, ids that occur again later, and a single document.
+# The rows have two documents, padding, ids that recur, and a single document.
 ROWS = [[0] * 5 + [1] * 7, [3] * 10 + [-1] * 2, [0, 1] * 6, [7] * 12]
 SEGMENTS = np.array(2 * ROWS, np.int32)
 

@@ -2,7 +2,7 @@
 """Tests what `jax.checkpoint` saves with the option jax_remat3.
 
 JAX 0.11.2 reads the option jax_custom_vjp3 when coat_jax is imported, so each
-test starts a new process. It calls tests that also run without the options.
+test starts a new process. The process runs two tests of `test_remat`.
 """
 
 import os

@@ -88,7 +88,7 @@ CONFIGS = {
 
 
 def build(config, recipe, *, dtype="float32", mesh=None):
-  """Builds a decoder with random weights in any recipe."""
+  """Builds a decoder with the same random weights in every recipe."""
   graph, params = nnx.split(
     nnx.eval_shape(
       lambda: Decoder(config, recipe, dtype=dtype, rngs=nnx.Rngs(0))
