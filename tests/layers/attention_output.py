@@ -22,23 +22,23 @@ from coat_jax.layers.self_attention import SelfAttention
 from coat_jax.mesh import own_heads, run_whole, spec_of, tokens
 from coat_jax.ops import AttentionKind
 
-# Clips nothing; with it the middle also returns gradients before rounding.
+# Clips nothing, but makes the middle return gradients before rounding, too.
 LIMIT = 1e30
 
 
 def heads_middle(num_heads, num_kv_heads, kind):
-  """Attention without RoPE that returns unrounded gradients."""
+  """Makes attention without RoPE that returns unrounded gradients."""
   return SelfAttention(Heads(num_heads, num_kv_heads, None), kind, LIMIT)
 
 
 def forward(middle, heads, inputs, recipe):
-  """The middle's result for q, k and v."""
+  """Computes the middle's result for q, k and v."""
   h = ops.join_heads(*heads, None, None)
   return middle.forward(h, None, inputs, recipe)
 
 
 def split(middle, gradient, recipe):
-  """dq, dk and dv from the middle's gradient."""
+  """Splits the middle's gradient into dq, dk and dv."""
   n, k, _ = middle.heads.of_device(recipe.axes)
   return ops.split_heads(
     gradient.values, None, None, num_heads=n, num_kv_heads=k
@@ -73,7 +73,7 @@ _attention_output = rule(_fwd, _bwd, _specs, reads=(3,))
 def attention_output(
   x, q, k, v, w, bias=None, *, segments=None, recipe, **options
 ):
-  """Computes x + attention(q, k, v) w + bias; `AttentionKind` has options."""
+  """Computes x + attention(q, k, v) w + bias; options: `AttentionKind`."""
   if recipe.nonlinear == "fp8":
     middle = heads_middle(q.shape[2], k.shape[2], AttentionKind(**options))
     static = BlockStatic(middle, None, 0.0, True, None)

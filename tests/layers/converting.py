@@ -22,7 +22,7 @@ class FeedForward(nnx.Module):
 
   def __init__(self, *, dtype=None, activation=nnx.silu, rngs):
     linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype)
-    # Names and order of attributes do not match the calls.
+    # `convert` must not rely on the names or the order of attributes.
     self.down = linear(F, D, rngs=rngs)
     self.a = linear(D, F, rngs=rngs)
     self.b = linear(D, F, rngs=rngs)
@@ -103,7 +103,7 @@ class Transformer(nnx.Module):
 
 
 class Stranger(nnx.Module):
-  """A model with modules in lists and dicts, scanned and shared modules."""
+  """A model with modules in lists and dicts, and shared and stacked modules."""
 
   def __init__(self, *, rngs):
     shared = nnx.Linear(D, D, rngs=rngs)
@@ -150,7 +150,7 @@ def activations(*shape):
 
 
 def relative(got, want):
-  """Returns the norm of the error divided by the norm."""
+  """Returns the norm of the error divided by the norm of `want`."""
   got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
   return np.linalg.norm(got - want) / np.linalg.norm(want)
 

@@ -64,7 +64,7 @@ def rounded(x, dtype):
 
 
 def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8):
-  """Computes x w + bias with quantized operands and gradients, for any w.
+  """Computes x w + bias with quantized operands and gradients; w is [D, ...].
 
   The result is rounded to `dtype`, unless there is a bias.
   """
@@ -156,7 +156,7 @@ def attention(q, k, v, kind=CAUSAL, segments=None):
 
 
 def attention_output(x, q, k, v, w, bias, kept, kind=CAUSAL, ids=None):
-  """Computes x + attention(q, k, v) w + bias; q, k, v are saved in `kept`."""
+  """Computes x + attention(q, k, v) w + bias; q, k, v are in format `kept`."""
   keep = per_group if kept == "fp8" else _as_is
   out = attention(keep(q), keep(k), keep(v), kind, ids)
   return x + linear(out.reshape(*x.shape[:2], -1), w, bias)

@@ -28,7 +28,7 @@ from tests.matrices import quick
 TAKEN = {*BlockOptions.__annotations__}
 TAKEN |= {"dtype", "param_dtype", "use_bias", "use_scale", "epsilon"}
 TAKEN |= {"num_kv_heads"}
-# Arguments that are positional in ours, or have another name.
+# Arguments that are positional in our modules, or have another name there.
 SIZES = {"self", "rngs", "num_features", "num_heads"}
 
 
@@ -74,7 +74,7 @@ def test_misspelled_argument_is_a_type_error(name):
     make(name, presicion="high")
 
 
-def test_norm_linear_has_no_second_product():
+def test_norm_linear_refuses_out_kernel_init():
   with pytest.raises(TypeError, match="unexpected .* 'out_kernel_init'"):
     make("NormLinear", out_kernel_init=INIT)
 
@@ -253,7 +253,7 @@ def test_attention_in_f32_without_fp8_matches_flax():
   theirs = nnx.MultiHeadAttention(
     n, D, num_kv_heads=k, use_bias=False, decode=False, rngs=nnx.Rngs(1)
   )
-  # Columns are ordered by key head: its queries, then key and value.
+  # For each key head, columns are those of its queries, its key and its value.
   columns = ours.qkv.linear.kernel[...].reshape(D, k, n // k + 2, h)
   theirs.query.kernel[...] = columns[:, :, : n // k].reshape(D, n, h)
   theirs.key.kernel[...] = columns[:, :, -2]

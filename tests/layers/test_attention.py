@@ -49,7 +49,8 @@ def test_output_block_equals_attention_then_linear(kept, has_bias):
   args[5] = args[5] if has_bias else None
   y, gradients = layer(args, dy, RECIPES[kept])
   want, want_gradients = oracle(args, dy, kept)
-  # The two formulas of softmax may round a code of the output differently.
+  # Layer and oracle compute softmax by different formulas, so they may round a
+  # code of the output differently.
   assert_close(y, want)
   assert_close(gradients, want_gradients)
 
@@ -155,7 +156,7 @@ def test_clipping_passes_gradients_of_unclipped_values():
 
     return jit(jax.value_and_grad(total))(params, case()[0])
 
-  # `by_hand` clips with `jnp.clip`.
+  # JAX computes the gradient of `jnp.clip` in `by_hand`.
   assert_close(gradient_of(lambda m, x: m(x)), gradient_of(by_hand.__wrapped__))
 
 
@@ -170,7 +171,7 @@ def test_module_accepts_any_leading_axes():
 def test_module_attends_only_to_the_past():
   m = module(dtype=jnp.float32)
   x = case()[0]
-  later = x.at[:, 4:].multiply(-1)  # The amax is equal, and so are scales.
+  later = x.at[:, 4:].multiply(-1)  # Signs change no amax and no scale.
   y, y_later = run(m, x), run(m, later)
   assert_same_bits(y[:, :4], y_later[:, :4])
   assert jnp.any(y[:, 4:] != y_later[:, 4:])

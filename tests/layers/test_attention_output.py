@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests attention's windows, soft caps, scales and segments, and on meshes."""
+"""Tests attention with windows, soft caps, scales and segments."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ RECIPES = {
   "fp8": recipes.coat(attention="fp8"),
 }
 OPTIONS = dict(window=3, soft_cap=0.8, scale=0.7)
-# Two documents, padding, ids that occur again later, and a single document.
+# The rows have two documents, padding, ids that recur, and a single document.
 ROWS = [[0] * 5 + [1] * 7, [3] * 10 + [-1] * 2, [0, 1] * 6, [7] * 12]
 SEGMENTS = np.array(2 * ROWS, np.int32)
 
@@ -71,7 +71,7 @@ CHOICES = quick(
 
 
 @pytest.mark.parametrize("options", CHOICES, ids=str)
-def test_dot_product_attention_with_every_option(options):
+def test_every_option_of_dot_product_attention_matches_the_formula(options):
   _, q, k, v, *_ = case()
   kind = AttentionKind(**options)
   found = attend((q, k, v), SEGMENTS, jnp.sin(q), options=items(options))
@@ -87,7 +87,7 @@ def test_dot_product_attention_with_every_option(options):
 
 @pytest.mark.parametrize("kept", ["bf16", "fp8"])
 @pytest.mark.parametrize("options", CHOICES, ids=str)
-def test_attention_output_with_every_option(options, kept):
+def test_every_option_of_attention_output_matches_the_formula(options, kept):
   *args, dy = case()
   recipe = recipes.coat(attention=kept)
   found = layer(args, SEGMENTS, dy, recipe, items(options))
@@ -103,7 +103,7 @@ def test_attention_output_with_every_option(options, kept):
     y, vjp = jax.vjp(f, *args)
     return y, vjp(dy)
 
-  # As without options, a code of the output may be rounded differently.
+  # As in test_attention, a code of the output may be rounded differently.
   assert_close(found, oracle(*args))
 
 
@@ -147,7 +147,7 @@ def on_mesh(sizes, kind, recipe):
 
 
 @pytest.mark.parametrize("sizes, kind", quick(1, MESHES))
-def test_segments_on_a_mesh(sizes, kind):
+def test_attention_on_a_mesh_matches_one_device_with_segments(sizes, kind):
   _, q, k, v, *_ = case()
   args = (q, k, v), jnp.asarray(SEGMENTS), jnp.sin(q)
   options = items(OPTIONS)
@@ -159,12 +159,12 @@ def test_segments_on_a_mesh(sizes, kind):
 
 
 @pytest.mark.parametrize("sizes, kind", quick(1, MESHES[::-1]))
-def test_attention_output_with_segments_on_a_mesh(sizes, kind):
+def test_output_block_on_a_mesh_matches_one_device_with_segments(sizes, kind):
   *args, dy = case()
   args, options = (args, jnp.asarray(SEGMENTS), dy), items(OPTIONS)
   wanted = layer(*args, RECIPES["fp8"], options)
   mesh, recipe, put = on_mesh(sizes, kind, RECIPES["fp8"])
   with jax.set_mesh(mesh):
     found = layer(*put(args), recipe, options)
-  # Codes are those of one device, but sums over 96 tokens have another order.
+  # Codes match, but sums over 96 tokens are computed in another order.
   assert_close(found, wanted, 1e-5)

@@ -63,7 +63,8 @@ def assert_is(codes, scale, x, height, width, dtype=ml_dtypes.float8_e4m3fn):
 def test_operands_match_numpy():
   x, w = scaled_case((T, D)), scaled_case((D, F), seed=1)
   x[3, :BLOCK] = 0
-  # Include the largest code exactly, and the next larger value.
+  # Include 448 * 2^-3, which is exactly the largest code, and the next larger
+  # value.
   x[4, :BLOCK] = 448 * 2.0**-3 * (np.arange(BLOCK) == 5)
   x[5, :BLOCK] = np.nextafter(np.float32(56), np.float32(99))
   operand = jit(lambda x: Blocks().quantize(x, layout="both"))(x)
@@ -77,7 +78,7 @@ def test_operands_match_numpy():
   assert_is(tiles.columns, tiles.scale.columns, w.T, *of_tiles)
 
 
-def test_columns_of_saved_rows_match_those_of_their_values():
+def test_columns_from_saved_rows_are_quantized_from_their_values():
   x = scaled_case((T, D))
   rows = jit(Blocks().quantize)(x)
   turned = jit(Blocks().turn)(rows)
@@ -85,7 +86,7 @@ def test_columns_of_saved_rows_match_those_of_their_values():
   assert_is(
     turned.columns, turned.scale.columns, np.float32(values.T), 1, BLOCK
   )
-  # Only values far below a block's largest are rounded twice.
+  # Quantizing again changes only values far below the largest of a block.
   _, again, scale = quantized(np.float32(values.T), 1, BLOCK)
   again, scale = again.T, np.repeat(scale, BLOCK, axis=1)[:, :T].T
   near = np.abs(values) >= 2.0**-6 * scale
@@ -120,7 +121,7 @@ def test_matmuls_of_tensor_and_block_scaled_operands_are_refused():
 
 
 @pytest.mark.parametrize("nonlinear", quick(1, ["fp8", "bf16"]))
-def test_linear_matches_the_matmuls_of_its_operands(nonlinear):
+def test_linear_matches_the_matmuls_of_quantized_operands(nonlinear):
   x, w, dy = (scaled_case(s, i) for i, s in enumerate(((T, D), (D, F), (T, F))))
   recipe = dataclasses.replace(recipes.fp8_block(), nonlinear=nonlinear)
 
@@ -201,7 +202,7 @@ def test_blocks_are_near_bf16(block, recipe):
 
 
 @pytest.mark.slow
-def test_weight_caches_change_nothing():
+def test_weight_caches_change_no_result():
   got = [
     value_and_gradients(
       lambda **how: NormLinear(D, D, **how),

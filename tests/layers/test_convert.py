@@ -98,7 +98,7 @@ def test_converting_twice_changes_nothing():
   ]
 
 
-def test_parameters_of_layers_that_users_stacked_are_kept():
+def test_layers_that_users_stacked_are_kept():
   @nnx.vmap(in_axes=0, out_axes=1)
   def stack(rngs):
     return nnx.Linear(D, F, rngs=rngs)
@@ -110,7 +110,7 @@ def test_parameters_of_layers_that_users_stacked_are_kept():
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_modes_reach_converted_layers(name):
+def test_train_and_eval_reach_converted_layers(name):
   recipe = recipes.coat(evaluation="bf16")
   model, new, _, x = converted(name, has_blocks=True, recipe=recipe)
   new.eval()
@@ -125,7 +125,7 @@ def test_modes_reach_converted_layers(name):
 @pytest.mark.parametrize("name, has_blocks", CASES)
 def test_outputs_without_fp8_match_the_model(name, has_blocks):
   model, new, _, x = converted(name, has_blocks, recipes.bf16())
-  # In a few layers, f32 sums of at most F products have another order.
+  # Only the order of f32 sums of at most F products differs, in a few layers.
   assert_close(run(new, x), run(model, x), 1e-5)
 
 
@@ -134,9 +134,9 @@ def test_outputs_in_fp8_are_close(name, has_blocks):
   model, new, _, x = converted(name, has_blocks)
   error = relative(run(new, x), run(model, x))
   # E4M3 rounds a value by 2^-5 of its magnitude on average, so a product of two
-  # values has an error of sqrt(2) 2^-5. About 10 matmuls and norms follow one
-  # another: sqrt(10) sqrt(2) 2^-5 = 0.14. Without rounding the error would be
-  # 0.
+  # values has an error of sqrt(2) * 2^-5. About 10 matmuls and norms follow one
+  # another, which adds up to sqrt(10) * sqrt(2) * 2^-5 = 0.14. An error near 0
+  # would mean that nothing was rounded.
   assert 1e-3 < error < 0.14
 
 
@@ -158,7 +158,8 @@ def test_gradients_flow_to_all_parameters(name, has_blocks):
   want = dict(nnx.to_flat_state(gradients(model, x)))
   assert got.keys() == want.keys()
   for path, gradient in got.items():
-    # Twice the bound of outputs, because E5M2 has one bit less.
+    # The backward pass adds twice the error of the forward pass, because E5M2
+    # has one bit less.
     assert relative(gradient[...], want[path][...]) < 3 * 0.14, path
 
 

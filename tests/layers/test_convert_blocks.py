@@ -99,7 +99,7 @@ def test_blocks_in_containers_and_used_twice_are_found():
 
 
 class Heads(nnx.Module):
-  """A matmul with two axes of columns, which no block has."""
+  """A norm and a matmul with two axes of columns, which is not a block."""
 
   def __init__(self, *, rngs):
     self.norm = nnx.RMSNorm(D, rngs=rngs)
@@ -164,7 +164,7 @@ def test_modules_that_compute_something_else_are_kept(why):
   assert report.matmuls_only == ("Refused",)
 
 
-def test_without_the_difference_it_is_a_block():
+def test_module_without_the_difference_becomes_a_block():
   new, _ = convert(Refused("", rngs=nnx.Rngs(0)), blocks={Refused: layers.MLP})
   assert type(new) is FusedBlock
 
@@ -177,7 +177,7 @@ def test_dropout_at_rate_zero_is_allowed():
   assert flat_state(new).keys() == flat_state(model).keys()
 
 
-def test_attribute_without_hash_is_kept():
+def test_unhashable_attribute_is_kept():
   model = Refused("", rngs=nnx.Rngs(0))
   model.sizes = {"hidden": F}
   new, _ = convert(model, blocks={Refused: layers.MLP})
@@ -251,7 +251,7 @@ def test_norm_with_the_accurate_variance_is_replaced():
   assert type(new) is layers.LayerNorm
 
 
-def test_report_counts():
+def test_report_counts_replaced_modules():
   _, _, report, _ = converted("transformer", has_blocks=True)
   text = str(report)
   assert "4 Linear, 2 MLP, 1 NormLinear, 4 RMSNorm" in text
@@ -290,13 +290,13 @@ def test_separate_gate_and_up_save_the_same_as_fused_ones():
   model = FeedForward(**BF16, rngs=nnx.Rngs(0))
   _, report = convert(model, blocks={FeedForward: layers.MLP}, inputs=(SHAPE,))
   ours = layers.MLP(D, F, norm=None, add_input=False, rngs=nnx.Rngs(0))
-  # Leave out scales of whole tensors, which are computed again.
+  # Scales of whole tensors may differ, because they are computed again.
   assert report.saved_after == pytest.approx(
     saved_bytes(ours, (SHAPE,)), abs=64
   )
 
 
-def test_joined_gate_and_up_are_not_saved():
+def test_concatenated_gate_and_up_are_not_saved():
   model = FeedForward(**BF16, rngs=nnx.Rngs(0))
   new, _ = convert(model, blocks={FeedForward: layers.MLP})
   graph, params = nnx.split(new)
@@ -324,7 +324,7 @@ def test_separate_gate_and_up_compute_no_matmul_twice():
   )
 
 
-def test_count_is_that_of_the_shapes():
+def test_saved_bytes_follow_from_the_shapes():
   rows = SHAPE.shape[0] * SHAPE.shape[1]
   linear = nnx.Linear(D, F, use_bias=False, **BF16, rngs=nnx.Rngs(0))
   _, report = convert(linear, inputs=(SHAPE,))
@@ -332,7 +332,7 @@ def test_count_is_that_of_the_shapes():
   # These are codes, the scale of x, and the scale of the weight.
   assert rows * D < report.saved_after <= rows * D + 8
   new, _ = convert(linear)
-  # The backward pass of the whole program saves the same.
+  # `jax.vjp` of the converted layer saves as many codes.
   graph, params = nnx.split(new)
   x = jnp.ones(SHAPE.shape, SHAPE.dtype)
   kept = jax.tree.leaves(jax.vjp(lambda p: nnx.merge(graph, p)(x), params)[1])

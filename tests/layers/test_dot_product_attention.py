@@ -2,10 +2,10 @@
 """Compares gradients of attention with f32 attention at the saved values.
 
 A softmax does not change if the same number is added to all scores of a row, so
-the gradients of a row's scores sum to 0. Adding one vector to all keys adds
-such numbers. Therefore the sum of dk over keys is 0, and so is the gradient of
-a bias of k. If the backward pass used another output than the forward pass,
-this would be the first to fail.
+the gradients of a row's scores sum to 0. Adding one vector to all keys adds the
+same number to all scores of a row. Therefore the sum of dk over keys is 0, and
+so is the gradient of a bias of k. It would not be 0 if the backward pass used
+another output than the forward pass.
 """
 
 import functools

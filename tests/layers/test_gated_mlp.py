@@ -169,8 +169,8 @@ def test_gated_mlp_with_a_post_norm_in_bfloat16():
   assert_close((dw.back.gamma, dw.back.beta), want_dw.back[2:4])
   assert_close(dw.back.bias, want_dw.back.bias, 2.0**-8)
   # The gradients of the matmul's output and of its input are rounded to BF16
-  # before E5M2. Each of these changes a share of about 2^-9 / 2^-3 of codes, by
-  # at most 2^-2. This is 2^-5 of the norm for each, and 4.4 % together.
+  # before E5M2. Each rounding changes about 2^-9 / 2^-3 of the codes by at most
+  # 2^-2, which is 2^-5 of the norm. Together they change 4.4 % of it.
   for got, exact in zip(
     jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
   ):
@@ -188,9 +188,9 @@ def test_gated_mlp_in_bfloat16(residuals):
   assert dx.dtype == jnp.bfloat16
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(dw))
   want_dx, want_dw = want_gradients
-  # The matmul's gradient is rounded to BF16, which changes a share of about
-  # 2^-9 / 2^-3 of the E5M2 codes of dgate and dup, by at most 2^-2. This
-  # affects dx and the front's weights, but not the back's.
+  # The matmul's gradient is rounded to BF16, which changes about 2^-9 / 2^-3 of
+  # the E5M2 codes of dgate and dup by at most 2^-2. This affects dx and the
+  # front's weights, but not the back's.
   assert_close(dw.back, want_dw.back)
   for got, exact in zip(
     jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
@@ -211,7 +211,7 @@ def test_gated_mlp_residuals_differ_only_in_rounding_silu():
     layer(x, weights, dy, "rms", 1e-5, recipe) for recipe in RECIPES.values()
   )
   assert_close(kept, recomputed, 1e-6)
-  # Other values have the error of one more quantization, 2.6 % of the product.
+  # For other gates, SiLU is rounded once more: by 2.6 % of the product.
   x, weights, dy = case((2, 6))
   kept, recomputed = (
     layer(x, weights, dy, "rms", 1e-5, recipe)[0] for recipe in RECIPES.values()

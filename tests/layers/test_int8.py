@@ -86,7 +86,7 @@ def test_block_matches_the_gradients_at_its_codes(residuals):
 
 
 @pytest.mark.slow
-def test_a_layer_saves_as_many_bytes_as_coat_in_integers():
+def test_layer_saves_the_same_arrays_as_coat_but_integers():
   coat, int8 = (
     kinds(a for a, _ in residual_arrays(CONFIG, recipe, tokens=T))
     for recipe in (recipes.coat(attention="fp8"), recipes.int8(attention="fp8"))
@@ -114,7 +114,7 @@ def dot_dtypes(jaxpr):
 
 @pytest.mark.slow
 def test_on_a_gpu_matmuls_are_integer_and_no_kernel_runs():
-  # The shapes are ones that the kernels of recipe coat support.
+  # The kernels of recipe coat support these shapes.
   x = jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16)
   f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   weights = BlockWeights(

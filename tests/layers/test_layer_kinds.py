@@ -62,7 +62,7 @@ def test_scanned_layers_of_two_kinds_match_separate_ones(recipe, qk_norm):
   order = [0, 1, 0]
   options = dict(rope_theta=THETAS, rope_scaling=SCALINGS, window=WINDOWS)
   shared = dict(soft_cap=5.0, qk_norm=qk_norm)
-  # All kinds have the same random weights.
+  # Each separate layer has only the options of its kind.
   alone = [
     build(i, recipe, **shared, **{name: x[kind] for name, x in options.items()})
     for i, kind in enumerate(order)
@@ -92,8 +92,8 @@ def test_scanned_layers_of_two_kinds_match_separate_ones(recipe, qk_norm):
   x, dy = arrays(1, 2)
   want, (dparams, dx) = results(one_by_one)(params, x, dy)
   found = results(scanned)(stacked(params), x, dy)
-  # Angles are products with another constant, so cos and sin may be off by an
-  # ulp.
+  # The two programs compute angles from different constants, so cos and sin may
+  # differ by an ulp.
   assert_close(found, (want, (stacked(dparams), dx)), 5e-5)
 
 
@@ -145,7 +145,7 @@ def test_scalings_reach_rope():
     positions = 2 * jnp.arange(T, dtype=jnp.int32)
     run = jit(lambda m, x, positions: m(x, positions))
     ys.append((run(m, x, positions), run(m, x, positions // 2)))
-  # The frequencies are divided by two, as the positions are.
+  # Dividing frequencies by two has the same effect as dividing positions.
   assert_close(ys[1][0], ys[0][1], 1e-6)
   for others in (ys[0][0], ys[1][0]):
     assert jnp.max(jnp.abs(ys[2][0] - others)) > 1e-3
@@ -208,7 +208,7 @@ def test_unknown_norms_of_q_and_k_are_refused():
     Unchecked(D, 4, qk_norm="rows", rngs=nnx.Rngs(0))
 
 
-def test_switch_saves_no_more():
+def test_switch_between_kinds_saves_no_more_arrays():
   def saved(kind=None, **options):
     m = nnx.eval_shape(
       lambda: build(0, recipes.coat(), qk_norm="head", **options)
@@ -223,5 +223,5 @@ def test_switch_saves_no_more():
     return sorted((str(a.dtype), a.shape) for a in found)
 
   found = saved(jnp.int32(0), window=WINDOWS, rope_theta=THETAS)
-  # It saves the number of the kind too, and everything else once.
+  # The number of the kind is saved too. Everything else is saved only once.
   assert found == sorted([*saved(window=3), ("int32", ())])

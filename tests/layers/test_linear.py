@@ -97,8 +97,8 @@ def test_vmap_gives_each_example_its_own_scales():
   got, alone = jit(jax.vmap(run))(x, stacked), jit(run)
   one_by_one = jnp.stack([alone(x[i], stacked[i]) for i in range(3)])
   assert_close(got, one_by_one, 1e-6)
-  # With one scale for all, the smallest would become 0: it is 1e-6 of the
-  # largest.
+  # With one scale for all examples, the smallest, which is 1e-6 of the largest,
+  # would become 0.
   assert_close(got[2], one_by_one[2], 1e-6)
 
 
@@ -120,8 +120,8 @@ def test_linear_replaces_nnx_linear():
   x = case((2, 6))[0].astype(jnp.bfloat16)
   y = ours(x)
   assert y.dtype == jnp.bfloat16
-  # Each of two operands is off by at most 2^-4 of each value, with an RMS of
-  # 2.6 %. Together they are off by 4 %.
+  # Rounding changes each value of both operands by at most 2^-4, and by 2.6 %
+  # RMS. Together this is 4 %.
   error = jnp.linalg.norm(y.astype(jnp.float32) - theirs(x))
   assert error < 0.06 * jnp.linalg.norm(theirs(x))
   without = Linear(24, (2, 20), use_bias=False, rngs=nnx.Rngs(3))

@@ -160,7 +160,7 @@ def test_mlp_runs_the_kernels():
     return y, vjp(dy)
 
   text = lowered_for_h200(gradients, params, x, x)
-  # A Mosaic GPU kernel has the name of a function's jit.
+  # Each Mosaic GPU kernel is in a private function named after its operation.
   assert set(re.findall(r"func private @(\w+)", text)) >= OPERATIONS
   h = jnp.zeros((1, 128, 256), jnp.bfloat16)
   how = dict(gated=False, groups=ops.Groups(G))

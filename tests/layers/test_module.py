@@ -112,7 +112,7 @@ def test_every_layer_accepts_empty_batches_and_sequences(name):
     assert y.shape[:2] == shape[:2] and dx.shape == x.shape
 
 
-def test_a_recipe_that_is_none_is_refused():
+def test_preset_that_was_not_called_is_refused():
   # In tests, the type checker may raise its own error first.
   for make_module in MODULES.values():
     with pytest.raises(TypeError):

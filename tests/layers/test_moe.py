@@ -62,7 +62,7 @@ def layer(x, weights, dy, dprobability, kind, normalize, add_input, recipe):
     )
 
   (y, stats), vjp = jax.vjp(f, x, weights)
-  # The gradient of the load must have no effect.
+  # The incoming gradient of the load must have no effect.
   return (y, stats), vjp((dy, RoutingStats(-dprobability, dprobability)))
 
 
@@ -82,8 +82,8 @@ def dense(x, w, kind, normalize, add_input, recipe):
     p = p / jnp.sum(p, axis=-1, keepdims=True)
   as_is = lambda x: x  # noqa: E731
   keep = straight_through.per_group if recipe.nonlinear == "fp8" else as_is
-  # Experts that were not chosen have zeros in z and in the gradient of h. These
-  # change no scale.
+  # Experts that were not chosen have zeros in z and in the gradient of h. The
+  # zeros change no scale.
   operand, of_experts, gradient = as_is, as_is, as_is
   if recipe.experts == "fp8":
     operand = lambda x: straight_through.pin(  # noqa: E731
@@ -285,7 +285,7 @@ def test_moe_saves_codes_and_expert_numbers(recipe):
 
   leaves = jax.eval_shape(saved, params, x)
   scales = (1, t, K, num_groups(f, G))
-  # Scales of tokens and of weights, for operands that are quantized again.
+  # The backward pass quantizes tokens and weights again, with these scales.
   again = {(F32, ()): 2, (F32, (E,)): 2} if recipe is FP8_EXPERTS else {}
   assert kinds(leaves) == again | {
     (FP8, (1, t, D)): 1,
@@ -331,7 +331,7 @@ def test_moe_layers_can_be_scanned():
   assert all(np.any(g) for g in jax.tree.leaves(found[1]))
 
 
-def test_experts_are_initialized_as_one_is():
+def test_experts_are_initialized_by_their_fan_in():
   m = MoE(64, 96, 8, 2, recipe=COAT, rngs=nnx.Rngs(0))
   for kernel, fan_in in ((m.router, 64), (m.gate_up, 64), (m.down, 96)):
     assert np.std(kernel[...]) == pytest.approx(fan_in**-0.5, rel=0.1)

@@ -144,7 +144,7 @@ WITH_METADATA = {
     OF_NORM | OF_FRONT | OF_BACK,
     {
       "norm": NORM_SPECS,
-      # The names are those of gate and up.
+      # The middle axis selects gate or up, and has no name.
       "gate_up": {
         "kernel": P("data", None, "fsdp"),
         "bias": P(None, "fsdp"),
@@ -164,7 +164,7 @@ WITH_METADATA = {
 
 
 def stack(name, options, num_layers):
-  """Makes a module, or one with the parameters of several, as for a scan."""
+  """Makes a module, or stacks the parameters of `num_layers` modules."""
   if num_layers is None:
     return make(name, **options)
   module, sizes = MODULES[name]
@@ -270,7 +270,7 @@ def test_more_names_than_axes_are_refused():
   "partitioned", [linen.with_partitioning, linen.with_logical_partitioning]
 )
 def test_linen_boxes_count_as_metadata(partitioned):
-  """As in Linen, boxes need no mesh."""
+  """Boxes need no mesh, as in Linen."""
   init = partitioned(INIT, ("data", "fsdp"))
   layer = make("Linear", kernel_init=init)
   assert layer.kernel.out_sharding == ("data", "fsdp")
@@ -303,7 +303,7 @@ def test_optimizer_state_follows_the_metadata():
 
 @pytest.mark.slow
 def test_stacked_layers_with_metadata_are_scanned():
-  """Results match one device, with weights cached before the scan."""
+  """Compares gradients with one device; weights are cached before the scan."""
   meta = {nnx.PARTITION_NAME: None}
   rows = dict(kernel_init=nnx.with_partitioning(INIT, ("fsdp",)))
 

@@ -117,8 +117,8 @@ def test_block_with_norms_of_q_and_k_matches_its_parts(over, recipe):
   arguments = case(over)
   y, gradients = layer(*arguments, over, recipe)
   want, want_gradients = oracle(*arguments, over, recipe)
-  # Norm, RoPE and softmax have two formulas, which may round a code
-  # differently.
+  # Layer and oracle compute norms, RoPE and softmax by different formulas, so
+  # they may round a code differently.
   assert_close(y, want)
   assert_close(gradients, want_gradients)
 
@@ -198,7 +198,7 @@ def test_q_and_k_are_saved_once_before_their_norm(over, kept):
   fp8, bf16 = jnp.dtype(E4M3), jnp.dtype(jnp.bfloat16)
   groups = num_groups(SIZE, 16)
   want = collections.Counter({(bf16, (HEADS, SIZE)): 1})  # This is the output.
-  heads = HEADS, HEADS // 2  # Of q and of k. v is saved in FP8.
+  heads = HEADS, HEADS // 2  # q and k are always saved in FP8.
   if kept == "fp8":
     heads += (HEADS // 2,)
   else:

@@ -83,7 +83,7 @@ def test_gradients_are_those_at_the_rounded_argument(
   assert_same_bits(found, gradients(f, rounded(x, group_size), w))
 
 
-def test_codes_and_scales_are_kept_and_other_arguments():
+def test_saved_arrays_are_codes_scales_and_other_arguments():
   x = X.astype(ml_dtypes.bfloat16)
   assert kept(fp8_remat(f, recipe=XLA), x, W) == {
     ("uint8", (B, T, D)): 1,
@@ -107,7 +107,7 @@ def test_arrays_that_are_closed_over_have_gradients():
   assert not kept(saving, X, W, BIAS)["float32", (B, T, D)]
 
 
-def test_trees_and_places():
+def test_arguments_may_be_trees_and_argnums_negative():
   def of_trees(streams, w, other, *, power):
     a, b, scale, steps = streams["a"], streams["b"], streams["s"], streams["n"]
     return (a @ w) * scale + b**power * steps + jnp.sin(other) * a
@@ -162,7 +162,7 @@ def test_each_step_of_a_scan_rounds_its_carry():
   assert not arrays["float32", (3, B, T, D)]
 
 
-def test_largest_codes_stay_numbers_and_a_nan_stays_in_its_group():
+def test_largest_codes_stay_finite_and_nan_stays_in_its_group():
   # Use codes from 256 to 448, which would be NaN in a format with infinities.
   x = X.copy()
   x[..., :16] = np.linspace(256, 448, 16)
@@ -179,7 +179,7 @@ def test_largest_codes_stay_numbers_and_a_nan_stays_in_its_group():
 
 
 @pytest.mark.parametrize("is_explicit", [False, True])
-def test_devices_of_a_mesh_keep_their_own_codes(is_explicit):
+def test_each_device_keeps_only_its_own_codes(is_explicit):
   kind = (AxisType.Explicit if is_explicit else AxisType.Auto,) * 2
   mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=kind)
   axes = None if is_explicit else MeshAxes()
@@ -222,17 +222,17 @@ def test_block_inputs_include_those_of_post_norms(norm):
   assert found["float32", (B, T)] == num_norms
   # Without a first norm, the block's matmul reads the input itself.
   assert found["float32", (B, T, D)] == (1 if norm is None else 0)
-  # The first matmul is computed again, the second is not.
+  # The first matmul is computed again; the second is not.
   f = jit(lambda *args: jax.vjp(saving, *args)[1](jnp.asarray(DY)))
   products = f.lower(params, X).as_text().count("stablehlo.dot_general")
   assert products == 2 + 1 + 4
 
 
-def test_argnums_are_indices():
+def test_argnums_out_of_range_are_refused():
   with pytest.raises(ValueError, match="argnums .2,. must be indices .* got 2"):
     fp8_remat(f, argnums=2)(X, W)
 
 
 @pytest.mark.slow
-def test_examples():
+def test_docstring_examples_pass():
   assert doctest.testmod(remat).failed == 0

@@ -2,7 +2,7 @@
 """Tests what `jax.checkpoint` saves with the option jax_remat3.
 
 JAX 0.11.2 reads the option jax_custom_vjp3 when coat_jax is imported, so each
-test starts a new process. It calls tests that also run without the options.
+test starts a new process. The process runs two tests of `test_remat`.
 """
 
 import os
@@ -16,7 +16,7 @@ from tests.docs.pages import ROOT
 
 PROGRAM = """
 from tests.layers import test_remat as tests
-tests.test_codes_and_scales_are_kept_and_other_arguments()
+tests.test_saved_arrays_are_codes_scales_and_other_arguments()
 tests.test_block_inputs_include_those_of_post_norms("rms")
 """
 # Before 0.11.2, JAX cannot name the arrays that a custom gradient saves.

@@ -133,7 +133,8 @@ def test_layer_saves_the_expected_arrays(recipe):
   counted = residual_arrays(CONFIG, recipe, tokens=T)
   assert kinds(a for a, _ in counted if a.ndim) == want
   assert len([a for a, _ in counted if not a.ndim]) <= 9
-  # Only statistics, scales and arrays that the recipe names are wider than FP8.
+  # The only large arrays wider than FP8 are q, k, v and the output, or only the
+  # output if the others are saved in FP8.
   wide = [
     a for a, kind in counted if a.dtype in (BF16, F32) and a.size >= T * D
   ]
@@ -191,7 +192,7 @@ def test_post_norm_saves_its_input_in_fp8(norm, monkeypatch):
       return self.mlp(x)
 
   recipe = recipes.coat()
-  # Count a whole layer with this class.
+  # Count this class instead of a whole layer.
   monkeypatch.setattr(memory_count, "TransformerLayer", Layer)
   arrays = residual_arrays(CONFIG, recipe, tokens=T)
   want = groups(1, T, D) + groups(1, T, F, count=2)
@@ -206,10 +207,10 @@ def test_post_norm_saves_its_input_in_fp8(norm, monkeypatch):
   assert counted["linear"] == pytest.approx(D if norm is None else 0, abs=1)
 
 
-def test_bytes_per_token_do_not_depend_on_the_tokens():
+def test_bytes_per_token_do_not_depend_on_the_number_of_tokens():
   few, many = (
     residual_bytes(CONFIG, recipes.coat(), tokens=tokens)
     for tokens in (256, 512)
   )
-  for kind in few:  # Only scales of whole tensors depend on the tokens.
+  for kind in few:  # Scales of whole tensors are shared by all tokens.
     assert abs(few[kind] - many[kind]) < 4 * 9 / 256

@@ -89,7 +89,7 @@ def test_gradients_match_bf16_except_for_fp8_errors(name):
   difference = jax.tree.map(lambda a, b: a - b, gradients, want)
   assert norm(difference) < 0.15 * norm(want)
   if name != "bf16":
-    assert norm(difference) > 1e-3 * norm(want)  # It did use FP8.
+    assert norm(difference) > 1e-3 * norm(want)  # FP8 was used.
 
 
 def test_nnx_jit_and_grad_of_modules():
@@ -120,7 +120,7 @@ def test_checkpoint_with_names_computes_no_matmul_twice(name):
   named = jax.checkpoint(f, policy=ONLY_NAMES)
   assert products(named, params, x) == products(f, params, x)
   assert products(jax.checkpoint(f), params, x) > products(f, params, x)
-  # It saves the same as without a checkpoint, with codes as bytes.
+  # It saves the same arrays as without a checkpoint, but codes as bytes.
   kept = jax.eval_shape(lambda *a: jax.vjp(named, *a)[1], params, x)
   own = jax.eval_shape(lambda *a: jax.vjp(f, *a)[1], params, x)
   shapes = [
@@ -131,7 +131,7 @@ def test_checkpoint_with_names_computes_no_matmul_twice(name):
 
 
 @pytest.mark.parametrize("name", quick(1, COATS))
-def test_checkpoint_without_attention_saves_only_the_rest(name):
+def test_checkpoint_that_recomputes_attention_saves_no_wide_array(name):
   f, params = make(name)
   fewer = [
     n for n in RESIDUAL_NAMES if n not in ("coat_attention", "coat_rope")
@@ -161,7 +161,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", quick(1, POLICIES))
 def test_checkpoint_changes_no_gradient(policy):
-  # JAX saves E4M3 under a policy such that 256 and above would become NaN.
+  # If a policy saved E4M3 arrays, JAX would change values from 256 on to NaN.
   f, params = make("coat")
   f = mean_square(jax.checkpoint(f, policy=POLICIES[policy]))
   got = jit(jax.value_and_grad(f))(params, inputs(B, T))
@@ -216,7 +216,7 @@ def test_scanned_layers_save_fp8(name):
   kept = {v for v in jaxpr.outvars if v not in jaxpr.invars}
   stacked = [v.aval for v in kept if v.aval.shape[:1] == (depth,)]
   codes = [a for a in stacked if a.dtype == E4M3]
-  # There are far fewer statistics and scales than codes.
+  # Leave out statistics and scales, which are far smaller than codes.
   large = {
     (a.shape[3:], str(a.dtype))
     for a in stacked
@@ -258,7 +258,7 @@ def test_vmap_over_models_matches_each_alone():
     assert_close(mine, alone(one, x[i]))
 
 
-def test_any_leading_axes_are_rows():
+def test_layer_accepts_any_leading_axes():
   f, params = make("minimal", dtype=jnp.float32)
   x = inputs(B, T, dtype=jnp.float32)
   y = jit(f)(params, x)

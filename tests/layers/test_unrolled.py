@@ -23,7 +23,7 @@ class Layer(nnx.Module):
 
 
 def traced(make, layers):
-  """Traces the gradients of a loss after some layers of a kind."""
+  """Traces the gradients of a loss after a number of equal layers."""
   graph, params = nnx.split(nnx.eval_shape(make))
 
   def loss(params, x):
@@ -44,8 +44,9 @@ def test_xla_saves_no_more_than_layers_do():
     )
     added = many.temp_size_in_bytes - few.temp_size_in_bytes
     bytes_of[recipe.name] = added / 2 / T
-  # Measured: 13,044 and 2,410. Without the barriers of `layers/rule.py` and
-  # `attention_bwd`, XLA saves f32 values and zeros of all layers.
+  # We measured 13,044 bytes per token and layer in bf16, and 2,410 in coat.
+  # Without the barriers of `layers/rule.py` and `attention_bwd`, XLA saves f32
+  # values and zeros of all layers.
   assert bytes_of["coat"] < 0.25 * bytes_of["bf16"]
 
 

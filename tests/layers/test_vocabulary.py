@@ -54,8 +54,8 @@ def found(
   return loss, (gradients[0], turned(gradients[1]))
 
 
-# One chunk; chunks of 5 positions, of which the last is padded; chunks of one
-# position.
+# Tests one chunk, chunks of 5 positions (the last one is padded), and chunks of
+# one position.
 @pytest.mark.parametrize("positions", [T, 5, 1])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_chunked_loss_matches_the_formula(monkeypatch, positions, is_tied):
@@ -92,7 +92,7 @@ def test_loss_on_a_mesh_matches_the_formula(monkeypatch, sizes, is_tied):
 
 
 @pytest.mark.parametrize("axes", [None, MeshAxes(tensor="tensor")])
-def test_weights_of_targets_and_the_cap_of_logits(monkeypatch, axes):
+def test_loss_with_shares_and_soft_cap_matches_the_formula(monkeypatch, axes):
   monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * V * 5)
   args = arrays()
   shares = jax.random.uniform(jax.random.key(7), (B, T))
@@ -123,8 +123,8 @@ def test_bfloat16_gradients_match_rounded_gradients_of_logits(is_tied):
   assert dhidden.dtype == jnp.bfloat16 and dweight.dtype == jnp.float32
   in_f32 = hidden.astype(jnp.float32), weight.astype(jnp.bfloat16)
   want = wanted(in_f32[0], in_f32[1].astype(jnp.float32), targets)
-  # Logits are f32. Two BF16 roundings follow, also of terms of sums that
-  # cancel.
+  # Logits are f32. Gradients are rounded to BF16 twice, once before sums whose
+  # terms cancel.
   assert_close(loss, want[0], 1e-5)
   assert_close((dhidden, dweight), want[1], 2**-7)
 
@@ -137,7 +137,7 @@ def test_a_mean_over_no_targets_is_refused():
     )
 
 
-def test_logits_of_all_positions_never_exist(monkeypatch):
+def test_logits_of_all_positions_are_never_in_memory(monkeypatch):
   positions, weight = 1024, jnp.zeros((8, 1024))
   monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * 1024 * B * 64)
   hidden = jnp.zeros((B, positions, 8))
@@ -154,7 +154,7 @@ def test_logits_of_all_positions_never_exist(monkeypatch):
   assert compiled.memory_analysis().temp_size_in_bytes < all_logits / 2
 
 
-# A mean over 8192 tokens, and over many microbatches of one batch.
+# Tests a mean over 8192 tokens, and one over a batch of many microbatches.
 @pytest.mark.parametrize(
   "length, shares", [(2048, None), (T, 2.0**-24)], ids=["mean", "shares"]
 )
@@ -163,7 +163,7 @@ def test_float16_gradients_do_not_underflow(length, shares):
   keys = jax.random.split(jax.random.key(3), 4)
   hidden = (1 + jax.random.normal(keys[0], (B, length, 8))).astype(jnp.float16)
   weight = jax.random.normal(keys[1], (8, vocab_size)) / 8
-  # Half of the vocabulary has only gradients from small probabilities.
+  # Half of the vocabulary is never a target, so its gradients are small.
   targets = jax.random.randint(keys[2], (B, length), 0, vocab_size // 2)
   if shares is not None:
     shares *= jax.random.uniform(keys[3], targets.shape)
@@ -180,5 +180,5 @@ def test_float16_gradients_do_not_underflow(length, shares):
   want = wanted(
     in_f32[0], in_f32[1].astype(jnp.float32), targets, loss_scale * each
   )[1]
-  # There are two roundings of 2^-11, also of terms of sums that cancel.
+  # Gradients are rounded by 2^-11 twice, once before sums whose terms cancel.
   assert_close(got, want, 2**-10)

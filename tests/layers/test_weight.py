@@ -95,15 +95,15 @@ def test_each_layer_of_a_stack_has_its_own_scale(cached):
   linear.kernel[...] = linear.kernel[...] * sizes[:, None, None]
   cache = with_weight_cache(linear, recipe).cache
   amax = np.max(np.abs(np.asarray(linear.kernel[...])), axis=(1, 2))
-  # The largest weight is E4M3's largest value. The scale is rounded once.
+  # The scale maps the largest weight to E4M3's largest value, and is rounded
+  # once.
   np.testing.assert_allclose(np.ravel(cache.scale), amax / 448, rtol=2**-22)
   if cached == "codes":
-    # The largest weight of each layer gets the largest code.
     codes = np.abs(np.asarray(cache.rows, "float32")).reshape(3, -1)
     np.testing.assert_array_equal(codes.max(axis=1), 448)
 
 
-def test_the_original_module_gets_no_cache():
+def test_original_module_gets_no_cache():
   for cache in CACHES:
     recipe = recipes.coat(weight_cache=cache)
     module = Linear(16, 24, recipe=recipe, rngs=nnx.Rngs(0))
@@ -117,7 +117,7 @@ def test_the_original_module_gets_no_cache():
   assert with_weight_cache(module, bf16) is module
 
 
-def test_the_cache_follows_the_weight():
+def test_new_cache_follows_a_changed_weight():
   recipe = recipes.coat(weight_cache="codes")
   module = Linear(16, 24, recipe=recipe, use_bias=False, rngs=nnx.Rngs(0))
   x = jax.random.normal(jax.random.key(1), (4, 16), jnp.bfloat16)

@@ -18,7 +18,7 @@ def test_positions_begin_at_0_in_each_document():
   assert positions(None) is None
 
 
-def test_targets_follow_a_token_of_their_document_and_count_alike():
+def test_targets_continue_their_document_and_have_equal_shares():
   is_target = np.ones((2, 8), bool)
   is_target[0, 6:] = is_target[1, :5] = False  # Padding, and prompt tokens.
   batch = Batch.make(TOKENS, jnp.asarray(SEGMENTS), jnp.asarray(is_target))
@@ -35,7 +35,7 @@ def test_targets_follow_a_token_of_their_document_and_count_alike():
   np.testing.assert_array_equal(batch.input_segments, SEGMENTS[:, :-1])
 
 
-def test_targets_follow_from_documents():
+def test_batch_infers_targets_from_segments():
   want = Batch.make(TOKENS, jnp.asarray(SEGMENTS))
   got = Batch.of(Batch(TOKENS, jnp.asarray(SEGMENTS)))
   np.testing.assert_array_equal(got.shares, want.shares)

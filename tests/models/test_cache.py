@@ -32,13 +32,13 @@ SMALL: dict[str, Any] = dict(
   num_heads=4,
   num_kv_heads=2,
   vocab_size=V,
-  # Far from the defaults of any layer, and large enough to show.
+  # These are far from all defaults, and large enough to affect results.
   rope_theta=50.0,
   norm_eps=0.1,
 )
 SCALING = "yarn,factor=4,original_max_position_embeddings=16"
 # Gemma 2 has windows in some layers, both kinds of soft caps, and post norms.
-# Qwen 3 here has a window in all layers, and norms of q and k.
+# Qwen 3 has norms of q and k, and here a window in all layers.
 CONFIGS = {
   # This quick case has windows, soft caps and post norms.
   "gemma2": ModelConfig(
@@ -88,7 +88,7 @@ CONFIGS = {
 
 
 def build(config, recipe, *, dtype="float32", mesh=None):
-  """Builds a decoder with random weights in any recipe."""
+  """Builds a decoder with the same random weights in every recipe."""
   graph, params = nnx.split(
     nnx.eval_shape(
       lambda: Decoder(config, recipe, dtype=dtype, rngs=nnx.Rngs(0))
@@ -118,9 +118,9 @@ def without_cache(model):
 
 
 def cached_logits(model, rows, first, size):
-  """Returns logits of all slots: the first at once, the others one by one.
+  """Computes logits of `first` slots at once, and of the others one by one.
 
-  The last three are computed as `generate` does, with layers split beforehand.
+  For the last three slots, layers are split beforehand, as in `generate`.
 
   Args:
     model: a Decoder.
@@ -165,7 +165,7 @@ def check(model, plain, rows, first, size):
 
 @pytest.mark.parametrize("name", quick(4, CONFIGS))
 def test_cached_logits_match_the_decoder(name):
-  # Generation does not compute in the recipe of training.
+  # Generation uses no FP8, whatever the model's recipe.
   model = build(CONFIGS[name], recipes.coat())
   plain = build(CONFIGS[name], recipes.bf16())
   check(model, plain, sequences(12, 9), first=6, size=16)

@@ -20,7 +20,7 @@ SMALL = dict(
   num_heads=4,
   num_kv_heads=2,
   vocab_size=40,
-  # Far from the defaults of any layer, and large enough to show.
+  # These are far from all defaults, and large enough to affect results.
   rope_theta=50.0,
   norm_eps=0.1,
 )
@@ -184,7 +184,7 @@ def test_projections_to_the_residual_stream_start_smaller_with_depth():
     "head": pytest.approx(0.02, rel=0.022),
     "layers/attention/qkv/linear/kernel": pytest.approx(0.02, rel=0.022),
     "layers/mlp/gate_up/kernel": pytest.approx(0.02, rel=0.022),
-    # Divided by the root of the number of projections: two in each of 8 layers.
+    # This is 0.02 / sqrt(16), because 8 layers have two such projections each.
     "layers/attention/out/kernel": pytest.approx(0.005, rel=0.022),
     "layers/mlp/down/kernel": pytest.approx(0.005, rel=0.022),
     "layers/attention/qkv/norm/scale": 0,

@@ -80,7 +80,7 @@ def test_family_with_experts_has_no_mlp():
       ModelConfig(family="qwen3_moe", **(sizes | change))
 
 
-def test_family_is_a_row_of_a_table(monkeypatch):
+def test_new_family_is_a_row_of_the_table(monkeypatch):
   own = Family(norm="layer", norm_has_scale=False, qkv_bias=True)
   monkeypatch.setitem(configs.FAMILIES, "own", own)
   config = ModelConfig(family="own", vocab_size=384, **SIZES)
@@ -166,7 +166,7 @@ def test_unknown_family_is_refused():
     ("gelu", ["erf"], "gelu must be one of tanh, erf, got ."),
   ],
 )
-def test_values_of_other_types_are_refused(field, value, words):
+def test_values_of_wrong_types_are_refused(field, value, words):
   config = ModelConfig(family="llama", vocab_size=384, **SIZES)
   object.__setattr__(config, field, value)  # Avoids the tests' type checks.
   with pytest.raises(ValueError, match=f"ModelConfig: .*{words}"):

@@ -11,8 +11,8 @@ from coat_jax.models.config import FAMILIES
 from studies import families
 
 # An error comes from a few roundings to E4M3, with an RMS of 2.2 % each. A
-# family with more norms has more roundings, so errors may be half as much
-# larger.
+# family with more norms has more roundings, so its errors may be 1.5 times as
+# large.
 TIMES = 1.5
 
 difference = functools.cache(families.difference)
@@ -38,6 +38,6 @@ def test_wrong_saved_array_causes_a_large_error(monkeypatch):
     "activation_bwd_operands",
     lambda dout, parts, **options: bwd(dout, parts[:1] * 2, **options),
   )
-  # Use another name, so that the result is not cached for other tests.
+  # Do not call the cached `difference`, because other tests would get this.
   found = families.difference("gemma2")
   assert found.gradient_error > 2 * TIMES * llama.gradient_error

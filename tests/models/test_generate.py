@@ -55,8 +55,8 @@ def greedy_without_cache(run, prompt, count):
     logits = np.asarray(run(padded)[len(row) - 1])
     margins.append(np.diff(np.sort(logits)[-2:]))
     row.append(int(np.argmax(logits)))
-  # The gap is far above the effect of another order of sums, so there are no
-  # ties.
+  # The gap between the two largest logits is far above the effect of another
+  # order of sums, so there are no ties.
   assert min(margins) > 1e-3
   return row[len(prompt) :]
 
@@ -187,20 +187,20 @@ def test_model_that_computes_nan_is_refused(small):
     assert stopped == [free[0][:2], *free[1:]]
 
 
-def test_each_token_is_drawn_with_its_own_key(small):
+def test_each_token_is_sampled_with_a_separate_key(small):
   """With equal logits and one key, all tokens of a row would be the same."""
   model = nnx.clone(small)
   model.head.set_value(jnp.zeros_like(model.head[...]))
   options = dict(max_new_tokens=9, temperature=1.0, top_k=40)
   drawn = generate(model, PROMPTS, **options)
   for i, row in enumerate(drawn):
-    # Of 9 tokens out of 40, 4 or fewer are different in 1 of 170,000 rows.
+    # The 9 tokens have 4 or fewer different values in 1 of 170,000 rows.
     assert len(set(row)) > 4
     assert all(row != other for other in drawn[:i])
 
 
 @pytest.mark.slow
-def test_draws_depend_only_on_seed_and_row(small):
+def test_sampled_tokens_depend_only_on_seed_and_row(small):
   options = dict(max_new_tokens=9, temperature=1.5)
   one = generate(small, PROMPTS, **options, seed=1)
   assert generate(small, PROMPTS, **options, seed=1) == one
@@ -208,7 +208,7 @@ def test_draws_depend_only_on_seed_and_row(small):
   assert generate(small, PROMPTS, **options, seed=2) != one
   same = generate(small, [PROMPTS[0]] * 3, **options, seed=1)
   assert same[0] == one[0] and len({tuple(tokens) for tokens in same}) == 3
-  # A narrow choice leaves only the most probable token.
+  # These options leave only the most probable token.
   greedy = generate(small, PROMPTS, max_new_tokens=9)
   for narrow in (dict(top_k=1), dict(top_p=1e-6)):
     assert generate(small, PROMPTS, **options, **narrow) == greedy
@@ -246,7 +246,7 @@ def test_weights_except_norms_and_biases_are_cast_once():
     for name in dtypes
   }
   assert "layers/attention/qkv/linear/bias" in dtypes
-  # They are read as bf16 anyway.
+  # Generation works with these dtypes.
   assert len(generate(model, [[1, 2]], max_new_tokens=3)[0]) == 3
 
 

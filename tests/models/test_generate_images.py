@@ -21,7 +21,7 @@ IMAGE = 383
 
 @pytest.fixture(scope="module")
 def model():
-  # Generation does not compute in the recipe of training.
+  # Generation uses no FP8, whatever the model's recipe.
   return load_hf(
     DATA / "llava",
     recipe=recipes.coat(),
@@ -54,7 +54,7 @@ def test_cached_logits_after_images_match_transformers(model):
   cache = empty_cache(model.decoder, jnp.asarray(padding), size=24)
   logits = run(params, jnp.asarray(tokens), cache, placed)
   want = GOLDEN["logits"]
-  # In four layers, f32 sums of 64 to 588 products have another order.
+  # Only the order of f32 sums of 64 to 588 products differs, in four layers.
   assert_close(logits[0], want[0], 1e-5)
   assert_close(logits[1, padding[1] :], want[1, :17], 1e-5)
 
@@ -88,18 +88,18 @@ def test_tokens_after_images_match_the_model_without_a_cache(model):
       margins.append(np.diff(np.sort(logits)[-2:]) / np.abs(logits).max())
       row.append(int(np.argmax(logits)))
     assert new == row[len(prompt) :]
-  # The gap is far above the effect of another order of sums, so there are no
-  # ties.
+  # The gap between the two largest logits is far above the effect of another
+  # order of sums, so there are no ties.
   assert min(margins) > 1e-5
   # Check that images have an effect.
   other = generate(model, prompts, max_new_tokens=5, pixel_values=-9 * images)
   assert other.tokens[1] != found.tokens[1]
-  # Text alone does not run the tower.
+  # Without images, the tower does not run.
   alone = generate(model, [text], max_new_tokens=5)
   assert alone.tokens == found.tokens[2:]
 
 
-def test_images_that_prompts_do_not_have_are_refused():
+def test_images_that_do_not_match_the_prompts_are_refused():
   config, _ = read_config(DATA / "llava")
   model = nnx.eval_shape(
     lambda: VisionLanguageModel(config, recipes.coat(), rngs=nnx.Rngs(0))

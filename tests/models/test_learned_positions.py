@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests learned positions: packed documents, meshes, and the largest one."""
+"""Tests learned positions: packed documents, meshes, and too long sequences."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,7 @@ def test_packed_documents_match_separate_rows(sizes):
   with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
     model = build(CONFIG, recipe, mesh=mesh)
     hidden, gradients = pulled(model, dhidden)(tokens, segments)
-  # Alone, each document is at the start of a row; later tokens have no effect.
+  # Run each document alone at the start of a row; later tokens have no effect.
   alone, row_of = pulled(want_model, dhidden), np.zeros((1, 12), np.int32)
   want = np.zeros_like(hidden)
   total = jax.tree.map(np.zeros_like, gradients)

@@ -33,7 +33,7 @@ def config_of(family):
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *VISION_FAMILIES])
-def test_every_parameter_has_a_role_and_its_axes(family):
+def test_every_parameter_has_a_role_and_axes(family):
   config = config_of(family)
   matrices = model_matrices(config)
   model = nnx.eval_shape(

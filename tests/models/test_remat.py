@@ -245,7 +245,7 @@ def test_saved_bytes_of_each_remat(recipe):
 def test_remat_saves_codes_of_norms_or_of_layers(remat, mesh):
   kept = kept_bytes(*build(remat=remat, mesh=mesh), mesh)
   codes = WIDTH + 2 * WIDTH // 16
-  # This includes the statistics of two norms.
+  # With remat="fp8", layers also save the statistics of two norms.
   each = codes if remat == "fp8_layer" else 2 * (codes + 4)
   assert kept == TOKENS[:, 1:].size * LAYERS * each
   config = configure(remat=remat, mesh=mesh)
@@ -267,7 +267,7 @@ def test_fp8_remat_is_refused_for_norms_without_codes(recipe):
     )
 
 
-def test_gathered_rows_are_not_saved():
+def test_gathered_weights_are_not_saved():
   mesh = meshes.make_mesh(meshes.parse_mesh("fsdp=8"))
   loss, params = build(recipe="bf16", mesh="fsdp=8")
   with jax.set_mesh(mesh):

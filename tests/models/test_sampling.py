@@ -10,9 +10,9 @@ from coat_jax.models.sampling import choose, kept, make_sampling
 
 V, DRAWS = 24, 20_000
 LOGITS = np.random.default_rng(0).normal(0, 2, (3, V)).astype(np.float32)
-# Equal logits, of which the lower token comes first.
+# Among equal logits, the lower token comes first.
 LOGITS[1, [4, 9, 17]] = LOGITS[1].max() + 1
-# One token has nearly all of the probability, and some can never be drawn.
+# One token has nearly all of the probability, and some can never be sampled.
 LOGITS[2, 7] = 40
 LOGITS[2, 11:] = -np.inf
 
@@ -81,7 +81,7 @@ def test_extreme_temperatures_keep_the_largest_logits(
 @pytest.mark.parametrize(
   "options", [OPTIONS[1], OPTIONS[2], OPTIONS[7], OPTIONS[10]]
 )
-def test_frequencies_are_the_probabilities(options):
+def test_frequencies_of_tokens_match_their_probabilities(options):
   sampling = make_sampling(*options)
   keys = jax.random.split(jax.random.key(3), (DRAWS, 3))
   draw = jax.jit(jax.vmap(choose, in_axes=(None, None, 0)))
@@ -94,7 +94,7 @@ def test_frequencies_are_the_probabilities(options):
     assert np.all(np.abs(frequency - want) <= 4 * error + 1e-12)
 
 
-def test_each_row_is_drawn_with_its_own_key():
+def test_each_row_is_sampled_with_a_separate_key():
   logits = jnp.zeros((64, V))
   keys = jax.random.split(jax.random.key(0), 64)
   drawn = choose(logits, make_sampling(1.0, None, None), keys)

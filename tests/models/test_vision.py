@@ -137,7 +137,7 @@ def test_tower_matches_transformers(name):
     return tower(images), features, tower.pooled(images)
 
   output, features, pooled = run(state, images)
-  # In two layers, f32 sums of 64 to 588 products have another order.
+  # Only the order of f32 sums of 64 to 588 products differs, in two layers.
   assert_close(output, golden["output"], 1e-5)
   hidden, want = tower_in_numpy(name, golden["pixel_values"].astype(np.float64))
   assert_close(features, hidden, 1e-5)
@@ -204,7 +204,7 @@ def test_remat_changes_no_gradient():
     gradients(CONFIG, recipes.bf16(), remat="fp8")
 
 
-def test_weights_are_stored_as_store_returns_them():
+def test_weights_are_stored_in_the_dtype_of_store():
   tower = nnx.eval_shape(
     lambda: VisionTower(
       CONFIG,
@@ -275,9 +275,9 @@ def test_layer_saves_fp8_inputs_of_norms_and_gelu():
   config = dataclasses.replace(CONFIG, **sizes)
   tokens = 256
   found = residual_bytes(config, recipes.coat(), tokens=tokens)["total"]
-  # These are codes with one BF16 scale per 16, mean and rstd, q, k, v, output
-  # and log-sum-exp, and positions, although there is no RoPE.
+  # A layer saves codes with one BF16 scale per 16, mean and rstd, q, k, v, the
+  # output and log-sum-exp, and positions, although there is no RoPE.
   want = 18 / 16 * (2 * d + f) + 2 * 8 + 4 * 2 * d + 4 * heads + 4
-  assert abs(found - want) < 1  # The difference are scales of whole tensors.
+  assert abs(found - want) < 1  # The difference is scales of whole tensors.
   plain = residual_bytes(config, recipes.bf16(), tokens=tokens)["total"]
   assert found <= 0.36 * plain

@@ -64,8 +64,8 @@ def loaded(**options):
 def test_logits_match_transformers_however_rows_are_packed():
   golden = expected("llava")
   tokens, images = golden["input_ids"], golden["pixel_values"]
-  # One row is text; the other packs the beginnings of both rows, with both
-  # images.
+  # The third row is text. The fourth packs the beginnings of the first two rows
+  # and contains both images.
   text = np.where(tokens[0] == 383, 5, tokens[0])
   packed = np.concatenate([tokens[0, :12], tokens[1, :12]])
   rows = jnp.asarray(np.stack([*tokens, text, packed]), jnp.int32)
@@ -85,7 +85,7 @@ def test_logits_match_transformers_however_rows_are_packed():
 
   logits, *alone = run(state, rows, jnp.asarray(slots), jnp.asarray(segments))
   want = golden["logits"]
-  # In four layers, f32 sums of 64 to 588 products have another order.
+  # Only the order of f32 sums of 64 to 588 products differs, in four layers.
   assert_close(logits[:2], want, 1e-5)
   assert_close(logits[3], np.concatenate([want[0, :12], want[1, :12]]), 1e-5)
   assert_close(logits[2:3], alone[0], 1e-5)

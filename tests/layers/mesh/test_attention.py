@@ -13,7 +13,7 @@ from tests.matrices import quick
 
 ROWS = jnp.arange(B, dtype=jnp.int32)[:, None]
 PLACES = jnp.arange(T, dtype=jnp.int32)[None]
-# Each sequence has documents of other lengths.
+# The length of documents differs between sequences.
 POSITIONS, SEGMENTS = PLACES % (3 + ROWS), PLACES // (3 + ROWS)
 
 

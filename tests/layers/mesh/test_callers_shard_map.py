@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests layers inside a `jax.shard_map` that the caller wrote.
 
-Weights are replicated and tokens are split. JAX checks which arrays differ
-between devices. Weights do not, so their gradients must be summed.
+Weights are replicated and tokens are split. JAX tracks which arrays differ
+between devices. Weights do not differ, so their gradients must be summed.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replicated_weights_in_a_callers_shard_map_get_the_sum_of_gradients(
+def test_gradients_of_replicated_weights_are_summed_in_a_callers_shard_map(
   name: str,
 ):
   loss, shapes = CASES[name]
@@ -95,7 +95,7 @@ def test_replicated_weights_in_a_callers_shard_map_get_the_sum_of_gradients(
 @pytest.mark.parametrize(
   ("loss", "shapes"), [(of_linear, (64, 128)), (of_experts, EXPERTS)]
 )
-def test_layers_with_axes_sum_once_in_a_callers_shard_map(loss, shapes):
+def test_layers_with_axes_sum_gradients_only_once(loss, shapes):
   axes = recipes.MeshAxes(batch=("data",), fsdp=None)
   with_axes = functools.partial(
     loss, recipe=dataclasses.replace(COAT, axes=axes)
@@ -149,8 +149,8 @@ def check_sum_of_gradients(on_devices, whole, shapes):
   got = jax.jit(gradients)(w, jax.device_put(x, NamedSharding(mesh, P("data"))))
   wanted = jax.jit(jax.grad(whole))(w, x)
   # Scales cover the rows of all devices (`collectives.scale_axes`), so codes
-  # are equal. f32 sums have another order, which changes a few roundings to
-  # BF16.
+  # are equal. f32 sums are computed in another order, which changes a few
+  # roundings to BF16.
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
     assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b)
 

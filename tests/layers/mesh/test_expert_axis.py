@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole experts on different devices: values of one device, bytes exchanged."""
+"""Tests experts on different devices: their results, and bytes exchanged."""
 
 import dataclasses
 import math
@@ -55,8 +55,8 @@ def on_mesh(recipe, sizes, params, x, dy, kind=AxisType.Auto):
   return found
 
 
-# As in test_moe: other codes would be seen as 1e-3; what is left is the order
-# of sums.
+# As in test_moe, another code would cause an error of 1e-3. Only the order of
+# sums differs.
 @pytest.mark.parametrize(
   "recipe, sizes, kind",
   quick(
@@ -81,7 +81,7 @@ def test_experts_on_several_devices_match_one_device(recipe, sizes, kind):
 
 
 def without_preference(params):
-  """All logits are equal, so that all tokens choose experts 0 and 1."""
+  """Makes all logits equal, so that all tokens choose experts 0 and 1."""
   return params | dict(router=jnp.zeros((D, E)))
 
 
@@ -96,7 +96,7 @@ def test_all_tokens_may_choose_the_experts_of_one_device(recipe):
 
 
 def ragged_all_to_all(x, out, begins, sizes, begins_there, found, *, axis_name):
-  """`lax.ragged_all_to_all` as it is documented, for CPUs."""
+  """Does what `lax.ragged_all_to_all` documents, but also on CPUs."""
   n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
   sent = lax.all_gather((x, begins, sizes, begins_there), axis_name)
   each, places = len(sizes) // n, jnp.arange(len(x))
@@ -106,7 +106,7 @@ def ragged_all_to_all(x, out, begins, sizes, begins_there, found, *, axis_name):
       a[source] if a is sent[0] else a[source, slice_] for a in sent
     )
     rows = rows[jnp.clip(begin + places, 0, len(x) - 1)]
-    # Sizes that differ are undefined.
+    # Values are undefined if sender and receiver disagree on the size.
     rows = jnp.where(size == found[i], rows, jnp.nan).astype(x.dtype)
     to = jnp.where(places < size, there + places, len(out))
     out = out.at[to].set(rows, mode="drop")
@@ -120,7 +120,8 @@ def how(request, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
 
 
-# Of 12 rows each; some experts get none, and one gets nearly all.
+# COUNTS[s, e] is the number of rows that device s sends to expert e: 12 in all
+# from each device. Two devices send all of their rows to one expert.
 COUNTS = np.array([[3, 0, 4, 5], [0, 0, 0, 12], [12, 0, 0, 0], [1, 2, 9, 0]])
 
 
@@ -152,7 +153,7 @@ def test_rows_arrive_sorted_by_expert_and_return(how):
     np.testing.assert_array_equal(found[: len(wanted)], wanted)
     assert not found[len(wanted) :].any()  # Unused rows are zero.
   assert sizes.tolist() == COUNTS.sum(0).tolist()
-  # NaN of unused rows go nowhere.
+  # NaN in unused rows must not reach any result.
   np.testing.assert_array_equal(back, own.reshape(-1))
   np.testing.assert_array_equal(transposed, own.reshape(-1))
 
@@ -170,7 +171,7 @@ def test_ragged_exchange_matches_one_device(monkeypatch):
   "recipe", quick(1, [FP8, recipes.coat(), recipes.bf16()])
 )
 def test_unused_rows_change_nothing(recipe, monkeypatch):
-  """They may contain NaN: no amax and no gradient sees it."""
+  """Puts NaN into unused rows, which no amax or gradient may read."""
 
   def poisoned(x, plan):
     rows = exchange.send_rows(x, plan)
@@ -195,29 +196,30 @@ def traced(recipe, sizes=(2, 1, 4, 1)):
     return jit(f).trace(params, x.astype(jnp.bfloat16), dy)
 
 
-# In a program, and of a value.
-NAMES_OF_DTYPES = dict(f8_e4m3fn=1, f8_e5m2=1, bf16=2)
+# Maps dtypes, as programs name them, to bytes per value.
+ITEM_SIZES = dict(f8_e4m3fn=1, f8_e5m2=1, bf16=2)
 
 
 def exchanged(recipe):
-  """Counts the bytes that a device exchanges of rows, by dtype."""
-  found = dict.fromkeys(NAMES_OF_DTYPES, 0)
+  """Counts the bytes of rows that a device exchanges, by dtype."""
+  found = dict.fromkeys(ITEM_SIZES, 0)
   program = str(traced(recipe).jaxpr)
   for dtype, sizes in re.findall(r":(\w+)\[([\d,]+)\] = all_to_all", program):
     sizes = [*map(int, sizes.split(","))]
-    if sizes[-1] > 1:  # The weights p have one column.
-      found[dtype] += math.prod(sizes) * NAMES_OF_DTYPES[dtype]
+    if sizes[-1] > 1:  # Leave out routing weights.
+      found[dtype] += math.prod(sizes) * ITEM_SIZES[dtype]
   return found
 
 
 # tests/aot/test_experts.py counts the same in programs compiled for GPUs.
 def test_tokens_are_exchanged_as_codes():
-  values = 4 * (B * T * K // 8) * D  # Rows for four devices from each of eight.
-  # Tokens forward and backward, gradients of outputs; outputs and gradients of
-  # tokens in BF16.
+  # Each of eight devices sends as many rows as it has to each of four devices.
+  values = 4 * (B * T * K // 8) * D
+  # Tokens are exchanged as E4M3 in both passes, and gradients of outputs as
+  # E5M2. Outputs and gradients of tokens are in BF16.
   codes = dict(f8_e4m3fn=2 * values, f8_e5m2=values)
   assert exchanged(FP8) == codes | dict(bf16=2 * 2 * values)
-  # Codes of tokens, with a BF16 scale for 16; the gradients too in BF16.
+  # Tokens are codes with a BF16 scale per 16. All gradients are in BF16.
   codes = dict(f8_e4m3fn=2 * values, f8_e5m2=0)
   scales = 2 * 2 * values // 16
   assert exchanged(recipes.coat()) == codes | dict(bf16=scales + 3 * 2 * values)
@@ -228,7 +230,7 @@ def test_tokens_are_exchanged_as_codes():
 @pytest.mark.parametrize(
   "recipe", quick(1, [FP8, recipes.coat(), recipes.bf16()])
 )
-def test_no_device_has_the_experts_of_others(recipe):
+def test_no_device_gathers_the_experts_of_others(recipe):
   compiled = traced(recipe, (1, 1, 8, 1)).lower().compile()
   found = {
     math.prod(map(int, sizes.split(",")))
@@ -255,12 +257,12 @@ def test_received_rows_are_not_saved(recipe):
       params,
       x,
     )
-  # Tokens, and weights, which are parameters.
+  # Apart from weights, which are parameters, no saved array is larger than x.
   of_weights = E * D * 2 * F, E * F * D
   assert max(a.size for a in saved if a.size not in of_weights) == B * T * D
 
 
-def test_experts_that_devices_cannot_share_are_refused():
+def test_experts_that_do_not_split_evenly_are_refused():
   f, params = build(dataclasses.replace(recipes.coat(), axes=AXES), E)
   params = jax.tree.map(lambda p: p[:6] if p.shape[0] == E else p, params)
   params |= dict(router=params["router"][:, :6])

@@ -21,7 +21,7 @@ from tests.matrices import quick
 
 E, B, T = 5, 8, 8
 NAMES = ("data", "fsdp", "tensor")
-# No axis of a mesh divides the five experts.
+# No axis divides five experts, so only rows and columns of weights are split.
 SPECS = {
   "gate_up": P(None, "fsdp", None, "tensor"),
   "down": P(None, ("tensor", "fsdp")),
@@ -86,7 +86,7 @@ def test_moe_without_axes_matches_one_device(recipe):
 
 
 def test_a_device_saves_its_share_of_copies():
-  """A device saves T k copies of its own tokens and columns only."""
+  """Each device saves k copies of its own tokens, and only its own columns."""
   recipe = dataclasses.replace(recipes.coat(), axes=MeshAxes(tensor="tensor"))
   mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
   m = nnx.eval_shape(lambda: MoE(D, F, E, K, recipe=recipe, rngs=nnx.Rngs(0)))

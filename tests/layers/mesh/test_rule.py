@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests blocks on meshes of eight devices.
 
-Results must be those of one device, and devices must exchange FP8 codes.
+Results must match those of one device, and devices must exchange FP8 codes.
 """
 
 import collections
@@ -117,8 +117,9 @@ def check(
 
 
 # With f32 activations, FP8 codes are the same as on one device; another code in
-# one operand would cause an error of 1e-3. Only the order of f32 sums differs,
-# over up to 128 tokens in both blocks: 128 * 2^-24 = 8e-6 each.
+# one operand would cause an error of 1e-3. Only the order of f32 sums differs.
+# In each of the two blocks, sums over up to 128 tokens have an error of
+# 128 * 2^-24 = 8e-6.
 @pytest.mark.parametrize(
   "recipe, sizes, kind",
   quick(
@@ -181,7 +182,7 @@ def test_post_norms_on_a_mesh_match_one_device(recipe, sizes, norm, kind):
 
 
 def test_gradients_can_be_summed_in_bfloat16():
-  # The sum of each of two devices is rounded to 8 bits, and so is their total.
+  # The sum of each device is rounded to 8 bits, and so is their total.
   check(
     lambda r: Linear(D, F, recipe=r, dtype=jnp.float32, rngs=nnx.Rngs(0)),
     recipes.coat(),
@@ -236,7 +237,7 @@ class Reshaped(nnx.Module):
   "shape", quick(1, map(pytest.param, [(B, T), (B * T,), (B, 2, T // 2)]))
 )
 @pytest.mark.parametrize("cache", quick(1, ["scale", "codes"]))
-def test_a_split_linear_accepts_any_shape(shape, cache):
+def test_split_linear_accepts_any_shape(shape, cache):
   def make(recipe):
     shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
     return Reshaped(Linear(D, (2, F), split="columns", **shared), shape)
@@ -255,7 +256,7 @@ def test_a_split_linear_accepts_any_shape(shape, cache):
     ],
   ),
 )
-def test_norm_linear_returns_whole_sequences_of_its_columns(shape, sizes):
+def test_norm_linear_accepts_any_shape(shape, sizes):
   def make(recipe):
     shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
     return Reshaped(NormLinear(D, F, **shared), shape)
@@ -287,14 +288,15 @@ def lowered_text(recipe, sizes):
 def test_devices_exchange_codes_gradients_and_scalars():
   found = collectives(lowered_text(on_mesh(recipes.coat()), (2, 4, 1)))
   gathered = {k: v for k, v in found.items() if k[0] == "all_gather"}
-  # Four weights are gathered in the forward and in the backward pass.
+  # Four weights are gathered in the forward pass, and again in the backward.
   assert gathered == {("all_gather", "f8E4M3FN", False): 8}
   # Their gradients are reduced and split over fsdp, and summed over data.
   assert found["reduce_scatter", "f32", False] == 4
-  # Summed are these four, and the gradients of two norms.
+  # Summed over data are these four gradients, and those of two norms.
   assert found["all_reduce", "f32", False] == 4 + 2
-  # Largest magnitudes are those of four operands in the forward pass, of four
-  # gradients in the backward pass, and of four weights (stacks of one layer).
+  # The integers are largest magnitudes: scalars of four operands in the forward
+  # pass and of four gradients in the backward pass, and arrays of four weights,
+  # which are stacks of one layer.
   assert found["all_reduce", "i32", True] == 4 + 4
   assert found["all_reduce", "i32", False] == 4
   assert sum(found.values()) == 8 + 4 + 6 + 12
@@ -333,7 +335,7 @@ def test_all_devices_together_save_as_much_as_one(cache):
 
 
 @pytest.mark.slow
-def test_checkpoint_policies_know_the_names():
+def test_checkpoint_policy_saves_arrays_by_name():
   recipe = on_mesh(recipes.coat())
   f, params = build(lambda r: Layer(r, nnx.Rngs(0), use_bias=False), recipe)
   policy = checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
@@ -343,8 +345,7 @@ def test_checkpoint_policies_know_the_names():
     wanted = jax.jit(value_and_gradients(f))(*args)
     kept = jax.jit(value_and_gradients(jax.checkpoint(f, policy=policy)))
     assert_close(kept(*args), wanted)
-    # The backward pass computes nothing twice: it has as many matmuls, and does
-    # not quantize the norm's input again.
+    # With this policy, the backward pass computes no matmul again.
     count = lambda g: g.lower(*args).as_text().count("dot_general")  # noqa: E731
     assert count(kept) == count(jax.jit(value_and_gradients(f)))
 

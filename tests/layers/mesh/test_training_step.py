@@ -41,7 +41,7 @@ def two_mlps(recipe):
 
 
 def decoder(recipe):
-  """Does the same for a scan over layers between an embedding and a head."""
+  """Returns the same for a decoder, which scans over its layers."""
   sizes = dict(num_layers=2, d_model=D, d_ff=160, num_heads=4, num_kv_heads=2)
   config = ModelConfig(family="llama", vocab_size=384, **sizes)
   model = Decoder(config, recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -70,7 +70,7 @@ def rows_over_fsdp(path, w):
       # losses differ (docs/sharding.md).
       (two_mlps, recipes.coat, 5e-4),
       (decoder, recipes.coat, 5e-4),
-      # All is f32: sums of up to 384 values, in three steps.
+      # In f32, only the order of sums of up to 384 values differs.
       (decoder, recipes.bf16, 1e-4),
     ],
   ),
@@ -102,7 +102,7 @@ def test_two_layers_are_trained_with_fsdp(make, recipe, tolerance):
   assert found == pytest.approx(wanted, rel=tolerance)
   assert found[2] < found[1] < found[0]
   assert_sharded_like(after, (params, state))
-  # Weights and moments are split in two, norms and scalars are not.
+  # Weights and moments are split in two; norms and scalars are not.
   leaves = jax.tree.leaves(after)
   everything = sum(x.nbytes for x in leaves)
   device = sum(map(bytes_of_device, leaves))

@@ -2,8 +2,8 @@
 """Tests layers on meshes of eight devices, with recipes without axes.
 
 Each layer runs on common meshes, with automatic and with explicit axes.
-Gradients must be those of one device, and be sharded like their weights and
-inputs.
+Gradients must match those of one device, and must be sharded like their weights
+and inputs.
 """
 
 import dataclasses
@@ -210,7 +210,7 @@ def cases():
   found = []
   for i, layer in enumerate(LAYERS):
     found += quick(
-      i % 2,  # One each of norms, matmuls, MLPs and attention.
+      i % 2,  # Quick tests include norms, matmuls, MLPs and attention.
       [
         (layer, mesh, kinds[(i + j) % 2], recipe)
         for j, (mesh, recipe) in enumerate(places)
@@ -268,12 +268,12 @@ def abstract(sizes, kind=AxisType.Explicit):
   )
 
 
-# Names of calls of kernels.
+# Matches the primitives that call kernels.
 CALLS = re.compile("pallas_call|mpmd_map")
 
 
 def traced(case, how, kind=AxisType.Explicit, recipe=RECIPES["coat"]):
-  """Returns the program of value and gradients for H200s, as text."""
+  """Returns the program of a layer and its gradients for H200s, as text."""
   f, weights = build(case, recipe)
 
   def g(weights, inputs):
@@ -299,7 +299,7 @@ def test_kernels_run_on_explicit_axes_of_data_and_fsdp(mesh):
   assert len(gathers) == (4 if how.rows else 0)
 
 
-def test_kernels_are_left_out_where_xla_partitions():
+def test_kernels_do_not_run_where_xla_partitions():
   case = LAYERS["MLP"]
   assert not CALLS.search(traced(case, MESHES["data x tensor"]))
   assert not CALLS.search(traced(case, MESHES["fsdp"], AxisType.Auto))
@@ -310,7 +310,7 @@ def test_kernels_are_left_out_where_xla_partitions():
 
 
 def bytes_saved(how, case):
-  """Counts the bytes that a device saves for the backward pass, not weights."""
+  """Counts the bytes that a device saves for backward, without weights."""
   f, weights = build(case, RECIPES["coat"])
 
   def saved(weights, inputs):
@@ -333,7 +333,8 @@ def bytes_saved(how, case):
 )
 def test_a_device_saves_its_share(mesh, share):
   case = Case(lambda **a: MLP(D, 16 * D, **a))
-  # All but x are split; of x (D columns, not 2 * 16 D), `tensor` holds copies.
+  # All saved arrays are split, except that devices along `tensor` have copies
+  # of x. It has only D columns; gate and up have 2 * 16 * D.
   copies = B * T * D / 2
   found = bytes_saved(MESHES[mesh], case)
   assert share * bytes_saved(None, case) <= found * 1.01

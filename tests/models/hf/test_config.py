@@ -61,18 +61,18 @@ def test_other_families_are_read():
   assert parse_config(FILE, golden("olmo"))[0].clip_qkv is None
 
 
-def test_every_family_has_a_row_and_a_table():
+def test_every_family_is_in_all_tables():
   assert FAMILIES.keys() | VISION_FAMILIES.keys() == TENSORS.keys()
   assert TENSORS.keys() | {"llava"} == CONFIGS.keys()
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_written_and_read_again(name):
+def test_written_presets_are_read_unchanged(name):
   config = PRESETS[name]().model
   written = write_config(config, jnp.dtype("bfloat16"))
   found = json.loads(json.dumps(written))
   assert parse_config(FILE, found) == (config, jnp.bfloat16)
-  # As transformers 4 reads it.
+  # transformers 4 ignores these keys.
   found.pop("rope_parameters", None)
   found.pop("dtype")
   assert parse_config(FILE, found) == (config, jnp.bfloat16)
@@ -166,7 +166,7 @@ def test_stretched_rope_is_read_in_both_forms_and_written(rope, scaling):
     assert (config.scaling, config.rope_theta) == (scaling, 5e5)
     written = json.loads(json.dumps(write_config(config, dtype)))
     assert parse_config(FILE, written)[0] == config
-    # As transformers 4 reads it.
+    # transformers 4 ignores this key.
     written.pop("rope_parameters")
     assert parse_config(FILE, written)[0] == config
   assert parse_config(FILE, new | {"rope_scaling": rope}) == (config, dtype)
@@ -190,9 +190,9 @@ def test_partial_rope_is_read_in_both_forms_and_written(keys):
     assert (config.scaling is None) == (not keys)
     written = json.loads(json.dumps(write_config(config, dtype, found)))
     assert parse_config(FILE, written)[0] == config
-    written.pop("rope_parameters")  # As transformers 4 reads it.
+    written.pop("rope_parameters")  # transformers 4 ignores this.
     assert parse_config(FILE, written)[0] == config
-  # The share of the source is not kept with another model.
+  # A model without partial RoPE does not keep the source's share.
   whole = dataclasses.replace(config, rotary_dim=None)
   assert parse_config(FILE, write_config(whole, dtype, old))[0] == whole
 
@@ -224,7 +224,7 @@ def test_windows_are_read():
     ),
   ],
 )
-def test_scaling_of_a_configuration_is_checked(text, words):
+def test_invalid_rope_scaling_is_refused(text, words):
   shape = dataclasses.asdict(parse_config(FILE, golden())[0])
   with pytest.raises(ValueError) as caught:
     ModelConfig(**shape | {"rope_scaling": text})
@@ -388,7 +388,7 @@ def test_unsupported_keys_are_refused_by_name(name, keys, words):
   assert words in message, message
 
 
-def test_missing_keys_have_the_defaults_of_transformers():
+def test_missing_keys_get_the_defaults_of_transformers():
   found = golden()
   for key in ("head_dim", "num_key_value_heads", "rms_norm_eps", "dtype"):
     found.pop(key)

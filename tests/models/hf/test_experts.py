@@ -20,7 +20,7 @@ from train.mesh import make_mesh, parse_mesh
 
 FILE = Path("config.json")
 MESHES = ("fsdp=8", "data=2,fsdp=2,tensor=2")
-# As transformers 4 wrote it.
+# transformers 4 wrote this file.
 QWEN3_30B_A3B = """{
   "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false,
   "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1,
@@ -71,7 +71,7 @@ def test_experts_are_read_under_both_names_and_written():
   assert found["num_local_experts"] == config.num_experts == 4
   assert (config.d_ff, config.experts_per_token) == (64, 2)
   assert not config.normalize_experts and config.auxiliary_loss == 0.001
-  # Version 4 of transformers reads one name, and version 5 the other.
+  # transformers 4 reads one of these keys, and transformers 5 the other.
   written = write_config(config, dtype)
   assert written["num_experts"] == written["num_local_experts"] == 4
   for key in ("num_experts_per_tok", "norm_topk_prob", "num_local_experts"):
@@ -124,7 +124,7 @@ def test_each_expert_is_loaded_into_its_place(mesh, is_fused, tmp_path):
   assert found.keys() == want.keys()
   for name, tensor in found.items():
     np.testing.assert_array_equal(tensor, want[name], err_msg=name)
-  # Compute this without the library's tables of names.
+  # Check one expert without the library's tables of names.
   up = want["model.layers.1.mlp.experts.2.up_proj.weight"]
   down = want["model.layers.1.mlp.experts.2.down_proj.weight"]
   mlp = params["layers"]["mlp"]

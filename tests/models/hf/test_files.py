@@ -53,7 +53,7 @@ def test_tied_output_projection_must_equal_the_embedding(tmp_path, monkeypatch):
   folder = copied(tmp_path / "m", tie_word_embeddings=True)
   words = "got different lm_head.weight and model.embed_tokens"
   assert_refused(folder, words)
-  # Rows are compared 100 at a time; of 384 rows, the last 84 come together.
+  # Compare 100 rows at a time, and then the last 84 of 384 rows.
   monkeypatch.setattr(load, "_ROWS", 100)
   embedding = tensors_of(folder)["model.embed_tokens.weight"]
   for row in (0, 150, 383):

@@ -13,7 +13,7 @@ from tests.models.hf.folders import DATA
 
 FILE = Path("config.json")
 SLIDING, FULL = "sliding_attention", "full_attention"
-# As transformers 4 wrote them.
+# transformers 4 wrote these files.
 GEMMA2_9B = """{
   "architectures": ["Gemma2ForCausalLM"], "attention_bias": false,
   "attention_dropout": 0.0, "attn_logit_softcapping": 50.0, "bos_token_id": 2,
@@ -95,8 +95,8 @@ def test_gemma3_is_read_in_both_forms():
   kinds = ([SLIDING] * 5 + [FULL]) * 8
   new |= {"_sliding_window_pattern": 6, "layer_types": kinds}
   assert read(new) == config
-  # If a file contains no base, transformers uses 1e6 in layers without a window
-  # and 1e4 in layers with one.
+  # If a file contains no base of RoPE, transformers uses 1e6 for layers without
+  # a window and 1e4 for layers with one.
   old = json.loads(GEMMA3_12B)
   for key in ("rope_theta", "rope_local_base_freq"):
     old.pop(key)
@@ -115,11 +115,11 @@ def test_both_versions_read_the_written_config(name):
   assert written["query_pre_attn_scalar"] == before["query_pre_attn_scalar"]
   kinds = written["layer_types"]
   assert kinds == before.get("layer_types", kinds)
-  # Version 4 reads neither, and uses the period of the family.
+  # transformers 4 reads neither of these keys, and uses the family's period.
   old = {k: v for k, v in written.items() if k != "rope_parameters"}
   old.pop("layer_types")
   assert read(old) == config
-  # Version 5 reads RoPE's bases only there.
+  # transformers 5 reads RoPE's bases only from rope_parameters.
   new = {k: v for k, v in written.items() if k != "rope_scaling"}
   for key in ("rope_theta", "rope_local_base_freq"):
     new.pop(key, None)
@@ -135,13 +135,13 @@ def kinds_of(types, **keys):
   return config.full_every, config.window
 
 
-def test_period_of_layers_follows_from_the_list():
+def test_period_of_layers_follows_from_layer_types():
   a, b = SLIDING, FULL
   assert kinds_of([a, b, a, b, a]) == (2, 24)
   assert kinds_of([a, a, b, a, a]) == (3, 24)
   assert kinds_of([a, a, b], sliding_window_pattern=2) == (3, 24)
   assert kinds_of([a]) == (2, 24)
-  assert kinds_of([a, a, a]) == (4, 24)  # All of these have a window.
+  assert kinds_of([a, a, a]) == (4, 24)  # All layers have a window.
   assert kinds_of([b, b]) == (1, 24)
   assert kinds_of([b, b], sliding_window=None) == (None, None)
 

@@ -135,8 +135,7 @@ def test_logits_match_the_formulas(name, keys, tmp_path):
   assert_close(found, want, 1e-5)
 
 
-def test_oracle_matches_transformers():
-  """Checks the NumPy model with results of transformers."""
+def test_numpy_model_matches_transformers():
   for name in ("llama", "olmo", "phi3"):
     golden = expected(name)
     found = logits_in_numpy(DATA / name, golden["input_ids"])

@@ -55,8 +55,10 @@ def count_refused(read, folder, cases, write):
 @pytest.mark.parametrize(
   "name", ["llama3_rope", "gemma3", "gpt2", "phi3", "qwen3_moe", "vit", "llava"]
 )
-def test_values_of_a_configuration(name, tmp_path, monkeypatch):
-  # Turn off the tests' type checks, so that `ModelConfig` checks as for users.
+def test_wrong_values_in_config_are_refused_in_one_sentence(
+  name, tmp_path, monkeypatch
+):
+  # Turn off the tests' type checks, so that `ModelConfig` raises the errors.
   monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
   folder = copied(tmp_path / "m", name)
   file = folder / "config.json"
@@ -71,7 +73,7 @@ def test_values_of_a_configuration(name, tmp_path, monkeypatch):
   assert 60 < count < len(cases)
 
 
-def test_values_of_a_header(tmp_path):
+def test_wrong_values_in_a_header_are_refused_in_one_sentence(tmp_path):
   folder = copied(tmp_path / "m")
   data = (folder / MODEL).read_bytes()
   end = 8 + int.from_bytes(data[:8], "little")
@@ -88,7 +90,7 @@ def test_values_of_a_header(tmp_path):
   assert count_refused(open_tensors, folder, cases, write) == len(cases)
 
 
-def test_values_of_an_index(tmp_path):
+def test_wrong_values_in_an_index_are_refused_in_one_sentence(tmp_path):
   folder = split(copied(tmp_path / "m"))
   file = folder / INDEX
   names = json.loads(file.read_text())["weight_map"]

@@ -24,7 +24,7 @@ from coat_jax.models.hf.load import check_tensors
 from tests.models.hf.folders import DATA, copied, params_of, tensors_of
 
 LLAVA = DATA / "llava"
-# As published with LLaVA 1.5 7B.
+# LLaVA 1.5 7B was published with these keys.
 PUBLISHED = {
   "architectures": ["LlavaForConditionalGeneration"],
   "ignore_index": -100,
@@ -145,7 +145,7 @@ def test_import_and_export_gives_the_same_bytes(tmp_path):
   for name, x in golden.items():
     assert found[name].dtype == x.dtype
     np.testing.assert_array_equal(found[name], x, err_msg=name)
-  # Shards split sections.
+  # Tensors of one section are in several shards.
   assert len(list((tmp_path / "b").glob("model-*.safetensors"))) > 3
   with pytest.raises(ValueError, match="must describe the model that is saved"):
     save_hf(model, tmp_path / "c", like=_other(tmp_path))

@@ -43,7 +43,7 @@ def loaded(folder, **options):
 @pytest.mark.parametrize("name", quick(1, FAMILIES))
 def test_model_matches_transformers(name):
   model = loaded(DATA / name)
-  model.eval()  # Like transformers, this adds no auxiliary loss.
+  model.eval()  # The golden loss contains no auxiliary loss.
   graph, params = nnx.split(model, nnx.Param)
   params, golden = nnx.to_pure_dict(params), expected(name)
   tokens = jnp.asarray(golden["input_ids"], jnp.int32)
@@ -58,7 +58,7 @@ def test_model_matches_transformers(name):
 
   logits, (loss, gradients) = run(params)
   assert logits.dtype == jnp.float32
-  # In two layers, f32 sums of 64 to 160 products have another order.
+  # Only the order of f32 sums of 64 to 160 products differs, in two layers.
   largest = np.max(np.abs(golden["logits"]))
   assert np.max(np.abs(logits - golden["logits"])) < 1e-5 * largest
   np.testing.assert_allclose(loss, golden["loss"], rtol=1e-6)
@@ -76,7 +76,7 @@ def test_model_matches_transformers(name):
 
 @pytest.mark.parametrize("mesh", ["", *MESHES])
 def test_each_value_is_loaded_into_its_place(mesh, tmp_path):
-  """The file is split into shards, and the family has biases."""
+  """Loads a family with biases from several shards."""
   folder = split(copied(tmp_path / "m", "qwen2"))
   model = loaded(folder, mesh=make_mesh(parse_mesh(mesh)))
   params = params_of(model)
@@ -86,8 +86,8 @@ def test_each_value_is_loaded_into_its_place(mesh, tmp_path):
     np.testing.assert_array_equal(tensor, want[name], err_msg=name)
   heads = want["model.layers.1.self_attn.q_proj.weight"].reshape(4, 16, 64)
   qkv = params["layers"]["attention"]["qkv"]["linear"]["kernel"][1]
-  # Without the library's tables: query heads 2 and 3 belong to the second key
-  # head.
+  # Check two heads without the library's tables: query heads 2 and 3 belong to
+  # the second key head.
   np.testing.assert_array_equal(qkv[:, 64:80].T, heads[2])
   np.testing.assert_array_equal(qkv[:, 80:96].T, heads[3])
 
@@ -120,17 +120,17 @@ def test_model_on_a_mesh_is_sharded_and_has_the_same_logits(name, mesh):
   assert np.max(difference) < 1e-5 * largest
 
 
-# Include subnormals and the largest number of each dtype.
 CASTS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 @pytest.mark.parametrize("name", CASTS)
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_dtypes_are_cast_to_what_is_stored(name, param_dtype, tmp_path):
+def test_weights_are_cast_to_param_dtype(name, param_dtype, tmp_path):
   dtype = CASTS[name]
   name = "model.layers.0.mlp.down_proj.weight"
   odd = tensors_of(DATA / "llama")[name].astype(dtype)
   info = ml_dtypes.finfo(dtype)
+  # Include a subnormal and the largest number of the dtype.
   odd[0, :4] = [info.smallest_subnormal, -info.tiny, info.max, -0.0]
   folder = copied(tmp_path / "m", tensors={name: odd}, cast=dtype)
   model = loaded(folder, param_dtype=param_dtype)
@@ -237,7 +237,7 @@ def test_gpt2_may_lack_the_prefix_of_its_names(tmp_path):
   assert found.keys() == golden.keys()
   for name, tensor in found.items():
     np.testing.assert_array_equal(tensor, golden[name], err_msg=name)
-  # Without the library's tables: the first head of v in the second layer.
+  # Check the first head of v in layer 1 without the library's tables.
   qkv = model.layers.attention.qkv.linear.kernel[1]
   np.testing.assert_array_equal(
     qkv[:, 32:48], golden["transformer.h.1.attn.c_attn.weight"][:, 128:144]
@@ -261,7 +261,7 @@ def test_recipe_is_coat_unless_another_is_given():
 
 
 def test_files_may_be_links_to_others(tmp_path):
-  """In the cache of huggingface_hub all files are links."""
+  """In the cache of huggingface_hub, all files are links."""
   blobs, folder = copied(tmp_path / "blobs"), tmp_path / "m"
   folder.mkdir()
   for file in blobs.iterdir():

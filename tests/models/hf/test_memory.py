@@ -24,8 +24,8 @@ SHAPE = dict(
   vocab_size=VOCAB,
   dtype="bfloat16",
 )
-# This program runs in a process of its own, whose peak memory the kernel
-# counts. Its first round compiles and loads libraries.
+# This program runs in a new process, because the kernel counts peak memory per
+# process. Its first round compiles and loads libraries.
 PROGRAM = """
 import sys, jax, jax.numpy as jnp, pathlib
 from flax import nnx
@@ -39,9 +39,9 @@ def status(name):
 
 folder, mesh, out = sys.argv[1:]
 mesh = make_mesh(parse_mesh(mesh))
-kept = []  # Else the second round would have the pages that the first freed.
+kept = []  # Otherwise the second round would reuse memory of the first.
 for i in range(2):
-  pathlib.Path("/proc/self/clear_refs").write_text("5")  # The peak, to now.
+  pathlib.Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
   before = status("VmRSS")
   kept.append(load_hf(folder, mesh=mesh, param_dtype=jnp.bfloat16))
   model = kept[-1]
@@ -95,7 +95,7 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("mesh", ["", "fsdp=4,tensor=2"])
-def test_host_holds_a_few_tensors(mesh, checkpoint, tmp_path):
+def test_host_memory_holds_only_a_few_tensors(mesh, checkpoint, tmp_path):
   ran = subprocess.run(
     [sys.executable, "-c", PROGRAM, checkpoint, mesh, tmp_path / "out"],
     cwd=ROOT,
@@ -111,7 +111,8 @@ def test_host_holds_a_few_tensors(mesh, checkpoint, tmp_path):
   assert ran.returncode == 0, ran.stderr
   size, loaded, saved = map(int, ran.stdout.split())
   assert size > 200e6
-  largest = 2 * D * VOCAB  # 17 MB. A stack of gate and up has 92 MB.
-  # Memory holds a tensor's pages of the file, a copy, and the packed tensor.
+  largest = 2 * D * VOCAB  # 17 MB; a stack of gate and up has 92 MB.
+  # At most, memory holds a tensor's pages of the file, a copy, and the packed
+  # tensor.
   assert loaded < 4 * largest, json.dumps([size, loaded, saved])
   assert saved < 4 * largest, json.dumps([size, loaded, saved])

@@ -51,8 +51,7 @@ def test_columns_of_qkv_are_grouped_by_key_head(dtype):
         np.testing.assert_array_equal(packed[:, column], row)
         column += 1
   assert_equal(Layout(("q", "k", "v"), True).unpack(packed, split), (q, k, v))
-  # A checkpoint may have one tensor with the rows of all three, or their
-  # columns.
+  # A checkpoint may have one tensor with q, k and v as its rows or columns.
   one = jnp.concatenate([q, k, v])
   assert_equal([Layout(("qkv",), True).pack([one], shape, split)], [packed])
   assert_equal(Layout(("qkv",), True).unpack(packed, split), [one])

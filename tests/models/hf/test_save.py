@@ -59,7 +59,7 @@ def test_import_and_export_gives_the_same_bytes(name, dtype, tmp_path):
   source = copied(tmp_path / "a", name, cast=DTYPES[dtype], dtype=dtype)
   save_hf(load_hf(source), tmp_path / "b", like=source)
   assert bytes_of(tmp_path / "b") == bytes_of(source)
-  # The folder contains no other files.
+  # Saving again gives the same files, and no others.
   save_hf(load_hf(tmp_path / "b"), tmp_path / "c", like=tmp_path / "b")
   files = ("config.json", "model.safetensors")
   assert sorted(os.listdir(tmp_path / "c")) == sorted(files)
@@ -131,7 +131,7 @@ def test_other_keys_and_files_are_copied(tmp_path):
   assert after == before | written | {"dtype": "bfloat16"}
 
 
-def test_failed_save_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_save_leaves_no_files(tmp_path, monkeypatch):
   model, out = load_hf(DATA / "llama"), tmp_path / "folder" / "out"
 
   def full(descriptor):

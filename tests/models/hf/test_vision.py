@@ -54,7 +54,7 @@ def test_import_and_export_gives_the_same_bytes(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip_vision", "siglip_vision"])
-def test_tower_is_read_out_of_a_whole_model(name, tmp_path):
+def test_tower_is_read_from_a_whole_model(name, tmp_path):
   """Published checkpoints also contain the text model."""
   tower, folder = loaded(DATA / name), tmp_path / "m"
   folder.mkdir()
@@ -158,7 +158,7 @@ def test_unsupported_towers_are_refused(name, keys, words, tmp_path):
     loaded(folder)
 
 
-def test_config_decides_the_class(tmp_path):
+def test_config_decides_the_class_of_the_model(tmp_path):
   kinds = dict.fromkeys(FAMILIES, VisionTower)
   for name, kind in (kinds | {"llava": VisionLanguageModel}).items():
     assert type(load_hf(DATA / name)) is kind
