@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles whole training steps of a preset for H200s, without a GPU.
 
-As in `train.pretrain`, a step consists of forward and backward pass, clipping
-and optimizer. The state is donated.
+As in `train.pretrain`, a step consists of the forward and backward passes,
+clipping and the optimizer's update. The state is donated.
 """
 
 import dataclasses
@@ -52,8 +52,8 @@ def configure(
 
   Moments are f32 if the recipe is bf16 or fp8_linear, and FP8 otherwise.
   `batch` is the number of sequences per device, or per group of devices along
-  the mesh axis `tensor`. `options` override the variant's options. They may be
-  `optimizer`, `second` and fields of `TrainConfig` that no argument sets.
+  the mesh axis `tensor`. `options` override the variant's options: `optimizer`,
+  `second`, and fields of `TrainConfig` that none of the other arguments sets.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options

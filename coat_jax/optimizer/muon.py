@@ -39,7 +39,8 @@ from coat_jax.optimizer.step import (
 )
 from coat_jax.optimizer.weights import in_f32
 
-# Muon and AdamW both number leaves from 0, so AdamW needs another seed.
+# Muon and AdamW both number leaves from 0. With one seed, they would use the
+# same random bits.
 _ADAM_STREAM = 0x2545F491
 
 
@@ -122,7 +123,7 @@ def scale_by_coat_muon(
 
   Raises:
     TypeError: `codec` is not a `MomentCodec`; a hyperparameter is not a number;
-      `matrices` is not a function; (by `update`) it returns neither a
+      `matrices` is not a function; (by `update`) `matrices` returns neither a
       `MatrixSplit` nor None, or the state belongs to another optimizer.
     ValueError: a hyperparameter is outside its range; (by `update`) a leaf is
       not a matrix, or cannot be split as `matrices` specifies; the state was

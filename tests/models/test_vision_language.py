@@ -126,7 +126,7 @@ def test_features_replace_image_tokens_in_order(sizes):
   )
 
 
-def test_images_of_another_shape_or_model_are_refused():
+def test_images_of_wrong_shape_or_for_a_text_model_are_refused():
   make = lambda: VisionLanguageModel(  # noqa: E731
     CONFIG, recipes.bf16(), rngs=nnx.Rngs(0)
   )

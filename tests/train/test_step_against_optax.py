@@ -101,7 +101,8 @@ def test_steps_equal_optax_clipping_and_adamw():
   )
   expected = adamw.init(state.params)
   for i, rate in enumerate(RATES):
-    # Before the last update large weights, whose gradients are clipped.
+    # Start with small weights. Before the last update, sample large ones, so
+    # that gradients are clipped.
     if i in (0, 3):
       state = state._replace(params=draw(state.params, (0.1, 0.5)[i == 3]))
     loss, grads, updates, expected = expect(state.params, expected, TOKENS[i])

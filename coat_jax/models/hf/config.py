@@ -51,7 +51,7 @@ def write_config(
   max_length: int | None = None,
   labels: Sequence[str] | None = None,
 ) -> dict:
-  """Returns a config.json's content; `like` contains other keys."""
+  """Returns a config.json's content, and what `like` has besides."""
   found = _write(config, dtype, like or {})
   is_limited = isinstance(config, ModelConfig) and config.max_positions is None
   if max_length is not None and is_limited:
@@ -61,8 +61,8 @@ def write_config(
   count = isinstance(config, VisionConfig) and config.num_classes or 0
   if not len(set(labels)) == len(labels) == count:
     raise ValueError(
-      f"save_hf: labels must be one name for each of {count} classes, all "
-      f"different, got {len(labels)} names, {len(set(labels))} distinct; "
+      f"save_hf: labels must be {count} distinct names, one for each class, "
+      f"got {len(labels)} names, {len(set(labels))} distinct; "
       "leave labels out for default names"
     )
   return found | (labeled(labels) if count else {})
@@ -114,7 +114,7 @@ def _object(file: Path, found: dict, key: str, default: Any = None) -> dict:
 
 
 def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
-  """Makes a configuration; replaces widths equal to the defaults by None."""
+  """Makes a configuration; widths equal to their defaults become None."""
   if kind is not ModelConfig:
     return kind(**values)
   share = values.pop(PARTIAL, None)

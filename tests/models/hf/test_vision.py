@@ -181,11 +181,11 @@ def test_image_classes_have_names(tmp_path):
   assert named["label2id"] == {"cat": 0, "dog": 1}
   assert write_config(config, dtype, named)["id2label"]["1"] == "dog"
   for wrong in (("cat",), ("cat", "cat")):
-    with pytest.raises(ValueError, match="one name for each of 2 classes"):
+    with pytest.raises(ValueError, match="must be 2 distinct names"):
       write_config(config, dtype, labels=wrong)
   without = dataclasses.replace(config, num_classes=None)
   tower = VisionTower(without, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match="one name for each of 0 classes"):
+  with pytest.raises(ValueError, match="must be 0 distinct names"):
     save_hf(tower, tmp_path / "out", labels=("cat", "dog"))
   assert not (tmp_path / "out").exists()
 
