@@ -36,7 +36,7 @@ def test_fingerprint_hashes_length_and_all_tokens():
   assert source(IDS).fingerprint == f"2:{want.hexdigest()[:32]}"
 
 
-# Some are between the samples of the first version.
+# Both ends, and two places in between.
 @pytest.mark.parametrize("place", [0, 4500, SIZE // 2, SIZE - 1])
 def test_any_token_in_memory_changes_the_fingerprint(place):
   changed = IDS.copy()

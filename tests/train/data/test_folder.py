@@ -17,12 +17,12 @@ NONE: Any = dict(bos_token_id=..., eos_token_id=...)
     # The post-processor adds the first token, as in Llama and Gemma.
     (7, {}, (7,), 1),
     (7, {"bos_token": "t7"}, (7,), 7),
-    # Nothing adds it: Qwen, whose empty contexts begin with the end token.
+    # Nothing adds one, as in Qwen; config.json has that of empty contexts.
     (None, {"bos_token": None, "eos_token": "t9"}, (), 1),
     # tokenizer_config.json overrides the post-processor.
     (None, {"add_bos_token": True, "bos_token": {"content": "t7"}}, (7,), 7),
     (7, {"add_bos_token": False, "bos_token": "t7"}, (), 7),
-    # It cannot ask for a token that it does not name.
+    # If no token has the name, that of config.json is used.
     (None, {"add_bos_token": True, "bos_token": "no token"}, (1,), 1),
   ],
 )
@@ -31,7 +31,7 @@ def test_beginning_of_a_text(tmp_path, begin, config, first, prefix):
   assert (text.first_tokens, text.prefix_token) == (first, prefix)
   assert text.encode("t3 t4") == [3, 4]
   assert text.encode_from_start("t3 t4") == [*first, 3, 4]
-  # A text that contains it already gets no second one.
+  # A text that already contains the token gets no second one.
   assert text.encode_from_start("t7 t3")[-2:] == [7, 3]
   assert len(text.encode_from_start("t7 t3")) == 2 + (first == (1,))
 

@@ -111,7 +111,7 @@ def test_fp8_checkpoints_save_codes_of_inputs(is_layer_norm, group_size):
 @pytest.mark.parametrize(
   "remat, units", [("full", 1), ("fp8_layer", 0.57), ("fp8", 1.14)]
 )
-def test_llama2_7b_saves_this_many_residual_streams(remat, units):
+def test_size_of_llama2_7b_checkpoints_in_residual_streams(remat, units):
   model = PRESETS["llama2_7b"]().model
   kept = saved_bytes(model, recipes.coat(), remat=remat)
   assert 0.98 * units <= kept / (2 * 4096) <= units
