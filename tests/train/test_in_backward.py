@@ -22,7 +22,7 @@ from tests.train.steps import (
 )
 from train import convert
 
-# No gradient norm is this large, so nothing is ever clipped.
+# No gradient norm is this large, so every clipping scale is exactly 1.
 UNCLIPPED = 1e9
 
 
@@ -65,7 +65,7 @@ def gemma(config):
   quick(
     0,
     [
-      # Few runs with all options between them: each compiles two steps.
+      # Together, these few runs use all options; each compiles two steps.
       on(SMALL, "", params="bfloat16_low8", weight_cache="codes"),
       # GPT-2 also has an embedding of positions.
       on(gpt2(SMALL), "fsdp=8", params="bfloat16"),

@@ -28,7 +28,7 @@ COLLECTIVE = re.compile(
 
 
 def collectives(program):
-  """Lists the types of arrays that devices exchange, as f32[256,8]{1,0}."""
+  """Lists types of arrays that devices exchange, such as f32[256,8]{1,0}."""
   return [found[1] for found in COLLECTIVE.finditer(program.as_text())]
 
 

@@ -223,7 +223,6 @@ def test_step_of_a_model_that_sees_images_is_planned(trained, llava_7b, capsys):
   found = rows(out)
   assert found["GB on each GPU"] == ["COAT", "COAT minimal"]
   assert found["peak is in the"] == [row["moment"]] * 2
-  # Compare with the compiled peak.
   peak = float(found["peak"][1]) * 1e9
   assert peak == pytest.approx(row["peak_bytes"], rel=0.02)
 

@@ -42,7 +42,7 @@ def test_gpus_with_whole_experts_plan_their_experts_and_save_no_copies():
   kept = saved_bytes(model, recipes.coat()) - copies
   wanted = model.num_layers * kept * tokens
   assert found.activations == pytest.approx(wanted, rel=1e-9)
-  # Without the other three quarters of the experts; fsdp halves all weights.
+  # Three quarters of the experts are on other GPUs; fsdp halves all weights.
   of_one = dataclasses.replace(config, mesh="fsdp=2", batch=4)
   d, f = model.d_model, model.d_ff
   others = 3 * model.num_experts * d * f * model.num_layers * 4 * 3 // 4 // 2

@@ -130,8 +130,8 @@ def test_sums_over_microbatches_have_the_requested_dtype(dtype):
     assert g.dtype == (kept if dtype == "bfloat16" else jnp.float32)
     exact = np.asarray(by_name(want)[name], np.float64)
     error = np.abs(np.asarray(g, np.float64) - exact)
-    # Rounded are the gradients of the batch and of four microbatches, and with
-    # dtype bfloat16 their three sums.
+    # Each of these is rounded: the batch's gradient, four of microbatches, and
+    # with dtype bfloat16 also three sums.
     ulps = 2.0**-8 * (1 + 4 + (3 if dtype == "bfloat16" else 0))
     assert np.max(error) <= ulps * np.max(np.abs(exact))
 

@@ -17,12 +17,12 @@ NONE: Any = dict(bos_token_id=..., eos_token_id=...)
     # The post-processor adds the first token, as in Llama and Gemma.
     (7, {}, (7,), 1),
     (7, {"bos_token": "t7"}, (7,), 7),
-    # Nothing adds one, as in Qwen; config.json has that of empty contexts.
+    # Nothing adds one, as in Qwen. Empty contexts begin with config.json's.
     (None, {"bos_token": None, "eos_token": "t9"}, (), 1),
     # tokenizer_config.json overrides the post-processor.
     (None, {"add_bos_token": True, "bos_token": {"content": "t7"}}, (7,), 7),
     (7, {"add_bos_token": False, "bos_token": "t7"}, (), 7),
-    # If no token has the name, that of config.json is used.
+    # If the named token does not exist, config.json's is added.
     (None, {"add_bos_token": True, "bos_token": "no token"}, (1,), 1),
   ],
 )

@@ -110,7 +110,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
 @pytest.mark.parametrize(
   "parts",
   [
-    # The library panics, which is not an Exception.
+    # The library panics; a panic is not an Exception.
     {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
     {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     # The library raises a bare Exception.

@@ -179,7 +179,7 @@ def test_answers_and_their_loss_match_the_model(
   assert f'<td dir="auto">t{best}<span' in written
   printed = capsys.readouterr().out.splitlines()
   assert printed[0].startswith("model") and "33.3%" in printed[2]
-  # Only the first two conversations, which are short enough.
+  # --limit keeps the first two conversations, which are short enough.
   out.unlink()
   line = [folder, "--conversations", data, "--images", images, "--limit", 2]
   line += ["--compute", "float32", "--batch", 2, "--max-tokens", 12]

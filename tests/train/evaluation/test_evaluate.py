@@ -72,7 +72,7 @@ def test_figures_of_texts_are_printed_and_written(
   assert header.startswith("text, documents apart") and "bits/byte" in header
   assert row.split()[1:4] == ["2", "96", f"{nats / 96:.4f}"]
   assert "tokens/s" in printed.err
-  # A file is not overwritten; some options change the result.
+  # An existing file is never overwritten. Some options change the figures.
   assert command(*line, "--out", out) == 2
   assert f"--out: {out} must not exist, because nothing is overwritten" in (
     capsys.readouterr().err

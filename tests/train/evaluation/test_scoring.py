@@ -66,7 +66,7 @@ def test_scores_match_each_row_alone(model, score):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_model_that_computes_nan_is_refused(value):
-  """Makes some logits NaN or infinite, which would give wrong scores."""
+  """Sets an embedding to NaN or infinity, which must not become a score."""
   model = random_model()
   model.embedding.set_value(model.embedding[...].at[7].set(value))
   scorer = Scorer(model, length=LENGTH, batch=3)

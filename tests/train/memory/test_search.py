@@ -44,7 +44,7 @@ def test_13b_trains_on_one_gpu_of_80_gb(capsys):
   assert (run.optim.clip, run.seq, run.mesh) == ("share", 2048, "")
   peak = fullest(plan_run(run))[1].total
   assert peak <= 80e9 and f"a peak of {peak / 1e9:.1f} GB" in out
-  # Neither f32 weights nor the gradients of all layers at once fit.
+  # No plan with f32 weights or with all layers' gradients at once fits.
   assert " after " not in out and "float32" not in out
 
 

@@ -33,7 +33,7 @@ def of_tokens(case, name):
 
 
 def of_weights(case, name):
-  """Sums them where gradients of weights take more than arrays of tokens."""
+  """Sums its arrays where weights' gradients take more than tokens."""
   a, u = case.a, case.u
   return {
     "bf16": 2 * (3 * a + case.gate_up) + 2 * u,
@@ -44,7 +44,7 @@ def of_weights(case, name):
 
 
 def on_four(case, name):
-  """Sums them on four GPUs."""
+  """Sums its arrays on one of four GPUs."""
   a, u = case.a, case.u
   # Gradients of all four weights in f32; codes of gate and up: all rows, and
   # this GPU's quarter again.
