@@ -25,7 +25,7 @@ from train.run.description import configuration, describe
 from train.run.directory import RunDirectory
 
 SHORT = dict(steps=2, eval_every=2, save_every=2, seq=48)
-# In f32, where another order of sums chooses no other token.
+# In f32, so that the order of sums does not change the chosen token.
 PLAIN = dict(recipe="bf16", compute="float32", optim__codec="float32", **SHORT)
 PROMPT = "def main("
 
@@ -158,7 +158,7 @@ def save_tokenizer(folder):
   return folder / "tokenizer.json"
 
 
-def test_prompt_of_a_chat_goes_through_the_template(finished, tmp_path, capsys):
+def test_chat_prompt_goes_through_the_template(finished, tmp_path, capsys):
   path = save_tokenizer(tmp_path / "tokenizer")
   line = [finished, "--tokenizer", path, "--max-tokens", 8]
   line += ["--temperature", 0]
@@ -166,7 +166,7 @@ def test_prompt_of_a_chat_goes_through_the_template(finished, tmp_path, capsys):
   plain = capsys.readouterr()
   assert command(*line, "--prompt", "a", "--chat") == 0
   chat = capsys.readouterr()
-  # The same tokens; of the answer the prompt is no part.
+  # Both prompts have the same tokens; with --chat only the answer is printed.
   assert "prompts: 3 tokens" in plain.err and "prompts: 3 tokens" in chat.err
   assert plain.out == "a b c " + chat.out
   assert command(*line, "--prompt", " ") == 2
@@ -193,7 +193,7 @@ def test_prompt_of_a_chat_goes_through_the_template(finished, tmp_path, capsys):
     (["--prompt", "x", "--no-such"], "(?s).*no-such"),
   ],
 )
-def test_bad_input_is_a_sentence(finished, words, message, capsys):
+def test_bad_input_is_refused(finished, words, message, capsys):
   before = sorted(finished.rglob("*"))
   assert command(finished, *words) == 2
   printed = capsys.readouterr()

@@ -22,7 +22,7 @@ from tests.train.steps import (
 )
 from train import convert
 
-# No gradient is as large: every scale is 1, whatever the order of sums.
+# No gradient norm is this large, so every clipping scale is exactly 1.
 UNCLIPPED = 1e9
 
 
@@ -46,7 +46,7 @@ def tied(config):
 
 
 def gemma(config):
-  """Layers of two kinds, norms on both sides and of q and k, and caps."""
+  """Uses two kinds of layers, norms around blocks and of q and k, and caps."""
   model = dataclasses.replace(
     config.model,
     family="gemma3_text",
@@ -65,9 +65,9 @@ def gemma(config):
   quick(
     0,
     [
-      # Each option in one run at least: a run compiles two steps.
+      # Together, these few runs use all options; each compiles two steps.
       on(SMALL, "", params="bfloat16_low8", weight_cache="codes"),
-      # Whose positions are used beside the embedding.
+      # GPT-2 also has an embedding of positions.
       on(gpt2(SMALL), "fsdp=8", params="bfloat16"),
       on(tied(EXACT), "data=2,fsdp=2,tensor=2"),
       on(lion(gemma(SMALL)), "fsdp=8", params="bfloat16", remat="fp8"),
@@ -95,7 +95,7 @@ def test_steps_equal_ordinary_steps(config, monkeypatch):
 @pytest.mark.parametrize(
   ("mesh", "clip"), [("", "adaptive"), ("fsdp=8", "share")]
 )
-def test_clipping_equals_clipping_of_whole_gradients(mesh, clip):
+def test_clipping_equals_that_of_ordinary_steps(mesh, clip):
   config = with_clip(on(SMALL, mesh), clip, grad_clip=0.1)
   config = dataclasses.replace(config, recipe="bf16", compute="float32")
   ordinary, other = (Trained(x).run() for x in (config, in_backward(config)))
@@ -107,19 +107,20 @@ def test_clipping_equals_clipping_of_whole_gradients(mesh, clip):
 
 
 @pytest.mark.slow
-def test_resumed_run_keeps_its_norms(tmp_path):
+def test_resumed_run_keeps_its_gradient_norms(tmp_path):
   options = dict(optim__clip="adaptive", optim__grad_clip=0.1)
   flags = "--optimizer-in-backward", "--no-report-state"
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   assert run(whole, *flags, **options) == 0
   shutil.copytree(whole, parts)
-  shutil.rmtree(parts / "checkpoints" / "8")  # As of a run that was killed.
+  # As if the run had been killed before it wrote this checkpoint.
+  shutil.rmtree(parts / "checkpoints" / "8")
   assert run(parts, *flags, "--resume", **options) == 0
   check_runs(parts, whole)
 
 
 @pytest.mark.slow
-def test_run_changes_its_rule_of_clipping(tmp_path, capsys):
+def test_run_may_change_its_clipping_with_convert_state(tmp_path, capsys):
   out, flags = tmp_path / "out", ("--resume", "--no-report-state")
   assert run(out, "--no-report-state", steps=4) == 0
   lean = (*flags, "--optimizer-in-backward")
@@ -133,7 +134,7 @@ def test_run_changes_its_rule_of_clipping(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_imported_run_begins_with_no_norms(tmp_path):
+def test_imported_run_starts_without_gradient_norms(tmp_path):
   out, exported = tmp_path / "out", tmp_path / "exported"
   made = tmp_path / "made"
   assert run(out, "--no-report-state", steps=4) == 0

@@ -52,7 +52,7 @@ def test_mesh_is_parsed_and_made(text, sizes):
     mesh = meshes.make_mesh(sizes)
     assert dict(mesh.shape) == sizes
     assert mesh.axis_names == tuple(n for n in meshes.MESH_AXES if n in sizes)
-    # Devices that exchange most are neighbours.
+    # Devices that exchange the most data are neighbours.
     assert [d.id for d in mesh.devices.flat] == list(range(8))
 
 
@@ -69,7 +69,7 @@ def test_mesh_is_parsed_and_made(text, sizes):
     ("fsdp=4,", "got ''"),
   ],
 )
-def test_mesh_of_another_form_raises(text, words):
+def test_malformed_mesh_raises(text, words):
   with pytest.raises(ValueError, match=words):
     meshes.parse_mesh(text)
 
@@ -84,7 +84,7 @@ def test_mesh_of_another_form_raises(text, words):
     ("fsdp=3,expert=6", "data=1,fsdp=4,expert=2,tensor=1"),
   ],
 )
-def test_mesh_for_another_number_of_devices_raises_with_what_fits(text, fits):
+def test_mesh_of_wrong_size_raises_and_suggests_one_that_fits(text, fits):
   sizes = meshes.parse_mesh(text)
   with pytest.raises(ValueError, match=f"got 8; {fits} would fit"):
     meshes.make_mesh(sizes)
@@ -126,14 +126,14 @@ def test_config_rejects_meshes_that_do_not_fit(mesh, options, words):
     on(SMALL, mesh, **options)
 
 
-def test_fsdp_splits_whole_tiles_alone():
+def test_fsdp_splits_only_whole_tiles():
   config = PRESETS["llama2_7b"]()  # d_ff is 86 tiles of 128.
   on(config, "fsdp=2", recipe="fp8_block")
   on(config, "data=8,fsdp=1", recipe="fp8_block")
   words = "got d_ff / fsdp = 11008 / 4 = 2752; fsdp of 1, 2 would fit"
   with pytest.raises(ValueError, match=words):
     on(config, "fsdp=4", recipe="fp8_block")
-  # Of a model with experts, attention alone has tiles.
+  # In a model with experts, only attention has tiles.
   on(PRESETS["qwen3_30b_a3b"](), "fsdp=16", recipe="fp8_block")
 
 
@@ -147,7 +147,7 @@ def test_fsdp_splits_whole_tiles_alone():
       "whole tiles of 128 rows of each weight on a device, got d_model / fsdp "
       "= 64 / 8 = 8; fsdp of 1 would fit, with the other devices along data",
     ),
-    # Groups of 128 along columns of gate_up, 128 on two devices.
+    # Each group of 128 columns of gate_up would span two devices.
     (
       dict(mesh="fsdp=2,tensor=4", batch=2, model__num_kv_heads=4)
       | dict(model__num_heads=4, optim__group_size=128),
@@ -168,7 +168,7 @@ def test_impossible_mesh_is_reported_and_changes_nothing(
 def test_presets_are_sharded_in_whole_groups(name):
   config = PRESETS[name]()
   mesh = meshes.make_mesh(dict(data=1, fsdp=8, tensor=1))
-  # Raises if a device had part of a group.
+  # Raises if any device would have part of a group.
   state = step.abstract_state(config, step.build_optimizer(config), mesh)
   leaves = zip(
     step.leaf_names(state.params),
@@ -194,9 +194,9 @@ def test_losses_of_gpt2_equal_those_of_one_device():
     np.testing.assert_array_equal, got.initial.params, want.initial.params
   )
   assert want.losses[0] - want.losses[-1] > 0.1
-  # Sums over devices in f32, in another order.
+  # Devices sum in another order, in f32.
   assert largest_difference(got, want) <= 1e-5
-  # What FP8 is from f32, see the last test here.
+  # The error of FP8: see the last test of this file.
   fp8 = Trained(on(gpt2(SMALL), mesh)).run()
   assert largest_difference(fp8, want) <= 0.01
 
@@ -246,14 +246,14 @@ def test_step_keeps_the_shardings_of_the_state(exact_on_mesh):
 
 
 def test_losses_equal_those_of_one_device(exact, exact_on_mesh):
-  # Sums in another order: some ulp of a loss of 5.5, 5e-7 each, which Adam
-  # carries on where a gradient is near 0.
+  # Another order of sums changes a loss of 5.5 by a few ulp of 5e-7. Adam
+  # amplifies this where a gradient is near 0.
   assert largest_difference(exact_on_mesh, exact) <= 1e-5
   assert exact.losses[-1] < exact.losses[0] - 0.1
 
 
 def collectives(program):
-  """Shapes of what each collective operation of a program makes."""
+  """Yields the name and shape of each result of a program's collectives."""
   found = re.findall(
     r"= (\S+|\(.*?\)) (all-gather|all-reduce|reduce-scatter|all-to-all)\(",
     program.as_text(),
@@ -291,15 +291,16 @@ def test_evaluation_in_bf16_equals_that_of_one_device(exact):
     )
     found = program(params, jax.device_put(TOKENS, run.where))
     losses.append(float(found.loss))
-  # The first loss of all recipes; logits are below 1, where BF16 has 2^-9.
+  # All recipes have the same first loss. Logits are below 1, where BF16 rounds
+  # by at most 2^-9.
   assert losses == pytest.approx([exact.losses[0]] * 3, abs=2**-9)
 
 
 @pytest.mark.slow
 def test_fp8_losses_on_a_mesh_are_within_the_error_of_fp8(exact):
-  # Scales of whole tensors are the same; products are summed in another order,
-  # and a value at the border of two codes may then get the other one. Measured
-  # over the five steps: 4e-4 from one device, and FP8 1.5e-3 from f32.
+  # Scales of whole tensors are equal. Products are summed in another order, so
+  # a value between two codes may get the other one. Measured over five steps:
+  # a mesh differs by 4e-4 from one device, and FP8 by 1.5e-3 from f32.
   one, mesh = (Trained(on(SMALL, mesh)).run() for mesh in ("", MESHES[1]))
   assert largest_difference(one, exact) <= 3e-3
   assert largest_difference(mesh, one) <= 1.5e-3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Microbatches on a mesh: each device uses its own sequences; none moves."""
+"""Microbatches on a mesh: no sequence moves between devices."""
 
 import dataclasses
 import re
@@ -28,7 +28,7 @@ COLLECTIVE = re.compile(
 
 
 def collectives(program):
-  """Types of what moves between devices, such as f32[256,8]{1,0}."""
+  """Lists types of arrays that devices exchange, such as f32[256,8]{1,0}."""
   return [found[1] for found in COLLECTIVE.finditer(program.as_text())]
 
 

@@ -11,7 +11,7 @@ import train
 from tests.train.runs import MODEL
 from train import presets
 
-# What the docstring names.
+# The files and folders that the docstring names.
 NEEDED = {
   *("step", "config", "optim_config", "options", "mesh", "presets", "data"),
   *("optimizers", "update", "weights"),
@@ -20,7 +20,7 @@ NEEDED = {
 
 
 def imported(path):
-  """Which files and folders of train a file imports."""
+  """Yields the files and folders of `train` that a file imports."""
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module == "train":
       yield from (alias.name for alias in node.names)
@@ -53,5 +53,5 @@ def test_minimal_program_trains(monkeypatch):
   found = {}
   exec(compile(program, train.__file__, "exec"), found)
   assert int(found["state"].step) == 2
-  # Two batches of text: the loss of uniform guesses, nearly.
+  # After two batches the loss is nearly that of uniform guesses.
   assert abs(float(found["metrics"].loss) - math.log(256)) < 0.1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of a mixture of experts: on meshes, and with what is computed again.
+"""Mixtures of experts train on meshes and with recomputation.
 
-tests/models/test_mixture.py has its loss and gradients on one device.
+tests/models/test_mixture.py tests their loss and gradients on one device.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ MODEL = ModelConfig(
   family="qwen3_moe",
   num_layers=2,
   d_model=64,
-  # Of the largest mesh a device has 64 columns, a group of moments.
+  # On the largest mesh a device has 64 columns: one group of moments.
   d_ff=128,
   num_heads=4,
   num_kv_heads=2,
@@ -41,7 +41,7 @@ SMALL = dataclasses.replace(steps.SMALL, model=MODEL)
 
 
 def gradients(config, **options):
-  """The loss and its gradients at weights that are far from equal."""
+  """Returns the loss and its gradients at random weights."""
   config = dataclasses.replace(config, **options)
   graph = step.build_graph(config)
   abstract = step.abstract_state(config, step.build_optimizer(config)).params
@@ -72,7 +72,7 @@ def test_gradients_on_meshes_equal_those_on_one_device():
     assert_close(gradients(EXACT, mesh=mesh), want, 1e-5)
   want = on_one_device(False)
   loss, found = gradients(SMALL, mesh="data=2,fsdp=2,tensor=2")
-  # BF16 sums in another order, so that some codes are others.
+  # BF16 values are summed in another order, which changes some codes.
   assert abs(loss - want[0]) < 1e-3
   for a, b in zip(
     jax.tree.leaves(found), jax.tree.leaves(want[1]), strict=True
@@ -101,7 +101,7 @@ def test_recomputation_changes_nothing():
     assert_close(gradients(EXACT, remat=remat), want, 1e-5)
   want = on_one_device(False)
   assert_same_bits(gradients(SMALL, remat="fp8"), want)
-  # The residual stream is rounded once a layer, so that some tokens go to other
+  # The residual stream is rounded once per layer, so some tokens go to other
   # experts.
   loss, found = gradients(SMALL, remat="fp8_layer")
   assert 0 < abs(loss - want[0]) < 1e-2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs with Lion and Muon: they learn, resume, and refuse what is AdamW's."""
+"""Runs with Lion and Muon: they learn, resume, and refuse AdamW's options."""
 
 import dataclasses
 import shutil
@@ -104,7 +104,7 @@ def test_presets_adapt_to_the_optimizer_and_unused_options_are_refused(
 
 
 @pytest.mark.parametrize("optimizer", ["coat_adamw", *OTHERS])
-def test_the_same_leaves_decay_whatever_the_optimizer_is(optimizer):
+def test_every_optimizer_decays_the_same_leaves(optimizer):
   params = {
     **{name: jnp.ones((8, 8)) for name in ("embedding", "head")},
     "layers": {"mlp": {"up": {"kernel": jnp.ones((1, 8, 8))}}},
@@ -123,7 +123,7 @@ def test_the_same_leaves_decay_whatever_the_optimizer_is(optimizer):
   assert [got[k] for k in decayed] == pytest.approx([0.95, 0.95])
 
 
-def test_muon_steps_as_optax_does_with_clipped_gradients():
+def test_muon_equals_optax_on_clipped_gradients():
   # Muon's update depends on the scale of the gradient only because of eps.
   rate, eps = 0.5, 0.05
   muon = config("coat_muon")
@@ -152,7 +152,7 @@ def test_muon_steps_as_optax_does_with_clipped_gradients():
     adam_b2=optim.b2,
     consistent_rms=0.2,
   )
-  # Of three axes: AdamW's in optax.
+  # optax steps an array of three axes with AdamW.
   params, grads = (
     {"embedding": x[None], "up": y}
     for x, y in zip(tables, matrices, strict=True)
@@ -162,11 +162,11 @@ def test_muon_steps_as_optax_does_with_clipped_gradients():
   want = optax.apply_updates(params, updates)
   np.testing.assert_allclose(got["embedding"], want["embedding"][0], atol=1e-6)
   kernel = got["layers"]["mlp"]["up"]["kernel"][0]
-  # Of updates of 0.1: sums over rows, five times.
+  # Updates are about 0.1. Each of Muon's five iterations sums over rows.
   np.testing.assert_allclose(kernel, want["up"], atol=1e-5)
 
 
-def test_updates_that_are_added_round_by_words_of_the_step():
+def test_rounding_of_added_updates_depends_on_the_step():
   tx = optimizers.of_transformation(coat_lion(1e-3), seed=0)
   params = {"w": jnp.ones((8, 64), "bfloat16")}
   state = tx.init(params)

@@ -10,7 +10,7 @@ from train import plot, pretrain
 from train.options import read_path
 
 
-def test_home_is_found_and_other_paths_stay_as_they_are(monkeypatch):
+def test_home_is_expanded_and_other_paths_are_unchanged(monkeypatch):
   monkeypatch.setenv("HOME", "/home/someone")
   assert read_path("out", "~/runs") == Path("/home/someone/runs")
   assert read_path("out", "runs/~x") == Path("runs/~x")
@@ -34,7 +34,7 @@ def test_path_options_of_a_run_are_checked(
 
 
 def started(folder):
-  """A run's folder with a step, as `train.plot` asks for."""
+  """Makes a run's folder with one logged step, as `train.plot` requires."""
   folder.mkdir()
   (folder / "config.json").write_text('{"format": "coat_jax run 1"}')
   (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')

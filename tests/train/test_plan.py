@@ -42,12 +42,12 @@ def test_planned_residuals_match_those_of_a_traced_layer(preset, recipe):
   planned = saved_bytes(config, recipe)
   counted = residual_bytes(config, recipe, tokens=256)["total"]
   if recipe.name == "bf16":
-    # The attention's output once more, for its product.
+    # The plan also counts a copy of the attention's output, for its product.
     counted += 2 * config.num_heads * config.head_width
   if recipe.nonlinear == "bf16" and config.choices.norm == "layer":
-    # XLA finds that two of the arrays of a LayerNorm are one.
+    # A LayerNorm saves two equal arrays. XLA keeps only one, as planned.
     counted -= 2 * 4 * config.d_model
-  # Positions, and scales of whole tensors.
+  # The plan leaves out positions and scales of whole tensors.
   assert planned == pytest.approx(counted, rel=1e-3)
 
 
@@ -64,7 +64,7 @@ def test_norms_of_all_families_are_planned(family):
   ):
     planned = saved_bytes(config, recipe)
     counted = residual_bytes(config, recipe, tokens=256)["total"]
-    # Positions, and scales of whole tensors.
+    # The plan leaves out positions and scales of whole tensors.
     assert 0 <= counted - planned < 5, recipe
 
 
@@ -74,7 +74,7 @@ def test_plan_counts_the_state_of_the_run():
   count = 6_738_415_616
   for found in plan_run(config).values():
     assert found.weights == pytest.approx(count, rel=1e-3)  # 4 bytes on 4 GPUs.
-    # 2.08 bytes a parameter, and norms, which are whole everywhere.
+    # 2.08 bytes per parameter; in addition, each GPU has whole norms.
     assert found.optimizer == pytest.approx(2.08 * count / 4, rel=2e-3)
   exact = dataclasses.replace(config, report_state=True)
   more = plan_run(exact)["loss"].optimizer - found.optimizer
@@ -105,7 +105,7 @@ def test_largest_batch_fits_and_a_larger_one_does_not():
 
 
 def rows(text):
-  """Cells of a printed table by their first."""
+  """Maps the first cell of each row of a printed table to the others."""
   lines = [line.split("  ") for line in text.splitlines()]
   cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
   return {first: others for first, *others in cells}
@@ -162,7 +162,7 @@ def test_table_says_what_fits(capsys, hbm, fits):
   assert plan.main(["demo", "--hbm", hbm]) == 0
   found = rows(capsys.readouterr().out)
   (key,) = (key for key in found if key.startswith("fits"))
-  # leanest takes 5.05 MB.
+  # Only the last column, 5.05 MB, fits into 0.005 GiB.
   assert found[key] == [fits] * 5 + ["yes"]
   is_none = [batch == "none" for batch in found["largest batch"]]
   assert is_none == [fits == "no"] * 5 + [False]
@@ -223,7 +223,6 @@ def test_step_of_a_model_that_sees_images_is_planned(trained, llava_7b, capsys):
   found = rows(out)
   assert found["GB on each GPU"] == ["COAT", "COAT minimal"]
   assert found["peak is in the"] == [row["moment"]] * 2
-  # Beside what was compiled.
   peak = float(found["peak"][1]) * 1e9
   assert peak == pytest.approx(row["peak_bytes"], rel=0.02)
 
@@ -256,13 +255,13 @@ def test_options_that_are_not_planned_with_images_are_refused(
   assert said in capsys.readouterr().err
 
 
-def test_search_without_runs_is_refused(capsys):
+def test_search_without_candidates_is_refused(capsys):
   line = ["demo", "--gpus", "1", "--remat", "dots", "--params", "bfloat16"]
   assert plan.main(line) == 2
   assert "leave --params or --remat out" in capsys.readouterr().err
 
 
-def test_shape_of_a_checkpoint_of_text_is_planned(tmp_path):
+def test_plan_uses_the_shape_of_a_text_checkpoint(tmp_path):
   shape = dataclasses.replace(PRESETS["demo"]().model, num_layers=3)
   keys = write_config(shape, np.dtype("float32"))
   (tmp_path / "config.json").write_text(json.dumps(keys))
@@ -274,11 +273,11 @@ def test_shape_of_a_checkpoint_of_text_is_planned(tmp_path):
   )
 
 
-def test_microbatches_leave_out_steps_in_the_backward(capsys):
+def test_table_with_microbatches_omits_steps_in_the_backward(capsys):
   assert plan.main(["demo", "--accumulate", "2"]) == 0
   found = rows(capsys.readouterr().out)
   assert found["MB on each GPU"] == list(plan.COLUMNS)[:4]
-  # Small numbers are not rounded to nothing.
+  # Small numbers are not rounded to 0.
   assert all(float(cell) > 1 for cell in found["weights"])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The share of a step that a plan gives to each GPU of a mesh, in numbers."""
+"""The share of a step that a plan assigns to each GPU of a mesh."""
 
 import dataclasses
 
@@ -21,13 +21,13 @@ def test_each_gpu_plans_its_share_of_sequences_and_vocabulary():
     seq=4096,
   )
   found = plan_run(config)["loss"]
-  # 16 sequences of two microbatches on the four GPUs of data and fsdp.
+  # 16 sequences / (2 microbatches * 4 GPUs along data and fsdp) = 2.
   tokens = 2 * 4096
   kept = saved_bytes(config.model, recipes.coat(), tensor=2)
   assert found.activations == pytest.approx(32 * kept * tokens, rel=1e-9)
-  # 2^28 bytes of f32 logits of half the vocabulary are 2097 positions of two
-  # sequences: two even chunks of 4096. Logits and the head's gradient in f32,
-  # both in BF16 too; three copies of hidden states in BF16.
+  # 2^28 bytes hold f32 logits for 2097 positions of two sequences and half the
+  # vocabulary, so 4096 positions are two even chunks. Logits and the head's
+  # gradient exist in f32 and in BF16, hidden states three times in BF16.
   logits, head = 2 * 2048 * 16000, 4096 * 16000
   assert found.temporary == (4 + 2) * (logits + head) + 3 * 2 * 4096 * tokens
 
@@ -42,7 +42,7 @@ def test_gpus_with_whole_experts_plan_their_experts_and_save_no_copies():
   kept = saved_bytes(model, recipes.coat()) - copies
   wanted = model.num_layers * kept * tokens
   assert found.activations == pytest.approx(wanted, rel=1e-9)
-  # A fourth of the experts; the rows of all weights are split in two.
+  # Three quarters of the experts are on other GPUs; fsdp halves all weights.
   of_one = dataclasses.replace(config, mesh="fsdp=2", batch=4)
   d, f = model.d_model, model.d_ff
   others = 3 * model.num_experts * d * f * model.num_layers * 4 * 3 // 4 // 2

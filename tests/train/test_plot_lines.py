@@ -10,7 +10,7 @@ from train import plot
 
 @pytest.fixture
 def drawn(monkeypatch):
-  """Draws runs; gives the picture's axes by their titles."""
+  """Returns a function that draws runs and returns the axes by title."""
   figures = []
   monkeypatch.setattr(
     matplotlib.figure.Figure,
@@ -43,7 +43,7 @@ def rows():
   ]
 
 
-def test_smoothed_loss_at_a_step_is_the_mean_of_the_steps_up_to_it(drawn):
+def test_smoothed_loss_is_the_mean_of_the_last_20_steps(drawn):
   raw, smoothed, held_out = drawn({"a": rows()})["Loss"].lines
   assert points(raw) == [(i + 1, x) for i, x in enumerate(LOSSES)]
   want = [(i, np.mean(LOSSES[i - 20 : i])) for i in range(20, 51)]
@@ -51,14 +51,14 @@ def test_smoothed_loss_at_a_step_is_the_mean_of_the_steps_up_to_it(drawn):
   assert points(held_out) == [(25, 2.0), (50, 1.0)]
 
 
-def test_differences_are_those_of_steps_that_both_runs_logged(drawn):
+def test_differences_cover_only_steps_that_both_runs_logged(drawn):
   others = [dict(row, loss=row.get("loss", 0) + row["step"]) for row in rows()]
   others = [row for row in others if "held_out_loss" not in row][10:]
   others.append(dict(step=50, held_out_loss=0.25))
   axes = drawn({"a": rows(), "b": others, "c": [dict(step=99, loss=1.0)]})
   smoothed, held_out, zero = axes["Loss of a minus another run's"].lines
   assert smoothed.get_label() == "b, mean of 20"
-  # The loss of b is higher by the step, 11 to 50.
+  # In steps 11 to 50, the loss of b is higher by the number of the step.
   want = [(i, -np.mean(np.arange(i - 19, i + 1))) for i in range(30, 51)]
   np.testing.assert_allclose(points(smoothed), want, rtol=1e-12)
   assert points(held_out) == [(50, 0.75)]
@@ -103,7 +103,7 @@ def reports():
   return [first, last]
 
 
-def test_powers_are_sixteenths_and_shares_of_the_last_report(drawn):
+def test_expansion_shows_shares_of_powers_in_the_last_report(drawn):
   mu, nu = drawn({"a": reports()})["Expansion"].lines
   assert points(mu) == [(1.0, 0.75), (2.5, 0.25)]
   assert points(nu) == [(15.9375, 1.0)]
@@ -120,6 +120,6 @@ def test_errors_are_weighted_by_parameters_of_encoded_leaves(drawn):
     if axes.get_ylabel() == "relative error"
   )
   mu, nu = axes.lines
-  # (10 * 0.1 + 30 * 0.5) / 40, and half of it.
+  # At step 20: (10 * 0.1 + 30 * 0.5) / 40, and half of that.
   np.testing.assert_allclose(points(mu), [(10, 0.1), (20, 0.4)])
   np.testing.assert_allclose(points(nu), [(10, 0.05), (20, 0.2)])

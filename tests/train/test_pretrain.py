@@ -39,7 +39,7 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-  """A run that has finished; tests leave it as it is."""
+  """Returns a finished run, which no test changes."""
   out = tmp_path_factory.mktemp("runs") / "finished"
   assert run(out) == 0
   return out
@@ -75,13 +75,13 @@ def test_stopped_and_killed_run_resumes_bit_for_bit(tmp_path, compiled_once):
   assert max(losses(out)) >= (120, "loss")
 
 
-def test_finished_run_has_its_table_plot_and_last_checkpoint(finished, capsys):
+def test_finished_run_has_table_plot_and_last_checkpoint(finished, capsys):
   assert run(finished, "--resume") == 0
   output, errors = capsys.readouterr()
   assert "all 8 steps are already done" in errors
   for words in ("training loss", "held-out loss", "bytes/token/layer"):
     assert words in output
-  # Losses, powers and errors, of 900 x 600 points each.
+  # Three panels of 900 x 600 points: losses, powers, errors.
   picture = matplotlib.image.imread(finished / "plot.png")
   assert picture.shape[:2] == (600, 2700)
   assert RunDirectory(finished).latest_step() == 8
@@ -164,8 +164,8 @@ def test_unknown_preset_is_reported_with_the_known_ones(capsys):
 
 @pytest.mark.slow
 def test_wrong_ids_found_during_training_are_reported(tmp_path, capsys):
-  # 64 samples of 4096 are checked at the start; these are between two of them,
-  # in the first of the held-out windows.
+  # At the start, only 64 samples of 4096 ids are checked. The wrong ids are
+  # between two samples, in the first held-out window.
   ids = np.ones(2_000_000, np.uint16)
   ids[1_900_000:1_900_033] = 300
   ids.tofile(tmp_path / "ids")
@@ -178,7 +178,7 @@ def test_wrong_ids_found_during_training_are_reported(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
-  # The second step sees what the first, with such a learning rate, has made.
+  # With this learning rate, the loss is NaN after the first update.
   out = tmp_path / "out"
   assert run(out, optim__lr=1e37, save_every=3, optim__warmup=0) == 1
   errors = capsys.readouterr().err
@@ -217,7 +217,7 @@ def test_state_with_a_loss_that_is_not_finite_is_not_saved(
       ),
       "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 29.20GiB",
     ),
-    # A CPU's words, at once and from a step that was dispatched.
+    # Messages on a CPU, raised at once or by a dispatched step.
     (
       jax.errors.JaxRuntimeError(
         "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes."
@@ -235,7 +235,7 @@ def test_state_with_a_loss_that_is_not_finite_is_not_saved(
     (MemoryError("Unable to allocate 2.00 PiB"), "Out of memory. Unable to"),
   ],
 )
-def test_too_little_memory_is_reported_in_a_sentence(
+def test_too_little_memory_is_reported_in_one_line(
   error, words, tmp_path, monkeypatch, capsys
 ):
   def without_memory(*_):
@@ -255,7 +255,8 @@ def test_full_disk_at_the_start_is_reported_with_the_folder(
   def full(*_):
     raise OSError(28, "No space left on device")
 
-  monkeypatch.setattr(call, full)  # Of config.json, and of the lock.
+  # These calls write config.json and the lock.
+  monkeypatch.setattr(call, full)
   assert run(tmp_path / "out") == 1
   last = capsys.readouterr().err.splitlines()[-1]
   words = f"could not write {tmp_path / 'out'}: OSError ([Errno 28] No sp"
@@ -377,14 +378,14 @@ def test_run_is_compared_with_twins_of_the_same_weights(tmp_path, capsys):
   assert [twin.path.name for twin in twins] == ["bf16_seed_0", "bf16_seed_1"]
   saved = json.loads(twins[0].config.read_text())["config"]
   assert (saved["recipe"], saved["optim"]["codec"]) == ("bf16", "float32")
-  # The first loss is that of the initial weights: BF16 rounds to 2^-9 of the
-  # logits, E4M3 to 2^-4, and both are small against the seeds' difference.
+  # The first losses are those of the initial weights. Rounding to BF16 (2^-9)
+  # or E4M3 (2^-4) changes them far less than another seed does.
   mine, same, other = (
     losses(folder.path)[1, "loss"] for folder in (RunDirectory(out), *twins)
   )
   assert abs(mine - same) < 0.1 * abs(same - other)
   assert all(math.isfinite(loss) for loss in (mine, same, other))
-  # Stopped after its first twin, it resumes with the second.
+  # A run that stopped after its first twin resumes with the second.
   before = losses(out), losses(twins[0].path), losses(twins[1].path)
   twins[1].remove()
   assert run(out, "--resume", *flags) == 0

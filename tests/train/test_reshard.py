@@ -18,7 +18,7 @@ ON = {count: dict(mesh=f"fsdp={count}") for count in (8, 2)}
 
 @pytest.fixture(scope="module")
 def environments(tmp_path_factory):
-  """Environments of processes with so many devices; this one has eight."""
+  """Yields environments of processes with 8 and with 2 devices."""
   with programs_on_disk(tmp_path_factory.mktemp("programs")) as environment:
     assert jax.device_count() == 8
     yield {
@@ -32,14 +32,14 @@ def finish(process):
 
 
 def each_loss(out, after):
-  """Training losses of the steps after one, in order."""
+  """Returns the training losses of the steps after `after`, in order."""
   found = losses(out)
   last = max(number for number, _ in found)
   return np.array([found[i, "loss"] for i in range(after + 1, last + 1)])
 
 
 def last_state(out):
-  """The bytes of a run's last state, and its place in the data."""
+  """Returns the bytes of a run's last state, and its place in the data."""
   folder = RunDirectory(out)
   number, _ = checkpoint.newest_whole_step(folder.checkpoints)
   description = checkpoint.read_description(folder.checkpoints, number)
@@ -70,8 +70,8 @@ def test_killed_run_resumes_on_its_mesh_and_on_another(tmp_path, environments):
   assert losses(killed) == losses(never)
   assert last_state(killed) == last_state(never)
 
-  # On another mesh the first loss is of the same numbers, summed in another
-  # order. Codes at a border differ later; in f32, below, no loss does.
+  # On another mesh, the first loss differs only by the order of sums. Later,
+  # values between two codes get other codes. The f32 run below has no codes.
   on_two = dict(environment=environments[2], **options, **ON[2])
   finish(start(moved, "--resume", **on_two))
   apart = np.abs(each_loss(moved, done) - each_loss(never, done))
@@ -82,7 +82,7 @@ def test_killed_run_resumes_on_its_mesh_and_on_another(tmp_path, environments):
 def test_run_in_f32_resumed_on_another_mesh_has_the_same_losses(
   tmp_path, environments
 ):
-  # Sums of some thousand f32 in another order: about 1e-7 of a loss of 5.
+  # Summing some thousand f32 in another order changes a loss by 1e-7 of it.
   options = dict(batch=8, steps=10, save_every=4, eval_every=10)
   options |= dict(recipe="bf16", compute="float32", optim__codec="float32")
   out = tmp_path / "out"

@@ -14,7 +14,7 @@ STEPS, PEAK, END = 80, 2.0, 0.1
 
 
 def wanted(schedule, warmup):
-  """Rates of updates 0 to STEPS; STEPS is where the schedule ends."""
+  """Returns the rates of updates 0 to STEPS, where the schedule ends."""
   i = np.arange(STEPS + 1)
   done = np.clip((i - warmup) / (STEPS - warmup), 0, 1)
   if schedule == "cosine":
@@ -22,7 +22,7 @@ def wanted(schedule, warmup):
   else:
     share = 1 - done
   falling = PEAK * (END + (1 - END) * share)
-  # The first update is not lost: 1 / warmup of the peak.
+  # The first rate is not 0 but 1 / warmup of the peak.
   return np.where(i < warmup, PEAK * (i + 1) / max(warmup, 1), falling)
 
 
@@ -30,7 +30,7 @@ def wanted(schedule, warmup):
 @pytest.mark.parametrize(
   "warmup, in_steps", [(0, 0), (1, 1), (8, 8), (0.25, 20)]
 )
-def test_learning_rate_is_the_formula(schedule, warmup, in_steps):
+def test_learning_rate_follows_the_formula(schedule, warmup, in_steps):
   optim = OptimConfig(
     lr=PEAK, schedule=schedule, warmup=warmup, min_lr_ratio=END
   )
@@ -42,7 +42,7 @@ def test_learning_rate_is_the_formula(schedule, warmup, in_steps):
 
 
 def test_cosine_and_linear_differ_at_their_quarters():
-  # Formulas of the test above at 1/4 and 3/4, as numbers.
+  # Values of the formulas above at 1/4 and 3/4 of the schedule.
   for schedule, first, last in (
     ("cosine", 1.736, 0.464),
     ("linear", 1.55, 0.65),

@@ -26,18 +26,18 @@ def command(*line):
 )
 def test_folder_generates_the_text_of_transformers(name, tmp_path, capsys):
   greedy = expected(name)["greedy"][0].tolist()
-  # The first token is the one that begins a text.
+  # The tokenizer adds the first token to the beginning of a text.
   folder = with_tokenizer(tmp_path / "hf", name, begin=greedy[0])
   line = [folder, *F32, "--max-tokens", 16]
   assert command(*line, "--prompt", words(greedy[1:8])) == 0
   printed = capsys.readouterr()
   assert printed.out == words(greedy[1:]) + "\n"
   assert "prompts: 8 tokens" in printed.err
-  # It ends after a token that the files name.
+  # Generation stops at the end token that the files name.
   write_json(folder / "generation_config.json", eos_token_id=greedy[10])
   template = "{{ messages[0].content }}"
   (folder / "chat_template.jinja").write_text(template)
-  # And of a chat the template says how it begins.
+  # In a chat, only the template decides which token comes first.
   chat = ["--prompt", words(greedy[:8]), "--chat"]
   assert command(*line, *chat) == 0
   printed = capsys.readouterr()
@@ -46,7 +46,7 @@ def test_folder_generates_the_text_of_transformers(name, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_imported_run_is_read_as_its_folder(tmp_path, capsys):
+def test_imported_run_generates_like_its_folder(tmp_path, capsys):
   greedy = expected("llama")["greedy"][0].tolist()
   folder = with_tokenizer(tmp_path / "hf", begin=greedy[0])
   run = tmp_path / "run"
@@ -62,7 +62,7 @@ def test_imported_run_is_read_as_its_folder(tmp_path, capsys):
   assert source.compute == "bfloat16" and source.name.endswith("step 0")
 
 
-def test_folder_is_described_before_it_is_read(tmp_path):
+def test_folder_is_described_before_its_weights_are_read(tmp_path):
   folder = with_tokenizer(tmp_path / "x")
   source = open_source(folder)
   assert (source.length, source.compute) == (256, "bfloat16")
@@ -72,7 +72,7 @@ def test_folder_is_described_before_it_is_read(tmp_path):
   assert open_source(without).length == 2048
 
 
-def test_folder_that_cannot_be_read_is_a_sentence(tmp_path, capsys):
+def test_unreadable_folder_is_refused(tmp_path, capsys):
   folder = with_tokenizer(tmp_path / "x", max_position_embeddings=8)
   line = ["--prompt", words(range(5)), "--max-tokens", 4]
 
@@ -84,7 +84,7 @@ def test_folder_that_cannot_be_read_is_a_sentence(tmp_path, capsys):
 
   check("must fit into the 8 tokens that the model was trained to see, got 5")
   (folder / "model.safetensors").write_bytes(b"")
-  check("trained to see, got 5")  # Weights are the last that is read.
+  check("trained to see, got 5")  # Weights are read last.
   (folder / "tokenizer.json").unlink()
   check("must contain a tokenizer.json, got none")
   check("none.json, which is not a file", folder, "--tokenizer", "none.json")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps with f32 moments against optax's clipping and AdamW.
 
-The step adds the gradients of two microbatches, optax gets the whole batch's.
+The step sums the gradients of two microbatches; optax gets the whole batch's.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from train import step
 from train.config import OptimConfig
 from train.presets import demo
 
-# No number is a default, and each moves parameters by a per cent or more.
+# No number is a default, and each changes updates by a per cent or more.
 OPTIM = OptimConfig(
   lr=1e-2,
   codec="float32",
@@ -33,7 +33,7 @@ OPTIM = OptimConfig(
   weight_decay=2.0,
   grad_clip=1.0,
 )
-# Up in 2 steps, then down to a tenth at the end of the sixth.
+# The rate rises for 2 steps, then falls to a tenth by the end of the sixth.
 RATES = [5e-3, 1e-2, 1e-2, 7.75e-3]
 CONFIG = dataclasses.replace(
   demo(),
@@ -59,7 +59,7 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (4, 2, 17), np.int32)
 
 
 def decays(params):
-  """Matrices but for the embedding."""
+  """Selects all matrices except the embedding."""
   return jax.tree.map_with_path(
     lambda path, _: path[-1].key in ("kernel", "head"), params
   )
@@ -101,8 +101,7 @@ def test_steps_equal_optax_clipping_and_adamw():
   )
   expected = adamw.init(state.params)
   for i, rate in enumerate(RATES):
-    # Start with small weights. Before the last update, sample large ones, so
-    # that gradients are clipped.
+    # Before the last update, make weights large, so that gradients are clipped.
     if i in (0, 3):
       state = state._replace(params=draw(state.params, (0.1, 0.5)[i == 3]))
     loss, grads, updates, expected = expect(state.params, expected, TOKENS[i])
@@ -121,15 +120,15 @@ def test_steps_equal_optax_clipping_and_adamw():
     moved = jax.tree.map(
       lambda new, old: np.float64(new) - np.float64(old), state.params, before
     )
-    # f32 parameters of 1 at most move by 1e-3 and more.
+    # Parameters are rounded by at most 6e-8 and move by at least 1e-3.
     assert_close(moved, updates, 1e-3, f"update {i}")
-    # Both are moments of the clipped gradients.
+    # The exact and the stored moments are those of the clipped gradients.
     adam = expected[1][0]
     assert_close((state.exact.mu, state.exact.nu), (adam.mu, adam.nu))
     stored = state.optimizer.mu.codes, state.optimizer.nu.codes
     assert_close(stored, (adam.mu, adam.nu))
 
-  # Weights so large that products overflow are finite still.
+  # These weights are finite, but their products overflow.
   state = state._replace(params=draw(state.params, 1e25))
   _, metrics = run(state, TOKENS[0])
   assert not metrics.is_finite.all()

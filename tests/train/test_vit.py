@@ -125,7 +125,7 @@ def _alone(folder):
     *(_one_class, _none, _new_class, _few, _alone),
   ),
 )
-def test_bad_images_are_one_sentence_and_nothing_is_written(
+def test_bad_images_are_refused_and_nothing_is_written(
   damage, tmp_path, capsys
 ):
   folder = write_folder(tmp_path / "images")
@@ -152,7 +152,7 @@ def test_held_out_share_is_refused_if_the_folder_decides(tmp_path, capsys):
 @pytest.mark.parametrize(
   "option, value", [("num-channels", 1), ("family", "clip_vision")]
 )
-def test_models_of_other_images_are_refused(option, value, tmp_path, capsys):
+def test_models_for_other_images_are_refused(option, value, tmp_path, capsys):
   folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
   words = [f"--model.{option}", str(value)]
   assert vit.main([*line(folder, out), *words]) == 2
@@ -167,7 +167,7 @@ def test_options_of_decoders_do_not_exist(option, tmp_path, capsys):
   assert option.replace("_", "-") in capsys.readouterr().err
 
 
-def test_kinds_of_images_train_alike(tmp_path):
+def test_batches_contain_all_kinds_of_images_and_split_by_process(tmp_path):
   folder = write_folder(tmp_path / "images")
   Image.new("CMYK", (30, 8)).save(folder / "train/cat/8.jpg")
   Image.new("L", (30_000, 2)).save(folder / "train/cat/9.png")
@@ -183,7 +183,7 @@ def test_kinds_of_images_train_alike(tmp_path):
   for name, x in whole.items():
     assert (x.shape, x.dtype) == (shapes[name].shape, shapes[name].dtype)
     np.testing.assert_array_equal(np.concatenate([y[name] for y in parts]), x)
-  # Each held-out image once, and what fills the batch up.
+  # Each held-out image occurs once; rows labelled -1 fill up the batch.
   (held_out,) = data.eval_batches(config, process_index=0, process_count=1)
   assert sorted(held_out["labels"]) == [-1] * 4 + [0, 0, 1, 1]
   with pytest.raises(
@@ -207,7 +207,7 @@ def test_loss_and_accuracy_ignore_rows_that_fill_up_a_batch():
     batch = objective.batch_of(rows)
     parts = microbatches(batch, 2)
     parts = batch, *(jax.tree.map(lambda x, i=i: x[i], parts) for i in (0, 1))
-    # A model that returns what it is given.
+    # The model returns its input as logits.
     return [objective.measure(lambda images: images, each) for each in parts]
 
   found = jax.device_get(measure({"images": logits, "labels": labels}))
@@ -215,7 +215,7 @@ def test_loss_and_accuracy_ignore_rows_that_fill_up_a_batch():
   exact = logits.astype(np.float64)
   nats = np.log(np.exp(exact).sum(-1)) - exact[np.arange(8), labels]
   expected = {"loss": nats, "accuracy": exact.argmax(-1) == labels}
-  # Microbatches have other numbers of images; all images count alike.
+  # Microbatches have different numbers of images, but each image counts once.
   for name, each in expected.items():
     whole, *parts = (float(x[name]) for x in found)
     assert whole == pytest.approx(each[is_image].mean(), abs=1e-6)
@@ -264,7 +264,7 @@ def test_run_learns_and_a_killed_one_resumes_to_the_same_bits(
   assert [row["step"] for row in found] == [20, 40]
   assert found[-1]["held_out_accuracy"] == 1
   assert found[-1]["held_out_loss"] < 0.3
-  # Killed in its middle.
+  # Kill a second run and resume it.
   out = tmp_path / "killed"
   process = subprocess.Popen(
     [sys.executable, "-m", "train.vit", *line(folder, out, *flags, **long)],
@@ -280,7 +280,7 @@ def test_run_learns_and_a_killed_one_resumes_to_the_same_bits(
   assert vit.main(line(folder, out, *flags, "--resume", **long)) == 0
   assert "resumed at step" in capsys.readouterr().err
   assert losses(out) == losses(tmp_path / "whole")
-  # Commands for text say so, and other images are another run.
+  # Commands for text refuse the run, and it cannot resume with other images.
   assert generate.main([str(out), "--prompt", "a"]) == 2
   assert "expected a run that was trained on text" in capsys.readouterr().err
   write_image(folder / "train/cat/0.png", 99)
@@ -302,7 +302,7 @@ def test_exported_tower_has_names_of_classes_and_preprocessing(
   config = json.loads((out / "config.json").read_bytes())
   assert config["id2label"] == {"0": "cat", "1": "dog"}
   assert config["label2id"] == {"cat": 0, "dog": 1}
-  # What is read of it prepares the pixels that were trained on.
+  # The exported settings prepare the same pixels as in training.
   _, data = vit.load(config_of(folder))
   trained = data.rows
   assert Preprocessing.load(out) == trained.preprocessing
@@ -310,7 +310,7 @@ def test_exported_tower_has_names_of_classes_and_preprocessing(
   with Image.open(trained.files[3]) as image:
     pixels = _as_transformers_does(image, found)
   np.testing.assert_array_equal(pixels, trained.read(3)["images"])
-  # A damaged list is said, and an older run has none.
+  # A damaged list of classes is refused; without a list, classes are numbered.
   names = run / "hf" / "classes.json"
   names.write_text('["cat"')
   again = tmp_path / "again"
@@ -325,7 +325,7 @@ def test_exported_tower_has_names_of_classes_and_preprocessing(
 
 
 def _as_transformers_does(image, settings):
-  """An image through ViTImageProcessor, by its documented steps."""
+  """Prepares an image by the documented steps of ViTImageProcessor."""
   assert settings["image_processor_type"] == "ViTImageProcessor"
   assert all(
     settings[f"do_{x}"]

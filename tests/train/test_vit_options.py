@@ -11,14 +11,14 @@ from tests.train.test_vit import config_of
 
 
 def _few_steps(**options):
-  """Five steps of a tower of two layers, which learns one batch."""
+  """Trains a tower of two layers for five steps on one batch."""
   draw = np.random.default_rng(0)
   rows = {
     "images": draw.normal(size=(8, 3, 8, 8)).astype(np.float32),
     "labels": np.array([0, 1, 2, 3, 0, 1, 2, 3], np.int32),
   }
   config = config_of("unused")
-  # One that the data have given classes.
+  # The number of classes normally comes from the data.
   model = dataclasses.replace(config.model, num_layers=2, num_classes=4)
   optim = options.pop("optim", {})
   optim = config.optim.with_optimizer(
@@ -33,7 +33,7 @@ def _few_steps(**options):
 @pytest.mark.parametrize(
   "options",
   [
-    # Each value of each option once: a run compiles a step.
+    # Few runs that cover all values of options, because each compiles a step.
     dict(optim=dict(optimizer="coat_muon"), params="bfloat16", remat="fp8"),
     dict(
       optim=dict(optimizer="coat_lion", lr=3e-4),

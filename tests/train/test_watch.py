@@ -20,7 +20,7 @@ CONFIG = dataclasses.replace(SMALL, watch=2)
 
 
 def probed(**options):
-  """A state after its first update, and its probe, of a tiny run."""
+  """Makes a tiny run's state after its first update, and its watcher."""
   config = dataclasses.replace(CONFIG, **options)
   graph, optimizer = step.build_graph(config), step.build_optimizer(config)
   state = step.initial_state(config, optimizer)
@@ -81,7 +81,7 @@ def test_probe_agrees_with_numpy_and_costs_little():
       call()
       times.append(time.perf_counter() - started)
     seconds.append(min(times))
-  # Every 100 steps, 2 % at most: a probe may take two steps.
+  # A probe every 100 steps may cost 2 % of the time: that of two steps.
   assert seconds[0] < 2 * seconds[1]
 
 
@@ -103,7 +103,7 @@ def test_codes_of_all_states_of_an_optimizer_are_counted(optimizer):
 
   stored = jax.tree.map_with_path(draw, state.optimizer)
   found = watch.of_moments(stored)
-  # AdamW, which steps Muon's tables, has second moments of them.
+  # With Muon, AdamW steps the tables, which therefore have second moments.
   kept = {name: x for name, x in drawn.items() if x}
   assert [*kept] == (["mu", "nu"] if optimizer == "coat_muon" else ["mu"])
   for name, values in kept.items():
@@ -129,7 +129,7 @@ def test_statistics_of_values_agree_with_numpy():
     kurtosis = np.mean(y**4) / np.mean(y**2) ** 2
     assert float(found["activations_kurtosis"]) == pytest.approx(kurtosis, 1e-4)
     assert float(found["activations_amax"]) == amax
-    # Half of E4M3's smallest value, 2^-9 of a scale of amax / 448.
+    # E4M3's smallest value is 2^-9; below half of it, values become 0.
     zeroed = np.mean(np.abs(y) < 2.0**-10 * amax / 448)
     assert float(found["activations_zeroed"]) == pytest.approx(zeroed)
   assert zeroed > 0
@@ -161,12 +161,12 @@ def test_drift_is_reported_once_it_breaks_its_rule():
   )
   assert "nu_zeroed is 0.06" in zeroed and "divided by eps" in zeroed
   assert "nu_power is 0.4" in power
-  # A value that is not finite is no number to compare.
+  # A value that is not finite (null) is not compared.
   assert watch.drifts(earlier, {"nu_power": [None]}) == []
 
 
 def test_drift_is_relative_to_the_median():
-  # Their mean, 4, is far from it.
+  # The median is 1, but the mean is 4.
   earlier = [{"grad_norm": [x]} for x in (1.0, 10.0, 1.0)]
   assert watch.drifts(earlier, {"grad_norm": [3.0]}) == []
   (said,) = watch.drifts(earlier, {"grad_norm": [4.1]})
@@ -174,7 +174,7 @@ def test_drift_is_relative_to_the_median():
 
 
 @pytest.mark.slow
-def test_a_watched_run_is_the_same_run(tmp_path, capsys, monkeypatch):
+def test_watching_does_not_change_a_run(tmp_path, capsys, monkeypatch):
   always = watch.Rule("it is so", plus=-1e9)
   monkeypatch.setitem(watch.RULES, "grad_norm", always)
   assert run(tmp_path / "a", optim__codec="int8") == 0
@@ -183,11 +183,11 @@ def test_a_watched_run_is_the_same_run(tmp_path, capsys, monkeypatch):
   rows = read_metrics(RunDirectory(tmp_path / "b").metrics)
   found = [row for row in rows if "watch" in row]
   assert [row["step"] for row in found] == [2, 4, 6, 8]
-  assert "nu_power" not in found[0]["watch"]  # int8 has none.
+  assert "nu_power" not in found[0]["watch"]  # int8 has no powers.
   assert 0 < found[0]["watch"]["nu_zeroed"][0] < 1
-  # Three probes before it.
+  # Drift is only reported after three earlier probes.
   said = [x for x in capsys.readouterr().err.splitlines() if "watch: " in x]
   assert len(said) == 1 and "b: step 8: watch: grad_norm is" in said[0]
-  # Losses, moments' errors and what was watched, of 900 x 600 points each.
+  # Three panels of 900 x 600 points: losses, moments' errors, watched values.
   picture = matplotlib.image.imread(RunDirectory(tmp_path / "b").plot)
   assert picture.shape[:2] == (600, 2700)

@@ -23,9 +23,9 @@ MESH = "data=2,fsdp=2,tensor=2"
 NORMS = ("norm/scale",)
 
 
-# Moments of zeros that nothing has to encode.
+# Moments in f32, so that no codec encodes their zeros.
 PLAIN = dataclasses.replace(SMALL.optim, codec="float32", group_size=128)
-# Compiles fast.
+# These options compile fast.
 FAST = dict(recipe="bf16", optim=PLAIN)
 
 
@@ -80,14 +80,14 @@ def test_first_state_does_not_depend_on_the_mesh(kind):
     assert x.sharding.is_equivalent_to(want.sharding, x.ndim)
 
 
-def test_first_weights_are_drawn_a_layer_at_a_time():
+def test_first_weights_are_sampled_one_layer_at_a_time():
   deep = dataclasses.replace(SMALL.model, num_layers=64)
   config = stored("bfloat16_low8", model=deep, optim=PLAIN)
   run = Trained(config)
   made = step.initializer(config, run.optimizer).lower().compile()
   temporary = made.memory_analysis().temp_size_in_bytes
   layers = sum(x.size for x in jax.tree.leaves(run.abstract.params["layers"]))
-  # Some times what a layer is in f32: random bits, normal values, their sums.
+  # Less than 8 layers in f32, for random bits, normal values and their sums.
   assert temporary < 4 * layers / 8
 
 
@@ -122,7 +122,7 @@ def test_gradients_of_bf16_weights_are_bf16():
 
 @pytest.mark.parametrize("dtype", quick(1, ["bfloat16", "float32"]))
 def test_sums_over_microbatches_have_the_requested_dtype(dtype):
-  # In layers without FP8 a microbatch rounds as the whole batch does.
+  # Without FP8, layers round a microbatch as they round the whole batch.
   (_, want), _ = summed(1, recipe="bf16", compute="float32")
   (_, got), params = summed(4, dtype, recipe="bf16", compute="float32")
   for name, g in by_name(got).items():
@@ -130,7 +130,8 @@ def test_sums_over_microbatches_have_the_requested_dtype(dtype):
     assert g.dtype == (kept if dtype == "bfloat16" else jnp.float32)
     exact = np.asarray(by_name(want)[name], np.float64)
     error = np.abs(np.asarray(g, np.float64) - exact)
-    # Each of four gradients is rounded, and so may be each of three sums.
+    # Each of these is rounded: the batch's gradient, four of microbatches, and
+    # with dtype bfloat16 also three sums.
     ulps = 2.0**-8 * (1 + 4 + (3 if dtype == "bfloat16" else 0))
     assert np.max(error) <= ulps * np.max(np.abs(exact))
 
@@ -175,7 +176,7 @@ def test_run_with_24_bits_learns_and_moves_its_low_bytes():
   joined = join_weights(state.params, state.optimizer.low)
   for name, x in by_name(joined).items():
     y = np.asarray(by_name(state.params)[name], np.float32)
-    # To nearest: half an ulp of bf16.
+    # Rounding to nearest moves values by at most half an ulp of bf16.
     np.testing.assert_allclose(y, x, rtol=2**-8)
     if not name.endswith(NORMS):
       before = by_name(got.initial.optimizer.low)[name]
@@ -184,7 +185,7 @@ def test_run_with_24_bits_learns_and_moves_its_low_bytes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_learns_as_f32_does(kind):
+def test_stored_weights_learn_as_f32_weights_do(kind):
   want, got = trained("float32", "coat"), trained(kind, "coat")
   assert got.losses[0] == pytest.approx(want.losses[0], abs=2e-2)
   assert got.losses[-1] == pytest.approx(want.losses[-1], abs=3e-2)
@@ -194,5 +195,5 @@ def test_each_kind_learns_as_f32_does(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_mesh_trains_as_one_device(kind):
   alone, together = trained(kind, "coat"), trained(kind, "coat", MESH)
-  # Sums in another order, rounded to FP8 and bf16: as in test_mesh.
+  # As in test_mesh: sums in another order, rounded to FP8 and bf16.
   assert np.max(np.abs(np.subtract(alone.losses, together.losses))) <= 2e-2

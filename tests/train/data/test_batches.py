@@ -58,7 +58,7 @@ def test_batches_depend_on_the_seed_alone(embedded):
   assert all((a != b).any() for a, b in zip(first, other, strict=True))
 
 
-def test_batches_of_one_sequence_have_the_same_order(embedded):
+def test_batch_size_does_not_change_the_order_of_sequences(embedded):
   read = functools.partial(train_iterator, seq_len=SEQ_LEN, seed=0)
   ones = take(read(embedded, batch_size=1), 2 * BATCH)
   whole = take(read(embedded, batch_size=BATCH), 2)
@@ -142,7 +142,7 @@ def test_iterator_resumes_bit_equal_through_orbax(
         data=grain.checkpoint.CheckpointSave(iterator),
       ),
     )
-    want = take(iterator, 5)  # Continues during the save.
+    want = take(iterator, 5)  # Reading continues during the save.
 
   fresh = train_iterator(tokens, **kwargs)
   with ocp.CheckpointManager(tmp_path / "run") as manager:

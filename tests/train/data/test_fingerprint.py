@@ -36,7 +36,7 @@ def test_fingerprint_hashes_length_and_all_tokens():
   assert source(IDS).fingerprint == f"2:{want.hexdigest()[:32]}"
 
 
-# Some are between the samples of the first version.
+# Both ends, and two places in between.
 @pytest.mark.parametrize("place", [0, 4500, SIZE // 2, SIZE - 1])
 def test_any_token_in_memory_changes_the_fingerprint(place):
   changed = IDS.copy()
@@ -66,7 +66,7 @@ def test_three_quarters_replaced_between_samples_change_the_fingerprint(
   assert files(tmp_path, changed).fingerprint != before
 
 
-def test_change_longer_than_the_distance_of_blocks_is_seen_anywhere(
+def test_change_longer_than_the_gap_between_blocks_is_seen_anywhere(
   tmp_path, few_blocks
 ):
   before = files(tmp_path, IDS).fingerprint
@@ -89,7 +89,7 @@ def test_ends_of_every_file_and_their_order_are_seen(tmp_path, few_blocks):
   assert files(tmp_path, *parts).fingerprint != before
 
 
-def test_short_change_between_blocks_is_seen_in_the_times_alone(
+def test_short_change_between_blocks_is_seen_only_in_the_times(
   tmp_path, few_blocks
 ):
   tokens = files(tmp_path, IDS)

@@ -14,15 +14,15 @@ NONE: Any = dict(bos_token_id=..., eos_token_id=...)
 @pytest.mark.parametrize(
   "begin, config, first, prefix",
   [
-    # The post-processor adds it: Llama, Gemma.
+    # The post-processor adds the first token, as in Llama and Gemma.
     (7, {}, (7,), 1),
     (7, {"bos_token": "t7"}, (7,), 7),
-    # Nothing adds it: Qwen, whose empty contexts begin with the end token.
+    # Nothing adds one, as in Qwen. Empty contexts begin with config.json's.
     (None, {"bos_token": None, "eos_token": "t9"}, (), 1),
     # tokenizer_config.json overrides the post-processor.
     (None, {"add_bos_token": True, "bos_token": {"content": "t7"}}, (7,), 7),
     (7, {"add_bos_token": False, "bos_token": "t7"}, (), 7),
-    # It cannot ask for a token that it does not name.
+    # If the named token does not exist, config.json's is added.
     (None, {"add_bos_token": True, "bos_token": "no token"}, (1,), 1),
   ],
 )
@@ -31,12 +31,12 @@ def test_beginning_of_a_text(tmp_path, begin, config, first, prefix):
   assert (text.first_tokens, text.prefix_token) == (first, prefix)
   assert text.encode("t3 t4") == [3, 4]
   assert text.encode_from_start("t3 t4") == [*first, 3, 4]
-  # A text that contains it already gets no second one.
+  # A text that already contains the token gets no second one.
   assert text.encode_from_start("t7 t3")[-2:] == [7, 3]
   assert len(text.encode_from_start("t7 t3")) == 2 + (first == (1,))
 
 
-def test_prefix_without_a_beginning_is_the_end(tmp_path):
+def test_prefix_is_the_end_token_if_no_beginning_is_named(tmp_path):
   config = {"eos_token": "t9"}
   folder = with_tokenizer(tmp_path / "x", config=config, **NONE)
   assert FolderText(folder).prefix_token == 9
@@ -47,7 +47,7 @@ def test_prefix_without_a_beginning_is_the_end(tmp_path):
   assert FolderText(folder).prefix_token is None
 
 
-def test_end_of_a_text_is_any_that_the_files_name(tmp_path):
+def test_texts_end_at_any_end_token_that_the_files_name(tmp_path):
   folder = with_tokenizer(tmp_path / "x", eos_token_id=2)
   assert FolderText(folder).stop_tokens == (2,)
   generation = folder / "generation_config.json"
@@ -61,7 +61,7 @@ def test_end_of_a_text_is_any_that_the_files_name(tmp_path):
   assert FolderText(folder).stop_tokens == (4,)
 
 
-def test_another_tokenizer_replaces_the_folders(tmp_path):
+def test_given_tokenizer_replaces_that_of_the_folder(tmp_path):
   other = with_tokenizer(tmp_path / "other", begin=7)
   folder = with_tokenizer(tmp_path / "x", eos_token_id=5)
   text = FolderText(folder, str(other / "tokenizer.json"))
@@ -77,7 +77,7 @@ def test_ends_that_are_not_ids_are_refused(tmp_path, found):
     FolderText(folder)
 
 
-def test_words_after_others_keep_their_space(tmp_path):
+def test_decode_after_other_words_keeps_the_space(tmp_path):
   text = FolderText(with_tokenizer(tmp_path / "x"))
   assert text.decode([3, 4]) == "t3 t4"
   assert text.decode_after([1, 2], [3, 4]) == " t3 t4"

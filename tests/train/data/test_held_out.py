@@ -19,7 +19,7 @@ def source(size, held_out):
   )
 
 
-# Tokens, held-out share, and its start; 16 divides 320, but not 321 and 319.
+# `start` is the first held-out token. 16 divides 320, but not 321 and 319.
 @pytest.mark.parametrize(
   "size, held_out, start, windows",
   [
@@ -36,7 +36,7 @@ def test_training_reads_no_held_out_token(size, held_out, start, windows):
   assert tokens.train_size(SEQ_LEN) == start
   batches = data.train_iterator(tokens, seq_len=SEQ_LEN, batch_size=1, seed=0)
   read = [next(batches)["tokens"][0] for _ in range(windows)]
-  # One epoch: each window once; each ends with the next one's first token.
+  # One epoch reads each window once. A window's last token begins the next.
   assert max(rows.max() for rows in read) == windows * SEQ_LEN < start
   assert sorted(rows[0] for rows in read) == [
     SEQ_LEN * i for i in range(windows)
@@ -45,7 +45,8 @@ def test_training_reads_no_held_out_token(size, held_out, start, windows):
   assert set(again) == {rows[0] for rows in read}
 
 
-# The last window ends with the last token, or would end one after it.
+# With 642 tokens, window 20 ends with the last one. With 640 tokens, it would
+# end one token after the last.
 @pytest.mark.parametrize("size, windows", [(640, 19), (642, 20)])
 def test_evaluation_reads_whole_windows_of_the_held_out_tokens(size, windows):
   tokens = source(size, 0.5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images as a vision tower takes them, and files that are not images."""
+"""Images are prepared for a vision tower, and bad files are refused."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def normalized(rgb, mean, std):
 
 
 @pytest.mark.parametrize("size", [(31, 50), (57, 29), (24, 24)])
-def test_clip_resizes_the_shorter_side_and_cuts_the_middle_out(tmp_path, size):
+def test_clip_resizes_the_shorter_side_and_crops_the_middle(tmp_path, size):
   height, width = size
   image = Image.fromarray(pixels(height, width))
   image.save(tmp_path / "a.png")
@@ -71,7 +71,7 @@ def test_clip_resizes_the_shorter_side_and_cuts_the_middle_out(tmp_path, size):
   assert preprocessing.shape == (24, 20)
   found = preprocessing.read(tmp_path / "a.png")
   assert found.dtype == np.float32 and found.flags.c_contiguous
-  # Two roundings of f32 at values up to 3.
+  # Values of at most 3 are rounded to f32 twice.
   np.testing.assert_allclose(found, normalized(cut, MEAN, STD), atol=1e-6)
 
 
@@ -79,7 +79,7 @@ def test_siglip_resizes_both_sides(tmp_path):
   image = Image.fromarray(pixels(31, 50))
   image.save(tmp_path / "a.png")
   resized = np.asarray(image.resize((20, 24), Image.Resampling.BILINEAR))
-  # The settings in the form of transformers 5.
+  # transformers 5 nests the settings in a file of another name.
   nested = {"image_processor": SIGLIP, "processor_class": "LlavaProcessor"}
   preprocessing = load(tmp_path, nested, "processor_config.json")
   found = preprocessing.read(tmp_path / "a.png")
@@ -94,7 +94,7 @@ def test_all_kinds_of_images_become_rgb(tmp_path):
   Image.fromarray(grey).save(tmp_path / "grey.png")
   found = preprocessing.read(tmp_path / "grey.png")
   np.testing.assert_allclose(found, as_rgb, atol=1e-6)
-  # CMYK values are ink: 255 is no ink here, and black has all inks.
+  # In CMYK, 255 is full ink: cyan removes red, and black removes all colors.
   ink = np.zeros((24, 20, 4), np.uint8)
   ink[:, :10, 0], ink[:, 10:, 3] = 255, 255
   Image.fromarray(ink, "CMYK").save(tmp_path / "ink.tiff")
@@ -145,7 +145,7 @@ def test_bad_images_are_named_in_one_line(tmp_path):
     assert reason == "large image" and str(MAX_PIXELS) in message
   Image.fromarray(np.zeros((30, 30), np.uint16)).save(tmp_path / "deep.png")
   assert refused("deep.png")[0] == "deep image"
-  # 30,000 pixels wide, but low, is a normal image.
+  # An image that is 30,000 pixels wide but low enough is accepted.
   Image.new("RGB", (30_000, 30)).save(tmp_path / "wide.png")
   assert preprocessing.read(tmp_path / "wide.png").shape == (3, 24, 20)
   # A header does not show that a file is cut short.
@@ -185,7 +185,7 @@ def test_unsupported_settings_are_refused(tmp_path, change, message):
 @pytest.mark.parametrize(
   "size, crop", [((8, 9), None), ((8, 9), (6, 7)), (10, (8, 8))]
 )
-def test_saved_settings_are_read_as_they_were(size, crop, tmp_path):
+def test_saved_settings_are_restored(size, crop, tmp_path):
   settings = Preprocessing(
     size=size,
     crop=crop,

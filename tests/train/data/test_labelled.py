@@ -27,7 +27,7 @@ def test_folders_decide_what_is_held_out(tmp_path, held_out):
   folder = write_folder(tmp_path, parts=("train", held_out))
   (folder / "train/cat/notes.txt").write_text("not an image")
   (folder / "train/.cache").mkdir()
-  # Not all trained classes must be held out.
+  # A class may have no held-out images.
   shutil.rmtree(folder / held_out / "cat")
   found = load(folder)
   assert found.classes == ("cat", "dog")
@@ -52,7 +52,7 @@ def test_a_share_of_each_class_is_held_out(tmp_path):
   assert not own & others and len(own | others) == 16
   assert found.held_out.files == again.held_out.files
   assert found.held_out.files != other.held_out.files
-  # The same with a train folder but no held-out folder.
+  # A share is also held out if there is only a train folder.
   (tmp_path / "own").mkdir()
   write_folder(tmp_path / "own", parts=("train",))
   found = load(tmp_path / "own", held_out=1e-6)
@@ -69,7 +69,7 @@ def test_fingerprint_sees_names_classes_and_pixels(tmp_path, monkeypatch):
   assert load(folder).fingerprint != first.fingerprint
   (tmp_path / "b/train/cat/3.png").rename(tmp_path / "b/train/dog/8.png")
   assert load(tmp_path / "b").fingerprint != first.fingerprint
-  # Larger sets are read when they are needed.
+  # Images of larger sets are not kept in memory but read on demand.
   kept = load(folder)
   monkeypatch.setattr(labelled, "_IN_MEMORY", 1000)
   found = load(folder)

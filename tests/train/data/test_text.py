@@ -34,7 +34,7 @@ def configure(folder, **config):
   (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def test_bytes_are_ids_and_other_ids_are_not_text():
+def test_bytes_are_ids_and_invalid_ids_are_replaced():
   text = ByteText()
   assert text.encode("é!") == [0xC3, 0xA9, 33]
   assert text.decode([0xC3, 0xA9, 33]) == "é!"

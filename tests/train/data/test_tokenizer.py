@@ -13,7 +13,7 @@ from train.data.text import TokenizerText
 from train.data.tokenizer import Tokenizer
 
 CHAT = Path(__file__).parents[2] / "data" / "chat"
-# Long lines, template tokens between them, and a line without an end.
+# Lines, template tokens, and a long last line without a line end.
 TEXT = (
   "What is this? It is five.\n" * 30
   + "<|start_header_id|>user<|end_header_id|>\n\n" * 20
@@ -33,9 +33,8 @@ def changed(tmp_path, **parts):
 def test_pieces_give_the_same_tokens_as_the_whole_text(name, monkeypatch):
   file = str(CHAT / name / "tokenizer.json")
   library = tokenizers.Tokenizer.from_file(file)
-  library.post_processor = (
-    None  # Llama's would trim spaces from the offsets of tokens.
-  )
+  # Llama's post-processor would trim spaces from the offsets of tokens.
+  library.post_processor = None
   texts = [TEXT, "", "\n", "five" * 40, TEXT[:50]]
   whole = library.encode_batch(texts, add_special_tokens=False)
   monkeypatch.setattr(tokenizer, "PIECE", 37)
@@ -68,7 +67,7 @@ def test_pieces_end_before_an_added_token_at_the_start(monkeypatch):
 
 
 def test_kept_tokens_do_not_depend_on_splitting(monkeypatch):
-  # Its normalizer adds a token before each text, so before each piece too.
+  # Llama 2's normalizer adds a token before each text, so before each piece.
   file = str(CHAT / "llama2" / "tokenizer.json")
   text = "What is this?\n" * 40
   library = tokenizers.Tokenizer.from_file(file)
@@ -111,10 +110,10 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
 @pytest.mark.parametrize(
   "parts",
   [
-    # Panics, which are not Exceptions.
+    # The library panics; a panic is not an Exception.
     {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
     {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-    # A bare Exception.
+    # The library raises a bare Exception.
     {
       "model": {
         **{"type": "WordPiece", "unk_token": "[UNK]", "vocab": {"b": 0}},

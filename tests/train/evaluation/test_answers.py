@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m train.evaluate --conversations`: answers with and without images.
 
-The oracle is the model on each conversation by itself, without padding, cache
-or batches.
+The oracle runs the model on each conversation alone, without a cache.
 """
 
 import json
@@ -114,7 +113,7 @@ def logprobs(images):
     for place, name in zip(pixels[0], names, strict=False):
       read = np.asarray(Image.open(images / name), np.float32)
       place[:] = (read / 255 * 2 - 1).transpose(2, 0, 1)
-    # Padded to one size; later tokens are not seen.
+    # Pad to one size; the model does not see later tokens.
     padded = np.pad(np.int32(tokens), (0, 40 - len(tokens)))[None]
     logits = np.asarray(run(params, padded, pixels), np.float64)[0]
     logits = logits[: len(tokens)]
@@ -180,7 +179,7 @@ def test_answers_and_their_loss_match_the_model(
   assert f'<td dir="auto">t{best}<span' in written
   printed = capsys.readouterr().out.splitlines()
   assert printed[0].startswith("model") and "33.3%" in printed[2]
-  # Fewer conversations, all short enough.
+  # --limit keeps the first two conversations, which are short enough.
   out.unlink()
   line = [folder, "--conversations", data, "--images", images, "--limit", 2]
   line += ["--compute", "float32", "--batch", 2, "--max-tokens", 12]
@@ -211,7 +210,7 @@ def test_answers_and_their_loss_match_the_model(
     (["--conversations", "{data}", "--beside", "none"], "none: expected a run"),
   ],
 )
-def test_bad_input_is_a_sentence(folder, tmp_path, options, message, capsys):
+def test_bad_input_is_refused(folder, tmp_path, options, message, capsys):
   data = tmp_path / "rows.json"
   data.write_text(json.dumps(rows("t9")))
   options = [str(x).format(data=data) for x in options]
@@ -220,7 +219,7 @@ def test_bad_input_is_a_sentence(folder, tmp_path, options, message, capsys):
   assert command(folder, *options) == 2
   shown = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
   assert message in shown and "Traceback" not in shown
-  # That is an option of train.finetune.
+  # Only train.finetune has the option --skip-bad.
   assert "--skip-bad" not in shown
 
 
@@ -236,11 +235,11 @@ class Letters(Text):
     return bytes(tokens).decode().replace("#", "")
 
 
-def test_an_answer_ends_like_the_turns_of_the_data(monkeypatch):
+def test_answer_ends_with_the_token_that_ends_turns_in_the_data(monkeypatch):
   def generate(model, prompts, *, max_new_tokens, stop_tokens, **others):
     found = []
     for prompt in prompts:
-      # The alphabet after the question, and the text after its end.
+      # Continue the alphabet after the question, and write on after its end.
       said = [*range(prompt[-1] + 1, ord("z")), *b"#and so on"]
       ends = [i for i, token in enumerate(said) if token in stop_tokens]
       found.append(said[: (ends or [max_new_tokens])[0]])
@@ -248,7 +247,7 @@ def test_an_answer_ends_like_the_turns_of_the_data(monkeypatch):
 
   monkeypatch.setattr(answers, "generate", generate)
   monkeypatch.setattr(answers, "_score", lambda *_: (1, 0.0))
-  turns = [("u", "vwxy#"), ("w", "xy#"), ("v", "wx")]  # The last one is cut.
+  turns = [("u", "vwxy#"), ("w", "xy#"), ("v", "wx")]  # The last is cut.
   tokens = np.frombuffer("".join(q + a for q, a in turns).encode(), np.uint8)
   starts = np.cumsum([0, *(len(q + a) for q, a in turns)])
   mask = np.ones(len(tokens), bool)

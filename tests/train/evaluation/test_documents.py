@@ -26,7 +26,7 @@ def written(folder, name, content):
 @pytest.mark.parametrize(
   "name", ["a.jsonl", "a.json", "a.json.gz", "a.b.JSONL"]
 )
-def test_documents_of_json_lines(tmp_path, name):
+def test_each_json_line_is_a_document(tmp_path, name):
   # The format of C4 and the Pile.
   assert list(read_documents(written(tmp_path, name, JSONL))) == TEXTS
 
@@ -52,7 +52,7 @@ def test_half_a_character_of_json_is_replaced(tmp_path):
 
 
 class Zstandard(types.ModuleType):
-  """Replaces the module; its readers cannot iterate over lines either."""
+  """Replaces zstandard, whose readers cannot iterate over lines either."""
 
   ZstdError = gzip.BadGzipFile
 

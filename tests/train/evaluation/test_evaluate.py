@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def data(tmp_path):
-  """The golden tokens, as words."""
+  """Writes the golden tokens as words."""
   file = tmp_path / "golden.jsonl"
   lines = [json.dumps({"text": words(row)}) for row in ROWS]
   file.write_text("\n".join(lines))
@@ -55,7 +55,7 @@ def test_figures_of_texts_are_printed_and_written(
   printed = capsys.readouterr()
   model = load_hf(DATA / "llama", recipe=recipes.bf16(), dtype="float32")
   score = oracle(model)
-  # Each row after the token that begins a text.
+  # Each row follows the token that begins a text.
   nats = -sum(score([1], row, 256)[0].sum() for row in ROWS)
   found = json.loads(out.read_text())
   (text,) = found["texts"]
@@ -72,7 +72,7 @@ def test_figures_of_texts_are_printed_and_written(
   assert header.startswith("text, documents apart") and "bits/byte" in header
   assert row.split()[1:4] == ["2", "96", f"{nats / 96:.4f}"]
   assert "tokens/s" in printed.err
-  # The same again, and with options that change the result.
+  # An existing file is never overwritten. Some options change the figures.
   assert command(*line, "--out", out) == 2
   assert f"--out: {out} must not exist, because nothing is overwritten" in (
     capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_figures_of_texts_are_printed_and_written(
 
 
 @pytest.mark.slow
-def test_figures_in_bfloat16_are_near(folder, data, tmp_path):
+def test_figures_in_bfloat16_are_near_those_in_float32(folder, data, tmp_path):
   found = {}
   for compute in ("bfloat16", "float32"):
     out = tmp_path / f"{compute}.json"
@@ -131,7 +131,7 @@ def test_figures_in_bfloat16_are_near(folder, data, tmp_path):
     (["--data", "{folder}/model.safetensors"], "must be text in UTF-8"),
   ],
 )
-def test_bad_input_is_a_sentence(folder, data, options, message, capsys):
+def test_bad_input_is_refused(folder, data, options, message, capsys):
   options = [str(x).format(data=data, folder=folder) for x in options]
   assert command(folder, *options) == 2
   printed = capsys.readouterr()

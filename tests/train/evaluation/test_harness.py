@@ -28,7 +28,7 @@ from train.evaluation.harness import DecoderLM  # noqa: E402
 TASKS = ROOT / "tests" / "data" / "tasks"
 NAMES = ("alphabet_choice", "alphabet_text", "alphabet_generation")
 LENGTH = 48
-TOLERANCE = 1e-4  # The same as for scores.
+TOLERANCE = 1e-4  # As in test_scoring.
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +55,7 @@ def asked(kind, *arguments):
   return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
 
 
-# Texts, and what the model reads and scores.
+# Maps texts of a request to what the model reads and scores.
 LONG = "the quick brown fox jumps over the lazy dog and runs"
 PAIRS = {
   ("the fox", " jumps"): ("the fox", " jumps"),
@@ -199,7 +199,7 @@ def test_unavailable_tasks_are_refused(tmp_path, monkeypatch):
     ValueError, match="got alphabet_choise; did you mean alph"
   ):
     Tasks(["alphabet_choice", "alphabet_choise"], TASKS)
-  # Its data are not on this machine, and nothing is downloaded.
+  # The data of this task do not exist, and nothing is downloaded.
   task = (TASKS / "alphabet_text.yaml").read_text()
   other = task.replace("dataset_path: json", "dataset_path: no/such")
   (tmp_path / "other.yaml").write_text(other)

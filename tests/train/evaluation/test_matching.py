@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short answers in the form that is compared."""
+"""Short answers are normalized before they are compared."""
 
 import pytest
 
@@ -26,7 +26,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("answer, form", TABLE.items())
-def test_answers_are_compared_in_one_form(answer, form):
+def test_answers_match_if_their_normalized_forms_do(answer, form):
   assert normalized(answer) == form
   assert is_match(answer, form.upper())
 

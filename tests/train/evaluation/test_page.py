@@ -51,7 +51,7 @@ def files(tmp_path):
   return tuple(tmp_path / name for name in names)
 
 
-def test_page_has_all_texts_escaped_and_images_in_it(files):
+def test_page_escapes_all_texts_and_embeds_images(files):
   first = answers(
     (0, BAD, "Red.", "red", files[:1], True, True),
     (0, "And?", BAD, BAD + "1", files, False, False),

@@ -14,7 +14,7 @@ from train.evaluation.perplexity import exp, perplexity, prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
 LENGTH = 96
-# f32 sums in another order; logits are some tens.
+# f32 sums have another order, and logits are some tens.
 TOLERANCE = 1e-4
 
 
@@ -50,7 +50,7 @@ def test_scores_match_each_row_alone(model, score):
   program: Any = scoring._token_scores
   before = program._cache_size()
   found = scorer.score(asked)
-  # One program for each length: 64 and the longest.
+  # One program compiles for each padded length: 64 and the longest.
   assert program._cache_size() == before + 2
   for request, got in zip(asked, found, strict=True):
     logprobs, is_greedy = score(*request[:2], LENGTH)
@@ -58,7 +58,7 @@ def test_scores_match_each_row_alone(model, score):
     np.testing.assert_allclose(got.logprobs, logprobs, atol=TOLERANCE)
     assert got.is_greedy == is_greedy
   assert [x.is_greedy for x in found[-3:]] == [True, False, False]
-  # The other rows of the batch do not matter.
+  # Scores do not depend on the other rows of a batch.
   again = scorer.score(asked[::-1])[::-1]
   for one, other in zip(found, again, strict=True):
     np.testing.assert_array_equal(one.logprobs, other.logprobs)
@@ -66,7 +66,7 @@ def test_scores_match_each_row_alone(model, score):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_model_that_computes_nan_is_refused(value):
-  """Otherwise perplexity would be infinite and a wrong answer greedy."""
+  """Sets an embedding to NaN or infinity, which must not become a score."""
   model = random_model()
   model.embedding.set_value(model.embedding[...].at[7].set(value))
   scorer = Scorer(model, length=LENGTH, batch=3)
@@ -141,8 +141,8 @@ def test_windows_count_each_token_once_with_all_context(length, stride):
     assert done == count
 
 
-def test_windows_of_a_whole_length_match_the_harness():
-  # The example in lm-evaluation-harness: a prefix and ten tokens, length 4.
+def test_windows_without_overlap_match_the_harness():
+  # lm-evaluation-harness has this example: a prefix, ten tokens, length 4.
   found = list(windows(11, 4, 4))
   assert found == [(0, 1, 5), (4, 5, 9), (6, 9, 11)]
 
@@ -197,7 +197,7 @@ def test_perplexity_matches_each_window_alone(model, score):
   assert math.isclose(found.bits_per_byte, bits, rel_tol=1e-5)
   per_word = math.exp(total / 15)
   assert math.isclose(found.word_perplexity, per_word, rel_tol=1e-5)
-  # As one text: the token before each document is read but not counted.
+  # Joined to one text: the token before each document is read but not counted.
   joined = perplexity(model, ByteText(), DOCUMENTS, kind="joined", **options)
   flags = [[False] + [True] * (len(row) - 1) for row in rows]
   total = nats(score, sum(rows, []), sum(flags, []))
@@ -242,7 +242,7 @@ def test_documents_without_a_token_are_refused(model):
     perplexity(model, ByteText(), ["", ""], length=LONG)
 
 
-def test_prefix_of_a_tokenizer_without_any_is_a_line_end():
+def test_prefix_is_a_line_end_if_the_tokenizer_has_none():
   class Other(Words):
     prefix_token = None
     found = [5, 6]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of presets for tests of plans, with given sizes of their states."""
+"""Plans of presets whose number of parameters is given."""
 
 import dataclasses
 
@@ -18,12 +18,13 @@ RECIPES = {
 
 
 class Case:
-  """A model with some tokens on each GPU: its sizes, and plans of its steps.
+  """The sizes of a model and of its tokens on one GPU, and plans of its steps.
 
   Attributes:
     u: bytes of the residual stream in BF16.
-    a: values of gate.
-    qkv, gate_up, layer, head: values of weights; `layer` is one layer's four.
+    a: number of values in gate (tokens * d_ff).
+    qkv, gate_up, head: number of weights.
+    layer: number of weights in the four matrices of a layer.
   """
 
   def __init__(self, preset, parameters, batch, seq, **model):
@@ -42,7 +43,7 @@ class Case:
     self.layer = self.qkv + d * d + self.gate_up + experts * f * d
 
   def run(self, name, gpus=1, *, tensor=1, **options):
-    """The configuration, with its rows split over so many GPUs."""
+    """Returns the configuration with its rows split over GPUs."""
     sizes = f"fsdp={gpus}" + (f",tensor={tensor}" if tensor > 1 else "")
     if options.get("optimizer_in_backward"):
       options["optim"] = dataclasses.replace(self.config.optim, clip="share")
@@ -55,14 +56,14 @@ class Case:
     )
 
   def kept(self, name):
-    """Bytes that one layer keeps of all tokens."""
+    """Returns the bytes that one layer saves for all tokens."""
     recipe = self.run(name).coat_recipe()
     return saved_bytes(self.model, recipe) * self.tokens
 
   def plan(self, name, gpus=1, *, tensor=1, **options):
-    """The points of a step on one of so many GPUs."""
+    """Plans a step on one of `gpus` GPUs."""
     run = self.run(name, gpus, tensor=tensor, **options)
-    # Codes, and of 128 values f32 amax and a power: 10 bytes of both moments.
+    # Two moments have codes and, per 128 values, an f32 amax and a power.
     state = 2 + 10 / 128 if run.recipe == "coat" else 8
     share = self.parameters // gpus
     dtype = run.params.removesuffix("_low8")
@@ -72,6 +73,6 @@ class Case:
 
 
 LLAMA2_7B = Case("llama2_7b", 6_738_415_616, batch=2, seq=2048)
-# Few weights for its tokens.
+# These have few weights for their tokens.
 DEMO = Case("demo", 803_968, batch=64, seq=256)
 DEMO_MOE = Case("demo_moe", 2_626_944, batch=64, seq=256)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in fewer bits, the step in the backward, checkpoints in FP8: planned.
+"""Plans with BF16 weights, steps in the backward pass and FP8 checkpoints.
 
-Sums of arrays as in test_terms, beside the peaks that were compiled for H200s.
+They equal sums of arrays, as in test_terms, and are near the peaks that were
+compiled for H200s.
 """
 
 import pytest
@@ -19,14 +20,14 @@ def case(batch, **model):
 
 
 def planned(batch=4, *, value=2, gpus=1, model=None, **options):
-  """Points of a step on one of some GPUs, of 2048 tokens a sequence."""
+  """Plans a step of 2048 tokens per sequence, on one of `gpus` GPUs."""
   params = {2: "bfloat16", 4: "float32"}[value]
   of_model = case(batch, **(model or {}))
   return of_model.plan("minimal", gpus, params=params, **options)
 
 
 def sizes(batch):
-  """U, values of gate, and what a layer keeps, of 2048 tokens a sequence."""
+  """Returns u, a and what a layer saves, for 2048 tokens per sequence."""
   found = case(batch)
   return found.u, found.a, found.kept("minimal")
 
@@ -38,7 +39,7 @@ def test_gradients_have_the_dtype_of_their_weights(value):
   assert found["embedding"].gradients == value * COUNT
   assert found["backward"].gradients == value * 32 * LAYER
   u, a, kept = sizes(4)
-  # In SwiGLU; gradients of the output's weights.
+  # The peak is in SwiGLU, with the gradient of the output weights.
   arrays = 7 * a + 1.5 * u + kept + value * HEAD
   assert abs(found["backward"].temporary - arrays) <= 1
 
@@ -47,10 +48,11 @@ def test_only_one_layer_has_gradients_at_a_time():
   found = planned(1, **IN_BACKWARD)
   u, a, _ = sizes(1)
   assert [x.gradients for x in found.values()] == [0, 0, 2 * HEAD]
-  # All four of a layer, in BF16; the embedding's, of zeros.
+  # Gradients in BF16: those of a layer's four weights, and zeros for the
+  # embedding's.
   arrays = 2 * LAYER + 2 * a + 1.5 * u + 2 * HEAD
   assert abs(found["backward"].temporary - arrays) <= 1
-  # The output's of a tied embedding waits for the embedding's.
+  # With a tied embedding, the output's gradient waits for the embedding's.
   tied = planned(1, model=dict(tied_embeddings=True), **IN_BACKWARD)[
     "backward"
   ].temporary
@@ -60,9 +62,10 @@ def test_only_one_layer_has_gradients_at_a_time():
 @pytest.mark.parametrize(
   "value, gpus, casts", [(4, 1, 1), (2, 1, 0), (2, 2, 1)]
 )
-def test_loss_reads_weights_in_bf16_as_they_are(value, gpus, casts):
+def test_loss_casts_weights_unless_they_are_bf16_on_one_gpu(value, gpus, casts):
   found = planned(value=value, gpus=gpus)["loss"].temporary
-  # Logits and their gradient, the weights' gradient in f32, hidden states.
+  # Logits and their gradient; the weights' gradient in f32 and, if cast, their
+  # BF16 copy; hidden states.
   logits = 4 * 512 * 32000
   u = sizes(4)[0]
   assert found == (4 + 2) * logits + (4 + 2 * casts) * HEAD + 3 * u
@@ -73,30 +76,30 @@ def test_sums_of_microbatches_have_their_own_dtype(sums, count):
   assert planned()["loss"].gradients == 0
   found = planned(accumulate=2, grad_accumulate=sums)["loss"]
   assert found.gradients == count * COUNT
-  # Sums of f32 weights are f32.
+  # Gradients of f32 weights are summed in f32.
   assert planned(value=4, accumulate=2)["loss"].gradients == 4 * COUNT
 
 
-def test_second_forward_of_mlp_after_fp8_boundaries():
+def test_fp8_remat_saves_codes_and_recomputes_the_mlp():
   found = planned(remat="fp8", **IN_BACKWARD)["backward"]
   u, a, _ = sizes(4)
   # Codes and scales of both norms' inputs, with f32 statistics.
   kept = 2 * (u / 2 + u / 16 + 4 * 8192)
   assert found.activations == 32 * kept
-  # And of gate and up, computed again.
+  # Codes and scales of gate and up, computed again.
   again = 2 * (a + a / 8)
   arrays = 7 * a + 1.5 * u + kept + again + 2 * HEAD
   assert abs(found.temporary - arrays) <= 1
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
-def test_second_forward_of_experts_after_fp8_boundaries(gpus):
+def test_fp8_remat_recomputes_experts(gpus):
   found = planned(gpus=gpus, model=EXPERTS, remat="fp8", **IN_BACKWARD)
   u, a, _ = sizes(4)
-  # Of both copies: gate and up in codes, their gradients in BF16, the product
-  # again and its gradient; tokens and gradients.
+  # Each token goes to two experts. For both: gate and up in codes, and in BF16
+  # their gradients, the product, its gradient, the token and its gradient.
   copies = 2 * (2 * (a + a / 8) + 8 * a) + 2 * 2 * u
-  # Two arrays of the layer's width and the router's; the inputs of both blocks.
+  # Two arrays as wide as the layer, the router's, and both blocks' inputs.
   arrays = copies + 3 * u + 2 * (u / 2 + u / 16)
   if gpus > 1:  # Gate and up of all experts, and this GPU's part of them.
     arrays += (1 + 1 / gpus) * case(4, **EXPERTS).gate_up
@@ -104,11 +107,12 @@ def test_second_forward_of_experts_after_fp8_boundaries(gpus):
 
 
 @pytest.mark.parametrize("grad, size", [("float32", 4), ("bfloat16", 2)])
-def test_gpus_sum_a_layer_before_the_next(grad, size):
+def test_gpus_sum_one_layers_gradients_at_a_time(grad, size):
   found = planned(1, gpus=4, grad_reduce=grad, **IN_BACKWARD)["backward"]
   u, a, _ = sizes(1)
   gate_up = LLAMA2_7B.gate_up
-  # Gate and up, q, k and v before they are summed; a fourth of the others.
+  # Gradients of gate, up, q, k and v before they are summed over GPUs, and a
+  # quarter of those that already are.
   sums = size * (gate_up + LLAMA2_7B.qkv + (LAYER - gate_up) / 4)
   assert abs(found.temporary - sums - 2 * a - 1.5 * u - 2 * HEAD) <= 1
 
@@ -127,6 +131,6 @@ def test_gpus_sum_a_layer_before_the_next(grad, size):
     (17_568_570_988, 4, dict(gpus=2, remat="fp8", **IN_BACKWARD)),
   ],
 )
-def test_plan_is_what_was_compiled(compiled, batch, options):
+def test_plan_is_near_the_compiled_peak(compiled, batch, options):
   _, memory = fullest(planned(batch, **options))
   assert memory.total == pytest.approx(compiled, rel=0.02)

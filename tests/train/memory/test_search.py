@@ -20,14 +20,14 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def trained(line):
-  """The configuration that a printed command line trains."""
+  """Returns the configuration that a printed command line trains."""
   words = shlex.split(line)
   assert words[:3] == ["python", "-m", "train.pretrain"]
   return tyro.cli(one_of(PRESETS), args=words[3:])
 
 
 def found_by(capsys, *options):
-  """The configuration that a search names, and its whole answer."""
+  """Returns the configuration that a search finds, and all that it printed."""
   assert plan.main(list(options)) == 0
   out = capsys.readouterr().out
   (line,) = (x for x in out.splitlines() if x.startswith("python -m"))
@@ -44,7 +44,7 @@ def test_13b_trains_on_one_gpu_of_80_gb(capsys):
   assert (run.optim.clip, run.seq, run.mesh) == ("share", 2048, "")
   peak = fullest(plan_run(run))[1].total
   assert peak <= 80e9 and f"a peak of {peak / 1e9:.1f} GB" in out
-  # Nothing with gradients of all layers fits: 54 GB of f32 weights alone.
+  # No plan with f32 weights or with all layers' gradients at once fits.
   assert " after " not in out and "float32" not in out
 
 
@@ -57,7 +57,7 @@ def test_13b_trains_on_one_gpu_of_80_gb(capsys):
       marks=pytest.mark.slow,
     ),
     pytest.param(
-      # Whose eps is not the default, and not Lion's.
+      # The preset sets eps, which Lion does not have.
       ["olmo_1b", "--gpus", "1", "--optimizer", "coat_lion", "--remat", "full"],
       marks=pytest.mark.slow,
     ),
@@ -153,8 +153,9 @@ def test_gpus_and_mesh_exclude_each_other(capsys):
   assert "leave one of them out" in capsys.readouterr().err
 
 
-# Tokens a second and GPU of Llama-2-7B, sequences of 2048, each pair of one
-# run: docs/performance.md has the first four, docs/memory.md the last.
+# Tokens per second and GPU of Llama-2-7B with sequences of 2048. Both numbers
+# of a ratio were measured together: docs/performance.md has the first four
+# ratios, docs/memory.md the last two.
 @pytest.mark.parametrize(
   "fast, slow, ratio",
   [

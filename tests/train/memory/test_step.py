@@ -37,7 +37,7 @@ def test_gradients_come_layer_by_layer():
   assert found["loss"].gradients == 0
   assert found["backward"].gradients == 4 * LAYERS
   assert found["embedding"].gradients == 4_000_000
-  # Sums over microbatches are there all the time.
+  # Sums over microbatches exist during the whole step.
   for name, memory in SMALL.plan("minimal", accumulate=2).items():
     assert memory.gradients == found[name].gradients + 4_000_000
 
@@ -58,12 +58,12 @@ def test_bf16_casts_of_weights_are_kept_unless_gathered():
   assert alone - others == 2 * LAYERS
 
 
-def test_bf16_layers_hold_the_residual_stream_whole():
+def test_tensor_axis_does_not_split_the_residual_stream_in_bf16():
   whole, half = (
     saved_bytes(SMALL.model, recipes.bf16(), tensor=n) for n in (1, 2)
   )
-  # In f32 the inputs of two norms and their normalized values, the operands of
-  # two products in BF16.
+  # In f32, two norms' inputs and their normalized values; in BF16, the operands
+  # of two products.
   stream = (4 * 4 + 2 * 2) * 256
   assert half == stream + (whole - stream) / 2
 
@@ -74,36 +74,36 @@ def test_cached_codes_are_split_like_weights(gpus, accumulate):
     SMALL.plan("minimal", gpus, accumulate=accumulate, weight_cache=cache)
     for cache in ("scale", "codes")
   )
-  # After the only microbatch's forward one of two layouts is left.
+  # With one microbatch, only one of two layouts is left after its forward.
   want = accumulate * LAYERS / gpus
   assert abs(codes["backward"].total - scale["backward"].total - want) <= 1
 
 
-def test_checkpoints_keep_less_and_compute_a_layer_again():
+def test_checkpoints_save_less_and_recompute_a_layer():
   none, full = (SMALL.plan("minimal", remat=x) for x in ("none", "full"))
   assert full["loss"].activations == 4 * 2 * 512 * 2 * 256
-  # A layer's own arrays are there once more.
+  # The recomputed arrays of one layer are added.
   assert full["backward"].temporary > none["backward"].temporary
-  # x, q with k and v, the attention's output, gate and up.
+  # x; q, k and v; the attention's output; gate and up.
   dots = saved_bytes(SMALL.model, recipes.bf16(), remat="dots")
   assert dots == 2 * (256 + 384 + 256 + 2 * 768)
 
 
 @pytest.mark.parametrize("is_layer_norm", [False, True])
 @pytest.mark.parametrize("group_size", [16, 100])
-def test_codes_before_a_second_forward(is_layer_norm, group_size):
+def test_fp8_checkpoints_save_codes_of_inputs(is_layer_norm, group_size):
   r = recipes.coat(group_size=group_size)
   family = "olmo" if is_layer_norm else "llama"
   model = dataclasses.replace(SMALL.model, family=family)
   codes = 256 + 2 * {16: 16, 100: 3}[group_size]
   layer = saved_bytes(model, r, remat="fp8_layer")
   assert layer == codes
-  # Two norms, with f32 statistics.
+  # The inputs of two norms, with f32 statistics.
   blocks = saved_bytes(model, r, remat="fp8")
   assert blocks == 2 * (codes + (8 if is_layer_norm else 4))
   for remat, whole in (("fp8_layer", layer), ("fp8", blocks)):
     assert saved_bytes(model, r, remat=remat, tensor=2) == whole / 2
-  # In BF16 layers too each GPU keeps its own positions.
+  # In BF16 layers too, each GPU saves only its own positions.
   bf16 = saved_bytes(model, recipes.bf16(), remat="fp8_layer", tensor=2)
   assert bf16 == (256 + 2 * 16) / 2
 
@@ -111,14 +111,15 @@ def test_codes_before_a_second_forward(is_layer_norm, group_size):
 @pytest.mark.parametrize(
   "remat, units", [("full", 1), ("fp8_layer", 0.57), ("fp8", 1.14)]
 )
-def test_units_of_llama2_7b(remat, units):
+def test_size_of_llama2_7b_checkpoints_in_residual_streams(remat, units):
   model = PRESETS["llama2_7b"]().model
   kept = saved_bytes(model, recipes.coat(), remat=remat)
   assert 0.98 * units <= kept / (2 * 4096) <= units
 
 
 def test_the_loss_holds_logits_of_a_chunk():
-  # 64 positions of 2 sequences; weights and their gradient; hidden states.
+  # Logits of 64 positions of 2 sequences; the head and its gradient; hidden
+  # states.
   found = Case("demo", 1_000_000, 2, 64, vocab_size=4096, **SIZES)
   whole = found.plan("minimal")["loss"].temporary
   assert whole == 6 * 2 * 64 * 4096 + 6 * 256 * 4096 + 3 * 2 * 128 * 256

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each term of a plan as a sum of arrays, and what XLA's compiler counts.
+"""Terms of plans equal sums of arrays, and plans are near XLA's peaks.
 
-The sums are written down here once more, array by array, and the whole plan is
-within a per cent of the peak of the step that was compiled for H200s
-(docs/rows/plan.jsonl; `make test-aot` compiles a few of them anew).
+The sums are written out here again, array by array. The peaks are of steps
+compiled for H200s (docs/rows/plan.jsonl; `make test-aot` compiles a few anew).
 """
 
 import pytest
@@ -13,27 +12,28 @@ from train.memory.step import fullest
 
 
 def of_tokens(case, name):
-  """Arrays of the layer that is being differentiated, on one GPU."""
+  """Sums the arrays of the layer being differentiated, on one GPU."""
   a, u, kept = case.a, case.u, case.kept(name)
   return {
-    # In attention: product, gate and up still, q, k, v, the output and all
-    # their gradients.
+    # The peak is in attention: the product, gate and up are still there, with
+    # q, k, v, the output and all their gradients.
     "bf16": 2 * 3 * a + 12 * u,
-    # In SwiGLU: gradients of gate and up in BF16 (4 A), in E5M2 as rows and as
-    # columns (4 A), and what products save, copied.
+    # The peak is in SwiGLU: gradients of gate and up in BF16 (4 A) and in E5M2
+    # as rows and as columns (4 A), and copies of what products save.
     "fp8_linear": (4 + 4 + 1) * a + (1.5 + 3.5) * u,
     # Gradients of gate and up in f32 (8 A), in E5M2 twice (4 A). What SwiGLU
-    # keeps is dead: gate, up, SiLU and product, each counted with a BF16 scale
-    # for every 16 (the product has none: 0.3 % of the peak at most).
+    # saved is no longer there: gate, up, SiLU and product, each counted with
+    # a BF16 scale per 16 values. (The product has no scales, which is at most
+    # 0.3 % of the peak.)
     "coat": (8 + 4) * a + 1.5 * u + kept - (4 + 4 * 2 / 16) * a,
-    # The product's gradient in BF16 (2 A), gate and up in E5M2 twice (4 A), the
-    # product once more in E4M3 (A).
+    # The product's gradient in BF16 (2 A), gradients of gate and up in E5M2
+    # twice (4 A), the product again in E4M3 (A).
     "minimal": (2 + 4 + 1) * a + 1.5 * u + kept,
   }[name]
 
 
 def of_weights(case, name):
-  """The same where weights are the most: at the end, with their gradients."""
+  """Sums its arrays where weights' gradients take more than tokens."""
   a, u = case.a, case.u
   return {
     "bf16": 2 * (3 * a + case.gate_up) + 2 * u,
@@ -44,13 +44,13 @@ def of_weights(case, name):
 
 
 def on_four(case, name):
-  """The same on four GPUs."""
+  """Sums its arrays on one of four GPUs."""
   a, u = case.a, case.u
-  # Gradients of all four weights in f32; codes of gate and up of all rows, and
-  # the GPU's own.
+  # Gradients of all four weights in f32; codes of gate and up: all rows, and
+  # this GPU's quarter again.
   weights = 4 * case.layer + 1.25 * case.gate_up
   return {
-    # In attention, with q, k and v gathered in BF16.
+    # In attention, with the weights of q, k and v gathered in BF16.
     "bf16": 2 * (3 * a + 1.25 * case.qkv) + (6 + 10) * u,
     "fp8_linear": (4 + 4) * a + 1.5 * u + weights,
     "coat": (8 + 4 + 2.25) * a + (1.5 + 0.5) * u + weights,
@@ -58,7 +58,7 @@ def on_four(case, name):
   }[name]
 
 
-# Which sum is the largest, on how many GPUs, and the peak that was compiled.
+# `arrays` is the largest sum, and `compiled` the peak that XLA reported.
 @pytest.mark.parametrize(
   "case, gpus, name, arrays, compiled",
   [
@@ -76,12 +76,12 @@ def on_four(case, name):
     (LLAMA2_7B, 4, "minimal", on_four, 27_025_901_208),
   ],
 )
-def test_backward_is_its_arrays_and_what_was_compiled(
+def test_backward_equals_its_arrays_and_is_near_the_compiled_peak(
   case, gpus, name, arrays, compiled
 ):
   moment, memory = fullest(case.plan(name, gpus))
   assert moment == "backward"
-  # With the gradient of the output's weights, each GPU its rows.
+  # The rest is the gradient of the output weights, split by rows over GPUs.
   assert abs(memory.temporary - arrays(case, name) - 4 * case.head / gpus) <= 1
   assert memory.gradients == 4 * case.model.num_layers * case.layer // gpus
   assert memory.total == pytest.approx(compiled, rel=0.01)
@@ -105,13 +105,13 @@ def test_bf16_backward_of_few_tokens_is_in_the_mlp():
     (8, "fp8_linear", 879_697_845),
   ],
 )
-def test_experts_on_gpus_have_rows_of_their_own_tokens(gpus, name, compiled):
+def test_experts_see_only_the_tokens_of_their_gpu(gpus, name, compiled):
   memory = fullest(DEMO_MOE.plan(name, gpus))[1]
   assert memory.total == pytest.approx(compiled, rel=0.04)
 
 
 @pytest.mark.parametrize("name", ["fp8_linear", "minimal"])
-def test_gradients_that_are_summed_in_bf16_take_half(name):
+def test_gradients_summed_in_bf16_take_half(name):
   f32, bf16 = (
     LLAMA2_7B.plan(name, 4, grad_reduce=dtype)["backward"].temporary
     for dtype in ("float32", "bfloat16")
@@ -120,7 +120,7 @@ def test_gradients_that_are_summed_in_bf16_take_half(name):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_linear"])
-def test_recomputed_layer_exists_once_more(name):
+def test_recomputation_adds_what_one_layer_saves(name):
   none, again = (
     LLAMA2_7B.plan(name, 4, remat=remat)["backward"].temporary
     for remat in ("none", "full")
@@ -132,7 +132,8 @@ def test_recomputed_layer_exists_once_more(name):
 LLAMA2_7B_4 = Case("llama2_7b", LLAMA2_7B.parameters, batch=4, seq=2048)
 
 
-# In SwiGLU as without a second forward; at the end, with weights' gradients.
+# The peak is in the MLP, as without a second forward, or at the layer's end,
+# with the gradients of its weights.
 @pytest.mark.parametrize(
   "case, remat, is_in_mlp, compiled",
   [
@@ -144,13 +145,13 @@ LLAMA2_7B_4 = Case("llama2_7b", LLAMA2_7B.parameters, batch=4, seq=2048)
     (LLAMA2_7B_4, "fp8", False, 70_907_037_344),
   ],
 )
-def test_second_forward_is_its_arrays_and_what_was_compiled(
+def test_second_forward_equals_its_arrays_and_is_near_the_compiled_peak(
   case, remat, is_in_mlp, compiled
 ):
   a, u = case.a, case.u
-  # What a layer keeps without it; the inputs of attention and of the MLP in
-  # BF16, an operand in E4M3. Or the codes of two norms, of gate and of up, each
-  # with a BF16 scale for 16.
+  # What a layer saves without a second forward, the inputs of attention and of
+  # the MLP in BF16, and an operand in E4M3. With remat="fp8": codes of two
+  # norms' inputs, of gate and of up, each with a BF16 scale per 16 values.
   norms = u * (1 + 2 / 16) + 2 * 4 * case.tokens
   kept = case.kept("minimal") + 2.5 * u
   kept = norms + 2 * (1 + 2 / 16) * a if remat == "fp8" else kept
@@ -168,8 +169,9 @@ def test_second_forward_keeps_silu_and_operands_only_with_residuals_coat():
     DEMO.plan(name, remat="fp8")["backward"].temporary
     for name in ("minimal", "coat")
   )
-  # Gradients in f32 instead of the product's and the product, SiLU with its
-  # scales, the product and the operand of gate and up; but what is dead.
+  # `coat` needs 12 A instead of 7 A for gradients, SiLU with its scales, the
+  # product, and the operand of gate and up, minus what is no longer there
+  # (see of_tokens).
   grown = (12 - 7) + (1 + 2 / 16) + 1 - 4.5
   assert abs(coat - minimal - grown * DEMO.a - 0.5 * DEMO.u) <= 1
 
@@ -179,7 +181,7 @@ def test_second_forward_on_four_gpus():
     LLAMA2_7B.plan("minimal", 4, remat=remat)["backward"]
     for remat in ("none", "fp8", "fp8_layer", "full")
   )
-  # Gate and up, which XLA copies at that moment in any case.
+  # remat="fp8" adds gate and up, of which XLA makes a copy there anyway.
   assert fp8.temporary == none.temporary
   assert fp8.total == pytest.approx(19_486_664_360, rel=0.01)
   attention = LLAMA2_7B.kept("minimal") - 2.25 * LLAMA2_7B.a
@@ -189,12 +191,12 @@ def test_second_forward_on_four_gpus():
   assert full.total == pytest.approx(19_503_965_352, rel=0.01)
 
 
-def test_half_of_the_heads_and_columns_take_half():
+def test_half_of_the_heads_and_columns_takes_half():
   one, two = (LLAMA2_7B.plan("minimal", 4, tensor=n) for n in (1, 2))
   for moment in ("backward", "embedding"):
     assert two[moment].temporary == one[moment].temporary / 2
-  # In the loss all but the hidden states are halved: each GPU sees whole
-  # sequences, and of half the vocabulary twice as many positions at a time.
+  # In the loss only the head is halved: each GPU sees whole sequences, and as
+  # it has half of the vocabulary, a chunk has twice as many positions.
   logits, head = 2 * 1024 * 32000, LLAMA2_7B.head
   hidden = 3 * LLAMA2_7B.u
   assert one["loss"].temporary == (4 + 2) * (logits + head) + hidden
@@ -204,7 +206,7 @@ def test_half_of_the_heads_and_columns_take_half():
 @pytest.mark.parametrize("gpus, in_f32", [(1, 0), (4, 4)])
 def test_embedding_gradient_is_summed_in_f32_on_a_mesh(gpus, in_f32):
   found = LLAMA2_7B.plan("minimal", gpus)["embedding"]
-  # In BF16 of all rows, and in f32 before it is summed over GPUs.
+  # All rows in BF16, and on a mesh also in f32 before GPUs sum them.
   assert found.temporary == (2 + in_f32) * 32000 * 4096
   assert found.gradients == 4 * LLAMA2_7B.parameters / gpus
   assert found.activations == 0

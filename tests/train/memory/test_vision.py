@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of LLaVA 1.5 of 7B: sums of arrays, and the peaks that were compiled.
+"""Plans of LLaVA 1.5 7B equal sums of arrays and are near compiled peaks.
 
-Rows are in docs/rows/vision_plan.jsonl, by `studies.vision_memory`: 4
+`studies.vision_memory` made the rows in docs/rows/vision_plan.jsonl: 4
 sequences of 2048 tokens with room for 2 images each.
 """
 
@@ -18,7 +18,7 @@ from train.memory.count import saved_bytes
 from train.memory.step import fullest
 
 ROWS = Path(__file__).parents[3] / "docs" / "rows" / "vision_plan.jsonl"
-# Values of the weights, 64 words more than Llama 2 has.
+# Weights of the 64 words that LLaVA adds to Llama 2's, in one table.
 WORDS = 64 * 4096
 COUNTS = {
   "decoder": LLAMA2_7B.parameters + 2 * WORDS,
@@ -34,7 +34,7 @@ DECODER = Case("llama2_7b", COUNTS["decoder"], 4, 2048, vocab_size=32064)
 
 
 def planned(trained):
-  """Points of a step with 8 images."""
+  """Plans a step with 8 images."""
 
   def tree(dtype, size=1.0):
     return {
@@ -49,16 +49,17 @@ def planned(trained):
 
 
 @pytest.mark.parametrize("trained", TRAINED)
-def test_step_of_7b_is_its_arrays_and_what_was_compiled(trained):
+def test_step_of_7b_equals_its_arrays_and_is_near_the_compiled_peak(trained):
   found = planned(trained)
   weights = 2 * sum(COUNTS.values())
   tokens, seen = 4 * 2048, 8 * 577
   saved = 32 * saved_bytes(DECODER.model, recipes.coat()) * tokens
-  # Of the projector: features, BF16 and f32 in front of GELU, BF16 behind it.
+  # The projector saves features, GELU's input in BF16 and f32, and its output.
   images = 8 * 576 * (2 * 1024 + 8 * 4096)
   if trained == "all":
-    # Codes of both norms' inputs with scales of 16, mean and root; GELU's
-    # input; q, k, v, the output and log sums.
+    # A tower's layer saves codes of both norms' inputs with a scale per 16
+    # values, mean and root; codes of GELU's input; q, k, v, the output and
+    # log sums.
     layer = 2 * (1024 + 128 + 8) + 4096 + 512 + 2 * 4 * 1024 + 4 * 16
     images += 23 * layer * seen
   layers, head = 2 * 32 * (4 * 4096 + 3 * 11008) * 4096, 2 * 4096 * 32064
@@ -66,7 +67,7 @@ def test_step_of_7b_is_its_arrays_and_what_was_compiled(trained):
   assert {memory.weights for memory in found.values()} == {weights}
   assert abs(backward.activations - saved - images) <= 2
   assert backward.gradients == (0 if trained == "projector" else layers)
-  # Of one layer, and where they are trained of the output weights.
+  # Only if the decoder trains, output weights have a gradient.
   alone = DECODER.plan("minimal", params="bfloat16")["backward"]
   less = head if trained == "projector" else 0
   assert alone.temporary - backward.temporary == less
@@ -78,12 +79,12 @@ def test_step_of_7b_is_its_arrays_and_what_was_compiled(trained):
   (row,) = (row for row in rows if row["case"]["trained"] == trained)
   peak, error = fullest(found)[1].total, row["error"]
   assert abs(peak / row["peak_bytes"] - 1) <= 0.05 and abs(error) <= 0.05
-  # Up to norms, biases and what pads groups of moments.
+  # The counts above leave out norms, biases and padding of groups of moments.
   assert abs(peak / row["planned_bytes"] - 1) <= 2e-3
 
 
 @pytest.mark.slow
-def test_rows_are_what_the_benchmark_plans():
+def test_rows_equal_the_plans_of_the_study():
   rows = [*map(json.loads, ROWS.read_text().splitlines())]
   assert {row["case"]["trained"] for row in rows} == set(TRAINED)
   for row in rows:

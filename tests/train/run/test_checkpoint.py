@@ -73,7 +73,7 @@ def test_state_is_restored_without_the_devices_that_wrote_it(saved, tmp_path):
     text, count = re.subn(r"cpu:0|TFRT_CPU_0", "cuda:63", file.read_text())
     assert count
     file.write_text(text)
-  assert len(files) == 4  # For params and optimizer, in two checkpoints.
+  assert len(files) == 4  # Params and optimizer, in two checkpoints.
   state = checkpoint.restore_state(path, 3, abstract_state(""))
   assert bytes_of(state) == bytes_of(saved[1])
 
@@ -87,7 +87,7 @@ def test_data_resume_with_any_number_of_processes(tmp_path, before, after):
   for iterator in first:
     for _ in range(5):
       next(iterator)
-  # Only the first process writes it; all would write the same.
+  # Only the first process writes its state, but all processes have the same.
   assert all(x.get_state() == first[0].get_state() for x in first)
   abstract = abstract_state("")
   save(tmp_path, random_state(abstract), first[0])
@@ -107,7 +107,7 @@ def test_renamed_checkpoint_is_not_taken_for_another_step(saved, copied, name):
   assert (
     damaged[0] == f"{copied / name}: contains step 5; rename it to 5 to use it"
   )
-  # The run continues and can save the steps after it again.
+  # The run continues from step 3 and can save the later steps again.
   checkpoints = Checkpoints(copied, keep=3)
   checkpoints.set_aside(after=3)
   for number in (4, 5, 7):
@@ -157,7 +157,7 @@ def test_removed_folder_is_named_and_not_created_again(saved, tmp_path, how):
   assert not (run / "checkpoints").exists()
 
 
-def test_steps_after_a_damaged_one_are_set_aside_and_saved_again(saved, copied):
+def test_later_steps_are_set_aside_and_saved_again(saved, copied):
   checkpoints = Checkpoints(copied, keep=3)
   assert checkpoint.latest_step(copied) == 5
   checkpoints.set_aside(after=3)
@@ -205,7 +205,7 @@ def test_loggers_are_silent_only_while_checkpoints_are_open(tmp_path):
   assert (logger.level, sys.unraisablehook) == (before, hook)
 
 
-def test_state_of_the_iterator_is_only_its_place():
+def test_state_of_the_iterator_is_only_its_position():
   """Checks what `imported.create_run` relies on."""
   iterator = batches()
   for count in range(3):

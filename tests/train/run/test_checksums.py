@@ -49,7 +49,7 @@ def test_damage_of_any_file_selects_the_checkpoint_before(
         (folder / name).write_bytes(damaged)
       found, damages_found = checkpoint.newest_whole_step(copied)
       assert found == 3, name
-      # A damaged checksum is reported as damage of the file.
+      # If checksums.json is damaged, the report may name a file that it lists.
       assert len(damages_found) == 1 and str(folder) in damages_found[0]
       assert name in damages_found[0] or name == checksums.NAME
     (folder / name).write_bytes(data)
@@ -106,7 +106,7 @@ def test_link_to_a_device_is_not_read(copied, name):
   )
 
 
-# Orbax reports that it cannot read its own file.
+# Orbax itself reports damage of these files, but does not need them.
 @pytest.mark.parametrize(
   "name", quick(0, ["_CHECKPOINT_METADATA", "commit_success.txt"])
 )

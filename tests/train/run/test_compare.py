@@ -54,7 +54,9 @@ def table(text):
   return {first: rest for first, *rest in cells}
 
 
-def test_difference_is_to_the_first_twin_and_spread_among_twins(runs, capsys):
+def test_table_has_difference_to_the_first_twin_and_spread_of_twins(
+  runs, capsys
+):
   compare.finish(runs)
   rows = table(capsys.readouterr().out)
   assert rows["held-out loss"] == ["2.0000", "1.5000", "1.7500"] + [
@@ -77,23 +79,23 @@ def test_difference_is_to_the_first_twin_and_spread_among_twins(runs, capsys):
   assert state[3] == pytest.approx(state[0] - 8, abs=0.011)
 
 
-def test_differences_agree_with_the_figures_shown(runs, capsys):
+def test_differences_are_of_the_rounded_figures(runs, capsys):
   for run, size in zip(runs, (33_460_000, 61_700_000, 61_700_000), strict=True):
     with open(RunDirectory(run.out).metrics, "a") as file:
       file.write(json.dumps(dict(step=61, step_bytes=size)) + "\n")
   compare.finish(runs)
   row = table(capsys.readouterr().out)["memory of a step, MB per device"]
-  # 33.46 - 61.7 would be -28.
+  # The exact difference, 33.46 - 61.7, would round to -28.
   assert row == ["33", "62", "62", "-29", "0"]
 
 
-def test_a_figure_that_is_not_known_has_no_row(runs, capsys):
+def test_unknown_figure_has_no_row(runs, capsys):
   compare.finish(runs)
   rows = table(capsys.readouterr().out)
   assert "memory of a step, MB per device" not in rows
 
 
-def test_a_run_alone_has_no_difference_and_one_twin_no_spread(runs, capsys):
+def test_run_alone_has_no_difference_and_one_twin_has_no_spread(runs, capsys):
   compare.finish(runs[:1])
   assert table(capsys.readouterr().out)["held-out loss"] == ["2.0000"]
   compare.finish(runs[:2])
@@ -110,7 +112,7 @@ def test_perplexity_of_a_run_that_diverged_fits_into_the_table(runs, capsys):
   assert row[0] == "3.773e+260" and row[3] == "+3.773e+260"
 
 
-def test_twins_are_the_plain_run_from_the_same_seed_and_the_next(tmp_path):
+def test_twins_are_bf16_runs_with_the_same_seed_and_the_next(tmp_path):
   config = dataclasses.replace(
     demo(),
     out=str(tmp_path / "run"),
@@ -128,7 +130,7 @@ def test_twins_are_the_plain_run_from_the_same_seed_and_the_next(tmp_path):
     assert (twin.recipe, twin.optim.codec) == ("bf16", "float32")
     assert not twin.report_state and twin.compare is None
     assert twin.overwrite and not twin.resume
-    # Everything else is as in the run.
+    # All other options are those of the run.
     assert (twin.optim.b2, twin.optim.eps) == (0.99, 1e-6)
     same = ("model", "data", "steps", "batch", "seq", "eval_every", "mesh")
     assert [getattr(twin, name) for name in same] == [
@@ -137,7 +139,9 @@ def test_twins_are_the_plain_run_from_the_same_seed_and_the_next(tmp_path):
   assert compare.twins(dataclasses.replace(config, compare=None)) == []
 
 
-def test_training_loss_is_over_as_many_steps_as_every_run_has(runs, capsys):
+def test_training_loss_averages_only_as_many_steps_as_every_run_has(
+  runs, capsys
+):
   file = RunDirectory(runs[1].out).metrics
   file.write_text("".join(file.read_text().splitlines(keepends=True)[50:]))
   compare.finish(runs)

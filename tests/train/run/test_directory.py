@@ -110,7 +110,7 @@ def test_files_that_the_user_added_to_a_run_stay(run):
   assert set(contents(run.path)) == mine | {"notes.txt"}
 
 
-def test_run_whose_removal_was_killed_is_still_a_run(run, monkeypatch):
+def test_run_is_still_a_run_if_its_removal_was_killed(run, monkeypatch):
   def killed(*_):
     raise KeyboardInterrupt
 
@@ -134,7 +134,7 @@ def test_symbolic_link_is_removed_and_not_followed(run, tmp_path):
   assert (elsewhere / "100").read_text() == "kept"
 
 
-def test_folder_is_claimed_while_it_is_entered(run):
+def test_claimed_folder_refuses_other_claims(run):
   wanted = config(overwrite=True)
   with run.claimed(wanted):
     for options in (dict(overwrite=True), dict(resume=True), {}):
@@ -180,7 +180,7 @@ def test_folder_with_only_half_a_description_is_free(tmp_path, overwrite):
   assert not tmp_path.exists()
 
 
-def test_failed_write_leaves_the_description_before(monkeypatch, run):
+def test_failed_write_leaves_the_old_description(monkeypatch, run):
   def full(file):
     raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -16,7 +16,9 @@ def command(main, *line):
 
 
 @pytest.mark.parametrize("name", ["evaluate", "generate", "convert"])
-def test_too_little_memory_is_a_sentence(name, tmp_path, monkeypatch, capsys):
+def test_too_little_memory_is_reported_in_one_line(
+  name, tmp_path, monkeypatch, capsys
+):
   def load(*_, **__):
     raise jax.errors.JaxRuntimeError(
       "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes."
@@ -43,7 +45,9 @@ def test_too_little_memory_is_a_sentence(name, tmp_path, monkeypatch, capsys):
   assert not run.exists()
 
 
-def test_status_distinguishes_input_from_writing(tmp_path, capsys):
+def test_exit_status_distinguishes_bad_input_from_failed_writes(
+  tmp_path, capsys
+):
   def unwritten():
     with save_errors(tmp_path / "file"):
       raise OSError(28, "No space left on device")

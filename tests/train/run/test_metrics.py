@@ -43,7 +43,7 @@ def test_truncated_line_is_dropped(tmp_path):
   "damaged",
   [b'{"step": \xff}', b'{"st', b"[2]", b"2", b"{}", b'{"step": null}'],
 )
-def test_damaged_line_alone_is_dropped(tmp_path, damaged):
+def test_only_the_damaged_line_is_dropped(tmp_path, damaged):
   path = tmp_path / "metrics.jsonl"
   write(path, [1, 2, 3])
   lines = path.read_bytes().splitlines()
@@ -132,7 +132,7 @@ def test_full_disk_names_the_folder_when_writing_and_closing(tmp_path):
   log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
   log.write(step=1, text="a" * 19_000)
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  # Enough for pytest's own output.
+  # The limit leaves room for pytest's own output.
   resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
   try:
     for act in (lambda: log.write(step=2, text="a" * 2000), log.close):

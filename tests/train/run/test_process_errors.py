@@ -14,7 +14,7 @@ def test_both_processes_end_if_one_cannot_write_its_log(tmp_path):
   out = tmp_path / "run"
   with processes(out, environment={}) as started:
     runs.wait_for_step(started[0], out, 2)
-    # Its log cannot grow; only this process writes it.
+    # Keep the log from growing. Only the first process writes it.
     resource.prlimit(started[0].pid, resource.RLIMIT_FSIZE, (0, 0))
     statuses, outputs = finish(started)
   assert statuses[0] == 1 and statuses[1] != 0, outputs

@@ -53,6 +53,6 @@ def test_only_the_first_process_traces(calls, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "5:", ":5", "x", "1e3", "9" * 400])
-def test_other_forms_are_refused(text):
+def test_malformed_option_is_refused(text):
   with pytest.raises(ValueError, match="such as 5, or 5:100"):
     read_profile(text)

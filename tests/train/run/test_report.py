@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the reports of a run: held-out means, moments, bytes of a step."""
+"""Reports of a run: held-out means, moments, and bytes of a step."""
 
 import dataclasses
 from typing import Any
@@ -28,7 +28,7 @@ def test_held_out_batches_are_weighted_by_their_targets():
   assert report.held_out_means(alike) == {"held_out_loss": 2.0}
 
 
-def test_powers_are_counted_in_sixteenths_and_skip_groups_of_zeros():
+def test_powers_are_counted_in_sixteenths_and_without_groups_of_zeros():
   config = dataclasses.replace(
     demo(), optim=dataclasses.replace(demo().optim, group_size=64)
   )
@@ -46,7 +46,7 @@ def test_powers_are_counted_in_sixteenths_and_skip_groups_of_zeros():
   for moment in ("mu", "nu"):
     ((sixteenths, count),) = row["powers"][moment].items()
     assert sixteenths == pytest.approx(32, abs=1) and count == 2 * 40
-    # At most half a step of E4M3 in either direction, less if k > 1.
+    # E4M3 rounds by at most half a step, 1/16, and by less if k > 1.
     error = row["state"]["w"][moment]["relative_error"]
     assert 0 < error < 1 / 16
     assert row["state"]["norm"][moment]["relative_error"] == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that bad lines of metrics.jsonl are skipped."""
+"""Bad lines of metrics.jsonl are skipped."""
 
 import json
 
@@ -45,8 +45,8 @@ def test_null_values_are_skipped(tmp_path):
   assert list(read_metrics(tmp_path / "none")) == []
 
 
-def test_table_and_figures_show_the_rest(runs, capsys, monkeypatch):  # noqa: F811
-  monkeypatch.undo()  # The fixture replaced what draws the figure.
+def test_table_and_figures_show_the_valid_lines(runs, capsys, monkeypatch):  # noqa: F811
+  monkeypatch.undo()  # The fixture replaced plot.draw.
   folder = RunDirectory(runs[1].out)
   lines = folder.metrics.read_bytes().splitlines()
   held_out = [line for line in lines if b"held_out_loss" not in line]

@@ -40,7 +40,7 @@ def logged(tmp_path):
   return list(read_metrics(tmp_path / "metrics.jsonl"))
 
 
-def test_all_but_the_newest_are_read(in_flight, tmp_path):
+def test_all_steps_but_the_newest_are_read(in_flight, tmp_path):
   for step in (1, 2, 3):
     in_flight.add(step, 0.0, metrics(step))
   assert in_flight.read(leave=1) is None
@@ -62,7 +62,7 @@ def test_nothing_is_read_after_a_step_that_is_not_finite(in_flight, tmp_path):
   assert [row["step"] for row in logged(tmp_path)] == [1, 2]
 
 
-def test_a_steps_time_begins_when_the_previous_step_ends(
+def test_time_of_a_step_begins_when_the_previous_step_ends(
   in_flight, tmp_path, monkeypatch
 ):
   # Started at 0, 1 and 15 s; ended at 4, 10 and 17 s.

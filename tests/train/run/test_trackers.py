@@ -24,7 +24,7 @@ CHEAP = dict(recipe="bf16", optim__codec="float32")
 def events(folder):
   """Returns the events of all files in a folder, in TensorBoard's order.
 
-  A file is records of a length, its checksum, the bytes and theirs.
+  A file consists of records: length, its checksum, bytes, their checksum.
   """
   found = []
   for path in sorted(Path(folder).glob("*.tfevents.*")):
@@ -53,7 +53,7 @@ def series(folder):
 
 
 def numbers(path):
-  """Returns the same for a metrics.jsonl."""
+  """Returns values by (step, name) from a metrics.jsonl."""
   return {
     (row["step"], name): pytest.approx(x, rel=1e-6)
     for row in read_metrics(path / "metrics.jsonl")
@@ -80,7 +80,7 @@ def test_repeated_steps_replace_the_old_ones_in_event_files(tmp_path):
     for step in range(resumed_step + 1, last + 1):
       writer.write(step, {"loss": float(10 * resumed_step + step)})
     writer.close()
-    # File names contain the second, which is the same for both.
+    # File names contain the time in seconds, which would be the same for both.
     (file,) = tmp_path.glob("events.*")
     file.rename(tmp_path / f"{resumed_step}.tfevents.x")
   assert series(tmp_path) == {
@@ -163,7 +163,7 @@ def test_run_writes_only_to_requested_trackers(wandb, tmp_path, capsys):
   assert asked_for_nothing == []
 
 
-def test_refusal_of_weights_and_biases_is_a_sentence(wandb, tmp_path):
+def test_refusal_of_weights_and_biases_is_reported(wandb, tmp_path):
   module, _ = wandb
 
   def refuse(**_):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tree is either written completely, or not at all, with a one-line error."""
+"""A tree is written completely, or not at all and with a one-line error."""
 
 import resource
 
