@@ -23,7 +23,7 @@ NotNegative = Annotated[float, NOT_NEGATIVE]
 
 
 def range_of(hint: Any) -> tuple[type, Range] | None:
-  """Returns the class and range of a number's type; None for other types."""
+  """Returns int or float and its range; None if the type is not a number."""
   found = [hint, *get_args(hint)]
   for each in found:
     if allowed := _range_in(each):

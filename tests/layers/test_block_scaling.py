@@ -106,12 +106,12 @@ def test_columns_from_saved_rows_are_quantized_from_their_values():
     (np.nan, np.nan),
   ],
 )
-def test_scale_of_a_block_is_the_next_power_of_two(amax, scale):
+def test_scale_of_a_block_is_rounded_up_to_a_power_of_two(amax, scale):
   found = qtensor.power_of_two_scale(jnp.float32(amax), E4M3)
   np.testing.assert_array_equal(np.float32(found), np.float32(scale))
 
 
-def test_matmuls_of_tensor_and_block_scaled_operands_are_refused():
+def test_matmul_refuses_operands_with_different_scaling():
   def product(x, w):
     tiles = Tiles().quantize(w, layout="columns")
     return ops.linear_fwd(ops.quantize_tensor(x), tiles)

@@ -69,7 +69,7 @@ def check(actual, expected, **tolerance):
   )
 
 
-def test_moments_are_encoded_with_the_words_of_seed_step_and_leaf():
+def test_rounding_of_moments_depends_on_seed_step_and_leaf():
   codec = codecs.coat()
   solver = scale_by_coat_adam(codec=codec, seed=7, quantize_mask=everything)
   params = {"a": jnp.zeros(3), "b": jnp.zeros((8, 200))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny LLaVA and pictures to train it, for tests of the commands."""
+"""A tiny LLaVA, and images to train it on, for tests of the commands."""
 
 import dataclasses
 import json
