@@ -119,12 +119,12 @@ def adam(
   return numerator / (jnp.sqrt(inner) + s.eps), mu, nu
 
 
-def without_second() -> dict[str, Array]:
+def frozen_second() -> dict[str, Array]:
   """Returns decay rates with which `adam` keeps the second moment."""
   return dict(b2=jnp.float32(1), one_minus_b2=jnp.float32(0))
 
 
-def with_means(old: Encoded, means: Sequence[Array], scalars: Any) -> Encoded:
+def add_means(old: Encoded, means: Sequence[Array], scalars: Any) -> Encoded:
   """Adds the means of the rows and columns of g^2 to a factored moment."""
   codes, *old_means = old
   return Encoded(
@@ -136,7 +136,7 @@ def with_means(old: Encoded, means: Sequence[Array], scalars: Any) -> Encoded:
   )
 
 
-def _second_first(
+def _update_factored(
   g: Array,
   stored: Stored,
   layer: Array | None,
@@ -156,9 +156,9 @@ def _second_first(
   _, *means = groups[1].encode(g * g, None)
   mu, nu = stored
   old = nu if layer is None else take_layer(nu, layer)
-  new = with_means(old, means, scalars)
+  new = add_means(old, means, scalars)
   new = new if layer is None else put_layer(nu, new, layer)
-  return (mu, new), scalars._replace(**without_second())
+  return (mu, new), scalars._replace(**frozen_second())
 
 
 @op(mosaic="adam", mosaic_tpu="adam")
@@ -171,7 +171,9 @@ def adam_update(
   groups: GroupCodecs,
 ) -> tuple[Array, Stored]:
   """Returns Adam's update of a leaf and its new moments (`step.update_of`)."""
-  stored, scalars = _second_first(g, stored, part.layer, scalars, None, groups)
+  stored, scalars = _update_factored(
+    g, stored, part.layer, scalars, None, groups
+  )
   return update_of(adam, g, stored, part, scalars, groups)
 
 
@@ -187,7 +189,7 @@ def adamw_step(
   groups: GroupCodecs,
 ) -> tuple[Weight, Stored]:
   """Applies AdamW to a leaf, or to a layer of a stacked leaf, by `step_of`."""
-  stored, scalars = _second_first(
+  stored, scalars = _update_factored(
     g, stored, part.layer, scalars, step.grad_scale, groups
   )
   return step_of(adam, p, g, stored, part, (scalars, step), groups)

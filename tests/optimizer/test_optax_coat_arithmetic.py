@@ -54,9 +54,10 @@ def test_float32_codec_equals_optax_adamw(hyper):
     # instead of (1 - b2) * (g * g), and sqrt(v) / sqrt(c) instead of
     # sqrt(v / c). The error of v is at most 1 ulp per step. After 20 steps it
     # is 20 ulps of v, or 10 of its root. Quotients and roots add 4, so rtol is
-    # 14 * 2^-23. Terms of m may also cancel. Each step adds an error of half an
-    # ulp of the largest term, which then decays by b1. These errors sum to
-    # 2^-24 / (1 - b1) <= 20 * 2^-24 relative to the largest m.
+    # 14 * 2^-23. Terms of m may cancel, so atol is needed. Each step adds an
+    # error of half an ulp of the largest term, and later steps multiply this
+    # error by b1. The errors sum to 2^-24 / (1 - b1) <= 20 * 2^-24 relative to
+    # the largest m.
     check(updates, want, rtol=14 * 2.0**-23, atol=1e-2 * 20 * 2.0**-24)
     params = optax.apply_updates(params, want)
   check(state[0].nu.codes, their_state[0].nu, rtol=20 * 2.0**-23, atol=0)
@@ -94,8 +95,9 @@ def test_rounding_of_moments_depends_on_seed_step_and_leaf():
       expected = jax.jit(group.encode)(x, stochastic.uniform(drawn)).codes
       got, expected = (np.asarray(y).view(np.uint8) for y in (codes, expected))
       # Eager and compiled arithmetic differ by an ulp. That changes a code only
-      # if the noise is within an ulp of the threshold: 1e-5 of the 1600 codes.
-      # With other random words, a third of the codes would differ.
+      # if the noise is within an ulp of the threshold, with a probability of
+      # about 1e-5, so 2 of 1600 codes may differ. With other random words, a
+      # third would differ.
       assert np.mean(got != expected) <= 2 / 1600
 
 
@@ -120,8 +122,8 @@ def test_same_seed_repeats_codes_and_another_changes_them():
 @pytest.mark.parametrize("b2", [0.95, 0.999])
 @pytest.mark.parametrize("size", [1e-16, 1e18, 3e19, 7e20, 3e38])
 def test_first_update_is_the_sign_of_gradients_of_any_magnitude(b2, size):
-  # optax squares g first. There g * g overflows if |g| > 1.8e19, and
-  # nu / (1 - b2) overflows even earlier.
+  # In optax, g * g overflows if |g| > 1.8e19, and nu / (1 - b2) overflows even
+  # earlier.
   params = jnp.zeros((32, 128))
   for codec in (codecs.coat(), codecs.float32()):
     solver = scale_by_coat_adam(b2=b2, eps=0.0, codec=codec)

@@ -95,7 +95,7 @@ def test_steps_equal_ordinary_steps(config, monkeypatch):
 @pytest.mark.parametrize(
   ("mesh", "clip"), [("", "adaptive"), ("fsdp=8", "share")]
 )
-def test_clipping_equals_that_of_ordinary_steps(mesh, clip):
+def test_clipping_in_backward_equals_that_of_ordinary_steps(mesh, clip):
   config = with_clip(on(SMALL, mesh), clip, grad_clip=0.1)
   config = dataclasses.replace(config, recipe="bf16", compute="float32")
   ordinary, other = (Trained(x).run() for x in (config, in_backward(config)))

@@ -25,7 +25,7 @@ from jax import Array
 
 from coat_jax.numerics.formats import ROOT_OF_LARGEST
 from coat_jax.ops.dispatch import kernel
-from coat_jax.optimizer.adam import with_means, without_second
+from coat_jax.optimizer.adam import add_means, frozen_second
 from coat_jax.optimizer.step import is_factored, put_layer, take_layer
 from coat_jax.pallas.mosaic import leaf_step, square_means
 from coat_jax.pallas.mosaic.factors import Factors
@@ -70,9 +70,9 @@ def _run(rule: "_Adam", part, g, p, stored, groups, interpret: bool):
   layer = part.layer
   old = stored[1] if layer is None else take_layer(stored[1], layer)
   means = square_means.run(g, rule.grad_scale, _factors(old, groups), interpret)
-  new = with_means(old, means, rule)
+  new = add_means(old, means, rule)
   factors = Factors(*groups[1].factors(new))
-  rule = dataclasses.replace(rule, **without_second())
+  rule = dataclasses.replace(rule, **frozen_second())
   first, mu = leaf_step.run(
     rule, part, g, p, stored[:1], groups[:1], interpret, factors
   )
