@@ -80,8 +80,11 @@ class SavedArrays:
       is_named = name_of(equation) is not None
       if equation.primitive.name not in _ALIASES and not is_named:
         break
-      source: Any = equation.invars[0]
-      if not isinstance(source, Var) or source.aval.size != found[-1].aval.size:
+      source = equation.invars[0]
+      if not isinstance(source, Var):
+        break
+      aval: Any = source.aval
+      if aval.size != found[-1].aval.size:
         break
       found.append(source)
     return found
