@@ -19,13 +19,13 @@ def baseline(name: str) -> str:
   return "float32"
 
 
-def sizes(rows: list[dict]) -> dict[str, float]:
-  """Returns the bytes per parameter of each candidate, largest first.
-
-  Rows of errors, which count only large leaves, take precedence.
-  """
-  errors_last = sorted(rows, key=lambda row: row["bench"], reverse=True)
-  found = {x["case"]["candidate"]: x["bytes_per_param"] for x in errors_last}
+def sizes(rows: list[dict], preset: str) -> dict[str, float]:
+  """Returns the bytes per parameter of a preset's runs, largest first."""
+  found = {
+    row["case"]["candidate"]: row["bytes_per_param"]
+    for row in rows
+    if row["bench"] == f"{BENCH}.losses" and row["case"]["preset"] == preset
+  }
   return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -40,12 +40,12 @@ def table(rows: list[dict], preset: str) -> str:
     for row in rows
     if row["bench"] == f"{BENCH}.errors"
   }
-  names = [name for name in sizes(rows) if runs(rows, preset, name)]
-  keys = _ERRORS if all(name in errors for name in names) else {}
+  bytes_each = sizes(rows, preset)
+  keys = _ERRORS if all(name in errors for name in bytes_each) else {}
   titles = ["codec", "bytes", *keys.values(), "training loss", "held-out loss"]
   lines = [titles, ["---"] * len(titles)]
-  for name in names:
-    cells = [name, f"{sizes(rows)[name]:.2f}"]
+  for name, size in bytes_each.items():
+    cells = [name, f"{size:.2f}"]
     cells += [f"{errors[name][key]:.2g}" for key in keys]
     for key in ("loss", "held_out_loss"):
       if name == baseline(name):

@@ -56,13 +56,13 @@ def parse_scaling(text: str | None) -> RopeScaling | None:
     except ValueError as error:
       raise ValueError(
         f"rope_scaling: {name} needs fields like factor=4, got {field[:40]!r}; "
-        "copy its numbers from the model's config.json"
+        "copy the fields from the model's config.json"
       ) from error
   return scaling_of(name, values)
 
 
 def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
-  """Makes a scaling of a known type; raises the errors of `parse_scaling`."""
+  """Builds a scaling of a known type; raises ValueError if fields are wrong."""
   kind = SCALINGS[name]
   known = {field.name: field for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
   needed = {

@@ -31,7 +31,7 @@ def draw(palette: Palette) -> Figure:
   figure = Figure(figsize=(10, 5), layout="constrained")
   axes = figure.subplots()
   places: dict[float, int] = {}
-  for name, size in sizes(rows).items():
+  for name, size in sizes(rows, PRESET).items():
     found = differences(rows, PRESET, name, "held_out_loss")
     if not found:
       continue

@@ -278,7 +278,7 @@ def test_layer_table_equals_the_rows():
 def test_optimizer_table_equals_the_rows():
   ms = optimizer_ms()
   keys = [("optax.adamw", None), ("coat", "nearest")]
-  names = ("coat", "coat_e5m2", "log8", "fp8")
+  names = ("coat", "coat_e5m2", "coat_factored", "log8", "fp8")
   keys += [(name, "stochastic") for name in names]
   want = []
   for key in keys:
@@ -312,6 +312,7 @@ def test_table_of_fused_steps_equals_the_rows():
     for ms, key in (
       (optimizer_ms(), ("optax.adamw", None)),
       (optimizer_ms(), ("coat", "stochastic")),
+      (optimizer_ms(), ("coat_factored", "stochastic")),
       (optimizer_ms(), ("log8", "stochastic")),
       (optimizer_ms(), ("coat", "nearest")),
       (lion, ("optax.lion", None)),

@@ -154,6 +154,13 @@ def test_pages_show_the_measured_grid_of_the_larger_model():
         spread = np.ptp(list(plain.values()))
         cells = f"| {mean:+.4f} ± {half:.4f} | {spread:.3f} |"
         assert cells in (DOCS / "accuracy.md").read_text()
+  int8, plain = found["int8", 0.001], found["bf16", 0.001]
+  differences = [int8[seed] - plain[seed] for seed in range(3)]
+  mean, half = stability_figure.interval(differences)
+  first, second, third = (f"{x:.2f}" for x in differences)
+  words = " ".join(shown.split())
+  assert f"was {first}, {second} and {third} nats higher than" in words
+  assert f"({mean:+.3f} ± {half:.3f})" in words
 
 
 def test_page_shows_the_measured_losses_of_longer_races():

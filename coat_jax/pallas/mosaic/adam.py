@@ -10,11 +10,12 @@ With E4M3 codes, `adamw_step` reads and writes per value
 and 2 bytes less if the second moment is factored. But then another kernel reads
 the gradient before (`square_means`).
 
-On an H100 (jax 0.11.2), a step on 2^28 parameters in f32 takes 2.53 ms with
-optax.adamw. This kernel takes 1.46 ms if it rounds to nearest, limited by
-memory bandwidth. If it rounds stochastically, it takes 1.64 ms with the codec
-`coat` and 1.46 ms with `log8`. With `coat`, programs need so many registers
-that a multiprocessor runs only four, too few to hide the latency of memory.
+On an H200 (jax 0.11.2), a step on 2^28 parameters in f32 takes 1.80 ms with
+optax.adamw. This kernel takes 1.10 ms if it rounds to nearest, limited by
+memory bandwidth. If it rounds stochastically, it takes 1.39 ms with the codec
+`coat`, because programs need so many registers that a multiprocessor runs only
+four, too few to hide the latency of memory. With a factored second moment, both
+kernels together take 1.20 ms, whichever way they round.
 """
 
 import dataclasses
