@@ -230,7 +230,7 @@ def _check_groups(op, path: str, codes: Any, codec: GroupCodec) -> None:
     f"{path!r}, whose last axis of {codes.shape[-1]} is sharded over "
     f"{codes.shape[-1] // share} devices, {share} values each; use a "
     f"codec whose group size is one of {', '.join(fitting[:5])} "
-    "(fit_group_size chooses the largest), or shard other axes"
+    "(fit_group_size finds one for all leaves), or shard other axes"
   )
 
 
