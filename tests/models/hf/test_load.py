@@ -58,7 +58,8 @@ def test_model_matches_transformers(name):
 
   logits, (loss, gradients) = run(params)
   assert logits.dtype == jnp.float32
-  # Only the order of f32 sums of 64 to 160 products differs, in two layers.
+  # Only the summation order of f32 dot products differs: they have 64 to 160
+  # terms, in two layers.
   largest = np.max(np.abs(golden["logits"]))
   assert np.max(np.abs(logits - golden["logits"])) < 1e-5 * largest
   np.testing.assert_allclose(loss, golden["loss"], rtol=1e-6)
@@ -174,7 +175,7 @@ def test_dtypes_that_cannot_store_weights_are_refused(dtype, got, tmp_path):
   ],
 )
 def test_nonfinite_weights_are_refused(name, value, mesh, tmp_path):
-  """Tests one of three tensors of a layer's parameter, and the last norm."""
+  """Tests a tensor that is a part of a parameter, and one that is a whole."""
   tensor = tensors_of(DATA / "llama")[name].copy()
   tensor.flat[-1] = value
   folder = copied(tmp_path / "m", tensors={name: tensor})
