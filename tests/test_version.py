@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the version's only source, coat_jax/__init__.py, and the install page."""
+"""Checks the one place of the version, and the version on the install page."""
 
 import ast
 import re
