@@ -107,7 +107,7 @@ def amax_amin(magnitude: np.ndarray):
 
 
 def coat_power(magnitude: np.ndarray, dtype) -> np.ndarray:
-  """Returns k in sixteenths, rounded down and clipped to 1..255."""
+  """Returns COAT's power k in sixteenths, rounded down, within 1..255."""
   amax, amin = amax_amin(magnitude)
   octaves = np.log2(amax / amin)
   with np.errstate(divide="ignore"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the one place of the version, and the version on the install page."""
+"""Checks where the version is defined, and the wheel on the install page."""
 
 import ast
 import re

@@ -5,8 +5,8 @@
   python -m tests.attacks.damage --program decoder
 
 A run has two checkpoints, of which the newer one is damaged. Each of its files
-is truncated, emptied, removed, swapped, gets flipped bits, or is replaced by a
-folder, a link or a device. Whole checkpoints are renamed and swapped too.
+is truncated, emptied, removed, swapped, or replaced by a folder, a link or a
+device, or gets a flipped bit. Whole checkpoints are renamed and swapped too.
 (With --every 4, only every fourth damage of a file is tried.) In each case, the
 damage must be reported, unless it changed nothing. In some cases, which are
 chosen at random, the program (one of `tests.attacks.programs`) continues with
@@ -188,7 +188,7 @@ def attack(
   """Damages copies of a run.
 
   Raises:
-    Lost: a damaged checkpoint was used, or a run ended with another result.
+    Lost: a damaged checkpoint was used, or a run ended with a different result.
   """
 
   def run(out: Path, *flags: str) -> int:

@@ -54,7 +54,7 @@ OPTIONS = dict(batch=4, steps=STEPS, save_every=4, eval_every=3, eval_batches=1)
 # Share of kills that come before the first step after a start.
 EARLY = 0.3
 # If one of two processes was killed, the other is killed GRACE seconds later,
-# as launchers do.
+# as a launcher would do.
 GRACE, TIMEOUT = 2, 600
 
 

@@ -71,7 +71,7 @@ def test_linear_matmuls_of_a_decoder_layer_read_fp8_on_7x():
   compiled = tpu.compile_for_tpu("tpu7x:2x2x1", full, *specs)
   counted = tpu.products(compiled.as_text())
   del counted["bf16 * bf16"]  # These belong to attention.
-  # The weights qkv, out, gate_up and down have one product each in the forward
+  # The weights qkv, out, gate_up and down have one matmul each in the forward
   # pass, and two in the backward pass.
   assert counted == {"f8e4m3fn * f8e4m3fn": 4, "f8e4m3fn * f8e5m2": 8}
 

@@ -37,8 +37,8 @@ SMALL: dict[str, Any] = dict(
   norm_eps=0.1,
 )
 SCALING = "yarn,factor=4,original_max_position_embeddings=16"
-# Gemma 2 has windows in some layers, both kinds of soft caps, and post norms.
-# Qwen 3 has norms of q and k, and here a window in all layers.
+# Gemma 2 has windows in some layers, soft caps on scores and on logits, and
+# post norms. Qwen 3 has norms of q and k, and here a window in all layers.
 CONFIGS = {
   "gemma2": ModelConfig(
     family="gemma2",

@@ -104,7 +104,7 @@ def test_batched_prompts_match_single_prompts_without_a_cache(small):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
-def test_two_kinds_of_layers_generate_the_same_without_a_cache(name):
+def test_tokens_of_alternating_layers_match_those_without_a_cache(name):
   model = build(CONFIGS[name], recipes.coat())
   run = without_cache(build(CONFIGS[name], recipes.bf16()))
   together = generate(model, PROMPTS, max_new_tokens=9)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares an MoE decoder and its auxiliary loss with plain formulas.
 
-The formulas run every expert on every token, and multiply the outputs of those
-that were not chosen by 0. They compute losses in float64 with NumPy, and
+The formulas run every expert on every token, and multiply by 0 the outputs of
+experts that were not chosen. They compute losses in float64 with NumPy, and
 gradients in f32 with JAX.
 """
 

@@ -226,8 +226,8 @@ def test_full_remat_saves_only_the_inputs_of_layers(recipe):
     kept_bytes(*build(recipe=recipe, remat=remat))
     for remat in ("none", "dots", "full")
   )
-  # Without remat, COAT saves less than the BF16 results of its matmuls, which
-  # "dots" saves; BF16 saves more.
+  # remat="dots" saves the BF16 results of matmuls. Without remat, recipe coat
+  # saves less than those, and recipe bf16 more.
   assert (none < dots) == (recipe == "coat")
   assert full == TOKENS[:, 1:].size * LAYERS * WIDTH * 2 < min(none, dots)
 
@@ -244,7 +244,7 @@ def test_full_remat_saves_only_the_inputs_of_layers(recipe):
     ],
   ),
 )
-def test_fp8_remat_saves_only_codes_of_norms_or_of_layers(remat, mesh):
+def test_fp8_remat_saves_codes_of_inputs_of_norms_or_of_layers(remat, mesh):
   kept = kept_bytes(*build(remat=remat, mesh=mesh), mesh)
   codes = WIDTH + 2 * WIDTH // 16
   # remat="fp8" saves the codes and statistics of two norms per layer.

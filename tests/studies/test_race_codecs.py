@@ -42,7 +42,7 @@ def grids(name):
 
 
 def shares(x, size=128):
-  """Returns |x| and the amax of each value's group."""
+  """Returns |x| in groups, and the amax of each group."""
   magnitude = np.abs(np.float64(x)).reshape(-1, size)
   return magnitude, magnitude.max(-1, keepdims=True)
 
@@ -56,7 +56,8 @@ def test_companded_values_are_the_nearest_levels(moment):
   every = levels[1 if moment else 0 :] * amax[..., None]
   nearest = np.abs(magnitude[..., None] - every).min(-1)
   decoded = np.abs(roundtrip(codec.groups[moment], x)).reshape(-1, 128)
-  # The codec compares distances that are rounded to f32.
+  # The codec computes distances in f32, so its level may be farther than the
+  # nearest by a rounding error.
   assert np.all(np.abs(decoded - magnitude) <= nearest + 1e-6 * amax)
 
 

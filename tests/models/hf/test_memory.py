@@ -111,7 +111,7 @@ def test_host_memory_holds_only_a_few_tensors(mesh, checkpoint, tmp_path):
   assert ran.returncode == 0, ran.stderr
   size, loaded, saved = map(int, ran.stdout.split())
   assert size > 200e6
-  largest = 2 * D * VOCAB  # 17 MB; a stack of gate and up has 92 MB.
+  largest = 2 * D * VOCAB  # 17 MB; the stack of gate and up takes 92 MB.
   # At most, memory holds a tensor's pages of the file, a copy of them, and the
   # packed tensor.
   assert loaded < 4 * largest, json.dumps([size, loaded, saved])
