@@ -146,7 +146,7 @@ def test_gpt2_has_biases_and_learned_positions():
     ),
   ],
 )
-def test_missing_fields_and_fields_of_other_families_are_refused(family, fields, words):
+def test_missing_and_inapplicable_fields_are_refused(family, fields, words):
   with pytest.raises(ValueError, match=words):
     ModelConfig(family=family, vocab_size=384, **SIZES, **fields)
 
