@@ -37,7 +37,7 @@ def check_losses(runs, capsys):
   for name, losses in runs.items():
     apart = max(abs(losses[step] - uninterrupted[step]) for step in losses)
     with capsys.disabled():
-      print(f"losses restored on {name}: apart by at most {apart:.1e}")
+      print(f"losses restored on {name}: off by at most {apart:.1e}")
     # Another mesh sums in a different order, so a moment halfway between two
     # codes may get the other code, as in tests/train/test_mesh.py.
     assert apart <= (0 if name == "the same mesh" else 5e-4)
