@@ -47,7 +47,7 @@ def test_instructions_are_counted_by_kind():
     "multiply-add": 2,
   }
   busy = instructions.clocks(found)
-  # An instruction takes two clocks of these pipes; a logarithm takes eight.
+  # Integer instructions and comparisons take two clocks, logarithms eight.
   assert busy["integer, compare"] * 8 == 4
   assert busy["multiply-add"] * 8 == 4
   assert busy["special"] * 8 == 8

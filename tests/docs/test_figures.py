@@ -118,7 +118,7 @@ def test_headline_equals_the_rows(page, lines):
       round(adamw["median_ms"], 2),
       round(ms["coat", "stochastic", "float32"], 2),
     ],
-    # tests/benchmarks/test_memory.py checks optax's 8 bytes and COAT's 2.08.
+    # tests/benchmarks/test_memory.py bounds the bytes of f32 and of COAT.
     [8, round(adamw["state_bytes"], 2), 2.08],
     [round(steps[0]["median_ms"]), None, round(steps[1]["median_ms"])],
     [
