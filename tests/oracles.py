@@ -13,7 +13,7 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 QMAX = {E4M3: 448.0, E5M2: 57344.0}
 SUBNORMAL_STEP = {E4M3: 2.0**-9, E5M2: 2.0**-16}
 MANTISSA_BITS = {E4M3: 3, E5M2: 2}
-SMALLEST_NORMAL = 2.0**-126  # Of f32. Subnormals count as zero.
+SMALLEST_NORMAL = 2.0**-126  # In f32. Smaller values count as zero.
 
 
 def fp8_values(dtype) -> np.ndarray:
@@ -47,7 +47,7 @@ def codes_apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def fp8_error_bound(y: np.ndarray, dtype) -> np.ndarray:
-  """Bounds the error of rounding |y| <= qmax to nearest by half a step.
+  """Returns half a step: a bound on the error of rounding |y| <= qmax.
 
   A step is at most 2^-mantissa_bits * |y|, or the subnormal step if that is
   larger.
@@ -107,7 +107,7 @@ def amax_amin(magnitude: np.ndarray):
 
 
 def coat_power(magnitude: np.ndarray, dtype) -> np.ndarray:
-  """Returns k in sixteenths, rounded down and clipped to 1..255."""
+  """Returns COAT's power k in sixteenths, rounded down, within 1..255."""
   amax, amin = amax_amin(magnitude)
   octaves = np.log2(amax / amin)
   with np.errstate(divide="ignore"):

@@ -23,7 +23,7 @@ from tests.docs.test_reference import PUBLIC, find, public_names
 
 TABLES = Path(__file__).parent / "bad_arguments"
 # Calls in these tables are only traced, because compiling accepted calls would
-# take long.
+# be slow.
 TRACED = ("layers", "ops")
 # A message consists of the op, the rule, what it got, and a remedy, which the
 # tables leave out.

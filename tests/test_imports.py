@@ -42,7 +42,7 @@ def faults(path, source):
   if len(source.splitlines()) > 400:
     yield "has more than 400 lines"
   if folder == "coat_jax" and own != "__init__" and own not in RANKS:
-    yield f"{own} has no level; give it one in {Path(__file__).name}"
+    yield f"{own} has no rank; give it one in {Path(__file__).name}"
     return
   for _, name in imports(tree):
     if name.startswith("."):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what `make train` and `make test` install and run.
 
-The Makefile runs in an empty folder. A fake Python records its arguments, and a
-fake nvidia-smi may be missing.
+The Makefile runs in an empty folder. A fake Python records its arguments. Some
+tests add a fake nvidia-smi.
 """
 
 import shutil
@@ -28,7 +28,7 @@ TOOLS = ("sh", "echo", "rm", "touch", "mktemp", "mkdir", "cp", "make")
 
 @pytest.fixture
 def make(tmp_path):
-  """Returns a function that runs make; it returns output and Python's calls."""
+  """Returns a function that runs make and returns (process, Python's calls)."""
   for name in ("Makefile", "pyproject.toml", "constraints.txt"):
     shutil.copy(ROOT / name, tmp_path)
   tools = tmp_path / "tools"
@@ -111,7 +111,7 @@ def test_make_test_runs_on_the_cpu_even_with_a_gpu(make):
   assert suite.startswith("cpu -m pytest") and "not gpu" in suite
 
 
-def test_harness_is_installed_only_for_its_own_tests(make):
+def test_evaluation_harness_is_installed_by_make_test_eval(make):
   done, (first, second, suite) = make("test-eval")
   assert done.returncode == 0, done.stdout
   assert "eval" not in installed(first) and "eval" in installed(second)

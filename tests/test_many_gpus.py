@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares kernels on a mesh of GPUs with kernels on one GPU.
 
-`make test-gpu` runs these tests on a machine with several GPUs. FP8 codes are
-the same on a mesh, because scales are those of whole tensors. But sums are
-added in another order and rounded to BF16.
+`make test-gpu` runs these tests on a machine with several GPUs. Each scale is
+that of a whole tensor, so on a mesh a tensor has the same FP8 codes. But sums
+over devices are accumulated in a different order and rounded to BF16.
 """
 
 import dataclasses
@@ -123,14 +123,14 @@ def test_layer_on_a_mesh_matches_one_gpu(mesh, recipe):
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     error = np.linalg.norm(a - b) / np.linalg.norm(b)
     print(jax.tree_util.keystr(path), error)
-    # BF16 sums over several devices are rounded once more. So a few codes
-    # change to a neighbour, 2^-4 away. For comparison, FP8 rounding as a whole
-    # causes an error of 2.6 %.
+    # BF16 sums over several devices are rounded once more, so a few codes
+    # change to a neighbour, 2^-4 away. For comparison, rounding to FP8 causes
+    # an error of 2.6 % in all.
     assert error <= 2**-6, (jax.tree_util.keystr(path), error)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_optimizer_kernel_on_a_mesh_gives_the_same_bits(mesh, dtype):
+def test_optimizer_kernel_on_a_mesh_matches_one_gpu_bit_for_bit(mesh, dtype):
   params = {
     "rows": jax.random.normal(jax.random.key(0), (64, 1024), dtype),
     "layers": jax.random.normal(jax.random.key(1), (4, 64, 2048), dtype),
@@ -160,7 +160,7 @@ def test_optimizer_kernel_on_a_mesh_gives_the_same_bits(mesh, dtype):
   assert_same_bits(steps(mesh), steps(one_gpu(mesh)))
 
 
-def test_training_on_a_mesh_has_the_losses_of_one_gpu():
+def test_losses_on_a_mesh_match_one_gpu():
   if jax.device_count() < 2:
     pytest.skip("needs two GPUs")
 

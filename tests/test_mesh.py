@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares operations on meshes with one device, and checks their shardings."""
+"""Compares operations on a mesh with one device, and checks shardings."""
 
 import functools
 
@@ -17,12 +17,12 @@ from tests.comparing import jit
 from tests.matrices import quick
 from tests.ops.test_conformance import assert_conforms, name_of
 
-# On 8 devices, sums are added in another order.
+# Eight devices accumulate f32 sums in a different order.
 TOLERANCE = 2e-5
 
 
 def split(mesh, x):
-  """Splits rows over data and columns over tensor, if they divide."""
+  """Shards rows over data and columns over tensor, if divisible."""
   spec = [None] * x.ndim
   if x.ndim > 1 and x.shape[-1] % 2 == 0:
     spec[-1] = "tensor"
@@ -84,7 +84,7 @@ def test_results_are_sharded_as_declared():
     jax.eval_shape(check, array((8, 16, 64), "data"), w, fsdp)
 
 
-def test_program_is_unchanged_without_explicit_axes():
+def test_run_whole_changes_no_program_without_explicit_axes():
   def program(f):
     return str(jax.make_jaxpr(f)(jnp.ones((8, 16))))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the example of a user's own model, stepped in its backward pass."""
+"""Runs the example that updates a user's model in its backward pass."""
 
 import re
 

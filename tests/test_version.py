@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the version is written only once, in coat_jax/__init__.py."""
+"""Checks where the version is defined, and the wheel on the install page."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import coat_jax
 from tests.docs.pages import DOCS, ROOT
 
 
-def test_version_has_one_source():
+def test_version_is_a_literal_in_the_package():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   assert project["dynamic"] == ["version"] and "version" not in project
   # flit reads a literal from the file, without importing it.
@@ -24,6 +24,6 @@ def test_version_has_one_source():
   assert re.fullmatch(r"\d+\.\d+\.\d+", found)
 
 
-def test_wheel_is_installed_by_its_name():
+def test_install_page_names_the_wheel_of_this_version():
   names = re.findall(r"coat_jax-[\d.]+-py3", (DOCS / "install.md").read_text())
   assert {*names} == {f"coat_jax-{coat_jax.__version__}-py3"}

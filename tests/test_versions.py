@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from tests.docs.pages import ROOT
 
 # A fake Python: `-m venv` installs it in an environment, other calls are
-# recorded, and in one environment they fail.
+# recorded, and calls that contain $FAILS fail.
 PYTHON = """#!/bin/sh
 call="$0 $* remat3=$JAX_REMAT3$JAX_CUSTOM_VJP3"
 case "$*" in
@@ -26,7 +26,7 @@ case "$call" in *"$FAILS"*) exit 1 ;; esac
 def versions(tmp_path):
   """Returns a function that runs the script.
 
-  It returns the exit status, the errors and the calls.
+  That function returns the exit status, the errors and the calls.
   """
   python = tmp_path / "python"
   python.write_text(PYTHON)

@@ -4,11 +4,10 @@
   python -m tests.attacks.calls
   python -m tests.attacks.calls --only benchmarks. --limit 60
 
-A wrong call must be refused: before the time limit, with an exit status other
-than 0 and a text on standard error that is not a traceback, and without
-changing any file, not even of an earlier run. Nearly all calls are made in this
-process. The exit status of the command is 1 if a call was not refused like
-this.
+A wrong call must be refused before the time limit, with an exit status other
+than 0 and a message that is not a traceback. It must change no file, not even
+of an earlier run. Nearly all calls are made in this process. The exit status of
+this command is 1 if a call was not refused like this.
 """
 
 import argparse
@@ -101,7 +100,7 @@ def call(program: str, arguments: list[str], limit: int) -> tuple[object, str]:
 
 
 def start(program: str, arguments: list[str], limit: int) -> tuple[object, str]:
-  """Calls a command in a new process."""
+  """Calls a command in a new process; returns its exit status and output."""
   try:
     done = subprocess.run(
       [sys.executable, "-m", program, *arguments],

@@ -5,10 +5,10 @@
   python -m tests.attacks.damage --program decoder
 
 A run has two checkpoints, of which the newer one is damaged. Each of its files
-is truncated, emptied, removed, swapped, gets flipped bits, or is replaced by a
-folder, a link or a device. Whole checkpoints are renamed and swapped too.
-(With --every 4, each file gets only every fourth kind of damage.) In each case
-the damage must be reported, unless it changed nothing. In some cases,
+is truncated, emptied, removed, swapped, or replaced by a folder, a link or a
+device, or gets a flipped bit. Whole checkpoints are renamed and swapped too.
+(With --every 4, only every fourth damage of a file is tried.) In each case, the
+damage must be reported, unless it changed nothing. In some cases, which are
 chosen at random, the program (one of `tests.attacks.programs`) continues with
 --resume, and must end with the same result as the undamaged run. The exit
 status is 0 if all of this is true.
@@ -164,7 +164,7 @@ def check(path: Path, original: Path) -> str:
     The text that was reported.
 
   Raises:
-    Lost: the checkpoint is damaged, or of another step.
+    Lost: the checkpoint that was found is damaged, or has another step.
   """
   try:
     found, damaged = checkpoint.newest_whole_step(path)
@@ -176,7 +176,7 @@ def check(path: Path, original: Path) -> str:
   if whole not in (BEFORE, NEWEST):
     raise Lost(f"step {found} was found")
   if whole != NEWEST and not damaged and (path / NEWEST).exists():
-    raise Lost(f"step {found} was found, without a word")
+    raise Lost(f"step {found} was found, and no damage reported")
   if contents(path / whole) != contents(original / whole):
     check_checkpoints(path / whole, original / whole)
   return "; ".join(damaged) or f"step {found} is whole"
@@ -188,7 +188,7 @@ def attack(
   """Damages copies of a run.
 
   Raises:
-    Lost: a damaged checkpoint was used, or a run ended with another result.
+    Lost: a damaged checkpoint was used, or a run ended with a different result.
   """
 
   def run(out: Path, *flags: str) -> int:
@@ -231,8 +231,8 @@ def main(words: list[str] | None = None) -> int:
     prog="python -m tests.attacks.damage", description="Damages checkpoints."
   )
   parser.add_argument("--resume", type=int, default=20, help="cases to resume")
-  parser.add_argument("--seed", type=int, default=0, help="of places and cases")
-  parser.add_argument("--every", type=int, default=1, help="of files' damages")
+  parser.add_argument("--seed", type=int, default=0, help="seed of damages")
+  parser.add_argument("--every", type=int, default=1, help="every n-th damage")
   parser.add_argument("--program", choices=PROGRAMS, default="pretrain")
   options = parser.parse_args(words)
   start = time.monotonic()

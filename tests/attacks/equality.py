@@ -27,10 +27,10 @@ def check_runs(out: Path, expected: Path) -> None:
   rows, want = (_rows(path) for path in (out, expected))
   if rows != want:
     other = next(x for x in itertools.zip_longest(rows, want) if x[0] != x[1])
-    raise Lost(f"{out}: metrics.jsonl has {other[0]} in place of {other[1]}")
+    raise Lost(f"{out}: metrics.jsonl has {other[0]} instead of {other[1]}")
   samples, want = (_samples(path) for path in (out, expected))
   if samples != want:
-    raise Lost(f"{out}: samples.jsonl has {samples!r} in place of {want!r}")
+    raise Lost(f"{out}: samples.jsonl has {samples!r} instead of {want!r}")
   last = str(RunDirectory(expected).latest_step())
   check_checkpoints(
     *(RunDirectory(path).checkpoints / last for path in (out, expected))
@@ -47,7 +47,7 @@ def check_checkpoints(folder: Path, expected: Path) -> None:
   if saved != want:
     names = saved.keys() | want.keys()
     other = [name for name in names if saved.get(name) != want.get(name)]
-    raise Lost(f"{folder}: other bytes in {', '.join(sorted(other))}")
+    raise Lost(f"{folder}: different bytes in {', '.join(sorted(other))}")
 
 
 def _rows(out: Path) -> list[dict]:

@@ -4,13 +4,14 @@
   python -m tests.attacks.kills --count 100 [--seed 0] [--lean]
   python -m tests.attacks.kills --programs finetune projector decoder
 
-A run has one or two processes. One or both are killed (SIGKILL, SIGTERM or
-SIGINT), and the run is started again with --resume, up to five times, until its
-last step. After each kill, the newest checkpoint must be complete and not older
-than before, and the next start must continue from it. At the end metrics.jsonl,
-the last checkpoint and the sampled answers must be equal, bit for bit, to those
-of an undisturbed run. The exit status is 0 if all of this is true; otherwise it
-is 1, and the files are kept in a folder.
+A run has one or two processes. One process or both are killed (SIGKILL, SIGTERM
+or SIGINT), and the run is started again with --resume. This is done up to five
+times, and the last start trains to the last step. After each kill, the newest
+checkpoint must be complete and not older than before, and the next start must
+continue from it. At the end, metrics.jsonl, the last checkpoint and the sampled
+answers must be bit-identical to those of an uninterrupted run. The exit status
+is 0 if all of this is true; otherwise it is 1, and the files are kept in a
+folder.
 
 The programs of `tests.attacks.programs` take turns. With --lean, weights are
 BF16, and a decoder's optimizer steps in the backward pass.
@@ -53,7 +54,7 @@ OPTIONS = dict(batch=4, steps=STEPS, save_every=4, eval_every=3, eval_batches=1)
 # Share of kills that come before the first step after a start.
 EARLY = 0.3
 # If one of two processes was killed, the other is killed GRACE seconds later,
-# as launchers do.
+# as a launcher would do.
 GRACE, TIMEOUT = 2, 600
 
 
@@ -158,7 +159,7 @@ class Attempt:
 
 @dataclasses.dataclass
 class Reference:
-  """An undisturbed run, and the duration of its parts."""
+  """An uninterrupted run, and the duration of its parts."""
 
   out: Path
   kind: Kind
@@ -174,7 +175,7 @@ def reference(context, out: Path, kind: Kind) -> Reference:
     attempt.wait_for_a_step()
     first = time.monotonic()
     if not attempt.finish() or any(p.exitcode for p in attempt.processes):
-      attempt.fail("the undisturbed run failed")
+      attempt.fail("the uninterrupted run failed")
   seconds = (time.monotonic() - first) / STEPS
   return Reference(out, kind, first - attempt.started, seconds)
 
@@ -254,7 +255,7 @@ def _check_start(attempt: Attempt) -> None:
   """Checks that a start continued from the newest checkpoint."""
   resumed = re.search(r"resumed at step (\d+)", attempt.output())
   if resumed and int(resumed[1]) != attempt.before:
-    attempt.fail(f"{resumed[0]} in place of {attempt.before}")
+    attempt.fail(f"{resumed[0]} instead of {attempt.before}")
 
 
 def attack_all(
@@ -273,10 +274,10 @@ def attack_all(
     PROGRAMS[name].make(folder / name)
   references = []
   for kind in kinds:
-    out = folder / f"undisturbed_{kind.name}_{kind.count}"
+    out = folder / f"uninterrupted_{kind.name}_{kind.count}"
     references.append(each := reference(context, out, kind))
     print(
-      f"{kind}, undisturbed: {each.start:.1f} s until the first step, "
+      f"{kind}, uninterrupted: {each.start:.1f} s until the first step, "
       f"{1e3 * each.step:.0f} ms a step, {STEPS} steps",
       flush=True,
     )
@@ -312,7 +313,7 @@ def main(words: list[str] | None = None) -> int:
     prog="python -m tests.attacks.kills", description="Kills training runs."
   )
   parser.add_argument("--count", type=int, default=100, help="kills in all")
-  parser.add_argument("--seed", type=int, default=0, help="of the moments")
+  parser.add_argument("--seed", type=int, default=0, help="seed of moments")
   parser.add_argument("--workers", type=int, default=2, help="runs at a time")
   parser.add_argument(
     "--lean", action="store_true", help="--params bfloat16 ..."

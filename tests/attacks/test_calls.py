@@ -15,7 +15,7 @@ def test_wrong_calls_are_refused_and_change_nothing(tmp_path):
   assert wrong == {}
 
 
-def test_every_command_line_has_wrong_calls():
+def test_every_program_has_wrong_calls():
   programs = {program for program, _, _ in bad_calls()}
   assert programs == {
     *(f"train.{name}" for name in ("pretrain", "plan", "plot", "convert")),

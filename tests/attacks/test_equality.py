@@ -30,5 +30,5 @@ def test_runs_that_differ_only_in_speed_are_equal(tmp_path, monkeypatch):
   with pytest.raises(equality.Lost, match="'loss': 2.0"):
     equality.check_runs(other, one)
   RunDirectory(one).samples.write_text("said")
-  with pytest.raises(equality.Lost, match="has None in place of 'said'"):
+  with pytest.raises(equality.Lost, match="has None instead of 'said'"):
     equality.check_runs(tmp_path / "two", one)

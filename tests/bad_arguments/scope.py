@@ -51,7 +51,7 @@ COLUMNS = {"w": NamedSharding(_PAIR, P(None, "data"))}
 
 
 def state(solver, params=PARAMS):
-  """Returns the first state, as shapes."""
+  """Returns the shapes of an optimizer's initial state."""
   return jax.eval_shape(solver.init, params)
 
 
@@ -92,7 +92,7 @@ def backward(solver=None, **changed):
 
 
 def both(tree):
-  """Selects every leaf."""
+  """Initializes an optimizer that encodes every leaf."""
   return coat_jax.coat_adamw(1e-3, quantize_mask=lambda *_: True).init(tree)
 
 

@@ -98,7 +98,7 @@ def test_wrong_arguments_stop_before_the_next_variant(
   assert len(calls) == 1
 
 
-def test_mesh_of_missing_devices_exits_with_a_message(capsys):
+def test_mesh_that_does_not_use_all_devices_is_refused(capsys):
   line = ["--in-process", "--variant", "bf16", "--preset", "demo"]
   line += ["--mesh", "fsdp=2", "--seq", "32"]
   assert "for 2 devices, got 8" in refused(training.main, line, capsys)
@@ -129,7 +129,7 @@ def test_missing_memory_and_compilers_exit_with_a_message(
   assert words in refused(main, [], capsys, status=status)
 
 
-def test_other_errors_of_a_benchmark_keep_their_traceback():
+def test_other_errors_of_a_benchmark_are_raised():
   @command
   def main(arguments=None):
     raise jax.errors.JaxRuntimeError("INTERNAL: an illegal address")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the rows of benchmarks.grouped_products."""
+"""Tests the rows of benchmarks.grouped_products."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_grouped_rows_state_speed_and_error(capsys):
   for row in rows:
     tflops = 2 * 128 * 192 * 128 / row["median_ms"] * 1e-9
     assert row["tflops"] == pytest.approx(tflops, rel=1e-4)
-  # The first result is rounded to BF16, the second is not rounded.
+  # dgrad rounds its result to BF16; wgrad does not round.
   errors = [row["error"] for row in rows if row["implementation"] == "xla"]
   assert 0.001 < errors[0] < 0.003 and errors[1] == 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of timing: which calls are made, how often, with which arguments."""
+"""Tests timing: which calls are made, how often, and with which arguments."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from benchmarks import harness
 
 
 def sleeping(x):
-  """Takes 20 milliseconds."""
+  """Returns x after 20 milliseconds."""
   sleep = lambda x: time.sleep(0.02) or x  # noqa: E731
   return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
@@ -54,7 +54,7 @@ def test_calls_alternate_between_copies_of_arguments():
   assert len(harness._Calls(jnp.sum, (jnp.ones(4),), ()).args) == 24
 
 
-def test_donated_arguments_are_passed_on():
+def test_results_replace_donated_arguments_in_later_calls():
   def step(grads, state):
     return {"sum": state["sum"] + grads}, grads.sum()
 
@@ -100,7 +100,7 @@ def test_emit_takes_a_timing(capsys):
   assert '"median_ms": 1.0' in capsys.readouterr().out
 
 
-def test_emit_refuses_values_that_json_cannot_store(capsys):
+def test_emit_rounds_values_and_refuses_nan(capsys):
   with pytest.raises(ValueError):
     harness.emit("x", {}, value=float("nan"))
   row = harness.emit("x", {"a": 1}, value=1 / 3, nested={"b": np.pi})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of reading machine code; tests that compile it are `aot`."""
+"""Tests reading a listing of machine code."""
 
 import collections
 
@@ -25,7 +25,7 @@ LISTING = """\
 """
 
 
-def test_instructions_are_sorted_by_their_pipe():
+def test_instructions_are_counted_by_kind():
   found = instructions.opcodes(LISTING)
   assert found == collections.Counter(
     {
@@ -47,14 +47,14 @@ def test_instructions_are_sorted_by_their_pipe():
     "multiply-add": 2,
   }
   busy = instructions.clocks(found)
-  # Half of a pipe takes two clocks per instruction, and eight per logarithm.
+  # Integer instructions and comparisons take two clocks, logarithms eight.
   assert busy["integer, compare"] * 8 == 4
   assert busy["multiply-add"] * 8 == 4
   assert busy["special"] * 8 == 8
   assert busy["issue"] * 8 == 7
 
 
-def test_a_missing_disassembler_is_named(monkeypatch):
+def test_missing_disassembler_is_reported(monkeypatch):
   monkeypatch.setenv("PATH", "")
   with pytest.raises(
     aot.CompilerMissing, match="nvdisasm must be on the PATH, got none"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the layer benchmark: its rows and its functions."""
+"""Tests the layer benchmark: its rows and its functions."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def test_flops_count_the_matmuls():
   config = PRESETS["llama2_7b"]().model
   found = layer.layer_flops(config, batch=4, seq=2048)
   weights = 4 * 4096**2 + 3 * 4096 * 11008
-  attention = 4 * 32 * 2048**2 * 128 * 2  # Causality halves two matmuls.
+  attention = 4 * 32 * 2048**2 * 128 * 2  # A causal mask halves two matmuls.
   assert found["forward"] == 2 * 8192 * weights + attention
   assert found["full"] == 6 * 8192 * weights + 3.5 * attention
 
@@ -71,7 +71,7 @@ def test_flops_count_the_mlp_of_the_preset(preset, products_in_mlp):
 
 
 @pytest.mark.slow
-def test_alternating_layers_have_rows_of_each_kind():
+def test_each_kind_of_alternating_layers_has_a_row():
   rows = layer.main(
     [
       *("--preset=gemma2_2b", "--batch=1", "--seq=64", "--scan-memory"),
@@ -133,7 +133,7 @@ def test_variant_matches_the_layer_in_training():
   )
 
 
-def test_variants_cover_every_recipe_and_baseline():
+def test_variants_differ_and_include_bf16_with_each_checkpoint():
   cases = [str(variant.case) for variant in layer.VARIANTS.values()]
   assert len(set(cases)) == len(cases)
   of_bf16 = {

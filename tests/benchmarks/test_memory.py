@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the memory benchmark: the shape of its rows, and their bounds."""
+"""Tests the memory benchmark: fields of its rows, and bounds on memory."""
 
 import json
 import types
@@ -24,13 +24,13 @@ def residuals():
   }
 
 
-def test_residual_rows_have_their_shape(residuals):
+def test_residual_rows_have_all_fields_and_add_up(residuals):
   for row in residuals.values():
     assert row["bench"] == "memory.residuals"
     assert row["case"]["preset"] == "llama2_7b"
     assert list(row["bytes_per_token_layer"]) == KINDS
     *kinds, total = row["bytes_per_token_layer"].values()
-    # Values in rows have six digits.
+    # Values in rows have six significant digits.
     assert sum(kinds) == pytest.approx(total, rel=1e-5)
     assert row["units"] == pytest.approx(total / 8192, rel=1e-5)
     assert {"date", "jax", "device"} <= row.keys()
@@ -52,8 +52,8 @@ def test_counts_match_the_paper_and_the_reference(residuals):
   coat = residuals["coat", "coat", "bf16"]
   assert bf16["paper_units"] == 22.66 and coat["paper_units"] == 13.33
   assert bf16["units"] > fp8_linear["units"] > 2 * coat["units"]
-  # Bytes per token of the tensors that the reference's Llama layer saves at
-  # this shape, added up by hand: 98472 without RoPE's inputs, 114856 with them.
+  # Counted by hand at this shape, tensors that the reference's Llama layer
+  # saves take 98472 bytes per token without RoPE's inputs, 114856 with them.
   config = PRESETS["llama2_7b"]().model
   assert memory.reference_bytes(config) == 98472
   reference = coat["reference_units"]
@@ -91,7 +91,7 @@ def test_command_line_sets_tokens_and_refuses_bad_values(capsys):
 
 
 class Compiled:
-  """A fake compiled step: 100 bytes in BF16, otherwise 40."""
+  """A fake compiled step with a peak of 100 bytes in BF16, otherwise 40."""
 
   def __init__(self, config):
     self.peak_memory_in_bytes = 100 if config.recipe == "bf16" else 40
@@ -102,7 +102,7 @@ class Compiled:
 
 @pytest.fixture
 def not_compiling(monkeypatch):
-  """Fakes compiled steps with ten f32 weights and 20 bytes of moments."""
+  """Fakes compiled steps; returns the list of configs that were compiled."""
   configs = []
 
   def compile_step(config):

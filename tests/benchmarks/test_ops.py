@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the benchmark of operations, with tiny shapes: rows and counts."""
+"""Tests the benchmark of operations: its rows, bytes and FLOPs."""
 
 import json
 
@@ -98,7 +98,7 @@ def test_rows_compare_results_of_implementations(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["coat_jax", "flax"])
-def test_whole_linear_layers_agree(name):
+def test_fp8_linear_layers_are_close_to_bf16(name):
   cases = {
     case.implementations[0]: case
     for case in benchmark.all_cases(shapes.SMOKE)
@@ -109,11 +109,11 @@ def test_whole_linear_layers_agree(name):
   found = jax.jit(lambda *args: cases[name].run(name, *args))(*args)
   for a, b in zip(found, exact, strict=True):
     error = jax.numpy.linalg.norm((a - b).astype("float32"))
-    # Each of two operands is off by 2 % (E4M3) or 4 % (E5M2).
+    # Rounding changes each of two operands by 2 % (E4M3) or 4 % (E5M2).
     assert 0.01 < error / jax.numpy.linalg.norm(b.astype("float32")) < 0.08
 
 
-def test_a_kernel_that_refuses_is_left_out(monkeypatch, capsys):
+def test_case_that_a_kernel_refuses_is_skipped(monkeypatch, capsys):
   monkeypatch.setattr(benchmark, "PORTABLE", ("cublas",))
   only = shapes.Sizes(batch=1, seq=3, d_model=8, d_ff=8, num_heads=1)
   monkeypatch.setattr(benchmark, "SMOKE", only)

@@ -23,7 +23,7 @@ PROGRAM = """
 """
 
 
-def test_products_are_counted_by_the_dtypes_of_operands():
+def test_matmuls_are_counted_by_the_dtypes_of_operands():
   assert tpu.products(PROGRAM) == {"bf16 * bf16": 1, "bf16 * f8e4m3fn": 1}
 
 
@@ -48,14 +48,14 @@ PRODUCTS = [
 @pytest.mark.tpu
 @pytest.mark.parametrize("op, a, b", PRODUCTS, ids=["fwd", "dgrad", "wgrad"])
 @pytest.mark.parametrize("name", ["tpu7x:2x2x1", "v6e:2x2"])
-def test_products_read_fp8(name, op, a, b):
+def test_matmuls_read_fp8(name, op, a, b):
   compiled = tpu.compile_for_tpu(name, op, a, b)
   second = "f8e4m3fn" if op is ops.linear_fwd else "f8e5m2"
   assert tpu.products(compiled.as_text()) == {f"f8e4m3fn * {second}": 1}
 
 
 @pytest.mark.tpu
-def test_linear_products_of_a_decoder_layer_read_fp8_on_7x():
+def test_linear_matmuls_of_a_decoder_layer_read_fp8_on_7x():
   config = ModelConfig(
     family="llama",
     num_layers=1,
@@ -71,7 +71,7 @@ def test_linear_products_of_a_decoder_layer_read_fp8_on_7x():
   compiled = tpu.compile_for_tpu("tpu7x:2x2x1", full, *specs)
   counted = tpu.products(compiled.as_text())
   del counted["bf16 * bf16"]  # These belong to attention.
-  # The weights qkv, out, gate_up and down have one product each in the forward
+  # The weights qkv, out, gate_up and down have one matmul each in the forward
   # pass, and two in the backward pass.
   assert counted == {"f8e4m3fn * f8e4m3fn": 4, "f8e4m3fn * f8e5m2": 8}
 
@@ -98,7 +98,7 @@ def test_sharded_step_needs_little_memory_beyond_its_arguments():
 
 
 def activation_specs(rows: int, width: int):
-  """Returns the shapes of dy, of gate (like up), and of a scale."""
+  """Returns the shapes of dy, of gate or up, and of a scale."""
   codes = jax.ShapeDtypeStruct((1, rows, width), E4M3)
   scales = jax.ShapeDtypeStruct((1, rows, width // 16), jnp.bfloat16)
   dy = jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)
@@ -107,10 +107,10 @@ def activation_specs(rows: int, width: int):
 
 
 # XLA copies dy, codes and results to another layout, but stores nothing in f32.
-# It does not fuse the reshape of a width of 11008, which has 688 groups.
+# XLA does not fuse the reshape of a width of 11008, which has 688 groups.
 @pytest.mark.tpu
 @pytest.mark.parametrize("name", ["tpu7x:2x2x1", "v6e:2x2"])
-def test_a_gated_activation_stores_nothing_in_f32(name):
+def test_gated_activation_stores_nothing_in_f32(name):
   dy, part, scale = activation_specs(2048, 11008)
   bytes_of_dy = 2 * math.prod(dy.shape)
 
@@ -129,7 +129,7 @@ def test_a_gated_activation_stores_nothing_in_f32(name):
 
 
 @pytest.mark.tpu
-def test_a_weight_is_reshaped_in_fp8():
+def test_weight_is_reshaped_in_fp8():
   w = jax.ShapeDtypeStruct((2048, 2, 5504), jnp.float32)
   scale = jax.ShapeDtypeStruct((), jnp.float32)
 

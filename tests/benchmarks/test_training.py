@@ -13,7 +13,7 @@ from benchmarks import training
 @pytest.mark.parametrize(
   ("options", "layers"), [([], 4), (["--layers", "1"], 1)]
 )
-def test_layers_change_the_depth(options, layers, capsys, monkeypatch):
+def test_layers_option_sets_the_depth(options, layers, capsys, monkeypatch):
   monkeypatch.setattr(os, "environ", dict(os.environ))
   small = ["--preset", "demo", "--variant", "lean", "--batch", "1"]
   short = ["--seq", "128", "--steps", "1", "--in-process"]

@@ -152,7 +152,7 @@ def answers_page(tmp_path_factory):
 
 @pytest.fixture(params=["front page", "layers/", "answers"])
 def address(request):
-  """One of the pages: the front page, one with much code, and answers."""
+  """Returns the address of the front page, a page of much code, or answers."""
   if request.param == "answers":
     return request.getfixturevalue("answers_page")
   path = "" if request.param == "front page" else request.param
@@ -161,7 +161,7 @@ def address(request):
 
 @pytest.fixture
 def open_page(browser):
-  """Opens pages; fails at the end if one of them printed an error."""
+  """Returns a function that opens a page; fails later if a page logs errors."""
   errors, contexts = [], []
 
   def opened(address, scheme, viewport):

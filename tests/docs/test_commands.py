@@ -6,7 +6,7 @@ import pytest
 from docs.building import commands
 
 
-def test_programs_are_found():
+def test_every_training_program_is_in_the_table():
   programs = commands.commands("train")
   assert {*commands._PAGES} == {*programs}
   assert {*commands._SUBCOMMANDS} <= {*programs}

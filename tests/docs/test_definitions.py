@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that pages define U before they use it."""
+"""Checks that pages that use U define it."""
 
 import re
 
@@ -11,7 +11,7 @@ from tests.docs.pages import LOGS, PAGES, ROOT
 @pytest.mark.parametrize(
   "page", [*PAGES, *LOGS], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_page_defines_u(page):
+def test_page_that_uses_u_defines_it(page):
   text = page.read_text()
   if re.search(r"\d U\b", text):
     definition = re.search(

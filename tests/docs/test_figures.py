@@ -16,7 +16,7 @@ PERFORMANCE = (DOCS / "performance.md").read_text()
 def table(text, after):
   """Returns the numbers in the first table after a text, with None for words.
 
-  Commas, and any text after a number, are left out.
+  The first column, commas, and any text after a number are left out.
   """
   _, found, rest = text.partition(after)
   assert found, after
@@ -118,7 +118,7 @@ def test_headline_equals_the_rows(page, lines):
       round(adamw["median_ms"], 2),
       round(ms["coat", "stochastic", "float32"], 2),
     ],
-    # test_memory counts these bytes.
+    # tests/benchmarks/test_memory.py bounds the bytes of f32 and of COAT.
     [8, round(adamw["state_bytes"], 2), 2.08],
     [round(steps[0]["median_ms"]), None, round(steps[1]["median_ms"])],
     [
@@ -244,7 +244,7 @@ def test_training_table_equals_the_rows():
   for variant, batch in cases:
     row = training_row(variant, batch)
     rate = row["tokens_per_s_per_gpu"]
-    # In BF16, only one sequence fits into 80 GB.
+    # In 80 GB, nine sequences fit with COAT, but only one in BF16.
     base = training_row("bf16", 1 if batch == 9 else batch)
     of_bf16 = round(rate / base["tokens_per_s_per_gpu"], 2)
     peak = round(row["peak_bytes"] / 1e9, 1)
@@ -263,7 +263,7 @@ def test_layer_table_equals_the_rows():
   variants += ["minimal_nothing"]
   want = []
   for variant in variants:
-    # The table shows the codes (2 bytes per parameter) separately.
+    # The table shows the codes of weights separately.
     unit = units["minimal" if variant == "minimal_codes" else variant]
     if variant == "bf16_names":  # This variant was only compiled.
       want.append([None] * 4 + [round(unit, 1)])
@@ -329,8 +329,8 @@ def test_table_of_saved_residuals_equals_the_counts():
   shown = table(text, "## What is saved for the backward pass")
   for column, row in enumerate(memory.residuals("llama2_7b", 256)):
     want = [*row["units_by_kind"].values(), row["units"]]
-    # Compare two decimals. RoPE's 4 bytes per token and scalars are below 0.01
-    # U.
+    # The table has two decimals. Scalars and RoPE's 4 bytes per token are below
+    # 0.001 U.
     assert [cells[column] for cells in shown] == pytest.approx(want, abs=6e-3)
 
 

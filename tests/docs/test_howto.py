@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the how-to pages, in all variants that they describe."""
+"""Runs the how-to pages of Gemma and nanodo, in all variants they describe."""
 
 import contextlib
 
@@ -48,12 +48,12 @@ def test_nanodo_trains_with_the_optimizer_alone_and_on_two_axes():
     with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
       return names["train"](*made[::-1], mesh)
 
-  # q, k and v are three matrices.
+  # In the original layers, q, k and v are three matrices.
   state, losses = train(names["TransformerDo"](config), names["mesh"])
   howto.check_nanodo_shares(state, encoded=7)
   howto.assert_learns(losses)
 
-  # FSDP over two explicit axes; the page's functions read the name.
+  # FSDP over two explicit axes; the page's functions read their names in DATA.
   names["DATA"] = axes = ("data", "fsdp")
   model = names["TransformerDo"](config, names["FP8TBlock"], names["Embed"])
   state, losses = train(model, jax.make_mesh((4, 2), axes))

@@ -107,7 +107,7 @@ def check_sharding(names, printed, text):
 
 
 def check_optimizer(names, printed, text):
-  """Checks that the state is encoded and BF16 parameters keep small updates."""
+  """Checks that parameters are BF16 and that the state is encoded."""
   assert names["params"]["kernel"].dtype == jnp.bfloat16
   state = names["opt_state"][1][0]
   assert state.mu.codes["kernel"].dtype == jnp.float8_e4m3fn

@@ -10,7 +10,7 @@ from coat_jax import recipes
 from tests.docs.pages import DOCS, PAGES, ROOT
 
 FOLDERS = "coat_jax|train|benchmarks|studies|examples|tests|docs"
-# Folders of other projects.
+# Folders in other projects.
 OTHERS = {"examples/gemma"}
 
 

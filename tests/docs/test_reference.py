@@ -33,7 +33,7 @@ ENTRIES = [
 
 
 def find(path: str):
-  """Finds the object of a dotted path; prefers a function to its module."""
+  """Returns what a dotted path names; prefers a function to its module."""
   parent, _, name = path.rpartition(".")
   if parent and hasattr(find(parent), name):
     return getattr(find(parent), name)

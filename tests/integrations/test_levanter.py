@@ -98,14 +98,14 @@ def train(folder, data, tensor):
 def test_trainer_shards_saves_and_restores_on_another_mesh(tmp_path, capsys):
   first, same, other = (tmp_path / name for name in "abc")
   with jax.numpy_rank_promotion("allow"):
-    runs = {"undisturbed": train(first, 4, 2)}
+    runs = {"uninterrupted": train(first, 4, 2)}
     for folder in (same, other):
       shutil.copytree(first / "run" / f"step-{SAVED}", folder / "run" / "step")
     runs["the same mesh"] = train(same, 4, 2)
     runs["another mesh"] = train(other, 2, 4)
   for name, (state, begin, losses) in runs.items():
-    # The checkpoint of step 10 holds the state after step 10.
-    assert begin == (0 if name == "undisturbed" else SAVED + 1)
+    # The checkpoint of step 10 was saved after that step, so 11 comes next.
+    assert begin == (0 if name == "uninterrupted" else SAVED + 1)
     assert sorted(losses) == list(range(begin, STEPS))
     trainers.check_bytes(
       f"Levanter, {name}",
@@ -118,7 +118,7 @@ def test_trainer_shards_saves_and_restores_on_another_mesh(tmp_path, capsys):
 
 
 def step(config, params, grads):
-  """Takes the first of two steps on a mesh that splits "mlp" over 8 devices."""
+  """Returns updates and state of a first step, with "mlp" on 8 devices."""
   optimizer = config.build(2)
   mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
   with jax.set_mesh(mesh), axis_mapping({"mlp": "model"}):
@@ -131,7 +131,7 @@ def step(config, params, grads):
   "columns, groups, spec",
   [(1024, ("mlp", 8), "model"), (512, ("mlp_groups", 4), None)],
 )
-def test_first_step_equals_adams_and_scales_are_sharded(
+def test_first_step_equals_adams_and_state_is_sharded(
   columns, groups, spec, limit
 ):
   axes = haliax.Axis("embed", 16), haliax.Axis("mlp", columns)
@@ -148,7 +148,7 @@ def test_first_step_equals_adams_and_scales_are_sharded(
     warmup=0,
   )
   updates, state = step(CoatConfig(**options), params, grads)
-  # The first update uses moments that are not yet encoded: it equals Adam's.
+  # The first update uses moments before they are encoded, so it equals Adam's.
   want, _ = step(AdamConfig(**options), params, grads)
   for name in params:
     assert updates[name].axes == params[name].axes

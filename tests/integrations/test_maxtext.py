@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small model in MaxText with coat_jax's optimizer and FP8 products.
+"""Trains a small model in MaxText with coat_jax's optimizer and FP8 matmuls.
 
 Needs MaxText with the patches coat_jax/integrations/maxtext_*.patch applied;
 `make test-integrations` installs and patches it.
@@ -80,14 +80,14 @@ def mesh_options(fsdp, tensor):
 def test_trainer_shards_saves_and_restores_on_another_mesh(tmp_path, capsys):
   first, second = tmp_path / "a", tmp_path / "b"
   first.mkdir()
-  runs = {"undisturbed": run(first, **mesh_options(4, 2))}
+  runs = {"uninterrupted": run(first, **mesh_options(4, 2))}
   shutil.rmtree(first / "run/checkpoints/19")
   shutil.copytree(first, second)
   runs["the same mesh"] = run(first, **mesh_options(4, 2))
   runs["another mesh"] = run(second, **mesh_options(2, 4))
   for name, (state, losses) in runs.items():
-    # The checkpoint of step 10 holds the state after step 10.
-    begin = 0 if name == "undisturbed" else 11
+    # The checkpoint of step 10 was saved after that step, so 11 comes next.
+    begin = 0 if name == "uninterrupted" else 11
     assert sorted(losses) == list(range(begin, 20))
     check_bytes(f"MaxText, {name}", state, capsys)
   trainers.check_losses({name: run[1] for name, run in runs.items()}, capsys)
@@ -104,7 +104,7 @@ def test_zero_1_shards_state_and_weights_over_data(tmp_path, capsys):
   )
   check_bytes("MaxText, ZeRO-1", state, capsys)
   assert sorted(losses) == [0, 1, 2]
-  # Between steps the weights, like the codes, are sharded over "data".
+  # ZeRO-1 keeps weights sharded over "data" between steps, like the codes.
   kernel = state.model["decoder"]["layers"]["mlp"]["wi_0"]["kernel"]
   assert kernel.get_value().sharding.spec == P("data", None, "tensor")
 
@@ -121,7 +121,7 @@ def test_patch_is_applied(name):
   )
 
 
-def test_products_run_in_fp8(tmp_path):
+def test_quantization_changes_losses_by_less_than_5_percent(tmp_path):
   options = dict(steps=3, enable_checkpointing=False, **mesh_options(4, 2))
   _, exact = run(tmp_path, **options)
   _, fp8 = run(

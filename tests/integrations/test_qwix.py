@@ -21,7 +21,7 @@ BF16 = jnp.bfloat16
 
 
 class Model(nnx.Module):
-  """Layers of three kinds multiply by weights; attention has no weights."""
+  """Three kinds of layers multiply by weights; attention has no weights."""
 
   def __init__(self, rngs):
     options = dict(rngs=rngs, dtype=BF16, param_dtype=BF16)
@@ -54,7 +54,7 @@ def model():
 X = jax.random.normal(jax.random.key(0), (2, 8, 64), BF16)
 
 
-def test_products_with_weights_match_linear(model):
+def test_matmuls_with_weights_match_linear(model):
   fp8 = qwix.quantize_model(model, CoatProvider(), X)
   want = apply_with(
     nnx.state(model, nnx.Param),
@@ -65,7 +65,7 @@ def test_products_with_weights_match_linear(model):
   assert not np.array_equal(fp8(X), model(X))
 
 
-def test_rules_select_products(model):
+def test_matmuls_that_no_rule_selects_are_unchanged(model):
   rules = [qwix.QuantizationRule(module_path="nothing")]
   same = qwix.quantize_model(model, CoatProvider(rules), X)
   np.testing.assert_array_equal(same(X), model(X))

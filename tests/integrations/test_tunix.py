@@ -99,13 +99,13 @@ def train(mesh, folder, optimizer):
 def test_trainer_shards_saves_and_restores_on_another_mesh(tmp_path, capsys):
   optimizer = coat_adamw(3e-4)
   with jax.numpy_rank_promotion("allow"):
-    runs = {"undisturbed": train(mesh_of(4, 2), tmp_path / "a", optimizer)}
+    runs = {"uninterrupted": train(mesh_of(4, 2), tmp_path / "a", optimizer)}
     shutil.rmtree(tmp_path / "a" / str(STEPS))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     runs["the same mesh"] = train(mesh_of(4, 2), tmp_path / "a", optimizer)
     runs["another mesh"] = train(mesh_of(2, 4), tmp_path / "b", optimizer)
   for name, (trainer, first, losses) in runs.items():
-    assert first == (0 if name == "undisturbed" else SAVED)
+    assert first == (0 if name == "uninterrupted" else SAVED)
     assert sorted(losses) == list(range(first + 1, STEPS + 1))
     trainers.check_bytes(
       f"Tunix, {name}",

@@ -32,15 +32,15 @@ def check_bytes(name, state, params, devices, capsys):
 
 
 def check_losses(runs, capsys):
-  """Compares the losses of restored runs with the undisturbed run's."""
-  undisturbed = runs.pop("undisturbed")
+  """Compares the losses of restored runs with the uninterrupted run's."""
+  uninterrupted = runs.pop("uninterrupted")
   for name, losses in runs.items():
-    apart = max(abs(losses[step] - undisturbed[step]) for step in losses)
+    apart = max(abs(losses[step] - uninterrupted[step]) for step in losses)
     with capsys.disabled():
-      print(f"losses restored on {name}: at most {apart:.1e} from undisturbed")
-    # Another mesh sums in another order, which can tip a moment halfway between
-    # two codes to the other code, as in tests/train/test_mesh.py.
+      print(f"losses restored on {name}: off by at most {apart:.1e}")
+    # Another mesh sums in a different order, so a moment halfway between two
+    # codes may get the other code, as in tests/train/test_mesh.py.
     assert apart <= (0 if name == "the same mesh" else 5e-4)
   # The comparison means little unless the model learns.
-  first, *_, last = undisturbed.values()
+  first, *_, last = uninterrupted.values()
   assert last < first - 0.5

@@ -18,7 +18,7 @@ def test_positions_begin_at_0_in_each_document():
   assert positions(None) is None
 
 
-def test_targets_continue_their_document_and_have_equal_shares():
+def test_targets_within_documents_have_equal_shares():
   is_target = np.ones((2, 8), bool)
   is_target[0, 6:] = is_target[1, :5] = False  # Padding, and prompt tokens.
   batch = Batch.make(TOKENS, jnp.asarray(SEGMENTS), jnp.asarray(is_target))

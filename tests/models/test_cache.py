@@ -37,10 +37,9 @@ SMALL: dict[str, Any] = dict(
   norm_eps=0.1,
 )
 SCALING = "yarn,factor=4,original_max_position_embeddings=16"
-# Gemma 2 has windows in some layers, both kinds of soft caps, and post norms.
-# Qwen 3 has norms of q and k, and here a window in all layers.
+# Gemma 2 has windows in some layers, soft caps on scores and on logits, and
+# post norms. Qwen 3 has norms of q and k, and here a window in all layers.
 CONFIGS = {
-  # This quick case has windows, soft caps and post norms.
   "gemma2": ModelConfig(
     family="gemma2",
     **SMALL,
@@ -88,7 +87,7 @@ CONFIGS = {
 
 
 def build(config, recipe, *, dtype="float32", mesh=None):
-  """Builds a decoder with the same random weights in every recipe."""
+  """Builds a decoder with the same random weights for every recipe."""
   graph, params = nnx.split(
     nnx.eval_shape(
       lambda: Decoder(config, recipe, dtype=dtype, rngs=nnx.Rngs(0))
@@ -118,13 +117,14 @@ def without_cache(model):
 
 
 def cached_logits(model, rows, first, size):
-  """Computes logits of `first` slots at once, and of the others one by one.
+  """Returns the logits of sequences, and the number of pads before each.
 
-  For the last three slots, layers are split beforehand, as in `generate`.
+  Computes the first slots at once, and the others one by one. For the last
+  three slots, the stack of layers is split beforehand, as in `generate`.
 
   Args:
     model: a Decoder.
-    rows: sequences that end in the same slot.
+    rows: sequences, which are padded on the left to the same length.
     first: number of slots that are computed at once.
     size: number of slots of the cache.
   """
@@ -171,7 +171,7 @@ def test_cached_logits_match_the_decoder(name):
   check(model, plain, sequences(12, 9), first=6, size=16)
 
 
-def test_long_prompt_is_run_in_chunks_of_queries():
+def test_cached_logits_of_a_long_prompt_match_the_decoder():
   model = build(CONFIGS["llama"], recipes.bf16())
   rows = sequences(2 * CHUNK, CHUNK + 30)
   check(model, model, rows, first=2 * CHUNK, size=2 * CHUNK + 4)

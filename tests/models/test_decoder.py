@@ -39,7 +39,7 @@ CONFIGS = {
     attention_soft_cap=0.7,
     logits_soft_cap=2.0,
   ),
-  # Layers without a window have the stretched RoPE of larger models.
+  # Layers without a window stretch RoPE, as in larger Gemma 3 models.
   "gemma3": ModelConfig(
     family="gemma3_text",
     **GEMMA,
@@ -150,7 +150,7 @@ def layers_of(name):
   return model.layers.attention, model.layers.mlp
 
 
-def test_llama3_8b_has_its_heads_and_rope_base():
+def test_llama3_8b_preset_has_the_published_sizes():
   attention, mlp = layers_of("llama3_8b")
   assert attention.rope_theta == 500_000
   assert (attention.num_heads, attention.num_kv_heads) == (32, 8)
@@ -159,7 +159,7 @@ def test_llama3_8b_has_its_heads_and_rope_base():
   assert mlp.gate_up.kernel.shape == (32, 4096, 2, 14336)
 
 
-def test_projections_to_the_residual_stream_start_smaller_with_depth():
+def test_initial_projections_to_the_residual_stream_shrink_with_depth():
   config = ModelConfig(
     family="llama",
     num_layers=8,
@@ -178,7 +178,8 @@ def test_projections_to_the_residual_stream_start_smaller_with_depth():
     keystr(path, simple=True, separator="/"): np.std(leaf)
     for path, leaf in jax.tree.leaves_with_path(params)
   }
-  # With at least 16384 values, four standard errors are 2.2 %.
+  # Each leaf has at least 16384 values, so four standard errors of its
+  # deviation are 2.2 %.
   assert stddev == {
     "embedding": pytest.approx(0.02, rel=0.022),
     "head": pytest.approx(0.02, rel=0.022),

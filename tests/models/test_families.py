@@ -52,7 +52,7 @@ SCALES = [name for name in LLAMA if name.endswith("scale")]
     ("mistral", {}, []),
   ],
 )
-def test_family_chooses_the_parameters(family, more, less):
+def test_family_determines_the_parameters(family, more, less):
   config = ModelConfig(family=family, vocab_size=384, **SIZES)
   want = {k: v for k, v in (LLAMA | more).items() if k not in less}
   assert shapes(config) == want
@@ -63,7 +63,7 @@ def test_family_chooses_the_parameters(family, more, less):
   assert shapes(tied) == want
 
 
-def test_family_with_experts_has_no_mlp():
+def test_family_with_experts_has_a_router_and_stacked_experts():
   sizes = SIZES | dict(vocab_size=384, num_experts=6, experts_per_token=2)
   found = shapes(ModelConfig(family="qwen3_moe", **sizes))
   mlp = {k: v for k, v in found.items() if k.startswith("layers/mlp/")}
@@ -80,7 +80,7 @@ def test_family_with_experts_has_no_mlp():
       ModelConfig(family="qwen3_moe", **(sizes | change))
 
 
-def test_new_family_is_a_row_of_the_table(monkeypatch):
+def test_row_added_to_the_table_is_a_family(monkeypatch):
   own = Family(norm="layer", norm_has_scale=False, qkv_bias=True)
   monkeypatch.setitem(configs.FAMILIES, "own", own)
   config = ModelConfig(family="own", vocab_size=384, **SIZES)
@@ -146,7 +146,7 @@ def test_gpt2_has_biases_and_learned_positions():
     ),
   ],
 )
-def test_fields_of_other_families_are_refused(family, fields, words):
+def test_missing_and_inapplicable_fields_are_refused(family, fields, words):
   with pytest.raises(ValueError, match=words):
     ModelConfig(family=family, vocab_size=384, **SIZES, **fields)
 
@@ -173,5 +173,5 @@ def test_values_of_wrong_types_are_refused(field, value, words):
     config.__post_init__()
 
 
-def test_bias_of_qkv_is_split_with_its_columns():
+def test_bias_of_qkv_is_sharded_like_its_columns():
   assert param_spec(next(iter(BIAS))) == P(None, "tensor")

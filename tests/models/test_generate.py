@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests generated tokens: transformers, single prompts, meshes, errors."""
+"""Compares generated tokens with transformers and with uncached models."""
 
 import dataclasses
 import sys
@@ -46,17 +46,18 @@ def generate(model, prompts, **options):
 
 
 def greedy_without_cache(run, prompt, count):
-  """Chooses tokens greedily, and runs the whole sequence for each token."""
+  """Returns greedy tokens; runs the whole sequence again for each of them."""
   row: Any = list(prompt)
   margins = []
   for _ in range(count):
-    # Pad to one size, so that it compiles once; later tokens have no effect.
+    # Pad to one size, so that `run` compiles once. Pads at the end change no
+    # earlier logits.
     padded = np.pad(np.int32(row), (0, 32 - len(row)))
     logits = np.asarray(run(padded)[len(row) - 1])
     margins.append(np.diff(np.sort(logits)[-2:]))
     row.append(int(np.argmax(logits)))
-  # The gap between the two largest logits is far above the effect of another
-  # order of sums, so there are no ties.
+  # A different summation order changes logits by far less than the gap between
+  # the two largest, so it cannot change the choice.
   assert min(margins) > 1e-3
   return row[len(prompt) :]
 
@@ -95,7 +96,7 @@ def test_greedy_tokens_with_learned_positions_match_transformers():
   )
 
 
-def test_prompts_of_a_batch_match_single_prompts(small):
+def test_batched_prompts_match_single_prompts_without_a_cache(small):
   run = without_cache(build(CONFIGS["llama"], recipes.bf16()))
   together = generate(small, PROMPTS, max_new_tokens=9)
   assert together == [greedy_without_cache(run, each, 9) for each in PROMPTS]
@@ -103,14 +104,14 @@ def test_prompts_of_a_batch_match_single_prompts(small):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
-def test_cached_layers_of_two_kinds_match_the_decoder(name):
+def test_tokens_of_alternating_layers_match_those_without_a_cache(name):
   model = build(CONFIGS[name], recipes.coat())
   run = without_cache(build(CONFIGS[name], recipes.bf16()))
   together = generate(model, PROMPTS, max_new_tokens=9)
   assert together == [greedy_without_cache(run, each, 9) for each in PROMPTS]
 
 
-def test_rows_stop_after_a_stop_token_and_the_others_go_on(small):
+def test_each_row_ends_with_its_first_stop_token(small):
   free = generate(small, PROMPTS, max_new_tokens=9)
   stops = [free[0][2], free[1][5]]
   got = generate(small, PROMPTS, max_new_tokens=9, stop_tokens=stops)
@@ -136,7 +137,7 @@ def test_decoding_ends_when_all_rows_have_stopped(small, monkeypatch):
   assert counts == [9, 1]
 
 
-def test_sizes_are_rounded_up_to_whole_chunks():
+def test_sizes_are_rounded_up_to_a_power_of_two_or_whole_chunks():
   sizes = {1: 16, 16: 16, 17: 32, 200: 256, 256: 256, 257: 512, 513: 768}
   assert {size: bucket(size) for size in sizes} == sizes
 
@@ -167,7 +168,7 @@ def test_cache_size_changes_no_token(small):
 
 
 def test_model_that_computes_nan_is_refused(small):
-  """NaN appears in one prompt after two tokens; the argmax would be 0."""
+  """One prompt's logits are NaN after two tokens; their argmax would be 0."""
   free = generate(small, PROMPTS, max_new_tokens=9)
   token = free[0][1]
   assert token not in [*free[0][:1], *free[1], *free[2], *sum(PROMPTS, [])]
@@ -194,7 +195,7 @@ def test_each_token_is_sampled_with_a_separate_key(small):
   options = dict(max_new_tokens=9, temperature=1.0, top_k=40)
   drawn = generate(model, PROMPTS, **options)
   for i, row in enumerate(drawn):
-    # The 9 tokens have 4 or fewer different values in 1 of 170,000 rows.
+    # By chance, 1 of 170,000 rows has 4 or fewer different tokens.
     assert len(set(row)) > 4
     assert all(row != other for other in drawn[:i])
 
@@ -215,7 +216,7 @@ def test_sampled_tokens_depend_only_on_seed_and_row(small):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", "qwen3"])
-def test_casting_weights_first_gives_the_same_bits(name):
+def test_casting_weights_first_changes_no_hidden_state(name):
   model = build(CONFIGS[name], recipes.coat(), dtype=jnp.bfloat16)
   graph, params = nnx.split(model)
   tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12) % 40
@@ -228,12 +229,12 @@ def test_casting_weights_first_gives_the_same_bits(name):
 
   stored, cast = run(params), run(_in_dtype(graph, params))
   assert stored.dtype == jnp.bfloat16
-  # Leave out padding, whose logits have no meaning.
+  # Leave out padding, whose hidden states have no meaning.
   np.testing.assert_array_equal(cast[0], stored[0])
   np.testing.assert_array_equal(cast[1, 3:], stored[1, 3:])
 
 
-def test_weights_except_norms_and_biases_are_cast_once():
+def test_all_weights_except_norms_and_biases_are_cast():
   model = build(CONFIGS["qwen2"], recipes.coat(), dtype=jnp.bfloat16)
   graph, params = nnx.split(model)
   found = nnx.to_pure_dict(_in_dtype(graph, params))

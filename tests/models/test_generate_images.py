@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares tokens generated after images with the model without a cache."""
+"""Compares generation after images with transformers and an uncached model."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +54,8 @@ def test_cached_logits_after_images_match_transformers(model):
   cache = empty_cache(model.decoder, jnp.asarray(padding), size=24)
   logits = run(params, jnp.asarray(tokens), cache, placed)
   want = GOLDEN["logits"]
-  # Only the order of f32 sums of 64 to 588 products differs, in four layers.
+  # Only the summation order of f32 dot products differs: they have 64 to 588
+  # terms, in four layers.
   assert_close(logits[0], want[0], 1e-5)
   assert_close(logits[1, padding[1] :], want[1, :17], 1e-5)
 
@@ -88,13 +89,13 @@ def test_tokens_after_images_match_the_model_without_a_cache(model):
       margins.append(np.diff(np.sort(logits)[-2:]) / np.abs(logits).max())
       row.append(int(np.argmax(logits)))
     assert new == row[len(prompt) :]
-  # The gap between the two largest logits is far above the effect of another
-  # order of sums, so there are no ties.
+  # A different summation order changes logits by less than the gap between the
+  # two largest, so it cannot change the choice.
   assert min(margins) > 1e-5
   # Check that images have an effect.
   other = generate(model, prompts, max_new_tokens=5, pixel_values=-9 * images)
   assert other.tokens[1] != found.tokens[1]
-  # Without images, the tower does not run.
+  # A batch of text alone needs no images.
   alone = generate(model, [text], max_new_tokens=5)
   assert alone.tokens == found.tokens[2:]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests learned positions: packed documents, meshes, and too long sequences."""
+"""Tests learned positions: packed documents, meshes, and length limits."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ LENGTHS = ((7, 5), (2, 10), (12,), (4, 3, 5))
 
 
 def pulled(model, dhidden):
-  """Returns a function of (tokens, segments) that computes y and gradients."""
+  """Returns a function from tokens to hidden states and weight gradients."""
   graph, params = nnx.split(model, nnx.Param)
   params = nnx.to_pure_dict(params)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the decoder's loss with a log-softmax of its logits in NumPy."""
+"""Compares the decoder's loss with one that NumPy computes from its output."""
 
 import jax
 import numpy as np

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares an MoE decoder and its auxiliary loss with plain formulas.
 
-The formulas run every expert on every token, and multiply experts that are not
-chosen by 0. Values are computed in NumPy and float64, gradients in JAX and f32.
+The formulas run every expert on every token, and multiply by 0 the outputs of
+experts that were not chosen. They compute losses in float64 with NumPy, and
+gradients in f32 with JAX.
 """
 
 import dataclasses
@@ -33,12 +34,13 @@ CONFIG = ModelConfig(
   num_experts=E,
   experts_per_token=K,
   normalize_experts=True,
-  # The auxiliary loss is as large as the rest of the loss.
+  # This makes the auxiliary loss about as large as the cross-entropy.
   auxiliary_loss=0.7,
 )
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 40, (2, 13), np.int32)
-# Two documents, and padding, which has no targets.
+# Each row has two documents. The first row ends with padding, which has no
+# targets.
 SEGMENTS = np.int32([[1] * 5 + [2] * 6 + [0] * 2, [1] * 9 + [2] * 4])
 IS_TARGET = (SEGMENTS > 0) & (RNG.random(TOKENS.shape) < 0.8)
 
@@ -136,7 +138,7 @@ def build(config):
 @pytest.mark.parametrize(
   "normalize, is_packed", quick(1, [(True, True), (False, False)])
 )
-def test_loss_of_experts_matches_the_formulas(normalize, is_packed):
+def test_loss_and_gradients_of_experts_match_the_formulas(normalize, is_packed):
   config = dataclasses.replace(CONFIG, normalize_experts=normalize)
   graph, params = build(config)
   segments, is_target = np.ones_like(SEGMENTS), np.ones_like(IS_TARGET)

@@ -33,7 +33,7 @@ def config_of(family):
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *VISION_FAMILIES])
-def test_every_parameter_has_a_role_and_axes(family):
+def test_axes_and_splits_in_the_table_fit_each_parameter(family):
   config = config_of(family)
   matrices = model_matrices(config)
   model = nnx.eval_shape(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests what layers save with each `remat`, and that gradients do not change.
 
-remat="fp8_layer" is compared with a loop over layers in plain autodiff, which
-rounds the residual stream with a straight-through gradient.
+remat="fp8_layer" is compared with a loop over layers in plain autodiff. The
+loop rounds the residual stream, with a straight-through gradient.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def configure(*, model=None, **options):
 
 
 def build(**options):
-  """Returns the loss as a function of parameters, and the parameters."""
+  """Returns a loss function of parameters, and random parameters for it."""
   config = configure(**options)
   graph = step.build_graph(config)
   abstract = step.abstract_state(config, step.build_optimizer(config)).params
@@ -92,7 +92,7 @@ def value_and_grad(loss, params, mesh=""):
 
 
 def kept_bytes(loss, params, mesh=""):
-  """Counts the bytes that layers save, without parameters and their casts."""
+  """Returns how many bytes layers save, without parameters and their casts."""
   with on_mesh(mesh):
     residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
   shapes = {p.shape for p in jax.tree.leaves(params)}
@@ -119,7 +119,8 @@ def kept_bytes(loss, params, mesh=""):
   ),
 )
 def test_remat_changes_no_gradient_of_a_decoder(recipe, remat, model):
-  # In f32, the second forward pass computes the same values and codes.
+  # Recipe bf16 computes in f32 here, because rounding in BF16 depends on what
+  # the compiler fuses.
   options = dict(recipe=recipe, model=model)
   options |= dict(compute="float32") if recipe == "bf16" else {}
   loss, params = build(**options)
@@ -147,18 +148,18 @@ def test_remat_changes_no_gradient_of_a_decoder(recipe, remat, model):
     ],
   ),
 )
-def test_recomputing_from_inputs_of_norms_gives_the_same_bits(options):
-  # The second forward pass reads the codes of the first, so nothing else is
-  # rounded.
+def test_recomputing_from_inputs_of_norms_changes_no_gradient(options):
+  # The second forward pass reads the codes that the first saved, so it computes
+  # the same values.
   mesh = options.get("mesh", "")
   want, got = (
     value_and_grad(*build(**options, remat=remat), mesh)
     for remat in ("none", "fp8")
   )
   if options.get("residuals") == "coat":
-    # The transposed operands that this recipe saves are computed again, and a
-    # CPU sums their products in another order, as with remat="full". Another
-    # code would cause an error of 6 % of a value.
+    # This recipe saves transposed operands, which are computed again. On a CPU,
+    # their matmuls sum in a different order, as with remat="full". A different
+    # code would change a value by 6 %, far more than the tolerance.
     assert_same_bits(got[0], want[0])
     assert_close(got[1], want[1], 1e-6)
   else:
@@ -181,7 +182,7 @@ def rounded(x):
 
 
 def layer_by_layer(**options):
-  """Computes the loss of the run with remat="fp8_layer"."""
+  """Returns the loss function of remat="fp8_layer", as a loop over layers."""
   graph = step.build_graph(configure(**options))
 
   def loss(params):
@@ -211,7 +212,7 @@ def layer_by_layer(**options):
     ],
   ),
 )
-def test_layers_read_their_rounded_inputs(options):
+def test_fp8_layer_remat_matches_layers_with_rounded_inputs(options):
   mesh = options.get("mesh", "")
   loss, params = build(**options, remat="fp8_layer")
   got = value_and_grad(loss, params, mesh)
@@ -220,12 +221,13 @@ def test_layers_read_their_rounded_inputs(options):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "coat"])
-def test_saved_bytes_of_each_remat(recipe):
+def test_full_remat_saves_only_the_inputs_of_layers(recipe):
   none, dots, full = (
     kept_bytes(*build(recipe=recipe, remat=remat))
     for remat in ("none", "dots", "full")
   )
-  # COAT saves less than the BF16 results of its matmuls.
+  # remat="dots" saves the BF16 results of matmuls. Without remat, recipe coat
+  # saves less than those, and recipe bf16 more.
   assert (none < dots) == (recipe == "coat")
   assert full == TOKENS[:, 1:].size * LAYERS * WIDTH * 2 < min(none, dots)
 
@@ -242,10 +244,10 @@ def test_saved_bytes_of_each_remat(recipe):
     ],
   ),
 )
-def test_remat_saves_codes_of_norms_or_of_layers(remat, mesh):
+def test_fp8_remat_saves_codes_of_inputs_of_norms_or_of_layers(remat, mesh):
   kept = kept_bytes(*build(remat=remat, mesh=mesh), mesh)
   codes = WIDTH + 2 * WIDTH // 16
-  # With remat="fp8", layers also save the statistics of two norms.
+  # remat="fp8" saves the codes and statistics of two norms per layer.
   each = codes if remat == "fp8_layer" else 2 * (codes + 4)
   assert kept == TOKENS[:, 1:].size * LAYERS * each
   config = configure(remat=remat, mesh=mesh)
@@ -277,5 +279,6 @@ def test_gathered_weights_are_not_saved():
     for x in jax.tree.leaves(residuals)
     if x.dtype == jnp.bfloat16 and x.shape[-1] == MODEL["d_ff"]
   ]
-  # Gate, up and their product are saved; a weight has no axis of 8 sequences.
+  # Only gate, up and their product are saved. Unlike weights, they have an axis
+  # of 8 sequences.
   assert weights and all(8 in x.shape for x in weights)

@@ -32,7 +32,7 @@ OPTIONS = [
 
 
 def distribution(logits, temperature, top_k, top_p):
-  """Computes the probability of each token of one row by the definitions."""
+  """Returns the probability of each token in one row, from the definitions."""
   p = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
   p /= p.sum()
   order = sorted(range(V), key=lambda token: (-p[token], token))
@@ -43,7 +43,8 @@ def distribution(logits, temperature, top_k, top_p):
   for token in order:
     nucleus.append(token)
     total += p[token] / mass
-    # In float64, the sum may reach 1 before the last token.
+    # With top_p = 1 all tokens are kept, though rounding may make the sum reach
+    # 1 before the last token.
     if top_p not in (None, 1) and total >= top_p:
       break
   out = np.zeros(V)
@@ -66,10 +67,10 @@ def test_kept_tokens_and_probabilities_match_numpy(options):
 def test_extreme_temperatures_keep_the_largest_logits(
   temperature, top_k, top_p
 ):
-  # The temperature is so high that all kept tokens are equal in f32.
+  # At a high temperature, all 24 tokens are equally probable in f32.
   count = top_k if top_p is None else 5  # 4 / 24 < 0.2 < 5 / 24.
   if temperature < 1:
-    count = 1  # The temperature is so low that one token is certain.
+    count = 1  # At a low temperature, one token is certain.
   logits = LOGITS[:1] - LOGITS[0].max()
   sampling = make_sampling(temperature, top_k, top_p)
   found, tokens = kept(jnp.asarray(logits), sampling)
@@ -105,10 +106,10 @@ def test_each_row_is_sampled_with_a_separate_key():
 def test_low_temperature_is_greedy(temperature):
   sampling = make_sampling(temperature, None, None)
   keys = jax.random.split(jax.random.key(0), 2)
-  # Leave out rows with equal logits.
+  # Leave out the row whose largest logits are equal.
   got = choose(jnp.asarray(100 * LOGITS[::2]), sampling, keys)
   np.testing.assert_array_equal(got, LOGITS[::2].argmax(-1))
-  # Devices may flush smaller temperatures to 0.
+  # Smaller temperatures count as 0, because devices may flush them to 0.
   is_normal = temperature >= np.finfo(np.float32).tiny
   assert (sampling.temperature is not None) == is_normal
 
@@ -121,7 +122,7 @@ def test_high_temperature_is_uniform_over_kept_tokens():
   )
 
 
-def test_option_values_do_not_recompile():
+def test_option_values_change_no_structure_shape_or_dtype():
   one, other = (
     make_sampling(temperature, k, p)
     for temperature, k, p in ((0.5, 3, 0.9), (0.7, 40, 0.5))

@@ -64,14 +64,14 @@ GELU = {
 
 
 def tower_in_numpy(name, images):
-  """Computes the hidden states of each layer, and the pooled vector."""
+  """Returns ([embedding, output of each layer], pooled vector)."""
   w = {k: np.float64(x) for k, x in tensors_of(DATA / name).items()}
   eps = json.loads((DATA / name / "config.json").read_text())["layer_norm_eps"]
   w = {k.removeprefix("vit."): x for k, x in w.items()}
   patch = "embeddings.patch_embedding"
   if name == "vit":
     patch = "embeddings.patch_embeddings.projection"
-  # This is a convolution, in which each output is a sum over its window.
+  # This is a convolution whose windows do not overlap.
   rows = [
     np.einsum("bcij,dcij->bd", images[..., i : i + 14, j : j + 14], kernel)
     for kernel in (w[f"{patch}.weight"],)
@@ -137,7 +137,8 @@ def test_tower_matches_transformers(name):
     return tower(images), features, tower.pooled(images)
 
   output, features, pooled = run(state, images)
-  # Only the order of f32 sums of 64 to 588 products differs, in two layers.
+  # Only the summation order of f32 dot products differs: they have 64 to 588
+  # terms, in two layers.
   assert_close(output, golden["output"], 1e-5)
   hidden, want = tower_in_numpy(name, golden["pixel_values"].astype(np.float64))
   assert_close(features, hidden, 1e-5)
@@ -145,7 +146,7 @@ def test_tower_matches_transformers(name):
 
 
 def gradients(config, recipe, mesh=None, **options):
-  """Returns hidden states of images, and gradients of their weighted sum."""
+  """Returns (loss, hidden states) and gradients; the loss is a weighted sum."""
   make = lambda r: VisionTower(config, recipe=r, rngs=nnx.Rngs(0), **options)  # noqa: E731
   graph, params = nnx.split(make(recipe), nnx.Param)
   params = nnx.to_pure_dict(params)
@@ -204,7 +205,7 @@ def test_remat_changes_no_gradient():
     gradients(CONFIG, recipes.bf16(), remat="fp8")
 
 
-def test_weights_are_stored_in_the_dtype_of_store():
+def test_store_casts_weights_but_not_norms_and_biases():
   tower = nnx.eval_shape(
     lambda: VisionTower(
       CONFIG,
@@ -221,7 +222,7 @@ def test_weights_are_stored_in_the_dtype_of_store():
 
 
 def test_pixels_outside_whole_patches_are_ignored():
-  """For example, SigLIP has 384 pixels and patches of 14."""
+  """SigLIP's 384 pixels, for example, are not a multiple of its patches' 14."""
   config = dataclasses.replace(CONFIG, image_size=30, family="vit")
   assert config.num_patches == 4 and config.num_tokens == 5
   tower = VisionTower(config, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
@@ -232,7 +233,7 @@ def test_pixels_outside_whole_patches_are_ignored():
   assert jnp.any(tower.patches(images) != tower.patches(images + 1))
 
 
-def test_missing_parts_of_a_tower_are_refused():
+def test_wrong_layers_wrong_images_and_a_missing_pool_are_refused():
   config = dataclasses.replace(CONFIG, has_pool=False)
   tower = nnx.eval_shape(
     lambda: VisionTower(config, recipes.bf16(), rngs=nnx.Rngs(0))
@@ -263,7 +264,7 @@ def test_missing_parts_of_a_tower_are_refused():
     (dict(norm_eps=0.0), "norm_eps must be a number from"),
   ],
 )
-def test_impossible_shapes_are_refused(change, words):
+def test_impossible_configs_are_refused(change, words):
   with pytest.raises(ValueError, match=words):
     dataclasses.replace(CONFIG, **change)
 
@@ -275,9 +276,11 @@ def test_layer_saves_fp8_inputs_of_norms_and_gelu():
   config = dataclasses.replace(CONFIG, **sizes)
   tokens = 256
   found = residual_bytes(config, recipes.coat(), tokens=tokens)["total"]
-  # A layer saves codes with one BF16 scale per 16, mean and rstd, q, k, v, the
-  # output and log-sum-exp, and positions, although there is no RoPE.
+  # A layer saves the codes of two norms and GELU, with one BF16 scale per 16;
+  # mean and rstd of two norms; q, k, v and the output in BF16; a log-sum-exp
+  # per head; and positions, although there is no RoPE. Scales of whole tensors
+  # take less than 1 byte per token.
   want = 18 / 16 * (2 * d + f) + 2 * 8 + 4 * 2 * d + 4 * heads + 4
-  assert abs(found - want) < 1  # The difference is scales of whole tensors.
+  assert abs(found - want) < 1
   plain = residual_bytes(config, recipes.bf16(), tokens=tokens)["total"]
   assert found <= 0.36 * plain

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests models with images among the tokens, and training parts of them."""
+"""Tests vision-language models: logits, placing of features, and gradients."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,6 @@ from tests.models.hf.folders import DATA, expected
 from train.mesh import make_mesh, parse_mesh
 
 LLAVA = DATA / "llava"
-# Sizes are such that each matrix's gradient has a different shape.
 CONFIG = VisionLanguageConfig(
   text=ModelConfig(
     family="llama",
@@ -71,7 +70,7 @@ def test_logits_match_transformers_however_rows_are_packed():
   rows = jnp.asarray(np.stack([*tokens, text, packed]), jnp.int32)
   segments = np.ones(rows.shape, np.int32)
   segments[3, 12:] = 2
-  # No token refers to this image of noise.
+  # No token refers to this image, so it must have no effect.
   noise = np.random.default_rng(0).normal(size=images.shape).astype(np.float32)
   slots = np.stack([images, noise], axis=1)
   slots = np.concatenate([slots, noise[None], images[None]])
@@ -85,7 +84,8 @@ def test_logits_match_transformers_however_rows_are_packed():
 
   logits, *alone = run(state, rows, jnp.asarray(slots), jnp.asarray(segments))
   want = golden["logits"]
-  # Only the order of f32 sums of 64 to 588 products differs, in four layers.
+  # Only the summation order of f32 dot products differs: they have 64 to 588
+  # terms, in four layers.
   assert_close(logits[:2], want, 1e-5)
   assert_close(logits[3], np.concatenate([want[0, :12], want[1, :12]]), 1e-5)
   assert_close(logits[2:3], alone[0], 1e-5)
@@ -115,7 +115,7 @@ def test_features_replace_image_tokens_in_order(sizes):
 
   with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
     placed, (dx, dfeatures) = run(x, features, g)
-  # Compare with a matmul with a matrix of ones and zeros.
+  # Compare with a matmul by a matrix of ones and zeros.
   is_taken = np.asarray(want)[..., None] == np.arange(3)
   own = ~is_taken.any(-1, keepdims=True)
   product = np.einsum("btm,bmd->btd", is_taken, features)
@@ -146,7 +146,7 @@ def test_images_of_wrong_shape_or_for_a_text_model_are_refused():
 
 
 def a_batch(sequences=8):
-  """Makes sequences with two, one or no images before the targets."""
+  """Returns a batch of sequences with two, one or no images, and the images."""
   rng = np.random.default_rng(1)
   tokens = rng.integers(0, 207, (sequences, 17)).astype(np.int32)
   tokens[0::4, :4] = tokens[0::4, 6:10] = tokens[1::4, 3:7] = 207
@@ -158,7 +158,7 @@ def a_batch(sequences=8):
 
 
 @pytest.mark.slow
-def test_loss_and_gradients_on_a_mesh_match_one_device():
+def test_loss_and_projector_gradients_on_a_mesh_match_one_device():
   batch, images = a_batch()
 
   def run(mesh):
@@ -183,5 +183,5 @@ def test_loss_and_gradients_on_a_mesh_match_one_device():
   assert np.abs(want[1]["linear_1"]["kernel"]).max() > 0
   mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2"))
   with jax.set_mesh(mesh):
-    # f32 sums over devices are added in another order.
+    # Devices accumulate f32 sums in a different order.
     assert_close(run(mesh), want, 1e-5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the accuracy study: its rows, bounds and measurements."""
+"""Tests the accuracy study: its rows, bounds and measurements."""
 
 import dataclasses
 import json
@@ -64,10 +64,10 @@ def test_one_step_errors_are_within_their_bounds(one_step):
   for key, row in one_step.items():
     if key[0] not in ("fp8", "int8"):
       assert row["zeroed_v"] == 0
-      # Exact updates are at most (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) =
-      # 1.17.
+      # Exact updates are at most
+      # (1 - b1) / sqrt((1 - b2) * (1 - b1^2 / b2)) = 1.17.
       assert row["max_update"] < 1.3
-  # Without expansion, some v become zero, and their updates become huge.
+  # Without expansion, some v become zero.
   fp8, int8 = (one_step[key, "nearest", ""] for key in ("fp8", "int8"))
   assert 0 < fp8["zeroed_v"] < int8["zeroed_v"]
 
@@ -102,8 +102,8 @@ def test_parts_contain_the_groups_of_their_leaves(moments, one_step):
   assert max(by_part.values()) >= row["update_rms_error"]
 
 
-def test_one_step_error_equals_a_known_error():
-  # The error of this codec is known: a quarter of v becomes zero.
+def test_zeroed_v_are_counted_and_have_the_largest_updates():
+  # Set a quarter of v to zero; the other values are exact.
   mu, nu = map(jnp.asarray, cases.moments((8, 512)))
   exact = trained_moments.Moments(jnp.zeros_like(mu), nu)
   same = accuracy.update_errors(exact, exact)
@@ -114,7 +114,7 @@ def test_one_step_error_equals_a_known_error():
   assert int(found["zeroed"]) == 8 * 128
   assert int(found["nonzero"]) == 8 * 512
   assert float(found["max_update"]) > float(same["max_update"])
-  # With v = 0 and mu = 0 an update is (1 - b1) / sqrt(1 - b2) for any g.
+  # If v = 0 and mu = 0, an update is (1 - b1) / sqrt(1 - b2) for any g.
   assert float(found["max_update"]) == pytest.approx(0.1 / 0.05**0.5, rel=1e-3)
 
 
@@ -133,7 +133,7 @@ def test_stochastic_rounding_tracks_v_and_nearest_freezes_it():
 
   assert median(codecs.float32()) == pytest.approx(1, abs=1e-5)
   assert median(codecs.coat(rounding="nearest")) > 1.5
-  # The mean is right. The median is below it, because b2 = 0.99 averages over
+  # The mean of v is right. Its median is lower, because b2 = 0.99 averages over
   # few steps, and rounding to codes that are 6 to 13 % apart skews v.
   for codec in (codecs.coat(), codecs.coat_e8m0(), codecs.log8()):
     assert 0.85 <= median(codec) <= 1.1, codec.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of making conversations and tokens from Python source code."""
+"""Tests making conversations and tokens from Python source code."""
 
 import json
 
@@ -38,7 +38,7 @@ def blank():
 '''
 
 
-def test_functions_with_docstrings_and_a_body_are_asked_about():
+def test_function_with_docstring_and_body_becomes_a_conversation():
   (found,) = docstrings.conversations(SOURCE)
   asked, answered = found["messages"]
   assert asked["role"] == "user" and answered["role"] == "assistant"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of `studies.exports`, with a fake instead of transformers."""
+"""Tests `studies.exports`, with a fake instead of transformers."""
 
 import json
 
@@ -14,7 +14,7 @@ from tests.models.hf.folders import DATA
 
 
 def stand_in(folder, tokens, prompt):
-  """Replaces transformers; changes one logit and the last token."""
+  """Returns our logits and tokens, except for one logit and the last token."""
   model = load_hf(folder, recipe=recipes.bf16(), dtype=jnp.float32)
   logits = np.array(model.logits(jnp.int32(tokens)))
   logits[0, 0, 0] += 0.5 * np.abs(logits).max()

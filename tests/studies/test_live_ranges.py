@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of reading and drawing the live ranges that XLA writes."""
+"""Tests reading and drawing the live ranges that XLA writes."""
 
 import pytest
 
 from studies import live_ranges
 
-# A scan over 3 layers with weights [8, 4]. Their stack of gradients has two
-# names, and reuses the memory of a stack that is no longer live.
+# A scan over 3 layers with weights [8, 4]. The stack of their gradients has two
+# names, and reuses the memory of activations that are no longer live.
 LIVE = """\
 HloLiveRange (max 6):
   InstructionSequence:
@@ -48,7 +48,7 @@ def folder(tmp_path):
   return tmp_path
 
 
-def test_arrays_are_sorted_by_kind(folder):
+def test_bytes_of_each_kind_of_array_are_summed(folder):
   found = live_ranges.read(folder, 3)
   rows = {kind: row.tolist() for kind, row in found.bytes_of.items()}
   assert rows == {
@@ -62,14 +62,14 @@ def test_arrays_are_sorted_by_kind(folder):
   assert found.peak == 192 + 100 + 300 + 500
 
 
-def test_a_figure_is_drawn(folder, tmp_path):
+def test_figure_is_drawn(folder, tmp_path):
   out = tmp_path / "figure.png"
   line = [str(folder), "--layers", "3", "--out", str(out)]
   live_ranges.main(line)
   assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_folder_without_a_dump_is_refused(tmp_path, capsys):
+def test_folder_without_a_dump_is_refused(tmp_path, capsys):
   line = [str(tmp_path), "--layers", "3", "--out", str(tmp_path / "a.png")]
   with pytest.raises(SystemExit, match="2"):
     live_ranges.main(line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the negative control: bf16 weights rounded to nearest."""
+"""Tests AdamW on BF16 weights that are rounded to nearest."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ def test_step_matches_optax_rounded_to_nearest():
   halves = {NAME: 0.5 * grads[NAME].astype(jnp.float32)}
   updates, _ = adamw.update(halves, adamw.init(exact), exact)
   want = np.asarray(optax.apply_updates(exact, updates)[NAME])
-  # f32 sums in another order may round differently at a tie.
+  # A different order of f32 operations may round differently at a tie.
   apart = np.asarray(got[NAME]) != want.astype(ml_dtypes.bfloat16)
   assert got[NAME].dtype == jnp.bfloat16 and np.mean(apart) < 0.01
   assert int(state.count) == 1
@@ -56,7 +56,7 @@ def test_small_steps_are_lost():
   assert np.all(same[large])
 
 
-def test_meshes_and_low_bits_are_refused():
+def test_low_bits_are_refused():
   config = dataclasses.replace(small(lr=1e-3), params="bfloat16_low8")
   with pytest.raises(ValueError, match="got params bfloat16_low8"):
     nearest_weights.build_optimizer(config)

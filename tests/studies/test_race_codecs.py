@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of `studies.race_codecs` and factored moments."""
+"""Tests the codecs of `studies.race_codecs`, and their 4-bit states."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def grids(name):
 
 
 def shares(x, size=128):
-  """Returns |x| and the amax of each value's group."""
+  """Returns |x| in groups, and the amax of each group."""
   magnitude = np.abs(np.float64(x)).reshape(-1, size)
   return magnitude, magnitude.max(-1, keepdims=True)
 
@@ -56,7 +56,8 @@ def test_companded_values_are_the_nearest_levels(moment):
   every = levels[1 if moment else 0 :] * amax[..., None]
   nearest = np.abs(magnitude[..., None] - every).min(-1)
   decoded = np.abs(roundtrip(codec.groups[moment], x)).reshape(-1, 128)
-  # The codec computes both distances in f32, which rounds them.
+  # The codec computes distances in f32, so its level may be farther than the
+  # nearest by a rounding error.
   assert np.all(np.abs(decoded - magnitude) <= nearest + 1e-6 * amax)
 
 
@@ -134,7 +135,7 @@ def test_report_counts_the_codes_of_4_bits():
 
 
 @pytest.mark.slow
-def test_sharded_step_of_4_bits_equals_unsharded():
+def test_sharded_step_of_4_bits_matches_one_device_bit_for_bit():
   optimizer = coat_adamw(1e-2, codec=race_codecs.log4())
   rng = np.random.default_rng(0)
   draws = [

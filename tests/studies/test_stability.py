@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the stability study: rows, cases left to run, and a toy run."""
+"""Tests the stability study: rows, cases left to run, and a toy run."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def describe(x):
   return stability_run.describe(x, [1.0] * len(x), warmup=20)
 
 
-def test_a_run_is_described_by_its_losses():
+def test_losses_decide_whether_a_run_failed_and_had_spikes():
   x = losses()
   found = describe(x)
   assert (found["failed"], found["spikes"]) == (None, 0)
@@ -41,7 +41,7 @@ def test_a_run_is_described_by_its_losses():
   for at in (10, 120, 121, 160):
     x[at] += 3
   assert describe(x)["spikes"] == 2
-  # The loss is half a nat above its best.
+  # A run diverged if its mean loss ends more than half a nat above its best.
   worse = [*losses(150), *([2.6] * 100)]
   found = describe(worse)
   assert found["failed"] == "diverged" and 150 < found["failed_at"] < 250
@@ -262,7 +262,7 @@ def test_runs_share_a_program_and_match_training(tmp_path, monkeypatch, capsys):
   assert "0 runs" in capsys.readouterr().err
   assert read_rows(path, "stability") == rows
 
-  # Train the same with train.pretrain.
+  # Train the same model with the step function of train.pretrain.
   optim = dataclasses.replace(TOY.optim, lr=1e-3)
   config = dataclasses.replace(TOY, optim=optim, seed=3, steps=10)
   optimizer, graph = step.build_optimizer(config), step.build_graph(config)

@@ -14,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 from coat_jax.models.hf.tensors import parts
 from coat_jax.optimizer.masks import leaf_path
 
-# Written by transformers 5.17 (torch 2.11, CPU, f32) with random weights;
-# expected.npz has tokens, logits, loss and norms of each tensor's gradient.
+# transformers 5.17 (torch 2.11, CPU, f32) wrote the checkpoints in DATA, with
+# random weights. Each expected.npz has tokens, logits, the loss, and the norm
+# of each tensor's gradient.
 ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parents[2] / "data" / "hf"
 GATE_UP = "experts.gate_up_proj"
@@ -88,7 +89,7 @@ def params_of(model):
 
 
 def by_tensor(config, params):
-  """Returns parameters or gradients by the names of their tensors."""
+  """Maps names of a checkpoint's tensors to parameters or gradients."""
   leaves = {leaf_path(keys): x for keys, x in jax.tree.leaves_with_path(params)}
   found = {}
   for part in parts(config, params):

@@ -192,7 +192,7 @@ def test_partial_rope_is_read_in_both_forms_and_written(keys):
     assert parse_config(FILE, written)[0] == config
     written.pop("rope_parameters")  # transformers 4 ignores this.
     assert parse_config(FILE, written)[0] == config
-  # A model without partial RoPE does not keep the source's share.
+  # A model without partial RoPE drops the source's partial_rotary_factor.
   whole = dataclasses.replace(config, rotary_dim=None)
   assert parse_config(FILE, write_config(whole, dtype, old))[0] == whole
 

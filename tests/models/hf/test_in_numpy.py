@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares loaded models with NumPy, for options that no golden model has.
+"""Compares loaded models with NumPy, for options that no golden model uses.
 
 The NumPy model reads tensors by their names in the checkpoint, and the keys of
 its config.json. It uses none of the code that loads a model.

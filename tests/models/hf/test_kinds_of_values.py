@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces each value in a checkpoint's files by values of another kind.
+"""Replaces values in a checkpoint's files with values of another type.
 
-The values are those of config.json, of a tensor's entry in a header, and of the
-index. Each refusal must be one sentence.
+This is done to each value in config.json, in a tensor's entry in a header, and
+in the index. Each refusal must be one sentence.
 """
 
 import copy
@@ -20,7 +20,7 @@ VALUES = (["F32"], {"F32": 1}, 10**400, float("nan"), "x", True, -1, None)
 
 
 def replaced(found, at=()):
-  """Yields a JSON value with each of its parts replaced by each of VALUES."""
+  """Yields (path, value, changed copy) for each part of `found` and VALUES."""
   here = found
   for key in at:
     here = here[key]

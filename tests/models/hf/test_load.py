@@ -58,7 +58,8 @@ def test_model_matches_transformers(name):
 
   logits, (loss, gradients) = run(params)
   assert logits.dtype == jnp.float32
-  # Only the order of f32 sums of 64 to 160 products differs, in two layers.
+  # Only the summation order of f32 dot products differs: they have 64 to 160
+  # terms, in two layers.
   largest = np.max(np.abs(golden["logits"]))
   assert np.max(np.abs(logits - golden["logits"])) < 1e-5 * largest
   np.testing.assert_allclose(loss, golden["loss"], rtol=1e-6)
@@ -174,7 +175,7 @@ def test_dtypes_that_cannot_store_weights_are_refused(dtype, got, tmp_path):
   ],
 )
 def test_nonfinite_weights_are_refused(name, value, mesh, tmp_path):
-  """Tests one of three tensors of a layer's parameter, and the last norm."""
+  """Tests one of a parameter's three tensors, and a parameter of one tensor."""
   tensor = tensors_of(DATA / "llama")[name].copy()
   tensor.flat[-1] = value
   folder = copied(tmp_path / "m", tensors={name: tensor})
@@ -260,7 +261,7 @@ def test_recipe_is_coat_unless_another_is_given():
   assert logits.shape == (1, 4, 384) and logits.dtype == jnp.float32
 
 
-def test_files_may_be_links_to_others(tmp_path):
+def test_files_may_be_symbolic_links(tmp_path):
   """In the cache of huggingface_hub, all files are links."""
   blobs, folder = copied(tmp_path / "blobs"), tmp_path / "m"
   folder.mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a host's memory while it loads a checkpoint and saves one."""
+"""Measures how much host memory loading and saving a checkpoint takes."""
 
 import json
 import os
@@ -111,8 +111,8 @@ def test_host_memory_holds_only_a_few_tensors(mesh, checkpoint, tmp_path):
   assert ran.returncode == 0, ran.stderr
   size, loaded, saved = map(int, ran.stdout.split())
   assert size > 200e6
-  largest = 2 * D * VOCAB  # 17 MB; a stack of gate and up has 92 MB.
-  # At most, memory holds a tensor's pages of the file, a copy, and the packed
-  # tensor.
+  largest = 2 * D * VOCAB  # 17 MB; the stack of gate and up takes 92 MB.
+  # At most, memory holds a tensor's pages of the file, a copy of them, and the
+  # packed tensor.
   assert loaded < 4 * largest, json.dumps([size, loaded, saved])
   assert saved < 4 * largest, json.dumps([size, loaded, saved])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests saved models: exact round trips, and files that others can read."""
+"""Tests saved models: exact round trips, and files for other libraries."""
 
 import json
 import os
@@ -150,7 +150,7 @@ def test_failed_save_leaves_no_files(tmp_path, monkeypatch):
   assert list(out.parent.iterdir()) == [out]
 
 
-def test_models_unknown_to_transformers_are_refused(tmp_path):
+def test_wrong_source_dtype_or_config_is_refused(tmp_path):
   model = load_hf(DATA / "olmo")
   with pytest.raises(ValueError, match="must describe the model that is saved"):
     save_hf(model, tmp_path / "out", like=DATA / "llama")
