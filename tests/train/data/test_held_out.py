@@ -36,7 +36,7 @@ def test_training_reads_no_held_out_token(size, held_out, start, windows):
   assert tokens.train_size(SEQ_LEN) == start
   batches = data.train_iterator(tokens, seq_len=SEQ_LEN, batch_size=1, seed=0)
   read = [next(batches)["tokens"][0] for _ in range(windows)]
-  # One epoch reads each window once. A window's last token begins the next.
+  # One epoch reads each window once. A window's last token begins the next one.
   assert max(rows.max() for rows in read) == windows * SEQ_LEN < start
   assert sorted(rows[0] for rows in read) == [
     SEQ_LEN * i for i in range(windows)

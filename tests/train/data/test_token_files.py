@@ -42,7 +42,7 @@ def test_file_cut_short_while_it_is_read_raises(tmp_path, has_header):
   with pytest.raises(ValueError, match=f"ids.npy {words}"):
     file[1900:3000]
   with pytest.raises(ValueError, match=f"ids.npy {words}"):
-    file[4000:]  # Begins after the end of the file.
+    file[4000:]  # This slice begins after the end.
 
 
 def test_replaced_file_is_read_when_opened_again(tmp_path):
