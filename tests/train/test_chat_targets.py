@@ -128,7 +128,7 @@ def test_reasoning_that_is_dropped_is_not_learned():
 @pytest.mark.parametrize(
   "source, reason",
   [
-    # Answers are left out, written twice, or in another order.
+    # Answers are left out or written twice.
     (LOOP + PLAIN + END + PROMPT, None),
     (LOOP + ANSWER + "A:{{ m.content * 2 }}</s>" + END + PROMPT, None),
     # Nothing ends a turn.

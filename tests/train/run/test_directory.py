@@ -48,7 +48,7 @@ def test_new_or_empty_folder_is_free(tmp_path):
   RunDirectory(tmp_path).check(config())
 
 
-def test_run_is_replaced_only_when_asked(run):
+def test_replacing_a_run_requires_overwrite(run):
   before = contents(run.path)
   with pytest.raises(ValueError, match="already contains a run; pass --resume"):
     run.check(config())
@@ -65,7 +65,7 @@ def test_run_without_a_step_may_be_replaced(run):
   "marker", [None, "", "{}", "[]", '{"format": "another"}', '{"format": 1}']
 )
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_folder_without_a_run_is_left_alone(tmp_path, marker, overwrite):
+def test_folder_without_a_run_is_refused(tmp_path, marker, overwrite):
   (tmp_path / "thesis.tex").write_text("years of work")
   (tmp_path / "checkpoints").mkdir()
   if marker is not None:
@@ -76,7 +76,7 @@ def test_folder_without_a_run_is_left_alone(tmp_path, marker, overwrite):
     RunDirectory(tmp_path).check(config(overwrite=overwrite))
 
 
-def test_file_in_place_of_the_folder_raises(tmp_path):
+def test_file_instead_of_a_folder_raises(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ValueError, match="expected a folder, got the file"):
     RunDirectory(tmp_path / "file").check(config(overwrite=True))
@@ -144,7 +144,7 @@ def test_claimed_folder_refuses_other_claims(run):
         with run.claimed(config(**options)):
           raise AssertionError
     run.create(describe(demo(), OTHERS))
-    assert run.lock.exists(), "it is not one of the run's files"
+    assert run.lock.exists(), "the lock is not one of the run's files"
     with pytest.raises(
       ValueError, match=f"process {os.getpid()} on .* is already"
     ):
