@@ -25,7 +25,7 @@ ROWS = [
 
 
 def conversations(folder):
-  """Encodes with the template chatml, whose turns end with <|im_end|>."""
+  """Encodes `ROWS` with the template chatml: turns end with <|im_end|>."""
   rows = ([{"role": role, "content": x} for role, x in row] for row in ROWS)
   lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
   (folder / "rows.jsonl").write_text("".join(lines))

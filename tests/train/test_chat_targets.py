@@ -188,7 +188,7 @@ def test_generation_blocks_decide_what_is_learned():
 
 
 def calling(header="A:", last="", ends=PROMPT):
-  """Returns a template that refuses tool turns without a call (Mistral)."""
+  """Returns a template that refuses tool turns without a call, as Mistral's."""
   return (
     "{% for m in messages %}{% if m.role == 'tool' and not "
     "loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"

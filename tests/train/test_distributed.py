@@ -185,7 +185,7 @@ class Shards:
     (Shards((6, 12)), 1, 4),
   ],
 )
-def test_own_rows_are_those_of_the_processs_devices(sharding, index, count):
+def test_own_rows_are_the_rows_of_local_devices(sharding, index, count):
   rows = own_rows(sharding, 24)
   assert rows == dict(process_index=index, process_count=count)
 

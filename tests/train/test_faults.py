@@ -33,7 +33,7 @@ from train.step import TrainState
 # These tests start programs; make test-all runs them.
 pytestmark = pytest.mark.slow
 
-# Saves states in an endless loop; all parameters equal the step.
+# Saves states in an endless loop. All parameters of a state equal its step.
 SAVER = """
 import itertools, pathlib, sys
 import jax.numpy as jnp

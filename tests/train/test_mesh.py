@@ -298,7 +298,7 @@ def test_evaluation_in_bf16_equals_that_of_one_device(exact):
 
 @pytest.mark.slow
 def test_fp8_losses_on_a_mesh_are_within_the_error_of_fp8(exact):
-  # On a mesh, scales of whole tensors are the same, but matmuls have a different
+  # A mesh does not change scales of whole tensors, but matmuls have a different
   # summation order, so a value between two codes may be rounded to the other
   # one. Over five steps, losses on a mesh differed by 4e-4 from those on one
   # device, and FP8 losses by 1.5e-3 from f32 losses.

@@ -190,7 +190,7 @@ def test_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_state_with_a_loss_that_is_not_finite_is_not_saved(
+def test_state_with_a_held_out_loss_of_nan_is_not_saved(
   finished, tmp_path, monkeypatch, capsys
 ):
   out = tmp_path / "copy"

@@ -20,7 +20,7 @@ CONFIG = dataclasses.replace(SMALL, watch=2)
 
 
 def probed(**options):
-  """Makes a tiny run's state after its first update, and its watcher."""
+  """Returns a tiny run's config, state after one update, watcher and graph."""
   config = dataclasses.replace(CONFIG, **options)
   graph, optimizer = step.build_graph(config), step.build_optimizer(config)
   state = step.initial_state(config, optimizer)

@@ -12,7 +12,7 @@ SEQ_LEN = 16
 
 
 def source(size, held_out):
-  """A stream in which each token is its own position."""
+  """Makes a stream in which each token is its own position."""
   parts = [np.arange(size, dtype=np.uint32)]
   return data.TokenSource(
     name="test", parts=parts, vocab_size=size, held_out=held_out

@@ -15,7 +15,7 @@ SPECIAL = ["<|endoftext|>", "<|im_end|>", "<s>"]
 
 @pytest.fixture
 def folder(tmp_path):
-  """A folder with a tokenizer.json of `WORDS`."""
+  """Makes a folder with a tokenizer.json of `WORDS`."""
   model = tokenizers.models.WordLevel(
     {word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"
   )

@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-  """A folder of noise images, in the size of the model's inputs."""
+  """Makes a folder of noise images, in the size of the model's inputs."""
   folder, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
   for name in ("a.png", "b.png"):
     pixels = rng.integers(0, 256, (28, 28, 3), np.uint8)

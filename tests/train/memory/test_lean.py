@@ -44,7 +44,7 @@ def test_gradients_have_the_dtype_of_their_weights(value):
   assert abs(found["backward"].temporary - arrays) <= 1
 
 
-def test_only_one_layer_has_gradients_during_updates_in_backward():
+def test_updates_in_backward_need_gradients_of_only_one_layer():
   found = planned(1, **IN_BACKWARD)
   u, a, _ = sizes(1)
   assert [x.gradients for x in found.values()] == [0, 0, 2 * HEAD]
@@ -73,7 +73,7 @@ def test_loss_casts_weights_unless_they_are_bf16_on_one_gpu(value, gpus, casts):
 
 
 @pytest.mark.parametrize("sums, count", [("float32", 4), ("bfloat16", 2)])
-def test_gradients_of_bf16_weights_are_summed_in_grad_accumulate(sums, count):
+def test_bf16_gradients_are_summed_in_the_requested_dtype(sums, count):
   assert planned()["loss"].gradients == 0
   found = planned(accumulate=2, grad_accumulate=sums)["loss"]
   assert found.gradients == count * COUNT

@@ -31,7 +31,7 @@ def test_device_bytes_count_one_shard():
   assert device_bytes(jnp.zeros((5, 2), jnp.uint8)) == 10
 
 
-def test_backward_has_gradients_of_layers_and_embedding_has_all():
+def test_gradients_grow_during_the_backward_pass():
   found = SMALL.plan("minimal")
   assert {memory.weights for memory in found.values()} == {4_000_000}
   assert found["loss"].gradients == 0

@@ -128,7 +128,7 @@ def test_recomputation_adds_what_one_layer_saves(name):
   assert abs(again - none - LLAMA2_7B.kept(name)) <= 1
 
 
-# This case has twice the tokens.
+# LLAMA2_7B with twice the tokens.
 LLAMA2_7B_4 = Case("llama2_7b", LLAMA2_7B.parameters, batch=4, seq=2048)
 
 

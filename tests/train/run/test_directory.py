@@ -24,7 +24,7 @@ def config(**values):
 
 @pytest.fixture
 def run(tmp_path):
-  """A run with a step, a twin, and a file that the user added."""
+  """Makes a run with a step, a twin, and a file that the user added."""
   made = RunDirectory(tmp_path / "run")
   made.create(describe(demo(), TOKENS))
   made.metrics.write_text('{"step": 1}\n')
@@ -43,7 +43,7 @@ def contents(path):
   }
 
 
-def test_new_or_empty_folder_is_free(tmp_path):
+def test_new_or_empty_folder_may_be_used(tmp_path):
   RunDirectory(tmp_path / "new").check(config())
   RunDirectory(tmp_path).check(config())
 
@@ -162,13 +162,13 @@ def test_claimed_folder_is_removed_if_no_run_is_created(tmp_path):
   assert not run.path.exists()
 
 
-def test_folder_with_only_a_stale_lock_is_free(tmp_path):
+def test_folder_with_only_a_stale_lock_may_be_used(tmp_path):
   (tmp_path / "lock").write_text("process 1 on host")
   RunDirectory(tmp_path).check(config())
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_folder_with_only_half_a_description_is_free(tmp_path, overwrite):
+def test_folder_with_only_half_a_description_may_be_used(tmp_path, overwrite):
   run = RunDirectory(tmp_path)
   (tmp_path / "lock").write_text("process 1 on host")
   (tmp_path / "config.tmp").write_text('{"format": "coa')
@@ -234,7 +234,9 @@ def test_description_of_another_program_is_not_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "folder", "fifo"])
-def test_lock_that_is_not_a_plain_file_is_left_alone(tmp_path, run, kind):
+def test_lock_that_is_not_a_plain_file_is_refused_and_left_alone(
+  tmp_path, run, kind
+):
   thesis = tmp_path / "thesis.tex"
   if kind == "link":
     thesis.write_text("years of work")
