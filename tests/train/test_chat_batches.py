@@ -25,7 +25,7 @@ SEQ = 31
 
 
 def make(lengths):
-  """Makes documents of distinct tokens; all but the first are targets."""
+  """Makes documents of distinct tokens. Only first tokens are not targets."""
   starts = np.cumsum([0, *lengths])
   mask = np.ones(starts[-1], bool)
   mask[starts[:-1]] = False
@@ -290,7 +290,7 @@ def test_spaces_and_tokens_partly_in_an_answer_are_learned():
 
 
 def test_first_token_of_a_document_is_never_learned():
-  folder = LLAMA3.parent / "qwen2_5"  # This one adds no first token.
+  folder = LLAMA3.parent / "qwen2_5"  # This tokenizer adds no first token.
   encoder = ChatEncoder(folder / "tokenizer.json", None)
   rendered = encoder.render(Completion("", "five"))
   ((ids, mask, _),) = encoder.encode([rendered])

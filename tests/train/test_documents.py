@@ -50,7 +50,7 @@ ROWS = packed()
 
 
 def one_per_row():
-  """Returns tokens and targets, one document per row, and packed places."""
+  """Returns tokens and targets of one document per row, and packed places."""
   tokens, is_target, places = [], [], []
   for row in range(8):
     for number in range(1, ROWS["segments"][row].max() + 1):
@@ -64,7 +64,7 @@ def one_per_row():
 
 @pytest.fixture(scope="module")
 def alone():
-  """Returns packed places, losses in nats and numbers of targets."""
+  """Returns each document's packed place, its nats and number of targets."""
   tokens, is_target, places = one_per_row()
   run = Trained(EXACT)
   params = step.initial_state(EXACT, run.optimizer).params
@@ -109,7 +109,7 @@ def test_packed_and_single_documents_have_equal_losses(mesh, parts, alone):
   assert float(found(ROWS).loss) == pytest.approx(mean(alone), abs=1e-5)
 
 
-# No gradient is that large, so nothing is clipped.
+# No gradient norm reaches this limit, so nothing is clipped.
 UNCLIPPED = dataclasses.replace(EXACT.optim, grad_clip=1e9)
 GLOBAL = dataclasses.replace(EXACT, optim=UNCLIPPED)
 LEAN = dataclasses.replace(
@@ -163,5 +163,5 @@ def test_fp8_learns_packed_documents_as_f32_does(mesh, trained):
   config = dataclasses.replace(on(SMALL, mesh), optim=optim)
   run = Trained(config, ROWS).run()
   assert len(run.losses) == STEPS
-  # test_mesh has this bound for plain tokens on a mesh.
+  # test_mesh uses the same bound for plain tokens.
   np.testing.assert_allclose(run.losses, trained.losses, rtol=0, atol=3e-3)

@@ -38,7 +38,7 @@ OPTIONS = {
   "compute": "float32",
   "optim.codec": "float32",
   "optim.lr": 3e-3,
-  # No gradient is that large, so nothing is clipped.
+  # No gradient norm reaches this limit, so nothing is clipped.
   "optim.grad-clip": 1e9,
 }
 

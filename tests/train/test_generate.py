@@ -61,12 +61,12 @@ def command(*words):
   """Runs the command in this process; returns the exit status."""
   try:
     return generate.main([str(word) for word in words])
-  except SystemExit as exit:  # tyro's own errors
+  except SystemExit as exit:  # raised by tyro
     return exit.code
 
 
 def greedy(path, prompt, count):
-  """Decodes greedily with the run's own model, without a cache."""
+  """Decodes greedily with the run's model, without a cache."""
   folder = RunDirectory(path)
   found = folder.latest_step()
   saved = checkpoint.read_description(folder.checkpoints, found)
@@ -108,7 +108,7 @@ def test_seed_determines_sampled_text(finished, capsys):
     assert command(*line, "--seed", seed) == 0
     drawn.append(capsys.readouterr().out)
   assert drawn[0] == drawn[1] != drawn[2]
-  # The most probable token alone remains.
+  # These options leave only the most probable token.
   line = [finished, "--prompt", PROMPT, "--max-tokens", 8, "--temperature", 5]
   want = greedy(finished, PROMPT, 8) + "\n"
   for narrow in (

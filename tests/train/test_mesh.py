@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on a mesh: options, errors, and losses that do not depend on it."""
+"""Training on a mesh: options, errors, and losses equal to one device's."""
 
 import re
 
@@ -201,7 +201,7 @@ def test_losses_of_gpt2_equal_those_of_one_device():
   assert largest_difference(fp8, want) <= 0.01
 
 
-def test_parameter_shardings_follow_the_table():
+def test_parameter_shardings_on_a_mesh_of_three_axes():
   config = on(SMALL, "data=2,fsdp=2,tensor=2")
   mesh = meshes.make_mesh(config.mesh_sizes)
   params = step.abstract_state(config, step.build_optimizer(config)).params

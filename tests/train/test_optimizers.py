@@ -60,8 +60,8 @@ def test_plan_counts_one_moment(optimizer):
     state = state_of(config(optimizer)).optimizer
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
-  # Without second moments, the state is about half as large. It is a bit larger
-  # because small leaves are f32 and AdamW updates Muon's embeddings.
+  # Without second moments, the state would be half as large. It is larger
+  # because small leaves are f32 and, with Muon, AdamW updates embeddings.
   assert 0.45 < state_bytes(optimizer) / state_bytes("coat_adamw") < 0.95
 
 

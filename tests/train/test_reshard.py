@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on eight devices that is killed and resumed there or on two."""
+"""A run on eight devices is killed, and resumed on eight devices or on two."""
 
 import shutil
 
@@ -57,7 +57,7 @@ def test_killed_run_resumes_on_its_mesh_and_on_another(tmp_path, environments):
   options = dict(batch=8, steps=14, save_every=4, eval_every=14, seed=1)
   killed = tmp_path / "killed"
   process = start(killed, environment=environments[8], **options, **ON[8])
-  wait_for_step(process, killed, 10)  # Between two checkpoints.
+  wait_for_step(process, killed, 10)  # This is between two checkpoints.
   process.kill()
   process.communicate()
   done = RunDirectory(killed).latest_step()

@@ -43,7 +43,7 @@ def held_out(tokens, batch_size=BATCH, **kwargs):
 def test_a_token_file_larger_than_memory_yields_batches(tmp_path):
   path = tmp_path / "sparse.bin"
   with path.open("wb") as file:
-    file.truncate(2**38)  # Sparse: uses no disk space.
+    file.truncate(2**38)  # A sparse file uses no disk space.
   config = DataConfig(path=str(path), dtype="uint16", held_out=1e-6)
   tokens = load_tokens(config, 256)
   assert len(tokens) == 2**37
@@ -76,7 +76,7 @@ def test_an_epoch_visits_each_window_once_and_no_held_out_token(
   tokens = numbered(size, held_out=held_out)
   stop = tokens.train_size(SEQ_LEN)
   windows = (stop - 1) // SEQ_LEN
-  # Enough batches for whole epochs: each window is seen BATCH times.
+  # Read BATCH whole epochs, so that each window occurs BATCH times.
   rows = np.concatenate(batches(tokens, windows, seed=seed))
   np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(SEQ_LEN + 1))
   starts, counts = np.unique(rows[:, 0], return_counts=True)

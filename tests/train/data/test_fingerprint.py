@@ -36,7 +36,7 @@ def test_fingerprint_hashes_length_and_all_tokens():
   assert source(IDS).fingerprint == f"2:{want.hexdigest()[:32]}"
 
 
-# Both ends, and two places in between.
+# These places are both ends and two places in between.
 @pytest.mark.parametrize("place", [0, 4500, SIZE // 2, SIZE - 1])
 def test_changing_any_token_in_memory_changes_the_fingerprint(place):
   changed = IDS.copy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training and evaluation share no token, even if windows fill their parts."""
+"""Training and evaluation share no token, even if windows fill both parts."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def test_training_reads_no_held_out_token(size, held_out, start, windows):
   assert set(again) == {rows[0] for rows in read}
 
 
-# With 642 tokens, window 20 ends with the last one. With 640 tokens, it would
+# With 642 tokens, window 20 ends with the last token. With 640 tokens, it would
 # end one token after the last.
 @pytest.mark.parametrize("size, windows", [(640, 19), (642, 20)])
 def test_evaluation_reads_whole_windows_of_the_held_out_tokens(size, windows):

@@ -41,7 +41,7 @@ def test_ids_are_bytes_and_invalid_ids_are_replaced():
   # Half of a character and an id that is not a byte are replaced.
   replaced = "A{0}B{0}C".format("\N{REPLACEMENT CHARACTER}")
   assert text.decode([65, 0xC3, 66, 300, 67]) == replaced
-  # Python passes on a command-line argument that is not UTF-8 like this.
+  # Python represents bytes of the command line that are not UTF-8 like this.
   assert text.encode("\udcff") == [0xFF]
 
 

@@ -35,7 +35,7 @@ def test_embedded_default_is_python_source_as_bytes(embedded):
   assert b"import" in embedded.read(0, 2**16).astype(np.uint8).tobytes()
 
 
-def test_read_across_arrays_equals_the_whole_stream():
+def test_reading_across_arrays_equals_a_slice_of_the_stream():
   tokens = numbered(1000, cuts=[1, 17, 500, 501])
   for start, stop in [(0, 1000), (0, 1), (16, 18), (499, 502), (7, 7)]:
     np.testing.assert_array_equal(

@@ -93,7 +93,7 @@ def command(*line):
   """Evaluates in this process; returns the exit status."""
   try:
     return evaluate.main([str(word) for word in line])
-  except SystemExit as exit:  # tyro's own errors
+  except SystemExit as exit:  # raised by tyro
     return exit.code
 
 
@@ -247,7 +247,7 @@ def test_answer_ends_at_the_token_that_ends_turns_in_the_data(monkeypatch):
 
   monkeypatch.setattr(answers, "generate", generate)
   monkeypatch.setattr(answers, "_score", lambda *_: (1, 0.0))
-  turns = [("u", "vwxy#"), ("w", "xy#"), ("v", "wx")]  # The last lacks its #.
+  turns = [("u", "vwxy#"), ("w", "xy#"), ("v", "wx")]  # The last has no #.
   tokens = np.frombuffer("".join(q + a for q, a in turns).encode(), np.uint8)
   starts = np.cumsum([0, *(len(q + a) for q, a in turns)])
   mask = np.ones(len(tokens), bool)

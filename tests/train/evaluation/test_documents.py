@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading texts from published kinds of files, and files without texts."""
+"""Reads texts from published kinds of files, and refuses other files."""
 
 import gzip
 import io

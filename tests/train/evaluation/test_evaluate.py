@@ -42,7 +42,7 @@ def command(*line):
   """Evaluates in this process; returns the exit status."""
   try:
     return evaluate.main([str(word) for word in line])
-  except SystemExit as exit:  # tyro's own errors
+  except SystemExit as exit:  # raised by tyro
     return exit.code
 
 

@@ -41,7 +41,7 @@ def requests(score, *more):
   context = rows[9][:9]
   best = max(range(256), key=lambda i: score(context, [i], LENGTH)[0][0])
   found += [Request(context, [i]) for i in (best, (best + 1) % 256)]
-  # A greedy last token after one that is not greedy.
+  # The last token is greedy, but the one before is not.
   return [*found, Request(context[:-1], [context[-1], best])]
 
 
@@ -93,7 +93,7 @@ def test_scores_do_not_depend_on_the_batch(model, score, batch):
 
 @pytest.mark.slow
 def test_logits_are_computed_in_chunks(model, score, monkeypatch):
-  """Uses 7 positions at a time, which do not divide the row."""
+  """Uses 7 positions at a time, which do not divide the row's length."""
   monkeypatch.setattr(scoring, "loss_positions", lambda *_: 7)
   asked = requests(score)[:1]
   (found,) = Scorer(model, length=LENGTH, batch=2).score(asked)

@@ -39,7 +39,7 @@ def test_gradients_have_the_dtype_of_their_weights(value):
   assert found["embedding"].gradients == value * COUNT
   assert found["backward"].gradients == value * 32 * LAYER
   u, a, kept = sizes(4)
-  # The peak is in SwiGLU, with the gradient of the output weights.
+  # The peak is in SwiGLU, while the output weights' gradient is allocated.
   arrays = 7 * a + 1.5 * u + kept + value * HEAD
   assert abs(found["backward"].temporary - arrays) <= 1
 
@@ -98,11 +98,11 @@ def test_fp8_remat_recomputes_experts(gpus):
   found = planned(gpus=gpus, model=EXPERTS, remat="fp8", **IN_BACKWARD)
   u, a, _ = sizes(4)
   # Each token goes to two experts. Each expert has codes of gate and up. In
-  # BF16, it has their gradients, the product, the token, and the gradients of
-  # the product and of the token.
+  # BF16, it has their gradients, SwiGLU's product, the token, and the gradients
+  # of the product and of the token.
   copies = 2 * (2 * (a + a / 8) + 8 * a) + 2 * 2 * u
-  # The layer's input, its gradient, the router's share of that gradient, and
-  # codes of both blocks' inputs.
+  # Other arrays are the layer's input, its gradient, the router's share of that
+  # gradient, and codes of both blocks' inputs.
   arrays = copies + 3 * u + 2 * (u / 2 + u / 16)
   if gpus > 1:  # Codes of all gate and up weights, and of this GPU's part.
     arrays += (1 + 1 / gpus) * case(4, **EXPERTS).gate_up

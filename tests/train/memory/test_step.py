@@ -126,7 +126,7 @@ def test_loss_allocates_logits_of_one_chunk():
   assert whole == 6 * 2 * 64 * 4096 + 6 * 256 * 4096 + 3 * 2 * 128 * 256
 
 
-def test_the_fullest_point_is_the_peak():
+def test_fullest_point_has_the_largest_total():
   few, many = Memory(1, 2, 3, 4, 5), Memory(5, 4, 3, 2, 2)
   assert few.total == 15
   assert fullest({"a": few, "b": many}) == ("b", many)

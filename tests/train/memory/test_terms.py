@@ -15,8 +15,8 @@ def of_tokens(case, name):
   """Sums the arrays of the layer being differentiated, on one GPU."""
   a, u, kept = case.a, case.u, case.kept(name)
   return {
-    # The peak is in attention. The product, gate and up are still allocated,
-    # with q, k, v, the output and all their gradients.
+    # The peak is in attention. SwiGLU's product, gate and up are still
+    # allocated, with q, k, v, the output and all their gradients.
     "bf16": 2 * 3 * a + 12 * u,
     # The peak is in SwiGLU: gradients of gate and up in BF16 (4 A) and in E5M2
     # as rows and as columns (4 A), and copies of what matmuls save.
@@ -170,9 +170,9 @@ def test_second_forward_keeps_silu_and_operands_only_with_residuals_coat():
     DEMO.plan(name, remat="fp8")["backward"].temporary
     for name in ("minimal", "coat")
   )
-  # `coat` needs 12 A instead of 7 A for gradients, SiLU with its scales, the
-  # product, and the operand of gate and up, minus what is already freed (see
-  # of_tokens).
+  # `coat` needs 12 A instead of 7 A for gradients. It also allocates SiLU with
+  # its scales, the product, and the operand of gate and up. What is already
+  # freed is subtracted (see of_tokens).
   grown = (12 - 7) + (1 + 2 / 16) + 1 - 4.5
   assert abs(coat - minimal - grown * DEMO.a - 0.5 * DEMO.u) <= 1
 

@@ -73,13 +73,13 @@ def test_state_is_restored_without_the_devices_that_wrote_it(saved, tmp_path):
     text, count = re.subn(r"cpu:0|TFRT_CPU_0", "cuda:63", file.read_text())
     assert count
     file.write_text(text)
-  assert len(files) == 4  # Params and optimizer, in two checkpoints.
+  assert len(files) == 4  # Params and optimizer of two checkpoints.
   state = checkpoint.restore_state(path, 3, abstract_state(""))
   assert bytes_of(state) == bytes_of(saved[1])
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_data_resume_with_another_number_of_processes(tmp_path, before, after):
+def test_data_resumes_with_another_number_of_processes(tmp_path, before, after):
   whole = batches()
   for _ in range(5):
     next(whole)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table that compares a run with its twins, from three literal results."""
+"""The table that compares a run with its twins, for three given results."""
 
 import dataclasses
 import json

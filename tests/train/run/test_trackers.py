@@ -24,7 +24,7 @@ CHEAP = dict(recipe="bf16", optim__codec="float32")
 def events(folder):
   """Returns the events of all files in a folder, in TensorBoard's order.
 
-  A file consists of records: length, its checksum, bytes, their checksum.
+  Each record of a file is a length, its checksum, bytes and their checksum.
   """
   found = []
   for path in sorted(Path(folder).glob("*.tfevents.*")):
