@@ -32,8 +32,8 @@ def test_powers_are_counted_in_sixteenths_except_in_groups_of_zeros():
   config = dataclasses.replace(
     demo(), optim=dataclasses.replace(demo().optim, group_size=64)
   )
-  # The power k is 2 if the largest value of a group is sqrt(448**2 / 2) times the
-  # smallest. A row has two groups.
+  # The power k is 2 if a group's largest value is sqrt(448**2 / 2) times its
+  # smallest one. A row has two groups.
   span = np.geomspace(1e-4, 1e-4 * np.sqrt(448**2 / 2), 64)
   rows = np.tile(span, (64, 2)).astype(np.float32)
   rows[:24] = 0
