@@ -48,12 +48,12 @@ def test_updates_in_backward_need_gradients_of_only_one_layer():
   found = planned(1, **IN_BACKWARD)
   u, a, _ = sizes(1)
   assert [x.gradients for x in found.values()] == [0, 0, 2 * HEAD]
-  # One layer's four weights have BF16 gradients. The embedding's gradient
-  # starts as BF16 zeros.
+  # One layer's four weights have BF16 gradients, and XLA allocates BF16 zeros
+  # for the embedding's gradient.
   arrays = 2 * LAYER + 2 * a + 1.5 * u + 2 * HEAD
   assert abs(found["backward"].temporary - arrays) <= 1
   # With tied embeddings, the output's gradient stays allocated until the
-  # embedding's gradient is known.
+  # gradient of the embedding's lookup is added.
   tied = planned(1, model=dict(tied_embeddings=True), **IN_BACKWARD)[
     "backward"
   ].temporary
