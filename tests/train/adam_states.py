@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam states for tests of conversions, plain and encoded."""
+"""Adam states, plain and encoded, for tests of conversions."""
 
 import functools
 

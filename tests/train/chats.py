@@ -10,7 +10,7 @@ CHAT = "tests/data/chat/llama3"
 
 
 def make_checkpoint(folder):
-  """Makes a Hugging Face folder: random weights, a tokenizer, a template."""
+  """Makes a Hugging Face folder: weights, a tokenizer and a chat template."""
   copied(folder)
   for name in ("tokenizer.json", "tokenizer_config.json"):
     shutil.copy(f"{CHAT}/{name}", folder)

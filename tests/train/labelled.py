@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of small images by class, for tests."""
+"""Folders of small images, one per class, for tests."""
 
 import numpy as np
 from PIL import Image

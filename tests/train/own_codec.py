@@ -5,7 +5,7 @@ from coat_jax import codecs
 
 
 def scaled(group_size: int = 128) -> codecs.MomentCodec:
-  """Returns the codec fp8 under another name, with only this option."""
+  """Returns the codec fp8 as "scaled", with group_size as its only option."""
   plain = codecs.fp8(group_size)
   return codecs.MomentCodec(name="scaled", mu=plain.mu, nu=plain.nu)
 

@@ -74,7 +74,7 @@ def on(config, mesh, **options):
 
 
 def gpt2(config):
-  """Replaces the model by a GPT-2 of the same size with untied embeddings."""
+  """Replaces the model with a GPT-2 of the same size with untied embeddings."""
   model = dataclasses.replace(
     config.model, family="gpt2", max_positions=config.seq
   )

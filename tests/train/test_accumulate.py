@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Microbatches give the same step and compute weights' codes only once."""
+"""Microbatches give the step of the whole batch and share weight codes."""
 
 import dataclasses
 
@@ -29,11 +29,11 @@ def whole():
 
 
 @pytest.mark.parametrize("mesh, accumulate", quick(0, [(MESH, 2), ("", 4)]))
-def test_microbatches_and_whole_batches_have_equal_losses(
+def test_microbatches_give_the_losses_of_the_whole_batch(
   whole, mesh, accumulate
 ):
   parts = Trained(on(EXACT, mesh, accumulate=accumulate)).run()
-  # As in test_mesh, sums are in another order.
+  # As in test_mesh, the summation order differs.
   assert largest_difference(whole, parts) <= 1e-5
 
 
@@ -46,7 +46,7 @@ def test_masked_losses_do_not_depend_on_the_number_of_microbatches():
     num_layers=1,
     num_experts=4,
     experts_per_token=2,
-    auxiliary_loss=10.0,  # The router dominates the norm.
+    auxiliary_loss=10.0,  # The router dominates the gradient norm.
   )
   tokens = np.repeat(TOKENS[:2], 4, axis=0)
   is_target = np.arange(33)[None] > np.int32([[5], [20]]).repeat(4, axis=0)
@@ -63,7 +63,7 @@ def test_masked_losses_do_not_depend_on_the_number_of_microbatches():
     found = metrics.loss, metrics.grad_norm, held_out.loss
     return [float(x) for x in found]
 
-  # As above, sums are in another order.
+  # As above, the summation order differs.
   assert first_step(4) == pytest.approx(first_step(1), rel=1e-5)
 
 

@@ -25,7 +25,7 @@ SPECS = {"up": P(None, "fsdp", "tensor"), "down": P("fsdp"), "norm": P()}
 
 def config(**optim):
   optim = dataclasses.replace(demo().optim, **optim)
-  # Not the default seed, so that tests notice if the default is used.
+  # This is not the default seed, so that tests notice if the default is used.
   return dataclasses.replace(demo(), optim=optim, seed=3, report_state=False)
 
 

@@ -79,7 +79,7 @@ def save(path, config):
 
 
 def stored_values(kind, x):
-  """Rounds f32 values as this kind of storage does: an oracle in NumPy."""
+  """Rounds f32 values in NumPy as this kind of storage does."""
   if kind == "float32":
     return x
   if kind == "bfloat16":
@@ -99,7 +99,7 @@ def stored_values(kind, x):
     ),
   ),
 )
-def test_weights_are_converted_and_moments_keep_their_bits(
+def test_weights_are_converted_and_moments_stay_bit_identical(
   tmp_path, before, now
 ):
   saved = save(tmp_path, config_of(before))
@@ -194,13 +194,15 @@ def test_exports_join_weights_and_imports_split_them(finished, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_run_resumes_bit_for_bit(finished, tmp_path, kind):
+def test_resumed_run_matches_an_uninterrupted_run_bit_for_bit(
+  finished, tmp_path, kind
+):
   options = dict(params=kind, **PLAIN)
   whole, parts = finished, tmp_path / "parts"
   if kind != "bfloat16_low8":
     whole = tmp_path / "whole"
     assert run(whole, **options) == 0
   shutil.copytree(whole, parts)
-  shutil.rmtree(parts / "checkpoints" / "8")  # As if it had been killed.
+  shutil.rmtree(parts / "checkpoints" / "8")  # As if killed before step 8.
   assert run(parts, "--resume", **options) == 0
   check_runs(parts, whole)

@@ -25,7 +25,7 @@ SEQ = 31
 
 
 def make(lengths):
-  """Makes documents of distinct tokens; all but the first are targets."""
+  """Makes documents of distinct tokens. Only first tokens are not targets."""
   starts = np.cumsum([0, *lengths])
   mask = np.ones(starts[-1], bool)
   mask[starts[:-1]] = False
@@ -58,7 +58,7 @@ def test_rows_hold_each_document_once(is_packed):
     segments = row["segments"]
     count = segments.max()
     assert is_packed or count == 1
-    # 1, 2, ... in order, followed by padding.
+    # Segments are 1, 2, ... in order, followed by padding.
     used = segments[segments > 0]
     np.testing.assert_array_equal(used, segments[: len(used)])
     np.testing.assert_array_equal(np.unique(used), np.arange(1, count + 1))
@@ -93,7 +93,7 @@ def test_packing_leaves_little_padding_and_depends_only_on_the_seed():
 
 
 def number_rows(rows, batch):
-  """Returns the numbers of a batch's rows, known by their first tokens."""
+  """Returns the numbers of a batch's rows, found by their first tokens."""
   firsts = {rows.read(i)["tokens"][0]: i for i in range(len(rows))}
   return [firsts[x] for x in batch["tokens"][:, 0]]
 
@@ -128,7 +128,7 @@ def test_batches_depend_only_on_the_seed_and_the_step():
 
 
 @pytest.mark.parametrize("make_batches", [train_batches, held_out_batches])
-def test_processes_together_read_the_batches_of_one(make_batches):
+def test_processes_together_read_the_batches_of_one_process(make_batches):
   rows = rows_of()
   options = {"seed": 2} if make_batches is train_batches else {}
   whole = make_batches(rows, batch_size=8, **options)
@@ -290,7 +290,7 @@ def test_spaces_and_tokens_partly_in_an_answer_are_learned():
 
 
 def test_first_token_of_a_document_is_never_learned():
-  folder = LLAMA3.parent / "qwen2_5"  # Adds no first token.
+  folder = LLAMA3.parent / "qwen2_5"  # This tokenizer adds no first token.
   encoder = ChatEncoder(folder / "tokenizer.json", None)
   rendered = encoder.render(Completion("", "five"))
   ((ids, mask, _),) = encoder.encode([rendered])

@@ -25,7 +25,7 @@ ROWS = [
 
 
 def conversations(folder):
-  """Encodes with the template chatml, whose turns end with <|im_end|>."""
+  """Encodes `ROWS` with the template chatml: turns end with <|im_end|>."""
   rows = ([{"role": role, "content": x} for role, x in row] for row in ROWS)
   lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
   (folder / "rows.jsonl").write_text("".join(lines))
@@ -79,13 +79,13 @@ def test_generation_config_names_the_token_that_ends_turns(
   assert found == after
 
 
-def test_end_of_turns_that_is_not_one_token_is_not_written(tmp_path):
+def test_turn_end_of_several_tokens_is_not_written(tmp_path):
   shutil.copy(f"{LLAMA}/tokenizer.json", tmp_path)
   write_stop_tokens(tmp_path, conversations(tmp_path))
   assert not (tmp_path / "generation_config.json").exists()
 
 
-def test_last_tokens_are_the_last_of_each_answer(tmp_path):
+def test_last_tokens_are_those_that_end_answers(tmp_path):
   shutil.copy(f"{LLAMA}/tokenizer.json", tmp_path)
   found, want = conversations(tmp_path), set()
   for number in range(len(found)):

@@ -106,7 +106,7 @@ def test_json_texts_in_calls_and_tools_are_parsed():
   assert function["arguments"] == '{"x": 1}'
 
 
-def test_weight_zero_leaves_a_turn_out():
+def test_turns_of_weight_zero_are_not_learned():
   left_out = {**ANSWERED, "weight": 0}
   messages = [ASKED, left_out, ASKED, {**ANSWERED, "weight": 1}]
   found = parse({"messages": messages}, "messages")
@@ -187,7 +187,8 @@ BAD = [
 def test_bad_row_is_reported_with_its_line(
   tmp_path, encoder, row, reason, message
 ):
-  rows = [*[GOOD] * 15, "", row, GOOD]  # On line 17, because one line is blank.
+  # The row is on line 17, because line 16 is blank.
+  rows = [*[GOOD] * 15, "", row, GOOD]
   file = write(tmp_path / "data.jsonl", rows)
   sizes = dict(seq=64, vocab_size=400)
   with pytest.raises(ValueError, match=message) as raised:
@@ -274,7 +275,7 @@ def test_files_with_nothing_to_learn_are_reported(tmp_path, encoder):
     load_documents([str(write(file, [GOOD]))], encoder, seq=64, vocab_size=300)
 
 
-def test_conversations_need_a_template(tmp_path):
+def test_conversations_need_a_template_and_completions_an_end_token(tmp_path):
   (tmp_path / "tokenizer.json").write_bytes(
     (LLAMA3 / "tokenizer.json").read_bytes()
   )

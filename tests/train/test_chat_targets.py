@@ -128,7 +128,7 @@ def test_reasoning_that_is_dropped_is_not_learned():
 @pytest.mark.parametrize(
   "source, reason",
   [
-    # Answers are left out, written twice, or in another order.
+    # Answers are left out or written twice.
     (LOOP + PLAIN + END + PROMPT, None),
     (LOOP + ANSWER + "A:{{ m.content * 2 }}</s>" + END + PROMPT, None),
     # Nothing ends a turn.
@@ -188,7 +188,7 @@ def test_generation_blocks_decide_what_is_learned():
 
 
 def calling(header="A:", last="", ends=PROMPT):
-  """Returns a template that refuses tool turns without a call (Mistral)."""
+  """Returns a template that refuses tool turns without a call, as Mistral's."""
   return (
     "{% for m in messages %}{% if m.role == 'tool' and not "
     "loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"

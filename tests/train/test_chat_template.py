@@ -92,7 +92,7 @@ def test_date_can_be_fixed():
   assert chat.render([]) == datetime.datetime.now().strftime("%d %b %Y")
 
 
-def test_messages_are_shown_as_transformers_shows_them():
+def test_templates_get_messages_as_in_transformers():
   chat = ChatTemplate("{{ messages | tojson }}", {})
   given = [{"role": "assistant", "content": None, "reasoning": "so"}]
   shown = [

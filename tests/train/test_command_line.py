@@ -20,7 +20,7 @@ from train.command_line import error_line, plain_errors
 from train.data import digits
 
 NONE = "/no/such"
-# What each command needs to get as far as the files that it reads.
+# The arguments with which each command gets as far as reading its files.
 WHOLE = {
   pretrain: ["demo", "--out", "{out}", "--data.path", NONE],
   finetune: [NONE, "--out", "{out}", "--data", NONE],

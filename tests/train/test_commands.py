@@ -42,7 +42,7 @@ def test_error_lists_the_commands_if_a_module_is_not_one(name, capsys):
     "python -m train.pretrain demo",
     "python -m train.data.digits",
     "python -m cProfile -m train.watch",
-    "python -mtrain.watch",  # Not recognized.
+    "python -mtrain.watch",  # This form is not recognized.
     "python train/watch.py -m",
   ],
 )

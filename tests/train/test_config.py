@@ -85,7 +85,7 @@ EXPECTED = {
 }
 
 
-def test_all_presets_have_expected_numbers():
+def test_expected_numbers_cover_all_presets():
   # `finetune` takes the shape of its model from a checkpoint.
   assert PRESETS.keys() - {"finetune"} == EXPECTED.keys()
 
@@ -189,13 +189,13 @@ def replace(config, **values):
 def test_config_rejects_values_out_of_range(values, words):
   with pytest.raises(ValueError, match=words):
     for name, value in values.items():
-      # If there are two values, one may be valid without the other.
+      # If there are two values, each of them may be valid alone.
       if len(values) == 1 or "__" in name:
         replace(demo(), **{name: value})
     dataclasses.replace(demo(), **values)
 
 
-def test_every_number_of_a_configuration_has_a_range():
+def test_fields_have_ranges_and_a_number_without_one_raises():
   found = {
     f"{type(part).__name__}.{field.name}"
     for part in (demo(), demo().model, demo().optim)

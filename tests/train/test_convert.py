@@ -64,7 +64,7 @@ def test_run_resumes_with_another_codec_only_with_convert_state(
   saved = checkpoint.read_description(folder.checkpoints, 8)
   for described in (saved, json.loads(folder.config.read_text())):
     assert described["config"]["optim"]["codec"] == "log8"
-  # Step 5 has the same parameters; later losses also depend on moments.
+  # Step 5 of both runs has the same parameters; later losses depend on moments.
   before, after = losses(finished), losses(halfway)
   assert after[5, "loss"] == before[5, "loss"]
   assert after[8, "loss"] != before[8, "loss"]
@@ -89,7 +89,7 @@ def test_exported_and_imported_run_resumes_bit_for_bit(
   assert command("import", exported, *line) == 0
   assert "--resume continues from step 4" in capsys.readouterr().err
   assert run(out, "--resume", **PLAIN) == 0
-  # Leave out the state reports: their exact moments begin anew.
+  # Leave out the state reports, whose exact moments start anew on import.
   before, after = losses(finished), losses(out)
   after = {key: x for key, x in after.items() if key[1] != "state"}
   assert {number for number, _ in after} == {5, 6, 7, 8}
@@ -109,7 +109,7 @@ def described(path):
   return found, configuration(description)
 
 
-def test_exported_state_equals_the_state_of_optax_adamw(halfway, tmp_path):
+def test_export_restores_into_the_state_of_optax_adamw(halfway, tmp_path):
   assert command("export", halfway, tmp_path / "adamw") == 0
   found, made = described(halfway)
   state = checkpoint.restore_state(

@@ -62,7 +62,7 @@ def test_imported_run_is_exported_unchanged(tmp_path, capsys):
   run, out = tmp_path / "run", tmp_path / "out"
   assert command("import-hf", source, *options(run)) == 0
   assert "run: --resume continues from step 0" in capsys.readouterr().err
-  shutil.move(source, tmp_path / "moved")  # The run does not need it.
+  shutil.move(source, tmp_path / "moved")  # The run does not need its source.
   assert command("export-hf", run, "--out", out) == 0
   assert "out: weights of step 0, for transformers" in capsys.readouterr().err
   found, want = tensors_of(out), tensors_of(tmp_path / "moved")
@@ -88,7 +88,8 @@ def test_import_hf_and_init_from_give_the_same_run(params, tmp_path, capsys):
   assert train(started, "--init-from", str(source), **kind) == 0
   assert losses(made) == losses(started)
   assert "2" in {f.name for f in (started / "checkpoints").iterdir()}
-  # A resumed run keeps its model, with another preset or without the option.
+  # A resumed run keeps its model, whatever the preset, with or without
+  # --init-from.
   for flags in ([], ["--init-from", str(source)]):
     assert train(started, "--resume", *flags, preset="demo_gpu", **kind) == 0
   out = tmp_path / "out"
@@ -97,7 +98,8 @@ def test_import_hf_and_init_from_give_the_same_run(params, tmp_path, capsys):
   assert before.keys() == after.keys()
   for name, x in after.items():
     assert x.shape == before[name].shape and x.dtype == np.float32
-    # Two steps with lr 2e-5; in BF16 each also rounds up or down.
+    # Two steps with lr 2e-5 change weights by less than 1e-4. In BF16, each
+    # step also rounds weights up or down.
     bound = 1e-4 + (2**-5 * np.abs(x) if params == "bfloat16" else 0)
     assert np.all(np.abs(x - before[name]) < bound)
     assert np.any(x != before[name])
@@ -255,7 +257,7 @@ def import_hf(run, *flags):
 
 
 def fails(monkeypatch, name, act):
-  """Replaces the function of this name by `act`."""
+  """Replaces the function of this name with `act`."""
   monkeypatch.setattr(name, lambda *_, **__: act())
 
 
@@ -303,7 +305,9 @@ def test_commands_that_fail_or_are_stopped_leave_nothing(
   assert [signal.getsignal(x) for x in numbers] == handlers
 
 
-def test_import_that_cannot_be_read_keeps_the_old_run(tmp_path, monkeypatch):
+def test_import_of_an_unreadable_checkpoint_keeps_the_old_run(
+  tmp_path, monkeypatch
+):
   run = tmp_path / "run"
   assert import_hf(run) == 0
   before = contents(run)
@@ -331,7 +335,7 @@ def test_leftovers_of_a_killed_command_are_named_or_replaced(
   assert {x.name for x in run.iterdir()} == {x.name for x in imported.iterdir()}
 
 
-def test_folders_before_dots_in_a_path_are_not_made(
+def test_folders_before_dots_in_a_path_are_not_created(
   imported, tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)

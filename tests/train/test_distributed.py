@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of two processes on this machine, each with one device.
 
-The sum of two numbers does not depend on their order, so such a run equals, bit
-for bit, that of one process with two devices. (With four devices, a loss
-sometimes differs in its last bit.)
+The sum of two numbers does not depend on their order, so such a run is
+bit-identical to a run of one process with two devices. (With four devices, a
+loss sometimes differs in its last bit.)
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def programs(tmp_path_factory):
 
 @contextlib.contextmanager
 def processes(out, *flags, environment, others=None, all_of_them=None):
-  """Starts two processes; kills what is left of them in the end."""
+  """Starts two processes, and kills those that still run at the end."""
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
@@ -160,7 +160,7 @@ def test_distributed_run_without_its_environment_is_rejected(tmp_path):
 
 
 class Shards:
-  """Stands for a sharding; `bounds` are those of this process's devices."""
+  """Replaces a sharding; `bounds` are the rows of this process's devices."""
 
   def __init__(self, *bounds):
     self.bounds = bounds
@@ -185,12 +185,13 @@ class Shards:
     (Shards((6, 12)), 1, 4),
   ],
 )
-def test_own_rows_belong_to_the_devices_of_a_process(sharding, index, count):
+def test_own_rows_are_the_rows_of_local_devices(sharding, index, count):
   rows = own_rows(sharding, 24)
   assert rows == dict(process_index=index, process_count=count)
 
 
 def test_own_rows_that_overlap_partly_raise():
-  # Two processes of three devices share three pairs along the axis tensor.
+  # Each of two processes has three devices, so one of the three pairs along the
+  # axis tensor belongs to both processes.
   with pytest.raises(ValueError, match="got sequences 8 to 23 of 24 for"):
     own_rows(Shards((8, 16), (16, 24), (16, 24)), 24)

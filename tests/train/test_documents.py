@@ -20,13 +20,13 @@ from train import step
 pytestmark = pytest.mark.slow
 
 MESH = "data=2,fsdp=2,tensor=2"
-# Lengths of the documents of each row of 33 tokens; the rest is padding.
+# Lengths of the documents in each row of 33 tokens; the rest is padding.
 LENGTHS = [
   *([33], [20, 13], [11, 11, 11], [5, 9, 3, 16]),
   *([30], [2, 2, 12], [17, 8], [7]),
 ]
-# As in a chat, the second half of each document is an answer. The documents in
-# this row have no targets.
+# As in a chat, the second half of each document is an answer, except in this
+# row, whose documents have no targets.
 WITHOUT_TARGETS = 3
 
 
@@ -50,7 +50,7 @@ ROWS = packed()
 
 
 def one_per_row():
-  """Returns one document per row, and the (row, number) it was packed as."""
+  """Returns tokens and targets of one document per row, and packed places."""
   tokens, is_target, places = [], [], []
   for row in range(8):
     for number in range(1, ROWS["segments"][row].max() + 1):
@@ -64,7 +64,7 @@ def one_per_row():
 
 @pytest.fixture(scope="module")
 def alone():
-  """Returns each document's place, loss in nats and number of targets."""
+  """Returns each document's packed place, its nats and number of targets."""
   tokens, is_target, places = one_per_row()
   run = Trained(EXACT)
   params = step.initial_state(EXACT, run.optimizer).params
@@ -79,7 +79,7 @@ def alone():
 
 
 def of_document(row, number):
-  """Returns the rows, with the targets of only this document."""
+  """Returns all packed rows, with the targets of only this document."""
   where = np.zeros((8, 1), bool)
   where[row] = True
   own = where & (ROWS["segments"] == number)
@@ -109,7 +109,7 @@ def test_packed_and_single_documents_have_equal_losses(mesh, parts, alone):
   assert float(found(ROWS).loss) == pytest.approx(mean(alone), abs=1e-5)
 
 
-# No gradient is that large, so nothing is clipped.
+# No gradient norm reaches this limit, so nothing is clipped.
 UNCLIPPED = dataclasses.replace(EXACT.optim, grad_clip=1e9)
 GLOBAL = dataclasses.replace(EXACT, optim=UNCLIPPED)
 LEAN = dataclasses.replace(
@@ -163,5 +163,5 @@ def test_fp8_learns_packed_documents_as_f32_does(mesh, trained):
   config = dataclasses.replace(on(SMALL, mesh), optim=optim)
   run = Trained(config, ROWS).run()
   assert len(run.losses) == STEPS
-  # test_mesh has this bound for plain tokens on a mesh.
+  # test_mesh uses the same bound for plain tokens.
   np.testing.assert_allclose(run.losses, trained.losses, rtol=0, atol=3e-3)

@@ -35,7 +35,7 @@ def test_losses_equal_those_of_one_device_and_of_fsdp():
   for mesh in MESHES:
     got = Trained(on(EXACT, mesh)).run()
     assert_same_bits(got.initial.params, want.initial.params)
-    # As in test_mesh, f32 sums over devices are in another order.
+    # As in test_mesh, the order of f32 sums over devices differs.
     assert largest_difference(got, want) <= 1e-5
     assert largest_difference(got, fsdp) <= 1e-5
 
@@ -47,7 +47,7 @@ def test_fp8_trains_as_on_one_device(experts):
   assert want.losses[0] - want.losses[-1] > 0.1
   for mesh in ("fsdp=8", *MESHES):
     got = Trained(on(config, mesh)).run()
-    # As in test_mixture, BF16 sums are in another order, so codes differ.
+    # As in test_mixture, the order of BF16 sums differs, so some codes differ.
     assert largest_difference(got, want) <= 1e-3
 
 
@@ -102,8 +102,9 @@ def test_run_resumes_on_another_mesh(tmp_path, capfd):
   output = "".join(capfd.readouterr())
   assert "resumed at step 4" in output
   assert "fsdp=4,expert=2 -> data=2,expert=4" in output
-  # The first loss after the checkpoint has the same weights but sums in another
-  # order; later, values at a rounding border may get other codes.
+  # The first loss after the checkpoint is computed from the same weights in a
+  # different summation order. Later, values near a rounding boundary may get
+  # other codes.
   np.testing.assert_array_equal(found[:4], want[:4])
   apart = np.abs(found - want)[4:]
   assert apart[0] <= 1e-5 and apart.max() <= 1e-2

@@ -33,7 +33,7 @@ from train.step import TrainState
 # These tests start programs; make test-all runs them.
 pytestmark = pytest.mark.slow
 
-# Saves states in an endless loop; all parameters equal the step.
+# Saves states in an endless loop. All parameters of a state equal its step.
 SAVER = """
 import itertools, pathlib, sys
 import jax.numpy as jnp
@@ -54,7 +54,8 @@ for step in itertools.count(1):
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory):
   with programs_on_disk(tmp_path_factory.mktemp("programs")) as environment:
-    # With as many devices as this process, they use its compiled programs.
+    # Started processes get as many devices as this one has, so that they can
+    # use its compiled programs.
     yield {**environment, "JAX_NUM_CPU_DEVICES": str(jax.device_count())}
 
 
@@ -111,7 +112,7 @@ def test_interrupted_save_leaves_a_whole_checkpoint(saver, tmp_path):
     assert checkpoint.newest_whole_step(left) == (newest, [])
     state = checkpoint.restore_state(left, newest, abstract)
     assert all(np.all(x == newest) for x in state.params.values())
-    # The next save succeeds and removes what was interrupted.
+    # The next save succeeds and removes the interrupted one.
     checkpoints = Checkpoints(left, keep=2)
     checkpoints.save(newest + 1, state, Batches(), {})
     checkpoints.close()
@@ -145,18 +146,18 @@ def test_run_killed_while_it_saves_resumes_bit_for_bit(
   assert losses(out) == losses(finished)
 
 
-def test_damaged_checkpoint_is_reported_and_the_one_before_resumed(
+def test_damaged_checkpoint_is_reported_and_the_previous_one_resumed(
   finished, copied, capsys
 ):
   folder = copied / "checkpoints" / "8"
-  # Flips a bit of the embedding; Orbax would restore it without an error.
+  # Flip a bit of the embedding; Orbax alone would restore it without an error.
   file = max((folder / "params").rglob("d/*"), key=lambda x: x.stat().st_size)
   data = bytearray(file.read_bytes())
   data[len(data) // 2] ^= 1
   file.write_bytes(data)
   name = file.relative_to(folder)
   said = f"{folder}: {name} does not match its checksum"
-  # The damage is reported even if the checkpoint before does not fit.
+  # The damage is reported even if the previous checkpoint does not fit.
   assert run(copied, "--resume", "--optim.codec", "log8") == 2
   assert said in capsys.readouterr().err
   arguments = ["export-hf", copied, "--out", copied.with_name("exported")]
@@ -205,7 +206,7 @@ def test_run_without_its_description_resumes(finished, copied, capsys, damage):
   assert RunDirectory(copied).is_run()
 
 
-def test_full_disk_ends_the_run_and_leaves_its_checkpoints(
+def test_full_disk_ends_the_run_and_keeps_its_checkpoints(
   tmp_path, compiled_once
 ):
   out = tmp_path / "run"

@@ -38,7 +38,7 @@ OPTIONS = {
   "compute": "float32",
   "optim.codec": "float32",
   "optim.lr": 3e-3,
-  # No gradient is that large, so nothing is clipped.
+  # No gradient norm reaches this limit, so nothing is clipped.
   "optim.grad-clip": 1e9,
 }
 
@@ -114,7 +114,7 @@ def held_out_loss(model, documents, numbers):
 
 
 @pytest.mark.slow
-def test_run_learns_and_is_exported_with_its_held_out_loss(
+def test_run_learns_and_its_export_has_the_logged_held_out_loss(
   finished, checkpoint, data, tmp_path
 ):
   rows = list(read_metrics(finished / "metrics.jsonl"))
@@ -162,7 +162,7 @@ def test_samples_are_answers_to_held_out_prompts(finished, checkpoint, data):
 
 
 @pytest.mark.slow
-def test_generated_chat_uses_the_kept_template(finished, capsys):
+def test_chat_with_a_finished_run_prints_only_the_answer(finished, capsys):
   words = [str(finished), "--prompt", "What is 5 and 2?", "--chat"]
   assert generate.main([*words, "--max-tokens", "4", "--temperature", "0"]) == 0
   output, errors = capsys.readouterr()
@@ -175,7 +175,7 @@ def test_interrupted_run_resumes_bit_for_bit(
   out = tmp_path / "copy"
   shutil.copytree(finished, out)
   before, samples = losses(out), RunDirectory(out).samples.read_bytes()
-  shutil.rmtree(out / "checkpoints" / "8")  # As if it had been killed.
+  shutil.rmtree(out / "checkpoints" / "8")  # As if killed before step 8.
   # A resumed run does not need the checkpoint that it began with.
   assert run(checkpoint / "gone", data, out, "--resume") == 0
   assert "resumed at step 4" in capsys.readouterr().err

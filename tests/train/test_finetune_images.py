@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m train.finetune` of a model that sees images, in two stages."""
+"""`python -m train.finetune` on a vision-language model, in two stages."""
 
 import dataclasses
 import json
@@ -86,7 +86,7 @@ def test_frozen_parts_have_no_state(folder):
       assert {*kernels} == {jnp.dtype(dtype)}
 
 
-def test_gradients_are_clipped_layer_by_layer(folder):
+def test_clipping_has_a_gradient_norm_for_each_layer(folder):
   config = config_of(
     folder,
     trained="all",
@@ -101,13 +101,13 @@ def test_gradients_are_clipped_layer_by_layer(folder):
   assert of_layers == {name for name in shapes if "/layers/" in name}
   assert {name.split("/")[0] for name in of_layers} == {"tower", "decoder"}
   assert all(shapes[name].shape == () for name in shapes.keys() - of_layers)
-  # A step clips by these norms, then stores those of its gradients.
+  # A step keeps the shapes of these norms.
   rows = load(config)[1].batch_shapes(config)
   run = step.train_step(config, step.build_graph(config), optimizer)
   assert jax.eval_shape(run, state, rows)[0].clip == state.clip
 
 
-def test_trained_parts_keep_low_bytes():
+def test_only_trained_parts_keep_low_bytes():
   draw = np.random.default_rng(0)
   whole = {
     name: {"kernel": jnp.asarray(draw.normal(size=(8, 16)), jnp.float32)}
@@ -163,7 +163,7 @@ def projected(folder, tmp_path_factory):
 
 
 def products(text, name, result):
-  """Returns the result shapes of all products in a program, axes sorted."""
+  """Returns the result shapes of a program's matmuls, with sorted axes."""
   found = re.findall(rf"{result}\w+\[([\d,]+)\]\S* {name}[(\[]", text)
   return {tuple(sorted(map(int, x.split(",")))) for x in found}
 
@@ -188,7 +188,7 @@ def test_frozen_parts_have_no_gradients(folder, trained, absent, present):
   rows = load(config)[1].batch_shapes(config)
   train_step = step.train_step(config, step.build_graph(config), optimizer)
   traced = jax.make_jaxpr(train_step)(state, rows).jaxpr
-  # Removes what no result depends on, as the compiler does.
+  # Remove what no result depends on, as the compiler does.
   used, _ = pe.dce_jaxpr(traced, [True] * len(traced.outvars))
   found = products(str(used), "= dot_general", ":")
   assert present <= found and not absent & found
@@ -254,7 +254,7 @@ def test_each_stage_changes_only_its_parts(projected, folder, tmp_path, capsys):
   assert rows["images"].any() and 1 < rows["segments"].max()
   loss, norm = first_step(tmp_path / "first", config, rows)
   found = losses(out)
-  # f32 sums over devices and microbatches are in another order.
+  # The order of f32 sums over devices and microbatches differs.
   assert found[1, "loss"] == pytest.approx(loss, rel=1e-5)
   assert found[1, "grad_norm"] == pytest.approx(norm, rel=1e-4)
   second = exported(out, tmp_path / "out")
@@ -276,7 +276,7 @@ def test_killed_run_resumes_bit_for_bit(projected, folder, tmp_path, capsys):
   out = tmp_path / "copy"
   shutil.copytree(projected, out)
   before = losses(out)
-  shutil.rmtree(out / "checkpoints" / "4")  # As if it had been killed.
+  shutil.rmtree(out / "checkpoints" / "4")  # As if killed before step 4.
   data = folder / "shapes.json"
   # A resumed run does not need the model that it began with.
   start = folder / "gone"
@@ -289,7 +289,7 @@ def test_killed_run_resumes_bit_for_bit(projected, folder, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_image_damaged_after_its_header_ends_the_run_when_it_is_read(
+def test_image_damaged_after_its_header_ends_the_run_when_read(
   projected, folder, tmp_path, capsys
 ):
   rows = json.loads((folder / "shapes.json").read_text())

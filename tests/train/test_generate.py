@@ -25,14 +25,14 @@ from train.run.description import configuration, describe
 from train.run.directory import RunDirectory
 
 SHORT = dict(steps=2, eval_every=2, save_every=2, seq=48)
-# In f32, so that the order of sums does not change the chosen token.
+# Computes in f32, so that the summation order does not change chosen tokens.
 PLAIN = dict(recipe="bf16", compute="float32", optim__codec="float32", **SHORT)
 PROMPT = "def main("
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-  """A run's folder with a checkpoint of random weights."""
+  """Returns a run's folder with a checkpoint of random weights."""
   folder = RunDirectory(tmp_path_factory.mktemp("runs") / "finished")
   demo = PRESETS["demo"]()
   config = dataclasses.replace(
@@ -44,7 +44,7 @@ def finished(tmp_path_factory):
     report_state=False,
   )
   state = step.initial_state(config, step.build_optimizer(config))
-  # Larger weights, so that one token is by far the most probable.
+  # With larger weights, one token is by far the most probable.
   larger = jax.tree.map(lambda x: 5 * x, state.params)
   data = TokenSource(
     name="x", parts=[np.zeros(9, np.uint8)], vocab_size=256, held_out=0.5
@@ -61,12 +61,12 @@ def command(*words):
   """Runs the command in this process; returns the exit status."""
   try:
     return generate.main([str(word) for word in words])
-  except SystemExit as exit:  # tyro's own errors
+  except SystemExit as exit:  # raised by tyro
     return exit.code
 
 
 def greedy(path, prompt, count):
-  """Decodes greedily with the run's own model, without a cache."""
+  """Decodes greedily with the run's model, without a cache."""
   folder = RunDirectory(path)
   found = folder.latest_step()
   saved = checkpoint.read_description(folder.checkpoints, found)
@@ -108,7 +108,7 @@ def test_seed_determines_sampled_text(finished, capsys):
     assert command(*line, "--seed", seed) == 0
     drawn.append(capsys.readouterr().out)
   assert drawn[0] == drawn[1] != drawn[2]
-  # The most probable token alone remains.
+  # These options leave only the most probable token.
   line = [finished, "--prompt", PROMPT, "--max-tokens", 8, "--temperature", 5]
   want = greedy(finished, PROMPT, 8) + "\n"
   for narrow in (

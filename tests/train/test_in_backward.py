@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with the optimizer's step in the backward pass."""
+"""Training with the optimizer's updates in the backward pass."""
 
 import dataclasses
 import shutil
@@ -46,7 +46,7 @@ def tied(config):
 
 
 def gemma(config):
-  """Uses two kinds of layers, norms around blocks and of q and k, and caps."""
+  """Uses two kinds of layers, norms around blocks, q and k norms, soft caps."""
   model = dataclasses.replace(
     config.model,
     family="gemma3_text",
@@ -74,7 +74,7 @@ def gemma(config):
     ],
   ),
 )
-def test_steps_equal_ordinary_steps(config, monkeypatch):
+def test_steps_are_bit_identical_to_ordinary_steps(config, monkeypatch):
   monkeypatch.setattr(steps, "STEPS", 10)
   config = with_clip(config, "share")
   ordinary = Trained(config).run()
@@ -134,7 +134,7 @@ def test_run_may_change_its_clipping_with_convert_state(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_imported_run_starts_without_gradient_norms(tmp_path):
+def test_imported_run_can_be_resumed_without_gradient_norms(tmp_path):
   out, exported = tmp_path / "out", tmp_path / "exported"
   made = tmp_path / "made"
   assert run(out, "--no-report-state", steps=4) == 0

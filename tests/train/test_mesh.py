@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on a mesh: options, errors, and losses that do not depend on it."""
+"""Training on a mesh: options, errors, and losses equal to one device's."""
 
 import re
 
@@ -168,7 +168,7 @@ def test_impossible_mesh_is_reported_and_changes_nothing(
 def test_presets_are_sharded_in_whole_groups(name):
   config = PRESETS[name]()
   mesh = meshes.make_mesh(dict(data=1, fsdp=8, tensor=1))
-  # Raises if any device would have part of a group.
+  # This raises if any device would have part of a group.
   state = step.abstract_state(config, step.build_optimizer(config), mesh)
   leaves = zip(
     step.leaf_names(state.params),
@@ -194,14 +194,14 @@ def test_losses_of_gpt2_equal_those_of_one_device():
     np.testing.assert_array_equal, got.initial.params, want.initial.params
   )
   assert want.losses[0] - want.losses[-1] > 0.1
-  # Devices sum in another order, in f32.
+  # The order of f32 sums over devices differs.
   assert largest_difference(got, want) <= 1e-5
-  # The error of FP8: see the last test of this file.
+  # The last test of this file explains the error of FP8.
   fp8 = Trained(on(gpt2(SMALL), mesh)).run()
   assert largest_difference(fp8, want) <= 0.01
 
 
-def test_parameter_shardings_follow_the_table():
+def test_parameter_shardings_on_a_mesh_of_three_axes():
   config = on(SMALL, "data=2,fsdp=2,tensor=2")
   mesh = meshes.make_mesh(config.mesh_sizes)
   params = step.abstract_state(config, step.build_optimizer(config)).params
@@ -246,8 +246,8 @@ def test_step_keeps_the_shardings_of_the_state(exact_on_mesh):
 
 
 def test_losses_equal_those_of_one_device(exact, exact_on_mesh):
-  # Another order of sums changes a loss of 5.5 by a few ulp of 5e-7. Adam
-  # amplifies this where a gradient is near 0.
+  # A different summation order changes a loss of 5.5 by a few ulps of 5e-7.
+  # Adam amplifies such differences where a gradient is near 0.
   assert largest_difference(exact_on_mesh, exact) <= 1e-5
   assert exact.losses[-1] < exact.losses[0] - 0.1
 
@@ -291,16 +291,17 @@ def test_evaluation_in_bf16_equals_that_of_one_device(exact):
     )
     found = program(params, jax.device_put(TOKENS, run.where))
     losses.append(float(found.loss))
-  # All recipes have the same first loss. Logits are below 1, where BF16 rounds
-  # by at most 2^-9.
+  # All runs have the same initial weights. Logits are below 1, where rounding
+  # to BF16 changes them by at most 2^-9.
   assert losses == pytest.approx([exact.losses[0]] * 3, abs=2**-9)
 
 
 @pytest.mark.slow
 def test_fp8_losses_on_a_mesh_are_within_the_error_of_fp8(exact):
-  # Scales of whole tensors are equal. Products are summed in another order, so
-  # a value between two codes may get the other one. Measured over five steps:
-  # a mesh differs by 4e-4 from one device, and FP8 by 1.5e-3 from f32.
+  # A mesh does not change scales of whole tensors, but matmuls have a different
+  # summation order, so a value between two codes may be rounded to the other
+  # one. Over five steps, losses on a mesh differed by 4e-4 from those on one
+  # device, and FP8 losses by 1.5e-3 from f32 losses.
   one, mesh = (Trained(on(SMALL, mesh)).run() for mesh in ("", MESHES[1]))
   assert largest_difference(one, exact) <= 3e-3
   assert largest_difference(mesh, one) <= 1.5e-3

@@ -27,7 +27,7 @@ MODEL = ModelConfig(
   family="qwen3_moe",
   num_layers=2,
   d_model=64,
-  # On the largest mesh a device has 64 columns: one group of moments.
+  # On the largest mesh, a device has 64 columns, or one group of moments.
   d_ff=128,
   num_heads=4,
   num_kv_heads=2,
@@ -72,7 +72,7 @@ def test_gradients_on_meshes_equal_those_on_one_device():
     assert_close(gradients(EXACT, mesh=mesh), want, 1e-5)
   want = on_one_device(False)
   loss, found = gradients(SMALL, mesh="data=2,fsdp=2,tensor=2")
-  # BF16 values are summed in another order, which changes some codes.
+  # BF16 values are summed in a different order, which changes some codes.
   assert abs(loss - want[0]) < 1e-3
   for a, b in zip(
     jax.tree.leaves(found), jax.tree.leaves(want[1]), strict=True
@@ -81,7 +81,7 @@ def test_gradients_on_meshes_equal_those_on_one_device():
     assert cosine > 0.99
 
 
-def test_steps_in_the_backward_equal_ordinary_steps():
+def test_steps_with_optimizer_in_backward_equal_ordinary_steps():
   optim = dataclasses.replace(SMALL.optim, clip="share", grad_clip=1e9)
   config = on(SMALL, "fsdp=8", optim=optim)
   ordinary = Trained(config).run()
@@ -95,14 +95,14 @@ def test_steps_in_the_backward_equal_ordinary_steps():
     assert x.addressable_shards[0].data.size == x.size // 8
 
 
-def test_recomputation_changes_nothing():
+def test_only_fp8_layer_remat_changes_the_loss():
   want = on_one_device(True)
   for remat in ("dots", "full"):
     assert_close(gradients(EXACT, remat=remat), want, 1e-5)
   want = on_one_device(False)
   assert_same_bits(gradients(SMALL, remat="fp8"), want)
-  # The residual stream is rounded once per layer, so some tokens go to other
-  # experts.
+  # "fp8_layer" rounds the residual stream once per layer, so some tokens go to
+  # other experts.
   loss, found = gradients(SMALL, remat="fp8_layer")
   assert 0 < abs(loss - want[0]) < 1e-2
   assert_close(found["head"], want[1]["head"], 0.2)

@@ -29,7 +29,7 @@ def config(optimizer, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OTHERS)
-def test_resumed_and_uninterrupted_runs_have_equal_bits(
+def test_resumed_run_is_bit_identical_to_an_uninterrupted_run(
   tmp_path, optimizer, capsys
 ):
   options = dict(optim__optimizer=optimizer, optim__lr=1e-3, params="bfloat16")
@@ -60,8 +60,8 @@ def test_plan_counts_one_moment(optimizer):
     state = state_of(config(optimizer)).optimizer
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
-  # This is not exactly half: small leaves are f32, and Muon leaves embeddings
-  # to AdamW.
+  # Without second moments, the state would be half as large. It is larger
+  # because small leaves are f32 and, with Muon, AdamW updates embeddings.
   assert 0.45 < state_bytes(optimizer) / state_bytes("coat_adamw") < 0.95
 
 
@@ -73,7 +73,7 @@ def test_presets_adapt_to_the_optimizer_and_unused_options_are_refused(
 
   monkeypatch.setattr(pretrain, "run_command", only_read)
   some = {name: PRESETS[name] for name in ("demo", "olmo_1b")}
-  # tyro parses every preset, which takes long.
+  # tyro parses every preset, which is slow.
   monkeypatch.setattr(pretrain, "PRESETS", some)
 
   def read(*words):
@@ -83,7 +83,7 @@ def test_presets_adapt_to_the_optimizer_and_unused_options_are_refused(
   found = read("olmo_1b", *lion)
   assert (found.optim.optimizer, found.optim.eps) == ("coat_lion", 1e-8)
   assert found.optim.lr == 4e-4
-  found = read("olmo_1b", muon)  # AdamW steps some leaves.
+  found = read("olmo_1b", muon)  # Here, AdamW updates some leaves.
   assert (found.optim.optimizer, found.optim.eps) == ("coat_muon", 1e-5)
   assert not read("demo", muon).report_state
   assert not read("demo", muon, "--no-report-state").report_state
@@ -152,7 +152,7 @@ def test_muon_equals_optax_on_clipped_gradients():
     adam_b2=optim.b2,
     consistent_rms=0.2,
   )
-  # optax steps an array of three axes with AdamW.
+  # optax updates an array of three axes with AdamW.
   params, grads = (
     {"embedding": x[None], "up": y}
     for x, y in zip(tables, matrices, strict=True)
@@ -162,7 +162,8 @@ def test_muon_equals_optax_on_clipped_gradients():
   want = optax.apply_updates(params, updates)
   np.testing.assert_allclose(got["embedding"], want["embedding"][0], atol=1e-6)
   kernel = got["layers"]["mlp"]["up"]["kernel"][0]
-  # Updates are about 0.1. Each of Muon's five iterations sums over rows.
+  # Updates are about 0.1. Each of Muon's five iterations sums over rows in f32,
+  # which adds rounding errors.
   np.testing.assert_allclose(kernel, want["up"], atol=1e-5)
 
 

@@ -42,7 +42,7 @@ def test_planned_residuals_match_those_of_a_traced_layer(preset, recipe):
   planned = saved_bytes(config, recipe)
   counted = residual_bytes(config, recipe, tokens=256)["total"]
   if recipe.name == "bf16":
-    # The plan also counts a copy of the attention's output, for its product.
+    # The plan also counts a copy of the attention's output for the next matmul.
     counted += 2 * config.num_heads * config.head_width
   if recipe.nonlinear == "bf16" and config.choices.norm == "layer":
     # A LayerNorm saves two equal arrays. XLA keeps only one, as planned.
@@ -190,7 +190,7 @@ def test_table_says_what_fits(capsys, hbm, fits):
     (["demo", "--init-from", "/no/such"], "got nothing of that name"),
   ],
 )
-def test_errors_say_what_would_fit(capsys, options, said):
+def test_bad_options_are_refused(capsys, options, said):
   try:
     status = plan.main(options)
   except SystemExit as stop:
@@ -208,7 +208,7 @@ def llava_7b(tmp_path_factory):
 
 
 @pytest.mark.parametrize("trained", ["projector", "decoder", "all"])
-def test_step_of_a_model_that_sees_images_is_planned(trained, llava_7b, capsys):
+def test_step_of_a_vision_language_model_is_planned(trained, llava_7b, capsys):
   rows_of = (ROWS / "vision_plan.jsonl").read_text().splitlines()
   (row,) = (
     row for row in map(json.loads, rows_of) if row["case"]["trained"] == trained
@@ -227,7 +227,7 @@ def test_step_of_a_model_that_sees_images_is_planned(trained, llava_7b, capsys):
   assert peak == pytest.approx(row["peak_bytes"], rel=0.02)
 
 
-def test_weights_of_a_tower_in_f32_are_planned(llava_7b):
+def test_tower_with_f32_weights_needs_more_temporary_memory(llava_7b):
   line = ["finetune", "--init-from", llava_7b, "--trained", "all"]
   temporary = [
     plan_run(
@@ -273,7 +273,7 @@ def test_plan_uses_the_shape_of_a_text_checkpoint(tmp_path):
   )
 
 
-def test_table_with_microbatches_omits_steps_in_the_backward(capsys):
+def test_table_with_microbatches_omits_updates_in_backward(capsys):
   assert plan.main(["demo", "--accumulate", "2"]) == 0
   found = rows(capsys.readouterr().out)
   assert found["MB on each GPU"] == list(plan.COLUMNS)[:4]

@@ -27,7 +27,7 @@ def test_each_gpu_plans_its_share_of_sequences_and_vocabulary():
   assert found.activations == pytest.approx(32 * kept * tokens, rel=1e-9)
   # 2^28 bytes hold f32 logits for 2097 positions of two sequences and half the
   # vocabulary, so 4096 positions are two even chunks. Logits and the head's
-  # gradient exist in f32 and in BF16, hidden states three times in BF16.
+  # gradient are allocated in f32 and BF16, hidden states three times in BF16.
   logits, head = 2 * 2048 * 16000, 4096 * 16000
   assert found.temporary == (4 + 2) * (logits + head) + 3 * 2 * 4096 * tokens
 

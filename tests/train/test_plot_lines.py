@@ -85,7 +85,7 @@ def leaf(parameters, error, encoded=True):
 
 
 def reports():
-  """Rows of two reports, at steps 10 and 20."""
+  """Returns rows of two reports, at steps 10 and 20."""
   first = dict(
     step=10,
     state={"w": leaf(10, 0.1)},
@@ -120,6 +120,6 @@ def test_errors_are_weighted_by_parameters_of_encoded_leaves(drawn):
     if axes.get_ylabel() == "relative error"
   )
   mu, nu = axes.lines
-  # At step 20: (10 * 0.1 + 30 * 0.5) / 40, and half of that.
+  # At step 20, mu's error is (10 * 0.1 + 30 * 0.5) / 40, and nu's is half that.
   np.testing.assert_allclose(points(mu), [(10, 0.1), (20, 0.4)])
   np.testing.assert_allclose(points(nu), [(10, 0.05), (20, 0.2)])

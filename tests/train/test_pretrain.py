@@ -190,7 +190,7 @@ def test_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_state_with_a_loss_that_is_not_finite_is_not_saved(
+def test_state_with_a_held_out_loss_of_nan_is_not_saved(
   finished, tmp_path, monkeypatch, capsys
 ):
   out = tmp_path / "copy"
@@ -217,7 +217,7 @@ def test_state_with_a_loss_that_is_not_finite_is_not_saved(
       ),
       "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 29.20GiB",
     ),
-    # Messages on a CPU, raised at once or by a dispatched step.
+    # A CPU raises these messages, at once or in a dispatched step.
     (
       jax.errors.JaxRuntimeError(
         "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes."
@@ -292,7 +292,7 @@ def test_overwriting_run_replaces_the_old_one(copied):
 
 
 @pytest.mark.slow
-def test_folder_renamed_in_mid_run_is_reported_and_keeps_its_checkpoints(
+def test_folder_renamed_during_the_run_is_reported_and_keeps_checkpoints(
   tmp_path, monkeypatch, capsys
 ):
   out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
@@ -313,7 +313,7 @@ def test_folder_renamed_in_mid_run_is_reported_and_keeps_its_checkpoints(
 
 
 @pytest.mark.slow
-def test_tokens_cut_short_in_mid_run_are_reported(
+def test_token_file_truncated_during_the_run_is_reported(
   tmp_path, monkeypatch, capsys
 ):
   ids = tmp_path / "ids"
@@ -366,7 +366,9 @@ def test_recipe_int8_trains(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_is_compared_with_twins_of_the_same_weights(tmp_path, capsys):
+def test_run_is_compared_with_twins_of_its_seed_and_of_the_next(
+  tmp_path, capsys
+):
   out = tmp_path / "out"
   flags = ("--compare", "bf16", "--compare-seeds", "2")
   assert run(out, *flags) == 0

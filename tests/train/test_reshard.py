@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on eight devices that is killed and resumed there or on two."""
+"""A run on eight devices is killed, and resumed on eight devices or on two."""
 
 import shutil
 
@@ -57,21 +57,22 @@ def test_killed_run_resumes_on_its_mesh_and_on_another(tmp_path, environments):
   options = dict(batch=8, steps=14, save_every=4, eval_every=14, seed=1)
   killed = tmp_path / "killed"
   process = start(killed, environment=environments[8], **options, **ON[8])
-  wait_for_step(process, killed, 10)  # Between two checkpoints.
+  wait_for_step(process, killed, 10)  # This is between two checkpoints.
   process.kill()
   process.communicate()
   done = RunDirectory(killed).latest_step()
   moved = shutil.copytree(killed, tmp_path / "moved")
   never = tmp_path / "never"
 
-  # On the same mesh: bit for bit.
+  # On the same mesh, the resumed run is bit-identical to the uninterrupted one.
   assert run(killed, "--resume", **options, **ON[8]) == 0
   assert run(never, **options, **ON[8]) == 0
   assert losses(killed) == losses(never)
   assert last_state(killed) == last_state(never)
 
-  # On another mesh, the first loss differs only by the order of sums. Later,
-  # values between two codes get other codes. The f32 run below has no codes.
+  # On another mesh, the first loss differs only by the summation order. Later,
+  # values between two codes may get other codes. (The f32 run of the next test
+  # has no codes.)
   on_two = dict(environment=environments[2], **options, **ON[2])
   finish(start(moved, "--resume", **on_two))
   apart = np.abs(each_loss(moved, done) - each_loss(never, done))
@@ -82,7 +83,8 @@ def test_killed_run_resumes_on_its_mesh_and_on_another(tmp_path, environments):
 def test_run_in_f32_resumed_on_another_mesh_has_the_same_losses(
   tmp_path, environments
 ):
-  # Summing some thousand f32 in another order changes a loss by 1e-7 of it.
+  # A different order of summing some thousand f32 values changes a loss by 1e-7
+  # of its value.
   options = dict(batch=8, steps=10, save_every=4, eval_every=10)
   options |= dict(recipe="bf16", compute="float32", optim__codec="float32")
   out = tmp_path / "out"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning rate of every update, from the formulas in NumPy."""
+"""Learning rates match the formulas, which are written in NumPy here."""
 
 import dataclasses
 

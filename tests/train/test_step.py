@@ -49,8 +49,8 @@ def trained():
 
 
 def test_fp8_losses_follow_those_of_f32(trained):
-  # test_step_against_optax compares steps in f32 with optax. Here, their losses
-  # fall by 0.35, and those with FP8 differed from them by at most 0.002.
+  # test_step_against_optax compares f32 steps with optax. Here, f32 losses fall
+  # by 0.35, and FP8 losses differed from them by at most 0.002.
   _, exact = train(dataclasses.replace(TWIN, compute="float32"))
   state, losses = trained
   assert int(state.step) == 20
@@ -139,7 +139,8 @@ def test_report_counts_powers_and_errors(trained):
     for leaf in row["state"].values()
     if leaf["encoded"]
   ]
-  # In each step, E4M3 moves a value by at most 1/16; earlier errors fade by b1.
+  # In each step, E4M3 changes a value by at most 1/16 of it, and earlier errors
+  # are multiplied by b1.
   assert errors and all(0 < error < 0.2 for error in errors)
 
 
@@ -158,12 +159,14 @@ def rows(*, with_state):
 
 
 @pytest.mark.parametrize("with_state", [True, False])
-def test_figure_has_a_panel_for_each_report(tmp_path, with_state):
+def test_figure_has_panels_of_the_state_if_it_was_reported(
+  tmp_path, with_state
+):
   out = tmp_path / "plot.png"
   plot.draw(
     {"a": rows(with_state=with_state), "b": rows(with_state=False)}, out
   )
-  # Each panel has 6 x 4 inches, at 150 points per inch.
+  # Each panel is 6 x 4 inches, at 150 points per inch.
   panels = 4 if with_state else 2
   picture = matplotlib.image.imread(out)
   assert picture.shape[:2] == (600, 900 * panels)

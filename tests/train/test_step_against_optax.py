@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps with f32 moments against optax's clipping and AdamW.
 
-The step sums the gradients of two microbatches; optax gets the whole batch's.
+The step sums the gradients of two microbatches; optax gets the gradients of the
+whole batch.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from train import step
 from train.config import OptimConfig
 from train.presets import demo
 
-# No number is a default, and each changes updates by a per cent or more.
+# No number is the default, and each changes updates by 1 % or more.
 OPTIM = OptimConfig(
   lr=1e-2,
   codec="float32",
@@ -120,7 +121,7 @@ def test_steps_equal_optax_clipping_and_adamw():
     moved = jax.tree.map(
       lambda new, old: np.float64(new) - np.float64(old), state.params, before
     )
-    # Parameters are rounded by at most 6e-8 and move by at least 1e-3.
+    # Rounding changes parameters by at most 6e-8, updates by at least 1e-3.
     assert_close(moved, updates, 1e-3, f"update {i}")
     # The exact and the stored moments are those of the clipped gradients.
     adam = expected[1][0]
@@ -128,7 +129,7 @@ def test_steps_equal_optax_clipping_and_adamw():
     stored = state.optimizer.mu.codes, state.optimizer.nu.codes
     assert_close(stored, (adam.mu, adam.nu))
 
-  # These weights are finite, but their products overflow.
+  # These weights are finite, but matmuls with them overflow.
   state = state._replace(params=draw(state.params, 1e25))
   _, metrics = run(state, TOKENS[0])
   assert not metrics.is_finite.all()

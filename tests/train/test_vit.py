@@ -161,7 +161,7 @@ def test_models_for_other_images_are_refused(option, value, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("option", ["seq", "watch", "init_from"])
-def test_options_of_decoders_do_not_exist(option, tmp_path, capsys):
+def test_options_of_decoders_are_refused(option, tmp_path, capsys):
   with pytest.raises(SystemExit):
     vit.main(line(tmp_path, tmp_path / "out", **{option: 1}))
   assert option.replace("_", "-") in capsys.readouterr().err
@@ -250,7 +250,7 @@ def environment(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_run_learns_and_a_killed_one_resumes_to_the_same_bits(
+def test_run_learns_and_a_killed_run_resumes_bit_for_bit(
   environment, tmp_path, capsys
 ):
   folder = write_folder(tmp_path / "images")

@@ -20,7 +20,7 @@ CONFIG = dataclasses.replace(SMALL, watch=2)
 
 
 def probed(**options):
-  """Makes a tiny run's state after its first update, and its watcher."""
+  """Returns a tiny run's config, state after one update, watcher and graph."""
   config = dataclasses.replace(CONFIG, **options)
   graph, optimizer = step.build_graph(config), step.build_optimizer(config)
   state = step.initial_state(config, optimizer)
@@ -81,7 +81,7 @@ def test_probe_agrees_with_numpy_and_costs_little():
       call()
       times.append(time.perf_counter() - started)
     seconds.append(min(times))
-  # A probe every 100 steps may cost 2 % of the time: that of two steps.
+  # A probe every 100 steps may cost 2 % of the time, which is two steps.
   assert seconds[0] < 2 * seconds[1]
 
 
@@ -103,7 +103,7 @@ def test_codes_of_all_states_of_an_optimizer_are_counted(optimizer):
 
   stored = jax.tree.map_with_path(draw, state.optimizer)
   found = watch.of_moments(stored)
-  # With Muon, AdamW steps the tables, which therefore have second moments.
+  # With Muon, AdamW updates the tables, which therefore have second moments.
   kept = {name: x for name, x in drawn.items() if x}
   assert [*kept] == (["mu", "nu"] if optimizer == "coat_muon" else ["mu"])
   for name, values in kept.items():

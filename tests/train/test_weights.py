@@ -23,7 +23,7 @@ MESH = "data=2,fsdp=2,tensor=2"
 NORMS = ("norm/scale",)
 
 
-# Moments in f32, so that no codec encodes their zeros.
+# Stores moments in f32, so that no codec encodes their zeros.
 PLAIN = dataclasses.replace(SMALL.optim, codec="float32", group_size=128)
 # These options compile fast.
 FAST = dict(recipe="bf16", optim=PLAIN)
@@ -87,7 +87,8 @@ def test_first_weights_are_sampled_one_layer_at_a_time():
   made = step.initializer(config, run.optimizer).lower().compile()
   temporary = made.memory_analysis().temp_size_in_bytes
   layers = sum(x.size for x in jax.tree.leaves(run.abstract.params["layers"]))
-  # Less than 8 layers in f32, for random bits, normal values and their sums.
+  # Random bits, normal values and their sums need less memory than 8 layers in
+  # f32.
   assert temporary < 4 * layers / 8
 
 
@@ -111,7 +112,7 @@ def summed(accumulate, dtype="float32", **options):
   return jax.tree.map(np.asarray, found), Trained(config).abstract.params
 
 
-def test_gradients_of_bf16_weights_are_bf16():
+def test_gradients_have_the_dtypes_of_stored_weights():
   config = stored("bfloat16")
   params = Trained(config).abstract.params
   _, grads = jax.eval_shape(mean_gradients(config), params)
@@ -130,8 +131,8 @@ def test_sums_over_microbatches_have_the_requested_dtype(dtype):
     assert g.dtype == (kept if dtype == "bfloat16" else jnp.float32)
     exact = np.asarray(by_name(want)[name], np.float64)
     error = np.abs(np.asarray(g, np.float64) - exact)
-    # Each of these is rounded: the batch's gradient, four of microbatches, and
-    # with dtype bfloat16 also three sums.
+    # Roundings are those of the batch's gradient, of four microbatches'
+    # gradients and, with dtype bfloat16, of three sums.
     ulps = 2.0**-8 * (1 + 4 + (3 if dtype == "bfloat16" else 0))
     assert np.max(error) <= ulps * np.max(np.abs(exact))
 
@@ -168,7 +169,7 @@ def trained(kind, recipe, mesh=""):
 
 
 @pytest.mark.slow
-def test_run_with_24_bits_learns_and_moves_its_low_bytes():
+def test_run_with_24_bits_learns_and_changes_its_low_bytes():
   got = trained("bfloat16_low8", "bf16")
   assert got.losses[-1] < got.losses[0] - 0.3
   state = got.state
@@ -195,5 +196,6 @@ def test_stored_weights_learn_as_f32_weights_do(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_mesh_trains_as_one_device(kind):
   alone, together = trained(kind, "coat"), trained(kind, "coat", MESH)
-  # As in test_mesh: sums in another order, rounded to FP8 and bf16.
+  # As in test_mesh, the summation order differs, here before values are rounded
+  # to FP8 and bf16.
   assert np.max(np.abs(np.subtract(alone.losses, together.losses))) <= 2e-2

@@ -43,14 +43,14 @@ def held_out(tokens, batch_size=BATCH, **kwargs):
 def test_a_token_file_larger_than_memory_yields_batches(tmp_path):
   path = tmp_path / "sparse.bin"
   with path.open("wb") as file:
-    file.truncate(2**38)  # Sparse: uses no disk space.
+    file.truncate(2**38)  # A sparse file uses no disk space.
   config = DataConfig(path=str(path), dtype="uint16", held_out=1e-6)
   tokens = load_tokens(config, 256)
   assert len(tokens) == 2**37
   assert batches(tokens, 2)[1].shape == (BATCH, SEQ_LEN + 1)
 
 
-def test_batches_depend_on_the_seed_alone(embedded):
+def test_seed_determines_the_batches(embedded):
   first, again = batches(embedded, 5), batches(embedded, 5)
   other = batches(embedded, 5, seed=1)
   assert first[0].dtype == np.int32
@@ -76,7 +76,7 @@ def test_an_epoch_visits_each_window_once_and_no_held_out_token(
   tokens = numbered(size, held_out=held_out)
   stop = tokens.train_size(SEQ_LEN)
   windows = (stop - 1) // SEQ_LEN
-  # Enough batches for whole epochs: each window is seen BATCH times.
+  # Read BATCH whole epochs, so that each window occurs BATCH times.
   rows = np.concatenate(batches(tokens, windows, seed=seed))
   np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(SEQ_LEN + 1))
   starts, counts = np.unique(rows[:, 0], return_counts=True)
@@ -99,7 +99,7 @@ def test_epochs_differ_in_order():
 
 
 @pytest.mark.parametrize("process_count", [2, 4])
-def test_processes_read_disjoint_rows_of_one_batch(embedded, process_count):
+def test_processes_share_the_rows_of_each_batch(embedded, process_count):
   shards = [
     batches(embedded, 3, process_index=index, process_count=process_count)
     for index in range(process_count)
@@ -121,7 +121,7 @@ def test_held_out_batches_repeat_and_cover_the_held_out_share():
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_iterator_resumes_bit_equal_through_orbax(
+def test_iterator_restored_by_orbax_continues_with_the_same_batches(
   tmp_path, embedded, is_mapped
 ):
   tokens = embedded
@@ -158,7 +158,7 @@ def test_iterator_resumes_bit_equal_through_orbax(
   np.testing.assert_array_equal(take(fresh, 5), want)
 
 
-def test_sizes_that_do_not_fit_raise_with_the_sizes():
+def test_invalid_sizes_seeds_and_process_numbers_are_refused():
   def train(size=1000, **kwargs):
     options = dict(seq_len=SEQ_LEN, batch_size=BATCH, seed=0) | kwargs
     return train_iterator(numbered(size), **options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints: which changes of the data they detect, and which not."""
+"""Fingerprints detect most changes of the data, but not all."""
 
 import hashlib
 import os
@@ -36,9 +36,9 @@ def test_fingerprint_hashes_length_and_all_tokens():
   assert source(IDS).fingerprint == f"2:{want.hexdigest()[:32]}"
 
 
-# Both ends, and two places in between.
+# These places are both ends and two places in between.
 @pytest.mark.parametrize("place", [0, 4500, SIZE // 2, SIZE - 1])
-def test_any_token_in_memory_changes_the_fingerprint(place):
+def test_changing_any_token_in_memory_changes_the_fingerprint(place):
   changed = IDS.copy()
   changed[place] ^= 1
   assert source(changed).fingerprint != source(IDS).fingerprint
@@ -46,7 +46,9 @@ def test_any_token_in_memory_changes_the_fingerprint(place):
 
 
 @pytest.mark.parametrize("place", [0, 4500, SIZE // 2, SIZE - 1])
-def test_any_token_of_small_files_changes_the_fingerprint(tmp_path, place):
+def test_changing_any_token_of_small_files_changes_the_fingerprint(
+  tmp_path, place
+):
   tokens = files(tmp_path, IDS[:70_001], IDS[70_001:])
   assert tokens.fingerprint == source(IDS).fingerprint
   assert tokens.change_times is None
@@ -56,7 +58,7 @@ def test_any_token_of_small_files_changes_the_fingerprint(tmp_path, place):
   assert tokens.fingerprint != source(IDS).fingerprint
 
 
-def test_three_quarters_replaced_between_samples_change_the_fingerprint(
+def test_replacing_three_quarters_of_the_tokens_changes_the_fingerprint(
   tmp_path, few_blocks
 ):
   before = files(tmp_path, IDS).fingerprint
@@ -66,7 +68,7 @@ def test_three_quarters_replaced_between_samples_change_the_fingerprint(
   assert files(tmp_path, changed).fingerprint != before
 
 
-def test_change_longer_than_the_gap_between_blocks_is_seen_anywhere(
+def test_change_longer_than_the_gap_between_blocks_is_always_detected(
   tmp_path, few_blocks
 ):
   before = files(tmp_path, IDS).fingerprint
@@ -76,7 +78,9 @@ def test_change_longer_than_the_gap_between_blocks_is_seen_anywhere(
     assert files(tmp_path, changed).fingerprint != before
 
 
-def test_ends_of_every_file_and_their_order_are_seen(tmp_path, few_blocks):
+def test_changes_at_file_ends_and_of_file_order_are_detected(
+  tmp_path, few_blocks
+):
   parts = np.split(IDS, [100_000, 100_300, 100_900])
   before = files(tmp_path, *parts).fingerprint
   for part in parts:
@@ -89,7 +93,7 @@ def test_ends_of_every_file_and_their_order_are_seen(tmp_path, few_blocks):
   assert files(tmp_path, *parts).fingerprint != before
 
 
-def test_short_change_between_blocks_is_seen_only_in_the_times(
+def test_short_change_between_blocks_changes_only_the_file_times(
   tmp_path, few_blocks
 ):
   tokens = files(tmp_path, IDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that begin and end texts, from transformers' files."""
+"""The tokens that begin and end texts, read from Hugging Face folders."""
 
 from typing import Any
 
@@ -17,26 +17,28 @@ NONE: Any = dict(bos_token_id=..., eos_token_id=...)
     # The post-processor adds the first token, as in Llama and Gemma.
     (7, {}, (7,), 1),
     (7, {"bos_token": "t7"}, (7,), 7),
-    # Nothing adds one, as in Qwen. Empty contexts begin with config.json's.
+    # Nothing adds a first token, as in Qwen. The prefix is from config.json.
     (None, {"bos_token": None, "eos_token": "t9"}, (), 1),
     # tokenizer_config.json overrides the post-processor.
     (None, {"add_bos_token": True, "bos_token": {"content": "t7"}}, (7,), 7),
     (7, {"add_bos_token": False, "bos_token": "t7"}, (), 7),
-    # If the named token does not exist, config.json's is added.
+    # If the named token does not exist, config.json's token is added.
     (None, {"add_bos_token": True, "bos_token": "no token"}, (1,), 1),
   ],
 )
-def test_beginning_of_a_text(tmp_path, begin, config, first, prefix):
+def test_first_tokens_and_prefix_of_a_text(
+  tmp_path, begin, config, first, prefix
+):
   text = FolderText(with_tokenizer(tmp_path / "x", begin=begin, config=config))
   assert (text.first_tokens, text.prefix_token) == (first, prefix)
   assert text.encode("t3 t4") == [3, 4]
   assert text.encode_from_start("t3 t4") == [*first, 3, 4]
-  # A text that already contains the token gets no second one.
+  # If a text already begins with the token, no second one is added.
   assert text.encode_from_start("t7 t3")[-2:] == [7, 3]
   assert len(text.encode_from_start("t7 t3")) == 2 + (first == (1,))
 
 
-def test_prefix_is_the_end_token_if_no_beginning_is_named(tmp_path):
+def test_prefix_is_the_end_token_if_no_first_token_is_named(tmp_path):
   config = {"eos_token": "t9"}
   folder = with_tokenizer(tmp_path / "x", config=config, **NONE)
   assert FolderText(folder).prefix_token == 9
@@ -61,7 +63,7 @@ def test_texts_end_at_any_end_token_that_the_files_name(tmp_path):
   assert FolderText(folder).stop_tokens == (4,)
 
 
-def test_given_tokenizer_replaces_that_of_the_folder(tmp_path):
+def test_given_tokenizer_replaces_the_folders_tokenizer(tmp_path):
   other = with_tokenizer(tmp_path / "other", begin=7)
   folder = with_tokenizer(tmp_path / "x", eos_token_id=5)
   text = FolderText(folder, str(other / "tokenizer.json"))
@@ -70,14 +72,14 @@ def test_given_tokenizer_replaces_that_of_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("found", ["2", [2, None, "3"], -1, True, [[2]]])
-def test_ends_that_are_not_ids_are_refused(tmp_path, found):
+def test_end_tokens_that_are_not_ids_are_refused(tmp_path, found):
   folder = with_tokenizer(tmp_path / "x")
   write_json(folder / "generation_config.json", eos_token_id=found)
   with pytest.raises(ValueError, match="eos_token_id must be a token id or"):
     FolderText(folder)
 
 
-def test_decode_after_other_words_keeps_the_space(tmp_path):
+def test_decode_after_other_tokens_keeps_the_space(tmp_path):
   text = FolderText(with_tokenizer(tmp_path / "x"))
   assert text.decode([3, 4]) == "t3 t4"
   assert text.decode_after([1, 2], [3, 4]) == " t3 t4"

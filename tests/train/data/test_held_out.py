@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training and evaluation share no token, even if windows fill their parts."""
+"""Training and evaluation share no token, even if windows fill both parts."""
 
 import itertools
 
@@ -12,7 +12,7 @@ SEQ_LEN = 16
 
 
 def source(size, held_out):
-  """A stream in which each token is its own position."""
+  """Makes a stream in which each token is its own position."""
   parts = [np.arange(size, dtype=np.uint32)]
   return data.TokenSource(
     name="test", parts=parts, vocab_size=size, held_out=held_out
@@ -36,7 +36,7 @@ def test_training_reads_no_held_out_token(size, held_out, start, windows):
   assert tokens.train_size(SEQ_LEN) == start
   batches = data.train_iterator(tokens, seq_len=SEQ_LEN, batch_size=1, seed=0)
   read = [next(batches)["tokens"][0] for _ in range(windows)]
-  # One epoch reads each window once. A window's last token begins the next.
+  # One epoch reads each window once. A window's last token begins the next one.
   assert max(rows.max() for rows in read) == windows * SEQ_LEN < start
   assert sorted(rows[0] for rows in read) == [
     SEQ_LEN * i for i in range(windows)
@@ -45,7 +45,7 @@ def test_training_reads_no_held_out_token(size, held_out, start, windows):
   assert set(again) == {rows[0] for rows in read}
 
 
-# With 642 tokens, window 20 ends with the last one. With 640 tokens, it would
+# With 642 tokens, window 20 ends with the last token. With 640 tokens, it would
 # end one token after the last.
 @pytest.mark.parametrize("size, windows", [(640, 19), (642, 20)])
 def test_evaluation_reads_whole_windows_of_the_held_out_tokens(size, windows):

@@ -53,7 +53,7 @@ def pixels(height, width, channels=3, seed=0):
 
 
 def normalized(rgb, mean, std):
-  """Converts [H, W, 3] of 8 bits to [3, H, W] in f64."""
+  """Normalizes 8-bit pixels [H, W, 3]; returns f64 values [3, H, W]."""
   return np.stack([(rgb[..., c] / 255.0 - mean[c]) / std[c] for c in range(3)])
 
 
@@ -71,7 +71,7 @@ def test_clip_resizes_the_shorter_side_and_crops_the_middle(tmp_path, size):
   assert preprocessing.shape == (24, 20)
   found = preprocessing.read(tmp_path / "a.png")
   assert found.dtype == np.float32 and found.flags.c_contiguous
-  # Values of at most 3 are rounded to f32 twice.
+  # Two roundings to f32 change values of at most 3 by less than 1e-6.
   np.testing.assert_allclose(found, normalized(cut, MEAN, STD), atol=1e-6)
 
 
@@ -87,7 +87,7 @@ def test_siglip_resizes_both_sides(tmp_path):
   np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_all_kinds_of_images_become_rgb(tmp_path):
+def test_grey_and_cmyk_images_become_rgb(tmp_path):
   preprocessing = load(tmp_path, SIGLIP | {"resample": 0})
   grey = pixels(24, 20, 1)[..., 0]
   as_rgb = normalized(np.stack([grey] * 3, -1), [0.5] * 3, [0.5] * 3)
@@ -106,7 +106,7 @@ def test_all_kinds_of_images_become_rgb(tmp_path):
 
 
 def header(width, height):
-  """Makes a PNG that ends after a header with this size."""
+  """Makes a PNG whose header claims this size and which has no pixels."""
   body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
   data = b"IDAT" + zlib.compress(b"")
   chunks = [
@@ -137,7 +137,7 @@ def test_bad_images_are_named_in_one_line(tmp_path):
   assert refused("fifo.png")[0] == "no image"
   reason, message = refused("dot.png", header(1, 1))
   assert reason == "tiny image" and "1 x 1" in message
-  # Wide images, and images that Pillow would warn about or refuse.
+  # Too large once resized, or so large that Pillow would warn or refuse.
   reason, message = refused("line.png", header(10**6, 2))
   assert reason == "large image" and "resized" in message
   for side in (9500, 30_000):
@@ -145,10 +145,10 @@ def test_bad_images_are_named_in_one_line(tmp_path):
     assert reason == "large image" and str(MAX_PIXELS) in message
   Image.fromarray(np.zeros((30, 30), np.uint16)).save(tmp_path / "deep.png")
   assert refused("deep.png")[0] == "deep image"
-  # An image that is 30,000 pixels wide but low enough is accepted.
+  # An image of 30,000 x 30 pixels is accepted.
   Image.new("RGB", (30_000, 30)).save(tmp_path / "wide.png")
   assert preprocessing.read(tmp_path / "wide.png").shape == (3, 24, 20)
-  # A header does not show that a file is cut short.
+  # `check` reads only the header, so it accepts a truncated file.
   Image.fromarray(pixels(90, 90)).save(tmp_path / "whole.jpg")
   content = (tmp_path / "whole.jpg").read_bytes()
   (tmp_path / "cut.jpg").write_bytes(content[: len(content) // 2])
@@ -198,7 +198,7 @@ def test_saved_settings_are_restored(size, crop, tmp_path):
   assert Preprocessing.load(tmp_path) == settings
 
 
-def test_settings_may_be_short_or_missing(tmp_path):
+def test_short_settings_are_accepted_but_missing_ones_are_not(tmp_path):
   with pytest.raises(ValueError, match="got neither"):
     Preprocessing.load(tmp_path)
   short = CLIP | {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image folders by class."""
+"""Image folders with one folder per class."""
 
 import shutil
 
@@ -59,7 +59,9 @@ def test_a_share_of_each_class_is_held_out(tmp_path):
   assert np.bincount(found.held_out.labels).tolist() == [1, 1]
 
 
-def test_fingerprint_sees_names_classes_and_pixels(tmp_path, monkeypatch):
+def test_fingerprint_detects_changes_and_large_sets_stay_on_disk(
+  tmp_path, monkeypatch
+):
   folder = write_folder(tmp_path / "a")
   first = load(folder)
   shutil.copytree(folder, tmp_path / "b")

@@ -15,7 +15,7 @@ SPECIAL = ["<|endoftext|>", "<|im_end|>", "<s>"]
 
 @pytest.fixture
 def folder(tmp_path):
-  """A folder with a tokenizer.json of `WORDS`."""
+  """Makes a folder with a tokenizer.json of `WORDS`."""
   model = tokenizers.models.WordLevel(
     {word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"
   )
@@ -34,14 +34,14 @@ def configure(folder, **config):
   (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def test_bytes_are_ids_and_invalid_ids_are_replaced():
+def test_ids_are_bytes_and_invalid_ids_are_replaced():
   text = ByteText()
   assert text.encode("é!") == [0xC3, 0xA9, 33]
   assert text.decode([0xC3, 0xA9, 33]) == "é!"
-  # Half of a character, and ids that are not bytes.
+  # Half of a character and an id that is not a byte are replaced.
   replaced = "A{0}B{0}C".format("\N{REPLACEMENT CHARACTER}")
   assert text.decode([65, 0xC3, 66, 300, 67]) == replaced
-  # A command-line argument that is not UTF-8.
+  # Python represents bytes of the command line that are not UTF-8 like this.
   assert text.encode("\udcff") == [0xFF]
 
 
@@ -56,7 +56,7 @@ def test_tokenizer_adds_nothing_and_stops_at_the_end_of_a_text(folder):
   assert text.stop_tokens == (2, 3)
 
 
-def test_text_uses_the_tokenizer_of_the_runs_data(folder, tmp_path):
+def test_text_uses_the_tokenizer_of_the_data_or_the_given_one(folder, tmp_path):
   path = str(folder / "tokenizer.json")
   assert isinstance(open_text(DataConfig(), None), ByteText)
   for data, given in (

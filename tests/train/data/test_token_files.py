@@ -30,7 +30,9 @@ def test_files_are_read_with_and_without_header(tmp_path, dtype, has_header):
 
 
 @pytest.mark.parametrize("has_header", [False, True])
-def test_file_cut_short_while_it_is_read_raises(tmp_path, has_header):
+def test_file_truncated_after_opening_raises_beyond_its_end(
+  tmp_path, has_header
+):
   path = tmp_path / "ids.npy"
   ids = np.arange(5000, dtype=np.uint16)
   np.save(path, ids) if has_header else ids.tofile(path)
@@ -42,7 +44,7 @@ def test_file_cut_short_while_it_is_read_raises(tmp_path, has_header):
   with pytest.raises(ValueError, match=f"ids.npy {words}"):
     file[1900:3000]
   with pytest.raises(ValueError, match=f"ids.npy {words}"):
-    file[4000:]  # Begins after the end of the file.
+    file[4000:]  # This slice begins after the end.
 
 
 def test_replaced_file_is_read_when_opened_again(tmp_path):

@@ -57,7 +57,7 @@ def test_pieces_give_the_same_tokens_as_the_whole_text(name, monkeypatch):
   assert (offsets[1:, 0] == offsets[:-1, 1]).all()
 
 
-def test_pieces_end_before_an_added_token_at_the_start(monkeypatch):
+def test_pieces_do_not_cut_an_added_token_that_contains_a_line_end(monkeypatch):
   monkeypatch.setattr(tokenizer, "PIECE", 8)
   made = Tokenizer(str(CHAT / "qwen2_5" / "tokenizer.json"))
   made.added_tokens = ["<line\nbreak>"]
@@ -67,7 +67,7 @@ def test_pieces_end_before_an_added_token_at_the_start(monkeypatch):
 
 
 def test_kept_tokens_do_not_depend_on_splitting(monkeypatch):
-  # Llama 2's normalizer adds a token before each text, so before each piece.
+  # Llama 2's normalizer adds a token before each text, hence each piece.
   file = str(CHAT / "llama2" / "tokenizer.json")
   text = "What is this?\n" * 40
   library = tokenizers.Tokenizer.from_file(file)
@@ -78,7 +78,7 @@ def test_kept_tokens_do_not_depend_on_splitting(monkeypatch):
   assert ids.tolist() != whole
 
 
-def test_the_library_gets_few_characters_at_once(monkeypatch):
+def test_library_gets_limited_numbers_of_texts_and_characters(monkeypatch):
   monkeypatch.setattr(tokenizer, "PIECE", 1000)
   monkeypatch.setattr(tokenizer, "_CHARACTERS", 4000)
   made = Tokenizer(str(CHAT / "llama3" / "tokenizer.json"))
@@ -99,7 +99,7 @@ def test_the_library_gets_few_characters_at_once(monkeypatch):
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
-  # With truncation, a stride beyond the length would panic.
+  # The library panics if it truncates with a stride beyond the length.
   cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst"}
   file = changed(tmp_path, truncation=cut | {"stride": 5})
   whole = Tokenizer(str(CHAT / "llama3" / "tokenizer.json")).encode([TEXT])

@@ -35,7 +35,7 @@ def test_embedded_default_is_python_source_as_bytes(embedded):
   assert b"import" in embedded.read(0, 2**16).astype(np.uint8).tobytes()
 
 
-def test_read_across_arrays_equals_the_whole_stream():
+def test_reading_across_arrays_equals_a_slice_of_the_stream():
   tokens = numbered(1000, cuts=[1, 17, 500, 501])
   for start, stop in [(0, 1000), (0, 1), (16, 18), (499, 502), (7, 7)]:
     np.testing.assert_array_equal(
@@ -43,12 +43,12 @@ def test_read_across_arrays_equals_the_whole_stream():
     )
 
 
-def test_fingerprint_differs_between_streams():
+def test_fingerprint_depends_on_tokens_but_not_on_arrays():
   assert numbered(1000).fingerprint == numbered(1000, cuts=[9]).fingerprint
   assert numbered(1000).fingerprint != numbered(1001).fingerprint
 
 
-def test_folder_and_glob_yield_sorted_text_and_skip_the_rest(tmp_path):
+def test_folder_and_glob_read_only_text_files_sorted_by_name(tmp_path):
   (tmp_path / "deep").mkdir()
   (tmp_path / "deep" / "b.txt").write_bytes(b"second")
   (tmp_path / "a.md").write_bytes(b"first ")
@@ -74,7 +74,7 @@ def test_tokenizer_appends_end_of_text_to_each_document(
   assert tokens.read(0, len(tokens)).tolist() == [2, 3, 1, 4, 2, 1]
 
 
-def test_long_documents_are_split_at_line_ends(
+def test_splitting_long_documents_does_not_change_the_tokens(
   tmp_path, tokenizer_file, monkeypatch
 ):
   (tmp_path / "a.txt").write_text("one two\n" * 50 + "three" * 9)
@@ -91,7 +91,7 @@ def load(path, vocab_size=256, **kwargs):
   return load_tokens(DataConfig(path=str(path), **kwargs), vocab_size)
 
 
-def test_data_config_rejects_contradicting_options():
+def test_data_config_rejects_invalid_options():
   for kwargs, words in [
     (dict(held_out=0.0), "held_out must be a number from 1e-06"),
     (dict(held_out=0.99), "held_out must be a number from 1e-06 to 0.5, got"),
@@ -128,7 +128,7 @@ def test_binary_files_are_rejected_as_text(tmp_path):
     load(tmp_path)
 
 
-def test_unreadable_tokenizers_raise_with_the_path(
+def test_unusable_tokenizers_raise_with_the_path(
   tmp_path, text_file, tokenizer_file
 ):
   with pytest.raises(FileNotFoundError, match="expected a JSON file"):

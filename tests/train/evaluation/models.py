@@ -25,7 +25,7 @@ def random_model():
 def alphabet_model():
   """Makes a model that predicts the next letter, and a line end after z.
 
-  Other bytes repeat. Layers add nothing, so only the previous token matters.
+  Other bytes repeat. Layers add nothing, so only the last token matters.
   """
   model = random_model()
   graph, params, others = nnx.split(model, nnx.Param, ...)
@@ -46,9 +46,9 @@ def alphabet_model():
 
 
 def oracle(model):
-  """Returns (context, continuation, length) -> (logprobs, is_greedy).
+  """Returns a function (context, continuation, length) -> logprobs, is_greedy.
 
-  It uses f32 logits of the row alone, without padding.
+  The function computes f32 logits of one row at a time, without padding.
   """
   run = without_cache(model)
 

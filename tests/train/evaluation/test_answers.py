@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-  """A folder of noise images, in the size that the model sees."""
+  """Makes a folder of noise images, in the size of the model's inputs."""
   folder, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
   for name in ("a.png", "b.png"):
     pixels = rng.integers(0, 256, (28, 28, 3), np.uint8)
@@ -78,7 +78,7 @@ def said(*texts):
 
 
 def rows(first):
-  """Makes conversations with this first answer."""
+  """Makes three conversations; the first one's answer is `first`."""
   return [
     {"image": "a.png", "conversations": said("<image> t20 t21", first)},
     {"conversations": said("t22 t23 t24", "t9 " * 7)},
@@ -93,7 +93,7 @@ def command(*line):
   """Evaluates in this process; returns the exit status."""
   try:
     return evaluate.main([str(word) for word in line])
-  except SystemExit as exit:  # tyro's own errors
+  except SystemExit as exit:  # raised by tyro
     return exit.code
 
 
@@ -113,7 +113,7 @@ def logprobs(images):
     for place, name in zip(pixels[0], names, strict=False):
       read = np.asarray(Image.open(images / name), np.float32)
       place[:] = (read / 255 * 2 - 1).transpose(2, 0, 1)
-    # Pad to one size; the model does not see later tokens.
+    # Pad to one size; no token attends to the padding after it.
     padded = np.pad(np.int32(tokens), (0, 40 - len(tokens)))[None]
     logits = np.asarray(run(params, padded, pixels), np.float64)[0]
     logits = logits[: len(tokens)]
@@ -141,7 +141,7 @@ def test_answers_and_their_loss_match_the_model(
   line += ["--out", out, "--page", page, "--beside", with_words(other)]
   assert command(*line) == 0
   found, beside = json.loads(out.read_text())["conversations"]
-  # For each conversation: tokens, places of targets, and images.
+  # For each conversation: tokens, positions of targets, and images.
   whole = [
     ([*asked, best, 2], [8, 9], ["a.png"]),
     ([7, 22, 23, 24, 8, *[9] * 7, 2], range(5, 13), []),
@@ -179,7 +179,7 @@ def test_answers_and_their_loss_match_the_model(
   assert f'<td dir="auto">t{best}<span' in written
   printed = capsys.readouterr().out.splitlines()
   assert printed[0].startswith("model") and "33.3%" in printed[2]
-  # --limit keeps the first two conversations, which are short enough.
+  # --limit keeps the first two conversations, which fit into --length.
   out.unlink()
   line = [folder, "--conversations", data, "--images", images, "--limit", 2]
   line += ["--compute", "float32", "--batch", 2, "--max-tokens", 12]
@@ -219,12 +219,12 @@ def test_bad_input_is_refused(folder, tmp_path, options, message, capsys):
   assert command(folder, *options) == 2
   shown = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
   assert message in shown and "Traceback" not in shown
-  # Only train.finetune has the option --skip-bad.
+  # The error must not suggest --skip-bad, which only train.finetune has.
   assert "--skip-bad" not in shown
 
 
 class Letters(Text):
-  """Uses a token per letter; # ends a turn but is not a stop token."""
+  """Encodes letters as tokens; # ends a turn but is not a stop token."""
 
   stop_tokens = (0,)
 
@@ -235,11 +235,11 @@ class Letters(Text):
     return bytes(tokens).decode().replace("#", "")
 
 
-def test_answer_ends_with_the_token_that_ends_turns_in_the_data(monkeypatch):
+def test_answer_ends_at_the_token_that_ends_turns_in_the_data(monkeypatch):
   def generate(model, prompts, *, max_new_tokens, stop_tokens, **others):
     found = []
     for prompt in prompts:
-      # Continue the alphabet after the question, and write on after its end.
+      # Continue the alphabet, end the turn, then write on.
       said = [*range(prompt[-1] + 1, ord("z")), *b"#and so on"]
       ends = [i for i, token in enumerate(said) if token in stop_tokens]
       found.append(said[: (ends or [max_new_tokens])[0]])
@@ -247,7 +247,7 @@ def test_answer_ends_with_the_token_that_ends_turns_in_the_data(monkeypatch):
 
   monkeypatch.setattr(answers, "generate", generate)
   monkeypatch.setattr(answers, "_score", lambda *_: (1, 0.0))
-  turns = [("u", "vwxy#"), ("w", "xy#"), ("v", "wx")]  # The last is cut.
+  turns = [("u", "vwxy#"), ("w", "xy#"), ("v", "wx")]  # The last has no #.
   tokens = np.frombuffer("".join(q + a for q, a in turns).encode(), np.uint8)
   starts = np.cumsum([0, *(len(q + a) for q, a in turns)])
   mask = np.ones(len(tokens), bool)
@@ -261,7 +261,7 @@ def test_answer_ends_with_the_token_that_ends_turns_in_the_data(monkeypatch):
 
 
 @pytest.mark.slow
-def test_text_models_answer_too(tmp_path):
+def test_text_only_model_is_evaluated_too(tmp_path):
   folder = with_words(copied(tmp_path / "llama", "llama"))
   data, out = tmp_path / "rows.json", tmp_path / "out.json"
   data.write_text(json.dumps(rows("t9")[1:2]))

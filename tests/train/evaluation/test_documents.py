@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading texts from published kinds of files, and files without texts."""
+"""Reads texts from published kinds of files, and refuses other files."""
 
 import gzip
 import io
@@ -27,7 +27,7 @@ def written(folder, name, content):
   "name", ["a.jsonl", "a.json", "a.json.gz", "a.b.JSONL"]
 )
 def test_each_json_line_is_a_document(tmp_path, name):
-  # The format of C4 and the Pile.
+  # C4 and the Pile have this format.
   assert list(read_documents(written(tmp_path, name, JSONL))) == TEXTS
 
 
@@ -45,14 +45,14 @@ def test_files_of_a_glob_are_read_in_order(tmp_path):
   assert found == [*TEXTS, "last"]
 
 
-def test_half_a_character_of_json_is_replaced(tmp_path):
+def test_lone_surrogate_in_json_is_replaced(tmp_path):
   line = '{"text": "a\\ud83e b \\ud83e\\udd99"}'
   found = list(read_documents(written(tmp_path, "a.jsonl", line)))
   assert found == ["a\N{REPLACEMENT CHARACTER} b 🦙"]
 
 
 class Zstandard(types.ModuleType):
-  """Replaces zstandard, whose readers cannot iterate over lines either."""
+  """Replaces the module zstandard, whose readers cannot iterate over lines."""
 
   ZstdError = gzip.BadGzipFile
 
@@ -112,12 +112,14 @@ def test_zst_is_read_if_its_module_is_installed(tmp_path, monkeypatch):
     ("a.bin", b"a\0", "must be text in UTF-8, got a zero byte"),
   ],
 )
-def test_files_without_documents_are_refused(tmp_path, name, content, message):
+def test_files_that_are_neither_text_nor_json_lines_are_refused(
+  tmp_path, name, content, message
+):
   with pytest.raises(ValueError, match=message):
     list(read_documents(written(tmp_path, name, content)))
 
 
-def test_files_that_were_cut_short_are_refused(tmp_path):
+def test_damaged_compressed_files_are_refused(tmp_path):
   whole = gzip.compress(JSONL.encode() * 99)
   for content in (whole[:-9], b"no gzip", whole[:20] + b"\xff" * 20):
     (tmp_path / "a.json.gz").write_bytes(content)

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def data(tmp_path):
-  """Writes the golden tokens as words."""
+  """Writes the golden tokens as words; returns the file."""
   file = tmp_path / "golden.jsonl"
   lines = [json.dumps({"text": words(row)}) for row in ROWS]
   file.write_text("\n".join(lines))
@@ -42,7 +42,7 @@ def command(*line):
   """Evaluates in this process; returns the exit status."""
   try:
     return evaluate.main([str(word) for word in line])
-  except SystemExit as exit:  # tyro's own errors
+  except SystemExit as exit:  # raised by tyro
     return exit.code
 
 
@@ -72,11 +72,12 @@ def test_figures_of_texts_are_printed_and_written(
   assert header.startswith("text, documents apart") and "bits/byte" in header
   assert row.split()[1:4] == ["2", "96", f"{nats / 96:.4f}"]
   assert "tokens/s" in printed.err
-  # An existing file is never overwritten. Some options change the figures.
+  # An existing file is not overwritten.
   assert command(*line, "--out", out) == 2
   assert f"--out: {out} must not exist, because nothing is overwritten" in (
     capsys.readouterr().err
   )
+  # These options change the figures.
   for options, count in (
     (["--limit", 1], 1),
     (["--documents", "joined", "--length", 64, "--stride", 48], 2),
@@ -96,7 +97,7 @@ def test_figures_in_bfloat16_are_near_those_in_float32(folder, data, tmp_path):
     line = [folder, "--data", data, "--compute", compute, "--out", out]
     assert command(*line) == 0
     found[compute] = json.loads(out.read_text())["texts"][0]["nats_per_token"]
-  # Within the relative precision of BF16's 8 bits.
+  # They differ by at most the relative precision of BF16's 8 bits.
   assert found["bfloat16"] != found["float32"]
   assert math.isclose(*found.values(), rel_tol=2**-8)
 
@@ -135,7 +136,7 @@ def test_bad_input_is_refused(folder, data, options, message, capsys):
   options = [str(x).format(data=data, folder=folder) for x in options]
   assert command(folder, *options) == 2
   printed = capsys.readouterr()
-  # tyro wraps lines and draws a frame.
+  # tyro wraps lines and draws a frame around them.
   shown = " ".join(printed.err.replace("│", " ").split())
   assert message in shown and printed.out == ""
   assert "Traceback" not in printed.err
@@ -161,7 +162,7 @@ def test_tasks_without_the_harness_are_refused(folder, monkeypatch, capsys):
   assert message in capsys.readouterr().err
 
 
-def test_tables_have_no_meaningless_digits():
+def test_tables_show_at_most_seven_digits():
   words = [67395.9372, 1.23456789e42, 999.12349, math.inf]
   rows = [
     report.text_row("data", "apart", Perplexity(1, 10, 40, 2, nats), 1.0)
@@ -176,7 +177,7 @@ def test_tables_have_no_meaningless_digits():
   assert row[header.index("perplexity")] == "67,395.9"
 
 
-def test_report_is_whole_and_valid_json(tmp_path):
+def test_report_is_valid_json_with_null_for_nan_and_infinity(tmp_path):
   out = tmp_path / "out.json"
   values = {"a": math.inf, "b": [np.float32(0.5), math.nan], "c": Path("x")}
   report.write(out, values | {"d": (1, None, True)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of lm-evaluation-harness: `make test-eval` installs it."""
+"""Tasks of lm-evaluation-harness, which `make test-eval` installs."""
 
 import importlib
 import json
@@ -55,14 +55,14 @@ def asked(kind, *arguments):
   return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
 
 
-# Maps texts of a request to what the model reads and scores.
+# Maps a request's texts to those that the model reads and scores.
 LONG = "the quick brown fox jumps over the lazy dog and runs"
 PAIRS = {
   ("the fox", " jumps"): ("the fox", " jumps"),
   ("", "over the"): ("\n", "over the"),
   # Spaces at the end of a context belong to the continuation.
   ("the lazy  ", "dog"): ("the lazy", "  dog"),
-  # Too long: the context loses its beginning.
+  # If a request is too long, the context loses its beginning.
   (LONG, " away"): (LONG[8:], " away"),
 }
 
@@ -82,7 +82,7 @@ def test_loglikelihoods_match_each_row_alone(model, score):
       assert is_greedy == want[pair][1]
 
 
-def test_texts_are_scored_in_windows_after_one_first_token(model, score):
+def test_long_text_is_scored_in_windows_after_one_prefix_token(model, score):
   text = "abcdefghij" * 10
   lm = DecoderLM(model, Words(), length=LENGTH, batch=2)
   requests = asked("loglikelihood_rolling", (text,), ("xy",), ("",))
@@ -98,7 +98,7 @@ def test_texts_are_scored_in_windows_after_one_first_token(model, score):
   assert found[2] == 0
 
 
-def test_generation_ends_at_stop_strings():
+def test_generation_ends_at_stop_strings_or_at_its_length():
   lm = DecoderLM(alphabet_model(), ByteText(), length=LENGTH, batch=3)
   until = {"until": ["\n"], "max_gen_toks": 8}
   options = [
@@ -107,7 +107,7 @@ def test_generation_ends_at_stop_strings():
     ("a", {"until": "hij", "max_new_tokens": 20}, "bcdefg"),
     # An empty context becomes a line end.
     ("", {"until": ["", "d"], "max_gen_toks": 8}, "abc"),
-    # By default half of the context length is generated.
+    # By default, half of the context length is generated.
     ("a", {}, "bcdefghijklmnopqrstuvwxy"),
     # A context that is too long loses its beginning.
     ("x" * 99 + "a", {"until": [], "max_gen_toks": 2}, "bc"),
@@ -146,7 +146,7 @@ def test_tasks_of_each_kind_run():
   assert generation["exact_match,none"] == 0.75
   lines = (TASKS / "alphabet_text.jsonl").read_text().splitlines()
   texts = [json.loads(line)["text"] for line in lines]
-  # Only the previous token matters, so windows change nothing.
+  # The model uses only the last token, so windows change no score.
   total = sum(score([10], x.encode(), 999)[0].sum() for x in texts)
   size = sum(len(x.encode()) for x in texts)
   words = sum(len(re.split(r"\s+", x)) for x in texts)
@@ -191,7 +191,7 @@ def test_command_prints_and_writes_the_results_of_tasks(tmp_path, capsys):
 
 
 def test_unavailable_tasks_are_refused(tmp_path, monkeypatch):
-  # Replaces the harness's own thousands of tasks by an empty folder.
+  # Replace the harness's thousands of tasks with an empty folder.
   (tmp_path / "own").mkdir()
   file = str(tmp_path / "own" / "manager.py")
   monkeypatch.setattr(lm_eval.tasks.manager, "__file__", file)

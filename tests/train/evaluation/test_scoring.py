@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of continuations, and perplexity, against float64 without padding."""
+"""Scores and perplexities match those computed in float64 without padding."""
 
 import math
 from typing import Any
@@ -14,7 +14,8 @@ from train.evaluation.perplexity import exp, perplexity, prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
 LENGTH = 96
-# f32 sums have another order, and logits are some tens.
+# Logits are a few tens, where f32 values are up to 4e-6 apart. A different
+# summation order changes a total by several such steps.
 TOLERANCE = 1e-4
 
 
@@ -29,18 +30,18 @@ def score(model):
 
 
 def requests(score, *more):
-  """Makes rows of both padded sizes, and one that is too long."""
+  """Makes requests of both padded lengths, and one that is too long."""
   rng = np.random.default_rng(0)
   counts = {9: 3, 120: 20, 65: 1} | dict(more)
   rows = {n: rng.integers(0, 256, n + 1).tolist() for n in counts}
   found = [
     Request(rows[n][:-count], rows[n][-count:]) for n, count in counts.items()
   ]
-  # The most probable token after a context, and another.
+  # The most probable token after a context, and another token.
   context = rows[9][:9]
   best = max(range(256), key=lambda i: score(context, [i], LENGTH)[0][0])
   found += [Request(context, [i]) for i in (best, (best + 1) % 256)]
-  # A greedy last token after one that is not greedy.
+  # The last token is greedy, but the one before is not.
   return [*found, Request(context[:-1], [context[-1], best])]
 
 
@@ -50,7 +51,7 @@ def test_scores_match_each_row_alone(model, score):
   program: Any = scoring._token_scores
   before = program._cache_size()
   found = scorer.score(asked)
-  # One program compiles for each padded length: 64 and the longest.
+  # One program is compiled for each padded length: 64 and 96.
   assert program._cache_size() == before + 2
   for request, got in zip(asked, found, strict=True):
     logprobs, is_greedy = score(*request[:2], LENGTH)
@@ -65,8 +66,8 @@ def test_scores_match_each_row_alone(model, score):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_model_that_computes_nan_is_refused(value):
-  """Sets an embedding to NaN or infinity, which must not become a score."""
+def test_scores_of_nan_or_infinite_logits_are_refused(value):
+  """Sets the embedding of token 7 to NaN or infinity."""
   model = random_model()
   model.embedding.set_value(model.embedding[...].at[7].set(value))
   scorer = Scorer(model, length=LENGTH, batch=3)
@@ -75,7 +76,7 @@ def test_model_that_computes_nan_is_refused(value):
     scorer.score([Request([1, 2], [3, 4]), Request([1, 7], [3, 4])])
 
 
-def test_exp_of_nan_is_nan():
+def test_exp_of_nan_is_nan_and_overflow_gives_infinity():
   assert math.isnan(exp(math.nan)) and exp(710.0) == math.inf
   assert exp(1.5) == math.exp(1.5)
 
@@ -92,7 +93,7 @@ def test_scores_do_not_depend_on_the_batch(model, score, batch):
 
 @pytest.mark.slow
 def test_logits_are_computed_in_chunks(model, score, monkeypatch):
-  """Uses 7 positions at a time, which do not divide the row."""
+  """Uses 7 positions at a time, which do not divide the row's length."""
   monkeypatch.setattr(scoring, "loss_positions", lambda *_: 7)
   asked = requests(score)[:1]
   (found,) = Scorer(model, length=LENGTH, batch=2).score(asked)
@@ -148,7 +149,7 @@ def test_windows_without_overlap_match_the_harness():
 
 
 class Words(Text):
-  """Uses a token per letter, and one before a text."""
+  """Encodes each letter as a token, and puts token 7 before a text."""
 
   first_tokens = (7,)
   prefix_token = 7
@@ -165,12 +166,12 @@ DOCUMENTS = [
   "",
   "Ah 1 b c",
 ]
-# The length and stride of windows over 1 + n tokens.
+# The length and stride of windows, in tokens.
 LONG, STRIDE = 24, 10
 
 
 def nats(score, tokens, is_counted):
-  """Computes the definition: each token counts in its first window."""
+  """Returns the nats by definition: each token counts in its first window."""
   total, done, end = 0.0, 0, LONG
   while done < len(tokens) - 1:
     end = min(end, len(tokens) - 1)
@@ -206,10 +207,10 @@ def test_perplexity_matches_each_window_alone(model, score):
   assert abs(joined.nats - found.nats) > 0.1
 
 
-def test_tokens_bytes_and_words_are_counted_apart(model):
+def test_tokens_bytes_and_words_are_counted_separately(model):
   options: dict = dict(length=LONG, batch=2)
   found = perplexity(model, Words(), ["né 1 b\n"], **options)
-  # é is a token; the last word is empty, as in the harness.
+  # é is one token. An empty last word counts, as in the harness.
   assert found[:4] == (1, 3, 8, 4)
   for figure, divisor in (
     (math.log(found.perplexity), 3),

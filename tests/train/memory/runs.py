@@ -18,7 +18,7 @@ RECIPES = {
 
 
 class Case:
-  """The sizes of a model and of its tokens on one GPU, and plans of its steps.
+  """Plans steps of a model; holds the sizes of the model and of its tokens.
 
   Attributes:
     u: bytes of the residual stream in BF16.
@@ -63,7 +63,8 @@ class Case:
   def plan(self, name, gpus=1, *, tensor=1, **options):
     """Plans a step on one of `gpus` GPUs."""
     run = self.run(name, gpus, tensor=tensor, **options)
-    # Two moments have codes and, per 128 values, an f32 amax and a power.
+    # Each of two moments has a code per value and, per 128 values, 5 bytes: an
+    # f32 amax and a power.
     state = 2 + 10 / 128 if run.recipe == "coat" else 8
     share = self.parameters // gpus
     dtype = run.params.removesuffix("_low8")
@@ -73,6 +74,6 @@ class Case:
 
 
 LLAMA2_7B = Case("llama2_7b", 6_738_415_616, batch=2, seq=2048)
-# These have few weights for their tokens.
+# The demo models have few weights per token.
 DEMO = Case("demo", 803_968, batch=64, seq=256)
 DEMO_MOE = Case("demo_moe", 2_626_944, batch=64, seq=256)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans with BF16 weights, steps in the backward pass and FP8 checkpoints.
+"""Plans with BF16 weights, updates in the backward pass and FP8 checkpoints.
 
-They equal sums of arrays, as in test_terms, and are near the peaks that were
-compiled for H200s.
+As in test_terms, terms of plans equal sums of arrays, and plans are near the
+peaks of steps compiled for H200s.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def planned(batch=4, *, value=2, gpus=1, model=None, **options):
 
 
 def sizes(batch):
-  """Returns u, a and what a layer saves, for 2048 tokens per sequence."""
+  """Returns `u`, `a` and the bytes a layer saves, with sequences of 2048."""
   found = case(batch)
   return found.u, found.a, found.kept("minimal")
 
@@ -39,20 +39,21 @@ def test_gradients_have_the_dtype_of_their_weights(value):
   assert found["embedding"].gradients == value * COUNT
   assert found["backward"].gradients == value * 32 * LAYER
   u, a, kept = sizes(4)
-  # The peak is in SwiGLU, with the gradient of the output weights.
+  # The peak is in SwiGLU, while the output weights' gradient is allocated.
   arrays = 7 * a + 1.5 * u + kept + value * HEAD
   assert abs(found["backward"].temporary - arrays) <= 1
 
 
-def test_only_one_layer_has_gradients_at_a_time():
+def test_updates_in_backward_need_gradients_of_only_one_layer():
   found = planned(1, **IN_BACKWARD)
   u, a, _ = sizes(1)
   assert [x.gradients for x in found.values()] == [0, 0, 2 * HEAD]
-  # Gradients in BF16: those of a layer's four weights, and zeros for the
-  # embedding's.
+  # One layer's four weights have BF16 gradients, and XLA allocates BF16 zeros
+  # for the embedding's gradient.
   arrays = 2 * LAYER + 2 * a + 1.5 * u + 2 * HEAD
   assert abs(found["backward"].temporary - arrays) <= 1
-  # With a tied embedding, the output's gradient waits for the embedding's.
+  # With tied embeddings, the output's gradient stays allocated until the
+  # gradient of the embedding's lookup is added.
   tied = planned(1, model=dict(tied_embeddings=True), **IN_BACKWARD)[
     "backward"
   ].temporary
@@ -64,15 +65,15 @@ def test_only_one_layer_has_gradients_at_a_time():
 )
 def test_loss_casts_weights_unless_they_are_bf16_on_one_gpu(value, gpus, casts):
   found = planned(value=value, gpus=gpus)["loss"].temporary
-  # Logits and their gradient; the weights' gradient in f32 and, if cast, their
-  # BF16 copy; hidden states.
+  # The loss allocates logits and their gradient, the weights' f32 gradient,
+  # hidden states and, if the weights are cast, their BF16 copy.
   logits = 4 * 512 * 32000
   u = sizes(4)[0]
   assert found == (4 + 2) * logits + (4 + 2 * casts) * HEAD + 3 * u
 
 
 @pytest.mark.parametrize("sums, count", [("float32", 4), ("bfloat16", 2)])
-def test_sums_of_microbatches_have_their_own_dtype(sums, count):
+def test_bf16_gradients_are_summed_in_the_requested_dtype(sums, count):
   assert planned()["loss"].gradients == 0
   found = planned(accumulate=2, grad_accumulate=sums)["loss"]
   assert found.gradients == count * COUNT
@@ -83,10 +84,10 @@ def test_sums_of_microbatches_have_their_own_dtype(sums, count):
 def test_fp8_remat_saves_codes_and_recomputes_the_mlp():
   found = planned(remat="fp8", **IN_BACKWARD)["backward"]
   u, a, _ = sizes(4)
-  # Codes and scales of both norms' inputs, with f32 statistics.
+  # A layer saves codes and scales of both norms' inputs, and f32 statistics.
   kept = 2 * (u / 2 + u / 16 + 4 * 8192)
   assert found.activations == 32 * kept
-  # Codes and scales of gate and up, computed again.
+  # Codes and scales of gate and up are recomputed.
   again = 2 * (a + a / 8)
   arrays = 7 * a + 1.5 * u + kept + again + 2 * HEAD
   assert abs(found.temporary - arrays) <= 1
@@ -96,12 +97,14 @@ def test_fp8_remat_saves_codes_and_recomputes_the_mlp():
 def test_fp8_remat_recomputes_experts(gpus):
   found = planned(gpus=gpus, model=EXPERTS, remat="fp8", **IN_BACKWARD)
   u, a, _ = sizes(4)
-  # Each token goes to two experts. For both: gate and up in codes, and in BF16
-  # their gradients, the product, its gradient, the token and its gradient.
+  # Each token goes to two experts. Each expert has codes of gate and up. In
+  # BF16, it has their gradients, SwiGLU's product, the token, and the gradients
+  # of the product and of the token.
   copies = 2 * (2 * (a + a / 8) + 8 * a) + 2 * 2 * u
-  # Two arrays as wide as the layer, the router's, and both blocks' inputs.
+  # Other arrays are the layer's input, its gradient, the router's share of that
+  # gradient, and codes of both blocks' inputs.
   arrays = copies + 3 * u + 2 * (u / 2 + u / 16)
-  if gpus > 1:  # Gate and up of all experts, and this GPU's part of them.
+  if gpus > 1:  # Codes of all gate and up weights, and of this GPU's part.
     arrays += (1 + 1 / gpus) * case(4, **EXPERTS).gate_up
   assert abs(found["backward"].temporary - arrays - 2 * HEAD) <= 1
 
@@ -111,13 +114,13 @@ def test_gpus_sum_one_layers_gradients_at_a_time(grad, size):
   found = planned(1, gpus=4, grad_reduce=grad, **IN_BACKWARD)["backward"]
   u, a, _ = sizes(1)
   gate_up = LLAMA2_7B.gate_up
-  # Gradients of gate, up, q, k and v before they are summed over GPUs, and a
-  # quarter of those that already are.
+  # Gradients of gate, up, q, k and v are not summed over GPUs yet. Of the
+  # gradients that already are, each GPU has a quarter.
   sums = size * (gate_up + LLAMA2_7B.qkv + (LAYER - gate_up) / 4)
   assert abs(found.temporary - sums - 2 * a - 1.5 * u - 2 * HEAD) <= 1
 
 
-# Peaks of llama2_7b's step (docs/rows/lean.jsonl).
+# Compiled peaks of llama2_7b's step (docs/rows/lean.jsonl).
 @pytest.mark.parametrize(
   "compiled, batch, options",
   [

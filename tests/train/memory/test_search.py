@@ -34,7 +34,7 @@ def found_by(capsys, *options):
   return trained(line), out
 
 
-def test_13b_trains_on_one_gpu_of_80_gb(capsys):
+def test_documented_search_fits_13b_on_one_gpu_of_80_gb(capsys):
   text = (DOCS / "plan.md").read_text()
   (line,) = re.findall(r"python -m train.plan (llama2_13b.*)", text)
   assert line == "llama2_13b --gpus 1 --hbm 80GB --seq 2048"
@@ -85,7 +85,7 @@ def test_printed_command_trains_what_was_planned(capsys, options):
     assert run.optim.codec == "log8"
 
 
-def test_only_requested_weights_are_tried():
+def test_search_tries_only_requested_weights_and_remat():
   config = dataclasses.replace(PRESETS["llama_60m"]())
   runs = list(search.candidates(config, "bfloat16_low8", "fp8"))
   assert {(x.params, x.remat, x.recipe) for x in runs} == {
@@ -111,7 +111,7 @@ def test_too_large_batch_is_split_into_microbatches():
   assert fullest(plan_run(fewer))[1].total > 10e9 / 1.02
 
 
-def test_cost_is_counted_for_a_microbatch_on_a_gpu():
+def test_cost_depends_on_the_microbatch_of_one_gpu():
   config = dataclasses.replace(PRESETS["llama_60m"](), batch=24, seq=1000)
   run = dataclasses.replace(config, remat="full", accumulate=3)
   assert search.cost(run) == pytest.approx(0.83 + 1500 / 8000)
@@ -119,7 +119,7 @@ def test_cost_is_counted_for_a_microbatch_on_a_gpu():
   assert search.cost(lean) == pytest.approx(0.83 + 1150 / 4000)
 
 
-def test_rounded_residual_stream_must_be_two_percent_faster():
+def test_fp8_layer_ranks_first_only_if_two_percent_faster():
   config = dataclasses.replace(PRESETS["llama_60m"](), seq=2048)
 
   def fastest(batch):
@@ -139,7 +139,7 @@ def test_rounded_residual_stream_must_be_two_percent_faster():
     assert fastest(batch) == (first, pytest.approx(ratio, abs=1e-3))
 
 
-def test_too_little_memory_reports_how_much_is_needed(capsys):
+def test_error_for_too_little_memory_says_how_much_is_needed(capsys):
   small = ["llama_60m", "--gpus", "1", "--hbm", "0.2GB"]
   assert plan.main(small) == 2
   said = capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_gpus_and_mesh_exclude_each_other(capsys):
   assert "leave one of them out" in capsys.readouterr().err
 
 
-# Tokens per second and GPU of Llama-2-7B with sequences of 2048. Both numbers
+# Tokens per second per GPU of Llama-2-7B, with sequences of 2048. Both numbers
 # of a ratio were measured together: docs/performance.md has the first four
 # ratios, docs/memory.md the last two.
 @pytest.mark.parametrize(

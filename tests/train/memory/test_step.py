@@ -31,13 +31,13 @@ def test_device_bytes_count_one_shard():
   assert device_bytes(jnp.zeros((5, 2), jnp.uint8)) == 10
 
 
-def test_gradients_come_layer_by_layer():
+def test_gradients_grow_during_the_backward_pass():
   found = SMALL.plan("minimal")
   assert {memory.weights for memory in found.values()} == {4_000_000}
   assert found["loss"].gradients == 0
   assert found["backward"].gradients == 4 * LAYERS
   assert found["embedding"].gradients == 4_000_000
-  # Sums over microbatches exist during the whole step.
+  # Sums over microbatches stay allocated during the whole step.
   for name, memory in SMALL.plan("minimal", accumulate=2).items():
     assert memory.gradients == found[name].gradients + 4_000_000
 
@@ -62,8 +62,8 @@ def test_tensor_axis_does_not_split_the_residual_stream_in_bf16():
   whole, half = (
     saved_bytes(SMALL.model, recipes.bf16(), tensor=n) for n in (1, 2)
   )
-  # In f32, two norms' inputs and their normalized values; in BF16, the operands
-  # of two products.
+  # A layer saves two norms' inputs and normalized values in f32, and the
+  # operands of two matmuls in BF16.
   stream = (4 * 4 + 2 * 2) * 256
   assert half == stream + (whole - stream) / 2
 
@@ -74,7 +74,8 @@ def test_cached_codes_are_split_like_weights(gpus, accumulate):
     SMALL.plan("minimal", gpus, accumulate=accumulate, weight_cache=cache)
     for cache in ("scale", "codes")
   )
-  # With one microbatch, only one of two layouts is left after its forward.
+  # The codes have two layouts. With only one microbatch, one of them is freed
+  # after the forward pass.
   want = accumulate * LAYERS / gpus
   assert abs(codes["backward"].total - scale["backward"].total - want) <= 1
 
@@ -84,7 +85,7 @@ def test_checkpoints_save_less_and_recompute_a_layer():
   assert full["loss"].activations == 4 * 2 * 512 * 2 * 256
   # The recomputed arrays of one layer are added.
   assert full["backward"].temporary > none["backward"].temporary
-  # x; q, k and v; the attention's output; gate and up.
+  # remat="dots" saves x, q, k, v, the attention's output, gate and up.
   dots = saved_bytes(SMALL.model, recipes.bf16(), remat="dots")
   assert dots == 2 * (256 + 384 + 256 + 2 * 768)
 
@@ -98,7 +99,7 @@ def test_fp8_checkpoints_save_codes_of_inputs(is_layer_norm, group_size):
   codes = 256 + 2 * {16: 16, 100: 3}[group_size]
   layer = saved_bytes(model, r, remat="fp8_layer")
   assert layer == codes
-  # The inputs of two norms, with f32 statistics.
+  # remat="fp8" saves codes of two norms' inputs, and f32 statistics.
   blocks = saved_bytes(model, r, remat="fp8")
   assert blocks == 2 * (codes + (8 if is_layer_norm else 4))
   for remat, whole in (("fp8_layer", layer), ("fp8", blocks)):
@@ -111,21 +112,21 @@ def test_fp8_checkpoints_save_codes_of_inputs(is_layer_norm, group_size):
 @pytest.mark.parametrize(
   "remat, units", [("full", 1), ("fp8_layer", 0.57), ("fp8", 1.14)]
 )
-def test_size_of_llama2_7b_checkpoints_in_residual_streams(remat, units):
+def test_size_of_checkpoints_relative_to_the_residual_stream(remat, units):
   model = PRESETS["llama2_7b"]().model
   kept = saved_bytes(model, recipes.coat(), remat=remat)
   assert 0.98 * units <= kept / (2 * 4096) <= units
 
 
-def test_the_loss_holds_logits_of_a_chunk():
-  # Logits of 64 positions of 2 sequences; the head and its gradient; hidden
-  # states.
+def test_loss_allocates_logits_of_one_chunk():
+  # The loss allocates logits of 64 positions of 2 sequences, the head, its
+  # gradient and hidden states.
   found = Case("demo", 1_000_000, 2, 64, vocab_size=4096, **SIZES)
   whole = found.plan("minimal")["loss"].temporary
   assert whole == 6 * 2 * 64 * 4096 + 6 * 256 * 4096 + 3 * 2 * 128 * 256
 
 
-def test_the_fullest_point_is_the_peak():
+def test_fullest_point_has_the_largest_total():
   few, many = Memory(1, 2, 3, 4, 5), Memory(5, 4, 3, 2, 2)
   assert few.total == 15
   assert fullest({"a": few, "b": many}) == ("b", many)

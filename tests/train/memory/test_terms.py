@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Terms of plans equal sums of arrays, and plans are near XLA's peaks.
 
-The sums are written out here again, array by array. The peaks are of steps
+The sums are written out here again, array by array. The peaks belong to steps
 compiled for H200s (docs/rows/plan.jsonl; `make test-aot` compiles a few anew).
 """
 
@@ -15,25 +15,25 @@ def of_tokens(case, name):
   """Sums the arrays of the layer being differentiated, on one GPU."""
   a, u, kept = case.a, case.u, case.kept(name)
   return {
-    # The peak is in attention: the product, gate and up are still there, with
-    # q, k, v, the output and all their gradients.
+    # The peak is in attention. SwiGLU's product, gate and up are still
+    # allocated, with q, k, v, the output and all their gradients.
     "bf16": 2 * 3 * a + 12 * u,
     # The peak is in SwiGLU: gradients of gate and up in BF16 (4 A) and in E5M2
-    # as rows and as columns (4 A), and copies of what products save.
+    # as rows and as columns (4 A), and copies of what matmuls save.
     "fp8_linear": (4 + 4 + 1) * a + (1.5 + 3.5) * u,
-    # Gradients of gate and up in f32 (8 A), in E5M2 twice (4 A). What SwiGLU
-    # saved is no longer there: gate, up, SiLU and product, each counted with
-    # a BF16 scale per 16 values. (The product has no scales, which is at most
-    # 0.3 % of the peak.)
+    # Gradients of gate and up are in f32 (8 A) and twice in E5M2 (4 A). What
+    # SwiGLU saved is already freed: gate, up, SiLU and product, each counted
+    # with a BF16 scale per 16 values. (The product has no scales; counting
+    # them changes the sum by at most 0.3 % of the peak.)
     "coat": (8 + 4) * a + 1.5 * u + kept - (4 + 4 * 2 / 16) * a,
-    # The product's gradient in BF16 (2 A), gradients of gate and up in E5M2
-    # twice (4 A), the product again in E4M3 (A).
+    # The product's gradient is in BF16 (2 A), the gradients of gate and up are
+    # twice in E5M2 (4 A), and the product is recomputed in E4M3 (A).
     "minimal": (2 + 4 + 1) * a + 1.5 * u + kept,
   }[name]
 
 
 def of_weights(case, name):
-  """Sums its arrays where weights' gradients take more than tokens."""
+  """Sums the layer's arrays at the moment with the most weight gradients."""
   a, u = case.a, case.u
   return {
     "bf16": 2 * (3 * a + case.gate_up) + 2 * u,
@@ -44,13 +44,13 @@ def of_weights(case, name):
 
 
 def on_four(case, name):
-  """Sums its arrays on one of four GPUs."""
+  """Sums the layer's arrays at the peak on one of four GPUs."""
   a, u = case.a, case.u
-  # Gradients of all four weights in f32; codes of gate and up: all rows, and
-  # this GPU's quarter again.
+  # The four weights have f32 gradients. Gate and up weights have codes of all
+  # rows, and codes of this GPU's quarter again.
   weights = 4 * case.layer + 1.25 * case.gate_up
   return {
-    # In attention, with the weights of q, k and v gathered in BF16.
+    # The peak is in attention, with q, k and v weights gathered in BF16.
     "bf16": 2 * (3 * a + 1.25 * case.qkv) + (6 + 10) * u,
     "fp8_linear": (4 + 4) * a + 1.5 * u + weights,
     "coat": (8 + 4 + 2.25) * a + (1.5 + 0.5) * u + weights,
@@ -87,7 +87,7 @@ def test_backward_equals_its_arrays_and_is_near_the_compiled_peak(
   assert memory.total == pytest.approx(compiled, rel=0.01)
 
 
-def test_bf16_backward_of_few_tokens_is_in_the_mlp():
+def test_bf16_peak_with_few_tokens_is_in_the_mlp():
   case = Case("llama2_7b", LLAMA2_7B.parameters, batch=1, seq=256)
   head = 4 * case.head
   alone = case.plan("bf16")["backward"].temporary
@@ -105,13 +105,13 @@ def test_bf16_backward_of_few_tokens_is_in_the_mlp():
     (8, "fp8_linear", 879_697_845),
   ],
 )
-def test_experts_see_only_the_tokens_of_their_gpu(gpus, name, compiled):
+def test_plan_with_experts_is_near_the_compiled_peak(gpus, name, compiled):
   memory = fullest(DEMO_MOE.plan(name, gpus))[1]
   assert memory.total == pytest.approx(compiled, rel=0.04)
 
 
 @pytest.mark.parametrize("name", ["fp8_linear", "minimal"])
-def test_gradients_summed_in_bf16_take_half(name):
+def test_gradients_summed_in_bf16_need_half_the_bytes(name):
   f32, bf16 = (
     LLAMA2_7B.plan(name, 4, grad_reduce=dtype)["backward"].temporary
     for dtype in ("float32", "bfloat16")
@@ -128,7 +128,7 @@ def test_recomputation_adds_what_one_layer_saves(name):
   assert abs(again - none - LLAMA2_7B.kept(name)) <= 1
 
 
-# Twice the tokens.
+# LLAMA2_7B with twice the tokens.
 LLAMA2_7B_4 = Case("llama2_7b", LLAMA2_7B.parameters, batch=4, seq=2048)
 
 
@@ -149,9 +149,10 @@ def test_second_forward_equals_its_arrays_and_is_near_the_compiled_peak(
   case, remat, is_in_mlp, compiled
 ):
   a, u = case.a, case.u
-  # What a layer saves without a second forward, the inputs of attention and of
-  # the MLP in BF16, and an operand in E4M3. With remat="fp8": codes of two
-  # norms' inputs, of gate and of up, each with a BF16 scale per 16 values.
+  # The second forward allocates what a layer saves without remat, BF16 inputs
+  # of attention and of the MLP, and an E4M3 operand. With remat="fp8", it
+  # allocates codes of two norms' inputs, of gate and of up instead, each with a
+  # BF16 scale per 16 values.
   norms = u * (1 + 2 / 16) + 2 * 4 * case.tokens
   kept = case.kept("minimal") + 2.5 * u
   kept = norms + 2 * (1 + 2 / 16) * a if remat == "fp8" else kept
@@ -169,19 +170,19 @@ def test_second_forward_keeps_silu_and_operands_only_with_residuals_coat():
     DEMO.plan(name, remat="fp8")["backward"].temporary
     for name in ("minimal", "coat")
   )
-  # `coat` needs 12 A instead of 7 A for gradients, SiLU with its scales, the
-  # product, and the operand of gate and up, minus what is no longer there
-  # (see of_tokens).
+  # `coat` needs 12 A instead of 7 A for gradients. It also allocates SiLU with
+  # its scales, the product, and the operand of gate and up. What is already
+  # freed is subtracted (see of_tokens).
   grown = (12 - 7) + (1 + 2 / 16) + 1 - 4.5
   assert abs(coat - minimal - grown * DEMO.a - 0.5 * DEMO.u) <= 1
 
 
-def test_second_forward_on_four_gpus():
+def test_second_forward_on_four_gpus_is_near_the_compiled_peaks():
   none, fp8, layer, full = (
     LLAMA2_7B.plan("minimal", 4, remat=remat)["backward"]
     for remat in ("none", "fp8", "fp8_layer", "full")
   )
-  # remat="fp8" adds gate and up, of which XLA makes a copy there anyway.
+  # remat="fp8" recomputes gate and up, which XLA would otherwise copy.
   assert fp8.temporary == none.temporary
   assert fp8.total == pytest.approx(19_486_664_360, rel=0.01)
   attention = LLAMA2_7B.kept("minimal") - 2.25 * LLAMA2_7B.a
@@ -191,12 +192,12 @@ def test_second_forward_on_four_gpus():
   assert full.total == pytest.approx(19_503_965_352, rel=0.01)
 
 
-def test_half_of_the_heads_and_columns_takes_half():
+def test_tensor_axis_halves_temporary_arrays_except_in_the_loss():
   one, two = (LLAMA2_7B.plan("minimal", 4, tensor=n) for n in (1, 2))
   for moment in ("backward", "embedding"):
     assert two[moment].temporary == one[moment].temporary / 2
-  # In the loss only the head is halved: each GPU sees whole sequences, and as
-  # it has half of the vocabulary, a chunk has twice as many positions.
+  # In the loss, only the head is halved. Each GPU has whole sequences but half
+  # of the vocabulary, so a chunk has twice as many positions.
   logits, head = 2 * 1024 * 32000, LLAMA2_7B.head
   hidden = 3 * LLAMA2_7B.u
   assert one["loss"].temporary == (4 + 2) * (logits + head) + hidden
@@ -206,7 +207,8 @@ def test_half_of_the_heads_and_columns_takes_half():
 @pytest.mark.parametrize("gpus, in_f32", [(1, 0), (4, 4)])
 def test_embedding_gradient_is_summed_in_f32_on_a_mesh(gpus, in_f32):
   found = LLAMA2_7B.plan("minimal", gpus)["embedding"]
-  # All rows in BF16, and on a mesh also in f32 before GPUs sum them.
+  # The gradient has all rows in BF16 and, on a mesh, also in f32 before GPUs
+  # sum it.
   assert found.temporary == (2 + in_f32) * 32000 * 4096
   assert found.gradients == 4 * LLAMA2_7B.parameters / gpus
   assert found.activations == 0

@@ -18,7 +18,7 @@ from train.memory.count import saved_bytes
 from train.memory.step import fullest
 
 ROWS = Path(__file__).parents[3] / "docs" / "rows" / "vision_plan.jsonl"
-# Weights of the 64 words that LLaVA adds to Llama 2's, in one table.
+# Weights in one table for the 64 tokens that LLaVA adds to Llama 2's.
 WORDS = 64 * 4096
 COUNTS = {
   "decoder": LLAMA2_7B.parameters + 2 * WORDS,
@@ -57,9 +57,9 @@ def test_step_of_7b_equals_its_arrays_and_is_near_the_compiled_peak(trained):
   # The projector saves features, GELU's input in BF16 and f32, and its output.
   images = 8 * 576 * (2 * 1024 + 8 * 4096)
   if trained == "all":
-    # A tower's layer saves codes of both norms' inputs with a scale per 16
-    # values, mean and root; codes of GELU's input; q, k, v, the output and
-    # log sums.
+    # A layer of the tower saves codes of both norms' inputs, with a scale per
+    # 16 values, mean and root; codes of GELU's input; q, k, v and the output;
+    # and log sums.
     layer = 2 * (1024 + 128 + 8) + 4096 + 512 + 2 * 4 * 1024 + 4 * 16
     images += 23 * layer * seen
   layers, head = 2 * 32 * (4 * 4096 + 3 * 11008) * 4096, 2 * 4096 * 32064
@@ -67,7 +67,7 @@ def test_step_of_7b_equals_its_arrays_and_is_near_the_compiled_peak(trained):
   assert {memory.weights for memory in found.values()} == {weights}
   assert abs(backward.activations - saved - images) <= 2
   assert backward.gradients == (0 if trained == "projector" else layers)
-  # Only if the decoder trains, output weights have a gradient.
+  # The output weights have a gradient only if the decoder is trained.
   alone = DECODER.plan("minimal", params="bfloat16")["backward"]
   less = head if trained == "projector" else 0
   assert alone.temporary - backward.temporary == less

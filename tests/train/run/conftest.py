@@ -10,7 +10,7 @@ from tests.train.run.states import abstract_state, random_state, save
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-  """Two checkpoints; tests copy them before they damage them."""
+  """Returns a folder of two checkpoints and their state; tests use copies."""
   path = tmp_path_factory.mktemp("checkpoints")
   state = random_state(abstract_state(""))
   for number in (3, 5):

@@ -73,13 +73,13 @@ def test_state_is_restored_without_the_devices_that_wrote_it(saved, tmp_path):
     text, count = re.subn(r"cpu:0|TFRT_CPU_0", "cuda:63", file.read_text())
     assert count
     file.write_text(text)
-  assert len(files) == 4  # Params and optimizer, in two checkpoints.
+  assert len(files) == 4  # Params and optimizer of two checkpoints.
   state = checkpoint.restore_state(path, 3, abstract_state(""))
   assert bytes_of(state) == bytes_of(saved[1])
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_data_resume_with_any_number_of_processes(tmp_path, before, after):
+def test_data_resumes_with_another_number_of_processes(tmp_path, before, after):
   whole = batches()
   for _ in range(5):
     next(whole)
@@ -87,7 +87,7 @@ def test_data_resume_with_any_number_of_processes(tmp_path, before, after):
   for iterator in first:
     for _ in range(5):
       next(iterator)
-  # Only the first process writes its state, but all processes have the same.
+  # Only the first process writes its state, but all states are equal.
   assert all(x.get_state() == first[0].get_state() for x in first)
   abstract = abstract_state("")
   save(tmp_path, random_state(abstract), first[0])
@@ -179,7 +179,7 @@ def test_checkpoint_of_another_state_is_rejected(saved):
     checkpoint.restore_state(saved[0], 3, abstract._replace(params=params))
 
 
-def test_failed_save_is_reported_once_and_leaves_earlier_ones(
+def test_failed_save_is_reported_once_and_keeps_earlier_checkpoints(
   copied, monkeypatch
 ):
   def fail(folder):

@@ -25,7 +25,7 @@ def damages(data):
 
 
 @pytest.mark.slow
-def test_damage_of_any_file_selects_the_checkpoint_before(
+def test_damage_of_any_file_selects_the_previous_checkpoint(
   copied,
 ):
   late = {"_CHECKPOINT_METADATA", "commit_success.txt"}
@@ -57,14 +57,14 @@ def test_damage_of_any_file_selects_the_checkpoint_before(
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '["run/metadata"]', "null", "1"])
-def test_checksums_without_files_are_damage(copied, text):
+def test_checksums_without_files_count_as_damage(copied, text):
   (copied / "5" / checksums.NAME).write_text(text)
   found, damaged = checkpoint.newest_whole_step(copied)
   assert found == 3
   assert damaged == [f"{copied / '5'}: checksums.json lists no files"]
 
 
-def test_deeply_nested_checksums_are_damage(copied):
+def test_deeply_nested_checksums_count_as_damage(copied):
   (copied / "5" / checksums.NAME).write_text("[" * 300_000)
   found, damaged = checkpoint.newest_whole_step(copied)
   assert found == 3 and "checksums.json cannot be read" in damaged[0]
@@ -77,7 +77,7 @@ def test_deeply_nested_checksums_are_damage(copied):
     *("link", "fifo", "run", "a\0b", "/etc/hostname"),
   ],
 )
-def test_checksums_of_other_files_are_damage(copied, tmp_path, name):
+def test_checksums_of_other_files_count_as_damage(copied, tmp_path, name):
   file = copied / "5" / checksums.NAME
   if name == "outside":
     name = str(tmp_path / name)

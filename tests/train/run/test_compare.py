@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table that compares a run with its twins, from three literal results."""
+"""The table that compares a run with its twins, for three given results."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def test_table_has_difference_to_the_first_twin_and_spread_of_twins(
   assert state[3] == pytest.approx(state[0] - 8, abs=0.011)
 
 
-def test_differences_are_of_the_rounded_figures(runs, capsys):
+def test_differences_are_computed_from_rounded_figures(runs, capsys):
   for run, size in zip(runs, (33_460_000, 61_700_000, 61_700_000), strict=True):
     with open(RunDirectory(run.out).metrics, "a") as file:
       file.write(json.dumps(dict(step=61, step_bytes=size)) + "\n")

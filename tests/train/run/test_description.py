@@ -72,7 +72,7 @@ def test_checkpoint_of_other_data_is_rejected():
     compare(described(demo()), demo(), tokens=numbered(1001))
 
 
-def test_data_are_not_blamed_for_another_option():
+def test_error_names_the_changed_option_and_not_the_data():
   other = numbered(1001)
   with pytest.raises(ValueError, match="given.: seq: 256 -> 128; pass the opt"):
     compare(described(demo()), config(seq=128), tokens=other)

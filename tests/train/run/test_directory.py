@@ -24,7 +24,7 @@ def config(**values):
 
 @pytest.fixture
 def run(tmp_path):
-  """A run with a step, a twin, and a file that the user added."""
+  """Makes a run with a step, a twin, and a file that the user added."""
   made = RunDirectory(tmp_path / "run")
   made.create(describe(demo(), TOKENS))
   made.metrics.write_text('{"step": 1}\n')
@@ -43,12 +43,12 @@ def contents(path):
   }
 
 
-def test_new_or_empty_folder_is_free(tmp_path):
+def test_new_or_empty_folder_may_be_used(tmp_path):
   RunDirectory(tmp_path / "new").check(config())
   RunDirectory(tmp_path).check(config())
 
 
-def test_run_is_replaced_only_when_asked(run):
+def test_replacing_a_run_requires_overwrite(run):
   before = contents(run.path)
   with pytest.raises(ValueError, match="already contains a run; pass --resume"):
     run.check(config())
@@ -65,7 +65,7 @@ def test_run_without_a_step_may_be_replaced(run):
   "marker", [None, "", "{}", "[]", '{"format": "another"}', '{"format": 1}']
 )
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_folder_without_a_run_is_left_alone(tmp_path, marker, overwrite):
+def test_folder_without_a_run_is_refused(tmp_path, marker, overwrite):
   (tmp_path / "thesis.tex").write_text("years of work")
   (tmp_path / "checkpoints").mkdir()
   if marker is not None:
@@ -76,7 +76,7 @@ def test_folder_without_a_run_is_left_alone(tmp_path, marker, overwrite):
     RunDirectory(tmp_path).check(config(overwrite=overwrite))
 
 
-def test_file_in_place_of_the_folder_raises(tmp_path):
+def test_file_instead_of_a_folder_raises(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ValueError, match="expected a folder, got the file"):
     RunDirectory(tmp_path / "file").check(config(overwrite=True))
@@ -144,7 +144,7 @@ def test_claimed_folder_refuses_other_claims(run):
         with run.claimed(config(**options)):
           raise AssertionError
     run.create(describe(demo(), OTHERS))
-    assert run.lock.exists(), "it is not one of the run's files"
+    assert run.lock.exists(), "the lock is not one of the run's files"
     with pytest.raises(
       ValueError, match=f"process {os.getpid()} on .* is already"
     ):
@@ -162,13 +162,13 @@ def test_claimed_folder_is_removed_if_no_run_is_created(tmp_path):
   assert not run.path.exists()
 
 
-def test_folder_with_only_a_stale_lock_is_free(tmp_path):
+def test_folder_with_only_a_stale_lock_may_be_used(tmp_path):
   (tmp_path / "lock").write_text("process 1 on host")
   RunDirectory(tmp_path).check(config())
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_folder_with_only_half_a_description_is_free(tmp_path, overwrite):
+def test_folder_with_only_half_a_description_may_be_used(tmp_path, overwrite):
   run = RunDirectory(tmp_path)
   (tmp_path / "lock").write_text("process 1 on host")
   (tmp_path / "config.tmp").write_text('{"format": "coa')
@@ -234,7 +234,9 @@ def test_description_of_another_program_is_not_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "folder", "fifo"])
-def test_lock_that_is_not_a_plain_file_is_left_alone(tmp_path, run, kind):
+def test_lock_that_is_not_a_plain_file_is_refused_and_left_alone(
+  tmp_path, run, kind
+):
   thesis = tmp_path / "thesis.tex"
   if kind == "link":
     thesis.write_text("years of work")

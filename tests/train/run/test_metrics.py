@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""metrics.jsonl survives kills, the table aligns, progress is readable."""
+"""The log metrics.jsonl, its summary, tables and lines of progress."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_only_the_damaged_line_is_dropped(tmp_path, damaged):
   assert steps(path) == [1, 3, 4]
 
 
-def test_line_is_on_disk_at_once(tmp_path):
+def test_line_is_written_to_disk_at_once(tmp_path):
   log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
   log.write(step=1, loss=2.0)
   assert steps(tmp_path / "metrics.jsonl") == [1]
@@ -83,7 +83,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
   assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None}
 
 
-def test_summary_uses_the_last_steps(tmp_path):
+def test_summary_has_last_losses_and_median_speed(tmp_path):
   log = metrics.MetricsLog(tmp_path / "m.jsonl")
   for step in range(1, 101):
     log.write(step=step, loss=float(step), tokens_per_s=step)
@@ -128,7 +128,7 @@ def test_progress_without_a_terminal_is_a_few_plain_lines(capsys, monkeypatch):
   assert lines[-1] == "run: step 60/60, held-out 1.2500"
 
 
-def test_full_disk_names_the_folder_when_writing_and_closing(tmp_path):
+def test_full_disk_raises_an_error_that_names_the_folder(tmp_path):
   log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
   log.write(step=1, text="a" * 19_000)
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -20,7 +20,7 @@ def test_held_out_batches_are_weighted_by_their_targets():
   one = Evaluation(np.float32(1), np.int32(30), np.float32(0.5))
   other = Evaluation(np.float32(3), np.int32(10), np.float32(0.1))
   none = Evaluation(np.float32(0), np.int32(0), np.float32(0))
-  # (30 + 30) / 40 nats; 15 + 1 of 40 targets are right.
+  # The loss is (1 * 30 + 3 * 10) / 40 nats; 15 + 1 of 40 targets are right.
   found = report.held_out_means([one, other, none])
   assert found == pytest.approx(dict(held_out_loss=1.5, held_out_accuracy=0.4))
   # Batches of plain tokens all have the same number of targets.
@@ -28,12 +28,12 @@ def test_held_out_batches_are_weighted_by_their_targets():
   assert report.held_out_means(alike) == {"held_out_loss": 2.0}
 
 
-def test_powers_are_counted_in_sixteenths_and_without_groups_of_zeros():
+def test_powers_are_counted_in_sixteenths_except_in_groups_of_zeros():
   config = dataclasses.replace(
     demo(), optim=dataclasses.replace(demo().optim, group_size=64)
   )
-  # k is 2 if the largest value is sqrt(448 * 448 / 2) times the smallest.
-  # A row has two groups.
+  # The power k is 2 if a group's largest value is sqrt(448**2 / 2) times its
+  # smallest one. A row has two groups.
   span = np.geomspace(1e-4, 1e-4 * np.sqrt(448**2 / 2), 64)
   rows = np.tile(span, (64, 2)).astype(np.float32)
   rows[:24] = 0
@@ -46,7 +46,7 @@ def test_powers_are_counted_in_sixteenths_and_without_groups_of_zeros():
   for moment in ("mu", "nu"):
     ((sixteenths, count),) = row["powers"][moment].items()
     assert sixteenths == pytest.approx(32, abs=1) and count == 2 * 40
-    # E4M3 rounds by at most half a step, 1/16, and by less if k > 1.
+    # E4M3's relative rounding error is at most 1/16, and less if k > 1.
     error = row["state"]["w"][moment]["relative_error"]
     assert 0 < error < 1 / 16
     assert row["state"]["norm"][moment]["relative_error"] == 0
@@ -56,7 +56,7 @@ def test_powers_are_counted_in_sixteenths_and_without_groups_of_zeros():
 def test_step_bytes_are_arguments_temporaries_and_new_results():
   def step(state, x, v, w):
     sums, exact = state
-    return (sums + 1, exact + 1), x @ v @ w  # The first product is temporary.
+    return (sums + 1, exact + 1), x @ v @ w  # x @ v is temporary.
 
   def shape(*sizes):
     return jax.ShapeDtypeStruct(sizes, jnp.float32)

@@ -45,7 +45,7 @@ def test_null_values_are_skipped(tmp_path):
   assert list(read_metrics(tmp_path / "none")) == []
 
 
-def test_table_and_figures_show_the_valid_lines(runs, capsys, monkeypatch):  # noqa: F811
+def test_table_and_plot_use_the_valid_lines(runs, capsys, monkeypatch):  # noqa: F811
   monkeypatch.undo()  # The fixture replaced plot.draw.
   folder = RunDirectory(runs[1].out)
   lines = folder.metrics.read_bytes().splitlines()

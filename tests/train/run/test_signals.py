@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import signal, sys, time
 from train.run.signals import Signals
-signal.signal(signal.SIGUSR1, lambda *_: None)  # As another library does.
+signal.signal(signal.SIGUSR1, lambda *_: None)  # As another library may do.
 with Signals() as signals:
   signals.is_deferred = "deferred" in sys.argv
   print("ready", flush=True)

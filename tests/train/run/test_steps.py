@@ -65,7 +65,7 @@ def test_nothing_is_read_after_a_step_that_is_not_finite(in_flight, tmp_path):
 def test_time_of_a_step_begins_when_the_previous_step_ends(
   in_flight, tmp_path, monkeypatch
 ):
-  # Started at 0, 1 and 15 s; ended at 4, 10 and 17 s.
+  # Steps start at 0, 1 and 15 s, and end at 4, 10 and 17 s.
   ends = iter([4.0, 10.0, 17.0])
   clock = types.SimpleNamespace(monotonic=lambda: next(ends))
   monkeypatch.setattr("train.run.metrics.time", clock)

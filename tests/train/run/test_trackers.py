@@ -24,7 +24,7 @@ CHEAP = dict(recipe="bf16", optim__codec="float32")
 def events(folder):
   """Returns the events of all files in a folder, in TensorBoard's order.
 
-  A file consists of records: length, its checksum, bytes, their checksum.
+  Each record of a file is a length, its checksum, bytes and their checksum.
   """
   found = []
   for path in sorted(Path(folder).glob("*.tfevents.*")):
@@ -63,7 +63,7 @@ def numbers(path):
 
 
 @pytest.mark.slow
-def test_event_files_of_a_resumed_run_have_the_numbers_of_its_log(tmp_path):
+def test_event_files_of_a_resumed_run_match_its_log(tmp_path):
   out = tmp_path / "run"
   assert run(out, "--tensorboard", steps=4, save_every=2, **CHEAP) == 0
   assert run(out, "--tensorboard", "--resume", steps=6, **CHEAP) == 0
@@ -80,7 +80,7 @@ def test_repeated_steps_replace_the_old_ones_in_event_files(tmp_path):
     for step in range(resumed_step + 1, last + 1):
       writer.write(step, {"loss": float(10 * resumed_step + step)})
     writer.close()
-    # File names contain the time in seconds, which would be the same for both.
+    # Names contain the time in seconds, so both files may get the same name.
     (file,) = tmp_path.glob("events.*")
     file.rename(tmp_path / f"{resumed_step}.tfevents.x")
   assert series(tmp_path) == {

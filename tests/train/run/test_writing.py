@@ -22,7 +22,8 @@ def test_tree_is_written_into_new_folders(tmp_path):
 
 def test_failed_write_leaves_no_files_and_no_traceback(tmp_path, capfd):
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  # Enough for Orbax's index files and pytest's output, but not for the array.
+  # The limit is enough for Orbax's index files and pytest's output, but not for
+  # the array.
   resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
   try:
     with pytest.raises(SaveError, match="could not write .*tree: .* too large"):
