@@ -74,6 +74,6 @@ def test_generating_a_token_copies_no_weights_or_caches():
 
 
 def elements(shape):
-  """Returns the size of the largest array in a result."""
+  """Returns the number of values in the largest array of a shape."""
   sizes = re.findall(r"\[([\d,]+)\]", shape)
   return max((math.prod(map(int, x.split(","))) for x in sizes), default=1)

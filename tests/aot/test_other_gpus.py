@@ -99,7 +99,7 @@ def compile_operations(gpu: str) -> None:
 
 @functools.cache
 def operations(gpu: str) -> dict:
-  """Compiles all operations for a GPU; returns their calls and `explain`."""
+  """Returns the custom calls of each operation, and what `explain` says."""
   ended = run(f"tests.compile_operations({gpu!r})")
   assert not ended.returncode, ended.stderr[-2000:]
   rows = map(json.loads, ended.stdout.splitlines())
@@ -108,7 +108,7 @@ def operations(gpu: str) -> dict:
 
 @each_gpu
 @each_case
-def test_operation_compiles_and_explain_is_right(gpu, case):
+def test_operation_compiles_to_what_explain_names(gpu, case):
   calls, said = operations(gpu)[key(case)]
   expected = case.implementations[1]
   why = ""
@@ -135,7 +135,7 @@ def compile_refused(name: str) -> None:
   capability.capability = lambda: None  # Now nothing is refused.
   for case in CASES:
     if case.op in (*WITHOUT_E4M3, "tensor_scale", "quantize_rows"):
-      # The last two compile: they convert nothing, or XLA emulates the cast.
+      # `tensor_scale` converts nothing, and XLA emulates the other's cast.
       continue
     if name != case.implementations[1] or is_for_hopper(case):
       continue
@@ -231,7 +231,7 @@ def run(code: str) -> subprocess.CompletedProcess:
 
 
 @each_gpu
-def test_optimizer_step_is_a_kernel_on_hopper_and_newer(gpu):
+def test_optimizer_step_is_a_kernel_only_on_hopper_and_newer(gpu):
   ended = run(f"tests.compile_steps({gpu!r})")
   assert not ended.returncode, ended.stderr[-2000:]
   lines = ended.stdout.splitlines()
