@@ -190,7 +190,7 @@ def ptxas_reports(module: str, tmp_path: Path) -> list[Path]:
 
 
 def check_wgmma(folder: Path, shape: str = "m64n128k32") -> None:
-  """Checks that a kernel uses wgmma, and that ptxas did not serialize it.
+  """Checks that a kernel uses wgmma, which ptxas must not serialize.
 
   The last number of `shape` is 32 for FP8, and 16 for BF16 and f16.
   """

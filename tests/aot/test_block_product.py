@@ -47,7 +47,7 @@ def compiled(name: str, form: str) -> jax.stages.Compiled:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_product_is_one_kernel(form):
+def test_block_scaled_matmul_is_one_kernel(form):
   program = compiled("paired", form)
   (kernel,) = custom_calls(program).items()
   assert kernel == ("mosaic_gpu_v2", 1)

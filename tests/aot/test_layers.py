@@ -110,7 +110,7 @@ def test_each_matmul_is_one_fp8_call_without_a_transpose(name):
   # qkv, out, gate_up and down have three matmuls each: forward, dgrad, wgrad.
   assert len(fp8_matmul_calls(compiled)) == 4 * 3
   # With residuals="coat", XLA multiplies two saved FP8 values, and transposes
-  # the result, because no kernel writes it.
+  # the result, because no kernel writes it transposed.
   assert len(fp8_moves(compiled)) == (1 if name == "coat" else 0)
   assert not [x for x in instructions(compiled) if x.opcode == "dot"]
   calls = custom_calls(compiled)

@@ -79,7 +79,7 @@ def moved(compiled):
         yield opcode, (dtype, *sizes)
 
 
-# There are so few tokens that XLA, if it could choose, would gather them
+# There are so few tokens that, unless told otherwise, XLA would gather them
 # instead of some weights.
 @pytest.mark.parametrize(
   "fsdp, tensor, batch",
@@ -143,7 +143,7 @@ def amaxes_before(everything, gather):
 
 def test_gathers_do_not_wait_unnecessarily():
   everything = instructions(compiled_step("fsdp=4,tensor=1", 4, is_twin=False))
-  # The host must not evaluate a condition, for which it would wait.
+  # The host would have to wait for the device before it evaluates a condition.
   assert "conditional" not in {each.opcode for each in everything}
   # Codes are gathered for later matmuls, and must not wait for the amax of the
   # other operand.

@@ -135,7 +135,8 @@ def compile_refused(name: str) -> None:
   capability.capability = lambda: None  # Now nothing is refused.
   for case in CASES:
     if case.op in (*WITHOUT_E4M3, "tensor_scale", "quantize_rows"):
-      # `tensor_scale` converts nothing, and XLA emulates the other's cast.
+      # These compile: XLA emulates the cast of `quantize_rows`, and the others
+      # convert nothing.
       continue
     if name != case.implementations[1] or is_for_hopper(case):
       continue
@@ -167,7 +168,7 @@ def test_refused_operations_do_not_compile_for_an_a100(implementation, refusal):
 
 
 def compile_layer(gpu: str) -> None:
-  """Checks the program of a decoder layer."""
+  """Compiles a decoder layer, and checks that it calls cuDNN and cuBLAS."""
   gradients, *specs = layer_program(SMALL, recipes.coat(), (2, 256))
   compiled = compile_for(gpu, gradients, *specs)
   found = custom_calls(compiled)

@@ -30,8 +30,8 @@ def ptx_of(fn, specs, folder: Path) -> tuple[str, list[int]]:
   """Compiles a function with one kernel for an H200, and reads the PTX.
 
   Returns:
-    The PTX, and for each of its parameters the index of the array passed to it;
-    inputs come first, then outputs.
+    The PTX, and for each parameter of the PTX the index of the array passed to
+    it; inputs come first, then outputs.
   """
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))

@@ -19,7 +19,7 @@ from tests.aot.compiling import (
 
 pytestmark = pytest.mark.aot
 
-# Matmuls need a multiple of 16 tokens in total; an image has 729 or 577.
+# An image has 729 or 577 tokens, and matmuls need a multiple of 16 in total.
 IMAGES = 16
 OPERATIONS = {
   *("norm_input", "norm_fwd", "norm_bwd"),

@@ -105,7 +105,7 @@ def test_unknown_activation_is_refused():
       unchecked(x, activation="swish")
 
 
-def test_gelu_is_close_to_float64_at_small_and_large_values():
+def test_gelu_is_close_to_float64_between_minus_5_and_5():
   # Include small results of GELU, where a slightly wrong formula would show.
   x = np.linspace(-5, 5, 1001, dtype=np.float32)
   x64 = np.float64(x)

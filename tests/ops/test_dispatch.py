@@ -68,7 +68,8 @@ def test_op_on_a_mesh_of_gpus_does_not_branch_on_the_platform():
 
   x = jnp.ones((32, 128), jnp.bfloat16)
   found = primitives(amax_of_all, x)
-  # If a collective were inside a conditional, the host would evaluate it.
+  # For a collective inside a conditional, the host would have to evaluate the
+  # condition.
   assert "pmax" in found and "platform_index" not in found
   assert "mpmd_map" in found
 
@@ -137,7 +138,7 @@ def test_named_implementation_never_falls_back():
     ("gfx942", False),
   ],
 )
-def test_fp8_kernels_run_only_on_gpus_with_fp8(
+def test_fp8_kernels_run_only_on_nvidia_gpus_with_fp8(
   monkeypatch, capability, has_fp8
 ):
   class Device:

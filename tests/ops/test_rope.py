@@ -98,7 +98,7 @@ def frequencies(rotary, head_dim=128):
       ),
       yarn(plain(1e4, 32), 1e4, 40, 64, 9, 2),
     ),
-    # No channel turns between 1 and 4 times, so there is no ramp.
+    # In 6 tokens, no channel turns between 1 and 4 times, so there is no ramp.
     (
       Rotary(
         1e4,

@@ -202,7 +202,7 @@ def test_activation_input_refuses_unsupported_arguments(
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_kernels_refuse_erf(gated):
+def test_kernels_refuse_gelu_by_erf(gated):
   dy, x, options = inputs((32, 128), gated)
   how = dict(activation="gelu")
   parts, scale = run(ops.activation_input.definition, x, **options, **how)

@@ -37,7 +37,7 @@ def tiles_of(mask, rows, columns, of_queries):
 
 @pytest.mark.parametrize("length", [T, T - 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_visited_and_masked_tiles_are_those_of_the_mask(kind, length):
+def test_visited_and_masked_tiles_match_the_mask(kind, length):
   mask = seen(length, length, kind)[0]
   for size, step in ((32, 16), (16, 32)):
     for of_queries in (True, False):

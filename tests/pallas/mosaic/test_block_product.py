@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares Mosaic's block-scaled matmul with NumPy, interpreted and on a GPU.
 
-Codes from `exact_operands` are small integers and scales are powers of two near
-1. Then all sums are exact in f32, even on tensor cores, so results must match
-NumPy's bit for bit.
+`exact_operands` makes codes that are small integers, and scales that are powers
+of two near 1. All sums are then exact in f32, even on tensor cores, so results
+must match NumPy's bit for bit.
 """
 
 import jax
@@ -28,7 +28,7 @@ DTYPES = {"fwd": jnp.bfloat16, "wgrad": jnp.float32}
 
 
 def exact_operands(form, m, n, k, b_dtype=E4M3, seed=0):
-  """Makes operands whose products are exact.
+  """Makes operands whose matmul is exact.
 
   b has one scale per row for `wgrad`, and otherwise one per 128 rows.
   """

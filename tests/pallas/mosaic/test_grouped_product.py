@@ -171,7 +171,7 @@ def test_operands_of_any_width_are_padded(name):
   elif name == "dgrad":
     assert_is(kernel.grouped_dgrad(g, w, sizes, **how), dx)
   elif name == "wgrad":
-    # Let the number of rows not be a multiple of a block either.
+    # Add 9 rows, so that their number is not a multiple of a block either.
     x, g = (jnp.concatenate([a, a[:9] * 0]) for a in (x, g))
     assert_is(kernel.grouped_wgrad(x, g, sizes, **how), dw)
   else:
@@ -205,7 +205,7 @@ def test_tiles_cover_each_row_once(sizes, tile_m):
   )
   assert used[0] <= table.shape[1]
   group, row, begin, end, _, blocks = np.asarray(table)[:, : int(used[0])]
-  # Rows after the last group have entries too, which sum no blocks.
+  # Rows after the last group are also in tiles of the table, with 0 blocks.
   of_row = np.repeat(np.arange(len(sizes) + 1), (*sizes, m - sum(sizes)))
   found = np.full(m, -1)
   for tile in range(int(used[0])):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares Mosaic's quantization with its definition, bit for bit.
 
-Both round the quotient correctly. On a GPU, XLA may round it differently, so
-only most codes must be equal there.
+Kernel and definition round the quotient correctly. On a GPU, XLA may round it
+differently, so only most codes must be equal there.
 """
 
 import functools

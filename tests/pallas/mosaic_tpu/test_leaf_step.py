@@ -200,7 +200,7 @@ def test_unsupported_arguments_are_refused_with_a_reason(case, reason):
     jax.eval_shape(case.run(case.op.kernel("mosaic_tpu")), *arrays)
 
 
-def test_explain_names_both_kernels():
+def test_explain_names_the_gpu_and_tpu_kernels():
   case = Case()
   said = ops.explain(case.op, *case.specs(), groups=case.groups)
   where = "mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
