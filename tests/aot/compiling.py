@@ -39,7 +39,7 @@ __all__ = [
   "temporary_bytes",
 ]
 
-# A fusion that consists only of these computes nothing.
+# A fusion that consists only of these operations computes nothing.
 _MOVES = {
   "bitcast",
   "concatenate",
@@ -78,7 +78,7 @@ def instructions(compiled: jax.stages.Compiled) -> list[Instruction]:
 
 
 def launches(compiled: jax.stages.Compiled) -> list[str]:
-  """Returns the opcodes of the kernels that the GPU launches, in order."""
+  """Returns the opcode of each instruction that launches a kernel, in order."""
   free = ("parameter", "bitcast", "tuple", "get-tuple-element", "constant")
   main = compiled.as_text().split("ENTRY ")[1]
   return [
@@ -106,7 +106,7 @@ def bytes_moved(compiled: jax.stages.Compiled) -> int:
 
 
 def _bytes(shape: str) -> int:
-  """Returns the bytes of an array or tuple, as in "(f32[2,3]{1,0}, pred[])"."""
+  """Returns the size in bytes of a shape like "(f32[2,3]{1,0}, pred[])"."""
   total = 0
   for name, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape):
     size = 8 if name == "pred" else int(re.findall(r"\d+", name)[0])
@@ -133,9 +133,9 @@ def fp8_matmul_calls(compiled: jax.stages.Compiled) -> list[Instruction]:
 
 
 def fp8_moves(compiled: jax.stages.Compiled) -> list[Instruction]:
-  """Returns transposes, copies and paddings of FP8 arrays, including fusions.
+  """Returns instructions that only move FP8 values, such as copies and pads.
 
-  Each is a pass over memory that only changes a layout. A fusion that computes
+  A fusion counts if all its operations only move values. A fusion that computes
   a result and writes it transposed does not count.
   """
   everything = instructions(compiled)
@@ -166,10 +166,10 @@ def fp8_moves(compiled: jax.stages.Compiled) -> list[Instruction]:
 
 
 def ptxas_reports(module: str, tmp_path: Path) -> list[Path]:
-  """Runs `compile_all(tmp_path)` of a test module in a new process.
+  """Runs a test module's `compile_all`, and checks that no kernel spills.
 
-  An environment variable makes Mosaic write the reports of ptxas. Checks that
-  no kernel spills registers, and returns the folders that `compile_all` made.
+  It runs in a new process, where an environment variable makes Mosaic write the
+  reports of ptxas. Returns the folders that `compile_all` made.
   """
   code = (
     "from benchmarks import aot; aot.only_compile(); "
@@ -190,7 +190,7 @@ def ptxas_reports(module: str, tmp_path: Path) -> list[Path]:
 
 
 def check_wgmma(folder: Path, shape: str = "m64n128k32") -> None:
-  """Checks that a matmul kernel uses wgmma, and does not wait for each one.
+  """Checks that a kernel uses wgmma, which ptxas must not serialize.
 
   The last number of `shape` is 32 for FP8, and 16 for BF16 and f16.
   """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPy's equivalents of the types and instructions of PTX."""
+"""NumPy equivalents of PTX types and instructions."""
 
 from collections.abc import Callable
 
@@ -55,7 +55,7 @@ _FUNCTIONS: dict[str, Callable] = {
 
 
 def apply(name: str, modifiers: list[str], args: list) -> np.ndarray:
-  """Applies an instruction to numbers of one type."""
+  """Applies an instruction whose operands all have the same type."""
   if "xorsign" in modifiers:
     sign = np.signbit(args[0]) ^ np.signbit(args[1])
     args = [np.abs(x) for x in args]
@@ -92,7 +92,10 @@ def to_fp8(x: np.ndarray, dtype) -> np.ndarray:
 
 
 def permuted(a, b, selector) -> np.ndarray:
-  """Selects each byte by 4 bits; the highest bit replicates the byte's sign."""
+  """Selects each byte of the result by 4 bits of `selector`, like `prmt`.
+
+  If the highest of the 4 bits is set, the selected byte's sign fills the byte.
+  """
   both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
   out = np.zeros_like(a)
   for i in range(4):

@@ -2,14 +2,14 @@
 """Executes the PTX of a kernel in NumPy, for tests without a GPU.
 
 Pallas' interpreter runs neither inlined PTX nor the compiled kernel. This
-machine executes the PTX that the compiler passes to ptxas, in which all threads
-must take the same branches. All threads execute an instruction before the next
-one, so the machine cannot find a missing barrier. Instructions that none of our
-kernels uses so far raise an error.
+machine executes the PTX that the compiler passes to ptxas. All threads must
+take the same branches. All threads execute an instruction before any of them
+executes the next one, so the machine cannot find a missing barrier.
+Instructions that none of our kernels uses so far raise an error.
 
-Approximate instructions (lg2, ex2, rcp, sqrt, div) are rounded correctly to f32
-here. The machine does not run ptxas, but refuses code that ptxas is known to
-compile wrongly.
+The machine rounds the results of approximate instructions (lg2, ex2, rcp, sqrt,
+div) correctly to f32. It does not run ptxas, but refuses code that ptxas is
+known to compile wrongly.
 """
 
 import math
@@ -31,7 +31,7 @@ from tests.aot.ptx_instructions import (
 _WIDTHS = {"p": bool, "rs": np.uint16, "rd": np.uint64, "r": np.uint32}
 _COMMENT = re.compile(r"//.*")
 _THREADS = 128  # Threads per block, which is one warpgroup.
-_PARAMETER = 8  # Bytes of a parameter, which is a pointer.
+_PARAMETER = 8  # Size in bytes of a parameter, which is a pointer.
 _SHARED = 2**16  # Bytes of shared memory per block.
 
 
@@ -40,7 +40,7 @@ class Machine:
 
   Args:
     ptx: text of one kernel.
-    arrays: the arrays to which its parameters point. `run` writes to them.
+    arrays: where the kernel's parameters point. `run` writes to these arrays.
     grid: number of blocks along x and y.
   """
 
@@ -150,7 +150,7 @@ class Machine:
     self._registers[register] = x
 
   def _get(self, operand: str, dtype) -> np.ndarray:
-    """Reads an operand as numbers of a type: a register's lowest bits."""
+    """Reads the lowest bits of an operand as numbers of `dtype`."""
     dtype = np.dtype(dtype)
     bits = np.dtype(f"u{dtype.itemsize}")
     if operand in self._registers:
@@ -193,7 +193,10 @@ class Machine:
   def _places(
     self, modifiers, operand: str, dtype: np.dtype, count: int
   ) -> tuple[np.ndarray, list]:
-    """Returns a memory, and the indices of the bytes of `count` values."""
+    """Returns the memory that an operand addresses, and indices into it.
+
+    For each of `count` values, these are the indices of its bytes.
+    """
     size, first = dtype.itemsize, self._address(operand)
     is_shared = modifiers[0].startswith("shared")
     if is_shared:
@@ -284,7 +287,7 @@ class Machine:
 
 
 def _statements(body: str) -> tuple[list[str], dict[str, int]]:
-  """Returns instructions as text, and the index that each label stands for.
+  """Returns instructions as text, and the index to which each label points.
 
   Scopes and directives are left out.
   """

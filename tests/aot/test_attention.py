@@ -38,7 +38,7 @@ def compiled_attention(kind, segmented=False, heads=(B, T, N, K, H)):
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_cudnn_runs_windows(window):
+def test_each_pass_is_one_cudnn_call_with_the_window(window):
   compiled = compiled_attention(AttentionKind(window=window))
   calls = custom_calls(compiled)
   assert calls["__cudnn$fmhaSoftmax"] == 1
@@ -49,25 +49,25 @@ def test_cudnn_runs_windows(window):
   assert found == [str(window or 0)] * 2
 
 
-SCORES = B * N * T * T * 4  # Bytes of all scores in f32.
+SCORES = B * N * T * T * 4  # Size in bytes of all scores in f32.
 
 
 @pytest.mark.parametrize(
   "kind, segmented, share",
   [
     # A chunk of 256 queries has a sixteenth of all scores, and up to three such
-    # arrays exist at the same time.
+    # arrays are allocated at the same time.
     (AttentionKind(), True, 3 / 16),
     (AttentionKind(soft_cap=50.0), False, 3 / 16),
-    # With a window, a chunk has scores of 1280 keys.
+    # With a window, a chunk has scores for only 1280 keys.
     (AttentionKind(window=WINDOW, soft_cap=50.0), True, 3 / 16 * 1280 / T),
   ],
 )
-def test_xla_holds_scores_of_one_chunk(kind, segmented, share):
-  # Kernels use tiles of at least 64 queries.
+def test_xla_stores_scores_of_only_one_chunk(kind, segmented, share):
+  # Mosaic's kernels do not support heads of size 96, so XLA runs.
   compiled = compiled_attention(kind, segmented, heads=(B, T, N, K, 96))
   assert not custom_calls(compiled)
-  # There are also f32 sums of dk and dv, and chunks of q, dq and dout.
+  # There are also f32 sums of dk and dv, and q, dq and dout split into chunks.
   others = (2 * 4 * K + 8 * N) * B * T * 96
   assert temporary_bytes(compiled) <= share * SCORES + others
   assert not [x for x in instructions(compiled) if f"{T},{T}]" in x.shape]
@@ -87,20 +87,22 @@ GEMMA, LLAMA = (16, 8, 256), (32, 32, 128)
     ((4, 2048, 32, 8, 64), AttentionKind(False), True),
   ],
 )
-def test_caps_and_segments_are_kernels(heads, kind, segmented):
+def test_attention_with_caps_or_segments_is_three_kernels(
+  heads, kind, segmented
+):
   compiled = compiled_attention(kind, segmented, heads)
   b, t, n, kv_heads, h = heads
-  # Forward, dq, and both dk and dv.
+  # One computes the output, one dq, and one dk and dv.
   assert custom_calls(compiled) == {"mosaic_gpu_v2": 3}
   assert not [x for x in instructions(compiled) if f"{t},{t}]" in x.shape]
-  # Temporary memory holds the output and, for each row, lse, lse in octaves,
-  # delta, and an intermediate value.
+  # Temporary memory holds the output and, for each query and head, lse, lse in
+  # octaves, delta, and an intermediate value.
   rows = b * t * n
   assert temporary_bytes(compiled) <= 2 * rows * h + 4 * 4 * rows + 2**20
 
 
 def run_kernel(kind, name, q, k, v, dout, lse, segments):
-  """Runs one of the kernels; XLA removes the others."""
+  """Returns the result of one kernel; XLA removes the unused ones."""
   if name == "fwd":
     return attention.attention_fwd(q, k, v, segments, kind=kind)
   residuals = ops.AttentionResiduals(q, lse)
@@ -109,8 +111,8 @@ def run_kernel(kind, name, q, k, v, dout, lse, segments):
   return dq if name == "dq" else dkv
 
 
-# A window masks tiles at both of its edges, and segments mask every tile. With
-# a cap of 50, softmax needs no maximum.
+# Kernels mask tiles at both edges of a window; with segments, they mask every
+# tile. With a cap of 50, but not with 80, softmax needs no maximum.
 KERNELS = [
   (head_dim, kind, segmented, name)
   for head_dim in (64, 128, 256)
@@ -123,7 +125,7 @@ KERNELS = [
 
 
 def compile_all(folder: str) -> None:
-  """Compiles all of KERNELS; run in a new process."""
+  """Compiles all of KERNELS; must run in a new process."""
   # A length of 2056 is not a multiple of a tile.
   b, t, n, kv_heads = 2, 2056, 8, 4
   for i, (h, kind, segmented, name) in enumerate(KERNELS):
@@ -139,11 +141,11 @@ def compile_all(folder: str) -> None:
     compile_for_h200(f, q, kv, kv, q, lse, segments)
 
 
-def test_kernels_spill_no_registers(tmp_path):
+def test_kernels_use_wgmma_and_spill_no_registers(tmp_path):
   folders = ptxas_reports(__name__, tmp_path)
   assert len(folders) == len(KERNELS)
   for folder in folders:
-    # Matmuls compute scores of 64 or 128 keys, and sums with h columns.
+    # Matmuls compute scores for 64 or 128 keys at a time, or sums of h columns.
     name, h = folder.name.split("-")[1:]
     step = 128 if name == "fwd" and h != "256" else 64
     check_wgmma(folder, f"m64n{step}k16")

@@ -32,7 +32,7 @@ FORMS = {
 
 
 def compiled(name: str, form: str) -> jax.stages.Compiled:
-  """Computes a product with a tile of `TILES`."""
+  """Compiles one of `FORMS` of the matmul, with one of `TILES`."""
   of_rows, has_add, b_dtype = FORMS[form]
   spec, f32 = jax.ShapeDtypeStruct, jnp.float32
   b_scales = N if of_rows else N // 128
@@ -47,11 +47,11 @@ def compiled(name: str, form: str) -> jax.stages.Compiled:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_product_is_one_kernel(form):
+def test_block_scaled_matmul_is_one_kernel(form):
   program = compiled("paired", form)
   (kernel,) = custom_calls(program).items()
   assert kernel == ("mosaic_gpu_v2", 1)
-  # The only other launches transpose scales.
+  # Temporary memory holds only transposed scales.
   assert temporary_bytes(program) < 2 * 4 * (M + N) * K // 128
 
 
@@ -64,7 +64,7 @@ def compile_all(folder: str) -> None:
       compiled(name, form)
 
 
-def test_no_register_spills(tmp_path):
+def test_kernels_use_wgmma_and_spill_no_registers(tmp_path):
   folders = ptxas_reports(__name__, tmp_path)
   assert len(folders) == len(TILES) * len(FORMS)
   for folder in folders:

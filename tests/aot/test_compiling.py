@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles FP8 matmuls for an H200."""
+"""Tests compiling for an H200, and the helpers that examine programs."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,11 @@ FP8 = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
 def product(summed, precision=FP8):
-  """Returns a function that multiplies a, b and a scale, with a BF16 result."""
+  """Returns a function of a, b and a scale, and specs of these arguments.
+
+  The function multiplies a matmul of a and b by the scale, in BF16. The matmul
+  sums over axis `summed[0]` of a and axis `summed[1]` of b.
+  """
 
   def fn(a, b, scale):
     dimensions = tuple((axis,) for axis in summed), ((), ())
@@ -60,11 +64,11 @@ def test_options_reach_the_compiler():
   plain = product((1, 1), precision=None)
   compiled = compile_for_h200(*plain, options=without_triton)
   assert len(fp8_matmul_calls(compiled)) == 1
-  # Without a GPU to autotune on, XLA compiles this as a Triton fusion.
+  # By default, XLA makes this matmul a Triton fusion if it cannot autotune.
   assert not fp8_matmul_calls(compile_for_h200(*plain))
 
 
-def test_kernels_are_compiled_once_for_all_programs():
+def test_equal_kernels_of_two_programs_are_compiled_once():
   def one(x):
     return jnp.sum(jnp.tanh(x), 1)
 
@@ -81,7 +85,7 @@ def test_kernels_are_compiled_once_for_all_programs():
   assert 0 < sizes[0] == sizes[1] < sizes[2]
 
 
-def test_fp8_moves_finds_copies_but_not_casts():
+def test_fp8_moves_finds_pads_but_not_casts():
   x = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
   cast = compile_for_h200(lambda x: x.T.astype(E4M3), x)
   assert not fp8_moves(cast)
@@ -100,7 +104,7 @@ def test_donated_arguments_are_overwritten():
   assert peak(donate=(0,)) <= peak() - x.size * 4
 
 
-def test_attention_needs_no_cudnn():
+def test_cudnn_call_compiles_without_cudnn():
   q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
   attend = lambda q: jax.nn.dot_product_attention(  # noqa: E731
     q, q, q, is_causal=True, implementation="cudnn"
@@ -117,10 +121,10 @@ def test_mesh_program_uses_the_memory_of_one_shard():
     compiled = compile_for_h200(fn, x, mesh=mesh, **options)
     return peak_bytes(compiled), compiled.as_text()
 
-  quarter = x.size
+  quarter = x.size  # Bytes per device: 4 for each of a quarter of the values.
   peak_of_sum, hlo = peak(lambda x: jnp.sum(x))
   assert "all-reduce" in hlo and peak_of_sum < 1.1 * quarter
-  # A replicated result is gathered, and takes memory for the whole array.
+  # A replicated result is gathered, and needs memory for the whole array.
   add, whole = lambda x: x + 1, jax.NamedSharding(mesh, jax.P())
   assert 2 * quarter <= peak(add, out_shardings=where)[0] < 2.1 * quarter
   assert peak(add, out_shardings=where, donate=(0,))[0] < 1.1 * quarter
@@ -128,7 +132,7 @@ def test_mesh_program_uses_the_memory_of_one_shard():
   assert "all-gather" in hlo and peak_of_whole >= 5 * quarter
 
 
-def test_error_names_the_missing_compiler(monkeypatch):
+def test_error_says_how_to_install_the_compiler(monkeypatch):
   monkeypatch.setattr(aot, "available", lambda: False)
   with pytest.raises(RuntimeError, match="make test-aot"):
     compile_for_h200(lambda x: x, jax.ShapeDtypeStruct((), jnp.float32))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles a mixture whose experts are on several H200s: what they exchange."""
+"""Checks what H200s exchange if a mixture's experts are spread over them."""
 
 import collections
 import dataclasses
@@ -21,8 +21,8 @@ from tests.aot.compiling import compile_for_h200, instructions
 
 pytestmark = pytest.mark.aot
 
-# Each device has one sequence. No array of rows is as large as the weights of
-# all experts.
+# Each device has one sequence. No array of tokens has as many values as the
+# weights of all experts, so the test recognizes these weights by their size.
 D, F, E, K, B, T, DEVICES = 256, 384, 8, 2, 4, 640, 4
 
 
@@ -53,7 +53,7 @@ def compiled_gradients(recipe):
 
 
 def exchanged(compiled):
-  """Counts exchanges by the dtype and the width of rows."""
+  """Counts ragged all-to-alls by dtype and row width."""
   found = collections.Counter()
   for each in instructions(compiled):
     if each.opcode.removesuffix("-start") == "ragged-all-to-all":
@@ -62,8 +62,8 @@ def exchanged(compiled):
   return found
 
 
-# Both passes send tokens. Outputs, their gradients and the gradients of tokens
-# are sent once.
+# Tokens are sent in both passes; outputs, their gradients and the gradients of
+# tokens are sent once. Tokens for BF16 experts have a scale per 16 values.
 WANTED = {
   "fp8": {("f8e4m3fn", D): 2, ("f8e5m2", D): 1, ("bf16", D): 2},
   "bf16": {("f8e4m3fn", D): 2, ("bf16", D // 16): 2, ("bf16", D): 3},
@@ -71,7 +71,7 @@ WANTED = {
 
 
 @pytest.mark.parametrize("experts", ["fp8", "bf16"])
-def test_rows_are_sent_as_codes_and_experts_stay(experts):
+def test_tokens_are_sent_as_codes_and_experts_stay(experts):
   compiled = compiled_gradients(recipes.coat(experts=experts))
   # Both passes also send the tokens' weights in f32, and the backward pass
   # sends their gradients.

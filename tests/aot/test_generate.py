@@ -67,13 +67,13 @@ def test_generating_a_token_copies_no_weights_or_caches():
     if "region" in x.computation
     and x.opcode in ("fusion", "copy", "slice", "dynamic-slice", "transpose")
     and elements(x.shape) >= smallest
-    # Writing a token into its slot is no copy.
+    # Writing a token into its slot of a cache does not count as a copy.
     and "dynamic_update_slice" not in x.name
   ]
   assert not found, found
 
 
 def elements(shape):
-  """Returns the size of the largest array in a result."""
+  """Returns the number of values in the largest array of a shape."""
   sizes = re.findall(r"\[([\d,]+)\]", shape)
   return max((math.prod(map(int, x.split(","))) for x in sizes), default=1)

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.aot
 @pytest.mark.parametrize(
   "kernel, a, b", [("fwd", "x", "w"), ("dgrad", "g", "w"), ("wgrad", "x", "g")]
 )
-def test_grouped_product_is_one_kernel(kernel, a, b, e, d, f, m):
+def test_grouped_matmul_is_one_kernel(kernel, a, b, e, d, f, m):
   shapes = {"x": (m, d), "g": (m, f), "w": (e, d, f)}
   specs = [jax.ShapeDtypeStruct(shapes[name], jnp.bfloat16) for name in (a, b)]
   product = getattr(grouped_product, f"grouped_{kernel}")

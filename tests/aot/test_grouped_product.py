@@ -63,7 +63,7 @@ def compiled(operands: str, form: str, **options) -> jax.stages.Compiled:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("operands", DTYPES)
-def test_grouped_product_is_one_kernel(operands, form):
+def test_grouped_matmul_is_one_kernel(operands, form):
   program = compiled(operands, form)
   assert custom_calls(program) == {"mosaic_gpu_v2": 1}
   # Temporary memory holds only the table of tiles.
@@ -79,7 +79,7 @@ def compile_all(folder: str) -> None:
     compiled(operands, form, **options)
 
 
-def test_no_register_spills(tmp_path):
+def test_kernels_use_wgmma_and_spill_no_registers(tmp_path):
   folders = ptxas_reports(__name__, tmp_path)
   assert len(folders) == len(COMPILED)
   for folder in folders:

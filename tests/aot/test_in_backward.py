@@ -15,9 +15,9 @@ pytestmark = pytest.mark.aot
 @pytest.mark.parametrize(
   "variant", [pytest.param("lean", marks=pytest.mark.slow), "leanest_lion"]
 )
-def test_stacks_are_stepped_in_place(variant):
+def test_stacks_are_updated_in_place(variant):
   config = training_step.configure("demo_gpu", variant, batch=1, seq=1024)
-  # No other array has an axis as long as the number of layers.
+  # Only stacked arrays have an axis as long as the number of layers.
   model = dataclasses.replace(config.model, num_layers=7)
   compiled, state = training_step.compile_step(
     dataclasses.replace(config, model=model)
@@ -27,10 +27,8 @@ def test_stacks_are_stepped_in_place(variant):
     for leaf in jax.tree.leaves((state.params, state.optimizer))
     if leaf.ndim >= 3
   }
-  assert len(stacks) >= 8  # Four weights with their codes and statistics.
+  assert len(stacks) >= 8  # Four weights, and their moments.
   text = compiled.as_text()
   made = re.findall(r"= \w+\[([\d,]+)\]\S* (copy|copy-start)\(", text)
   assert made and not stacks & {shape for shape, _ in made}
-  # Each stack is updated in place: by the kernel, or one layer at a time by
-  # XLA.
   assert "mosaic_gpu" in text

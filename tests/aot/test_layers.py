@@ -25,8 +25,8 @@ from tests.aot.compiling import (
 
 pytestmark = pytest.mark.aot
 
-# All matrices have different shapes, key heads are grouped, and one width is
-# 11 * 64.
+# All matrices have different shapes, two query heads share a key head, and d_ff
+# is 11 * 64.
 SMALL = ModelConfig(
   family="llama",
   num_layers=1,
@@ -62,7 +62,8 @@ def layer_program(
 ):
   """Returns a function and the shapes of its arguments.
 
-  The function computes gradients of weights and input, for one layer or a scan.
+  The function computes the output and the gradients of one layer, or of a scan
+  over `depth` layers.
   """
 
   def build(rngs):
@@ -109,7 +110,7 @@ def test_each_matmul_is_one_fp8_call_without_a_transpose(name):
   # qkv, out, gate_up and down have three matmuls each: forward, dgrad, wgrad.
   assert len(fp8_matmul_calls(compiled)) == 4 * 3
   # With residuals="coat", XLA multiplies two saved FP8 values, and transposes
-  # the result, because no kernel writes it.
+  # the result, because no kernel writes it transposed.
   assert len(fp8_moves(compiled)) == (1 if name == "coat" else 0)
   assert not [x for x in instructions(compiled) if x.opcode == "dot"]
   calls = custom_calls(compiled)
@@ -117,14 +118,14 @@ def test_each_matmul_is_one_fp8_call_without_a_transpose(name):
   assert calls["__cudnn$fmhaSoftmaxBackward"] == 1
 
 
-def test_layer_has_few_launches_besides_matmuls_and_kernels():
+def test_layer_has_few_fusions_and_launches():
   recipe = recipes.coat(weight_cache="none")
   found = compiled_layers(
     LLAMA2_7B, recipe, (4, 2048), param_dtype=jnp.bfloat16
   )
-  # XLA's fusions compute the codes of four weights (4), products of scales (4
-  # for eight in pairs, and 4 for single ones), angles (2), heads (2), and sums
-  # of the gradients of two norms (2).
+  # XLA's fusions compute the codes of four weights (4), the scales of 12
+  # matmuls (8, because four fusions compute two scales each), angles (2), heads
+  # (2), and sums of the gradients of two norms (2).
   assert launches(found).count("fusion") <= 18
   assert len(launches(found)) <= 74
 
@@ -151,12 +152,12 @@ def test_scan_stores_codes_of_all_weights_only_with_the_codes_cache(cache):
   assert bool(stacked) == (cache == "codes"), stacked
 
 
-U = 4 * 2048 * 4096 * 2  # Bytes of [B, T, D] in BF16, with B = 4, T = 2048.
+U = 4 * 2048 * 4096 * 2  # Bytes of BF16 [B, T, D] with B = 4 and T = 2048.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention, limit", [("bf16", 8.9), ("fp8", 7.4)])
-def test_scan_saves_little_memory_per_layer(attention, limit):
+def test_memory_of_a_scan_grows_little_per_layer(attention, limit):
   recipe = recipes.coat(attention=attention)
   few, many = (
     temporary_bytes(compiled_layers(LLAMA2_7B, recipe, (4, 2048), depth))
@@ -170,8 +171,8 @@ def test_scan_saves_little_memory_per_layer(attention, limit):
 )
 def test_second_forward_has_no_unused_matmul(remat, again):
   compiled = compiled_layers(SMALL, recipes.coat(), (2, 256), 3, remat=remat)
-  # It repeats qkv, out and gate_up. If the inputs of both norms are saved, it
-  # repeats only qkv and gate_up.
+  # The second forward pass repeats qkv, out and gate_up. If the inputs of both
+  # norms are saved, it repeats only qkv and gate_up.
   assert len(fp8_matmul_calls(compiled)) == 4 * 3 + again
   assert custom_calls(compiled)["__cudnn$fmhaSoftmax"] == 2
 
@@ -180,7 +181,7 @@ def test_second_forward_has_no_unused_matmul(remat, again):
 @pytest.mark.parametrize(
   "remat, limit", [("full", 1.01), ("fp8_layer", 0.57), ("fp8", 1.14)]
 )
-def test_scan_with_remat_saves_little_memory_per_layer(remat, limit):
+def test_memory_of_a_scan_with_remat_grows_little_per_layer(remat, limit):
   few, many = (
     temporary_bytes(
       compiled_layers(LLAMA2_7B, recipes.coat(), (4, 2048), depth, remat=remat)

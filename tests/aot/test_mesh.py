@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks which arrays training steps move between H200s, and their kernels.
+"""Checks which arrays a training step moves between H200s, and its kernels.
 
 This cannot be tested on a CPU, where XLA moves BF16 as f32 and FP8 as f16, and
-no kernels run.
+runs no kernels.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ D, F, SEQ = 1024, 2816, 512
 
 @functools.cache
 def compiled_step(mesh, batch, *, is_twin):
-  """Compiles a training step of two layers, in recipe coat or bf16."""
+  """Compiles a step of two layers with the `coat` recipe, or its BF16 twin."""
   config = llama2_7b()
   config = dataclasses.replace(
     config,
@@ -70,7 +70,7 @@ def compiled_step(mesh, batch, *, is_twin):
 
 
 def moved(compiled):
-  """Returns the results of a program's collectives as (opcode, array)."""
+  """Yields (opcode, (dtype, *sizes)) for each array that collectives return."""
   for each in instructions(compiled):
     opcode = each.opcode.removesuffix("-start")
     if opcode in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all"):
@@ -79,7 +79,8 @@ def moved(compiled):
         yield opcode, (dtype, *sizes)
 
 
-# With few tokens, XLA by itself would gather tokens instead of some weights.
+# There are so few tokens that, unless told otherwise, XLA would gather them
+# instead of some weights.
 @pytest.mark.parametrize(
   "fsdp, tensor, batch",
   [pytest.param(4, 1, 4, marks=pytest.mark.slow), (2, 2, 8)],
@@ -142,7 +143,7 @@ def amaxes_before(everything, gather):
 
 def test_gathers_do_not_wait_unnecessarily():
   everything = instructions(compiled_step("fsdp=4,tensor=1", 4, is_twin=False))
-  # The host must not decide anything, because it would wait for the device.
+  # The host would have to wait for the device before it evaluates a condition.
   assert "conditional" not in {each.opcode for each in everything}
   # Codes are gathered for later matmuls, and must not wait for the amax of the
   # other operand.
@@ -154,8 +155,8 @@ def test_gathers_do_not_wait_unnecessarily():
         amaxes_before(everything, each)
       )
   backward, forward = sorted(waits.values(), key=max)
-  # The first weight's gather waits for no amax, and the last weight's for the
-  # amaxes of all others. XLA may combine the gathers between.
+  # The first weight's gather waits for no amax, and the last weight's gather
+  # waits for the amaxes of the three others. XLA may combine the other gathers.
   assert min(forward) == 0 and max(forward) == 3
   # In the backward pass, XLA computes the index into stacks together with the
   # first scale, so gathers wait for that scale's amax.

@@ -71,7 +71,7 @@ def test_update_for_optax_is_one_kernel_per_leaf():
   assert not whole_copies(compiled)
 
 
-# Leaves with 0.4 billion parameters. Rows of "odd" end in a short group.
+# The leaves have 0.4 billion parameters. Rows of "odd" end in a short group.
 MODEL = {
   "layers": (24, 2048, 8192),
   "embedding": (8000, 2048),
@@ -89,7 +89,7 @@ MODEL = {
   ],
   ids=["coat", "log8", "lion"],
 )
-def test_first_state_is_made_without_encoding_whole_leaves(solver):
+def test_initial_state_is_made_without_encoding_whole_leaves(solver):
   params = {k: jax.ShapeDtypeStruct(v, "bfloat16") for k, v in MODEL.items()}
   compiled = compile_for_h200(solver.init, params)
   memory = compiled.memory_analysis()
@@ -112,7 +112,7 @@ STEPS = (
 
 
 def compile_all(folder: str) -> None:
-  """Compiles steps of one leaf; must run in a new process."""
+  """Compiles all of STEPS; must run in a new process."""
   for name, dtype, low_bits in STEPS:
     os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{name}-{dtype}-{low_bits}"
     os.mkdir(os.environ["MOSAIC_GPU_DUMP_TO"])
@@ -135,6 +135,6 @@ def compile_one(name: str, dtype: str, low_bits: bool) -> None:
   compile_for_h200(lambda p, s, g: optimizer.apply(g, s, p), p, state, p)
 
 
-def test_no_register_spills(tmp_path):
+def test_kernels_spill_no_registers(tmp_path):
   folders = ptxas_reports(__name__, tmp_path)
   assert len(folders) == len(STEPS)

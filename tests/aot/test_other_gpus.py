@@ -99,7 +99,7 @@ def compile_operations(gpu: str) -> None:
 
 @functools.cache
 def operations(gpu: str) -> dict:
-  """Compiles all operations for a GPU; returns their calls and `explain`."""
+  """Returns the custom calls of each operation, and what `explain` says."""
   ended = run(f"tests.compile_operations({gpu!r})")
   assert not ended.returncode, ended.stderr[-2000:]
   rows = map(json.loads, ended.stdout.splitlines())
@@ -108,7 +108,7 @@ def operations(gpu: str) -> dict:
 
 @each_gpu
 @each_case
-def test_operation_compiles_and_explain_is_right(gpu, case):
+def test_operation_compiles_to_what_explain_names(gpu, case):
   calls, said = operations(gpu)[key(case)]
   expected = case.implementations[1]
   why = ""
@@ -135,7 +135,8 @@ def compile_refused(name: str) -> None:
   capability.capability = lambda: None  # Now nothing is refused.
   for case in CASES:
     if case.op in (*WITHOUT_E4M3, "tensor_scale", "quantize_rows"):
-      # The last two compile: they convert nothing, or XLA emulates the cast.
+      # These compile: XLA emulates the cast of `quantize_rows`, and the others
+      # convert nothing.
       continue
     if name != case.implementations[1] or is_for_hopper(case):
       continue
@@ -167,7 +168,7 @@ def test_refused_operations_do_not_compile_for_an_a100(implementation, refusal):
 
 
 def compile_layer(gpu: str) -> None:
-  """Checks the program of a decoder layer."""
+  """Compiles a decoder layer, and checks that it calls cuDNN and cuBLAS."""
   gradients, *specs = layer_program(SMALL, recipes.coat(), (2, 256))
   compiled = compile_for(gpu, gradients, *specs)
   found = custom_calls(compiled)
@@ -231,7 +232,7 @@ def run(code: str) -> subprocess.CompletedProcess:
 
 
 @each_gpu
-def test_optimizer_step_is_a_kernel_on_hopper_and_newer(gpu):
+def test_optimizer_step_is_a_kernel_only_on_hopper_and_newer(gpu):
   ended = run(f"tests.compile_steps({gpu!r})")
   assert not ended.returncode, ended.stderr[-2000:]
   lines = ended.stdout.splitlines()

@@ -17,13 +17,14 @@ pytestmark = pytest.mark.aot
     ("llama_60m", "bf16", 1),
     pytest.param("llama_60m", "coat", 2, marks=pytest.mark.slow),
     pytest.param("gpt2", "minimal", 1, marks=pytest.mark.slow),
-    # This is the only MoE model that compiles quickly.
+    # demo_moe is the only MoE model that compiles quickly.
     ("demo_moe", "minimal", 1),
-    # Here XLA would transpose the experts of all layers at once.
+    # XLA must not transpose the experts of all layers at once.
     pytest.param("qwen3_30b_a3b", "leanest", 8, marks=pytest.mark.slow),
     pytest.param("llama2_7b", "lean", 4, marks=pytest.mark.slow),
     pytest.param("llama3_8b", "fp8_linear", 8, marks=pytest.mark.slow),
-    # It has post norms, two kinds of layers, and the largest, tied vocabulary.
+    # gemma2_2b has post norms, two kinds of layers, and a tied embedding with
+    # the largest vocabulary.
     pytest.param("gemma2_2b", "leanest", 8, marks=pytest.mark.slow),
   ],
 )
@@ -35,7 +36,7 @@ def test_plan_matches_the_compiler(preset, variant, gpus):
 
 @functools.cache
 def peak(preset, gpus, batch, variant):
-  """Compiles a step, and checks that its memory is close to the plan."""
+  """Returns the peak bytes of a compiled step, after checking its plan."""
   row = planned.row(preset, variant, gpus=gpus, batch=batch, seq=2048)
   assert abs(row["error"]) <= 0.05, row
   return row["peak_bytes"]
@@ -45,13 +46,13 @@ def peak(preset, gpus, batch, variant):
 @pytest.mark.parametrize(
   "variant, most", [("minimal", 76e9), ("leanest", 31e9)]
 )
-def test_7b_trains_on_one_gpu_with_80_or_32_gb(variant, most):
+def test_step_of_7b_fits_on_a_gpu_with_80_or_32_gb(variant, most):
   assert peak("llama2_7b", 1, 1, variant) <= most
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["leanest_lion", "leanest_factored"])
-def test_7b_trains_on_one_gpu_with_24_gb_as_planned(variant):
+def test_step_of_7b_fits_on_a_gpu_with_24_gb_as_planned(variant):
   row = planned.row("llama2_7b", variant, gpus=1, batch=2, seq=2048)
   assert row["peak_bytes"] <= 23.5e9
   assert abs(row["error"]) <= 0.05

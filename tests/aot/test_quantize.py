@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles quantization for an H200: one pass, and one kernel for a scale."""
+"""Counts the kernels that quantization launches on an H200."""
 
 import functools
 
@@ -30,7 +30,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
   ],
   ids=["groups", "rows", "columns", "both"],
 )
-def test_quantization_is_one_pass(fn, dtype, shape):
+def test_quantization_is_one_kernel(fn, dtype, shape):
   if fn.keywords.get("layout", "rows") != "rows":
     shape = (shape[0] // 16 * 16, shape[1])
   x = jax.ShapeDtypeStruct(shape, dtype)
@@ -46,7 +46,7 @@ def test_quantization_is_one_pass(fn, dtype, shape):
 
 
 @pytest.mark.parametrize("maxima", [128, 4096, 43 * 1024, 2**16 + 1])
-def test_scale_of_maxima_is_one_launch(maxima):
+def test_scale_of_maxima_is_one_kernel(maxima):
   bits = jax.ShapeDtypeStruct((maxima,), jnp.int32)
   compiled = compile_for_h200(
     lambda bits: scales.bits_to_scale(bits, VALUES, False), bits
@@ -54,7 +54,7 @@ def test_scale_of_maxima_is_one_launch(maxima):
   assert launches(compiled) == ["custom-call"]
 
 
-def test_scale_of_a_tensor_reads_it_once():
+def test_scale_of_a_tensor_is_two_kernels():
   x = jax.ShapeDtypeStruct((8192, 4096), BF16)
   compiled = compile_for_h200(quantize.tensor_scale, x)
   assert launches(compiled) == ["custom-call"] * 2

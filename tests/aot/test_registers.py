@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executes the PTX of the optimizer's kernels in NumPy.
 
-These tests also run on a GPU. Here `ptx_machine` executes the compiled PTX,
-including inlined instructions, which Pallas' interpreter cannot run.
+tests/pallas/mosaic runs the same checks on a GPU. Here `ptx_machine` executes
+the compiled PTX, including inlined instructions, which Pallas' interpreter
+cannot run.
 """
 
 import re
@@ -29,7 +30,8 @@ def ptx_of(fn, specs, folder: Path) -> tuple[str, list[int]]:
   """Compiles a function with one kernel for an H200, and reads the PTX.
 
   Returns:
-    The PTX, and for each of its parameters the index of the kernel's array.
+    The PTX, and for each parameter of the PTX the index of the array passed to
+    it; inputs come first, then outputs.
   """
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
@@ -39,7 +41,7 @@ def ptx_of(fn, specs, folder: Path) -> tuple[str, list[int]]:
   [ptx] = [path.read_text() for path in new if path.suffix == ".ptx"]
   [passes] = [path.read_text() for path in new if path.suffix == ".log"]
   launch = passes[passes.index("Dump Before GpuAssemblyToBinaryPass") :]
-  # The kernel loads the pointers of all arrays from one array.
+  # The host code loads the pointers to all arrays from one array.
   places = re.findall(r"(%\w+) = llvm.getelementptr \S+\[(\d+)\]", launch)
   index = {name: int(i) for name, i in places}
   loads = dict(re.findall(r"(%\w+) = llvm.load (%\w+) : ", launch))
@@ -87,7 +89,7 @@ def on_machine(monkeypatch, tmp_path):
   # Don't trace: in XLA's threads, even NumPy's arithmetic flushes subnormals.
   monkeypatch.setattr(leaf_step, "_step", leaf_step._step.__wrapped__)
   monkeypatch.setattr(square_means, "_means", square_means._means.__wrapped__)
-  jax.clear_caches()  # Mosaic writes nothing for a kernel in the cache.
+  jax.clear_caches()  # A cached kernel would write no files.
 
 
 @pytest.mark.parametrize(
@@ -135,5 +137,5 @@ def test_lion_matches_its_definition_on_a_shard(on_machine, name, kind):
 
 
 @pytest.mark.parametrize("name", ["coat", "log8"])
-def test_awkward_groups_do_not_affect_others(on_machine, name):
+def test_nonfinite_gradients_do_not_affect_other_groups(on_machine, name):
   test_adam.check_awkward(name, interpret=False)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles kernels that use `mosaic.rows` for an H200, and executes their PTX.
 
-Tests for a GPU also run here, on `ptx_machine` in NumPy, because the
-interpreter tests neither inlined instructions nor the lanes and addresses of
-values. With the bounds on registers, enough programs share a multiprocessor to
-keep at least 40 KiB of loads in flight.
+The checks that tests/pallas/mosaic runs on a GPU also run here, on
+`ptx_machine` in NumPy, because the interpreter tests neither inlined
+instructions nor the lanes and addresses of values. A kernel with few registers
+lets enough programs share a multiprocessor to keep at least 40 KiB of loads in
+flight.
 """
 
 import functools
@@ -71,7 +72,9 @@ def test_quantization_matches_its_definition(on_machine, shape, dtype):
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.013, 0.3])
-def test_quotients_between_two_codes_are_rounded_correctly(on_machine, scale):
+def test_quotients_halfway_between_codes_are_rounded_correctly(
+  on_machine, scale
+):
   test_quantize.check_ties(scale)
 
 
@@ -113,7 +116,7 @@ def test_activations_of_large_values_match_their_definitions(
   test_activation.check_far_values(activation, gated)
 
 
-def test_gelu_is_near_float64(on_machine):
+def test_gelu_is_close_to_float64(on_machine):
   test_activation.check_gelu((48, 144), jnp.float32)
 
 
@@ -135,7 +138,7 @@ def test_joined_heads_match_their_definition(
   test_heads.check(shape, dtype, 0.99, theta=theta, own=own)
 
 
-def test_moved_codes_match_their_definitions(on_machine):
+def test_joined_and_transposed_codes_match_their_definitions(on_machine):
   test_codes.check_joined((2, 160, 80))
   test_codes.check_turned((3, 80, 144))
 
@@ -146,7 +149,7 @@ SCALE = jax.ShapeDtypeStruct((), F32)
 
 
 def report(fn, *specs, folder) -> tuple[int, int]:
-  """Compiles one kernel; returns its registers and spilled bytes."""
+  """Compiles one kernel; returns its register count and spilled bytes."""
   jax.clear_caches()  # A cached kernel would write no files.
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
@@ -194,7 +197,7 @@ def test_quantization_needs_few_registers(fn, most, dtype, tmp_path):
 def test_norm_input_needs_few_registers(n, kind, most, tmp_path):
   x, _, gamma, beta, _ = test_norm.specs(M, n, kind)
   registers, spills = report(
-    # Block scales need no second kernel, which would find the tensor's scale.
+    # With block scales, no second kernel computes the tensor's scale.
     lambda x, gamma, beta: norm.norm_input(
       x,
       gamma,
@@ -232,7 +235,7 @@ def test_norm_needs_few_registers(layout, group_size, most, tmp_path):
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("n", [512, 1152, 4096, 5120, 6656, 8192])
-def test_norm_backward_does_not_spill(n, kind, tmp_path):
+def test_norm_backward_spills_only_in_the_widest_layer_norm(n, kind, tmp_path):
   x, x_q, gamma, _, stats = test_norm.specs(M, n, kind)
   _, spills = report(
     lambda dy, x_q, gamma, stats, add: norm_backward.norm_bwd(
@@ -245,5 +248,5 @@ def test_norm_backward_does_not_spill(n, kind, tmp_path):
     x,
     folder=tmp_path,
   )
-  # A layer norm of the widest rows needs ten registers too many.
+  # A layer norm of the widest rows needs ten registers (40 bytes) too many.
   assert spills == (40 if (n, kind) == (8192, "layer") else 0)

@@ -19,7 +19,7 @@ from tests.aot.compiling import (
 
 pytestmark = pytest.mark.aot
 
-# Matmuls need a multiple of 16 tokens, but an image has 729 or 577.
+# An image has 729 or 577 tokens, and matmuls need a multiple of 16 in total.
 IMAGES = 16
 OPERATIONS = {
   *("norm_input", "norm_fwd", "norm_bwd"),
@@ -29,7 +29,7 @@ OPERATIONS = {
 
 
 def compiled(tower, recipe, depth=None):
-  """Computes gradients of weights and input, of one layer or of a scan."""
+  """Compiles the gradients of one layer, or of a scan over `depth` layers."""
   config = layer.TOWERS[tower]
   built = layer.Layer(config, layer.Variant(recipe))
   shape = (IMAGES, config.num_tokens, config.d_model)
@@ -40,7 +40,7 @@ def compiled(tower, recipe, depth=None):
 
 @pytest.mark.parametrize("tower", layer.TOWERS)
 def test_layer_runs_on_kernels_and_fp8_matmuls(tower):
-  """Checks quick GELU, and non-causal cuDNN attention with heads of size 72."""
+  """Covers quick GELU, non-causal attention, and heads of size 72."""
   found = compiled(tower, recipes.coat())
   assert len(fp8_matmul_calls(found)) == 4 * 3
   assert not [x for x in instructions(found) if x.opcode == "dot"]
@@ -63,19 +63,19 @@ def test_xla_only_splits_heads(tower):
   assert sum('"beta":1' in x.text for x in biased) == 2
   size = IMAGES * config.num_tokens * config.d_model
   fusions = [x for x in instructions(found) if x.opcode == "fusion"]
-  # Codes are padded if a weight's gradient is summed in several parts.
+  # Ignore codes, which XLA pads if it sums a weight's gradient in parts.
   values = [x for x in fusions if "f8e" not in x.shape]
   passes = [x for x in values if largest(x.shape) >= size]
   assert [x.name for x in passes] == ["loop_slice_fusion"]
 
 
 def largest(shape):
-  """Counts the values of the largest array in an instruction's shape."""
+  """Returns the number of values in the largest array of a shape."""
   sizes = re.findall(r"\[([\d,]+)\]", shape)
   return max((math.prod(map(int, x.split(","))) for x in sizes), default=1)
 
 
-def test_layer_saves_at_most_about_a_third_of_bf16():
+def test_layer_stores_at_most_36_percent_of_what_bf16_stores():
   few, many = (
     {
       name: temporary_bytes(compiled("siglip_so400m", recipe, depth))

@@ -13,7 +13,8 @@ def seen(t, s, kind, segments=None):
     query = i + s - t
     if kind.causal and j > query:
       mask[b, i, j] = False
-    # A window counts the query, like `sliding_window` of transformers.
+    # The window size includes the query's own position, like `sliding_window`
+    # in transformers.
     if kind.window is not None and not query - kind.window < j:
       mask[b, i, j] = False
     if segments is not None and segments[b, i] != segments[b, j]:

@@ -65,7 +65,7 @@ def gelu_slope64(x):
 
 @jax.custom_jvp
 def gelu_of_slope64(x):
-  """Computes GELU, with a float64 derivative: in f32 it is off by 2e-6."""
+  """Computes GELU, with a float64 derivative, because f32 is off by 2e-6."""
   return jnp.float32(gelu64(np.asarray(x, np.float64), True))
 
 
@@ -76,7 +76,7 @@ def _gelu_jvp(primals, tangents):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_activation_forwards_equal_float64(width):
+def test_activation_forwards_match_float64(width):
   a, a_values = in_groups((ROWS, width), 1, factor=4)
   b, b_values = in_groups((ROWS, width), 2)
   a64, b64 = np.asarray(a_values, np.float64), np.asarray(b_values, np.float64)
@@ -105,12 +105,12 @@ def test_unknown_activation_is_refused():
       unchecked(x, activation="swish")
 
 
-def test_gelu_is_near_float64_at_every_value():
+def test_gelu_is_close_to_float64_between_minus_5_and_5():
   # Include small results of GELU, where a slightly wrong formula would show.
   x = np.linspace(-5, 5, 1001, dtype=np.float32)
   x64 = np.float64(x)
-  # The error is that of exp(2 u), where 2 u is at most 12 and has a relative
-  # error of 2^-24.
+  # The main error is that of exp(2 * u), where u is the argument of tanh: 2 * u
+  # is up to 17, and a relative error of 2^-24 in it changes exp(2 * u) by 1e-6.
   values = ops.activation_values(jnp.asarray(x), activation="gelu_tanh")
   np.testing.assert_allclose(values, gelu64(x64, True), rtol=3e-6, atol=0)
   slope = ops.activation_derivative(jnp.asarray(x), activation="gelu_tanh")
@@ -179,14 +179,14 @@ def test_activation_backward_operands_are_the_gradients_with_one_scale(width):
     assert_same_bits(y.columns, np.asarray(again.rows).T)
 
 
-def test_activations_equal_float64_on_degenerate_groups():
+def test_activations_match_float64_on_degenerate_groups():
   names = sorted(cases.finite_groups(1))
   x, values = degenerate(names)
-  dy = jnp.ones(values.shape)  # Then dx is the derivative.
+  dy = jnp.ones(values.shape)  # If dy is 1, dx is the derivative.
   values64 = np.asarray(values, np.float64)
   with np.errstate(over="ignore"):
     silu = silu64(values64)
-  # Values below f32's normal numbers may count as zero.
+  # Subnormal values may be treated as zero.
   got = ops.activation_values(values, activation="silu")
   error = np.abs(np.asarray(got, np.float64) - silu)
   assert np.all(error <= 1e-6 * np.abs(silu) + oracles.SMALLEST_NORMAL)
@@ -198,10 +198,10 @@ def test_activations_equal_float64_on_degenerate_groups():
     codes = ops.activation_fwd((x,), scale=scale, **how)
     assert np.all(np.isfinite(codes.rows.astype(jnp.float32)))
     (slope,) = ops.activation_bwd(dy, (x,), **how)
-    # Far from zero the derivative is 0 or 1.
+    # Far from zero, the derivative is 0 or 1.
     far = np.abs(values64) > (200 if activation == "silu" else 20)
     assert far.any() and np.all(np.isfinite(slope))
-    # With the sigmoid approximation, it differs from 0 or 1 by at most
+    # The derivative of `gelu_quick` differs from 0 or 1 by at most
     # 1.702 * 20 * exp(-1.702 * 20).
     off = 0 if activation == "silu" else 1e-13
     np.testing.assert_allclose(slope[far], values64[far] > 0, rtol=0, atol=off)

@@ -27,7 +27,7 @@ def case(t, s, heads, kv_heads, size=8, batch=2, seed=0):
 
 
 def segments_of(t):
-  """Returns documents of three lengths, and segments that interleave."""
+  """Returns two rows of ids: three documents, and interleaved segments."""
   documents = np.searchsorted([t // 4, t // 3], np.arange(t), side="right")
   return np.array([documents, np.arange(t) // 2 % 3 - 1], np.int32)
 
@@ -55,7 +55,7 @@ def run(q, k, v, dout, kind=CAUSAL, segments=None, chunk=None):
 
 
 # (T, S, query heads, key heads, chunk): one chunk, several chunks, a short last
-# chunk, more keys than queries (a causal offset), and fewer (not causal).
+# chunk, more keys than queries (a causal offset), and fewer keys than queries.
 CASES = [
   (16, 16, 4, 2, 4),
   (13, 13, 4, 1, 256),
@@ -68,12 +68,12 @@ CASES = [
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("t, s, heads, kv_heads, chunk", CASES)
-def test_attention_equals_the_softmax(
+def test_chunked_attention_matches_the_softmax(
   t, s, heads, kv_heads, chunk, causal, monkeypatch
 ):
   monkeypatch.setattr(attention, "_CHUNK", chunk)
   q, k, v, dout = case(t, s, heads, kv_heads)
-  if causal and t > s:  # The first t - s queries would see no keys.
+  if causal and t > s:  # Drop the first t - s queries, which see no keys.
     q, dout = q[:, t - s :], dout[:, t - s :]
   kind = AttentionKind(causal)
   residuals, gradients = run(q, k, v, dout, kind, chunk=chunk)
@@ -90,8 +90,8 @@ def assert_gradients_close(actual, expected):
 def kinds():
   """Returns cases (kind, has segments, heads, key heads).
 
-  They contain each pair of values, and the first case has all options. Each cap
-  has its own scale.
+  The cases contain each pair of values, where a soft cap and a scale count as
+  one value. The first case has all options.
   """
   masks = [(True, w) for w in (7, None, 1, 22)] + [(False, None)]
   every = pairwise(
@@ -109,7 +109,7 @@ T, CHUNK = 21, 4
 
 
 @pytest.mark.parametrize("kind, segmented, heads, kv_heads", quick(6, kinds()))
-def test_attention_of_every_kind_equals_the_softmax(
+def test_attention_of_every_kind_matches_the_softmax(
   kind, segmented, heads, kv_heads, monkeypatch
 ):
   monkeypatch.setattr(attention, "_CHUNK", CHUNK)
@@ -154,7 +154,7 @@ def test_window_covers_the_last_keys(t, s, chunk, window, monkeypatch):
     AttentionKind(causal=False),
   ],
 )
-def test_attention_in_chunks_of_real_size_equals_the_softmax(kind):
+def test_attention_in_default_chunks_matches_the_softmax(kind):
   t = 700
   q, k, v, dout = case(t, t, 4, 2)
   segments = segments_of(t)
@@ -169,18 +169,19 @@ def test_attention_scores_of_several_hundreds_do_not_overflow():
   residuals, gradients = run(300 * q, k, v, dout)
   scores = np.einsum("btnh,bsh->bnts", 300 * q, k[:, :, 0]) / 8**0.5
   assert np.max(scores) > 700
-  # An f32 score of 1000 is off by up to 2^-14, and so is its probability.
+  # An f32 score of 1000 is off by up to 2^-14, so its probability is off by a
+  # factor of up to 1 + 2^-14.
   want = exact_attention(300 * q, k, v, CAUSAL)
   assert_close(residuals, want, 2.0**-13)
   assert all(np.all(np.isfinite(x)) for x in gradients)
 
 
-def test_capped_scores_of_several_hundreds_have_no_gradient():
+def test_gradients_of_large_capped_scores_are_finite_and_mostly_zero():
   q, k, v, dout = case(13, 13, 4, 1)
   kind = AttentionKind(soft_cap=1.0)
   residuals, (dq, dk, dv) = run(1e4 * q, k, v, dout, kind)
-  # Except for a few scores near 0, scores are at the cap, where tanh has a
-  # derivative of 0. It must not be NaN if a query does not see the key.
+  # Except for a few scores near 0, scores are at the cap, where the derivative
+  # of tanh is 0. Keys that a query does not see must not make gradients NaN.
   assert np.mean(np.asarray(dq) == 0) > 0.5
   assert np.all(np.isfinite(dq)) and np.all(np.isfinite(dk))
   want = exact_attention(1e4 * q, k, v, kind)
@@ -204,7 +205,7 @@ def test_attention_of_bfloat16_accumulates_in_f32():
   assert_close(gradients, want, 2.0**-6)
 
 
-# With a window, sums are updated for a few keys at a time.
+# With a window, each chunk updates the sums of only a few keys.
 @pytest.mark.parametrize("window", [None, 24])
 def test_attention_gradients_are_summed_over_chunks_in_f32(window, monkeypatch):
   arrays = [x.astype(jnp.bfloat16) for x in case(64, 64, 4, 2)]
@@ -213,8 +214,8 @@ def test_attention_gradients_are_summed_over_chunks_in_f32(window, monkeypatch):
     run_in_chunks(monkeypatch, arrays, kind, chunk) for chunk in (64, 4)
   )
   for whole, summed in ((one_dk, dk), (one_dv, dv)):
-    # f32 sums in another order are seldom rounded to another BF16. If the sums
-    # over 16 chunks were BF16, half of the values would differ.
+    # f32 sums in a different order seldom round to a different BF16 value. If
+    # the 16 chunks were summed in BF16, half of the values would differ.
     assert np.mean(np.asarray(whole == summed)) >= 0.97
 
 
@@ -246,7 +247,7 @@ def test_attention_makes_no_array_of_all_scores(kind, length, segmented):
   assert (f"256,{t}]" in text) == (length == t)
 
 
-def test_window_that_covers_all_keys_is_dropped():
+def test_window_that_covers_all_keys_is_ignored():
   arrays = [jax.ShapeDtypeStruct((1, 32, 1, 8), jnp.float32)] * 4
 
   def program(window):
@@ -306,7 +307,7 @@ def test_gradients_without_queries_are_zero(s, causal):
     (6, jnp.zeros((2, 4), jnp.int32)),
   ],
 )
-def test_segments_of_wrong_shape_are_refused(s, segments):
+def test_invalid_segments_are_refused(s, segments):
   q, k, v, _ = case(4, s, 2, 2)
   with pytest.raises(ValueError, match="segments must be integers .B, T.*got"):
     ops.attention_fwd(q, k, v, segments, kind=CAUSAL)

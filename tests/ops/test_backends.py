@@ -3,11 +3,11 @@
 
   JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/ops/test_backends.py -s
 
-Exact results must have the same bits: random words, casts, power-of-two bounds,
+Exact results must be bit-identical: random words, casts, power-of-two bounds,
 maxima and scales. XLA's quotients, powers, logarithms and roots differ between
-backends by up to 2 ulp. So values close to a rounding boundary may get the
-neighbouring code. At most 1 group in 10^4 may get another k, and in groups with
-the same k, at most 1 value in 10^5 may get another code.
+backends by up to 2 ulp, so values close to a rounding boundary may get the
+neighbouring code. At most 1 group in 10^4 may get a different k, and in groups
+with the same k, at most 1 value in 10^5 may get a different code.
 """
 
 import jax
@@ -54,14 +54,14 @@ def realistic(codec):
 
 
 def degenerate(codec):
-  """Makes four rows of each degenerate group, followed by groups with NaN."""
+  """Returns names and rows: four of each degenerate or nonfinite group."""
   groups = cases.finite_groups(300) | cases.nonfinite_groups(300)
   x = np.repeat(np.stack(list(groups.values())), 4, axis=0)
   names = np.repeat(list(groups), 4)
   return names, np.abs(x) if codec_oracles.is_unsigned(codec) else x
 
 
-def test_random_words_and_their_uses_are_the_same_bits():
+def test_random_words_and_their_uses_are_bit_identical():
   x = cases.moments(SHAPE)[0]
 
   def draw(step, x):
@@ -76,7 +76,7 @@ def test_random_words_and_their_uses_are_the_same_bits():
 
 
 @pytest.mark.parametrize("dtype", [formats.E4M3, formats.E5M2])
-def test_casts_are_the_same_bits(dtype):
+def test_casts_are_bit_identical(dtype):
   # Test every bfloat16 except NaN, and the neighbours of every midpoint.
   every = np.arange(2**16, dtype=np.uint32) << 16
   every = every.astype(np.uint32).view(np.float32)
@@ -95,7 +95,7 @@ def test_casts_are_the_same_bits(dtype):
 
 @pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("group_size", [16, 128, None])
-def test_quantize_agrees(group_size, scale_dtype):
+def test_gpu_quantizes_like_the_cpu(group_size, scale_dtype):
   def quantize(x):
     q = qtensor.quantize(x, group_size=group_size, scale_dtype=scale_dtype)
     return q, q.dequantize()
@@ -107,8 +107,9 @@ def test_quantize_agrees(group_size, scale_dtype):
     inputs.append(("degenerate", awkward[names != "subnormal"]))
   for name, x in inputs:
     (cpu, _), (gpu, _) = on_both(quantize, x)
-    # Scales are exact: products with a constant, rounded up in integers.
-    # Compare as f32, because NumPy treats two bfloat16 NaNs as different.
+    # Scales are exact, because they are products with a constant, rounded up by
+    # integer arithmetic. Compare them as f32, because NumPy treats two bfloat16
+    # NaNs as different.
     scales = [np.asarray(q.scale, np.float32) for q in (cpu, gpu)]
     np.testing.assert_array_equal(*scales, name)
     apart = oracles.codes_apart(
@@ -121,7 +122,7 @@ def test_quantize_agrees(group_size, scale_dtype):
     finite = np.isfinite(x)
     assert np.mean(apart[finite] == 0) >= 0.99999
     assert np.max(apart[finite]) <= 1
-    # Decoding is one product, so equal codes and scales give equal bits.
+    # Decoding multiplies once, so equal codes and scales give equal values.
     decoded = on_both(qtensor.QTensor.dequantize, cpu)
     nan = np.isnan(decoded[0])
     np.testing.assert_array_equal(nan, np.isnan(decoded[1]))
@@ -132,7 +133,11 @@ def test_quantize_agrees(group_size, scale_dtype):
 
 
 def compare_codecs(codec, x, label):
-  """Encodes on both backends; prints and returns how much differs."""
+  """Encodes on both backends, and prints what differs.
+
+  Returns the CPU's result, which finite groups have the same k or bounds, and
+  how many codes apart the values of these groups are.
+  """
   words = stochastic.random_words(stochastic.leaf_key(0, 1, 0), x.shape)
   noise = stochastic.uniform(words) if codec.needs_noise else None
   cpu, gpu = on_both(codec.encode, x, noise)
@@ -155,7 +160,7 @@ def compare_codecs(codec, x, label):
 
 
 @pytest.mark.parametrize("build, rounding", CODECS)
-def test_encode_agrees_on_trained_moments(build, rounding, request):
+def test_gpu_encodes_realistic_moments_like_the_cpu(build, rounding, request):
   codec = build(GROUP_SIZE, rounding)
   label = request.node.callspec.id
   _, same, apart = compare_codecs(codec, realistic(codec), label)
@@ -164,7 +169,7 @@ def test_encode_agrees_on_trained_moments(build, rounding, request):
 
 
 @pytest.mark.parametrize("build, rounding", CODECS)
-def test_encode_agrees_on_degenerate_groups(build, rounding, request):
+def test_gpu_encodes_degenerate_groups_like_the_cpu(build, rounding, request):
   codec = build(GROUP_SIZE, rounding)
   names, x = degenerate(codec)
   for name in np.unique(names):
@@ -172,7 +177,7 @@ def test_encode_agrees_on_degenerate_groups(build, rounding, request):
     cpu, same, apart = compare_codecs(codec, x[names == name], label)
     if not apart.size:  # All values are NaN.
       continue
-    # With twelve groups of each kind, k may differ in none. Values at rounding
+    # All twelve groups of each kind must have the same k. Values at rounding
     # boundaries are common in constructed groups, so a few codes may be one
     # apart.
     assert np.all(same), label
@@ -180,7 +185,7 @@ def test_encode_agrees_on_degenerate_groups(build, rounding, request):
 
 
 @pytest.mark.parametrize("build, rounding", CODECS)
-def test_decode_agrees(build, rounding, request):
+def test_gpu_decodes_like_the_cpu(build, rounding, request):
   codec = build(GROUP_SIZE, rounding)
   label = request.node.callspec.id
   for name, x in (
@@ -193,13 +198,14 @@ def test_decode_agrees(build, rounding, request):
     np.testing.assert_array_equal(np.isnan(cpu), np.isnan(gpu), label)
     normal = np.abs(cpu) >= oracles.SMALLEST_NORMAL
     if isinstance(codec, ScaledFP8):
-      # Decoding is two products, so only subnormals may differ.
+      # Decoding multiplies twice, so only subnormals may differ.
       lowest = oracles.QMAX[codec.dtype] * oracles.SMALLEST_NORMAL
       amax = np.repeat(encoded.amax, GROUP_SIZE, -1)[..., : x.shape[-1]]
       normal &= amax > lowest
       np.testing.assert_array_equal(cpu[normal], gpu[normal], label)
-    # Roots and exponentials are off by 2 ulp on each backend, and the exponent
-    # of the root by one ulp: 2^-23 of up to 250 octaves.
+    # Roots and exponentials are off by up to 2 ulp on each backend. A root's
+    # exponent, up to 250 octaves, is off by one ulp: 2^-23 * 250 < 2^-15.
+    # Realistic groups span less than 32 octaves.
     tolerance = 2.0**-15 if name == "degenerate" else 2.0**-18
     if isinstance(codec, LogUniform):  # The argument of exp2 is small.
       tolerance = 2.0**-21

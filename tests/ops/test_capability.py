@@ -51,7 +51,7 @@ def explain(op, *args, **how) -> str:
     ("cpu", None),
   ],
 )
-def test_described_gpu_has_its_capability(kind, found):
+def test_capability_follows_from_the_name_of_a_described_gpu(kind, found):
   with on(kind):
     assert capability.capability() == found
 
@@ -60,7 +60,7 @@ def test_described_gpu_has_its_capability(kind, found):
   "text, found",
   [("8.6", 8.6), ("9.0", 9.0), ("12.1", 12.1), ("gfx942", None)],
 )
-def test_capability_is_that_of_this_machine(monkeypatch, text, found):
+def test_capability_of_the_local_gpu_is_the_default(monkeypatch, text, found):
   class Device:
     compute_capability = text
 
@@ -106,7 +106,7 @@ def test_gpu_without_fp8_runs_only_kernels_without_fp8():
 
 
 @pytest.mark.parametrize("soft_cap, is_packed", [(50.0, False), (None, True)])
-def test_caps_and_segments_need_hopper(soft_cap, is_packed):
+def test_caps_and_segments_run_on_mosaic_only_on_hopper(soft_cap, is_packed):
   q = jnp.zeros((1, 128, 2, 256), jnp.bfloat16)
   segments = jnp.zeros((1, 128), jnp.int32) if is_packed else None
   residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
@@ -126,7 +126,7 @@ def test_caps_and_segments_need_hopper(soft_cap, is_packed):
 
 
 @pytest.mark.parametrize("codec", ["coat", "log8"])
-def test_step_needs_hopper_or_newer(codec):
+def test_optimizer_kernel_needs_hopper_or_newer(codec):
   optimizer = fused_coat_adamw(1e-3, codec=getattr(codecs, codec)())
   params = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
   for kind, has_kernel in ((A100, 0), (L4, 0), (H200, 1), (B200, 1), (RTX, 1)):
@@ -137,7 +137,7 @@ def test_step_needs_hopper_or_newer(codec):
     assert (why in said) != has_kernel
 
 
-def test_saved_values_have_a_barrier_where_xla_computes_them():
+def test_saved_values_have_a_barrier_on_gpus_without_fp8():
   for kind, has_barrier in ((A100, True), (L4, False), (H200, False)):
     with on(kind):
       program = str(jax.make_jaxpr(lambda x: rule._only_saved(x))(X))

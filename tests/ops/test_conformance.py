@@ -47,11 +47,11 @@ def name_of(case) -> str:
 
 
 def of_cases(*sizes: Sizes, having: str):
-  """Parametrizes a test by the cases for which a GPU tries `having` first.
+  """Parametrizes a test by the cases whose first kernel is `having`.
 
-  Other implementations are for arguments that the first does not support, and
-  are tested with such arguments elsewhere. The cases of the first sizes are
-  quick tests, the others are slow.
+  Later kernels are for arguments that the first one does not support, and are
+  tested with such arguments elsewhere. "xla" selects all cases. The cases of
+  the first sizes are quick tests, the others are slow.
   """
   cases = [
     pytest.param(case, marks=[pytest.mark.slow] if i else [])
@@ -63,7 +63,7 @@ def of_cases(*sizes: Sizes, having: str):
 
 
 def on_specs(case, fn):
-  """Calls `fn` with the shapes of the case's arguments, without arrays."""
+  """Returns what `fn` returns for tracers of the case's arguments."""
   results = []
   specs = jax.eval_shape(case.arrays)
   jax.eval_shape(lambda *args: results.append(case.call(fn, *args)), *specs)
@@ -106,8 +106,8 @@ TOLERANCE = {
 def assert_conforms(actual, expected, tolerance):
   """Compares results, with tolerances by dtype.
 
-  XLA may round a product and a sum once on one side and twice on the other. An
-  error of 2^-22 in f32 changes 1 code in 2^18.
+  On one side, XLA may fuse a product and a sum, which rounds once instead of
+  twice. The resulting error of 2^-22 in f32 changes 1 code in 2^18.
   """
   actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
   for a, e in zip(actual, expected, strict=True):
@@ -117,7 +117,7 @@ def assert_conforms(actual, expected, tolerance):
     elif a.dtype == jnp.bfloat16:
       assert_close(a, e, 2.0**-8)
     else:
-      # Sums are added in another order.
+      # Sums are accumulated in a different order.
       assert_close(a, e, tolerance)
 
 
@@ -134,7 +134,7 @@ ROW_CASES = [
 
 @needs_interpreter
 @pytest.mark.parametrize("case", ROW_CASES)
-def test_kernel_on_rows_in_mosaic_matches_definition(case):
+def test_interpreted_kernel_matches_definition(case):
   kernel = functools.partial(case.operation.kernel("mosaic"), interpret=True)
   args = case.arrays()
   actual = jit(functools.partial(case.call, kernel))(*args)
@@ -163,7 +163,7 @@ def lowered(case) -> str:
 def test_mosaic_kernel_is_in_the_program_for_a_gpu(case):
   assert "mosaic_gpu" in lowered(case)
   if case.op.startswith("attention"):
-    return  # Its wrapper transposes the log-sum-exp.
+    return  # Attention's wrapper transposes the log-sum-exp.
   # If a kernel's wrapper transposed an array, XLA would compute it twice.
   kernel = functools.partial(case.call, case.operation.kernel("mosaic"))
   program = str(jax.make_jaxpr(kernel)(*jax.eval_shape(case.arrays)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares FP8 casts by one GPU instruction with the definition."""
+"""Compares plain FP8 casts, one instruction on a GPU, with the definition."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def near_ties() -> np.ndarray:
   [(near_ties(), 1.0), (cases.activations((64, 96)), 0.0137)],
   ids=["ties", "activations"],
 )
-def test_rows_cast_once_equal_the_definition(x, scale, dtype):
+def test_plain_cast_equals_the_definition(x, scale, dtype):
   x, scale = jnp.asarray(x, dtype), jnp.float32(scale)
   actual = jit(ops.quantize_rows.kernel("cuda"))(x, scale=scale)
   expected = jit(ops.quantize_rows.definition)(x, scale=scale)
@@ -37,7 +37,7 @@ def test_rows_cast_once_equal_the_definition(x, scale, dtype):
   assert_same_codes(actual, whole.rows)
 
 
-def test_rows_are_rounded_once_in_the_program_for_a_gpu():
+def test_program_for_a_gpu_does_not_round_before_the_cast():
   x = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
   scale = jax.ShapeDtypeStruct((), jnp.float32)
   text = lowered_for_h200(lambda x, s: ops.quantize_rows(x, scale=s), x, scale)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the arguments of our cuDNN calls in the program that JAX lowers.
 
-They are compared with those of `jax.nn.dot_product_attention`, which calls
-cuDNN too. Its windows are (left, right) and do not count the query.
+The arguments must equal those of `jax.nn.dot_product_attention`, which calls
+cuDNN too. Its windows are (left, right), without the query's own position.
 """
 
 import functools
@@ -75,21 +75,21 @@ def settings(text):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_cudnn_gets_the_window_that_jax_passes(kind):
+def test_cudnn_gets_the_settings_that_jax_passes(kind):
   arrays = attention_arrays()
   arrays = (*arrays, arrays[0])
   actual = settings(lowered_for_h200(forward_and_backward(kind), *arrays))
   names = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
   assert [name for name, _ in actual] == names
   want = settings(lowered_for_h200(forward_and_backward_of_jax(kind), *arrays))
-  if kind.window is not None and kind.window >= 32:  # It covers all 32 keys.
+  if kind.window is not None and kind.window >= 32:  # All 32 keys.
     for _, found in want:
       found["sliding_window_length"] = "0"
   assert actual == want
 
 
 @pytest.mark.parametrize("kind", quick(1, WINDOWS), ids=str)
-def test_window_of_jax_equals_ours(kind):
+def test_windowed_attention_matches_jax(kind):
   keys = jax.random.split(jax.random.key(0), 4)
   shapes = [x.shape for x in attention_arrays(h=8)]
   arrays = map(jax.random.normal, keys, [*shapes, shapes[0]])
@@ -97,7 +97,8 @@ def test_window_of_jax_equals_ours(kind):
   residuals, gradients = jit(forward_and_backward(kind))(q, k, v, dout)
   want = jit(forward_and_backward_of_jax(kind, "xla"))(q, k, v, dout)
   assert_close(residuals.out, want[0])
-  # With a single key, dq and dk are 0 up to rounding errors as large as dv's.
+  # With a window of one key, dq and dk are only rounding errors, so compare all
+  # gradients together.
   assert_close(
     jnp.hstack(list(map(jnp.ravel, gradients))),
     jnp.hstack(list(map(jnp.ravel, want[1]))),

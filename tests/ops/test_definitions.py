@@ -46,7 +46,7 @@ def float64(codes, scale):
 def assert_codes_stand_for(q, values, dtype=E4M3):
   """Checks the scale, and that codes are off by at most half a step.
 
-  The f32 values may be off by 1e-6 of the largest.
+  The f32 values that were quantized may be off by 1e-6 of the largest.
   """
   values = np.asarray(values, np.float64)
   assert q.scale.dtype == jnp.float32
@@ -77,7 +77,7 @@ def assert_codes_stand_for(q, values, dtype=E4M3):
     ((6,), 1e30, 1e-34),
   ],
 )
-def test_linear_products_equal_float64_of_the_operands(rows, x_size, g_size):
+def test_linear_matmuls_match_float64(rows, x_size, g_size):
   d, f = 40, 24
   quantize = functools.partial(ops.quantize_tensor, layout="both")
   x = quantize(x_size * gradient((*rows, d), 0))
@@ -105,7 +105,7 @@ def test_linear_products_equal_float64_of_the_operands(rows, x_size, g_size):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_sum_with_a_product_is_rounded_once(dtype):
+def test_linear_adds_bias_and_residual_before_it_rounds(dtype):
   x = ops.quantize_tensor(gradient((64, 40), 0))
   w = ops.quantize_tensor(gradient((40, 24), 1), layout="columns")
   stream = gradient((64, 24), 3).astype(dtype)
@@ -122,7 +122,7 @@ def test_sum_with_a_product_is_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_sum_with_the_gradient_of_a_norm_is_rounded_once(dtype):
+def test_norm_backward_adds_before_it_rounds(dtype):
   x, _ = in_groups((64, 32))
   stats = ops.NormStats(None, jnp.ones(64))
   dy, around = gradient((64, 32)), gradient((64, 32), 5).astype(dtype)
@@ -137,7 +137,7 @@ def test_sum_with_the_gradient_of_a_norm_is_rounded_once(dtype):
 
 
 def norm(x, gamma, beta, kind, eps):
-  """Computes the formula in the precision of x."""
+  """Computes a norm by its formula, in the dtype of x."""
   mean = x.mean(-1, keepdims=True) if kind == "layer" else 0.0
   variance = ((x - mean) ** 2).mean(-1, keepdims=True)
   y = (x - mean) / (variance + eps) ** 0.5
@@ -166,7 +166,7 @@ NORMS = [
 
 
 @pytest.mark.parametrize("kind, width, has_gamma, has_beta, eps", NORMS)
-def test_norm_forward_equals_float64(kind, width, has_gamma, has_beta, eps):
+def test_norm_forward_matches_float64(kind, width, has_gamma, has_beta, eps):
   x, values, gamma, beta = norm_case(width, has_gamma, has_beta)
   got, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
   values64 = np.asarray(values, np.float64)
@@ -235,13 +235,13 @@ TOO_LARGE = {"large", "largest", "huge_ratio"}
 @pytest.mark.parametrize(
   "name", sorted(set(cases.finite_groups(1)) - TOO_LARGE)
 )
-def test_norms_equal_float64_on_degenerate_groups(name, kind):
+def test_norms_match_float64_on_degenerate_groups(name, kind):
   x, values = degenerate([name])
   y, stats = ops.norm_values(values, None, None, kind=kind, eps=1e-5)
   values64 = np.asarray(values, np.float64)
   want = norm(values64, None, None, kind, 1e-5)
-  # Subtracting the mean cancels, so results are off by 2^-24 of the group's
-  # largest value. Subnormals may count as zero.
+  # Subtracting the mean may cancel, which leaves an error of a few 2^-24 of the
+  # group's largest value. Subnormals may be treated as zero.
   lost = 2.0**-22 * np.max(np.abs(values64)) + oracles.SMALLEST_NORMAL
   limit = 1e-5 * np.max(np.abs(want)) + lost * np.asarray(stats.rstd)
   assert np.max(np.abs(y - want)) <= limit
@@ -270,7 +270,7 @@ def test_operands_of_degenerate_rows_are_finite():
   np.testing.assert_array_equal(ops.linear_fwd(zero, ones), 0)
 
 
-def test_norms_and_products_of_nan_are_nan():
+def test_norms_and_matmuls_of_nan_are_nan():
   x = gradient((2, 32)).at[1, 3].set(jnp.nan)
   q = ops.quantize_groups(x, groups=Groups(GROUP))
   dy = gradient((2, 32))

@@ -68,7 +68,8 @@ def test_op_on_a_mesh_of_gpus_does_not_branch_on_the_platform():
 
   x = jnp.ones((32, 128), jnp.bfloat16)
   found = primitives(amax_of_all, x)
-  # If a collective were inside a conditional, the host would have to decide it.
+  # For a collective inside a conditional, the host would have to evaluate the
+  # condition.
   assert "pmax" in found and "platform_index" not in found
   assert "mpmd_map" in found
 
@@ -137,7 +138,9 @@ def test_named_implementation_never_falls_back():
     ("gfx942", False),
   ],
 )
-def test_kernels_are_for_gpus_with_fp8(monkeypatch, capability, has_fp8):
+def test_fp8_kernels_run_only_on_nvidia_gpus_with_fp8(
+  monkeypatch, capability, has_fp8
+):
   class Device:
     compute_capability = capability
 
@@ -146,7 +149,7 @@ def test_kernels_are_for_gpus_with_fp8(monkeypatch, capability, has_fp8):
   # JAX would not trace the same function again, so define one per case.
   found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
   assert ("platform_index" in found) == has_fp8
-  # The platform name "gpu" does not tell NVIDIA's GPUs from AMD's.
+  # A described GPU of unknown kind has the capability of the local GPU.
   device = jax.sharding.AbstractDevice("another", 100, "cuda")
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
   with jax.sharding.use_abstract_mesh(mesh):
@@ -180,7 +183,7 @@ def test_with_several_gpus_kernels_run_only_inside_shard_map(monkeypatch):
   assert found[-1] == "quantize_groups: mosaic on a GPU, xla elsewhere"
 
 
-def test_operands_of_different_sizes_are_refused():
+def test_inconsistent_operands_are_refused():
   x, w = operands()
   with pytest.raises(ValueError, match="x in rows and a weight"):
     ops.linear_fwd(x, Operand(w.columns, None, w.scale))
@@ -203,7 +206,7 @@ def test_cudnn_refuses_unsupported_arguments():
     kind = ops.AttentionKind(causal)
     return ops.explain(ops.attention_fwd, *arrays, kind=kind)
 
-  # A dry run does not look for cuDNN, which is not installed here.
+  # `explain` does not look for cuDNN, which need not be installed.
   assert explain() == "attention_fwd: cudnn on a GPU, xla elsewhere"
   assert "float32" in explain(dtype=jnp.float32)
   assert "multiples of 8 up to 256, got 12" in explain(h=12)
@@ -212,7 +215,7 @@ def test_cudnn_refuses_unsupported_arguments():
   assert "cudnn on a GPU" in explain(s=48, causal=False)
 
 
-def test_cublas_refuses_results_that_it_cannot_write():
+def test_cublas_refuses_dtypes_that_it_cannot_write():
   x, w = operands()
   with pytest.raises(Unsupported, match="bfloat16, float16 or float32"):
     cublas.linear_fwd(x, w, dtype=jnp.float8_e4m3fn)

@@ -8,9 +8,8 @@ the reference where our operations deliberately differ:
     BF16. We round up and divide by the stored scale.
   - It rounds norm and product to BF16 before quantizing them. Ours stay f32.
 
-So the tests compare what the operations compute. On the CPU where these tests
-were written, all codes were equal; the bounds allow for the last bits of other
-CPUs.
+On the CPU where these tests were written, all codes were equal; the bounds
+allow for rounding differences on other CPUs.
 """
 
 import jax.numpy as jnp
@@ -97,14 +96,14 @@ def test_product_codes_equal_the_reference(arrays):
   up = read(*quantize_as_the_reference(jnp.asarray(arrays["u"])))
   got = codes_with_scale(through_bfloat16(silu * up), arrays["mul_s"])
   assert_codes_equal(got, arrays["mul_q"])
-  # Without the rounding to BF16, only 98.5 % are equal.
+  # Without the rounding to BF16, only 98.5 % of the codes are equal.
   got = codes_with_scale(silu * up, arrays["mul_s"])
   assert_codes_equal(got, arrays["mul_q"], share=0.98)
 
 
 def test_our_operations_are_as_accurate_as_the_reference(arrays):
-  # Our operations have other scales and so other codes. Compare the values of
-  # both with the unquantized product of the BF16 inputs.
+  # Our scales differ from the reference's, and so do the codes. Compare the
+  # dequantized values of both with the unquantized product of the BF16 inputs.
   gate, up = jnp.asarray(arrays["g"]), jnp.asarray(arrays["u"])
   exact = ops.activation_values(gate, activation="silu") * up
   how, groups = dict(activation="silu"), Groups(GROUP)
@@ -123,11 +122,11 @@ def test_our_operations_are_as_accurate_as_the_reference(arrays):
 
   ours = error(ours.rows, ours.scale)
   assert ours <= 1.02 * error(golden_codes, jnp.float32(arrays["mul_s"]))
-  # residuals="minimal" quantizes one time less.
+  # With residuals="minimal", the output of SiLU is not quantized.
   assert error(minimal.rows, minimal.scale) < ours
 
 
-def test_norm_codes_of_a_wrong_formula_differ(arrays):
+def test_norm_codes_with_a_wrong_eps_differ(arrays):
   got = codes_with_scale(
     through_bfloat16(normalized(arrays, eps=1e-2)), arrays["norm_s"]
   )

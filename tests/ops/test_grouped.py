@@ -32,7 +32,7 @@ def by_hand(x, g, w, sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_grouped_products_equal_a_loop_over_groups(sizes):
+def test_grouped_matmuls_match_a_loop_over_groups(sizes):
   x, g, w = arrays(sizes)
 
   @jit
@@ -60,7 +60,7 @@ def test_rows_after_the_last_group_change_nothing():
   assert_close((y[:used], dx[:used], dw), want, 1e-6)
 
 
-def test_grouped_products_of_bfloat16_are_summed_in_float32():
+def test_grouped_matmuls_of_bfloat16_accumulate_in_f32():
   x, g, w = arrays(SIZES[0], jnp.bfloat16)
   sizes = jnp.int32(SIZES[0])
   y = ops.grouped_fwd(x, w, sizes)
@@ -72,7 +72,7 @@ def test_grouped_products_of_bfloat16_are_summed_in_float32():
   assert_close(dw, want[2], 1e-6)
 
 
-def test_grouped_products_refuse_different_sizes():
+def test_grouped_matmuls_refuse_inconsistent_shapes():
   x, g, w = arrays(SIZES[0])
   sizes = jnp.int32(SIZES[0])
   with pytest.raises(ValueError, match=r"grouped: needs rows \[M, D\], weig"):

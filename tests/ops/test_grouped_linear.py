@@ -55,7 +55,7 @@ def by_hand(x, g, w, sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_grouped_fp8_products_equal_a_loop_over_groups(sizes):
+def test_grouped_fp8_matmuls_match_a_loop_over_groups(sizes):
   x, g, w = operands(*arrays(sizes), jnp.int32(sizes))
 
   @jit
@@ -72,10 +72,10 @@ def test_grouped_fp8_products_equal_a_loop_over_groups(sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_rows_of_no_group_never_reach_an_amax(sizes):
+def test_rows_of_no_group_do_not_affect_amaxes(sizes):
   sizes = jnp.int32(sizes)
   found = operands(*arrays(sizes.tolist(), np.nan), sizes)
-  # Unused values are finite, but so large that using them would show.
+  # Neither NaN nor huge values in unused rows may change the operands.
   assert_same_bits(found, operands(*arrays(sizes.tolist(), 1e30), sizes))
   for operand, x in zip(found, arrays(sizes.tolist())[:2], strict=False):
     used = int(sizes.sum())
@@ -85,7 +85,7 @@ def test_rows_of_no_group_never_reach_an_amax(sizes):
     np.testing.assert_allclose(operand.scale, amax / limit or 1, rtol=1e-6)
 
 
-def test_each_expert_has_a_scale():
+def test_experts_have_separate_scales():
   w = arrays(SIZES[0])[2].at[2].set(0)
   q = ops.quantize_experts(w, layout="both")
   amax = np.max(np.abs(np.asarray(w)), axis=(1, 2))
@@ -97,13 +97,13 @@ def test_each_expert_has_a_scale():
   error = np.abs(decoded(q.rows, want[:, None, None]) - np.asarray(w))
   step = np.maximum(2.0**-4 * np.abs(w), 2.0**-10 * want[:, None, None])
   assert np.all(error <= step * (1 + 1e-5))
-  # With given scales, codes are the same.
+  # If these scales are given, the codes must not change.
   again = ops.quantize_experts(w, scale=q.scale, layout="columns")
   assert_same_bits(again.columns, q.columns)
   assert again.rows is None
 
 
-def test_gradient_of_weights_is_written_with_rows_first():
+def test_weight_gradients_can_have_rows_first():
   sizes = jnp.int32(SIZES[0])
   x, g, _ = operands(*arrays(SIZES[0]), sizes)
   dw = ops.grouped_linear_wgrad(x, g, sizes)
@@ -111,7 +111,7 @@ def test_gradient_of_weights_is_written_with_rows_first():
   assert_same_bits(moved, jnp.moveaxis(dw, 0, 1))
 
 
-def test_grouped_fp8_products_refuse_different_sizes():
+def test_grouped_fp8_matmuls_refuse_inconsistent_operands():
   sizes = jnp.int32(SIZES[0])
   x, g, w = operands(*arrays(SIZES[0]), sizes)
   with pytest.raises(ValueError, match=r"needs rows .* and columns of weights"):

@@ -66,7 +66,7 @@ def test_kernel_matches_the_definition():
   definition = functools.partial(
     ops.activation_bwd.definition, activation="silu"
   )
-  # Each of two sigmoids is off by an ulp or two.
+  # Both sides compute a sigmoid, which is off by an ulp or two.
   assert_close(jit(silu)(*arguments()), jit(definition)(*arguments()), 1e-6)
 
 
@@ -87,6 +87,6 @@ def test_explain_and_errors_name_the_registered_kernel(registered):
     ops.activation_bwd(*arguments(), activation="gelu", implementation="own")
 
 
-def test_without_registration_the_name_is_unknown():
+def test_unregistered_name_is_refused():
   with pytest.raises(NotImplementedError, match=r"\('xla',\), got 'own'"):
     ops.activation_bwd(*arguments(), activation="silu", implementation="own")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares frequencies of RoPE with those of transformers, in float64."""
+"""Compares RoPE frequencies with the formulas of transformers in float64."""
 
 import math
 
@@ -62,7 +62,7 @@ LLAMA = dict(
   original_max_position_embeddings=8192,
 )
 # In float32, powers of a base up to 1e6 are off by a few ulp, because they are
-# computed from its rounded logarithm.
+# computed from the base's rounded logarithm.
 ROUNDING = 2e-6
 
 
@@ -98,7 +98,7 @@ def frequencies(rotary, head_dim=128):
       ),
       yarn(plain(1e4, 32), 1e4, 40, 64, 9, 2),
     ),
-    # No channel turns between `slow` and `fast` times, so there is no ramp.
+    # In 6 tokens, no channel turns between 1 and 4 times, so there is no ramp.
     (
       Rotary(
         1e4,
@@ -114,7 +114,7 @@ def frequencies(rotary, head_dim=128):
     (Rotary(1e4, rotary_dim=96), plain(1e4, 96)),
   ],
 )
-def test_frequencies_are_those_of_transformers(rotary, wanted):
+def test_frequencies_match_the_formulas_of_transformers(rotary, wanted):
   found = frequencies(rotary)
   assert found.shape == wanted.shape
   np.testing.assert_allclose(found, wanted, rtol=ROUNDING)
@@ -155,7 +155,7 @@ def test_yarn_multiplies_cos_and_sin(given, wanted):
   assert_close((cos, sin), (wanted * np.cos(angle), wanted * np.sin(angle)))
 
 
-def test_rotary_without_options_equals_its_base():
+def test_rotary_without_options_rotates_like_its_base():
   positions = jnp.arange(7, dtype=jnp.int32)
   assert_same_bits(
     rotation(positions, head_dim=16, theta=Rotary(1e4)),

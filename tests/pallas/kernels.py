@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for tests of kernels: lower them, expect errors, compare codes."""
+"""Helpers that lower kernels, expect their errors, and compare codes."""
 
 import inspect
 
@@ -56,7 +56,7 @@ def code_bits(codes) -> np.ndarray:
 def assert_same_codes(actual, expected, share: float = 1.0):
   """Checks that at least this share of codes is equal.
 
-  The other codes may be one code apart. The same codes must be NaN.
+  The other codes may be one code apart. NaN must be in the same places.
   """
   assert actual.dtype == expected.dtype and actual.shape == expected.shape
   actual, expected = code_bits(actual), code_bits(expected)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares Mosaic's activation functions with their definitions.
 
-Codes and scales of inputs must be equal. Of other codes, most must be equal,
-because XLA may round a product and a sum once on one side and twice on the
-other. The interpreter computes the sigmoid with jnp; the PTX is tested on a GPU
-and by tests/aot/test_rows.py.
+Codes and scales of inputs must be equal. Most other codes must be equal, but
+not all, because on one side XLA may fuse a product and a sum, which rounds once
+instead of twice. The interpreter computes the sigmoid with jnp; the PTX is
+tested on a GPU and by tests/aot/test_rows.py.
 """
 
 import functools
@@ -62,7 +62,10 @@ def both(name, *args, **options):
 
 
 def inputs(shape, gated, group_size=16, dtype=BF16, least=-np.inf):
-  """Makes dy, x and the options of `activation_input`."""
+  """Makes dy, x and the options of `activation_input`.
+
+  Values of x below `least` are negated.
+  """
   *leading, f = shape
   x = cases.activations((*leading, (1 + gated) * f)) / 8
   x = jnp.asarray(np.where(x < least, -x, x), dtype)
@@ -87,8 +90,8 @@ def assert_same_operand(actual, expected, apart=SCALES_APART["silu"]):
 def assert_near(actual, expected):
   """Compares like `assert_same_operand`, but allows small absolute errors.
 
-  Near -1.278 the derivative is almost zero because its terms cancel, and E5M2
-  resolves values as small as 2^-32 of the largest.
+  SiLU's derivative is almost zero near -1.278, and GELU's near -0.75, because
+  terms cancel, but E5M2 resolves values as small as 2^-32 of the largest.
   """
   np.testing.assert_allclose(actual.scale, expected.scale, rtol=1e-5)
   for a, e in zip(actual[:2], expected[:2], strict=True):
@@ -183,7 +186,9 @@ def test_kernels_refuse_small_arrays():
   ],
   ids=["ragged", "short-group", "group-size", "dtype", "too-large"],
 )
-def test_kernel_refuses(shape, group_size, dtype, reason, gated):
+def test_activation_input_refuses_unsupported_arguments(
+  shape, group_size, dtype, reason, gated
+):
   kernel = functools.partial(
     kernels.activation_input, activation="silu", groups=Groups(group_size)
   )
@@ -197,7 +202,7 @@ def test_kernel_refuses(shape, group_size, dtype, reason, gated):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_kernels_refuse_erf(gated):
+def test_kernels_refuse_gelu_by_erf(gated):
   dy, x, options = inputs((32, 128), gated)
   how = dict(activation="gelu")
   parts, scale = run(ops.activation_input.definition, x, **options, **how)
@@ -300,7 +305,7 @@ def check_far_values(activation, gated):
     values = ops.quantize_groups(jnp.asarray(x), groups=Groups(16))
     other = ops.quantize_groups(jnp.full(x.shape, -3.0), groups=Groups(16))
     parts = (values, other) if gated else (values,)
-    # With a scale of 1, finite values stay finite next to others.
+    # With a scale of 1, finite values stay finite next to nonfinite ones.
     how = dict(activation=activation, scale=jnp.float32(1))
     fwd = [
       run(fn, parts, **how)
@@ -327,15 +332,15 @@ def check_far_values(activation, gated):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("shape", [(2048, 5504), (1008, 176)], ids=str)
-def test_gelu_kernels_are_near_float64_on_a_gpu(shape, dtype):
+def test_gelu_kernels_are_close_to_float64_on_a_gpu(shape, dtype):
   check_gelu(shape, dtype)
 
 
 def check_gelu(shape, dtype):
   """Compares codes and sums with float64, even far below zero.
 
-  Gradients are small there, but E5M2 resolves values as small as 2^-32 of the
-  largest.
+  Far below zero, gradients are small, but E5M2 resolves values as small as
+  2^-32 of the largest.
   """
   dy, x, options = inputs(shape, False, dtype=dtype)
   how = dict(activation="gelu_tanh")
@@ -361,13 +366,13 @@ def check_gelu(shape, dtype):
     assert np.mean(codes == expected) >= SHARE
     difference = np.abs(codes - expected)
     assert np.all(difference <= np.abs(expected) / 4 + 1)
-  # A sum in f32 is off by less than 2^-14 of all that it adds up.
+  # A sum in f32 is off by less than 2^-14 of the sum of magnitudes.
   limit = 2**-14 * np.sum(np.abs(values[1]), axis=0)
   assert np.all(np.abs(sums - np.sum(values[1], axis=0)) <= limit)
 
 
 def in_float64(dy, x):
-  """Computes gelu(x) and its gradient."""
+  """Computes gelu(x), and the gradient of x for an output gradient dy."""
   dy, x = np.asarray(dy, np.float64), np.asarray(x, np.float64)
   c = np.sqrt(2 / np.pi)
   u = c * (x + 0.044715 * x**3)

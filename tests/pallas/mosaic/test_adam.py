@@ -3,9 +3,9 @@
 
 The kernel uses logarithms where the definition divides and raises to powers, so
 results differ by some ulp. A value close to a rounding boundary may get the
-neighbouring code, and a group may get another power k, which changes all of its
-codes. So only codes of groups with the same k are compared. Each step starts
-from the state of the definition, so that differences do not add up.
+neighbouring code, and a group may get a different power k, which changes all of
+its codes. So only codes of groups with the same k are compared. Each step
+starts from the state of the definition, so that differences do not accumulate.
 """
 
 import functools
@@ -59,7 +59,7 @@ def problem(codec, dtype, grad_dtype=None, shape=SHAPE, seed=0):
 
 
 def numbers(step, *, eps_root=0.0, grad_scale=None, b2=0.999, **part):
-  """Returns the part of a leaf and the scalars of a step."""
+  """Returns the last three arguments of `adamw_step`."""
   key = stochastic.leaf_key(0, step, 1)
   scalars = adam.adam_scalars(jnp.int32(step), 0.9, b2, 1e-8, eps_root)
   rest = jax.tree.map(jnp.float32, (1e-2, 0.1, grad_scale))
@@ -98,16 +98,16 @@ def differences(codec, want, got):
 
 
 def compare(codec, step, args, *, interpret, rtol=1e-6):
-  """Steps with the kernel and the definition, from the same state.
+  """Runs a step of the kernel and of the definition, from the same state.
 
-  Returns the definition's result and `differences`.
+  Returns the definition's result, and what `differences` returns.
   """
   want = by_definition(codec, *args, *numbers(step))
   got = by_kernel(codec, *args, *numbers(step), interpret=interpret)
   assert got[0].dtype == args[0].dtype and got[0].shape == args[0].shape
   p, q = (np.asarray(x[0], np.float32) for x in (want, got))
   if args[0].dtype == jnp.bfloat16:
-    # Rounding differs only if the noise is within about 2^-16 of an ulp.
+    # Rounding differs only if the noise is within about 2^-16 of the threshold.
     assert np.mean(p != q) <= 1e-3
     rtol = 2.0**-7
   # Allow an absolute error for parameters near zero, whose terms cancel.
@@ -116,7 +116,7 @@ def compare(codec, step, args, *, interpret, rtol=1e-6):
 
 
 @pytest.mark.parametrize("dtype", quick(1, [jnp.bfloat16, jnp.float32]))
-def test_kernel_on_a_shard_draws_the_random_words_of_its_position(dtype):
+def test_kernel_on_a_shard_uses_the_random_words_of_its_position(dtype):
   codec = CODECS["coat"]
   p, g, stored = problem(codec, dtype)
   part = dict(start=jnp.uint32([4, 8, 256]), whole=(8, 12, 1024))
@@ -167,7 +167,7 @@ def test_interpreted_update_matches_definition(grad_dtype):
   assert other == 0 and np.mean(apart != 0) <= 1e-3 and np.max(apart) <= 1
 
 
-def test_kernel_scales_gradients_and_mixes_dtypes():
+def test_kernel_scales_gradients_of_another_dtype():
   codec = CODECS["coat_nearest"]
   p, g, stored = problem(codec, jnp.float32, jnp.bfloat16)
   key, scalars, step = numbers(2, grad_scale=0.25)
@@ -224,15 +224,15 @@ def check_awkward(name, interpret):
 @pytest.mark.parametrize(
   "name", quick(1, ["coat", "coat_e8m0", "log8", "fp8_nearest"])
 )
-def test_awkward_groups_do_not_affect_others(name):
+def test_nonfinite_gradients_do_not_affect_other_groups(name):
   check_awkward(name, interpret=True)
 
 
 def check_unbiased(name, draws, interpret):
   """Checks E[decode(encode(x))] = x, with the bounds of `tests.codecs`.
 
-  With b1 = b2 = 1 a step only encodes the moments again. Each step starts from
-  f32 values, which are not codes.
+  With zero moments and all coefficients 1, a step only encodes g and g * g, f32
+  values that are between codes.
   """
   codec = CODECS[name]
   shape = (8, 128)
@@ -272,8 +272,8 @@ def test_kernel_rounding_is_unbiased(name):
 
 
 def test_kernel_uses_the_random_words_of_row_and_column():
-  # Each value is halfway between two codes, so with other random words, half of
-  # the values would be rounded differently.
+  # Each value is halfway between two codes, so with different random words,
+  # half of the values would be rounded differently.
   codec = CODECS["fp8"]
   x = jnp.tile(jnp.array([448.0, *[17.0] * 127]), (2, 5, 8, 3)) / 448
   zero = encoded(codec, jnp.zeros(x.shape), jnp.zeros(x.shape))
@@ -336,8 +336,9 @@ def test_kernel_matches_definition_on_a_gpu(name, dtype):
       f"{other} of {total} groups, codes in {np.sum(apart != 0)} of "
       f"{apart.size}, at most {np.max(apart)}"
     )
-    # If b1 m + (1 - b1) g cancels, amin is off by more than an ulp. If that
-    # crosses a power of two, log8 encodes the whole group with another bound.
+    # If b1 * m + (1 - b1) * g cancels, a group's smallest magnitude is off by
+    # more than an ulp. If this error crosses a power of two, log8 encodes the
+    # whole group with a different bound.
     assert other <= 1e-3 * total
     assert np.mean(apart != 0) <= 1e-3
     assert np.mean(apart > 1) <= 1e-6
@@ -345,7 +346,7 @@ def test_kernel_matches_definition_on_a_gpu(name, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["coat", "coat_e8m0", "log8", "fp8_nearest"])
-def test_awkward_groups_do_not_affect_others_on_a_gpu(name):
+def test_nonfinite_gradients_do_not_affect_other_groups_on_a_gpu(name):
   check_awkward(name, interpret=False)
 
 
@@ -359,7 +360,7 @@ def test_kernel_rounding_is_unbiased_on_a_gpu(name):
 
 @pytest.mark.gpu
 def test_kernel_supports_leaves_of_more_than_2_31_values():
-  # Only the last groups are nonzero, and a wrong offset would not step them.
+  # Only the last groups are nonzero, and a wrong offset would not update them.
   codec, rows = CODECS["coat_nearest"], (1 << 24) + 8
   zeros = jax.jit(lambda: jnp.zeros((rows, 128), jnp.bfloat16))()
   stored = jax.jit(

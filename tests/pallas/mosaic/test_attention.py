@@ -67,8 +67,8 @@ def oracle(q, k, v, dout, kind, mask):
   return vjp((dout.astype(jnp.float32), jnp.zeros_like(lse)))
 
 
-# These have both sizes of a program's own tile, 64 and 128, and so few stages
-# that a program reuses them while it visits tiles.
+# A program's own tile has 64 or 128 positions, and there are so few stages that
+# the program reuses them while it visits tiles.
 SHARED = Tiles(Tile(128, 64, 3), Tile(128, 64, 2), Tile(64, 64, 3))
 SMALL = Tiles(Tile(128, 64, 3), Tile(128, 64, 2), Tile(128, 64, 3))
 LARGE = Tiles(Tile(128, 128, 2), Tile(128, 64, 3), Tile(64, 64, 4))
@@ -128,7 +128,7 @@ def test_interpreted_kernels_match_the_softmax(
 
 
 @needs_interpreter
-def test_f16_needs_a_maximum_even_with_a_cap():
+def test_f16_scores_at_the_cap_do_not_overflow():
   q, k, v, _ = arrays(1, 1, 128, 64, jnp.float16)
   kind = AttentionKind(soft_cap=40.0, scale=4.0)
   # Scores reach 40, and exp(40) overflows in f16.
@@ -227,7 +227,7 @@ def test_attention_kernels_on_a_gpu_match_definition(
     for how in (named("mosaic"), named("mosaic"), named("xla"))
   )
   assert_same_bits(found, again)
-  # See the interpreted test. Here, the sums of both sides are rounded too.
+  # Tolerances are as in the interpreted test, but here both sides round sums.
   assert_close(found[0].lse, want[0].lse, 1e-5)
   assert_close(found[0].out, want[0].out, 2.0**-7)
   assert_close(found[1], want[1], 2.0**-6)

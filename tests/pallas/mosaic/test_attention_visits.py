@@ -12,8 +12,8 @@ from tests.ops.naive_attention import seen
 T = 96
 KINDS = [
   AttentionKind(False),
-  # Windows of about 16, 32 and 64 keys (tiles have 16 or 32), and the whole
-  # sequence.
+  # Windows of about 1, 16, 32, 64 and 96 keys (tiles have 16 or 32), and no
+  # window.
   *(
     AttentionKind(window=window)
     for window in (1, 2, 15, 16, 17, 18, 31, 33, 34, 63, 65, 95, None)
@@ -22,10 +22,10 @@ KINDS = [
 
 
 def tiles_of(mask, rows, columns, of_queries):
-  """Returns which tiles of a mask are partly seen, and which are fully seen.
+  """Returns which tiles of a mask are seen at least partly, and which fully.
 
-  If rows are queries (`of_queries`), no query sees the keys after the last one,
-  so a tile that reaches past it is not fully seen. Other padding is ignored.
+  If rows are queries (`of_queries`), padding after the last key counts as not
+  seen, so no tile with such padding is fully seen. Other padding is ignored.
   """
   ends = [(0, -mask.shape[0] % rows), (0, -mask.shape[1] % columns)]
   shape = -(-mask.shape[0] // rows), rows, -1, columns
@@ -37,7 +37,7 @@ def tiles_of(mask, rows, columns, of_queries):
 
 @pytest.mark.parametrize("length", [T, T - 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_visited_and_masked_tiles_are_those_of_the_mask(kind, length):
+def test_visited_and_masked_tiles_match_the_mask(kind, length):
   mask = seen(length, length, kind)[0]
   for size, step in ((32, 16), (16, 32)):
     for of_queries in (True, False):
@@ -57,7 +57,7 @@ def test_visited_and_masked_tiles_are_those_of_the_mask(kind, length):
         visited = (others >= visits.first) & (others < visits.behind)
         unmasked = (others >= visits.whole) & (others < visits.edge)
         np.testing.assert_array_equal(visited, seen_tiles)
-        # Tiles that reach past the end may be masked unnecessarily.
+        # Tiles that reach past the sequence's end may be masked unnecessarily.
         assert not np.any(unmasked & ~whole_tiles)
         if length == T:
           np.testing.assert_array_equal(unmasked, whole_tiles)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares Mosaic's block-scaled matmul with NumPy, interpreted and on a GPU.
 
-Codes are small integers and scales are powers of two near 1. Then all sums are
-exact in f32, even on tensor cores, so results must equal NumPy's bit for bit.
+`exact_operands` makes codes that are small integers, and scales that are powers
+of two near 1. All sums are then exact in f32, even on tensor cores, so results
+must match NumPy's bit for bit.
 """
 
 import jax
@@ -27,7 +28,7 @@ DTYPES = {"fwd": jnp.bfloat16, "wgrad": jnp.float32}
 
 
 def exact_operands(form, m, n, k, b_dtype=E4M3, seed=0):
-  """Makes operands whose products are exact.
+  """Makes operands whose matmul is exact.
 
   b has one scale per row for `wgrad`, and otherwise one per 128 rows.
   """
@@ -77,7 +78,7 @@ CASES = [
 # There are fewer programs than tiles and more blocks than stages, so that
 # programs compute several tiles and reuse all stages.
 @pytest.mark.parametrize("form, tile, programs", quick(3, CASES))
-def test_interpreted_kernel_is_the_product(form, tile, programs):
+def test_interpreted_kernel_matches_numpy(form, tile, programs):
   a, b = exact_operands(form, m=512, n=256, k=4 * BLOCK)
   interpret_pallas_call.reset_gpu_interpret_mode_state()
   out = kernel.product(
@@ -105,7 +106,7 @@ def test_interpreted_operation_adds_a_bias_in_f32():
 
 
 def operands_of_op(name, dtype=E4M3, m=256, d=128, f=384):
-  """Makes two block-scaled operands of `ops.linear_*`."""
+  """Returns a function that makes block-scaled operands of `ops.linear_*`."""
 
   @jax.jit
   def operands():
@@ -128,7 +129,7 @@ def test_interpreted_operation_matches_definition(name, dtype):
   operands = operands_of_op(name, dtype)()
   op: Op = getattr(ops, f"linear_{name}")
   out = getattr(kernel, op.name)(*operands, dtype=jnp.float32, interpret=True)
-  # Both add the same values, but in different orders.
+  # Kernel and definition sum the same values in different orders.
   assert_close(out, op.definition(*operands, dtype=jnp.float32), 2e-6)
 
 
@@ -192,7 +193,7 @@ def test_block_scaled_matmul_runs_on_mosaic_or_xla(rows, name):
 @pytest.mark.parametrize("b_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("form", DTYPES)
 @pytest.mark.parametrize("name", TILES)
-def test_kernel_computes_the_product_on_a_gpu(name, form, b_dtype):
+def test_kernel_matches_numpy_on_a_gpu(name, form, b_dtype):
   tile = TILES[name]
   # The number of tiles is larger than the number of programs, but not a
   # multiple of it. Bands have unequal heights.
@@ -217,10 +218,10 @@ def test_operation_matches_definition_on_a_gpu(name):
   op: Op = getattr(ops, f"linear_{name}")
   out = jax.jit(lambda a, b: op(a, b, implementation="mosaic"))(*operands)
   expected = jax.jit(op.definition)(*operands)
-  # Both results are rounded to BF16 once, which causes an error of half a step
-  # each. The sums differ by less, because tensor cores add a block of 128 with
-  # 14 bits. So results may differ by one step of the largest value, and f32
-  # results by the error of the sums.
+  # Rounding to BF16 changes each of the two results by up to half a step.
+  # Before that, they differ by less, because tensor cores accumulate blocks of
+  # 128 with 14 bits. So BF16 results may differ by one step of the largest
+  # value, and f32 results by the error of the sums.
   largest = float(jnp.max(jnp.abs(expected)))
   step = 2.0 ** (np.floor(np.log2(largest)) - 7)
   tolerance = step / largest if out.dtype == jnp.bfloat16 else 2.0**-8

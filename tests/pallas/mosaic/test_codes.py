@@ -13,7 +13,7 @@ from tests.pallas.kernels import assert_same_codes, refused
 
 
 def parts_of(shape, dtype=E4M3):
-  """Makes an array in which neighbouring codes differ."""
+  """Makes an array of random codes."""
   codes = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
   return jax.lax.bitcast_convert_type(jnp.asarray(codes), dtype)
 
@@ -26,7 +26,7 @@ def test_join_columns_concatenates_the_values_of_devices():
   )
 
 
-# The last tile overlaps another one along each axis.
+# In the first shape, the last tile overlaps another one along each axis.
 @pytest.mark.parametrize("shape", [(2, 160, 80), (3, 128, 64)], ids=str)
 def test_joined_columns_match_the_definition(shape):
   check_joined(shape, interpret=True)
@@ -64,6 +64,6 @@ def test_kernels_refuse_unsupported_arguments():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 22016, 2048), (4, 4096, 2752)], ids=str)
-def test_kernels_on_a_gpu(shape):
+def test_joined_and_transposed_codes_on_a_gpu(shape):
   check_joined(shape)
   check_turned(shape)

@@ -15,9 +15,9 @@ from tests.pallas.mosaic import test_adam
 
 CODEC = codecs.coat(second="factored")
 NEAREST = codecs.coat(second="factored", rounding="nearest")
-# Rows of 3 groups, so tiles contain ends and beginnings of rows; two matrices
-# of which each column belongs to one of two parts; rows of one group. A program
-# of the first shape processes 5 tiles.
+# Rows of the first shape have 3 groups, so they begin and end inside tiles, and
+# a program processes 5 tiles. The second shape has two matrices whose columns
+# are in two parts. Rows of the third shape have one group.
 SHAPES = (40, 384), (2, 64, 2, 128), (2, 32, 128)
 
 
@@ -60,12 +60,12 @@ def test_interpreted_kernel_matches_definition(codec, dtype, shape):
   assert different <= (1e-3 if dtype == jnp.bfloat16 else 1)
 
 
-def test_interpreted_kernel_steps_one_layer():
+def test_interpreted_kernel_updates_one_layer():
   part = dict(layer=jnp.int32(1), grad_scale=0.5)
   compare(NEAREST, jnp.float32, SHAPES[1], interpret=True, **part)
 
 
-def test_interpreted_kernel_stays_finite():
+def test_factors_of_huge_moments_stay_finite():
   shape = (64, 384)
   p, _, stored = test_adam.problem(NEAREST, jnp.float32, shape=shape)
   stored = stored[0], NEAREST.nu.encode(jnp.full(shape, 3e38), None)
@@ -82,7 +82,7 @@ def test_interpreted_kernel_stays_finite():
 @pytest.mark.parametrize(
   "codec, dtype", [(CODEC, jnp.bfloat16), (NEAREST, jnp.float32)]
 )
-def test_kernel_matches_definition(codec, dtype, shape):
+def test_kernel_matches_definition_on_a_gpu(codec, dtype, shape):
   different, apart = compare(codec, dtype, shape, interpret=False)
   assert apart <= 1e-3
   assert different <= (1e-3 if dtype == jnp.bfloat16 else 1)
@@ -91,14 +91,14 @@ def test_kernel_matches_definition(codec, dtype, shape):
 @pytest.mark.parametrize(
   "shape, reason",
   [
-    # Rows and columns are the two axes before the last.
+    # The two longest axes, which are factored, are the second and third.
     ((2, 300, 256, 128), "columns must be its last axis"),
     ((3, 33, 128), "multiple of 8 rows, got 33"),
     ((2, 12, 384), "multiple of 8 rows, got 12"),
     ((64, 384), None),
   ],
 )
-def test_factors_that_kernels_do_not_support(shape, reason):
+def test_why_not_gives_the_reason_for_unsupported_factors(shape, reason):
   nu = jax.eval_shape(lambda: Factored().zeros(shape))
   found = Factors(*jax.eval_shape(Factored().factors, nu)).why_not()
   assert found is None if reason is None else reason in found

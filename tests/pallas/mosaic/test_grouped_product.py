@@ -2,7 +2,7 @@
 """Compares Mosaic's grouped matmuls with NumPy, interpreted and on a GPU.
 
 Codes are small integers and scales are powers of two. Then all sums are exact
-in f32, even on tensor cores, so results must equal NumPy's bit for bit.
+in f32, even on tensor cores, so results must match NumPy's bit for bit.
 """
 
 import functools
@@ -35,7 +35,7 @@ SIZES = {
 
 
 def arrays(name, d, f, seed=0):
-  """Makes operands whose products are exact: x in E4M3, g in E5M2, weights."""
+  """Makes x and weights in E4M3, g in E5M2, and sizes; all sums are exact."""
   sizes, m = SIZES[name]
   rng = np.random.default_rng(seed)
 
@@ -171,7 +171,7 @@ def test_operands_of_any_width_are_padded(name):
   elif name == "dgrad":
     assert_is(kernel.grouped_dgrad(g, w, sizes, **how), dx)
   elif name == "wgrad":
-    # The number of rows is not a multiple of a block either.
+    # Add 9 rows, so that their number is not a multiple of a block either.
     x, g = (jnp.concatenate([a, a[:9] * 0]) for a in (x, g))
     assert_is(kernel.grouped_wgrad(x, g, sizes, **how), dw)
   else:
@@ -182,7 +182,7 @@ def test_operands_of_any_width_are_padded(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows_first", "wgrad", "fwd", "dgrad"])
-def test_interpreted_operation_is_the_product(name):
+def test_interpreted_operation_matches_numpy(name):
   x, g, w, sizes = arrays("uneven", d=128, f=256)
   y, dx, dw = by_hand(x, g, w, sizes)
   how = dict(interpret=True)
@@ -205,7 +205,7 @@ def test_tiles_cover_each_row_once(sizes, tile_m):
   )
   assert used[0] <= table.shape[1]
   group, row, begin, end, _, blocks = np.asarray(table)[:, : int(used[0])]
-  # Rows after the last group have entries too, which sum no blocks.
+  # Rows after the last group are also in tiles of the table, with 0 blocks.
   of_row = np.repeat(np.arange(len(sizes) + 1), (*sizes, m - sum(sizes)))
   found = np.full(m, -1)
   for tile in range(int(used[0])):
@@ -247,7 +247,7 @@ def specs_of_16_bits(dtype=jnp.bfloat16, **sizes):
 
 @pytest.mark.parametrize("name", ["fwd", "dgrad", "wgrad"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_kernel_of_16_bits_lowers_for_a_gpu(dtype, name):
+def test_kernel_for_16_bit_operands_lowers_for_a_gpu(dtype, name):
   x, g, w, sizes = specs_of_16_bits(dtype)
   operands = {"fwd": (x, w), "dgrad": (g, w), "wgrad": (x, g)}[name]
   run = getattr(kernel, f"grouped_{name}")
@@ -265,7 +265,7 @@ def test_explain_names_the_kernels():
       assert "mosaic on a GPU" in said
 
 
-def test_a_dtype_may_be_its_name():
+def test_dtype_may_be_given_by_name():
   # `recipe.axes.grad_dtype`, in which a mesh sums gradients, is a string.
   x, g, _, sizes = specs_of_16_bits()
   for dtype in ("float32", jnp.float32, jnp.dtype("float32")):
@@ -300,7 +300,7 @@ def test_kernel_refuses_unsupported_arguments(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
-def test_kernel_is_the_product_on_a_gpu(tile):
+def test_kernel_matches_numpy_on_a_gpu(tile):
   rng = np.random.default_rng(0)
   sizes = rng.multinomial(8000, rng.dirichlet(np.full(32, 0.5)))
   SIZES["many"] = tuple(int(n) for n in sizes), 8192
@@ -333,7 +333,7 @@ def test_kernel_is_the_product_on_a_gpu(tile):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_kernel_of_16_bits_is_the_product_on_a_gpu(dtype, tile):
+def test_kernel_for_16_bit_operands_matches_numpy_on_a_gpu(dtype, tile):
   rng = np.random.default_rng(0)
   sizes = rng.multinomial(8192, rng.dirichlet(np.full(32, 0.5)))
   x, g, w = (

@@ -33,7 +33,7 @@ def case(b, t, n, k, h, dtype=jnp.bfloat16, theta=None, own=False):
   if theta is None:
     return dq, dk, dv, None, None
   positions = jnp.arange(t) + 3
-  if own:  # Each sequence has positions of its own.
+  if own:  # Each sequence has different positions.
     positions = positions[None] * (1 + jnp.arange(b)[:, None])
   return dq, dk, dv, *rotation(positions, head_dim=h, theta=theta)
 
@@ -44,12 +44,11 @@ def check(shape, dtype, share, *, theta=None, own=False, **options):
     lambda *args: ops.join_heads_operand.definition(*args, has_sums=True)
   )(*arrays)
   found, sums = join_heads_operand(*arrays, has_sums=True, **options)
-  # XLA may round a product and a sum only once, so the largest value, which
-  # determines the scale, may differ.
   if share == 1:
     assert_same_operand(found, want)
   else:
-    # The largest value may round to its neighbour in BF16.
+    # XLA may fuse a product and a sum, so the largest value, which determines
+    # the scale, may differ, or even round to its neighbour in BF16.
     apart = 2.0**-7 if dtype == jnp.bfloat16 and theta else 1e-6
     np.testing.assert_allclose(found.scale, want.scale, rtol=apart)
     found_again, _ = join_heads_operand(*arrays, **options)
@@ -64,7 +63,7 @@ def check(shape, dtype, share, *, theta=None, own=False, **options):
       np.asarray(found.columns, np.float32),
       np.asarray(found.rows, np.float32).reshape(-1, found.rows.shape[-1]).T,
     )
-  # The kernel adds m values in another order, and each addition rounds by
+  # The kernel sums m values in a different order, and each addition rounds by
   # 2^-24. A rotated value may be rounded to a neighbour in `dtype`.
   magnitudes = sum(
     np.sum(np.abs(np.float64(x)), axis=(0, 1)).max() for x in arrays[:3]
@@ -94,7 +93,7 @@ def test_cos_without_sin_rotates_nothing():
   assert_same_operand(found, want)
 
 
-def test_heads_of_zeros_and_nan():
+def test_scale_is_one_for_zeros_and_nan_for_nan():
   zeros = [jnp.zeros((1, 32, 2, 64))] * 3
   how = dict(has_sums=True, interpret=True)
   operand, sums = join_heads_operand(*zeros, None, None, **how)

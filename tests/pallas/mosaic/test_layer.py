@@ -27,15 +27,15 @@ def by_definition(p, g, stored, **part):
   return adam.adamw_step.definition(*args, groups=CODEC.groups)
 
 
-def assert_only_that_layer_was_stepped(got, whole, before):
-  """Checks that one layer equals that of `whole`, and the others `before`."""
+def assert_only_that_layer_was_updated(got, whole, before):
+  """Checks that one layer is as in `whole`, and the others as in `before`."""
   leaves = zip(*map(jax.tree.leaves, (got, whole, before)), strict=True)
   for x, stepped, old in leaves:
     x, stepped, old = map(np.asarray, (x, stepped, old))
     expected = old.copy()
     expected[LAYER] = stepped[LAYER]
     assert x.dtype == old.dtype and x.tobytes() == expected.tobytes()
-    # The powers are coarse (sixteenths in a byte), so all may stay the same.
+    # Powers k are stored as uint8 multiples of 1/16, so all may stay the same.
     powers = x.dtype == np.uint8
     assert powers or expected[LAYER].tobytes() != old[LAYER].tobytes()
 
@@ -52,18 +52,18 @@ def assert_only_that_layer_was_stepped(got, whole, before):
     ],
   ),
 )
-def test_one_layer_is_stepped_in_place(run, dtype):
+def test_one_layer_is_updated_in_place(run, dtype):
   p, g, stored = problem(
     CODEC, jnp.float32 if dtype == "split" else dtype, shape=SHAPE
   )
   p = weights.split(p) if dtype == "split" else p
   whole = run(p, g, stored)
   got = run(p, g[LAYER : LAYER + 1], stored, layer=jnp.int32(LAYER))
-  assert_only_that_layer_was_stepped(got, whole, (p, stored))
+  assert_only_that_layer_was_updated(got, whole, (p, stored))
 
 
 @pytest.mark.slow
-def test_layer_of_a_shard_draws_the_random_words_of_its_position():
+def test_layer_of_a_shard_uses_the_random_words_of_its_position():
   p, g, stored = problem(CODEC, jnp.bfloat16, shape=(3, 16, 128))
   whole = by_kernel(p, g, stored)
   half = jax.tree.map(lambda x: x[:, 8:], (p, g, stored))
@@ -77,4 +77,4 @@ def test_layer_of_a_shard_draws_the_random_words_of_its_position():
     whole=(3, 16, 128),
   )
   whole = jax.tree.map(lambda x: x[:, 8:], whole)
-  assert_only_that_layer_was_stepped(got, whole, (p, stored))
+  assert_only_that_layer_was_updated(got, whole, (p, stored))

@@ -2,7 +2,7 @@
 """Compares Lion's kernel with its definition, interpreted and on a GPU.
 
 `test_adam` explains which codes may differ. In addition, the update may have
-the other sign if the sum of gradient and moment is nearly zero.
+the opposite sign if the weighted sum of gradient and moment is nearly zero.
 """
 
 import functools
@@ -41,7 +41,7 @@ class Mu:
 
 
 def problem(codec, kind, shape=SHAPE):
-  """Makes p, g and the encoded moment after some steps; some zero groups."""
+  """Makes p, g and the encoded moment after some steps; group 3 is zero."""
   rng = np.random.default_rng(0)
   mu, _ = cases.moments(shape, 0)
   mu = np.array(mu).reshape(-1, 128)
@@ -64,9 +64,9 @@ def numbers(step, grad_scale=0.5, **part):
 
 
 def terms(codec, p, g, stored):
-  """Returns the old parameter and the sum whose sign is the update.
+  """Returns the old parameter, and the sum whose sign is the update.
 
-  Also returns the sum of the magnitudes of its terms.
+  The third result is the sum of the magnitudes of this sum's terms.
   """
   [mu] = (np.asarray(x, np.float64) for x in steps.decode(codec, stored))
   g = 0.5 * np.asarray(g, np.float64)
@@ -83,7 +83,8 @@ def check(codec, args, want, got):
   # Decoded moments differ by some ulp.
   undecided = (np.abs(mix) < 2**-16 * size) & (size > 0)
   assert np.mean(undecided) < 1e-3
-  # Rounding to 24 bits changes a weight by 2^-16, rounding to bf16 by 2^-8.
+  # Rounding to 24 bits changes a weight by up to 2^-16 of its value, and
+  # rounding to bf16 by up to 2^-8.
   exact = old - RATE * (np.sign(mix) + DECAY * old)
   kind = jax.tree.leaves(args[0])[0].dtype
   unit = 2**-22 if kind == jnp.float32 else 2**-15
@@ -138,7 +139,7 @@ def test_interpreted_kernel_matches_definition_on_a_shard(name, kind):
 
 
 @pytest.mark.slow
-def test_one_layer_is_stepped_and_nan_stays_in_its_group():
+def test_one_layer_is_updated_and_nan_stays_in_its_group():
   codec = CODECS["coat"]
   p, g, stored = problem(codec, "float32", (3, 8, 128))
   bad = [[1, 2], [1, 5]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the register codecs of the optimizer's kernels."""
+"""Tests how the optimizer's kernels encode moments in registers."""
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,9 @@ DRAWS = 512
 )
 def test_mean_over_evenly_spaced_noise_is_the_value(name):
   # Rounding with n evenly spaced noise values gives the value on average, up to
-  # 1 / 2n of the gap between its neighbours. Averaged over 1024 values, the
-  # error is 2^-10 / 500 of a gap, and a gap is at most 0.3 of a value (E5M2).
+  # 1 / (2 * n) of the gap between the neighbouring codes. Averaged over 1024
+  # values, the error is 2^-10 / 500 of a gap. A gap is at most 0.3 of a value
+  # (E5M2).
   codec = CODECS[name]
   moments = cases.moments(ptx.TILE)
   for i, (group, x) in enumerate(zip(codec.groups, moments, strict=True)):
@@ -54,7 +55,7 @@ def test_encoding_both_moments_together_matches_encoding_each(name):
   register_codecs = [moment_codecs.on_registers(group) for group in groups]
   assert register_codecs[0].fits_as(register_codecs[1])
   xs = [jnp.asarray(x) for x in cases.moments(ptx.TILE)]
-  # Include a group of zeros, and one that is nonfinite in the second moment.
+  # Include a group of zeros, a single zero, and an infinite second moment.
   xs = [x.at[1].set(0).at[2, 5].set(0) for x in xs]
   xs[1] = xs[1].at[3, 7].set(jnp.inf)
   rng = np.random.default_rng(0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares Mosaic's norms with their definitions.
 
-Codes and scales of the input must be equal. The kernels sum rows in another
+Codes and scales of the input must be equal. The kernels sum rows in a different
 order than XLA does. So statistics and the output's scale may differ by rounding
-errors of f32, and most of the other codes must be equal.
+errors of f32, and only most of the other codes must be equal.
 """
 
 import functools
@@ -151,7 +151,8 @@ def test_norm_input_kernel_propagates_nan():
   ids=str,
 )
 def test_norm_kernel_matches_definition(shape, kind, group_size, layout):
-  # The first shapes are not multiples of a tile; the last has tiles of 32 rows.
+  # The first shape is not a multiple of a tile, and the second has tiles of 32
+  # rows.
   x, gamma, beta, options = inputs(shape, kind, group_size=group_size)
   x_q, stats, scale = run(ops.norm_input.definition, x, gamma, beta, **options)
   # Make some values exceed qmax.
@@ -216,7 +217,7 @@ def test_norm_backward_kernel_in_bf16_without_gamma_or_add():
     (1020, 12, "got 12"),
   ],
 )
-def test_norm_kernels_refuse(width, group_size, reason):
+def test_norm_kernels_refuse_unsupported_widths(width, group_size, reason):
   x = jnp.zeros((2, width))
   x_q = QTensor(x.astype(E4M3), jnp.zeros((2, width // group_size)), group_size)
   with refused(reason):
@@ -243,14 +244,14 @@ def specs(m, n, kind, group_size=16):
   [
     (272, "rms", 16),
     (640, "layer", 128),
-    # Most cases take a second or two.
+    # Each slow case takes a second or two.
     pytest.param(768, "rms", 64, marks=pytest.mark.slow),
     pytest.param(1152, "layer", 128, marks=pytest.mark.slow),
     pytest.param(6656, "layer", 32, marks=pytest.mark.slow),
     pytest.param(8192, "rms", 16, marks=pytest.mark.slow),
   ],
 )
-def test_norms_lower_at_every_width(n, kind, group_size):
+def test_norms_lower_for_a_gpu(n, kind, group_size):
   x, x_q, gamma, beta, stats = specs(64, n, kind, group_size)
 
   def both(x, x_q, gamma, beta, stats):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares Mosaic's quantization with its definition, bit for bit.
 
-Both round the quotient correctly. On a GPU, XLA may round it differently, so
-there most codes must be equal.
+Kernel and definition round the quotient correctly. On a GPU, XLA may round it
+differently, so only most codes must be equal there.
 """
 
 import functools
@@ -27,7 +27,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def awkward(n: int) -> np.ndarray:
-  """Makes rows of one group each: all degenerate and nonfinite groups."""
+  """Makes one row for each degenerate or nonfinite group."""
   return np.stack(
     list((cases.finite_groups(n) | cases.nonfinite_groups(n)).values())
   )
@@ -157,7 +157,7 @@ def test_operand_kernel_finds_the_scale_and_keeps_the_shape():
     ),
   ],
 )
-def test_quantize_kernels_refuse(kernel, reason):
+def test_quantize_kernels_refuse_unsupported_arguments(kernel, reason):
   with refused(reason):
     kernel(jnp.zeros((32, 48)))
 
@@ -208,7 +208,7 @@ def check_kernels(shape, dtype, share):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [0.01, 0.013, 0.3, 1.7e-5])
-def test_quotients_between_two_codes_on_a_gpu(scale):
+def test_quotients_halfway_between_codes_on_a_gpu(scale):
   check_ties(scale)
 
 

@@ -35,7 +35,7 @@ def test_scale_kernel_matches_definition(shape, dtype):
 @pytest.mark.parametrize(
   "amax", [0.0, 1e-38, LIMITS.tiny, LIMITS.max, np.inf, np.nan]
 )
-def test_scale_kernel_of_degenerate_maxima(amax):
+def test_scale_kernel_matches_definition_on_degenerate_maxima(amax):
   maxima = np.zeros(200)
   maxima[3] = amax
   expected = jit(amax_to_scale)(jnp.float32(amax))

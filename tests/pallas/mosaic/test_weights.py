@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests steps on bf16 and 24-bit weights in the optimizer's kernel."""
+"""Tests the optimizer's kernel on bf16 and 24-bit weights."""
 
 import functools
 
@@ -43,13 +43,13 @@ def exact(weight):
 def check_units(got, want, old):
   """Checks that weights after a step from `old` differ by at most one unit.
 
-  A unit is the last of the 24 bits. Rounding errors of f32 may add to that.
+  A unit is the last of the 24 bits. Rounding errors of f32 may be added to it.
   """
   apart = np.abs(units(got) - units(want))
   # An ulp of f32, by which a parameter may be off, is only 1/256 of a unit.
   assert np.mean(apart != 0) < 0.02
-  # Rounding errors of a GPU's quotient and root, of three products and a sum
-  # are relative to the weight and its change, which may nearly cancel.
+  # Rounding errors of a GPU's quotient, root, three products and a sum are
+  # proportional to the weight and its change, which may nearly cancel.
   rounded = 10 * 2.0**-24 * (np.abs(old) + np.abs(exact(want) - old))
   distance = np.abs(exact(got) - exact(want))
   unit = distance / np.maximum(apart, 1)
@@ -67,7 +67,7 @@ def check(name, steps, interpret, **options):
     assert isinstance(q, SplitWeight)
     assert [x.dtype for x in q] == [jnp.bfloat16, jnp.int8]
     check_units(q, p, old)
-    # The low bytes must belong to the rounded bf16, as `split` writes them.
+    # The low bytes must be those that `split` stores for the rounded bf16.
     again = jax.jit(lambda w: weights.split(weights.join(w)))(q)
     np.testing.assert_array_equal(np.asarray(again.low), np.asarray(q.low))
     other, total, codes = differences(codec, stored, new)
@@ -75,13 +75,13 @@ def check(name, steps, interpret, **options):
 
 
 @pytest.mark.parametrize("name", quick(1, CODECS))
-def test_interpreted_kernel_steps_weights_of_24_bits(name):
+def test_interpreted_kernel_updates_24_bit_weights(name):
   check(name, (1,), interpret=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CODECS)
-def test_kernel_steps_weights_of_24_bits_on_a_gpu(name):
+def test_kernel_updates_24_bit_weights_on_a_gpu(name):
   check(name, (1, 2, 3), interpret=False, shape=(512, 4096))
 
 
@@ -96,12 +96,12 @@ def check_zero_rate(interpret):
 
 
 @pytest.mark.slow
-def test_kernel_at_rate_zero_keeps_every_bit():
+def test_learning_rate_of_zero_keeps_every_bit():
   check_zero_rate(interpret=True)
 
 
 @pytest.mark.gpu
-def test_kernel_at_rate_zero_keeps_every_bit_on_a_gpu():
+def test_learning_rate_of_zero_keeps_every_bit_on_a_gpu():
   check_zero_rate(interpret=False)
 
 
@@ -118,7 +118,7 @@ def test_kernel_supports_f32_gradients_of_bf16_weights():
   assert other == 0 and np.mean(apart != 0) <= 1e-3
 
 
-def test_split_and_join_match_the_definition():
+def test_kernel_splits_and_joins_like_the_definition():
   bits = every_end()
   # Only computed values are rounded, so their NaNs are quiet.
   quiet = (bits & 0x7FFFFFFF <= 0x7F800000) | (bits & 0x00400000 > 0)
@@ -152,7 +152,7 @@ def test_split_and_join_match_the_definition():
   )
 
 
-def test_join_of_high_parts_set_to_zero_or_infinity():
+def test_low_parts_hardly_change_zero_and_never_infinity():
   high = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf], jnp.bfloat16)
   for low in (-128, -1, 127):
     weight = SplitWeight(high, jnp.full(4, low, jnp.int8))
@@ -162,7 +162,7 @@ def test_join_of_high_parts_set_to_zero_or_infinity():
 
 
 @pytest.mark.parametrize("name", quick(1, CODECS))
-def test_kernel_of_24_bits_lowers_for_a_gpu(name):
+def test_kernel_for_24_bit_weights_lowers_for_a_gpu(name):
   codec = CODECS[name]
   args = jax.eval_shape(lambda: (*split_problem(codec), *numbers(1)))
   step = functools.partial(

@@ -54,7 +54,7 @@ class Case:
     return moments[:1] if self.op is lion_step else moments
 
   def arrays(self):
-    """Makes the arguments, with magnitudes over many octaves, and zeros."""
+    """Makes the arguments; moments span many octaves and include zeros."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=self.shape) * np.exp(3 * rng.normal(size=self.shape))
     x[..., :5] = 0
@@ -139,7 +139,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_gives_the_bits_of_the_definition(name):
+def test_kernel_matches_definition_bit_for_bit(name):
   case = CASES[name]
   arrays = case.arrays()
   kernel = functools.partial(case.op.kernel("mosaic_tpu"), interpret=True)
@@ -151,8 +151,8 @@ def test_kernel_gives_the_bits_of_the_definition(name):
     np.testing.assert_array_equal(*bits)
 
 
-def test_linear_codes_differ_by_the_rounding_of_a_product():
-  """Allows one rounding: XLA may fuse int8's decoding product with a sum."""
+def test_step_with_int8_matches_definition_within_2_ulp():
+  """Allows for a product that decodes int8, which XLA may fuse with a sum."""
   case = Case(codec=codecs.int8())
   arrays = case.arrays()
   kernel = functools.partial(case.op.kernel("mosaic_tpu"), interpret=True)
@@ -160,12 +160,12 @@ def test_linear_codes_differ_by_the_rounding_of_a_product():
     case.run(f)(*arrays) for f in (kernel, case.op.definition)
   )
   jax.tree.map(np.testing.assert_array_equal, stored, other)
-  # One fused product and sum changes p or the update by half an ulp. All of
-  # them together change p by at most 2 ulp.
+  # Fusing one product with a sum changes p or the update by half an ulp. All
+  # such fusions together change p by at most 2 ulp.
   np.testing.assert_array_max_ulp(np.asarray(p), np.asarray(want), 2)
 
 
-def test_a_group_with_a_nan_does_not_affect_others():
+def test_nan_gradient_affects_only_its_parameter():
   case = Case()
   p, g, *rest = case.arrays()
   kernel = case.run(
@@ -200,14 +200,14 @@ def test_unsupported_arguments_are_refused_with_a_reason(case, reason):
     jax.eval_shape(case.run(case.op.kernel("mosaic_tpu")), *arrays)
 
 
-def test_explain_names_both_kernels():
+def test_explain_names_the_gpu_and_tpu_kernels():
   case = Case()
   said = ops.explain(case.op, *case.specs(), groups=case.groups)
   where = "mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
   assert said == f"adamw_step: {where}"
 
 
-def test_program_for_a_tpu_contains_only_the_tpu_kernel():
+def test_only_the_program_for_a_tpu_contains_the_kernel():
   case = Case()
   device = AbstractDevice("TPU v6 lite", 1, platform="tpu")
   mesh = AbstractMesh((), (), abstract_device=device)
@@ -239,7 +239,7 @@ def test_program_for_a_tpu_contains_only_the_tpu_kernel():
     "pair", "24 bits of a pair", "stored by rows",
   ],
 )  # fmt: skip
-def test_compiled_step_needs_no_temporary_memory(case, name):
+def test_compiled_step_is_one_kernel_with_little_temporary_memory(case, name):
   program = tpu.compile_for_tpu(
     name, case.run(case.op), *case.specs(), donate=(0, 2)
   )
@@ -249,14 +249,14 @@ def test_compiled_step_needs_no_temporary_memory(case, name):
   # not fill registers of 128 lanes.
   is_copied = name.startswith("v5p") and case.shape[-1] % 128**2
   assert memory.temp_size_in_bytes < 2**19 + (0.4 * size if is_copied else 0)
-  # In f32, parameter and gradient take 8 bytes per value, and the state 2.08.
+  # In f32, parameter and gradient have 8 bytes per value, and the state 2.08.
   bound = (10.3 if case.dtype == F32 else 6.3) + case.is_split
   assert memory.argument_size_in_bytes / size < bound
   assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1
 
 
 @pytest.mark.parametrize("dtype, moved", [(F32, 16.2), (BF16, 10.2)])
-def test_each_array_is_read_once_and_written_once(dtype, moved):
+def test_kernel_reads_and_writes_each_array_once(dtype, moved):
   case = Case(shape=(64, 512), dtype=dtype)
   kernel = case.run(case.op.kernel("mosaic_tpu"))
   (call,) = (
@@ -267,7 +267,8 @@ def test_each_array_is_read_once_and_written_once(dtype, moved):
   arrays = [v.aval for v in (*call.invars, *call.outvars) if v.aval.ndim > 1]
   total = sum(a.size * a.dtype.itemsize for a in arrays)
   assert total / math.prod(case.shape) == pytest.approx(moved, abs=0.05)
-  # Equal block indices are consecutive, so each block is copied only once.
+  # The grid covers each array with two blocks of rows, so each block is copied
+  # only once.
   grid = call.params["grid_mapping"].grid
   assert grid == (1, 2, 1)
 
