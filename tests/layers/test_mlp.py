@@ -139,7 +139,7 @@ def test_mlp_saves_the_fp8_inputs_of_norm_and_gelu(residuals):
     return collections.Counter((a.shape, a.dtype) for a in arrays if a.ndim)
 
   found = kinds(jax.eval_shape(saved, params, x))
-  want = {((1, 34), jnp.dtype("float32")): 2}  # These are mean and rstd.
+  want = {((1, 34), jnp.dtype("float32")): 2}  # Mean and rstd.
   for n in (D, F):
     scales = (1, 34, num_groups(n, G))
     want |= {

@@ -68,7 +68,7 @@ def at(*names):
     (LayerNorm, nnx.LayerNorm, ("scale_init", "bias_init")),
   ],
 )
-def test_initializers_give_the_values_of_flax(ours, theirs, names):
+def test_initializers_give_the_same_values_as_in_flax(ours, theirs, names):
   sizes = (D, 32) if ours is Linear else (D,)
   inits = dict.fromkeys(names, NORMAL)
   got = nnx.state(ours(*sizes, rngs=nnx.Rngs(0), **inits))
@@ -229,7 +229,7 @@ def test_other_metadata_is_kept_too():
   assert layer.kernel.role == "projection"
 
 
-def test_axes_of_several_outputs_have_names_as_in_flax():
+def test_names_of_several_output_axes_match_flax():
   options = dict(
     kernel_init=nnx.with_partitioning(INIT, ("data", None, "fsdp")),
     bias_metadata=at(None, "fsdp"),
@@ -246,7 +246,7 @@ def test_axes_of_several_outputs_have_names_as_in_flax():
   assert specs(Linear)["kernel"] == P("data", None, "fsdp")
 
 
-def test_kernel_of_gate_and_up_accepts_a_name_for_each_axis():
+def test_gate_up_kernel_accepts_a_name_for_each_axis():
   with jax.set_mesh(make_mesh()):
     block = nnx.eval_shape(
       lambda: make(
@@ -269,8 +269,8 @@ def test_more_names_than_axes_are_refused():
 @pytest.mark.parametrize(
   "partitioned", [linen.with_partitioning, linen.with_logical_partitioning]
 )
-def test_linen_boxes_count_as_metadata(partitioned):
-  """Boxes need no mesh, as in Linen."""
+def test_linen_boxes_set_metadata(partitioned):
+  """Creates parameters without a mesh, which Linen allows too."""
   init = partitioned(INIT, ("data", "fsdp"))
   layer = make("Linear", kernel_init=init)
   assert layer.kernel.out_sharding == ("data", "fsdp")

@@ -41,8 +41,8 @@ def test_fsdp_matches_one_device(cache):
   mesh = make_mesh((4, 2, 1))
   with jax.set_mesh(mesh):
     found = jit(value_and_gradients(f))(*place(mesh, params, x, dy))
-  # Only the summation order differs. A sum over 1024 tokens has a relative error
-  # of up to 1024 * 2^-24 = 6e-5.
+  # Only the summation order differs. A sum over 1024 tokens has a relative
+  # error of up to 1024 * 2^-24 = 6e-5.
   assert_close(found, wanted, 6e-5)
 
 

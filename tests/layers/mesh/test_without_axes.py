@@ -198,9 +198,9 @@ def value_and_gradients(f):
 def cases():
   """Returns cases (layer, mesh, kind of axes, recipe).
 
-  Each layer runs with one recipe on each mesh, and with each recipe on one mesh.
-  Kinds of axes alternate. So all pairs of values occur, except most pairs of
-  mesh and recipe. The first case of every second layer is a quick test.
+  Each layer runs with recipe coat on each mesh, and with each recipe on the
+  first mesh. Kinds of axes alternate. So all pairs of values occur, except most
+  pairs of mesh and recipe. Quick tests run one case of every second layer.
   """
   kinds = (AxisType.Explicit, AxisType.Auto)
   first, *_ = MESHES
