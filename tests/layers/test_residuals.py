@@ -133,8 +133,8 @@ def test_layer_saves_the_expected_arrays(recipe):
   counted = residual_arrays(CONFIG, recipe, tokens=T)
   assert kinds(a for a, _ in counted if a.ndim) == want
   assert len([a for a, _ in counted if not a.ndim]) <= 9
-  # The only large arrays wider than FP8 are q, k, v and the attention output, or
-  # only the output if q, k and v are saved in FP8.
+  # The only large arrays wider than FP8 are the output of attention and, unless
+  # they are saved in FP8, q, k and v.
   wide = [
     a for a, kind in counted if a.dtype in (BF16, F32) and a.size >= T * D
   ]

@@ -229,8 +229,8 @@ def test_bfloat16_rounding_is_unbiased_and_between_neighbours():
   toward_zero = bits.view(np.float32).astype(np.float64)
   away = (bits + np.uint32(0x10000)).view(np.float32).astype(np.float64)
   assert np.all((got == toward_zero) | (got == away))
-  # In units of the gap between neighbours, each result has a variance of at most
-  # 1/4. The resolution of 16-bit noise adds a bias of up to 2^-17.
+  # In units of the gap between neighbours, each result has a variance of at
+  # most 1/4. The resolution of 16-bit noise adds a bias of up to 2^-17.
   error = (got - x) / (away - toward_zero)
   assert np.max(np.abs(error.mean(0))) < 6 * 0.5 / np.sqrt(repeats) + 2**-17
   assert abs(error.mean()) < 5 * 0.5 / np.sqrt(error.size) + 2**-17
