@@ -22,7 +22,7 @@ class FeedForward(nnx.Module):
 
   def __init__(self, *, dtype=None, activation=nnx.silu, rngs):
     linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype)
-    # Misleading on purpose: `convert` must not rely on names or their order.
+    # These names and their order mislead: `convert` must not rely on them.
     self.down = linear(F, D, rngs=rngs)
     self.a = linear(D, F, rngs=rngs)
     self.b = linear(D, F, rngs=rngs)

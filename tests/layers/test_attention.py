@@ -21,7 +21,7 @@ HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
 def case(heads=HEADS, kv_heads=KV_HEADS, seed=0):
-  """Makes x, q, k, v, w, bias and dy."""
+  """Returns random x, q, k, v, w, bias and dy."""
   rng = np.random.default_rng(seed)
   shapes = [(2, 6, n, SIZE) for n in (heads, kv_heads, kv_heads)]
   shapes = [(2, 6, 24), *shapes, (heads * SIZE, 24), (24,), (2, 6, 24)]

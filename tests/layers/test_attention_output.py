@@ -34,7 +34,7 @@ SEGMENTS = np.array(2 * ROWS, np.int32)
 
 
 def case(batch=B, t=T):
-  """Makes x, q, k, v, w, bias and dy."""
+  """Returns random x, q, k, v, w, bias and dy."""
   rng = np.random.default_rng(0)
   shapes = [(batch, t, D), (batch, t, N, H), (batch, t, K, H), (batch, t, K, H)]
   shapes += [(N * H, D), (D,), (batch, t, D)]

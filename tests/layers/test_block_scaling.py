@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests recipe fp8_block: operands, matmuls and gradients in blocks of 128."""
+"""Tests the `fp8_block` recipe: operands, matmuls, gradients and modules."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ T, D, F, BLOCK = 150, 200, 300, 128
 
 
 def scaled_case(shape, seed=0):
-  """Makes values whose magnitude varies within the array."""
+  """Returns values whose magnitudes differ between rows and columns."""
   rng = np.random.default_rng(seed)
   rows, columns = (np.exp2(rng.integers(-9, 9, size=n)) for n in shape)
   x = rng.normal(size=shape) * rows[:, None] * columns

@@ -200,7 +200,7 @@ def test_gated_mlp_in_bfloat16_is_close_to_f32(residuals):
     assert error < 0.02 * jnp.linalg.norm(exact)
 
 
-def test_gated_mlp_residuals_differ_only_in_rounding_silu():
+def test_coat_and_minimal_residuals_differ_only_in_rounding_silu():
   # silu(30) = 30 in f32, so if all gates are 30, SiLU is exact in FP8 too.
   x, weights, dy = case((2, 6), has_biases=True)
   front = weights.front
@@ -236,7 +236,7 @@ def test_gated_mlp_with_a_zero_down_weight_returns_its_input():
     (recipes.fp8_linear(), "gelu_tanh"),
   ],
 )
-def test_gated_mlp_in_other_recipes_matches_its_parts(recipe, activation):
+def test_gated_mlp_with_other_recipes_matches_its_parts(recipe, activation):
   options = dict(activation=activation, use_bias=True, rngs=nnx.Rngs(0))
   m = MLP(24, 40, recipe=recipe, **options)
   f = straight_through.ACTIVATIONS[activation]

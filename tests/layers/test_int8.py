@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests recipe int8: matmuls and saved arrays are INT8, and nothing is FP8."""
+"""Tests the `int8` recipe: matmuls and saved arrays are INT8, not FP8."""
 
 import functools
 
@@ -36,7 +36,7 @@ def codes(x):
 def test_linear_computes_three_integer_matmuls():
   rng = np.random.default_rng(0)
   x, w, dy = (rng.normal(size=s) for s in ((48, 32), (32, 40), (48, 40)))
-  dy = dy * np.geomspace(1, 2.0**-10, 48)[:, None]  # Most values become zero.
+  dy = dy * np.geomspace(1, 2.0**-10, 48)[:, None]  # Most codes are 0.
   arrays = [jnp.float32(a) for a in (x, w, dy)]
 
   @jit
@@ -114,7 +114,7 @@ def dot_dtypes(jaxpr):
 
 @pytest.mark.slow
 def test_on_a_gpu_matmuls_are_integer_and_no_kernel_runs():
-  # The kernels of recipe coat support these shapes.
+  # The kernels of the `coat` recipe support these shapes.
   x = jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16)
   f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   weights = BlockWeights(

@@ -98,7 +98,7 @@ def test_mlp_matches_its_parts(rows, activation, has_biases, residuals):
 
 
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_mlp_in_other_recipes_matches_its_parts(recipe):
+def test_mlp_with_other_recipes_matches_its_parts(recipe):
   options = dict(norm="layer", use_bias=True, rngs=nnx.Rngs(0))
   m = MLP(D, F, recipe=recipe, **GELU, **options)
   x = case((2, 6))[0].astype(jnp.bfloat16)
@@ -111,7 +111,7 @@ def test_mlp_in_other_recipes_matches_its_parts(recipe):
 
 
 def make_mlp(recipe, features=D, hidden=F):
-  """Returns a function of (parameters, x), and the parameters."""
+  """Returns f(parameters, x), which runs an MLP, and the parameters."""
   m = nnx.eval_shape(
     lambda: MLP(
       features,

@@ -287,7 +287,8 @@ def test_moe_saves_codes_and_expert_numbers(recipe):
 
   leaves = jax.eval_shape(saved, params, x)
   scales = (1, t, K, num_groups(f, G))
-  # The backward pass quantizes tokens and weights again, with these scales.
+  # FP8 experts save scales, with which the backward pass quantizes tokens and
+  # weights again.
   again = {(F32, ()): 2, (F32, (E,)): 2} if recipe is FP8_EXPERTS else {}
   assert kinds(leaves) == again | {
     (FP8, (1, t, D)): 1,

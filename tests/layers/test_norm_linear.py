@@ -92,7 +92,7 @@ def test_bfloat16_input_gives_bfloat16_output():
 
 
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_module_matches_norm_then_linear_in_other_recipes(recipe):
+def test_module_with_other_recipes_matches_norm_then_linear(recipe):
   m = NormLinear(24, 40, norm="layer", recipe=recipe, rngs=nnx.Rngs(0))
   x = case((2, 6))[0].astype(jnp.bfloat16)
   by_hand = jit(lambda m, x: m.linear(m.norm(x)))(m, x)

@@ -96,8 +96,8 @@ def test_each_parameter_has_its_own_initializer():
     "up": {"kernel": 1.0, "bias": 2.0},
     "down": {"kernel": 3.0, "bias": 4.0},
   }
-  # As in nnx.MultiHeadAttention, the output uses the initializer of qkv if it
-  # has none of its own.
+  # As in nnx.MultiHeadAttention, out_kernel_init and out_bias_init are
+  # kernel_init and bias_init by default.
   del options["out_kernel_init"], options["out_bias_init"]
   block = make("MLP", use_bias=True, **options)
   assert float(block.down.kernel[0, 0]) == 1.0
@@ -164,7 +164,7 @@ WITH_METADATA = {
 
 
 def stack(name, options, num_layers):
-  """Makes a module, or stacks the parameters of `num_layers` modules."""
+  """Builds a module, or stacks the parameters of `num_layers` modules."""
   if num_layers is None:
     return make(name, **options)
   module, sizes = MODULES[name]
@@ -302,7 +302,7 @@ def test_optimizer_state_follows_the_metadata():
 
 
 @pytest.mark.slow
-def test_stacked_layers_with_metadata_are_scanned():
+def test_scanned_layers_with_metadata_match_one_device():
   """Compares gradients with one device; weights are cached before the scan."""
   meta = {nnx.PARTITION_NAME: None}
   rows = dict(kernel_init=nnx.with_partitioning(INIT, ("fsdp",)))

@@ -49,7 +49,7 @@ def mlp(recipe, *, rngs):
 
 
 def make(name, layer=Layer, **options):
-  """Returns a pure function of (parameters, x), and the parameters."""
+  """Returns f(parameters, x), which runs a layer, and the parameters."""
   graph, params = nnx.split(layer(RECIPES[name], rngs=nnx.Rngs(0), **options))
   return (lambda params, x: nnx.merge(graph, params)(x)), params
 

@@ -99,8 +99,8 @@ def test_neighbours_enclose_every_value(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cast_rounds_before_it_converts(dtype):
-  # XLA may drop a conversion f32 -> FP8 -> f32. So that nothing changes if it
-  # does, values must be rounded to the format before the conversion.
+  # XLA may drop a conversion f32 -> FP8 -> f32. This changes nothing if values
+  # are rounded to the format before the conversion.
   x = jnp.asarray(np.random.default_rng(0).normal(size=4096) * 100, jnp.float32)
   jaxpr = jax.make_jaxpr(lambda x: formats.saturating_cast(x, dtype))(x)
   *before, last = jaxpr.eqns

@@ -91,7 +91,7 @@ def test_offsets_wrap_around_at_32_bits(first):
   np.testing.assert_array_equal(got, np.array(want, np.uint32))
 
 
-def test_jit_equals_eager():
+def test_jit_matches_eager():
   key = stochastic.leaf_key(1, 2, 3)
   eager = stochastic.random_words(key, (33, 65))
   np.testing.assert_array_equal(random_words(key, (33, 65)), eager)
@@ -192,7 +192,7 @@ def test_uniform_uses_the_high_bits():
   assert got.dtype == jnp.float32
 
 
-def test_next_words_are_the_next_states():
+def test_next_words_multiply_by_a_power_of_the_multiplier():
   x = words(3, 2, 1, shape=(4, 16))
   for count in (1, 2):
     got = np.asarray(stochastic.next_words(jnp.asarray(x), count))
@@ -201,9 +201,9 @@ def test_next_words_are_the_next_states():
 
 
 @pytest.mark.parametrize("bits", [4, 6])
-def test_two_words_of_a_run_fill_the_square_evenly(bits):
-  # Words of a run are multiples of one word. Any two of them must look
-  # independent, not only uncorrelated.
+def test_pairs_of_words_of_a_run_are_uniform(bits):
+  # All words of a run (8 columns) are multiples of one word. Any two of them
+  # must look independent, not only uncorrelated.
   x = words(2, 3, 4, shape=(2**11, 128)).reshape(-1, stochastic.RUN)
   states = np.concatenate(of_element(x), axis=1) >> (32 - bits)
   cells = 4**bits

@@ -220,7 +220,7 @@ def test_each_recipe_exchanges_rows_in_its_formats():
   # as E5M2. Outputs and gradients of tokens are in BF16.
   codes = dict(f8_e4m3fn=2 * values, f8_e5m2=values)
   assert exchanged(FP8) == codes | dict(bf16=2 * 2 * values)
-  # With recipe coat, tokens are codes with one BF16 scale per 16 values.
+  # With the `coat` recipe, tokens are codes with one BF16 scale per 16 values.
   # Gradients are in BF16.
   codes = dict(f8_e4m3fn=2 * values, f8_e5m2=0)
   scales = 2 * 2 * values // 16

@@ -175,7 +175,7 @@ MESHES = {
 
 
 def build(case: Case, recipe):
-  """Returns f(weights, inputs), which runs the layer, and weights."""
+  """Returns f(weights, inputs), which runs the layer, and the weights."""
   if not case.is_module:
     return (lambda weights, inputs: case.make(recipe, *inputs)), {}
   module = case.make(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -198,9 +198,9 @@ def value_and_gradients(f):
 def cases():
   """Returns cases (layer, mesh, kind of axes, recipe).
 
-  Each layer runs with recipe coat on each mesh, and with each recipe on the
-  first mesh. Kinds of axes alternate. So all pairs of values occur, except most
-  pairs of mesh and recipe. Quick tests run one case of every second layer.
+  Each layer runs with the `coat` recipe on each mesh, and with each recipe on
+  the first mesh. Kinds of axes alternate. So all pairs of values occur, except
+  most pairs of mesh and recipe. Quick tests run one case of every second layer.
   """
   kinds = (AxisType.Explicit, AxisType.Auto)
   first, *_ = MESHES
