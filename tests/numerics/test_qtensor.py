@@ -104,7 +104,6 @@ def test_quantization_error_is_within_half_a_step(shape, group_size, dtype):
 def test_quantization_error_of_any_finite_input_is_bounded(
   x, group_size, dtype, scale_dtype
 ):
-
   q = qtensor.quantize(
     jnp.asarray(x), group_size=group_size, dtype=dtype, scale_dtype=scale_dtype
   )
