@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block of attention and output projection, whose inputs are q, k and v.
+"""A block that computes attention of q, k and v, and the output projection.
 
 Tests of attention inside a block use it, because it returns the gradients of q,
 k and v.
@@ -22,12 +22,12 @@ from coat_jax.layers.self_attention import SelfAttention
 from coat_jax.mesh import own_heads, run_whole, spec_of, tokens
 from coat_jax.ops import AttentionKind
 
-# Clips nothing, but makes the middle return gradients before rounding, too.
+# Too large to clip anything; with a limit, gradients are returned unrounded.
 LIMIT = 1e30
 
 
 def heads_middle(num_heads, num_kv_heads, kind):
-  """Makes attention without RoPE that returns unrounded gradients."""
+  """Builds attention without RoPE that returns unrounded gradients."""
   return SelfAttention(Heads(num_heads, num_kv_heads, None), kind, LIMIT)
 
 
@@ -73,7 +73,7 @@ _attention_output = rule(_fwd, _bwd, _specs, reads=(3,))
 def attention_output(
   x, q, k, v, w, bias=None, *, segments=None, recipe, **options
 ):
-  """Computes x + attention(q, k, v) w + bias; options: `AttentionKind`."""
+  """Computes x + attention(q, k, v) @ w + bias; options: `AttentionKind`."""
   if recipe.nonlinear == "fp8":
     middle = heads_middle(q.shape[2], k.shape[2], AttentionKind(**options))
     static = BlockStatic(middle, None, 0.0, True, None)

@@ -18,11 +18,11 @@ D, F, HEADS, T, VOCABULARY = 32, 64, 4, 16, 61
 
 
 class FeedForward(nnx.Module):
-  """A gated MLP without a norm and a residual add, as in flax's Gemma."""
+  """A gated MLP with neither norm nor residual add, as in flax's Gemma."""
 
   def __init__(self, *, dtype=None, activation=nnx.silu, rngs):
     linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype)
-    # `convert` must not rely on the names or the order of attributes.
+    # These names and their order mislead: `convert` must not rely on them.
     self.down = linear(F, D, rngs=rngs)
     self.a = linear(D, F, rngs=rngs)
     self.b = linear(D, F, rngs=rngs)
@@ -34,7 +34,7 @@ class FeedForward(nnx.Module):
 
 
 class MLP(nnx.Module):
-  """A norm, two linear layers and a residual add, as in a GPT."""
+  """An MLP with a norm before it and a residual add, as in GPT-2."""
 
   def __init__(self, *, dtype=None, activation=nnx.gelu, rngs):
     self.norm = nnx.LayerNorm(D, dtype=dtype, rngs=rngs)
@@ -58,7 +58,7 @@ class Head(nnx.Module):
 
 
 class Attention(nnx.Module):
-  """Attention with LinearGeneral over one and two axes, and an Einsum."""
+  """Attention built from LinearGeneral (one or two input axes) and Einsum."""
 
   def __init__(self, *, dtype=None, rngs):
     h = D // HEADS
@@ -134,7 +134,7 @@ class Stranger(nnx.Module):
 
 
 def flat_state(model):
-  """Returns type, shape, dtype and metadata of each variable, by path."""
+  """Maps each variable's path to its type, shape, dtype and metadata."""
   return {
     path: (type(x), x.shape, x.dtype, x.get_metadata())
     for path, x in nnx.to_flat_state(nnx.state(model))

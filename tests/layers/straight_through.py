@@ -64,7 +64,7 @@ def rounded(x, dtype):
 
 
 def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8):
-  """Computes x w + bias with quantized operands and gradients; w is [D, ...].
+  """Computes x @ w + bias with quantized operands and gradients; w: [D, ...].
 
   The result is rounded to `dtype`, unless there is a bias.
   """
@@ -83,7 +83,7 @@ def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8):
 
 
 def norm(x, gamma, beta, kind, eps, group_size=16, dtype=E4M3):
-  """Computes the norm of values quantized in groups, by its formula."""
+  """Computes the formula of a norm at values quantized in groups."""
   x = per_group(x, group_size, dtype)
   mean = jnp.mean(x, -1, keepdims=True) if kind == "layer" else 0.0
   variance = jnp.mean((x - mean) ** 2, -1, keepdims=True)
@@ -117,7 +117,7 @@ def gated_mlp(
   post_norm=None,
   formats=FP8,
 ):
-  """Computes x + post_norm((f(norm(x) w_gate) * (norm(x) w_up)) w_down)."""
+  """Computes x + post_norm((f(y @ gate) * (y @ up)) @ down), y = norm(x)."""
   front, back, _ = weights
   groups = dict(group_size=group_size, dtype=formats.values)
   y = x
@@ -143,7 +143,7 @@ def gated_mlp(
 
 
 def attention(q, k, v, kind=CAUSAL, segments=None):
-  """Computes softmax(scores) v."""
+  """Computes softmax(scores) @ v."""
   out, _ = naive_attention(
     q,
     k,
@@ -156,14 +156,14 @@ def attention(q, k, v, kind=CAUSAL, segments=None):
 
 
 def attention_output(x, q, k, v, w, bias, kept, kind=CAUSAL, ids=None):
-  """Computes x + attention(q, k, v) w + bias; q, k, v are in format `kept`."""
+  """Returns x + attention(q, k, v) @ w + bias; kept="fp8" quantizes q, k, v."""
   keep = per_group if kept == "fp8" else _as_is
   out = attention(keep(q), keep(k), keep(v), kind, ids)
   return x + linear(out.reshape(*x.shape[:2], -1), w, bias)
 
 
 def self_attention(x, weights, kind, segments, turn, heads, over, eps, recipe):
-  """Computes x + attention(q, k, v) w_out in f32, with RMSNorms of q and k.
+  """Computes x + attention(q, k, v) @ w_out in f32; q and k get RMSNorms.
 
   Args:
     x: [B, T, D].

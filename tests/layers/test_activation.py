@@ -32,7 +32,7 @@ def oracle(x, *others, activation):
 
 
 def pair(activation):
-  """Returns the layer and its oracle, cached so that they compile once."""
+  """Returns the layer and its oracle."""
   how = dict(activation=activation)
   return functools.partial(activate, **how), functools.partial(oracle, **how)
 
@@ -57,7 +57,7 @@ def test_the_two_gelus_differ():
   assert 1e-5 < jnp.max(jnp.abs(off)) < 1e-3
 
 
-def test_bfloat16_in_and_out():
+def test_bfloat16_inputs_give_bfloat16_results():
   gate, up, dy = case((6,), jnp.bfloat16)
   for activation, args in (("silu", (gate, up)), ("gelu_tanh", (gate,))):
     f, want = pair(activation)
@@ -80,6 +80,6 @@ def test_other_recipes_use_the_plain_functions(recipe, activation):
 @pytest.mark.parametrize(
   "up", [jnp.ones((6, 41)), jnp.ones((6, 40), jnp.bfloat16)]
 )
-def test_gate_and_up_of_different_shapes_are_refused(up):
+def test_gate_and_up_of_different_shapes_or_dtypes_are_refused(up):
   with pytest.raises(ValueError, match="activate: x and up must have the same"):
     activate(jnp.ones((6, 40)), up, activation="silu")

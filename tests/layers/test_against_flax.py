@@ -44,7 +44,7 @@ THEIRS = {
 
 
 def arguments_of_flax(name):
-  """Lists names and defaults of flax's arguments, without sizes."""
+  """Yields names and defaults of flax's arguments, except sizes."""
   for theirs in THEIRS[name]:
     for argument in inspect.signature(theirs.__init__).parameters.values():
       is_size = argument.name in {"in_features", "out_features"}
@@ -111,7 +111,7 @@ def test_out_sharding_shards_the_output(name, kind):
       assert y.sharding.is_equivalent_to(want, y.ndim)
 
 
-def test_sizes_are_attributes_as_in_flax():
+def test_arguments_are_attributes_as_in_flax():
   ours, theirs = make("Linear"), nnx.Linear(D, 32, rngs=nnx.Rngs(0))
   names = ("in_features", "out_features", "use_bias", "param_dtype")
   for name in names:
@@ -157,7 +157,7 @@ def test_norm_without_parameters_has_the_dtype_of_its_input():
     assert norm(jnp.ones((2, D), dtype)).dtype == dtype
 
 
-def test_f32_rounds_nothing_to_bf16():
+def test_f32_results_are_not_rounded_to_bf16():
   x = jax.random.normal(jax.random.key(0), (8, 4, D))
   y, coarse = (make("NormLinear", dtype=d)(x) for d in (jnp.float32, None))
   assert_same_bits(y, coarse)
@@ -233,7 +233,7 @@ def test_results_in_f32_without_fp8_match_flax(name):
   theirs = RESULTS[name]()
   nnx.update(ours, nnx.state(theirs))
   x = jax.random.normal(jax.random.key(0), (2, 4, D))
-  # f32 sums of at most 32 products are added in another order.
+  # Only the order of f32 sums of at most 32 products differs.
   assert_close(gradients(ours, x), gradients(theirs, x), 2e-6)
 
 
@@ -253,7 +253,7 @@ def test_attention_in_f32_without_fp8_matches_flax():
   theirs = nnx.MultiHeadAttention(
     n, D, num_kv_heads=k, use_bias=False, decode=False, rngs=nnx.Rngs(1)
   )
-  # For each key head, columns are those of its queries, its key and its value.
+  # For each key head, columns are in the order queries, key, value.
   columns = ours.qkv.linear.kernel[...].reshape(D, k, n // k + 2, h)
   theirs.query.kernel[...] = columns[:, :, : n // k].reshape(D, n, h)
   theirs.key.kernel[...] = columns[:, :, -2]

@@ -21,7 +21,7 @@ HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
 def case(heads=HEADS, kv_heads=KV_HEADS, seed=0):
-  """Makes x, q, k, v, w, bias and dy."""
+  """Returns random x, q, k, v, w, bias and dy."""
   rng = np.random.default_rng(seed)
   shapes = [(2, 6, n, SIZE) for n in (heads, kv_heads, kv_heads)]
   shapes = [(2, 6, 24), *shapes, (heads * SIZE, 24), (24,), (2, 6, 24)]
@@ -44,7 +44,7 @@ def oracle(args, dy, kept):
 @pytest.mark.parametrize(
   "kept, has_bias", quick(1, zip(RECIPES, (True, False), strict=True))
 )
-def test_output_block_equals_attention_then_linear(kept, has_bias):
+def test_output_block_matches_attention_then_linear(kept, has_bias):
   *args, dy = case()
   args[5] = args[5] if has_bias else None
   y, gradients = layer(args, dy, RECIPES[kept])
@@ -55,11 +55,12 @@ def test_output_block_equals_attention_then_linear(kept, has_bias):
   assert_close(gradients, want_gradients)
 
 
-def test_output_block_in_bfloat16():
+def test_output_block_in_bfloat16_is_close_to_f32():
   *args, w, bias, dy = case()
   *args, dy = (x.astype(jnp.bfloat16) for x in (*args, dy))
   exact = [x.astype(jnp.float32) for x in (*args, w, bias, dy)]
-  # p, ds, out and dout are rounded to BF16, and with FP8 also q, k and v.
+  # The layer rounds p, ds, out and dout to BF16. With FP8 attention, it also
+  # rounds the dequantized q, k and v.
   for kept in RECIPES:
     y, gradients = layer((*args, w, bias), dy, RECIPES[kept])
     assert y.dtype == jnp.bfloat16
@@ -72,7 +73,7 @@ def test_output_block_in_bfloat16():
       assert error < 0.01 * jnp.linalg.norm(correct)
 
 
-def test_fp8_attention_is_bf16_attention_at_the_saved_values():
+def test_fp8_attention_matches_bf16_attention_at_the_saved_values():
   *args, dy = case()
   bf16, fp8 = (layer(args, dy, recipe) for recipe in RECIPES.values())
   assert jnp.max(jnp.abs(bf16[0] - fp8[0])) > 1e-3
@@ -107,7 +108,7 @@ def run(m, x, positions=None):
 
 @jit
 def by_hand(m, x):
-  """Computes the module from its parts, with the weights of each head."""
+  """Computes the module's output from its parts, head by head."""
   b, t, _ = x.shape
   qkv = m.qkv(x).reshape(b, t, KV_HEADS, HEADS // KV_HEADS + 2, SIZE)
   if m.middle.clip is not None:
@@ -146,7 +147,7 @@ def test_attention_module_matches_its_parts(options, biases):
   assert_same_bits(run(m, x), by_hand(m, x))
 
 
-def test_clipping_passes_gradients_of_unclipped_values():
+def test_gradients_through_clipping_match_autodiff():
   m = module(recipes.bf16(), clip_qkv=0.5, dtype=jnp.float32)
   graph, params = nnx.split(m)
 
@@ -156,7 +157,7 @@ def test_clipping_passes_gradients_of_unclipped_values():
 
     return jit(jax.value_and_grad(total))(params, case()[0])
 
-  # JAX computes the gradient of `jnp.clip` in `by_hand`.
+  # In `by_hand`, JAX differentiates `jnp.clip`.
   assert_close(gradient_of(lambda m, x: m(x)), gradient_of(by_hand.__wrapped__))
 
 
@@ -171,19 +172,19 @@ def test_module_accepts_any_leading_axes():
 def test_module_attends_only_to_the_past():
   m = module(dtype=jnp.float32)
   x = case()[0]
-  later = x.at[:, 4:].multiply(-1)  # Signs change no amax and no scale.
+  later = x.at[:, 4:].multiply(-1)  # Changing signs changes no scale.
   y, y_later = run(m, x), run(m, later)
   assert_same_bits(y[:, :4], y_later[:, :4])
   assert jnp.any(y[:, 4:] != y_later[:, 4:])
 
 
-def test_positions_affect_only_rope():
+def test_only_differences_of_positions_matter():
   m = module(dtype=jnp.float32)
   x = case()[0]
   positions = jnp.arange(6, dtype=jnp.int32)
   y = run(m, x, positions)
   assert_close(run(m, x), y, 1e-6)
-  # Only differences of positions count. A few FP8 codes may differ.
+  # A shift keeps all differences, but a few FP8 codes may change.
   shifted = run(m, x, positions + 100)
   assert jnp.linalg.norm(shifted - y) < 0.01 * jnp.linalg.norm(y - x)
   assert jnp.any(run(m, x, 2 * positions) != y)

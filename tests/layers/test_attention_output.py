@@ -28,13 +28,13 @@ RECIPES = {
   "fp8": recipes.coat(attention="fp8"),
 }
 OPTIONS = dict(window=3, soft_cap=0.8, scale=0.7)
-# The rows have two documents, padding, ids that recur, and a single document.
+# Row by row: two documents, padding at the end, recurring ids, one document.
 ROWS = [[0] * 5 + [1] * 7, [3] * 10 + [-1] * 2, [0, 1] * 6, [7] * 12]
 SEGMENTS = np.array(2 * ROWS, np.int32)
 
 
 def case(batch=B, t=T):
-  """Makes x, q, k, v, w, bias and dy."""
+  """Returns random x, q, k, v, w, bias and dy."""
   rng = np.random.default_rng(0)
   shapes = [(batch, t, D), (batch, t, N, H), (batch, t, K, H), (batch, t, K, H)]
   shapes += [(N * H, D), (D,), (batch, t, D)]
@@ -103,13 +103,13 @@ def test_every_option_of_attention_output_matches_the_formula(options, kept):
     y, vjp = jax.vjp(f, *args)
     return y, vjp(dy)
 
-  # As in test_attention, a code of the output may be rounded differently.
+  # As in test_attention, a code of the output may differ from the oracle's.
   assert_close(found, oracle(*args))
 
 
 @pytest.mark.parametrize("name", quick(1, ["fp8", "bf16", "coat"]))
 def test_packed_documents_do_not_affect_each_other(name):
-  """This holds for FP8 too, because scales cover the same values."""
+  """Packing changes no scale, so this holds for FP8 too."""
   *args, dy = case(batch=4, t=6)
   options = items(OPTIONS)
   y, gradients = layer(args, None, dy, RECIPES[name], options)
@@ -147,7 +147,7 @@ def on_mesh(sizes, kind, recipe):
 
 
 @pytest.mark.parametrize("sizes, kind", quick(1, MESHES))
-def test_attention_on_a_mesh_matches_one_device_with_segments(sizes, kind):
+def test_attention_with_segments_on_a_mesh_matches_one_device(sizes, kind):
   _, q, k, v, *_ = case()
   args = (q, k, v), jnp.asarray(SEGMENTS), jnp.sin(q)
   options = items(OPTIONS)
@@ -159,12 +159,12 @@ def test_attention_on_a_mesh_matches_one_device_with_segments(sizes, kind):
 
 
 @pytest.mark.parametrize("sizes, kind", quick(1, MESHES[::-1]))
-def test_output_block_on_a_mesh_matches_one_device_with_segments(sizes, kind):
+def test_output_block_with_segments_on_a_mesh_matches_one_device(sizes, kind):
   *args, dy = case()
   args, options = (args, jnp.asarray(SEGMENTS), dy), items(OPTIONS)
   wanted = layer(*args, RECIPES["fp8"], options)
   mesh, recipe, put = on_mesh(sizes, kind, RECIPES["fp8"])
   with jax.set_mesh(mesh):
     found = layer(*put(args), recipe, options)
-  # Codes match, but sums over 96 tokens are computed in another order.
+  # Codes match. Only the order of f32 sums over 96 tokens differs.
   assert_close(found, wanted, 1e-5)

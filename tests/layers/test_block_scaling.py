@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests recipe fp8_block: operands, matmuls and gradients in blocks of 128."""
+"""Tests the `fp8_block` recipe: operands, matmuls, gradients and modules."""
 
 import dataclasses
 
@@ -26,12 +26,12 @@ from tests import oracles
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick
 
-# No axis is a whole number of blocks.
+# No size is a multiple of the block size.
 T, D, F, BLOCK = 150, 200, 300, 128
 
 
 def scaled_case(shape, seed=0):
-  """Makes values whose magnitude varies within the array."""
+  """Returns values whose magnitudes differ between rows and columns."""
   rng = np.random.default_rng(seed)
   rows, columns = (np.exp2(rng.integers(-9, 9, size=n)) for n in shape)
   x = rng.normal(size=shape) * rows[:, None] * columns
@@ -63,8 +63,8 @@ def assert_is(codes, scale, x, height, width, dtype=ml_dtypes.float8_e4m3fn):
 def test_operands_match_numpy():
   x, w = scaled_case((T, D)), scaled_case((D, F), seed=1)
   x[3, :BLOCK] = 0
-  # Include 448 * 2^-3, which is exactly the largest code, and the next larger
-  # value.
+  # With scale 2^-3, the largest E4M3 code represents 448 * 2^-3 = 56. The next
+  # larger f32 value needs the scale 2^-2.
   x[4, :BLOCK] = 448 * 2.0**-3 * (np.arange(BLOCK) == 5)
   x[5, :BLOCK] = np.nextafter(np.float32(56), np.float32(99))
   operand = jit(lambda x: Blocks().quantize(x, layout="both"))(x)
@@ -86,7 +86,7 @@ def test_columns_from_saved_rows_are_quantized_from_their_values():
   assert_is(
     turned.columns, turned.scale.columns, np.float32(values.T), 1, BLOCK
   )
-  # Quantizing again changes only values far below the largest of a block.
+  # Quantizing again changes only values far below the largest of their block.
   _, again, scale = quantized(np.float32(values.T), 1, BLOCK)
   again, scale = again.T, np.repeat(scale, BLOCK, axis=1)[:, :T].T
   near = np.abs(values) >= 2.0**-6 * scale
@@ -133,7 +133,7 @@ def test_linear_matches_the_matmuls_of_quantized_operands(nonlinear):
   y, (dx, dw), saved = layer(x, w, dy)
   _, x_rows, _ = quantized(x, 1, BLOCK)
   _, w_q, _ = quantized(w, BLOCK, BLOCK)
-  # Start from the codes that the forward pass read, not from x.
+  # dw is computed from the codes that the forward pass read, not from x.
   _, x_columns, _ = quantized(np.float32(x_rows.T), 1, BLOCK)
   _, g_rows, _ = quantized(dy, 1, BLOCK)
   _, g_columns, _ = quantized(dy.T, 1, BLOCK)
@@ -193,7 +193,7 @@ def value_and_gradients(build, recipe):
     ("normless", "plain"),
   ],
 )
-def test_blocks_are_near_bf16(block, recipe):
+def test_results_of_blocks_are_close_to_bf16(block, recipe):
   got = value_and_gradients(BLOCKS[block], RECIPES[recipe])
   exact = value_and_gradients(BLOCKS[block], recipes.bf16())
   for a, e in zip(*map(jax.tree.leaves, (got, exact)), strict=True):

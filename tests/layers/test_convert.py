@@ -29,7 +29,9 @@ from tests.layers.converting import (
 
 
 @pytest.mark.parametrize("name, has_blocks", CASES)
-def test_state_and_parameters_are_the_same(name, has_blocks):
+def test_converted_model_shares_its_variables_with_the_original(
+  name, has_blocks
+):
   model, new, _, _ = converted(name, has_blocks)
   assert flat_state(new) == flat_state(model)
   theirs = dict(nnx.iter_graph(model))
@@ -82,7 +84,7 @@ def test_abstract_models_are_converted():
   assert isinstance(new.embed.embedding.get_value(), jax.ShapeDtypeStruct)
 
 
-def test_conversion_under_eval_shape_finds_the_same_blocks():
+def test_conversion_under_eval_shape_finds_blocks():
   make = lambda: convert(MLP(rngs=nnx.Rngs(0)), blocks={MLP: layers.MLP})[0]  # noqa: E731
   assert isinstance(nnx.eval_shape(make), FusedBlock)
 
@@ -98,7 +100,7 @@ def test_converting_twice_changes_nothing():
   ]
 
 
-def test_layers_that_users_stacked_are_kept():
+def test_layers_not_stacked_along_the_first_axis_are_kept():
   @nnx.vmap(in_axes=0, out_axes=1)
   def stack(rngs):
     return nnx.Linear(D, F, rngs=rngs)
@@ -130,7 +132,7 @@ def test_outputs_without_fp8_match_the_model(name, has_blocks):
 
 
 @pytest.mark.parametrize("name, has_blocks", CASES)
-def test_outputs_in_fp8_are_close(name, has_blocks):
+def test_fp8_outputs_are_close_to_the_model(name, has_blocks):
   model, new, _, x = converted(name, has_blocks)
   error = relative(run(new, x), run(model, x))
   # E4M3 rounds a value by 2^-5 of its magnitude on average, so a product of two
@@ -152,14 +154,16 @@ def gradients(model, x):
 
 
 @pytest.mark.parametrize("name, has_blocks", CASES)
-def test_gradients_flow_to_all_parameters(name, has_blocks):
+def test_fp8_gradients_of_all_parameters_are_close_to_the_model(
+  name, has_blocks
+):
   model, new, _, x = converted(name, has_blocks)
   got = dict(nnx.to_flat_state(gradients(new, x)))
   want = dict(nnx.to_flat_state(gradients(model, x)))
   assert got.keys() == want.keys()
   for path, gradient in got.items():
     # The backward pass adds twice the error of the forward pass, because E5M2
-    # has one bit less.
+    # has one mantissa bit less than E4M3.
     assert relative(gradient[...], want[path][...]) < 3 * 0.14, path
 
 

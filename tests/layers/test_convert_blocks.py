@@ -89,7 +89,7 @@ def test_fused_gate_after_up_is_not_converted():
   assert type(new) is Fused and "output differs" in report.left["."]
 
 
-def test_blocks_in_containers_and_used_twice_are_found():
+def test_nested_and_shared_blocks_are_found():
   mlp, other = MLP(rngs=nnx.Rngs(0)), MLP(rngs=nnx.Rngs(1))
   model = nnx.Dict(z=mlp, b=nnx.List([mlp]), a=nnx.data({"k": [(other,)]}))
   new, report = convert(model, blocks={MLP: layers.MLP})
@@ -99,7 +99,7 @@ def test_blocks_in_containers_and_used_twice_are_found():
 
 
 class Heads(nnx.Module):
-  """A norm and a matmul with two axes of columns, which is not a block."""
+  """A norm and a matmul with two output axes, which form no block."""
 
   def __init__(self, *, rngs):
     self.norm = nnx.RMSNorm(D, rngs=rngs)
@@ -109,7 +109,7 @@ class Heads(nnx.Module):
     return self.up(self.norm(x))
 
 
-def test_matmuls_with_several_axes_are_not_part_of_a_block():
+def test_norm_and_matmul_with_two_output_axes_form_no_block():
   model = Heads(rngs=nnx.Rngs(0))
   new, report = convert(model, blocks={Heads: layers.NormLinear})
   assert type(new) is Heads and type(new.up) is layers.Linear
@@ -155,7 +155,7 @@ REASONS = [
 
 
 @pytest.mark.parametrize("why", REASONS)
-def test_modules_that_compute_something_else_are_kept(why):
+def test_modules_that_differ_from_a_block_are_kept(why):
   model = Refused(why, rngs=nnx.Rngs(0))
   new, report = convert(model, blocks={Refused: layers.MLP})
   assert type(new) is Refused
@@ -164,7 +164,7 @@ def test_modules_that_compute_something_else_are_kept(why):
   assert report.matmuls_only == ("Refused",)
 
 
-def test_module_without_the_difference_becomes_a_block():
+def test_module_without_any_difference_becomes_a_block():
   new, _ = convert(Refused("", rngs=nnx.Rngs(0)), blocks={Refused: layers.MLP})
   assert type(new) is FusedBlock
 
@@ -245,7 +245,7 @@ def test_report_says_why_a_module_was_not_converted(name):
   assert f"left it: {report.left['it']}" in str(report)
 
 
-def test_norm_with_the_accurate_variance_is_replaced():
+def test_norm_with_accurate_variance_is_replaced():
   norm = nnx.LayerNorm(D, use_fast_variance=False, rngs=nnx.Rngs(0))
   new, _ = convert(norm)
   assert type(new) is layers.LayerNorm
@@ -286,11 +286,11 @@ def test_blocks_save_at_most_a_third_of_the_bytes(make, blocks):
   assert "matmuls only" in str(alone) and "matmuls only" not in str(fused)
 
 
-def test_separate_gate_and_up_save_the_same_as_fused_ones():
+def test_separate_gate_and_up_save_as_many_bytes_as_fused_ones():
   model = FeedForward(**BF16, rngs=nnx.Rngs(0))
   _, report = convert(model, blocks={FeedForward: layers.MLP}, inputs=(SHAPE,))
   ours = layers.MLP(D, F, norm=None, add_input=False, rngs=nnx.Rngs(0))
-  # Scales of whole tensors may differ, because they are computed again.
+  # The two may save different numbers of per-tensor scales.
   assert report.saved_after == pytest.approx(
     saved_bytes(ours, (SHAPE,)), abs=64
   )
@@ -318,7 +318,7 @@ def test_separate_gate_and_up_compute_no_matmul_twice():
     loss = lambda *args: jnp.sum(nnx.merge(graph, args[0])(args[1]))  # noqa: E731
     return jax.grad(loss, (0, 1))(params, x)
 
-  # There are two matmuls forward and four backward.
+  # The forward pass needs two matmuls, the backward pass four.
   assert (
     str(jax.make_jaxpr(gradients)(params, SHAPE)).count("dot_general[") == 6
   )
@@ -329,7 +329,7 @@ def test_saved_bytes_follow_from_the_shapes():
   linear = nnx.Linear(D, F, use_bias=False, **BF16, rngs=nnx.Rngs(0))
   _, report = convert(linear, inputs=(SHAPE,))
   assert report.saved_before == 2 * rows * D
-  # These are codes, the scale of x, and the scale of the weight.
+  # The converted layer saves codes of x, its scale and the weight's scale.
   assert rows * D < report.saved_after <= rows * D + 8
   new, _ = convert(linear)
   # `jax.vjp` of the converted layer saves as many codes.
@@ -340,7 +340,7 @@ def test_saved_bytes_follow_from_the_shapes():
   assert sum(sizes) == rows * D
 
 
-def test_array_that_two_matmuls_read_counts_once():
+def test_array_that_several_matmuls_read_counts_once():
   class Twins(nnx.Module):
     def __init__(self, *, rngs):
       self.a = nnx.Linear(D, F, use_bias=False, **BF16, rngs=rngs)
@@ -353,7 +353,7 @@ def test_array_that_two_matmuls_read_counts_once():
   assert saved_bytes(model, (SHAPE,)) == 2 * 512 * D
 
 
-def test_inputs_are_arrays_shapes_or_plain_values():
+def test_inputs_may_be_arrays_shapes_or_plain_values():
   class Twice(nnx.Module):
     def __init__(self, *, rngs):
       self.linear = nnx.Linear(D, D, rngs=rngs)

@@ -4,8 +4,8 @@
 A softmax does not change if the same number is added to all scores of a row, so
 the gradients of a row's scores sum to 0. Adding one vector to all keys adds the
 same number to all scores of a row. Therefore the sum of dk over keys is 0, and
-so is the gradient of a bias of k. It would not be 0 if the backward pass used
-another output than the forward pass.
+so is the gradient of a bias of k. They would not be 0 if the backward pass used
+a different attention output than the forward pass.
 """
 
 import functools
@@ -27,7 +27,7 @@ from tests.layers.attention_output import forward, heads_middle, split
 from tests.matrices import quick
 
 B, T, D, N, K, H = 2, 12, 24, 4, 2, 8
-# Two documents, and padding.
+# The first row has two documents, the second has one and padding.
 SEGMENTS = np.int32([[0] * 5 + [1] * 7, [3] * 10 + [-1] * 2])
 FP8 = {
   "coat": recipes.coat(attention="fp8"),
@@ -97,7 +97,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, remat, options", quick(2, CASES))
-def test_a_bias_of_k_has_no_gradient(name, remat, options):
+def test_bias_of_k_has_zero_gradient(name, remat, options):
   recipe = (FP8 | PLAIN)[name]
   options = dict(num_kv_heads=K) | options
   module = Attention(

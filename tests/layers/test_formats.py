@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests layers in number formats other than a recipe's default."""
+"""Tests layers in number formats that a recipe allows."""
 
 import dataclasses
 
@@ -52,13 +52,14 @@ def value_and_gradients(block, recipe):
   ),
   ids=["int8", "e5m2", "e4m3", "default"],
 )
-def test_block_in_other_formats_is_near_bf16(block, formats):
+def test_block_in_each_format_is_close_to_bf16(block, formats):
   y, gradients, saved = value_and_gradients(block, in_formats(formats))
   assert jnp.dtype(formats.values) in saved
   one_byte = {dtype for dtype in saved if dtype.itemsize == 1}
   assert one_byte == {jnp.dtype(formats.values)}
   exact = value_and_gradients(block, recipes.bf16())[:2]
-  # E5M2 has two mantissa bits and rounds by up to 1/8, several times in a row.
+  # E5M2 has two mantissa bits, so each of several roundings in a row has an
+  # error of up to 1/8.
   most = 0.25 if formats.values == E5M2 else 0.12
   pairs = zip(*map(jax.tree.leaves, ((y, gradients), exact)), strict=True)
   for got, want in pairs:

@@ -124,7 +124,7 @@ def test_gated_mlp_with_gelu_matches_its_parts(
 
 
 def with_post_norm(weights, kind, seed=1):
-  """Returns the weights with a post norm, and without the first norm."""
+  """Adds weights of a post norm; removes those of the first if kind is None."""
   gamma, beta = jax.random.normal(jax.random.key(seed), (2, 24)) / 2 + 1
   front, back, _ = weights
   if kind is None:
@@ -156,7 +156,7 @@ def test_gated_mlp_with_a_post_norm_matches_its_parts(
   assert_close(found[1], wanted[1])
 
 
-def test_gated_mlp_with_a_post_norm_in_bfloat16():
+def test_gated_mlp_with_a_post_norm_in_bfloat16_is_close_to_f32():
   x, weights, dy = case((2, 6))
   x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
   weights, how = with_post_norm(weights, "rms"), dict(post_norm="rms")
@@ -164,13 +164,14 @@ def test_gated_mlp_with_a_post_norm_in_bfloat16():
   want, (want_dx, want_dw) = oracle(
     x, weights, dy, "rms", 1e-5, "minimal", **how
   )
-  # The sum is rounded once.
+  # The layer computes y in f32 and rounds it to BF16 once.
   assert_same_bits(y, want.astype(jnp.bfloat16))
   assert_close((dw.back.gamma, dw.back.beta), want_dw.back[2:4])
   assert_close(dw.back.bias, want_dw.back.bias, 2.0**-8)
-  # The gradients of the matmul's output and of its input are rounded to BF16
-  # before E5M2. Each rounding changes about 2^-9 / 2^-3 of the codes by at most
-  # 2^-2, which is 2^-5 of the norm. Together they change 4.4 % of it.
+  # The gradients of the down matmul's output and input are rounded to BF16
+  # before E5M2. Each BF16 rounding changes about 2^-9 / 2^-3 of the codes by at
+  # most 2^-2 of their value, which is an error of 2^-5 of the norm. Two such
+  # errors add up to sqrt(2) * 2^-5 = 4.4 %.
   for got, exact in zip(
     jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
   ):
@@ -179,7 +180,7 @@ def test_gated_mlp_with_a_post_norm_in_bfloat16():
 
 
 @pytest.mark.parametrize("residuals", RECIPES)
-def test_gated_mlp_in_bfloat16(residuals):
+def test_gated_mlp_in_bfloat16_is_close_to_f32(residuals):
   x, weights, dy = case((2, 6))
   x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
   y, (dx, dw) = layer(x, weights, dy, "rms", 1e-5, RECIPES[residuals])
@@ -188,9 +189,9 @@ def test_gated_mlp_in_bfloat16(residuals):
   assert dx.dtype == jnp.bfloat16
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(dw))
   want_dx, want_dw = want_gradients
-  # The matmul's gradient is rounded to BF16, which changes about 2^-9 / 2^-3 of
-  # the E5M2 codes of dgate and dup by at most 2^-2. This affects dx and the
-  # front's weights, but not the back's.
+  # The gradient of the down matmul's input is rounded to BF16, which changes
+  # about 2^-9 / 2^-3 of the E5M2 codes of dgate and dup by at most 2^-2 of
+  # their value. This affects dx and the front's weights, but not the back's.
   assert_close(dw.back, want_dw.back)
   for got, exact in zip(
     jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
@@ -199,7 +200,7 @@ def test_gated_mlp_in_bfloat16(residuals):
     assert error < 0.02 * jnp.linalg.norm(exact)
 
 
-def test_gated_mlp_residuals_differ_only_in_rounding_silu():
+def test_coat_and_minimal_residuals_differ_only_in_rounding_silu():
   # silu(30) = 30 in f32, so if all gates are 30, SiLU is exact in FP8 too.
   x, weights, dy = case((2, 6), has_biases=True)
   front = weights.front
@@ -211,7 +212,7 @@ def test_gated_mlp_residuals_differ_only_in_rounding_silu():
     layer(x, weights, dy, "rms", 1e-5, recipe) for recipe in RECIPES.values()
   )
   assert_close(kept, recomputed, 1e-6)
-  # For other gates, SiLU is rounded once more: by 2.6 % of the product.
+  # For other gates, only "coat" rounds SiLU to FP8, by 2.6 % of the product.
   x, weights, dy = case((2, 6))
   kept, recomputed = (
     layer(x, weights, dy, "rms", 1e-5, recipe)[0] for recipe in RECIPES.values()
@@ -235,7 +236,7 @@ def test_gated_mlp_with_a_zero_down_weight_returns_its_input():
     (recipes.fp8_linear(), "gelu_tanh"),
   ],
 )
-def test_gated_mlp_in_other_recipes_matches_its_parts(recipe, activation):
+def test_gated_mlp_with_other_recipes_matches_its_parts(recipe, activation):
   options = dict(activation=activation, use_bias=True, rngs=nnx.Rngs(0))
   m = MLP(24, 40, recipe=recipe, **options)
   f = straight_through.ACTIVATIONS[activation]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests recipe int8: matmuls and saved arrays are INT8, and nothing is FP8."""
+"""Tests the `int8` recipe: matmuls and saved arrays are INT8, not FP8."""
 
 import functools
 
@@ -28,7 +28,7 @@ INT8 = recipes.int8()
 
 
 def codes(x):
-  """Quantizes to integers and a scale, by the definition, in float64."""
+  """Returns the INT8 codes of x, as integers, and their scale in float64."""
   scale = np.float64(np.float32(np.abs(x).max()) * np.float32(1 / 127))
   return np.rint(np.float64(x) / scale).astype(np.int64), scale
 
@@ -36,7 +36,7 @@ def codes(x):
 def test_linear_computes_three_integer_matmuls():
   rng = np.random.default_rng(0)
   x, w, dy = (rng.normal(size=s) for s in ((48, 32), (32, 40), (48, 40)))
-  dy = dy * np.geomspace(1, 2.0**-10, 48)[:, None]  # Most values become zero.
+  dy = dy * np.geomspace(1, 2.0**-10, 48)[:, None]  # Most codes are 0.
   arrays = [jnp.float32(a) for a in (x, w, dy)]
 
   @jit
@@ -51,7 +51,7 @@ def test_linear_computes_three_integer_matmuls():
     (dx, g @ w.T, sg * sw),
     (dw, x.T @ g, sx * sg),
   ):
-    # Sums are exact. Only scales and one product are rounded.
+    # Integer sums are exact. Only scales and their products are rounded.
     np.testing.assert_allclose(got, want * scale, rtol=2**-21)
   assert not np.any(dx[-1]) and np.any(np.asarray(arrays[2])[-1])
 
@@ -77,7 +77,7 @@ def oracle(x, weights, dy, residuals):
 
 
 @pytest.mark.parametrize("residuals", quick(1, ["minimal", "coat"]))
-def test_block_matches_the_gradients_at_its_codes(residuals):
+def test_block_matches_the_formula_at_its_codes(residuals):
   x, weights, dy = test_gated_mlp.case((2, 6))
   y, gradients = layer(x, weights, dy, recipes.int8(residuals=residuals))
   want, want_gradients = oracle(x, weights, dy, residuals)
@@ -86,7 +86,7 @@ def test_block_matches_the_gradients_at_its_codes(residuals):
 
 
 @pytest.mark.slow
-def test_layer_saves_the_same_arrays_as_coat_but_integers():
+def test_layer_saves_the_same_arrays_as_coat_but_in_int8():
   coat, int8 = (
     kinds(a for a, _ in residual_arrays(CONFIG, recipe, tokens=T))
     for recipe in (recipes.coat(attention="fp8"), recipes.int8(attention="fp8"))
@@ -103,7 +103,7 @@ def dot_dtypes(jaxpr):
   for eqn in jaxpr.eqns:
     if eqn.primitive.name == "dot_general":
       dots.add(tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)))
-    # A Mosaic GPU kernel is called by the primitive mpmd_map.
+    # The primitive mpmd_map calls a Mosaic GPU kernel.
     if eqn.primitive.name in ("pallas_call", "mpmd_map"):
       kernels.add(eqn.primitive.name)
     for sub in jaxprs_in_params(eqn.params):
@@ -114,7 +114,7 @@ def dot_dtypes(jaxpr):
 
 @pytest.mark.slow
 def test_on_a_gpu_matmuls_are_integer_and_no_kernel_runs():
-  # The kernels of recipe coat support these shapes.
+  # The kernels of the `coat` recipe support these shapes.
   x = jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16)
   f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   weights = BlockWeights(

@@ -128,7 +128,7 @@ def test_layers_may_differ_only_in_rope():
 
 
 @pytest.mark.slow
-def test_scalings_reach_rope():
+def test_attention_passes_scalings_to_rope():
   x = arrays(1)[0]
   ys = []
   for scaling in (
@@ -151,7 +151,7 @@ def test_scalings_reach_rope():
     assert jnp.max(jnp.abs(ys[2][0] - others)) > 1e-3
 
 
-def test_positions_and_segments_are_broadcast_to_the_axes_of_x():
+def test_positions_and_segments_may_have_the_leading_axes_of_x():
   m = build(0, recipes.bf16())
   x = arrays(1, shape=(2, 1, T, D))[0]
   positions = jnp.arange(T, dtype=jnp.int32) % 5
@@ -181,7 +181,7 @@ def test_positions_and_segments_are_broadcast_to_the_axes_of_x():
     (dict(rotary_dim=8), "at most head_dim=6, got 8"),
   ],
 )
-def test_invalid_kinds_are_refused(options, message):
+def test_invalid_options_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
     nnx.eval_shape(lambda: build(0, recipes.coat(), **options))
 
@@ -208,7 +208,7 @@ def test_unknown_norms_of_q_and_k_are_refused():
     Unchecked(D, 4, qk_norm="rows", rngs=nnx.Rngs(0))
 
 
-def test_switch_between_kinds_saves_no_more_arrays():
+def test_switch_between_kinds_saves_only_the_number_of_the_kind():
   def saved(kind=None, **options):
     m = nnx.eval_shape(
       lambda: build(0, recipes.coat(), qk_norm="head", **options)
@@ -223,5 +223,5 @@ def test_switch_between_kinds_saves_no_more_arrays():
     return sorted((str(a.dtype), a.shape) for a in found)
 
   found = saved(jnp.int32(0), window=WINDOWS, rope_theta=THETAS)
-  # The number of the kind is saved too. Everything else is saved only once.
+  # All other arrays are saved once, not once for each kind.
   assert found == sorted([*saved(window=3), ("int32", ())])

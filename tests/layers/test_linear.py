@@ -56,7 +56,7 @@ def test_linear_matches_the_matmuls_of_the_codes(rows, out, has_bias):
   assert_close(gradients, want_gradients)
 
 
-def test_bfloat16_in_and_out_with_f32_parameters():
+def test_bfloat16_input_and_f32_parameters_keep_their_dtypes():
   x, w, bias, dy = case((2, 6), dtype=jnp.bfloat16)
   y, (dx, dw, dbias) = layer(x, w, bias, dy)
   assert y.dtype == dx.dtype == jnp.bfloat16
@@ -77,7 +77,7 @@ def test_bfloat16_parameters_get_bfloat16_gradients():
   assert_close(gradients, oracle(x, w, bias, dy)[1], 2.0**-8)
 
 
-def test_gradients_below_e4m3_survive():
+def test_gradients_below_the_range_of_e4m3_survive():
   # E5M2 resolves values down to 2^-32 of the largest gradient.
   x, w, bias, dy = case((6,))
   dy = dy.at[0].multiply(2.0**-14)
@@ -97,8 +97,8 @@ def test_vmap_gives_each_example_its_own_scales():
   got, alone = jit(jax.vmap(run))(x, stacked), jit(run)
   one_by_one = jnp.stack([alone(x[i], stacked[i]) for i in range(3)])
   assert_close(got, one_by_one, 1e-6)
-  # With one scale for all examples, the smallest, which is 1e-6 of the largest,
-  # would become 0.
+  # With one scale for all examples, the smallest example, which is 1e-6 of the
+  # largest, would become 0.
   assert_close(got[2], one_by_one[2], 1e-6)
 
 
@@ -120,8 +120,8 @@ def test_linear_replaces_nnx_linear():
   x = case((2, 6))[0].astype(jnp.bfloat16)
   y = ours(x)
   assert y.dtype == jnp.bfloat16
-  # Rounding changes each value of both operands by at most 2^-4, and by 2.6 %
-  # RMS. Together this is 4 %.
+  # Rounding to E4M3 has an RMS error of 2.6 % in each of the two operands, so
+  # the product has an error of sqrt(2) * 2.6 % = 4 %.
   error = jnp.linalg.norm(y.astype(jnp.float32) - theirs(x))
   assert error < 0.06 * jnp.linalg.norm(theirs(x))
   without = Linear(24, (2, 20), use_bias=False, rngs=nnx.Rngs(3))

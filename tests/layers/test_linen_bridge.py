@@ -44,9 +44,9 @@ def test_parameters_and_saved_arrays_match_the_modules():
 
 
 @pytest.mark.slow
-def test_each_device_has_its_share_of_the_example():
+def test_each_device_has_its_share_of_the_training_state():
   mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-  # Encode all matrices, although these are smaller than the default limit.
+  # Quantize all matrices, although they are below the default size limit.
   optimizer = coat_adamw(1e-2, quantize_mask=lambda path, leaf: leaf.ndim > 1)
   tokens = jnp.zeros((8, 19), jnp.int32)
   state = linen_bridge.make_state(
@@ -58,11 +58,12 @@ def test_each_device_has_its_share_of_the_example():
     for path, leaf in leaves
     if leaf.ndim and leaf.addressable_shards[0].data.nbytes * 8 != leaf.nbytes
   ]
-  # Linen's own RMSNorm and the bias of its Dense have no axis names.
+  # Only Linen's own RMSNorm and the bias of its Dense are whole on each device,
+  # because they have no axis names.
   assert {"RMSNorm" in path or "bias" in path for path in whole} == {True}
   codes = [leaf for _, leaf in leaves if leaf.dtype == E4M3]
-  # Each moment has the matrices qkv, out, gate_up and down of two layers, and
-  # two matrices of the vocabulary.
+  # Each of the two moments has codes for qkv, out, gate_up and down of two
+  # layers, and for two vocabulary matrices.
   assert len(codes) == 2 * (2 * 4 + 2)
 
 

@@ -98,7 +98,7 @@ def test_mlp_matches_its_parts(rows, activation, has_biases, residuals):
 
 
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_mlp_in_other_recipes_matches_its_parts(recipe):
+def test_mlp_with_other_recipes_matches_its_parts(recipe):
   options = dict(norm="layer", use_bias=True, rngs=nnx.Rngs(0))
   m = MLP(D, F, recipe=recipe, **GELU, **options)
   x = case((2, 6))[0].astype(jnp.bfloat16)
@@ -111,7 +111,7 @@ def test_mlp_in_other_recipes_matches_its_parts(recipe):
 
 
 def make_mlp(recipe, features=D, hidden=F):
-  """Returns a function of (parameters, x), and the parameters."""
+  """Returns f(parameters, x), which runs an MLP, and the parameters."""
   m = nnx.eval_shape(
     lambda: MLP(
       features,
@@ -139,7 +139,7 @@ def test_mlp_saves_the_fp8_inputs_of_norm_and_gelu(residuals):
     return collections.Counter((a.shape, a.dtype) for a in arrays if a.ndim)
 
   found = kinds(jax.eval_shape(saved, params, x))
-  want = {((1, 34), jnp.dtype("float32")): 2}  # These are mean and rstd.
+  want = {((1, 34), jnp.dtype("float32")): 2}  # Mean and rstd.
   for n in (D, F):
     scales = (1, 34, num_groups(n, G))
     want |= {

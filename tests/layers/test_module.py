@@ -64,7 +64,7 @@ def test_evaluation_recipe_is_the_same_or_bf16(name):
     assert program(m) == training
 
 
-def test_eval_reaches_modules_inside():
+def test_eval_reaches_submodules():
   class Model(nnx.Module):
     def __init__(self):
       recipe = recipes.fp8_linear(evaluation="bf16")
@@ -82,12 +82,12 @@ def test_eval_reaches_modules_inside():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_recipes_have_one_set_of_parameters(name):
+def test_all_recipes_have_the_same_parameters(name):
   states = [
     nnx.state(make(name, recipe))
     for recipe in (None, recipes.bf16(), recipes.fp8_linear())
   ]
-  for state in states[1:]:  # So any recipe can load a checkpoint of another.
+  for state in states[1:]:  # Any recipe can load another's checkpoint.
     assert jax.tree.structure(state) == jax.tree.structure(states[0])
     assert_same_bits(state, states[0])
   assert make(name).recipe == recipes.coat()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares MoE layers with running every expert on every token, masked."""
+"""Compares MoE layers with an oracle that runs all experts on all tokens."""
 
 import functools
 
@@ -67,7 +67,7 @@ def layer(x, weights, dy, dprobability, kind, normalize, add_input, recipe):
 
 
 def dense(x, w, kind, normalize, add_input, recipe):
-  """Runs every expert on every token in f32; experts not chosen get zeros."""
+  """Runs every expert on every token in f32; unchosen experts get weight 0."""
   y = x
   if recipe.nonlinear == "fp8":
     y = straight_through.per_group(x)
@@ -140,7 +140,9 @@ def oracle(x, weights, dy, dprobability, kind, normalize, add_input, recipe):
     ],
   ),
 )
-def test_moe_matches_all_experts_masked(kind, normalize, add_input, recipe):
+def test_moe_matches_running_all_experts_on_all_tokens(
+  kind, normalize, add_input, recipe
+):
   x, weights, dy = case(has_beta=kind == "layer")
   if kind is None:
     weights = weights._replace(gamma=None)
@@ -153,7 +155,7 @@ def test_moe_matches_all_experts_masked(kind, normalize, add_input, recipe):
 
 
 def routed(x, router, normalize):
-  """Computes experts, weights, load and probability in float64, per token."""
+  """Returns experts and weights per token, load and probability, in float64."""
   experts, weights = [], []
   load, total = np.zeros(E), np.zeros(E)
   for token in np.asarray(x, np.float64).reshape(-1, D):
@@ -172,7 +174,7 @@ def routed(x, router, normalize):
 
 @pytest.mark.parametrize("normalize", quick(1, [False, True]))
 def test_routing_matches_numpy(normalize):
-  # Make the output tell which expert computed it: gate and up read a constant
+  # Make the output show which expert computed it: gate and up read a constant
   # feature, and down writes to a different column for each expert.
   x, weights, _ = case((2, 9))
   x = x.at[..., 0].set(1.0)
@@ -215,7 +217,7 @@ def test_load_balancing_loss_covers_tokens_of_all_layers():
 
 
 def test_moe_drops_no_token():
-  # The router sends all tokens to one expert.
+  # The router sends all tokens to experts 1 and 4.
   x, weights, dy = case((3, 5))
   x = jnp.abs(x)
   router = jnp.zeros((D, E)).at[:, 4].set(1.0).at[:, 1].set(0.5)
@@ -241,7 +243,7 @@ def test_loss_and_gradients_without_tokens_are_zero(recipe):
 
 
 @pytest.mark.slow
-def test_moe_in_bfloat16():
+def test_moe_in_bfloat16_is_close_to_f32():
   x, weights, dy = case((2, 32))
   # The router is so decisive that rounding to BF16 changes no choice.
   weights = weights._replace(router=8 * weights.router)
@@ -285,7 +287,8 @@ def test_moe_saves_codes_and_expert_numbers(recipe):
 
   leaves = jax.eval_shape(saved, params, x)
   scales = (1, t, K, num_groups(f, G))
-  # The backward pass quantizes tokens and weights again, with these scales.
+  # FP8 experts save scales, with which the backward pass quantizes tokens and
+  # weights again.
   again = {(F32, ()): 2, (F32, (E,)): 2} if recipe is FP8_EXPERTS else {}
   assert kinds(leaves) == again | {
     (FP8, (1, t, D)): 1,
@@ -338,7 +341,7 @@ def test_experts_are_initialized_by_their_fan_in():
   assert not np.array_equal(m.gate_up[0], m.gate_up[1])
 
 
-def test_moe_refuses_weights_that_do_not_fit():
+def test_moe_refuses_misshapen_weights_and_bad_numbers_of_experts():
   x, weights, _ = case()
   call = functools.partial(
     moe, normalize=False, kind="rms", eps=1e-5, recipe=COAT

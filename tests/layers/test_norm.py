@@ -69,7 +69,7 @@ def test_norm_uses_the_group_size_of_the_recipe():
   assert_close(got, oracle(x, gamma, beta, dy, "rms", 1e-5, group_size=5))
 
 
-def test_bfloat16_in_and_out():
+def test_bfloat16_input_gives_bfloat16_output():
   x, gamma, beta, dy = case((2, 6))
   x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
   y, (dx, dgamma, dbeta) = layer(x, gamma, beta, dy, "layer", 1e-5)
@@ -92,7 +92,7 @@ def test_an_empty_batch_has_gradients_of_zero(rows, recipe):
 
 @pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
 def test_norm_uses_the_given_epsilon(module):
-  # All values of a row are 1.75, which is exact in FP8: 448 times 2^-8.
+  # All magnitudes are 1.75 = 448 * 2^-8, which is exact in FP8.
   value = 1.75
   x = jnp.full((1, 16), value).at[0, ::2].multiply(-1)
   for epsilon in (1e-5, 1e-1, 3.0):
@@ -101,7 +101,7 @@ def test_norm_uses_the_given_epsilon(module):
     np.testing.assert_allclose(jnp.abs(m(x)), want, rtol=1e-6)
 
 
-def test_modules_have_the_parameters_of_nnx_norms():
+def test_modules_match_nnx_norms():
   x = case((2, 6))[0]
   for ours, theirs in (
     (RMSNorm(24, rngs=nnx.Rngs(0)), nnx.RMSNorm(24, rngs=nnx.Rngs(0))),
@@ -146,7 +146,7 @@ def test_scale_plus_one_is_summed_in_float32(kind, module):
   want, (want_dx, *want_grads) = oracle(x, gamma, beta, dy, kind, 1e-5)
   assert_same_bits(y, want)
   assert_close(dx, want_dx)
-  # Gradients have the dtype of the parameters.
+  # Gradients are BF16, like the parameters.
   assert_close((grads.scale[...], grads.bias[...]), want_grads, 2.0**-8)
 
 

@@ -56,7 +56,9 @@ def oracle(args, dy, kind, eps):
     ],
   ),
 )
-def test_matches_norm_then_linear(kind, rows, eps, present, residuals):
+def test_norm_linear_matches_norm_then_linear(
+  kind, rows, eps, present, residuals
+):
   *args, dy = case(rows)
   names = "x gamma beta w bias".split()
   args = [
@@ -69,7 +71,7 @@ def test_matches_norm_then_linear(kind, rows, eps, present, residuals):
   assert_close(gradients, want_gradients)
 
 
-def test_recomputed_operand_equals_the_saved_one():
+def test_recomputed_operand_gives_the_same_results_as_a_saved_one():
   *args, dy = case((2, 6))
   for dtype in (jnp.float32, jnp.bfloat16):
     args[0], dy = args[0].astype(dtype), dy.astype(dtype)
@@ -77,20 +79,20 @@ def test_recomputed_operand_equals_the_saved_one():
     assert_same_bits(*results)
 
 
-def test_bfloat16_in_and_out():
+def test_bfloat16_input_gives_bfloat16_output():
   *args, dy = case((2, 6))
   args[0], dy = args[0].astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
   y, gradients = layer(args, dy, "rms", 1e-5, RECIPES["minimal"])
   want, want_gradients = oracle(args, dy, "rms", 1e-5)
   assert_same_bits(y, want.astype(jnp.bfloat16))
   assert [x.dtype for x in gradients] == [arg.dtype for arg in args]
-  # dy and dx are rounded to BF16, each by 2^-9 of its largest value.
+  # dy and dx are rounded to BF16, each by up to 2^-9 of its largest value.
   assert_close(gradients[:3], want_gradients[:3], 2.0**-7)
   assert_close(gradients[3:], want_gradients[3:])
 
 
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_module_matches_norm_then_linear_in_every_recipe(recipe):
+def test_module_with_other_recipes_matches_norm_then_linear(recipe):
   m = NormLinear(24, 40, norm="layer", recipe=recipe, rngs=nnx.Rngs(0))
   x = case((2, 6))[0].astype(jnp.bfloat16)
   by_hand = jit(lambda m, x: m.linear(m.norm(x)))(m, x)

@@ -68,7 +68,7 @@ def at(*names):
     (LayerNorm, nnx.LayerNorm, ("scale_init", "bias_init")),
   ],
 )
-def test_initializers_give_the_values_of_flax(ours, theirs, names):
+def test_initializers_give_the_same_values_as_in_flax(ours, theirs, names):
   sizes = (D, 32) if ours is Linear else (D,)
   inits = dict.fromkeys(names, NORMAL)
   got = nnx.state(ours(*sizes, rngs=nnx.Rngs(0), **inits))
@@ -96,8 +96,8 @@ def test_each_parameter_has_its_own_initializer():
     "up": {"kernel": 1.0, "bias": 2.0},
     "down": {"kernel": 3.0, "bias": 4.0},
   }
-  # As in nnx.MultiHeadAttention, the output uses the initializer of qkv if it
-  # has none of its own.
+  # As in nnx.MultiHeadAttention, out_kernel_init and out_bias_init are
+  # kernel_init and bias_init by default.
   del options["out_kernel_init"], options["out_bias_init"]
   block = make("MLP", use_bias=True, **options)
   assert float(block.down.kernel[0, 0]) == 1.0
@@ -164,7 +164,7 @@ WITH_METADATA = {
 
 
 def stack(name, options, num_layers):
-  """Makes a module, or stacks the parameters of `num_layers` modules."""
+  """Builds a module, or stacks the parameters of `num_layers` modules."""
   if num_layers is None:
     return make(name, **options)
   module, sizes = MODULES[name]
@@ -229,7 +229,7 @@ def test_other_metadata_is_kept_too():
   assert layer.kernel.role == "projection"
 
 
-def test_axes_of_several_outputs_have_names_as_in_flax():
+def test_names_of_several_output_axes_match_flax():
   options = dict(
     kernel_init=nnx.with_partitioning(INIT, ("data", None, "fsdp")),
     bias_metadata=at(None, "fsdp"),
@@ -246,7 +246,7 @@ def test_axes_of_several_outputs_have_names_as_in_flax():
   assert specs(Linear)["kernel"] == P("data", None, "fsdp")
 
 
-def test_kernel_of_gate_and_up_accepts_a_name_for_each_axis():
+def test_gate_up_kernel_accepts_a_name_for_each_axis():
   with jax.set_mesh(make_mesh()):
     block = nnx.eval_shape(
       lambda: make(
@@ -269,8 +269,8 @@ def test_more_names_than_axes_are_refused():
 @pytest.mark.parametrize(
   "partitioned", [linen.with_partitioning, linen.with_logical_partitioning]
 )
-def test_linen_boxes_count_as_metadata(partitioned):
-  """Boxes need no mesh, as in Linen."""
+def test_linen_boxes_set_metadata(partitioned):
+  """Creates parameters without a mesh, which Linen allows too."""
   init = partitioned(INIT, ("data", "fsdp"))
   layer = make("Linear", kernel_init=init)
   assert layer.kernel.out_sharding == ("data", "fsdp")
@@ -302,7 +302,7 @@ def test_optimizer_state_follows_the_metadata():
 
 
 @pytest.mark.slow
-def test_stacked_layers_with_metadata_are_scanned():
+def test_scanned_layers_with_metadata_match_one_device():
   """Compares gradients with one device; weights are cached before the scan."""
   meta = {nnx.PARTITION_NAME: None}
   rows = dict(kernel_init=nnx.with_partitioning(INIT, ("fsdp",)))

@@ -38,7 +38,7 @@ SEGMENTS = np.int32([[0] * 6, [0, 0, 0, 0, 1, 1]])
 
 
 def case(over, seed=0):
-  """Makes x, weights and dy."""
+  """Returns random x, weights and dy."""
   rng = np.random.default_rng(seed)
 
   def normal(*shape):

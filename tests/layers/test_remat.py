@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests fp8_remat: which arrays it saves, and its gradients.
 
-Gradients are compared with jax.vjp of the function at its rounded arguments,
-which NumPy computes. All sums are f32.
+Gradients are compared with those of `jax.vjp` at arguments that NumPy rounded.
 """
 
 import collections
@@ -73,7 +72,7 @@ def kept(f, *args):
   "dtype, group_size, prevent_cse",
   [(np.float32, 16, True), (ml_dtypes.bfloat16, 8, False)],
 )
-def test_gradients_are_those_at_the_rounded_argument(
+def test_gradients_match_those_at_the_rounded_argument(
   dtype, group_size, prevent_cse
 ):
   recipe = recipes.coat(implementation="xla", group_size=group_size)
@@ -92,7 +91,7 @@ def test_saved_arrays_are_codes_scales_and_other_arguments():
   }
 
 
-def test_arrays_that_are_closed_over_have_gradients():
+def test_closed_over_arrays_get_gradients():
   def closing(f_of, x, w, bias):
     def layer(x):
       return jnp.tanh(x @ w + bias) * jnp.sum(bias)
@@ -222,7 +221,7 @@ def test_block_inputs_include_those_of_post_norms(norm):
   assert found["float32", (B, T)] == num_norms
   # Without a first norm, the block's matmul reads the input itself.
   assert found["float32", (B, T, D)] == (1 if norm is None else 0)
-  # The first matmul is computed again; the second is not.
+  # The backward pass repeats only the first matmul: 2 + 1 + 4 matmuls in all.
   f = jit(lambda *args: jax.vjp(saving, *args)[1](jnp.asarray(DY)))
   products = f.lower(params, X).as_text().count("stablehlo.dot_general")
   assert products == 2 + 1 + 4

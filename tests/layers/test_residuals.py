@@ -53,7 +53,7 @@ def held(f, *args):
   """Returns the arrays that f saves, without its arguments and scalars.
 
   Arrays with the same bytes count once, even if their shapes differ. f is
-  jitted, because running it op by op would compile for half a minute.
+  jitted, because compiling it op by op would take half a minute.
   """
   leaves = jit(lambda *args: jax.tree.leaves(jax.vjp(f, *args)[1]))(*args)
   known = {np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(args)}
@@ -77,7 +77,7 @@ def split(module):
   return (lambda params, x: nnx.merge(graph, params)(x)), params
 
 
-def test_single_operations_save_only_fp8():
+def test_single_operations_save_their_inputs_in_fp8():
   x, y = jax.random.normal(jax.random.key(0), (2, 1, T, D), jnp.bfloat16)
   rngs = nnx.Rngs(0)
   rstd = collections.Counter({(F32, (1, T)): 1})
@@ -129,12 +129,12 @@ def run_layer(recipe):
 def test_layer_saves_the_expected_arrays(recipe):
   want = collections.Counter(expected_layer(recipe))
   assert kinds(run_layer(recipe)) == want
-  # The abstract count contains the same arrays, and scales of whole tensors.
+  # `residual_arrays` counts the same arrays, and scales of whole tensors.
   counted = residual_arrays(CONFIG, recipe, tokens=T)
   assert kinds(a for a, _ in counted if a.ndim) == want
   assert len([a for a, _ in counted if not a.ndim]) <= 9
-  # The only large arrays wider than FP8 are q, k, v and the output, or only the
-  # output if the others are saved in FP8.
+  # The only large arrays wider than FP8 are the output of attention and, unless
+  # they are saved in FP8, q, k and v.
   wide = [
     a for a, kind in counted if a.dtype in (BF16, F32) and a.size >= T * D
   ]
@@ -143,7 +143,7 @@ def test_layer_saves_the_expected_arrays(recipe):
 
 
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_abstract_count_equals_the_arrays_of_other_recipes(recipe):
+def test_residual_arrays_match_the_saved_arrays_of_other_recipes(recipe):
   casts = {(D, (N + 2 * K) * H), (N * H, D), (D, 2, F), (F, D), (1, 1, D)}
   held = [a for a in run_layer(recipe) if a.shape not in casts]
   counted = residual_arrays(CONFIG, recipe, tokens=T)
@@ -212,5 +212,5 @@ def test_bytes_per_token_do_not_depend_on_the_number_of_tokens():
     residual_bytes(CONFIG, recipes.coat(), tokens=tokens)
     for tokens in (256, 512)
   )
-  for kind in few:  # Scales of whole tensors are shared by all tokens.
+  for kind in few:  # All tokens share at most 9 scales.
     assert abs(few[kind] - many[kind]) < 4 * 9 / 256

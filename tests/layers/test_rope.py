@@ -35,7 +35,7 @@ def turned(x, positions, sign=1):
 def test_rope_rotates_pairs_by_their_angles(positions):
   x, dy, positions = case(positions)
   y, vjp = jax.vjp(lambda x: rope(x, positions, theta=THETA), x)
-  # An f32 angle of 4095 is off by up to 2^-13, and so are sine and cosine.
+  # An f32 angle of 4095 is off by up to 2^-13, and so are its sine and cosine.
   tolerance = max(1e-6, float(jnp.max(positions)) * 2.0**-24)
   assert_close(y, turned(x, positions), tolerance)
   # The transpose of a rotation is its inverse.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests a decoder layer in each recipe in grad, vmap, checkpoint and scan."""
+"""Tests a decoder layer with each recipe in grad, vmap, remat and scan."""
 
 import functools
 
@@ -44,12 +44,12 @@ class Layer(nnx.Module):
 
 
 def mlp(recipe, *, rngs):
-  """Makes the second half of a layer in f32, for faster tests."""
+  """Builds only the MLP of a layer, in f32, for faster tests."""
   return MLP(D, F, recipe=recipe, dtype=jnp.float32, rngs=rngs)
 
 
 def make(name, layer=Layer, **options):
-  """Returns a pure function of (parameters, x), and the parameters."""
+  """Returns f(parameters, x), which runs a layer, and the parameters."""
   graph, params = nnx.split(layer(RECIPES[name], rngs=nnx.Rngs(0), **options))
   return (lambda params, x: nnx.merge(graph, params)(x)), params
 
@@ -69,7 +69,7 @@ def norm(tree):
 
 @functools.cache
 def results(name):
-  """Computes loss and gradients in a recipe, for inputs(B, T)."""
+  """Returns a layer's loss and gradients at inputs(B, T)."""
   f, params = make(name)
   return jit(jax.value_and_grad(mean_square(f)))(params, inputs(B, T))
 
@@ -92,7 +92,7 @@ def test_gradients_match_bf16_except_for_fp8_errors(name):
     assert norm(difference) > 1e-3 * norm(want)  # FP8 was used.
 
 
-def test_nnx_jit_and_grad_of_modules():
+def test_nnx_gradients_match_jax_gradients():
   model = Layer(RECIPES["minimal"], rngs=nnx.Rngs(0))
 
   @nnx.jit
@@ -101,8 +101,8 @@ def test_nnx_jit_and_grad_of_modules():
 
   gradients = jax.tree.leaves(gradients_of(model, inputs(B, T)))
   want = jax.tree.leaves(results("minimal")[1])
-  # This is compiled differently from `results`, so BF16 and FP8 may round
-  # differently.
+  # XLA compiles this program differently from that of `results`, so some values
+  # are rounded differently to BF16 and FP8.
   off = [a - b for a, b in zip(gradients, want, strict=True)]
   assert norm(off) < 0.01 * norm(want)
 
@@ -120,7 +120,7 @@ def test_checkpoint_with_names_computes_no_matmul_twice(name):
   named = jax.checkpoint(f, policy=ONLY_NAMES)
   assert products(named, params, x) == products(f, params, x)
   assert products(jax.checkpoint(f), params, x) > products(f, params, x)
-  # It saves the same arrays as without a checkpoint, but codes as bytes.
+  # The checkpoint saves the same arrays as f alone, but codes as bytes.
   kept = jax.eval_shape(lambda *a: jax.vjp(named, *a)[1], params, x)
   own = jax.eval_shape(lambda *a: jax.vjp(f, *a)[1], params, x)
   shapes = [
@@ -161,7 +161,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", quick(1, POLICIES))
 def test_checkpoint_changes_no_gradient(policy):
-  # If a policy saved E4M3 arrays, JAX would change values from 256 on to NaN.
+  # If a policy saved E4M3 arrays, JAX would turn values from 256 on into NaN.
   f, params = make("coat")
   f = mean_square(jax.checkpoint(f, policy=POLICIES[policy]))
   got = jit(jax.value_and_grad(f))(params, inputs(B, T))
@@ -169,7 +169,7 @@ def test_checkpoint_changes_no_gradient(policy):
 
 
 def stack(name, depth=2, layer=Layer):
-  """Returns parameters of `depth` layers, a scan and a loop over them."""
+  """Returns parameters of `depth` layers, and functions that scan and loop."""
 
   @nnx.split_rngs(splits=depth)
   @nnx.vmap
@@ -226,7 +226,7 @@ def test_scanned_layers_save_fp8(name):
   is_fp8 = RECIPES[name].attention == "fp8"
   assert large == ({of_output} if is_fp8 else {of_output, of_keys})
   assert len(codes) >= 4
-  # Weights exist anyway and are not saved a second time.
+  # Weights stay allocated anyway, so they must not be saved again.
   weights = {p.shape for p in jax.tree.leaves(params)}
   assert not weights & {a.shape for a in stacked if a.ndim > 1}
 

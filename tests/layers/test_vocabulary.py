@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the chunked loss and its gradients with those of all logits."""
+"""Compares the chunked loss and its gradients with those from all logits."""
 
 import contextlib
 import math
@@ -26,7 +26,7 @@ def arrays(dtype=jnp.float32):
 
 
 def wanted(hidden, weight, targets, shares=1 / (B * T), soft_cap=None):
-  """Computes the loss and its gradients by autodiff of all logits."""
+  """Returns loss and gradients by autodiff, from all logits at once."""
 
   def loss(hidden, weight):
     logits = hidden @ weight
@@ -117,7 +117,7 @@ def test_gradients_scale_with_the_incoming_gradient():
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_bfloat16_gradients_match_rounded_gradients_of_logits(is_tied):
+def test_bfloat16_gradients_are_close_to_f32_gradients(is_tied):
   hidden, weight, targets = arrays(jnp.bfloat16)
   loss, (dhidden, dweight) = found(hidden, weight, targets, is_tied=is_tied)
   assert dhidden.dtype == jnp.bfloat16 and dweight.dtype == jnp.float32
@@ -137,7 +137,7 @@ def test_a_mean_over_no_targets_is_refused():
     )
 
 
-def test_logits_of_all_positions_are_never_in_memory(monkeypatch):
+def test_logits_of_all_positions_are_never_in_memory_at_once(monkeypatch):
   positions, weight = 1024, jnp.zeros((8, 1024))
   monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * 1024 * B * 64)
   hidden = jnp.zeros((B, positions, 8))
@@ -154,7 +154,7 @@ def test_logits_of_all_positions_are_never_in_memory(monkeypatch):
   assert compiled.memory_analysis().temp_size_in_bytes < all_logits / 2
 
 
-# Tests a mean over 8192 tokens, and one over a batch of many microbatches.
+# Tests a mean over 8192 tokens, and a tiny share of a very large batch.
 @pytest.mark.parametrize(
   "length, shares", [(2048, None), (T, 2.0**-24)], ids=["mean", "shares"]
 )

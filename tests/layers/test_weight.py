@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests caches of weights: results are equal, and no cache becomes stale."""
+"""Tests weight caches: they change no result, and contain current weights."""
 
 import itertools
 
@@ -33,7 +33,7 @@ class Layer(nnx.Module):
 
 
 def stack(recipe, depth=2):
-  """Returns a function of (params, x) that scans over layers, and params."""
+  """Returns run(params, x), which scans over layers, and params."""
 
   @nnx.split_rngs(splits=depth)
   @nnx.vmap
@@ -58,7 +58,7 @@ def stack(recipe, depth=2):
     0, itertools.product([recipes.coat, recipes.fp8_linear], ["codes", "scale"])
   ),
 )
-def test_every_cache_gives_the_same_bits(preset, cached):
+def test_results_with_a_cache_match_bit_for_bit(preset, cached):
   x = jax.random.normal(jax.random.key(1), (2, 8, 32), jnp.bfloat16)
   results = []
   for cache in ("none", cached):

@@ -45,7 +45,7 @@ def test_cast_of_every_bfloat16_matches_ml_dtypes(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cast_rounds_to_nearest_even_around_every_midpoint(dtype):
-  # A cast via float16 or bfloat16 would round the neighbours twice.
+  # A cast via float16 or bfloat16 would round values near a midpoint twice.
   values = oracles.fp8_values(dtype)
   midpoints = ((values[1:] + values[:-1]) / 2).astype(np.float32)
   x = np.concatenate(
@@ -99,8 +99,8 @@ def test_neighbours_enclose_every_value(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cast_rounds_before_it_converts(dtype):
-  # XLA may drop a conversion f32 -> FP8 -> f32. So that nothing changes if it
-  # does, values must be rounded to the format before the conversion.
+  # XLA may drop a conversion f32 -> FP8 -> f32. This changes nothing if values
+  # are rounded to the format before the conversion.
   x = jnp.asarray(np.random.default_rng(0).normal(size=4096) * 100, jnp.float32)
   jaxpr = jax.make_jaxpr(lambda x: formats.saturating_cast(x, dtype))(x)
   *before, last = jaxpr.eqns
@@ -141,7 +141,7 @@ def test_int8_groups_are_off_by_at_most_half_a_step():
   assert np.all(error <= 0.5001 * step[~is_nan])
 
 
-def test_int8_products_are_exact_sums_of_codes():
+def test_int8_matmuls_sum_codes_exactly():
   rng = np.random.default_rng(0)
   x, w = (jnp.float32(rng.normal(size=s)) for s in ((32, 2048), (2048, 16)))
   how = dict(scaling=ops.PerTensor(formats.INT8), layout="both")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a layer with a user's own scaling."""
+"""Tests a user's own scalings in operations, a recipe and a layer."""
 
 import dataclasses
 from typing import ClassVar
@@ -31,11 +31,11 @@ OWN = CoatRecipe(scaling=PowersOfTwo)
 X = jax.random.normal(jax.random.key(0), (2, 16, 64))
 
 
-def test_operand_has_the_scale_of_the_scaling():
+def test_operand_has_a_power_of_two_scale():
   q = ops.quantize_tensor(X, scaling=PowersOfTwo(), layout="both")
   mantissa, _ = np.frexp(q.scale)
   assert mantissa == 0.5
-  # The scale is in [amax / 448, 2 amax / 448).
+  # The scale is in [amax / 448, 2 * amax / 448).
   assert 1 <= q.scale * 448 / np.abs(X).max() < 2
   np.testing.assert_array_equal(
     q.columns.astype("f4"), q.rows.astype("f4").reshape(-1, 64).T
@@ -49,7 +49,7 @@ class FromRms(ops.PerTensor):
     return 4 * jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))) / 448
 
 
-def test_scale_of_an_activation_comes_from_its_values():
+def test_scale_of_an_activation_is_computed_from_its_values():
   parts = (ops.quantize_groups(X, groups=ops.Groups(16)),)
   y = ops.activation_values(parts[0].dequantize(), activation="silu")
   operand = ops.activation_fwd(parts, activation="silu", output=FromRms())
@@ -57,7 +57,7 @@ def test_scale_of_an_activation_comes_from_its_values():
   np.testing.assert_allclose(operand.scale, expected, rtol=1e-5)
 
 
-def test_recipe_names_the_scaling():
+def test_descriptions_name_the_scaling():
   assert OWN.name == "coat" and OWN != recipes.coat()
   assert "float8_e5m2; a power of two per tensor" in OWN.describe()
   said = ops.explain(ops.quantize_tensor, X, scaling=PowersOfTwo())
@@ -65,7 +65,7 @@ def test_recipe_names_the_scaling():
 
 
 @pytest.mark.parametrize("cache", ["none", "scale", "codes"])
-def test_layer_is_close_to_one_with_ordinary_scales(cache):
+def test_gradients_are_as_accurate_as_with_ordinary_scales(cache):
   def run(recipe):
     mlp = MLP(64, 96, recipe=recipe, rngs=nnx.Rngs(0))
 
@@ -80,6 +80,6 @@ def test_layer_is_close_to_one_with_ordinary_scales(cache):
   for got, want, exact in zip(*leaves, strict=True):
     got, want, exact = (np.asarray(x, np.float64) for x in (got, want, exact))
     size = np.linalg.norm(exact)
-    # Steps of E4M3 and E5M2 are relative, so the scale hardly matters.
+    # E4M3 and E5M2 have relative steps, so errors hardly depend on the scale.
     error, usual = (np.linalg.norm(x - exact) / size for x in (got, want))
     assert error < 1.5 * usual + 1e-3

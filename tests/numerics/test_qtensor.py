@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares quantization with NumPy, error bounds, and COAT's own codes."""
+"""Compares quantization with NumPy, error bounds, and COAT's code."""
 
 import dataclasses
 import functools
@@ -36,8 +36,8 @@ def bits(x) -> np.ndarray:
 def error_bound(x, scale, dtype, group_size):
   """Bounds the error of quantize(x).dequantize(): half a step times the scale.
 
-  Quotient, product and scale are each rounded to f32 by 2^-24, which is below
-  2^-22 of the value together. Values below 2^-126 may become zero.
+  Rounding quotient, product and scale to f32 changes each by up to 2^-24, so
+  the value by less than 2^-22. Values below 2^-126 may become zero.
   """
   scale = np.asarray(scale, np.float64)
   if group_size is not None:
@@ -67,7 +67,7 @@ def test_quantize_of_degenerate_groups_matches_numpy(scale_dtype):
   q, x_hat = quantize(x, group_size=16, scale=scale_dtype)
   codes, scales = oracles.quantize(x, 16, E4M3, scale_dtype)
   np.testing.assert_array_equal(np.asarray(q.scale), scales)
-  # Subnormal quotients are flushed to zero, as they would be in E4M3.
+  # Ignore signs: where a quotient is flushed to zero, its sign may be lost.
   np.testing.assert_array_equal(bits(q.qvalue) & 0x7F, codes & 0x7F, str(names))
   assert np.all(np.isfinite(x_hat))
 
@@ -104,7 +104,6 @@ def test_quantization_error_is_within_half_a_step(shape, group_size, dtype):
 def test_quantization_error_of_any_finite_input_is_bounded(
   x, group_size, dtype, scale_dtype
 ):
-  # Don't jit, because each example would compile again.
   q = qtensor.quantize(
     jnp.asarray(x), group_size=group_size, dtype=dtype, scale_dtype=scale_dtype
   )
@@ -126,8 +125,8 @@ def test_constant_groups_keep_their_value(magnitude, value, n, dtype):
   x = x.astype(np.float32)
   q = qtensor.quantize(jnp.asarray(x), group_size=16, dtype=dtype)
   x_hat = np.asarray(q.dequantize())
-  # The code is qmax, and the scale is rounded twice. The smallest values have a
-  # scale of 2^-126.
+  # The code is qmax, and the scale is rounded twice. The smallest values may
+  # have a smaller code, because no scale is below 2^-126.
   tolerance = np.where(x > 2.0**-110, 2.0**-22 * x, 2.0**-4 * x + 2.0**-126)
   np.testing.assert_array_less(np.abs(x_hat - x), tolerance)
 
@@ -151,8 +150,8 @@ def test_bfloat16_scales_are_rounded_up():
 
 
 def test_quantize_divides_by_the_stored_scale():
-  # amax / 448 = 1 + 2^-9 is stored as 1 + 2^-7. Divided by the former, 252.5
-  # would be nearer to 256; divided by the stored scale it is nearer to 240.
+  # amax / 448 = 1 + 2^-9 is stored as 1 + 2^-7. 249.5 / (1 + 2^-9) = 249.01 is
+  # nearer to 256, but 249.5 / (1 + 2^-7) = 247.57 is nearer to 240.
   x = jnp.asarray([[448 * (1 + 2**-9), 249.5]], jnp.float32)
   q = qtensor.quantize(x, group_size=2, scale_dtype=jnp.bfloat16)
   assert float(q.scale[0, 0]) == 1 + 2**-7
@@ -213,7 +212,7 @@ def test_tensor_amax_is_the_largest_magnitude():
 
 
 @pytest.mark.parametrize("group_size", [1, 7, 16, 33, 100])
-def test_group_amax_counts_short_groups(group_size):
+def test_group_amax_covers_short_groups(group_size):
   x = -cases.activations((3, 100), seed=4)
   want = [
     [np.max(np.abs(g)) for g in oracles.split(row, group_size)] for row in x
@@ -241,18 +240,18 @@ def test_nonfinite_value_does_not_affect_other_groups():
     assert not np.isfinite(x_hat[1, 24]), name
 
 
-def test_nan_makes_all_of_a_per_tensor_array_nan():
+def test_nan_makes_a_whole_per_tensor_array_nan():
   x = jnp.asarray(cases.activations((4, 33))).at[2, 5].set(jnp.nan)
   q = qtensor.quantize(x, group_size=None)
   assert np.all(np.isnan(q.dequantize()))
 
 
-def test_group_codes_match_the_reference():
+def test_group_codes_match_coats_code():
   # COAT's code divides by the f32 scale, and stores it rounded to the nearest
-  # BF16. We divide by the stored scale. So compare codes for f32 scales. COAT
-  # also adds 1e-10 to amax, which has no effect here (amax > 0.1). It divides
-  # by 448, where we multiply by 1/448, and its GPU division may be off by an
-  # ulp. So a value at a rounding boundary may get another code.
+  # BF16. We divide by the stored scale, so compare codes for f32 scales. COAT
+  # also adds 1e-10 to amax, which has no effect here (amax > 0.1). COAT divides
+  # by 448, we multiply by 1/448, and COAT's GPU division may be off by an ulp.
+  # So a value at a rounding boundary may get a neighbouring code.
   arrays = golden.activation()
   q, _ = quantize(arrays["x"], group_size=16)
   got, want = bits(q.qvalue), arrays["qx"]
@@ -270,7 +269,7 @@ def test_group_size_below_one_is_refused(group_size):
     qtensor.quantize(x, group_size=group_size)
 
 
-def test_scale_of_another_grouping_is_refused():
+def test_scale_whose_shape_does_not_fit_the_group_size_is_refused():
   q = qtensor.quantize(jnp.ones((2, 32)), group_size=16)
   for group_size in (8, None):
     other = dataclasses.replace(q, group_size=group_size)

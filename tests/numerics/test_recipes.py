@@ -12,7 +12,7 @@ from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.numerics.scaling import PerTensor
 
 
-def test_presets_carry_their_names():
+def test_recipes_have_the_names_of_their_presets():
   presets = "bf16", "fp8_linear", "coat", "fp8_block", "int8"
   for preset in (getattr(recipes, name) for name in presets):
     assert preset().name == preset.__name__
@@ -48,7 +48,7 @@ def test_recipes_describe_what_they_multiply_and_save():
   )
 
 
-def test_variants_keep_the_preset_and_set_the_field():
+def test_arguments_of_presets_set_fields_and_keep_the_name():
   fields = dict(
     residuals="coat",
     attention="fp8",
@@ -105,7 +105,7 @@ def test_recipes_are_frozen_and_hashable():
     "evaluation",
   ],
 )
-def test_an_unknown_choice_names_the_field_and_what_it_got(field):
+def test_error_for_an_unknown_choice_names_the_field_and_the_choice(field):
   # In tests, jaxtyping would raise its own error first.
   init = inspect.unwrap(CoatRecipe.__init__)
   with pytest.raises(ValueError, match=f"{field} must be one of .* got 'fp4'"):
@@ -118,13 +118,13 @@ def test_a_group_size_below_one_is_refused():
 
 
 @pytest.mark.parametrize("field", ["nonlinear", "attention"])
-def test_fp8_residuals_need_fp8_products(field):
+def test_fp8_nonlinear_or_attention_needs_fp8_matmuls(field):
   fields = {"linear": "bf16", "nonlinear": "bf16", field: "fp8"}
   with pytest.raises(ValueError, match="linear='bf16' requires"):
     CoatRecipe(**fields)
 
 
-def test_only_coat_multiplies_experts_in_fp8():
+def test_only_coat_allows_fp8_experts():
   assert recipes.coat(experts="fp8").experts == "fp8"
   assert recipes.coat().experts == "bf16"
   for recipe in (

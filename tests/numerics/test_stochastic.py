@@ -29,7 +29,7 @@ def words(seed=0, step=0, leaf=0, shape=(ROWS, COLUMNS), **part) -> np.ndarray:
 
 
 def of_element(x: np.ndarray) -> list[np.ndarray]:
-  """Returns the words for two moments and for the parameter."""
+  """Returns each element's words for two moments and the parameter."""
   x = jnp.asarray(x)
   return [np.asarray(stochastic.next_words(x, i)) for i in (0, 1, 2)]
 
@@ -81,7 +81,7 @@ def test_part_of_an_array_gets_the_same_words():
 
 
 @pytest.mark.parametrize("first", [2**31 - 2, 2**32 - 2])
-def test_offsets_are_32_bit_words_and_wrap(first):
+def test_offsets_wrap_around_at_32_bits(first):
   # Start near row and column 2^31 or 2^32.
   key = stochastic.leaf_key(1, 1, 1)
   start = jnp.asarray(np.uint32([first, first]))
@@ -91,7 +91,7 @@ def test_offsets_are_32_bit_words_and_wrap(first):
   np.testing.assert_array_equal(got, np.array(want, np.uint32))
 
 
-def test_jit_equals_eager():
+def test_jit_matches_eager():
   key = stochastic.leaf_key(1, 2, 3)
   eager = stochastic.random_words(key, (33, 65))
   np.testing.assert_array_equal(random_words(key, (33, 65)), eager)
@@ -100,7 +100,7 @@ def test_jit_equals_eager():
 
 
 @pytest.mark.parametrize("spec", [("x",), (None, "x"), (("x", "y"),), "xy"])
-def test_sharded_words_equal_unsharded(spec):
+def test_sharded_words_match_unsharded_words(spec):
   mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
   sharding = NamedSharding(mesh, PartitionSpec(*spec))
   draw = jax.jit(
@@ -123,7 +123,7 @@ def test_every_byte_is_uniform(where):
 
 
 def test_every_row_and_column_is_uniform():
-  # A mean of n uniform numbers has a variance of 1 / 12n.
+  # A mean of n uniform numbers has a variance of 1 / (12 * n).
   for uniform in uniforms(words(0, 1, 0)):
     assert np.max(np.abs(uniform.mean(0))) < 6 / np.sqrt(12 * ROWS)
     assert np.max(np.abs(uniform.mean(1))) < 6 / np.sqrt(12 * COLUMNS)
@@ -134,7 +134,7 @@ def correlations(a: np.ndarray, b: np.ndarray):
   """Returns correlations of a's uniforms with b's, in standard deviations.
 
   The product of two independent uniforms on [-1/2, 1/2] has a variance of
-  1/144. So the mean of n products, times 12 sqrt(n), is standard normal.
+  1/144. So the mean of n products, times 12 * sqrt(n), is standard normal.
   """
   for x in uniforms(a):
     for y in uniforms(b):
@@ -192,7 +192,7 @@ def test_uniform_uses_the_high_bits():
   assert got.dtype == jnp.float32
 
 
-def test_next_words_are_the_next_states():
+def test_next_words_multiply_by_a_power_of_the_multiplier():
   x = words(3, 2, 1, shape=(4, 16))
   for count in (1, 2):
     got = np.asarray(stochastic.next_words(jnp.asarray(x), count))
@@ -201,9 +201,9 @@ def test_next_words_are_the_next_states():
 
 
 @pytest.mark.parametrize("bits", [4, 6])
-def test_two_words_of_a_run_fill_the_square_evenly(bits):
-  # Words of a run are multiples of one word. Any two of them must look
-  # independent, not only uncorrelated.
+def test_pairs_of_words_of_a_run_are_uniform(bits):
+  # All words of a run (8 columns) are multiples of one word. Any two of them
+  # must look independent, not only uncorrelated.
   x = words(2, 3, 4, shape=(2**11, 128)).reshape(-1, stochastic.RUN)
   states = np.concatenate(of_element(x), axis=1) >> (32 - bits)
   cells = 4**bits
@@ -229,8 +229,8 @@ def test_bfloat16_rounding_is_unbiased_and_between_neighbours():
   toward_zero = bits.view(np.float32).astype(np.float64)
   away = (bits + np.uint32(0x10000)).view(np.float32).astype(np.float64)
   assert np.all((got == toward_zero) | (got == away))
-  # In units of the gap, each draw has a variance of at most 1/4. The resolution
-  # of 16 bits adds 2^-17.
+  # In units of the gap between neighbours, each result has a variance of at
+  # most 1/4. The resolution of 16-bit noise adds a bias of up to 2^-17.
   error = (got - x) / (away - toward_zero)
   assert np.max(np.abs(error.mean(0))) < 6 * 0.5 / np.sqrt(repeats) + 2**-17
   assert abs(error.mean()) < 5 * 0.5 / np.sqrt(error.size) + 2**-17
@@ -255,7 +255,7 @@ def test_bfloat16_rounding_keeps_exact_and_nonfinite_values():
   assert np.all(np.isnan(np.asarray(got).astype(np.float32)))
 
 
-def test_bfloat16_rounding_overflows_only_above_the_largest_bfloat16():
+def test_bfloat16_rounding_keeps_the_largest_bfloat16():
   largest = np.float32(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
   noise = jnp.full(1, 0xFFFF, jnp.uint32)
   got = stochastic.round_to_bfloat16(jnp.full(1, largest), noise)

@@ -13,7 +13,7 @@ D, F, K = 64, 96, 2
 
 
 def build(recipe, num_experts, dtype=jnp.float32):
-  """Returns a function that computes loss and gradients, and parameters."""
+  """Returns a loss-and-gradient function and the initial parameters."""
 
   def make(recipe):
     options = dict(normalize=True, norm="layer", use_norm_bias=True)

@@ -14,7 +14,8 @@ def normal(shapes):
 def place(mesh, spec, tree):
   def put(path, x):
     entries = spec(path, x)
-    # Give an entry for each axis, as types do; shorter specs compile again.
+    # Array types have one entry per axis, so a shorter spec would be a
+    # different type, for which JAX compiles again.
     entries = P(*entries, *(None,) * (x.ndim - len(entries)))
     return jax.device_put(x, NamedSharding(mesh, entries))
 
@@ -22,7 +23,7 @@ def place(mesh, spec, tree):
 
 
 def assert_sharded_like(found, wanted):
-  """Checks shardings, and the bytes that a device holds of each array."""
+  """Checks that shardings and bytes per device match, leaf by leaf."""
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
     assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b)
     assert bytes_of_device(a) == bytes_of_device(b)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests attention with all of its options, on meshes of eight devices."""
+"""Tests attention with most of its options, on meshes of eight devices."""
 
 import jax.numpy as jnp
 import pytest
@@ -18,7 +18,7 @@ POSITIONS, SEGMENTS = PLACES % (3 + ROWS), PLACES // (3 + ROWS)
 
 
 class Packed(nnx.Module):
-  """Attention with all of its optional inputs."""
+  """Attention with positions, packed documents and two kinds of layers."""
 
   def __init__(self, recipe, qk_norm):
     self.attention = Attention(

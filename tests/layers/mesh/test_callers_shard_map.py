@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests layers inside a `jax.shard_map` that the caller wrote.
 
-Weights are replicated and tokens are split. JAX tracks which arrays differ
-between devices. Weights do not differ, so their gradients must be summed.
+Tokens are split, and weights are replicated, except over stages of a pipeline.
+JAX tracks over which axes arrays differ. Weights do not differ over the axes
+that split tokens, so their gradients must be summed over these axes.
 """
 
 import dataclasses
@@ -149,8 +150,7 @@ def check_sum_of_gradients(on_devices, whole, shapes):
   got = jax.jit(gradients)(w, jax.device_put(x, NamedSharding(mesh, P("data"))))
   wanted = jax.jit(jax.grad(whole))(w, x)
   # Scales cover the rows of all devices (`collectives.scale_axes`), so codes
-  # are equal. f32 sums are computed in another order, which changes a few
-  # roundings to BF16.
+  # match. A different order of f32 sums changes a few roundings to BF16.
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
     assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b)
 

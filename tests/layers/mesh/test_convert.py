@@ -24,7 +24,7 @@ class FeedForward(nnx.Module):
 
 
 class Model(nnx.Module):
-  """A model with layers over one axis and over two axes, and a gated MLP."""
+  """A model with linear layers over one and two axes, and a gated MLP."""
 
   def __init__(self, *, rngs):
     self.norm = nnx.RMSNorm(D, rngs=rngs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests experts on different devices: their results, and bytes exchanged."""
+"""Tests experts split over devices: results, and bytes exchanged."""
 
 import dataclasses
 import math
@@ -55,8 +55,8 @@ def on_mesh(recipe, sizes, params, x, dy, kind=AxisType.Auto):
   return found
 
 
-# As in test_moe, another code would cause an error of 1e-3. Only the order of
-# sums differs.
+# As in test_moe, a different code would cause an error of 1e-3. The tolerance
+# of 5e-5 allows only for a different summation order.
 @pytest.mark.parametrize(
   "recipe, sizes, kind",
   quick(
@@ -96,7 +96,7 @@ def test_all_tokens_may_choose_the_experts_of_one_device(recipe):
 
 
 def ragged_all_to_all(x, out, begins, sizes, begins_there, found, *, axis_name):
-  """Does what `lax.ragged_all_to_all` documents, but also on CPUs."""
+  """Implements `lax.ragged_all_to_all` as documented, for CPUs."""
   n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
   sent = lax.all_gather((x, begins, sizes, begins_there), axis_name)
   each, places = len(sizes) // n, jnp.arange(len(x))
@@ -120,12 +120,12 @@ def how(request, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
 
 
-# COUNTS[s, e] is the number of rows that device s sends to expert e: 12 in all
-# from each device. Two devices send all of their rows to one expert.
+# COUNTS[s, e] is the number of rows that device s sends to expert e. Each
+# device sends 12 rows in all. Two devices send all their rows to one expert.
 COUNTS = np.array([[3, 0, 4, 5], [0, 0, 0, 12], [12, 0, 0, 0], [1, 2, 9, 0]])
 
 
-def test_rows_arrive_sorted_by_expert_and_return(how):
+def test_rows_arrive_at_their_expert_and_return(how):
   del how
   n, rows = COUNTS.shape[0], int(COUNTS[0].sum())
   own = np.arange(1.0, n * rows + 1, dtype=np.float32).reshape(n, rows)
@@ -187,7 +187,7 @@ def test_unused_rows_change_nothing(recipe, monkeypatch):
 
 
 def traced(recipe, sizes=(2, 1, 4, 1)):
-  """Traces the gradients of a BF16 layer on a mesh."""
+  """Traces a layer's gradients on a mesh, with BF16 activations."""
   f, params = build(dataclasses.replace(recipe, axes=AXES), E, jnp.bfloat16)
   mesh = make_mesh(sizes)
   with jax.set_mesh(mesh):
@@ -211,15 +211,17 @@ def exchanged(recipe):
   return found
 
 
-# tests/aot/test_experts.py counts the same in programs compiled for GPUs.
-def test_tokens_are_exchanged_as_codes():
-  # Each of eight devices sends as many rows as it has to each of four devices.
+# tests/aot/test_experts.py counts the same bytes in programs for GPUs.
+def test_each_recipe_exchanges_rows_in_its_formats():
+  # Each of the eight devices has B * T * K / 8 rows. Padded, it sends that many
+  # rows to each of four devices.
   values = 4 * (B * T * K // 8) * D
-  # Tokens are exchanged as E4M3 in both passes, and gradients of outputs as
-  # E5M2. Outputs and gradients of tokens are in BF16.
+  # FP8 experts exchange tokens as E4M3 in both passes, and gradients of outputs
+  # as E5M2. Outputs and gradients of tokens are in BF16.
   codes = dict(f8_e4m3fn=2 * values, f8_e5m2=values)
   assert exchanged(FP8) == codes | dict(bf16=2 * 2 * values)
-  # Tokens are codes with a BF16 scale per 16. All gradients are in BF16.
+  # With the `coat` recipe, tokens are codes with one BF16 scale per 16 values.
+  # Gradients are in BF16.
   codes = dict(f8_e4m3fn=2 * values, f8_e5m2=0)
   scales = 2 * 2 * values // 16
   assert exchanged(recipes.coat()) == codes | dict(bf16=scales + 3 * 2 * values)
@@ -257,7 +259,7 @@ def test_received_rows_are_not_saved(recipe):
       params,
       x,
     )
-  # Apart from weights, which are parameters, no saved array is larger than x.
+  # Apart from the weights, no saved array is larger than x.
   of_weights = E * D * 2 * F, E * F * D
   assert max(a.size for a in saved if a.size not in of_weights) == B * T * D
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares MoE layers on meshes of eight devices with one device."""
+"""Tests MoE layers on meshes of eight devices."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ from tests.matrices import quick
 
 E, B, T = 5, 8, 8
 NAMES = ("data", "fsdp", "tensor")
-# No axis divides five experts, so only rows and columns of weights are split.
+# Five experts cannot be split evenly, so only rows and columns of weights are.
 SPECS = {
   "gate_up": P(None, "fsdp", None, "tensor"),
   "down": P(None, ("tensor", "fsdp")),
@@ -37,8 +37,8 @@ def arrays(shape=(B, T, D)):
   return tuple(jax.random.normal(jax.random.key(i), shape) for i in (1, 2))
 
 
-# As in test_rule: another code would cause an error of 1e-3. Only the order of
-# sums differs.
+# As in test_rule, a different code would cause an error of 1e-3. The tolerance
+# of 5e-5 allows only for a different summation order.
 @pytest.mark.parametrize(
   "recipe, sizes, kind",
   quick(
@@ -72,7 +72,7 @@ def test_moe_on_a_mesh_matches_one_device(recipe, sizes, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [recipes.coat(), recipes.bf16()])
-def test_moe_without_axes_matches_one_device(recipe):
+def test_moe_whose_recipe_has_no_axes_matches_one_device(recipe):
   x, dy = arrays()
   f, params = build(recipe, E)
   wanted = jit(f)(params, x, dy)
@@ -85,8 +85,7 @@ def test_moe_without_axes_matches_one_device(recipe):
   assert_close(found, wanted, 5e-5)
 
 
-def test_a_device_saves_its_share_of_copies():
-  """Each device saves k copies of its own tokens, and only its own columns."""
+def test_all_devices_together_save_each_code_once():
   recipe = dataclasses.replace(recipes.coat(), axes=MeshAxes(tensor="tensor"))
   mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
   m = nnx.eval_shape(lambda: MoE(D, F, E, K, recipe=recipe, rngs=nnx.Rngs(0)))
@@ -100,6 +99,7 @@ def test_a_device_saves_its_share_of_copies():
       params,
       x,
     )
+  # Codes are the input of the norm, and gate and up in K experts per token.
   codes = sum(a.size for a in leaves if a.dtype == recipe.formats.values)
   assert codes == B * T * (D + 2 * K * F)
 
@@ -116,7 +116,7 @@ def test_a_device_sorts_only_copies_of_its_own_sequences(recipe):
   assert sorted_ == {str(B * T * K // 4)}
 
 
-def test_unsupported_meshes_are_refused():
+def test_rows_without_a_sequence_axis_are_refused():
   f, params = build(
     dataclasses.replace(recipes.coat(), axes=MeshAxes(tensor="tensor")), E
   )

@@ -37,7 +37,7 @@ NAMES = ("data", "fsdp", "tensor")
 
 
 class Layer(nnx.Module):
-  """A decoder layer with all optional parts."""
+  """A decoder layer: LayerNorm and biases, or RMSNorm and no bias."""
 
   def __init__(self, recipe, rngs, dtype=jnp.float32, use_bias=True):
     shared = dict(recipe=recipe, dtype=dtype, use_bias=use_bias, rngs=rngs)
@@ -64,7 +64,7 @@ def spec_of(path, p):
 
 
 def build(make, recipe):
-  """Returns a function of (parameters, x), and the parameters."""
+  """Returns f(parameters, x), which runs the module, and the parameters."""
   graph = nnx.split(nnx.eval_shape(lambda: make(recipe)), nnx.Param)[0]
   single = dataclasses.replace(recipe, axes=None)
   params = nnx.to_pure_dict(nnx.split(make(single), nnx.Param)[1])
@@ -116,10 +116,10 @@ def check(
   assert_close(found, wanted, tolerance)
 
 
-# With f32 activations, FP8 codes are the same as on one device; another code in
-# one operand would cause an error of 1e-3. Only the order of f32 sums differs.
-# In each of the two blocks, sums over up to 128 tokens have an error of
-# 128 * 2^-24 = 8e-6.
+# With f32 activations, FP8 codes are the same as on one device. A different
+# code in one operand would cause an error of 1e-3. Only the order of f32 sums
+# differs. In each of the two blocks, sums of up to 128 values have an error of
+# 128 * 2^-24 = 8e-6, which the tolerance of 5e-5 allows.
 @pytest.mark.parametrize(
   "recipe, sizes, kind",
   quick(
@@ -142,7 +142,7 @@ def test_layer_on_a_mesh_matches_one_device(recipe, sizes, kind):
   check(lambda r: Layer(r, nnx.Rngs(2)), recipe, sizes, kind)
 
 
-def test_mlp_without_norm_and_add_matches_one_device():
+def test_mlp_without_norm_or_residual_add_matches_one_device():
   def make(recipe):
     shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
     shared |= dict(norm=None, add_input=False, use_bias=True)
@@ -152,7 +152,7 @@ def test_mlp_without_norm_and_add_matches_one_device():
 
 
 class PostNormed(nnx.Module):
-  """A decoder layer with post norms, and a norm before the MLP or none."""
+  """A decoder layer with post norms; `norm` is the norm before the MLP."""
 
   def __init__(self, recipe, norm):
     shared = dict(post_norm="layer", use_norm_bias=True, use_bias=True)
@@ -182,7 +182,7 @@ def test_post_norms_on_a_mesh_match_one_device(recipe, sizes, norm, kind):
 
 
 def test_gradients_can_be_summed_in_bfloat16():
-  # The sum of each device is rounded to 8 bits, and so is their total.
+  # Each device's sum is rounded to 8 significant bits, and so is the total.
   check(
     lambda r: Linear(D, F, recipe=r, dtype=jnp.float32, rngs=nnx.Rngs(0)),
     recipes.coat(),
@@ -224,7 +224,7 @@ def test_drop_in_layers_on_a_mesh_match_one_device(kind, splits):
 
 
 class Reshaped(nnx.Module):
-  """Calls a layer [..., D] -> [..., *out] with x in another shape."""
+  """Calls a layer with x reshaped to [*shape, D]; returns [B, T, out]."""
 
   def __init__(self, layer, shape):
     self.layer, self.shape = layer, nnx.static(shape)
@@ -237,7 +237,7 @@ class Reshaped(nnx.Module):
   "shape", quick(1, map(pytest.param, [(B, T), (B * T,), (B, 2, T // 2)]))
 )
 @pytest.mark.parametrize("cache", quick(1, ["scale", "codes"]))
-def test_split_linear_accepts_any_shape(shape, cache):
+def test_column_split_linear_accepts_any_leading_axes(shape, cache):
   def make(recipe):
     shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
     return Reshaped(Linear(D, (2, F), split="columns", **shared), shape)
@@ -256,7 +256,7 @@ def test_split_linear_accepts_any_shape(shape, cache):
     ],
   ),
 )
-def test_norm_linear_accepts_any_shape(shape, sizes):
+def test_norm_linear_accepts_any_leading_axes(shape, sizes):
   def make(recipe):
     shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
     return Reshaped(NormLinear(D, F, **shared), shape)
@@ -288,15 +288,15 @@ def lowered_text(recipe, sizes):
 def test_devices_exchange_codes_gradients_and_scalars():
   found = collectives(lowered_text(on_mesh(recipes.coat()), (2, 4, 1)))
   gathered = {k: v for k, v in found.items() if k[0] == "all_gather"}
-  # Four weights are gathered in the forward pass, and again in the backward.
+  # Four weights are gathered in the forward and again in the backward pass.
   assert gathered == {("all_gather", "f8E4M3FN", False): 8}
-  # Their gradients are reduced and split over fsdp, and summed over data.
+  # The gradients of the four weights are summed and split over fsdp.
   assert found["reduce_scatter", "f32", False] == 4
-  # Summed over data are these four gradients, and those of two norms.
+  # Then they are summed over data, like the gradients of two norms.
   assert found["all_reduce", "f32", False] == 4 + 2
-  # The integers are largest magnitudes: scalars of four operands in the forward
-  # pass and of four gradients in the backward pass, and arrays of four weights,
-  # which are stacks of one layer.
+  # Largest magnitudes are reduced as integers: scalars for four operands in the
+  # forward pass and four gradients in the backward pass, and arrays for four
+  # weights, which are stacks of one layer.
   assert found["all_reduce", "i32", True] == 4 + 4
   assert found["all_reduce", "i32", False] == 4
   assert sum(found.values()) == 8 + 4 + 6 + 12
@@ -326,7 +326,7 @@ def residual_bytes(recipe, sizes=None):
 
 
 @pytest.mark.parametrize("cache", quick(1, ["scale", "codes"]))
-def test_all_devices_together_save_as_much_as_one(cache):
+def test_all_devices_together_save_as_much_as_one_device(cache):
   recipe = recipes.coat(weight_cache=cache)
   one = residual_bytes(recipe)
   assert residual_bytes(on_mesh(recipe), (2, 4, 1)) == pytest.approx(
@@ -335,7 +335,7 @@ def test_all_devices_together_save_as_much_as_one(cache):
 
 
 @pytest.mark.slow
-def test_checkpoint_policy_saves_arrays_by_name():
+def test_checkpoint_with_names_repeats_no_matmul_on_a_mesh():
   recipe = on_mesh(recipes.coat())
   f, params = build(lambda r: Layer(r, nnx.Rngs(0), use_bias=False), recipe)
   policy = checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
@@ -345,12 +345,12 @@ def test_checkpoint_policy_saves_arrays_by_name():
     wanted = jax.jit(value_and_gradients(f))(*args)
     kept = jax.jit(value_and_gradients(jax.checkpoint(f, policy=policy)))
     assert_close(kept(*args), wanted)
-    # With this policy, the backward pass computes no matmul again.
+    # The backward pass repeats no matmul.
     count = lambda g: g.lower(*args).as_text().count("dot_general")  # noqa: E731
     assert count(kept) == count(jax.jit(value_and_gradients(f)))
 
 
-def test_blocks_inside_a_callers_shard_map_run_without_collectives():
+def test_block_outputs_match_inside_a_callers_shard_map():
   recipe = on_mesh(recipes.coat())
   f, params = build(lambda r: Layer(r, nnx.Rngs(0)), recipe)
   mesh = make_mesh((2, 4, 1))
@@ -365,7 +365,7 @@ def test_blocks_inside_a_callers_shard_map_run_without_collectives():
     np.testing.assert_array_equal(jax.jit(inside)(params, x), wanted)
 
 
-def test_unsupported_meshes_are_refused():
+def test_unsupported_meshes_and_shapes_are_refused():
   recipe = on_mesh(recipes.coat())
   f, params = build(lambda r: Layer(r, nnx.Rngs(0)), recipe)
   x = arrays()[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains with FSDP on explicit axes, with recipes without axes."""
+"""Trains with FSDP on explicit mesh axes; recipes have no axes."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def two_mlps(recipe):
 
 
 def decoder(recipe):
-  """Returns the same for a decoder, which scans over its layers."""
+  """Returns what `two_mlps` does, for a decoder that scans over layers."""
   sizes = dict(num_layers=2, d_model=D, d_ff=160, num_heads=4, num_kv_heads=2)
   config = ModelConfig(family="llama", vocab_size=384, **sizes)
   model = Decoder(config, recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -66,8 +66,8 @@ def rows_over_fsdp(path, w):
   quick(
     0,
     [
-      # Sums in another order may move a value across a rounding boundary, so
-      # losses differ (docs/sharding.md).
+      # A different summation order may move a value across a rounding boundary,
+      # so losses differ (docs/sharding.md).
       (two_mlps, recipes.coat, 5e-4),
       (decoder, recipes.coat, 5e-4),
       # In f32, only the order of sums of up to 384 values differs.
@@ -75,7 +75,7 @@ def rows_over_fsdp(path, w):
     ],
   ),
 )
-def test_two_layers_are_trained_with_fsdp(make, recipe, tolerance):
+def test_training_with_fsdp_matches_one_device(make, recipe, tolerance):
   params, loss_of, batch = make(recipe())
   optimizer = coat_adamw(3e-3, codec=codecs.coat(group_size=32))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests layers on meshes of eight devices, with recipes without axes.
+"""Tests layers on meshes of up to eight devices; recipes have no axes.
 
 Each layer runs on common meshes, with automatic and with explicit axes.
 Gradients must match those of one device, and must be sharded like their weights
@@ -138,7 +138,7 @@ class Mesh:
     return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
 
   def of_weight(self, path, w) -> P:
-    """Returns the spec of a weight; most norms and biases are replicated."""
+    """Returns a weight's spec; norms and output biases are replicated."""
     name = jax.tree_util.keystr(path)
     is_second = any(part in name for part in ("out", "down"))
     if "norm" in name or "scale" in name or w.ndim == 1 and is_second:
@@ -175,7 +175,7 @@ MESHES = {
 
 
 def build(case: Case, recipe):
-  """Returns a function of (weights, inputs), and the weights."""
+  """Returns f(weights, inputs), which runs the layer, and the weights."""
   if not case.is_module:
     return (lambda weights, inputs: case.make(recipe, *inputs)), {}
   module = case.make(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -198,9 +198,9 @@ def value_and_gradients(f):
 def cases():
   """Returns cases (layer, mesh, kind of axes, recipe).
 
-  Each layer runs on each mesh and with each recipe, with alternating kinds of
-  axes. So all pairs of values occur, except pairs of a mesh and a recipe. The
-  first case of every second layer is a quick test.
+  Each layer runs with the `coat` recipe on each mesh, and with each recipe on
+  the first mesh. Kinds of axes alternate. So all pairs of values occur, except
+  most pairs of mesh and recipe. Quick tests run one case of every second layer.
   """
   kinds = (AxisType.Explicit, AxisType.Auto)
   first, *_ = MESHES
@@ -220,9 +220,9 @@ def cases():
 
 
 # With f32 activations, FP8 codes are the same as on one device, because scales
-# cover whole tensors; another code in one operand would cause an error of 1e-3.
-# Only the order of a few f32 sums over up to 128 values differs: 128 * 2^-24 =
-# 8e-6.
+# cover whole tensors. A different code in one operand would cause an error of
+# 1e-3. Only the order of f32 sums differs. Sums of up to 128 values have an
+# error of 128 * 2^-24 = 8e-6, and a few of them follow one another.
 TOLERANCE = 5e-5
 
 
@@ -290,11 +290,11 @@ def traced(case, how, kind=AxisType.Explicit, recipe=RECIPES["coat"]):
 
 
 @pytest.mark.parametrize("mesh", quick(1, ["fsdp", "data", "data x fsdp"]))
-def test_kernels_run_on_explicit_axes_of_data_and_fsdp(mesh):
+def test_kernels_run_on_explicit_data_and_fsdp_axes(mesh):
   how = MESHES[mesh]
   program = traced(LAYERS["MLP"], how)
   assert CALLS.search(program)
-  # The E4M3 codes of two weights are gathered forward and backward.
+  # With FSDP, codes of two weights are gathered in each of the two passes.
   gathers = re.findall(r":f8_e4m3fn\S* = all_gather\[", program)
   assert len(gathers) == (4 if how.rows else 0)
 
@@ -310,7 +310,7 @@ def test_kernels_do_not_run_where_xla_partitions():
 
 
 def bytes_saved(how, case):
-  """Counts the bytes that a device saves for backward, without weights."""
+  """Counts bytes that a device saves for the backward pass, except weights."""
   f, weights = build(case, RECIPES["coat"])
 
   def saved(weights, inputs):
@@ -334,7 +334,7 @@ def bytes_saved(how, case):
 def test_a_device_saves_its_share(mesh, share):
   case = Case(lambda **a: MLP(D, 16 * D, **a))
   # All saved arrays are split, except that devices along `tensor` have copies
-  # of x. It has only D columns; gate and up have 2 * 16 * D.
+  # of x, which has only D columns. Gate and up have 2 * 16 * D columns.
   copies = B * T * D / 2
   found = bytes_saved(MESHES[mesh], case)
   assert share * bytes_saved(None, case) <= found * 1.01
