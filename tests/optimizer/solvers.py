@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers with each codec that encode even small leaves, in groups of 4."""
+"""Optimizers for each codec, which encode even small leaves, in groups of 4."""
 
 import functools
 
