@@ -32,7 +32,7 @@ def is_unsigned(codec) -> bool:
 
 
 def signed_like(codec, x: np.ndarray) -> np.ndarray:
-  """Gives x alternating signs, or returns it if the codec stores no signs."""
+  """Returns x with alternating signs, or x itself if the codec stores none."""
   return x if is_unsigned(codec) else x * (-1.0) ** np.arange(x.shape[-1])
 
 
@@ -105,7 +105,7 @@ def encode(codec, x: np.ndarray, noise) -> Encoded:
 
 
 def decode(codec, encoded: Encoded) -> np.ndarray:
-  """Decodes codes, as coat_jax returns them, to float64."""
+  """Decodes an `Encoded` that coat_jax returned, in float64."""
   code = _code(codec, encoded.amax, encoded.range)
   codes = np.asarray(encoded.codes)
   if isinstance(codec, LogUniform):
@@ -118,7 +118,7 @@ def decode(codec, encoded: Encoded) -> np.ndarray:
 
 
 def gap(codec, x: np.ndarray) -> np.ndarray:
-  """Returns the distance between the decoded neighbours of each value."""
+  """Returns the distance between the two decoded values around each value."""
   magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
   code = _code(codec, *statistics(codec, magnitude))
   _, below, above = oracles.stochastic(code, magnitude, 0.5)

@@ -113,7 +113,7 @@ POWERS = [
   (2.0**4.1, 64),
   (2.0**1.1, 241),
   (2.0**1.04, 255),
-  (2.0**0.5, 255),  # the cap
+  (2.0**0.5, 255),  # k is capped from here on.
   (1 + 2.0**-23, 255),
   (1.0, 255),
 ]
@@ -131,7 +131,7 @@ def test_encoding_is_correct_over_the_whole_range_of_powers(ratio, sixteenths):
   want = codec_oracles.encode(codec, x, None)
   apart = oracles.codes_apart(codec_oracles.bits(encoded.codes), want.codes)
   # k multiplies the error of log2 in f32 by up to 16, and an octave of images
-  # has 8 codes. So 2 of the 128 values may get a neighbouring code.
+  # has 8 codes. So up to 2 of the 128 values may get a neighbouring code.
   assert np.mean(apart == 0) >= 0.98 and np.max(apart) <= 1
   np.testing.assert_allclose(
     decoded,
@@ -144,7 +144,7 @@ def test_encoding_is_correct_over_the_whole_range_of_powers(ratio, sixteenths):
 @pytest.mark.parametrize("dtype, second", [(E4M3, "e4m3"), (E5M2, "e5m2")])
 def test_no_second_moment_becomes_zero(dtype, second):
   # The power of a group is such that its smallest image is at least 2 / qmax,
-  # which is above two steps from zero in both dtypes.
+  # which is more than two steps above zero in both dtypes.
   codec = codecs.coat(rounding="stochastic", second=second).nu
   assert codec.dtype == dtype
   _, nu = cases.moments((64, 1024))
@@ -186,7 +186,7 @@ def test_nan_or_infinity_makes_only_its_group_nan(name):
 
 
 def degenerate(codec, n=40):  # The last group of 16 has only 8 values.
-  """Returns names, and values with one row of n per name."""
+  """Returns (names, values [names, n])."""
   groups = cases.finite_groups(n)
   x = np.stack(list(groups.values()))
   x = np.abs(x) if codec_oracles.is_unsigned(codec) else x
@@ -234,8 +234,8 @@ def test_stochastic_rounding_is_unbiased(name):
   error = np.divide(decoded - x, gap, out=np.zeros_like(decoded), where=gap > 0)
   error *= np.sign(x)
   assert np.max(np.abs(error)) < 1 + 1e-3
-  # In f32, the value and its neighbours are off by 2^-17 of a gap, and the
-  # image by 2^-14 of a step.
+  # In f32, the value and its neighbours are off by up to 2^-17 of a gap,
+  # and the image by up to 2^-14 of a step.
   rest = 2**-17 + 2**-14
   assert np.max(np.abs(error.mean(0))) < 6 * 0.5 / np.sqrt(draws) + rest
   assert abs(error.mean()) < 5 * 0.5 / np.sqrt(error.size) + rest

@@ -186,7 +186,7 @@ def test_own_codec_can_be_added_to_the_kernel(monkeypatch):
   for a, b in zip(got[1], want[1], strict=True):
     np.testing.assert_allclose(a.amax, b.amax, rtol=2**-17)
     apart = np.abs(np.asarray(a.codes, int) - np.asarray(b.codes, int))
-    # The kernel's root is a different instruction, so a value close to a
+    # The kernel computes roots with another instruction, so a value close to a
     # rounding boundary may get the neighbouring code.
     assert np.mean(apart != 0) <= 1e-2 and np.max(apart) <= 1
     assert np.ptp(np.asarray(a.codes, int)) > 50

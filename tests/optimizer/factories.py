@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of an optax optimizer and our replacement, and traces of steps.
+"""Pairs of an optax optimizer and our replacement for it, and their steps.
 
 Steps are traced, not compiled, so that checking all pairs is fast.
 """
@@ -131,7 +131,7 @@ def tree(name, dtype="float32"):
     "s": jnp.ones((), dtype),
   }
   if name == "sm3":
-    del params["s"]  # Optax's optimizer has no accumulator for a scalar.
+    del params["s"]  # Optax's sm3 has no accumulator for a scalar.
   if name in MATRICES_ONLY:
     params = {key: x for key, x in params.items() if x.ndim == 2}
   return params
@@ -164,7 +164,7 @@ def traced(f, *args):
 
 
 def step(solver, params, grads, **extra):
-  """Returns types of the updates, and of the state before and after them."""
+  """Returns shapes and dtypes of the updates, the first state and the next."""
 
   def run(params, grads):
     state = solver.init(params)

@@ -132,8 +132,8 @@ def test_updates_stay_small_after_a_huge_gradient(name):
   largest = jax.jit(lambda s: jax.lax.scan(step, s, grads)[1])(
     solver.init(params)
   )
-  # At the spike the update is (1 - b1) / sqrt(1 - b2) = 0.45, and later it is
-  # smaller. In the first steps it is up to 1.
+  # Adam's update is about 1 in the first steps, (1 - b1) / sqrt(1 - b2) = 0.45
+  # at the spike, and smaller after it.
   assert np.all(np.asarray(largest) < 4)
   assert np.all(np.asarray(largest[40:]) < 1)
 

@@ -210,7 +210,7 @@ def test_first_state_is_sharded_like_the_parameters(name, kind, make):
     states = [solver.init(params)]
     if kind == EXPLICIT:  # Otherwise `jit` does not know the shardings.
       states.append(jax.jit(solver.init)(params))
-  if make is coat_lion:  # It needs no mesh to be set.
+  if make is coat_lion:  # It works without a set mesh, too.
     states.append(solver.init(params))
   for state in states:
     assert_same_bits(state, want)

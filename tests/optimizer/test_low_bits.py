@@ -140,7 +140,7 @@ def test_converting_moments_keeps_low_bytes():
   assert set(state_report(state)) == set(SHAPES)
 
 
-def test_state_bytes_count_the_low_bits():
+def test_state_bytes_include_the_low_bytes():
   def size(low_bits):
     optimizer = fused_coat_adamw(1e-2, low_bits=low_bits)
     return state_bytes(jax.eval_shape(optimizer.init, tree(0)))

@@ -86,7 +86,7 @@ def test_default_quantize_mask_excludes_small_leaves_and_short_rows():
 
 
 @pytest.mark.parametrize("path", ["attn_q_b", "b_proj", "w", "kernel", "out_b"])
-def test_vectors_are_norms_or_biases_whatever_their_names(path):
+def test_short_vectors_are_norms_or_biases_whatever_their_names(path):
   assert is_norm_or_bias(path, leaf(8192))
   assert is_norm_or_bias(path, leaf())
   assert not default_quantize_mask(path, leaf(8192))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the checks of optax's own tests on all of our factories.
 
-Our optimizer must pass each check that the optax optimizer that it replaces
-passes. The checks are those of optax's tests of aliases, contributed optimizers
-and shardings.
+Each of our optimizers must pass the checks that its optax counterpart passes.
+The checks are those of optax's tests of aliases, contributed optimizers and
+shardings.
 """
 
 import functools

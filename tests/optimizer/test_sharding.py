@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests shardings of optimizer states.
 
-They must be as predicted. Steps must keep them, and need no communication.
+Shardings must be as predicted. Steps must keep them and need no communication.
 """
 
 import doctest
@@ -149,7 +149,7 @@ def test_shardings_agree_with_jax_on_explicit_axes():
   for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     assert (x.shape, x.dtype) == (y.shape, y.dtype)
     assert x.sharding.spec == (y.sharding.spec if y.sharding else P())
-  # This also works in the context of another mesh.
+  # The prediction does not depend on the mesh that is set.
   with jax.set_mesh(make_mesh(shape=(2, 4))):
     assert abstract_state(optimizer.init, params) == got
 
@@ -225,8 +225,8 @@ def test_wrapped_optimizers_are_sharded_like_parameters(name):
     abstract(FEW),
     shardings,
   )
-  # Moments and statistics are sharded like their parameter. All other arrays,
-  # and the placeholders for statistics of the norm, are replicated.
+  # A parameter's arrays are sharded like it. All other arrays are replicated,
+  # and so are the placeholders for statistics of the norm.
   for path, s in jax.tree_util.tree_leaves_with_path(promised):
     keys = [getattr(key, "key", None) for key in path]
     if leaf := [key for key in keys if key in FEW]:
@@ -270,7 +270,7 @@ def test_nnx_optimizer_is_sharded_like_its_model():
   assert specs == nnx.get_partition_spec(state)
   assert specs.mu.codes["up"]["kernel"].get_value() == P("tensor", "fsdp")
   assert specs.nu.amax["up"]["kernel"].get_value() == P("tensor", "fsdp")
-  # So are those of an optimizer object, of its state, and newly made arrays.
+  # The same holds for an optimizer object, for its state, and for new arrays.
   promised = state_shardings(init, params, shardings)
   ranges = promised.opt_state[0].nu.range["up"]["kernel"]
   assert ranges.get_value().spec == P("tensor", "fsdp")

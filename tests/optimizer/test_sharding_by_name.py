@@ -30,9 +30,10 @@ from coat_jax.optimizer.state import moments_in
 from tests.comparing import assert_same_bits
 
 DEVICES = 8
-# Bytes per parameter of `coat`, with a margin for leaves that are not encoded.
+# Bytes per parameter on each device with `coat`, with a margin for leaves that
+# are not encoded.
 MOST = 1.02 * 2.08 / DEVICES
-# The same with the low byte of each bf16 weight.
+# `MOST`, and the low byte of each bf16 weight.
 MOST_WITH_LOW_BYTES = 1.02 * 3.08 / DEVICES
 
 
