@@ -9,8 +9,8 @@ from coat_jax.codecs.integers import LogUniform
 from coat_jax.numerics.formats import E5M2
 from tests import oracles
 
-# Maps names to functions of (group_size, rounding) that make a group codec.
-# These codecs have relative errors; the linear codec is tested in test_int8.
+# Maps names to functions of (group_size, rounding) that build a group codec.
+# Errors of these codecs are relative; test_int8 tests the linear codec.
 GROUP_CODECS = {
   "fp8": ScaledFP8,
   "coat": ExpandedFP8,
@@ -32,7 +32,7 @@ def is_unsigned(codec) -> bool:
 
 
 def signed_like(codec, x: np.ndarray) -> np.ndarray:
-  """Returns alternating signs, or ones if the codec stores no signs."""
+  """Returns x with alternating signs, or x itself if the codec stores none."""
   return x if is_unsigned(codec) else x * (-1.0) ** np.arange(x.shape[-1])
 
 
@@ -48,7 +48,7 @@ def codes_apart(codec, a, b) -> np.ndarray:
 
 
 def _grouped(x, group_size, fill=0.0):
-  """Reshapes [..., n] to [..., groups, group_size], padded."""
+  """Pads [..., n] and reshapes it to [..., groups, group_size]."""
   missing = -x.shape[-1] % group_size
   x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=fill)
   return x.reshape(*x.shape[:-1], -1, group_size)
@@ -59,7 +59,7 @@ def _joined(x, n):
 
 
 def _code(codec, amax, range_):
-  """Returns the encoder of groups with these stored statistics."""
+  """Returns the float64 code of groups with these stored statistics."""
   amax, range_ = np.asarray(amax), np.asarray(range_)
   if isinstance(codec, LogUniform):
     return oracles.LogCode(
@@ -86,7 +86,7 @@ def statistics(codec, magnitude):
 
 
 def encode(codec, x: np.ndarray, noise) -> Encoded:
-  """Encodes to FP8 bits, or to the codec's integers."""
+  """Encodes x in float64 to FP8 bits, or to integers for `LogUniform`."""
   magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
   amax, range_ = statistics(codec, magnitude)
   code = _code(codec, amax, range_)
@@ -105,7 +105,7 @@ def encode(codec, x: np.ndarray, noise) -> Encoded:
 
 
 def decode(codec, encoded: Encoded) -> np.ndarray:
-  """Decodes codes, as coat_jax returns them, to float64."""
+  """Decodes an `Encoded` that coat_jax returned, in float64."""
   code = _code(codec, encoded.amax, encoded.range)
   codes = np.asarray(encoded.codes)
   if isinstance(codec, LogUniform):
@@ -118,7 +118,7 @@ def decode(codec, encoded: Encoded) -> np.ndarray:
 
 
 def gap(codec, x: np.ndarray) -> np.ndarray:
-  """Returns the distance between the decoded neighbours of each value."""
+  """Returns the distance between the two decoded values around each value."""
   magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
   code = _code(codec, *statistics(codec, magnitude))
   _, below, above = oracles.stochastic(code, magnitude, 0.5)
@@ -128,11 +128,12 @@ def gap(codec, x: np.ndarray) -> np.ndarray:
 def error_bound(codec, x: np.ndarray, encoded: Encoded) -> np.ndarray:
   """Bounds |decode(encode(x)) - x|, given the stored statistics.
 
-  In FP8, rounding changes the image of x by at most half a step, or by a whole
-  step if stochastic, and decoding turns this into an error of the value. In the
-  logarithmic codec, half a step or a whole step is a factor. f32 adds an error
-  of 2^-15. Saturated values move to the bound. Magnitudes below 2^-126, or
-  below this share of the bound, may become zero or the smallest code.
+  FP8 codecs round the image of x, which moves by at most half a step, or by a
+  whole step if rounding is stochastic. Decoding turns this into an error of the
+  value. In the logarithmic codec, a step multiplies the value by a factor. f32
+  arithmetic adds a relative error of 2^-15. Values above the bound decode to
+  the bound. Subnormal magnitudes, and those below 2^-125 of the bound, may
+  become zero or the smallest code.
   """
   magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
   code = _code(codec, encoded.amax, encoded.range)
@@ -144,7 +145,7 @@ def error_bound(codec, x: np.ndarray, encoded: Encoded) -> np.ndarray:
     floor = np.where(magnitude < top * 2.0**-125, magnitude + lowest, 0)
   else:
     y = code.image(magnitude)
-    # Half a step of y on either side, from the table of values.
+    # `fp8_error_bound` returns half a step.
     step = 2 * steps * oracles.fp8_error_bound(y, codec.dtype)
     qmax = oracles.QMAX[codec.dtype]
     up = (np.minimum(y + step, qmax) / qmax) ** (1 / code.k) * code.bound

@@ -15,7 +15,7 @@ from coat_jax.codecs.group import Grouped, Rounding, finite_amax, share
 
 @dataclasses.dataclass(frozen=True)
 class FourthRoots(Grouped):
-  """Decodes int8 codes to sign(code) (code / 127)^4 amax; amax is f32."""
+  """Decodes int8 codes to sign(code) * (code / 127)^4 * amax, in f32."""
 
   def _statistics(self, magnitude):
     return finite_amax(magnitude), jnp.uint8(0)

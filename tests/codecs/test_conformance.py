@@ -50,7 +50,7 @@ def roundtrip(group, x, step=0):
 
 
 def moments():
-  """Makes two moments with degenerate groups; rows end in half a group."""
+  """Returns (mu, nu) with degenerate groups; rows end in half a group."""
   mu, nu = cases.moments((4, 2 * SIZE + SIZE // 2))
   finite = np.stack(list(cases.finite_groups(mu.shape[-1]).values()))
   return np.concatenate([mu, finite]), np.concatenate([nu, np.abs(finite)])
@@ -69,7 +69,7 @@ def test_codec_is_frozen_hashable_and_follows_the_protocol(variant):
 
 
 @every_variant
-def test_codec_keeps_shapes_and_reports_what_it_stores(variant):
+def test_encoded_and_decoded_moments_have_the_expected_shapes(variant):
   for group in build(*VARIANTS[variant]).groups:
     for shape in ((3, 40), (2, 3, 16), (5,)):
       x = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -84,14 +84,13 @@ def test_codec_keeps_shapes_and_reports_what_it_stores(variant):
 
 
 @every_variant
-def test_codec_keeps_values_finite_and_signs(variant):
+def test_decoded_values_are_finite_and_keep_signs_and_zeros(variant):
   codec = build(*VARIANTS[variant])
   for group, x in zip(codec.groups, moments(), strict=True):
     _, decoded = roundtrip(group, jnp.asarray(x))
     assert np.all(np.isfinite(decoded))
     assert np.all((x == 0) | (decoded == 0) | (np.sign(decoded) == np.sign(x)))
-    # A factored codec decodes a zero to the product of its row's and column's
-    # means.
+    # A factored codec decodes a zero from the means of its row and column.
     assert group == Factored() or not np.any(decoded[x == 0])
 
 
@@ -107,7 +106,7 @@ def test_zeros_have_the_same_codes_in_all_groups_with_any_noise(variant):
 
 
 @every_variant
-def test_codec_keeps_a_nan_in_its_group(variant):
+def test_nan_or_infinity_makes_only_its_group_nan(variant):
   codec = build(*VARIANTS[variant])
   for group, x in zip(codec.groups, moments(), strict=True):
     if not hasattr(group, "group_size"):
@@ -126,7 +125,7 @@ def test_codec_keeps_a_nan_in_its_group(variant):
 
 
 @every_variant
-def test_stochastic_codec_is_unbiased_on_average(variant):
+def test_mean_error_of_stochastic_rounding_is_zero(variant):
   codec = build(*VARIANTS[variant])
   draws = 64
   for group, x in zip(codec.groups, cases.moments((8, 64)), strict=True):

@@ -32,7 +32,7 @@ from tests import cases
   ],
   ids="coat coat_e5m2 coat_e8m0 log8 fp8 int8 bfloat16 float32".split(),
 )
-def test_encoded_moments_have_the_documented_dtypes(codec, mu, nu):
+def test_encoded_moments_have_the_documented_dtypes_and_shapes(codec, mu, nu):
   for shape in ((3, 300), (2, 3, 128), (5,)):
     groups = (*shape[:-1], -(-shape[-1] // 128))
     for group, dtypes in ((codec.mu, mu), (codec.nu, nu or mu)):
@@ -50,7 +50,7 @@ def test_encoded_moments_have_the_documented_dtypes(codec, mu, nu):
       assert decoded.shape == shape and decoded.dtype == jnp.float32
 
 
-def test_plain_codecs_round_to_their_dtype_only():
+def test_plain_codecs_only_round_to_their_dtype():
   x = jnp.asarray(cases.moments((4, 33))[0])
   for codec, dtype in (
     (codecs.float32(), jnp.float32),
@@ -97,7 +97,7 @@ def test_log8_refuses_nearest_but_its_group_codec_accepts_it():
   "build",
   [codecs.coat, codecs.coat_e8m0, codecs.log8, codecs.fp8, codecs.int8],
 )
-def test_constructors_refuse_wrong_choices(build, monkeypatch):
+def test_constructors_refuse_invalid_arguments(build, monkeypatch):
   with pytest.raises(ValueError, match="codecs: group_size must be at least 1"):
     build(group_size=0)
   # In tests, jaxtyping would raise its own error first.
@@ -109,7 +109,7 @@ def test_constructors_refuse_wrong_choices(build, monkeypatch):
       build(second="e3m4")
 
 
-def test_encode_accepts_noise_only_for_stochastic_rounding():
+def test_encode_needs_noise_exactly_for_stochastic_rounding():
   x = jnp.ones((1, 4))
   with pytest.raises(ValueError, match="'stochastic' needs noise, got None"):
     codecs.coat().mu.encode(x, None)

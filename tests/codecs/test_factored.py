@@ -28,7 +28,7 @@ def roundtrip(v):
     ((96, 64), (0, 1)),
     ((32, 32), (0, 1)),
     ((3, 64, 96), (1, 2)),
-    ((500, 64, 96), (1, 2)),  # This holds even for many layers.
+    ((500, 64, 96), (1, 2)),  # The first axis is the longest.
     ((3, 64, 2, 96), (1, 3)),
     ((4, 8, 96, 64), (2, 3)),
     ((8, 96), (0, 1)),
@@ -39,9 +39,7 @@ def roundtrip(v):
     ((), None),
   ],
 )
-def test_the_two_longest_axes_are_factored_but_not_the_first_of_three(
-  shape, axes
-):
+def test_two_longest_axes_are_factored_except_a_stacking_axis(shape, axes):
   assert factored_axes(shape) == axes
 
 
@@ -57,17 +55,17 @@ def test_codec_stores_means_of_rows_and_columns(shape):
   np.testing.assert_allclose(encoded.range, columns, rtol=1e-6)
   want = rows * columns / rows.mean(row, keepdims=True)
   np.testing.assert_allclose(decoded, want, rtol=2e-6)
-  # The means of what was decoded are the same.
+  # Encoding the decoded values again changes nothing.
   np.testing.assert_allclose(roundtrip(decoded)[1], decoded, rtol=2e-6)
 
 
-def test_a_matrix_of_rank_one_is_exact_whatever_its_range():
+def test_rank_one_matrix_is_reproduced_whatever_its_range():
   rng = np.random.default_rng(0)
   v = np.exp2(rng.uniform(-60, 50, (40, 1)) + rng.uniform(-60, 50, (1, 64)))
   np.testing.assert_allclose(roundtrip(v.astype("f"))[1], v, rtol=2e-6)
 
 
-def test_extremes_stay_finite_and_zeros_stay_zero():
+def test_huge_values_and_zeros_are_reproduced():
   v = np.zeros((3, 40, 64), "f")
   v[1] = 2.0**126
   v[2, 5, 7] = 2.0**126
@@ -76,14 +74,14 @@ def test_extremes_stay_finite_and_zeros_stay_zero():
   np.testing.assert_allclose(decoded, v, rtol=2e-6)
 
 
-def test_matrices_of_subnormal_means_are_finite():
+def test_matrix_with_subnormal_means_decodes_to_tiny_values():
   v = np.zeros((16, 32), "f")
   v[3, 5] = 1e-39
   _, decoded = roundtrip(v)
   assert np.all(decoded >= 0) and np.max(decoded) <= 1e-38
 
 
-def test_a_nan_affects_only_its_matrix():
+def test_nan_affects_only_its_matrix():
   v = second_moments((2, 40, 64))
   v[1, 3, 5] = np.nan
   _, decoded = roundtrip(v)
@@ -99,7 +97,7 @@ def test_leaves_that_are_not_factored_are_stored_in_f32(shape):
 
 
 @pytest.mark.parametrize("shape", [(40, 64), (2, 64, 3, 40), (40,)])
-def test_zeros_are_the_encoding_of_zeros(shape):
+def test_zeros_returns_the_encoding_of_a_zero_array(shape):
   got = CODEC.zeros(shape)
   want = CODEC.encode(jnp.zeros(shape), None)
   for a, b in zip(got, want, strict=True):

@@ -48,14 +48,14 @@ def roundtrip(codec, x, step=0):
 
 
 def inputs(codec, shape=(64, 512), seed=0):
-  """Makes a moment for the codec: signed if the codec stores signs."""
+  """Returns a moment, which is signed if the codec stores signs."""
   mu, nu = cases.moments(shape, seed)
   return nu if codec_oracles.is_unsigned(codec) else mu
 
 
 @functools.cache
 def trained(name):
-  """Returns (codec, moment, noise, encoded, decoded); caches them."""
+  """Returns (codec, moment, noise, encoded, decoded), cached by name."""
   codec = GROUP_CODECS[name](group_size=128)
   x = inputs(codec)
   noise = noise_like(x) if codec.needs_noise else None
@@ -64,32 +64,33 @@ def trained(name):
 
 
 @pytest.mark.parametrize("name", GROUP_CODECS)
-def test_codes_and_statistics_equal_the_oracle(name):
+def test_codes_and_statistics_match_the_oracle(name):
   codec, x, noise, encoded, _ = trained(name)
   want = codec_oracles.encode(codec, x, noise)
-  # Power-of-two bounds and f32 maxima are exact. A power k is rounded down, so
-  # it differs if log2 in f32 crosses a sixteenth.
+  # `amax` is exact, because it is a power of two or a maximum of f32 values.
+  # `range` may be a power k, rounded down to sixteenths, which differs if the
+  # error of log2 in f32 moves k across a multiple of a sixteenth.
   np.testing.assert_array_equal(np.asarray(encoded.amax), want.amax)
   same_range = np.asarray(encoded.range) == want.range
   assert np.mean(same_range) >= 0.9999
-  # Because of exp2 and log2 in f32, an image is off by up to 2^-18, and so are
-  # t and the neighbours in stochastic rounding. This is 2^-14 of a step, so at
-  # most 1 code in 2^14 differs.
+  # Because of exp2 and log2 in f32, the image that is rounded has a relative
+  # error of up to 2^-18. In stochastic rounding, so do the value and its
+  # neighbours. This is 2^-14 of a step, so about 1 code in 2^14 may differ.
   apart = agreeing(codec, encoded.codes, want.codes, same_range)
   assert np.mean(apart == 0) >= 0.9999
   assert np.max(apart) <= 1
 
 
 @pytest.mark.parametrize("name", GROUP_CODECS)
-def test_decode_equals_the_oracle(name):
+def test_decode_matches_the_oracle(name):
   codec, _, _, encoded, decoded = trained(name)
   want = codec_oracles.decode(codec, encoded)
-  # 1 / k in f32 is off by 2^-25. Multiplied by up to 60 octaves, this is 2^-19.
+  # The error of 1 / k in f32, 2^-25, is multiplied by up to 60 octaves: 2^-19.
   np.testing.assert_allclose(decoded, want, rtol=2**-19)
 
 
 @pytest.mark.parametrize("name", GROUP_CODECS)
-def test_error_is_within_the_step_of_the_codec(name):
+def test_error_is_within_the_bound(name):
   codec, x, _, encoded, decoded = trained(name)
   bound = codec_oracles.error_bound(codec, x, encoded)
   assert np.all(np.abs(decoded.astype(np.float64) - x) <= bound)
@@ -102,8 +103,9 @@ def agreeing(codec, a, b, same_range):
 
 
 POWERS = [
-  # (ratio, sixteenths): log2(448^2 / 2) = 16.6147 / octaves, rounded down.
-  (2.0**200, 1),  # 1.33 sixteenths
+  # (ratio of the largest to the smallest magnitude, k in sixteenths). Here
+  # k = log2(448^2 / 2) / log2(ratio), rounded down, and at most 255 sixteenths.
+  (2.0**200, 1),  # 16.6147 / 200 is 1.33 sixteenths.
   (2.0**120, 2),
   (2.0**17, 15),
   (2.0**16, 16),
@@ -111,14 +113,14 @@ POWERS = [
   (2.0**4.1, 64),
   (2.0**1.1, 241),
   (2.0**1.04, 255),
-  (2.0**0.5, 255),  # the cap
+  (2.0**0.5, 255),  # k is capped from here on.
   (1 + 2.0**-23, 255),
   (1.0, 255),
 ]
 
 
 @pytest.mark.parametrize("ratio, sixteenths", POWERS)
-def test_power_equals_the_oracle_over_its_whole_range(ratio, sixteenths):
+def test_encoding_is_correct_over_the_whole_range_of_powers(ratio, sixteenths):
   codec = codecs.coat(rounding="nearest").mu
   amax = 2.0**100 if ratio > 2.0**50 else 0.75
   x = np.geomspace(amax / ratio, amax, 128).astype(np.float32)[None]
@@ -128,20 +130,21 @@ def test_power_equals_the_oracle_over_its_whole_range(ratio, sixteenths):
   assert float(encoded.amax[0, 0]) == np.max(np.abs(x))
   want = codec_oracles.encode(codec, x, None)
   apart = oracles.codes_apart(codec_oracles.bits(encoded.codes), want.codes)
-  # The error of log2 (see above) times 16, times at most 8 codes per octave.
+  # k multiplies the error of log2 in f32 by up to 16, and an octave of images
+  # has 8 codes. So up to 2 of the 128 values may get a neighbouring code.
   assert np.mean(apart == 0) >= 0.98 and np.max(apart) <= 1
   np.testing.assert_allclose(
     decoded,
     codec_oracles.decode(codec, encoded),
     rtol=2**-15,
-    atol=amax * 2.0**-125,  # Smaller values may count as zero.
+    atol=amax * 2.0**-125,  # Smaller values may become zero.
   )
 
 
 @pytest.mark.parametrize("dtype, second", [(E4M3, "e4m3"), (E5M2, "e5m2")])
-def test_no_value_of_a_group_becomes_zero(dtype, second):
-  # With this power, the smallest image is 2 / qmax, which is four steps of E4M3
-  # above zero, or two of E5M2.
+def test_no_second_moment_becomes_zero(dtype, second):
+  # The power of a group is such that its smallest image is at least 2 / qmax,
+  # which is more than two steps above zero in both dtypes.
   codec = codecs.coat(rounding="stochastic", second=second).nu
   assert codec.dtype == dtype
   _, nu = cases.moments((64, 1024))
@@ -152,7 +155,7 @@ def test_no_value_of_a_group_becomes_zero(dtype, second):
 
 
 @pytest.mark.parametrize("name", GROUP_CODECS)
-def test_degenerate_groups_are_finite_and_within_the_bound(name):
+def test_degenerate_groups_decode_to_finite_values_within_the_bound(name):
   codec = GROUP_CODECS[name](group_size=16)
   names, x = degenerate(codec)
   encoded, decoded = roundtrip(codec, x)
@@ -165,7 +168,7 @@ def test_degenerate_groups_are_finite_and_within_the_bound(name):
 
 
 @pytest.mark.parametrize("name", GROUP_CODECS)
-def test_nan_and_infinity_stay_in_their_group(name):
+def test_nan_or_infinity_makes_only_its_group_nan(name):
   codec = GROUP_CODECS[name](group_size=16)
   _, x = degenerate(codec)
   clean, _ = roundtrip(codec, x)
@@ -182,8 +185,8 @@ def test_nan_and_infinity_stay_in_their_group(name):
   assert np.all(np.isfinite(decoded[others]))
 
 
-def degenerate(codec, n=40):
-  """Returns names and values [names, n]; rows end in half a group of 16."""
+def degenerate(codec, n=40):  # The last group of 16 has only 8 values.
+  """Returns (names, values [names, n])."""
   groups = cases.finite_groups(n)
   x = np.stack(list(groups.values()))
   x = np.abs(x) if codec_oracles.is_unsigned(codec) else x
@@ -191,7 +194,7 @@ def degenerate(codec, n=40):
 
 
 @pytest.mark.parametrize("name", GROUP_CODECS)
-def test_short_groups_equal_the_oracle(name):
+def test_short_groups_match_the_oracle(name):
   codec = GROUP_CODECS[name](group_size=16)
   x = inputs(codec, degenerate(codec)[1].shape)
   encoded, decoded = roundtrip(codec, x)
@@ -210,8 +213,8 @@ def test_short_groups_equal_the_oracle(name):
 @pytest.mark.parametrize("name", codec_oracles.GROUP_CODECS)
 def test_stochastic_rounding_is_unbiased(name):
   # A rounding error has a standard deviation of at most half a gap. So the mean
-  # of n draws is within 6 / (2 sqrt(n)) gaps, and the mean over all elements
-  # within 5 / (2 sqrt(n elements)). The resolution of a word adds 2^-24.
+  # error of a value over n draws is within 6 * 0.5 / sqrt(n) gaps, and the mean
+  # error of all values and draws within 5 * 0.5 / sqrt(their number).
   codec = codec_oracles.GROUP_CODECS[name](32, "stochastic")
   draws = 1024
   x = inputs(codec, (3, 96))
@@ -231,7 +234,8 @@ def test_stochastic_rounding_is_unbiased(name):
   error = np.divide(decoded - x, gap, out=np.zeros_like(decoded), where=gap > 0)
   error *= np.sign(x)
   assert np.max(np.abs(error)) < 1 + 1e-3
-  # Rounding t, its image and the neighbours to f32 adds 2^-17 of a gap.
+  # In f32, the value and its neighbours are off by up to 2^-17 of a gap,
+  # and the image by up to 2^-14 of a step.
   rest = 2**-17 + 2**-14
   assert np.max(np.abs(error.mean(0))) < 6 * 0.5 / np.sqrt(draws) + rest
   assert abs(error.mean()) < 5 * 0.5 / np.sqrt(error.size) + rest
@@ -251,10 +255,9 @@ def test_repeated_encoding_of_the_same_values_does_not_drift(name):
     return jax.lax.scan(again, x, jnp.arange(100))[0]
 
   ratio = np.asarray(repeat(jnp.asarray(x))) / x
-  # After the first encoding, a value equals a code and does not change, unless
-  # its group gets another power. So most errors stay within the first one,
-  # which is at most 2^-4 of the value. The median of 4096 errors is below a
-  # tenth.
+  # After the first encoding, a decoded value does not change, unless the power
+  # of its group changes. So most errors are those of the first encoding, which
+  # are at most 2^-4 of the value. Their median is close to zero.
   low, median, high = np.percentile(ratio, [10, 50, 90])
   assert abs(median - 1) < 2**-7
   assert 1 - 2**-4 < low and high < 1 + 2**-4
@@ -270,7 +273,7 @@ def test_codec_under_jit_agrees_with_eager(name):
   apart = agreeing(codec, eager.codes, jitted.codes, same_range)
   assert np.mean(apart == 0) >= 0.99999 and np.max(apart) <= 1
   eagerly_decoded = codec.decode(jitted)
-  if name.startswith("fp8"):  # Decoding only multiplies.
+  if name.startswith("fp8"):  # This codec decodes by a multiplication.
     np.testing.assert_array_equal(eagerly_decoded, decoded)
   # XLA may merge log8's 1 / steps with the ln 2 of exp2, which changes an ulp.
   np.testing.assert_allclose(eagerly_decoded, decoded, rtol=2**-22)
@@ -278,7 +281,7 @@ def test_codec_under_jit_agrees_with_eager(name):
 
 @functools.partial(comparing.jit, static_argnames="group_size")
 def all_roundtrips(x, noise, group_size):
-  """Encodes and decodes with every codec, in one program for all examples."""
+  """Returns (encoded, decoded) by codec, from one program for all codecs."""
   out = {}
   for name, build in GROUP_CODECS.items():
     codec = build(group_size=group_size)
@@ -301,7 +304,7 @@ def all_roundtrips(x, noise, group_size):
   group_size=st.sampled_from([4, 128]),
   signed=st.booleans(),
 )
-def test_any_finite_moment_is_within_the_bound(x, group_size, signed):
+def test_error_of_any_finite_moment_is_within_the_bound(x, group_size, signed):
   if signed:
     x = (x * (-1.0) ** np.arange(x.shape[-1])).astype(np.float32)
   for name, (encoded, decoded) in all_roundtrips(
@@ -315,7 +318,7 @@ def test_any_finite_moment_is_within_the_bound(x, group_size, signed):
     assert np.all(np.abs(decoded - moment) <= bound), name
 
 
-def test_nan_with_a_sign_makes_the_amax_nan():
+def test_negative_nan_makes_amax_nan():
   # XLA drops the abs() of a square, so the NaN keeps its sign.
   x = np.ones((2, 128), np.float32)
   x[0, 5] = np.uint32(0xFFC00000).view(np.float32)

@@ -17,7 +17,7 @@ SIZE = 32
 
 
 def by_formula(x, levels, noise):
-  """Computes codes of [rows, SIZE] in float64, one group per row."""
+  """Returns float64 codes of [rows, SIZE], and magnitudes before rounding."""
   x = x.astype(np.float64)
   y = np.abs(x) / np.abs(x).max(-1, keepdims=True) * levels
   if noise is None:
@@ -28,7 +28,7 @@ def by_formula(x, levels, noise):
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_codes_equal_the_formula(rounding):
+def test_codes_and_decoded_values_match_the_formula(rounding):
   codec = codecs.int8(SIZE, rounding)
   words = stochastic.random_words(stochastic.leaf_key(0, 1, 0), (256, SIZE))
   noise = None
@@ -77,6 +77,6 @@ def test_state_can_be_reported_and_stored_as_integers():
   report = state_report(state)["w"]
   assert report["encoded"] and "power" not in report["nu"]
   assert 0.2 < report["mu"]["codes_used"] <= 1
-  # Squares span twice as many octaves, so most second moments become zero.
+  # Squares span twice as many octaves, so more second moments become zero.
   assert report["nu"]["zeroed"] > report["mu"]["zeroed"] > 0
   assert_same_bits(from_integers(to_integers(state), state), state)

@@ -70,12 +70,12 @@ def test_own_codec_trains(kind):
     )
   assert state.mu.codes["w"].dtype == jnp.int8
   assert int(state.count) == 200
-  # The losses differ by at most a twentieth of what Adam gained.
+  # The losses differ by at most a twentieth of what Adam reduced the loss by.
   start = loss(params)
   assert abs(loss(got) - loss(want)) < 0.05 * (start - loss(want))
 
 
-def test_own_codec_shows_up_in_benchmarks(monkeypatch):
+def test_own_codec_appears_in_benchmarks(monkeypatch):
   named = {"fourth_roots"}
   assert {label for label, _ in optimizer_benchmark.cases([NAME])} == named
   assert {case.codec.name for case in accuracy.cases([NAME])} == named
@@ -148,7 +148,7 @@ def test_own_codec_runs_in_the_kernel_for_tpus():
 
 @dataclasses.dataclass(frozen=True)
 class OnRegisters:
-  """Encodes and decodes in the kernel with the own codec, to nearest."""
+  """Encodes and decodes `FourthRoots` in the kernel, rounding to nearest."""
 
   codec: own_codec.FourthRoots
 
@@ -186,7 +186,7 @@ def test_own_codec_can_be_added_to_the_kernel(monkeypatch):
   for a, b in zip(got[1], want[1], strict=True):
     np.testing.assert_allclose(a.amax, b.amax, rtol=2**-17)
     apart = np.abs(np.asarray(a.codes, int) - np.asarray(b.codes, int))
-    # The kernel computes the root with another instruction, so a value close to
-    # a rounding boundary may get the neighbouring code.
+    # The kernel computes roots with another instruction, so a value close to a
+    # rounding boundary may get the neighbouring code.
     assert np.mean(apart != 0) <= 1e-2 and np.max(apart) <= 1
     assert np.ptp(np.asarray(a.codes, int)) > 50

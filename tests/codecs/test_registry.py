@@ -46,7 +46,7 @@ def test_build_passes_options_on():
   assert codecs.build(OWN, group_size=64) == own_codec.make(64)
 
 
-def test_variants_are_accepted_by_the_constructor():
+def test_variants_combine_all_choices_that_are_accepted():
   found = codecs.variants("coat")
   assert found[0] == {"rounding": "stochastic", "second": "e4m3"}
   assert len(found) == 6
@@ -104,7 +104,7 @@ def test_build_refuses_wrong_names_and_options(
     codecs.build(name, **options)
 
 
-def test_register_refuses_a_name_twice(registered):
+def test_register_refuses_a_second_codec_of_the_same_name(registered):
   # Registering the same codec again is allowed.
   codecs.register(own_codec.make)
   with pytest.raises(ValueError, match="must be unique, got 'coat' twice"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes states of our optimizers from states of optax's Adam."""
+"""Converts states of optax's Adam to states of `scale_by_coat_adam`."""
 
 import jax
 

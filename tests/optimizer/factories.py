@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of an optax optimizer and ours that replaces it, and their steps.
+"""Pairs of an optax optimizer and our replacement for it, and their steps.
 
-Steps are traced, not compiled, so that all factories can be checked.
+Steps are traced, not compiled, so that checking all pairs is fast.
 """
 
 import functools
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = dict(
 
 
 class Case(NamedTuple):
-  """An optax optimizer, and ours that replaces it."""
+  """Factories of an optax optimizer and our replacement, and their options."""
 
   theirs: Callable[..., optax.GradientTransformation]
   ours: Callable[..., optax.GradientTransformation]
@@ -94,7 +94,7 @@ NAMES = (
   "adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad lamb lars"
   " lion nadam nadamw novograd optimistic_adam_v2 radam rmsprop rprop sm3 yogi"
 )
-# The oldest optax that we support, 0.2.6, lacks two optimizers.
+# The oldest optax that we support, 0.2.6, lacks signum and galore.
 if hasattr(optax, "signum"):
   NAMES += " signum"
 if not hasattr(contrib, "galore"):
@@ -131,7 +131,7 @@ def tree(name, dtype="float32"):
     "s": jnp.ones((), dtype),
   }
   if name == "sm3":
-    del params["s"]  # Optax's optimizer has no accumulator for a scalar.
+    del params["s"]  # Optax's sm3 has no accumulator for a scalar.
   if name in MATRICES_ONLY:
     params = {key: x for key, x in params.items() if x.ndim == 2}
   return params
@@ -142,7 +142,7 @@ def objective(params):
 
 
 def updater(name, solver):
-  """Returns `update` with the extra arguments that optax's tests pass."""
+  """Returns a solver that adds the extra arguments of optax's tests."""
   solver = optax.with_extra_args_support(solver)
 
   def update(grads, state, params=None, **extra):
@@ -164,7 +164,7 @@ def traced(f, *args):
 
 
 def step(solver, params, grads, **extra):
-  """Returns the types of updates and of the state before and after."""
+  """Returns shapes and dtypes of the updates, the first state and the next."""
 
   def run(params, grads):
     state = solver.init(params)

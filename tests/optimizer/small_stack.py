@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of three stacked layers of four values, which compiles quickly."""
+"""A model with three stacked layers of width 4, which compiles quickly."""
 
 import jax
 import jax.numpy as jnp

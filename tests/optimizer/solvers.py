@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers with each codec that encode even small leaves, in groups of 4."""
+"""Optimizers for each codec, which encode even small leaves, in groups of 4."""
 
 import functools
 
@@ -25,7 +25,7 @@ CODECS = {
   "float32": codecs.float32(),
 }
 
-# One codec for each form of a state: with f32 and uint8 statistics, with only
+# One codec for each layout of a state: with f32 and uint8 statistics, with only
 # uint8 statistics, with one statistic, with none, and with 4-bit codes.
 LAYOUTS = ("coat", "log8", "fp8", "float32", "log4")
 every_codec = pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests statistics of boxed parameters, which keep boxes and valid names."""
+"""Tests that statistics of boxed parameters keep boxes and valid axis names."""
 
 import contextlib
 import subprocess
@@ -36,7 +36,7 @@ def make_mesh(shape=(4, 2)):
 
 
 def boxed(kind, names, shape=(64, 512), **metadata):
-  """Makes a parameter in one of flax's boxes, not sharded."""
+  """Makes an unsharded parameter in one of flax's boxes."""
   x = jnp.ones(shape)
   if kind == "nnx":
     return nnx.Param(x, out_sharding=names, eager_sharding=False, **metadata)
@@ -72,7 +72,7 @@ def with_rules(*rules):
 
 
 @pytest.mark.parametrize("kind", BOXES)
-def test_last_name_needs_whole_groups_on_the_mesh(kind):
+def test_last_name_is_kept_only_if_devices_hold_whole_groups(kind):
   with jax.set_mesh(make_mesh()):
     assert statistic_names(boxed(kind, ("fsdp", "tensor"))) == (
       "fsdp",
@@ -86,7 +86,7 @@ def test_last_name_needs_whole_groups_on_the_mesh(kind):
       "fsdp",
       None,
     )
-    # Test names that are not on the mesh, too few or too many names, no names.
+    # Names may not be on the mesh, may be too few or too many, or missing.
     assert statistic_names(boxed(kind, ("fsdp", "heads"))) == ("fsdp", None)
     assert statistic_names(boxed(kind, ("fsdp",))) == ("fsdp",)
     many = boxed(kind, ("fsdp", "tensor", "data"))
@@ -108,13 +108,13 @@ def test_last_name_is_dropped_without_a_mesh(kind):
   assert statistic_names(boxed(kind, names)) == ("fsdp", None)
   param = boxed(kind, names, mesh=make_mesh())
   assert statistic_names(param) == names
-  # A rule that shards nothing needs no mesh.
+  # If a rule does not shard the last axis, its name needs no mesh.
   with with_rules(("tensor", None)):
     assert statistic_names(boxed(kind, names)) == names
 
 
 @pytest.mark.parametrize("kind", BOXES)
-def test_logical_names_go_through_rules(kind):
+def test_rules_map_logical_names_to_mesh_axes(kind):
   names = ("embed", "mlp")
   with jax.set_mesh(make_mesh()):
     assert statistic_names(boxed(kind, names)) == ("embed", None)
@@ -122,7 +122,7 @@ def test_logical_names_go_through_rules(kind):
       assert statistic_names(boxed(kind, names)) == names
     with with_rules(("mlp", ("fsdp", "tensor"))):
       assert statistic_names(boxed(kind, names)) == ("embed", None)
-    # All rules for a name must be possible.
+    # The last name is kept only if all its rules keep groups whole.
     with with_rules(("mlp", "tensor"), ("mlp", ("fsdp", "tensor"))):
       assert statistic_names(boxed(kind, names)) == ("embed", None)
     with with_rules(("mlp", "heads")):
@@ -144,8 +144,8 @@ def test_sharding_or_spec_keeps_its_type():
     assert names == P("fsdp", "tensor") and isinstance(names, P)
 
 
-def test_name_of_layers_may_be_added_later():
-  # As in MaxText, names leave out the axis of layers, here the second axis.
+def test_names_may_omit_the_layer_axis():
+  # As in MaxText, names omit the layer axis, which is the second axis here.
   metadata = {"partition_name": "layers", "param_scan_axis": 1}
   with jax.set_mesh(make_mesh()):
     for columns, kept in ((512, "tensor"), (352, None)):
@@ -153,7 +153,7 @@ def test_name_of_layers_may_be_added_later():
       assert statistic_names(param) == ("fsdp", kept)
 
 
-def test_scalars_have_no_names():
+def test_scalar_statistics_have_no_names():
   with jax.set_mesh(make_mesh()):
     model = nnx.Linear(
       64, 512, bias_metadata={"out_sharding": ("tensor",)}, rngs=nnx.Rngs(0)
@@ -181,7 +181,7 @@ def test_optimizer_sharding_takes_precedence_in_flax():
     assert amax[...].sharding.spec == P("tensor", None)
 
 
-def test_report_names_replicated_statistics():
+def test_report_explains_replicated_statistics():
   def report(columns):
     metadata = {"out_sharding": ("fsdp", "tensor")}
     model = nnx.Linear(
@@ -201,7 +201,7 @@ def test_report_names_replicated_statistics():
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_functions_of_states_accept_boxes(kind):
+def test_state_functions_accept_boxes(kind):
   mesh = make_mesh()
   with jax.set_mesh(mesh):
     params = {"w": boxed(kind, ("fsdp", "tensor")), "b": jnp.ones(8)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares clipping by earlier norms with the rule in NumPy."""
+"""Compares clipping by earlier norms with NumPy."""
 
 import inspect
 
@@ -16,7 +16,7 @@ MAX, RELATIVE, DECAY, WARMUP = 1.0, 1.05, 0.9, 4
 
 
 def gradients(step):
-  """Makes two slices of a stacked leaf and another leaf; step 6 has a spike."""
+  """Makes a plain leaf and a stack of two slices; step 6 has a spike."""
   rng = np.random.default_rng(step)
   a, b = rng.normal(size=(3,)), rng.normal(size=(2, 4))
   b[1] *= 50 if step == 6 else 1
@@ -28,7 +28,7 @@ def gradients(step):
 
 
 def scales_in_numpy(rule, steps):
-  """Computes the scale of each slice at each step, and the global norm."""
+  """Returns the scales of all slices, and the global norm, for each step."""
   own, before, mean, out = None, None, None, []
   for step in range(steps):
     g = gradients(step)
@@ -75,7 +75,7 @@ def test_share_keeps_the_global_norm_below_its_limit():
 
 
 @pytest.mark.parametrize("rule", ["share", "adaptive"])
-def test_slice_without_an_earlier_gradient_is_clipped_by_max_norm(rule):
+def test_first_nonzero_gradient_below_max_norm_is_not_clipped(rule):
   clip = Clipping(rule, MAX, warmup=1)
   nothing, some = {"a": jnp.zeros(3)}, {"a": jnp.full(3, 0.1)}
   state = clip.init(nothing)
@@ -111,7 +111,7 @@ def test_layers_of_several_stacks_are_clipped_separately():
 def test_finite_gradients_of_any_size_give_finite_results(rule, size):
   clip = Clipping(rule, 2.0, warmup=2)
   ordinary = {"a": jnp.full(3, 1.0), "layers": {"b": jnp.full((2, 4), 0.5)}}
-  # Test the first step, the warmup, its end, and steps after it.
+  # The spike is in the first step, the last step of the warmup, or after it.
   for spike in range(4):
     state = clip.init(ordinary)
     for step in range(6):
@@ -129,7 +129,7 @@ def test_finite_gradients_of_any_size_give_finite_results(rule, size):
       np.testing.assert_allclose(norm, min(exact, largest), rtol=1e-6)
       if rule == "share" and step:
         assert optax.tree.norm(clipped) <= 2 * (1 + 1e-5)
-    if rule == "share":  # A spike affects it for only one step.
+    if rule == "share":  # A spike lowers the limits of the next step only.
       np.testing.assert_allclose(optax.tree.norm(clipped), 2, rtol=1e-5)
 
 
@@ -141,7 +141,7 @@ def test_first_step_clips_a_norm_whose_square_overflows():
   np.testing.assert_allclose(clipped["a"], [1.2, -1.6], rtol=1e-6)
 
 
-def test_running_mean_begins_at_the_first_norm_above_0():
+def test_running_mean_begins_at_the_first_norm_above_zero():
   # For example, an expert may get its first token late in training.
   clip = Clipping(
     "adaptive", MAX, relative=RELATIVE, decay=DECAY, warmup=WARMUP
@@ -160,7 +160,7 @@ def test_running_mean_begins_at_the_first_norm_above_0():
   np.testing.assert_allclose(state.own["a"], mean, rtol=1e-5)
 
 
-def test_norm_that_is_not_finite_is_not_hidden():
+def test_nan_gradient_gives_a_nan_norm_and_nan_gradients():
   clip = Clipping("adaptive", 1.0)
   grads = {"a": jnp.array([jnp.nan])}
   state = clip.init(grads)
@@ -187,7 +187,7 @@ def test_norm_that_is_not_finite_is_not_hidden():
     (dict(relative=0.0), "relative must be above 0 and finite, got 0.0"),
   ],
 )
-def test_unknown_rule_or_limit_not_positive_is_refused(wrong, said):
+def test_unknown_rules_and_limits_not_above_zero_are_refused(wrong, said):
   with pytest.raises(ValueError, match=f"Clipping: {said}"):
     # Call without beartype, which users do not have.
     inspect.unwrap(Clipping.__init__)(object.__new__(Clipping), **wrong)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs optax's tests of `adamw` on `coat_adamw`, in each codec.
+"""Runs optax's tests of `adamw` on `coat_adamw`, with each codec.
 
-These are cases of optax's tests of aliases, contributed optimizers and
-shardings that are not in `test_optax_coat`. All leaves are encoded.
+The cases come from optax's tests of aliases, contributed optimizers and
+shardings, and are not in `test_optax_coat`.
 """
 
 import functools
@@ -56,7 +56,7 @@ def test_arguments_are_those_of_optax():
 
 
 @pytest.mark.parametrize("params", REAL + COMPLEX)
-def test_updates_have_the_dtypes_of_optax(params):
+def test_dtypes_of_updates_match_optax(params):
   with jax.enable_x64(params in ("float64", "complex128")):
     p = jax.ShapeDtypeStruct((3, 8), params)
     kinds = COMPLEX if params in COMPLEX else REAL
@@ -77,7 +77,7 @@ def test_updates_have_the_dtypes_of_optax(params):
 
 
 def target(dtype):
-  """Returns parameters, a target, and a parabola with its minimum at it."""
+  """Returns parameters, a target, and a parabola with its minimum there."""
   params = jnp.array([-1.0, 10.0, 1.0], dtype)
   end = jnp.array([1.0, -1.0, 1.0], dtype)
   if jnp.iscomplexobj(params):
@@ -94,7 +94,7 @@ def solver_for(name, dtype, **kwargs):
 
 
 KEPT = [("coat", "complex64"), ("log8", "float16")]
-# Each form of a state with all dtypes; other codecs with one dtype each.
+# Test each layout of a state with all dtypes, other codecs with one dtype.
 KEPT += [
   case
   for case in (
@@ -131,7 +131,7 @@ def test_state_keeps_its_types(name, dtype):
 
 
 @pytest.mark.parametrize("name", quick(1, CODECS))
-def test_complex_parameters_converge_like_pairs_of_reals(name):
+def test_complex_parameters_converge_if_split_into_reals(name):
   params, end, objective = target("complex64")
   schedule = optax.cosine_decay_schedule(0.1, 1500)
   solver = solver_for(
@@ -168,7 +168,7 @@ def test_complex_leaves_that_are_not_encoded_match_optax(nesterov):
     grads = {"complex": g, "w": jnp.ones((64, 64))}
     updates, state = update(grads, state, params)
     want, their_state = their_update(grads, their_state, params)
-    # As for real leaves, another order of operations changes some ulp.
+    # As for real leaves, a different order of operations changes a few ulps.
     np.testing.assert_allclose(
       updates["complex"], want["complex"], rtol=2e-6, atol=1e-8
     )
@@ -232,7 +232,7 @@ def test_init_accepts_abstract_parameters(name):
     1, [*((True, name) for name in CODECS), (False, "coat"), (False, "fp8")]
   ),
 )
-def test_types_on_explicit_axes_are_preserved(name, jit):
+def test_types_of_the_state_on_explicit_axes_are_preserved(name, jit):
   solver = make(name, quantize_mask=everything)
   mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
   where = NamedSharding(mesh, jax.P(None, "x"))
@@ -287,7 +287,7 @@ def test_tree_map_params_computes_shardings(wrapper):
     updates, state = solver.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  # One sharding stands for a tree of statistics. Expand it to one for each.
+  # `where` has one sharding for all of a moment's statistics. Expand it.
   each = jax.tree.broadcast(where, state)
   assert jax.tree.structure(each) == jax.tree.structure(state)
   params = draw(0, shardings)
@@ -299,7 +299,7 @@ def test_tree_map_params_computes_shardings(wrapper):
   params = draw(0)
   want = jax.jit(step)(params, solver.init(params), draw(1))
   if wrapper == "chain":
-    # The norm is a sum over devices, which is added in another order.
+    # The norm is summed over devices, in a different order than on one device.
     got, want = got[0], want[0]
 
   def same(a, b):

@@ -25,7 +25,7 @@ from tests.optimizer.adam_states import from_adam
 
 
 def problem():
-  """Makes a least-squares problem with rows of very different scales."""
+  """Returns parameters and a least-squares loss; scales of inputs differ."""
   keys = jax.random.split(jax.random.key(0), 3)
   x = jax.random.normal(keys[0], (256, 64)) * jnp.logspace(-1, 0.5, 64)[None]
   y = x @ jax.random.normal(keys[1], (64, 64))
@@ -68,12 +68,13 @@ def test_run_switches_to_adam_and_back(name):
     jax.typeof, ours.init(params)
   )
   error = state_report(state, reference=in_f32)["w"]
-  # A step between codes is up to 1/8 of a value, and less with k > 1.
+  # The gap between codes is at most 1/8 of a value, and smaller with k > 1.
+  # The error is below half a gap.
   assert 0 < error["mu"]["relative_error"] < 0.06
   assert 0 < error["nu"]["relative_error"] < 0.06
   params, state = train(ours, loss, params, state, 60)
   assert int(state[0].count) == 180
-  # The losses differ by at most a twentieth of what training gained.
+  # The losses differ by at most a twentieth of what Adam reduced the loss by.
   assert abs(loss(params) - loss(want)) < 0.05 * (start - loss(want))
 
 
@@ -98,7 +99,7 @@ def test_conversion_changes_no_moment():
       got,
       other,
     )
-  # Values that are equal to codes do not change.
+  # Encoding decoded values again gives the same codes.
   nearest = codecs.fp8(rounding="nearest")
   once = from_adam(adam, nearest)
   twice = from_adam(to_plain_state(once), nearest)
@@ -134,7 +135,8 @@ def test_conversion_and_back_keeps_codes_of_groups_with_the_same_statistics(
     # A decoded value may differ from its code by an f32 rounding error, so
     # noise may change the code.
     assert changed.mean() < 2e-4
-    # With k = 1, a step of E4M3 is up to an eighth of a value.
+    # Values change by much less than the gap between codes, which is up to an
+    # eighth of a value.
     x, y = (
       np.asarray(getattr(state, moment)["w"]) for state in (decoded, again)
     )

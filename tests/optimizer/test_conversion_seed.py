@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests which random words round moments that come from optax's Adam."""
+"""Tests what determines the random words that round moments of optax's Adam."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ SHAPE = (64, 128)
 
 @jax.jit
 def codes(seed, count):
-  """Encodes two leaves with the same moments: uint8 [2, 64, 128] each."""
+  """Returns codes of mu and nu of leaf a, then of leaf b with equal moments."""
   mu, nu = cases.moments(SHAPE)
   adam = optax.ScaleByAdamState(
     count, {"a": jnp.asarray(mu), "b": jnp.asarray(mu)}, {"a": nu, "b": nu}
@@ -36,8 +36,8 @@ def share_that_differs(xs, ys):
 def test_random_words_depend_on_seed_count_and_leaf():
   first = codes(3, 5)
   assert share_that_differs(first, codes(3, 5)) == 0
-  # Nearly all values are between two codes, so with other random words, many
-  # are rounded differently.
+  # Nearly all values are between two codes, so other random words round many
+  # of them differently.
   assert share_that_differs(first, codes(4, 5)) > 0.1
   assert share_that_differs(first, codes(3, 6)) > 0.1
   assert share_that_differs(first[:2], first[2:]) > 0.1

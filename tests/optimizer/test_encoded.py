@@ -86,7 +86,7 @@ def run(solver, params, count=3, dtype=jnp.float32):
 
 
 def stored(inner):
-  """Lists paths and dtypes of the codes in a state."""
+  """Returns the dtypes of the codes in a state, by path."""
   return {
     jax.tree_util.keystr(keys, simple=True, separator="/"): x.dtype.name
     for keys, x in jax.tree_util.tree_flatten_with_path(inner)[0]
@@ -109,7 +109,7 @@ def test_float32_codec_matches_the_inner_optimizer(name):
   assert_same_bits(back, state)
 
 
-def test_optimizer_gets_f32_gradients():
+def test_inner_optimizer_gets_f32_gradients():
   inner, grads = optax.adam(1e-2), tree(1, "bfloat16")
   state: Any = wrap(inner, codecs.float32()).init(tree())
   _, state = wrap(inner, codecs.float32()).update(grads, state, tree())
@@ -120,7 +120,7 @@ def test_optimizer_gets_f32_gradients():
 
 @pytest.mark.slow
 def test_encoded_adam_matches_scale_by_coat_adam():
-  # Both draw the same words for stochastic rounding.
+  # Both optimizers round with the same random words.
   for codec in (CODEC, codecs.log8(4)):
     ours = wrap(optax.scale_by_adam(), codec, seed=5)
     adam = scale_by_coat_adam(codec=codec, quantize_mask=mask, seed=5)
@@ -130,7 +130,7 @@ def test_encoded_adam_matches_scale_by_coat_adam():
     for field, theirs in ((got.inner.mu, want.mu), (got.inner.nu, want.nu)):
       for part in ("codes", "amax", "range"):
         a, b = getattr(field, part), getattr(theirs, part)
-        # Another formula of Adam changes some ulp in f32.
+        # Their formulas of Adam differ by a few ulps in f32.
         assert types(a) == types(b)
         assert_close(
           jax.tree.map(lambda x: x.astype("float32"), a),
@@ -154,9 +154,9 @@ def test_fields_of_a_partitioned_state_are_found():
   }
   size = state_bytes(state)
   assert size.parameters == sum(x.size for x in jax.tree.leaves(params))
-  # The state contains codes and five bytes per group. It also contains both
-  # moments of the norm's scale in f32 with two scalars each, our count and
-  # optax's, and Muon's coefficients.
+  # The state contains codes and five bytes per group; both moments of the
+  # norm's scale, in f32 and with two scalar statistics each; our count; and
+  # optax's counts and Muon's coefficients.
   codes = 80 + 5 * 8 * 3 + 128 + 5 * 16 * 2
   others = [
     x
@@ -168,7 +168,7 @@ def test_fields_of_a_partitioned_state_are_found():
 
 
 def only(name):
-  """Returns a rule that encodes the fields of this name."""
+  """Returns a rule that encodes only the fields called `name`."""
   return lambda path: (
     default_field_rule(path) or "mu" if path.split("/")[-1] == name else None
   )
@@ -253,8 +253,8 @@ def test_report_names_fields_and_measures_them():
   assert report["norm/scale"]["0/mu"]["relative_error"] < 1e-6
 
 
-def resumed(solver, params):
-  """Takes two steps, saves and restores the state, and returns it."""
+def check_saving(solver, params):
+  """Checks that a state after two steps is restored bit for bit."""
   _, state = run(solver, params, count=2)
   like = jax.eval_shape(solver.init, params)
   for back in (
@@ -263,7 +263,6 @@ def resumed(solver, params):
   ):
     assert jax.tree.structure(back) == jax.tree.structure(state)
     assert_same_bits(back, state)
-  return state
 
 
 # The wrappers in which optax tests contributed optimizers.
@@ -286,7 +285,7 @@ CASES = list(zip(SOLVERS, 2 * list(WRAPPERS), strict=True))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, wrapper", CASES)
-def test_wrapped_optimizer_conforms(name, wrapper):
+def test_optimizer_works_in_a_wrapper_of_optax(name, wrapper):
   solver, params = WRAPPERS[wrapper](wrap(SOLVERS[name]())), tree()
   state = jax.eval_shape(solver.init, params)
   assert any(x.startswith("float8") for x in stored(state).values())
@@ -302,11 +301,11 @@ def test_wrapped_optimizer_conforms(name, wrapper):
   assert types(new) == types(params)
   assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(new))
   assert np.any(np.asarray(new["w"]) != np.asarray(params["w"]))
-  resumed(solver, params)
+  check_saving(solver, params)
 
 
 @pytest.mark.parametrize("name", quick(1, SOLVERS))
-def test_updates_have_the_dtypes_of_the_optimizer(name):
+def test_types_of_updates_match_the_inner_optimizer(name):
   inner = SOLVERS[name]()
   for dtype in ("bfloat16", "float16", "float32"):
     params, grads = tree(dtype=dtype), tree(1, dtype)
@@ -326,7 +325,7 @@ def test_updates_have_the_dtypes_of_the_optimizer(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lion", "muon"])
-def test_sharded_step_gives_the_bits_of_one_device(name):
+def test_sharded_step_matches_one_device_bit_for_bit(name):
   # Each device holds whole groups of 128 of each row.
   shapes = {"w": (8, 1024), "e": (64, 128)}
   specs = {"w": jax.P(None, "fsdp"), "e": jax.P("fsdp")}
@@ -339,7 +338,6 @@ def test_sharded_step_gives_the_bits_of_one_device(name):
     out = {k: jax.random.normal(key, shape) for (k, shape), key in pairs}
     return out if shardings is None else jax.device_put(out, shardings)
 
-  # Muon's matmuls sum over devices in another order; its momentum does not.
   solver = encoded(SOLVERS[name](), codecs.log8(), quantize_mask=mask)
   abstract = abstract_state(solver.init, draw(0), where)
   shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -358,6 +356,8 @@ def test_sharded_step_gives_the_bits_of_one_device(name):
   params = draw(0)
   want = jax.jit(step)(params, jax.jit(solver.init)(params), draw(1))
   if name == "muon":
+    # Its matmuls sum over devices in a different order, which changes the
+    # parameters, but not the state.
     got, want = got[1], want[1]
   assert_same_bits(got, want)
   narrow = encoded(SOLVERS[name](), codecs.coat(256), quantize_mask=mask)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests state fields whose name alone does not tell whether to encode them.
 
-Results are compared with the optimizer itself.
+Results are compared with the inner optimizer.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def wrap(inner, codec=codecs.coat(4), **kwargs):  # noqa: B008 (it is frozen)
 
 
 def run(solver, count=30):
-  """Takes steps whose gradients have nearly the same sign."""
+  """Takes steps with gradients close to 1; returns the state and updates."""
 
   def step(state, key):
     noise = 0.03 * jax.random.normal(key, (8, 16))
@@ -42,7 +42,7 @@ def test_moments_that_are_subtracted_stay_f32():
   assert np.all(np.isfinite(updates))
   moments: Any = state.inner[0]
   assert_same_bits(moments, want[0])
-  # Its momentum is not subtracted from anything, so it may be encoded.
+  # The momentum is not subtracted from anything, so it may be encoded.
   assert state.inner[2].trace.codes["w"].dtype == jnp.float8_e4m3fn
 
 
@@ -62,7 +62,7 @@ def test_moments_that_are_subtracted_stay_f32():
   ],
   ids=["stddev", "stddev_of_counts", "cocob", "madgrad"],
 )
-def test_rules_that_encode_such_fields_are_refused(inner, name):
+def test_encoding_a_field_that_must_stay_f32_is_refused(inner, name):
   if inner == "madgrad":
     inner = optax.contrib.madgrad(1e-2)
   named = {name: "mu"}.get
@@ -76,7 +76,7 @@ def test_rules_that_encode_such_fields_are_refused(inner, name):
     wrap(inner).init(PARAMS)
 
 
-def test_optax_maps_the_same_fields_of_placeholders():
+def test_map_params_maps_plain_fields_and_codes():
   solver = wrap(optax.rmsprop(1e-2, centered=True, momentum=0.9))
   state: Any = solver.init(PARAMS)
   where = optax.tree.map_params(solver, lambda x, name: name, state, {"w": "w"})
@@ -99,18 +99,18 @@ def mapped_paths(solver, params):
   }
 
 
-def test_fields_of_other_shapes_are_not_mapped():
+def test_map_params_maps_the_fields_that_optax_maps():
   params = {"w": jnp.ones((4, 8)), "v": jnp.ones(4)}
-  # These are norms of whole parameters, which optax maps.
+  # `nu` contains norms of whole parameters, which optax maps.
   assert mapped_paths(wrap(optax.novograd(1e-2)), params) == {
     "inner/0/mu/codes",
     "inner/0/nu",
   }
-  # These are accumulators of each axis.
+  # `mu` of SM3 contains an accumulator for each axis.
   found = mapped_paths(wrap(optax.sm3(1e-2)), params)
   assert {x.rpartition("/w")[0] or x for x in found} >= {"inner/0/mu"}
   assert "inner/0/nu/codes" in found
-  # Labels of these parameters do not apply to others.
+  # Labels may be a tree with the structure of the parameters.
   own = optax.partition(
     {"lion": optax.lion(1e-2), "sgd": optax.sgd(1e-2)},
     {"w": "lion", "v": "sgd"},
@@ -124,7 +124,7 @@ def test_fields_of_other_shapes_are_not_mapped():
   [optax.sm3(1e-2), optax.contrib.sophia(1e-2)],
   ids=["sm3", "sophia"],
 )
-def test_signed_nu_keeps_its_signs(inner):
+def test_signed_nu_gets_signed_codes(inner):
   solver = wrap(inner, codecs.log8(4))
   state = jax.eval_shape(solver.init, PARAMS)
   codes = {

@@ -33,7 +33,8 @@ from tests.matrices import quick
 
 CODEC = codecs.coat(second="factored")
 EXACT = codecs.MomentCodec(name="exact", mu=codecs.float32().mu, nu=Factored())
-# Rows of w and columns of c are sharded; s is too short to be factored.
+# The axes of rows and columns are sharded. s is too short to be factored,
+# because its first axis has 4 values.
 LEAVES = {
   "layers/w": ((3, 64, 512), P(None, "x", "y")),
   "layers/c": ((3, 128, 2, 512), P(None, "x", None, "y")),
@@ -59,7 +60,7 @@ def make_mesh(kind=AxisType.Auto, shape=(4, 2)):
 
 
 def run(optimizer, mesh=None, steps=3, **kwargs):
-  """Takes steps; returns parameters and state."""
+  """Takes steps; returns (parameters, state)."""
   params = tree(0, mesh)
   state = jax.jit(optimizer.init)(params)
   for seed in range(1, steps + 1):
@@ -76,7 +77,7 @@ def step_of(optimizer):
   return jax.jit(step)
 
 
-def test_steps_equal_adam_in_numpy_with_second_moments_of_rank_one():
+def test_steps_match_numpy_adam_with_second_moments_of_rank_one():
   b1, b2, rate, eps = 0.9, 0.95, 1e-2, 1e-8
   optimizer = coat_adamw(rate, b1, b2, eps, weight_decay=0.0, codec=EXACT)
   got, _ = run(optimizer, steps=5)
@@ -95,7 +96,7 @@ def test_steps_equal_adam_in_numpy_with_second_moments_of_rank_one():
     np.testing.assert_allclose(got[name], p, rtol=1e-4, atol=1e-5)
 
 
-def test_bytes_per_parameter():
+def test_factored_state_takes_about_one_byte_per_parameter():
   params = {"w": jax.ShapeDtypeStruct((32, 4096, 2, 11008), "float32")}
   optimizer = coat_adamw(1e-3, codec=CODEC)
   size = state_bytes(jax.eval_shape(optimizer.init, params))
@@ -105,9 +106,9 @@ def test_bytes_per_parameter():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("fused", [False, True])
-def test_step_on_eight_devices_equals_one_device(kind, fused):
+def test_steps_on_eight_devices_match_one_device(kind, fused):
   make = fused_coat_adamw if fused else coat_adamw
-  # Without expansion, codes do not depend on the last bits of m.
+  # With m in f32, no rounding to codes amplifies differences in the last bits.
   codec = codecs.MomentCodec(name="f", mu=codecs.float32().mu, nu=Factored())
   plain = make(1e-2, codec=codec)
   mesh = make_mesh(kind)
@@ -159,7 +160,7 @@ def test_checkpoint_is_restored_on_another_mesh(tmp_path):
     assert a.sharding == b.sharding
 
 
-def test_conversion_to_optax_and_back():
+def test_state_converts_to_optax_and_back():
   optimizer = coat_adamw(1e-2, codec=EXACT)
   _, state = run(optimizer)
   plain = to_plain_state(state)
@@ -173,7 +174,7 @@ def test_conversion_to_optax_and_back():
     from_plain_state(wrong, state)
 
 
-def test_wrapped_optimizer_and_report():
+def test_encoded_optimizer_is_reported_and_refuses_other_shapes():
   optimizer = encoded(optax.scale_by_adam(), EXACT)
   state = jax.jit(optimizer.init)(tree(0))
   _, state = jax.jit(optimizer.update)(tree(1), state)
@@ -185,7 +186,7 @@ def test_wrapped_optimizer_and_report():
 
 
 @pytest.mark.parametrize("dtype", quick(0, ["float32", "bfloat16"]))
-def test_step_in_passes_gives_the_same_result(monkeypatch, dtype):
+def test_step_in_passes_matches_the_ordinary_step(monkeypatch, dtype):
   calls = []
   kept = passes.run_factored
   monkeypatch.setattr(
@@ -206,7 +207,7 @@ def test_step_in_passes_gives_the_same_result(monkeypatch, dtype):
   pairs = zip(*map(jax.tree.leaves, found.values()), strict=True)
   for a, b in pairs:
     a, b = (np.asarray(x, float) for x in (a, b))
-    # A code at a rounding boundary may be the neighbouring one.
+    # A value at a rounding boundary may get the neighbouring code.
     is_near = np.isclose(a, b, rtol=1e-5, atol=1e-9)
     assert np.mean(is_near) > 0.999
     np.testing.assert_allclose(a, b, rtol=0.15, atol=1e-3)
@@ -216,7 +217,7 @@ def layer(params, x):
   return x + jnp.tanh(x @ params["up"]) @ params["down"]
 
 
-def test_step_in_backward_equals_an_ordinary_step():
+def test_step_in_backward_matches_an_ordinary_step():
   rng = np.random.default_rng(0)
   params = {
     "in": jnp.asarray(0.1 * rng.normal(size=(40, 128)), jnp.float32),
@@ -255,7 +256,7 @@ def test_step_in_backward_equals_an_ordinary_step():
   for _ in range(5):
     want, got = ordinary(*want), in_backward(*got)
   for a, b in zip(*map(jax.tree.leaves, (got[0], want[0])), strict=True):
-    # A code of m at a rounding boundary may be the neighbouring one.
+    # A moment at a rounding boundary may get the neighbouring code.
     assert np.mean(np.isclose(a, b, rtol=1e-3, atol=1e-3)) > 0.9999
     np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-2)
   nu = got[1].nu.amax["layers"]["up"], want[1].nu.amax["layers"]["up"]
@@ -280,7 +281,7 @@ def test_step_in_backward_refuses_layers_that_share_a_factored_leaf():
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_boxes_drop_the_names_of_means(kind):
+def test_boxes_drop_the_names_of_averaged_axes(kind):
   names = ("layers", "x", "y")
   x = jnp.ones((3, 64, 256))
   param = (
@@ -308,7 +309,7 @@ def test_boxes_drop_the_names_of_means(kind):
     assert names_of(updates["w"]) == names
 
 
-def test_states_of_vmap_decode():
+def test_states_of_vmap_are_converted():
   params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 64)))}
   optimizer = coat_adamw(
     1e-2, codec=EXACT, quantize_mask=lambda path, leaf: True
@@ -323,7 +324,7 @@ def test_states_of_vmap_decode():
   assert state_bytes(state).parameters == params["w"].size
 
 
-def test_state_of_another_second_moment_is_refused():
+def test_state_with_another_codec_of_second_moments_is_refused():
   params = {"w": jnp.ones((64, 128))}
   for own, other in ((codecs.coat(), CODEC), (CODEC, codecs.coat())):
     state = coat_adamw(1e-2, codec=other).init(params)
@@ -331,7 +332,7 @@ def test_state_of_another_second_moment_is_refused():
       coat_adamw(1e-2, codec=own).update(params, state, params)
 
 
-def test_groups_that_explicit_axes_split_can_be_wrapped_and_converted():
+def test_encoded_and_conversion_accept_groups_split_by_explicit_axes():
   mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
   with jax.set_mesh(mesh):
     w = jax.device_put(jnp.ones((64, 512)), NamedSharding(mesh, P(None, "x")))

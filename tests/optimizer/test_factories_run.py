@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs steps of all factories, and `stochastic_rounding` in chains."""
+"""Runs steps of some factories, and `stochastic_rounding` in chains."""
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,11 @@ COMPILED = ("coat_lion", "coat_muon", "novograd", "lion", "sm3")
 
 
 def cosine_step(name, steps):
-  """Returns an optimizer whose rate decays to zero, and its step."""
+  """Returns an optimizer whose learning rate decays to zero, and its step."""
   case = CASES[name]
   rate = optax.cosine_decay_schedule(0.1, steps)
   if name == "sm3":
-    rate = 3.0  # This optimizer decays a constant rate by itself.
+    rate = 3.0  # SM3 itself decreases its steps.
   solver = case.ours(**case.options | {"learning_rate": rate})
 
   def step(params, state, grads):
@@ -43,7 +43,7 @@ def cosine_step(name, steps):
 
 
 @pytest.mark.parametrize("name", quick(1, COMPILED))
-def test_mixed_tensors_converge(name):
+def test_vector_and_matrix_converge(name):
   # Use the targets of optax's tests, without coupling between parameters.
   target = {
     "vector": jnp.array([1.0, -1.0, 2.0]),
@@ -78,7 +78,7 @@ def test_donated_step_is_compiled_once(name):
 
 
 @pytest.mark.parametrize("name", quick(1, COMPILED))
-def test_types_on_explicit_axes_are_preserved(name):
+def test_types_of_the_state_on_explicit_axes_are_preserved(name):
   case = CASES[name]
   solver = case.ours(**case.options)
   mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that the first state contains the codes of zeros."""
+"""Tests that the first state encodes zeros."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ SHAPES = (4, 32), (2, 3, 7), (3, 40), (70,), (0, 24)
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-  """A codec whose codes depend on the position in a group and its length."""
+  """A codec that stores the position in a group and the group's length."""
 
   group_size: int = 16
   needs_noise = True
@@ -71,7 +71,7 @@ def everything(path, leaf):
 
 
 def whole(group, zeros, draw=None):
-  """Encodes zeros of a whole leaf, with noise of 0.5 or random noise."""
+  """Encodes a whole leaf of zeros, with noise from `draw`, or of 0.5."""
   if not group.needs_noise:
     return group.encode(zeros, None)
   noise = draw(zeros) if draw else jnp.full(zeros.shape, 0.5)
@@ -79,7 +79,7 @@ def whole(group, zeros, draw=None):
 
 
 def check_state(codec, state, draw=None):
-  """Checks that a state encodes zeros; leaves are named by their shapes."""
+  """Checks that a state of `parameters()` encodes zeros."""
 
   @jit
   def encode(zeros):
@@ -96,8 +96,8 @@ def check_state(codec, state, draw=None):
     assert_same_bits(got, want)
 
 
-# In every run, test one codec for each form of a state: f32 and uint8
-# statistics, only uint8 statistics, 4-bit codes, a user's codec, no codec.
+# In every run, test one codec for each layout of a state: with f32 and uint8
+# statistics, only uint8 statistics, 4-bit codes, a user's codec, and f32.
 FIRST = "coat-stochastic-e4m3", "log8-stochastic", "log4", "make-stochastic"
 every_variant = pytest.mark.parametrize(
   "variant", quick(5, dict.fromkeys((*FIRST, "float32", *VARIANTS)))
@@ -109,7 +109,7 @@ def parameters():
 
 
 @every_variant
-def test_first_state_is_the_encoding_of_whole_zeros(variant):
+def test_first_state_is_the_encoding_of_whole_leaves_of_zeros(variant):
   codec = build(*VARIANTS[variant])
   solver = coat_adamw(1e-3, codec=codec, quantize_mask=everything)
   check_state(codec, jit(solver.init)(parameters()))
@@ -123,7 +123,7 @@ def test_codes_of_zeros_may_depend_on_the_position_in_a_group(name):
 
 
 @every_variant
-def test_encoded_fields_start_as_the_encoding_of_whole_zeros(variant):
+def test_encoded_fields_start_as_encodings_of_whole_leaves_of_zeros(variant):
   codec = build(*VARIANTS[variant])
   solver = encoded(optax.adam(1e-3), codec, quantize_mask=everything)
   # Any random words round zeros to the same codes.
@@ -148,8 +148,9 @@ def test_first_state_is_the_same_without_jit(name):
     assert moments_in(state)[0].codes["c"].dtype == jnp.complex64
 
 
-# Leaves as (shape, spec): whole groups of 16 on each device; three groups on
-# two devices; a short last group; groups split over devices; an f32 leaf.
+# Leaves as (shape, spec). "whole": each device holds whole groups of 16.
+# "across": two devices hold three groups. "short": the last group is short.
+# "split": devices hold parts of a group. "rows": only rows are sharded.
 LEAVES = {
   "whole": ((8, 64), P("x", "y")),
   "across": ((4, 48), P("x", "y")),
@@ -174,7 +175,7 @@ def matrices(path, leaf):
 
 
 def spec_like(x, spec):
-  """Returns the spec without the entries that split x unevenly."""
+  """Returns the spec without the names of axes that would split x unevenly."""
   sizes = {"x": 4, "y": 2, ("x", "y"): 8, None: 1}
   pairs = zip(x.shape, spec, strict=False)
   return P(*(name if n % sizes[name] == 0 else None for n, name in pairs))
@@ -207,9 +208,9 @@ def test_first_state_is_sharded_like_the_parameters(name, kind, make):
   mesh, params = on_mesh(kind)
   with jax.set_mesh(mesh):
     states = [solver.init(params)]
-    if kind == EXPLICIT:  # Otherwise `jit` cannot know how zeros are sharded.
+    if kind == EXPLICIT:  # Otherwise `jit` does not know the shardings.
       states.append(jax.jit(solver.init)(params))
-  if make is coat_lion:  # Test this one without setting a mesh.
+  if make is coat_lion:  # It works without a set mesh, too.
     states.append(solver.init(params))
   for state in states:
     assert_same_bits(state, want)
@@ -223,7 +224,7 @@ def test_first_state_is_sharded_like_the_parameters(name, kind, make):
 
 
 @pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
-def test_first_state_of_parameters_that_a_jitted_function_closes_over(kind):
+def test_init_in_jit_may_close_over_the_parameters(kind):
   _, params = on_mesh(kind)
   solver = coat_lion(1e-3, codec=codecs.coat(16), quantize_mask=matrices)
   assert_same_bits(jax.jit(lambda: solver.init(params))(), solver.init(params))
@@ -253,7 +254,7 @@ def test_first_state_varies_over_devices_like_the_parameters(make):
   jax.eval_shape(run, params)
 
 
-def test_leaf_that_is_committed_to_a_device_gets_its_state_there():
+def test_state_of_a_leaf_committed_to_a_device_is_there():
   device = jax.devices()[3]
   leaf = jax.device_put(jnp.ones((3, 40)), device)
   for x in jax.tree.leaves(encode_zeros(codecs.coat().mu, leaf)):
@@ -272,7 +273,7 @@ def test_abstract_leaf_and_number_get_a_state():
   assert encode_zeros(Plain("float32"), 1.0).codes == 0
 
 
-def test_init_encodes_only_one_group_of_zeros():
+def test_init_encodes_only_one_group_of_each_length():
   leaf = jax.ShapeDtypeStruct((64, 1000), jnp.float32)
   jaxpr = jax.make_jaxpr(lambda x: encode_zeros(codecs.coat().mu, x))(leaf)
   largest = max(
@@ -281,7 +282,8 @@ def test_init_encodes_only_one_group_of_zeros():
     for v in equation.outvars
     if v.aval.dtype == jnp.float32
   )
-  # There are 8 statistics per row. The sample is a group of 128 and one of 104.
+  # The 8 statistics of each of 64 rows outnumber the zeros that are encoded: a
+  # group of 128 and one of 104.
   assert largest == 64 * 8
 
 

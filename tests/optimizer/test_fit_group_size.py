@@ -9,8 +9,8 @@ from coat_jax import codecs
 from coat_jax.optimizer import fit_group_size
 
 
-# `shares`: for each leaf, the length of each device's share of a row. `size` is
-# the largest group size up to `most` that divides all shares.
+# `shares` has, for each leaf, the number of a row's values that each device
+# holds. `size` is the largest group size up to `most` that divides all shares.
 @pytest.mark.parametrize(
   "shares, most, size",
   [

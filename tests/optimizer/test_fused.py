@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the fused step with the same steps in an optax chain."""
+"""Compares fused steps with steps of an optax chain."""
 
 import inspect
 import typing
@@ -36,7 +36,7 @@ def tree(seed, dtype=jnp.float32):
     (fused_coat_lion, lion_step),
   ],
 )
-def test_type_annotation_lists_the_implementations(make, step):
+def test_annotation_of_implementation_lists_all_names(make, step):
   hint = inspect.signature(make).parameters["implementation"].annotation
   names, none = typing.get_args(hint)
   assert none is type(None)
@@ -95,7 +95,7 @@ def test_fused_step_of_complex_leaves_matches_the_chain():
 @pytest.mark.parametrize("name", SETTINGS)
 def test_fused_step_matches_the_chain(name):
   a, state, b, other = run(SETTINGS[name], jnp.float32)
-  # XLA may fuse p + (-rate) * u in only one of the two programs.
+  # XLA may use an FMA for p + (-rate) * u in only one of the two programs.
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-8), a, b
   )
@@ -133,7 +133,7 @@ def test_fused_step_refuses_wrong_arguments():
     fused.apply(params, fused.init(params), {"w": params["w"]})
 
 
-def test_states_of_other_optimizers_are_named():
+def test_states_of_other_optimizers_are_refused_by_name():
   params = tree(0)
   adam, lion = fused_coat_adamw(1e-3), fused_coat_lion(1e-3)
   with pytest.raises(TypeError, match="state must be.*got a ScaleByCoatLion"):

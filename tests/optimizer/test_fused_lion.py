@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares `fused_coat_lion` with `coat_lion` and `apply_updates` exactly."""
+"""Compares `fused_coat_lion` bit for bit with `coat_lion`."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def train(step, params, state, dtype=jnp.float32):
   return params, state
 
 
-def test_step_in_f32_has_the_bits_of_the_chain():
+def test_fused_steps_in_f32_match_the_chain_bit_for_bit():
   chain = coat_lion(SCHEDULE, **OPTIONS)
   fused = fused_coat_lion(SCHEDULE, **OPTIONS)
 
@@ -60,7 +60,7 @@ def test_step_in_f32_has_the_bits_of_the_chain():
 
 
 @pytest.mark.slow
-def test_step_in_bf16_uses_the_random_words_of_apply_updates():
+def test_fused_steps_in_bf16_match_apply_updates_bit_for_bit():
   options = OPTIONS | dict(weight_decay=0.0)
   chain = coat_lion(1e-2, **options)
   fused = fused_coat_lion(1e-2, **options)
@@ -80,7 +80,7 @@ def test_step_in_bf16_uses_the_random_words_of_apply_updates():
 
 @pytest.mark.slow
 def test_24_bit_weights_match_rounded_f32_weights():
-  """The expected weights are stepped in f32 and rounded with the same words."""
+  """Updates the expected weights in f32, then rounds with the same words."""
   options = OPTIONS | dict(codec=codecs.coat(rounding="nearest"))
   fused = fused_coat_lion(SCHEDULE, **options, low_bits=True)
   plain = fused_coat_lion(SCHEDULE, **options)
@@ -102,7 +102,7 @@ def test_24_bit_weights_match_rounded_f32_weights():
     assert_same_bits((got[name], new.low[name]), tuple(split))
 
 
-def test_explain_names_implementations_and_mistakes_are_refused():
+def test_explain_names_implementations_and_wrong_trees_are_refused():
   said = fused_coat_lion(1e-3).explain(tree(0))
   assert (
     said["kernel"]

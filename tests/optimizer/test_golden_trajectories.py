@@ -29,7 +29,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 # Elements whose codes differ, by case, step and moment: one of 184,320. For
 # element 4916 in step 5, y = 448 * (v / amax)^0.8125 is 1.0625003 in float64,
-# two ulp of f32 above the midpoint of the codes 1 and 1.125. The GPU's powf
+# two ulps of f32 above the midpoint of the codes 1 and 1.125. The GPU's powf
 # returned a value below the midpoint. If XLA's exp2 rounds differently, other
 # codes this close to a midpoint may differ, so tests do not require equality.
 KNOWN = {("outlier", 5, "v"): [4916]}
@@ -51,8 +51,8 @@ def trajectory(name, codec):
 
 
 def check_codes(codes, golden):
-  """Checks that 99.95 % of codes are equal, and the others one apart."""
-  # Compare codes as integers including their signs, since no code crosses zero.
+  """Checks that 99.95 % of codes match; returns where others are one apart."""
+  # As bytes, neighbouring codes of the same sign are 1 apart.
   distance = np.abs(np.asarray(codes).view(np.uint8).astype(int) - golden)
   assert np.mean(distance == 0) >= 0.9995
   assert distance.max() <= 1
@@ -87,9 +87,9 @@ def test_fp8_matches_the_reference_without_expansion():
     assert not check_codes(state.mu.codes, golden[f"m_q{step}"])
     assert not check_codes(state.nu.codes, golden[f"v_q{step}"])
     for name, amax in (("m", state.mu.amax), ("v", state.nu.amax)):
-      # amax is off by an ulp or two, because products and sums may be fused.
+      # amax is off by an ulp or two, because compilers may use FMAs.
       # 1 / 448 and the product are off by half an ulp each. Together this is up
-      # to 4 ulp = 4.8e-7.
+      # to 4 ulps = 4.8e-7.
       np.testing.assert_allclose(
         amax / 448, golden[f"{name}_scale{step}"], rtol=4.8e-7
       )

@@ -134,7 +134,7 @@ def assert_same_bits(a, b):
     ],
   ),
 )
-def test_step_matches_the_ordinary_step(make, codec, is_tied):
+def test_steps_match_ordinary_steps_bit_for_bit(make, codec, is_tied):
   optimizer = make(3e-3, codec=codec, weight_decay=0.1)
   params = initial(is_tied)
   *expected, values = train_ordinarily(optimizer, params, 0.5)
@@ -144,7 +144,7 @@ def test_step_matches_the_ordinary_step(make, codec, is_tied):
   assert values[0, 0] - values[-1, 0] > 0.1  # The loss falls.
 
 
-def test_step_with_a_checkpointed_layer_is_the_same():
+def test_checkpointing_layers_does_not_change_the_result():
   optimizer = fused_coat_adamw(3e-3, codec=codecs.float32())
   params = initial(False)
   checkpointed = jax.checkpoint(layer, prevent_cse=False)
@@ -179,7 +179,7 @@ def test_scan_saves_only_the_inputs_of_checkpointed_layers():
   assert saved == [(LAYERS, 4, 8, WIDTH)]
 
 
-def test_layers_receive_their_slice_of_per_layer():
+def test_each_layer_receives_its_slice_of_per_layer():
   optimizer = leafwise(optax.sgd(1e-3))
   params = initial(False)
   gains = jnp.array([0.5, 1.0, 2.0])
@@ -211,7 +211,7 @@ def test_layers_receive_their_slice_of_per_layer():
 
 @pytest.mark.slow
 def test_layers_may_pass_a_tree():
-  """Passes the residual stream, and a sum over layers for the loss."""
+  """Layers pass the residual stream, and a sum over layers for the loss."""
   optimizer = fused_coat_adamw(3e-3, weight_decay=0.1)
   params = initial(False)
   tokens, targets = batch(0)
@@ -263,7 +263,7 @@ def test_layers_may_pass_a_tree():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_optax_transformations_step_leaf_by_leaf(is_tied):
+def test_optax_transformation_updates_leaf_by_leaf(is_tied):
   def decayed(params):
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
@@ -301,7 +301,7 @@ def test_optax_transformations_step_leaf_by_leaf(is_tied):
 def test_plain_optax_transformations_are_refused(optimizer, error, said):
   params = initial(False)
   with pytest.raises(error, match=f"step_in_backward: .*{said}"):
-    inspect.unwrap(step_in_backward)(  # Without beartype.
+    inspect.unwrap(step_in_backward)(  # Call without beartype.
       optimizer,
       params,
       optimizer.init(params),
@@ -311,7 +311,7 @@ def test_plain_optax_transformations_are_refused(optimizer, error, said):
     )
 
 
-def test_nonfinite_gradients_are_reported_by_name():
+def test_nonfinite_gradients_are_reported_by_leaf():
   optimizer = leafwise(optax.sgd(1e-3))
   params = initial(False)
   tokens, targets = batch(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that functions for `step_in_backward` get parameters as arguments."""
+"""Tests how the functions of `step_in_backward` may read parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def test_functions_that_close_over_parameters_are_refused(name, is_jitted):
     functions = dict(
       before=lambda outer: outer["embedding"], layer=layer, after=after
     )
-    # A jitted function has a separate jaxpr, with separate constants.
+    # Checkpointed and jitted functions have separate jaxprs and constants.
     functions[name] = {
       "before": lambda outer: outer["embedding"] * jnp.sum(stacked),
       "layer": jax.checkpoint(lambda params, x: layer(params, x) + gate),
@@ -39,7 +39,7 @@ def test_functions_that_close_over_parameters_are_refused(name, is_jitted):
     (jax.jit(step) if is_jitted else step)(params, optimizer.init(params))
 
 
-def test_layers_can_pass_a_shared_parameter_with_x():
+def test_carry_of_layers_may_contain_a_shared_parameter():
   rate, gate = 0.1, jnp.float32(0.3)
   params = initial() | {"gate": gate}
   optimizer = leafwise(optax.sgd(rate))

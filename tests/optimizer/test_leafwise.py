@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests which optax transformations can step one leaf at a time."""
+"""Tests which optax transformations can update one leaf at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -56,14 +56,14 @@ def step(optimizer, params, layer=layer, after=after, **options):
     (coat_adamw(1e-2), "got coat_adamw.* fused_coat_adamw"),
   ],
 )
-def test_optimizers_that_need_all_leaves_are_refused(tx, said):
+def test_optimizers_that_cannot_update_leaf_by_leaf_are_refused(tx, said):
   optimizer = leafwise(tx)
   params = initial()
   with pytest.raises(ValueError, match=f"leafwise: .*{said}"):
     optimizer.begin(params, optimizer.init(params))
 
 
-def test_state_without_an_axis_of_layers_is_refused():
+def test_state_without_a_layer_axis_is_refused():
   optimizer = leafwise(optax.chain(optax.zero_nans(), optax.sgd(1e-2)))
   with pytest.raises(ValueError, match="got '0/found_nan/layers/w' without it"):
     step(optimizer, initial())

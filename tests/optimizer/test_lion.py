@@ -78,7 +78,7 @@ def test_float32_codec_matches_optax_lion():
   assert_same_bits(back, got_state)
 
 
-def test_codec_changes_through_the_state_of_optax():
+def test_codec_can_be_changed_through_the_state_of_optax():
   old, new = codecs.fp8(rounding="nearest"), codecs.float32()
   params = {"w": tree(0)["w"], "norm": tree(0)["norm"]}
   solver, other = (
@@ -92,7 +92,7 @@ def test_codec_changes_through_the_state_of_optax():
   changed = from_plain_state(plain, like)
   assert jax.tree.map(jax.typeof, changed) == jax.tree.map(jax.typeof, like)
   assert_same_bits(changed.mu.codes, plain.mu)
-  # Values that are equal to codes do not change.
+  # Encoding decoded values again gives the same codes.
   like = jax.eval_shape(solver.init, params)
   back = from_plain_state(to_plain_state(changed), like)
   assert back.mu.codes["w"].dtype == jnp.float8_e4m3fn and back.count == 1
@@ -103,7 +103,7 @@ def test_codec_changes_through_the_state_of_optax():
     from_plain_state(optax.ScaleByAdamState(*plain, plain), like)
 
 
-def test_arguments_and_dtypes_are_those_of_optax():
+def test_arguments_and_dtypes_of_updates_match_optax():
   ours = inspect.signature(inspect.unwrap(coat_lion)).parameters
   theirs = inspect.signature(optax.lion).parameters
   # There is no mu_dtype, because the codec defines how the momentum is stored.
@@ -121,7 +121,7 @@ def test_arguments_and_dtypes_are_those_of_optax():
     inspect.unwrap(scale_by_coat_lion)(codec="coat")  # Without beartype.
 
 
-def test_state_has_one_byte_per_parameter_and_one_moment():
+def test_state_has_one_moment_of_about_one_byte_per_parameter():
   shapes = jax.eval_shape(coat_lion(1e-3).init, llama2_7b())
   size = state_bytes(shapes)
   assert size.parameters == 6_738_415_616
@@ -143,7 +143,7 @@ def test_state_has_one_byte_per_parameter_and_one_moment():
   "kind, known",
   [(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit, False)],
 )
-def test_step_on_a_mesh_has_the_bits_of_one_device(kind, known):
+def test_steps_on_a_mesh_match_one_device_bit_for_bit(kind, known):
   mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
   where = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
 

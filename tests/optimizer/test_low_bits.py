@@ -53,7 +53,7 @@ def test_first_state_contains_low_bytes_of_f32_weights_or_zeros():
   assert not any(np.any(x) for x in jax.tree.leaves(zeros))
 
 
-def test_step_is_the_f32_step_rounded_to_24_bits():
+def test_step_matches_the_f32_step_rounded_to_24_bits():
   settings = dict(weight_decay=0.1, seed=3)
   plain = fused_coat_adamw(1e-2, **settings)
   ours = fused_coat_adamw(1e-2, low_bits=True, **settings)
@@ -69,7 +69,7 @@ def test_step_is_the_f32_step_rounded_to_24_bits():
     in_f32 = join_weights(params, state.low)
     for i, name in enumerate(sorted(SHAPES)):
       if name == "norm":
-        # XLA may fuse p + (-rate) * u in only one of the two programs.
+        # XLA may use an FMA for p + (-rate) * u in only one of the programs.
         np.testing.assert_allclose(in_f32[name], want[name], rtol=1e-6)
         continue
       key = stochastic.leaf_key(3, step, i)
@@ -79,14 +79,13 @@ def test_step_is_the_f32_step_rounded_to_24_bits():
       high, low = oracle(bits, np.asarray(words) >> 24)
       want_word = (high.astype(np.int64) << 8) + low
       apart = words_of_24_bits(in_f32[name]) - want_word
-      # An ulp of f32 is 1/256 of a unit, the last of 24 bits.
+      # The f32 results may differ by an ulp, 1/256 of the last of 24 bits.
       assert np.max(np.abs(apart)) <= 1 and np.mean(apart != 0) < 0.02
-    # Let the next steps start from the same weights.
     assert params["norm"].dtype == jnp.float32
 
 
-def distance_from_f32(low_bits, rate=2e-6, steps=64):
-  """Measures the distance from f32 weights after many small, equal steps."""
+def movement(low_bits, rate=2e-6, steps=64):
+  """Returns how far each weight moves in many small, equal steps."""
   grads = {"w": jnp.ones((32, 256))}
   params, _ = split_weights({"w": tree(0)["w"]})
   start = params["w"].astype(jnp.float32)
@@ -97,12 +96,12 @@ def distance_from_f32(low_bits, rate=2e-6, steps=64):
     params, state = apply(grads, state, params)
   if low_bits:
     params = join_weights(params, state.low)
-  # A constant gradient changes a weight by the rate, up to rounding of moments.
+  # A step changes each weight by the rate, up to rounding of moments.
   return np.asarray(params["w"].astype(jnp.float32) - start, np.float64)
 
 
 def test_small_steps_are_less_noisy_in_24_bits_than_in_bf16():
-  moved, walked = distance_from_f32(True), distance_from_f32(False)
+  moved, walked = movement(True), movement(False)
   want = -64 * 2e-6
   for got in (moved, walked):
     error = got.std() / np.sqrt(got.size)
@@ -141,12 +140,13 @@ def test_converting_moments_keeps_low_bytes():
   assert set(state_report(state)) == set(SHAPES)
 
 
-def test_state_bytes_count_the_low_bits():
+def test_state_bytes_include_the_low_bytes():
   def size(low_bits):
     optimizer = fused_coat_adamw(1e-2, low_bits=low_bits)
     return state_bytes(jax.eval_shape(optimizer.init, tree(0)))
 
-  # There is one byte per value of both matrices, and one for the norm's zero.
+  # There is one byte per value of both matrices, and a placeholder of one byte
+  # for the norm.
   without, with_them = size(False), size(True)
   assert with_them.total - without.total == 70 * 100 + 32 * 256 + 1
   assert with_them.parameters == without.parameters
@@ -161,7 +161,7 @@ def test_weights_and_state_can_be_stored_as_integers():
   assert_same_bits(from_integers(integers, made), made)
 
 
-def test_weights_of_another_kind_are_refused():
+def test_f32_weights_are_refused_with_low_bits():
   params = tree(0)
   optimizer = fused_coat_adamw(1e-2, low_bits=True)
   with pytest.raises(

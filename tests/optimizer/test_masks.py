@@ -72,7 +72,7 @@ def test_default_quantize_mask_chooses_matrices(path):
   ],
 )
 def test_default_quantize_mask_excludes_norms_and_biases(path):
-  # They are stacked over 32 layers, so they are large enough to be encoded.
+  # Stacked over 32 layers, these leaves are large enough to be encoded.
   assert not default_quantize_mask(path, leaf(32, 4096))
   assert is_norm_or_bias(path)
 
@@ -86,7 +86,7 @@ def test_default_quantize_mask_excludes_small_leaves_and_short_rows():
 
 
 @pytest.mark.parametrize("path", ["attn_q_b", "b_proj", "w", "kernel", "out_b"])
-def test_vectors_are_norms_or_biases_whatever_their_names(path):
+def test_short_vectors_are_norms_or_biases_whatever_their_names(path):
   assert is_norm_or_bias(path, leaf(8192))
   assert is_norm_or_bias(path, leaf())
   assert not default_quantize_mask(path, leaf(8192))
@@ -103,7 +103,7 @@ def test_default_quantize_mask_excludes_complex_leaves():
   assert not default_quantize_mask("kernel", leaf(64, 64, dtype=jnp.complex64))
 
 
-def test_mask_gets_the_same_path_with_and_without_variables():
+def test_paths_are_the_same_with_and_without_nnx_variables():
   model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
   state = nnx.state({"layers": [model]}, nnx.Param)
   want = {"layers/0/kernel", "layers/0/bias"}

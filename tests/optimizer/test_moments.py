@@ -74,13 +74,13 @@ def values(count, shape=(4, 256)):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_each_moment_rounds_with_its_own_words(count):
+def test_each_moment_rounds_with_different_words(count):
   codec = codecs.coat().nu
   key = stochastic.leaf_key(1, 2, 3)
   x = values(count)
   stored = encode((codec,) * count, x, LeafPart(key))
-  # A resumed run must use the same words. The first two at each position come
-  # from the key itself, and each further pair from another key.
+  # A resumed run must use the same random words. The first two moments use
+  # words from the leaf's key, and each further pair of moments another key.
   for i, encoded in enumerate(stored):
     pair = (
       key
@@ -94,9 +94,9 @@ def test_each_moment_rounds_with_its_own_words(count):
   decoded = decode((codec,) * count, stored)
   assert len(decoded) == count
   for a, b in zip(decoded, x, strict=True):
-    # Scaled, a group's smallest magnitude is 2.3 subnormal steps. If k were 1,
-    # its relative error would be at most 1 / 2.3, and that of nearly all other
-    # values at most 1 / 8. Here k is larger, so errors are smaller.
+    # The image of a group's smallest magnitude is 2.3 subnormal steps, so its
+    # relative error is at most 1 / 2.3. That of nearly all other images is at
+    # most 1 / 8. Relative errors of values are smaller, because k is above 1.
     np.testing.assert_allclose(a, b, rtol=1 / 2.3)
     assert np.quantile(np.abs(a - b) / np.abs(b), 0.99) < 1 / 8
 

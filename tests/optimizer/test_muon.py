@@ -51,7 +51,7 @@ def tree(seed, scale=0.02):
 
 
 def run(solver, trees):
-  """Takes steps; returns parameters and state, and the program's text."""
+  """Takes steps; returns (parameters, state, text of the compiled step)."""
   params, *grads = trees
   state = solver.init(params)
 
@@ -70,7 +70,7 @@ def apart(params):
   """Separates all matrices, as `optax.contrib.muon` needs them."""
   out = {}
   for name in ("embedding", "head"):
-    out[name] = params[name][None]  # Optax steps arrays of three axes by AdamW.
+    out[name] = params[name][None]  # Optax uses AdamW for arrays of three axes.
   out["norm"] = params["norm"]["scale"]
   layers = params["layers"]
   for i in range(2):
@@ -97,7 +97,8 @@ def apart(params):
 @pytest.mark.parametrize(
   "options",
   [
-    # Fewer steps compile faster. eps is as large as norms and roots of nu.
+    # Fewer Newton-Schulz steps compile faster. eps affects the result, because
+    # it is as large as norms of matrices and roots of nu.
     dict(ns_steps=2, eps=0.05),
     pytest.param(
       dict(
@@ -132,7 +133,8 @@ def test_state_converts_to_optax_and_back():
     {"w": 0.1 * x, "u": x.T, "norm": x[0], "conv": x[None]}
     for x in jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 64)))
   )
-  # Both states contain optax's schedules, but only optax's its coefficients.
+  # Both states contain the counts of schedules, but only optax's contains
+  # Newton-Schulz coefficients.
   options: dict = dict(
     learning_rate=optax.linear_schedule(0.02, 0.01, 9),
     ns_coeffs=(3.0, -3.2, 1.2),
@@ -149,7 +151,7 @@ def test_state_converts_to_optax_and_back():
   for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     assert x.dtype == y.dtype and x.shape == y.shape
     np.testing.assert_allclose(x, y, rtol=2**-22)  # Two roundings.
-  # The next update, which is about 0.02, is the same.
+  # The next updates, which are about 0.02, are the same.
   updates = [
     solver.update(params, state, params)[0]
     for solver, state in ((ours, state), (theirs, got))
@@ -184,7 +186,7 @@ def test_momentum_and_adam_moments_use_different_words():
   assert np.max(np.abs(muon - adam)) == 1
 
 
-def test_states_are_small_and_contain_the_right_leaves():
+def test_muon_and_adam_states_have_the_expected_sizes():
   params = {
     "layers": {
       "attention": {"qkv": {"linear": {"kernel": (32, 4096, 12288)}}},
@@ -272,7 +274,7 @@ def test_matrices_must_return_a_split():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_step_on_a_mesh_gathers_nothing(kind):
+def test_steps_on_a_mesh_match_one_device_and_gather_no_matrix(kind):
   axes = ("data", "fsdp", "tensor")
   mesh = jax.make_mesh((1, 8, 1), axes, axis_types=(kind,) * 3)
   trees = [{"layers": tree(seed)["layers"]} for seed in range(3)]
@@ -283,7 +285,7 @@ def test_step_on_a_mesh_gathers_nothing(kind):
   solver = coat_muon(2e-2, **options, shardings=known)
   with jax.set_mesh(mesh):
     placed = [jax.device_put(x, where) for x in trees]
-    # A jitted init leaves nothing on one device.
+    # Jit `init`, so that it places no array on a single device.
     predicted = state_shardings(solver.init, trees[0], where)
     init = jax.jit(solver.init, out_shardings=predicted)
     got, state, text = run(solver._replace(init=init), placed)

@@ -27,7 +27,7 @@ def leaves(count, dtype=jnp.float32):
 
 
 def take_a_step(optimizer):
-  """Steps two leaves with a new function, so that nothing is cached."""
+  """Updates two leaves with a new function, so that nothing is cached."""
   params = leaves(2)
   state = optimizer.init(params)
   run = getattr(optimizer, "apply", None)
@@ -46,7 +46,7 @@ def take_a_step(optimizer):
   ],
   ids=["coat", "nearest", "lion", "fused"],
 )
-def test_bits_do_not_depend_on_sharing(monkeypatch, optimizer):
+def test_results_do_not_depend_on_sharing_a_function(monkeypatch, optimizer):
   found = []
   for shared in (True, False):
     monkeypatch.setattr(steps, "shares_body", lambda s=shared: s)
@@ -55,7 +55,7 @@ def test_bits_do_not_depend_on_sharing(monkeypatch, optimizer):
 
 
 # Without a shared function, all leaves would take temporary memory at once.
-def test_temporary_memory_is_that_of_one_leaf(monkeypatch):
+def test_temporary_memory_is_about_that_of_one_leaf(monkeypatch):
   optimizer = coat_adamw(1e-3)
 
   def temporary(count):
@@ -68,7 +68,7 @@ def test_temporary_memory_is_that_of_one_leaf(monkeypatch):
   assert temporary(6) < 1.5 * temporary(1)
 
 
-def test_leaves_that_may_be_partitioned_share_no_body():
+def test_leaves_share_a_body_only_if_none_can_be_partitioned():
   assert not steps.shares_body()  # Leaves may be split over 8 devices.
   found = []
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests common uses of an optimizer in optax and Flax, in each codec.
+"""Tests common uses of `coat_adamw` in optax and Flax, with several codecs.
 
-They follow optax's tests of contributed optimizers. All leaves are encoded,
-although they are small, in groups of 4, some of which are short.
+The tests follow optax's tests of contributed optimizers. Most of them encode
+even small leaves, in groups of 4, some of which are short.
 """
 
 import functools
@@ -99,7 +99,8 @@ WRAPPERS = {
 }
 
 
-# These select between states with cond or where, so test every form of a state.
+# The last two select between states with cond or where, so test every layout
+# of a state with them.
 CHOOSERS = ("none", "multi_steps", "apply_if_finite")
 
 
@@ -134,7 +135,7 @@ def test_optimizer_works_in_wrappers(wrapper, name):
   start = jax.tree.map(np.asarray, params)
   for i in range(4):
     params, state = step(params, state, tree(seed=i + 1))
-  assert step._cache_size() == 1  # Nothing compiles again after the first call.
+  assert step._cache_size() == 1  # Later calls compile nothing.
   assert (types(state), types(params)) == before
   moved = jax.tree.map(lambda a, b: bool(np.all(a != b)), params, start)
   # `optax.masked` returns the gradient of leaf f32 unchanged, so f32 moves too.
@@ -149,7 +150,7 @@ def test_inject_hyperparams_reaches_the_optimizer(name):
   _, state = steps(injected, params, count=1)
   _, want = steps(make(name), params, count=1)
   assert set(state.hyperparams) >= {"learning_rate", "b1", "b2", "seed"}
-  # b2 is now an f32 array, and f32(0.999) is off by 1.3e-8: 1 - b2 by 1.3e-5.
+  # b2 is now an f32 array. f32(0.999) is off by 1.3e-8, or 1.3e-5 of 1 - b2.
   got = state.inner_state[0]
   np.testing.assert_allclose(
     got.nu.codes["x"], want[0].nu.codes["x"], rtol=2e-5
@@ -202,7 +203,7 @@ def test_optimizer_preserves_dtypes(name):
   assert state[0].mu.codes["layer"]["f32"].dtype == jnp.float32
 
 
-def test_multi_steps_equals_one_step_of_the_mean():
+def test_multi_steps_matches_one_step_with_the_mean():
   params, solver = tree(), scale_by_coat_adam(codec=CODECS["coat"])
   multi = optax.MultiSteps(solver, every_k_schedule=2)
   state = multi.init(params)
@@ -215,7 +216,7 @@ def test_multi_steps_equals_one_step_of_the_mean():
   assert_equal(state.inner_opt_state, want)
 
 
-def test_apply_if_finite_leaves_the_state_alone():
+def test_apply_if_finite_keeps_the_state_after_a_nan():
   solver = optax.apply_if_finite(make("coat"), 3)
   params, state = steps(solver, tree())
   bad = tree(9) | {"x": jnp.float32(jnp.nan)}
@@ -225,7 +226,7 @@ def test_apply_if_finite_leaves_the_state_alone():
 
 
 @pytest.mark.parametrize("name", ["coat", "float32"])
-def test_vmap_and_scan_equal_a_loop(name):
+def test_vmap_and_scan_match_a_loop(name):
   solver = scale_by_coat_adam(
     codec=CODECS[name], quantize_mask=quantize_mask, seed=3
   )
@@ -260,7 +261,7 @@ class Model(nnx.Module):
 
 
 def train_nnx(solver, *, jit, count=10):
-  """Trains on a random linear map; (optimizer, losses)."""
+  """Trains on a random linear map; returns (optimizer, losses)."""
   model = Model(nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, solver, wrt=nnx.Param)
   x = jax.random.normal(jax.random.key(0), (16, 64))
@@ -289,7 +290,7 @@ def test_nnx_optimizer_follows_adam(name, jit):
   optimizer, losses = train_nnx(solver, jit=jit)
   adam = adam_losses()
   assert losses[0] == pytest.approx(adam[0])
-  # The codecs' noise changes a loss by less than a tenth of what Adam gained.
+  # Rounding changes the loss by less than a tenth of what Adam reduced it by.
   assert losses[-1] == pytest.approx(adam[-1], abs=0.1 * (adam[0] - adam[-1]))
   state = nnx.to_pure_dict(nnx.state(optimizer.opt_state))[0]
   codes = state["mu"]["codes"]

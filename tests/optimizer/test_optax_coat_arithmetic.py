@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares optax_coat.py with optax's Adam, also with extreme gradients.
 
-Other tests check its random words and its rounding of bf16 parameters.
+Also tests its random words and its rounding of bf16 parameters.
 """
 
 import doctest
@@ -39,7 +39,7 @@ def everything(path, leaf):
   ],
   ids=["defaults", "hyperparameters", "nesterov", "mask"],
 )
-def test_float32_codec_equals_optax_adamw(hyper):
+def test_float32_codec_matches_optax_adamw(hyper):
   schedule = optax.linear_schedule(1e-2, 1e-3, 20)
   ours = coat_adamw(schedule, codec=codecs.float32(), **hyper)
   theirs = optax.adamw(schedule, **hyper)
@@ -106,7 +106,7 @@ def test_optax_coat_examples_run():
   assert attempted and not failed
 
 
-def test_same_seed_repeats_codes_and_another_changes_them():
+def test_same_seed_repeats_codes_and_another_seed_changes_them():
   params = jnp.zeros((8, 128))
   grads = normal(0, (8, 128))
 
@@ -148,12 +148,12 @@ def test_step_count_stops_at_its_largest_value():
     _, near = solver.update(grads, state)
     updates, after = solver.update(grads, near)
     assert near.count == after.count == last
-    # After so many steps there is no bias to correct. So after 3 updates mu is
+    # After so many steps, biases are not corrected. So after 3 updates, mu is
     # 0.27 g, nu is 0.003 g^2, and mu / sqrt(nu) is near 5.
     assert np.all(np.isfinite(updates)) and np.median(np.abs(updates)) > 1
 
 
-def test_nan_gradient_stays_in_its_group():
+def test_nan_gradient_affects_only_its_group():
   solver = scale_by_coat_adam(quantize_mask=everything)
   grads = normal(0, (4, 256))
   state = solver.init(grads)

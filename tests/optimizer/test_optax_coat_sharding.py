@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests optax_coat.py on meshes of eight devices.
 
-Results are the same bits as on one device, types of the state do not change,
-and nothing is gathered. optax tests the types of a sharded state similarly.
+Results match those on one device, types of the state do not change, and whole
+groups need no communication. optax tests types of a sharded state similarly.
 """
 
 import functools
@@ -23,9 +23,10 @@ from tests.matrices import quick
 CODECS = {
   name: getattr(codecs, name)() for name in ("coat", "coat_e8m0", "log8", "fp8")
 }
-# (shape, spec) of leaves. "whole": each device has whole groups. "across": two
-# devices share a group. "short": two devices share the last group, which is
-# shorter. "rows": only rows are sharded. "f32": the moments stay in f32.
+# Leaves as (shape, spec). "whole": each device holds whole groups. "across":
+# two devices share the second of three groups. "short": two devices share the
+# first group, and the second has only 72 values. "rows": only rows are sharded.
+# "f32": the moments stay in f32.
 LEAVES = {
   "whole": ((8, 512), jax.P("x", "y")),
   "across": ((4, 384), jax.P("x", "y")),
@@ -78,13 +79,13 @@ def solver_and_result(name, names):
 
 @pytest.mark.parametrize(
   "name, kind",
-  # tests/optimizer/test_sharding.py has one case in every run.
+  # In every run, tests/optimizer/test_sharding.py makes a similar comparison.
   quick(
     0,
     [(name, AxisType.Auto) for name in CODECS] + [("coat", AxisType.Explicit)],
   ),
 )
-def test_sharded_step_equals_unsharded(name, kind):
+def test_sharded_steps_match_unsharded_steps(name, kind):
   # Compiling all leaves for all codecs would take a minute.
   names = tuple(LEAVES) if name == "coat" else ("whole", "across")
   solver, (want, want_state) = solver_and_result(name, names)
@@ -111,10 +112,10 @@ def test_sharded_step_equals_unsharded(name, kind):
       if leaf != "short" or got.dtype.itemsize == 1:
         np.testing.assert_array_equal(got, expected, f"{field} {leaf}")
       else:
-        # Two devices share and pad a group of 72. This compiles to another
-        # program, which may round b1 * mu + (1 - b1) * g once where the first
-        # rounds twice. Each step they differ by up to an ulp of the larger
-        # product. It happens that no code changes.
+        # To share and pad these groups, the compiler makes another program,
+        # which may round b1 * mu + (1 - b1) * g once where the program for one
+        # device rounds twice. In each step, they differ by up to an ulp of the
+        # larger product. For these values, no code changes.
         np.testing.assert_allclose(got, expected, rtol=3 * 2.0**-23, atol=1e-7)
     # If devices have whole groups, the compiler has no reason to move them.
     if kind == AxisType.Explicit or leaf not in ("across", "short"):
@@ -161,7 +162,7 @@ def test_whole_groups_need_no_collective(kind):
     state = solver.init(grads)
     compiled = jax.jit(solver.update).lower(grads, state).compile()
   assert not collectives(compiled)
-  # Each device also draws only the random words that it uses, an eighth of all.
+  # Each device generates only the random words that it uses, an eighth of all.
   assert "[8,512]" not in compiled.as_text()
 
 
@@ -184,7 +185,7 @@ def test_apply_updates_does_not_depend_on_sharding(kind):
 
 
 @pytest.mark.parametrize("kind", quick(1, [AxisType.Explicit, AxisType.Auto]))
-def test_variables_keep_their_sharding_metadata(kind):
+def test_nnx_variables_are_sharded_by_their_metadata(kind):
   # Two devices cannot divide one group, so statistics lose that axis's name.
   with jax.set_mesh(mesh(kind)):
     model = nnx.Linear(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the checks of optax's own tests on all of our factories.
 
-Each check runs on an optax optimizer and on ours that replaces it, which must
-pass if optax's does. The checks are those of optax's tests of aliases,
-contributed optimizers and shardings.
+Each of our optimizers must pass the checks that its optax counterpart passes.
+The checks are those of optax's tests of aliases, contributed optimizers and
+shardings.
 """
 
 import functools
@@ -147,8 +147,8 @@ def check_inside(wrapper, name, make, options):
     assert shapes(mapped) == shapes(state)
 
 
-def passes(check, name, make, options) -> Exception | None:
-  """Returns the error that a check of an optimizer raised, or None."""
+def failure(check, name, make, options) -> Exception | None:
+  """Returns the error that a check of an optimizer raises, or None."""
   try:
     check(name, make, dict(options))
   except Exception as error:
@@ -159,8 +159,8 @@ def passes(check, name, make, options) -> Exception | None:
 def compare(check, name):
   """Raises the error of our optimizer, unless optax's raises one too."""
   case = CASES[name]
-  error = passes(check, name, case.ours, case.options)
-  if error is not None and not passes(check, name, case.theirs, case.options):
+  error = failure(check, name, case.ours, case.options)
+  if error is not None and not failure(check, name, case.theirs, case.options):
     raise error
 
 
@@ -178,7 +178,7 @@ def test_our_optimizer_works_in_wrappers_if_optax_does(name):
 
 def test_optax_passes_the_checks():
   for check in CHECKS:
-    assert passes(check, "adamw", optax.adamw, {"learning_rate": 1e-2}) is None
+    assert failure(check, "adamw", optax.adamw, {"learning_rate": 1e-2}) is None
 
 
 def test_checks_find_a_state_whose_types_change():
@@ -193,4 +193,4 @@ def test_checks_find_a_state_whose_types_change():
 
   options = {"learning_rate": 1e-2}
   for check in (check_step, check_x64, check_cond, check_vmap):
-    assert passes(check, "broken", broken, options) is not None
+    assert failure(check, "broken", broken, options) is not None

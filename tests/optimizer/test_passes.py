@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the step in passes (for GPUs) with the ordinary step, bit for bit.
+"""Compares a step in passes, for GPUs, with an ordinary step bit for bit.
 
-To run it on a CPU, tests replace the platform that a step asks for.
+To run both on a CPU, tests replace the function that returns the platform.
 """
 
 import functools
@@ -39,7 +39,7 @@ def take_steps(monkeypatch, optimizer, platform, dtype, shape=(8, 384)):
   else:
     step = jax.jit(lambda g, s, p: optimizer.update(g, s, p))
   for factor in (1.0, -0.9):
-    # Both runs get the same gradients.
+    # Gradients do not depend on parameters, so all runs get the same.
     params, state = step(g * jnp.asarray(factor, dtype), state, params)
   return params, state
 
@@ -71,7 +71,7 @@ def optimizers():
 
 
 @pytest.mark.parametrize("optimizer, dtype", list(optimizers()))
-def test_passes_give_the_same_bits(monkeypatch, optimizer, dtype):
+def test_steps_in_passes_match_ordinary_steps(monkeypatch, optimizer, dtype):
   calls = []
   run = passes.run
   monkeypatch.setattr(passes, "run", lambda *x: calls.append(x) or run(*x))

@@ -67,10 +67,10 @@ def test_state_bytes_of_llama2_7b(codec, most):
   assert min(codes, most - 0.1) <= size.bytes_per_param <= most + 1e-7
 
 
-def test_state_bytes_finds_states_anywhere():
+def test_state_bytes_finds_the_state_in_any_tree():
   params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
   # Each moment has codes, 5 bytes for each of 64 groups, f32 biases, and
-  # placeholders (4 + 1 bytes) for their statistics. There is one count.
+  # placeholders (4 + 1 bytes) for statistics of biases. There is one count.
   want = 2 * (4096 + 64 * 5 + 64 * 4 + 5) + 4
   solver = optax.chain(optax.clip(1.0), coat_adamw(1e-3))
   assert state_bytes(solver.init(params)).total == want
@@ -83,7 +83,7 @@ def test_state_bytes_finds_states_anywhere():
     state_bytes(optax.adam(1e-3).init(params))
 
 
-def test_state_bytes_of_any_state_are_divided_by_the_parameters():
+def test_state_bytes_counts_any_state_if_params_are_passed():
   params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
   with pytest.raises(ValueError, match="or pass params, to count any"):
     state_bytes(optax.adam(1e-3).init(params))
@@ -109,7 +109,7 @@ def test_state_bytes_of_any_state_are_divided_by_the_parameters():
   assert state_bytes(state, params) == (total, 4160, total / 4160)
 
 
-def test_state_report_tells_codecs_apart():
+def test_state_report_describes_the_moments_of_each_codec():
   mu, nu = (jnp.asarray(x) for x in cases.moments((64, 256)))
   nu = nu.at[0].set(0.0)  # Rows of zeros must not affect powers.
   reference = optax.ScaleByAdamState(
@@ -152,7 +152,7 @@ def test_state_report_tells_codecs_apart():
   assert "relative_error" not in alone["w"]["nu"]
 
 
-def test_state_report_refuses_states_of_other_trees():
+def test_state_report_refuses_other_references_and_two_states():
   params = {"w": jnp.ones((64, 64))}
   state = coat_adamw(1e-3).init(params)
   other = optax.adam(1e-3).init({"w": jnp.ones(3)})[0]

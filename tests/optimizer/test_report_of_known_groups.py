@@ -11,13 +11,13 @@ from coat_jax.optimizer import state_report
 from tests.optimizer.adam_states import from_adam
 
 ROWS, GROUP = 64, 64
-# Ratio of the largest to the smallest value of a group. Codes span 448 down to
-# 2 / 448. So a group whose ratio is the square root of 448^2 / 2 gets power 2.
+# Ratio of the largest to the smallest value of a group. Images span 2 / 448 to
+# 448, a ratio of 448^2 / 2. So a group with the square root of it gets power 2.
 RATIO = np.sqrt(448**2 / 2)
 
 
 def state(codec, zero_rows):
-  """Makes moments with one group per row; the first rows are zero."""
+  """Returns a state with one group per row; the first rows are zero."""
   row = np.geomspace(1e-4, 1e-4 * RATIO, GROUP)
   values = np.tile(row, (ROWS, 1)).astype(np.float32)
   values[:zero_rows] = 0
@@ -46,8 +46,8 @@ def test_a_leaf_of_zeros_has_no_powers():
   assert "power" not in report["mu"] and report["mu"]["zeroed"] == 1
 
 
-def test_quantiles_are_those_of_the_groups():
-  # Three quarters of the groups have the span of k = 1, one quarter of k = 2.
+def test_quantiles_of_powers_are_taken_over_groups():
+  # Three quarters of the groups have the ratio of k = 1, the others of k = 2.
   one, two = (np.geomspace(1e-4, 1e-4 * RATIO**n, GROUP) for n in (2, 1))
   rows = np.concatenate([np.tile(one, (48, 1)), np.tile(two, (16, 1))])
   leaf = {"w": jnp.asarray(rows, jnp.float32)}

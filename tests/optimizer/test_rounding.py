@@ -39,7 +39,7 @@ def gradients(seed):
   )
 
 
-def test_result_is_a_neighbour_of_the_sum_and_right_on_average():
+def test_result_is_a_neighbour_of_the_sum_and_unbiased():
   p = {"w": jnp.full((256, 256), 1.0, BF16)}
   d = {"w": jnp.full((256, 256), 0.3 * 2.0**-8, jnp.float32)}
   rounding = stochastic_rounding(5)
@@ -47,14 +47,14 @@ def test_result_is_a_neighbour_of_the_sum_and_right_on_average():
   new = np.asarray(optax.apply_updates(p, updates)["w"], np.float64)
   # The bf16 neighbours of 1 + 0.3 * 2^-8 are 1 and 1 + 2^-7.
   assert {*np.unique(new)} == {1.0, 1 + 2.0**-7}
-  # It is rounded up with probability 0.15. The bound is five standard
+  # The sum is rounded up with probability 0.15. The bound is five standard
   # deviations.
   share = np.mean(new > 1)
   assert abs(share - 0.15) < 5 * np.sqrt(0.15 * 0.85 / new.size)
 
 
 @pytest.mark.parametrize("make", [coat_adamw, coat_lion])
-def test_chain_and_optax_give_the_bits_of_apply_updates(make):
+def test_chain_matches_apply_updates_bit_for_bit(make):
   alone = make(1e-3, weight_decay=0.1, seed=3)
   chain = optax.chain(alone, stochastic_rounding(3))
   p = q = weights()
@@ -69,8 +69,8 @@ def test_chain_and_optax_give_the_bits_of_apply_updates(make):
 
 
 @pytest.mark.parametrize("low_bits", [False, True])
-def test_chain_and_optax_give_the_bits_of_the_fused_step(low_bits):
-  """Compares one step, with a compiler that does not fuse products and sums."""
+def test_chain_matches_the_fused_step_bit_for_bit(low_bits):
+  """Compares one step without jit, so that no products and sums are fused."""
   chain = optax.chain(
     coat_adamw(1e-3, seed=3), stochastic_rounding(3, low_bits=low_bits)
   )
@@ -115,7 +115,7 @@ def test_low_bits_keep_what_bf16_loses():
   np.testing.assert_array_equal(joined, 1 - 1000 * 2.0**-14)
 
 
-def test_nnx_trainer_learns_with_updates_below_a_bf16_step():
+def test_nnx_weights_change_with_updates_below_a_bf16_step():
   class Model(nnx.Module):
     def __init__(self):
       self.w = nnx.Param(jnp.ones((64, 128), BF16))
@@ -140,7 +140,7 @@ def test_nnx_trainer_learns_with_updates_below_a_bf16_step():
 
 
 def test_no_copy_of_all_weights_in_f32_is_made():
-  """Four leaves must need no more temporary memory than one."""
+  """Checks that three more leaves hardly need more temporary memory."""
 
   def temporary(leaves):
     shape = jax.ShapeDtypeStruct((512, 1024), BF16)
@@ -158,7 +158,7 @@ def test_no_copy_of_all_weights_in_f32_is_made():
   assert temporary(4) - temporary(1) < 512 * 1024
 
 
-def test_parameters_of_other_dtypes_are_updated():
+def test_updates_of_f32_parameters_and_none_are_returned_unchanged():
   p = {"f32": jnp.ones(4), "none": jnp.ones(4, BF16)}
   d = {"f32": jnp.full(4, 1e-9), "none": None}
   rounding = stochastic_rounding()
@@ -167,7 +167,7 @@ def test_parameters_of_other_dtypes_are_updated():
   np.testing.assert_array_equal(updates["f32"], d["f32"])
 
 
-def test_misuse_is_refused():
+def test_wrong_seed_and_missing_parameters_are_refused():
   with pytest.raises(TypeError, match="stochastic_rounding: seed"):
     stochastic_rounding(1.5)
   rounding = stochastic_rounding()

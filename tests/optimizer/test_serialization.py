@@ -58,12 +58,12 @@ def test_saved_states_are_restored_exactly(file, name, tmp_path):
 
 
 def test_numpy_cannot_read_fp8():
-  # This is why the functions exist: an FP8 array is restored as raw bytes.
+  # `to_integers` exists because NumPy restores an FP8 array as raw bytes.
   codes = np.asarray(jnp.ones(3, jnp.float8_e4m3fn))
   assert np.dtype(codes.dtype.str).kind == "V"
 
 
-def test_views_keep_shardings_and_other_leaves():
+def test_integers_keep_shardings_and_other_leaves():
   mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
   where = {"w": NamedSharding(mesh, jax.P("x"))}
   solver = coat_adamw(1e-3)
@@ -86,7 +86,7 @@ def test_views_keep_shardings_and_other_leaves():
   assert types(from_integers(key["key"], key["key"])) == types(key["key"])
 
 
-def test_another_state_is_refused():
+def test_integers_of_another_state_are_refused():
   params = tree()
   state = to_integers(make("log8").init(params))
   like = jax.eval_shape(make("coat").init, params)

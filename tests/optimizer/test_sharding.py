@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests shardings of optimizer states.
 
-They must be as predicted, steps must keep them, and need no communication.
+Shardings must be as predicted. Steps must keep them and need no communication.
 """
 
 import doctest
@@ -149,7 +149,7 @@ def test_shardings_agree_with_jax_on_explicit_axes():
   for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     assert (x.shape, x.dtype) == (y.shape, y.dtype)
     assert x.sharding.spec == (y.sharding.spec if y.sharding else P())
-  # This also works in the context of another mesh.
+  # The prediction does not depend on the mesh that is set.
   with jax.set_mesh(make_mesh(shape=(2, 4))):
     assert abstract_state(optimizer.init, params) == got
 
@@ -169,7 +169,7 @@ def unsharded():
 
 @KINDS
 @pytest.mark.parametrize("given", quick(1, [True, False]))
-def test_sharded_step_equals_unsharded(unsharded, kind, given):
+def test_sharded_steps_match_unsharded_steps(unsharded, kind, given):
   optimizer, want = unsharded
   mesh = make_mesh(kind)
   shardings = where(mesh)
@@ -225,8 +225,8 @@ def test_wrapped_optimizers_are_sharded_like_parameters(name):
     abstract(FEW),
     shardings,
   )
-  # Arrays shaped like a parameter are sharded like it, and all other large
-  # arrays are sharded too.
+  # A parameter's arrays are sharded like it. All other arrays are replicated,
+  # and so are the placeholders for statistics of the norm.
   for path, s in jax.tree_util.tree_leaves_with_path(promised):
     keys = [getattr(key, "key", None) for key in path]
     if leaf := [key for key in keys if key in FEW]:
@@ -270,7 +270,7 @@ def test_nnx_optimizer_is_sharded_like_its_model():
   assert specs == nnx.get_partition_spec(state)
   assert specs.mu.codes["up"]["kernel"].get_value() == P("tensor", "fsdp")
   assert specs.nu.amax["up"]["kernel"].get_value() == P("tensor", "fsdp")
-  # This holds for the object, for its state, and for newly made arrays.
+  # The same holds for an optimizer object, for its state, and for new arrays.
   promised = state_shardings(init, params, shardings)
   ranges = promised.opt_state[0].nu.range["up"]["kernel"]
   assert ranges.get_value().spec == P("tensor", "fsdp")
@@ -289,8 +289,9 @@ def test_nnx_optimizer_is_sharded_like_its_model():
 @pytest.mark.parametrize(
   "columns, message",
   [
-    # Three groups on four devices; and eight groups of 128 on four devices, of
-    # which the last is short. Shapes cannot tell these from groups of 125.
+    # 384 columns are three groups on four devices. 1000 columns are eight
+    # groups, of which the last is short. Shapes alone do not tell whether
+    # eight groups have 128 or 125 columns.
     (384, r"384 is sharded over 4 devices, 96 values each.* 96, 48, 32, 24,"),
     (1000, r"groups of 128 at 'w', .* 250 values each.* 125, 50, 25, 10, 5 \("),
   ],

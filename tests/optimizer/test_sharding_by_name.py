@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests optimizer states that flax shards by axis names.
 
-They check the bytes on each device, and the values.
+The tests check the values, and the number of bytes on each device.
 """
 
 import contextlib
@@ -30,14 +30,15 @@ from coat_jax.optimizer.state import moments_in
 from tests.comparing import assert_same_bits
 
 DEVICES = 8
-# Bytes per parameter of `coat`, with a margin for leaves that are not encoded.
+# Bytes per parameter on each device with `coat`, with a margin for leaves that
+# are not encoded.
 MOST = 1.02 * 2.08 / DEVICES
-# The same with the low byte of each bf16 weight.
+# `MOST`, and the low byte of each bf16 weight.
 MOST_WITH_LOW_BYTES = 1.02 * 3.08 / DEVICES
 
 
 class Model(nnx.Module):
-  """A model of matrices with named axes, and a bias whose moments stay f32."""
+  """Two matrices with named axes, and a bias whose moments stay f32."""
 
   def __init__(self, dtype, *, rngs):
     def linear(rows, columns, names, use_bias):
@@ -83,7 +84,7 @@ def step(model, optimizer):
 
 
 def bytes_on_devices(state):
-  """Returns the bytes that each device stores, by device."""
+  """Returns the numbers of bytes that the devices store."""
   out = dict.fromkeys(jax.devices(), 0)
   for x in jax.tree.leaves(state):
     for shard in x.addressable_shards:
@@ -191,7 +192,7 @@ def test_each_device_stores_its_share_of_low_bytes(kind):
 
 
 class Dense(nn.Module):
-  """The same matrices in Linen's boxes, with mesh axes or logical axes."""
+  """Two matrices in Linen's boxes, with names of mesh axes or logical axes."""
 
   box: Any
   names: tuple[str, str]
@@ -250,7 +251,7 @@ def test_each_device_stores_its_share_of_a_linen_state(logical, low_bits):
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", SOLVERS)
 def test_predicted_shardings_match_those_of_init(kind, inside, name):
-  # Both treat axis names in the same way, with and without a mesh.
+  # `state_shardings` and `init` treat axis names alike, also without a mesh.
   mesh = make_mesh()
   solver = optax.chain(optax.clip(1.0), SOLVERS[name]())
   names = ("fsdp", "tensor")

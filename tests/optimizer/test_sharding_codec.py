@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that shardings of states find the codec from the optimizer."""
+"""Tests that `state_shardings` finds the codec of the optimizer."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from coat_jax.optimizer import abstract_state, state_shardings
 from tests.optimizer.test_sharding import make_mesh
 
 
-def test_codec_is_found_from_the_optimizer():
+def test_state_shardings_finds_the_codec_of_the_optimizer():
   params = {"w": jax.ShapeDtypeStruct((16, 1000), jnp.float32)}
   whole = {"w": NamedSharding(make_mesh(), P("fsdp"))}
   split = {"w": NamedSharding(make_mesh(), P(None, "fsdp"))}
@@ -30,7 +30,8 @@ def test_codec_is_found_from_the_optimizer():
       state_shardings(init, params, split)
 
   state_shardings(make(codecs.log8(64)).init, params, whole)
-  # 1000 values form eight groups of 125 or of 128, and only one of these fits.
+  # 1000 values form eight groups of 125 or of 128. Only 125 divides the 250
+  # values of a device.
   fits, jitted = make(codecs.log8(125)), jax.jit(make(codecs.log8()).init)
   state = abstract_state(lambda p: [fits.init(p)], params, split)[0][0]
   assert state.mu.amax["w"].sharding.spec == P(None, "fsdp")

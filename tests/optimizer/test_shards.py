@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests steps on each device's shard of a leaf, as kernels run."""
+"""Tests steps that run on each device's shard of a leaf, as kernels must."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ from coat_jax.optimizer import (
 from tests.comparing import assert_same_bits
 from tests.matrices import quick
 
-# Leaves are sharded along rows, columns, both, the axis of layers, or a middle
-# axis. One leaf stays f32.
+# Leaves are sharded along rows, rows and columns, layers and columns, a middle
+# axis, or none. The moments of "norm" stay f32.
 LEAVES = {
   "rows": ((16, 256), jax.P(("x", "y"))),
   "both": ((8, 1024), jax.P("x", "y")),
@@ -73,7 +73,7 @@ KINDS = {
 
 
 def run(name, codec, dtype, mesh=None, **options):
-  """Takes two steps; returns parameters and state, and the program's text."""
+  """Takes two steps; returns (parameters, state) and the compiled text."""
   make, step_of = KINDS[name]
   optimizer = make(
     **OPTIONS, codec=codec, quantize_mask=quantize_mask, **options
@@ -123,7 +123,7 @@ def test_step_on_shards_matches_one_device(name, codec, dtype, kind):
   assert_same_bits(got, on_one_device(name, codec, dtype))
   for operation in ("all-gather", "all-reduce", "all-to-all", "permute"):
     assert operation not in text
-  # The arguments of the second step are sharded like those of the first.
+  # Results are sharded like the parameters of the first step.
   for leaf, (shape, spec) in LEAVES.items():
     where = NamedSharding(mesh, spec)
     assert got[0][leaf].sharding.is_equivalent_to(where, len(shape))
@@ -154,7 +154,7 @@ def test_every_leaf_runs_inside_shard_map(monkeypatch):
   assert found and all(axes == {"x", "y"} for axes in found)
 
 
-def test_compiler_partitions_steps_of_groups_that_are_split():
+def test_step_with_groups_split_over_devices_matches_one_device():
   mesh = make_mesh(AxisType.Auto)
   params = {"w": jnp.ones((8, 384))}
   where = {"w": NamedSharding(mesh, jax.P("x", "y"))}
@@ -169,7 +169,7 @@ def test_compiler_partitions_steps_of_groups_that_are_split():
   assert_same_bits(got, want)
 
 
-def test_explain_describes_a_shard():
+def test_explain_describes_the_shard_of_a_device():
   mesh = make_mesh(AxisType.Auto)
   params = {"w": jnp.ones((64, 1024)), "narrow": jnp.ones((8, 256))}
   where = {"w": jax.P("x"), "narrow": jax.P("x", "y")}
@@ -185,7 +185,7 @@ def test_explain_describes_a_shard():
   assert "must be a multiple of 8, got 2" in said["narrow"]
 
 
-def test_values_that_are_not_shardings_are_refused():
+def test_wrong_and_missing_shardings_are_refused():
   params = {"w": jnp.ones((8, 256)), "v": jnp.ones((8, 256))}
   with pytest.raises(TypeError, match="must be NamedShardings.*P"):
     optimizer = fused_coat_adamw(**OPTIONS, shardings={"w": jax.P("x")})

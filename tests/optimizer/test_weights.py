@@ -84,7 +84,7 @@ def test_join_and_split_are_inverse():
   assert_same_bits(split(join(ours)), ours)
 
 
-def test_high_is_the_nearest_bf16_and_low_its_distance():
+def test_high_is_the_nearest_bf16():
   bits = np.random.default_rng(1).integers(0, INFINITY, 4096, np.uint64)
   bits = np.minimum(bits.astype(np.uint32) & 0xFFFFFF00, 0x7F7F7F00)
   got = split(as_f32(bits))
@@ -108,8 +108,8 @@ def test_stochastic_rounding_is_exact_on_average():
   np.testing.assert_array_equal(joined.sum(0), 256 * bits.astype(np.int64))
 
 
-def test_weight_set_to_zero_or_infinity_keeps_that_value():
-  # For example after pruning, the low byte still belongs to the old value.
+def test_low_byte_hardly_changes_zero_and_never_infinity():
+  # If pruning sets a weight to zero, the low byte of its old value remains.
   high = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf], jnp.bfloat16)
   for low in (-128, -1, 0, 1, 127):
     got = join(SplitWeight(high, jnp.full(4, low, jnp.int8)))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that each step rounds with its own random words.
+"""Tests that each step rounds with different random words.
 
-Two steps that differ only in their number must round different values up. The
-first moment and the update of Lion do not depend on the number of steps, so
-nothing else can differ.
+Two steps that differ only in their count must round different values up. Lion's
+momentum and update do not depend on the count, so nothing else can differ.
 """
 
 import jax
@@ -59,6 +58,5 @@ def test_steps_round_with_different_words(step):
     np.asarray(step(jnp.int32(count)), "float32") for count in (3, 3, 4)
   )
   np.testing.assert_array_equal(first, again)
-  # At least a tenth of the values differ, but not all: some are close to a
-  # code.
+  # At least a tenth of the values differ. Values close to a code do not.
   assert 0.1 < np.mean(first != second) < 0.9
