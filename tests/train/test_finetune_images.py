@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m train.finetune` of a model that sees images, in two stages."""
+"""`python -m train.finetune` of a vision-language model, in two stages."""
 
 import dataclasses
 import json
