@@ -39,7 +39,7 @@ from train.source import decoder_of
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
-# How many characters to print: the last of a prompt, and the first of an answer.
+# How many characters of a prompt (its last) and an answer (its first) to print.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _THREADS = 8  # Each thread reads the images of a batch.
