@@ -15,7 +15,7 @@ compares the two:
                    gradients after each is divided by its norm
   bytes_per_token  bytes that a layer with the `coat` recipe saves for its
                    backward pass; `bf16_bytes_per_token` is the same with
-                   `bf16`. Both are counted with BF16 activations.
+                   `bf16`. Both numbers are counted with BF16 activations.
 """
 
 import argparse

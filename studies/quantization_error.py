@@ -63,8 +63,8 @@ def moment_errors(exact: Moments, stored: Moments) -> dict[str, float]:
   Returns:
     mu_error, nu_error: RMS of the error divided by the RMS of the moment.
     zeroed_mu, zeroed_nu: fraction of the nonzero values that became zero.
-    update_mse: mean square error of the update m / (sqrt(v) + eps), as the
-      paper reports it.
+    update_mse: mean square error of the update m / (sqrt(v) + eps), which the
+      COAT paper reports.
     update_error: RMS error of the update, divided by the RMS of the exact one.
     kept_error: `update_error` over values whose v did not become zero.
   """

@@ -41,9 +41,9 @@ def adamw(
   """Returns AdamW that rounds large matrices after each step.
 
   A step subtracts r * m from a weight, where m is its first moment. "fed back"
-  rounds the result to nearest, in groups of 128 with one scale each. If this
-  subtracts e from the weight, it adds e * (1 - 1 / b1) / r to m, so that later
-  steps compensate for e. Source: ECO, arXiv:2601.22101.
+  rounds the result to nearest, in groups of 128 with one scale each. If
+  rounding lowers the weight by e, e * (1 - 1 / b1) / r is added to m, so that
+  later steps compensate for e. Source: ECO, arXiv:2601.22101.
   """
 
   def init(params):

@@ -163,7 +163,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
 
     lm = DecoderLM(decoder, source.text, length=length, batch=config.batch)
     results = tasks.run(lm, shots=config.shots, limit=config.limit)
-    del lm  # It holds the model, which `--beside` replaces below.
+    del lm  # It would keep the model in memory when `--beside` replaces it.
     found["tasks"] = report.task_rows(results)
     print(report.task_table(found["tasks"]))
   columns = []

@@ -117,7 +117,7 @@ def test_options_that_do_not_fit_the_model_are_refused(
   muon = OptimConfig(lr=1e-3, warmup=1, optimizer="coat_muon", group_size=16)
   share = OptimConfig(lr=1e-3, warmup=1, group_size=16, clip="share")
   for words, options in {
-    "trained needs a model that sees": dict(
+    "trained needs a vision-language model": dict(
       init_from=str(text), data=ChatData(), trained="all"
     ),
     "watch needs a text-only model": dict(watch=1),

@@ -24,7 +24,7 @@ from train.options import Share, fixed
 Dtype = Literal["text", "uint16", "uint32"]
 DTYPES = get_args(Dtype)
 _THREADS = 16
-# The samples to check before training, and the tokens in each sample.
+# The number of samples to check before training, and of tokens in each sample.
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
 
 

@@ -150,7 +150,7 @@ def _bf16_backward(layer: Layer) -> float:
     mlp = BF16 * (3 * inner + weights["gate_up"]) + 2 * unit + 2 * layer.rows
     return max(mlp, BF16 * 3 * inner + 12 * unit)
   # On a mesh, the sums contain gathered weights, and copies of the operands
-  # that matmuls save. They contain no copies of tokens.
+  # that matmuls save, but no copies of tokens.
   mlp = BF16 * (4 * inner + layer.gathered * weights["gate_up"])
   attention = BF16 * (3 * inner + layer.gathered * weights["qkv"])
   return max(mlp, attention + 6 * unit) + 10 * unit

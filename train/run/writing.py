@@ -18,7 +18,7 @@ from train.options import first_line
 
 
 def check_out(op: str, path: Path) -> None:
-  """Raises ValueError if `path` is not free, or would be inside a file."""
+  """Raises ValueError unless `path` is free and a folder can contain it."""
   check_free(op, path)
   above = next(x for x in path.resolve().parents if x.exists())
   if not above.is_dir():
