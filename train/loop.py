@@ -90,7 +90,7 @@ def train[Config: TrainConfig](
 ) -> None:
   """Trains one run until its last step; `opened` closes its files."""
   signals.is_deferred = False
-  if is_received(signals):  # A signal came as an earlier run ended.
+  if is_received(signals):  # A signal came while an earlier run was ending.
     raise Stop(
       signals.exit_status,
       f"{config.out}: not started; pass --resume to start it",
