@@ -122,8 +122,8 @@ class TokenSource:
 def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
   """Opens the data; the stream contains files in the order of their paths.
 
-  Of token files, only 64 short samples are checked here; other tokens are
-  checked when a batch reads them.
+  If the data are token files, only 64 short samples are checked here. All other
+  tokens are checked when a batch reads them.
   """
   if config.dtype != "text":
     assert config.path is not None  # `DataConfig` checks it.
