@@ -31,8 +31,8 @@ import numpy as np
 
 from coat_jax.numerics.formats import E4M3
 
-# The copies of arguments and results together have at least this size, which is
-# twice an H200's L2 cache or more. But there are at most `_MOST_CALLS` copies.
+# The copies of arguments and results together have at least this size, unless
+# more than `_MOST_CALLS` copies are needed. An H200 has an L2 cache of 50 MiB.
 _CACHE_BYTES = 2 * 60 * 2**20
 # A group takes this long, but has at most `_MOST_CALLS` calls. In a long group,
 # the GPU's clock settles, and the first dispatch and final wait are negligible.
@@ -167,7 +167,7 @@ class _Calls:
     if donate:
       self._check(results, args)
     # Keep each result until the same copy of the arguments is used again.
-    # Otherwise, the next call could reuse its memory, which is in the cache.
+    # Otherwise, the next call could reuse the result's memory, which is cached.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]

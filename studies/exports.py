@@ -4,11 +4,11 @@
   python -m studies.exports OUT DIR [DIR ...]
 
 The study requires torch and transformers. Each DIR is a Hugging Face
-checkpoint. The study trains it for 10 steps with the `coat` recipe, with
-`train.pretrain finetune --init-from` on the default text, and exports it to
-OUT with `train.convert export-hf`. Then both `coat_jax.models.load_hf` and
-transformers read the exported folder in f32. transformers runs its `eager`
-attention, because its default attention may ignore soft caps.
+checkpoint. `train.pretrain finetune --init-from` trains it for 10 steps with
+the `coat` recipe on the default text, and `train.convert export-hf` exports
+the result to OUT. Then both `coat_jax.models.load_hf` and transformers read the
+exported folder in f32. transformers runs its `eager` attention, because its
+default attention may ignore soft caps.
 
 The command prints a JSON row, `exports`, for each folder:
 

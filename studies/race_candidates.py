@@ -29,7 +29,7 @@ from train.optimizers import learning_rate
 
 _RACE = "studies.race_codecs"
 _RESET = 250
-# Factors for the preset's learning rate; for other optimizers, it is 1.
+# Factors for the preset's learning rate; 1 for other optimizers.
 _FACTORS = {"lion": 0.1, "momentum": 100.0}
 
 

@@ -121,7 +121,7 @@ def cases(
   done: list[dict],
   case: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-  """Yields the case of each run that has no row in `done`; extends `case`."""
+  """Yields the case of each run without a row in `done`; it extends `case`."""
   known = {json.dumps(row["case"], sort_keys=True) for row in done}
   for variant in variants:
     for rate in rates[variant]:

@@ -26,8 +26,8 @@ class ImageData:
       `train` and `test` (or `val`), which each have one folder per class; see
       `train.data.labelled`.
     held_out: Share of each class's images to hold out for evaluation: at most
-      a half, and at least one image. Ignored if there is a folder of held-out
-      images.
+      a half, and at least one image. It applies only without a folder of
+      held-out images.
   """
 
   folder: Annotated[str, shown("required", name="data", metavar="FOLDER")] = ""

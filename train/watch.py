@@ -92,7 +92,7 @@ _COMPARED, _FEWEST = 10, 3
 def probe(
   config: TrainConfig, graph: nnx.GraphDef
 ) -> Callable[[step.TrainState, step.Rows], dict[str, jax.Array]]:
-  """Builds the probe, a function of (state, rows), without `grad_norm`."""
+  """Builds the probe: (state, rows) -> all values except `grad_norm`."""
 
   def find(state, rows):
     batch: Any = objective_of(config.model).batch_of(rows)

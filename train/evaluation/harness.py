@@ -35,7 +35,7 @@ _MOST_NAMES = (
 
 
 class DecoderLM(TemplateLM):
-  """Runs a decoder on one device for `lm_eval.simple_evaluate`."""
+  """Runs a decoder with the `bf16` recipe for `lm_eval.simple_evaluate`."""
 
   def __init__(
     self, model: Decoder, text: Text, *, length: int, batch: int = 8
