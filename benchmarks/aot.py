@@ -56,7 +56,7 @@ def available() -> bool:
 
 def only_compile() -> None:
   """Restricts JAX to the CPU in this process; call this before using JAX."""
-  # Otherwise the plugin would look for libraries that are needed only to run.
+  # Otherwise the plugin looks for libraries that only running a program needs.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   jax.config.update("jax_platforms", "cpu")
 
@@ -130,7 +130,7 @@ def lower_for(
     specs = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs
     )
-    # Without this context, traced code would get the default backend's device.
+    # Without this context, traced code gets the default backend's device.
     abstract = AbstractMesh((), (), abstract_device=described)
     context = jax.sharding.use_abstract_mesh(abstract)
   else:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines classes for the cases of `benchmarks.ops` and for sizes of layers.
 
-A case calls an operation with the arguments that a layer would pass.
+A case calls an operation with arguments like those that a layer passes.
 `tests/ops/test_conformance.py` tests the operations with the same cases.
 """
 
@@ -71,7 +71,7 @@ class Sizes:
 
   @property
   def grouped_bytes(self) -> float:
-    """The number of bytes per FP8 value, including its part of a scale."""
+    """The number of bytes per FP8 value, including its share of a scale."""
     return 1 + 2 / self.group_size
 
   def normal(self, *shape: int, seed: int = 0) -> Array:
@@ -183,6 +183,6 @@ def _grouped(x: Array, group_size: int) -> QTensor:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def operand(x: Array, dtype: DTypeLike = E4M3) -> Operand:
-  """Quantizes a matrix to an operand in both layouts."""
+  """Quantizes a matrix to an FP8 operand in both layouts."""
   how = dict(layout="both", implementation="xla")
   return ops.quantize_tensor(x, scaling=ops.PerTensor(dtype), **how)

@@ -3,8 +3,8 @@
 
 `num_bytes` counts the bytes of the matrices that an operation must read and
 write, but not the bytes of vectors. Inputs count twice if an operation must
-find the result's largest magnitude before it can write the result. Examples are
-`quantize_tensor` without a scale and `activation_bwd_operands`.
+find the result's largest magnitude before it can write the result, as in
+`quantize_tensor` without a scale and in `activation_bwd_operands`.
 """
 
 import functools
@@ -80,7 +80,7 @@ def _quantize(sizes):
 
 
 def _blocks(sizes):
-  """Lists cases that quantize with one scale per block of 128."""
+  """Lists cases with one scale per block of 128 values or per tile."""
   shape = dict(zip(("rows", "columns"), sizes.quantized, strict=True))
   size, read = math.prod(sizes.quantized), sizes.value_bytes
   x = lambda: (sizes.normal(*sizes.quantized),)  # noqa: E731

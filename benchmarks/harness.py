@@ -7,8 +7,8 @@ device. Progress is printed to standard error.
 
 `measure` times groups of calls. A GPU runs one call while Python dispatches the
 next call, so a group is timed from the dispatch of its first call to the end of
-its last call. Python may need longer to dispatch a call than the call takes. So
-if calls on a GPU take less than half a millisecond, the profiler times kernels.
+its last call. Dispatching a short call may take longer than running it. So if
+calls on a GPU take less than half a millisecond, the profiler times kernels.
 Consecutive calls get different copies of small arguments, which would otherwise
 stay in the L2 cache.
 """
@@ -31,8 +31,8 @@ import numpy as np
 
 from coat_jax.numerics.formats import E4M3
 
-# The copies of arguments and results together have at least this size, more
-# than twice an H200's L2 cache. But there are at most `_MOST_CALLS` copies.
+# The copies of arguments and results together have at least this size, unless
+# more than `_MOST_CALLS` copies are needed. An H200 has an L2 cache of 50 MiB.
 _CACHE_BYTES = 2 * 60 * 2**20
 # A group takes this long, but has at most `_MOST_CALLS` calls. In a long group,
 # the GPU's clock settles, and the first dispatch and final wait are negligible.
@@ -167,7 +167,7 @@ class _Calls:
     if donate:
       self._check(results, args)
     # Keep each result until the same copy of the arguments is used again.
-    # Otherwise, the next call could write to its addresses, which are cached.
+    # Otherwise, the next call could reuse the result's memory, which is cached.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]
@@ -258,7 +258,7 @@ def error_of(actual, expected) -> float:
 def measured_rows(
   bench: str, case: dict, candidates, reference, exact, *, flops: int, options
 ) -> Iterator[dict]:
-  """Measures the chosen implementations of a matmul that run on this device.
+  """Measures a matmul, in each chosen implementation that runs on this device.
 
   Prints and yields a row for each. `candidates` yields the labels of a row, the
   function to time, and its arguments. If `exact` is given and the function's

@@ -114,7 +114,7 @@ def by_kind(found: collections.Counter[str]) -> dict[str, float]:
 
 
 def clocks(found: collections.Counter[str]) -> dict[str, float]:
-  """Computes the clocks of each pipe and of issue, for one value per thread."""
+  """Computes the row's `clocks` from the instructions of a thread."""
   per_value = by_kind(found)
   out = {kind: per_value[kind] * cost for kind, (cost, _) in KINDS.items()}
   # Only one half of the multiply-add pipe multiplies integers.
@@ -129,7 +129,7 @@ def clocks(found: collections.Counter[str]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _dump() -> Iterator[Path]:
-  """Makes Mosaic write machine code to a temporary folder."""
+  """Yields a temporary folder, to which Mosaic writes machine code."""
   # On import, Mosaic sets its CUDA root to the folder that JAX finds, which may
   # not contain nvdisasm.
   with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +148,7 @@ def compile_step(
 ) -> tuple[collections.Counter[str], int]:
   """Compiles a fused step; returns its instructions and registers.
 
-  With `mixed=False`, the step leaves out the hash that makes random words.
+  If `mixed` is false, the step leaves out the hash that computes random words.
   """
   dtype, low_bits = WEIGHTS[kind]
   optimizer = OPTIMIZERS[name][0](

@@ -10,13 +10,14 @@
 The command prints JSON rows. U stands for 2 * d_model bytes per token, which is
 the size of the residual stream in BF16.
 
-layer.time: milliseconds and TFLOP/s. There are two rows: one for the forward
-pass (`mode` forward), and one for the forward and backward pass (`mode` full),
+layer.time: milliseconds and TFLOP/s. Each variant has two rows: one for the
+forward pass (`mode` forward), and one for forward and backward (`mode` full),
 which returns the output and the gradients of weights and input. FLOPs include
 matmuls and attention (causal in a decoder), but not the second forward pass of
 a checkpoint. `temporary_bytes` is the memory that the compiled program needs in
-addition to its arguments and results. `remembered_units`, in mode full without
-a checkpoint, is the size of the arrays saved for the backward pass, in U.
+addition to its arguments and results. `remembered_units`, only in mode full and
+without a checkpoint, is the size of the arrays saved for the backward pass, in
+U.
 
 layer.scan, with --scan-memory: the temporary memory that each additional layer
 of a scan adds, in U. This is the memory of 16 layers minus the memory of 8
@@ -151,7 +152,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
     of_mlp = 2 + config.choices.is_gated
     of_mlp *= config.experts_per_token or 1
     # `seen` is the mean number of keys that a query sees. Attention is causal,
-    # so this is half of the sequence, or less with a window.
+    # so `seen` is half of the sequence, or less with a window.
     window = min(config.window or seq, seq)
     seen = window * (1 - window / (2 * seq))
   weights = d * h * (2 * heads + 2 * kv_heads) + of_mlp * d * config.d_ff
@@ -165,7 +166,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
 
 
 def kinds_of(config: Config) -> dict[str | None, Config]:
-  """Maps kinds of layers to configurations; a single kind has the key None."""
+  """Maps each kind of layer to its configuration; a single kind is None."""
   if isinstance(config, VisionConfig) or config.full_every is None:
     return {None: config}
   window = dataclasses.replace(config, full_every=None)
@@ -178,7 +179,7 @@ def make_layer(config: Config, recipe: CoatRecipe) -> nnx.Module:
 
 
 class Layer:
-  """A layer in a variant, as pure functions of its parameters and inputs."""
+  """A variant of a layer, as pure functions of its parameters and inputs."""
 
   def __init__(self, config: Config, variant: Variant):
     self.recipe = variant.recipe

@@ -10,16 +10,17 @@ No GPU is needed. Each command prints JSON rows:
 memory.residuals: the bytes per token that one decoder layer saves for its
 backward pass, by kind. `units` is the total of these bytes divided by
 U = 2 * d_model, the bytes per token of the residual stream in BF16. We count
-the arrays that `jax.vjp` of the layer saves (`train.memory.count`). In recipe
-bf16, XLA may save slightly less than JAX's autodiff. For comparison, rows
-contain these numbers too, in U:
+the arrays that `jax.vjp` of the layer saves (`train.memory.count`). With the
+`bf16` recipe, XLA may save slightly less than JAX's autodiff. For comparison,
+rows contain these numbers too, in U:
 
   paper_units      the number in Table 2 of arXiv:2410.19313, which assumes
                    d_ff = 8/3 * d_model and does not count scales; for
                    fp8_linear, the table's number for TransformerEngine
-  reference_units  only in recipe coat: our count, including scales, of what the
-                   COAT authors' code saves for a Llama layer of these sizes;
-                   once with q and k for RoPE, as in the paper, and once without
+  reference_units  only for the `coat` recipe: our count, including scales, of
+                   what the COAT authors' code saves for a Llama layer of these
+                   sizes; once including q and k for RoPE, as in the paper, and
+                   once without them
 
 memory.state: for each codec, the bytes of parameters (f32 or BF16), gradients
 and the optimizer's state, divided by the number of parameters. They are
@@ -76,7 +77,7 @@ def residuals(preset: str, tokens: int) -> list[dict]:
   rows = []
   for r in RECIPES:
     counted = residual_bytes(config, r, tokens=tokens)
-    # In recipes other than coat, the option `residuals` has no effect.
+    # With recipes other than coat, the option `residuals` has no effect.
     kept = r.residuals if r.name == "coat" else "autodiff"
     case = dict(preset=preset, recipe=r.name, residuals=kept)
     case |= dict(attention=r.attention, tokens=tokens)

@@ -2,7 +2,7 @@
 """Lists the cases of `benchmarks.ops` for matmuls and for MoE layers.
 
 BF16 and Flax's FP8 are timed for comparison. FLOPs count matmuls only. In
-causal attention, only the part below the diagonal counts.
+causal attention, only products below the diagonal count.
 """
 
 import functools
@@ -95,8 +95,8 @@ def _grouped(sizes):
   e = sizes.num_experts
   shapes = {"x": (t, d), "w": (e, d, f), "g": (t, f)}
   shape = dict(experts=e, rows=t, in_features=d, out_features=f)
-  # Expert i gets a number of rows proportional to i, so all experts have
-  # different numbers of rows, and the first one has none.
+  # The number of rows of expert i is proportional to i, so all experts have
+  # different numbers of rows, and expert 0 has none.
   ends = [t * i * (i + 1) // (e * (e - 1)) for i in range(e)]
   counts = [b - a for a, b in zip([0, *ends], ends, strict=False)]
   for op, a, b in (
@@ -196,7 +196,7 @@ def _linear(sizes):
 
 
 def _flax_linear(x, w):
-  """Computes `flax.linen.Fp8DirectDotGeneralOp`, which uses delayed scaling."""
+  """Computes x @ w as `flax.linen.Fp8DirectDotGeneralOp` (delayed scaling)."""
   ones, history = jnp.ones(1), jnp.zeros(1024)
   return fp8_ops.fp8_scaled_dot_general(
     x,
@@ -257,7 +257,7 @@ def _attention_of(sizes, kind, documents=None):
     return dout, *heads, attend(*arrays), ids
 
   # Attention does two multiply-adds per channel for each pair of a query and a
-  # key that the query sees. There are T^2 / 2 pairs without a window, and
+  # key that it sees. There are T^2 / 2 pairs without a window, and
   # (T^2 - (T - W)^2) / 2 with a window W. D documents have T^2 / (2 * D) pairs.
   hidden = t - (kind.window or t)
   products = 2 * b * n * (t * t - hidden * hidden) * h // (documents or 1)

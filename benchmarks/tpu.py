@@ -46,7 +46,7 @@ OPTIMIZERS = ("optax", "coat", "fused")
 @functools.cache
 def devices(topology: str) -> list[jax.Device]:
   """Returns the devices of a TPU topology, such as v6e:2x2, to compile for."""
-  # Otherwise libtpu would ask a server which TPU this machine has.
+  # Otherwise libtpu asks a server which TPU this machine has.
   os.environ["TPU_SKIP_MDS_QUERY"] = "1"
   found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
   return list(found.devices)
@@ -130,7 +130,7 @@ def compile_optimizer(
 
 
 def bytes_on_a_device(x: jax.ShapeDtypeStruct) -> int:
-  """Returns the bytes of an array's shard on one device."""
+  """Returns the size in bytes of an array's shard on one device."""
   shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
   return math.prod(shape) * x.dtype.itemsize
 

@@ -6,8 +6,8 @@
 `nnx.bridge.to_linen` makes a Linen module from an NNX class and the arguments
 of its constructor. Its parameters are then Linen variables like those of any
 other submodule, and keep the axis names that `linen.with_partitioning` sets.
-The example uses these names for FSDP on all available devices. The blocks still
-save FP8 for the backward pass.
+The example uses these names for FSDP on all available devices. As in NNX, the
+blocks save FP8 activations for the backward pass.
 
 The example trains a two-layer decoder on eight sequences that repeat
 themselves.
@@ -65,7 +65,7 @@ class State(NamedTuple):
   """The state that a step updates.
 
   Attributes:
-    params: the model's parameters, in Linen's boxes, which name their axes.
+    params: the model's parameters, in Linen's boxes, which name the axes.
     optimizer: the state of `coat_adamw`.
   """
 
@@ -79,7 +79,7 @@ def make_state(
   optimizer: optax.GradientTransformation,
   mesh: Mesh,
 ) -> State:
-  """Makes parameters and optimizer state, split over the devices."""
+  """Creates parameters and optimizer state, split over the devices."""
   key = jax.random.key(1)
   params = jax.eval_shape(model.init, key, tokens)
   shardings = linen.get_sharding(params, mesh)

@@ -4,9 +4,9 @@
   python -m examples.sharded_training
 
 A small network learns a function on all devices (on a CPU, we simulate eight).
-The batch is split over all of them, parameters over the axis `fsdp`, and
+Batches are split over all devices, parameters over the mesh axis `fsdp`, and
 `state_shardings` shards the optimizer's state from the start. Halfway through,
-the state is saved, then restored bit for bit on a mesh of another shape, and
+the state is saved, and restored bit for bit on a mesh of another shape, where
 training continues.
 """
 
@@ -40,7 +40,7 @@ OPTIMIZER = optax.chain(
 
 
 def make_mesh(data: int) -> Mesh:
-  """Makes a mesh of all devices with `data` copies of the parameters."""
+  """Builds a mesh of all devices, for `data` copies of the parameters."""
   count = jax.device_count()
   if count % data:
     raise ValueError(
@@ -48,7 +48,7 @@ def make_mesh(data: int) -> Mesh:
       f"got {count}; set JAX_PLATFORMS=cpu, which simulates eight"
     )
   shape = (data, count // data)
-  # With automatic axes, the compiler moves parameters to where batches are.
+  # With Auto axes, the compiler inserts the communication between devices.
   return jax.make_mesh(
     shape, ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto)
   )
@@ -70,7 +70,7 @@ def loss_of(params, x, y):
 
 
 def make_state(params):
-  """Makes the state that steps update and checkpoints store."""
+  """Builds the state that steps update and checkpoints store."""
   return {"params": params, "optimizer": OPTIMIZER.init(params)}
 
 
@@ -100,7 +100,7 @@ def train(state, mesh: Mesh, steps: range) -> tuple[dict, list[float]]:
 
 
 def main(folder: str | pathlib.Path, steps: int = STEPS):
-  """Trains on two meshes; returns the saved and restored state, and losses."""
+  """Trains on two meshes; returns the saved and restored states, and losses."""
   mesh = make_mesh(data=2)
   where = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
   params = jax.jit(make_params, out_shardings=where)(jax.random.key(0))

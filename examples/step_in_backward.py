@@ -22,7 +22,7 @@ LAYERS, WIDTH, HEADS, VOCABULARY, STEPS = 4, 128, 4, 32, 30
 
 
 def initial_params(key):
-  """Makes BF16 weights; the layers' weights are stacked, [LAYERS, ...]."""
+  """Creates BF16 weights; the layers' weights are stacked, [LAYERS, ...]."""
   shapes = {
     "qkv": (LAYERS, WIDTH, 3, HEADS, WIDTH // HEADS),
     "out": (LAYERS, WIDTH, WIDTH),
@@ -47,7 +47,7 @@ def normalize(x):
 
 
 def layer(params, x):
-  """Applies one layer with its own parameters to x [B, T, D]."""
+  """Applies one layer, with parameters `params`, to x [B, T, D]."""
   h = normalize(x).astype(jnp.bfloat16)
   q, k, v = jnp.moveaxis(jnp.einsum("btd,dcnh->btcnh", h, params["qkv"]), 2, 0)
   heads = jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -69,7 +69,7 @@ def loss_of(targets, params, x):
 
 
 def make_step(optimizer, clip):
-  """Makes the step that uses each layer's gradients as soon as they exist."""
+  """Builds a step that updates each layer as soon as it has its gradients."""
 
   def step(params, state, clip_state, tokens):
     done = step_in_backward(
@@ -89,7 +89,7 @@ def make_step(optimizer, clip):
 
 
 def make_ordinary_step(optimizer):
-  """Makes a step that computes all gradients first, for comparison."""
+  """Builds a step that computes all gradients first, for comparison."""
 
   def loss(params, tokens):
     def forward(x, layer_params):

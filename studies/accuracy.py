@@ -7,7 +7,7 @@
 The moments come from a small model (`studies.trained_moments`).
 
 accuracy.codecs: the error of one step. The trained moments m and v are encoded
-and decoded. The next gradient is drawn from N(m, v - m^2), the distribution
+and decoded. The next gradient is sampled from N(m, v - m^2), the distribution
 that the moments describe. Then the Adam update with the decoded moments is
 compared with the exact update. `update_rms_error` is RMS(update - exact) /
 RMS(exact). `max_update` is the largest update, which is about 1 unless a v
@@ -17,8 +17,8 @@ accuracy.tracking: the drift over many steps. v of 16384 elements is encoded and
 decoded at each of 2000 steps. The magnitudes of gradients come from the trained
 v; halfway, the gradients of every other element shrink to a tenth. A row
 contains percentiles of the ratio of stored to exact v at the end: the median,
-the 10th and the 90th percentile over elements whose gradients shrank, and the
-same over all other elements (`unchanged_`).
+the 10th and the 90th percentile over elements whose gradients shrank. Keys with
+the prefix `unchanged_` contain the percentiles over all other elements.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def cases(names: Sequence[str] | None = None) -> list[Case]:
       found.append(Case(codec, rounding, options.get("second")))
   if names is not None:
     return found
-  # `codecs.log8` rejects rounding to nearest, so construct its group codecs.
+  # `codecs.log8` rejects rounding to nearest, so construct the `MomentCodec`.
   grid = codecs.MomentCodec(
     name="log8",
     mu=LogUniform(GROUP_SIZE, "nearest", signed=True),
@@ -105,7 +105,7 @@ def cases(names: Sequence[str] | None = None) -> list[Case]:
 
 
 def codec_row(case: Case, moments: Moments, parts: dict[str, slice]) -> dict:
-  """Computes a codec's errors after one step: the values of a row."""
+  """Returns the values of a row: a codec's errors after one step."""
   encoded, stored = store(case.codec, moments)
   found = update_errors(moments, stored)
   error, exact = (np.asarray(found[x], float) for x in ("error", "exact"))
@@ -174,8 +174,8 @@ def _adam(moments: Moments, gradient):
 
 
 def gradient_sizes(moments: Moments) -> jax.Array:
-  """Computes sqrt(v) of 128 groups from all parts of the model: [128, 128]."""
-  # Bytes that do not occur get no gradients, so skip their embeddings.
+  """Returns sqrt(v) of 128 groups from all parts of the model: [128, 128]."""
+  # Embeddings of bytes that do not occur have v = 0, so skip them.
   rows = moments.nu[jnp.all(moments.nu > 0, axis=-1)]
   index = np.linspace(0, len(rows) - 1, TRACKED_GROUPS).astype(int)
   return jnp.sqrt(rows[index])
@@ -223,7 +223,7 @@ def track(codec: GroupCodec, sizes: jax.Array, b2, *, steps: int, every: int):
 
 
 def tracking_row(ratio: jax.Array) -> dict:
-  """Computes percentiles of stored / exact v: the values of a row."""
+  """Returns the values of a row: percentiles of stored v / exact v."""
   ratio = np.asarray(ratio, np.float64)
   values = {}
   for prefix, part in (("", ratio[:, ::2]), ("unchanged_", ratio[:, 1::2])):

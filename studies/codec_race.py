@@ -15,16 +15,16 @@ codec_race.errors, for candidates with AdamW: a model is trained with f32
 moments, which are then encoded and decoded once. The row contains the relative
 RMS errors of m, of sqrt(v), and of the update m / (sqrt(v) + eps).
 
-codec_race.losses: a model in recipe bf16 is trained with each candidate. The
-seed determines weights, data and rounding, so runs with the same seed start
-from the same weights and read the same batches. `loss` is the mean over the
-last 50 steps, and `held_out_loss` the mean over the held-out batches. All
-candidates run with one seed before the first runs with the next seed. Runs that
-have a row in --rows are skipped, so you can interrupt the command and continue
-later. With --minutes, the command stops before a run that would probably exceed
-this limit.
+codec_race.losses: a model with the `bf16` recipe is trained with each
+candidate. The seed determines weights, data and rounding, so runs with the same
+seed start from the same weights and read the same batches. `loss` is the mean
+over the last 50 steps, and `held_out_loss` is the mean over the held-out
+batches. All candidates run with one seed before the first runs with the next
+seed. Runs that have a row in --rows are skipped, so you can interrupt the
+command and continue later. With --minutes, the command stops before a run that
+would probably exceed this limit.
 
-Bytes per parameter count the stored arrays: those of large leaves for `errors`,
+The bytes per parameter count the stored moments of large leaves for `errors`,
 and the optimizer's whole state for `losses`.
 
 `table` prints all rows of a preset as a table. Losses are differences from the
@@ -168,7 +168,7 @@ def cases(
 def stored(
   candidate: Candidate, m: jax.Array, v: jax.Array, index: int
 ) -> tuple[jax.Array, jax.Array, int]:
-  """Encodes and decodes both moments of a leaf; also counts stored bytes."""
+  """Encodes and decodes both moments of a leaf; also returns stored bytes."""
   codec, size, decoded = candidate.build(), 0, []
   words = stochastic.random_words(stochastic.leaf_key(0, 0, index), m.shape)
   for place, (x, group) in enumerate(zip((m, v), codec.groups, strict=True)):

@@ -6,7 +6,8 @@
 The study reads all .py files in the folders, or all files with the suffixes
 that --suffixes lists. It writes to the folder OUT:
 
-  tokenizer.json   a byte-level BPE with 32,000 tokens, including ChatML's
+  tokenizer.json   a byte-level BPE with 32,000 tokens, including ChatML's;
+                   tokenizer_config.json names the token that ends a turn
   tokens.bin       the text of all files as uint16 token ids, for pretraining
   chats.jsonl      one conversation per function that has a docstring: the user
                    shows the source and asks what it does, and the assistant
@@ -105,7 +106,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def write(texts: Sequence[str], out: Path, vocab_size: int) -> dict[str, int]:
-  """Writes tokenizer, tokens and conversations; returns the counts."""
+  """Writes tokenizer, tokens and conversations; returns how many there are."""
   # Train on an eighth of the text, which contains nearly all words.
   tokenizer = train_tokenizer(texts[: len(texts) // 8 + 1], vocab_size)
   tokenizer.save(str(out / "tokenizer.json"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares training with FP8 and with f32 states, for optax's optimizers.
+"""Compares training with encoded and with f32 states, for optax's optimizers.
 
   python -m studies.encoded [--optimizers lion muon] [--codec coat]
     [--steps 100]
@@ -9,9 +9,10 @@ library, once with an f32 state and once with `coat_jax.encoded`, on the same
 batches. The gradient's global norm is clipped to 1.
 
 The command prints a JSON row, `encoded`, for each optimizer and each choice of
-state fields to encode. It contains the bytes per parameter of both states and
-the mean losses over the last sixth of the steps. "default" encodes the fields
-that `encoded` selects by default, and "all" also encodes copies of parameters.
+state fields to encode. A row contains the bytes per parameter of both states,
+and the mean losses over the last sixth of the steps. "default" encodes the
+fields that `encoded` selects by default, and "all" also encodes copies of
+parameters.
 """
 
 import argparse
@@ -46,7 +47,10 @@ BATCH, SEQ = 8, 32
 
 
 def _scheduled(peak: float, make: Callable[..., Any]) -> Callable[[int], Any]:
-  """Adds a schedule: warmup over a tenth of the steps, then cosine decay."""
+  """Returns a function of the number of steps that builds an optimizer.
+
+  Its rate warms up over a tenth of the steps, then decays along a cosine.
+  """
   return lambda steps: make(
     optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, peak / 10)
   )
@@ -95,7 +99,7 @@ class Problem:
     )
 
   def run(self, optimizer: optax.GradientTransformation) -> tuple[float, Any]:
-    """Trains; returns the mean loss of the last sixth, and the final state."""
+    """Returns the mean loss of the last sixth of the steps, and the state."""
     params = self.params
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
     state = jax.jit(optimizer.init)(params)

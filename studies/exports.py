@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that this library and transformers run an exported model alike.
+"""Compares this library and transformers on exported models.
 
   python -m studies.exports OUT DIR [DIR ...]
 
 The study requires torch and transformers. Each DIR is a Hugging Face
-checkpoint. The study trains it for 10 steps in recipe `coat` with
-`train.pretrain finetune --init-from`, on the default text, and exports it to
-OUT with `train.convert export-hf`. Then both `coat_jax.models.load_hf` and
-transformers read the exported folder in f32. transformers runs its `eager`
-attention, because its default attention may ignore soft caps.
+checkpoint. `train.pretrain finetune --init-from` trains it for 10 steps with
+the `coat` recipe on the default text, and `train.convert export-hf` exports
+the result to OUT. Then both `coat_jax.models.load_hf` and transformers read the
+exported folder in f32. transformers runs its `eager` attention, because its
+default attention may ignore soft caps.
 
 The command prints a JSON row, `exports`, for each folder:
 
   logits   largest difference between the logits of both libraries, divided by
            the largest magnitude of a logit
-  greedy   number of equal tokens before the first difference, when both
-           libraries generate 16 tokens greedily after a prompt
+  greedy   both libraries generate 16 tokens greedily after a prompt; this is
+           the number of tokens before the first difference
   moved    largest change of a weight during training
 """
 

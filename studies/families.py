@@ -5,17 +5,17 @@
 
 For each family, the study builds a model with two layers of width 256. Its
 weights are random, and scaled so that activations neither grow nor shrink. The
-study compares recipe coat with recipe bf16, both with f32 activations, on the
-same weights and tokens (or for vision towers, on the same images of 64
-patches):
+study runs it with the `coat` recipe and with `bf16`, both with f32 activations,
+on the same tokens (a vision tower, on the same images of 64 patches). A row
+compares the two:
 
   logits_error     relative RMS error of the logits, or of a tower's output
   cosine           cosine between a weight's two gradients, for the worst weight
   gradient_error   sqrt(2 - 2 * cosine), the distance between these two
                    gradients after each is divided by its norm
-  bytes_per_token  bytes that a layer saves for its backward pass with recipe
-                   coat; `bf16_bytes_per_token` is the same with recipe bf16.
-                   Both are counted with BF16 activations.
+  bytes_per_token  bytes that a layer with the `coat` recipe saves for its
+                   backward pass; `bf16_bytes_per_token` is the same with
+                   `bf16`. Both numbers are counted with BF16 activations.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def _config(family: str) -> ModelConfig | VisionConfig:
 
 
 class Difference(NamedTuple):
-  """The difference between the results of a recipe and those of bf16."""
+  """How the results of a recipe differ from those of bf16."""
 
   logits_error: float
   cosines: dict[str, float]  # Keys are paths of parameters.
@@ -96,7 +96,7 @@ def config_of(family: str) -> ModelConfig:
 def difference(
   family: str, recipe: CoatRecipe | None = None, *, seed: int = 0
 ) -> Difference:
-  """Compares a recipe (None for coat) with bf16 on a family's small model."""
+  """Compares a recipe, by default coat, with bf16 on a family's small model."""
   config = _config(family)
   weights = _weights(config, seed)
   run = _run_tower if isinstance(config, VisionConfig) else _run

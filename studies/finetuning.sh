@@ -6,9 +6,9 @@
 # DATA is a folder that `python -m studies.docstrings` wrote. First, a model of
 # 1.1 B parameters is pretrained on Python code (49 M tokens, BF16). Then, for
 # each SEED (by default 0 and 1), it is fine-tuned for 300 steps on
-# conversations about Python: once in BF16 with f32 moments and once in recipe
-# coat, from the same weights and on the same data. A batch has 8 x 2048 tokens;
-# this early in training, more steps help more than larger batches.
+# conversations about Python: once in BF16 with f32 moments, and once with the
+# coat recipe, from the same weights and on the same data. A batch has 8 x 2048
+# tokens; this early in training, more steps help more than larger batches.
 # OUT/*/metrics.jsonl contains the held-out loss (in nats per token that the
 # assistant writes), peak memory and tokens/s. OUT/*/samples.jsonl contains the
 # answers. Set STEPS and TUNING to change the numbers of steps, and SHAPE to

@@ -2,9 +2,9 @@
 """Captures the activations and gradients inside the layers of a Llama.
 
 This file implements the layer again, in f32 and with functions of the library,
-to return each tensor that a recipe would quantize. To compute the gradients of
-these tensors, it adds zeros to them and differentiates with respect to the
-zeros.
+so that it can return each tensor that recipes quantize. To compute the
+gradients of these tensors, it adds zeros to them and differentiates with
+respect to the zeros.
 """
 
 from collections.abc import Callable

@@ -7,9 +7,9 @@
   python -m studies.quantization plot
 
 `run` trains a Llama on text (by default Python's standard library as bytes)
-with recipe bf16 and f32 moments. Then it measures errors on the model's
+with the `bf16` recipe and f32 moments. Then it measures errors on the model's
 moments, activations, gradients and weights, and writes rows to
-docs/rows/quantization.jsonl. They replace earlier rows of the same preset.
+docs/rows/quantization.jsonl, where they replace earlier rows of the preset.
 Activations in training are BF16 on a GPU, and f32 on a CPU, where BF16 is slow.
 Errors are relative RMS errors, computed in float64.
 
@@ -22,7 +22,7 @@ quantization.tensors   Errors of activations and gradients of all layers on a
   held-out batch, and of weights, in E4M3, E5M2 and INT8, with one scale per
   tensor, per group of 16 to 128 values, or per tile of a weight.
 quantization.spread    amax / RMS and kurtosis of the same tensors.
-quantization.layer     Errors of a layer's output and gradients in each recipe.
+quantization.layer     Errors of layers' outputs and gradients, for each recipe.
 
 `plot` draws docs/figures/quantization_moments.png and quantization_tensors.png
 and prints the tables of docs/stability.md.
@@ -75,7 +75,8 @@ class Study(NamedTuple):
   model: ModelConfig
   trained: Trained
   moments: Moments
-  parts: dict[str, slice]  # The groups of `moments` of each part of the model.
+  # For each part of the model: its groups in `moments`.
+  parts: dict[str, slice]
   found: LayerTensors
 
 
@@ -106,7 +107,7 @@ def prepare(preset: str, config: TrainConfig, tokens: TokenSource) -> Study:
 
 
 def moment_rows(study: Study) -> Iterator[dict]:
-  """Prints and yields the rows of moments, by formats and group size."""
+  """Prints and yields a row for each group size and pair of formats."""
   for group_size in GROUP_SIZES:
     shape = (-1, group_size)
     exact = Moments(*(x.reshape(shape) for x in study.moments))

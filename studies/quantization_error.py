@@ -23,8 +23,8 @@ from studies.layer_tensors import LayerTensors
 from studies.trained_moments import EPS, Moments
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2, "INT8": INT8}
-# The values that share a scale: all values of a tensor, all values of a tile of
-# a weight, or this many adjacent values of a row.
+# Which values share a scale: all values of a tensor, all values of a tile of a
+# weight, or (an int) this many adjacent values of a row.
 Shared = Literal["tensor", "tile"] | int
 GROUPS: tuple[Shared, ...] = ("tensor", 128, 64, 32, 16)
 TILE = 128
@@ -40,7 +40,7 @@ RECIPES: dict[str, CoatRecipe] = {
 
 
 def orders(group_size: int) -> dict[str, tuple[GroupCodec, GroupCodec]]:
-  """Returns pairs of codecs for (m, v) by name; all codecs round to nearest."""
+  """Maps names to pairs of codecs for m and v; all of them round to nearest."""
   nearest = group_size, "nearest"
   found: dict[str, tuple[GroupCodec, GroupCodec]] = {}
   for name in ("E4M3", "E5M2"):
@@ -63,8 +63,8 @@ def moment_errors(exact: Moments, stored: Moments) -> dict[str, float]:
   Returns:
     mu_error, nu_error: RMS of the error divided by the RMS of the moment.
     zeroed_mu, zeroed_nu: fraction of the nonzero values that became zero.
-    update_mse: mean square error of the update m / (sqrt(v) + eps), as the
-      paper reports it.
+    update_mse: mean square error of the update m / (sqrt(v) + eps), which the
+      COAT paper reports.
     update_error: RMS error of the update, divided by the RMS of the exact one.
     kept_error: `update_error` over values whose v did not become zero.
   """
@@ -203,11 +203,11 @@ def tensors(
 def layer_errors(
   config: ModelConfig, params: Any, found: LayerTensors, chosen: CoatRecipe
 ) -> dict[str, float]:
-  """Compares layers in a recipe with the same layers in f32.
+  """Compares layers that use the recipe `chosen` with the same layers in f32.
 
-  Both get the captured input and output gradient, rounded to BF16. Outputs are
-  compared without the residual stream. Errors are root mean squares over
-  layers.
+  Each layer gets the input and the output gradient that were captured for it,
+  rounded to BF16. Outputs are compared without the residual stream. Errors are
+  root mean squares over layers.
   """
   x = found.values["attention's norm"].astype(jnp.bfloat16)
   g = found.gradients["down"].astype(jnp.bfloat16)
@@ -247,7 +247,7 @@ def _run_layers(config, chosen, dtype, params, x, g):
     y, back = jax.vjp(lambda p, x: nnx.merge(graph, p)(x), weights, x)
     dweights, dx = back(g)
     f32 = lambda x: x.astype(jnp.float32)  # noqa: E731
-    # Subtract the residual stream, which is the same in all recipes.
+    # Subtract the residual stream, which is the same with all recipes.
     return f32(y) - f32(x), f32(dx) - f32(g), dweights
 
   return jax.lax.map(run, (params, x, g))

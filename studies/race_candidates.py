@@ -3,8 +3,8 @@
 
 Learning rates and weight decays come from the preset, which was tuned for
 AdamW. The updates of Lion and momentum have other magnitudes, so their learning
-rates are multiplied by a factor. Their weight decays are divided by it, so that
-weights decay as fast as with AdamW.
+rates are multiplied by a factor. Their weight decays are divided by this
+factor, so that weights decay as fast as with AdamW.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from train.optimizers import learning_rate
 
 _RACE = "studies.race_codecs"
 _RESET = 250
-# Factors of optimizers' learning rates; other optimizers have the factor 1.
+# Factors for the preset's learning rate; 1 for other optimizers.
 _FACTORS = {"lion": 0.1, "momentum": 100.0}
 
 
@@ -38,8 +38,8 @@ class Candidate:
   """An optimizer and the codec of its moments.
 
   "resets" is AdamW whose moments restart from 0 every 250 steps.
-  "lion, encoded" and "momentum" are optax optimizers in `encoded`. `weights`
-  is how AdamW stores its weights; None for f32.
+  "lion, encoded" and "momentum" are optax's optimizers, wrapped by `encoded`.
+  `weights` is how AdamW stores its weights; None for f32.
   """
 
   codec: str

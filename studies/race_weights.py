@@ -40,10 +40,10 @@ def adamw(
 ) -> optax.GradientTransformation:
   """Returns AdamW that rounds large matrices after each step.
 
-  "fed back" rounds to nearest, in groups of 128 with one scale each, and adds
-  e * (1 - 1 / b1) / r to the first moment, so that later steps compensate for
-  the rounding error e. This step subtracts r times the first moment.
-  Source: ECO, arXiv:2601.22101.
+  A step subtracts r * m from a weight, where m is its first moment. "fed back"
+  rounds the result to nearest, in groups of 128 with one scale each. If
+  rounding lowers the weight by e, e * (1 - 1 / b1) / r is added to m, so that
+  later steps compensate for e. Source: ECO, arXiv:2601.22101.
   """
 
   def init(params):

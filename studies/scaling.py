@@ -5,15 +5,16 @@
     [--outliers 1 30] [--compile-only] [--repeats 20]
 
 The study measures error, memory and time of one decoder layer of a preset, with
-random parameters. The layer's input x and the gradient of its output are normal
-random numbers. Block scales are meant for outliers, so with --outliers K, every
-64th feature and every 128th token of both arrays is K times as large.
+random parameters. The layer's input and the gradient of its output are sampled
+from a normal distribution. Block scales are meant for outliers, so with
+--outliers K, every 64th feature and every 128th token of both arrays is K times
+as large.
 
 scaling.layer: one row per kind of scales and K. Errors are relative RMS
 differences from BF16.
 
-  output_error     error of the output minus x
-  dx_error         error of the gradient of x minus the incoming gradient
+  output_error     error of y - x, where y is the layer's output
+  dx_error         error of dx - dy, where dx and dy are gradients of x and y
   dweights_error   error of the gradients of all weight matrices together
   bytes_per_token  bytes that the layer saves for its backward pass; only for
                    the first K
@@ -22,8 +23,8 @@ differences from BF16.
 
 scaling.product, only on a GPU: one row per weight matrix, kind of scales and
 matmul (forward, dx and dw), with milliseconds and TFLOP/s. The operands are
-quantized beforehand. Matmuls with block scales run in plain JAX if no kernel
-supports them.
+quantized before they are timed. Matmuls with block scales run in plain JAX if
+no kernel supports them.
 
 With --compile-only, the layer is only compiled, for an H200 (`make test-aot`
 installs the compiler). The rows, `scaling.compiled`, contain temporary bytes
@@ -163,7 +164,7 @@ def products(config, options, case) -> list[dict]:
 
 
 def compiled(config, recipe: CoatRecipe, options) -> dict:
-  """Compiles a layer for an H200; returns its memory and kernel calls."""
+  """Compiles a layer for an H200; returns temporary bytes and matmul counts."""
   layer = Layer(config, Variant(recipe))
   shape = options.batch, options.seq, config.d_model
   program = aot.compile_for_h200(

@@ -4,11 +4,12 @@
   python -m studies.shapes FOLDER [--seeds 2]
 
 The study writes into FOLDER a LLaVA with random weights (`llava`) and two files
-of conversations. `words.json` describes pictures in words, and `shapes.json`
-shows the pictures, as up to two images per conversation. Then it trains in
-three stages, the last two in recipes bf16 and coat and with several seeds:
+of conversations. In `words.json`, words describe the pictures; `shapes.json`
+contains the pictures themselves, up to two per conversation. The study trains
+in three stages. The last two are run with the `bf16` and `coat` recipes, and
+with several seeds:
 
-  words      all parameters, on words.json (only in bf16, with one seed)
+  words      all parameters, on words.json (only with `bf16` and one seed)
   projector  only the projector, on shapes.json
   decoder    projector and decoder, on shapes.json
 
@@ -50,8 +51,8 @@ NUMBERS = "zero one two three four five six seven eight nine ten".split()
 _WORDS = "user assistant system What is it ? are they a the on and . plus which"
 _SPECIAL = ("<image>", "<|im_start|>", "<|im_end|>")
 _SIDE = 32
-# For each stage: the conversations, the trained part, the learning rate and the
-# number of epochs.
+# For each stage: the conversations, the parts to train, the learning rate and
+# the number of epochs.
 STAGES = {
   "words": ("words.json", "all", 3e-3, 12),
   "projector": ("shapes.json", "projector", 3e-3, 4),
@@ -89,9 +90,9 @@ _TEMPLATE = (
 def make_llava(
   folder: Path, config: VisionLanguageConfig = CONFIG, seed: int = 0
 ) -> None:
-  """Writes a LLaVA with random weights, in the format of transformers.
+  """Writes a LLaVA with random weights as a Hugging Face folder.
 
-  The image token of `config` must be 0.
+  `config.image_token` must be 0, which is the id of `<image>` in the tokenizer.
   """
   model = VisionLanguageModel(config, recipes.bf16(), rngs=nnx.Rngs(seed))
   save_hf(model, folder)
@@ -99,7 +100,7 @@ def make_llava(
 
 
 def write_files(folder: Path, config: VisionLanguageConfig) -> None:
-  """Writes all files of a LLaVA except its tensors and config.json."""
+  """Writes a LLaVA's tokenizer, chat template and image preprocessing."""
   words = [*COLORS, *KINDS, *PLACES, *NUMBERS, *_WORDS.split()]
   vocabulary = {word: i for i, word in enumerate([*_SPECIAL, *words])}
   tokenizer = tokenizers.Tokenizer(
@@ -124,9 +125,9 @@ def write_files(folder: Path, config: VisionLanguageConfig) -> None:
 
 
 def make_rows(folder: Path, count: int, seed: int = 0) -> None:
-  """Writes words.json and shapes.json with `count` rows each, and images.
+  """Writes words.json and shapes.json with `count` rows each, and the images.
 
-  Every fourth row asks for a sum and has no image.
+  In both files, every fourth row asks for a sum and has no picture.
   """
   draw = random.Random(seed)
   (folder / "images").mkdir(parents=True)
@@ -180,7 +181,7 @@ def _picture(color, kind, place, draw: random.Random) -> Image.Image:
 def train(
   folder: Path, start: Path, stage: str, recipe: str, seed: int
 ) -> Path:
-  """Trains a stage from a LLaVA or an earlier run; returns the run's folder."""
+  """Trains a stage, starting from `start`; returns the folder of the run."""
   rows, trained, rate, epochs = STAGES[stage]
   out = folder / f"{stage}_{recipe}_{seed}"
   options: dict[str, Any] = {

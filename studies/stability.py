@@ -8,7 +8,7 @@
 
 `run` trains a Llama once for every variant, learning rate and seed. The default
 is the small model, which has 14.4 M parameters. It is trained on bytes of
-Python's standard library in batches of 16 x 256, by AdamW with b2 0.95, weight
+Python's standard library in batches of 16 x 256, with AdamW, b2 0.95, weight
 decay 0.1 and clipping at 1. The learning rate warms up over a tenth of the
 steps, then decays to a tenth along a cosine. --best 2 uses, for each variant,
 only the two rates that were best for the small model.
@@ -33,9 +33,9 @@ A row contains
   spikes              number of losses after the warmup that exceed the mean of
                       the previous 50 losses by four standard deviations and by
                       0.1 nats; adjacent spikes count as one
-  losses              means over each 25 steps
-  grad_norms          medians over each 25 steps
-  largest_grad_norms  maxima over each 25 steps
+  losses              mean loss of each 25 steps
+  grad_norms          median gradient norm of each 25 steps
+  largest_grad_norms  largest gradient norm of each 25 steps
   watch               values of `train.watch` at ten points of the run: amax for
                       each layer, other values only for the worst layer
 
@@ -73,7 +73,7 @@ _F32 = dict(optim=dict(codec="float32"))
 
 
 def study() -> TrainConfig:
-  """Returns the configuration of the small model in recipe coat."""
+  """Returns the configuration of the small model with the `coat` recipe."""
   return TrainConfig(
     out="unused",
     model=ModelConfig(
@@ -121,7 +121,7 @@ def cases(
   done: list[dict],
   case: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-  """Extends `case` to the cases of all runs that have no row in `done`."""
+  """Yields the case of each run without a row in `done`; it extends `case`."""
   known = {json.dumps(row["case"], sort_keys=True) for row in done}
   for variant in variants:
     for rate in rates[variant]:
@@ -160,7 +160,7 @@ def run(
 ) -> int:
   """Trains the cases in `todo`; returns the number of finished runs."""
   started, count = time.monotonic(), 0
-  # The longest times so far, in seconds, of variants' first runs (True), which
+  # The seconds of the longest run so far: of variants' first runs (True), which
   # include compiling, and of later runs (False).
   longest = {True: 0.0, False: 0.0}
   data, variant = Data(source, base), None

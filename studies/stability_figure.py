@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from train.run.metrics import format_table
 
-# The range of the axis for differences, in nats, and the largest learning rate
+# The limit of the axis for differences, in nats, and the largest learning rate
 # at which differences are drawn. At higher rates, all variants learn little,
 # and the losses of different seeds are 0.1 nats apart.
 _DIFFERENCE, _COMPARED = 0.04, 0.003
@@ -167,11 +167,12 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
 
 
 def limits(found: dict[str, Summary]) -> tuple[float, float] | None:
-  """Returns the ends of the loss axis; None if no rate trained with all seeds.
+  """Returns the ends of the loss axis; None if some run failed at each rate.
 
-  The axis covers the losses of bf16, or of all variants if there is no bf16.
-  Variants that diverge end up hundreds of nats higher. If the axis covered
-  them, all other variants would merge into one line.
+  The upper end is slightly above the losses of bf16 at rates where no run
+  failed (of all variants, if there is no bf16). Variants that diverge end up
+  hundreds of nats higher. If the axis covered them, all other variants would
+  merge into one line.
   """
   losses, whole = [], []
   for name, summary in found.items():

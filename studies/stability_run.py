@@ -2,8 +2,8 @@
 """Executes one run of `studies.stability` and summarizes it in a row.
 
 The compiled program runs CHUNK steps per call. Its arguments include learning
-rate and seed, so all runs of a variant share one program. They are not vmapped,
-because kernels have no batching rule.
+rate and seed, so all runs of a variant share one program. The runs are not
+vmapped, because kernels have no batching rule.
 """
 
 import dataclasses

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares exact matches of answers after training in FP8 and in BF16.
+"""Compares how many answers are right after training in FP8 and in BF16.
 
   python -m studies.sums OUT [--steps 600] [--seeds 0 1 2]
 
 For each seed, a Llama of 0.45 million parameters with random weights learns to
 add two numbers from 0 to 19. Conversations ask for each sum in four wordings. A
 quarter of the 1,600 questions, chosen at random, is held out, so the model has
-usually seen a held-out sum in another wording. Each of `VARIANTS` starts from
-the same weights and reads the same data. `train.evaluate` scores its greedy
-answers, and a row is added to OUT/rows.jsonl. A run of 600 steps takes about a
-minute on two CPU cores.
+usually seen a held-out sum in another wording. All `VARIANTS` start from the
+same weights and read the same data. `train.evaluate` scores the greedy answers
+of each variant, and a row is added to OUT/rows.jsonl. A run of 600 steps takes
+about a minute on two CPU cores.
 """
 
 import argparse

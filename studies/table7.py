@@ -8,7 +8,8 @@ GPU is needed. Some steps take minutes to compile. The number of GPUs (with
 FSDP), the batch per GPU and the sequence length are those of the paper, except
 in one case. Weights and gradients are f32, except in the variants "lean" and
 "leanest". These store BF16 weights, and hold the BF16 gradients of only one
-layer at a time. Moments are f32 in recipes bf16 and fp8_linear.
+layer at a time. Moments are f32 with the `bf16` and `fp8_linear` recipes, and
+FP8 otherwise.
 """
 
 import argparse
@@ -30,14 +31,15 @@ class Case:
   batch: int
   seq: int = 2048
   # The peak memory in GB that the paper reports for each variant. Variants that
-  # ran out of memory are missing.
+  # ran out of memory in the paper are missing.
   peaks: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def published_ratio(self, variant: str) -> float | None:
     """Returns the ratio of BF16's peak to the variant's peak in the paper.
 
-    The variants minimal and minimal_attention are compared with the paper's
-    peak of COAT. Returns None if the paper does not report both peaks.
+    For the variants minimal and minimal_attention, which the paper does not
+    have, this is the ratio to COAT's peak. Returns None if the paper does not
+    report both peaks.
     """
     reference = {"minimal": "coat", "minimal_attention": "coat"}
     peak = self.peaks.get(reference.get(variant, variant))

@@ -3,8 +3,8 @@
 
 The model is a byte-level Llama of 2.8 million parameters, trained on the source
 text of Python's standard library with f32 moments. Random numbers would not be
-realistic, because the accuracy of a codec depends on the dynamic range within
-groups.
+realistic, because the accuracy of a codec depends on the dynamic range of the
+values within a group.
 """
 
 import functools
@@ -59,7 +59,7 @@ class Trained(NamedTuple):
 def train_moments(
   steps: int, *, model: ModelConfig = MODEL, batch: int = 8, seq: int = 64
 ) -> tuple[Moments, dict[str, slice]]:
-  """Trains a byte-level model; returns its moments like `in_groups`."""
+  """Trains a byte-level model; returns the result of `in_groups`."""
   tokens = load_tokens(DataConfig(), model.vocab_size)
   trained = train_model(model, tokens, steps=steps, batch=batch, seq=seq)
   return in_groups(trained.mu, trained.nu)
@@ -75,7 +75,7 @@ def train_model(
   rate: float = 2e-3,
   dtype: DTypeLike = jnp.bfloat16,
 ) -> Trained:
-  """Trains a model with recipe bf16 and f32 moments."""
+  """Trains a model with the `bf16` recipe and f32 moments."""
   graph, params = nnx.split(
     Decoder(model, recipes.bf16(), dtype=dtype, rngs=nnx.Rngs(0)), nnx.Param
   )
@@ -112,7 +112,10 @@ def train_model(
 
 
 def in_groups(mu, nu) -> tuple[Moments, dict[str, slice]]:
-  """Cuts moments of large leaves into groups; also returns slices of parts."""
+  """Cuts the moments of large leaves into groups.
+
+  Returns the groups, and the slice of groups for each part of the model.
+  """
   leaves, parts = [], {}
   for (path, mu_leaf), nu_leaf in zip(
     jax.tree.leaves_with_path(mu), jax.tree.leaves(nu), strict=True
@@ -120,7 +123,7 @@ def in_groups(mu, nu) -> tuple[Moments, dict[str, slice]]:
     if mu_leaf.size < _SMALLEST_LEAF:
       continue
     leaf = Moments(*(x.reshape(-1, GROUP_SIZE) for x in (mu_leaf, nu_leaf)))
-    # The part is "embedding", "head" or "layers". Its leaves are adjacent.
+    # A part is "embedding", "head" or "layers". Its leaves are adjacent.
     part = path[0].key
     start = parts[part].start if part in parts else sum(map(_groups, leaves))
     leaves.append(leaf)

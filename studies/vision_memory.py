@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares planned and compiled memory of training steps of LLaVA 1.5 7B.
+"""Compares the planned memory of LLaVA 1.5 7B's training steps with XLA's peak.
 
   python -m studies.vision_memory
   python -m studies.vision_memory --stages all --batch 4
 
-Weights and gradients are BF16, moments are FP8, and layers run in recipe coat.
-Frozen parts have neither gradients nor moments. In a row, `peak_bytes` is the
-peak of the step that XLA compiles for an H200, `planned_bytes` is the peak
-according to `train.memory`, and `error` is planned_bytes / peak_bytes - 1.
+Weights and gradients are BF16, moments are FP8, and layers use the `coat`
+recipe. Frozen parts have neither gradients nor moments. In a row, `peak_bytes`
+is the peak of the step that XLA compiles for an H200, `planned_bytes` is the
+peak according to `train.memory`, and `error` is planned_bytes / peak_bytes - 1.
 """
 
 import argparse
@@ -65,7 +65,7 @@ STAGES: dict[Trained, tuple[str, ...]] = {
 
 
 def abstract(stage: Trained):
-  """Builds a graph, abstract parameters, abstract moments and an optimizer."""
+  """Returns a graph, abstract parameters, abstract moments and an optimizer."""
   model = nnx.eval_shape(
     lambda: VisionLanguageModel(
       LLAVA_7B,
@@ -84,7 +84,7 @@ def abstract(stage: Trained):
 def compile_step(stage: Trained, *, batch: int, seq: int, images: int):
   """Compiles a step; also returns abstract parameters and moments.
 
-  Each sequence has up to `images` images.
+  Each sequence has room for `images` images.
   """
   graph, params, moments, optimizer = abstract(stage)
   names = STAGES[stage]
@@ -117,7 +117,7 @@ def compile_step(stage: Trained, *, batch: int, seq: int, images: int):
 def planned(
   stage: Trained, params, moments, *, batch: int, seq: int, images: int
 ) -> dict[str, Memory]:
-  """Plans the step that `compile_step` compiles."""
+  """Returns the planned memory at each point of the step of `compile_step`."""
   config = FinetuneConfig(
     init_from="llava-1.5-7b-hf",
     out="no run",
@@ -131,7 +131,7 @@ def planned(
 
 
 def row(stage: Trained, *, batch: int, seq: int, images: int) -> dict:
-  """Compiles and plans one step; prints and returns its row."""
+  """Compiles a step and plans its memory; prints and returns its row."""
   sizes = dict(batch=batch, seq=seq, images=images)
   compiled, params, moments = compile_step(stage, **sizes)
   peak = aot.peak_bytes(compiled)

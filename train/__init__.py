@@ -57,7 +57,7 @@ COMMANDS = (
 
 
 def check_command(line: list[str]) -> None:
-  """Exits with status 2 if `python -m train.NAME` would run no command."""
+  """Exits with status 2 if `python -m train.NAME` does not name a command."""
   _, _, rest = " ".join(line).partition(" -m ")
   name = rest.split(" ")[0]
   commands = [f"train.{command}" for command in COMMANDS]

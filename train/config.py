@@ -98,12 +98,12 @@ class TrainConfig:
     optim: The optimizer and the learning rate.
     steps: Number of optimizer steps of the whole run.
     accumulate: Microbatches per step. They go through the model one after
-      another, which needs less memory, and their gradients are added.
+      another, which needs less memory, and their gradients are summed.
     grad_accumulate: The dtype in which gradients of bfloat16 weights are summed
       over microbatches.
-    optimizer_in_backward: Update each layer's parameters as soon as the layer's
-      gradients exist, so that only one layer's gradients exist at a time; needs
-      optim.clip share or adaptive.
+    optimizer_in_backward: Update each layer's parameters as soon as its
+      gradients are computed, so that only one layer's gradients are in memory
+      at a time; needs optim.clip share or adaptive.
     mesh: Devices to train on, such as data=2,fsdp=4,tensor=1; see `train.mesh`.
     grad_reduce: The dtype in which gradients are summed over devices.
     distributed: Join the other processes of the run, which are found through

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of `train.finetune`: conversations, and samples of answers.
+"""Prepares conversations for `train.finetune`, and writes sample answers.
 
 At each evaluation the model answers some held-out prompts by greedy decoding.
 Each answer becomes a line of samples.jsonl in the run's folder, with the keys
@@ -39,11 +39,11 @@ from train.source import decoder_of
 if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages
 
-# How many characters to print: a prompt's last ones and an answer's first.
+# How many characters of a prompt (its last) and an answer (its first) to print.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _THREADS = 8  # Each thread reads the images of a batch.
-_EPOCHS = 3  # If neither --steps nor --epochs is set.
+_EPOCHS = 3  # The default if neither --steps nor --epochs is set.
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
@@ -88,10 +88,10 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
   )
   epochs = config.epochs or _EPOCHS
   steps = config.steps or math.ceil(len(own) * epochs / config.batch)
-  room = f" and {own.images} images" if own.images else ""
+  room = f", with room for {own.images} images each" if own.images else ""
   say(
     f"{config.out}: {documents.counts.describe()}; {len(own)} sequences of "
-    f"{config.seq} tokens{room} to train on, {1 - own.filled:.1%} padding; "
+    f"{config.seq} tokens to train on, {1 - own.filled:.1%} padding{room}; "
     f"{len(held_out)} sequences held out; {steps} steps are "
     f"{steps * config.batch / len(own):.3g} epochs"
   )

@@ -11,7 +11,7 @@ The first argument is a Hugging Face folder, or a run's folder, whose newest
 checkpoint is read. The model runs on one device, in BF16 or f32, without FP8.
 `train.evaluation.perplexity` explains how texts are scored. Tasks come from
 lm-evaluation-harness (pip install '.[eval]'); the command downloads nothing.
-Conversations may contain images if the model sees images. `--page` writes the
+Conversations may contain images if the model is a LLaVA. `--page` writes the
 model's answers to a web page.
 """
 
@@ -163,7 +163,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
 
     lm = DecoderLM(decoder, source.text, length=length, batch=config.batch)
     results = tasks.run(lm, shots=config.shots, limit=config.limit)
-    del lm  # It holds the model, which `--beside` replaces below.
+    del lm  # It would keep the model in memory when `--beside` replaces it.
     found["tasks"] = report.task_rows(results)
     print(report.task_table(found["tasks"]))
   columns = []
@@ -231,7 +231,7 @@ def _read_conversations(
   is_text = all(isinstance(each.config, ModelConfig) for each in sources)
   if config.images is not None and is_text:
     raise ValueError(
-      "evaluate: --images applies to models that see images, got a text-only "
+      "evaluate: --images applies to vision-language models, got a text-only "
       f"{source.family}; leave --images out"
     )
   images = config.images and read_path("images", config.images)

@@ -5,7 +5,7 @@
   python -m train.finetune DIR --data FILES --out RUN --resume
 
 DIR is a Hugging Face folder with weights, config.json, tokenizer.json and, for
-conversations, a chat template. It may also be a run that started from such a
+conversations, a chat template. DIR may also be a run that started from such a
 folder. FILES contain JSON lines or JSON arrays. Their rows are messages,
 ShareGPT conversations, Alpaca instructions, or prompts with completions. The
 loss covers only what the assistant writes. If DIR is a LLaVA, rows may have

@@ -147,7 +147,7 @@ class FinetuneConfig(TrainConfig):
       ("watch", self.watch, False),
     ):
       if is_set and needs_images != sees_images:
-        kinds = ("a text-only model", "a model that sees images")
+        kinds = ("a text-only model", "a vision-language model")
         raise ValueError(
           f"FinetuneConfig: {name} needs {kinds[needs_images]}, got "
           f"{kinds[sees_images]}; leave {name} out, or start from another "

@@ -40,10 +40,10 @@ class GenerateConfig:
     prompt: The beginning of a text. Repeat the option for more texts.
     max_tokens: Maximum number of tokens to add to each prompt.
     temperature: Temperature of sampling; 0 picks the most probable token.
-    top_k: Draw from the k most probable tokens.
-    top_p: Draw from the smallest set of tokens whose total probability is at
+    top_k: Sample from the k most probable tokens.
+    top_p: Sample from the smallest set of tokens whose total probability is at
       least this number.
-    seed: Seed of random draws.
+    seed: Seed of the sampling.
     chat: Format each prompt as a user's message with the tokenizer's chat
       template, and print only the answer.
     tokenizer: A tokenizer.json to use.

@@ -68,7 +68,7 @@ def run_command[Config: TrainConfig](
           runs = [config, *compare.twins(config)]
         for each in runs:
           with stop_on_failure(), contextlib.ExitStack() as opened:
-            # Exit here, because closing files after a failure may block.
+            # If training fails, exit here, because closing files may block.
             with stop_on_failure():
               train(each, data, signals, opened)
         if processes.is_primary():
@@ -90,7 +90,7 @@ def train[Config: TrainConfig](
 ) -> None:
   """Trains one run until its last step; `opened` closes its files."""
   signals.is_deferred = False
-  if is_received(signals):  # A signal came as an earlier run ended.
+  if is_received(signals):  # A signal came while an earlier run was ending.
     raise Stop(
       signals.exit_status,
       f"{config.out}: not started; pass --resume to start it",
@@ -98,7 +98,7 @@ def train[Config: TrainConfig](
   run = RunDirectory(config.out)
 
   with stop_on_bad_input():
-    # Other options than before may cause errors below, so check them first.
+    # Changed options may cause errors below, so check for changes first.
     done, changed = 0, []
     if config.resume:
       done, saved = run.newest_description()

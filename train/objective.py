@@ -51,7 +51,7 @@ class Objective(abc.ABC):
   model: ClassVar[Callable[..., Any]]
 
   def build(self, config: TrainConfig, store: Callable | None = None) -> Any:
-    """Builds the model with weights drawn from the run's seed."""
+    """Builds the model with random weights, which the run's seed determines."""
     return self.model(
       config.model,
       recipe=config.coat_recipe(),
@@ -194,5 +194,5 @@ def objective_of(shape: Any) -> Objective:
 
 
 def trained(config: TrainConfig, tree: Tree) -> Tree:
-  """Selects a run's trained parts from a tree like that of the parameters."""
+  """Selects a run's trained parts of a tree structured like the parameters."""
   return objective_of(config.model).trained(config, tree)

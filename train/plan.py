@@ -6,11 +6,11 @@
   python -m train.plan llama2_13b --gpus 1
   python -m train.plan finetune --init-from llava-1.5-7b-hf --trained decoder
 
-Options mean the same as in `train.pretrain`, or in `train.finetune` if the
-model sees images. The table has a column for each usual way to train; the
+Options mean the same as in `train.pretrain`, or for a LLaVA, as in
+`train.finetune`. The table has a column for each usual way to train; the
 columns "BF16" and "FP8 linears" assume f32 weights and moments. The unit is GB
 (10^9 bytes), or MB for small models. With --gpus, the command lists the fastest
-settings that fit, and prints the command line for the first. Nothing is
+settings that fit, and prints the command line for the fastest. Nothing is
 compiled and no device is used. docs/plan.md describes what is counted.
 """
 
@@ -213,7 +213,7 @@ class PlanConfig:
       )
     if self.gpus:
       raise ValueError(
-        "plan: plans of models that see images do not support gpus, got gpus "
+        "plan: plans of vision-language models do not support gpus, got gpus "
         f"{self.gpus}; leave --gpus out"
       )
 
@@ -221,7 +221,7 @@ class PlanConfig:
     for name in ("trained", "images_each"):
       if (got := getattr(self, name)) != getattr(type(self), name):
         raise ValueError(
-          f"plan: {name} applies to models that see images, got {got} with a "
+          f"plan: {name} applies to vision-language models, got {got} with a "
           f"text-only model; leave {name} out, or pass --init-from with the "
           "folder of a LLaVA"
         )

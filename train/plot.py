@@ -170,8 +170,8 @@ def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
   )
 
 
-# The panel has room for these lines only. The lines of activations show the
-# worst layer.
+# The panel has room for these lines only. Lines about activations show the
+# layer with the largest value.
 _WATCHED = {
   "activations_kurtosis": "largest kurtosis of a layer",
   "activations_amax": "largest amax of a layer",

@@ -41,8 +41,8 @@ def _for_optimizer(
   words: Sequence[str],
 ) -> Callable[[TrainConfig], TrainConfig]:
   """Returns a function that adapts presets to the command line's optimizer."""
-  # A preset may set options that this optimizer does not accept. They would be
-  # refused as if the user had passed them, so we reset them.
+  # A preset may set options that this optimizer does not accept. Reset them, or
+  # the user would get an error about options that were not passed.
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   parser.add_argument("--optim.optimizer", dest="optimizer", nargs="?")
   optimizer = parser.parse_known_args(words)[0].optimizer

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the model of a run or of a Hugging Face folder.
 
-The model is read onto one device and runs in recipe bf16. In most FP8 recipes,
-all tokens of a matmul share one scale, so the prediction for a text would
-depend on the other texts in its batch.
+The model is read onto one device and uses the `bf16` recipe. With most FP8
+recipes, all tokens of a matmul share one scale, so the prediction for a text
+depends on the other texts in its batch.
 """
 
 import dataclasses

@@ -89,7 +89,7 @@ class Evaluation(NamedTuple):
 
 
 def decays(params) -> Any:
-  """Builds the weight decay mask: all but norms, biases and embeddings."""
+  """Builds the weight decay mask: false for norms, biases and embeddings."""
   others = ("norm", "bias", "embedding", "positions")
   decayed = [parameter(x).role not in others for x in leaf_names(params)]
   return jax.tree.unflatten(jax.tree.structure(params), decayed)
@@ -164,9 +164,10 @@ def abstract_state(
 def initial_state(
   config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-  """Builds the state before the first step, with weights drawn from the seed.
+  """Builds the state before the first step, with random weights.
 
-  On a mesh each device draws its own shards; values do not depend on the mesh.
+  On a mesh, each device computes only its shards. The weights depend on the
+  seed, but not on the mesh.
   """
   return initializer(config, optimizer, mesh)()
 
@@ -296,8 +297,8 @@ def compile_on(
 ) -> jax.stages.Compiled:
   """Compiles a step ahead of time, for abstract arguments.
 
-  With `updates`, the first argument is a state, which is donated. The first
-  result is the new state, with the same shardings. All other results are
+  If `updates` is true, the first argument is a state, which is donated, and the
+  first result is the new state, with the same shardings. All other results are
   replicated.
   """
   out_shardings = None

@@ -71,7 +71,7 @@ def update_in_backward(
   state,
   batch: Batch,
 ) -> tuple[BackwardStep, Any]:
-  """Updates each layer of a decoder as soon as its gradients exist."""
+  """Updates each layer of a decoder as soon as its gradients are computed."""
   del mesh
   params = state.params
   graph, cache = with_cache(nnx.merge(graph, params))

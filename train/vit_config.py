@@ -22,11 +22,11 @@ class ImageData:
   """Images to learn from.
 
   Attributes:
-    folder: A folder with one folder of images per class. It may instead contain
+    folder: A folder with one folder of images per class, or with the folders
       `train` and `test` (or `val`), which each have one folder per class; see
       `train.data.labelled`.
     held_out: Share of each class's images to hold out for evaluation: at most
-      a half, and at least one image. It applies if there is no folder of
+      a half, and at least one image. It applies only without a folder of
       held-out images.
   """
 

@@ -9,8 +9,8 @@ does not change. These values are written to metrics.jsonl as `watch`:
   activations_kurtosis   E[x^4] / E[x^2]^2 of each layer's output: 3 for a
                          normal distribution; large if there are outliers
   activations_zeroed     share of each layer's output that becomes zero in the
-                         recipe's format with one scale per tensor (E4M3 in
-                         recipe bf16)
+                         recipe's format with one scale per tensor (E4M3 for
+                         the `bf16` recipe)
   mu_saturated           share of the first moments' codes that have the largest
                          magnitude
   mu_zeroed              share of the first moments' codes that are zero
@@ -92,7 +92,7 @@ _COMPARED, _FEWEST = 10, 3
 def probe(
   config: TrainConfig, graph: nnx.GraphDef
 ) -> Callable[[step.TrainState, step.Rows], dict[str, jax.Array]]:
-  """Builds the probe, a function of (state, rows); it finds no `grad_norm`."""
+  """Builds the probe: (state, rows) -> all values except `grad_norm`."""
 
   def find(state, rows):
     batch: Any = objective_of(config.model).batch_of(rows)

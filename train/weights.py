@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts weights between f32, bf16, and bf16 plus a low byte.
 
-The option `params` applies to matrices and embeddings; norm scales and biases
-are f32 in every run. The optimizer's state stores the low bytes
-(`LowBitsState`); layers read only bf16.
+`TrainConfig.params` selects the format of matrices and embeddings. The scales
+of norms and all biases are always f32. Layers read only the bf16 parts, so the
+low bytes are stored in the optimizer's state (`LowBitsState`).
 """
 
 from collections.abc import Callable
@@ -75,7 +75,11 @@ def draw(
   draw_params: Callable[..., Any],
   with_moments: Callable[[Any], Any],
 ) -> Any:
-  """Draws weights in the format `stored`, and builds the initial state."""
+  """Builds the initial state, with weights from `draw_params`.
+
+  `draw_params()` samples or loads the weights in f32. `draw_params(convert)`
+  returns `convert(path, weight)` instead of each f32 weight.
+  """
   if stored == "float32":
     return with_moments(draw_params())
   state = with_moments(draw_params(high_of(stored)))
@@ -84,7 +88,7 @@ def draw(
     return state
   drawn = draw_params(low_of)
   low = {name: drawn[name] for name in zeros}
-  # Parameters without low bytes keep a scalar zero.
+  # Parameters without low bytes have a scalar zero instead.
   low = jax.tree.map(lambda zero, low: low if zero.ndim else zero, zeros, low)
   return state._replace(optimizer=with_low(inner, low))
 

@@ -21,7 +21,7 @@ _WARM_UP_CALLS = 10
 def measure(fn: Callable[[], object], repeats: int = 20) -> dict[str, float]:
   """Times groups of calls; returns percentiles of the milliseconds per call.
 
-  `fn` must not wait for the GPU.
+  `fn` must return without waiting for the GPU.
   """
   _group(fn, _WARM_UP_CALLS)
   once = _group(fn, _WARM_UP_CALLS) / _WARM_UP_CALLS

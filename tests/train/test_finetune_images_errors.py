@@ -112,12 +112,12 @@ def test_options_that_do_not_fit_the_model_are_refused(
   out = tmp_path / "run"
   assert run(text, data, out) == 2
   errors = capsys.readouterr().err
-  assert "images needs a model that sees images, got a text-only" in errors
+  assert "images needs a vision-language model, got a text-only" in errors
   assert "Traceback" not in errors and not out.exists()
   muon = OptimConfig(lr=1e-3, warmup=1, optimizer="coat_muon", group_size=16)
   share = OptimConfig(lr=1e-3, warmup=1, group_size=16, clip="share")
   for words, options in {
-    "trained needs a model that sees": dict(
+    "trained needs a vision-language model": dict(
       init_from=str(text), data=ChatData(), trained="all"
     ),
     "watch needs a text-only model": dict(watch=1),

@@ -182,10 +182,10 @@ def test_table_says_what_fits(capsys, hbm, fits):
       "accumulate must be a whole number at least 1",
     ),
     (["demo", "--mesh", "tensor=2"], "a device must have whole groups"),
-    (["demo", "--trained", "all"], "trained applies to models that see images"),
+    (["demo", "--trained", "all"], "trained applies to vision-language models"),
     (
       ["demo", "--images-each", "2"],
-      "images_each applies to models that see images",
+      "images_each applies to vision-language models",
     ),
     (["demo", "--init-from", "/no/such"], "got nothing of that name"),
   ],

@@ -2,10 +2,10 @@
 """Turns rows into batches that are deterministic, sharded and resumable.
 
 Rows are packed documents, images, or windows of a token stream. Each epoch of
-training visits every row once, in an order drawn from the seed and the epoch. A
-batch may contain the end of one epoch and the beginning of the next. Batch i
-depends only on the rows, the batch size, the seed and i, so the state of an
-iterator is a single integer.
+training visits every row once, in a random order that depends on the seed and
+the epoch. A batch may contain the end of one epoch and the beginning of the
+next. Batch i depends only on the rows, the batch size, the seed and i, so the
+state of an iterator is a single integer.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from train.data.tokens import TokenSource
 class Rows(Protocol):
   """Rows from which batches are made."""
 
-  # Whether an incomplete last batch of held-out rows is padded, not dropped.
+  # Whether an incomplete last batch of held-out rows is padded (else dropped).
   has_padding: ClassVar[bool]
 
   def __len__(self) -> int: ...
@@ -108,8 +108,8 @@ def train_batches(
     )
   numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
   # grain gives an endless dataset the length 2^63 - 1. Without drop_remainder,
-  # it would compute the number of batches in floating point. For batches of 1,
-  # this rounds up to 2^63, and len() would raise OverflowError.
+  # it computes the number of batches in floating point. For batches of 1, this
+  # number would be rounded up to 2^63, and len() would raise OverflowError.
   groups = numbers.batch(batch_size, drop_remainder=True)
   return groups.map(lambda group: _read(rows, group[own]))
 

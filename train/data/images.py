@@ -256,7 +256,8 @@ def _count(value: Any) -> int:
 
 
 def _number(key: str, value: Any) -> float:
-  if type(value) not in (int, float) or not abs(value) < 1e30:  # Or NaN.
+  # `not abs(value) < 1e30` is also true for NaN.
+  if type(value) not in (int, float) or not abs(value) < 1e30:
     raise ValueError(f"{key} {str(value)[:60]}")
   return float(value)
 

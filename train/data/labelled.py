@@ -27,7 +27,7 @@ from train.data.token_files import hash_change_times
 
 _TRAIN, _HELD_OUT = "train", ("test", "val", "validation")
 _ENDS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-THREADS = 8  # They help, because Pillow releases the GIL while it decodes.
+THREADS = 8  # Threads help, because Pillow releases the GIL while it decodes.
 # Enough for 5000 images of 224 x 224 pixels, or four million of 8 x 8, in f32.
 _IN_MEMORY = 3 * 2**30
 

@@ -45,7 +45,7 @@ class TokenFile:
     start, stop, _ = where.indices(self.size)
     wanted = max(stop - start, 0) * self.itemsize
     place = self.offset + start * self.itemsize
-    file = _opened(self.path)  # Keeps the file open.
+    file = _opened(self.path)  # This variable keeps the file open.
     read = os.pread(file.number, wanted, place)
     if len(read) < wanted:
       raise ValueError(

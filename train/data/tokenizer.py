@@ -93,10 +93,10 @@ class Tokenizer:
   ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields each text's ids, int32 [n], and character offsets, int32 [n, 2].
 
-    `kept` is how many tokens of each text the caller uses. So that these do not
-    depend on the split, a text is split inside a line only before an added
-    token, or after at least 16 * `kept` characters, which usually contain more
-    than `kept` tokens.
+    `kept` is how many tokens of each text the caller uses. These tokens should
+    not depend on where a text is split. So a text is split inside a line only
+    before an added token, or after at least 16 * `kept` characters, which
+    usually contain more than `kept` tokens.
     """
     ids, offsets = [], []
     pieces = (piece for text in texts for piece in self.split(text, kept=kept))

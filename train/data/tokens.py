@@ -24,7 +24,7 @@ from train.options import Share, fixed
 Dtype = Literal["text", "uint16", "uint32"]
 DTYPES = get_args(Dtype)
 _THREADS = 16
-# The samples to check before training, and the tokens in each sample.
+# The number of samples to check before training, and of tokens in each sample.
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
 
 
@@ -122,8 +122,8 @@ class TokenSource:
 def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
   """Opens the data; the stream contains files in the order of their paths.
 
-  Of token files, only 64 short samples are checked here; other tokens are
-  checked when a batch reads them.
+  If the data are token files, only 64 short samples are checked here. All other
+  tokens are checked when a batch reads them.
   """
   if config.dtype != "text":
     assert config.path is not None  # `DataConfig` checks it.

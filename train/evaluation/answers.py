@@ -48,8 +48,8 @@ def normalized(answer: str) -> str:
   has_thousands = re.search(r"\d,\d", text) is not None
   out = text
   for mark in _PUNCTUATION:
-    # As in VQA v2, each mark becomes a space. But it is removed if the text has
-    # this mark next to a space anywhere, or a comma between digits.
+    # As in VQA v2, each mark becomes a space. But if the text has this mark
+    # next to a space anywhere, or a comma between digits, the mark is removed.
     is_beside = f"{mark} " in text or f" {mark}" in text
     out = out.replace(mark, "" if is_beside or has_thousands else " ")
   # Remove full stops, but not decimal points.
@@ -70,9 +70,9 @@ def is_match(answer: str, reference: str) -> bool:
 
 
 class Question(NamedTuple):
-  """A prompt, and the turn that the model is asked to write after it."""
+  """A prompt, and the assistant's turn that follows it in the data."""
 
-  conversation: int  # Its index in the data.
+  conversation: int  # The conversation's index in the data.
   prompt: list[int]  # All tokens before the turn.
   new: list[int]  # The tokens between the previous answer and the turn.
   reference: list[int]  # The turn as it is in the data.
@@ -82,7 +82,7 @@ class Question(NamedTuple):
 class Answer(NamedTuple):
   """A model's answer, with the reference answer."""
 
-  conversation: int  # Its index in the data.
+  conversation: int  # The conversation's index in the data.
   question: str  # The text since the previous answer.
   reference: str  # The answer in the data.
   answer: str  # The model's answer.
@@ -97,7 +97,7 @@ class Answers(NamedTuple):
   conversations: int  # Number of conversations.
   tokens: int  # Number of scored tokens in reference answers.
   nats: float  # Total cross-entropy of these tokens.
-  left_out: int  # Number of questions that leave too little room to answer.
+  left_out: int  # Number of questions with too little room for an answer.
   answers: list[Answer]  # In the order of the data.
 
   @property

@@ -35,7 +35,7 @@ _MOST_NAMES = (
 
 
 class DecoderLM(TemplateLM):
-  """A decoder in recipe bf16, on one device, for `lm_eval.simple_evaluate`."""
+  """Runs a decoder with the `bf16` recipe for `lm_eval.simple_evaluate`."""
 
   def __init__(
     self, model: Decoder, text: Text, *, length: int, batch: int = 8
@@ -116,7 +116,7 @@ class DecoderLM(TemplateLM):
     found = {}
     with _progress("generate_until", len(asked), disable_tqdm) as bar:
       order = _longest_first(encoded, len)
-      # All rows of one call must have the same options.
+      # All contexts of one call must have the same options.
       order = sorted(order, key=lambda one: repr(asked[one[0]][1]))
       for _, group in itertools.groupby(order, lambda one: asked[one[0]][1]):
         for some in itertools.batched(group, self._batch):

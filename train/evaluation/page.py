@@ -57,7 +57,7 @@ def _is_shown(turn: Sequence[Answer]) -> bool:
 
 def _thumbnail(file: Path) -> str:
   """Returns a small JPEG as a data URI; ignores EXIF rotation, as models do."""
-  from PIL import Image  # Needs the extra vision, like all code for images.
+  from PIL import Image  # Part of the extra vision.
 
   with Image.open(file) as image:
     small = image.convert("RGB")

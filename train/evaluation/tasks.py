@@ -19,7 +19,7 @@ from train.options import first_line
 if TYPE_CHECKING:
   from lm_eval.api.model import LM
 
-# Without DISABLE_MULTIPROC, the harness forks a pool of processes, which is
+# Without DISABLE_MULTIPROC, the harness forks a pool of processes. Forking is
 # unsafe with JAX's threads.
 _ENVIRONMENT = {
   "HF_DATASETS_OFFLINE": "1",

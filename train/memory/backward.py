@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the memory needed while one layer is differentiated.
 
-This memory comes on top of what all layers save. Each function below adds up
-the arrays that are alive together at a possible peak, given the order in which
-XLA runs operations. We derived these sums from XLA's live ranges in steps that
-were compiled for H200s. The sums assume that
+This memory is needed in addition to what all layers save. Each function below
+adds up the arrays that are alive together at a possible peak, given the order
+in which XLA runs operations. We derived these sums from XLA's live ranges in
+steps that were compiled for H200s. The sums assume that
   * layers are scanned, so what a layer saved is copied out of stacked arrays;
   * on one GPU, XLA computes the gradients of all weights at a layer's end;
   * on a mesh, XLA sums these gradients over GPUs while the next layer runs.
@@ -143,13 +143,14 @@ def _bf16_backward(layer: Layer) -> float:
   inner, unit, weights = layer.inner, layer.unit, layer.weights
   if not layer.is_on_mesh:
     # The MLP's peak has, in BF16: the gradients of gate, up and product; an
-    # array like gate_up; two like the residual stream; and the copies of tokens
-    # and their gradients. Attention's peak has gate, up and product, which are
-    # not freed yet, and q, k, v, the output and their gradients (12 * unit).
+    # array of gate_up's size; two of the residual stream's size; and the copies
+    # of tokens and their gradients. Attention's peak has gate, up and product,
+    # which are not freed yet, and arrays such as q, k, v, the output and their
+    # gradients (12 * unit).
     mlp = BF16 * (3 * inner + weights["gate_up"]) + 2 * unit + 2 * layer.rows
     return max(mlp, BF16 * 3 * inner + 12 * unit)
   # On a mesh, the sums contain gathered weights, and copies of the operands
-  # that matmuls save. They contain no copies of tokens.
+  # that matmuls save, but no copies of tokens.
   mlp = BF16 * (4 * inner + layer.gathered * weights["gate_up"])
   attention = BF16 * (3 * inner + layer.gathered * weights["qkv"])
   return max(mlp, attention + 6 * unit) + 10 * unit
@@ -157,14 +158,14 @@ def _bf16_backward(layer: Layer) -> float:
 
 def _fp8_linear_backward(layer: Layer) -> float:
   inner, unit, weights = layer.inner, layer.unit, layer.weights
-  # Gradients of gate and up, each in BF16 and twice in E5M2: in row layout
-  # and in column layout.
+  # The MLP's peak has the gradients of gate and up, each in BF16 and twice in
+  # E5M2 (in row layout and in column layout).
   mlp = 8 * inner + 1.5 * unit
   if layer.is_on_mesh:
     gradients = layer.grad_value * sum(weights.values())
     return mlp + gradients + layer.gathered * weights["gate_up"]
-  # The peak is either here, with copies of the operands that matmuls save, or
-  # at the layer's end, with the gradient of gate_up and fewer other arrays.
+  # The peak is either in the MLP, with copies of the operands that matmuls
+  # save, or at the layer's end, with the gradient of gate_up and fewer others.
   last = layer.value * weights["gate_up"] + 4 * inner + 2 * unit
   return max(mlp + inner + 3.5 * unit, last)
 
@@ -177,7 +178,7 @@ def _coat_backward(layer: Layer) -> float:
   if not layer.recomputes_experts:
     mlp += _saved_in_mlp(layer)
   # XLA computes the gradients of all four weights last. With experts, the
-  # gradient of gate_up also exists in BF16, and is the largest other array.
+  # largest other array is then a BF16 copy of gate_up's gradient.
   last = 2 * layer.inner + stream
   if layer.experts:
     last = BF16 * layer.weights["gate_up"]
@@ -217,32 +218,34 @@ def _coat_mlp(layer: Layer) -> float:
     # gradients of these copies.
     return max((2 * layer.code + 9) * inner, 7 * inner + 1.5 * unit + 2 * rows)
   if layer.recomputes_experts:
-    # Gate and up in FP8; their gradients in BF16; the recomputed product and
-    # its gradient; all copies of tokens, and their gradients. The size of other
-    # arrays grows with the residual stream: the input, its gradient, the
-    # router's share of that gradient, and both blocks' inputs in FP8.
+    # The peak has gate and up in FP8; their gradients in BF16; the recomputed
+    # product and its gradient; all copies of tokens and their gradients. Other
+    # arrays have the residual stream's shape: the input, its gradient, the
+    # router's share of this gradient, and both blocks' inputs in FP8.
     return (2 * layer.code + 8) * inner + 2 * rows + (3 + layer.code) * unit
-  # The product's gradient in BF16; the gradients of gate and up in E5M2, in
-  # row layout and in column layout; and the recomputed product in FP8.
+  # The peak has the product's gradient in BF16; the gradients of gate and up
+  # in E5M2, in row layout and in column layout; and the recomputed product in
+  # FP8.
   values = 7 * inner
   if layer.recipe.residuals == "coat" and not layer.experts:
-    # The gradients of gate and up in f32 replace the product and its gradient.
+    # Instead of the product and its gradient, the peak has the gradients of
+    # gate and up in f32.
     values = 12 * inner
   return values + 1.5 * unit + 2 * rows
 
 
 def _saved_in_mlp(layer: Layer) -> float:
-  """Counts bytes saved or recomputed before the MLP's backward pass."""
+  """Counts the bytes saved or recomputed that the MLP's peak contains."""
   inner, unit = layer.inner, layer.unit
   saves_product = layer.recipe.residuals == "coat" and not layer.experts
   if layer.is_recomputed:
-    # Everything that the layer saves, including attention's part; both blocks'
-    # inputs in BF16; and the FP8 operand of gate and up.
+    # This counts all that the layer saves, including attention's part; both
+    # blocks' inputs in BF16; and the FP8 operand of gate and up.
     saved = layer.saved() + 2.5 * unit
   elif layer.remat == "fp8":
     # Gate and up are recomputed here; attention is recomputed later.
     saved = layer.saved("fp8") + 2 * layer.code * inner
-    if saves_product:  # SiLU's output, the product, the operand of gate and up.
+    if saves_product:  # SiLU's output; the product; the operand of gate and up.
       saved += (layer.code + 1) * inner + 0.5 * unit
   else:
     saved = layer.saved(layer.remat)

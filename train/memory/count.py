@@ -45,10 +45,10 @@ def saved_bytes(
 ) -> float:
   """Counts the bytes per token and layer that XLA keeps for the backward pass.
 
-  The result is for one of `tensor` GPUs along the mesh's tensor axis. In recipe
-  bf16, each of these GPUs stores the whole residual stream. In other recipes,
-  and with remat fp8_layer, each stores only a part of it. Scalars do not count,
-  nor do positions, which all layers share.
+  The result is for one of `tensor` GPUs along the mesh's tensor axis. With the
+  `bf16` recipe, each of these GPUs stores the whole residual stream. With other
+  recipes, and with remat fp8_layer, each stores only its part. Scalars do not
+  count, nor do positions, which all layers share.
   """
   arrays = [
     (aval, kind)
@@ -113,7 +113,7 @@ def residual_arrays(
   recipe = dataclasses.replace(recipe, axes=None)  # Trace for one device.
   options = {}
   if isinstance(config, ModelConfig) and config.kinds_of_layers is not None:
-    options = dict(kind=jnp.int32(0))  # All kinds of layers save the same.
+    options = dict(kind=jnp.int32(0))  # All kinds save the same arrays.
   layer = nnx.eval_shape(
     lambda: TransformerLayer(config, recipe, rngs=nnx.Rngs(0))
   )
@@ -148,7 +148,7 @@ def residual_arrays(
 
 
 def _kind_of(var, saved: SavedArrays, operands: set) -> str:
-  """Returns the kind of a saved array; linear layers multiply `operands`."""
+  """Returns a saved array's kind; `operands` are those of linear layers."""
   aliases = saved.aliases(var)
   equations = [saved.equation_of.get(alias) for alias in aliases]
   for equation in equations:

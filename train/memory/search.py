@@ -9,10 +9,10 @@ token of BF16 layers. In this unit, a microbatch of n tokens on a GPU takes
 
 IN_BACKWARD is added only if the optimizer runs in the backward pass. The last
 two terms are the fixed cost of a step: running the optimizer, and reading and
-quantizing the weights. Each microbatch is charged all of it, although the
+quantizing the weights. Each microbatch is charged the full cost, although the
 optimizer runs only once per step. We measured this cost with Llama-2-7B on an
-H200. In this unit it is about the same for 13B, because the time per token
-grows with the weights too.
+H200. In our unit of time, the cost is about the same for 13B, because the time
+per token grows with the weights too.
 """
 
 import dataclasses
@@ -30,22 +30,22 @@ from train.weights import Stored
 GB = 10**9
 # Time of a layer's forward and backward pass, relative to 16.73 ms in BF16;
 # docs/performance.md, "One decoder layer", has newer times. We did not measure
-# remat full in recipe fp8_linear; we add a forward pass to the time of `none`.
+# fp8_linear with remat full; we add a forward pass to its time with `none`.
 LAYER: dict[str, dict[Remat, float]] = {
   "bf16": {"none": 1.0, "dots": 1.04, "full": 1.27},
   "fp8_linear": {"none": 0.68, "full": 0.90},
   "coat": {"none": 0.66, "fp8": 0.81, "full": 0.83, "fp8_layer": 0.83},
 }
-# The fixed cost of a step, by the dtype of the weights. On one H200 in float32,
-# a step takes 304 ms with 2 sequences and 491 ms with 4. In bfloat16, it takes
-# 471 ms with 4. Our estimates of the ratios of these times are within 2 %.
+# The fixed cost of a step, by the format of the weights. On one H200, a step
+# with float32 takes 304 ms for 2 sequences and 491 ms for 4; with bfloat16, it
+# takes 471 ms for 4. Our estimates of the ratios of these times are within 2 %.
 # bfloat16_low8 was not measured; we chose a value in between.
 STEP: dict[Stored, float] = {
   "float32": 1500,
   "bfloat16_low8": 1300,
   "bfloat16": 1150,
 }
-# The optimizer in the backward pass saves 14 ms of a step of 471 to 491 ms.
+# Running the optimizer in the backward pass saves 14 ms of 471 to 491 ms.
 IN_BACKWARD = -200
 # The share of memory left free, because plans are not exact. They are within
 # 5 % of the compiler's peak, and mostly within 1 %.
@@ -70,8 +70,9 @@ def candidates(
   """Yields the runs to compare: a model in bf16, fp8_linear and coat.
 
   Recipes bf16 and fp8_linear store weights and moments in f32, as is usual.
-  `params` and `remat` restrict the runs to one kind; None allows all. `config`
-  is a run in recipe coat, with options that are valid for all of these runs.
+  `params` and `remat` restrict the runs to those with this value; None allows
+  all values. `config` is a run with the `coat` recipe, whose other options are
+  valid for all of these runs.
   """
   for recipe in ("bf16", "fp8_linear"):
     for kept in LAYER[recipe]:
@@ -103,7 +104,7 @@ def cost(run: TrainConfig) -> float:
 def search(
   runs: Iterable[TrainConfig], hbm_bytes: int, *, is_batch_fixed: bool
 ) -> tuple[list[Found], Found]:
-  """Returns the runs that fit, fastest first, and the run of the lowest peak.
+  """Returns the runs that fit, fastest first, and the run with the lowest peak.
 
   Each run gets the largest batch that fits, but at most its configured batch.
   If `is_batch_fixed` is true, each run keeps its batch, and is split into

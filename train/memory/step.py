@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the memory of a run's training step on one GPU.
 
-Peak memory occurs at one of these points. The list shows which arrays exist at
-each point, in addition to the weights and the optimizer's state:
+Peak memory occurs at one of these points. The list shows which arrays are in
+memory at each point, in addition to the weights and the optimizer's state:
 
   loss       everything that layers save, and a chunk of logits
   backward   everything that layers save, the gradients of the layers and of the
@@ -16,9 +16,10 @@ each point, in addition to the weights and the optimizer's state:
 
 We plan the step of `train.step`. It scans the layers, stores gradients in the
 dtypes of the parameters, computes the loss in chunks of logits and donates its
-state. An optimizer in the backward pass frees each layer's gradients. Frozen
-parts have no gradients. A frozen tower saves nothing for the backward pass. A
-frozen decoder does, because the projector's gradients pass through its layers.
+state. If the optimizer runs in the backward pass, each layer's gradients are
+freed at once. Frozen parts have no gradients. A frozen tower saves nothing for
+the backward pass. A frozen decoder saves as much as a trained one, because the
+projector's gradients pass through its layers.
 """
 
 import dataclasses
@@ -105,7 +106,7 @@ def plan(
   config: TrainConfig,
   state: AbstractState | None = None,
   *,
-  images_each: int = 1,  # Image slots in a sequence.
+  images_each: int = 1,  # Number of image slots in each sequence.
 ) -> dict[str, Memory]:
   """Plans a run's memory at each point of a step on one of its GPUs."""
   state = state or state_of(config)
@@ -120,7 +121,7 @@ def fullest(points: dict[str, Memory]) -> tuple[str, Memory]:
 
 
 def peak_bytes(config: TrainConfig, *, images_each: int = 1) -> int:
-  """Plans a run's peak memory on one of its GPUs."""
+  """Returns the planned peak memory of a run on one of its GPUs."""
   return fullest(plan(config, images_each=images_each))[1].total
 
 
@@ -166,24 +167,24 @@ def _plan_decoder(
   weights, value = device_bytes(state.params), layer.value
   matrices = layer.weights
   layers = model.num_layers * sum(matrices.values())
-  # `linear` is the number of weights that may have FP8 or BF16 copies. Experts'
-  # weights have no such copies.
+  # `linear` counts the weights that may have FP8 or BF16 copies, which are all
+  # weights of the layers except the experts'.
   linear = layers
   if layer.experts:
     linear = model.num_layers * (matrices["qkv"] + matrices["out"])
   kept = model.num_layers * layer.saved(config.remat)
   is_cast = recipe.linear == "bf16" and value == F32
   if is_cast and not layer.is_on_mesh and config.remat == "none":
-    kept += BF16 * linear  # Autodiff keeps the casts of weights.
+    kept += BF16 * linear  # Autodiff saves the weights' BF16 casts.
   cached = 0
   if recipe.linear == "fp8" and recipe.weight_cache == "codes":
-    # FP8 weights are cached in row layout and in column layout. If a step runs
-    # only one forward pass, the copy in column layout is dead after it. The
-    # backward pass still needs the other copy.
+    # FP8 weights are cached in row layout and in column layout. The column
+    # layout is freed after the last forward pass, which is before the peak if
+    # there is only one microbatch. The backward pass reads the row layout.
     layouts = 1 if config.accumulate == 1 else 2
     cached = layouts * linear / layer.fsdp  # One byte per value.
   summed = 0
-  if config.accumulate > 1:  # Gradient sums exist between microbatches.
+  if config.accumulate > 1:  # Sums over microbatches stay allocated.
     itemsize = jnp.dtype(config.grad_accumulate).itemsize
     summed = weights * max(1, itemsize / value)
   of_layers, of_all = value * layers / layer.fsdp, weights
@@ -200,7 +201,7 @@ def _plan_decoder(
     )
 
   in_backward = layer_backward(layer) + _head_in_backward(layer)
-  # The embedding's gradient in BF16; on a mesh it exists in f32 too.
+  # The embedding's gradient in BF16, and on a mesh also in f32.
   in_embedding = (BF16 + F32 * layer.is_on_mesh) * _head(layer)
   return {
     "loss": memory(0, kept, _loss_bytes(layer, batch, config.seq)),
@@ -221,13 +222,15 @@ def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
   head, columns = _head(layer), model.vocab_size // layer.tensor
   unit = BF16 * model.d_model * layer.tokens
   logits = batch * vocabulary.loss_positions(batch, seq, columns) * columns
-  # Logits in f32 and their gradient in BF16; the weights' gradient; hidden
-  # states, a copy of them in chunks, and their gradient.
+  # The peak has logits in f32 and their gradient in BF16; the gradient of the
+  # output weights in f32; and hidden states, a copy of them in chunks, and
+  # their gradient.
   total = (F32 + BF16) * logits + F32 * head + 3 * unit
   if layer.value == F32 or layer.is_on_mesh:
-    total += BF16 * head  # The weights in BF16, gathered on a mesh.
+    total += BF16 * head  # The output weights in BF16, gathered on a mesh.
   if layer.value == BF16 and not layer.is_on_mesh:
-    # The weights' gradient is rounded to BF16 after the logits are freed.
+    # The gradient of the output weights is rounded to BF16 after the logits are
+    # freed, and this may need more memory.
     total = max(total, (F32 + BF16) * head + 2 * unit)
   return total
 
@@ -235,12 +238,13 @@ def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
 def _head_in_backward(layer: Layer) -> float:
   """Counts the bytes of the output weights' gradient in the backward pass."""
   head = _head(layer)
-  summed = layer.value * head / layer.fsdp  # Summed over devices.
+  summed = layer.value * head / layer.fsdp  # This GPU's shard of the sum.
   if not layer.optimizer_in_backward:
     return summed
-  # The optimizer has already used this gradient. A tied embedding still needs
-  # it, to add the gradient of its lookup. XLA may allocate zeros for the
-  # embedding's gradient before it differentiates the layers.
+  # The optimizer has updated the output weights, and their gradient is freed,
+  # except if they are tied to the embedding: then the gradient of the lookup is
+  # added to it later. XLA may allocate zeros for the embedding's gradient
+  # before it differentiates the layers.
   model: Any = layer.model
   return summed * model.tied_embeddings + BF16 * head
 
@@ -248,11 +252,11 @@ def _head_in_backward(layer: Layer) -> float:
 def _plan_vision(
   config: TrainConfig, state: AbstractState, images_each: int
 ) -> dict[str, Memory]:
-  """Plans a vision-language model's step on one GPU for `config.trained`."""
+  """Plans the step of a vision-language model on one GPU."""
   for name, planned in _WITH_IMAGES.items():
     if (got := getattr(config, name)) != planned:
       raise ValueError(
-        f"plan: plans of models that see images do not support {name}, got "
+        f"plan: plans of vision-language models do not support {name}, got "
         f"{name} {got}; leave {name} out"
       )
   model: Any = config.model
@@ -279,8 +283,8 @@ def _plan_vision(
     tokens=images * model.vision.num_tokens,
     value=_value_bytes(params["tower"]),
   )
-  # The tower's features; the projector's hidden states before GELU, in BF16 and
-  # f32, and after GELU.
+  # The step keeps the tower's features. It also keeps the projector's hidden
+  # states: before GELU in BF16 and in f32, and after GELU in BF16.
   kept = images * model.tokens_each * BF16 * model.vision.d_model
   kept += images * model.tokens_each * (2 * BF16 + F32) * model.text.d_model
   if trained == "all":

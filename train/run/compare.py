@@ -130,7 +130,7 @@ def _cell(form: str, value: float | None) -> str:
 
 
 def _name(config: TrainConfig, first: TrainConfig) -> str:
-  """Names a run by its recipe; adds an unusual codec, and a differing seed."""
+  """Names a run by its recipe, plus its codec or seed if they are unusual."""
   name, usual = config.recipe, {"coat": "coat", "bf16": "float32"}
   if config.optim.codec != usual.get(config.recipe):
     name += f"/{config.optim.codec}"

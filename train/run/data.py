@@ -39,7 +39,7 @@ class RunData[Config: TrainConfig]:
   # `batch_of` expects (`train.objective`).
   rows: Rows
   held_out: Rows
-  fingerprint: str  # A hash of the data, which must not change on resuming.
+  fingerprint: str  # A hash of the data; a resumed run must have the same hash.
   # A hash of modification times; None if the fingerprint covers all data.
   change_times: str | None = None
   threads: int = 0  # Threads that prefetch batches; 0 for data in memory.

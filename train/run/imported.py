@@ -22,7 +22,7 @@ def create_run(
 ) -> int:
   """Creates a run with one checkpoint on one device; returns the step."""
   run = RunDirectory(config.out)
-  if config.resume:  # Then `claimed` would accept an existing run.
+  if config.resume:  # With --resume, `claimed` accepts an existing run.
     raise ValueError(
       f"{op}: --resume does not apply, because {op} creates a run; leave "
       "--resume out, and pass --overwrite to replace an existing run"

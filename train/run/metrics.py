@@ -9,7 +9,7 @@ kinds of lines:
     step_bytes, the memory of the compiled step on a device (see
     `train.run.report.step_bytes`);
   * a report: state (`state_report` of each leaf) and, with codec coat, powers,
-    an object that maps 16 k to the number of groups with the power k;
+    an object that maps 16 * k to the number of groups with the power k;
   * a probe: watch (see `train.watch`).
 Every line is written immediately, in a single write, so a killed run loses no
 line. A resumed run first drops the lines that it will write again.
@@ -141,7 +141,7 @@ class Progress:
       self.say(f"{self._name}: step {step}/{self._steps}, {text}")
 
   def say(self, text: str) -> None:
-    """Prints a line above the bar."""
+    """Prints a line, above the bar if there is one."""
     if self._bar:
       self._bar.write(text, file=sys.stderr)
     elif processes.is_primary():

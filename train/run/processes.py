@@ -94,7 +94,10 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
 def to_devices(
   rows: np.ndarray, sharding: NamedSharding | None, batch: int
 ) -> jax.Array | np.ndarray:
-  """Joins all processes' rows to a global array, unless `sharding` is None."""
+  """Joins the rows of all processes to one global array.
+
+  Returns `rows` unchanged if `sharding` is None.
+  """
   if sharding is None:
     return rows
   shape = (batch, *rows.shape[1:])

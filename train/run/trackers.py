@@ -5,7 +5,7 @@ Both trackers receive the numbers in metrics.jsonl, with the same names and
 steps, but no lists or objects. A resumed run continues both logs.
 
 We use tensorboardX because it has few dependencies. We use its writer without a
-thread because the one with a thread blocks forever if the disk is full.
+thread, because its threaded writer blocks forever if the disk is full.
 """
 
 import importlib.util

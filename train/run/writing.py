@@ -18,7 +18,7 @@ from train.options import first_line
 
 
 def check_out(op: str, path: Path) -> None:
-  """Raises ValueError if `path` is not free, or would be inside a file."""
+  """Raises ValueError unless `path` is free and a folder can contain it."""
   check_free(op, path)
   above = next(x for x in path.resolve().parents if x.exists())
   if not above.is_dir():
@@ -63,7 +63,7 @@ def replace_file(file: Path, text: str) -> None:
     with temporary.open("x") as opened:
       opened.write(text)
       opened.flush()
-      os.fsync(opened.fileno())  # Else a crash might leave the file empty.
+      os.fsync(opened.fileno())  # Otherwise a crash might leave an empty file.
     os.replace(temporary, file)
   except OSError:  # For example, the disk is full.
     temporary.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ def write_tree(path: Path, tree: Any) -> None:
 
 def uninterrupted(write: Callable[[], None]) -> None:
   """Calls `write` and waits until it ends, even after Ctrl-C."""
-  # Otherwise Orbax's threads would write into a folder while it is removed.
+  # Otherwise Orbax's threads may write into the folder while it is removed.
   with ThreadPoolExecutor(1) as pool:  # Leaving the pool waits for the write.
     pool.submit(write).result()
 

@@ -120,7 +120,7 @@ def test_figures_in_bfloat16_are_near_those_in_float32(folder, data, tmp_path):
     (["--task", "x", "--documents", "joined"], "--documents applies to --data"),
     (
       ["--conversations", "{data}", "--images", "x"],
-      "--images applies to models that see images, got a text-only llama",
+      "--images applies to vision-language models, got a text-only llama",
     ),
     (["--task", "x", "--shots", -1], "shots must be a whole number from 0"),
     (["--task", "x", "--task-dir", "none"], "--task-dir must be a folder"),

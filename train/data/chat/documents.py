@@ -108,7 +108,7 @@ class Documents:
     return digest.hexdigest()[:32]
 
   def split(self, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draws the indices of training documents and of held-out documents."""
+    """Splits at random; returns indices of training and held-out documents."""
     if len(self) < 2:
       raise ValueError(
         "chat: at least two conversations are needed, one to train on and one "
@@ -151,7 +151,7 @@ def load_documents(
       counts.lost_targets += int(whole.mask.sum() - document.mask.sum())
       if not document.mask.any():
         counts.without_target += 1
-        if whole.mask.any():  # Note the `seq` with which a target would fit.
+        if whole.mask.any():  # Note the smallest `seq` that fits a target.
           shortest.append(int(np.argmax(whole.mask)))
         continue
       counts.truncated += len(document.tokens) < len(whole.tokens)

@@ -13,9 +13,9 @@ a turn with certainty, an error is raised.
     turns.
   * By beginnings: render the messages before a turn with the generation prompt,
     to find the turn's start. Render these messages and the turn, to find its
-    end. The whole text must begin with the first of these texts, and with the
-    second up to the turn's end. This method works even if a template fails when
-    other words replace a tool call.
+    end. The whole text must begin with the first of these two texts, and with
+    the part of the second one up to the turn's end. This method works even if a
+    template fails when other words replace a tool call.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class TargetFinder:
       text = self._template.render(chat.messages, tools=chat.tools)
       if self._template.has_generation(chat.tools):
         return text, self._marked(chat)
-    except TemplateFault:  # This affects every row.
+    except TemplateFault:  # A faulty template affects every row.
       raise
     except ValueError as error:
       raise BadData("template", str(error).removeprefix("chat: ")) from error

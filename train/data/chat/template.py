@@ -2,7 +2,7 @@
 """Reads and renders chat templates as transformers does.
 
 A template comes from chat_template.jinja, from `chat_template` in
-tokenizer_config.json, or by its name from `PUBLISHED`. It can use what
+tokenizer_config.json, or by its name from `PUBLISHED`. A template can use what
 transformers provides: messages, tools, special tokens by name,
 `raise_exception` and `strftime_now`.
 """
