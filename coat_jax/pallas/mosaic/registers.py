@@ -23,19 +23,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import E4M3, qmax
-from coat_jax.pallas.mosaic import ptx
+from coat_jax.pallas.mosaic import ptx, rows
 from coat_jax.pallas.mosaic.ptx import GROUP_LAYOUT, LAYOUT, ROWS, TILE
 
 
 def load(ref, start) -> Array:
   """Loads a tile, or the statistics of its groups, from global memory."""
   layout = LAYOUT if ref.ndim == 2 else GROUP_LAYOUT
-  rows = ref.at[pl.ds(start, ROWS)]
-  return plgpu.load(rows, layout=layout, optimized=False)
+  part = ref.at[pl.ds(start, ROWS)]
+  return plgpu.load(part, layout=layout, optimized=False)
 
 
 def store(ref, start, x: Array) -> None:
-  ref[pl.ds(start, ROWS)] = x
+  rows.store(ref.at[pl.ds(start, ROWS)], x)
 
 
 def spread(x: Array) -> Array:
