@@ -31,9 +31,9 @@ def quick(count: int, cases: Iterable) -> list:
 
 
 def pairwise(*options: Iterable) -> list[tuple]:
-  """Selects combinations such that each pair of values occurs in one of them.
+  """Selects combinations that contain each pair of values of two options.
 
-  Use it where a bug depends on at most two options. The first combination
+  Use it where a bug would depend on at most two options. The first combination
   contains the first value of each option. Each further one is the combination
   with the most pairs that have not occurred yet.
   """

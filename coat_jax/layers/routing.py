@@ -112,8 +112,8 @@ def expert_weights(
 def _logits(y: Array, w: Array) -> Array:
   # Use full f32, because a GPU's default (TF32, a mantissa of 10 bits) would
   # route tokens differently. Full f32 is slow, but the router needs only
-  # E / (3 k F) times as many operations as the experts of hidden width F,
-  # usually less than a hundredth.
+  # a fraction E / (3 k F) of the experts' operations, usually less than 1 %. F
+  # is the experts' hidden width.
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
 

@@ -101,9 +101,9 @@ class Decoder(nnx.Module):
 
     Args:
       tokens: int32 [B, T].
-      segments: int32 [B, T], the number of each token's document; padding gets
-        a number too. Tokens attend only to their document, and positions start
-        at 0 in each document. None if each row is one document.
+      segments: int32 [B, T], the index of each token's document; padding has
+        an index too. Tokens attend only within their document, and positions
+        start at 0 in each document. None if each row is one document.
 
     Returns:
       Hidden states [B, T, D] in `dtype`.

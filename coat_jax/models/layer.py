@@ -117,7 +117,7 @@ def stack_layers(
 
 
 def outer_norm(config: ModelConfig | VisionConfig, start: Start) -> Any:
-  """Makes the norm before or after the stack of layers, in recipe bf16."""
+  """Makes a norm in BF16 that precedes or follows the stack of layers."""
   choices = config.choices
   return make_norm(
     choices.norm,

@@ -70,7 +70,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       return [x for x, own in zip(nodes, owners, strict=True) if own == i]
 
     def only(i: int, x: Any) -> Any:
-      """Returns a tree like the parameters with only leaf i."""
+      """Returns the parameters' tree with x at leaf i, and None elsewhere."""
       return treedef.unflatten(
         [x if j == i else None for j in range(len(leaves))]
       )
@@ -92,7 +92,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       if layer is not None and (place := without_layers[i]):
         raise ValueError(
           "leafwise: the state of stacked layers must have an axis of layers, "
-          f"got {place!r} without it; use the optimizer without leafwise, in "
+          f"but {place!r} has none; use the optimizer without leafwise, in "
           "an ordinary step"
         )
       weight, own_state = leaf if layer is None else take_layer(leaf, layer)
@@ -122,15 +122,15 @@ def check_not_encoded(op: str, state: Any) -> None:
   """Raises a ValueError if `state` contains a `Moment`."""
   if moments_in(state):
     raise ValueError(
-      f"{op}: the optimizer must not encode its state, got coat_adamw, "
-      "coat_lion, coat_muon or encoded; pass fused_coat_adamw or "
-      "fused_coat_lion (without leafwise), or leafwise of an unencoded "
-      "optimizer such as optax.adamw"
+      f"{op}: the optimizer must not encode its state, got an encoded moment "
+      "(as in coat_adamw, coat_lion, coat_muon and encoded); pass "
+      "fused_coat_adamw or fused_coat_lion (without leafwise), or leafwise of "
+      "an optimizer such as optax.adamw"
     )
 
 
 def _owners(tx: Any, state: Any, indices: Any) -> list[int]:
-  """Lists for each leaf of a state its parameter's index, or `_SHARED`."""
+  """Returns, for each leaf of a state, its parameter's index or `_SHARED`."""
   try:
     owners = optax.tree.map_params(
       tx,
@@ -156,9 +156,9 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an optimizer cannot step leaf by leaf.
 
-  Returns for each parameter the path of a leaf of its state that has no axis of
-  layers, such as a norm, or None if there is none. Leaves that an update sets
-  to a constant do not count.
+  For each parameter, returns the path of a leaf of its state without an axis of
+  layers (a norm, for example), or None if all have one. Leaves that an update
+  sets to a constant do not count.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)

@@ -20,7 +20,7 @@ from tests.aot.compiling import compile_for_h200, instructions
 
 pytestmark = pytest.mark.aot
 
-# The package has a function with the same name as the module.
+# `coat_jax.models.generate` is a function, which hides the module.
 MODULE = sys.modules[generate_tokens.__module__]
 CONFIG = ModelConfig(
   family="llama",
@@ -74,6 +74,6 @@ def test_generating_a_token_copies_no_weights_or_caches():
 
 
 def elements(shape):
-  """Returns the number of values in the largest array of a shape."""
+  """Returns the size of the largest array in an HLO shape or tuple."""
   sizes = re.findall(r"\[([\d,]+)\]", shape)
   return max((math.prod(map(int, x.split(","))) for x in sizes), default=1)

@@ -128,7 +128,7 @@ def test_frequencies_of_llama_3_1_equal_known_values():
   assert found[0] == 1
   np.testing.assert_allclose(found[63], 3.0689e-7, rtol=1e-4)
   # 5e5^(-1/2) = 1.41421e-3 turns 1.84385 times in 8192 tokens, so it is
-  # interpolated with a weight of 0.281284.
+  # interpolated, with a weight of 0.281284 for the unscaled frequency.
   np.testing.assert_allclose(found[32], 1.41421e-3 * 0.371124, rtol=1e-4)
 
 
@@ -144,7 +144,7 @@ def test_frequencies_of_llama_3_1_equal_known_values():
     ({"mscale": 0.5}, 0.1 * math.log(40) + 1),
   ],
 )
-def test_yarn_multiplies_cos_and_sin(given, wanted):
+def test_yarn_scales_cos_and_sin_by_its_factor(given, wanted):
   scaling = YarnScaling(
     factor=40.0, original_max_position_embeddings=4096, **given
   )

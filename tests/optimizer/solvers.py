@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers for each codec, which encode even small leaves, in groups of 4."""
+"""One optimizer per codec; it encodes even small leaves, in groups of 4."""
 
 import functools
 
@@ -37,7 +37,7 @@ def quantize_mask(path, leaf):
   return leaf.ndim > 0 and "f32" not in path
 
 
-@functools.cache  # Each solver is one object, so that jit compiles it once.
+@functools.cache  # With the same object, jit compiles only once.
 def make(name, learning_rate=1e-2, **kwargs):
   kwargs = {"codec": CODECS[name], "quantize_mask": quantize_mask} | kwargs
   return coat_adamw(learning_rate, **kwargs)

@@ -56,7 +56,8 @@ def test_moments_that_are_subtracted_stay_f32():
       "madgrad",
       "s",
       marks=pytest.mark.skipif(
-        not hasattr(optax.contrib, "madgrad"), reason="optax 0.2.6 has none"
+        not hasattr(optax.contrib, "madgrad"),
+        reason="optax 0.2.6 has no madgrad",
       ),
     ),
   ],

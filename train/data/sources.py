@@ -32,9 +32,9 @@ class BadData(ValueError):
 
 
 def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
-  """Lists the files of a path, sorted; raises FileNotFoundError if none exist.
+  """Lists files by name; raises FileNotFoundError if there are none.
 
-  A folder is searched recursively for files with these suffixes, or for all
+  `path` is a file, a folder or a pattern. A folder is searched recursively for files with these suffixes, or for all
   files if `suffixes` is empty. Hidden files and folders are skipped.
   """
   root = read_path("data.path", path)
@@ -106,8 +106,8 @@ def check_ids(ids: np.ndarray, name: str, vocab_size: int) -> None:
   if largest >= vocab_size:
     raise ValueError(
       f"data: token ids must be below the vocabulary size {vocab_size}, "
-      f"got {largest} in {name}; use a model with a larger vocabulary or this "
-      "model's tokenizer, and check the dtype of token files"
+      f"got {largest} in {name}; use this model's tokenizer or a model with "
+      "a larger vocabulary, and check --data.dtype if these are tokens"
     )
 
 

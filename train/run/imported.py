@@ -22,7 +22,7 @@ def create_run(
 ) -> int:
   """Creates a run with one checkpoint on one device; returns the step."""
   run = RunDirectory(config.out)
-  if config.resume:  # With --resume, `claimed` accepts an existing run.
+  if config.resume:  # Otherwise `claimed` would accept an existing run.
     raise ValueError(
       f"{op}: --resume does not apply, because {op} creates a run; leave "
       "--resume out, and pass --overwrite to replace an existing run"
@@ -63,12 +63,12 @@ def create_run(
 def newest_checkpoint(
   op: str, run: Path, out: Path
 ) -> tuple[Path, int, TrainConfig]:
-  """Checks `out`; returns the checkpoints' folder, newest step and options."""
+  """Checks `out`; returns the checkpoint folder, the step and the options."""
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
     raise ValueError(
       f"{op}: expected a run with a checkpoint in {run}, got none; pass the "
-      "folder of a run, which was its --out"
+      "folder that was the --out of a run"
     )
   check_out(op, out)
   step, config = source.newest()

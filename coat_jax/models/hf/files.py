@@ -28,8 +28,7 @@ DTYPES = {
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(jnp.bfloat16),
 }
-# The safetensors package has this limit too.
-_LARGEST_HEADER = 100_000_000
+_LARGEST_HEADER = 100_000_000  # Bytes, as in the safetensors package.
 _MOST_DIGITS = 300
 
 
@@ -96,19 +95,19 @@ def _parse_object(data: bytes) -> dict:
 
 
 def check_folder(folder: Path) -> None:
-  """Raises ValueError if a folder does not exist or is empty."""
+  """Raises ValueError unless `folder` is a folder that is not empty."""
   if folder.is_dir() and any(folder.iterdir()):
     return
   got = "a file" if folder.is_file() else "nothing of that name"
   got = "an empty folder" if folder.is_dir() else got
-  remedy = "pass the folder that save_pretrained of transformers wrote"
+  remedy = "pass a folder that transformers' save_pretrained wrote"
   raise _refusal(folder, f"be a folder with {CONFIG} and {MODEL}", got, remedy)
 
 
 def split_experts(
   tensors: dict[str, StoredTensor],
 ) -> dict[str, StoredTensor]:
-  """Splits tensors of all experts of a layer into one tensor per matrix.
+  """Splits each stack of a layer's experts into one tensor per matrix.
 
   `experts.gate_up_proj` [E, 2 F, D], gate first, and `experts.down_proj`
   [E, D, F] become `experts.0.gate_proj.weight` [F, D] and so on.

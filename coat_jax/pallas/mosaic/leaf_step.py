@@ -87,7 +87,7 @@ def why_not(stored, groups, arrays) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-  """The static parameters of a kernel."""
+  """The static arguments of a kernel."""
 
   rule: type[Rule]
   names: tuple[str, ...]  # Names of the rule's scalars that are not None.

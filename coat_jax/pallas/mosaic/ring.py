@@ -47,7 +47,7 @@ class Ring(NamedTuple):
     pl.when(is_used)(lambda: plgpu.barrier_wait(self.free.at[slot]))
 
   def drain(self, number: Array) -> None:
-    """Waits for all slots before a kernel ends, as the interpreter requires."""
+    """Waits until all slots are free; the interpreter needs this at the end."""
     wait = lambda i, _: self.wait_for_free(number + i)  # noqa: E731
     lax.fori_loop(0, self.stages, wait, None)
 

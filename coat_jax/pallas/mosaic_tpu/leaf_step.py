@@ -151,7 +151,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-  """The static parameters of a kernel."""
+  """The static arguments of a kernel."""
 
   step: Step
   scalars: Any  # Tree structure of the scalars, which are packed in one array.
@@ -159,7 +159,7 @@ class _Work:
   axes: tuple[int, ...]  # For each of these axes, its index in the leaf.
   whole: tuple[int, ...]  # Shape of the whole leaf.
   num_weights: int  # Number of the parameter's arrays; 0 without a parameter.
-  # For each moment, whether its codec stores an amax and a range.
+  # For each moment: whether its codec stores an amax, and whether a range.
   present: tuple[tuple[bool, ...], ...]
 
 
@@ -168,7 +168,7 @@ def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
 
 
 def _place(part: LeafPart, ndim: int) -> Array:
-  """Packs the part's key, layer, and start along each axis, as int32."""
+  """Packs key, layer and start index on each axis into one int32 array."""
   layer = jnp.zeros([], jnp.int32) if part.layer is None else part.layer
   start = jnp.zeros(ndim, jnp.uint32) if part.start is None else part.start
   first = jnp.stack([lax.bitcast_convert_type(part.key, jnp.int32), layer])
@@ -201,7 +201,7 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
 
 
 def _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work: _Work):
-  """Computes the step of a block [height, width], or of one plane of a pair."""
+  """Computes the step of a block [height, width] or of one of its planes."""
   height, width = g_ref.shape[0], g_ref.shape[-1]
   groups, has_weight = work.step.groups, work.num_weights > 0
   weight_refs, ins = ins[: work.num_weights], ins[work.num_weights :]

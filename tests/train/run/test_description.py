@@ -24,7 +24,7 @@ def config(**values):
 
 
 def described(made, **changes):
-  """Makes a description as it is read from JSON."""
+  """Returns a description after a round trip through JSON."""
   return json.loads(json.dumps(describe(made, TOKENS) | changes))
 
 
