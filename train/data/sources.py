@@ -34,8 +34,9 @@ class BadData(ValueError):
 def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
   """Lists files by name; raises FileNotFoundError if there are none.
 
-  `path` is a file, a folder or a pattern. A folder is searched recursively for files with these suffixes, or for all
-  files if `suffixes` is empty. Hidden files and folders are skipped.
+  `path` is a file, a folder or a pattern. A folder is searched recursively for
+  files with these suffixes, or for all files if `suffixes` is empty. Hidden
+  files and folders are skipped.
   """
   root = read_path("data.path", path)
   if root.is_file():
