@@ -81,11 +81,12 @@ class EvaluateConfig:
   model: Annotated[Positional[str], arg(metavar="RUN_OR_DIR")]
   data: _Repeated = ()
   documents: Documents = "apart"
-  stride: Annotated[Count | None, shown("default: the length")] = None
+  stride: Annotated[Count | None, shown("default: --length")] = None
   task: _Repeated = ()
   task_dir: _Path = None
   shots: Annotated[
-    Annotated[int, Range(0, 1000)] | None, shown("default: each task's number")
+    Annotated[int, Range(0, 1000)] | None,
+    shown("default: the task's own number"),
   ] = None
   conversations: _Repeated = ()
   images: Annotated[
@@ -122,8 +123,8 @@ class EvaluateConfig:
         is_set = getattr(self, name) != getattr(type(self), name)
         if is_set and not getattr(self, needed):
           raise ValueError(
-            f"evaluate: --{name.replace('_', '-')} applies to --{needed}, got "
-            f"none; pass --{needed} too, or leave this option out"
+            f"evaluate: --{name.replace('_', '-')} needs --{needed}; pass "
+            f"--{needed} too, or leave this option out"
           )
 
 

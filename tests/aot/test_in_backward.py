@@ -17,7 +17,7 @@ pytestmark = pytest.mark.aot
 )
 def test_stacks_are_updated_in_place(variant):
   config = training_step.configure("demo_gpu", variant, batch=1, seq=1024)
-  # Only stacked arrays have an axis as long as the number of layers.
+  # No other axis has 7 values, so arrays with such an axis are stacks.
   model = dataclasses.replace(config.model, num_layers=7)
   compiled, state = training_step.compile_step(
     dataclasses.replace(config, model=model)

@@ -111,7 +111,7 @@ def test_mlp_with_other_recipes_matches_its_parts(recipe):
 
 
 def make_mlp(recipe, features=D, hidden=F):
-  """Returns f(parameters, x), which runs an MLP, and the parameters."""
+  """Returns (f, parameters), where f(parameters, x) runs an MLP."""
   m = nnx.eval_shape(
     lambda: MLP(
       features,

@@ -53,7 +53,7 @@ def step(optimizer, params, layer=layer, after=after, **options):
       ),
       "must have the structure of the parameters, got another structure",
     ),
-    (coat_adamw(1e-2), "got coat_adamw.* fused_coat_adamw"),
+    (coat_adamw(1e-2), "as in coat_adamw.* fused_coat_adamw"),
   ],
 )
 def test_optimizers_that_cannot_update_leaf_by_leaf_are_refused(tx, said):
@@ -65,7 +65,7 @@ def test_optimizers_that_cannot_update_leaf_by_leaf_are_refused(tx, said):
 
 def test_state_without_a_layer_axis_is_refused():
   optimizer = leafwise(optax.chain(optax.zero_nans(), optax.sgd(1e-2)))
-  with pytest.raises(ValueError, match="got '0/found_nan/layers/w' without it"):
+  with pytest.raises(ValueError, match="but '0/found_nan/layers/w' has none"):
     step(optimizer, initial())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes scikit-learn's handwritten digits as a folder of images by class.
+"""Writes scikit-learn's handwritten digits, with one folder for each class.
 
   python -m train.data.digits FOLDER
 
@@ -50,8 +50,8 @@ def write_digits(folder: Path) -> int:
     from sklearn import datasets
   except ImportError as error:
     raise ValueError(
-      "digits: scikit-learn, which contains the images, must be installed, got "
-      "no such module; pip install scikit-learn"
+      "digits: the images are in scikit-learn, which is not installed; run pip "
+      "install scikit-learn"
     ) from error
   check_free("digits", folder)
   found = datasets.load_digits()

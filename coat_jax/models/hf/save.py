@@ -115,7 +115,7 @@ def save_hf(
     described, of_like = parse_config(file, keys)
     if described != config:
       raise ValueError(
-        f"save_hf: {file} must describe the model that is saved, got "
+        f"save_hf: {file} must describe the model to save, got "
         f"{described}; pass the folder from which the model was loaded"
       )
     dtype = of_like if dtype is None else dtype

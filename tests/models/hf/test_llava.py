@@ -147,7 +147,7 @@ def test_import_and_export_gives_the_same_bytes(tmp_path):
     np.testing.assert_array_equal(found[name], x, err_msg=name)
   # Tensors of one section are in several shards.
   assert len(list((tmp_path / "b").glob("model-*.safetensors"))) > 3
-  with pytest.raises(ValueError, match="must describe the model that is saved"):
+  with pytest.raises(ValueError, match="must describe the model to save"):
     save_hf(model, tmp_path / "c", like=_other(tmp_path))
 
 

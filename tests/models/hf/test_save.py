@@ -69,7 +69,7 @@ def test_import_and_export_gives_the_same_bytes(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_model_without_a_source_is_saved_in_its_dtype(dtype, tmp_path):
+def test_model_without_a_source_is_saved_in_the_given_dtype(dtype, tmp_path):
   config = ModelConfig(
     family="mistral",
     num_layers=2,
@@ -115,7 +115,7 @@ def test_model_on_a_mesh_is_saved_in_shards(tmp_path):
   )
 
 
-def test_other_keys_and_files_are_copied(tmp_path):
+def test_unknown_config_keys_and_companion_files_are_copied(tmp_path):
   source = copied(tmp_path / "a", eos_token_id=[2, 7], head_dim=...)
   kept = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
   for name in (*kept, "README.md", "pytorch_model.bin"):
@@ -152,7 +152,7 @@ def test_failed_save_leaves_no_files(tmp_path, monkeypatch):
 
 def test_wrong_source_dtype_or_config_is_refused(tmp_path):
   model = load_hf(DATA / "olmo")
-  with pytest.raises(ValueError, match="must describe the model that is saved"):
+  with pytest.raises(ValueError, match="must describe the model to save"):
     save_hf(model, tmp_path / "out", like=DATA / "llama")
   with pytest.raises(ValueError, match="float16, got float64"):
     save_hf(model, tmp_path / "out", dtype="float64")

@@ -203,7 +203,7 @@ def test_like_must_describe_the_tower(tmp_path):
     num_classes=3,
   )
   tower = VisionTower(config, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match="must describe the model that is saved"):
+  with pytest.raises(ValueError, match="must describe the model to save"):
     save_hf(tower, tmp_path / "m", like=DATA / "vit")
   save_hf(tower, tmp_path / "m")
   assert loaded(tmp_path / "m").config == config

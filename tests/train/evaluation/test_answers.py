@@ -192,8 +192,8 @@ def test_answers_and_their_loss_match_the_model(
 @pytest.mark.parametrize(
   "options, message",
   [
-    (["--images", "x"], "--images applies to --conversations, got none"),
-    (["--page", "x"], "--page applies to --conversations, got none"),
+    (["--images", "x"], "--images needs --conversations"),
+    (["--page", "x"], "--page needs --conversations"),
     (["--conversations", "none.json"], "found no files of conversations"),
     (
       ["--conversations", "{data}", "--max-tokens", 0],
