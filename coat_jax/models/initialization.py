@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.numerics import recipes
 from coat_jax.numerics.checks import dtype_of
-from coat_jax.optimizer.weights import is_matrix
+from coat_jax.optimizer.masks import is_norm_or_bias
 
 # Converts the parameter at a path to the form in which it is stored.
 Store = Callable[[str, Array], Array]
@@ -56,7 +56,7 @@ def stored_in(op: str, param_dtype: DTypeLike) -> Store | None:
   dtype = check_dtype(f"{op}: param_dtype", param_dtype)
   if dtype == jnp.float32:  # Parameters are drawn in f32.
     return None
-  return lambda path, x: x.astype(dtype if is_matrix(path, x) else jnp.float32)
+  return lambda path, x: x if is_norm_or_bias(path, x) else x.astype(dtype)
 
 
 def store_params(module: Any, path: str, store: Store | None) -> None:
