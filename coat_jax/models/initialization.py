@@ -29,9 +29,13 @@ class Start(NamedTuple):
 
   def options(self, **others: Any) -> dict[str, Any]:
     """Returns a layer's arguments; `others` override the defaults."""
-    init = nnx.initializers.normal(STDDEV)
-    shared = dict(recipe=recipes.bf16(), dtype=self.dtype, rngs=self.rngs)
-    return shared | dict(kernel_init=init) | others
+    defaults: dict[str, Any] = dict(
+      kernel_init=nnx.initializers.normal(STDDEV),
+      recipe=recipes.bf16(),
+      dtype=self.dtype,
+      rngs=self.rngs,
+    )
+    return defaults | others
 
   def param(self, *shape: int) -> nnx.Param:
     """Draws a random parameter in f32."""

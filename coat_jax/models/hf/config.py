@@ -53,12 +53,12 @@ def write_config(
 ) -> dict:
   """Returns a config.json's content, and what `like` has besides."""
   found = _write(config, dtype, like or {})
-  is_limited = isinstance(config, ModelConfig) and config.max_positions is None
-  if max_length is not None and is_limited:
+  has_limit = getattr(config, "max_positions", None) is not None
+  if max_length is not None and not has_limit:
     found.setdefault(LONGEST, max_length)
   if labels is None:
     return found
-  count = isinstance(config, VisionConfig) and config.num_classes or 0
+  count = getattr(config, "num_classes", None) or 0
   if not len(set(labels)) == len(labels) == count:
     raise ValueError(
       f"save_hf: labels must be {count} distinct names, one for each class, "
