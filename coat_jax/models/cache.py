@@ -68,14 +68,17 @@ def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
   return KVCache(zeros, zeros, padding, jnp.int32(0))
 
 
-def unstacked(layers: nnx.Module, num_layers: int) -> list[Any]:
-  """Cuts stacked parameters into one tree of parameters per layer.
+def unstacked(model: Decoder) -> list[Any]:
+  """Cuts the stacked layers' parameters into one tree per layer.
 
   A scan over layers would copy each layer's weights, keys and values out of
   their stacks for every token, and so triple the memory traffic of decoding.
   """
-  stack = nnx.split(layers)[1]
-  return [jax.tree.map(lambda x: x[i], stack) for i in range(num_layers)]  # noqa: B023
+  stack = nnx.split(model.layers)[1]
+  return [
+    jax.tree.map(lambda x: x[i], stack)  # noqa: B023
+    for i in range(model.config.num_layers)
+  ]
 
 
 def cached_forward(
@@ -98,7 +101,7 @@ def cached_forward(
   slots = cache.filled + jnp.arange(tokens.shape[1], dtype=jnp.int32)
   graph = nnx.split(model.layers)[0]
   if layers is None:
-    layers = unstacked(model.layers, model.config.num_layers)
+    layers = unstacked(model)
 
   def sharded(x: Array, *others: str | None) -> Array:
     """Shards x [B, ...]: B over the batch axes, the rest over `others`."""
