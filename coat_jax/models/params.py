@@ -216,8 +216,9 @@ def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
     "experts": axes.expert,
   }
   own = [names[axis] for axis in parameter(path).axes]
-  # The axis of layers is never split.
-  return PartitionSpec(*([None] if own and is_stacked(path) else []), *own)
+  if own and is_stacked(path):
+    own = [None, *own]  # The axis of layers is never split.
+  return PartitionSpec(*own)
 
 
 def mesh_axes(

@@ -138,7 +138,7 @@ def check_split(op: str, path: str, leaf: Any, split: MatrixSplit) -> None:
     )
   named = split.inputs + split.outputs
   axes = [axis % max(leaf.ndim, 1) for axis in named]
-  is_apart = len({*axes}) == len(axes) <= leaf.ndim
+  is_apart = len({*axes}) == len(axes)
   is_there = all(-leaf.ndim <= axis < leaf.ndim for axis in named)
   wrong = not (split.inputs and split.outputs and is_apart and is_there)
   if wrong or axes[-1] != leaf.ndim - 1:

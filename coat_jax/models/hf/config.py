@@ -78,10 +78,9 @@ def _parse(file: Path, found: dict, kind: type | None) -> AnyConfig:
   model_type: Any = found.get("model_type")
   family = choose(file, "model_type", model_type, families)
   row = CONFIGS[family]
-  classes = [[name] for name in row.architectures]
   named = found.get("architectures")
-  if named and named not in classes:
-    rule = " or ".join(f"[{name}]" for (name,) in classes)
+  if named and named not in [[name] for name in row.architectures]:
+    rule = " or ".join(f"[{name}]" for name in row.architectures)
     remedy = "other classes are not supported"
     raise wrong(file, "architectures", rule, named, remedy)
   if model_type == row.whole:
