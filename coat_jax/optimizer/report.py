@@ -16,7 +16,7 @@ from coat_jax.numerics.formats import array_bytes
 from coat_jax.numerics.qtensor import split_groups
 from coat_jax.optimizer.boxes import last_names
 from coat_jax.optimizer.conversion import decode_moment, pair_nodes
-from coat_jax.optimizer.masks import is_encoded, leaf_path
+from coat_jax.optimizer.masks import is_encoded, leaf_path, leaf_paths
 from coat_jax.optimizer.state import (
   EncodedState,
   LowBitsState,
@@ -174,18 +174,19 @@ def state_report(
   for (place, moment), wanted in zip(nodes, exact, strict=True):
     if not is_moment(moment):
       continue
+    leaves = moment.leaves()
     rows = zip(
-      tree_leaves_with_path(moment.codes),
-      moment.leaves(),
+      leaf_paths(moment.codes),
+      leaves,
       jax.tree.leaves(decode_moment(moment)),
-      jax.tree.leaves(wanted) or [None] * len(moment.leaves()),
+      jax.tree.leaves(wanted) or [None] * len(leaves),
       last_names(moment.codes),
       last_names(moment.amax),
       strict=True,
     )
-    for (keys, codes), encoded, values, want, name, kept in rows:
+    for (path, codes), encoded, values, want, name, kept in rows:
       leaf = out.setdefault(
-        leaf_path(keys),
+        path,
         {"parameters": int(values.size), "encoded": is_encoded(encoded)},
       )
       codec = moment.codec_of(encoded)
