@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from coat_jax import apply_updates
 from coat_jax.optimizer import FusedTransformation
-from coat_jax.optimizer.state import MomentState, find_states
+from coat_jax.optimizer.state import find_states
 from train import weights
 from train.config import TrainConfig
 
@@ -43,7 +43,7 @@ def of_transformation(
     if grad_scale is not None:
       grads = jax.tree.map(lambda g: g * jnp.float32(grad_scale), grads)
     updates, state = tx.update(grads, state, params)
-    count = find_states("train", state, MomentState)[0].count
+    count = find_states("train", state)[0].count
     return apply_updates(params, updates, step=count, seed=seed), state
 
   def refuse(*args):

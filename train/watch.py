@@ -47,7 +47,7 @@ from coat_jax.models.remat import layer_forward
 from coat_jax.numerics.formats import is_fp8, qmax
 from coat_jax.numerics.qtensor import quantize, split_groups
 from coat_jax.optimizer.masks import is_encoded
-from coat_jax.optimizer.state import MomentState, find_states
+from coat_jax.optimizer.state import find_states
 from train import step
 from train.config import TrainConfig
 from train.objective import objective_of
@@ -107,7 +107,7 @@ def probe(
 
 def of_moments(optimizer: Any) -> dict[str, jax.Array]:
   """Computes statistics of the codes in an optimizer's state."""
-  states = find_states("train", optimizer, MomentState)
+  states = find_states("train", optimizer)
   found = {}
   for name in ("mu", "nu"):
     moments = [getattr(x, name) for x in states if hasattr(x, name)]

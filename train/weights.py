@@ -18,7 +18,7 @@ from coat_jax.optimizer import (
   split_weights,
   weights,
 )
-from coat_jax.optimizer.masks import leaf_paths
+from coat_jax.optimizer.masks import is_norm_or_bias, leaf_paths
 from coat_jax.optimizer.state import FusedState
 
 Stored = Literal["float32", "bfloat16", "bfloat16_low8"]
@@ -31,7 +31,7 @@ def high_of(stored: Stored) -> Callable[[str, jax.Array], jax.Array]:
   """
 
   def high(path, x):
-    if not weights.is_matrix(path, x):
+    if is_norm_or_bias(path, x):
       return x
     if stored == "bfloat16_low8":
       return weights.split(x).high
@@ -41,10 +41,10 @@ def high_of(stored: Stored) -> Callable[[str, jax.Array], jax.Array]:
 
 
 def low_of(path: str, x: jax.Array) -> jax.Array:
-  """Returns the low bytes of a matrix; zeros for other parameters."""
-  if weights.is_matrix(path, x):
-    return weights.split(x).low
-  return jnp.zeros_like(x, dtype=jnp.int8)
+  """Returns a parameter's low bytes; zeros for norms and biases."""
+  if is_norm_or_bias(path, x):
+    return jnp.zeros_like(x, dtype=jnp.int8)
+  return weights.split(x).low
 
 
 def store(stored: Stored, params: Any) -> tuple[Any, Any]:
@@ -97,7 +97,7 @@ def abstract(stored: Stored, params: Any) -> Any:
   """Changes abstract parameters to the dtypes that `stored` selects."""
   dtype = "float32" if stored == "float32" else "bfloat16"
   leaves = [
-    leaf.update(dtype=dtype if weights.is_matrix(path, leaf) else "float32")
+    leaf.update(dtype="float32" if is_norm_or_bias(path, leaf) else dtype)
     for path, leaf in leaf_paths(params)
   ]
   return jax.tree.unflatten(jax.tree.structure(params), leaves)

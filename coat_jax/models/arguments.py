@@ -36,7 +36,7 @@ def check_model(
   check_kind(op, "rngs", rngs, nnx.Rngs, "pass nnx.Rngs(0)")
 
 
-def check_tokens(op: str, tokens: Any, segments: Any = None) -> None:
+def check_tokens(op: str, tokens: Any, segments: Any) -> None:
   """Raises an error unless tokens are int [B, T] and segments match them."""
   rule, kind = "int [B, T] with T at least 1", jnp.integer
   remedy = "pass token ids of sequences of one length"

@@ -30,6 +30,8 @@ from coat_jax.models.placing import Placed
 from coat_jax.models.vision.tower import VisionTower
 from coat_jax.numerics import recipes
 from coat_jax.ops import AttentionKind
+from coat_jax.ops.attention import einsum_f32, grouped_heads
+from coat_jax.ops.heads import split_heads
 from coat_jax.ops.rope import rotate, rotation
 
 # The number of queries per row whose scores are in memory at the same time.
@@ -66,14 +68,17 @@ def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
   return KVCache(zeros, zeros, padding, jnp.int32(0))
 
 
-def unstacked(layers: nnx.Module, num_layers: int) -> list[Any]:
-  """Cuts stacked parameters into one tree of parameters per layer.
+def unstacked(model: Decoder) -> list[Any]:
+  """Cuts the stacked layers' parameters into one tree per layer.
 
   A scan over layers would copy each layer's weights, keys and values out of
   their stacks for every token, and so triple the memory traffic of decoding.
   """
-  stack = nnx.split(layers)[1]
-  return [jax.tree.map(lambda x: x[i], stack) for i in range(num_layers)]  # noqa: B023
+  stack = nnx.split(model.layers)[1]
+  return [
+    jax.tree.map(lambda x: x[i], stack)  # noqa: B023
+    for i in range(model.config.num_layers)
+  ]
 
 
 def cached_forward(
@@ -96,7 +101,7 @@ def cached_forward(
   slots = cache.filled + jnp.arange(tokens.shape[1], dtype=jnp.int32)
   graph = nnx.split(model.layers)[0]
   if layers is None:
-    layers = unstacked(model.layers, model.config.num_layers)
+    layers = unstacked(model)
 
   def sharded(x: Array, *others: str | None) -> Array:
     """Shards x [B, ...]: B over the batch axes, the rest over `others`."""
@@ -151,11 +156,9 @@ def _heads(
   if (limit := middle.clip) is not None:
     h = jnp.clip(h, -limit, limit)
   n, kv_heads, theta = middle.heads
-  # For each key head, h has the columns of its query heads, then k, then v.
-  shape = *h.shape[:2], kv_heads, n // kv_heads + 2, attention.head_dim
-  h = h.reshape(shape)
-  q = h[..., :-2, :].reshape(*h.shape[:2], n, attention.head_dim)
-  k, v = h[..., -2, :], h[..., -1, :]
+  q, k, v = split_heads.definition(
+    h, None, None, num_heads=n, num_kv_heads=kv_heads
+  )
   if middle.qk_norm is not None and weights is not None:
     q = middle.qk_norm.normalized(q, weights.q)
     k = middle.qk_norm.normalized(k, weights.k)
@@ -175,15 +178,12 @@ def _attend(
 ) -> Array:
   """Returns softmax(scores) v [B, T, N H] over the slots that a query sees."""
   b, t, n, h = q.shape
-  kv_heads = k.shape[2]
   key = jnp.arange(k.shape[1])
   is_token = key[None] >= padding[:, None]
 
   def one_chunk(args):
     q, slots = args
-    scores = jnp.einsum(
-      "btkrh,bskh->bkrts", q, k, preferred_element_type=jnp.float32
-    )
+    scores = einsum_f32("btkrh,bskh->bkrts", q, k)
     is_past = key[None] <= slots[:, None]
     if kind.window is not None:
       is_past &= key[None] > slots[:, None] - kind.window
@@ -194,12 +194,9 @@ def _attend(
     # A padding query sees no key at all: -inf would make its softmax NaN.
     scores = jnp.where(seen[:, None, None], scores, _MASKED)
     p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum(
-      "bkrts,bskh->btkrh", p, v, preferred_element_type=jnp.float32
-    )
-    return out.astype(q.dtype)
+    return einsum_f32("bkrts,bskh->btkrh", p, v).astype(q.dtype)
 
-  q = q.reshape(b, t, kv_heads, n // kv_heads, h)
+  q = grouped_heads(q, k.shape[2])
   if t <= CHUNK:
     out = one_chunk((q, slots))
   else:

@@ -161,7 +161,7 @@ class Decoder(nnx.Module):
     return self.embed_at(tokens, places, placed), zeros
 
   def embed_at(
-    self, tokens: Array, places: Array, placed: Placed | None = None
+    self, tokens: Array, places: Array, placed: Placed | None
   ) -> Array:
     """Embeds tokens at positions [T] or [B, T]; inserts `placed` features."""
     x = vocabulary.embed(

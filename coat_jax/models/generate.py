@@ -255,7 +255,7 @@ def _decode(
   """
   params = _in_dtype(graph, params)
   room = cache.k[0].shape[1]
-  layers = unstacked(nnx.merge(graph, params).layers, len(cache.k))
+  layers = unstacked(nnx.merge(graph, params))
   new = jnp.zeros((first.shape[0], room), jnp.int32)
   is_running = options.goes_on(first)
   state = jnp.int32(1), first, new.at[:, 0].set(first), is_running, cache

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.numerics import recipes
 from coat_jax.numerics.checks import dtype_of
-from coat_jax.optimizer.weights import is_matrix
+from coat_jax.optimizer.masks import is_norm_or_bias
 
 # Converts the parameter at a path to the form in which it is stored.
 Store = Callable[[str, Array], Array]
@@ -29,9 +29,13 @@ class Start(NamedTuple):
 
   def options(self, **others: Any) -> dict[str, Any]:
     """Returns a layer's arguments; `others` override the defaults."""
-    init = nnx.initializers.normal(STDDEV)
-    shared = dict(recipe=recipes.bf16(), dtype=self.dtype, rngs=self.rngs)
-    return shared | dict(kernel_init=init) | others
+    defaults: dict[str, Any] = dict(
+      kernel_init=nnx.initializers.normal(STDDEV),
+      recipe=recipes.bf16(),
+      dtype=self.dtype,
+      rngs=self.rngs,
+    )
+    return defaults | others
 
   def param(self, *shape: int) -> nnx.Param:
     """Draws a random parameter in f32."""
@@ -56,7 +60,7 @@ def stored_in(op: str, param_dtype: DTypeLike) -> Store | None:
   dtype = check_dtype(f"{op}: param_dtype", param_dtype)
   if dtype == jnp.float32:  # Parameters are drawn in f32.
     return None
-  return lambda path, x: x.astype(dtype if is_matrix(path, x) else jnp.float32)
+  return lambda path, x: x if is_norm_or_bias(path, x) else x.astype(dtype)
 
 
 def store_params(module: Any, path: str, store: Store | None) -> None:

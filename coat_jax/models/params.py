@@ -61,7 +61,6 @@ class Parameter(NamedTuple):
 _ONE, _GATE_UP = MatrixSplit(), MatrixSplit(reduction_axis=-3)
 _FIRST = ("rows", "columns")
 _SECOND = ("rows of columns", None)
-_QKV = "qkv/linear/"
 # Keyed by the ending of a parameter's path; the longest matching key is used.
 PARAMETERS: dict[str, Parameter] = {
   "embedding": Parameter("embedding", _SECOND),
@@ -125,7 +124,7 @@ def matrix_split(
   Norms, embeddings, and biases other than that of q, k and v have no split.
   `config` is None for the projector's parameters.
   """
-  is_qkv = path.endswith((_QKV + "kernel", _QKV + "bias"))
+  is_qkv = path.endswith(("qkv/linear/kernel", "qkv/linear/bias"))
   if config is None or not is_qkv:
     return parameter(path).split
   width = config.head_width
@@ -217,8 +216,9 @@ def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
     "experts": axes.expert,
   }
   own = [names[axis] for axis in parameter(path).axes]
-  # The axis of layers is never split.
-  return PartitionSpec(*([None] if own and is_stacked(path) else []), *own)
+  if own and is_stacked(path):
+    own = [None, *own]  # The axis of layers is never split.
+  return PartitionSpec(*own)
 
 
 def mesh_axes(

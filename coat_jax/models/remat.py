@@ -65,7 +65,7 @@ def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
 
 
 def layer_forward(
-  model: Any, segments: Array | None = None
+  model: Any, segments: Array | None
 ) -> Callable[[Carry, Any, Array | None], Carry]:
   """Returns the function of (carry, layer, kind) that runs one layer in a scan.
 

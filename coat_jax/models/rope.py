@@ -42,8 +42,7 @@ def parse_scaling(text: str | None) -> RopeScaling | None:
   remedy = "pass one such as 'linear,factor=4'"
   check_kind("rope_scaling", "it", text, str, remedy)
   name, *fields = text.split(",")
-  kind = SCALINGS.get(name)
-  if kind is None:
+  if name not in SCALINGS:
     raise ValueError(
       f"rope_scaling: the type must be one of {tuple(SCALINGS)}, got "
       f"{name[:40]!r}; write it like linear,factor=4"

@@ -214,7 +214,7 @@ def _fit(
   sizes = [*zip(like, shape, strict=False)][context.missing :]
   for axis, (old, new) in enumerate(sizes[: len(entries)]):
     counts = {1} if old == new else _device_counts(entries[axis], context)
-    if any(x % count for count in counts or [math.inf] for x in (old, new)):
+    if not counts or any(old % count or new % count for count in counts):
       entries[axis] = None
   return P(*entries) if isinstance(names, P) else type(names)(entries)
 

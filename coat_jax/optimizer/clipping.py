@@ -126,9 +126,9 @@ class Clipping:
     over all devices. For several slices, both are arrays.
     """
     # Divide first, because max_norm * own may overflow.
-    limit, is_warm = self.max_norm * (own / state.norm), False
+    limit = self.max_norm * (own / state.norm)
+    is_warm = state.steps >= self.warmup
     if self.rule == "adaptive":
-      is_warm = state.steps >= self.warmup
       limit = jnp.where(is_warm, self.relative * own, limit)
     limit = jnp.where(own > 0, limit, self.max_norm)
     scale = jnp.where(norm <= limit, 1.0, limit / norm)

@@ -27,11 +27,11 @@ from coat_jax.optimizer.state import (
   ScaleByCoatMuonState,
   find_states,
   is_moment,
+  is_state,
 )
 from coat_jax.optimizer.step import decode, encode
 from coat_jax.optimizer.weights import in_f32
 
-_OURS = EncodedState | MomentState
 # Maps our types of states to optax's.
 _THEIRS = {
   ScaleByCoatAdamState: optax.ScaleByAdamState,
@@ -75,11 +75,11 @@ def to_plain_state(
   """
   op = "to_plain_state"
   arguments.check_coefficients(op, ns_coeffs)
-  find_states(op, opt_state, _OURS)
+  find_states(op, opt_state)
   return jax.tree.map(
-    lambda x: _decoded(x, ns_coeffs) if _is_ours(x) else x,
+    lambda x: _decoded(x, ns_coeffs) if is_state(x) else x,
     opt_state,
-    is_leaf=_is_ours,
+    is_leaf=is_state,
   )
 
 
@@ -123,8 +123,8 @@ def from_plain_state(
   """
   op, name = "from_plain_state", "opt_state"
   arguments.check_hyperparameters(op, count=count, seed=seed)
-  find_states(op, like, _OURS)
-  states, treedef = jax.tree.flatten(like, is_leaf=_is_ours)
+  find_states(op, like)
+  states, treedef = jax.tree.flatten(like, is_leaf=is_state)
   out = []
   plain_states = flatten_like(op, name, opt_state, _PLAIN, treedef, _REMEDY)
   for want, plain in zip(states, plain_states, strict=True):
@@ -136,10 +136,6 @@ def from_plain_state(
     else:
       out.append(jnp.array(plain))
   return treedef.unflatten(out)
-
-
-def _is_ours(x: Any) -> bool:
-  return isinstance(x, _OURS)
 
 
 def _decoded(

@@ -126,6 +126,7 @@ def encoded(
     count = optax.safe_increment(state.count)
     arguments.check_gradients(op, leaf_paths(updates))
     _check_leaves(op, updates, state)
+    updates = arguments.promoted(op, updates, params)
     new_updates, new_inner = inner.update(
       _in_f32(updates),
       decode_state(state.inner),
@@ -133,10 +134,8 @@ def encoded(
       **extra_args,
     )
     new_inner = encode_state(op, "state", state.inner, new_inner, seed, count)
-    # Cast updates to the dtypes that they would have in optax.
-    like = (updates,) if params is None else (updates, params)
     new_updates = jax.tree.map(
-      lambda u, *like: u.astype(jnp.result_type(*like)), new_updates, *like
+      lambda update, g: update.astype(g.dtype), new_updates, updates
     )
     return new_updates, EncodedState(count, new_inner)
 

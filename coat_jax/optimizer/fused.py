@@ -227,6 +227,9 @@ def _fused(
   )
   mask = arguments.check_decay_mask(op, "mask", mask)
   step_leaf.require_known(options.implementation, op)
+  dispatched = functools.partial(
+    step_leaf, implementation=options.implementation
+  )
 
   def init(params: optax.Params) -> FusedState:
     state = options.init(params)
@@ -257,7 +260,7 @@ def _fused(
       ]
     )
 
-  def begin(params, state, step_leaf=step_leaf) -> LeafSteps:
+  def begin(params, state, run: Callable[..., Any] = dispatched) -> LeafSteps:
     low = None
     if low_bits:
       check_state(op, state, LowBitsState, options.codec)
@@ -275,7 +278,6 @@ def _fused(
     if low is not None:
       weights = pair_weights(op, params, low)
     arguments.gradients_like(op, params, state.mu.codes, "params")
-    run = functools.partial(step_leaf, implementation=options.implementation)
 
     def step(i, leaf, g, *, layer=None, grad_scale=None):
       weight, stored = leaf
@@ -297,8 +299,7 @@ def _fused(
   def explain_leaves(params: optax.Params) -> dict[str, str]:
     found = []
 
-    def explained(*args, implementation, **kwargs):
-      del implementation
+    def explained(*args, **kwargs):
       found.append(explain(step_leaf, *args, **kwargs))
       return step_leaf.definition(*args, **kwargs)
 

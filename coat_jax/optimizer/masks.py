@@ -20,7 +20,7 @@ _SMALLEST_LEAF, _SHORTEST_ROW = 4096, 16
 _LONG_VECTOR = 1 << 20
 
 
-def plain_codec(is_complex: bool = False) -> Plain:
+def plain_codec(is_complex: bool) -> Plain:
   """Returns the codec that stores a leaf unencoded, in f32 or complex64."""
   return _PLAIN["complex64" if is_complex else "float32"]
 

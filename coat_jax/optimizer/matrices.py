@@ -138,7 +138,7 @@ def check_split(op: str, path: str, leaf: Any, split: MatrixSplit) -> None:
     )
   named = split.inputs + split.outputs
   axes = [axis % max(leaf.ndim, 1) for axis in named]
-  is_apart = len({*axes}) == len(axes) <= leaf.ndim
+  is_apart = len({*axes}) == len(axes)
   is_there = all(-leaf.ndim <= axis < leaf.ndim for axis in named)
   wrong = not (split.inputs and split.outputs and is_apart and is_there)
   if wrong or axes[-1] != leaf.ndim - 1:
@@ -176,11 +176,10 @@ def join_columns(parts: Sequence[Array], split: MatrixSplit) -> Array:
   return jnp.concatenate(columns, axis=-1).reshape(*shape, -1)
 
 
-def _axes_first(split: MatrixSplit, ndim: int) -> tuple[list[int], int]:
-  """Orders axes as batch, inputs, outputs; also counts the batch axes."""
+def _axes_in_order(split: MatrixSplit, ndim: int) -> list[int]:
+  """Lists a leaf's axes in the order batch, inputs, outputs."""
   named = [axis % ndim for axis in split.inputs + split.outputs]
-  batch = [axis for axis in range(ndim) if axis not in named]
-  return batch + named, len(batch)
+  return [axis for axis in range(ndim) if axis not in named] + named
 
 
 def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
@@ -190,7 +189,7 @@ def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
   """
   if x.ndim == 1:
     return split_columns(x, split)
-  order, _ = _axes_first(split, x.ndim)
+  order = _axes_in_order(split, x.ndim)
   columns = math.prod(x.shape[axis] for axis in split.outputs)
   rows = math.prod(x.shape[axis] for axis in split.inputs)
   leaves = x.transpose(order).reshape(-1, rows, columns)
@@ -203,7 +202,7 @@ def join_matrices(
   """Inverts `split_matrices` for a leaf of this shape."""
   if len(shape) == 1:
     return join_columns(matrices, split)
-  order, _ = _axes_first(split, len(shape))
+  order = _axes_in_order(split, len(shape))
   count = max(len(split.parts), 1)
   leaves = [
     join_columns(matrices[i : i + count], split)
@@ -218,15 +217,16 @@ def map_matrices(
   f: Callable[[Array], Array],
   x: Array,
   split: MatrixSplit,
-  sharding: NamedSharding | None = None,
+  sharding: NamedSharding | None,
 ) -> Array:
   """Applies f to a leaf's matrices [..., inputs, outputs], layer by layer."""
-  order, lead = _axes_first(split, x.ndim)
+  order = _axes_in_order(split, x.ndim)
+  matrix_ndim = len(split.inputs + split.outputs)
   rows = math.prod(x.shape[axis] for axis in split.inputs)
 
   def one(x, spec):
     """Applies f to one index of the first batch axis, or to a whole leaf."""
-    lead = x.ndim - len(split.inputs + split.outputs)
+    lead = x.ndim - matrix_ndim
     # Shard rows like the first input axis, and columns like the last output
     # axis. If there is one of each, reshaping moves nothing between devices.
     where = *spec[:lead], spec[lead], spec[-1]
@@ -243,7 +243,7 @@ def map_matrices(
     axes = (*sharding.spec, *axes)[: x.ndim]
   spec = tuple(axes[i] for i in order)
   x = x.transpose(order)
-  if lead:
+  if x.ndim > matrix_ndim:
     x = jax.lax.map(lambda layer: one(layer, spec[1:]), x)
   else:
     x = one(x, spec)
@@ -262,7 +262,7 @@ def constrain(x: Array, sharding: NamedSharding | None, spec: tuple) -> Array:
 
 
 def newton_schulz(
-  x: Array, options: NewtonSchulz, sharding: NamedSharding | None = None
+  x: Array, options: NewtonSchulz, sharding: NamedSharding | None
 ) -> Array:
   """Orthogonalizes f32 [..., m, n]: moves singular values close to 1.
 

@@ -16,11 +16,10 @@ from coat_jax.numerics.formats import array_bytes
 from coat_jax.numerics.qtensor import split_groups
 from coat_jax.optimizer.boxes import last_names
 from coat_jax.optimizer.conversion import decode_moment, pair_nodes
-from coat_jax.optimizer.masks import is_encoded, leaf_path
+from coat_jax.optimizer.masks import is_encoded, leaf_path, leaf_paths
 from coat_jax.optimizer.state import (
   EncodedState,
   LowBitsState,
-  MomentState,
   find_states,
   is_moment,
   moments_in,
@@ -81,22 +80,15 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
         refuse(TypeError, "state_bytes", "params", "arrays", leaf, remedy)
     parameters = sum(x.size for x in leaves)
     return _state_bytes(opt_state, parameters)
-  states = find_states(
-    "state_bytes",
-    opt_state,
-    MomentState | EncodedState,
-    ", or pass params, to count any state",
-  )
+  remedy = ", or pass params, to count any state"
+  states = find_states("state_bytes", opt_state, remedy)
   parameters = 0
   for state in states:
-    moments = moments_in(state)
-    sizes = {
-      keys: math.prod(shape)
-      for moment in moments
-      for (keys, _), shape in zip(
-        tree_leaves_with_path(moment.codes), moment.shapes(), strict=True
-      )
-    }
+    sizes = {}  # Moments with equal paths belong to one parameter.
+    for moment in moments_in(state):
+      paths = tree_leaves_with_path(moment.codes)
+      for (keys, _), shape in zip(paths, moment.shapes(), strict=True):
+        sizes[keys] = math.prod(shape)
     parameters += sum(sizes.values())
   kinds = LowBitsState | StochasticRoundingState
   nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
@@ -155,7 +147,7 @@ def state_report(
     (True, 1.0)
   """
   op = "state_report"
-  found = find_states(op, opt_state, MomentState | EncodedState)
+  found = find_states(op, opt_state)
   if len(found) > 1:
     raise ValueError(
       f"{op}: opt_state must contain one coat state, got {len(found)}; pass one"
@@ -182,18 +174,19 @@ def state_report(
   for (place, moment), wanted in zip(nodes, exact, strict=True):
     if not is_moment(moment):
       continue
+    leaves = moment.leaves()
     rows = zip(
-      tree_leaves_with_path(moment.codes),
-      moment.leaves(),
+      leaf_paths(moment.codes),
+      leaves,
       jax.tree.leaves(decode_moment(moment)),
-      jax.tree.leaves(wanted) or [None] * len(moment.leaves()),
+      jax.tree.leaves(wanted) or [None] * len(leaves),
       last_names(moment.codes),
       last_names(moment.amax),
       strict=True,
     )
-    for (keys, codes), encoded, values, want, name, kept in rows:
+    for (path, codes), encoded, values, want, name, kept in rows:
       leaf = out.setdefault(
-        leaf_path(keys),
+        path,
         {"parameters": int(values.size), "encoded": is_encoded(encoded)},
       )
       codec = moment.codec_of(encoded)

@@ -120,9 +120,9 @@ def fit_group_size(
   leaves = leaf_paths(placed)
   chosen = arguments.choose_leaves(op, placed, quantize_mask)
   shares = {
-    path: _share(leaf)
+    path: share
     for (path, leaf), is_encoded in zip(leaves, chosen, strict=True)
-    if is_encoded and _share(leaf) < leaf.shape[-1]
+    if is_encoded and (share := _share(leaf)) < leaf.shape[-1]
   }
   # If no last axis is sharded, this is 0, which every size divides.
   common = math.gcd(*shares.values())
@@ -131,7 +131,7 @@ def fit_group_size(
     most = getattr(group, "group_size", None)
     if most is None:
       return group
-    size = next(fit for fit in range(most, 0, -1) if common % fit == 0)
+    size = next(n for n in range(most, 0, -1) if common % n == 0)
     if size < min(_SMALLEST_GROUP, most):
       raise ValueError(
         f"{op}: groups must have at least {_SMALLEST_GROUP} values, got "

@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,6 @@ from coat_jax.optimizer.zeros import encode_zeros
 # The stored moments of one leaf, and the codec of each moment.
 Stored = tuple[Encoded, ...]
 GroupCodecs = tuple[GroupCodec, ...]
-
-
-# For error messages: the optimizer that makes each type of state.
-_MAKERS = {
-  "ScaleByCoatAdamState": "coat_adamw",
-  "ScaleByCoatLionState": "coat_lion",
-  "ScaleByCoatMuonState": "coat_muon",
-  "EncodedState": "encoded",
-}
 
 
 @jax.tree_util.register_dataclass
@@ -304,19 +295,31 @@ def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:
   ]
 
 
-def find_states(
-  op: str, opt_state: Any, kind: Any, remedy: str = ""
-) -> list[Any]:
-  """Lists all states of type `kind`; raises a ValueError if there are none."""
-  leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
-  found = [leaf for leaf in leaves if isinstance(leaf, kind)]
+# Maps each type of state to the optimizer that makes it, for error messages.
+_MAKERS = {
+  EncodedState: "encoded",
+  ScaleByCoatAdamState: "coat_adamw",
+  ScaleByCoatLionState: "coat_lion",
+  ScaleByCoatMuonState: "coat_muon",
+}
+
+
+def find_states(op: str, opt_state: Any, remedy: str = "") -> list[Any]:
+  """Lists our states in a tree; raises a ValueError if there are none.
+
+  These are each `MomentState` and `EncodedState`.
+  """
+  leaves = jax.tree.leaves(opt_state, is_leaf=is_state)
+  found = [leaf for leaf in leaves if is_state(leaf)]
   if not found:
-    kinds = get_args(kind)
-    makers = [_MAKERS[x.__name__] for x in kinds]
     raise ValueError(
       f"{op}: the optimizer state must contain "
-      f"{' or '.join(map(a, kinds))}, got "
+      f"{' or '.join(map(a, _MAKERS))}, got "
       f"{type(opt_state).__name__} without one; pass what init or update of "
-      f"{' or '.join(makers)} returned{remedy}"
+      f"{' or '.join(_MAKERS.values())} returned{remedy}"
     )
   return found
+
+
+def is_state(node: Any) -> bool:
+  return isinstance(node, MomentState | EncodedState)

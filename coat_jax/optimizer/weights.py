@@ -145,13 +145,6 @@ def add_update(weight: Weight, update: Array, key: Array) -> Weight:
   return round_like(weight, total, LeafPart(key))
 
 
-def is_matrix(path: str, leaf: Any) -> bool:
-  """Returns whether a leaf may be split: norms and biases may not."""
-  # Norms stay in f32: near 1.0, where their scales start, bf16 values are 0.8 %
-  # apart.
-  return not is_norm_or_bias(path, leaf)
-
-
 def split_weights(params: Any) -> tuple[Any, Any]:
   """Splits f32 parameters into bf16 and a byte each: 24 bits in total.
 
@@ -183,9 +176,12 @@ def split_weights(params: Any) -> tuple[Any, Any]:
   high, low = [], []
   for path, leaf in leaf_paths(params):
     part = jnp.zeros([], jnp.int8)
+    is_f32 = leaf.dtype == jnp.float32
     if leaf.ndim and leaf.dtype == jnp.bfloat16:
       part = jnp.zeros_like(leaf, dtype=jnp.int8)
-    elif leaf.ndim and leaf.dtype == jnp.float32 and is_matrix(path, leaf):
+    # Norms stay in f32: near 1.0, where their scales start, bf16 values are
+    # 0.8 % apart.
+    elif leaf.ndim and is_f32 and not is_norm_or_bias(path, leaf):
       leaf, part = split(leaf)
     high.append(leaf)
     low.append(part)

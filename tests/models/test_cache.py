@@ -134,7 +134,7 @@ def cached_logits(model, rows, first, size):
   def run(params, tokens, cache, is_cut=False):
     model, layers = nnx.merge(graph, params), None
     if is_cut:
-      layers = unstacked(model.layers, len(cache.k))
+      layers = unstacked(model)
     hidden, cache = cached_forward(model, tokens, cache, layers)
     return model.logits_of_hidden(hidden), cache
 

@@ -53,12 +53,12 @@ def write_config(
 ) -> dict:
   """Returns a config.json's content, and what `like` has besides."""
   found = _write(config, dtype, like or {})
-  is_limited = isinstance(config, ModelConfig) and config.max_positions is None
-  if max_length is not None and is_limited:
+  has_limit = getattr(config, "max_positions", None) is not None
+  if max_length is not None and not has_limit:
     found.setdefault(LONGEST, max_length)
   if labels is None:
     return found
-  count = isinstance(config, VisionConfig) and config.num_classes or 0
+  count = getattr(config, "num_classes", None) or 0
   if not len(set(labels)) == len(labels) == count:
     raise ValueError(
       f"save_hf: labels must be {count} distinct names, one for each class, "
@@ -78,10 +78,9 @@ def _parse(file: Path, found: dict, kind: type | None) -> AnyConfig:
   model_type: Any = found.get("model_type")
   family = choose(file, "model_type", model_type, families)
   row = CONFIGS[family]
-  classes = [[name] for name in row.architectures]
   named = found.get("architectures")
-  if named and named not in classes:
-    rule = " or ".join(f"[{name}]" for (name,) in classes)
+  if named and named not in [[name] for name in row.architectures]:
+    rule = " or ".join(f"[{name}]" for name in row.architectures)
     remedy = "other classes are not supported"
     raise wrong(file, "architectures", rule, named, remedy)
   if model_type == row.whole:

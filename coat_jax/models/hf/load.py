@@ -222,12 +222,14 @@ class _Parameter:
     self, part: Part, leaf: jax.ShapeDtypeStruct, store: Store | None
   ):
     """Prepares the conversion; `part` may be any layer of the parameter."""
-    shape, where = leaf.shape[is_stacked(part.path) :], leaf.sharding
+    # The first axis of a stacked parameter is the layers'.
+    first = 1 if is_stacked(part.path) else 0
+    shape, where = leaf.shape[first:], leaf.sharding
     self.sharding = None
     if where is not None:
-      entries = P(*where.spec, *(None,) * (leaf.ndim - len(where.spec)))
-      entries = entries[is_stacked(part.path) :]
-      self.sharding = NamedSharding(where.mesh, part.layout.spec(P(*entries)))
+      axes = (*where.spec, *(None,) * (leaf.ndim - len(where.spec)))
+      spec = part.layout.spec(P(*axes[first:]))
+      self.sharding = NamedSharding(where.mesh, spec)
 
     def update(stack, layer, *tensors):
       x = part.layout.pack(tensors, shape, part.split).astype(jnp.float32)

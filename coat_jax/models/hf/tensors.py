@@ -74,8 +74,9 @@ class Layout(NamedTuple):
     """Makes a parameter of `shape` from its tensors."""
     if split is None:
       (x,) = tensors
-      own = shape[::-1] if self.is_transposed else shape
-      return x.reshape(own).T if self.is_transposed else x.reshape(own)
+      if self.is_transposed:
+        return x.reshape(shape[::-1]).T
+      return x.reshape(shape)
     if self.is_transposed:
       tensors = [x.T for x in tensors]
     if len(tensors) == 1:  # The tensor's columns may contain all matrices.
