@@ -57,6 +57,7 @@ from coat_jax.layers.operands import (
   in_groups,
   value_scaling,
 )
+from coat_jax.layers.product import add_in_f32
 from coat_jax.layers.residuals import cotangent, save_residual
 from coat_jax.layers.routing import (
   RoutingStats,
@@ -147,7 +148,7 @@ def _fwd(x, weights, static, recipe):
   out = sum_of_copies(out, rows).astype(dtype)
   out = scatter_sequence(out, axes)
   if static.add_input:
-    out = _sum(x, out)
+    out = add_in_f32(x, out)
   scales = Scales(scale_of(y_rows), gate_up_scale, scale_of(z), down_scale)
   scales = save_residual("linear", scales)
   stats = mean_over_devices(stats, axes)
@@ -205,9 +206,9 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   dprobability = dstats.probability / token_shards(axes)
   from_router, drouter = route_backward(varying((dp, dprobability)))
   drouter = cotangent(sum_tokens(drouter, axes), w.router)
-  dx, dgamma, dbeta = _sum(dy, from_router), None, None
+  dx, dgamma, dbeta = add_in_f32(dy, from_router), None, None
   if norm_stats is None:
-    dx = _sum(dx, g) if static.add_input else dx
+    dx = add_in_f32(dx, g) if static.add_input else dx
   else:
     dx, dgamma, dbeta = norm_gradients(
       NormSaved(x_q, norm_stats),
@@ -284,8 +285,3 @@ def _gate_and_up(h, rows, recipe) -> tuple[QTensor, ...]:
 
 def _flat(parts: tuple[QTensor, ...]) -> tuple[QTensor, ...]:
   return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), parts)
-
-
-def _sum(a: Array, b: Array) -> Array:
-  """Adds a and b in f32; the result has a's dtype."""
-  return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)

@@ -12,7 +12,6 @@ unless their codes are cached.
 import math
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
 from coat_jax import ops
@@ -29,6 +28,7 @@ from coat_jax.layers.operands import (
 )
 from coat_jax.layers.product import (
   LinearWeights,
+  add_in_f32,
   bias_gradient,
   input_gradient,
   multiply,
@@ -115,9 +115,8 @@ def front_backward(
   if has_columns:
     dy = scatter_sequence(dy, recipe.axes)
   if saved.norm is None:
-    if add is not None:
-      dy = dy.astype(jnp.float32) + add.astype(jnp.float32)
-    return dy.astype(like.dtype), LinearWeights(dw)
+    dx = dy if add is None else add_in_f32(dy, add)
+    return dx, LinearWeights(dw)
   dx, dgamma, dbeta = norm_gradients(
     saved.norm, w.gamma, w.beta, dy, add, recipe
   )
