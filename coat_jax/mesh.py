@@ -201,20 +201,15 @@ def own_columns(axes: MeshAxes, ndim: int) -> P:
   return P(axes.batch, *(None,) * (ndim - 2), axes.tensor)
 
 
-def split_columns(axes: MeshAxes, ndim: int) -> P:
-  """Returns the spec of a weight [D, ..., F] whose columns are split."""
-  return P(axes.fsdp, *(None,) * (ndim - 2), axes.tensor)
-
-
 def split_inputs(axes: MeshAxes) -> P:
   """Returns the spec of a weight [F, D] whose inputs (rows) are split."""
-  return P(tuple(a for a in (axes.tensor, axes.fsdp) if a) or None)
+  return P(axes_in((axes.tensor, axes.fsdp)))
 
 
 def split_kernel(axes: MeshAxes, split: Split, ndim: int) -> P:
   """Returns the spec of a linear layer's weight [D, ..., F]."""
   if split == "columns":
-    return split_columns(axes, ndim)
+    return P(axes.fsdp, *(None,) * (ndim - 2), axes.tensor)
   return split_inputs(axes) if split == "inputs" else P(axes.fsdp)
 
 
