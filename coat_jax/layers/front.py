@@ -21,9 +21,9 @@ from coat_jax.layers.operands import (
   gather_sequence,
   gradient_operand,
   groups_of,
-  input_operand,
   keep_input,
   layout_of_input,
+  quantized,
   value_scaling,
 )
 from coat_jax.layers.product import (
@@ -81,7 +81,8 @@ def front_forward(
   whole sequences with split="columns", and x with split="inputs".
   """
   if static.kind is None:
-    normed, (y, kept) = None, input_operand(x, recipe)
+    y = quantized(x, recipe, layout=layout_of_input(recipe))
+    normed, (y, kept) = None, keep_input(y, recipe)
   else:
     normed, y, kept = _norm_to_operand(x, weights, static, recipe)
   whole = y
