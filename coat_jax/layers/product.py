@@ -264,12 +264,11 @@ def _saved_scale(
 
 def _in_layout(x: Operand, layout: ops.Layout) -> Operand:
   """Keeps only this layout of an operand."""
-  is_rows, scale = layout == "rows", x.scale
+  without = dict(columns=None) if layout == "rows" else dict(rows=None)
+  scale = x.scale
   if isinstance(scale, BlockScales):
-    without = dict(columns=None) if is_rows else dict(rows=None)
     scale = scale._replace(**without)
-  rows, columns = (x.rows, None) if is_rows else (None, x.columns)
-  return Operand(rows, columns, scale)
+  return x._replace(**without, scale=scale)
 
 
 def as_matrix(w: Array) -> Array:
