@@ -321,7 +321,8 @@ def rotaries(
   count = count_kinds(rope_theta=theta, rope_scaling=scaling)
   thetas = theta if isinstance(theta, tuple) else (theta,) * count
   scalings = scaling if isinstance(scaling, tuple) else (scaling,) * count
-  if set(thetas) == {None} and (rotary_dim, *scalings) != (None,) * (count + 1):
+  needs_rope = any(x is not None for x in (rotary_dim, *scalings))
+  if needs_rope and all(x is None for x in thetas):
     raise ValueError(
       "Attention: rope_scaling and rotary_dim need RoPE, got "
       f"{scaling} and {rotary_dim} with rope_theta {theta}; pass rope_theta, "
