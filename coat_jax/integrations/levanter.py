@@ -21,7 +21,6 @@ from haliax.partitioning import physical_axis_size  # pyright: ignore[reportMiss
 from levanter.optim.config import OptimizerConfig  # pyright: ignore[reportMissingImports]
 
 from coat_jax import coat_adamw
-from coat_jax.optimizer.state import Moment, is_moment
 
 
 @OptimizerConfig.register_subclass("coat")
@@ -55,7 +54,7 @@ class CoatConfig(OptimizerConfig):
         mask=self.build_weight_decay_mask(),
       )
       named = optax.GradientTransformationExtraArgs(
-        lambda params: _name_statistics(optimizer.init(params)),
+        lambda params: _fit_axes(optimizer.init(params)),
         optimizer.update,
       )
       if not self.max_grad_norm:
@@ -67,8 +66,8 @@ class CoatConfig(OptimizerConfig):
     return optax.inject_hyperparams(make)(learning_rate=schedule)
 
 
-def _name_statistics(state: Any) -> Any:
-  """Corrects the named axes of moments to the sizes of the moments' arrays.
+def _fit_axes(state: Any) -> Any:
+  """Corrects the named axes of a state to the sizes of its arrays.
 
   haliax copies a parameter's axes to its moments. But axes of `amax` and
   `range` may be shorter: in most codecs, the last axis has one entry per group.
@@ -76,30 +75,12 @@ def _name_statistics(state: Any) -> Any:
   parameter's axis fails.
   """
 
-  def named(node):
-    if not is_moment(node):
-      return node
-    return Moment(
-      _name_groups(node.codes),
-      _name_groups(node.amax),
-      _name_groups(node.range),
-      node.codec,
-      node.structure,
-    )
-
-  return jax.tree.map(named, state, is_leaf=is_moment)
-
-
-def _name_groups(statistics: Any) -> Any:
-  """Corrects the sizes of axes, and renames axes that do not split evenly."""
-
-  def named(x):
+  def fitted(x):
     if not haliax.is_named_array(x):
       return x
-    array = x.array
-    if array.ndim == 0:
-      return NamedArray(array, ())
-    return NamedArray(array, tuple(map(resized, x.axes, array.shape)))
+    if x.array.ndim == 0:
+      return NamedArray(x.array, ())
+    return NamedArray(x.array, tuple(map(resized, x.axes, x.array.shape)))
 
   def resized(axis, size):
     if axis.size == size:
@@ -109,7 +90,7 @@ def _name_groups(statistics: Any) -> Any:
     name = axis.name if size % devices == 0 else f"{axis.name}_groups"
     return haliax.Axis(name, size)
 
-  return jax.tree.map(named, statistics, is_leaf=haliax.is_named_array)
+  return jax.tree.map(fitted, state, is_leaf=haliax.is_named_array)
 
 
 if __name__ == "__main__":
