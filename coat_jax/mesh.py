@@ -91,9 +91,7 @@ def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
   auto = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
   with jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto)):
     out = f(*jax.tree.map(untyped, args))
-  specs = jax.tree.broadcast(
-    out_specs, out, is_leaf=lambda x: x is None or is_spec(x)
-  )
+  specs = jax.tree.broadcast(out_specs, out, is_leaf=lambda x: x is None)
   return jax.tree.map(typed, out, specs)
 
 
@@ -106,7 +104,7 @@ def is_split() -> bool:
 def place(arrays: Any, specs: Any) -> Any:
   """Checks that specs fit arrays; reshards the arrays on explicit axes."""
   mesh = jax.sharding.get_abstract_mesh()
-  specs = jax.tree.broadcast(specs, arrays, is_leaf=is_spec)
+  specs = jax.tree.broadcast(specs, arrays)
 
   def placed(x, spec):
     names = axes_in(spec)
@@ -132,10 +130,6 @@ def place(arrays: Any, specs: Any) -> Any:
 
 
 # Specs.
-
-
-def is_spec(x: Any) -> bool:
-  return isinstance(x, P)
 
 
 def spec_of(x: Any) -> P:
