@@ -17,7 +17,10 @@ import haliax  # pyright: ignore[reportMissingImports]
 import jax
 import optax
 from haliax import NamedArray  # pyright: ignore[reportMissingImports]
-from haliax.partitioning import physical_axis_size  # pyright: ignore[reportMissingImports]
+from haliax.partitioning import (  # pyright: ignore[reportMissingImports]
+  physical_axis_name,
+  physical_axis_size,
+)
 from levanter.optim.config import OptimizerConfig  # pyright: ignore[reportMissingImports]
 
 from coat_jax import coat_adamw
@@ -67,12 +70,11 @@ class CoatConfig(OptimizerConfig):
 
 
 def _fit_axes(state: Any) -> Any:
-  """Corrects the named axes of a state to the sizes of its arrays.
+  """Renames axes of a state that devices cannot split evenly.
 
-  haliax copies a parameter's axes to its moments. But axes of `amax` and
-  `range` may be shorter: in most codecs, the last axis has one entry per group.
-  If devices cannot split the shorter axis evenly, sharding it like the
-  parameter's axis fails.
+  haliax copies the names of a parameter's axes to its moments. But axes of
+  `amax` and `range` may be shorter: in most codecs, the last axis has one entry
+  per group. Levanter does not split an axis whose name it does not know.
   """
 
   def fitted(x):
@@ -80,14 +82,12 @@ def _fit_axes(state: Any) -> Any:
       return x
     if x.array.ndim == 0:
       return NamedArray(x.array, ())
-    return NamedArray(x.array, tuple(map(resized, x.axes, x.array.shape)))
+    return NamedArray(x.array, tuple(map(renamed, x.axes, x.array.shape)))
 
-  def resized(axis, size):
-    if axis.size == size:
-      return axis
-    # Levanter does not split an axis whose name it does not know.
-    devices = physical_axis_size(axis) or 1
-    name = axis.name if size % devices == 0 else f"{axis.name}_groups"
+  def renamed(axis, size):
+    name = axis.name
+    if physical_axis_name(axis) and size % physical_axis_size(axis):
+      name = f"{name}_groups"
     return haliax.Axis(name, size)
 
   return jax.tree.map(fitted, state, is_leaf=haliax.is_named_array)
