@@ -91,9 +91,7 @@ def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
   auto = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
   with jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto)):
     out = f(*jax.tree.map(untyped, args))
-  specs = jax.tree.broadcast(
-    out_specs, out, is_leaf=lambda x: x is None or is_spec(x)
-  )
+  specs = jax.tree.broadcast(out_specs, out, is_leaf=lambda x: x is None)
   return jax.tree.map(typed, out, specs)
 
 
@@ -106,7 +104,7 @@ def is_split() -> bool:
 def place(arrays: Any, specs: Any) -> Any:
   """Checks that specs fit arrays; reshards the arrays on explicit axes."""
   mesh = jax.sharding.get_abstract_mesh()
-  specs = jax.tree.broadcast(specs, arrays, is_leaf=is_spec)
+  specs = jax.tree.broadcast(specs, arrays)
 
   def placed(x, spec):
     names = axes_in(spec)
@@ -132,10 +130,6 @@ def place(arrays: Any, specs: Any) -> Any:
 
 
 # Specs.
-
-
-def is_spec(x: Any) -> bool:
-  return isinstance(x, P)
 
 
 def spec_of(x: Any) -> P:
@@ -201,20 +195,15 @@ def own_columns(axes: MeshAxes, ndim: int) -> P:
   return P(axes.batch, *(None,) * (ndim - 2), axes.tensor)
 
 
-def split_columns(axes: MeshAxes, ndim: int) -> P:
-  """Returns the spec of a weight [D, ..., F] whose columns are split."""
-  return P(axes.fsdp, *(None,) * (ndim - 2), axes.tensor)
-
-
 def split_inputs(axes: MeshAxes) -> P:
   """Returns the spec of a weight [F, D] whose inputs (rows) are split."""
-  return P(tuple(a for a in (axes.tensor, axes.fsdp) if a) or None)
+  return P(axes_in((axes.tensor, axes.fsdp)))
 
 
 def split_kernel(axes: MeshAxes, split: Split, ndim: int) -> P:
   """Returns the spec of a linear layer's weight [D, ..., F]."""
   if split == "columns":
-    return split_columns(axes, ndim)
+    return P(axes.fsdp, *(None,) * (ndim - 2), axes.tensor)
   return split_inputs(axes) if split == "inputs" else P(axes.fsdp)
 
 

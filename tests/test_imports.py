@@ -102,7 +102,7 @@ def test_imports_only_go_down(folder):
   "path, source",
   [
     ("coat_jax/numerics/qtensor.py", "from coat_jax import codecs"),
-    ("coat_jax/ops/norm.py", "from coat_jax.mesh import is_spec"),
+    ("coat_jax/ops/norm.py", "from coat_jax.mesh import spec_of"),
     ("coat_jax/numerics/qtensor.py", "def f():\n  import coat_jax"),
     ("coat_jax/numerics/qtensor.py", "from . import formats"),
     ("coat_jax/ops/norm.py", "from coat_jax.pallas import quantize"),

@@ -17,11 +17,13 @@ import haliax  # pyright: ignore[reportMissingImports]
 import jax
 import optax
 from haliax import NamedArray  # pyright: ignore[reportMissingImports]
-from haliax.partitioning import physical_axis_size  # pyright: ignore[reportMissingImports]
+from haliax.partitioning import (  # pyright: ignore[reportMissingImports]
+  physical_axis_name,
+  physical_axis_size,
+)
 from levanter.optim.config import OptimizerConfig  # pyright: ignore[reportMissingImports]
 
 from coat_jax import coat_adamw
-from coat_jax.optimizer.state import Moment, is_moment
 
 
 @OptimizerConfig.register_subclass("coat")
@@ -55,7 +57,7 @@ class CoatConfig(OptimizerConfig):
         mask=self.build_weight_decay_mask(),
       )
       named = optax.GradientTransformationExtraArgs(
-        lambda params: _name_statistics(optimizer.init(params)),
+        lambda params: _fit_axes(optimizer.init(params)),
         optimizer.update,
       )
       if not self.max_grad_norm:
@@ -67,49 +69,28 @@ class CoatConfig(OptimizerConfig):
     return optax.inject_hyperparams(make)(learning_rate=schedule)
 
 
-def _name_statistics(state: Any) -> Any:
-  """Corrects the named axes of moments to the sizes of the moments' arrays.
+def _fit_axes(state: Any) -> Any:
+  """Renames axes of a state that devices cannot split evenly.
 
-  haliax copies a parameter's axes to its moments. But axes of `amax` and
-  `range` may be shorter: in most codecs, the last axis has one entry per group.
-  If devices cannot split the shorter axis evenly, sharding it like the
-  parameter's axis fails.
+  haliax copies the names of a parameter's axes to its moments. But axes of
+  `amax` and `range` may be shorter: in most codecs, the last axis has one entry
+  per group. Levanter does not split an axis whose name it does not know.
   """
 
-  def named(node):
-    if not is_moment(node):
-      return node
-    return Moment(
-      _name_groups(node.codes),
-      _name_groups(node.amax),
-      _name_groups(node.range),
-      node.codec,
-      node.structure,
-    )
-
-  return jax.tree.map(named, state, is_leaf=is_moment)
-
-
-def _name_groups(statistics: Any) -> Any:
-  """Corrects the sizes of axes, and renames axes that do not split evenly."""
-
-  def named(x):
+  def fitted(x):
     if not haliax.is_named_array(x):
       return x
-    array = x.array
-    if array.ndim == 0:
-      return NamedArray(array, ())
-    return NamedArray(array, tuple(map(resized, x.axes, array.shape)))
+    if x.array.ndim == 0:
+      return NamedArray(x.array, ())
+    return NamedArray(x.array, tuple(map(renamed, x.axes, x.array.shape)))
 
-  def resized(axis, size):
-    if axis.size == size:
-      return axis
-    # Levanter does not split an axis whose name it does not know.
-    devices = physical_axis_size(axis) or 1
-    name = axis.name if size % devices == 0 else f"{axis.name}_groups"
+  def renamed(axis, size):
+    name = axis.name
+    if physical_axis_name(axis) and size % physical_axis_size(axis):
+      name = f"{name}_groups"
     return haliax.Axis(name, size)
 
-  return jax.tree.map(named, statistics, is_leaf=haliax.is_named_array)
+  return jax.tree.map(fitted, state, is_leaf=haliax.is_named_array)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from coat_jax.layers.norm import norm, norm_forward, norm_gradients
 from coat_jax.layers.operands import gather_sequence, gradient_operand
 from coat_jax.layers.product import (
   LinearWeights,
+  add_in_f32,
   bias_gradient,
   input_gradient,
   multiply,
@@ -103,9 +104,8 @@ def back_forward(
   y, saved = norm_forward(
     z, w.gamma, w.beta, static.post_norm, static.eps, recipe
   )
-  if add is not None:
-    y = add.astype(jnp.float32) + y
-  return y.astype(x.dtype), LinearSaved(saved, out.saved, w_scale)
+  y = y.astype(x.dtype) if add is None else add_in_f32(add, y)
+  return y, LinearSaved(saved, out.saved, w_scale)
 
 
 def back_backward(

@@ -20,6 +20,7 @@ from coat_jax.layers.converted import (
   FusedBlock,
   convert_layer,
   fuse,
+  is_node,
   parts_of,
 )
 from coat_jax.layers.count import saved_bytes
@@ -204,9 +205,9 @@ class _Converter:
     """Replaces a node's children, also in containers, by converted ones."""
     for key, value in list(vars(node).items()):
       leaves, tree = jax.tree.flatten(value, is_leaf=_is_leaf)
-      if key.startswith("_pytree__") or not any(map(_is_node, leaves)):
+      if key.startswith("_pytree__") or not any(map(is_node, leaves)):
         continue
-      for child in filter(_is_node, leaves):
+      for child in filter(is_node, leaves):
         if id(child) not in self._new:
           raise ValueError(
             "convert: modules must not contain each other, got "
@@ -214,7 +215,7 @@ class _Converter:
             "you connect them"
           )
       new = tree.unflatten(self._new.get(id(x), (x, x))[1] for x in leaves)
-      setattr(node, key, new if _is_node(new) else nnx.data(new))
+      setattr(node, key, new if is_node(new) else nnx.data(new))
 
   def _convert(
     self, name: str, module: nnx.Module, original: nnx.Module
@@ -261,11 +262,7 @@ class _Converter:
 
 def _nodes(model: nnx.Module) -> list[tuple[tuple, Any]]:
   """Lists modules and their containers with paths, children first."""
-  return [(path, x) for path, x in nnx.iter_graph(model) if _is_node(x)]
-
-
-def _is_node(x: Any) -> bool:
-  return isinstance(x, nnx.Pytree) and not isinstance(x, nnx.Variable)
+  return [(path, x) for path, x in nnx.iter_graph(model) if is_node(x)]
 
 
 def _is_leaf(x: Any) -> bool:

@@ -123,8 +123,8 @@ class FusedBlock(nnx.Module):
     for name, value in vars(module).items():
       if name.startswith("_pytree__"):
         continue
-      leaves = jax.tree.leaves(value, is_leaf=_is_module)
-      is_container = not _is_module(value) and any(map(_is_module, leaves))
+      leaves = jax.tree.leaves(value, is_leaf=is_node)
+      is_container = not is_node(value) and any(map(is_node, leaves))
       setattr(self, name, nnx.data(value) if is_container else value)
     self.roles = roles
 
@@ -173,7 +173,8 @@ def _joined(kernels, biases, roles: Roles) -> tuple[Array, Array | None]:
   return w, bias
 
 
-def _is_module(x: Any) -> bool:
+def is_node(x: Any) -> bool:
+  """Returns whether x is a module or a container of modules."""
   return isinstance(x, nnx.Pytree)
 
 

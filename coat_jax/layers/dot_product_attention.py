@@ -14,12 +14,11 @@ import jax
 from jax import Array, P
 
 from coat_jax import ops
-from coat_jax.layers.module import check_float, check_recipe
+from coat_jax.layers.module import check_float, recipe_of
 from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.rope import positions_spec
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import own_heads
-from coat_jax.numerics import recipes
 from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import AttentionKind, AttentionResiduals
 
@@ -164,8 +163,7 @@ def dot_product_attention(
       `causal`; `soft_cap` or `scale` is not finite and above 0.
   """
   op = "dot_product_attention"
-  recipe = recipes.bf16() if recipe is None else recipe
-  check_recipe(op, recipe)
+  recipe = recipe_of(op, recipe)
   for name, x in dict(q=q, k=k, v=v).items():
     check_float(op, name, x, ndim=4)
   kind = AttentionKind(causal, window, soft_cap, scale)

@@ -48,20 +48,19 @@ def scale_of(x: Array | Operand) -> Array | None:
 def copies_in_rows(
   x: Array,
   rows: Rows,
-  experts_per_token: int,
   scaling: Scaling,
   recipe: CoatRecipe,
   scale: Array | None = None,
 ) -> Array | Operand:
   """Copies tokens with `to_rows`; quantizes them first if experts use FP8."""
   if recipe.experts == "bf16":
-    return to_rows(x, rows, experts_per_token)
+    return to_rows(x, rows)
   # Quantize first, so that only FP8 values are copied.
   q = ops.quantize_tensor(
     x, scaling=scaling, scale=scale, implementation=recipe.implementation
   )
   assert q.rows is not None
-  return q._replace(rows=to_rows(q.rows, rows, experts_per_token))
+  return q._replace(rows=to_rows(q.rows, rows))
 
 
 def rows_operand(

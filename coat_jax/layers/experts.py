@@ -57,6 +57,7 @@ from coat_jax.layers.operands import (
   in_groups,
   value_scaling,
 )
+from coat_jax.layers.product import add_in_f32
 from coat_jax.layers.residuals import cotangent, save_residual
 from coat_jax.layers.routing import (
   RoutingStats,
@@ -122,32 +123,32 @@ class _Saved(NamedTuple):
 
 
 def _fwd(x, weights, static, recipe):
-  w, axes, k = weights, recipe.axes, static.experts_per_token
-  num_experts, dtype = w.router.shape[-1], x.dtype
+  w, axes, dtype = weights, recipe.axes, x.dtype
+  num_experts = w.router.shape[-1]
   x_q = save_residual("norm", in_groups(x, recipe))
   y, _ = _normed(x_q, w, static, dtype)
-  experts = save_residual("linear", choose_experts(y, w.router, k))
+  experts = choose_experts(y, w.router, static.experts_per_token)
+  experts = save_residual("linear", experts)
   p, probability = expert_weights(
     y, w.router, experts, normalize=static.normalize
   )
   stats = RoutingStats(load_of(experts, num_experts), probability)
 
-  all_experts = gather_positions(experts, axes)
-  rows = sort_rows(all_experts, num_experts, axes)
+  rows = sort_rows(gather_positions(experts, axes), num_experts, axes)
   p = p_of_rows(gather_positions(p, axes), rows)
   y_rows = _input_rows(x_q, rows, w, static, recipe, dtype)
   h, gate_up_scale = multiply_rows(y_rows, w.gate_up, rows, recipe, dtype)
-  parts = _gate_and_up(h, all_experts.shape, recipe)
+  parts = _gate_and_up(h, rows, recipe)
   saved = None
   if rows.exchange is None:
     parts = saved = save_residual("activation", parts)
   z = p * ops.activated(_flat(parts), activation="silu")
   z = rows_operand(z, rows, value_scaling(recipe), recipe, dtype)
   out, down_scale = multiply_rows(z, w.down, rows, recipe, dtype)
-  out = sum_of_copies(out, rows, all_experts.shape).astype(dtype)
+  out = sum_of_copies(out, rows).astype(dtype)
   out = scatter_sequence(out, axes)
   if static.add_input:
-    out = _sum(x, out)
+    out = add_in_f32(x, out)
   scales = Scales(scale_of(y_rows), gate_up_scale, scale_of(z), down_scale)
   scales = save_residual("linear", scales)
   stats = mean_over_devices(stats, axes)
@@ -156,7 +157,7 @@ def _fwd(x, weights, static, recipe):
 
 def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
-  axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
+  axes, dtype = recipe.axes, g.dtype
   if expert_size(axes) > 1:
     # If layers are not scanned, XLA would keep the forward pass's buffers of
     # received rows without this barrier.
@@ -171,24 +172,23 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   # `sum_tokens` below would sum it again.
   (p, _), route_backward = jax.vjp(route, *varying((own_y, w.router)))
   experts = gather_positions(experts, axes)
-  shape, rows = experts.shape, sort_rows(experts, w.router.shape[-1], axes)
+  rows = sort_rows(experts, w.router.shape[-1], axes)
   p = p_of_rows(gather_positions(p, axes), rows)
   y_rows = None
   if parts is None:
     y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
     h, _ = multiply_rows(y_rows, w.gate_up, rows, recipe, dtype, scales.gate_up)
-    parts = _gate_and_up(h, shape, recipe)
+    parts = _gate_and_up(h, rows, recipe)
   parts = _flat(parts)
 
   dout = copies_in_rows(
-    gather_positions(g, axes), rows, k, gradient_scaling(recipe), recipe
+    gather_positions(g, axes), rows, gradient_scaling(recipe), recipe
   )
   dz = input_gradient(dout, w.down, scales.down, rows, recipe, dtype)
   dz = dz.astype(jnp.float32)
   product = ops.activated(parts, activation="silu")
   dp = copies_of(jnp.sum(dz * product, axis=-1, keepdims=True), rows)
-  dp = dp.reshape(shape)
-  dp = scatter_sequence(dp, axes)
+  dp = scatter_sequence(dp[..., 0], axes)
   z = rows_operand(
     p * product, rows, value_scaling(recipe), recipe, dtype, scales.z
   )
@@ -201,14 +201,14 @@ def _bwd(static, recipe, inputs, saved, cotangents):
     y_rows = _input_rows(x_q, rows, w, static, recipe, dtype, scales.y)
   dgate_up = weight_gradient(y_rows, dh, w.gate_up, rows, recipe)
   dy = input_gradient(dh, w.gate_up, scales.gate_up, rows, recipe, dtype)
-  dy = scatter_sequence(sum_of_copies(dy, rows, shape).astype(dtype), axes)
+  dy = scatter_sequence(sum_of_copies(dy, rows).astype(dtype), axes)
 
   dprobability = dstats.probability / token_shards(axes)
   from_router, drouter = route_backward(varying((dp, dprobability)))
   drouter = cotangent(sum_tokens(drouter, axes), w.router)
-  dx, dgamma, dbeta = _sum(dy, from_router), None, None
+  dx, dgamma, dbeta = add_in_f32(dy, from_router), None, None
   if norm_stats is None:
-    dx = _sum(dx, g) if static.add_input else dx
+    dx = add_in_f32(dx, g) if static.add_input else dx
   else:
     dx, dgamma, dbeta = norm_gradients(
       NormSaved(x_q, norm_stats),
@@ -258,18 +258,18 @@ def _normed(x_q, w, static, dtype):
 
 def _input_rows(x_q, rows, w, static, recipe, dtype, scale=None):
   """Normalizes x and copies it to the rows that a matmul reads."""
-  x_q, k = gather_positions(x_q, recipe.axes), static.experts_per_token
+  x_q = gather_positions(x_q, recipe.axes)
   if rows.exchange is not None and recipe.experts == "bf16":
     # Exchange codes of x, which are smaller than y in BF16.
-    x_q = jax.tree.map(lambda a: to_rows(a, rows, k), x_q)
+    x_q = jax.tree.map(lambda a: to_rows(a, rows), x_q)
     return _normed(x_q, w, static, dtype)[0]
   y, _ = _normed(x_q, w, static, dtype)
-  return copies_in_rows(y, rows, k, value_scaling(recipe), recipe, scale)
+  return copies_in_rows(y, rows, value_scaling(recipe), recipe, scale)
 
 
-def _gate_and_up(h, shape, recipe) -> tuple[QTensor, ...]:
-  """Quantizes rows of gate and up; `shape` is [..., k] (`experts.shape`)."""
-  first, *others = shape
+def _gate_and_up(h, rows, recipe) -> tuple[QTensor, ...]:
+  """Quantizes rows of gate and up; returns [..., k, F]."""
+  first, *others = rows.shape
   # After an exchange there are n T k rows instead of T k.
   shape = first * expert_size(recipe.axes), *others, h.shape[-1]
   parts, _ = ops.activation_input(
@@ -285,8 +285,3 @@ def _gate_and_up(h, shape, recipe) -> tuple[QTensor, ...]:
 
 def _flat(parts: tuple[QTensor, ...]) -> tuple[QTensor, ...]:
   return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), parts)
-
-
-def _sum(a: Array, b: Array) -> Array:
-  """Adds a and b in f32; the result has a's dtype."""
-  return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)

@@ -12,7 +12,6 @@ unless their codes are cached.
 import math
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
 from coat_jax import ops
@@ -22,13 +21,14 @@ from coat_jax.layers.operands import (
   gather_sequence,
   gradient_operand,
   groups_of,
-  input_operand,
   keep_input,
   layout_of_input,
+  quantized,
   value_scaling,
 )
 from coat_jax.layers.product import (
   LinearWeights,
+  add_in_f32,
   bias_gradient,
   input_gradient,
   multiply,
@@ -81,7 +81,8 @@ def front_forward(
   whole sequences with split="columns", and x with split="inputs".
   """
   if static.kind is None:
-    normed, (y, kept) = None, input_operand(x, recipe)
+    y = quantized(x, recipe, layout=layout_of_input(recipe))
+    normed, (y, kept) = None, keep_input(y, recipe)
   else:
     normed, y, kept = _norm_to_operand(x, weights, static, recipe)
   whole = y
@@ -115,9 +116,8 @@ def front_backward(
   if has_columns:
     dy = scatter_sequence(dy, recipe.axes)
   if saved.norm is None:
-    if add is not None:
-      dy = dy.astype(jnp.float32) + add.astype(jnp.float32)
-    return dy.astype(like.dtype), LinearWeights(dw)
+    dx = dy if add is None else add_in_f32(dy, add)
+    return dx, LinearWeights(dw)
   dx, dgamma, dbeta = norm_gradients(
     saved.norm, w.gamma, w.beta, dy, add, recipe
   )

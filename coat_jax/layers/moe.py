@@ -153,10 +153,11 @@ _plain = rule(
 
 def _of_device(y, w, *, static, recipe):
   """Runs the mixture on a device's tokens."""
-  axes, k = recipe.axes, static.experts_per_token
-  num_experts = w.router.shape[-1]
+  axes, num_experts = recipe.axes, w.router.shape[-1]
   with residual_scope("linear"):
-    experts = choose_experts(jax.lax.stop_gradient(y), w.router, k)
+    experts = choose_experts(
+      jax.lax.stop_gradient(y), w.router, static.experts_per_token
+    )
     p, probability = expert_weights(
       y, w.router, experts, normalize=static.normalize
     )
@@ -165,13 +166,13 @@ def _of_device(y, w, *, static, recipe):
     y, experts, p = gather_positions((y, experts, p), axes)
     rows = sort_rows(experts, num_experts, axes)
     p = p_of_rows(p, rows)
-    h = _product(to_rows(y, rows, k), w.gate_up, rows, recipe)
+    h = _product(to_rows(y, rows), w.gate_up, rows, recipe)
   z = activate(*jnp.split(h, 2, axis=-1), activation="silu", recipe=recipe)
   with residual_scope("activation"):
     z = (p * z.astype(jnp.float32)).astype(y.dtype)
   with residual_scope("linear"):
     out = _product(z, w.down, rows, recipe)
-    out = sum_of_copies(out, rows, experts.shape).astype(y.dtype)
+    out = sum_of_copies(out, rows).astype(y.dtype)
   return (scatter_sequence(out, axes), probability), load
 
 

@@ -81,12 +81,6 @@ def keep_input(x: Operand, recipe: CoatRecipe) -> tuple[Operand, Operand]:
   return Operand(x.rows, None, kept.scale), kept
 
 
-def input_operand(x: Array, recipe: CoatRecipe) -> tuple[Operand, Operand]:
-  """Quantizes a matmul's input, and saves it as `keep_input` does."""
-  layout = layout_of_input(recipe)
-  return keep_input(quantized(x, recipe, layout=layout), recipe)
-
-
 def columns_of(kept: Operand, recipe: CoatRecipe) -> Operand:
   """Returns the columns of a saved operand, for a weight's gradient."""
   if kept.columns is not None:
@@ -178,13 +172,10 @@ def cache_specs(cache: Operand | None, w: P, num_stacked: int = 0) -> Any:
   """
   if cache is None:
     return None
-  stack, has_codes = (None,) * num_stacked, cache.rows is not None
+  stack = (None,) * num_stacked
   first, last = w[0], w[-1] if len(w) > 1 else None
   rows: Any = P(*stack, first, last)
   columns: Any = P(*stack, last, first)
-  scale: Any = P()
-  if isinstance(cache.scale, BlockScales):
-    scale = BlockScales(rows, columns if has_codes else None)
-  if not has_codes:
-    return Operand(None, None, scale)
+  is_scalar = not isinstance(cache.scale, BlockScales)
+  scale: Any = P() if is_scalar else BlockScales(rows, columns)
   return Operand(rows, columns, scale)

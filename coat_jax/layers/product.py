@@ -145,10 +145,7 @@ def multiply(
     return y, saved
   y = ops.linear_fwd(x, w_q, dtype=dtype, implementation=how)
   y = add_bias(scatter_sequence(y, recipe.axes), bias)
-  if add is None:
-    return y, saved
-  y = add.astype(jnp.float32) + y.astype(jnp.float32)
-  return y.astype(dtype), saved
+  return y if add is None else add_in_f32(y, add), saved
 
 
 def input_gradient(
@@ -188,8 +185,12 @@ def add_bias(y: Array, bias: Array | None) -> Array:
   if bias is None:
     return y
   ones = (1,) * (y.ndim - bias.ndim)
-  row = bias.astype(jnp.float32).reshape(ones + bias.shape)
-  return (y.astype(jnp.float32) + row).astype(y.dtype)
+  return add_in_f32(y, bias.reshape(ones + bias.shape))
+
+
+def add_in_f32(a: Array, b: Array) -> Array:
+  """Adds a and b in f32; the result has a's dtype."""
+  return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
 
 
 def bias_gradient(
@@ -263,12 +264,11 @@ def _saved_scale(
 
 def _in_layout(x: Operand, layout: ops.Layout) -> Operand:
   """Keeps only this layout of an operand."""
-  is_rows, scale = layout == "rows", x.scale
+  without = dict(columns=None) if layout == "rows" else dict(rows=None)
+  scale = x.scale
   if isinstance(scale, BlockScales):
-    without = dict(columns=None) if is_rows else dict(rows=None)
     scale = scale._replace(**without)
-  rows, columns = (x.rows, None) if is_rows else (None, x.columns)
-  return Operand(rows, columns, scale)
+  return x._replace(**without, scale=scale)
 
 
 def as_matrix(w: Array) -> Array:

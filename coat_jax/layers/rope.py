@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
-from coat_jax.layers.module import check_float, check_recipe
+from coat_jax.layers.module import check_float, recipe_of
 from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import (
@@ -22,7 +22,6 @@ from coat_jax.mesh import (
   spec_of,
   tensor_size,
 )
-from coat_jax.numerics import recipes
 from coat_jax.numerics.checks import check_kind, described, is_array
 from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops.rope import (
@@ -152,15 +151,16 @@ class Heads(NamedTuple):
     return Heads(n // count, k // count, theta)
 
 
-def _split_heads_fwd(qkv, positions, kind, heads, recipe):
-  n, k, theta = heads.of_device(recipe.axes)
+def split_own_heads(qkv, positions, kind, heads, axes):
+  """Computes `split_heads` for one device's columns."""
+  n, k, theta = heads.of_device(axes)
   head_dim = qkv.shape[-1] // (n + 2 * k)
-  out = ops.split_heads(
-    qkv,
-    *rotation(positions, head_dim=head_dim, theta=theta, kind=kind),
-    num_heads=n,
-    num_kv_heads=k,
-  )
+  angles = rotation(positions, head_dim=head_dim, theta=theta, kind=kind)
+  return ops.split_heads(qkv, *angles, num_heads=n, num_kv_heads=k)
+
+
+def _split_heads_fwd(qkv, positions, kind, heads, recipe):
+  out = split_own_heads(qkv, positions, kind, heads, recipe.axes)
   return out, save_residual("rope", (positions, kind))
 
 
@@ -217,8 +217,7 @@ def split_heads(
   op = "split_heads"
   check_float(op, "qkv", qkv, ndim=3)
   check_kind(op, "heads", heads, Heads, "pass one, as in Heads(32, 8, 1e4)")
-  recipe = recipes.bf16() if recipe is None else recipe
-  check_recipe(op, recipe)
+  recipe = recipe_of(op, recipe)
   heads.check_columns(op, qkv.shape[-1])
   check_positions(op, positions, qkv)
   arrays = qkv, positions, kind

@@ -7,7 +7,9 @@ rows differ in size, but no shape depends on the routing. If experts are split
 over devices, devices then exchange rows (`layers.exchange`).
 """
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +39,17 @@ class RoutingStats(NamedTuple):
   probability: Array
 
 
-class Rows(NamedTuple):
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["copy", "row", "sizes", "exchange"],
+  meta_fields=["shape"],
+)
+@dataclasses.dataclass(frozen=True)
+class Rows:
   """How tokens' copies are sorted by expert and exchanged; arrays are int32.
 
   Attributes:
+    shape: [..., k], the shape of the chosen experts.
     copy: [T k], the copy in each row; it belongs to token `copy // k`.
     row: [T k], the row of each copy.
     sizes: the number of rows of each expert on this device: [E], or [E / n]
@@ -49,10 +58,12 @@ class Rows(NamedTuple):
       holds all experts. After an exchange, a device has R = n T k rows.
   """
 
-  copy: Array
-  row: Array
-  sizes: Array
-  exchange: Exchange | None
+  shape: tuple[int, ...]
+  # Any instead of Array, because JAX also puts other objects here.
+  copy: Any
+  row: Any
+  sizes: Any
+  exchange: Exchange | None = None
 
 
 def load_balancing_loss(stats: RoutingStats) -> Array:
@@ -120,22 +131,22 @@ def _logits(y: Array, w: Array) -> Array:
 
 def sort_rows(experts: Array, num_experts: int, axes: MeshAxes | None) -> Rows:
   """Sorts tokens' copies by expert, then by token; `experts` is [..., k]."""
-  experts = experts.reshape(-1)
+  shape, experts = experts.shape, experts.reshape(-1)
   copy = jnp.argsort(experts, stable=True)
   places = jnp.arange(experts.size, dtype=copy.dtype)
   row = jnp.zeros_like(copy).at[copy].set(places, unique_indices=True)
   sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
   axis = None if axes is None else axes.expert
   if axis is None or size_of(axis) == 1:
-    return Rows(copy, row, sizes, None)
+    return Rows(shape, copy, row, sizes)
   exchange, sizes = plan_exchange(sizes, experts.size, axis)
-  return Rows(copy, row, sizes, exchange)
+  return Rows(shape, copy, row, sizes, exchange)
 
 
-def to_rows(x: Array, rows: Rows, experts_per_token: int) -> Array:
+def to_rows(x: Array, rows: Rows) -> Array:
   """Copies tokens [..., n] to rows [T k, n]; with an exchange, to [R, n]."""
   x = x.reshape(-1, x.shape[-1])
-  return _sent(_take(x, rows.copy // experts_per_token), rows)
+  return _sent(_take(x, rows.copy // rows.shape[-1]), rows)
 
 
 def p_of_rows(p: Array, rows: Rows) -> Array:
@@ -144,19 +155,18 @@ def p_of_rows(p: Array, rows: Rows) -> Array:
 
 
 def copies_of(x: Array, rows: Rows) -> Array:
-  """Undoes the exchange, if any, and the sorting; returns copies [T k, ...]."""
-  if rows.exchange is not None:
-    x = send_back(x, rows.exchange)
-  return _take(x, rows.row)
-
-
-def sum_of_copies(x: Array, rows: Rows, shape: tuple[int, ...]) -> Array:
-  """Sums each token's k rows in f32, to [..., n]; `shape` is [..., k].
+  """Inverts the exchange, if any, and the sorting; returns [..., k, n].
 
   x is [T k, n] (with an exchange, [R, n]), in the order of `to_rows`.
   """
-  x = copies_of(x, rows).reshape(*shape, x.shape[-1])
-  return jnp.sum(x.astype(jnp.float32), axis=-2)
+  if rows.exchange is not None:
+    x = send_back(x, rows.exchange)
+  return _take(x, rows.row).reshape(*rows.shape, x.shape[-1])
+
+
+def sum_of_copies(x: Array, rows: Rows) -> Array:
+  """Sums each token's k rows of `copies_of` in f32, to [..., n]."""
+  return jnp.sum(copies_of(x, rows).astype(jnp.float32), axis=-2)
 
 
 def load_of(experts: Array, num_experts: int) -> Array:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from coat_jax import mesh
 from coat_jax.layers.residuals import protect_codes
-from coat_jax.mesh import is_spec, spec_of
+from coat_jax.mesh import spec_of
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import Operand
 from coat_jax.ops.capability import FP8, is_before
@@ -63,18 +63,18 @@ def rule(
   `inputs` contains the arguments at the indices in `reads`. List only arguments
   that stay in memory anyway, such as weights.
 
-  With `recipe.axes`, `specs(*arrays, *static, recipe)` returns a pair: a tuple
-  of specs, one for each array, and the specs of the results. A spec is a tree
-  of `PartitionSpec`s, or one `PartitionSpec` for a whole tree. By default, each
-  is `mesh.tokens` of the first array. Without `recipe.axes`,
+  With `recipe.axes`, `specs(*arrays, *static, recipe)` returns a pair: the
+  specs of the tuple of arrays, and the specs of the results. Specs are a tree
+  of `PartitionSpec`s, or one `PartitionSpec` for a whole tree. By default, all
+  are `mesh.tokens` of the first array. Without `recipe.axes`,
   `result_spec(*arrays)` returns the specs of the results on explicit mesh axes;
-  by default, each is the first array's spec.
+  by default, all are the first array's spec.
 
   The returned `f(arrays, *static, recipe)` is differentiable in its tuple of
   arrays.
   """
 
-  specs = specs or _tokens_specs
+  specs, result_spec = specs or _tokens_specs, result_spec or _first_spec
 
   @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
   def apply(arrays, static):
@@ -121,9 +121,8 @@ def rule(
   def specs_of(arrays, static):
     if static[-1].axes is not None:
       in_specs, out_specs = specs(*arrays, *static)
-      return jax.tree.broadcast(in_specs, arrays, is_leaf=is_spec), out_specs
-    typed = result_spec(*arrays) if result_spec else _first_spec(arrays)
-    return jax.tree.map(spec_of, arrays), typed
+      return jax.tree.broadcast(in_specs, arrays), out_specs
+    return jax.tree.map(spec_of, arrays), result_spec(*arrays)
 
   apply.defvjp(forward, backward)
 
@@ -143,8 +142,12 @@ def _tokens_specs(*arguments):
   """Returns specs for elementwise functions: all like the first array."""
   first, *_, recipe = arguments
   each = mesh.tokens(recipe.axes, first)
-  num_arrays = sum(isinstance(x, Array) for x in arguments)
-  return (each,) * num_arrays, each
+  return each, each
+
+
+def _first_spec(first: Array, *others: Any) -> P:
+  del others
+  return spec_of(first)
 
 
 def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
@@ -208,10 +211,6 @@ def _is_scalar(x: Any) -> bool:
   return isinstance(x, _Scalar)
 
 
-def _first_spec(arrays: tuple) -> P:
-  return spec_of(jax.tree.leaves(arrays)[0])
-
-
 def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
   """Sets the recipe's mesh axes if arrays' types have explicit axes.
 
@@ -228,7 +227,7 @@ def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
     return static
 
   def fit(wanted) -> bool:
-    wanted = jax.tree.broadcast(wanted, arrays, is_leaf=is_spec)
+    wanted = jax.tree.broadcast(wanted, arrays)
     return all(
       NamedSharding(types, spec_of(x)).is_equivalent_to(
         NamedSharding(types, spec), x.ndim

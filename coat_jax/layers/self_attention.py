@@ -29,7 +29,13 @@ from coat_jax.layers.operands import (
 )
 from coat_jax.layers.qk_norm import QKNorm, QKNormWeights
 from coat_jax.layers.residuals import residual_scope, save_residual
-from coat_jax.layers.rope import Heads, check_positions, rope, split_heads
+from coat_jax.layers.rope import (
+  Heads,
+  check_positions,
+  rope,
+  split_heads,
+  split_own_heads,
+)
 from coat_jax.mesh import run_whole, spec_of
 from coat_jax.numerics.checks import POSITIVE, check_kind, check_number
 from coat_jax.numerics.qtensor import QTensor
@@ -120,12 +126,12 @@ class SelfAttention(Middle):
     clip = functools.partial(_clip, limit=self.clip)
     clipped: Any = run_whole(clip, h, out_specs=spec_of(h))
     positions, _, kind = inputs
-    theta, is_normed = self.heads.theta, self.qk_norm is not None
-    parts = self.heads._replace(theta=None) if is_normed else self.heads
-    q, k, v = split_heads(clipped, positions, parts, kind=kind, recipe=recipe)
-    if is_normed:
+    q, k, v = split_heads(
+      clipped, positions, self._split, kind=kind, recipe=recipe
+    )
+    if self.qk_norm is not None:
       q, k = self._plain_norms(q, k, weights)
-      if theta is not None:
+      if (theta := self.heads.theta) is not None:
         q = rope(q, positions, theta=theta, kind=kind)
         k = rope(k, positions, theta=theta, kind=kind)
     inputs = inputs._replace(positions=None)
@@ -146,19 +152,13 @@ class SelfAttention(Middle):
     )
 
   def forward(self, h, weights, inputs, recipe):
-    n, k, _ = self.heads.of_device(recipe.axes)
     h, inside = _clip_fwd(h, self.clip)
     inputs = AttentionInputs(
       save_residual("rope", inputs.positions),
       *save_residual("attention", inputs[1:]),
     )
-    head_dim = h.shape[-1] // (n + 2 * k)
-    q, k, v = ops.split_heads(
-      h,
-      *self._joined_angles(inputs, head_dim),
-      num_heads=n,
-      num_kv_heads=k,
-    )
+    positions, _, kind = inputs
+    q, k, v = split_own_heads(h, positions, kind, self._split, recipe.axes)
     in_fp8 = recipe.attention == "fp8"
     # Don't name these codes "norm", even if a norm reads them: policies that
     # keep the inputs of blocks' norms should not keep these codes.
@@ -191,7 +191,7 @@ class SelfAttention(Middle):
       gradients, dweights = self._norm_gradients(
         saved, gradients, weights, recipe
       )
-    angles = self._joined_angles(inputs, dout.shape[-1])
+    angles = _angles(inputs, dout.shape[-1], self._split)
     scaling = gradient_scaling(recipe)
     # `join_heads_operand` cannot clip, and supports only `PerTensor`.
     if self.clip is None and type(scaling) is ops.PerTensor:
@@ -223,7 +223,7 @@ class SelfAttention(Middle):
     if norm is None:
       return tuple(map(read, saved))
     q, k, v = saved
-    angles = self._angles(inputs, q.qvalue.shape[-1])
+    angles = _angles(inputs, q.qvalue.shape[-1], self.heads)
 
     def turned(codes, weight):
       y = norm.normalized(codes.dequantize(), weight, recipe.axes)
@@ -236,7 +236,7 @@ class SelfAttention(Middle):
     norm = self.qk_norm
     assert norm is not None
     dq, dk, dv = gradients
-    angles = self._angles(saved.inputs, dq.shape[-1])
+    angles = _angles(saved.inputs, dq.shape[-1], self.heads)
 
     def before(dy, codes, weight):
       dy = rotate_back(dy.astype(jnp.float32), *angles)
@@ -247,18 +247,16 @@ class SelfAttention(Middle):
     dk, dk_weight = before(dk, saved.heads[1], weights.k)
     return (dq, dk, dv), QKNormWeights(dq_weight, dk_weight)
 
-  def _angles(self, inputs, head_dim):
-    theta = self.heads.theta
-    return rotation(
-      inputs.positions, head_dim=head_dim, theta=theta, kind=inputs.kind
-    )
+  @property
+  def _split(self) -> Heads:
+    """The heads that h is split into, without RoPE if a norm precedes it."""
+    return self.heads._replace(theta=None) if self.qk_norm else self.heads
 
-  def _joined_angles(self, inputs, head_dim):
-    """Returns the angles for splitting and joining heads.
 
-    They are (None, None) if a norm precedes RoPE.
-    """
-    return (None, None) if self.qk_norm else self._angles(inputs, head_dim)
+def _angles(inputs, head_dim, heads):
+  return rotation(
+    inputs.positions, head_dim=head_dim, theta=heads.theta, kind=inputs.kind
+  )
 
 
 def _merge_heads(x: Array) -> Array:
@@ -321,7 +319,8 @@ def rotaries(
   count = count_kinds(rope_theta=theta, rope_scaling=scaling)
   thetas = theta if isinstance(theta, tuple) else (theta,) * count
   scalings = scaling if isinstance(scaling, tuple) else (scaling,) * count
-  if set(thetas) == {None} and (rotary_dim, *scalings) != (None,) * (count + 1):
+  needs_rope = any(x is not None for x in (rotary_dim, *scalings))
+  if needs_rope and all(x is None for x in thetas):
     raise ValueError(
       "Attention: rope_scaling and rotary_dim need RoPE, got "
       f"{scaling} and {rotary_dim} with rope_theta {theta}; pass rope_theta, "

@@ -24,11 +24,13 @@ from jax import Array, P, lax
 from jax.typing import DTypeLike
 
 from coat_jax.mesh import (
+  axes_in,
   gather_positions,
   run_on_shards,
   run_whole,
   scatter_sequence,
   spec_of,
+  split_inputs,
   sum_tokens,
 )
 from coat_jax.numerics.recipes import MeshAxes
@@ -76,7 +78,8 @@ def _with_rows(
   if axes is None:
     local = lambda table, *arrays: f(table.astype(dtype), *arrays)  # noqa: E731
     return run_whole(local, table, *arrays, out_specs=spec_of(arrays[0]))
-  names = _present(axes.tensor, axes.fsdp)
+  rows_spec = split_inputs(axes)
+  names = axes_in(rows_spec)
 
   def on_shard(table, *arrays):
     # Cast first: the summed gradient is then f32 and rounded only once.
@@ -89,7 +92,7 @@ def _with_rows(
     on_shard,
     table,
     *arrays,
-    in_specs=(P(names), *specs),
+    in_specs=(rows_spec, *specs),
     out_specs=where,
     check_vma=True,
   )
@@ -223,9 +226,7 @@ def _on_devices(hidden, targets, weight, shares, head, *, has_gradients):
     gradients = (spec_of(hidden), spec_of(weight)) if has_gradients else ()
     return run_whole(local, *arrays, out_specs=(P(), gradients))
   tokens = P(axes.batch, axes.tensor)
-  rows = P(axes.fsdp, axes.tensor)
-  if head.is_tied:
-    rows = P(_present(axes.tensor, axes.fsdp))
+  rows = split_inputs(axes) if head.is_tied else P(axes.fsdp, axes.tensor)
   return run_on_shards(
     local,
     *arrays,
@@ -239,7 +240,7 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   axes, weight_dtype = head.axes, weight.dtype
   weight = weight.astype(hidden.dtype)
   if axes is not None:
-    weight = lax.all_gather(weight, _present(axes.fsdp), axis=0, tiled=True)
+    weight = lax.all_gather(weight, axes_in([axes.fsdp]), axis=0, tiled=True)
   hidden = gather_positions(hidden, axes)
   add = functools.partial(
     _add_chunk, weight, head=head, has_gradients=has_gradients
@@ -259,7 +260,7 @@ def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   dhidden = scatter_sequence(dhidden[:, : hidden.shape[1]], axes)
   if axes is None:
     return loss, (dhidden, dweight.astype(weight_dtype))
-  dweight = _sum_rows(dweight, _present(axes.fsdp), axes).astype(weight_dtype)
+  dweight = _sum_rows(dweight, axes_in([axes.fsdp]), axes).astype(weight_dtype)
   # Without this barrier XLA postpones the sums, and holds unsummed gradients
   # through the whole backward pass.
   return loss, lax.optimization_barrier((dhidden, dweight))
@@ -354,7 +355,3 @@ def _sum_rows(g: Array, names: tuple[str, ...], axes: MeshAxes) -> Array:
 def _others(names: tuple[str, ...], axes: MeshAxes) -> tuple[str, ...]:
   """Returns the mesh axes that split the batch but not the rows."""
   return tuple(name for name in axes.batch if name not in names)
-
-
-def _present(*names: str | None) -> tuple[str, ...]:
-  return tuple(name for name in names if name is not None)

@@ -109,7 +109,7 @@ def check_number(
   op: str,
   name: str,
   value: Any,
-  allowed: Range | None,
+  allowed: Range,
   remedy: str,
   *,
   or_else: str = "",
@@ -136,7 +136,7 @@ def check_number(
     error = ValueError if is_number else TypeError
     rule = f"{'a whole number' if is_whole else 'a number'} {or_else}".strip()
     refuse(error, op, name, rule, value, remedy)
-  if is_known and allowed is not None and value not in allowed:
+  if is_known and value not in allowed:
     rule = f"{allowed} {or_else}".strip()
     if value > allowed.highest and allowed.highest < _LARGEST:
       rule = f"at most {allowed.highest}"
@@ -144,7 +144,7 @@ def check_number(
 
 
 def check_whole(
-  op: str, name: str, value: Any, allowed: Range | None, remedy: str, **options
+  op: str, name: str, value: Any, allowed: Range, remedy: str, **options
 ) -> None:
   """Raises unless a value is a whole number in a range; see `check_number`."""
   check_number(op, name, value, allowed, remedy, is_whole=True, **options)

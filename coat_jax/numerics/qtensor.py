@@ -157,7 +157,7 @@ def amax_to_scale(
   scale = jnp.where(amax == 0, jnp.float32(1), scale)
   if jnp.dtype(scale_dtype) == jnp.bfloat16:
     return _bfloat16_rounded_up(scale)
-  return scale.astype(scale_dtype)
+  return scale
 
 
 def power_of_two_scale(amax: Array, dtype: DTypeLike = E4M3) -> Array:
