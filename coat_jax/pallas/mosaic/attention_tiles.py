@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.ops.types import AttentionKind
-from coat_jax.pallas.mosaic import emit
+from coat_jax.pallas.mosaic import emit, wgmma
 from coat_jax.pallas.mosaic.attention_visits import Visits
 from coat_jax.pallas.mosaic.ring import Ring
 from coat_jax.pallas.mosaic.row_ptx import elementwise
@@ -279,22 +279,15 @@ def _reciprocal(x):
 
 def run(work: Work, body, *args, heads: int, out, scratch, name: str) -> Any:
   """Runs a kernel with one program for each tile, sequence and head."""
-  kernel = plgpu.kernel(
+  kernel = wgmma.kernel(
     body,
     out_type=out,
     scratch_types=scratch,
     # In this order, programs that run at the same time visit the same tiles.
     grid=(heads, args[0].shape[0], work.tiles),
     grid_names=("head", "batch", "tile"),
-    num_threads=WARPGROUPS + 1,
-    thread_name="warpgroup",
-    # The kernel has its own barriers.
-    compiler_params=plgpu.CompilerParams(
-      unsafe_no_auto_barriers=True, approx_math=True
-    ),
-    interpret=plgpu.InterpretGPUParams(detect_races=True)
-    if work.interpret
-    else False,
+    approx_math=True,
+    interpret=work.interpret,
     kernel_name=name,
   )
   return kernel(*args)

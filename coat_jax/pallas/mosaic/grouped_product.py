@@ -39,17 +39,16 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import is_fp8
 from coat_jax.numerics.scaling import BLOCK, Operand
 from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas import supported
-from coat_jax.pallas.mosaic import device, grouped_kernel
+from coat_jax.pallas.mosaic import device, grouped_kernel, wgmma
 from coat_jax.pallas.mosaic.grouped_kernel import Tile, Work
 from coat_jax.pallas.mosaic.grouped_table import blocks_of_tokens, tiles_of_rows
-from coat_jax.pallas.mosaic.wgmma import WARPGROUPS, in_128_bytes
+from coat_jax.pallas.mosaic.wgmma import in_128_bytes
 
 TILES = {"tall": Tile(), "low": Tile(waves=1, stages=5, band=16)}
 
@@ -335,19 +334,13 @@ def _run(work: Work, table, sizes, scale, a, b, out) -> Array:
   if scale is None:
     scale = jnp.ones(sizes.shape)
   dtypes = a.dtype, b.dtype, out.dtype
-  kernel = plgpu.kernel(
+  kernel = wgmma.kernel(
     functools.partial(grouped_kernel.run, work),
     out_type=out,
     scratch_types=grouped_kernel.scratch(work, *dtypes)._asdict(),
     grid=(work.programs,),
     grid_names=("program",),
-    num_threads=WARPGROUPS + 1,
-    thread_name="warpgroup",
-    # The kernel has its own barriers.
-    compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    interpret=plgpu.InterpretGPUParams(detect_races=True)
-    if work.interpret
-    else False,
+    interpret=work.interpret,
     kernel_name="grouped_product",
   )
   return kernel(*table, scale.astype(jnp.float32), a, b)
