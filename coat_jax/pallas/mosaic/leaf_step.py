@@ -10,7 +10,7 @@ these. Each program (thread block) is one warpgroup and processes 8 groups of
 
 import dataclasses
 import functools
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +181,7 @@ def _kernel(
   *gmem,
   work: _Work,
   shape: tuple[int, ...],
-  treedef: jax.tree_util.PyTreeDef,
+  treedef: Any,
 ):
   """Computes the step of one tile.
 
