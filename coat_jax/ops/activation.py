@@ -152,16 +152,16 @@ def activation_bwd_operands(
   is the gradient of a bias that was added to the input: the input's gradient
   before rounding, summed over rows in f32.
   """
-  dx = _gradients(dy, parts, activation)
+  n, dx = dy.shape[-1], _gradients(dy, parts, activation)
   sums = None
   if has_sums:
-    rows = [join_groups(x, dy.shape[-1]) for x in dx]
-    sums = jnp.concatenate([_sum_rows(x) for x in rows])
-  found = gradient.find_joined_scale(dx, dy.shape[-1])
+    rows = [join_groups(x, n).reshape(-1, n) for x in dx]
+    sums = jnp.concatenate([jnp.sum(x, axis=0) for x in rows])
+  found = gradient.find_joined_scale(dx, n)
   (dy, parts), found = read_again((dy, parts), found)
   if target() == "tpu":
     dx = _gradients(dy, parts, activation)
-  y, n = _activated(parts, activation)
+  y, _ = _activated(parts, activation)
   return (
     gradient.quantize_joined(dx, n, found, "both"),
     output.quantize_joined([y], n, scale, "columns"),
@@ -194,10 +194,6 @@ def _gradients(
   (up,) = others
   dgate = dy * up * slope
   return dgate, dy * activation_values(x, activation=activation)
-
-
-def _sum_rows(x: Array) -> Array:
-  return jnp.sum(x.reshape(-1, x.shape[-1]), axis=0)
 
 
 def _values(parts: Parts) -> list[Array]:

@@ -129,7 +129,7 @@ class Op[R]:
   def _choose(self, args, kwargs) -> R:
     """Runs the first kernel that supports the call, else the definition."""
     platform = target()
-    for name in self.kernels if platform else ():
+    for name in self.kernels:
       if _platform_of(name) != platform:
         continue
       if self.why_not(name, args, kwargs):

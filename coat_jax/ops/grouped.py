@@ -42,17 +42,22 @@ def _check_rows(x: Array, g: Array, sizes: Array, **_) -> None:
     )
 
 
-def _product(a, b, sizes, summed, groups, dtype) -> Array:
-  """Runs a ragged matmul that sums in f32 over the axes `summed` of a and b."""
+def ragged_product(
+  a: Array, b: Array, sizes: Array, summed: tuple[int, int], ragged: int = 0
+) -> Array:
+  """Sums in f32 over the axes `summed` of a and b.
+
+  Axis `ragged` of a consists of groups. Unless it is summed, axis 0 of b has an
+  entry for each group.
+  """
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([summed[0]], [summed[1]]), ([], [])),
-    lhs_ragged_dimensions=[0],
-    rhs_group_dimensions=groups,
+    lhs_ragged_dimensions=[ragged],
+    rhs_group_dimensions=[] if ragged == summed[0] else [0],
   )
-  out = lax.ragged_dot_general(
+  return lax.ragged_dot_general(
     a, b, sizes, dimensions, preferred_element_type=jnp.float32
   )
-  return out.astype(dtype)
 
 
 @op(check=_check_x, mosaic="grouped_product")
@@ -60,7 +65,7 @@ def grouped_fwd(
   x: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
   """Computes y [M, F]: each row of x [M, D] times its group's weight [D, F]."""
-  return _product(x, w, sizes, (1, 1), [0], dtype)
+  return ragged_product(x, w, sizes, (1, 1)).astype(dtype)
 
 
 @op(check=_check_g, mosaic="grouped_product")
@@ -68,7 +73,7 @@ def grouped_dgrad(
   g: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
   """Computes dx [M, D]: each row of g [M, F] times its group's w^T."""
-  return _product(g, w, sizes, (1, 2), [0], dtype)
+  return ragged_product(g, w, sizes, (1, 2)).astype(dtype)
 
 
 @op(check=_check_rows, mosaic="grouped_product")
@@ -84,5 +89,5 @@ def grouped_wgrad(
 
   If `rows_first`, dw is [D, E, F], so that devices can split its first axis.
   """
-  dw = _product(x, g, sizes, (0, 0), [], dtype)
+  dw = ragged_product(x, g, sizes, (0, 0)).astype(dtype)
   return jnp.moveaxis(dw, 0, 1) if rows_first else dw

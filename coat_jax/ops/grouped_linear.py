@@ -12,7 +12,7 @@ has a separate scale. Codes are multiplied exactly, and sums are f32.
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.qtensor import times_scales
@@ -23,6 +23,7 @@ from coat_jax.numerics.scaling import (
   PerTensor,
 )
 from coat_jax.ops.dispatch import op
+from coat_jax.ops.grouped import ragged_product
 from coat_jax.ops.linear import shapes_of
 
 
@@ -102,22 +103,16 @@ def group_of_rows(sizes: Array, m: int) -> Array:
 
 def _rows_times(x: Array, w: Array, sizes: Array, x_scale, w_scale, dtype):
   """Multiplies codes x [M, K] by w^T, of w [E, N, K], and by both scales."""
-  dimensions = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(([1], [2]), ([], [])),
-    lhs_ragged_dimensions=[0],
-    rhs_group_dimensions=[0],
-  )
-  out = _dot(x, w, sizes, dimensions)
+  out = _dot(x, w, sizes, (1, 2))
   scale = w_scale[group_of_rows(sizes, len(x))][:, None]
   return times_scales(out, x_scale, scale).astype(dtype)
 
 
-def _dot(a: Array, b: Array, sizes: Array, dimensions) -> Array:
+def _dot(a, b, sizes: Array, summed: tuple[int, int], ragged: int = 0) -> Array:
+  """Computes `ragged_product` of codes."""
   # BF16 holds every value of both FP8 formats.
   a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-  return lax.ragged_dot_general(
-    a, b, sizes, dimensions, preferred_element_type=jnp.float32
-  )
+  return ragged_product(a, b, sizes, summed, ragged)
 
 
 @op(
@@ -155,11 +150,6 @@ def grouped_linear_wgrad(
 
   dw is zero for empty groups. If `rows_first`, dw is [D, E, F].
   """
-  dimensions = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(([1], [1]), ([], [])),
-    lhs_ragged_dimensions=[1],
-    rhs_group_dimensions=[],
-  )
-  dw = _dot(x.columns, g.columns, sizes, dimensions)  # pyright: ignore[reportArgumentType]
+  dw = _dot(x.columns, g.columns, sizes, (1, 1), ragged=1)
   dw = times_scales(dw, x.scale, g.scale).astype(dtype)  # pyright: ignore[reportArgumentType]
   return jnp.moveaxis(dw, 0, 1) if rows_first else dw

@@ -20,8 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.ops.types import AttentionKind
+from coat_jax.pallas.mosaic import emit, wgmma
 from coat_jax.pallas.mosaic.attention_visits import Visits
 from coat_jax.pallas.mosaic.ring import Ring
+from coat_jax.pallas.mosaic.row_ptx import elementwise
 from coat_jax.pallas.mosaic.wgmma import (
   LAYOUT,
   ROWS,
@@ -241,7 +243,8 @@ class Scores(NamedTuple):
     """
     if self.work.interpret:
       return jnp.tanh(x * scale)
-    return 1 - 2 * _reciprocal(1 + jnp.exp2(x * (2 * LOG2_E * scale)))
+    divisor = 1 + jnp.exp2(x * (2 * LOG2_E * scale))
+    return 1 - 2 * elementwise(_reciprocal, divisor, layout=LAYOUT)
 
   def _seen(self, tile: Array, ids: list) -> Iterator[Array]:
     """Yields masks; a query attends to a key where all of them are true."""
@@ -266,15 +269,9 @@ class Scores(NamedTuple):
       yield own == load_columns(others, shape)
 
 
-def _reciprocal(x: Array) -> Array:
-  """Returns 1 / x, accurate to 1 ulp."""
-  kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT)
-
-  @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=kind)
-  def apply(_, x):
-    return x._pointwise(x._lift_fast_instr("rcp.approx.ftz.f32"))
-
-  return apply(x)  # pyright: ignore
+def _reciprocal(x):
+  """Emits 1 / x, accurate to 1 ulp."""
+  return emit.f32("rcp.approx.ftz.f32 $0, $1;", x)
 
 
 # --- Calls -------------------------------------------------------------------
@@ -282,22 +279,15 @@ def _reciprocal(x: Array) -> Array:
 
 def run(work: Work, body, *args, heads: int, out, scratch, name: str) -> Any:
   """Runs a kernel with one program for each tile, sequence and head."""
-  kernel = plgpu.kernel(
+  kernel = wgmma.kernel(
     body,
     out_type=out,
     scratch_types=scratch,
     # In this order, programs that run at the same time visit the same tiles.
     grid=(heads, args[0].shape[0], work.tiles),
     grid_names=("head", "batch", "tile"),
-    num_threads=WARPGROUPS + 1,
-    thread_name="warpgroup",
-    # The kernel has its own barriers.
-    compiler_params=plgpu.CompilerParams(
-      unsafe_no_auto_barriers=True, approx_math=True
-    ),
-    interpret=plgpu.InterpretGPUParams(detect_races=True)
-    if work.interpret
-    else False,
+    approx_math=True,
+    interpret=work.interpret,
     kernel_name=name,
   )
   return kernel(*args)

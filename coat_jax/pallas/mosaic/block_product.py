@@ -22,7 +22,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.qtensor import QTensor
@@ -30,9 +29,8 @@ from coat_jax.numerics.scaling import BLOCK, BlockScales, Operand
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows, in_sum
 from coat_jax.pallas import supported
-from coat_jax.pallas.mosaic import block_kernel, device
+from coat_jax.pallas.mosaic import block_kernel, device, wgmma
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
-from coat_jax.pallas.mosaic.wgmma import WARPGROUPS
 
 TILES = {
   "paired": Tile(cluster=2),
@@ -158,7 +156,7 @@ def product(
     interpret=interpret,
   )
   dtypes = a.qvalue.dtype, b.qvalue.dtype, dtype
-  kernel = plgpu.kernel(
+  kernel = wgmma.kernel(
     functools.partial(block_kernel.run, work),
     out_type=jax.ShapeDtypeStruct((m, n), dtype),
     scratch_types=block_kernel.scratch(work, *dtypes)._asdict(),
@@ -166,13 +164,7 @@ def product(
     grid_names=("program",),
     cluster=(tile.cluster,),
     cluster_names=("cluster",),
-    num_threads=WARPGROUPS + 1,
-    thread_name="warpgroup",
-    # The kernel has its own barriers.
-    compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    interpret=plgpu.InterpretGPUParams(detect_races=True)
-    if interpret
-    else False,
+    interpret=interpret,
     kernel_name="block_product",
   )
   added = [] if add is None else [add.reshape(m, n)]

@@ -2,8 +2,10 @@
 """Emits MLIR and PTX within kernels: numbers, vectors, bytes, loads, stores."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
@@ -36,6 +38,28 @@ def pairs(words: list, selector: int) -> list:
   """Applies `prmt` to each pair of consecutive registers."""
   evens, odds = words[::2], words[1::2]
   return [prmt(a, b, selector) for a, b in zip(evens, odds, strict=True)]
+
+
+def scalar(register):
+  """Returns the number in a register that may be a vector of one number."""
+  is_vector = isinstance(register.type, ir.VectorType)
+  return element(register, 0) if is_vector else register
+
+
+def array(
+  registers: Iterable,
+  shape: tuple[int, ...],
+  layout,
+  is_signed: bool | None = None,
+) -> mgpu.FragmentedArray:
+  """Makes an array of a thread's registers; integers require `is_signed`."""
+  layout = layout.to_mgpu()
+  found = np.empty(layout.registers_shape(shape), object)
+  for i, register in zip(np.ndindex(found.shape), registers, strict=True):
+    found[i] = register
+  return mgpu.FragmentedArray(
+    _registers=found, _layout=layout, _is_signed=is_signed
+  )
 
 
 def asm(code: str, *args, result=None):

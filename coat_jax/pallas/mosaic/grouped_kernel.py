@@ -296,17 +296,16 @@ def _clear_others(work: Work, rows_smem, begin: Array, end: Array) -> None:
 
 
 def _write_gradient(work: Work, totals, entry: Entry, column, memory, out):
-  """Writes a tile of a group's weight gradient."""
-  for wave, total in enumerate(totals):
-    row = entry.row + wave * WAVE + lax.axis_index("warpgroup") * ROWS
+  """Writes a tile of a group's weight gradient, which has one wave."""
+  [total] = totals
+  rows = pl.ds(entry.row + lax.axis_index("warpgroup") * ROWS, ROWS)
 
-    def place(columns, row=row):
-      rows = pl.ds(row, ROWS)
-      if work.rows_first:
-        return out.at[rows, entry.group, columns]
-      return out.at[entry.group, rows, columns]
+  def place(columns):
+    if work.rows_first:
+      return out.at[rows, entry.group, columns]
+    return out.at[entry.group, rows, columns]
 
-    _write_all(work, total, column, memory, place)
+  _write_all(work, total, column, memory, place)
 
 
 def _write_rows(work: Work, totals, entry: Entry, column, memory, out):

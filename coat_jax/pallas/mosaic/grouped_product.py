@@ -34,23 +34,21 @@ gradients of gate and up take 1.61 GB. An H100 reads and writes all bytes in
 gradients in BF16, moving all bytes takes 0.31 ms.
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import is_fp8
 from coat_jax.numerics.scaling import BLOCK, Operand
 from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas import supported
-from coat_jax.pallas.mosaic import device, grouped_kernel
+from coat_jax.pallas.mosaic import device, grouped_kernel, wgmma
 from coat_jax.pallas.mosaic.grouped_kernel import Tile, Work
 from coat_jax.pallas.mosaic.grouped_table import blocks_of_tokens, tiles_of_rows
-from coat_jax.pallas.mosaic.wgmma import WARPGROUPS, in_128_bytes
+from coat_jax.pallas.mosaic.wgmma import in_128_bytes
 
 TILES = {"tall": Tile(), "low": Tile(waves=1, stages=5, band=16)}
 
@@ -113,8 +111,9 @@ def grouped_linear_fwd(
 ) -> Array:
   """Computes `ops.grouped_linear_fwd`."""
   scale = x.scale * w.scale  # pyright: ignore[reportOperatorIssue]
-  how = How(interpret=interpret)
-  return rows_product(x.rows, w.columns, sizes, dtype, how, scale=scale)
+  return rows_product(
+    x.rows, w.columns, sizes, dtype, scale=scale, interpret=interpret
+  )
 
 
 @kernel(lambda g, w, dtype, **_: _why_not_codes(g.rows, w.rows, dtype))
@@ -128,8 +127,9 @@ def grouped_linear_dgrad(
 ) -> Array:
   """Computes `ops.grouped_linear_dgrad`."""
   scale = g.scale * w.scale  # pyright: ignore[reportOperatorIssue]
-  how = How(interpret=interpret)
-  return rows_product(g.rows, w.rows, sizes, dtype, how, scale=scale)
+  return rows_product(
+    g.rows, w.rows, sizes, dtype, scale=scale, interpret=interpret
+  )
 
 
 def _why_not_columns(x, g, dtype: DTypeLike) -> str | None:
@@ -151,9 +151,14 @@ def grouped_linear_wgrad(
 ) -> Array:
   """Computes `ops.grouped_linear_wgrad`."""
   scale = jnp.broadcast_to(x.scale * g.scale, sizes.shape)  # pyright: ignore
-  how = How(interpret=interpret)
   return weights_product(
-    x.columns, g.columns, sizes, dtype, rows_first, how, scale=scale
+    x.columns,
+    g.columns,
+    sizes,
+    dtype,
+    rows_first,
+    scale=scale,
+    interpret=interpret,
   )
 
 
@@ -192,9 +197,10 @@ def grouped_fwd(
   interpret: bool = False,
 ) -> Array:
   """Computes `ops.grouped_fwd`."""
-  how, n = How(interpret=interpret), w.shape[2]
+  n = w.shape[2]
   x, w = _padded(x, _DEPTH), _padded(w, _DEPTH, BLOCK)
-  return rows_product(x, w, sizes, dtype, how, k_first=True)[:, :n]
+  y = rows_product(x, w, sizes, dtype, k_first=True, interpret=interpret)
+  return y[:, :n]
 
 
 @kernel(
@@ -211,9 +217,9 @@ def grouped_dgrad(
   interpret: bool = False,
 ) -> Array:
   """Computes `ops.grouped_dgrad`."""
-  how, n = How(interpret=interpret), w.shape[1]
+  n = w.shape[1]
   g, w = _padded(g, _DEPTH), _padded(w, BLOCK, _DEPTH)
-  return rows_product(g, w, sizes, dtype, how)[:, :n]
+  return rows_product(g, w, sizes, dtype, interpret=interpret)[:, :n]
 
 
 @kernel(
@@ -231,45 +237,38 @@ def grouped_wgrad(
   interpret: bool = False,
 ) -> Array:
   """Computes `ops.grouped_wgrad`."""
-  how, d, f = How(interpret=interpret), x.shape[1], g.shape[1]
+  d, f = x.shape[1], g.shape[1]
   x, g = _padded(x, _DEPTH, BLOCK), _padded(g, _DEPTH, BLOCK)
-  dw = weights_product(x, g, sizes, dtype, rows_first, how)
+  dw = weights_product(x, g, sizes, dtype, rows_first, interpret=interpret)
   return dw[:d, :, :f] if rows_first else dw[:, :d, :f]
 
 
 # --- FP8 and 16 bits ---------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class How:
-  """How the kernel runs.
-
-  Attributes:
-    tile: tile of the result. By default, `rows_product` calls `pick_tile`, and
-      `weights_product` takes "low", because it supports only tiles with one
-      wave. With two, ptxas spills registers, and the kernel reaches 294 instead
-      of 864 TFLOP/s on an H100 (gate and up of Mixtral-8x7B).
-    programs: number of programs; None starts one per multiprocessor.
-    interpret: whether to run the kernel on a CPU and report races.
-  """
-
-  tile: Tile | None = None
-  programs: int | None = None
-  interpret: bool = False
-
-
 def rows_product(
-  x, w, sizes, dtype, how: How = How(), *, scale=None, k_first=False
+  x,
+  w,
+  sizes,
+  dtype,
+  *,
+  scale=None,
+  k_first: bool = False,
+  tile: Tile | None = None,
+  programs: int | None = None,
+  interpret: bool = False,
 ) -> Array:
   """Multiplies rows of x [M, K] by their group's w^T; returns [M, N].
 
   w is [E, N, K]. With `k_first`, w is [E, K, N] and is not transposed. Each
-  group's result is multiplied by its `scale` [E].
+  group's result is multiplied by its `scale` [E]. By default, one program runs
+  per multiprocessor. With `interpret`, the kernel runs on a CPU and reports
+  races.
   """
   (m, k), e = x.shape, len(w)
   n = w.shape[2 if k_first else 1]
   depth = in_128_bytes(x.dtype)
-  tile = how.tile or pick_tile(m // e)
+  tile = tile or pick_tile(m // e)
   tile = tile if m >= tile.m else TILES["low"]
   table = tiles_of_rows(sizes, m=m, tile_m=tile.m, blocks=k // depth)
   work = Work(
@@ -281,8 +280,8 @@ def rows_product(
     depth=depth,
     a_k_first=False,
     b_k_first=k_first,
-    programs=how.programs or device.multiprocessors(),
-    interpret=how.interpret,
+    programs=programs or device.multiprocessors(),
+    interpret=interpret,
   )
   out = jax.ShapeDtypeStruct((m, n), dtype)
   return _run(work, table, sizes, scale, x, w, out)
@@ -293,22 +292,26 @@ def weights_product(
   g,
   sizes,
   dtype,
-  rows_first=False,
-  how: How = How(),
+  rows_first: bool = False,
   *,
   scale=None,
+  tile: Tile | None = None,
+  programs: int | None = None,
+  interpret: bool = False,
 ) -> Array:
   """Computes x^T g over the rows of each group; returns [E, D, F].
 
   x is [M, D] and g is [M, F]. In FP8, x is [D, M] and g is [F, M]. Each group's
   result is multiplied by its `scale` [E]. With `rows_first`, the result is
-  [D, E, F].
+  [D, E, F]. The other arguments are those of `rows_product`, but `tile` must
+  have one wave. With two, ptxas spills registers, and the kernel reaches 294
+  instead of 864 TFLOP/s on an H100 (gate and up of Mixtral-8x7B).
   """
   k_first = not is_fp8(x.dtype)
   axis = 1 if k_first else 0
   d, f, e = x.shape[axis], g.shape[axis], len(sizes)
   depth = in_128_bytes(x.dtype)
-  tile = how.tile or TILES["low"]
+  tile = tile or TILES["low"]
   assert tile.waves == 1, tile
   work = Work(
     tile=tile,
@@ -319,8 +322,8 @@ def weights_product(
     depth=depth,
     a_k_first=k_first,
     b_k_first=k_first,
-    programs=how.programs or device.multiprocessors(),
-    interpret=how.interpret,
+    programs=programs or device.multiprocessors(),
+    interpret=interpret,
   )
   out = jax.ShapeDtypeStruct((d, e, f) if rows_first else (e, d, f), dtype)
   table = blocks_of_tokens(sizes, depth)
@@ -331,19 +334,13 @@ def _run(work: Work, table, sizes, scale, a, b, out) -> Array:
   if scale is None:
     scale = jnp.ones(sizes.shape)
   dtypes = a.dtype, b.dtype, out.dtype
-  kernel = plgpu.kernel(
+  kernel = wgmma.kernel(
     functools.partial(grouped_kernel.run, work),
     out_type=out,
     scratch_types=grouped_kernel.scratch(work, *dtypes)._asdict(),
     grid=(work.programs,),
     grid_names=("program",),
-    num_threads=WARPGROUPS + 1,
-    thread_name="warpgroup",
-    # The kernel has its own barriers.
-    compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    interpret=plgpu.InterpretGPUParams(detect_races=True)
-    if work.interpret
-    else False,
+    interpret=work.interpret,
     kernel_name="grouped_product",
   )
   return kernel(*table, scale.astype(jnp.float32), a, b)

@@ -128,10 +128,7 @@ def join_heads_operand(
 def _amax_kernel(*refs, heads, interpret):
   *refs, bits_gmem = refs
   m, height = len(refs[0]), rows.LOW
-  place = (
-    rows.part("last", height, m),
-    rows.part("across", row_ptx.COLUMNS, heads.joined),
-  )
+  place = rows.place_of_tile((m, heads.joined), height)
   x = load_joined(refs, place, heads, interpret)
   down = pl.cdiv(m, height)
   program = lax.axis_index("across") * down + lax.axis_index("last")

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -31,7 +30,7 @@ from coat_jax.pallas.mosaic.row_ptx import (
   split_index,
 )
 
-_ROWS = 4  # Number of adjacent rows that a lane holds.
+_ROWS = 4  # Number of adjacent rows that a lane holds, of every 32.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +75,12 @@ def load_joined(refs, place, heads: Heads, interpret: bool) -> Array:
   def apply(_, *args):
     *refs, row, column = args
     lane = _Lane(refs, _number(row), _number(column), heads)
-    layout = TILE_LAYOUT.to_mgpu()
-    registers = np.empty(layout.registers_shape(shape), object)
     kind = ir.VectorType.get((VECTOR,), ir.F32Type.get())
-    for i in range(registers.size):
-      registers.flat[i] = vector.from_elements(kind, lane.load(i))
-    return mgpu.FragmentedArray(
-      _registers=registers, _layout=layout, _is_signed=None
-    )
+    registers = [
+      vector.from_elements(kind, lane.load(i))
+      for i in range(rows.size // 32 * _ROWS)
+    ]
+    return emit.array(registers, shape, TILE_LAYOUT)
 
   return apply(*refs, *starts)  # pyright: ignore
 

@@ -10,14 +10,14 @@ these. Each program (thread block) is one warpgroup and processes 8 groups of
 
 import dataclasses
 import functools
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from coat_jax.codecs.group import Encoded, GroupCodec, Plain
+from coat_jax.codecs.group import GroupCodec, Plain
 from coat_jax.numerics.stochastic import LeafPart, next_words, parameter_words
 from coat_jax.ops.capability import HOPPER, why_not_before
 from coat_jax.pallas.mosaic import (
@@ -95,15 +95,7 @@ class _Work:
   has_layer: bool  # Whether the kernel updates only one layer of the leaf.
   groups: GroupCodecs
   factors: factors.Sizes | None
-  # For each moment, which fields of `Encoded` are arrays. The other fields are
-  # scalar zeros, because the codec does not store them.
-  present: tuple[tuple[bool, ...], ...]
   interpret: bool
-
-  @property
-  def counts(self) -> list[int]:
-    """The number of arrays of each moment."""
-    return [sum(there) for there in self.present]
 
 
 def run(
@@ -129,7 +121,6 @@ def run(
     place.append(part.start)
   if part.layer is not None:
     place.append(part.layer.astype(jnp.uint32)[None])
-  flat, treedef = jax.tree.flatten(stored)
   read, sizes = ((), None) if factored is None else factored.in_groups()
   work = _Work(
     rule=type(rule),
@@ -138,34 +129,30 @@ def run(
     has_layer=part.layer is not None,
     groups=groups,
     factors=sizes,
-    present=tuple(tuple(x.ndim > 0 for x in moment) for moment in stored),
     interpret=interpret,
   )
-  arrays = tuple(x for x in flat if x.ndim)
-  first, arrays = _step(
-    scalars, jnp.concatenate(place), g, p, arrays, tuple(read), work=work
+  # Fields that a codec does not use are scalar zeros; the kernel gets None.
+  used = jax.tree.map(lambda x: x if x.ndim else None, stored)
+  first, new = _step(
+    scalars, jnp.concatenate(place), g, p, used, tuple(read), work=work
   )
-  new = iter(arrays)
-  flat = [next(new) if x.ndim else x for x in flat]
-  return first, treedef.unflatten(flat)
+  new = jax.tree.map(lambda x, y: x if y is None else y, stored, new)
+  return first, new
 
 
 # With this jit, leaves of the same shape are lowered and compiled only once.
 @functools.partial(jax.jit, static_argnames="work")
 def _step(scalars, place, g, p, stored, read, *, work: _Work):
-  codes = stored[0]
+  codes = stored[0].codes
 
   def view(x):
     has_values = x.shape[-1] == codes.shape[-1]
     return x.reshape((-1, GROUP_SIZE) if has_values else (-1,))
 
-  weight, weight_tree = jax.tree.flatten(p)  # An empty list if p is None.
-  in_place = (*stored, *weight)
+  in_place, treedef = jax.tree.flatten((stored, p))
   refs = [jax.new_ref(view(x)) for x in in_place]
   update = plgpu.kernel(
-    functools.partial(
-      _kernel, work=work, shape=codes.shape, num_weights=len(weight)
-    ),
+    functools.partial(_kernel, work=work, shape=codes.shape, treedef=treedef),
     out_type=jax.ShapeDtypeStruct(view(g).shape, g.dtype) if p is None else (),
     grid=(g.size // (GROUP_SIZE * ROWS),),
     grid_names=("block",),
@@ -183,10 +170,8 @@ def _step(scalars, place, g, p, stored, read, *, work: _Work):
     jax.freeze(ref).reshape(x.shape)
     for ref, x in zip(refs, in_place, strict=True)
   ]
-  new_stored, new_weight = tuple(new[: len(stored)]), new[len(stored) :]
-  if p is None:
-    return update.reshape(g.shape), new_stored
-  return weight_tree.unflatten(new_weight), new_stored
+  stored, p = treedef.unflatten(new)
+  return update.reshape(g.shape) if p is None else p, stored
 
 
 def _kernel(
@@ -196,15 +181,15 @@ def _kernel(
   *gmem,
   work: _Work,
   shape: tuple[int, ...],
-  num_weights: int,
+  treedef: Any,
 ):
   """Computes the step of one tile.
 
   `place_gmem` is uint32 and contains the part's key, start and layer, without
   those that are None. `g_gmem` is the gradient [groups, 128], of one layer if
-  the part has a layer. `gmem` holds factors (if there are any), the codes
-  [groups, 128] and statistics [groups] of each moment, and the parameter's
-  `num_weights` arrays or the update. `shape` is the shape of the codes, with
+  the part has a layer. `gmem` holds factors (if there are any), the leaves of a
+  tree (moments, parameter), and the update if the parameter is None. Codes are
+  [groups, 128] and statistics [groups]. `shape` is the shape of the codes, with
   all layers.
   """
   start = lax.axis_index("block") * ROWS
@@ -219,18 +204,15 @@ def _kernel(
   groups, on = work.groups, Instructions(work.interpret)
   named = {name: scalars_gmem[i] for i, name in enumerate(work.names)}
   rule = work.rule(**named)
-  *moments_gmem, last_gmem = _parts(gmem, work.counts)
-  weight = [registers.load(ref, start) for ref in last_gmem[:num_weights]]
-  stored = [
-    [registers.load(ref, start) for ref in refs] for refs in moments_gmem
-  ]
+  moments_gmem, p_gmem = treedef.unflatten(gmem[: treedef.num_leaves])
+  weight_gmem = jax.tree.leaves(p_gmem)
+  weight = [registers.load(ref, start) for ref in weight_gmem]
+  stored = jax.tree.map(lambda ref: registers.load(ref, start), moments_gmem)
   p = weights.in_f32(on, *weight) if weight else None
   codecs = [moment_codecs.on_registers(codec) for codec in groups]
   old = tuple(
-    codec.decode(_encoded(part, present), i == 0, on)
-    for i, (codec, part, present) in enumerate(
-      zip(codecs, stored, work.present, strict=True)
-    )
+    codec.decode(moment, i == 0, on)
+    for i, (codec, moment) in enumerate(zip(codecs, stored, strict=True))
   )
   value, new = rule.apply(g, p, (*old, *factored), on)
 
@@ -243,12 +225,13 @@ def _kernel(
 
   if weight:
     values = weights.round_like(
-      last_gmem, value, lambda: parameter_words(draw()), on
+      weight_gmem, value, lambda: parameter_words(draw()), on
     )
+    for ref, out in zip(weight_gmem, values, strict=True):
+      registers.store(ref, start, out)
   else:
-    values = (value.astype(last_gmem[0].dtype),)
-  for ref, out in zip(last_gmem, values, strict=True):
-    registers.store(ref, start, out)
+    [update_gmem] = gmem[treedef.num_leaves :]
+    registers.store(update_gmem, start, value.astype(update_gmem.dtype))
   noises: list[Array | None] = [None] * len(groups)
   if any(codec.needs_noise for codec in groups):
     both = draw(), next_words(draw())
@@ -258,22 +241,6 @@ def _kernel(
     ]
   new = new[: len(codecs)]
   encoded = moment_codecs.encode_moments(codecs, new, noises, on)
-  for refs, moment in zip(moments_gmem, encoded, strict=True):
-    written = [x for x in moment if x is not None]
-    for ref, out in zip(refs, written, strict=True):
-      registers.store(ref, start, out)
-
-
-def _parts(xs, counts) -> list:
-  """Cuts parts with these counts of items off xs; returns them and the rest."""
-  parts = []
-  for count in counts:
-    part, xs = xs[:count], xs[count:]
-    parts.append(part)
-  return [*parts, xs]
-
-
-def _encoded(loaded, present: tuple[bool, ...]) -> Encoded:
-  """Returns `Encoded` with the loaded fields, and None for the others."""
-  found = iter(loaded)
-  return Encoded(*(next(found) if there else None for there in present))  # pyright: ignore[reportArgumentType]
+  leaves = jax.tree.leaves(encoded)
+  for ref, out in zip(jax.tree.leaves(moments_gmem), leaves, strict=True):
+    registers.store(ref, start, out)

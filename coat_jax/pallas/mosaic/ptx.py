@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -270,30 +269,20 @@ def _tile(
 
   Integers require `is_signed`.
   """
-  registers = np.empty_like(tiles[0].registers)
-  for i in np.ndindex(registers.shape):
-    registers[i] = convert(*(tile.registers[i] for tile in tiles))
-  return mgpu.FragmentedArray(
-    _registers=registers, _layout=tiles[0].layout, _is_signed=is_signed
-  )
+  registers = map(convert, *(tile.registers.flat for tile in tiles))
+  return emit.array(registers, TILE, LAYOUT, is_signed)
 
 
 def _statistic(x, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedArray:
   """Converts one number per thread to an array of statistics."""
-  layout = _LAYOUTS[kind.shape].to_mgpu()
-  registers = np.empty(layout.registers_shape(kind.shape), dtype=object)
-  vector_type = ir.VectorType.get((1,), x.type)
-  registers.flat[:] = [vector.from_elements(vector_type, [x])]
+  register = vector.from_elements(ir.VectorType.get((1,), x.type), [x])
   is_signed = {"int32": True, "uint32": False}.get(jnp.dtype(kind.dtype).name)
-  return mgpu.FragmentedArray(
-    _registers=registers, _layout=layout, _is_signed=is_signed
-  )
+  return emit.array([register], kind.shape, _LAYOUTS[kind.shape], is_signed)
 
 
 def _group_scalar(statistic: mgpu.FragmentedArray):
   """Returns the statistic of this thread's group, as a number."""
-  x = _only(statistic)
-  return emit.element(x, 0) if isinstance(x.type, ir.VectorType) else x
+  return emit.scalar(_only(statistic))
 
 
 def _only(x: mgpu.FragmentedArray):

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -62,16 +61,10 @@ def spread_scales(scale: Array, size: int) -> Array:
 
   @plgpu.inline_mgpu(arg_types=(scales_layout(size),), return_type=out)
   def apply(_, scale):
-    layout = TILE_LAYOUT.to_mgpu()
     kind = ir.VectorType.get((VECTOR,), ir.F32Type.get())
-    registers = np.empty(layout.registers_shape(shape), object)
-    for i, x in enumerate(scale.registers.flat):
-      if isinstance(x.type, ir.VectorType):
-        x = emit.element(x, 0)
-      registers.flat[i] = vector.broadcast(kind, x)
-    return mgpu.FragmentedArray(
-      _registers=registers, _layout=layout, _is_signed=None
-    )
+    numbers = map(emit.scalar, scale.registers.flat)
+    registers = [vector.broadcast(kind, x) for x in numbers]
+    return emit.array(registers, shape, TILE_LAYOUT)
 
   return apply(scale)  # pyright: ignore
 
@@ -129,16 +122,13 @@ def elementwise(emitted: Callable, *arrays: Array, layout) -> Array:
 
   @plgpu.inline_mgpu(arg_types=(layout,) * len(arrays), return_type=out)
   def apply(_, *arrays):
-    registers = np.empty_like(arrays[0].registers)
-    for i in np.ndindex(registers.shape):
-      vectors = [x.registers[i] for x in arrays]
+    def of_vectors(*vectors):
       values = zip(*map(emit.elements, vectors), strict=True)
-      registers[i] = vector.from_elements(
-        vectors[0].type, [emitted(*each) for each in values]
-      )
-    return mgpu.FragmentedArray(
-      _registers=registers, _layout=arrays[0].layout, _is_signed=None
-    )
+      results = [emitted(*each) for each in values]
+      return vector.from_elements(vectors[0].type, results)
+
+    registers = map(of_vectors, *(x.registers.flat for x in arrays))
+    return emit.array(registers, shape, layout)
 
   return apply(*arrays)  # pyright: ignore
 
@@ -182,12 +172,8 @@ def sum_over_rows(x: Array, smem) -> Array:
     found = functools.reduce(
       arith.addf, [arith.bitcast(f32, word) for word in words]
     )
-    layout = THREAD_LAYOUT.to_mgpu()
-    registers = np.empty(layout.registers_shape(out.shape), object)
-    registers.flat[0] = vector.broadcast(ir.VectorType.get((1,), f32), found)
-    return mgpu.FragmentedArray(
-      _registers=registers, _layout=layout, _is_signed=None
-    )
+    register = vector.broadcast(ir.VectorType.get((1,), f32), found)
+    return emit.array([register], out.shape, THREAD_LAYOUT)
 
   return apply(x, smem)  # pyright: ignore
 
@@ -241,17 +227,13 @@ def transpose(codes: Array, smem) -> Array:
     k, j = split_index(column, VECTOR)
     place = _at(base, (k, stride), (j, jump), (chunk, 4))
     kind = codes.registers.flat[0].type.element_type
-    registers = np.empty(layout.to_mgpu().registers_shape(out.shape), object)
-    for i in range(registers.size):
-      words = emit.load_shared(
-        place, 4 * i * (WARPS * columns_per_warp // VECTOR) * stride
-      )
+    registers = []
+    for first in range(0, columns, WARPS * columns_per_warp):
+      words = emit.load_shared(place, 4 * (first // VECTOR) * stride)
       packed = vector.from_elements(ir.VectorType.get((4,), i32), words)
-      registers.flat[i] = vector.bitcast(
-        ir.VectorType.get((_CHUNK,), kind), packed
+      registers.append(
+        vector.bitcast(ir.VectorType.get((_CHUNK,), kind), packed)
       )
-    return mgpu.FragmentedArray(
-      _registers=registers, _layout=layout.to_mgpu(), _is_signed=None
-    )
+    return emit.array(registers, out.shape, layout)
 
   return apply(codes, smem)  # pyright: ignore

@@ -5,6 +5,9 @@ In these kernels (matmuls and attention), one warpgroup loads blocks or tiles
 into shared memory, and two warpgroups multiply them.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,6 +20,32 @@ WAVE = WARPGROUPS * ROWS  # Number of rows that both compute at a time.
 # the one that loads. By default, every thread would get 168.
 REGISTERS, REGISTERS_TO_LOAD = 232, 40
 LAYOUT = plgpu.Layout.WGMMA
+
+
+def kernel(
+  body: Callable[..., None],
+  *,
+  approx_math: bool = False,
+  interpret: bool,
+  **options,
+) -> Callable[..., Any]:
+  """Makes a kernel with one warpgroup that loads and two that multiply.
+
+  `body` needs its own barriers. With `interpret`, the kernel runs on a CPU and
+  reports races.
+  """
+  return plgpu.kernel(
+    body,
+    num_threads=WARPGROUPS + 1,
+    thread_name="warpgroup",
+    compiler_params=plgpu.CompilerParams(
+      approx_math=approx_math, unsafe_no_auto_barriers=True
+    ),
+    interpret=plgpu.InterpretGPUParams(detect_races=True)
+    if interpret
+    else False,
+    **options,
+  )
 
 
 def in_band(

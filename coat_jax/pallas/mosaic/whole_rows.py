@@ -83,7 +83,7 @@ def why_not_row(shape: tuple[int, ...], size: int) -> str | None:
   """Returns why a program cannot load a row in groups of `size`, or None."""
   smallest = _loads(size)[-1]
   least = smallest.count * size
-  if shape and not least <= shape[-1] <= _WIDEST:
+  if not least <= shape[-1] <= _WIDEST:
     return (
       f"the Mosaic kernel supports rows of {least} to {_WIDEST} values, got "
       f"{shape[-1]}"

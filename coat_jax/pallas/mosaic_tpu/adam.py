@@ -15,8 +15,7 @@ def _why_not(g, stored, groups, part, p=None, **_) -> str | None:
 @kernel(_why_not)
 def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
   """Computes `optimizer.adam.adam_update`; with `interpret`, on a CPU."""
-  run = leaf_step.Step(adam, groups, interpret)
-  return run(part, g, None, stored, scalars)
+  return leaf_step.run(adam, part, g, None, stored, scalars, groups, interpret)
 
 
 @kernel(_why_not)
@@ -24,5 +23,6 @@ def adamw_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
   """Computes `optimizer.adam.adamw_step`; with `interpret`, on a CPU."""
-  run = leaf_step.Step(adam, groups, interpret)
-  return run(part, g, p, stored, (scalars, step))
+  return leaf_step.run(
+    adam, part, g, p, stored, (scalars, step), groups, interpret
+  )

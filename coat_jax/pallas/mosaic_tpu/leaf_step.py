@@ -64,96 +64,11 @@ def why_not(stored, groups, part, arrays) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-  """An optimizer's step on TPUs."""
-
-  arithmetic: Callable[..., tuple[Array, ...]]  # `adam.adam` or `lion.lion`.
-  groups: tuple[Grouped, ...]  # The codec of each moment.
-  interpret: bool
-
-  def __call__(
-    self, part: LeafPart, g: Array, p: Weight | None, stored, scalars
-  ) -> tuple[Any, tuple[Encoded, ...]]:
-    """Returns (new parameter, new moments), or (update, new moments) without p.
-
-    Without p, `scalars` is the last argument of `arithmetic`. With p, it is a
-    pair: that argument and a `StepScalars`.
-    """
-    whole = _whole(part, g, stored[0].codes)
-    axes = tuple(range(g.ndim - 1))
-    if part.layer is not None or not blocks.is_stored_by_rows(g.shape):
-      return self._run(part, whole, axes, g, p, stored, scalars)
-
-    def swap(tree):
-      return jax.tree.map(lambda x: x.swapaxes(0, 1) if x.ndim else x, tree)
-
-    g, p, stored = swap((g, p, stored))
-    return swap(self._run(part, whole, (1, 0), g, p, stored, scalars))
-
-  def _run(self, part, whole, axes, g, p, stored, scalars):
-    """Runs the kernel; axis i of the arrays is axis `axes[i]` of the leaf."""
-    packed, treedef = jax.tree.flatten(scalars)
-    statistics = [x for moment in stored for x in moment[1:] if x.ndim]
-    codes = [moment.codes for moment in stored]
-    weight = jax.tree.leaves(p)
-    block = blocks.Blocks.of([g, *weight, *weight, *codes, *codes])
-    num_matrices = math.prod(blocks.lead_axes(g.shape))
-    arrays = [*weight, *codes, *statistics]
-    specs = [block.spec(x, num_matrices) for x in (*weight, *codes)]
-    specs += [block.whole_rows(x, num_matrices) for x in statistics]
-    update = [] if weight else [g]
-    work = _Work(
-      step=self,
-      scalars=treedef,
-      dims=g.shape[:-1],
-      axes=axes,
-      whole=whole,
-      num_weights=len(weight),
-      present=tuple(tuple(x.ndim > 0 for x in moment[1:]) for moment in stored),
-    )
-    new = pl.pallas_call(
-      functools.partial(_kernel, work=work),
-      grid_spec=pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
-        grid=(
-          num_matrices,
-          pl.cdiv(blocks.num_rows(g.shape), block.height),
-          pl.cdiv(g.shape[-1], block.width),
-        ),
-        in_specs=[
-          pl.BlockSpec(memory_space=pltpu.SMEM),
-          block.spec(g),
-          *specs,
-        ],
-        out_specs=[block.spec(x) for x in update] + specs,
-      ),
-      out_shape=[_shape_of(blocks.view(x)) for x in (*update, *arrays)],
-      input_output_aliases={3 + i: len(update) + i for i in range(len(arrays))},
-      interpret=self.interpret,
-    )(
-      _place(part, g.ndim),
-      jnp.stack([jnp.float32(x) for x in packed]),
-      blocks.view(g),
-      *map(blocks.view, arrays),
-    )
-    likes = (*update, *arrays)
-    new = iter(
-      [blocks.unview(x, like) for x, like in zip(new, likes, strict=True)]
-    )
-    value = jax.tree.map(lambda _: next(new), g if p is None else p)
-    new_codes = [next(new) for _ in codes]
-    out = []
-    for moment, code in zip(stored, new_codes, strict=True):
-      kept = [next(new) if x.ndim else x for x in moment[1:]]
-      out.append(Encoded(code, *kept))
-    return value, tuple(out)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Work:
   """The static arguments of a kernel."""
 
-  step: Step
+  arithmetic: Callable[..., tuple[Array, ...]]
+  groups: tuple[Grouped, ...]
   scalars: Any  # Tree structure of the scalars, which are packed in one array.
   dims: tuple[int, ...]  # Sizes of the gradient's axes, except the last.
   axes: tuple[int, ...]  # For each of these axes, its index in the leaf.
@@ -161,6 +76,93 @@ class _Work:
   num_weights: int  # Number of the parameter's arrays; 0 without a parameter.
   # For each moment: whether its codec stores an amax, and whether a range.
   present: tuple[tuple[bool, ...], ...]
+
+
+def run(
+  arithmetic: Callable[..., tuple[Array, ...]],
+  part: LeafPart,
+  g: Array,
+  p: Weight | None,
+  stored,
+  scalars,
+  groups: tuple[Grouped, ...],
+  interpret: bool,
+) -> tuple[Any, tuple[Encoded, ...]]:
+  """Returns (new parameter, new moments), or (update, new moments) without p.
+
+  `arithmetic` is `adam.adam` or `lion.lion`. `groups` are the moments' codecs.
+  Without p, `scalars` is the last argument of `arithmetic`. With p, it is a
+  pair: that argument and a `StepScalars`.
+  """
+  whole, axes = _whole(part, g, stored[0].codes), tuple(range(g.ndim - 1))
+  is_swapped = part.layer is None and blocks.is_stored_by_rows(g.shape)
+  if is_swapped:
+    axes, (g, p, stored) = (1, 0), _swapped((g, p, stored))
+  work = _Work(
+    arithmetic=arithmetic,
+    groups=groups,
+    scalars=jax.tree.structure(scalars),
+    dims=g.shape[:-1],
+    axes=axes,
+    whole=whole,
+    num_weights=len(jax.tree.leaves(p)),
+    present=tuple(tuple(x.ndim > 0 for x in moment[1:]) for moment in stored),
+  )
+  out = _run(work, _place(part, g.ndim), g, p, stored, scalars, interpret)
+  return _swapped(out) if is_swapped else out
+
+
+def _swapped(tree):
+  """Swaps the first two axes of arrays."""
+  return jax.tree.map(lambda x: x.swapaxes(0, 1) if x.ndim else x, tree)
+
+
+def _run(work: _Work, place: Array, g, p, stored, scalars, interpret: bool):
+  """Runs the kernel."""
+  statistics = [x for moment in stored for x in moment[1:] if x.ndim]
+  codes = [moment.codes for moment in stored]
+  weight = jax.tree.leaves(p)
+  block = blocks.Blocks.of([g, *weight, *weight, *codes, *codes])
+  num_matrices = math.prod(blocks.lead_axes(g.shape))
+  arrays = [*weight, *codes, *statistics]
+  specs = [block.spec(x, num_matrices) for x in (*weight, *codes)]
+  specs += [block.whole_rows(x, num_matrices) for x in statistics]
+  update = [] if weight else [g]
+  new = pl.pallas_call(
+    functools.partial(_kernel, work=work),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=1,
+      grid=(
+        num_matrices,
+        pl.cdiv(blocks.num_rows(g.shape), block.height),
+        pl.cdiv(g.shape[-1], block.width),
+      ),
+      in_specs=[
+        pl.BlockSpec(memory_space=pltpu.SMEM),
+        block.spec(g),
+        *specs,
+      ],
+      out_specs=[block.spec(x) for x in update] + specs,
+    ),
+    out_shape=[_shape_of(blocks.view(x)) for x in (*update, *arrays)],
+    input_output_aliases={3 + i: len(update) + i for i in range(len(arrays))},
+    interpret=interpret,
+  )(
+    place,
+    jnp.stack([jnp.float32(x) for x in jax.tree.leaves(scalars)]),
+    blocks.view(g),
+    *map(blocks.view, arrays),
+  )
+  written, treedef = jax.tree.flatten(
+    (g if p is None else p, codes, statistics)
+  )
+  value, codes, statistics = treedef.unflatten(map(blocks.unview, new, written))
+  left = iter(statistics)
+  moments = tuple(
+    Encoded(code, *(next(left) if x.ndim else x for x in moment[1:]))
+    for moment, code in zip(stored, codes, strict=True)
+  )
+  return value, moments
 
 
 def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
@@ -192,7 +194,7 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
 
   @pl.when(pl.program_id(2) == 0)
   def _():
-    first = work.num_weights + len(work.step.groups)
+    first = work.num_weights + len(work.groups)
     for old, new in zip(ins[first:], outs[-len(ins[first:]) :], strict=True):
       new[...] = old[...]
 
@@ -203,7 +205,7 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
 def _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work: _Work):
   """Computes the step of a block [height, width] or of one of its planes."""
   height, width = g_ref.shape[0], g_ref.shape[-1]
-  groups, has_weight = work.step.groups, work.num_weights > 0
+  groups, has_weight = work.groups, work.num_weights > 0
   weight_refs, ins = ins[: work.num_weights], ins[work.num_weights :]
   out_refs, outs = outs[: -len(ins)], outs[-len(ins) :]
   count = len(groups)
@@ -240,7 +242,7 @@ def _step_plane(place_ref, scalars_ref, g_ref, ins, outs, plane, work: _Work):
     g = read(g_ref, at).astype(jnp.float32)
     if step is not None and step.grad_scale is not None:
       g = g * step.grad_scale
-    value, *new = work.step.arithmetic(g, *old, arithmetic_scalars)
+    value, *new = work.arithmetic(g, *old, arithmetic_scalars)
     words = key
     if needs_words:
       column = lax.broadcasted_iota(jnp.uint32, (height, LANES), 1)

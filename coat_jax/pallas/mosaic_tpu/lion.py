@@ -17,5 +17,6 @@ def lion_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
   """Computes `optimizer.lion.lion_step`; with `interpret`, on a CPU."""
-  run = leaf_step.Step(lion, groups, interpret)
-  return run(part, g, p, stored, (scalars, step))
+  return leaf_step.run(
+    lion, part, g, p, stored, (scalars, step), groups, interpret
+  )
