@@ -240,7 +240,7 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 
 
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
-  """Returns the shapes of `make_arrays`, with parameters of `layers` layers."""
+  """Returns the shapes of `make_arrays`, with parameters stacked for layers."""
   stack = () if layers is None else (layers,)
   params = jax.tree.map(
     lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params
@@ -265,7 +265,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
   further = {}
   if variant.checkpoint == "none":
     tokens = min(_RESIDUAL_TOKENS, options.seq)
-    # Plain JAX saves the same arrays as kernels, and needs no GPU.
+    # Plain JAX saves the same arrays as the kernels do, but needs no GPU.
     recipe = dataclasses.replace(variant.recipe, implementation="xla")
     counted = residual_bytes(config, recipe, tokens=tokens)
     further["remembered_units"] = counted["total"] / (2 * config.d_model)

@@ -165,7 +165,7 @@ def report(case, implementation, timing, size: int, ceiling: float) -> dict:
   name = " ".join(str(v) for k, v in case.items() if k != "shape")
   say(
     f"{name:32s} {implementation:7s} {timing.median_ms * 1e3:7.0f} us | "
-    f"{gbps:5.0f} GB/s | {gbps / ceiling:.0%} of copying"
+    f"{gbps:5.0f} GB/s | {gbps / ceiling:.0%} of a copy"
   )
   return row
 

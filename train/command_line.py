@@ -47,8 +47,8 @@ def check_compare(config: Any, words: Sequence[str]) -> None:
   """Checks that --compare-seeds is given only with --compare."""
   if times_given("compare_seeds", words) and not config.compare:
     raise ValueError(
-      "compare-seeds applies to --compare, got none; pass --compare bf16 too, "
-      "or leave --compare-seeds out"
+      "--compare-seeds needs --compare; pass --compare bf16 too, or leave "
+      "--compare-seeds out"
     )
 
 
@@ -73,7 +73,7 @@ def error_line(error: BaseException | None, part: str = "") -> str:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-  """Prints a ValueError, also one that tyro caught, and exits with status 2."""
+  """Prints a ValueError, even one that tyro caught, and exits with status 2."""
   held = io.StringIO()
   try:
     with contextlib.redirect_stderr(held):

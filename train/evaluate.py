@@ -54,14 +54,15 @@ class EvaluateConfig:
     data: A text to predict: a file, folder or glob. Files contain plain text or
       JSON lines with the key `text`, and may be compressed. Repeat the option
       for more texts.
-    documents: Evaluate each document alone (apart), or all as one text
-      (joined).
+    documents: `apart` evaluates each document alone, `joined` all of them as
+      one text.
     stride: Number of tokens by which the windows over a long text advance. A
       smaller stride gives each token more context.
     task: A task of lm-evaluation-harness. Repeat the option for more tasks.
     task_dir: Folder with your own tasks; paths in them are relative to it.
     shots: How many examples to put before each question.
-    conversations: A file of conversations, in a format of `train.finetune`. The
+    conversations: A file of conversations, in a format that `train.finetune`
+      reads. The
       command measures how well the model predicts the answers in the file, and
       generates the model's answers. Repeat the option for more files.
     images: Folder that image names in conversations are relative to.
@@ -139,7 +140,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
       f"{written}; pass another --page"
     )
   source = _open(config, config.model)
-  for data in config.data:  # Find wrong names before weights are read.
+  for data in config.data:  # Find bad paths before weights are read.
     next(read_documents(data), None)
   tasks = None
   if config.task:
@@ -160,7 +161,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     found["texts"] = _predict_texts(config, source.text, decoder, length)
     print(report.text_table(found["texts"]))
   if tasks is not None:
-    from train.evaluation.harness import DecoderLM  # Needs the extra eval.
+    from train.evaluation.harness import DecoderLM  # Needs the `eval` extra.
 
     lm = DecoderLM(decoder, source.text, length=length, batch=config.batch)
     results = tasks.run(lm, shots=config.shots, limit=config.limit)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a fine-tuning run, which `train.finetune` reads.
 
-We tuned none of the defaults that differ from `train.config`. The peak learning
-rate of 2e-5 and the cosine schedule come from arXiv:2307.09288 (Llama 2),
-section 3.1; here the cosine ends at a tenth of the peak. The reasons for other
-defaults are:
+Some defaults differ from those of `train.config`; none is tuned. The peak
+learning rate of 2e-5 and the cosine schedule come from arXiv:2307.09288
+(Llama 2), section 3.1; here the cosine ends at a tenth of the peak. The reasons
+for the others are:
   * warmup over 3 % of the steps, because early moments average few gradients;
   * no weight decay: at a rate of 2e-5, a decay of 0.1 would shrink the
     pretrained weights by a thousandth in 500 steps;
@@ -47,10 +47,10 @@ class ChatData:
       globs work too.
     format: The format of the rows.
     template: Name of a published chat template to use.
-    held_out: Share of the conversations to hold out for evaluation: at most a
-      half, and at least one conversation.
+    held_out: Share of the conversations to hold out for evaluation, at most
+      0.5. At least one conversation is held out.
     packing: Put as many conversations into a sequence as fit; they do not
-      attend to each other. --no-packing pads each conversation to a sequence.
+      attend to each other. --no-packing gives each one its own sequence.
     skip_bad: Skip rows that cannot be trained on, and print how many.
     images: With a LLaVA, the folder that image names are relative to.
   """
@@ -81,16 +81,16 @@ class FinetuneConfig(TrainConfig):
 
   Attributes:
     init_from: The checkpoint to start from: a Hugging Face checkpoint, or a run
-      that started from one. The run uses its weights, shape, tokenizer and
-      chat template.
+      that started from one. Weights, shape, tokenizer and chat template are
+      those of the checkpoint.
     data: Conversations to learn from.
-    trained: Which parts of a LLaVA to train. projector (the first stage) trains
-      only the projector. decoder (the second stage) trains the decoder too.
-      all trains the vision tower too. Frozen parts have no gradients and no
+    trained: Which parts of a LLaVA to train. `projector` (the first stage)
+      trains only the projector, `decoder` (the second stage) also the decoder,
+      and `all` also the vision tower. Frozen parts have no gradients and no
       moments.
     steps: Number of optimizer steps of the whole run; if 0, epochs determines
       it.
-    epochs: How often to train on each conversation; cannot be combined with
+    epochs: Number of passes over the conversations; cannot be combined with
       steps.
     samples: How many held-out prompts the model answers at each evaluation, for
       a person to read; 0 for none.

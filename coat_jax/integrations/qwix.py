@@ -23,9 +23,10 @@ from coat_jax.numerics import recipes
 class CoatProvider(qwix.QuantizationProvider):
   """Multiplies activations by weights in FP8, forward and backward.
 
-  A matmul is replaced if it multiplies x [..., D] by a weight [D, ...] with at
-  least two axes, x and the weight are BF16 or f32, and there are no batch axes.
-  Attention's matmuls have batch axes, so they are not replaced.
+  A matmul is replaced if it contracts the last axis of x [..., D] with the
+  first axis of a weight [D, ...] that has at least two axes, and both are BF16
+  or f32. Matmuls with batch axes (of `lax.dot_general`), such as attention's,
+  are not replaced.
 
   Args:
     rules: `qwix.QuantizationRule`s. Their `module_path` and `op_names` select
@@ -99,8 +100,8 @@ def _contracted(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
   """Returns the axes of x and w that an einsum like "btd,dnh->btnh" contracts.
 
-  Returns None if the einsum is not x times a weight w, or if the result's axes
-  are not the other axes of x followed by the other axes of w.
+  Returns None unless the einsum multiplies x by a weight w, and its result has
+  the uncontracted axes of x, then those of w.
   """
   if len(operands) != 2 or not isinstance(subscripts, str):
     return None

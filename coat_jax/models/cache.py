@@ -133,7 +133,7 @@ def cached_forward(
 
 
 def without_fp8[Model: nnx.Module](model: Model) -> Model:
-  """Copies a model with the same weights, but recipe bf16 and no mesh axes."""
+  """Copies a model; the copy has the recipe bf16 and no mesh axes."""
   copy = nnx.merge(*nnx.split(model))
   for _, part in nnx.iter_modules(copy):
     if isinstance(part, Decoder | VisionTower):

@@ -212,7 +212,7 @@ def quantize(
   BF16 scale is rounded up. qvalue = rne(clip(x / scale, ±qmax)).
 
   Args:
-    x: float [..., n]. A NaN or infinity makes its group NaN, but no other.
+    x: float [..., n]. A NaN or infinity makes its whole group NaN.
     group_size: at least 1; the last group may be short. None for one scale per
       array or, inside `jax.shard_map`, per shard.
     dtype: E4M3, E5M2 or INT8.

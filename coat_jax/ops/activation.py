@@ -48,7 +48,7 @@ def check_activation(activation: Any) -> None:
 def _checked(x: Any, activation: Any) -> Array:
   """Checks the arguments; returns x in f32."""
   check_activation(activation)
-  check_numeric("activation", "x", x, "pass the function's input")
+  check_numeric("activation", "x", x, "pass a float array")
   return x.astype(jnp.float32)
 
 

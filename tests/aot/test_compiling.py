@@ -45,7 +45,7 @@ def product(summed, precision=FP8):
 @pytest.mark.parametrize(
   "summed, moved", [((1, 1), 0), ((1, 0), 1), ((0, 1), 1), ((0, 0), 2)]
 )
-def test_matmul_is_one_call_and_a_transpose_per_wrong_layout(summed, moved):
+def test_each_operand_in_the_wrong_layout_adds_one_transpose(summed, moved):
   compiled = compile_for_h200(*product(summed))
   assert custom_calls(compiled) == {"__cublas$lt$matmul$f8": 1}
   (call,) = fp8_matmul_calls(compiled)
@@ -64,11 +64,11 @@ def test_options_reach_the_compiler():
   plain = product((1, 1), precision=None)
   compiled = compile_for_h200(*plain, options=without_triton)
   assert len(fp8_matmul_calls(compiled)) == 1
-  # By default, XLA makes this matmul a Triton fusion if it cannot autotune.
+  # By default, XLA would turn this matmul into a Triton fusion.
   assert not fp8_matmul_calls(compile_for_h200(*plain))
 
 
-def test_equal_kernels_of_two_programs_are_compiled_once():
+def test_identical_kernels_in_two_programs_are_compiled_once():
   def one(x):
     return jnp.sum(jnp.tanh(x), 1)
 

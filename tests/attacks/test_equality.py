@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the comparison of two runs, which ignores only their speed."""
+"""Tests that a comparison of two runs ignores their speed and nothing else."""
 
 import json
 

@@ -95,7 +95,7 @@ def test_decoded_values_are_finite_and_keep_signs_and_zeros(variant):
 
 
 @every_variant
-def test_zeros_have_the_same_codes_in_all_groups_with_any_noise(variant):
+def test_zeros_have_the_same_codes_in_all_groups_whatever_the_noise(variant):
   zeros = jnp.zeros((4, 3 * SIZE))
   for group in build(*VARIANTS[variant]).groups:
     encoded, _ = roundtrip(group, zeros)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests making conversations and tokens from Python source code."""
+"""Tests of turning Python source code into conversations and tokens."""
 
 import json
 
@@ -75,7 +75,7 @@ def test_files_contain_each_text_once(tmp_path, capsys):
   assert "File exists" in capsys.readouterr().err
 
 
-def test_files_of_other_suffixes_are_read_when_named(tmp_path):
+def test_files_with_other_suffixes_are_read_if_these_are_given(tmp_path):
   (tmp_path / "shape.py").write_text(SOURCE)
   (tmp_path / "shape.h").write_text("struct Shape;\n")
   assert docstrings.read_sources([tmp_path]) == [SOURCE]

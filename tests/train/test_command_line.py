@@ -103,12 +103,12 @@ def test_unknown_preset_is_named_with_the_known_presets(
     (
       pretrain,
       ["demo", "--compare_seeds=2"],
-      "error: compare-seeds applies to --compare, got none; pass --compare",
+      "error: --compare-seeds needs --compare; pass --compare bf16",
     ),
     (
       vit,
       ["vit_digits", "--compare", "None", "--compare-seeds", "1"],
-      "error: compare-seeds applies to --compare, got none; pass --compare",
+      "error: --compare-seeds needs --compare; pass --compare bf16",
     ),
     (finetune, ["a", "--out", "b", "--epochs", "0"], "error: epochs must be"),
     (

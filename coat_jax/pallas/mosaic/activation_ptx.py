@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes activation functions and their derivatives, in inlined PTX.
+"""Computes activation functions and their derivatives in inline PTX.
 
 Each function is x s, where s = sigmoid(u) = 1 / (1 + 2^(-u log2(e))):
 

@@ -17,7 +17,7 @@ registers, values form either groups or a tile:
 Mosaic has no masked loads or stores. A program that would reach past the end of
 the array starts earlier instead, so some values are written twice.
 
-The interpreter cannot run inlined PTX (`row_ptx`). With `interpret`, functions
+The interpreter cannot run inline PTX (`row_ptx`). With `interpret`, functions
 run jnp code, which also defines the PTX's results.
 """
 

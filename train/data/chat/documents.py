@@ -68,7 +68,7 @@ class Documents:
   """Tokenized conversations, concatenated."""
 
   tokens: np.ndarray  # int32 [n].
-  mask: np.ndarray  # bool [n], True for targets; never for a first token.
+  mask: np.ndarray  # bool [n], True for targets; not for first tokens.
   # int64 [documents + 1]: document i has the tokens starts[i] to
   # starts[i + 1] - 1.
   starts: np.ndarray
@@ -134,10 +134,10 @@ def load_documents(
 
   A conversation of more than `seq + 1` tokens is cut after the last target span
   that fits, or after `seq + 1` tokens if none fits. Documents without a target
-  are left out. If `format` is None, the first row with a known format sets the
-  format of its file. If `skip_bad` is true, bad rows are only counted.
-  Otherwise they raise a ValueError. If `skip_bad` is None, the error does not
-  suggest this option.
+  are left out. If `format` is None, each file has the format of its first row
+  with a known format. If `skip_bad` is true, bad rows are skipped and counted.
+  If it is false, they raise a ValueError that suggests `skip_bad`; if it is
+  None, the error does not mention it.
   """
   counts = Counts()
   reader = _Reader(encoder, format, skip_bad, images, counts)
