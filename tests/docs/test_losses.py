@@ -80,17 +80,20 @@ def test_text_about_long_runs_agrees_with_measurements():
 
 def test_accuracy_page_shows_the_measured_pairs():
   runs = long.read_runs()
-  halfway = []
-  for corpus, names in (
-    (long.LATER, ("coat", "coat, seed 1")),
-    (long.EARLIER, ("coat",)),
+  plain, ends, halfway = [], [], []
+  for corpus, name in (
+    (long.LATER, "coat"),
+    (long.LATER, "coat, seed 1"),
+    (long.EARLIER, "coat"),
   ):
-    plain = [long.bf16_run(runs[corpus], name) for name in names]
-    plain = ", ".join(f"{row['held_out'][-1][1]:.4f}" for row in plain)
-    pairs = [long.held_out_differences(runs[corpus], name) for name in names]
-    ends = signed(last(pair)[1] for pair in pairs)
-    assert f"| {plain} | {ends} |" in ACCURACY
-    halfway += [pair[4600] for pair in pairs]
+    plain.append(long.bf16_run(runs[corpus], name)["held_out"][-1][1])
+    pair = long.held_out_differences(runs[corpus], name)
+    ends.append(last(pair)[1])
+    halfway.append(pair[4600])
+  losses_shown = ", ".join(f"{x:.4f}" for x in plain)
+  mean, half = stability_figure.interval(ends)
+  cells = f"| {losses_shown} | {signed(ends)} | {mean:+.4f} ± {half:.4f} |"
+  assert cells in ACCURACY
   words = " ".join(ACCURACY.split())
   first, second, third = (f"{x:.3f}" for x in sorted(halfway))
   assert f"Halfway, it was {first}, {second} and {third} above" in words
@@ -121,6 +124,12 @@ def test_runs_page_shows_the_measured_scores_of_sums():
   words = " ".join(shown.split())
   mean, half = stability_figure.interval((layers + coat - plain - moments) / 2)
   assert f"{-mean:.1f} ± {half:.1f} percentage points" in words
+  fp8, bf16 = (
+    (a + b).mean() / 2 for a, b in ((layers, coat), (plain, moments))
+  )
+  accuracy = " ".join(ACCURACY.split())
+  assert f"{fp8:.0f} % of held-out questions" in accuracy
+  assert f"{bf16:.0f} % with BF16 layers" in accuracy
   mean, half = stability_figure.interval((moments + coat - plain - layers) / 2)
   assert f"{mean:+.1f} ± {half:.1f} points" in words
 
