@@ -265,8 +265,9 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
     raise ValueError(
       f"plan: {options.preset} does not fit into {hbm_bytes / GB:g} GB on each "
       f"of {options.gpus} GPUs: it needs {smallest.peak_bytes / GB:.1f} GB or "
-      f"more ({command(smallest.run)}); use more GPUs, or a smaller --seq or "
-      "--batch"
+      f"more ({command(smallest.run)}); use more GPUs, a smaller "
+      "--seq or --batch, or a smaller state (--second factored or --optimizer "
+      "coat_lion)"
     )
   best = fitting[0]
   return (

@@ -12,6 +12,8 @@ from coat_jax.codecs.group import Encoded, Plain, divided
 
 # A leaf is factored only if its rows and its columns are at least this long.
 _SHORTEST = 8
+# Layers may be stacked along the first of three axes if it is shorter than this.
+_MOST_LAYERS = 128
 _PLAIN = Plain("float32")
 LARGEST = float(jnp.finfo(jnp.float32).max)
 
@@ -21,11 +23,12 @@ class Factored:
   """Stores v [..., n] as f32 means of its rows and of its columns.
 
   v[i, j] decodes to rows[i] columns[j] / mean(rows), which is exact if v has
-  rank one. The two longest axes are rows and columns. If there are three or
-  more axes, the first one is never chosen, because layers may be stacked along
-  it. `Encoded.amax` contains the means of rows, and `range` the means of
-  columns, both with size 1 along the averaged axis. `codes` is a scalar zero.
-  Leaves without two such axes of at least 8 are stored by `Plain` in f32.
+  rank one. The two longest axes are rows and columns. Of three or more axes,
+  the first counts only if it has at least 128 values, because layers may be
+  stacked along a shorter one. `Encoded.amax` contains the means of rows, and
+  `range` the means of columns, both with size 1 along the averaged axis.
+  `codes` is a scalar zero. Leaves without two such axes of at least 8 are
+  stored by `Plain` in f32.
 
   Encoding the decoded v gives the same means again, up to f32 rounding. So
   errors of averages do not accumulate over steps. Those of maxima do, as of the
@@ -73,7 +76,8 @@ def product(rows: Array, columns: Array) -> Array:
 
 def factored_axes(shape: tuple[int, ...]) -> tuple[int, int] | None:
   """Returns the axes of rows and of columns; None if a leaf is not factored."""
-  axes = range(1 if len(shape) > 2 else 0, len(shape))
+  is_stack = len(shape) > 2 and shape[0] < _MOST_LAYERS
+  axes = range(1 if is_stack else 0, len(shape))
   longest = sorted(axes, key=lambda i: shape[i])[-2:]
   if len(longest) < 2 or shape[longest[0]] < _SHORTEST:
     return None

@@ -28,7 +28,10 @@ def roundtrip(v):
     ((96, 64), (0, 1)),
     ((32, 32), (0, 1)),
     ((3, 64, 96), (1, 2)),
-    ((500, 64, 96), (1, 2)),  # The first axis is the longest.
+    ((127, 64, 96), (1, 2)),  # Layers may be stacked along the first axis.
+    ((500, 64, 96), (0, 2)),
+    ((512, 2, 1376), (0, 2)),  # `layers.MLP.gate_up`.
+    ((512, 8, 64), (0, 2)),  # q of `nnx.MultiHeadAttention`.
     ((3, 64, 2, 96), (1, 3)),
     ((4, 8, 96, 64), (2, 3)),
     ((8, 96), (0, 1)),

@@ -144,7 +144,7 @@ def test_error_for_too_little_memory_says_how_much_is_needed(capsys):
   assert plan.main(small) == 2
   said = capsys.readouterr().err
   assert "0.2 GB on each of 1 GPUs: it needs 0.5 GB or more" in said
-  assert "use more GPUs, or a smaller --seq or --batch" in said
+  assert "use more GPUs, a smaller --seq or --batch, or a smaller state" in said
 
 
 def test_gpus_and_mesh_exclude_each_other(capsys):
