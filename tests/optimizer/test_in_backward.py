@@ -284,16 +284,16 @@ def test_optax_transformation_updates_leaf_by_leaf(is_tied):
 @pytest.mark.parametrize(
   ("optimizer", "error", "said"),
   [
-    (coat_adamw(1e-2), ValueError, "got coat_adamw, .*pass fused_coat_adamw"),
+    (coat_adamw(1e-2), ValueError, "as in coat_adamw, .*pass fused_coat_adamw"),
     (
       coat_lion(1e-2),
       ValueError,
-      "got .*coat_lion, .*fused_coat_lion .without",
+      "in .*coat_lion, .*fused_coat_lion .without",
     ),
     (
       encoded(optax.lion(1e-2), codecs.coat()),
       ValueError,
-      "got .* or encoded; .*leafwise of an unencoded optimizer",
+      "and encoded.; .*leafwise of an optimizer",
     ),
     (optax.sgd(1e-2), TypeError, "without begin; pass .*leafwise"),
   ],
